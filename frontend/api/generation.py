@@ -138,7 +138,7 @@ def verify_streaming(request: GenerationRequest) -> None:
         APIError: `prompt_logprobs` with a stream, or `stream_options` without one (400).
     """
     if request.prompt_logprobs is not None and request.stream:
-        raise bad_request("prompt_logprobs", "cannot be streamed")
+        raise bad_request("prompt_logprobs", "cannot be streamed; send stream=false")
     if request.stream_options not in (None, StreamOptions()) and not request.stream:
         raise bad_request("stream_options", "is only allowed with stream=true")
 

@@ -162,21 +162,21 @@ def _normalize_tool_call(call: Any, where: str) -> dict[str, Any]:
     if isinstance(custom, Mapping):
         name, text = custom.get("name"), custom.get("input")
         if not isinstance(name, str):
-            raise ParameterError(f"{where}.custom.name", "must be a string")
+            raise ParameterError(f"{where}.custom.name", f"must be a string, got {echo(name)}")
         if not isinstance(text, str):
-            raise ParameterError(f"{where}.custom.input", "must be a string")
+            raise ParameterError(f"{where}.custom.input", f"must be a string, got {echo(text)}")
         others = {key: value for key, value in call.items() if key != "custom"}
         stand_in = {"name": name, "arguments": {CUSTOM_INPUT: text}}
         return {**others, "type": "function", "function": stand_in}
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
-        raise ParameterError(f"{where}.function.name", "must be a string")
+        raise ParameterError(f"{where}.function.name", f"must be a string, got {echo(function)}")
     return {**call, "function": _normalize_function(function, f"{where}.function")}
 
 
 def _normalize_function(function: Mapping[str, Any], where: str) -> dict[str, Any]:
-    if not isinstance(function.get("name"), str):
-        raise ParameterError(f"{where}.name", "must be a string")
+    if not isinstance(name := function.get("name"), str):
+        raise ParameterError(f"{where}.name", f"must be a string, got {echo(name)}")
     arguments = function.get("arguments")
     if not isinstance(arguments, Mapping):
         arguments = _decode_arguments(arguments, f"{where}.arguments")

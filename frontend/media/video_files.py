@@ -101,9 +101,7 @@ def _given_frames(
 ) -> Video:
     """Return a video that consists of all of these frames. `read` returns the file of a frame that is not an image."""
     if not 0 < len(frames) <= config.max_frames:
-        raise ParameterError(
-            where, f"has {len(frames)} frames, must have 1 to {config.max_frames}; send fewer"
-        )
+        raise ParameterError(where, f"must have 1 to {config.max_frames} frames, got {len(frames)}")
     budget = _Budget(where)
     found: list[Image.Image] = []
     given: tuple[int, int] | None = None

@@ -197,7 +197,8 @@ def _read_files(path: Path, config: ConfigFields, whole: ConfigFields) -> Embedd
         if module.kind == "Dense":
             if normalizes:
                 raise CheckpointError(
-                    path / "modules.json", "a Dense module after Normalize is not supported"
+                    path / "modules.json",
+                    "a Dense module after Normalize is not supported; use another model",
                 )
             dense.append(
                 _dense(path / module.path, dense[-1].out_features if dense else hidden_size)

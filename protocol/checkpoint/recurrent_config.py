@@ -244,7 +244,9 @@ def _read_falcon_h1(fields: ConfigFields) -> Mamba2:
         read_factors(fields, "ssm_multipliers", 5),
     )
     if layer.projection_bias and factor != 1.0:
-        raise fields.error("mamba_proj_bias with an ssm_in_multiplier is not supported")
+        raise fields.error(
+            "mamba_proj_bias with an ssm_in_multiplier is not supported; use a model without one of them"
+        )
     return msgspec.structs.replace(
         layer,
         output_bias=fields.boolean("projectors_bias", False),

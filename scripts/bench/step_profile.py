@@ -79,7 +79,9 @@ class Decoding:
         checkpoint = open_checkpoint(resolved.config.path)
         self.runner = ModelRunner(config, torch.device("cpu"), checkpoint, lambda done, total: None)
         if not isinstance(self.runner.model, NativeDecoder):
-            raise SystemExit("only the native backend reports where its time goes")
+            raise SystemExit(
+                "only the native CPU backend measures its operations, and it cannot run this model"
+            )
         self.model = self.runner.model
         self._blocks = max_model_len // BLOCK_SIZE
         self._num_steps = 0

@@ -19,7 +19,7 @@ from ...protocol.encoder_inputs.inputs import EncoderInput
 from ...protocol.encoder_inputs.payloads import AudioPayload
 
 LIMITS: Final = 2**31 - 1
-"""In place of the first token that a token sees outside its window: the end limits the window instead."""
+"""A first position that tells attention kernels that only the end of the range limits the tokens in the window."""
 
 _AUDIO: Final = msgspec.msgpack.encode(AudioPayload(0, 0, b""))[: len("[]AudioPayload")]
 """The beginning of the data of audio clips, whose tokens attend only to earlier ones."""
@@ -40,7 +40,7 @@ class VisibleStarts:
     def visible_tokens(
         self, slots_S: Int32Array, query_start_loc: Int32Array, seq_lens_S: Int32Array
     ) -> Int32Array | None:
-        """Return for each token `LIMITS` and the end of those to which it attends, int32 [T, 2].
+        """Return, for each token, `LIMITS` and the position after the last that it attends to, int32 [T, 2].
 
         The result is None if tokens attend to their whole sequences.
         """

@@ -63,7 +63,10 @@ def parse_line(line: bytes, endpoint: str | None) -> BatchLine:
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise BadLine(f"the line is not valid JSON: {error}") from None
     if not 0 < len(request.custom_id) <= MAX_ID:
-        raise BadLine(f"custom_id must have between 1 and {MAX_ID} characters", "custom_id")
+        raise BadLine(
+            f"custom_id must have between 1 and {MAX_ID} characters, got {len(request.custom_id)}",
+            "custom_id",
+        )
     if request.method != "POST":
         raise BadLine(f"method must be POST, got {echo(request.method)}", "method")
     wanted = (*ENDPOINTS, MESSAGES) if endpoint is None else (endpoint,)

@@ -114,7 +114,11 @@ class MessageBatches:
         identifier, owner = key_of(request)
         batch = await self._records.get(identifier.removeprefix(_PREFIX), owner)
         if batch["endpoint"] != MESSAGES:
-            raise APIError(404, f"The batch {echo(identifier)} is one of OpenAI's API", param="id")
+            raise APIError(
+                404,
+                f"The batch {echo(identifier)} was created with POST /v1/batches; use that route",
+                param="id",
+            )
         return batch
 
     async def _get_ended(self, request: Request, what: str) -> Json:

@@ -23,7 +23,7 @@ def verify_metadata(metadata: dict[str, str] | None) -> None:
         if len(key) > MAX_METADATA_KEY:
             raise APIError(
                 400,
-                f"keys of metadata must have at most {MAX_METADATA_KEY} characters",
+                f"keys of metadata must have at most {MAX_METADATA_KEY} characters, got {len(key)}",
                 param="metadata",
             )
         if len(value) > MAX_METADATA_VALUE:

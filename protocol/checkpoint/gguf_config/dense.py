@@ -95,7 +95,9 @@ def _deci_blocks(fields: ModelFields) -> list[dict[str, Any]]:
         bool(n) != bool(kv)
         for n, kv in zip(fields.of_layers("attention.head_count"), kv_heads, strict=True)
     ):
-        raise fields.error("layers that replace attention with a matrix are not supported")
+        raise fields.error(
+            "layers that replace attention with a matrix are not supported; use a model without them"
+        )
     return [
         {
             "attention": {"n_heads_in_group": fields.num_heads // heads if heads else None},

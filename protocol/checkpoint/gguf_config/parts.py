@@ -60,7 +60,8 @@ def rope_scaling(fields: ModelFields) -> dict[str, Any] | None:
         return scaling
     if kind not in ("none", "linear"):
         raise CheckpointError(
-            fields.gguf.path, f"the rope scaling type {kind!r} is not supported in GGUF files"
+            fields.gguf.path,
+            f"the rope scaling type {kind!r} is not supported in GGUF files; use safetensors",
         )
     return None
 

@@ -49,7 +49,9 @@ def feature_layers(fields: ConfigFields, sizes: dict[str, Any], default: int) ->
     if not layers or not all(
         type(i) is int and -num_layers <= i <= num_layers and i for i in layers
     ):
-        raise fields.wrong("vision_feature_layer", f"of the {num_layers} layers", chosen)
+        raise fields.wrong(
+            "vision_feature_layer", f"one or more of the {num_layers} layers", chosen
+        )
     return tuple(i if i > 0 else num_layers + 1 + i for i in layers)
 
 

@@ -211,7 +211,9 @@ def _ropes(fields: ConfigFields, rotary_dim: int) -> tuple[RopeSpec, RopeSpec]:
         theta=fields.positive("compress_rope_theta", 160_000.0, above=1),
     )
     if not isinstance(of_entries.scaling, YarnScaling | None):
-        raise fields.error("only the rope types default and yarn are supported for DeepSeek-V4")
+        raise fields.error(
+            "only the rope types default and yarn are supported for DeepSeek-V4; use a model with one of them"
+        )
     if isinstance(of_entries.scaling, YarnScaling) and "attention_factor" not in scaling:
         unscaled = replace(of_entries.scaling, attention_factor=1.0)
         of_entries = replace(of_entries, scaling=unscaled)

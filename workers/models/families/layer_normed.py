@@ -147,7 +147,8 @@ def _cohere2_moe(fields: ConfigFields) -> ModelSpec:
     )
     if is_average and not all(map(has_experts, range(num_layers))):
         raise fields.error(
-            "averaging the outputs of shared experts is not supported for models that also have dense layers"
+            "averaging the outputs of shared experts is not supported for models that also have dense layers; "
+            "use another model"
         )
     scoring = fields.text("expert_selection_fn", "softmax")
     if scoring not in ("softmax", "sigmoid"):

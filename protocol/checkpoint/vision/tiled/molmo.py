@@ -118,7 +118,9 @@ def _feature_layers(adapter: ConfigFields, vision: ConfigFields) -> tuple[int, .
         or not layers
         or not all(type(i) is int and -num_layers <= i < num_layers for i in layers)
     ):
-        raise adapter.wrong("vision_feature_layer", f"of the {num_layers} layers", layers)
+        raise adapter.wrong(
+            "vision_feature_layer", f"one or more of the {num_layers} layers", layers
+        )
     return tuple(i % num_layers + 1 for i in layers)
 
 
