@@ -27,6 +27,7 @@ QWEN_MODELS = (
     "qwen3_5",
     "qwen3_5_moe",
     "cohere_compass",
+    "cosmos3_omni",
     "lfm3_vl",
     "qwen4_exp",
     "hy_v4_vl",
@@ -99,6 +100,7 @@ _VISION_BY_FAMILY: dict[str, dict[str, Any]] = {
     },
 }
 _VISION_BY_FAMILY["cohere_compass"] = _VISION_BY_FAMILY["qwen3_vl"]
+_VISION_BY_FAMILY["cosmos3_omni"] = _VISION_BY_FAMILY["qwen3_vl"]
 _VISION_BY_FAMILY["glm4v"] = {
     "hidden_size": 48,
     "intermediate_size": 80,
@@ -143,6 +145,7 @@ _NAMES = {
     "glm5_next": "Glm5Next",
     "hunyuan_vl": "HunYuanVL",
     "cohere_compass": "CohereCompass",
+    "cosmos3_omni": "Cosmos3Omni",
     "paddleocr_vl": "PaddleOCRVL",
     "glm_ocr": "GlmOcr",
     "qwen2_vl": "Qwen2VL",

@@ -165,6 +165,7 @@ _READERS: Final[dict[str, _Reader]] = {
     "clip": single,
     "cohere2_vision": cohere2_vision,
     "cohere_compass": resize,
+    "cosmos3_omni": resize,
     "deepseek_ocr": views_with_rows,
     "deepseek_ocr2": views,
     "deepseek_vl": margins,

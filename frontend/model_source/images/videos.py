@@ -53,6 +53,7 @@ _HY4: Final = _Family(
 
 _FAMILIES: Final = {
     "cohere_compass": _COMPASS,
+    "cosmos3_omni": _QWEN3,
     "glm4v": _GLM41,
     "glm4v_moe": _GLM41,
     "glm46v": _GLM46,

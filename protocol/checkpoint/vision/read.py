@@ -126,6 +126,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "clip": clip,
     "cohere2_vision": cohere2_vision,
     "cohere_compass": qwen3_vl,
+    "cosmos3_omni": qwen3_vl,
     "deepseek_ocr": deepseek_ocr,
     "deepseek_ocr2": deepseek_ocr2,
     "deepseek_vl": deepseek_vl,
