@@ -10,6 +10,7 @@ from PIL import Image
 from ...protocol.config.images import (
     AnyImageProcessor,
     AnyresProcessor,
+    BandsProcessor,
     BudgetProcessor,
     CanvasProcessor,
     CornerProcessor,
@@ -37,7 +38,7 @@ from ...protocol.config.images import (
 )
 from .layouts.anyres import anyres, tiles_with_rows
 from .layouts.covers import cover
-from .layouts.grids import canvas, crops, grid, views
+from .layouts.grids import bands, canvas, crops, grid, views
 from .layouts.overlaps import overlaps
 from .layouts.pages import pages
 from .layouts.pixels import Parts
@@ -50,6 +51,7 @@ from .layouts.thumbnails import thumbnail
 from .layouts.tiles import mosaic, tiles
 
 _LAYOUTS: Final[dict[type[Any], Callable[[Image.Image, Any], Parts]]] = {
+    BandsProcessor: bands,
     BudgetProcessor: fit_budget,
     CanvasProcessor: canvas,
     CornerProcessor: cornered,

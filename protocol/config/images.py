@@ -398,6 +398,19 @@ class CropsProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="crops
     max_tiles: int
 
 
+class BandsProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="bands"):
+    """Resizes the longer side of an image to as many tiles as possible, of which there are up to `max_tiles`.
+
+    White margins at both ends of the shorter side complete the tiles, which have `side` x `side` pixels and
+    `row_length` rows of embeddings. There is one more embedding after each row and before the small copy of the canvas,
+    which follows.
+    """
+
+    side: int
+    row_length: int
+    max_tiles: int
+
+
 class OverlapsProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="overlaps"):
     """Resizes an image to one tile, and to a canvas of up to `max_tiles` tiles, which overlap.
 
@@ -440,6 +453,7 @@ AnyImageProcessor: TypeAlias = (
     | CoverProcessor
     | CropProcessor
     | CropsProcessor
+    | BandsProcessor
     | GridProcessor
     | MarginProcessor
     | MosaicProcessor

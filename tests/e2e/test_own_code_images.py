@@ -25,6 +25,7 @@ from support.own_code.deepseek_vl2 import deepseek_vl2
 from support.own_code.dots_ocr import dots_ocr
 from support.own_code.minicpm import minicpmv
 from support.own_code.model import OwnCodeModel
+from support.own_code.phi3_v import phi3_v
 from support.server import DEVICE, Server, assert_nothing_is_held
 from support.tiny_checkpoints import sentencepiece_tokenizer
 from support.vision_checkpoints import CHAT_TEMPLATE
@@ -42,6 +43,7 @@ MODELS: dict[str, tuple[Callable[..., OwnCodeModel | GridModel], str, str, list[
         "(<image>./</image>)",
         ["<image>", "</image>", "<slice>", "</slice>", "<image_id>", "</image_id>"],
     ),
+    "phi3_v": (phi3_v, "<|image|>", "<|image|>", ["<|image|>"]),
     "video_llama_3": (partial(grid_model, kind="video_llama_3"), "<image>", "<image>", ["<image>"]),
 }
 """The function that writes a model, the text of its placeholder, its mark of an image, and its special tokens."""

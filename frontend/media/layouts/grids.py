@@ -10,6 +10,7 @@ import msgspec
 from PIL import Image
 
 from ....protocol.config.images import (
+    BandsProcessor,
     CanvasProcessor,
     CropsProcessor,
     GridProcessor,
@@ -100,6 +101,41 @@ def crops(image: Image.Image, config: CropsProcessor) -> Parts:
     unit = 2 * config.patch_size
     num_columns, num_rows, whole = (-(-length // unit) for length in (width, height, side))
     num_outputs = num_rows * (num_columns + 1) + 1 + whole * (whole + 1)
+    return [Tile(payload, num_outputs)]
+
+
+def bands(image: Image.Image, config: BandsProcessor) -> Parts:
+    """Return the image in the middle of a white canvas of tiles, as one tile.
+
+    Raises:
+        ValueError: The image is so long that its shorter side would have no pixels.
+    """
+    # Images are turned, because the order of resizing both sides matters for rounding.
+    turns = image.width < image.height
+    if turns:
+        image = image.transpose(Image.Transpose.TRANSPOSE)
+    side, length = config.side, config.row_length
+    ratio = image.width / image.height
+    columns = 1
+    while (columns + 1) * math.ceil((columns + 1) / ratio) <= config.max_tiles:
+        columns += 1
+    width, height = columns * side, int(columns * side / ratio)
+    if not height:
+        raise ValueError(
+            f"it has {max(image.size)} x {min(image.size)} pixels, and the longer side may be at most {width} times "
+            "the shorter one"
+        )
+    rows = -(-height // side)
+    canvas = Image.new("RGB", (width, rows * side), (255, 255, 255))
+    canvas.paste(resize(image, width, height, config), (0, (rows * side - height) // 2))
+    if turns:
+        canvas, columns, rows = canvas.transpose(Image.Transpose.TRANSPOSE), rows, columns
+    tile = make_tile(canvas, config)
+    assert isinstance(tile.payload, ImagePayload)
+    payload = msgspec.structs.replace(
+        tile.payload, original_width=canvas.width, original_height=canvas.height
+    )
+    num_outputs = rows * length * (columns * length + 1) + 1 + length * (length + 1)
     return [Tile(payload, num_outputs)]
 
 

@@ -44,7 +44,7 @@ from .tiled.internvl import IMAGE_CONTEXT, canvas, described_canvas, views, view
 from .tiled.minicpm import slices, slices_of_queries
 from .tiled.molmo import overlaps
 from .tiled.ovis import cover
-from .tiled.phi4 import crops
+from .tiled.phi4 import bands, crops
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +55,7 @@ _TOKEN_TEXTS: Final = {
     "internvl_chat": IMAGE_CONTEXT,
     "minicpmo": "<unk>",
     "minicpmv": "<unk>",
+    "phi3_v": "<|image|>",
 }
 """The texts of placeholder tokens whose ids are not in the config, by model type."""
 
@@ -225,6 +226,7 @@ _READERS: Final[dict[str, _Reader]] = {
     "ovis2": cover,
     "paddleocr_vl": resize_rounded,
     "paligemma": paligemma,
+    "phi3_v": bands,
     "phi4_multimodal": crops,
     "phi4mm": crops,
     "qianfan_ocr": canvas,

@@ -59,7 +59,7 @@ from .tiled.internvl import internvl, internvl_chat, qianfan_ocr
 from .tiled.minicpm import minicpm_ocr, minicpmv, minicpmv4_6, minicpmv4_7
 from .tiled.molmo import PooledVisionSpec, molmo2
 from .tiled.ovis import ovis2
-from .tiled.phi4 import phi4_multimodal
+from .tiled.phi4 import phi3_v, phi4_multimodal
 
 AnyVisionSpec: TypeAlias = (
     VisionSpec
@@ -105,11 +105,12 @@ def vision_spec(fields: ConfigFields, output_size: int) -> AnyVisionSpec:
 def _section(fields: ConfigFields) -> ConfigFields | None:
     """Return the section of the vision tower.
 
-    In the original config of Phi-4-multimodal, it has no sizes. In that of Molmo 2, it has another name.
+    In the original configs of Phi, it has no sizes. In that of Molmo 2, it has another name.
     """
     embeddings = fields.section("embd_layer")
     original = None if embeddings is None else embeddings.section("image_embd_layer")
-    return fields.section("vision_config") or fields.section("vit_config") or original
+    named = (fields.section(name) for name in ("vision_config", "vit_config", "img_processor"))
+    return next((section for section in named if section is not None), original)
 
 
 _KINDS: Final = {
@@ -188,6 +189,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "ovis2": ovis2,
     "paddleocr_vl": paddleocr_vl,
     "paligemma": paligemma,
+    "phi3_v": phi3_v,
     "phi4_multimodal": phi4_multimodal,
     "phi4mm": phi4_multimodal,
     "qianfan_ocr": qianfan_ocr,

@@ -192,6 +192,7 @@ class VisionSpec(msgspec.Struct, frozen=True):
       second, then another product (Aya Vision)
     * "merged mlp": a norm of the patches and a product with the merged rows, then as "mlp" (Mistral 3)
     * "mean": a norm of the means, then one product (Gemma 3, arXiv 2503.19786)
+    * "squares": the merged rows, as the first part of a projection that reads all tiles of an image (Phi-3-Vision)
     * "means": the means, as the first part of a projection that reads all tiles of an image (Phi-4-multimodal)
     * "standardized mean": as "mean", but the means are first scaled by the square root of the hidden size and possibly
       standardized, and the norm has no weights (Gemma 4)
@@ -228,6 +229,7 @@ class VisionSpec(msgspec.Struct, frozen=True):
         "gated mlp",
         "merged mlp",
         "mean",
+        "squares",
         "means",
         "standardized mean",
         "words",

@@ -19,6 +19,7 @@ from engine.frontend.model_source.images.qwen import pad_whole, resize, resize_r
 from engine.frontend.model_source.images.source import ProcessorSource
 from engine.protocol.checkpoint.config_fields import ConfigFields
 from engine.protocol.config.images import (
+    BandsProcessor,
     MarginProcessor,
     PadProcessor,
     RowsProcessor,
@@ -236,3 +237,38 @@ def test_images_of_deepseek_vl2_equal_those_of_its_authors():
                 tiles = [canvas.crop((x, y, x + 40, y + 40)).tobytes() for x, y in boxes]
                 assert tile.payload.pixels == whole.tobytes() + b"".join(tiles)
     assert len(found_grids) > 3
+
+
+def test_images_of_phi3_equal_those_of_its_authors():
+    config = BandsProcessor(
+        token_id=1,
+        output_size=8,
+        num_outputs=1 + 17 * 3 * 4,
+        resample=2,
+        side=40,
+        row_length=3,
+        max_tiles=16,
+    )
+    for size in [*SIZES, (40, 40), (41, 3), (90, 37), (150, 300), (64, 61), (1, 500)]:
+        image = _picture(*size)
+        [tile] = process_image(image, config)
+        # The widest canvas of an image on its side that has enough tiles.
+        width, height = max(size), min(size)
+        counts = [n for n in range(1, 17) if n * math.ceil(n / (width / height)) <= 16]
+        columns = next(n for n in counts if n + 1 not in counts)
+        lying = image if size[0] >= size[1] else image.transpose(Image.Transpose.TRANSPOSE)
+        shape = columns * 40, int(columns * 40 / (width / height))
+        rows = math.ceil(shape[1] / 40)
+        top = int((rows * 40 - shape[1]) / 2)
+        canvas = ImageOps.expand(
+            lying.resize(shape, Image.Resampling.BILINEAR),
+            (0, top, 0, rows * 40 - shape[1] - top),
+            (255, 255, 255),
+        )
+        if lying is not image:
+            canvas, columns, rows = canvas.transpose(Image.Transpose.TRANSPOSE), rows, columns
+        assert tile.payload.pixels == canvas.tobytes()
+        assert (tile.payload.width, tile.payload.height) == canvas.size
+        assert tile.num_outputs == rows * 3 * (columns * 3 + 1) + 1 + 3 * 4 <= config.num_outputs
+    with pytest.raises(ValueError, match="the longer side may be at most 640 times"):
+        process_image(_picture(1, 700), config)

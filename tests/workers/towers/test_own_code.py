@@ -28,6 +28,7 @@ from support.own_code.deepseek_vl2 import deepseek_vl2
 from support.own_code.dots_ocr import dots_ocr
 from support.own_code.minicpm import minicpmv
 from support.own_code.model import OwnCodeModel
+from support.own_code.phi3_v import phi3_v
 
 pytestmark = pytest.mark.slow
 
@@ -37,6 +38,7 @@ MODELS: dict[str, Callable[[Path], OwnCodeModel]] = {
     "deepseek_vl2": deepseek_vl2,
     "deepseek_vl2-latent": partial(deepseek_vl2, is_latent=True),
     "dots_ocr": dots_ocr,
+    "phi3_v": phi3_v,
     **{
         f"minicpmv-{version}": partial(minicpmv, version=version)
         for version in ("2.6", "4.0", "4.5")
@@ -47,6 +49,7 @@ PLACEHOLDERS = {
     "deepseek_vl2": "<image>",
     "dots_ocr": "<|imgpad|>",
     "minicpmv": "<unk>",
+    "phi3_v": "<|image|>",
 }
 
 

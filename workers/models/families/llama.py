@@ -174,6 +174,11 @@ def phi3(fields: ConfigFields) -> ModelSpec:
     return base_spec(fields, uniform_layers(fields, rope, window))
 
 
+def _phi3_v(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of the text part of Phi-3-Vision."""
+    return replace(phi3(fields), tensor_names=((r".*vision_embed_tokens\..*", ""),))
+
+
 def _phi4_multimodal(fields: ConfigFields) -> ModelSpec:
     """Return the spec of the text part of Phi-4-multimodal, without its adapters for images and audio."""
     unused = r".*(embed_tokens_extend|\.lora_[AB])\..*"
@@ -243,6 +248,7 @@ FAMILIES = (
     Family("Mistral3ForConditionalGeneration", "mistral3", ministral3),
     Family("Olmo2ForCausalLM", "olmo2", olmo2),
     Family("Phi3ForCausalLM", "phi3", phi3),
+    Family("Phi3VForCausalLM", "phi3_v", _phi3_v),
     Family("Phi4MMForCausalLM", "phi4mm", _phi4_multimodal),
     Family("Phi4MultimodalForCausalLM", "phi4_multimodal", _phi4_multimodal),
     Family("DotsOCRForCausalLM", "dots_ocr", qwen2),

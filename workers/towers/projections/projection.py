@@ -226,6 +226,10 @@ def _no_product(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Proj
     return lambda x_PD, num_columns: means(x_PD, num_columns, spec.merge_factor)
 
 
+def _rows_of_squares(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Projection:
+    return lambda x_PD, num_columns: side_by_side(x_PD, num_columns, spec.merge_factor)
+
+
 def _adapter(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Projection:
     weights, size = read(f"{_MLP}fc1.weight"), spec.adapter_size
     activation = find_activation(checkpoint, spec.projection_activation)
@@ -299,6 +303,7 @@ _KINDS: Final[dict[str, Callable[[VisionSpec, Checkpoint, _Reader], Projection]]
     "gated mlp": _gated_mlp,
     "merged mlp": _merged_mlp,
     "mean": _mean,
+    "squares": _rows_of_squares,
     "means": _no_product,
     "standardized mean": _standardized_mean,
     "connector": read_connector,

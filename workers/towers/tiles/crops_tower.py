@@ -1,4 +1,4 @@
-"""A vision tower for an image that is cut into tiles and read as a whole besides (Phi-4-multimodal).
+"""A vision tower for an image that is cut into tiles and read as a whole besides (Phi-3-Vision, Phi-4-multimodal).
 
 Shapes: H rows and W columns of features, D hidden size of the tower.
 """
@@ -24,8 +24,9 @@ _PREFIX = "image_embed."
 class CropsTower(ImageTower):
     """The tower described by `spec`, with the layers that `make_layers` returns.
 
-    Features are the means of 2 x 2 patches. Each row of features ends with a learned one, and another one separates the
-    features of the tiles, without those of margins, from the features of the whole image. An MLP projects them all.
+    Features are those of 2 x 2 patches, or their means. Each row of features ends with a learned one, and another one
+    separates the features of the tiles, without those of margins, from the features of the whole image. An MLP projects
+    them all.
 
     Raises:
         CheckpointError: A tensor is missing or has another shape.
@@ -34,11 +35,11 @@ class CropsTower(ImageTower):
     def __init__(self, spec: VisionSpec, source: TowerSource) -> None:
         super().__init__(source, spec.output_size)
         self.spec = spec
-        of_tiles = replace(spec, has_crops=False, projection="means", output_size=spec.hidden_size)
-        self._tower = VisionTower(of_tiles, source)
+        size = spec.hidden_size * (spec.merge_factor**2 if spec.projection == "squares" else 1)
+        self._tower = VisionTower(replace(spec, has_crops=False, output_size=size), source)
         marker = f"{_PREFIX}img_projection_up.weight"
         tensors = source.weights(marker, spec.tensor_names)
-        size, output = spec.hidden_size, spec.output_size
+        output = spec.output_size
         self._row_end_D = tensors.read(f"{_PREFIX}sub_img_feature_extensor", size)
         self._separator_D = tensors.read(f"{_PREFIX}global_img_feature_extensor", size)
         self._up = tensors.read_linear(f"{_PREFIX}img_projection_up", output, size)
@@ -90,7 +91,8 @@ class CropsTower(ImageTower):
 
     def _features(self, pixels: Tensor, shown: tuple[int, int]) -> Tensor:
         """Return the features [H, W, D] of a tile [3, side, side] with this many rows and columns of patches."""
-        features = self._tower.encode_pixels(pixels, shown)
+        has_margins = self.spec.margins is not None
+        features = self._tower.encode_pixels(pixels, shown if has_margins else None)
         return features.unflatten(0, (-1, self.spec.image_size // self.spec.patch_size // 2))
 
     def _with_row_ends(self, x_HWD: Tensor) -> Tensor:

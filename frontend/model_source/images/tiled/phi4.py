@@ -1,12 +1,12 @@
-"""Read the image processor of Phi-4-multimodal."""
+"""Read the image processors of Phi-3-Vision and Phi-4-multimodal."""
 
 from __future__ import annotations
 
 from typing import Final
 
 from .....protocol.checkpoint.vision.spec import VisionSpec
-from .....protocol.config.images import CropsProcessor
-from ..fields import BICUBIC, BILINEAR, side_of_tile, sides, values
+from .....protocol.config.images import BandsProcessor, CropsProcessor
+from ..fields import BICUBIC, BILINEAR, CLIP_VALUES, side_of_tile, sides, values
 from ..source import ProcessorSource
 
 _MAX_TILES: Final = 64
@@ -27,3 +27,16 @@ def crops(source: ProcessorSource, vision: VisionSpec, token_id: int) -> CropsPr
     common = values(fields.with_values({"resample": BILINEAR}), vision, token_id, BILINEAR)
     common["num_outputs"] = (max_tiles + 1) * per_tile + 1
     return CropsProcessor(**common, side=side, patch_size=patch_size, max_tiles=max_tiles)
+
+
+def bands(source: ProcessorSource, vision: VisionSpec, token_id: int) -> BandsProcessor:
+    """Return the processor of Phi-3-Vision and Phi-3.5-Vision."""
+    fields, side = source.fields, vision.image_size
+    max_tiles = fields.integer("num_crops", 16, maximum=_MAX_TILES)
+    row_length = side // (2 * vision.patch_size)
+    # A single column has the most ends of rows.
+    most = (max_tiles + 1) * row_length * (row_length + 1) + 1
+    common = values(fields, vision, token_id, BILINEAR) | {"num_outputs": most}
+    return BandsProcessor(
+        **CLIP_VALUES | common, side=side, row_length=row_length, max_tiles=max_tiles
+    )

@@ -1,4 +1,4 @@
-"""Read the vision tower of Phi-4-multimodal."""
+"""Read the vision towers of Phi-3-Vision and Phi-4-multimodal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def phi4_multimodal(fields: ConfigFields, vision: ConfigFields, output_size: int
     return VisionSpec(
         **sizes,
         output_size=output_size,
-        projection="mlp",
+        projection="means",
         merge_factor=2,
         positions="inverse",
         margins="unseen",
@@ -35,9 +35,46 @@ def phi4_multimodal(fields: ConfigFields, vision: ConfigFields, output_size: int
     )
 
 
+def phi3_v(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:
+    """Return the tower of Phi-3-Vision and Phi-3.5-Vision, which is CLIP's. Its sizes are always the default."""
+    embeddings = fields.first_section("embd_layer")
+    for name, value in (
+        ("hd_transform_order", "sub_glb"),
+        ("projection_cls", "mlp"),
+        ("use_hd_transform", True),
+        ("with_learnable_separator", True),
+    ):
+        embeddings.require(name, value)
+    vision.require("type_feature", "patch")
+    sizes = read_sizes(vision, _CLIP_SIZES)
+    if (sizes["image_size"] // sizes["patch_size"]) % 2:
+        raise vision.error(
+            f"an image of {sizes['image_size']} pixels must have an even number of patches"
+        )
+    vision.require("image_dim_out", sizes["hidden_size"], ", the hidden size of the tower")
+    layer = {"vision_feature_layer": vision.get("layer_idx", -2)}
+    sizes["feature_layers"] = feature_layers(vision.with_values(layer), sizes, -2)
+    return VisionSpec(
+        **sizes,
+        output_size=output_size,
+        projection="squares",
+        merge_factor=2,
+        has_class_token=True,
+        has_patch_bias=False,
+        has_pre_norm=True,
+        has_crops=True,
+        tensor_names=_PHI3_NAMES,
+    )
+
+
+_CLIP_SIZES: Final = Sizes(336, 14, 1024, 4096, 16, 24, "quick_gelu", 1e-5)
 _PHI4_NAMES: Final = (
     (r"(.*\.image_embed\.)img_projection\.0\.", r"\1img_projection_up."),
     (r"(.*\.image_embed\.)img_projection\.2\.", r"\1img_projection_down."),
     (r"(.*\.image_embed\.)glb_GN$", r"\1global_img_feature_extensor"),
     (r"(.*\.image_embed\.)sub_GN$", r"\1sub_img_feature_extensor"),
+)
+_PHI3_NAMES: Final = (
+    (r"(.*)vision_embed_tokens\.", r"\1vision_embed_tokens.image_embed."),
+    *_PHI4_NAMES,
 )
