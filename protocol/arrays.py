@@ -66,7 +66,7 @@ def float32_view(data: bytes | memoryview) -> Float32Array:
 
 
 def contains(members: Collection[int], values: npt.NDArray[np.integer[Any]]) -> BoolArray:
-    """Return which `values` are among `members`.
+    """Return, for each of `values`, whether it is among `members`.
 
     `numpy.isin` imports `numpy.ma` at its first call, which would delay the step of that call by 30 ms.
     """

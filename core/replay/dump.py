@@ -62,7 +62,7 @@ class Header(msgspec.Struct, array_like=True):
 
 
 class Dump(msgspec.Struct, array_like=True):
-    """The content of a file.
+    """The content of a dump file.
 
     `wall_time` (seconds since 1970) is the moment of `now` (seconds on the clock of the events). `problem` says why
     later states could not be captured; it is empty if they could.

@@ -130,7 +130,7 @@ def test_offline_answers_equal_those_of_transformers(tmp_path: Path) -> None:
 
 
 def test_texts_are_translated_with_the_tokenizers_of_two_languages(tmp_path: Path) -> None:
-    """The vocabularies differ, too. Numbers of tokens are those of letters."""
+    """The vocabularies have different sizes. Each pair of letters is one token."""
     path, model = source_directory(tmp_path, "separate-marian")
     letters = [chr(ord("a") + i // 26) + chr(ord("a") + i % 26) for i in range(131)]
     special = ["<pad>", "</s>", "<unk>"]

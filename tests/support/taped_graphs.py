@@ -38,7 +38,7 @@ class _Tape(TorchDispatchMode):
 
 
 class TapedGraphs:
-    """A `GraphRecorder`."""
+    """A `GraphRecorder` that records the operations of a step in Python and repeats them."""
 
     def __init__(self) -> None:
         self.num_recorded = 0

@@ -225,7 +225,7 @@ class NativeAdapters:
     def add_matrix(
         self, weight: PackedWeight, rows: Rows, num_columns: int, columns: range | None
     ) -> None:
-        """Record the module that a matrix is part of: its rows, and the range of its columns."""
+        """Record which rows and columns of a module a matrix has."""
         module = AdaptedRows(rows.name, rows.total, rows.select_from_all)
         self._matrices[ctypes.addressof(weight)] = AdaptedMatrix(module, num_columns, columns)
 

@@ -16,7 +16,7 @@ class ExpertOrder(NamedTuple):
 
     Attributes:
         choice_A: The number of the choice at each place.
-        token_A: Its token.
+        token_A: The token of the choice at each place.
         place_A: The place of each choice.
         ends_E: The end of each expert's places, int32. Choices of no expert come last.
     """
@@ -28,7 +28,7 @@ class ExpertOrder(NamedTuple):
 
 
 def order_by_expert(expert_TC: Tensor, num_experts: int) -> ExpertOrder:
-    """Return the order of choices with these experts; the number `num_experts` means none."""
+    """Return the order of the choices [T, C], which are numbers of experts; `num_experts` stands for no expert."""
     # Sorting takes a pass for each byte of a number.
     sorted_A, choice_A = expert_TC.flatten().to(torch.int16).sort(stable=True)
     numbers_A = torch.arange(len(choice_A), device=choice_A.device)

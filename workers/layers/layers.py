@@ -274,7 +274,7 @@ class LayerKernels:
         return choose_greedy(logits_SV)
 
     def append_tokens(self, token_ids_NL: Tensor, index_S: Tensor, tokens_S: Tensor) -> None:
-        """Write each token after its index `index_S`, int32, in the flat `token_ids_NL`; a negative index means 0."""
+        """Write `tokens_S` to the places after `index_S`, int32, in the flat `token_ids_NL`; negative tokens as 0."""
         token_ids_NL.view(-1)[1:][index_S] = tokens_S.clamp(min=0).to(torch.int32)
 
     def rotary_tables(self, rope: RotaryEmbedding, positions: Tensor) -> RotaryTables:

@@ -30,7 +30,7 @@ def pixtral(source: ProcessorSource, vision: VisionSpec, token_id: int) -> FitPr
 
 
 def lighton_ocr(source: ProcessorSource, vision: VisionSpec, token_id: int) -> FitProcessor:
-    """Return the processor of LightOnOCR, whose images may end in the middle of the square of an embedding."""
+    """Return the processor of LightOnOCR, whose images need not be whole multiples of the square of an embedding."""
     fields = source.fields
     side = fields.get("patch_size", 16)
     if isinstance(side, dict):

@@ -28,7 +28,7 @@ _OUTSIDE_LAYERS: Final = re.compile(r"(?:^|\.)(embed_tokens|lm_head|score_head\.
 
 
 class LoadedAdapter:
-    """An adapter, with its change of each product, in the order of the products."""
+    """An adapter on the device. `packed` has its change of each matrix product, in the model's order."""
 
     def __init__(self, adapter: LoraAdapter, packed: list[Any]) -> None:
         self.adapter = adapter

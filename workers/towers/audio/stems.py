@@ -22,7 +22,7 @@ class Stem(Protocol):
     """Turns the features of a window into rows."""
 
     def __call__(self, features_CN: Tensor) -> Tensor:
-        """Return the rows [P, D]."""
+        """Return the rows [P, D] that the tower's layers read."""
 
 
 def make_stem(spec: AudioTowerSpec, tensors: VisionWeights) -> Stem:
@@ -67,7 +67,7 @@ class FrameStem:
             )
 
     def __call__(self, features_CN: Tensor) -> Tensor:
-        """Return the rows [P, D]."""
+        """Return the rows [P, D] that the tower's layers read."""
         x_DN = features_CN[None]
         for stride, (weight, bias) in enumerate(self._convolutions, 1):
             x_DN = F.gelu(F.conv1d(x_DN, weight, bias, stride=stride, padding=1))
@@ -97,7 +97,7 @@ class ChunkStem:
         self._positions_PD = positions.to(self._project.weight)
 
     def __call__(self, features_CN: Tensor) -> Tensor:
-        """Return the rows [P, D]."""
+        """Return the rows [P, D] that the tower's layers read."""
         num_rows = self._spec.num_rows(features_CN.shape[1])
         length = self._chunks.num_frames
         # The last chunk is filled with zeros, whose rows are not returned.
