@@ -24,6 +24,9 @@ _TOKENIZER_FILES: Final = (
 )
 
 
+SAVED_FILES: Final = "pytorch_model*.bin*"
+"""The names of files with weights that `torch.save` wrote, and of their index."""
+
 _CONFIG: Final = "config.json"
 _PARAMS: Final = "params.json"
 
@@ -54,20 +57,25 @@ def read_model_config(directory: Path) -> ConfigFields:
     return ConfigFields.read(directory / _CONFIG)
 
 
-def find_safetensors(directory: Path) -> list[Path]:
+def find_saved_weights(directory: Path) -> list[Path]:
     """Return the files with a model's weights in a directory, and their index.
 
-    A directory with weights in the format of transformers may also have Mistral's, and LoRA adapters.
+    They are safetensors, or files of `torch.save` if there are none. A directory with weights in the format of
+    transformers may also have Mistral's, and LoRA adapters.
     """
     others = ("adapter_",) if is_in_mistral_format(directory) else ("consolidated", "adapter_")
-    files = directory.glob("*.safetensors*")
-    return sorted(file for file in files if file.is_file() and not file.name.startswith(others))
+    for pattern in ("*.safetensors*", SAVED_FILES):
+        files = [file for file in directory.glob(pattern) if file.is_file()]
+        if found := sorted(file for file in files if not file.name.startswith(others)):
+            return found
+    return []
 
 
 def find_weight_files(path: Path) -> list[Path]:
     """Return the files that a worker reads from the checkpoint at `path`, a directory or a `.gguf` file."""
     if path.is_dir():
-        names = [path / _CONFIG, path / _PARAMS, *path.glob("*.safetensors*")]
+        weights = [*path.glob("*.safetensors*")] or [*path.glob(SAVED_FILES)]
+        names = [path / _CONFIG, path / _PARAMS, *weights]
         return sorted(name for name in names if name.is_file())
     if split := _SPLIT_GGUF.fullmatch(path.name):
         return sorted(path.parent.glob(f"{split[1]}-*-of-{split[2]}.gguf"))
