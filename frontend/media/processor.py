@@ -17,6 +17,7 @@ from ...protocol.config.images import (
     CoverProcessor,
     CropProcessor,
     CropsProcessor,
+    CutsProcessor,
     FitProcessor,
     GridProcessor,
     LongestProcessor,
@@ -43,7 +44,7 @@ from .layouts.overlaps import overlaps
 from .layouts.pages import pages
 from .layouts.pixels import Parts
 from .layouts.resized import cornered, padded, resized
-from .layouts.scans import pan_and_scan
+from .layouts.scans import cuts, pan_and_scan
 from .layouts.single import crop, in_square, longest, quarters, square
 from .layouts.sized import fit, fit_budget, fit_ratio
 from .layouts.slices import slices
@@ -58,6 +59,7 @@ _LAYOUTS: Final[dict[type[Any], Callable[[Image.Image, Any], Parts]]] = {
     CoverProcessor: cover,
     CropProcessor: crop,
     CropsProcessor: crops,
+    CutsProcessor: cuts,
     FitProcessor: fit,
     GridProcessor: grid,
     LongestProcessor: longest,

@@ -171,6 +171,24 @@ class PanScanProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="pan
     min_ratio: float = 1.2
 
 
+class CutsProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="cuts"):
+    """Resizes an image to one tile of `side` x `side` pixels, after squares that are cut from a large or a long one.
+
+    An image with a longer side above `longest` pixels is shrunk, and a very narrow one is placed at the top left of a
+    black square. The squares have `cut_side` pixels, or as many as the shorter side of a long image, and are resized to
+    `cut_side` pixels; each makes `cut_outputs` embeddings. In the prompt, a square is between `cut_start` and
+    `cut_end`, and `row_end` follows each row of them but the last.
+    """
+
+    side: int
+    cut_side: int
+    cut_outputs: int
+    longest: int
+    cut_start: str
+    cut_end: str
+    row_end: str
+
+
 class FitProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="fit"):
     """Shrinks an image into `max_width` x `max_height` pixels, and rounds its sides to multiples of `side_factor`.
 
@@ -453,6 +471,7 @@ AnyImageProcessor: TypeAlias = (
     | CoverProcessor
     | CropProcessor
     | CropsProcessor
+    | CutsProcessor
     | BandsProcessor
     | GridProcessor
     | MarginProcessor

@@ -139,6 +139,13 @@ def image_config(kind: str) -> Any:
             image_token_id=IMAGE_TOKEN,
             video_token_id=IMAGE_TOKEN + 1,
         )
+    if kind == "step3p7":
+        decoder, sizes = MULTIMODAL["Step3p7"]
+        return transformers.Step3p7Config(
+            vision_config=SQUARE | {"image_size": 32, "mlp_ratio": 1.5},
+            text_config=SMALL | sizes | {"model_type": decoder},
+            image_token_id=IMAGE_TOKEN,
+        )
     if kind == "idefics2":
         perceiver = {"resampler_n_latents": 5, "resampler_depth": 2, "resampler_n_heads": 4}
         perceiver |= {"resampler_head_dim": 16, "num_key_value_heads": 2}

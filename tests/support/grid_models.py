@@ -84,6 +84,8 @@ def write_grid_model(path: Path, kind: str, *, vocab_size: int = 0, image_token:
         (path / "tokenizer_config.json").write_text(json.dumps(tokens))
     elif kind == "video_llama_3":
         processor = {"patch_size": PATCH, "min_pixels": 64, "max_pixels": 900}
+    elif kind == "step3p7":
+        processor = {"size": {"height": 32, "width": 32}, "patch_size": 16, "max_image_size": 64}
     elif kind == "idefics2":
         processor = {"size": {"shortest_edge": 14, "longest_edge": 39}, "do_image_splitting": True}
     elif kind == "deepseek_ocr2":
@@ -215,6 +217,15 @@ def reference_inputs(kind: str, payloads: Sequence[ImagePayload]) -> dict[str, A
     """Return the arguments of transformers' model for images."""
     if kind == "deepseek_ocr2":
         return _deepseek_inputs(payloads)
+    if kind == "step3p7":
+        is_cut = [payload.width == 16 for payload in payloads]
+        ends = np.flatnonzero(np.logical_not(is_cut))
+        whole, cuts = (
+            torch.stack([normalized(x) for x, y in zip(payloads, is_cut, strict=True) if y is each])
+            for each in (False, True)
+        )
+        counts = (np.diff(ends, prepend=-1) - 1).tolist()
+        return {"pixel_values": whole, "pixel_values_local": cuts, "num_local_patches": counts}
     if kind == "idefics2":
         height, width = (
             max(each) for each in zip(*((x.height, x.width) for x in payloads), strict=True)

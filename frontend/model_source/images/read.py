@@ -45,6 +45,7 @@ from .tiled.minicpm import slices, slices_of_queries
 from .tiled.molmo import overlaps
 from .tiled.ovis import cover
 from .tiled.phi4 import bands, crops
+from .tiled.step import cuts
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ _TOKEN_TEXTS: Final = {
 }
 """The texts of placeholder tokens whose ids are not in the config, by model type."""
 
-_WITHOUT_FILE: Final = ("deepseek_ocr", "deepseek_vl_v2", "internvl_chat")
+_WITHOUT_FILE: Final = ("deepseek_ocr", "deepseek_vl_v2", "internvl_chat", "step3_vl", "step3p7")
 """Models whose config or own code describes how images are read, so that there may be no file of a processor."""
 
 _FILES: Final = ("preprocessor_config.json", "processor_config.json")
@@ -241,6 +242,8 @@ _READERS: Final[dict[str, _Reader]] = {
     "qwen4_exp": resize,
     "siglip": single,
     "smolvlm": grid,
+    "step3_vl": cuts,
+    "step3p7": cuts,
     "video_llama_3": resize_patches,
     "vipllava": single,
 }

@@ -62,6 +62,8 @@ class GridVisionSpec(msgspec.Struct, frozen=True):
         merger_inner: If not 0, the number of elements between the two matrices of the projection.
         has_merger_biases: True if the matrices of the projection have biases.
         projects_patches: True if the projection has two matrices for each patch, and two for each square (MiniMax M3).
+        convolves: True if the projection has two convolutions, which halve both sides and double the elements, and a
+            matrix (Step 3.7).
         middle_size: If not 0, the number of outputs of the projection's second matrix, which is followed by a third.
         has_third_matrix: True if the projection has three matrices, of which the first reads an element of all patches
             of a square before the next element.
@@ -125,6 +127,7 @@ class GridVisionSpec(msgspec.Struct, frozen=True):
     merger_inner: int = 0
     has_merger_biases: bool = True
     projects_patches: bool = False
+    convolves: bool = False
     middle_size: int = 0
     has_third_matrix: bool = False
     newlines: Literal["framed", "plain"] | None = None

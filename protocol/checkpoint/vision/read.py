@@ -49,6 +49,7 @@ from .merged import (
     lfm3_vl,
     minimax_m3,
     paddleocr_vl,
+    step3,
     video_llama3,
 )
 from .muse import inkling2, muse
@@ -117,6 +118,7 @@ _KINDS: Final = {
     "DeepseekOCRForCausalLM": "deepseek_ocr",
     "HCXVisionV2ForCausalLM": "hyperclovax_vision_v2",
     "LightOnOCRForConditionalGeneration": "lighton_ocr",
+    "StepVLForConditionalGeneration": "step3_vl",
 }
 """Architectures with the model type of another architecture, and the names of their models."""
 
@@ -202,6 +204,8 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "qwen3_vl": qwen3_vl,
     "qwen3_vl_moe": qwen3_vl,
     "qwen4_exp": qwen3_5,
+    "step3_vl": step3,
+    "step3p7": step3,
     "video_llama_3": video_llama3,
     "vipllava": vipllava,
 }

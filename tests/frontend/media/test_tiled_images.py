@@ -17,16 +17,18 @@ from engine.frontend.media.layouts.slices import slices
 from engine.frontend.media.layouts.thumbnails import thumbnail
 from engine.frontend.media.layouts.tiles import mosaic
 from engine.frontend.media.media_reader import MediaReader, ReaderConfig
+from engine.frontend.media.processor import process_image
 from engine.frontend.model_source.images.read import read_image_processor
 from engine.protocol.checkpoint.config_fields import ConfigFields
 from engine.protocol.config.images import (
     CoverProcessor,
+    CutsProcessor,
     MosaicProcessor,
     SlicesProcessor,
     ThumbnailProcessor,
     ViewsProcessor,
 )
-from PIL import Image
+from PIL import Image, ImageOps
 from support.image_marks import COHERE_MARKS
 from support.vision_checkpoints import vision_directory
 from transformers.models.cohere2_vision.processing_cohere2_vision import Cohere2VisionProcessor
@@ -305,3 +307,57 @@ def test_images_of_llama_3_2_equal_those_of_transformers():
         found = np.frombuffer(payload.pixels, np.uint8).reshape(num_tiles, 48, 48, 3)
         values = expected["pixel_values"][0, 0, :num_tiles]
         np.testing.assert_array_equal(found.transpose(0, 3, 1, 2), values)
+
+
+def test_squares_of_step_equal_those_of_transformers():
+    source = Path(transformers.__file__).parent / "models/step3p7/image_processing_step3p7.py"
+    known = {}
+    for node in ast.walk(ast.parse(source.read_text())):
+        if isinstance(node, ast.FunctionDef) and node.name in (
+            "_plan_patches",
+            "_is_extreme_aspect",
+        ):
+            node.decorator_list = []
+            exec(ast.unparse(node), known)
+    owner = SimpleNamespace(_is_extreme_aspect=known["_is_extreme_aspect"], max_image_size=302)
+    config = CutsProcessor(
+        token_id=1,
+        output_size=8,
+        num_outputs=9,
+        resample=2,
+        side=72,
+        cut_side=50,
+        cut_outputs=4,
+        longest=302,
+        start="<",
+        end=">",
+        cut_start="(",
+        cut_end=")",
+        row_end=";",
+    )
+    sizes = [(64, 64), (30, 20), (200, 150), (151, 333), (400, 40), (40, 330), (7, 90), (1, 1)]
+    for size in sizes:
+        pixels = np.random.default_rng(size[0]).integers(0, 256, (*size[::-1], 3), np.uint8)
+        image = Image.fromarray(pixels)
+        shape, cut_shape, cut, columns, rows, is_narrow = known["_plan_patches"](
+            owner, *size, 72, 50
+        )
+        if is_narrow:
+            image = ImageOps.expand(image, (0, 0, max(size) - size[0], max(size) - size[1]))
+        expected = []
+        if cut:
+            canvas = image.resize(cut_shape, Image.Resampling.BILINEAR)
+            boxes = [
+                (x, y, min(x + cut, canvas.width), min(y + cut, canvas.height))
+                for y in range(0, canvas.height, cut)
+                for x in range(0, canvas.width, cut)
+            ]
+            expected = [canvas.crop(b).resize((50, 50), Image.Resampling.BILINEAR) for b in boxes]
+        whole = image.resize(shape, Image.Resampling.BILINEAR)
+        expected.append(whole.resize((72, 72), Image.Resampling.BILINEAR))
+        parts = process_image(Image.fromarray(pixels), config)
+        tiles = [part.payload.pixels for part in parts if isinstance(part, Tile)]
+        assert tiles == [each.tobytes() for each in expected], size
+        row = "(.)" * columns
+        text = "".join(part if isinstance(part, str) else "." for part in parts)
+        assert text == ";".join([row] * rows if cut else []) + "<.>"

@@ -52,6 +52,7 @@ torch.set_num_threads(1)
         "apertus1p5",
         "video_llama_3",
         "idefics2",
+        "step3p7",
     ],
 )
 def model(request, tmp_path_factory):

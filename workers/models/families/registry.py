@@ -157,6 +157,7 @@ _WITH_ANY_DECODER = {
     "Qwen2AudioForConditionalGeneration",
     "Qwen3ASRForConditionalGeneration",
     "SmolVLMForConditionalGeneration",
+    "StepVLForConditionalGeneration",
     "VideoLlavaForConditionalGeneration",
     "VideoLlama3ForConditionalGeneration",
     "VipLlavaForConditionalGeneration",

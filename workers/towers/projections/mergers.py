@@ -41,6 +41,8 @@ def read_merger(
         return _NewlineMerger(spec, tensors, checkpoint)
     if spec.has_third_matrix:
         return _ElementMerger(spec, tensors)
+    if spec.convolves:
+        return _ConvolvedMerger(spec, tensors)
     if spec.merges_frames:
         return _FramesMerger(spec, tensors)
     return Merger(spec, tensors, "merger.", norm=spec.merger_norm)
@@ -147,6 +149,29 @@ class _ElementMerger:
     def __call__(self, x_PD: Tensor, num_columns: int) -> Tensor:
         x = F.gelu(self._second(F.gelu(self._first(x_PD.reshape(-1, self._size)))))
         return self._third(x)
+
+
+class _ConvolvedMerger:
+    """Convolves the patches of an image twice, which halves its sides, and projects what remains by a matrix."""
+
+    def __init__(self, spec: GridVisionSpec, tensors: VisionWeights) -> None:
+        size = spec.hidden_size
+        self._convolutions = [
+            (
+                tensors.read(f"merger.conv{i}.weight", 2 * inputs, inputs, 3, 3),
+                tensors.read(f"merger.conv{i}.bias", 2 * inputs),
+            )
+            for i, inputs in ((1, size), (2, 2 * size))
+        ]
+        self._project = tensors.read_linear(
+            "merger.proj", spec.output_size, 4 * size, has_bias=spec.has_merger_biases
+        )
+
+    def __call__(self, x_PD: Tensor, num_columns: int) -> Tensor:
+        x = x_PD.T.unflatten(1, (-1, num_columns))
+        for weight, bias in self._convolutions:
+            x = F.conv2d(x[None], weight, bias, stride=2, padding=1)[0]
+        return self._project(x.flatten(1).T)
 
 
 class _FramesMerger:
