@@ -221,11 +221,13 @@ def reference_inputs(kind: str, payloads: Sequence[ImagePayload]) -> dict[str, A
         is_cut = [payload.width == 16 for payload in payloads]
         ends = np.flatnonzero(np.logical_not(is_cut))
         whole, cuts = (
-            torch.stack([normalized(x) for x, y in zip(payloads, is_cut, strict=True) if y is each])
+            [normalized(x) for x, y in zip(payloads, is_cut, strict=True) if y is each]
             for each in (False, True)
         )
-        counts = (np.diff(ends, prepend=-1) - 1).tolist()
-        return {"pixel_values": whole, "pixel_values_local": cuts, "num_local_patches": counts}
+        inputs: dict[str, Any] = {"pixel_values": torch.stack(whole)}
+        if cuts:
+            inputs["pixel_values_local"] = torch.stack(cuts)
+        return inputs | {"num_local_patches": (np.diff(ends, prepend=-1) - 1).tolist()}
     if kind == "idefics2":
         height, width = (
             max(each) for each in zip(*((x.height, x.width) for x in payloads), strict=True)

@@ -29,6 +29,7 @@ from support.own_code.dots_ocr import dots_ocr
 from support.own_code.minicpm import minicpmv
 from support.own_code.model import OwnCodeModel
 from support.own_code.phi3_v import phi3_v
+from support.own_code.step_vl import step_vl
 
 pytestmark = pytest.mark.slow
 
@@ -39,6 +40,7 @@ MODELS: dict[str, Callable[[Path], OwnCodeModel]] = {
     "deepseek_vl2-latent": partial(deepseek_vl2, is_latent=True),
     "dots_ocr": dots_ocr,
     "phi3_v": phi3_v,
+    "step_vl": step_vl,
     **{
         f"minicpmv-{version}": partial(minicpmv, version=version)
         for version in ("2.6", "4.0", "4.5")
@@ -50,6 +52,7 @@ PLACEHOLDERS = {
     "dots_ocr": "<|imgpad|>",
     "minicpmv": "<unk>",
     "phi3_v": "<|image|>",
+    "step_vl": "<im_patch>",
 }
 
 
