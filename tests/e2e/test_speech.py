@@ -298,6 +298,17 @@ def test_long_files_lose_and_double_no_words_even_if_the_worker_is_killed(
         ({"response_format": "srt", "stream": True}, "stream", "stream needs response_format"),
         ({"timestamp_granularities": ["word"]}, "timestamp_granularities", "needs response_format"),
         ({"model": "large"}, "model", "does not exist"),
+        ({"known_speaker_names": ["ann", "bob"]}, "known_speaker_names", "is not supported"),
+        (
+            {"chunking_strategy": {"type": "server_vad", "threshold": 0.5}},
+            "chunking_strategy.threshold",
+            "is not supported",
+        ),
+        (
+            {"extra_body": {"chunking_strategy": '{"type": "vad"}'}},
+            "chunking_strategy.type",
+            'must be "server_vad"',
+        ),
     ],
     ids=lambda value: str(value)[:30],
 )

@@ -27,6 +27,7 @@ _BOUNDARY: Final = re.compile(r'multipart/form-data\s*;.*?\bboundary=("?)([^";,\
 _NAME: Final = re.compile(r';\s*name="((?:[^"\\]|\\.)*)"', re.I)
 _FILE: Final = re.compile(r";\s*filename\*?=", re.I)
 _FILENAME: Final = re.compile(r';\s*filename="((?:[^"\\]|\\.)*)"', re.I)
+_NESTED: Final = re.compile(r"(.+?)\[(\w+)\]")
 _AT: Final = re.compile(r"^(.*?)(?: - at `\$\.([^`]*)`)?$", re.DOTALL)
 
 
@@ -125,9 +126,12 @@ class FormDecoder(Generic[T]):
         self._names = {field.encode_name for field in fields}
         self._refused = refused_fields(schema)
         self._lists = {field.encode_name for field in fields if "list" in str(field.type)}
+        self._objects = {field.encode_name for field in fields if "dict" in str(field.type)}
 
     def decode(self, values: dict[str, list[str]]) -> T:
-        """Return the values as an instance of the schema. Names may end with `[]`, and empty values are ignored.
+        """Return the values as an instance of the schema. Empty values are ignored.
+
+        Names of lists may end with `[]`. `name[key]` is the entry `key` of an object.
 
         Raises:
             APIError: A value has a wrong type, or a field has several values but accepts one (400).
@@ -135,13 +139,19 @@ class FormDecoder(Generic[T]):
         found: dict[str, Any] = {}
         for sent, texts in values.items():
             name = sent.removesuffix("[]")
+            nested = _NESTED.fullmatch(name)
+            if nested is not None and nested[1] in self._objects and not found.get(nested[1]):
+                found[nested[1]] = {}
+            if nested is not None and isinstance(entries := found.get(nested[1]), dict):
+                entries[nested[2]] = texts[0]
+                continue
             if name not in self._names:
                 if self._strict:
                     raise bad_request(name, "is not a known field")
                 continue
             if name in self._lists:
                 found.setdefault(name, []).extend(texts)
-            elif len(texts) > 1:
+            elif len(texts) > 1 and name not in self._refused:
                 raise wrong(name, "one value", len(texts))
             elif texts[0]:
                 found[name] = texts[0]

@@ -26,7 +26,7 @@ from ...media.transcription.options import verify_transcribes
 from ..bodies.body import BodyDecoder, make_decoder
 from ..bodies.intake import Intake
 from ..routes.transcriptions import Plan, Transcriptions
-from ..schema import TranscriptionRequest
+from ..schema.audio import TranscriptionRequest
 from ..schema.realtime import (
     AudioAppend,
     AudioClear,

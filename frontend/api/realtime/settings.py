@@ -10,7 +10,7 @@ from msgspec import UNSET
 from ...http.errors import bad_request, renaming, wrong
 from ..logprobs import Json
 from ..routes.transcriptions import Plan, Transcriptions
-from ..schema import TranscriptionRequest
+from ..schema.audio import TranscriptionRequest
 from ..schema.realtime import AudioFormat, Session, Transcription, TurnDetection
 from .audio import FORMATS, PCM
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+import msgspec
 import numpy as np
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
@@ -33,7 +34,7 @@ from ..bodies.intake import Intake
 from ..generation import find_origin, raise_if_failed, translate_refusals, verify_priority
 from ..logprobs import Json
 from ..pooling import verify_choice
-from ..schema import TranscriptionRequest, TranslationRequest
+from ..schema.audio import TranscriptionRequest, TranslationRequest
 from ..serving import Serving
 from ..streaming.text_events import TextEvents
 
@@ -194,7 +195,7 @@ class Transcriptions:
             if languages and request.language:
                 raise bad_request("languages", "must not be given together with language")
             is_streamed = bool(request.stream)
-            verify_choice("chunking_strategy", request.chunking_strategy, ("auto",))
+            _verify_chunking(request.chunking_strategy)
         for each in granularities or ():
             verify_choice("timestamp_granularities", each, _GRANULARITIES)
         for each in include or ():
@@ -333,6 +334,23 @@ class Transcriptions:
                 }
             )
         return rendered
+
+
+def _verify_chunking(given: str | dict[str, str] | None) -> None:
+    """Raise APIError 400 unless the strategy leaves the cuts to the server."""
+    where = "chunking_strategy"
+    if isinstance(given, str) and given.startswith("{"):
+        try:
+            given = msgspec.json.decode(given, type=dict[str, str | float])
+        except msgspec.MsgspecError:
+            raise wrong(where, "auto or an object with a type", given) from None
+    if not isinstance(given, dict):
+        verify_choice(where, given, ("auto",))
+        return
+    for name in given:
+        if name != "type":
+            raise bad_request(f"{where}.{name}", "is not supported; the server finds quiet places")
+    verify_choice(f"{where}.type", given.get("type"), ("server_vad",))
 
 
 def usage_of(transcript: Transcript) -> Json:

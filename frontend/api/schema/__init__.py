@@ -379,52 +379,6 @@ class RerankRequest(ComparisonFields, kw_only=True):
     return_text: bool | None = None
 
 
-class TranslationRequest(msgspec.Struct, kw_only=True):
-    """The fields other than `file` in the form of `POST /v1/audio/translations`."""
-
-    model: str | None = None
-    prompt: str | None = None
-    response_format: str | None = None
-    temperature: float | None = None
-    # The language of the clip; detected if absent.
-    language: str | None = None
-    seed: Int | None = None
-    top_p: float | None = None
-    top_k: Int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    # Words that occur in the clip.
-    hotwords: str | None = None
-    priority: Int | None = None
-    # The tenant. Ignored if the server has several API keys.
-    user: str | None = None
-
-    # The language of the answer, as in vLLM. Only English is possible, in a translation.
-    to_language: str | None = None
-
-    # Rejected, because an answer that ignores them would be wrong.
-    use_beam_search: Any = None
-    n: Any = None
-    length_penalty: Any = None
-    include_stop_str_in_output: Any = None
-    vllm_xargs: Any = None
-
-
-class TranscriptionRequest(TranslationRequest, kw_only=True):
-    """The fields other than `file` in the form of `POST /v1/audio/transcriptions`."""
-
-    timestamp_granularities: list[str] | None = None
-    stream: bool | None = None
-    include: list[str] | None = None
-    # The possible languages of the clip, and words that occur in it.
-    languages: list[str] | None = None
-    keywords: list[str] | None = None
-    # Long audio clips are always split at quiet places.
-    chunking_strategy: str | None = None
-
-
 class TokenizeRequest(msgspec.Struct, kw_only=True):
     """The body of `POST /tokenize`."""
 

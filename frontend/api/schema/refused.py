@@ -130,6 +130,8 @@ REFUSED: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
     "use_beam_search": ("is not supported for speech", ("false", "False", "0")),
     "n": ("is not supported for speech; send several requests", ("1",)),
     "length_penalty": ("is not supported for speech", ("1", "1.0")),
+    "known_speaker_names": ("is not supported; speakers are named A, B, …", ()),
+    "known_speaker_references": ("is not supported; speakers are named A, B, …", ()),
     "include_stop_str_in_output": ("is not supported for speech", ("false", "False", "0")),
 }
 """Rejected field -> the rest of the error message, and the values that are accepted, because they have no effect."""

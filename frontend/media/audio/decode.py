@@ -25,7 +25,7 @@ _FORMATS: Final = ("WAV", "WAVEX", "RF64", "W64", "AIFF", "AU", "CAF", "FLAC", "
 _NAMES: Final = "wav, flac, mp3, ogg (Vorbis or Opus), m4a, mp4, aac, webm, mkv, aiff, au, caf"
 
 _UNKNOWN_SIZE: Final = 0x7FFF0000
-"""Programs that write WAV to a pipe do not know its size. They put at least this many bytes into the header."""
+"""Programs that write WAV to a pipe do not know its size. They put at least this many bytes into the header, or 0."""
 
 _UNKNOWN_LENGTH: Final = 1 << 60
 
@@ -82,7 +82,7 @@ class AudioReader:
             raise ParameterError(where, "must be an audio file, got an empty one")
         self._where = where
         self._max_seconds, self._limit = max_seconds, limit
-        _verify_length(data, where)
+        data = _with_length(data, where)
         self._source = _open(data, where)
         found = self._source.rate
         if not MIN_RATE <= found <= MAX_RATE:
@@ -148,19 +148,28 @@ class AudioReader:
             )
 
 
-def _verify_length(data: bytes, where: str) -> None:
-    """Raise ParameterError for a WAV file that is shorter than its header says. Decoders accept such files silently."""
+def _with_length(data: bytes, where: str) -> bytes:
+    """Return a file; a WAV file whose writer did not know its length gets a header that says so.
+
+    Raises:
+        ParameterError: A WAV file is shorter than its header says. Decoders accept such files silently.
+    """
     if data[:4] != b"RIFF" or data[8:12] != b"WAVE":
-        return
+        return data
+    riff_size = struct.unpack_from("<I", data, 4)[0]
     start = 12
     while start + 8 <= len(data):
         name, size = struct.unpack_from("<4sI", data, start)
         start += 8
         if name == b"data":
+            is_open = riff_size + 8 <= start or riff_size >= _UNKNOWN_SIZE
+            if not size and is_open and start < len(data):
+                return data[: start - 4] + struct.pack("<I", 0xFFFF_FFFF) + data[start:]
             if len(data) < start + size < start + _UNKNOWN_SIZE:
                 raise _truncated(where, f"{size} bytes of audio", f"{len(data) - start} follow")
-            return
+            return data
         start += size + size % 2
+    return data
 
 
 def _open(data: bytes, where: str) -> _Source:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from engine.frontend.api.bodies.body import Body
 from engine.frontend.api.bodies.form import FormDecoder, find_boundary, parse_form
-from engine.frontend.api.schema import TranscriptionRequest
+from engine.frontend.api.schema.audio import TranscriptionRequest
 from engine.frontend.http.errors import APIError
 
 FILE = b'Content-Disposition: form-data; name="file"; filename="a.wav"\r\n\r\n'
@@ -40,12 +40,15 @@ def test_form_values_are_converted_to_the_types_of_the_schema() -> None:
             "stream": ["true"],
             "language": [""],
             "timestamp_granularities[]": ["word", "segment"],
+            "chunking_strategy[type]": ["server_vad"],
+            "chunking_strategy[threshold]": ["0.5"],
         }
     )
     assert request.temperature == 0.5
     assert request.stream is True
     assert request.language is None
     assert request.timestamp_granularities == ["word", "segment"]
+    assert request.chunking_strategy == {"type": "server_vad", "threshold": "0.5"}
 
 
 @pytest.mark.parametrize(

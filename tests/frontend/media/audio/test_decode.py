@@ -142,6 +142,13 @@ M4A = container_audio("mp4", "aac", 16_000)
 M4A_HEADER_FIRST = container_audio("mp4", "aac", 16_000, moov_size="9999")
 
 
+@pytest.mark.parametrize("riff_size", [0, 36, 0xFFFFFFFF])
+def test_wav_file_written_to_a_pipe_is_read_to_its_end(riff_size: int) -> None:
+    sizes = [riff_size.to_bytes(4, "little"), bytes(4)]
+    data = WAV[:4] + sizes[0] + WAV[8:40] + sizes[1] + WAV[44:]
+    assert (read_all(data) == read_all(WAV)).all()
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
