@@ -20,6 +20,11 @@ AUDIO_PART: Final = {"type": "audio"}
 VIDEO_PART: Final = {"type": "video"}
 """The content part that replaces a video. It is recognized by object identity."""
 
+
+class TemplatePart(dict[str, Any]):
+    """A content part of the server's own, of a type that the chat template of the model knows."""
+
+
 MEDIA_MARK: Final = "\ufdd2"
 AUDIO_MARK: Final = "\ufdd3"
 """Unicode noncharacters that stand for an image or a video, and for an audio clip, in templates that read only text."""
@@ -125,7 +130,10 @@ def _normalize_content(content: Any, where: str, traits: TemplateTraits) -> Any:
         raise ParameterError(where, f"must be a string or an array of parts, got {echo(content)}")
     parts = [
         dict(part)
-        if part is IMAGE_PART or part is VIDEO_PART or part is AUDIO_PART
+        if part is IMAGE_PART
+        or part is VIDEO_PART
+        or part is AUDIO_PART
+        or isinstance(part, TemplatePart)
         else {"type": "text", "text": _text_of(part, f"{where}[{i}]")}
         for i, part in enumerate(content)
     ]

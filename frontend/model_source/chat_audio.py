@@ -7,7 +7,13 @@ from typing import Final
 
 from ...protocol.checkpoint.audio_tower import audio_section, audio_tower_spec, has_audio_tower
 from ...protocol.checkpoint.config_fields import ConfigFields
-from ...protocol.config.chat_audio import ChatAudioConfig, ClipMarks, Framing, SpeechFormat
+from ...protocol.config.chat_audio import (
+    ChatAudioConfig,
+    ClipMarks,
+    Framing,
+    SpeechFormat,
+    TimeMarks,
+)
 from ...protocol.config.model import SpeechKind
 from ..media.transcription.languages import LANGUAGE_NAMES
 
@@ -75,6 +81,7 @@ _SPEECH: Final = {
     "glmasr": SpeechFormat(instruction="Please transcribe this audio into text"),
     "granite_speech": _GRANITE,
     "granite_speech_plus": _GRANITE,
+    "moss_transcribe_diarize": SpeechFormat(has_parts=True, has_turns=True),
     "qwen3_asr": _QWEN3_ASR,
     "voxtral": SpeechFormat(
         # Mistral's tokenizer accepts every code of two letters.
@@ -93,6 +100,7 @@ _FRAMING: Final = {
     "audioflamingo3": Framing.WINDOWS,
     "musicflamingo": Framing.WINDOWS,
     "glmasr": Framing.WINDOWS,
+    "moss_transcribe_diarize": Framing.WINDOWS,
     "granite_speech": Framing.PAIRS,
     "granite_speech_plus": Framing.PAIRS,
     "qwen2_5_omni_thinker": Framing.PADDED,
@@ -139,6 +147,7 @@ def read_chat_audio(path: Path, config: ConfigFields, text: ConfigFields) -> Cha
         min_samples=_MIN_SAMPLES.get(kind, 0),
         speech=_SPEECH.get(kind),
         marks=_read_marks(config),
+        times=_read_times(path, kind),
     )
 
 
@@ -159,3 +168,15 @@ def _read_marks(config: ConfigFields) -> ClipMarks | None:
         has_end_output=is_fixed,
         margin="\n\n" if is_fixed else "",
     )
+
+
+def _read_times(path: Path, kind: str) -> TimeMarks | None:
+    """Return the times that the processor of MOSS-Transcribe-Diarize adds to a clip."""
+    if kind != "moss_transcribe_diarize":
+        return None
+    processor = ConfigFields.read_if_present(path / "processor_config.json")
+    seconds = processor.integer("time_marker_every_seconds", 2, minimum=0)
+    if not seconds:
+        return None
+    times = TimeMarks(processor.positive("audio_tokens_per_second", 12.5), seconds)
+    return times if times.num_outputs else None

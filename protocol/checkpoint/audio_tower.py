@@ -31,6 +31,7 @@ _MODEL_TYPES: Final = (
     *("qwen2_audio", "voxtral", "qwen3_asr", "glmasr"),
     *("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"),
     *("granite_speech", "granite_speech_plus", "audioflamingo3", "musicflamingo"),
+    "moss_transcribe_diarize",
     *("gemma3n", "gemma4", "gemma4_unified", "embedding_gemma2", "voxtral_realtime"),
 )
 
@@ -110,6 +111,15 @@ def audio_tower_spec(fields: ConfigFields, output_size: int) -> AnyAudioSpec:
             d_model=1280, encoder_layers=32, encoder_attention_heads=20, encoder_ffn_dim=5120
         )
         return _chunked_spec(sizes, output_size)
+    is_moss = kind == "moss_transcribe_diarize"
+    if is_moss:
+        audio = audio.with_defaults(
+            num_mel_bins=80,
+            hidden_size=1024,
+            intermediate_size=4096,
+            num_hidden_layers=24,
+            num_attention_heads=16,
+        )
     hidden_size = _size(audio, "d_model", "hidden_size", 1280)
     intermediate_size = _size(audio, "encoder_ffn_dim", "intermediate_size", 5120)
     num_positions_name = "max_position_embeddings" if kind == "glmasr" else "max_source_positions"
@@ -119,7 +129,10 @@ def audio_tower_spec(fields: ConfigFields, output_size: int) -> AnyAudioSpec:
         2,
         is_omni or kind in ("qwen2_audio", "audioflamingo3", "musicflamingo"),
     )
-    if not has_mean:
+    if is_moss:
+        rows_per_output = fields.divisor("audio_merge_size", num_positions, 4)
+        fields.require("audio_chunk_size", 320 * num_positions, default=480_000)
+    elif not has_mean:
         rows_per_output = intermediate_size // hidden_size
         if intermediate_size % hidden_size or num_positions % rows_per_output:
             raise audio.error(
@@ -139,14 +152,23 @@ def audio_tower_spec(fields: ConfigFields, output_size: int) -> AnyAudioSpec:
         rows_per_output=rows_per_output,
         silence="skipped" if has_mean else "kept",
         projection_size=0 if is_omni or kind == "qwen2_audio" else output_size,
-        projection_activation=fields.text("projector_hidden_act", "gelu"),
-        has_projection_bias=has_mean and fields.boolean("projector_bias", True),
+        projection_activation=fields.text("projector_hidden_act", "silu" if is_moss else "gelu"),
+        has_projection_bias=(has_mean or is_moss) and fields.boolean("projector_bias", True),
     )
+    if is_moss:
+        return msgspec.structs.replace(
+            spec, silence="filling", projection_norm_eps=_text_norm_eps(fields)
+        )
     if is_omni:
         return _with_short_windows(spec, audio)
     if kind == "musicflamingo":
         return _with_times(spec, fields)
     return _with_rotary(spec, audio) if kind == "glmasr" else spec
+
+
+def _text_norm_eps(fields: ConfigFields) -> float:
+    """Return the term of the decoder's norms."""
+    return (fields.section("text_config") or fields).positive("rms_norm_eps", 1e-6)
 
 
 def _size(

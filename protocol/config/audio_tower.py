@@ -57,10 +57,12 @@ class AudioTowerSpec(msgspec.Struct, frozen=True, tag=True):
         rows_per_output: The number of rows that become one output.
         silence: The treatment of rows of the silence after a clip. "skipped": they are not computed; the window ends
             with the clip and `frames_after` more frames, which only the convolutions read. "dropped": they are
-            computed, and other rows attend to them, but they become no outputs. "kept": they become outputs.
+            computed, and other rows attend to them, but they become no outputs. "filling": as "dropped", but some of
+            them fill the last output. "kept": they become outputs.
             "absent": the window ends with the clip, and the convolutions read zeros after it.
         projection_size: The size of the first of two projections; 0 for a single one.
         projection_activation: The activation between them.
+        projection_norm_eps: The term of the layer norm after them; 0 for no norm.
         tensor_names: Replacements that translate a checkpoint's names to Whisper's.
         times: The rotation of outputs by their times in the clip, before they are projected; None for none.
     """
@@ -75,13 +77,14 @@ class AudioTowerSpec(msgspec.Struct, frozen=True, tag=True):
     output_size: int
     join: Literal["mean", "stack"]
     rows_per_output: int
-    silence: Literal["skipped", "dropped", "kept", "absent"]
+    silence: Literal["skipped", "dropped", "filling", "kept", "absent"]
     chunks: AudioChunks | None = None
     rotary: AudioRotary | None = None
     has_sinusoids: bool = False
     has_key_bias: bool = False
     projection_size: int = 0
     projection_activation: str = "gelu"
+    projection_norm_eps: float = 0.0
     has_projection_bias: bool = True
     tensor_names: tuple[tuple[str, str], ...] = ()
     times: OutputTimes | None = None
@@ -102,7 +105,10 @@ class AudioTowerSpec(msgspec.Struct, frozen=True, tag=True):
     def num_outputs(self, num_frames: int) -> int:
         """Return the number of outputs for a window in which the clip has `num_frames` frames."""
         num_frames = self.num_frames if self.silence == "kept" else num_frames
-        return self.num_rows(num_frames) // self.rows_per_output
+        num_rows = self.num_rows(num_frames)
+        if self.silence == "filling":
+            num_rows += -num_rows % self.rows_per_output
+        return num_rows // self.rows_per_output
 
 
 class UnpaddedSpec(msgspec.Struct, frozen=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from typing import Final
 
 import msgspec
 
@@ -16,7 +17,8 @@ class Framing(enum.StrEnum):
     by itself, the last one filled with silence. `PAIRS`: the clip, whose frames are joined in pairs (Granite Speech).
     `EMPHASIZED`: the clip, with emphasis of high frequencies (Gemma 3n). `LEADING`: the clip after half a frame of
     silence (Gemma 4). `SAMPLES`: none, because the samples themselves are read (Gemma 4's unified models). `PADDED`:
-    the clip before two frames of silence, which have no features.
+    the clip before two frames of silence, which have no features. `STACKED`: the clip, whose frames are joined in sevens,
+    of which neighbors share one (Fun-ASR-Nano).
     """
 
     CLIP = "clip"
@@ -27,6 +29,11 @@ class Framing(enum.StrEnum):
     LEADING = "leading"
     SAMPLES = "samples"
     PADDED = "padded"
+    STACKED = "stacked"
+
+
+_HOPS: Final = {Framing.PAIRS: 320, Framing.STACKED: 960}
+"""The samples between frames that were joined; others have 160."""
 
 
 class SpeechFormat(msgspec.Struct, frozen=True):
@@ -34,7 +41,9 @@ class SpeechFormat(msgspec.Struct, frozen=True):
 
     An instruction may have a part in brackets, which is only written if the language is given, with the language's name
     for "{language}". If it has "{audio}", the audio clip is a token of the text. Otherwise the clip is a part of the
-    message, before the text unless it `follows`.
+    message, before the text unless it `follows`. With `has_parts`, the checkpoint's chat template has the instruction;
+    the client's prompt, keywords and language are further parts of the message, of the types text, keywords and
+    language.
 
     Attributes:
         languages: The code of each language that may be given -> its name in instructions and answers; empty if the
@@ -42,22 +51,45 @@ class SpeechFormat(msgspec.Struct, frozen=True):
         instruction: The text of the message.
         follows: True if the clip follows the text.
         translation: The text that asks for an English translation instead; "" if the model cannot translate.
-        has_context: True if the client's prompt is the system message. Otherwise the model reads no prompt.
+        has_parts: True if the chat template has the instruction.
+        has_context: True if the client's prompt is read: as the system message, or as a part.
         answer: The beginning of the answer if the language is given, with the language's name for "{language}".
         task_mark: The text before the transcript, after `answer` if there is one; "" if the instruction is enough.
         language_mark: The text before the language's name in an answer that the model begins itself.
         text_mark: The token before the transcript in such an answer; "" if an answer is only a transcript.
+        has_turns: True if answers are turns with times and speakers.
     """
 
     languages: dict[str, str] = {}
     instruction: str = ""
     follows: bool = False
+    has_parts: bool = False
     translation: str = ""
     has_context: bool = False
     answer: str = ""
     task_mark: str = ""
     language_mark: str = ""
     text_mark: str = ""
+    has_turns: bool = False
+
+
+class TimeMarks(msgspec.Struct, frozen=True):
+    """The times within a clip, as texts among its tokens: every `seconds` seconds, the seconds so far.
+
+    A second has `outputs_per_second` embeddings.
+    """
+
+    outputs_per_second: float
+    seconds: int
+
+    @property
+    def num_outputs(self) -> int:
+        """The number of embeddings before each time."""
+        return int(self.outputs_per_second * self.seconds)
+
+    def num_times(self, num_outputs: int) -> int:
+        """Return the number of times in a clip with this many embeddings."""
+        return int(num_outputs / self.outputs_per_second) // self.seconds
 
 
 class ClipMarks(msgspec.Struct, frozen=True):
@@ -87,6 +119,7 @@ class ChatAudioConfig(msgspec.Struct, frozen=True):
         min_samples: The length up to which shorter clips are filled with silence.
         speech: The prompts for transcriptions; None if the model only answers questions about audio.
         marks: The tokens that the processor adds around a clip's; None if the chat template writes them.
+        times: The times that the processor adds among a clip's tokens; None for none.
     """
 
     token_id: int
@@ -96,11 +129,12 @@ class ChatAudioConfig(msgspec.Struct, frozen=True):
     min_samples: int = 0
     speech: SpeechFormat | None = None
     marks: ClipMarks | None = None
+    times: TimeMarks | None = None
 
     @property
     def window_samples(self) -> int:
         """The length of a window in samples at 16 kHz, of which frames follow each other before they are joined."""
-        hop = 320 if self.framing is Framing.PAIRS else 160
+        hop = _HOPS.get(self.framing, 160)
         if self.framing is Framing.SAMPLES:
             hop = self.tower.num_mel_bins
         return self.tower.num_frames * hop

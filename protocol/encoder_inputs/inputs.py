@@ -60,3 +60,5 @@ class EncoderInput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
     """If not 0, nothing is replaced: cross attention of the tokens [position, read_until) reads the input."""
     follows: bool = False
     """True if the tokens up to `read_until` also read the previous encoder input of the prompt."""
+    kept: bytes = b""
+    """int32, ascending: the tokens that keep their own embeddings, as their distances from `position`."""

@@ -61,7 +61,13 @@ class Reference:
         prompt = self._tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True
         )
-        prompt = prompt.replace(MARKS[self.kind], MARKS[self.kind] * num_tokens) + answer
+        tokens = MARKS[self.kind] * num_tokens
+        if self.kind == "moss_transcribe_diarize":
+            # A time follows every 12 embeddings, of which a second has 12.5.
+            part, num_times = MARKS[self.kind] * 12, int(num_tokens / 12.5)
+            tokens = "".join(f"{part}{number}" for number in range(1, num_times + 1))
+            tokens += MARKS[self.kind] * (num_tokens - 12 * num_times)
+        prompt = prompt.replace(MARKS[self.kind], tokens) + answer
         ids = self._tokenizer.encode(prompt, add_special_tokens=False, return_tensors="pt")
         inputs = reference_inputs(self.kind, [samples])
         if self.kind == "gemma3n":
@@ -142,6 +148,38 @@ def test_glm_asr_transcribes_on_request(tmp_path: Path) -> None:
         for name in ("language", "prompt"):
             with pytest.raises(openai.BadRequestError, match=f"{name} is not supported"):
                 create(model="tiny", file=file, **{name: "en"})
+        assert_nothing_is_held(server)
+
+
+def test_moss_names_speakers_across_a_crash_of_a_worker(tmp_path: Path) -> None:
+    reference = Reference(tmp_path, "moss_transcribe_diarize")
+    samples, file = clip(3, 3.3)
+    with Server(str(reference.path), *FLAGS, "-tp", "2") as server:
+        create = transcriptions(server).transcriptions.create
+        events = iter(create(model="tiny", file=file, stream=True, response_format="diarized_json"))
+        parts = [next(events)]
+        server.child("worker 0").kill()
+        *more, segment, done = events
+        # Four rows become one embedding, also the last one of a window.
+        expected = reference.text(samples, 25 + 17, answer="")
+        assert done.text == expected != ""
+        # At its end is half of a character.
+        assert done.text.startswith("".join(part.delta for part in parts + more)[:-4])
+        assert (segment.type, segment.speaker) == ("transcript.text.segment", "A")
+        assert (segment.start, segment.end, segment.text) == (0.0, 3.3, expected)
+        server.wait_until_whole()
+        whole = create(model="tiny", file=file, response_format="diarized_json", keywords=["fox"])
+        assert whole.duration == 3.3
+        for fields, named in (
+            ({"prompt": "names"}, "prompt is not supported"),
+            ({"include": ["logprobs"]}, "include is not supported by models that name speakers"),
+            (
+                {"response_format": "diarized_json", "file": clip(2, 20.0)[1]},
+                "knows a speaker again only within 8 s",
+            ),
+        ):
+            with pytest.raises(openai.BadRequestError, match=named):
+                create(**{"model": "tiny", "file": file} | fields)
         assert_nothing_is_held(server)
 
 

@@ -294,6 +294,7 @@ def test_long_files_lose_and_double_no_words_even_if_the_worker_is_killed(
         ({"file": file_of(np.zeros(16_000), "WAV")[1][:9000]}, "file", "is truncated"),
         ({"temperature": 2}, "temperature", "must be in [0, 1], got 2"),
         ({"language": "tlh"}, "language", "must be one of the model's languages (en)"),
+        ({"response_format": "diarized_json"}, "response_format", "does not name speakers"),
         ({"response_format": "xml"}, "response_format", 'must be "json"'),
         ({"response_format": "srt", "stream": True}, "stream", "stream needs response_format"),
         ({"timestamp_granularities": ["word"]}, "timestamp_granularities", "needs response_format"),

@@ -40,7 +40,7 @@ WINDOW_S = 2
 MODELS = (
     *("qwen2_audio", "voxtral", "qwen3_asr", "glmasr", "granite_speech", "qwen3_asr thinker"),
     *("gemma3n", "gemma4", "gemma4_unified"),
-    *("audioflamingo3", "granite_speech_plus", "musicflamingo"),
+    *("moss_transcribe_diarize", "audioflamingo3", "granite_speech_plus", "musicflamingo"),
 )
 """Kinds of models. "qwen3_asr thinker" has the layout of Qwen's own checkpoints, others have that of transformers."""
 
@@ -60,6 +60,7 @@ PARTS = {
 }
 """The tokens of a clip. The second stands for its embeddings."""
 
+PARTS["moss_transcribe_diarize"] = PARTS["qwen3_asr"]
 PARTS["qwen3_omni"] = PARTS["qwen2_5_omni"] = PARTS["qwen3_asr"]
 PARTS["qwen3_asr thinker"] = PARTS["qwen3_asr"]
 PARTS["gemma4_unified"] = PARTS["gemma4"]
@@ -105,6 +106,16 @@ def audio_directory(directory: Path, kind: str) -> tuple[Path, Any]:
             audio_token_id=mark,
         )
         model = transformers.AudioFlamingo3ForConditionalGeneration(config)
+    elif kind == "moss_transcribe_diarize":
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+        config = transformers.MossTranscribeDiarizeConfig(
+            audio_config=tower | sizes | {"num_attention_heads": 4},
+            text_config=text | {"model_type": "qwen3", "head_dim": 16},
+            audio_token_id=mark,
+            audio_chunk_size=16_000 * WINDOW_S,
+        )
+        model = transformers.MossTranscribeDiarizeForConditionalGeneration(config)
+        (directory / "processor_config.json").write_text('{"time_marker_every_seconds": 1}')
     elif kind == "musicflamingo":
         begin, _, end = tokenizer.convert_tokens_to_ids(list(PARTS[kind]))
         sizes: dict[str, Any] = {"hidden_size": 40, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -290,6 +301,10 @@ def extractor(kind: str) -> Any:
         return transformers.Gemma4AudioFeatureExtractor(feature_size=NUM_MEL_BINS)
     if kind == "gemma4_unified":
         return transformers.Gemma4UnifiedAudioFeatureExtractor(audio_samples_per_token=FRAME_SIZE)
+    if kind == "moss_transcribe_diarize":
+        return transformers.MossTranscribeDiarizeFeatureExtractor(
+            NUM_MEL_BINS, chunk_length=WINDOW_S
+        )
     if kind.startswith("qwen3_asr"):
         return transformers.Qwen3ASRFeatureExtractor(feature_size=NUM_MEL_BINS)
     return transformers.WhisperFeatureExtractor(
@@ -306,6 +321,8 @@ def reference_inputs(kind: str, clips: list[np.ndarray]) -> dict[str, torch.Tens
         return {"input_features": [each["input_features"][0] for each in found]}
     if kind.startswith("gemma4"):
         return dict(extractor(kind)(clips, return_tensors="pt"))
+    if kind == "moss_transcribe_diarize":
+        return dict(extractor(kind)(clips, sampling_rate=16_000, return_tensors="pt"))
     if kind.startswith("granite"):
         return {"input_features": torch.stack([granite_features(clip) for clip in clips])}
     extract = partial(

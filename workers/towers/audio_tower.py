@@ -161,7 +161,7 @@ class _WhisperTower:
 
     def __call__(self, features_CN: Tensor, window: int) -> Tensor:
         spec = self._spec
-        if spec.silence == "dropped":
+        if spec.silence in ("dropped", "filling"):
             # The last frame is silent, and so are those that follow it up to the end of the window.
             missing = (0, spec.num_frames - features_CN.shape[1])
             features_CN = F.pad(features_CN, missing, mode="replicate")
@@ -191,7 +191,10 @@ def _read_projection(
     first = tensors.read_linear(f"{name}_1", inner, columns, has_bias=has_bias)
     second = tensors.read_linear(f"{name}_2", size, inner, has_bias=has_bias)
     activation = find_activation(checkpoint, spec.projection_activation)
-    return lambda x_KD: second(activation(first(x_KD)))
+    if not (eps := spec.projection_norm_eps):
+        return lambda x_KD: second(activation(first(x_KD)))
+    norm = tensors.read_layer_norm("multi_modal_projector.norm", size, eps)
+    return lambda x_KD: norm(second(activation(first(x_KD))))
 
 
 def _rotate_by_times(x_KD: Tensor, times: OutputTimes, window: int, num_outputs: int) -> Tensor:

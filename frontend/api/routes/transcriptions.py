@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from ...media.audio.windows import Samples
     from ...media.transcription.transcriber import TextReceiver, Transcriber, Transcript
 
-FORMATS: Final = ("json", "text", "srt", "vtt", "verbose_json")
-_STREAMED_FORMATS: Final = ("json", "text")
+FORMATS: Final = ("json", "text", "srt", "vtt", "verbose_json", "diarized_json")
+_STREAMED_FORMATS: Final = ("json", "text", "diarized_json")
 _GRANULARITIES: Final = ("segment", "word")
 
 _SAMPLING: Final = (
@@ -207,9 +207,12 @@ class Transcriptions:
             )
         if include and response_format != "json":
             raise bad_request("include", f"needs response_format json, got {response_format}")
+        if include and speech.names_speakers:
+            raise bad_request("include", "is not supported by models that name speakers")
         if is_streamed and response_format not in _STREAMED_FORMATS:
             raise bad_request(
-                "stream", f"needs response_format json or text, got {response_format}"
+                "stream",
+                f"needs response_format json, text or diarized_json, got {response_format}",
             )
         temperature = request.temperature or 0.0
         if not 0 <= temperature <= 1:
@@ -223,14 +226,9 @@ class Transcriptions:
         words = [request.hotwords] if request.hotwords else []
         if isinstance(request, TranscriptionRequest):
             words += request.keywords or ()
-        prompt = f"{request.prompt or ''} {', '.join(words)}".strip()
-        if len(prompt) > MAX_PROMPT_CHARACTERS:
-            raise bad_request(
-                "prompt",
-                f"must have at most {MAX_PROMPT_CHARACTERS} characters, got {len(prompt)}",
-            )
         has_words = "word" in (granularities or ())
-        has_segments = response_format in ("srt", "vtt") or (
+        has_speakers = response_format == "diarized_json"
+        has_segments = response_format in ("srt", "vtt", "diarized_json") or (
             response_format == "verbose_json" and (not granularities or "segment" in granularities)
         )
         options = TranscriptionOptions(
@@ -239,14 +237,19 @@ class Transcriptions:
             if len(languages) == 1
             else parse_language(request.language, speech),
             languages=languages,
-            prompt=prompt,
+            prompt=(request.prompt or "").strip(),
+            keywords=tuple(words),
             temperature=temperature,
             seed=request.seed,
             sampling=sampling,
             has_segments=has_segments,
             has_words=has_words,
+            has_speakers=has_speakers,
             is_streamed=is_streamed,
         )
+        if (length := len(options.context)) > MAX_PROMPT_CHARACTERS:
+            limit = f"must have at most {MAX_PROMPT_CHARACTERS} characters, got {length}"
+            raise bad_request("prompt", limit)
         verify_options(options, speech)
         return Plan(options, response_format, bool(include))
 
@@ -287,6 +290,9 @@ class Transcriptions:
                 await events.write(content)
 
             transcript = await work(on_text)
+            if plan.options.has_speakers:
+                for segment in diarized_segments(transcript):
+                    await events.write(segment)
             done: Json = {"type": "transcript.text.done", "text": transcript.text}
             if plan.has_logprobs:
                 done["logprobs"] = self.render_logprobs(transcript.logprobs)
@@ -304,6 +310,14 @@ class Transcriptions:
             case "vtt":
                 return PlainTextResponse(write_vtt(transcript.segments), media_type="text/vtt")
         usage = usage_of(transcript)
+        if plan.options.has_speakers:
+            diarized: Json = {
+                "task": str(self._task),
+                "duration": round(transcript.duration, 2),
+                "text": transcript.text,
+                "segments": diarized_segments(transcript),
+            }
+            return json_response(diarized | {"usage": usage})
         if plan.response_format == "json":
             answer: Json = {"text": transcript.text, "usage": usage}
             if plan.has_logprobs:
@@ -336,21 +350,41 @@ class Transcriptions:
         return rendered
 
 
-def _verify_chunking(given: str | dict[str, str] | None) -> None:
+def _verify_chunking(given: str | Mapping[str, Any] | None) -> None:
     """Raise APIError 400 unless the strategy leaves the cuts to the server."""
     where = "chunking_strategy"
     if isinstance(given, str) and given.startswith("{"):
         try:
-            given = msgspec.json.decode(given, type=dict[str, str | float])
+            given = msgspec.json.decode(given, type=dict[str, Any])
         except msgspec.MsgspecError:
             raise wrong(where, "auto or an object with a type", given) from None
-    if not isinstance(given, dict):
+    if not isinstance(given, Mapping):
         verify_choice(where, given, ("auto",))
         return
     for name in given:
         if name != "type":
             raise bad_request(f"{where}.{name}", "is not supported; the server finds quiet places")
     verify_choice(f"{where}.type", given.get("type"), ("server_vad",))
+
+
+def diarized_segments(transcript: Transcript) -> list[Json]:
+    """Return the segments with their speakers, who are named A, B, … in the order in which they speak."""
+    speakers: dict[Any, str] = {}
+    segments: list[Json] = []
+    for each in transcript.segments:
+        number = len(speakers)
+        speaker = speakers.setdefault(each.speaker, chr(65 + number % 26) * (1 + number // 26))
+        segments.append(
+            {
+                "type": "transcript.text.segment",
+                "id": f"seg_{each.id}",
+                "start": each.start,
+                "end": each.end,
+                "speaker": speaker,
+                "text": each.text,
+            }
+        )
+    return segments
 
 
 def usage_of(transcript: Transcript) -> Json:

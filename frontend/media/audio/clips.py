@@ -9,6 +9,7 @@ from typing import Final
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from ....protocol.arrays import Float32Array, float32_bytes
 from ....protocol.config.audio_tower import FRAMES_AFTER, AudioTowerSpec
@@ -116,7 +117,7 @@ def _needed(
 ) -> tuple[Float32Array, int, int]:
     """Return the features that the tower needs, the number of outputs, and that number or 0 if these are all."""
     tower = config.tower
-    if tower.silence == "dropped":
+    if tower.silence in ("dropped", "filling"):
         # The two frames after the sound may still contain some of it. All later ones equal the third.
         return features[:, : num_frames + 3], size, size
     if isinstance(tower, AudioTowerSpec) and tower.frames_after:
@@ -150,6 +151,7 @@ class AudioPlaces:
         self._before = self._after = ""
         self._token_ids = [config.token_id]
         self._num_after = 0
+        self._times = config.times
         if (marks := config.marks) is not None:
             self._before = marks.margin + self._text_of(marks.begin_token_id, "boa_token_id")
             self._after = self._text_of(marks.end_token_id, "eoa_token_id") + marks.margin
@@ -197,7 +199,13 @@ class AudioPlaces:
 
     def _tokens(self, clip: PreparedAudio) -> str:
         """Return the text of a clip's tokens."""
-        return self._before + self._token * (clip.num_outputs - self._num_after) + self._after
+        num_tokens, between = clip.num_outputs - self._num_after, ""
+        if (times := self._times) is not None:
+            num_times = times.num_times(num_tokens)
+            num_tokens -= num_times * times.num_outputs
+            for number in range(1, num_times + 1):
+                between += self._token * times.num_outputs + str(number * times.seconds)
+        return self._before + between + self._token * num_tokens + self._after
 
     def _place_inputs(
         self, token_ids: Sequence[int], clips: Sequence[PreparedAudio]
@@ -210,11 +218,23 @@ class AudioPlaces:
             end = 0
             for item in inputs:
                 start, end = end, end + item.size
-                if positions[end - 1] - positions[start] == item.size - 1:
-                    position = int(positions[start])
+                position, num_tokens = int(positions[start]), _length(positions[start:end])
+                if num_tokens == item.size:
                     placed.append(msgspec.structs.replace(item, position=position))
+                elif self._times is not None:
+                    between = np.setdiff1d(np.arange(num_tokens), positions[start:end] - position)
+                    kept = between.astype("<i4").tobytes()
+                    placed.append(
+                        msgspec.structs.replace(
+                            item, position=position, num_tokens=num_tokens, kept=kept
+                        )
+                    )
             if len(placed) == len(inputs):
                 return placed
         raise ParameterError(
             "messages", "have text that the tokenizer joins with an audio clip's token"
         )
+
+
+def _length(positions: npt.NDArray[np.int64]) -> int:
+    return int(positions[-1] - positions[0]) + 1

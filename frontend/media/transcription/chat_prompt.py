@@ -10,7 +10,7 @@ from ....protocol.config import ModelConfig
 from ....protocol.config.chat_audio import ChatAudioConfig, SpeechFormat
 from ....protocol.encoder_inputs.inputs import EncoderInput
 from ....protocol.sampling_params import SamplingParams
-from ...chat.messages import AUDIO_MARK, AUDIO_PART
+from ...chat.messages import AUDIO_MARK, AUDIO_PART, TemplatePart
 from ...chat.special_tokens import SpecialTokenGuard
 from ...chat.template import ChatTemplate
 from ...client.engine_client import Delta
@@ -19,6 +19,8 @@ from ..audio.clips import AudioPlaces, PreparedAudio
 from .answer import Answer
 from .languages import find_language
 from .options import Task, TranscriptionOptions
+from .segments import Turn
+from .turns import TurnReader
 
 _CLAUSE: Final = re.compile(r"\[(.*?)\]")
 """A part of an instruction that is only written if the language is given."""
@@ -71,22 +73,42 @@ class ChatPrompts:
         """
         speech = self._speech
         is_translated = options.task is Task.TRANSLATE
-        instruction = speech.translation if is_translated else speech.instruction
         name = speech.languages[language] if language else ""
+        if speech.has_parts:
+            content: Any = self._parts(options, name)
+            return self._encode([{"role": "user", "content": content}], "", inputs)
+        instruction = speech.translation if is_translated else speech.instruction
         instruction = _CLAUSE.sub(r"\1" if name else "", instruction)
-        content: Any = instruction.format(audio=AUDIO_MARK, language=name)
+        content = instruction.format(audio=AUDIO_MARK, language=name)
         if AUDIO_MARK not in content:
             text_parts = [{"type": "text", "text": content}] if content else []
             content = [*text_parts, AUDIO_PART] if speech.follows else [AUDIO_PART, *text_parts]
         messages: list[Any] = [{"role": "user", "content": content}]
-        if context := options.prompt.strip():
+        if context := options.context:
             # If the server rejects special tokens, the error names this field.
             self._guard.protect(context, "prompt")
             messages.insert(0, {"role": "system", "content": context})
-        text = self._template.render(messages, self._guard)
-        if name:
-            text += speech.answer.format(language=name)
-        text += speech.task_mark
+        answer = speech.answer.format(language=name) if name else ""
+        return self._encode(messages, answer + speech.task_mark, inputs)
+
+    def _parts(self, options: TranscriptionOptions, language: str) -> list[Any]:
+        """Return the parts of a message for a chat template that has the instruction."""
+        parts: list[Any] = [AUDIO_PART]
+        if options.prompt:
+            self._guard.protect(options.prompt, "prompt")
+            parts.append({"type": "text", "text": options.prompt})
+        if words := list(options.keywords):
+            self._guard.protect(words, "keywords")
+            parts.append(TemplatePart(type="keywords", keywords=words))
+        if language:
+            parts.append(TemplatePart(type="language", language=language))
+        return parts
+
+    def _encode(
+        self, messages: list[Any], answer: str, inputs: Sequence[EncoderInput]
+    ) -> tuple[list[int], list[EncoderInput]]:
+        """Return the tokens of a conversation with the beginning of an answer, and its encoder inputs."""
+        text = self._template.render(messages, self._guard) + answer
         _, token_ids, placed = self._places.encode(
             text,
             [PreparedAudio(list(inputs))],
@@ -129,8 +151,18 @@ class ChatPrompts:
         """Return the text of a transcript's tokens."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)
 
-    def hold(self, language: str) -> HeldAnswer | None:
-        """Return an object that hides the beginning of a streamed answer in `language`; None if nothing is hidden."""
+    def read_turns(self, text: str) -> list[Turn] | None:
+        """Return the turns of an answer with this text; None if the model does not name speakers."""
+        if not self._speech.has_turns:
+            return None
+        reader = TurnReader()
+        reader.feed(text, is_end=True)
+        return reader.turns
+
+    def hold(self, language: str) -> HeldAnswer | HeldTurns | None:
+        """Return an object that hides parts of a streamed answer in `language`; None if nothing is hidden."""
+        if self._speech.has_turns:
+            return HeldTurns()
         if self._mark_id is None or language:
             return None
         return HeldAnswer(self, self._mark_id, self._speech.text_mark)
@@ -165,3 +197,14 @@ class HeldAnswer:
         # The text lacks the mark if the tokenizer counts it as a special token.
         text = text if found else self._prompts.text(token_ids)
         return Delta(text, token_ids, list(held.logprobs)[start:])
+
+
+class HeldTurns:
+    """Hides the times and speakers of an answer, and shows its words."""
+
+    def __init__(self) -> None:
+        self._reader = TurnReader()
+
+    def read(self, delta: Delta, *, is_end: bool = False) -> Delta:
+        """Return what is shown after a piece of the answer; the last call has `is_end`."""
+        return Delta(self._reader.feed(delta.text, is_end=is_end), [])

@@ -68,6 +68,9 @@ class DecoderPrompts:
         """Return the text of tokens, without timestamps."""
         return self._tokenizer.decode(filter(self.is_text, token_ids))
 
+    def read_turns(self, text: str) -> None:
+        """Return None, because an answer names no speakers."""
+
     def hold(self, language: str) -> None:
         """Return None, because an answer is only text."""
 
@@ -75,8 +78,8 @@ class DecoderPrompts:
         """Return the prompt up to and including the start token, which follows the client's prompt if there is one."""
         audio = self.audio
         before: list[int] = []
-        if options.prompt.strip():
-            encoded = self._tokenizer.encode(f" {options.prompt.strip()}", add_special_tokens=False)
+        if context := options.context:
+            encoded = self._tokenizer.encode(f" {context}", add_special_tokens=False)
             # Half of the context is reserved for the text. A long prompt is cut at its beginning, because its end
             # matters most.
             kept = encoded[-(self.max_model_len // 2 - 1) :]

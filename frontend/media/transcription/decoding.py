@@ -30,6 +30,7 @@ from .chat_prompt import ChatPrompts
 from .decoder_prompt import DecoderPrompts
 from .options import SpeechModel, TranscriptionOptions
 from .segments import DecodedWindow, Word, best_attempt
+from .turns import join_turns
 from .words import align_words
 
 TEMPERATURES: Final = (0.2, 0.4, 0.6, 0.8, 1.0)
@@ -217,12 +218,16 @@ class WindowDecoder:
             token for token in whole.token_ids[answer.start :] if not prompts.is_end(token)
         ]
         values = [each.logprob for each in logprobs]
+        text = prompts.text(token_ids)
+        if (turns := prompts.read_turns(text)) is not None:
+            text = join_turns(turns)
         return DecodedWindow(
             start=window.start / self._rate,
             duration=self._seconds(window),
             token_ids=token_ids,
             num_generated_tokens=len(whole.token_ids),
-            text=prompts.text(token_ids),
+            text=text,
+            turns=turns,
             temperature=temperature,
             mean_logprob=sum(values) / len(values) if values else 0.0,
             logprobs=[each for each in logprobs[answer.start :] if prompts.is_text(each.token_id)],

@@ -21,6 +21,9 @@ CHAT_WINDOW_S: Final = 30.0
 Shorter windows have more exact times, and more of them are decoded at the same time.
 """
 
+TURNS_WINDOW_S: Final = 600.0
+"""The same for a chat model that names speakers, which it knows only within a window."""
+
 
 class Task(StrEnum):
     """The task of a speech model: transcribe in the spoken language, or translate to English."""
@@ -38,11 +41,13 @@ class TranscriptionOptions:
         language: The code of the spoken language; "" to detect it.
         languages: The codes of the languages among which it is detected; empty for all languages of the model.
         prompt: Text that the model continues, as an example of style and spelling.
+        keywords: Words that occur in the clip.
         temperature: 0 decodes greedily, and tries higher temperatures if the text repeats itself or is doubtful.
         seed: The seed of sampling at other temperatures; None for a random one.
         sampling: Other sampling parameters, such as penalties.
         has_segments: True to return segments with times.
         has_words: True to return words with times.
+        has_speakers: True to name the speaker of each segment.
         is_streamed: True if text is sent as it is generated. No window can be decoded again then.
     """
 
@@ -50,12 +55,19 @@ class TranscriptionOptions:
     language: str = ""
     languages: tuple[str, ...] = ()
     prompt: str = ""
+    keywords: tuple[str, ...] = ()
     temperature: float = 0.0
     seed: int | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
     has_segments: bool = False
     has_words: bool = False
+    has_speakers: bool = False
     is_streamed: bool = False
+
+    @property
+    def context(self) -> str:
+        """The prompt, and the keywords after it, for models that read one text."""
+        return f"{self.prompt} {', '.join(self.keywords)}".strip()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +80,8 @@ class SpeechModel:
         has_word_times: True if the model can report the times of single words.
         needs_language: True if a caller must give the language.
         reads_prompt: True if the model reads a caller's text.
+        reads_keywords: True if it reads words that occur in the clip.
+        names_speakers: True if it writes who speaks.
         sampling_rate: Samples per second.
         window_seconds: The maximum length of a window in seconds.
         audio: The decoder's prompts of an encoder-decoder model; None for a chat model.
@@ -80,6 +94,8 @@ class SpeechModel:
     reads_prompt: bool
     sampling_rate: int
     window_seconds: float
+    reads_keywords: bool = False
+    names_speakers: bool = False
     audio: AudioProcessorConfig | None = None
 
 
@@ -101,6 +117,7 @@ def speech_model(model: ModelConfig) -> SpeechModel | None:
             has_word_times=bool(audio.alignment_heads),
             needs_language=bool(audio.languages),
             reads_prompt=audio.previous_token_id >= 0,
+            reads_keywords=audio.previous_token_id >= 0,
             sampling_rate=audio.sampling_rate,
             window_seconds=seconds,
             audio=audio,
@@ -114,7 +131,12 @@ def speech_model(model: ModelConfig) -> SpeechModel | None:
         needs_language=False,
         reads_prompt=speech.has_context,
         sampling_rate=RATE,
-        window_seconds=min(CHAT_WINDOW_S, _half_context_s(model.chat_audio, model.max_model_len)),
+        window_seconds=min(
+            TURNS_WINDOW_S if speech.has_turns else CHAT_WINDOW_S,
+            _half_context_s(model.chat_audio, model.max_model_len),
+        ),
+        reads_keywords=speech.has_context or speech.has_parts,
+        names_speakers=speech.has_turns,
     )
 
 
@@ -200,5 +222,11 @@ def verify_options(options: TranscriptionOptions, model: SpeechModel) -> None:
         raise ParameterError(
             "timestamp_granularities", f"must not contain word, because the model {reason}"
         )
-    if options.prompt and not model.reads_prompt:
-        raise ParameterError("prompt", "is not supported by this model, which accepts only audio")
+    reads = {"prompt": model.reads_prompt, "keywords": model.reads_keywords}
+    for name, is_read in reads.items():
+        if getattr(options, name) and not is_read:
+            raise ParameterError(name, "is not supported by this model, which accepts only audio")
+    if options.has_speakers and not model.names_speakers:
+        raise ParameterError(
+            "response_format", "must not be diarized_json, because the model does not name speakers"
+        )

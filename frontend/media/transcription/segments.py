@@ -44,6 +44,7 @@ class Segment(msgspec.Struct):
         avg_logprob: The mean log-probability of the window's tokens, including the end token.
         compression_ratio: The length of the window's text divided by its compressed length.
         no_speech_prob: The probability that nobody speaks in the window.
+        speaker: The number of the speaker, if the model names speakers; -1 for an unknown one.
     """
 
     id: int
@@ -56,6 +57,16 @@ class Segment(msgspec.Struct):
     avg_logprob: float
     compression_ratio: float
     no_speech_prob: float
+    speaker: int | msgspec.UnsetType = msgspec.UNSET
+
+
+class Turn(msgspec.Struct):
+    """The words of a speaker: times in seconds from the start of the window, and the speaker's number, or -1."""
+
+    start: float
+    end: float
+    speaker: int
+    text: str
 
 
 class DecodedWindow(msgspec.Struct):
@@ -73,6 +84,7 @@ class DecodedWindow(msgspec.Struct):
         num_generated_tokens: The number of generated tokens, with those that are no text.
         words: The words with their times in the clip, if they were requested.
         language: The code of the language that the model named; "" if it named none.
+        turns: The turns of speakers, if the model writes them; otherwise None.
     """
 
     start: float
@@ -86,6 +98,7 @@ class DecodedWindow(msgspec.Struct):
     num_generated_tokens: int = 0
     words: list[Word] = []
     language: str = ""
+    turns: list[Turn] | None = None
 
     @property
     def compression_ratio(self) -> float:
@@ -138,6 +151,8 @@ def split_segments(
         time_precision: Seconds between two successive timestamp tokens.
         first_id: The id of the first segment.
     """
+    if window.turns is not None:
+        return _turn_segments(window, window.turns, first_id)
     pieces: list[tuple[float, float, list[int]]] = []
     start, has_text = 0.0, False
     tokens: list[int] = []
@@ -158,21 +173,40 @@ def split_segments(
         text = _text(tokens, tokenizer, first_timestamp_id)
         if not text.strip():
             continue
-        segments.append(
-            Segment(
-                id=first_id + len(segments),
-                seek=round(window.start * 100),
-                start=round(window.start + start, 2),
-                end=round(window.start + end, 2),
-                text=text,
-                tokens=tokens,
-                temperature=window.temperature,
-                avg_logprob=window.mean_logprob,
-                compression_ratio=window.compression_ratio,
-                no_speech_prob=window.no_speech_prob,
-            )
-        )
+        segments.append(_segment(window, first_id + len(segments), start, end, text, tokens))
     return segments
+
+
+def _turn_segments(window: DecodedWindow, turns: Iterable[Turn], first_id: int) -> list[Segment]:
+    """Return the turns that have words as segments. A turn without an end ends with the window."""
+    segments: list[Segment] = []
+    for turn in turns:
+        if not turn.text:
+            continue
+        start = min(turn.start, window.duration)
+        end = min(turn.end if turn.end > start else window.duration, window.duration)
+        found = _segment(window, first_id + len(segments), start, end, turn.text, [])
+        found.speaker = turn.speaker
+        segments.append(found)
+    return segments
+
+
+def _segment(
+    window: DecodedWindow, number: int, start: float, end: float, text: str, tokens: list[int]
+) -> Segment:
+    """Return a segment between two times in a window."""
+    return Segment(
+        id=number,
+        seek=round(window.start * 100),
+        start=round(window.start + start, 2),
+        end=round(window.start + end, 2),
+        text=text,
+        tokens=tokens,
+        temperature=window.temperature,
+        avg_logprob=window.mean_logprob,
+        compression_ratio=window.compression_ratio,
+        no_speech_prob=window.no_speech_prob,
+    )
 
 
 def separator(before: str, after: str) -> str:

@@ -14,6 +14,7 @@ from ....protocol.config.chat_audio import ChatAudioConfig
 from ....protocol.config.model import SpeechKind
 from ....protocol.encoder_inputs.inputs import EncoderInput
 from ....protocol.encoder_inputs.payloads import AudioPayload
+from ....protocol.errors import ParameterError
 from ...chat.special_tokens import SpecialTokenGuard
 from ...chat.template import ChatTemplate
 from ...client.encoder_inputs import encoder_source
@@ -39,6 +40,9 @@ WINDOWS_AT_ONCE: Final = 8
 
 MAX_WINDOWS: Final = 32
 """Windows of all audio clips that are decoded at the same time. One of 30 s takes 3 MB."""
+
+MAX_LONG_WINDOWS: Final = 4
+"""The same for windows of more than a minute, of which one clip has a single one at the same time."""
 
 MAX_CLIPS: Final = 8
 """Number of files that are read at the same time, each in its own process. A short file is read in one call."""
@@ -128,7 +132,9 @@ class Transcriber:
         self._processes = MediaProcesses()
         self._executor = executor.create_separate()
         self._room_for_clips = asyncio.Semaphore(MAX_CLIPS)
-        self._room_for_windows = asyncio.Semaphore(MAX_WINDOWS)
+        is_long = speech.window_seconds > 60
+        self._windows_at_once = 1 if is_long else WINDOWS_AT_ONCE
+        self._room_for_windows = asyncio.Semaphore(MAX_LONG_WINDOWS if is_long else MAX_WINDOWS)
 
     @property
     def is_live(self) -> bool:
@@ -198,6 +204,12 @@ class Transcriber:
                     decoded = await job.task
                     num_samples = job.window.start + len(job.window.samples)
                     transcript.duration = num_samples / self._speech.sampling_rate
+                    if options.has_speakers and job.window.start:
+                        raise ParameterError(
+                            "response_format",
+                            "must not be diarized_json for this clip: the model knows a speaker again only within "
+                            f"{self._speech.window_seconds:.0f} s",
+                        )
                     if decoded is not None:
                         transcript.language = transcript.language or decoded.language
                         self._append(transcript, decoded, options)
@@ -231,7 +243,7 @@ class Transcriber:
         """Yield the windows of an audio clip in order, while later windows are already being decoded."""
         windows = Windows(clip, self._speech.sampling_rate, self._speech.window_seconds)
         queue: asyncio.Queue[_Job | None] = asyncio.Queue()
-        room = asyncio.Semaphore(WINDOWS_AT_ONCE)
+        room = asyncio.Semaphore(self._windows_at_once)
         num_held = 0
         tasks: list[asyncio.Task[DecodedWindow | None]] = []
 

@@ -25,6 +25,7 @@ from engine.protocol.config.frontend import FrontendConfig
 from engine.protocol.encoder_inputs.payloads import AudioPayload
 from engine.protocol.errors import EngineError
 from engine.workers.execution.inputs.clip_parts import ClipParts
+from engine.workers.execution.inputs.encoders import output_rows
 from engine.workers.loaders.open_checkpoint import open_checkpoint
 from engine.workers.models.families import model_spec
 from engine.workers.towers.audio_tower import AudioTower
@@ -86,7 +87,10 @@ def test_logits_equal_those_of_transformers(model: Any, load: Any) -> None:
     rows = np.full(len(prompt), -1, np.int32)
     row = 0
     for item in inputs:
-        rows[item.position : item.position + item.size] = np.arange(row, row + item.size)
+        found_rows = output_rows(item, 0, item.num_tokens)
+        rows[item.position : item.position + item.num_tokens] = np.where(
+            found_rows < 0, -1, found_rows + row
+        )
         row += item.size
     runner = Runner(decoder, 1, max_tokens=1024)
     outputs = []

@@ -171,7 +171,7 @@ class Encoders:
                 first = max(start, item.position)
                 last = min(end, item.position + item.num_tokens)
                 token = int(plan.query_start_loc[row]) + first - start
-                rows = _output_rows(item, first - item.position, last - item.position)
+                rows = output_rows(item, first - item.position, last - item.position)
                 tokens = token + np.flatnonzero(rows >= 0)
                 rows_T[tokens] = np.arange(num_rows, num_rows + len(tokens))
                 parts.append(self._outputs[item.content_hash][rows[rows >= 0]])
@@ -181,9 +181,12 @@ class Encoders:
         return Placed(rows_T, torch.cat(parts), are_added=self._clips is not None)
 
 
-def _output_rows(item: EncoderInput, first: int, last: int) -> NDArray[np.int64]:
+def output_rows(item: EncoderInput, first: int, last: int) -> NDArray[np.int64]:
     """For the tokens [first, last) of an input, return the output row of each, or -1 for separators."""
     tokens = np.arange(first, last)
+    if item.kept:
+        kept = np.frombuffer(item.kept, "<i4")
+        return np.where(np.isin(tokens, kept), -1, tokens - np.searchsorted(kept, tokens))
     if not item.row_length:
         return tokens
     row, column = np.divmod(tokens, item.row_length + 1)

@@ -149,6 +149,7 @@ _WITH_ANY_DECODER = {
     "MiniCPMOcrForConditionalGeneration",
     "MiniCPMV4_6ForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
+    "MossTranscribeDiarizeForConditionalGeneration",
     "MusicFlamingoForConditionalGeneration",
     "Ovis2ForConditionalGeneration",
     "PerceptionLMForConditionalGeneration",
@@ -169,6 +170,7 @@ _WITH_ANY_DECODER = {
 _DECODERS = {
     "audioflamingo3": "qwen2",
     "musicflamingo": "qwen2",
+    "moss_transcribe_diarize": "qwen3",
     "granite_speech": "granite",
     "granite_speech_plus": "granite",
     "qwen3_asr": "qwen3",

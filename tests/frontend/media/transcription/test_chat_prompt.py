@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from engine.frontend.chat.special_tokens import SpecialTokenGuard
 from engine.frontend.chat.template import ChatTemplate
@@ -121,3 +122,35 @@ def test_instructions_have_the_clip_and_the_language_where_models_expect_them(
     text = tokenizer.decode(token_ids)
     assert text.startswith("user: " + expected.replace("CLIP", clip))
     assert token_ids[placed.position - 1] == tokenizer.token_to_id(clip.strip().split(">")[0] + ">")
+
+
+def test_context_and_language_are_parts_for_templates_that_have_the_instruction(
+    tmp_path: Path,
+) -> None:
+    path, _ = audio_directory(tmp_path, "moss_transcribe_diarize")
+    source = (
+        "{% for m in messages %}{% for p in m.content %}{% if p.type == 'audio' %}<|audio_pad|>"
+        "{% elif p.type == 'keywords' %}{{ p.keywords | join('+') }}{% else %}{{ p.text }}{% endif %}"
+        "{% endfor %}{% endfor %}"
+    )
+    prompts, tokenizer = prompts_of(path, source=source)
+    options = TranscriptionOptions(keywords=("quick", "<|audio_pad|>"))
+    items = [EncoderInput(0, size, bytes(32), size, b"") for size in (25, 14)]
+    token_ids, placed = prompts.for_window(options, "", items, has_timestamps=False)
+    text = tokenizer.decode(token_ids)
+    # A time follows every 12 embeddings, and the second window begins right after the 24th and one more.
+    part = "<|audio_pad|>" * 12
+    assert (
+        text.replace(" ", "")
+        == f"{part}1{part}2{part}3<|audio_pad|><|audio_pad|><|audio_pad|>quick+<|audio_pad|>"
+    )
+    kept = [np.frombuffer(item.kept, "<i4").tolist() for item in placed]
+    mark = tokenizer.token_to_id("<|audio_pad|>")
+    for item, own in zip(placed, kept, strict=True):
+        tokens = token_ids[item.position : item.position + item.num_tokens]
+        assert len(own) + item.size == item.num_tokens
+        assert [index for index, token in enumerate(tokens) if token != mark] == own
+    refusing, _ = prompts_of(path, "refuse", source)
+    with pytest.raises(ParameterError, match="must not contain the special token") as raised:
+        refusing.for_window(options, "", items, has_timestamps=False)
+    assert raised.value.param == "keywords[1]"

@@ -14,6 +14,7 @@ from engine.frontend.media.transcription.segments import (
     split_segments,
 )
 from engine.frontend.media.transcription.subtitles import write_srt, write_vtt
+from engine.frontend.media.transcription.turns import TurnReader, join_turns
 from engine.frontend.media.transcription.words import align_words
 
 FIRST_TIME = 1000
@@ -164,3 +165,34 @@ def test_texts_of_windows_are_separated_as_their_script_separates_words(
     before: str, after: str, expected: str
 ) -> None:
     assert separator(before, after) == expected
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "turns"),
+    [
+        (
+            "[0.00][S01]Good morning. [laughs][1.52][1.60] [S02] Hello. [1:02.5]",
+            "Good morning. [laughs] Hello.",
+            [(0.0, 1.52, 1, "Good morning. [laughs]"), (1.6, 62.5, 2, "Hello.")],
+        ),
+        (
+            "[0.5][S01]\u4f60\u597d[1.5][1.5][S03]\u518d\u89c1",
+            "\u4f60\u597d\u518d\u89c1",
+            [(0.5, 1.5, 1, "\u4f60\u597d"), (1.5, 1.5, 3, "\u518d\u89c1")],
+        ),
+        ("no [turns", "no [turns", [(0.0, 0.0, -1, "no [turns")]),
+        ("[0.0][S01] [0.4][1..2][S02]a[9]", "a", [(0.0, 0.4, 1, ""), (0.0, 9.0, 2, "a")]),
+        (" ", "", []),
+    ],
+)
+def test_turns_are_read_from_pieces_of_any_length(answer: str, text: str, turns: list[Any]) -> None:
+    for size in range(1, len(answer) + 1):
+        reader = TurnReader()
+        pieces = [answer[i : i + size] for i in range(0, len(answer), size)]
+        shown = "".join(map(reader.feed, pieces)) + reader.feed("", is_end=True)
+        assert shown == text == join_turns(reader.turns)
+        assert [(t.start, t.end, t.speaker, t.text) for t in reader.turns] == turns
+    window = DecodedWindow(30.0, 10.0, [], text, 0.0, -0.5, turns=reader.turns)
+    segments = split_segments(window, TOKENS, first_timestamp_id=9, time_precision=0.0, first_id=0)
+    assert [each.speaker for each in segments] == [turn[2] for turn in turns if turn[3]]
+    assert all(30.0 <= each.start <= each.end <= 40.0 for each in segments)
