@@ -71,6 +71,11 @@ _GEMMA4: Final = SpeechFormat(
 )
 _SPEECH: Final = {
     "audioflamingo3": SpeechFormat(instruction="Transcribe the input speech.", follows=True),
+    "fun_asr_nano": SpeechFormat(
+        languages={"en": "英文", "ja": "日文", "zh": "中文"},
+        has_parts=True,
+        has_context=True,
+    ),
     "gemma3n": SpeechFormat(
         languages=_NAMES,
         instruction="Transcribe this audio[ into {language}]: {audio}",
@@ -99,6 +104,7 @@ _FRAMING: Final = {
     "gemma4_unified": Framing.SAMPLES,
     "audioflamingo3": Framing.WINDOWS,
     "musicflamingo": Framing.WINDOWS,
+    "fun_asr_nano": Framing.STACKED,
     "glmasr": Framing.WINDOWS,
     "moss_transcribe_diarize": Framing.WINDOWS,
     "granite_speech": Framing.PAIRS,
@@ -113,6 +119,8 @@ _MAX_WINDOWS: Final = {
     **dict.fromkeys(("gemma3n", "gemma4", "embedding_gemma2"), 1),
     **dict.fromkeys(("granite_speech", "granite_speech_plus"), 1),
     "qwen2_audio": 1,
+    # Its encoder has no more positions.
+    "fun_asr_nano": 1,
 }
 """The processors of Audio Flamingo 3, Music Flamingo, Qwen2-Audio and Gemma drop the rest of an audio clip."""
 

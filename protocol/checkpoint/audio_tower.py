@@ -16,6 +16,8 @@ from ..config.audio_tower import (
     ConformerSpec,
     FixedOutputs,
     FrameSpec,
+    MemoryAdaptor,
+    MemorySpec,
     OutputTimes,
     UniversalSpeechSpec,
 )
@@ -31,7 +33,7 @@ _MODEL_TYPES: Final = (
     *("qwen2_audio", "voxtral", "qwen3_asr", "glmasr"),
     *("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"),
     *("granite_speech", "granite_speech_plus", "audioflamingo3", "musicflamingo"),
-    "moss_transcribe_diarize",
+    *("moss_transcribe_diarize", "fun_asr_nano"),
     *("gemma3n", "gemma4", "gemma4_unified", "embedding_gemma2", "voxtral_realtime"),
 )
 
@@ -102,6 +104,8 @@ def audio_tower_spec(fields: ConfigFields, output_size: int) -> AnyAudioSpec:
         )
     if kind in ("gemma4", "embedding_gemma2"):
         return _gemma4_spec(fields, audio, output_size)
+    if kind == "fun_asr_nano":
+        return _memory_spec(fields, audio, output_size)
     if kind == "voxtral_realtime":
         return _causal_spec(fields, audio, output_size)
     if kind == "qwen3_asr":
@@ -291,6 +295,39 @@ def _causal_spec(fields: ConfigFields, audio: ConfigFields, output_size: int) ->
         num_frames=2 * rows * CAUSAL_PART,
         output_size=output_size,
         delay=fields.integer("default_num_delay_tokens", 6, maximum=64),
+    )
+
+
+def _memory_spec(fields: ConfigFields, audio: ConfigFields, output_size: int) -> MemorySpec:
+    """Return the encoder of Fun-ASR-Nano."""
+    audio.require("num_stacked_frames", 7)
+    adaptor = fields.section("adaptor_config") or fields.with_values({})
+    adaptor.require("hidden_size", output_size, ", the decoder's hidden_size", default=1024)
+    num_layers = audio.integer("num_hidden_layers", 70, maximum=1024)
+    num_after = audio.integer("num_timestamp_prediction_layers", 20, minimum=0, maximum=num_layers)
+    hidden_size = audio.integer("hidden_size", 512, maximum=MAX_POSITIONS)
+    return MemorySpec(
+        num_mel_bins=7 * audio.integer("num_mel_bins", 80, maximum=1024),
+        hidden_size=hidden_size,
+        intermediate_size=audio.integer("intermediate_size", 2048, maximum=MAX_POSITIONS),
+        num_layers=num_layers,
+        num_heads=read_num_heads(audio, hidden_size, 4),
+        # The position of the first row is 1.
+        num_frames=audio.integer("max_position_embeddings", 2049, maximum=MAX_POSITIONS) - 1,
+        normed_layers=(num_layers - num_after - 1, num_layers - 1),
+        kernel_size=audio.integer("fsmn_kernel_size", 11, maximum=1023),
+        activation=audio.text("hidden_act", "relu"),
+        norm_eps=audio.positive("layer_norm_eps", 1e-5),
+        projection_size=adaptor.integer("projector_hidden_size", 2048, maximum=MAX_POSITIONS),
+        projection_activation=adaptor.text("projector_hidden_act", "relu"),
+        adaptor=MemoryAdaptor(
+            intermediate_size=adaptor.integer("intermediate_size", 256, maximum=MAX_POSITIONS),
+            num_layers=adaptor.integer("num_hidden_layers", 2, minimum=0, maximum=1024),
+            num_heads=read_num_heads(adaptor, output_size, 8),
+            activation=adaptor.text("hidden_act", "relu"),
+            norm_eps=adaptor.positive("layer_norm_eps", 1e-5),
+        ),
+        output_size=output_size,
     )
 
 

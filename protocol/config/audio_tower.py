@@ -256,6 +256,44 @@ class FastConformerSpec(UnpaddedSpec, frozen=True, tag=True):
         return -(-num_frames >> self.num_halvings)
 
 
+class MemoryAdaptor(msgspec.Struct, frozen=True):
+    """The layers after the projections of a `MemorySpec`. Their size is that of an output."""
+
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    activation: str
+    norm_eps: float
+
+
+class MemorySpec(UnpaddedSpec, frozen=True, tag=True):
+    """Layers of attention with a memory (SAN-M, arXiv 2006.01713), which Fun-ASR-Nano has.
+
+    The memory is a depthwise convolution of the values. A row is made of `num_mel_bins` features. The first layer
+    changes the size of rows, and the layers `normed_layers` norm their outputs. Two matrices and the layers of an
+    adaptor follow.
+    """
+
+    num_mel_bins: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_frames: int
+    normed_layers: tuple[int, ...]
+    kernel_size: int
+    activation: str
+    norm_eps: float
+    projection_size: int
+    projection_activation: str
+    adaptor: MemoryAdaptor
+    output_size: int
+
+    def num_outputs(self, num_frames: int) -> int:
+        """Return the number of outputs for the rows of a clip."""
+        return num_frames
+
+
 class StreamingSpec(UnpaddedSpec, frozen=True, tag=True):
     """An encoder that reads frames of `frame_size` samples (Moonshine Streaming).
 
@@ -328,6 +366,7 @@ AnyAudioSpec: TypeAlias = (
     | UniversalSpeechSpec
     | FrameSpec
     | FastConformerSpec
+    | MemorySpec
     | StreamingSpec
     | CausalSpec
 )

@@ -17,8 +17,8 @@ class Framing(enum.StrEnum):
     by itself, the last one filled with silence. `PAIRS`: the clip, whose frames are joined in pairs (Granite Speech).
     `EMPHASIZED`: the clip, with emphasis of high frequencies (Gemma 3n). `LEADING`: the clip after half a frame of
     silence (Gemma 4). `SAMPLES`: none, because the samples themselves are read (Gemma 4's unified models). `PADDED`:
-    the clip before two frames of silence, which have no features. `STACKED`: the clip, whose frames are joined in sevens,
-    of which neighbors share one (Fun-ASR-Nano).
+    the clip before two frames of silence, which have no features. `STACKED`: the clip, whose frames are joined in
+    sevens, of which neighbors share one (Fun-ASR-Nano).
     """
 
     CLIP = "clip"

@@ -183,6 +183,30 @@ def test_moss_names_speakers_across_a_crash_of_a_worker(tmp_path: Path) -> None:
         assert_nothing_is_held(server)
 
 
+def test_fun_asr_nano_gets_the_language_as_a_part_across_a_crash_of_a_worker(
+    tmp_path: Path,
+) -> None:
+    reference = Reference(tmp_path, "fun_asr_nano")
+    samples, file = clip(3, 3.3)
+    with Server(str(reference.path), *FLAGS, "-tp", "2") as server:
+        create = transcriptions(server).transcriptions.create
+        events = iter(create(model="tiny", file=file, stream=True, language="english"))
+        parts = [next(events)]
+        server.child("worker 0").kill()
+        *_, done = [*parts, *events]
+        # Six of 328 frames become one embedding.
+        assert done.text == reference.text(samples, 55, text="\u82f1\u6587", answer="") != ""
+        server.wait_until_whole()
+        *_, done = create(model="tiny", file=file, prompt="quick", stream=True)
+        assert done.text == reference.text(samples, 55, text="quick", answer="")
+        verbose = create(model="tiny", file=clip(2, 12.0)[1], response_format="verbose_json")
+        # Half of the context has 100 embeddings.
+        assert len(verbose.segments) >= 2
+        with pytest.raises(openai.BadRequestError, match="is too short"):
+            create(model="tiny", file=clip(2, 0.02)[1])
+        assert_nothing_is_held(server)
+
+
 def test_voxtral_transcribes_after_its_transcribe_token(tmp_path: Path) -> None:
     reference = Reference(tmp_path, "voxtral")
     samples, file = clip(6, 3.3)

@@ -40,7 +40,13 @@ WINDOW_S = 2
 MODELS = (
     *("qwen2_audio", "voxtral", "qwen3_asr", "glmasr", "granite_speech", "qwen3_asr thinker"),
     *("gemma3n", "gemma4", "gemma4_unified"),
-    *("moss_transcribe_diarize", "audioflamingo3", "granite_speech_plus", "musicflamingo"),
+    *(
+        "fun_asr_nano",
+        "moss_transcribe_diarize",
+        "audioflamingo3",
+        "granite_speech_plus",
+        "musicflamingo",
+    ),
 )
 """Kinds of models. "qwen3_asr thinker" has the layout of Qwen's own checkpoints, others have that of transformers."""
 
@@ -55,6 +61,7 @@ PARTS = {
     "granite_speech": ("<|start|>", "<|audio|>"),
     "audioflamingo3": ("<|start|>", "<sound>"),
     "musicflamingo": ("<|sound_bos|>", "<sound>", "<|sound_eos|>"),
+    "fun_asr_nano": ("<|start|>", "<|audio|>", "<|end|>"),
     "gemma3n": ("<start_of_audio>", "<audio_soft_token>", "<end_of_audio>"),
     "gemma4": ("<|audio>", "<|audio|>", "<audio|>"),
 }
@@ -84,7 +91,7 @@ def audio_directory(directory: Path, kind: str) -> tuple[Path, Any]:
         "{% for p in m.content %}{% if p.type == 'audio' %}"
         + part
         + "{% elif p.type == 'image' %}<image>"
-        "{% else %}{{ p.text }}{% endif %}"
+        "{% else %}{{ p.text or p.language }}{% endif %}"
         "{% endfor %}{% endif %}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
     )
     ids = {
@@ -106,6 +113,23 @@ def audio_directory(directory: Path, kind: str) -> tuple[Path, Any]:
             audio_token_id=mark,
         )
         model = transformers.AudioFlamingo3ForConditionalGeneration(config)
+    elif kind == "fun_asr_nano":
+        sizes = {"num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48}
+        size = text["hidden_size"]
+        config = transformers.FunAsrNanoConfig(
+            audio_config={
+                "num_mel_bins": NUM_MEL_BINS,
+                "hidden_size": 32,
+                "num_timestamp_prediction_layers": 1,
+                "fsmn_kernel_size": 4,
+            }
+            | sizes,
+            adaptor_config=sizes
+            | {"hidden_size": size, "intermediate_size": size // 4, "projector_hidden_size": 40},
+            text_config=text | {"model_type": "qwen3", "head_dim": 16},
+            audio_token_id=mark,
+        )
+        model = transformers.FunAsrNanoForConditionalGeneration(config)
     elif kind == "moss_transcribe_diarize":
         sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
         config = transformers.MossTranscribeDiarizeConfig(
@@ -263,7 +287,7 @@ def audio_directory(directory: Path, kind: str) -> tuple[Path, Any]:
         write_omni(directory, kind)
     elif kind.startswith("gemma4"):
         (directory / "preprocessor_config.json").write_text(json.dumps(IMAGE_PROCESSOR))
-    elif not kind.startswith("granite"):
+    elif not kind.startswith(("granite", "fun_asr")):
         extractor(kind).save_pretrained(directory)
     if kind.endswith("thinker"):
         _use_own_layout(directory)
@@ -323,6 +347,9 @@ def reference_inputs(kind: str, clips: list[np.ndarray]) -> dict[str, torch.Tens
         return dict(extractor(kind)(clips, return_tensors="pt"))
     if kind == "moss_transcribe_diarize":
         return dict(extractor(kind)(clips, sampling_rate=16_000, return_tensors="pt"))
+    if kind == "fun_asr_nano":
+        features = torch.stack([stacked_features(clip) for clip in clips])
+        return {"input_features": features, "input_features_mask": torch.ones(features.shape[:2])}
     if kind.startswith("granite"):
         return {"input_features": torch.stack([granite_features(clip) for clip in clips])}
     extract = partial(
@@ -379,12 +406,14 @@ def reference_logits(
 ) -> torch.Tensor:
     """Return transformers' logits [T, V] of a prompt with audio clips."""
     ids = torch.tensor([prompt])
-    if not kind.startswith("granite"):
+    if not kind.startswith(("granite", "fun_asr")):
         return model(input_ids=ids, **reference_inputs(kind, clips)).logits[0]
     # In a batch, rows of shorter clips would attend to silence.
-    audio = [
-        model.get_audio_features(granite_features(clip)[None]).pooler_output[0] for clip in clips
+    found = [
+        model.model.get_audio_features(**reference_inputs(kind, [clip])).pooler_output
+        for clip in clips
     ]
+    audio = [each.flatten(0, -2) for each in found]
     embeds = model.get_input_embeddings()(ids)
     mask = (ids == model.config.audio_token_id)[..., None]
     return model(inputs_embeds=embeds.masked_scatter(mask, torch.cat(audio))).logits[0]
@@ -400,3 +429,33 @@ def granite_features(clip: np.ndarray) -> torch.Tensor:
     features = np.maximum(log, log.max() - 8.0).T / 4 + 1
     pairs = len(features) // 2
     return torch.from_numpy(features[: 2 * pairs].reshape(pairs, -1)).float()
+
+
+def stacked_features(clip: np.ndarray) -> torch.Tensor:
+    """Return the features [rows, 7 * mel bins] of transformers' extractor, which itself needs torchaudio."""
+    filters = mel_filter_bank(
+        257,
+        NUM_MEL_BINS,
+        20.0,
+        8000.0,
+        16_000,
+        mel_scale="kaldi",
+        triangularize_in_mel_space=True,
+    )
+    found = spectrogram(
+        clip.astype(np.float64),
+        window_function(400, "hamming", periodic=False),
+        400,
+        160,
+        fft_length=512,
+        power=2.0,
+        center=False,
+        preemphasis=0.97,
+        remove_dc_offset=True,
+        mel_filters=filters,
+        log_mel="log",
+        mel_floor=1.192092955078125e-07,
+    )
+    frames = torch.from_numpy(found.T).float()
+    padded = torch.cat((frames[:1].expand(3, -1), frames, frames[-1:].expand(9, -1)))
+    return torch.stack([padded[i : i + 7].flatten() for i in range(0, len(frames), 6)])

@@ -21,6 +21,7 @@ from ...protocol.config.audio_tower import (
     ConformerSpec,
     FastConformerSpec,
     FrameSpec,
+    MemorySpec,
     OutputTimes,
     StreamingSpec,
     UniversalSpeechSpec,
@@ -29,7 +30,7 @@ from ...protocol.encoder_inputs.payloads import AudioPayload
 from ...protocol.errors import EngineError
 from ..device.torch_threads import torch_threads
 from ..loaders import Checkpoint
-from .audio import causal, conformer, fast_conformer, frames, streaming, universal
+from .audio import causal, conformer, fast_conformer, frames, memory, streaming, universal
 from .audio.stems import make_stem, stem_marker
 from .image_tower import TowerSource
 from .layers import LayersSpec, LayerWeights, Patches
@@ -37,6 +38,7 @@ from .rotary import PatchRotary
 from .weights import Linear, VisionWeights, check_activation, find_activation
 
 _NORM_EPS = 1e-5
+_WARM_ROWS = 200
 _decoder = msgspec.msgpack.Decoder(AudioPayload)
 
 
@@ -60,6 +62,10 @@ class AudioTower:
         elif isinstance(spec, FastConformerSpec):
             weights = source.weights(fast_conformer.MARKER, spec.tensor_names)
             self._encode = fast_conformer.FastConformer(spec, weights, source.checkpoint)
+        elif isinstance(spec, MemorySpec):
+            self._encode = memory.MemoryEncoder(
+                spec, source.weights(memory.MARKER), source.checkpoint
+            )
         elif isinstance(spec, StreamingSpec):
             weights = source.weights(streaming.MARKER)
             self._encode = streaming.StreamingEncoder(spec, weights, source.checkpoint)
@@ -135,9 +141,11 @@ class AudioTower:
         return clip, features.view(num_features, -1).to(self._device, self._dtype)
 
     def warm_up(self) -> None:
-        """Encode a window of silence, or a block of it if clips have no windows."""
+        """Encode a window of silence, or some rows of it if clips have no windows."""
         spec = self.spec
-        num_frames = spec.block_rows if isinstance(spec, ConformerSpec) else spec.num_frames
+        num_frames = spec.num_frames
+        if isinstance(spec, ConformerSpec | MemorySpec):
+            num_frames = min(num_frames, _WARM_ROWS)
         silence = bytes(4 * max(spec.num_mel_bins, 1) * num_frames)
         self.encode(msgspec.msgpack.encode(AudioPayload(spec.num_mel_bins, num_frames, silence)))
 

@@ -24,10 +24,12 @@ from .log_mel import (
     HOP,
     LEADING,
     RATE,
+    STACKED,
     ClipFrames,
     clip_log_mel,
     log_mel,
     paired_log_mel,
+    stacked_log_mel,
 )
 
 _CLIP_FRAMES: Final[dict[Framing, ClipFrames]] = {
@@ -84,6 +86,10 @@ def _windows(samples: Float32Array, config: ChatAudioConfig) -> Iterator[tuple[F
         return
     if config.framing is Framing.PAIRS:
         features = paired_log_mel(samples, tower.num_mel_bins // 2)
+        yield features, features.shape[1]
+        return
+    if config.framing is Framing.STACKED:
+        features = stacked_log_mel(samples, tower.num_mel_bins // STACKED)
         yield features, features.shape[1]
         return
     if (frames := _CLIP_FRAMES.get(config.framing)) is not None:

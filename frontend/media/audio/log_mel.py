@@ -23,6 +23,11 @@ _EMPHASIS: Final = 0.97
 _MIN_DEVIATION: Final = 1e-5
 """Cohere Transcribe: the deviation of noise, the share of a sample that is subtracted from the next, and a term."""
 
+STACKED: Final = 7
+_STACKED_STRIDE: Final = 6
+_STACKED_MIN_HZ: Final = 20.0
+"""Fun-ASR-Nano: frames of a row, frames from a row to the next, and the lowest frequency."""
+
 _MAX_HZ: Final = 8000.0
 _FLOOR: Final = 1e-10
 _RANGE: Final = 8.0
@@ -173,6 +178,35 @@ def paired_log_mel(samples: Float32Array, num_mel_bins: int) -> Float32Array:
     return paired
 
 
+def stacked_log_mel(samples: Float32Array, num_mel_bins: int) -> Float32Array:
+    """Return Kaldi's log-mel features of stacked frames, equal to those of `FunAsrNanoFeatureExtractor`.
+
+    Args:
+        samples: The samples at `RATE`, float32 [N] in [-1, 1].
+        num_mel_bins: The number of features per frame.
+
+    Returns:
+        The features of the frames of each row, float32 [STACKED * num_mel_bins, rows].
+    """
+    if len(samples) < WINDOW:
+        return np.zeros((STACKED * num_mel_bins, 0), np.float32)
+    frames = np.lib.stride_tricks.sliding_window_view(samples, WINDOW)[::HOP]
+    frames = frames - frames.mean(1, keepdims=True)
+    previous = np.hstack((frames[:, :1], frames[:, :-1]))
+    window = 0.54 - 0.46 * np.cos(2 * np.pi * np.arange(WINDOW) / (WINDOW - 1))
+    emphasized = (frames - np.float32(_EMPHASIS) * previous) * window.astype(np.float32)
+    spectrum = np.fft.rfft(emphasized, _PAIRED_FFT, axis=1)
+    power = (spectrum.real**2 + spectrum.imag**2).astype(np.float32, copy=False)
+    filters = _kaldi_filters(num_mel_bins)
+    features = np.log(np.maximum(power @ filters, np.finfo(np.float32).eps))
+    # Rows are centered at every sixth frame. The first and the last frame are repeated.
+    num_rows = -(-len(features) // _STACKED_STRIDE)
+    first = _STACKED_STRIDE * np.arange(num_rows)[:, None] - STACKED // 2
+    chosen = (first + np.arange(STACKED)).clip(0, len(features) - 1)
+    stacked: Float32Array = features[chosen].reshape(num_rows, -1).T.astype(np.float32)
+    return stacked
+
+
 class ClipFrames(NamedTuple):
     """The frames of a clip that has its own features.
 
@@ -245,6 +279,21 @@ def _htk_filters(
     rising = (hz - edges[:-2]) / widths[:-1]
     falling = (edges[2:] - hz) / widths[1:]
     filters: npt.NDArray[np.float64] = np.maximum(0, np.minimum(rising, falling))
+    return filters
+
+
+@lru_cache(1)
+def _kaldi_filters(num_mel_bins: int) -> Float32Array:
+    """Return filters that are triangles on Kaldi's mel scale, float32 [frequencies, num_mel_bins]."""
+
+    def to_mel(hz: npt.ArrayLike) -> npt.NDArray[np.float64]:
+        return 1127.0 * np.log1p(np.asarray(hz, np.float64) / 700.0)
+
+    edges = np.linspace(to_mel(_STACKED_MIN_HZ), to_mel(_MAX_HZ), num_mel_bins + 2)
+    mels = to_mel(np.linspace(0.0, RATE / 2, _PAIRED_FFT // 2 + 1))[:, None]
+    widths = np.diff(edges)
+    rising, falling = (mels - edges[:-2]) / widths[:-1], (edges[2:] - mels) / widths[1:]
+    filters: Float32Array = np.maximum(0, np.minimum(rising, falling)).astype(np.float32)
     return filters
 
 

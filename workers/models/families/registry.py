@@ -118,6 +118,7 @@ _WITH_ANY_DECODER = {
     "Emu3ForConditionalGeneration",
     "Exaone4_5_ForConditionalGeneration",
     "FastVlmForConditionalGeneration",
+    "FunAsrNanoForConditionalGeneration",
     "FuyuForCausalLM",
     "GlmAsrForConditionalGeneration",
     "GotOcr2ForConditionalGeneration",
@@ -170,6 +171,7 @@ _WITH_ANY_DECODER = {
 _DECODERS = {
     "audioflamingo3": "qwen2",
     "musicflamingo": "qwen2",
+    "fun_asr_nano": "qwen3",
     "moss_transcribe_diarize": "qwen3",
     "granite_speech": "granite",
     "granite_speech_plus": "granite",
