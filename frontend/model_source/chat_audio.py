@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from ...protocol.checkpoint.audio_tower import audio_section, audio_tower_spec, has_audio_tower
+from ...protocol.checkpoint.audio.tower import audio_section, audio_tower_spec, has_audio_tower
 from ...protocol.checkpoint.config_fields import ConfigFields
 from ...protocol.config.chat_audio import (
     ChatAudioConfig,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from ...protocol.checkpoint.audio_tower import has_audio_tower
+from ...protocol.checkpoint.audio.tower import has_audio_tower
 from ...protocol.checkpoint.config_fields import ConfigFields
 from ...protocol.errors import ConfigError
 from ...protocol.file_identity import ADAPTER_FILES, LoraAdapter

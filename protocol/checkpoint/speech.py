@@ -9,9 +9,9 @@ import msgspec
 
 from ..config.audio_tower import CausalSpec, FastConformerSpec
 from ..config.model import AddedAudioConfig, AudioProcessorConfig, SourceTextConfig, SpeechKind
-from .audio_tower import CAUSAL_PART, audio_tower_spec
+from .audio.speech_encoders import canary_encoder_spec, fast_conformer_spec, streaming_spec
+from .audio.tower import CAUSAL_PART, audio_tower_spec
 from .config_fields import MAX_INTEGER, ConfigFields
-from .speech_encoders import canary_encoder_spec, fast_conformer_spec, streaming_spec
 
 _SPEECH: Final = frozenset(SpeechKind)
 _CROSS_ATTENTION: Final = _SPEECH - {SpeechKind.VOXTRAL_REALTIME}

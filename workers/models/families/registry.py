@@ -9,7 +9,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ....protocol.checkpoint.audio_tower import audio_tower_spec, has_audio_tower
+from ....protocol.checkpoint.audio.tower import audio_tower_spec, has_audio_tower
 from ....protocol.checkpoint.classification import (
     CLASSIFIER_SUFFIX,
     TOKEN_CLASSIFIER_SUFFIX,

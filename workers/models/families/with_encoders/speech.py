@@ -6,13 +6,13 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 
-from .....protocol.checkpoint.config_fields import ConfigFields
-from .....protocol.checkpoint.speech import max_source_positions
-from .....protocol.checkpoint.speech_encoders import (
+from .....protocol.checkpoint.audio.speech_encoders import (
     canary_encoder_spec,
     fast_conformer_spec,
     streaming_spec,
 )
+from .....protocol.checkpoint.config_fields import ConfigFields
+from .....protocol.checkpoint.speech import max_source_positions
 from .....protocol.config.audio_tower import AnyAudioSpec, CausalSpec
 from ....layers.layer_spec import LayerSpec
 from ....layers.read_rope import read_rope

@@ -7,9 +7,9 @@ from typing import Annotated, Final
 
 import msgspec
 
-from ..config.audio_tower import FastConformerSpec, StreamingSpec
-from .audio_tower import MAX_POSITIONS, Channels, read_num_heads
-from .config_fields import ConfigFields
+from ...config.audio_tower import FastConformerSpec, StreamingSpec
+from ..config_fields import ConfigFields
+from .fields import MAX_POSITIONS, Channels, read_num_heads
 
 _Rows = Annotated[int, msgspec.Meta(ge=0, le=MAX_POSITIONS)]
 

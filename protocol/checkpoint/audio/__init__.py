@@ -1,0 +1,1 @@
+"""Read the configs of encoders of audio."""
