@@ -421,6 +421,7 @@ _READERS: Final[dict[str, _Reader]] = {
     **dict.fromkeys(
         ("inkling_text", "inkling_mm_model", "inkling2_text", "inkling2"), _read_larger
     ),
+    **dict.fromkeys(("inkling2_loop_text", "inkling2_loop"), _read_larger),
     "zaya": read_head_convolutions,
     # The MLPs of Kimi K3 have another activation.
     "kimi_linear": _with_silu(_read_kimi_delta_attention, others=("situ",)),

@@ -96,6 +96,7 @@ JANUS_IMAGES = {
     "projection_dim": 48,
     "image_token_embed_dim": 48,
 }
+INKLING_MODELS = ("inkling2", "inkling2_loop")
 INKLING = {
     "hidden_size": 48,
     "intermediate_size": 80,
@@ -278,11 +279,12 @@ def image_config(kind: str) -> Any:
             insert_layer_id=1,
             image_token_id=IMAGE_TOKEN,
         )
-    if kind == "inkling2":
+    if kind in INKLING_MODELS:
         size = SMALL["hidden_size"]
-        return transformers.Inkling2Config(
+        family, text = RECURRENT[kind.replace("_", "-")]
+        return getattr(transformers, f"{family.removesuffix('Text')}Config")(
             vision_config=INKLING | {"text_hidden_size": size},
-            text_config=SMALL | RECURRENT["inkling2"][1],
+            text_config=SMALL | text,
             image_token_id=IMAGE_TOKEN,
         )
     latent = LATENT | {"model_type": "deepseek_v3", "first_k_dense_replace": 3}

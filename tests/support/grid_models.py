@@ -15,6 +15,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from support.grid_configs import (
     IMAGE_TOKEN,
+    INKLING_MODELS,
     MEAN_AND_STD,
     MINICPM_MODELS,
     MUSE_MODELS,
@@ -101,7 +102,7 @@ def write_grid_model(path: Path, kind: str, *, vocab_size: int = 0, image_token:
     elif kind == "lfm2_vl":
         processor = {"encoder_patch_size": PATCH, "tile_size": 16, "max_tiles": 4}
         processor |= {"min_image_tokens": 4, "max_image_tokens": 20}
-    elif kind == "inkling2":
+    elif kind in INKLING_MODELS:
         processor = {"size": {"height": 2 * PATCH, "width": 2 * PATCH}}
     elif kind == "kimi_k25":
         _restore_decoder_names(path / "model.safetensors")
@@ -254,7 +255,7 @@ def reference_inputs(kind: str, payloads: Sequence[ImagePayload]) -> dict[str, A
         if kind == "deepseek_vl_hybrid":
             names["high_res_pixel_values"] = [payload.fine for payload in payloads]
         return {name: torch.stack([*map(normalized, each)]) for name, each in names.items()}
-    if kind == "inkling2":
+    if kind in INKLING_MODELS:
         patches, grids = zip(*map(_inkling_patches, payloads), strict=True)
         return {"pixel_values": torch.cat(patches), "image_grid_thw": torch.tensor(grids)}
     patches = [_patches(kind, payload) for payload in payloads]

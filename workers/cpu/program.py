@@ -24,7 +24,7 @@ from .library import native_library
 from .packing import PackedWeight
 
 _PRODUCTS = ("linear", "gated_linear")
-_CACHE_OPS = ("rotate_store", "attention")
+_CACHE_OPS = ("rotate_store", "attention", "convolve_inside")
 _POINTERS = {name for name, kind, *_ in Op._fields_ if kind is ctypes.c_void_p}
 _KIND = {name: number for number, name in enumerate(enum_names("OpKind"))}
 Floats = NDArray[np.float32]
@@ -35,6 +35,7 @@ class NativeProgram:
 
     Attributes:
         is_optional: True if operations that are added are skipped in steps without encoder outputs to read.
+        is_deferred: True if operations that are added run only when `repeat` appends them.
     """
 
     def __init__(
@@ -45,9 +46,10 @@ class NativeProgram:
         self._library = native_library()
         self._kept: list[Any] = []
         self._kinds: list[str] = []
-        self._ops: list[Op] = []
+        self._ops: list[tuple[str, Op]] = []
         self._eps = norm_eps
         self.is_optional = False
+        self.is_deferred = False
         self._handle = self._library.engine_program_new(ctypes.byref(shape))
 
     def __del__(self) -> None:
@@ -112,7 +114,7 @@ class NativeProgram:
 
     @property
     def num_ops(self) -> int:
-        """The number of operations so far."""
+        """The number of operations so far, with those that are deferred."""
         return len(self._ops)
 
     def repeat(self, ops: range, first_layer: int, groups: Sequence[int]) -> None:
@@ -123,13 +125,14 @@ class NativeProgram:
             first_layer: The difference between the numbers of the tensors.
             groups: The group of the KV cache for each of the tensors that the operations use, in order.
         """
-        numbers = sorted({self._ops[i].layer for i in ops if self._kinds[i] in _CACHE_OPS})
-        for i in ops:
-            op = Op.from_buffer_copy(self._ops[i])
-            if self._kinds[i] in _CACHE_OPS:
+        recorded = [self._ops[i] for i in ops]
+        numbers = sorted({op.layer for kind, op in recorded if kind in _CACHE_OPS})
+        for kind, recorded_op in recorded:
+            op = Op.from_buffer_copy(recorded_op)
+            if kind in _CACHE_OPS:
                 op.group = groups[numbers.index(op.layer)]
                 op.layer += first_layer
-            self._append(self._kinds[i], op)
+            self._append(kind, op)
 
     def _table(
         self, adapters: NativeAdapters, kind: str, parts: Sequence[PackedWeight]
@@ -165,8 +168,10 @@ class NativeProgram:
         self._append(kind, op)
 
     def _append(self, kind: str, op: Op) -> None:
+        self._ops.append((kind, op))
+        if self.is_deferred:
+            return
         self._kinds.append(kind)
-        self._ops.append(op)
         self._library.engine_program_add(self._handle, ctypes.byref(op))
 
     def join_ranks(self, tensor_parallel: TensorParallel) -> None:

@@ -27,6 +27,8 @@ class Restart(msgspec.Struct, frozen=True):
     If `norms`, the hidden state is divided by its root mean square, and multiplied by the weights of the final norm
     if `has_norm_weights`. Then it is kept as state number `keeps`. Last, the kept state number `adds`, or the
     stored vector if `adds_initial`, is added to it.
+
+    If `copies_sums`, the sums that messages are computed from are copied; see `PassesSpec`.
     """
 
     norms: bool = True
@@ -34,3 +36,4 @@ class Restart(msgspec.Struct, frozen=True):
     keeps: int | None = None
     adds: int | None = None
     adds_initial: bool = False
+    copies_sums: bool = False

@@ -30,13 +30,13 @@ from .layer_kinds.altup import AltUpLayer, Streams
 from .layer_kinds.attention_residuals import (
     AttentionResidualLayer,
     ConvolvedResidualLayer,
-    StreamAttention,
 )
 from .layer_kinds.convolved import ConvolvedLayer, MixedHeadsLayer
 from .layer_kinds.hyper_connections import HyperLayer, Reducer, read_reducer
 from .layer_kinds.image_reader import ImageReaderLayer
 from .layer_kinds.normed_stream import NormedStreamLayer
 from .layer_kinds.parallel import ParallelLayer
+from .layer_kinds.stream_attention import StreamAttention
 from .layer_source import LayerSource
 from .layer_step import LayerStep
 from .lora.adapters import LoraAdapters
@@ -129,7 +129,7 @@ class Decoder(TorchDecoder):
                 self._last_streams = read_reducer(spec.hyper_connections, source.at("head_hc"))
             if (residuals := spec.attention_residuals) is not None:
                 last = source.at("head_res.")
-                self._last_streams = StreamAttention(residuals, last, residuals.num_streams)
+                self._last_streams = StreamAttention(residuals, last, 1 + residuals.num_sums)
             if spec.altup is not None:
                 self._last_streams = Streams(
                     spec, spec.altup, weights, "altup_unembed_projections", kernels
@@ -201,6 +201,7 @@ class Decoder(TorchDecoder):
                     None if layer.rope is None else tables[layer.rope],
                     [(next(caches), attn_metadata[group]) for group in described.cache_groups],
                     inputs_TP,
+                    described.weights is not None,
                 ),
             )
             if index in added_after:

@@ -17,10 +17,11 @@ class LayerStep(NamedTuple):
     """The positions of the tokens, the tables of the layer's rotary embedding, its caches, and its own input.
 
     `caches` are the tensors and the metadata of the layer's KV-cache groups. `own_TP` is an input that only this layer
-    gets, if it gets one.
+    gets, if it gets one. `is_repeated` is true if the layer was already computed for the same tokens.
     """
 
     positions_T: Tensor
     tables: RotaryTables | None
     caches: Sequence[tuple[Tensor, Any]]
     own_TP: Tensor | None
+    is_repeated: bool = False

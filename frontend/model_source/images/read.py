@@ -197,6 +197,7 @@ _READERS: Final[dict[str, _Reader]] = {
     "idefics2": quarters,
     "idefics3": grid,
     "inkling2": pad_whole,
+    "inkling2_loop": pad_whole,
     "interns1": canvas,
     "internvl": canvas,
     "internvl_chat": described_canvas,

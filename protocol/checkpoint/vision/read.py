@@ -161,6 +161,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "siglip": siglip_alone,
     "smolvlm": idefics3,
     "inkling2": inkling2,
+    "inkling2_loop": inkling2,
     "interns1": internvl,
     "internvl": internvl,
     "internvl_chat": internvl_chat,

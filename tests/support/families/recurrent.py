@@ -105,6 +105,28 @@ GROUPED_KEYS = {
     "swiglu_limit": 0.5,
 }
 """Groups of keys that do not divide a block. A layer uses the choice of a layer whose cache is in another group."""
+INKLING2 = {
+    "num_hidden_layers": 5,
+    "head_dim": 8,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 4,
+    "swa_head_dim": 16,
+    "sliding_window_size": 9,
+    "rel_extent": 20,
+    "d_rel": 4,
+    "log_scaling_n_floor": 7,
+    "qk_l2_clip_threshold": 2.0,
+    "rel_l2_clip_threshold": 1.0,
+    "mlp_gate_softcap": 0.5,
+    "mlp_up_softcap": 0.7,
+    "n_layers_per_attn_res_block": 2,
+    "layer_types": ["hybrid", *["hybrid_sliding"] * 2, "hybrid", "hybrid_sliding"],
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 5,
+    "num_experts_per_tok": 2,
+    "vocab_size": 99,
+    "unpadded_vocab_size": 97,
+}
 RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "inkling": (
         "InklingText",
@@ -128,29 +150,17 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
             "unpadded_vocab_size": 97,
         },
     ),
-    "inkling2": (
-        "Inkling2Text",
-        {
-            "num_hidden_layers": 5,
-            "head_dim": 8,
-            "swa_num_attention_heads": 4,
-            "swa_num_key_value_heads": 4,
-            "swa_head_dim": 16,
-            "sliding_window_size": 9,
-            "rel_extent": 20,
-            "d_rel": 4,
-            "log_scaling_n_floor": 7,
-            "qk_l2_clip_threshold": 2.0,
-            "rel_l2_clip_threshold": 1.0,
-            "mlp_gate_softcap": 0.5,
-            "mlp_up_softcap": 0.7,
-            "n_layers_per_attn_res_block": 2,
-            "layer_types": ["hybrid", *["hybrid_sliding"] * 2, "hybrid", "hybrid_sliding"],
-            "moe_intermediate_size": 24,
-            "n_routed_experts": 5,
-            "num_experts_per_tok": 2,
-            "vocab_size": 99,
-            "unpadded_vocab_size": 97,
+    "inkling2": ("Inkling2Text", INKLING2),
+    # Layers that are computed three times, with messages between the passes.
+    "inkling2-loop": (
+        "Inkling2LoopText",
+        INKLING2
+        | {
+            "num_hidden_layers": 8,
+            "layer_types": ["hybrid", *["hybrid_sliding"] * 2, "hybrid"] * 2,
+            "loop_layer_index_start": 2,
+            "loop_layer_index_end": 6,
+            "loop_gate_rank": 8,
         },
     ),
     "zaya": (

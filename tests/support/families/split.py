@@ -160,6 +160,23 @@ CONVOLVED = {
             "n_layers_per_attn_res_block": 2,
         },
     ),
+    # A layer of the first stage is computed again in the second, with messages from the pass before.
+    "inkling2-loop": (
+        "Inkling2LoopText",
+        "Inkling2Loop",
+        {
+            **INKLING,
+            "num_hidden_layers": 3,
+            "layer_types": ["hybrid_sliding", "hybrid_sliding", "hybrid"],
+            "unpadded_vocab_size": 361,
+            "qk_l2_clip_threshold": 2.0,
+            "rel_l2_clip_threshold": 1.0,
+            "n_layers_per_attn_res_block": 1,
+            "loop_layer_index_start": 1,
+            "loop_layer_index_end": 2,
+            "loop_gate_rank": 32,
+        },
+    ),
     # Convolutions of queries, keys and values, and routers that pass on what they compute.
     "zaya": (
         "Zaya",

@@ -82,6 +82,7 @@ NATIVE = [
     "hy4-one-stream",
     "inkling",
     "inkling2",
+    "inkling2-loop",
     "jamba",
     "kimi-linear",
     "kolibri",

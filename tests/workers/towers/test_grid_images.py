@@ -20,6 +20,7 @@ from PIL import Image
 from support.decoders import CPU, TOWER_LAYERS, Runner, load_decoder, load_native_decoder
 from support.grid_configs import (
     IMAGE_TOKEN,
+    INKLING_MODELS,
     MARKS,
     MINICPM_MODELS,
     MUSE_MODELS,
@@ -44,7 +45,7 @@ torch.set_num_threads(1)
         "kimi_vl",
         "minimax_m3_vl",
         "lfm2_vl",
-        "inkling2",
+        *INKLING_MODELS,
         *MINICPM_MODELS,
         *MUSE_MODELS,
         "deepseek_ocr2",

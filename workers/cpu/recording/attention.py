@@ -153,7 +153,7 @@ class AttentionRecorder:
         assert self._streams is not None
         places = list(accumulate((part.n for part in matrices.inputs), initial=0))
         for number, norm in enumerate(layer.input_norms):
-            self._streams.read(number)
+            self._streams.read(number, places[-1])
             kind = None
             for part, place, own in zip(
                 matrices.inputs, places, matrices.input_of_each, strict=False

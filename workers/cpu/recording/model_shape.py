@@ -115,6 +115,10 @@ def _projection_and_mixed_size(
             projection += heads * (spec.relative_biases.rank + spec.projects_sinks)
         if isinstance(layer.recurrent, InnerConvolutions) and layer.recurrent.is_dynamic:
             projection += 2 * kv_heads * layer.recurrent.kernel
+        if spec.attention_residuals is not None and spec.attention_residuals.passes is not None:
+            # Messages are combined with inputs in the columns behind.
+            projection += 2 * spec.hidden_size
+            mixed = max(mixed, 2 * spec.hidden_size, spec.attention_residuals.passes.rank)
     if spec.altup is not None:
         projection += spec.altup.laurel_rank
         mixed = max(mixed, spec.altup.laurel_rank)

@@ -209,6 +209,9 @@ class Recorder:
     def _record_restart(self, restart: Restart) -> None:
         """Record the begin of a pass through layers that are computed several times."""
         program, size = self._program, self._spec.hidden_size
+        if restart.copies_sums:
+            assert isinstance(self._streams, AttentionResidualRecorder)
+            self._streams.copy_sums()
         if restart.norms:
             weighted = restart.has_norm_weights
             weight = self._blocks.norm("norm", size) if weighted else np.ones(size, np.float32)

@@ -11,6 +11,7 @@ from torch import Tensor
 from ...layers.layers import RMSNorm
 from ...layers.shared_block import Restart
 from ...layers.spec import ModelSpec
+from ..layer_kinds.messages import skip_message_queries
 from ..weights import WeightReader
 
 
@@ -25,6 +26,9 @@ class Restarts:
         self._norm = RMSNorm(weight_D, spec.norm_eps)
         self._initial_D: Tensor | None = None
         self._kept: list[Tensor] = []
+        self._residuals = spec.attention_residuals
+        if self._residuals is not None:
+            skip_message_queries(weights)
         first = spec.layers[0].restart
         if first is not None and first.adds_initial and weights.has("initial_state"):
             self._initial_D = weights.read("initial_state", spec.hidden_size)
@@ -43,6 +47,12 @@ class Restarts:
 
     def apply(self, x_TD: Tensor, restart: Restart) -> Tensor:
         """Return the hidden states with which a pass begins. `x_TD` may be changed."""
+        if restart.copies_sums:
+            assert self._residuals is not None
+            streams_TND = x_TD.unflatten(-1, (self._residuals.num_streams, self._size))
+            repeated = self._residuals.repeated_sums
+            streams_TND[:, -len(repeated) :] = streams_TND[:, repeated.start : repeated.stop]
+            return x_TD
         if restart.norms:
             x_TD = self._norm(x_TD)
         if restart.keeps is not None:

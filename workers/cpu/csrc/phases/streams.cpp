@@ -199,8 +199,9 @@ void Streams::update(const Op& op, const Rows& rows, int row) const {
 // The row keeps the mean, and behind it the factors.
 void Streams::attend(const Op& op, const Rows& rows, int row) const {
   const int size = model_.shape.hidden_size, count = op.num_columns;
-  const float* const streams = rows.streams(row);
-  float *const mean = rows.residual(row), *const factors = rows.kept(row) + size;
+  const bool is_block = op.target == LinearTarget::block;
+  const float* const streams = rows.streams(row) + op.first_column;
+  float *const mean = is_block ? rows.block(row) : rows.residual(row), *const factors = rows.kept(row) + size;
   float* const roots = factors + count;
   for (int i = 0; i < count; i++) {
     const float* const stream = streams + size_t(i) * size;
@@ -216,7 +217,30 @@ void Streams::attend(const Op& op, const Rows& rows, int row) const {
     const float factor = factors[i] / sum / (op.norms_values ? roots[i] : 1.0f);
     model_.rows.add_scaled(mean, streams + size_t(i) * size, factor, size);
   }
-  std::copy_n(mean, size, rows.kept(row));
+  if (!is_block) std::copy_n(mean, size, rows.kept(row));
+}
+
+void Streams::copy(const Op& op, const Rows& rows, int row) const {
+  float* const streams = rows.streams(row);
+  std::copy_n(streams + op.first_column, op.num_columns, streams + model_.shape.streams_size() - op.num_columns);
+}
+
+void Streams::join_block(const Op& op, const Rows& rows, int row) const {
+  const int size = model_.shape.hidden_size;
+  float* const joined = rows.qkv(row) + op.first_column;
+  model_.rows.rms_norm(rows.residual(row), op.vectors[0], op.eps, size, joined);
+  model_.rows.rms_norm(rows.block(row), op.vectors[0], op.eps, size, joined + size);
+  quantize_rows(op.activation_kind, joined, 2 * size, 1, 2 * size,
+                rows.activations(0, row, activation_row_bytes(op.activation_kind, 2 * size)));
+}
+
+void Streams::gate_block(const Op& op, const Rows& rows, int row) const {
+  const int size = model_.shape.hidden_size;
+  float *const x = rows.residual(row), *const block = rows.block(row);
+  const float* const forget = rows.qkv(row) + op.first_column;
+  const float* const gain = forget + size;
+  for (int i = 0; i < size; i++) x[i] = (1.0f - std::tanh(forget[i])) * x[i] + std::tanh(gain[i]) * block[i];
+  std::copy_n(x, size, rows.kept(row));
 }
 
 void Streams::add_to_one(const Op& op, const Rows& rows, int row) const {

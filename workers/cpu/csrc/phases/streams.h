@@ -12,7 +12,8 @@
 // Products of the normed streams, of which the first has few outputs, give the factors.
 //
 // With attention residuals (arXiv 2607.24653), a block reads a mean of the first streams, whose factors are a softmax
-// of the products of a query with the normed streams. Its output is added to one stream.
+// of the products of a query with the normed streams. Its output is added to one stream. The last streams may be copies of
+// others, from which a message is computed in the same way, and combined with such a mean.
 #pragma once
 
 #include "model/model.h"
@@ -47,10 +48,16 @@ class Streams {
   // Adds what a block has added to that sum, times the second factors, to the streams.
   void update(const Op& op, const Rows& rows, int row) const;
 
-  // Replaces the residual stream by a mean of the first streams, which the row keeps.
+  // Replaces the residual stream by a mean of some streams, which the row keeps, or the block by such a mean.
   void attend(const Op& op, const Rows& rows, int row) const;
   // Adds what a block has added to that mean to one stream.
   void add_to_one(const Op& op, const Rows& rows, int row) const;
+  // Replaces the last streams by copies of others.
+  void copy(const Op& op, const Rows& rows, int row) const;
+  // Quantizes the residual stream and the block, each normed, side by side.
+  void join_block(const Op& op, const Rows& rows, int row) const;
+  // Replaces the residual stream by its sum with the block, each element times a factor. The row keeps the sum.
+  void gate_block(const Op& op, const Rows& rows, int row) const;
 
   // Returns how many numbers a row keeps between `mix` and `update`, or between `attend` and `add_to_one`.
   size_t kept_size(const Op& op) const {

@@ -279,6 +279,7 @@ int Program::begin_op(const Op& op) {
     case OpKind::repeat_streams:
     case OpKind::norm_streams:
     case OpKind::attend_streams:
+    case OpKind::copy_streams:
     case OpKind::gate_ngrams:
       return share_rows(op, model_.shape.streams_size());
     case OpKind::mix_streams:

@@ -206,6 +206,12 @@ void Program::run_row(const Op& op, const Rows& rows, int row) {
       return streams_.attend(op, rows, row);
     case OpKind::add_to_stream:
       return streams_.add_to_one(op, rows, row);
+    case OpKind::copy_streams:
+      return streams_.copy(op, rows, row);
+    case OpKind::join_block:
+      return streams_.join_block(op, rows, row);
+    case OpKind::gate_block:
+      return streams_.gate_block(op, rows, row);
     case OpKind::embed_ngrams:
       return ngrams_.embed(op, rows, row);
     case OpKind::gate_ngrams:

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from ....layers.specs.attention_residuals import AttentionResidualsSpec
-from ....models.layer_kinds.attention_residuals import read_stream_queries
+from ....models.layer_kinds.messages import skip_message_queries
+from ....models.layer_kinds.stream_attention import read_stream_queries
 from ...program import Floats
 from ..blocks import BlockRecorder
+from .messages import MessageRecorder
 
 
 class AttentionResidualRecorder:
@@ -22,6 +24,8 @@ class AttentionResidualRecorder:
         self._own, self._begins = 0, False
         self._queries: Sequence[Floats] = ()
         self._num_read = 0
+        self._messages: MessageRecorder | None = None
+        skip_message_queries(blocks.weights)
 
     def expand(self) -> None:
         """Record that all streams begin as the embedding. Sums replace all but the first of them."""
@@ -35,16 +39,37 @@ class AttentionResidualRecorder:
         residuals, input_norms = self._residuals, self._blocks.spec.layers[index].input_norms
         self._own = residuals.stream_of(index)
         self._begins = residuals.begins(index) and not is_mlp
-        count = 1 if is_mlp else max(1, len(input_norms))
+        count = 1 if is_mlp else max(1, len(set(input_norms)))
         name = f"{prefix}{'mlp' if is_mlp else 'attn'}_res"
         self._prepare(name, residuals.num_read(index, is_mlp=is_mlp), count)
-        if count == 1:
+        self._messages = None
+        if residuals.looped_index(index) is not None:
+            self._messages = MessageRecorder(self._blocks, residuals, prefix, index, is_mlp=is_mlp)
+        if is_mlp or not input_norms:
             self.read(0)
 
-    def read(self, number: int) -> None:
-        """Record that the residual stream becomes the mean with this one of the block's queries."""
-        has_query = bool(self._queries)
-        query = self._queries[number] if has_query else np.zeros(self._size, np.float32)
+    def read(self, number: int, first_column: int = 0) -> None:
+        """Record that the residual stream becomes the mean with this one of the block's queries.
+
+        It is combined with a message in the projection, from `first_column` on.
+        """
+        self._attend(self._queries[min(number, len(self._queries) - 1)] if self._queries else None)
+        if self._messages is not None:
+            self._messages.combine(number, first_column)
+
+    def copy_sums(self) -> None:
+        """Record that the sums are copied from which messages are computed."""
+        sums = self._residuals.repeated_sums
+        self._program.add_op(
+            "copy_streams",
+            first_column=sums.start * self._size,
+            num_columns=len(sums) * self._size,
+        )
+
+    def _attend(self, query: Floats | None) -> None:
+        has_query = query is not None
+        if query is None:
+            query = np.zeros(self._size, np.float32)
         self._program.add_op(
             "attend_streams",
             vectors=[query],
@@ -63,7 +88,7 @@ class AttentionResidualRecorder:
 
     def reduce(self) -> None:
         """Record that the residual stream becomes the input of the final norm."""
-        self._prepare("head_res", self._residuals.num_streams, 1)
+        self._prepare("head_res", 1 + self._residuals.num_sums, 1)
         self.read(0)
 
     def _prepare(self, name: str, num_read: int, count: int) -> None:

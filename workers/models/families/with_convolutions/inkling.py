@@ -11,14 +11,16 @@ from .....protocol.checkpoint.recurrent_config import (
 )
 from ....layers.layer_spec import LayerSpec
 from ....layers.rope import QueryScaling
+from ....layers.shared_block import Restart
 from ....layers.spec import ModelSpec
-from ....layers.specs.attention_residuals import AttentionResidualsSpec
+from ....layers.specs.attention_residuals import AttentionResidualsSpec, PassesSpec
 from ....layers.specs.experts import SoftCaps
 from ....layers.specs.norm_names import NormNames
 from ....layers.specs.relative_biases import RelativeBiasSpec
 from ....loaders.row_factors import RowFactors
 from ..common import Family, base_spec
 from ..experts import has_listed_experts, read_experts, with_experts
+from ..looped import looped_layers
 
 _NAMES = (
     (r"^(model\.)?mtp\..*", ""),
@@ -46,6 +48,10 @@ _NAMES_OF_SECOND = (
     (r"\.attn_sink_proj\.", ".sink_proj."),
     (r"\.gate_attn\.", ".gate_proj."),
     (r"_sconv\.weight_proj$", "_conv_taps.weight"),
+)
+_NAMES_OF_LOOP = (
+    (r"\bmiddle_cycle_cross_pass_(kv_)?queries$", r"message_\1queries"),
+    (r"\.controllers\.(\w+)\.(\w+)_weight$", r".\1_message.\2.weight"),
 )
 
 
@@ -201,6 +207,63 @@ def _inkling2(fields: ConfigFields) -> ModelSpec:
     return with_experts(spec, experts, tensor_names=(*queries, *_NAMES_OF_SECOND, *_NAMES))
 
 
+def _inkling2_loop(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of an Inkling-2-Mini, some of whose layers are computed several times, with messages."""
+    fields = fields.with_defaults(
+        num_hidden_layers=24,
+        num_attention_heads=24,
+        swa_num_attention_heads=24,
+        hidden_size=2304,
+        moe_intermediate_size=1152,
+        n_routed_experts=128,
+        log_scaling_n_floor=8192,
+    )
+    if (loop := fields.section("loop_config")) is not None:
+        names = {
+            "core_start": "loop_layer_index_start",
+            "core_end": "loop_layer_index_end",
+            "num_passes": "loop_num_passes",
+            "gate_rank": "loop_gate_rank",
+        }
+        fields = fields.with_values(
+            {own: loop.get(stored) for stored, own in names.items() if stored in loop.config}
+        )
+    spec = _inkling2(fields)
+    residuals, count = spec.attention_residuals, len(spec.layers)
+    assert residuals is not None, "the family has attention residuals"
+    stop = fields.integer("loop_layer_index_end", 18, maximum=count)
+    first = fields.integer("loop_layer_index_start", 6, maximum=stop - 1)
+    for name, index in (("loop_layer_index_start", first), ("loop_layer_index_end", stop)):
+        if index % residuals.group_size:
+            needed = f"a multiple of n_layers_per_attn_res_block {residuals.group_size}"
+            raise fields.wrong(name, needed, index)
+    looped, num_passes = range(first, stop), fields.integer("loop_num_passes", 3)
+    layers = (
+        replace(layer, norms=NormNames(attention_input=None), input_norms=("input_layernorm",) * 3)
+        if i in looped and not layer.input_norms
+        else layer
+        for i, layer in enumerate(spec.layers)
+    )
+    passes: list[tuple[range, Restart | None]] = [(range(first), None), (looped, None)]
+    passes += [(looped, Restart(norms=False, copies_sums=True))] * (num_passes - 1)
+    passes.append((range(stop, count), None))
+    skipped = (num_passes - 1) * len(looped)
+    rank = fields.integer("loop_gate_rank", 64)
+    return replace(
+        spec,
+        layers=looped_layers(list(layers), passes),
+        attention_residuals=replace(
+            residuals, passes=PassesSpec(first, len(looped), num_passes, rank)
+        ),
+        tensor_names=(
+            *_NAMES_OF_LOOP,
+            *spec.tensor_names,
+            *((rf"\blayers\.{i}\.", f"layers.@{i + skipped}.") for i in range(stop, count)),
+            (r"\blayers\.@", "layers."),
+        ),
+    )
+
+
 def _are_local(fields: ConfigFields, count: int) -> list[bool]:
     """Return for each layer whether it has a window."""
     kinds = fields.per_layer("layer_types", count)
@@ -220,6 +283,8 @@ def _are_local(fields: ConfigFields, count: int) -> list[bool]:
 FAMILIES = (
     Family("Inkling2ForCausalLM", "inkling2_text", _inkling2),
     Family("Inkling2ForConditionalGeneration", "inkling2", _inkling2),
+    Family("Inkling2LoopForCausalLM", "inkling2_loop_text", _inkling2_loop),
+    Family("Inkling2LoopForConditionalGeneration", "inkling2_loop", _inkling2_loop),
     Family("InklingForCausalLM", "inkling_text", _inkling),
     Family("InklingForConditionalGeneration", "inkling_mm_model", _inkling),
 )
