@@ -28,7 +28,9 @@ FLAGS = (
 )
 
 
-@pytest.fixture(scope="module", params=["delta net", "mamba", "gemma 3n", "compressed", "n-grams"])
+@pytest.fixture(
+    scope="module", params=["delta net", "mamba", "gemma 3n", "compressed", "n-grams", "passes"]
+)
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Server, transformers.PreTrainedModel]]:

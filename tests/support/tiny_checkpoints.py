@@ -266,12 +266,42 @@ NGRAMS = {
 """A model with embeddings of n-grams, and with sparse attention."""
 
 
+PASSES = {
+    "passes": (
+        "Inkling2LoopTextConfig",
+        "Inkling2LoopForCausalLM",
+        {
+            "num_hidden_layers": 6,
+            "layer_types": ["hybrid", "hybrid_sliding", "hybrid"] * 2,
+            "swa_num_attention_heads": 4,
+            "swa_num_key_value_heads": 4,
+            "swa_head_dim": 16,
+            "sliding_window_size": 24,
+            "rel_extent": 30,
+            "d_rel": 4,
+            "moe_intermediate_size": 32,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_layers_per_attn_res_block": 2,
+            "loop_layer_index_start": 2,
+            "loop_layer_index_end": 4,
+            "loop_gate_rank": 32,
+            "unpadded_vocab_size": 361,
+            "tie_word_embeddings": False,
+        },
+    ),
+}
+"""A model with layers that are computed several times, and states of layers with fewer and with more keys."""
+
+TABLES = RECURRENT | SHARED_KEYS | COMPRESSED | NGRAMS | PASSES
+
+
 def layers_directory(
     directory: Path, kind: str = "delta net"
 ) -> tuple[Path, transformers.PreTrainedModel]:
     """Write a model whose layers are not all alike: one of the tables above."""
     tokenizer = sentencepiece_tokenizer()
-    config_class, model_class, differences = (RECURRENT | SHARED_KEYS | COMPRESSED | NGRAMS)[kind]
+    config_class, model_class, differences = TABLES[kind]
     model = random_model(config_class, model_class, QWEN3 | differences, tokenizer)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)

@@ -289,7 +289,8 @@ def _places(layers: Sequence[LayerSpec], model: Model) -> list[_Place]:
             cache = num_caches[group]
             num_caches[group] += 1
             place = _Place(cache)
-            if model.attention.spec.tensor_elements:
+            is_state = layer.recurrent is not None and group == layer.state_group
+            if model.attention.spec.tensor_elements and not is_state:
                 tensor, position = divmod(cache, model.attention.spec.tensor_elements // size)
                 own = model.attention.for_layer(model.spec.for_layer(layer), model.shard)
                 elements = own.elements_of_layer

@@ -236,10 +236,10 @@ enum class OpKind : int32_t {
                         // `norms_values`, the mean is of the streams divided by their root mean squares
   add_to_stream = 75,   // the stream at `first_column` = itself * scale + what was added to that mean since then
   copy_streams = 76,    // the last `num_columns` numbers of the streams = those from `first_column` on
-  join_block = 77,      // activations[0] = residual and block, side by side, each normed by vectors[0]; before that, they
-                        // are in the projection from `first_column` on
-  gate_block = 78,      // residual = residual * (1 - tanh(x)) + block * tanh(y), which replaces that mean; x and y are in
-                        // the projection from `first_column` on
+  join_block = 77,  // activations[0] = residual and block, side by side, each normed by vectors[0]; before that, they
+                    // are in the projection from `first_column` on
+  gate_block = 78,  // residual = residual * (1 - tanh(x)) + block * tanh(y), which replaces that mean; x and y are in
+                    // the projection from `first_column` on
 
   // Embeddings of n-grams (phases/ngrams.h), in this order, with products in between:
   embed_ngrams = 62,  // the first columns of the projection = the embeddings of the n-grams that end with the token,

@@ -12,8 +12,8 @@
 // Products of the normed streams, of which the first has few outputs, give the factors.
 //
 // With attention residuals (arXiv 2607.24653), a block reads a mean of the first streams, whose factors are a softmax
-// of the products of a query with the normed streams. Its output is added to one stream. The last streams may be copies of
-// others, from which a message is computed in the same way, and combined with such a mean.
+// of the products of a query with the normed streams. Its output is added to one stream. The last streams may be copies
+// of others, from which a message is computed in the same way, and combined with such a mean.
 #pragma once
 
 #include "model/model.h"
