@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import concurrent.futures
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import openai
@@ -17,13 +18,14 @@ from engine.frontend.model_source.images.read import read_image_processor
 from engine.protocol.checkpoint.config_fields import ConfigFields
 from engine.protocol.checkpoint.field_names import text_section
 from PIL import Image
+from support.gguf_writer import write_gguf
 from support.grid_models import GridModel, grid_model
 from support.image_models import CHATS
 from support.image_requests import ask_together, chat, data_url, picture
 from support.own_code.deepseek_ocr import deepseek_ocr
 from support.own_code.deepseek_vl2 import deepseek_vl2
 from support.own_code.dots_ocr import dots_ocr
-from support.own_code.minicpm import minicpmv
+from support.own_code.minicpm import minicpmv, write_minicpmv_mmproj
 from support.own_code.model import OwnCodeModel
 from support.own_code.phi3_v import phi3_v
 from support.server import DEVICE, Server, assert_nothing_is_held
@@ -65,16 +67,8 @@ CHATS_WITH_VIDEOS = [*CHATS, ("sphinx of", VIDEO, "black quartz", picture(2, 64,
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_answers_survive_preemption_and_a_killed_worker(tmp_path: Path, kind: str) -> None:
-    write, placeholder, mark, marks = MODELS[kind]
-    tokenizer = sentencepiece_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": marks})
-    tokenizer.chat_template = CHAT_TEMPLATE.replace("<image>", mark).replace(
-        "<video>", mark.replace("image", "video")
-    )
     chats = CHATS_WITH_VIDEOS if kind == "minicpmv" else CHATS
-    tokenizer.save_pretrained(tmp_path)
-    image_token = tokenizer.convert_tokens_to_ids(placeholder)
-    model = write(tmp_path, vocab_size=len(tokenizer), image_token=image_token)
+    model, _ = _write(tmp_path, kind)
     # Layers with windows have blocks of their own.
     blocks = "26" if kind == "step3p7" else "14"
     flags = ("--dtype", "float32", "--device", DEVICE, "--served-model-name", "tiny", "-tp", "2")
@@ -102,8 +96,42 @@ def test_answers_survive_preemption_and_a_killed_worker(tmp_path: Path, kind: st
         text = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
         assert text == answers[0]["choices"][0]["message"]["content"]
         assert_nothing_is_held(server)
-    config = ConfigFields.read(tmp_path / "config.json")
-    processor = read_image_processor(tmp_path, config, text_section(config) or config, {})
+    _check(model, tmp_path, chats, answers)
+
+
+def test_gguf_model_reads_images_with_the_mmproj_file_beside_it(tmp_path: Path) -> None:
+    model, tokenizer = _write(tmp_path, "minicpmv-4")
+    (tmp_path / "gguf").mkdir()
+    path = write_gguf(tmp_path / "gguf" / "tiny.gguf", model.decoder, tokenizer)
+    write_minicpmv_mmproj(path.parent / "mmproj-tiny.gguf", tmp_path)
+    # The file does not say how many slices there may be.
+    limit = ("--mm-processor-kwargs", '{"max_slice_nums": 4}')
+    with Server(str(path), "--dtype", "float32", "--device", DEVICE, *limit) as server:
+        answers = ask_together(server, [chat(*parts) for parts in CHATS])
+    _check(model, tmp_path, CHATS, answers)
+
+
+def _write(directory: Path, kind: str) -> tuple[Any, Any]:
+    """Write a model, and return what gives its logits, and its tokenizer."""
+    write, placeholder, mark, marks = MODELS[kind.removesuffix("-4")]
+    if kind == "minicpmv-4":
+        write = partial(minicpmv, version="4.0")
+    tokenizer = sentencepiece_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": marks})
+    tokenizer.chat_template = CHAT_TEMPLATE.replace("<image>", mark).replace(
+        "<video>", mark.replace("image", "video")
+    )
+    tokenizer.save_pretrained(directory)
+    image_token = tokenizer.convert_tokens_to_ids(placeholder)
+    return write(directory, vocab_size=len(tokenizer), image_token=image_token), tokenizer
+
+
+def _check(
+    model: Any, directory: Path, chats: Sequence[Sequence[Any]], answers: Sequence[dict[str, Any]]
+) -> None:
+    """Compare the answers to chats, each of which was asked several times, with the model's own."""
+    config = ConfigFields.read(directory / "config.json")
+    processor = read_image_processor(directory, config, text_section(config) or config, {})
     assert processor is not None
     for index, parts in enumerate(chats):
         images = []

@@ -36,6 +36,13 @@ _NAMES = {
     "v.std_scale": f"{_TOWER}std_scale",
 }
 _GEMMA4_NAMES = {**_NAMES, "mm.input_projection": "connector.modality_projection.proj"}
+_RESAMPLER_NAMES = {
+    **_NAMES,
+    "resampler.kv": "resampler.kv_proj",
+    **{f"resampler.attn.{x}": "resampler.attn.in_proj" for x in "qkv"},
+    "resampler.attn.out": "resampler.attn.out_proj",
+}
+_OTHER_NAMES = {"gemma4v": _GEMMA4_NAMES, "resampler": _RESAMPLER_NAMES}
 _LAYER_NAMES = {
     "ln1": "layer_norm1",
     "ln2": "layer_norm2",
@@ -72,7 +79,7 @@ _GRID_LAYER_NAMES = {
     "ffn_gate": "mlp.gate_proj",
 }
 _DEEPSTACK = re.compile(r"v\.deepstack\.(\d+)\.(\w+)\.(weight|bias)")
-_LAST_PARTS = ("attn_k", "attn_v", "weight.1")
+_LAST_PARTS = ("attn_k", "attn_v", "weight.1", "attn.k", "attn.v")
 """Marks of tensors that are parts of one in a Hugging Face checkpoint, after its first part and in their order."""
 
 _LAYER_TENSOR = re.compile(r"v\.blk\.(\d+)\.(\w+)\.(weight|bias|(?:in|out)put_m(?:in|ax))")
@@ -102,7 +109,7 @@ class MmprojCheckpoint(Checkpoint):
             metadata.get("clip.vision.projector_type") or metadata.get("clip.projector_type")
         )
         rename: Callable[[str], str] = partial(
-            _hf_name, names=_GEMMA4_NAMES if kind == "gemma4v" else _NAMES
+            _hf_name, names=_OTHER_NAMES.get(kind, _NAMES), swaps_mlps=self._swaps_mlps()
         )
         if kind.startswith("qwen"):
             rename = _grid_names(self._gguf.tensors)
@@ -122,6 +129,12 @@ class MmprojCheckpoint(Checkpoint):
                     f"tensor {tensor.name!r} of shape {tensor.shape} and type {tensor.ggml_type.name} is not supported; "
                     "convert the file again",
                 )
+
+    def _swaps_mlps(self) -> bool:
+        """Return whether the names of the two matrices of an MLP are swapped, as in files of old converters."""
+        down = self._gguf.tensors.get("v.blk.0.ffn_down.weight")
+        size = self._gguf.metadata.get("clip.vision.embedding_length")
+        return down is not None and len(down.shape) == 2 and down.shape[1] == size != down.shape[0]
 
     def names(self) -> Collection[str]:
         """Return the names of all tensors."""
@@ -163,6 +176,9 @@ class MmprojCheckpoint(Checkpoint):
         if name.endswith("mm_soft_emb_norm.weight"):
             # The converter adds 1 to this norm, as to Gemma's other norms.
             values = values - 1
+        if name == "resampler.proj.weight":
+            # The converter transposes this matrix.
+            values = values.T
         chosen = part_of(tuple(values.shape), part, dim)
         if values.ndim:
             values = values.narrow(dim, chosen.start, len(chosen))
@@ -209,12 +225,15 @@ def _grid_names(names: Collection[str]) -> Callable[[str], str]:
     return rename
 
 
-def _hf_name(name: str, names: Mapping[str, str]) -> str:
+def _hf_name(name: str, names: Mapping[str, str], *, swaps_mlps: bool) -> str:
     """Return CLIP's name for a tensor, or the name in the file if CLIP has none."""
     if match := _LAYER_TENSOR.fullmatch(name):
-        if match[2] not in _LAYER_NAMES:
+        stem = match[2]
+        if swaps_mlps:
+            stem = {"ffn_up": "ffn_down", "ffn_down": "ffn_up"}.get(stem, stem)
+        if stem not in _LAYER_NAMES:
             return name
-        hf, last = f"{_TOWER}encoder.layers.{match[1]}.{_LAYER_NAMES[match[2]]}", match[3]
+        hf, last = f"{_TOWER}encoder.layers.{match[1]}.{_LAYER_NAMES[stem]}", match[3]
     else:
         stem, _, last = name.rpartition(".")
         if stem not in names:
@@ -222,4 +241,6 @@ def _hf_name(name: str, names: Mapping[str, str]) -> str:
         if stem not in names:
             return name
         hf = names[stem]
+    if hf.endswith("in_proj"):
+        return f"{hf}_{last}"
     return hf if hf.endswith(_PLAIN) else f"{hf}.{last}"

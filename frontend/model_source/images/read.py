@@ -119,7 +119,8 @@ def image_token_id(path: Path, config: ConfigFields, vocab_size: int) -> int:
         CheckpointError: The config or the tokenizer lacks it.
     """
     text = _TOKEN_TEXTS.get(model_kind(config))
-    if text is not None:
+    # The configs of GGUF models have the id.
+    if text is not None and config.get("image_token_id") is None:
         found_id = TokenizerConfig(path).added_token_id(text)
         if found_id is None or found_id >= vocab_size:
             raise CheckpointError(

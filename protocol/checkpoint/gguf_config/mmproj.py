@@ -5,6 +5,7 @@ llama.cpp's converter writes such files. Their architecture is "clip".
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -95,11 +96,14 @@ class _Vision(GGUFFields):
 
     def pixels(self, side: Any) -> dict[str, Any]:
         """Return the fields that all image processors have in common; images have `side` x `side` pixels."""
+        return {"size": side, **self.statistics()}
+
+    def statistics(self) -> dict[str, list[float]]:
+        """Return the mean and the standard deviation of each channel, if the file has them."""
         values = {name: self.gguf.metadata.get(f"clip.vision.{name}") for name in _STATISTICS}
-        found = {
+        return {
             name: [float(x) for x in value] for name, value in values.items() if value is not None
         }
-        return {"size": side, **found}
 
 
 _STATISTICS: Final = ("image_mean", "image_std")
@@ -211,6 +215,41 @@ def _gemma4(vision: _Vision) -> Mmproj:
         # The file does not say so, but the tokens of an image see each other in all larger models.
         config["use_bidirectional_attention"] = "vision"
     return Mmproj(config, {}, {"boi_token": "<|image>", "eoi_token": "<image|>"})
+
+
+def _minicpmv(vision: _Vision) -> Mmproj:
+    version = vision.gguf.metadata.get("clip.minicpmv_version", 2)
+    if version not in _MINICPM_VERSIONS:
+        raise CheckpointError(
+            vision.path,
+            f"the version {version!r} of MiniCPM-V is not supported; supported are {_MINICPM_VERSIONS} (2.6 and later)",
+        )
+    tower = vision.tower("gelu_pytorch_tanh")
+    patch_size, side = tower["patch_size"], tower["image_size"]
+    # The file's size is that of slices. Positions are those of a larger image.
+    tower["image_size"] = math.isqrt(vision.num_rows("v.position_embd.weight")) * patch_size
+    token_id = vision.token_id("<unk>")
+    return Mmproj(
+        {
+            "model_type": "minicpmv",
+            "architectures": ["MiniCPMV"],
+            # Later versions differ from this one in the decoder only.
+            "version": 2.6,
+            "vision_config": tower,
+            "query_num": vision.num_rows("resampler.query"),
+            "image_token_id": token_id,
+        },
+        {
+            "scale_resolution": side,
+            "patch_size": patch_size,
+            "use_image_id": True,
+            **{f"norm_{name.removeprefix('image_')}": x for name, x in vision.statistics().items()},
+        },
+    )
+
+
+_MINICPM_VERSIONS: Final = (3, 4, 5, 6)
+"""MiniCPM-V 2.6, MiniCPM-o 2.6, MiniCPM-V 4, and MiniCPM-V 4.5 or MiniCPM-o 4."""
 
 
 def _pixtral(vision: _Vision) -> Mmproj:
@@ -333,4 +372,5 @@ _KINDS: Final[dict[str, _Reader]] = {
     "qwen2.5vl_merger": _qwen2_5_vl,
     "qwen2vl_merger": _qwen2_vl,
     "qwen3vl_merger": _qwen3_vl,
+    "resampler": _minicpmv,
 }

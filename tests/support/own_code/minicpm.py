@@ -1,13 +1,16 @@
-"""MiniCPM-V 2.6, 4 and 4.5."""
+"""MiniCPM-V 2.6, 4 and 4.5, and their mmproj files."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
+from gguf import GGUFWriter
+from safetensors.torch import load_file
 from support.own_code.model import OwnCodeModel, fill, normalized, write
 from torch import Tensor, nn
 
@@ -111,3 +114,53 @@ def minicpmv(
     return OwnCodeModel(
         decoder, lambda tiles: [encode(normalized(tile)) for tile in tiles], image_token
     )
+
+
+_GGUF_NAMES = (
+    (r"^vpm\.(vision_model\.)?encoder\.layers\.", "v.blk."),
+    (r"^vpm\.(vision_model\.)?embeddings\.patch_embedding\.", "v.patch_embd."),
+    (r"^vpm\.(vision_model\.)?embeddings\.position_embedding\.", "v.position_embd."),
+    (r"^vpm\.(vision_model\.)?post_layernorm\.", "v.post_ln."),
+    (r"\.layer_norm", ".ln"),
+    (r"\.self_attn\.(q|k|v|out)_proj\.", r".attn_\1."),
+    # The converter of this family swaps these names.
+    (r"\.mlp\.fc1\.", ".ffn_down."),
+    (r"\.mlp\.fc2\.", ".ffn_up."),
+    (r"^(resampler\.(kv|attn\.out))_proj\.", r"\1."),
+    (r"^resampler\.proj$", "resampler.proj.weight"),
+)
+
+
+def write_minicpmv_mmproj(path: Path, model: Path) -> None:
+    """Write the tower of a MiniCPM-V as the mmproj file that llama.cpp's converter would make of it."""
+    writer = GGUFWriter(path, "clip")
+    writer.add_string("clip.projector_type", "resampler")
+    writer.add_int32("clip.minicpmv_version", 3)
+    writer.add_bool("clip.has_vision_encoder", True)
+    writer.add_bool("clip.use_gelu", True)
+    numbers = {
+        "image_size": _SIDE,
+        "patch_size": _PATCH,
+        "embedding_length": _VISION["hidden_size"],
+        "feed_forward_length": _VISION["intermediate_size"],
+        "block_count": _VISION["num_hidden_layers"],
+        "attention.head_count": _VISION["num_attention_heads"],
+    }
+    for name, value in numbers.items():
+        writer.add_uint32(f"clip.vision.{name}", value)
+    writer.add_float32("clip.vision.attention.layer_norm_epsilon", 1e-6)
+    for name in ("mean", "std"):
+        writer.add_array(f"clip.vision.image_{name}", [0.5, 0.5, 0.5])
+    for name, tensor in load_file(model / "model.safetensors").items():
+        for pattern, replacement in _GGUF_NAMES:
+            name = re.sub(pattern, replacement, name)
+        if match := re.fullmatch(r"resampler\.attn\.in_proj_(\w+)", name):
+            for part, values in zip("qkv", tensor.chunk(3), strict=True):
+                writer.add_tensor(f"resampler.attn.{part}.{match[1]}", values.numpy())
+        elif name.startswith(("v.", "resampler.")):
+            values = tensor.T if name == "resampler.proj.weight" else tensor
+            writer.add_tensor(name, values.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

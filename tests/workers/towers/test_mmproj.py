@@ -1,8 +1,11 @@
 """mmproj files of GGUF models give the same towers as their Hugging Face checkpoints."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
+from engine.frontend.model_source.images.read import read_image_processor
 from engine.protocol.checkpoint.config_fields import ConfigFields
 from engine.protocol.checkpoint.gguf import GGUFFile
 from engine.protocol.checkpoint.gguf_config.mmproj import read_mmproj
@@ -19,6 +22,7 @@ from msgspec.structs import replace
 from support.gguf_qwen import PROJECTORS as QWEN_PROJECTORS
 from support.gguf_qwen import write_tower
 from support.mmproj_writer import PROJECTORS, write_mmproj
+from support.own_code.minicpm import minicpmv, write_minicpmv_mmproj
 from support.qwen_checkpoints import UNIT, qwen_directory
 from support.vision_checkpoints import TILE, vision_directory
 
@@ -81,6 +85,29 @@ def test_towers_of_qwen_files_equal_those_of_checkpoints(kind, tmp_path):
             (spec, MmprojCheckpoint(file)),
             (expected, open_checkpoint(path)),
         )
+    ]
+    torch.testing.assert_close(*outputs, rtol=0, atol=1e-6)
+
+
+def test_towers_of_minicpm_files_equal_those_of_checkpoints(tmp_path):
+    minicpmv(tmp_path, "2.6")
+    file = tmp_path / "mmproj-tiny.gguf"
+    write_minicpmv_mmproj(file, tmp_path)
+    config = ConfigFields.read(tmp_path / "config.json")
+    decoder = _decoder(tmp_path / "tiny.gguf", ["a", "<unk>"])
+    found = read_mmproj(GGUFFile(file), decoder, {"hidden_size": 256, "vocab_size": 2})
+    fields = ConfigFields(found.config, file)
+    specs = [vision_spec(each, 256) for each in (fields, config)]
+    assert specs[0] == specs[1]
+    tokenizer = {"added_tokens_decoder": {"1": {"content": "<unk>"}}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    stored = read_image_processor(tmp_path, config, config, {"max_slice_nums": 9})
+    assert read_image_processor(file, fields, fields.section("text_config"), {}, found) == stored
+    pixels = np.random.default_rng(1).integers(0, 256, (24, 36, 3), np.uint8).tobytes()
+    image = ImagePayload(36, 24, pixels, 1 / 255, (0.5,) * 3, (0.5,) * 3)
+    outputs = [
+        VisionTower(specs[0], TowerSource(checkpoint, CPU, torch.float32))(image)
+        for checkpoint in (MmprojCheckpoint(file), open_checkpoint(tmp_path))
     ]
     torch.testing.assert_close(*outputs, rtol=0, atol=1e-6)
 

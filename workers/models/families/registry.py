@@ -148,6 +148,7 @@ _WITH_ANY_DECODER = {
     "LlavaOnevisionForConditionalGeneration",
     "NemotronH_Omni_Reasoning_V3",
     "MiniCPMOcrForConditionalGeneration",
+    "MiniCPMV",
     "MiniCPMV4_6ForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
     "MossTranscribeDiarizeForConditionalGeneration",

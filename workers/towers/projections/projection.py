@@ -186,7 +186,9 @@ def _resampler(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Proje
     )
     norm_patches, last_norm = norm("kv"), norm("post")
     output = weights.read_linear(f"{name}attn.out_proj", size, size)
-    last_DD = weights.read(f"{name}proj", size, size)
+    # GGUF files have the usual suffix.
+    last = f"{name}proj.weight"
+    last_DD = weights.read(last if last in weights else f"{name}proj", size, size)
 
     def project(x_PD: Tensor, num_columns: int) -> Tensor:
         x_PD = norm_patches(x_PD if first is None else first(x_PD))
