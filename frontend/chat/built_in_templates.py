@@ -151,7 +151,7 @@ _DEEPSEEK_VL2: Final = """
 BUILT_IN_TEMPLATES: Final = {
     "clip": _CONTENTS,
     "clip_text_model": _CONTENTS,
-    "deepseek_ocr": "{{ bos_token }}" + _CONTENTS,
+    **dict.fromkeys(("deepseek_ocr", "deepseek_ocr2"), "{{ bos_token }}" + _CONTENTS),
     "deepseek_vl_v2": _DEEPSEEK_VL2.strip(),
     "deepseek_v4": _DEEPSEEK_V4.strip(),
     "kimi_k3": _KIMI_K3.strip(),

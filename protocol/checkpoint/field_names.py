@@ -1,10 +1,123 @@
-"""Give config fields that families name differently one common name, which is Llama's."""
+"""Give models and config fields that files name differently one common name; that of a field is Llama's."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 from .config_fields import ConfigFields
+
+_ARCHITECTURES: Final = {
+    "BertForPreTraining": "BertForMaskedLM",
+    "BertLMHeadModel": "BertForMaskedLM",
+    "CamembertForMaskedLM": "RobertaForMaskedLM",
+    "CamembertForSequenceClassification": "RobertaForSequenceClassification",
+    "CamembertForTokenClassification": "RobertaForTokenClassification",
+    "CamembertModel": "RobertaModel",
+    "Contriever": "BertModel",
+    "DeepseekOCR2ForCausalLM": "DeepseekOcr2ForConditionalGeneration",
+    "Ernie4_5_ForCausalLM": "Ernie4_5ForCausalLM",
+    "GteNewForSequenceClassification": "NewForSequenceClassification",
+    "GteNewModel": "NewModel",
+    "LFM2ForCausalLM": "Lfm2ForCausalLM",
+    "LLaMAForCausalLM": "LlamaForCausalLM",
+    "LlamaBidirectionalForSequenceClassification": "LlamaForSequenceClassification",
+    "LlamaBidirectionalModel": "LlamaModel",
+    "MiniMaxM1ForCausalLM": "MiniMaxForCausalLM",
+    "MiniMaxText01ForCausalLM": "MiniMaxForCausalLM",
+    "MistralLarge3ForCausalLM": "Mistral4ForCausalLM",
+    "NemotronH_Nano_Omni_Reasoning_V3": "NemotronH_Omni_Reasoning_V3",
+    "NemotronH_Nano_VL_V2": "NemotronH_Omni_Reasoning_V3",
+    "NemotronH_Super_Omni_Reasoning_V3": "NemotronH_Omni_Reasoning_V3",
+    "RWForCausalLM": "FalconForCausalLM",
+    "ShieldGemma2ForImageClassification": "Gemma3ForConditionalGeneration",
+    "StableLMEpochForCausalLM": "StableLmForCausalLM",
+    "T5WithLMHeadModel": "T5ForConditionalGeneration",
+}
+"""Other names of architectures in published configs and in the registries of other servers."""
+
+
+def _bidirectional(fields: ConfigFields) -> dict[str, Any]:
+    if (pooling := fields.text("pooling", "avg")) not in ("avg", "cls"):
+        raise fields.wrong("pooling", "'avg' or 'cls'", pooling)
+    return {
+        "model_type": "llama",
+        "is_causal": False,
+        "classifier_pooling": "mean" if pooling == "avg" else pooling,
+    }
+
+
+def _deepseek_ocr2(fields: ConfigFields) -> dict[str, Any]:
+    """Return the sizes that the model's own code has. Its reader is Qwen2 0.5B."""
+    fields.first_section("projector_config").require("n_embed", 1280)
+    reader = {
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+    }
+    return {
+        "model_type": "deepseek_ocr2",
+        "image_token_id": fields.get("image_token_id", 128_815),
+        "vision_config": {"sam_config": {}, "encoder_config": reader},
+    }
+
+
+def _minimax(fields: ConfigFields) -> dict[str, Any]:
+    fields.require("postnorm", True)
+    fields.require("shared_intermediate_size", 0)
+    kinds = fields.per_layer("attn_type_list", fields.layer_count("num_hidden_layers"))
+    factors = {"full_attn": "full_attention", "linear_attn": "linear_attention", "mlp": "mlp"}
+    size = fields.integer("hidden_size") // fields.integer("num_attention_heads")
+    return {
+        "model_type": "minimax",
+        "layer_types": kinds and ["full_attention" if x else "linear_attention" for x in kinds],
+        "partial_rotary_factor": fields.integer("rotary_dim", size)
+        / fields.integer("head_dim", size),
+    } | {
+        f"{name}_{end}_factor": fields.get(f"layernorm_{other}_{end}")
+        for name, other in factors.items()
+        for end in ("alpha", "beta")
+    }
+
+
+_MODEL_TYPES: Final[dict[str, Callable[[ConfigFields], dict[str, Any]]]] = {
+    "RefinedWeb": lambda fields: {
+        "model_type": "falcon",
+        "num_kv_heads": fields.get("n_head_kv"),
+        "new_decoder_architecture": True,
+    },
+    "RefinedWebModel": lambda _: {"model_type": "falcon"},
+    "camembert": lambda _: {"model_type": "roberta"},
+    "glmga": lambda _: {"model_type": "glm46v"},
+    "llama_bidirec": _bidirectional,
+    "minimax_m1": _minimax,
+    "minimax_text_01": _minimax,
+    "shieldgemma2": lambda _: {"model_type": "gemma3"},
+    "stablelm_epoch": lambda fields: {
+        "model_type": "stablelm",
+        "partial_rotary_factor": fields.get("rope_pct"),
+    },
+}
+"""Other model types in published configs, and functions that return the fields that transformers has in their place."""
+
+
+def with_known_names(fields: ConfigFields) -> ConfigFields:
+    """Return the fields of a config with the names that transformers has for its architecture and its model type."""
+    names = fields.texts("architectures")
+    known = [_ARCHITECTURES.get(name, name) for name in names]
+    kind = fields.text("model_type", "")
+    values: dict[str, Any] = {} if known == names else {"architectures": known}
+    if kind in _MODEL_TYPES:
+        values |= _MODEL_TYPES[kind](fields)
+    elif "DeepseekOCR2ForCausalLM" in names:
+        values |= _deepseek_ocr2(fields)
+    elif "MistralLarge3ForCausalLM" in names:
+        values["model_type"] = "mistral4"
+    return fields.with_values(values) if values else fields
+
 
 _OTHER_NAMES: Final = {
     "hidden_size": ("n_embd", "n_embed", "dim", "d_model"),
@@ -91,51 +204,58 @@ def with_common_names(fields: ConfigFields) -> ConfigFields:
     return fields.with_values(found)
 
 
-_NESTED_DEFAULTS: Final[dict[str, dict[str, int]]] = {
-    "clip_text_model": {
-        "hidden_size": 512,
-        "intermediate_size": 2048,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 8,
-        "vocab_size": 49_408,
-        "max_position_embeddings": 77,
-    },
-    "siglip_text_model": {
-        "hidden_size": 768,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-        "vocab_size": 32_000,
-        "max_position_embeddings": 64,
-    },
-    "llama": {
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "vocab_size": 32_000,
-        "max_position_embeddings": 2048,
-    },
-    "mistral": {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 32_000,
-        "max_position_embeddings": 131_072,
-    },
-    "qwen2": {
-        "hidden_size": 4096,
-        "intermediate_size": 22_016,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-        "vocab_size": 151_936,
-        "max_position_embeddings": 32_768,
-    },
+_SIZES: Final = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "max_position_embeddings",
+)
+_NESTED_SIZES: Final[dict[str, tuple[int | None, ...]]] = {
+    "aria_text": (4096, 4096, 32, 32, None, None, 32_000, 2048),
+    "clip_text_model": (512, 2048, 12, 8, None, None, 49_408, 77),
+    "cohere": (8192, 22_528, 40, 64, None, None, 256_000, 8192),
+    "cohere2": (8192, 22_528, 40, 64, None, None, 256_000, 8192),
+    "emu3_text_model": (4096, 14336, 32, 32, 8, None, 184_622, 9216),
+    "ernie4_5": (1024, 3072, 18, 16, 2, 128, 103_424, 131_072),
+    "exaone4": (4096, 16384, 32, 32, 32, None, 102_400, 2048),
+    "gemma": (3072, 24_576, 28, 16, 16, 256, 256_000, 8192),
+    "gemma2": (2304, 9216, 26, 8, 4, 256, 256_000, 8192),
+    "gemma3_text": (2304, 9216, 26, 8, 4, 256, 262_208, 131_072),
+    "glm4": (4096, 13696, 40, 32, 2, 128, 151_552, 131_072),
+    "glm4v_text": (4096, 13696, 40, 32, 2, None, 151_552, 32_768),
+    "glm_ocr_text": (1024, 4096, 16, 16, 8, None, 59_392, 131_072),
+    "gpt_oss": (2880, 2880, 36, 64, 8, 64, 201_088, 131_072),
+    "granite": (4096, 11008, 32, 32, None, None, 32_000, 2048),
+    "hyperclovax": (4096, 11008, 32, 32, None, None, 32_000, 2048),
+    "lfm2": (2560, 12288, 32, 32, 8, None, 65_536, 128_000),
+    "llama": (4096, 11008, 32, 32, None, None, 32_000, 2048),
+    "ministral3": (4096, 14336, 34, 32, 8, 128, 131_072, 262_144),
+    "mistral": (4096, 14336, 32, 32, 8, None, 32_000, 131_072),
+    "mixtral": (4096, 14336, 32, 32, 8, None, 32_000, 131_072),
+    "mllama_text_model": (4096, 14336, 40, 32, 8, None, 128_256, 131_072),
+    "olmo2": (4096, 11008, 32, 32, None, None, 50_304, 2048),
+    "paddleocr_vl_text": (1024, 3072, 18, 16, 2, 128, 103_424, 131_072),
+    "persimmon": (4096, 16384, 36, 64, None, None, 262_144, 16384),
+    "phi": (2048, 8192, 24, 32, None, None, 51_200, 2048),
+    "phi3": (3072, 8192, 32, 32, None, None, 32_064, 4096),
+    "qwen2": (4096, 22_016, 32, 32, 32, None, 151_936, 32_768),
+    "qwen2_5_vl_text": (8192, 29_568, 80, 64, 8, None, 152_064, 32_768),
+    "qwen2_moe": (2048, 5632, 24, 16, 16, None, 151_936, 32_768),
+    "qwen2_vl_text": (8192, 29_568, 80, 64, 8, None, 152_064, 32_768),
+    "qwen3": (4096, 22_016, 32, 32, 32, 128, 151_936, 32_768),
+    "qwen3_5_text": (4096, 12288, 32, 16, 4, 256, 248_320, 32_768),
+    "qwen3_moe": (2048, 6144, 24, 32, 4, None, 151_936, 32_768),
+    "qwen3_vl_moe_text": (2048, 5632, 24, 16, 16, None, 151_936, 128_000),
+    "qwen3_vl_text": (4096, 22_016, 32, 32, 32, 128, 151_936, 128_000),
+    "siglip_text_model": (768, 3072, 12, 12, None, None, 32_000, 64),
+    "smollm3": (2048, 11008, 36, 16, 4, None, 128_256, 32_768),
+    "voxtral_realtime_text": (4096, 14336, 32, 32, 8, None, 32_000, 131_072),
 }
-"""Defaults by model type, as in transformers.
+"""Defaults of `_SIZES` by model type, as in transformers; None for those that follow from other fields.
 
 Configs of models that read images or audio omit decoder fields that have these values.
 """
@@ -193,4 +313,5 @@ def read_text_config(fields: ConfigFields) -> ConfigFields | None:
     if fields.get("model_type") == "molmo2":
         size = text.integer("vocab_size", 151_936) + text.integer("additional_vocab_size", 128)
         text = text.with_values({"vocab_size": size})
-    return text.with_defaults(**_NESTED_DEFAULTS.get(text.text("model_type", ""), {}))
+    sizes = zip(_SIZES, _NESTED_SIZES.get(text.text("model_type", ""), ()), strict=False)
+    return text.with_defaults(**{name: size for name, size in sizes if size is not None})

@@ -8,6 +8,7 @@ from typing import Final
 
 from ..errors import CheckpointError
 from .config_fields import ConfigFields
+from .field_names import with_known_names
 from .mistral_config.convert import convert_params
 
 _SPLIT_GGUF: Final = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")
@@ -54,7 +55,7 @@ def read_model_config(directory: Path) -> ConfigFields:
     """
     if is_in_mistral_format(directory):
         return convert_params(ConfigFields.read(directory / _PARAMS))
-    return ConfigFields.read(directory / _CONFIG)
+    return with_known_names(ConfigFields.read(directory / _CONFIG))
 
 
 def find_saved_weights(directory: Path) -> list[Path]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from ...protocol.checkpoint.config_fields import ConfigFields
+from ...protocol.checkpoint.files import read_model_config
 from ...protocol.errors import ConfigError
 from .checkpoint import Checkpoint
 
@@ -25,7 +25,7 @@ class DummyCheckpoint(Checkpoint):
             raise ConfigError(
                 f"--load-format dummy needs a directory with a config.json, not {path}"
             )
-        super().__init__(path, ConfigFields.read(path / "config.json"))
+        super().__init__(path, read_model_config(path))
 
     def names(self) -> Collection[str]:
         """Return no names: no tensor is stored."""

@@ -60,7 +60,9 @@ _TOKEN_TEXTS: Final = {
 }
 """The texts of placeholder tokens whose ids are not in the config, by model type."""
 
-_WITHOUT_FILE: Final = ("deepseek_ocr", "deepseek_vl_v2", "internvl_chat", "step3_vl", "step3p7")
+_WITHOUT_FILE: Final = (
+    *("deepseek_ocr", "deepseek_ocr2", "deepseek_vl_v2", "internvl_chat", "step3_vl", "step3p7"),
+)
 """Models whose config or own code describes how images are read, so that there may be no file of a processor."""
 
 _FILES: Final = ("preprocessor_config.json", "processor_config.json")

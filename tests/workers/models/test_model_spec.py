@@ -3,7 +3,11 @@
 import pytest
 import transformers
 from engine.protocol.checkpoint.config_fields import ConfigFields
-from engine.protocol.checkpoint.field_names import with_common_names
+from engine.protocol.checkpoint.field_names import (
+    read_text_config,
+    with_common_names,
+    with_known_names,
+)
 from engine.protocol.checkpoint.recurrent_layers import KimiDeltaAttention
 from engine.protocol.errors import CheckpointError, ConfigError
 from engine.workers.layers.parallel.shard import ModelShard
@@ -141,6 +145,67 @@ def test_gemma3_reads_the_same_after_a_round_trip_through_transformers_5():
     config["architectures"] = ["Gemma3ForCausalLM"]
     expected = model_spec(GEMMA3_4B, "model")
     assert model_spec(config, "model").layers == expected.layers
+
+
+def test_deepseek_ocr_2_has_the_sizes_of_its_authors_code():
+    text = {
+        "hidden_size": 1280,
+        "intermediate_size": 6848,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 10,
+        "num_key_value_heads": 10,
+        "vocab_size": 129_280,
+        "moe_intermediate_size": 896,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "first_k_dense_replace": 1,
+        "max_position_embeddings": 8192,
+    }
+    latent = {"use_mla": False, "kv_lora_rank": None, "qk_rope_head_dim": 0, "v_head_dim": 0}
+    published = {
+        "architectures": ["DeepseekOCR2ForCausalLM"],
+        "model_type": "deepseek_vl_v2",
+        "language_config": text | latent | {"topk_method": "greedy"},
+        "projector_config": {"input_dim": 896, "n_embed": 1280, "projector_type": "linear"},
+        "vision_config": {"width": {"qwen2-0-5b": {"dim": 896}}},
+    }
+    reader = transformers.Qwen2Config(
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    )
+    config = transformers.DeepseekOcr2Config(
+        text_config=text | {"mlp_layer_types": ["dense"] + ["sparse"] * 11},
+        vision_config={"encoder_config": reader.to_dict()},
+    ).to_dict()
+    config["architectures"] = ["DeepseekOcr2ForConditionalGeneration"]
+    known = with_known_names(ConfigFields(published, "c.json"))
+    assert model_spec(known.config, "c.json") == model_spec(config, "c.json")
+    assert known.integer("image_token_id") == config["image_token_id"]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("aria_text", "cohere", "cohere2", "emu3_text_model", "ernie4_5", "exaone4", "gemma"),
+        *("gemma2", "gemma3_text", "glm4v_text", "glm_ocr_text", "gpt_oss", "granite", "lfm2"),
+        *("llama", "ministral3", "mistral", "mllama_text_model", "olmo2", "paddleocr_vl_text"),
+        *("persimmon", "phi", "phi3", "qwen2", "qwen2_moe", "qwen2_vl_text", "qwen3"),
+        *("qwen3_5_text", "qwen3_moe", "qwen3_vl_text", "siglip_text_model", "smollm3"),
+    ],
+)
+def test_a_nested_decoder_may_omit_the_sizes_that_are_defaults_in_transformers(kind):
+    """Transformers saves only what differs from the defaults."""
+    whole = ConfigFields({"text_config": {"model_type": kind}}, "c.json")
+    text = read_text_config(whole)
+    expected = transformers.AutoConfig.for_model(kind).to_dict()
+    assert text is not None
+    assert text.integer("hidden_size") and text.integer("num_hidden_layers")
+    assert text.config == {name: expected[name] for name in text.config}
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,62 @@ def test_gguf_files_of_these_families_give_the_same_logits(
     assert_same(logits, expected_logits(reference, tokens))
 
 
+def _refined_web(config):
+    names = {"n_head": "num_attention_heads", "n_head_kv": "num_kv_heads"}
+    old = {name: config.pop(other) for name, other in names.items()}
+    config.pop("new_decoder_architecture")
+    config.pop("num_key_value_heads", None)
+    return old | {"architectures": ["RWForCausalLM"], "model_type": "RefinedWeb"}
+
+
+def _stablelm_epoch(config):
+    rope = config.pop("rope_parameters")
+    return {
+        "architectures": ["StableLMEpochForCausalLM"],
+        "model_type": "stablelm_epoch",
+        "rope_pct": rope["partial_rotary_factor"],
+        "rope_theta": rope["rope_theta"],
+        "norm_eps": config.pop("layer_norm_eps"),
+    }
+
+
+def _minimax_text(config):
+    names = {"full_attn": "full_attention", "linear_attn": "linear_attention", "mlp": "mlp"}
+    old = {
+        f"layernorm_{other}_{end}": config.pop(f"{name}_{end}_factor")
+        for name, other in names.items()
+        for end in ("alpha", "beta")
+    }
+    kinds = config.pop("layer_types")
+    return old | {
+        "architectures": ["MiniMaxText01ForCausalLM"],
+        "model_type": "minimax_text_01",
+        "attn_type_list": [int(kind == "full_attention") for kind in kinds],
+        "postnorm": True,
+        "shared_intermediate_size": 0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "old"),
+    [
+        ("falcon-groups", _refined_web),
+        ("minimax", _minimax_text),
+        ("stablelm-parallel", _stablelm_epoch),
+    ],
+)
+def test_configs_with_the_names_of_the_time_before_transformers_had_the_model(name, old, tmp_path):
+    reference = make_reference(name)
+    save_reference(reference, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["transformers_version"] = "4.27.4"
+    config |= old(config)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tokens = prompt(NUM_TOKENS)
+    logits = Runner(load_decoder(tmp_path)).step({0: tokens})[0]
+    assert_same(logits, expected_logits(reference, tokens))
+
+
 IN_GGUF = {
     "KimiK3": {
         "num_attention_heads": 4,

@@ -225,6 +225,10 @@ def olmo2(fields: ConfigFields, **differences: Any) -> ModelSpec:
     )
 
 
+def _emu3(fields: ConfigFields) -> ModelSpec:
+    return llama(fields.with_defaults(rms_norm_eps=1e-5, rope_theta=1_000_000.0))
+
+
 def granite(fields: ConfigFields) -> ModelSpec:
     """Return the spec of a Granite model."""
     return llama(
@@ -238,7 +242,7 @@ def granite(fields: ConfigFields) -> ModelSpec:
 
 FAMILIES = (
     Family("Cosmos3OmniForConditionalGeneration", "cosmos3_omni", _cosmos3_omni),
-    Family("Emu3ForCausalLM", "emu3_text_model", llama),
+    Family("Emu3ForCausalLM", "emu3_text_model", _emu3),
     Family("GraniteForCausalLM", "granite", granite),
     Family("LlamaForCausalLM", "llama", llama),
     Family("MiMoForCausalLM", "mimo", _mimo),
