@@ -367,17 +367,17 @@ class ResizeProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="resi
 
     Each square of `unit` x `unit` pixels makes one embedding. If `grows` is not None, an image with a side below `unit`
     pixels is first enlarged until that side has `unit` pixels; the other side is then rounded down ("floor", GLM) or to
-    the nearest integer ("round", PaddleOCR-VL). If `newlines` is not None, there is one more embedding after each row
-    (Hy4-VL), and if it is "framed" also one before the image and one after it (Hunyuan-OCR). If `size_end` is not
-    empty, the numbers of rows and columns and this text follow `start`, and `row_end` each row but the last (Apertus
-    1.5).
+    the nearest integer ("round", PaddleOCR-VL). If `newlines` is "plain" (Hy4-VL) or "framed" (Hunyuan-OCR), there is
+    one more embedding after each row, and if it is "framed" or "ends" (Ovis 2.5), one before the image and one after
+    it. If `size_end` is not empty, the numbers of rows and columns and this text follow `start`, and `row_end` each row
+    but the last (Apertus 1.5).
     """
 
     unit: int
     min_pixels: int
     max_pixels: int
     grows: Literal["floor", "round"] | None = None
-    newlines: Literal["framed", "plain"] | None = None
+    newlines: Literal["framed", "plain", "ends"] | None = None
     size_end: str = ""
     row_end: str = ""
 

@@ -27,6 +27,7 @@ from support.own_code.deepseek_vl2 import deepseek_vl2
 from support.own_code.dots_ocr import dots_ocr
 from support.own_code.minicpm import minicpmv, write_minicpmv_mmproj
 from support.own_code.model import OwnCodeModel
+from support.own_code.ovis2_5 import ovis2_5
 from support.own_code.phi3_v import phi3_v
 from support.server import DEVICE, Server, assert_nothing_is_held
 from support.tiny_checkpoints import sentencepiece_tokenizer
@@ -53,6 +54,7 @@ MODELS: dict[str, tuple[Callable[..., OwnCodeModel | GridModel], str, str, list[
         "(<image>./</image>)",
         ["<image>", "</image>", "<slice>", "</slice>", "<image_id>", "</image_id>"],
     ),
+    "ovis2_5": (ovis2_5, "<|image_pad|>", "<image>", ["<|image_pad|>"]),
     "phi3_v": (phi3_v, "<|image|>", "<|image|>", ["<|image|>"]),
     "step3p7": (partial(grid_model, kind="step3p7"), "<im_patch>", "<im_patch>", STEP_MARKS),
     "video_llama_3": (partial(grid_model, kind="video_llama_3"), "<image>", "<image>", ["<image>"]),

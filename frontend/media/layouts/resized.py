@@ -25,8 +25,8 @@ def resized(image: Image.Image, config: ResizeProcessor) -> Parts:
     payload = ImagePayload(
         image.width, image.height, image.tobytes(), config.scale, config.mean, config.std
     )
-    columns = image.width // config.unit + (config.newlines is not None)
-    margin = int(config.newlines == "framed")
+    columns = image.width // config.unit + (config.newlines in ("framed", "plain"))
+    margin = int(config.newlines in ("framed", "ends"))
     grid = EncoderGrid(image.height // config.unit, columns, margin=margin)
     if config.size_end:
         start = f"{config.start}{grid.rows}*{grid.columns}{config.size_end}"

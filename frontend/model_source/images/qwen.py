@@ -48,6 +48,22 @@ def resize_patches(
     return resize(replace(source, fields=fields), vision, token_id)
 
 
+def resize_words(source: ProcessorSource, vision: GridVisionSpec, token_id: int) -> ResizeProcessor:
+    """Return the processor of Ovis 2.5, whose own code has the limits. There is a mark at both ends of an image."""
+    size = {"shortest_edge": 448**2, "longest_edge": 1792**2}
+    fields = source.fields.with_values({"size": size, "merge_size": None})
+    config = resize_rounded(replace(source, fields=fields), vision, token_id)
+    half = (0.5,) * 3
+    return msgspec.structs.replace(
+        config,
+        num_outputs=config.num_outputs + 2,
+        newlines="ends",
+        mark="<image>",
+        mean=half,
+        std=half,
+    )
+
+
 def resize_codes(
     source: ProcessorSource, vision: CodesVisionSpec, token_id: int
 ) -> ResizeProcessor:

@@ -36,6 +36,7 @@ from .qwen import (
     resize_pairs,
     resize_patches,
     resize_rounded,
+    resize_words,
 )
 from .single import longest, middle, single
 from .source import ProcessorSource
@@ -56,6 +57,7 @@ _TOKEN_TEXTS: Final = {
     "internvl_chat": IMAGE_CONTEXT,
     "minicpmo": "<unk>",
     "minicpmv": "<unk>",
+    "ovis2_5": "<|image_pad|>",
     "phi3_v": "<|image|>",
 }
 """The texts of placeholder tokens whose ids are not in the config, by model type."""
@@ -229,6 +231,7 @@ _READERS: Final[dict[str, _Reader]] = {
     "muse_glimmer": muse,
     "muse_spark": muse,
     "ovis2": cover,
+    "ovis2_5": resize_words,
     "paddleocr_vl": resize_rounded,
     "paligemma": paligemma,
     "phi3_v": bands,

@@ -67,6 +67,8 @@ class GridVisionSpec(msgspec.Struct, frozen=True):
         middle_size: If not 0, the number of outputs of the projection's second matrix, which is followed by a third.
         has_third_matrix: True if the projection has three matrices, of which the first reads an element of all patches
             of a square before the next element.
+        num_words: If not 0, the rows of a table of visual words. The projection makes a distribution over all but the
+            last four, which are marks. The first two marks are around an image (Ovis 2.5, arXiv 2508.11737).
         newlines: If not None, the projection adds a learned embedding after each row of an image. With "framed", it has
             three matrices between two norms, and other embeddings before the image and after it (Hunyuan-OCR, arXiv
             2511.19575). With "plain", a norm is followed by two matrices (Hy4-VL).
@@ -130,6 +132,7 @@ class GridVisionSpec(msgspec.Struct, frozen=True):
     convolves: bool = False
     middle_size: int = 0
     has_third_matrix: bool = False
+    num_words: int = 0
     newlines: Literal["framed", "plain"] | None = None
     merges_frames: bool = False
     window_size: int = 0

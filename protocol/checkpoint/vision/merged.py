@@ -354,7 +354,7 @@ _KIMI_NAMES: Final = (
     (r"mm_projector\.proj\.0\.", "vision_tower.merger.fc1."),
     (r"mm_projector\.proj\.2\.", "vision_tower.merger.fc2."),
 )
-_SIGLIP_NAMES: Final = (
+SIGLIP_NAMES: Final = (
     (r"(vision_tower|visual)\.vision_model\.", r"\1."),
     (r"(vision_tower|visual)\.embeddings\.patch_embedding\.", r"\1.patch_embed.proj."),
     (r"(vision_tower|visual)\.embeddings\.position_embedding\.", r"\1.pos_embed."),
@@ -365,7 +365,7 @@ _SIGLIP_NAMES: Final = (
     (r"((vision_tower|visual)\.blocks\..*)\.self_attn\.", r"\1.attn."),
 )
 _LFM2_NAMES: Final = (
-    *_SIGLIP_NAMES,
+    *SIGLIP_NAMES,
     (r"multi_modal_projector\.layer_norm\.", "vision_tower.merger.norm."),
     (r"multi_modal_projector\.linear_", "vision_tower.merger.fc"),
 )
@@ -385,13 +385,13 @@ _LFM3_NAMES: Final = (
     (r"(model\.)?multi_modal_projector\.linear_", "visual.merger.fc"),
 )
 _PADDLE_NAMES: Final = (
-    *_SIGLIP_NAMES,
+    *SIGLIP_NAMES,
     (r"(projector|mlp_AR)\.pre_norm\.", "visual.merger.norm."),
     (r"(projector|mlp_AR)\.linear_", "visual.merger.fc"),
 )
 _VIDEO_LLAMA_NAMES: Final = (
     (r"(model\.)?vision_model\.", "visual."),
-    *_SIGLIP_NAMES,
+    *SIGLIP_NAMES,
     (r"(model\.)?projector\.readout\.0\.", "visual.merger.fc1."),
     (r"(model\.)?projector\.readout\.2\.", "visual.merger.fc2."),
 )

@@ -59,7 +59,7 @@ from .tiled.cohere import aya_vision, cohere2_vision
 from .tiled.internvl import internvl, internvl_chat, qianfan_ocr
 from .tiled.minicpm import minicpm_ocr, minicpmv, minicpmv4_6, minicpmv4_7
 from .tiled.molmo import PooledVisionSpec, molmo2
-from .tiled.ovis import ovis2
+from .tiled.ovis import ovis2, ovis2_5
 from .tiled.phi4 import phi3_v, phi4_multimodal
 
 AnyVisionSpec: TypeAlias = (
@@ -190,6 +190,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "muse_glimmer": muse,
     "muse_spark": muse,
     "ovis2": ovis2,
+    "ovis2_5": ovis2_5,
     "paddleocr_vl": paddleocr_vl,
     "paligemma": paligemma,
     "phi3_v": phi3_v,

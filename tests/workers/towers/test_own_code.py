@@ -28,6 +28,7 @@ from support.own_code.deepseek_vl2 import deepseek_vl2
 from support.own_code.dots_ocr import dots_ocr
 from support.own_code.minicpm import minicpmv
 from support.own_code.model import OwnCodeModel
+from support.own_code.ovis2_5 import ovis2_5
 from support.own_code.phi3_v import phi3_v
 from support.own_code.step_vl import step_vl
 
@@ -39,6 +40,7 @@ MODELS: dict[str, Callable[[Path], OwnCodeModel]] = {
     "deepseek_vl2": deepseek_vl2,
     "deepseek_vl2-latent": partial(deepseek_vl2, is_latent=True),
     "dots_ocr": dots_ocr,
+    "ovis2_5": ovis2_5,
     "phi3_v": phi3_v,
     "step_vl": step_vl,
     **{
@@ -51,6 +53,7 @@ PLACEHOLDERS = {
     "deepseek_vl2": "<image>",
     "dots_ocr": "<|imgpad|>",
     "minicpmv": "<unk>",
+    "ovis2_5": "<|image_pad|>",
     "phi3_v": "<|image|>",
     "step_vl": "<im_patch>",
 }

@@ -154,6 +154,7 @@ _WITH_ANY_DECODER = {
     "MossTranscribeDiarizeForConditionalGeneration",
     "MusicFlamingoForConditionalGeneration",
     "Ovis2ForConditionalGeneration",
+    "Ovis2_5",
     "PerceptionLMForConditionalGeneration",
     "PaliGemmaForConditionalGeneration",
     "QianfanOCRForConditionalGeneration",

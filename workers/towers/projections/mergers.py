@@ -19,6 +19,7 @@ from ..layers import limited
 from ..weights import Linear, VisionWeights, find_activation
 
 _GLM_NORM_EPS = 1e-5
+_NUM_MARKS = 4
 
 
 def read_merger(
@@ -41,6 +42,8 @@ def read_merger(
         return _NewlineMerger(spec, tensors, checkpoint)
     if spec.has_third_matrix:
         return _ElementMerger(spec, tensors)
+    if spec.num_words:
+        return _WordsMerger(spec, tensors)
     if spec.convolves:
         return _ConvolvedMerger(spec, tensors)
     if spec.merges_frames:
@@ -149,6 +152,23 @@ class _ElementMerger:
     def __call__(self, x_PD: Tensor, num_columns: int) -> Tensor:
         x = F.gelu(self._second(F.gelu(self._first(x_PD.reshape(-1, self._size)))))
         return self._third(x)
+
+
+class _WordsMerger:
+    """Makes of each cell a distribution over visual words, and puts the embeddings of two marks around an image."""
+
+    def __init__(self, spec: GridVisionSpec, tensors: VisionWeights) -> None:
+        self._size = spec.hidden_size * spec.merge_size**2
+        table_WD = tensors.read("merger.table.weight", spec.num_words, spec.output_size)
+        self._words_WD, marks_MD = table_WD[:-_NUM_MARKS], table_WD[-_NUM_MARKS:]
+        self._start_1D, self._end_1D = marks_MD[:1], marks_MD[1:2]
+        count = len(self._words_WD)
+        self._product = tensors.read_linear("merger.words", count, self._size, has_bias=False)
+        self._norm = tensors.read_layer_norm("merger.norm", count, spec.merger_eps)
+
+    def __call__(self, x_PD: Tensor, num_columns: int) -> Tensor:
+        parts_CW = self._norm(self._product(x_PD.reshape(-1, self._size))).softmax(-1)
+        return torch.cat((self._start_1D, parts_CW @ self._words_WD, self._end_1D))
 
 
 class _ConvolvedMerger:

@@ -1,11 +1,13 @@
-"""Read the vision tower of Ovis 2."""
+"""Read the vision towers of Ovis 2 and 2.5."""
 
 from __future__ import annotations
 
 from typing import Final
 
 from ...config_fields import ConfigFields
-from ..fields import Sizes, check_factor, read_sizes
+from ..fields import Sizes, check_factor, image_and_patch_size, read_sizes
+from ..grid import GridVisionSpec
+from ..merged import SIGLIP_NAMES, merged_sizes
 from ..spec import VisionSpec
 
 _SIZES: Final = Sizes(224, 14, 1024, 2816, num_heads=8, num_layers=24, activation="silu")
@@ -39,6 +41,38 @@ def ovis2(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Visio
         num_marks=NUM_MARKS,
         chooses_words=function == "st_argmax",
         tensor_names=_NAMES,
+    )
+
+
+def ovis2_5(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
+    """Return the tower of Ovis 2.5, a SigLIP 2 for images of any size."""
+    vision.require("model_type", "siglip2_navit")
+    vision.require("temporal_patch_size", 1)
+    vision.require("num_patches", -1)
+    for name in ("use_rope", "preserve_original_pe"):
+        vision.require(name, True)
+    if (layers := vision.get("fullatt_block_indexes")) is not None:
+        raise vision.wrong("fullatt_block_indexes", "null, as in published models", layers)
+    image_size, patch_size = image_and_patch_size(vision, 512, 16)
+    return GridVisionSpec(
+        **merged_sizes(vision, patch_size),
+        merge_size=vision.integer("hidden_stride", 2, maximum=16),
+        activation=vision.text("hidden_act", "gelu_pytorch_tanh"),
+        output_size=output_size,
+        norm_eps=vision.positive("layer_norm_eps", 1e-6),
+        merger_eps=1e-5,
+        has_joined_qkv=False,
+        has_axes=False,
+        position_side=image_size // patch_size,
+        interpolation="centers",
+        num_words=fields.integer("visual_vocab_size", 65536, minimum=8),
+        tensor_names=(
+            (r"visual_tokenizer\.vit\.(vision_model\.)?", "visual."),
+            *SIGLIP_NAMES,
+            (r"visual_tokenizer\.head\.0\.", "visual.merger.words."),
+            (r"visual_tokenizer\.head\.1\.", "visual.merger.norm."),
+            (r"vte\.", "visual.merger.table."),
+        ),
     )
 
 

@@ -1,0 +1,124 @@
+"""Ovis 2.5."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from engine.protocol.encoder_inputs.payloads import ImagePayload
+from support.own_code.model import OwnCodeModel, fill, normalized, write
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+_PATCH, _SIDE, _SIZE, _HEADS, _WORDS = 4, 24, 48, 4, 40
+
+
+class _Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer_norm1, self.layer_norm2 = (nn.LayerNorm(_SIZE, 1e-6) for _ in range(2))
+        names = ("q_proj", "k_proj", "v_proj", "out_proj")
+        self.self_attn = nn.ModuleDict({name: nn.Linear(_SIZE, _SIZE) for name in names})
+        self.mlp = nn.ModuleDict({"fc1": nn.Linear(_SIZE, 80), "fc2": nn.Linear(80, _SIZE)})
+
+    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
+        y, attn = self.layer_norm1(x), self.self_attn
+        q, k, v = (attn[f"{n}_proj"](y).view(len(x), _HEADS, -1).transpose(0, 1) for n in "qkv")
+        attended = F.scaled_dot_product_attention(_rotated(q, angles), _rotated(k, angles), v)
+        x = x + attn["out_proj"](attended.transpose(0, 1).flatten(1))
+        inner = F.gelu(self.mlp["fc1"](self.layer_norm2(x)), approximate="tanh")
+        found: Tensor = x + self.mlp["fc2"](inner)
+        return found
+
+
+def _rotated(x: Tensor, angles: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+
+class _Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embeddings = nn.ModuleDict(
+            {
+                "patch_embedding": nn.Conv2d(3, _SIZE, _PATCH, _PATCH),
+                "position_embedding": nn.Embedding((_SIDE // _PATCH) ** 2, _SIZE),
+            }
+        )
+        self.encoder = nn.ModuleDict({"layers": nn.ModuleList(_Layer() for _ in range(2))})
+        self.post_layernorm = nn.LayerNorm(_SIZE, 1e-6)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        patches = self.embeddings["patch_embedding"](pixels[None])
+        rows, columns = patches.shape[2:]
+        side = _SIDE // _PATCH
+        table = self.embeddings["position_embedding"].weight.T.view(1, _SIZE, side, side)
+        x = patches + F.interpolate(table, (rows, columns), mode="bicubic", align_corners=False)
+        row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+        waves = 1 / 10_000 ** (torch.arange(_SIZE // _HEADS // 4) / (_SIZE // _HEADS / 4))
+        angles = torch.cat([each.flatten()[:, None] * waves for each in (row, column)], -1)
+        x = x[0].flatten(1).T
+        for layer in self.encoder["layers"]:
+            x = layer(x, angles)
+        x = self.post_layernorm(x).view(rows // 2, 2, columns // 2, 2, _SIZE)
+        return x.transpose(1, 2).flatten(2).flatten(0, 1)
+
+
+def ovis2_5(directory: Path, *, vocab_size: int = 96, image_token: int = 95) -> OwnCodeModel:
+    """Write an Ovis 2.5."""
+    text: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": False,
+    }
+    decoder = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**text))
+    tower, table = _Tower(), nn.Embedding(_WORDS, 64)
+    head = nn.Sequential(nn.Linear(4 * _SIZE, _WORDS - 4, bias=False), nn.LayerNorm(_WORDS - 4))
+    fill(decoder, tower, head, table)
+
+    def encode(payloads: Sequence[ImagePayload]) -> list[Tensor]:
+        [payload] = payloads
+        words = head(tower(normalized(payload))).softmax(-1)
+        start, end = table.weight[-4:-2]
+        return [start[None], words @ table.weight[:-4], end[None]]
+
+    vision = {
+        "model_type": "siglip2_navit",
+        "hidden_size": _SIZE,
+        "intermediate_size": 80,
+        "num_hidden_layers": 2,
+        "num_attention_heads": _HEADS,
+        "image_size": _SIDE,
+        "patch_size": _PATCH,
+        "num_patches": -1,
+        "hidden_stride": 2,
+        "temporal_patch_size": 1,
+        "window_size": -1,
+        "fullatt_block_indexes": None,
+        "preserve_original_pe": True,
+        "use_rope": True,
+    }
+    config = {
+        "architectures": ["Ovis2_5"],
+        "model_type": "ovis2_5",
+        "llm_config": text | {"model_type": "qwen3"},
+        "vit_config": vision,
+        "visual_vocab_size": _WORDS,
+    }
+    processor = {"image_processor_type": "SiglipImageProcessor", "size": {"height": _SIDE}}
+    processor |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "resample": 3}
+    parts = {"llm.": decoder, "visual_tokenizer.vit.vision_model.": tower}
+    parts |= {"visual_tokenizer.head.": head, "vte.": table}
+    # The authors' code has these limits.
+    write(directory, config, parts, processor | {"min_pixels": 64, "max_pixels": 64 * 30})
+    return OwnCodeModel(decoder, encode, image_token)
