@@ -7,8 +7,8 @@ import ipaddress
 import socket
 import ssl
 import time
-from collections.abc import Callable, Collection
-from typing import Final, TypeAlias
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Final, TypeAlias
 from urllib.parse import SplitResult, urljoin, urlsplit
 
 from ....protocol.errors import ParameterError
@@ -28,6 +28,7 @@ _REDIRECTS: Final = (301, 302, 303, 307, 308)
 _TUNNELS: Final = tuple(map(ipaddress.IPv6Network, ("64:ff9b::/96", "2001::/32", "2002::/16")))
 
 Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
+_Found: TypeAlias = tuple[socket.AddressFamily, socket.SocketKind, int, str, Any]
 
 
 def is_public(address: Address) -> bool:
@@ -105,7 +106,7 @@ class Downloader:
             connection = http.client.HTTPSConnection(host, port)
             connection.sock = tls_socket
             path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-            connection.request("GET", path, headers={"Accept": "image/*", "User-Agent": "engine"})
+            connection.request("GET", path, headers={"Accept": "*/*", "User-Agent": "engine"})
             response = connection.getresponse()
             if response.status in _REDIRECTS:
                 return None, response.headers.get("location") or ""
@@ -118,6 +119,9 @@ class Downloader:
                 content += chunk
                 if len(content) > MAX_BYTES:
                     raise ParameterError(where, f"has more than {MAX_BYTES} bytes")
+                # Newer versions of Python close the socket after the last byte.
+                if response.isclosed():
+                    break
                 tls_socket.settimeout(_remaining(end))
             return bytes(content), ""
 
@@ -132,15 +136,33 @@ class Downloader:
                 raise ParameterError(
                     where, f"has the host {echo(host)}, whose address is not public"
                 )
-        family, kind, protocol, _, address = found[0]
-        plain = socket.socket(family, kind, protocol)
+        plain = _connect_to_any(found, end)
         try:
             plain.settimeout(_remaining(end))
-            plain.connect(address)
             return self._tls.wrap_socket(plain, server_hostname=host)
         except BaseException:
             plain.close()
             raise
+
+
+def _connect_to_any(found: Sequence[_Found], end: float) -> socket.socket:
+    """Return a connection to the first address that answers, of those that `getaddrinfo` found."""
+    problem = OSError("the host has no address")
+    for index, (family, kind, protocol, _, address) in enumerate(found):
+        try:
+            plain = socket.socket(family, kind, protocol)
+        except OSError as error:
+            problem = error
+            continue
+        try:
+            # The addresses after it also get a share of the time.
+            plain.settimeout(_remaining(end) / (len(found) - index))
+            plain.connect(address)
+            return plain
+        except OSError as error:
+            plain.close()
+            problem = error
+    raise problem
 
 
 def _remaining(end: float) -> float:

@@ -2,6 +2,7 @@
 
 import http.server
 import ipaddress
+import socket
 import ssl
 import subprocess
 import threading
@@ -58,6 +59,18 @@ def download(host):
     port, tls = host
     downloader = Downloader(["localhost"], lambda address: address.is_loopback, tls)
     return lambda path: downloader.download(f"https://localhost:{port}{path}", "url")
+
+
+def test_a_host_is_read_although_its_first_address_does_not_answer(download, monkeypatch):
+    resolve = socket.getaddrinfo
+
+    def resolve_to_two(name, port, **kwargs):
+        with socket.create_server(("127.0.0.1", 0)) as closed:
+            unused = closed.getsockname()[1]
+        return resolve("127.0.0.1", unused, **kwargs) + resolve("127.0.0.1", port, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve_to_two)
+    assert download("/image.png?size=1") == CONTENT
 
 
 def test_allowed_hosts_and_their_redirects_are_read(download):
