@@ -83,14 +83,16 @@ def _reachable_host(host: str) -> str:
 
 def _listen_tcp(host: str, port: int, slow_client_s: float) -> socket.socket:
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
+        found = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
+        )
     except (socket.gaierror, UnicodeError):
         raise ConfigError(
             f"cannot listen on host {host!r}: it is not an address of this machine; "
             "use --host 127.0.0.1, or --host 0.0.0.0 for all interfaces"
         ) from None
+    # "localhost" may be ::1 first, but clients also write 127.0.0.1.
+    family, kind, protocol, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -19,6 +19,7 @@ def test_port_0_gives_a_working_url(host: str) -> None:
     with Listener(FrontendConfig(host=host, port=0)) as listener:
         assert f":{listener.port}" in listener.url
         connect(listener.url)
+        connect(f"http://127.0.0.1:{listener.port}")
 
 
 def test_port_in_use_error_names_port_and_remedy() -> None:
