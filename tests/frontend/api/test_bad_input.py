@@ -68,7 +68,7 @@ def test_invalid_chat_field_is_named(
     goes_on(frontend)
 
 
-@pytest.mark.parametrize("depth", [*range(950, 1000, 2), 5_000])
+@pytest.mark.parametrize("depth", [*range(950, 1000, 2), 100_000])
 def test_json_in_strings_nested_too_deeply_is_rejected(
     frontend: FrontendProcess, depth: int
 ) -> None:
@@ -91,7 +91,7 @@ def test_json_in_strings_nested_too_deeply_is_rejected(
     }
     for param, fields in cases.items():
         response = frontend.post(CHAT, **{"messages": USER, "max_tokens": 1} | fields)
-        if response.status_code != 200 or depth == 5_000:
+        if response.status_code != 200 or depth == 100_000:
             assert response.status_code == 400, response.text
             assert param.startswith(error_of(response)["param"])
     body = b'{"messages": [{"role": "user", "content": "a"}], "tool_choice": "required", "tools": '
