@@ -18,7 +18,6 @@ from ..http.shown_values import echo
 from ..tokenizer.tokenizer import Tokenizer
 from .audio.arrays import mono_samples
 from .audio.clips import AudioPlaces, PreparedAudio, prepare_clip
-from .audio.log_mel import RATE
 from .chat_media import ChatMedia
 from .decoding.messages import OpenAudio
 from .decoding.processes import MediaProcesses
@@ -88,7 +87,7 @@ class ChatAudio(ChatMedia):
     def _find_limit(self, config: EngineConfig) -> tuple[float, str]:
         """Return the maximum length of an audio clip in seconds, and a description of the limit that determines it."""
         clips = self._config
-        window_s = clips.window_samples / RATE
+        window_s = clips.window_samples / clips.rate
         limits = [
             (config.frontend.max_audio_s, "--max-audio-seconds"),
             (
@@ -131,12 +130,13 @@ class ChatAudio(ChatMedia):
         return self._places.encode(text, clips, encode)
 
     def _prepare(self, source: str | bytes | Samples, where: str) -> PreparedAudio:
+        rate = self._config.rate
         if isinstance(source, tuple):
-            samples = mono_samples(*source, RATE, where, self._max_seconds, self._limit)
+            samples = mono_samples(*source, rate, where, self._max_seconds, self._limit)
         else:
             data = read_base64(source, where) if isinstance(source, str) else source
-            opening = OpenAudio(where, RATE, self._max_seconds, self._limit)
+            opening = OpenAudio(where, rate, self._max_seconds, self._limit)
             with closing(self._processes.open_audio(data, opening)) as clip:
                 # There is at most one sample more than allowed, because the process would have rejected a longer file.
-                samples = clip.read(int(self._max_seconds * RATE) + RATE)
+                samples = clip.read(int(self._max_seconds * rate) + rate)
         return prepare_clip(samples, self._config, where)

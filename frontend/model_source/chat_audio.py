@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from ...protocol.checkpoint.audio.tower import audio_section, audio_tower_spec, has_audio_tower
 from ...protocol.checkpoint.config_fields import ConfigFields
@@ -75,6 +75,7 @@ _SPEECH: Final = {
         languages={"en": "英文", "ja": "日文", "zh": "中文"},
         has_parts=True,
         has_context=True,
+        reads_keywords=True,
     ),
     "gemma3n": SpeechFormat(
         languages=_NAMES,
@@ -86,8 +87,9 @@ _SPEECH: Final = {
     "glmasr": SpeechFormat(instruction="Please transcribe this audio into text"),
     "granite_speech": _GRANITE,
     "granite_speech_plus": _GRANITE,
-    "moss_transcribe_diarize": SpeechFormat(has_parts=True, has_turns=True),
+    "moss_transcribe_diarize": SpeechFormat(has_parts=True, reads_keywords=True, turns="marks"),
     "qwen3_asr": _QWEN3_ASR,
+    "vibevoice_asr": SpeechFormat(has_parts=True, has_context=True, turns="json"),
     "voxtral": SpeechFormat(
         # Mistral's tokenizer accepts every code of two letters.
         languages={code: code for code in LANGUAGE_NAMES if len(code) == 2},
@@ -111,6 +113,7 @@ _FRAMING: Final = {
     "granite_speech_plus": Framing.PAIRS,
     "qwen2_5_omni_thinker": Framing.PADDED,
     "qwen3_asr": Framing.CLIP,
+    "vibevoice_asr": Framing.WAVE,
     "qwen3_omni_moe_thinker": Framing.CLIP,
 }
 _MAX_WINDOWS: Final = {
@@ -126,6 +129,12 @@ _MAX_WINDOWS: Final = {
 
 _MIN_SAMPLES: Final = {"qwen3_asr": 8000}
 """Qwen3-ASR's processor fills shorter clips with silence, because very short clips confuse the model."""
+
+
+_VIBEVOICE: Final[dict[str, Any]] = {
+    "rate": 24_000,
+    "duration_mark": "<|AUDIO_DURATION|>",
+}
 
 
 def read_chat_audio(path: Path, config: ConfigFields, text: ConfigFields) -> ChatAudioConfig | None:
@@ -156,6 +165,7 @@ def read_chat_audio(path: Path, config: ConfigFields, text: ConfigFields) -> Cha
         speech=_SPEECH.get(kind),
         marks=_read_marks(config),
         times=_read_times(path, kind),
+        **(_VIBEVOICE if kind == "vibevoice_asr" else {}),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Final, Literal, TypeAlias
 
 import msgspec
@@ -90,6 +91,11 @@ class AudioTowerSpec(msgspec.Struct, frozen=True, tag=True):
     times: OutputTimes | None = None
 
     @property
+    def warm_frames(self) -> int:
+        """The number of frames to warm up with; 0 for the maximum."""
+        return 0
+
+    @property
     def frames_after(self) -> int:
         """The number of frames at the end of a window for which no row is computed."""
         return FRAMES_AFTER if self.silence == "skipped" and self.chunks is None else 0
@@ -117,6 +123,11 @@ class UnpaddedSpec(msgspec.Struct, frozen=True):
     @property
     def frames_after(self) -> int:
         """The number of frames at the end of a clip for which no row is computed."""
+        return 0
+
+    @property
+    def warm_frames(self) -> int:
+        """The number of frames to warm up with; 0 for the maximum."""
         return 0
 
     @property
@@ -152,6 +163,11 @@ class ConformerSpec(UnpaddedSpec, frozen=True, tag=True):
     queries: QueryFormerSpec
     output_scale: float = 1.0
     read_layers: tuple[int, ...] = ()
+
+    @property
+    def warm_frames(self) -> int:
+        """The number of rows to warm up with, which is a block."""
+        return self.block_rows
 
     def num_outputs(self, num_frames: int) -> int:
         """Return the number of outputs for the rows of a clip."""
@@ -289,9 +305,82 @@ class MemorySpec(UnpaddedSpec, frozen=True, tag=True):
     adaptor: MemoryAdaptor
     output_size: int
 
+    @property
+    def warm_frames(self) -> int:
+        """The number of rows to warm up with, which last 12 s."""
+        return min(self.num_frames, 200)
+
     def num_outputs(self, num_frames: int) -> int:
         """Return the number of outputs for the rows of a clip."""
         return num_frames
+
+
+class WaveEncoder(msgspec.Struct, frozen=True):
+    """A causal convolutional encoder of samples, as in VibeVoice's tokenizers (arXiv 2508.19205).
+
+    Each stage has `depths` blocks: a depthwise convolution with `kernel_size` taps and an MLP, `expansion` times as
+    wide. Between two stages, a convolution doubles the channels and reads every `ratios`th row. The first stage has
+    `num_filters` channels.
+    """
+
+    num_filters: int
+    kernel_size: int
+    ratios: tuple[int, ...]
+    depths: tuple[int, ...]
+    expansion: int
+    hidden_size: int
+    activation: str
+    norm_eps: float
+
+    @property
+    def hop(self) -> int:
+        """The number of samples of an output."""
+        return math.prod(self.ratios)
+
+    @property
+    def outputs_before(self) -> int:
+        """The number of earlier outputs whose samples an output depends on."""
+        taps = self.kernel_size - 1
+        rows = 1 + taps + self.depths[-1] * taps
+        for ratio, depth in zip(self.ratios[::-1], self.depths[-2::-1], strict=True):
+            rows = (rows + 1) * ratio + depth * taps
+        return -(-(rows + taps) // self.hop) - 1
+
+
+class WaveSpec(UnpaddedSpec, frozen=True, tag=True):
+    """Two encoders of samples, whose projected outputs are added (VibeVoice ASR).
+
+    A clip is read in parts of `part_outputs` outputs, each after the samples of `outputs_before` earlier ones.
+    """
+
+    acoustic: WaveEncoder
+    semantic: WaveEncoder
+    part_outputs: int
+    output_size: int
+
+    @property
+    def num_mel_bins(self) -> int:
+        """The number of features per frame, which is 0 because the encoders read samples."""
+        return 0
+
+    @property
+    def outputs_before(self) -> int:
+        """The number of outputs before a part whose samples it contains."""
+        return max(self.acoustic.outputs_before, self.semantic.outputs_before)
+
+    @property
+    def num_frames(self) -> int:
+        """The maximum number of samples of a part."""
+        return (self.outputs_before + self.part_outputs) * self.acoustic.hop
+
+    @property
+    def warm_frames(self) -> int:
+        """The number of samples to warm up with."""
+        return 2 * self.acoustic.hop
+
+    def num_outputs(self, num_frames: int) -> int:
+        """Return the number of outputs for the samples of a part."""
+        return -(-num_frames // self.acoustic.hop)
 
 
 class StreamingSpec(UnpaddedSpec, frozen=True, tag=True):
@@ -367,6 +456,7 @@ AnyAudioSpec: TypeAlias = (
     | FrameSpec
     | FastConformerSpec
     | MemorySpec
+    | WaveSpec
     | StreamingSpec
     | CausalSpec
 )

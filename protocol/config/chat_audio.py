@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
@@ -18,7 +18,8 @@ class Framing(enum.StrEnum):
     `EMPHASIZED`: the clip, with emphasis of high frequencies (Gemma 3n). `LEADING`: the clip after half a frame of
     silence (Gemma 4). `SAMPLES`: none, because the samples themselves are read (Gemma 4's unified models). `PADDED`:
     the clip before two frames of silence, which have no features. `STACKED`: the clip, whose frames are joined in
-    sevens, of which neighbors share one (Fun-ASR-Nano).
+    sevens, of which neighbors share one (Fun-ASR-Nano). `WAVE`: none, because the samples of parts are
+    read, at a level of -25 dB (VibeVoice ASR).
     """
 
     CLIP = "clip"
@@ -30,9 +31,10 @@ class Framing(enum.StrEnum):
     SAMPLES = "samples"
     PADDED = "padded"
     STACKED = "stacked"
+    WAVE = "wave"
 
 
-_HOPS: Final = {Framing.PAIRS: 320, Framing.STACKED: 960}
+_HOPS: Final = {Framing.PAIRS: 320, Framing.STACKED: 960, Framing.WAVE: 1}
 """The samples between frames that were joined; others have 160."""
 
 
@@ -53,11 +55,13 @@ class SpeechFormat(msgspec.Struct, frozen=True):
         translation: The text that asks for an English translation instead; "" if the model cannot translate.
         has_parts: True if the chat template has the instruction.
         has_context: True if the client's prompt is read: as the system message, or as a part.
+        reads_keywords: True if the chat template reads a part with the client's keywords. Otherwise they follow the
+            prompt.
         answer: The beginning of the answer if the language is given, with the language's name for "{language}".
         task_mark: The text before the transcript, after `answer` if there is one; "" if the instruction is enough.
         language_mark: The text before the language's name in an answer that the model begins itself.
         text_mark: The token before the transcript in such an answer; "" if an answer is only a transcript.
-        has_turns: True if answers are turns with times and speakers.
+        turns: The format of answers that are turns with times and speakers; "" for other answers.
     """
 
     languages: dict[str, str] = {}
@@ -66,11 +70,12 @@ class SpeechFormat(msgspec.Struct, frozen=True):
     has_parts: bool = False
     translation: str = ""
     has_context: bool = False
+    reads_keywords: bool = False
     answer: str = ""
     task_mark: str = ""
     language_mark: str = ""
     text_mark: str = ""
-    has_turns: bool = False
+    turns: Literal["", "marks", "json"] = ""
 
 
 class TimeMarks(msgspec.Struct, frozen=True):
@@ -119,6 +124,8 @@ class ChatAudioConfig(msgspec.Struct, frozen=True):
         min_samples: The length up to which shorter clips are filled with silence.
         speech: The prompts for transcriptions; None if the model only answers questions about audio.
         marks: The tokens that the processor adds around a clip's; None if the chat template writes them.
+        rate: The samples per second.
+        duration_mark: The text in prompts that stands for the seconds of a clip; "" for none.
         times: The times that the processor adds among a clip's tokens; None for none.
     """
 
@@ -130,10 +137,12 @@ class ChatAudioConfig(msgspec.Struct, frozen=True):
     speech: SpeechFormat | None = None
     marks: ClipMarks | None = None
     times: TimeMarks | None = None
+    rate: int = 16_000
+    duration_mark: str = ""
 
     @property
     def window_samples(self) -> int:
-        """The length of a window in samples at 16 kHz, of which frames follow each other before they are joined."""
+        """The length of a window in samples, of which frames follow each other before they are joined."""
         hop = _HOPS.get(self.framing, 160)
         if self.framing is Framing.SAMPLES:
             hop = self.tower.num_mel_bins

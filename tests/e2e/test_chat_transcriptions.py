@@ -29,11 +29,11 @@ FLAGS = (
 )
 
 
-def clip(seed: int, seconds: float) -> tuple[np.ndarray, tuple[str, bytes]]:
+def clip(seed: int, seconds: float, rate: int = 16_000) -> tuple[np.ndarray, tuple[str, bytes]]:
     """Return noise, and the file of it."""
-    samples = 0.3 * np.random.default_rng(seed).standard_normal(int(16_000 * seconds))
+    samples = 0.3 * np.random.default_rng(seed).standard_normal(int(rate * seconds))
     file = io.BytesIO()
-    soundfile.write(file, samples.astype(np.float32), 16_000, format="WAV", subtype="FLOAT")
+    soundfile.write(file, samples.astype(np.float32), rate, format="WAV", subtype="FLOAT")
     return samples.astype(np.float32), ("sound.wav", file.getvalue())
 
 
@@ -67,6 +67,7 @@ class Reference:
             part, num_times = MARKS[self.kind] * 12, int(num_tokens / 12.5)
             tokens = "".join(f"{part}{number}" for number in range(1, num_times + 1))
             tokens += MARKS[self.kind] * (num_tokens - 12 * num_times)
+        prompt = prompt.replace("<|AUDIO_DURATION|>", f"{len(samples) / 24_000:.2f}")
         prompt = prompt.replace(MARKS[self.kind], tokens) + answer
         ids = self._tokenizer.encode(prompt, add_special_tokens=False, return_tensors="pt")
         inputs = reference_inputs(self.kind, [samples])
@@ -180,6 +181,25 @@ def test_moss_names_speakers_across_a_crash_of_a_worker(tmp_path: Path) -> None:
         ):
             with pytest.raises(openai.BadRequestError, match=named):
                 create(**{"model": "tiny", "file": file} | fields)
+        assert_nothing_is_held(server)
+
+
+def test_vibevoice_asr_reads_the_duration_across_a_crash_of_a_worker(tmp_path: Path) -> None:
+    reference = Reference(tmp_path, "vibevoice_asr")
+    samples, file = clip(3, 0.95, 24_000)
+    with Server(str(reference.path), *FLAGS, "-tp", "2") as server:
+        create = transcriptions(server).transcriptions.create
+        events = iter(create(model="tiny", file=file, stream=True))
+        parts = [next(events)]
+        server.child("worker 0").kill()
+        *_, done = [*parts, *events]
+        assert done.text == reference.text(samples, 72, answer="") != ""
+        server.wait_until_whole()
+        *_, done = create(model="tiny", file=file, prompt="quick", keywords=["fox"], stream=True)
+        assert done.text == reference.text(samples, 72, text="quick fox", answer="")
+        found = create(model="tiny", file=file, response_format="diarized_json")
+        assert found.duration == 0.95
+        assert found.segments[0].speaker == "A"
         assert_nothing_is_held(server)
 
 

@@ -34,19 +34,17 @@ TEXT_SIZES = {
     "max_position_embeddings": 2048,
 }
 NUM_MEL_BINS = 16
+WAVE_HOP = 320
+"""Samples of an embedding of VibeVoice ASR."""
+
 WINDOW_S = 2
 """A tower's window in seconds, where those of real models have 30."""
 
 MODELS = (
     *("qwen2_audio", "voxtral", "qwen3_asr", "glmasr", "granite_speech", "qwen3_asr thinker"),
     *("gemma3n", "gemma4", "gemma4_unified"),
-    *(
-        "fun_asr_nano",
-        "moss_transcribe_diarize",
-        "audioflamingo3",
-        "granite_speech_plus",
-        "musicflamingo",
-    ),
+    *("audioflamingo3", "granite_speech_plus", "musicflamingo"),
+    *("fun_asr_nano", "moss_transcribe_diarize", "vibevoice_asr"),
 )
 """Kinds of models. "qwen3_asr thinker" has the layout of Qwen's own checkpoints, others have that of transformers."""
 
@@ -67,6 +65,7 @@ PARTS = {
 }
 """The tokens of a clip. The second stands for its embeddings."""
 
+PARTS["vibevoice_asr"] = PARTS["fun_asr_nano"]
 PARTS["moss_transcribe_diarize"] = PARTS["qwen3_asr"]
 PARTS["qwen3_omni"] = PARTS["qwen2_5_omni"] = PARTS["qwen3_asr"]
 PARTS["qwen3_asr thinker"] = PARTS["qwen3_asr"]
@@ -86,6 +85,8 @@ def audio_directory(directory: Path, kind: str) -> tuple[Path, Any]:
     # The processors of Gemma and Music Flamingo add the tokens around a clip.
     is_bare = kind.startswith("gemma") or kind == "musicflamingo"
     part = MARKS[kind] if is_bare else "".join(PARTS[kind])
+    if kind == "vibevoice_asr":
+        part = f"<|AUDIO_DURATION|> seconds {part}"
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.role }}: {% if m.content is string %}{{ m.content }}{% else %}"
         "{% for p in m.content %}{% if p.type == 'audio' %}"
@@ -130,6 +131,17 @@ def audio_directory(directory: Path, kind: str) -> tuple[Path, Any]:
             audio_token_id=mark,
         )
         model = transformers.FunAsrNanoForConditionalGeneration(config)
+    elif kind == "vibevoice_asr":
+        encoder = {"num_filters": 4, "kernel_size": 3, "depths": [1, 2, 1, 2]}
+        encoder["downsampling_ratios"] = [8, 5, 8]
+        config = transformers.VibeVoiceAsrConfig(
+            acoustic_tokenizer_encoder_config=encoder | {"hidden_size": 8},
+            semantic_tokenizer_encoder_config=encoder | {"hidden_size": 12},
+            text_config=text | {"model_type": "qwen2"},
+            audio_token_id=mark,
+            acoustic_tokenizer_chunk_size=WAVE_HOP * 100,
+        )
+        model = transformers.VibeVoiceAsrForConditionalGeneration(config)
     elif kind == "moss_transcribe_diarize":
         sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
         config = transformers.MossTranscribeDiarizeConfig(
@@ -287,7 +299,7 @@ def audio_directory(directory: Path, kind: str) -> tuple[Path, Any]:
         write_omni(directory, kind)
     elif kind.startswith("gemma4"):
         (directory / "preprocessor_config.json").write_text(json.dumps(IMAGE_PROCESSOR))
-    elif not kind.startswith(("granite", "fun_asr")):
+    elif not kind.startswith(("granite", "fun_asr", "vibevoice")):
         extractor(kind).save_pretrained(directory)
     if kind.endswith("thinker"):
         _use_own_layout(directory)
@@ -347,6 +359,13 @@ def reference_inputs(kind: str, clips: list[np.ndarray]) -> dict[str, torch.Tens
         return dict(extractor(kind)(clips, return_tensors="pt"))
     if kind == "moss_transcribe_diarize":
         return dict(extractor(kind)(clips, sampling_rate=16_000, return_tensors="pt"))
+    if kind == "vibevoice_asr":
+        extract = transformers.VibeVoiceAcousticTokenizerFeatureExtractor(
+            pad_to_multiple_of=WAVE_HOP
+        )
+        found = extract(clips, sampling_rate=24_000, return_tensors="pt")
+        # Without noise.
+        return dict(found) | {"sample": False}
     if kind == "fun_asr_nano":
         features = torch.stack([stacked_features(clip) for clip in clips])
         return {"input_features": features, "input_features_mask": torch.ones(features.shape[:2])}

@@ -25,12 +25,13 @@ from ...protocol.config.audio_tower import (
     OutputTimes,
     StreamingSpec,
     UniversalSpeechSpec,
+    WaveSpec,
 )
 from ...protocol.encoder_inputs.payloads import AudioPayload
 from ...protocol.errors import EngineError
 from ..device.torch_threads import torch_threads
 from ..loaders import Checkpoint
-from .audio import causal, conformer, fast_conformer, frames, memory, streaming, universal
+from .audio import causal, conformer, fast_conformer, frames, memory, streaming, universal, waves
 from .audio.stems import make_stem, stem_marker
 from .image_tower import TowerSource
 from .layers import LayersSpec, LayerWeights, Patches
@@ -38,7 +39,6 @@ from .rotary import PatchRotary
 from .weights import Linear, VisionWeights, check_activation, find_activation
 
 _NORM_EPS = 1e-5
-_WARM_ROWS = 200
 _decoder = msgspec.msgpack.Decoder(AudioPayload)
 
 
@@ -55,7 +55,9 @@ class AudioTower:
         self.spec = spec
         self._device, self._dtype = source.device, source.dtype
         self._num_threads = source.num_threads
-        self._encode: Callable[[Tensor], Tensor] | _WhisperTower | causal.CausalEncoder
+        self._encode: (
+            Callable[[Tensor], Tensor] | _WhisperTower | waves.WaveEncoders | causal.CausalEncoder
+        )
         if isinstance(spec, ConformerSpec):
             weights = source.weights(conformer.MARKER)
             self._encode = conformer.Conformer(spec, weights, source.checkpoint)
@@ -66,6 +68,9 @@ class AudioTower:
             self._encode = memory.MemoryEncoder(
                 spec, source.weights(memory.MARKER), source.checkpoint
             )
+        elif isinstance(spec, WaveSpec):
+            weights = source.weights(waves.MARKER)
+            self._encode = waves.WaveEncoders(spec, weights, source.checkpoint)
         elif isinstance(spec, StreamingSpec):
             weights = source.weights(streaming.MARKER)
             self._encode = streaming.StreamingEncoder(spec, weights, source.checkpoint)
@@ -89,7 +94,7 @@ class AudioTower:
         """
         clip, features_CN = self._read(data)
         with torch_threads(self._device, self._num_threads):
-            if isinstance(self._encode, _WhisperTower):
+            if isinstance(self._encode, _WhisperTower | waves.WaveEncoders):
                 outputs_KD = self._encode(features_CN, clip.window)
             elif isinstance(self._encode, causal.CausalEncoder):
                 outputs_KD, _ = self._encode(features_CN, None)
@@ -143,9 +148,7 @@ class AudioTower:
     def warm_up(self) -> None:
         """Encode a window of silence, or some rows of it if clips have no windows."""
         spec = self.spec
-        num_frames = spec.num_frames
-        if isinstance(spec, ConformerSpec | MemorySpec):
-            num_frames = min(num_frames, _WARM_ROWS)
+        num_frames = spec.warm_frames or spec.num_frames
         silence = bytes(4 * max(spec.num_mel_bins, 1) * num_frames)
         self.encode(msgspec.msgpack.encode(AudioPayload(spec.num_mel_bins, num_frames, silence)))
 

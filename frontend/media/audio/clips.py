@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ....protocol.arrays import Float32Array, float32_bytes
-from ....protocol.config.audio_tower import FRAMES_AFTER, AudioTowerSpec
+from ....protocol.config.audio_tower import FRAMES_AFTER, AudioTowerSpec, WaveSpec
 from ....protocol.config.chat_audio import ChatAudioConfig, Framing
 from ....protocol.encoder_inputs.inputs import EncoderInput
 from ....protocol.encoder_inputs.payloads import AudioPayload
@@ -23,10 +23,10 @@ from .log_mel import (
     EMPHASIZED,
     HOP,
     LEADING,
-    RATE,
     STACKED,
     ClipFrames,
     clip_log_mel,
+    level,
     log_mel,
     paired_log_mel,
     stacked_log_mel,
@@ -41,10 +41,10 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class PreparedAudio:
-    """A preprocessed audio clip: its windows, and the tokens that its embeddings replace."""
+    """A preprocessed audio clip: its windows, the tokens that its embeddings replace, and its length in seconds."""
 
-    def __init__(self, inputs: list[EncoderInput]) -> None:
-        self.inputs = inputs
+    def __init__(self, inputs: list[EncoderInput], seconds: float) -> None:
+        self.inputs, self.seconds = inputs, seconds
         self.num_outputs = sum(item.size for item in inputs)
 
 
@@ -52,31 +52,42 @@ def prepare_clip(samples: Float32Array, config: ChatAudioConfig, where: str) -> 
     """Return the windows of an audio clip as encoder inputs.
 
     Args:
-        samples: The clip, at `RATE`.
+        samples: The clip, at the rate of `config`.
         config: The audio processor of the model.
         where: The name of the field in errors.
 
     Raises:
         ParameterError: The clip is too short for a single embedding.
     """
+    seconds = len(samples) / config.rate
     missing = config.min_samples - len(samples)
     if missing > 0:
         samples = np.pad(samples, (0, missing))
     inputs: list[EncoderInput] = []
-    has_times = isinstance(config.tower, AudioTowerSpec) and config.tower.times is not None
+    tower = config.tower
+    knows_window = isinstance(tower, WaveSpec)
+    if isinstance(tower, AudioTowerSpec):
+        knows_window = tower.times is not None
     for window, (features, num_frames) in enumerate(_windows(samples, config)):
         size = config.tower.num_outputs(num_frames)
         if not size:
-            raise ParameterError(where, f"is too short: it has {len(samples)} samples at {RATE} Hz")
+            raise ParameterError(
+                where, f"is too short: it has {len(samples)} samples at {config.rate} Hz"
+            )
         needed = _needed(features, num_frames, size, config)
-        inputs.append(_encoder_input(*needed, window * has_times))
+        inputs.append(_encoder_input(*needed, window * knows_window))
     if not inputs:
-        raise ParameterError(where, f"is too short: it has {len(samples)} samples at {RATE} Hz")
-    return PreparedAudio(inputs)
+        raise ParameterError(
+            where, f"is too short: it has {len(samples)} samples at {config.rate} Hz"
+        )
+    return PreparedAudio(inputs, seconds)
 
 
 def _windows(samples: Float32Array, config: ChatAudioConfig) -> Iterator[tuple[Float32Array, int]]:
-    """Yield the features of each window [num_mel_bins, frames], and the number of frames in which there is sound."""
+    """Yield the features of each window [num_mel_bins, frames], and the number of frames in which there is sound.
+
+    Windows of samples without frames are [samples], with those before the window that the tower needs.
+    """
     tower = config.tower
     length = tower.num_frames * HOP
     if config.framing is Framing.WINDOWS:
@@ -87,6 +98,13 @@ def _windows(samples: Float32Array, config: ChatAudioConfig) -> Iterator[tuple[F
     if config.framing is Framing.PAIRS:
         features = paired_log_mel(samples, tower.num_mel_bins // 2)
         yield features, features.shape[1]
+        return
+    if isinstance(tower, WaveSpec):
+        leveled, hop = level(samples), tower.acoustic.hop
+        size, before = tower.part_outputs * hop, tower.outputs_before * hop
+        for start in range(0, len(samples), size):
+            found = leveled[max(0, start - before) : start + size]
+            yield found, len(samples[start : start + size])
         return
     if config.framing is Framing.STACKED:
         features = stacked_log_mel(samples, tower.num_mel_bins // STACKED)
@@ -136,7 +154,7 @@ def _needed(
 def _encoder_input(
     features: Float32Array, size: int, num_outputs: int, window: int
 ) -> EncoderInput:
-    num_mel_bins, num_frames = features.shape
+    num_mel_bins, num_frames = features.shape if features.ndim == 2 else (0, len(features))
     payload = AudioPayload(
         num_mel_bins, num_frames, float32_bytes(features), num_outputs=num_outputs, window=window
     )
@@ -158,6 +176,7 @@ class AudioPlaces:
         self._token_ids = [config.token_id]
         self._num_after = 0
         self._times = config.times
+        self._duration_mark = config.duration_mark
         if (marks := config.marks) is not None:
             self._before = marks.margin + self._text_of(marks.begin_token_id, "boa_token_id")
             self._after = self._text_of(marks.end_token_id, "eoa_token_id") + marks.margin
@@ -199,6 +218,9 @@ class AudioPlaces:
             )
         if not clips:
             return *encode(text), []
+        if self._duration_mark:
+            for clip in clips:
+                text = text.replace(self._duration_mark, f"{clip.seconds:.2f}", 1)
         each = iter(clips)
         text, token_ids = encode(self._place.sub(lambda _: self._tokens(next(each)), text))
         return text, token_ids, self._place_inputs(token_ids, clips)

@@ -28,6 +28,10 @@ _STACKED_STRIDE: Final = 6
 _STACKED_MIN_HZ: Final = 20.0
 """Fun-ASR-Nano: frames of a row, frames from a row to the next, and the lowest frequency."""
 
+_LEVEL: Final = 10 ** (-25 / 20)
+_LEVEL_TERM: Final = 1e-6
+"""VibeVoice ASR: the level of clips, and a term."""
+
 _MAX_HZ: Final = 8000.0
 _FLOOR: Final = 1e-10
 _RANGE: Final = 8.0
@@ -176,6 +180,14 @@ def paired_log_mel(samples: Float32Array, num_mel_bins: int) -> Float32Array:
     pairs = features[: num_frames // 2 * 2].reshape(num_frames // 2, -1)
     paired: Float32Array = pairs.T.astype(np.float32)
     return paired
+
+
+def level(samples: Float32Array) -> Float32Array:
+    """Return samples at a level of -25 dB, equal to those of `VibeVoiceAcousticTokenizerFeatureExtractor`."""
+    power = np.sqrt(np.square(samples).mean(dtype=np.float64))
+    leveled = samples * np.float32(_LEVEL / (power + _LEVEL_TERM))
+    loudest = float(np.abs(leveled).max(initial=0.0))
+    return leveled / np.float32(loudest + _LEVEL_TERM) if loudest > 1 else leveled
 
 
 def stacked_log_mel(samples: Float32Array, num_mel_bins: int) -> Float32Array:

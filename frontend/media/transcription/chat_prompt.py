@@ -20,7 +20,7 @@ from .answer import Answer
 from .languages import find_language
 from .options import Task, TranscriptionOptions
 from .segments import Turn
-from .turns import TurnReader
+from .turns import TurnReader, make_reader
 
 _CLAUSE: Final = re.compile(r"\[(.*?)\]")
 """A part of an instruction that is only written if the language is given."""
@@ -64,9 +64,10 @@ class ChatPrompts:
         language: str,
         inputs: Sequence[EncoderInput],
         *,
+        seconds: float,
         has_timestamps: bool,
     ) -> tuple[list[int], list[EncoderInput]]:
-        """Return the prompt for a window, and its encoder inputs at their places.
+        """Return the prompt for a window of `seconds` seconds, and its encoder inputs at their places.
 
         Raises:
             ParameterError: The client's prompt contains special tokens that the server rejects.
@@ -74,9 +75,10 @@ class ChatPrompts:
         speech = self._speech
         is_translated = options.task is Task.TRANSLATE
         name = speech.languages[language] if language else ""
+        clip = PreparedAudio(list(inputs), seconds)
         if speech.has_parts:
             content: Any = self._parts(options, name)
-            return self._encode([{"role": "user", "content": content}], "", inputs)
+            return self._encode([{"role": "user", "content": content}], "", clip)
         instruction = speech.translation if is_translated else speech.instruction
         instruction = _CLAUSE.sub(r"\1" if name else "", instruction)
         content = instruction.format(audio=AUDIO_MARK, language=name)
@@ -89,15 +91,16 @@ class ChatPrompts:
             self._guard.protect(context, "prompt")
             messages.insert(0, {"role": "system", "content": context})
         answer = speech.answer.format(language=name) if name else ""
-        return self._encode(messages, answer + speech.task_mark, inputs)
+        return self._encode(messages, answer + speech.task_mark, clip)
 
     def _parts(self, options: TranscriptionOptions, language: str) -> list[Any]:
         """Return the parts of a message for a chat template that has the instruction."""
         parts: list[Any] = [AUDIO_PART]
-        if options.prompt:
-            self._guard.protect(options.prompt, "prompt")
-            parts.append({"type": "text", "text": options.prompt})
-        if words := list(options.keywords):
+        reads_keywords = self._speech.reads_keywords
+        if text := options.prompt if reads_keywords else options.context:
+            self._guard.protect(text, "prompt")
+            parts.append({"type": "text", "text": text})
+        if reads_keywords and (words := list(options.keywords)):
             self._guard.protect(words, "keywords")
             parts.append(TemplatePart(type="keywords", keywords=words))
         if language:
@@ -105,13 +108,13 @@ class ChatPrompts:
         return parts
 
     def _encode(
-        self, messages: list[Any], answer: str, inputs: Sequence[EncoderInput]
+        self, messages: list[Any], answer: str, clip: PreparedAudio
     ) -> tuple[list[int], list[EncoderInput]]:
         """Return the tokens of a conversation with the beginning of an answer, and its encoder inputs."""
         text = self._template.render(messages, self._guard) + answer
         _, token_ids, placed = self._places.encode(
             text,
-            [PreparedAudio(list(inputs))],
+            [clip],
             lambda rendered: self._guard.encode(rendered, add_special_tokens=False),
         )
         return list(token_ids), placed
@@ -153,16 +156,16 @@ class ChatPrompts:
 
     def read_turns(self, text: str) -> list[Turn] | None:
         """Return the turns of an answer with this text; None if the model does not name speakers."""
-        if not self._speech.has_turns:
+        if not self._speech.turns:
             return None
-        reader = TurnReader()
+        reader = make_reader(self._speech.turns)
         reader.feed(text, is_end=True)
         return reader.turns
 
     def hold(self, language: str) -> HeldAnswer | HeldTurns | None:
         """Return an object that hides parts of a streamed answer in `language`; None if nothing is hidden."""
-        if self._speech.has_turns:
-            return HeldTurns()
+        if self._speech.turns:
+            return HeldTurns(make_reader(self._speech.turns))
         if self._mark_id is None or language:
             return None
         return HeldAnswer(self, self._mark_id, self._speech.text_mark)
@@ -202,8 +205,8 @@ class HeldAnswer:
 class HeldTurns:
     """Hides the times and speakers of an answer, and shows its words."""
 
-    def __init__(self) -> None:
-        self._reader = TurnReader()
+    def __init__(self, reader: TurnReader) -> None:
+        self._reader = reader
 
     def read(self, delta: Delta, *, is_end: bool = False) -> Delta:
         """Return what is shown after a piece of the answer; the last call has `is_end`."""

@@ -55,6 +55,7 @@ class DecoderPrompts:
         language: str,
         inputs: Sequence[EncoderInput],
         *,
+        seconds: float,
         has_timestamps: bool,
     ) -> tuple[list[int], list[EncoderInput]]:
         """Return the decoder's prompt for a window, and its encoder inputs, which have no place in the prompt."""

@@ -197,7 +197,11 @@ class WindowDecoder:
         """Return the prompt of a window, its encoder inputs, and the parameters of its text."""
         options, prompts = self._options, self._prompts
         prompt, placed = prompts.for_window(
-            options, self.language, inputs, has_timestamps=options.has_segments
+            options,
+            self.language,
+            inputs,
+            seconds=self._seconds(window),
+            has_timestamps=options.has_segments,
         )
         params = prompts.params(
             options,

@@ -12,7 +12,6 @@ from ....protocol.config.chat_audio import ChatAudioConfig
 from ....protocol.config.model import AudioProcessorConfig
 from ....protocol.errors import ParameterError
 from ...http.shown_values import echo
-from ..audio.log_mel import RATE
 from .languages import find_language
 
 CHAT_WINDOW_S: Final = 30.0
@@ -130,20 +129,20 @@ def speech_model(model: ModelConfig) -> SpeechModel | None:
         has_word_times=False,
         needs_language=False,
         reads_prompt=speech.has_context,
-        sampling_rate=RATE,
+        sampling_rate=model.chat_audio.rate,
         window_seconds=min(
-            TURNS_WINDOW_S if speech.has_turns else CHAT_WINDOW_S,
+            TURNS_WINDOW_S if speech.turns else CHAT_WINDOW_S,
             _half_context_s(model.chat_audio, model.max_model_len),
         ),
-        reads_keywords=speech.has_context or speech.has_parts,
-        names_speakers=speech.has_turns,
+        reads_keywords=speech.has_context or speech.reads_keywords,
+        names_speakers=bool(speech.turns),
     )
 
 
 def _half_context_s(audio: ChatAudioConfig, max_model_len: int) -> float:
     """Return the length in seconds of a clip whose embeddings fill half of the context."""
     samples_per_output = audio.window_samples / audio.outputs_per_window
-    return max_model_len / 2 * samples_per_output / RATE
+    return max_model_len / 2 * samples_per_output / audio.rate
 
 
 def verify_transcribes(model: ModelConfig) -> SpeechModel:

@@ -19,6 +19,7 @@ from ...config.audio_tower import (
 )
 from ..config_fields import ConfigFields
 from .conformers import conformer_spec, gemma3n_spec, gemma4_spec
+from .convolutions import wave_spec
 from .fields import MAX_POSITIONS, read_num_heads, read_size
 
 _THINKER: Final = "thinker_config"
@@ -26,9 +27,12 @@ _MODEL_TYPES: Final = (
     *("qwen2_audio", "voxtral", "qwen3_asr", "glmasr"),
     *("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"),
     *("granite_speech", "granite_speech_plus", "audioflamingo3", "musicflamingo"),
-    *("moss_transcribe_diarize", "fun_asr_nano"),
+    *("moss_transcribe_diarize", "fun_asr_nano", "vibevoice_asr"),
     *("gemma3n", "gemma4", "gemma4_unified", "embedding_gemma2", "voxtral_realtime"),
 )
+
+_SECTIONS: Final = {"granite": "encoder_config", "vibevoice": "acoustic_tokenizer_encoder_config"}
+"""The section of the encoder, if it has another name than that of other models."""
 
 _PART_FRAMES: Final = 250
 """The maximum length of a part of a clip that Gemma 4's unified models read: 10 s, whose frames are independent."""
@@ -45,7 +49,7 @@ def audio_section(fields: ConfigFields) -> ConfigFields:
 def has_audio_tower(fields: ConfigFields) -> bool:
     """Return whether a model with this config has an audio tower that Engine supports."""
     kind = fields.text("model_type", "")
-    name = "encoder_config" if kind.startswith("granite") else "audio_config"
+    name = _SECTIONS.get(kind.partition("_")[0], "audio_config")
     return kind in _MODEL_TYPES and audio_section(fields).section(name) is not None
 
 
@@ -62,6 +66,8 @@ def audio_tower_spec(fields: ConfigFields, output_size: int) -> AnyAudioSpec:
     kind = fields.text("model_type")
     if kind.startswith("granite"):
         return conformer_spec(fields, output_size)
+    if kind == "vibevoice_asr":
+        return wave_spec(fields, output_size)
     audio = audio_section(fields).required_section("audio_config")
     if kind == "gemma3n":
         return gemma3n_spec(fields, audio, output_size)

@@ -70,7 +70,8 @@ def test_logits_equal_those_of_transformers(model: Any, load: Any) -> None:
     clips = [tone(seed, seconds) for seed, seconds in enumerate(lengths)]
     executor = ThreadExecutor()
     places, tokenizer = chat_audio(path, executor)
-    found = [places.wrap((clip, 16_000), "audio") for clip in clips]
+    rate = 24_000 if kind == "vibevoice_asr" else 16_000
+    found = [places.wrap((clip, rate), "audio") for clip in clips]
     prepared = asyncio.run(places.prepare(found))
     text = "the quick" + f"{MARKS[kind]} brown fox".join([""] + [""] * len(clips)) + " jumps"
     _, token_ids, inputs = places.encode(text, prepared, lambda t: (t, tokenizer.encode(t)))

@@ -162,6 +162,7 @@ _WITH_ANY_DECODER = {
     "Qwen3ASRForConditionalGeneration",
     "SmolVLMForConditionalGeneration",
     "StepVLForConditionalGeneration",
+    "VibeVoiceAsrForConditionalGeneration",
     "VideoLlavaForConditionalGeneration",
     "VideoLlama3ForConditionalGeneration",
     "VipLlavaForConditionalGeneration",
@@ -178,6 +179,7 @@ _DECODERS = {
     "granite_speech": "granite",
     "granite_speech_plus": "granite",
     "qwen3_asr": "qwen3",
+    "vibevoice_asr": "qwen2",
 }
 """The decoder of models whose configs may omit it; others have Llama's."""
 

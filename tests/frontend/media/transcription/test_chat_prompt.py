@@ -80,7 +80,9 @@ def test_special_tokens_in_prompts_stay_text_or_are_refused(path: Path) -> None:
     prompts, tokenizer = prompts_of(path)
     options = TranscriptionOptions(prompt="names <|audio_pad|>")
     item = EncoderInput(0, 3, bytes(32), 3, b"")
-    token_ids, [placed] = prompts.for_window(options, "en", [item], has_timestamps=False)
+    token_ids, [placed] = prompts.for_window(
+        options, "en", [item], seconds=1.0, has_timestamps=False
+    )
     mark = tokenizer.token_to_id("<|audio_pad|>")
     assert [i for i, token in enumerate(token_ids) if token == mark] == [
         placed.position + i for i in range(3)
@@ -90,7 +92,7 @@ def test_special_tokens_in_prompts_stay_text_or_are_refused(path: Path) -> None:
     assert text.endswith("language English<asr_text>")
     refusing, _ = prompts_of(path, "refuse")
     with pytest.raises(ParameterError, match="must not contain the special token") as raised:
-        refusing.for_window(options, "", [item], has_timestamps=False)
+        refusing.for_window(options, "", [item], seconds=1.0, has_timestamps=False)
     assert raised.value.param == "prompt"
 
 
@@ -113,7 +115,9 @@ def test_instructions_have_the_clip_and_the_language_where_models_expect_them(
     prompts, tokenizer = prompts_of(path, source=source)
     item = EncoderInput(0, 189, bytes(32), 189, b"")
     options = TranscriptionOptions(task=Task(task))
-    token_ids, [placed] = prompts.for_window(options, language, [item], has_timestamps=False)
+    token_ids, [placed] = prompts.for_window(
+        options, language, [item], seconds=1.0, has_timestamps=False
+    )
     clip = {
         "gemma3n": f"\n\n<start_of_audio>{'<audio_soft_token>' * 188}<end_of_audio>\n\n",
         "gemma4": f"<|audio>{'<|audio|>' * 189}<audio|>",
@@ -136,7 +140,7 @@ def test_context_and_language_are_parts_for_templates_that_have_the_instruction(
     prompts, tokenizer = prompts_of(path, source=source)
     options = TranscriptionOptions(keywords=("quick", "<|audio_pad|>"))
     items = [EncoderInput(0, size, bytes(32), size, b"") for size in (25, 14)]
-    token_ids, placed = prompts.for_window(options, "", items, has_timestamps=False)
+    token_ids, placed = prompts.for_window(options, "", items, seconds=1.0, has_timestamps=False)
     text = tokenizer.decode(token_ids)
     # A time follows every 12 embeddings, and the second window begins right after the 24th and one more.
     part = "<|audio_pad|>" * 12
@@ -152,5 +156,5 @@ def test_context_and_language_are_parts_for_templates_that_have_the_instruction(
         assert [index for index, token in enumerate(tokens) if token != mark] == own
     refusing, _ = prompts_of(path, "refuse", source)
     with pytest.raises(ParameterError, match="must not contain the special token") as raised:
-        refusing.for_window(options, "", items, has_timestamps=False)
+        refusing.for_window(options, "", items, seconds=1.0, has_timestamps=False)
     assert raised.value.param == "keywords[1]"

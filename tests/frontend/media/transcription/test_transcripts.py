@@ -14,7 +14,7 @@ from engine.frontend.media.transcription.segments import (
     split_segments,
 )
 from engine.frontend.media.transcription.subtitles import write_srt, write_vtt
-from engine.frontend.media.transcription.turns import TurnReader, join_turns
+from engine.frontend.media.transcription.turns import join_turns, make_reader
 from engine.frontend.media.transcription.words import align_words
 
 FIRST_TIME = 1000
@@ -168,31 +168,45 @@ def test_texts_of_windows_are_separated_as_their_script_separates_words(
 
 
 @pytest.mark.parametrize(
-    ("answer", "text", "turns"),
+    ("turns", "answer", "text", "expected"),
     [
         (
+            "json",
+            'assistant\n[{"Start":0,"End":1.52,"Speaker":0,"Content":" Say \\"hi\\" \\ud83d\\ude00 "}, '
+            '{"Start": 2.0, "End": 3.5, "Content": "[Noise]"},\n{"Start":4,"End":5,"Speaker":12,"Content":"b\\u00e9',
+            'Say "hi" 😀 [Noise] bé',
+            [(0.0, 1.52, 0, 'Say "hi" 😀'), (2.0, 3.5, -1, "[Noise]"), (4.0, 5.0, 12, "bé")],
+        ),
+        ("json", "no [turns ", "no [turns", [(0.0, 0.0, -1, "no [turns")]),
+        ("json", '[{"Start":0,"End":1,"Speaker":0,"Content":""}]', "", [(0.0, 1.0, 0, "")]),
+        ("json", "assis", "assis", [(0.0, 0.0, -1, "assis")]),
+        (
+            "marks",
             "[0.00][S01]Good morning. [laughs][1.52][1.60] [S02] Hello. [1:02.5]",
             "Good morning. [laughs] Hello.",
             [(0.0, 1.52, 1, "Good morning. [laughs]"), (1.6, 62.5, 2, "Hello.")],
         ),
         (
+            "marks",
             "[0.5][S01]\u4f60\u597d[1.5][1.5][S03]\u518d\u89c1",
             "\u4f60\u597d\u518d\u89c1",
             [(0.5, 1.5, 1, "\u4f60\u597d"), (1.5, 1.5, 3, "\u518d\u89c1")],
         ),
-        ("no [turns", "no [turns", [(0.0, 0.0, -1, "no [turns")]),
-        ("[0.0][S01] [0.4][1..2][S02]a[9]", "a", [(0.0, 0.4, 1, ""), (0.0, 9.0, 2, "a")]),
-        (" ", "", []),
+        ("marks", "no [turns", "no [turns", [(0.0, 0.0, -1, "no [turns")]),
+        ("marks", "[0.0][S01] [0.4][1..2][S02]a[9]", "a", [(0.0, 0.4, 1, ""), (0.0, 9.0, 2, "a")]),
+        ("marks", " ", "", []),
     ],
 )
-def test_turns_are_read_from_pieces_of_any_length(answer: str, text: str, turns: list[Any]) -> None:
+def test_turns_are_read_from_pieces_of_any_length(
+    turns: str, answer: str, text: str, expected: list[Any]
+) -> None:
     for size in range(1, len(answer) + 1):
-        reader = TurnReader()
+        reader = make_reader(turns)
         pieces = [answer[i : i + size] for i in range(0, len(answer), size)]
         shown = "".join(map(reader.feed, pieces)) + reader.feed("", is_end=True)
         assert shown == text == join_turns(reader.turns)
-        assert [(t.start, t.end, t.speaker, t.text) for t in reader.turns] == turns
+        assert [(t.start, t.end, t.speaker, t.text) for t in reader.turns] == expected
     window = DecodedWindow(30.0, 10.0, [], text, 0.0, -0.5, turns=reader.turns)
     segments = split_segments(window, TOKENS, first_timestamp_id=9, time_precision=0.0, first_id=0)
-    assert [each.speaker for each in segments] == [turn[2] for turn in turns if turn[3]]
+    assert [each.speaker for each in segments] == [turn[2] for turn in expected if turn[3]]
     assert all(30.0 <= each.start <= each.end <= 40.0 for each in segments)

@@ -1,0 +1,61 @@
+"""Read the config of VibeVoice's convolutional encoders."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from ...config.audio_tower import WaveEncoder, WaveSpec
+from ..config_fields import ConfigFields
+from .fields import MAX_POSITIONS
+
+_Number = Annotated[int, msgspec.Meta(ge=1, le=1024)]
+
+
+def wave_spec(fields: ConfigFields, output_size: int) -> WaveSpec:
+    """Return the encoders of VibeVoice ASR.
+
+    Raises:
+        CheckpointError: A field is missing or invalid.
+    """
+    acoustic = _encoder(fields.required_section("acoustic_tokenizer_encoder_config"), 64)
+    semantic = _encoder(fields.required_section("semantic_tokenizer_encoder_config"), 128)
+    if acoustic.hop != semantic.hop:
+        raise fields.error(
+            f"the encoders have outputs of {acoustic.hop} and {semantic.hop} samples"
+        )
+    name = "acoustic_tokenizer_chunk_size"
+    samples = fields.integer(name, 1_440_000)
+    if samples % acoustic.hop:
+        raise fields.wrong(name, f"a multiple of {acoustic.hop}", samples)
+    return WaveSpec(acoustic, semantic, samples // acoustic.hop, output_size)
+
+
+def _encoder(fields: ConfigFields, hidden_size: int) -> WaveEncoder:
+    fields.require("channels", 1)
+    ratios = _numbers(fields, "downsampling_ratios", [2, 2, 4, 5, 5, 8])
+    depths = _numbers(fields, "depths", [3, 3, 3, 3, 3, 3, 8])
+    if len(depths) != len(ratios) + 1:
+        raise fields.wrong("depths", f"{len(ratios) + 1} numbers", depths)
+    return WaveEncoder(
+        num_filters=fields.integer("num_filters", 32, maximum=1024),
+        kernel_size=fields.integer("kernel_size", 7, maximum=1023),
+        ratios=ratios,
+        depths=depths,
+        expansion=fields.integer("ffn_expansion", 4, maximum=64),
+        hidden_size=fields.integer("hidden_size", hidden_size, maximum=MAX_POSITIONS),
+        activation=fields.text("hidden_act", "gelu"),
+        norm_eps=fields.positive("rms_norm_eps", 1e-5),
+    )
+
+
+def _numbers(fields: ConfigFields, name: str, default: list[int]) -> tuple[int, ...]:
+    found = fields.get(name, default)
+    try:
+        numbers = msgspec.convert(found, tuple[_Number, ...])
+    except msgspec.ValidationError:
+        numbers = ()
+    if not 1 <= len(numbers) <= 16:
+        raise fields.wrong(name, "1 to 16 numbers from 1 to 1024", found)
+    return numbers
