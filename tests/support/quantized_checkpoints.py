@@ -157,6 +157,16 @@ def _float8_powers(w_OD: Tensor) -> Stored:
     return {"weight": q_OD, "scale": scale.to(torch.float8_e8m0fnu)}, q_OD.float() * scale_OD
 
 
+def _mxfp8(w_OD: Tensor) -> Stored:
+    """Store float8 groups of 32 whose scales are exponents, as transformers does."""
+    groups_OGK = w_OD.unflatten(1, (-1, 32))
+    exponents = (groups_OGK.abs().amax(-1) / 448).log2().ceil().clamp(-127)
+    q_OGK = (groups_OGK / 2 ** exponents.unsqueeze(-1)).to(torch.float8_e4m3fn)
+    meaning_OD = (q_OGK.float() * 2 ** exponents.unsqueeze(-1)).flatten(1)
+    scales = (exponents + 127).to(torch.uint8)
+    return {"weight": q_OGK.flatten(1), "weight_scale_inv": scales}, meaning_OD
+
+
 def _four_bits_beside_float8(w_OD: Tensor) -> Stored:
     """Store an expert of DeepSeek-V4."""
     tensors, meaning_OD = _mxfp4(w_OD)
@@ -327,6 +337,7 @@ FORMATS = {
         _float8(lambda w_OD: w_OD.abs().max().reshape(1) / 448, input_scale=torch.tensor([0.02])),
     ),
     "fp8-powers": Format(_FLOAT8_POWERS, _float8_powers),
+    "fp8-mxfp8": Format(_FLOAT8_POWERS | {"weight_block_size": [1, 32]}, _mxfp8),
     "fp8-four-bits": Format(_FLOAT8_POWERS, _four_bits_beside_float8),
     "fp8-blocks": Format(
         {

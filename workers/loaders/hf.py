@@ -70,6 +70,8 @@ _INKLING = _Stacking(
     names=(
         (r"\.(shared_)?w13_weight$", ".gate_up_proj"),
         (r"\.(shared_)?w2_weight$", ".down_proj"),
+        (r"\.w13_weight_scale$", ".gate_up_proj_weight_scale"),
+        (r"\.w2_weight_scale$", ".down_proj_weight_scale"),
         (r"\.w13_dn\.weight$", ".gate_up_proj.weight"),
     ),
 )

@@ -1,6 +1,7 @@
 """Families that transformers has no class for give the logits of models with the same mathematics."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -179,4 +180,35 @@ def test_parts_of_a_matrix_may_have_fp8_blocks_of_their_own(load, tmp_path):
         expected_logits(reference, tokens),
     )
     # The activations beside weights of eight bits are rounded, too.
+    assert torch.linalg.norm(logits - expected) < 0.01 * torch.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("load", [load_decoder, load_native_decoder])
+def test_stacked_experts_may_be_stored_in_mxfp8(load, tmp_path):
+    """The experts of Inkling 2 are, with rows of gate and up projections in turns."""
+    reference = make_reference(
+        "inkling2", hidden_size=64, intermediate_size=32, moe_intermediate_size=32
+    )
+    save_reference(reference, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    meanings = {}
+    for name in [name for name in tensors if re.search(r"experts\.w(13|2)_weight$", name)]:
+        stored, values = zip(*map(FORMATS["fp8-mxfp8"].store, tensors[name]), strict=True)
+        meanings[name] = torch.stack(values)
+        tensors[name] = torch.stack([each["weight"] for each in stored])
+        tensors[f"{name}_scale"] = torch.stack([each["weight_scale_inv"] for each in stored])
+    for i, layer in enumerate(reference.model.layers):
+        experts = layer.mlp.experts
+        gate_up, down = (meanings[f"model.llm.layers.{i}.mlp.experts.w{n}_weight"] for n in (13, 2))
+        experts.gate_up_proj.data = torch.cat((gate_up[:, ::2], gate_up[:, 1::2]), 1)
+        experts.down_proj.data = down
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = FORMATS["fp8-mxfp8"].config
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tokens = prompt(NUM_TOKENS)
+    logits, expected = (
+        Runner(load(tmp_path)).step({0: tokens})[0],
+        expected_logits(reference, tokens),
+    )
     assert torch.linalg.norm(logits - expected) < 0.01 * torch.linalg.norm(expected)

@@ -2,7 +2,8 @@
 
 A module has `weight` [O, D] in float8, with O output and D input features, and scales in any float type. `weight_scale`
 has one number, or one per output. With blocks, there is one scale per block, in `weight_scale_inv` (which is a factor
-despite its name), `weight_scale` or `scale`. With static activations, there is also one number `input_scale`.
+despite its name), `weight_scale` or `scale`. Scales in uint8 are exponents of powers of two with a bias of 127 (MXFP8).
+With static activations, there is also one number `input_scale`.
 
 DeepSeek-V4 has experts of four bits among such modules: `weight` int8 [O, D / 2] has two elements in a byte, and
 `scale` one power of two for each 32 columns of a row. Those of MiMo-V2.6 have uint8, and scales called `weight_scale`.
@@ -24,6 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .matrix import ActivationScheme, QuantizedMatrix
+from .microscaling import halves_of_powers
 from .packed_minifloats import PackedMinifloatScheme
 from .scheme import ColumnGroups, QuantizationScheme, StoredModule, shape_of
 
@@ -113,7 +115,8 @@ class Float8Scheme(QuantizationScheme):
         first, last = block_of(rows.start), block_of(max(rows.start, rows.stop - 1))
         num_blocks = (shape[0] // height * per_part, -(-shape[1] // block_columns))
         blocks = module.read(name, num_blocks, range(first, last + 1), groups.stored)
-        scale_OG = blocks.float()[block_of(torch.arange(rows.start, rows.stop)) - first]
+        scales = 2 * halves_of_powers(blocks) if blocks.dtype is torch.uint8 else blocks.float()
+        scale_OG = scales[block_of(torch.arange(rows.start, rows.stop)) - first]
         return groups.expand(scale_OG), groups.size
 
 
