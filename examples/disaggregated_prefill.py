@@ -1,4 +1,4 @@
-"""A proxy for servers that compute prompts (prefill) and servers that generate (decode); see `--help`."""
+"""A proxy for servers that compute prompts (prefill) and servers that generate (decode)."""
 
 import argparse
 import itertools
@@ -100,8 +100,25 @@ def create_app(prefill: list[str], decode: list[str]) -> FastAPI:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--prefill", nargs="+", default=["http://127.0.0.1:8100"])
-    parser.add_argument("--decode", nargs="+", default=["http://127.0.0.1:8200"])
-    parser.add_argument("--port", type=int, default=int(os.environ.get("PORT", "8000")))
+    parser.add_argument(
+        "--prefill",
+        nargs="+",
+        metavar="URL",
+        default=["http://127.0.0.1:8100"],
+        help="Servers that compute prompts (default: http://127.0.0.1:8100)",
+    )
+    parser.add_argument(
+        "--decode",
+        nargs="+",
+        metavar="URL",
+        default=["http://127.0.0.1:8200"],
+        help="Servers that generate (default: http://127.0.0.1:8200)",
+    )
+    parser.add_argument(
+        "--port",
+        type=int,
+        default=int(os.environ.get("PORT", "8000")),
+        help="Port to listen on (default: $PORT, or 8000)",
+    )
     args = parser.parse_args()
     uvicorn.run(create_app(args.prefill, args.decode), host="127.0.0.1", port=args.port)

@@ -27,7 +27,13 @@ dump = urllib.request.Request(
     f"{url}/debug/dump", method="POST", headers={"Authorization": f"Bearer {key}"}
 )
 with urllib.request.urlopen(dump) as answer:
-    [file, *_] = json.load(answer)["files"]
+    files = json.load(answer)["files"]
 
-command = [sys.executable, "-m", "engine.core.replay", file, "--why", request_id]
-sys.exit(subprocess.run(command, check=False).returncode)
+# There is a file for each replica, and one of them has the request.
+for file in files:
+    command = [sys.executable, "-m", "engine.core.replay", file, "--why", request_id]
+    replay = subprocess.run(command, check=False, capture_output=True, text=True)
+    if replay.returncode == 0:
+        print(replay.stdout)
+        sys.exit()
+sys.exit(replay.stderr)
