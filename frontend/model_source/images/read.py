@@ -207,6 +207,8 @@ _READERS: Final[dict[str, _Reader]] = {
     "internvl": canvas,
     "internvl_chat": described_canvas,
     "janus": margins_between_marks,
+    "Keye": resize_rounded,
+    "KeyeVL1_5": resize_rounded,
     "kimi_k25": pad,
     "kimi_vl": pad_limited,
     "lfm2_vl": thumbnail,

@@ -12,7 +12,7 @@ from .grid import GridVisionSpec
 
 
 def paddleocr_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
-    """Return the tower of PaddleOCR-VL."""
+    """Return the tower of PaddleOCR-VL or Keye-VL."""
     image_size, patch_size = image_and_patch_size(vision, 384, 14)
     return GridVisionSpec(
         **merged_sizes(vision, patch_size),
@@ -26,6 +26,11 @@ def paddleocr_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -
         interpolation="bilinear centers",
         tensor_names=_PADDLE_NAMES,
     )
+
+
+def keye1_5(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
+    """Return the tower of Keye-VL 1.5, which is that of PaddleOCR-VL with a norm of squares."""
+    return replace(paddleocr_vl(fields, vision, output_size), merger_norm="squares")
 
 
 def video_llama3(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:

@@ -251,6 +251,8 @@ FAMILIES = (
     Family("MistralForCausalLM", "mistral", mistral),
     Family("Mistral3ForConditionalGeneration", "mistral3", ministral3),
     Family("Olmo2ForCausalLM", "olmo2", olmo2),
+    Family("KeyeForConditionalGeneration", "Keye", qwen3),
+    Family("KeyeVL1_5ForConditionalGeneration", "KeyeVL1_5", qwen3),
     Family("Phi3ForCausalLM", "phi3", phi3),
     Family("Phi3VForCausalLM", "phi3_v", _phi3_v),
     Family("Phi4MMForCausalLM", "phi4mm", _phi4_multimodal),
