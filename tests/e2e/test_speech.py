@@ -299,6 +299,11 @@ def test_long_files_lose_and_double_no_words_even_if_the_worker_is_killed(
         ({"response_format": "srt", "stream": True}, "stream", "stream needs response_format"),
         ({"timestamp_granularities": ["word"]}, "timestamp_granularities", "needs response_format"),
         ({"model": "large"}, "model", "does not exist"),
+        (
+            {"extra_body": {"max_completion_tokens": 0}},
+            "max_completion_tokens",
+            "must be at least 1, got 0",
+        ),
         ({"known_speaker_names": ["ann", "bob"]}, "known_speaker_names", "is not supported"),
         (
             {"chunking_strategy": {"type": "server_vad", "threshold": 0.5}},

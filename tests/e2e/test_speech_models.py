@@ -167,6 +167,9 @@ def test_translations_use_the_translate_task(audio: Any, reference: Reference) -
         model="tiny", file=file, extra_body={"to_language": "en"}
     )
     assert with_target.text == texts[0]
+    options = {"extra_body": {"max_completion_tokens": 3, "seed": 1}}
+    short = audio.translations.create(model="tiny", file=file, **options).text
+    assert len(short) < len(texts[0]) and short
     for create in (audio.translations.create, audio.transcriptions.create):
         with pytest.raises(openai.BadRequestError, match="to_language must be en in /v1/audio"):
             create(model="tiny", file=file, extra_body={"to_language": "de"})

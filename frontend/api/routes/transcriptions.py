@@ -109,7 +109,7 @@ class Transcriptions:
             file = files[FILE].content
             lease.count_media(len(file))
             work = self.work(partial(self._open_file, file), plan, request, scope, deadline)
-            if getattr(request, "stream", None):
+            if request.stream:
                 await while_connected(receive, self._stream(plan, work, scope, send))
             else:
                 transcript = await while_connected(receive, work(None))
@@ -188,13 +188,12 @@ class Transcriptions:
         response_format = request.response_format or "json"
         granularities = include = None
         languages: tuple[str, ...] = ()
-        is_streamed = False
+        is_streamed = bool(request.stream)
         if isinstance(request, TranscriptionRequest):
             granularities, include = request.timestamp_granularities, request.include
             languages = parse_languages(request.languages or (), speech)
             if languages and request.language:
                 raise bad_request("languages", "must not be given together with language")
-            is_streamed = bool(request.stream)
             _verify_chunking(request.chunking_strategy)
         for each in granularities or ():
             verify_choice("timestamp_granularities", each, _GRANULARITIES)
@@ -217,6 +216,9 @@ class Transcriptions:
         temperature = request.temperature or 0.0
         if not 0 <= temperature <= 1:
             raise bad_request("temperature", f"must be in [0, 1], got {temperature}")
+        max_tokens = request.max_completion_tokens
+        if max_tokens is not None and max_tokens < 1:
+            raise wrong("max_completion_tokens", "at least 1", max_tokens)
         if request.seed is not None and not 0 <= request.seed <= MAX_SEED:
             raise wrong("seed", f"between 0 and {MAX_SEED}", request.seed)
         sampling = {
@@ -242,6 +244,7 @@ class Transcriptions:
             temperature=temperature,
             seed=request.seed,
             sampling=sampling,
+            max_tokens=max_tokens,
             has_segments=has_segments,
             has_words=has_words,
             has_speakers=has_speakers,

@@ -27,6 +27,9 @@ class TranslationRequest(msgspec.Struct, kw_only=True):
     repetition_penalty: float | None = None
     # Words that occur in the clip.
     hotwords: str | None = None
+    # The tokens of each window, as in vLLM.
+    max_completion_tokens: Int | None = None
+    stream: bool | None = None
     priority: Int | None = None
     # The tenant. Ignored if the server has several API keys.
     user: str | None = None
@@ -40,13 +43,13 @@ class TranslationRequest(msgspec.Struct, kw_only=True):
     length_penalty: Any = None
     include_stop_str_in_output: Any = None
     vllm_xargs: Any = None
+    watermarking: Any = None
 
 
 class TranscriptionRequest(TranslationRequest, kw_only=True):
     """The fields other than `file` in the form of `POST /v1/audio/transcriptions`."""
 
     timestamp_granularities: list[str] | None = None
-    stream: bool | None = None
     include: list[str] | None = None
     # The possible languages of the clip, and words that occur in it.
     languages: list[str] | None = None

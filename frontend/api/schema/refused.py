@@ -20,7 +20,7 @@ REFUSED: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
     "vllm_xargs": (_NOT_SUPPORTED, ({},)),
     "mm_processor_kwargs": (_NOT_SUPPORTED, ({},)),
     "media_io_kwargs": (_NOT_SUPPORTED, ({},)),
-    "watermarking": (_NOT_SUPPORTED, (False,)),
+    "watermarking": (_NOT_SUPPORTED, (False, "false", "False", "0")),
     "ec_transfer_params": (_NOT_SUPPORTED, ()),
     "lora_path": (_NOT_SUPPORTED, ("",)),
     "stop_regex": ("is not supported; use stop", ("", [])),

@@ -203,10 +203,11 @@ class WindowDecoder:
             seconds=self._seconds(window),
             has_timestamps=options.has_segments,
         )
+        max_tokens = prompts.max_tokens(options, prompt, self._seconds(window))
         params = prompts.params(
             options,
             temperature,
-            prompts.max_tokens(options, prompt, self._seconds(window)),
+            min(max_tokens, options.max_tokens or max_tokens),
             has_timestamps=options.has_segments,
         )
         return prompt, placed, params

@@ -44,6 +44,7 @@ class TranscriptionOptions:
         temperature: 0 decodes greedily, and tries higher temperatures if the text repeats itself or is doubtful.
         seed: The seed of sampling at other temperatures; None for a random one.
         sampling: Other sampling parameters, such as penalties.
+        max_tokens: The maximum number of tokens of each window; None for that of the model.
         has_segments: True to return segments with times.
         has_words: True to return words with times.
         has_speakers: True to name the speaker of each segment.
@@ -58,6 +59,7 @@ class TranscriptionOptions:
     temperature: float = 0.0
     seed: int | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    max_tokens: int | None = None
     has_segments: bool = False
     has_words: bool = False
     has_speakers: bool = False
