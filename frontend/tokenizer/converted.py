@@ -12,7 +12,7 @@ import msgspec
 
 from ...protocol.checkpoint.gguf import GGUFFile
 from ...protocol.errors import CheckpointError
-from ..cache_directory import cache_directory
+from ..cache_directory import cache_directories
 from .conversion.kimi import convert_kimi, kimi_files
 from .conversion.marian import convert_marian, marian_files
 from .conversion.tekken import convert_tekken, tekken_files
@@ -54,9 +54,11 @@ def tokenizer_json_path(path: str | PathLike[str]) -> Path:
 
 def converted_directory(path: Path) -> Path:
     """Return a directory with the converted tokenizer of a GGUF file, or of a directory in another format."""
-    directory = cache_directory("tokenizers") / _key(_other_files(path) or [path])
-    if _is_whole(directory):
-        return directory
+    key = _key(_other_files(path) or [path])
+    for cache in cache_directories("tokenizers"):
+        directory = cache / key
+        if _is_whole(directory):
+            return directory
     if path.is_dir():
         converted = next(convert for find, convert in _FORMATS if find(path))(path)
     else:

@@ -10,7 +10,7 @@ from typing import Final
 import msgspec
 
 from ....protocol.errors import ConfigError
-from ...cache_directory import cache_directory
+from ...cache_directory import cache_directories
 
 TOKENIZERS: Final = "converted tokenizers"
 
@@ -91,14 +91,14 @@ def _in_hub_cache() -> Iterator[CachedModel]:
 
 
 def _in_engine_cache() -> Iterator[CachedModel]:
-    models = cache_directory("models")
-    for path in sorted(models.glob("*.gguf")) if models.is_dir() else ():
-        yield _file(path, path.stem, "engine")
-    tokenizers = cache_directory("tokenizers")
-    size = sum(path.stat().st_size for path in tokenizers.rglob("*") if path.is_file())
-    if size:
-        used_at = tokenizers.stat().st_mtime
-        yield CachedModel(TOKENIZERS, "engine", str(tokenizers), size, 0, used_at)
+    for models in cache_directories("models"):
+        for path in sorted(models.glob("*.gguf")) if models.is_dir() else ():
+            yield _file(path, path.stem, "engine")
+    for tokenizers in cache_directories("tokenizers"):
+        size = sum(path.stat().st_size for path in tokenizers.rglob("*") if path.is_file())
+        if size:
+            used_at = tokenizers.stat().st_mtime
+            yield CachedModel(TOKENIZERS, "engine", str(tokenizers), size, 0, used_at)
 
 
 def _in_packages() -> Iterator[CachedModel]:

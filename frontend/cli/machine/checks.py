@@ -165,7 +165,7 @@ def _variables(root: Path, environ: Mapping[str, str]) -> Check | None:
 
 def _cache(root: Path, environ: Mapping[str, str]) -> Check:
     path = cache_directory("models")
-    existing = next(p for p in (path, *path.parents) if p.exists())
+    existing = next(p for p in (path, *path.parents) if os.path.exists(p))
     free = shutil.disk_usage(existing).free
     value = f"{path}, {format_bytes(free)} free"
     if not os.access(existing, os.W_OK):

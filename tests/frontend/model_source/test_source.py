@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from engine.frontend.cache_directory import cache_directory
+from engine.frontend.cache_directory import cache_directories
 from engine.frontend.model_source.default_model import (
     DEFAULT_MODEL,
     PackagedModel,
@@ -215,11 +215,25 @@ def test_an_unusable_cache_error_names_the_remedy(
 def test_the_cache_directory_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ENGINE_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", "/x")
-    assert cache_directory("models") == Path("/x/engine/models")
+    assert cache_directories("models") == [Path("/x/engine/models")]
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache_directory("models") == Path.home() / ".cache/engine/models"
+    assert cache_directories("models")[0] == Path.home() / ".cache/engine/models"
     monkeypatch.setenv("ENGINE_CACHE", "~/mine")
-    assert cache_directory("tokenizers") == Path.home() / "mine/tokenizers"
+    assert cache_directories("tokenizers") == [Path.home() / "mine/tokenizers"]
+
+
+def test_a_user_whose_cache_cannot_be_written_has_a_private_one_among_the_temporary_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ENGINE_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    temporary = tmp_path / f"engine-cache-{os.getuid()}"
+    assert cache_directories("models") == [Path("/dev/null/engine/models"), temporary / "models"]
+    assert temporary.stat().st_mode & 0o777 == 0o700
+    temporary.chmod(0o777)
+    with pytest.raises(ConfigError, match=r"could be written by other users.*ENGINE_CACHE"):
+        cache_directories("models")
 
 
 # The hub
