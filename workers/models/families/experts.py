@@ -39,13 +39,15 @@ from .llama_variants import GLM_AXES, ernie4_5, hunyuan
 MIXTRAL_NAMES = (
     (r"\.block_sparse_moe\.e_score", ".mlp.gate.e_score"),
     (r"\.block_sparse_moe\.", ".mlp."),
+    (r"\.mlp\.e_score", ".mlp.gate.e_score"),
     (r"(\.experts\.\d+)\.w1\.", r"\1.gate_proj."),
     (r"(\.experts\.\d+)\.w3\.", r"\1.up_proj."),
     (r"(\.experts\.\d+)\.w2\.", r"\1.down_proj."),
 )
 SHARED_EXPERT_NAMES = ((r"\.shared_expert\.", ".shared_experts."),)
 GRANITE_NAMES = (
-    (r"\.block_sparse_moe\.router\.layer\.", ".mlp.gate."),
+    (r"\.block_sparse_moe\.router\.(layer\.)?", ".mlp.gate."),
+    (r"\.block_sparse_moe\.experts\.", ".mlp.experts."),
     (r"\.block_sparse_moe\.(\d+)\.input_linear\.", r".mlp.experts.\1.gate_up_proj."),
     (r"\.block_sparse_moe\.(\d+)\.output_linear\.", r".mlp.experts.\1.down_proj."),
     (r"\.shared_mlp\.input_linear\.", ".mlp.shared_experts.gate_up_proj."),
@@ -361,7 +363,7 @@ def ernie4_5_moe(fields: ConfigFields, **differences: Any) -> ModelSpec:
         is_within = first <= layer and (last == -1 or layer <= last)
         return is_within and (layer + 1) % interval == 0
 
-    names = ((r"\.moe_statics\.e_score", ".gate.e_score"),)
+    names = ((r"(\.gate)?\.moe_statics\.e_score", ".gate.e_score"),)
     fields = fields.with_defaults(head_dim=head_dim(fields))
     has_biases = fields.boolean("use_bias", False)
     return with_experts(

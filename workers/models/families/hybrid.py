@@ -259,7 +259,7 @@ def _lfm2_moe(fields: ConfigFields) -> ModelSpec:
     )
     names = (
         (r"\.feed_forward\.expert_bias", ".mlp.gate.e_score_correction_bias"),
-        (r"\.feed_forward\.gate\.", ".mlp.gate."),
+        (r"\.feed_forward\.(gate|experts\.\d+)\.(?!w\d)", r".mlp.\1."),
         (r"\.feed_forward\.experts\.(\d+)\.w1\.", r".mlp.experts.\1.gate_proj."),
         (r"\.feed_forward\.experts\.(\d+)\.w3\.", r".mlp.experts.\1.up_proj."),
         (r"\.feed_forward\.experts\.(\d+)\.w2\.", r".mlp.experts.\1.down_proj."),

@@ -304,7 +304,8 @@ def _axk1(fields: ConfigFields) -> ModelSpec:
     layers = tuple(
         replace(layer, norms=norms) if layer.experts is not None else layer for layer in spec.layers
     )
-    return replace(spec, layers=layers)
+    names = ((r"\.mlp\.post_mlp_layernorm\.", ".post_mlp_layernorm."),)
+    return replace(spec, layers=layers, tensor_names=(*names, *spec.tensor_names))
 
 
 def _pangu_ultra(fields: ConfigFields) -> ModelSpec:

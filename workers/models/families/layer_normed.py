@@ -233,7 +233,7 @@ def _phi(fields: ConfigFields) -> ModelSpec:
         qk_norm_bias=True,
         head_bias=True,
         tensor_names=(
-            (r"\.final_layernorm\.", ".norm."),
+            (r"(^|\.)final_layernorm\.", r"\1norm."),
             (r"\.dense\.", ".o_proj."),
             (r"\.mlp\.fc1\.", ".mlp.up_proj."),
             (r"\.mlp\.fc2\.", ".mlp.down_proj."),
