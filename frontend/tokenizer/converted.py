@@ -16,6 +16,8 @@ from ..cache_directory import cache_directories
 from .conversion.kimi import convert_kimi, kimi_files
 from .conversion.marian import convert_marian, marian_files
 from .conversion.tekken import convert_tekken, tekken_files
+from .conversion.tokenizer_model import convert_tokenizer_model, tokenizer_model_files
+from .conversion.vocabulary import convert_vocabulary, vocabulary_files
 
 FORMAT_VERSION = 4
 """Increase this when the output of `convert` changes, so that older conversions are ignored."""
@@ -24,6 +26,8 @@ _FORMATS = (
     (marian_files, convert_marian),
     (tekken_files, convert_tekken),
     (kimi_files, convert_kimi),
+    (tokenizer_model_files, convert_tokenizer_model),
+    (vocabulary_files, convert_vocabulary),
 )
 """For each format, the functions that find the files of its tokenizer in a directory, and that convert it."""
 
@@ -34,7 +38,7 @@ _HASHED_BYTES = 64 * 1024
 def tokenizer_json_path(path: str | PathLike[str]) -> Path:
     """Return the path of the checkpoint's tokenizer.json.
 
-    That of a GGUF file, or of a Marian, Mistral or Kimi model, is converted and cached.
+    A tokenizer in another format, such as that of a GGUF file, is converted and cached.
 
     Raises:
         CheckpointError: There is no tokenizer.json, or the tokenizer cannot be converted.

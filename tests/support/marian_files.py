@@ -11,8 +11,10 @@ from typing import Any
 _NORMAL, _UNKNOWN, _CONTROL = 1, 2, 3
 
 
-def sentencepiece_file(scores: Mapping[str, float], kind: int = 1) -> bytes:
-    """Return a unigram model that puts a space before texts, and removes repeated ones, as a file."""
+def sentencepiece_file(
+    scores: Mapping[str, float], kind: int = 1, *, removes_spaces: bool = True
+) -> bytes:
+    """Return a model that puts a space before texts as a file; its kind is 1 for unigram and 2 for BPE."""
     pieces = [("<unk>", 0.0, _UNKNOWN), ("<s>", 0.0, _CONTROL), ("</s>", 0.0, _CONTROL)]
     pieces += [(piece, score, _NORMAL) for piece, score in scores.items()]
     data = b"".join(
@@ -21,7 +23,11 @@ def sentencepiece_file(scores: Mapping[str, float], kind: int = 1) -> bytes:
         )
         for piece, score, type_ in pieces
     )
-    return data + _bytes(2, _number(3, kind)) + _bytes(3, _bytes(1, b"identity") + _number(4, 1))
+    return (
+        data
+        + _bytes(2, _number(3, kind))
+        + _bytes(3, _bytes(1, b"identity") + _number(4, removes_spaces))
+    )
 
 
 def _bytes(number: int, payload: bytes) -> bytes:

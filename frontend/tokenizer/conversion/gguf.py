@@ -11,7 +11,7 @@ import numpy as np
 
 from ....protocol.checkpoint.gguf_config.fields import GGUFFields
 from ....protocol.errors import CheckpointError
-from .parts import added_token, bpe, byte_level, surround
+from .parts import added_token, bpe, byte_level, surround, word_pieces
 from .pretokenizers import PRE_TOKENIZERS, PreTokenizer
 from .sentencepiece import SPACE, unigram_parts
 
@@ -239,24 +239,8 @@ def _word_pieces(vocabulary: _Vocabulary) -> dict[str, Any]:
         pieces[token if kind in special else piece] = i
     # The file does not contain whether texts are lowercased.
     is_cased = any(piece != piece.lower() and not piece.startswith("[") for piece in pieces)
-    return {
-        "normalizer": {
-            "type": "BertNormalizer",
-            "clean_text": True,
-            "handle_chinese_chars": True,
-            "strip_accents": None,
-            "lowercase": not is_cased,
-        },
-        "pre_tokenizer": {"type": "BertPreTokenizer"},
-        "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
-        "model": {
-            "type": "WordPiece",
-            "unk_token": vocabulary.special("unknown") or "[UNK]",
-            "continuing_subword_prefix": "##",
-            "max_input_chars_per_word": 100,
-            "vocab": pieces,
-        },
-    }
+    unknown = vocabulary.special("unknown") or "[UNK]"
+    return word_pieces(pieces, lowercase=not is_cased, unk_token=unknown)
 
 
 def _unigram(vocabulary: _Vocabulary) -> dict[str, Any]:

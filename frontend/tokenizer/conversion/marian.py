@@ -56,6 +56,9 @@ def convert_marian(directory: Path) -> dict[str, dict[str, Any]]:
 
 def _tokenizer(model_path: Path, vocabulary_path: Path, named: dict[str, str]) -> dict[str, Any]:
     model = read_sentencepiece(model_path)
+    if not model.is_unigram:
+        raise CheckpointError(model_path, "not a unigram model of SentencePiece, which is needed")
+    scores = model.scores
     tokens = _read_vocabulary(vocabulary_path)
     ids = {token: i for i, token in enumerate(tokens)}
     for token in named.values():
@@ -82,7 +85,7 @@ def _tokenizer(model_path: Path, vocabulary_path: Path, named: dict[str, str]) -
             "special_tokens": {eos: {"id": eos, "ids": [ids[eos]], "tokens": [eos]}},
         },
         **unigram_parts(
-            [(token, model.scores.get(token, _OTHER_LANGUAGE_SCORE)) for token in tokens],
+            [(token, scores.get(token, _OTHER_LANGUAGE_SCORE)) for token in tokens],
             ids[named["unk_token"]],
             charsmap=model.charsmap or None,
             adds_space=model.adds_space,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from ..token_bytes import BYTE_OF_CHAR
@@ -63,6 +63,30 @@ def byte_level(
         },
         "decoder": bytes_of_words | {"use_regex": True},
         "model": model,
+    }
+
+
+def word_pieces(
+    vocabulary: Mapping[str, int], *, lowercase: bool, unk_token: str = "[UNK]"
+) -> dict[str, Any]:
+    """Return the parts for the word pieces of BERT."""
+    return {
+        "normalizer": {
+            "type": "BertNormalizer",
+            "clean_text": True,
+            "handle_chinese_chars": True,
+            "strip_accents": None,
+            "lowercase": lowercase,
+        },
+        "pre_tokenizer": {"type": "BertPreTokenizer"},
+        "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
+        "model": {
+            "type": "WordPiece",
+            "unk_token": unk_token,
+            "continuing_subword_prefix": "##",
+            "max_input_chars_per_word": 100,
+            "vocab": vocabulary,
+        },
     }
 
 

@@ -1,4 +1,4 @@
-"""Read SentencePiece's model files, and express its unigram models as parts of tokenizer.json."""
+"""Read SentencePiece's model files, and express unigram models as parts of tokenizer.json."""
 
 from __future__ import annotations
 
@@ -6,45 +6,73 @@ import base64
 import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from ....protocol.errors import CheckpointError
 
 SPACE: Final = "▁"
-_UNIGRAM: Final = 1
+_UNIGRAM, _BPE = 1, 2
+_SPECIAL_IDS: Final = {"unk": (40, 0), "bos": (41, 1), "eos": (42, 2), "pad": (43, 2**64 - 1)}
+"""The numbers of the fields with the ids of special tokens, and the defaults of the ids."""
+
 _NORMAL: Final = 1
 _VARINT, _EIGHT_BYTES, _BYTES, _FOUR_BYTES = 0, 1, 2, 5
 """The types of fields in Protocol Buffers."""
 
 
-class SentencePieceModel(msgspec.Struct, frozen=True):
-    """A unigram model: the score of each piece of ordinary text, and how texts are normalized."""
+class Piece(NamedTuple):
+    """A token, its score, and its type, which has the numbers of `TokenType`."""
 
-    scores: dict[str, float]
+    text: str
+    score: float
+    type: int
+
+
+class SentencePieceModel(msgspec.Struct, frozen=True):
+    """A model: its tokens in the order of their ids, the ids of special tokens, and how texts are normalized.
+
+    Attributes:
+        pieces: The tokens.
+        is_unigram: True for a unigram model, False for byte-pair encoding.
+        special_ids: The ids of the tokens "unk", "bos", "eos" and "pad", if the model has them.
+        charsmap: SentencePiece's compiled normalization of characters; empty for none.
+        adds_space: True if a space is put before a text.
+        removes_spaces: True if spaces at the ends of a text, and repeated ones, are removed.
+    """
+
+    pieces: list[Piece]
+    is_unigram: bool
+    special_ids: dict[str, int]
     charsmap: bytes
     adds_space: bool
     removes_spaces: bool
+
+    @property
+    def scores(self) -> dict[str, float]:
+        """The score of each piece of ordinary text."""
+        return {piece.text: piece.score for piece in self.pieces if piece.type == _NORMAL}
 
 
 def read_sentencepiece(path: Path) -> SentencePieceModel:
     """Return the model in a file, which is a message of Protocol Buffers.
 
     Raises:
-        CheckpointError: The file is missing or damaged, or the model is not a unigram model.
+        CheckpointError: The file is missing or damaged, or the model splits texts into words or characters.
     """
-    scores: dict[str, float] = {}
-    kind, charsmap, flags = _UNIGRAM, b"", {3: 1, 4: 1}
+    pieces: list[Piece] = []
+    kind, charsmap, flags, ids = _UNIGRAM, b"", {3: 1, 4: 1}, _SPECIAL_IDS
     try:
         for number, message in _fields(path.read_bytes()):
             if number == 1:
                 piece = dict(_fields(message))
-                if piece.get(3, _NORMAL) == _NORMAL:
-                    (score,) = struct.unpack("<f", piece.get(2, bytes(4)))
-                    scores[piece.get(1, b"").decode()] = score
+                (score,) = struct.unpack("<f", piece.get(2, bytes(4)))
+                pieces.append(Piece(piece.get(1, b"").decode(), score, piece.get(3, _NORMAL)))
             elif number == 2:
-                kind = dict(_fields(message)).get(3, _UNIGRAM)
+                trainer = dict(_fields(message))
+                kind = trainer.get(3, _UNIGRAM)
+                ids = {name: (i, trainer.get(i, id_)) for name, (i, id_) in ids.items()}
             elif number == 3:
                 normalizer = dict(_fields(message))
                 charsmap = normalizer.get(2, b"")
@@ -53,9 +81,13 @@ def read_sentencepiece(path: Path) -> SentencePieceModel:
         raise CheckpointError(path, f"cannot be read: {error.strerror}") from error
     except (ValueError, IndexError, TypeError, AttributeError, struct.error) as error:
         raise CheckpointError(path, "not a model of SentencePiece") from error
-    if kind != _UNIGRAM or not scores:
-        raise CheckpointError(path, "not a unigram model of SentencePiece, which is needed")
-    return SentencePieceModel(scores, charsmap, bool(flags[3]), bool(flags[4]))
+    if kind not in (_UNIGRAM, _BPE) or not pieces:
+        raise CheckpointError(path, "not a unigram or BPE model of SentencePiece, which is needed")
+    # An absent token has the id -1, which is stored as a large number.
+    special_ids = {name: id_ for name, (_, id_) in ids.items() if id_ < len(pieces)}
+    return SentencePieceModel(
+        pieces, kind == _UNIGRAM, special_ids, charsmap, bool(flags[3]), bool(flags[4])
+    )
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
@@ -87,6 +119,20 @@ def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
         position += size
 
 
+def normalizers(charsmap: bytes | None, removes_spaces: bool) -> list[dict[str, Any]]:
+    """Return the parts of tokenizer.json that change texts before they are split; see `unigram_parts`."""
+    found: list[dict[str, Any]] = []
+    if charsmap is not None:
+        encoded = base64.b64encode(charsmap).decode()
+        found.append({"type": "Precompiled", "precompiled_charsmap": encoded})
+    if removes_spaces:
+        found += [
+            {"type": "Replace", "pattern": {"Regex": r"\A +| +\z"}, "content": ""},
+            {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "},
+        ]
+    return found
+
+
 def unigram_parts(
     vocabulary: Sequence[tuple[str, float]],
     unk_id: int,
@@ -108,18 +154,9 @@ def unigram_parts(
     """
     prepend = "always" if adds_space else "never"
     metaspace = {"type": "Metaspace", "replacement": SPACE, "prepend_scheme": prepend}
-    normalizers: list[dict[str, Any]] = []
-    if charsmap is not None:
-        encoded = base64.b64encode(charsmap).decode()
-        normalizers.append({"type": "Precompiled", "precompiled_charsmap": encoded})
-    if removes_spaces:
-        normalizers += [
-            {"type": "Strip", "strip_left": True, "strip_right": True},
-            {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "},
-        ]
     decoders = [{"type": "ByteFallback"}, {"type": "Fuse"}, metaspace | {"split": True}]
     return {
-        "normalizer": {"type": "Sequence", "normalizers": normalizers},
+        "normalizer": {"type": "Sequence", "normalizers": normalizers(charsmap, removes_spaces)},
         "pre_tokenizer": metaspace | {"split": True},
         "decoder": {"type": "Sequence", "decoders": decoders},
         "model": {

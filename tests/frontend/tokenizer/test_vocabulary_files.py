@@ -1,0 +1,115 @@
+"""Tokenizers of directories without a tokenizer.json, from the files that older classes of transformers read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from engine.frontend.tokenizer.load import load_tokenizer
+from engine.protocol.errors import CheckpointError
+from support.marian_files import sentencepiece_file
+from tokenizers import BertWordPieceTokenizer, ByteLevelBPETokenizer
+
+TEXT = "The quick brown fox's 12 tales, and the slow\n\ndog's 345 tails. Ünïcödé 日本 the fox "
+TEXTS = [
+    "",
+    " the fox's",
+    "The  tails\n x",
+    "a<mask> b</s>",
+    "Ü[MASK] 日本🙂",
+    "345 <|endoftext|>dog",
+]
+ROBERTA = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+OPT = {f"{name}_token": "</s>" for name in ("bos", "eos", "unk")} | {"pad_token": "<pad>"}
+MASK = {"content": "<mask>", "lstrip": True, "normalized": False, "special": True}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ENGINE_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize(
+    ("name", "special", "config"),
+    [
+        ("GPT2Tokenizer", ["<|endoftext|>"], {}),
+        ("GPT2Tokenizer", ROBERTA, OPT | {"add_bos_token": True}),
+        ("Qwen2Tokenizer", ["<|endoftext|>"], {"bos_token": None}),
+        ("RobertaTokenizer", ROBERTA, {"added_tokens_decoder": {"4": MASK}}),
+        ("BertTokenizer", [], {"do_lower_case": True}),
+        ("BertTokenizer", [], {"do_lower_case": False}),
+    ],
+)
+def test_vocabularies_give_the_tokens_of_transformers(
+    tmp_path: Path, name: str, special: list[str], config: dict[str, Any]
+) -> None:
+    if name == "BertTokenizer":
+        trained = BertWordPieceTokenizer(lowercase=config["do_lower_case"])
+        trained.train_from_iterator([TEXT], vocab_size=120, min_frequency=1, show_progress=False)
+    else:
+        trained = ByteLevelBPETokenizer()
+        trained.train_from_iterator(
+            [TEXT], vocab_size=300, min_frequency=1, special_tokens=special, show_progress=False
+        )
+    trained.save_model(str(tmp_path))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": name, "chat_template": "{{ messages }}"} | config)
+    )
+    reference = getattr(transformers, name).from_pretrained(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    for text in TEXTS:
+        assert tokenizer.encode(text) == reference(text)["input_ids"]
+    assert tokenizer.eos_token == reference.eos_token
+    assert tokenizer.chat_templates == {"default": "{{ messages }}"}
+
+
+@pytest.mark.parametrize(("legacy", "after"), [(True, ["▁", "b"]), (False, ["b"])])
+def test_a_sentencepiece_model_is_read_with_the_tokens_beside_it(
+    tmp_path: Path, legacy: bool, after: list[str]
+) -> None:
+    scores = {"▁a": -1.0, "▁ab": -2.0, "b": -3.0, "▁": -4.0, "a": -5.0}
+    tokens = ["<unk>", "<s>", "</s>", *scores, "<|x|>"]
+    (tmp_path / "tokenizer.model").write_bytes(sentencepiece_file(scores, 2, removes_spaces=False))
+    (tmp_path / "added_tokens.json").write_text('{"<|x|>": 8}')
+    config = {"tokenizer_class": "LlamaTokenizer", "legacy": legacy}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = load_tokenizer(tmp_path)
+    assert (tokenizer.bos_token, tokenizer.eos_token_id, tokenizer.vocab_size) == ("<s>", 2, 9)
+    found = [tokens[i] for i in tokenizer.encode("ab  a<|x|>b")]
+    assert found == ["<s>", "▁ab", "▁", "▁a", "<|x|>", *after]
+
+
+@pytest.mark.parametrize(
+    ("files", "config", "message"),
+    [
+        (
+            {"vocab.txt": "a"},
+            {"tokenizer_class": "FunnelTokenizer"},
+            "tokenizer_class 'FunnelTokenizer'",
+        ),
+        ({"vocab.json": "{}", "merges.txt": ""}, {}, "tokenizer_class ''"),
+        (
+            {"vocab.json": '{"a": 1}', "merges.txt": ""},
+            {"tokenizer_class": "GPT2Tokenizer"},
+            "not consecutive",
+        ),
+        ({"vocab.txt": "a"}, {"tokenizer_class": "BertTokenizer"}, "there is no token '\\[UNK\\]'"),
+        ({"tokenizer.model": "x"}, {}, "not a model of SentencePiece"),
+        (
+            {"tokenizer.model": "x"},
+            {"tokenizer_class": "XLNetTokenizer"},
+            "tokenizer_class 'XLNetTokenizer'",
+        ),
+    ],
+)
+def test_other_files_are_refused_by_name(
+    tmp_path: Path, files: dict[str, str], config: dict[str, Any], message: str
+) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=message):
+        load_tokenizer(tmp_path)
