@@ -63,11 +63,11 @@ def vision_directory(
 ) -> tuple[Path, Any]:
     """Write a model of one of `MODELS`. Return its directory and transformers' model.
 
-    Mistral's models may end in "-own", for Mistral's own format.
-
+    Mistral's models may end in "-own", for Mistral's own format, and others in "-renamed", for names as in memory.
     `tower` and `decoder` are the sizes of its parts. A square of `factor` x `factor` patches becomes one row.
     """
     kind, has_own_format = kind.removesuffix("-own"), kind.endswith("-own")
+    kind, is_renamed = kind.removesuffix("-renamed"), kind.endswith("-renamed")
     tokenizer = sentencepiece_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": MARKS})
     tokenizer.chat_template = CHAT_TEMPLATE.replace("<image>", image_mark(kind))
@@ -103,7 +103,7 @@ def vision_directory(
         write_mistral_files(model, directory)
         tokenizer.save_pretrained(directory)
         return directory, model
-    model.save_pretrained(directory)
+    model.save_pretrained(directory, save_original_format=not is_renamed)
     if kind == "qianfan_ocr":
         # Transformers renames layers of the decoder like those of the tower.
         file, wrong = directory / "model.safetensors", "language_model.model.encoder."

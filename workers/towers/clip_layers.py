@@ -60,13 +60,19 @@ def read_layer(spec: VisionSpec, tensors: VisionWeights, prefix: str) -> LayerWe
         norm_size = attended_size if spec.qk_norm == "full" else spec.size_of_heads
         return tensors.read_rms_norm(f"{prefix}self_attn.{name}_norm", norm_size, _QK_NORM_EPS)
 
+    def projection(name: str) -> Linear:
+        """Return the matrix of queries, keys or values, with the halves of a head after each other."""
+        interleaved = f"self_attn.{name}_interleaved"
+        if f"{prefix}{interleaved}.weight" in tensors:
+            order_K = torch.arange(spec.size_of_heads).view(-1, 2).T.flatten()
+            found = read(interleaved, attended_size, size, spec.qkv_bias)
+            return found.reorder_heads(order_K)
+        return read(f"self_attn.{name}_proj", attended_size, size, spec.qkv_bias)
+
     if f"{prefix}self_attn.qkv.weight" in tensors:
         qkv = [read("self_attn.qkv", 3 * attended_size, size, spec.qkv_bias)]
     else:
-        qkv = [read(f"self_attn.{n}_proj", attended_size, size, spec.qkv_bias) for n in "qkv"]
-    if spec.has_interleaved_heads:
-        order_K = torch.arange(spec.size_of_heads).view(-1, 2).T.flatten()
-        qkv[:2] = [each.reorder_heads(order_K) for each in qkv[:2]]
+        qkv = [projection(name) for name in "qkv"]
     weights = LayerWeights(
         attention_norm=norm("layer_norm1"),
         qkv=qkv if spec.clips_products else [Linear.join(qkv)],

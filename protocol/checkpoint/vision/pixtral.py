@@ -41,9 +41,9 @@ def pixtral(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Vis
 
 
 def mistral_large4(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:
-    """Return the tower of Mistral Large 4, whose tensors have the names and the order of Mistral's own files."""
+    """Return the tower of Mistral Large 4, whose tensors may have the names and the order of Mistral's own files."""
     spec = pixtral(fields, vision.with_defaults(**_LARGE4_SIZES), output_size)
-    return replace(spec, has_interleaved_heads=True, tensor_names=(*OWN_NAMES, *_NAMES))
+    return replace(spec, tensor_names=(_INTERLEAVED, *OWN_NAMES, *_NAMES))
 
 
 _LARGE4_SIZES: Final = {
@@ -68,6 +68,12 @@ _NAMES: Final = (
     (r"(vision_\w+\..*)\.feed_forward\.down_proj\.", r"\1.mlp.fc2."),
     (r"(vision_\w+\..*)\.feed_forward\.", r"\1.mlp."),
 )
+
+_INTERLEAVED: Final = (
+    r"^vision_encoder\.(.*)\.attention\.w([qk])\.",
+    r"vision_tower.\1.self_attn.\2_interleaved.",
+)
+"""The names of matrices that have the elements of a rotated pair side by side, unlike those of transformers."""
 
 OWN_NAMES: Final = (
     (r"^vision_encoder\.(.*\.attention)\.w([qkvo])\.", r"vision_tower.\1.\2_proj."),

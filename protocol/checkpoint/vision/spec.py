@@ -153,8 +153,6 @@ class VisionSpec(msgspec.Struct, frozen=True):
         has_post_norm: True if there is a norm after the layers, as in SigLIP (arXiv 2303.15343).
         post_norm_kind: The kind of that norm.
         has_layer_scales: True if stored factors multiply the output of each block (InternVL, arXiv 2504.10479).
-        has_interleaved_heads: True if the checkpoint stores the two elements of a rotated pair one after the other
-            (Mistral), although they are half a head apart.
         qk_norm: Queries and keys are normed over all heads together ("full") or per head ("head"); None if not at all.
         has_value_norm: True if values are divided by their root mean square.
         has_output_norms: True if the outputs of blocks are normed.
@@ -272,7 +270,6 @@ class VisionSpec(msgspec.Struct, frozen=True):
     post_norm_kind: Literal["layer", "rms"] = "layer"
     norm_kind: Literal["layer", "rms"] = "layer"
     has_layer_scales: bool = False
-    has_interleaved_heads: bool = False
     qk_norm: Literal["full", "head"] | None = None
     has_value_norm: bool = False
     has_output_norms: bool = False

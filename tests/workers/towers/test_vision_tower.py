@@ -50,6 +50,7 @@ KINDS = (
     *ANYRES_MODELS,
     "llava_next_video",
     "granite4_vision-late",
+    "mistral_large4-renamed",
     "granite_docling",
 )
 SIZES = {"gemma4": [(48, 32), (80, 64)], "pixtral": [(48, 24), (64, 64)]}
@@ -61,7 +62,7 @@ SIZES["lighton_ocr"] = [(56, 40), (80, 64)]
 @pytest.fixture(scope="module", params=KINDS)
 def model(request, tmp_path_factory):
     directory, model = vision_directory(tmp_path_factory.mktemp("model"), request.param)
-    return re.sub("-(own|late)$", "", request.param), directory, model
+    return re.sub("-(own|late|renamed)$", "", request.param), directory, model
 
 
 def _image(seed, width=TILE, height=TILE):
@@ -203,7 +204,7 @@ def test_an_image_of_another_size_is_refused(model):
     decoder = load_decoder(path, max_model_len=512)
     tower = make_tower(decoder.spec.encoder, TowerSource(open_checkpoint(path), CPU, torch.float32))
     with pytest.raises(
-        EngineError, match=r"has 9 x 4 pixels, the model reads (64|multiples|a grid|squares)"
+        EngineError, match=r"has 9 x 4 pixels, but the model reads (64|multiples|a grid|squares)"
     ):
         tower(ImagePayload(9, 4, bytes(108), 1 / 255, MEAN, STD))
 
