@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from ..errors import CheckpointError
 from .config_fields import ConfigFields
-from .field_names import with_known_names
+from .field_names import text_section, with_known_names
 from .mistral_config.convert import convert_params
 
 _SPLIT_GGUF: Final = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")
@@ -55,7 +55,34 @@ def read_model_config(directory: Path) -> ConfigFields:
     """
     if is_in_mistral_format(directory):
         return convert_params(ConfigFields.read(directory / _PARAMS))
-    return with_known_names(ConfigFields.read(directory / _CONFIG))
+    fields = with_known_names(ConfigFields.read(directory / _CONFIG))
+    quantization = _find_quantization(fields, directory)
+    return fields.with_values({"quantization_config": quantization}) if quantization else fields
+
+
+_QUANTIZATION_FILES: Final = {
+    "hf_quant_config.json": "modelopt",
+    "quant_config.json": "awq",
+    "quantize_config.json": "gptq",
+}
+"""Files that describe the quantization of a checkpoint whose config.json does not, and their methods."""
+
+_AWQ_NAMES: Final = {"w_bit": "bits", "q_group_size": "group_size"}
+
+
+def _find_quantization(fields: ConfigFields, directory: Path) -> dict[str, Any] | None:
+    """Return the quantization that a config has in the section of its text, or another file; None if there is none."""
+    if fields.first_section("quantization_config", "compression_config").config:
+        return None
+    text = text_section(fields)
+    nested = None if text is None else text.section("quantization_config")
+    if nested is not None:
+        return dict(nested.config)
+    for name, method in _QUANTIZATION_FILES.items():
+        if found := ConfigFields.read_if_present(directory / name).config:
+            named = {_AWQ_NAMES.get(key, key): value for key, value in found.items()}
+            return {"quant_method": method} | named
+    return None
 
 
 def find_saved_weights(directory: Path) -> list[Path]:
@@ -76,7 +103,8 @@ def find_weight_files(path: Path) -> list[Path]:
     """Return the files that a worker reads from the checkpoint at `path`, a directory or a `.gguf` file."""
     if path.is_dir():
         weights = [*path.glob("*.safetensors*")] or [*path.glob(SAVED_FILES)]
-        names = [path / _CONFIG, path / _PARAMS, *weights]
+        others = (_CONFIG, _PARAMS, *_QUANTIZATION_FILES)
+        names = [*(path / name for name in others), *weights]
         return sorted(name for name in names if name.is_file())
     if split := _SPLIT_GGUF.fullmatch(path.name):
         return sorted(path.parent.glob(f"{split[1]}-*-of-{split[2]}.gguf"))

@@ -49,6 +49,27 @@ def test_quantized_module_reads_as_one_dequantized_tensor(directory: Path, name:
     assert checkpoint.quantized("model.embed_tokens.weight") is None
 
 
+@pytest.mark.parametrize(
+    ("name", "file", "content"),
+    [
+        ("gptq", "quantize_config.json", {"bits": 4, "group_size": GROUP, "sym": True}),
+        ("awq", "quant_config.json", {"w_bit": 4, "q_group_size": GROUP, "version": "GEMM"}),
+        ("modelopt-nvfp4", "hf_quant_config.json", {"quantization": {"quant_algo": "NVFP4"}}),
+        ("fp8", "config.json", {"text_config": {"quantization_config": FORMATS["fp8"].config}}),
+        ("compressed-fp8", "config.json", {"quantization_config": {"quant_method": "fbgemm_fp8"}}),
+    ],
+)
+def test_quantization_is_found_outside_its_usual_place(
+    directory: Path, name: str, file: str, content: dict[str, Any]
+) -> None:
+    meaning = quantize_directory(directory, name)
+    (directory / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (directory / file).write_text(json.dumps({"model_type": "llama"} | content))
+    checkpoint = open_checkpoint(directory)
+    assert close(checkpoint.tensor(NAME), meaning[NAME])
+    assert checkpoint.quantized(NAME) is not None
+
+
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(
     ("dim", "start", "stop"), [(0, 8, 48), (0, 3, 21), (1, 32, 64), (1, 24, 80)]

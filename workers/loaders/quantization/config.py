@@ -21,6 +21,8 @@ def quantization_scheme(config: ConfigFields) -> QuantizationScheme:
     method = config.get("quant_method")
     if method == "fp8":
         return _fp8(config)
+    if method == "fbgemm_fp8":
+        return Float8Scheme(ActivationScheme.TOKEN, None)
     if method == "awq":
         return AWQScheme(config)
     if method == "gptq":
