@@ -21,12 +21,13 @@ _NUM_ADDED: Final = 10
 
 
 class _Retriever(NamedTuple):
-    """The texts around a query, the prompt of a page, and the name of the matrix of a model."""
+    """The texts around a query, the prompt of a page, and the name and the default size of the matrix of a model."""
 
     prefix: str
     suffix: str
     page: str
     matrix: str = "custom_text_proj"
+    size: int = 128
 
 
 _COLPALI: Final = _Retriever("", "<pad>" * _NUM_ADDED + "\n", "<image>Describe the image.")
@@ -55,6 +56,8 @@ _RETRIEVERS: Final = {
         prefix="Query: ", suffix=_COLQWEN.suffix + "\n", matrix=_IN_TRANSFORMERS
     ),
     "ColQwen2_5": _COLQWEN,
+    "ColQwen3": _COLQWEN._replace(size=320),
+    "ColQwen3_5": _COLQWEN,
 }
 """Architecture -> the model's texts and matrix."""
 
@@ -78,7 +81,7 @@ def read_image_retriever(path: Path, config: ConfigFields, whole: ConfigFields) 
     found = next(_RETRIEVERS[n] for n in whole.texts("architectures") if n in _RETRIEVERS)
     processor = ConfigFields.read_if_present(path / "processor_config.json")
     page = processor.text("visual_prompt_prefix", found.page)
-    size = whole.integer("embedding_dim", 128)
+    size = whole.integer("embedding_dim", whole.integer("dim", found.size))
     dense = DenseConfig(
         str(find_tensor(path, f"{found.matrix}.weight")),
         config.integer("hidden_size"),

@@ -35,9 +35,18 @@ QUERIES = {
     "colqwen2-2.5": "Search: {}" + "<|endoftext|>" * 10 + "\n",
     "colmodernvbert": "{}" + "<end_of_utterance>" * 10,
     "ColIdefics3": "{}" + "<end_of_utterance>" * 10,
+    "ColQwen3": "{}" + "<|endoftext|>" * 10,
+    "ColQwen3_5": "{}" + "<|endoftext|>" * 10,
 }
 """Model -> its form of a query. The names of models of colpali-engine are those of their architectures."""
 BASES = {"colpali": "paligemma", "colqwen2": "qwen2_vl", "colqwen2-2.5": "qwen2_5_vl"}
+BASES |= {"ColQwen3": "qwen3_vl", "ColQwen3_5": "qwen3_5"}
+MATRICES = {
+    "ColIdefics3": ("model.", "linear", 128),
+    "ColQwen3": ("", "custom_text_proj", 320),
+    "ColQwen3_5": ("", "custom_text_proj", 128),
+}
+"""Model of colpali-engine -> the prefix of its tensors, and the name and the size of its matrix."""
 
 
 class Retriever:
@@ -69,9 +78,10 @@ class Retriever:
                 pixel_shuffle_factor=2,
             )
         torch.manual_seed(6)
-        if kind == "ColIdefics3":
+        if kind in MATRICES:
             model = transformers.AutoModel.from_config(config)
-            linear = torch.nn.Linear(TEXT_SIZES["hidden_size"], 128)
+            prefix, matrix, size = MATRICES[kind]
+            linear = torch.nn.Linear(TEXT_SIZES["hidden_size"], size)
         else:
             name = {"colpali": "ColPali", "colmodernvbert": "ColModernVBert"}.get(kind, "ColQwen2")
             whole = getattr(transformers, f"{name}Config")(vlm_config=config, embedding_dim=16)
@@ -81,9 +91,9 @@ class Retriever:
             torch.nn.init.normal_(parameter, 0, 0.15)
         self.linear, self.vlm = linear, getattr(model, "vlm", model).float().eval()
         model.save_pretrained(path)
-        if kind == "ColIdefics3":
-            tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
-            tensors |= {f"linear.{name}": tensor for name, tensor in linear.state_dict().items()}
+        if kind in MATRICES:
+            tensors = {f"{prefix}{name}": tensor for name, tensor in model.state_dict().items()}
+            tensors |= {f"{matrix}.{name}": tensor for name, tensor in linear.state_dict().items()}
             save_file(
                 {name: x.contiguous() for name, x in tensors.items()}, path / "model.safetensors"
             )
@@ -116,7 +126,7 @@ class Retriever:
         return self.vectors(self.tokenizer(QUERIES[self.kind].format(text))["input_ids"])
 
 
-@pytest.mark.parametrize(("kind", "backend"), zip(QUERIES, ("native", "torch") * 3, strict=False))
+@pytest.mark.parametrize(("kind", "backend"), zip(QUERIES, ("native", "torch") * 4, strict=False))
 def test_queries_and_pages_have_the_vectors_of_transformers(
     tmp_path: Path, kind: str, backend: str
 ) -> None:

@@ -283,12 +283,8 @@ def qwen3_next(fields: ConfigFields, num_experts: int = 512, num_chosen: int = 1
         shared_intermediate_size=fields.integer("shared_expert_intermediate_size", minimum=0),
         has_shared_gate=True,
     )
-    return with_experts(
-        spec,
-        experts,
-        has_sparse_step(fields),
-        tensor_names=(*spec.tensor_names, *SHARED_EXPERT_NAMES),
-    )
+    names = (*spec.tensor_names, *SHARED_EXPERT_NAMES)
+    return with_experts(spec, experts, has_sparse_step(fields), tensor_names=names)
 
 
 def _qwen3_5_moe(fields: ConfigFields) -> ModelSpec:
@@ -490,6 +486,7 @@ FAMILIES = (
     Family("NemotronHForCausalLM", "nemotron_h", _nemotron_h),
     Family("NemotronHPuzzleForCausalLM", "nemotron_h_puzzle", _nemotron_h_puzzle),
     Family("OlmoHybridForCausalLM", "olmo_hybrid", _olmo_hybrid),
+    Family("ColQwen3_5", "qwen3_5", _qwen3_5_vl),
     Family("Qwen3_5ForCausalLM", "qwen3_5_text", _qwen3_5),
     Family("Qwen3_5ForConditionalGeneration", "qwen3_5", _qwen3_5_vl),
     Family("MiniCPMV4_7ForConditionalGeneration", "minicpmv4_7", _qwen3_5_vl),
