@@ -20,7 +20,16 @@ from ..supervisor.console import Console
 from .mmproj_names import choose_mmproj
 
 TOKENIZER_FILES = (
-    *("*.json", "*.jinja", "*.spm", "tokenizer.model", "tiktoken.model", "merges.txt", "vocab.txt"),
+    *(
+        "*.json",
+        "*.jinja",
+        "*.spm",
+        "tokenizer.model",
+        "spiece.model",
+        "tiktoken.model",
+        "merges.txt",
+        "vocab.txt",
+    ),
 )
 CHECKPOINT_FILES = ("*.safetensors", TOKEN_VECTORS_FILE, TOKEN_WEIGHTS_FILE, *TOKENIZER_FILES)
 _MISTRAL_FILES = "consolidated*"

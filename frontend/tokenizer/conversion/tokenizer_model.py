@@ -1,6 +1,6 @@
-"""Convert the tokenizer of a model that has only a model of SentencePiece, `tokenizer.model`.
+"""Convert the tokenizer of a model that has only a model of SentencePiece: `tokenizer.model`, or `spiece.model` of T5.
 
-Such models are those whose tokenizer is like that of Llama 2. A GGUF file of the model would have the same tokens.
+The tokenizers in `tokenizer.model` are like that of Llama 2. A GGUF file of the model would have the same tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from .gguf import TokenType, convert
 from .sentencepiece import SPACE, normalizers, read_sentencepiece
 from .settings import Settings, settings_files
 
-_MODEL: Final = "tokenizer.model"
+_MODEL, _T5_MODEL = "tokenizer.model", "spiece.model"
+_NUM_EXTRA: Final = {"T5Tokenizer": 100, "MT5Tokenizer": 0}
+"""The classes of tokenizers in `spiece.model`, and the numbers of tokens that stand for parts that a text lacks."""
+
 _CLASSES: Final = (
     "",
     "BaichuanTokenizer",
@@ -35,22 +38,23 @@ _CLASSES: Final = (
 
 def tokenizer_model_files(directory: Path) -> list[Path]:
     """Return the files of a tokenizer in this format; none if the directory has no such tokenizer."""
-    path = directory / _MODEL
-    return [path, *settings_files(directory)] if path.is_file() else []
+    paths = [path for name in (_MODEL, _T5_MODEL) if (path := directory / name).is_file()]
+    return [paths[0], *settings_files(directory)] if paths else []
 
 
 def convert_tokenizer_model(directory: Path) -> dict[str, dict[str, Any]]:
     """Return the contents of tokenizer.json and tokenizer_config.json.
 
     Raises:
-        CheckpointError: A file is damaged, or the tokenizer is not like that of Llama 2.
+        CheckpointError: A file is damaged, or its class is not supported.
     """
-    path, settings = directory / _MODEL, Settings(directory)
-    if settings.tokenizer_class not in _CLASSES:
+    path, settings = tokenizer_model_files(directory)[0], Settings(directory)
+    is_t5, kind = path.name == _T5_MODEL, settings.tokenizer_class
+    if kind not in (_NUM_EXTRA if is_t5 else _CLASSES):
         raise CheckpointError(
             path,
-            f"{_MODEL} is not read for the tokenizer_class {settings.tokenizer_class!r}; supported are "
-            f"{', '.join(filter(None, _CLASSES))}; convert the tokenizer to tokenizer.json",
+            f"{path.name} is not read for the tokenizer_class {kind!r}; supported are "
+            f"{', '.join(filter(None, _NUM_EXTRA if is_t5 else _CLASSES))}; convert the tokenizer to tokenizer.json",
         )
     model = read_sentencepiece(path)
     tokens = [piece.text for piece in model.pieces]
@@ -58,12 +62,17 @@ def convert_tokenizer_model(directory: Path) -> dict[str, dict[str, Any]]:
     scores = [piece.score for piece in model.pieces]
     names = {name: tokens[id_] for name, id_ in model.special_ids.items()}
     named = settings.named(**names)
-    for id_, token in sorted(settings.added.items()):
+    added = settings.added
+    if is_t5:
+        count = settings.fields.integer("extra_ids", _NUM_EXTRA[kind], minimum=0, maximum=1000)
+        last = len(tokens) + count - 1
+        added = {last - i: f"<extra_id_{i}>" for i in range(count)} | added
+    for id_, token in sorted(added.items()):
         if id_ > len(tokens):
             raise CheckpointError(path, f"no file has the tokens {len(tokens)} to {id_ - 1}")
-        is_special = token in settings.special or token in named.values()
-        kind = TokenType.CONTROL if is_special else TokenType.USER_DEFINED
-        tokens[id_ : id_ + 1], types[id_ : id_ + 1] = [token], [kind]
+        is_special = is_t5 or token in {*settings.special, *named.values()}
+        type_ = TokenType.CONTROL if is_special else TokenType.USER_DEFINED
+        tokens[id_ : id_ + 1], types[id_ : id_ + 1] = [token], [type_]
         scores[id_ : id_ + 1] = [0.0]
     metadata: dict[str, Any] = {
         "model": "t5" if model.is_unigram else "llama",
@@ -73,8 +82,10 @@ def convert_tokenizer_model(directory: Path) -> dict[str, dict[str, Any]]:
         "unknown_token_id": model.special_ids.get("unk", 0),
         "add_space_prefix": model.adds_space,
         "remove_extra_whitespaces": model.removes_spaces,
-        "add_bos_token": settings.fields.boolean("add_bos_token", "bos_token" in named),
-        "add_eos_token": settings.fields.boolean("add_eos_token", False),
+        "add_bos_token": settings.fields.boolean(
+            "add_bos_token", "bos_token" in named and not is_t5
+        ),
+        "add_eos_token": settings.fields.boolean("add_eos_token", is_t5),
     }
     for name in ("bos", "eos"):
         if (text := named.get(f"{name}_token")) in tokens:

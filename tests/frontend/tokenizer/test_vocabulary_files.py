@@ -82,6 +82,18 @@ def test_a_sentencepiece_model_is_read_with_the_tokens_beside_it(
     assert found == ["<s>", "▁ab", "▁", "▁a", "<|x|>", *after]
 
 
+def test_a_sentencepiece_model_of_t5_gets_tokens_for_absent_parts(tmp_path: Path) -> None:
+    scores = {"▁a": -1.0, "▁ab": -2.0, "b": -3.0, "▁": -4.0, "a": -5.0}
+    tokens = ["<unk>", "<s>", "</s>", *scores, "<extra_id_1>", "<extra_id_0>"]
+    (tmp_path / "spiece.model").write_bytes(sentencepiece_file(scores))
+    config = {"tokenizer_class": "T5Tokenizer", "extra_ids": 2}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = load_tokenizer(tmp_path)
+    found = [tokens[i] for i in tokenizer.encode("ab  <extra_id_0> a")]
+    assert found == ["▁ab", "<extra_id_0>", "▁a", "</s>"]
+    assert tokenizer.special_ids >= {8, 9}
+
+
 @pytest.mark.parametrize(
     ("files", "config", "message"),
     [
