@@ -6,7 +6,7 @@ import math
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
@@ -42,7 +42,12 @@ from ..streaming.text_events import TextEvents
 if TYPE_CHECKING:
     from ...media.audio.live_samples import LiveSamples
     from ...media.audio.windows import Samples
-    from ...media.transcription.transcriber import TextReceiver, Transcriber, Transcript
+    from ...media.transcription.transcriber import (
+        TextReceiver,
+        Transcriber,
+        Transcript,
+        TurnReceiver,
+    )
 
 FORMATS: Final = ("json", "text", "srt", "vtt", "verbose_json", "diarized_json")
 _STREAMED_FORMATS: Final = ("json", "text", "diarized_json")
@@ -65,8 +70,14 @@ FILE: Final = "file"
 OpenClip: TypeAlias = "Callable[[], Awaitable[Samples | LiveSamples]]"
 """Function that opens an audio clip."""
 
-Work: TypeAlias = "Callable[[TextReceiver | None], Coroutine[Any, Any, Transcript]]"
-"""Function that transcribes a clip, and passes each piece of text to its argument."""
+
+class Work(Protocol):
+    """Function that transcribes a clip, and passes each piece of text and each turn to its arguments."""
+
+    def __call__(
+        self, on_text: TextReceiver | None, on_turn: TurnReceiver | None = None
+    ) -> Coroutine[Any, Any, Transcript]:
+        """Return the transcript."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,12 +154,16 @@ class Transcriptions:
             )
             return group
 
-        async def work(on_text: TextReceiver | None) -> Transcript:
+        async def work(
+            on_text: TextReceiver | None, on_turn: TurnReceiver | None = None
+        ) -> Transcript:
             clip = await open_clip()
             from ...media.transcription.decoding import Submission
 
             submission = Submission(base, start, raise_if_failed, engine.append_inputs)
-            transcript = await transcriber.transcribe(clip, plan.options, submission, on_text)
+            transcript = await transcriber.transcribe(
+                clip, plan.options, submission, on_text, on_turn
+            )
             transcript.num_prompt_tokens = num_prompt_tokens
             engine.metrics.record_audio(core_index, transcript.duration)
             return transcript
@@ -292,10 +307,12 @@ class Transcriptions:
                     content["logprobs"] = self.render_logprobs(logprobs)
                 await events.write(content)
 
-            transcript = await work(on_text)
-            if plan.options.has_speakers:
-                for segment in diarized_segments(transcript):
-                    await events.write(segment)
+            segments = _DiarizedSegments()
+
+            async def on_turn(speaker: int, start: float, end: float, text: str) -> None:
+                await events.write(segments.render(speaker, start, end, text))
+
+            transcript = await work(on_text, on_turn if plan.options.has_speakers else None)
             done: Json = {"type": "transcript.text.done", "text": transcript.text}
             if plan.has_logprobs:
                 done["logprobs"] = self.render_logprobs(transcript.logprobs)
@@ -314,11 +331,15 @@ class Transcriptions:
                 return PlainTextResponse(write_vtt(transcript.segments), media_type="text/vtt")
         usage = usage_of(transcript)
         if plan.options.has_speakers:
+            segments = _DiarizedSegments()
             diarized: Json = {
                 "task": str(self._task),
                 "duration": round(transcript.duration, 2),
                 "text": transcript.text,
-                "segments": diarized_segments(transcript),
+                "segments": [
+                    segments.render(int(each.speaker or 0), each.start, each.end, each.text)
+                    for each in transcript.segments
+                ],
             }
             return json_response(diarized | {"usage": usage})
         if plan.response_format == "json":
@@ -370,24 +391,26 @@ def _verify_chunking(given: str | Mapping[str, Any] | None) -> None:
     verify_choice(f"{where}.type", given.get("type"), ("server_vad",))
 
 
-def diarized_segments(transcript: Transcript) -> list[Json]:
-    """Return the segments with their speakers, who are named A, B, … in the order in which they speak."""
-    speakers: dict[Any, str] = {}
-    segments: list[Json] = []
-    for each in transcript.segments:
-        number = len(speakers)
-        speaker = speakers.setdefault(each.speaker, chr(65 + number % 26) * (1 + number // 26))
-        segments.append(
-            {
-                "type": "transcript.text.segment",
-                "id": f"seg_{each.id}",
-                "start": each.start,
-                "end": each.end,
-                "speaker": speaker,
-                "text": each.text,
-            }
-        )
-    return segments
+class _DiarizedSegments:
+    """Writes the segments of a transcript with speakers, who are named A, B, … in the order in which they speak."""
+
+    def __init__(self) -> None:
+        self._names: dict[int, str] = {}
+        self._num_segments = 0
+
+    def render(self, speaker: int, start: float, end: float, text: str) -> Json:
+        """Return the next segment."""
+        number = len(self._names)
+        name = self._names.setdefault(speaker, chr(65 + number % 26) * (1 + number // 26))
+        self._num_segments += 1
+        return {
+            "type": "transcript.text.segment",
+            "id": f"seg_{self._num_segments - 1}",
+            "start": round(start, 2),
+            "end": round(end, 2),
+            "speaker": name,
+            "text": text,
+        }
 
 
 def usage_of(transcript: Transcript) -> Json:

@@ -208,6 +208,10 @@ class HeldTurns:
     def __init__(self, reader: TurnReader) -> None:
         self._reader = reader
 
+    def take_turns(self, *, is_end: bool = False) -> list[Turn]:
+        """Return the turns that have ended since the last call; all the rest if `is_end`."""
+        return self._reader.take_ended(is_end=is_end)
+
     def read(self, delta: Delta, *, is_end: bool = False) -> Delta:
         """Return what is shown after a piece of the answer; the last call has `is_end`."""
         return Delta(self._reader.feed(delta.text, is_end=is_end), [])

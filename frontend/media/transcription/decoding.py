@@ -26,10 +26,10 @@ from ...client.sequence_io import params_for_output
 from ...tokenizer.tokenizer import Tokenizer
 from ..audio.log_mel import HOP
 from ..audio.windows import Window
-from .chat_prompt import ChatPrompts
+from .chat_prompt import ChatPrompts, HeldTurns
 from .decoder_prompt import DecoderPrompts
 from .options import SpeechModel, TranscriptionOptions
-from .segments import DecodedWindow, Word, best_attempt
+from .segments import DecodedWindow, Turn, Word, best_attempt
 from .turns import join_turns
 from .words import align_words
 
@@ -39,8 +39,8 @@ TEMPERATURES: Final = (0.2, 0.4, 0.6, 0.8, 1.0)
 NUM_SAMPLED: Final = 5
 """Texts that are sampled at each of them, of which the most probable one is kept, as Whisper's own program does."""
 
-Deltas: TypeAlias = asyncio.Queue[Delta | None]
-"""A queue of the pieces of a text as they are generated, followed by None."""
+Deltas: TypeAlias = asyncio.Queue[Delta | Turn | None]
+"""A queue of the pieces of a text as they are generated and of the turns that they complete, followed by None."""
 
 
 class AppendInputs(Protocol):
@@ -258,8 +258,14 @@ class WindowDecoder:
                 whole.token_ids += delta.token_ids
                 logprobs += delta.logprobs
                 show(delta if held is None else held.read(delta))
+                if isinstance(held, HeldTurns):
+                    for turn in held.take_turns():
+                        deltas.put_nowait(turn)
         if held is not None:
             show(held.read(Delta("", []), is_end=True))
+        if isinstance(held, HeldTurns):
+            for turn in held.take_turns(is_end=True):
+                deltas.put_nowait(turn)
         whole.logprobs = logprobs
         return whole
 

@@ -68,6 +68,11 @@ class Turn(msgspec.Struct):
     speaker: int
     text: str
 
+    def times(self, duration: float) -> tuple[float, float]:
+        """Return the start and the end in a window of `duration` seconds, with which a turn without an end ends."""
+        start = min(self.start, duration)
+        return start, min(self.end if self.end > start else duration, duration)
+
 
 class DecodedWindow(msgspec.Struct):
     """The text that a model wrote for one window of an audio clip.
@@ -183,8 +188,7 @@ def _turn_segments(window: DecodedWindow, turns: Iterable[Turn], first_id: int) 
     for turn in turns:
         if not turn.text:
             continue
-        start = min(turn.start, window.duration)
-        end = min(turn.end if turn.end > start else window.duration, window.duration)
+        start, end = turn.times(window.duration)
         found = _segment(window, first_id + len(segments), start, end, turn.text, [])
         found.speaker = turn.speaker
         segments.append(found)

@@ -33,7 +33,7 @@ from .decoder_prompt import DecoderPrompts
 from .decoding import Deltas, Prompts, Submission, WindowDecoder
 from .live import LiveDecoder
 from .options import SpeechModel, TranscriptionOptions, speech_model
-from .segments import DecodedWindow, Segment, Word, separator, split_segments
+from .segments import DecodedWindow, Segment, Turn, Word, separator, split_segments
 
 WINDOWS_AT_ONCE: Final = 8
 """Maximum windows of one clip that are decoded at the same time. The limit bounds the memory of long audio clips."""
@@ -49,6 +49,9 @@ MAX_CLIPS: Final = 8
 
 TextReceiver: TypeAlias = Callable[[str, list[PositionLogprobs]], Awaitable[None]]
 """Function that receives a piece of text and the log-probabilities of its tokens."""
+
+TurnReceiver: TypeAlias = Callable[[int, float, float, str], Awaitable[None]]
+"""Function that receives a speaker's number, the start and the end of a turn in seconds, and its words."""
 
 
 @dataclass(slots=True)
@@ -173,6 +176,7 @@ class Transcriber:
         options: TranscriptionOptions,
         submission: Submission,
         on_text: TextReceiver | None = None,
+        on_turn: TurnReceiver | None = None,
     ) -> Transcript:
         """Return the transcript of an audio clip.
 
@@ -181,6 +185,7 @@ class Transcriber:
             options: The options of the transcription.
             submission: A function that submits sequences to the engine.
             on_text: Receives the text as it is generated.
+            on_turn: Receives the turns of speakers as they end.
 
         Raises:
             ParameterError: The clip is damaged or too long.
@@ -195,6 +200,11 @@ class Transcriber:
                 async for job in jobs:
                     is_begun = False
                     while (delta := await job.deltas.get()) is not None:
+                        if isinstance(delta, Turn):
+                            if on_turn is not None:
+                                seconds = len(job.window.samples) / self._speech.sampling_rate
+                                await on_turn(delta.speaker, *delta.times(seconds), delta.text)
+                            continue
                         text = delta.text
                         if text and not is_begun:
                             text = separator(transcript.text, text) + text

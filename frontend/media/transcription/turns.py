@@ -54,6 +54,7 @@ class TurnReader(ABC):
     def __init__(self) -> None:
         self.turns: list[Turn] = []
         self.text = ""
+        self._num_taken = 0
         self._rest = ""
         self._is_open = False
 
@@ -64,6 +65,13 @@ class TurnReader(ABC):
         while self._rest and (self._read_words(is_end) if self._is_open else self._begin(is_end)):
             pass
         return self.text[num_before:]
+
+    def take_ended(self, *, is_end: bool) -> list[Turn]:
+        """Return the turns that have words and have ended since the last call; all the rest if `is_end`."""
+        num_ended = len(self.turns) - (self._is_open and not is_end)
+        ended = self.turns[self._num_taken : num_ended]
+        self._num_taken = num_ended
+        return [turn for turn in ended if turn.text]
 
     @abstractmethod
     def _begin(self, is_end: bool) -> bool:

@@ -203,7 +203,13 @@ def test_turns_are_read_from_pieces_of_any_length(
     for size in range(1, len(answer) + 1):
         reader = make_reader(turns)
         pieces = [answer[i : i + size] for i in range(0, len(answer), size)]
-        shown = "".join(map(reader.feed, pieces)) + reader.feed("", is_end=True)
+        shown, ended = "", []
+        for piece in pieces:
+            shown += reader.feed(piece)
+            ended += reader.take_ended(is_end=False)
+        shown += reader.feed("", is_end=True)
+        ended += reader.take_ended(is_end=True)
+        assert ended == [turn for turn in reader.turns if turn.text]
         assert shown == text == join_turns(reader.turns)
         assert [(t.start, t.end, t.speaker, t.text) for t in reader.turns] == expected
     window = DecodedWindow(30.0, 10.0, [], text, 0.0, -0.5, turns=reader.turns)
