@@ -179,6 +179,7 @@ def test_the_tower_is_not_loaded_for_text_alone(tmp_path: Path, qwen3: Model) ->
         ("qwen2_vl", ()),
         ("qwen2_5_vl", ("--cpu-backend", "torch", "-tp", "2")),
         ("qwen3_5", ("-tp", "2")),
+        ("cosmos3_edge", ("-tp", "2")),
         ("lfm3_vl", ("-tp", "2")),
         ("hy_v4_vl", ("-tp", "2")),
         ("glm4v", ()),

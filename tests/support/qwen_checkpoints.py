@@ -17,7 +17,7 @@ from support.families.indexers import WITH_INDEXERS
 from support.families.recurrent import GROUPED_KEYS, NGRAMS, QWEN4
 from support.tiny_checkpoints import sentencepiece_tokenizer
 
-IMAGE_MODELS = ("paddleocr_vl", "hunyuan_vl", "glm5_next", "ernie4_5_vl_moe")
+IMAGE_MODELS = ("paddleocr_vl", "hunyuan_vl", "glm5_next", "ernie4_5_vl_moe", "cosmos3_edge")
 """Models that read no videos."""
 QWEN_MODELS = (
     "qwen2_vl",
@@ -101,6 +101,13 @@ _VISION_BY_FAMILY: dict[str, dict[str, Any]] = {
 }
 _VISION_BY_FAMILY["cohere_compass"] = _VISION_BY_FAMILY["qwen3_vl"]
 _VISION_BY_FAMILY["cosmos3_omni"] = _VISION_BY_FAMILY["qwen3_vl"]
+_VISION_BY_FAMILY["cosmos3_edge"] = {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_patches": 36,
+}
 _VISION_BY_FAMILY["glm4v"] = {
     "hidden_size": 48,
     "intermediate_size": 80,
@@ -145,6 +152,7 @@ _NAMES = {
     "glm5_next": "Glm5Next",
     "hunyuan_vl": "HunYuanVL",
     "cohere_compass": "CohereCompass",
+    "cosmos3_edge": "Cosmos3Edge",
     "cosmos3_omni": "Cosmos3Omni",
     "paddleocr_vl": "PaddleOCRVL",
     "glm_ocr": "GlmOcr",
@@ -275,7 +283,10 @@ def qwen_directory(
         processor |= {"image_processor_type": name, "temporal_patch_size": 1}
     if kind == "paddleocr_vl":
         processor |= {"image_processor_type": "PaddleOCRVLImageProcessor", "temporal_patch_size": 1}
-    if kind in (*GLM_MODELS, "ernie4_5_vl_moe"):
+    if kind == "cosmos3_edge":
+        name = "Cosmos3EdgeImageProcessor"
+        processor |= {"image_processor_type": name, "temporal_patch_size": 1}
+    if kind in (*GLM_MODELS, "ernie4_5_vl_moe", "cosmos3_edge"):
         del processor["min_pixels"], processor["max_pixels"]
         processor["size"] = {"shortest_edge": 8 * UNIT**2, "longest_edge": 200 * UNIT**2}
     (directory / "preprocessor_config.json").write_text(json.dumps(processor))
@@ -302,6 +313,7 @@ def qwen_image_processor(path: Path) -> Any:
     fields = json.loads((path / "preprocessor_config.json").read_text())
     name = fields.pop("image_processor_type")
     families = {
+        "Cosmos3EdgeImageProcessor": "cosmos3_edge",
         "Ernie4_5_VLMoeImageProcessor": "ernie4_5_vl_moe",
         "Glm4vImageProcessor": "glm4v",
         "Glm5NextImageProcessor": "glm5_next",

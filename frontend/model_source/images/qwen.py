@@ -105,6 +105,16 @@ def resize_pairs(source: ProcessorSource, vision: GridVisionSpec, token_id: int)
     )
 
 
+def resize_single(
+    source: ProcessorSource, vision: GridVisionSpec, token_id: int
+) -> ResizeProcessor:
+    """Return the processor of Cosmos 3 Edge, which is that of GLM for patches of one frame."""
+    half = [0.5] * 3
+    size = {"shortest_edge": 256 * 256, "longest_edge": 4096 * 4096}
+    fields = source.fields.with_defaults(size=size, image_mean=half, image_std=half)
+    return resize_pairs(replace(source, fields=fields), vision, token_id)
+
+
 def _most_outputs(max_pixels: int, unit: int) -> int:
     """Return the maximum number of embeddings of an image, also of the most oblong ones, which have a single row."""
     return max(max_pixels // unit**2, math.isqrt(MAX_RATIO * max_pixels) // unit)

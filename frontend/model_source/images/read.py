@@ -36,6 +36,7 @@ from .qwen import (
     resize_pairs,
     resize_patches,
     resize_rounded,
+    resize_single,
     resize_words,
 )
 from .single import longest, middle, single
@@ -172,6 +173,7 @@ _READERS: Final[dict[str, _Reader]] = {
     "clip": single,
     "cohere2_vision": cohere2_vision,
     "cohere_compass": resize,
+    "cosmos3_edge": resize_single,
     "cosmos3_omni": resize,
     "deepseek_ocr": views_with_rows,
     "deepseek_ocr2": views,

@@ -214,6 +214,34 @@ def lfm2_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Gri
     )
 
 
+def cosmos3_edge(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
+    """Return the tower of Cosmos 3 Edge, which is SigLIP 2 like that of LFM2-VL."""
+    sizes = merged_sizes(vision, vision.integer("patch_size", 16))
+    return GridVisionSpec(
+        **sizes,
+        merge_size=vision.integer("spatial_merge_size", 2, maximum=16),
+        activation=vision.text("hidden_act", "gelu_pytorch_tanh"),
+        output_size=output_size,
+        norm_eps=vision.positive("layer_norm_eps", 1e-6),
+        merger_eps=1e-6,
+        merger_inner=fields.integer("projector_hidden_size", 11520),
+        has_joined_qkv=False,
+        patch_layout="pixels",
+        rotary=None,
+        position_side=vision.square_side("num_patches", 256, maximum=1 << 20),
+        interpolation="antialiased",
+        tensor_names=(
+            *SIGLIP_NAMES,
+            # Transformers saves the tower with the names of the decoder's tensors.
+            (r"(visual\.blocks\..*)\.attn\.to_([qkv])\.", r"\1.attn.\2_proj."),
+            (r"(visual\.blocks\..*)\.mlp\.up_proj\.", r"\1.mlp.fc1."),
+            (r"(visual\.blocks\..*)\.mlp\.down_proj\.", r"\1.mlp.fc2."),
+            (r"projector\.norm\.", "visual.merger.norm."),
+            (r"projector\.linear_fc", "visual.merger.fc"),
+        ),
+    )
+
+
 def lfm3_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
     """Return the tower of LFM3-VL, whose layers have convolutions or attention."""
     rope = vision.first_section("rope_parameters").with_defaults(rope_theta=1_000_000.0)

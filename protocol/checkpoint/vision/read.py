@@ -41,6 +41,7 @@ from .janus import deepseek_vl, deepseek_vl_hybrid, janus
 from .llama import TilesVisionSpec, llama4, mllama
 from .llava import clip, llava, llava_next, llava_onevision, siglip_alone, vipllava
 from .merged import (
+    cosmos3_edge,
     dots_ocr,
     hunyuan_vl,
     hy_v4_vl,
@@ -130,6 +131,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "clip": clip,
     "cohere2_vision": cohere2_vision,
     "cohere_compass": qwen3_vl,
+    "cosmos3_edge": cosmos3_edge,
     "cosmos3_omni": qwen3_vl,
     "deepseek_ocr": deepseek_ocr,
     "deepseek_ocr2": deepseek_ocr2,

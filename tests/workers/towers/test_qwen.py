@@ -184,7 +184,11 @@ def test_grids_and_pixels_equal_those_of_transformers(model):
             "RGB", (tile.payload.width, tile.payload.height), tile.payload.pixels
         )
         patches = video_patches([resized], processor.mean, processor.std)
-        frames = found["pixel_values"].view(len(patches), 3, -1, PATCH**2)
+        frames = found["pixel_values"]
+        if config.text("model_type") == "cosmos3_edge":
+            # The values of a pixel are next to each other.
+            frames = frames.view(len(patches), -1, 3).transpose(1, 2).contiguous()
+        frames = frames.view(len(patches), 3, -1, PATCH**2)
         patches = patches.view(len(patches), 3, FRAMES, -1)[:, :, : frames.shape[2]]
         # Transformers' patches may be in the order of rows.
         both = (each.flatten(1).sort(0).values for each in (frames, patches))

@@ -21,7 +21,7 @@ from .common import (
     uniform_layers,
     windowed_layers,
 )
-from .llama import granite, llama, olmo2, with_axes
+from .llama import granite, interleaved_axes, llama, olmo2, with_axes
 
 _POST_NORMS = NormNames(
     attention_input=None,
@@ -416,6 +416,28 @@ def _olmo3(fields: ConfigFields) -> ModelSpec:
     return olmo2(fields, layers=layers)
 
 
+def _cosmos3_edge(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of the part of a Cosmos 3 Edge that reads and writes text."""
+    fields = fields.with_defaults(hidden_act="relu2", rms_norm_eps=1e-5, num_key_value_heads=8)
+    fields = fields.with_defaults(head_dim=128)
+    return llama(
+        interleaved_axes(fields, (24, 20, 20)),
+        has_gate=False,
+        tensor_names=(
+            (r"^(model\.)?(visual|projector)\..*", ""),
+            (r"^(.*\.)?(action_|time_|proj_in|proj_out|norm_moe_gen).*", ""),
+            (
+                r".*(_moe_gen|\.add_[qkv]_proj|\.to_add_out|\.norm_added_[qk]|\.k_norm_und_for_gen)\..*",
+                "",
+            ),
+            (r"\.self_attn\.to_([qkv])\.", r".self_attn.\1_proj."),
+            (r"\.self_attn\.to_out\.", ".self_attn.o_proj."),
+            (r"\.mlp\.fc1\.", ".mlp.up_proj."),
+            (r"\.mlp\.fc2\.", ".mlp.down_proj."),
+        ),
+    )
+
+
 def _paddleocr_vl(fields: ConfigFields) -> ModelSpec:
     """Return the spec of PaddleOCR-VL, which is ERNIE 4.5 with Qwen2-VL's rotation."""
     rope = with_axes(fields.with_defaults(num_key_value_heads=2), (16, 24, 24))
@@ -460,6 +482,7 @@ FAMILIES = (
     Family("MiniCPMForCausalLM", "minicpm", _minicpm),
     Family("NanoChatForCausalLM", "nanochat", _nanochat),
     Family("Olmo3ForCausalLM", "olmo3", _olmo3),
+    Family("Cosmos3EdgeForConditionalGeneration", "cosmos3_edge", _cosmos3_edge),
     Family("PaddleOCRVLForConditionalGeneration", "paddleocr_vl", _paddleocr_vl),
     Family("SeedOssForCausalLM", "seed_oss", _seed_oss),
 )
