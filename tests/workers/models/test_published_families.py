@@ -56,6 +56,15 @@ def test_gguf_files_of_these_families_give_the_same_logits(
     assert_same(logits, expected_logits(reference, tokens))
 
 
+@pytest.mark.parametrize("name", ["axk1", "ernie-moe", "granite-moe", "lfm2-moe", "minimax-m2"])
+def test_checkpoints_may_have_the_names_of_tensors_in_memory(name, tmp_path):
+    reference = make_reference(name)
+    reference.save_pretrained(tmp_path, save_original_format=False)
+    tokens = prompt(NUM_TOKENS)
+    logits = Runner(load_decoder(tmp_path)).step({0: tokens})[0]
+    assert_same(logits, expected_logits(reference, tokens))
+
+
 def _refined_web(config):
     names = {"n_head": "num_attention_heads", "n_head_kv": "num_kv_heads"}
     old = {name: config.pop(other) for name, other in names.items()}
