@@ -31,6 +31,7 @@ _ARCHITECTURES: Final = {
     "NemotronH_Super_Omni_Reasoning_V3": "NemotronH_Omni_Reasoning_V3",
     "RWForCausalLM": "FalconForCausalLM",
     "ShieldGemma2ForImageClassification": "Gemma3ForConditionalGeneration",
+    "SkyworkR1VChatModel": "InternVLChatModel",
     "StableLMEpochForCausalLM": "StableLmForCausalLM",
     "T5WithLMHeadModel": "T5ForConditionalGeneration",
 }
@@ -96,6 +97,7 @@ _MODEL_TYPES: Final[dict[str, Callable[[ConfigFields], dict[str, Any]]]] = {
     "minimax_m1": _minimax,
     "minimax_text_01": _minimax,
     "shieldgemma2": lambda _: {"model_type": "gemma3"},
+    "skywork_chat": lambda _: {"model_type": "internvl_chat"},
     "stablelm_epoch": lambda fields: {
         "model_type": "stablelm",
         "partial_rotary_factor": fields.get("rope_pct"),
