@@ -59,7 +59,13 @@ def step3(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridV
     ):
         vision.require(name, value)
     names = {"hidden_size": "width", "num_hidden_layers": "layers", "num_attention_heads": "heads"}
-    vision = vision.with_defaults(**{name: vision.get(other) for name, other in names.items()})
+    vision = vision.with_defaults(
+        **{
+            name: vision.get(other)
+            for name, other in names.items()
+            if vision.get(other) is not None
+        }
+    )
     size = vision.integer("hidden_size", 1536)
     inner = int(size * vision.positive("mlp_ratio", 8960 / 1536))
     image_size, patch_size = image_and_patch_size(vision, 728, 14)
