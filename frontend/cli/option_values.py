@@ -49,7 +49,7 @@ def parse_boolean(text: str) -> bool:
     return value
 
 
-def parse_integer(text: str, low: float | None = None, high: float | None = None) -> int:
+def parse_integer(text: str, low: float | None, high: float | None) -> int:
     """Return an integer with an optional unit: 4k is 4000; 4K, 4Ki and 4KiB are 4096; 4KB is 4000."""
     match = _INTEGER.fullmatch(text.strip())
     if match is None:
@@ -65,7 +65,7 @@ def parse_integer(text: str, low: float | None = None, high: float | None = None
     return _in_range(int(value), low, high)
 
 
-def parse_number(text: str, low: float | None = None, high: float | None = None) -> float:
+def parse_number(text: str, low: float | None, high: float | None = None) -> float:
     """Return a finite number within the limits."""
     try:
         value = float(text)

@@ -74,12 +74,7 @@ class Lease(Protocol):
     def __enter__(self) -> Any:
         """Begin to use the memory."""
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Release the memory."""
 
 

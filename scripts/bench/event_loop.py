@@ -48,8 +48,8 @@ def text(prompt: Any, **fields: Any) -> dict[str, Any]:
     return {"prompt": prompt, "max_tokens": 2, "ignore_eos": True, **fields}
 
 
-def raw(prefix: bytes, unit: bytes, suffix: bytes, size: int = LARGE) -> bytes:
-    return prefix + unit * (size // len(unit)) + suffix
+def raw(prefix: bytes, unit: bytes, suffix: bytes) -> bytes:
+    return prefix + unit * (LARGE // len(unit)) + suffix
 
 
 def function(number: int) -> dict[str, Any]:

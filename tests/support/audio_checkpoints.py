@@ -21,18 +21,10 @@ from support.gemma_audio import (
 from support.image_marks import GEMMA_MARKS
 from support.omni import omni_config, write_omni
 from support.qwen_checkpoints import END, IMAGE, START, VIDEO
-from support.tiny_checkpoints import sentencepiece_tokenizer
+from support.tiny_checkpoints import DECODER_SIZES, sentencepiece_tokenizer
 from torch.nn.functional import pad
 from transformers.audio_utils import mel_filter_bank, spectrogram, window_function
 
-TEXT_SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2048,
-}
 NUM_MEL_BINS = 16
 WAVE_HOP = 320
 """Samples of an embedding of VibeVoice ASR."""
@@ -98,7 +90,7 @@ def audio_directory(directory: Path, kind: str) -> tuple[Path, Any]:
     ids = {
         f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")
     }
-    text = {"vocab_size": len(tokenizer), "rope_theta": 10_000.0} | TEXT_SIZES | ids
+    text = {"vocab_size": len(tokenizer), "rope_theta": 10_000.0} | DECODER_SIZES | ids
     tower = {"num_mel_bins": NUM_MEL_BINS, "max_source_positions": 50 * WINDOW_S}
     mark = tokenizer.convert_tokens_to_ids(MARKS[kind])
     if kind == "gemma3n":

@@ -69,7 +69,7 @@ def background_response(server: Server) -> Any:
     _, response = _checked(server.post("/v1/responses", {"model": "tiny", **fields}))
     while response["status"] in ("queued", "in_progress"):
         time.sleep(_PAUSE_S)
-        _, response = _checked(_persistent(server, "GET", f"/v1/responses/{response['id']}"))
+        _, response = _checked(_get_persistently(server, f"/v1/responses/{response['id']}"))
     return response["status"], _output_of(response)
 
 
@@ -110,8 +110,8 @@ def batch(server: Server) -> Any:
         if job["status"] in ("failed", "expired", "cancelled") or job.get("error_file_id"):
             raise Refused(job)
         time.sleep(_PAUSE_S)
-        _, job = _checked(_persistent(server, "GET", f"/v1/batches/{job['id']}"))
-    _, text = _checked(_persistent(server, "GET", f"/v1/files/{job['output_file_id']}/content"))
+        _, job = _checked(_get_persistently(server, f"/v1/batches/{job['id']}"))
+    _, text = _checked(_get_persistently(server, f"/v1/files/{job['output_file_id']}/content"))
     results = [json.loads(line) for line in _lines(text)]
     return sorted(
         (each["custom_id"], each["response"]["body"]["choices"][0]["text"]) for each in results
@@ -170,8 +170,8 @@ def _stream(server: Server, path: str, body: dict[str, Any]) -> Iterator[bytes]:
         connection.close()
 
 
-def make_live_session(samples: np.ndarray, num_utterances: int = 2) -> Conversation:
-    """Return a session that transcribes the samples several times, each time in two halves."""
+def make_live_session(samples: np.ndarray) -> Conversation:
+    """Return a session that transcribes the samples twice, each time in two halves."""
 
     def live_session(server: Server) -> list[str]:
         pcm = realtime.to_pcm(samples)
@@ -189,7 +189,7 @@ def make_live_session(samples: np.ndarray, num_utterances: int = 2) -> Conversat
             settings = realtime.session_of(model="tiny")
             socket.send(json.dumps({"type": "session.update", "session": settings}))
             read("session.updated")
-            for _ in range(num_utterances):
+            for _ in range(2):
                 for piece in (pcm[:half], pcm[half:]):
                     audio = base64.b64encode(piece).decode()
                     socket.send(json.dumps({"type": "input_audio_buffer.append", "audio": audio}))
@@ -202,9 +202,8 @@ def make_live_session(samples: np.ndarray, num_utterances: int = 2) -> Conversat
     return live_session
 
 
-def _persistent(server: Server, method: str, path: str) -> tuple[int, Any]:
+def _get_persistently(server: Server, path: str) -> tuple[int, Any]:
     """Return an answer of a server with a store, whose frontends may be restarted meanwhile."""
-    assert method == "GET"
     deadline = time.monotonic() + PATIENCE_S
     while True:
         try:

@@ -274,8 +274,8 @@ def _logprobs(index: int, tokens: Iterable[int], k: int, listed: tuple[int, ...]
 class EchoCoreThread:
     """An `EchoCore` that steps whenever it has requests, at most every `step_s` seconds."""
 
-    def __init__(self, config: EngineConfig, core_index: int = 0, step_s: float = 0.001) -> None:
-        self.core = EchoCore(config, core_index)
+    def __init__(self, config: EngineConfig, step_s: float) -> None:
+        self.core = EchoCore(config)
         self._step_s = step_s
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run)

@@ -12,9 +12,12 @@ from urllib.parse import unquote, urlsplit
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
+GATED = "org/gated"
+"""A repository that needs a token."""
+
+
 class _Handler(BaseHTTPRequestHandler):
     root: Path
-    gated: str
     requested: list[str]
 
     def do_HEAD(self) -> None:
@@ -25,7 +28,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.requested.append(path)
         parts = path.removeprefix("api/models/").split("/")
         repo = "/".join(parts[:2])
-        if repo == self.gated:
+        if repo == GATED:
             return self.fail(403, "GatedRepo")
         if not (self.root / repo).is_dir():
             return self.fail(401, "RepoNotFound")
@@ -73,10 +76,10 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def fake_hub(root: Path, gated: str = "org/gated") -> Iterator[tuple[str, list[str]]]:
-    """Run a hub, and return its URL and the list of requested paths."""
+def fake_hub(root: Path) -> Iterator[tuple[str, list[str]]]:
+    """Run a hub whose repository `GATED` needs a token, and return its URL and the list of requested paths."""
     requested: list[str] = []
-    handler = type("Handler", (_Handler,), {"root": root, "gated": gated, "requested": requested})
+    handler = type("Handler", (_Handler,), {"root": root, "requested": requested})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()

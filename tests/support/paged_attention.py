@@ -246,7 +246,7 @@ def run(requests, **case):
     return paged.forward(), paged.expected()
 
 
-def attend_to_sources(backend_name, *, dtype, device=CPU, num_kv_heads=2, repeats=2):
+def attend_to_sources(backend_name, *, dtype, device):
     """Return the outputs of cross attention and their expected values.
 
     Requests have one query or several, more or fewer than their source has outputs.
@@ -254,8 +254,8 @@ def attend_to_sources(backend_name, *, dtype, device=CPU, num_kv_heads=2, repeat
     torch.manual_seed(0)
     sources, queries, block_size, head_dim = [70, 5, 150, 20], [1, 9, 40, 1], 16, 16
     causal = AttentionSpec(
-        num_heads=num_kv_heads * repeats,
-        num_kv_heads=num_kv_heads,
+        num_heads=4,
+        num_kv_heads=2,
         head_dim=head_dim,
         block_size=block_size,
         dtype=dtype,
@@ -272,12 +272,12 @@ def attend_to_sources(backend_name, *, dtype, device=CPU, num_kv_heads=2, repeat
     filler = attention_backend(causal, "torch_paged").as_bidirectional()
     stored = []
     for size, own in zip(sources, blocks, strict=True):
-        k_EGK, v_EGK = torch.randn(2, size, num_kv_heads, head_dim).to(dtype).to(device)
+        k_EGK, v_EGK = torch.randn(2, size, 2, head_dim).to(dtype).to(device)
         batch = attention_batch([Scheduled(0, size, own)], block_size)
         storing = backend if size < 2 * block_size else filler
         storing.store(k_EGK, v_EGK, kv_cache, storing.build(batch, ()), layer)
         stored.append((k_EGK, v_EGK))
-    q_THK = torch.randn(sum(queries), num_kv_heads * repeats, head_dim).to(dtype).to(device)
+    q_THK = torch.randn(sum(queries), 4, head_dim).to(dtype).to(device)
     table = np.zeros((4, max(map(len, blocks))), np.int32)
     for row, own in zip(table, blocks, strict=True):
         row[: len(own)] = own
@@ -290,7 +290,7 @@ def attend_to_sources(backend_name, *, dtype, device=CPU, num_kv_heads=2, repeat
     out = backend.attend(q_THK, kv_cache, backend.build(batch, {None}), layer)
     expected = []
     for q_QHK, (k_EGK, v_EGK) in zip(q_THK.split(queries), stored, strict=True):
-        q_QGRK = q_QHK.double().unflatten(1, (num_kv_heads, repeats))
+        q_QGRK = q_QHK.double().unflatten(1, (2, 2))
         scores = torch.einsum("qgrk,egk->grqe", q_QGRK, k_EGK.double()) * layer.scale
         values = torch.einsum("grqe,egk->qgrk", scores.softmax(-1), v_EGK.double())
         expected.append(values.flatten(1, 2))

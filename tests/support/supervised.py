@@ -79,10 +79,10 @@ class Operator:
             lambda status: any((p.name, p.stage) == (name, stage) for p in status.processes)
         )
 
-    def sees_dropped_by(self, name: str, count: int) -> bool:
+    def sees_dropped_by_worker(self, count: int) -> bool:
         return self._sees(
             lambda status: any(
-                (p.name, p.num_dropped_frames) == (name, count) for p in status.processes
+                (p.name, p.num_dropped_frames) == ("worker 0", count) for p in status.processes
             )
         )
 

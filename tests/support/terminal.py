@@ -16,19 +16,18 @@ from typing import Self
 
 from support.program import STOP_TIMEOUT_S
 
+ROWS, COLUMNS = 30, 100
 SHOWN = 600
 """Characters of the screen that a failure shows."""
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[=>]|\r")
 
 
 class Terminal:
-    """A program whose standard streams are a terminal of the given size. Use it as a context manager."""
+    """A program whose standard streams are a terminal of `ROWS` x `COLUMNS` characters. Use it as a context manager."""
 
-    def __init__(
-        self, command: list[str], env: dict[str, str], *, columns: int = 100, rows: int = 30
-    ) -> None:
+    def __init__(self, command: list[str], env: dict[str, str]) -> None:
         self._control, terminal = pty.openpty()
-        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
         self.process = subprocess.Popen(
             command,
             stdin=terminal,

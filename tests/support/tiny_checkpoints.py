@@ -25,6 +25,15 @@ GEMMA3 = {
     "sliding_window": 16,
     "max_position_embeddings": 512,
 }
+DECODER_SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+}
+"""The sizes of the text decoders of multimodal models."""
 QWEN3 = {
     "hidden_size": 64,
     "intermediate_size": 96,

@@ -22,17 +22,9 @@ from support.image_marks import (
 )
 from support.mistral_files import write_mistral_files
 from support.published_internvl import as_published, rename
-from support.tiny_checkpoints import sentencepiece_tokenizer
+from support.tiny_checkpoints import DECODER_SIZES, sentencepiece_tokenizer
 
-TEXT_SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2048,
-    "model_type": "llama",
-}
+TEXT_SIZES = DECODER_SIZES | {"model_type": "llama"}
 TOWER_SIZES = {
     "hidden_size": 48,
     "intermediate_size": 80,

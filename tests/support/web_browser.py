@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from types import TracebackType
 from typing import Any, Self
 
 from playwright.sync_api import Browser, Page, Playwright, expect
@@ -55,12 +54,7 @@ class WebPage:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._context.close()
 
     def _record_message(self, message: Any) -> None:

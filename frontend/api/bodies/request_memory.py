@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Final
 
 from ...http.errors import APIError, unavailable
@@ -108,11 +107,6 @@ class MemoryLease:
     def __enter__(self) -> MemoryLease:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.mark_complete()
         self._memory.release(self._num_counted + self._num_media)

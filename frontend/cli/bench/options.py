@@ -133,7 +133,7 @@ class Workload:
         """True if chat completions are measured."""
         return self.backend is Backend.CHAT
 
-    def sessions(self, count: int | None, seed_offset: int = 0) -> list[Session]:
+    def sessions(self, count: int | None, seed_offset: int) -> list[Session]:
         """Return `count` sessions, or the default number if it is None.
 
         Different offsets give different sessions without shared prefixes.

@@ -14,10 +14,10 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def seconds(run: Callable[[], object], device: torch.device, repeats: int = 10) -> float:
-    """Return the median duration of `repeats` runs, after a run that is not counted."""
+def seconds(run: Callable[[], object], device: torch.device) -> float:
+    """Return the median duration of ten runs, after a run that is not counted."""
     times = []
-    for _ in range(repeats + 1):
+    for _ in range(11):
         synchronize(device)
         begin = time.perf_counter()
         run()

@@ -60,7 +60,6 @@ class Stepping:
         max_num_seqs: int,
         max_model_len: int,
         max_num_batched_tokens: int,
-        enforce_eager: bool = False,
     ) -> None:
         self._shape = shape
         self._max_model_len = max_model_len
@@ -85,7 +84,7 @@ class Stepping:
             SchedulerConfig(
                 max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
             ),
-            device=DeviceConfig(device, cpu_backend=CPUBackend.TORCH, enforce_eager=enforce_eager),
+            device=DeviceConfig(device, cpu_backend=CPUBackend.TORCH),
         )
         self.seconds: dict[str, float] = {}
         self._began = time.perf_counter()

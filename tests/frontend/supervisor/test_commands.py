@@ -141,7 +141,7 @@ def test_invalid_reports_are_counted_and_dropped(
         encode(ProcessStatus("nobody", Stage.FAILED, pid=supervisor.pids["core 0"])),
     )
     assert operator.sees_dropped(6)
-    assert operator.sees_dropped_by("worker 0", 0)
+    assert operator.sees_dropped_by_worker(0)
     assert operator.sees_ready(set(supervisor.pids))
 
 
@@ -151,7 +151,7 @@ def test_dropped_frames_are_counted_across_restarts(run_dir: str) -> None:
         supervisor.start()
         supervisor.wait_until_ready()
         operator = Operator(supervisor, run_dir)
-        assert operator.sees_dropped_by("worker 0", 3)
+        assert operator.sees_dropped_by_worker(3)
         os.kill(supervisor.pids["worker 0"], signal.SIGKILL)
-        assert operator.sees_dropped_by("worker 0", 6)
+        assert operator.sees_dropped_by_worker(6)
         operator.close()

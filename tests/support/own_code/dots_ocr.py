@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import transformers
 from support.own_code.model import OwnCodeModel, fill, normalized, write
+from support.tiny_checkpoints import DECODER_SIZES
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -54,14 +55,8 @@ def _rotated(x: Tensor, angles: Tensor) -> Tensor:
 
 def dots_ocr(directory: Path, *, vocab_size: int = 96, image_token: int = 95) -> OwnCodeModel:
     """Write a dots.ocr."""
-    text: dict[str, Any] = {
+    text: dict[str, Any] = DECODER_SIZES | {
         "vocab_size": vocab_size,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 2048,
         "tie_word_embeddings": False,
     }
     decoder = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**text))

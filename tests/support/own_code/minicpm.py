@@ -12,6 +12,7 @@ import transformers
 from gguf import GGUFWriter
 from safetensors.torch import load_file
 from support.own_code.model import OwnCodeModel, fill, normalized, write
+from support.tiny_checkpoints import DECODER_SIZES
 from torch import Tensor, nn
 
 _DECODERS = {"2.6": "Qwen2", "4.0": "Llama", "4.5": "Qwen3"}
@@ -56,15 +57,10 @@ def minicpmv(
     directory: Path, version: str, *, vocab_size: int = 96, image_token: int = 95, name: str = "V"
 ) -> OwnCodeModel:
     """Write a MiniCPM-V, or a MiniCPM-o of this version if `name` is "O"."""
-    text: dict[str, Any] = {
+    text: dict[str, Any] = DECODER_SIZES | {
         "vocab_size": vocab_size,
         "hidden_size": 256,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
         "head_dim": 64,
-        "max_position_embeddings": 2048,
         "tie_word_embeddings": False,
     }
     kind = _DECODERS[version]

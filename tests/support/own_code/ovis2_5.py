@@ -10,6 +10,7 @@ import torch
 import transformers
 from engine.protocol.encoder_inputs.payloads import ImagePayload
 from support.own_code.model import OwnCodeModel, fill, normalized, write
+from support.tiny_checkpoints import DECODER_SIZES
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -70,15 +71,9 @@ class _Tower(nn.Module):
 
 def ovis2_5(directory: Path, *, vocab_size: int = 96, image_token: int = 95) -> OwnCodeModel:
     """Write an Ovis 2.5."""
-    text: dict[str, Any] = {
+    text: dict[str, Any] = DECODER_SIZES | {
         "vocab_size": vocab_size,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
         "head_dim": 16,
-        "max_position_embeddings": 2048,
         "tie_word_embeddings": False,
     }
     decoder = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**text))

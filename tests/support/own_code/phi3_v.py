@@ -10,6 +10,7 @@ import torch
 import transformers
 from engine.protocol.encoder_inputs.payloads import ImagePayload
 from support.own_code.model import OwnCodeModel, fill, normalized, write
+from support.tiny_checkpoints import DECODER_SIZES
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -58,14 +59,9 @@ class _Embeddings(nn.Module):
 
 def phi3_v(directory: Path, *, vocab_size: int = 96, image_token: int = 95) -> OwnCodeModel:
     """Write a Phi-3-Vision."""
-    text: dict[str, Any] = {
+    text: dict[str, Any] = DECODER_SIZES | {
         "vocab_size": vocab_size,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
         "num_key_value_heads": 4,
-        "max_position_embeddings": 2048,
         "pad_token_id": 0,
         "eos_token_id": 1,
     }
