@@ -73,7 +73,11 @@ BAD_FIELDS = [
     ({"guided_choice": []}, "guided_choice", "array of strings"),
     ({"guided_grammar": "x"}, "guided_grammar", "compiled"),
     ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "combined with guided_regex"),
-    ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "not supported"),
+    (
+        {"guided_regex": "a", "guided_whitespace_pattern": " "},
+        "guided_whitespace_pattern",
+        "only to a constraint to JSON",
+    ),
     ({"best_of": 1, "n": 2}, "best_of", "between n=2 and 128, got 1"),
     ({"best_of": 129}, "best_of", "got 129"),
     ({"best_of": 3, "n": 2, "stream": True}, "best_of", "in a stream, got 3"),
@@ -143,9 +147,19 @@ BAD_FIELDS = [
         "a JSON schema (an object), got 5",
     ),
     (
-        {"structured_outputs": {"json": {}, "disable_any_whitespace": True}},
+        {"structured_outputs": {"choice": ["a"], "disable_any_whitespace": True}},
         "structured_outputs.disable_any_whitespace",
-        "not supported",
+        "only to a constraint to JSON",
+    ),
+    (
+        {"structured_outputs": {"json": {}, "whitespace_pattern": 5}},
+        "structured_outputs.whitespace_pattern",
+        "a string, got 5",
+    ),
+    (
+        {"guided_json": {}, "guided_whitespace_pattern": "(a"},
+        "guided_json",
+        "unclosed group",
     ),
     (
         {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "odd"}}}},

@@ -86,6 +86,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
 
     # Other names of fields above; see ALIASES.
     no_stop_trim: bool | None = None
@@ -119,7 +120,6 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     guided_decoding_backend: str | None = None
 
     # Rejected (see `refused.py`), because an answer that ignores them would be wrong.
-    guided_whitespace_pattern: Any = None
     logits_processors: Any = None
     vllm_xargs: Any = None
     mm_processor_kwargs: Any = None

@@ -15,7 +15,6 @@ _MEDIA = "is not supported; send media to /v1/chat/completions"
 _TRANSFER = "is not supported; use kv_transfer_params of /v1/completions"
 
 REFUSED: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
-    "guided_whitespace_pattern": ("is not supported; use structured_outputs.grammar", ()),
     "logits_processors": ("is not supported; use logit_bias", ([],)),
     "vllm_xargs": (_NOT_SUPPORTED, ({},)),
     "mm_processor_kwargs": (_NOT_SUPPORTED, ({},)),

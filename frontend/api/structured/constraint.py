@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from ....protocol.grammars.grammar import lark_expression
-from ....protocol.grammars.json_schema import lenient
+from ....protocol.grammars.json_schema import lenient, mapping_of
 from ....protocol.sampling_params import GrammarKind, StructuredOutput
 from ...http.errors import bad_request, reject_deep_nesting, wrong
 from ...http.shown_values import cut
@@ -17,8 +17,9 @@ from .json_schema import prepare_schema
 
 _FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 _KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
-_REFUSED_OPTIONS = ("disable_any_whitespace",)
-_OPTIONS = ("disable_fallback", "disable_additional_properties", *_REFUSED_OPTIONS)
+_WHITE_SPACE = "whitespace_pattern"
+_NO_WHITE_SPACE = "disable_any_whitespace"
+_OPTIONS = ("disable_fallback", "disable_additional_properties", _WHITE_SPACE, _NO_WHITE_SPACE)
 _FIELDS = {
     "regex": "regex",
     "ebnf": "grammar",
@@ -66,7 +67,11 @@ def parse_constraint(request: GenerationRequest) -> Constraint | None:
     if len(constraints) > 1:
         first, second = (constraint.param for constraint in constraints[:2])
         raise bad_request(second, f"cannot be combined with {first}")
-    return constraints[0] if constraints else None
+    if not constraints:
+        return None
+    [constraint] = constraints
+    pattern, param = request.guided_whitespace_pattern, "guided_whitespace_pattern"
+    return Constraint(constraint.param, _with_pattern(constraint.structured_output, pattern, param))
 
 
 def allow_calls(constraint: Constraint, call_rules: str) -> Constraint:
@@ -165,10 +170,6 @@ def parse_structured_outputs(constraints: dict[str, Any]) -> StructuredOutput | 
         if name not in _KINDS and name not in _OPTIONS:
             param = f"structured_outputs.{cut(name)}"
             raise bad_request(param, f"is unknown; use one of {', '.join(_KINDS)}")
-    for name in _REFUSED_OPTIONS:
-        if constraints.get(name):
-            param = f"structured_outputs.{name}"
-            raise bad_request(param, "is not supported; express it in the schema")
     given = [k for k in _KINDS if k in constraints and constraints[k] is not False]
     if len(given) > 1:
         raise bad_request(
@@ -178,7 +179,44 @@ def parse_structured_outputs(constraints: dict[str, Any]) -> StructuredOutput | 
     if not given:
         return None
     [name] = given
-    return _constraint(name, constraints[name], f"structured_outputs.{name}")
+    output = _constraint(name, constraints[name], f"structured_outputs.{name}")
+    pattern = constraints.get(_WHITE_SPACE)
+    output = _with_pattern(output, pattern, f"structured_outputs.{_WHITE_SPACE}")
+    if constraints.get(_NO_WHITE_SPACE):
+        options = {"whitespace_flexible": False}
+        return _with_white_space(output, options, f"structured_outputs.{_NO_WHITE_SPACE}")
+    return output
+
+
+def _with_pattern(output: StructuredOutput, pattern: Any, param: str) -> StructuredOutput:
+    """Return a constraint to JSON with a pattern for white space; None keeps that of the schema, or the default."""
+    if pattern is None:
+        return output
+    if not isinstance(pattern, str):
+        raise wrong(param, "a string", pattern)
+    return _with_white_space(output, {_WHITE_SPACE: pattern}, param)
+
+
+def _with_white_space(
+    output: StructuredOutput, options: dict[str, Any], param: str
+) -> StructuredOutput:
+    """Return a constraint to JSON with options for the white space between two elements.
+
+    Raises:
+        APIError: The constraint is not to JSON (400).
+    """
+    if output.kind not in (GrammarKind.JSON_SCHEMA, GrammarKind.JSON_OBJECT):
+        raise bad_request(param, "applies only to a constraint to JSON")
+    schema: Any = {"type": "object"}
+    if output.kind is GrammarKind.JSON_SCHEMA:
+        schema = msgspec.json.decode(output.spec)
+    if schema is False:
+        return output
+    schema = {} if schema is True else schema
+    guidance = mapping_of(schema.get("x-guidance")) | options
+    return StructuredOutput(
+        GrammarKind.JSON_SCHEMA, _encode(schema | {"x-guidance": guidance}).decode()
+    )
 
 
 def _constraint(name: str, value: Any, param: str) -> StructuredOutput:

@@ -436,6 +436,16 @@ LENIENT = '"x-guidance":{"lenient":true}}'
         ),
         ({"json_schema": '{"type": "array"}'}, "json_schema", '{"type":"array",' + LENIENT),
         ({"guided_json": {"type": "array"}}, "json_schema", '{"type":"array",' + LENIENT),
+        (
+            {"guided_json": {"type": "array"}, "guided_whitespace_pattern": " ?"},
+            "json_schema",
+            '{"type":"array","x-guidance":{"lenient":true,"whitespace_pattern":" ?"}}',
+        ),
+        (
+            {"structured_outputs": {"json_object": True, "disable_any_whitespace": True}},
+            "json_schema",
+            '{"type":"object","x-guidance":{"whitespace_flexible":false}}',
+        ),
         ({"guided_regex": "a+", "guided_json": None}, "regex", "a+"),
         ({"guided_choice": ["yes", "no"]}, "choice", '["yes","no"]'),
         ({"guided_grammar": 'root ::= "x"'}, "grammar", 'root ::= "x"'),
