@@ -234,7 +234,9 @@ def _sections(opening: str, closing: str, call: NamedCall) -> CallFormat:
 def _tagged(opening: str, closing: str, before: str, tags: Tags) -> CallFormat:
     """Return a format of blocks with calls `before NAME tagged-arguments`."""
     return _sections(
-        opening, closing, NamedCall(TaggedNotation(tags, (tags.start,)), before=before)
+        opening,
+        closing,
+        NamedCall(TaggedNotation(tags, (tags.start, *filter(None, (tags.empty,)))), before=before),
     )
 
 
@@ -246,6 +248,7 @@ def _dsml(block: str) -> CallFormat:
         "</｜DSML｜parameter>",
         start='">',
         end="</｜DSML｜invoke>",
+        empty='"/>',
         typed=(('" string="true"', True), ('" string="false"', False)),
     )
     return _tagged(f"<｜DSML｜{block}>", f"</｜DSML｜{block}>", '<｜DSML｜invoke name="', tags)
@@ -299,7 +302,9 @@ FORMATS: Final[dict[ToolCallParserName, CallFormat]] = {
     ),
     "pythonic": _PYTHONIC,
     "llama4_pythonic": _PYTHONIC,
-    "lfm2": CallFormat(("<|tool_call_start|>",), (PythonExpression(),), "<|tool_call_end|>"),
+    "lfm2": CallFormat(
+        ("<|tool_call_start|>",), (JsonObject(), PythonExpression()), "<|tool_call_end|>"
+    ),
     "qwen3_coder": _QWEN3_CODER,
     "qwen3_xml": _QWEN3_CODER,
     "seed_oss": _tagged(

@@ -20,6 +20,7 @@ class Tags:
     Attributes:
         value_before: A tag between `key_after` and the value.
         end: The end of the arguments; "" if only a marker of the format ends them.
+        empty: The text in place of `start` and `end` if there are no arguments; "" if models always write both.
         has_newlines: True if a line break separates each value from its tags.
         typed: Attribute after a key -> whether it declares the value to be a string.
         is_escaped: True if keys have `&quot;` and `&amp;` in place of these characters.
@@ -31,6 +32,7 @@ class Tags:
     start: str = ""
     value_before: str = ""
     end: str = ""
+    empty: str = ""
     has_newlines: bool = False
     typed: tuple[tuple[str, bool], ...] = ()
     is_escaped: bool = False
@@ -103,6 +105,9 @@ class TaggedArguments(StepwiseArguments):
         return not may_begin(self._buffer, (tag,)) and self._end(0, failed=True)
 
     def _read_start(self) -> bool:
+        empty = self._tags.empty
+        if empty and self._buffer.startswith(empty):
+            return self._end(len(empty))
         return self._skip(self._tags.start, _State.BETWEEN)
 
     def _read_between(self) -> bool:

@@ -200,8 +200,9 @@ CASES = [
     ("pythonic", "[link](url) text ", "[link](url) text ", []),
     ("pythonic", "(a) [b]", "(a) [b]", []),
     ("pythonic", "[1, 2]", "[1, 2]", []),
-    ("lfm2", "Hm. <|tool_call_start|>[f(a='x', b=[1]), g()]<|tool_call_end|>Done.", "Hm.Done.",
-     [("f", '{"a": "x", "b": [1]}'), ("g", "{}")]),
+    ("lfm2", "Hm. <|tool_call_start|>[f(a='x', b=[1]), g()]<|tool_call_end|>Done."
+     '<|tool_call_start|>[{"name": "h", "arguments": {"c": 1}}]<|tool_call_end|>', "Hm.Done.",
+     [("f", '{"a": "x", "b": [1]}'), ("g", "{}"), ("h", '{"c": 1}')]),
     ("lfm2", "<|tool_call_start|>[1, 2]<|tool_call_end|>", "<|tool_call_start|>[1, 2]<|tool_call_end|>",
      []),
     (
@@ -335,9 +336,9 @@ CASES = [
         "deepseek_v32",
         '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="a" string="true">12'
         '</｜DSML｜parameter>\n<｜DSML｜parameter name="b" string="false">[12]</｜DSML｜parameter>\n'
-        "</｜DSML｜invoke>\n</｜DSML｜function_calls>",
+        '</｜DSML｜invoke>\n<｜DSML｜invoke name="g"/>\n</｜DSML｜function_calls>',
         None,
-        [("f", '{"a": "12", "b": [12]}')],
+        [("f", '{"a": "12", "b": [12]}'), ("g", "{}")],
     ),
     (
         "gemma4",
