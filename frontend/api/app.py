@@ -21,10 +21,11 @@ from .batches.records import BatchRecords
 from .batches.routes import batch_routes
 from .bodies.intake import Intake
 from .decisions.endpoint import Decisions
-from .dialects import anthropic, cohere, llama_cpp, ollama, sglang, text_embeddings
+from .dialects import anthropic, cohere, llama_cpp, ollama, text_embeddings
 from .dialects.anthropic_batches import message_batch_routes
 from .dialects.ollama_answer import error_body as ollama_error
-from .dialects.sglang_scores import ScoreRoute
+from .dialects.sglang.routes import routes as sglang_routes
+from .dialects.sglang.scores import ScoreRoute
 from .dialects.vllm import GenerativeScoring
 from .docs_page import HEADERS, render_docs
 from .durable.recovery import Recovery
@@ -164,7 +165,7 @@ def make_routes(serving: Serving) -> list[Route]:
         ),
         *message_batch_routes(serving, intake, batch_records, files, batch_executor),
         *ollama.routes(serving, intake, embeddings),
-        *sglang.routes(serving, intake, management),
+        *sglang_routes(serving, intake, management, embeddings),
         Route("/generative_scoring", GenerativeScoring(serving, intake), methods=["POST"]),
         Route("/v2/rerank", scores.rerank, methods=["POST"]),
         Route(

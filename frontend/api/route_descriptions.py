@@ -82,6 +82,9 @@ ROUTE_DESCRIPTIONS: Final[dict[str, tuple[str, str]]] = {
     "/props": (CLIENTS, "Describe the server and its model (llama.cpp)."),
     "/slots": (CLIENTS, "List the slots for running sequences (llama.cpp)."),
     "/generate": (CLIENTS, "Complete one or more texts or lists of token ids (SGLang)."),
+    "/encode": (CLIENTS, "Embed one or more texts or lists of token ids (SGLang)."),
+    "/parse_function_call": (CLIENTS, "Return the tool calls in a text (SGLang)."),
+    "/separate_reasoning": (CLIENTS, "Return the reasoning in a text, and the rest (SGLang)."),
     "/generative_scoring": (CLIENTS, "Score items by the probability of a label (vLLM)."),
     "/model_info": (CLIENTS, "Describe the model (SGLang)."),
     "/get_model_info": (CLIENTS, "The same as /model_info."),
@@ -95,6 +98,8 @@ ROUTE_DESCRIPTIONS: Final[dict[str, tuple[str, str]]] = {
     "/openapi.json": (CLIENTS, "Return this description in OpenAPI 3.1."),
     "/docs": (CLIENTS, "Show this description as a web page."),
     "/load": (OPERATORS, "Return the number of running and waiting sequences of all frontends."),
+    "/v1/loads": (OPERATORS, "Return the load of each replica (SGLang)."),
+    "/get_load": (OPERATORS, "Return the load of each replica in an older format (SGLang)."),
     "/engine/status": (OPERATORS, "List all processes of the engine."),
     "/replicas": (OPERATORS, "List the replicas with their state and load."),
     "/replicas/{index}/{action}": (

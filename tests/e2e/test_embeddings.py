@@ -196,10 +196,7 @@ def test_cohere_embeds_texts_as_numbers_and_bits(
         ({"texts": ["tea"], "input_type": "poem"}, "input_type"),
         ({"texts": ["tea"], "truncate": "MIDDLE"}, "truncate"),
         ({"texts": ["tea"], "output_dimension": 999}, "output_dimension"),
-        (
-            {"texts": ["tea"], "output_dimension": 12, "embedding_types": ["binary"]},
-            "output_dimension",
-        ),
+        ({"texts": [""], "output_dimension": 4, "embedding_types": ["binary"]}, "output_dimension"),
         ({"images": ["data:image/png;base64,AAAA"]}, "images"),
     ):
         status, answer = server.post("/v2/embed", fields)
@@ -209,6 +206,9 @@ def test_cohere_embeds_texts_as_numbers_and_bits(
 def test_text_embeddings_inference_embeds_texts(server: Server, vectors: list[list[float]]) -> None:
     assert server.post("/embed", {"inputs": list(TEXTS)}) == (200, vectors)
     assert server.post("/embed", {"inputs": TEXTS[0], "model": None}) == (200, vectors[:1])
+    assert [each["embedding"] for each in server.post("/encode", {"text": TEXTS})[1]] == vectors
+    status, answer = server.post("/encode", {"text": "a", "image_data": "x"})
+    assert (status, answer["error"]["param"]) == (400, "image_data")
     cut = {"inputs": ["tea " * 400 + "cup"], "truncate": True, "dimensions": 16}
     (_, [right]), (_, [left]) = (
         server.post("/embed", cut | {"truncation_direction": side}) for side in ("Right", "Left")

@@ -132,3 +132,46 @@ class SglangAbortRequest(msgspec.Struct, kw_only=True):
 
     rid: str = ""
     abort_all: bool | None = None
+
+
+class SglangEncodeRequest(msgspec.Struct, kw_only=True):
+    """The body of `POST /encode`. A list of texts, or of lists of token ids, gets a list of answers."""
+
+    text: str | list[str] | None = None
+    input_ids: list[Int | list[Int]] | None = None
+    dimensions: Int | None = None
+    rid: str | None = None
+    # The name of an adapter.
+    lora_path: str | None = None
+    priority: Int | None = None
+    user: str | None = None
+
+    # Accepted because clients send them; they have no effect.
+    sampling_params: dict[str, Any] | None = None
+    log_metrics: bool | None = None
+    modalities: list[str] | None = None
+    routing_key: str | None = None
+
+    # Rejected, because an answer that ignores them would be wrong.
+    input_embeds: Any = None
+    image_data: Any = None
+    video_data: Any = None
+    audio_data: Any = None
+    embed_overrides: Any = None
+    positional_embed_overrides: Any = None
+
+
+class SglangCallsRequest(msgspec.Struct, kw_only=True):
+    """The body of `POST /parse_function_call`. Without `tool_call_parser`, the format is that of the served model."""
+
+    text: str = ""
+    tools: list[dict[str, Any]] | None = None
+    tool_call_parser: str | None = None
+
+
+class SglangReasoningRequest(msgspec.Struct, kw_only=True):
+    """The body of `POST /separate_reasoning`."""
+
+    text: str = ""
+    reasoning_parser: str | None = None
+    return_blocks: bool | None = None

@@ -95,8 +95,8 @@ class Metrics(Collector):
         self._count_dropped_frames: list[Callable[[], int]] = [int] * num_cores
         self._is_up: Callable[[int], bool] = lambda _: False
         self._count_unfinished: Callable[[], int] = int
-        self._load: dict[str, float] = {}
-        self._load_time = -math.inf
+        self._stats: list[SchedulerStats] = []
+        self._stats_time = -math.inf
         self._get_status: Callable[[], EngineStatus] = lambda: EngineStatus([])
         self._get_store_state: Callable[[], StoreState] = StoreState
         self._config = config
@@ -256,23 +256,31 @@ class Metrics(Collector):
         """Return the number of running and waiting sequences of all frontends."""
         return sum(core.num_unfinished for core in self._shared.total(self._recorded()))
 
+    def read_stats(self) -> list[SchedulerStats]:
+        """Return the newest statistics of each replica's scheduler."""
+        now = time.monotonic()
+        if now - self._stats_time > LOAD_AGE_S:
+            self._stats = [core.stats for core in self._shared.total(self._recorded())]
+            self._stats_time = now
+        return self._stats
+
     def read_load(self) -> dict[str, float]:
         """Return vLLM's metric name -> load: sums over the replicas, and the usage of the fullest KV cache."""
-        now = time.monotonic()
-        if now - self._load_time > LOAD_AGE_S:
-            stats = [core.stats for core in self._shared.total(self._recorded())]
-            self._load_time = now
-            self._load = {
-                "kv_cache_usage_perc": max(each.kv_cache_usage for each in stats),
-                "num_requests_running": float(sum(each.num_running for each in stats)),
-                "num_requests_waiting": float(sum(each.num_waiting for each in stats)),
-            }
-        return self._load
+        stats = self.read_stats()
+        return {
+            "kv_cache_usage_perc": max(each.kv_cache_usage for each in stats),
+            "num_requests_running": float(sum(each.num_running for each in stats)),
+            "num_requests_waiting": float(sum(each.num_waiting for each in stats)),
+        }
+
+    def cache_sizes(self) -> list[int]:
+        """Return the number of tokens that fit in the KV cache of each replica; 0 until it is ready."""
+        readies = (core.ready for core in self._cores)
+        return [ready.num_blocks * ready.block_size if ready else 0 for ready in readies]
 
     def count_cached_tokens(self) -> int:
         """Return the number of tokens that fit in the KV cache of the smallest ready replica."""
-        ready = [core.ready for core in self._cores if core.ready is not None]
-        return min((each.num_blocks * each.block_size for each in ready), default=0)
+        return min(filter(None, self.cache_sizes()), default=0)
 
     def publish(self) -> None:
         """Publish this frontend's counts to the other frontends."""

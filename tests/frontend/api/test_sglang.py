@@ -256,7 +256,59 @@ def test_clients_can_probe_the_server(frontend: FrontendProcess) -> None:
         assert (server["served_model_name"], server["context_length"]) == ("echo", 512)
         assert server["max_total_num_tokens"] == NUM_BLOCKS * server["page_size"]
         assert server["internal_states"][0]["num_requests_waiting"] == 0
+    [load] = frontend.http.get("/v1/loads").json()["loads"]
+    assert (load["dp_rank"], load["max_total_num_tokens"]) == (0, server["max_total_num_tokens"])
+    [older] = frontend.http.get("/get_load").json()
+    assert (older["dp_rank"], older["num_reqs"]) == (0, load["num_running_reqs"])
     assert frontend.http.get("/health_generate").status_code == 200
     assert frontend.http.post("/flush_cache").json() == {"success": True}
     # Any page could make a browser send a GET.
     assert frontend.http.get("/flush_cache").status_code == 405
+
+
+_CALLS = 'So. <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call><tool_call>{"name": "g"}'
+
+
+@pytest.mark.parametrize("parser", ["qwen25", "hermes"])
+def test_calls_in_a_text_are_found(frontend: FrontendProcess, parser: str) -> None:
+    tools = [{"type": "function", "function": {"name": name}} for name in ("e", "f")]
+    answer = frontend.post(
+        "/parse_function_call", text=_CALLS, tools=tools, tool_call_parser=parser
+    ).json()
+    f = {"tool_index": 1, "name": "f", "parameters": '{"a": 1}'}
+    assert answer == {
+        "normal_text": "So.",
+        "calls": [f, {"tool_index": -1, "name": "g", "parameters": "{}"}],
+    }
+
+
+def test_reasoning_in_a_text_is_separated(frontend: FrontendProcess) -> None:
+    body = {"text": "<think>\nHm.</think>\nYes.", "reasoning_parser": "qwen3"}
+    answer = frontend.post("/separate_reasoning", **body, return_blocks=True).json()
+    assert (answer["reasoning_text"], answer["text"]) == ("Hm.", "Yes.")
+    assert [each["type"] for each in answer["blocks"]] == ["reasoning", "text"]
+    implied = body | {"text": "Hm.</think>Yes.", "reasoning_parser": "deepseek-r1"}
+    assert frontend.post("/separate_reasoning", **implied).json() == {
+        "reasoning_text": "Hm.",
+        "text": "Yes.",
+    }
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/separate_reasoning", {}, "reasoning_parser"),
+        ("/separate_reasoning", {"reasoning_parser": "unknown"}, "reasoning_parser"),
+        ("/parse_function_call", {"tool_call_parser": "unknown"}, "tool_call_parser"),
+        (
+            "/parse_function_call",
+            {"tool_call_parser": "hermes", "tools": [{}]},
+            "tools[0].function",
+        ),
+    ],
+)
+def test_errors_of_parsers_name_the_field(
+    frontend: FrontendProcess, path: str, body: dict, param: str
+) -> None:
+    response = frontend.post(path, **body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)

@@ -1,4 +1,4 @@
-"""The routes of SGLang's own API: `/generate`, and those with which its clients probe a server."""
+"""SGLang's `/generate`, which completes texts or token ids."""
 
 from __future__ import annotations
 
@@ -6,45 +6,23 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice, starmap
 from typing import Any
 
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import Receive
 
-from .... import __version__
-from ....protocol.errors import EngineError
-from ....protocol.sampling_params import SamplingParams
-from ...client.engine_client import Delta, PositionLogprobs, Sequence
-from ...http.errors import bad_request, json_response, redact, unavailable
-from ...http.json_pieces import EncodedJSON, encode_list, join_lists
-from ..answer import PromptAnswer
-from ..bodies.intake import Intake, reads
-from ..bodies.request_memory import MemoryLease
-from ..endpoint import NewAnswer
-from ..generation import PreparedPrompt, matched_stop, raise_if_failed
-from ..logprobs import Json, finite
-from ..prompts import BYTES_PER_TOKEN_ID, Prompt, parse_prompts
-from ..routes.completions import Completions, NewPromptAnswer
-from ..routes.management import Management
-from ..schema import CompletionRequest
-from ..schema.sglang import SglangAbortRequest, SglangGenerateRequest
-from ..serving import Serving
-from ..streaming.event_stream import OPENAI_STREAM, ChunkEncoder, event
-from ..structured.constraint import Constraint
-from .sglang_request import DEFAULT_MAX_TOKENS, SglangPrompt, assign_ids, translate
-
-
-def routes(serving: Serving, intake: Intake, management: Management) -> list[Route]:
-    """Return all routes."""
-    description = SglangDescription(serving)
-    return [
-        Route("/generate", SglangGenerate(serving, intake), methods=["POST", "PUT"]),
-        *(Route(path, description.model) for path in ("/model_info", "/get_model_info")),
-        *(Route(path, description.server) for path in ("/server_info", "/get_server_info")),
-        Route("/health_generate", management.health),
-        Route("/flush_cache", management.reset_prefix_cache, methods=["POST"]),
-        Route("/abort_request", SglangAborts(serving, intake).abort, methods=["POST"]),
-    ]
+from .....protocol.sampling_params import SamplingParams
+from ....client.engine_client import Delta, PositionLogprobs, Sequence
+from ....http.json_pieces import EncodedJSON, encode_list, join_lists
+from ...answer import PromptAnswer
+from ...bodies.request_memory import MemoryLease
+from ...endpoint import NewAnswer
+from ...generation import PreparedPrompt, matched_stop, raise_if_failed
+from ...logprobs import Json, finite
+from ...prompts import BYTES_PER_TOKEN_ID, Prompt, parse_prompts
+from ...routes.completions import Completions, NewPromptAnswer
+from ...schema import CompletionRequest
+from ...schema.sglang import SglangGenerateRequest
+from ...streaming.event_stream import OPENAI_STREAM, ChunkEncoder, event
+from ...structured.constraint import Constraint
+from .request import DEFAULT_MAX_TOKENS, SglangPrompt, assign_ids, translate
 
 
 class SglangGenerate(Completions):
@@ -244,67 +222,3 @@ class SglangChunks(ChunkEncoder):
         self._outputs[position] = text, token_ids, lists
         result = self._answer.result(sequence, text, token_ids, delta, lists)
         return event(result if self._answer.num_sequences == 1 else result | {"index": position})
-
-
-class SglangAborts:
-    """The route that aborts requests."""
-
-    def __init__(self, serving: Serving, intake: Intake) -> None:
-        self._serving = serving
-        self._intake = intake
-
-    @reads(SglangAbortRequest)
-    async def abort(self, http: Request, body: SglangAbortRequest, size: int) -> Response:
-        """Abort the requests with an ID, or all requests."""
-        if not body.rid and not body.abort_all:
-            raise bad_request("rid", "is required, or abort_all=true")
-        serving = self._serving
-        serving.verify_serving()
-        try:
-            count = await serving.engine.calls.abort_requests("" if body.abort_all else body.rid)
-        except EngineError as error:
-            message = f"Some requests were not aborted: {redact(str(error))}"
-            raise unavailable(message, serving.retry_after_s) from error
-        return json_response({"aborted": count})
-
-
-class SglangDescription:
-    """The routes that describe the server."""
-
-    def __init__(self, serving: Serving) -> None:
-        self._serving = serving
-
-    async def model(self, http: Request) -> Response:
-        """Return the properties of the model."""
-        return json_response(self._describe_model())
-
-    async def server(self, http: Request) -> Response:
-        """Return the properties of the server, among them the load of each replica."""
-        serving = self._serving
-        config, load = serving.config, serving.engine.metrics.read_load()
-        return json_response(
-            self._describe_model()
-            | {
-                "served_model_name": serving.served_name,
-                "version": f"engine-{__version__}",
-                "context_length": config.model.max_model_len,
-                "max_total_num_tokens": serving.engine.metrics.count_cached_tokens(),
-                "page_size": config.cache.block_size,
-                "max_running_requests": config.scheduler.max_num_seqs,
-                "tp_size": config.parallel.tensor_parallel_size,
-                "pp_size": config.parallel.pipeline_parallel_size,
-                "dp_size": serving.num_replicas,
-                "internal_states": [load],
-            }
-        )
-
-    def _describe_model(self) -> Json:
-        serving, model = self._serving, self._serving.config.model
-        return {
-            "model_path": model.model,
-            "tokenizer_path": model.tokenizer_path or model.model,
-            "is_generation": model.generates,
-            "preferred_sampling_params": serving.config.frontend.default_sampling or None,
-            "has_image_understanding": model.images is not None and serving.media is not None,
-            "has_audio_understanding": model.chat_audio is not None,
-        }

@@ -9,11 +9,11 @@ from typing import Any, Final
 
 import msgspec
 
-from ...http.errors import bad_request, wrong
-from ..logprobs import Json
-from ..schema import UNLIMITED, CompletionRequest
-from ..schema.refused import refused_fields, verify_supported
-from ..schema.sglang import SglangGenerateRequest, SglangSampling
+from ....http.errors import bad_request, wrong
+from ...logprobs import Json
+from ...schema import UNLIMITED, CompletionRequest
+from ...schema.refused import refused_fields, verify_supported
+from ...schema.sglang import SglangGenerateRequest, SglangSampling
 
 DEFAULT_MAX_TOKENS: Final = 128
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from ...client.engine_client import Delta
-from ..bodies.intake import Intake
-from ..durable.records import replay_body
-from ..logprobs import Json
-from ..routes.completions import NewPromptAnswer
-from ..routes.invocations import field_names
-from ..routes.scores import Scores
-from ..schema import ScoreRequest
-from ..schema.vllm import GenerativeScoringRequest
-from ..serving import Serving
-from .vllm import GenerativeScoring, ScoringAnswer
+from ....client.engine_client import Delta
+from ...bodies.intake import Intake
+from ...durable.records import replay_body
+from ...logprobs import Json
+from ...routes.completions import NewPromptAnswer
+from ...routes.invocations import field_names
+from ...routes.scores import Scores
+from ...schema import ScoreRequest
+from ...schema.vllm import GenerativeScoringRequest
+from ...serving import Serving
+from ..vllm import GenerativeScoring, ScoringAnswer
 
 
 class ScoreRoute:

@@ -1,0 +1,66 @@
+"""SGLang's `/encode`, which embeds texts or token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ....client.embeddings import Vector
+from ....client.engine_client import RequestGroup
+from ....http.errors import bad_request, json_response, renamer, renaming
+from ....http.json_pieces import encode_list
+from ...bodies.intake import Intake, reads
+from ...logprobs import Json
+from ...routes.embeddings import Embeddings
+from ...schema import EmbeddingRequest
+from ...schema.refused import refused_fields, verify_supported
+from ...schema.sglang import SglangEncodeRequest
+
+_REFUSED = refused_fields(SglangEncodeRequest)
+
+
+class SglangEncode:
+    """The route for embeddings."""
+
+    def __init__(self, intake: Intake, embeddings: Embeddings) -> None:
+        self._intake = intake
+        self._embeddings = embeddings
+
+    @reads(SglangEncodeRequest)
+    async def encode(self, http: Request, body: SglangEncodeRequest, size: int) -> Response:
+        """Return the embedding of a text, or a list with that of each text."""
+        verify_supported(body, _REFUSED)
+        if (body.text is None) == (body.input_ids is None):
+            raise bad_request("text", "is required, or input_ids instead of it")
+        inputs: Any = body.input_ids if body.text is None else body.text
+        request = EmbeddingRequest(
+            model=body.lora_path or None,
+            input=inputs,
+            dimensions=body.dimensions,
+            rid=body.rid,
+            priority=body.priority,
+            user=body.user,
+        )
+
+        def answer(group: RequestGroup, vectors: Iterator[Vector]) -> Response:
+            if isinstance(inputs, str) or (inputs and isinstance(inputs[0], int)):
+                return json_response(_result(group, 0, next(vectors), group.request_id))
+            results = (
+                _result(group, index, vector, f"{group.request_id}_{index}")
+                for index, vector in enumerate(vectors)
+            )
+            return json_response(encode_list(results, at_once=1))
+
+        with renaming(renamer({"input": "text" if body.input_ids is None else "input_ids"})):
+            return await self._embeddings.run(http, request, size, answer)
+
+
+def _result(group: RequestGroup, index: int, vector: Vector, answer_id: str) -> Json:
+    num_tokens = group.sequences[index].num_prompt_tokens
+    return {
+        "embedding": vector.tolist(),
+        "meta_info": {"id": answer_id, "finish_reason": None, "prompt_tokens": num_tokens},
+    }

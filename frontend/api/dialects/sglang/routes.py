@@ -1,0 +1,34 @@
+"""The routes of SGLang's own API."""
+
+from __future__ import annotations
+
+from starlette.routing import Route
+
+from ...bodies.intake import Intake
+from ...routes.embeddings import Embeddings
+from ...routes.management import Management
+from ...serving import Serving
+from .encode import SglangEncode
+from .generate import SglangGenerate
+from .operations import SglangAborts, SglangDescription
+from .parsers import SglangParsers
+
+
+def routes(
+    serving: Serving, intake: Intake, management: Management, embeddings: Embeddings
+) -> list[Route]:
+    """Return all routes."""
+    description, parsers = SglangDescription(serving), SglangParsers(serving, intake)
+    return [
+        Route("/generate", SglangGenerate(serving, intake), methods=["POST", "PUT"]),
+        Route("/encode", SglangEncode(intake, embeddings).encode, methods=["POST", "PUT"]),
+        Route("/parse_function_call", parsers.parse_calls, methods=["POST"]),
+        Route("/separate_reasoning", parsers.separate_reasoning, methods=["POST"]),
+        *(Route(path, description.model) for path in ("/model_info", "/get_model_info")),
+        *(Route(path, description.server) for path in ("/server_info", "/get_server_info")),
+        Route("/v1/loads", description.loads),
+        Route("/get_load", description.older_loads),
+        Route("/health_generate", management.health),
+        Route("/flush_cache", management.reset_prefix_cache, methods=["POST"]),
+        Route("/abort_request", SglangAborts(serving, intake).abort, methods=["POST"]),
+    ]
