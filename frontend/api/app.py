@@ -192,7 +192,7 @@ def make_routes(serving: Serving) -> list[Route]:
         *web_page_routes(serving.config.frontend.root_path),
         Route("/livez", management.livez),
         Route("/readyz", management.readyz),
-        Route("/health", management.health),
+        *(Route(path, management.health) for path in ("/health", "/v1/health")),
         Route("/ping", management.health, methods=["GET", "POST"]),
         Route("/metrics", management.metrics),
         Route("/version", management.version),

@@ -127,7 +127,7 @@ ROUTE_DESCRIPTIONS: Final[dict[str, tuple[str, str]]] = {
     "/web/icon.svg": (CLIENTS, "Return the icon of the web page."),
     "/livez": (PROBES, "Answer 200 while the supervisor runs."),
     "/readyz": (PROBES, "Answer 200 while the server can accept a request."),
-    "/health": (PROBES, "Answer 200 while the server works, even if its queues are full."),
+    "/v1/health": (PROBES, "Answer 200 while the server works, even if its queues are full."),
     "/health_generate": (PROBES, "The same as /health (SGLang)."),
     "/ping": (PROBES, "The same as /health."),
     "/metrics": (PROBES, "Return Prometheus metrics."),

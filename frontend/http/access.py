@@ -24,6 +24,7 @@ OPEN_PATHS: Final = frozenset(
         *WEB_PATHS,
         *(
             "/health",
+            "/v1/health",
             "/health_generate",
             "/livez",
             "/readyz",

@@ -26,9 +26,20 @@ class Management:
         """List the served model names."""
         names = self._serving.served_models
         cards = [self._card(name) for name in names]
-        # Anthropic's clients expect a page of models.
+        # Anthropic's clients expect a page of models, and llama.cpp's look for capabilities.
         page = {"first_id": names[0], "last_id": names[-1], "has_more": False}
-        return json_response({"object": "list", "data": cards} | page)
+        capabilities = self._capabilities()
+        described = [
+            {"name": name, "model": name, "type": "model", "capabilities": capabilities}
+            for name in names
+        ]
+        return json_response({"object": "list", "data": cards, "models": described} | page)
+
+    def _capabilities(self) -> list[str]:
+        model = self._serving.config.model
+        found = ["completion" if model.generates else "embedding"]
+        reads_media = model.images is not None or model.chat_audio is not None
+        return found + ["multimodal"] * (reads_media and self._serving.media is not None)
 
     async def model(self, request: Request) -> Response:
         """Describe one served model."""

@@ -254,3 +254,6 @@ def test_server_describes_itself(frontend: FrontendProcess) -> None:
     assert len(slots) == props["total_slots"]
     assert all(slot["n_ctx"] == 512 for slot in slots)
     assert frontend.http.get("/health").json()["status"] == "ok"
+    assert frontend.http.get("/v1/health").json()["status"] == "ok"
+    [described, *_] = frontend.http.get("/v1/models").json()["models"]
+    assert (described["name"], described["capabilities"]) == ("echo", ["completion"])
