@@ -158,9 +158,11 @@ def test_embeddings_of_other_sizes_equal_those_of_transformers(towers, side):
 
 
 def test_unknown_settings_are_refused(paths, towers):
-    with pytest.raises(EngineError, match="has 9 x 40 pixels, the model reads sides of at least"):
+    with pytest.raises(
+        EngineError, match="has 9 x 40 pixels, but the model reads sides of at least"
+    ):
         towers["gemma3n"](ImagePayload(9, 40, bytes(1080), 1 / 255, (0.0,) * 3, (1.0,) * 3))
-    with pytest.raises(EngineError, match="has 9 x 40 pixels, the model reads 256 x 256"):
+    with pytest.raises(EngineError, match="has 9 x 40 pixels, but the model reads 256 x 256"):
         towers["fast_vlm"](ImagePayload(9, 40, bytes(1080), 1 / 255, (0.0,) * 3, (1.0,) * 3))
     sizes = {"inference_mode": True, "embed_dims": (8, 16, 32, 64, 96)}
     for kind, values, message in (
