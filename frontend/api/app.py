@@ -35,6 +35,7 @@ from .files.routes import file_routes
 from .files.storage import FileStorage
 from .openapi import describe_routes
 from .pooling import Pooling
+from .realtime.client_secrets import ClientSecrets
 from .realtime.session import Realtime
 from .responses.routes import response_routes
 from .routes.chat_batch import ChatBatch
@@ -115,6 +116,7 @@ def make_routes(serving: Serving) -> list[Route]:
         Transcriptions(serving, intake, task, serving.transcriber)
         for task in (Task.TRANSCRIBE, Task.TRANSLATE)
     )
+    secrets = ClientSecrets(serving, intake, transcriptions)
     openai_routes = [
         Route("/models", management.models),
         Route("/models/{name:path}", management.model),
@@ -136,6 +138,7 @@ def make_routes(serving: Serving) -> list[Route]:
         Route("/audio/transcriptions", transcriptions, methods=["POST"]),
         Route("/audio/translations", translations, methods=["POST"]),
         Route("/realtime", Realtime(serving, intake, transcriptions), methods=["GET"]),
+        Route("/realtime/client_secrets", secrets.create, methods=["POST"]),
     ]
     routes = [
         *llama_cpp.routes(serving, intake, embeddings),

@@ -6,6 +6,7 @@ import hashlib
 import hmac
 import ipaddress
 import re
+import time
 from typing import Final
 
 from starlette._utils import get_route_path
@@ -13,6 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...protocol.config import FrontendConfig
+from .client_secrets import PREFIX, is_valid_secret
 from .errors import APIError, echo
 from .websocket import KEY_SUBPROTOCOL, OFFER, read_subprotocols
 
@@ -60,6 +62,9 @@ OLLAMA_PATHS: Final = "/api/"
 FORM_PATHS: Final = ("/audio/transcriptions", "/audio/translations", "/files")
 """Suffixes of the routes whose request bodies are forms with a file."""
 
+SECRET_PATHS: Final = ("/v1/realtime", "/realtime")
+"""Routes that accept client secrets."""
+
 LOCAL_PAGES: Final = r"https?://(localhost|[\w-]+\.localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?"
 """Pattern of the origins of web pages that a server on this machine provides."""
 
@@ -88,8 +93,8 @@ class Access:
 
     def __init__(self, config: FrontendConfig, *, is_loopback: bool) -> None:
         keys = config.api_keys
-        self._keys = [_digest(key.encode()) for key in keys]
-        self._admin_key = _digest(config.admin_api_key.encode()) if config.admin_api_key else None
+        self._keys = [digest_of(key.encode()) for key in keys]
+        self._admin_key = digest_of(config.admin_api_key.encode()) if config.admin_api_key else None
         num_owners = len(keys) + (self._admin_key is not None)
         self._has_owners = bool(keys) and num_owners > 1 and not config.share_prefix_cache
         self._hosts: frozenset[str] | None = None
@@ -106,7 +111,8 @@ class Access:
         headers = dict(scope["headers"])
         self._check_host(headers.get(b"host"))
         if path not in OPEN_PATHS:
-            self._authorize(scope, _key_of(headers), is_operator_path(path))
+            digest = self._digest_of(key_of(headers), path)
+            self._authorize(scope, digest, is_operator_path(path))
             if is_operator_path(path) and b"origin" in headers and not self._is_own_page(headers):
                 raise _forbidden(
                     "Web pages from other servers may not call this route: the request has the header "
@@ -149,10 +155,18 @@ class Access:
             or origin.partition("://")[2] == host.lower()
         )
 
-    def _authorize(self, scope: Scope, key: bytes, is_for_operators: bool) -> None:
+    def _digest_of(self, key: bytes, path: str) -> bytes:
+        """Return the digest of a key; of a valid client secret, that of the key that signed it."""
+        if key.startswith(PREFIX) and path in SECRET_PATHS:
+            now = time.time()
+            for digest in filter(None, (*self._keys, self._admin_key)):
+                if is_valid_secret(key, digest, now):
+                    return digest
+        return digest_of(key)
+
+    def _authorize(self, scope: Scope, digest: bytes, is_for_operators: bool) -> None:
         if not self._keys and not (self._admin_key is not None and is_for_operators):
             return
-        digest = _digest(key)
         # Compare with every key in constant time, so that the response time reveals nothing about the keys.
         matches = [hmac.compare_digest(digest, key) for key in self._keys]
         is_admin = self._admin_key is not None and hmac.compare_digest(digest, self._admin_key)
@@ -268,11 +282,12 @@ def _is_address(host: str) -> bool:
     return True
 
 
-def _digest(key: bytes) -> bytes:
+def digest_of(key: bytes) -> bytes:
+    """Return the digest of an API key, which identifies it."""
     return hashlib.sha256(b"engine.api-key:" + key).digest()
 
 
-def _key_of(headers: dict[bytes, bytes]) -> bytes:
+def key_of(headers: dict[bytes, bytes]) -> bytes:
     """Return the API key of a request. Anthropic's clients and web pages with a WebSocket send it in other headers."""
     scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
     if scheme.lower() == b"bearer":

@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import re
+import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from itertools import pairwise
@@ -184,6 +185,30 @@ def test_realtime_sessions_find_where_sentences_end(client: openai.OpenAI) -> No
     texts = [event.transcript for event in events if event.type.endswith(".completed")]
     for text, name in zip(texts, names, strict=True):
         assert error_rate(text, HEARD[name]) < 0.3, (text, HEARD[name])
+
+
+def test_a_client_secret_has_the_settings_of_its_session(client: openai.OpenAI) -> None:
+    create = client.realtime.client_secrets.create
+    include = ["item.input_audio_transcription.logprobs"]
+    settings = realtime.session_of(language="en") | {"include": include}
+    secret = create(session=settings, expires_after={"anchor": "created_at", "seconds": 60})
+    assert secret.session.type == "transcription"
+    assert 0 < secret.expires_at - time.time() <= 60
+    page = openai.OpenAI(base_url=client.base_url, api_key=secret.value)
+    with page.realtime.connect(model="tiny") as connection:
+        session = connection.recv().session
+        assert session.include == include
+        assert session.audio.input.transcription == secret.session.audio.input.transcription
+        assert session.audio.input.transcription.language == "en"
+    for fields, param in (
+        ({"session": {"type": "realtime"}}, "session.type"),
+        ({"expires_after": {"anchor": "created_at", "seconds": 9}}, "expires_after.seconds"),
+        ({"session": realtime.session_of(language="tlh")}, "session.audio.input.transcription."),
+        ({"session": realtime.session_of(prompt="a" * 3000)}, "session"),
+    ):
+        with pytest.raises(openai.BadRequestError) as refused:
+            create(**fields)
+        assert str(refused.value.param).startswith(param)
 
 
 def test_vllms_realtime_clients_are_served(server: Server) -> None:

@@ -36,6 +36,7 @@ from ..schema.realtime import (
 )
 from ..serving import Serving
 from .audio import PCM, Found, InputBuffer, Utterance
+from .client_secrets import session_of
 from .events import Events, VLLMEvents, send_created
 from .settings import Settings, make_plan
 
@@ -99,6 +100,8 @@ class Realtime:
         serving.verify_model(model)
         rate = verify_transcribes(serving.config.model).sampling_rate
         settings = Settings.default(model)
+        if (given := session_of(dict(scope["headers"]))) is not None:
+            settings = settings.updated(given)
         max_bytes = serving.config.frontend.max_body_bytes
         with await open_websocket(scope, send, max_bytes, self._intake.lease) as socket:
             session = _Session(serving, self._transcriptions, socket, scope, settings, rate)

@@ -67,6 +67,20 @@ class Session(msgspec.Struct, kw_only=True):
     include: list[str] | UnsetType | None = UNSET
 
 
+class ExpiresAfter(msgspec.Struct, kw_only=True):
+    """When a client secret expires: seconds after its creation."""
+
+    anchor: str | None = None
+    seconds: Int | None = None
+
+
+class ClientSecretRequest(msgspec.Struct, kw_only=True):
+    """The body of `POST /v1/realtime/client_secrets`."""
+
+    expires_after: ExpiresAfter | None = None
+    session: Session | None = None
+
+
 class SessionUpdate(msgspec.Struct, kw_only=True):
     """Changes the settings. vLLM's clients send `model` only."""
 

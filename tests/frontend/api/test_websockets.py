@@ -15,6 +15,8 @@ from typing import Any
 
 import openai
 import pytest
+from engine.frontend.http.access import digest_of
+from engine.frontend.http.client_secrets import write_secret
 from support.frontend_process import MODEL, FrontendProcess, sound_frontend
 from support.program import wait_until
 from websockets.exceptions import ConnectionClosed, InvalidStatus
@@ -264,6 +266,25 @@ def test_websockets_need_an_api_key() -> None:
             assert text_of(create(client, "c", previous_response_id=stored)) == "c"
         with open_socket(frontend, additional_headers={"x-api-key": "other"}) as client:
             assert create(client, "c", previous_response_id=stored)["status"] == 404
+
+
+def test_client_secrets_open_realtime_sessions_until_they_expire() -> None:
+    key = digest_of(b"secret")
+    now = int(time.time())
+    with sound_frontend(api_keys=("other", "secret")) as frontend:
+        for secret, path, status in (
+            (write_secret(key, now + 60, b""), "/v1/realtime", 400),
+            (write_secret(key, now - 1, b""), "/v1/realtime", 401),
+            (write_secret(digest_of(b"wrong"), now + 60, b""), "/v1/realtime", 401),
+            (write_secret(key, now + 60, b"")[:-3] + "zzz", "/v1/realtime", 401),
+            ("ek_", "/v1/realtime", 401),
+            ("ek_\u00e9=", "/v1/realtime", 401),
+            (write_secret(key, now + 60, b""), PATH, 401),
+        ):
+            with pytest.raises(InvalidStatus) as refused:
+                open_socket(frontend, path, additional_headers={"x-api-key": secret})
+            # This model does not transcribe.
+            assert refused.value.response.status_code == status
 
 
 def test_the_request_of_a_closed_websocket_is_aborted() -> None:

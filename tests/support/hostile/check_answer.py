@@ -27,6 +27,7 @@ _CAUSES = (
     "prompt is too long",
     "has no classification head",
     "can fill in the middle",
+    "is not a speech model",
 )
 """Causes that a refusal may name instead of a field.
 
