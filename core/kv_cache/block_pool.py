@@ -125,7 +125,7 @@ class BlockPool:
         return blocks
 
     def adopt_blocks(self, blocks: Iterable[int]) -> None:
-        """Add one reference to a block for each time that it occurs. Called before anything is allocated or cached."""
+        """Add one reference to a block for each time that it occurs. Call this before allocating."""
         ref_counts = self.ref_counts
         for block in blocks:
             ref_counts[block] += 1

@@ -157,7 +157,7 @@ class BlockConnector(KVConnector):
     def observe_pool(self, find_block: Callable[[bytes], int | None]) -> None:
         """Receive a function that returns the block with a given content key, or None.
 
-        Called before any other method.
+        The scheduler calls this before any other method.
         """
 
     def blocks_cached(self, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:

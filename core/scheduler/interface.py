@@ -39,7 +39,7 @@ class SchedulerInterface(ABC):
     def adopt_blocks(self, held: Sequence[HeldRequest]) -> None:
         """Keep the blocks of requests that a previous core left in the workers' KV cache.
 
-        A request that its client submits again continues with them. Called before any other method.
+        A request that its client submits again continues with them. The core calls this before any other method.
         """
 
     @abstractmethod
@@ -106,14 +106,14 @@ class SchedulerInterface(ABC):
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> bytes:
         """Return the token bitmasks of the step's `grammar_slots`.
 
-        Called when the outputs of all earlier steps have been applied.
+        The core calls this when the outputs of all earlier steps have been applied.
         """
 
     @abstractmethod
     def get_forced_tokens(self, scheduler_output: SchedulerOutput) -> DraftTokenIds | None:
         """Return the tokens that grammars force after the last tokens of the step's `grammar_slots`.
 
-        Called after `get_grammar_bitmask`.
+        The core calls this after `get_grammar_bitmask`.
         """
 
     @abstractmethod
@@ -187,7 +187,7 @@ class SchedulerInterface(ABC):
         """Return the current gauges, and the counts since the last call."""
 
     def end_turn(self) -> None:  # noqa: B027
-        """Do work that no step waits for. Called after the messages of a turn, steps included, have been sent."""
+        """Do work that no step waits for. The core calls this after it has sent all messages of a turn."""
 
     @abstractmethod
     def shutdown(self) -> None:

@@ -298,7 +298,7 @@ class KVTransfers:
     def apply_report(
         self, step: StepInFlight, report: KVConnectorOutput | None, now: float
     ) -> None:
-        """Apply the transfer results in a step output. Called before the tokens of that step are applied."""
+        """Apply the transfer results in a step output. Call this before the tokens of that step are applied."""
         self._begin_held_loads(step.step)
         if report is not None:
             if report.invalid_block_ids:

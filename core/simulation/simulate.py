@@ -176,7 +176,7 @@ def _run_pass(scenario: Scenario, num_processes: int) -> list[ClientRecords]:
             shard.close()
     if fleet.num_unfinished:
         raise EngineError(
-            f"{fleet.num_unfinished} requests can never be scheduled: there are too few KV-cache blocks"
+            f"{fleet.num_unfinished} requests can never be scheduled: there are too few KV-cache blocks; raise --num-blocks"
         )
     return records
 

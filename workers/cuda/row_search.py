@@ -71,9 +71,9 @@ def bucket_of(logits, peak, inverse_temperature):
 
 @triton.jit
 def last_bucket_of_top_k(max_N, peak, inverse_temperature, top_k):
-    """Return a bucket, int32, up to which there are at least `top_k` tokens, or the last one.
+    """Return a bucket, int32, such that at least `top_k` tokens are in it and those before it; the last one if none is.
 
-    So many blocks have their largest logit there.
+    It is found from the largest logit of each block: `top_k` blocks have theirs up to this bucket.
     """
     buckets_N = bucket_of(max_N, peak, inverse_temperature)
     low, high = tl.zeros((), tl.int32), tl.full((), NUM_BUCKETS - 1, tl.int32)

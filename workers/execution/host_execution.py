@@ -110,7 +110,7 @@ class HostExecution:
             self._draft_model.warm_up(min(self._batch.block_size, self._batch.max_model_len - 1))
 
     def release_slots(self, output: SchedulerOutput) -> None:
-        """Save what drafting needs from requests that leave their slots. Called before a step's changes are applied."""
+        """Save what drafting needs from requests that leave their slots. Call this before a step's changes."""
         if self._drafting is not None:
             self._drafting.release_slots(output)
 

@@ -161,7 +161,7 @@ class RequestQueue(ABC):
         """Record that requests got slots. Their first `num_cached_tokens` tokens were found in the cache."""
 
     def record_unscheduled(self, requests: Sequence[Request]) -> None:  # noqa: B027
-        """Record that requests are about to lose their slots. Called before their blocks are freed."""
+        """Record that requests are about to lose their slots. Call this before their blocks are freed."""
 
     def choose_victim(self, slots: SlotArray) -> int:
         """Return the slot to preempt when blocks run out; by default the latest admitted."""

@@ -72,7 +72,7 @@ class LoraAdapters:
         self.device_number_T = torch.empty(0, dtype=torch.int32)
         """Their numbers on the device, if products need them there; else None."""
         self.on_load: Callable[[], None] = lambda: None
-        """Called before the factors of an adapter are packed."""
+        """A function that is called before the factors of an adapter are packed."""
         self._products: list[AdaptedProduct] = []
         self._modules: set[str] = set()
         self._loaded: dict[int, LoadedAdapter] = {}
