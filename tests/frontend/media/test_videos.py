@@ -303,7 +303,7 @@ def _many():
         ("data:video/jpeg;base64,a", "is not valid base64"),
         ("data:video/jpeg;base64,aGVsbG8=", "is not an image that can be read"),
         (_frames(2) + _frames(2, 30, 20), r"has frames of \(20, 20\) and \(30, 20\) pixels"),
-        (_frames(1) * 769, "has 769 frames, must have 1 to 768"),
+        (_frames(1) * 769, "must have 1 to 768 frames, got 769"),
         (_frames(1, 8, 2000), "one side may be at most 200 times"),
         (_frames(9), "take 720 tokens, and at most 600 fit into the context"),
         (_long_animation(1_000_000), "has more than 4096 frames; send fewer"),
