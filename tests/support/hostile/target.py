@@ -73,6 +73,7 @@ BASES: Final[dict[str, bytes]] = {
     "documents": b'[{"text": "Hi"}]',
     "texts": b'["Hi"]',
     "sampling_params": b'{"max_new_tokens": 1}',
+    "reasoning_parser": b'"qwen3"',
     "text_1": b'"Hi"',
     "text_2": b'"Hi"',
 }
