@@ -9,6 +9,7 @@ from typing import Any, Final, Self, TypeAlias
 import msgspec
 
 from .config_fields import ConfigFields
+from .lightning_config import LING_2_5, read_lightning_attention, read_rotated_lightning
 from .recurrent_layers import (
     ConvolvedAttention,
     GatedDeltaNet,
@@ -48,10 +49,11 @@ def _read_short_convolution(fields: ConfigFields) -> ShortConvolution:
     )
 
 
-def _read_lightning_attention(fields: ConfigFields) -> LightningAttention:
-    num_heads = fields.integer("num_attention_heads")
-    default = fields.integer("hidden_size") // num_heads
-    return LightningAttention(num_heads, fields.integer("head_dim", default))
+def _read_ling_hybrid(fields: ConfigFields) -> LightningAttention | KimiDeltaAttention:
+    """Return the recurrent layer of Ling 2.5 or Ling 3, which have the same model type."""
+    if LING_2_5 in fields.texts("architectures"):
+        return read_rotated_lightning(fields)
+    return _read_ling3(fields)
 
 
 def _read_larger(fields: ConfigFields) -> InnerConvolutions:
@@ -413,10 +415,10 @@ _READERS: Final[dict[str, _Reader]] = {
     "nemotron_h_puzzle": _NEMOTRON_H,
     **dict.fromkeys(_GATED_DELTA_NETS, _with_silu(_read_gated_delta_net)),
     "alice_ai": _with_silu(_read_alice_ai),
-    "bailing_hybrid": _with_silu(_read_ling3),
+    "bailing_hybrid": _with_silu(_read_ling_hybrid),
     "glm5_next": _GLM5_NEXT,
     "glm5_next_text": _GLM5_NEXT,
-    "minimax": _with_silu(_read_lightning_attention),
+    "minimax": _with_silu(read_lightning_attention),
     "recurrent_gemma": _read_rg_lru,
     **dict.fromkeys(
         ("inkling_text", "inkling_mm_model", "inkling2_text", "inkling2"), _read_larger
@@ -471,7 +473,9 @@ class RecurrentModel(msgspec.Struct, frozen=True):
         if is_purely_recurrent(fields):
             return cls(layer, *nominal_heads(layer))
         is_latent = fields.text("model_type") != "alice_ai"
-        if is_latent and isinstance(layer, KimiDeltaAttention):
+        if isinstance(layer, LightningAttention):
+            is_latent = layer.is_rotated
+        if is_latent and isinstance(layer, KimiDeltaAttention | LightningAttention):
             size = fields.integer("kv_lora_rank") + fields.integer("qk_rope_head_dim", minimum=0)
             return cls(layer, 1, size, values_are_keys=True)
         if isinstance(layer, ConvolvedAttention):

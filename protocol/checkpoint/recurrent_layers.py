@@ -252,8 +252,20 @@ class KimiDeltaAttention(_EqualHeads, frozen=True, tag=True):
 class LightningAttention(_EqualHeads, frozen=True, tag=True):
     """Lightning attention (MiniMax-01, 2025, arXiv 2501.08313): linear attention with a fixed decay for each head.
 
-    SiLU is applied to queries, keys and values. The decays depend on the layer's index.
+    The decays depend on the layer's index. The outputs are normed in `norm_groups` equal parts, before they are gated.
+
+    SiLU is applied to queries, keys and values. If `is_rotated` (Ling 2.5), queries and keys are rotated instead, after
+    norms of each head if it `norms_heads`.
     """
+
+    norm_groups: int = 1
+    is_rotated: bool = False
+    norms_heads: bool = False
+
+    @property
+    def num_units(self) -> int:
+        """Number of parts that can be divided equally among ranks."""
+        return self.num_heads if self.norm_groups == 1 else self.norm_groups
 
     @property
     def kernel(self) -> int:

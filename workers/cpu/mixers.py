@@ -72,6 +72,15 @@ class ColumnProduct(msgspec.Struct, frozen=True):
     is_partial: bool = False
 
 
+class RotatedHeads(msgspec.Struct, frozen=True):
+    """Heads of `size` elements in `columns` of the projection, which are normed, multiplied by `scale` and rotated."""
+
+    columns: range
+    size: int
+    norm: Floats | None
+    scale: float
+
+
 class NativeMixer(structs.Mixer):
     """The parameters of a recurrent layer except its matrices, as a struct whose address is passed to native code.
 
@@ -79,7 +88,8 @@ class NativeMixer(structs.Mixer):
     which consecutive rows of a module are joined. If `last_column` is not 0, the results of the last rows begin at this
     column, otherwise after those of the others. `second_products` are products of the projection's results, in order,
     and `convolved_products` those after the convolution. `normed_columns` are normed before the scan, with the epsilon
-    `column_eps`. If `shares_norm`, the outputs are normed over the heads of all ranks.
+    `column_eps`. `rotated_heads` are rotated before the convolution. If `shares_norm`, the outputs are normed over the
+    heads of all ranks.
     """
 
     def __init__(
@@ -98,6 +108,7 @@ class NativeMixer(structs.Mixer):
         self.convolved_products: list[ColumnProduct] = []
         self.normed_columns: list[tuple[range, Floats]] = []
         self.column_eps = 0.0
+        self.rotated_heads: list[RotatedHeads] = []
         tensor_parallel = shard.tensor_parallel
         self.rows = rows = mixer_rows(layer, weights, prefix, tensor_parallel)
         self.projection = _merged(rows.projection)
@@ -308,15 +319,28 @@ class NativeMixer(structs.Mixer):
         heads = tensor_parallel.part(layer.num_heads)
         size, own = layer.num_heads * dim, elements(heads, dim)
         self.shares_norm = tensor_parallel.size > 1
-        self.norm_eps = lightning_attention.NORM_EPS
+        self.norm_eps = lightning_attention.norm_eps(spec, layer)
+        if layer.is_rotated:
+            self.shares_norm &= layer.norm_groups == 1
+            for number, (name, scale) in enumerate(
+                zip(lightning_attention.HEAD_NORMS, (1.0, dim**-0.5), strict=True)
+            ):
+                norm = (
+                    self._weights.vector(f"{prefix}{name}.weight", dim)
+                    if layer.norms_heads
+                    else None
+                )
+                # Gates and values come first.
+                columns = range((2 + number) * len(own), (3 + number) * len(own))
+                self.rotated_heads.append(RotatedHeads(columns, dim, norm, scale))
         slopes_H = lightning_attention.decay_slopes(spec, layer, prefix).numpy()
         return {
-            "num_convolved": 3 * len(own),
+            "num_convolved": 0 if layer.is_rotated else 3 * len(own),
             "num_heads": len(heads),
             "num_groups": len(heads),
             "key_dim": dim,
             "value_dim": dim,
-            "norm_groups": 1,
+            "norm_groups": max(1, layer.norm_groups // tensor_parallel.size),
             "gate_activation": structs.activation_number("sigmoid"),
             "taps": np.ones(3 * len(own), np.float32),
             "decay": -slopes_H[heads.start : heads.stop],

@@ -200,6 +200,7 @@ class DecoderLayer:
             attended_TD = self._attention.forward(x, step.positions_T, step.tables, *step.caches[0])
             outputs.append((attended_TD, self._spec.attention_multiplier))
         if self._mixer is not None:
+            self._mixer.tables = step.tables
             mixed_TD = self._mixer.forward(x, *step.caches[-1])
             outputs.append((mixed_TD, self._spec.recurrent_multiplier))
         scaled = [y_TD if factor == 1.0 else y_TD * factor for y_TD, factor in outputs]

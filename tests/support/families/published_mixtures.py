@@ -3,9 +3,27 @@
 from __future__ import annotations
 
 from support.families import changes
+from support.families.ling import LING_2_5, as_ling_2_5, without_gates
 from support.families.published_form import Published
 
 MIXTURES = {
+    # Four layers, of which every second one has latent attention.
+    "BailingMoeV2_5": Published(
+        "ling3",
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "head_dim": 16,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 2e4},
+        },
+        LING_2_5,
+        (
+            (r"attention\.o_proj", "attention.dense"),
+            (r"\.self_attn\.", ".attention."),
+        ),
+        without_gates,
+        prepare=as_ling_2_5,
+    ),
     "BailingMoeV3": Published("ling3", {}, {"gated_attention_proj_granularity_type": "head_wise"}),
     "MiMoV2": Published(
         "mimo-v2",

@@ -204,3 +204,9 @@ TWO_MIXTURES = {
     "moe_intermediate_size": [96, 64],
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 6, 4]},
 }
+PUBLISHED_SIZES = {
+    "KimiK3": {"kv_lora_rank": 160},
+    "AliceAI": {"head_dim": 128},
+    "BailingMoeV2_5": {"kv_lora_rank": 256},
+}
+"""Sizes of families without a class in transformers."""

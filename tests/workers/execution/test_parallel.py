@@ -25,6 +25,7 @@ from support.families.split import (
     DENSE_HEAD,
     INDEXED,
     LATENT_SIZES,
+    PUBLISHED_SIZES,
     SHARED_LATENT,
     SHARING,
     SHORTCUTS,
@@ -351,7 +352,7 @@ def test_layers_that_share_keys_or_differ_in_their_heads_can_be_split(
     checkpoints["mistral-large4"] = tmp_path / "mistral-large4"
     model = make_multimodal("MistralLarge4", **SIZES | vocabulary | INDEXED | SHARED_LATENT)
     model.save_pretrained(checkpoints["mistral-large4"])
-    for name, sizes in (("KimiK3", {"kv_lora_rank": 160}), ("AliceAI", {"head_dim": 128})):
+    for name, sizes in PUBLISHED_SIZES.items():
         checkpoints[name] = tmp_path / name
         save_published(name, checkpoints[name], **vocabulary, **sizes)
     alone = run_alone(checkpoints, tmp_path, backend)

@@ -132,6 +132,7 @@ NATIVE = [
     "recurrent-gemma",
     "stablelm-parallel",
     "AliceAI",
+    "BailingMoeV2_5",
     "CohereCompass",
     "DomynEdge",
     "Ernie4_5_VLMoe",

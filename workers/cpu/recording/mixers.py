@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from ....protocol.checkpoint.recurrent_layers import MixerLayer, ShortConvolution
 from ...layers.layer_spec import LayerSpec
+from ...layers.rope import RopeSpec
 from ...layers.specs.norm_names import NormNames
 from ..mixers import ColumnProduct, NativeMixer
 from ..packing import ActivationKind
@@ -19,11 +21,12 @@ def record_mixer(
     layer: LayerSpec,
     recurrent: MixerLayer,
     norms: NormNames,
+    ropes: Mapping[RopeSpec, int],
     input_op: str = "quantize",
 ) -> ActivationKind:
     """Record a recurrent part. `index` is the index of its states' cache. Return the format of its quantized input.
 
-    `input_op` is the operation that quantizes its input.
+    `ropes` has the numbers of rotary embeddings, and `input_op` is the operation that quantizes its input.
     """
     spec, program = blocks.spec, blocks.program
     own_prefix = f"{prefix}mixer."
@@ -49,6 +52,18 @@ def record_mixer(
         )
     for product in mixer.second_products:
         _add_product(blocks, mixer, product)
+    for heads in mixer.rotated_heads:
+        assert layer.rope is not None
+        program.add_op(
+            "rotate_heads",
+            rope=ropes[layer.rope],
+            first_column=heads.columns.start,
+            num_heads=len(heads.columns) // heads.size,
+            head_dim=heads.size,
+            vectors=[heads.norm],
+            scale=heads.scale,
+            eps=mixer.norm_eps,
+        )
     state: dict[str, Any] = {"layer": index, "group": layer.state_group, "mixer": mixer}
     if isinstance(recurrent, ShortConvolution):
         program.add_op("short_convolution", activation_kind=output.activation_kind, **state)

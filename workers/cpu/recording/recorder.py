@@ -308,11 +308,20 @@ class Recorder:
             recurrent = None
         if layer.shared_block is not None and recurrent is not None:
             self._shared.record(index, prefix, layer, layer.shared_block)
-            record_mixer(self._blocks, index + 1, prefix, layer, recurrent, norms, "quantize_sum")
+            record_mixer(
+                self._blocks,
+                index + 1,
+                prefix,
+                layer,
+                recurrent,
+                norms,
+                self._ropes,
+                "quantize_sum",
+            )
             return
         if recurrent is not None:
             kind = record_mixer(
-                self._blocks, index + layer.attends, prefix, layer, recurrent, norms
+                self._blocks, index + layer.attends, prefix, layer, recurrent, norms, self._ropes
             )
         if layer.attends and self._spec.latent is not None:
             self._latent.record(index, prefix, layer, norms)

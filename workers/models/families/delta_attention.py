@@ -5,6 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from ....protocol.checkpoint.config_fields import ConfigFields
+from ....protocol.checkpoint.lightning_config import LING_2_5
 from ...layers.read_rope import read_rope
 from ...layers.spec import ModelSpec
 from ...layers.specs.attention_residuals import AttentionResidualsSpec
@@ -14,7 +15,7 @@ from ...layers.specs.hyper import HyperConnectionsSpec
 from ...layers.specs.latent import IndexerSpec
 from ...layers.specs.ngram import NgramSpec
 from ...layers.specs.norm_names import NormNames
-from .common import Family, read_limits, with_limits
+from .common import Family, head_dim, read_limits, with_limits
 from .experts import (
     MIXTRAL_NAMES,
     deepseek_experts,
@@ -26,6 +27,12 @@ from .experts import (
 from .hybrid import QWEN3_5_AXES, layer_indices, mixed_layers, qwen3_next
 from .latent import latent_spec, with_indexers
 from .llama import interleaved_axes
+
+_LING_NAMES = (
+    (r"(^|\.)word_embeddings\.", r"\1embed_tokens."),
+    (r"\.attention\.", ".self_attn."),
+    (r"\.mlp\.gate\.expert_bias$", ".mlp.gate.e_score_correction_bias"),
+)
 
 
 def _kimi_linear(fields: ConfigFields) -> ModelSpec:
@@ -165,15 +172,13 @@ def _ling3(fields: ConfigFields) -> ModelSpec:
         gates_attention=True,
         has_head_gates=True,
         tensor_names=(
-            (r"(^|\.)word_embeddings\.", r"\1embed_tokens."),
-            (r"\.attention\.", ".self_attn."),
+            *_LING_NAMES,
             (r"\.self_attn\.dense\.", ".self_attn.o_proj."),
             (r"\.self_attn\.forget_gate\.", ".self_attn."),
             (rf"\.layers\.({recurrent})\.self_attn\.", r".layers.\1.mixer."),
             (r"\.mixer\.o_proj\.", ".mixer.out_proj."),
             (r"\.mixer\.o_norm\.", ".mixer.norm."),
             (r"\.self_attn\.g_proj\.", ".self_attn.gate_proj."),
-            (r"\.mlp\.gate\.expert_bias$", ".mlp.gate.e_score_correction_bias"),
             *unused_layers(fields),
         ),
     )
@@ -184,6 +189,45 @@ def _ling3(fields: ConfigFields) -> ModelSpec:
         read_limits(fields, "expert_swiglu_limit_list"),
         read_limits(fields, "share_expert_swiglu_limit_list"),
     )
+
+
+def _ling2_5(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a Ling 2.5: layers with lightning attention, and one with latent attention in each group."""
+    fields = fields.with_defaults(
+        n_group=8,
+        topk_group=4,
+        n_shared_experts=fields.integer("num_shared_experts", 1, minimum=0),
+        routed_scaling_factor=2.5,
+    )
+    fields.require("score_function", "sigmoid")
+    fields.require("moe_shared_expert_intermediate_size", fields.integer("moe_intermediate_size"))
+    period = fields.integer("layer_group_size", 8)
+    full = read_rope(fields, fields.integer("qk_rope_head_dim", 64), theta=600_000.0)
+    rotation = read_rope(fields, head_dim(fields), theta=600_000.0, partial=True)
+    num_whole = fields.layer_count("num_hidden_layers") // period * period
+    layers = mixed_layers(fields, full, lambda i: (i + 1) % period == 0 or i >= num_whole)
+    recurrent = "|".join(str(i) for i, layer in enumerate(layers) if not layer.attends)
+    spec = latent_spec(
+        fields.with_defaults(
+            kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128
+        ),
+        layers=tuple(layer if layer.attends else replace(layer, rope=rotation) for layer in layers),
+        rope_order="interleaved",
+        tensor_names=(
+            *_LING_NAMES,
+            (rf"\.layers\.({recurrent})\.self_attn\.", r".layers.\1.mixer."),
+            (r"\.self_attn\.dense\.", ".self_attn.o_proj."),
+            (r"\.mixer\.dense\.", ".mixer.out_proj."),
+            (r"\.mixer\.query_key_value\.", ".mixer.qkv_proj."),
+            (r"\.mixer\.query_layernorm\.", ".mixer.q_norm."),
+            (r"\.mixer\.key_layernorm\.", ".mixer.k_norm."),
+            (r"\.mixer\.g_norm\.", ".mixer.norm."),
+            (r"\.mixer\.g_proj\.", ".mixer.output_gate."),
+            *unused_layers(fields),
+        ),
+    )
+    has_experts = has_listed_experts(fields, first_dense(fields, 0))
+    return with_experts(spec, deepseek_experts(fields), has_experts)
 
 
 def _glm5_next(fields: ConfigFields) -> ModelSpec:
@@ -364,6 +408,7 @@ def _ngrams(fields: ConfigFields) -> NgramSpec:
 FAMILIES = (
     Family("AliceAIForCausalLM", "alice_ai", _alice_ai),
     Family("BailingHybridForCausalLM", "bailing_hybrid", _ling3),
+    Family(LING_2_5, "bailing_hybrid", _ling2_5),
     Family("BailingMoeV3ForCausalLM", "bailing_hybrid", _ling3),
     Family("Glm5NextForConditionalGeneration", "glm5_next_text", _glm5_next),
     Family("KimiLinearForCausalLM", "kimi_linear", _kimi_linear),

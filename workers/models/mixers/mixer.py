@@ -16,6 +16,7 @@ from torch import Tensor
 from ....protocol.checkpoint.recurrent_layers import MixerLayer
 from ...layers.layers import LayerKernels, Linear
 from ...layers.parallel.tensor_parallel import TensorParallel, elements
+from ...layers.rope import RotaryTables
 from ..layer_source import LayerSource
 from ..weights import Rows, WeightReader
 from .states import StateBatch
@@ -54,6 +55,9 @@ class MixerRows(msgspec.Struct, frozen=True):
 
 class Mixer(ABC):
     """A layer that combines tokens through a recurrent state. `projection` is its first product."""
+
+    tables: RotaryTables | None = None
+    """The tables of the layer's rotary embedding in the current step; None without one."""
 
     projection: Linear
     _conv: CausalConvolution

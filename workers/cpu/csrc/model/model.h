@@ -241,6 +241,10 @@ enum class OpKind : int32_t {
   gate_block = 78,  // residual = residual * (1 - tanh(x)) + block * tanh(y), which replaces that mean; x and y are in
                     // the projection from `first_column` on
 
+  // Of recurrent layers with rotations:
+  rotate_heads = 79,  // the heads that begin at `first_column` of the projection = these, normed by vectors[0] if that
+                      // is not null, * scale, rotated
+
   // Embeddings of n-grams (phases/ngrams.h), in this order, with products in between:
   embed_ngrams = 62,  // the first columns of the projection = the embeddings of the n-grams that end with the token,
                       // from parts[0]. With several ranks: part = these, 0 where other ranks have them

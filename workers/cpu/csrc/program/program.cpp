@@ -307,6 +307,7 @@ int Program::begin_op(const Op& op) {
       return share_rows(op, 8 * op.head_dim);
     case OpKind::store_index:
       return share_rows(op, (std::max(op.num_kv_heads, op.choice.num_queries) + 1) * model_.shape.index_dim);
+    case OpKind::rotate_heads:
     case OpKind::scale_heads:
       return share_rows(op, op.num_heads * op.head_dim);
     case OpKind::share_head_squares:

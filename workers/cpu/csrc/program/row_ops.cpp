@@ -138,6 +138,8 @@ void Program::run_row(const Op& op, const Rows& rows, int row) {
       if (!op.vectors[1]) return;
       kernels.multiply(rows.block(row), op.vectors[1], hidden_size, rows.block(row));
       return kernels.add_scaled(rows.residual(row), rows.block(row), 1.0f, hidden_size);
+    case OpKind::rotate_heads:
+      return attention_.rotate_heads(op, rows.qkv(row), row);
     case OpKind::average_heads:
       return attention_.average_heads(op, rows.qkv(row));
     case OpKind::keep_hidden: {

@@ -146,6 +146,16 @@ const float* Attention::place_values(const Op& op, float* qkv) const {
   return values;
 }
 
+void Attention::rotate_heads(const Op& op, float* qkv, int row) const {
+  const int size = op.head_dim;
+  float* const heads = qkv + op.first_column;
+  for (int h = 0; op.vectors[0] && h < op.num_heads; h++)
+    model_.rows.rms_norm(heads + h * size, op.vectors[0], op.eps, size, heads + h * size);
+  model_.rows.scale(heads, op.scale, op.num_heads * size);
+  const RotaryTables::Angles angles = ropes_.angles(op.rope, row);
+  model_.rows.rotate(heads, op.num_heads, size, angles.cosines, angles.sines, angles.half);
+}
+
 void Attention::average_heads(const Op& op, float* qkv) const {
   const int size = op.head_dim, heads = op.num_heads / op.num_kv_heads;
   float *query = qkv, *key = qkv + op.num_heads * size;

@@ -52,6 +52,8 @@ class Attention {
   void store_entries(const Op& op, int row) const { entries_.store(op, row, slice_.sequence_of(row)); }
   // Writes the means of the queries and keys that share a head.
   void average_heads(const Op& op, float* qkv) const;
+  // Norms, scales and rotates heads.
+  void rotate_heads(const Op& op, float* qkv, int row) const;
   // Norms and rotates a row's queries and keys. Stores the queries for the next attention, and keys and values in the
   // cache.
   void rotate_store(const Op& op, float* qkv, int row);

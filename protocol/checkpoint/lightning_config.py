@@ -1,0 +1,46 @@
+"""Read the lightning attention that a config describes."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from .config_fields import ConfigFields
+from .recurrent_layers import LightningAttention
+
+LING_2_5: Final = "BailingMoeV2_5ForCausalLM"
+"""The architecture of Ling 2.5 and 2.6 and Ring 2.5, whose model type is that of Ling 3."""
+
+
+def read_lightning_attention(fields: ConfigFields) -> LightningAttention:
+    """Return the lightning attention of a MiniMax-Text-01."""
+    num_heads = fields.integer("num_attention_heads")
+    default = fields.integer("hidden_size") // num_heads
+    return LightningAttention(num_heads, fields.integer("head_dim", default))
+
+
+def read_rotated_lightning(fields: ConfigFields) -> LightningAttention:
+    """Return the lightning attention of a Ling 2.5, with rotated queries and keys.
+
+    Raises:
+        CheckpointError: A field is invalid, or a feature is not supported.
+    """
+    fields.require("linear_rope", True)
+    for name in ("linear_silu", "use_linear_silu", "use_qkv_bias", "use_bias"):
+        fields.require(name, False)
+    layer = read_lightning_attention(fields)
+    num_groups = fields.integer("group_norm_size", 8)
+    for name, number, divisor in (
+        ("group_norm_size", num_groups, layer.num_heads),
+        ("num_attention_heads", layer.num_heads, 1 << layer.num_heads.bit_length()),
+    ):
+        if divisor % number:
+            needed = "a power of two" if divisor > number else f"a divisor of {divisor} heads"
+            raise fields.wrong(name, needed, number)
+    return msgspec.structs.replace(
+        layer,
+        norm_groups=num_groups,
+        is_rotated=True,
+        norms_heads=fields.boolean("use_qk_norm", False),
+    )
