@@ -24,7 +24,7 @@ from ...protocol.checkpoint.field_names import (
 )
 from ...protocol.checkpoint.files import (
     SOURCE_TOKENIZER,
-    find_saved_weights,
+    find_safetensors,
     find_tokenizer_files,
     find_weight_files,
     read_model_config,
@@ -439,5 +439,5 @@ def _sampling_value(name: str, value: Any) -> float | int:
 
 
 def _size_bytes(path: Path) -> int:
-    files = [path] if path.is_file() else find_saved_weights(path)
+    files = [path] if path.is_file() else find_safetensors(path)
     return sum(file.stat().st_size for file in files)

@@ -13,7 +13,6 @@ from typing import Any
 from huggingface_hub import HfApi, constants, errors, snapshot_download
 from tqdm.std import tqdm
 
-from ...protocol.checkpoint.files import SAVED_FILES
 from ...protocol.checkpoint.sparse import TOKEN_VECTORS_FILE, TOKEN_WEIGHTS_FILE
 from ...protocol.errors import CheckpointError, ConfigError
 from ..supervisor.console import Console
@@ -36,7 +35,7 @@ _MISTRAL_FILES = "consolidated*"
 IGNORED_FILES = ("*/*", _MISTRAL_FILES)
 PREFERRED_QUANTS = ("Q4_K_M", "Q8_0")
 _NESTED_FILE = re.compile(
-    r"\d+_\w+/(config\.json|model\.safetensors|pytorch_model\.bin)|additional_chat_templates/[^/]+\.jinja"
+    r"\d+_\w+/(config\.json|model\.safetensors)|additional_chat_templates/[^/]+\.jinja"
 )
 # Different versions of huggingface-hub use different HTTP libraries.
 _HTTPError = errors.HTTPError  # type: ignore[attr-defined]
@@ -68,16 +67,11 @@ def fetch_checkpoint(
     with _readable_errors(repo, revision):
         names = _file_names(repo, revision, cache_dir)
         if gguf is None and any(name.endswith(".safetensors") for name in names):
-            wanted = _read_files(names)
+            wanted = [name for name in names if _is_read(name)]
             if not any(fnmatch(name, "*.safetensors") and "/" not in name for name in wanted):
                 # The repository has the model only in Mistral's own format.
                 wanted += [name for name in names if fnmatch(name, _MISTRAL_FILES)]
             return _snapshot(repo, wanted, (), revision, cache_dir, console)
-        if gguf is None and not any(name.endswith(".gguf") for name in names):
-            saved = [name for name in names if fnmatch(name, SAVED_FILES)]
-            if saved:
-                wanted = [*_read_files(names), *saved]
-                return _snapshot(repo, wanted, (), revision, cache_dir, console)
         files = _choose_gguf(repo, names, gguf)
         mmproj = choose_mmproj(names) if with_mmproj else None
         wanted = files if mmproj is None else [*files, mmproj]
@@ -108,18 +102,8 @@ def fetch_adapter(
         return _snapshot(repo, files, (), None, cache_dir, console)
 
 
-def _read_files(names: list[str]) -> list[str]:
-    """Return the files of a checkpoint in safetensors, or of a checkpoint of `torch.save` without its weights.
-
-    A module of sentence-transformers may have its weights in both formats.
-    """
-    folders = {name.rpartition("/")[0] for name in names if name.endswith("/model.safetensors")}
-    both = {f"{folder}/pytorch_model.bin" for folder in folders}
-    return [name for name in names if _is_read(name) and name not in both]
-
-
 def _is_read(name: str) -> bool:
-    """Return whether a file in a repository belongs to a checkpoint in safetensors.
+    """Return whether a file in a repository with safetensors belongs to the checkpoint.
 
     Other folders than those of sentence-transformers' modules and of chat templates hold other formats.
     """
@@ -153,7 +137,7 @@ def _choose_gguf(repo: str, names: list[str], wanted: str | None) -> list[str]:
     if not by_stem:
         raise CheckpointError(
             repo,
-            "the repository has no .safetensors, .gguf or pytorch_model.bin files; use another repository",
+            "the repository has neither .safetensors nor .gguf files; use another repository",
         )
     if wanted is not None:
         pattern = wanted.lower() if wanted.endswith(".gguf") else f"*{wanted.lower()}.gguf"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from ...protocol.checkpoint.files import find_saved_weights, has_model_config
+from ...protocol.checkpoint.files import has_model_config
 from ...protocol.config import LoadFormat
 from ...protocol.errors import CheckpointError, ConfigError
 from ..supervisor.console import Console
@@ -128,12 +128,10 @@ def _local_checkpoint(path: Path, needs_config_only: bool) -> Path:
         raise CheckpointError(path, "not a model; use a checkpoint's directory or a .gguf file")
     ggufs = _gguf_checkpoints(path)
     if has_model_config(path):
-        if needs_config_only or find_saved_weights(path):
+        if needs_config_only or any(path.glob("*.safetensors")):
             return path
         if not ggufs:
-            raise CheckpointError(
-                path, "there are no *.safetensors or pytorch_model.bin files; download the weights"
-            )
+            raise CheckpointError(path, _missing_weights(path))
     if len(ggufs) == 1:
         return ggufs[0]
     if ggufs:
@@ -158,3 +156,12 @@ def _gguf_checkpoints(directory: Path) -> list[Path]:
             match = _SPLIT_NAME.fullmatch(path.name)
             firsts.setdefault(match[1] if match else path.name, path)
     return list(firsts.values())
+
+
+def _missing_weights(path: Path) -> str:
+    if any(path.glob("*.bin")):
+        return (
+            "the weights are pickled (*.bin), which can run code when loaded and is not supported; "
+            "convert them to .safetensors"
+        )
+    return "there are no *.safetensors files; download the weights"

@@ -19,7 +19,7 @@ from ..pooling_params import PoolingKind
 from .beside_images import text_beside_images
 from .classification import classifies_tokens, is_classifier
 from .config_fields import ConfigFields
-from .files import find_saved_weights, find_tensor
+from .files import find_tensor
 from .image_retrieval import read_image_retriever, retrieves_images
 from .late_interaction import (
     DOCUMENT,
@@ -362,11 +362,11 @@ def _dense(path: Path, size: int) -> DenseConfig:
             f"activation_function {name!r} is not supported; supported values are "
             f"{', '.join(DenseActivation)}"
         )
-    weights = find_saved_weights(path)
-    if not weights:
-        raise CheckpointError(path, "the weights of the module Dense are missing; download them")
+    weights = path / "model.safetensors"
+    if not weights.is_file():
+        raise CheckpointError(weights, "the weights of the module Dense are missing; download them")
     return DenseConfig(
-        str(weights[0]),
+        str(weights),
         size,
         fields.integer("out_features"),
         fields.boolean("bias", True),

@@ -25,9 +25,6 @@ _TOKENIZER_FILES: Final = (
 )
 
 
-SAVED_FILES: Final = "pytorch_model*.bin*"
-"""The names of files with weights that `torch.save` wrote, and of their index."""
-
 _CONFIG: Final = "config.json"
 _PARAMS: Final = "params.json"
 
@@ -85,26 +82,21 @@ def _find_quantization(fields: ConfigFields, directory: Path) -> dict[str, Any] 
     return None
 
 
-def find_saved_weights(directory: Path) -> list[Path]:
+def find_safetensors(directory: Path) -> list[Path]:
     """Return the files with a model's weights in a directory, and their index.
 
-    They are safetensors, or files of `torch.save` if there are none. A directory with weights in the format of
-    transformers may also have Mistral's, and LoRA adapters.
+    A directory with weights in the format of transformers may also have Mistral's, and LoRA adapters.
     """
     others = ("adapter_",) if is_in_mistral_format(directory) else ("consolidated", "adapter_")
-    for pattern in ("*.safetensors*", SAVED_FILES):
-        files = [file for file in directory.glob(pattern) if file.is_file()]
-        if found := sorted(file for file in files if not file.name.startswith(others)):
-            return found
-    return []
+    files = directory.glob("*.safetensors*")
+    return sorted(file for file in files if file.is_file() and not file.name.startswith(others))
 
 
 def find_weight_files(path: Path) -> list[Path]:
     """Return the files that a worker reads from the checkpoint at `path`, a directory or a `.gguf` file."""
     if path.is_dir():
-        weights = [*path.glob("*.safetensors*")] or [*path.glob(SAVED_FILES)]
         others = (_CONFIG, _PARAMS, *_QUANTIZATION_FILES)
-        names = [*(path / name for name in others), *weights]
+        names = [*(path / name for name in others), *path.glob("*.safetensors*")]
         return sorted(name for name in names if name.is_file())
     if split := _SPLIT_GGUF.fullmatch(path.name):
         return sorted(path.parent.glob(f"{split[1]}-*-of-{split[2]}.gguf"))

@@ -11,7 +11,6 @@ from typing import Final, Protocol
 import msgspec
 import torch
 
-from ...protocol.checkpoint.files import find_saved_weights
 from ...protocol.config import EngineConfig, LoadFormat
 from ..attention import PagedAttention
 from ..cpu.attention import NativeAttention
@@ -80,7 +79,7 @@ def _describe_head(config: EngineConfig) -> tuple[str, bytes] | None:
     speculative = config.scheduler.speculative
     if speculative is None or not speculative.method.reads_hidden_states:
         return None
-    files = find_saved_weights(Path(speculative.model)) if speculative.model else []
+    files = sorted(Path(speculative.model or "").glob("*.safetensors")) if speculative.model else []
     return speculative.method.value, hash_weights(map(os.fspath, files))
 
 

@@ -1,4 +1,4 @@
-"""Read Hugging Face model directories: ``config.json`` and weights, in one file or many."""
+"""Read Hugging Face model directories: ``config.json`` and safetensors, in one file or many."""
 
 import re
 from collections.abc import Collection, Sequence
@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from ...protocol.checkpoint.config_fields import ConfigFields
 from ...protocol.checkpoint.field_names import text_section
 from ...protocol.checkpoint.files import (
-    find_saved_weights,
+    find_safetensors,
     is_in_mistral_format,
     read_model_config,
 )
@@ -21,12 +21,8 @@ from .quantization.matrix import QuantizedMatrix
 from .quantized_modules import QuantizedModules
 from .stored.mistral import mistral_tensors
 from .stored.safetensors_file import SafetensorsFile
-from .stored.saved_file import SavedFile
-from .stored.tensors import JoinedTensor, StoredFile, StoredTensor
+from .stored.tensors import JoinedTensor, StoredTensor
 from .tensor_names import TensorNames, translate_names
-
-_USUAL = ("model.safetensors", "consolidated.safetensors", "pytorch_model.bin")
-"""The names of a model's only file with weights, and the beginnings of the names of an index."""
 
 # Matches a tensor that contains the matrices, biases or scales of all experts of a layer.
 _STACKED = re.compile(
@@ -94,7 +90,7 @@ _JOINED = (
 
 
 class HFCheckpoint(Checkpoint):
-    """A directory with ``config.json`` and safetensors files, or files of ``torch.save``.
+    """A directory with ``config.json`` and safetensors files.
 
     The matrix of a quantized module is read as the module's tensor ``weight``, even if several tensors store it. A
     tensor that stacks the tensors of all experts, such as ``experts.down_proj``, is read as one tensor per expert, such
@@ -105,10 +101,9 @@ class HFCheckpoint(Checkpoint):
         config, is_mistral = read_model_config(path), is_in_mistral_format(path)
         super().__init__(path, config)
         self._stored: dict[str, StoredTensor | JoinedTensor] = {}
-        weights = find_saved_weights(path)
-        indices = {f"{name}.index.json" for name in _USUAL}
-        index = next((file for file in weights if file.name in indices), None)
-        expected = {} if index is None else _expected_shards(index)
+        stem = "consolidated" if is_mistral else "model"
+        index = path / f"{stem}.safetensors.index.json"
+        expected = _expected_shards(index)
         seen: set[str] = set()
         model_type, text = str(config.get("model_type")), text_section(config) or config
         kinds = (model_type, str(text.get("model_type")))
@@ -118,8 +113,8 @@ class HFCheckpoint(Checkpoint):
         if model_type == "dbrx":
             experts = config.required_section("ffn_config")
             stacking = replace(stacking, num_experts=experts.integer("moe_num_experts", 4))
-        for file in dict.fromkeys(expected.values()) if expected else _weight_files(path, weights):
-            shard = SavedFile(file) if file.suffix == ".bin" else SafetensorsFile(file)
+        for file in dict.fromkeys(expected.values()) if expected else _weight_files(path, stem):
+            shard = SafetensorsFile(file)
             for name in shard.names:
                 if name in seen:
                     raise CheckpointError(file, f"tensor {name!r} is also in another file")
@@ -132,7 +127,7 @@ class HFCheckpoint(Checkpoint):
             if name not in seen:
                 raise CheckpointError(
                     file,
-                    f"there is no tensor {name!r}, which the index lists in this file; download both",
+                    f"there is no tensor {name!r}, which {index.name} lists in this file; download both",
                 )
         for pattern, replacement in _JOINED:
             for match in list(filter(None, map(pattern.fullmatch, self._stored))):
@@ -223,7 +218,7 @@ class HFCheckpoint(Checkpoint):
         return tensor
 
 
-def _tensors_of(file: StoredFile, stored: str, stacking: _Stacking) -> dict[str, StoredTensor]:
+def _tensors_of(file: SafetensorsFile, stored: str, stacking: _Stacking) -> dict[str, StoredTensor]:
     """Return the tensor with this name, or each expert's part of a tensor that has all experts."""
     (name,) = translate_names([stored], stacking.names)
     rows_of = _STACKED_ROWS.fullmatch(name) if stacking.num_experts else None
@@ -260,7 +255,9 @@ def _tensors_of(file: StoredFile, stored: str, stacking: _Stacking) -> dict[str,
 
 
 def _expected_shards(index: Path) -> dict[str, Path]:
-    """Return the file name of each tensor according to the index."""
+    """Return the file name of each tensor according to the index; empty if there is no index."""
+    if not index.exists():
+        return {}
     weight_map = ConfigFields.read(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(index, "there is no 'weight_map'; download it again")
@@ -272,11 +269,18 @@ def _expected_shards(index: Path) -> dict[str, Path]:
     return expected
 
 
-def _weight_files(path: Path, found: list[Path]) -> list[Path]:
-    """Return the files with weights in a directory without an index; one with the usual name is alone."""
-    files = [file for file in found if file.suffix in (".safetensors", ".bin")]
-    if files:
-        return [file for file in files if file.name in _USUAL][:1] or files
+def _weight_files(path: Path, stem: str) -> list[Path]:
+    """Return the files with weights in a directory without an index, whose only file has this stem if it is alone."""
+    if (path / f"{stem}.safetensors").exists():
+        return [path / f"{stem}.safetensors"]
+    if files := [file for file in find_safetensors(path) if file.suffix == ".safetensors"]:
+        return files
+    if pickled := [*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth")]:
+        raise CheckpointError(
+            path,
+            f"the weights are pickled ({pickled[0].name}), which is refused because it can run arbitrary "
+            "code; convert them to safetensors",
+        )
     if gguf := sorted(path.glob("*.gguf")):
         raise CheckpointError(
             path, f"the directory has no safetensors files; pass the path of {gguf[0].name}"

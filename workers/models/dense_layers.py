@@ -5,6 +5,8 @@ Shapes: I input and O output features of a layer.
 
 from __future__ import annotations
 
+import pickletools
+import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -20,7 +22,6 @@ from ...protocol.errors import CheckpointError
 from ...protocol.pooling_params import PoolingKind
 from ..device.dtypes import HostDevice, torch_device
 from ..loaders.dequantize import dequantize
-from ..loaders.stored.saved_file import SavedFile
 
 _ACTIVATIONS: Final[dict[DenseActivation, Callable[[Tensor], Tensor]]] = {
     DenseActivation.IDENTITY: lambda x: x,
@@ -29,6 +30,13 @@ _ACTIVATIONS: Final[dict[DenseActivation, Callable[[Tensor], Tensor]]] = {
     DenseActivation.GELU: F.gelu,
 }
 
+
+_STORAGES: Final = {
+    "torch FloatStorage": "float32",
+    "torch HalfStorage": "float16",
+    "torch BFloat16Storage": "bfloat16",
+}
+"""The names of torch's types, because native workers import this module without torch."""
 _Layers = list[tuple[DenseConfig, Tensor, Tensor | None]]
 
 
@@ -73,13 +81,13 @@ def _read(layer: DenseConfig, device: torch.device) -> tuple[Tensor, Tensor | No
         return dequantize(rows, tensor.ggml_type, torch.float32).to(device), None
     prefix = f"{layer.module}." if layer.module else ""
     try:
-        is_safe = layer.path.endswith(".safetensors")
-        read = _read_safe(layer.path) if is_safe else SavedFile(Path(layer.path)).get_tensor
+        read = _read_saved(layer.path) if layer.path.endswith(".pt") else _read_safe(layer.path)
         weight_OI = read(f"{prefix}weight").float().to(device)
         bias_O = read(f"{prefix}bias").float().to(device) if layer.has_bias else None
     except (
         OSError,
         SafetensorError,
+        zipfile.BadZipFile,
         KeyError,
         ValueError,
         RuntimeError,
@@ -100,6 +108,39 @@ def _read_safe(path: str) -> Callable[[str], Tensor]:
     file: Any = safe_open(path, framework="pt")
     read: Callable[[str], Tensor] = file.get_tensor
     return read
+
+
+def _read_saved(path: str) -> Callable[[str], Tensor]:
+    """Return the function from a name to its tensor in a file of `torch.save`.
+
+    Pickled objects can run code when they are loaded. So this only scans the archive's description of its tensors.
+    """
+    tensors: dict[str, Tensor] = {}
+    with zipfile.ZipFile(path) as archive:
+        [description] = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+        name = storage = ""
+        dtype: torch.dtype | None = None
+        layout: list[int] | None = None
+        for operation, argument, _ in pickletools.genops(archive.read(description)):
+            if operation.name == "GLOBAL":
+                if (dtype_name := _STORAGES.get(str(argument))) is not None:
+                    dtype = getattr(torch, dtype_name)
+            elif isinstance(argument, str):
+                name = argument if argument in ("weight", "bias") else name
+                storage = argument if argument.isdigit() else storage
+            elif operation.name == "BINPERSID":
+                layout = []
+            elif operation.name == "REDUCE" and layout is not None:
+                data = archive.read(f"{description.removesuffix('data.pkl')}data/{storage}")
+                # The position in the storage, the sizes, and the strides.
+                shape = layout[1 : 1 + len(layout) // 2]
+                if dtype is None or layout != [0, *shape, *shape[1:], 1]:
+                    raise ValueError(f"{name} does not contain floats in the order of its rows")
+                tensors[name] = torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
+                layout = None
+            elif layout is not None and operation.name in ("BININT", "BININT1", "BININT2"):
+                layout.append(int(argument or 0))
+    return tensors.__getitem__
 
 
 def _make_up(layer: DenseConfig, device: torch.device) -> tuple[Tensor, Tensor | None]:

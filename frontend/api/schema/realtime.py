@@ -68,7 +68,7 @@ class Session(msgspec.Struct, kw_only=True):
 
 
 class ExpiresAfter(msgspec.Struct, kw_only=True):
-    """When a client secret expires: seconds after its creation."""
+    """The seconds after its creation for which a client secret is valid."""
 
     anchor: str | None = None
     seconds: Int | None = None

@@ -1,10 +1,7 @@
 import json
-import os
-from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from engine.protocol.errors import CheckpointError
@@ -170,72 +167,10 @@ def test_an_8_bit_tensor_is_rejected(tmp_path: Path) -> None:
         open_checkpoint(tmp_path).tensor("a", torch.float32)
 
 
-def test_files_of_torch_save_are_read_in_parts(tmp_path: Path) -> None:
+def test_pickled_weights_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    tensors = {
-        "plain": torch.arange(24.0).reshape(4, 6),
-        "transposed": torch.arange(24).reshape(6, 4).T.half(),
-        "part": torch.arange(40, dtype=torch.bfloat16).reshape(10, 4)[2:6],
-        "parameter": torch.nn.Parameter(torch.ones(4, 3)),
-        "number": torch.tensor(3.0, dtype=torch.float64),
-        "empty": torch.ones(0, 4),
-    }
-    names = {name: f"pytorch_model-0000{1 + len(name) % 2}-of-00002.bin" for name in tensors}
-    for file in set(names.values()):
-        own = {name: tensor for name, tensor in tensors.items() if names[name] == file}
-        torch.save(OrderedDict(own) | {"step": 3}, tmp_path / file)
-    index = tmp_path / "pytorch_model.bin.index.json"
-    index.write_text(json.dumps({"weight_map": names}))
-    checkpoint = open_checkpoint(tmp_path)
-    assert set(checkpoint.names()) == set(tensors)
-    for name, tensor in tensors.items():
-        assert torch.equal(checkpoint.tensor(name), tensor)
-        assert checkpoint.tensor(name).dtype == tensor.dtype
-    for name in ("plain", "transposed", "part"):
-        expected = tensors[name][:, 1:3].float()
-        assert torch.equal(
-            checkpoint.tensor(name, torch.float32, part=range(1, 3), dim=1), expected
-        )
-        floats = checkpoint.floats(name, part=range(1, 3), dim=1)
-        assert floats is not None
-        assert np.array_equal(floats.as_float32(), expected.numpy())
-    index.write_text(json.dumps({"weight_map": names | {"absent": names["plain"]}}))
-    refused(tmp_path, "absent")
-
-
-class _Call:
-    def __reduce__(self) -> tuple[object, ...]:
-        return os.mkdir, ("called",)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ({"b": _Call()}, "no tensor 'b'"),
-        ({"b": torch.ones(2, 2).to_sparse()}, "no tensor 'b'"),
-        ({"b": torch.ones(2, dtype=torch.complex64)}, "the type torch ComplexFloatStorage"),
-        (torch.nn.Linear(2, 2), "no dictionary of tensors"),
-        ([torch.ones(2)], "no dictionary of tensors"),
-    ],
-)
-def test_a_saved_file_with_other_objects_runs_no_code(
-    tmp_path: Path, content: object, message: str
-) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    torch.save(content, tmp_path / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=message):
-        open_checkpoint(tmp_path).tensor("b")
-    assert not Path("called").exists()
-
-
-@pytest.mark.parametrize("is_old", [True, False])
-def test_damaged_files_of_torch_save_are_refused(tmp_path: Path, is_old: bool) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    file = tmp_path / "pytorch_model.bin"
-    torch.save({"a": torch.ones(2)}, file, _use_new_zipfile_serialization=not is_old)
-    if not is_old:
-        file.write_bytes(file.read_bytes()[:-40])
-    refused(tmp_path, "pytorch_model.bin", "damaged, or torch before 1.6 saved it")
+    torch.save({"a": torch.ones(2)}, tmp_path / "pytorch_model.bin")
+    refused(tmp_path, "pytorch_model.bin", "pickled", "convert them to safetensors")
 
 
 def test_a_directory_without_weights_is_rejected(tmp_path: Path) -> None:

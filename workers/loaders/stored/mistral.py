@@ -9,7 +9,8 @@ from ....protocol.checkpoint.config_fields import ConfigFields
 from ....protocol.checkpoint.field_names import text_section
 from ....protocol.checkpoint.vision.pixtral import OWN_NAMES
 from ..tensor_names import TensorNames, translate_names
-from .tensors import StoredFile, StoredTensor
+from .safetensors_file import SafetensorsFile
+from .tensors import StoredTensor
 
 _LAYER: Final = r"^(model\.layers\.\d+\.)"
 DECODER_NAMES: Final[TensorNames] = (
@@ -75,7 +76,7 @@ class _InterleavedHeads:
         return count if shape[0] == count * size and size % 2 == 0 else 0
 
 
-def mistral_tensors(file: StoredFile, config: ConfigFields) -> dict[str, StoredTensor]:
+def mistral_tensors(file: SafetensorsFile, config: ConfigFields) -> dict[str, StoredTensor]:
     """Return the tensors of a file of a model with this config, by transformers' names and in its order."""
     heads = _InterleavedHeads(config)
     names = translate_names(file.names, _FILE_NAMES)

@@ -1,9 +1,9 @@
-"""Tensors of files that are read in parts, in another order, or joined."""
+"""Tensors of safetensors files that are read in parts, in another order, or joined."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -12,9 +12,6 @@ from msgspec.structs import replace
 
 from ..checkpoint import Floats
 from .safetensors_file import SafetensorsFile
-from .saved_file import SavedFile
-
-StoredFile: TypeAlias = SafetensorsFile | SavedFile
 
 
 class StoredTensor(msgspec.Struct, frozen=True):
@@ -25,7 +22,7 @@ class StoredTensor(msgspec.Struct, frozen=True):
     of which the file has the two halves interleaved.
     """
 
-    file: StoredFile
+    file: SafetensorsFile
     name: str
     expert: int | None = None
     is_transposed: bool = False
