@@ -80,13 +80,14 @@ class Launcher:
         """Return a process that a fork server has forked; None without a fork server, or if it has exited."""
         if self.link is None:
             return None
+        # An exit that is known before the fork was of an earlier process, which may have had the same process ID. A
+        # fork server that was lost may have been replaced.
+        self.link.read_exits()
         program, *arguments = argv[argv.index("-m") + 1 :]
         server = self.link.fork_servers.get(program)
         if server is None:
             return None
         fds = {fd: fd for fd in spec.pass_fds} | {0: self._lifeline.fd}
-        # An exit that is known before the fork was of an earlier process, which may have had the same process ID.
-        self.link.read_exits()
         try:
             pid = server.fork((program, *arguments), env, fds, self.beat)
         except OSError:

@@ -48,20 +48,27 @@ def observed() -> Iterator[Observed]:
 
 
 def stream_with_crash(server: Server) -> str:
-    """Kill the worker after the third token of a stream, and return the ID of the request after its end."""
-    body = {"prompt": "Once upon a time", "max_tokens": NUM_TOKENS, "ignore_eos": True}
+    """Kill the worker after the third event of a stream, and return the ID of the request after its end."""
+    body = {
+        "prompt": "Once upon a time",
+        "max_tokens": NUM_TOKENS,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    }
     headers = {"traceparent": f"00-{TRACE_ID}-{PARENT_ID}-01"}
     worker = server.child("worker 0")
     url = server.url + "/v1/completions"
-    with httpx.stream("POST", url, json=body | {"stream": True}, headers=headers, timeout=240) as r:
-        num_events = 0
+    with httpx.stream("POST", url, json=body, headers=headers, timeout=240) as r:
+        # An event may have several tokens on a busy machine.
+        num_tokens: list[int] = []
         for line in r.iter_lines():
-            num_events += line.startswith("data: {")
-            if num_events == 3 and worker.is_running():
+            if line.startswith("data: {"):
+                num_tokens.append(json.loads(line[6:])["usage"]["completion_tokens"])
+            if len(num_tokens) == 3 and worker.is_running():
                 worker.kill()
                 psutil.wait_procs([worker], timeout=40)
-        # An event may have several tokens on a busy machine.
-        assert num_events > NUM_TOKENS // 2
+        assert num_tokens[2] < num_tokens[-1] == NUM_TOKENS
         request_id = r.headers["x-request-id"]
     server.wait_until_whole()
     return request_id
