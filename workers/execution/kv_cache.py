@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -27,9 +28,6 @@ from ..layers.layer_spec import LayerSpec, windows_by_group
 from ..models.kv_cache_groups import kv_cache_groups
 from ..models.mixers import StateBatch
 from .model_loader import Model
-
-_BLOCK_ID_BYTES = 4
-_BLOCK_UPDATE_BYTES = 16
 
 
 class KVCache:
@@ -64,8 +62,8 @@ class KVCache:
         self.num_blocks = 0
         self._followers: list[KVCache] = []
         self._population: host_memory.Population | None = None
-        self._num_assigned = 0
-        """Number of blocks that were assigned to requests so far. Blocks are first assigned in ascending order."""
+        self.num_used_blocks = 0
+        """1 + the highest block that was ever assigned to a request. Blocks are first assigned in ascending order."""
 
     def add_follower(self, other: KVCache) -> None:
         """Allocate the cache `other` (of a draft model or head) together with this one, under the same block numbers.
@@ -136,12 +134,16 @@ class KVCache:
 
     def announce_blocks(self, output: SchedulerOutput) -> None:
         """Let the memory be populated in time for the blocks that a step assigns to requests."""
-        num_new = len(output.block_updates) // _BLOCK_UPDATE_BYTES
-        for new in output.new_requests:
-            num_new += sum(map(len, new.block_ids)) // _BLOCK_ID_BYTES
-        if num_new:
-            self._num_assigned += num_new
-            self.use_blocks(self._num_assigned)
+        if not output.new_requests and not output.block_updates:
+            return
+        of_new = b"".join(chain.from_iterable(new.block_ids for new in output.new_requests))
+        last = max(
+            np.frombuffer(of_new, np.int32).max(initial=0),
+            np.frombuffer(output.block_updates, np.int32)[3::4].max(initial=0),
+        )
+        if last >= self.num_used_blocks:
+            self.num_used_blocks = int(last) + 1
+            self.use_blocks(self.num_used_blocks)
 
     def use_blocks(self, num_blocks: int) -> None:
         """Let the memory of the first `num_blocks` blocks be populated quickly."""

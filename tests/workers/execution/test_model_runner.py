@@ -165,6 +165,8 @@ def test_block_updates_change_the_block_table_of_a_request(steps: Steps, checkpo
                 steps.step = 10 * index + number
                 got += steps.tokens()
     assert got == expected
+    # Memory is populated for the blocks in use, and not again when they are assigned again.
+    assert steps.runner.kv_cache.num_used_blocks == 91
 
 
 def test_3_10_a_request_continues_from_offloaded_blocks(steps: Steps, checkpoint) -> None:
