@@ -359,6 +359,16 @@ def _check_live(
         connection.input_audio_buffer.clear()
         while connection.recv().type != "input_audio_buffer.cleared":
             pass
+    for _ in range(4):
+        # The connection ends while what was cleared is being ended.
+        with openai.OpenAI(base_url=url, api_key="none").realtime.connect(
+            model="tiny"
+        ) as connection:
+            connection.session.update(session=realtime.session_of(model="tiny"))
+            realtime.append(connection, pcm[:half])
+            while not connection.recv().type.endswith("transcription.delta"):
+                pass
+            connection.input_audio_buffer.clear()
     server.wait_until_whole()
 
 

@@ -154,12 +154,12 @@ class _Session:
             pass
         finally:
             worker.cancel()
-            await asyncio.wait({worker})
             while not self._waiting.empty():
                 if (item := self._waiting.get_nowait()) is not None:
                     item.held.close()
             self._drop_live()
             self._count_buffer(0)
+            await asyncio.wait({worker})
 
     async def _handle(self, message: Message, decoders: _Decoders) -> None:
         event_id: str | None = None

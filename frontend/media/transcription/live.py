@@ -75,11 +75,12 @@ class LiveDecoder:
             assert self._reader is not None
             await self._reader
         finally:
+            # Nothing may come before this: waiting for the reader can be cancelled.
+            if self._group is not None:
+                self._group.abort()
             if self._reader is not None:
                 self._reader.cancel()
                 await asyncio.gather(self._reader, return_exceptions=True)
-            if self._group is not None:
-                self._group.abort()
 
     async def _grow(self, inputs: list[EncoderInput], *, is_last: bool = False) -> None:
         if self._clip.num_outputs > self._max_outputs:

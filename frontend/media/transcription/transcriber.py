@@ -293,9 +293,11 @@ class Transcriber:
         finally:
             for task in (producer, *tasks):
                 task.cancel()
-            await asyncio.gather(producer, *tasks, return_exceptions=True)
-            while num_held:
-                release()
+            try:
+                await asyncio.gather(producer, *tasks, return_exceptions=True)
+            finally:
+                while num_held:
+                    release()
 
     def _encode(self, samples: Float32Array) -> list[EncoderInput]:
         """Return the encoder inputs for a window."""
