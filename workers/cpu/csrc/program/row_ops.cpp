@@ -97,7 +97,7 @@ void Program::run_row(const Op& op, const Rows& rows, int row) {
     case OpKind::load_key:
       return attention_.load_key(op, rows.qkv(row), row);
     case OpKind::share_head_squares:
-      return attention_.share_squares(op, rows.qkv(row), row);
+      return attention_.heads().share_squares(op, rows.qkv(row), row);
     case OpKind::store_index:
       return attention_.index_keys().store(op, rows.qkv(row), row);
     case OpKind::summarize_group:
@@ -139,9 +139,9 @@ void Program::run_row(const Op& op, const Rows& rows, int row) {
       kernels.multiply(rows.block(row), op.vectors[1], hidden_size, rows.block(row));
       return kernels.add_scaled(rows.residual(row), rows.block(row), 1.0f, hidden_size);
     case OpKind::rotate_heads:
-      return attention_.rotate_heads(op, rows.qkv(row), row);
+      return attention_.heads().rotate(op, rows.qkv(row), row);
     case OpKind::average_heads:
-      return attention_.average_heads(op, rows.qkv(row));
+      return attention_.heads().average(op, rows.qkv(row));
     case OpKind::keep_hidden: {
       const int64_t token = slice_.first_token + row;
       float* const hidden = slice_.step.hidden + token * slice_.step.hidden_stride + op.first_column;

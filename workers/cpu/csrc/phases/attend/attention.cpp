@@ -9,7 +9,6 @@ namespace engine {
 namespace {
 
 constexpr float kLog2E = 1.44269504f;
-constexpr float kSmallestNorm = 1e-6f;
 
 }  // namespace
 
@@ -39,59 +38,6 @@ void Attention::reserve(int rows) {
                         model_.attention.query_words(model_.kv_layout(each.num_kv_heads, each.head_dim)));
 }
 
-void Attention::norm_heads(const Op& op, float* heads, int num_heads, const float* weight) const {
-  const int head_dim = op.head_dim;
-  if (op.qk_norm == QKNorm::full) return model_.rows.rms_norm(heads, weight, op.eps, num_heads * head_dim, heads);
-  for (int h = 0; h < num_heads; h++, heads += head_dim) model_.rows.rms_norm(heads, weight, op.eps, head_dim, heads);
-}
-
-void Attention::share_squares(const Op& op, const float* qkv, int row) const {
-  const int queries = op.num_heads * op.head_dim, keys = op.num_kv_heads * op.head_dim;
-  float* const part = ranks_.own_part(row);
-  part[0] = model_.rows.dot(qkv, qkv, queries);
-  part[1] = model_.rows.dot(qkv + queries, qkv + queries, keys);
-}
-
-// A head that several ranks have counts once per rank, both in the sum and in the number of elements.
-void Attention::norm_shared(const Op& op, float* heads, int num_heads, int index, int row) const {
-  const int size = num_heads * op.head_dim;
-  float squares = 0.0f;
-  for (int rank = 0; rank < ranks_.num_ranks(); rank++) squares += ranks_.part_of(rank, row)[index];
-  model_.rows.multiply(heads, op.vectors[index], size, heads);
-  model_.rows.scale(heads, 1.0f / std::sqrt(squares / float(size * ranks_.num_ranks()) + op.eps), size);
-}
-
-void Attention::norm_queries_and_keys(const Op& op, float* qk, int row) const {
-  const int num_heads = op.num_heads, head_dim = op.head_dim;
-  const int num_kv_heads = op.num_stored ? op.num_kv_heads : 0;
-  if (op.qk_norm == QKNorm::bounded) {
-    const float bound = op.relative_biases->head_bound;
-    bound_heads(qk, num_heads, head_dim, op.vectors[0], bound);
-    bound_heads(qk + num_heads * head_dim, num_kv_heads, head_dim, nullptr, bound);
-  } else if (op.qk_norm == QKNorm::each_head) {
-    const float *weight = op.vectors[0], *bias = op.vectors[1];
-    for (int i = 0; i < (num_heads + num_kv_heads) * head_dim; i += head_dim)
-      if (model_.shape.norm == NormKind::layer)
-        model_.rows.layer_norm(qk + i, weight + i, bias ? bias + i : nullptr, op.eps, head_dim, qk + i);
-      else
-        model_.rows.rms_norm(qk + i, weight + i, op.eps, head_dim, qk + i);
-  } else if (op.target == LinearTarget::part) {
-    norm_shared(op, qk, num_heads, 0, row);
-    norm_shared(op, qk + num_heads * head_dim, num_kv_heads, 1, row);
-  } else if (op.qk_norm != QKNorm::none) {
-    norm_heads(op, qk, num_heads, op.vectors[0]);
-    norm_heads(op, qk + num_heads * head_dim, num_kv_heads, op.vectors[1]);
-  }
-}
-
-void Attention::bound_heads(float* heads, int num_heads, int size, const float* scales, float bound) const {
-  if (scales) model_.rows.multiply(heads, scales, num_heads * size, heads);
-  for (int h = 0; h < num_heads; h++, heads += size) {
-    const float norm = std::sqrt(model_.rows.dot(heads, heads, size)) + kSmallestNorm;
-    if (norm > bound) model_.rows.scale(heads, bound / norm, size);
-  }
-}
-
 void Attention::rotate_store(const Op& op, float* qkv, int row) {
   if (op.latent) return rotate_store_latent(op, qkv, row);
   if (model_.shape.is_compressed) return rotate_store_compressed(op, qkv, row);
@@ -100,14 +46,14 @@ void Attention::rotate_store(const Op& op, float* qkv, int row) {
   if (op.reads_source) {
     // num_columns is the layer's index among those that read a source.
     const size_t size = size_t(num_heads) * head_dim, token = slice_.first_token + row;
-    norm_queries_and_keys(op, qkv, row);
+    heads_.norm_queries_and_keys(op, qkv, row);
     if (float* const out = slice_.step.source_queries)
       std::copy_n(qkv, size, out + (size_t(op.num_columns) * slice_.step.num_tokens + token) * size);
     return store_queries(op, row, qkv);
   }
   const float* keys = qkv + num_heads * head_dim;
-  const float* values = place_values(op, qkv);
-  if (!op.rotates_before_norm) norm_queries_and_keys(op, qkv, row);
+  const float* values = heads_.place_values(op, qkv);
+  if (!op.rotates_before_norm) heads_.norm_queries_and_keys(op, qkv, row);
   if (op.scale != 0.0f)
     for (int i = 0; i < (num_heads + 2 * num_kv_heads) * head_dim; i++)
       qkv[i] = std::clamp(qkv[i], -op.scale, op.scale);
@@ -115,61 +61,18 @@ void Attention::rotate_store(const Op& op, float* qkv, int row) {
     const RotaryTables::Angles angles = ropes_.angles(op.rope, row);
     model_.rows.rotate(qkv, num_heads + num_kv_heads, head_dim, angles.cosines, angles.sines, angles.half);
   }
-  if (op.rotates_before_norm) norm_queries_and_keys(op, qkv, row);
-  scale_queries(op, qkv, num_heads * head_dim, row);
+  if (op.rotates_before_norm) heads_.norm_queries_and_keys(op, qkv, row);
+  heads_.scale_queries(op, qkv, num_heads * head_dim, row);
   if (const RelativeBiases* const relative = op.relative_biases) {
     float* const factors = qkv + relative->first_column;
-    if (relative->bound) bound_heads(factors, num_heads, relative->rank, relative->scales, relative->bound);
-    scale_queries(op, factors, num_heads * relative->rank, row);
+    if (relative->bound) heads_.limit_norms(factors, num_heads, relative->rank, relative->scales, relative->bound);
+    heads_.scale_queries(op, factors, num_heads * relative->rank, row);
   }
   // The cache stores only finite numbers. So a token whose key or value is not finite gets NaN queries, and its own
   // result shows the failure.
   if (!model_.rows.all_finite(qkv, (num_heads + 2 * num_kv_heads) * head_dim))
     std::fill_n(qkv, num_heads * head_dim, std::nanf(""));
   store(op, row, qkv, keys, values);
-}
-
-void Attention::scale_queries(const Op& op, float* queries, int size, int row) const {
-  const auto* scaling = reinterpret_cast<const QueryScaling*>(op.vectors[2]);
-  if (!scaling) return;
-  model_.rows.scale(queries, scaling->factor(slice_.step.positions[slice_.first_token + row]), size);
-}
-
-// If values have no projection, they are the projected keys. The keys are rotated in place afterwards.
-const float* Attention::place_values(const Op& op, float* qkv) const {
-  const int head_dim = op.head_dim, size = op.num_kv_heads * head_dim;
-  if (!op.num_stored) return nullptr;
-  float* const values = qkv + op.num_heads * head_dim + size;
-  if (op.num_stored == 1) std::copy_n(values - size, size, values);
-  for (int i = 0; op.norms_values && i < size; i += head_dim)
-    model_.rows.rms_norm(values + i, nullptr, op.eps, head_dim, values + i);
-  return values;
-}
-
-void Attention::rotate_heads(const Op& op, float* qkv, int row) const {
-  const int size = op.head_dim;
-  float* const heads = qkv + op.first_column;
-  for (int h = 0; op.vectors[0] && h < op.num_heads; h++)
-    model_.rows.rms_norm(heads + h * size, op.vectors[0], op.eps, size, heads + h * size);
-  model_.rows.scale(heads, op.scale, op.num_heads * size);
-  const RotaryTables::Angles angles = ropes_.angles(op.rope, row);
-  model_.rows.rotate(heads, op.num_heads, size, angles.cosines, angles.sines, angles.half);
-}
-
-void Attention::average_heads(const Op& op, float* qkv) const {
-  const int size = op.head_dim, heads = op.num_heads / op.num_kv_heads;
-  float *query = qkv, *key = qkv + op.num_heads * size;
-  float *out = qkv + op.first_column, *key_out = out + op.num_heads * size;
-  for (int g = 0; g < op.num_kv_heads; g++, key += size, key_out += size) {
-    std::copy_n(key, size, key_out);
-    for (int h = 0; h < heads; h++, query += size, out += size) {
-      std::copy_n(key, size, out);
-      model_.rows.add_scaled(out, query, 1.0f, size);
-      model_.rows.scale(out, 0.5f, size);
-      model_.rows.add_scaled(key_out, query, 1.0f / heads, size);
-    }
-    model_.rows.scale(key_out, 0.5f, size);
-  }
 }
 
 void Attention::load_key(const Op& op, float* qkv, int row) const {
@@ -213,7 +116,7 @@ void Attention::rotate_store_latent(const Op& op, float* qkv, int row) {
       model_.rows.rotate(index_queries, latent.index_heads, index_dim, angles.cosines, angles.sines, angles.half);
     }
   }
-  scale_queries(op, products, num_heads * head_dim, row);
+  heads_.scale_queries(op, products, num_heads * head_dim, row);
   if (op.num_stored && !model_.rows.all_finite(qkv, latent.query_offset()))
     std::fill_n(products, num_heads * head_dim, std::nanf(""));
   store(op, row, products, qkv, nullptr);
@@ -223,7 +126,7 @@ void Attention::rotate_store_latent(const Op& op, float* qkv, int row) {
 void Attention::rotate_store_compressed(const Op& op, float* qkv, int row) {
   const int num_heads = op.num_heads, head_dim = op.head_dim;
   float* const key = qkv + num_heads * head_dim;
-  norm_queries_and_keys(op, qkv, row);
+  heads_.norm_queries_and_keys(op, qkv, row);
   const RotaryTables::Angles angles = ropes_.angles(op.rope, row);
   rotate_neighbors(angles, qkv, num_heads + 1, head_dim, 1.0f);
   float* const inputs = qkv + op.first_column;

@@ -8,6 +8,7 @@
 
 #include "phases/attend/attention_tasks.h"
 #include "phases/attend/entries.h"
+#include "phases/attend/heads.h"
 #include "phases/attend/index_keys.h"
 #include "phases/attend/key_choice.h"
 #include "model/ranks.h"
@@ -23,9 +24,9 @@ class Attention {
  public:
   Attention(const Model& model, const Ranks& ranks, const RotaryTables& ropes, const Slice& slice, int num_threads)
       : model_(model),
-        ranks_(ranks),
         ropes_(ropes),
         slice_(slice),
+        heads_(model, ranks, ropes, slice),
         tasks_(model, slice, num_threads),
         entries_(model, ropes, slice),
         index_keys_(model, ropes, slice),
@@ -43,17 +44,12 @@ class Attention {
     choice_.begin_slice();
   }
 
-  // Sends the sums of squares of a row's queries and keys to the other ranks.
-  void share_squares(const Op& op, const float* qkv, int row) const;
+  const Heads& heads() const { return heads_; }
   const IndexKeys& index_keys() const { return index_keys_; }
   // Reads the key that an earlier layer has stored for a row.
   void load_key(const Op& op, float* qkv, int row) const;
   // Computes and stores the entry whose last token is the row's, if there is one (compressed attention).
   void store_entries(const Op& op, int row) const { entries_.store(op, row, slice_.sequence_of(row)); }
-  // Writes the means of the queries and keys that share a head.
-  void average_heads(const Op& op, float* qkv) const;
-  // Norms, scales and rotates heads.
-  void rotate_heads(const Op& op, float* qkv, int row) const;
   // Norms and rotates a row's queries and keys. Stores the queries for the next attention, and keys and values in the
   // cache.
   void rotate_store(const Op& op, float* qkv, int row);
@@ -78,20 +74,11 @@ class Attention {
 
   // Stores the key of a row for a key/value head.
   void store_head(const Op& op, int row, int kv_head, const float* key, const float* value) const;
-  void norm_queries_and_keys(const Op& op, float* qk, int row) const;
-  // Norms heads by the sums of squares over all ranks, which are at `index` in the ranks' parts.
-  void norm_shared(const Op& op, float* heads, int num_heads, int index, int row) const;
-  void scale_queries(const Op& op, float* queries, int size, int row) const;
-  // Multiplies heads by `scales`, if there are any, and limits the norm of each.
-  void bound_heads(float* heads, int num_heads, int size, const float* scales, float bound) const;
   void rotate_store_latent(const Op& op, float* qkv, int row);
   void rotate_store_compressed(const Op& op, float* qkv, int row);
   // Converts and stores a row's queries, [num_heads][head_dim], and stores its keys and values.
   void store_queries(const Op& op, int row, const float* query_heads);
   void store(const Op& op, int row, const float* query_heads, const float* keys, const float* values);
-  void norm_heads(const Op& op, float* heads, int num_heads, const float* weight) const;
-  // Returns the values of a row, normed and placed after its keys; null if there are none.
-  const float* place_values(const Op& op, float* qkv) const;
   // Returns the queries of the heads that share a key/value head, in the kernels' format.
   uint32_t* queries(const Op& op, int kv_head, int row) const;
   // Returns `kernel_task` with the biases that depend on the queries.
@@ -114,9 +101,9 @@ class Attention {
   AttentionState partial_state(const Op& op, float* floats) const;
 
   const Model& model_;
-  const Ranks& ranks_;
   const RotaryTables& ropes_;
   const Slice& slice_;
+  Heads heads_;
   AttentionTasks tasks_;
   Entries entries_;
   IndexKeys index_keys_;
