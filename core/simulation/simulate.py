@@ -226,7 +226,7 @@ def simulate(
         num_processes = max(1, min(num_cores, num_replicas // MIN_REPLICAS))
     first = _run_pass(scenario, num_processes)
     num_steps = sum(each.num_steps for each in first)
-    num_ratios = len(step_time.few_ratios) + len(step_time.many_ratios)
+    num_ratios = sum(map(len, step_time.ratios))
     num_passes = min(max(math.ceil(num_ratios / max(num_steps, 1)), 1), MAX_PASSES)
     others = (
         _run_pass(scenario._replace(number=number), num_processes)

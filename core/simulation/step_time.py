@@ -7,6 +7,7 @@ load of other processes on the same cores, are replayed from the log as the rati
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Final, NamedTuple, TypeAlias
 
@@ -24,9 +25,12 @@ from ..state.slots import Float64Array, SlotArray, Slots
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
 FEW_TOKENS: Final = 16
-"""Sequences with more tokens in a step compute a prompt; others decode, possibly with drafts.
+"""Sequences with more tokens in a step compute a prompt; others decode, possibly with drafts."""
 
-Steps with at most this many tokens have ratios of their own, because short steps vary more.
+SIZES: Final = (FEW_TOKENS, 64, 128, 256)
+"""Largest numbers of tokens of the classes of steps that have ratios of their own; the last class has more tokens.
+
+Short steps vary more, and the error of the fit differs from class to class.
 """
 
 NUM_FOLDS: Final = 8
@@ -49,18 +53,18 @@ class StepLoad(NamedTuple):
 
 
 class StepSample(NamedTuple):
-    """A measured step."""
+    """A measured step, which ended at CLOCK_MONOTONIC `ended_at`."""
 
     load: StepLoad
     seconds: float
+    ended_at: float = 0.0
 
 
 class StepTimeModel(NamedTuple):
     """Coefficients in seconds: per step, per token, per sequence, per cached token and per attended pair.
 
-    `per_prompt_token` replaces `per_token` for tokens of prompts, if it is given. `few_ratios` and `many_ratios` are
-    ratios of measured to fitted times in the order of the log, for steps with at most and with more than FEW_TOKENS
-    tokens; empty for exact times.
+    `per_prompt_token` replaces `per_token` for tokens of prompts, if it is given. `ratios` are the ratios of measured
+    to fitted times of each class of SIZES, in the order of the log; a class without any has exact times.
     """
 
     base: float
@@ -69,8 +73,7 @@ class StepTimeModel(NamedTuple):
     per_kv_token: float
     per_pair: float = 0.0
     per_prompt_token: float | None = None
-    few_ratios: tuple[float, ...] = ()
-    many_ratios: tuple[float, ...] = ()
+    ratios: tuple[tuple[float, ...], ...] = ((),) * (len(SIZES) + 1)
 
     def seconds(self, load: StepLoad) -> float:
         """Return the expected time of a step with this load, in seconds."""
@@ -105,7 +108,7 @@ class StepClock:
 
     def __init__(self, model: StepTimeModel, phase: float = 0.0) -> None:
         self._model = model
-        self._ratios = np.array(model.few_ratios), np.array(model.many_ratios)
+        self._ratios = [np.array(ratios) for ratios in model.ratios]
         self._next = [int(phase * len(ratios)) for ratios in self._ratios]
 
     def take(self, load: StepLoad) -> float:
@@ -113,11 +116,11 @@ class StepClock:
         if not load.tokens:
             return 0.0
         seconds = self._model.seconds(load)
-        is_large = load.tokens > FEW_TOKENS
-        ratios = self._ratios[is_large]
+        size = bisect_left(SIZES, load.tokens)
+        ratios = self._ratios[size]
         if len(ratios):
-            seconds *= float(ratios[self._next[is_large]])
-            self._next[is_large] = (self._next[is_large] + 1) % len(ratios)
+            seconds *= float(ratios[self._next[size]])
+            self._next[size] = (self._next[size] + 1) % len(ratios)
         return seconds
 
     def peek(self, load: StepLoad, count: int) -> Float64Array:
@@ -125,17 +128,17 @@ class StepClock:
         first = self._model.seconds(load)
         more = load.tokens * (self._model.per_kv_token + self._model.per_pair)
         seconds: Float64Array = first + more * np.arange(1, count + 1, dtype=np.float64)
-        is_large = load.tokens > FEW_TOKENS
-        ratios = self._ratios[is_large]
+        size = bisect_left(SIZES, load.tokens)
+        ratios = self._ratios[size]
         if len(ratios):
-            seconds *= ratios[(self._next[is_large] + np.arange(count)) % len(ratios)]
+            seconds *= ratios[(self._next[size] + np.arange(count)) % len(ratios)]
         return seconds
 
     def skip(self, load: StepLoad, count: int) -> StepLoad:
         """Pass over the next steps. Return the load of the last one."""
-        is_large = load.tokens > FEW_TOKENS
-        if len(self._ratios[is_large]):
-            self._next[is_large] = (self._next[is_large] + count) % len(self._ratios[is_large])
+        size = bisect_left(SIZES, load.tokens)
+        if len(self._ratios[size]):
+            self._next[size] = (self._next[size] + count) % len(self._ratios[size])
         more = count * load.tokens
         return load._replace(kv_tokens=load.kv_tokens + more, pairs=load.pairs + more)
 
@@ -184,7 +187,8 @@ def measure_steps(dump: Dump) -> list[StepSample]:
                 case Update(now, result):
                     known = sent.pop(result.step, None)
                     if known is not None and known[0].tokens:
-                        samples.append(StepSample(known[0], now - max(known[1], last_end)))
+                        seconds = now - max(known[1], last_end)
+                        samples.append(StepSample(known[0], seconds, now))
                     last_end = now
     return samples
 
@@ -209,7 +213,7 @@ def fit(samples: Sequence[StepSample]) -> FittedStepTime:
     solution = _solve(features, seconds)
     fitted = features @ solution
     ratios = seconds / np.maximum(fitted, 1e-9)
-    is_large = loads[:, 0] > FEW_TOKENS
+    sizes = np.searchsorted(SIZES, loads[:, 0])
     base, per_token, per_sequence, per_kv_token, per_pair, per_prompt_token = solution.tolist()
     model = StepTimeModel(
         base,
@@ -218,8 +222,7 @@ def fit(samples: Sequence[StepSample]) -> FittedStepTime:
         per_kv_token,
         per_pair,
         per_prompt_token if any(sample.load.prompt_tokens for sample in samples) else None,
-        tuple(ratios[~is_large].tolist()),
-        tuple(ratios[is_large].tolist()),
+        tuple(tuple(ratios[sizes == size].tolist()) for size in range(len(SIZES) + 1)),
     )
     bias = float(predicted.sum() / max(seconds.sum(), 1e-9)) - 1
     mean_error, held_out_error = (_error(values, seconds) for values in (fitted, predicted))

@@ -2,10 +2,10 @@
 
     scripts/bench/run simulate [--seconds 10] [--rounds 3] [--rate 1] [--model PATH] [--save DIRECTORY]
 
-There are two servers, which work alternately, because the speed of a machine drifts. The first plays
-traces whose event log the simulation is fitted to. The second plays traces with other random numbers, and its clients'
-times are printed beside those predicted from these traces and the first server's log. The second server plays each
-trace twice, with different tokens, so that the difference of the two runs shows how exact a prediction can be.
+A server plays two sets of traces with different random numbers, alternately, because the speed of a machine drifts. The
+simulation is fitted to the steps of the first set. The times that clients of the second set measured are printed beside
+those predicted from its traces. The second set is played twice, with different tokens, so that the difference of the
+two runs shows how exact a prediction can be.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import asyncio
 import math
 import random
 import tempfile
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
@@ -25,7 +26,7 @@ from engine.core.replay.dump import Dump, read_dump
 from engine.core.simulation.draft_model import measure_drafts
 from engine.core.simulation.frontend_times import measure_frontend
 from engine.core.simulation.simulate import simulate
-from engine.core.simulation.step_time import fit, measure_steps
+from engine.core.simulation.step_time import StepTimeModel, fit, measure_steps
 from engine.core.simulation.trace import TraceRequest
 from engine.frontend.cli.bench.client import Answer, Endpoint, run_sessions
 from engine.frontend.cli.bench.datasets import Session, Turn
@@ -127,10 +128,9 @@ def measured(rounds: list[list[Answer]]) -> Figures:
     )
 
 
-def predicted(dump: Dump, traces: list[list[TraceRequest]]) -> Figures:
-    """Return the predictions of a simulation, fitted to a log, for these traces."""
-    step_time, drafts = fit(measure_steps(dump)).model, measure_drafts([dump])
-    frontend = measure_frontend([dump])
+def predicted(dump: Dump, step_time: StepTimeModel, traces: list[list[TraceRequest]]) -> Figures:
+    """Return the predictions of a simulation for these traces."""
+    drafts, frontend = measure_drafts([dump]), measure_frontend([dump])
     results = [simulate(dump.setup, trace, step_time, 1, drafts, frontend) for trace in traces]
     return figures(
         sum(r.output_tokens for r in results) / sum(r.seconds for r in results),
@@ -158,41 +158,47 @@ def main() -> None:
     parser.add_argument("--model", default=None)
     parser.add_argument("--save", help="keep the log, the traces and the answers in this directory")
     args = parser.parse_args()
+    traces: dict[str, list[list[TraceRequest]]] = {kind: [] for kind in TRACES}
+    answers: Rounds = {kind: [] for kind in TRACES}
+    repeated: Rounds = {kind: [] for kind in TRACES}
+    fitted: list[tuple[float, float]] = []
     with tempfile.TemporaryDirectory() as directory:
         flags = (args.model or default_model(), "--max-model-len", "4096", "--dump-dir", directory)
-        traces: dict[str, list[list[TraceRequest]]] = {kind: [] for kind in TRACES}
-        answers: Rounds = {kind: [] for kind in TRACES}
-        repeated: Rounds = {kind: [] for kind in TRACES}
-        with Server(*flags) as fitted, Server(*flags) as held_out:
-            model = fitted.get("/v1/models")[1]["data"][0]["id"]
-            for server in (fitted, held_out):
-                asyncio.run(play(server.url, model, random_trace(2, random.Random(0)), 0))
+        with Server(*flags) as server:
+            model = server.get("/v1/models")[1]["data"][0]["id"]
+
+            def run(trace: list[TraceRequest], seed: int) -> list[Answer]:
+                return asyncio.run(play(server.url, model, trace, seed))
+
+            run(random_trace(2, random.Random(0)), 0)
             for number in range(args.rounds):
                 for kind in TRACES:
                     trace = trace_of(kind, f"{number} held out", args.seconds, args.rate)
                     traces[kind].append(trace)
-                    answers[kind].append(asyncio.run(play(held_out.url, model, trace, number)))
-                    other = trace_of(kind, str(number), args.seconds, args.rate)
-                    asyncio.run(play(fitted.url, model, other, number))
-                    again = asyncio.run(play(held_out.url, model, trace, number + args.rounds))
-                    repeated[kind].append(again)
-            paths = [server.post("/debug/dump", {})[1]["files"][0] for server in (fitted, held_out)]
+                    answers[kind].append(run(trace, number))
+                    begin = time.monotonic()
+                    run(trace_of(kind, str(number), args.seconds, args.rate), number)
+                    fitted.append((begin, time.monotonic()))
+                    repeated[kind].append(run(trace, number + args.rounds))
+            path = Path(server.post("/debug/dump", {})[1]["files"][0])
         if args.save:
-            for name, path in zip(("fitted", "held_out"), paths, strict=True):
-                Path(args.save, f"{name}.engine-events").write_bytes(Path(path).read_bytes())
-            saved = {"traces": traces, "answers": answers, "repeated": repeated}
-            Path(args.save, "held_out.json").write_bytes(msgspec.json.encode(saved))
-        dump = read_dump(paths[0])
-    report(dump, traces, answers, repeated)
+            Path(args.save, path.name).write_bytes(path.read_bytes())
+            saved = {"traces": traces, "answers": answers, "repeated": repeated, "fitted": fitted}
+            Path(args.save, "played.json").write_bytes(msgspec.json.encode(saved))
+        dump = read_dump(str(path))
+    report(dump, fitted, traces, answers, repeated)
 
 
 def report(
     dump: Dump,
+    periods: list[tuple[float, float]],
     traces: dict[str, list[list[TraceRequest]]],
     answers: Rounds,
     repeated: Rounds,
 ) -> None:
-    fitted = fit(measure_steps(dump))
+    """Print the predictions from the steps in these periods beside what clients measured."""
+    steps = measure_steps(dump)
+    fitted = fit([x for x in steps if any(a <= x.ended_at <= b for a, b in periods)])
     print(
         f"{fitted.num_steps} steps fitted; on held-out parts of the log single steps are "
         f"{fitted.held_out_error:.0%} off, their total {fitted.held_out_bias:+.1%}"
@@ -201,7 +207,7 @@ def report(
     print(f"{'trace':8} {'figure':20} {' '.join(f'{name:>12}' for name in columns)}")
     for kind in traces:
         runs = measured(answers[kind]), measured(repeated[kind])
-        forecasts = predicted(dump, traces[kind])
+        forecasts = predicted(dump, fitted.model, traces[kind])
         for name, first, second, forecast in zip(Figures._fields, *runs, forecasts, strict=True):
             # The mean of two ratios is geometric, so that it does not depend on their order.
             real = math.sqrt(first * second)

@@ -16,6 +16,7 @@ from engine.core.simulation.fleet.remote_prefill import PrefillReplicas
 from engine.core.simulation.frontend_times import FrontendTimes, measure_frontend
 from engine.core.simulation.simulate import simulate
 from engine.core.simulation.step_time import (
+    SIZES,
     StepClock,
     StepLoad,
     StepSample,
@@ -39,6 +40,7 @@ def setup(num_blocks: int = 100, **limits: object) -> Setup:
 
 
 ONE_SECOND = StepTimeModel(1.0, 0.0, 0.0, 0.0)
+RATIOS = ((1.0, 1.5, 0.9), *[(1.1,)] * len(SIZES))
 
 
 def test_two_overlapping_requests_have_the_expected_latencies():
@@ -122,7 +124,7 @@ def random_trace(count: int, rate: float) -> list[TraceRequest]:
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize(("rate", "num_replicas"), [(0.4, 1), (2.0, 1), (5.0, 3)])
 def test_skipping_steps_changes_nothing(rate, num_replicas, is_async):
-    model = StepTimeModel(0.1, 0.004, 0.01, 1e-4, few_ratios=(1.0, 1.5, 0.9), many_ratios=(1.1,))
+    model = StepTimeModel(0.1, 0.004, 0.01, 1e-4, ratios=RATIOS)
     trace = random_trace(120, rate)
     # Prompts take twice as long as the last decode step, which may have been skipped.
     replica = setup(num_blocks=60, async_scheduling=is_async, prefill_step_ms=1.0)
@@ -142,7 +144,7 @@ def test_skipping_steps_changes_nothing(rate, num_replicas, is_async):
 
 @pytest.mark.parametrize("num_prefill", [0, 1])
 def test_the_number_of_processes_changes_nothing(num_prefill):
-    model = StepTimeModel(0.1, 0.001, 0.01, 1e-4, few_ratios=(1.0, 1.5, 0.9), many_ratios=(1.1,))
+    model = StepTimeModel(0.1, 0.001, 0.01, 1e-4, ratios=RATIOS)
     frontend = FrontendTimes(submission=(0.01, 0.0), delivery=(0.02, 0.0))
     prefill = PrefillReplicas(num_prefill, min_tokens=20)
     results = [
@@ -169,7 +171,7 @@ def test_an_error_in_a_process_is_raised():
 
 
 def test_a_short_trace_begins_at_several_places_of_the_log():
-    model = ONE_SECOND._replace(few_ratios=(1.0, 3.0) * 6)
+    model = ONE_SECOND._replace(ratios=((1.0, 3.0) * 6, *[()] * len(SIZES)))
     trace = [TraceRequest(0.0, 4, 2), TraceRequest(100.0, 4, 2)]
     result = simulate(setup(async_scheduling=False), trace, model, 1)
     assert sorted({*result.latencies.first_token.tolist()}) == [1.0, 3.0]
@@ -222,10 +224,13 @@ def test_the_fit_finds_the_coefficients_and_none_is_negative():
         fit([])
 
 
-def test_the_variation_of_recorded_steps_is_repeated_in_order():
-    samples = [StepSample(StepLoad(1, 1, 1), 1.0 + n % 2) for n in range(40)]
+def test_the_variation_of_recorded_steps_of_each_size_is_repeated_in_order():
+    # Steps of middle size take longer than any sum of coefficients says.
+    means = {1: 1.0, 100: 9.0, 1000: 20.0}
+    loads = [StepLoad(tokens, 1, tokens) for tokens in means] * 40
+    samples = [StepSample(load, means[load.tokens] * (1 + n % 2)) for n, load in enumerate(loads)]
     clock = StepClock(fit(samples).model)
-    seconds = [clock.take(StepLoad(1, 1, 1)) for _ in range(80)]
+    seconds = [clock.take(load) for load in loads * 2]
     assert seconds == pytest.approx([sample.seconds for sample in samples] * 2)
 
 
