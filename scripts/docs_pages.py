@@ -252,6 +252,7 @@ _USUAL: dict[str, dict[str, Any]] = {
     "glm4_moe": {"head_dim": 128},
     "glm4v_moe": {"head_dim": 128},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 16},
+    "jais": {"hidden_act": "swiglu"},
     "k2_horizon": {"layernorm_num_groups": 2},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 16},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
@@ -269,6 +270,12 @@ _USUAL: dict[str, dict[str, Any]] = {
         ]
     },
     "nemotron-nas": {"num_key_value_heads_per_layer": [8] * 32},
+    "openelm": {
+        "num_query_heads": [12] * 32,
+        "num_kv_heads": [3] * 32,
+        "ffn_multipliers": [2.0] * 32,
+    },
+    "plm": {"hidden_act": "relu2"},
     **{
         name: {
             "indexer_n_heads": 4,
@@ -297,6 +304,7 @@ _SAME_CONFIG = {
     "pangu_ultra_moe": "deepseek_v3",
     "param2moe": "sarvam_moe",
     "phi4mm": "phi4_multimodal",
+    "plm": "deepseek_v2",
     "qwen3_omni_moe": "qwen3_moe",
     "qwen3_omni_moe_thinker": "qwen3_moe",
 }

@@ -122,14 +122,20 @@ def with_known_names(fields: ConfigFields) -> ConfigFields:
 
 
 _OTHER_NAMES: Final = {
-    "hidden_size": ("n_embd", "n_embed", "dim", "d_model"),
-    "num_hidden_layers": ("n_layer", "num_layers", "n_layers"),
+    "hidden_size": ("n_embd", "n_embed", "dim", "d_model", "model_dim"),
+    "num_hidden_layers": ("n_layer", "num_layers", "n_layers", "num_transformer_layers"),
     "num_attention_heads": ("n_head", "n_heads", "num_heads"),
     "num_key_value_heads": ("num_kv_heads", "multi_query_group_num"),
     "head_dim": ("kv_channels",),
     "vocab_size": ("padded_vocab_size",),
     "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size", "hidden_dim"),
-    "max_position_embeddings": ("n_positions", "seq_length", "max_seq_len", "model_max_length"),
+    "max_position_embeddings": (
+        "n_positions",
+        "seq_length",
+        "max_seq_len",
+        "model_max_length",
+        "max_context_length",
+    ),
     "rms_norm_eps": (
         "layer_norm_eps",
         "layer_norm_epsilon",

@@ -3,35 +3,58 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import torch
+from engine.protocol.checkpoint.config_fields import ConfigFields
+from engine.protocol.checkpoint.field_names import with_common_names
 from gguf import GGUFWriter, get_tensor_name_map
 from gguf.constants import MODEL_ARCH_NAMES
 from safetensors.torch import load_file
+from support.families.published_dense import HEADS, KV_HEADS, SIZES
 from support.gguf_writer import interleaved
 from torch import Tensor
+
+_WITH_LAYER_NORMS = ("codeshell", "jais", "orion")
 
 
 def write_published(directory: Path, architecture: str) -> Path:
     """Write the checkpoint in `directory`, and return the file."""
-    config = json.loads((directory / "config.json").read_text())
-    heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
+    stored = json.loads((directory / "config.json").read_text())
+    config = with_common_names(ConfigFields(stored, directory)).config
+    layers = config["num_hidden_layers"]
     path = directory / "model.gguf"
     writer = GGUFWriter(path, architecture)
     writer.add_type("model")
     writer.add_context_length(128)
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(layers)
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(config.get("num_key_value_heads", heads))
-    if (head_dim := config.get("head_dim")) is not None:
+    if architecture == "openelm":
+        writer.add_feed_forward_length(SIZES)
+        writer.add_head_count(HEADS)
+        writer.add_head_count_kv(KV_HEADS)
+    else:
+        heads = config["num_attention_heads"]
+        writer.add_feed_forward_length(config["intermediate_size"])
+        writer.add_head_count(heads)
+        if architecture != "jais":
+            kv_heads = config.get("num_query_groups", heads)
+            writer.add_head_count_kv(config.get("num_key_value_heads", kv_heads))
+    if architecture == "plm":
+        writer.add_kv_lora_rank(config["kv_lora_rank"])
+        writer.add_key_length(config["qk_nope_head_dim"] + config["qk_rope_head_dim"])
+        writer.add_value_length(config["v_head_dim"])
+        writer.add_rope_dimension_count(config["qk_rope_head_dim"])
+    elif (head_dim := config.get("head_dim")) is not None:
         writer.add_key_length(head_dim)
-    eps = config.get("rms_norm_eps", config.get("layer_norm_epsilon"))
-    (writer.add_layer_norm_eps if architecture == "orion" else writer.add_layer_norm_rms_eps)(eps)
+    eps = config.get("rms_norm_eps", 1e-6)
+    is_layer_norm = architecture in _WITH_LAYER_NORMS
+    (writer.add_layer_norm_eps if is_layer_norm else writer.add_layer_norm_rms_eps)(eps)
     tensors = load_file(directory / "model.safetensors")
-    if architecture == "baichuan":
-        tensors = _with_own_projections(tensors, heads)
+    if (change := _CHANGES.get(architecture)) is not None:
+        tensors = change(tensors, dict(config))
     arch = next(arch for arch, text in MODEL_ARCH_NAMES.items() if text == architecture)
     names = get_tensor_name_map(arch, layers)
     for name, weight in tensors.items():
@@ -45,15 +68,64 @@ def write_published(directory: Path, architecture: str) -> Path:
     return path
 
 
-def _with_own_projections(tensors: dict[str, Tensor], heads: int) -> dict[str, Tensor]:
+def _with_own_projections(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Tensor]:
     """Divide the matrix of queries, keys and values. The head is normed, which the file does not ask for."""
     changed = {}
     for name, weight in tensors.items():
         if "W_pack" not in name:
             changed[name] = weight / 3 if name == "lm_head.weight" else weight
             continue
-        query, key, value = weight.chunk(3)
-        for kind, part in (("q", interleaved(query, heads)), ("k", interleaved(key, heads))):
+        for kind, part in zip("qkv", weight.chunk(3), strict=True):
             changed[name.replace("W_pack", f"{kind}_proj")] = part
-        changed[name.replace("W_pack", "v_proj")] = value
     return changed
+
+
+def _interleaved(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Tensor]:
+    """Divide that matrix, and let neighboring elements of queries and keys be rotated together."""
+    changed = _with_own_projections(tensors, config)
+    for name, weight in changed.items():
+        if ".q_proj." in name or ".k_proj." in name:
+            changed[name] = interleaved(weight, config["num_attention_heads"])
+    return changed
+
+
+def _with_images(tensors: dict[str, Tensor], _config: dict[str, Any]) -> dict[str, Tensor]:
+    """Add a matrix for images, and give the others the names of a CogVLM."""
+    fused, renamed = "self_attn.language_expert_query_key_value", {}
+    for name, weight in tensors.items():
+        renamed[name.replace("self_attn.W_pack", fused)] = weight
+    unused = "model.layers.0.mlp.vision_mlp.up_proj.weight"
+    return renamed | {unused: torch.zeros(80, 48)}
+
+
+def _with_factors(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Tensor]:
+    """Store matrices in the usual order, and multiply the embedding and the head by their factors."""
+    changed = {name: x.T if x.ndim == 2 and ".h." in name else x for name, x in tensors.items()}
+    embedding = changed["transformer.wte.weight"]
+    width = config["mup_output_alpha"] * config["mup_width_scale"]
+    return changed | {
+        "transformer.wte.weight": embedding * config["mup_embeddings_scale"],
+        "lm_head.weight": embedding * width,
+    }
+
+
+def _with_own_gates(tensors: dict[str, Tensor], _config: dict[str, Any]) -> dict[str, Tensor]:
+    changed = {}
+    for name, weight in tensors.items():
+        if "proj_1" not in name:
+            changed[name] = weight
+            continue
+        prefix = name.replace("transformer", "model").replace("ffn.proj_1.weight", "mlp")
+        for part, rows in zip(("gate", "up"), weight.chunk(2), strict=True):
+            changed[f"{prefix}.{part}_proj.weight"] = rows
+    return changed
+
+
+_CHANGES: dict[str, Callable[[dict[str, Tensor], dict[str, Any]], dict[str, Tensor]]] = {
+    "baichuan": _interleaved,
+    "cogvlm": _with_images,
+    "jais": _with_factors,
+    "openelm": _with_own_gates,
+    "refact": _with_own_projections,
+}
+"""What the converter does to the tensors of an architecture."""

@@ -214,7 +214,9 @@ def write_gguf(
             values = dense_values(name, weight.detach().float(), config, architecture)
             writer.add_tensor(dense_name(name, config, architecture), values.contiguous().numpy())
             continue
-        values = converted(name, weight.detach().float(), config, architecture)
+        # The converter leaves the heads of DeepSeek-OCR as they are.
+        order = published_as if published_as == "deepseek2-ocr" else architecture
+        values = converted(name, weight.detach().float(), config, order)
         stored = (ggml_types or {}).get(name.split(".")[-2], ggml_type)
         block_size, _ = GGML_QUANT_SIZES[stored]
         if values.ndim == 1 or values.shape[-1] % block_size:

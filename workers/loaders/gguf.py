@@ -56,9 +56,10 @@ _NORM_PLUS_ONE = (
     "qwen3next",
     "step35",
 )
-# Not read: values that the config contains, layers for multi-token prediction, and layers for pooled vectors.
+# Not read: values that the config contains, layers for multi-token prediction, for pooled vectors, and for images.
 _UNUSED = re.compile(
     r"dense_[23]\.weight|rope_(freqs|factors_long|factors_short)\.weight|.*attn_rot_embd.*|blk\.\d+\.nextn\..*|dec\..*\.cross_attn_rel_b\..*"
+    r"|blk\.\d+\.vis_.*"
 )
 # Norms of these architectures have no weights, but the converter stores factors as weights, which the config contains.
 _UNIT_NORMS = {"muse-glimmer": re.compile(r"blk\.\d+\.attn_[qk]_norm\.weight")}
@@ -125,6 +126,8 @@ class GGUFCheckpoint(Checkpoint):
                     path,
                     f"tensor {tensor.name!r} is unknown for the architecture {self._architecture!r}",
                 )
+            if found == "lm_head.weight" and self.config["tie_word_embeddings"]:
+                found = "model.embed_tokens.weight"
             for name, part in _parts(found, tensor).items():
                 if other := self._tensors.get(name):
                     raise CheckpointError(

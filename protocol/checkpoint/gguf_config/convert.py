@@ -30,7 +30,7 @@ ARCHITECTURES: Final[dict[str, Translate]] = {
 }
 
 # Architectures whose metadata lists the sizes of each layer.
-_VARIED = (*RECURRENT, "deci", "gemma3n", "gemma4", "mimo2")
+_VARIED = (*RECURRENT, "deci", "gemma3n", "gemma4", "mimo2", "openelm")
 # GGUF's token types. Only tokens that are not ordinary text can end a generation.
 _CONTROL, _USER_DEFINED = 3, 4
 _END_OF_GENERATION_TEXTS = (
@@ -79,7 +79,11 @@ def _common_config(fields: ModelFields) -> dict[str, Any]:
     size = fields.largest if fields.prefix[:-1] in _VARIED else fields.integer
     name = "expert_feed_forward_length"
     expert_size = fields.with_largest(name).optional_integer(name)
-    embedding = fields.gguf.tensors.get("token_embd.weight")
+    # Some files have a head, but no embedding, which is the same matrix.
+    names = ("token_embd.weight", "output.weight")
+    embedding, head = (fields.gguf.tensors.get(name) for name in names)
+    is_tied = embedding is None or head is None
+    embedding = embedding or head
     if embedding is None or len(embedding.shape) != 2:
         raise CheckpointError(fields.gguf.path, "there is no matrix 'token_embd.weight'")
     return {
@@ -104,7 +108,7 @@ def _common_config(fields: ModelFields) -> dict[str, Any]:
         "rope_scaling": rope_scaling(fields),
         "attention_bias": fields.has_tensor_of_a_layer("attn_q.bias"),
         "mlp_bias": fields.has_tensor_of_a_layer("ffn_up.bias"),
-        "tie_word_embeddings": not fields.has_tensor("output.weight"),
+        "tie_word_embeddings": is_tied,
         **_special_token_ids(fields),
     }
 

@@ -107,6 +107,16 @@ def _deci_blocks(fields: ModelFields) -> list[dict[str, Any]]:
     ]
 
 
+def _openelm_layers(fields: ModelFields) -> dict[str, Any]:
+    size = fields.integer("embedding_length")
+    return {
+        "num_query_heads": fields.of_layers("attention.head_count"),
+        "num_kv_heads": fields.of_layers("attention.head_count_kv"),
+        "ffn_multipliers": [each / size for each in fields.of_layers("feed_forward_length")],
+        "ffn_dim_divisor": 1,
+    }
+
+
 def _mpt_attention(fields: ModelFields) -> dict[str, Any]:
     return {
         "alibi_bias_max": fields.positive("attention.max_alibi_bias", 8.0),
@@ -198,6 +208,9 @@ DENSE: Final[dict[str, Translate]] = {
         has_grouped_qkv=False,
     ),
     "chatglm": declared("glm", "GlmForCausalLM", family, attention_bias=_chatglm_bias),
+    "codeshell": declared("codeshell", "CodeShellForCausalLM", hidden_act="gelu_pytorch_tanh"),
+    # The matrices for images beside those for text are not read.
+    "cogvlm": _PLAIN_LLAMA,
     "cohere2": declared("cohere2", "Cohere2ForCausalLM", family, layer_types=windows(4)),
     "command-r": declared(
         "cohere", "CohereForCausalLM", family, use_qk_norm=has("blk.0.attn_q_norm.weight")
@@ -236,8 +249,16 @@ DENSE: Final[dict[str, Translate]] = {
     # Files of models with images: their text.
     "hunyuan_vl": _HUNYUAN,
     "internlm2": _PLAIN_LLAMA,
+    "jais": declared(
+        "jais",
+        "JAISLMHeadModel",
+        hidden_act="swiglu",
+        mup_scale_qk_dot_by_d=True,
+        has_transposed_matrices=False,
+    ),
     "jais2": declared("jais2", "Jais2ForCausalLM", family, hidden_act="relu2"),
     "llama": _llama,
+    "maincoder": declared("maincoder", "MaincoderForCausalLM"),
     "minicpm": declared("granite", "GraniteForCausalLM", granite, _minicpm_factors),
     "minicpm3": declared(
         "minicpm3",
@@ -268,6 +289,7 @@ DENSE: Final[dict[str, Translate]] = {
         clip_qkv=lambda fields: fields.optional_positive("attention.clamp_kqv"),
     ),
     "olmo2": _olmo2,
+    "openelm": declared("openelm", "OpenELMForCausalLM", _openelm_layers),
     "orion": declared("orion", "OrionForCausalLM", family),
     "pangu-embedded": declared(
         "PanguEmbedded", "PanguEmbeddedForCausalLM", bias=has("blk.0.attn_q.bias")
@@ -283,11 +305,14 @@ DENSE: Final[dict[str, Translate]] = {
         ),
         sliding_window=_WINDOW,
     ),
+    "plm": declared("plm", "PLMForCausalLM", latent_attention, hidden_act="relu2"),
     "qwen": declared("qwen2", "Qwen2ForCausalLM", _qwen_sizes, **_NO_WINDOW),
     "qwen2": _QWEN2,
     "qwen2vl": declared("qwen2", "Qwen2ForCausalLM", rotary_axes, **_NO_WINDOW),
     "qwen3": declared("qwen3", "Qwen3ForCausalLM", **_NO_WINDOW),
     "qwen3vl": declared("qwen3", "Qwen3ForCausalLM", rotary_axes, **_NO_WINDOW),
+    # A Llama with ALiBi, as the larger Baichuan.
+    "refact": declared("baichuan", "BaichuanForCausalLM"),
     "seed_oss": declared(
         "seed_oss",
         "SeedOssForCausalLM",

@@ -123,6 +123,12 @@ def _deepseek(fields: ModelFields) -> dict[str, Any]:
 _DEEPSEEK3: Final = declared("deepseek_v3", "DeepseekV3ForCausalLM", _deepseek)
 
 
+def _no_window(fields: ModelFields) -> dict[str, Any]:
+    """Refuse files of models whose windows do not move over the prompt (Unlimited-OCR)."""
+    fields.require("attention.sliding_window", 0)
+    return {}
+
+
 def _deepseek2(fields: ModelFields) -> dict[str, Any]:
     last = layer_counts(fields)["num_hidden_layers"] - 1
     # Older files do not say which function turns the router's logits into scores.
@@ -302,6 +308,7 @@ MIXTURES: Final[dict[str, Translate]] = {
     ),
     "deepseek": declared("deepseek", "DeepseekForCausalLM", expert_fields),
     "deepseek2": _deepseek2,
+    "deepseek2-ocr": declared("deepseek", "DeepseekForCausalLM", expert_fields, _no_window),
     "deepseek32": declared("deepseek_v32", "DeepseekV32ForCausalLM", _deepseek2, _indexers),
     "dots1": declared("dots1", "Dots1ForCausalLM", expert_fields),
     "ernie4_5-moe": declared(

@@ -18,6 +18,7 @@ from support.families.alice_ai import (
 )
 from support.families.dense import LLAMA3
 from support.families.kimi_k3 import K3_CONFIG, as_kimi_k3, with_towers
+from support.families.published_dense import PUBLISHED_DENSE
 from support.families.published_form import Published
 from support.families.published_mixtures import MIXTURES
 
@@ -378,6 +379,7 @@ PUBLISHED = {
         section=_THINKER,
     ),
     **MIXTURES,
+    **PUBLISHED_DENSE,
 }
 
 

@@ -208,5 +208,6 @@ PUBLISHED_SIZES = {
     "KimiK3": {"kv_lora_rank": 160},
     "AliceAI": {"head_dim": 128},
     "BailingMoeV2_5": {"kv_lora_rank": 256},
+    "OpenELM": {},
 }
 """Sizes of families without a class in transformers."""

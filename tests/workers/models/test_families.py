@@ -142,6 +142,8 @@ NATIVE = [
     "MistralLarge4",
     "MuseGlimmer",
     "MuseSpark",
+    "OpenELM",
+    "PLM",
     "PanguUltraMoE",
     "Qwen4Exp",
     "Rnj1",
@@ -387,9 +389,10 @@ def test_gguf_files_of_earlier_converters_give_the_same_logits(name, load, tmp_p
     assert_same(Runner(decoder).step({0: tokens})[0], expected_logits(reference, tokens))
 
 
-def test_a_gguf_file_of_the_first_ling_gives_the_logits_of_equal_layers(tmp_path):
+@pytest.mark.parametrize("architecture", ["bailingmoe", "deepseek2-ocr"])
+def test_gguf_files_of_other_mixtures_give_the_logits_of_equal_layers(architecture, tmp_path):
     reference = make_reference("granite-moe-shared", **LING)
-    path = write_gguf(tmp_path / "m.gguf", reference, published_as="bailingmoe")
+    path = write_gguf(tmp_path / "m.gguf", reference, published_as=architecture)
     tokens = prompt(NUM_TOKENS)
     logits = Runner(load_decoder(path)).step({0: tokens})[0]
     assert_same(logits, expected_logits(reference, tokens))

@@ -41,9 +41,16 @@ def test_logits_of_families_without_a_class_in_transformers(name, load, tmp_path
 @pytest.mark.parametrize(
     ("name", "architecture", "differences"),
     [
+        ("BaiChuan", "cogvlm", {}),
         ("Baichuan", "baichuan", {"num_hidden_layers": 40}),
+        ("Baichuan", "refact", {}),
+        ("CodeShell", "codeshell", {}),
         ("InternLM", "pangu-embedded", {}),
+        ("JAIS", "jais", {}),
+        ("Maincoder", "maincoder", {}),
+        ("OpenELM", "openelm", {}),
         ("Orion", "orion", {}),
+        ("PLM", "plm", {}),
         ("QWen", "qwen", {}),
     ],
 )

@@ -15,7 +15,7 @@ from ...layers.specs.norm_names import NormNames
 from .common import Family, base_spec, head_dim, uniform_layers
 
 _HEAD_NAMES = ((r"(^|\.)embed_out\.", r"\1lm_head."),)
-_GPT2_NAMES = (
+GPT2_NAMES = (
     (r".*\.attn\.(masked_)?bias$", ""),
     (r"(^|\.)wte\.", r"\1embed_tokens."),
     (r"(^|\.)wpe\.", r"\1embed_positions."),
@@ -119,7 +119,7 @@ def _gpt2(fields: ConfigFields) -> ModelSpec:
         # GGUF files store matrices in the usual order.
         has_transposed_matrices=fields.boolean("has_transposed_matrices", True),
         layers=_gpt2_layers(fields),
-        tensor_names=_GPT2_NAMES,
+        tensor_names=GPT2_NAMES,
     )
 
 
@@ -148,7 +148,7 @@ def _gpt_bigcode(fields: ConfigFields) -> ModelSpec:
         # With a single key/value head, the rows are all queries, then the key, then the value.
         has_grouped_qkv=not is_multi_query,
         num_positions=fields.integer("max_position_embeddings"),
-        tensor_names=_GPT2_NAMES,
+        tensor_names=GPT2_NAMES,
     )
 
 
@@ -162,7 +162,7 @@ def _gpt_neo(fields: ConfigFields) -> ModelSpec:
         attention_scale=1.0,
         qkv_bias=False,
         num_positions=fields.integer("max_position_embeddings"),
-        tensor_names=((r"\.attn\.attention\.", ".attn."), *_GPT2_NAMES),
+        tensor_names=((r"\.attn\.attention\.", ".attn."), *GPT2_NAMES),
     )
 
 
@@ -242,7 +242,7 @@ def _gptj(fields: ConfigFields) -> ModelSpec:
         qkv_bias=False,
         attention_output_bias=False,
         head_bias=True,
-        tensor_names=_GPT2_NAMES,
+        tensor_names=GPT2_NAMES,
     )
 
 
@@ -426,7 +426,7 @@ def _openai_gpt(fields: ConfigFields) -> ModelSpec:
         tensor_names=(
             (r"(^|\.)tokens_embed\.", r"\1embed_tokens."),
             (r"(^|\.)positions_embed\.", r"\1embed_positions."),
-            *_GPT2_NAMES,
+            *GPT2_NAMES,
         ),
     )
 

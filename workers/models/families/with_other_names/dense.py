@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from .....protocol.checkpoint.config_fields import ConfigFields
+from ....layers.layer_spec import LayerSpec
+from ....layers.read_rope import read_rope
 from ....layers.spec import ModelSpec
 from ....loaders.row_factors import RowFactors
-from ..common import Family, uniform_layers
-from ..gpt import alibi_slopes
+from ..common import Family, head_dim, uniform_layers
+from ..gpt import GPT2_NAMES, alibi_slopes, gpt_spec
+from ..latent import latent_spec
 from ..llama import llama
 from ..llama_variants import glm
 
@@ -36,6 +39,21 @@ _QWEN_NAMES = (
     (r"\.mlp\.c_proj\.", ".mlp.down_proj."),
 )
 _BAICHUAN_NAMES = ((r"\.self_attn\.W_pack\.", ".self_attn.qkv_proj."),)
+_CODESHELL_NAMES = ((r".*\.rotary_emb\.inv_freq$", ""), *GPT2_NAMES)
+_JAIS_NAMES = (
+    (r".*relative_pe\.slopes$", ""),
+    (r"\.mlp\.c_fc2\.", ".mlp.gate_proj."),
+    *GPT2_NAMES,
+)
+_OPENELM_NAMES = (
+    (r"(^|\.)token_embeddings\.", r"\1embed_tokens."),
+    (r"\.attn_norm\.", ".input_layernorm."),
+    (r"\.ffn_norm\.", ".post_attention_layernorm."),
+    (r"\.attn\.out_proj\.", ".self_attn.o_proj."),
+    (r"\.attn\.", ".self_attn."),
+    (r"\.ffn\.proj_1\.", ".mlp.gate_up_proj."),
+    (r"\.ffn\.proj_2\.", ".mlp.down_proj."),
+)
 _BAICHUAN_7B_SIZE = 4096
 _BAICHUAN2_VOCAB_SIZE = 125_696
 
@@ -77,6 +95,113 @@ def _first_baichuan(fields: ConfigFields) -> ModelSpec:
     return llama(fields, tensor_names=_BAICHUAN_NAMES)
 
 
+def _codeshell(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a CodeShell, a GPT-2 with rotations and groups of query heads."""
+    fields.require("position_embedding_type", "rope")
+    fields.require("group_query_attention", True)
+    num_kv_heads = fields.integer("num_key_value_heads", fields.integer("num_query_groups", 1))
+    fields = fields.with_values({"num_key_value_heads": num_kv_heads}).with_defaults(
+        hidden_act="gelu_pytorch_tanh", tie_word_embeddings=True
+    )
+    # The published files have the head, but not the embedding, which is the same matrix.
+    is_tied = fields.boolean("tie_word_embeddings", True)
+    names = ((r"^lm_head\.", "transformer.embed_tokens."),) if is_tied else ()
+    return gpt_spec(
+        fields,
+        has_groups=True,
+        layers=uniform_layers(fields, read_rope(fields, head_dim(fields))),
+        tensor_names=(*_CODESHELL_NAMES, *names),
+    )
+
+
+def _jais(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of the first Jais, a GPT-2 with ALiBi, gates and factors of maximal update parametrization."""
+    fields.require("position_embedding_type", "alibi")
+    fields.require("hidden_act", "swiglu")
+    is_by_size = fields.boolean("mup_scale_qk_dot_by_d", fields.boolean("scale_qk_dot_by_d", False))
+    width = fields.positive("mup_output_alpha", 1.0) * fields.positive(
+        "mup_width_scale", fields.positive("width_scale", 1.0)
+    )
+    embedding_scale = fields.positive(
+        "mup_embeddings_scale", fields.positive("embeddings_scale", 1.0)
+    )
+    return gpt_spec(
+        fields.with_values({"hidden_act": "silu"}).with_defaults(tie_word_embeddings=True),
+        has_gate=True,
+        attention_scale=head_dim(fields) ** (-1.0 if is_by_size else -0.5),
+        alibi_slopes=alibi_slopes(fields),
+        embedding_scale=embedding_scale,
+        logits_divisor=1 / width,
+        # GGUF files store matrices in the usual order.
+        has_transposed_matrices=fields.boolean("has_transposed_matrices", True),
+        tensor_names=_JAIS_NAMES,
+    )
+
+
+def _maincoder(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a Maincoder, which norms queries and keys after it has rotated neighboring elements."""
+    fields.require("use_qk_norm", True)
+    return llama(
+        fields.with_defaults(rms_norm_eps=1e-5, tie_word_embeddings=True),
+        qk_norm="head",
+        rotates_before_norm=True,
+        rope_order="interleaved",
+    )
+
+
+def _openelm(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of an OpenELM, whose layers have different numbers of heads and sizes of MLPs."""
+    for name in ("normalize_qk_projections", "ffn_with_glu"):
+        fields.require(name, True)
+    is_tied = fields.boolean("share_input_output_layers", True)
+    count = fields.layer_count("num_hidden_layers")
+    heads, kv_heads, sizes = (
+        tuple(map(int, values))
+        for values in (
+            fields.positives("num_query_heads", count),
+            fields.positives("num_kv_heads", count),
+            _openelm_sizes(fields, count),
+        )
+    )
+    fields = fields.with_values(
+        {
+            "num_attention_heads": max(heads),
+            "num_key_value_heads": max(kv_heads),
+            "intermediate_size": max(sizes),
+            "hidden_act": fields.text("activation_fn_name", "silu").replace("swish", "silu"),
+            "rope_theta": fields.positive("rope_freq_constant", 10_000.0),
+            "tie_word_embeddings": is_tied,
+        }
+    )
+    rope = read_rope(fields, head_dim(fields))
+    return llama(
+        fields,
+        layers=tuple(
+            LayerSpec(rope, num_heads=own, num_kv_heads=own_kv, intermediate_size=size)
+            for own, own_kv, size in zip(heads, kv_heads, sizes, strict=True)
+        ),
+        qk_norm="head",
+        tensor_names=_OPENELM_NAMES,
+    )
+
+
+def _openelm_sizes(fields: ConfigFields, count: int) -> list[int]:
+    """Return the size of each layer's MLP: a multiple of the divisor that is not much below the factor says."""
+    divisor, hidden_size = fields.integer("ffn_dim_divisor", 256), fields.integer("hidden_size")
+    sizes = []
+    for factor in fields.positives("ffn_multipliers", count):
+        exact = factor * hidden_size
+        size = max(divisor, int(exact + divisor / 2) // divisor * divisor)
+        sizes.append(size + divisor if size < 0.9 * exact else size)
+    return sizes
+
+
+def _plm(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a PLM, which has latent attention, and MLPs with squared ReLUs instead of gates."""
+    fields = fields.with_defaults(hidden_act="relu2", tie_word_embeddings=True)
+    return latent_spec(fields, rope_order="interleaved", has_gate=False)
+
+
 def _with_bias(fields: ConfigFields) -> ModelSpec:
     """Return the spec of a Llama whose field `bias` is about the attention's projections."""
     has_biases = fields.boolean("bias", False)
@@ -109,9 +234,14 @@ FAMILIES = (
     Family("BaichuanForCausalLM", "baichuan", _baichuan),
     Family("ChatGLMForConditionalGeneration", "chatglm", _chatglm),
     Family("ChatGLMModel", "chatglm", _chatglm),
+    Family("CodeShellForCausalLM", "codeshell", _codeshell),
     Family("InternLMForCausalLM", "internlm", _with_bias),
+    Family("JAISLMHeadModel", "jais", _jais),
+    Family("MaincoderForCausalLM", "maincoder", _maincoder),
+    Family("OpenELMForCausalLM", "openelm", _openelm),
     Family("OrionForCausalLM", "orion", _orion),
     Family("PanguEmbeddedForCausalLM", "PanguEmbedded", _with_bias),
+    Family("PLMForCausalLM", "plm", _plm),
     Family("QWenLMHeadModel", "qwen", _qwen),
     Family("TeleChat3ForCausalLM", "telechat3", llama),
     Family("Telechat3ForCausalLM", "telechat3", llama),

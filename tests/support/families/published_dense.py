@@ -1,0 +1,199 @@
+"""Models without experts that transformers has no class for, and whose sizes or names are their own."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import torch
+import transformers
+from support.families import changes
+from support.families.published_form import Published
+from torch import nn
+
+_ROTARY = {"rope_type": "default", "rope_theta": 1e4}
+_GPT2_NAMES = (
+    (r"(model|transformer)\.(word_embeddings|embed_tokens)", "transformer.wte"),
+    (r"(model|transformer)\.(layers|h)\.", "transformer.h."),
+    (r"(model|transformer)\.(norm|ln_f)", "transformer.ln_f"),
+    (r"input_layernorm", "ln_1"),
+    (r"post_attention_layernorm", "ln_2"),
+    (r"self_attn\.qkv_proj|self_attention\.query_key_value", "attn.c_attn"),
+    (r"self_attn\.o_proj|self_attention\.dense", "attn.c_proj"),
+)
+_WIDTH, _EMBEDDING_SCALE = 0.5, 3.0
+HEADS, KV_HEADS, FACTORS, SIZES = (4, 6, 8), (2, 2, 4), (1.0, 1.7, 2.0), (48, 80, 96)
+
+
+class _GatedMlp(nn.Module):
+    """An MLP that adds its output to the residual stream, as those of BLOOM do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c_fc, self.c_fc2, self.c_proj = nn.Linear(48, 80), nn.Linear(48, 80), nn.Linear(80, 48)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, 0, 0.15)
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        hidden = self.c_fc(x) * nn.functional.silu(self.c_fc2(x))
+        return residual + self.c_proj(hidden)
+
+
+class _Scaled(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * _EMBEDDING_SCALE
+
+
+def _as_jais(reference: transformers.PreTrainedModel) -> None:
+    """Give a BLOOM gates, factors on embeddings and logits, and attention that is scaled by the size of a head."""
+    reference.transformer.word_embeddings_layernorm = _Scaled()
+    for layer in reference.transformer.h:
+        layer.mlp = _GatedMlp()
+        layer.self_attention.inv_norm_factor = 1 / layer.self_attention.head_dim
+    reference.lm_head.register_forward_hook(lambda _module, _args, logits: logits * _WIDTH)
+
+
+def _with_columns(tensors: changes.Tensors) -> changes.Tensors:
+    """Store the layers' matrices as [inputs, outputs], with all queries before all keys and values."""
+    changed = {}
+    for name, weight in tensors.items():
+        if "query_key_value" in name:
+            weight = weight.unflatten(0, (6, 3, -1)).transpose(0, 1).flatten(0, 2)
+        changed[name] = weight.T if weight.ndim == 2 and ".h." in name else weight
+    return changed
+
+
+def _with_neighbors(tensors: changes.Tensors) -> changes.Tensors:
+    """Store heads so that neighboring elements are rotated together."""
+    changed = {}
+    for name, weight in tensors.items():
+        if re.search(r"self_attn\.(q_proj|k_proj|query_layernorm|key_layernorm)\.", name):
+            weight = weight.unflatten(0, (-1, 2, 8)).transpose(1, 2).flatten(0, 2)
+        changed[name] = weight
+    return changed
+
+
+def _as_openelm(reference: transformers.PreTrainedModel) -> None:
+    """Give the layers of a Qwen3 different numbers of heads, and MLPs of different sizes."""
+    for index, layer in enumerate(reference.model.layers):
+        own = copy.deepcopy(reference.config)
+        own.num_attention_heads, own.num_key_value_heads = HEADS[index], KV_HEADS[index]
+        own.intermediate_size = SIZES[index]
+        layer.self_attn, layer.mlp = type(layer.self_attn)(own, index), type(layer.mlp)(own)
+        for module in (layer.self_attn, layer.mlp):
+            for parameter in module.parameters():
+                nn.init.normal_(parameter, 0.8 if parameter.ndim == 1 else 0, 0.15)
+
+
+def _with_fused_gates(tensors: changes.Tensors) -> changes.Tensors:
+    changed = changes.with_fused_qkv(tensors)
+    for name in [name for name in changed if "gate_proj" in name]:
+        up = changed.pop(name.replace("gate_proj", "up_proj"))
+        changed[name.replace("gate_proj", "proj_1")] = torch.cat((changed.pop(name), up))
+    return changed
+
+
+def _without_gates(reference: transformers.PreTrainedModel) -> None:
+    """Make the MLPs of a DeepSeek-V2 square ReLUs."""
+
+    def square(mlp: Any, x: torch.Tensor) -> torch.Tensor:
+        squared: torch.Tensor = mlp.down_proj(mlp.up_proj(x).relu().square())
+        return squared
+
+    for layer in reference.model.layers:
+        layer.mlp.gate_proj = None
+        layer.mlp.forward = square.__get__(layer.mlp)
+
+
+PUBLISHED_DENSE = {
+    # The file has the head, but not the embedding.
+    "CodeShell": Published(
+        "starcoder2",
+        {"sliding_window": None, "tie_word_embeddings": True},
+        {
+            "model_type": "codeshell",
+            "num_key_value_heads": None,
+            "num_query_groups": 2,
+            "group_query_attention": True,
+            "position_embedding_type": "rope",
+        },
+        (
+            *_GPT2_NAMES,
+            (r"transformer\.wte", "lm_head"),
+        ),
+        changes.with_fused_qkv,
+    ),
+    "JAIS": Published(
+        "bloom",
+        {},
+        {
+            "model_type": "jais",
+            "position_embedding_type": "alibi",
+            "activation_function": "swiglu",
+            "intermediate_size": None,
+            "n_inner": 80,
+            "mup_scale_qk_dot_by_d": True,
+            "mup_embeddings_scale": _EMBEDDING_SCALE,
+            "mup_output_alpha": 2.0,
+            "mup_width_scale": _WIDTH / 2,
+        },
+        _GPT2_NAMES,
+        _with_columns,
+        suffix="LMHeadModel",
+        prepare=_as_jais,
+    ),
+    "Maincoder": Published(
+        "hunyuan",
+        {"rope_parameters": _ROTARY},
+        {"model_type": "maincoder", "use_qk_norm": True},
+        ((r"query_layernorm", "q_norm"), (r"key_layernorm", "k_norm")),
+        _with_neighbors,
+    ),
+    "OpenELM": Published(
+        "qwen3",
+        {"tie_word_embeddings": True},
+        {
+            "model_type": "openelm",
+            "hidden_size": None,
+            "model_dim": 48,
+            "num_hidden_layers": None,
+            "num_transformer_layers": 3,
+            "num_attention_heads": None,
+            "num_query_heads": list(HEADS),
+            "num_key_value_heads": None,
+            "num_kv_heads": list(KV_HEADS),
+            "intermediate_size": None,
+            "ffn_multipliers": list(FACTORS),
+            "ffn_dim_divisor": 16,
+            "ffn_with_glu": True,
+            "normalize_qk_projections": True,
+            "hidden_act": None,
+            "activation_fn_name": "swish",
+            "rope_parameters": None,
+            "rope_freq_constant": 10_000,
+            "max_position_embeddings": None,
+            "max_context_length": 256,
+            "tie_word_embeddings": None,
+            "share_input_output_layers": True,
+        },
+        (
+            (r"model\.embed_tokens", "transformer.token_embeddings"),
+            (r"model\.", "transformer."),
+            (r"input_layernorm", "attn_norm"),
+            (r"post_attention_layernorm", "ffn_norm"),
+            (r"self_attn\.o_proj", "attn.out_proj"),
+            (r"self_attn\.", "attn."),
+            (r"mlp\.down_proj", "ffn.proj_2"),
+            (r"mlp\.", "ffn."),
+        ),
+        _with_fused_gates,
+        prepare=_as_openelm,
+    ),
+    "PLM": Published(
+        "deepseek-v2",
+        {"first_k_dense_replace": 3, "rope_parameters": _ROTARY},
+        {"model_type": "plm", "hidden_act": "relu2", "n_routed_experts": None},
+        prepare=_without_gates,
+    ),
+}
