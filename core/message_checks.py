@@ -213,7 +213,8 @@ def _are_valid_places(item: EncoderInput, num_tokens: int) -> bool:
 
 
 def _is_valid_vector(row: RowVector, max_num_seqs: int) -> bool:
-    return 0 <= row.slot < max_num_seqs and len(row.vector) > 0 and len(row.vector) % 4 == 0
+    # The result is empty if an encoder writes no tokens.
+    return 0 <= row.slot < max_num_seqs and len(row.vector) % 4 == 0
 
 
 def _is_valid_row(row: RowLogprobs, vocab_size: int) -> bool:

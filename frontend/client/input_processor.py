@@ -155,6 +155,12 @@ class InputProcessor:
         )
 
     def _prompt(self, token_ids: TokenIds, *, generates: bool, has_audio: bool) -> Int32Array:
+        if self._model.audio is not None and not has_audio:
+            name = self._model.served_names[0]
+            raise ParameterError(
+                "prompt",
+                f"cannot be continued: {name} is a speech model; use /v1/audio/transcriptions",
+            )
         if generates and not self._model.generates:
             name = self._model.served_names[0]
             if self._model.classifier is not None:
@@ -164,12 +170,6 @@ class InputProcessor:
             else:
                 problem = f"{name} is an encoder, which only embeds text; use /v1/embeddings"
             raise ParameterError("prompt", f"cannot be continued: {problem}")
-        if self._model.audio is not None and not has_audio:
-            name = self._model.served_names[0]
-            raise ParameterError(
-                "prompt",
-                f"cannot be continued: {name} is a speech model; use /v1/audio/transcriptions",
-            )
         if isinstance(token_ids, np.ndarray):
             prompt: npt.NDArray[Any] = token_ids
         else:

@@ -16,6 +16,7 @@ from ..config.model import (
 )
 from ..errors import CheckpointError
 from ..pooling_params import PoolingKind
+from .audio.parakeet import writes_tokens
 from .beside_images import text_beside_images
 from .classification import classifies_tokens, is_classifier
 from .config_fields import ConfigFields
@@ -116,8 +117,10 @@ class EmbeddingFiles(msgspec.Struct, frozen=True):
 
 
 def is_encoder(fields: ConfigFields) -> bool:
-    """Return whether a model with this config only embeds, because it reads a text as a whole."""
+    """Return whether a model with this config is an encoder alone, which reads a text or a clip as a whole."""
     if fields.text("model_type", "") in _ENCODERS or is_t5_encoder(fields):
+        return True
+    if writes_tokens(fields):
         return True
     return fields.get("use_bidirectional_attention") is True or fields.get("is_causal") is False
 

@@ -7,14 +7,17 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
-from ..config.audio_tower import CausalSpec, FastConformerSpec
+from ..config.audio_tower import CausalSpec
 from ..config.model import AddedAudioConfig, AudioProcessorConfig, SourceTextConfig, SpeechKind
-from .audio.speech_encoders import canary_encoder_spec, fast_conformer_spec, streaming_spec
+from .audio.fast_conformers import canary_processor, cohere_processor, parakeet_processor
+from .audio.fields import read_token
+from .audio.parakeet import WRITING, with_encoder_fields, writes_tokens
+from .audio.speech_encoders import streaming_spec
 from .audio.tower import CAUSAL_PART, audio_tower_spec
 from .config_fields import MAX_INTEGER, ConfigFields
 
 _SPEECH: Final = frozenset(SpeechKind)
-_CROSS_ATTENTION: Final = _SPEECH - {SpeechKind.VOXTRAL_REALTIME}
+_CROSS_ATTENTION: Final = _SPEECH - {SpeechKind.VOXTRAL_REALTIME} - WRITING
 _T5: Final = frozenset({"t5", "mt5", "umt5"})
 _BART_STARTS: Final = {
     "bart": 2,
@@ -44,18 +47,6 @@ _MOONSHINE_SECONDS: Final = 30.0
 _MOONSHINE_TOKENS_PER_SECOND: Final = 6.5
 """Maximum output tokens per second of audio. Moonshine's authors set it to stop repetitions after short audio clips."""
 
-_COHERE_SECONDS: Final = 30.0
-"""The maximum length of a window, up to which Cohere Transcribe's processor does not split a clip; also Canary's."""
-
-_COHERE_PROMPT: Final = (
-    *("▁", "<|startofcontext|>", "<|startoftranscript|>", "<|emo:undefined|>"),
-    *("<|{language}|>", "<|{language}|>"),
-    *("<|pnc|>", "<|noitn|>", "<|notimestamp|>", "<|nodiarize|>"),
-)
-_COHERE_LANGUAGES: Final = (
-    *("ar", "de", "el", "en", "es", "fr", "it"),
-    *("ja", "ko", "nl", "pl", "pt", "vi", "zh"),
-)
 _COHERE_DEFAULTS: Final[dict[str, Any]] = {
     "vocab_size": 16_384,
     "hidden_size": 1024,
@@ -65,16 +56,6 @@ _COHERE_DEFAULTS: Final[dict[str, Any]] = {
     "max_position_embeddings": 1024,
     "eos_token_id": 3,
 }
-
-_CANARY_PROMPT: Final = (
-    *("<|startofcontext|>", "<|startoftranscript|>", "<|emo:undefined|>"),
-    *("<|{language}|>", "<|{target}|>"),
-    *("<|pnc|>", "<|noitn|>", "<|notimestamp|>", "<|nodiarize|>"),
-)
-_CANARY_LANGUAGES: Final = (
-    *("bg", "cs", "da", "de", "el", "en", "es", "et", "fi", "fr", "hr", "hu", "it"),
-    *("lt", "lv", "mt", "nl", "pl", "pt", "ro", "ru", "sk", "sl", "sv", "uk"),
-)
 
 _REALTIME_TOKENS_BEFORE: Final = 32
 _REALTIME_TOKENS_AFTER: Final = 10
@@ -105,8 +86,10 @@ def is_t5_encoder(fields: ConfigFields) -> bool:
 def with_decoder_fields(fields: ConfigFields) -> ConfigFields:
     """Return the config of an encoder-decoder model, adding the decoder's fields under Llama's names.
 
-    Of the encoder of a T5, the fields are the encoder's. Configs of other models are returned unchanged.
+    Of an encoder alone, the fields are the encoder's. Configs of other models are returned unchanged.
     """
+    if writes_tokens(fields):
+        return with_encoder_fields(fields)
     is_alone = is_t5_encoder(fields)
     if not is_alone and not is_encoder_decoder(fields):
         return fields
@@ -241,8 +224,8 @@ def read_source_text(config: ConfigFields, generation: ConfigFields) -> SourceTe
     default = _BART_STARTS.get(kind)
     if default is None:
         default = config.integer("pad_token_id", 0, minimum=0)
-    start = (_token(fields, "decoder_start_token_id", default),)
-    forced = _token(fields, "forced_bos_token_id", -1)
+    start = (read_token(fields, "decoder_start_token_id", default),)
+    forced = read_token(fields, "forced_bos_token_id", -1)
     return SourceTextConfig(
         start if forced < 0 else (*start, forced),
         _max_source_tokens(config),
@@ -280,7 +263,7 @@ def _whisper(
     for name, needed in (("sampling_rate", rate), ("hop_length", hop), ("n_fft", frame)):
         processor.require(name, needed)
     seconds = 2 * positions * hop / rate
-    no_timestamps = _token(generation, "no_timestamps_token_id", -1, config)
+    no_timestamps = read_token(generation, "no_timestamps_token_id", -1, config)
     tasks = _tokens_by_name(generation, "task_to_id", config)
     return AudioProcessorConfig(
         kind=SpeechKind.WHISPER,
@@ -292,7 +275,7 @@ def _whisper(
         kernels=(3, 3),
         paddings=(1, 1),
         max_source_positions=positions,
-        start_token_id=_token(config, "decoder_start_token_id", 50257),
+        start_token_id=read_token(config, "decoder_start_token_id", 50257),
         language_token_ids={
             name.strip("<|>"): token
             for name, token in _tokens_by_name(generation, "lang_to_id", config).items()
@@ -301,12 +284,12 @@ def _whisper(
         translate_token_id=tasks.get("translate", -1),
         no_timestamps_token_id=no_timestamps,
         # In every Whisper vocabulary, these two tokens precede that one.
-        previous_token_id=_token(
+        previous_token_id=read_token(
             generation, "prev_sot_token_id", max(no_timestamps - 2, -1), config
         ),
         no_speech_token_id=max(no_timestamps - 1, -1),
         time_precision=2 * hop / rate,
-        max_initial_timestamp=_token(generation, "max_initial_timestamp_index", -1),
+        max_initial_timestamp=read_token(generation, "max_initial_timestamp_index", -1),
         suppressed_token_ids=_suppressed(generation, config, "suppress_tokens"),
         begin_suppressed_token_ids=_suppressed(generation, config, "begin_suppress_tokens"),
         alignment_heads=_alignment_heads(generation),
@@ -327,7 +310,7 @@ def _moonshine(
         kernels=(127, 7, 3),
         paddings=(0, 0, 0),
         max_source_positions=0,
-        start_token_id=_token(generation, "decoder_start_token_id", 1, config),
+        start_token_id=read_token(generation, "decoder_start_token_id", 1, config),
         suppressed_token_ids=_suppressed(generation, config, "suppress_tokens"),
         begin_suppressed_token_ids=_suppressed(generation, config, "begin_suppress_tokens"),
         max_tokens_per_second=_MOONSHINE_TOKENS_PER_SECOND,
@@ -349,49 +332,6 @@ def _moonshine_streaming(
         kernels=ones,
         paddings=(0, 0, 0),
         max_source_positions=encoder.num_outputs(encoder.num_frames),
-    )
-
-
-def _canary(
-    processor: ConfigFields, config: ConfigFields, generation: ConfigFields
-) -> AudioProcessorConfig:
-    config = with_decoder_fields(config)
-    return msgspec.structs.replace(
-        _fast_conformer(processor, config, generation, canary_encoder_spec(config)),
-        kind=SpeechKind.CANARY,
-        prompt=_CANARY_PROMPT,
-        languages=_CANARY_LANGUAGES,
-    )
-
-
-def _cohere(
-    processor: ConfigFields, config: ConfigFields, generation: ConfigFields
-) -> AudioProcessorConfig:
-    return _fast_conformer(processor, config, generation, fast_conformer_spec(config))
-
-
-def _fast_conformer(
-    processor: ConfigFields,
-    config: ConfigFields,
-    generation: ConfigFields,
-    encoder: FastConformerSpec,
-) -> AudioProcessorConfig:
-    for name, needed in (("sampling_rate", 16_000), ("hop_length", 160), ("n_fft", 512)):
-        processor.require(name, needed)
-    num_halvings = encoder.num_halvings
-    return AudioProcessorConfig(
-        kind=SpeechKind.COHERE,
-        num_mel_bins=encoder.num_mel_bins,
-        sampling_rate=16_000,
-        hop_length=160,
-        chunk_seconds=_COHERE_SECONDS,
-        strides=(2,) * num_halvings,
-        kernels=(3,) * num_halvings,
-        paddings=(1,) * num_halvings,
-        max_source_positions=encoder.num_outputs(encoder.num_frames),
-        start_token_id=_token(generation, "decoder_start_token_id", 4, config),
-        prompt=_COHERE_PROMPT,
-        languages=_COHERE_LANGUAGES,
     )
 
 
@@ -433,18 +373,13 @@ _READERS: Final = {
     SpeechKind.WHISPER: _whisper,
     SpeechKind.MOONSHINE: _moonshine,
     SpeechKind.MOONSHINE_STREAMING: _moonshine_streaming,
-    SpeechKind.COHERE: _cohere,
-    SpeechKind.CANARY: _canary,
+    SpeechKind.COHERE: cohere_processor,
+    SpeechKind.CANARY: lambda processor, config, generation: canary_processor(
+        processor, with_decoder_fields(config), generation
+    ),
     SpeechKind.VOXTRAL_REALTIME: _voxtral_realtime,
+    **dict.fromkeys(WRITING, parakeet_processor),
 }
-
-
-def _token(fields: ConfigFields, name: str, default: int, other: ConfigFields | None = None) -> int:
-    """Return a token id from the first of two files that contains it."""
-    if fields.get(name) is None and other is not None:
-        fields = other
-    value = fields.get(name, default)
-    return default if value == default else fields.integer(name, minimum=0)
 
 
 def _tokens_by_name(fields: ConfigFields, name: str, config: ConfigFields) -> dict[str, int]:

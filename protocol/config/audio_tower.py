@@ -243,11 +243,37 @@ class FrameSpec(UnpaddedSpec, frozen=True, tag=True):
         return num_frames
 
 
+class CtcSpec(msgspec.Struct, frozen=True, tag=True):
+    """Connectionist temporal classification (Graves et al., ICML 2006): a matrix that scores all tokens at every row.
+
+    Equal tokens of successive rows are one token, and the token `blank` is none.
+    """
+
+    vocab_size: int
+    blank: int
+
+
+class TransducerSpec(msgspec.Struct, frozen=True, tag=True):
+    """A transducer (arXiv 1211.3711): LSTM layers read the tokens so far, and a network joins their output with a row.
+
+    The token `blank` moves on to the next row; after `max_symbols` other tokens at a row, the next one is read anyway.
+    With `durations`, each token also predicts by how many rows to move (arXiv 2304.06795).
+    """
+
+    vocab_size: int
+    blank: int
+    hidden_size: int
+    num_layers: int
+    activation: str
+    max_symbols: int
+    durations: tuple[int, ...] = ()
+
+
 class FastConformerSpec(UnpaddedSpec, frozen=True, tag=True):
     """A Fast Conformer (arXiv 2305.05084), and a projection of its outputs unless `has_projection` is false (Canary).
 
     `num_halvings` convolutions halve the frames and features. Rows attend to all rows, with embeddings of their
-    distances.
+    distances. With a `decoder`, its outputs are tokens (Parakeet).
     """
 
     num_mel_bins: int
@@ -266,9 +292,10 @@ class FastConformerSpec(UnpaddedSpec, frozen=True, tag=True):
     output_size: int
     has_projection: bool = True
     tensor_names: tuple[tuple[str, str], ...] = ()
+    decoder: CtcSpec | TransducerSpec | None = None
 
     def num_outputs(self, num_frames: int) -> int:
-        """Return the number of outputs for the frames of a clip."""
+        """Return the number of outputs for the frames of a clip, and the maximum number with a `decoder`."""
         return -(-num_frames >> self.num_halvings)
 
 

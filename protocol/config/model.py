@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+import math
+from typing import Final
 
 import msgspec
 
@@ -11,6 +13,9 @@ from ..pooling_params import PoolingKind, PoolingParams
 from .chat_audio import ChatAudioConfig
 from .images import AnyImageProcessor, SpanKind
 from .videos import AnyVideoProcessor
+
+TOKEN_FIELDS: Final = 4
+"""Numbers of a token that an encoder writes: its id, its log-probability, its first row, and the row after its last."""
 
 
 class LoadFormat(enum.StrEnum):
@@ -144,6 +149,7 @@ class SpeechKind(enum.StrEnum):
 
     Whisper's prompt has tokens for language and task; Moonshine's is a single start token. Only the language changes
     Cohere Transcribe's, and the languages of speech and text change Canary's. Voxtral Realtime's is always the same.
+    Parakeet has no decoder that reads a prompt.
     """
 
     WHISPER = "whisper"
@@ -152,6 +158,9 @@ class SpeechKind(enum.StrEnum):
     COHERE = "cohere_asr"
     CANARY = "canary"
     VOXTRAL_REALTIME = "voxtral_realtime"
+    PARAKEET_CTC = "parakeet_ctc"
+    PARAKEET_RNNT = "parakeet_rnnt"
+    PARAKEET_TDT = "parakeet_tdt"
 
 
 class AddedAudioConfig(msgspec.Struct, frozen=True):
@@ -206,6 +215,7 @@ class AudioProcessorConfig(msgspec.Struct, frozen=True):
         languages: The codes of the languages that may be given for such a prompt.
         max_tokens_per_second: The maximum number of text tokens per second of audio; 0 for no limit.
         added: The way in which outputs are added to tokens; None if the decoder reads them by cross attention.
+        writes_tokens: True if the encoder's outputs are the tokens of the text and their times (see `TOKEN_FIELDS`).
     """
 
     kind: SpeechKind
@@ -233,6 +243,12 @@ class AudioProcessorConfig(msgspec.Struct, frozen=True):
     prompt: tuple[str, ...] = ()
     languages: tuple[str, ...] = ()
     added: AddedAudioConfig | None = None
+    writes_tokens: bool = False
+
+    @property
+    def seconds_per_output(self) -> float:
+        """Seconds between two successive encoder outputs."""
+        return self.hop_length * math.prod(self.strides) / self.sampling_rate
 
     @property
     def translates(self) -> bool:
@@ -278,7 +294,8 @@ class ModelConfig(msgspec.Struct, frozen=True):
         hf_overrides: Fields that replace those of the checkpoint's own configuration.
         weight_files: The identities of the weight files at startup, to detect files that change later.
         tokenizer_files: The same for the files of the tokenizer and the chat templates.
-        is_encoder: True if the model's attention is bidirectional. Such a model embeds text but cannot generate it.
+        is_encoder: True if the model's attention is bidirectional. Such a model embeds text but cannot generate it, or
+            transcribes audio without a decoder.
         has_head: True if the checkpoint has an output projection. A model without one can only embed.
         pooler: The pooling of hidden states into an embedding or into the input of the classification head.
         classifier: The model's classification head, if it has one. Such a model only classifies.
@@ -337,7 +354,8 @@ class ModelConfig(msgspec.Struct, frozen=True):
     @property
     def reads_source(self) -> bool:
         """True if the model's decoder reads an audio clip or a source text by cross-attention."""
-        reads_audio = self.audio is not None and self.audio.added is None
+        audio = self.audio
+        reads_audio = audio is not None and audio.added is None and not audio.writes_tokens
         return reads_audio or self.source_text is not None
 
     @property

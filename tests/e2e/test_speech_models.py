@@ -17,6 +17,7 @@ import torch
 import transformers
 from support import realtime
 from support.all_kinds import answers, speech_requests
+from support.parakeet import parakeet_directory
 from support.server import DEVICE, Server, assert_nothing_is_held
 from support.source_checkpoints import (
     EXTRACTORS,
@@ -272,6 +273,71 @@ def test_a_fast_conformer_needs_the_language(tmp_path: Path, kind: str) -> None:
         else:
             with pytest.raises(openai.BadRequestError, match="cannot translate"):
                 translate(model="tiny", file=file)
+        assert_nothing_is_held(server)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", ["CTC", "RNNT", "TDT"])
+def test_an_encoder_writes_tokens_and_their_times(tmp_path: Path, kind: str) -> None:
+    path, model = parakeet_directory(tmp_path, kind)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    extractor = transformers.ParakeetFeatureExtractor.from_pretrained(path)
+
+    def text_of(samples: np.ndarray) -> str:
+        found = model.generate(**extractor(samples, sampling_rate=16_000, return_tensors="pt"))
+        ids = found[0] if kind == "CTC" else found.sequences[0]
+        ids = ids.unique_consecutive() if kind == "CTC" else ids
+        return str(tokenizer.decode(ids, skip_special_tokens=True))
+
+    clips = [clip(seed, 4) for seed in range(6)]
+    expected = [text_of(samples).strip() for samples, _ in clips]
+    assert len(set(expected)) > 3
+    flags = ("-tp", "2", "--inject-preemption", "0.2")
+    with Server(str(path), *FLAGS, *flags) as server:
+        create = client(server).transcriptions.create
+
+        def ask(file: tuple[str, bytes]) -> str:
+            return str(create(model="tiny", file=file).text)
+
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            answers = [pool.submit(ask, file) for _, file in clips]
+            server.child("worker 1").kill()
+            assert [each.result() for each in answers] == expected
+        server.wait_until_whole()
+        events = list(create(model="tiny", file=clips[0][1], stream=True, include=["logprobs"]))
+        assert "".join(part.delta for part in events[:-1]).strip() == events[-1].text == expected[0]
+        if kind == "CTC":
+            features = extractor(clips[0][0], sampling_rate=16_000, return_tensors="pt")
+            best, ids = model(**features).logits[0].log_softmax(1).max(1)
+            changes = torch.nn.functional.pad(ids[1:] != ids[:-1], (1, 0), value=True)
+            best = best[changes & (ids != model.config.pad_token_id)].tolist()
+            assert [x.logprob for x in events[-1].logprobs] == pytest.approx(best, abs=1e-4)
+        timed = create(
+            model="tiny",
+            file=clips[1][1],
+            response_format="verbose_json",
+            timestamp_granularities=["word", "segment"],
+        )
+        assert " ".join(each.word for each in timed.words).split() == expected[1].split()
+        times = [time for each in timed.words for time in (each.start, each.end)]
+        assert times == sorted(times)
+        assert 0 <= times[0] < times[-1] <= 4
+        assert [each.text.strip() for each in timed.segments] == [expected[1]]
+        for fields, named in (
+            ({"temperature": 0.5}, "temperature must be omitted"),
+            ({"prompt": "names"}, "accepts only audio"),
+            ({"language": "en"}, "detects the language itself"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=named):
+                create(model="tiny", file=clips[0][1], **fields)
+        for route, body in (
+            ("/v1/embeddings", {"input": "a"}),
+            ("/v1/completions", {"prompt": "a"}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ):
+            status, answer = server.post(route, {"model": "tiny", **body})
+            assert status == 400
+            assert "use /v1/audio/transcriptions" in answer["error"]["message"]
         assert_nothing_is_held(server)
 
 

@@ -25,12 +25,13 @@ if TYPE_CHECKING:
     import torch
 
     from ..device.dtypes import HostDevice
+    from .inputs.encoder_runner import EncoderRunner
     from .model_runner import ModelRunner
     from .null_runner import NullRunner
 
 logger = logging.getLogger(__name__)
 
-Runner: TypeAlias = "ModelRunner | NullRunner"
+Runner: TypeAlias = "ModelRunner | EncoderRunner | NullRunner"
 """Executes steps. Call `allocate_kv_cache` and `warm_up` before the first `execute`."""
 
 
@@ -45,9 +46,9 @@ def open_runner(
         EngineError: Another worker is lost.
     """
     if config.device.device is Device.NULL:
-        from .null_runner import NullRunner, count_null_blocks
+        from .null_runner import NullRunner, count_request_blocks
 
-        yield NullRunner(config), WorkerMemory(rank, count_null_blocks(config))
+        yield NullRunner(config), WorkerMemory(rank, count_request_blocks(config))
         return
     is_without_torch = _starts_without_torch(config)
     if is_without_torch:
@@ -80,6 +81,17 @@ def open_runner(
         is_dummy = config.model.load_format is LoadFormat.DUMMY
         verify_files(config.model.weight_files)
         checkpoint = (DummyCheckpoint if is_dummy else open_checkpoint)(config.model.path)
+        if config.model.audio is not None and config.model.audio.writes_tokens:
+            from .inputs.encoder_runner import EncoderRunner
+            from .null_runner import count_request_blocks
+
+            encoder = EncoderRunner(config, device, checkpoint)
+            verify_files(config.model.weight_files)
+            num_cores = count_threads(config) if device.type == "cpu" else 1
+            memory = WorkerMemory(rank, count_request_blocks(config), num_cores=num_cores)
+            yield encoder, memory
+            leave_replica()
+            return
         runner = ModelRunner(
             config, device, checkpoint, on_progress, parallel, core_index=core_index, rank=rank
         )

@@ -198,7 +198,7 @@ def made_up_vector(prompt: Int32Array) -> Float32Array:
     return (numbers @ np.sin(angles)).astype(np.float32)
 
 
-def count_null_blocks(config: EngineConfig) -> int:
+def count_request_blocks(config: EngineConfig) -> int:
     """Return the configured number of blocks; by default, as many as the requests of a full batch can use."""
     if config.cache.num_blocks_override is not None:
         return config.cache.num_blocks_override

@@ -112,10 +112,10 @@ def speech_model(model: ModelConfig) -> SpeechModel | None:
             seconds = min(seconds, num_outputs * added.samples_per_output / audio.sampling_rate)
         return SpeechModel(
             languages=()
-            if added is not None
+            if added is not None or audio.writes_tokens
             else audio.languages or audio.language_token_ids or ("en",),
             translates=audio.translates,
-            has_word_times=bool(audio.alignment_heads),
+            has_word_times=audio.writes_tokens or bool(audio.alignment_heads),
             needs_language=bool(audio.languages),
             reads_prompt=audio.previous_token_id >= 0,
             reads_keywords=audio.previous_token_id >= 0,
@@ -227,6 +227,12 @@ def verify_options(options: TranscriptionOptions, model: SpeechModel) -> None:
     for name, is_read in reads.items():
         if getattr(options, name) and not is_read:
             raise ParameterError(name, "is not supported by this model, which accepts only audio")
+    if model.audio is not None and model.audio.writes_tokens:
+        sampling = {"temperature": options.temperature, "max_completion_tokens": options.max_tokens}
+        for name, value in {**sampling, **options.sampling}.items():
+            if value:
+                problem = "must be omitted, because the model writes the most probable tokens"
+                raise ParameterError(name, f"{problem}, got {value}")
     if options.has_speakers and not model.names_speakers:
         raise ParameterError(
             "response_format", "must not be diarized_json, because the model does not name speakers"

@@ -34,6 +34,7 @@ from .decoding import Deltas, Prompts, Submission, WindowDecoder
 from .live import LiveDecoder
 from .options import SpeechModel, TranscriptionOptions, speech_model
 from .segments import DecodedWindow, Segment, Turn, Word, separator, split_segments
+from .written_tokens import WrittenTokens
 
 WINDOWS_AT_ONCE: Final = 8
 """Maximum windows of one clip that are decoded at the same time. The limit bounds the memory of long audio clips."""
@@ -193,7 +194,7 @@ class Transcriber:
         """
         if isinstance(clip, LiveSamples):
             return await self._transcribe_live(clip, options, submission, on_text)
-        decoder = WindowDecoder(self._speech, self._prompts, self._tokenizer, options, submission)
+        decoder = self._decoder(options, submission)
         transcript = Transcript()
         try:
             async with aclosing(self._jobs(clip, decoder)) as jobs:
@@ -229,6 +230,15 @@ class Transcriber:
         transcript.text = transcript.text.strip()
         return transcript
 
+    def _decoder(
+        self, options: TranscriptionOptions, submission: Submission
+    ) -> WindowDecoder | WrittenTokens:
+        """Return what decodes the windows of a clip."""
+        audio = self._speech.audio
+        if audio is not None and audio.writes_tokens:
+            return WrittenTokens(audio, self._tokenizer, options, submission)
+        return WindowDecoder(self._speech, self._prompts, self._tokenizer, options, submission)
+
     async def _transcribe_live(
         self,
         samples: LiveSamples,
@@ -249,7 +259,9 @@ class Transcriber:
             num_generated_tokens=len(decoder.token_ids),
         )
 
-    async def _jobs(self, clip: Samples, decoder: WindowDecoder) -> AsyncGenerator[_Job]:
+    async def _jobs(
+        self, clip: Samples, decoder: WindowDecoder | WrittenTokens
+    ) -> AsyncGenerator[_Job]:
         """Yield the windows of an audio clip in order, while later windows are already being decoded."""
         windows = Windows(clip, self._speech.sampling_rate, self._speech.window_seconds)
         queue: asyncio.Queue[_Job | None] = asyncio.Queue()
@@ -273,7 +285,7 @@ class Transcriber:
                     if window is None:
                         return
                     inputs = await self._executor.in_thread(self._encode, window.samples)
-                    if decoder.needs_language:
+                    if isinstance(decoder, WindowDecoder) and decoder.needs_language:
                         await decoder.detect_language(inputs)
                     deltas: Deltas = asyncio.Queue()
                     task = asyncio.create_task(decoder.decode(window, inputs, deltas))
@@ -309,7 +321,7 @@ class Transcriber:
             clip = AddedClip(audio, audio.added)
             return [*clip.append(samples), *clip.finish()]
         num_frames, features = len(samples), samples
-        if audio.kind in (SpeechKind.COHERE, SpeechKind.CANARY):
+        if audio.kind in (SpeechKind.COHERE, SpeechKind.CANARY) or audio.writes_tokens:
             has_dither = audio.kind is SpeechKind.COHERE
             features = normed_log_mel(samples, audio.num_mel_bins, has_dither=has_dither)
             num_frames = features.shape[1]

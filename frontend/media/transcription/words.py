@@ -1,4 +1,4 @@
-"""Compute the times of words, from the cross-attention of a speech model (Whisper's alignment heads).
+"""Compute the times of words, from those of tokens or from cross-attention (Whisper's alignment heads).
 
 Shapes: N tokens, M outputs of the encoder.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import string
 import unicodedata
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -44,16 +45,25 @@ def align_words(
         start: The start of the window in seconds, which is added to all times.
         seconds_per_output: Seconds between two successive encoder outputs.
     """
-    pieces = _merge_marks(_split_words(token_ids, tokenizer, language))
-    path_N = _first_outputs(alignment_NM)
+    times_N = (start + _first_outputs(alignment_NM) * seconds_per_output).tolist()
+    return words_at(token_ids, list(pairwise(times_N)), tokenizer, language)
+
+
+def words_at(
+    token_ids: Sequence[int],
+    times: Sequence[Sequence[float]],
+    tokenizer: Tokenizer,
+    language: str = "",
+) -> list[Word]:
+    """Return the words of tokens, of which each has a start and an end in seconds."""
     words: list[Word] = []
-    position = 0
-    for text, num_tokens in pieces:
-        begin, end = path_N[position], path_N[position + num_tokens]
-        position += num_tokens
-        times = (round(start + float(at) * seconds_per_output, 2) for at in (begin, end))
-        words.append(Word(text.strip(), *times))
-    return [word for word in words if word.word]
+    first = 0
+    for text, num_tokens in _merge_marks(_split_words(token_ids, tokenizer, language)):
+        last = first + num_tokens - 1
+        if word := text.strip():
+            words.append(Word(word, round(times[first][0], 2), round(times[last][1], 2)))
+        first = last + 1
+    return words
 
 
 def _first_outputs(alignment_NM: Float32Array) -> Int64Array:

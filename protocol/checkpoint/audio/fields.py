@@ -32,3 +32,13 @@ def read_num_heads(audio: ConfigFields, hidden_size: int, default: int) -> int:
             f"{audio.prefix}d_model {hidden_size} must be a multiple of the {num_heads} attention heads"
         )
     return num_heads
+
+
+def read_token(
+    fields: ConfigFields, name: str, default: int, other: ConfigFields | None = None
+) -> int:
+    """Return a token id from the first of two files that contains it."""
+    if fields.get(name) is None and other is not None:
+        fields = other
+    value = fields.get(name, default)
+    return default if value == default else fields.integer(name, minimum=0)

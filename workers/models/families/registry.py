@@ -240,7 +240,7 @@ def model_spec(config: Mapping[str, Any], path: str | PathLike[str]) -> ModelSpe
         raise fields.error(f"{name} is not supported for this family; use another model")
     if is_classifier(fields) and spec.score_head is None:
         spec = _with_classifier(spec, fields)
-    if not any(layer.cache_groups for layer in spec.layers):
+    if spec.layers and not any(layer.cache_groups for layer in spec.layers):
         raise fields.error("no layer has attention or a recurrent part; use another model")
     sizes = (spec.for_layer(layer) for layer in spec.layers)
     for num_heads, num_kv_heads in {(each.num_heads, each.num_kv_heads) for each in sizes}:

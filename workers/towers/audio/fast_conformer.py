@@ -1,4 +1,4 @@
-"""A Fast Conformer (Canary), and a projection of its outputs (Cohere Transcribe), in torch.
+"""A Fast Conformer (Canary), with a projection of its outputs (Cohere Transcribe) or a decoder (Parakeet), in torch.
 
 Shapes: C features of a frame, N frames, P rows, D hidden size, H heads, K head dimension, F distances.
 """
@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from ....protocol.config.audio_tower import FastConformerSpec
 from ...loaders import Checkpoint
 from ..weights import Linear, VisionWeights, find_activation
+from .token_decoders import TokenDecoder, read_token_decoder
 
 _NORM_EPS = 1e-5
 _MAX_WAVELENGTH = 10_000.0
@@ -54,9 +55,12 @@ class FastConformer:
         self._output: Linear | None = None
         if spec.has_projection:
             self._output = tensors.read_linear("decoder.proj", spec.output_size, spec.hidden_size)
+        self._decoder: TokenDecoder | None = None
+        if spec.decoder is not None:
+            self._decoder = read_token_decoder(spec.decoder, spec, tensors, checkpoint)
 
     def __call__(self, features_CN: Tensor) -> Tensor:
-        """Return the outputs [P, output size]."""
+        """Return the outputs [P, output size], or with a decoder the tokens [R, `TOKEN_FIELDS`]."""
         x = features_CN.T[None, None]
         for weight, bias, groups, is_activated in self._convolutions:
             is_pointwise = weight.shape[-1] == 1
@@ -67,6 +71,8 @@ class FastConformer:
         positions_FD = _positions(len(x_PD), self._spec.hidden_size).to(x_PD)
         for layer in self._layers:
             x_PD = layer(x_PD, positions_FD)
+        if self._decoder is not None:
+            return self._decoder(x_PD)
         return x_PD if self._output is None else self._output(x_PD)
 
 

@@ -1,4 +1,7 @@
-"""Families of models that transcribe speech. All but Voxtral Realtime are encoder-decoder models."""
+"""Families of models that transcribe speech.
+
+Voxtral Realtime is a decoder, Parakeet an encoder alone, and the others are encoder-decoder models.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 
+from .....protocol.checkpoint.audio.parakeet import parakeet_spec, with_encoder_fields
 from .....protocol.checkpoint.audio.speech_encoders import (
     canary_encoder_spec,
     fast_conformer_spec,
@@ -236,6 +240,29 @@ def _bart_decoder(fields: ConfigFields) -> ModelSpec:
     )
 
 
+def _parakeet(fields: ConfigFields) -> ModelSpec:
+    """Return a model without layers, whose audio tower writes tokens."""
+    tower = parakeet_spec(fields)
+    fields = with_encoder_fields(fields)
+    return ModelSpec(
+        model_type=fields.text("model_type"),
+        vocab_size=fields.integer("vocab_size"),
+        hidden_size=tower.hidden_size,
+        layers=(),
+        max_position_embeddings=fields.integer("max_position_embeddings"),
+        tie_word_embeddings=True,
+        has_embedding=False,
+        is_causal=False,
+        intermediate_size=tower.intermediate_size,
+        num_heads=tower.num_heads,
+        num_kv_heads=tower.num_heads,
+        head_dim=tower.hidden_size // tower.num_heads,
+        attention_scale=1.0,
+        norm_eps=1e-5,
+        audio_encoder=tower,
+    )
+
+
 def _rotary_layers(fields: ConfigFields) -> tuple[LayerSpec, ...]:
     head_size = fields.integer("hidden_size") // fields.integer("num_attention_heads")
     return uniform_layers(fields, read_rope(fields, head_size, partial=True))
@@ -261,6 +288,9 @@ FAMILIES = (
         "MoonshineStreamingForConditionalGeneration", "moonshine_streaming", _moonshine_streaming
     ),
     Family("MoonshineForConditionalGeneration", "moonshine", _moonshine),
+    Family("ParakeetForCTC", "parakeet_ctc", _parakeet),
+    Family("ParakeetForRNNT", "parakeet_rnnt", _parakeet),
+    Family("ParakeetForTDT", "parakeet_tdt", _parakeet),
     Family("VoxtralRealtimeForConditionalGeneration", "voxtral_realtime", _voxtral_realtime),
     Family("WhisperForConditionalGeneration", "whisper", _whisper),
 )

@@ -1,0 +1,90 @@
+"""Read how models with a Fast Conformer process audio clips, from the files of transformers."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from ...config.audio_tower import FastConformerSpec
+from ...config.model import AudioProcessorConfig, SpeechKind
+from ..config_fields import ConfigFields
+from .fields import read_token
+from .parakeet import parakeet_spec
+from .speech_encoders import canary_encoder_spec, fast_conformer_spec
+
+_SECONDS: Final = 30.0
+"""The maximum length of a window, up to which Cohere Transcribe's processor does not split a clip; also of others."""
+
+_COHERE_PROMPT: Final = (
+    *("▁", "<|startofcontext|>", "<|startoftranscript|>", "<|emo:undefined|>"),
+    *("<|{language}|>", "<|{language}|>"),
+    *("<|pnc|>", "<|noitn|>", "<|notimestamp|>", "<|nodiarize|>"),
+)
+_COHERE_LANGUAGES: Final = (
+    *("ar", "de", "el", "en", "es", "fr", "it"),
+    *("ja", "ko", "nl", "pl", "pt", "vi", "zh"),
+)
+_CANARY_PROMPT: Final = (
+    *("<|startofcontext|>", "<|startoftranscript|>", "<|emo:undefined|>"),
+    *("<|{language}|>", "<|{target}|>"),
+    *("<|pnc|>", "<|noitn|>", "<|notimestamp|>", "<|nodiarize|>"),
+)
+_CANARY_LANGUAGES: Final = (
+    *("bg", "cs", "da", "de", "el", "en", "es", "et", "fi", "fr", "hr", "hu", "it"),
+    *("lt", "lv", "mt", "nl", "pl", "pt", "ro", "ru", "sk", "sl", "sv", "uk"),
+)
+
+
+def canary_processor(
+    processor: ConfigFields, config: ConfigFields, generation: ConfigFields
+) -> AudioProcessorConfig:
+    """Return the audio preprocessing of Canary."""
+    return msgspec.structs.replace(
+        _common(processor, canary_encoder_spec(config)),
+        kind=SpeechKind.CANARY,
+        start_token_id=read_token(generation, "decoder_start_token_id", 4, config),
+        prompt=_CANARY_PROMPT,
+        languages=_CANARY_LANGUAGES,
+    )
+
+
+def cohere_processor(
+    processor: ConfigFields, config: ConfigFields, generation: ConfigFields
+) -> AudioProcessorConfig:
+    """Return the audio preprocessing of Cohere Transcribe."""
+    return msgspec.structs.replace(
+        _common(processor, fast_conformer_spec(config)),
+        start_token_id=read_token(generation, "decoder_start_token_id", 4, config),
+        prompt=_COHERE_PROMPT,
+        languages=_COHERE_LANGUAGES,
+    )
+
+
+def parakeet_processor(
+    processor: ConfigFields, config: ConfigFields, generation: ConfigFields
+) -> AudioProcessorConfig:
+    """Return the audio preprocessing of Parakeet."""
+    return msgspec.structs.replace(
+        _common(processor, parakeet_spec(config)),
+        kind=SpeechKind(config.text("model_type")),
+        writes_tokens=True,
+    )
+
+
+def _common(processor: ConfigFields, encoder: FastConformerSpec) -> AudioProcessorConfig:
+    for name, needed in (("sampling_rate", 16_000), ("hop_length", 160), ("n_fft", 512)):
+        processor.require(name, needed)
+    num_halvings = encoder.num_halvings
+    return AudioProcessorConfig(
+        kind=SpeechKind.COHERE,
+        num_mel_bins=encoder.num_mel_bins,
+        sampling_rate=16_000,
+        hop_length=160,
+        chunk_seconds=_SECONDS,
+        strides=(2,) * num_halvings,
+        kernels=(3,) * num_halvings,
+        paddings=(1,) * num_halvings,
+        max_source_positions=encoder.num_outputs(encoder.num_frames),
+        start_token_id=0,
+    )
