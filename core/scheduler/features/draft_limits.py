@@ -5,6 +5,7 @@ The measurements arrive in the outputs of the workers, which are recorded, so a 
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 import numpy as np
@@ -55,13 +56,12 @@ class StepCosts:
     """
 
     def __init__(self) -> None:
-        self._seconds: FloatArray = np.zeros(_NUM_BINS)
-        self._rows: FloatArray = np.zeros(_NUM_BINS)
-        self._counts: Int64Array = np.zeros(_NUM_BINS, np.int64)
-        self._measured_at: Int64Array = np.zeros(_NUM_BINS, np.int64)
+        # Lists, because single elements of arrays are slow to read and write, and every step writes some.
+        self._seconds = [0.0] * _NUM_BINS
+        self._rows = [0.0] * _NUM_BINS
+        self._counts = [0] * _NUM_BINS
+        self._measured_at = [0] * _NUM_BINS
         self._num_steps = 0
-        self._known_rows: FloatArray = np.ones(1)
-        self._known_ratios: FloatArray = np.ones(1)
 
     def record(self, num_rows: int, seconds: float) -> None:
         """Record the duration of a step.
@@ -71,34 +71,35 @@ class StepCosts:
         found = _find_bin(num_rows)
         self._num_steps += 1
         self._measured_at[found] = self._num_steps
-        count = int(self._counts[found])
+        count = self._counts[found]
         if count >= 4:
-            seconds = min(seconds, 3 * float(self._seconds[found]))
+            seconds = min(seconds, 3 * self._seconds[found])
         weight = max(1 / (count + 1), _NEW_WEIGHT)
         self._seconds[found] += weight * (seconds - self._seconds[found])
         self._rows[found] += weight * (num_rows - self._rows[found])
         self._counts[found] = count + 1
-        known = self._counts.nonzero()[0]
-        self._known_rows = self._rows[known]
-        # More rows never cost less, so a decreasing measurement is noise.
-        costs = np.maximum.accumulate(self._seconds[known])
-        self._known_ratios = costs / _prior(self._known_rows)
 
     def is_known(self, num_rows: int) -> bool:
         """Return whether steps with about `num_rows` rows were measured often enough and recently."""
         found = _find_bin(num_rows)
         is_recent = self._num_steps - self._measured_at[found] < _FORGET_STEPS
-        return bool(is_recent and self._counts[found] >= _LEAST_MEASUREMENTS)
+        return is_recent and self._counts[found] >= _LEAST_MEASUREMENTS
 
     def estimate(self, num_rows: FloatArray) -> FloatArray:
         """Return the estimated seconds of a step for each of these increasing numbers of rows."""
-        ratios = np.interp(num_rows, self._known_rows, self._known_ratios)
+        known = np.array(self._counts).nonzero()[0]
+        if not len(known):
+            return _prior(num_rows)
+        known_rows = np.array(self._rows)[known]
+        # More rows never cost less, so a decreasing measurement is noise.
+        known_costs = np.maximum.accumulate(np.array(self._seconds)[known])
+        ratios = np.interp(num_rows, known_rows, known_costs / _prior(known_rows))
         costs: FloatArray = np.maximum.accumulate(ratios * _prior(num_rows))
         return costs
 
 
 def _find_bin(num_rows: int) -> int:
-    return min(int(_BINS_PER_DOUBLING * np.log2(max(num_rows, 1))), _NUM_BINS - 1)
+    return min(int(_BINS_PER_DOUBLING * math.log2(max(num_rows, 1))), _NUM_BINS - 1)
 
 
 def _prior(num_rows: FloatArray) -> FloatArray:
@@ -209,29 +210,39 @@ class DraftLimits:
         limits: Int64Array = np.zeros(acceptance.shape, np.int64)
         # If the cost of a step without drafts is not known, draft nothing for some steps, which measures it.
         if self._costs.is_known(len(slots)):
-            limits = np.stack([self._most_worthwhile(each) for each in acceptance.T], 1)
+            limits = self._most_worthwhile(acceptance)
         if self._num_steps % self._probe_steps < _STEPS_PER_DECISION:
             self._probe(limits)
         self.limits[slots] = limits
         self.has_unsent |= bool((limits != self._sent[slots]).any())
 
     def _most_worthwhile(self, acceptance: FloatArray) -> Int64Array:
-        """Return how many drafts of each request maximize the tokens per second, given its acceptance rate."""
-        num_requests = len(acceptance)
+        """Return how many drafts of each request maximize the tokens per second at each level, [requests, levels].
+
+        `acceptance` are the acceptance rates, [requests, levels].
+        """
+        num_requests, num_levels = acceptance.shape
         positions = np.arange(1, self._max_drafts + 1)
-        chances = np.minimum(acceptance, 0.99)[:, None] ** positions
-        order = np.argsort(-chances, axis=None, kind="stable")
-        num_rows = num_requests + np.arange(len(order) + 1, dtype=np.float64)
-        num_tokens = num_requests + np.concatenate(([0.0], np.cumsum(chances.ravel()[order])))
-        costs = self._costs.estimate(num_rows)
+        powers = np.minimum(acceptance.T, 0.99)[:, :, None] ** positions
+        chances = powers.reshape(num_levels, num_requests * self._max_drafts)
+        order = np.argsort(-chances, axis=1, kind="stable")
+        num_tokens = np.full((num_levels, chances.shape[1] + 1), num_requests, np.float64)
+        num_tokens[:, 1:] += np.take_along_axis(chances, order, 1).cumsum(1)
+        costs = self._costs.estimate(
+            num_requests + np.arange(num_tokens.shape[1], dtype=np.float64)
+        )
         if self._draft_seconds:
-            passes = np.maximum.accumulate(order % self._max_drafts + 1)
-            costs[1:] += self._draft_seconds * passes
+            costs = np.repeat(costs[None], num_levels, 0)
+            passes = np.maximum.accumulate(order % self._max_drafts + 1, axis=1)
+            costs[:, 1:] += self._draft_seconds * passes
         speeds = num_tokens / costs
-        best = int(speeds.argmax())
-        if speeds[best] < _LEAST_GAIN * speeds[0]:
-            best = 0
-        return np.bincount(order[:best] // self._max_drafts, minlength=num_requests)
+        best = speeds.argmax(1)
+        best[speeds.max(1) < _LEAST_GAIN * speeds[:, 0]] = 0
+        limits: Int64Array = np.empty(acceptance.shape, np.int64)
+        for level, count in enumerate(best):
+            chosen = order[level, :count] // self._max_drafts
+            limits[:, level] = np.bincount(chosen, minlength=num_requests)
+        return limits
 
     def _probe(self, limits: Int64Array) -> None:
         """Allow one draft to some of the requests that have none at some level, to all of them in turn."""
