@@ -19,7 +19,7 @@ import zmq
 from ..protocol import transport
 from ..protocol.arrays import int32_bytes, int32_view
 from ..protocol.config import PROTOCOL_VERSION, EngineConfig
-from ..protocol.errors import POISON_REQUEST, EngineError, PeerLostError
+from ..protocol.errors import POISON_REQUEST, EngineError, PeerLostError, counted
 from ..protocol.heartbeat import HeartbeatWriter, seconds_to_beat
 from ..protocol.messages import (
     AbortRequests,
@@ -238,7 +238,7 @@ class EngineCore:
         )
         if self._workers.held:
             self._scheduler.adopt_blocks(self._workers.held)
-            logger.info("adopted the KV-cache blocks of %d requests", len(self._workers.held))
+            logger.info("adopted the blocks of %s", counted(len(self._workers.held), "request"))
         for report in self._workers.early_reports:
             self._handle_transfers(report)
         self._workers.early_reports.clear()

@@ -1,4 +1,4 @@
-"""Errors that are common to all processes of the engine."""
+"""Errors that are common to all processes of the engine, and the words of counts in messages."""
 
 from os import PathLike
 from typing import ClassVar, Final
@@ -8,6 +8,11 @@ POISON_REQUEST: Final = (
     "it is not retried"
 )
 """Error message that the client of a poison request gets."""
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a number with its noun, such as "1 token" or "2 tokens"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 class EngineError(Exception):

@@ -10,7 +10,7 @@ from typing import Final
 
 import msgspec
 
-from .errors import CheckpointError
+from .errors import CheckpointError, counted
 
 HEAD_BYTES: Final = 1 << 20
 """Number of bytes at the beginning of a file that are hashed. They contain the header of a safetensors or GGUF file."""
@@ -60,7 +60,7 @@ def identify_copies(
     if len(found) != len(originals):
         raise CheckpointError(
             paths[0] if paths else "the model",
-            f"the model has {len(found)} files on this machine and {len(originals)} on node 0; copy it from "
+            f"the model has {counted(len(found), 'file')} on this machine and {len(originals)} on node 0; copy it from "
             "node 0",
         )
     return found

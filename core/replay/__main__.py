@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from datetime import datetime
 
-from ...protocol.errors import EngineError
+from ...protocol.errors import EngineError, counted
 from .dump import Dump, read_dump
 from .events import AddRequest, Decided, Update
 from .replayer import Difference, Replayer
@@ -99,7 +99,7 @@ def _describe(dump: Dump) -> None:
     at = datetime.fromtimestamp(dump.wall_time).isoformat(" ", "seconds")
     print(
         f"core {dump.setup.core_index} of engine {dump.engine_version}, {dump.reason} at {at}: "
-        f"{num_steps} steps in {seconds:.3f} s, {len(arrivals)} arrivals"
+        f"{counted(num_steps, 'step')} in {seconds:.3f} s, {counted(len(arrivals), 'arrival')}"
     )
     if dump.problem:
         print(f"the log has no later snapshot: {dump.problem}")

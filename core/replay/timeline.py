@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 
 from ...protocol.config import SchedulingPolicy
+from ...protocol.errors import counted
 from ...protocol.messages import EventKind, FinishReason, RequestEvent
 from ..scheduler.queues.admission_stop import AdmissionStop
 from ..scheduler.queues.request_queue import WaitReason
@@ -181,7 +182,7 @@ class RequestTimeline:
         num_running, num_waiting = scheduler.get_request_counts()
         self._add_line(
             event.now,
-            f"queued: {event.num_prompt_bytes // 4} prompt tokens, at most {limit} to generate, priority "
+            f"queued: {counted(event.num_prompt_bytes // 4, 'prompt token')}, at most {limit} to generate, priority "
             f"{message.priority}{tenant}; {num_running} running, {max(0, num_waiting - 1)} others waiting",
         )
         if self._request is None:
@@ -205,7 +206,11 @@ class RequestTimeline:
             self._close_wait()
             slots = scheduler.slots
             cached = max(0, request.num_cached_tokens)
-            again = "again " if request.num_admissions > 1 else f"with {cached} tokens cached "
+            again = (
+                "again "
+                if request.num_admissions > 1
+                else f"with {counted(cached, 'token')} cached "
+            )
             self._add_line(
                 self._now,
                 f"admitted {again}to slot {request.slot}; {slots.num_free} slots stay free",
@@ -289,8 +294,8 @@ class RequestTimeline:
             return ""
         seconds, slowest = max(done, key=lambda each: each[0])
         return (
-            f" ({len(steps)} in flight, the slowest {seconds:.3f} s long with {slowest.num_tokens} tokens "
-            f"of {slowest.num_sequences} requests)"
+            f" ({len(steps)} in flight, the slowest {seconds:.3f} s long with {counted(slowest.num_tokens, 'token')} "
+            f"of {counted(slowest.num_sequences, 'request')})"
         )
 
     def _record_preemption(self, event: object, scheduler: Scheduler) -> None:
@@ -305,7 +310,7 @@ class RequestTimeline:
         assert self._request is not None
         self._add_line(
             self._now,
-            f"preempted with {self._request.num_tokens} tokens: {why}",
+            f"preempted with {counted(self._request.num_tokens, 'token')}: {why}",
         )
         self._waiting_since = self._last_look = self._now
         self._was_running = False
@@ -333,7 +338,7 @@ class RequestTimeline:
             more = " …" if len(self._chunks) > MAX_CHUNKS_SHOWN else ""
             self._add_line(
                 self._now,
-                f"computed its prompt in {len(self._chunks)} steps; its tokens/all tokens: {shown}{more}",
+                f"computed its prompt in {counted(len(self._chunks), 'step')}; its tokens/all tokens: {shown}{more}",
             )
             self._chunks = []
 
@@ -345,11 +350,11 @@ class RequestTimeline:
             milliseconds = 1e3 * (self._now - self._decoding_since) / self._num_decodes
             self._add_line(
                 self._now,
-                f"{self._num_decodes} decode steps, {milliseconds:.1f} ms each, "
+                f"{counted(self._num_decodes, 'decode step')}, {milliseconds:.1f} ms each, "
                 f"with {beside:.1f} other requests on average",
             )
         if self._num_skipped:
-            self._add_line(self._now, f"not scheduled in {self._num_skipped} steps")
+            self._add_line(self._now, f"not scheduled in {counted(self._num_skipped, 'step')}")
         if self._was_running:
             self._running_s += self._now - self._running_since
             self._running_since = self._now
@@ -405,7 +410,7 @@ def _name_keys(keys: list[RequestKey]) -> str:
     """Return text with the number of requests and the names of the first few."""
     names = ", ".join(f"{client}/{index}" for client, index in keys[:MAX_OVERTAKERS_SHOWN])
     more = ", …" if len(keys) > MAX_OVERTAKERS_SHOWN else ""
-    return f"{len(keys)} request{'s' if len(keys) > 1 else ''} ({names}{more})"
+    return f"{counted(len(keys), 'request')} ({names}{more})"
 
 
 def _largest_first(seconds: Mapping[str, float]) -> list[tuple[str, float]]:

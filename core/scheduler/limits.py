@@ -10,7 +10,7 @@ import msgspec
 from ...protocol.block_hash import HASH_BYTES
 from ...protocol.config import SchedulerConfig
 from ...protocol.encoder_inputs.inputs import EncoderInput
-from ...protocol.errors import ConfigError
+from ...protocol.errors import ConfigError, counted
 from ...protocol.kv_cache_groups import (
     AttentionKind,
     KVCacheGroup,
@@ -146,20 +146,20 @@ class Requirements(msgspec.Struct, frozen=True):
         if limit and num_queued_of_tenant >= limit:
             return Refusal(
                 FinishReason.THROTTLED,
-                f"this tenant has {num_queued_of_tenant} requests in the queue, "
+                f"this tenant has {counted(num_queued_of_tenant, 'request')} in the queue, "
                 f"max_num_queued_reqs_per_tenant={limit}",
             )
         limit = self.max_num_queued_reqs
         if limit and num_queued_reqs >= limit:
             return Refusal(
                 FinishReason.REJECTED,
-                f"the queue is full: {num_queued_reqs} requests wait, max_num_queued_reqs={limit}",
+                f"the queue is full: it has {counted(num_queued_reqs, 'request')}, max_num_queued_reqs={limit}",
             )
         limit = self.max_num_queued_tokens
         if limit and num_queued_reqs and num_queued_tokens + num_tokens > limit:
             return Refusal(
                 FinishReason.REJECTED,
-                f"the queue is full: {num_queued_tokens} tokens wait and this request has "
+                f"the queue is full: it has {counted(num_queued_tokens, 'token')} and this request has "
                 f"{num_tokens}, max_num_queued_tokens={limit}",
             )
         return None

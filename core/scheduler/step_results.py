@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from ...protocol.arrays import Int32Array, Int64Array, int32_view
-from ...protocol.errors import EngineError
+from ...protocol.errors import EngineError, counted
 from ...protocol.messages import (
     EngineCoreOutputs,
     EventKind,
@@ -300,12 +300,12 @@ class StepResults:
                 or (counts > _num_verified(output, step.num_drafts) + 1).any()
             ):
                 raise EngineError(
-                    f"step {step.step} returned {num_tokens} tokens, {counts.tolist()} for rows "
+                    f"step {step.step} returned {counted(num_tokens, 'token')}, {counts.tolist()} for rows "
                     f"with {step.num_drafts.tolist()} drafts"
                 )
         elif num_tokens != len(step.sampling.slots):
             raise EngineError(
-                f"step {step.step} returned {num_tokens} tokens for {len(step.sampling)} rows"
+                f"step {step.step} returned {counted(num_tokens, 'token')} for {counted(len(step.sampling), 'row')}"
             )
         return self._in_flight.popleft()
 

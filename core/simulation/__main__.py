@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import msgspec
 
 from ...protocol.config import SchedulingPolicy
-from ...protocol.errors import EngineError
+from ...protocol.errors import EngineError, counted
 from .arguments import TRACE_HELP, add_input_arguments, list_of, policies_of, positive, read_inputs
 from .plot import draw, write_plot
 from .simulate import SimulationResult, simulate
@@ -59,7 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             _print_table(results, inputs.step_time)
         if args.plot:
-            named = {f"{policy}, {n} replicas": result for (policy, n), result in results.items()}
+            named = {
+                f"{policy}, {counted(n, 'replica')}": result
+                for (policy, n), result in results.items()
+            }
             write_plot(args.plot, draw(named))
     except EngineError as error:
         print(f"engine simulate: {error}", file=sys.stderr)

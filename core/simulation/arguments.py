@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from ...protocol.config import CacheConfig, SchedulerConfig, SchedulingPolicy, SpeculativeConfig
-from ...protocol.errors import EngineError
+from ...protocol.errors import EngineError, counted
 from ..replay.dump import SUFFIX, Dump, read_dump
 from ..replay.recorder import Setup
 from .draft_model import DraftModel, constant_drafts, measure_drafts
@@ -158,7 +158,7 @@ def _step_time(given: list[float] | None, dumps: Sequence[Dump]) -> StepTimeMode
         raise EngineError("the step time is unknown; give --fit DUMP or --step-time")
     fitted = fit([sample for dump in dumps for sample in measure_steps(dump)])
     print(
-        f"step time fitted to {fitted.num_steps} steps: single steps {fitted.mean_error:.0%} off; on "
+        f"step time fitted to {counted(fitted.num_steps, 'step')}: single steps {fitted.mean_error:.0%} off; on "
         f"held-out parts of the log {fitted.held_out_error:.0%}, their total {fitted.held_out_bias:+.1%}",
         file=sys.stderr,
     )

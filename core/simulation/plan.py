@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from ...protocol.config import ParallelConfig, SchedulingPolicy
-from ...protocol.errors import EngineError
+from ...protocol.errors import EngineError, counted
 from .arguments import (
     TRACE_HELP,
     Inputs,
@@ -195,7 +195,7 @@ def _show_progress(point: Point) -> None:
     if sys.stderr.isatty():
         limits = " ".join(map(str, point.candidate))
         print(
-            f"\r\x1b[K{point.num_replicas} replicas, {limits}: {point.ratio:.2f} of the objectives",
+            f"\r\x1b[K{counted(point.num_replicas, 'replica')}, {limits}: {point.ratio:.2f} of the objectives",
             end="",
             file=sys.stderr,
             flush=True,
@@ -258,7 +258,7 @@ def _conclusion(
 ) -> str:
     if best is None:
         return (
-            f"nothing meets the objectives with up to {max_replicas} replicas; the nearest needs "
+            f"nothing meets the objectives with up to {counted(max_replicas, 'replica')}; the nearest needs "
             f"{nearest.ratio:.2f} times as long"
         )
     predicted = ", ".join(

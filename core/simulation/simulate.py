@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from ...protocol.block_hash import block_keys
-from ...protocol.errors import EngineError
+from ...protocol.errors import EngineError, counted
 from ...protocol.messages import FinishReason
 from ..replay.recorder import Setup
 from .draft_model import DraftModel
@@ -176,7 +176,7 @@ def _run_pass(scenario: Scenario, num_processes: int) -> list[ClientRecords]:
             shard.close()
     if fleet.num_unfinished:
         raise EngineError(
-            f"{fleet.num_unfinished} requests can never be scheduled: there are too few KV-cache blocks; raise --num-blocks"
+            f"{counted(fleet.num_unfinished, 'request')} can never be scheduled: there are too few KV-cache blocks; raise --num-blocks"
         )
     return records
 

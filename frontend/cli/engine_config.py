@@ -33,7 +33,7 @@ from ...protocol.config import (
 )
 from ...protocol.config.images import MosaicProcessor, SpanKind
 from ...protocol.config.scheduler import DEFAULT_SPECULATION
-from ...protocol.errors import ConfigError
+from ...protocol.errors import ConfigError, counted
 from ...protocol.file_identity import identify_files
 from ..model_source.options import ModelOptions, ResolvedModel
 from .arguments import Settings
@@ -145,7 +145,7 @@ def make_parallel_config(settings: Settings) -> ParallelConfig:
     num_roles = len(given.get("replica_roles", ()))
     if num_roles and given.setdefault("data_parallel_size", num_roles) != num_roles:
         raise ConfigError(
-            f"--replica-roles names {num_roles} replicas, but --data-parallel-size is "
+            f"--replica-roles names {counted(num_roles, 'replica')}, but --data-parallel-size is "
             f"{given['data_parallel_size']}; remove --data-parallel-size"
         )
     parallel = ParallelConfig(**given)

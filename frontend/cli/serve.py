@@ -10,7 +10,7 @@ import msgspec
 
 from ... import __version__
 from ...protocol.config import EngineConfig
-from ...protocol.errors import ConfigError, EngineError
+from ...protocol.errors import ConfigError, EngineError, counted
 from ...protocol.process import name_process
 from ..model_source.options import ModelOptions, ResolvedModel
 from ..supervisor.console import Console, StartupProgress, format_bytes
@@ -214,7 +214,7 @@ def _supervise(
     ) as supervisor:
         if (num_nodes := config.parallel.num_remote_nodes) and not was_ready:
             address = config.parallel.node_address
-            console.line(f"waiting for {num_nodes} more nodes to join {address}")
+            console.line(f"waiting for {counted(num_nodes, 'more node')} to join {address}")
 
         def announce() -> None:
             if not was_ready:

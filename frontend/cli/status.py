@@ -20,13 +20,12 @@ COLUMNS: Final = (
     ("PROCESS", "{name}"),
     ("PID", "{pid}"),
     ("STAGE", "{stage}"),
-    ("EPOCH", "{epoch}"),
     ("RESTARTS", "{num_restarts}"),
     ("SILENT", "{silent_s:.1f} s"),
     ("STEPS/S", "{steps_per_s:.1f}"),
     ("RUNNING", "{num_running}"),
     ("WAITING", "{num_waiting}"),
-    ("KV USE", "{kv_cache_usage:.0%}"),
+    ("KV", "{kv_cache_usage:.0%}"),
 )
 
 

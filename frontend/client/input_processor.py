@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from ...protocol.arrays import Int32Array, int32_bytes
 from ...protocol.config import EngineConfig
-from ...protocol.errors import ParameterError
+from ...protocol.errors import ParameterError, counted
 from ...protocol.grammars.grammar import PARAM as STRUCTURED_OUTPUTS
 from ...protocol.messages import EngineCoreRequest
 from ...protocol.sampling_params import MAX_SEED, SamplingParams
@@ -307,7 +307,7 @@ def _encode_predictions(sequences: list[SequenceRequest]) -> dict[int, bytes]:
     if total > MAX_TOTAL_ENTRIES:
         raise ParameterError(
             "prediction",
-            f"has {total} tokens for {len(sequences)} sequences in total, but at most "
+            f"has {total} tokens for {counted(len(sequences), 'sequence')} in total, but at most "
             f"{MAX_TOTAL_ENTRIES} are allowed",
         )
     return encoded
@@ -319,7 +319,7 @@ def _verify_images(sequences: list[SequenceRequest]) -> None:
     if size > MAX_TOTAL_ENCODER_BYTES:
         raise ParameterError(
             "n" if len(sequences) > 1 else "messages",
-            f"makes {size} bytes of images for {len(sequences)} sequences, but at most "
+            f"makes {size} bytes of images for {counted(len(sequences), 'sequence')}, but at most "
             f"{MAX_TOTAL_ENCODER_BYTES} are allowed; send fewer or smaller images",
         )
 

@@ -12,7 +12,7 @@ import numpy as np
 from ...protocol.config.images import AnyImageProcessor, MosaicProcessor, SlicesProcessor
 from ...protocol.config.videos import AnyVideoProcessor, VideoProcessor
 from ...protocol.encoder_inputs.inputs import EncoderInput
-from ...protocol.errors import ConfigError, ParameterError
+from ...protocol.errors import ConfigError, ParameterError, counted
 from ..chat.messages import MEDIA_MARK
 from ..tokenizer.tokenizer import Tokenizer
 from .canvas import with_places
@@ -122,7 +122,7 @@ class PromptImages:
         if len(places) != len(images):
             raise ParameterError(
                 "messages",
-                f"have {len(images)} images, but the prompt has {len(places)} image tokens; "
+                f"have {counted(len(images), 'image')}, but the prompt has {counted(len(places), 'image token')}; "
                 f"remove {self._mark!r} from texts, or use another chat template",
             )
         if self._videos is None or MEDIA_MARK in places:

@@ -10,7 +10,7 @@ from typing import Any, Final, Self, TypeAlias
 
 import msgspec
 
-from ...protocol.errors import ParameterError
+from ...protocol.errors import ParameterError, counted
 from ...protocol.file_identity import LoraAdapter
 from ...protocol.sampling_params import SamplingParams
 from ..chat import ModelTemplates, SpecialTokenGuard
@@ -300,7 +300,10 @@ class LLM(PoolingMethods):
             priority = [priority or 0] * len(prompts)
         for name, values in (("sampling_params", sampling_params), ("priority", priority)):
             if len(values) != len(prompts):
-                raise ParameterError(name, f"has {len(values)} entries for {len(prompts)} prompts")
+                raise ParameterError(
+                    name,
+                    f"has {counted(len(values), 'value')} for {counted(len(prompts), 'prompt')}",
+                )
         sampling_params = [self._without_bad_words(_with_tuples(each)) for each in sampling_params]
         with progress_bar(use_tqdm, len(prompts)) as advance:
             work = self._collect(prompts, sampling_params, loras, priority, advance)

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import msgspec
 
 from ...protocol.config import ModelConfig
-from ...protocol.errors import CheckpointError, ConfigError, ParameterError
+from ...protocol.errors import CheckpointError, ConfigError, ParameterError, counted
 from ...protocol.file_identity import LoraAdapter
 from ..model_source.lora import find_adapter
 from ..supervisor.console import Console
@@ -50,7 +50,8 @@ class OfflineLoras:
             choice = [choice] * len(has_images)
         if len(choice) != len(has_images):
             raise ParameterError(
-                "lora_request", f"has {len(choice)} entries for {len(has_images)} prompts"
+                "lora_request",
+                f"has {counted(len(choice), 'adapter')} for {counted(len(has_images), 'prompt')}",
             )
         default = self._config.media_lora
         return [

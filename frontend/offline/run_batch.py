@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from ...protocol.errors import EngineError
+from ...protocol.errors import EngineError, counted
 from ..api.batches.lines import (
     BatchLine,
     error_line,
@@ -135,7 +135,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             started = stack.enter_context(own_server(flags))
             server = _Server(started.url.removeprefix("unix:"), started.api_key)
         num_failed = _answer_all(server, lines, output, own.concurrency)
-    console.line(f"{len(lines)} requests: {len(lines) - num_failed} answered, {num_failed} failed")
+    console.line(
+        f"{counted(len(lines), 'request')}: {len(lines) - num_failed} answered, {num_failed} failed"
+    )
     return 1 if num_failed else 0
 
 

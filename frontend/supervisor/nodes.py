@@ -13,6 +13,7 @@ import zmq
 
 from ...protocol.cluster_key import cluster_key_of
 from ...protocol.config import PROTOCOL_VERSION, EngineConfig
+from ...protocol.errors import counted
 from ...protocol.heartbeat import BEAT_INTERVAL_S
 from ...protocol.supervisor_messages import (
     EndNode,
@@ -251,7 +252,7 @@ class Nodes:
             meaning = "WORLD_SIZE" if parallel.is_external else "--nnodes"
             return (
                 f"{meaning} is {hello.num_nodes} there, but {parallel.num_nodes} on node 0, which has "
-                f"{parallel.num_workers} workers; use the same value"
+                f"{counted(parallel.num_workers, 'worker')}; use the same value"
             )
         first = parallel.num_nodes - parallel.num_remote_nodes
         if not first <= hello.node_rank < parallel.num_nodes:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+from ...protocol.errors import counted
 from ...protocol.supervisor_messages import Stage
 from .child import Child
 from .launcher import Launcher
@@ -58,7 +59,7 @@ def why_nothing_serves(unit: RecoveryUnit, units: list[RecoveryUnit], max_restar
     if role is Role.STORE or not all(each.is_lost for each in (unit, *others)):
         return ""
     crashes = " and ".join(
-        f"{lost.leader.name} crashed {lost.num_consecutive_failures} times in a row without generating a token"
+        f"{lost.leader.name} crashed {counted(lost.num_consecutive_failures, 'time')} in a row without generating a token"
         for lost in (unit, *others)
     )
     return f"Stopping the server: {crashes} (limit: --max-restarts {max_restarts})"

@@ -7,7 +7,7 @@ from typing import Final
 import msgspec
 
 from ..config import ParallelConfig
-from ..errors import ConfigError
+from ..errors import ConfigError, counted
 
 DEFAULTS_OF_GEMMA3: Final = {"vocab_size": 262_208, "max_position_embeddings": 131_072}
 """Defaults in transformers for the fields that a Gemma 3 config may omit."""
@@ -41,7 +41,7 @@ def check_parallel(model: ModelDimensions, parallel: ParallelConfig) -> None:
     ranks, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     if stages > model.num_layers:
         raise ConfigError(
-            f"--pipeline-parallel-size {stages}: the model has only {model.num_layers} layers, and every stage "
+            f"--pipeline-parallel-size {stages}: the model has only {counted(model.num_layers, 'layer')}, and every stage "
             f"needs at least one; use at most {model.num_layers}"
         )
     num_workers = ranks * parallel.data_parallel_size

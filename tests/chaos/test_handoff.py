@@ -54,7 +54,7 @@ def test_requests_continue_with_their_blocks_after_a_crash_of_the_core(
         victim.kill()
         assert streams.answers() == undisturbed
         wait_until(lambda: not victim.is_running(), what="the core is gone")
-        assert "adopted the KV-cache blocks of" in server.log
+        assert "adopted the blocks of" in server.log
         # A state that covers more tokens than its client has is computed again.
         if make is encoder_decoder:
             assert count_computed() - computed < alone + 20 * len(requests)

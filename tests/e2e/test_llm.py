@@ -139,7 +139,7 @@ def test_priorities_and_progress_bars_are_those_of_vllm(llm: LLM) -> None:
     assert len(llm.generate(["a", "b"], GREEDY, priority=[1, 0], use_tqdm=new_bar)) == 2
     assert len(llm.generate("a", GREEDY, priority=3, use_tqdm=True)) == 1
     assert (totals, added) == ([2], [1, 1, -1])
-    with pytest.raises(ParameterError, match="priority has 1 entries for 2 prompts"):
+    with pytest.raises(ParameterError, match="priority has 1 value for 2 prompts"):
         llm.generate(["a", "b"], GREEDY, priority=[1])
     assert llm.get_tokenizer().decode(llm.generate("a", GREEDY)[0].prompt_token_ids) == "a"
 
@@ -201,7 +201,7 @@ def test_invalid_requests_are_rejected_and_nothing_stays_queued(llm: LLM) -> Non
         llm.generate(["fine", [5] * 600], GREEDY)
     with pytest.raises(ParameterError, match="temperature"):
         llm.generate("x", SamplingParams(temperature=-1.0))
-    with pytest.raises(ParameterError, match="sampling_params has 1 entries for 2 prompts"):
+    with pytest.raises(ParameterError, match="sampling_params has 1 value for 2 prompts"):
         llm.generate(["a", "b"], [GREEDY])
     # It is refused while a request runs.
     assert llm.reset_prefix_cache()

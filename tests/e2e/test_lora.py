@@ -113,7 +113,7 @@ def test_prompts_of_one_call_may_use_different_adapters(tmp_path: Path, backend:
         outputs = llm.generate([prompt] * len(names), params, lora_request=names)
         for output, each in zip(outputs, (merged, model, *others.values()), strict=True):
             assert list(output.outputs[0].token_ids) == greedy(each, prompt, 16)
-        with pytest.raises(ParameterError, match="has 1 entries for 2 prompts"):
+        with pytest.raises(ParameterError, match="has 1 adapter for 2 prompts"):
             llm.generate([prompt, prompt], params, lora_request=["one"])
         with pytest.raises(ParameterError, match="'other' is not served; adapters: one"):
             llm.generate(prompt, params, lora_request="other")

@@ -97,6 +97,7 @@ def test_top_shows_rates_and_status_shows_processes(server: Server) -> None:
         check=True,
     ).stdout
     assert "tokens/s" in table and "KV cache" in table and "worker 0" in table
+    assert all(len(line) <= 80 for line in table.splitlines()) and table.endswith("%\n")
     (status,) = run("status", "--url", server.url, "--once")
     assert status["stage"] == "ready" and status["processes"]
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ...protocol.arrays import Int32Array
-from ...protocol.errors import CheckpointError, ConfigError
+from ...protocol.errors import CheckpointError, ConfigError, counted
 from ..attention import AttentionBackend, AttentionLayer, as_backend
 from ..batch import AttentionBatch
 from ..layers.layer_spec import LayerSpec
@@ -154,7 +154,7 @@ class TransformersModel:
             raise CheckpointError(
                 self.path,
                 f"only {len(self._seen)} of its {num_layers} layers call transformers' attention interface, "
-                f"with {len(heads)} head layouts; all layers must call it, with one layout",
+                f"with {counted(len(heads), 'head layout')}; all layers must call it, with one layout",
             )
         num_heads, num_kv_heads, head_dim, scale, softcap = heads.pop()
         kinds = getattr(text, "layer_types", None) or ["full_attention"] * num_layers

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...protocol.errors import CheckpointError
+from ...protocol.errors import CheckpointError, counted
 from ..device.dtypes import HostDevice, HostDtype, dtype_name, torch_device, torch_dtype
 from ..layers.layers import Linear
 from ..layers.parallel.shard import ModelShard
@@ -358,7 +358,7 @@ class WeightReader:
         unread = [name for name in self._unread if 0 not in self._shape(name)]
         if unread:
             raise self._error(
-                f"{len(unread)} tensors do not belong to a model with this configuration, beginning "
+                f"{counted(len(unread), 'tensor')} cannot belong to a model with this configuration, beginning "
                 f"with {min(unread)!r}"
             )
 

@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from ....protocol.errors import POISON_REQUEST
+from ....protocol.errors import POISON_REQUEST, counted
 from ....protocol.messages import FinishReason
 from ....protocol.store.requests import ClaimedRequest, StreamState
 from ...client.engine_client import RequestGroup
@@ -110,7 +110,9 @@ class Recovery:
             while claimed := await self._claim():
                 for request in claimed:
                     self._spawn(self._continue(request))
-                logger.info("continuing %d requests of a frontend that has exited", len(claimed))
+                logger.info(
+                    "continuing %s of a frontend that has exited", counted(len(claimed), "request")
+                )
         finally:
             self._is_claiming = False
 

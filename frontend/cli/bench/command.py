@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
-from ....protocol.errors import ConfigError, EngineError
+from ....protocol.errors import ConfigError, EngineError, counted
 from ...supervisor.console import Console, reports_errors
 from ..parsers import add_option, command_parser
 from ..remote.server import find_api_key
@@ -194,7 +194,9 @@ def _throughput(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
             f"{result['output_tokens_per_second']:.2f} output tokens/s"
         )
     if figures["failed"]:
-        raise EngineError(f"{figures['failed']} requests failed: {figures['first_error']}")
+        raise EngineError(
+            f"{counted(figures['failed'], 'request')} failed: {figures['first_error']}"
+        )
     return 0
 
 
@@ -240,7 +242,9 @@ def _latency(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
                 seed_offset=index,
             )
             if figures["failed"]:
-                raise EngineError(f"{figures['failed']} requests failed: {figures['first_error']}")
+                raise EngineError(
+                    f"{counted(figures['failed'], 'request')} failed: {figures['first_error']}"
+                )
             if index >= 0:
                 latencies.append(figures["duration"])
     percentiles = {p: float(np.percentile(latencies, p)) for p in _LATENCY_PERCENTILES}
@@ -290,7 +294,7 @@ def _compare(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
         raise ConfigError(f"--rounds {parsed.rounds}: must be at least 1")
     if len(parsed.model) not in (0, 1, len(parsed.urls)):
         raise ConfigError(
-            f"--model is given {len(parsed.model)} times for {len(parsed.urls)} URLs; give one, or one for "
+            f"--model is given {counted(len(parsed.model), 'time')} for {len(parsed.urls)} URLs; give one, or one for "
             "each URL"
         )
     result = compare_servers(

@@ -6,6 +6,8 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+from ....protocol.errors import counted
+
 
 class Piece(NamedTuple):
     """A piece of the answer's text. `is_reasoning` marks the reasoning before the actual answer."""
@@ -60,7 +62,7 @@ class Answer:
         """Return the line below the answer: the number of tokens and the speed."""
         parts = []
         if self.num_tokens is not None:
-            parts.append(f"{self.num_tokens} tokens")
+            parts.append(counted(self.num_tokens, "token"))
         if self.first_s is not None:
             parts.append(f"first after {self.first_s:.2f} s")
             decoding_s = self.total_s - self.first_s

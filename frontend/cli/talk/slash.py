@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from ....protocol.errors import EngineError
+from ....protocol.errors import EngineError, counted
 from .conversation import Conversation, image_url
 from .line_input import QUOTES
 
@@ -79,7 +79,7 @@ def _save(conversation: Conversation, argument: str) -> str:
         raise EngineError("/save needs a file name")
     path = Path(argument).expanduser()
     conversation.save(path)
-    return f"saved {len(conversation.messages)} messages to {path}"
+    return f"saved {counted(len(conversation.messages), 'message')} to {path}"
 
 
 def _clear(conversation: Conversation, argument: str) -> str:

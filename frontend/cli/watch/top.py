@@ -114,7 +114,7 @@ def _print_readings(
         else:
             from rich.console import Console as Terminal
 
-            Terminal().print(_render(watch, rates))
+            Terminal().print(_render(watch, rates), crop=False)
         if parsed.once:
             return
 

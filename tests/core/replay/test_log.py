@@ -439,7 +439,7 @@ def test_an_invalid_output_is_still_dumped():
     replayer = Replayer(harness.dump().setup, harness.dump().segments[0])
     for _ in replayer.run():
         pass
-    assert "returned 2 tokens for 1 rows" in replayer.reproduced_error
+    assert "returned 2 tokens for 1 row" in replayer.reproduced_error
     with pytest.raises(ValueError):
         harness.scheduler.update_from_output(step, ModelRunnerOutput(1, b"12345"), 1.0)
     assert len(harness.dump().segments[0].events) == 4

@@ -43,7 +43,7 @@ def test_a_request_alone_has_no_wait_reasons():
     harness.drain()
     text = timeline_of(harness, key)
     assert "queued: 6 prompt tokens, at most 4 to generate" in text
-    assert "computed its prompt in 1 steps; its tokens/all tokens: 6/6 in " in text
+    assert "computed its prompt in 1 step; its tokens/all tokens: 6/6 in " in text
     assert "3 decode steps" in text
     assert "with 0.0 other requests" in text
     assert "ended: length" in text
@@ -219,7 +219,7 @@ def test_wait_for_steps_in_flight_names_the_slowest_step():
     slowest = timed(harness)[1]
     assert slowest > 20
     detail = (
-        f"{NEXT_STEP} (2 in flight, the slowest {slowest:.3f} s long with 40 tokens of 1 requests)"
+        f"{NEXT_STEP} (2 in flight, the slowest {slowest:.3f} s long with 40 tokens of 1 request)"
     )
     assert detail in text
 

@@ -341,7 +341,7 @@ def test_an_output_of_the_wrong_step_or_shape_is_rejected():
     step = harness.scheduler.schedule(0.0)
     with pytest.raises(EngineError, match="output of step 2"):
         harness.scheduler.update_from_output(step, ModelRunnerOutput(2), 0.0)
-    with pytest.raises(EngineError, match="0 tokens for 1 rows"):
+    with pytest.raises(EngineError, match="0 tokens for 1 row"):
         harness.scheduler.update_from_output(step, ModelRunnerOutput(1), 0.0)
 
 

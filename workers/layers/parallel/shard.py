@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from ....protocol.errors import ConfigError
+from ....protocol.errors import ConfigError, counted
 from ..spec import ModelSpec
 from ..specs.experts import ExpertsSpec
 from .expert_group import ExpertGroup
@@ -79,7 +79,7 @@ class ModelShard(msgspec.Struct, frozen=True):
         starts = [start - 1 if start and shortcuts[start - 1] else start for start in starts]
         if len(set(starts)) < num_stages:
             raise ConfigError(
-                f"--pipeline-parallel-size {num_stages}: too many for the model, which has {num_layers} layers; use fewer "
+                f"--pipeline-parallel-size {num_stages}: too many for the model, which has {counted(num_layers, 'layer')}; use fewer "
                 "stages"
             )
         start, stop = [*starts, num_layers][stage : stage + 2]

@@ -8,6 +8,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from ....protocol.checkpoint.config_fields import ConfigFields
+from ....protocol.errors import counted
 from ...layers.layer_spec import LayerSpec
 from ...layers.read_rope import read_rope
 from ...layers.spec import ModelSpec
@@ -183,7 +184,7 @@ def _gpt_neo_windows(fields: ConfigFields) -> list[int | None]:
             ) from None
         if len(kinds) != count:
             raise fields.error(
-                f"attention_types has {len(kinds)} layers, but num_hidden_layers is {count}"
+                f"attention_types has {counted(len(kinds), 'layer')}, but num_hidden_layers is {count}"
             )
     for kind in kinds:
         if kind not in ("global", "local"):
