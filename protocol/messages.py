@@ -140,7 +140,7 @@ class AddRequests(msgspec.Struct, tag="add", array_like=True, gc=False, frozen=T
 
 
 class AppendInputs(msgspec.Struct, tag="append", array_like=True, gc=False, frozen=True):
-    """Encoder inputs of an open request, which follow those that it has. Its output ends with the last ones."""
+    """More encoder inputs of an open request. Its output ends at the end of the last inputs."""
 
     request_index: int
     inputs: list[EncoderInput]

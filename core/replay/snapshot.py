@@ -114,7 +114,7 @@ class Instance(msgspec.Struct, tag=8, array_like=True, gc=False):
 
 
 class Text(msgspec.Struct, tag=9, array_like=True, gc=False, frozen=True):
-    """A string, marked as such so that it is not confused with bytes."""
+    """A string. The tag distinguishes it from bytes."""
 
     value: str
 

@@ -18,8 +18,8 @@ class PreemptedRow(NamedTuple):
     """A preempted request with tokens in flight up to step `last_step`.
 
     `slot` and `generation` identify its rows in the steps. `blocks` are the blocks that it had, in case a KV connector
-    reports that some are invalid. `drafts` (int32) are the last ones proposed for it, which a later step in flight may
-    verify.
+    reports that some are invalid. `drafts` (int32) are the last drafts proposed for it, which a later step in flight
+    may verify.
     """
 
     request: Request

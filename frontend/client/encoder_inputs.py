@@ -76,9 +76,9 @@ def text_source(token_ids: npt.NDArray[np.int32]) -> EncoderInput:
 def grow_request(
     request: EngineCoreRequest, inputs: list[EncoderInput], *, is_last: bool
 ) -> AppendInputs:
-    """Append inputs to an open request, for cores that have not received it, and return the message for one that has.
+    """Append inputs to the copy of an open request, and return the message that appends them in a core.
 
-    With the last ones, its output is limited to the tokens that they reach.
+    The copy is for a core that replaces the current one. The last inputs limit the output to their tokens.
     """
     request.encoder_inputs = [*request.encoder_inputs, *inputs]
     request.is_open = not is_last

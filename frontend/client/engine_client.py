@@ -282,7 +282,10 @@ class EngineClient:
     def append_inputs(
         self, sequence: Sequence, inputs: Iterable[EncoderInput], *, is_last: bool
     ) -> None:
-        """Append encoder inputs to an open sequence, unless it has finished. Its output ends with the last ones."""
+        """Append encoder inputs to an open sequence, unless it has finished.
+
+        After the last inputs, the output ends with the tokens that they cover.
+        """
         if sequence.finished:
             return
         message = grow_request(sequence.request, list(inputs), is_last=is_last)

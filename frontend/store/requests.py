@@ -1,8 +1,8 @@
 """The tables of requests: a row for each request, and a log of the changes to unfinished requests.
 
 The state of unfinished requests is in memory. The log has the changes since the last checkpoint. A checkpoint writes
-the whole state into the rows and empties the log. So a step of all streams writes one row, and so does the end of a
-request.
+the whole state into the rows and empties the log. So a step of all streams writes one row, and the end of a request
+writes one.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class SequenceBatch(msgspec.Struct):
         return blocks, positions % self.block_size // rate
 
     def ends_of_entries(self, rate: int) -> Tensor:
-        """Return the tokens that are the last ones of an entry."""
+        """Return the last token of each entry."""
         return self._plan(
             ("ends", rate, 0),
             lambda: self._on_device(np.flatnonzero((self.host_positions_T + 1) % rate == 0)),

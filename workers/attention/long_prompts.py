@@ -26,7 +26,7 @@ class LongPromptMetadata(TritonPagedMetadata, frozen=True):
 
 
 class LongPromptAttention(TritonPagedAttention):
-    """Computes prompts of `fewest_tokens` or more tokens, none of them cached, with torch, if the layer allows it."""
+    """Uses torch's attention for uncached prompts of at least `fewest_tokens` tokens, in layers that it supports."""
 
     def __init__(
         self,

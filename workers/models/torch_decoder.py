@@ -107,7 +107,7 @@ class TorchDecoder(ABC):
 
     @abstractmethod
     def compute_logits(self, hidden_SD: Tensor, slots_S: Int32Array | None = None) -> Tensor:
-        """Return the logits [S, V] in float32, with the LoRA adapters of these slots; None for the base model."""
+        """Return the logits [S, V] in float32, with the LoRA adapters of `slots_S`; without any if it is None."""
 
     def make_sampler(self, batch: PersistentBatch) -> TorchSampler:
         """Return the sampler for the requests of `batch`, which `forward_and_sample` uses from now on."""

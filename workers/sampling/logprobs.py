@@ -111,7 +111,7 @@ def compute_processed(
 ) -> Logprobs:
     """Return log-probabilities after temperature and all filters, from changed float32 logits; see `compute_logprobs`.
 
-    Tokens that cannot be drawn get -inf, and so does all of a row of NaNs.
+    Tokens that cannot be drawn get -inf, as do all tokens of a row of NaNs.
     """
     x = BlockedLogits.from_logits(logits_RV)
     places_V = torch.arange(x.row_length, device=logits_RV.device)

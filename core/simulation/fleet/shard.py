@@ -69,7 +69,7 @@ class Role(IntEnum):
 
 
 class Arrival(NamedTuple):
-    """A request that reaches a replica: the time in seconds, the index of the replica, and that of the request."""
+    """A request that reaches a replica: the time in seconds, the index of the replica, and the index of the request."""
 
     now: float
     replica: int

@@ -83,7 +83,7 @@ class DatasetOptions(msgspec.Struct, frozen=True, kw_only=True):
         str | None, "File for sharegpt, agent or trace; see the documentation for its format"
     ] = None
     num_prompts: Annotated[
-        Positive | None, "Requests, or conversations of agents (default: 100; all of a trace)"
+        Positive | None, "Number of requests or conversations (default: 100, or all of a trace)"
     ] = None
     random_input_len: Annotated[Positive, "random: prompt tokens"] = 1024
     random_output_len: Annotated[Positive, "random: generated tokens"] = 128

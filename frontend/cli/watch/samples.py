@@ -10,7 +10,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 PREFIXES: Final = ("engine:", "vllm:")
-"""The prefixes of metric names: Engine's, and that of vLLM and of servers with the same metrics."""
+"""The prefixes of metric names: Engine's, and vLLM's, which other servers use too."""
 
 LATENCIES: Final = {
     "ttft": "time_to_first_token_seconds",

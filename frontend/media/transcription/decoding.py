@@ -49,7 +49,7 @@ class AppendInputs(Protocol):
     def __call__(
         self, sequence: Sequence, inputs: Iterable[EncoderInput], *, is_last: bool
     ) -> None:
-        """Append encoder inputs to an open sequence. Its output ends with the last ones."""
+        """Append encoder inputs to an open sequence, whose output ends with the last inputs."""
 
 
 Prompts: TypeAlias = DecoderPrompts | ChatPrompts

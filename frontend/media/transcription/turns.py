@@ -194,7 +194,7 @@ def _unescape(words: str) -> str:
 
 
 def _seconds(time: str) -> float:
-    """Return a time in seconds, given as such or as [hours:]minutes:seconds; 0 if it is malformed."""
+    """Return a time in seconds, given as seconds or [hours:]minutes:seconds; 0 if it is malformed."""
     try:
         return math.fsum(float(part) * 60**i for i, part in enumerate(reversed(time.split(":"))))
     except ValueError:

@@ -1,7 +1,7 @@
 """Convert the tokenizer of a Marian model, which consists of two SentencePiece models and a vocabulary.
 
 The pieces of a text are those of the SentencePiece model of its language, but their ids are those of the vocabulary.
-Characters that this model lacks become pieces of the other language if there are such, else unknown tokens.
+Characters that this model lacks become pieces of the other language if it has them, else unknown tokens.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def _decoder_layer_types(fields: ModelFields) -> list[str]:
 
 
 def _by_kind(fields: ModelFields, key: str, kinds: list[str]) -> tuple[int, int]:
-    """Return the number that all layers without a window have, and that of all layers with one."""
+    """Return the value of `key` for the layers without a window, and the value for the layers with one."""
     counts = fields.of_layers(key)
     numbers = []
     for kind in ("full_attention", "sliding_attention"):

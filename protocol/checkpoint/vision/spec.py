@@ -35,7 +35,7 @@ class SamSpec(msgspec.Struct, frozen=True):
         middle_size: The number of channels between the two convolutions, each of which halves both sides.
         output_size: The number of elements of a feature.
         early_layer: If not 0, the output of this layer, counted from 1, is also reduced to features, with channels of
-            its own before the two convolutions. The features are the sum of both, the former times a stored factor.
+            its own before the two convolutions. The features are the sum of both, the first one times a stored factor.
         feature_side: If not 0, the inputs of the two convolutions are interpolated so that images have this many
             features in each direction.
     """

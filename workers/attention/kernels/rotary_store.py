@@ -1,6 +1,7 @@
 """A kernel between the projection and attention, which makes one pass over queries, keys and values.
 
-Queries and keys are normed per head if the model does so, and rotated. Keys and values are written to the paged cache.
+Queries and keys are normed per head, for models with such norms, and rotated. Keys and values are written to the
+paged cache.
 
 Shapes: T tokens, H query heads, G key/value heads, K head dimension.
 """

@@ -173,7 +173,7 @@ class CompressedRecorder:
             norm = None
 
     def _record_output(self, prefix: str, norms: NormNames, compressed: CompressedSpec) -> None:
-        """Record the products of each group of heads, and that of all their outputs."""
+        """Record the product of each group of heads, and the product of all their outputs."""
         spec, shard, name = self._spec, self._shard, f"{prefix}self_attn."
         rank, count = compressed.output_rank, compressed.num_groups
         parts = group_rows(compressed, shard)

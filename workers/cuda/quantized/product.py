@@ -38,7 +38,7 @@ _MOST_TOKENS = 256
 
 
 class Tile(msgspec.Struct, frozen=True):
-    """The part of a product that one program computes, and how it does so."""
+    """The sizes of the part of a product that one program computes, and its warps and pipeline stages."""
 
     tokens: int
     rows: int

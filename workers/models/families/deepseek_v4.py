@@ -191,7 +191,7 @@ def _hashed_layers(fields: ConfigFields) -> list[bool]:
 def _ropes(fields: ConfigFields, rotary_dim: int) -> tuple[RopeSpec, RopeSpec]:
     """Return the rotary embeddings of layers without entries, and of layers with entries.
 
-    Only the latter are extended to longer contexts, and YaRN does not change their scores.
+    Only those of layers with entries are extended to longer contexts, and YaRN does not change their scores.
     """
     nested = fields.section("rope_parameters")
     scaling = fields.first_section("rope_scaling", "rope_parameters").config

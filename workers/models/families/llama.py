@@ -101,7 +101,7 @@ def qwen_layers(
 ) -> tuple[LayerSpec, ...]:
     """Return the layers of a Qwen model.
 
-    If the config does not say which layers have windows, `default` does; without it, the last ones have.
+    If the config does not say which layers have windows, `default` does. Without `default`, the last layers have them.
     """
     rope = read_rope(fields, head_dim(fields))
     if not fields.boolean("use_sliding_window", False):

@@ -47,7 +47,7 @@ def _refuse(fields: ConfigFields, *names: str) -> None:
 def _hrm_text(fields: ConfigFields) -> ModelSpec:
     """Return the spec of an HRM-Text: a slow state and a fast one, each the output of a stack of layers.
 
-    In a cycle, the fast stack computes the sum of both states several times, then the slow stack does so once.
+    In a cycle, the fast stack runs several times on the sum of both states, then the slow stack runs once on it.
     """
     fields = fields.with_defaults(head_dim=128)
     count = fields.integer("num_layers_per_stack", fields.layer_count("num_hidden_layers"))

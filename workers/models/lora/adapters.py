@@ -220,7 +220,7 @@ class LoraAdapters:
 
 
 def load_at_start(loras: LoraAdapters, adapters: Sequence[LoraAdapter]) -> None:
-    """Load all adapters one after another, which checks them. As many of the last ones as fit stay loaded.
+    """Load all adapters one after another, which checks them. The last ones stay loaded, as many as fit.
 
     Raises:
         CheckpointError: One of them cannot be used.
