@@ -310,9 +310,9 @@ class SpecDecodingStats(msgspec.Struct, array_like=True, gc=False):
 class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """Statistics of a core: gauges at the end of the step, and counts since the last message with statistics.
 
-    Of the `num_waiting` requests, `num_deferred` wait for a grammar or for external blocks, not for capacity. Of the
-    `prefix_cache_hits` tokens, `cpu_offload_hits` were in the CPU KV offload. `step_tokens` int32 has one entry per
-    step that generated tokens: their number, plus the prompt tokens of requests that got their first token.
+    `num_waiting` includes `num_deferred` requests that wait for a grammar or for external blocks, not for capacity.
+    `prefix_cache_hits` includes `cpu_offload_hits`, the tokens from the CPU KV offload. `step_tokens` int32 has one
+    entry per step that generated tokens: their number, plus the prompt tokens of requests that got their first token.
     `num_prompt_tokens` counts only these prompt tokens. `num_block_preemptions` is the number of preemptions for lack
     of blocks. `running_loras` and `waiting_loras` are the sorted names of adapters of running and waiting requests.
 

@@ -101,9 +101,10 @@ class KVHandoff:
 
 
 def _useful_blocks(group: KVCacheGroup, table: list[int]) -> list[int]:
-    """Return a table without the blocks that no later token reads. Of a recurrent state, only the last is needed.
+    """Return a table without the blocks that no later token reads.
 
-    Cross attention needs none, because a request's encoder output is stored again when it gets a slot.
+    A recurrent layer needs only its last state. Cross attention needs no blocks, because a request's encoder output is
+    stored again when it gets a slot.
     """
     if group.kind is AttentionKind.CROSS:
         return []

@@ -31,7 +31,7 @@ class DecisionHash:
         return self._hasher.digest()
 
     def add_step(self, step: SchedulerOutput | None) -> None:
-        """Add a step message, or None for no step. Of tokens, drafts and encoder inputs only the sizes are hashed."""
+        """Add a step message, or None for no step. Tokens, drafts and encoder inputs are hashed by their sizes only."""
         if step is not None:
             has_content = bool(
                 step.new_requests or step.draft_token_ids or step.encoders or step.lora_loads

@@ -54,7 +54,7 @@ CONTENT: Final[dict[type, frozenset[str]]] = {
     Slots: frozenset({"_output_token_ids"}),
     TokenLogprobs: frozenset({"token_ids", "logprobs", "ranks"}),
 }
-"""By class, the fields with user content, such as prompts and outputs. Decisions depend only on their sizes."""
+"""The fields of each class with user content, such as prompts and outputs. Decisions depend only on their sizes."""
 
 CONSTANT: Final[dict[type, frozenset[str]]] = {
     Request: frozenset(
@@ -87,10 +87,10 @@ CONSTANT: Final[dict[type, frozenset[str]]] = {
         }
     )
 }
-"""By class, the fields that are assigned only once, with an immutable value."""
+"""The fields of each class that are assigned only once, with an immutable value."""
 
 APPEND_ONLY: Final[dict[type, frozenset[str]]] = {Request: frozenset({"_block_hashes"})}
-"""By class, the fields whose list is only appended to, with immutable items, so that its length is captured."""
+"""The lists of each class to which immutable items are only appended, so that capturing the length suffices."""
 
 _IMMUTABLE: Final = ATOMS | {
     str,

@@ -64,7 +64,7 @@ WHY_FIRST: Final = {
     SchedulingPolicy.FAIR: "the fair policy puts tenants first that were served less",
     SchedulingPolicy.DEADLINE: "the deadline policy puts earlier deadlines first",
 }
-"""For each policy, why it admits a request before one that arrived earlier."""
+"""The reason for which each policy admits a request before one that arrived earlier."""
 
 
 def find_requests(dump: Dump, name: str) -> list[RequestKey]:

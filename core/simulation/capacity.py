@@ -113,7 +113,7 @@ class Point(NamedTuple):
     def rank(self) -> tuple[bool, int, float]:
         """The sort key of a point: points that meet the objectives come first, then lower cost, then lower latency.
 
-        Of points with equal keys, the one that was simulated first, with limits like the recorded ones, is the best.
+        If keys are equal, the point that was simulated first is the best: its limits are like the recorded ones.
         """
         is_finite = math.isfinite(self.ratio)
         ratio = round(self.ratio / RESOLUTION) if is_finite else self.ratio

@@ -218,7 +218,7 @@ def _describe(
 
 
 def _print_table(points: Sequence[Point], objectives: Sequence[Objective]) -> None:
-    """Print the best points. Of several limits with equal results, only the first ones are shown."""
+    """Print the best points. If several limits have equal results, only the first of them are shown."""
     distinct = {(each.num_replicas, each.num_prefill, each.values): each for each in points[::-1]}
     shown = [point for point in points if point in distinct.values()][:SHOWN]
     names = [f"{objective.name} ms" for objective in objectives]

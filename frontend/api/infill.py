@@ -97,7 +97,7 @@ class InfillFormat:
     ) -> list[int]:
         """Return at most `max_tokens` token ids of the prompt for a prefix and a suffix that follow other files.
 
-        What does not fit is left out: the beginnings of the files and of the prefix, and the end of the suffix.
+        If the texts are too long, the beginnings of the files and the prefix, and the end of the suffix, are left out.
 
         Args:
             tokenizer: The tokenizer.

@@ -137,7 +137,7 @@ def finish_vectors(
 def similarities(vectors: Sequence[Vector], num_first: int, pooler: PoolerConfig) -> list[float]:
     """Return the similarity of each later result and its partner among the first `num_first`.
 
-    It is the cosine of two vectors, or the product of two sparse ones. Of two matrices it is the sum of the highest
+    It is the cosine of two vectors, or the product of two sparse vectors. For matrices, it is the sum of the highest
     cosine of each row of the first with any row of the second (MaxSim, ColBERT, arXiv 2004.12832).
     """
     normalize = pooler.kind is not PoolingKind.HEAD

@@ -24,7 +24,7 @@ def write_secret(key: bytes, expires_at: int, content: bytes) -> str:
     Args:
         key: The digest of the API key.
         expires_at: The time from which the secret is invalid, in seconds since the epoch.
-        content: What the secret contains, which its owner can read.
+        content: The content of the secret, which its owner can read.
     """
     data = _EXPIRY.pack(expires_at) + content
     signed = base64.urlsafe_b64encode(hmac.digest(key, data, _HASH) + data)

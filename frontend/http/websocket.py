@@ -201,7 +201,7 @@ class WebSocket:
             raise WebSocketClosed
 
     def close(self, code: int = 1000, reason: str = "") -> None:
-        """Close the WebSocket. What was sent before arrives."""
+        """Close the WebSocket after sending everything that was written before."""
         if self.is_open:
             text = reason.encode()[:MAX_REASON_BYTES].decode(errors="ignore")
             self._protocol.send_close(code, text)

@@ -56,8 +56,8 @@ def decode_image(data: bytes, where: str, background: Background = "white") -> I
 def to_rgb(image: Image.Image, background: Background = "white") -> Image.Image:
     """Return the image in RGB, rotated according to its EXIF data, on a background.
 
-    Of 16-bit gray values the upper 8 bits are kept, as Pillow does for colors. Pillow's own conversion would clip them
-    to 255, so that almost all would become white.
+    The upper 8 bits of 16-bit gray values are kept, as Pillow does for colors. Pillow's own conversion would clip the
+    values to 255, so that almost all would become white.
     """
     turned = ImageOps.exif_transpose(image)
     if turned.mode.startswith("I;16"):

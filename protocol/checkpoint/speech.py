@@ -86,7 +86,7 @@ def is_t5_encoder(fields: ConfigFields) -> bool:
 def with_decoder_fields(fields: ConfigFields) -> ConfigFields:
     """Return the config of an encoder-decoder model, adding the decoder's fields under Llama's names.
 
-    Of an encoder alone, the fields are the encoder's. Configs of other models are returned unchanged.
+    If the model is only an encoder, the encoder's fields are added. Configs of other models are returned unchanged.
     """
     if writes_tokens(fields):
         return with_encoder_fields(fields)

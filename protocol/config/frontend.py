@@ -267,7 +267,7 @@ class FrontendConfig(msgspec.Struct, frozen=True):
         option(
             "Hosts from which images and audio may be downloaded by HTTPS",
             metavar="HOST",
-            default_text="none: only data URLs",
+            default_text="only data URLs",
         ),
     ] = ()
     allowed_local_media_path: Annotated[

@@ -23,7 +23,7 @@ class StoreConfig(msgspec.Struct, frozen=True):
             "File in which requests and their tokens survive crashes",
             name="--store",
             metavar="PATH",
-            default_text="none: in memory only",
+            default_text="in memory only",
         ),
     ] = None
     max_bytes: (

@@ -176,7 +176,7 @@ KINDS: dict[str, dict[str, Callable[[], Any]]] = {
         "detokenize 250,000": lambda: {"tokens": [300] * 250_000},
     },
 }
-"""By path, the kinds of requests, each with a function that returns its body: bytes, or a value to be encoded."""
+"""The kinds of requests to each path, with a function that returns the body: bytes, or a value to be encoded."""
 
 
 class Round(NamedTuple):

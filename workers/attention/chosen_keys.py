@@ -72,7 +72,7 @@ def _choose(
 ) -> Tensor:
     """Return `mask_NML` with -inf for the keys outside the blocks with the highest scores.
 
-    The mask is causal, and the first key is that of position 0. Of equal scores, the first ones win.
+    The mask is causal, and the first key is that of position 0. If scores are equal, the first blocks win.
     """
     if index.summarize is not None:
         return _choose_whole(index, index.summarize, queries_NMJI, weights_NMJ, keys_NLI, mask_NML)

@@ -106,7 +106,7 @@ class AttentionLayer(msgspec.Struct, frozen=True):
     kv_scales_2G: Tensor | None = None
     """The divisors of keys and values in an FP8 cache."""
     alibi_slopes_H: Tensor | None = None
-    """These, times the distance to the key, are subtracted from scores."""
+    """Factors by which the distance to the key lowers a score."""
     sinks_H: Tensor | None = None
     """Additional scores in each head's softmax, without values."""
     sinks_TH: Tensor | None = None

@@ -122,7 +122,7 @@ class HostExecution:
     def execute(self, output: SchedulerOutput, await_grammar: GrammarSource) -> ModelRunnerOutput:
         """Compute a step and return its output."""
         if self._speculative is not None and not self._shard.is_last:
-            # How many tokens a slot has depends on how many drafts the last stage accepted.
+            # The number of tokens of a slot depends on the drafts that the last stage accepted.
             self._requests.await_tokens(self._batch.slots_of(output))
             if output.drafts:
                 return self._compute_drafts(output)

@@ -190,7 +190,7 @@ class RequestStates:
     def await_bitmasks(
         self, output: SchedulerOutput, await_grammar: GrammarSource
     ) -> Grammar | None:
-        """Wait for the bitmasks of tokens that slots with a grammar may sample; None if there are none.
+        """Wait for the bitmasks of the tokens that grammars allow, and return them, or None if no slot has a grammar.
 
         Raises:
             EngineError: The bitmasks have the wrong size.

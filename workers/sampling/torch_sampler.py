@@ -118,7 +118,7 @@ class TorchSampler(Sampler):
     def _change(
         self, logits_SV: torch.Tensor, metadata: SamplingMetadata, positions_S: Int32Array
     ) -> LogitChanges | None:
-        """Apply the changes that the requests ask for, and return them; None if there are none."""
+        """Apply the changes that the requests ask for, and return them, or None if there are none."""
         if not metadata.changes_logits:
             return None
         changes = self._changes_for(metadata)

@@ -110,7 +110,7 @@ class DirectTransfer(BlockConnector):
     def find_blocks(self, request: Request, keys: Sequence[bytes]) -> bytes:
         """Return 1 for every key if the request was prefilled by another replica, else b"".
 
-        Whether that replica really has a block becomes known only when it is fetched.
+        That replica may lack a block after all, which is known only when the block is fetched.
         """
         params = request.kv_transfer_params
         if not self._fetches or not params or params.get("do_remote_prefill") is not True:

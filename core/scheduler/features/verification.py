@@ -33,7 +33,7 @@ def subtract_rejections(
 ) -> None:
     """Subtract rejected drafts from the token counts, which were advanced as if all drafts were accepted.
 
-    Of the `num_drafts` scheduled drafts of each row, `num_verified` were available to the workers.
+    Each row had `num_drafts` scheduled drafts, of which `num_verified` were available to the workers.
     """
     state, slots = running.slots, sampling.slots
     rejected = num_drafts + 1 - counts

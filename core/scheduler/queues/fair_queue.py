@@ -50,8 +50,8 @@ class FairQueue(RequestQueue):
     that others use. Once no tenant waits, all become equal again.
 
     The level is the service of the least served waiting tenant. A tenant whose service is below the level is raised to
-    it, so idle time earns no credit. Service above the level is kept. Of two equal tenants, the one that waited longer
-    is first.
+    it, so idle time earns no credit. Service above the level is kept. If two tenants are equal, the one that
+    waited longer is first.
     """
 
     def __init__(

@@ -87,7 +87,7 @@ async def replace_pdfs(
 
 
 class Messages(ChatCompletions):
-    """The Messages endpoint."""
+    """The route `/v1/messages` of Anthropic's API."""
 
     body_schema = MessagesRequest
     cuts_max_tokens = True

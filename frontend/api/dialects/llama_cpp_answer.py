@@ -26,7 +26,7 @@ LLAMA_STREAM: Final = StreamFormat(
 
 
 class LlamaAnswer(PromptAnswer):
-    """The answer to prompts."""
+    """The answer to a completion request in llama.cpp's API."""
 
     request: LlamaPrompt
 

@@ -28,7 +28,7 @@ MAX_SESSION_BYTES: Final = 2048
 
 
 class ClientSecrets:
-    """The route."""
+    """The route that creates client secrets."""
 
     def __init__(self, serving: Serving, intake: Intake, transcriptions: Transcriptions) -> None:
         self._serving = serving

@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 
 class Responses(ChatCompletions):
-    """The responses endpoint."""
+    """The routes of OpenAI's Responses API."""
 
     body_schema = ResponsesRequest
     cuts_max_tokens = True

@@ -37,7 +37,7 @@ class LlamaFields(msgspec.Struct, kw_only=True):
     grammar: str | None = None
     json_schema: str | dict[str, Any] | None = None
     n_probs: Int | None = None
-    # Whether these are the probabilities after all samplers.
+    # True for the probabilities after all samplers.
     post_sampling_probs: bool | None = None
     # The samplers to use. The order in which they apply is fixed.
     samplers: str | list[str] | None = None
@@ -45,7 +45,7 @@ class LlamaFields(msgspec.Struct, kw_only=True):
     # The fields of the answer; `a/b` is the field `b` of `a`.
     response_fields: list[str] | None = None
     timings_per_token: bool | None = None
-    # Whether a stream shows how much of the prompt has been computed.
+    # True if a stream shows how much of the prompt has been computed.
     return_progress: bool | None = None
     user: str | None = None
     priority: Int | None = None

@@ -29,7 +29,7 @@ class Transcription(msgspec.Struct, kw_only=True):
 
 
 class TurnDetection(msgspec.Struct, kw_only=True):
-    """How the server finds where a speaker stops."""
+    """The settings by which the server detects that a speaker has stopped."""
 
     type: str | None = None
     threshold: float | None = None

@@ -19,12 +19,12 @@ class GenerativeScoringRequest(msgspec.Struct, kw_only=True):
     query: str | list[Int] | None = None
     items: str | list[str | list[Int]] | None = None
     label_token_ids: list[Int] | None = None
-    # Whether the probabilities of the labels add up to 1. Otherwise, they are those among all tokens. The default is
-    # true, and false for `/v1/score`.
+    # If true, the probabilities of the labels add up to 1; else, they are the probabilities among all tokens. The
+    # default is true, and false for `/v1/score`.
     apply_softmax: bool | None = None
-    # Whether an item precedes the query.
+    # True if an item precedes the query.
     item_first: bool | None = None
-    # Whether the query gets the special tokens of the tokenizer.
+    # True if the query gets the special tokens of the tokenizer.
     add_special_tokens: bool | None = None
     priority: Int | None = None
     cache_salt: str | None = None

@@ -150,7 +150,7 @@ def _describes(part: Schema) -> bool:
 
 
 def _says_something(part: Schema) -> bool:
-    """Return whether a part describes contents, or may do so through other parts."""
+    """Return whether a part describes contents, or combines other parts that may."""
     return _describes(part) or any(keyword in part for keyword in _COMBINING)
 
 

@@ -47,7 +47,8 @@ def types_of_schema(schema: Any, root: Parameters) -> frozenset[str]:
 def schema_of(schema: Any, name: str | None, root: Parameters) -> Any:
     """Return the schema of an object's property `name`, or of an array's items if that is None.
 
-    Return None if it is unknown. `schema` is within `root`. Of alternatives, the first one with such a schema counts.
+    Return None if it is unknown. `schema` is within `root`. If there are alternatives, the first one with such a schema
+    counts.
     """
     return _schema_of(schema, name, root, 0)
 

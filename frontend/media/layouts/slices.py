@@ -48,8 +48,8 @@ def _tile(image: Image.Image, config: SlicesProcessor) -> Tile:
 def _grid(width: int, height: int, config: SlicesProcessor) -> tuple[int, int]:
     """Return the columns and rows of slices, or (1, 1) for an image without slices.
 
-    Of grids whose ratio is equally close to the image's, this is the one with the most rows among those with the same
-    number of slices as the first.
+    The grid's ratio is the closest to the image's. If several are equally close, the first one determines the number
+    of slices, and the grid with the most rows among those with this number is used.
     """
     wanted = min(math.ceil(width * height / config.side**2), config.max_slices)
     best, least = (1, 1), math.inf

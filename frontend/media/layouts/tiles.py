@@ -46,8 +46,8 @@ def mosaic(image: Image.Image, config: MosaicProcessor) -> Parts:
 def _best_grid(width: int, height: int, config: TilesProcessor) -> tuple[int, int]:
     """Return the columns and rows of the grid that shrinks the image least.
 
-    Of the grids that need no shrinking, this is the one that enlarges the image least; if the processor `fills` grids,
-    the one that enlarges it most.
+    If several grids need no shrinking, this is the one that enlarges the image least, or most if the processor `fills`
+    grids.
     """
     grids = [
         (columns, rows)

@@ -44,7 +44,7 @@ def join_turns(turns: Iterable[Turn]) -> str:
 
 
 class TurnReader(ABC):
-    """Reads turns from an answer that arrives in pieces. What is no turn is read as the words of an unknown speaker.
+    """Reads turns from an answer that arrives in pieces. Text outside turns counts as words of an unknown speaker.
 
     Attributes:
         turns: The turns so far. The last one may still be open.

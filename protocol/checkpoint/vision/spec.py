@@ -19,7 +19,7 @@ class TowerSpec(msgspec.Struct, frozen=True):
     has_axes: ClassVar[bool] = False
     """True if the decoder's positions have three coordinates."""
     span_kind: ClassVar[SpanKind | None] = None
-    """Which of the decoder's tokens attend to later tokens."""
+    """The kind of the decoder's tokens that attend to later tokens; None if no tokens do."""
     added_after: ClassVar[tuple[int, ...]] = ()
     """The decoder's layers, from 0, after which other parts of an output are added."""
 

@@ -31,7 +31,7 @@ from support.families.published import PUBLISHED, save_published
 
 PROMPTS = Prompts((3, 1, 150, 20), 256, 40)
 RECURRENT = Prompts((3, 1, 300, 20), 1024, 40, block_size=512)
-"""With blocks as large as a recurrent layer's state."""
+"""The prompts of models with recurrent layers, whose blocks must be as large as a state."""
 
 NUM_TOKENS = 12
 LONGEST_S = 150

@@ -255,7 +255,7 @@ class Stepping:
     def _begin_requests(
         self, batch: int, context: int, num_more: int, *, is_sampled: bool = False
     ) -> None:
-        """Their keys and values are taken as computed, whatever lies in the cache."""
+        """Start requests whose first `context` tokens count as computed, with whatever is in the cache."""
         requests = self._requests(batch, context + 1, context, num_more, is_sampled=is_sampled)
         self.step(new_requests=requests, slots=int32_bytes(range(batch)))
         self.drain()

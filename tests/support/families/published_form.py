@@ -1,4 +1,4 @@
-"""How the files of a family that transformers has no class for differ from those of another family."""
+"""The differences between the files of a family that transformers lacks and the files of another family."""
 
 from __future__ import annotations
 

@@ -56,8 +56,8 @@ class QKNorm(IntEnum):
 class AttentionMatrices(msgspec.Struct, frozen=True):
     """The matrices of a layer's attention.
 
-    Of `inputs`, the first `num_qkv` give queries, keys, values and gates, and the others an indexer's queries and key,
-    or the factors of `relative_biases`, sinks, and the taps of convolutions from `first_tap` on.
+    The first `num_qkv` matrices of `inputs` give queries, keys, values and gates. The others give an indexer's queries
+    and key, or the factors of `relative_biases`, sinks, and the taps of convolutions from `first_tap` on.
     """
 
     inputs: list[PackedWeight]

@@ -18,7 +18,7 @@ class PassesSpec(msgspec.Struct, frozen=True):
     rank: int
 
     def depth(self, layer: int) -> int:
-        """Return the index of a computed layer if each layer is computed once."""
+        """Return the index that a computed layer has if the layers of all passes are counted once."""
         skipped = min(max(layer - self.first, 0) // self.num_layers, self.count - 1)
         return layer - skipped * self.num_layers
 
@@ -67,7 +67,7 @@ class AttentionResidualsSpec(msgspec.Struct, frozen=True):
         return range(first, first + size // self.group_size)
 
     def depth(self, layer: int) -> int:
-        """Return the index of a computed layer if each layer is computed once."""
+        """Return the index that a computed layer has if the layers of all passes are counted once."""
         return layer if self.passes is None else self.passes.depth(layer)
 
     def looped_index(self, layer: int) -> int | None:

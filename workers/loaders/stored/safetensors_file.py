@@ -20,7 +20,7 @@ _FLOATS: Final = {
     "F16": ("float16", np.float16),
     "BF16": ("bfloat16", np.uint16),
 }
-"""By safetensors' names of dtypes: the names in `Floats`, and the types of `Floats.values`."""
+"""Name of a dtype in safetensors -> its name in `Floats`, and the type of `Floats.values`."""
 
 _LENGTH_BYTES: Final = 8
 

@@ -74,7 +74,7 @@ class AttentionResidualLayer(DecoderLayer):
 
 
 class ConvolvedResidualLayer(ConvolvedLayer, AttentionResidualLayer):
-    """Such a layer with convolutions of keys, values and the outputs of blocks (Inkling 2)."""
+    """An attention-residual layer with convolutions of keys, values and the outputs of blocks (Inkling 2)."""
 
     def forward(self, x_TE: Tensor, block_TD: Tensor | None, step: LayerStep) -> None:
         """Do as `AttentionResidualLayer.forward`, with the convolutions' states in the last of the caches."""

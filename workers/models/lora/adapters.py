@@ -70,7 +70,7 @@ class LoraAdapters:
         self.tokens = RowAdapters(np.empty(0, np.int32))
         """The adapters of the current step's tokens."""
         self.device_number_T = torch.empty(0, dtype=torch.int32)
-        """Their numbers on the device, if products need them there; else None."""
+        """The adapter number of each token of the current step, on the device if products need it there."""
         self.on_load: Callable[[], None] = lambda: None
         """A function that is called before the factors of an adapter are packed."""
         self._products: list[AdaptedProduct] = []

@@ -65,7 +65,9 @@ def fast_vlm(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Fa
         for name, default in (("layers", _DEPTHS), ("embed_dims", _SIZES))
     )
     if any(size % before for before, size in pairwise(sizes)):
-        raise options.wrong("embed_dims", "multiples of those of the stage before", list(sizes))
+        raise options.wrong(
+            "embed_dims", "sizes that are multiples of the size before", list(sizes)
+        )
     if sizes[-NUM_ATTENTION_STAGES] % HEAD_DIM:
         raise options.wrong("embed_dims", f"multiples of {HEAD_DIM} with attention", list(sizes))
     spec = FastVitSpec(

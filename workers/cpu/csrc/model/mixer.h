@@ -62,7 +62,7 @@ struct Mixer {
   const float *decay, *skip;
   const float* step_bias;  // one bias per step; null for steps of 1, which have no place in the projection
   const float* norm;       // the norm of the output, or of each head's output
-  // Of an RG-LRU, whose `decay` has an element per channel: for each head, the gates of its inputs and of its decays
+  // For an RG-LRU, whose `decay` has an element per channel: for each head, the gates of its inputs and of its decays
   const float *gates, *gate_biases;  // [heads, value_dim, 2 * value_dim] and [heads, 2 * value_dim]
 };
 

@@ -65,7 +65,7 @@ struct ModelShape {
   int32_t index_dim;     // the elements of an index key; 0 without an indexer
   int32_t index_inputs;  // the numbers that are stored behind an index key, if keys are chosen in groups; or 0
   float index_eps;       // the epsilon of the norm of index keys in latent attention
-  // Whether attention is compressed: keys are values, too, the last elements of heads are rotated in pairs of
+  // Not 0 if attention is compressed: keys are also values, the last elements of heads are rotated in pairs of
   // neighbors, and index keys are stored with entries.
   int32_t is_compressed;
   int32_t num_threads;
@@ -218,7 +218,7 @@ enum class OpKind : int32_t {
   // Where a pass through layers begins that are computed several times, whose kept states are inputs:
   add_kept = 55,  // residual += vectors[0], or the inputs from `first_column` on if that is null
 
-  // Of routers, each of which passes on what it computes to the next layer's:
+  // For routers that pass their results on to the router of the next layer:
   chain_columns = 70,  // inputs = the first `num_columns` of the projection, + vectors[0] * inputs if that is not null;
                        // then the projection = these, normed by vectors[1]
   // Where each element of the stream, and of a block's output, has a factor:
@@ -241,7 +241,7 @@ enum class OpKind : int32_t {
   gate_block = 78,  // residual = residual * (1 - tanh(x)) + block * tanh(y), which replaces that mean; x and y are in
                     // the projection from `first_column` on
 
-  // Of recurrent layers with rotations:
+  // For recurrent layers with rotations:
   rotate_heads = 79,  // the heads that begin at `first_column` of the projection = these, normed by vectors[0] if that
                       // is not null, * scale, rotated
 

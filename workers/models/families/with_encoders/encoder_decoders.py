@@ -322,7 +322,7 @@ def _t5gemma(fields: ConfigFields) -> ModelSpec:
 
 
 FAMILIES = (
-    # Of families with the same model_type, the last one is that of configs without an architecture.
+    # Configs without an architecture get the last family with their model_type.
     Family("MT5EncoderModel", "mt5", partial(_t5_encoder, family=_mt5)),
     Family("T5EncoderModel", "t5", partial(_t5_encoder, family=_t5)),
     Family("UMT5EncoderModel", "umt5", partial(_t5_encoder, family=_umt5)),

@@ -72,7 +72,7 @@ void Entries::summarize(const Op& op, const float* inputs, int stride, int first
   const Compression& entries = *op.compression;
   const int half = entries.num_inputs(size) / 2;
   std::vector<float> most(size, -INFINITY), weights(size);
-  // Of overlapping entries, the last `rate` tokens contribute the second half of their values and logits.
+  // If entries overlap, the last `rate` tokens contribute the second half of their values and logits.
   const auto values_of = [&](int token) {
     return inputs + size_t(token) * stride + (entries.overlaps && token >= entries.rate ? size : 0);
   };
