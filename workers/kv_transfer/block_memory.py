@@ -93,7 +93,7 @@ class BlockMemory:
         gathered_kLP.record_stream(self._stream)
 
     def copy_out(self, block: int, out_1B: NDArray[np.uint8], fence: Fence) -> None:
-        """Copy a block, which was complete at `fence`, to a `host_buffer`. Waits. May be called from any thread."""
+        """Copy a block that was complete at `fence` to a `host_buffer`, and wait. May be called from any thread."""
         parts_LP = out_1B.reshape(self.num_pages, self.page_bytes)
         if self._stream is None or fence is None:
             for layer, page in enumerate(self._host_pages):

@@ -51,7 +51,7 @@ MAX_RETRY_S: Final = 30.0
 
 
 DUTY: Final = "batches"
-"""The name of the duty, which the frontend that executes batches holds in the store."""
+"""The name of the duty in the store. The frontend that has it executes batches."""
 
 
 class BatchExecutor:

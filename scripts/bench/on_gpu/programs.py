@@ -97,7 +97,7 @@ def run_requests(reporter: Reporter, seconds: float, device: str, *, is_tiny: bo
 def _run_pytest(
     tests: tuple[str, ...], seconds: float, *options: str, is_tiny: bool, **environment: str
 ) -> dict[str, Any]:
-    """Return how many tests passed. Raises RuntimeError, which names those that failed."""
+    """Return how many tests passed. Raises RuntimeError with the names of those that failed."""
     command = [sys.executable, "-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider"]
     command += ["--processes", "1" if is_tiny else str(os.cpu_count())]
     command += ["--timeout", str(int(seconds) - 10), *options, *tests]

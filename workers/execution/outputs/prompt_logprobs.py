@@ -33,8 +33,8 @@ def _score_in_torch(
 class PromptLogprobs:
     """Collects the log-probabilities of prompts.
 
-    `compute_logits` maps hidden states [n, D] and the slots of their requests [n] to float32 logits [n, V]. `score`, if
-    given, is used instead of `prompt_logprobs`.
+    `compute_logits` maps hidden states [n, D] and the slots of their requests [n] to float32 logits [n, V]. `score`
+    is the function that computes log-probabilities, by default `prompt_logprobs`.
     """
 
     def __init__(

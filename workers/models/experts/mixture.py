@@ -92,8 +92,8 @@ class Experts:
     ) -> Tensor:
         """Return the output [T, D] of the chosen and the shared experts.
 
-        `router_x_TD` is the router's input, if it differs from the experts' input. `token_ids_T` are the tokens, which
-        experts need that are chosen by them.
+        `router_x_TD` is the router's input, if it differs from the experts' input. `token_ids_T` are needed if the
+        tokens choose the experts.
         """
         router_x_TD = x_TD if router_x_TD is None else router_x_TD
         experts_TC, weights_TC = self.router(router_x_TD, token_ids_T)

@@ -26,9 +26,9 @@ from ..norms import read_stream_norm
 class StreamSum:
     """A sum of a token's streams, each times a factor.
 
-    Factors are computed from products of all streams, divided by their root mean square. The product, whose name is the
-    prefix of the source, has several kinds of outputs, whose numbers are `sizes`, each with a scale. The first N are
-    for the sum.
+    Factors are computed from products of all streams, divided by their root mean square. The prefix of the source is
+    the name of the product. It has several kinds of outputs, each with a scale; `sizes` are their numbers. The first N
+    outputs are for the sum.
     """
 
     def __init__(
