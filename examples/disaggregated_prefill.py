@@ -100,20 +100,10 @@ def create_app(prefill: list[str], decode: list[str]) -> FastAPI:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--prefill",
-        nargs="+",
-        metavar="URL",
-        default=["http://127.0.0.1:8100"],
-        help="Servers that compute prompts (default: http://127.0.0.1:8100)",
-    )
-    parser.add_argument(
-        "--decode",
-        nargs="+",
-        metavar="URL",
-        default=["http://127.0.0.1:8200"],
-        help="Servers that generate (default: http://127.0.0.1:8200)",
-    )
+    for name, port, task in (("prefill", 8100, "compute prompts"), ("decode", 8200, "generate")):
+        url = f"http://127.0.0.1:{port}"
+        about = f"Servers that {task} (default: {url})"
+        parser.add_argument(f"--{name}", nargs="+", metavar="URL", default=[url], help=about)
     parser.add_argument(
         "--port",
         type=int,

@@ -34,6 +34,7 @@ from ..bodies.intake import Intake
 from ..generation import find_origin, raise_if_failed, translate_refusals, verify_priority
 from ..logprobs import Json
 from ..pooling import verify_choice
+from ..schema import SamplingFields
 from ..schema.audio import TranscriptionRequest, TranslationRequest
 from ..serving import Serving
 from ..streaming.text_events import TextEvents
@@ -52,15 +53,6 @@ if TYPE_CHECKING:
 FORMATS: Final = ("json", "text", "srt", "vtt", "verbose_json", "diarized_json")
 _STREAMED_FORMATS: Final = ("json", "text", "diarized_json")
 _GRANULARITIES: Final = ("segment", "word")
-
-_SAMPLING: Final = (
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-)
 
 MAX_PROMPT_CHARACTERS: Final = 1 << 14
 """Maximum characters of a prompt. The model reads only its last few hundred tokens."""
@@ -237,7 +229,9 @@ class Transcriptions:
         if request.seed is not None and not 0 <= request.seed <= MAX_SEED:
             raise wrong("seed", f"between 0 and {MAX_SEED}", request.seed)
         sampling = {
-            name: value for name in _SAMPLING if (value := getattr(request, name)) is not None
+            name: value
+            for name in SamplingFields.__struct_fields__
+            if name != "temperature" and (value := getattr(request, name)) is not None
         }
         self._serving.verify_sampling(SamplingParams(**sampling))
         words = [request.hotwords] if request.hotwords else []

@@ -20,7 +20,46 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     include_obfuscation: bool | msgspec.UnsetType | None = msgspec.UNSET
 
 
-class GenerationRequest(msgspec.Struct, kw_only=True):
+class SamplingFields(msgspec.Struct, kw_only=True):
+    """The sampling parameters that most APIs share."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+
+
+class CommonFields(SamplingFields, kw_only=True):
+    """The fields with the same meaning in completions, chat completions and responses."""
+
+    seed: Int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[Int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    logit_bias: dict[str, float] | None = None
+    min_tokens: Int | None = None
+    skip_special_tokens: bool | None = None
+    structured_outputs: dict[str, Any] | None = None
+    priority: Int | None = None
+    cache_salt: str | None = None
+    # Adds the field `engine` to the usage: a receipt of the request's costs.
+    include_receipt: bool | None = None
+    # Adds llama.cpp's field `timings` to the answer, and to the chunk of a stream that has the usage.
+    timings_per_token: bool | None = None
+    # Adds events with the progress of the prompt to a stream, as llama.cpp does.
+    return_progress: bool | None = None
+    # The ID of the request, instead of that of the header X-Request-Id.
+    request_id: str | None = None
+    # The replica, instead of that of the header X-data-parallel-rank.
+    data_parallel_rank: Int | None = None
+    routed_dp_rank: Int | None = None
+
+
+class GenerationRequest(CommonFields, kw_only=True):
     """The fields that completions and chat completions share."""
 
     model: str | None = None
@@ -29,24 +68,9 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     n: Int | None = None
     best_of: Int | None = None
     max_tokens: Int | None = None
-    min_tokens: Int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Int | None = None
-    min_p: float | None = None
     typical_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    seed: Int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[Int] | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    logit_bias: dict[str, float] | None = None
     bad_words: list[str] | None = None
     allowed_token_ids: list[Int] | None = None
-    skip_special_tokens: bool | None = None
     prompt_logprobs: Int | None = None
     # Tokens whose log-probabilities are returned instead of those of the most likely tokens. Needs `logprobs`.
     logprob_token_ids: list[Int] | None = None
@@ -54,22 +78,13 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     use_beam_search: bool | None = None
     length_penalty: float | None = None
     return_tokens_as_token_ids: bool | None = None
-    # Adds the field `engine` to the usage: a receipt of the request's costs.
-    include_receipt: bool | None = None
-    # Adds llama.cpp's field `timings` to the answer, and to the chunk of a stream that has the usage.
-    timings_per_token: bool | None = None
     # Tokens per chunk of a stream after the first one, if it is more than the server's `--stream-interval`.
     stream_interval: Int | None = None
-    # Adds events with the progress of the prompt to a stream, as llama.cpp does.
-    return_progress: bool | None = None
     return_token_ids: bool | None = None
     truncate_prompt_tokens: Int | None = None
     truncation_side: str | None = None
     add_special_tokens: bool | None = None
-    priority: Int | None = None
-    cache_salt: str | None = None
     response_format: dict[str, Any] | None = None
-    structured_outputs: dict[str, Any] | None = None
     repetition_detection: RepetitionDetectionParams | None = None
     # The tenant. Ignored if the server has several API keys.
     user: str | None = None
@@ -95,13 +110,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     min_new_tokens: Int | None = None
     repeat_penalty: float | None = None
     extra_key: str | None = None
-    routed_dp_rank: Int | None = None
     rid: str | list[str] | None = None
-
-    # The ID of the request, instead of that of the header X-Request-Id.
-    request_id: str | None = None
-    # The replica, instead of that of the header X-data-parallel-rank.
-    data_parallel_rank: Int | None = None
 
     # `store` requests that the answer is stored with this metadata. Only chat answers can be stored.
     metadata: dict[str, Any] | None = None

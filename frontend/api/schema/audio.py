@@ -4,27 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
-from . import Int
+from . import Int, SamplingFields
 
 
-class TranslationRequest(msgspec.Struct, kw_only=True):
+class TranslationRequest(SamplingFields, kw_only=True):
     """The fields other than `file` in the form of `POST /v1/audio/translations`."""
 
     model: str | None = None
     prompt: str | None = None
     response_format: str | None = None
-    temperature: float | None = None
     # The language of the clip; detected if absent.
     language: str | None = None
     seed: Int | None = None
-    top_p: float | None = None
-    top_k: Int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
     # Words that occur in the clip.
     hotwords: str | None = None
     # The tokens of each window, as in vLLM.

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from . import Int
+from . import CommonFields, Int
 
 
 class ResponseFields(msgspec.Struct, kw_only=True):
@@ -122,33 +122,7 @@ class ResponseCreateRequest(ResponsesRequest, kw_only=True):
     stream_id: str | None = None
 
 
-SAMPLING_FIELDS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "seed",
-    "min_tokens",
-    "ignore_eos",
-    "logit_bias",
-    "stop",
-    "stop_token_ids",
-    "include_stop_str_in_output",
-    "skip_special_tokens",
-    "structured_outputs",
-    "thinking_token_budget",
-    "priority",
-    "cache_salt",
-    "include_receipt",
-    "timings_per_token",
-    "return_progress",
-    "request_id",
-    "data_parallel_rank",
-    "routed_dp_rank",
-)
+SAMPLING_FIELDS = (*CommonFields.__struct_fields__, "thinking_token_budget")
 """Fields with the same name and meaning as in chat completions."""
 
 

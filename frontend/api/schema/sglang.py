@@ -6,34 +6,32 @@ from typing import Any
 
 import msgspec
 
-from . import Int
+from . import Int, SamplingFields
 
 
-class SglangSampling(msgspec.Struct, kw_only=True):
-    """The sampling parameters of a request."""
+class PlainSampling(SamplingFields, kw_only=True):
+    """The sampling parameters that completion requests have too, with the same meaning."""
 
-    max_new_tokens: Int | None = None
-    min_new_tokens: Int | None = None
     n: Int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    sampling_seed: Int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[Int] | None = None
-    no_stop_trim: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     logit_bias: dict[str, float] | None = None
     json_schema: str | dict[str, Any] | None = None
     regex: str | None = None
     ebnf: str | None = None
-    structural_tag: str | dict[str, Any] | None = None
     stream_interval: Int | None = None
+
+
+class SglangSampling(PlainSampling, kw_only=True):
+    """The sampling parameters of a request."""
+
+    max_new_tokens: Int | None = None
+    min_new_tokens: Int | None = None
+    sampling_seed: Int | None = None
+    no_stop_trim: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
 
     # Accepted because clients send them; they have no effect.
     spaces_between_special_tokens: bool | None = None

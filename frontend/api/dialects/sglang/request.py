@@ -13,33 +13,14 @@ from ....http.errors import bad_request, wrong
 from ...logprobs import Json
 from ...schema import UNLIMITED, CompletionRequest
 from ...schema.refused import refused_fields, verify_supported
-from ...schema.sglang import SglangGenerateRequest, SglangSampling
+from ...schema.sglang import PlainSampling, SglangGenerateRequest, SglangSampling
 
 DEFAULT_MAX_TOKENS: Final = 128
 
 MAX_REPEATED_LOGPROBS: Final = 1 << 15
 """Maximum log-probabilities of a streamed answer, because every event repeats those of the earlier events."""
 
-_PLAIN: Final = (
-    "n",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "skip_special_tokens",
-    "logit_bias",
-    "stream_interval",
-    "json_schema",
-    "regex",
-    "ebnf",
-)
-"""Sampling parameters that completion requests have too, with the same meaning."""
+_PLAIN: Final = PlainSampling.__struct_fields__
 
 _NAMES: Final = {
     "max_tokens": "max_new_tokens",
