@@ -61,7 +61,7 @@ def token_gaps(server: Server, count: int) -> list[float]:
 
 
 def measure_loads(model: str, directory: Path, names: list[str], rank: int) -> None:
-    """Print the times between tokens with and without adapter loads, alternating between two places."""
+    """Print the times between tokens of two streams, of which the second one runs while adapters are loaded."""
     flags = (
         *("--enable-lora", "--allow-runtime-lora-updating", "--max-lora-rank", str(rank)),
         *("--max-cpu-loras", "2", "--served-model-name", "base"),

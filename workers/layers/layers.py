@@ -233,7 +233,7 @@ class LayerKernels:
     def chooser(
         self, spec: ExpertsSpec, bias_E: Tensor | None, correction_E: Tensor | None
     ) -> ExpertChooser | None:
-        """Return the function that chooses experts by these biases; None if there is none besides `Router`."""
+        """Return a kernel that chooses experts by these biases; None to choose them in `Router`."""
         return None
 
     def order_choices(self, expert_TC: Tensor, num_experts: int) -> ExpertOrder:

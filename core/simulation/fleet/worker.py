@@ -15,8 +15,8 @@ from ..draft_model import DraftModel
 class SentStep(NamedTuple):
     """A step in flight.
 
-    `num_rows` sample. `keys` and `slots` are those of these rows, and `num_drafts` the drafts scheduled for each, or
-    None; they are only needed if workers draft.
+    `num_rows` rows sample a token. If workers draft, `keys`, `slots` and `num_drafts` have an entry for each of these
+    rows: its request, its slot and the number of its scheduled drafts (None without any).
     """
 
     step: SchedulerOutput

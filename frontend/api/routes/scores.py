@@ -254,7 +254,7 @@ def _given(
 
 
 def _texts(value: Comparable | Sequence[Comparable] | None, name: str) -> list[Prompt]:
-    """Return the texts of a field, or the contents of those that are objects."""
+    """Return the texts of a field. An item that is an object has its text in `content`."""
     if value is None or value == []:
         raise bad_request(name, "is required, and must not be empty")
     if isinstance(value, str | dict):
