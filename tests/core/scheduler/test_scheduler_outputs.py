@@ -120,6 +120,20 @@ def test_the_last_request_that_ends_outside_of_a_step_reports_that_none_waits():
     assert (outputs.stats.num_running, outputs.stats.num_waiting) == (0, 0)
 
 
+def test_another_client_learns_that_the_requests_of_a_lost_client_run_no_more():
+    harness = Harness(max_num_seqs=2, max_in_flight=1)
+    harness.add(4, 2)
+    for _ in range(2):
+        harness.add(4, 30, client=1)
+    harness.step()
+    harness.step()
+    harness.scheduler.finish_client(1)
+    (outputs,) = harness.scheduler.take_outputs(7.0).values()
+    assert outputs.stats is not None
+    assert (outputs.stats.num_running, outputs.stats.num_waiting) == (0, 0)
+    assert harness.scheduler.take_outputs(8.0) == {}
+
+
 def test_4_3_aborting_a_running_ended_or_unknown_request_is_harmless():
     harness = Harness(max_in_flight=3)
     key, other = harness.add(5, 50), harness.add(6, 5)
