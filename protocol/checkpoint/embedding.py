@@ -49,6 +49,7 @@ _ENCODERS: Final = frozenset(
         "embedding_gemma2_text",
         "eurobert",
         "gte",
+        "jina_bert",
         "jina_embeddings_v3",
         "modernbert",
         "mpnet",

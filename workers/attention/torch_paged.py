@@ -360,7 +360,8 @@ class TorchPagedAttention(AttentionBackend):
         if self.spec.rounds_alibi:
             rounded = slopes.bfloat16() * distance.bfloat16()
             return (mask - rounded.float() * layer.scale).to(mask.dtype)
-        return (mask - slopes * distance).to(mask.dtype)
+        # Later keys, which only encoders see, have negative distances.
+        return (mask - slopes * distance.abs()).to(mask.dtype)
 
     def _query_biases(self, distance: Tensor, biases_RHE: Tensor) -> Tensor:
         """Return each row's bias for each key [N, M, L], given the distances [M, L] or [N, 1, L]."""

@@ -163,7 +163,9 @@ class NativeExperts(structs.ExpertLayer):
 
 
 def _check(experts: ExpertsSpec) -> None:
-    """Raise an error if a token cannot choose as many experts as the config says."""
+    """Raise an error if there is a bias of the sum, or too few experts for the number that a token chooses."""
+    if experts.has_sum_bias:
+        raise NotSupportedNatively("the native CPU backend has no bias of the sum of experts")
     group_size, rest = divmod(experts.num_experts + experts.num_identities, experts.num_groups)
     num_allowed = group_size * min(experts.num_groups_per_token, experts.num_groups)
     if rest or (experts.num_groups > 1 and experts.num_experts_per_token > num_allowed):

@@ -112,7 +112,9 @@ class GGUFCheckpoint(Checkpoint):
         self._gguf = GGUFFile(path)
         super().__init__(path, ConfigFields(gguf_to_hf_config(self._gguf), path))
         self._architecture: str = self._gguf.metadata["general.architecture"]
-        is_bamba = self.config["model_type"] == "bamba"
+        named_as = "bamba" if self.config["model_type"] == "bamba" else self._architecture
+        if named_as == "jina-bert-v2" and "blk.0.ffn_gate.weight" in self._gguf.tensors:
+            named_as = "bert"
         unused = (_UNUSED, _UNIT_NORMS.get(self._architecture, _UNUSED))
         self._tensors: dict[str, GGUFTensor] = {}
         self._scalars = _activation_parameters(self._gguf)
@@ -120,7 +122,7 @@ class GGUFCheckpoint(Checkpoint):
             is_unused = any(pattern.fullmatch(tensor.name) for pattern in unused)
             if is_unused or self._is_repeated(tensor.name):
                 continue
-            found = hf_name(tensor.name, "bamba" if is_bamba else self._architecture)
+            found = hf_name(tensor.name, named_as)
             if found is None:
                 raise CheckpointError(
                     path,

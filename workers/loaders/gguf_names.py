@@ -163,6 +163,7 @@ _LAYER_MODULES_OF_ARCHITECTURE = {
     "bert": _BERT_MODULES,
     "bitnet": _BITNET_MODULES,
     "bitnet-b1.58": _BITNET_MODULES,
+    "jina-bert-v2": _BERT_MODULES | {"ffn_up": "mlp.gate_up_proj"},
     "jina-bert-v3": _BERT_MODULES,
     "modern-bert": _LAYER_MODULES
     | {
@@ -171,6 +172,7 @@ _LAYER_MODULES_OF_ARCHITECTURE = {
         "ffn_up": "mlp.gate_up_proj",
     },
     "nomic-bert": _BERT_MODULES,
+    "nomic-bert-moe": _BERT_MODULES,
     "bamba": _LAYER_MODULES | {"ffn_norm": "pre_ff_layernorm"},
     "chatglm": _FUSED_MLP,
     "deepseek4": _DEEPSEEK4_MODULES,
@@ -263,7 +265,7 @@ _LAYER_TENSOR_OF_T5 = re.compile(r"(enc|dec)\.blk\.(\d+)\.(\w+)\.weight")
 def hf_name(name: str, architecture: str) -> str | None:
     """Return the name of a tensor, with "{part}" for one that stacks several; None if it is unknown.
 
-    The architecture is that of the file, or "bamba".
+    The architecture is that of the file, "bamba", or "bert" for a Jina v2 whose gates have their own matrices.
     """
     if architecture in ("t5", "t5encoder"):
         return _t5_name(name)

@@ -113,6 +113,8 @@ class HFCheckpoint(Checkpoint):
         if model_type == "dbrx":
             experts = config.required_section("ffn_config")
             stacking = replace(stacking, num_experts=experts.integer("moe_num_experts", 4))
+        if model_type == "nomic_bert" and config.get("num_experts"):
+            stacking = replace(stacking, num_experts=config.integer("num_experts"))
         for file in dict.fromkeys(expected.values()) if expected else _weight_files(path, stem):
             shard = SafetensorsFile(file)
             for name in shard.names:

@@ -29,6 +29,15 @@ def _pooling(default: int) -> Rule:
     return lambda fields: read_pooling(fields, default)
 
 
+def _jina2(fields: ModelFields) -> dict[str, Any]:
+    """Refuse the Jina v2 for code, whose layers have more norms."""
+    if fields.has_tensor("blk.0.attn_norm_2.weight"):
+        raise fields.error(
+            "Jina v2 with norms of queries and keys is not supported; use another model"
+        )
+    return {}
+
+
 def _t5_encoder(fields: ModelFields) -> dict[str, Any]:
     """Return the fields of the encoder of a T5, or of a umT5, whose layers have their own biases."""
     has_own_biases = fields.has_tensor("enc.blk.1.attn_rel_b.weight")
@@ -63,6 +72,7 @@ def _t5(fields: ModelFields) -> dict[str, Any]:
 ENCODERS: Final[dict[str, Translate]] = {
     "bert": declared("bert", "BertModel", _encoder, hidden_act="gelu"),
     "eurobert": declared("eurobert", "EuroBertModel", classifier_pooling=_pooling(MEAN)),
+    "jina-bert-v2": declared("jina_bert", "JinaBertModel", _encoder, _jina2, hidden_act="gelu"),
     "jina-bert-v3": declared(
         "jina_embeddings_v3",
         "JinaEmbeddingsV3Model",
@@ -93,6 +103,19 @@ ENCODERS: Final[dict[str, Translate]] = {
         rotary_emb_base=positive("rope.freq_base", 1000.0),
         qkv_proj_bias=has("blk.0.attn_qkv.bias"),
         mlp_fc1_bias=has("blk.0.ffn_up.bias"),
+    ),
+    "nomic-bert-moe": declared(
+        "nomic_bert",
+        "NomicBertModel",
+        _encoder,
+        hidden_act="gelu",
+        rotary_emb_base=positive("rope.freq_base", 10_000.0),
+        qkv_proj_bias=has("blk.0.attn_qkv.bias"),
+        mlp_fc1_bias=has("blk.0.ffn_up.bias"),
+        moe_every_n_layers=integer("moe_every_n_layers"),
+        num_experts=integer("expert_count"),
+        moe_top_k=integer("expert_used_count"),
+        has_sum_bias=False,
     ),
     "t5": _t5,
     "t5encoder": _t5_encoder,

@@ -7,10 +7,12 @@ import re
 import pytest
 import torch
 import transformers
+from engine.workers.cpu.library import NotSupportedNatively
 from gguf import PoolingType
 from support.decoders import Runner, load_decoder, load_native_decoder
 from support.gguf_bert import write_bert, write_embedding_gemma, write_rotary_encoder
 from support.gguf_t5 import write_t5
+from support.published_encoders import PUBLISHED_ENCODERS, save_encoder, write_encoder
 
 pytestmark = pytest.mark.slow
 
@@ -198,3 +200,28 @@ def test_gguf_encoders_give_the_hidden_states_of_transformers(key, load, tmp_pat
         expected = reference(torch.tensor([tokens])).last_hidden_state[0]
     found = Runner(load(path)).hidden({0: tokens})
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("load", [load_decoder, load_native_decoder])
+@pytest.mark.parametrize("name", PUBLISHED_ENCODERS)
+def test_encoders_without_a_class_in_transformers(name, load, tmp_path):
+    reference = save_encoder(name, tmp_path)
+    tokens = [random.Random(1).randrange(4, 97) for _ in range(130)]
+    with torch.inference_mode():
+        expected = reference(torch.tensor([tokens])).last_hidden_state[0]
+    if name == "nomic-bert-moe" and load is load_native_decoder:
+        with pytest.raises(NotSupportedNatively, match="sum of experts"):
+            load(tmp_path)
+    else:
+        found = Runner(load(tmp_path)).hidden({0: tokens})
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    if name == "nomic-bert-moe":
+        # The converter leaves this bias out.
+        for layer in reference.layers[1::2]:
+            torch.nn.init.zeros_(layer.mlp.bias)
+        with torch.inference_mode():
+            expected = reference(torch.tensor([tokens])).last_hidden_state[0]
+    for splits_gates in (False, True):
+        path = write_encoder(tmp_path, name, splits_gates=splits_gates)
+        found = Runner(load(path)).hidden({0: tokens})
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)

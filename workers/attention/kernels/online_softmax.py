@@ -121,7 +121,7 @@ def attend_keys(
         if alibi_M is not None:
             # Without a soft cap, the scale is applied to the scores later.
             if alibi_scale is None:
-                bias_MN = alibi_M[:, None] * distance_MN
+                bias_MN = alibi_M[:, None] * tl.abs(distance_MN)
             else:
                 keys_1N = _rounded(keys_N.to(tl.float32))[None, :]
                 bias_MN = -alibi_scale * _rounded(_rounded(alibi_M)[:, None] * keys_1N)

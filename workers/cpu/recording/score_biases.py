@@ -62,7 +62,8 @@ def read_biases(blocks: BlockRecorder, max_distance: int, prefix: str = "") -> F
             rounded_HE = slopes_H1.bfloat16() * distances_E.bfloat16()
             biases_HE = rounded_HE.float() * spec.attention_scale
         else:
-            biases_HE = slopes_H1 * distances_E
+            # Later keys, which only encoders see, are as far away as earlier ones.
+            biases_HE = -slopes_H1 * distances_E.abs()
     else:
         biases_BH = read_distance_biases(spec, blocks.weights, prefix)
         biases_BH = biases_BH[:, heads.start : heads.stop]

@@ -80,6 +80,8 @@ class ExpertsSpec(msgspec.Struct, frozen=True):
     """True if the projections of experts have biases."""
     scales_inputs: bool = False
     """True if the weights multiply the inputs of the experts instead of their outputs."""
+    has_sum_bias: bool = False
+    """True if a stored bias is added to the sum of the experts' outputs."""
     has_expert_scales: bool = False
     """True if each expert has a stored factor on its weight."""
     has_own_norms: bool = False

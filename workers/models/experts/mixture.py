@@ -74,6 +74,9 @@ class Experts:
         if experts.norms_latent_sum:
             weight_L = weights.read_vector(f"{prefix}latent_sum_norm.weight", size)
             self._sum_norm = kernels.norm(weight_L, spec.norm_eps)
+        self._sum_bias_D: Tensor | None = None
+        if experts.has_sum_bias:
+            self._sum_bias_D = weights.read_vector(f"{prefix}experts.bias", spec.hidden_size)
         self._mixtures = [
             ExpertMatrices(experts, source, mixture) for mixture in range(experts.num_mixtures)
         ]
@@ -119,6 +122,8 @@ class Experts:
         if self._sum_norm is not None:
             y_TL = self._sum_norm(y_TL)
         y_TD = y_TL if self._from_latent is None else self._from_latent(y_TL)
+        if self._sum_bias_D is not None:
+            y_TD = (y_TD + self._sum_bias_D).to(y_TD.dtype)
         if identity_T1 is not None:
             y_TD = y_TD + (x_TD * identity_T1).to(y_TD.dtype)
         return y_TD if self._shared is None else y_TD.add_(self._shared_output(x_TD))

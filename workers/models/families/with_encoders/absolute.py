@@ -9,6 +9,7 @@ from .....protocol.checkpoint.sparse import BGE_M3
 from ....layers.spec import ModelSpec
 from ....layers.specs.norm_names import NormNames
 from ..common import Family, base_spec, uniform_layers
+from ..gpt import alibi_slopes
 from .heads import AFTER_POOLER, WITH_OWN_DENSE, HeadNames, encoder_families, with_splade_head
 
 _BERT_NAMES = (
@@ -31,6 +32,12 @@ _BERT_NAMES = (
     (r"\.intermediate\.dense\.", ".mlp.up_proj."),
     (r"\.output\.dense\.", ".mlp.down_proj."),
     (r"\.output\.LayerNorm\.", ".mlp_norm."),
+)
+_JINA2_NAMES = (
+    (r"\.mlp\.gated_layers\.", ".mlp.gate_up_proj."),
+    (r"\.mlp\.wo\.", ".mlp.down_proj."),
+    (r"\.mlp\.layernorm\.", ".mlp_norm."),
+    *_BERT_NAMES,
 )
 _MPNET_NAMES = (
     (r"encoder\.relative_attention_bias\.", "distance_biases."),
@@ -144,6 +151,24 @@ def _mpnet(fields: ConfigFields) -> ModelSpec:
     )
 
 
+def _jina2(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a Jina v2, a BERT with ALiBi (in both directions) and gates (arXiv 2310.19923)."""
+    for name, needed in (("position_embedding_type", "alibi"), ("feed_forward_type", "geglu")):
+        fields.require(name, needed)
+    fields = fields.with_values({"position_embedding_type": None}).with_defaults(
+        hidden_act="gelu", rms_norm_eps=1e-12, max_position_embeddings=8192
+    )
+    return _encoder_spec(
+        fields,
+        alibi_slopes=alibi_slopes(fields),
+        num_token_types=fields.integer("type_vocab_size", 2),
+        has_gate=True,
+        mlp_bias=False,
+        mlp_output_bias=True,
+        tensor_names=_JINA2_NAMES,
+    )
+
+
 def _bert_splade(fields: ConfigFields) -> ModelSpec:
     head = r"^cls\.predictions\."
     return with_splade_head(
@@ -186,5 +211,6 @@ FAMILIES = (
     *encoder_families("XLMRoberta", "xlm-roberta", _roberta, WITH_OWN_DENSE),
     Family(BGE_M3, "xlm-roberta", _roberta),
     Family("XLMRobertaSpladeSparseEmbeddingModel", "xlm-roberta", _roberta_splade),
+    *encoder_families("JinaBert", "jina_bert", _jina2, AFTER_POOLER),
     *encoder_families("MPNet", "mpnet", _mpnet, WITH_OWN_DENSE),
 )

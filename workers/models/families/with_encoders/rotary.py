@@ -9,6 +9,7 @@ from .....protocol.checkpoint.embedding import LATE
 from ....layers.layer_spec import LayerSpec
 from ....layers.read_rope import read_rope, read_rope_of_layer_type
 from ....layers.spec import ModelSpec
+from ....layers.specs.experts import ExpertsSpec
 from ....layers.specs.norm_names import NormNames
 from ..common import (
     Family,
@@ -19,6 +20,7 @@ from ..common import (
     uniform_layers,
     with_score_head,
 )
+from ..experts import with_experts
 from ..llama import llama
 from .absolute import POST_NORMED
 from .heads import AFTER_POOLER, WITH_OWN_DENSE, encoder_families, with_splade_head
@@ -64,6 +66,11 @@ _JINA_NAMES = (
     *_POST_NORMED_NAMES,
     (r"\.mlp\.fc1\.", ".mlp.up_proj."),
     (r"\.mlp\.fc2\.", ".mlp.down_proj."),
+)
+_NOMIC_MIXTURE_NAMES = (
+    (r"\.mlp\.router\.layer\.", ".mlp.gate."),
+    (r"(\.experts\.\d+)\.gate_proj\.", r"\1.up_proj."),
+    *_JINA_NAMES,
 )
 _NOMIC_ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu"}
 
@@ -207,7 +214,6 @@ def _nomic(fields: ConfigFields) -> ModelSpec:
         ("rotary_emb_fraction", 1.0),
         ("rotary_emb_interleaved", False),
         ("rotary_scaling_factor", None),
-        ("num_experts", 0),
     ):
         if fields.get(name, expected) not in (expected, None):
             raise fields.error(f"{name} {fields.get(name)!r} is not supported; use {expected!r}")
@@ -215,15 +221,32 @@ def _nomic(fields: ConfigFields) -> ModelSpec:
         {"hidden_act": _NOMIC_ACTIVATIONS.get(fields.text("hidden_act"), fields.text("hidden_act"))}
     )
     bias = fields.boolean("qkv_proj_bias", False)
-    return _post_normed(
+    period = fields.integer("moe_every_n_layers", 0, minimum=0)
+    if not period:
+        fields.require("num_experts", 0)
+    spec = _post_normed(
         fields,
         fields.positive("rotary_emb_base", 1000.0),
-        has_gate=True,
+        has_gate=not period,
         qkv_bias=bias,
         attention_output_bias=bias,
         mlp_bias=fields.boolean("mlp_fc1_bias", False),
-        tensor_names=_NOMIC_NAMES,
+        tensor_names=_NOMIC_MIXTURE_NAMES if period else _NOMIC_NAMES,
     )
+    if not period:
+        return spec
+    fields.require("expert_choice_router", False)
+    fields.require("num_shared_experts", 0)
+    count = fields.integer("num_experts")
+    experts = ExpertsSpec(
+        count,
+        fields.integer("moe_top_k", 1, maximum=count),
+        fields.integer("intermediate_size"),
+        renormalizes=fields.boolean("moe_normalize_expert_weights", False),
+        # GGUF files lack it.
+        has_sum_bias=fields.boolean("has_sum_bias", True),
+    )
+    return with_experts(spec, experts, lambda i: i % period == 1)
 
 
 def _gte(fields: ConfigFields) -> ModelSpec:
