@@ -49,13 +49,18 @@ def write_published(directory: Path, architecture: str) -> Path:
         writer.add_rope_dimension_count(config["qk_rope_head_dim"])
     elif (head_dim := config.get("head_dim")) is not None:
         writer.add_key_length(head_dim)
+    if architecture == "nanbeige":
+        writer.add_uint32("nanbeige.num_loops", config["num_loops"])
+        writer.add_bool("nanbeige.skip_loop_final_norm", config["skip_loop_final_norm"])
     eps = config.get("rms_norm_eps", 1e-6)
     is_layer_norm = architecture in _WITH_LAYER_NORMS
     (writer.add_layer_norm_eps if is_layer_norm else writer.add_layer_norm_rms_eps)(eps)
     tensors = load_file(directory / "model.safetensors")
     if (change := _CHANGES.get(architecture)) is not None:
         tensors = change(tensors, dict(config))
-    arch = next(arch for arch, text in MODEL_ARCH_NAMES.items() if text == architecture)
+    # The package gguf does not know this Llama.
+    known = "llama" if architecture == "nanbeige" else architecture
+    arch = next(arch for arch, text in MODEL_ARCH_NAMES.items() if text == known)
     names = get_tensor_name_map(arch, layers)
     for name, weight in tensors.items():
         found = names.get_name(name, (".weight", ".bias"))
@@ -82,10 +87,16 @@ def _with_own_projections(tensors: dict[str, Tensor], config: dict[str, Any]) ->
 
 def _interleaved(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Tensor]:
     """Divide that matrix, and let neighboring elements of queries and keys be rotated together."""
-    changed = _with_own_projections(tensors, config)
-    for name, weight in changed.items():
-        if ".q_proj." in name or ".k_proj." in name:
-            changed[name] = interleaved(weight, config["num_attention_heads"])
+    return _with_neighbors(_with_own_projections(tensors, config), config)
+
+
+def _with_neighbors(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Tensor]:
+    """Let neighboring elements of queries and keys be rotated together."""
+    changed = dict(tensors)
+    for name, weight in tensors.items():
+        for kind, heads in (("q", "num_attention_heads"), ("k", "num_key_value_heads")):
+            if f".{kind}_proj." in name:
+                changed[name] = interleaved(weight, config[heads])
     return changed
 
 
@@ -125,6 +136,7 @@ _CHANGES: dict[str, Callable[[dict[str, Tensor], dict[str, Any]], dict[str, Tens
     "baichuan": _interleaved,
     "cogvlm": _with_images,
     "jais": _with_factors,
+    "nanbeige": _with_neighbors,
     "openelm": _with_own_gates,
     "refact": _with_own_projections,
 }

@@ -40,6 +40,7 @@ _INTERLEAVED = (
     "granitemoe",
     "mistral3",
     "muse-glimmer",
+    "nanbeige",
     "olmo",
 )
 # The norms of these architectures multiply by 1 + weight, and the converter stores the sum.

@@ -7,6 +7,7 @@ from .declared import (
     declared,
     expert,
     has,
+    integer,
     optional_integer,
     positive,
     windows,
@@ -280,6 +281,12 @@ DENSE: Final[dict[str, Translate]] = {
         sliding_window=_WINDOW,
         output_multiplier=positive("logit_scale"),
         final_logit_softcapping=positive("final_logit_softcapping"),
+    ),
+    "nanbeige": declared(
+        "nanbeige",
+        "NanbeigeForCausalLM",
+        num_loops=integer("num_loops", 1),
+        skip_loop_final_norm=boolean("skip_loop_final_norm", False),
     ),
     "nemotron": declared("nemotron", "NemotronForCausalLM", family, hidden_act="relu2"),
     "olmo": declared(

@@ -133,7 +133,7 @@ def without_query_norms(tensors: Tensors) -> Tensors:
 
 
 def with_three_passes(reference: transformers.PreTrainedModel) -> None:
-    """Make a GLM-4 compute its layers and its final norm three times."""
+    """Make a model compute its layers and its final norm three times."""
 
     def repeat(model: Any, _args: Any, kwargs: dict[str, Any], output: Any) -> Any:
         if kwargs.get("inputs_embeds") is None:

@@ -150,6 +150,12 @@ PUBLISHED_DENSE = {
         ((r"query_layernorm", "q_norm"), (r"key_layernorm", "k_norm")),
         _with_neighbors,
     ),
+    "Nanbeige": Published(
+        "llama2",
+        {"head_dim": 16},
+        {"model_type": "nanbeige", "num_loops": 3, "skip_loop_final_norm": False},
+        prepare=changes.with_three_passes,
+    ),
     "OpenELM": Published(
         "qwen3",
         {"tie_word_embeddings": True},

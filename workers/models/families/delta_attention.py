@@ -410,6 +410,7 @@ FAMILIES = (
     Family("BailingHybridForCausalLM", "bailing_hybrid", _ling3),
     Family(LING_2_5, "bailing_hybrid", _ling2_5),
     Family("BailingMoeV3ForCausalLM", "bailing_hybrid", _ling3),
+    Family("Glm5NextForCausalLM", "glm5_next_text", _glm5_next),
     Family("Glm5NextForConditionalGeneration", "glm5_next_text", _glm5_next),
     Family("KimiLinearForCausalLM", "kimi_linear", _kimi_linear),
     Family("Qwen4ExpForCausalLM", "qwen4_exp_text", _qwen4),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from ....protocol.checkpoint.config_fields import ConfigFields
+from ....protocol.checkpoint.config_fields import MAX_LAYERS, ConfigFields
 from ...layers.layer_spec import LayerSpec
 from ...layers.read_rope import read_rope, read_rope_of_layer_type
 from ...layers.shared_block import Restart
@@ -14,6 +14,7 @@ from ...layers.spec import ModelSpec
 from ...layers.specs.norm_names import NormNames
 from ...loaders.row_factors import RowFactors
 from .common import Family, base_spec, head_dim, windowed_layers
+from .llama import llama
 
 
 def looped_layers(
@@ -106,6 +107,19 @@ def _ouro(fields: ConfigFields) -> ModelSpec:
         ),
         tensor_names=((r"^(model\.)?early_exit_gate\..*", ""),),
     )
+
+
+def _nanbeige(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a Nanbeige 4.2: a Llama whose layers are computed several times, with norms in between."""
+    count = fields.layer_count("num_hidden_layers")
+    skips_norm = fields.boolean("skip_loop_final_norm", False)
+    restart = None if skips_norm else Restart(has_norm_weights=True)
+    layers = [LayerSpec(read_rope(fields, head_dim(fields)))] * count
+    passes = [
+        (range(count), restart if i else None)
+        for i in range(fields.integer("num_loops", 1, maximum=MAX_LAYERS // count))
+    ]
+    return llama(fields, layers=looped_layers(layers, passes))
 
 
 def _dory(fields: ConfigFields) -> ModelSpec:
@@ -206,5 +220,6 @@ def _dory(fields: ConfigFields) -> ModelSpec:
 FAMILIES = (
     Family("DoryForCausalLM", "dory", _dory),
     Family("HrmTextForCausalLM", "hrm_text", _hrm_text),
+    Family("NanbeigeForCausalLM", "nanbeige", _nanbeige),
     Family("OuroForCausalLM", "ouro", _ouro),
 )
