@@ -216,7 +216,12 @@ def test_vllms_realtime_clients_are_served(server: Server) -> None:
         created = json.loads(socket.recv(20))
         assert created["type"] == "session.created" and created["id"] and created["created"]
         events: list[dict[str, Any]] = [
-            {"type": "session.update", "model": "tiny"},
+            {
+                "type": "session.update",
+                "model": "tiny",
+                "language": "en",
+                "include": ["item.input_audio_transcription.logprobs"],
+            },
             {"type": "input_audio_buffer.commit"},
         ]
         pcm = realtime.to_pcm(read("colors.ogg"))
@@ -233,9 +238,16 @@ def test_vllms_realtime_clients_are_served(server: Server) -> None:
         assert usage["prompt_tokens"] >= 2 and usage["completion_tokens"] > 5
         assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
         assert "".join(each.get("delta", "") for each in answers) == HEARD["colors.ogg"]
-        socket.send('{"type": "session.update", "model": "none"}')
-        error = json.loads(socket.recv(20))
-        assert error["code"] == "model_not_found" and "none" in error["error"]
+        assert all(-3 < x["logprob"] <= 0 for each in answers[:-1] for x in each["logprobs"])
+        for fields, code, named in (
+            ('"model": "none"', "model_not_found", "none"),
+            ('"model": "tiny", "language": "xx"', "invalid_request_error", "language"),
+            ('"model": "tiny", "include": ["bogus"]', "invalid_request_error", "include"),
+        ):
+            socket.send(f'{{"type": "session.update", {fields}}}')
+            error = json.loads(socket.recv(20))
+            assert error["code"] == code
+            assert named in error["error"]
 
 
 @pytest.mark.parametrize(

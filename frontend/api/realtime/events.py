@@ -83,7 +83,7 @@ class VLLMEvents(Events):
 
     def send_delta(self, item_id: str, text: str, logprobs: list[Json] | None) -> None:
         """Send a piece of the text."""
-        self.send("transcription.delta", delta=text)
+        self.send("transcription.delta", delta=text, logprobs=logprobs)
 
     def send_text(self, item_id: str, transcript: Transcript, logprobs: list[Json] | None) -> None:
         """Send the whole text."""

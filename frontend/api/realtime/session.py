@@ -31,6 +31,7 @@ from ..schema.realtime import (
     AudioAppend,
     AudioClear,
     AudioCommit,
+    Session,
     SessionUpdate,
     Transcription,
 )
@@ -187,17 +188,20 @@ class _Session:
             self._events.send_error(error, event_id)
 
     async def _update(self, event: SessionUpdate) -> None:
-        if event.session is None:
+        settings, session = self._settings, event.session
+        if session is None:
             if event.model is None:
                 raise bad_request("session", "is required")
-            self._serving.verify_model(event.model)
             self._events = VLLMEvents(self._socket)
-            settings = Settings(PCM, _VLLM_RATE, Transcription(model=event.model), None)
-        else:
-            settings = self._settings.updated(event.session)
-            if (request := settings.request()) is not None:
-                self._serving.verify_model(request.model)
-                make_plan(self._transcriptions, request)
+            transcription = Transcription(
+                model=event.model, language=event.language, prompt=event.prompt
+            )
+            settings = Settings(PCM, _VLLM_RATE, transcription, None)
+            session = Session(include=event.include)
+        settings = settings.updated(session)
+        if (request := settings.request()) is not None:
+            self._serving.verify_model(request.model)
+            make_plan(self._transcriptions, request)
         self._settings = settings
         self._configure()
         self._events.send_session("session.updated", settings.describe(self._id))

@@ -82,12 +82,15 @@ class ClientSecretRequest(msgspec.Struct, kw_only=True):
 
 
 class SessionUpdate(msgspec.Struct, kw_only=True):
-    """Changes the settings. vLLM's clients send `model` only."""
+    """Changes the settings. vLLM's clients send no `session`, but `model` and the other fields here."""
 
     type: str
     event_id: str | None = None
     session: Session | None = None
     model: str | None = None
+    language: str | None = None
+    prompt: str | None = None
+    include: list[str] | None = None
 
 
 class AudioAppend(msgspec.Struct, kw_only=True):
