@@ -18,7 +18,7 @@ def write_srt(segments: Sequence[Segment]) -> str:
 def write_vtt(segments: Sequence[Segment]) -> str:
     """Return the segments as WebVTT."""
     cues = (
-        f"{_time(each.start, '.')} --> {_time(each.end, '.')}\n{_line(each.text)}\n\n"
+        f"{_time(each.start, '.')} --> {_time(each.end, '.')}\n{_escaped(_line(each.text))}\n\n"
         for each in segments
     )
     return "WEBVTT\n\n" + "".join(cues)
@@ -27,6 +27,11 @@ def write_vtt(segments: Sequence[Segment]) -> str:
 def _line(text: str) -> str:
     # An arrow would be parsed as the times of a cue, and an empty line would end the cue.
     return " ".join(text.replace("-->", "->").split())
+
+
+def _escaped(text: str) -> str:
+    # In WebVTT these characters begin a reference or a tag.
+    return text.replace("&", "&amp;").replace("<", "&lt;")
 
 
 def _time(seconds: float, separator: str) -> str:

@@ -16,6 +16,7 @@ from engine.frontend.media.transcription.segments import (
 from engine.frontend.media.transcription.subtitles import write_srt, write_vtt
 from engine.frontend.media.transcription.turns import join_turns, make_reader
 from engine.frontend.media.transcription.words import align_words
+from msgspec.structs import replace
 
 FIRST_TIME = 1000
 TEXTS = {1: " The", 2: " quick", 3: " fox", 4: ".", 5: " (", 6: "so", 7: ")", 8: "ly", 9: " €"}
@@ -146,6 +147,7 @@ def test_subtitles_have_times_and_one_line_each() -> None:
         "1\n00:00:00,000 --> 00:00:02,500\nThe quick fox -> jumps\n\n"
         "2\n01:01:01,000 --> 01:01:02,040\nover\n\n"
     )
+    assert "R&amp;D &lt;3 a -> b\n" in write_vtt([replace(segments[0], text="R&D <3 a --> b")])
     assert write_vtt(segments).startswith("WEBVTT\n\n00:00:00.000 --> 00:00:02.500\nThe quick fox")
 
 
