@@ -317,7 +317,9 @@ def test_an_encoder_writes_tokens_and_their_times(tmp_path: Path, kind: str) -> 
             file=clips[1][1],
             response_format="verbose_json",
             timestamp_granularities=["word", "segment"],
+            language="en",
         )
+        assert timed.language == "english"
         assert " ".join(each.word for each in timed.words).split() == expected[1].split()
         times = [time for each in timed.words for time in (each.start, each.end)]
         assert times == sorted(times)
@@ -326,7 +328,7 @@ def test_an_encoder_writes_tokens_and_their_times(tmp_path: Path, kind: str) -> 
         for fields, named in (
             ({"temperature": 0.5}, "temperature must be omitted"),
             ({"prompt": "names"}, "accepts only audio"),
-            ({"language": "en"}, "detects the language itself"),
+            ({"language": "hh"}, "must be one of the model's languages"),
         ):
             with pytest.raises(openai.BadRequestError, match=named):
                 create(model="tiny", file=clips[0][1], **fields)

@@ -12,7 +12,7 @@ from ....protocol.config.chat_audio import ChatAudioConfig
 from ....protocol.config.model import AudioProcessorConfig
 from ....protocol.errors import ParameterError
 from ...http.shown_values import echo
-from .languages import find_language
+from .languages import LANGUAGE_NAMES, find_language
 
 CHAT_WINDOW_S: Final = 30.0
 """The maximum length in seconds of a window that a chat model transcribes. It also fits into half of the context.
@@ -111,8 +111,10 @@ def speech_model(model: ModelConfig) -> SpeechModel | None:
             num_outputs = max(1, model.max_model_len - added.num_outputs(0))
             seconds = min(seconds, num_outputs * added.samples_per_output / audio.sampling_rate)
         return SpeechModel(
-            languages=()
-            if added is not None or audio.writes_tokens
+            languages=LANGUAGE_NAMES
+            if audio.writes_tokens
+            else ()
+            if added is not None
             else audio.languages or audio.language_token_ids or ("en",),
             translates=audio.translates,
             has_word_times=audio.writes_tokens or bool(audio.alignment_heads),

@@ -27,10 +27,8 @@ class WrittenTokens:
     """Reads the windows of one clip. Several may be read at the same time.
 
     Attributes:
-        language: "", because the model does not report the language.
+        language: The language that the caller gave, because the model does not report it.
     """
-
-    language = ""
 
     def __init__(
         self,
@@ -42,6 +40,7 @@ class WrittenTokens:
         self._audio = audio
         self._tokenizer = tokenizer
         self._options = options
+        self.language = options.language
         self._submission = submission
 
     async def decode(
