@@ -21,7 +21,7 @@ from .batches.records import BatchRecords
 from .batches.routes import batch_routes
 from .bodies.intake import Intake
 from .decisions.endpoint import Decisions
-from .dialects import anthropic, cohere, llama_cpp, ollama, text_embeddings
+from .dialects import anthropic, cohere, llama_cpp, ollama, text_embeddings, whisper_cpp
 from .dialects.anthropic_batches import message_batch_routes
 from .dialects.ollama_answer import error_body as ollama_error
 from .dialects.sglang.routes import routes as sglang_routes
@@ -60,6 +60,7 @@ from .stored_chats.routes import chat_routes
 ERROR_BODIES: Final = {
     anthropic.PATH: anthropic.error_body,
     ollama.PATH: ollama_error,
+    whisper_cpp.PATH: ollama_error,
 }
 """Path prefix of a dialect -> the function that writes its error bodies."""
 
@@ -169,6 +170,11 @@ def make_routes(serving: Serving) -> list[Route]:
         *message_batch_routes(serving, intake, batch_records, files, batch_executor),
         *ollama.routes(serving, intake, embeddings),
         *sglang_routes(serving, intake, management, embeddings),
+        Route(
+            whisper_cpp.PATH,
+            whisper_cpp.Inference(serving, intake, transcriptions, translations),
+            methods=["POST"],
+        ),
         Route("/generative_scoring", GenerativeScoring(serving, intake), methods=["POST"]),
         Route("/v2/rerank", scores.rerank, methods=["POST"]),
         Route(

@@ -48,6 +48,7 @@ ROUTE_DESCRIPTIONS: Final[dict[str, tuple[str, str]]] = {
     "/v1/rerank": (CLIENTS, "Sort documents by their relevance to a query."),
     "/v1/audio/transcriptions": (CLIENTS, "Transcribe an audio file."),
     "/v1/audio/translations": (CLIENTS, "Translate the speech in an audio file to English text."),
+    "/inference": (CLIENTS, "Transcribe or translate an audio file (whisper.cpp)."),
     "/v1/realtime/client_secrets": (
         CLIENTS,
         "Create a key with which a web page may use /v1/realtime for some minutes.",

@@ -59,7 +59,7 @@ TIMELINES: Final = "/debug/requests/"
 OLLAMA_PATHS: Final = "/api/"
 """Prefix of Ollama's routes. Its clients, such as curl in Ollama's documentation, often send no content type."""
 
-FORM_PATHS: Final = ("/audio/transcriptions", "/audio/translations", "/files")
+FORM_PATHS: Final = ("/audio/transcriptions", "/audio/translations", "/files", "/inference")
 """Suffixes of the routes whose request bodies are forms with a file."""
 
 SECRET_PATHS: Final = ("/v1/realtime", "/realtime")

@@ -13,6 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import openai
 import pytest
@@ -209,6 +210,35 @@ def test_a_client_secret_has_the_settings_of_its_session(client: openai.OpenAI) 
         with pytest.raises(openai.BadRequestError) as refused:
             create(**fields)
         assert str(refused.value.param).startswith(param)
+
+
+def test_whisper_cpps_route_is_served(server: Server, client: openai.OpenAI) -> None:
+    def ask(**fields: str) -> httpx.Response:
+        form = {"temperature": "0.0", "temperature_inc": "0.2", "no_speech_thold": "0.6"}
+        file = ("fox.flac", (FIXTURES / "fox.flac").read_bytes())
+        url = server.url + "/inference"
+        return httpx.post(url, data=form | fields, files={"file": file}, timeout=60)
+
+    assert ask().json() == {"text": f" {HEARD['fox.flac']}\n"}
+    assert ask(response_format="text", no_timestamps="true").text == HEARD["fox.flac"] + "\n"
+    subtitles = ask(response_format="srt", offset_n="4").text.splitlines()
+    assert subtitles[0] == "5" and subtitles[2] == HEARD["fox.flac"]
+    assert ask(response_format="vtt").text.startswith("WEBVTT\n\n00:00:00.")
+    whole = ask(response_format="verbose_json", token_timestamps="true", language="auto").json()
+    assert (whole["task"], whole["language"]) == ("transcribe", "english")
+    [segment] = whole["segments"]
+    heard = [word["word"] for word in segment["words"]]
+    assert " ".join(heard) == segment["text"].strip() == HEARD["fox.flac"]
+    for fields, named in (
+        ({"vad": "true"}, "vad must be false"),
+        ({"offset_t": "500"}, "offset_t must be 0"),
+        ({"temperature_inc": "0"}, "temperature_inc must be 0.2"),
+        ({"translate": "true"}, "cannot translate"),
+        ({"response_format": "xml"}, "response_format"),
+    ):
+        refused = ask(**fields)
+        assert refused.status_code == 400
+        assert named in refused.json()["error"]
 
 
 def test_vllms_realtime_clients_are_served(server: Server) -> None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
@@ -29,8 +29,9 @@ from ...media.transcription.options import (
 )
 from ...media.transcription.subtitles import write_srt, write_vtt
 from ..bodies.disconnection import while_connected
-from ..bodies.form import FormDecoder
+from ..bodies.form import FormDecoder, FormFile
 from ..bodies.intake import Intake
+from ..bodies.request_memory import MemoryLease
 from ..generation import find_origin, raise_if_failed, translate_refusals, verify_priority
 from ..logprobs import Json
 from ..pooling import verify_choice
@@ -81,6 +82,15 @@ class Plan:
     has_logprobs: bool
 
 
+class Sent(NamedTuple):
+    """What a client sent: the fields, the files, their share of the memory, and the deadline in CLOCK_MONOTONIC s."""
+
+    request: TranslationRequest
+    files: dict[str, FormFile]
+    lease: MemoryLease
+    deadline: float
+
+
 class Transcriptions:
     """A route that transcribes or translates the speech in a file."""
 
@@ -104,21 +114,38 @@ class Transcriptions:
         with self._intake.lease() as lease:
             deadline = read_deadline(scope, serving.config.frontend.default_deadline_s)
             request, files = await self._intake.receive_form(scope, receive, self._decoder, lease)
-            serving.verify_model(request.model)
-            serving.verify_serving()
-            plan = self.plan(request)
-            if FILE not in files:
-                raise APIError(400, "file is required: send an audio file in the form", param=FILE)
-            file = files[FILE].content
-            lease.count_media(len(file))
-            work = self.work(partial(self._open_file, file), plan, request, scope, deadline)
-            if request.stream:
-                await while_connected(receive, self._stream(plan, work, scope, send))
-            else:
-                transcript = await while_connected(receive, work(None))
-                size = len(transcript.text) + len(transcript.logprobs)
-                response = await serving.executor.run(size, self._whole, transcript, plan)
-                await response(scope, receive, send)
+            sent = Sent(request, files, lease, deadline)
+            await self.answer(sent, scope, receive, send, self._whole)
+
+    async def answer(
+        self,
+        sent: Sent,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        write: Callable[[Transcript, Plan], Response],
+    ) -> None:
+        """Transcribe a file and send what `write` makes of the transcript, or a stream.
+
+        Raises:
+            APIError: A field is not allowed, the file is missing or damaged (400), or the request failed.
+        """
+        serving, request = self._serving, sent.request
+        serving.verify_model(request.model)
+        serving.verify_serving()
+        plan = self.plan(request)
+        if FILE not in sent.files:
+            raise APIError(400, "file is required: send an audio file in the form", param=FILE)
+        file = sent.files[FILE].content
+        sent.lease.count_media(len(file))
+        work = self.work(partial(self._open_file, file), plan, request, scope, sent.deadline)
+        if request.stream:
+            await while_connected(receive, self._stream(plan, work, scope, send))
+        else:
+            transcript = await while_connected(receive, work(None))
+            size = len(transcript.text) + len(transcript.logprobs)
+            response = await serving.executor.run(size, write, transcript, plan)
+            await response(scope, receive, send)
 
     def work(
         self,

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from .segments import Segment
 
 
-def write_srt(segments: Sequence[Segment]) -> str:
-    """Return the segments as SubRip."""
+def write_srt(segments: Sequence[Segment], first: int = 1) -> str:
+    """Return the segments as SubRip, with numbers from `first` on."""
     return "".join(
         f"{number}\n{_time(each.start, ',')} --> {_time(each.end, ',')}\n{_line(each.text)}\n\n"
-        for number, each in enumerate(segments, 1)
+        for number, each in enumerate(segments, first)
     )
 
 

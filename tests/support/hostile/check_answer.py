@@ -72,8 +72,8 @@ def _find_fault_of_error(answer: Answer, field: str, path: str) -> str:
     try:
         body = answer.json
         error, fields = body["error"], _ERROR_FIELDS
-        if path.startswith("/api/"):
-            # An error of Ollama's routes is its message.
+        if path.startswith(("/api/", "/inference")):
+            # An error of Ollama's and whisper.cpp's routes is its message.
             if not isinstance(error, str) or len(body) > 1:
                 return f"an error object of another shape: {start!r}"
             error = {"message": error, "type": "", "param": None, "code": None}
