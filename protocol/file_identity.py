@@ -102,13 +102,15 @@ def _identify(path: Path) -> FileIdentity:
 class LoraAdapter(msgspec.Struct, array_like=True, gc=False, frozen=True):
     """A LoRA adapter: the name that clients use, and the identity of its files.
 
-    `path` is their directory, and `version` the hash of their content, 32 bytes. A name may get another version later;
-    running requests keep the version with which they started.
+    `path` is their directory, and `version` the hash of their content and of `scale`, 32 bytes. A name may get another
+    version later; running requests keep the version with which they started. All changes of the model are multiplied by
+    `scale`.
     """
 
     name: str
     path: str
     version: bytes
+    scale: float = 1.0
 
     @classmethod
     def read(cls, name: str, path: Path) -> LoraAdapter:
@@ -119,18 +121,26 @@ class LoraAdapter(msgspec.Struct, array_like=True, gc=False, frozen=True):
         """
         return cls(name, str(path), _hash_files(path))
 
+    def with_scale(self, scale: float) -> LoraAdapter:
+        """Return this adapter, whose scale is 1, with another scale."""
+        return LoraAdapter(self.name, self.path, _scaled_version(self.version, scale), scale)
+
     def verify(self) -> None:
         """Check that the files are unchanged.
 
         Raises:
             CheckpointError: They are missing, or have changed.
         """
-        if _hash_files(Path(self.path)) != self.version:
+        if _scaled_version(_hash_files(Path(self.path)), self.scale) != self.version:
             raise CheckpointError(
                 self.path,
                 f"the files of the LoRA adapter {self.name!r} changed after it was added; restore them, or "
                 "add it again",
             )
+
+
+def _scaled_version(version: bytes, scale: float) -> bytes:
+    return version if scale == 1.0 else hashlib.sha256(version + scale.hex().encode()).digest()
 
 
 def _hash_files(directory: Path) -> bytes:

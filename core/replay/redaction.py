@@ -209,6 +209,7 @@ def _redact_lora(adapter: LoraAdapter, pseudonyms: Pseudonyms) -> LoraAdapter:
         pseudonyms.name(adapter.name),
         pseudonyms.name(adapter.path),
         pseudonyms.numbers(adapter.version),
+        adapter.scale,
     )
 
 

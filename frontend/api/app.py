@@ -142,7 +142,7 @@ def make_routes(serving: Serving) -> list[Route]:
         Route("/realtime/client_secrets", secrets.create, methods=["POST"]),
     ]
     routes = [
-        *llama_cpp.routes(serving, intake, embeddings),
+        *llama_cpp.routes(serving, intake, management, embeddings),
         *(
             Route(prefix + route.path, route.endpoint, methods=route.methods)
             # Some clients include /v1 in their base URL; others leave it out.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from types import UnionType
 from typing import Any, ClassVar, Generic
@@ -17,6 +17,7 @@ from ..client.beam_search import BeamSearch
 from ..client.engine_client import RequestGroup
 from ..http.deadline import read_deadline
 from ..http.errors import APIError, json_response, renaming
+from ..model_source.lora_registry import LoraScale
 from .answer import Answer, Outputs, Request
 from .bodies.body import ClientDisconnected
 from .bodies.intake import Intake
@@ -116,7 +117,7 @@ class Endpoint(ABC, Generic[Request]):
             record = keeper.make_record(
                 prompts,
                 prefix=self.id_prefix_of(request),
-                fingerprint=serving.find_fingerprint(request.model),
+                fingerprint=serving.find_fingerprint(request.model, request.lora),
                 origin=origin,
             )
             if (same := await keeper.find_same_request(record)) is not None:
@@ -182,7 +183,7 @@ class Endpoint(ABC, Generic[Request]):
         with self._intake.lease() as lease:
             request, prompts, _ = await self._prepare_again(record, _never, lease)
             # The adapter may have been replaced in the meantime.
-            self._verify_same_model(record, request.model)
+            self._verify_same_model(record, request.model, request.lora)
             group = await start(request, prompts)
             await group.wait_for_end()
 
@@ -201,7 +202,7 @@ class Endpoint(ABC, Generic[Request]):
         scope: Scope = {"type": "http", "method": "POST", "path": record.path, "headers": []}
         body = replay_body(record.body, receive)
         request, body_size = await self._receive(scope, body, lease)
-        self._verify_same_model(record, request.model)
+        self._verify_same_model(record, request.model, request.lora)
         prompts, new_answer = await self._prepare(request, body_size, receive)
         return request, prompts, new_answer
 
@@ -212,9 +213,11 @@ class Endpoint(ABC, Generic[Request]):
         with renaming(request.sent_name):
             return await self.prepare(request, body_size, receive)
 
-    def _verify_same_model(self, record: RequestRecord, name: str | None) -> None:
-        """Raise APIError 410 if `name` now means another model, adapter or version than when it was recorded."""
-        if record.fingerprint != self._serving.find_fingerprint(name):
+    def _verify_same_model(
+        self, record: RequestRecord, name: str | None, scales: Sequence[LoraScale] | None = None
+    ) -> None:
+        """Raise APIError 410 if `name` with `scales` now means other weights than when it was recorded."""
+        if record.fingerprint != self._serving.find_fingerprint(name, scales):
             raise APIError(
                 410,
                 "Another model, adapter or version started the answer to this request; send the request "
@@ -261,7 +264,7 @@ class Endpoint(ABC, Generic[Request]):
             "object": self.object_name(request),
             "created": created,
             "model": self._serving.answering_model(request.model),
-            "system_fingerprint": self._serving.find_fingerprint(request.model),
+            "system_fingerprint": self._serving.find_fingerprint(request.model, request.lora),
         }
 
     async def _receive(

@@ -312,7 +312,8 @@ async def sequence_requests(
     n = prompts[0].params.n
     verify_num_sequences(len(prompts) * n)
     priority = verify_priority(request.priority)
-    lora = serving.find_lora(request.model)
+    scales = request.lora if isinstance(request, GenerationRequest) else None
+    lora = serving.find_lora(request.model, scales)
     transfer = transfer_params(getattr(request, "kv_transfer_params", None), serving.config)
     if transfer is not None and len(prompts) * n > 1:
         raise bad_request("kv_transfer_params", "needs one prompt and n=1")

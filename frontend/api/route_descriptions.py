@@ -86,6 +86,17 @@ ROUTE_DESCRIPTIONS: Final[dict[str, tuple[str, str]]] = {
     "/embedding": (CLIENTS, "Embed one or more texts (llama.cpp)."),
     "/props": (CLIENTS, "Describe the server and its model (llama.cpp)."),
     "/slots": (CLIENTS, "List the slots for running sequences (llama.cpp)."),
+    "/slots/{id}": (OPERATORS, "Erase the cache, which is that of all slots (llama.cpp)."),
+    "/lora-adapters": (
+        OPERATORS,
+        "List the adapters, or set their scales for requests for the base model (llama.cpp).",
+    ),
+    "/models/load": (CLIENTS, "Report that a served model is present (llama.cpp)."),
+    "/models/unload": (CLIENTS, "Refused: the server has one model (llama.cpp)."),
+    "/v1/chat/completions/control": (
+        CLIENTS,
+        "Refused: the reasoning of a running answer cannot be ended (llama.cpp).",
+    ),
     "/generate": (CLIENTS, "Complete one or more texts or lists of token ids (SGLang)."),
     "/encode": (CLIENTS, "Embed one or more texts or lists of token ids (SGLang)."),
     "/parse_function_call": (CLIENTS, "Return the tool calls in a text (SGLang)."),

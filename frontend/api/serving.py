@@ -38,11 +38,11 @@ from ..chat.stable_prefix import StablePrefix
 from ..client.engine_client import EngineClient
 from ..client.grammar_checks import GrammarChecks
 from ..client.text_changes import TextChanges
-from ..http.errors import APIError, bad_request, echo, unavailable
+from ..http.errors import APIError, bad_request, echo, renaming, unavailable
 from ..media.documents.reader import DocumentReader
 from ..media.find_media import find_chat_media
 from ..media.transcription.options import speech_model
-from ..model_source.lora_registry import LoraRegistry
+from ..model_source.lora_registry import LoraRegistry, LoraScale
 from ..observability.tracing.tracer import Tracer
 from ..store.client import StoreClient
 from ..tokenizer.absent import NO_TOKENIZER
@@ -217,26 +217,36 @@ class Serving:
         """The names that clients may use: first the model's, then those of its LoRA adapters."""
         return (*self.config.model.served_names, *(adapter.name for adapter in self.loras))
 
-    def find_lora(self, name: str | None) -> LoraAdapter | None:
-        """Return the LoRA adapter called `name`; None if `name` is a name of the model.
+    def find_lora(
+        self, name: str | None, scales: Sequence[LoraScale] | None = None
+    ) -> LoraAdapter | None:
+        """Return the LoRA adapter called `name`.
+
+        If `name` is a name of the model, return the adapter that `scales` or, without them, the operator chose for the
+        base model, or None.
 
         Raises:
-            APIError: There is no such model (404).
+            APIError: There is no such model (404), or `scales` are invalid (400).
         """
         if not name or name in self.config.model.served_names:
-            return None
+            with renaming(str):
+                return (
+                    self.loras.default if scales is None else self.loras.find_scaled(scales, "lora")
+                )
+        if scales:
+            raise bad_request("lora", f"cannot be used with the adapter {echo(name)} as model")
         adapter = self.loras.find(name)
         if adapter is None and not self.config.frontend.skip_model_name_validation:
             raise self._unknown_model(name)
         return adapter
 
-    def find_fingerprint(self, name: str | None) -> str:
+    def find_fingerprint(self, name: str | None, scales: Sequence[LoraScale] | None = None) -> str:
         """Return the `system_fingerprint` of a model. An adapter's fingerprint includes its name and content.
 
         Raises:
             APIError: There is no such model (404).
         """
-        adapter = self.find_lora(name)
+        adapter = self.find_lora(name, scales)
         if adapter is None:
             return self.fingerprint
         identity = msgspec.msgpack.encode((adapter.name, adapter.version))

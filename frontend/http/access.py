@@ -48,13 +48,15 @@ OPERATOR_PATHS: Final = frozenset(
         "/debug/dump",
         "/debug/kv-cache",
         "/debug/requests",
+        "/lora-adapters",
         "/v1/load_lora_adapter",
         "/v1/unload_lora_adapter",
     }
 )
-"""Operator routes, in addition to those below `REPLICA_COMMANDS` and `TIMELINES`."""
+"""Operator routes, in addition to those below `REPLICA_COMMANDS`, `TIMELINES` and `SLOT_ACTIONS`."""
 REPLICA_COMMANDS: Final = "/replicas/"
 TIMELINES: Final = "/debug/requests/"
+SLOT_ACTIONS: Final = "/slots/"
 
 OLLAMA_PATHS: Final = "/api/"
 """Prefix of Ollama's routes. Its clients, such as curl in Ollama's documentation, often send no content type."""
@@ -240,7 +242,7 @@ def normalize_path(scope: Scope, root_path: str) -> None:
 
 def is_operator_path(path: str) -> bool:
     """Return whether the route changes the server's behavior for all clients."""
-    return path in OPERATOR_PATHS or path.startswith((REPLICA_COMMANDS, TIMELINES))
+    return path in OPERATOR_PATHS or path.startswith((REPLICA_COMMANDS, TIMELINES, SLOT_ACTIONS))
 
 
 def _forbidden(message: str) -> APIError:

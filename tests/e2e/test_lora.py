@@ -167,7 +167,7 @@ def test_adapters_are_added_and_removed_while_processes_are_killed(tmp_path: Pat
             assert command(server, "load", **load) == (200, added)
         # Refusals, which change nothing.
         for name, problem in (
-            ("first", "already served"),
+            ("first", "already been loaded"),
             ("tiny", "is the name of the model"),
             ("missing", "neither a directory nor ORG/NAME"),
             ("large", "rank 32, but at most 16 is allowed"),

@@ -59,14 +59,15 @@ Change: TypeAlias = LowRank | Replacement
 
 
 class PEFTAdapter:
-    """A LoRA adapter on disk, with a rank of at most `max_rank`.
+    """A LoRA adapter on disk, with a rank of at most `max_rank`, whose changes are multiplied by `scale`.
 
     Raises:
         CheckpointError: The adapter is damaged, of another kind, or of a higher rank.
     """
 
-    def __init__(self, path: Path, max_rank: int) -> None:
+    def __init__(self, path: Path, max_rank: int, scale: float = 1.0) -> None:
         self.path = path
+        self._scale = scale
         self._fields = ConfigFields.read(path / "adapter_config.json")
         self._max_rank = max_rank
         self._verify_kind()
@@ -109,6 +110,11 @@ class PEFTAdapter:
                     f"the module {module} has the tensors {', '.join(sorted(parts))}; it needs a pair of "
                     "lora_A and lora_B, or a weight"
                 )
+            if self._scale != 1.0:
+                raise self.error(
+                    f"the module {module} is stored whole (modules_to_save), so the adapter cannot have the "
+                    f"scale {self._scale:g}; use 1 or 0"
+                )
             bias = self._tensor(module, "bias") if "bias" in parts else None
             return Replacement(self._tensor(module, "weight"), bias)
         if len(parts) != 2:
@@ -133,7 +139,7 @@ class PEFTAdapter:
             )
         alpha = self._number("lora_alpha", "alpha_pattern", module)
         is_stabilized = self._fields.boolean("use_rslora", False)
-        scale = alpha / (math.sqrt(rank) if is_stabilized else rank)
+        scale = self._scale * alpha / (math.sqrt(rank) if is_stabilized else rank)
         bias_O = self._tensor(module, _FACTOR_BIAS) * scale if has_bias else None
         if bias_O is not None and bias_O.shape != up_OR.shape[:1]:
             raise self.error(

@@ -32,6 +32,7 @@ from ..prompts import Prompt, verify_num_characters
 from ..routes.chat_completions import render_request
 from ..routes.completions import Completions
 from ..routes.embeddings import Embeddings
+from ..routes.management import Management
 from ..sampling import sampling_params
 from ..schema import UNLIMITED, ChatCompletionRequest, CompletionRequest, EmbeddingRequest
 from ..schema.llama_cpp import (
@@ -43,17 +44,21 @@ from ..schema.llama_cpp import (
 from ..serving import Serving
 from ..structured.constraint import Constraint
 from .llama_cpp_answer import LlamaAnswer, generation_settings
+from .llama_cpp_operations import LlamaOperations
 from .llama_cpp_request import LlamaPrompt, encode_prompts, infill_files, translate
 
 UNLIMITED_SHARE: Final = 8
 """The share of the context that an infill without a limit keeps for its answer: one in this many tokens."""
 
 
-def routes(serving: Serving, intake: Intake, embeddings: Embeddings) -> list[Route]:
+def routes(
+    serving: Serving, intake: Intake, management: Management, embeddings: Embeddings
+) -> list[Route]:
     """Return all routes."""
     description = LlamaDescription(serving)
     chats = LlamaChats(serving, intake)
     embed = LlamaEmbeddings(serving, intake, embeddings)
+    operations = LlamaOperations(serving, intake, management, description.num_slots)
     return [
         Route("/completion", LlamaCompletions(serving, intake), methods=["POST"]),
         Route("/infill", LlamaInfills(serving, intake), methods=["POST"]),
@@ -65,6 +70,15 @@ def routes(serving: Serving, intake: Intake, embeddings: Embeddings) -> list[Rou
         Route("/embedding", embed.embed, methods=["POST"]),
         Route("/props", description.props),
         Route("/slots", description.slots),
+        Route("/slots/{id}", operations.act_on_slot, methods=["POST"]),
+        Route("/lora-adapters", operations.adapters),
+        Route("/lora-adapters", operations.set_scales, methods=["POST"]),
+        Route("/models/load", operations.load, methods=["POST"]),
+        Route("/models/unload", operations.unload, methods=["POST"]),
+        *(
+            Route(f"{prefix}/chat/completions/control", operations.control, methods=["POST"])
+            for prefix in ("/v1", "")
+        ),
     ]
 
 
@@ -200,7 +214,8 @@ class LlamaDescription:
         self._serving = serving
 
     @property
-    def _num_slots(self) -> int:
+    def num_slots(self) -> int:
+        """The number of sequences that can run at the same time."""
         serving = self._serving
         return serving.config.scheduler.max_num_seqs * serving.num_replicas
 
@@ -228,7 +243,7 @@ class LlamaDescription:
                     "n_ctx": model.max_model_len,
                     "params": generation_settings(defaults, request),
                 },
-                "total_slots": self._num_slots,
+                "total_slots": self.num_slots,
                 "model_alias": serving.served_name,
                 "model_path": model.model,
                 "modalities": {
@@ -247,12 +262,12 @@ class LlamaDescription:
         """List the slots for running sequences. With `fail_on_no_slot`, answer 503 if all are in use."""
         load = self._serving.engine.metrics.read_load()
         num_running = int(load["num_requests_running"])
-        if http.query_params.get("fail_on_no_slot") and num_running >= self._num_slots:
+        if http.query_params.get("fail_on_no_slot") and num_running >= self.num_slots:
             raise unavailable("no slot is available", self._serving.retry_after_s)
         n_ctx = self._serving.config.model.max_model_len
         return json_response(
             [
                 {"id": i, "n_ctx": n_ctx, "is_processing": i < num_running}
-                for i in range(self._num_slots)
+                for i in range(self.num_slots)
             ]
         )

@@ -32,6 +32,7 @@ _PLAIN: Final = (
     "ignore_eos",
     "grammar",
     "json_schema",
+    "lora",
     "user",
     "priority",
     "cache_salt",

@@ -66,7 +66,7 @@ class Loras:
         if not replaces and serving.loras.find(name) is not None:
             raise bad_request(
                 "lora_name",
-                f"{echo(name)} is already served; unload it first, or send load_inplace=true",
+                f"{echo(name)} has already been loaded; unload it first, or send load_inplace=true",
             )
         adapter = await self._find(name, path)
         await self._load_everywhere(adapter, http.scope["state"]["request_id"])

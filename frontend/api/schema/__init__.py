@@ -7,6 +7,7 @@ from typing import Annotated, Any, Final, TypeAlias
 import msgspec
 
 from ....protocol.sampling_params import RepetitionDetectionParams
+from ...model_source.lora_registry import LoraScale
 
 Int: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
@@ -91,6 +92,9 @@ class GenerationRequest(CommonFields, kw_only=True):
 
     # KV transfer: where another engine holds the prompt's blocks, or that this one should hold them.
     kv_transfer_params: dict[str, Any] | None = None
+
+    # The scales of adapters, as in llama.cpp. At most one of them may be other than 0.
+    lora: list[LoraScale] | None = None
 
     # Constraints, under their names in SGLang, llama.cpp and earlier releases of vLLM.
     regex: str | None = None

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from ...model_source.lora_registry import LoraScale
 from . import Int
 
 
@@ -47,6 +48,8 @@ class LlamaFields(msgspec.Struct, kw_only=True):
     timings_per_token: bool | None = None
     # True if a stream shows how much of the prompt has been computed.
     return_progress: bool | None = None
+    # The scales of adapters. Those that are not in the list have the scale 0.
+    lora: list[LoraScale] | None = None
     user: str | None = None
     priority: Int | None = None
     cache_salt: str | None = None
@@ -79,7 +82,6 @@ class LlamaFields(msgspec.Struct, kw_only=True):
     xtc_probability: Any = None
     top_n_sigma: Any = None
     dynatemp_range: Any = None
-    lora: Any = None
 
 
 class LlamaCompletionRequest(LlamaFields, kw_only=True):
@@ -109,3 +111,9 @@ class LlamaEmbeddingRequest(msgspec.Struct, kw_only=True):
     content: str | list[str | Int | list[Int]] | None = None
     input: str | list[str | Int | list[Int]] | None = None
     embd_normalize: Int | None = None
+
+
+class LlamaModelRequest(msgspec.Struct, kw_only=True):
+    """The body of `POST /models/load`."""
+
+    model: str | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -210,7 +211,7 @@ def test_options_become_sampling_parameters(frontend: FrontendProcess) -> None:
         ({"logit_bias": [["a", "b"]]}, "logit_bias[0][1]"),
         ({"mirostat": 2}, "mirostat"),
         ({"post_sampling_probs": "a"}, "post_sampling_probs"),
-        ({"lora": [{"id": 0, "scale": 1}]}, "lora"),
+        ({"lora": [{"id": 0, "scale": 1}]}, "lora[0].id"),
         ({"grammar": 'root ::= "a"', "json_schema": {"type": "object"}}, "json_schema"),
         ({"grammar": 'root ::= "a'}, "grammar"),
     ],
@@ -257,3 +258,71 @@ def test_server_describes_itself(frontend: FrontendProcess) -> None:
     assert frontend.http.get("/v1/health").json()["status"] == "ok"
     [described, *_] = frontend.http.get("/v1/models").json()["models"]
     assert (described["name"], described["capabilities"]) == ("echo", ["completion"])
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "problem"),
+    [
+        ("/slots/0?action=save", 501, "--kv-disk"),
+        ("/slots/0?action=restore", 501, "found by the prompt"),
+        ("/slots/0?action=clear", 400, "must be save, restore or erase"),
+        ("/slots/10000?action=erase", 400, "number of slots"),
+        ("/models/unload", 501, "has one model"),
+        ("/v1/chat/completions/control", 501, "thinking_token_budget"),
+        ("/models/load", 400, "model is required"),
+        ("/lora-adapters", 400, "array of objects"),
+    ],
+)
+def test_actions_without_a_mechanism_are_refused(
+    frontend: FrontendProcess, path: str, status: int, problem: str
+) -> None:
+    answer = frontend.post(path)
+    error = answer.json()["error"]
+    assert answer.status_code == status and problem in error["message"], error
+    if status == 501:
+        assert error["type"] == "not_supported_error"
+
+
+def test_erasing_a_slot_empties_the_cache(frontend: FrontendProcess) -> None:
+    assert frontend.post("/slots/0?action=erase").json() == {"id_slot": 0}
+
+
+def test_a_scaled_adapter_answers_for_the_base_model(tmp_path: Path) -> None:
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / name).write_text("{}")
+    with FrontendProcess(allow_runtime_lora_updating=True) as frontend:
+
+        def listed() -> list[float]:
+            return [each["scale"] for each in frontend.http.get("/lora-adapters").json()]
+
+        def fingerprint(**fields: Any) -> str:
+            answer = frontend.post("/v1/completions", prompt="a", max_tokens=1, **fields)
+            assert answer.status_code == 200, answer.text
+            return str(answer.json()["system_fingerprint"])
+
+        def set_scales(*scales: dict) -> Any:
+            return frontend.http.post("/lora-adapters", json=list(scales))
+
+        for name in ("first", "second"):
+            body = {"lora_name": name, "lora_path": str(tmp_path)}
+            assert frontend.post("/v1/load_lora_adapter", **body).status_code == 200
+        base, chosen = fingerprint(), fingerprint(lora=[{"id": 1, "scale": 1}])
+        assert listed() == [0.0, 0.0] and chosen == fingerprint(model="second") != base
+        assert set_scales({"id": 0, "scale": 0}, {"id": 1, "scale": 0.5}).json() == {
+            "success": True
+        }
+        halved = fingerprint()
+        assert listed() == [0.0, 0.5] and halved not in (base, chosen)
+        assert fingerprint(lora=[]) == base
+        assert fingerprint(lora=[{"id": 1, "scale": 0.5}]) == halved
+        for scales, param in (
+            ([{"id": 0, "scale": 1}, {"id": 1, "scale": 1}], "scales"),
+            ([{"id": 2, "scale": 1}], "scales[0].id"),
+        ):
+            refused = set_scales(*scales)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+        both = frontend.post(
+            "/v1/completions", prompt="a", model="first", lora=[{"id": 1, "scale": 1}]
+        )
+        assert both.json()["error"]["param"] == "lora"
+        assert set_scales().status_code == 200 and fingerprint() == base

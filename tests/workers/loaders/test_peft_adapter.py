@@ -45,6 +45,8 @@ def test_adapter_scale_follows_rank_and_alpha_patterns_of_the_module(
     assert isinstance(low, LowRank)
     assert low.down_RI.shape == (4, 6)
     assert torch.equal(low.up_OR, torch.full((5, 4), scale))
+    halved = PEFTAdapter(tmp_path, 16, 0.5).read(MODULE)
+    assert isinstance(halved, LowRank) and torch.equal(halved.up_OR, 0.5 * low.up_OR)
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ class LoraAdapters:
             if loaded.adapter == adapter:
                 return loaded
         adapter.verify()
-        file = PEFTAdapter(Path(adapter.path), self.max_rank)
+        file = PEFTAdapter(Path(adapter.path), self.max_rank, adapter.scale)
         modules = self._find_modules(file)
         packed: list[Any] = []
         self.on_load()

@@ -1,0 +1,109 @@
+"""llama.cpp's routes for operators: scales of adapters, actions of slots, and the models of a router."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ...http.errors import APIError, bad_request, echo, json_response, renaming
+from ...model_source.lora_registry import LoraScale
+from ..bodies.intake import Intake, reads
+from ..routes.management import Management
+from ..schema.llama_cpp import LlamaModelRequest
+from ..serving import Serving
+
+MAX_SCALES_BYTES: Final = 1 << 19
+"""Maximum bytes of a list of scales."""
+
+_decode_scales = msgspec.json.Decoder(list[LoraScale]).decode
+
+_WITHOUT_MECHANISM: Final = {
+    "save": "All slots share one cache, so a slot has no state to save; --kv-disk keeps the blocks of all",
+    "restore": "All slots share one cache, and its blocks are found by the prompt; --kv-disk keeps them",
+    "control": "Reasoning cannot be ended while it is generated; send thinking_token_budget with the request",
+    "unload": "This server has one model, which it serves until the server ends",
+}
+
+
+def _not_supported(what: str) -> APIError:
+    """Return the error for an action that Engine has no mechanism for, as llama.cpp reports one."""
+    return APIError(501, _WITHOUT_MECHANISM[what], type="not_supported_error")
+
+
+class LlamaOperations:
+    """The routes that change the server."""
+
+    def __init__(
+        self, serving: Serving, intake: Intake, management: Management, num_slots: int
+    ) -> None:
+        self._serving = serving
+        self._intake = intake
+        self._management = management
+        self._num_slots = num_slots
+
+    async def adapters(self, http: Request) -> Response:
+        """List the adapters, with their scales for requests for the base model."""
+        return json_response(
+            [
+                {
+                    "id": i,
+                    "name": adapter.name,
+                    "path": adapter.path,
+                    "scale": scale,
+                    "task_name": "",
+                    "prompt_prefix": "",
+                }
+                for i, (adapter, scale) in enumerate(self._serving.loras.scales)
+            ]
+        )
+
+    async def set_scales(self, http: Request) -> Response:
+        """Apply an adapter to all later requests for the base model. The body is an array of ids and scales."""
+        body = await self._intake.receive_bytes(http.scope, http.receive)
+        if len(body) > MAX_SCALES_BYTES:
+            raise APIError(
+                413, f"The body has {len(body)} bytes, but at most {MAX_SCALES_BYTES} are allowed"
+            )
+        try:
+            scales = _decode_scales(body)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise APIError(
+                400, f"The body must be an array of objects with id and scale: {error}"
+            ) from None
+        with renaming(str):
+            await asyncio.to_thread(self._serving.loras.set_scales, scales, "scales")
+        return json_response({"success": True})
+
+    async def act_on_slot(self, http: Request) -> Response:
+        """Erase the cache, which is that of all slots."""
+        text, action = http.path_params["id"], http.query_params.get("action", "")
+        if not text.isascii() or not text.isdigit() or int(text) >= self._num_slots:
+            raise bad_request(
+                "id", f"must be below the number of slots, {self._num_slots}, got {echo(text)}"
+            )
+        if action in ("save", "restore"):
+            raise _not_supported(action)
+        if action != "erase":
+            raise bad_request("action", f"must be save, restore or erase, got {echo(action)}")
+        await self._management.reset_prefix_cache(http)
+        return json_response({"id_slot": int(text)})
+
+    @reads(LlamaModelRequest)
+    async def load(self, http: Request, body: LlamaModelRequest, size: int) -> Response:
+        """Report success for a served model. Other models cannot be loaded into a running server."""
+        if not body.model:
+            raise bad_request("model", "is required")
+        self._serving.verify_model(body.model)
+        return json_response({"success": True})
+
+    async def unload(self, http: Request) -> Response:
+        """Refuse, because the server has only this model."""
+        raise _not_supported("unload")
+
+    async def control(self, http: Request) -> Response:
+        """Refuse, because the reasoning of a running answer cannot be ended."""
+        raise _not_supported("control")
