@@ -276,6 +276,11 @@ _USUAL: dict[str, dict[str, Any]] = {
         "ffn_multipliers": [2.0] * 32,
     },
     "plm": {"hidden_act": "relu2"},
+    "smallthinker": {
+        "moe_ffn_hidden_size": 768,
+        "moe_num_primary_experts": 64,
+        "moe_num_active_primary_experts": 6,
+    },
     **{
         name: {
             "indexer_n_heads": 4,

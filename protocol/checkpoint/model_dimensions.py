@@ -28,7 +28,13 @@ class ModelDimensions(msgspec.Struct, frozen=True):
     num_recurrent_units: int = 0
 
 
-EXPERT_COUNTS: Final = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+EXPERT_COUNTS: Final = (
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "moe_num_experts",
+    "moe_num_primary_experts",
+)
 """The names that families use for the number of a layer's experts."""
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from engine.protocol.checkpoint.config_fields import ConfigFields
 from engine.protocol.checkpoint.field_names import with_common_names
-from gguf import GGUFWriter, get_tensor_name_map
+from gguf import ExpertGatingFuncType, GGUFWriter, get_tensor_name_map
 from gguf.constants import MODEL_ARCH_NAMES
 from safetensors.torch import load_file
 from support.families.published_dense import HEADS, KV_HEADS, SIZES
@@ -37,7 +37,8 @@ def write_published(directory: Path, architecture: str) -> Path:
         writer.add_head_count_kv(KV_HEADS)
     else:
         heads = config["num_attention_heads"]
-        writer.add_feed_forward_length(config["intermediate_size"])
+        experts_size = config.get("moe_ffn_hidden_size")
+        writer.add_feed_forward_length(config.get("intermediate_size", experts_size))
         writer.add_head_count(heads)
         if architecture != "jais":
             kv_heads = config.get("num_query_groups", heads)
@@ -49,6 +50,12 @@ def write_published(directory: Path, architecture: str) -> Path:
         writer.add_rope_dimension_count(config["qk_rope_head_dim"])
     elif (head_dim := config.get("head_dim")) is not None:
         writer.add_key_length(head_dim)
+    if architecture == "smallthinker":
+        writer.add_expert_count(config["moe_num_primary_experts"])
+        writer.add_expert_used_count(config["moe_num_active_primary_experts"])
+        writer.add_expert_feed_forward_length(config["moe_ffn_hidden_size"])
+        writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
+        writer.add_sliding_window(config["sliding_window_size"])
     if architecture == "nanbeige":
         writer.add_uint32("nanbeige.num_loops", config["num_loops"])
         writer.add_bool("nanbeige.skip_loop_final_norm", config["skip_loop_final_norm"])
@@ -132,6 +139,20 @@ def _with_own_gates(tensors: dict[str, Tensor], _config: dict[str, Any]) -> dict
     return changed
 
 
+def _with_stacked_experts(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Tensor]:
+    changed: dict[str, Tensor] = {}
+    for name, weight in tensors.items():
+        prefix, found, part = name.partition(".block_sparse_moe.experts.0.")
+        if found:
+            count = config["moe_num_primary_experts"]
+            names = (f"{prefix}.block_sparse_moe.experts.{i}.{part}" for i in range(count))
+            module = part.replace(".weight", "_proj.weight")
+            changed[f"{prefix}.mlp.experts.{module}"] = torch.stack([tensors[x] for x in names])
+        elif ".experts." not in name:
+            changed[name.replace("block_sparse_moe.primary_router", "mlp.gate")] = weight
+    return changed
+
+
 _CHANGES: dict[str, Callable[[dict[str, Tensor], dict[str, Any]], dict[str, Tensor]]] = {
     "baichuan": _interleaved,
     "cogvlm": _with_images,
@@ -139,5 +160,6 @@ _CHANGES: dict[str, Callable[[dict[str, Tensor], dict[str, Any]], dict[str, Tens
     "nanbeige": _with_neighbors,
     "openelm": _with_own_gates,
     "refact": _with_own_projections,
+    "smallthinker": _with_stacked_experts,
 }
 """What the converter does to the tensors of an architecture."""

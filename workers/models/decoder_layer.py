@@ -115,6 +115,7 @@ class DecoderLayer:
         if not layer.has_mlp:
             return
         experts = layer.experts
+        self._routes_input = experts is not None and experts.routes_input
         if experts is not None and experts.is_shortcut:
             self.shortcut = Experts(experts, source.at("shortcut."))
             experts = None
@@ -138,8 +139,11 @@ class DecoderLayer:
 
     def forward(self, x_TD: Tensor, block_TD: Tensor | None, step: LayerStep) -> Tensor | None:
         """Add the previous block's output to the stream `x_TD`. Return the output to be added next, if any."""
+        input_TD: Tensor | None = None
         if self.cache_groups:
             x = added(x_TD, block_TD, self._spec, self._attention_input_norm)
+            if self._routes_input:
+                input_TD = x_TD.clone()
             if self._reads_input:
                 x = step.own_TP
             block_TD = self._mixed(x, step)
@@ -157,7 +161,11 @@ class DecoderLayer:
         x = added(x_TD, block_TD, self._spec, self._mlp_input_norm)
         if self.shortcut is not None:
             self.shortcut_TD = self.shortcut.forward(x)
-        block_TD = self._feed(x, step.own_TP)
+        if input_TD is None:
+            block_TD = self._feed(x, step.own_TP)
+        else:
+            assert isinstance(self._mlp, Experts)
+            block_TD = self._mlp.forward(x, input_TD)
         if self.previous is not None and self.previous.shortcut_TD is not None:
             block_TD = block_TD + self.previous.shortcut_TD
             self.previous.shortcut_TD = None

@@ -197,6 +197,17 @@ def _laguna_layers(fields: ModelFields) -> dict[str, Any]:
     }
 
 
+def _smallthinker_layers(fields: ModelFields) -> dict[str, Any]:
+    """Return the layers with rotations and windows: if there are windows, all but the first one of every four."""
+    window = fields.optional_integer("attention.sliding_window")
+    others = [int(i % 4 > 0) for i in range(fields.num_layers)]
+    return {
+        "rope_layout": others if window else None,
+        "sliding_window_layout": others if window else None,
+        "sliding_window_size": window,
+    }
+
+
 def _step35_layers(fields: ModelFields) -> dict[str, Any]:
     kinds = layer_types(fields, default_period=4)
     num_heads, num_local = _by_kind(fields, "attention.head_count", kinds)
@@ -444,6 +455,17 @@ MIXTURES: Final[dict[str, Translate]] = {
     "qwen3moe": declared("qwen3_moe", "Qwen3MoeForCausalLM", expert_fields, norm_topk_prob=True),
     "qwen3vlmoe": declared(
         "qwen3_moe", "Qwen3MoeForCausalLM", expert_fields, rotary_axes, norm_topk_prob=True
+    ),
+    "smallthinker": declared(
+        "smallthinker",
+        "SmallThinkerForCausalLM",
+        _smallthinker_layers,
+        moe_num_primary_experts=integer("expert_count"),
+        moe_num_active_primary_experts=integer("expert_used_count"),
+        moe_ffn_hidden_size=_EXPERT_SIZE,
+        moe_primary_router_apply_softmax=lambda fields: (
+            fields.integer("expert_gating_func", 1) != _SIGMOID
+        ),
     ),
     "step35": declared(
         "step3p5",

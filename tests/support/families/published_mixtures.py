@@ -5,6 +5,7 @@ from __future__ import annotations
 from support.families import changes
 from support.families.ling import LING_2_5, as_ling_2_5, without_gates
 from support.families.published_form import Published
+from support.families.smallthinker import SMALLTHINKER
 
 MIXTURES = {
     # Four layers, of which every second one has latent attention.
@@ -91,6 +92,7 @@ MIXTURES = {
         ),
         prepare=changes.with_output_norms,
     ),
+    "SmallThinker": SMALLTHINKER,
     "Param2MoE": Published(
         "ling2",
         {"n_group": 1, "topk_group": 1, "partial_rotary_factor": 1.0},

@@ -209,5 +209,6 @@ PUBLISHED_SIZES = {
     "AliceAI": {"head_dim": 128},
     "BailingMoeV2_5": {"kv_lora_rank": 256},
     "OpenELM": {},
+    "SmallThinker": {},
 }
 """Sizes of families without a class in transformers."""

@@ -147,6 +147,7 @@ NATIVE = [
     "PanguUltraMoE",
     "Qwen4Exp",
     "Rnj1",
+    "SmallThinker",
     "Step3p7",
     "xglm",
     "zamba",

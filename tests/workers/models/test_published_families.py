@@ -53,6 +53,7 @@ def test_logits_of_families_without_a_class_in_transformers(name, load, tmp_path
         ("Orion", "orion", {}),
         ("PLM", "plm", {}),
         ("QWen", "qwen", {}),
+        ("SmallThinker", "smallthinker", {}),
     ],
 )
 def test_gguf_files_of_these_families_give_the_same_logits(

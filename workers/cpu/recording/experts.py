@@ -25,23 +25,26 @@ def record_experts(
     norms: NormNames,
     shared_limit: GateLimit | None,
     target: int | None = None,
+    routed: NativeExperts | None = None,
 ) -> None:
     """Record the mixture of experts of a layer, which is number `index` of this shard.
 
+    `routed` are the experts if the operation that chooses among them has been recorded.
     `shared_limit` is the limit of the gates in the shared experts. If `target` is given, the output is written there.
     If the experts are a shortcut, it is kept for the operation `add_shortcut`.
     """
     spec, weights, program = blocks.spec, blocks.weights, blocks.program
     norm, module = norms.mlp_input, f"{prefix}{'shortcut' if experts.is_shortcut else 'mlp'}."
     num_logits = experts.num_experts + experts.num_identities
-    kind: ActivationKind | None
+    kind: ActivationKind | None = None
     if experts.router is not None:
-        kind = None
         _record_router_mlp(blocks, prefix, norms, experts.router, num_logits)
-    else:
-        kind = _record_router(blocks, prefix, module, norms, experts)
-    native = NativeExperts(spec, experts, weights, module, blocks.shard)
-    program.add_op("route", experts=native)
+    elif routed is None:
+        kind = _record_router(blocks, prefix, module, norms.mlp_input, experts)
+    native = routed
+    if native is None:
+        native = NativeExperts(spec, experts, weights, module, blocks.shard)
+        program.add_op("route", experts=native)
     mixture: dict[str, Any] = {"experts": native, "layer": index}
     if experts.latent_size:
         return _record_latent_experts(blocks, prefix, experts, norms, mixture, shared_limit)
@@ -83,8 +86,17 @@ def record_experts(
         blocks.add_sum(SHORTCUT)
 
 
+def route_input(blocks: BlockRecorder, prefix: str, experts: ExpertsSpec) -> NativeExperts:
+    """Record the choice of experts by the input of a layer, and return them."""
+    module = f"{prefix}mlp."
+    _record_router(blocks, prefix, module, None, experts)
+    native = NativeExperts(blocks.spec, experts, blocks.weights, module, blocks.shard)
+    blocks.program.add_op("route", experts=native)
+    return native
+
+
 def _record_router(
-    blocks: BlockRecorder, prefix: str, module: str, norms: NormNames, experts: ExpertsSpec
+    blocks: BlockRecorder, prefix: str, module: str, norm: str | None, experts: ExpertsSpec
 ) -> ActivationKind:
     """Record the logits of a router, and of the shared experts' gate. Return the format of the quantized input."""
     spec, weights = blocks.spec, blocks.weights
@@ -102,7 +114,7 @@ def _record_router(
         name = f"{module}shared_expert_gate.weight"
         router.append(weights.packed_float32(name, 1, spec.hidden_size))
         vectors.append(None)
-    kind = blocks.quantize(prefix, norms.mlp_input, router)
+    kind = blocks.quantize(prefix, norm, router)
     blocks.add_product(kind, router, vectors, target=ROUTER)
     return kind
 

@@ -17,6 +17,7 @@ from ...layers.spec import ModelSpec
 from ...layers.specs.experts import ExpertsSpec
 from ...layers.specs.norm_names import NormNames
 from ...models.mlp import read_xielu
+from ..experts import NativeExperts
 from ..library import NotSupportedNatively
 from ..packing import PackedWeight
 from ..program import Floats, NativeProgram
@@ -25,7 +26,7 @@ from .attention import AttentionRecorder
 from .blocks import BLOCK, BlockRecorder
 from .compressed import CompressedRecorder
 from .embedding import record_embedding
-from .experts import record_experts, record_experts_beside
+from .experts import record_experts, record_experts_beside, route_input
 from .head import record_head, record_head_dense
 from .inner_convolutions import ConvolutionRecorder, record_convolutions
 from .latent import LatentRecorder
@@ -248,6 +249,9 @@ class Recorder:
         if streams is not None:
             streams.mix(prefix, index, is_mlp=False)
         convolutions = record_convolutions(self._blocks, self._num_caches + 1, prefix, layer)
+        routed: NativeExperts | None = None
+        if layer.experts is not None and layer.experts.routes_input:
+            routed = route_input(self._blocks, prefix, layer.experts)
         self._record_mixing(prefix, layer, norms, convolutions)
         if streams is not None:
             streams.update()
@@ -263,7 +267,7 @@ class Recorder:
         has_shortcut = layer.experts is not None and layer.experts.is_shortcut
         target = None if convolutions is None else BLOCK
         if layer.has_mlp and layer.experts is not None:
-            self._record_experts(place, prefix, layer, layer.experts, norms, target)
+            self._record_experts(place, prefix, layer, layer.experts, norms, target, routed)
         if layer.has_mlp and (layer.experts is None or has_shortcut):
             self._record_mlp(prefix, layer, norms, target)
         if convolutions is not None:
@@ -338,16 +342,20 @@ class Recorder:
         experts: ExpertsSpec,
         norms: NormNames,
         target: int | None,
+        routed: NativeExperts | None,
     ) -> None:
         """Record the mixture of experts of a layer, and an MLP that is added to it, if any.
 
-        `place` is the layer's index. `target` is the place of the output, if given.
+        `place` is the layer's index. `target` is the place of the output, if given. `routed` are the experts if they
+        have been chosen.
         """
         if not experts.has_own_norms:
             if self._spec.is_parallel and norms.mlp_input is None:
                 norms = replace(norms, mlp_input=norms.attention_input)
             limit = layer.gate_limit
-            return record_experts(self._blocks, place, prefix, experts, norms, limit, target)
+            return record_experts(
+                self._blocks, place, prefix, experts, norms, limit, target, routed
+            )
         size = self._spec.for_layer(layer).intermediate_size
         mlp = self._blocks.read_mlp(f"{prefix}mlp.", size)
         return record_experts_beside(self._blocks, place, prefix, experts, mlp, norms)

@@ -132,6 +132,8 @@ class ExpertsSpec(msgspec.Struct, frozen=True):
     """The limit to which logits are capped; 0 for none."""
     logit_multiplier: float = 1.0
     """A factor on the logits, before the cap."""
+    routes_input: bool = False
+    """True if the router reads the layer's input, before attention and without a norm (SmallThinker)."""
     router: RouterSpec | None = None
     """The description of a router that is an MLP; None if it is one projection."""
 

@@ -43,6 +43,12 @@ _FUSED_NAMES = (
 )
 
 
+_SMALLTHINKER_NAMES = (
+    (r"\.block_sparse_moe\.primary_router\.", ".mlp.gate."),
+    (r"\.block_sparse_moe\.experts\.(\d+)\.(gate|up|down)\.", r".mlp.experts.\1.\2_proj."),
+)
+
+
 def _exaone_moe(fields: ConfigFields) -> ModelSpec:
     fields = fields.with_defaults(
         rms_norm_eps=1e-5,
@@ -348,6 +354,38 @@ _PUBLISHED_INDEXER = (
 )
 
 
+def _smallthinker(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a SmallThinker (arXiv 2507.20984), whose routers read the input of a layer."""
+    fields.require("moe_enable_early_router", True)
+    fields.require("moe_enable_secondary_experts", False)
+    count = fields.layer_count("num_hidden_layers")
+    if 0 in (fields.per_layer("moe_layer_layout", count) or ()):
+        raise fields.error("moe_layer_layout must be 1 for all layers; use another model")
+    rotates, slides = (
+        fields.per_layer(name, count) or [default] * count
+        for name, default in (("rope_layout", 1), ("sliding_window_layout", 0))
+    )
+    size, rope = fields.integer("moe_ffn_hidden_size"), read_rope(fields, head_dim(fields))
+    window = fields.integer("sliding_window_size", 4096)
+    by_softmax = fields.boolean("moe_primary_router_apply_softmax", False)
+    chosen = {"num_experts_per_tok": fields.integer("moe_num_active_primary_experts")}
+    experts = read_experts(
+        fields.with_values(chosen),
+        intermediate_size="moe_ffn_hidden_size",
+        scoring="softmax" if by_softmax else "sigmoid",
+        routes_input=True,
+    )
+    spec = base_spec(
+        fields.with_values({"intermediate_size": size}),
+        tuple(
+            LayerSpec(rope if rotated else None, window if slid else None)
+            for rotated, slid in zip(rotates, slides, strict=True)
+        ),
+        activation="relu",
+    )
+    return with_experts(spec, experts, tensor_names=_SMALLTHINKER_NAMES)
+
+
 FAMILIES = (
     Family("BailingMoeForCausalLM", "bailing_moe", _ling),
     Family("BailingMoeV2ForCausalLM", "bailing_moe_v2", _ling2),
@@ -361,5 +399,6 @@ FAMILIES = (
     Family("MiniMaxM3VLForCausalLM", "minimax_m3_vl_text", _minimax_m3),
     Family("Param2MoEForCausalLM", "param2moe", _param2),
     Family("SarvamMoEForCausalLM", "sarvam_moe", _sarvam_moe),
+    Family("SmallThinkerForCausalLM", "smallthinker", _smallthinker),
     Family("SolarOpenForCausalLM", "solar_open", _solar_open),
 )
