@@ -168,7 +168,7 @@ def make_routes(serving: Serving) -> list[Route]:
             methods=["POST"],
         ),
         *message_batch_routes(serving, intake, batch_records, files, batch_executor),
-        *ollama.routes(serving, intake, embeddings),
+        *ollama.routes(serving, intake, loras, embeddings),
         *sglang_routes(serving, intake, management, embeddings),
         Route(
             whisper_cpp.PATH,

@@ -115,7 +115,8 @@ class PreparedPrompt:
     """A prompt with verified parameters; `text` is None if the request gave token ids.
 
     `predicted_token_ids` is the client's prediction of the output; None without one. With `pooling`, no tokens are
-    generated. `encoder_inputs` are images, audio clips or embeddings that replace some tokens.
+    generated. `encoder_inputs` are images, audio clips or embeddings that replace some tokens. `request_id` is "" if
+    the prompt has none of its own.
     """
 
     token_ids: npt.NDArray[np.int32]
@@ -124,6 +125,7 @@ class PreparedPrompt:
     predicted_token_ids: npt.NDArray[np.int32] | None = None
     pooling: PoolingParams | None = None
     encoder_inputs: list[EncoderInput] = field(default_factory=list)
+    request_id: str = ""
 
     @property
     def num_image_bytes(self) -> int:
@@ -342,6 +344,7 @@ async def sequence_requests(
                 lora=lora or (serving.config.model.media_lora if prompt.encoder_inputs else None),
                 encoder_inputs=prompt.encoder_inputs,
                 kv_transfer_params=transfer,
+                request_id=prompt.request_id,
             )
             for j in range(1 if is_search else n)
         )

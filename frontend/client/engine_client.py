@@ -255,8 +255,8 @@ class EngineClient:
         requests = await self._input.process(sequences, arrival_time)
         await hash_prompts(sequences, requests, self._config.cache)
         self._check_open()
-        for request in requests:
-            request.request_id = request_id
+        for asked, request in zip(sequences, requests, strict=True):
+            request.request_id = asked.request_id or request_id
         requests[0].delivery_times = self._output.take_delivery_times()
         started = await self.groups.new_sequences(sequences, requests)
         is_poison = any(request in self._poison_cache for request in requests)

@@ -49,6 +49,7 @@ class SequenceRequest:
         encoder_inputs: Images, audio clips or embeddings that replace some tokens of the prompt.
         is_open: True if more encoder inputs follow, in `EngineClient.append_inputs`.
         kv_transfer_params: Parameters for the KV connector, which say what another engine computes for the request.
+        request_id: The ID of this sequence alone; "" for that of the whole request.
     """
 
     prompt_token_ids: TokenIds
@@ -66,6 +67,7 @@ class SequenceRequest:
     encoder_inputs: list[EncoderInput] = field(default_factory=list)
     is_open: bool = False
     kv_transfer_params: dict[str, object] | None = None
+    request_id: str = ""
 
 
 class Delta(msgspec.Struct, gc=False):

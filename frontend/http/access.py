@@ -49,6 +49,8 @@ OPERATOR_PATHS: Final = frozenset(
         "/debug/kv-cache",
         "/debug/requests",
         "/lora-adapters",
+        "/api/copy",
+        "/api/delete",
         "/v1/load_lora_adapter",
         "/v1/unload_lora_adapter",
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import time
@@ -9,15 +10,17 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Final
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from .... import __version__
+from ....protocol.file_identity import LoraAdapter
 from ....protocol.sampling_params import SamplingParams
 from ...client.embeddings import Vector
 from ...client.engine_client import RequestGroup
-from ...http.errors import APIError, bad_request, json_response
+from ...http.errors import APIError, bad_request, echo, json_response, renaming
 from ...http.json_pieces import encode_list
 from ..bodies.intake import Intake, reads
 from ..bodies.request_memory import MemoryLease
@@ -27,9 +30,11 @@ from ..logprobs import Json
 from ..prompts import verify_num_characters
 from ..routes.chat_completions import ChatCompletions, ChatPlan
 from ..routes.embeddings import Embeddings
+from ..routes.loras import Loras
 from ..schema import ChatCompletionRequest, EmbeddingRequest
 from ..schema.ollama import (
     OllamaChatRequest,
+    OllamaCopyRequest,
     OllamaEmbedRequest,
     OllamaGenerateRequest,
     OllamaModelRequest,
@@ -37,7 +42,7 @@ from ..schema.ollama import (
 from ..serving import Serving
 from ..structured.constraint import Constraint
 from ..tools.tool_choice import ToolChoice
-from .ollama_answer import OllamaChatAnswer, OllamaTextAnswer, head_of, nanoseconds
+from .ollama_answer import OLLAMA_STREAM, OllamaChatAnswer, OllamaTextAnswer, head_of, nanoseconds
 from .ollama_request import LATEST, OllamaPrompt, translate_chat, translate_generate
 
 PATH: Final = "/api/"
@@ -46,9 +51,9 @@ API_VERSION: Final = "0.13.0"
 """The version of Ollama whose API this is. Some clients refuse to work with older versions."""
 
 
-def routes(serving: Serving, intake: Intake, embeddings: Embeddings) -> list[Route]:
+def routes(serving: Serving, intake: Intake, loras: Loras, embeddings: Embeddings) -> list[Route]:
     """Return all routes."""
-    models = OllamaModels(serving, intake)
+    models = OllamaModels(serving, intake, loras)
     embed = OllamaEmbeddings(serving, intake, embeddings)
     return [
         Route("/api/chat", OllamaChat(serving, intake), methods=["POST"]),
@@ -59,6 +64,10 @@ def routes(serving: Serving, intake: Intake, embeddings: Embeddings) -> list[Rou
         Route("/api/ps", models.running),
         Route("/api/show", models.show, methods=["POST"]),
         Route("/api/pull", models.pull, methods=["POST"]),
+        Route("/api/copy", models.copy, methods=["POST"]),
+        Route("/api/delete", models.delete, methods=["DELETE"]),
+        Route("/api/create", models.create, methods=["POST"]),
+        Route("/api/push", models.push, methods=["POST"]),
         Route("/api/version", models.version),
     ]
 
@@ -195,11 +204,12 @@ class OllamaEmbeddings:
 
 
 class OllamaModels:
-    """The routes that describe the served models."""
+    """The routes that describe the served models, and those that change them."""
 
-    def __init__(self, serving: Serving, intake: Intake) -> None:
+    def __init__(self, serving: Serving, intake: Intake, loras: Loras) -> None:
         self._serving = serving
         self._intake = intake
+        self._loras = loras
         self._digest = hashlib.sha256(serving.fingerprint.encode()).hexdigest()
         self._size = sum(file.size for file in serving.config.model.weight_files)
         modified = max((file.modified_ns for file in serving.config.model.weight_files), default=0)
@@ -250,7 +260,55 @@ class OllamaModels:
     async def pull(self, http: Request, body: OllamaModelRequest, size: int) -> Response:
         """Report success for a served model. Other models cannot be loaded into a running server."""
         self._name_in(body)
-        return json_response({"status": "success"})
+        if body.stream is False:
+            return json_response({"status": "success"})
+        lines = b'{"status":"pulling manifest"}\n{"status":"success"}\n'
+        return Response(lines, media_type=OLLAMA_STREAM.content_type.decode())
+
+    @reads(OllamaCopyRequest)
+    async def copy(self, http: Request, body: OllamaCopyRequest, size: int) -> Response:
+        """Give an adapter a further name."""
+        source = self._name_of(body.source, "source")
+        self._serving.verify_model(source)
+        adapter = self._adapter(source, "copied")
+        name = self._name_of(body.destination, "destination")
+        if name in self._serving.config.model.served_names:
+            raise bad_request("destination", f"must not be {echo(name)}, the name of the model")
+        copy = msgspec.structs.replace(adapter, name=name)
+        with renaming(lambda _: "destination"):
+            await asyncio.to_thread(self._serving.loras.add, copy, replaces=False)
+        return Response()
+
+    @reads(OllamaModelRequest)
+    async def delete(self, http: Request, body: OllamaModelRequest, size: int) -> Response:
+        """Remove an adapter. Its running requests are not affected."""
+        name = self._adapter(self._name_in(body), "deleted").name
+        await asyncio.to_thread(self._serving.loras.remove, name)
+        return Response()
+
+    async def create(self, http: Request) -> Response:
+        """Refuse, because a running server has one model."""
+        raise APIError(
+            400,
+            "A running server creates no models; add adapters with POST /v1/load_lora_adapter, and send system, "
+            "template and options with each request",
+        )
+
+    async def push(self, http: Request) -> Response:
+        """Refuse, because Engine uploads no models."""
+        raise APIError(400, "Engine uploads no models; use the program of the registry")
+
+    def _adapter(self, name: str, action: str) -> LoraAdapter:
+        """Return the adapter of this name, which may be changed.
+
+        Raises:
+            APIError: It is the model (400), or the operator does not allow changes (404).
+        """
+        adapter = self._serving.loras.find(name)
+        if adapter is None:
+            raise APIError(400, f"The model {echo(name)} cannot be {action}; only its adapters can")
+        self._loras.verify_allowed()
+        return adapter
 
     async def version(self, request: Request) -> Response:
         """Return the version of Ollama's API, and Engine's own."""
@@ -258,10 +316,14 @@ class OllamaModels:
 
     def _name_in(self, body: OllamaModelRequest) -> str:
         """Return the served name of the model in a body."""
-        name = served_name(self._serving, body.model or body.name)
-        if not name:
-            raise bad_request("model", "is required")
+        name = self._name_of(body.model or body.name, "model")
         self._serving.verify_model(name)
+        return name
+
+    def _name_of(self, given: str | None, param: str) -> str:
+        name = served_name(self._serving, given)
+        if not name:
+            raise bad_request(param, "is required")
         return name
 
     def _card(self, name: str) -> Json:

@@ -34,7 +34,12 @@ class Loras:
         self._serving = serving
         self._intake = intake
 
-    def _verify_allowed(self) -> None:
+    def verify_allowed(self) -> None:
+        """Verify that the operator allows changes of the adapters.
+
+        Raises:
+            APIError: The server was started without the flag (404).
+        """
         if not self._serving.config.frontend.allow_runtime_lora_updating:
             raise APIError(
                 404,
@@ -44,7 +49,7 @@ class Loras:
     @accepts(LoadLoraRequest)
     async def load(self, http: Request) -> Response:
         """Load an adapter on every replica that is up, then serve it."""
-        self._verify_allowed()
+        self.verify_allowed()
         with self._intake.lease() as lease:
             request, _ = await self._intake.receive(
                 http.scope, http.receive, LoadLoraRequest, lease
@@ -76,7 +81,7 @@ class Loras:
     @accepts(UnloadLoraRequest)
     async def unload(self, http: Request) -> Response:
         """Remove an adapter. Its running requests are not affected."""
-        self._verify_allowed()
+        self.verify_allowed()
         with self._intake.lease() as lease:
             request, _ = await self._intake.receive(
                 http.scope, http.receive, UnloadLoraRequest, lease

@@ -65,7 +65,7 @@ class OllamaEmbedRequest(msgspec.Struct, kw_only=True):
 
 
 class OllamaModelRequest(msgspec.Struct, kw_only=True):
-    """The body of `POST /api/show` and `POST /api/pull`."""
+    """The body of `POST /api/show`, `POST /api/pull` and `DELETE /api/delete`."""
 
     model: str | None = None
     # The older name of `model`.
@@ -78,3 +78,10 @@ class OllamaModelRequest(msgspec.Struct, kw_only=True):
     # Rejected, because the description would not show them.
     system: Any = None
     template: Any = None
+
+
+class OllamaCopyRequest(msgspec.Struct, kw_only=True):
+    """The body of `POST /api/copy`."""
+
+    source: str | None = None
+    destination: str | None = None

@@ -388,6 +388,17 @@ def test_ollama_lists_and_describes_models(llama: ollama.Client, frontend: Front
     assert listed == ("completion", "tools", "thinking")
     assert shown.modelinfo["llama.context_length"] == 1024
     assert llama.pull(MODEL).status == "success"
+    assert [each.status for each in llama.pull(MODEL, stream=True)][-1] == "success"
+    for change, problem in (
+        (lambda: llama.delete(MODEL), "only its adapters can"),
+        (lambda: llama.copy(MODEL, "x"), "only its adapters can"),
+        (lambda: llama.delete("other"), "does not exist"),
+        (lambda: llama.copy("other", "x"), "does not exist"),
+        (lambda: llama.create("x", from_=MODEL), "creates no models"),
+        (lambda: llama.push(MODEL), "uploads no models"),
+    ):
+        with pytest.raises(ollama.ResponseError, match=problem):
+            change()
     with pytest.raises(ollama.ResponseError, match="does not exist"):
         llama.show("other")
 

@@ -320,5 +320,12 @@ def test_an_answer_of_one_adapter_is_never_continued_with_another(tmp_path: Path
             headers = {"last-event-id": events[0][0]}
             resumed = frontend.http.post(COMPLETIONS, content=b"{}", headers=headers)
             assert resumed.status_code == status, resumed.text
+        copy = {"source": "tuned", "destination": "copy:latest"}
+        assert frontend.post("/api/copy", **copy).status_code == 200
+        assert "already been loaded" in frontend.post("/api/copy", **copy).json()["error"]
+        answer("copy")
+        removed = frontend.http.request("DELETE", "/api/delete", json={"model": "copy"})
+        assert removed.status_code == 200, removed.text
+        assert frontend.post(COMPLETIONS, model="copy", prompt="a").status_code == 404
         load("first")
         assert merged(resume(frontend, COMPLETIONS, first[0][0])) == merged(first[1:])

@@ -166,6 +166,19 @@ def test_aborted_requests_return_what_they_have(
         assert answer.headers["x-request-id"] == "mine"
 
 
+def test_one_prompt_of_a_list_is_aborted(slow_frontend: FrontendProcess) -> None:
+    sampling = {"ignore_eos": True, "max_new_tokens": 400}
+    body = {"text": ["a", "b"], "rid": ["mine", "yours"], "sampling_params": sampling}
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(slow_frontend.post, "/generate", **body)
+        for rid in ("yours", "mine"):
+            while (count := slow_frontend.post("/abort_request", rid=rid).json()["aborted"]) == 0:
+                assert not future.done()
+            assert count == 1
+        reasons = [each["meta_info"]["finish_reason"]["type"] for each in future.result().json()]
+    assert reasons == ["abort", "abort"]
+
+
 def test_abort_needs_an_id(frontend: FrontendProcess) -> None:
     assert frontend.post("/abort_request", rid="unknown").json() == {"aborted": 0}
     assert frontend.post("/abort_request").json()["error"]["param"] == "rid"
@@ -190,6 +203,7 @@ def test_clients_choose_ids_and_replicas(frontend: FrontendProcess) -> None:
         ({"text": ["a", 3]}, "text[1]"),
         ({"text": None, "input_ids": [1, 10_000_000]}, "input_ids[1]"),
         ({"rid": ["a", "b"]}, "rid"),
+        ({"text": ["x", "y"], "rid": ["a", "b c"]}, "rid[1]"),
         ({"rid": "a b"}, "rid"),
         ({"routed_dp_rank": 1}, "routed_dp_rank"),
         ({"mm_hashes": ["a"]}, "mm_hashes"),

@@ -10,11 +10,12 @@ from starlette.types import Receive
 
 from .....protocol.sampling_params import SamplingParams
 from ....client.engine_client import Delta, PositionLogprobs, Sequence
+from ....http.errors import wrong
 from ....http.json_pieces import EncodedJSON, encode_list, join_lists
 from ...answer import PromptAnswer
 from ...bodies.request_memory import MemoryLease
 from ...endpoint import NewAnswer
-from ...generation import PreparedPrompt, matched_stop, raise_if_failed
+from ...generation import REQUEST_ID, PreparedPrompt, matched_stop, raise_if_failed
 from ...logprobs import Json, finite
 from ...prompts import BYTES_PER_TOKEN_ID, Prompt, parse_prompts
 from ...routes.completions import Completions, NewPromptAnswer
@@ -48,6 +49,11 @@ class SglangGenerate(Completions):
         prompts, new_answer = await super().prepare(request, body_size, receive)
         assert isinstance(request, SglangPrompt)
         assign_ids(request, len(prompts))
+        if request.rid is None:
+            for i, (prompt, own_id) in enumerate(zip(prompts, request.request_ids, strict=False)):
+                if not REQUEST_ID.fullmatch(own_id):
+                    raise wrong(f"rid[{i}]", "1 to 128 visible ASCII characters", own_id)
+                prompt.request_id = own_id
         return prompts, new_answer
 
     def _params(self, request: CompletionRequest, constraint: Constraint | None) -> SamplingParams:
