@@ -16,7 +16,7 @@ from ..config.model import (
 )
 from ..errors import CheckpointError
 from ..pooling_params import PoolingKind
-from .audio.parakeet import writes_tokens
+from .audio.token_writers import writes_tokens
 from .beside_images import text_beside_images
 from .classification import classifies_tokens, is_classifier
 from .config_fields import ConfigFields

@@ -9,9 +9,14 @@ import msgspec
 
 from ..config.audio_tower import CausalSpec
 from ..config.model import AddedAudioConfig, AudioProcessorConfig, SourceTextConfig, SpeechKind
-from .audio.fast_conformers import canary_processor, cohere_processor, parakeet_processor
 from .audio.fields import read_token
-from .audio.parakeet import WRITING, with_encoder_fields, writes_tokens
+from .audio.processors import (
+    canary_processor,
+    cohere_processor,
+    granite_processor,
+    parakeet_processor,
+)
+from .audio.token_writers import WRITING, with_encoder_fields, writes_tokens
 from .audio.speech_encoders import streaming_spec
 from .audio.tower import CAUSAL_PART, audio_tower_spec
 from .config_fields import MAX_INTEGER, ConfigFields
@@ -379,6 +384,7 @@ _READERS: Final = {
     ),
     SpeechKind.VOXTRAL_REALTIME: _voxtral_realtime,
     **dict.fromkeys(WRITING, parakeet_processor),
+    SpeechKind.GRANITE_CTC: granite_processor,
 }
 
 

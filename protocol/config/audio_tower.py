@@ -136,13 +136,41 @@ class UnpaddedSpec(msgspec.Struct, frozen=True):
         return "skipped"
 
 
+class CtcSpec(msgspec.Struct, frozen=True, tag=True):
+    """Connectionist temporal classification (Graves et al., ICML 2006): a matrix that scores all tokens at every row.
+
+    Equal tokens of successive rows are one token, and the token `blank` is none.
+    """
+
+    vocab_size: int
+    blank: int
+
+
+class TransducerSpec(msgspec.Struct, frozen=True, tag=True):
+    """A transducer (arXiv 1211.3711): LSTM layers read the tokens so far, and a network joins their output with a row.
+
+    The token `blank` moves on to the next row; after `max_symbols` other tokens at a row, the next one is read anyway.
+    With `durations`, each token also predicts by how many rows to move (arXiv 2304.06795).
+    """
+
+    vocab_size: int
+    blank: int
+    hidden_size: int
+    num_layers: int
+    activation: str
+    max_symbols: int
+    durations: tuple[int, ...] = ()
+
+
 class ConformerSpec(UnpaddedSpec, frozen=True, tag=True):
-    """A conformer (arXiv 2005.08100) and a projector of queries, which Granite Speech (arXiv 2505.08699) has.
+    """A conformer (arXiv 2005.08100) with a projector of queries, or with a `decoder` that writes tokens.
+
+    Granite Speech (arXiv 2505.08699) has the first, and Granite Speech 5 the second.
 
     A row is made of `num_mel_bins` features. Rows attend within blocks of `block_rows`, with embeddings of their
     distances (arXiv 1803.02155). The projector reads the outputs of `read_layers` (0: the inputs of the first layer)
     and of the last layer. In it, each `rows_per_query_block` rows become `outputs_per_block` outputs, which are
-    multiplied by `output_scale`.
+    multiplied by `output_scale`. `halving_layers`, counted from 0, make one row of two.
     """
 
     num_mel_bins: int
@@ -158,11 +186,14 @@ class ConformerSpec(UnpaddedSpec, frozen=True, tag=True):
     kernel_size: int
     conv_channels: int
     output_size: int
-    rows_per_query_block: int
-    outputs_per_block: int
-    queries: QueryFormerSpec
+    rows_per_query_block: int = 0
+    outputs_per_block: int = 0
+    queries: QueryFormerSpec | None = None
     output_scale: float = 1.0
     read_layers: tuple[int, ...] = ()
+    halving_layers: tuple[int, ...] = ()
+    decoder: CtcSpec | None = None
+    tensor_names: tuple[tuple[str, str], ...] = ()
 
     @property
     def warm_frames(self) -> int:
@@ -170,7 +201,9 @@ class ConformerSpec(UnpaddedSpec, frozen=True, tag=True):
         return self.block_rows
 
     def num_outputs(self, num_frames: int) -> int:
-        """Return the number of outputs for the rows of a clip."""
+        """Return the number of outputs for the rows of a clip, and the maximum number with a `decoder`."""
+        if self.queries is None:
+            return num_frames >> len(self.halving_layers)
         return -(-num_frames // self.rows_per_query_block) * self.outputs_per_block
 
 
@@ -241,32 +274,6 @@ class FrameSpec(UnpaddedSpec, frozen=True, tag=True):
     def num_outputs(self, num_frames: int) -> int:
         """Return the number of outputs for the frames of a part."""
         return num_frames
-
-
-class CtcSpec(msgspec.Struct, frozen=True, tag=True):
-    """Connectionist temporal classification (Graves et al., ICML 2006): a matrix that scores all tokens at every row.
-
-    Equal tokens of successive rows are one token, and the token `blank` is none.
-    """
-
-    vocab_size: int
-    blank: int
-
-
-class TransducerSpec(msgspec.Struct, frozen=True, tag=True):
-    """A transducer (arXiv 1211.3711): LSTM layers read the tokens so far, and a network joins their output with a row.
-
-    The token `blank` moves on to the next row; after `max_symbols` other tokens at a row, the next one is read anyway.
-    With `durations`, each token also predicts by how many rows to move (arXiv 2304.06795).
-    """
-
-    vocab_size: int
-    blank: int
-    hidden_size: int
-    num_layers: int
-    activation: str
-    max_symbols: int
-    durations: tuple[int, ...] = ()
 
 
 class FastConformerSpec(UnpaddedSpec, frozen=True, tag=True):

@@ -149,7 +149,7 @@ class SpeechKind(enum.StrEnum):
 
     Whisper's prompt has tokens for language and task; Moonshine's is a single start token. Only the language changes
     Cohere Transcribe's, and the languages of speech and text change Canary's. Voxtral Realtime's is always the same.
-    Parakeet has no decoder that reads a prompt.
+    Parakeet and Granite Speech 5 have no decoder that reads a prompt.
     """
 
     WHISPER = "whisper"
@@ -161,6 +161,7 @@ class SpeechKind(enum.StrEnum):
     PARAKEET_CTC = "parakeet_ctc"
     PARAKEET_RNNT = "parakeet_rnnt"
     PARAKEET_TDT = "parakeet_tdt"
+    GRANITE_CTC = "granite_speech5_ctc"
 
 
 class AddedAudioConfig(msgspec.Struct, frozen=True):

@@ -59,7 +59,7 @@ class AudioTower:
             Callable[[Tensor], Tensor] | _WhisperTower | waves.WaveEncoders | causal.CausalEncoder
         )
         if isinstance(spec, ConformerSpec):
-            weights = source.weights(conformer.MARKER)
+            weights = source.weights(conformer.MARKER, spec.tensor_names)
             self._encode = conformer.Conformer(spec, weights, source.checkpoint)
         elif isinstance(spec, FastConformerSpec):
             weights = source.weights(fast_conformer.MARKER, spec.tensor_names)

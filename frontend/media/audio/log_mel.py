@@ -169,16 +169,47 @@ def paired_log_mel(samples: Float32Array, num_mel_bins: int) -> Float32Array:
     num_frames = len(samples) // HOP + 1
     if num_frames < 2:
         return np.zeros((2 * num_mel_bins, 0), np.float32)
+    features = _limited_log_mel(samples, num_mel_bins, num_frames)
+    # A last frame without a partner counts only for the maximum.
+    return _pairs(features[: num_frames // 2 * 2])
+
+
+def paired_log_mel_changes(samples: Float32Array, num_mel_bins: int) -> Float32Array:
+    """Return the features of pairs of frames and how they change, equal to those of `GraniteSpeech5FeatureExtractor`.
+
+    Returns:
+        The features and the changes of both frames of each pair, float32 [4 * num_mel_bins, pairs].
+
+    Args:
+        samples: The samples at `RATE`, float32 [N] in [-1, 1].
+        num_mel_bins: The number of features per frame.
+    """
+    # A last frame without a partner gets one.
+    num_frames = 2 * max(1, -(-(len(samples) // HOP) // 2))
+    missing = (num_frames - 1) * HOP + 1 - len(samples)
+    filled = np.pad(samples, (0, max(0, missing)))
+    features = _limited_log_mel(filled, num_mel_bins, num_frames)
+    before, after = (np.vstack(x) for x in ((features[:1], features[:-1]), (features[1:], features[-1:])))
+    return _pairs(np.hstack((features, (after - before) / 2)))
+
+
+def _limited_log_mel(
+    samples: Float32Array, num_mel_bins: int, num_frames: int
+) -> Float32Array:
+    """Return features not far below the maximum, float32 [num_frames, num_mel_bins]."""
     padded = np.pad(samples, WINDOW // 2, mode="reflect")
     frames = np.lib.stride_tricks.sliding_window_view(padded, WINDOW)[::HOP][:num_frames]
     spectrum = np.fft.rfft(frames * _hann(), _PAIRED_FFT, axis=1)
     power = (spectrum.real**2 + spectrum.imag**2).astype(np.float32, copy=False)
     filters = _htk_filters(num_mel_bins, _PAIRED_FFT, 0.0, _MAX_HZ).astype(np.float32)
     features = np.log10(np.maximum(power @ filters, np.float32(_FLOOR)))
-    features = np.maximum(features, features.max() - np.float32(_RANGE)) / 4 + 1
-    # A last frame without a partner counts only for the maximum.
-    pairs = features[: num_frames // 2 * 2].reshape(num_frames // 2, -1)
-    paired: Float32Array = pairs.T.astype(np.float32)
+    limited: Float32Array = np.maximum(features, features.max() - np.float32(_RANGE)) / 4 + 1
+    return limited
+
+
+def _pairs(features: Float32Array) -> Float32Array:
+    """Return the rows of each pair, one after the other, as a column."""
+    paired: Float32Array = features.reshape(len(features) // 2, -1).T.astype(np.float32)
     return paired
 
 

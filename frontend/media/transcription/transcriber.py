@@ -24,7 +24,7 @@ from ...tokenizer.tokenizer import Tokenizer
 from ..audio.added_clip import AddedClip
 from ..audio.clips import prepare_clip
 from ..audio.live_samples import LiveSamples
-from ..audio.log_mel import log_mel, normed_log_mel
+from ..audio.log_mel import log_mel, normed_log_mel, paired_log_mel_changes
 from ..audio.windows import Samples, Window, Windows
 from ..decoding.messages import OpenAudio
 from ..decoding.processes import MediaProcesses
@@ -321,7 +321,10 @@ class Transcriber:
             clip = AddedClip(audio, audio.added)
             return [*clip.append(samples), *clip.finish()]
         num_frames, features = len(samples), samples
-        if audio.kind in (SpeechKind.COHERE, SpeechKind.CANARY) or audio.writes_tokens:
+        if audio.kind is SpeechKind.GRANITE_CTC:
+            features = paired_log_mel_changes(samples, audio.num_mel_bins // 4)
+            num_frames = features.shape[1]
+        elif audio.kind in (SpeechKind.COHERE, SpeechKind.CANARY) or audio.writes_tokens:
             has_dither = audio.kind is SpeechKind.COHERE
             features = normed_log_mel(samples, audio.num_mel_bins, has_dither=has_dither)
             num_frames = features.shape[1]

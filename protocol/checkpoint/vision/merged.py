@@ -15,13 +15,9 @@ def paddleocr_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -
     """Return the tower of PaddleOCR-VL or Keye-VL."""
     image_size, patch_size = image_and_patch_size(vision, 384, 14)
     return GridVisionSpec(
-        **merged_sizes(vision, patch_size),
+        **siglip_fields(vision, output_size, patch_size),
         merge_size=vision.integer("spatial_merge_size", 2, maximum=16),
-        activation=vision.text("hidden_act", "gelu_pytorch_tanh"),
-        output_size=output_size,
-        norm_eps=vision.positive("layer_norm_eps", 1e-6),
         merger_eps=1e-5,
-        has_joined_qkv=False,
         position_side=image_size // patch_size,
         interpolation="bilinear centers",
         tensor_names=_PADDLE_NAMES,
@@ -36,14 +32,15 @@ def keye1_5(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Gri
 def video_llama3(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
     """Return the tower of VideoLLaMA 3 (arXiv 2501.13106), which keeps all patches of an image."""
     return GridVisionSpec(
-        **merged_sizes(vision, vision.integer("patch_size", 16, maximum=256), 768, 3072, 12, 12),
+        **siglip_fields(
+            vision,
+            output_size,
+            vision.integer("patch_size", 16, maximum=256),
+            *_SIGLIP_BASE,
+        ),
         merge_size=1,
-        activation=vision.text("hidden_act", "gelu_pytorch_tanh"),
-        output_size=output_size,
-        norm_eps=vision.positive("layer_norm_eps", 1e-6),
         merger_norm=None,
         merger_inner=output_size,
-        has_joined_qkv=False,
         has_axes=False,
         tensor_names=_VIDEO_LLAMA_NAMES,
     )
@@ -199,18 +196,13 @@ def kimi_k25(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Gr
 def lfm2_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
     """Return the tower of LFM2-VL, which is SigLIP 2 (arXiv 2502.14786) for images of any size."""
     fields.require("projector_hidden_act", "gelu")
-    sizes = merged_sizes(vision, vision.integer("patch_size", 16), 768, 3072, 12, 12)
     return GridVisionSpec(
-        **sizes,
+        **siglip_fields(vision, output_size, vision.integer("patch_size", 16), *_SIGLIP_BASE),
         merge_size=fields.integer("downsample_factor", 2, maximum=16),
-        activation=vision.text("hidden_act", "gelu_pytorch_tanh"),
-        output_size=output_size,
-        norm_eps=vision.positive("layer_norm_eps", 1e-6),
         merger_eps=1e-5,
         merger_norm="squares" if fields.boolean("projector_use_layernorm", True) else None,
         merger_inner=fields.integer("projector_hidden_size", 2560),
         has_merger_biases=fields.boolean("projector_bias", True),
-        has_joined_qkv=False,
         patch_layout="pixels",
         rotary=None,
         has_axes=False,
@@ -222,16 +214,11 @@ def lfm2_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Gri
 
 def cosmos3_edge(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
     """Return the tower of Cosmos 3 Edge, which is SigLIP 2 like that of LFM2-VL."""
-    sizes = merged_sizes(vision, vision.integer("patch_size", 16))
     return GridVisionSpec(
-        **sizes,
+        **siglip_fields(vision, output_size, vision.integer("patch_size", 16)),
         merge_size=vision.integer("spatial_merge_size", 2, maximum=16),
-        activation=vision.text("hidden_act", "gelu_pytorch_tanh"),
-        output_size=output_size,
-        norm_eps=vision.positive("layer_norm_eps", 1e-6),
         merger_eps=1e-6,
         merger_inner=fields.integer("projector_hidden_size", 11520),
-        has_joined_qkv=False,
         patch_layout="pixels",
         rotary=None,
         position_side=vision.square_side("num_patches", 256, maximum=1 << 20),
@@ -290,6 +277,18 @@ def lfm3_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Gri
     )
 
 
+def siglip_fields(
+    vision: ConfigFields, output_size: int, patch_size: int, *sizes: int
+) -> dict[str, Any]:
+    """Return what towers like SigLIP have in common, as keyword arguments. `sizes` are defaults of `merged_sizes`."""
+    return merged_sizes(vision, patch_size, *sizes) | {
+        "activation": vision.text("hidden_act", "gelu_pytorch_tanh"),
+        "output_size": output_size,
+        "norm_eps": vision.positive("layer_norm_eps", 1e-6),
+        "has_joined_qkv": False,
+    }
+
+
 def merged_sizes(
     vision: ConfigFields,
     patch_size: int,
@@ -320,6 +319,9 @@ def merged_sizes(
         "has_final_norm": True,
     }
 
+
+_SIGLIP_BASE: Final = (768, 3072, 12, 12)
+"""The sizes of SigLIP's smallest tower, in the order of `merged_sizes`."""
 
 _DOTS_NAMES: Final = (
     (r"vision_tower\.patch_embed\.patchifier\.proj\.", "visual.patch_embed.proj."),

@@ -1,7 +1,7 @@
-"""A conformer that reads log-mel features of audio clips, and a projector of queries (Granite Speech), in torch.
+"""A conformer that reads log-mel features of audio clips, and a projector of queries or a decoder, in torch.
 
 Shapes: C features of a row, P rows, D hidden size, H heads, K head dimension, B blocks, L rows of a block, Q queries of
-a block, K outputs.
+a block, K outputs, R written tokens.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from ....protocol.config.audio_tower import ConformerSpec
 from ...loaders import Checkpoint
 from ..projections.query_former import QueryFormer
 from ..weights import Linear, VisionWeights
+from .token_decoders import read_token_decoder
 
 _NORM_EPS = 1e-5
 MARKER = "encoder.input_linear.weight"
@@ -33,13 +34,16 @@ class Conformer:
         self._classes = tensors.read_linear("encoder.out", classes, size)
         self._from_classes = tensors.read_linear("encoder.out_mid", size, classes)
         self._layers = [
-            _ConformerLayer(spec, tensors, f"encoder.layers.{index}.")
-            for index in range(spec.num_layers)
+            _ConformerLayer(spec, tensors, index) for index in range(spec.num_layers)
         ]
-        self._projector = _Projector(spec, tensors, checkpoint)
+        self._projector = (
+            read_token_decoder(spec.decoder, size, tensors, checkpoint, head="encoder.out")
+            if spec.decoder is not None
+            else _Projector(spec, tensors, checkpoint)
+        )
 
     def __call__(self, features_CP: Tensor) -> Tensor:
-        """Return the outputs [K, output size]."""
+        """Return the outputs [K, output size], or with a decoder the tokens [R, `TOKEN_FIELDS`]."""
         x_PD = self._input(features_CP.T)
         outputs = [x_PD]
         for number, layer in enumerate(self._layers, 1):
@@ -52,8 +56,10 @@ class Conformer:
 
 
 class _ConformerLayer:
-    def __init__(self, spec: ConformerSpec, tensors: VisionWeights, prefix: str) -> None:
+    def __init__(self, spec: ConformerSpec, tensors: VisionWeights, index: int) -> None:
         self._spec = spec
+        self._halves = index in spec.halving_layers
+        prefix = f"encoder.layers.{index}."
         size, inner = spec.hidden_size, spec.intermediate_size
         heads, channels = spec.num_heads * spec.head_dim, spec.conv_channels
 
@@ -70,7 +76,11 @@ class _ConformerLayer:
         ]
         self._attention_norm = tensors.read_layer_norm(f"{prefix}attn.pre_norm", size, _NORM_EPS)
         self._query = linear("attn.to_q", heads, size, has_bias=False)
-        self._key_value = linear("attn.to_kv", 2 * heads, size, has_bias=False)
+        if f"{prefix}attn.to_k.weight" in tensors:
+            parts = [linear(f"attn.to_{name}", heads, size, has_bias=False) for name in "kv"]
+            self._key_value = Linear.join(parts)
+        else:
+            self._key_value = linear("attn.to_kv", 2 * heads, size, has_bias=False)
         self._output = linear("attn.to_out", size, heads)
         distances = torch.arange(spec.block_rows)
         table = tensors.read(
@@ -92,7 +102,10 @@ class _ConformerLayer:
     def __call__(self, x_PD: Tensor) -> Tensor:
         x_PD = x_PD + 0.5 * self._mlp(x_PD, 0)
         x_PD = x_PD + self._attend(self._attention_norm(x_PD))
-        x_PD = x_PD + self._convolve(self._conv_norm(x_PD))
+        convolved = self._convolve(self._conv_norm(x_PD))
+        if self._halves:
+            x_PD = x_PD[: len(x_PD) // 2 * 2].unflatten(0, (-1, 2)).mean(1)
+        x_PD = x_PD + convolved[: len(x_PD)]
         return self._norm(x_PD + 0.5 * self._mlp(x_PD, 1))
 
     def _mlp(self, x_PD: Tensor, index: int) -> Tensor:
@@ -119,7 +132,7 @@ class _ConformerLayer:
         before = self._spec.kernel_size // 2
         x = F.glu(self._up(x_PD), 1).T
         x = F.pad(x, (before, self._spec.kernel_size - 1 - before))
-        x = F.conv1d(x[None], self._taps, groups=len(self._taps))
+        x = F.conv1d(x[None], self._taps, stride=1 + self._halves, groups=len(self._taps))
         mean, variance, weight, bias = self._batch_norm
         x = F.silu(F.batch_norm(x, mean, variance, weight, bias, eps=_NORM_EPS))
         return self._down(x[0].T)
@@ -130,6 +143,7 @@ class _Projector:
 
     def __init__(self, spec: ConformerSpec, tensors: VisionWeights, checkpoint: Checkpoint) -> None:
         self._spec = spec
+        assert spec.queries is not None
         size = spec.queries.size
         self._queries_QD = tensors.read("projector.query", spec.outputs_per_block, size)
         self._former = QueryFormer(spec.queries, tensors, "projector.qformer.", checkpoint)

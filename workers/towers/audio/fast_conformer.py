@@ -57,7 +57,8 @@ class FastConformer:
             self._output = tensors.read_linear("decoder.proj", spec.output_size, spec.hidden_size)
         self._decoder: TokenDecoder | None = None
         if spec.decoder is not None:
-            self._decoder = read_token_decoder(spec.decoder, spec, tensors, checkpoint)
+            size = spec.hidden_size
+            self._decoder = read_token_decoder(spec.decoder, size, tensors, checkpoint)
 
     def __call__(self, features_CN: Tensor) -> Tensor:
         """Return the outputs [P, output size], or with a decoder the tokens [R, `TOKEN_FIELDS`]."""

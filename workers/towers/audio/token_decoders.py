@@ -10,10 +10,10 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
-from ....protocol.config.audio_tower import CtcSpec, FastConformerSpec, TransducerSpec
+from ....protocol.config.audio_tower import CtcSpec, TransducerSpec
 from ....protocol.config.model import TOKEN_FIELDS
 from ...loaders import Checkpoint
-from ..weights import VisionWeights, find_activation
+from ..weights import Linear, VisionWeights, find_activation
 
 _LSTM_PARTS: Final = (
     ("weight_ih", True),
@@ -32,24 +32,24 @@ class TokenDecoder(Protocol):
 
 def read_token_decoder(
     decoder: CtcSpec | TransducerSpec,
-    encoder: FastConformerSpec,
+    hidden_size: int,
     tensors: VisionWeights,
     checkpoint: Checkpoint,
+    head: str = "ctc_head",
 ) -> TokenDecoder:
-    """Return the decoder that reads the rows of an encoder.
+    """Return the decoder that reads the rows of an encoder. `head` is the name of the matrix of CTC.
 
     Raises:
         CheckpointError: A tensor is missing or has another shape.
     """
     if isinstance(decoder, CtcSpec):
-        return _Ctc(decoder, encoder.hidden_size, tensors)
-    return _Transducer(decoder, encoder.hidden_size, tensors, checkpoint)
+        return _Ctc(decoder, tensors.read_linear(head, decoder.vocab_size, hidden_size))
+    return _Transducer(decoder, hidden_size, tensors, checkpoint)
 
 
 class _Ctc:
-    def __init__(self, spec: CtcSpec, hidden_size: int, tensors: VisionWeights) -> None:
-        self._blank = spec.blank
-        self._head = tensors.read_linear("ctc_head", spec.vocab_size, hidden_size)
+    def __init__(self, spec: CtcSpec, head: Linear) -> None:
+        self._blank, self._head = spec.blank, head
 
     def __call__(self, x_PD: Tensor) -> Tensor:
         logprobs_P, ids_P = self._head(x_PD).float().log_softmax(1).max(1)

@@ -7,7 +7,7 @@ from typing import Final
 from ...config_fields import ConfigFields
 from ..fields import Sizes, check_factor, image_and_patch_size, read_sizes
 from ..grid import GridVisionSpec
-from ..merged import SIGLIP_NAMES, merged_sizes
+from ..merged import SIGLIP_NAMES, siglip_fields
 from ..spec import VisionSpec
 
 _SIZES: Final = Sizes(224, 14, 1024, 2816, num_heads=8, num_layers=24, activation="silu")
@@ -55,13 +55,9 @@ def ovis2_5(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Gri
         raise vision.wrong("fullatt_block_indexes", "null, as in published models", layers)
     image_size, patch_size = image_and_patch_size(vision, 512, 16)
     return GridVisionSpec(
-        **merged_sizes(vision, patch_size),
+        **siglip_fields(vision, output_size, patch_size),
         merge_size=vision.integer("hidden_stride", 2, maximum=16),
-        activation=vision.text("hidden_act", "gelu_pytorch_tanh"),
-        output_size=output_size,
-        norm_eps=vision.positive("layer_norm_eps", 1e-6),
         merger_eps=1e-5,
-        has_joined_qkv=False,
         has_axes=False,
         position_side=image_size // patch_size,
         interpolation="centers",

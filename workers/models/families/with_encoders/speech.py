@@ -1,6 +1,7 @@
 """Families of models that transcribe speech.
 
-Voxtral Realtime is a decoder, Parakeet an encoder alone, and the others are encoder-decoder models.
+Voxtral Realtime is a decoder, Parakeet and Granite Speech 5 are encoders alone, and the others are encoder-decoder
+models.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 
-from .....protocol.checkpoint.audio.parakeet import parakeet_spec, with_encoder_fields
+from .....protocol.checkpoint.audio.token_writers import with_encoder_fields, writer_spec
 from .....protocol.checkpoint.audio.speech_encoders import (
     canary_encoder_spec,
     fast_conformer_spec,
@@ -240,9 +241,9 @@ def _bart_decoder(fields: ConfigFields) -> ModelSpec:
     )
 
 
-def _parakeet(fields: ConfigFields) -> ModelSpec:
+def _token_writer(fields: ConfigFields) -> ModelSpec:
     """Return a model without layers, whose audio tower writes tokens."""
-    tower = parakeet_spec(fields)
+    tower = writer_spec(fields)
     fields = with_encoder_fields(fields)
     return ModelSpec(
         model_type=fields.text("model_type"),
@@ -284,13 +285,14 @@ def with_delay(spec: ModelSpec, tower: CausalSpec) -> ModelSpec:
 FAMILIES = (
     Family("CanaryForConditionalGeneration", "canary", _canary),
     Family("CohereAsrForConditionalGeneration", "cohere_asr", _cohere_asr),
+    Family("GraniteSpeech5ForCTC", "granite_speech5_ctc", _token_writer),
     Family(
         "MoonshineStreamingForConditionalGeneration", "moonshine_streaming", _moonshine_streaming
     ),
     Family("MoonshineForConditionalGeneration", "moonshine", _moonshine),
-    Family("ParakeetForCTC", "parakeet_ctc", _parakeet),
-    Family("ParakeetForRNNT", "parakeet_rnnt", _parakeet),
-    Family("ParakeetForTDT", "parakeet_tdt", _parakeet),
+    Family("ParakeetForCTC", "parakeet_ctc", _token_writer),
+    Family("ParakeetForRNNT", "parakeet_rnnt", _token_writer),
+    Family("ParakeetForTDT", "parakeet_tdt", _token_writer),
     Family("VoxtralRealtimeForConditionalGeneration", "voxtral_realtime", _voxtral_realtime),
     Family("WhisperForConditionalGeneration", "whisper", _whisper),
 )

@@ -1,4 +1,4 @@
-"""Read how models with a Fast Conformer process audio clips, from the files of transformers."""
+"""Read how models with a conformer and without padding process audio clips, from the files of transformers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...config.audio_tower import FastConformerSpec
 from ...config.model import AudioProcessorConfig, SpeechKind
 from ..config_fields import ConfigFields
 from .fields import read_token
-from .parakeet import parakeet_spec
+from .token_writers import GRANITE_STACKED, granite_spec, parakeet_spec
 from .speech_encoders import canary_encoder_spec, fast_conformer_spec
 
 _SECONDS: Final = 30.0
@@ -40,12 +40,9 @@ def canary_processor(
     processor: ConfigFields, config: ConfigFields, generation: ConfigFields
 ) -> AudioProcessorConfig:
     """Return the audio preprocessing of Canary."""
+    common = _prompted(processor, canary_encoder_spec(config), generation, config)
     return msgspec.structs.replace(
-        _common(processor, canary_encoder_spec(config)),
-        kind=SpeechKind.CANARY,
-        start_token_id=read_token(generation, "decoder_start_token_id", 4, config),
-        prompt=_CANARY_PROMPT,
-        languages=_CANARY_LANGUAGES,
+        common, kind=SpeechKind.CANARY, prompt=_CANARY_PROMPT, languages=_CANARY_LANGUAGES
     )
 
 
@@ -53,12 +50,18 @@ def cohere_processor(
     processor: ConfigFields, config: ConfigFields, generation: ConfigFields
 ) -> AudioProcessorConfig:
     """Return the audio preprocessing of Cohere Transcribe."""
-    return msgspec.structs.replace(
-        _common(processor, fast_conformer_spec(config)),
-        start_token_id=read_token(generation, "decoder_start_token_id", 4, config),
-        prompt=_COHERE_PROMPT,
-        languages=_COHERE_LANGUAGES,
-    )
+    common = _prompted(processor, fast_conformer_spec(config), generation, config)
+    return msgspec.structs.replace(common, prompt=_COHERE_PROMPT, languages=_COHERE_LANGUAGES)
+
+
+def _prompted(
+    processor: ConfigFields,
+    encoder: FastConformerSpec,
+    generation: ConfigFields,
+    config: ConfigFields,
+) -> AudioProcessorConfig:
+    start = read_token(generation, "decoder_start_token_id", 4, config)
+    return msgspec.structs.replace(_common(processor, encoder), start_token_id=start)
 
 
 def parakeet_processor(
@@ -68,6 +71,32 @@ def parakeet_processor(
     return msgspec.structs.replace(
         _common(processor, parakeet_spec(config)),
         kind=SpeechKind(config.text("model_type")),
+        writes_tokens=True,
+    )
+
+
+def granite_processor(
+    processor: ConfigFields, config: ConfigFields, generation: ConfigFields
+) -> AudioProcessorConfig:
+    """Return the audio preprocessing of Granite Speech 5."""
+    needed = {"sampling_rate": 16_000, "hop_length": 160, "n_fft": 512, "win_length": 400}
+    for name, value in (needed | {"delta_win_length": 3, "logmel_floor_db": 8.0}).items():
+        processor.require(name, value, default=value)
+    encoder = granite_spec(config)
+    processor.require("num_mel_bins", encoder.num_mel_bins // GRANITE_STACKED, default=80)
+    num_halvings = len(encoder.halving_layers)
+    return AudioProcessorConfig(
+        kind=SpeechKind.GRANITE_CTC,
+        num_mel_bins=encoder.num_mel_bins,
+        sampling_rate=16_000,
+        # A row has two frames.
+        hop_length=320,
+        chunk_seconds=_SECONDS,
+        strides=(2,) * num_halvings,
+        kernels=(2,) * num_halvings,
+        paddings=(0,) * num_halvings,
+        max_source_positions=encoder.num_outputs(encoder.num_frames),
+        start_token_id=0,
         writes_tokens=True,
     )
 

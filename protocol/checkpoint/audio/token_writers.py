@@ -1,0 +1,174 @@
+"""Read the configs of encoders that write the tokens of a text themselves: Parakeet and Granite Speech 5."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final
+
+import msgspec
+
+from ...config.audio_tower import ConformerSpec, CtcSpec, FastConformerSpec, TransducerSpec
+from ...config.model import SpeechKind
+from ..config_fields import ConfigFields
+from .fields import MAX_POSITIONS
+from .speech_encoders import fast_conformer_spec
+
+_Duration = Annotated[int, msgspec.Meta(ge=0, le=MAX_POSITIONS)]
+
+WRITING: Final = frozenset(
+    {
+        SpeechKind.GRANITE_CTC,
+        SpeechKind.PARAKEET_CTC,
+        SpeechKind.PARAKEET_RNNT,
+        SpeechKind.PARAKEET_TDT,
+    }
+)
+"""Kinds of models that write tokens without a decoder."""
+
+_PROMPT_TOKENS: Final = 1024
+"""The maximum length of a prompt. Audio has a prompt of one token, and prompts of texts are refused."""
+
+_VOCABULARIES: Final = {
+    SpeechKind.GRANITE_CTC: 16_384,
+    SpeechKind.PARAKEET_CTC: 1025,
+    SpeechKind.PARAKEET_RNNT: 8193,
+    SpeechKind.PARAKEET_TDT: 8193,
+}
+GRANITE_STACKED: Final = 4
+"""The features of a row of Granite Speech 5 for each mel bin: those of two frames, and their changes."""
+
+_GRANITE_NAMES: Final = (
+    # The head is also the matrix that scores classes in the middle layer.
+    (r"^ctc_head\.", "encoder.out."),
+    (r"\.norm_feed_forward([12])\.", r".ff\1.pre_norm."),
+    (r"\.feed_forward([12])\.linear1\.", r".ff\1.up_proj."),
+    (r"\.feed_forward([12])\.linear2\.", r".ff\1.down_proj."),
+    (r"\.norm_self_att\.", ".attn.pre_norm."),
+    (r"\.self_attn\.([qkv])_proj\.", r".attn.to_\1."),
+    (r"\.self_attn\.o_proj\.", ".attn.to_out."),
+    (r"\.self_attn\.rel_pos_emb\.", ".attn.rel_pos_emb."),
+    (r"\.conv\.norm\.", ".conv.batch_norm."),
+    (r"\.norm_conv\.", ".conv.norm."),
+    (r"\.conv\.pointwise_lin1\.", ".conv.up_conv."),
+    (r"\.conv\.depthwise_conv\.", ".conv.depth_conv.conv."),
+    (r"\.conv\.pointwise_lin2\.", ".conv.down_conv."),
+    (r"\.norm_out\.", ".post_norm."),
+)
+_SIZES: Final[dict[str, Any]] = {
+    "num_mel_bins": 80,
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 24,
+    "scale_input": True,
+}
+
+
+def writes_tokens(fields: ConfigFields) -> bool:
+    """Return whether a model with this config transcribes by its encoder alone."""
+    return fields.text("model_type", "") in WRITING
+
+
+def with_encoder_fields(fields: ConfigFields) -> ConfigFields:
+    """Return the config of such a model with the length of its vocabulary and of prompts."""
+    kind = SpeechKind(fields.text("model_type"))
+    vocab_size = _VOCABULARIES[kind]
+    return fields.with_defaults(vocab_size=vocab_size, max_position_embeddings=_PROMPT_TOKENS)
+
+
+def writer_spec(fields: ConfigFields) -> ConformerSpec | FastConformerSpec:
+    """Return the encoder of a model that writes tokens.
+
+    Raises:
+        CheckpointError: A field is missing or invalid.
+    """
+    if fields.text("model_type") == SpeechKind.GRANITE_CTC:
+        return granite_spec(fields)
+    return parakeet_spec(fields)
+
+
+def granite_spec(fields: ConfigFields) -> ConformerSpec:
+    """Return the encoder of Granite Speech 5.
+
+    Raises:
+        CheckpointError: A field is missing or invalid.
+    """
+    fields = with_encoder_fields(fields)
+    vocab_size = fields.integer("vocab_size")
+    fields.require("tie_word_embeddings", True, default=True)
+    encoder = fields.section("encoder_config") or ConfigFields({}, fields.path, "encoder_config.")
+    for name, value in (("hidden_act", "silu"), ("attention_bias", True), ("vocab_size", vocab_size)):
+        encoder.require(name, value, default=value if name != "vocab_size" else 16_384)
+    hidden_size = encoder.integer("hidden_size", 1024, maximum=MAX_POSITIONS)
+    num_heads = encoder.integer("num_attention_heads", 8)
+    encoder.require("num_key_value_heads", num_heads)
+    num_layers = encoder.integer("num_hidden_layers", 16, maximum=1024)
+    max_distance = encoder.integer("max_position_embeddings", 512, maximum=MAX_POSITIONS)
+    kernel_size = encoder.integer("conv_kernel_size", 7, maximum=1023)
+    if kernel_size % 2 == 0:
+        raise encoder.wrong("conv_kernel_size", "odd", kernel_size)
+    layers = encoder.get("subsample_layers", [0, 1])
+    try:
+        halving = msgspec.convert(layers, tuple[_Duration, ...])
+    except msgspec.ValidationError:
+        halving = (num_layers,)
+    if len(halving) > 6 or list(halving) != sorted({*halving}) or max(halving, default=0) >= num_layers:
+        raise encoder.wrong("subsample_layers", f"at most 6 rising layers below {num_layers}", layers)
+    return ConformerSpec(
+        num_mel_bins=GRANITE_STACKED * encoder.integer("num_mel_bins", 80, maximum=1024),
+        hidden_size=hidden_size,
+        intermediate_size=encoder.integer("intermediate_size", 4096, maximum=MAX_POSITIONS),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        head_dim=encoder.integer("head_dim", hidden_size // num_heads),
+        num_frames=1500,
+        num_classes=vocab_size,
+        block_rows=encoder.integer("context_size", 128, maximum=max_distance),
+        max_distance=max_distance,
+        kernel_size=kernel_size,
+        conv_channels=hidden_size * encoder.integer("conv_expansion_factor", 2, maximum=64),
+        output_size=hidden_size,
+        halving_layers=halving,
+        decoder=CtcSpec(
+            vocab_size, fields.integer("pad_token_id", 0, minimum=0, maximum=vocab_size - 1)
+        ),
+        tensor_names=_GRANITE_NAMES,
+    )
+
+
+def parakeet_spec(fields: ConfigFields) -> FastConformerSpec:
+    """Return the encoder of Parakeet.
+
+    Raises:
+        CheckpointError: A field is missing or invalid.
+    """
+    fields = with_encoder_fields(fields)
+    spec = fast_conformer_spec(fields, **_SIZES)
+    decoder = _decoder(fields)
+    size = decoder.hidden_size if isinstance(decoder, TransducerSpec) else spec.hidden_size
+    return msgspec.structs.replace(spec, decoder=decoder, has_projection=False, output_size=size)
+
+
+def _decoder(fields: ConfigFields) -> CtcSpec | TransducerSpec:
+    vocab_size = fields.integer("vocab_size")
+    is_ctc = fields.text("model_type") == SpeechKind.PARAKEET_CTC
+    name = "pad_token_id" if is_ctc else "blank_token_id"
+    blank = fields.integer(name, vocab_size - 1, minimum=0, maximum=vocab_size - 1)
+    if is_ctc:
+        return CtcSpec(vocab_size, blank)
+    durations: tuple[int, ...] = ()
+    if fields.text("model_type") == SpeechKind.PARAKEET_TDT:
+        found = fields.get("durations", [0, 1, 2, 3, 4])
+        try:
+            durations = msgspec.convert(found, tuple[_Duration, ...])
+        except msgspec.ValidationError:
+            durations = ()
+        if not durations:
+            raise fields.wrong("durations", "a list of numbers of rows", found)
+    return TransducerSpec(
+        vocab_size=vocab_size,
+        blank=blank,
+        hidden_size=fields.integer("decoder_hidden_size", 640, maximum=MAX_POSITIONS),
+        num_layers=fields.integer("num_decoder_layers", 2, maximum=1024),
+        activation=fields.text("hidden_act", "relu"),
+        max_symbols=fields.integer("max_symbols_per_step", 10, maximum=1024),
+        durations=durations,
+    )
