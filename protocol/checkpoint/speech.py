@@ -16,8 +16,8 @@ from .audio.processors import (
     granite_processor,
     parakeet_processor,
 )
-from .audio.token_writers import WRITING, with_encoder_fields, writes_tokens
 from .audio.speech_encoders import streaming_spec
+from .audio.token_writers import WRITING, with_encoder_fields, writes_tokens
 from .audio.tower import CAUSAL_PART, audio_tower_spec
 from .config_fields import MAX_INTEGER, ConfigFields
 

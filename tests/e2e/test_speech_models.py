@@ -17,7 +17,6 @@ import torch
 import transformers
 from support import realtime
 from support.all_kinds import answers, speech_requests
-from support.parakeet import parakeet_directory
 from support.server import DEVICE, Server, assert_nothing_is_held
 from support.source_checkpoints import (
     EXTRACTORS,
@@ -31,6 +30,7 @@ from support.source_checkpoints import (
     realtime_features,
     whisper_text,
 )
+from support.token_writers import GRANITE, features, writer_directory
 
 torch.set_num_threads(1)
 FLAGS = ("--dtype", "float32", "--device", DEVICE, "--served-model-name", "tiny")
@@ -277,16 +277,15 @@ def test_a_fast_conformer_needs_the_language(tmp_path: Path, kind: str) -> None:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("kind", ["CTC", "RNNT", "TDT"])
+@pytest.mark.parametrize("kind", ["CTC", "RNNT", "TDT", GRANITE])
 def test_an_encoder_writes_tokens_and_their_times(tmp_path: Path, kind: str) -> None:
-    path, model = parakeet_directory(tmp_path, kind)
+    path, model = writer_directory(tmp_path, kind)
+    has_ctc = kind in ("CTC", GRANITE)
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-    extractor = transformers.ParakeetFeatureExtractor.from_pretrained(path)
 
     def text_of(samples: np.ndarray) -> str:
-        found = model.generate(**extractor(samples, sampling_rate=16_000, return_tensors="pt"))
-        ids = found[0] if kind == "CTC" else found.sequences[0]
-        ids = ids.unique_consecutive() if kind == "CTC" else ids
+        found = model.generate(**features(kind, samples))
+        ids = found[0].unique_consecutive() if has_ctc else found.sequences[0]
         return str(tokenizer.decode(ids, skip_special_tokens=True))
 
     clips = [clip(seed, 4) for seed in range(6)]
@@ -306,9 +305,8 @@ def test_an_encoder_writes_tokens_and_their_times(tmp_path: Path, kind: str) -> 
         server.wait_until_whole()
         events = list(create(model="tiny", file=clips[0][1], stream=True, include=["logprobs"]))
         assert "".join(part.delta for part in events[:-1]).strip() == events[-1].text == expected[0]
-        if kind == "CTC":
-            features = extractor(clips[0][0], sampling_rate=16_000, return_tensors="pt")
-            best, ids = model(**features).logits[0].log_softmax(1).max(1)
+        if has_ctc:
+            best, ids = model(**features(kind, clips[0][0])).logits[0].log_softmax(1).max(1)
             changes = torch.nn.functional.pad(ids[1:] != ids[:-1], (1, 0), value=True)
             best = best[changes & (ids != model.config.pad_token_id)].tolist()
             assert [x.logprob for x in events[-1].logprobs] == pytest.approx(best, abs=1e-4)

@@ -189,13 +189,13 @@ def paired_log_mel_changes(samples: Float32Array, num_mel_bins: int) -> Float32A
     missing = (num_frames - 1) * HOP + 1 - len(samples)
     filled = np.pad(samples, (0, max(0, missing)))
     features = _limited_log_mel(filled, num_mel_bins, num_frames)
-    before, after = (np.vstack(x) for x in ((features[:1], features[:-1]), (features[1:], features[-1:])))
+    before, after = (
+        np.vstack(x) for x in ((features[:1], features[:-1]), (features[1:], features[-1:]))
+    )
     return _pairs(np.hstack((features, (after - before) / 2)))
 
 
-def _limited_log_mel(
-    samples: Float32Array, num_mel_bins: int, num_frames: int
-) -> Float32Array:
+def _limited_log_mel(samples: Float32Array, num_mel_bins: int, num_frames: int) -> Float32Array:
     """Return features not far below the maximum, float32 [num_frames, num_mel_bins]."""
     padded = np.pad(samples, WINDOW // 2, mode="reflect")
     frames = np.lib.stride_tricks.sliding_window_view(padded, WINDOW)[::HOP][:num_frames]

@@ -10,8 +10,8 @@ from ...config.audio_tower import FastConformerSpec
 from ...config.model import AudioProcessorConfig, SpeechKind
 from ..config_fields import ConfigFields
 from .fields import read_token
-from .token_writers import GRANITE_STACKED, granite_spec, parakeet_spec
 from .speech_encoders import canary_encoder_spec, fast_conformer_spec
+from .token_writers import GRANITE_STACKED, granite_spec, parakeet_spec
 
 _SECONDS: Final = 30.0
 """The maximum length of a window, up to which Cohere Transcribe's processor does not split a clip; also of others."""

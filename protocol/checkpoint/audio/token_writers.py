@@ -95,7 +95,11 @@ def granite_spec(fields: ConfigFields) -> ConformerSpec:
     vocab_size = fields.integer("vocab_size")
     fields.require("tie_word_embeddings", True, default=True)
     encoder = fields.section("encoder_config") or ConfigFields({}, fields.path, "encoder_config.")
-    for name, value in (("hidden_act", "silu"), ("attention_bias", True), ("vocab_size", vocab_size)):
+    for name, value in (
+        ("hidden_act", "silu"),
+        ("attention_bias", True),
+        ("vocab_size", vocab_size),
+    ):
         encoder.require(name, value, default=value if name != "vocab_size" else 16_384)
     hidden_size = encoder.integer("hidden_size", 1024, maximum=MAX_POSITIONS)
     num_heads = encoder.integer("num_attention_heads", 8)
@@ -110,8 +114,14 @@ def granite_spec(fields: ConfigFields) -> ConformerSpec:
         halving = msgspec.convert(layers, tuple[_Duration, ...])
     except msgspec.ValidationError:
         halving = (num_layers,)
-    if len(halving) > 6 or list(halving) != sorted({*halving}) or max(halving, default=0) >= num_layers:
-        raise encoder.wrong("subsample_layers", f"at most 6 rising layers below {num_layers}", layers)
+    if (
+        len(halving) > 6
+        or list(halving) != sorted({*halving})
+        or max(halving, default=0) >= num_layers
+    ):
+        raise encoder.wrong(
+            "subsample_layers", f"at most 6 rising layers below {num_layers}", layers
+        )
     return ConformerSpec(
         num_mel_bins=GRANITE_STACKED * encoder.integer("num_mel_bins", 80, maximum=1024),
         hidden_size=hidden_size,

@@ -33,9 +33,7 @@ class Conformer:
         self._input = tensors.read_linear("encoder.input_linear", size, spec.num_mel_bins)
         self._classes = tensors.read_linear("encoder.out", classes, size)
         self._from_classes = tensors.read_linear("encoder.out_mid", size, classes)
-        self._layers = [
-            _ConformerLayer(spec, tensors, index) for index in range(spec.num_layers)
-        ]
+        self._layers = [_ConformerLayer(spec, tensors, index) for index in range(spec.num_layers)]
         self._projector = (
             read_token_decoder(spec.decoder, size, tensors, checkpoint, head="encoder.out")
             if spec.decoder is not None

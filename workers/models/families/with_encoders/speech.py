@@ -10,12 +10,12 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 
-from .....protocol.checkpoint.audio.token_writers import with_encoder_fields, writer_spec
 from .....protocol.checkpoint.audio.speech_encoders import (
     canary_encoder_spec,
     fast_conformer_spec,
     streaming_spec,
 )
+from .....protocol.checkpoint.audio.token_writers import with_encoder_fields, writer_spec
 from .....protocol.checkpoint.config_fields import ConfigFields
 from .....protocol.checkpoint.speech import max_source_positions
 from .....protocol.config.audio_tower import AnyAudioSpec, CausalSpec
