@@ -323,6 +323,7 @@ def test_an_encoder_writes_tokens_and_their_times(tmp_path: Path, kind: str) -> 
         assert times == sorted(times)
         assert 0 <= times[0] < times[-1] <= 4
         assert [each.text.strip() for each in timed.segments] == [expected[1]]
+        assert "<" not in create(model="tiny", file=clip(0, 0.01)[1]).text
         for fields, named in (
             ({"temperature": 0.5}, "temperature must be omitted"),
             ({"prompt": "names"}, "accepts only audio"),

@@ -8,6 +8,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
+import numpy as np
+
 from ....protocol.arrays import Float32Array, float32_bytes
 from ....protocol.config import ModelConfig
 from ....protocol.config.chat_audio import ChatAudioConfig
@@ -322,7 +324,10 @@ class Transcriber:
             return [*clip.append(samples), *clip.finish()]
         num_frames, features = len(samples), samples
         if audio.kind is SpeechKind.GRANITE_CTC:
-            features = paired_log_mel_changes(samples, audio.num_mel_bins // 4)
+            # The encoder makes at least one output.
+            least = round(audio.seconds_per_output * audio.sampling_rate)
+            filled = np.pad(samples, (0, max(0, least - len(samples))))
+            features = paired_log_mel_changes(filled, audio.num_mel_bins // 4)
             num_frames = features.shape[1]
         elif audio.kind in (SpeechKind.COHERE, SpeechKind.CANARY) or audio.writes_tokens:
             has_dither = audio.kind is SpeechKind.COHERE

@@ -73,6 +73,7 @@ class WrittenTokens:
             [delta] = await group.result()
             self._submission.verify(delta)
             tokens = float32_view(group.sequences[0].pooled).reshape(-1, TOKEN_FIELDS)
+            tokens = tokens[~np.isin(tokens[:, 0], [*self._tokenizer.special_ids])]
         finally:
             group.abort()
         token_ids = tokens[:, 0].astype(int).tolist()
@@ -82,15 +83,19 @@ class WrittenTokens:
         ]
         audio = self._audio
         start = window.start / audio.sampling_rate
-        times = (start + tokens[:, 2:].astype(float) * audio.seconds_per_output).tolist()
+        duration = len(window.samples) / audio.sampling_rate
+        # The last row may end after the window.
+        times = np.minimum(tokens[:, 2:].astype(float) * audio.seconds_per_output, duration)
         return DecodedWindow(
             start=start,
-            duration=len(window.samples) / audio.sampling_rate,
+            duration=duration,
             token_ids=token_ids,
             num_generated_tokens=len(token_ids),
             text=self._tokenizer.decode(token_ids),
             temperature=0.0,
             mean_logprob=float(tokens[:, 1].mean()) if len(tokens) else 0.0,
             logprobs=logprobs,
-            words=words_at(token_ids, times, self._tokenizer) if self._options.has_words else [],
+            words=words_at(token_ids, (start + times).tolist(), self._tokenizer)
+            if self._options.has_words
+            else [],
         )
