@@ -6,7 +6,6 @@ A worker survives its core. The next core greets it, and finds the model loaded 
 from __future__ import annotations
 
 import gc
-import logging
 import math
 import os
 import signal
@@ -45,8 +44,6 @@ from .execution.factory import Runner, open_runner
 from .execution.runner import PendingOutput, StepResult
 from .kv_transfer.connector import KVConnector
 from .models.lora.lora_loader import LoraLoader
-
-logger = logging.getLogger(__name__)
 
 LOADING_INTERVAL_S: Final = 0.1
 """Seconds between reports of the weights that are loaded. One for each matrix would keep the supervisor busy."""

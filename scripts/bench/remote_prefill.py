@@ -23,7 +23,6 @@ from support.server import Server, default_model
 
 PREFILL = "0"
 ROLES = ("--replica-roles", "prefill=1,decode=1")
-PAUSE_S = 1.0
 
 
 class Prompts:

@@ -22,9 +22,6 @@ from ..layers.rope import RotaryTables, apply_rotary
 from ..layers.spec import ModelSpec
 from ..layers.window import Window
 
-NULL_BLOCK = 0
-"""Id of the block that pads rows of the block table. It belongs to no request."""
-
 
 class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The heads and the KV cache of one worker's attention, for layers with equal heads."""

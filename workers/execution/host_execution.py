@@ -5,7 +5,6 @@ Shapes: T tokens of a step, S scheduled requests, R sampled rows, D hidden size,
 
 from __future__ import annotations
 
-import logging
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -34,8 +33,6 @@ if TYPE_CHECKING:
     from .drafting.draft_model import DraftModel
     from .model_loader import Model
     from .pipeline import Pipeline
-
-logger = logging.getLogger(__name__)
 
 _Inputs = tuple[AnyArray, AnyArray, list[AnyArray], list[Any]]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Protocol
 
@@ -10,8 +9,6 @@ from ...protocol.worker_messages import (
     GrammarOutput,
     ModelRunnerOutput,
 )
-
-logger = logging.getLogger(__name__)
 
 
 class PendingOutput(Protocol):

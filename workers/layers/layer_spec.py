@@ -45,7 +45,7 @@ class LayerSpec(msgspec.Struct, frozen=True):
     has_value_projection: bool = True
     """True if values have a projection. Otherwise, they are the projected keys."""
     has_sinks: bool = True
-    """True if the heads have sinks, in a model with sinks."""
+    """True if the heads of this layer have sinks; models without sinks ignore it."""
     kv_source: int | None = None
     """The index of the layer whose keys and values this layer reads; None if it has its own.
 

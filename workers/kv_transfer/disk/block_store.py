@@ -93,11 +93,6 @@ class BlockStore:
         self._tail_fd = -1
         self._tail_headers: list[bytes] = []
 
-    @property
-    def is_writer(self) -> bool:
-        """True if this process appends."""
-        return self._writer_lock is not None
-
     def __contains__(self, key: bytes) -> bool:
         return key in self._places
 

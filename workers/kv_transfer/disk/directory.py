@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
-
-logger = logging.getLogger(__name__)
 
 OPEN_SUFFIX: Final = ".open"
 SEALED_SUFFIX: Final = ".sealed"
