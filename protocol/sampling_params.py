@@ -121,8 +121,9 @@ class RepetitionDetectionParams(msgspec.Struct, frozen=True, gc=False):
 class SamplingParams(msgspec.Struct, omit_defaults=True, gc=False):
     """Sampling parameters, with the names and meanings of OpenAI and vLLM.
 
-    The frontend applies `n`, `stop`, `include_stop_str_in_output`, `bad_words`, `detokenize`, `skip_special_tokens` and
-    `repetition_detection`. The core reads the limits and stop tokens, and the workers read the rest.
+    The frontend applies `n`, `stop`, `stop_regex`, `include_stop_str_in_output`, `bad_words`, `detokenize`,
+    `skip_special_tokens` and `repetition_detection`. The core reads the limits and stop tokens. The workers read
+    the rest.
 
     Attributes:
         max_tokens: The maximum number of output tokens; None for as many as the context allows.
@@ -147,6 +148,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, gc=False):
         structured_output: The grammar of the output.
         n: The number of outputs.
         stop: Texts that end the output.
+        stop_regex: Regular expressions whose matches end the output.
         include_stop_str_in_output: True if the output contains the stop text that ended it.
         bad_words: Texts that are never generated.
         detokenize: False if the output has only token ids.
@@ -181,6 +183,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, gc=False):
     structured_output: StructuredOutput | None = None
     n: int = 1
     stop: tuple[str, ...] = ()
+    stop_regex: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     bad_words: tuple[str, ...] = ()
     detokenize: bool = True
@@ -226,8 +229,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, gc=False):
 
     def verify_lists(self, *, vocab_size: int) -> None:
         """Verify the parameters that are lists, whose check takes time in proportion to their length."""
-        _length("stop", len(self.stop), MAX_STOP_STRINGS)
-        _length("stop", sum(map(len, self.stop)), MAX_STOP_CHARACTERS, "characters")
+        for name, texts in (("stop", self.stop), ("stop_regex", self.stop_regex)):
+            _length(name, len(texts), MAX_STOP_STRINGS)
+            _length(name, sum(map(len, texts)), MAX_STOP_CHARACTERS, "characters")
         if "" in self.stop:
             raise ParameterError("stop", "must not contain an empty string")
         _length("bad_words", len(self.bad_words), MAX_BAD_WORDS)

@@ -67,6 +67,7 @@ _NOT_IN_BEAM_SEARCH: Final = (
     "prompt_logprobs",
     "logprob_token_ids",
     "stop",
+    "stop_regex",
     "stop_token_ids",
     "min_tokens",
     "presence_penalty",

@@ -59,6 +59,8 @@ def sampling_params(
     if listed and logprobs is not None:
         # The listed tokens replace the most likely ones.
         logprobs = 0
+    given_regex = request.stop_regex or ()
+    expressions = (given_regex,) if isinstance(given_regex, str) else given_regex
     return SamplingParams(
         **given,
         n=num_outputs,
@@ -68,6 +70,7 @@ def sampling_params(
         reports_progress=bool(request.stream and request.return_progress),
         structured_output=None if constraint is None else constraint.structured_output,
         stop=(request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ()),
+        stop_regex=tuple(expression for expression in expressions if expression),
         stop_token_ids=tuple(request.stop_token_ids or ()),
         bad_words=tuple(request.bad_words or ()),
         allowed_token_ids=optional_tuple(request.allowed_token_ids),

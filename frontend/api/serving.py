@@ -46,6 +46,7 @@ from ..model_source.lora_registry import LoraRegistry, LoraScale
 from ..observability.tracing.tracer import Tracer
 from ..store.client import StoreClient
 from ..tokenizer.absent import NO_TOKENIZER
+from ..tokenizer.stop_patterns import verify_patterns
 from ..tokenizer.tokenizer import Tokenizer
 from .bodies.disconnection import while_connected
 from .bodies.request_memory import RequestMemory
@@ -420,6 +421,7 @@ class Serving:
             vocab_size=self.config.model.vocab_size,
             max_logprobs=self.config.frontend.max_logprobs,
         )
+        verify_patterns(params.stop_regex)
 
     async def verify_constraint(
         self, constraint: Constraint | None, receive: Receive

@@ -20,6 +20,7 @@ from ...protocol.messages import EngineCoreRequest
 from ...protocol.sampling_params import MAX_SEED, SamplingParams
 from ..http.shown_values import echo
 from ..tokenizer.absent import NO_TOKENIZER
+from ..tokenizer.stop_patterns import verify_patterns
 from ..tokenizer.token_ids import token_id_array
 from ..tokenizer.tokenizer import Tokenizer
 from .executor import ThreadExecutor
@@ -123,6 +124,10 @@ class InputProcessor:
             raise ParameterError(
                 "stop", "strings need detokenize=true; set it or use stop_token_ids"
             )
+        if params.stop_regex:
+            if not params.detokenize:
+                raise ParameterError("stop_regex", "needs detokenize=true")
+            verify_patterns(params.stop_regex)
         params = msgspec.structs.replace(
             params,
             n=1,
@@ -249,6 +254,7 @@ def _lists_of(params: SamplingParams) -> tuple[int, ...]:
     """Return the object identities of all parameters that may be long, to recognize parameters that sequences share."""
     return (
         id(params.stop),
+        id(params.stop_regex),
         id(params.stop_token_ids),
         id(params.allowed_token_ids),
         id(params.logit_bias),
@@ -262,6 +268,7 @@ def _verify_without_text(params: SamplingParams) -> None:
     """Raise ParameterError for parameters that need a tokenizer, because the server runs without one."""
     texts = (
         ("stop", params.stop, "stop_token_ids"),
+        ("stop_regex", params.stop_regex, "stop_token_ids"),
         ("bad_words", params.bad_words, "logit_bias"),
         (STRUCTURED_OUTPUTS, params.structured_output, "allowed_token_ids"),
     )

@@ -121,7 +121,7 @@ class Sequence:
         self.num_prompt_tokens = num_prompt_tokens
         self.num_cached_tokens = self.num_loaded_tokens = self.num_computed_tokens = 0
         self._repetition = RepetitionSearch.from_params(params)
-        self.is_watched = bool(params.stop) or self._repetition is not None
+        self.is_watched = bool(params.stop or params.stop_regex) or self._repetition is not None
         self.recoveries: tuple[Recovery, ...] = ()
         self.group: RequestGroup
         self.position = self._num_read = 0
@@ -260,7 +260,7 @@ class Sequence:
         """
         search, detokenizer = self._repetition, self._detokenizer
         repeats = search is not None and search.cut(self.token_ids, has_ended=reported is not None)
-        if self.params.stop:
+        if self.params.stop or self.params.stop_regex:
             assert detokenizer is not None
             by_token = reported is FinishReason.STOP and not repeats
             try:

@@ -361,8 +361,8 @@ class LLM(PoolingMethods):
 
 def _with_tuples(params: SamplingParams) -> SamplingParams:
     """Return parameters whose lists of texts may have been given as one text or as a list."""
-    stop, bad_words = (
+    stop, stop_regex, bad_words = (
         (value,) if isinstance(value, str) else tuple(value)
-        for value in (params.stop, params.bad_words)
+        for value in (params.stop, params.stop_regex, params.bad_words)
     )
-    return msgspec.structs.replace(params, stop=stop, bad_words=bad_words)
+    return msgspec.structs.replace(params, stop=stop, stop_regex=stop_regex, bad_words=bad_words)

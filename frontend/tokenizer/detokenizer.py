@@ -8,6 +8,7 @@ last character is never returned.
 from codecs import utf_8_decode
 from collections.abc import Sequence
 
+from .stop_patterns import StopPatterns
 from .stop_strings import StopStrings
 from .tokenizer import Tokenizer
 
@@ -18,10 +19,10 @@ class IncrementalDetokenizer:
     """Detokenizes one sequence.
 
     A stop string counts when its last character comes after the first `min_tokens` tokens. If several match, the one
-    that ends first wins, then the longest.
+    that ends first wins, then the longest. The match of an expression stays in the text.
 
     Attributes:
-        stop_reason: The stop string that ended the text, if any.
+        stop_reason: The stop string or expression that ended the text, if any.
         num_tokens: The number of consumed tokens; after a stop string, up to the token that completed it.
     """
 
@@ -44,13 +45,18 @@ class IncrementalDetokenizer:
         prompt_token_ids: Sequence[int],
         *,
         stop: Sequence[str] = (),
+        stop_regex: Sequence[str] = (),
         include_stop_str_in_output: bool = False,
         skip_special_tokens: bool = True,
         min_tokens: int = 0,
     ) -> None:
         self._bytes_of = tokenizer.bytes_by_id(skip_special_tokens).__getitem__
         self._texts = tokenizer.text_by_id(skip_special_tokens)
-        self._stop_strings = StopStrings(tuple(stop)) if stop else None
+        self._stop_strings: StopStrings | StopPatterns | None = None
+        if stop_regex:
+            self._stop_strings = StopPatterns(tuple(stop), tuple(stop_regex))
+        elif stop:
+            self._stop_strings = StopStrings(tuple(stop))
         self._include_stop = include_stop_str_in_output
         self._min_tokens = min_tokens
         # Without prompt text, the output loses the leading space that encoding adds to a text.
@@ -98,7 +104,7 @@ class IncrementalDetokenizer:
         return text
 
     def _append_until_stop(
-        self, stop_strings: StopStrings, token_ids: Sequence[int], finished: bool
+        self, stop_strings: StopStrings | StopPatterns, token_ids: Sequence[int], finished: bool
     ) -> str:
         protected = self._min_tokens - self.num_tokens
         if 0 < protected < len(token_ids):

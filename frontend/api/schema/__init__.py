@@ -38,6 +38,8 @@ class CommonFields(SamplingFields, kw_only=True):
 
     seed: Int | None = None
     stop: str | list[str] | None = None
+    # Regular expressions whose first match ends the output, as in SGLang. The match stays in the text.
+    stop_regex: str | list[str] | None = None
     stop_token_ids: list[Int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
@@ -137,7 +139,6 @@ class GenerationRequest(CommonFields, kw_only=True):
     vllm_xargs: Any = None
     mm_processor_kwargs: Any = None
     lora_path: Any = None
-    stop_regex: Any = None
     custom_logit_processor: Any = None
     dry_multiplier: Any = None
     mirostat: Any = None

@@ -22,7 +22,6 @@ REFUSED: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
     "watermarking": (_NOT_SUPPORTED, (False, "false", "False", "0")),
     "ec_transfer_params": (_NOT_SUPPORTED, ()),
     "lora_path": (_NOT_SUPPORTED, ("",)),
-    "stop_regex": ("is not supported; use stop", ("", [])),
     "custom_logit_processor": ("is not supported; use logit_bias", ("",)),
     "dry_multiplier": (_NOT_SUPPORTED, (0,)),
     "mirostat": (_NOT_SUPPORTED, (0,)),

@@ -14,6 +14,7 @@ class PlainSampling(SamplingFields, kw_only=True):
 
     n: Int | None = None
     stop: str | list[str] | None = None
+    stop_regex: str | list[str] | None = None
     stop_token_ids: list[Int] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
@@ -37,7 +38,6 @@ class SglangSampling(PlainSampling, kw_only=True):
     spaces_between_special_tokens: bool | None = None
 
     # Rejected, because an answer that ignores them would be wrong.
-    stop_regex: Any = None
     custom_params: Any = None
     beam_width: Any = None
     watermark: Any = None

@@ -111,6 +111,7 @@ class GroupFactory:
                 self._tokenizer,
                 prompt,
                 stop=params.stop,
+                stop_regex=params.stop_regex,
                 include_stop_str_in_output=params.include_stop_str_in_output,
                 skip_special_tokens=params.skip_special_tokens,
                 min_tokens=params.min_tokens,

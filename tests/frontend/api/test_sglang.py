@@ -179,6 +179,23 @@ def test_one_prompt_of_a_list_is_aborted(slow_frontend: FrontendProcess) -> None
     assert reasons == ["abort", "abort"]
 
 
+@pytest.mark.parametrize(
+    ("text", "answer", "matched"),
+    [
+        ("A taxi has 4x9", "A taxi has 4x", "[0-9]x"),
+        ("The sky was blue 4x", "The sky was ", "blue"),
+        ("The sky is blue", "The sky is", "is"),
+    ],
+)
+def test_a_match_of_an_expression_ends_the_text(
+    frontend: FrontendProcess, text: str, answer: str, matched: str
+) -> None:
+    sampling = {"max_new_tokens": 16, "stop_regex": ["[0-9]x", "is"], "stop": "blue"}
+    result = generate(frontend, text=text, sampling=sampling)
+    assert result["text"] == answer
+    assert result["meta_info"]["finish_reason"] == {"type": "stop", "matched": matched}
+
+
 def test_abort_needs_an_id(frontend: FrontendProcess) -> None:
     assert frontend.post("/abort_request", rid="unknown").json() == {"aborted": 0}
     assert frontend.post("/abort_request").json()["error"]["param"] == "rid"
@@ -214,7 +231,7 @@ def test_clients_choose_ids_and_replicas(frontend: FrontendProcess) -> None:
         ({"sampling_params": {"min_new_tokens": -1}}, "sampling_params.min_new_tokens"),
         ({"sampling_params": {"top_p": 2}}, "sampling_params.top_p"),
         ({"sampling_params": {"regex": "("}}, "sampling_params.regex"),
-        ({"sampling_params": {"stop_regex": "a"}}, "sampling_params.stop_regex"),
+        ({"sampling_params": {"stop_regex": "^a"}}, "sampling_params.stop_regex"),
         ({"return_logprob": True, "top_logprobs_num": 1000}, "top_logprobs_num"),
         ({"return_logprob": True, "top_logprobs_num": -1}, "top_logprobs_num"),
         ({"return_logprob": True, "token_ids_logprob": [-1]}, "token_ids_logprob"),
