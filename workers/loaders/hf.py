@@ -1,5 +1,6 @@
 """Read Hugging Face model directories: ``config.json`` and safetensors, in one file or many."""
 
+import math
 import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -28,7 +29,7 @@ from .tensor_names import TensorNames, translate_names
 _STACKED = re.compile(
     r"(?P<block>.*\.(?:experts|shared_experts(?=\.\w+_proj$)|moe(?=\.(?:gate|up|down)_proj)|block_sparse_moe(?=\.(?:in|out)put_linear)))\."
     r"(?P<module>gate_up_proj|gate_proj|up_proj|down_proj|input_linear|output_linear|fc[12])"
-    r"(?:[._](?P<tensor>[a-z_]+))?"
+    r"(?:[._](?P<tensor>[a-z_]+(?:_2)?))?"
 )
 # Matches a tensor that has the matrices of all experts of a DBRX layer one below the other.
 _STACKED_ROWS = re.compile(r"(?P<block>.*\.experts)\.mlp\.(?P<module>w1|v1|w2)")
@@ -68,6 +69,12 @@ _INKLING = _Stacking(
         (r"\.(shared_)?w2_weight$", ".down_proj"),
         (r"\.w13_weight_scale$", ".gate_up_proj_weight_scale"),
         (r"\.w2_weight_scale$", ".down_proj_weight_scale"),
+        # Four-bit floats, in the layout of ModelOpt and of compressed-tensors.
+        (r"^.*\.w(13|2)_weight\.(input_amax|original_shape|input_global_scale)$", ""),
+        (r"_weight\.scale$", "_weight.weight_scale"),
+        (r"_weight\.scale2$", "_weight.weight_scale_2"),
+        (r"\.w13_weight\.(weight_\w+)$", r".gate_up_proj_\1"),
+        (r"\.w2_weight\.(weight_\w+)$", r".down_proj_\1"),
         (r"\.w13_dn\.weight$", ".gate_up_proj.weight"),
     ),
 )
@@ -222,7 +229,9 @@ class HFCheckpoint(Checkpoint):
 
 def _tensors_of(file: SafetensorsFile, stored: str, stacking: _Stacking) -> dict[str, StoredTensor]:
     """Return the tensor with this name, or each expert's part of a tensor that has all experts."""
-    (name,) = translate_names([stored], stacking.names)
+    name = next(iter(translate_names([stored], stacking.names)), None)
+    if name is None:
+        return {}
     rows_of = _STACKED_ROWS.fullmatch(name) if stacking.num_experts else None
     if rows_of is not None:
         part, count = _MODULES_OF_ROWS[rows_of["module"]], file.shape(stored)[0]
@@ -246,6 +255,9 @@ def _tensors_of(file: SafetensorsFile, stored: str, stacking: _Stacking) -> dict
     if stacking.is_interleaved and module == "gate_up_proj":
         modules = {"gate_proj": (0, 2), "up_proj": (1, 2)}
     shape = file.shape(stored)
+    if math.prod(shape[1:]) == 1:
+        # The matrices of an expert share a number.
+        modules = dict.fromkeys(modules, (0, 1))
     is_transposed = tensor == "weight" and stacking.transposes(module, shape)
     return {
         f"{stacked['block']}.{i}.{part}.{tensor}": StoredTensor(

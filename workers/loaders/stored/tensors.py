@@ -37,6 +37,8 @@ class StoredTensor(msgspec.Struct, frozen=True):
         shape = self.file.shape(self.name)
         if self.expert is None:
             return shape if self.step == 1 else (shape[0] // self.step, *shape[1:])
+        if len(shape) == 1:
+            return ()
         if self.num_rows:
             shape = (0, self.num_rows, *shape[1:])
         num_rows, *rest = reversed(shape[1:]) if self.is_transposed else shape[1:]
@@ -47,7 +49,12 @@ class StoredTensor(msgspec.Struct, frozen=True):
         if not self.file.shape(self.name):
             scalar: torch.Tensor = self.file.in_torch.get_tensor(self.name)
             return scalar
-        found: torch.Tensor = self._select(self.file.in_torch.get_slice(self.name), parts)
+        stored = self.file.in_torch.get_slice(self.name)
+        found: torch.Tensor
+        if self.expert is not None and not self.shape:
+            found = stored[self.expert : self.expert + 1].squeeze(0)
+        else:
+            found = self._select(stored, parts)
         return found
 
     def floats(self, parts: Sequence[range | None]) -> Floats | None:
