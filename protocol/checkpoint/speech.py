@@ -14,6 +14,7 @@ from .audio.processors import (
     canary_processor,
     cohere_processor,
     granite_processor,
+    omniasr_processor,
     parakeet_processor,
 )
 from .audio.speech_encoders import streaming_spec
@@ -385,6 +386,7 @@ _READERS: Final = {
     SpeechKind.VOXTRAL_REALTIME: _voxtral_realtime,
     **dict.fromkeys(WRITING, parakeet_processor),
     SpeechKind.GRANITE_CTC: granite_processor,
+    SpeechKind.OMNIASR_CTC: omniasr_processor,
 }
 
 

@@ -8,6 +8,7 @@ from typing import Final, Literal, TypeAlias
 import msgspec
 
 from .query_former import QueryFormerSpec
+from .token_decoders import CtcSpec, TransducerSpec
 
 FRAMES_AFTER: Final = 2
 """Frames after the last computed row of an audio clip that the convolutions still read."""
@@ -134,32 +135,6 @@ class UnpaddedSpec(msgspec.Struct, frozen=True):
     def silence(self) -> Literal["skipped"]:
         """The treatment of silence after a clip, of which there is none."""
         return "skipped"
-
-
-class CtcSpec(msgspec.Struct, frozen=True, tag=True):
-    """Connectionist temporal classification (Graves et al., ICML 2006): a matrix that scores all tokens at every row.
-
-    Equal tokens of successive rows are one token, and the token `blank` is none.
-    """
-
-    vocab_size: int
-    blank: int
-
-
-class TransducerSpec(msgspec.Struct, frozen=True, tag=True):
-    """A transducer (arXiv 1211.3711): LSTM layers read the tokens so far, and a network joins their output with a row.
-
-    The token `blank` moves on to the next row; after `max_symbols` other tokens at a row, the next one is read anyway.
-    With `durations`, each token also predicts by how many rows to move (arXiv 2304.06795).
-    """
-
-    vocab_size: int
-    blank: int
-    hidden_size: int
-    num_layers: int
-    activation: str
-    max_symbols: int
-    durations: tuple[int, ...] = ()
 
 
 class ConformerSpec(UnpaddedSpec, frozen=True, tag=True):
@@ -304,6 +279,34 @@ class FastConformerSpec(UnpaddedSpec, frozen=True, tag=True):
     def num_outputs(self, num_frames: int) -> int:
         """Return the number of outputs for the frames of a clip, and the maximum number with a `decoder`."""
         return -(-num_frames >> self.num_halvings)
+
+
+class SamplesSpec(UnpaddedSpec, frozen=True, tag=True):
+    """The encoder of wav2vec 2.0 (arXiv 2006.11477) with norms before its blocks, which OmniASR has.
+
+    `convolutions` (channels, kernel size, stride) read samples. Positions are a convolution over `position_rows` rows
+    in `position_groups` groups.
+    """
+
+    convolutions: tuple[tuple[int, int, int], ...]
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_frames: int
+    position_rows: int
+    position_groups: int
+    activation: str
+    norm_eps: float
+    output_size: int
+    decoder: CtcSpec
+    num_mel_bins: int = 0
+
+    def num_outputs(self, num_frames: int) -> int:
+        """Return the maximum number of tokens for the samples of a clip."""
+        for _, kernel_size, stride in self.convolutions:
+            num_frames = max(0, (num_frames - kernel_size) // stride + 1)
+        return num_frames
 
 
 class MemoryAdaptor(msgspec.Struct, frozen=True):
@@ -490,6 +493,7 @@ AnyAudioSpec: TypeAlias = (
     | FrameSpec
     | FastConformerSpec
     | MemorySpec
+    | SamplesSpec
     | WaveSpec
     | StreamingSpec
     | CausalSpec

@@ -149,7 +149,7 @@ class SpeechKind(enum.StrEnum):
 
     Whisper's prompt has tokens for language and task; Moonshine's is a single start token. Only the language changes
     Cohere Transcribe's, and the languages of speech and text change Canary's. Voxtral Realtime's is always the same.
-    Parakeet and Granite Speech 5 have no decoder that reads a prompt.
+    Parakeet, Granite Speech 5 and OmniASR have no decoder that reads a prompt.
     """
 
     WHISPER = "whisper"
@@ -162,6 +162,7 @@ class SpeechKind(enum.StrEnum):
     PARAKEET_RNNT = "parakeet_rnnt"
     PARAKEET_TDT = "parakeet_tdt"
     GRANITE_CTC = "granite_speech5_ctc"
+    OMNIASR_CTC = "omniasr_ctc"
 
 
 class AddedAudioConfig(msgspec.Struct, frozen=True):
@@ -250,6 +251,16 @@ class AudioProcessorConfig(msgspec.Struct, frozen=True):
     def seconds_per_output(self) -> float:
         """Seconds between two successive encoder outputs."""
         return self.hop_length * math.prod(self.strides) / self.sampling_rate
+
+    @property
+    def least_samples(self) -> int:
+        """The number of samples of one encoder output."""
+        num_frames = 1
+        for stride, kernel, padding in zip(
+            reversed(self.strides), reversed(self.kernels), reversed(self.paddings), strict=True
+        ):
+            num_frames = max(1, (num_frames - 1) * stride + kernel - 2 * padding)
+        return num_frames * self.hop_length
 
     @property
     def translates(self) -> bool:

@@ -13,17 +13,17 @@ import transformers
 from support.audio_checkpoints import granite_features
 from support.source_checkpoints import MODELS, write_letters
 
-GRANITE = "granite"
+GRANITE, OMNIASR = "granite", "omniasr"
 
 
 def writer_directory(directory: Path, kind: str) -> tuple[Path, Any]:
-    """Write a Parakeet ("CTC", "RNNT" or "TDT") or a Granite Speech 5 with a tokenizer.
+    """Write a Parakeet ("CTC", "RNNT" or "TDT") a Granite Speech 5 or an OmniASR with a tokenizer.
 
     Return its directory and transformers' model.
     """
     ids = write_letters(directory, ("<pad>", "<blank>"), "<pad>")
     vocab_size = 1 + max(ids.values())
-    has_ctc = kind in ("CTC", GRANITE)
+    has_ctc = kind in ("CTC", GRANITE, OMNIASR)
     # CTC has no token for padding beside the blank.
     special = {"pad_token_id": ids["<pad>"]} | (
         {"pad_token_id": ids["<blank>"]} if has_ctc else {"blank_token_id": ids["<blank>"]}
@@ -44,9 +44,25 @@ def writer_directory(directory: Path, kind: str) -> tuple[Path, Any]:
             "max_position_embeddings": 32,
             "subsample_layers": [0, 2],
         }
+    section = "encoder_config"
+    if kind == OMNIASR:
+        name, section = "OmniASR{}CTC", "audio_config"
+        special["blank_token_id"] = ids["<blank>"]
+        encoder = {
+            "model_type": "omniasr_audio",
+            "hidden_size": 32,
+            "conv_dim": [8, 12, 16],
+            "conv_kernel": [10, 8, 4],
+            "conv_stride": [8, 8, 5],
+            "num_attention_heads": 4,
+            "num_hidden_layers": 3,
+            "intermediate_size": 40,
+            "num_conv_pos_embeddings": 8,
+            "num_conv_pos_embedding_groups": 4,
+        }
     config = getattr(transformers, name.format("") + "Config")(
         vocab_size=vocab_size,
-        encoder_config=encoder,
+        **{section: encoder},
         **special,
         **({} if has_ctc else {"decoder_hidden_size": 24}),
     )
@@ -75,6 +91,9 @@ def writer_directory(directory: Path, kind: str) -> tuple[Path, Any]:
 
 def features(kind: str, samples: np.ndarray) -> dict[str, torch.Tensor]:
     """Return the features of transformers' extractor, which for Granite Speech 5 needs torchaudio."""
+    if kind == OMNIASR:
+        extractor = transformers.OmniASRFeatureExtractor()
+        return dict(extractor(samples, sampling_rate=16_000, return_tensors="pt"))
     if kind != GRANITE:
         extractor = transformers.ParakeetFeatureExtractor(feature_size=16)
         return dict(extractor(samples, sampling_rate=16_000, return_tensors="pt"))

@@ -23,6 +23,7 @@ from ...protocol.config.audio_tower import (
     FrameSpec,
     MemorySpec,
     OutputTimes,
+    SamplesSpec,
     StreamingSpec,
     UniversalSpeechSpec,
     WaveSpec,
@@ -31,7 +32,17 @@ from ...protocol.encoder_inputs.payloads import AudioPayload
 from ...protocol.errors import EngineError
 from ..device.torch_threads import torch_threads
 from ..loaders import Checkpoint
-from .audio import causal, conformer, fast_conformer, frames, memory, streaming, universal, waves
+from .audio import (
+    causal,
+    conformer,
+    fast_conformer,
+    frames,
+    memory,
+    samples,
+    streaming,
+    universal,
+    waves,
+)
 from .audio.stems import make_stem, stem_marker
 from .image_tower import TowerSource
 from .layers import LayersSpec, LayerWeights, Patches
@@ -68,6 +79,8 @@ class AudioTower:
             self._encode = memory.MemoryEncoder(
                 spec, source.weights(memory.MARKER), source.checkpoint
             )
+        elif isinstance(spec, SamplesSpec):
+            self._encode = samples.SamplesEncoder(spec, source)
         elif isinstance(spec, WaveSpec):
             weights = source.weights(waves.MARKER)
             self._encode = waves.WaveEncoders(spec, weights, source.checkpoint)

@@ -213,6 +213,13 @@ def _pairs(features: Float32Array) -> Float32Array:
     return paired
 
 
+def standardized(samples: Float32Array) -> Float32Array:
+    """Return samples with the mean 0 and the deviation 1, equal to those of `OmniASRFeatureExtractor`."""
+    centered = samples - samples.mean()
+    scaled: Float32Array = centered / np.sqrt(np.square(centered).mean() + np.float32(1e-5))
+    return scaled
+
+
 def level(samples: Float32Array) -> Float32Array:
     """Return samples at a level of -25 dB, equal to those of `VibeVoiceAcousticTokenizerFeatureExtractor`."""
     power = np.sqrt(np.square(samples).mean(dtype=np.float64))

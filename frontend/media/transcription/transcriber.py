@@ -26,7 +26,7 @@ from ...tokenizer.tokenizer import Tokenizer
 from ..audio.added_clip import AddedClip
 from ..audio.clips import prepare_clip
 from ..audio.live_samples import LiveSamples
-from ..audio.log_mel import log_mel, normed_log_mel, paired_log_mel_changes
+from ..audio.log_mel import log_mel, normed_log_mel, paired_log_mel_changes, standardized
 from ..audio.windows import Samples, Window, Windows
 from ..decoding.messages import OpenAudio
 from ..decoding.processes import MediaProcesses
@@ -322,12 +322,14 @@ class Transcriber:
         if audio.added is not None:
             clip = AddedClip(audio, audio.added)
             return [*clip.append(samples), *clip.finish()]
-        num_frames, features = len(samples), samples
-        if audio.kind is SpeechKind.GRANITE_CTC:
+        if audio.writes_tokens:
             # The encoder makes at least one output.
-            least = round(audio.seconds_per_output * audio.sampling_rate)
-            filled = np.pad(samples, (0, max(0, least - len(samples))))
-            features = paired_log_mel_changes(filled, audio.num_mel_bins // 4)
+            samples = np.pad(samples, (0, max(0, audio.least_samples - len(samples))))
+        num_frames, features = len(samples), samples
+        if audio.kind is SpeechKind.OMNIASR_CTC:
+            features = standardized(samples)
+        elif audio.kind is SpeechKind.GRANITE_CTC:
+            features = paired_log_mel_changes(samples, audio.num_mel_bins // 4)
             num_frames = features.shape[1]
         elif audio.kind in (SpeechKind.COHERE, SpeechKind.CANARY) or audio.writes_tokens:
             has_dither = audio.kind is SpeechKind.COHERE

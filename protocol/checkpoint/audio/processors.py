@@ -1,4 +1,4 @@
-"""Read how models with a conformer and without padding process audio clips, from the files of transformers."""
+"""Read how models whose encoders read clips without padding process audio clips, from the files of transformers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...config.model import AudioProcessorConfig, SpeechKind
 from ..config_fields import ConfigFields
 from .fields import read_token
 from .speech_encoders import canary_encoder_spec, fast_conformer_spec
-from .token_writers import GRANITE_STACKED, granite_spec, parakeet_spec
+from .token_writers import GRANITE_STACKED, granite_spec, omniasr_spec, parakeet_spec
 
 _SECONDS: Final = 30.0
 """The maximum length of a window, up to which Cohere Transcribe's processor does not split a clip; also of others."""
@@ -95,6 +95,28 @@ def granite_processor(
         strides=(2,) * num_halvings,
         kernels=(2,) * num_halvings,
         paddings=(0,) * num_halvings,
+        max_source_positions=encoder.num_outputs(encoder.num_frames),
+        start_token_id=0,
+        writes_tokens=True,
+    )
+
+
+def omniasr_processor(
+    processor: ConfigFields, config: ConfigFields, generation: ConfigFields
+) -> AudioProcessorConfig:
+    """Return the audio preprocessing of OmniASR."""
+    processor.require("sampling_rate", 16_000, default=16_000)
+    processor.require("do_normalize", True, default=True)
+    encoder = omniasr_spec(config)
+    return AudioProcessorConfig(
+        kind=SpeechKind.OMNIASR_CTC,
+        num_mel_bins=0,
+        sampling_rate=16_000,
+        hop_length=1,
+        chunk_seconds=_SECONDS,
+        strides=tuple(stride for _, _, stride in encoder.convolutions),
+        kernels=tuple(size for _, size, _ in encoder.convolutions),
+        paddings=(0,) * len(encoder.convolutions),
         max_source_positions=encoder.num_outputs(encoder.num_frames),
         start_token_id=0,
         writes_tokens=True,

@@ -1,4 +1,4 @@
-"""Read the configs of encoders that write the tokens of a text themselves: Parakeet and Granite Speech 5."""
+"""Read the configs of encoders that write the tokens of a text: Parakeet, Granite Speech 5 and OmniASR."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
-from ...config.audio_tower import ConformerSpec, CtcSpec, FastConformerSpec, TransducerSpec
+from ...config.audio_tower import (
+    ConformerSpec,
+    FastConformerSpec,
+    SamplesSpec,
+)
 from ...config.model import SpeechKind
+from ...config.token_decoders import CtcSpec, TransducerSpec
 from ..config_fields import ConfigFields
-from .fields import MAX_POSITIONS
+from .fields import MAX_POSITIONS, Channels
 from .speech_encoders import fast_conformer_spec
 
 _Duration = Annotated[int, msgspec.Meta(ge=0, le=MAX_POSITIONS)]
@@ -17,6 +22,7 @@ _Duration = Annotated[int, msgspec.Meta(ge=0, le=MAX_POSITIONS)]
 WRITING: Final = frozenset(
     {
         SpeechKind.GRANITE_CTC,
+        SpeechKind.OMNIASR_CTC,
         SpeechKind.PARAKEET_CTC,
         SpeechKind.PARAKEET_RNNT,
         SpeechKind.PARAKEET_TDT,
@@ -29,6 +35,7 @@ _PROMPT_TOKENS: Final = 1024
 
 _VOCABULARIES: Final = {
     SpeechKind.GRANITE_CTC: 16_384,
+    SpeechKind.OMNIASR_CTC: 10_288,
     SpeechKind.PARAKEET_CTC: 1025,
     SpeechKind.PARAKEET_RNNT: 8193,
     SpeechKind.PARAKEET_TDT: 8193,
@@ -74,7 +81,7 @@ def with_encoder_fields(fields: ConfigFields) -> ConfigFields:
     return fields.with_defaults(vocab_size=vocab_size, max_position_embeddings=_PROMPT_TOKENS)
 
 
-def writer_spec(fields: ConfigFields) -> ConformerSpec | FastConformerSpec:
+def writer_spec(fields: ConfigFields) -> ConformerSpec | FastConformerSpec | SamplesSpec:
     """Return the encoder of a model that writes tokens.
 
     Raises:
@@ -82,7 +89,57 @@ def writer_spec(fields: ConfigFields) -> ConformerSpec | FastConformerSpec:
     """
     if fields.text("model_type") == SpeechKind.GRANITE_CTC:
         return granite_spec(fields)
+    if fields.text("model_type") == SpeechKind.OMNIASR_CTC:
+        return omniasr_spec(fields)
     return parakeet_spec(fields)
+
+
+def omniasr_spec(fields: ConfigFields) -> SamplesSpec:
+    """Return the encoder of OmniASR.
+
+    Raises:
+        CheckpointError: A field is missing or invalid.
+    """
+    fields = with_encoder_fields(fields)
+    audio = fields.section("audio_config") or ConfigFields({}, fields.path, "audio_config.")
+    audio.require("conv_bias", True, default=True)
+    hidden_size = audio.integer("hidden_size", 1024, maximum=MAX_POSITIONS)
+    rows = audio.integer("num_conv_pos_embeddings", 128, maximum=1024)
+    if rows % 2:
+        raise audio.wrong("num_conv_pos_embeddings", "even", rows)
+    groups = audio.divisor("num_conv_pos_embedding_groups", hidden_size, 16)
+    channels = _numbers(audio, "conv_dim", [512] * 7)
+    kernels = _numbers(audio, "conv_kernel", [10, 3, 3, 3, 3, 2, 2])
+    strides = _numbers(audio, "conv_stride", [5, 2, 2, 2, 2, 2, 2])
+    if not len(channels) == len(kernels) == len(strides):
+        raise audio.wrong("conv_dim", f"{len(kernels)} numbers, as conv_kernel", channels)
+    vocab_size = fields.integer("vocab_size")
+    blank = fields.integer("blank_token_id", 0, minimum=0, maximum=vocab_size - 1)
+    return SamplesSpec(
+        convolutions=tuple(zip(channels, kernels, strides, strict=True)),
+        hidden_size=hidden_size,
+        intermediate_size=audio.integer("intermediate_size", 4096, maximum=MAX_POSITIONS),
+        num_layers=audio.integer("num_hidden_layers", 24, maximum=1024),
+        num_heads=audio.divisor("num_attention_heads", hidden_size, 16),
+        num_frames=480_000,
+        position_rows=rows,
+        position_groups=groups,
+        activation=audio.text("hidden_act", "gelu"),
+        norm_eps=audio.positive("layer_norm_eps", 1e-5),
+        output_size=hidden_size,
+        decoder=CtcSpec(vocab_size, blank),
+    )
+
+
+def _numbers(audio: ConfigFields, name: str, default: list[int]) -> tuple[int, ...]:
+    found = audio.get(name, default)
+    try:
+        numbers = msgspec.convert(found, tuple[Channels, ...])
+    except msgspec.ValidationError:
+        numbers = ()
+    if not 1 <= len(numbers) <= 16:
+        raise audio.wrong(name, f"1 to 16 numbers from 1 to {MAX_POSITIONS}", found)
+    return numbers
 
 
 def granite_spec(fields: ConfigFields) -> ConformerSpec:

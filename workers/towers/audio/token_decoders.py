@@ -10,8 +10,8 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
-from ....protocol.config.audio_tower import CtcSpec, TransducerSpec
 from ....protocol.config.model import TOKEN_FIELDS
+from ....protocol.config.token_decoders import CtcSpec, TransducerSpec
 from ...loaders import Checkpoint
 from ..weights import Linear, VisionWeights, find_activation
 

@@ -1,6 +1,6 @@
 """Families of models that transcribe speech.
 
-Voxtral Realtime is a decoder, Parakeet and Granite Speech 5 are encoders alone, and the others are encoder-decoder
+Voxtral Realtime is a decoder. Parakeet, Granite Speech 5 and OmniASR are encoders alone. The others are encoder-decoder
 models.
 """
 
@@ -290,6 +290,7 @@ FAMILIES = (
         "MoonshineStreamingForConditionalGeneration", "moonshine_streaming", _moonshine_streaming
     ),
     Family("MoonshineForConditionalGeneration", "moonshine", _moonshine),
+    Family("OmniASRForCTC", "omniasr_ctc", _token_writer),
     Family("ParakeetForCTC", "parakeet_ctc", _token_writer),
     Family("ParakeetForRNNT", "parakeet_rnnt", _token_writer),
     Family("ParakeetForTDT", "parakeet_tdt", _token_writer),
