@@ -120,7 +120,10 @@ def _document() -> dict[str, Any]:
     classifier = ClassifierConfig((), Activation.SOFTMAX)
     model = SimpleNamespace(classifier=classifier, generates=True, weight_files=())
     serving: Any = SimpleNamespace(
-        config=SimpleNamespace(frontend=FrontendConfig(), model=model),
+        config=SimpleNamespace(
+            frontend=FrontendConfig(), model=model, scheduler=SimpleNamespace(max_num_seqs=1)
+        ),
+        num_replicas=1,
         transcriber=None,
         fingerprint="",
         store=None,
