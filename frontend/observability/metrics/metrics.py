@@ -65,6 +65,7 @@ class MeasuredSequence(Protocol):
 
     core_index: int
     num_prompt_tokens: int
+    num_preemptions: int
     max_tokens: int | None
     arrival_time: float
     queued_time: float
@@ -166,6 +167,7 @@ class Metrics(Collector):
         )
         observed["request_prompt_tokens"].observe(sequence.num_prompt_tokens)
         observed["request_generation_tokens"].observe(num_tokens)
+        observed["request_num_preemptions"].observe(sequence.num_preemptions)
         if sequence.max_tokens is not None:
             observed["request_params_max_tokens"].observe(sequence.max_tokens)
         scheduled, first = sequence.scheduled_time, sequence.first_token_time

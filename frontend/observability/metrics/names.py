@@ -176,6 +176,10 @@ HISTOGRAMS: Final[dict[str, tuple[str, tuple[float, ...] | None]]] = {
     "request_prompt_tokens": ("Prompt tokens of a sequence.", None),
     "request_generation_tokens": ("Tokens generated for a sequence.", None),
     "request_max_num_generation_tokens": ("Tokens of the longest of a request's n outputs.", None),
+    "request_num_preemptions": (
+        "Times that a sequence was preempted.",
+        (0.0, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0),
+    ),
     "request_params_max_tokens": ("The max_tokens that a sequence's request set.", None),
     "request_params_n": (
         "Outputs per prompt that a request asked for (its n).",

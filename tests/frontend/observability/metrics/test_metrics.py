@@ -67,6 +67,7 @@ async def test_a_request_is_counted_in_all_its_metrics(tmp_path: Path) -> None:
         assert value(samples, "engine:request_success_total", finished_reason="stop") == 0
         assert value(samples, "engine:inter_token_latency_seconds_count") == 14
         assert value(samples, "engine:request_generation_tokens_sum") == 16
+        assert value(samples, "engine:request_num_preemptions_bucket", le="0.0") == 2
         assert value(samples, "engine:request_params_max_tokens_bucket", le="5.0") == 0
         assert value(samples, "engine:request_params_max_tokens_bucket", le="10.0") == 2
         assert value(samples, "engine:request_params_n_count") == 1
