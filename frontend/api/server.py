@@ -259,7 +259,7 @@ class Frontend:
         self._engine.draining = True
         deadline = time.monotonic() + self._config.frontend.shutdown_timeout_s
         while (
-            self._engine.num_inflight or self._store.num_attached
+            self._engine.num_inflight or self._serving.num_accepted or self._store.num_attached
         ) and time.monotonic() < deadline:
             await asyncio.sleep(DRAIN_POLL_S)
         if self._engine.num_inflight:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
@@ -96,6 +96,8 @@ class Serving:
         self._drain_deadline = 0.0
         self.stage = Stage.STARTING
         self.is_retired = False
+        self.num_accepted = 0
+        """Number of works that `accept` has accepted and that have not ended."""
         self.detail = "waiting for the model"
         self._call_format = formats.call_format
         self.describes_tools = formats.describes_tools
@@ -414,6 +416,20 @@ class Serving:
             raise unavailable(f"The server is starting: {self.detail}", self.retry_after_s)
         if self.stage is Stage.DRAINING:
             raise unavailable("The server is shutting down", self.retry_after_s)
+
+    @contextlib.contextmanager
+    def accept(self) -> Iterator[None]:
+        """Accept work of several engine requests, which the server finishes before it shuts down.
+
+        Raises:
+            APIError: The server is starting or shutting down (503).
+        """
+        self.verify_serving()
+        self.num_accepted += 1
+        try:
+            yield
+        finally:
+            self.num_accepted -= 1
 
     def verify_sampling(self, params: SamplingParams) -> None:
         """Raise ParameterError for an invalid parameter."""

@@ -190,6 +190,7 @@ class BeamSearch:
                 wanted,
                 prompt_token_ids=np.concatenate((prompt, np.array(beam.token_ids, np.int32))),
                 params=params,
+                is_accepted=True,
             )
             for beam in beams
         ]

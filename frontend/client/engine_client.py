@@ -250,18 +250,18 @@ class EngineClient:
             EngineDraining: The server is shutting down.
             EngineDead: The engine has failed.
         """
-        arrival_time = time.monotonic()
-        self._check_open()
+        arrival_time, is_accepted = time.monotonic(), sequences[0].is_accepted
+        self._check_open(is_accepted=is_accepted)
         requests = await self._input.process(sequences, arrival_time)
         await hash_prompts(sequences, requests, self._config.cache)
-        self._check_open()
+        self._check_open(is_accepted=is_accepted)
         for asked, request in zip(sequences, requests, strict=True):
             request.request_id = asked.request_id or request_id
         requests[0].delivery_times = self._output.take_delivery_times()
         started = await self.groups.new_sequences(sequences, requests)
         is_poison = any(request in self._poison_cache for request in requests)
         cores = await self._router.route(sequences, requests)
-        self._check_open()
+        self._check_open(is_accepted=is_accepted)
         num_outputs = count_outputs(sequences)
         group = self.groups.new_group(request_id, started, num_outputs, self._abort_group)
         for asked, sequence, core in zip(sequences, started, cores, strict=True):
@@ -316,9 +316,9 @@ class EngineClient:
         if not self.cores:
             raise EngineDead("the engine client is not started; call start() first")
 
-    def _check_open(self) -> None:
+    def _check_open(self, *, is_accepted: bool) -> None:
         self._check_alive()
-        if self.draining:
+        if self.draining and not is_accepted:
             self.metrics.record_rejection(0, "draining")
             raise EngineDraining(
                 "the server is shutting down and accepts no new requests; retry after it has restarted"

@@ -50,6 +50,7 @@ class SequenceRequest:
         is_open: True if more encoder inputs follow, in `EngineClient.append_inputs`.
         kv_transfer_params: Parameters for the KV connector, which say what another engine computes for the request.
         request_id: The ID of this sequence alone; "" for that of the whole request.
+        is_accepted: True if it is a part of work that the server finishes before it shuts down.
     """
 
     prompt_token_ids: TokenIds
@@ -68,6 +69,7 @@ class SequenceRequest:
     is_open: bool = False
     kv_transfer_params: dict[str, object] | None = None
     request_id: str = ""
+    is_accepted: bool = False
 
 
 class Delta(msgspec.Struct, gc=False):

@@ -6,6 +6,7 @@ import signal
 import socket
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,19 @@ def test_a_drain_rejects_new_requests_and_finishes_fifty_streams(
         assert int(refusals[0].headers["retry-after"]) > 0
         for answer in streams.answers():
             assert answer["done"] and answer[0]["finish_reason"] == "length"
+        assert server.wait() == 0, server.log
+    assert_nothing_is_left(server, tmp_path)
+
+
+def test_a_drain_finishes_a_beam_search(server: Server, tmp_path: Path) -> None:
+    body = {"prompt": [5, 6, 7], "n": 2, "use_beam_search": True, "max_tokens": 100}
+    with server, ThreadPoolExecutor(1) as pool:
+        search = pool.submit(server.post, "/v1/completions", body | {"ignore_eos": True})
+        wait_until(lambda: server.metric("engine:generation_tokens_total") > 20, what="steps")
+        # The rest of its steps are sent to the replicas while the server accepts nothing else.
+        server.process.send_signal(signal.SIGTERM)
+        status, answer = search.result()
+        assert (status, answer["usage"]["completion_tokens"]) == (200, 200), answer
         assert server.wait() == 0, server.log
     assert_nothing_is_left(server, tmp_path)
 

@@ -282,6 +282,7 @@ class _Session:
         if request is None:
             return False
         with ExitStack() as held:
+            held.enter_context(self._serving.accept())
             held.enter_context(self._socket.turn())
             held.enter_context(self._counted(num_bytes))
             plan = make_plan(self._transcriptions, request)

@@ -132,20 +132,20 @@ class Transcriptions:
         """
         serving, request = self._serving, sent.request
         serving.verify_model(request.model)
-        serving.verify_serving()
         plan = self.plan(request)
         if FILE not in sent.files:
             raise APIError(400, "file is required: send an audio file in the form", param=FILE)
         file = sent.files[FILE].content
         sent.lease.count_media(len(file))
         work = self.work(partial(self._open_file, file), plan, request, scope, sent.deadline)
-        if request.stream:
-            await while_connected(receive, self._stream(plan, work, scope, send))
-        else:
+        with serving.accept():
+            if request.stream:
+                await while_connected(receive, self._stream(plan, work, scope, send))
+                return
             transcript = await while_connected(receive, work(None))
-            size = len(transcript.text) + len(transcript.logprobs)
-            response = await serving.executor.run(size, write, transcript, plan)
-            await response(scope, receive, send)
+        size = len(transcript.text) + len(transcript.logprobs)
+        response = await serving.executor.run(size, write, transcript, plan)
+        await response(scope, receive, send)
 
     def work(
         self,
@@ -304,6 +304,7 @@ class Transcriptions:
             data_parallel_rank=origin.data_parallel_rank,
             trace_headers=origin.trace_headers,
             lora=self._serving.find_lora(request.model) or self._serving.config.model.media_lora,
+            is_accepted=True,
         )
 
     async def _stream(
