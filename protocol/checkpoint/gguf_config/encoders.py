@@ -33,7 +33,7 @@ def _jina2(fields: ModelFields) -> dict[str, Any]:
     """Refuse the Jina v2 for code, whose layers have more norms."""
     if fields.has_tensor("blk.0.attn_norm_2.weight"):
         raise fields.error(
-            "Jina v2 with norms of queries and keys is not supported; use another model"
+            "the layers must have two norms, got three, as in Jina v2 for code; use another model"
         )
     return {}
 

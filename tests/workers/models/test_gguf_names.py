@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine.protocol.errors import CheckpointError
 from engine.workers.loaders import open_checkpoint
 from support.decoders import Runner, load_decoder, load_native_decoder
 from support.families import expected_logits, make_multimodal, make_reference, prompt
@@ -120,3 +121,20 @@ def test_decoders_that_attend_to_all_tokens_become_encoders(
     decoder = load_decoder(path)
     assert not decoder.spec.is_causal
     assert open_checkpoint(path).config["classifier_pooling"] == "mean"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "metadata", "problem"),
+    [
+        ("deepseek2-ocr", {"attention.sliding_window": 128}, "sliding_window must be 0, got 128"),
+        ("smallthinker", {}, "expert_count is missing"),
+    ],
+)
+def test_files_of_models_that_differ_are_refused(
+    architecture: str, metadata: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    experts = {"expert_count": 4, "expert_used_count": 2} if metadata else {}
+    reference = make_reference("mistral")
+    path = write_tensors(tmp_path / "m.gguf", reference, architecture, LLAMA | metadata | experts)
+    with pytest.raises(CheckpointError, match=problem):
+        open_checkpoint(path)

@@ -359,8 +359,9 @@ def _smallthinker(fields: ConfigFields) -> ModelSpec:
     fields.require("moe_enable_early_router", True)
     fields.require("moe_enable_secondary_experts", False)
     count = fields.layer_count("num_hidden_layers")
-    if 0 in (fields.per_layer("moe_layer_layout", count) or ()):
-        raise fields.error("moe_layer_layout must be 1 for all layers; use another model")
+    layout = fields.per_layer("moe_layer_layout", count) or [1]
+    if set(layout) != {1}:
+        raise fields.wrong("moe_layer_layout", "1 for all layers", layout)
     rotates, slides = (
         fields.per_layer(name, count) or [default] * count
         for name, default in (("rope_layout", 1), ("sliding_window_layout", 0))
