@@ -76,6 +76,7 @@ class ResponsesRequest(ResponseFields, kw_only=True):
     ignore_eos: bool | None = None
     logit_bias: dict[str, float] | None = None
     stop: str | list[str] | None = None
+    stop_regex: str | list[str] | None = None
     stop_token_ids: list[Int] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
