@@ -99,8 +99,9 @@ def streaming_spec(fields: ConfigFields) -> StreamingSpec:
         raise encoder.wrong("sliding_windows", f"{num_layers} pairs of numbers", windows)
     frame_size = round(16 * encoder.positive("frame_ms", 5.0))
     num_samples, max_positions = 480_000, fields.integer("max_position_embeddings", 4096)
-    if -(-num_samples // (4 * frame_size)) > max_positions:
-        raise fields.wrong("max_position_embeddings", "at least the rows of 30 s", max_positions)
+    if (num_rows := -(-num_samples // (4 * frame_size))) > max_positions:
+        needed = f"at least {num_rows}, the rows of 30 s"
+        raise fields.wrong("max_position_embeddings", needed, max_positions)
     return StreamingSpec(
         frame_size=frame_size,
         hidden_size=hidden_size,
