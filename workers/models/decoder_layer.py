@@ -112,10 +112,10 @@ class DecoderLayer:
         self.shortcut_TD: Tensor | None = None
         self.previous: DecoderLayer | None = None
         """The layer before this one, if the output of its experts is added after this one."""
+        self._routes_input = layer.experts is not None and layer.experts.routes_input
         if not layer.has_mlp:
             return
         experts = layer.experts
-        self._routes_input = experts is not None and experts.routes_input
         if experts is not None and experts.is_shortcut:
             self.shortcut = Experts(experts, source.at("shortcut."))
             experts = None
