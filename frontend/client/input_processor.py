@@ -132,6 +132,7 @@ class InputProcessor:
             params,
             n=1,
             stop=(),
+            stop_regex=(),
             bad_words=(),
             bad_words_token_ids=bad_words,
             max_tokens=1
