@@ -286,7 +286,8 @@ class OllamaModels:
         await asyncio.to_thread(self._serving.loras.remove, name)
         return Response()
 
-    async def create(self, http: Request) -> Response:
+    @reads(OllamaModelRequest)
+    async def create(self, http: Request, body: OllamaModelRequest, size: int) -> Response:
         """Refuse, because a running server has one model."""
         raise APIError(
             400,
@@ -294,7 +295,8 @@ class OllamaModels:
             "template and options with each request",
         )
 
-    async def push(self, http: Request) -> Response:
+    @reads(OllamaModelRequest)
+    async def push(self, http: Request, body: OllamaModelRequest, size: int) -> Response:
         """Refuse, because Engine uploads no models."""
         raise APIError(400, "Engine uploads no models; use the program of the registry")
 

@@ -65,7 +65,7 @@ class OllamaEmbedRequest(msgspec.Struct, kw_only=True):
 
 
 class OllamaModelRequest(msgspec.Struct, kw_only=True):
-    """The body of `POST /api/show`, `POST /api/pull` and `DELETE /api/delete`."""
+    """The body of the routes that name one model, such as `POST /api/show`."""
 
     model: str | None = None
     # The older name of `model`.
