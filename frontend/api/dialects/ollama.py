@@ -268,10 +268,12 @@ class OllamaModels:
     @reads(OllamaCopyRequest)
     async def copy(self, http: Request, body: OllamaCopyRequest, size: int) -> Response:
         """Give an adapter a further name."""
-        source = self._name_of(body.source, "source")
+        source = served_name(self._serving, body.source)
+        name = served_name(self._serving, body.destination)
+        if not source or not name:
+            raise APIError(400, "both source and destination are required")
         self._serving.verify_model(source)
         adapter = self._adapter(source, "copied")
-        name = self._name_of(body.destination, "destination")
         if name in self._serving.config.model.served_names:
             raise bad_request("destination", f"must not be {echo(name)}, the name of the model")
         copy = msgspec.structs.replace(adapter, name=name)
@@ -318,14 +320,10 @@ class OllamaModels:
 
     def _name_in(self, body: OllamaModelRequest) -> str:
         """Return the served name of the model in a body."""
-        name = self._name_of(body.model or body.name, "model")
-        self._serving.verify_model(name)
-        return name
-
-    def _name_of(self, given: str | None, param: str) -> str:
-        name = served_name(self._serving, given)
+        name = served_name(self._serving, body.model or body.name)
         if not name:
-            raise bad_request(param, "is required")
+            raise bad_request("model", "is required")
+        self._serving.verify_model(name)
         return name
 
     def _card(self, name: str) -> Json:
