@@ -26,7 +26,7 @@ from engine.core.replay.dump import Dump, read_dump
 from engine.core.simulation.draft_model import measure_drafts
 from engine.core.simulation.frontend_times import measure_frontend
 from engine.core.simulation.simulate import simulate
-from engine.core.simulation.step_time import StepTimeModel, fit, measure_steps
+from engine.core.simulation.step_time import StepSample, StepTimeModel, fit, measure_steps
 from engine.core.simulation.trace import TraceRequest
 from engine.frontend.cli.bench.client import Answer, Endpoint, run_sessions
 from engine.frontend.cli.bench.datasets import Session, Turn
@@ -161,7 +161,7 @@ def main() -> None:
     traces: dict[str, list[list[TraceRequest]]] = {kind: [] for kind in TRACES}
     answers: Rounds = {kind: [] for kind in TRACES}
     repeated: Rounds = {kind: [] for kind in TRACES}
-    fitted: list[tuple[float, float]] = []
+    steps: list[StepSample] = []
     with tempfile.TemporaryDirectory() as directory:
         flags = (args.model or default_model(), "--max-model-len", "4096", "--dump-dir", directory)
         with Server(*flags) as server:
@@ -172,6 +172,7 @@ def main() -> None:
 
             run(random_trace(2, random.Random(0)), 0)
             for number in range(args.rounds):
+                fitted: list[tuple[float, float]] = []
                 for kind in TRACES:
                     trace = trace_of(kind, f"{number} held out", args.seconds, args.rate)
                     traces[kind].append(trace)
@@ -180,25 +181,30 @@ def main() -> None:
                     run(trace_of(kind, str(number), args.seconds, args.rate), number)
                     fitted.append((begin, time.monotonic()))
                     repeated[kind].append(run(trace, number + args.rounds))
-            path = Path(server.post("/debug/dump", {})[1]["files"][0])
+                # The log keeps only the last minutes, so it is read after every round.
+                path = Path(server.post("/debug/dump", {})[1]["files"][0])
+                dump = read_dump(str(path))
+                steps += [
+                    step
+                    for step in measure_steps(dump)
+                    if any(begin <= step.ended_at <= end for begin, end in fitted)
+                ]
         if args.save:
             Path(args.save, path.name).write_bytes(path.read_bytes())
-            saved = {"traces": traces, "answers": answers, "repeated": repeated, "fitted": fitted}
+            saved = {"traces": traces, "answers": answers, "repeated": repeated, "steps": steps}
             Path(args.save, "played.json").write_bytes(msgspec.json.encode(saved))
-        dump = read_dump(str(path))
-    report(dump, fitted, traces, answers, repeated)
+    report(dump, steps, traces, answers, repeated)
 
 
 def report(
     dump: Dump,
-    periods: list[tuple[float, float]],
+    steps: list[StepSample],
     traces: dict[str, list[list[TraceRequest]]],
     answers: Rounds,
     repeated: Rounds,
 ) -> None:
-    """Print the predictions from the steps in these periods beside what clients measured."""
-    steps = measure_steps(dump)
-    fitted = fit([x for x in steps if any(a <= x.ended_at <= b for a, b in periods)])
+    """Print the predictions from these steps beside what clients measured."""
+    fitted = fit(steps)
     print(
         f"{fitted.num_steps} steps fitted; on held-out parts of the log single steps are "
         f"{fitted.held_out_error:.0%} off, their total {fitted.held_out_bias:+.1%}"
