@@ -172,7 +172,7 @@ def test_unknown_settings_are_refused(paths, towers):
         ("fast_vlm", {"architecture": "resnet50"}, "architecture must be 'fastvit_mci3'"),
         ("fast_vlm", {"model_args": {"depth": 3}}, "must be nothing but inference_mode, layers"),
         ("fast_vlm", {"model_args": {}}, "inference_mode must be true, with merged branches"),
-        ("fast_vlm", {"model_args": sizes}, "embed_dims must be multiples of those of the stage"),
+        ("fast_vlm", {"model_args": sizes}, "embed_dims must be sizes that are multiples"),
         ("fast_vlm", {"hidden_size": 96}, "hidden_size must be 256, twice the last channels"),
     ):
         config = ConfigFields.read(paths[kind] / "config.json")
