@@ -162,4 +162,4 @@ _CHANGES: dict[str, Callable[[dict[str, Tensor], dict[str, Any]], dict[str, Tens
     "refact": _with_own_projections,
     "smallthinker": _with_stacked_experts,
 }
-"""What the converter does to the tensors of an architecture."""
+"""Architecture -> the function that changes its tensors as the converter does."""

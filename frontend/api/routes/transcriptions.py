@@ -83,7 +83,7 @@ class Plan:
 
 
 class Sent(NamedTuple):
-    """What a client sent: the fields, the files, their share of the memory, and the deadline in CLOCK_MONOTONIC s."""
+    """A received form: its fields, its files, its share of the memory, and its deadline in CLOCK_MONOTONIC seconds."""
 
     request: TranslationRequest
     files: dict[str, FormFile]

@@ -80,7 +80,7 @@ def load_towers(
     """Load the encoder for the images and audio of a model that has towers.
 
     Raises:
-        CheckpointError: The encoder is not supported, or its files are damaged.
+        CheckpointError: The encoder is unknown, or its files are damaged.
     """
     if device.type == "cpu":
         dtype = torch.float32
@@ -117,7 +117,7 @@ def load_source_encoder(
     """Load the encoder of an encoder-decoder model. Every pipeline stage computes the whole encoder.
 
     Raises:
-        CheckpointError: The encoder is not supported, or its files are damaged.
+        CheckpointError: The encoder is unknown, or its files are damaged.
         ConfigError: The encoder cannot be divided as configured.
     """
     assert source.encoder is not None

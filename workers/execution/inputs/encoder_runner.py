@@ -34,7 +34,7 @@ class EncoderRunner:
     Every rank computes the same, and there is no KV cache.
 
     Raises:
-        CheckpointError: The encoder is not supported, or its files are damaged.
+        CheckpointError: The encoder is unknown, or its files are damaged.
         ConfigError: LoRA adapters are enabled.
     """
 
