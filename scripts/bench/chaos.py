@@ -1,11 +1,19 @@
-"""Run mixed traffic on a real server, and crash or stop a random process every few seconds.
+"""Run traffic of many kinds on real servers, and crash or stop a random process of each every few seconds.
 
     scripts/bench/run chaos --minutes 30 --every 20
+    scripts/bench/run chaos --sides model speech live --setup tensor
 
-Traffic comes in waves: requests of all kinds at the same time, and clients that disconnect. Every answer must equal the
-one from an undisturbed run; connections may break only at a frontend that was crashed or stopped. After each wave,
-every block and slot must be free. Prints a line of JSON per wave and a summary. Exits with 1 after a wrong stream, a
-leak or a violated invariant.
+Each side is a server with its requests. `streams` continues texts with the features that a crash could affect, and has
+clients that disconnect. `model` has a small random model that reads images, adapters and a store: it answers chats with
+and without images, tools and adapters, completions, beams, constrained output, prompts of embeddings, embeddings,
+reranking, batches, responses in the background and on WebSockets, and streams in the formats of Ollama and Anthropic.
+`speech` transcribes files and realtime sessions with a small random Whisper, and `live` sessions with a small random
+Voxtral, which writes while the audio arrives.
+
+Traffic comes in waves of all requests. Every answer must equal the one from before any fault. Connections of `streams`
+may break only at a frontend that was disturbed; the clients of the other sides retry then. After each wave, every block
+and slot must be free, and the core checks its invariants, which include adapters and encoder outputs. Prints a line of
+JSON per wave and a summary. Exits with 1 after a wrong answer, a leak or a violated invariant.
 """
 
 from __future__ import annotations
@@ -14,16 +22,36 @@ import argparse
 import json
 import random
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
+import torch
+from support.all_kinds import SPEECH_FLAGS, Request, answers, model_requests, speech_requests
+from support.all_kinds import write_model as write_vision_model
+from support.conversations import (
+    background_response,
+    batch,
+    claude_stream,
+    make_live_session,
+    ollama_chat,
+    response_on_socket,
+    tool_response,
+)
 from support.faults import ENVIRONMENT, FAULTS
 from support.mixed_streams import Streams, bodies
 from support.program import wait_until
 from support.server import Server, default_model, title_of
+from support.source_checkpoints import WINDOW_S, multilingual_whisper, realtime_directory
 
 HARMS_CHILDREN = ("terminated", "out of memory")
 """Faults that are not for the supervisor: it stops the server, or its children inherit the limit of memory."""
@@ -31,6 +59,33 @@ HARMS_CHILDREN = ("terminated", "out of memory")
 RECOVERY_S = 60.0
 TICK_S = 0.05
 GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+NUM_CLIPS = 8
+WINDOWS_OF_CLIP = 3
+NUM_TALKS = 4
+TALK_SAMPLES = 30_000
+
+SIDES = ("streams", "model", "speech", "live")
+SETUPS: dict[str, tuple[str, ...]] = {
+    "one": (),
+    "tensor": ("-tp", "2", "--kv-host-gib", "0.001", "--inject-preemption", "0.02"),
+    "pipeline": ("-pp", "2", "--kv-disk", "DIRECTORY/blocks", "--kv-disk-gib", "0.01"),
+    "replicas": ("-dp", "2", "--api-server-count", "2"),
+    "roles": ("--replica-roles", "prefill=1,decode=1", "--remote-prefill-tokens", "16"),
+}
+"""Additional flags of the server with the model that reads images."""
+
+COMMON_FLAGS = ("--max-restarts", "50", "--heartbeat-timeout", "3")
+STREAM_FLAGS = ("--max-model-len", "512", "--api-server-count", "2")
+STORE_FLAGS = ("--store", "DIRECTORY/store.db", "--resume-grace", "60")
+LIVE_FLAGS = ("--max-num-batched-tokens", "24", "--max-num-seqs", "8")
+CONVERSATIONS: list[Request] = [
+    response_on_socket,
+    background_response,
+    tool_response,
+    batch,
+    ollama_chat,
+    claude_stream,
+]
 
 
 class Havoc:
@@ -104,11 +159,6 @@ class Havoc:
         return True
 
 
-def hang_up(server: Server, requests: list[dict[str, Any]], rng: random.Random) -> Streams:
-    """Run clients that read a few events and then disconnect."""
-    return Streams(server, requests, max_events=[rng.randrange(1, 20) for _ in requests])
-
-
 def is_ready(server: Server) -> bool:
     try:
         return server.get("/readyz")[0] == 200
@@ -138,79 +188,178 @@ def resident_mb(server: Server) -> dict[str, float]:
     return {title_of(p) or "?": round(p.memory_info().rss / 1e6, 1) for p in processes}
 
 
+class Side:
+    """A server, its requests, and its answers before any fault."""
+
+    def __init__(self, name: str, server: Server, requests: list[Any]) -> None:
+        self.name = name
+        self.server = server
+        self._requests = requests
+        self._undisturbed: list[Any] = []
+        self._num_frontend_faults = 0
+
+    def start(self) -> None:
+        """Answer all requests, twice, while nothing is harmed."""
+        self._undisturbed = self.ask(self._requests)
+        again = self.ask(self._requests)
+        failed = [
+            (_name_of(request), *pair)
+            for request, *pair in zip(self._requests, self._undisturbed, again, strict=True)
+            if pair[0] != pair[1] or "error" in pair[0]
+        ]
+        if failed:
+            raise SystemExit(f"the undisturbed run of {self.name} failed: {failed}")
+        wait_until(lambda: is_idle(self.server), RECOVERY_S, "an idle server")
+
+    def ask(self, requests: list[Any]) -> list[Any]:
+        """Return the answers while nothing is harmed."""
+        return answers(self.server, requests)
+
+    def ask_disturbed(
+        self, requests: list[Any], havoc: Havoc, rng: random.Random
+    ) -> Iterator[tuple[Any, bool]]:
+        """Yield each answer, and whether its connection may break."""
+        harmed = self._num_frontend_faults
+        # A frontend may be disturbed only after a while.
+        self._num_frontend_faults = havoc.num_frontend_faults
+        may_retry = lambda: havoc.num_frontend_faults > harmed  # noqa: E731
+        for answer in answers(self.server, requests, may_retry):
+            yield answer, False
+
+    def run_wave(self, havoc: Havoc, rng: random.Random) -> Counter[str]:
+        """Send all requests in another order. Return how many answers were right, cut and wrong."""
+        order = rng.sample(range(len(self._requests)), len(self._requests))
+        found = self.ask_disturbed([self._requests[index] for index in order], havoc, rng)
+        wave: Counter[str] = Counter()
+        for index, (answer, may_break) in zip(order, found, strict=True):
+            expected = self._undisturbed[index]
+            kind = "right" if answer == expected else "cut" if may_break else "wrong"
+            wave[kind] += 1
+            if kind == "wrong":
+                name = f"{time.strftime('%X')} {self.name} {_name_of(self._requests[index])}"
+                print(f"{name}: {answer}\ninstead of\n{expected}", file=sys.stderr)
+        wave["leaks"] = int(not becomes_idle(self.server))
+        if not wave["leaks"]:
+            wave["violations"] = int(self.server.metric("engine:invariant_violations_total"))
+        return wave
+
+
+class StreamsSide(Side):
+    """A server of mixed streams. In each wave, some more clients read a few events and then disconnect."""
+
+    def ask(self, requests: list[Any]) -> list[Any]:
+        found = Streams(self.server, requests).answers()
+        return [each if "done" in each else {"error": each} for each in found]
+
+    def ask_disturbed(
+        self, requests: list[Any], havoc: Havoc, rng: random.Random
+    ) -> Iterator[tuple[Any, bool]]:
+        havoc.ports.clear()
+        streams = Streams(self.server, requests)
+        leaving = requests[: len(requests) // 10]
+        hung_up = Streams(self.server, leaving, [rng.randrange(1, 20) for _ in leaving])
+        found = streams.answers()
+        hung_up.answers()
+        for stream, answer in zip(streams.streams, found, strict=True):
+            yield answer, "connection" in answer and stream.port in havoc.ports
+
+
+def _name_of(request: Any) -> str:
+    if isinstance(request, dict):
+        return str(request["prompt"])
+    return str(request.__name__ if callable(request) else request[0])
+
+
+def make_sides(args: argparse.Namespace, directory: Path) -> Iterator[Side]:
+    """Yield the sides, whose servers are ready."""
+    setup = SETUPS[args.setup]
+    parallel = setup[:2] if setup[:1] in (("-tp",), ("-pp",)) else ()
+    start = partial(Server, env=ENVIRONMENT)
+    talks: list[Request] = [
+        make_live_session(0.3 * np.random.default_rng(seed).standard_normal(TALK_SAMPLES))
+        for seed in range(NUM_TALKS)
+    ]
+    for name in args.sides:
+        if name == "streams":
+            server = start(args.model, *COMMON_FLAGS, *STREAM_FLAGS, *args.server_args)
+            yield StreamsSide(name, server, bodies(args.streams))
+            continue
+        if name == "model":
+            flags = [*write_vision_model(directory), *STORE_FLAGS, *setup]
+            flags = [flag.replace("DIRECTORY", str(directory)) for flag in flags]
+            requests = [*model_requests(), *CONVERSATIONS]
+        elif name == "speech":
+            whisper, _ = multilingual_whisper(directory / "whisper")
+            flags = [str(whisper), *SPEECH_FLAGS]
+            requests = [*speech_requests(NUM_CLIPS, WINDOWS_OF_CLIP * WINDOW_S - 1), *talks]
+        else:
+            live, _ = realtime_directory(directory / "live")
+            flags, requests = [str(live), *SPEECH_FLAGS, *LIVE_FLAGS, *parallel], talks
+        yield Side(name, start(*flags, *COMMON_FLAGS), requests * args.repeats)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default=default_model())
+    parser.add_argument("--sides", nargs="+", default=["streams"], choices=SIDES)
+    parser.add_argument("--model", default=default_model(), help="model of the side streams")
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--every", type=float, default=20, help="seconds between faults")
     parser.add_argument("--streams", type=int, default=200, help="streams per wave")
+    parser.add_argument(
+        "--repeats", type=int, default=2, help="copies of each other request in a wave"
+    )
+    parser.add_argument("--setup", choices=SETUPS, default="one", help="flags of the side model")
     parser.add_argument(
         "--victims", nargs="+", help="process titles such as 'core 0' (default: all)"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "server_args", nargs="*", help="additional arguments for the server, after --"
+        "server_args", nargs="*", help="after --: additional arguments for the side streams"
     )
     args = parser.parse_args()
+    torch.set_num_threads(1)
     rng = random.Random(args.seed)
-    requests = bodies(args.streams)
-    server_args = (
-        *("--max-model-len", "512", "--heartbeat-timeout", "3", "--api-server-count", "2"),
-        *("--max-restarts", "20", *args.server_args),
-    )
-    total: Counter[str] = Counter()
-    with Server(args.model, *server_args, env=ENVIRONMENT) as server:
-        titles = [title_of(child) for child in server.children]
-        undisturbed = Streams(server, requests).answers()
-        if any("error" in answer or "done" not in answer for answer in undisturbed):
-            raise SystemExit(f"the undisturbed run failed: {undisturbed}")
-        wait_until(lambda: is_idle(server), RECOVERY_S, "an idle server")
-        first_mb = resident_mb(server)
+    with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
+        sides = []
+        for side in make_sides(args, Path(directory)):
+            sides.append(side)
+            stack.enter_context(side.server)
+            side.start()
+        first_mb = [resident_mb(side.server) for side in sides]
         started = time.monotonic()
-        with Havoc(server, args.every, args.victims or titles, rng) as havoc:
-            while time.monotonic() - started < args.minutes * 60:
-                havoc.ports.clear()
-                order = rng.sample(range(args.streams), args.streams)
-                streams = Streams(server, [requests[index] for index in order])
-                hung_up = hang_up(server, requests[: args.streams // 10], rng)
-                answers = streams.answers()
-                hung_up.answers()
-                wave: Counter[str] = Counter(streams=len(answers))
-                for index, stream, answer in zip(order, streams.streams, answers, strict=True):
-                    if answer == undisturbed[index]:
-                        wave["right"] += 1
-                    elif "connection" in answer and stream.port in havoc.ports:
-                        wave["cut"] += 1
-                    else:
-                        wave["wrong"] += 1
-                        print(f"{answer}\ninstead of\n{undisturbed[index]}", file=sys.stderr)
-                wave["leaks"] += not becomes_idle(server)
-                wave["violations"] = int(server.metric("engine:invariant_violations_total"))
-                total += wave
-                print(
-                    json.dumps({"seconds": round(time.monotonic() - started), **wave}), flush=True
-                )
-        wait_until(lambda: is_ready(server), RECOVERY_S, "ready")
-        last_mb = resident_mb(server)
-        exit_code = server.stop()
-        log = server.log
-    print(
-        json.dumps(
-            {
+        totals = {side.name: Counter[str]() for side in sides}
+        havocs = []
+        for side in sides:
+            titles = args.victims or [title_of(child) for child in side.server.children]
+            havocs.append(stack.enter_context(Havoc(side.server, args.every, titles, rng)))
+        pool = stack.enter_context(ThreadPoolExecutor(len(sides)))
+        while time.monotonic() - started < args.minutes * 60:
+            waves = pool.map(Side.run_wave, sides, havocs, [rng] * len(sides))
+            for side, wave in zip(sides, waves, strict=True):
+                totals[side.name] += wave
+                seconds = round(time.monotonic() - started)
+                print(json.dumps({"seconds": seconds, "side": side.name, **wave}), flush=True)
+        for havoc in havocs:
+            havoc.stop()
+        for side, havoc, before in zip(sides, havocs, first_mb, strict=True):
+            wait_until(partial(is_ready, side.server), RECOVERY_S, "ready")
+            summary = {
+                "side": side.name,
                 "minutes": round((time.monotonic() - started) / 60, 1),
-                **total,
+                **totals[side.name],
                 "faults": havoc.faults,
-                "resident_mb_first": first_mb,
-                "resident_mb_last": last_mb,
-                "exit_code": exit_code,
-            },
-            indent=1,
-        )
-    )
-    bad = total["wrong"] or total["leaks"] or total["violations"] or exit_code
+                "resident_mb_first": before,
+                "resident_mb_last": resident_mb(side.server),
+                "exit_code": side.server.stop(),
+            }
+            print(json.dumps(summary, indent=1))
+            totals[side.name]["failed exits"] = int(summary["exit_code"] != 0)
+        logs = [side.server.log for side in sides]
+    bads = ("wrong", "leaks", "violations", "failed exits")
+    bad = any(total[name] for total in totals.values() for name in bads)
     if bad:
-        print(log, file=sys.stderr)
-    return 1 if bad else 0
+        print(*logs, sep="\n", file=sys.stderr)
+    return int(bad)
 
 
 if __name__ == "__main__":
