@@ -9,13 +9,13 @@ from ....protocol.checkpoint.config_fields import ConfigFields
 from ....protocol.checkpoint.vision.anyres import anyres_grid
 from ....protocol.checkpoint.vision.spec import VisionSpec
 from ....protocol.config.images import AnyresProcessor, RowsProcessor
-from .fields import BICUBIC, CLIP_VALUES, side_of_tile, sides, values
+from .fields import BICUBIC, CLIP_VALUES, side_of_tile, sides
 from .source import ProcessorSource
 
 _MAX_GRID_TILES: Final = 64
 
 
-def anyres(source: ProcessorSource, vision: VisionSpec, token_id: int) -> AnyresProcessor:
+def anyres(source: ProcessorSource, vision: VisionSpec) -> AnyresProcessor:
     """Return the processor of LLaVA-NeXT, LLaVA-OneVision or Granite 4 Vision."""
     fields = source.fields
     size, crop = sides(fields, "size"), sides(fields, "crop_size")
@@ -27,7 +27,7 @@ def anyres(source: ProcessorSource, vision: VisionSpec, token_id: int) -> Anyres
     # A class token may count, too.
     num_patches = math.isqrt(vision.num_outputs)
     most = max(anyres_grid(grid, grid, num_patches, vision.max_tiles).num_outputs for grid in grids)
-    common = CLIP_VALUES | values(fields, vision, token_id, BICUBIC)
+    common = CLIP_VALUES | source.values(vision, BICUBIC)
     # A grid whose padding is dropped needs less reduction.
     reduced = round(1.21 * vision.max_tiles * num_patches**2) + num_patches * len(grids)
     common["num_outputs"] = vision.num_outputs + (max(most, reduced) if vision.max_tiles else most)
@@ -41,13 +41,13 @@ def anyres(source: ProcessorSource, vision: VisionSpec, token_id: int) -> Anyres
     )
 
 
-def rows(source: ProcessorSource, vision: VisionSpec, token_id: int) -> RowsProcessor:
+def rows(source: ProcessorSource, vision: VisionSpec) -> RowsProcessor:
     """Return the processor of DeepSeek-VL2, whose margins have the mean color."""
-    fields, side = source.fields, vision.image_size
+    side = vision.image_size
     sizes = source.config.with_defaults(candidate_resolutions=[[side, side]])
     # The sizes are given as (width, height).
     grids = tuple((x, y) for y, x in _grids(sizes, "candidate_resolutions", side))
-    common = values(fields, vision, token_id, BICUBIC)
+    common = source.values(vision, BICUBIC)
     length = math.isqrt(vision.num_outputs)
     most = max(y * length * (x * length + 1) for x, y in grids)
     mean = common.get("mean", (0.5,) * 3)

@@ -7,9 +7,7 @@ from typing import Any, Final
 
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ....protocol.checkpoint.vision.convolutional.fastvit import FastVitSpec
-from ....protocol.checkpoint.vision.convolutional.mobilenet import ConvVisionSpec
 from ....protocol.checkpoint.vision.deepseek import SamVisionSpec
-from ....protocol.checkpoint.vision.gemma import PatchVisionSpec
 from ....protocol.checkpoint.vision.llama import TilesVisionSpec
 from ....protocol.checkpoint.vision.spec import VisionSpec
 
@@ -21,22 +19,6 @@ CLIP_VALUES: Final = {
     "mean": (0.48145466, 0.4578275, 0.40821073),
     "std": (0.26862954, 0.26130258, 0.27577711),
 }
-
-
-def values(
-    fields: ConfigFields,
-    vision: VisionSpec
-    | TilesVisionSpec
-    | ConvVisionSpec
-    | FastVitSpec
-    | PatchVisionSpec
-    | SamVisionSpec,
-    token_id: int,
-    resample: int,
-) -> dict[str, Any]:
-    """Return the settings that all image processors share, as keyword arguments."""
-    sizes = {"output_size": vision.output_size, "num_outputs": vision.num_outputs}
-    return sizes | pixel_values(fields, token_id, resample)
 
 
 def pixel_values(fields: ConfigFields, token_id: int, resample: int) -> dict[str, Any]:

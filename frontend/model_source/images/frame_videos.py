@@ -124,8 +124,8 @@ def _numbered(source: FrameSource, defaults: dict[str, Any]) -> FrameProcessor:
 
 def _minicpmv(source: FrameSource) -> FrameProcessor:
     """Return the processor of MiniCPM-V, which treats frames as images without slices and numbers."""
-    own = ProcessorSource(source.path, source.fields, source.config, {})
-    images = slices_of_queries(own, source.tower, source.image_token)
+    own = ProcessorSource(source.path, source.fields, source.config, {}, source.image_token)
+    images = slices_of_queries(own, source.tower)
     return FrameProcessor(
         token_id=images.token_id,
         resample=images.resample,
@@ -152,10 +152,11 @@ def _gemma4(source: FrameSource) -> FrameProcessor:
 
 def _gemma4_unified(source: FrameSource) -> FrameProcessor:
     """Return the processor of Gemma 4's unified models, whose projection reads pixels as they are."""
-    tokens = ProcessorSource(source.path, source.fields, source.config, {})
+    token_id = source.video_token
+    tokens = ProcessorSource(source.path, source.fields, source.config, {}, token_id)
     plain = {"mean": (0.0,) * 3, "std": (1.0,) * 3}
     return FrameProcessor(
-        **plain | _values(source, source.video_token, 32),
+        **plain | _values(source, token_id, 32),
         sampling="floors",
         side_factor=source.vision.side_factor,
         num_outputs=read_budget(source.fields, source.vision, 70),

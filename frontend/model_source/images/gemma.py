@@ -11,30 +11,29 @@ from ....protocol.checkpoint.vision.convolutional.mobilenet import ConvVisionSpe
 from ....protocol.checkpoint.vision.gemma import PatchVisionSpec
 from ....protocol.checkpoint.vision.spec import MAX_SIDE, VisionSpec
 from ....protocol.config.images import BudgetProcessor, PanScanProcessor, SquareProcessor
-from .fields import BICUBIC, BILINEAR, side_of_tile, sides, values
+from .fields import BICUBIC, BILINEAR
 from .source import ProcessorSource
 
 _BUDGETS: Final = (70, 140, 280, 560, 1120)
 
 
-def paligemma(source: ProcessorSource, vision: VisionSpec, token_id: int) -> SquareProcessor:
+def paligemma(source: ProcessorSource, vision: VisionSpec) -> SquareProcessor:
     """Return the processor of PaliGemma, which puts the prompt's first token (BOS) after the images."""
-    fields = source.fields
     return SquareProcessor(
-        **values(fields, vision, token_id, BICUBIC),
-        side=side_of_tile(sides(fields, "size"), "height", vision),
+        **source.values(vision, BICUBIC),
+        side=source.tile_side(vision),
         after_images=source.special_token("bos_token"),
         prompt_end="\n",
     )
 
 
-def gemma3(source: ProcessorSource, vision: VisionSpec, token_id: int) -> PanScanProcessor:
+def gemma3(source: ProcessorSource, vision: VisionSpec) -> PanScanProcessor:
     """Return the processor of Gemma 3."""
     fields = source.fields
     start, end = source.special_token("boi_token"), source.special_token("eoi_token")
     return PanScanProcessor(
-        **values(fields, vision, token_id, BILINEAR),
-        side=side_of_tile(sides(fields, "size"), "height", vision),
+        **source.values(vision, BILINEAR),
+        side=source.tile_side(vision),
         scans=fields.boolean("do_pan_and_scan", False),
         max_crops=fields.integer("pan_and_scan_max_num_crops", 4, minimum=2, maximum=64),
         min_crop_side=fields.integer("pan_and_scan_min_crop_size", 256),
@@ -45,14 +44,14 @@ def gemma3(source: ProcessorSource, vision: VisionSpec, token_id: int) -> PanSca
     )
 
 
-def gemma3n(source: ProcessorSource, vision: ConvVisionSpec, token_id: int) -> SquareProcessor:
+def gemma3n(source: ProcessorSource, vision: ConvVisionSpec) -> SquareProcessor:
     """Return the processor of Gemma 3n. The token after an image has an embedding of the tower."""
     fields = source.fields
     size = fields.first_section("size")
     side = size.integer("height", 224, minimum=vision.output_side, maximum=MAX_SIDE)
     size.require("width", side, ", as height")
     return SquareProcessor(
-        **values(fields, vision, token_id, BICUBIC),
+        **source.values(vision, BICUBIC),
         side=side,
         mark_ids=(source.config.integer("eoi_token_id", 262_144, minimum=0),),
         mark_texts=(source.special_token("eoi_token"),),
@@ -61,31 +60,22 @@ def gemma3n(source: ProcessorSource, vision: ConvVisionSpec, token_id: int) -> S
     )
 
 
-def gemma4(source: ProcessorSource, vision: VisionSpec, token_id: int) -> BudgetProcessor:
+def gemma4(source: ProcessorSource, vision: VisionSpec) -> BudgetProcessor:
     """Return the processor of Gemma 4."""
-    processor = _budget(source, vision, source.fields.with_values({"do_normalize": True}), token_id)
+    processor = _budget(source.with_values({"do_normalize": True}), vision)
     # The vision tower itself maps pixels to -1..1.
     return msgspec.structs.replace(processor, mean=(0.5,) * 3, std=(0.5,) * 3)
 
 
-def gemma4_unified(
-    source: ProcessorSource, vision: PatchVisionSpec, token_id: int
-) -> BudgetProcessor:
+def gemma4_unified(source: ProcessorSource, vision: PatchVisionSpec) -> BudgetProcessor:
     """Return the processor of Gemma 4's unified models."""
-    fields = source.fields.with_defaults(do_normalize=False)
-    return _budget(source, vision, fields, token_id)
+    return _budget(source.with_defaults(do_normalize=False), vision)
 
 
-def _budget(
-    source: ProcessorSource,
-    vision: VisionSpec | PatchVisionSpec,
-    fields: ConfigFields,
-    token_id: int,
-) -> BudgetProcessor:
-    """Return the processor with the colors in `fields`."""
-    budget = read_budget(fields, vision, vision.num_outputs)
+def _budget(source: ProcessorSource, vision: VisionSpec | PatchVisionSpec) -> BudgetProcessor:
+    budget = read_budget(source.fields, vision, vision.num_outputs)
     return BudgetProcessor(
-        **values(fields, vision, token_id, BICUBIC) | {"num_outputs": budget},
+        **source.values(vision, BICUBIC) | {"num_outputs": budget},
         side_factor=vision.side_factor,
         start=source.special_token("boi_token"),
         end=source.special_token("eoi_token"),

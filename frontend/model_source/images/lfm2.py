@@ -5,14 +5,13 @@ from __future__ import annotations
 from ....protocol.checkpoint.vision.grid import GridVisionSpec
 from ....protocol.checkpoint.vision.spec import MAX_SIDE
 from ....protocol.config.images import ThumbnailProcessor
-from .fields import BILINEAR, pixel_values
-from .source import ProcessorSource
+from .fields import BILINEAR
+from .source import MAX_TILES, ProcessorSource
 
-_MAX_TILES = 64
 _MAX_OUTPUTS = 1 << 16
 
 
-def thumbnail(source: ProcessorSource, vision: GridVisionSpec, token_id: int) -> ThumbnailProcessor:
+def thumbnail(source: ProcessorSource, vision: GridVisionSpec) -> ThumbnailProcessor:
     """Return the processor of LFM2-VL."""
     fields, unit = source.fields, vision.unit
     for name, size in (
@@ -24,11 +23,11 @@ def thumbnail(source: ProcessorSource, vision: GridVisionSpec, token_id: int) ->
     if side % unit:
         raise fields.wrong("tile_size", f"a multiple of {unit}", side)
     splits = fields.boolean("do_image_splitting", True)
-    min_tiles = fields.integer("min_tiles", 2, maximum=_MAX_TILES) if splits else 1
-    max_tiles = fields.integer("max_tiles", 10, minimum=min_tiles, maximum=_MAX_TILES)
+    min_tiles = fields.integer("min_tiles", 2, maximum=MAX_TILES) if splits else 1
+    max_tiles = fields.integer("max_tiles", 10, minimum=min_tiles, maximum=MAX_TILES)
     max_outputs = fields.integer("max_image_tokens", 256, maximum=_MAX_OUTPUTS)
     return ThumbnailProcessor(
-        **pixel_values(fields, token_id, BILINEAR),
+        **source.pixel_values(BILINEAR),
         output_size=vision.output_size,
         num_outputs=max(max_outputs, (side // unit) ** 2),
         unit=unit,

@@ -5,20 +5,18 @@ from __future__ import annotations
 from ....protocol.checkpoint.vision.llama import TilesVisionSpec
 from ....protocol.checkpoint.vision.spec import VisionSpec
 from ....protocol.config.images import MosaicProcessor, TilesProcessor
-from .fields import BILINEAR, side_of_tile, sides, values
-from .source import ProcessorSource
-
-_MAX_TILES = 64
+from .fields import BILINEAR
+from .source import MAX_TILES, ProcessorSource
 
 
-def tiles(source: ProcessorSource, vision: VisionSpec, token_id: int) -> TilesProcessor:
+def tiles(source: ProcessorSource, vision: VisionSpec) -> TilesProcessor:
     """Return the processor of Llama 4, which puts `<|image|>` before the embeddings of the whole image."""
     fields = source.fields
-    side = side_of_tile(sides(fields, "size"), "height", vision)
+    side = source.tile_side(vision)
     return TilesProcessor(
-        **values(fields, vision, token_id, BILINEAR),
+        **source.values(vision, BILINEAR),
         side=side,
-        max_tiles=fields.integer("max_patches", 16, maximum=_MAX_TILES),
+        max_tiles=fields.integer("max_patches", 16, maximum=MAX_TILES),
         fills=fields.boolean("resize_to_max_canvas", False),
         mark="<|image|>",
         start="<|image_start|>",
@@ -28,7 +26,7 @@ def tiles(source: ProcessorSource, vision: VisionSpec, token_id: int) -> TilesPr
     )
 
 
-def mosaic(source: ProcessorSource, vision: TilesVisionSpec, token_id: int) -> MosaicProcessor:
+def mosaic(source: ProcessorSource, vision: TilesVisionSpec) -> MosaicProcessor:
     """Return the processor of Llama 3.2 Vision."""
     fields = source.fields
     most = vision.max_tiles
@@ -36,7 +34,7 @@ def mosaic(source: ProcessorSource, vision: TilesVisionSpec, token_id: int) -> M
         needed = f"{most}, which is vision_config.max_num_tiles"
         raise fields.wrong("max_image_tiles", needed, fields.get("max_image_tiles"))
     return MosaicProcessor(
-        **values(fields, vision, token_id, BILINEAR),
-        side=side_of_tile(sides(fields, "size"), "height", vision),
+        **source.values(vision, BILINEAR),
+        side=source.tile_side(vision),
         max_tiles=most,
     )

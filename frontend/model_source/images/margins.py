@@ -9,36 +9,34 @@ from msgspec.structs import replace
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ....protocol.checkpoint.vision.spec import VisionSpec
 from ....protocol.config.images import MarginProcessor
-from .fields import BICUBIC, CLIP_VALUES, side_of_tile, sides, values
+from .fields import BICUBIC, CLIP_VALUES, sides
 from .source import ProcessorSource
 
 
-def margins(source: ProcessorSource, vision: VisionSpec, token_id: int) -> MarginProcessor:
+def margins(source: ProcessorSource, vision: VisionSpec) -> MarginProcessor:
     """Return the processor of DeepSeek-VL."""
     fields = source.fields
     for name in ("do_resize", "do_pad"):
         fields.require(name, True)
-    common = CLIP_VALUES | values(fields, vision, token_id, BICUBIC)
-    side = side_of_tile(sides(fields, "size"), "height", vision)
+    common = CLIP_VALUES | source.values(vision, BICUBIC)
+    side = source.tile_side(vision)
     return _processor(fields, common, side)
 
 
-def margins_with_copy(
-    source: ProcessorSource, vision: VisionSpec, token_id: int
-) -> MarginProcessor:
+def margins_with_copy(source: ProcessorSource, vision: VisionSpec) -> MarginProcessor:
     """Return the processor of DeepSeek-VL 7B, which also makes a larger copy of an image."""
     assert vision.fine is not None
     fields = source.fields
     names = ("size", "resample", "image_mean", "image_std")
-    fine = fields.with_values({name: fields.get(f"high_res_{name}") for name in names})
+    fine = source.with_values({name: fields.get(f"high_res_{name}") for name in names})
     size = sides(fields, "high_res_size")
     side = size.integer("height", vision.fine.image_size)
     if side != vision.fine.image_size:
         raise size.wrong(
             "height", f"{vision.fine.image_size}, which is high_res_vision_config.image_size", side
         )
-    common = CLIP_VALUES | values(fine, vision, token_id, BICUBIC)
-    return replace(margins(source, vision, token_id), fine=_processor(fine, common, side))
+    common = CLIP_VALUES | fine.values(vision, BICUBIC)
+    return replace(margins(source, vision), fine=_processor(fine.fields, common, side))
 
 
 def _processor(fields: ConfigFields, common: dict[str, Any], side: int) -> MarginProcessor:
@@ -51,9 +49,7 @@ def _processor(fields: ConfigFields, common: dict[str, Any], side: int) -> Margi
     )
 
 
-def margins_between_marks(
-    source: ProcessorSource, vision: VisionSpec, token_id: int
-) -> MarginProcessor:
+def margins_between_marks(source: ProcessorSource, vision: VisionSpec) -> MarginProcessor:
     """Return the processor of Janus, whose images are between two tokens."""
     start, end = (source.special_token(f"{name}_token") for name in ("boi", "eoi"))
-    return replace(margins(source, vision, token_id), start=start, end=end)
+    return replace(margins(source, vision), start=start, end=end)

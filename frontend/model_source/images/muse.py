@@ -6,7 +6,7 @@ from typing import Final
 
 from ....protocol.checkpoint.vision.grid import GridVisionSpec
 from ....protocol.config.images import RatioProcessor
-from .fields import LANCZOS, pixel_values
+from .fields import LANCZOS
 from .qwen import check_patches
 from .source import ProcessorSource
 
@@ -15,12 +15,12 @@ _END: Final = "<|image_end|>"
 """Tokens that transformers' processor names itself, so that no file has their names."""
 
 
-def muse(source: ProcessorSource, vision: GridVisionSpec, token_id: int) -> RatioProcessor:
+def muse(source: ProcessorSource, vision: GridVisionSpec) -> RatioProcessor:
     """Return the processor of Muse Glimmer or Muse Spark."""
     fields = source.fields
     check_patches(fields, vision)
     return RatioProcessor(
-        **pixel_values(fields, token_id, LANCZOS),
+        **source.pixel_values(LANCZOS),
         output_size=vision.output_size,
         num_outputs=fields.integer("max_image_tokens", 4096, maximum=1 << 20),
         side_factor=vision.unit,

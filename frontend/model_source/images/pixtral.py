@@ -6,18 +6,18 @@ import msgspec
 
 from ....protocol.checkpoint.vision.spec import MAX_SIDE, VisionSpec
 from ....protocol.config.images import FitProcessor
-from .fields import BICUBIC, CLIP_VALUES, values
+from .fields import BICUBIC, CLIP_VALUES
 from .source import ProcessorSource
 
 
-def pixtral(source: ProcessorSource, vision: VisionSpec, token_id: int) -> FitProcessor:
+def pixtral(source: ProcessorSource, vision: VisionSpec) -> FitProcessor:
     """Return the processor of Pixtral or Mistral 3."""
     fields = source.fields
     size = fields.first_section("size")
     longest = size.integer("longest_edge", 1024, maximum=MAX_SIDE)
     width, height = (size.integer(name, longest, maximum=MAX_SIDE) for name in ("width", "height"))
     factor = vision.side_factor
-    common = CLIP_VALUES | values(fields, vision, token_id, BICUBIC)
+    common = CLIP_VALUES | source.values(vision, BICUBIC)
     common["num_outputs"] = -(-width // factor) * -(-height // factor)
     return FitProcessor(
         **common,
@@ -29,7 +29,7 @@ def pixtral(source: ProcessorSource, vision: VisionSpec, token_id: int) -> FitPr
     )
 
 
-def lighton_ocr(source: ProcessorSource, vision: VisionSpec, token_id: int) -> FitProcessor:
+def lighton_ocr(source: ProcessorSource, vision: VisionSpec) -> FitProcessor:
     """Return the processor of LightOnOCR, whose images need not be whole multiples of the square of an embedding."""
     fields = source.fields
     side = fields.get("patch_size", 16)
@@ -39,7 +39,7 @@ def lighton_ocr(source: ProcessorSource, vision: VisionSpec, token_id: int) -> F
     if factor % vision.patch_size:
         raise fields.wrong("patch_size", f"a multiple of {vision.patch_size}", side)
     return msgspec.structs.replace(
-        pixtral(source, vision, token_id),
+        pixtral(source, vision),
         side_factor=factor,
         output_side=vision.side_factor,
         row_end="",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Final
 
 import msgspec
@@ -12,7 +11,7 @@ from ....protocol.checkpoint.config_fields import ConfigFields
 from ....protocol.checkpoint.vision.convolutional.codes import CodesVisionSpec
 from ....protocol.checkpoint.vision.grid import GridVisionSpec
 from ....protocol.config.images import MAX_RATIO, CornerProcessor, PadProcessor, ResizeProcessor
-from .fields import BICUBIC, CLIP_VALUES, pixel_values, sides
+from .fields import BICUBIC, CLIP_VALUES, sides
 from .source import ProcessorSource
 
 _MAX_PIXELS: Final = 1 << 26
@@ -21,7 +20,7 @@ _INKLING_SIDE: Final = 2048
 _AS_IN_TOWER: Final = ", as in vision_config"
 
 
-def resize(source: ProcessorSource, vision: GridVisionSpec, token_id: int) -> ResizeProcessor:
+def resize(source: ProcessorSource, vision: GridVisionSpec) -> ResizeProcessor:
     """Return the processor of Qwen2-VL and its successors."""
     fields = source.fields
     check_patches(fields, vision)
@@ -29,7 +28,7 @@ def resize(source: ProcessorSource, vision: GridVisionSpec, token_id: int) -> Re
     if most < vision.unit**2:
         raise fields.error(f"max_pixels {most} must be at least {vision.unit**2}")
     return ResizeProcessor(
-        **CLIP_VALUES | pixel_values(fields, token_id, BICUBIC),
+        **CLIP_VALUES | source.pixel_values(BICUBIC),
         output_size=vision.output_size * (1 + len(vision.deepstack_layers)),
         num_outputs=_most_outputs(most, vision.unit),
         unit=vision.unit,
@@ -38,21 +37,17 @@ def resize(source: ProcessorSource, vision: GridVisionSpec, token_id: int) -> Re
     )
 
 
-def resize_patches(
-    source: ProcessorSource, vision: GridVisionSpec, token_id: int
-) -> ResizeProcessor:
+def resize_patches(source: ProcessorSource, vision: GridVisionSpec) -> ResizeProcessor:
     """Return the processor of VideoLLaMA 3, which makes an embedding of each patch."""
     half = [0.5] * 3
-    fields = source.fields.with_defaults(image_mean=half, image_std=half)
-    fields = fields.with_defaults(merge_size=1, temporal_patch_size=1)
-    return resize(replace(source, fields=fields), vision, token_id)
+    own = source.with_defaults(image_mean=half, image_std=half, merge_size=1, temporal_patch_size=1)
+    return resize(own, vision)
 
 
-def resize_words(source: ProcessorSource, vision: GridVisionSpec, token_id: int) -> ResizeProcessor:
+def resize_words(source: ProcessorSource, vision: GridVisionSpec) -> ResizeProcessor:
     """Return the processor of Ovis 2.5, whose own code has the limits. There is a mark at both ends of an image."""
     size = {"shortest_edge": 448**2, "longest_edge": 1792**2}
-    fields = source.fields.with_values({"size": size, "merge_size": None})
-    config = resize_rounded(replace(source, fields=fields), vision, token_id)
+    config = resize_rounded(source.with_values({"size": size, "merge_size": None}), vision)
     half = (0.5,) * 3
     return msgspec.structs.replace(
         config,
@@ -64,9 +59,7 @@ def resize_words(source: ProcessorSource, vision: GridVisionSpec, token_id: int)
     )
 
 
-def resize_codes(
-    source: ProcessorSource, vision: CodesVisionSpec, token_id: int
-) -> ResizeProcessor:
+def resize_codes(source: ProcessorSource, vision: CodesVisionSpec) -> ResizeProcessor:
     """Return the processor of Apertus 1.5, whose prompt has the size of an image and separators of its rows."""
     fields, unit = source.fields, vision.unit
     fields.require("spatial_factor", unit, ", the pixels of a code of the tower", default=16)
@@ -74,7 +67,7 @@ def resize_codes(
     least = size.integer("min_pixels", 128 * 128)
     most = size.integer("max_pixels", 1400 * 1400, minimum=unit**2)
     return ResizeProcessor(
-        **pixel_values(fields, token_id, BICUBIC),
+        **source.pixel_values(BICUBIC),
         output_size=vision.output_size,
         num_outputs=_most_outputs(most, unit),
         unit=unit,
@@ -87,7 +80,7 @@ def resize_codes(
     )
 
 
-def resize_pairs(source: ProcessorSource, vision: GridVisionSpec, token_id: int) -> ResizeProcessor:
+def resize_pairs(source: ProcessorSource, vision: GridVisionSpec) -> ResizeProcessor:
     """Return the processor of GLM-4.1V and GLM-4.5V, whose limits count the pixels of all frames of a patch."""
     fields, frames = source.fields, vision.frames_per_patch
     check_patches(fields, vision)
@@ -95,7 +88,7 @@ def resize_pairs(source: ProcessorSource, vision: GridVisionSpec, token_id: int)
     if most < frames * vision.unit**2:
         raise fields.error(f"the largest size {most} must be at least {frames * vision.unit**2}")
     return ResizeProcessor(
-        **CLIP_VALUES | pixel_values(fields, token_id, BICUBIC),
+        **CLIP_VALUES | source.pixel_values(BICUBIC),
         output_size=vision.output_size,
         num_outputs=_most_outputs(most // frames, vision.unit),
         unit=vision.unit,
@@ -105,14 +98,12 @@ def resize_pairs(source: ProcessorSource, vision: GridVisionSpec, token_id: int)
     )
 
 
-def resize_single(
-    source: ProcessorSource, vision: GridVisionSpec, token_id: int
-) -> ResizeProcessor:
+def resize_single(source: ProcessorSource, vision: GridVisionSpec) -> ResizeProcessor:
     """Return the processor of Cosmos 3 Edge, which is that of GLM for patches of one frame."""
     half = [0.5] * 3
     size = {"shortest_edge": 256 * 256, "longest_edge": 4096 * 4096}
-    fields = source.fields.with_defaults(size=size, image_mean=half, image_std=half)
-    return resize_pairs(replace(source, fields=fields), vision, token_id)
+    own = source.with_defaults(size=size, image_mean=half, image_std=half)
+    return resize_pairs(own, vision)
 
 
 def _most_outputs(max_pixels: int, unit: int) -> int:
@@ -120,66 +111,57 @@ def _most_outputs(max_pixels: int, unit: int) -> int:
     return max(max_pixels // unit**2, math.isqrt(MAX_RATIO * max_pixels) // unit)
 
 
-def resize_rounded(
-    source: ProcessorSource, vision: GridVisionSpec, token_id: int
-) -> ResizeProcessor:
+def resize_rounded(source: ProcessorSource, vision: GridVisionSpec) -> ResizeProcessor:
     """Return the processor of PaddleOCR-VL."""
-    fields = source.fields.with_defaults(size={"shortest_edge": 384**2, "longest_edge": 1536**2})
-    own = replace(source, fields=fields)
-    return msgspec.structs.replace(resize(own, vision, token_id), grows="round")
+    own = source.with_defaults(size={"shortest_edge": 384**2, "longest_edge": 1536**2})
+    return msgspec.structs.replace(resize(own, vision), grows="round")
 
 
-def resize_many(source: ProcessorSource, vision: GridVisionSpec, token_id: int) -> ResizeProcessor:
+def resize_many(source: ProcessorSource, vision: GridVisionSpec) -> ResizeProcessor:
     """Return the processor of ERNIE 4.5 VL."""
     size = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 6177}
-    own = replace(source, fields=source.fields.with_defaults(size=size))
-    return resize(own, vision, token_id)
+    return resize(source.with_defaults(size=size), vision)
 
 
-def resize_own_mark(
-    source: ProcessorSource, vision: GridVisionSpec, token_id: int
-) -> ResizeProcessor:
+def resize_own_mark(source: ProcessorSource, vision: GridVisionSpec) -> ResizeProcessor:
     """Return the processor of ERNIE 4.5 VL for the chat template that was first published."""
-    config = resize_many(source, vision, token_id)
-    return msgspec.structs.replace(config, mark="<|image@placeholder|>")
+    return msgspec.structs.replace(resize_many(source, vision), mark="<|image@placeholder|>")
 
 
-def resize_lines(source: ProcessorSource, vision: GridVisionSpec, token_id: int) -> ResizeProcessor:
+def resize_lines(source: ProcessorSource, vision: GridVisionSpec) -> ResizeProcessor:
     """Return the processor of Hunyuan-OCR and Hy4-VL, which ignore the resampling filter of their file."""
     size = {"shortest_edge": 512**2, "longest_edge": 2048**2}
-    fields = source.fields.with_defaults(size=size).with_values({"resample": BICUBIC})
-    config = resize(replace(source, fields=fields), vision, token_id)
+    own = source.with_defaults(size=size).with_values({"resample": BICUBIC})
+    config = resize(own, vision)
     # The number of rows is largest for the most oblong images.
     most = config.num_outputs + math.isqrt(MAX_RATIO * config.num_outputs) + 3
     return msgspec.structs.replace(config, num_outputs=most, newlines=vision.newlines)
 
 
-def resize_between_marks(
-    source: ProcessorSource, vision: GridVisionSpec, token_id: int
-) -> ResizeProcessor:
+def resize_between_marks(source: ProcessorSource, vision: GridVisionSpec) -> ResizeProcessor:
     """Return the processor of MiniMax M3, which names the marks around an image itself."""
-    fields = source.fields
-    if fields.get("size") in (None, [672, 672]):
+    if source.fields.get("size") in (None, [672, 672]):
         # Published files have a size that is not used.
-        fields = fields.with_values({"size": {"shortest_edge": 56**2, "longest_edge": 672**2}})
-    config = resize(replace(source, fields=fields), vision, token_id)
+        source = source.with_values({"size": {"shortest_edge": 56**2, "longest_edge": 672**2}})
+    config = resize(source, vision)
     return msgspec.structs.replace(config, start="]<]start of image[>[", end="]<]end of image[>[")
 
 
-def pad(source: ProcessorSource, vision: GridVisionSpec, token_id: int) -> PadProcessor:
+def pad(source: ProcessorSource, vision: GridVisionSpec) -> PadProcessor:
     """Return the processor of Kimi K2.5, whose file uses its own field names."""
     own = source.fields.first_section("media_proc_cfg")
-    fields = source.fields.with_defaults(
+    source = source.with_defaults(
         max_patches=own.get("in_patch_limit", 16384),
         image_mean=own.get("image_mean", [0.5] * 3),
         image_std=own.get("image_std", [0.5] * 3),
     )
+    fields = source.fields
     size = fields.first_section("size")
     most = size.integer("max_height", own.integer("patch_limit_on_one_side", 512), maximum=4096)
     check_patches(fields, vision)
     max_patches = fields.integer("max_patches", maximum=_MAX_PIXELS)
     return PadProcessor(
-        **pixel_values(fields, token_id, BICUBIC),
+        **source.pixel_values(BICUBIC),
         output_size=vision.output_size,
         # The padding of a long image adds some embeddings.
         num_outputs=max_patches // vision.merge_size**2 + 2 * most,
@@ -190,7 +172,7 @@ def pad(source: ProcessorSource, vision: GridVisionSpec, token_id: int) -> PadPr
     )
 
 
-def pad_limited(source: ProcessorSource, vision: GridVisionSpec, token_id: int) -> PadProcessor:
+def pad_limited(source: ProcessorSource, vision: GridVisionSpec) -> PadProcessor:
     """Return the processor of Kimi-VL, which has no positions for sides of 512 patches or more.
 
     Longer images, which its authors' code refuses, are shrunk.
@@ -202,7 +184,7 @@ def pad_limited(source: ProcessorSource, vision: GridVisionSpec, token_id: int) 
     max_patches = fields.integer("in_token_limit", 4096, maximum=_MAX_PIXELS)
     max_side = _KIMI_SIDE // merge * merge
     return PadProcessor(
-        **CLIP_VALUES | pixel_values(fields, token_id, BICUBIC),
+        **CLIP_VALUES | source.pixel_values(BICUBIC),
         output_size=vision.output_size,
         num_outputs=max_patches // merge**2 + 2 * max_side,
         unit=vision.unit,
@@ -212,7 +194,7 @@ def pad_limited(source: ProcessorSource, vision: GridVisionSpec, token_id: int) 
     )
 
 
-def pad_whole(source: ProcessorSource, vision: GridVisionSpec, token_id: int) -> PadProcessor:
+def pad_whole(source: ProcessorSource, vision: GridVisionSpec) -> PadProcessor:
     """Return the processor of Inkling 2, which keeps the size of images.
 
     Images that take more than `max_image_tokens`, or have a side of more than 2,048 patches, are shrunk. Transformers
@@ -223,7 +205,7 @@ def pad_whole(source: ProcessorSource, vision: GridVisionSpec, token_id: int) ->
         sides(fields, "size").require(name, vision.unit, _AS_IN_TOWER)
     most = fields.integer("max_image_tokens", 16_384, maximum=_MAX_PIXELS // vision.unit**2)
     return PadProcessor(
-        **pixel_values(fields, token_id, BICUBIC),
+        **source.pixel_values(BICUBIC),
         output_size=vision.output_size,
         # Each side may have half an embedding more.
         num_outputs=most + _INKLING_SIDE,
@@ -235,13 +217,13 @@ def pad_whole(source: ProcessorSource, vision: GridVisionSpec, token_id: int) ->
     )
 
 
-def corner(source: ProcessorSource, vision: GridVisionSpec, token_id: int) -> CornerProcessor:
+def corner(source: ProcessorSource, vision: GridVisionSpec) -> CornerProcessor:
     """Return the processor of GLM-5.3-Flash, whose limits count embeddings."""
     fields = source.fields
     check_patches(fields, vision)
     most = fields.integer("max_image_tokens", 8000, maximum=_MAX_PIXELS // vision.unit**2)
     return CornerProcessor(
-        **CLIP_VALUES | pixel_values(fields, token_id, BICUBIC),
+        **CLIP_VALUES | source.pixel_values(BICUBIC),
         output_size=vision.output_size,
         num_outputs=most,
         unit=vision.unit,

@@ -113,8 +113,8 @@ def read_image_processor(
     if read not in (cover, pages):
         # The processors of InternVL and DeepSeek-OCR 2 ignore this field of the file.
         processor = processor.with_values({"crop_to_patches": None})
-    source = ProcessorSource(path, processor.with_values(dict(overrides)), config, tokens)
-    return read(source, vision, token_id)
+    fields = processor.with_values(dict(overrides))
+    return read(ProcessorSource(path, fields, config, tokens, token_id), vision)
 
 
 def image_token_id(path: Path, config: ConfigFields, vocab_size: int) -> int:
@@ -160,8 +160,8 @@ def _read_processor(path: Path) -> ConfigFields | None:
     return None
 
 
-_Reader: TypeAlias = Callable[[ProcessorSource, Any, int], AnyImageProcessor]
-"""Function from the checkpoint's files, the vision tower and the placeholder token to the image processor.
+_Reader: TypeAlias = Callable[[ProcessorSource, Any], AnyImageProcessor]
+"""Function from the checkpoint's files and the vision tower to the image processor.
 
 Each reader expects the tower class of its models.
 """

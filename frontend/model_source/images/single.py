@@ -13,28 +13,28 @@ from ....protocol.config.images import (
     LongestProcessor,
     SquareProcessor,
 )
-from .fields import BICUBIC, CLIP_VALUES, side_of_tile, sides, values
+from .fields import BICUBIC, CLIP_VALUES, side_of_tile, sides
 from .pixtral import pixtral
 from .source import ProcessorSource
 
 
 def single(
-    source: ProcessorSource, vision: VisionSpec, token_id: int
+    source: ProcessorSource, vision: VisionSpec
 ) -> SquareProcessor | CropProcessor | FitProcessor:
     """Return the processor of CLIP, SigLIP or (under the same model name) Pixtral."""
     if vision.max_outputs:
-        return pixtral(source, vision, token_id)
-    common = values(source.fields, vision, token_id, BICUBIC)
+        return pixtral(source, vision)
+    common = source.values(vision, BICUBIC)
     if vision.has_class_token:
         common = CLIP_VALUES | common
     return _tile(source, vision, common | {"stands_alone": vision.stands_alone})
 
 
 def middle(
-    source: ProcessorSource, vision: FastVitSpec | SamVisionSpec, token_id: int
+    source: ProcessorSource, vision: FastVitSpec | SamVisionSpec
 ) -> SquareProcessor | CropProcessor:
     """Return the processor of FastVLM, which is that of CLIP, or of GOT-OCR 2, which does not crop."""
-    common = CLIP_VALUES | values(source.fields, vision, token_id, BICUBIC)
+    common = CLIP_VALUES | source.values(vision, BICUBIC)
     return _tile(source, vision, common)
 
 
@@ -55,7 +55,7 @@ def _tile(
     )
 
 
-def longest(source: ProcessorSource, vision: VisionSpec, token_id: int) -> LongestProcessor:
+def longest(source: ProcessorSource, vision: VisionSpec) -> LongestProcessor:
     """Return the processor of Aria, without its option to split images."""
     fields = source.fields
     fields.require("split_image", False)
@@ -63,7 +63,7 @@ def longest(source: ProcessorSource, vision: VisionSpec, token_id: int) -> Longe
     counts = {patches * vision.patch_size: count for patches, count in vision.query_counts}
     if side not in counts:
         raise fields.wrong("max_image_size", f"one of {', '.join(map(str, counts))}", side)
-    common = values(fields, vision, token_id, BICUBIC) | {"num_outputs": counts[side]}
+    common = source.values(vision, BICUBIC) | {"num_outputs": counts[side]}
     return LongestProcessor(
         **common, side=side, least=fields.integer("min_image_size", 336, maximum=side)
     )

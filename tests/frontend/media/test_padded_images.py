@@ -144,7 +144,7 @@ def test_oblong_images_have_no_more_embeddings_than_declared(read):
     fields = ConfigFields({"min_pixels": 64, "max_pixels": 6400}, "preprocessor_config.json")
     vision = SimpleNamespace(unit=8, patch_size=4, merge_size=2, frames_per_patch=1)
     vision.output_size, vision.deepstack_layers = 8, ()
-    config = read(ProcessorSource(Path(), fields, fields, {}), vision, 1)
+    config = read(ProcessorSource(Path(), fields, fields, {}, 1), vision)
     for size in [(3, 400), (400, 3), (190, 1), (1600, 8), (80, 80)]:
         [tile] = [part for part in resized(_picture(*size), config) if isinstance(part, Tile)]
         assert tile.num_outputs <= config.num_outputs
@@ -153,7 +153,7 @@ def test_oblong_images_have_no_more_embeddings_than_declared(read):
 def test_images_of_inkling_2_keep_their_size_and_have_checkers_behind_them():
     fields = ConfigFields({"size": {"height": 8, "width": 8}}, "preprocessor_config.json")
     vision = SimpleNamespace(unit=8, patch_size=4, merge_size=2, output_size=8)
-    config = pad_whole(ProcessorSource(Path(), fields, fields, {}), vision, 1)
+    config = pad_whole(ProcessorSource(Path(), fields, fields, {}, 1), vision)
     for size in SIZES:
         _check_padded(_picture(*size), config, size, tuple(side + -side % 8 for side in size))
     image = Image.new("RGBA", (17, 9), (10, 20, 30, 128))

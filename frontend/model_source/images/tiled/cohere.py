@@ -10,10 +10,10 @@ from ..source import ProcessorSource
 from .internvl import canvas
 
 
-def aya_vision(source: ProcessorSource, vision: VisionSpec, token_id: int) -> CanvasProcessor:
+def aya_vision(source: ProcessorSource, vision: VisionSpec) -> CanvasProcessor:
     """Return the processor of Aya Vision, which puts a name before each tile."""
     return msgspec.structs.replace(
-        canvas(source, vision, token_id),
+        canvas(source, vision),
         mark="<image>",
         start="<|START_OF_IMG|>",
         end="<|END_OF_IMG|>",
@@ -22,10 +22,10 @@ def aya_vision(source: ProcessorSource, vision: VisionSpec, token_id: int) -> Ca
     )
 
 
-def cohere2_vision(source: ProcessorSource, vision: VisionSpec, token_id: int) -> CanvasProcessor:
+def cohere2_vision(source: ProcessorSource, vision: VisionSpec) -> CanvasProcessor:
     """Return the processor of Command A Vision, which puts a token after each tile."""
     return msgspec.structs.replace(
-        canvas(source, vision, token_id),
+        canvas(source, vision),
         min_tiles=1,
         least_scale=True,
         start=source.special_token("boi_token"),

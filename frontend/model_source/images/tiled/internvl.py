@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Final
 
 from .....protocol.checkpoint.config_fields import ConfigFields
@@ -13,59 +14,53 @@ from ..fields import (
     BICUBIC,
     CLIP_VALUES,
     IMAGENET_VALUES,
-    pixel_values,
-    side_of_tile,
     sides,
-    values,
 )
-from ..source import ProcessorSource
+from ..source import MAX_TILES, ProcessorSource
 
 IMAGE_CONTEXT: Final = "<IMG_CONTEXT>"
 """The text of the placeholder token of InternVL."""
 
-_MAX_TILES: Final = 64
 
-
-def canvas(source: ProcessorSource, vision: VisionSpec, token_id: int) -> CanvasProcessor:
+def canvas(source: ProcessorSource, vision: VisionSpec) -> CanvasProcessor:
     """Return the processor of InternVL or Qianfan-OCR."""
     fields = source.fields
-    common = values(fields, vision, token_id, BICUBIC)
-    common = CLIP_VALUES | common
-    min_tiles = fields.integer("min_patches", 1, maximum=_MAX_TILES)
+    min_tiles, max_tiles = source.tile_counts(1, 12)
     has_own_mark = source.config.text("model_type") == "qianfan_ocr"
     return CanvasProcessor(
-        **common,
-        side=side_of_tile(sides(fields, "size"), "height", vision),
+        **CLIP_VALUES | source.values(vision, BICUBIC),
+        side=source.tile_side(vision),
         splits=fields.boolean("crop_to_patches", True),
         min_tiles=min_tiles,
-        max_tiles=fields.integer("max_patches", 12, minimum=min_tiles, maximum=_MAX_TILES),
+        max_tiles=max_tiles,
         mark="<image>" if has_own_mark else "",
         start="<img>",
         end="</img>",
     )
 
 
-def described_canvas(source: ProcessorSource, vision: VisionSpec, token_id: int) -> CanvasProcessor:
+def described_canvas(source: ProcessorSource, vision: VisionSpec) -> CanvasProcessor:
     """Return the processor of InternVL in the format of its authors, whose config describes it."""
-    fields = source.config.with_values(source.fields.config)
+    source = replace(source, fields=source.config.with_values(source.fields.config))
+    fields = source.fields
     splits = fields.boolean("dynamic_image_size", False)
     if splits:
         fields.require("use_thumbnail", True, default=False)
     fields.require("pad2square", False)
-    min_tiles = fields.integer("min_dynamic_patch", 1, maximum=_MAX_TILES)
+    min_tiles = fields.integer("min_dynamic_patch", 1, maximum=MAX_TILES)
     return CanvasProcessor(
-        **IMAGENET_VALUES | values(fields, vision, token_id, BICUBIC),
+        **IMAGENET_VALUES | source.values(vision, BICUBIC),
         side=vision.image_size,
         splits=splits,
         min_tiles=min_tiles,
-        max_tiles=fields.integer("max_dynamic_patch", 6, minimum=min_tiles, maximum=_MAX_TILES),
+        max_tiles=fields.integer("max_dynamic_patch", 6, minimum=min_tiles, maximum=MAX_TILES),
         mark="<image>",
         start="<img>",
         end="</img>",
     )
 
 
-def views(source: ProcessorSource, vision: QueryVisionSpec, token_id: int) -> ViewsProcessor:
+def views(source: ProcessorSource, vision: QueryVisionSpec) -> ViewsProcessor:
     """Return the processor of DeepSeek-OCR 2."""
     fields = source.fields
     size = sides(fields, "size")
@@ -79,9 +74,9 @@ def views(source: ProcessorSource, vision: QueryVisionSpec, token_id: int) -> Vi
         if side != expected:
             raise section.wrong(name, f"{expected}, which has {count} queries", side)
     side, whole = (side for _, _, side in found)
-    min_tiles = fields.integer("min_patches", 2, maximum=_MAX_TILES)
+    min_tiles, max_tiles = source.tile_counts(2, 6)
     return ViewsProcessor(
-        **pixel_values(fields, token_id, BICUBIC),
+        **source.pixel_values(BICUBIC),
         output_size=vision.output_size,
         num_outputs=NUM_QUERIES[1] + 1,
         side=side,
@@ -89,14 +84,12 @@ def views(source: ProcessorSource, vision: QueryVisionSpec, token_id: int) -> Vi
         unit=vision.sam.unit,
         splits=splits,
         min_tiles=min_tiles,
-        max_tiles=fields.integer("max_patches", 6, minimum=min_tiles, maximum=_MAX_TILES),
+        max_tiles=max_tiles,
         margin=_margin(fields),
     )
 
 
-def views_with_rows(
-    source: ProcessorSource, vision: JoinedVisionSpec, token_id: int
-) -> ViewsProcessor:
+def views_with_rows(source: ProcessorSource, vision: JoinedVisionSpec) -> ViewsProcessor:
     """Return the processor of DeepSeek-OCR, whose own code has the sizes."""
     fields, unit = source.fields, vision.sam.unit
     fields.require("crop_to_patches", True)
@@ -110,14 +103,13 @@ def views_with_rows(
     for name, length in (("tile_size", side), ("size.height", whole)):
         if length % unit:
             raise fields.wrong(name, f"a multiple of {unit}", length)
-    min_tiles = fields.integer("min_patches", 2, maximum=_MAX_TILES)
-    max_tiles = fields.integer("max_patches", 6, minimum=min_tiles, maximum=_MAX_TILES)
+    min_tiles, max_tiles = source.tile_counts(2, 6)
     # A single column has the most ends of rows.
     most = max(
         whole // unit * (whole // unit + 1) + 1, max_tiles * (side // unit) * (side // unit + 1)
     )
     return ViewsProcessor(
-        **pixel_values(fields, token_id, BICUBIC),
+        **source.pixel_values(BICUBIC),
         output_size=vision.output_size,
         num_outputs=most,
         side=side,

@@ -7,13 +7,13 @@ from typing import Final
 
 from .....protocol.checkpoint.vision.spec import MAX_SIDE, VisionSpec
 from .....protocol.config.images import SlicesProcessor
-from ..fields import BICUBIC, values
+from ..fields import BICUBIC
 from ..source import ProcessorSource
 
 _MAX_SLICES: Final = 64
 
 
-def slices(source: ProcessorSource, vision: VisionSpec, token_id: int) -> SlicesProcessor:
+def slices(source: ProcessorSource, vision: VisionSpec) -> SlicesProcessor:
     """Return the processor of MiniCPM-V."""
     fields, unit = source.fields, vision.side_factor
     fields.require("patch_size", vision.patch_size, ", as in config.json")
@@ -39,7 +39,7 @@ def slices(source: ProcessorSource, vision: VisionSpec, token_id: int) -> Slices
         return source.special_token(f"{name}_token")
 
     return SlicesProcessor(
-        **values(fields, vision, token_id, BICUBIC) | {"num_outputs": most},
+        **source.values(vision, BICUBIC) | {"num_outputs": most},
         side=side,
         unit=unit,
         max_slices=max_slices,
@@ -53,9 +53,7 @@ def slices(source: ProcessorSource, vision: VisionSpec, token_id: int) -> Slices
     )
 
 
-def slices_of_queries(
-    source: ProcessorSource, vision: VisionSpec, token_id: int
-) -> SlicesProcessor:
+def slices_of_queries(source: ProcessorSource, vision: VisionSpec) -> SlicesProcessor:
     """Return the processor of MiniCPM-V 2.6, 4 and 4.5, whose own file names the marks of its prompts."""
     fields, config, unit = source.fields, source.config, vision.patch_size
     fields.require("patch_size", unit, ", as in config.json")
@@ -63,7 +61,7 @@ def slices_of_queries(
     splits = fields.boolean("slice_mode", config.boolean("slice_mode", True))
     is_numbered = fields.boolean("use_image_id", config.boolean("use_image_id", False))
     statistics = {f"image_{name}": fields.get(f"norm_{name}") for name in ("mean", "std")}
-    common = values(fields.with_values(statistics), vision, token_id, BICUBIC)
+    common = source.with_values(statistics).values(vision, BICUBIC)
     return SlicesProcessor(
         **common,
         mark="(<image>./</image>)",

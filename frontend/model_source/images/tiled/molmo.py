@@ -8,14 +8,13 @@ from .....protocol.checkpoint.config_fields import ConfigFields
 from .....protocol.checkpoint.vision.tiled.molmo import MARGINS, POOL_SIDE, PooledVisionSpec
 from .....protocol.config.images import OverlapsProcessor
 from ....media.layouts.overlaps import most_outputs
-from ..fields import BILINEAR, pixel_values, side_of_tile, sides
-from ..source import ProcessorSource
+from ..fields import BILINEAR, side_of_tile, sides
+from ..source import MAX_TILES, ProcessorSource
 
-_MAX_TILES = 64
 _TEXTS = ("<im_col>", "<low_res_im_start>", "<im_start>", "<im_end>")
 
 
-def overlaps(source: ProcessorSource, vision: PooledVisionSpec, token_id: int) -> OverlapsProcessor:
+def overlaps(source: ProcessorSource, vision: PooledVisionSpec) -> OverlapsProcessor:
     """Return the processor of Molmo 2."""
     fields, tower = source.fields, vision.tower
     for name, needed in (
@@ -31,7 +30,7 @@ def overlaps(source: ProcessorSource, vision: PooledVisionSpec, token_id: int) -
     if not tokens.boolean("use_single_crop_start_token", True):
         marks[1] = marks[2]
     config = OverlapsProcessor(
-        **pixel_values(fields, token_id, BILINEAR),
+        **source.pixel_values(BILINEAR),
         output_size=vision.output_size,
         num_outputs=1,
         mark="<|image|>",
@@ -40,7 +39,7 @@ def overlaps(source: ProcessorSource, vision: PooledVisionSpec, token_id: int) -
         side=side_of_tile(sides(fields, "size"), "height", tower),
         window=vision.window * tower.patch_size,
         unit=POOL_SIDE * tower.patch_size,
-        max_tiles=fields.integer("max_crops", 8, maximum=_MAX_TILES),
+        max_tiles=fields.integer("max_crops", 8, maximum=MAX_TILES),
         ends_rows=ends,
         ends_whole_rows=tokens.boolean("use_single_crop_col_tokens", ends),
     )

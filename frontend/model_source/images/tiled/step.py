@@ -5,13 +5,13 @@ from __future__ import annotations
 from .....protocol.checkpoint.vision.grid import GridVisionSpec
 from .....protocol.checkpoint.vision.spec import MAX_SIDE
 from .....protocol.config.images import CutsProcessor
-from ..fields import BILINEAR, CLIP_VALUES, pixel_values, sides
+from ..fields import BILINEAR, CLIP_VALUES, sides
 from ..source import ProcessorSource
 
 _STRIDE = 4
 
 
-def cuts(source: ProcessorSource, vision: GridVisionSpec, token_id: int) -> CutsProcessor:
+def cuts(source: ProcessorSource, vision: GridVisionSpec) -> CutsProcessor:
     """Return the processor, whose marks of prompts are not in a file."""
     fields, unit = source.fields, vision.patch_size
     side = sides(fields, "size").integer("height", 728, minimum=unit, maximum=MAX_SIDE)
@@ -21,7 +21,7 @@ def cuts(source: ProcessorSource, vision: GridVisionSpec, token_id: int) -> Cuts
             raise fields.wrong(name, f"a multiple of {_STRIDE * unit}", length)
     counts = [(length // unit // _STRIDE) ** 2 for length in (side, cut)]
     return CutsProcessor(
-        **CLIP_VALUES | pixel_values(fields, token_id, BILINEAR),
+        **CLIP_VALUES | source.pixel_values(BILINEAR),
         output_size=vision.output_size,
         num_outputs=counts[0],
         side=side,
