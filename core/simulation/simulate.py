@@ -122,7 +122,6 @@ class _Fleet:
                 self._send(*heapq.heappop(self._arrivals))
 
     def _send(self, now: float, request: int, role: Role) -> None:
-        """Route an arrival."""
         scenario = self._scenario
         index = 0
         if role is Role.DECODE:
@@ -238,7 +237,6 @@ def simulate(
 def _merge(
     trace: Sequence[TraceRequest], passes: Sequence[Sequence[ClientRecords]]
 ) -> SimulationResult:
-    """Return the result of some passes of a trace."""
     each = [measure_latencies(trace, records) for records in passes]
     latencies = Latencies(*map(np.concatenate, zip(*each, strict=True)))
     every = [record for records in passes for record in records]

@@ -233,7 +233,6 @@ class Endpoint(ABC, Generic[Request]):
         receive: Receive,
         send: Send,
     ) -> None:
-        """Send the answer as a stream or as a whole."""
         if not answer.request.stream:
             await self._send_whole(answer, group, scope, receive, send)
             return

@@ -150,8 +150,6 @@ class Pooling:
         return prepared
 
     async def _add_tokens(self, changes: TextChanges, prompts: list[Prompt]) -> None:
-        """Add the model's tokens to texts."""
-
         def add_all() -> list[tuple[npt.NDArray[np.int32], int]]:
             return [
                 changes.add_tokens(each.role, each.text or "", each.token_ids) for each in prompts

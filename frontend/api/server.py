@@ -81,7 +81,6 @@ _NO_ROOM = {str(FinishReason.REJECTED), str(FinishReason.THROTTLED)}
 
 
 def _model_templates(config: EngineConfig, tokenizer: Tokenizer) -> ModelTemplates:
-    """Return the chat templates."""
     content_format = config.frontend.chat_template_content_format
     defaults = config.frontend.default_chat_template_kwargs
     if reserved := set(defaults).intersection(RESERVED_VARIABLES):

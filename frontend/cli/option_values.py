@@ -196,7 +196,6 @@ _OTHER_CONNECTORS: Final = {
 
 
 def _replica_roles(text: str) -> tuple[ReplicaRole, ...]:
-    """Return the role of each replica."""
     roles: list[ReplicaRole] = []
     for part in text.split(","):
         name, _, count = part.strip().partition("=")

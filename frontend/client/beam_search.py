@@ -229,7 +229,6 @@ class BeamSearch:
         ]
 
     def _best(self, beams: list[_Beam]) -> list[_Beam]:
-        """Return the requested number of best beams."""
         penalty = self._params.length_penalty
         ranked = sorted(beams, key=lambda beam: beam.score(penalty), reverse=True)
         return ranked[: self._params.beam_width]

@@ -20,7 +20,6 @@ from .media_reader import MAX_POSITION, PreparedImage, ReaderConfig, num_places
 
 
 def _token(tokenizer: Tokenizer, token_id: int) -> str:
-    """Return the text of a token."""
     token = tokenizer.id_to_token(token_id)
     if not token:
         raise ConfigError(

@@ -146,7 +146,6 @@ def _container(
 def _animation(
     data: bytes, sampling: Sampling, where: str, config: AnyVideoProcessor, fit: Fit
 ) -> Video:
-    """Return the chosen frames of an animation."""
     budget = _Budget(where)
     try:
         with warnings.catch_warnings():

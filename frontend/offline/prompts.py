@@ -142,7 +142,6 @@ class PromptEncoder:
         return None, np.array(given, np.int32)
 
     def _encode_embeddings(self, given: Any) -> EncodedPrompt:
-        """Return a prompt of embeddings."""
         config = self._engine.config
         model = config.model
         if not model.enable_prompt_embeds:

@@ -482,7 +482,6 @@ class Requests:
 
 
 def _owner_statement(request: LiveRequest, state: bytes) -> Statement:
-    """Return the statement that writes the session and the state of a request."""
     return (
         "UPDATE requests SET session = ?, numbers = ?, num_starts = ?, claimed_at = ?, state = ? "
         "WHERE owner = ? AND id = ?",

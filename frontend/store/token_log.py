@@ -402,7 +402,6 @@ class TokenLog:
             self._drop_unacknowledged()
 
     def _send_batch(self) -> None:
-        """Send the tokens that waited for others."""
         if self._send_timer is not None:
             self._send_timer.cancel()
             self._send_timer = None

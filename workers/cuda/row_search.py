@@ -43,7 +43,6 @@ def rank_keys(logits, ids):
 
 @triton.jit
 def _logit_of(keys):
-    """Return the float32 logits of keys."""
     level = (keys >> 32).to(tl.int32)
     return (((level >> 31) & 0x7FFFFFFF) ^ level).to(tl.float32, bitcast=True)
 

@@ -273,7 +273,6 @@ class _Place(msgspec.Struct, frozen=True):
 
 
 def _places(layers: Sequence[LayerSpec], model: Model) -> list[_Place]:
-    """Return the place of each tensor in `KVCache.layers`."""
     ranks = model.shard.tensor_parallel.size
     num_caches: Counter[int] = Counter()
     place_of_layer: dict[int, _Place] = {}

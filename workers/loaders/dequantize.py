@@ -225,8 +225,6 @@ def _q6_k(blocks_Bb: Tensor) -> _Unpacked:
 
 
 def _codes(name: str) -> Callable[[Tensor], _Unpacked]:
-    """Return the function with this name in `codebooks`."""
-
     def unpack(blocks_Bb: Tensor) -> _Unpacked:
         # Imported here, because its tables need torch.
         from . import codebooks

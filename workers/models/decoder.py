@@ -355,7 +355,6 @@ def _make_layers(
     shard: ModelShard,
     kernels: LayerKernels,
 ) -> list[AltUpLayer | DecoderLayer | SharedBlockLayer]:
-    """Create the layers of the shard."""
     layers: list[AltUpLayer | DecoderLayer | SharedBlockLayer] = []
     blocks: dict[int, Block] = {}
     of_weights: dict[int, DecoderLayer] = {}

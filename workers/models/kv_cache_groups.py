@@ -192,7 +192,6 @@ def _num_tensors(kind: _Kind, num_layers: int) -> int:
 
 
 def _with_groups(layer: LayerSpec, groups: list[int]) -> LayerSpec:
-    """Return the layer with these `cache_groups`."""
     if layer.attends:
         layer = replace(layer, kv_cache_group=groups[0])
     if layer.reads_source:

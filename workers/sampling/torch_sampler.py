@@ -146,7 +146,6 @@ class TorchSampler(Sampler):
     def _change_logits(
         self, logits_SV: torch.Tensor, changes: LogitChanges, positions_S: Int32Array
     ) -> None:
-        """Apply the changes of logits in place."""
         logits = logits_SV.view(-1)
         if changes.transcripts is not None:
             self._transcripts.mask(logits_SV, changes.transcripts)

@@ -325,7 +325,6 @@ class _BatchRun:
                     self._is_cancelled = True
 
     async def _finalize(self) -> None:
-        """Write the output files of the batch."""
         batch, work = self._batch, self._work
         batch |= {"status": "finalizing", "finalizing_at": _now()}
         await self._records.put(batch, work.owner)

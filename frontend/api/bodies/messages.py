@@ -29,7 +29,6 @@ LENGTH: Final = struct.Struct("<Q")
 
 
 def _find_schemas() -> Iterator[type[msgspec.Struct]]:
-    """Yield the schemas of all request bodies."""
     names = (f"{schema.__name__}.{module.name}" for module in iter_modules(schema.__path__))
     for module in (schema, *map(import_module, names)):
         for name, value in vars(module).items():

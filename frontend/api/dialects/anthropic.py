@@ -210,7 +210,6 @@ class MessagesAnswer(ChatAnswer):
 
 
 def _block(kind: str) -> Json:
-    """Return an empty content block."""
     match kind:
         case "thinking":
             return {"type": "thinking", "thinking": "", "signature": ""}
@@ -297,7 +296,6 @@ class MessageChunks(DialectChunks):
         events.append(_event("content_block_delta", index=self._num_blocks, delta=delta))
 
     def _close(self, events: list[bytes]) -> None:
-        """Close the open block, if there is one."""
         if not self._open[0]:
             return
         if self._open[0] == "thinking":

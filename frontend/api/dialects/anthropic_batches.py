@@ -207,7 +207,6 @@ def _time(seconds: int | None) -> str | None:
 
 
 def _results(files: dict[str, bytes], *, is_expired: bool) -> Iterator[bytes]:
-    """Yield the lines of the results."""
     answers: dict[str, Json] = {}
     for kind in ("output", "error"):
         for line in split_lines(files.get(kind, b"")):

@@ -98,7 +98,6 @@ class CohereEmbeddings:
             return await self._embeddings.run(http, request, size, answer)
 
     def _name_of_input(self, body: CohereEmbedRequest) -> str:
-        """Return the name of the field with the inputs."""
         given = [name for name in ("texts", "images", "inputs") if getattr(body, name)]
         if len(given) != 1:
             raise APIError(

@@ -185,7 +185,6 @@ def infill_files(body: LlamaInfillRequest) -> list[tuple[str, str]]:
 
 
 def _prompts(body: LlamaFields) -> tuple[list[str | list[Part]], bool]:
-    """Return the prompts, and whether they were a list."""
     if isinstance(body, LlamaInfillRequest):
         for name in ("input_prefix", "input_suffix"):
             if getattr(body, name) is None:

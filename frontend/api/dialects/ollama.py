@@ -319,7 +319,6 @@ class OllamaModels:
         return json_response({"version": API_VERSION, "engine": __version__})
 
     def _name_in(self, body: OllamaModelRequest) -> str:
-        """Return the served name of the model in a body."""
         name = served_name(self._serving, body.model or body.name)
         if not name:
             raise bad_request("model", "is required")

@@ -160,7 +160,6 @@ class Recovery:
         return error.message
 
     async def _generate(self, claimed: ClaimedRequest) -> None:
-        """Generate the rest of a request."""
         if claimed.num_starts > MAX_STARTS:
             raise APIError(500, POISON_REQUEST)
         record = decode_record(claimed.record)

@@ -361,7 +361,6 @@ class _Session:
 
     @contextmanager
     def _counted(self, num_bytes: int) -> Iterator[None]:
-        """Count the memory of an utterance."""
         memory = self._serving.request_memory
         memory.count(num_bytes)
         try:
@@ -375,7 +374,6 @@ def _new_item_id() -> str:
 
 
 def _read_kind(text: bytes) -> _Kind:
-    """Return the type of an event."""
     with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
         return msgspec.json.decode(text, type=_Kind)
     raise APIError(400, "the message must be a JSON object", code="invalid_json")

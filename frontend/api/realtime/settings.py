@@ -140,7 +140,6 @@ def make_plan(transcriptions: Transcriptions, request: TranscriptionRequest) -> 
 
 
 def _given(fields: Transcription | TurnDetection) -> Json:
-    """Return the fields that are set."""
     pairs = ((name, getattr(fields, name)) for name in fields.__struct_fields__)
     return {name: value for name, value in pairs if value is not None}
 

@@ -324,7 +324,6 @@ class BackgroundRuns:
         del self._runs[run.exchange.response_id]
 
     async def _finish(self, run: BackgroundRun, error: APIError | None) -> None:
-        """Store the end of a run."""
         exchange = run.exchange
         try:
             if run.response["status"] not in ENDED:

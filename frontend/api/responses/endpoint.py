@@ -83,7 +83,6 @@ class Responses(ChatCompletions):
             await json_response(run.response | {"status": "queued"})(scope, receive, send)
 
     async def _run(self, run: BackgroundRun) -> None:
-        """Generate the response of a run."""
         with self._intake.lease() as lease:
             request, size = await self._translate_exchange(run.exchange, 0)
             request.run = run

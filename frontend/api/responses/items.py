@@ -269,7 +269,6 @@ def _reasoning_of(item: Json, where: str) -> str:
 
 
 def _decode_text(encoded: str, where: str) -> str:
-    """Return the text of `encrypted_content`."""
     try:
         if encoded.startswith(ENCODED_TEXT):
             return base64.urlsafe_b64decode(encoded.removeprefix(ENCODED_TEXT)).decode()

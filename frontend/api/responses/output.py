@@ -115,7 +115,6 @@ class OutputBuilder:
         self._call = number
 
     def _begin(self, kind: str, call: ToolCallDelta | None, **fields: Any) -> None:
-        """Add an item, and announce it."""
         identifier = item_id(kind, self._response_id, 0x1000 + len(self.items))
         item: Json = {"id": identifier, "type": kind, "status": "in_progress"}
         if kind == "message":
@@ -233,7 +232,6 @@ class OutputBuilder:
 
 
 def _argument_events(item: Json) -> str:
-    """Return the name of the events with the arguments of a call."""
     if item["type"] == "function_call":
         return "function_call_arguments"
     return "custom_tool_call_input"

@@ -80,7 +80,6 @@ class Replicas:
         return json_response(msgspec.to_builtins(info))
 
     def _watch(self) -> EngineWatch:
-        """Return the connection to the supervisor."""
         watch = self._serving.engine.watch
         if watch is None or not watch.status.replicas:
             raise unavailable("The server is starting; retry later", self._serving.retry_after_s)
@@ -104,7 +103,6 @@ def _others_serve(index: int, replicas: list[ReplicaInfo]) -> bool:
 
 
 def _check_role(index: int, role: ReplicaRole, replicas: list[ReplicaInfo]) -> None:
-    """Verify that a replica may have a role."""
     if replicas[index].role is None:
         raise APIError(
             409,

@@ -341,7 +341,6 @@ class Transcriptions:
             await events.write(done | {"usage": usage_of(transcript)})
 
     def _whole(self, transcript: Transcript, plan: Plan) -> Response:
-        """Return the response in the requested format."""
         match plan.response_format:
             case "text":
                 return PlainTextResponse(transcript.text + "\n")

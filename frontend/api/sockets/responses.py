@@ -126,7 +126,6 @@ class _Session:
 
 
 def _read_event(text: bytes) -> _Event:
-    """Return the event of a message."""
     try:
         event = msgspec.json.decode(text, type=_Event)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:

@@ -85,7 +85,6 @@ class StoredChatCompletions(ChatCompletions):
     async def _store(
         self, answer: _KeptAnswer, outputs: list[Delta], weight: int, owner: str
     ) -> Json:
-        """Store an answer with these outputs, and return the answer."""
         request, run = answer.request, self._serving.executor.run
         messages = request.messages or []
 

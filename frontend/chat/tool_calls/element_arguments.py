@@ -192,7 +192,6 @@ class ElementArguments(StepwiseArguments):
         return name if end else None
 
     def _begin(self, name: str) -> None:
-        """Open an element in the current one."""
         parent = self._open[-1]
         self._json.append(parent.bracket if parent.is_empty else ", ")
         parent.is_empty = False

@@ -121,7 +121,6 @@ def _as_json(source: str) -> str | None:
 
 
 def _type_of(value: str) -> str:
-    """Return the type of a JSON value."""
     match value[0]:
         case "{":
             return "object"

@@ -226,7 +226,6 @@ class AudioPlaces:
         return text, token_ids, self._place_inputs(token_ids, clips)
 
     def _tokens(self, clip: PreparedAudio) -> str:
-        """Return the text of a clip's tokens."""
         num_tokens, between = clip.num_outputs - self._num_after, ""
         if (times := self._times) is not None:
             num_times = times.num_times(num_tokens)
@@ -238,7 +237,6 @@ class AudioPlaces:
     def _place_inputs(
         self, token_ids: Sequence[int], clips: Sequence[PreparedAudio]
     ) -> list[EncoderInput]:
-        """Return the encoder inputs at the positions of their tokens."""
         positions = np.flatnonzero(np.isin(token_ids, self._token_ids))
         inputs = [item for clip in clips for item in clip.inputs]
         if len(positions) == sum(item.size for item in inputs):

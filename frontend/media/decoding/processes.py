@@ -311,7 +311,6 @@ class MediaProcesses:
         request: ReadImage | ReadVideo | OpenAudio | ReadDocument,
         parts: Sequence[bytes | memoryview],
     ) -> tuple[_Process, Reply, SharedContent]:
-        """Return a process, its reply and the content of the reply."""
         process = self._take_idle() or self._start(request.where)
         num_tries = 1
         while True:
@@ -355,7 +354,6 @@ def _bytes(source: str | bytes) -> bytes:
 
 
 def _expect(reply: Reply, kind: type[Any]) -> Any:
-    """Return the reply if it has the expected type."""
     if isinstance(reply, Refused):
         raise ParameterError(reply.param, reply.problem)
     if not isinstance(reply, kind):

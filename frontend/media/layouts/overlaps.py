@@ -44,7 +44,6 @@ def most_outputs(config: OverlapsProcessor) -> int:
 
 
 def _row_ids(width: int, height: int, config: OverlapsProcessor, ends: bool) -> list[int]:
-    """Return the tokens of the rows of an image."""
     columns, rows = (-(-length // config.unit) for length in (width, height))
     return ([config.token_id] * columns + [config.mark_ids[0]] * ends) * rows
 

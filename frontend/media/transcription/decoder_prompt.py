@@ -107,7 +107,6 @@ class DecoderPrompts:
         return prompt
 
     def _token(self, text: str) -> int:
-        """Return the token with this text."""
         token = self._tokenizer.token_to_id(text)
         if token is None:
             raise ConfigError(

@@ -281,7 +281,6 @@ class WindowDecoder:
     async def _align(
         self, window: Window, inputs: abc.Sequence[EncoderInput], decoded: DecodedWindow
     ) -> list[Word]:
-        """Return the words of a decoded window with their times."""
         prompts = self._decoder
         assert prompts is not None
         text_ids = [token for token in decoded.token_ids if prompts.is_text(token)]
@@ -332,7 +331,6 @@ class WindowDecoder:
         params: list[SamplingParams],
         pooling: PoolingParams | None = None,
     ) -> RequestGroup:
-        """Start a sequence of the prompt with each of the parameters."""
         request = replace(
             self._submission.base,
             prompt_token_ids=np.array(prompt, np.int32),

@@ -235,7 +235,6 @@ class Transcriber:
     def _decoder(
         self, options: TranscriptionOptions, submission: Submission
     ) -> WindowDecoder | WrittenTokens:
-        """Return what decodes the windows of a clip."""
         audio = self._speech.audio
         if audio is not None and audio.writes_tokens:
             return WrittenTokens(audio, self._tokenizer, options, submission)
@@ -314,7 +313,6 @@ class Transcriber:
                     release()
 
     def _encode(self, samples: Float32Array) -> list[EncoderInput]:
-        """Return the encoder inputs for a window."""
         audio = self._speech.audio
         if audio is None:
             assert self._chat_audio is not None

@@ -103,7 +103,6 @@ def _first_outputs(alignment_NM: Float32Array) -> Int64Array:
 def _split_words(
     token_ids: Sequence[int], tokenizer: Tokenizer, language: str
 ) -> list[tuple[str, int]]:
-    """Return each word and its number of tokens."""
     characters = _whole_characters(token_ids, tokenizer)
     if language in _WITHOUT_SPACES:
         return characters

@@ -25,7 +25,6 @@ def _encoder(fields: ModelFields) -> dict[str, Any]:
 
 
 def _pooling(default: int) -> Rule:
-    """Return the rule of an encoder's pooling."""
     return lambda fields: read_pooling(fields, default)
 
 

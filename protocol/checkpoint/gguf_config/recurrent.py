@@ -42,7 +42,6 @@ _LFM2: Final = declared(
 
 
 def _mamba2(fields: ModelFields) -> dict[str, Any]:
-    """Return the fields of Mamba-2 layers."""
     num_heads = fields.integer("ssm.time_step_rank")
     size = fields.integer("ssm.inner_size")
     return {
@@ -240,7 +239,6 @@ def _bailing_layers(fields: ModelFields) -> dict[str, Any]:
 
 
 def _gated_delta_net(fields: ModelFields) -> dict[str, Any]:
-    """Return the fields of Qwen's models with gated delta nets."""
     counts = layer_counts(fields)
     num_layers = counts["num_hidden_layers"]
     interval = fields.integer("full_attention_interval", 4)

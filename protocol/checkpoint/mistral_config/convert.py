@@ -77,7 +77,6 @@ def convert_params(params: ConfigFields) -> ConfigFields:
 
 
 def _kind(params: ConfigFields) -> dict[str, Any]:
-    """Return the fields that depend on the kind of model."""
     if params.get("qk_nope_head_dim") is not None:
         return _latent(params)
     window = params.get("sliding_window")
@@ -149,7 +148,6 @@ def _latent(params: ConfigFields) -> dict[str, Any]:
 
 
 def _rope(params: ConfigFields) -> dict[str, Any]:
-    """Return the parameters of the rotary embedding."""
     rope: dict[str, Any] = {
         "rope_type": "default",
         "rope_theta": params.positive("rope_theta", 10_000.0),

@@ -58,7 +58,6 @@ def add_done(parser: argparse.ArgumentParser) -> None:
 
 
 def _shortened(message: str) -> str:
-    """Return the beginning and the end of the message."""
     half = _LONGEST_MESSAGE // 2
     return message if len(message) <= 2 * half else f"{message[:half]} … {message[-half:]}"
 

@@ -286,7 +286,6 @@ class AttentionRecorder:
     def _index_operands(
         self, prefix: str, layer: LayerSpec, indexer: BlockIndexerSpec
     ) -> dict[str, Any]:
-        """Return the fields that all operations of an indexer have."""
         norms = ("q_layernorm", "k_layernorm") if indexer.num_heads else ("q_norm", "k_norm")
         return {
             "rope": -1 if layer.rope is None else self._ropes[layer.rope],

@@ -33,7 +33,6 @@ def _table(ngrams: NgramSpec, vocab_size: int, table: int, part: range) -> struc
 def _convolution(
     blocks: BlockRecorder, ngrams: NgramSpec, recurrent: GatedDeltaNet, prefix: str
 ) -> structs.Mixer:
-    """Return the convolution over embeddings."""
     convolution = recurrent.ngrams
     assert convolution is not None
     check_num_taps(ngrams.taps)

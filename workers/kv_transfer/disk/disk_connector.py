@@ -88,7 +88,6 @@ class DiskConnector(StoreConnector):
             self._try(job)
 
     def _open(self) -> None:
-        """Read the index."""
         start = time.monotonic()
         self._store.refresh()
         num_bytes = len(self._store) * self._memory.block_bytes

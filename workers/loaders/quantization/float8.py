@@ -149,6 +149,5 @@ def as_float8_rows(matrix: QuantizedMatrix) -> NDArray[np.uint8]:
 
 
 def _number(module: StoredModule, tensor: str) -> Tensor:
-    """Read a tensor that contains a single number."""
     found = module.shape(tensor)
     return module.read(tensor, (1,) if found == (1,) else ()).float().reshape(())

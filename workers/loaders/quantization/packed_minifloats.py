@@ -80,7 +80,6 @@ class PackedMinifloatScheme(QuantizationScheme):
         )
 
     def _read_factor(self, module: StoredModule) -> float:
-        """Return the scale of the whole matrix as a factor."""
         if self._factor is None:
             return 1.0
         found = module.shape(self._factor)

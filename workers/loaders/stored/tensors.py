@@ -127,7 +127,6 @@ class JoinedTensor(msgspec.Struct, frozen=True):
     def _split(
         self, parts: Sequence[range | None]
     ) -> list[tuple[StoredTensor, list[range | None]]]:
-        """Return the ranges of each of the tensors."""
         rows, *rest = parts or (None,)
         split, (total, *_) = self.first.shape[0], self.shape
         rows = range(total) if rows is None else rows

@@ -95,7 +95,6 @@ def read_experts(
 
 
 def _first_of(fields: ConfigFields, names: Sequence[str]) -> str:
-    """Return the first of these names that the config contains."""
     return next((name for name in names if fields.get(name) is not None), names[0])
 
 

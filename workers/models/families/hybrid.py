@@ -117,7 +117,6 @@ def layer_indices(fields: ConfigFields, name: str) -> list[int] | None:
 
 
 def _lfm2(fields: ConfigFields, layers: tuple[LayerSpec, ...] | None = None) -> ModelSpec:
-    """Return the spec of an LFM2, with other layers if they are given."""
     fields = fields.with_defaults(
         tie_word_embeddings=fields.boolean("tie_embedding", True),
         rms_norm_eps=fields.number("norm_eps", 1e-5),

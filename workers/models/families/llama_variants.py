@@ -205,7 +205,6 @@ def _glm4(fields: ConfigFields) -> ModelSpec:
 
 
 def _glm4_images(fields: ConfigFields) -> ModelSpec:
-    """Return the spec of GLM-4.1V or GLM-4.6V-Flash."""
     fields = with_axes(fields, GLM_AXES).with_defaults(rms_norm_eps=1e-5)
     size = fields.integer("hidden_size") // fields.integer("num_attention_heads")
     return _glm4(fields.with_values({"head_dim": size, "attention_bias": True}))

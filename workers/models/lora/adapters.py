@@ -177,7 +177,6 @@ class LoraAdapters:
         return layer[0]
 
     def _is_own(self, name: str) -> bool:
-        """Return whether a module is in this shard."""
         if (layer := _LAYER.search(name)) is not None:
             return int(layer[1]) in self._shard.layers
         return self._shard.is_first if name == EMBEDDING else self._shard.is_last

@@ -75,7 +75,6 @@ class NgramBlock:
         x_TE += added_TE + convolved_TE
 
     def _gates(self, keys_TE: Tensor, x_TE: Tensor) -> Tensor:
-        """Return the gate of each stream."""
         keys_TND, queries_TND = (
             norm(each.unflatten(-1, (self._num_streams, -1))).float()
             for norm, each in ((self._key_norm, keys_TE), (self._query_norm, x_TE))

@@ -52,7 +52,6 @@ class NgramEmbedding:
         return self._embed(rows_TH.flatten()).view(len(rows_TH), -1)
 
     def _rows(self, ids_SX: Tensor, length: int, tokens_T: Tensor) -> Tensor:
-        """Return the rows of the table that the tokens choose."""
         end_id, window = self._ngrams.end_id, ids_SX.shape[1] - length
         hash_T = torch.zeros_like(tokens_T)
         is_after_end_T = torch.zeros_like(tokens_T, dtype=torch.bool)

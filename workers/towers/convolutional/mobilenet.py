@@ -85,5 +85,4 @@ class MobileNetTower(ImageTower):
         return self._fused_norm(fused[0].flatten(1).T)
 
     def _projected(self, x: Tensor) -> Tensor:
-        """Return the normed projection of embeddings."""
         return F.rms_norm(self._project(x), (self.spec.output_size,), None, self.spec.norm_eps)

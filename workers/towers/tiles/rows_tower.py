@@ -59,5 +59,4 @@ class RowsTower(ImageTower):
         return torch.cat((end_rows(whole, ends), separator, end_rows(grid, ends)))
 
     def _encode_tile(self, tile: ImagePayload) -> Tensor:
-        """Return the embeddings of a tile."""
         return self._tower.encode_pixels(normalized_pixels(tile, self._device, self._dtype)[0])

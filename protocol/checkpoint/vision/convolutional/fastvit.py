@@ -90,7 +90,6 @@ def _output_side(fields: ConfigFields, num_stages: int) -> int:
 
 
 def _integers(options: ConfigFields, name: str, default: tuple[int, ...]) -> tuple[int, ...]:
-    """Return one positive integer for each stage."""
     values = options.per_layer(name, len(default)) or default
     return tuple(
         options.with_values({name: each}).integer(name, maximum=1 << 14) for each in values

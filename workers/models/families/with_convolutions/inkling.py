@@ -265,7 +265,6 @@ def _inkling2_loop(fields: ConfigFields) -> ModelSpec:
 
 
 def _are_local(fields: ConfigFields, count: int) -> list[bool]:
-    """Return for each layer whether it has a window."""
     kinds = fields.per_layer("layer_types", count)
     if kinds is None:
         ids = fields.get("local_layer_ids")

@@ -280,7 +280,6 @@ def _umt5(fields: ConfigFields) -> ModelSpec:
 
 
 def _t5_encoder(fields: ConfigFields, family: Callable[[ConfigFields], ModelSpec]) -> ModelSpec:
-    """Return the spec of the encoder of a T5 without its decoder."""
     source = family(fields).source
     assert source is not None and source.encoder is not None
     return replace(source.encoder, has_head=True)

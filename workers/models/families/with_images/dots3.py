@@ -15,7 +15,6 @@ from ..latent import latent_spec
 
 
 def _dots3_note(fields: ConfigFields) -> ModelSpec:
-    """Return the spec of the text part of a dots3-note."""
     count = fields.layer_count("num_hidden_layers")
     fields = fields.with_defaults(
         rms_norm_eps=1e-5, q_lora_rank=1024, n_shared_experts=1, first_k_dense_replace=1
@@ -79,7 +78,6 @@ def _dots3_note(fields: ConfigFields) -> ModelSpec:
 
 
 def _layer(fields: ConfigFields, kind: str, theta: float) -> LayerSpec:
-    """Return a layer with the sizes that the fields have."""
     hidden_size = fields.integer("hidden_size")
     query_rank, rank = fields.integer("q_lora_rank"), fields.integer("kv_lora_rank")
     plain_dim = fields.integer("qk_nope_head_dim")

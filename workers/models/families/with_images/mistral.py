@@ -70,7 +70,6 @@ def _mistral_large4(fields: ConfigFields) -> ModelSpec:
 
 
 def _rotating_layers(fields: ConfigFields) -> list[bool]:
-    """Return for each layer whether it has a rotary embedding."""
     count = fields.layer_count("num_hidden_layers")
     rotates = fields.get("no_rope_layers")
     if rotates is None:

@@ -91,7 +91,6 @@ def _baichuan(fields: ConfigFields) -> ModelSpec:
 
 
 def _first_baichuan(fields: ConfigFields) -> ModelSpec:
-    """Return the spec of the first Baichuan-7B."""
     return llama(fields, tensor_names=_BAICHUAN_NAMES)
 
 
