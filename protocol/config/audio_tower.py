@@ -137,7 +137,17 @@ class UnpaddedSpec(msgspec.Struct, frozen=True):
         return "skipped"
 
 
-class ConformerSpec(UnpaddedSpec, frozen=True, tag=True):
+class LayeredSpec(UnpaddedSpec, frozen=True):
+    """The sizes of the layers of such an encoder, of its inputs (`num_frames` at most) and of its outputs."""
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_frames: int
+    output_size: int
+
+
+class ConformerSpec(LayeredSpec, frozen=True, tag=True):
     """A conformer (arXiv 2005.08100) with a projector of queries, or with a `decoder` that writes tokens.
 
     Granite Speech (arXiv 2505.08699) has the first, and Granite Speech 5 the second.
@@ -149,18 +159,13 @@ class ConformerSpec(UnpaddedSpec, frozen=True, tag=True):
     """
 
     num_mel_bins: int
-    hidden_size: int
     intermediate_size: int
-    num_layers: int
-    num_heads: int
     head_dim: int
-    num_frames: int
     num_classes: int
     block_rows: int
     max_distance: int
     kernel_size: int
     conv_channels: int
-    output_size: int
     rows_per_query_block: int = 0
     outputs_per_block: int = 0
     queries: QueryFormerSpec | None = None
@@ -193,7 +198,7 @@ class FixedOutputs(msgspec.Struct, frozen=True):
     end_row: int
 
 
-class UniversalSpeechSpec(UnpaddedSpec, frozen=True, tag=True):
+class UniversalSpeechSpec(LayeredSpec, frozen=True, tag=True):
     """The conformer of the Universal Speech Model (arXiv 2303.01037), which Gemma 3n and Gemma 4 have.
 
     Two convolutions over frames and features halve both. A row attends to the `rows_before` rows before it and the
@@ -205,10 +210,6 @@ class UniversalSpeechSpec(UnpaddedSpec, frozen=True, tag=True):
     """
 
     num_mel_bins: int
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_frames: int
     conv_channels: tuple[int, int]
     conv_norm_eps: float
     kernel_size: int
@@ -218,7 +219,6 @@ class UniversalSpeechSpec(UnpaddedSpec, frozen=True, tag=True):
     residual_weight: float
     max_value: float
     norm_eps: float
-    output_size: int
     rows_per_output: int = 1
     fixed: FixedOutputs | None = None
     projection_size: int = 0
@@ -251,7 +251,7 @@ class FrameSpec(UnpaddedSpec, frozen=True, tag=True):
         return num_frames
 
 
-class FastConformerSpec(UnpaddedSpec, frozen=True, tag=True):
+class FastConformerSpec(LayeredSpec, frozen=True, tag=True):
     """A Fast Conformer (arXiv 2305.05084), and a projection of its outputs unless `has_projection` is false (Canary).
 
     `num_halvings` convolutions halve the frames and features. Rows attend to all rows, with embeddings of their
@@ -259,11 +259,7 @@ class FastConformerSpec(UnpaddedSpec, frozen=True, tag=True):
     """
 
     num_mel_bins: int
-    hidden_size: int
     intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_frames: int
     conv_channels: int
     num_halvings: int
     kernel_size: int
@@ -271,7 +267,6 @@ class FastConformerSpec(UnpaddedSpec, frozen=True, tag=True):
     input_scale: float
     has_bias: bool
     has_conv_bias: bool
-    output_size: int
     has_projection: bool = True
     tensor_names: tuple[tuple[str, str], ...] = ()
     decoder: CtcSpec | TransducerSpec | None = None
@@ -281,7 +276,7 @@ class FastConformerSpec(UnpaddedSpec, frozen=True, tag=True):
         return -(-num_frames >> self.num_halvings)
 
 
-class SamplesSpec(UnpaddedSpec, frozen=True, tag=True):
+class SamplesSpec(LayeredSpec, frozen=True, tag=True):
     """The encoder of wav2vec 2.0 (arXiv 2006.11477) with norms before its blocks, which OmniASR has.
 
     `convolutions` (channels, kernel size, stride) read samples. Positions are a convolution over `position_rows` rows
@@ -289,16 +284,11 @@ class SamplesSpec(UnpaddedSpec, frozen=True, tag=True):
     """
 
     convolutions: tuple[tuple[int, int, int], ...]
-    hidden_size: int
     intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_frames: int
     position_rows: int
     position_groups: int
     activation: str
     norm_eps: float
-    output_size: int
     decoder: CtcSpec
     num_mel_bins: int = 0
 
@@ -319,7 +309,7 @@ class MemoryAdaptor(msgspec.Struct, frozen=True):
     norm_eps: float
 
 
-class MemorySpec(UnpaddedSpec, frozen=True, tag=True):
+class MemorySpec(LayeredSpec, frozen=True, tag=True):
     """Layers of attention with a memory (SAN-M, arXiv 2006.01713), which Fun-ASR-Nano has.
 
     The memory is a depthwise convolution of the values. A row is made of `num_mel_bins` features. The first layer
@@ -328,11 +318,7 @@ class MemorySpec(UnpaddedSpec, frozen=True, tag=True):
     """
 
     num_mel_bins: int
-    hidden_size: int
     intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_frames: int
     normed_layers: tuple[int, ...]
     kernel_size: int
     activation: str
@@ -340,7 +326,6 @@ class MemorySpec(UnpaddedSpec, frozen=True, tag=True):
     projection_size: int
     projection_activation: str
     adaptor: MemoryAdaptor
-    output_size: int
 
     @property
     def warm_frames(self) -> int:
@@ -450,7 +435,7 @@ class StreamingSpec(UnpaddedSpec, frozen=True, tag=True):
         return -(-num_frames // (4 * self.frame_size))
 
 
-class CausalSpec(UnpaddedSpec, frozen=True, tag=True):
+class CausalSpec(LayeredSpec, frozen=True, tag=True):
     """A causal encoder, whose outputs are added to the embeddings of all tokens (Voxtral Realtime).
 
     A clip is read in parts of at most `num_frames` frames, each of which continues after the one before. Two
@@ -461,10 +446,7 @@ class CausalSpec(UnpaddedSpec, frozen=True, tag=True):
     """
 
     num_mel_bins: int
-    hidden_size: int
     intermediate_size: int
-    num_layers: int
-    num_heads: int
     head_dim: int
     window: int
     theta: float
@@ -472,8 +454,6 @@ class CausalSpec(UnpaddedSpec, frozen=True, tag=True):
     activation: str
     projection_activation: str
     rows_per_output: int
-    num_frames: int
-    output_size: int
     delay: int
 
     @property
