@@ -11,6 +11,7 @@ from starlette.routing import Route
 from ... import __version__
 from ..http.access import OPEN_PATHS
 from .route_descriptions import describe_route
+from .schema.refused import with_refused
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -56,7 +57,8 @@ def describe_routes(routes: Sequence[Route]) -> dict[str, Any]:
     """Return an OpenAPI 3.1 document with every route, method, path parameter and body schema."""
     schemas = [_body_schemas(route) for route in routes]
     bodies = list(dict.fromkeys(schema for route_schemas in schemas for schema in route_schemas))
-    references, components = msgspec.json.schema_components(bodies, ref_template=_REFERENCE)
+    types = [with_refused(schema) for schema in bodies]
+    references, components = msgspec.json.schema_components(types, ref_template=_REFERENCE)
     reference_of = dict(zip(bodies, references, strict=True))
     paths: dict[str, dict[str, Any]] = {}
     for route, route_schemas in zip(routes, schemas, strict=True):

@@ -20,7 +20,7 @@ from ...http.errors import APIError, bad_request, echo
 from ...http.shown_values import cut
 from ...supervisor.parse_journal import DIGEST_BYTES
 from ..schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
-from ..schema.refused import refused_fields, verify_supported
+from ..schema.refused import refused_fields, verify_supported, with_refused
 from .request_memory import MemoryLease
 from .structure import FREE_BYTES, BodyStructure
 
@@ -129,7 +129,8 @@ class BodyDecoder(Generic[T]):
     def __init__(self, schema: type[T], strict: bool) -> None:
         self.schema = schema
         self._strict = strict
-        self._names = set(schema.__struct_encode_fields__)
+        self._refused = refused_fields(schema)
+        self._names = {*schema.__struct_encode_fields__, *self._refused}
         self._unknown: set[str] = set()
 
     # The decoders of all schemas would take a tenth of the time in which a frontend starts. So each is made for the
@@ -138,12 +139,16 @@ class BodyDecoder(Generic[T]):
     @cached_property
     def _known(self) -> Any:
         return msgspec.defstruct(
-            self.schema.__name__, [], bases=(self.schema,), forbid_unknown_fields=True
+            self.schema.__name__, [], bases=(self._any,), forbid_unknown_fields=True
         )
 
     @cached_property
+    def _any(self) -> Any:
+        return with_refused(self.schema)
+
+    @cached_property
     def _schema(self) -> Any:
-        return self._known if self._strict else self.schema
+        return self._known if self._strict else self._any
 
     @cached_property
     def _decode(self) -> Callable[[bytes], T]:
@@ -152,10 +157,6 @@ class BodyDecoder(Generic[T]):
     @cached_property
     def _decode_known(self) -> Callable[[bytes], T]:
         return msgspec.json.Decoder(self._known).decode
-
-    @cached_property
-    def _refused(self) -> list[str]:
-        return refused_fields(self.schema)
 
     @cached_property
     def _type(self) -> msgspec.inspect.Type:

@@ -9,7 +9,7 @@ import msgspec
 from starlette.types import Scope
 
 from ...http.errors import APIError, bad_request, echo, wrong
-from ..schema.refused import refused_fields, verify_supported
+from ..schema.refused import refused_fields, verify_supported, with_refused
 from .body import Body
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -120,9 +120,9 @@ class FormDecoder(Generic[T]):
     """Converts the values of forms to a schema. With `strict`, unknown fields are refused."""
 
     def __init__(self, schema: type[T], strict: bool) -> None:
-        self._schema = schema
+        self._schema = with_refused(schema)
         self._strict = strict
-        fields = msgspec.structs.fields(schema)
+        fields = msgspec.structs.fields(self._schema)
         self._names = {field.encode_name for field in fields}
         self._refused = refused_fields(schema)
         self._lists = {field.encode_name for field in fields if "list" in str(field.type)}

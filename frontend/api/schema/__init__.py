@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, TypeAlias
+from typing import Annotated, Any, ClassVar, Final, TypeAlias
 
 import msgspec
 
@@ -135,37 +135,15 @@ class GenerationRequest(CommonFields, kw_only=True):
     guided_decoding_backend: str | None = None
 
     # Rejected (see `refused.py`), because an answer that ignores them would be wrong.
-    logits_processors: Any = None
-    vllm_xargs: Any = None
-    mm_processor_kwargs: Any = None
-    lora_path: Any = None
-    custom_logit_processor: Any = None
-    dry_multiplier: Any = None
-    mirostat: Any = None
-    xtc_probability: Any = None
-    top_n_sigma: Any = None
-    dynatemp_range: Any = None
-    samplers: Any = None
-    suffix: Any = None
-    prompt_embeds: Any = None
-    early_stopping: Any = None
-    return_weight_versions: Any = None
-    return_cached_tokens_details: Any = None
-    return_spec_tokens_details: Any = None
-    images_config: Any = None
-    watermark: Any = None
-    watermarking: Any = None
-    media_io_kwargs: Any = None
-    ec_transfer_params: Any = None
-    return_hidden_states: Any = None
-    return_routed_experts: Any = None
-    custom_params: Any = None
-    session_params: Any = None
-    routed_experts_start_len: Any = None
-    bootstrap_host: Any = None
-    bootstrap_port: Any = None
-    bootstrap_room: Any = None
-    disagg_prefill_dp_rank: Any = None
+    rejected: ClassVar[str] = (
+        "logits_processors vllm_xargs mm_processor_kwargs lora_path custom_logit_processor "
+        "dry_multiplier mirostat xtc_probability top_n_sigma dynatemp_range samplers suffix "
+        "prompt_embeds early_stopping return_weight_versions return_cached_tokens_details "
+        "return_spec_tokens_details images_config watermark watermarking media_io_kwargs "
+        "ec_transfer_params return_hidden_states return_routed_experts custom_params "
+        "session_params routed_experts_start_len bootstrap_host bootstrap_port bootstrap_room "
+        "disagg_prefill_dp_rank"
+    )
 
     def __post_init__(self) -> None:
         for name, aliases in ALIASES.items():
@@ -204,7 +182,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     echo: bool | None = None
     logprobs: Int | None = None
 
-    thinking_token_budget: Any = None
+    rejected: ClassVar[str] = "thinking_token_budget"
 
 
 class ChatCompletionRequest(GenerationRequest, kw_only=True):
@@ -245,22 +223,13 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     # SGLang's name of `prompt_token_ids`.
     input_ids: list[Int] | None = None
 
-    chat_template: Any = None
-    audio: Any = None
-    web_search_options: Any = None
-    return_prompt_token_ids: Any = None
-    return_meta_info: Any = None
-    return_input_ids_in_sglext: Any = None
-    return_output_ids_in_sglext: Any = None
-    return_sampling_mask: Any = None
-    sampling_logprobs_mode: Any = None
-    return_flat_raw_output_top_logprobs: Any = None
-    return_flat_raw_top_logprobs_b64: Any = None
-    max_dynamic_patch: Any = None
-    min_dynamic_patch: Any = None
-    use_audio_in_video: Any = None
-    video_config: Any = None
-    task: Any = None
+    rejected: ClassVar[str] = (
+        "chat_template audio web_search_options return_prompt_token_ids return_meta_info "
+        "return_input_ids_in_sglext return_output_ids_in_sglext return_sampling_mask "
+        "sampling_logprobs_mode return_flat_raw_output_top_logprobs "
+        "return_flat_raw_top_logprobs_b64 max_dynamic_patch min_dynamic_patch "
+        "use_audio_in_video video_config task"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -305,8 +274,7 @@ class PoolingFields(msgspec.Struct, kw_only=True):
     metadata: dict[str, Any] | None = None
 
     # Rejected, because an answer that ignores them would be wrong.
-    padding: Any = None
-    mm_processor_kwargs: Any = None
+    rejected: ClassVar[str] = "padding mm_processor_kwargs"
 
 
 class InputFields(PoolingFields, kw_only=True):
@@ -319,8 +287,7 @@ class InputFields(PoolingFields, kw_only=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    chat_template: Any = None
-    media_io_kwargs: Any = None
+    rejected: ClassVar[str] = "chat_template media_io_kwargs"
 
 
 class EmbeddingRequest(InputFields, kw_only=True):
@@ -335,9 +302,7 @@ class EmbeddingRequest(InputFields, kw_only=True):
     # vLLM's name of `normalize`, and of the activation of class probabilities.
     use_activation: bool | None = None
 
-    lora_path: Any = None
-    embed_overrides: Any = None
-    late_chunking_params: Any = None
+    rejected: ClassVar[str] = "lora_path embed_overrides late_chunking_params"
 
     # The name of one of the model's prompts, whose text is put before every input.
     prompt_name: str | None = None
@@ -417,9 +382,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     reasoning_effort: str | None = None
     thinking: dict[str, Any] | None = None
 
-    chat_template: Any = None
-    mm_processor_kwargs: Any = None
-    media_io_kwargs: Any = None
+    rejected: ClassVar[str] = "chat_template mm_processor_kwargs media_io_kwargs"
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -34,13 +34,10 @@ class MessagesRequest(msgspec.Struct, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
     # Rejected, because an answer that ignores them would be wrong.
-    mcp_servers: Any = None
-    container: Any = None
-    compaction: Any = None
-    kv_transfer_params: Any = None
-    ec_transfer_params: Any = None
-    vllm_xargs: Any = None
-    watermarking: Any = None
+    rejected: ClassVar[str] = (
+        "mcp_servers container compaction kv_transfer_params ec_transfer_params vllm_xargs "
+        "watermarking"
+    )
     thread: dict[str, Any] | None = None
 
     # Accepted because clients send them; they have no effect.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import ClassVar
 
 from . import Int, SamplingFields
 
@@ -29,12 +29,9 @@ class TranslationRequest(SamplingFields, kw_only=True):
     to_language: str | None = None
 
     # Rejected, because an answer that ignores them would be wrong.
-    use_beam_search: Any = None
-    n: Any = None
-    length_penalty: Any = None
-    include_stop_str_in_output: Any = None
-    vllm_xargs: Any = None
-    watermarking: Any = None
+    rejected: ClassVar[str] = (
+        "use_beam_search n length_penalty include_stop_str_in_output vllm_xargs watermarking"
+    )
 
 
 class TranscriptionRequest(TranslationRequest, kw_only=True):
@@ -49,5 +46,4 @@ class TranscriptionRequest(TranslationRequest, kw_only=True):
     chunking_strategy: str | dict[str, str] | None = None
 
     # Rejected, because an answer that ignores them would be wrong.
-    known_speaker_names: Any = None
-    known_speaker_references: Any = None
+    rejected: ClassVar[str] = "known_speaker_names known_speaker_references"

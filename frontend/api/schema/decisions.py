@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -52,4 +52,4 @@ class DecisionRequest(msgspec.Struct, kw_only=True):
     prompt_cache_options: dict[str, Any] | None = None
 
     # Rejected, because only diffusion models can answer questions jointly.
-    joint: Any = None
+    rejected: ClassVar[str] = "joint"

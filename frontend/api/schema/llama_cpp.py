@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -77,11 +77,7 @@ class LlamaFields(msgspec.Struct, kw_only=True):
     dry_sequence_breakers: list[str] | None = None
 
     # Rejected, because an answer that ignores them would be wrong.
-    dry_multiplier: Any = None
-    mirostat: Any = None
-    xtc_probability: Any = None
-    top_n_sigma: Any = None
-    dynatemp_range: Any = None
+    rejected: ClassVar[str] = "dry_multiplier mirostat xtc_probability top_n_sigma dynatemp_range"
 
 
 class LlamaCompletionRequest(LlamaFields, kw_only=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -27,7 +27,7 @@ class OllamaFields(msgspec.Struct, kw_only=True):
     shift: bool | None = None
 
     # Rejected, because an answer that ignores it would be wrong.
-    _debug_render_only: Any = None
+    rejected: ClassVar[str] = "_debug_render_only"
 
 
 class OllamaChatRequest(OllamaFields, kw_only=True):
@@ -76,8 +76,7 @@ class OllamaModelRequest(msgspec.Struct, kw_only=True):
     options: dict[str, Any] | None = None
 
     # Rejected, because the description would not show them.
-    system: Any = None
-    template: Any = None
+    rejected: ClassVar[str] = "system template"
 
 
 class OllamaCopyRequest(msgspec.Struct, kw_only=True):

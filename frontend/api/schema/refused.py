@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from inspect import get_annotations
-from typing import Any, Final
+from typing import Any, Final, TypeVar, cast
 
 import msgspec
 
 from ...http.errors import bad_request, echo
+
+T = TypeVar("T", bound=msgspec.Struct)
 
 _NOT_SUPPORTED = "is not supported; leave it out"
 _MEDIA = "is not supported; send media to /v1/chat/completions"
@@ -138,10 +139,17 @@ WITHOUT_EFFECT: Final = ("metadata", "prompt_cache_options", "moderation")
 
 
 def refused_fields(schema: type[msgspec.Struct]) -> list[str]:
-    """Return the fields that the schema rejects. Such a field has type Any; `echo` is valid in one schema only."""
-    types = {k: v for each in reversed(schema.__mro__) for k, v in get_annotations(each).items()}
-    # Evaluating the annotations of a large schema takes milliseconds.
-    return [name for name in REFUSED if types.get(name) in ("Any", Any)]
+    """Return the fields that the schema rejects: those that it or a base names in `rejected`, and none accepts."""
+    found = [name for each in schema.__mro__ for name in vars(each).get("rejected", "").split()]
+    return [name for name in dict.fromkeys(found) if name not in schema.__struct_fields__]
+
+
+def with_refused(schema: type[T]) -> type[T]:
+    """Return the schema with its rejected fields, which may have any value until `verify_supported`."""
+    fields = [(name, Any, None) for name in refused_fields(schema)]
+    own = {"__doc__": schema.__doc__}
+    found = msgspec.defstruct(schema.__name__, fields, bases=(schema,), namespace=own, kw_only=True)
+    return cast(type[T], found)
 
 
 def verify_supported(request: msgspec.Struct, names: Iterable[str], where: str = "") -> None:

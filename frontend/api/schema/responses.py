@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -25,7 +25,7 @@ class ResponseFields(msgspec.Struct, kw_only=True):
     truncation: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    prompt: Any = None
+    rejected: ClassVar[str] = "prompt"
 
     # Accepted because clients send them; they have no effect.
     access_programs: dict[str, Any] | None = None
@@ -92,22 +92,12 @@ class ResponsesRequest(ResponseFields, kw_only=True):
     routed_dp_rank: Int | None = None
 
     # Rejected, because an answer that ignores them would be wrong.
-    context_management: Any = None
-    mm_processor_kwargs: Any = None
-    vllm_xargs: Any = None
-    previous_response: Any = None
-    previous_input_messages: Any = None
-    enable_response_messages: Any = None
-    extra_key: Any = None
-    include_reasoning: Any = None
-    kv_transfer_params: Any = None
-    ec_transfer_params: Any = None
-    media_io_kwargs: Any = None
-    watermarking: Any = None
-    bootstrap_host: Any = None
-    bootstrap_port: Any = None
-    bootstrap_room: Any = None
-    disagg_prefill_dp_rank: Any = None
+    rejected: ClassVar[str] = (
+        "context_management mm_processor_kwargs vllm_xargs previous_response "
+        "previous_input_messages enable_response_messages extra_key include_reasoning "
+        "kv_transfer_params ec_transfer_params media_io_kwargs watermarking bootstrap_host "
+        "bootstrap_port bootstrap_room disagg_prefill_dp_rank"
+    )
 
     # Accepted because clients send them; they have no effect.
     background_options: dict[str, Any] | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -86,43 +86,18 @@ class SglangGenerateRequest(msgspec.Struct, kw_only=True):
     received_time: float | None = None
 
     # Rejected, because an answer that ignores them would be wrong.
-    input_embeds: Any = None
-    image_data: Any = None
-    video_data: Any = None
-    audio_data: Any = None
-    return_hidden_states: Any = None
-    return_routed_experts: Any = None
-    return_entropy: Any = None
-    session_params: Any = None
-    custom_logit_processor: Any = None
-    watermark: Any = None
-    max_thinking_tokens: Any = None
-    return_sampling_mask: Any = None
-    sampling_logprobs_mode: Any = None
-    return_flat_raw_top_logprobs: Any = None
-    return_flat_raw_output_top_logprobs: Any = None
-    return_flat_raw_top_logprobs_b64: Any = None
-    routed_experts_start_len: Any = None
-    return_indexer_topk: Any = None
-    positional_embed_overrides: Any = None
-    multi_item_delimiter_indices: Any = None
-    token_indices_to_pool: Any = None
-    mm_hashes: Any = None
-    mm_content_hashes: Any = None
-    mm_processor_kwargs: Any = None
-    use_audio_in_video: Any = None
-    video_config: Any = None
-    images_config: Any = None
-    max_dynamic_patch: Any = None
-    min_dynamic_patch: Any = None
-    image_max_dynamic_patch: Any = None
-    video_max_dynamic_patch: Any = None
-    bootstrap_host: Any = None
-    bootstrap_port: Any = None
-    bootstrap_room: Any = None
-    bootstrap_pair_key: Any = None
-    decode_tp_size: Any = None
-    disagg_prefill_dp_rank: Any = None
+    rejected: ClassVar[str] = (
+        "input_embeds image_data video_data audio_data return_hidden_states "
+        "return_routed_experts return_entropy session_params custom_logit_processor watermark "
+        "max_thinking_tokens return_sampling_mask sampling_logprobs_mode "
+        "return_flat_raw_top_logprobs return_flat_raw_output_top_logprobs "
+        "return_flat_raw_top_logprobs_b64 routed_experts_start_len return_indexer_topk "
+        "positional_embed_overrides multi_item_delimiter_indices token_indices_to_pool "
+        "mm_hashes mm_content_hashes mm_processor_kwargs use_audio_in_video video_config "
+        "images_config max_dynamic_patch min_dynamic_patch image_max_dynamic_patch "
+        "video_max_dynamic_patch bootstrap_host bootstrap_port bootstrap_room "
+        "bootstrap_pair_key decode_tp_size disagg_prefill_dp_rank"
+    )
 
 
 class SglangAbortRequest(msgspec.Struct, kw_only=True):
@@ -151,12 +126,9 @@ class SglangEncodeRequest(msgspec.Struct, kw_only=True):
     routing_key: str | None = None
 
     # Rejected, because an answer that ignores them would be wrong.
-    input_embeds: Any = None
-    image_data: Any = None
-    video_data: Any = None
-    audio_data: Any = None
-    embed_overrides: Any = None
-    positional_embed_overrides: Any = None
+    rejected: ClassVar[str] = (
+        "input_embeds image_data video_data audio_data embed_overrides positional_embed_overrides"
+    )
 
 
 class SglangCallsRequest(msgspec.Struct, kw_only=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import ClassVar
 
 import msgspec
 
@@ -34,8 +34,7 @@ class GenerativeScoringRequest(msgspec.Struct, kw_only=True):
     request_id: str | None = None
 
     # Rejected, because an answer that ignores them would be wrong.
-    query_embed_overrides: Any = None
-    item_embed_overrides: Any = None
-    return_token_logprobs: Any = None
-    return_pooled_hidden_states: Any = None
-    score_extraction_token: Any = None
+    rejected: ClassVar[str] = (
+        "query_embed_overrides item_embed_overrides return_token_logprobs "
+        "return_pooled_hidden_states score_extraction_token"
+    )

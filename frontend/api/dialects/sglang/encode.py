@@ -16,10 +16,7 @@ from ...bodies.intake import Intake, reads
 from ...logprobs import Json
 from ...routes.embeddings import Embeddings
 from ...schema import EmbeddingRequest
-from ...schema.refused import refused_fields, verify_supported
 from ...schema.sglang import SglangEncodeRequest
-
-_REFUSED = refused_fields(SglangEncodeRequest)
 
 
 class SglangEncode:
@@ -32,7 +29,6 @@ class SglangEncode:
     @reads(SglangEncodeRequest)
     async def encode(self, http: Request, body: SglangEncodeRequest, size: int) -> Response:
         """Return the embedding of a text, or a list with that of each text."""
-        verify_supported(body, _REFUSED)
         if (body.text is None) == (body.input_ids is None):
             raise bad_request("text", "is required, or input_ids instead of it")
         inputs: Any = body.input_ids if body.text is None else body.text

@@ -12,7 +12,7 @@ import msgspec
 from ....http.errors import bad_request, wrong
 from ...logprobs import Json
 from ...schema import UNLIMITED, CompletionRequest
-from ...schema.refused import refused_fields, verify_supported
+from ...schema.refused import verify_supported
 from ...schema.sglang import PlainSampling, SglangGenerateRequest, SglangSampling
 
 DEFAULT_MAX_TOKENS: Final = 128
@@ -31,7 +31,7 @@ _NAMES: Final = {
 }
 """Field of a completion request -> the sampling parameter of SGLang that sets it."""
 
-_REFUSED_PARAMS: Final = refused_fields(SglangSampling)
+_REFUSED_PARAMS: Final = ("custom_params", "beam_width", "watermark")
 
 
 class SglangPrompt(CompletionRequest, kw_only=True):
