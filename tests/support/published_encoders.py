@@ -41,6 +41,16 @@ class _Gated(nn.Module):
         return F.gelu(gate) * up
 
 
+class _GatedLast(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_gated_layer = nn.Linear(48, 160, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        up, gate = self.up_gated_layer(x).chunk(2, -1)
+        return F.gelu(gate) * up
+
+
 class _Mlp(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -83,6 +93,24 @@ def _as_jina2(reference: Any) -> None:
     reference.register_forward_pre_hook(add_mask, with_kwargs=True)
 
 
+def _as_jina2_code(reference: Any) -> None:
+    """Give a Jina v2 norms of queries and keys, and another norm of attention's output."""
+    _as_jina2(reference)
+
+    def add_input(module: Any, args: tuple[Any, ...], output: Tensor) -> Any:
+        return module.layer_norm_1(output + args[1])
+
+    for layer in reference.encoder.layer:
+        layer.intermediate = _GatedLast()
+        attention = layer.attention.self
+        attention.query, attention.key = (
+            nn.Sequential(each, nn.LayerNorm(48, eps=1e-5))
+            for each in (attention.query, attention.key)
+        )
+        layer.attention.output.layer_norm_1 = nn.LayerNorm(48, eps=1e-5)
+        layer.attention.output.register_forward_hook(add_input)
+
+
 def _as_nomic2(reference: Any) -> None:
     """Give a NomicBERT MLPs without gates, and experts in every second layer."""
     for index, layer in enumerate(reference.layers):
@@ -112,24 +140,51 @@ class _Encoder(NamedTuple):
     change: Callable[[Tensors], Tensors]
 
 
+_JINA2: dict[str, Any] = {
+    "architectures": ["JinaBertForMaskedLM"],
+    "model_type": "bert",
+    "position_embedding_type": "alibi",
+    "feed_forward_type": "geglu",
+    "hidden_act": "gelu",
+    "type_vocab_size": 2,
+}
+
+
+def _jina2_tensors(tensors: Tensors) -> Tensors:
+    return {k: v for k, v in tensors.items() if not re.search("position|pooler", k)}
+
+
 PUBLISHED_ENCODERS = {
     "jina-bert-v2": _Encoder(
         "Bert",
         _as_jina2,
-        {
-            "architectures": ["JinaBertForMaskedLM"],
-            "model_type": "bert",
-            "position_embedding_type": "alibi",
-            "feed_forward_type": "geglu",
-            "hidden_act": "gelu",
-            "type_vocab_size": 2,
-        },
+        _JINA2,
         (
             (r"intermediate\.gated", "mlp.gated"),
             (r"(layer\.\d+)\.output\.dense", r"\1.mlp.wo"),
             (r"(layer\.\d+)\.output\.LayerNorm", r"\1.mlp.layernorm"),
         ),
-        lambda tensors: {k: v for k, v in tensors.items() if not re.search("position|pooler", k)},
+        _jina2_tensors,
+    ),
+    "jina-bert-v2-code": _Encoder(
+        "Bert",
+        _as_jina2_code,
+        _JINA2
+        | {
+            "auto_map": {
+                "AutoModel": "jinaai/jina-bert-v2-qk-post-norm--modeling_bert.JinaBertModel"
+            }
+        },
+        (
+            (r"intermediate\.up_gated", "mlp.up_gated"),
+            (r"(query|key)\.0", r"\1"),
+            (r"query\.1", "layer_norm_q"),
+            (r"key\.1", "layer_norm_k"),
+            (r"attention\.output\.layer_norm_1", "layer_norm_1"),
+            (r"(layer\.\d+)\.output\.dense", r"\1.mlp.down_layer"),
+            (r"(layer\.\d+)\.output\.LayerNorm", r"\1.layer_norm_2"),
+        ),
+        _jina2_tensors,
     ),
     "nomic-bert-moe": _Encoder(
         "NomicBert",
@@ -195,6 +250,7 @@ def write_encoder(directory: Path, architecture: str, *, splits_gates: bool = Fa
     If `splits_gates`, the gates of Jina v2 are apart, as in files of earlier converters.
     """
     path = directory / "model.gguf"
+    architecture = architecture.removesuffix("-code")
     writer = GGUFWriter(path, architecture)
     writer.add_context_length(256)
     writer.add_embedding_length(48)
@@ -224,8 +280,9 @@ def write_encoder(directory: Path, architecture: str, *, splits_gates: bool = Fa
             continue
         found = names.get_name(name, (".weight", ".bias"))
         assert found is not None, name
-        if splits_gates and ".gated_layers." in name:
-            for part, rows in zip(("gate", "up"), weight.chunk(2), strict=True):
+        if splits_gates and "gated_layer" in name:
+            order = ("up", "gate") if "up_gated_layer" in name else ("gate", "up")
+            for part, rows in zip(order, weight.chunk(2), strict=True):
                 writer.add_tensor(found.replace("ffn_up", f"ffn_{part}"), rows.numpy())
             continue
         writer.add_tensor(found, weight.numpy())

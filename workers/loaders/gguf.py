@@ -106,6 +106,14 @@ def _activation_parameters(gguf: GGUFFile) -> dict[str, torch.Tensor]:
     return parameters
 
 
+def _jina2_names(gguf: GGUFFile) -> str:
+    """Return the architecture whose names the file of a Jina v2 has. Old files have separate matrices of gates."""
+    is_split = "blk.0.ffn_gate.weight" in gguf.tensors
+    if "blk.0.attn_norm_2.weight" in gguf.tensors:
+        return "jina-bert-v2-code-split" if is_split else "jina-bert-v2-code"
+    return "bert" if is_split else "jina-bert-v2"
+
+
 class GGUFCheckpoint(Checkpoint):
     """A GGUF file. Quantized tensors are dequantized when they are read, unless `quantized` is called."""
 
@@ -114,8 +122,8 @@ class GGUFCheckpoint(Checkpoint):
         super().__init__(path, ConfigFields(gguf_to_hf_config(self._gguf), path))
         self._architecture: str = self._gguf.metadata["general.architecture"]
         named_as = "bamba" if self.config["model_type"] == "bamba" else self._architecture
-        if named_as == "jina-bert-v2" and "blk.0.ffn_gate.weight" in self._gguf.tensors:
-            named_as = "bert"
+        if named_as == "jina-bert-v2":
+            named_as = _jina2_names(self._gguf)
         unused = (_UNUSED, _UNIT_NORMS.get(self._architecture, _UNUSED))
         self._tensors: dict[str, GGUFTensor] = {}
         self._scalars = _activation_parameters(self._gguf)

@@ -95,6 +95,10 @@ _BERT_MODULES = _LAYER_MODULES | {
     "attn_output_norm": "attention_norm",
     "layer_output_norm": "mlp_norm",
 }
+_JINA_CODE_MODULES = _BERT_MODULES | {
+    "attn_output_norm": "attention_sum_norm",
+    "attn_norm_2": "attention_norm",
+}
 _LFM2_MODULES = _LAYER_MODULES | {"attn_norm": "operator_norm", "ffn_norm": "ffn_norm"}
 _NEMOTRON_H_MODULES = _LAYER_MODULES | {"attn_norm": "norm"}
 _MAMBA1_MODULES = _LAYER_MODULES | {
@@ -164,6 +168,8 @@ _LAYER_MODULES_OF_ARCHITECTURE = {
     "bitnet": _BITNET_MODULES,
     "bitnet-b1.58": _BITNET_MODULES,
     "jina-bert-v2": _BERT_MODULES | {"ffn_up": "mlp.gate_up_proj"},
+    "jina-bert-v2-code": _JINA_CODE_MODULES | {"ffn_up": "mlp.up_gate_proj"},
+    "jina-bert-v2-code-split": _JINA_CODE_MODULES,
     "jina-bert-v3": _BERT_MODULES,
     "modern-bert": _LAYER_MODULES
     | {
@@ -265,7 +271,7 @@ _LAYER_TENSOR_OF_T5 = re.compile(r"(enc|dec)\.blk\.(\d+)\.(\w+)\.weight")
 def hf_name(name: str, architecture: str) -> str | None:
     """Return the name of a tensor, with "{part}" for one that stacks several; None if it is unknown.
 
-    The architecture is that of the file, "bamba", or "bert" for a Jina v2 whose gates have their own matrices.
+    The architecture is that of the file, or what `GGUFCheckpoint` calls files that have other names.
     """
     if architecture in ("t5", "t5encoder"):
         return _t5_name(name)

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from ..attention import AttentionBackend, AttentionLayer
 from ..layers.layer_spec import LayerSpec
-from ..layers.layers import HeadBound, HeadLayerNorm, HeadNorm, RMSNorm
+from ..layers.layers import HeadBound, HeadLayerNorm, HeadNorm, LayerNorm, RMSNorm
 from ..layers.parallel.shard import ModelShard
 from ..layers.parallel.tensor_parallel import elements
 from ..layers.rope import QueryScaling, RotaryTables, apply_rotary
@@ -452,6 +452,16 @@ def _read_each_head(
     return all_HK[heads.start : heads.stop]
 
 
+def read_full_norm(spec: ModelSpec, weights: WeightReader, prefix: str, num_heads: int) -> RMSNorm:
+    """Return the norm of the elements of all heads."""
+    size = num_heads * spec.head_dim
+    weight_E = weights.read_vector(f"{prefix}weight", size) + spec.norm_weight_offset
+    if spec.norm_kind == "rms":
+        return RMSNorm(weight_E, spec.norm_eps)
+    bias_E = weights.read_vector(f"{prefix}bias", size) if spec.qk_norm_bias else None
+    return LayerNorm(weight_E, spec.norm_eps, bias_E)
+
+
 class FullNorm:
     """Norms over all query heads together, and over all key heads together, across ranks."""
 
@@ -462,11 +472,7 @@ class FullNorm:
         self._spec = spec
         self._num_heads = (len(shard.heads(spec)), len(shard.kv_heads(spec)))
         self._q_norm, self._k_norm = (
-            RMSNorm(
-                weights.read_vector(f"{prefix}{name}.weight", heads * spec.head_dim)
-                + spec.norm_weight_offset,
-                spec.norm_eps,
-            )
+            read_full_norm(spec, weights, f"{prefix}{name}.", heads)
             for name, heads in (("q_norm", spec.num_heads), ("k_norm", spec.num_kv_heads))
         )
 

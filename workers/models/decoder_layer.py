@@ -88,6 +88,7 @@ class DecoderLayer:
                 None if is_shared or self._mixer is not None else consumer,
             )
             self._attention_output_norm = norm(norms.attention_output)
+            self._attention_sum_norm = norm(norms.attention_sum)
         self._attention_gate: ResidualGate | ResidualScale | None = None
         self._mlp_gate: ResidualGate | ResidualScale | None = None
         if spec.has_residual_scales:

@@ -74,7 +74,7 @@ _BAILING = (
 _SCHEMES: dict[PreTokenizer, str] = {
     _PLAIN_GPT2: (
         "gpt-2 phi-2 mpt olmo jais gigachat a.x-4.0 mellum exaone4 trillion granite-docling "
-        "modern-bert"
+        "modern-bert roberta-bpe jina-v2-code jina-v2-de jina-v2-es"
     ),
     _DIGITS_THEN_GPT2: "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2",
     _LLAMA3_LIKE: "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2",

@@ -29,11 +29,9 @@ def _pooling(default: int) -> Rule:
 
 
 def _jina2(fields: ModelFields) -> dict[str, Any]:
-    """Refuse the Jina v2 for code, whose layers have more norms."""
+    """Return the name of the published code for a Jina v2 for code, whose layers have three norms."""
     if fields.has_tensor("blk.0.attn_norm_2.weight"):
-        raise fields.error(
-            "the layers must have two norms, got three, as in Jina v2 for code; use another model"
-        )
+        return {"_name_or_path": "jinaai/jina-bert-v2-qk-post-norm"}
     return {}
 
 

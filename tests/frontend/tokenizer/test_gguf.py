@@ -311,6 +311,7 @@ def byte_level_file(path: Path, **extra) -> Path:
         ("llama-bpe", "12345 don't", ["123", "45", " don", "'t"]),
         ("qwen2", "12345 don't", ["1", "2", "3", "4", "5", " don", "'t"]),
         ("gpt-2", "12345 don't", ["12345", " don", "'t"]),
+        ("jina-v2-code", "12345 don't", ["12345", " don", "'t"]),
         ("smollm", "a12 b", ["a", "1", "2", " b"]),
         ("gpt-4o", "HelloWorld don't 1234", ["Hello", "World", " don't", " ", "123", "4"]),
         ("tekken", "HelloWorld 12", ["Hello", "World", " ", "1", "2"]),

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from ...layers.layer_spec import LayerSpec
-from ...layers.layers import HeadLayerNorm
+from ...layers.layers import HeadLayerNorm, LayerNorm
 from ...layers.parallel.tensor_parallel import elements
 from ...layers.rope import QueryScaling, RopeSpec
 from ...layers.spec import ModelSpec
@@ -22,6 +22,7 @@ from ...models.attention import (
     head_norm,
     head_norm_eps,
     qkv_rows,
+    read_full_norm,
 )
 from ...models.cross_attention import cross_rows
 from ...models.indexers.blocks import block_index_rows, mean_index_rows
@@ -51,6 +52,7 @@ class QKNorm(IntEnum):
     FULL = 2
     EACH_HEAD = 3
     BOUNDED = 4
+    FULL_LAYER = 5
 
 
 class AttentionMatrices(msgspec.Struct, frozen=True):
@@ -144,7 +146,13 @@ class AttentionRecorder:
         if convolutions is not None:
             convolutions.convolve_projection(matrices.first_tap)
             target = BLOCK
-        self.attend(index, prefix, layer, matrices, norms.attention_output, target)
+        if norms.attention_sum is None:
+            self.attend(index, prefix, layer, matrices, norms.attention_output, target)
+        else:
+            self.attend(index, prefix, layer, matrices, None, BLOCK)
+            self._blocks.add_normed_sum(f"{prefix}{norms.attention_sum}")
+            assert norms.attention_output is not None
+            self._blocks.add_normed(f"{prefix}{norms.attention_output}", 1.0)
         if convolutions is not None:
             convolutions.finish_attention()
 
@@ -405,9 +413,14 @@ class AttentionRecorder:
             )
             norms = []
             for name, (count, own) in zip(("q_norm", "k_norm"), heads, strict=True):
-                weight = self._blocks.norm(f"{prefix}{name}", count * spec.head_dim)
-                norms.append(weight[own.start * spec.head_dim : own.stop * spec.head_dim].copy())
-            return QKNorm.FULL, [*norms]
+                full_norm = read_full_norm(spec, self._weights, f"{prefix}{name}.", count)
+                vectors = [full_norm.weight]
+                if isinstance(full_norm, LayerNorm):
+                    no_bias = full_norm.weight.new_zeros(len(full_norm.weight))
+                    vectors.append(no_bias if full_norm.bias is None else full_norm.bias)
+                part = elements(own, spec.head_dim)
+                norms.append(np.concatenate([x[part.start : part.stop].numpy() for x in vectors]))
+            return QKNorm.FULL_LAYER if spec.norm_kind == "layer" else QKNorm.FULL, [*norms]
         if spec.qk_norm == "head" and spec.norm_kind == "rms" and spec.rope_order == "half":
             query_norm = self._blocks.norm(f"{prefix}q_norm", spec.head_dim)
             if layer.kv_source is not None:

@@ -360,6 +360,13 @@ class BlockRecorder:
             "gated_norm_add", vectors=[*scaled, gate.stream_D.numpy()], eps=eps
         )
 
+    def add_normed_sum(self, name: str) -> None:
+        """Record the addition of the norm called `name` of stream and block to the stream."""
+        vectors, eps = self.hidden_norm(name), self.spec.hidden_norm_eps(name)
+        self.program.add_op("norm_add", scale=1.0)
+        self.program.add_op("add_normed", vectors=vectors, eps=eps)
+        self.program.add_op("norm_add", scale=-1.0)
+
     def add_scaled(self, name: str) -> None:
         """Record the addition of a block's output to the stream, both times the factors called `name`."""
         scale = ResidualScale(self.spec, self.weights, name)

@@ -65,6 +65,7 @@ def model_shape(
         spec.norm_groups,
         not spec.is_causal,
         spec.is_parallel
+        or spec.norms.attention_sum is not None
         or any(
             x.shared_block or (x.experts and (x.experts.has_own_norms or x.experts.num_identities))
             for x in spec.layers

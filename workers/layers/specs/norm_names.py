@@ -12,3 +12,7 @@ class NormNames(msgspec.Struct, frozen=True):
     mlp_output: str | None = None
     cross_input: str | None = None
     cross_output: str | None = None
+    attention_sum: str | None = None
+    """The norm of the sum of attention's input and output, which replaces the output. Only where norms are applied to
+    the stream.
+    """

@@ -19,6 +19,8 @@ class NormedStreamLayer(DecoderLayer):
         """Update the stream `x_TD` in place. Nothing is left to be added, so the result is None."""
         assert block_TD is None and self._mlp is not None
         block_TD = self._mixed(x_TD, step)
+        if self._attention_sum_norm is not None:
+            block_TD = self._attention_sum_norm(block_TD + x_TD)
         self._add_and_norm(x_TD, block_TD, self._attention_output_norm)
         if self.cross is not None:
             block_TD = self.cross.forward(x_TD, *step.caches[-1])

@@ -267,9 +267,9 @@ enum class LinearTarget : int32_t {
   shortcut = 8
 };
 // Norms of queries and of keys: of each head, by vectors[0] for queries and vectors[1] for keys; of all heads together,
-// by the same; or of each head by a row of vectors[0], and of vectors[1] if there are biases, queries before keys.
-// `bounded` limits the norm of each head, after queries are multiplied by vectors[0]; see RelativeBiases.
-enum class QKNorm : int32_t { none = 0, head = 1, full = 2, each_head = 3, bounded = 4 };
+// by the same, with biases behind the weights of a layer norm; or of each head by a row of vectors[0], and of
+// vectors[1] if there are biases, queries before keys. `bounded` limits each head's norm, after queries * vectors[0].
+enum class QKNorm : int32_t { none = 0, head = 1, full = 2, each_head = 3, bounded = 4, full_layer = 5 };
 
 constexpr int kMaxParts = 3;
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from msgspec.structs import replace
+
 from .....protocol.checkpoint.config_fields import ConfigFields
 from .....protocol.checkpoint.sparse import BGE_M3
 from ....layers.spec import ModelSpec
@@ -37,6 +39,15 @@ _JINA2_NAMES = (
     (r"\.mlp\.gated_layers\.", ".mlp.gate_up_proj."),
     (r"\.mlp\.wo\.", ".mlp.down_proj."),
     (r"\.mlp\.layernorm\.", ".mlp_norm."),
+    *_BERT_NAMES,
+)
+_JINA2_CODE_NAMES = (
+    (r"\.mlp\.up_gated_layer\.", ".mlp.up_gate_proj."),
+    (r"\.mlp\.down_layer\.", ".mlp.down_proj."),
+    (r"\.attention\.self\.layer_norm_([qk])\.", r".self_attn.\1_norm."),
+    (r"\.attention\.output\.LayerNorm\.", ".attention_sum_norm."),
+    (r"\.layer_norm_1\.", ".attention_norm."),
+    (r"\.layer_norm_2\.", ".mlp_norm."),
     *_BERT_NAMES,
 )
 _MPNET_NAMES = (
@@ -158,7 +169,7 @@ def _jina2(fields: ConfigFields) -> ModelSpec:
     fields = fields.with_values({"position_embedding_type": None}).with_defaults(
         hidden_act="gelu", rms_norm_eps=1e-12, max_position_embeddings=8192
     )
-    return _encoder_spec(
+    spec = _encoder_spec(
         fields,
         alibi_slopes=alibi_slopes(fields),
         num_token_types=fields.integer("type_vocab_size", 2),
@@ -166,6 +177,16 @@ def _jina2(fields: ConfigFields) -> ModelSpec:
         mlp_bias=False,
         mlp_output_bias=True,
         tensor_names=_JINA2_NAMES,
+    )
+    # Only the name of the published code says that a Jina v2 is for code, whose layers have more norms.
+    if "qk-post-norm" not in f"{fields.get('auto_map')} {fields.get('_name_or_path')}":
+        return spec
+    return replace(
+        spec,
+        norms=replace(spec.norms, attention_sum="attention_sum_norm"),
+        qk_norm="full",
+        qk_norm_bias=True,
+        tensor_names=_JINA2_CODE_NAMES,
     )
 
 

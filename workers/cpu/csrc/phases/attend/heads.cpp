@@ -42,8 +42,10 @@ void Heads::norm_queries_and_keys(const Op& op, float* qk, int row) const {
 }
 
 void Heads::norm_equal(const Op& op, float* heads, int num_heads, const float* weight) const {
-  const int head_dim = op.head_dim;
-  if (op.qk_norm == QKNorm::full) return model_.rows.rms_norm(heads, weight, op.eps, num_heads * head_dim, heads);
+  const int head_dim = op.head_dim, size = num_heads * head_dim;
+  if (op.qk_norm == QKNorm::full) return model_.rows.rms_norm(heads, weight, op.eps, size, heads);
+  if (op.qk_norm == QKNorm::full_layer)
+    return model_.rows.layer_norm(heads, weight, weight + size, op.eps, size, heads);
   for (int h = 0; h < num_heads; h++, heads += head_dim) model_.rows.rms_norm(heads, weight, op.eps, head_dim, heads);
 }
 
