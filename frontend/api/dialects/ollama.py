@@ -144,11 +144,11 @@ class OllamaGenerate(ChatCompletions):
 
 
 def _loaded(request: ChatCompletionRequest, empty: Json) -> Json | None:
-    """Return the answer to a request without a prompt, which clients send to load a model; None for other requests."""
+    """Return the answer to a request without a prompt, which clients send to load or unload a model; None for others."""
     assert isinstance(request, OllamaPrompt)
-    if not request.is_empty:
+    if not request.done_reason:
         return None
-    return head_of(request.model or "") | empty | {"done": True, "done_reason": "load"}
+    return head_of(request.model or "") | empty | {"done": True, "done_reason": request.done_reason}
 
 
 class OllamaEmbeddings:

@@ -43,6 +43,8 @@ _SENT_OPTIONS: Final = {
 _NEUTRAL: Final = {"mirostat": 0, "tfs_z": 1}
 """Options that are rejected unless they have the value that has no effect."""
 
+_NO_TIME: Final = re.compile(r"[+-]?0[0.hmnsuµ]*")
+"""A duration of zero, such as 0s."""
 
 _CONTENT: Final = re.compile(r"messages\[(\d+)\]\.content(?:\[(\d+)\])?")
 
@@ -51,7 +53,7 @@ class OllamaPrompt(ChatCompletionRequest, kw_only=True):
     """A chat completion request that may have a prompt instead of messages.
 
     `raw` is a prompt to which no chat template is applied. With `middle_before`, the model fills in the middle: `raw`
-    follows the answer. An `is_empty` request only asks whether the model is loaded.
+    follows the answer. A request without a prompt has the `done_reason` of its answer: "load" or "unload".
 
     The parts of a message's content represent its images and its text. `num_images` has the number of images of each
     message. If the body has no messages, the text is in one of `content_fields`.
@@ -59,7 +61,7 @@ class OllamaPrompt(ChatCompletionRequest, kw_only=True):
 
     raw: str | None = None
     middle_before: str | None = None
-    is_empty: bool = False
+    done_reason: str = ""
     content_fields: tuple[str, ...] = ()
     num_images: dict[int, int] = msgspec.field(default_factory=dict)
 
@@ -92,7 +94,7 @@ def translate_chat(body: OllamaChatRequest, model: str | None) -> OllamaPrompt:
         model=model,
         messages=messages,
         tools=body.tools,
-        is_empty=not messages,
+        done_reason="" if messages else _reason_without_prompt(body.keep_alive),
         num_images={
             i: len(images)
             for i, message in enumerate(body.messages or ())
@@ -127,11 +129,16 @@ def translate_generate(body: OllamaGenerateRequest, model: str | None) -> Ollama
         messages=messages,
         raw=prompt if body.raw or body.suffix else None,
         middle_before=body.suffix or None,
-        is_empty=not prompt and not body.images,
+        done_reason="" if prompt or body.images else _reason_without_prompt(body.keep_alive),
         content_fields=tuple(fields),
         num_images={len(messages) - 1: len(body.images or ())},
         **_common(body),
     )
+
+
+def _reason_without_prompt(keep_alive: float | str | None) -> str:
+    is_zero = keep_alive == 0 or (isinstance(keep_alive, str) and _NO_TIME.fullmatch(keep_alive))
+    return "unload" if is_zero else "load"
 
 
 def _common(body: OllamaFields) -> Json:

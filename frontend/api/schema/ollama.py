@@ -20,8 +20,9 @@ class OllamaFields(msgspec.Struct, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Int | None = None
 
-    # Accepted because clients send them; they have no effect. The model always stays loaded. A prompt that is too long
-    # is refused, and a full context ends the answer.
+    # Accepted because clients send them; they have no effect. The model always stays loaded: `keep_alive` only changes
+    # the reason in the answer to an empty prompt. A prompt that is too long is refused, and a full context ends the
+    # answer.
     keep_alive: float | str | None = None
     truncate: bool | None = None
     shift: bool | None = None

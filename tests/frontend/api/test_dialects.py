@@ -372,8 +372,12 @@ def test_ollama_generates_with_and_without_the_template(
     pieces = llama.generate(MODEL, text, stream=True, options=options)
     assert "".join(piece.response for piece in pieces) == text
     assert last_params(frontend).repetition_penalty == 1.0
-    loaded = llama.generate(MODEL)
-    assert loaded.done and loaded.done_reason == "load"
+    for keep_alive, reason in ((None, "load"), ("10m", "load"), (0, "unload"), ("0s", "unload")):
+        answers = (
+            llama.generate(MODEL, keep_alive=keep_alive),
+            llama.chat(MODEL, [], keep_alive=keep_alive),
+        )
+        assert [(each.done, each.done_reason) for each in answers] == [(True, reason)] * 2
 
 
 def test_ollama_lists_and_describes_models(llama: ollama.Client, frontend: FrontendProcess) -> None:
