@@ -30,7 +30,7 @@ from .generation import (
     submit,
     wait_for_end,
 )
-from .prompts import ContextExceededError, Prompt, verify_num_characters
+from .prompts import ContextExceededError, Prompt, verify_num_characters, verify_num_sequences
 from .schema import ChatCompletionRequest, InputFields, PoolingFields
 from .serving import Serving
 
@@ -59,8 +59,12 @@ class Pooling:
         prompts: list[Prompt],
         kind: PoolingKind,
         answer: Callable[[RequestGroup], Response],
+        *,
+        splits: bool = False,
     ) -> Response:
         """Tokenize the prompts in place, pool them, and return the result of `answer` for their vectors.
+
+        With `splits`, longer prompts than the model reads are pooled in parts, if `--pooler-config` says so.
 
         Raises:
             APIError: The request is invalid (400), or the engine cannot accept it now.
@@ -68,8 +72,12 @@ class Pooling:
         serving = self._serving
         serving.verify_model(request.model)
         serving.verify_serving()
-        self._verify_truncation(request)
-        inputs = await self._encode(request, prompts, kind)
+        model = serving.config.model
+        limit = model.max_pooled_tokens
+        if splits and model.pooler.max_embed_len:
+            limit = model.pooler.max_embed_len
+        _verify_truncation(request, limit)
+        inputs = await self._encode(request, prompts, kind, limit)
         size = self._verify_size(prompts, kind)
         deadline = read_deadline(http.scope, serving.config.frontend.default_deadline_s)
         origin = find_origin(http.scope, request, deadline, serving.num_replicas)
@@ -81,14 +89,6 @@ class Pooling:
             return await serving.executor.run(size, answer, group)
         finally:
             group.abort()
-
-    def _verify_truncation(self, request: PoolingFields) -> None:
-        """Raise APIError 400 for a field whose value is not allowed."""
-        verify_choice("truncation_side", request.truncation_side, SIDES)
-        limit = self._serving.config.model.max_pooled_tokens
-        keep = request.truncate_prompt_tokens
-        if keep is not None and keep != -1 and not 1 <= keep <= limit:
-            raise wrong("truncate_prompt_tokens", f"-1 or between 1 and {limit}", keep)
 
     def _verify_size(self, prompts: list[Prompt], kind: PoolingKind) -> int:
         """Return the number of elements of all results."""
@@ -106,9 +106,10 @@ class Pooling:
         return count * size
 
     async def _encode(
-        self, request: PoolingFields, inputs: list[Prompt], kind: PoolingKind
+        self, request: PoolingFields, inputs: list[Prompt], kind: PoolingKind, limit: int
     ) -> list[PreparedPrompt]:
         serving, model = self._serving, self._serving.config.model
+        part_size = model.max_pooled_tokens
         default = find_prompt(None, model.pooler)
         has_special = request.add_special_tokens is not False
         changes = serving.text_changes
@@ -118,7 +119,7 @@ class Pooling:
             each.text = instruction + (each.text or "")
             if changes is not None:
                 each.text = changes.prefix_of(each.role) + each.text + changes.suffix_of(each.role)
-            self._verify_text(each.text, each.param, request)
+            self._verify_text(each.text, each.param, request, limit)
         encoded = await serving.encode([each.text or "" for each in texts], has_special)
         for each, token_ids in zip(texts, encoded, strict=True):
             each.token_ids = np.asarray(token_ids, np.int32)
@@ -128,7 +129,8 @@ class Pooling:
         params = embedding_params()
         prepared: list[PreparedPrompt] = []
         for each in inputs:
-            each.token_ids = await self._fit(each, request, has_special=has_special)
+            longest = part_size if each.encoder_inputs else limit
+            each.token_ids = await self._fit(each, request, longest, has_special=has_special)
             if changes is not None and each.role:
                 each.keeps_T = changes.keeps(each.role, each.token_ids)
             pooling = msgspec.structs.replace(
@@ -136,15 +138,18 @@ class Pooling:
                 second_segment=each.second_segment,
                 num_visible=each.num_visible,
             )
-            prepared.append(
+            parts = [
+                each.token_ids[begin : begin + part_size]
+                for begin in range(0, len(each.token_ids), part_size)
+            ]
+            each.num_parts = len(parts)
+            verify_num_sequences(len(prepared) + len(parts), each.param)
+            prepared += [
                 PreparedPrompt(
-                    each.token_ids,
-                    params,
-                    each.text,
-                    pooling=pooling,
-                    encoder_inputs=each.encoder_inputs,
+                    part, params, each.text, pooling=pooling, encoder_inputs=each.encoder_inputs
                 )
-            )
+                for part in parts
+            ]
             if len(prepared) % INPUTS_AT_ONCE == 0:
                 await asyncio.sleep(0)
         return prepared
@@ -216,15 +221,16 @@ class Pooling:
         if not pairs:
             return
         # The same text often occurs in every pair, so it is encoded once.
+        limit = self._serving.config.model.max_pooled_tokens
         numbers: dict[str, int] = {}
         for each in pairs:
             for text, param in ((each.text, each.param), (each.second, each.second_param)):
                 assert text is not None
                 if text not in numbers:
-                    self._verify_text(text, param, request)
+                    self._verify_text(text, param, request, limit)
                     numbers[text] = len(numbers)
         encoded = await self._serving.encode(list(numbers), False)
-        keep, limit = request.truncate_prompt_tokens, self._serving.config.model.max_pooled_tokens
+        keep = request.truncate_prompt_tokens
         joiner = self._serving.tokenizer.pair_joiner
         for number, each in enumerate(pairs):
             first, second = encoded[numbers[each.text or ""]], encoded[numbers[each.second or ""]]
@@ -236,17 +242,18 @@ class Pooling:
             if number % INPUTS_AT_ONCE == 0:
                 await asyncio.sleep(0)
 
-    def _verify_text(self, text: str, param: str, request: PoolingFields) -> None:
+    def _verify_text(self, text: str, param: str, request: PoolingFields, limit: int) -> None:
         """Raise APIError 400 for a text that cannot be encoded or is too long."""
         self._serving.verify_tokenizer(param, "send token ids")
         if request.truncate_prompt_tokens is None:
-            verify_num_characters(len(text), param, self._serving.config.model.max_model_len)
+            limit = max(limit, self._serving.config.model.max_model_len)
+            verify_num_characters(len(text), param, limit)
 
     async def _fit(
-        self, each: Prompt, request: PoolingFields, *, has_special: bool
+        self, each: Prompt, request: PoolingFields, limit: int, *, has_special: bool
     ) -> npt.NDArray[np.int32]:
         """Return the tokens of an input, truncated if the request asks for it."""
-        token_ids, limit = each.token_ids, self._serving.config.model.max_pooled_tokens
+        token_ids = each.token_ids
         if not len(token_ids):
             raise bad_request(each.param, "must have at least one token")
         keep = None if each.num_visible else request.truncate_prompt_tokens
@@ -320,6 +327,14 @@ async def render_input(
     if is_encoder and not chat.encoder_inputs:
         return Prompt(param, chat.text, np.empty(0, np.int32))
     return Prompt(param, None, token_ids, encoder_inputs=chat.encoder_inputs)
+
+
+def _verify_truncation(request: PoolingFields, limit: int) -> None:
+    """Raise APIError 400 for a field whose value is not allowed."""
+    verify_choice("truncation_side", request.truncation_side, SIDES)
+    keep = request.truncate_prompt_tokens
+    if keep is not None and keep != -1 and not 1 <= keep <= limit:
+        raise wrong("truncate_prompt_tokens", f"-1 or between 1 and {limit}", keep)
 
 
 def verify_choice(name: str, value: str | None, allowed: Sequence[str]) -> None:

@@ -38,7 +38,8 @@ class Prompt:
     `encoder_inputs` are embeddings that replace the tokens. `role` is the name of the model's prompt for the text, to
     which a model may add tokens. If `num_visible` is not 0, tokens attend only to that many at the start. Only those
     that `keeps_T` marks have results. Instead of a text, a prompt to be compared may have `content`: the parts of a
-    message, in which marks stand for the `media`. A pair has the media of both.
+    message, in which marks stand for the `media`. A pair has the media of both. A text longer than the model reads
+    may be embedded in `num_parts` parts.
     """
 
     param: str
@@ -55,6 +56,7 @@ class Prompt:
     content: Any = None
     second_content: Any = None
     media: Sequence[Any] = ()
+    num_parts: int = 1
 
 
 def parse_prompts(prompt: Any, vocab_size: int, name: str = "prompt") -> list[Prompt]:

@@ -134,6 +134,12 @@ def finish_vectors(
     return normed
 
 
+def join_parts(vectors: Sequence[Vector], lengths: Sequence[int]) -> Vector:
+    """Return the mean of the vectors of a text's parts, weighted by the number of tokens of each part."""
+    mean: Vector = np.average(np.stack(vectors), 0, lengths).astype(np.float32)
+    return mean
+
+
 def similarities(vectors: Sequence[Vector], num_first: int, pooler: PoolerConfig) -> list[float]:
     """Return the similarity of each later result and its partner among the first `num_first`.
 

@@ -21,8 +21,20 @@ _KINDS: Final = {
 }
 """vLLM's name of a pooling -> which vectors are kept. STEP keeps those of one token, which ends a step."""
 
+_SPLIT_KINDS: Final = (PoolingKind.CLS, PoolingKind.LAST, PoolingKind.MEAN)
+"""The poolings of texts that may be embedded in parts."""
+
 _KIND_FIELDS: Final = ("pooling_type", "seq_pooling_type", "tok_pooling_type")
-_FIELDS: Final = (*_KIND_FIELDS, "step_tag_id", "use_activation")
+_FIELDS: Final = (
+    *_KIND_FIELDS,
+    "step_tag_id",
+    "use_activation",
+    "enable_chunked_processing",
+    "max_embed_len",
+)
+
+_MAX_EMBED_LEN: Final = 1 << 20
+"""The default of `max_embed_len`."""
 
 
 def change_pooler(pooler: PoolerConfig, changes: Mapping[str, object]) -> PoolerConfig:
@@ -60,9 +72,38 @@ def change_pooler(pooler: PoolerConfig, changes: Mapping[str, object]) -> Pooler
         raise ConfigError(
             f"use_activation in --pooler-config must be true or false, got {normalize!r}"
         )
-    return msgspec.structs.replace(
+    changed = msgspec.structs.replace(
         pooler, kind=kind, normalize=normalize, step_token_id=step_token_id
     )
+    return msgspec.structs.replace(changed, max_embed_len=_max_embed_len(changed, changes))
+
+
+def _max_embed_len(pooler: PoolerConfig, changes: Mapping[str, object]) -> int:
+    """Return the maximum number of tokens of a text that is embedded in parts; 0 if none is."""
+    splits = changes.get("enable_chunked_processing", False)
+    if not isinstance(splits, bool):
+        raise ConfigError(
+            f"enable_chunked_processing in --pooler-config must be true or false, got {splits!r}"
+        )
+    length = changes.get("max_embed_len")
+    if not splits:
+        if length is not None:
+            raise ConfigError(
+                "max_embed_len in --pooler-config needs enable_chunked_processing, which is false"
+            )
+        return 0
+    if pooler.kind not in _SPLIT_KINDS or pooler.text_changes is not None:
+        raise ConfigError(
+            "enable_chunked_processing in --pooler-config needs a model that makes one vector of a text, "
+            "by the pooling_type CLS, LAST or MEAN"
+        )
+    if length is None:
+        return _MAX_EMBED_LEN
+    if type(length) is not int or not 1 <= length <= _MAX_EMBED_LEN:
+        raise ConfigError(
+            f"max_embed_len in --pooler-config must be between 1 and {_MAX_EMBED_LEN}, got {length!r}"
+        )
+    return length
 
 
 def change_classifier(

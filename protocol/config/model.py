@@ -113,6 +113,8 @@ class PoolerConfig(msgspec.Struct, frozen=True):
         chat_template: The template for conversations, instead of that of the tokenizer; "" for that one.
         other_dense: A kind of result -> the dense layers that are applied to it instead (BGE-M3, arXiv 2402.03216).
         skipped_token_ids: A kind of result -> the tokens whose results are left out.
+        max_embed_len: The maximum number of tokens of a text that is embedded in parts, if it is longer than the model
+            reads; 0 if such texts are refused.
     """
 
     kind: PoolingKind = PoolingKind.LAST
@@ -127,6 +129,7 @@ class PoolerConfig(msgspec.Struct, frozen=True):
     chat_template: str = ""
     other_dense: dict[PoolingKind, tuple[DenseConfig, ...]] = {}
     skipped_token_ids: dict[PoolingKind, tuple[int, ...]] = {}
+    max_embed_len: int = 0
 
 
 class Activation(enum.StrEnum):

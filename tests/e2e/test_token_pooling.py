@@ -1,9 +1,10 @@
-"""Vectors and classes of single tokens, rewards of steps, and reranking by late interaction, over HTTP and offline."""
+"""Vectors and classes of tokens, rewards of steps, late interaction and texts in parts, over HTTP and offline."""
 
 from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import pytest
 import torch
 import transformers
 from engine.frontend.client.engine_client import EngineDead
+from engine.frontend.model_source.pooler import change_pooler
 from engine.frontend.offline.llm import LLM
+from engine.protocol.config.model import PoolerConfig
 from engine.protocol.errors import CheckpointError, ConfigError, ParameterError
 from safetensors.torch import save_file
 from support.server import Server, assert_nothing_is_held
@@ -143,6 +146,68 @@ def test_a_decoder_that_writes_one_of_two_tokens_scores_the_ends_of_steps(tmp_pa
         expected = (logits[:, yes] - logits[:, no]).sigmoid()
         ends = [i for i, token in enumerate(prompt) if token == STEP]
         np.testing.assert_allclose(np.array(scores)[:, 0], expected[ends], atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "extra", [{}, {"normalize": False}, {"dimensions": 16}], ids=["default", "raw", "short"]
+)
+def test_a_longer_text_is_embedded_as_the_mean_of_its_parts(
+    long_texts: Server, extra: dict[str, Any]
+) -> None:
+    def embed(given: Any, **body: Any) -> list[list[float]]:
+        status, answer = long_texts.post("/v1/embeddings", {"input": given} | extra | body)
+        assert status == 200, answer
+        return [entry["embedding"] for entry in answer["data"]]
+
+    def mean(prompt: list[int]) -> Any:
+        parts = [prompt[begin : begin + 63] for begin in range(0, len(prompt), 63)]
+        result = np.average(embed(parts), 0, [len(part) for part in parts])
+        return result if "normalize" in extra else result / np.linalg.norm(result)
+
+    long, short = [*range(3, 140)], [5, 6, 7]
+    found = embed([short, long, short])
+    np.testing.assert_allclose(found[1], mean(long), atol=1e-6)
+    assert found[0] == found[2] == embed(short)[0]
+    cut = embed([[*range(3, 180)]], truncate_prompt_tokens=-1)
+    np.testing.assert_allclose(cut[0], mean([*range(3, 153)]), atol=1e-6)
+    text = "hello world " * 10
+    status, answer = long_texts.post("/encode", {"text": [text, "hello"]})
+    assert status == 200, answer
+    lengths = [each["meta_info"]["prompt_tokens"] for each in answer]
+    assert lengths[0] > 63 > lengths[1]
+    if not extra:
+        np.testing.assert_allclose([each["embedding"] for each in answer], embed([text, "hello"]))
+    for path, body, limit in (
+        ("/v1/embeddings", {"input": [5] * 151}, 150),
+        ("/v1/score", {"text_1": "hello", "text_2": text}, 63),
+        ("/pooling", {"input": [5] * 64, "task": "token_embed"}, 63),
+    ):
+        status, answer = long_texts.post(path, body)
+        assert status == 400 and f"at most {limit}" in answer["error"]["message"], answer
+
+
+@pytest.fixture(scope="module")
+def long_texts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    path, _ = qwen3_directory(tmp_path_factory.mktemp("long"))
+    config = {"enable_chunked_processing": True, "max_embed_len": 150}
+    args = ("--dtype", "float32", "--max-model-len", "64", "--pooler-config", json.dumps(config))
+    with Server(str(path), *args) as server:
+        yield server
+        assert_nothing_is_held(server)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"max_embed_len": 700}, "needs enable_chunked_processing"),
+        ({"enable_chunked_processing": 1}, "must be true or false, got 1"),
+        ({"enable_chunked_processing": True, "max_embed_len": 0}, "got 0"),
+        ({"enable_chunked_processing": True, "pooling_type": "ALL"}, "one vector of a text"),
+    ],
+)
+def test_senseless_limits_of_parts_are_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        change_pooler(PoolerConfig(), config)
 
 
 LAYOUTS = {"pylate": False, "sentence-transformers": True, "first": False, "windows": False}

@@ -61,14 +61,14 @@ class CohereEmbeddings:
         name = self._name_of_input(body)
         request = self._translate(body)
 
-        def answer(group: RequestGroup, vectors: Iterator[Vector]) -> Response:
+        def answer(group: RequestGroup, vectors: Iterator[Vector], lengths: list[int]) -> Response:
             embeddings: dict[str, list[Any]] = {kind: [] for kind in kinds}
             for vector in vectors:
                 if len(vector) % 8 and not {"binary", "ubinary"}.isdisjoint(kinds):
                     raise wrong("output_dimension", "a multiple of 8 for bits", len(vector))
                 for kind, values in embeddings.items():
                     values.append(_ENCODERS[kind](vector))
-            num_tokens = sum(sequence.num_prompt_tokens for sequence in group.sequences)
+            num_tokens = sum(lengths)
             has_images = any(sequence.request.encoder_inputs for sequence in group.sequences)
             num_image_tokens = num_tokens if has_images else 0
             return json_response(

@@ -196,7 +196,7 @@ class LlamaEmbeddings:
             normalize=None if body.embd_normalize is None else body.embd_normalize >= 0,
         )
 
-        def answer(group: RequestGroup, vectors: Iterator[Vector]) -> Response:
+        def answer(group: RequestGroup, vectors: Iterator[Vector], lengths: list[int]) -> Response:
             rows = (
                 {"index": i, "embedding": [vector.tolist()]} for i, vector in enumerate(vectors)
             )

@@ -144,7 +144,7 @@ class OllamaGenerate(ChatCompletions):
 
 
 def _loaded(request: ChatCompletionRequest, empty: Json) -> Json | None:
-    """Return the answer to a request without a prompt, which clients send to load or unload a model; None for others."""
+    """Return the answer to a request without a prompt, which loads or unloads a model; None for others."""
     assert isinstance(request, OllamaPrompt)
     if not request.done_reason:
         return None
@@ -164,7 +164,7 @@ class OllamaEmbeddings:
         """Return an embedding of each input."""
         begin = time.monotonic()
 
-        def answer(group: RequestGroup, vectors: Iterator[Vector]) -> Response:
+        def answer(group: RequestGroup, vectors: Iterator[Vector], lengths: list[int]) -> Response:
             rows = (vector.tolist() for vector in vectors)
             return json_response(
                 {
@@ -172,7 +172,7 @@ class OllamaEmbeddings:
                     "embeddings": encode_list(rows, at_once=1),
                     "total_duration": nanoseconds(time.monotonic() - begin),
                     "load_duration": 0,
-                    "prompt_eval_count": sum(s.num_prompt_tokens for s in group.sequences),
+                    "prompt_eval_count": sum(lengths),
                 }
             )
 
@@ -183,7 +183,7 @@ class OllamaEmbeddings:
     async def embed_one(self, http: Request, body: OllamaEmbedRequest, size: int) -> Response:
         """Return the embedding of a prompt."""
 
-        def answer(group: RequestGroup, vectors: Iterator[Vector]) -> Response:
+        def answer(group: RequestGroup, vectors: Iterator[Vector], lengths: list[int]) -> Response:
             return json_response({"embedding": next(vectors).tolist()})
 
         given = body.input if body.prompt is None else body.prompt

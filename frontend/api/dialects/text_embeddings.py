@@ -42,7 +42,7 @@ class TextEmbeddings:
             truncation_side=_SIDES[body.truncation_direction],
         )
 
-        def answer(group: RequestGroup, vectors: Iterator[Vector]) -> Response:
+        def answer(group: RequestGroup, vectors: Iterator[Vector], lengths: list[int]) -> Response:
             return json_response([vector.tolist() for vector in vectors])
 
         with renaming(renamer({"input": "inputs", "truncate_prompt_tokens": "truncate"})):

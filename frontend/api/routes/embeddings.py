@@ -6,6 +6,7 @@ import base64
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import islice
 from typing import Any, Final
 
 import numpy as np
@@ -19,6 +20,7 @@ from ...client.embeddings import (
     find_kind,
     find_prompt,
     finish_vectors,
+    join_parts,
     read_vectors,
     verify_classifies,
     verify_dimensions,
@@ -69,7 +71,7 @@ class Embeddings:
                     "embedding": _encoded(vector, request),
                 }
 
-        def answer(group: RequestGroup, vectors: Iterator[Vector]) -> Response:
+        def answer(group: RequestGroup, vectors: Iterator[Vector], lengths: list[int]) -> Response:
             return self._answer(request, "embd", lambda _: entries(vectors), group)
 
         return await self.run(http, request, body_size, answer)
@@ -79,9 +81,9 @@ class Embeddings:
         http: Request,
         request: EmbeddingRequest,
         body_size: int,
-        answer: Callable[[RequestGroup, Iterator[Vector]], Response],
+        answer: Callable[[RequestGroup, Iterator[Vector], list[int]], Response],
     ) -> Response:
-        """Embed the inputs of a request, and return the result of `answer` for the embeddings.
+        """Embed the inputs of a request, and return the result of `answer` for the embeddings and the inputs' lengths.
 
         Raises:
             APIError: The request is invalid (400), or the engine cannot accept it now.
@@ -95,18 +97,24 @@ class Embeddings:
             request,
             inputs,
             kind,
-            lambda group: answer(group, self._results(request, group, inputs, kind)),
+            lambda group: answer(
+                group,
+                self._results(request, group, inputs, kind),
+                [len(each.token_ids) for each in inputs],
+            ),
+            splits=True,
         )
 
     @reads(PoolingRequest)
     async def pool(self, http: Request, request: PoolingRequest, body_size: int) -> Response:
         """Return the vector of each input: its embedding, or its class probabilities."""
-        kind = find_kind(request.task, self._serving.config.model)
+        model = self._serving.config.model
+        kind = find_kind(request.task, model)
         if kind is PoolingKind.WEIGHTS and request.dimensions is not None:
             raise bad_request(
                 "dimensions", "must be omitted, because this task returns a weight for each token"
             )
-        if self._serving.config.model.classifier is None:
+        if model.classifier is None:
             inputs = await self._embedded_inputs(request, body_size)
         else:
             _verify_encoding(request)
@@ -118,7 +126,8 @@ class Embeddings:
                 yield {"object": "pooling", "index": index, "data": data}
 
         answer = partial(self._answer, request, "pool", entries)
-        return await self._pooling.run(http, request, inputs, kind, answer)
+        splits = model.classifier is None and kind is model.pooler.kind
+        return await self._pooling.run(http, request, inputs, kind, answer, splits=splits)
 
     @reads(ClassificationRequest)
     async def classify(
@@ -186,20 +195,27 @@ class Embeddings:
     ) -> Iterator[Vector]:
         """Return the embeddings or class probabilities of each input: a vector, or a row for each token."""
         model = self._serving.config.model
-        for sequence, each in zip(group.sequences, inputs, strict=True):
-            vectors = read_vectors(sequence.pooled, kind, model, each.token_ids, each.keeps_T)
-            if model.classifier is None:
-                yield finish_vectors(
-                    vectors,
-                    model.pooler,
-                    dimensions=request.dimensions,
-                    normalize=request.use_activation
-                    if request.normalize is None
-                    else request.normalize,
-                    kind=kind,
-                )
+        finish = partial(
+            finish_vectors,
+            pooler=model.pooler,
+            dimensions=request.dimensions,
+            normalize=request.use_activation if request.normalize is None else request.normalize,
+            kind=kind,
+        )
+        remaining = iter(group.sequences)
+        for each in inputs:
+            parts = list(islice(remaining, each.num_parts))
+            found = [
+                read_vectors(part.pooled, kind, model, each.token_ids, each.keeps_T)
+                for part in parts
+            ]
+            if model.classifier is not None:
+                yield class_scores(found[0], model.classifier, activate=request.use_activation)
+            elif len(parts) == 1:
+                yield finish(found[0])
             else:
-                yield class_scores(vectors, model.classifier, activate=request.use_activation)
+                lengths = [part.num_prompt_tokens for part in parts]
+                yield finish(join_parts([finish(vector) for vector in found], lengths))
 
     def _answer(
         self,

@@ -41,12 +41,12 @@ class SglangEncode:
             user=body.user,
         )
 
-        def answer(group: RequestGroup, vectors: Iterator[Vector]) -> Response:
+        def answer(group: RequestGroup, vectors: Iterator[Vector], lengths: list[int]) -> Response:
             if isinstance(inputs, str) or (inputs and isinstance(inputs[0], int)):
-                return json_response(_result(group, 0, next(vectors), group.request_id))
+                return json_response(_result(next(vectors), lengths[0], group.request_id))
             results = (
-                _result(group, index, vector, f"{group.request_id}_{index}")
-                for index, vector in enumerate(vectors)
+                _result(vector, length, f"{group.request_id}_{index}")
+                for index, (vector, length) in enumerate(zip(vectors, lengths, strict=True))
             )
             return json_response(encode_list(results, at_once=1))
 
@@ -54,8 +54,7 @@ class SglangEncode:
             return await self._embeddings.run(http, request, size, answer)
 
 
-def _result(group: RequestGroup, index: int, vector: Vector, answer_id: str) -> Json:
-    num_tokens = group.sequences[index].num_prompt_tokens
+def _result(vector: Vector, num_tokens: int, answer_id: str) -> Json:
     return {
         "embedding": vector.tolist(),
         "meta_info": {"id": answer_id, "finish_reason": None, "prompt_tokens": num_tokens},
