@@ -186,6 +186,13 @@ class ConfigFields:
             raise self.wrong(name, "a list of strings", values)
         return list(values)
 
+    def integers(self, name: str) -> list[int]:
+        """Return a list of integers."""
+        values = self._required(name, None)
+        if not isinstance(values, list) or not all(map(_is_integer, values)):
+            raise self.wrong(name, "a list of integers", values)
+        return values
+
     def token_ids(self, name: str) -> list[int]:
         """Return one token id or a list of them as a list; empty if absent. They may exceed the vocabulary."""
         value = self.get(name, [])

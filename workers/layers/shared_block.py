@@ -26,7 +26,8 @@ class Restart(msgspec.Struct, frozen=True):
 
     If `norms`, the hidden state is divided by its root mean square, and multiplied by the weights of the final norm
     if `has_norm_weights`. Then it is kept as state number `keeps`. Last, the kept state number `adds`, or the
-    stored vector if `adds_initial`, is added to it.
+    stored vector if `adds_initial`, is added to it. If `share` is not 0, the sum is a mean, in which that is the weight
+    of the kept state.
 
     If `copies_sums`, the sums that messages are computed from are copied; see `PassesSpec`.
     """
@@ -35,5 +36,6 @@ class Restart(msgspec.Struct, frozen=True):
     has_norm_weights: bool = False
     keeps: int | None = None
     adds: int | None = None
+    share: float = 0.0
     adds_initial: bool = False
     copies_sums: bool = False

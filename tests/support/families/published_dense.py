@@ -202,4 +202,18 @@ PUBLISHED_DENSE = {
         {"model_type": "plm", "hidden_act": "relu2", "n_routed_experts": None},
         prepare=_without_gates,
     ),
+    "Solar": Published(
+        "llama2",
+        {"num_hidden_layers": 7},
+        {
+            "model_type": "solar",
+            "bskcn_1": [1, 2, 4, 9],
+            "bskcn_2": [2],
+            "bskcn_3": [3, 5],
+            "bskcn_4": [4],
+            "bskcn_tv": [0.9, 0.8],
+            "sliding_window": 9,
+        },
+        prepare=changes.with_means_of_states,
+    ),
 }

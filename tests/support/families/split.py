@@ -210,5 +210,6 @@ PUBLISHED_SIZES = {
     "BailingMoeV2_5": {"kv_lora_rank": 256},
     "OpenELM": {},
     "SmallThinker": {},
+    "Solar": {},
 }
 """Sizes of families without a class in transformers."""

@@ -148,6 +148,7 @@ NATIVE = [
     "Qwen4Exp",
     "Rnj1",
     "SmallThinker",
+    "Solar",
     "Step3p7",
     "xglm",
     "zamba",

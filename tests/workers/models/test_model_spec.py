@@ -225,6 +225,14 @@ def test_a_nested_decoder_may_omit_the_sizes_that_are_defaults_in_transformers(k
             {"architectures": None, "model_type": None},
             "architecture of model_type None is not supported",
         ),
+        (
+            {"architectures": None, "model_type": "solar", "bskcn_3": [1]},
+            "an earlier layer kept before layer 1, got ",
+        ),
+        (
+            {"architectures": None, "model_type": "solar", "bskcn_tv": [1.0, 1.5]},
+            "bskcn_tv must be a second number above 0 and at most 1, got 1.5",
+        ),
         ({"rope_scaling": {"rope_type": "cubic"}}, "rope_type 'cubic' is not supported"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing"),
         ({"hidden_act": "prelu"}, "hidden_act 'prelu' is not supported"),

@@ -220,7 +220,11 @@ class Recorder:
         if restart.keeps is not None:
             program.add_op("keep_inputs", first_column=restart.keeps * size)
         if restart.adds is not None:
+            if restart.share:
+                program.add_op("scale", scale=(1 - restart.share) / restart.share)
             program.add_op("add_kept", first_column=restart.adds * size)
+            if restart.share:
+                program.add_op("scale", scale=restart.share)
         elif restart.adds_initial and self._weights.has("initial_state"):
             initial = self._weights.vector("initial_state", size)
             program.add_op("add_kept", vectors=[initial])

@@ -1,4 +1,4 @@
-"""Families that compute some layers several times, each time with keys and values of their own."""
+"""Families that compute some layers several times, each time with their own keys, or return to earlier states."""
 
 from __future__ import annotations
 
@@ -217,9 +217,52 @@ def _dory(fields: ConfigFields) -> ModelSpec:
     )
 
 
+def _solar(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a Solar Pro, a Llama some of whose layers begin with a mean of two hidden states.
+
+    Under one of two names, some layers keep the state that they read. Layers that follow read its mean with their own.
+    """
+    spec, shares = llama(fields), fields.get("bskcn_tv", [0.9, 0.8])
+    if not isinstance(shares, list) or len(shares) != 2:
+        raise fields.wrong("bskcn_tv", "two numbers, for training and for inference", shares)
+    share = fields.with_values({"bskcn_tv": shares[1]}).number("bskcn_tv")
+    if not 0 < share <= 1:
+        raise fields.wrong("bskcn_tv", "a second number above 0 and at most 1", share)
+    keepers, readers = (
+        [fields.with_defaults(**{name: usual}).integers(name) for name, usual in names.items()]
+        for names in (_SOLAR_KEEPERS, _SOLAR_READERS)
+    )
+    states: list[int | None] = [None, None]
+    layers = []
+    for i, layer in enumerate(spec.layers):
+        keeps = adds = None
+        if renewed := [name for name, each in enumerate(keepers) if i in each]:
+            # The other name, if it is not renewed, needs its state.
+            keeps = int(any(states[name] == 0 for name in {0, 1}.difference(renewed)))
+            for name in renewed:
+                states[name] = keeps
+        if read := [name for name, each in enumerate(readers) if i in each]:
+            adds = states[read[0]]
+            if adds is None or len(read) > 1:
+                needed = f"one state that an earlier layer kept before layer {i}"
+                raise fields.wrong("bskcn_3 and bskcn_4", needed, readers)
+        if renewed or read:
+            layer = replace(
+                layer, restart=Restart(norms=False, keeps=keeps, adds=adds, share=share)
+            )
+        layers.append(layer)
+    return replace(spec, layers=tuple(layers))
+
+
+_SOLAR_KEEPERS = {"bskcn_1": [12, 20, 32, 44], "bskcn_2": [20, 32]}
+_SOLAR_READERS = {"bskcn_3": [16, 24, 36, 48], "bskcn_4": [28, 40]}
+"""The fields of layers that keep and read states under each name, and their usual values."""
+
+
 FAMILIES = (
     Family("DoryForCausalLM", "dory", _dory),
     Family("HrmTextForCausalLM", "hrm_text", _hrm_text),
     Family("NanbeigeForCausalLM", "nanbeige", _nanbeige),
     Family("OuroForCausalLM", "ouro", _ouro),
+    Family("SolarForCausalLM", "solar", _solar),
 )

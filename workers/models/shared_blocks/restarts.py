@@ -57,6 +57,8 @@ class Restarts:
             x_TD = self._norm(x_TD)
         if restart.keeps is not None:
             self._kept[restart.keeps] = x_TD
+        if restart.adds is not None and restart.share:
+            return torch.lerp(x_TD, self._kept[restart.adds], restart.share)
         if restart.adds is not None:
             return x_TD + self._kept[restart.adds]
         if restart.adds_initial and self._initial_D is not None:
