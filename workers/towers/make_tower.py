@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, Final
+
 from ...protocol.checkpoint.vision.convolutional.codes import CodesVisionSpec
 from ...protocol.checkpoint.vision.convolutional.fastvit import FastVitSpec
 from ...protocol.checkpoint.vision.convolutional.mobilenet import ConvVisionSpec
@@ -14,6 +17,7 @@ from ...protocol.checkpoint.vision.gemma import PatchVisionSpec
 from ...protocol.checkpoint.vision.grid import GridVisionSpec
 from ...protocol.checkpoint.vision.llama import TilesVisionSpec
 from ...protocol.checkpoint.vision.read import AnyVisionSpec
+from ...protocol.checkpoint.vision.spec import VisionSpec
 from ...protocol.checkpoint.vision.tiled.molmo import PooledVisionSpec
 from .convolutional.codes import CodesTower
 from .convolutional.fastvit import FastVitTower
@@ -30,6 +34,20 @@ from .tiles.rows_tower import RowsTower
 from .tiles.tiles_tower import TilesTower
 from .vision_tower import VisionTower
 
+_TOWERS: Final[dict[type[AnyVisionSpec], Callable[[Any, TowerSource], ImageTower]]] = {
+    GridVisionSpec: GridTower,
+    QueryVisionSpec: QueryTower,
+    JoinedVisionSpec: JoinedTower,
+    ConvVisionSpec: MobileNetTower,
+    FastVitSpec: FastVitTower,
+    TilesVisionSpec: TilesTower,
+    PooledVisionSpec: PooledTower,
+    CodesVisionSpec: CodesTower,
+    SamVisionSpec: SamTower,
+    PatchVisionSpec: PatchTower,
+}
+"""The class of towers for each class of specs but `VisionSpec`."""
+
 
 def make_tower(spec: AnyVisionSpec, source: TowerSource) -> ImageTower:
     """Return the tower described by `spec`.
@@ -37,26 +55,8 @@ def make_tower(spec: AnyVisionSpec, source: TowerSource) -> ImageTower:
     Raises:
         CheckpointError: A tensor is missing or has another shape.
     """
-    if isinstance(spec, GridVisionSpec):
-        return GridTower(spec, source)
-    if isinstance(spec, QueryVisionSpec):
-        return QueryTower(spec, source)
-    if isinstance(spec, JoinedVisionSpec):
-        return JoinedTower(spec, source)
-    if isinstance(spec, ConvVisionSpec):
-        return MobileNetTower(spec, source)
-    if isinstance(spec, FastVitSpec):
-        return FastVitTower(spec, source)
-    if isinstance(spec, TilesVisionSpec):
-        return TilesTower(spec, source)
-    if isinstance(spec, PooledVisionSpec):
-        return PooledTower(spec, source)
-    if isinstance(spec, CodesVisionSpec):
-        return CodesTower(spec, source)
-    if isinstance(spec, SamVisionSpec):
-        return SamTower(spec, source)
-    if isinstance(spec, PatchVisionSpec):
-        return PatchTower(spec, source)
+    if not isinstance(spec, VisionSpec):
+        return _TOWERS[type(spec)](spec, source)
     if spec.has_rows:
         return RowsTower(spec, source)
     if spec.has_crops:

@@ -43,11 +43,30 @@ class SglangSampling(PlainSampling, kw_only=True):
     watermark: Any = None
 
 
-class SglangGenerateRequest(msgspec.Struct, kw_only=True):
-    """The body of `POST /generate`. A list of texts, or of lists of token ids, gets a list of answers."""
+class SglangInput(msgspec.Struct, kw_only=True):
+    """The fields that requests to generate and to embed share."""
 
     text: str | list[str] | None = None
     input_ids: list[Int | list[Int]] | None = None
+    # The name of an adapter.
+    lora_path: str | None = None
+    priority: Int | None = None
+    user: str | None = None
+
+    # Accepted because clients send them; they have no effect.
+    modalities: list[str] | None = None
+    log_metrics: bool | None = None
+    routing_key: str | None = None
+
+    # Rejected, because an answer that ignores them would be wrong.
+    rejected: ClassVar[str] = (
+        "input_embeds image_data video_data audio_data positional_embed_overrides"
+    )
+
+
+class SglangGenerateRequest(SglangInput, kw_only=True):
+    """The body of `POST /generate`. A list of texts, or of lists of token ids, gets a list of answers."""
+
     sampling_params: SglangSampling | None = None
     stream: bool | None = None
     return_logprob: bool | None = None
@@ -60,25 +79,18 @@ class SglangGenerateRequest(msgspec.Struct, kw_only=True):
     return_prompt_token_ids: bool | None = None
     # The ids of the answers. The id of a single prompt is also the ID of the request.
     rid: str | list[str] | None = None
-    # The name of an adapter.
-    lora_path: str | None = None
-    priority: Int | None = None
     # Cached prefixes are shared only by requests with the same key.
     extra_key: str | None = None
     cache_salt: str | None = None
     # The replica.
     routed_dp_rank: Int | None = None
     data_parallel_rank: Int | None = None
-    user: str | None = None
 
     # Accepted because clients send them; they have no effect.
-    modalities: list[str] | None = None
-    log_metrics: bool | None = None
     no_logs: bool | None = None
     background: bool | None = None
     conversation_id: str | None = None
     session_id: str | None = None
-    routing_key: str | None = None
     custom_labels: dict[str, str] | None = None
     require_reasoning: bool | None = None
     kv_hints: Any = None
@@ -87,16 +99,15 @@ class SglangGenerateRequest(msgspec.Struct, kw_only=True):
 
     # Rejected, because an answer that ignores them would be wrong.
     rejected: ClassVar[str] = (
-        "input_embeds image_data video_data audio_data return_hidden_states "
-        "return_routed_experts return_entropy session_params custom_logit_processor watermark "
-        "max_thinking_tokens return_sampling_mask sampling_logprobs_mode "
-        "return_flat_raw_top_logprobs return_flat_raw_output_top_logprobs "
-        "return_flat_raw_top_logprobs_b64 routed_experts_start_len return_indexer_topk "
-        "positional_embed_overrides multi_item_delimiter_indices token_indices_to_pool "
-        "mm_hashes mm_content_hashes mm_processor_kwargs use_audio_in_video video_config "
-        "images_config max_dynamic_patch min_dynamic_patch image_max_dynamic_patch "
-        "video_max_dynamic_patch bootstrap_host bootstrap_port bootstrap_room "
-        "bootstrap_pair_key decode_tp_size disagg_prefill_dp_rank"
+        "return_hidden_states return_routed_experts return_entropy session_params "
+        "custom_logit_processor watermark max_thinking_tokens return_sampling_mask "
+        "sampling_logprobs_mode return_flat_raw_top_logprobs "
+        "return_flat_raw_output_top_logprobs return_flat_raw_top_logprobs_b64 "
+        "routed_experts_start_len return_indexer_topk multi_item_delimiter_indices "
+        "token_indices_to_pool mm_hashes mm_content_hashes mm_processor_kwargs "
+        "use_audio_in_video video_config images_config max_dynamic_patch min_dynamic_patch "
+        "image_max_dynamic_patch video_max_dynamic_patch bootstrap_host bootstrap_port "
+        "bootstrap_room bootstrap_pair_key decode_tp_size disagg_prefill_dp_rank"
     )
 
 
@@ -107,28 +118,17 @@ class SglangAbortRequest(msgspec.Struct, kw_only=True):
     abort_all: bool | None = None
 
 
-class SglangEncodeRequest(msgspec.Struct, kw_only=True):
+class SglangEncodeRequest(SglangInput, kw_only=True):
     """The body of `POST /encode`. A list of texts, or of lists of token ids, gets a list of answers."""
 
-    text: str | list[str] | None = None
-    input_ids: list[Int | list[Int]] | None = None
     dimensions: Int | None = None
     rid: str | None = None
-    # The name of an adapter.
-    lora_path: str | None = None
-    priority: Int | None = None
-    user: str | None = None
 
     # Accepted because clients send them; they have no effect.
     sampling_params: dict[str, Any] | None = None
-    log_metrics: bool | None = None
-    modalities: list[str] | None = None
-    routing_key: str | None = None
 
     # Rejected, because an answer that ignores them would be wrong.
-    rejected: ClassVar[str] = (
-        "input_embeds image_data video_data audio_data embed_overrides positional_embed_overrides"
-    )
+    rejected: ClassVar[str] = "embed_overrides"
 
 
 class SglangCallsRequest(msgspec.Struct, kw_only=True):

@@ -14,6 +14,7 @@ from typing import Final, NamedTuple, Protocol
 
 from ....protocol.messages import FinishReason
 from ....protocol.sampling_params import SamplingParams
+from ..metrics.metrics import MeasuredSequence
 from .context import TraceContext
 
 MAX_SEQUENCES: Final = 16
@@ -34,35 +35,15 @@ class Recovery(NamedTuple):
     num_tokens: int
 
 
-class TracedSequence(Protocol):
-    """The fields of a sequence that are recorded.
+class TracedSequence(MeasuredSequence, Protocol):
+    """The fields of a sequence that are recorded."""
 
-    Times are CLOCK_MONOTONIC seconds; 0.0 means that it did not occur.
-    """
-
-    core_index: int
     params: SamplingParams
-    max_tokens: int | None
-    num_prompt_tokens: int
     num_cached_tokens: int
     num_drafted_tokens: int
-    num_preemptions: int
-    arrival_time: float
-    scheduled_time: float
-    first_token_time: float
-    last_token_time: float
-    finish_time: float
     finish_reason: FinishReason | None
     error: str | None
     recoveries: tuple[Recovery, ...]
-
-    @property
-    def num_generated_tokens(self) -> int:
-        """The number of generated tokens."""
-
-    @property
-    def lora_name(self) -> str:
-        """The name of the LoRA adapter; "" for the base model."""
 
 
 class TracedGroup(Protocol):

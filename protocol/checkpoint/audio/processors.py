@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
 
-from ...config.audio_tower import FastConformerSpec
+from ...config.audio_tower import ConformerSpec, FastConformerSpec, SamplesSpec
 from ...config.model import AudioProcessorConfig, SpeechKind
 from ..config_fields import ConfigFields
 from .fields import read_token
@@ -84,20 +85,10 @@ def granite_processor(
         processor.require(name, value, default=value)
     encoder = granite_spec(config)
     processor.require("num_mel_bins", encoder.num_mel_bins // GRANITE_STACKED, default=80)
-    num_halvings = len(encoder.halving_layers)
-    return AudioProcessorConfig(
-        kind=SpeechKind.GRANITE_CTC,
-        num_mel_bins=encoder.num_mel_bins,
-        sampling_rate=16_000,
-        # A row has two frames.
-        hop_length=320,
-        chunk_seconds=_SECONDS,
-        strides=(2,) * num_halvings,
-        kernels=(2,) * num_halvings,
-        paddings=(0,) * num_halvings,
-        max_source_positions=encoder.num_outputs(encoder.num_frames),
-        start_token_id=0,
-        writes_tokens=True,
+    # A row has two frames.
+    convolutions = [(2, 2, 0)] * len(encoder.halving_layers)
+    return msgspec.structs.replace(
+        _unpadded(SpeechKind.GRANITE_CTC, encoder, 320, convolutions), writes_tokens=True
     )
 
 
@@ -108,34 +99,34 @@ def omniasr_processor(
     processor.require("sampling_rate", 16_000, default=16_000)
     processor.require("do_normalize", True, default=True)
     encoder = omniasr_spec(config)
-    return AudioProcessorConfig(
-        kind=SpeechKind.OMNIASR_CTC,
-        num_mel_bins=0,
-        sampling_rate=16_000,
-        hop_length=1,
-        chunk_seconds=_SECONDS,
-        strides=tuple(stride for _, _, stride in encoder.convolutions),
-        kernels=tuple(size for _, size, _ in encoder.convolutions),
-        paddings=(0,) * len(encoder.convolutions),
-        max_source_positions=encoder.num_outputs(encoder.num_frames),
-        start_token_id=0,
-        writes_tokens=True,
+    convolutions = [(size, stride, 0) for _, size, stride in encoder.convolutions]
+    return msgspec.structs.replace(
+        _unpadded(SpeechKind.OMNIASR_CTC, encoder, 1, convolutions), writes_tokens=True
     )
 
 
 def _common(processor: ConfigFields, encoder: FastConformerSpec) -> AudioProcessorConfig:
     for name, needed in (("sampling_rate", 16_000), ("hop_length", 160), ("n_fft", 512)):
         processor.require(name, needed)
-    num_halvings = encoder.num_halvings
+    return _unpadded(SpeechKind.COHERE, encoder, 160, [(3, 2, 1)] * encoder.num_halvings)
+
+
+def _unpadded(
+    kind: SpeechKind,
+    encoder: ConformerSpec | FastConformerSpec | SamplesSpec,
+    hop_length: int,
+    convolutions: Sequence[tuple[int, int, int]],
+) -> AudioProcessorConfig:
+    """Return the preprocessing for an encoder whose `convolutions` have these kernels, strides and paddings."""
     return AudioProcessorConfig(
-        kind=SpeechKind.COHERE,
+        kind=kind,
         num_mel_bins=encoder.num_mel_bins,
         sampling_rate=16_000,
-        hop_length=160,
+        hop_length=hop_length,
         chunk_seconds=_SECONDS,
-        strides=(2,) * num_halvings,
-        kernels=(3,) * num_halvings,
-        paddings=(1,) * num_halvings,
+        strides=tuple(stride for _, stride, _ in convolutions),
+        kernels=tuple(kernel for kernel, _, _ in convolutions),
+        paddings=tuple(padding for _, _, padding in convolutions),
         max_source_positions=encoder.num_outputs(encoder.num_frames),
         start_token_id=0,
     )

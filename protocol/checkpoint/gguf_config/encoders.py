@@ -66,6 +66,19 @@ def _t5(fields: ModelFields) -> dict[str, Any]:
     }
 
 
+def _nomic(activation: str, theta: float, **differences: Any) -> Translate:
+    return declared(
+        "nomic_bert",
+        "NomicBertModel",
+        _encoder,
+        hidden_act=activation,
+        rotary_emb_base=positive("rope.freq_base", theta),
+        qkv_proj_bias=has("blk.0.attn_qkv.bias"),
+        mlp_fc1_bias=has("blk.0.ffn_up.bias"),
+        **differences,
+    )
+
+
 ENCODERS: Final[dict[str, Translate]] = {
     "bert": declared("bert", "BertModel", _encoder, hidden_act="gelu"),
     "eurobert": declared("eurobert", "EuroBertModel", classifier_pooling=_pooling(MEAN)),
@@ -92,23 +105,10 @@ ENCODERS: Final[dict[str, Translate]] = {
         global_attn_every_n_layers=integer("attention.sliding_window_pattern", 3),
         classifier_pooling=_pooling(CLS),
     ),
-    "nomic-bert": declared(
-        "nomic_bert",
-        "NomicBertModel",
-        _encoder,
-        hidden_act="silu",
-        rotary_emb_base=positive("rope.freq_base", 1000.0),
-        qkv_proj_bias=has("blk.0.attn_qkv.bias"),
-        mlp_fc1_bias=has("blk.0.ffn_up.bias"),
-    ),
-    "nomic-bert-moe": declared(
-        "nomic_bert",
-        "NomicBertModel",
-        _encoder,
-        hidden_act="gelu",
-        rotary_emb_base=positive("rope.freq_base", 10_000.0),
-        qkv_proj_bias=has("blk.0.attn_qkv.bias"),
-        mlp_fc1_bias=has("blk.0.ffn_up.bias"),
+    "nomic-bert": _nomic("silu", 1000.0),
+    "nomic-bert-moe": _nomic(
+        "gelu",
+        10_000.0,
         moe_every_n_layers=integer("moe_every_n_layers"),
         num_experts=integer("expert_count"),
         moe_top_k=integer("expert_used_count"),
