@@ -6,7 +6,7 @@ import logging
 
 import pytest
 from engine.core.reporting.preemption_advice import PreemptionAdvice
-from engine.core.reporting.scheduler_times import SchedulerTimes
+from engine.core.reporting.request_times import SchedulerTimes
 from engine.core.reporting.stats_log import StatsLog
 from engine.protocol.arrays import float32_view, int32_bytes
 from engine.protocol.messages import SchedulerStats, SpecDecodingStats
