@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from random import Random
@@ -202,7 +202,8 @@ class CallFormat:
 
     Attributes:
         closing: The end of a block; None if a block has no marker at its end.
-        bare: True if a text that starts with a bracket is a block, even without an opening marker.
+        bare: True if a text that starts with a bracket is a block, even without an opening marker; see `openings_with`
+            for blocks within a text.
         new_id: Creates IDs, from random numbers, for calls to which the model gives none.
     """
 
@@ -211,6 +212,15 @@ class CallFormat:
     closing: str | None = None
     bare: bool = False
     new_id: Callable[[Random], str] = field(default=openai_call_id)
+
+    def openings_with(self, functions: Collection[str]) -> tuple[str, ...]:
+        """Return the texts that open a block.
+
+        A bare list of Python calls within a text must begin with a call of one of the `functions`.
+        """
+        if not self.bare or not any(isinstance(call, PythonExpression) for call in self.calls):
+            return self.openings
+        return (*self.openings, *(f"[{name}(" for name in functions))
 
     @cached_property
     def ignored(self) -> tuple[str, ...]:
@@ -250,6 +260,7 @@ def _dsml(block: str) -> CallFormat:
         end="</｜DSML｜invoke>",
         empty='"/>',
         typed=(('" string="true"', True), ('" string="false"', False)),
+        may_be_json=True,
     )
     return _tagged(f"<｜DSML｜{block}>", f"</｜DSML｜{block}>", '<｜DSML｜invoke name="', tags)
 

@@ -39,6 +39,7 @@ class CallParser:
         self.format = format
         self.new_id = new_id or CallIds(format.new_id)
         self._functions = functions or {}
+        self._openings = format.openings_with(self._functions)
         self._state = _State.START if format.bare else _State.TEXT
         self._buffer = ""
         # Consumed text, which becomes content if it turns out not to be a call.
@@ -100,7 +101,7 @@ class CallParser:
         return True
 
     def _read_text(self) -> bool:
-        openings = self.format.openings
+        openings = self._openings
         found = find_first(self._buffer, openings)
         if found is None:
             self._delta.content += self._consume(start_of_held(self._buffer, openings))
@@ -108,7 +109,8 @@ class CallParser:
         at, opening = found
         spaces = at - len(self._buffer[:at].rstrip())
         self._delta.content += self._consume(at - spaces)
-        if any(syntax.before == opening for syntax in self.format.calls):
+        is_call = any(syntax.before == opening for syntax in self.format.calls)
+        if is_call or opening not in self.format.openings:
             opening = ""  # The model omitted the opening of the block.
         self._open_block(self._consume(spaces + len(opening)), is_bare=not opening)
         return True

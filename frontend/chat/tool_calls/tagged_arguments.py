@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from ..held_text import may_begin, start_of_marker
+from .json_calls import JsonArguments
 from .stepwise_arguments import StepwiseArguments
 from .tools import Parameters
 from .values import json_string, json_value, types_of
@@ -24,6 +25,7 @@ class Tags:
         has_newlines: True if a line break separates each value from its tags.
         typed: Attribute after a key -> whether it declares the value to be a string.
         is_escaped: True if keys have `&quot;` and `&amp;` in place of these characters.
+        may_be_json: True if models may write one JSON object in place of all keys and values.
     """
 
     key_before: str
@@ -36,6 +38,7 @@ class Tags:
     has_newlines: bool = False
     typed: tuple[tuple[str, bool], ...] = ()
     is_escaped: bool = False
+    may_be_json: bool = False
 
 
 class _State(Enum):
@@ -45,6 +48,8 @@ class _State(Enum):
     VALUE_TAG = auto()
     VALUE_START = auto()
     VALUE = auto()
+    JSON = auto()
+    JSON_END = auto()
 
 
 class TaggedArguments(StepwiseArguments):
@@ -65,6 +70,7 @@ class TaggedArguments(StepwiseArguments):
         self._types: frozenset[str] = frozenset()
         self._is_string = False
         self._is_empty = True
+        self._object: JsonArguments | None = None  # Set if the arguments are one JSON object.
         self._steps = {
             _State.START: self._read_start,
             _State.BETWEEN: self._read_between,
@@ -72,12 +78,16 @@ class TaggedArguments(StepwiseArguments):
             _State.VALUE_TAG: self._read_value_tag,
             _State.VALUE_START: self._read_value_start,
             _State.VALUE: self._read_value,
+            _State.JSON: self._read_json,
+            _State.JSON_END: self._read_json_end,
         }
 
     def _step(self) -> bool:
         return self._steps[self._state]()
 
     def _append_held_back(self) -> None:
+        if self._object is not None:
+            self._json.append(self._object.finish())
         # The value ends only if its end tag was read.
         if self._state in (_State.VALUE_START, _State.VALUE):
             before, end, after = self._buffer.rpartition(self._tags.value_end)
@@ -87,7 +97,8 @@ class TaggedArguments(StepwiseArguments):
                 self._json.append(json_string(self._buffer))
 
     def _end(self, num_consumed: int, *, failed: bool = False) -> bool:
-        self._json.append("{}" if self._is_empty else "}")
+        if self._object is None:
+            self._json.append("{}" if self._is_empty else "}")
         self.rest = self._buffer[num_consumed:]
         self.failed = failed
         return False
@@ -117,11 +128,33 @@ class TaggedArguments(StepwiseArguments):
             self._buffer = text.removeprefix(tags.key_before)
             self._state = _State.KEY
             return True
+        if tags.may_be_json and self._is_empty and text.startswith("{"):
+            self._object = JsonArguments(self._markers)
+            self._state = _State.JSON
+            return True
+        return self._read_end(self._after_value)
+
+    def _read_end(self, allowed: tuple[str, ...]) -> bool:
+        """End the arguments at a tag, at a marker, or at text that begins none of the `allowed` ones."""
+        tags, text = self._tags, self._buffer
         if tags.end and text.startswith(tags.end):
             return self._end(len(tags.end))
         if text.startswith(self._markers):
             return self._end(0)
-        return not may_begin(text, self._after_value) and self._end(0, failed=True)
+        return not may_begin(text, allowed) and self._end(0, failed=True)
+
+    def _read_json(self) -> bool:
+        assert self._object is not None
+        self._json.append(self._object.feed(self._buffer))
+        self._buffer = self._object.rest or ""
+        if self._object.rest is None:
+            return False
+        self._state = _State.JSON_END
+        return True
+
+    def _read_json_end(self) -> bool:
+        self._buffer = self._buffer.lstrip()
+        return self._read_end((*filter(None, (self._tags.end,)), *self._markers))
 
     def _read_key(self) -> bool:
         key, end, rest = self._buffer.partition(self._tags.key_after)

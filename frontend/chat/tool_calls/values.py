@@ -103,7 +103,7 @@ def _referenced(reference: Any, root: Parameters) -> Any:
 
 
 def _as_json(source: str) -> str | None:
-    """Return JSON for a value in JSON or Python notation; None if it is neither."""
+    """Return JSON for a value in JSON or Python notation, or in JSON whose quotes are escaped; None for others."""
     try:
         msgspec.json.decode(source)
         return source
@@ -113,6 +113,12 @@ def _as_json(source: str) -> str | None:
         return constant
     if source[:1] not in "[{(":
         return None
+    try:
+        unescaped = msgspec.json.decode(f'"{source}"', type=str)
+        msgspec.json.decode(unescaped)
+        return unescaped
+    except (msgspec.DecodeError, RecursionError):
+        pass
     try:
         text = json.dumps(ast.literal_eval(source), ensure_ascii=False, allow_nan=False)
         return text.encode(errors="replace").decode()
