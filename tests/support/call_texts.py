@@ -341,6 +341,7 @@ CASES: list[tuple[str, str, str | None, list[tuple[str, str]]]] = [
     ),
     ("deepseek_v31", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{}",
      None, [("f", "{}")]),
+    ("deepseek_v32", '<｜DSML｜invoke name="f">{x {\n', None, [("f", "{x {")]),
     (
         "deepseek_v32",
         '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n{"a": "</｜DSML｜invoke>", "b": {}}\n</｜DSML｜invoke>\n'

@@ -86,7 +86,7 @@ class TaggedArguments(StepwiseArguments):
         return self._steps[self._state]()
 
     def _append_held_back(self) -> None:
-        if self._object is not None:
+        if self._object is not None and self._object.rest is None:
             self._json.append(self._object.finish())
         # The value ends only if its end tag was read.
         if self._state in (_State.VALUE_START, _State.VALUE):
