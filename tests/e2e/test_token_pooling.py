@@ -29,7 +29,7 @@ PROMPTS = [[5, 6, STEP, 9], [*range(10, 70), STEP, 3, 4, STEP], [STEP]]
 
 def pool(server: Server, **body: Any) -> list[np.ndarray]:
     status, answer = server.post("/pooling", body)
-    assert status == 200, answer
+    assert status == 200 and answer["id"].startswith("pooling-"), answer
     return [np.array(entry["data"], np.float32) for entry in answer["data"]]
 
 

@@ -125,7 +125,7 @@ class Embeddings:
                 data = _encoded(vectors, request)
                 yield {"object": "pooling", "index": index, "data": data}
 
-        answer = partial(self._answer, request, "pool", entries)
+        answer = partial(self._answer, request, "pooling", entries)
         splits = model.classifier is None and kind is model.pooler.kind
         return await self._pooling.run(http, request, inputs, kind, answer, splits=splits)
 
