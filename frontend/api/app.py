@@ -26,7 +26,7 @@ from .dialects.anthropic_batches import message_batch_routes
 from .dialects.ollama_answer import error_body as ollama_error
 from .dialects.sglang.routes import routes as sglang_routes
 from .dialects.sglang.scores import ScoreRoute
-from .dialects.vllm import GenerativeScoring
+from .dialects.vllm.routes import routes as vllm_routes
 from .docs_page import HEADERS, render_docs
 from .durable.recovery import Recovery
 from .edge import Edge
@@ -59,10 +59,11 @@ from .stored_chats.routes import chat_routes
 
 ERROR_BODIES: Final = {
     anthropic.PATH: anthropic.error_body,
+    f"{anthropic.PATH}/": anthropic.error_body,
     ollama.PATH: ollama_error,
     whisper_cpp.PATH: ollama_error,
 }
-"""Path prefix of a dialect -> the function that writes its error bodies."""
+"""Path of a dialect, or its beginning if it ends with a slash -> the function that writes its error bodies."""
 
 
 class App(NamedTuple):
@@ -175,7 +176,7 @@ def make_routes(serving: Serving) -> list[Route]:
             whisper_cpp.Inference(serving, intake, transcriptions, translations),
             methods=["POST"],
         ),
-        Route("/generative_scoring", GenerativeScoring(serving, intake), methods=["POST"]),
+        *vllm_routes(serving, intake),
         Route("/v2/rerank", scores.rerank, methods=["POST"]),
         Route(
             "/v2/embed",

@@ -130,7 +130,7 @@ class Edge:
     def _error_response(self, error: APIError, scope: Scope) -> Response:
         path = get_route_path(scope)
         for prefix, error_body in self._error_bodies.items():
-            if path.startswith(prefix):
+            if path == prefix or (prefix.endswith("/") and path.startswith(prefix)):
                 body = error_body(error, scope["state"]["request_id"])
                 return json_response(body, error.status, error.headers)
         return error.response()

@@ -106,6 +106,8 @@ ROUTE_DESCRIPTIONS: Final[dict[str, tuple[str, str]]] = {
     "/parse_function_call": (CLIENTS, "Return the tool calls in a text (SGLang)."),
     "/separate_reasoning": (CLIENTS, "Return the reasoning in a text, and the rest (SGLang)."),
     "/generative_scoring": (CLIENTS, "Score items by the probability of a label (vLLM)."),
+    "/inference/v1/generate": (CLIENTS, "Continue a list of token ids (vLLM)."),
+    "/inference/v1/abort_requests": (OPERATORS, "Abort the requests with some IDs (vLLM)."),
     "/model_info": (CLIENTS, "Describe the model (SGLang)."),
     "/get_model_info": (CLIENTS, "The same as /model_info."),
     "/server_info": (CLIENTS, "Describe the server and its load (SGLang)."),

@@ -45,6 +45,7 @@ OPERATOR_PATHS: Final = frozenset(
         "/reset_prefix_cache",
         "/flush_cache",
         "/abort_request",
+        "/inference/v1/abort_requests",
         "/debug/dump",
         "/debug/kv-cache",
         "/debug/requests",

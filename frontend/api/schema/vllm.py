@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 
-from . import Int
+from ....protocol.sampling_params import RepetitionDetectionParams
+from . import Int, SamplingFields, StreamOptions
 
 
 class GenerativeScoringRequest(msgspec.Struct, kw_only=True):
@@ -38,3 +39,81 @@ class GenerativeScoringRequest(msgspec.Struct, kw_only=True):
         "query_embed_overrides item_embed_overrides return_token_logprobs "
         "return_pooled_hidden_states score_extraction_token"
     )
+
+
+class VllmSampling(SamplingFields, kw_only=True):
+    """The sampling parameters of `/inference/v1/generate`."""
+
+    n: Int | None = None
+    seed: Int | None = None
+    # Tokens of the answer; by default as many as fit into the context.
+    max_tokens: Int | None = None
+    min_tokens: Int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[Int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    logprobs: Int | None = None
+    prompt_logprobs: Int | None = None
+    logprob_token_ids: list[Int] | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[Int] | None = None
+    bad_words: list[str] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    repetition_detection: RepetitionDetectionParams | None = None
+    stream_interval: Int | None = None
+
+    # Accepted because clients send them; they have no effect.
+    detokenize: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    output_kind: Int | None = None
+    skip_clone: bool | None = None
+    output_text_buffer_length: Int | None = None
+    flat_logprobs: bool | None = None
+
+    # Rejected, because an answer that ignores them would be wrong.
+    extra_args: Any = None
+    thinking_token_budget: Any = None
+    watermarking: Any = None
+    prompt_logprob_token_ids: Any = None
+    prompt_logprob_start: Any = None
+    skip_reading_prefix_cache: Any = None
+    routed_experts_prompt_start: Any = None
+    trace_decode_token_ids: Any = None
+
+
+class VllmGenerateRequest(msgspec.Struct, kw_only=True):
+    """The body of `POST /inference/v1/generate`."""
+
+    token_ids: list[Int] | None = None
+    sampling_params: VllmSampling | None = None
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    # "tokens" or "text", which adds the text and gives log-probabilities as in chats.
+    output_mode: str | None = None
+    # True to return the token ids of the prompt.
+    return_token_ids: bool | None = None
+    priority: Int | None = None
+    cache_salt: str | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+    # The ID of the request, instead of that of the header X-Request-Id.
+    request_id: str | None = None
+    # The replica, instead of that of the header X-data-parallel-rank.
+    data_parallel_rank: Int | None = None
+    user: str | None = None
+
+    # Accepted because clients send them; they have no effect.
+    token_offsets: Any = None
+    reasoning_ended: bool | None = None
+    reasoning_parser_kwargs: dict[str, Any] | None = None
+
+    # Rejected, because an answer that ignores them would be wrong.
+    rejected: ClassVar[str] = "features content_parts ec_transfer_params"
+
+
+class VllmAbortRequest(msgspec.Struct, kw_only=True):
+    """The body of `POST /inference/v1/abort_requests`: the IDs that the requests were sent with."""
+
+    request_ids: list[str] | None = None

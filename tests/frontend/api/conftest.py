@@ -18,6 +18,13 @@ def frontend() -> Iterator[FrontendProcess]:
 
 
 @pytest.fixture(scope="module")
+def slow_frontend() -> Iterator[FrontendProcess]:
+    """A frontend whose core takes 50 ms for a step."""
+    with sound_frontend(step_s=0.05) as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
 def client(frontend: FrontendProcess) -> Iterator[openai.OpenAI]:
     with frontend.client() as openai_client:
         yield openai_client

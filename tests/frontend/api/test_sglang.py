@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from support.echo_core import NUM_BLOCKS
-from support.frontend_process import FrontendProcess, sound_frontend
+from support.frontend_process import FrontendProcess
 
 pytestmark = pytest.mark.slow
 
 TEXT = "The sky is\nblue"
-
-
-@pytest.fixture(scope="module")
-def slow_frontend() -> Iterator[FrontendProcess]:
-    with sound_frontend(step_s=0.05) as process:
-        yield process
 
 
 def generate(frontend: FrontendProcess, *, sampling: dict | None = None, **fields: Any) -> Any:

@@ -72,7 +72,7 @@ def _find_fault_of_error(answer: Answer, field: str, path: str) -> str:
     try:
         body = answer.json
         error, fields = body["error"], _ERROR_FIELDS
-        if path.startswith(("/api/", "/inference")):
+        if path.startswith("/api/") or path == "/inference":
             # An error of Ollama's and whisper.cpp's routes is its message.
             if not isinstance(error, str) or len(body) > 1:
                 return f"an error object of another shape: {start!r}"

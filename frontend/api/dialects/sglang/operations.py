@@ -29,14 +29,23 @@ class SglangAborts:
         """Abort the requests with an ID, or all requests."""
         if not body.rid and not body.abort_all:
             raise bad_request("rid", "is required, or abort_all=true")
-        serving = self._serving
-        serving.verify_serving()
-        try:
-            count = await serving.engine.calls.abort_requests("" if body.abort_all else body.rid)
-        except EngineError as error:
-            message = f"Some requests were not aborted: {redact(str(error))}"
-            raise unavailable(message, serving.retry_after_s) from error
-        return json_response({"aborted": count})
+        return json_response(
+            {"aborted": await abort(self._serving, "" if body.abort_all else body.rid)}
+        )
+
+
+async def abort(serving: Serving, request_id: str) -> int:
+    """Abort the requests with an ID, or all if it is "", and return their number.
+
+    Raises:
+        APIError: The server does not serve yet, or a replica did not answer (503).
+    """
+    serving.verify_serving()
+    try:
+        return await serving.engine.calls.abort_requests(request_id)
+    except EngineError as error:
+        message = f"Some requests were not aborted: {redact(str(error))}"
+        raise unavailable(message, serving.retry_after_s) from error
 
 
 class SglangDescription:

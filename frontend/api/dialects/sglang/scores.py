@@ -15,7 +15,7 @@ from ...routes.scores import Scores
 from ...schema import ScoreRequest
 from ...schema.vllm import GenerativeScoringRequest
 from ...serving import Serving
-from ..vllm import GenerativeScoring, ScoringAnswer
+from ..vllm.scoring import GenerativeScoring, ScoringAnswer
 
 
 class ScoreRoute:

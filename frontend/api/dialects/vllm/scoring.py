@@ -7,15 +7,15 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from ...client.engine_client import Delta
-from ...http.errors import bad_request
-from ..answer import PromptAnswer
-from ..bodies.request_memory import MemoryLease
-from ..logprobs import Json
-from ..prompts import BYTES_PER_TOKEN_ID, Prompt, parse_prompts, verify_num_characters
-from ..routes.completions import Completions, NewPromptAnswer
-from ..schema import CompletionRequest
-from ..schema.vllm import GenerativeScoringRequest
+from ....client.engine_client import Delta
+from ....http.errors import bad_request
+from ...answer import PromptAnswer
+from ...bodies.request_memory import MemoryLease
+from ...logprobs import Json
+from ...prompts import BYTES_PER_TOKEN_ID, Prompt, parse_prompts, verify_num_characters
+from ...routes.completions import Completions, NewPromptAnswer
+from ...schema import CompletionRequest
+from ...schema.vllm import GenerativeScoringRequest
 
 
 class LabelPrompts(CompletionRequest, kw_only=True):

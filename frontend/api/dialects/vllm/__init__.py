@@ -1,0 +1,1 @@
+"""vLLM's own routes: scores of items, and tokens from tokens."""

@@ -1,0 +1,180 @@
+"""vLLM's `/inference/v1/generate`, which continues token ids and returns token ids.
+
+Programs for reinforcement learning use it, because tokens may differ after they are decoded and encoded again. The
+fields are those of vLLM 0.32 with `--enable-scale-out`.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Final
+
+from ....client.engine_client import Delta, PositionLogprobs, Sequence
+from ....http.errors import bad_request, renamer, wrong
+from ....http.json_pieces import encode_list
+from ...answer import PromptAnswer
+from ...bodies.request_memory import MemoryLease
+from ...logprobs import Json, finite
+from ...routes.completions import Completions, NewPromptAnswer
+from ...schema import UNLIMITED, CompletionRequest
+from ...schema.refused import REFUSED, verify_supported
+from ...schema.vllm import VllmGenerateRequest, VllmSampling
+from ...streaming.chunks import Chunks
+
+_COPIED: Final = sorted({*VllmSampling.__struct_fields__} & {*CompletionRequest.__struct_fields__})
+"""The sampling parameters that have the same name and meaning in completion requests."""
+
+_REFUSED: Final = sorted({*VllmSampling.__struct_fields__} & {*REFUSED} - {*_COPIED})
+
+_rename = renamer({"prompt": "token_ids"})
+
+_NEUTRAL: Final = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}
+"""The defaults of sampling parameters. Those of the model's publisher do not apply, as in vLLM."""
+
+
+class TokenPrompt(CompletionRequest, kw_only=True):
+    """A completion request from `/inference/v1/generate`. If `shows_text`, the answer has text besides tokens."""
+
+    shows_text: bool = False
+
+    def sent_name(self, name: str) -> str:
+        """Return the name of a field in the request."""
+        return f"sampling_params.{name}" if name in _COPIED else _rename(name)
+
+
+class VllmGenerate(Completions):
+    """The endpoint that continues token ids."""
+
+    body_schema = VllmGenerateRequest
+    id_prefix = "generate-tokens"
+
+    @property
+    def answer_type(self) -> NewPromptAnswer:
+        """The class that writes answers."""
+        return TokenAnswer
+
+    async def _translate(
+        self, body: VllmGenerateRequest, size: int, lease: MemoryLease
+    ) -> tuple[CompletionRequest, int]:
+        params = body.sampling_params
+        if params is None:
+            raise bad_request("sampling_params", "is required; {} for the defaults")
+        verify_supported(params, _REFUSED, "sampling_params.")
+        if not body.token_ids:
+            raise bad_request("token_ids", "must be an array of at least one token id")
+        if body.output_mode not in (None, "tokens", "text"):
+            raise wrong("output_mode", '"tokens" or "text"', body.output_mode)
+        fields = {name: getattr(params, name) for name in _COPIED}
+        for name, value in _NEUTRAL.items():
+            if fields[name] is None:
+                fields[name] = value
+        if params.max_tokens is None:
+            fields["max_tokens"] = UNLIMITED
+        elif params.max_tokens < 1:
+            raise wrong("sampling_params.max_tokens", "at least 1", params.max_tokens)
+        prompt = TokenPrompt(
+            **fields,
+            prompt=[*body.token_ids],
+            model=body.model,
+            stream=body.stream,
+            stream_options=body.stream_options,
+            return_token_ids=body.return_token_ids,
+            priority=body.priority,
+            cache_salt=body.cache_salt,
+            kv_transfer_params=body.kv_transfer_params,
+            request_id=body.request_id,
+            data_parallel_rank=body.data_parallel_rank,
+            user=body.user,
+            shows_text=body.output_mode == "text",
+        )
+        return prompt, size
+
+    def _envelope(self, request: CompletionRequest, answer_id: str, created: int) -> Json:
+        assert isinstance(request, TokenPrompt)
+        mode = "text" if request.shows_text else "tokens"
+        envelope = super()._envelope(request, answer_id, created)
+        return envelope | {"request_id": answer_id, "output_mode": mode}
+
+    def object_name(self, request: CompletionRequest) -> str:
+        """Return the value of the response's field `object`."""
+        return "generate.tokens"
+
+
+class TokenAnswer(PromptAnswer):
+    """The tokens that continue a prompt."""
+
+    shows_abort = True
+
+    request: TokenPrompt
+
+    def whole(self, outputs: list[Delta]) -> Json:
+        """Return the complete response body."""
+        choices = self.render_choices(
+            outputs, lambda index, position: self.choice(index, outputs[position])
+        )
+        sequence = self._group.sequences[0]
+        answer = self.envelope | {"choices": choices, "usage": self.usage()}
+        if self.request.prompt_logprobs is not None:
+            answer["prompt_logprobs"] = self.renderer.prompt(sequence.iterate_prompt_logprobs())
+        return answer | self.prompt_fields(sequence) | self.timing() | self.transfer()
+
+    def chunks(self) -> _Chunks:
+        """Return the encoder of a stream."""
+        return _Chunks(self, self.num_sequences, is_plain=False, before=b"", after=b"")
+
+    def prompt_fields(self, sequence: Sequence) -> Json:
+        """Return the token ids of the prompt if the request asks for them; else {}."""
+        if not self.request.return_token_ids:
+            return {}
+        return {"prompt_token_ids": self.prompt_of(sequence).token_ids.tolist()}
+
+    def choice(self, index: int, output: Delta) -> Json:
+        """Return the choice with new output."""
+        choice: Json = {
+            "index": index,
+            "finish_reason": output.finish_reason,
+            "stop_reason": output.stop_reason,
+            "token_ids": output.token_ids,
+            "logprobs": None,
+        }
+        if self.request.shows_text:
+            choice["text"] = output.text
+        if output.logprobs is not None:
+            choice["logprobs"] = (
+                self.renderer.chat(output.logprobs)
+                if self.request.shows_text
+                else {"content": encode_list(map(self._position, output.logprobs), at_once=1)}
+            )
+        return choice
+
+    def _position(self, position: PositionLogprobs) -> Json:
+        entry = _entry(position.token_id, position.logprob, position.rank)
+        listed = bool(self.request.logprob_token_ids)
+        top = [
+            _entry(token_id, logprob, None if listed else rank)
+            for rank, (token_id, logprob) in enumerate(position.top, 1)
+            if token_id != position.token_id
+        ]
+        return entry | {"top_logprobs": encode_list([entry, *top])}
+
+
+class _Chunks(Chunks[TokenAnswer]):
+    __slots__ = ()
+    _empty_choice: ClassVar[Json] = {"token_ids": [], "logprobs": None}
+
+    def _render(self, sequence: Sequence) -> bytes:
+        delta, answer = self.read(sequence), self._answer
+        first = sequence.num_read_tokens == len(delta.token_ids)
+        more = answer.prompt_fields(sequence) if first else {}
+        return self.chunk(answer.choice(sequence.position, delta), **more)
+
+
+def _entry(token_id: int, logprob: float, rank: int | None) -> Json:
+    return {"token_id": token_id, "logprob": finite(logprob), "rank": rank}

@@ -1,0 +1,40 @@
+"""The routes of vLLM's own API."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ....http.errors import bad_request, json_response
+from ...bodies.intake import Intake, reads
+from ...schema.vllm import VllmAbortRequest
+from ...serving import Serving
+from ..sglang.operations import abort
+from .generate import VllmGenerate
+from .scoring import GenerativeScoring
+
+
+class VllmAborts:
+    """The route that aborts requests by their IDs."""
+
+    def __init__(self, serving: Serving, intake: Intake) -> None:
+        self._serving = serving
+        self._intake = intake
+
+    @reads(VllmAbortRequest)
+    async def abort(self, http: Request, body: VllmAbortRequest, size: int) -> Response:
+        """Abort the requests with these IDs. IDs of no request have no effect."""
+        if not body.request_ids:
+            raise bad_request("request_ids", "must be an array of at least one ID")
+        counts = [await abort(self._serving, each) for each in set(body.request_ids) if each]
+        return json_response({"aborted": sum(counts)})
+
+
+def routes(serving: Serving, intake: Intake) -> list[Route]:
+    """Return all routes."""
+    return [
+        Route("/generative_scoring", GenerativeScoring(serving, intake), methods=["POST"]),
+        Route("/inference/v1/generate", VllmGenerate(serving, intake), methods=["POST"]),
+        Route("/inference/v1/abort_requests", VllmAborts(serving, intake).abort, methods=["POST"]),
+    ]
