@@ -71,14 +71,16 @@ class VllmSampling(SamplingFields, kw_only=True):
     skip_clone: bool | None = None
     output_text_buffer_length: Int | None = None
     flat_logprobs: bool | None = None
+    # It only applies to `prompt_logprob_token_ids`.
+    prompt_logprob_start: Int | None = None
+    # Answers do not depend on the prefix cache.
+    skip_reading_prefix_cache: bool | None = None
 
     # Rejected, because an answer that ignores them would be wrong.
     extra_args: Any = None
     thinking_token_budget: Any = None
     watermarking: Any = None
     prompt_logprob_token_ids: Any = None
-    prompt_logprob_start: Any = None
-    skip_reading_prefix_cache: Any = None
     routed_experts_prompt_start: Any = None
     trace_decode_token_ids: Any = None
 

@@ -99,6 +99,10 @@ def test_sampling_has_the_defaults_of_vllm(frontend: FrontendProcess) -> None:
         ({"sampling_params": {"max_tokens": 0}}, "sampling_params.max_tokens"),
         ({"sampling_params": {"temperature": -1}}, "sampling_params.temperature"),
         ({"sampling_params": {"extra_args": {"a": 1}}}, "sampling_params.extra_args"),
+        (
+            {"sampling_params": {"prompt_logprob_token_ids": [[1]]}},
+            "sampling_params.prompt_logprob_token_ids",
+        ),
         ({"output_mode": "audio"}, "output_mode"),
         ({"features": {"mm_hashes": {}}}, "features"),
     ],
