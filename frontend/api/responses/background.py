@@ -68,7 +68,10 @@ class BackgroundRun:
         response: The current state of the response.
         caller: The entries of the ASGI scope's `state` that identify the client.
         events: All events so far.
+        num_readable_events: The number of events that readers in this frontend may get. The last events can be read
+            once the response is stored.
         num_stored_events: The number of events in the store.
+        batch_end: The number of events at the end of the batch that is being stored; 0 for none.
         is_done: True if the response has ended and is stored.
     """
 
@@ -85,7 +88,9 @@ class BackgroundRun:
         self.on_writable: Callable[[], None] | None = None
         self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.is_recorded = asyncio.Event()
+        self.num_readable_events = 0
         self.num_stored_events = 0
+        self.batch_end = 0
         self._cancelled = asyncio.Event()
         self._changed = asyncio.Event()
 
@@ -115,8 +120,8 @@ class BackgroundRun:
 
     def write_chunk(self, data: bytes) -> None:
         """Record the events of a chunk, instead of sending it to a client."""
-        self.events += (part + EVENT_END for part in data.split(EVENT_END) if part)
-        self.notify()
+        self._add_events(data)
+        self.show_events()
 
     async def receive(self) -> Message:
         """Wait until the run is cancelled, and return the message of a disconnected client."""
@@ -124,9 +129,20 @@ class BackgroundRun:
         return {"type": "http.disconnect"}
 
     async def send(self, message: Message) -> None:
-        """Record the events of a message."""
+        """Record the events of a message. Those of the last message are shown by `show_events`."""
         if message["type"] == "http.response.body":
-            self.write_chunk(message.get("body", b""))
+            self._add_events(message.get("body", b""))
+            if message.get("more_body"):
+                self.show_events()
+
+    def _add_events(self, data: bytes) -> None:
+        self.events += (part + EVENT_END for part in data.split(EVENT_END) if part)
+
+    def show_events(self) -> None:
+        """Let the readers in this frontend get all events, and wake them."""
+        self.num_readable_events = len(self.events)
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def cancel(self) -> None:
         """Cancel the run."""
@@ -137,11 +153,6 @@ class BackgroundRun:
         self.group = group
         if not self.accepted.done():
             self.accepted.set_result(None)
-
-    def notify(self) -> None:
-        """Wake the readers that wait for events."""
-        self._changed.set()
-        self._changed = asyncio.Event()
 
     async def wait(self, timeout_s: float) -> None:
         """Wait for more events or the end of the run, at most `timeout_s` seconds."""
@@ -320,7 +331,7 @@ class BackgroundRuns:
         if run.response["status"] in ENDED or run.is_cancelled or not self._is_stopping:
             await self._finish(run, error)
         run.is_done = True
-        run.notify()
+        run.show_events()
         del self._runs[run.exchange.response_id]
 
     async def _finish(self, run: BackgroundRun, error: APIError | None) -> None:
@@ -331,8 +342,9 @@ class BackgroundRuns:
                     "status": "cancelled" if run.is_cancelled else "failed",
                     "error": None if error is None else describe_failure(error),
                 }
-                await self._states.save(exchange, run.response)
+            # Readers in other frontends stop at a response that has ended, so its events are stored first.
             await self._store_events(run)
+            await self._states.save(exchange, run.response)
             if run.group is not None and run.group.recording is not None:
                 run.group.recording.delete()
         except APIError as failure:
@@ -358,15 +370,19 @@ class BackgroundRuns:
                 logger.debug("cannot store %s: %s", identifier, failure.message)
 
     async def _store_events(self, run: BackgroundRun) -> None:
-        """Store the events that are not in the store, if the client wants to read them."""
-        first, end = run.num_stored_events, len(run.events)
-        if not run.exchange.body.stream or first >= end:
+        """Store the events that are not in the store, if the client wants to read them.
+
+        A batch that may already be stored is stored again unchanged, because nobody reads it twice.
+        """
+        if not run.exchange.body.stream:
             return
         identifier = run.exchange.response_id
-        await self._states.events.put(
-            f"{identifier}/{first:08}",
-            b"".join(run.events[first:end]),
-            run.exchange.owner,
-            parent=identifier,
-        )
-        run.num_stored_events = end
+        while (first := run.num_stored_events) < len(run.events):
+            run.batch_end = run.batch_end or len(run.events)
+            await self._states.events.put(
+                f"{identifier}/{first:08}",
+                b"".join(run.events[first : run.batch_end]),
+                run.exchange.owner,
+                parent=identifier,
+            )
+            run.num_stored_events, run.batch_end = run.batch_end, 0

@@ -190,7 +190,7 @@ class Responses(ChatCompletions):
     async def _end(
         self, answer: ResponsesAnswer, response: Json | None, run: BackgroundRun | None
     ) -> None:
-        """Store a response that has ended, before its client receives the end.
+        """Store a response that has ended, before its client receives the end. A run is stored after its events.
 
         If the store fails, answer nevertheless.
         """
@@ -201,6 +201,8 @@ class Responses(ChatCompletions):
         kept: KeptResponses | None = answer.exchange.kept
         if kept is not None and response["status"] != "failed":
             kept.add(answer.exchange, response)
+        if run is not None:
+            return
         try:
             await self._states.save(answer.exchange, response)
         except APIError as error:

@@ -48,8 +48,8 @@ async def read_run(run: BackgroundRun, first: int) -> AsyncIterator[bytes]:
     position = first
     while True:
         is_done = run.is_done
-        if position < len(run.events):
-            events = run.events[position:]
+        if position < run.num_readable_events:
+            events = run.events[position : run.num_readable_events]
             position += len(events)
             yield b"".join(events)
         elif is_done:
