@@ -10,6 +10,7 @@
 
 namespace engine::ENGINE_TARGET {
 #include "isa/vectors.inc"
+#include "isa/dots.inc"
 
 #include "attention/formats.inc"
 #include "attention/chunks.inc"

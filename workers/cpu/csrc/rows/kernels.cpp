@@ -9,6 +9,7 @@
 
 namespace engine::ENGINE_TARGET {
 #include "isa/vectors.inc"
+#include "isa/dots.inc"
 
 namespace {
 
