@@ -151,6 +151,7 @@ def test_texts_are_classified(tmp_path: Path) -> None:
         assert [e["data"] for e in pooled["data"]] == [e["probs"] for e in answer["data"]]
         status, answer = server.post("/v1/score", {"text_1": "a", "text_2": "b"})
         assert status == 400 and "3 classes" in answer["error"]["message"]
+        assert server.capabilities() == (["classification"], ["classification"])
 
 
 def test_a_decoder_that_answers_yes_or_no_reranks(tmp_path: Path) -> None:

@@ -96,6 +96,7 @@ def test_texts_and_images_have_the_vectors_of_transformers(
         np.testing.assert_allclose(found, images, atol=1e-4)
         mixed = [messages[0], [{"role": "user", "content": TEXTS[1]}]]
         np.testing.assert_allclose(embed(messages=mixed), [images[0], texts[1]], atol=1e-4)
+        assert server.capabilities() == (["embedding", "multimodal"], ["embedding", "vision"])
         server.child("worker 0").kill()
         assert embed(messages=messages[:1]) == found[:1]
         content = [image_part(IMAGES[0]), {"type": "text", "text": "tea"}]

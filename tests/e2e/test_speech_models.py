@@ -207,6 +207,11 @@ def test_unknown_languages_are_refused(audio: Any) -> None:
         audio.transcriptions.create(model="tiny", file=clip(1)[1], language="it")
 
 
+def test_a_speech_model_with_a_decoder_transcribes(server: Server) -> None:
+    transcription = ["transcription", "multimodal"], ["transcription", "audio"]
+    assert server.capabilities() == transcription
+
+
 @pytest.mark.parametrize("kind", ["moonshine", "moonshine_streaming"])
 def test_moonshine_output_is_limited_by_the_length_of_the_audio(tmp_path: Path, kind: str) -> None:
     path, model = moonshine_directory(tmp_path, kind)
@@ -320,6 +325,8 @@ def test_an_encoder_writes_tokens_and_their_times(tmp_path: Path, kind: str) -> 
         )
         assert timed.language == "english"
         assert " ".join(each.word for each in timed.words).split() == expected[1].split()
+        transcription = ["transcription", "multimodal"], ["transcription", "audio"]
+        assert server.capabilities() == transcription
         times = [time for each in timed.words for time in (each.start, each.end)]
         assert times == sorted(times)
         assert 0 <= times[0] < times[-1] <= 4

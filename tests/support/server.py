@@ -102,6 +102,13 @@ class Server(Program):
         except json.JSONDecodeError:
             return status, text
 
+    def capabilities(self) -> tuple[list[str], list[str]]:
+        """Return what the model can do, in the words of llama.cpp and in those of Ollama."""
+        (described, *_), (card, *_) = (
+            self.get(path)[1]["models"] for path in ("/v1/models", "/api/tags")
+        )
+        return described["capabilities"], card["capabilities"]
+
     def metric(self, name: str, engine: str = '[^"]*') -> float:
         """Return the sum of a metric's samples, of every replica or of one."""
         _, text = self.get("/metrics")

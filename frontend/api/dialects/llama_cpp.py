@@ -29,6 +29,7 @@ from ..bodies.request_memory import MemoryLease
 from ..chat_prompt import RenderedChat
 from ..infill import require_infill
 from ..prompts import Prompt, verify_num_characters
+from ..routes.capabilities import reads_audio, reads_images
 from ..routes.chat_completions import render_request
 from ..routes.completions import Completions
 from ..routes.embeddings import Embeddings
@@ -247,8 +248,8 @@ class LlamaDescription:
                 "model_alias": serving.served_name,
                 "model_path": model.model,
                 "modalities": {
-                    "vision": model.images is not None and serving.media is not None,
-                    "audio": model.chat_audio is not None,
+                    "vision": reads_images(serving),
+                    "audio": reads_audio(serving),
                 },
                 "chat_template": source,
                 "bos_token": tokenizer.bos_token or "",

@@ -28,6 +28,7 @@ from ..chat_prompt import RenderedChat
 from ..infill import require_infill
 from ..logprobs import Json
 from ..prompts import verify_num_characters
+from ..routes.capabilities import list_for_ollama
 from ..routes.chat_completions import ChatCompletions, ChatPlan
 from ..routes.embeddings import Embeddings
 from ..routes.loras import Loras
@@ -218,7 +219,7 @@ class OllamaModels:
 
     async def tags(self, request: Request) -> Response:
         """List the served models."""
-        found = {"capabilities": self._capabilities()}
+        found = {"capabilities": list_for_ollama(self._serving)}
         cards = [self._card(name) | found for name in self._serving.served_models]
         return json_response({"models": cards})
 
@@ -251,7 +252,7 @@ class OllamaModels:
                     "general.architecture": model.architecture,
                     f"{model.architecture}.context_length": model.max_model_len,
                 },
-                "capabilities": self._capabilities(),
+                "capabilities": list_for_ollama(serving),
                 "modified_at": self._modified_at,
             }
         )
@@ -345,16 +346,3 @@ class OllamaModels:
             "parameter_size": "",
             "quantization_level": model.quantization or "",
         }
-
-    def _capabilities(self) -> list[str]:
-        serving, model = self._serving, self._serving.config.model
-        if not model.generates:
-            return ["embedding"]
-        found = ["completion"]
-        if serving.calls_tools:
-            found.append("tools")
-        if serving.separates_reasoning:
-            found.append("thinking")
-        if serving.config.model.images is not None and serving.media is not None:
-            found.append("vision")
-        return found

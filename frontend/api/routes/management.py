@@ -13,6 +13,7 @@ from .... import __version__
 from ....protocol.errors import EngineError
 from ...http.errors import APIError, json_response, redact, retry_after, unavailable
 from ..serving import Serving
+from .capabilities import list_for_llama_cpp
 
 
 class Management:
@@ -28,18 +29,12 @@ class Management:
         cards = [self._card(name) for name in names]
         # Anthropic's clients expect a page of models, and llama.cpp's look for capabilities.
         page = {"first_id": names[0], "last_id": names[-1], "has_more": False}
-        capabilities = self._capabilities()
+        capabilities = list_for_llama_cpp(self._serving)
         described = [
             {"name": name, "model": name, "type": "model", "capabilities": capabilities}
             for name in names
         ]
         return json_response({"object": "list", "data": cards, "models": described} | page)
-
-    def _capabilities(self) -> list[str]:
-        model = self._serving.config.model
-        found = ["completion" if model.generates else "embedding"]
-        reads_media = model.images is not None or model.chat_audio is not None
-        return found + ["multimodal"] * (reads_media and self._serving.media is not None)
 
     async def model(self, request: Request) -> Response:
         """Describe one served model."""

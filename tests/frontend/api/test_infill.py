@@ -42,6 +42,8 @@ def test_suffix_puts_the_texts_between_the_tokens_of_the_model(tmp_path: Path) -
         body = {"prompt": begin, "suffix": end, "stream": False, "options": {"num_predict": count}}
         response = frontend.post("/api/generate", **body)
         assert response.json()["response"] == begin + end
+        [card, *_] = frontend.http.get("/api/tags").json()["models"]
+        assert "insert" in card["capabilities"]
         # llama.cpp's route may name other files, and cuts what does not fit.
         files = [{"filename": "x.py", "text": "c = 1"}]
         infill = {"input_prefix": begin, "input_suffix": end, "n_predict": 1}

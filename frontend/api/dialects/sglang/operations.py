@@ -13,6 +13,7 @@ from .....protocol.errors import EngineError
 from ....http.errors import bad_request, json_response, redact, unavailable
 from ...bodies.intake import Intake, reads
 from ...logprobs import Json
+from ...routes.capabilities import reads_audio, reads_images
 from ...schema.sglang import SglangAbortRequest
 from ...serving import Serving
 
@@ -127,6 +128,6 @@ class SglangDescription:
             "tokenizer_path": model.tokenizer_path or model.model,
             "is_generation": model.generates,
             "preferred_sampling_params": serving.config.frontend.default_sampling or None,
-            "has_image_understanding": model.images is not None and serving.media is not None,
-            "has_audio_understanding": model.chat_audio is not None,
+            "has_image_understanding": reads_images(serving),
+            "has_audio_understanding": reads_audio(serving),
         }
