@@ -115,6 +115,8 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     """
     is_open: bool = False
     """True if more encoder inputs follow in `AppendInputs`. No token is computed before the input at its position."""
+    is_warm_up: bool = False
+    """True if a frontend sent the request for itself, before it is ready. Metrics do not count it."""
 
 
 class ClientHello(msgspec.Struct, tag="hello", array_like=True, gc=False, frozen=True):

@@ -67,6 +67,7 @@ CONSTANT: Final[dict[type, frozenset[str]]] = {
             "first_inputs",
             "grows",
             "is_resubmitted",
+            "is_warm_up",
             "key",
             "kv_transfer_params",
             "lora",

@@ -194,6 +194,7 @@ def _redact_request(message: EngineCoreRequest, pseudonyms: Pseudonyms) -> Engin
         delivery_times=message.delivery_times,
         encoder_inputs=_redact_inputs(message.encoder_inputs, pseudonyms),
         is_open=message.is_open,
+        is_warm_up=message.is_warm_up,
     )
 
 

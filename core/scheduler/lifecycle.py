@@ -252,6 +252,8 @@ class RequestLifecycle:
         if request.num_cached_tokens >= 0:
             return
         request.num_cached_tokens = 0
+        if request.is_warm_up:
+            return
         if self.manager.prefix_cache.may_read(request) and not prefix.is_reserved:
             self.stats.prefix_cache_queries += request.num_tokens
             self.stats.prefix_cache_hits += prefix.num_tokens
@@ -470,7 +472,8 @@ class RequestLifecycle:
         stats.num_deferred = stats.num_waiting - len(self.queue)
         self.lora_requests.write_stats(stats, self.running.loras)
         if self.step_tokens:
-            stats.step_tokens = int32_bytes(self.step_tokens)
+            # The tokens of a warm-up request are 0.
+            stats.step_tokens = int32_bytes([count for count in self.step_tokens if count])
             self.step_tokens = []
         self.manager.write_stats(stats)
         if self.transfers is not None:

@@ -333,9 +333,7 @@ class Scheduler(SchedulerInterface):
             for row in in_flight.constrained
             if self._grammars.is_isolated(row.request)
         )
-        stats = self.lifecycle.stats
-        stats.num_steps += 1
-        stats.num_scheduled_tokens += plan.num_tokens + sum(admitted.granted)
+        self._writer.count_step(self.lifecycle.stats, plan, admitted)
         step.lora_loads = self.loras.take_loads()
         if self._transfers is not None:
             self._transfers.add_metadata(step)

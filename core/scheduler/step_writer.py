@@ -6,6 +6,7 @@ import msgspec
 import numpy as np
 
 from ...protocol.arrays import BoolArray, Int32Array, Int64Array, int32_bytes
+from ...protocol.messages import SchedulerStats
 from ...protocol.worker_messages import SchedulerOutput
 from ..kv_cache.manager import KVCacheManager
 from ..state.batch import Batch, ScheduledRow, StepInFlight
@@ -33,6 +34,17 @@ class StepWriter:
     def last_slots(self) -> SlotArray:
         """The slots of the last step, in the order of its rows."""
         return self._last_batch.slots
+
+    def count_step(self, stats: SchedulerStats, plan: RunningPlan, admitted: Admissions) -> None:
+        """Count a step and its tokens, without those of warm-up requests."""
+        num_counted = plan.num_tokens
+        for data, granted in zip(admitted.requests, admitted.granted, strict=True):
+            request = self._slots.requests[data.slot]
+            if request is None or not request.is_warm_up:
+                num_counted += granted
+        stats.num_scheduled_tokens += num_counted
+        if num_counted or not admitted.requests:
+            stats.num_steps += 1
 
     def write(
         self,

@@ -102,6 +102,7 @@ class Request:
         "is_finished",
         "is_resubmitted",
         "is_untouched",
+        "is_warm_up",
         "key",
         "kv_transfer_params",
         "lora",
@@ -172,6 +173,7 @@ class Request:
         # A request with output is never treated as untouched, because its output moves into `Slots` and back.
         self.is_untouched = not message.output_token_ids
         self.is_resubmitted = message.is_resubmitted
+        self.is_warm_up = message.is_warm_up
         self.slot = -1
         self.num_admissions = 0
         self.num_cached_tokens = -1

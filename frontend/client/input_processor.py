@@ -157,6 +157,7 @@ class InputProcessor:
             lora=request.lora,
             encoder_inputs=request.encoder_inputs,
             is_open=request.is_open,
+            is_warm_up=request.is_warm_up,
             kv_transfer_params=request.kv_transfer_params,
         )
 

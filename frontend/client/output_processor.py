@@ -136,10 +136,14 @@ class OutputProcessor:
         if rows.watched:
             self._find_ends(rows.watched, {done.request_index: done for done in outputs.finished})
         if scheduler_times:
-            self._metrics.record_scheduler_times(outputs.core_index, scheduler_times)
+            counted_times = []
             for request_index, seconds in zip(ended, scheduler_times, strict=True):
-                if (sequence := self.sequences.get(request_index)) is not None:
+                sequence = self.sequences.get(request_index)
+                if sequence is None or not sequence.request.is_warm_up:
+                    counted_times.append(seconds)
+                if sequence is not None:
                     sequence.scheduler_time = seconds
+            self._metrics.record_scheduler_times(outputs.core_index, counted_times)
         for request_index, seconds in zip(ended, core_times, strict=False):
             if (sequence := self.sequences.get(request_index)) is not None:
                 sequence.core_time = seconds
@@ -179,10 +183,13 @@ class OutputProcessor:
         sequence.finish_time = time.monotonic()
         self._leave_queue(sequence)
         sequence.load.record_finished(sequence.routing_keys)
-        self._metrics.record_finished(sequence, reason if outcome is None else outcome)
+        is_counted = not sequence.request.is_warm_up
+        if is_counted:
+            self._metrics.record_finished(sequence, reason if outcome is None else outcome)
         sequence.group.record_sequence_end(sequence)
         if not sequence.group.num_unfinished:
-            self._metrics.record_group(sequence.group.outputs_by_prompt())
+            if is_counted:
+                self._metrics.record_group(sequence.group.outputs_by_prompt())
             self._recent_requests.record_end(sequence.group)
         self._schedule_wake([sequence])
 
@@ -321,7 +328,10 @@ class OutputProcessor:
                     intervals.append(timestamp - previous)
                 else:
                     sequence.first_token_time = timestamp
-                    self._metrics.record_first_token(sequence)
+                    if sequence.request.is_warm_up:
+                        num_tokens -= 1
+                    else:
+                        self._metrics.record_first_token(sequence)
             else:
                 sequence.num_drafted_tokens += 1
             if len(tokens) >= sequence.wake_at and not sequence.has_updates:
@@ -367,7 +377,7 @@ class OutputProcessor:
         error = done.message or None
         if error is None and done.reason in FAILURES:
             error = f"the engine stopped this request with reason {done.reason}"
-        if rejection := REJECTIONS.get(done.reason):
+        if (rejection := REJECTIONS.get(done.reason)) and not sequence.request.is_warm_up:
             self._metrics.record_rejection(sequence.core_index, rejection)
         sequence.retry_after_s = done.retry_after_s
         sequence.kv_transfer_params = done.kv_transfer_params

@@ -51,6 +51,7 @@ class SequenceRequest:
         kv_transfer_params: Parameters for the KV connector, which say what another engine computes for the request.
         request_id: The ID of this sequence alone; "" for that of the whole request.
         is_accepted: True if it is a part of work that the server finishes before it shuts down.
+        is_warm_up: True if the frontend sends it for itself, before it is ready. Metrics do not count it.
     """
 
     prompt_token_ids: TokenIds
@@ -70,6 +71,7 @@ class SequenceRequest:
     kv_transfer_params: dict[str, object] | None = None
     request_id: str = ""
     is_accepted: bool = False
+    is_warm_up: bool = False
 
 
 class Delta(msgspec.Struct, gc=False):

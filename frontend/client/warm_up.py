@@ -37,4 +37,5 @@ def warm_up_request(model: ModelConfig) -> SequenceRequest:
         params=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
         pooling=None if model.generates else model.pooling_params,
         encoder_inputs=inputs,
+        is_warm_up=True,
     )

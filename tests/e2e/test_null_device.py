@@ -7,6 +7,8 @@ import numpy as np
 import psutil
 import pytest
 from engine.workers.execution.null_runner import made_up_tokens, ordinary_token_ids
+from prometheus_client.parser import text_string_to_metric_families
+from support.program import wait_until
 from support.server import Server, default_model
 
 VOCAB_SIZE = 49152
@@ -18,6 +20,37 @@ def server():
     # A forked server might have torch from its parent.
     with Server("--model", default_model(), *flags, env={"PYTHONPATH": ""}) as server:
         yield server
+
+
+def test_the_warm_up_request_is_not_counted() -> None:
+    """Tests and dashboards for vLLM expect exactly the requests of clients."""
+    flags = ("--device", "null", "--null-step-ms", "1", "--metrics-compat", "vllm", "-dp", "2")
+    with Server("--model", default_model(), *flags, "--api-server-count", "2") as server:
+        server.wait_until_whole()
+        _, text = server.get("/metrics")
+        counts = {
+            sample.name: sample.value
+            for family in text_string_to_metric_families(text)
+            if family.type in ("counter", "histogram") and not family.name.startswith("process_")
+            for sample in family.samples
+            if sample.name.endswith(("_total", "_count", "_sum"))
+        }
+        assert {"vllm:iteration_tokens_total_count", "vllm:prompt_tokens_total"} <= counts.keys()
+        assert not {name: value for name, value in counts.items() if value}
+        for _ in range(2):
+            status, answer = complete(server)
+            assert status == 200, answer
+        for name, value in {
+            "vllm:prompt_tokens_total": 6,
+            "vllm:generation_tokens_total": 80,
+            "vllm:request_success_total": 2,
+            "vllm:request_prompt_tokens_sum": 6,
+            "vllm:time_to_first_token_seconds_count": 2,
+            "vllm:iteration_tokens_total_sum": 86,
+            "vllm:iteration_tokens_total_count": 80,
+            "vllm:prefix_cache_queries_total": 6,
+        }.items():
+            wait_until(lambda n=name, v=value: server.metric(n) == v, what=f"{name} is {value}")
 
 
 def complete(server: Server, **fields: object) -> tuple[int, dict]:

@@ -141,7 +141,7 @@ def test_a_dump_contains_no_text_or_tokens_of_users():
 @pytest.mark.parametrize(
     ("struct", "num_fields"),
     [
-        (messages.EngineCoreRequest, 23),
+        (messages.EngineCoreRequest, 24),
         (worker_messages.ModelRunnerOutput, 15),
         (worker_messages.SchedulerOutput, 16),
         (worker_messages.NewRequestData, 13),
