@@ -23,7 +23,9 @@ from .recurrent_layers import (
     RecurrentLayer,
     RgLru,
     ShortConvolution,
+    nominal_heads,
 )
+from .rwkv_config import READERS as RWKV_READERS
 
 _Reader: TypeAlias = Callable[[ConfigFields], RecurrentLayer]
 
@@ -425,6 +427,7 @@ _READERS: Final[dict[str, _Reader]] = {
     ),
     **dict.fromkeys(("inkling2_loop_text", "inkling2_loop"), _read_larger),
     "zaya": read_head_convolutions,
+    **RWKV_READERS,
     # The MLPs of Kimi K3 have another activation.
     "kimi_linear": _with_silu(_read_kimi_delta_attention, others=("situ",)),
 }
@@ -432,20 +435,12 @@ _READERS: Final[dict[str, _Reader]] = {
 
 def is_purely_recurrent(fields: ConfigFields) -> bool:
     """Return whether no layer of the model has attention."""
-    return fields.text("model_type", "") in ("mamba", "falcon_mamba", "mamba2")
+    return fields.text("model_type", "") in ("mamba", "falcon_mamba", "mamba2", *RWKV_READERS)
 
 
 def has_unlimited_length(fields: ConfigFields) -> bool:
     """Return whether no layer of the model attends to all tokens, so that a context may have any length."""
     return is_purely_recurrent(fields) or fields.text("model_type", "") == "recurrent_gemma"
-
-
-def nominal_heads(layer: RecurrentLayer) -> tuple[int, int]:
-    """Return a number of key/value heads and a head size for a model without attention.
-
-    They only determine the size of a KV-cache block, in which the recurrent state is stored.
-    """
-    return math.gcd(layer.num_units, 64), 64
 
 
 class RecurrentModel(msgspec.Struct, frozen=True):

@@ -16,6 +16,7 @@ the stored inputs by position, up to the first token of the step, and not by the
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar, Final, TypeAlias
 
 import msgspec
@@ -278,6 +279,47 @@ class LightningAttention(_EqualHeads, frozen=True, tag=True):
         return StateSize(heads * self.head_dim**2, SEGMENT - 1, 3 * heads * self.head_dim)
 
 
+class Rwkv7(_EqualHeads, frozen=True, tag=True):
+    """The time mixing of RWKV-7 (Peng et al., 2025, arXiv 2503.14456), a generalized delta rule.
+
+    Each of its products reads its own mixture of a token's hidden state and the one before it. Decays, rates, the
+    shares of the first layer's values, and gates are computed from projections to as many elements as the ranks; there
+    are no gates if `gate_rank` is 0. If it `has_norm`, each head's output is normed with the epsilon `norm_eps`. If it
+    `shifts_mlp`, the MLP reads such a mixture, too.
+    """
+
+    decay_rank: int
+    rate_rank: int
+    value_rank: int
+    gate_rank: int
+    norm_eps: float
+    has_norm: bool = True
+    shifts_mlp: bool = True
+
+    @property
+    def kernel(self) -> int:
+        """Number of tokens that a mixture of hidden states reads."""
+        return 2
+
+    @property
+    def hidden_size(self) -> int:
+        """Number of elements of a hidden state, and of all heads."""
+        return self.num_heads * self.head_dim
+
+    def state_size(self, ranks: int) -> StateSize:
+        """Return the size of the state in one of `ranks` workers.
+
+        The inputs are the hidden state, which every rank has; queries, decays, keys, values and rates of the rank's
+        heads; and the hidden state that the MLP reads.
+        """
+        heads = self.num_heads // ranks
+        return StateSize(
+            heads * self.head_dim**2,
+            SEGMENT - 1 + self.kernel - 1,
+            (1 + self.shifts_mlp) * self.hidden_size + 5 * heads * self.head_dim,
+        )
+
+
 class RgLru(msgspec.Struct, frozen=True, tag=True):
     """A real-gated linear recurrent unit (Griffin, De et al., 2024, arXiv 2402.19427), after a convolution.
 
@@ -370,6 +412,7 @@ MixerLayer: TypeAlias = (
     | GatedDeltaNet
     | KimiDeltaAttention
     | LightningAttention
+    | Rwkv7
     | RgLru
 )
 """The layers that are a block of their own, beside attention or instead of it."""
@@ -378,3 +421,13 @@ ConvolvedAttention: TypeAlias = InnerConvolutions | HeadConvolutions
 """The convolutions within a layer with attention."""
 
 RecurrentLayer: TypeAlias = MixerLayer | ConvolvedAttention
+
+
+def nominal_heads(layer: RecurrentLayer) -> tuple[int, int]:
+    """Return a number of key/value heads and a head size for a model without attention.
+
+    They only determine the size of a KV-cache block, in which the recurrent state is stored.
+    """
+    if isinstance(layer, Rwkv7):
+        return layer.num_heads, layer.head_dim
+    return math.gcd(layer.num_units, 64), 64

@@ -32,6 +32,8 @@ from support.host_accelerator import HostAccelerator
 from support.worker_steps import output_of
 
 BLOCK_SIZE = 16
+LARGER_BLOCKS = {"rwkv7": 128}
+"""The block size of model types whose states need larger blocks."""
 MAX_MODEL_LEN = 128
 BLOCKS_PER_ROW = MAX_MODEL_LEN // BLOCK_SIZE
 NUM_SLOTS = 4
@@ -138,13 +140,14 @@ def _rank(
             checkpoint = open_checkpoint(each.path)
             of_text = checkpoint.config.get("text_config", checkpoint.config)
             vocab_size = of_text["vocab_size"]
+            block_size = LARGER_BLOCKS.get(of_text.get("model_type"), BLOCK_SIZE)
             config = EngineConfig(
                 "/run",
                 1,
                 ModelConfig(
                     "m", str(each.path), "", ("m",), "", vocab_size, MAX_MODEL_LEN, (1,), "float32"
                 ),
-                CacheConfig(block_size=BLOCK_SIZE),
+                CacheConfig(block_size=block_size),
                 SchedulerConfig(max_num_seqs=NUM_SLOTS),
                 parallel,
                 DeviceConfig(
@@ -164,7 +167,7 @@ def _rank(
             runner.allocate_kv_cache(1 + NUM_SLOTS * num_groups * BLOCKS_PER_ROW)
             runner.warm_up()
             tokens, logprobs = [], []
-            for step in workload(vocab_size, num_groups):
+            for step in workload(vocab_size, num_groups, MAX_MODEL_LEN // block_size):
                 output = output_of(runner.execute(step, lambda step: None))
                 tokens.append(int32_view(output.sampled_token_ids).tolist())
                 for row in (*output.prompt_logprobs, *output.logprobs):
@@ -179,13 +182,15 @@ def _rank(
         raise
 
 
-def workload(vocab_size: int, num_groups: int) -> list[SchedulerOutput]:
+def workload(
+    vocab_size: int, num_groups: int, blocks_per_row: int = BLOCKS_PER_ROW
+) -> list[SchedulerOutput]:
     """Run whole and chunked prompts, concurrent and alternating decodes, a reused slot, and an empty step."""
     rng = np.random.default_rng(3)
 
     def new(slot: int, length: int, params: SamplingParams) -> NewRequestData:
-        first_row = slot * num_groups * BLOCKS_PER_ROW
-        blocks = 1 + first_row + np.arange(num_groups * BLOCKS_PER_ROW).reshape(num_groups, -1)
+        first_row = slot * num_groups * blocks_per_row
+        blocks = 1 + first_row + np.arange(num_groups * blocks_per_row).reshape(num_groups, -1)
         return NewRequestData(
             slot=slot,
             request_id=(0, slot),

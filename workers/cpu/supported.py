@@ -30,6 +30,7 @@ def unsupported_features(spec: ModelSpec) -> list[str]:
             and spec.block_indexer.num_heads > 0
             and spec.block_indexer.head_dim % 4 != 0
         ),
+        "mixtures of two tokens' hidden states (RWKV)": spec.shares_values,
         "gated MLPs with xIELU": spec.has_gate and spec.activation == "xielu",
     }
     return [feature for feature, is_used in features.items() if is_used]

@@ -49,6 +49,7 @@ NAMES_IN_CONFIGS: Final[dict[str, Activation]] = {
     "gelu_10": "clipped_gelu",
     "relu": "relu",
     "relu2": "relu2",
+    "sqrelu": "relu2",
     "relu6": "relu6",
     "leaky_relu": "leaky_relu",
     "mish": "mish",
@@ -59,7 +60,7 @@ NAMES_IN_CONFIGS: Final[dict[str, Activation]] = {
     "linear": "linear",
     "xielu": "xielu",
 }
-"""Engine's names of the activations that configs name, as in transformers' `ACT2FN`."""
+"""Engine's names of the activations that configs name, as in transformers or flash-linear-attention."""
 
 
 def _quick_gelu(x: Tensor) -> Tensor:

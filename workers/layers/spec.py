@@ -7,7 +7,7 @@ import msgspec
 import torch
 from msgspec.structs import replace
 
-from ...protocol.checkpoint.recurrent_layers import NUM_TOKEN_DIGITS, RecurrentLayer
+from ...protocol.checkpoint.recurrent_layers import NUM_TOKEN_DIGITS, RecurrentLayer, Rwkv7
 from ...protocol.config.images import SpanKind
 from ..device.dtypes import HostDtype, rounded
 from .layer_spec import LayerSpec, windows_by_group
@@ -152,9 +152,15 @@ class ModelSpec(ModelFields, frozen=True, kw_only=True):
         inputs += self.hidden_size * (first_layer <= self.last_shared_block)
         inputs += NUM_TOKEN_DIGITS * (first_layer <= self.last_token_layer)
         inputs += passed_size(layer.experts for layer in self.layers[first_layer:])
+        inputs += self.hidden_size * (self.shares_values and 0 < first_layer < len(self.layers))
         if any(layer.restart for layer in self.layers[first_layer:]):
             inputs += self.num_kept_states * self.hidden_size
         return (self.num_streams or 1) * self.hidden_size + inputs
+
+    @property
+    def shares_values(self) -> bool:
+        """True if the values of the first layer are interpolated with those of the others (RWKV-7)."""
+        return any(isinstance(layer.recurrent, Rwkv7) for layer in self.layers)
 
     @property
     def num_kept_states(self) -> int:

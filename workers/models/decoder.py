@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...protocol.arrays import Int32Array
-from ...protocol.checkpoint.recurrent_layers import HeadConvolutions, InnerConvolutions
+from ...protocol.checkpoint.recurrent_layers import HeadConvolutions, InnerConvolutions, Rwkv7
 from ..attention import DeviceAttention, as_backend
 from ..layers.layer_spec import LayerSpec
 from ..layers.layers import LayerKernels
@@ -37,6 +37,7 @@ from .layer_kinds.image_reader import ImageReaderLayer
 from .layer_kinds.normed_stream import NormedStreamLayer
 from .layer_kinds.parallel import ParallelLayer
 from .layer_kinds.stream_attention import StreamAttention
+from .layer_kinds.token_shift import TokenShiftLayer, share_values
 from .layer_source import LayerSource
 from .layer_step import LayerStep
 from .lora.adapters import LoraAdapters
@@ -48,6 +49,7 @@ from .shared_blocks.restarts import Restarts
 from .stage.embedding import TokenEmbedding, read_embedding
 from .stage.head import OutputHead
 from .stage.layer_inputs import read_layer_inputs
+from .stage.passed_state import PassedState
 from .torch_decoder import TorchDecoder
 from .weights import ProgressCallback, WeightReader, weight_reader
 
@@ -120,9 +122,11 @@ class Decoder(TorchDecoder):
         for previous, current in pairwise(self._layers):
             if isinstance(previous, DecoderLayer) and isinstance(current, DecoderLayer):
                 current.previous = previous if previous.shortcut is not None else None
-        self._router_state: RouterState | None = None
+        self._passed: PassedState | None = None
         if passed_size(layer.experts for layer in spec.layers):
-            self._router_state = self._share_router_state()
+            self._passed = self._share_router_state()
+        if spec.shares_values:
+            self._passed = share_values(self._layers)
         self._last_streams: Streams | Reducer | StreamAttention | None = None
         if shard.is_last:
             if spec.hyper_connections is not None:
@@ -238,8 +242,8 @@ class Decoder(TorchDecoder):
                 layer_inputs = self._layer_inputs.received(received_TE)
         if self._restarts is not None:
             self._restarts.begin(received_TE, x_TD)
-        if self._router_state is not None:
-            self._router_state.passed_TR = received_TE
+        if self._passed is not None:
+            self._passed.receive(received_TE)
         return x_TD, layer_inputs
 
     def _sent(self, x_TD: Tensor, layer_inputs: Sequence[Tensor]) -> Tensor:
@@ -248,8 +252,8 @@ class Decoder(TorchDecoder):
             return torch.cat((x_TD, *self._layer_inputs.sent(layer_inputs, x_TD.dtype)), -1)
         if self._restarts is not None and self._next_width > self._width:
             return self._restarts.joined(x_TD)
-        if self._router_state is not None and self._router_state.passed_TR is not None:
-            return torch.cat((x_TD, self._router_state.passed_TR.to(x_TD.dtype)), -1)
+        if self._passed is not None and (passed_TE := self._passed.sent()) is not None:
+            return torch.cat((x_TD, passed_TE.to(x_TD.dtype)), -1)
         return x_TD
 
     def _share_router_state(self) -> RouterState:
@@ -389,6 +393,8 @@ def _layer_kind(spec: ModelSpec, layer: LayerSpec) -> type[DecoderLayer]:
         return ImageReaderLayer
     if isinstance(layer.recurrent, HeadConvolutions):
         return MixedHeadsLayer
+    if isinstance(layer.recurrent, Rwkv7):
+        return TokenShiftLayer
     has_convolutions = isinstance(layer.recurrent, InnerConvolutions)
     if spec.attention_residuals is not None:
         return ConvolvedResidualLayer if has_convolutions else AttentionResidualLayer

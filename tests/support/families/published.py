@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-import transformers
+import torch
 from safetensors.torch import load_file, save_file
 from support.families import changes, make_reference
 from support.families.alice_ai import (
@@ -21,6 +21,7 @@ from support.families.kimi_k3 import K3_CONFIG, as_kimi_k3, with_towers
 from support.families.published_dense import PUBLISHED_DENSE
 from support.families.published_form import Published
 from support.families.published_mixtures import MIXTURES
+from support.families.rwkv import RWKV, save_rwkv
 
 _IN_LANGUAGE_MODEL = ((r"^(model\.|lm_head)", r"language_model.\1"),)
 _THINKER = ("thinker_config", "text_config")
@@ -383,11 +384,13 @@ PUBLISHED = {
 }
 
 
-def save_published(name: str, path: Path, **others: Any) -> transformers.PreTrainedModel:
+def save_published(name: str, path: Path, **others: Any) -> torch.nn.Module:
     """Save a random model of a family in the form that it is published in, and return one that is equal to it.
 
     `others` replace fields of the config.
     """
+    if name in RWKV:
+        return save_rwkv(name, path, **others)
     family = PUBLISHED[name]
     reference = make_reference(family.base, **{**family.differences, **others})
     if family.prepare is not None:

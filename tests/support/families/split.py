@@ -1,5 +1,11 @@
 """Sizes of small models whose layers differ, and which several ranks and stages divide."""
 
+from __future__ import annotations
+
+from typing import Any
+
+from engine.protocol.config import CPUBackend
+
 PER_LAYER = {
     "num_hidden_layers": 8,
     "num_key_value_heads": 2,
@@ -204,7 +210,7 @@ TWO_MIXTURES = {
     "moe_intermediate_size": [96, 64],
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 6, 4]},
 }
-PUBLISHED_SIZES = {
+_PUBLISHED_SIZES: dict[str, dict[str, Any]] = {
     "KimiK3": {"kv_lora_rank": 160},
     "AliceAI": {"head_dim": 128},
     "BailingMoeV2_5": {"kv_lora_rank": 256},
@@ -212,4 +218,11 @@ PUBLISHED_SIZES = {
     "SmallThinker": {},
     "Solar": {},
 }
-"""Sizes of families without a class in transformers."""
+_RWKV = {
+    "rwkv7": {"hidden_size": 96, "num_hidden_layers": 5, "head_dim": 16},
+}
+
+
+def published_sizes(backend: CPUBackend) -> dict[str, dict[str, Any]]:
+    """Return the sizes of families without a class in transformers that this backend supports."""
+    return _PUBLISHED_SIZES if backend is CPUBackend.NATIVE else _PUBLISHED_SIZES | _RWKV

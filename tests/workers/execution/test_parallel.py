@@ -25,13 +25,13 @@ from support.families.split import (
     DENSE_HEAD,
     INDEXED,
     LATENT_SIZES,
-    PUBLISHED_SIZES,
     SHARED_LATENT,
     SHARING,
     SHORTCUTS,
     SMALL_VALUES,
     SPLIT_GROUPS,
     TWO_MIXTURES,
+    published_sizes,
 )
 from support.gguf_writer import write_gguf
 from support.quantized_checkpoints import quantize_directory
@@ -352,7 +352,7 @@ def test_layers_that_share_keys_or_differ_in_their_heads_can_be_split(
     checkpoints["mistral-large4"] = tmp_path / "mistral-large4"
     model = make_multimodal("MistralLarge4", **SIZES | vocabulary | INDEXED | SHARED_LATENT)
     model.save_pretrained(checkpoints["mistral-large4"])
-    for name, sizes in PUBLISHED_SIZES.items():
+    for name, sizes in published_sizes(backend).items():
         checkpoints[name] = tmp_path / name
         save_published(name, checkpoints[name], **vocabulary, **sizes)
     alone = run_alone(checkpoints, tmp_path, backend)

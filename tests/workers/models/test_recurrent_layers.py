@@ -16,7 +16,9 @@ from engine.workers.models.layer_source import LayerSource
 from engine.workers.models.mixers import StateBatch, make_mixer
 from engine.workers.models.weights import weight_reader
 from support.batches import Scheduled, attention_batch
-from support.decoders import Runner, load_native_decoder
+from support.decoders import Runner, load_decoder, load_native_decoder
+from support.families import assert_same, expected_logits, prompt
+from support.families.rwkv import RWKV, save_rwkv
 from support.tiny_checkpoints import RECURRENT, layers_directory
 
 pytestmark = pytest.mark.slow
@@ -76,12 +78,17 @@ def most_drafts(layer, num_tokens, num_drafts, block_size):
     return int(group.limit_drafts(np.array([num_drafts]), np.array([num_tokens]), block_size)[0])
 
 
+def _save_layers(kind, path):
+    layers_directory(path, kind)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", RECURRENT)
+@pytest.mark.parametrize("kind", [*RECURRENT, *RWKV])
 def test_outputs_have_equal_bits_in_any_chunks_beside_any_requests(tmp_path, kind, dtype):
     """Rejected drafts do not matter either."""
     torch.set_num_threads(1)
-    checkpoint = open_checkpoint(layers_directory(tmp_path, kind)[0])
+    (save_rwkv if kind in RWKV else _save_layers)(kind, tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
     spec = model_spec(checkpoint.config, tmp_path)
     layer = spec.layers[0].recurrent
     weights = weight_reader(checkpoint, dtype, CPU, has_head=False, tensor_names=spec.tensor_names)
@@ -133,3 +140,20 @@ def test_native_logits_have_equal_bits_in_any_chunks_beside_any_requests(tmp_pat
     for i, logits in enumerate(expected):
         assert torch.equal(together[i], logits)
         assert torch.equal(torch.cat(parts[i]), logits)
+
+
+@pytest.mark.parametrize("name", RWKV)
+def test_logits_of_rwkv_equal_those_of_a_loop_over_tokens_in_any_chunks(tmp_path, name):
+    reference = save_rwkv(name, tmp_path)
+    texts = [prompt(length, seed) for seed, length in enumerate([60, 43, 17])]
+    rng, runner = random.Random(7), Runner(load_decoder(tmp_path), len(texts))
+    logits = [[] for _ in texts]
+    while unfinished := [i for i, text in enumerate(texts) if runner.computed[i] < len(text)]:
+        chunks = {}
+        for i in rng.sample(unfinished, rng.randint(1, len(unfinished))):
+            start = runner.computed[i]
+            chunks[i] = texts[i][start : start + rng.choice([1, 1, rng.randint(2, 40)])]
+        for i, part in runner.step(chunks).items():
+            logits[i].append(part)
+    for parts, text in zip(logits, texts, strict=True):
+        assert_same(torch.cat(parts), expected_logits(reference, text))

@@ -10,14 +10,23 @@ from torch.nn import functional as F
 
 from ...layers.layers import LayerKernels, RMSNorm
 from ...layers.specs.experts import RouterSpec
+from ..stage.passed_state import PassedState
 from ..weights import WeightReader
 
 
-class RouterState:
+class RouterState(PassedState):
     """The projections [T, R] that the last router of a stage has passed on; None before the first one of the model."""
 
     def __init__(self) -> None:
         self.passed_TR: Tensor | None = None
+
+    def receive(self, received_TE: Tensor | None) -> None:
+        """See `PassedState.receive`."""
+        self.passed_TR = received_TE
+
+    def sent(self) -> Tensor | None:
+        """See `PassedState.sent`."""
+        return self.passed_TR
 
 
 class RouterMLP:

@@ -1,4 +1,4 @@
-"""Families with Mamba or Mamba-2 layers, some of which share blocks, or with lightning attention."""
+"""Families with Mamba or Mamba-2 layers, some of which share blocks, with lightning attention, or of RWKV."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from ....protocol.checkpoint.config_fields import ConfigFields
-from ....protocol.checkpoint.recurrent_config import DEFAULT_LENGTH, nominal_heads
+from ....protocol.checkpoint.recurrent_config import DEFAULT_LENGTH
+from ....protocol.checkpoint.recurrent_layers import nominal_heads
+from ....protocol.checkpoint.rwkv_config import rwkv_heads
 from ...layers.layer_spec import LayerSpec
 from ...layers.read_rope import read_rope
 from ...layers.shared_block import SharedBlock
@@ -43,6 +45,52 @@ def _purely_recurrent(fields: ConfigFields) -> ModelSpec:
         (layer,) * fields.layer_count("num_hidden_layers"),
         norms=NormNames(attention_input="norm"),
         tensor_names=((r"(^|\.)embeddings\.", r"\1embed_tokens."), (r"(^|\.)norm_f\.", r"\1norm.")),
+    )
+
+
+_RWKV_NAMES = (
+    (r"(^|\.)embeddings\.", r"\1embed_tokens."),
+    # Only the first layer has this norm.
+    (r"\blayers\.0\.pre_norm\.", "embed_norm."),
+    (r"\.attn\.o_proj\.", ".mixer.out_proj."),
+    (r"\.attn\.g_norm\.", ".mixer.norm."),
+    (r"\.attn\.", ".mixer."),
+    (r"\.ffn\.key\.", ".mlp.up_proj."),
+    (r"\.ffn\.value\.", ".mlp.down_proj."),
+    (r"\.ffn\.x_k$", ".mlp.x_k"),
+    # GGUF files have a share of the first layer's values in that layer itself.
+    (r".*\blayers\.0\.mixer\.v_lora\..*", ""),
+)
+
+
+def _rwkv7(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of an RWKV-7 in the form of flash-linear-attention (fla-hub)."""
+    recurrent = recurrent_layer(fields)
+    num_heads, size = rwkv_heads(fields)
+    ratio, hidden_size = fields.positive("hidden_ratio", 4.0), fields.integer("hidden_size")
+    fields = fields.with_defaults(
+        # As in flash-linear-attention, a multiple of 32.
+        intermediate_size=-(-int(hidden_size * ratio) // 32) * 32,
+        hidden_act="sqrelu",
+        max_position_embeddings=DEFAULT_LENGTH,
+        rms_norm_eps=1e-5,
+    ).with_values(
+        {
+            "num_attention_heads": num_heads,
+            "num_key_value_heads": num_heads,
+            "head_dim": size,
+        }
+    )
+    return base_spec(
+        fields,
+        (LayerSpec(None, recurrent=recurrent, attends=False),)
+        * fields.layer_count("num_hidden_layers"),
+        norms=NormNames("attn_norm", mlp_input="ffn_norm"),
+        norm_kind="layer",
+        norm_bias=fields.boolean("norm_bias", True),
+        has_embedding_norm=fields.boolean("norm_first", True),
+        has_gate=False,
+        tensor_names=_RWKV_NAMES,
     )
 
 
@@ -241,6 +289,7 @@ FAMILIES = (
     Family("MambaForCausalLM", "mamba", _purely_recurrent),
     Family("Mamba2ForCausalLM", "mamba2", _purely_recurrent),
     Family("MiniMaxForCausalLM", "minimax", _minimax),
+    Family("RWKV7ForCausalLM", "rwkv7", _rwkv7),
     Family("ZambaForCausalLM", "zamba", _zamba),
     Family("Zamba2ForCausalLM", "zamba2", _zamba2),
 )

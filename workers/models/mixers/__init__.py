@@ -10,6 +10,7 @@ from ....protocol.checkpoint.recurrent_layers import (
     Mamba2,
     MixerLayer,
     RgLru,
+    Rwkv7,
     ShortConvolution,
 )
 from ...layers.parallel.tensor_parallel import TensorParallel
@@ -22,6 +23,7 @@ from .mamba1 import Mamba1Mixer
 from .mamba2 import Mamba2Mixer
 from .mixer import Mixer, MixerRows
 from .rg_lru import RgLruMixer
+from .rwkv7 import Rwkv7Mixer
 from .short_convolution import ShortConvolutionMixer
 from .states import StateBatch
 
@@ -33,6 +35,7 @@ _MIXERS: dict[type[MixerLayer], type[Mixer]] = {
     KimiDeltaAttention: KimiDeltaAttentionMixer,
     LightningAttention: LightningAttentionMixer,
     RgLru: RgLruMixer,
+    Rwkv7: Rwkv7Mixer,
 }
 
 

@@ -1,4 +1,4 @@
-"""The delta rule with decay, computed segment by segment.
+"""The delta rule with decay, and its generalization in RWKV-7, computed segment by segment.
 
 A state maps keys to values. Each token first decays the state. Then it corrects the value that the state has for the
 token's key. Within a segment, the corrections depend on each other, so they are computed as the solution of a
@@ -53,6 +53,54 @@ def delta_rule(
             added_RHKV = keys_NHKC[full] @ corrections_RHCV[:num_full]
             decayed_RHKV = states_RHKV[:num_full] * last_NHX1[full]
             part.replace_states(states_SHKV, decayed_RHKV + added_RHKV)
+    cache.store(states_SHKV.flatten(1), batch)
+    return y_NHCV
+
+
+def generalized_delta_rule(
+    q_NHCK: Tensor,
+    k_NHCK: Tensor,
+    v_NHCV: Tensor,
+    recalled_NHCK: Tensor,
+    replaced_NHCK: Tensor,
+    log_decay_NHCK: Tensor,
+    cache: StateCache,
+    batch: StateBatch,
+) -> Tensor:
+    """Update the states, and return the outputs of all tokens in all segments.
+
+    A token reads the value that the state has for its key `recalled_NHCK`. It decays the state, and adds that value
+    under the key `replaced_NHCK` and its own value under its key. `log_decay_NHCK` is the logarithm of the token's
+    decay, at least about -5.
+    """
+    log_decays_NHCK = log_decay_NHCK.cumsum(-2)
+    decay_NHCK = log_decays_NHCK.exp()
+    # The state is read before the token's decay, which is one of the factors in `decay_NHCK`.
+    recalled_NHCK = recalled_NHCK * (-log_decay_NHCK).exp()
+    queries = recalled_NHCK, q_NHCK
+    of_replaced_NHCC, scores_NHCC = _decayed_products(queries, replaced_NHCK, log_decays_NHCK)
+    of_keys_NHCC, key_scores_NHCC = _decayed_products(queries, k_NHCK, log_decays_NHCK)
+    # The recalled values are `values + keys @ state`, with the `state` at the start of the segment.
+    values_NHCV, keys_NHCK = _solve(
+        -of_replaced_NHCC.tril(-1),
+        torch.cat((of_keys_NHCC.tril(-1) @ v_NHCV, recalled_NHCK * decay_NHCK), -1),
+    ).split((v_NHCV.shape[-1], k_NHCK.shape[-1]), -1)
+    q_NHCK = q_NHCK * decay_NHCK
+    y_NHCV = key_scores_NHCC @ v_NHCV
+    remaining_NHCK = (log_decays_NHCK[..., -1:, :] - log_decays_NHCK).exp()
+    added_NHKV = (k_NHCK * remaining_NHCK).transpose(-1, -2) @ v_NHCV
+    replaced_NHKC = (replaced_NHCK * remaining_NHCK).transpose(-1, -2)
+    last_NHK1 = decay_NHCK[..., -1:, :].transpose(-1, -2)
+    states_SHKV = cache.load(batch).unflatten(1, (v_NHCV.shape[1], -1, v_NHCV.shape[-1]))
+    for part in batch.rounds:
+        own, full, num_full = part.segments, part.segments[: part.num_full], part.num_full
+        states_RHKV = states_SHKV[part.requests]
+        recalled_RHCV = values_NHCV[own] + keys_NHCK[own] @ states_RHKV
+        y_NHCV[own] += q_NHCK[own] @ states_RHKV + scores_NHCC[own] @ recalled_RHCV
+        if num_full:
+            new_RHKV = states_RHKV[:num_full] * last_NHK1[full] + added_NHKV[full]
+            new_RHKV += replaced_NHKC[full] @ recalled_RHCV[:num_full]
+            part.replace_states(states_SHKV, new_RHKV)
     cache.store(states_SHKV.flatten(1), batch)
     return y_NHCV
 

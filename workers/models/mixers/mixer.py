@@ -26,7 +26,7 @@ class MixerRows(msgspec.Struct, frozen=True):
     """The parts of a mixer's weights that one rank has.
 
     Attributes:
-        projection: The rows of the first product.
+        projection: The rows of the first product; none if a mixer has several first products.
         convolution: The channels of the convolution; none if there is no convolution.
         unit_size: The number of columns of the output projection that stay together.
         num_units: The number of such units, which the ranks divide.
@@ -54,7 +54,7 @@ class MixerRows(msgspec.Struct, frozen=True):
 
 
 class Mixer(ABC):
-    """A layer that combines tokens through a recurrent state. `projection` is its first product."""
+    """A layer that combines tokens through a recurrent state. `projection` is its first product, if there is one."""
 
     tables: RotaryTables | None = None
     """The tables of the layer's rotary embedding in the current step; None without one."""
@@ -66,9 +66,10 @@ class Mixer(ABC):
         spec, weights, prefix, shard, _ = source
         tensor_parallel = shard.tensor_parallel
         rows = self.rows(layer, weights, prefix, tensor_parallel)
-        self.projection = source.read_rows(
-            rows.projection, spec.hidden_size, has_biases=rows.has_projection_bias
-        )
+        if rows.projection:
+            self.projection = source.read_rows(
+                rows.projection, spec.hidden_size, has_biases=rows.has_projection_bias
+            )
         if channels := rows.convolution:
             taps = [
                 weights.read(f"{x.name}.weight", x.total, 1, layer.kernel, part=x.part)

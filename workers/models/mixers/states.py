@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ....protocol.checkpoint.recurrent_layers import (
+    SEGMENT,
     GatedDeltaNet,
     NgramConvolution,
     RecurrentLayer,
@@ -245,6 +246,11 @@ class StateCache:
         pool_XF = torch.cat((torch.zeros_like(inputs_TF[:1]), kept_XF, inputs_TF))
         self.inputs.index_copy_(0, batch.targets, pool_XF[batch.kept_inputs])
         return pool_XF
+
+    def previous(self, inputs_TF: Tensor, batch: StateBatch) -> Tensor:
+        """Return the input of the token before each token, and store inputs like `all_inputs`. Not without a window."""
+        index_NC = batch.inputs_of_segments[:, -1 - SEGMENT : -1]
+        return self.all_inputs(inputs_TF, batch)[index_NC.flatten()[batch.tokens]]
 
     def load(self, batch: StateBatch) -> Tensor:
         """Return the recurrent parts of the requests' states [S, ...]."""

@@ -1,0 +1,68 @@
+"""Decoder layers whose mixer, and possibly whose MLP, reads mixtures of a token's hidden state and the one before it.
+
+Shapes: T tokens of a step, D hidden size, P size of a layer's own inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....protocol.checkpoint.recurrent_layers import Rwkv7
+from ...attention import DeviceAttention
+from ...layers.layer_spec import LayerSpec
+from ..decoder_layer import DecoderLayer
+from ..layer_source import LayerSource
+from ..layer_step import LayerStep
+from ..mixers.mixer import Mixer
+from ..mixers.rwkv7 import FirstValues, Rwkv7Mixer
+from ..mixers.states import StateBatch, StateCache
+
+
+class TokenShiftLayer(DecoderLayer):
+    """A layer of an RWKV. The last inputs of its state are the hidden states that the MLP reads, if it reads two."""
+
+    _state: tuple[Tensor, StateBatch]
+
+    def __init__(self, layer: LayerSpec, source: LayerSource, attention: DeviceAttention) -> None:
+        super().__init__(layer, source, attention)
+        assert isinstance(layer.recurrent, Rwkv7)
+        self._size = layer.recurrent.state_size(source.shard.tensor_parallel.size)
+        self._hidden_size = source.spec.hidden_size
+        self._mixture_D: Tensor | None = None
+        if layer.recurrent.shifts_mlp:
+            name = f"{source.prefix}mlp.x_k"
+            self._mixture_D = source.weights.read_elements(name, self._hidden_size)
+
+    @property
+    def mixer(self) -> Mixer:
+        """The layer's time mixing."""
+        assert self._mixer is not None
+        return self._mixer
+
+    def forward(self, x_TD: Tensor, block_TD: Tensor | None, step: LayerStep) -> Tensor | None:
+        """Do as `DecoderLayer.forward`, with the state also of the MLP."""
+        self._state = step.caches[-1]
+        return super().forward(x_TD, block_TD, step)
+
+    def _feed(self, x_TD: Any, inputs_TP: Tensor | None) -> Tensor:
+        if self._mixture_D is None:
+            return super()._feed(x_TD, inputs_TP)
+        memory, batch = self._state
+        cache = StateCache(memory, self._size, x_TD.dtype)
+        _, of_mlp = cache.split(self._size.channels - self._hidden_size)
+        x, previous_TD = x_TD.float(), of_mlp.previous(x_TD, batch).float()
+        mixed_TD = torch.addcmul(x, previous_TD - x, self._mixture_D).to(x_TD.dtype)
+        return super()._feed(mixed_TD, inputs_TP)
+
+
+def share_values(layers: Sequence[Any]) -> FirstValues:
+    """Return the values of the model's first layer, which these layers of a stage share from now on."""
+    mixers = [layer.mixer for layer in layers if isinstance(layer, TokenShiftLayer)]
+    rwkv7 = [mixer for mixer in mixers if isinstance(mixer, Rwkv7Mixer)]
+    for mixer in rwkv7:
+        mixer.first = rwkv7[0].first
+    return rwkv7[0].first
