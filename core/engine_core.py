@@ -18,7 +18,7 @@ import zmq
 
 from ..protocol import transport
 from ..protocol.arrays import int32_bytes, int32_view
-from ..protocol.config import PROTOCOL_VERSION, EngineConfig
+from ..protocol.config import EngineConfig
 from ..protocol.errors import POISON_REQUEST, EngineError, PeerLostError, counted
 from ..protocol.heartbeat import HeartbeatWriter, seconds_to_beat
 from ..protocol.messages import (
@@ -27,7 +27,6 @@ from ..protocol.messages import (
     AppendInputs,
     ClientHello,
     ClientMessage,
-    CoreReady,
     EngineCoreOutputs,
     EngineCoreRequest,
     FinishReason,
@@ -243,9 +242,7 @@ class EngineCore:
             self._handle_transfers(report)
         self._workers.early_reports.clear()
         self._await_connector(lambda each: each.is_ready() or self._stop.requested, INDEX_S)
-        self._ready = CoreReady(
-            PROTOCOL_VERSION, config.epoch, self._core_index, num_blocks, config.cache.block_size
-        )
+        self._ready = setup.make_ready(config.epoch)
         # Objects that exist now live as long as the process, so exclude them from garbage collection.
         gc.collect()
         gc.freeze()

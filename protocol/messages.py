@@ -201,13 +201,17 @@ ClientMessage: TypeAlias = (
 
 
 class CoreReady(msgspec.Struct, tag="ready", array_like=True, gc=False, frozen=True):
-    """A core's first message on each connection, once its workers can execute."""
+    """A core's first message on each connection, once its workers can execute.
+
+    `max_concurrency` is the number of requests of `max_model_len` tokens whose blocks fit into the KV cache.
+    """
 
     version: int
     epoch: int
     core_index: int
     num_blocks: int
     block_size: int
+    max_concurrency: float = 0.0
 
 
 class FinishedRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, frozen=True):

@@ -9,11 +9,18 @@ from typing import TypeVar
 import msgspec
 
 from ...protocol.block_hash import HashBlocks, block_hasher
-from ...protocol.config import CacheConfig, EngineConfig, KVTransferConfig, SchedulerConfig
+from ...protocol.config import (
+    PROTOCOL_VERSION,
+    CacheConfig,
+    EngineConfig,
+    KVTransferConfig,
+    SchedulerConfig,
+)
 from ...protocol.errors import ConfigError
-from ...protocol.kv_cache_groups import FULL_ATTENTION, KVCacheGroup
+from ...protocol.kv_cache_groups import FULL_ATTENTION, KVCacheGroup, max_request_blocks
 from ...protocol.messages import (
     AppendInputs,
+    CoreReady,
     EngineCoreOutputs,
     EngineCoreRequest,
     FinishReason,
@@ -91,6 +98,26 @@ class Setup(msgspec.Struct, frozen=True):
             kv_cache_groups=memory.groups,
             core_index=core_index,
             kv_transfer=config.kv_transfer,
+        )
+
+    def make_ready(self, epoch: int) -> CoreReady:
+        """Return the message that says that the core is ready, with the size of its KV cache."""
+        config, block_size = self.config, self.cache_config.block_size
+        num_uncertain = config.max_uncertain_tokens
+        request_blocks = max_request_blocks(
+            self.kv_cache_groups,
+            self.max_model_len,
+            max(config.max_num_batched_tokens, num_uncertain),
+            block_size,
+            num_uncertain,
+        )
+        return CoreReady(
+            PROTOCOL_VERSION,
+            epoch,
+            self.core_index,
+            self.num_blocks,
+            block_size,
+            max_concurrency=self.num_blocks / request_blocks,
         )
 
     def make_scheduler(

@@ -1,6 +1,7 @@
 """A whole server on the null device, which has no model."""
 
 import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -28,6 +29,12 @@ def test_the_warm_up_request_is_not_counted() -> None:
     with Server("--model", default_model(), *flags, "--api-server-count", "2") as server:
         server.wait_until_whole()
         _, text = server.get("/metrics")
+        for capacity in re.findall("vllm:cache_config_info{(.*)}", text):
+            labels = dict(re.findall(r'(\w+)="([^"]*)"', capacity))
+            # The default model has full attention and a context of 8,192 tokens.
+            num_tokens = int(labels["num_gpu_blocks"]) * int(labels["block_size"])
+            assert int(labels["kv_cache_size_tokens"]) == num_tokens
+            assert float(labels["kv_cache_max_concurrency"]) == num_tokens / 8192
         counts = {
             sample.name: sample.value
             for family in text_string_to_metric_families(text)

@@ -52,6 +52,7 @@ def cache_family(
         labels=[
             *("model_name", "engine", "block_size", "num_gpu_blocks"),
             *("enable_prefix_caching", "gpu_memory_utilization", "cache_dtype"),
+            *("kv_cache_size_tokens", "kv_cache_max_concurrency"),
         ],
     )
     for index, core in enumerate(cores):
@@ -65,6 +66,9 @@ def cache_family(
                     str(cache.enable_prefix_caching),
                     str(cache.gpu_memory_utilization),
                     cache.kv_cache_dtype,
+                    # Windows and states take fewer blocks than all tokens of a request would.
+                    str(int(core.ready.max_concurrency * config.model.max_model_len)),
+                    str(core.ready.max_concurrency),
                 ],
                 1.0,
             )
