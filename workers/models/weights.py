@@ -160,10 +160,7 @@ class WeightReader:
         return torch_device(self._device)
 
     def read(self, name: str, *shape: int, part: range | None = None, dim: int = 0) -> Tensor:
-        """Return the decoder's tensor `name`, e.g.
-
-        "layers.0.mlp.up_proj.weight", or the range `part` of dimension `dim`.
-        """
+        """Return the decoder's tensor `name`, e.g. "layers.0.mlp.up_proj.weight", or a range of a dimension."""
         return self._read(self._prefix + name, shape, part, dim)
 
     def read_vector(self, name: str, size: int, part: range | None = None) -> Tensor:
@@ -176,10 +173,13 @@ class WeightReader:
 
     def read_elements(self, name: str, size: int) -> Tensor:
         """Read a tensor of any shape with `size` elements as a float32 vector."""
-        shape = self._stored_shape(self._prefix + name, (size,))
-        if math.prod(shape) != size:
-            shape = (size,)
+        stored = self._stored_shape(self._prefix + name, (size,))
+        shape = stored if math.prod(stored) == size else (size,)
         return self._read(self._prefix + name, shape, dtype=torch.float32).flatten()
+
+    def num_rows(self, name: str, default: int) -> int:
+        """Return the number of rows of the module `name`. A reader without a checkpoint returns `default`."""
+        return self._stored_shape(f"{self._prefix}{name}.weight", (default,))[0]
 
     def _stored_shape(self, name: str, default: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of a tensor in the checkpoint. A reader without a checkpoint returns `default`."""

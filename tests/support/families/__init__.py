@@ -31,7 +31,7 @@ SMALL: dict[str, Any] = {
 CONFIGS = DENSE | WITH_EXPERTS | WITH_INDEXERS | WITH_ENTRIES | RECURRENT
 """The class of transformers and the differences from `SMALL`, by the name of a family."""
 
-_WITHOUT_CLASS = ("exaone", "internlm3", "iquestcoder", "sarvam_mla", "sarvam_moe")
+WITHOUT_CLASS = ("exaone", "internlm3", "iquestcoder", "sarvam_mla", "sarvam_moe")
 """Model types that transformers computes with classes of other families."""
 
 WITH_TEXT_CONFIG = ("Gemma3n", "Gemma4", "Gemma4Unified")
@@ -106,7 +106,7 @@ def make_multimodal(family: str, **others: Any) -> Any:
 def save_reference(reference: Any, path: Path) -> None:
     """Save a model with the architecture that published checkpoints have."""
     reference.save_pretrained(path)
-    if reference.config.model_type in _WITHOUT_CLASS:
+    if reference.config.model_type in WITHOUT_CLASS:
         config = json.loads((path / "config.json").read_text())
         name = type(reference.config).__name__.removesuffix("Config")
         name = getattr(reference.config, "published_as", name)

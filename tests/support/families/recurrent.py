@@ -429,9 +429,9 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "layer_types": ["linear_attention", "full_attention"],
             "num_hidden_layers": 2,
-            # Transformers saves the convolutions in equal parts.
+            # Transformers saves the convolutions in equal parts, whatever these numbers are.
             "linear_key_head_dim": 16,
-            "linear_value_head_dim": 16,
+            "linear_value_head_dim": 24,
         },
     ),
     "bamba": ("Bamba", MAMBA2 | {"attn_layer_indices": [1], "mamba_n_groups": 2}),

@@ -65,6 +65,17 @@ def test_gguf_files_of_these_families_give_the_same_logits(
     assert_same(logits, expected_logits(reference, tokens))
 
 
+@pytest.mark.parametrize("name", ["exaone", "iquest-coder", "sarvam-mla", "sarvam-moe"])
+def test_checkpoints_may_name_the_class_that_computes_them_in_transformers(name, tmp_path):
+    reference = make_reference(name)
+    reference.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["architectures"] == [type(reference).__name__]
+    tokens = prompt(NUM_TOKENS)
+    logits = Runner(load_decoder(tmp_path)).step({0: tokens})[0]
+    assert_same(logits, expected_logits(reference, tokens))
+
+
 @pytest.mark.parametrize("name", ["axk1", "ernie-moe", "granite-moe", "lfm2-moe", "minimax-m2"])
 def test_checkpoints_may_have_the_names_of_tensors_in_memory(name, tmp_path):
     reference = make_reference(name)

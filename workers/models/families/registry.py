@@ -105,6 +105,9 @@ _SAME_FAMILY = {
 }
 """Model types of checkpoints that have the same spec as another model type."""
 
+_WITHOUT_CLASS = {"exaone", "internlm3", "iquestcoder", "sarvam_mla", "sarvam_moe"}
+"""Model types that transformers computes with the class of another family, which it saves as the architecture."""
+
 _WITH_ANY_DECODER = {
     "AudioFlamingo3ForConditionalGeneration",
     "AyaVisionForConditionalGeneration",
@@ -336,6 +339,9 @@ def _family(fields: ConfigFields) -> Family:
         kind = _DECODERS.get(fields.text("model_type", ""), "llama")
         fields = text.with_defaults(model_type=kind)
         architectures = []
+    if fields.text("model_type", "") in _WITHOUT_CLASS:
+        # A checkpoint saved by transformers has this family's tensors, but the other family's architecture.
+        architectures = [name for name in architectures if not name.endswith("ForCausalLM")]
     if architectures:
         # Every decoder may have a classification head, or be stored without any head, as embedding models are. The
         # heads of encoders for tokens are alike, too.

@@ -6,6 +6,7 @@ shard, K key dimension, V value dimension, F channels of an input.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -79,8 +80,14 @@ class GatedDeltaNetMixer(Mixer):
         # The convolutions may be stored as one tensor.
         convolution = segments(f"{prefix}conv1d", sizes, parts)
         if weights.has(f"{prefix}q_conv1d.weight"):
-            names = (f"{prefix}{each}_conv1d" for each in "qkv")
-            convolution = [Rows(*each) for each in zip(names, sizes, parts, strict=True)]
+            names = [f"{prefix}{each}_conv1d" for each in "qkv"]
+            stored = [weights.num_rows(*each) for each in zip(names, sizes, strict=True)]
+            if sum(stored) == sum(sizes):
+                convolution = [
+                    piece for each in convolution for piece in _divided(each.part, names, stored)
+                ]
+            else:
+                convolution = [Rows(*each) for each in zip(names, sizes, parts, strict=True)]
         return MixerRows([*qkv, *steps, gate], convolution, layer.num_heads, layer.value_dim)
 
     def forward(self, x: Any, memory: Tensor, batch: StateBatch) -> Tensor:
@@ -121,6 +128,21 @@ class GatedDeltaNetMixer(Mixer):
         if self._layer.has_tiled_heads:
             return x_NCGK.repeat(1, 1, repeats, 1).transpose(1, 2)
         return x_NCGK.repeat_interleave(repeats, 2).transpose(1, 2)
+
+
+def _divided(part: range, names: Sequence[str], sizes: Sequence[int]) -> list[Rows]:
+    """Return the rows `part` of modules that are joined, as rows of each module.
+
+    transformers saves the joined convolution of queries, keys and values in three equal parts, even if the number of
+    channels of values differs from that of keys.
+    """
+    rows, start = [], 0
+    for name, size in zip(names, sizes, strict=True):
+        own = range(max(part.start - start, 0), min(part.stop - start, size))
+        if own:
+            rows.append(Rows(name, size, own))
+        start += size
+    return rows
 
 
 def _interleaved_rows(
