@@ -42,7 +42,7 @@ def read_rwkv7(fields: ConfigFields) -> Rwkv7:
         fields.integer("a_low_rank_dim", 64),
         fields.integer("v_low_rank_dim", 16),
         fields.integer("gate_low_rank_dim", 128, minimum=0),
-        norm_eps=head_dim * fields.number("norm_eps", 1e-5),
+        norm_eps=fields.number("output_norm_eps", head_dim * fields.number("norm_eps", 1e-5)),
         has_norm=fields.boolean("has_output_norm", True),
         shifts_mlp=fields.boolean("shifts_mlp", True),
     )

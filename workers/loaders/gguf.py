@@ -81,6 +81,9 @@ def _parts(name: str, tensor: GGUFTensor) -> dict[str, GGUFTensor]:
             tensor = replace(tensor, shape=(math.prod(tensor.shape[:-1]), 1, tensor.shape[-1]))
         elif name.endswith(("mixer.A_log", "mixer.D", "mixer.norm.weight")):
             tensor = replace(tensor, shape=(math.prod(tensor.shape),))
+        elif ".time_mix_" in tensor.name and len(tensor.shape) > 2:
+            # What belongs to the mixtures of RWKV, one after the other.
+            tensor = replace(tensor, shape=(math.prod(tensor.shape[:-1]), tensor.shape[-1]))
         return {name: tensor}
     num_parts, *shape = tensor.shape
     size = tensor.n_bytes // num_parts

@@ -142,6 +142,23 @@ _DEEPSEEK4_MODULES = _LAYER_MODULES | {
     },
 }
 _GATED_MODULES = _LAYER_MODULES | {"attn_gate": "self_attn.gate_proj"}
+_RWKV7_MODULES = _LAYER_MODULES | {
+    "attn_norm": "attn_norm",
+    "attn_norm_2": "ffn_norm",
+    "ffn_norm": "ffn_norm",
+    **{
+        f"time_mix_{name}{number}": f"mixer.{name}_lora.lora.{place}"
+        for name in "wavg"
+        for number, place in ((1, 0), (2, 2))
+    },
+    "time_mix_receptance": "mixer.r_proj",
+    "time_mix_key": "mixer.k_proj",
+    "time_mix_value": "mixer.v_proj",
+    "time_mix_output": "mixer.out_proj",
+    "time_mix_ln": "mixer.norm",
+    "channel_mix_key": "mlp.up_proj",
+    "channel_mix_value": "mlp.down_proj",
+}
 _BITNET_MODULES = _LAYER_MODULES | {
     "attn_sub_norm": "self_attn.attn_sub_norm",
     "ffn_sub_norm": "mlp.ffn_sub_norm",
@@ -205,6 +222,8 @@ _LAYER_MODULES_OF_ARCHITECTURE = {
     "qwen35": _DELTA_NET_MODULES,
     "qwen35moe": _DELTA_NET_MODULES,
     "qwen3next": _DELTA_NET_MODULES,
+    "rwkv7": _RWKV7_MODULES,
+    "arwkv7": _RWKV7_MODULES,
     "step35": _GATED_MODULES,
     "falcon": _LAYER_MODULES | {"attn_norm_2": "ln_attn"},
     "glm4": _FUSED_MLP
@@ -218,7 +237,8 @@ _EMBEDDING_NORM_IS_LAST = ("lfm2", "lfm2moe")
 # Tensors whose names have no suffix, such as ".weight", in a Hugging Face checkpoint.
 _PLAIN_TENSOR = re.compile(
     r"blk\.(\d+)\.(exp_probs_b|attn_sinks|altup_correct_scale|layer_output_scale|(?:ffn_gate_inp|ffn_down_exps)\.scale"
-    r"|ssm_(?:a|d|dt)|hc_(?:attn|ffn)_(?:fn|base|scale)|(?:attn|indexer)_compressor_ape|ffn_gate_tid2eid)"
+    r"|ssm_(?:a|d|dt)|hc_(?:attn|ffn)_(?:fn|base|scale)|(?:attn|indexer)_compressor_ape|ffn_gate_tid2eid"
+    r"|time_mix_(?:[wav]0|k_k|k_a|r_k|lerp_fused)|channel_mix_lerp_k)"
     r"(?:\.(?:weight|bias))?"
 )
 _PLAIN_NAMES = {
@@ -239,6 +259,10 @@ _PLAIN_NAMES = {
     "attn_compressor_ape": "self_attn.compressor.position_bias",
     "indexer_compressor_ape": "self_attn.compressor.indexer.position_bias",
     "ffn_gate_tid2eid": "mlp.gate.tid2eid",
+    **{f"time_mix_{name}0": f"mixer.{name}_lora.lora.2.bias" for name in "wav"},
+    **{f"time_mix_{name}": f"mixer.{name}" for name in ("k_k", "k_a", "r_k")},
+    "time_mix_lerp_fused": "mixer.x_x",
+    "channel_mix_lerp_k": "mlp.x_k",
 }
 _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.((?:(?:shortconv|indexer)\.)?\w+)\.(weight|bias)")
 _TENSOR = re.compile(r"(\w+)\.(weight|bias)")

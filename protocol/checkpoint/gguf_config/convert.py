@@ -19,6 +19,7 @@ from .gemma import GEMMA
 from .mixtures import MIXTURES
 from .parts import rope_scaling
 from .recurrent import RECURRENT
+from .rwkv import RWKV
 
 ARCHITECTURES: Final[dict[str, Translate]] = {
     **COMPRESSED,
@@ -27,6 +28,7 @@ ARCHITECTURES: Final[dict[str, Translate]] = {
     **GEMMA,
     **MIXTURES,
     **RECURRENT,
+    **RWKV,
 }
 
 # Architectures whose metadata lists the sizes of each layer.

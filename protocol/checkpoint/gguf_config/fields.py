@@ -93,10 +93,12 @@ class ModelFields(GGUFFields):
 
     @property
     def num_heads(self) -> int:
-        """The number of query heads. For models without attention, the number of Mamba-2 heads, or the rank of steps.
+        """The number of query heads. Without attention, the number of RWKV's or Mamba-2's heads, or the rank of steps.
 
         All layers that attend have the same number.
         """
+        if (size := self.optional_integer("wkv.head_size")) is not None:
+            return self.integer("embedding_length") // size
         name = "ssm.time_step_rank" if self.is_purely_recurrent else "attention.head_count"
         return self.largest(name)
 

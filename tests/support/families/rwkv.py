@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from gguf import GGUFWriter
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
@@ -37,8 +39,17 @@ RWKV7_CONFIG: dict[str, Any] = {
 }
 
 
+ARWKV7_CONFIG = RWKV7_CONFIG | {
+    "shifts_mlp": False,
+    "has_output_norm": False,
+    "hidden_act": "silu",
+    "gate_low_rank_dim": 0,
+    "rms_norm_eps": 1e-5,
+}
+"""A model with the norms and MLPs of Llama."""
 RWKV: dict[str, dict[str, Any]] = {
     "rwkv7": RWKV7_CONFIG,
+    "arwkv7": ARWKV7_CONFIG,
     "rwkv7-one-head": RWKV7_CONFIG | {"head_dim": None, "num_heads": 1, "num_hidden_layers": 2},
 }
 """The configs of models, by a name."""
@@ -49,6 +60,9 @@ def save_rwkv(name: str, path: Path, **others: Any) -> Rwkv7Reference:
     reference = Rwkv7Reference(RWKV[name] | others)
     reference.save(path)
     return reference
+
+
+_GATED = ("gate", "up", "down")
 
 
 class Rwkv7Reference(torch.nn.Module):
@@ -65,16 +79,19 @@ class Rwkv7Reference(torch.nn.Module):
         self.tensors: dict[str, Tensor] = {
             "model.embeddings.weight": _random(c.vocab_size, size),
             "lm_head.weight": _random(c.vocab_size, size),
-            **_norm("model.layers.0.pre_norm", size),
             **_norm("model.norm", size),
         }
+        self.is_shifted = config.get("shifts_mlp", True)
+        if self.is_shifted:
+            self.tensors |= _norm("model.layers.0.pre_norm", size)
         for i in range(c.num_hidden_layers):
             layer = f"model.layers.{i}."
             self.tensors |= _norm(f"{layer}attn_norm", size) | _norm(f"{layer}ffn_norm", size)
-            self.tensors |= _norm(f"{layer}attn.g_norm", size)
+            if config.get("has_output_norm", True):
+                self.tensors |= _norm(f"{layer}attn.g_norm", size)
             for name in "rkvo":
                 self.tensors[f"{layer}attn.{name}_proj.weight"] = _random(size, size)
-            for name in "rwkvag":
+            for name in "rwkvag" if c.gate_low_rank_dim else "rwkva":
                 self.tensors[f"{layer}attn.x_{name}"] = torch.rand(1, 1, size)
             for name in ("k_k", "k_a"):
                 self.tensors[f"{layer}attn.{name}"] = torch.rand(size) + 0.5
@@ -87,12 +104,18 @@ class Rwkv7Reference(torch.nn.Module):
             }
             for name, rank in ranks.items():
                 lora = f"{layer}attn.{name}_lora.lora."
-                if (name, i) == ("v", 0):
+                if (name, i) == ("v", 0) or not rank:
                     continue
                 self.tensors[f"{lora}0.weight"] = _random(rank, size)
                 self.tensors[f"{lora}2.weight"] = _random(size, rank, scale=0.4)
                 if name != "g":
                     self.tensors[f"{lora}2.bias"] = torch.randn(size)
+            if not self.is_shifted:
+                mlp = f"{layer}mlp."
+                for name in ("gate", "up"):
+                    self.tensors[f"{mlp}{name}_proj.weight"] = _random(self.inner, size)
+                self.tensors[f"{mlp}down_proj.weight"] = _random(size, self.inner)
+                continue
             self.tensors[f"{layer}ffn.x_k"] = torch.rand(size)
             self.tensors[f"{layer}ffn.key.weight"] = _random(self.inner, size)
             self.tensors[f"{layer}ffn.value.weight"] = _random(size, self.inner)
@@ -101,14 +124,16 @@ class Rwkv7Reference(torch.nn.Module):
         """Save the model in the form of flash-linear-attention."""
         path.mkdir(exist_ok=True)
         (path / "config.json").write_text(json.dumps(vars(self.config)))
-        stored = {name: each.contiguous() for name, each in self.tensors.items()}
+        kept = (x for x in self.tensors if self.is_shifted or not x.endswith("norm.bias"))
+        stored = {name: self.tensors[name].contiguous() for name in kept}
         save_file(stored, path / "model.safetensors")
 
     def forward(self, tokens: Tensor) -> SimpleNamespace:
         """Return the logits [1, L, V] of a sequence [1, L]."""
         t = self.tensors
         x = F.embedding(tokens[0], t["model.embeddings.weight"])
-        x = self._normed("model.layers.0.pre_norm", x)
+        if self.is_shifted:
+            x = self._normed("model.layers.0.pre_norm", x)
         first: Tensor | None = None
         for i in range(self.config.num_hidden_layers):
             layer = f"model.layers.{i}."
@@ -117,6 +142,10 @@ class Rwkv7Reference(torch.nn.Module):
             )
             x = x + y
             h = self._normed(f"{layer}ffn_norm", x)
+            if not self.is_shifted:
+                gate, up, down = (t[f"{layer}mlp.{name}_proj.weight"] for name in _GATED)
+                x = x + (F.silu(h @ gate.T) * (h @ up.T)) @ down.T
+                continue
             mixed = h + (_shifted(h) - h) * t[f"{layer}ffn.x_k"]
             inner = F.relu(mixed @ t[f"{layer}ffn.key.weight"].T).square()
             x = x + inner @ t[f"{layer}ffn.value.weight"].T
@@ -125,12 +154,16 @@ class Rwkv7Reference(torch.nn.Module):
 
     def _normed(self, name: str, x: Tensor) -> Tensor:
         weight, bias = (self.tensors[f"{name}.{part}"] for part in ("weight", "bias"))
+        if not self.is_shifted:
+            return F.rms_norm(x, x.shape[-1:], weight, self.config.norm_eps)
         return F.layer_norm(x, x.shape[-1:], weight, bias, self.config.norm_eps)
 
     def _time_mixed(self, layer: str, x: Tensor, first: Tensor | None) -> tuple[Tensor, Tensor]:
         t, dim = self.tensors, self.head_dim
         difference = _shifted(x) - x
-        r, w, k, v, a, g = (x + difference * t[f"{layer}x_{name}"][0] for name in "rwkvag")
+        r, w, k, v, a, *g = (
+            x + difference * t[each][0] for name in "rwkvag" if (each := f"{layer}x_{name}") in t
+        )
 
         def low_rank(name: str, x: Tensor, function: Any = lambda x: x) -> Tensor:
             lora = f"{layer}{name}_lora.lora."
@@ -144,7 +177,7 @@ class Rwkv7Reference(torch.nn.Module):
         else:
             values = torch.lerp(values, first, low_rank("v", v).sigmoid())
         rate = low_rank("a", a).sigmoid()
-        gate = low_rank("g", g, torch.sigmoid)
+        gate = low_rank("g", g[0], torch.sigmoid) if g else 1.0
         keys = k @ t[f"{layer}k_proj.weight"].T
         heads = (-1, dim)
         removed = F.normalize((keys * t[f"{layer}k_k"]).unflatten(-1, heads), dim=-1)
@@ -159,12 +192,77 @@ class Rwkv7Reference(torch.nn.Module):
             state = state + (removed[i] * rate[i])[..., None] * recalled[:, None]
             state = state + keys[i][..., None] * values[i][:, None]
             outputs.append(torch.einsum("hk,hkv->hv", queries[i], state))
-        y = torch.stack(outputs).flatten(1)
-        weight, bias = (t[f"{layer}g_norm.{part}"] for part in ("weight", "bias"))
-        eps = dim * self.config.norm_eps
-        y = F.group_norm(y, keys.shape[1], weight, bias, eps).unflatten(-1, heads)
+        y = torch.stack(outputs)
+        if f"{layer}g_norm.weight" in t:
+            weight, bias = (t[f"{layer}g_norm.{part}"] for part in ("weight", "bias"))
+            eps = dim * self.config.norm_eps
+            y = F.group_norm(y.flatten(1), keys.shape[1], weight, bias, eps).unflatten(-1, heads)
         y = y + (queries * keys * t[f"{layer}r_k"]).sum(-1, keepdim=True) * values
         return (y.flatten(1) * gate) @ t[f"{layer}o_proj.weight"].T, first.flatten(1)
+
+
+_GGUF_NAMES = (
+    (r"^model\.embeddings\.", "token_embd."),
+    (r"^model\.layers\.0\.pre_norm\.", "token_embd_norm."),
+    (r"^model\.norm\.", "output_norm."),
+    (r"^lm_head\.", "output."),
+    (r"^model\.layers\.", "blk."),
+    (r"\.attn\.g_norm\.", ".time_mix_ln."),
+    (r"\.attn\.([wavg])_lora\.lora\.0\.weight$", r".time_mix_\g<1>1.weight"),
+    (r"\.attn\.([wavg])_lora\.lora\.2\.weight$", r".time_mix_\g<1>2.weight"),
+    (r"\.attn\.([wavg])_lora\.lora\.2\.bias$", r".time_mix_\g<1>0.weight"),
+    (r"\.attn\.r_proj\.", ".time_mix_receptance."),
+    (r"\.attn\.k_proj\.", ".time_mix_key."),
+    (r"\.attn\.v_proj\.", ".time_mix_value."),
+    (r"\.attn\.o_proj\.", ".time_mix_output."),
+    (r"\.attn\.(k_k|k_a|r_k|x_x)$", r".time_mix_\1.weight"),
+    (r"_x_x\.", "_lerp_fused."),
+    (r"\.ffn\.x_k$", ".channel_mix_lerp_k.weight"),
+    (r"\.ffn\.", ".channel_mix_"),
+    (r"\.mlp\.(\w+)_proj\.", r".ffn_\1."),
+)
+
+
+def write_rwkv(path: Path, reference: Rwkv7Reference) -> Path:
+    """Write a model as llama.cpp's converter does, and return the file."""
+    config, is_shifted = reference.config, reference.is_shifted
+    writer = GGUFWriter(path, "rwkv7" if is_shifted else "arwkv7")
+    writer.add_type("model")
+    writer.add_context_length(1_048_576)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    if is_shifted:
+        writer.add_layer_norm_eps(config.norm_eps)
+    else:
+        writer.add_layer_norm_rms_eps(config.norm_eps)
+        writer.add_token_shift_count(1)
+    writer.add_wkv_head_size(reference.head_dim)
+    writer.add_decay_lora_rank(64)
+    writer.add_feed_forward_length(reference.inner)
+    writer.add_head_count(0)
+    tensors = dict(reference.tensors)
+    for i in range(config.num_hidden_layers):
+        layer = f"model.layers.{i}.attn."
+        mixtures = [tensors.pop(f"{layer}x_{x}", None) for x in "rwkvag"]
+        tensors[f"{layer}x_x"] = torch.stack([x for x in mixtures if x is not None])
+        tensors[f"{layer}r_k"] = tensors[f"{layer}r_k"].flatten()
+    for part in ("0.weight", "2.weight", "2.bias"):
+        # The first layer has unused copies.
+        layer = "model.layers.0.attn."
+        tensors[f"{layer}v_lora.lora.{part}"] = tensors[f"{layer}a_lora.lora.{part}"]
+    for name, tensor in tensors.items():
+        if not is_shifted and name.endswith("norm.bias"):
+            continue
+        for pattern, replacement in _GGUF_NAMES:
+            name = re.sub(pattern, replacement, name)
+        if is_shifted:
+            name = name.replace(".ffn_norm.", ".attn_norm_2.")
+        writer.add_tensor(name, tensor.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
 
 
 def _random(*shape: int, scale: float = 0.15) -> Tensor:

@@ -18,7 +18,7 @@ from engine.workers.models.weights import weight_reader
 from support.batches import Scheduled, attention_batch
 from support.decoders import Runner, load_decoder, load_native_decoder
 from support.families import assert_same, expected_logits, prompt
-from support.families.rwkv import RWKV, save_rwkv
+from support.families.rwkv import RWKV, save_rwkv, write_rwkv
 from support.tiny_checkpoints import RECURRENT, layers_directory
 
 pytestmark = pytest.mark.slow
@@ -157,3 +157,12 @@ def test_logits_of_rwkv_equal_those_of_a_loop_over_tokens_in_any_chunks(tmp_path
             logits[i].append(part)
     for parts, text in zip(logits, texts, strict=True):
         assert_same(torch.cat(parts), expected_logits(reference, text))
+
+
+@pytest.mark.parametrize("name", ["rwkv7", "arwkv7"])
+def test_gguf_files_of_rwkv_give_the_same_logits(tmp_path, name):
+    # The epsilon of the heads' outputs is a constant of llama.cpp.
+    reference = save_rwkv(name, tmp_path, norm_eps=4e-5)
+    tokens = prompt(40)
+    decoder = load_decoder(write_rwkv(tmp_path / "model.gguf", reference))
+    assert_same(Runner(decoder).step({0: tokens})[0], expected_logits(reference, tokens))

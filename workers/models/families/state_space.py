@@ -64,7 +64,10 @@ _RWKV_NAMES = (
 
 
 def _rwkv7(fields: ConfigFields) -> ModelSpec:
-    """Return the spec of an RWKV-7 in the form of flash-linear-attention (fla-hub)."""
+    """Return the spec of an RWKV-7 in the form of flash-linear-attention (fla-hub).
+
+    Some models have the norms and the MLPs of Llama instead (ARWKV, arXiv 2501.15570).
+    """
     recurrent = recurrent_layer(fields)
     num_heads, size = rwkv_heads(fields)
     ratio, hidden_size = fields.positive("hidden_ratio", 4.0), fields.integer("hidden_size")
@@ -72,20 +75,26 @@ def _rwkv7(fields: ConfigFields) -> ModelSpec:
         # As in flash-linear-attention, a multiple of 32.
         intermediate_size=-(-int(hidden_size * ratio) // 32) * 32,
         hidden_act="sqrelu",
-        max_position_embeddings=DEFAULT_LENGTH,
         rms_norm_eps=1e-5,
     ).with_values(
         {
+            "max_position_embeddings": fields.optional_integer("max_position_embeddings")
+            or DEFAULT_LENGTH,
             "num_attention_heads": num_heads,
             "num_key_value_heads": num_heads,
             "head_dim": size,
         }
     )
+    layers = (LayerSpec(None, recurrent=recurrent, attends=False),) * fields.layer_count(
+        "num_hidden_layers"
+    )
+    norms = NormNames("attn_norm", mlp_input="ffn_norm")
+    if not fields.boolean("shifts_mlp", True):
+        return base_spec(fields, layers, norms=norms, tensor_names=_RWKV_NAMES)
     return base_spec(
         fields,
-        (LayerSpec(None, recurrent=recurrent, attends=False),)
-        * fields.layer_count("num_hidden_layers"),
-        norms=NormNames("attn_norm", mlp_input="ffn_norm"),
+        layers,
+        norms=norms,
         norm_kind="layer",
         norm_bias=fields.boolean("norm_bias", True),
         has_embedding_norm=fields.boolean("norm_first", True),
