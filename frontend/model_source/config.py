@@ -59,6 +59,7 @@ from ...protocol.file_identity import identify_files
 from ...protocol.sampling_params import SamplingParams
 from ..supervisor.console import Console
 from ..tokenizer.config import TokenizerConfig
+from ..tokenizer.conversion.world import world_eos
 from .chat_audio import read_chat_audio
 from .images.read import read_image_processor
 from .images.videos import read_video_processor
@@ -374,12 +375,14 @@ def _length_limit(config: ConfigFields) -> int | None:
 
 
 def _tokenizer_eos(path: Path) -> list[int]:
-    """Return the id of the tokenizer's end token in a list; [] if its files are missing or do not name one."""
+    """Return the ids of the tokenizer's end tokens; [] if its files are missing or do not name one."""
     if path.suffix == ".gguf":
         return _gguf_eos(GGUFFile(path))
     directory = path if path.is_dir() else path.parent
     config = TokenizerConfig(directory)
     text = config.named_tokens.get("eos_token")
+    if ids := world_eos(directory, text):
+        return ids
     id_ = None if text is None else config.added_token_id(text)
     return [] if id_ is None else [id_]
 

@@ -28,6 +28,7 @@ TOKENIZER_FILES = (
         "tiktoken.model",
         "merges.txt",
         "vocab.txt",
+        "rwkv_vocab_*.txt",
     ),
 )
 CHECKPOINT_FILES = ("*.safetensors", TOKEN_VECTORS_FILE, TOKEN_WEIGHTS_FILE, *TOKENIZER_FILES)

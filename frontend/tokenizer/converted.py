@@ -18,6 +18,7 @@ from .conversion.marian import convert_marian, marian_files
 from .conversion.tekken import convert_tekken, tekken_files
 from .conversion.tokenizer_model import convert_tokenizer_model, tokenizer_model_files
 from .conversion.vocabulary import convert_vocabulary, vocabulary_files
+from .conversion.world import convert_world, world_files
 
 FORMAT_VERSION = 4
 """Increase this when the output of `convert` changes, so that older conversions are ignored."""
@@ -28,6 +29,7 @@ _FORMATS = (
     (kimi_files, convert_kimi),
     (tokenizer_model_files, convert_tokenizer_model),
     (vocabulary_files, convert_vocabulary),
+    (world_files, convert_world),
 )
 """For each format, the functions that find the files of its tokenizer in a directory, and that convert it."""
 

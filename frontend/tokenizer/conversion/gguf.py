@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from os import PathLike
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -14,8 +14,12 @@ from ....protocol.errors import CheckpointError
 from .parts import added_token, bpe, byte_level, surround, word_pieces
 from .pretokenizers import PRE_TOKENIZERS, PreTokenizer
 from .sentencepiece import SPACE, unigram_parts
+from .world import CHAT_TEMPLATE, check_bytes, longest_match, unescape
 
 logger = logging.getLogger(__name__)
+
+_TEMPLATES: Final = {"rwkv-world": CHAT_TEMPLATE}
+"""Chat templates that files name instead of containing them."""
 
 
 class TokenType(IntEnum):
@@ -101,12 +105,15 @@ def convert(
         case "t5":
             parts, add_bos, add_eos = _unigram(vocabulary), False, True
             bos, eos = vocabulary.special("bos"), vocabulary.special("eos", 1)
+        case "rwkv":
+            parts, add_bos, add_eos = _longest_match(vocabulary), False, False
+            bos, eos = vocabulary.special("bos", 0), vocabulary.special("eos", 0)
         case "":
             raise CheckpointError(path, "it contains no tokenizer (no tokenizer.ggml.model)")
         case _:
             raise CheckpointError(
                 path,
-                f"its tokenizer has the type {kind!r}; supported types are bert, gemma4, gpt2, llama and t5",
+                f"its tokenizer has the type {kind!r}; supported types are bert, gemma4, gpt2, llama, rwkv and t5",
             )
     add_bos = vocabulary.flag("add_bos_token", add_bos)
     add_eos = vocabulary.flag("add_eos_token", add_eos)
@@ -156,6 +163,14 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[dict[str, Any], bool, bool]:
     )
     parts = byte_level(pre_tokenizer.patterns, model, nfc=pre_tokenizer.nfc)
     return parts, pre_tokenizer.add_bos, False
+
+
+def _longest_match(vocabulary: _Vocabulary) -> dict[str, Any]:
+    typed = enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True))
+    tokens = {i: unescape(token) for i, (token, kind) in typed if kind == TokenType.NORMAL}
+    check_bytes(vocabulary.path, tokens.values())
+    added = {i: token for i, token in enumerate(vocabulary.tokens) if i not in tokens}
+    return longest_match(tokens, added)
 
 
 def _pre_tokenizer(vocabulary: _Vocabulary) -> PreTokenizer:
@@ -281,7 +296,7 @@ def _chat_templates(fields: GGUFFields) -> list[dict[str, str]] | None:
     keys = {"default": "chat_template"}
     keys |= {name: f"chat_template.{name}" for name in fields.texts("chat_templates")}
     return [
-        {"name": name, "template": fields.text(key)}
+        {"name": name, "template": _TEMPLATES.get(text := fields.text(key), text)}
         for name, key in keys.items()
         if fields.get(key) is not None
     ] or None

@@ -386,7 +386,11 @@ def test_missing_pre_tokenizer_uses_the_default_with_a_warning(tmp_path: Path, c
     ("model", "extra", "problem"),
     [
         ("gpt2", {"pre": "nonesuch"}, "tokenizer.ggml.pre 'nonesuch' is not supported"),
-        ("rwkv", {}, "has the type 'rwkv'; supported types are bert, gemma4, gpt2, llama and t5"),
+        (
+            "plamo2",
+            {},
+            "has the type 'plamo2'; supported types are bert, gemma4, gpt2, llama, rwkv and t5",
+        ),
         ("gpt2", {"pre": "gpt-2", "add_bos_token": True}, "does not say which"),
         ("llama", {}, "no tokenizer.ggml.scores"),
     ],
