@@ -17,7 +17,7 @@ from typing import Any
 import zmq
 
 from ..protocol import transport
-from ..protocol.arrays import int32_bytes, int32_view
+from ..protocol.arrays import int32_view
 from ..protocol.config import EngineConfig
 from ..protocol.errors import POISON_REQUEST, EngineError, PeerLostError, counted
 from ..protocol.heartbeat import HeartbeatWriter, seconds_to_beat
@@ -30,9 +30,7 @@ from ..protocol.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
     FinishReason,
-    LossNoted,
     ReplicaCall,
-    ReplicaLost,
     SchedulerStats,
 )
 from ..protocol.process import StopSignal
@@ -61,6 +59,8 @@ from .replay.recorder import Setup, make_core_scheduler
 from .reporting.client_calls import answer_call
 from .reporting.client_updates import ClientUpdates
 from .reporting.kv_event_publisher import KVEventPublisher
+from .reporting.loss import report_loss
+from .reporting.pause import Pause
 from .reporting.preemption_advice import PreemptionAdvice
 from .reporting.request_times import RequestTimes
 from .reporting.stats_log import StatsLog
@@ -79,9 +79,6 @@ INDEX_S = 10.0
 
 FLUSH_S = 5.0
 """Seconds that a core which shuts down gives its workers to store blocks of the KV cache."""
-
-FINAL_ERROR_S = 0.3
-"""Seconds that a failed core waits for its clients to confirm its `ReplicaLost` message."""
 
 
 class EngineCore:
@@ -197,6 +194,7 @@ class EngineCore:
                     self._scheduler.grammar_ready(key, grammar_error)
             self._dispatch_steps()
             self._send_outputs()
+            self._pause.advance(len(self._in_flight))
             if self._logs_kv_events:
                 self._publish_kv_events()
             if self._updates is not None:
@@ -235,6 +233,13 @@ class EngineCore:
         self._scheduler = make_core_scheduler(
             setup, self._grammars, log_kv_events=self._logs_kv_events
         )
+        self._pause = Pause(
+            setup.make_ready(config.epoch),
+            self._scheduler,
+            self._clients,
+            self._client_indices,
+            self._add_requests,
+        )
         if self._workers.held:
             self._scheduler.adopt_blocks(self._workers.held)
             logger.info("adopted the blocks of %s", counted(len(self._workers.held), "request"))
@@ -242,7 +247,6 @@ class EngineCore:
             self._handle_transfers(report)
         self._workers.early_reports.clear()
         self._await_connector(lambda each: each.is_ready() or self._stop.requested, INDEX_S)
-        self._ready = setup.make_ready(config.epoch)
         # Objects that exist now live as long as the process, so exclude them from garbage collection.
         gc.collect()
         gc.freeze()
@@ -263,7 +267,7 @@ class EngineCore:
                     self._finish_client(client_index)
                     if self._updates is not None:
                         self._updates.remove_client(client_index)
-                self._clients.send(identity, self._ready)
+                self._clients.send(identity, self._pause.ready)
             elif isinstance(message, ClientHello):
                 if not (
                     is_valid_hello(identity, message, self._config)
@@ -282,8 +286,11 @@ class EngineCore:
                 self._add_requests(client_index, message.requests)
                 if message.is_whole:
                     self._scheduler.end_adoption(client_index)
+                self._pause.apply_hello(identity, message)
             elif client_index is None or not is_valid_message(message, self._vocab_size):
                 self._clients.num_dropped_frames += 1
+            elif self._pause.take_message(identity, client_index, message):
+                continue
             elif isinstance(message, AddRequests):
                 self._add_requests(client_index, message.requests)
                 if message.ends_greeting:
@@ -299,6 +306,7 @@ class EngineCore:
                 self._clients.send(identity, result)
 
     def _finish_client(self, client_index: int) -> None:
+        self._pause.drop_requests(client_index)
         self._scheduler.finish_client(client_index)
         self._request_times.remove_client(client_index)
 
@@ -419,19 +427,7 @@ class EngineCore:
             except Exception:
                 logger.exception("could not determine which requests were in the failed steps")
                 return
-        unconfirmed = set(self._client_indices)
-        for identity, client_index in self._client_indices.items():
-            suspects, unsuspected = (
-                int32_bytes([index for client, index in keys if client == client_index])
-                for keys in (found.suspects, found.unsuspected)
-            )
-            self._clients.send(identity, ReplicaLost(suspects, unsuspected, is_own))
-        deadline = time.monotonic() + FINAL_ERROR_S
-        while unconfirmed and (remaining := deadline - time.monotonic()) > 0:
-            self._clients.socket.poll(int(remaining * 1000) + 1)
-            while (received := self._clients.receive()) is not None:
-                if isinstance(received[1], LossNoted):
-                    unconfirmed.discard(received[0])
+        report_loss(self._clients, self._client_indices, found, is_own=is_own)
 
     def _dump_event_log(self, reason: str) -> tuple[bool, str]:
         """Write the event log to a file. Return whether it worked, and the path or the error message."""
@@ -456,6 +452,8 @@ class EngineCore:
             self._kv_events.serve_replays()
 
     def _dispatch_steps(self) -> None:
+        if self._pause.stops_steps:
+            return
         while len(self._in_flight) < self._max_in_flight and self._scheduler.has_requests():
             now = time.monotonic()
             step = self._scheduler.schedule(now)

@@ -60,6 +60,25 @@ class EventKind(enum.IntEnum):
 # Frontend -> core
 
 
+class PauseState(enum.IntEnum):
+    """The pause of a core. FINISHING: requests that arrived before the pause are computed. PAUSED: nothing is."""
+
+    RUNNING = 0
+    FINISHING = 1
+    PAUSED = 2
+
+
+class PauseMode(enum.StrEnum):
+    """What happens to unfinished requests when a core is paused, under vLLM's names.
+
+    ABORT ends them, WAIT finishes them first, and KEEP continues them after the pause.
+    """
+
+    ABORT = "abort"
+    WAIT = "wait"
+    KEEP = "keep"
+
+
 class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """A request to generate one sequence or, with `pooling_params`, to pool the hidden states of its prompt.
 
@@ -124,7 +143,7 @@ class ClientHello(msgspec.Struct, tag="hello", array_like=True, gc=False, frozen
 
     `requests` are all requests that the frontend has at this core. Requests of an earlier connection are aborted, and
     KV-cache blocks of an earlier core that no request claims are freed. Unless `is_whole`, more requests follow in
-    `AddRequests`, the last of which has `ends_greeting`.
+    `AddRequests`, the last of which has `ends_greeting`. `pause` is the last pause that a core reported.
     """
 
     version: int
@@ -132,6 +151,7 @@ class ClientHello(msgspec.Struct, tag="hello", array_like=True, gc=False, frozen
     client_index: int
     requests: list[EngineCoreRequest] = []
     is_whole: bool = True
+    pause: PauseState = PauseState.RUNNING
 
 
 class AddRequests(msgspec.Struct, tag="add", array_like=True, gc=False, frozen=True):
@@ -185,11 +205,35 @@ class AbortByID(msgspec.Struct, tag="abort-id", array_like=True, gc=False, froze
     request_id: str
 
 
+class PauseGeneration(msgspec.Struct, tag="pause", array_like=True, gc=False, frozen=True):
+    """Pause the core. Answered by `CallResult` when nothing is computed any more.
+
+    With `clear_cache`, all cached prefixes are removed then, except with KEEP. Requests that arrive later wait.
+    """
+
+    call_id: int
+    mode: PauseMode
+    clear_cache: bool = True
+
+
+class ResumeGeneration(msgspec.Struct, tag="resume", array_like=True, gc=False, frozen=True):
+    """Resume a paused core. Answered by `CallResult`."""
+
+    call_id: int
+
+
 class LossNoted(msgspec.Struct, tag="noted", array_like=True, gc=False, frozen=True):
     """Confirms a `ReplicaLost`."""
 
 
-ReplicaCall: TypeAlias = ResetPrefixCache | DumpEventLog | DescribeBlocks | AbortByID
+ReplicaCall: TypeAlias = (
+    ResetPrefixCache
+    | DumpEventLog
+    | DescribeBlocks
+    | AbortByID
+    | PauseGeneration
+    | ResumeGeneration
+)
 """Messages that are answered by `CallResult`."""
 
 ClientMessage: TypeAlias = (
@@ -212,6 +256,13 @@ class CoreReady(msgspec.Struct, tag="ready", array_like=True, gc=False, frozen=T
     num_blocks: int
     block_size: int
     max_concurrency: float = 0.0
+    pause: PauseState = PauseState.RUNNING
+
+
+class PauseUpdate(msgspec.Struct, tag="paused", array_like=True, gc=False, frozen=True):
+    """The pause of a core has changed, or differs from that of a `ClientHello`."""
+
+    state: PauseState
 
 
 class FinishedRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, frozen=True):
@@ -423,5 +474,5 @@ class ReplicaLoadUpdate(
 
 
 CoreMessage: TypeAlias = (
-    CoreReady | EngineCoreOutputs | CallResult | ReplicaLost | ReplicaLoadUpdate
+    CoreReady | PauseUpdate | EngineCoreOutputs | CallResult | ReplicaLost | ReplicaLoadUpdate
 )

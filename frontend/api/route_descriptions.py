@@ -131,6 +131,11 @@ ROUTE_DESCRIPTIONS: Final[dict[str, tuple[str, str]]] = {
     "/reset_prefix_cache": (OPERATORS, "Empty the prefix caches of all replicas."),
     "/flush_cache": (OPERATORS, "The same as /reset_prefix_cache (SGLang)."),
     "/abort_request": (OPERATORS, "Abort the requests with an ID, or all requests (SGLang)."),
+    "/pause": (OPERATORS, "Pause generation on all replicas (vLLM)."),
+    "/resume": (OPERATORS, "Resume generation on all replicas (vLLM)."),
+    "/is_paused": (OPERATORS, "Return whether generation is paused (vLLM)."),
+    "/pause_generation": (OPERATORS, "Pause generation in a mode of SGLang's."),
+    "/continue_generation": (OPERATORS, "The same as /resume (SGLang)."),
     "/v1/load_lora_adapter": (
         OPERATORS,
         "Add a LoRA adapter; needs --allow-runtime-lora-updating.",

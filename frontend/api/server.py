@@ -224,8 +224,10 @@ class Frontend:
     async def _warm_up(self) -> None:
         """Generate a token, which checks every process and socket that requests use.
 
-        A restarted frontend also accepts a full queue, because the engine has generated tokens before.
+        A restarted frontend also accepts a full queue and a pause, because the engine has generated tokens before.
         """
+        if self._config.epoch != FIRST_EPOCH and self._engine.calls.is_paused():
+            return
         while not await self._generate_one_token() and self._config.epoch == FIRST_EPOCH:
             await asyncio.sleep(NO_ROOM_S)
 
@@ -249,6 +251,7 @@ class Frontend:
         self._on_retire()
         self._serving.is_retired = True
         http.stop_accepting()
+        await self._resume()
         while self._engine.num_inflight or not http.is_idle:
             await asyncio.sleep(DRAIN_POLL_S)
 
@@ -257,12 +260,21 @@ class Frontend:
         self._enter(Stage.DRAINING, "finishing the requests in flight")
         self._engine.draining = True
         deadline = time.monotonic() + self._config.frontend.shutdown_timeout_s
+        await self._resume()
         while (
             self._engine.num_inflight or self._serving.num_accepted or self._store.num_attached
         ) and time.monotonic() < deadline:
             await asyncio.sleep(DRAIN_POLL_S)
         if self._engine.num_inflight:
             logger.warning("%d sequences did not finish in time", self._engine.num_inflight)
+
+    async def _resume(self) -> None:
+        """End a pause, in which requests would never finish."""
+        try:
+            if self._engine.calls.is_paused():
+                await self._engine.calls.resume()
+        except EngineError as error:
+            logger.warning("a paused engine could not be resumed: %s", error)
 
     async def _publish_metrics(self) -> None:
         while True:

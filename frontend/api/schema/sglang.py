@@ -118,6 +118,13 @@ class SglangAbortRequest(msgspec.Struct, kw_only=True):
     abort_all: bool | None = None
 
 
+class SglangPauseRequest(msgspec.Struct, kw_only=True):
+    """The body of `POST /pause_generation` and of `POST /continue_generation`, which has no fields."""
+
+    # "abort" ends unfinished requests, "in_place" keeps them as they are, and "retract" also frees their blocks.
+    mode: str | None = None
+
+
 class SglangEncodeRequest(SglangInput, kw_only=True):
     """The body of `POST /encode`. A list of texts, or of lists of token ids, gets a list of answers."""
 

@@ -30,6 +30,8 @@ from ....protocol.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
     LossNoted,
+    PauseState,
+    PauseUpdate,
     ReplicaCall,
     ReplicaLoadUpdate,
     ReplicaLost,
@@ -61,6 +63,7 @@ class CoreEvents(msgspec.Struct):
         on_replica_lost: The core is about to exit, and lists the requests that it was computing.
         on_too_large: A request exceeds the maximum message size and was not sent.
         on_refused: The core can never serve this frontend; the argument is the reason.
+        pause: The last pause that a core has reported. Restarted cores get it from the frontends.
     """
 
     on_ready: Callable[[CoreReady], None]
@@ -69,6 +72,7 @@ class CoreEvents(msgspec.Struct):
     on_replica_lost: Callable[[ReplicaLost], None]
     on_too_large: Callable[[int], None]
     on_refused: Callable[[str], None]
+    pause: PauseState = PauseState.RUNNING
 
 
 class CoreConnection:
@@ -146,6 +150,11 @@ class CoreConnection:
     def _lose(self) -> None:
         if self.ready:
             self.ready, self.lost_time = False, time.monotonic()
+
+    @property
+    def is_paused(self) -> bool:
+        """True if an operator has paused generation."""
+        return self._events.pause is not PauseState.RUNNING
 
     @property
     def is_for_prefill(self) -> bool:
@@ -291,6 +300,8 @@ class CoreConnection:
             self._receive_outputs(message)
         elif isinstance(message, CoreReady):
             self._receive_ready(message)
+        elif isinstance(message, PauseUpdate):
+            self._events.pause = message.state
         elif isinstance(message, ReplicaLoadUpdate):
             self._receive_load_update(message)
         elif isinstance(message, CallResult):
@@ -350,12 +361,19 @@ class CoreConnection:
         )
         self.ready, self.epoch = True, ready.epoch
         self._latest_epoch = max(self._latest_epoch, ready.epoch)
+        if ready.pause:
+            self._events.pause = ready.pause
         self._events.on_ready(ready)
         self._greeting, self._requests = self._requests, {}
         piece = self._take_piece(self._greeting)
         self._is_greeting = bool(self._greeting)
         hello = ClientHello(
-            PROTOCOL_VERSION, ready.epoch, self._client_index, piece, not self._is_greeting
+            PROTOCOL_VERSION,
+            ready.epoch,
+            self._client_index,
+            piece,
+            not self._is_greeting,
+            self._events.pause,
         )
         self._peer.send(hello)
 

@@ -11,8 +11,11 @@ from ....protocol.messages import (
     CallResult,
     DescribeBlocks,
     DumpEventLog,
+    PauseGeneration,
+    PauseMode,
     ReplicaCall,
     ResetPrefixCache,
+    ResumeGeneration,
 )
 from .core_connection import CoreConnection
 
@@ -52,6 +55,25 @@ class ReplicaCalls:
         """Abort the requests that have this ID, or all if it is "". Return their number, counting every output."""
         answers = await self._call(lambda call_id: AbortByID(call_id, request_id))
         return sum(int(answer.detail) for answer in answers)
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+        """Pause all cores. Return when nothing is computed any more.
+
+        Raises:
+            EngineError: A core did not pause, or blocks of a prefix cache were in use.
+        """
+        answers = await self._call(lambda call_id: PauseGeneration(call_id, mode, clear_cache))
+        for answer in answers:
+            if not answer.ok:
+                raise EngineError(answer.detail)
+
+    def is_paused(self) -> bool:
+        """Return whether an operator has paused generation."""
+        return any(core.is_paused for core in self._find_cores())
+
+    async def resume(self) -> None:
+        """Resume all cores."""
+        await self._call(ResumeGeneration)
 
     async def _call(self, make_call: Callable[[int], ReplicaCall]) -> list[CallResult]:
         return await asyncio.gather(*(core.call(make_call) for core in self._find_cores()))

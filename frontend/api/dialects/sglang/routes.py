@@ -7,6 +7,7 @@ from starlette.routing import Route
 from ...bodies.intake import Intake
 from ...routes.embeddings import Embeddings
 from ...routes.management import Management
+from ...routes.pause import Pauses
 from ...serving import Serving
 from .encode import SglangEncode
 from .generate import SglangGenerate
@@ -19,6 +20,7 @@ def routes(
 ) -> list[Route]:
     """Return all routes."""
     description, parsers = SglangDescription(serving), SglangParsers(serving, intake)
+    pauses = Pauses(serving, intake)
     return [
         Route("/generate", SglangGenerate(serving, intake), methods=["POST", "PUT"]),
         Route("/encode", SglangEncode(intake, embeddings).encode, methods=["POST", "PUT"]),
@@ -30,5 +32,7 @@ def routes(
         Route("/get_load", description.older_loads),
         Route("/health_generate", management.health),
         Route("/flush_cache", management.reset_prefix_cache, methods=["POST"]),
+        Route("/pause_generation", pauses.pause_like_sglang, methods=["POST"]),
+        Route("/continue_generation", pauses.resume_like_sglang, methods=["POST"]),
         Route("/abort_request", SglangAborts(serving, intake).abort, methods=["POST"]),
     ]

@@ -8,6 +8,7 @@ from starlette.routing import Route
 
 from ....http.errors import bad_request, json_response
 from ...bodies.intake import Intake, reads
+from ...routes.pause import Pauses
 from ...schema.vllm import VllmAbortRequest
 from ...serving import Serving
 from ..sglang.operations import abort
@@ -33,7 +34,11 @@ class VllmAborts:
 
 def routes(serving: Serving, intake: Intake) -> list[Route]:
     """Return all routes."""
+    pauses = Pauses(serving, intake)
     return [
+        Route("/pause", pauses.pause, methods=["POST"]),
+        Route("/resume", pauses.resume, methods=["POST"]),
+        Route("/is_paused", pauses.is_paused),
         Route("/generative_scoring", GenerativeScoring(serving, intake), methods=["POST"]),
         Route("/inference/v1/generate", VllmGenerate(serving, intake), methods=["POST"]),
         Route("/inference/v1/abort_requests", VllmAborts(serving, intake).abort, methods=["POST"]),

@@ -1,0 +1,173 @@
+"""Pausing and resuming generation on several replicas with several frontends."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from support.program import wait_until
+from support.server import Server, assert_nothing_is_held, default_model
+
+NUM_TOKENS = 300
+NUM_REQUESTS = 6
+LONGER_S = 1.0
+"""Seconds, longer than the requests take."""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    flags = ("--device", "null", "--null-step-ms", "2", "-dp", "2", "--api-server-count", "2")
+    with Server("--model", default_model(), *flags) as server:
+        server.wait_until_whole()
+        yield server
+        server.post("/resume", b"")
+        assert_nothing_is_held(server)
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    pool = ThreadPoolExecutor(2 * NUM_REQUESTS)
+    yield pool
+    pool.shutdown(wait=False)
+
+
+Answers = list[Future[tuple[int, Any]]]
+
+
+def start(server: Server, pool: ThreadPoolExecutor, max_tokens: int = NUM_TOKENS) -> Answers:
+    """Start several requests with fixed seeds."""
+    bodies = [
+        {"prompt": [5, 6, 7, seed], "seed": seed, "max_tokens": max_tokens, "ignore_eos": True}
+        | {"return_token_ids": True}
+        for seed in range(NUM_REQUESTS)
+    ]
+    return [pool.submit(server.post, "/v1/completions", body) for body in bodies]
+
+
+def tokens(answers: Answers) -> list[list[int]]:
+    found = [each.result() for each in answers]
+    assert {status for status, _ in found} == {200}, found
+    return [answer["choices"][0]["token_ids"] for _, answer in found]
+
+
+def wait_until_running(server: Server) -> None:
+    wait_until(lambda: server.metric("engine:num_requests_running") == NUM_REQUESTS, what="all run")
+
+
+def wait_for_state(server: Server, *, is_paused: bool) -> None:
+    """Wait until both frontends report the state. Connections go to either of them."""
+
+    def agree() -> bool:
+        answers = [server.get("/is_paused")[1] for _ in range(8)]
+        return answers == [{"is_paused": is_paused}] * 8
+
+    wait_until(agree, what="both frontends know")
+
+
+def post(server: Server, path: str, body: Any = b"") -> Any:
+    status, answer = server.post(path, body)
+    assert status == 200, answer
+    return answer
+
+
+def test_kept_requests_continue_after_the_pause(server: Server, pool: ThreadPoolExecutor) -> None:
+    expected = tokens(start(server, pool))
+    running = start(server, pool)
+    wait_until_running(server)
+    assert post(server, "/pause?mode=keep") == {"status": "paused"}
+    wait_for_state(server, is_paused=True)
+    late = start(server, pool)
+    wait_until(
+        lambda: server.get("/load")[1]["server_load"] == 2 * NUM_REQUESTS, what="more requests wait"
+    )
+    assert server.get("/health")[0] == 200
+    time.sleep(LONGER_S)
+    assert not any(each.done() for each in running + late)
+    assert post(server, "/resume") == {"status": "resumed"}
+    assert tokens(running) == expected == tokens(late)
+    wait_for_state(server, is_paused=False)
+
+
+def test_a_pause_waits_for_running_requests(server: Server, pool: ThreadPoolExecutor) -> None:
+    expected = tokens(start(server, pool))
+    running = start(server, pool)
+    wait_until_running(server)
+    pause = pool.submit(post, server, "/pause?mode=wait")
+    wait_for_state(server, is_paused=True)
+    late = start(server, pool)
+    assert pause.result() == {"status": "paused"}
+    assert all(each.done() or each.result() for each in running)
+    assert tokens(running) == expected
+    time.sleep(LONGER_S)
+    assert not any(each.done() for each in late)
+    post(server, "/resume")
+    assert tokens(late) == expected
+
+
+@pytest.mark.parametrize("path", ["/pause", "/pause_generation"])
+def test_a_pause_aborts_by_default(server: Server, pool: ThreadPoolExecutor, path: str) -> None:
+    running = start(server, pool, 4000)
+    wait_until_running(server)
+    post(server, path, {})
+    for each in running:
+        status, answer = each.result()
+        assert (status, answer["choices"][0]["finish_reason"]) == (200, "abort")
+    late = start(server, pool, 5)
+    post(server, "/continue_generation" if path == "/pause_generation" else "/resume", {})
+    assert [len(each) for each in tokens(late)] == [5] * NUM_REQUESTS
+
+
+def test_retracted_requests_are_computed_again(server: Server, pool: ThreadPoolExecutor) -> None:
+    expected = tokens(start(server, pool))
+    running = start(server, pool)
+    wait_until_running(server)
+    post(server, "/pause_generation", {"mode": "retract"})
+    post(server, "/continue_generation", {})
+    assert tokens(running) == expected
+    wait_until(
+        lambda: server.metric("engine:num_preemptions_total") >= NUM_REQUESTS, what="all gave up"
+    )
+
+
+@pytest.mark.parametrize("title", ["core 0", "frontend 0"])
+def test_an_engine_stays_paused_after_a_crash(
+    server: Server, pool: ThreadPoolExecutor, title: str
+) -> None:
+    expected = tokens(start(server, pool))
+    post(server, "/pause?mode=keep")
+    wait_for_state(server, is_paused=True)
+    server.child(title).kill()
+    # A request through the killed frontend would get no answer.
+    server.wait_until_whole()
+    wait_for_state(server, is_paused=True)
+    running = start(server, pool)
+    wait_until(
+        lambda: server.get("/load")[1]["server_load"] == NUM_REQUESTS, what="the requests wait"
+    )
+    time.sleep(LONGER_S)
+    assert not any(each.done() for each in running)
+    post(server, "/resume")
+    assert tokens(running) == expected
+
+
+def test_wrong_modes_are_refused(server: Server) -> None:
+    for path, body in (("/pause?mode=x", b""), ("/pause_generation", {"mode": "x"})):
+        status, answer = server.post(path, body)
+        assert (status, answer["error"]["param"]) == (400, "mode")
+    status, answer = server.post("/pause?clear_cache=maybe", b"")
+    assert (status, answer["error"]["param"]) == (400, "clear_cache")
+
+
+def test_a_paused_server_drains(pool: ThreadPoolExecutor) -> None:
+    flags = ("--device", "null", "--null-step-ms", "2")
+    with Server("--model", default_model(), *flags) as server:
+        post(server, "/pause?mode=keep")
+        waiting = start(server, pool, 20)
+        wait_until(
+            lambda: server.get("/load")[1]["server_load"] == NUM_REQUESTS, what="requests wait"
+        )
+        assert server.stop() == 0
+        assert [len(each) for each in tokens(waiting)] == [20] * NUM_REQUESTS
