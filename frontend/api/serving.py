@@ -311,17 +311,12 @@ class Serving:
             )
         return template
 
-    @property
+    @cached_property
     def pair_template(self) -> PairTemplate | None:
-        """The template for pairs of texts, which --chat-template sets for a classifier; None without one."""
-        template = self._templates.choose(False)
-        if (
-            template is None
-            or self.config.model.classifier is None
-            or self.config.frontend.chat_template is None
-        ):
-            return None
-        return PairTemplate(template, self.special_tokens)
+        """The template for pairs of texts, that of --chat-template or of a classifier itself; None without one."""
+        is_given = self.config.frontend.chat_template is not None
+        given = self._templates.choose(False) if is_given else None
+        return PairTemplate.find(self.config.model.classifier, given, self.special_tokens)
 
     @property
     def call_format(self) -> CallFormat:

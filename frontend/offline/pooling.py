@@ -236,7 +236,9 @@ class PoolingMethods:
             pairs = zip(firsts, seconds, strict=True)
             tokenizer = self._engine.tokenizer
             chat_template = chat_template or self._engine.config.frontend.chat_template
-            if chat_template is None:
+            given = None if chat_template is None else self._template(chat_template, False)
+            template = PairTemplate.find(model.classifier, given, self._special_tokens)
+            if template is None:
                 if not all(isinstance(text, str) for text in (*firsts, *seconds)):
                     raise ParameterError("chat_template", "is required to score images")
                 joined = (
@@ -251,7 +253,6 @@ class PoolingMethods:
                     for pair in joined
                 ]
             else:
-                template = PairTemplate(self._template(chat_template, False), self._special_tokens)
                 kwargs = chat_template_kwargs or {}
                 wanted = [self._encode_pair(template, pair, kwargs) for pair in pairs]
             request_id, pooled = self._pool(wanted, lora_request, use_tqdm)
@@ -298,7 +299,8 @@ class PoolingMethods:
             {"role": role, "content": each if isinstance(each, str) else each["content"]}
             for role, each in zip((QUERY, DOCUMENT), pair, strict=True)
         ]
-        (query, document), media = self._prompts.take_media(messages)
+        taken, media = self._prompts.take_media(template.ordered(*messages))
+        query, document = template.ordered(*taken)
         text = template.render(query["content"], document["content"], kwargs)
         return self._prompts.encode_text(text, media, template.encode)
 

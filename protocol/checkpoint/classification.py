@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
 
 from ..config.model import Activation, ClassifierConfig
 from .config_fields import ConfigFields
@@ -19,6 +19,32 @@ _REWARD_LABELS: Final = {
     "Qwen2ForProcessRewardModel": 2,
 }
 """Architecture of a reward model, which scores each token -> its number of scores, whatever the config says."""
+
+
+class Ranker(NamedTuple):
+    """A decoder that scores a query and a document, which may have images.
+
+    `template` makes a prompt of both, `end` are the tokens after it, and `offset` is added to the score.
+    """
+
+    template: str
+    end: tuple[int, ...]
+    offset: float
+
+
+_RANKERS: Final = {
+    # The prompt, the last token and the offset are those of the authors' compute_score.
+    "JinaVLForRanking": Ranker(
+        "{% for m in messages | reverse %}"
+        "{{ '**Document**:\\n' if m.role == 'document' else '\\n**Query**:\\n' }}"
+        "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+        "{% if p.type == 'text' %}{{ p.text }}{% else %}<|vision_start|><|image_pad|><|vision_end|>{% endif %}"
+        "{% endfor %}{% endif %}{% endfor %}",
+        (100,),
+        -2.65,
+    ),
+}
+"""Architecture -> its prompt and score. Such a model has one score, whatever the config says."""
 
 TOKENS: Final = "classifier_from_token"
 """The config field with the tokens, such as "no" and "yes", by which a decoder classifies.
@@ -40,7 +66,13 @@ def is_classifier(fields: ConfigFields) -> bool:
     """Return whether a model with this config has a classification head."""
     names = fields.texts("architectures")
     is_of_text = TOKENS in fields.config or any(name.endswith(CLASSIFIER_SUFFIX) for name in names)
-    return is_of_text or classifies_tokens(fields)
+    return is_of_text or classifies_tokens(fields) or find_ranker(fields) is not None
+
+
+def find_ranker(fields: ConfigFields) -> Ranker | None:
+    """Return how a model scores a query and a document with its own prompt; None for other models."""
+    found = (_RANKERS[name] for name in fields.texts("architectures") if name in _RANKERS)
+    return next(found, None)
 
 
 def classifies_tokens(fields: ConfigFields) -> bool:
@@ -57,6 +89,8 @@ def is_reward_model(fields: ConfigFields) -> bool:
 
 def read_num_labels(fields: ConfigFields) -> int:
     """Return the number of classes. Two tokens that mean no and yes are a single class."""
+    if find_ranker(fields) is not None:
+        return 1
     for name in fields.texts("architectures"):
         if name in _REWARD_LABELS:
             return _REWARD_LABELS[name]
@@ -77,7 +111,10 @@ def read_classifier(fields: ConfigFields) -> ClassifierConfig | None:
         f"LABEL_{i}" if labels is None else labels.text(str(i), f"LABEL_{i}")
         for i in range(read_num_labels(fields))
     )
-    return ClassifierConfig(names, _activation(fields, len(names)))
+    activation = _activation(fields, len(names))
+    if (ranker := find_ranker(fields)) is None:
+        return ClassifierConfig(names, activation)
+    return ClassifierConfig(names, activation, ranker.template, ranker.end)
 
 
 def _activation(fields: ConfigFields, num_labels: int) -> Activation:

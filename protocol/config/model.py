@@ -141,10 +141,20 @@ class Activation(enum.StrEnum):
 
 
 class ClassifierConfig(msgspec.Struct, frozen=True):
-    """The classification head of a model: the names of its classes, and the activation of their scores."""
+    """The classification head of a model.
+
+    Attributes:
+        labels: The names of its classes.
+        activation: The activation of their scores.
+        pair_template: The template for pairs of texts, unless `--chat-template` gives another; "" if they are joined
+            by the tokenizer.
+        pair_end: The tokens after the prompt of a template.
+    """
 
     labels: tuple[str, ...]
     activation: Activation
+    pair_template: str = ""
+    pair_end: tuple[int, ...] = ()
 
 
 class SpeechKind(enum.StrEnum):

@@ -14,9 +14,11 @@ import transformers
 from engine.frontend.offline.llm import LLM
 from engine.protocol.errors import ParameterError
 from PIL import Image
+from safetensors.torch import save_file
 from support.image_models import Model
 from support.image_processors import image_processor
 from support.image_requests import data_url, picture
+from support.qwen_checkpoints import END, IMAGE, START, UNIT, qwen_directory, qwen_image_processor
 from support.server import DEVICE, Server, assert_nothing_is_held
 from support.words_bert import bert_directory
 
@@ -196,3 +198,70 @@ def test_a_decoder_that_answers_yes_or_no_reads_images_in_documents(tmp_path: Pa
         with torch.inference_mode():
             logits = model.model(input_ids=torch.tensor([prompt]), **inputs).logits[0, -1]
         assert abs(found - float(logits[ids[1]] - logits[ids[0]])) < 1e-4
+
+
+def test_jina_reranker_m0_scores_documents_with_images(tmp_path: Path) -> None:
+    _, model = qwen_directory(tmp_path, "qwen2_vl")
+    fields = json.loads((tmp_path / "config.json").read_text())
+    # The published config has the decoder's fields beside the tower.
+    fields |= fields.pop("text_config") | {"architectures": ["JinaVLForRanking"]}
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"model_type": "qwen2_vl"}))
+    torch.manual_seed(3)
+    head = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter, 0, 0.5)
+    body = {f"model.{name}": x for name, x in model.model.language_model.state_dict().items()}
+    tower = {f"visual.{name}": x for name, x in model.model.visual.state_dict().items()}
+    last = {f"score.{name}": x for name, x in head.state_dict().items()}
+    tensors = {name: x.contiguous() for name, x in (body | tower | last).items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    images = [picture(5, 60, 90), picture(6, 40, 26)]
+    parts = [image_part(each) for each in images]
+    texts: list[Any] = ["brew tea", {"content": parts[:1]}]
+    texts.append({"content": [{"type": "text", "text": "fox"}, *parts]})
+    queries = ["the quick", {"content": parts[1:]}]
+    of_documents, of_queries = [[], images[:1], images], [[], images[1:]]
+
+    def shown(text: str, images: list[Image.Image]) -> str:
+        counts = [round(image.width / UNIT) * round(image.height / UNIT) for image in images]
+        return text + "".join(f"{START}{IMAGE * count}{END}" for count in counts)
+
+    @torch.inference_mode()
+    def expected(document: str, query: str, images: list[Image.Image]) -> float:
+        prompt = f"**Document**:\n{document}\n**Query**:\n{query}"
+        ids = torch.tensor([[*tokenizer(prompt, add_special_tokens=False)["input_ids"], 100]])
+        inputs: dict[str, Any] = {}
+        if images:
+            inputs = dict(qwen_image_processor(tmp_path)(images, return_tensors="pt"))
+            inputs["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
+        hidden = model.model(input_ids=ids, **inputs).last_hidden_state[0, -1]
+        return head(hidden).item() - 2.65
+
+    scores = [
+        expected(shown(text, first), shown(query, second), [*first, *second])
+        for query, second in zip(("the quick", ""), of_queries, strict=True)
+        for text, first in zip(("brew tea", "", "fox"), of_documents, strict=True)
+    ]
+    assert min(np.diff(sorted(scores))) > 1e-3
+    flags = ("--dtype", "float32", "--max-num-batched-tokens", "24", "--max-num-seqs", "8")
+    with Server(str(tmp_path), *flags, "-tp", "2") as server:
+        for query, wanted in zip(queries, (scores[:3], scores[3:]), strict=True):
+            body = {"text_1": query, "text_2": texts, "use_activation": False}
+            status, answer = server.post("/v1/score", body)
+            assert status == 200, answer
+            found = [entry["score"] for entry in answer["data"]]
+            np.testing.assert_allclose(found, wanted, atol=1e-4)
+            server.child("worker 0").kill()
+            status, answer = server.post("/v1/rerank", {"query": query, "documents": texts})
+            assert status == 200, answer
+            ordered = sorted(1 / (1 + np.exp(-np.array(wanted))), reverse=True)
+            found = [result["relevance_score"] for result in answer["results"]]
+            np.testing.assert_allclose(found, ordered, atol=1e-4)
+        assert_nothing_is_held(server)
+    with LLM(str(tmp_path), dtype="float32", cpu_backend="torch") as llm:
+        content = [{"type": "image_pil", "image_pil": each} for each in images]
+        given = ["brew tea", {"content": content[:1]}]
+        outputs = llm.score("the quick", given, use_activation=False)
+        found = [output.outputs.score for output in outputs]
+        np.testing.assert_allclose(found, scores[:2], atol=1e-4)

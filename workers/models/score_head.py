@@ -75,7 +75,7 @@ class ScoreHead:
             parts["output"] = AdaptedMatrix(module, size, replaceable=("weight",))
         self._reduction, self._num_logarithms = head.reduction, head.num_logarithms
         self._activation = _ACTIVATIONS[head.activation]
-        self._eps = spec.norm_eps
+        self._eps, self._offset = spec.norm_eps, head.offset
         self.parts: Sequence[AdaptedMatrix] = [parts[name] for name in _NAMES if name in parts]
         self._installed: dict[int, dict[str, _Layer]] = {}
         if loras is not None:
@@ -145,4 +145,4 @@ class ScoreHead:
             vector_D = LayerNorm(weight, self._eps, bias)(vector_D)
         rows_LD, bias_L = layers["output"]
         weight_LD = rows_LD[1:] - rows_LD[:1] if self._takes_difference else rows_LD
-        return F.linear(vector_D, weight_LD, bias_L)
+        return F.linear(vector_D, weight_LD, bias_L) + self._offset

@@ -173,6 +173,9 @@ class Scores:
         pairs = []
         for number, each in enumerate(right):
             first = left[number if len(left) > 1 else 0]
+            media = (first.media, each.media)
+            if template is not None:
+                media = template.ordered(*media)
             pairs.append(
                 Prompt(
                     first.param,
@@ -182,7 +185,7 @@ class Scores:
                     second_param=each.param,
                     content=first.content,
                     second_content=each.content,
-                    media=(*first.media, *each.media),
+                    media=(*media[0], *media[1]),
                 )
             )
         if template is not None:

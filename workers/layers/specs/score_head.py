@@ -17,6 +17,8 @@ class ScoreHeadSpec(msgspec.Struct, frozen=True):
 
     With a `reduction`, the head reads the hidden states of all tokens of a prompt, and the result is the mean, the
     maximum or the sum over the tokens. Before that, log(1 + max(x, 0)) is applied `num_logarithms` times.
+
+    `offset` is added to each output.
     """
 
     num_labels: int
@@ -30,6 +32,7 @@ class ScoreHeadSpec(msgspec.Struct, frozen=True):
     scores_vocabulary: bool = False
     reduction: Literal["mean", "max", "sum"] | None = None
     num_logarithms: int = 0
+    offset: float = 0.0
 
     @staticmethod
     def reads_pairs(head: ScoreHeadSpec | None) -> bool:

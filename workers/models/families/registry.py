@@ -16,6 +16,7 @@ from ....protocol.checkpoint.classification import (
     TOKEN_IDS,
     TOKENS,
     classifies_tokens,
+    find_ranker,
     is_classifier,
     is_reward_model,
 )
@@ -220,7 +221,10 @@ def model_spec(config: Mapping[str, Any], path: str | PathLike[str]) -> ModelSpe
         if _WITHOUT_LOGIT_SCALE.intersection(fields.texts("architectures")):
             values["logit_scale"] = 1.0
         # These fields, of the whole model, make a classifier of its decoder.
-        values |= {name: fields.get(name) for name in (TOKENS, TOKEN_IDS) if name in fields.config}
+        names = [TOKENS, TOKEN_IDS]
+        if find_ranker(whole) is not None:
+            names.append("architectures")
+        values |= {name: fields.get(name) for name in names if name in fields.config}
         # The head's tensors have no prefix, because they belong to the whole model.
         is_tied = fields.get("tie_word_embeddings")
         if is_tied is not None and has_head(whole):
@@ -286,7 +290,8 @@ def _with_classifier(spec: ModelSpec, fields: ConfigFields) -> ModelSpec:
     """Return the spec with the head that transformers gives to every decoder, or a head that reads each token."""
     if "InternLM2ForRewardModel" in fields.texts("architectures"):
         return with_score_head(spec, fields, output=r"^v_head\.")
-    if is_reward_model(fields):
+    ranker = find_ranker(fields)
+    if ranker is not None or is_reward_model(fields):
         return with_score_head(
             spec,
             fields,
@@ -294,6 +299,7 @@ def _with_classifier(spec: ModelSpec, fields: ConfigFields) -> ModelSpec:
             activation="relu",
             output=r"^score\.2\.",
             output_bias=True,
+            offset=0.0 if ranker is None else ranker.offset,
         )
     if classifies_tokens(fields):
         has_bias = fields.boolean("token_classification_bias", True)
