@@ -147,6 +147,13 @@ def _float8(scale_of: Callable[[Tensor], Tensor], **others: Tensor) -> Callable[
     return store
 
 
+def _mixed_groups(w_OD: Tensor) -> Stored:
+    """Store wide matrices with four bits, and high ones with eight."""
+    if w_OD.shape[0] < w_OD.shape[1]:
+        return _packed_integers(w_OD)
+    return _float8(lambda x_OD: x_OD.abs().amax(1, keepdim=True) / 448)(w_OD)
+
+
 def _float8_powers(w_OD: Tensor) -> Stored:
     """Store float8 blocks whose scales are powers of two, as DeepSeek-V4 does."""
     tensors, _ = _float8_blocks(w_OD)
@@ -359,6 +366,31 @@ FORMATS = {
             {**_E4M3, "strategy": "token", "dynamic": True},
         ),
         _float8(lambda w_OD: w_OD.abs().amax(1, keepdim=True) / 448),
+    ),
+    "compressed-mixed": Format(
+        {
+            "quant_method": "compressed-tensors",
+            "format": "mixed-precision",
+            "config_groups": {
+                "group_0": {
+                    "format": "pack-quantized",
+                    "targets": [r"re:.*\.[kv]_proj$", "model.layers.0.mlp.up_proj"],
+                    "weights": {
+                        "num_bits": 4,
+                        "type": "int",
+                        "strategy": "group",
+                        "group_size": GROUP,
+                    },
+                },
+                "group_1": {
+                    "format": "naive-quantized",
+                    "targets": ["Linear"],
+                    "weights": {**_E4M3, "strategy": "channel"},
+                },
+            },
+            "ignore": ["lm_head"],
+        },
+        _mixed_groups,
     ),
     "compressed-int8": Format(
         _compressed("int-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"}), _int8

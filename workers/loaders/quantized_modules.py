@@ -13,7 +13,13 @@ import torch
 from ...protocol.checkpoint.config_fields import ConfigFields
 from ...protocol.errors import CheckpointError
 from .quantization.matrix import QuantizedMatrix
-from .quantization.scheme import SUPPORTED, QuantizationScheme, StoredModule, UnsupportedScheme
+from .quantization.scheme import (
+    SUPPORTED,
+    ModuleSchemes,
+    QuantizationScheme,
+    StoredModule,
+    UnsupportedScheme,
+)
 
 # Scales for float8 attention, which some checkpoints contain. They are not used.
 _UNUSED_SCALE = re.compile(r".*\.(q_scale|[qkv]_proj\.output_scale)")
@@ -46,31 +52,41 @@ class QuantizedModules:
     `names` lists the checkpoint's tensors, with one `weight` instead of all tensors of such a module.
     """
 
-    def __init__(self, scheme: QuantizationScheme, checkpoint: StoredTensors) -> None:
-        self._scheme = scheme
+    def __init__(self, schemes: ModuleSchemes, checkpoint: StoredTensors) -> None:
         stored = frozenset(checkpoint.stored_names())
-        self._modules = {
-            f"{module}.weight": _stored_module(checkpoint, stored, module)
-            for module, _, tensor in (name.rpartition(".") for name in stored)
-            if tensor == scheme.marker
-            and checkpoint.stored_dtype(f"{module}.{tensor}") in scheme.marker_dtypes
-        }
+        self._modules: dict[str, tuple[QuantizationScheme, StoredModule]] = {}
+        for name in stored:
+            module, _, tensor = name.rpartition(".")
+            if (scheme := schemes.find(module, tensor, checkpoint.stored_dtype(name))) is not None:
+                found = _stored_module(checkpoint, stored, module)
+                self._modules[f"{module}.weight"] = scheme, found
         if not self._modules:
+            markers = " or ".join(
+                f"{each.marker!r} of type {' or '.join(sorted(each.marker_dtypes))}"
+                for each in schemes.schemes
+            )
             raise CheckpointError(
                 checkpoint.path,
                 "the config says that the weights are quantized, but no module has a tensor "
-                f"{scheme.marker!r} of type {' or '.join(scheme.marker_dtypes)}; download the model again",
+                f"{markers}; download the model again",
             )
-        companions = {scheme.marker, *scheme.companions}
         self.names = frozenset(
             name
             for name in stored
-            if not _UNUSED_SCALE.fullmatch(name)
-            and not (
-                f"{name.rpartition('.')[0]}.weight" in self._modules
-                and (name.rpartition(".")[2] in companions or _is_empty_bias(checkpoint, name))
-            )
+            if not _UNUSED_SCALE.fullmatch(name) and not self._is_part(checkpoint, name)
         ) | frozenset(self._modules)
+
+    def _is_part(self, checkpoint: StoredTensors, name: str) -> bool:
+        """Return whether a stored tensor belongs to a quantized module."""
+        module, _, tensor = name.rpartition(".")
+        if (found := self._modules.get(f"{module}.weight")) is None:
+            return False
+        scheme, _ = found
+        return (
+            tensor == scheme.marker
+            or tensor in scheme.companions
+            or _is_empty_bias(checkpoint, name)
+        )
 
     @classmethod
     def from_config(
@@ -81,10 +97,10 @@ class QuantizedModules:
         if not quantization.config:
             return None
         # The schemes need torch, which a worker without quantized modules should not import.
-        from .quantization.config import quantization_scheme
+        from .quantization.config import quantization_schemes
 
         try:
-            return cls(quantization_scheme(quantization), checkpoint)
+            return cls(quantization_schemes(quantization), checkpoint)
         except UnsupportedScheme as scheme:
             raise CheckpointError(
                 checkpoint.path,
@@ -97,13 +113,15 @@ class QuantizedModules:
 
     def shape(self, name: str) -> tuple[int, int]:
         """Return the rows and columns of a module's matrix."""
-        return self._scheme.matrix_shape(self._modules[name])
+        scheme, module = self._modules[name]
+        return scheme.matrix_shape(module)
 
     def matrix(self, name: str, part: range, dim: int) -> QuantizedMatrix:
         """Read the rows (`dim` 0) or columns (1) `part` of a module's matrix."""
         num_rows, num_columns = self.shape(name)
         rows, columns = (part, range(num_columns)) if dim == 0 else (range(num_rows), part)
-        return self._scheme.matrix(self._modules[name], rows, columns)
+        scheme, module = self._modules[name]
+        return scheme.matrix(module, rows, columns)
 
 
 def _stored_module(checkpoint: StoredTensors, stored: frozenset[str], module: str) -> StoredModule:

@@ -1,5 +1,6 @@
 """Checkpoints that were quantized by other tools have the values of their definition, whole and in parts."""
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -142,7 +143,13 @@ def test_an_invalid_group_order_is_rejected(
              "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "float"}}}},
             "format 'marlin-24'",
         ),
-        ({"quant_method": "compressed-tensors", "config_groups": {}}, "0 groups"),
+        ({"quant_method": "compressed-tensors", "config_groups": {}}, "without config_groups"),
+        (
+            {"quant_method": "compressed-tensors", "format": "naive-quantized",
+             "config_groups": {"group_0": {"targets": ["re:.*["], "weights": {
+                 "num_bits": 8, "type": "float", "strategy": "tensor"}}}},
+            "invalid target 're:.*['",
+        ),
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ'"),
         (
             {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION",
@@ -186,3 +193,18 @@ def test_an_inconsistent_module_is_rejected(directory: Path, name: str, tensor: 
     save_file(tensors, file)
     with pytest.raises(CheckpointError, match=rf"{tensor.removesuffix('_inv')}.* is missing"):
         open_checkpoint(directory).tensor(NAME)
+
+
+def test_the_name_of_a_module_takes_precedence_over_its_class(directory: Path) -> None:
+    meaning = quantize_directory(directory, "compressed-int4")
+    of_four_bits = FORMATS["compressed-int4"].config
+    of_eight_bits: dict[str, Any] = copy.deepcopy(of_four_bits)["config_groups"]["group_0"]
+    of_eight_bits["weights"]["num_bits"] = 8
+    named = of_four_bits["config_groups"]["group_0"] | {"targets": ["re:.*up_proj"]}
+    config = of_four_bits | {"config_groups": {"group_0": of_eight_bits, "group_1": named}}
+    content = {"model_type": "llama", "quantization_config": config}
+    (directory / "config.json").write_text(json.dumps(content))
+    checkpoint = open_checkpoint(directory)
+    assert close(checkpoint.tensor(NAME), meaning[NAME])
+    with pytest.raises(CheckpointError, match="weight_shape"):
+        checkpoint.tensor("model.layers.0.mlp.down_proj.weight")

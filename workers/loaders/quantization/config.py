@@ -12,12 +12,18 @@ from .gptq import GPTQScheme
 from .matrix import ActivationScheme
 from .microscaling import MXFP4Scheme
 from .packed_minifloats import PackedMinifloatScheme
-from .scheme import QuantizationScheme, UnsupportedScheme
+from .scheme import ALL_MODULES, ModuleSchemes, QuantizationScheme, UnsupportedScheme
 from .ternary import TernaryScheme
 
 
-def quantization_scheme(config: ConfigFields) -> QuantizationScheme:
-    """Return the scheme of the weights. Raise `UnsupportedScheme` with the reason if it is not supported."""
+def quantization_schemes(config: ConfigFields) -> ModuleSchemes:
+    """Return the schemes of the modules. Raise `UnsupportedScheme` with the reason if one is not supported."""
+    if config.get("quant_method") == "compressed-tensors":
+        return _compressed_tensors(config)
+    return ModuleSchemes([(ALL_MODULES, _scheme(config))])
+
+
+def _scheme(config: ConfigFields) -> QuantizationScheme:
     method = config.get("quant_method")
     if method == "fp8":
         return _fp8(config)
@@ -33,8 +39,6 @@ def quantization_scheme(config: ConfigFields) -> QuantizationScheme:
         return _modelopt(config)
     if method == "bitnet":
         return _bitnet(config)
-    if method == "compressed-tensors":
-        return _compressed_tensors(config)
     raise UnsupportedScheme("an unnamed method" if method is None else str(method))
 
 
@@ -82,18 +86,26 @@ def _modelopt_mixed(modules: ConfigFields) -> QuantizationScheme:
     return Float8Scheme(ActivationScheme.STATIC, None, BESIDE_STATIC)
 
 
-def _compressed_tensors(config: ConfigFields) -> QuantizationScheme:
+def _compressed_tensors(config: ConfigFields) -> ModuleSchemes:
+    groups = config.first_section("config_groups")
+    if not groups.config:
+        raise UnsupportedScheme("compressed-tensors without config_groups")
+    schemes = []
+    for name in groups.config:
+        group = groups.required_section(name)
+        # A group's own format overrides the format of the whole config.
+        stored_as = group.get("format") or config.get("format")
+        schemes.append((group.texts("targets") or ALL_MODULES, _of_group(group, stored_as)))
+    return ModuleSchemes(schemes)
+
+
+def _of_group(group: ConfigFields, stored_as: object) -> QuantizationScheme:
     method = "compressed-tensors"
-    by_name = config.first_section("config_groups")
-    groups = [by_name.required_section(name) for name in by_name.config]
-    schemes = [(group.get("weights"), group.get("input_activations")) for group in groups]
-    if not schemes or any(scheme != schemes[0] for scheme in schemes):
-        raise UnsupportedScheme(f"{method} with {len(groups)} groups of different schemes")
-    weights, activations = (
-        groups[0].first_section(name) for name in ("weights", "input_activations")
-    )
-    # A group's own format overrides the format of the whole config.
-    stored_as = groups[0].get("format") or config.get("format")
+    weights, activations = (group.first_section(name) for name in ("weights", "input_activations"))
+    kind, bits = weights.get("type"), weights.get("num_bits")
+    if stored_as == "naive-quantized" and bits == 8:
+        # The name of both formats before they were two.
+        stored_as = "float-quantized" if kind == "float" else "int-quantized"
     if stored_as == "nvfp4-pack-quantized":
         return PackedMinifloatScheme("nvfp4", "weight_packed", "weight_global_scale")
     if stored_as == "mxfp4-pack-quantized":
@@ -104,7 +116,6 @@ def _compressed_tensors(config: ConfigFields) -> QuantizationScheme:
         "pack-quantized",
     ):
         raise UnsupportedScheme(f"{method} with format {stored_as!r}")
-    kind, bits = weights.get("type"), weights.get("num_bits")
     strategy = weights.get("strategy")
     if kind == "float" and bits == 8 and stored_as == "float-quantized":
         if strategy == "block":

@@ -5,9 +5,11 @@ Shapes: O output features, D input features, G groups of a row.
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import gcd
+from typing import Final
 
 import msgspec
 import torch
@@ -18,9 +20,15 @@ from .matrix import QuantizedMatrix
 SUPPORTED = (
     "fp8 (per tensor, per channel, in blocks), awq (gemm, 4 bits), bitnet (packed), gptq (4 and 8 bits), mxfp4, modelopt (NVFP4, FP8, both) and "
     "compressed-tensors (float-quantized, int-quantized, pack-quantized with 4 and 8 bits, nvfp4-pack-quantized, "
-    "mxfp4-pack-quantized)"
+    "mxfp4-pack-quantized, and mixtures of these)"
 )
 """The alternatives that error messages suggest if a scheme is not supported."""
+
+
+ALL_MODULES: Final = ("Linear",)
+"""The targets of a scheme that all modules have."""
+
+_CLASSES: Final = ("Linear", "FusedMoE", "RoutedExperts")
 
 
 class UnsupportedScheme(ValueError):
@@ -64,6 +72,10 @@ class QuantizationScheme(ABC):
     companions: frozenset[str]
     """Other tensors that a quantized module may have, except its bias."""
 
+    def is_marker(self, tensor: str, dtype: str) -> bool:
+        """Return whether a tensor with this last component of its name and this type marks a quantized module."""
+        return tensor == self.marker and dtype in self.marker_dtypes
+
     @abstractmethod
     def matrix_shape(self, module: StoredModule) -> tuple[int, int]:
         """Return the numbers of outputs and inputs of the matrix, (O, D)."""
@@ -71,6 +83,42 @@ class QuantizationScheme(ABC):
     @abstractmethod
     def matrix(self, module: StoredModule, rows: range, columns: range) -> QuantizedMatrix:
         """Read these rows and columns of the module's matrix, and no more of its tensors than they need."""
+
+
+class ModuleSchemes:
+    """The schemes of a checkpoint's modules, each with the targets that it applies to.
+
+    A target is the name of a module, a regular expression after "re:" that matches the beginning of the name, or the
+    name of a class. All linear modules belong to any class, but names take precedence, as in compressed-tensors.
+    """
+
+    def __init__(self, schemes: Sequence[tuple[Sequence[str], QuantizationScheme]]) -> None:
+        self.schemes = [scheme for _, scheme in schemes]
+        by_target = [(target, scheme) for targets, scheme in schemes for target in targets]
+        self._by_name = dict(by_target[::-1])
+        self._by_pattern = []
+        for target, scheme in by_target:
+            if target.startswith("re:"):
+                try:
+                    self._by_pattern.append((re.compile(target.removeprefix("re:")), scheme))
+                except re.error as error:
+                    raise UnsupportedScheme(
+                        f"the invalid target {target!r} ({error}) of a config group"
+                    ) from None
+        self._of_class = next((s for target, s in by_target if target in _CLASSES), None)
+
+    def find(self, module: str, tensor: str, dtype: str) -> QuantizationScheme | None:
+        """Return the scheme of a module, given one of its tensors; None if no scheme has the tensor as its marker.
+
+        If the module has another marker than the scheme of its target, the config names modules unlike the checkpoint.
+        Then the first scheme with this marker applies.
+        """
+        if not any(each.is_marker(tensor, dtype) for each in self.schemes):
+            return None
+        targets = (scheme for pattern, scheme in self._by_pattern if pattern.match(module))
+        wanted = self._by_name.get(module) or next(targets, self._of_class)
+        candidates = [*([] if wanted is None else [wanted]), *self.schemes]
+        return next(each for each in candidates if each.is_marker(tensor, dtype))
 
 
 def shape_of(module: StoredModule, tensor: str) -> tuple[int, int]:
