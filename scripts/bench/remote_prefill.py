@@ -3,8 +3,9 @@
     scripts/bench/run remote_prefill [--model PATH] [--tokens 4000] [--streams 8] [--prompts 4]
 
 "Moving" is the time until the first token of a prompt that the prefill replica has cached. "Computing" is the time for
-a new prompt at the prefill replica. Streams are measured alone, then together with long prompts and a prefill replica,
-then together with long prompts and two replicas without roles.
+a new prompt at the prefill replica. Streams are measured together with long prompts and a prefill replica, then alone
+up to the same length, because steps of longer streams take longer, then together with long prompts and two replicas
+without roles. Drafts are off, because steps with drafts take longer than others.
 """
 
 from __future__ import annotations
@@ -66,36 +67,64 @@ def measure_moving(server: Server, prompts: Prompts, rounds: int) -> dict[str, f
     }
 
 
-def measure_intervals(
-    server: Server, num_streams: int, seconds: float, disturb: Callable[[], None] | None
-) -> dict[str, float]:
-    """Return the median and the 99th percentile of the milliseconds between tokens of running streams."""
-    body = {"max_tokens": 4000, "temperature": 0, "ignore_eos": True, "stream": True}
-    streams = Streams(server, [{"prompt": f"Tale {i}:", **body} for i in range(num_streams)])
-    wait_until(lambda: all(stream.num_events > 3 for stream in streams.streams), 60)
-    disturbing = None if disturb is None else threading.Thread(target=disturb)
-    counts = [stream.num_events for stream in streams.streams]
-    since = [time.perf_counter()] * num_streams
-    intervals: list[float] = []
-    end = time.perf_counter() + seconds
-    if disturbing is not None:
-        disturbing.start()
-    while time.perf_counter() < end or (disturbing is not None and disturbing.is_alive()):
-        now = time.perf_counter()
-        for number, stream in enumerate(streams.streams):
-            if stream.num_events > counts[number]:
-                intervals.append(now - since[number])
-                counts[number], since[number] = stream.num_events, now
-        time.sleep(0.001)
-    for stream in streams.streams:
-        stream.max_events = 0
-    streams.answers()
-    cuts = statistics.quantiles(intervals, n=100)
-    return {
-        "median_ms": round(statistics.median(intervals) * 1e3, 1),
-        "p99_ms": round(cuts[98] * 1e3, 1),
-        "intervals": len(intervals),
-    }
+class Intervals:
+    """Running streams, and the seconds between their tokens since all of them had some."""
+
+    def __init__(self, server: Server, num_streams: int) -> None:
+        body = {"max_tokens": 4000, "temperature": 0, "ignore_eos": True, "stream": True}
+        self._streams = Streams(
+            server, [{"prompt": f"Tale {i}:", **body} for i in range(num_streams)]
+        )
+        wait_until(lambda: self.num_tokens > 3, 60)
+        self._seconds: list[float] = []
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens of the shortest stream."""
+        return min(stream.num_events for stream in self._streams.streams)
+
+    def measure(self, is_over: Callable[[], bool]) -> None:
+        """Record the time of every token until `is_over`, then end the streams."""
+        streams = self._streams.streams
+        counts = [stream.num_events for stream in streams]
+        since = [time.perf_counter()] * len(streams)
+        while not is_over():
+            now = time.perf_counter()
+            for number, stream in enumerate(streams):
+                if stream.num_events > counts[number]:
+                    self._seconds.append(now - since[number])
+                    counts[number], since[number] = stream.num_events, now
+            time.sleep(0.001)
+        for stream in streams:
+            stream.max_events = 0
+        self._streams.answers()
+
+    def summary(self) -> dict[str, float]:
+        """Return the median and the 99th percentile in milliseconds, and the number of intervals."""
+        cuts = statistics.quantiles(self._seconds, n=100)
+        return {
+            "median_ms": round(statistics.median(self._seconds) * 1e3, 1),
+            "p99_ms": round(cuts[98] * 1e3, 1),
+            "intervals": len(self._seconds),
+        }
+
+
+def measure_beside(
+    server: Server, num_streams: int, send: Callable[[Server], None]
+) -> tuple[dict[str, float], int]:
+    """Return the intervals of streams while `send` sends prompts, and the length that the streams reach."""
+    intervals = Intervals(server, num_streams)
+    sending = threading.Thread(target=send, args=(server,))
+    sending.start()
+    intervals.measure(lambda: not sending.is_alive())
+    return intervals.summary(), intervals.num_tokens
+
+
+def measure_alone(server: Server, num_streams: int, num_tokens: int) -> dict[str, float]:
+    """Return the intervals of streams alone, up to `num_tokens` tokens each."""
+    intervals = Intervals(server, num_streams)
+    intervals.measure(lambda: intervals.num_tokens >= num_tokens)
+    return intervals.summary()
 
 
 def main() -> None:
@@ -112,7 +141,8 @@ def main() -> None:
     parser.add_argument("serve", nargs="*", help="additional arguments for `engine serve`")
     args = parser.parse_args()
     prompts = Prompts(args.tokens)
-    limits = ("--max-model-len", "8192", *args.serve)
+    no_drafts = ("--speculative-config", '{"num_speculative_tokens": 0}')
+    limits = ("--max-model-len", "8192", *no_drafts, *args.serve)
 
     def send(server: Server) -> None:
         for _ in range(args.prompts):
@@ -120,11 +150,11 @@ def main() -> None:
 
     with Server(args.model, *limits, *ROLES) as server:
         print(json.dumps(measure_moving(server, prompts, args.rounds)), flush=True)
-        alone = measure_intervals(server, args.streams, 10.0, None)
-        beside = measure_intervals(server, args.streams, 0.0, lambda: send(server))
+        beside, num_tokens = measure_beside(server, args.streams, send)
+        alone = measure_alone(server, args.streams, num_tokens)
         print(json.dumps({"replicas": "roles", "alone": alone, "beside": beside}), flush=True)
     with Server(args.model, *limits, "--data-parallel-size", "2") as server:
-        beside = measure_intervals(server, args.streams, 0.0, lambda: send(server))
+        beside, _ = measure_beside(server, args.streams, send)
         print(json.dumps({"replicas": "without roles", "beside": beside}), flush=True)
 
 
