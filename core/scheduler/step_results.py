@@ -358,8 +358,9 @@ class StepResults:
         if step.prefilled:
             prefilled = [row.request for row in step.prefilled if row.is_alive]
             num_prompt_tokens = self._take_first_tokens(prefilled, now)
-            self._lifecycle.stats.num_prompt_tokens += max(num_prompt_tokens, 0)
-            num_tokens += num_prompt_tokens
+            self._lifecycle.stats.num_prompt_tokens += num_prompt_tokens
+            # A warm-up request has one output token, which is not counted.
+            num_tokens += num_prompt_tokens - sum(request.is_warm_up for request in prefilled)
         self._lifecycle.step_tokens.append(num_tokens)
         ends: list[End] = []
         if len(may_end):
@@ -388,8 +389,8 @@ class StepResults:
     def _take_first_tokens(self, prefilled: list[Request], now: float) -> int:
         """Record which requests got their first token since their admission.
 
-        Return the number of prompt tokens of the requests that got their first token overall. A warm-up request adds
-        -1 instead.
+        Return the number of prompt tokens of the requests that got their first token overall, without those of warm-up
+        requests.
         """
         num_prompt_tokens = 0
         poison_isolation = self._lifecycle.poison_isolation
@@ -400,8 +401,8 @@ class StepResults:
         self._clients.record_events(requests, _FIRST_TOKEN, now)
         for request in requests:
             request.has_sampled = True
-            # A warm-up request has one output token, which the caller counts.
-            num_prompt_tokens += -1 if request.is_warm_up else request.num_prompt_tokens
+            if not request.is_warm_up:
+                num_prompt_tokens += request.num_prompt_tokens
             if request.prompt_logprobs:
                 self._clients[request.client_index].prompt_logprobs += request.prompt_logprobs
                 request.prompt_logprobs = None
