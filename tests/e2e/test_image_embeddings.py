@@ -265,3 +265,34 @@ def test_jina_reranker_m0_scores_documents_with_images(tmp_path: Path) -> None:
         outputs = llm.score("the quick", given, use_activation=False)
         found = [output.outputs.score for output in outputs]
         np.testing.assert_allclose(found, scores[:2], atol=1e-4)
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_jina_embeddings_v4_has_the_vectors_of_tokens_of_texts_and_images(
+    tmp_path: Path, backend: str
+) -> None:
+    _, model = qwen_directory(tmp_path, "qwen2_5_vl")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    page = f"user\n{START}{IMAGE}{END}Describe the image.\n"
+    prompts: list[Any] = ["Query: brew tea"]
+    prompts += [
+        {"prompt": page, "multi_modal_data": {"image": image}}
+        for image in (picture(5, 60, 90), picture(6, 40, 26))
+    ]
+    sizes: dict[str, Any] = {"max_num_batched_tokens": 24, "max_num_seqs": 8}
+    with LLM(str(tmp_path), dtype="float32", cpu_backend=backend, **sizes) as llm:
+        outputs = llm.encode(prompts, pooling_task="token_embed", use_activation=False)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        text, inputs = prompt, {}
+        if not isinstance(prompt, str):
+            image = prompt["multi_modal_data"]["image"]
+            inputs = dict(qwen_image_processor(tmp_path)([image], return_tensors="pt"))
+            count = int(inputs["image_grid_thw"].prod()) // 4
+            text = page.replace(IMAGE, IMAGE * count)
+        ids = torch.tensor([tokenizer(text)["input_ids"]])
+        if inputs:
+            inputs["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
+        with torch.inference_mode():
+            expected = model.model(input_ids=ids, **inputs).last_hidden_state[0]
+        assert list(output.prompt_token_ids) == ids[0].tolist()
+        np.testing.assert_allclose(output.outputs.data, expected, atol=1e-4)
