@@ -320,6 +320,36 @@ class Rwkv7(_EqualHeads, frozen=True, tag=True):
         )
 
 
+class Rwkv6(_EqualHeads, frozen=True, tag=True):
+    """The time mixing of RWKV-6 (Peng et al., 2024, arXiv 2404.05892): linear attention with one decay per key element.
+
+    Values have `head_dim` elements and keys `key_dim`. The mixtures of two hidden states depend on them, by projections
+    to `mix_rank` elements, which are stored in the order `mixtures`.
+    """
+
+    key_dim: int
+    mix_rank: int
+    decay_rank: int
+    norm_eps: float
+    mixtures: str = "rwkvg"
+    shifts_mlp: ClassVar[bool] = True
+    kernel: ClassVar[int] = 2
+
+    @property
+    def hidden_size(self) -> int:
+        """Number of elements of a hidden state, and of the values of all heads."""
+        return self.num_heads * self.head_dim
+
+    def state_size(self, ranks: int) -> StateSize:
+        """Return the size of the state in one of `ranks` workers. See `Rwkv7.state_size`; there are no rates."""
+        heads = self.num_heads // ranks
+        return StateSize(
+            heads * self.key_dim * self.head_dim,
+            SEGMENT - 1 + self.kernel - 1,
+            2 * self.hidden_size + heads * (3 * self.key_dim + self.head_dim),
+        )
+
+
 class RgLru(msgspec.Struct, frozen=True, tag=True):
     """A real-gated linear recurrent unit (Griffin, De et al., 2024, arXiv 2402.19427), after a convolution.
 
@@ -412,6 +442,7 @@ MixerLayer: TypeAlias = (
     | GatedDeltaNet
     | KimiDeltaAttention
     | LightningAttention
+    | Rwkv6
     | Rwkv7
     | RgLru
 )
@@ -428,6 +459,6 @@ def nominal_heads(layer: RecurrentLayer) -> tuple[int, int]:
 
     They only determine the size of a KV-cache block, in which the recurrent state is stored.
     """
-    if isinstance(layer, Rwkv7):
+    if isinstance(layer, Rwkv6 | Rwkv7):
         return layer.num_heads, layer.head_dim
     return math.gcd(layer.num_units, 64), 64

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Final
+
 from .config_fields import ConfigFields
-from .recurrent_layers import Rwkv7
+from .recurrent_layers import Rwkv6, Rwkv7
 
 
 def rwkv_heads(fields: ConfigFields) -> tuple[int, int]:
@@ -48,5 +51,31 @@ def read_rwkv7(fields: ConfigFields) -> Rwkv7:
     )
 
 
-READERS = {"rwkv7": read_rwkv7}
+def read_rwkv6(fields: ConfigFields) -> Rwkv6:
+    """Return the recurrent layer of an RWKV-6. Sizes have the defaults of flash-linear-attention.
+
+    Raises:
+        CheckpointError: A field is missing or invalid, or some layers have attention or wider values.
+    """
+    num_heads, head_dim = rwkv_heads(fields)
+    fields.require("attn", None, ": RWKV-6 has no attention")
+    fields.require("expand_v", 1.0)
+    key_size = int(fields.integer("hidden_size") * fields.positive("expand_k", 0.5))
+    if key_size % num_heads:
+        raise fields.wrong("expand_k", f"such that {num_heads} heads divide the keys", key_size)
+    return Rwkv6(
+        num_heads,
+        head_dim,
+        key_size // num_heads,
+        fields.integer("proj_low_rank_dim", 32),
+        fields.integer("gate_low_rank_dim", 64),
+        fields.number("output_norm_eps", fields.number("norm_eps", 1e-5)),
+        fields.choice("mixtures", ("rwkvg", "wkvrg"), "rwkvg"),
+    )
+
+
+READERS: Final[dict[str, Callable[[ConfigFields], Rwkv6 | Rwkv7]]] = {
+    "rwkv6": read_rwkv6,
+    "rwkv7": read_rwkv7,
+}
 """The functions that read a recurrent layer, by model type."""

@@ -32,7 +32,7 @@ from support.host_accelerator import HostAccelerator
 from support.worker_steps import output_of
 
 BLOCK_SIZE = 16
-LARGER_BLOCKS = {"rwkv7": 128}
+LARGER_BLOCKS = {"rwkv6": 128, "rwkv7": 128}
 """The block size of model types whose states need larger blocks."""
 MAX_MODEL_LEN = 128
 BLOCKS_PER_ROW = MAX_MODEL_LEN // BLOCK_SIZE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...protocol.checkpoint.recurrent_layers import Rwkv6, Rwkv7
 from ..layers.spec import ModelSpec
 from .library import NotSupportedNatively
 
@@ -30,7 +31,9 @@ def unsupported_features(spec: ModelSpec) -> list[str]:
             and spec.block_indexer.num_heads > 0
             and spec.block_indexer.head_dim % 4 != 0
         ),
-        "mixtures of two tokens' hidden states (RWKV)": spec.shares_values,
+        "mixtures of two tokens' hidden states (RWKV)": any(
+            isinstance(layer.recurrent, Rwkv6 | Rwkv7) for layer in spec.layers
+        ),
         "gated MLPs with xIELU": spec.has_gate and spec.activation == "xielu",
     }
     return [feature for feature, is_used in features.items() if is_used]

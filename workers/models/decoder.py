@@ -14,7 +14,12 @@ import torch
 from torch import Tensor
 
 from ...protocol.arrays import Int32Array
-from ...protocol.checkpoint.recurrent_layers import HeadConvolutions, InnerConvolutions, Rwkv7
+from ...protocol.checkpoint.recurrent_layers import (
+    HeadConvolutions,
+    InnerConvolutions,
+    Rwkv6,
+    Rwkv7,
+)
 from ..attention import DeviceAttention, as_backend
 from ..layers.layer_spec import LayerSpec
 from ..layers.layers import LayerKernels
@@ -393,7 +398,7 @@ def _layer_kind(spec: ModelSpec, layer: LayerSpec) -> type[DecoderLayer]:
         return ImageReaderLayer
     if isinstance(layer.recurrent, HeadConvolutions):
         return MixedHeadsLayer
-    if isinstance(layer.recurrent, Rwkv7):
+    if isinstance(layer.recurrent, Rwkv6 | Rwkv7):
         return TokenShiftLayer
     has_convolutions = isinstance(layer.recurrent, InnerConvolutions)
     if spec.attention_residuals is not None:

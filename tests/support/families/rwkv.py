@@ -47,9 +47,19 @@ ARWKV7_CONFIG = RWKV7_CONFIG | {
     "rms_norm_eps": 1e-5,
 }
 """A model with the norms and MLPs of Llama."""
+RWKV6_CONFIG = RWKV7_CONFIG | {
+    "architectures": ["RWKV6ForCausalLM"],
+    "model_type": "rwkv6",
+    "num_heads": 3,
+    "expand_k": 0.5,
+    "expand_v": 1.0,
+    "proj_low_rank_dim": 6,
+    "gate_low_rank_dim": 8,
+}
 RWKV: dict[str, dict[str, Any]] = {
     "rwkv7": RWKV7_CONFIG,
     "arwkv7": ARWKV7_CONFIG,
+    "rwkv6": RWKV6_CONFIG,
     "rwkv7-one-head": RWKV7_CONFIG | {"head_dim": None, "num_heads": 1, "num_hidden_layers": 2},
 }
 """The configs of models, by a name."""
@@ -57,7 +67,9 @@ RWKV: dict[str, dict[str, Any]] = {
 
 def save_rwkv(name: str, path: Path, **others: Any) -> Rwkv7Reference:
     """Save a random model, and return one that is equal to it. `others` replace fields of the config."""
-    reference = Rwkv7Reference(RWKV[name] | others)
+    config = RWKV[name] | others
+    kind = Rwkv6Reference if config["model_type"] == "rwkv6" else Rwkv7Reference
+    reference = kind(config)
     reference.save(path)
     return reference
 
@@ -146,11 +158,15 @@ class Rwkv7Reference(torch.nn.Module):
                 gate, up, down = (t[f"{layer}mlp.{name}_proj.weight"] for name in _GATED)
                 x = x + (F.silu(h @ gate.T) * (h @ up.T)) @ down.T
                 continue
-            mixed = h + (_shifted(h) - h) * t[f"{layer}ffn.x_k"]
-            inner = F.relu(mixed @ t[f"{layer}ffn.key.weight"].T).square()
-            x = x + inner @ t[f"{layer}ffn.value.weight"].T
+            x = x + self._fed(f"{layer}ffn.", h)
         x = self._normed("model.norm", x)
         return SimpleNamespace(logits=(x @ t["lm_head.weight"].T)[None])
+
+    def _fed(self, layer: str, h: Tensor) -> Tensor:
+        t = self.tensors
+        mixed = h + (_shifted(h) - h) * t[f"{layer}x_k"]
+        inner = F.relu(mixed @ t[f"{layer}key.weight"].T).square()
+        return inner @ t[f"{layer}value.weight"].T
 
     def _normed(self, name: str, x: Tensor) -> Tensor:
         weight, bias = (self.tensors[f"{name}.{part}"] for part in ("weight", "bias"))
@@ -199,6 +215,75 @@ class Rwkv7Reference(torch.nn.Module):
             y = F.group_norm(y.flatten(1), keys.shape[1], weight, bias, eps).unflatten(-1, heads)
         y = y + (queries * keys * t[f"{layer}r_k"]).sum(-1, keepdim=True) * values
         return (y.flatten(1) * gate) @ t[f"{layer}o_proj.weight"].T, first.flatten(1)
+
+
+class Rwkv6Reference(Rwkv7Reference):
+    """RWKV-6 (arXiv 2404.05892), one token after the other, in float32."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        c = self.config
+        size, rank, keys = c.hidden_size, c.proj_low_rank_dim, int(c.hidden_size * c.expand_k)
+        self.tensors = {x: y for x, y in self.tensors.items() if not re.search("ffn.|attn.", x)}
+        for i in range(c.num_hidden_layers):
+            layer = f"model.layers.{i}."
+            for name in ("attn_norm", "ffn_norm", "attn.g_norm"):
+                self.tensors |= _norm(f"{layer}{name}", size)
+            self.tensors |= {
+                f"{layer}attn.x_proj.0.mu": torch.rand(size),
+                f"{layer}attn.x_proj.0.linear.weight": _random(5 * rank, size),
+                f"{layer}attn.x_proj.2.weight": _random(size, 5 * rank),
+                f"{layer}attn.x_bias": torch.rand(5, size),
+                f"{layer}attn.r_proj.linear.weight": _random(keys, size),
+                f"{layer}attn.k_proj.linear.weight": _random(keys, size),
+                f"{layer}attn.v_proj.linear.weight": _random(size, size),
+                f"{layer}attn.g_proj.linear.weight": _random(size, size),
+                f"{layer}attn.w_proj.linear.lora.0.weight": _random(c.gate_low_rank_dim, size),
+                f"{layer}attn.w_proj.linear.lora.2.weight": _random(keys, c.gate_low_rank_dim),
+                f"{layer}attn.w_proj.linear.lora.2.bias": torch.randn(keys) - 1,
+                f"{layer}attn.bonus": torch.randn(c.num_heads, keys // c.num_heads),
+                f"{layer}attn.o_proj.weight": _random(size, size),
+                f"{layer}ffn.key.mu": torch.rand(size),
+                f"{layer}ffn.key.linear.weight": _random(self.inner, size),
+                f"{layer}ffn.receptance.mu": torch.rand(size),
+                f"{layer}ffn.receptance.linear.weight": _random(size, size),
+                f"{layer}ffn.value.weight": _random(size, self.inner),
+            }
+
+    def _fed(self, layer: str, h: Tensor) -> Tensor:
+        t, difference = self.tensors, _shifted(h) - h
+        key, gate = (h + difference * t[f"{layer}{name}.mu"] for name in ("key", "receptance"))
+        inner = F.relu(key @ t[f"{layer}key.linear.weight"].T).square()
+        gate = (gate @ t[f"{layer}receptance.linear.weight"].T).sigmoid()
+        return gate * (inner @ t[f"{layer}value.weight"].T)
+
+    def _time_mixed(self, layer: str, x: Tensor, first: Tensor | None) -> tuple[Tensor, Tensor]:
+        t, c, difference = self.tensors, self.config, _shifted(x) - x
+        low = (x + difference * t[f"{layer}x_proj.0.mu"]) @ t[f"{layer}x_proj.0.linear.weight"].T
+        up = t[f"{layer}x_proj.2.weight"].unflatten(1, (5, -1))
+        shares = torch.einsum("tnr,hnr->tnh", low.tanh().unflatten(1, (5, -1)), up)
+        shares = shares + t[f"{layer}x_bias"]
+        r, w, k, v, g = (x + difference * share for share in shares.unbind(1))
+        r, k, v, g = (
+            each @ t[f"{layer}{name}_proj.linear.weight"].T
+            for name, each in zip("rkvg", (r, k, v, g), strict=True)
+        )
+        lora = f"{layer}w_proj.linear.lora."
+        w = (w @ t[f"{lora}0.weight"].T).tanh() @ t[f"{lora}2.weight"].T + t[f"{lora}2.bias"]
+        r, k, v, decay = (
+            each.unflatten(-1, (c.num_heads, -1)) for each in (r, k, v, torch.exp(-w.exp()))
+        )
+        state = torch.zeros(c.num_heads, k.shape[-1], v.shape[-1])
+        outputs = []
+        for i in range(len(x)):
+            own = k[i][..., None] * v[i][:, None]
+            read = state + t[f"{layer}bonus"][..., None] * own
+            outputs.append(torch.einsum("hk,hkv->hv", r[i], read))
+            state = state * decay[i][..., None] + own
+        weight, bias = (t[f"{layer}g_norm.{part}"] for part in ("weight", "bias"))
+        y = torch.stack(outputs).flatten(1)
+        y = F.group_norm(y, c.num_heads, weight, bias, c.norm_eps)
+        return (y * F.silu(g)) @ t[f"{layer}o_proj.weight"].T, x
 
 
 _GGUF_NAMES = (

@@ -219,6 +219,7 @@ _PUBLISHED_SIZES: dict[str, dict[str, Any]] = {
     "Solar": {},
 }
 _RWKV = {
+    "rwkv6": {"hidden_size": 96, "num_hidden_layers": 5, "num_heads": 6},
     "rwkv7": {"hidden_size": 96, "num_hidden_layers": 5, "head_dim": 16},
 }
 

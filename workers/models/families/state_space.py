@@ -8,8 +8,7 @@ from msgspec.structs import replace
 
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ....protocol.checkpoint.recurrent_config import DEFAULT_LENGTH
-from ....protocol.checkpoint.recurrent_layers import nominal_heads
-from ....protocol.checkpoint.rwkv_config import rwkv_heads
+from ....protocol.checkpoint.recurrent_layers import Rwkv6, nominal_heads
 from ...layers.layer_spec import LayerSpec
 from ...layers.read_rope import read_rope
 from ...layers.shared_block import SharedBlock
@@ -55,7 +54,10 @@ _RWKV_NAMES = (
     (r"\.attn\.o_proj\.", ".mixer.out_proj."),
     (r"\.attn\.g_norm\.", ".mixer.norm."),
     (r"\.attn\.", ".mixer."),
-    (r"\.ffn\.key\.", ".mlp.up_proj."),
+    (r"\.ffn\.key\.mu$", ".mlp.x_k"),
+    (r"\.ffn\.receptance\.mu$", ".mlp.x_r"),
+    (r"\.ffn\.receptance\.linear\.", ".mlp.receptance."),
+    (r"\.ffn\.key\.(linear\.)?", ".mlp.up_proj."),
     (r"\.ffn\.value\.", ".mlp.down_proj."),
     (r"\.ffn\.x_k$", ".mlp.x_k"),
     # GGUF files have a share of the first layer's values in that layer itself.
@@ -63,14 +65,15 @@ _RWKV_NAMES = (
 )
 
 
-def _rwkv7(fields: ConfigFields) -> ModelSpec:
-    """Return the spec of an RWKV-7 in the form of flash-linear-attention (fla-hub).
+def _rwkv(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of an RWKV-6 or RWKV-7 in the form of flash-linear-attention (fla-hub).
 
     Some models have the norms and the MLPs of Llama instead (ARWKV, arXiv 2501.15570).
     """
     recurrent = recurrent_layer(fields)
-    num_heads, size = rwkv_heads(fields)
-    ratio, hidden_size = fields.positive("hidden_ratio", 4.0), fields.integer("hidden_size")
+    num_heads, size = nominal_heads(recurrent)
+    default = 3.5 if isinstance(recurrent, Rwkv6) else 4.0
+    ratio, hidden_size = fields.positive("hidden_ratio", default), fields.integer("hidden_size")
     fields = fields.with_defaults(
         # As in flash-linear-attention, a multiple of 32.
         intermediate_size=-(-int(hidden_size * ratio) // 32) * 32,
@@ -298,7 +301,8 @@ FAMILIES = (
     Family("MambaForCausalLM", "mamba", _purely_recurrent),
     Family("Mamba2ForCausalLM", "mamba2", _purely_recurrent),
     Family("MiniMaxForCausalLM", "minimax", _minimax),
-    Family("RWKV7ForCausalLM", "rwkv7", _rwkv7),
+    Family("RWKV6ForCausalLM", "rwkv6", _rwkv),
+    Family("RWKV7ForCausalLM", "rwkv7", _rwkv),
     Family("ZambaForCausalLM", "zamba", _zamba),
     Family("Zamba2ForCausalLM", "zamba2", _zamba2),
 )

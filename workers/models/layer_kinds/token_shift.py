@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....protocol.checkpoint.recurrent_layers import Rwkv7
+from ....protocol.checkpoint.recurrent_layers import Rwkv6, Rwkv7
 from ...attention import DeviceAttention
 from ...layers.layer_spec import LayerSpec
+from ...layers.layers import Linear
 from ..decoder_layer import DecoderLayer
 from ..layer_source import LayerSource
 from ..layer_step import LayerStep
@@ -29,13 +30,18 @@ class TokenShiftLayer(DecoderLayer):
 
     def __init__(self, layer: LayerSpec, source: LayerSource, attention: DeviceAttention) -> None:
         super().__init__(layer, source, attention)
-        assert isinstance(layer.recurrent, Rwkv7)
+        assert isinstance(layer.recurrent, Rwkv6 | Rwkv7)
         self._size = layer.recurrent.state_size(source.shard.tensor_parallel.size)
         self._hidden_size = source.spec.hidden_size
         self._mixture_D: Tensor | None = None
         if layer.recurrent.shifts_mlp:
             name = f"{source.prefix}mlp.x_k"
             self._mixture_D = source.weights.read_elements(name, self._hidden_size)
+        self._gate: Linear | None = None
+        if isinstance(layer.recurrent, Rwkv6):
+            size, mlp = self._hidden_size, source.at("mlp.")
+            self._gate = mlp.read_linear("receptance", size, size)
+            self._gate_mixture_D = source.weights.read_elements(f"{mlp.prefix}x_r", size)
 
     @property
     def mixer(self) -> Mixer:
@@ -55,8 +61,13 @@ class TokenShiftLayer(DecoderLayer):
         cache = StateCache(memory, self._size, x_TD.dtype)
         _, of_mlp = cache.split(self._size.channels - self._hidden_size)
         x, previous_TD = x_TD.float(), of_mlp.previous(x_TD, batch).float()
-        mixed_TD = torch.addcmul(x, previous_TD - x, self._mixture_D).to(x_TD.dtype)
-        return super()._feed(mixed_TD, inputs_TP)
+        difference_TD, dtype = previous_TD - x, x_TD.dtype
+        mixed_TD = torch.addcmul(x, difference_TD, self._mixture_D).to(dtype)
+        y_TD = super()._feed(mixed_TD, inputs_TP)
+        if self._gate is None:
+            return y_TD
+        mixed_TD = torch.addcmul(x, difference_TD, self._gate_mixture_D).to(dtype)
+        return (y_TD.float() * self._gate(mixed_TD).float().sigmoid()).to(dtype)
 
 
 def share_values(layers: Sequence[Any]) -> FirstValues:

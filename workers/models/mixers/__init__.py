@@ -10,6 +10,7 @@ from ....protocol.checkpoint.recurrent_layers import (
     Mamba2,
     MixerLayer,
     RgLru,
+    Rwkv6,
     Rwkv7,
     ShortConvolution,
 )
@@ -23,6 +24,7 @@ from .mamba1 import Mamba1Mixer
 from .mamba2 import Mamba2Mixer
 from .mixer import Mixer, MixerRows
 from .rg_lru import RgLruMixer
+from .rwkv6 import Rwkv6Mixer
 from .rwkv7 import Rwkv7Mixer
 from .short_convolution import ShortConvolutionMixer
 from .states import StateBatch
@@ -35,6 +37,7 @@ _MIXERS: dict[type[MixerLayer], type[Mixer]] = {
     KimiDeltaAttention: KimiDeltaAttentionMixer,
     LightningAttention: LightningAttentionMixer,
     RgLru: RgLruMixer,
+    Rwkv6: Rwkv6Mixer,
     Rwkv7: Rwkv7Mixer,
 }
 

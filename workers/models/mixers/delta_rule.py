@@ -32,7 +32,7 @@ def delta_rule(
     error that is corrected.
     """
     decay_NHCX = log_decay_NHCX.exp()
-    products_NHCC, scores_NHCC = _decayed_products((k_NHCK, q_NHCK), k_NHCK, log_decay_NHCX)
+    products_NHCC, scores_NHCC = decayed_products((k_NHCK, q_NHCK), k_NHCK, log_decay_NHCX)
     # The corrections are `values - recalled @ state`, with the `state` at the start of the segment.
     values_NHCV, recalled_NHCK = _solve(
         (strength_NHC1 * products_NHCC).tril(-1),
@@ -78,8 +78,8 @@ def generalized_delta_rule(
     # The state is read before the token's decay, which is one of the factors in `decay_NHCK`.
     recalled_NHCK = recalled_NHCK * (-log_decay_NHCK).exp()
     queries = recalled_NHCK, q_NHCK
-    of_replaced_NHCC, scores_NHCC = _decayed_products(queries, replaced_NHCK, log_decays_NHCK)
-    of_keys_NHCC, key_scores_NHCC = _decayed_products(queries, k_NHCK, log_decays_NHCK)
+    of_replaced_NHCC, scores_NHCC = decayed_products(queries, replaced_NHCK, log_decays_NHCK)
+    of_keys_NHCC, key_scores_NHCC = decayed_products(queries, k_NHCK, log_decays_NHCK)
     # The recalled values are `values + keys @ state`, with the `state` at the start of the segment.
     values_NHCV, keys_NHCK = _solve(
         -of_replaced_NHCC.tril(-1),
@@ -105,7 +105,7 @@ def generalized_delta_rule(
     return y_NHCV
 
 
-def _decayed_products(
+def decayed_products(
     queries: tuple[Tensor, ...], k_NHCK: Tensor, log_decay_NHCX: Tensor
 ) -> list[Tensor]:
     """Return the products [N, H, C, C] of queries with keys up to their token, with the decay in between."""

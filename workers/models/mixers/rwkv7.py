@@ -72,9 +72,9 @@ class Rwkv7Mixer(Mixer):
             source.read_linear(f"{name}_proj", size, size, own) for name in "rkv"
         )
 
-        def low_rank(name: str, rank: int) -> _LowRank:
+        def low_rank(name: str, rank: int) -> LowRank:
             # Only gates have no bias.
-            return _LowRank(source.at(f"{name}_lora.lora."), rank, size, own, has_bias=name != "g")
+            return LowRank(source.at(f"{name}_lora.lora."), rank, size, own, has_bias=name != "g")
 
         self._decay, self._rate = low_rank("w", layer.decay_rank), low_rank("a", layer.rate_rank)
         self._share = None if self._is_first else low_rank("v", layer.value_rank)
@@ -152,7 +152,7 @@ class Rwkv7Mixer(Mixer):
         return removed_NHCK, k_NHCK * (1 + (rate_NHCK - 1) * rate_factor_H1K)
 
 
-class _LowRank:
+class LowRank:
     """A product of two matrices, with an optional bias. The first one has `rank` rows, which every rank has."""
 
     def __init__(
