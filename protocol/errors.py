@@ -3,6 +3,9 @@
 from os import PathLike
 from typing import ClassVar, Final
 
+NO_ADAPTER_MEMORY: Final = "too little memory is free for the LoRA adapter"
+"""The beginning of the error of requests whose adapter could not be loaded now, but perhaps later."""
+
 POISON_REQUEST: Final = (
     "this request was running when a process of the engine crashed, and alone when another one crashed; "
     "it is not retried"

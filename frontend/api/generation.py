@@ -15,7 +15,7 @@ import numpy.typing as npt
 from starlette.types import Receive, Scope
 
 from ...protocol.encoder_inputs.inputs import EncoderInput
-from ...protocol.errors import POISON_REQUEST
+from ...protocol.errors import NO_ADAPTER_MEMORY, POISON_REQUEST
 from ...protocol.pooling_params import PoolingParams
 from ...protocol.process import logged_request_id
 from ...protocol.sampling_params import SamplingParams
@@ -50,6 +50,9 @@ from .prompts import verify_num_sequences
 from .routes.replicas import parse_rank
 from .schema import GenerationRequest, PoolingFields, StreamOptions
 from .serving import Serving
+
+ADAPTER_RETRY_S: Final = 10.0
+"""Seconds after which a client may retry a request for whose adapter too little memory was free."""
 
 MAX_USER_CHARACTERS: Final = 256
 """Maximum length of a request's `user`."""
@@ -437,6 +440,8 @@ def raise_if_failed(delta: Delta, *, shows_abort: bool = False) -> None:
     if reason in (None, "stop", "length", "repetition") or (shows_abort and reason == "abort"):
         return
     message = redact(delta.error or f"The request failed before it finished: {reason}")
+    if reason == "ignored" and message.startswith(NO_ADAPTER_MEMORY):
+        raise unavailable(message, delta.retry_after_s or ADAPTER_RETRY_S)
     if reason == "ignored":
         raise APIError(400, message)
     if reason == "rejected":

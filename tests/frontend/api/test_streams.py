@@ -17,6 +17,7 @@ import pytest
 from engine.frontend.api.generation import raise_if_failed
 from engine.frontend.api.streaming.event_stream import OPENAI_STREAM, EventStream
 from engine.frontend.client.engine_client import Sequence, SequenceRequest
+from engine.protocol.errors import NO_ADAPTER_MEMORY
 from engine.protocol.messages import AbortRequests, EngineCoreOutputs, FinishedRequest, FinishReason
 from engine.protocol.sampling_params import SamplingParams
 from support.engine_fixtures import connected, engine_config, on_event_loop, smollm2_tokenizer
@@ -229,13 +230,14 @@ def test_an_engine_error_during_a_stream_is_an_event_followed_by_done(
 
 
 @pytest.mark.parametrize(
-    ("reason", "status"),
+    ("reason", "message", "status"),
     [
-        (FinishReason.ERROR, 500),
-        (FinishReason.IGNORED, 400),
-        (FinishReason.EXPIRED, 504),
-        (FinishReason.REJECTED, 503),
-        (FinishReason.THROTTLED, 429),
+        (FinishReason.ERROR, "no luck", 500),
+        (FinishReason.IGNORED, "no luck", 400),
+        (FinishReason.IGNORED, NO_ADAPTER_MEMORY, 503),
+        (FinishReason.EXPIRED, "no luck", 504),
+        (FinishReason.REJECTED, "no luck", 503),
+        (FinishReason.THROTTLED, "no luck", 429),
     ],
 )
 @pytest.mark.parametrize("stream", [True, False])
@@ -243,6 +245,7 @@ def test_a_failure_before_the_first_token_has_its_status(
     frontend: FrontendProcess,
     monkeypatch: pytest.MonkeyPatch,
     reason: FinishReason,
+    message: str,
     status: int,
     stream: bool,
 ) -> None:
@@ -250,7 +253,7 @@ def test_a_failure_before_the_first_token_has_its_status(
 
     def fail_instead() -> None:
         for client, of_client in core.running.items():
-            done = [FinishedRequest(index, reason, message="no luck") for index in of_client]
+            done = [FinishedRequest(index, reason, message=message) for index in of_client]
             of_client.clear()
             core.send(client, EngineCoreOutputs(0, 0, time.monotonic(), finished=done))
 
@@ -258,7 +261,8 @@ def test_a_failure_before_the_first_token_has_its_status(
         patch.setattr(core, "step", fail_instead)
         response = frontend.post(COMPLETIONS, prompt=PROMPT, stream=stream)
         assert response.status_code == status
-        assert response.json()["error"]["message"] == "no luck"
+        assert response.json()["error"]["message"] == message
+        assert ("retry-after" in response.headers) is (status in (429, 503, 504))
     assert frontend.complete(PROMPT, max_tokens=1)["choices"]
 
 

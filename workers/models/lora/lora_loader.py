@@ -10,7 +10,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, Final
 
-from ....protocol.errors import CheckpointError
+from ....protocol.errors import NO_ADAPTER_MEMORY, CheckpointError
 from ....protocol.file_identity import LoraAdapter
 from ....protocol.worker_messages import LoraLoad
 from ...device.waking_queue import WakingQueue
@@ -37,7 +37,7 @@ class LoraLoader:
         self._load = load
         self._install = install
         self._wanted: SimpleQueue[LoraLoad] = SimpleQueue()
-        self._ended: WakingQueue[tuple[int, Any, str]] = WakingQueue()
+        self._ended: WakingQueue[tuple[LoraLoad, Any, str]] = WakingQueue()
         self._num_loading = 0
         self._thread = threading.Thread(target=self._run, name="LoRA loader", daemon=True)
 
@@ -61,11 +61,16 @@ class LoraLoader:
     def take_answers(self) -> list[tuple[int, str]]:
         """Install the adapters whose loads have ended. Return (number, error) for each; the error is "" on success."""
         answers = []
-        for number, loaded, error in self._ended.take():
+        for wanted, loaded, error in self._ended.take():
             self._num_loading -= 1
             if not error:
-                self._install(number, loaded)
-            answers.append((number, error))
+                try:
+                    self._install(wanted.number, loaded)
+                except Exception as problem:
+                    if not _is_out_of_memory(problem):
+                        raise
+                    error = _describe(wanted, problem)
+            answers.append((wanted.number, error))
         return answers
 
     def cancel(self) -> None:
@@ -87,5 +92,19 @@ class LoraLoader:
             except CheckpointError as problem:
                 error = str(problem)
             except Exception as problem:
-                error = f"{wanted.adapter.path}: the LoRA adapter cannot be loaded: {problem!r}"
-            self._ended.put((wanted.number, loaded, error))
+                error = _describe(wanted, problem)
+            self._ended.put((wanted, loaded, error))
+
+
+def _is_out_of_memory(problem: Exception) -> bool:
+    # torch raises RuntimeError if the CPU's memory does not suffice.
+    signs = ("out of memory", "can't allocate memory", "not enough memory")
+    is_of_torch = isinstance(problem, RuntimeError) and any(sign in str(problem) for sign in signs)
+    return isinstance(problem, MemoryError) or is_of_torch
+
+
+def _describe(wanted: LoraLoad, problem: Exception) -> str:
+    path = wanted.adapter.path
+    if _is_out_of_memory(problem):
+        return f"{NO_ADAPTER_MEMORY} {path}; retry later, or serve fewer adapters (--max-cpu-loras)"
+    return f"{path}: the LoRA adapter cannot be loaded: {problem!r}"
