@@ -324,7 +324,8 @@ class Rwkv6(_EqualHeads, frozen=True, tag=True):
     """The time mixing of RWKV-6 (Peng et al., 2024, arXiv 2404.05892): linear attention with one decay per key element.
 
     Values have `head_dim` elements and keys `key_dim`. The mixtures of two hidden states depend on them, by projections
-    to `mix_rank` elements, which are stored in the order `mixtures`.
+    to `mix_rank` elements, which are stored in the order `mixtures`. If `halving_period` is not 0, the stored matrices
+    of outputs are halved as often as that number of layers comes before theirs, which has to be undone.
     """
 
     key_dim: int
@@ -332,6 +333,7 @@ class Rwkv6(_EqualHeads, frozen=True, tag=True):
     decay_rank: int
     norm_eps: float
     mixtures: str = "rwkvg"
+    halving_period: int = 0
     shifts_mlp: ClassVar[bool] = True
     kernel: ClassVar[int] = 2
 

@@ -71,6 +71,7 @@ def read_rwkv6(fields: ConfigFields) -> Rwkv6:
         fields.integer("gate_low_rank_dim", 64),
         fields.number("output_norm_eps", fields.number("norm_eps", 1e-5)),
         fields.choice("mixtures", ("rwkvg", "wkvrg"), "rwkvg"),
+        fields.integer("halving_period", 0, minimum=0),
     )
 
 

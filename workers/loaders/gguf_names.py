@@ -159,6 +159,16 @@ _RWKV7_MODULES = _LAYER_MODULES | {
     "channel_mix_key": "mlp.up_proj",
     "channel_mix_value": "mlp.down_proj",
 }
+_RWKV6_MODULES = _RWKV7_MODULES | {
+    "time_mix_w1": "mixer.x_proj.0.linear",
+    "time_mix_decay_w1": "mixer.w_proj.linear.lora.0",
+    "time_mix_decay_w2": "mixer.w_proj.linear.lora.2",
+    "time_mix_receptance": "mixer.r_proj.linear",
+    "time_mix_key": "mixer.k_proj.linear",
+    "time_mix_value": "mixer.v_proj.linear",
+    "time_mix_gate": "mixer.g_proj.linear",
+    "channel_mix_receptance": "mlp.receptance",
+}
 _BITNET_MODULES = _LAYER_MODULES | {
     "attn_sub_norm": "self_attn.attn_sub_norm",
     "ffn_sub_norm": "mlp.ffn_sub_norm",
@@ -222,6 +232,7 @@ _LAYER_MODULES_OF_ARCHITECTURE = {
     "qwen35": _DELTA_NET_MODULES,
     "qwen35moe": _DELTA_NET_MODULES,
     "qwen3next": _DELTA_NET_MODULES,
+    "rwkv6": _RWKV6_MODULES,
     "rwkv7": _RWKV7_MODULES,
     "arwkv7": _RWKV7_MODULES,
     "step35": _GATED_MODULES,
@@ -238,7 +249,7 @@ _EMBEDDING_NORM_IS_LAST = ("lfm2", "lfm2moe")
 _PLAIN_TENSOR = re.compile(
     r"blk\.(\d+)\.(exp_probs_b|attn_sinks|altup_correct_scale|layer_output_scale|(?:ffn_gate_inp|ffn_down_exps)\.scale"
     r"|ssm_(?:a|d|dt)|hc_(?:attn|ffn)_(?:fn|base|scale)|(?:attn|indexer)_compressor_ape|ffn_gate_tid2eid"
-    r"|time_mix_(?:[wav]0|k_k|k_a|r_k|lerp_fused)|channel_mix_lerp_k)"
+    r"|time_mix_(?:[wav]0|k_k|k_a|r_k|lerp_fused|lerp_x|first|decay)|channel_mix_lerp_[kr])"
     r"(?:\.(?:weight|bias))?"
 )
 _PLAIN_NAMES = {
@@ -262,7 +273,11 @@ _PLAIN_NAMES = {
     **{f"time_mix_{name}0": f"mixer.{name}_lora.lora.2.bias" for name in "wav"},
     **{f"time_mix_{name}": f"mixer.{name}" for name in ("k_k", "k_a", "r_k")},
     "time_mix_lerp_fused": "mixer.x_x",
+    "time_mix_lerp_x": "mixer.x_proj.0.mu",
+    "time_mix_first": "mixer.bonus",
+    "time_mix_decay": "mixer.w_proj.linear.lora.2.bias",
     "channel_mix_lerp_k": "mlp.x_k",
+    "channel_mix_lerp_r": "mlp.x_r",
 }
 _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.((?:(?:shortconv|indexer)\.)?\w+)\.(weight|bias)")
 _TENSOR = re.compile(r"(\w+)\.(weight|bias)")

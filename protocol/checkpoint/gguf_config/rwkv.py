@@ -37,6 +37,22 @@ def _rwkv7(fields: ModelFields) -> dict[str, Any]:
     return config
 
 
+def _rwkv6(fields: ModelFields) -> dict[str, Any]:
+    return {
+        "model_type": "rwkv6",
+        "architectures": ["RWKV6ForCausalLM"],
+        "num_heads": fields.num_heads,
+        "expand_k": 1.0,
+        "mixtures": "wkvrg",
+        "proj_low_rank_dim": _columns(fields, "time_mix_w1") // 5,
+        "gate_low_rank_dim": _columns(fields, "time_mix_decay_w1"),
+        "halving_period": fields.integer("rescale_every_n_layers", 0, minimum=0),
+        "output_norm_eps": 64e-5,
+        "hidden_act": "sqrelu",
+        "max_position_embeddings": None,
+    }
+
+
 def _arwkv7(fields: ModelFields) -> dict[str, Any]:
     """Return the config of a Qwen2 whose attention was replaced by that of RWKV-7."""
     return _rwkv7(fields) | {
@@ -47,4 +63,4 @@ def _arwkv7(fields: ModelFields) -> dict[str, Any]:
     }
 
 
-RWKV: Final[dict[str, Translate]] = {"rwkv7": _rwkv7, "arwkv7": _arwkv7}
+RWKV: Final[dict[str, Translate]] = {"rwkv6": _rwkv6, "rwkv7": _rwkv7, "arwkv7": _arwkv7}

@@ -296,6 +296,17 @@ _GGUF_NAMES = (
     (r"\.attn\.([wavg])_lora\.lora\.0\.weight$", r".time_mix_\g<1>1.weight"),
     (r"\.attn\.([wavg])_lora\.lora\.2\.weight$", r".time_mix_\g<1>2.weight"),
     (r"\.attn\.([wavg])_lora\.lora\.2\.bias$", r".time_mix_\g<1>0.weight"),
+    (r"\.attn\.x_proj\.0\.mu$", ".time_mix_lerp_x.weight"),
+    (r"\.attn\.x_proj\.0\.linear\.", ".time_mix_w1."),
+    (r"\.attn\.x_proj\.2\.", ".time_mix_w2."),
+    (r"\.attn\.w_proj\.linear\.lora\.0\.", ".time_mix_decay_w1."),
+    (r"\.attn\.w_proj\.linear\.lora\.2\.weight$", ".time_mix_decay_w2.weight"),
+    (r"\.attn\.w_proj\.linear\.lora\.2\.bias$", ".time_mix_decay.weight"),
+    (r"\.attn\.bonus$", ".time_mix_first.weight"),
+    (r"\.attn\.g_proj\.", ".time_mix_gate."),
+    (r"\.ffn\.key\.mu$", ".channel_mix_lerp_k.weight"),
+    (r"\.ffn\.receptance\.mu$", ".channel_mix_lerp_r.weight"),
+    (r"\.linear\.", "."),
     (r"\.attn\.r_proj\.", ".time_mix_receptance."),
     (r"\.attn\.k_proj\.", ".time_mix_key."),
     (r"\.attn\.v_proj\.", ".time_mix_value."),
@@ -311,7 +322,8 @@ _GGUF_NAMES = (
 def write_rwkv(path: Path, reference: Rwkv7Reference) -> Path:
     """Write a model as llama.cpp's converter does, and return the file."""
     config, is_shifted = reference.config, reference.is_shifted
-    writer = GGUFWriter(path, "rwkv7" if is_shifted else "arwkv7")
+    is_rwkv6 = config.model_type == "rwkv6"
+    writer = GGUFWriter(path, config.model_type if is_shifted else "arwkv7")
     writer.add_type("model")
     writer.add_context_length(1_048_576)
     writer.add_embedding_length(config.hidden_size)
@@ -326,12 +338,26 @@ def write_rwkv(path: Path, reference: Rwkv7Reference) -> Path:
     writer.add_feed_forward_length(reference.inner)
     writer.add_head_count(0)
     tensors = dict(reference.tensors)
-    for i in range(config.num_hidden_layers):
+    if is_rwkv6:
+        writer.add_rescale_every_n_layers(2)
+        for i in range(config.num_hidden_layers):
+            layer = f"model.layers.{i}."
+            for name in ("attn.o_proj.weight", "ffn.value.weight"):
+                tensors[f"{layer}{name}"] = tensors[f"{layer}{name}"] / 2 ** (i // 2)
+            # The order is w, k, v, r, g.
+            mixtures, order = f"{layer}attn.x_proj.", [1, 2, 3, 0, 4]
+            ups = tensors[f"{mixtures}2.weight"].unflatten(1, (5, -1)).transpose(0, 1)
+            tensors[f"{mixtures}2.weight"] = ups[order]
+            downs = tensors[f"{mixtures}0.linear.weight"].unflatten(0, (5, -1))
+            tensors[f"{mixtures}0.linear.weight"] = downs[order].flatten(0, 1)
+            biases = tensors.pop(f"{layer}attn.x_bias")
+            tensors[f"{layer}attn.x_x"] = biases[order][:, None, None]
+    for i in range(0 if is_rwkv6 else config.num_hidden_layers):
         layer = f"model.layers.{i}.attn."
         mixtures = [tensors.pop(f"{layer}x_{x}", None) for x in "rwkvag"]
         tensors[f"{layer}x_x"] = torch.stack([x for x in mixtures if x is not None])
         tensors[f"{layer}r_k"] = tensors[f"{layer}r_k"].flatten()
-    for part in ("0.weight", "2.weight", "2.bias"):
+    for part in () if is_rwkv6 else ("0.weight", "2.weight", "2.bias"):
         # The first layer has unused copies.
         layer = "model.layers.0.attn."
         tensors[f"{layer}v_lora.lora.{part}"] = tensors[f"{layer}a_lora.lora.{part}"]

@@ -159,10 +159,13 @@ def test_logits_of_rwkv_equal_those_of_a_loop_over_tokens_in_any_chunks(tmp_path
         assert_same(torch.cat(parts), expected_logits(reference, text))
 
 
-@pytest.mark.parametrize("name", ["rwkv7", "arwkv7"])
-def test_gguf_files_of_rwkv_give_the_same_logits(tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "others"),
+    [("rwkv7", {}), ("arwkv7", {}), ("rwkv6", {"expand_k": 1.0, "norm_eps": 64e-5})],
+)
+def test_gguf_files_of_rwkv_give_the_same_logits(tmp_path, name, others):
     # The epsilon of the heads' outputs is a constant of llama.cpp.
-    reference = save_rwkv(name, tmp_path, norm_eps=4e-5)
+    reference = save_rwkv(name, tmp_path, **{"norm_eps": 4e-5} | others)
     tokens = prompt(40)
     decoder = load_decoder(write_rwkv(tmp_path / "model.gguf", reference))
     assert_same(Runner(decoder).step({0: tokens})[0], expected_logits(reference, tokens))

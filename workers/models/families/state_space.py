@@ -92,6 +92,10 @@ def _rwkv(fields: ConfigFields) -> ModelSpec:
         "num_hidden_layers"
     )
     norms = NormNames("attn_norm", mlp_input="ffn_norm")
+    names: TensorNames = _RWKV_NAMES
+    if isinstance(recurrent, Rwkv6):
+        stacked = (r"\.mixer\.w_lora\.lora\.2\.weight$", ".mixer.x_proj.2.stacked")
+        names = (*names, (r"\.mixer\.x_x$", ".mixer.x_bias"), stacked)
     if not fields.boolean("shifts_mlp", True):
         return base_spec(fields, layers, norms=norms, tensor_names=_RWKV_NAMES)
     return base_spec(
@@ -102,7 +106,7 @@ def _rwkv(fields: ConfigFields) -> ModelSpec:
         norm_bias=fields.boolean("norm_bias", True),
         has_embedding_norm=fields.boolean("norm_first", True),
         has_gate=False,
-        tensor_names=_RWKV_NAMES,
+        tensor_names=names,
     )
 
 

@@ -5,6 +5,7 @@ Shapes: T tokens of a step, D hidden size, P size of a layer's own inputs.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,8 +38,13 @@ class TokenShiftLayer(DecoderLayer):
         if layer.recurrent.shifts_mlp:
             name = f"{source.prefix}mlp.x_k"
             self._mixture_D = source.weights.read_elements(name, self._hidden_size)
+        self._factor = 1.0
         self._gate: Linear | None = None
         if isinstance(layer.recurrent, Rwkv6):
+            match = re.search(r"layers\.(\d+)\.", source.prefix)
+            assert match is not None, "the prefix names the layer"
+            if period := layer.recurrent.halving_period:
+                self._factor = 2.0 ** (int(match[1]) // period)
             size, mlp = self._hidden_size, source.at("mlp.")
             self._gate = mlp.read_linear("receptance", size, size)
             self._gate_mixture_D = source.weights.read_elements(f"{mlp.prefix}x_r", size)
@@ -54,6 +60,10 @@ class TokenShiftLayer(DecoderLayer):
         self._state = step.caches[-1]
         return super().forward(x_TD, block_TD, step)
 
+    def _mixed(self, x: Any, step: LayerStep) -> Tensor:
+        mixed_TD = super()._mixed(x, step)
+        return mixed_TD if self._factor == 1.0 else mixed_TD * self._factor
+
     def _feed(self, x_TD: Any, inputs_TP: Tensor | None) -> Tensor:
         if self._mixture_D is None:
             return super()._feed(x_TD, inputs_TP)
@@ -67,7 +77,8 @@ class TokenShiftLayer(DecoderLayer):
         if self._gate is None:
             return y_TD
         mixed_TD = torch.addcmul(x, difference_TD, self._gate_mixture_D).to(dtype)
-        return (y_TD.float() * self._gate(mixed_TD).float().sigmoid()).to(dtype)
+        gate_TD = self._gate(mixed_TD).float().sigmoid() * self._factor
+        return (y_TD.float() * gate_TD).to(dtype)
 
 
 def share_values(layers: Sequence[Any]) -> FirstValues:
