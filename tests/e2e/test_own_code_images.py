@@ -65,6 +65,12 @@ MODELS: dict[
         ["<image>", "</image>", "<slice>", "</slice>", "<image_id>", "</image_id>"],
     ),
     "ovis2_5": (ovis2_5, "<|image_pad|>", "<image>", ["<|image_pad|>"]),
+    "ovis2_6": (
+        partial(ovis2_5, architecture="Ovis2_6_MoeForCausalLM"),
+        "<|image_pad|>",
+        "<image>",
+        ["<|image_pad|>"],
+    ),
     "phi3_v": (phi3_v, "<|image|>", "<|image|>", ["<|image|>"]),
     "step3p7": (partial(grid_model, kind="step3p7"), "<im_patch>", "<im_patch>", STEP_MARKS),
     "video_llama_3": (partial(grid_model, kind="video_llama_3"), "<image>", "<image>", ["<image>"]),

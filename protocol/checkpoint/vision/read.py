@@ -120,9 +120,12 @@ _KINDS: Final = {
     "DeepseekOCRForCausalLM": "deepseek_ocr",
     "HCXVisionV2ForCausalLM": "hyperclovax_vision_v2",
     "LightOnOCRForConditionalGeneration": "lighton_ocr",
+    "Ovis2_6ForCausalLM": "ovis2_5",
+    "Ovis2_6_MoeForCausalLM": "ovis2_5",
+    "Ovis2_6_NextForCausalLM": "ovis2_5",
     "StepVLForConditionalGeneration": "step3_vl",
 }
-"""Architectures with the model type of another architecture, and the names of their models."""
+"""Architectures with the model type or the tower of another architecture, and the names of those models."""
 
 _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionSpec]]] = {
     "apertus1p5": apertus,

@@ -1,4 +1,4 @@
-"""Ovis 2.5."""
+"""Ovis 2.5 and 2.6."""
 
 from __future__ import annotations
 
@@ -69,14 +69,40 @@ class _Tower(nn.Module):
         return x.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
-def ovis2_5(directory: Path, *, vocab_size: int = 96, image_token: int = 95) -> OwnCodeModel:
-    """Write an Ovis 2.5."""
+_MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+_DELTA_NET = {
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "shared_expert_intermediate_size": 48,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+_DECODERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "Ovis2_5": ("Qwen3", "qwen3", {}),
+    "Ovis2_6_MoeForCausalLM": ("Qwen3Moe", "qwen3_moe", _MIXTURE),
+    "Ovis2_6_NextForCausalLM": ("Qwen3Next", "qwen3_next", _MIXTURE | _DELTA_NET),
+}
+"""Architecture -> the name, the type and the sizes of its decoder."""
+
+
+def ovis2_5(
+    directory: Path,
+    *,
+    vocab_size: int = 96,
+    image_token: int = 95,
+    architecture: str = "Ovis2_5",
+) -> OwnCodeModel:
+    """Write an Ovis 2.5 or 2.6."""
+    name, decoder_type, sizes = _DECODERS[architecture]
     text: dict[str, Any] = DECODER_SIZES | {
         "vocab_size": vocab_size,
         "head_dim": 16,
         "tie_word_embeddings": False,
+        **sizes,
     }
-    decoder = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**text))
+    config_class = getattr(transformers, f"{name}Config")
+    decoder = getattr(transformers, f"{name}ForCausalLM")(config_class(**text))
     tower, table = _Tower(), nn.Embedding(_WORDS, 64)
     head = nn.Sequential(nn.Linear(4 * _SIZE, _WORDS - 4, bias=False), nn.LayerNorm(_WORDS - 4))
     fill(decoder, tower, head, table)
@@ -104,9 +130,9 @@ def ovis2_5(directory: Path, *, vocab_size: int = 96, image_token: int = 95) -> 
         "use_rope": True,
     }
     config = {
-        "architectures": ["Ovis2_5"],
-        "model_type": "ovis2_5",
-        "llm_config": text | {"model_type": "qwen3"},
+        "architectures": [architecture],
+        "model_type": architecture.lower().removesuffix("forcausallm"),
+        "llm_config": text | {"model_type": decoder_type},
         "vit_config": vision,
         "visual_vocab_size": _WORDS,
     }

@@ -41,6 +41,8 @@ MODELS: dict[str, Callable[[Path], OwnCodeModel]] = {
     "deepseek_vl2-latent": partial(deepseek_vl2, is_latent=True),
     "dots_ocr": dots_ocr,
     "ovis2_5": ovis2_5,
+    "ovis2_5-moe": partial(ovis2_5, architecture="Ovis2_6_MoeForCausalLM"),
+    "ovis2_5-next": partial(ovis2_5, architecture="Ovis2_6_NextForCausalLM"),
     "phi3_v": phi3_v,
     "step_vl": step_vl,
     **{

@@ -45,7 +45,7 @@ def ovis2(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Visio
 
 
 def ovis2_5(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
-    """Return the tower of Ovis 2.5, a SigLIP 2 for images of any size."""
+    """Return the tower of Ovis 2.5 and 2.6, a SigLIP 2 for images of any size."""
     vision.require("model_type", "siglip2_navit")
     vision.require("temporal_patch_size", 1)
     vision.require("num_patches", -1)
