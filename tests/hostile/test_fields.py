@@ -257,6 +257,7 @@ def test_bodies_that_are_no_object_are_rejected(target: Target, body: bytes) -> 
             may_succeed=not route.schema,
         )
         for route in target.routes
-        if "{" not in route.path
+        # A pause without a mode ends all streams, whatever its body.
+        if "{" not in route.path and route.path != "/pause"
     ]
     assert_no_faults(target.find_faults(attacks))
