@@ -17,6 +17,7 @@ CHECKPOINT_QUANTIZATIONS = {
     "gptq": "gptq",
     "gptq_marlin": "gptq",
     "bitnet": "bitnet",
+    "bitsandbytes": "bitsandbytes",
     "fp8": "fp8",
     "mxfp4": "mxfp4",
     "modelopt": "modelopt",

@@ -65,7 +65,8 @@ class TritonKernels(LayerKernels):
 
     def can_keep(self, matrix: QuantizedMatrix) -> bool:
         """Return whether products accept this matrix without dequantizing it."""
-        return (matrix.bits is not None or self._has_float8) and can_keep(matrix)
+        is_float8 = matrix.bits is None and matrix.values_OD.itemsize == 1
+        return (matrix.bits is not None or (is_float8 and self._has_float8)) and can_keep(matrix)
 
     def linear(self, weight: Weight, bias_O: Tensor | None = None) -> Linear:
         """Return the function x -> x @ weight.T + bias."""

@@ -70,23 +70,23 @@ class QuantizedModules:
                 "the config says that the weights are quantized, but no module has a tensor "
                 f"{markers}; download the model again",
             )
+        parts = {
+            f"{module.name}.{tensor}"
+            for scheme, module in self._modules.values()
+            for tensor in (scheme.marker, *scheme.companions)
+        }
         self.names = frozenset(
             name
             for name in stored
-            if not _UNUSED_SCALE.fullmatch(name) and not self._is_part(checkpoint, name)
+            if not _UNUSED_SCALE.fullmatch(name)
+            and name not in parts
+            and not self._has_empty_bias(checkpoint, name)
         ) | frozenset(self._modules)
 
-    def _is_part(self, checkpoint: StoredTensors, name: str) -> bool:
-        """Return whether a stored tensor belongs to a quantized module."""
-        module, _, tensor = name.rpartition(".")
-        if (found := self._modules.get(f"{module}.weight")) is None:
-            return False
-        scheme, _ = found
-        return (
-            tensor == scheme.marker
-            or tensor in scheme.companions
-            or _is_empty_bias(checkpoint, name)
-        )
+    def _has_empty_bias(self, checkpoint: StoredTensors, name: str) -> bool:
+        """Return whether a stored tensor is an all-zero bias of a quantized module."""
+        module, _, _ = name.rpartition(".")
+        return f"{module}.weight" in self._modules and _is_empty_bias(checkpoint, name)
 
     @classmethod
     def from_config(

@@ -266,6 +266,8 @@ def test_unused_weight_memory_is_reused_by_the_next_matrix() -> None:
         ("fp8-static", F.F8),
         ("fp8-blocks", F.F8),
         ("compressed-fp8", F.F8),
+        ("bnb-int8", F.U8),
+        ("bnb-nf4-nested", F.F32),
     ],
 )
 def test_matrices_of_other_quantizers_use_the_smallest_format_that_fits(

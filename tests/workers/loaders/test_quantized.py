@@ -91,7 +91,8 @@ def test_reading_half_a_tensor_reads_half_its_bytes(directory: Path, name: str) 
     whole.tensor(NAME)
     half.tensor(NAME, part=range(ROWS // 2))
     # The order of the columns and one number of a module are read in any case.
-    assert half.bytes_read <= whole.bytes_read / 2 + 4 * COLUMNS + BLOCK
+    codebook = 4 * 256 if name == "bnb-nf4-nested" else 0
+    assert half.bytes_read <= whole.bytes_read / 2 + 4 * COLUMNS + BLOCK + codebook
 
 
 def test_groups_split_by_a_part_become_smaller(directory: Path) -> None:
@@ -132,7 +133,7 @@ def test_an_invalid_group_order_is_rejected(
 @pytest.mark.parametrize(
     ("config", "problem"),
     [
-        ({"quant_method": "bitsandbytes"}, "bitsandbytes"),
+        ({"quant_method": "bitsandbytes"}, "bitsandbytes without load_in_4bit or load_in_8bit"),
         ({"bits": 4}, "an unnamed method"),
         ({"quant_method": "gptq", "bits": 3}, "gptq with bits 3"),
         ({"quant_method": "awq", "version": "gemv"}, "version 'gemv'"),
@@ -178,7 +179,15 @@ def test_a_config_that_contradicts_the_weights_is_rejected(directory: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("name", "tensor"), [("awq", "qzeros"), ("gptq", "scales"), ("fp8-blocks", "weight_scale_inv")]
+    ("name", "tensor"),
+    [
+        ("awq", "qzeros"),
+        ("gptq", "scales"),
+        ("fp8-blocks", "weight_scale_inv"),
+        ("bnb-nf4", "weight.absmax"),
+        ("bnb-nf4-nested", "weight.nested_quant_map"),
+        ("bnb-int8", "SCB"),
+    ],
 )
 def test_an_inconsistent_module_is_rejected(directory: Path, name: str, tensor: str) -> None:
     quantize_directory(directory, name)
@@ -187,11 +196,22 @@ def test_an_inconsistent_module_is_rejected(directory: Path, name: str, tensor: 
     broken = NAME.replace("weight", tensor)
     tensors[broken] = tensors[broken][:1].contiguous()
     save_file(tensors, file)
-    with pytest.raises(CheckpointError, match=rf"'{broken}' has shape \[1, \d+\], expected"):
+    with pytest.raises(CheckpointError, match=rf"'{broken}' has shape \[1(, \d+)?\], expected"):
         open_checkpoint(directory).tensor(NAME)
     del tensors[broken]
     save_file(tensors, file)
     with pytest.raises(CheckpointError, match=rf"{tensor.removesuffix('_inv')}.* is missing"):
+        open_checkpoint(directory).tensor(NAME)
+
+
+def test_a_damaged_state_of_bitsandbytes_is_rejected(directory: Path) -> None:
+    quantize_directory(directory, "bnb-nf4")
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    state = NAME + ".quant_state.bitsandbytes__nf4"
+    tensors[state] = tensors[state][:-5].clone()
+    save_file(tensors, file)
+    with pytest.raises(CheckpointError, match=f"'{state}' does not describe a matrix"):
         open_checkpoint(directory).tensor(NAME)
 
 

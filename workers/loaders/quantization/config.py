@@ -6,6 +6,7 @@ from typing import Any
 
 from ....protocol.checkpoint.config_fields import ConfigFields
 from .awq import AWQScheme
+from .bitsandbytes import bitsandbytes_scheme
 from .compressed_integers import CompressedIntegerScheme
 from .float8 import BESIDE_STATIC, Float8Scheme
 from .gptq import GPTQScheme
@@ -37,6 +38,8 @@ def _scheme(config: ConfigFields) -> QuantizationScheme:
         return MXFP4Scheme()
     if method == "modelopt":
         return _modelopt(config)
+    if method == "bitsandbytes":
+        return bitsandbytes_scheme(config)
     if method == "bitnet":
         return _bitnet(config)
     raise UnsupportedScheme("an unnamed method" if method is None else str(method))

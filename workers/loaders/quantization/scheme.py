@@ -18,7 +18,7 @@ from torch import Tensor
 from .matrix import QuantizedMatrix
 
 SUPPORTED = (
-    "fp8 (per tensor, per channel, in blocks), awq (gemm, 4 bits), bitnet (packed), gptq (4 and 8 bits), mxfp4, modelopt (NVFP4, FP8, both) and "
+    "fp8 (per tensor, per channel, in blocks), awq (gemm, 4 bits), bitnet (packed), bitsandbytes (NF4, FP4, 8 bits), gptq (4 and 8 bits), mxfp4, modelopt (NVFP4, FP8, both) and "
     "compressed-tensors (float-quantized, int-quantized, pack-quantized with 4 and 8 bits, nvfp4-pack-quantized, "
     "mxfp4-pack-quantized, and mixtures of these)"
 )
@@ -70,7 +70,7 @@ class QuantizationScheme(ABC):
     marker: str
     marker_dtypes: frozenset[str]
     companions: frozenset[str]
-    """Other tensors that a quantized module may have, except its bias."""
+    """Other tensors that a quantized module may have, except its bias. A name may have several components."""
 
     def is_marker(self, tensor: str, dtype: str) -> bool:
         """Return whether a tensor with this last component of its name and this type marks a quantized module."""
