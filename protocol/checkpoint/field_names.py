@@ -29,6 +29,7 @@ _ARCHITECTURES: Final = {
     "NemotronH_Nano_Omni_Reasoning_V3": "NemotronH_Omni_Reasoning_V3",
     "NemotronH_Nano_VL_V2": "NemotronH_Omni_Reasoning_V3",
     "NemotronH_Super_Omni_Reasoning_V3": "NemotronH_Omni_Reasoning_V3",
+    "PLaMo3ForCausalLM": "Plamo3ForCausalLM",
     "RWForCausalLM": "FalconForCausalLM",
     "ShieldGemma2ForImageClassification": "Gemma3ForConditionalGeneration",
     "SkyworkR1VChatModel": "InternVLChatModel",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from engine.protocol.checkpoint.config_fields import ConfigFields
 from engine.protocol.checkpoint.field_names import with_common_names
-from gguf import ExpertGatingFuncType, GGUFWriter, get_tensor_name_map
+from gguf import ExpertGatingFuncType, GGUFWriter, RopeScalingType, get_tensor_name_map
 from gguf.constants import MODEL_ARCH_NAMES
 from safetensors.torch import load_file
 from support.families.published_dense import HEADS, KV_HEADS, SIZES
@@ -56,6 +56,14 @@ def write_published(directory: Path, architecture: str) -> Path:
         writer.add_expert_feed_forward_length(config["moe_ffn_hidden_size"])
         writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
         writer.add_sliding_window(config["sliding_window_size"])
+    if architecture == "plamo3":
+        writer.add_sliding_window(config["window_size"])
+        writer.add_sliding_window_pattern(config["sliding_window_pattern"])
+        writer.add_rope_freq_base(config["rope_theta"])
+        writer.add_rope_freq_base_swa(config["rope_local_theta"])
+        writer.add_rope_scaling_type(RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(config["rope_scaling_factor"])
+        writer.add_rope_scaling_orig_ctx_len(config["initial_context_length"])
     if architecture == "nanbeige":
         writer.add_uint32("nanbeige.num_loops", config["num_loops"])
         writer.add_bool("nanbeige.skip_loop_final_norm", config["skip_loop_final_norm"])
@@ -153,12 +161,21 @@ def _with_stacked_experts(tensors: dict[str, Tensor], config: dict[str, Any]) ->
     return changed
 
 
+def _with_whole_norms(tensors: dict[str, Tensor], _config: dict[str, Any]) -> dict[str, Tensor]:
+    offsets = {"post_mixer_norm": 1 / 5, "post_mlp_norm": 5**-1.5}
+    return {
+        name: weight + offsets.get(name.split(".")[-2], 1.0) if "norm" in name else weight
+        for name, weight in tensors.items()
+    }
+
+
 _CHANGES: dict[str, Callable[[dict[str, Tensor], dict[str, Any]], dict[str, Tensor]]] = {
     "baichuan": _interleaved,
     "cogvlm": _with_images,
     "jais": _with_factors,
     "nanbeige": _with_neighbors,
     "openelm": _with_own_gates,
+    "plamo3": _with_whole_norms,
     "refact": _with_own_projections,
     "smallthinker": _with_stacked_experts,
 }

@@ -93,6 +93,8 @@ class ModelFields(msgspec.Struct, frozen=True, kw_only=True):
     """True if norms have weights. Without, they have no biases, either."""
     norm_weight_offset: float = 0.0
     """The number added to every norm weight. Gemma stores weight - 1."""
+    norm_offsets: tuple[tuple[str, float], ...] = ()
+    """The names of a layer's norms that have another offset, and their offsets."""
     has_final_norm: bool = True
     """True if the last layer's output is normed."""
     final_norm_offset: float | None = None

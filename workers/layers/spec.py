@@ -67,7 +67,7 @@ class ModelSpec(ModelFields, frozen=True, kw_only=True):
             return None
         if name == "norm" and self.final_norm_offset is not None:
             return self.final_norm_offset
-        return self.norm_weight_offset
+        return dict(self.norm_offsets).get(name.rpartition(".")[2], self.norm_weight_offset)
 
     def hidden_norm_eps(self, name: str) -> float:
         """Return the epsilon of the norm called `name` of hidden states or of a block's output."""

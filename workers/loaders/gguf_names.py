@@ -229,6 +229,13 @@ _LAYER_MODULES_OF_ARCHITECTURE = {
     "nemotron_h": _NEMOTRON_H_MODULES,
     "nemotron_h_moe": _NEMOTRON_H_MODULES,
     "phi3": _FUSED_MLP,
+    "plamo3": _FUSED_MLP
+    | {
+        "attn_norm": "pre_mixer_norm",
+        "post_attention_norm": "post_mixer_norm",
+        "ffn_norm": "pre_mlp_norm",
+        "post_ffw_norm": "post_mlp_norm",
+    },
     "qwen35": _DELTA_NET_MODULES,
     "qwen35moe": _DELTA_NET_MODULES,
     "qwen3next": _DELTA_NET_MODULES,
@@ -249,6 +256,7 @@ _EMBEDDING_NORM_IS_LAST = ("lfm2", "lfm2moe")
 _PLAIN_TENSOR = re.compile(
     r"blk\.(\d+)\.(exp_probs_b|attn_sinks|altup_correct_scale|layer_output_scale|(?:ffn_gate_inp|ffn_down_exps)\.scale"
     r"|ssm_(?:a|d|dt)|hc_(?:attn|ffn)_(?:fn|base|scale)|(?:attn|indexer)_compressor_ape|ffn_gate_tid2eid"
+    r"|post_(?:attention|ffw)_norm"
     r"|time_mix_(?:[wav]0|k_k|k_a|r_k|lerp_fused|lerp_x|first|decay)|channel_mix_lerp_[kr])"
     r"(?:\.(?:weight|bias))?"
 )
@@ -276,6 +284,9 @@ _PLAIN_NAMES = {
     "time_mix_lerp_x": "mixer.x_proj.0.mu",
     "time_mix_first": "mixer.bonus",
     "time_mix_decay": "mixer.w_proj.linear.lora.2.bias",
+    # PLaMo's.
+    "post_attention_norm": "post_mixer_norm.weight",
+    "post_ffw_norm": "post_mlp_norm.weight",
     "channel_mix_lerp_k": "mlp.x_k",
     "channel_mix_lerp_r": "mlp.x_r",
 }

@@ -183,6 +183,12 @@ def _muse_glimmer(fields: ModelFields) -> dict[str, Any]:
     }
 
 
+def _plamo3_scaling(fields: ModelFields) -> dict[str, Any] | None:
+    scaling = rope_scaling(fields)
+    # The bounds of interpolated frequencies are not rounded, which files do not say.
+    return scaling and scaling | {"truncate": False}
+
+
 def _chatglm_bias(fields: ModelFields) -> bool:
     return any(fields.has_tensor(f"blk.0.{name}.bias") for name in ("attn_qkv", "attn_q"))
 
@@ -311,6 +317,17 @@ DENSE: Final[dict[str, Translate]] = {
             "rope.scaling.original_context_length", fields.integer("context_length")
         ),
         sliding_window=_WINDOW,
+    ),
+    "plamo3": declared(
+        "plamo3",
+        "Plamo3ForCausalLM",
+        sliding_window=_WINDOW,
+        layer_types=lambda fields: layer_types(fields, default_period=8 if _WINDOW(fields) else 1),
+        rope_scaling=_plamo3_scaling,
+        rope_local_theta=lambda fields: fields.positive(
+            "rope.freq_base_swa", fields.positive("rope.freq_base", 10_000.0)
+        ),
+        has_whole_norm_weights=True,
     ),
     "plm": declared("plm", "PLMForCausalLM", latent_attention, hidden_act="relu2"),
     "qwen": declared("qwen2", "Qwen2ForCausalLM", _qwen_sizes, **_NO_WINDOW),

@@ -52,6 +52,7 @@ def test_logits_of_families_without_a_class_in_transformers(name, load, tmp_path
         ("OpenELM", "openelm", {}),
         ("Orion", "orion", {}),
         ("PLM", "plm", {}),
+        ("Plamo3", "plamo3", {}),
         ("QWen", "qwen", {}),
         ("SmallThinker", "smallthinker", {}),
     ],
