@@ -29,6 +29,7 @@ TOKENIZER_FILES = (
         "merges.txt",
         "vocab.txt",
         "rwkv_vocab_*.txt",
+        "tokenizer.jsonl",
     ),
 )
 CHECKPOINT_FILES = ("*.safetensors", TOKEN_VECTORS_FILE, TOKEN_WEIGHTS_FILE, *TOKENIZER_FILES)

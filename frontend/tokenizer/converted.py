@@ -15,6 +15,7 @@ from ...protocol.errors import CheckpointError
 from ..cache_directory import cache_directories
 from .conversion.kimi import convert_kimi, kimi_files
 from .conversion.marian import convert_marian, marian_files
+from .conversion.plamo import convert_plamo, plamo_files
 from .conversion.tekken import convert_tekken, tekken_files
 from .conversion.tokenizer_model import convert_tokenizer_model, tokenizer_model_files
 from .conversion.vocabulary import convert_vocabulary, vocabulary_files
@@ -30,6 +31,7 @@ _FORMATS = (
     (tokenizer_model_files, convert_tokenizer_model),
     (vocabulary_files, convert_vocabulary),
     (world_files, convert_world),
+    (plamo_files, convert_plamo),
 )
 """For each format, the functions that find the files of its tokenizer in a directory, and that convert it."""
 

@@ -12,6 +12,7 @@ import numpy as np
 from ....protocol.checkpoint.gguf_config.fields import GGUFFields
 from ....protocol.errors import CheckpointError
 from .parts import added_token, bpe, byte_level, surround, word_pieces
+from .plamo import plamo_parts
 from .pretokenizers import PRE_TOKENIZERS, PreTokenizer
 from .sentencepiece import SPACE, unigram_parts
 from .world import CHAT_TEMPLATE, check_bytes, longest_match, unescape
@@ -108,12 +109,15 @@ def convert(
         case "rwkv":
             parts, add_bos, add_eos = _longest_match(vocabulary), False, False
             bos, eos = vocabulary.special("bos", 0), vocabulary.special("eos", 0)
+        case "plamo2":
+            parts, add_bos, add_eos = _scored(vocabulary), False, False
+            bos, eos = vocabulary.special("bos", 1), vocabulary.special("eos", 2)
         case "":
             raise CheckpointError(path, "it contains no tokenizer (no tokenizer.ggml.model)")
         case _:
             raise CheckpointError(
                 path,
-                f"its tokenizer has the type {kind!r}; supported types are bert, gemma4, gpt2, llama, rwkv and t5",
+                f"its tokenizer has the type {kind!r}; supported types are bert, gemma4, gpt2, llama, plamo2, rwkv and t5",
             )
     add_bos = vocabulary.flag("add_bos_token", add_bos)
     add_eos = vocabulary.flag("add_eos_token", add_eos)
@@ -171,6 +175,11 @@ def _longest_match(vocabulary: _Vocabulary) -> dict[str, Any]:
     check_bytes(vocabulary.path, tokens.values())
     added = {i: token for i, token in enumerate(vocabulary.tokens) if i not in tokens}
     return longest_match(tokens, added)
+
+
+def _scored(vocabulary: _Vocabulary) -> dict[str, Any]:
+    scores, kinds = vocabulary.numbers("scores"), (TokenType(x).name for x in vocabulary.types)
+    return plamo_parts(list(zip(vocabulary.tokens, scores, kinds, strict=True)))
 
 
 def _pre_tokenizer(vocabulary: _Vocabulary) -> PreTokenizer:

@@ -387,9 +387,9 @@ def test_missing_pre_tokenizer_uses_the_default_with_a_warning(tmp_path: Path, c
     [
         ("gpt2", {"pre": "nonesuch"}, "tokenizer.ggml.pre 'nonesuch' is not supported"),
         (
-            "plamo2",
+            "nonesuch",
             {},
-            "has the type 'plamo2'; supported types are bert, gemma4, gpt2, llama, rwkv and t5",
+            "the type 'nonesuch'; supported types are bert, gemma4, gpt2, llama, plamo2, rwkv and t5",
         ),
         ("gpt2", {"pre": "gpt-2", "add_bos_token": True}, "does not say which"),
         ("llama", {}, "no tokenizer.ggml.scores"),
