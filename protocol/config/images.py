@@ -119,6 +119,7 @@ class CanvasProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="canv
     The grid has `min_tiles` to `max_tiles` tiles of `side` x `side` pixels. If `least_scale` is true, the grid is
     chosen for the smallest change of scale instead. If `splits` is false, only the small copy is used. In the prompt, a
     tile follows `tile_label` and its number, the whole image follows `whole_label`, and each is followed by `tile_end`.
+    If `has_whole_first` is true, the grid enlarges the image most, and tiles follow the copy (Perception LM).
     """
 
     side: int
@@ -126,6 +127,7 @@ class CanvasProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="canv
     min_tiles: int = 1
     max_tiles: int = 1
     least_scale: bool = False
+    has_whole_first: bool = False
     tile_label: str = ""
     whole_label: str = ""
     tile_end: str = ""

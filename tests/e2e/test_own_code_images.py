@@ -29,6 +29,7 @@ from support.own_code.keye import KeyeModel, keye
 from support.own_code.minicpm import minicpmv, write_minicpmv_mmproj
 from support.own_code.model import OwnCodeModel
 from support.own_code.ovis2_5 import ovis2_5
+from support.own_code.perception_lm import perception_lm
 from support.own_code.phi3_v import phi3_v
 from support.server import DEVICE, Server, assert_nothing_is_held
 from support.tiny_checkpoints import sentencepiece_tokenizer
@@ -71,6 +72,7 @@ MODELS: dict[
         "<image>",
         ["<|image_pad|>"],
     ),
+    "perception_lm": (perception_lm, "<|image|>", "<|image|>", ["<|image|>"]),
     "phi3_v": (phi3_v, "<|image|>", "<|image|>", ["<|image|>"]),
     "step3p7": (partial(grid_model, kind="step3p7"), "<im_patch>", "<im_patch>", STEP_MARKS),
     "video_llama_3": (partial(grid_model, kind="video_llama_3"), "<image>", "<image>", ["<image>"]),

@@ -17,7 +17,11 @@ def layers_spec(spec: VisionSpec) -> LayersSpec:
     rotary: PatchRotary | None = None
     if spec.rope_theta:
         rotary = PatchRotary(
-            spec.rotary, spec.rope_theta, spec.size_of_heads, in_float32=spec.rotary == "pairs"
+            spec.rotary,
+            spec.rope_theta,
+            spec.size_of_heads,
+            in_float32=spec.rotary == "pairs",
+            place_scale=spec.place_scale,
         )
     return LayersSpec(
         hidden_size=spec.hidden_size,

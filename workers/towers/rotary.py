@@ -17,6 +17,8 @@ ROW, COLUMN = range(2)
 class PatchRotary(msgspec.Struct, frozen=True):
     """The rotation of queries and keys of `head_dim` elements, in the tower's dtype or in float32.
 
+    With "pairs", rows and columns are multiplied by `place_scale`.
+
     A head is divided into parts. In a part, element i is rotated together with the element half a part later. `order`
     says how parts, axes and frequencies are assigned:
 
@@ -42,6 +44,7 @@ class PatchRotary(msgspec.Struct, frozen=True):
     head_dim: int
     in_float32: bool = False
     num_rotated: int = 0
+    place_scale: float = 1.0
 
     @property
     def num_parts(self) -> int:
@@ -82,6 +85,7 @@ class PatchRotary(msgspec.Struct, frozen=True):
             own = 1.0 / self.theta ** (torch.arange(0, 2 * third, 2).float() / (2 * third))
             return torch.cat((zeros[:third], own, own, zeros[3 * third :]))
         frequencies = 1.0 / self.theta ** (torch.arange(0, size // 2, 2).float() / (size // 2))
+        frequencies = frequencies * self.place_scale
         if self.order == "alternating":
             return frequencies.repeat_interleave(2)
         return frequencies.repeat(2)

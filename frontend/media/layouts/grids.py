@@ -56,8 +56,13 @@ def tiles_and_whole(tiles: Sequence[Sequence[Tile]], whole: Tile | None) -> Part
 
 
 def canvas(image: Image.Image, config: CanvasProcessor) -> Parts:
-    """Return the tiles of a grid row by row, then the whole image if there are several tiles."""
+    """Return the tiles of a grid row by row, then the whole image if there are several tiles.
+
+    With `has_whole_first`, return the whole image, then the tiles.
+    """
     side = config.side
+    if config.has_whole_first:
+        return _whole_and_tiles(image, config)
     columns, rows = 1, 1
     if config.splits and config.max_tiles > 1:
         if config.least_scale:
@@ -72,6 +77,16 @@ def canvas(image: Image.Image, config: CanvasProcessor) -> Parts:
         parts += [label, make_tile(tile, config), config.tile_end]
     whole = resize(image, side, side, config) if len(tiles) > 1 else canvas
     return [*parts, config.whole_label, make_tile(whole, config), config.tile_end, config.end]
+
+
+def _whole_and_tiles(image: Image.Image, config: CanvasProcessor) -> Parts:
+    side = config.side
+    parts: Parts = [make_tile(resize(image, side, side, config), config)]
+    if config.splits:
+        columns, rows = _enlarging_grid(*image.size, side, config.max_tiles)
+        canvas = resize(image, columns * side, rows * side, config)
+        parts += [make_tile(tile, config) for row in split(canvas, side) for tile in row]
+    return parts
 
 
 def crops(image: Image.Image, config: CropsProcessor) -> Parts:
@@ -242,6 +257,42 @@ def best_canvas(
         if difference < least or (difference == least and is_filled):
             best, least = (columns, rows), difference
     return best
+
+
+def _enlarging_grid(width: int, height: int, side: int, max_tiles: int) -> tuple[int, int]:
+    """Return the columns and rows of the grid in which the shorter side of an image becomes longest.
+
+    If no grid is as large as the image, the grid is the one with the closest aspect ratio, among those with the most
+    tiles. Its ratio is not above that of a wide image, and above that of a tall one.
+    """
+    # Among equals, transformers chooses the last one of its order: by ratio, in the order in which ratios first occur.
+    by_ratio: dict[float, list[tuple[int, int]]] = {}
+    for count in range(max_tiles, 0, -1):
+        for columns in range(1, count + 1):
+            if not count % columns:
+                grid = columns, count // columns
+                by_ratio.setdefault(grid[0] / grid[1], []).append(grid)
+    ratio = width / height
+    best, longest = None, -math.inf
+    for columns, rows in (grid for grids in by_ratio.values() for grid in grids):
+        canvas_width, canvas_height = columns * side, rows * side
+        if canvas_width < width or canvas_height < height:
+            continue
+        scale = min(canvas_width / width, canvas_height / height)
+        if ratio > 1:
+            shorter: float = math.floor(scale * width / ratio)
+        else:
+            # As in transformers, the side of a square is not rounded.
+            shorter = math.floor(scale * height * ratio) if ratio < 1 else scale * height
+        if shorter >= longest:
+            best, longest = (columns, rows), shorter
+    if best is not None:
+        return best
+    if ratio >= 1:
+        closest = max(each for each in by_ratio if each <= ratio)
+        return max(by_ratio[closest])
+    closest = min(each for each in by_ratio if each > ratio)
+    return max(by_ratio[closest], key=lambda grid: grid[1])
 
 
 def _whole_tiles(width: int, height: int, side: int) -> tuple[int, int]:

@@ -15,6 +15,7 @@ LANCZOS: Final = 1
 BILINEAR: Final = 2
 BICUBIC: Final = 3
 IMAGENET_VALUES: Final = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
+HALF_VALUES: Final = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)}
 CLIP_VALUES: Final = {
     "mean": (0.48145466, 0.4578275, 0.40821073),
     "std": (0.26862954, 0.26130258, 0.27577711),

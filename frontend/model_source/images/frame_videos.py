@@ -15,6 +15,7 @@ from ....protocol.config.videos import FrameProcessor
 from .fields import (
     BICUBIC,
     CLIP_VALUES,
+    HALF_VALUES,
     IMAGENET_VALUES,
     LANCZOS,
     pixel_values,
@@ -99,6 +100,16 @@ def _llava_onevision(source: FrameSource) -> FrameProcessor:
     )
 
 
+def _perception_lm(source: FrameSource) -> FrameProcessor:
+    """Return the processor of Perception LM, which has a separate token for videos."""
+    return FrameProcessor(
+        **HALF_VALUES | _values(source, source.video_token, 32),
+        sampling="floors",
+        side=side_of_tile(sides(source.fields, "size"), "height", source.tower),
+        num_outputs=source.tower.num_outputs,
+    )
+
+
 def _internvl(source: FrameSource) -> FrameProcessor:
     """Return the processor of InternVL, which treats frames as images that are not split."""
     return _numbered(source, CLIP_VALUES)
@@ -180,5 +191,6 @@ FRAME_READERS: Final[dict[str, Callable[[FrameSource], FrameProcessor]]] = {
     "llava_onevision": _llava_onevision,
     "minicpmo": _minicpmv,
     "minicpmv": _minicpmv,
+    "perception_lm": _perception_lm,
     "smolvlm": _smolvlm,
 }

@@ -46,6 +46,7 @@ from .tiled.internvl import IMAGE_CONTEXT, canvas, described_canvas, views, view
 from .tiled.minicpm import slices, slices_of_queries
 from .tiled.molmo import overlaps
 from .tiled.ovis import cover
+from .tiled.perception import whole_first
 from .tiled.phi4 import bands, crops
 from .tiled.step import cuts
 
@@ -238,6 +239,7 @@ _READERS: Final[dict[str, _Reader]] = {
     "ovis2_5": resize_words,
     "paddleocr_vl": resize_rounded,
     "paligemma": paligemma,
+    "perception_lm": whole_first,
     "phi3_v": bands,
     "phi4_multimodal": crops,
     "phi4mm": crops,

@@ -62,6 +62,7 @@ from .tiled.internvl import internvl, internvl_chat, qianfan_ocr
 from .tiled.minicpm import minicpm_ocr, minicpmv, minicpmv4_6, minicpmv4_7
 from .tiled.molmo import PooledVisionSpec, molmo2
 from .tiled.ovis import ovis2, ovis2_5
+from .tiled.perception import perception_lm
 from .tiled.phi4 import phi3_v, phi4_multimodal
 
 AnyVisionSpec: TypeAlias = (
@@ -201,6 +202,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "ovis2_5": ovis2_5,
     "paddleocr_vl": paddleocr_vl,
     "paligemma": paligemma,
+    "perception_lm": perception_lm,
     "phi3_v": phi3_v,
     "phi4_multimodal": phi4_multimodal,
     "phi4mm": phi4_multimodal,

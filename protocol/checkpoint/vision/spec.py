@@ -144,6 +144,7 @@ class VisionSpec(msgspec.Struct, frozen=True):
         margins: The treatment of the patches of margins at the right and at the bottom of an image. They are left out
             (Aria), or other patches do not attend to them (Phi-4-multimodal). None if there are no margins.
         rope_theta: If not 0, queries and keys are rotated by column and row.
+        place_scale: The factor of rows and columns in that rotation.
         rotary: The rotation of heads. "mixed" alternates frequencies of both (Pixtral, arXiv 2410.07073). Otherwise
             half of a head is rotated by each. An element is rotated with the one a quarter of a head later ("halves",
             Gemma 4) or with its neighbor ("pairs", Llama 4).
@@ -182,6 +183,8 @@ class VisionSpec(msgspec.Struct, frozen=True):
 
     * "matrix": one product (Idefics3, arXiv 2408.12637)
     * "mlp": two products with an activation in between (LLaVA, arXiv 2310.03744)
+    * "mlp mean": as "mlp" for each patch, and then the means. If the factor does not divide the patches of a side,
+      squares overlap (Perception LM, arXiv 2504.13180)
     * "padded mlp": as "mlp", with squares that are completed by zeros. The first matrix stores columns by element, then
       by patch (DeepSeek-VL2)
     * "joined": a product of the features of each encoder with half of the outputs, then the activation of both and
@@ -222,6 +225,7 @@ class VisionSpec(msgspec.Struct, frozen=True):
     projection: Literal[
         "matrix",
         "mlp",
+        "mlp mean",
         "padded mlp",
         "joined",
         "gated mlp",
@@ -262,6 +266,7 @@ class VisionSpec(msgspec.Struct, frozen=True):
     num_positions: int = 0
     margins: Literal["left out", "unseen"] | None = None
     rope_theta: float = 0.0
+    place_scale: float = 1.0
     rotary: Literal["mixed", "halves", "pairs"] = "mixed"
     window_layer: int = 0
     has_pre_norm: bool = False
@@ -325,4 +330,6 @@ class VisionSpec(msgspec.Struct, frozen=True):
             return round(self.num_patches * rate**2)
         if self.projection == "padded mlp":
             return (-(-(self.image_size // self.patch_size) // self.merge_factor)) ** 2
+        if self.projection == "mlp mean":
+            return (self.image_size // self.patch_size // self.merge_factor) ** 2
         return self.num_patches // self.merge_factor**2 + self.keeps_class_token

@@ -1,6 +1,7 @@
 """Images of models that split them are resized, split and put into prompts as by transformers."""
 
 import ast
+import functools
 import math
 import random
 from pathlib import Path
@@ -30,6 +31,7 @@ from engine.protocol.config.images import (
 )
 from PIL import Image, ImageOps
 from support.image_marks import COHERE_MARKS
+from support.own_code.perception_lm import perception_lm
 from support.vision_checkpoints import vision_directory
 from transformers.models.cohere2_vision.processing_cohere2_vision import Cohere2VisionProcessor
 from transformers.models.deepseek_ocr2.image_processing_pil_deepseek_ocr2 import (
@@ -361,3 +363,43 @@ def test_squares_of_step_equal_those_of_transformers():
         row = "(.)" * columns
         text = "".join(part if isinstance(part, str) else "." for part in parts)
         assert text == ";".join([row] * rows if cut else []) + "<.>"
+
+
+@pytest.mark.parametrize("kind", ["thumb+tile", "vanilla"])
+def test_images_of_perception_lm_equal_those_of_transformers(tmp_path, kind):
+    perception_lm(tmp_path)
+    config = ConfigFields.read(tmp_path / "config.json")
+    settings = {"vision_input_type": kind, "max_num_tiles": 6}
+    processor = read_image_processor(tmp_path, config, config.section("text_config"), settings)
+    # The module itself needs torchvision.
+    models = Path(transformers.__file__).parent / "models"
+    source = models / "perception_lm/image_processing_perception_lm.py"
+    tree = ast.parse(source.read_text())
+    [own] = [node for node in tree.body if isinstance(node, ast.ClassDef) and len(node.body) > 9]
+    own.body = [
+        node
+        for node in own.body
+        if isinstance(node, ast.FunctionDef) and node.name.startswith(("_f", "_get_image"))
+    ]
+    own.bases, own.decorator_list = [], []
+    known = {"math": math, "reduce": functools.reduce}
+    exec(compile(ast.Module([own], []), source, "exec"), known)
+    reference = known["PerceptionLMImageProcessor"]()
+    reference.max_num_tiles = 6
+    rng = random.Random(1)
+    sizes = [(1, 1), (20, 20), (21, 8), (40, 20), (20, 41), (300, 2), (3, 500), (640, 640)]
+    sizes += [(rng.randrange(1, 150), rng.randrange(1, 150)) for _ in range(60)]
+    for width, height in sizes:
+        pixels = np.random.default_rng(width).integers(0, 256, (height, width, 3), np.uint8)
+        image = Image.fromarray(pixels)
+        grid = reference._fit_image_to_canvas(width, height, 20)  # noqa: SLF001
+        grid = grid or reference._find_closest_aspect_ratio(width, height, 20)  # noqa: SLF001
+        expected = [image.resize((20, 20), Image.Resampling.BICUBIC)]
+        if kind == "thumb+tile":
+            columns, rows = grid
+            whole = image.resize((columns * 20, rows * 20), Image.Resampling.BICUBIC)
+            corners = [(20 * x, 20 * y) for y in range(rows) for x in range(columns)]
+            expected += [whole.crop((x, y, x + 20, y + 20)) for x, y in corners]
+        parts = process_image(image, processor)
+        assert [part.payload.pixels for part in parts] == [tile.tobytes() for tile in expected]
+        assert {(part.num_outputs, part.payload.mean[0]) for part in parts} == {(4, 0.5)}

@@ -29,6 +29,7 @@ from support.own_code.dots_ocr import dots_ocr
 from support.own_code.minicpm import minicpmv
 from support.own_code.model import OwnCodeModel
 from support.own_code.ovis2_5 import ovis2_5
+from support.own_code.perception_lm import perception_lm
 from support.own_code.phi3_v import phi3_v
 from support.own_code.step_vl import step_vl
 
@@ -43,6 +44,8 @@ MODELS: dict[str, Callable[[Path], OwnCodeModel]] = {
     "ovis2_5": ovis2_5,
     "ovis2_5-moe": partial(ovis2_5, architecture="Ovis2_6_MoeForCausalLM"),
     "ovis2_5-next": partial(ovis2_5, architecture="Ovis2_6_NextForCausalLM"),
+    "perception_lm": perception_lm,
+    "perception_lm-classless": partial(perception_lm, has_class=False),
     "phi3_v": phi3_v,
     "step_vl": step_vl,
     **{
@@ -56,6 +59,7 @@ PLACEHOLDERS = {
     "dots_ocr": "<|imgpad|>",
     "minicpmv": "<unk>",
     "ovis2_5": "<|image_pad|>",
+    "perception_lm": "<|image|>",
     "phi3_v": "<|image|>",
     "step_vl": "<im_patch>",
 }

@@ -63,6 +63,21 @@ def _mlp(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Projection:
     return lambda x_PD, num_columns: mlp(norm(side_by_side(x_PD, num_columns, spec.merge_factor)))
 
 
+def _mlp_mean(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Projection:
+    weights, factor = read(f"{_MLP}linear_1.weight"), spec.merge_factor
+    mlp = _two_products(spec, checkpoint, weights, spec.hidden_size)
+
+    def project(x_PD: Tensor, num_columns: int) -> Tensor:
+        x_PD = mlp(x_PD)
+        if factor == 1:
+            return x_PD
+        rows_DRC = x_PD.unflatten(0, (-1, num_columns)).movedim(-1, 0)
+        size = rows_DRC.shape[1] // factor, num_columns // factor
+        return F.adaptive_avg_pool2d(rows_DRC, size).flatten(1).T
+
+    return project
+
+
 def _padded_mlp(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Projection:
     factor = spec.merge_factor
     mlp = _two_products(spec, checkpoint, read(f"{_MLP}linear_1.weight"), _merged_size(spec))
@@ -300,6 +315,7 @@ _KINDS: Final[dict[str, Callable[[VisionSpec, Checkpoint, _Reader], Projection]]
     "class": _class,
     "probe": _probe,
     "mlp": _mlp,
+    "mlp mean": _mlp_mean,
     "padded mlp": _padded_mlp,
     "joined": _joined,
     "gated mlp": _gated_mlp,
