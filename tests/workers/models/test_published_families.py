@@ -19,7 +19,7 @@ from support.families.published import PUBLISHED, save_published
 from support.gguf_published import write_published
 from support.gguf_streams import write_streams
 from support.gguf_writer import write_gguf
-from support.quantized_checkpoints import FORMATS
+from support.quantized_checkpoints import FORMATS, quantize_directory
 
 pytestmark = pytest.mark.slow
 
@@ -260,3 +260,18 @@ def test_stacked_experts_may_be_quantized(kind, names, load, tmp_path):
         assert errors[:20].median() < 0.03
     else:
         assert errors.max() < 0.02
+
+
+@pytest.mark.parametrize("name", ["bnb-nf4-nested", "bnb-int8"])
+@pytest.mark.parametrize("load", [load_decoder, load_native_decoder])
+def test_fused_projections_of_bitsandbytes_give_the_logits_of_their_values(load, name, tmp_path):
+    reference = make_reference("phi3", tie_word_embeddings=True)
+    reference.save_pretrained(tmp_path)
+    reference.load_state_dict(quantize_directory(tmp_path, name), strict=False)
+    tokens = prompt(NUM_TOKENS)
+    logits, expected = (
+        Runner(load(tmp_path)).step({0: tokens})[0],
+        expected_logits(reference, tokens),
+    )
+    # The native backend rounds the scales of integers to float16.
+    assert torch.linalg.norm(logits - expected) <= 2e-3 * torch.linalg.norm(expected)
