@@ -279,6 +279,8 @@ _USUAL: dict[str, dict[str, Any]] = {
         "ffn_multipliers": [2.0] * 32,
     },
     "plm": {"hidden_act": "relu2"},
+    "rwkv6": {"model_type": "rwkv6"},
+    "rwkv7": {"model_type": "rwkv7"},
     "smallthinker": {
         "moe_ffn_hidden_size": 768,
         "moe_num_primary_experts": 64,

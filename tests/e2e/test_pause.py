@@ -11,9 +11,9 @@ import pytest
 from support.program import wait_until
 from support.server import Server, assert_nothing_is_held, default_model
 
-NUM_TOKENS = 300
+NUM_TOKENS = 800
 NUM_REQUESTS = 6
-LONGER_S = 1.0
+LONGER_S = 2.0
 """Seconds, longer than the requests take."""
 
 
@@ -120,16 +120,14 @@ def test_a_pause_aborts_by_default(server: Server, pool: ThreadPoolExecutor, pat
     assert [len(each) for each in tokens(late)] == [5] * NUM_REQUESTS
 
 
-def test_retracted_requests_are_computed_again(server: Server, pool: ThreadPoolExecutor) -> None:
+def test_retracted_requests_get_the_same_tokens(server: Server, pool: ThreadPoolExecutor) -> None:
     expected = tokens(start(server, pool))
     running = start(server, pool)
     wait_until_running(server)
     post(server, "/pause_generation", {"mode": "retract"})
+    assert not any(each.done() for each in running)
     post(server, "/continue_generation", {})
     assert tokens(running) == expected
-    wait_until(
-        lambda: server.metric("engine:num_preemptions_total") >= NUM_REQUESTS, what="all gave up"
-    )
 
 
 @pytest.mark.parametrize("title", ["core 0", "frontend 0"])
