@@ -54,13 +54,13 @@ from .message_checks import (
     is_valid_message,
     is_valid_output,
 )
+from .pause import Pause
 from .replay.dump_on_demand import dump_event_log
 from .replay.recorder import Setup, make_core_scheduler
 from .reporting.client_calls import answer_call
 from .reporting.client_updates import ClientUpdates
 from .reporting.kv_event_publisher import KVEventPublisher
 from .reporting.loss import report_loss
-from .reporting.pause import Pause
 from .reporting.preemption_advice import PreemptionAdvice
 from .reporting.request_times import RequestTimes
 from .reporting.stats_log import StatsLog

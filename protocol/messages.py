@@ -69,7 +69,7 @@ class PauseState(enum.IntEnum):
 
 
 class PauseMode(enum.StrEnum):
-    """What happens to unfinished requests when a core is paused, under vLLM's names.
+    """The treatment of unfinished requests when a core is paused, under vLLM's names.
 
     ABORT ends them, WAIT finishes them first, and KEEP continues them after the pause.
     """

@@ -120,14 +120,18 @@ def test_a_pause_aborts_by_default(server: Server, pool: ThreadPoolExecutor, pat
     assert [len(each) for each in tokens(late)] == [5] * NUM_REQUESTS
 
 
-def test_retracted_requests_get_the_same_tokens(server: Server, pool: ThreadPoolExecutor) -> None:
+def test_retracted_requests_are_computed_again(server: Server, pool: ThreadPoolExecutor) -> None:
     expected = tokens(start(server, pool))
+    before = server.metric("engine:num_preemptions_total")
     running = start(server, pool)
     wait_until_running(server)
     post(server, "/pause_generation", {"mode": "retract"})
     assert not any(each.done() for each in running)
     post(server, "/continue_generation", {})
     assert tokens(running) == expected
+    wait_until(
+        lambda: server.metric("engine:num_preemptions_total") > before, what="requests gave up"
+    )
 
 
 @pytest.mark.parametrize("title", ["core 0", "frontend 0"])

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import json
 import math
 import random
 from pathlib import Path
@@ -11,15 +12,20 @@ import msgspec
 import numpy as np
 import pytest
 import transformers
+from engine.frontend.media.frame_sampling import Sampling, sample_frames
 from engine.frontend.media.layouts.covers import cover
+from engine.frontend.media.layouts.frames import fit_frames
 from engine.frontend.media.layouts.grids import canvas, views
 from engine.frontend.media.layouts.pixels import Tile
+from engine.frontend.media.layouts.single_frames import single_frames
 from engine.frontend.media.layouts.slices import slices
 from engine.frontend.media.layouts.thumbnails import thumbnail
 from engine.frontend.media.layouts.tiles import mosaic
 from engine.frontend.media.media_reader import MediaReader, ReaderConfig
 from engine.frontend.media.processor import process_image
+from engine.frontend.media.video_files import open_video
 from engine.frontend.model_source.images.read import read_image_processor
+from engine.frontend.model_source.images.videos import read_video_processor
 from engine.protocol.checkpoint.config_fields import ConfigFields
 from engine.protocol.config.images import (
     CoverProcessor,
@@ -45,6 +51,7 @@ from transformers.models.minicpmv4_6.processing_minicpmv4_6 import MiniCPMV4_6Pr
 from transformers.models.mllama.image_processing_pil_mllama import MllamaImageProcessorPil
 from transformers.models.ovis2.image_processing_pil_ovis2 import Ovis2ImageProcessorPil
 from transformers.models.ovis2.processing_ovis2 import Ovis2Processor
+from transformers.video_utils import VideoMetadata, default_sample_indices_fn
 
 pytestmark = pytest.mark.slow
 
@@ -403,3 +410,23 @@ def test_images_of_perception_lm_equal_those_of_transformers(tmp_path, kind):
         parts = process_image(image, processor)
         assert [part.payload.pixels for part in parts] == [tile.tobytes() for tile in expected]
         assert {(part.num_outputs, part.payload.mean[0]) for part in parts} == {(4, 0.5)}
+
+
+def test_each_frame_of_perception_lm_is_one_tile(tmp_path):
+    perception_lm(tmp_path)
+    sizes = {"size": {"height": 20, "width": 20}}
+    (tmp_path / "video_preprocessor_config.json").write_text(json.dumps(sizes))
+    config = ConfigFields.read(tmp_path / "config.json")
+    processor = read_video_processor(tmp_path, config, config.section("text_config"), {})
+    pixels = np.random.default_rng(1).integers(0, 256, (40, 30, 50, 3), np.uint8)
+    frames = [Image.fromarray(frame) for frame in pixels]
+    fit = functools.partial(fit_frames, config=processor, max_outputs=1000)
+    video = open_video(frames, Sampling(2.0), "v", processor, fit)
+    tiles = [part for part in single_frames(video, processor) if isinstance(part, Tile)]
+    resized = [frame.resize((20, 20), Image.Resampling.BICUBIC) for frame in frames]
+    assert [tile.payload.pixels for tile in tiles] == [each.tobytes() for each in resized]
+    assert {(tile.num_outputs, tile.payload.mean[0]) for tile in tiles} == {(4, 0.5)}
+    assert processor.token_id == config.integer("video_token_id")
+    metadata = VideoMetadata(total_num_frames=90, fps=30.0, duration=3.0)
+    expected = default_sample_indices_fn(metadata, num_frames=32)
+    assert sample_frames(90, 30.0, processor) == expected.tolist()

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from ...protocol.arrays import int32_view
-from ...protocol.messages import (
+from ..protocol.arrays import int32_view
+from ..protocol.messages import (
     AbortByID,
     AbortRequests,
     AddRequests,
@@ -26,9 +26,9 @@ from ...protocol.messages import (
     PauseUpdate,
     ResumeGeneration,
 )
-from ...protocol.transport import Hub
-from ..scheduler.interface import SchedulerInterface
-from .client_calls import ABORTED
+from ..protocol.transport import Hub
+from .reporting.client_calls import ABORTED
+from .scheduler.interface import SchedulerInterface
 
 
 class Pause:
