@@ -1,4 +1,4 @@
-"""Pausing: a core that computes nothing until an operator resumes it."""
+"""The pause of a core, which computes nothing until an operator resumes it."""
 
 from __future__ import annotations
 

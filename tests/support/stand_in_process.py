@@ -64,6 +64,15 @@ def main() -> int:
         while not stop.requested:
             time.sleep(0.005)
         return 0
+
+    def crash_if_told() -> None:
+        if behavior == "crash-on-signal" and (
+            Path(f"{config.run_dir}.die").exists() or Path(f"{config.run_dir}.die {name}").exists()
+        ):
+            os.kill(os.getpid(), signal.SIGSEGV)
+
+    # Later lives crash before they are ready: a frontend that crashes afterwards may be restarted without limit.
+    crash_if_told()
     if name.startswith("frontend"):
         # A frontend is ready when it has received a token, and therefore when core and worker are ready.
         while not stop.requested and not all(
@@ -79,8 +88,7 @@ def main() -> int:
     )
     threading.Thread(target=beat, args=(config, name, heartbeat), daemon=True).start()
     while behavior == "crash-on-signal" and not stop.requested:
-        if Path(f"{config.run_dir}.die").exists() or Path(f"{config.run_dir}.die {name}").exists():
-            os.kill(os.getpid(), signal.SIGSEGV)
+        crash_if_told()
         time.sleep(0.005)
     while behavior == "stubborn" or not stop.requested:
         if name.startswith("worker") and cores_stopped.exists():

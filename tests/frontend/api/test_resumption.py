@@ -111,8 +111,8 @@ def test_a_stream_continues_at_every_event(
     response = frontend.post(path, **body_of(path, **fields))
     assert response.status_code == 200, response.text
     whole = events_of(response.text)
-    # A busy machine sends several tokens in one event.
-    assert len(whole) > 2 and whole[-1][1] == "[DONE]"
+    # A busy machine sends several tokens in one event, or all of them.
+    assert len(whole) > 1 and whole[-1][1] == "[DONE]"
     places = [place for place, (event_id, _) in enumerate(whole) if event_id]
     if path == CHAT and "tools" in fields:
         [answer] = merged(whole)
