@@ -21,6 +21,7 @@ TOOLS = [
                 "type": "object",
                 "properties": {"city": {"type": "string", "maxLength": 40}},
                 "required": ["city"],
+                "additionalProperties": False,
             },
         },
     }
