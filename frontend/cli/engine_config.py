@@ -8,10 +8,11 @@ import os
 import socket
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
+from ...protocol.checkpoint.config_fields import ConfigFields
 from ...protocol.checkpoint.model_dimensions import check_parallel
 from ...protocol.cluster_key import load_cluster_key
 from ...protocol.config import (
@@ -399,7 +400,26 @@ def _speculation(
 
     options = ModelOptions(model=speculative.model, download_dir=download_dir)
     _, path = find_checkpoint(options, Console())
-    return msgspec.structs.replace(speculative, model=os.path.abspath(path))
+    method = speculative.method
+    if method is ProposerMethod.DRAFT_MODEL:
+        method = _method_of_checkpoint(Path(path)) or method
+    return msgspec.structs.replace(speculative, method=method, model=os.path.abspath(path))
+
+
+_METHODS_OF_HEADS: Final = {
+    "Assistant": ProposerMethod.MTP,
+    "Eagle3": ProposerMethod.EAGLE3,
+}
+"""Parts of the names of architectures that are heads, for configurations without a method, as in vLLM."""
+
+
+def _method_of_checkpoint(path: Path) -> ProposerMethod | None:
+    """Return the method for a head in this directory; None for a draft model."""
+    names = ConfigFields.read_if_present(path / "config.json").get("architectures") or []
+    for part, method in _METHODS_OF_HEADS.items():
+        if any(part in str(name) for name in names):
+            return method
+    return None
 
 
 def _check_gpus(device: Device, parallel: ParallelConfig) -> None:

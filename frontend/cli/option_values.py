@@ -223,10 +223,14 @@ def _speculative(text: str) -> SpeculativeConfig | None:
         raise ValueError(
             f"method {method!r} is not supported; use one of {', '.join(ProposerMethod)}"
         )
-    if ProposerMethod(method).has_own_checkpoint != ("model" in fields):
+    chosen = ProposerMethod(method)
+    if (chosen.needs_checkpoint and "model" not in fields) or (
+        "model" in fields and not chosen.may_have_checkpoint
+    ):
         raise ValueError(
             "methods 'draft_model', 'eagle' and 'eagle3' need the field model (a draft model with the same "
-            f"tokenizer, or a head for this model), and other methods must not have it; got {text}"
+            "tokenizer, or a head for this model), 'mtp' may have it (the assistant of a Gemma 4), and other methods "
+            f"must not; got {text}"
         )
     config: SpeculativeConfig = _convert(fields, SpeculativeConfig)
     return config if config.num_speculative_tokens else None

@@ -44,7 +44,7 @@ class ProposerMethod(enum.StrEnum):
     @property
     def runs_model(self) -> bool:
         """True if the proposer runs a model or a layer, which writes its own KV entries."""
-        return self.reads_hidden_states or self.has_own_checkpoint
+        return self.reads_hidden_states or self.needs_checkpoint
 
     @property
     def reads_hidden_states(self) -> bool:
@@ -52,9 +52,14 @@ class ProposerMethod(enum.StrEnum):
         return self in (ProposerMethod.EAGLE, ProposerMethod.EAGLE3, ProposerMethod.MTP)
 
     @property
-    def has_own_checkpoint(self) -> bool:
-        """True if the proposer has its own checkpoint."""
+    def needs_checkpoint(self) -> bool:
+        """True if the proposer always has its own checkpoint."""
         return self in _METHODS_WITH_CHECKPOINT
+
+    @property
+    def may_have_checkpoint(self) -> bool:
+        """True if the proposer may have its own checkpoint."""
+        return self.needs_checkpoint or self is ProposerMethod.MTP
 
 
 _METHODS_WITH_CHECKPOINT: Final = (
@@ -71,7 +76,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     `suffix` counts the tokens that followed all such occurrences, also in recent answers to other requests, and
     proposes the most frequent (SuffixDecoding, arXiv 2411.04975). `draft_model` runs a smaller model with the same
     vocabulary. `eagle` (arXiv 2401.15077), `eagle3` (arXiv 2503.01840) and `mtp` run a layer that reads the model's
-    hidden states. EAGLE heads have their own checkpoint; for `mtp` the model's checkpoint contains the layer.
+    hidden states. EAGLE heads have their own checkpoint. For `mtp`, the model's checkpoint contains the layer, or
+    `model` is the assistant of a Gemma 4, a small model that also reads the model's KV cache.
 
     Attributes:
         num_speculative_tokens: The maximum number of proposed tokens per step. The scheduler may use fewer for a
@@ -79,7 +85,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
         adaptive: True if the number of drafts of each request follows its acceptance rate and the cost of verification.
             If false, it is always the maximum.
         prompt_lookup_min: The minimum number of tokens that must match.
-        model: The directory or file of the draft model or the EAGLE head.
+        model: The directory or file of the draft model, the EAGLE head or the assistant.
         suffix_decoding_max_tree_depth: The length in tokens above which a longer match counts no more.
         suffix_decoding_max_cached_requests: The number of earlier answers that are searched; 0 searches only the
             request's own tokens.

@@ -9,9 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.draft_heads import add_qwen3_5_layer, write_eagle3_head
+from support.draft_heads import (
+    GEMMA4,
+    add_qwen3_5_layer,
+    write_assistant,
+    write_eagle3_head,
+)
 from support.server import Server, assert_nothing_is_held
-from support.tiny_checkpoints import layers_directory, qwen3_directory
+from support.tiny_checkpoints import (
+    layers_directory,
+    qwen3_directory,
+    random_model,
+    sentencepiece_tokenizer,
+)
 
 FLAGS = (
     *("--dtype", "float32", "--served-model-name", "tiny", "--cpu-backend", "native"),
@@ -43,7 +53,21 @@ def mtp_of_recurrent_model_in_two_stages(path: Path) -> tuple[Path, list[str], d
     return path, ["-pp", "2"], {"method": "mtp"}
 
 
-@pytest.mark.parametrize("make", [eagle3_on_two_ranks, mtp_of_recurrent_model_in_two_stages])
+def assistant_on_four_ranks(path: Path) -> tuple[Path, list[str], dict[str, Any]]:
+    """Return a Gemma 4 whose last layers share keys and values, flags, and the fields that choose its assistant."""
+    tokenizer, fields = sentencepiece_tokenizer(), GEMMA4 | {"num_kv_shared_layers": 2}
+    model = random_model("Gemma4TextConfig", "Gemma4ForCausalLM", fields, tokenizer)
+    model.save_pretrained(path / "model")
+    tokenizer.save_pretrained(path / "model")
+    write_assistant(path / "assistant", model.config, fields)
+    flags = ["-tp", "2", "-pp", "2"]
+    return path / "model", flags, {"method": "mtp", "model": str(path / "assistant")}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [eagle3_on_two_ranks, mtp_of_recurrent_model_in_two_stages, assistant_on_four_ranks],
+)
 def test_drafting_heads_do_not_change_answers(tmp_path: Path, make: Any) -> None:
     path, flags, fields = make(tmp_path)
     rng = random.Random(5)

@@ -13,6 +13,21 @@ from torch import Tensor, nn
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 
+GEMMA4 = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "layer_types": (["sliding_attention"] * 2 + ["full_attention"]) * 2,
+    "sliding_window": 10,
+    "hidden_size_per_layer_input": 0,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+}
+
 
 class Fusion(nn.Module):
     """The product that begins a head, and the norms before it."""
@@ -233,3 +248,78 @@ def write_speculators_head(
     tensors |= head.mapping | {"embed_tokens.weight": embedding_VD}
     save_file(tensors, directory / "model.safetensors")
     return head, embedding_VD
+
+
+def write_assistant(
+    directory: Path,
+    target: transformers.PretrainedConfig,
+    fields: dict[str, Any],
+    kind: str = "Gemma4",
+    *,
+    has_clusters: bool = False,
+) -> transformers.PreTrainedModel:
+    """Write an assistant with a smaller hidden size for a Gemma 4, which was made from `fields`. Return it."""
+    text = getattr(transformers, f"{kind}TextConfig")(
+        **{
+            **fields,
+            "vocab_size": target.vocab_size,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_attention_heads": 2 * target.num_attention_heads,
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "num_kv_shared_layers": 3,
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 0,
+            "use_double_wide_mlp": False,
+            "enable_moe_block": False,
+        }
+    )
+    num_clusters = next(n for n in range(8, 64) if target.vocab_size % n == 0)
+    config = getattr(transformers, f"{kind}AssistantConfig")(
+        text_config=text,
+        backbone_hidden_size=target.hidden_size,
+        use_ordered_embeddings=has_clusters,
+        num_centroids=num_clusters,
+        centroid_intermediate_top_k=3,
+    )
+    assistant = getattr(transformers, f"{kind}AssistantForCausalLM")(config)
+    randomize(assistant)
+    for layer in assistant.model.layers:
+        layer.layer_scalar.fill_(0.7)
+    if has_clusters:
+        ordering = assistant.masked_embedding.token_ordering
+        ordering.copy_(torch.randperm(len(ordering)))
+    assistant.save_pretrained(directory)
+    return assistant
+
+
+@torch.no_grad()
+def assistant_drafts(
+    model: transformers.PreTrainedModel,
+    assistant: transformers.PreTrainedModel,
+    tokens: list[int],
+    count: int,
+) -> list[int]:
+    """Return the drafts of an assistant of Gemma 4 after all tokens, the last of which the model has not computed."""
+    outputs = model.model(
+        torch.tensor([tokens[:-1]]), output_hidden_states=True, return_shared_kv_states=True
+    )
+    window = model.config.sliding_window
+    shared = dict(outputs.shared_kv_states)
+    # Layers with a window may have dropped keys before it.
+    shared["sliding_attention"] = tuple(
+        each[:, :, -window:] for each in shared["sliding_attention"]
+    )
+    hidden = outputs.last_hidden_state[:, -1:]
+    drafts: list[int] = []
+    for _ in range(count):
+        embedded = model.get_input_embeddings()(torch.tensor([[[*tokens, *drafts][-1]]]))
+        outputs = assistant(
+            inputs_embeds=torch.cat((embedded, hidden), -1),
+            position_ids=torch.tensor([[len(tokens) - 1]]),
+            shared_kv_states=shared,
+        )
+        drafts.append(int(outputs.logits[0, 0].argmax()))
+        hidden = outputs.last_hidden_state
+    return drafts

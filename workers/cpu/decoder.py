@@ -344,11 +344,15 @@ class NativeDecoder:
     def choose_among(
         self, ids_C: Tensor, logits_SC: Tensor, slots_S: Int32Array, positions_S: Int32Array
     ) -> Tensor:
-        """Return the tokens, int64 [S], that the requests sample from `ids_C`; all other logits are -inf."""
+        """Return the tokens, int64 [S], that the requests sample from `ids_C`; all other logits are -inf.
+
+        Each row may have its own tokens, [S, C].
+        """
+        ids_SC = ids_C.expand(logits_SC.shape)
         if self._sampler.describe(slots_S).takes_most_likely:
-            return ids_C[logits_SC.argmax(1)]
+            return ids_SC.gather(1, logits_SC.argmax(1, keepdim=True))[:, 0]
         logits_SV = np.full((len(slots_S), self.spec.num_token_ids), -np.inf, np.float32)
-        logits_SV[:, ids_C.numpy()] = float32_array(logits_SC)
+        np.put_along_axis(logits_SV, ids_SC.numpy(), float32_array(logits_SC), 1)
         return as_tensor(self._sampler.sample(logits_SV, slots_S, positions_S).token_ids)
 
     def join_round(self) -> None:

@@ -52,7 +52,7 @@ class KVCache:
         self._device = device
         own_layers = model.spec.layers[model.shard.layers.start : model.shard.layers.stop]
         self._group_of_cache = [group for layer in own_layers for group in layer.cache_groups]
-        self._attention_by_group = _attention_by_group(own_layers, model)
+        self._attention_by_group = attention_by_group(own_layers, model)
         self._places = _places(own_layers, model)
         self._num_tensors = 1 + max((place.tensor for place in self._places), default=0)
         self.windows_by_group = windows_by_group(own_layers, len(self.groups))
@@ -303,8 +303,8 @@ def _places(layers: Sequence[LayerSpec], model: Model) -> list[_Place]:
     return places
 
 
-def _attention_by_group(layers: Sequence[LayerSpec], model: Model) -> list[PagedAttention]:
-    """Return the attention of each group's layers, which have equal heads."""
+def attention_by_group(layers: Sequence[LayerSpec], model: Model) -> list[PagedAttention]:
+    """Return the attention of each group's layers, which have equal heads. `layers` are all or some of the model's."""
     by_group = {
         layer.kv_cache_group: model.attention.for_layer(model.spec.for_layer(layer), model.shard)
         for layer in layers

@@ -107,10 +107,10 @@ class ModelRunner:
                 config, model, kv_cache, device, on_progress, accelerator
             )
         elif speculative.method.reads_hidden_states:
-            from .drafting.draft_head import DraftHead
+            from .drafting.heads import load_head
 
             dtype = torch_dtype(configured_dtype(config.model.dtype))
-            self._draft_model = DraftHead(
+            self._draft_model = load_head(
                 config,
                 model,
                 kv_cache,

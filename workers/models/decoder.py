@@ -312,10 +312,13 @@ class Decoder(TorchDecoder):
     def choose_among(
         self, ids_C: Tensor, logits_SC: Tensor, slots_S: Int32Array, positions_S: Int32Array
     ) -> Tensor:
-        """Return the tokens, int64 [S], that the requests would sample if only the tokens `ids_C` had logits."""
+        """Return the tokens, int64 [S], that the requests would sample if only the tokens `ids_C` had logits.
+
+        Each row may have its own tokens, [S, C].
+        """
         shape = len(slots_S), self.spec.vocab_size
         logits_SV = torch.full(shape, -torch.inf, device=logits_SC.device)
-        logits_SV[:, ids_C] = logits_SC.float()
+        logits_SV.scatter_(1, ids_C.expand(logits_SC.shape), logits_SC.float())
         return self._sampler.predict(logits_SV, slots_S, positions_S)
 
     @torch.inference_mode()

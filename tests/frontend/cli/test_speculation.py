@@ -42,3 +42,15 @@ def test_speculation_is_on_by_default_where_supported(tmp_path: Path) -> None:
     heads = '{"method": "eagle3", "model": "head", "num_speculative_tokens": 1}'
     with pytest.raises(ConfigError, match="the method eagle3 needs --pipeline-parallel-size 1"):
         drafts("--device=cpu", "-pp=2", "--speculative-config", heads)
+    assistant = tmp_path / "assistant"
+    assistant.mkdir()
+    (assistant / "model.safetensors").write_bytes(b"")
+    config = {"architectures": ["Gemma4AssistantForCausalLM"]}
+    (assistant / "config.json").write_text(json.dumps(config))
+    # Without a method, the checkpoint says what it is.
+    for method in ({"method": "mtp"}, {"method": "gemma4_mtp"}, {}):
+        fields = json.dumps({"model": str(assistant), "num_speculative_tokens": 3} | method)
+        for argv in (["--device=cpu", "-pp=2"], ["--device=cuda"]):
+            assert drafts(*argv, "--speculative-config", fields) == SpeculativeConfig(
+                3, ProposerMethod.MTP, model=str(assistant)
+            )

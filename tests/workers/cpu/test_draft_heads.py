@@ -19,10 +19,13 @@ from engine.protocol.errors import CheckpointError, ConfigError
 from engine.workers.execution import torch_loader
 from safetensors.torch import load_file, save_file
 from support.draft_heads import (
+    GEMMA4,
     Fusion,
     add_qwen3_5_layer,
     add_tensors,
+    assistant_drafts,
     randomize,
+    write_assistant,
     write_eagle3_head,
     write_eagle_head,
     write_speculators_head,
@@ -80,6 +83,8 @@ class Head(NamedTuple):
     has_states: bool = False
     token_ids: Tensor | None = None
     """The tokens of the logits, if the head has an output projection of its own."""
+    drafts: Callable[[list[int]], list[int]] | None = None
+    """Returns the drafts after tokens, in place of `run`."""
 
 
 def run_layer(layer: nn.Module, rope: nn.Module, hidden_TD: Tensor) -> Tensor:
@@ -253,7 +258,36 @@ def eagle3_of_speculators(path: Path) -> Head:
     )
 
 
-HEADS = [eagle, eagle3, eagle3_of_speculators, glm_mtp, deepseek_mtp, mimo_mtp, qwen3_5_mtp]
+def assistant(path: Path) -> Head:
+    """The assistant of a Gemma 4 like E4B, whose last layers share keys and values, with clusters of tokens."""
+    fields = GEMMA4 | {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8}
+    return write_gemma4(path, fields, "Gemma4", has_clusters=True)
+
+
+def unified_assistant(path: Path) -> Head:
+    """The assistant of a Gemma 4 like 12B, whose full attention has fewer heads and uses keys as values."""
+    fields = GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+    return write_gemma4(path, fields, "Gemma4Unified", has_clusters=False)
+
+
+def write_gemma4(path: Path, fields: dict[str, Any], kind: str, *, has_clusters: bool) -> Head:
+    model = write_model(path, f"{kind}TextConfig", f"{kind}ForCausalLM", fields)
+    directory = path / "assistant"
+    made = write_assistant(directory, model.config, fields, kind, has_clusters=has_clusters)
+    return Head(
+        model,
+        path,
+        SpeculativeConfig(3, ProposerMethod.MTP, model=str(directory)),
+        lambda embedded_TD, hidden_TD: (embedded_TD, hidden_TD),
+        drafts=lambda tokens: assistant_drafts(model, made, tokens, NUM_DRAFTS),
+    )
+
+
+HEADS = [
+    *(eagle, eagle3, eagle3_of_speculators),
+    *(glm_mtp, deepseek_mtp, mimo_mtp, qwen3_5_mtp),
+    *(assistant, unified_assistant),
+]
 
 
 @pytest.fixture(scope="module", params=HEADS, ids=lambda make: make.__name__)
@@ -278,6 +312,8 @@ def read_states(head: Head, tokens: list[int]) -> Tensor:
 @torch.no_grad()
 def predict(head: Head, tokens: list[int]) -> tuple[list[int], list[Tensor]]:
     """Return the drafts after all tokens, and their logits. The model has computed all tokens except the last."""
+    if head.drafts is not None:
+        return head.drafts(tokens), []
     embed = head.embed or head.model.get_input_embeddings()
     hidden_TD = head.project(read_states(head, tokens[:-1]))
     drafts: list[int] = []
@@ -298,8 +334,8 @@ def steps(request: pytest.FixtureRequest, head: Head, monkeypatch: pytest.Monkey
     accelerator = None
     if request.param == "device":
         accelerator = HostAccelerator()
-        if not hasattr(head.model.config, "n_routed_experts"):
-            # Experts in torch cannot be captured on a CPU.
+        if not hasattr(head.model.config, "n_routed_experts") and head.drafts is None:
+            # Experts in torch, and caches of layers with different heads, cannot be captured on a CPU.
             monkeypatch.setattr(torch_loader, "attention_backend", GraphTorchPaged)
     backend = CPUBackend.NATIVE if request.param == "native" else CPUBackend.TORCH
     device = DeviceConfig(cpu_backend=backend)
@@ -374,6 +410,21 @@ def test_drafting_heads_for_another_model_are_rejected(head: Head, tmp_path: Pat
     other = SpeculativeConfig(3, ProposerMethod.EAGLE, model=str(tmp_path))
     with pytest.raises(ConfigError, match="hidden size is 128, the model's is 64"):
         Steps(head.path, wide.config.vocab_size, head.block_size, speculative=other)
+
+
+def test_assistants_of_another_model_are_refused(tmp_path: Path) -> None:
+    head = assistant(tmp_path)
+    file = tmp_path / "assistant" / "config.json"
+    config = json.loads(file.read_text())
+    other = write_model(tmp_path / "other", "LlamaConfig", "LlamaForCausalLM", {})
+    for path, fields, error, reason in (
+        (head.path, {"architectures": ["LlamaForCausalLM"]}, CheckpointError, "not an assistant"),
+        (head.path, {"centroid_intermediate_top_k": 20}, CheckpointError, "20 of its 19 clusters"),
+        (tmp_path / "other", {}, CheckpointError, "no layer of sliding attention"),
+    ):
+        file.write_text(json.dumps(config | fields))
+        with pytest.raises(error, match=reason):
+            Steps(path, other.config.vocab_size, BLOCK_SIZE, speculative=head.speculative)
 
 
 def test_eagle3_heads_that_cannot_be_served_are_refused(tmp_path: Path) -> None:

@@ -51,6 +51,7 @@ class Fusion:
         name: str,
     ) -> None:
         self._layout, self._target, self._embed = layout, target, embed
+        self._dtype, self._device, self._num_threads = dtype, device, num_threads
         self._size, self._eps = layout.spec.hidden_size, layout.spec.norm_eps
         self._target_size = target.spec.hidden_size
         stored = translate_names(checkpoint.names(), layout.tensor_names)
@@ -64,26 +65,25 @@ class Fusion:
             weight = read(name)
             return None if weight is None else weight + layout.spec.norm_weight_offset
 
-        if head_layouts.EMBEDDING not in stored and self._size != self._target_size:
+        self._project_back: Callable[[Tensor], Tensor] | None = None
+        # The size of the embeddings and hidden states that are combined.
+        size = self._size
+        if head_layouts.OUTPUT_PROJECTION in stored:
+            size = self._target_size
+            self._project_back = self._read_product(
+                checkpoint, stored[head_layouts.OUTPUT_PROJECTION], (size, self._size), name
+            )
+        self._state_size = size
+        if head_layouts.EMBEDDING not in stored and size != self._target_size:
             raise ConfigError(
                 f"{name}: the head's hidden size is {self._size}, the model's is {self._target_size}, and "
                 "the head has no embedding; use a head for this model"
             )
         if head_layouts.PROJECTION not in stored:
             raise checkpoint.missing("fc.weight")
-        matrix = checkpoint.tensor(stored[head_layouts.PROJECTION], dtype)
         width = target.kept_width - self._target_size
-        shape = self._size, width if layout.projects_states else self._size + self._target_size
-        if matrix.shape != shape:
-            raise ConfigError(
-                f"{name}: the projection has the shape {tuple(matrix.shape)}, not {shape}; use a head for "
-                "this model"
-            )
-        self._project: Callable[[Tensor], Tensor]
-        if num_threads:
-            self._project = NativeProduct(matrix, num_threads)
-        else:
-            self._project = partial(_project, matrix.to(device))
+        shape = self._size, width if layout.projects_states else size + self._target_size
+        self._project = self._read_product(checkpoint, stored[head_layouts.PROJECTION], shape, name)
         self._bias = read(head_layouts.PROJECTION_BIAS)
         self._embedding_norm = norm(head_layouts.EMBEDDING_NORM)
         self._hidden_norm = norm(head_layouts.HIDDEN_NORM)
@@ -92,6 +92,20 @@ class Fusion:
             embedding_VD = checkpoint.tensor(stored[head_layouts.EMBEDDING], dtype).to(device)
             if not self._equals_target(embedding_VD):
                 self._embedding_VD = embedding_VD
+
+    def _read_product(
+        self, checkpoint: Checkpoint, stored: str, shape: tuple[int, int], name: str
+    ) -> Callable[[Tensor], Tensor]:
+        """Return the product with a stored matrix, which must have this shape."""
+        matrix = checkpoint.tensor(stored, self._dtype)
+        if matrix.shape != shape:
+            raise ConfigError(
+                f"{name}: the projection has the shape {tuple(matrix.shape)}, not {shape}; use a head for "
+                "this model"
+            )
+        if self._num_threads:
+            return NativeProduct(matrix, self._num_threads)
+        return partial(_project, matrix.to(self._device))
 
     def _equals_target(self, embedding_VD: Tensor) -> bool:
         """Return whether the head's embedding equals the model's, judged by samples.
@@ -117,10 +131,19 @@ class Fusion:
         return self._projected(states.contiguous()) if layout.projects_states else states
 
     def read_own(self, hidden_TE: Tensor) -> Tensor:
-        """Return the part of the head's own hidden states [T, 2 D] that its next pass reads, [T, D]."""
+        """Return the part of the head's own hidden states [T, 2 D] that its next pass reads, [T, D].
+
+        With an output projection, they have the hidden size of the model.
+        """
+        if self._project_back is not None:
+            return self._project_back(hidden_TE[:, : self._size].contiguous())
         if self._layout.returns_normed:
             return hidden_TE[:, : self._size]
         return hidden_TE[:, self._size :]
+
+    def no_states(self, num_tokens: int) -> Tensor:
+        """Return zeros in place of the hidden states of `num_tokens` tokens, float32 [T, D]."""
+        return torch.zeros((num_tokens, self._state_size), device=self._device)
 
     def fuse(self, embedded_TD: Tensor, hidden_TD: Tensor) -> Tensor:
         """Return the input of the head's layer, [T, D] or [T, 3 D]."""

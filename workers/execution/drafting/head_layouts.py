@@ -29,6 +29,7 @@ EMBEDDING_NORM: Final = "embedding_norm.weight"
 HIDDEN_NORM: Final = "hidden_norm.weight"
 PROJECTION: Final = "projection.weight"
 PROJECTION_BIAS: Final = "projection.bias"
+OUTPUT_PROJECTION: Final = "output_projection.weight"
 TOKEN_OFFSETS: Final = "token_offsets"
 
 _EAGLE3_NAMES: Final = re.compile(
@@ -50,6 +51,10 @@ class HeadLayout(msgspec.Struct, frozen=True):
     If `projects_states`, the projection reads only hidden states of the model and reduces them to one. The layer then
     reads the concatenation of the embedding and that hidden state, both normed. It adds its output to the hidden state,
     normed if `adds_to_normed`.
+
+    If `reads_cache`, the layers have no keys and values. The `kv_source` of each is a layer of the model. Such a head
+    may have another hidden size than the model, and an output projection between the two. If `num_chosen_clusters` is
+    not 0, it computes only the logits of that many clusters of tokens.
     """
 
     spec: ModelSpec
@@ -59,6 +64,8 @@ class HeadLayout(msgspec.Struct, frozen=True):
     returns_normed: bool = False
     projects_states: bool = False
     adds_to_normed: bool = False
+    reads_cache: bool = False
+    num_chosen_clusters: int = 0
 
 
 def read_layout(
@@ -108,7 +115,7 @@ def _read_eagle(checkpoint: Checkpoint) -> HeadLayout:
     first = replace(spec.layers[0], norms=replace(spec.norms, attention_input=None))
     others = (r"^(model\.)?(fc|embed_tokens|lm_head|norm)\..*", "")
     spec = replace(
-        _headless(spec),
+        headless(spec),
         layers=(first, *spec.layers[1:]),
         has_final_norm=False,
         tensor_names=(*spec.tensor_names, others),
@@ -154,7 +161,7 @@ def _read_eagle3(checkpoint: Checkpoint) -> HeadLayout:
     )
     inside = (layer, "layers.0.")
     spec = replace(
-        _headless(spec),
+        headless(spec),
         layers=(first, *spec.layers[1:]),
         has_head=any(name.endswith("lm_head.weight") for name in stored),
         tensor_names=(
@@ -251,7 +258,7 @@ def _mtp_layout(target: ModelSpec, names: _MTPNames) -> HeadLayout:
         names.projection: "projection.",
     }
     spec = replace(
-        _headless(target),
+        headless(target),
         layers=(_attending(target),),
         tensor_names=(
             (rf"^(?!(.*\.)?{names.start}).*", ""),
@@ -276,7 +283,8 @@ def _attending(target: ModelSpec) -> LayerSpec:
     return replace(layers[-1] if layers else target.layers[-1], kv_source=None)
 
 
-def _headless(spec: ModelSpec) -> ModelSpec:
+def headless(spec: ModelSpec) -> ModelSpec:
+    """Return a spec without embedding, output projection and encoder."""
     return replace(
         spec,
         has_embedding=False,

@@ -1,0 +1,83 @@
+"""Load the drafting head that the configuration names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ....protocol.config import EngineConfig, ProposerMethod
+from ...cpu.decoder import NativeDecoder
+from ...layers.spec import ModelSpec
+from ...loaders import Checkpoint, open_checkpoint
+from ...models.weights import weight_reader
+from ..kv_cache import KVCache
+from ..model_loader import Model
+from .assistant import read_assistant
+from .draft_head import DraftHead, method_name
+from .head_layouts import read_layout
+from .head_target import head_target
+from .shared_cache_head import SharedCacheHead
+
+
+def load_head(
+    config: EngineConfig,
+    model: Model,
+    target_cache: KVCache,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    on_progress: Callable[[int, int], None],
+    *,
+    in_torch: bool,
+) -> DraftHead:
+    """Load the head of `--speculative-config`.
+
+    Args:
+        config: The configuration of the engine.
+        model: The model, which keeps the hidden states that the head reads.
+        target_cache: Its KV cache, without memory.
+        checkpoint: The model's checkpoint, which contains the head unless the configuration names another one.
+        dtype: The dtype of float weights.
+        on_progress: Called with (loaded bytes, total bytes).
+        in_torch: If false, the head runs natively, unless it reads the cache of a model in torch.
+
+    Raises:
+        CheckpointError: The head is not supported, or its files are damaged.
+        ConfigError: The head does not fit the model.
+    """
+    speculative = config.scheduler.speculative
+    assert speculative is not None
+    target = head_target(model, method_name(config))
+    embed: Callable[[Tensor], Tensor] = target.embed
+    if not model.shard.is_first:
+        embed = _read_embedding(target.spec, checkpoint, dtype)
+    if speculative.model is not None:
+        checkpoint = open_checkpoint(speculative.model)
+    if speculative.method is ProposerMethod.MTP and speculative.model is not None:
+        layout = read_assistant(target.spec, checkpoint)
+    else:
+        layout = read_layout(speculative, target.spec, checkpoint)
+    parts = (config, target, target_cache, checkpoint, layout, embed, dtype, on_progress)
+    if layout.reads_cache:
+        # The layout of a KV cache in torch is another one than that of a native program.
+        return SharedCacheHead(*parts, in_torch=not isinstance(target, NativeDecoder))
+    return DraftHead(*parts, in_torch=in_torch)
+
+
+def _read_embedding(
+    spec: ModelSpec, checkpoint: Checkpoint, dtype: torch.dtype
+) -> Callable[[Tensor], Tensor]:
+    """Return a function from tokens to their embeddings, for a stage that does not embed tokens."""
+    weights = weight_reader(
+        checkpoint,
+        dtype,
+        torch.device("cpu"),
+        has_head=False,
+        tensor_names=spec.tensor_names,
+        is_transposed=spec.has_transposed_matrices,
+    )
+    rows = spec.vocab_size + spec.num_unused_embeddings
+    embedding_VD = weights.read("embed_tokens.weight", rows, spec.hidden_size)
+    scale = spec.rounded_embedding_scale(dtype)
+    return lambda ids_T: embedding_VD[ids_T].float() * scale
