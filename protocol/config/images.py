@@ -372,12 +372,13 @@ class ResizeProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="resi
     the nearest integer ("round", PaddleOCR-VL). If `newlines` is "plain" (Hy4-VL) or "framed" (Hunyuan-OCR), there is
     one more embedding after each row, and if it is "framed" or "ends" (Ovis 2.5), one before the image and one after
     it. If `size_end` is not empty, the numbers of rows and columns and this text follow `start`, and `row_end` each row
-    but the last (Apertus 1.5).
+    but the last (Apertus 1.5). If `patch_size` is not 0, sides are first rounded up to patches (Nemotron Omni).
     """
 
     unit: int
     min_pixels: int
     max_pixels: int
+    patch_size: int = 0
     grows: Literal["floor", "round"] | None = None
     newlines: Literal["framed", "plain", "ends"] | None = None
     size_end: str = ""

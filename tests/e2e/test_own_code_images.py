@@ -65,6 +65,12 @@ MODELS: dict[
         "(<image>./</image>)",
         ["<image>", "</image>", "<slice>", "</slice>", "<image_id>", "</image_id>"],
     ),
+    "nemotron_h_omni": (
+        partial(grid_model, kind="nemotron_h_omni"),
+        "<image>",
+        "<image>",
+        ["<image>", "<img>", "</img>"],
+    ),
     "ovis2_5": (ovis2_5, "<|image_pad|>", "<image>", ["<|image_pad|>"]),
     "ovis2_6": (
         partial(ovis2_5, architecture="Ovis2_6_MoeForCausalLM"),

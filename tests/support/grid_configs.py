@@ -87,6 +87,17 @@ SQUARE = {
     "patch_size": PATCH,
     "image_size": 24,
 }
+RADIO = {
+    "hidden_size": 48,
+    "mlp_ratio": 1.5,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 3,
+    "patch_size": PATCH,
+    "max_img_size": 24,
+    "num_cls_tokens": 2,
+    "num_registers": 1,
+    "video_temporal_patch_size": 2,
+}
 JANUS_IMAGES = {
     "base_channels": 32,
     "channel_multiplier": [1, 1],
@@ -139,6 +150,15 @@ def image_config(kind: str) -> Any:
             text_config=SMALL | {"model_type": "qwen2"},
             image_token_id=IMAGE_TOKEN,
             video_token_id=IMAGE_TOKEN + 1,
+        )
+    if kind == "nemotron_h_omni":
+        decoder = RECURRENT["nemotron-h"][1] | {"model_type": "nemotron_h"}
+        return transformers.NemotronH_Omni_Reasoning_V3_Config(
+            vision_config=RADIO,
+            text_config=SMALL | decoder,
+            vision_hidden_size=RADIO["hidden_size"],
+            projector_hidden_size=56,
+            image_token_id=IMAGE_TOKEN,
         )
     if kind == "step3p7":
         decoder, sizes = MULTIMODAL["Step3p7"]

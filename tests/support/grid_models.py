@@ -63,8 +63,9 @@ def write_grid_model(path: Path, kind: str, *, vocab_size: int = 0, image_token:
     reference = transformers.AutoModelForImageTextToText.from_config(
         config, attn_implementation="eager"
     )
-    for parameter in reference.parameters():
-        torch.nn.init.normal_(parameter, 0, 0.2)
+    for name, parameter in reference.named_parameters():
+        if "layer_scale" not in name or kind != "nemotron_h_omni":
+            torch.nn.init.normal_(parameter, 0, 0.2)
     reference.eval().save_pretrained(path)
     processor = {"patch_size": PATCH, "merge_size": 2, "max_patches": 60}
     if kind in PAIRED:
@@ -83,6 +84,9 @@ def write_grid_model(path: Path, kind: str, *, vocab_size: int = 0, image_token:
         processor |= {"high_res_size": {"height": 64, "width": 64}, "image_mean": [0.4, 0.5, 0.6]}
         tokens = {"boi_token": "<begin_of_image>", "eoi_token": "<end_of_image>"}
         (path / "tokenizer_config.json").write_text(json.dumps(tokens))
+    elif kind == "nemotron_h_omni":
+        processor = {"patch_size": PATCH, "min_num_patches": 16, "max_num_patches": 180}
+        processor |= {"norm_mean": [0.5] * 3, "norm_std": [0.5] * 3}
     elif kind == "video_llama_3":
         processor = {"patch_size": PATCH, "min_pixels": 64, "max_pixels": 900}
     elif kind == "step3p7":
@@ -262,6 +266,8 @@ def reference_inputs(kind: str, payloads: Sequence[ImagePayload]) -> dict[str, A
     grids = torch.tensor([[1, each.height // PATCH, each.width // PATCH] for each in payloads])
     if kind in MINICPM_MODELS:
         return {"pixel_values": torch.cat(patches, -1)[None], "target_sizes": grids[:, 1:]}
+    if kind == "nemotron_h_omni":
+        return {"pixel_values": torch.cat(patches).flatten(1), "image_grid_hw": grids[:, 1:]}
     if kind == "video_llama_3":
         sizes = torch.ones(len(grids), dtype=torch.int64)
         return {

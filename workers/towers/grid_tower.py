@@ -1,7 +1,7 @@
 """A vision tower that reads images of any size, and frames of videos.
 
-Shapes: P patches of an image, D hidden size of the tower, K output rows, M patches of one output, H heads, C cells. A
-cell is a square of patches that becomes one output.
+Shapes: P patches of an image, R rows before them, D hidden size of the tower, K output rows, M patches of one output, H
+heads, C cells. A cell is a square of patches that becomes one output.
 """
 
 from __future__ import annotations
@@ -75,10 +75,12 @@ class GridTower(ImageTower):
             shape_of_table = (side, side) if spec.has_square_positions else (side**2 + num_unused,)
             table = tensors.read("pos_embed.weight", *shape_of_table, size).view(-1, size)
             self._positions = table[num_unused:]
-        self._class_D: Tensor | None = None
+        self._first_RD: Tensor | None = None
         if spec.has_class_token:
             parts = [tensors.read(f"{name}_embedding", size) for name in _CLASS]
-            self._class_D = torch.stack(parts).sum(0)
+            self._first_RD = torch.stack(parts).sum(0, keepdim=True)
+        elif spec.has_registers:
+            self._first_RD = tensors.read_table("registers.weight", size)
         check_activation(source.checkpoint, spec.activation)
         self._layers = self._make_layers(tensors, source.make_layers)
         self._final_norm: Norm | None = None
@@ -131,8 +133,8 @@ class GridTower(ImageTower):
             height, width = rows * spec.merge_size, columns * spec.merge_size
             x_PD = x_PD + self._interpolated(row_P, column_P, height, width)
         places_P2 = None if spec.rotary is None else torch.stack((row_P, column_P), 1)
-        if self._class_D is not None:
-            x_PD = torch.cat((self._class_D[None], x_PD))
+        if self._first_RD is not None:
+            x_PD = torch.cat((self._first_RD, x_PD))
             places_P2 = None if places_P2 is None else F.pad(places_P2 + 1, (0, 0, 1, 0))
         if self._patch_norm is not None and spec.norms_positions:
             x_PD = self._patch_norm(x_PD)
@@ -150,7 +152,7 @@ class GridTower(ImageTower):
             else:
                 features = layers(x_PD, Patches(places_P2, windows))
                 x_PD = features[max(features)]
-        last_PD = x_PD[int(spec.has_class_token) :]
+        last_PD = x_PD if self._first_RD is None else x_PD[len(self._first_RD) :]
         if self._final_norm is not None:
             last_PD = self._final_norm(last_PD)
         merged = [self._merge(last_PD, columns)]
@@ -188,9 +190,11 @@ class GridTower(ImageTower):
         """Return the learned position of each patch [P, D], interpolated from the table."""
         assert self._positions is not None
         side = self.spec.position_side
-        if self.spec.interpolation == "antialiased":
+        if self.spec.interpolation in ("antialiased", "cropped"):
+            crops = self.spec.interpolation == "cropped"
+            size = (max(height, width),) * 2 if crops else (height, width)
             table = self._positions.float().view(1, side, side, -1).permute(0, 3, 1, 2)
-            resized = F.interpolate(table, (height, width), mode="bilinear", antialias=True)
+            resized = F.interpolate(table, size, mode="bilinear", antialias=not crops)
             return resized[0, :, row_P, column_P].T.to(self._dtype)
         swaps = self.spec.interpolation == "swapped sides"
         if swaps:

@@ -166,6 +166,16 @@ class VisionWeights:
             )
         return stored
 
+    def read_table(self, name: str, columns: int) -> Tensor:
+        """Return a matrix with any number of rows.
+
+        Raises:
+            CheckpointError: It is missing or has another number of columns.
+        """
+        stored = self._stored.get(self._prefix + name)
+        rows = 1 if stored is None else self._checkpoint.shape(stored)[0]
+        return self.read(name, rows, columns)
+
     def read_rows(self, name: str, rows: Sequence[int], num_rows: int, columns: int) -> Tensor:
         """Return some rows of a matrix [num_rows, columns], without reading the others.
 

@@ -20,7 +20,10 @@ def resized(image: Image.Image, config: ResizeProcessor) -> Parts:
         size = grown_size(*size, config.unit)
     elif config.grows == "round":
         size = _grown_rounded(*size, config.unit)
-    size = fit_size(*size, config.unit, config.min_pixels, config.max_pixels)
+    if config.patch_size:
+        size = _whole_patches(*size, config)
+    else:
+        size = fit_size(*size, config.unit, config.min_pixels, config.max_pixels)
     image = resize(image, *size, config)
     payload = ImagePayload(
         image.width, image.height, image.tobytes(), config.scale, config.mean, config.std
@@ -50,6 +53,30 @@ def _grown_rounded(width: int, height: int, unit: int) -> tuple[int, int]:
     if width < unit:
         width, height = unit, round(height * unit / width)
     return width, height
+
+
+def _whole_patches(width: int, height: int, config: ResizeProcessor) -> tuple[int, int]:
+    """Return a size in multiples of `unit` close to the image's, whose sides are first rounded up to patches.
+
+    The patches of an oblong image may be more than the maximum, because each side has at least `unit` pixels.
+    """
+    check_ratio(width, height)
+    patch = config.patch_size
+    merge = config.unit // patch
+    least, most = (pixels // patch**2 for pixels in (config.min_pixels, config.max_pixels))
+    sides = [round(side / patch + 0.5) for side in (height, width)]
+    scale = min(math.sqrt(most / math.prod(sides)), 1.0)
+    sides = [math.floor(scale * side) for side in sides]
+    if most > least and 0 < math.prod(sides) < least:
+        scale = math.sqrt(least / math.prod(sides))
+        sides = [math.ceil(scale * side) for side in sides]
+    for index in (0, 1):
+        remainder = sides[index] % merge
+        if remainder:
+            larger = sides[index] + merge - remainder
+            fits = larger * sides[1 - index] <= most
+            sides[index] = larger if fits else max(merge, sides[index] - remainder)
+    return max(merge, sides[1]) * patch, max(merge, sides[0]) * patch
 
 
 def padded(image: Image.Image, config: PadProcessor) -> Parts:

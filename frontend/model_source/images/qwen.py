@@ -10,9 +10,16 @@ import msgspec
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ....protocol.checkpoint.vision.convolutional.codes import CodesVisionSpec
 from ....protocol.checkpoint.vision.grid import GridVisionSpec
-from ....protocol.config.images import MAX_RATIO, CornerProcessor, PadProcessor, ResizeProcessor
+from ....protocol.checkpoint.vision.spec import MAX_SIDE
+from ....protocol.config.images import (
+    MAX_RATIO,
+    CanvasProcessor,
+    CornerProcessor,
+    PadProcessor,
+    ResizeProcessor,
+)
 from .fields import BICUBIC, CLIP_VALUES, sides
-from .source import ProcessorSource
+from .source import MAX_TILES, ProcessorSource
 
 _MAX_PIXELS: Final = 1 << 26
 _KIMI_SIDE: Final = 511
@@ -115,6 +122,50 @@ def resize_rounded(source: ProcessorSource, vision: GridVisionSpec) -> ResizePro
     """Return the processor of PaddleOCR-VL."""
     own = source.with_defaults(size={"shortest_edge": 384**2, "longest_edge": 1536**2})
     return msgspec.structs.replace(resize(own, vision), grows="round")
+
+
+def resize_whole_patches(
+    source: ProcessorSource, vision: GridVisionSpec
+) -> ResizeProcessor | CanvasProcessor:
+    """Return the processor of Nemotron Omni, whose limits count patches and depend on a maximum context.
+
+    Nemotron Nano VL 2 reads images as tiles, as InternVL does.
+    """
+    fields, patch, merge = source.fields, vision.patch_size, vision.merge_size
+    source = source.with_defaults(
+        image_mean=fields.get("norm_mean"), image_std=fields.get("norm_std")
+    )
+    if source.config.get("model_type") == "NemotronH_Nano_VL_V2":
+        size = fields.integer("image_size", 512, maximum=MAX_SIDE)
+        if size % vision.unit:
+            raise fields.wrong("image_size", f"a multiple of {vision.unit}", size)
+        fields.require("use_thumbnail", True)
+        return CanvasProcessor(
+            **CLIP_VALUES | source.pixel_values(BICUBIC),
+            output_size=vision.output_size,
+            num_outputs=(size // vision.unit) ** 2,
+            side=size,
+            max_tiles=fields.integer("max_num_tiles", 12, maximum=MAX_TILES),
+            start="<img>",
+            end="</img>",
+        )
+    fields.require("patch_size", patch, _AS_IN_TOWER)
+    fields.require("downsample_ratio", 1 / merge, _AS_IN_TOWER, default=1 / merge)
+    least = fields.integer("min_num_patches", 1024, maximum=_MAX_PIXELS // patch**2)
+    most = max(least, merge**2 * (fields.integer("max_model_len", 16_384, minimum=5) - 4))
+    limit = fields.integer("max_num_patches", 13_312, minimum=0)
+    most = max(least, merge**2, min(most, limit or most))
+    return ResizeProcessor(
+        **CLIP_VALUES | source.pixel_values(BICUBIC),
+        output_size=vision.output_size,
+        num_outputs=most // merge**2,
+        unit=vision.unit,
+        patch_size=patch,
+        min_pixels=least * patch**2,
+        max_pixels=most * patch**2,
+        start="<img>",
+        end="</img>",
+    )
 
 
 def resize_many(source: ProcessorSource, vision: GridVisionSpec) -> ResizeProcessor:

@@ -37,6 +37,7 @@ from .qwen import (
     resize_patches,
     resize_rounded,
     resize_single,
+    resize_whole_patches,
     resize_words,
 )
 from .single import longest, middle, single
@@ -136,6 +137,7 @@ def image_token_id(path: Path, config: ConfigFields, vocab_size: int) -> int:
     names = (
         "image_token_id",
         "image_token_index",
+        "img_context_token_id",
         "media_placeholder_token_id",
         "im_patch_id",
         "image_patch_id",
@@ -235,6 +237,7 @@ _READERS: Final[dict[str, _Reader]] = {
     "molmo2": overlaps,
     "muse_glimmer": muse,
     "muse_spark": muse,
+    "nemotron_h_omni": resize_whole_patches,
     "ovis2": cover,
     "ovis2_5": resize_words,
     "paddleocr_vl": resize_rounded,

@@ -36,7 +36,8 @@ class GridVisionSpec(msgspec.Struct, frozen=True):
         has_class_position: True if the table has another row before the others, which is not used.
         interpolation: The interpolation of the table. "corners" is bilinear and aligns the corners of the image and the
             table. The others align the centers of patches: "centers" is bicubic, "bilinear centers" bilinear, and
-            "antialiased" averages over all positions in between where the image has fewer patches. "swapped sides" is
+            "antialiased" averages over all positions in between where the image has fewer patches. "cropped" (RADIO) is
+            bilinear over a square with the longer side of the image, whose upper left part is used. "swapped sides" is
             bilinear with zeros outside of the table, and assigns positions row by row as if the image had as many rows
             as it has columns, and the other way around (Muse).
         side_offset: A number that is added to the image's rows and columns of patches when these centers are computed.
@@ -59,6 +60,7 @@ class GridVisionSpec(msgspec.Struct, frozen=True):
             dimensions, of which the second is ordered by "pixels", "frames" or "channels" first.
         merger_norm: The rows that the projection norms: patches or squares of patches; None if it has no norm.
         merger_norm_kind: The kind of that norm, if it differs from the others.
+        merger_activation: The activation between the two matrices of the projection.
         merger_inner: If not 0, the number of elements between the two matrices of the projection.
         has_merger_biases: True if the matrices of the projection have biases.
         projects_patches: True if the projection has two matrices for each patch, and two for each square (MiniMax M3).
@@ -80,6 +82,7 @@ class GridVisionSpec(msgspec.Struct, frozen=True):
             its hidden states after its first layers, in the order of the tower's layers.
         has_class_token: True if there is a learned row before the patches, whose output is not used. Rows and columns
             are then counted from 1.
+        has_registers: True if there is a table of learned rows before the patches, whose outputs are not used.
         has_layer_scales: True if stored factors multiply the output of each block.
         margin: If not None, the value, from 0 to 255 for others, of all pixels in the margins of an image.
         expert_tokens: The decoder's tokens that have experts of their own, because they belong to images.
@@ -111,7 +114,7 @@ class GridVisionSpec(msgspec.Struct, frozen=True):
     has_square_positions: bool = False
     has_class_position: bool = False
     interpolation: Literal[
-        "corners", "centers", "bilinear centers", "antialiased", "swapped sides"
+        "corners", "centers", "bilinear centers", "antialiased", "cropped", "swapped sides"
     ] = "corners"
     side_offset: float = 0.0
     has_final_norm: bool = False
@@ -126,6 +129,7 @@ class GridVisionSpec(msgspec.Struct, frozen=True):
     patch_layout: Literal["convolution", "pixels", "frames", "channels"] = "convolution"
     merger_norm: Literal["patches", "squares"] | None = "patches"
     merger_norm_kind: Literal["layer", "rms"] | None = None
+    merger_activation: str = "gelu"
     merger_inner: int = 0
     has_merger_biases: bool = True
     projects_patches: bool = False
@@ -139,6 +143,7 @@ class GridVisionSpec(msgspec.Struct, frozen=True):
     full_layers: tuple[int, ...] = ()
     deepstack_layers: tuple[int, ...] = ()
     has_class_token: bool = False
+    has_registers: bool = False
     has_layer_scales: bool = False
     margin: float | None = None
     expert_tokens: tuple[int, ...] = ()

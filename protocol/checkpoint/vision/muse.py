@@ -1,10 +1,11 @@
-"""Read the vision towers of Muse Glimmer, with large windows in most of its layers, and of Inkling 2."""
+"""Read the vision towers of Muse Glimmer, with large windows in most layers, of Inkling 2 and of Nemotron Omni."""
 
 from __future__ import annotations
 
 from typing import Final
 
 from ..config_fields import ConfigFields
+from ..field_names import text_section
 from .grid import GridVisionSpec
 from .merged import merged_sizes
 
@@ -90,6 +91,46 @@ def inkling2(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Gr
     )
 
 
+def nemotron_omni(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
+    """Return the tower of Nemotron Omni, a C-RADIO (arXiv 2312.06709). Published configs omit its usual sizes."""
+    patch_size = vision.integer("patch_size", 16, maximum=256)
+    ratio = fields.positive("downsample_ratio", 0.5)
+    if ratio not in (1.0, 0.5, 0.25):
+        raise fields.wrong("downsample_ratio", "0.25, 0.5 or 1", ratio)
+    vision.require("use_swiglu_ffn", False, default=False)
+    size = vision.integer("hidden_size", 1280)
+    fields.require("vision_hidden_size", size, ", as in vision_config", default=size)
+    fields.require("vit_hidden_size", size, ", as in vision_config", default=size)
+    inner = int(size * vision.positive("mlp_ratio", 4.0))
+    own = vision.with_values({"intermediate_size": inner})
+    decoder = text_section(fields) or fields
+    return GridVisionSpec(
+        **merged_sizes(own, patch_size, 1280, inner, 32)
+        | {
+            "has_patch_bias": False,
+            # Megatron adds this norm to towers whose decoder also predicts later tokens.
+            "has_final_norm": decoder.integer("num_nextn_predict_layers", 0, minimum=0) > 0,
+        },
+        merge_size=round(1 / ratio),
+        activation=vision.text("hidden_act", "gelu"),
+        output_size=output_size,
+        norm_eps=vision.positive("layer_norm_eps", 1e-6),
+        rotary=None,
+        has_axes=False,
+        patch_layout="channels",
+        position_side=vision.integer("max_img_size", 2048, maximum=1 << 15) // patch_size,
+        interpolation="cropped",
+        has_registers=True,
+        merger_norm="squares",
+        merger_norm_kind="rms",
+        merger_eps=1e-5,
+        merger_activation="relu2",
+        merger_inner=fields.integer("projector_hidden_size", 4096),
+        has_merger_biases=False,
+        tensor_names=_RADIO_NAMES,
+    )
+
+
 _NAMES: Final = (
     (r"vision_tower\.patch_embedder\.patch_embedding\.", "vision_tower.patch_embed.proj."),
     (r"vision_tower\.patch_embedder\.position_embedding_table\.", "vision_tower.pos_embed."),
@@ -115,4 +156,17 @@ _INKLING_NAMES: Final = (
     (r"^(visual\.blocks\..*)\.self_attn\.", r"\1.attn."),
     (r"^visual\.(proj_in|merger\.linear_1)\.", "visual.merger.fc1."),
     (r"^visual\.(proj_out|merger\.linear_2)\.", "visual.merger.fc2."),
+)
+_RADIO_NAMES: Final = (
+    (r"^vision_model\.radio_model\.model\.patch_generator\.embedder\.", "visual.patch_embed.proj."),
+    (r"^vision_model\.radio_model\.model\.patch_generator\.pos_embed$", "visual.pos_embed.weight"),
+    (
+        r"^vision_model\.radio_model\.model\.patch_generator\.cls_token\.token$",
+        "visual.registers.weight",
+    ),
+    (r"^vision_model\.radio_model\.model\.", "visual."),
+    (r"^(vision_projector\.)?vision_final_layernorm\.", "visual.final_norm."),
+    (r"^(mlp1\.0|multi_modal_projector\.layer_norm)\.", "visual.merger.norm."),
+    (r"^(mlp1\.1|multi_modal_projector\.linear_1)\.", "visual.merger.fc1."),
+    (r"^(mlp1\.3|multi_modal_projector\.linear_2)\.", "visual.merger.fc2."),
 )

@@ -54,7 +54,7 @@ from .merged import (
     step3,
     video_llama3,
 )
-from .muse import inkling2, muse
+from .muse import inkling2, muse, nemotron_omni
 from .pixtral import mistral_large4, pixtral
 from .spec import VisionSpec
 from .tiled.cohere import aya_vision, cohere2_vision
@@ -121,6 +121,7 @@ _KINDS: Final = {
     "DeepseekOCRForCausalLM": "deepseek_ocr",
     "HCXVisionV2ForCausalLM": "hyperclovax_vision_v2",
     "LightOnOCRForConditionalGeneration": "lighton_ocr",
+    "NemotronH_Omni_Reasoning_V3": "nemotron_h_omni",
     "Ovis2_6ForCausalLM": "ovis2_5",
     "Ovis2_6_MoeForCausalLM": "ovis2_5",
     "Ovis2_6_NextForCausalLM": "ovis2_5",
@@ -198,6 +199,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "molmo2": molmo2,
     "muse_glimmer": muse,
     "muse_spark": muse,
+    "nemotron_h_omni": nemotron_omni,
     "ovis2": ovis2,
     "ovis2_5": ovis2_5,
     "paddleocr_vl": paddleocr_vl,

@@ -15,7 +15,12 @@ from engine.frontend.media.layouts.pixels import Tile
 from engine.frontend.media.layouts.resized import padded, resized
 from engine.frontend.media.layouts.single import in_square
 from engine.frontend.media.processor import process_image
-from engine.frontend.model_source.images.qwen import pad_whole, resize, resize_rounded
+from engine.frontend.model_source.images.qwen import (
+    pad_whole,
+    resize,
+    resize_rounded,
+    resize_whole_patches,
+)
 from engine.frontend.model_source.images.source import ProcessorSource
 from engine.protocol.checkpoint.config_fields import ConfigFields
 from engine.protocol.config.images import (
@@ -96,22 +101,20 @@ def _check(parts, expected, expected_fine=None):
             np.testing.assert_array_equal(found.transpose(2, 0, 1), array)
 
 
-def _navit_resize():
+def _function(model, name):
     """Return a function of the module of a processor, whose class needs torchvision."""
-    directory = Path(transformers.__file__).parent / "models/kimi_k25"
-    tree = ast.parse((directory / "image_processing_kimi_k25.py").read_text())
+    directory = Path(transformers.__file__).parent / "models" / model
+    tree = ast.parse((directory / f"image_processing_{model}.py").read_text())
     [function] = [
-        node
-        for node in tree.body
-        if isinstance(node, ast.FunctionDef) and node.name == "navit_resize"
+        node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name
     ]
     names = {"math": math}
     exec(ast.unparse(function), names)
-    return names["navit_resize"]
+    return names[name]
 
 
 def test_images_of_kimi_equal_those_of_transformers():
-    size_of = _navit_resize()
+    size_of = _function("kimi_k25", "navit_resize")
     for width, height in SIZES:
         image = _picture(width, height)
         (rows, columns), (num_rows, num_columns) = size_of(height, width, 4, 2, 300, 40)
@@ -137,6 +140,46 @@ def _check_padded(image, config, shown, whole):
     found = np.frombuffer(payload.pixels, np.uint8).reshape(payload.height, payload.width, 3)
     np.testing.assert_array_equal(found, expected)
     assert tile.num_outputs == rows * columns // 64 <= config.num_outputs
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        ({}, (1024, 13_312)),
+        ({"min_num_patches": 16, "max_num_patches": 180}, (16, 180)),
+        ({"max_model_len": 1000}, (1024, 3984)),
+        ({"max_num_patches": 0}, (1024, 65_520)),
+    ],
+)
+def test_sizes_of_images_of_nemotron_equal_those_of_transformers(limits, expected):
+    size_of = _function("nemotron_h_omni", "get_patch_grid_size")
+    fields = ConfigFields(limits, "preprocessor_config.json")
+    vision = SimpleNamespace(unit=8, patch_size=4, merge_size=2, output_size=8)
+    config = resize_whole_patches(ProcessorSource(Path(), fields, fields, {}, 1), vision)
+    for width, height in [size for size in SIZES if max(size) < 100 * min(size)]:
+        [tile] = _tiles(_picture(width, height), config)
+        found = tile.payload.height // 4, tile.payload.width // 4
+        assert found == size_of(height, width, 4, 2, *expected)
+        assert tile.num_outputs == math.prod(found) // 4 <= config.num_outputs
+
+
+def test_nemotron_nano_vl_2_reads_tiles_and_then_the_whole_image():
+    values = {"model_type": "NemotronH_Nano_VL_V2", "image_size": 16, "max_num_tiles": 4}
+    fields = ConfigFields(values | {"norm_mean": [0.1, 0.2, 0.3]}, "preprocessor_config.json")
+    vision = SimpleNamespace(unit=8, patch_size=4, merge_size=2, output_size=8)
+    config = resize_whole_patches(ProcessorSource(Path(), fields, fields, {}, 1), vision)
+    image = _picture(50, 22)
+    start, *parts, end = [part for part in process_image(image, config) if part]
+    assert (start, end) == ("<img>", "</img>")
+    canvas = image.resize((32, 16), Image.Resampling.BICUBIC)
+    expected = [canvas.crop((0, 0, 16, 16)), canvas.crop((16, 0, 32, 16))]
+    expected.append(image.resize((16, 16), Image.Resampling.BICUBIC))
+    assert [tile.payload.pixels for tile in parts] == [each.tobytes() for each in expected]
+    assert {(tile.num_outputs, tile.payload.mean) for tile in parts} == {(4, (0.1, 0.2, 0.3))}
+
+
+def _tiles(image, config):
+    return [part for part in process_image(image, config) if isinstance(part, Tile)]
 
 
 @pytest.mark.parametrize("read", [resize, resize_rounded])

@@ -52,6 +52,7 @@ torch.set_num_threads(1)
         *SQUARE_MODELS,
         "apertus1p5",
         "video_llama_3",
+        "nemotron_h_omni",
         "idefics2",
         "step3p7",
     ],

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from ....protocol.checkpoint.vision.grid import GridVisionSpec
 from ...loaders import Checkpoint
 from ..layers import limited
-from ..weights import Linear, VisionWeights, find_activation
+from ..weights import Linear, VisionWeights, activation, find_activation
 
 _GLM_NORM_EPS = 1e-5
 _NUM_MARKS = 4
@@ -70,6 +70,7 @@ class Merger:
             eps = spec.merger_eps or spec.norm_eps
             kind = spec.merger_norm_kind or spec.norm_kind
             self._norm = tensors.read_norm(f"{prefix}norm", size, kind, eps)
+        self._activation = activation(spec.merger_activation)
         inner, has_bias = spec.merger_inner or self._size, spec.has_merger_biases
         self._first = tensors.read_linear(f"{prefix}fc1", inner, self._size, has_bias=has_bias)
         last = spec.middle_size or spec.output_size
@@ -84,7 +85,7 @@ class Merger:
             x = self._norm(x_PD.reshape(-1, self._size))
         else:
             x = self._norm(x_PD).reshape(-1, self._size)
-        return self._third(self._second(F.gelu(self._first(x))))
+        return self._third(self._second(self._activation(self._first(x))))
 
 
 class _GatedMerger:
