@@ -31,7 +31,7 @@ def _token(tokenizer: Tokenizer, token_id: int) -> str:
 def _texts_around_grid(tokenizer: Tokenizer, videos: VideoProcessor) -> tuple[str, str]:
     """Return the texts before and after each grid of a video."""
     if videos.start_token_id is None or videos.end_token_id is None:
-        return "", ""
+        return videos.start, videos.end
     return _token(tokenizer, videos.start_token_id), _token(tokenizer, videos.end_token_id)
 
 

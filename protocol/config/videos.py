@@ -58,14 +58,20 @@ class VideoProcessor(VideoProcessorConfig, frozen=True, kw_only=True, tag="grids
             positions of its own, like an image. Frames are not enlarged. They have at most this many pixels each, and
             together at most `max_pixels`, of which the additional embeddings take their part.
         limits_whole: True if `min_pixels` and `max_pixels` apply to all frames together.
+        target_patches: If not 0, frames are resized to about this many patches of `patch_size` pixels (Nemotron Omni).
+        patch_size: The side of such a patch in pixels.
+        is_square: True if frames are resized to squares then.
         steps_per_second: The number of temporal rotary positions per second of video; 0 for one position per grid.
         nominal_fps: If not 0, the rate of frames that these positions assume unless the request has one (Qwen-Omni).
             Otherwise they follow the rate of the frames that are read.
         times: The text with each grid's time in seconds. "mean": before the grid, the mean time of its frames. "whole"
-            (GLM-4.1V) and "first": after the grid, the time of its first frame as an integer or with a fraction. None:
-            no text.
+            (GLM-4.1V) and "first": after the grid, the time of its first frame as an integer or with a fraction. "each"
+            (Nemotron Omni): before the grid, the number and the time of each of its frames, and on a line of its own.
+            None: no text.
         start_token_id: The token before each grid, if `times` is not None.
         end_token_id: The token after each grid, if `times` is not None.
+        start: The text before each grid if these tokens are not given.
+        end: The text after each grid if these tokens are not given.
     """
 
     unit: int
@@ -73,11 +79,16 @@ class VideoProcessor(VideoProcessorConfig, frozen=True, kw_only=True, tag="grids
     max_pixels: int
     max_frame_pixels: int = 0
     limits_whole: bool = False
+    target_patches: int = 0
+    patch_size: int = 0
+    is_square: bool = False
     steps_per_second: float = 0.0
     nominal_fps: float = 0.0
-    times: Literal["mean", "whole", "first"] | None = None
+    times: Literal["mean", "whole", "first", "each"] | None = None
     start_token_id: int | None = None
     end_token_id: int | None = None
+    start: str = ""
+    end: str = ""
 
     @property
     def max_outputs(self) -> int:

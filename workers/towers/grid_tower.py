@@ -44,7 +44,7 @@ class GridTower(ImageTower):
 
     def __init__(self, spec: GridVisionSpec, source: TowerSource) -> None:
         size = spec.output_size * (1 + len(spec.deepstack_layers))
-        super().__init__(source, size, spec.frames_per_patch)
+        super().__init__(source, size, max(spec.frames_per_patch, spec.frames_per_tubelet))
         self.spec = spec
         tensors = source.weights("patch_embed.proj.weight", spec.tensor_names)
         size, patch_size = spec.hidden_size, spec.patch_size
@@ -61,6 +61,12 @@ class GridTower(ImageTower):
         else:
             shape = size, 3, spec.frames_per_patch, patch_size, patch_size
             self._patches = tensors.read(name, *shape).flatten(1)
+        self._tubelets: Tensor | None = None
+        if spec.frames_per_tubelet:
+            inputs = 3 * spec.frames_per_tubelet * patch_size**2
+            tubelets = tensors.read("patch_embed.tubelets.weight", size, inputs)
+            frames = tubelets.unflatten(1, (spec.frames_per_tubelet, 3, -1))
+            self._tubelets = frames.transpose(1, 2).flatten(1).contiguous()
         self._patches_bias: Tensor | None = None
         if spec.has_patch_bias:
             self._patches_bias = tensors.read("patch_embed.proj.bias", size)
@@ -116,7 +122,7 @@ class GridTower(ImageTower):
     def _encode(self, image: ImagePayload) -> Tensor:
         """Return the outputs [K, elements] of an image: an embedding, then its parts for the decoder's first layers."""
         spec = self.spec
-        unit, most = spec.unit, spec.frames_per_patch
+        unit, most = spec.unit, self._max_frames
         if image.width % unit or image.height % unit or not 0 < image.num_frames <= most:
             raise EngineError(
                 f"an image has {image.num_frames} frames of {image.width} x {image.height} pixels, but the "
@@ -126,7 +132,10 @@ class GridTower(ImageTower):
             raise EngineError("an image has no size without its margins, which the model needs")
         rows, columns = image.height // spec.unit, image.width // spec.unit
         row_P, column_P = self._places(rows, columns)
-        x_PD = F.linear(self._split_patches(image), self._patches, self._patches_bias)
+        patches, per_patch = self._patches, spec.frames_per_patch
+        if self._tubelets is not None and image.num_frames > per_patch:
+            patches, per_patch = self._tubelets, spec.frames_per_tubelet
+        x_PD = F.linear(self._split_patches(image, per_patch), patches, self._patches_bias)
         if self._patch_norm is not None and not spec.norms_positions:
             x_PD = self._patch_norm(x_PD)
         if self._positions is not None:
@@ -162,7 +171,7 @@ class GridTower(ImageTower):
         outputs = torch.cat(merged, -1)
         return outputs if order is None else outputs[order.order_C.argsort()]
 
-    def _split_patches(self, image: ImagePayload) -> Tensor:
+    def _split_patches(self, image: ImagePayload, frames_per_patch: int) -> Tensor:
         """Return the normalized pixels of each patch, cell by cell, [P, 3 * frames per patch * patch size ** 2]."""
         spec, size, merge = self.spec, self.spec.patch_size, self.spec.merge_size
         frames = normalized_pixels(image, self._device, self._dtype)
@@ -171,7 +180,7 @@ class GridTower(ImageTower):
             margin_31 = ((spec.margin * image.scale - mean) / std)[:, None]
             frames[:, :, image.original_height :] = margin_31[..., None]
             frames[:, :, :, image.original_width :] = margin_31[..., None]
-        missing = spec.frames_per_patch - len(frames)
+        missing = frames_per_patch - len(frames)
         if missing:
             frames = torch.cat((frames, frames[-1:].expand(missing, -1, -1, -1)))
         rows, columns = image.height // spec.unit, image.width // spec.unit

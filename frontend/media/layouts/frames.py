@@ -5,6 +5,8 @@ Videos of other models are passed to `single_frames`.
 
 from __future__ import annotations
 
+import math
+
 from ....protocol.config.videos import AnyVideoProcessor, FrameProcessor, VideoProcessor
 from ....protocol.encoder_inputs.inputs import EncoderGrid
 from ....protocol.encoder_inputs.payloads import ImagePayload
@@ -31,7 +33,9 @@ def fit_frames(
     if isinstance(config, FrameProcessor):
         return fit_single_frames(width, height, num_frames, config, max_outputs)
     unit, per_patch = config.unit, config.frames_per_patch
-    if config.max_frame_pixels:
+    if config.target_patches:
+        size = _size_of_patches(width, height, config)
+    elif config.max_frame_pixels:
         size = _size_with_newlines(width, height, num_frames, config)
     elif config.limits_whole:
         width, height = grown_size(width, height, unit)
@@ -48,6 +52,26 @@ def fit_frames(
             f"{max_outputs} fit into the context; send fewer or smaller frames"
         )
     return (size,)
+
+
+def _size_of_patches(width: int, height: int, config: VideoProcessor) -> tuple[int, int]:
+    """Return the size in multiples of `unit` with about `target_patches` patches, in the shape of a frame or square.
+
+    Raises:
+        ValueError: The aspect ratio of the frames is above the maximum.
+    """
+    check_ratio(width, height)
+    patch, target = config.patch_size, config.target_patches
+    merge = config.unit // patch
+    if config.is_square:
+        side = max(merge, math.isqrt(target) // merge * merge) * patch
+        return side, side
+    ratio = width / height
+    sides = [max(round(math.sqrt(x)), 1) for x in (target * ratio, target / ratio)]
+    larger = [side + -side % merge for side in sides]
+    if math.prod(larger) > target:
+        larger = [max(merge, side - side % merge) for side in sides]
+    return larger[0] * patch, larger[1] * patch
 
 
 def _size_with_newlines(
@@ -108,7 +132,10 @@ def frames(video: Video, config: AnyVideoProcessor, around: tuple[str, str]) -> 
         grid = _grid(size, config)
         tile = Tile(payload, grid.num_tokens, grid=grid)
         if config.times is not None:
-            before, after = _times(numbers[start : start + per_patch], video.fps, config)
+            if config.times == "each":
+                before, after = _labels(video, start, config), ""
+            else:
+                before, after = _times(numbers[start : start + per_patch], video.fps, config)
             parts += [before + around[0], tile, around[1] + after]
         elif config.max_frame_pixels:
             parts.append(tile)
@@ -125,3 +152,15 @@ def _times(numbers: list[int], fps: float, config: VideoProcessor) -> tuple[str,
         return f"<{(numbers[0] + numbers[-1]) / fps / 2:.1f} seconds>", ""
     first = numbers[0] / fps
     return "", str(int(first)) if config.times == "whole" else f"{first:.1f} seconds"
+
+
+def _labels(video: Video, start: int, config: VideoProcessor) -> str:
+    """Return the numbers and times of the frames of a grid, the first of which has the index `start`."""
+    indices = range(start, min(start + config.frames_per_patch, len(video.numbers)))
+    # The duration of a frame is rounded down to milliseconds first, as in transformers.
+    duration = int(1000 / video.fps)
+    frames = [
+        f"frame {i + 1} sampled at {video.numbers[i] * duration / 1000:.2f} seconds"
+        for i in indices
+    ]
+    return ("\n" if start else "") + " and ".join(frames).capitalize() + ": "

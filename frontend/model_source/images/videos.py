@@ -10,12 +10,13 @@ from typing import Any, Final, NamedTuple
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ....protocol.checkpoint.vision.gemma import PatchVisionSpec
 from ....protocol.checkpoint.vision.grid import GridVisionSpec
-from ....protocol.checkpoint.vision.read import has_vision, vision_spec
+from ....protocol.checkpoint.vision.read import has_vision, model_kind, vision_spec
 from ....protocol.checkpoint.vision.spec import VisionSpec
 from ....protocol.config.videos import AnyVideoProcessor, VideoProcessor
 from .fields import BICUBIC, CLIP_VALUES, pixel_values
 from .frame_videos import FRAME_READERS, FrameSource
 from .qwen import check_patches, pixel_limits
+from .read import image_token_id
 
 _MAX_FRAMES: Final = 1024
 _GLM_MAX_PIXELS: Final = 28 * 28 * 2 * 30000
@@ -98,6 +99,8 @@ def read_video_processor(
         found = found.with_values(dict.fromkeys(("size", "min_pixels", "max_pixels")))
         config = config.with_defaults(video_token_id=config.get("video_token_index"))
     fields = found.with_values(dict(overrides))
+    if model_kind(config) == "nemotron_h_omni" and isinstance(vision, GridVisionSpec):
+        return _read_tubelets(path, fields, config, text, vision)
     read = FRAME_READERS.get(model_type)
     if read is not None and isinstance(vision, VisionSpec | PatchVisionSpec):
         return read(FrameSource(path, fields, config, text, vision))
@@ -155,6 +158,41 @@ def _read_grids(
         max_seconds=fields.positive("max_duration", 300.0),
         fps=fields.positive("fps", 2.0),
         min_frames=fields.integer("min_frames", 4),
+        max_frames=fields.integer("max_frames", 768, maximum=_MAX_FRAMES),
+    )
+
+
+def _read_tubelets(
+    path: Path,
+    fields: ConfigFields,
+    config: ConfigFields,
+    text: ConfigFields,
+    vision: GridVisionSpec,
+) -> VideoProcessor | None:
+    """Return the processor of Nemotron Omni; None for Nemotron Nano VL 2, whose videos are not read."""
+    if not vision.frames_per_tubelet:
+        return None
+    fields.require("patch_size", vision.patch_size, ", as in vision_config")
+    target = fields.integer("video_target_num_patches", 1024, maximum=1 << 20)
+    means = {"image_mean": fields.get("norm_mean"), "image_std": fields.get("norm_std")}
+    token_id = image_token_id(path, config, text.integer("vocab_size"))
+    return VideoProcessor(
+        **CLIP_VALUES | pixel_values(fields.with_defaults(**means), token_id, BICUBIC),
+        unit=vision.unit,
+        frames_per_patch=vision.frames_per_tubelet,
+        min_pixels=0,
+        max_pixels=max(target * vision.patch_size**2, vision.unit**2),
+        target_patches=target,
+        patch_size=vision.patch_size,
+        is_square=not fields.boolean("video_maintain_aspect_ratio", True),
+        times="each",
+        mark="<video>",
+        start="<img>",
+        end="</img>",
+        sampling="floors",
+        num_frames=fields.integer("num_frames", 0, minimum=0, maximum=_MAX_FRAMES),
+        fps=fields.positive("fps", 2.0),
+        min_frames=1,
         max_frames=fields.integer("max_frames", 768, maximum=_MAX_FRAMES),
     )
 

@@ -21,6 +21,7 @@ class GridVisionSpec(msgspec.Struct, frozen=True):
     multiplied by two matrices.
 
     Attributes:
+        frames_per_tubelet: If not 0, this many frames of a video become a patch by a projection of their own.
         norm_kind: The kind of every norm.
         has_gate: True if MLPs are gated.
         has_patch_norm: True if patch embeddings are normed before learned positions are added.
@@ -100,6 +101,7 @@ class GridVisionSpec(msgspec.Struct, frozen=True):
     activation: str
     output_size: int
     rope_theta: float
+    frames_per_tubelet: int = 0
     norm_kind: Literal["layer", "rms"] = "layer"
     norm_eps: float = 1e-6
     has_gate: bool = False

@@ -98,6 +98,8 @@ def nemotron_omni(fields: ConfigFields, vision: ConfigFields, output_size: int) 
     if ratio not in (1.0, 0.5, 0.25):
         raise fields.wrong("downsample_ratio", "0.25, 0.5 or 1", ratio)
     vision.require("use_swiglu_ffn", False, default=False)
+    is_older = fields.get("model_type") == "NemotronH_Nano_VL_V2"
+    frames = fields.integer("video_temporal_patch_size", 2, minimum=2, maximum=16)
     size = vision.integer("hidden_size", 1280)
     fields.require("vision_hidden_size", size, ", as in vision_config", default=size)
     fields.require("vit_hidden_size", size, ", as in vision_config", default=size)
@@ -112,6 +114,7 @@ def nemotron_omni(fields: ConfigFields, vision: ConfigFields, output_size: int) 
             "has_final_norm": decoder.integer("num_nextn_predict_layers", 0, minimum=0) > 0,
         },
         merge_size=round(1 / ratio),
+        frames_per_tubelet=0 if is_older else frames,
         activation=vision.text("hidden_act", "gelu"),
         output_size=output_size,
         norm_eps=vision.positive("layer_norm_eps", 1e-6),
@@ -158,6 +161,10 @@ _INKLING_NAMES: Final = (
     (r"^visual\.(proj_out|merger\.linear_2)\.", "visual.merger.fc2."),
 )
 _RADIO_NAMES: Final = (
+    (
+        r"^vision_model\.radio_model\.model\.patch_generator\.video_embedder\.",
+        "visual.patch_embed.tubelets.",
+    ),
     (r"^vision_model\.radio_model\.model\.patch_generator\.embedder\.", "visual.patch_embed.proj."),
     (r"^vision_model\.radio_model\.model\.patch_generator\.pos_embed$", "visual.pos_embed.weight"),
     (

@@ -1,0 +1,119 @@
+"""Models whose decoder has one position a token give the logits of transformers for videos."""
+
+import ast
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from engine.frontend.media.frame_sampling import Sampling
+from engine.frontend.media.layouts.frames import fit_frames, frames
+from engine.frontend.media.layouts.pixels import Tile
+from engine.frontend.media.video_files import open_video
+from engine.frontend.model_source.images.videos import read_video_processor
+from engine.protocol.checkpoint.config_fields import ConfigFields
+from engine.workers.loaders.open_checkpoint import open_checkpoint
+from engine.workers.towers.image_tower import TowerSource
+from engine.workers.towers.make_tower import make_tower
+from engine.workers.towers.pixels import normalized_pixels
+from engine.workers.towers.placed import Placed
+from PIL import Image
+from support.decoders import CPU, TOWER_LAYERS, Runner, load_native_decoder
+from support.grid_configs import IMAGE_TOKEN, PATCH
+from support.grid_models import write_grid_model
+from transformers.models.nemotron_h_omni.processing_nemotron_h_omni import (
+    NemotronH_Omni_Reasoning_V3Processor,
+)
+
+pytestmark = pytest.mark.slow
+
+torch.set_num_threads(1)
+HALF = {"norm_mean": [0.5] * 3, "norm_std": [0.5] * 3}
+
+
+def _open(count, size, config):
+    rng = np.random.default_rng(count)
+    pixels = rng.integers(0, 256, (count, *size[::-1], 3), np.uint8)
+    images = [Image.fromarray(frame) for frame in pixels]
+    return open_video(
+        images, Sampling(3.0), "v", config, lambda *sizes: fit_frames(*sizes, config, 1000)
+    )
+
+
+def _target_size(fields):
+    """Return the method of transformers' video processor, whose class needs torchvision."""
+    name = "nemotron_h_omni"
+    directory = Path(transformers.__file__).parent / "models" / name
+    tree = ast.parse((directory / f"video_processing_{name}.py").read_text())
+    [function] = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and node.name == "_compute_target_patches"
+    ]
+    names = {"math": math}
+    exec(ast.unparse(function), names)
+    state = SimpleNamespace(_downsample_factor=2, **fields)
+    return lambda *sizes: names[function.name](state, *sizes)
+
+
+@pytest.mark.parametrize("keeps_shape", [True, False])
+def test_tubelets_of_nemotron_equal_those_of_transformers(tmp_path, keeps_shape):
+    reference = write_grid_model(tmp_path, "nemotron_h_omni")
+    fields = {"video_target_num_patches": 30, "video_maintain_aspect_ratio": keeps_shape}
+    processor = HALF | fields | {"patch_size": PATCH}
+    (tmp_path / "video_preprocessor_config.json").write_text(json.dumps(processor))
+    config = ConfigFields.read(tmp_path / "config.json")
+    videos = read_video_processor(tmp_path, config, config.section("text_config"), {})
+    size_of = _target_size(fields)
+    for size in ((30, 21), (7, 70), (90, 40), (300, 17), (64, 64)):
+        assert fit_frames(*size, 1, videos, 1000) == (
+            tuple(PATCH * side for side in size_of(*size[::-1])),
+        )
+
+    video = _open(5, (30, 21), videos)
+    parts = frames(video, videos, (videos.start, videos.end))
+    tiles = [part for part in parts if isinstance(part, Tile)]
+    tubelets = torch.stack(
+        [normalized_pixels(tile.payload, CPU, torch.float32).flatten(0, 1) for tile in tiles]
+    )
+    state = SimpleNamespace(
+        video_processor=SimpleNamespace(patch_size=PATCH, downsample_ratio=0.5),
+        video_temporal_patch_dim=2,
+        image_start_token="<img>",
+        image_end_token="</img>",
+        image_token="<image>",
+    )
+    metadata = SimpleNamespace(fps=3.0, frames_indices=video.numbers)
+    inputs = {"num_frames": [5], "video_metadata": [metadata]}
+    inputs["pixel_values_videos"] = tubelets[None]
+    expected_text = NemotronH_Omni_Reasoning_V3Processor.replace_video_token(state, inputs, 0)
+    texts = ["<image>" * part.num_outputs if isinstance(part, Tile) else part for part in parts]
+    assert "".join(texts) == expected_text
+
+    prompt = [5, 6, 7]
+    for tile in tiles:
+        prompt += [*[IMAGE_TOKEN] * tile.num_outputs, 8, 9]
+    with torch.inference_mode():
+        expected = reference(
+            input_ids=torch.tensor([prompt]), pixel_values_videos=tubelets[None]
+        ).logits[0]
+    decoder = load_native_decoder(tmp_path, max_model_len=1024)
+    source = TowerSource(
+        open_checkpoint(tmp_path),
+        CPU,
+        torch.float32,
+        make_layers=TOWER_LAYERS[load_native_decoder],
+    )
+    tower = make_tower(decoder.spec.encoder, source)
+    encoded = torch.cat([tower(tile.payload) for tile in tiles])
+    is_placed = np.array(prompt) == IMAGE_TOKEN
+    rows = np.where(is_placed, np.cumsum(is_placed) - 1, -1).astype(np.int32)
+    runner, found = Runner(decoder, 1, max_tokens=1024), []
+    for start, end in ((0, 9), (9, len(prompt))):
+        decoder.placed = Placed(rows[start:end].copy(), encoded)
+        found.append(runner.step({0: prompt[start:end]})[0])
+    torch.testing.assert_close(torch.cat(found), expected, atol=1e-4, rtol=1e-4)
