@@ -15,7 +15,9 @@ from ...protocol.config.chat_audio import (
     TimeMarks,
 )
 from ...protocol.config.model import SpeechKind
+from ...protocol.errors import CheckpointError
 from ..media.transcription.languages import LANGUAGE_NAMES
+from ..tokenizer.config import TokenizerConfig
 
 _QWEN3_ASR: Final = SpeechFormat(
     languages={
@@ -107,6 +109,7 @@ _FRAMING: Final = {
     "audioflamingo3": Framing.WINDOWS,
     "musicflamingo": Framing.WINDOWS,
     "fun_asr_nano": Framing.STACKED,
+    "nemotron_h_omni": Framing.NORMED,
     "glmasr": Framing.WINDOWS,
     "moss_transcribe_diarize": Framing.WINDOWS,
     "granite_speech": Framing.PAIRS,
@@ -122,8 +125,8 @@ _MAX_WINDOWS: Final = {
     **dict.fromkeys(("gemma3n", "gemma4", "embedding_gemma2"), 1),
     **dict.fromkeys(("granite_speech", "granite_speech_plus"), 1),
     "qwen2_audio": 1,
-    # Its encoder has no more positions.
-    "fun_asr_nano": 1,
+    # Their encoders read a clip as a whole.
+    **dict.fromkeys(("fun_asr_nano", "nemotron_h_omni"), 1),
 }
 """The processors of Audio Flamingo 3, Music Flamingo, Qwen2-Audio and Gemma drop the rest of an audio clip."""
 
@@ -163,14 +166,17 @@ def read_chat_audio(path: Path, config: ConfigFields, text: ConfigFields) -> Cha
         max_windows=_MAX_WINDOWS.get(kind, 0),
         min_samples=_MIN_SAMPLES.get(kind, 0),
         speech=_SPEECH.get(kind),
-        marks=_read_marks(config),
+        marks=_read_marks(path, config),
         times=_read_times(path, kind),
         **(_VIBEVOICE if kind == "vibevoice_asr" else {}),
     )
 
 
-def _read_marks(config: ConfigFields) -> ClipMarks | None:
+def _read_marks(path: Path, config: ConfigFields) -> ClipMarks | None:
     kind = config.text("model_type")
+    if kind == "nemotron_h_omni":
+        begin, end = (_added_token(path, text) for text in ("<so_start>", "<so_end>"))
+        return ClipMarks(begin, end)
     if kind == "musicflamingo":
         return ClipMarks(
             config.integer("audio_bos_token_id", 151_670, minimum=0),
@@ -186,6 +192,14 @@ def _read_marks(config: ConfigFields) -> ClipMarks | None:
         has_end_output=is_fixed,
         margin="\n\n" if is_fixed else "",
     )
+
+
+def _added_token(path: Path, text: str) -> int:
+    """Return a token that only the tokenizer's files name."""
+    found = TokenizerConfig(path).added_token_id(text)
+    if found is None:
+        raise CheckpointError(path, f"the tokenizer has no token {text!r}; download it again")
+    return found
 
 
 def _read_times(path: Path, kind: str) -> TimeMarks | None:

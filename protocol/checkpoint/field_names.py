@@ -67,6 +67,17 @@ def _deepseek_ocr2(fields: ConfigFields) -> dict[str, Any]:
     }
 
 
+def _nemotron_omni(fields: ConfigFields) -> dict[str, Any]:
+    """Return the names that transformers has for fields of published configs."""
+    names = {
+        "audio_config": "sound_config",
+        "audio_token_id": "sound_context_token_id",
+        "image_token_id": "img_context_token_id",
+    }
+    found = {name: fields.get(name, fields.get(other)) for name, other in names.items()}
+    return found | {"model_type": "nemotron_h_omni"}
+
+
 def _minimax(fields: ConfigFields) -> dict[str, Any]:
     fields.require("postnorm", True)
     fields.require("shared_intermediate_size", 0)
@@ -107,6 +118,10 @@ _MODEL_TYPES: Final[dict[str, Callable[[ConfigFields], dict[str, Any]]]] = {
 """Other model types in published configs, and functions that return the fields that transformers has in their place."""
 
 
+_OWN_NEMOTRON: Final = ("nemotron_h_omni", "NemotronH_Nano_VL_V2")
+"""Model types of Nemotron's that read images, whose fields are known as they are."""
+
+
 def with_known_names(fields: ConfigFields) -> ConfigFields:
     """Return the fields of a config with the names that transformers has for its architecture and its model type."""
     names = fields.texts("architectures")
@@ -117,6 +132,8 @@ def with_known_names(fields: ConfigFields) -> ConfigFields:
         values |= _MODEL_TYPES[kind](fields)
     elif "DeepseekOCR2ForCausalLM" in names:
         values |= _deepseek_ocr2(fields)
+    elif "NemotronH_Omni_Reasoning_V3" in known and kind not in _OWN_NEMOTRON:
+        values |= _nemotron_omni(fields)
     elif "MistralLarge3ForCausalLM" in names:
         values["model_type"] = "mistral4"
     return fields.with_values(values) if values else fields

@@ -255,7 +255,9 @@ class FastConformerSpec(LayeredSpec, frozen=True, tag=True):
     """A Fast Conformer (arXiv 2305.05084), and a projection of its outputs unless `has_projection` is false (Canary).
 
     `num_halvings` convolutions halve the frames and features. Rows attend to all rows, with embeddings of their
-    distances. With a `decoder`, its outputs are tokens (Parakeet).
+    distances. With a `decoder`, its outputs are tokens (Parakeet). If `projection_size` is not 0, the projection is a
+    norm and two matrices with this many elements in between (Nemotron Omni). With `has_last_row`, a clip whose frames
+    fill all rows has one row more, of silence, that others do not read.
     """
 
     num_mel_bins: int
@@ -268,12 +270,15 @@ class FastConformerSpec(LayeredSpec, frozen=True, tag=True):
     has_bias: bool
     has_conv_bias: bool
     has_projection: bool = True
+    projection_size: int = 0
+    has_projection_bias: bool = False
+    has_last_row: bool = False
     tensor_names: tuple[tuple[str, str], ...] = ()
     decoder: CtcSpec | TransducerSpec | None = None
 
     def num_outputs(self, num_frames: int) -> int:
         """Return the number of outputs for the frames of a clip, and the maximum number with a `decoder`."""
-        return -(-num_frames >> self.num_halvings)
+        return -(-(num_frames + self.has_last_row) >> self.num_halvings)
 
 
 class SamplesSpec(LayeredSpec, frozen=True, tag=True):

@@ -19,7 +19,7 @@ class Framing(enum.StrEnum):
     silence (Gemma 4). `SAMPLES`: none, because the samples themselves are read (Gemma 4's unified models). `PADDED`:
     the clip before two frames of silence, which have no features. `STACKED`: the clip, whose frames are joined in
     sevens, of which neighbors share one (Fun-ASR-Nano). `WAVE`: none, because the samples of parts are
-    read, at a level of -25 dB (VibeVoice ASR).
+    read, at a level of -25 dB (VibeVoice ASR). `NORMED`: the clip, whose features are normed (Nemotron Omni).
     """
 
     CLIP = "clip"
@@ -32,6 +32,7 @@ class Framing(enum.StrEnum):
     PADDED = "padded"
     STACKED = "stacked"
     WAVE = "wave"
+    NORMED = "normed"
 
 
 _HOPS: Final = {Framing.PAIRS: 320, Framing.STACKED: 960, Framing.WAVE: 1}

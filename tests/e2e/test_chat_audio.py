@@ -15,10 +15,12 @@ import soundfile
 import torch
 from engine.core.replay.__main__ import main as replay
 from engine.frontend.offline.llm import LLM
+from engine.protocol.encoder_inputs.payloads import ImagePayload
 from engine.protocol.errors import ParameterError
 from engine.protocol.sampling_params import SamplingParams
 from PIL import Image
 from support.audio_checkpoints import MARKS, OMNI_MODELS, audio_directory, reference_inputs
+from support.grid_models import reference_inputs as grid_inputs
 from support.image_processors import image_processor
 from support.image_requests import data_url
 from support.qwen_checkpoints import qwen_image_processor, video_patches
@@ -27,7 +29,7 @@ from support.server import DEVICE, Server, assert_nothing_is_held
 torch.set_num_threads(1)
 FLAGS = ("--dtype", "float32", "--device", DEVICE, "--served-model-name", "tiny")
 NUM_TOKENS = 8
-MIXED_MODELS = ("gemma4", "gemma4_unified", *OMNI_MODELS)
+MIXED_MODELS = ("gemma4", "gemma4_unified", "nemotron_h_omni", *OMNI_MODELS)
 
 
 def clip(seed: int, seconds: float) -> np.ndarray:
@@ -85,6 +87,7 @@ MIXED_CHATS = [
     ("seven wizards", clip(3, 1.0)),
     (picture(48, 32), "brew tea"),
 ]
+HALF = (0.5, 0.5, 0.5)
 FRAMES = [picture(256, 128).crop((64 * i, 0, 64 * i + 64, 128)) for i in range(4)]
 """A video for Qwen-Omni, which needs no resizing."""
 
@@ -109,7 +112,12 @@ class Model:
     def generate(self, parts: Any, prompt: list[int]) -> list[int]:
         clips = [part / np.float32(32768) for part in parts if isinstance(part, np.ndarray)]
         inputs = reference_inputs(self.kind, clips) if clips else {}
-        if images := [part for part in parts if isinstance(part, Image.Image)]:
+        images = [part for part in parts if isinstance(part, Image.Image)]
+        if images and self.kind == "nemotron_h_omni":
+            # Their sizes are valid as they are.
+            payloads = [ImagePayload(*x.size, x.tobytes(), 1, HALF, HALF) for x in images]
+            inputs |= grid_inputs(self.kind, payloads)
+        elif images:
             process = (
                 qwen_image_processor(self.path)
                 if self.is_omni

@@ -18,6 +18,7 @@ from support.gemma_audio import (
     gemma4_config,
     gemma4_unified_config,
 )
+from support.grid_configs import RADIO_PROCESSOR, nemotron_omni_config
 from support.image_marks import GEMMA_MARKS
 from support.omni import omni_config, write_omni
 from support.qwen_checkpoints import END, IMAGE, START, VIDEO
@@ -36,7 +37,7 @@ MODELS = (
     *("qwen2_audio", "voxtral", "qwen3_asr", "glmasr", "granite_speech", "qwen3_asr thinker"),
     *("gemma3n", "gemma4", "gemma4_unified"),
     *("audioflamingo3", "granite_speech_plus", "musicflamingo"),
-    *("fun_asr_nano", "moss_transcribe_diarize", "vibevoice_asr"),
+    *("fun_asr_nano", "moss_transcribe_diarize", "vibevoice_asr", "nemotron_h_omni"),
 )
 """Kinds of models. "qwen3_asr thinker" has the layout of Qwen's own checkpoints, others have that of transformers."""
 
@@ -52,6 +53,7 @@ PARTS = {
     "audioflamingo3": ("<|start|>", "<sound>"),
     "musicflamingo": ("<|sound_bos|>", "<sound>", "<|sound_eos|>"),
     "fun_asr_nano": ("<|start|>", "<|audio|>", "<|end|>"),
+    "nemotron_h_omni": ("<so_start>", "<so_embedding>", "<so_end>"),
     "gemma3n": ("<start_of_audio>", "<audio_soft_token>", "<end_of_audio>"),
     "gemma4": ("<|audio>", "<|audio|>", "<audio|>"),
 }
@@ -73,9 +75,11 @@ def audio_directory(directory: Path, kind: str) -> tuple[Path, Any]:
     if kind.startswith("gemma4"):
         tokenizer.add_special_tokens({"additional_special_tokens": [*GEMMA_MARKS.values()]})
         tokenizer.init_kwargs |= {f"{name}_token": mark for name, mark in GEMMA_MARKS.items()}
+    if kind == "nemotron_h_omni":
+        tokenizer.add_tokens(["<image>", "<img>", "</img>"], special_tokens=True)
     tokenizer.add_tokens("[TRANSCRIBE]" if kind == "voxtral" else "<asr_text>")
-    # The processors of Gemma and Music Flamingo add the tokens around a clip.
-    is_bare = kind.startswith("gemma") or kind == "musicflamingo"
+    # Their processors add the tokens around a clip.
+    is_bare = kind.startswith(("gemma", "musicflamingo", "nemotron"))
     part = MARKS[kind] if is_bare else "".join(PARTS[kind])
     if kind == "vibevoice_asr":
         part = f"<|AUDIO_DURATION|> seconds {part}"
@@ -106,6 +110,11 @@ def audio_directory(directory: Path, kind: str) -> tuple[Path, Any]:
             audio_token_id=mark,
         )
         model = transformers.AudioFlamingo3ForConditionalGeneration(config)
+    elif kind == "nemotron_h_omni":
+        config = nemotron_omni_config(text, tokenizer.convert_tokens_to_ids("<image>"))
+        config.audio_token_id = mark
+        config.audio_config.num_mel_bins = NUM_MEL_BINS
+        model = transformers.NemotronH_Omni_Reasoning_V3(config)
     elif kind == "fun_asr_nano":
         sizes = {"num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48}
         size = text["hidden_size"]
@@ -276,8 +285,12 @@ def audio_directory(directory: Path, kind: str) -> tuple[Path, Any]:
     model = model.float().eval()
     torch.manual_seed(5)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0, 0.15)
+        for name, parameter in model.named_parameters():
+            if "layer_scale" not in name:
+                parameter.normal_(0, 0.15)
+        if kind == "nemotron_h_omni":
+            # It never writes the tokens of images and audio.
+            model.language_model.lm_head.weight[[mark, config.image_token_id]] = 0
         for name, buffer in model.named_buffers():
             if "running_" in name:
                 buffer.uniform_(0.5, 1.5)
@@ -291,6 +304,8 @@ def audio_directory(directory: Path, kind: str) -> tuple[Path, Any]:
         write_omni(directory, kind)
     elif kind.startswith("gemma4"):
         (directory / "preprocessor_config.json").write_text(json.dumps(IMAGE_PROCESSOR))
+    elif kind == "nemotron_h_omni":
+        (directory / "preprocessor_config.json").write_text(json.dumps(RADIO_PROCESSOR))
     elif not kind.startswith(("granite", "fun_asr", "vibevoice")):
         extractor(kind).save_pretrained(directory)
     if kind.endswith("thinker"):
@@ -349,6 +364,13 @@ def reference_inputs(kind: str, clips: list[np.ndarray]) -> dict[str, torch.Tens
         return {"input_features": [each["input_features"][0] for each in found]}
     if kind.startswith("gemma4"):
         return dict(extractor(kind)(clips, return_tensors="pt"))
+    if kind == "nemotron_h_omni":
+        extract = transformers.ParakeetFeatureExtractor(NUM_MEL_BINS)
+        found = extract(clips, sampling_rate=16_000)
+        return {
+            "input_features": found["input_features"],
+            "input_features_mask": found["attention_mask"],
+        }
     if kind == "moss_transcribe_diarize":
         return dict(extractor(kind)(clips, sampling_rate=16_000, return_tensors="pt"))
     if kind == "vibevoice_asr":
@@ -417,11 +439,13 @@ def reference_logits(
 ) -> torch.Tensor:
     """Return transformers' logits [T, V] of a prompt with audio clips."""
     ids = torch.tensor([prompt])
-    if not kind.startswith(("granite", "fun_asr")):
+    if not kind.startswith(("granite", "fun_asr", "nemotron")):
         return model(input_ids=ids, **reference_inputs(kind, clips)).logits[0]
     # In a batch, rows of shorter clips would attend to silence.
     found = [
-        model.model.get_audio_features(**reference_inputs(kind, [clip])).pooler_output
+        getattr(model, "model", model)
+        .get_audio_features(**reference_inputs(kind, [clip]))
+        .pooler_output
         for clip in clips
     ]
     audio = [each.flatten(0, -2) for each in found]

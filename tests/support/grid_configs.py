@@ -98,6 +98,13 @@ RADIO = {
     "num_registers": 1,
     "video_temporal_patch_size": 2,
 }
+RADIO_PROCESSOR = {
+    "patch_size": PATCH,
+    "min_num_patches": 16,
+    "max_num_patches": 400,
+    "norm_mean": [0.5] * 3,
+    "norm_std": [0.5] * 3,
+}
 JANUS_IMAGES = {
     "base_channels": 32,
     "channel_multiplier": [1, 1],
@@ -129,6 +136,20 @@ SIZES = {"deepseek_ocr2": ((30, 21), (250, 150)), "minicpmv4_7": ((30, 21), (60,
 MEAN_AND_STD = ([0.5] * 3, [0.5] * 3)
 
 
+def nemotron_omni_config(text: dict[str, Any], image_token: int) -> Any:
+    """Return the config of a Nemotron Omni with an encoder of audio."""
+    audio = {"num_hidden_layers": 2, "num_attention_heads": 4, "subsampling_conv_channels": 8}
+    audio |= {"hidden_size": 32, "intermediate_size": 48, "num_mel_bins": 16}
+    return transformers.NemotronH_Omni_Reasoning_V3_Config(
+        vision_config=RADIO,
+        audio_config=audio | {"projection_hidden_size": 40, "projection_bias": True},
+        text_config=text | RECURRENT["nemotron-h"][1] | {"model_type": "nemotron_h"},
+        vision_hidden_size=RADIO["hidden_size"],
+        projector_hidden_size=56,
+        image_token_id=image_token,
+    )
+
+
 def image_config(kind: str) -> Any:
     """Return the config of transformers' model for a kind."""
     text = SMALL | {"head_dim": 8}
@@ -152,14 +173,9 @@ def image_config(kind: str) -> Any:
             video_token_id=IMAGE_TOKEN + 1,
         )
     if kind == "nemotron_h_omni":
-        decoder = RECURRENT["nemotron-h"][1] | {"model_type": "nemotron_h"}
-        return transformers.NemotronH_Omni_Reasoning_V3_Config(
-            vision_config=RADIO,
-            text_config=SMALL | decoder,
-            vision_hidden_size=RADIO["hidden_size"],
-            projector_hidden_size=56,
-            image_token_id=IMAGE_TOKEN,
-        )
+        config = nemotron_omni_config(SMALL, IMAGE_TOKEN)
+        config.audio_config = None
+        return config
     if kind == "step3p7":
         decoder, sizes = MULTIMODAL["Step3p7"]
         return transformers.Step3p7Config(

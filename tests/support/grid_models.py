@@ -21,6 +21,7 @@ from support.grid_configs import (
     MUSE_MODELS,
     PAIRED,
     PATCH,
+    RADIO_PROCESSOR,
     SQUARE_MODELS,
     image_config,
 )
@@ -85,8 +86,7 @@ def write_grid_model(path: Path, kind: str, *, vocab_size: int = 0, image_token:
         tokens = {"boi_token": "<begin_of_image>", "eoi_token": "<end_of_image>"}
         (path / "tokenizer_config.json").write_text(json.dumps(tokens))
     elif kind == "nemotron_h_omni":
-        processor = {"patch_size": PATCH, "min_num_patches": 16, "max_num_patches": 180}
-        processor |= {"norm_mean": [0.5] * 3, "norm_std": [0.5] * 3}
+        processor = RADIO_PROCESSOR | {"max_num_patches": 180}
     elif kind == "video_llama_3":
         processor = {"patch_size": PATCH, "min_pixels": 64, "max_pixels": 900}
     elif kind == "step3p7":

@@ -28,6 +28,7 @@ from .log_mel import (
     clip_log_mel,
     level,
     log_mel,
+    normed_log_mel,
     paired_log_mel,
     stacked_log_mel,
 )
@@ -108,6 +109,10 @@ def _windows(samples: Float32Array, config: ChatAudioConfig) -> Iterator[tuple[F
         return
     if config.framing is Framing.STACKED:
         features = stacked_log_mel(samples, tower.num_mel_bins // STACKED)
+        yield features, features.shape[1]
+        return
+    if config.framing is Framing.NORMED:
+        features = normed_log_mel(samples, tower.num_mel_bins, has_dither=False)
         yield features, features.shape[1]
         return
     if (frames := _CLIP_FRAMES.get(config.framing)) is not None:

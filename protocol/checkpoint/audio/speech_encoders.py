@@ -27,6 +27,16 @@ _COHERE_NAMES: Final = (
 )
 
 
+_OMNI_FRAMES: Final = 30_000
+"""The maximum length of a clip of Nemotron Omni: 300 s. It has no windows, because all rows attend to each other."""
+
+_OMNI_NAMES: Final = (
+    (r"^audio_tower\.", "sound_encoder.encoder."),
+    (r"^(embed_audio\.layer_norm|sound_projection\.norm)\.", "sound_encoder.projection.norm."),
+    (r"^(embed_audio\.linear_|sound_projection\.linear)", "sound_encoder.projection.linear"),
+)
+
+
 def canary_encoder_spec(fields: ConfigFields) -> FastConformerSpec:
     """Return the encoder of Canary.
 
@@ -75,6 +85,27 @@ def fast_conformer_spec(fields: ConfigFields, **defaults: int) -> FastConformerS
         has_conv_bias=encoder.boolean("convolution_bias", True),
         output_size=fields.integer("hidden_size", 1024),
         tensor_names=_COHERE_NAMES,
+    )
+
+
+def nemotron_omni_spec(
+    fields: ConfigFields, audio: ConfigFields, output_size: int
+) -> FastConformerSpec:
+    """Return the encoder of Nemotron Omni, which is that of Parakeet with another projection.
+
+    Raises:
+        CheckpointError: A field is missing or invalid.
+    """
+    encoder = audio.with_defaults(attention_bias=False, scale_input=False)
+    own = fields.with_values({"encoder_config": encoder.config, "hidden_size": output_size})
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24}
+    return msgspec.structs.replace(
+        fast_conformer_spec(own, num_mel_bins=80, **sizes),
+        num_frames=_OMNI_FRAMES,
+        projection_size=encoder.integer("projection_hidden_size", 4096, maximum=MAX_POSITIONS),
+        has_projection_bias=encoder.boolean("projection_bias", False),
+        has_last_row=True,
+        tensor_names=_OMNI_NAMES,
     )
 
 

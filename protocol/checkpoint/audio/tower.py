@@ -21,6 +21,7 @@ from ..config_fields import ConfigFields
 from .conformers import conformer_spec, gemma3n_spec, gemma4_spec
 from .convolutions import wave_spec
 from .fields import MAX_POSITIONS, read_num_heads, read_size
+from .speech_encoders import nemotron_omni_spec
 
 _THINKER: Final = "thinker_config"
 _MODEL_TYPES: Final = (
@@ -29,6 +30,7 @@ _MODEL_TYPES: Final = (
     *("granite_speech", "granite_speech_plus", "audioflamingo3", "musicflamingo"),
     *("moss_transcribe_diarize", "fun_asr_nano", "vibevoice_asr"),
     *("gemma3n", "gemma4", "gemma4_unified", "embedding_gemma2", "voxtral_realtime"),
+    "nemotron_h_omni",
 )
 
 _SECTIONS: Final = {"granite": "encoder_config", "vibevoice": "acoustic_tokenizer_encoder_config"}
@@ -80,6 +82,8 @@ def audio_tower_spec(fields: ConfigFields, output_size: int) -> AnyAudioSpec:
         )
     if kind in ("gemma4", "embedding_gemma2"):
         return gemma4_spec(fields, audio, output_size)
+    if kind == "nemotron_h_omni":
+        return nemotron_omni_spec(fields, audio, output_size)
     if kind == "fun_asr_nano":
         return _memory_spec(fields, audio, output_size)
     if kind == "voxtral_realtime":

@@ -15,6 +15,8 @@ from engine.workers.layers.parallel.tensor_parallel import TensorParallel
 from engine.workers.layers.rope import LinearScaling
 from engine.workers.layers.specs.experts import ExpertsSpec
 from engine.workers.models.families import model_spec
+from support.families import SMALL
+from support.grid_configs import nemotron_omni_config
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -186,6 +188,23 @@ def test_deepseek_ocr_2_has_the_sizes_of_its_authors_code():
     known = with_known_names(ConfigFields(published, "c.json"))
     assert model_spec(known.config, "c.json") == model_spec(config, "c.json")
     assert known.integer("image_token_id") == config["image_token_id"]
+
+
+def test_published_nemotron_omni_has_the_spec_of_its_names_in_transformers():
+    config = nemotron_omni_config(SMALL, 96).to_dict() | {"audio_token_id": 95}
+    config["architectures"] = ["NemotronH_Omni_Reasoning_V3"]
+    names = {"text_config": "llm_config", "audio_config": "sound_config"}
+    names |= {"audio_token_id": "sound_context_token_id", "image_token_id": "img_context_token_id"}
+    names |= {"vision_hidden_size": "vit_hidden_size"}
+    published = {names.get(name, name): value for name, value in config.items()}
+    published |= dict.fromkeys(("architectures", "model_type"), "NemotronH_Nano_Omni_Reasoning_V3")
+    published["architectures"] = [published["architectures"]]
+    known = with_known_names(ConfigFields(published, "c.json"))
+    spec = model_spec(known.config, "c.json")
+    assert spec == model_spec(config, "c.json")
+    assert spec.encoder is not None and spec.audio_encoder is not None
+    ids = [known.integer(f"{name}_token_id") for name in ("image", "audio")]
+    assert ids == [96, 95]
 
 
 @pytest.mark.parametrize(

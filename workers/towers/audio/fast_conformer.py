@@ -5,13 +5,15 @@ Shapes: C features of a frame, N frames, P rows, D hidden size, H heads, K head 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ....protocol.config.audio_tower import FastConformerSpec
 from ...loaders import Checkpoint
-from ..weights import Linear, VisionWeights, find_activation
+from ..weights import Linear, VisionWeights, activation, find_activation
 from .token_decoders import TokenDecoder, read_token_decoder
 
 _NORM_EPS = 1e-5
@@ -52,8 +54,10 @@ class FastConformer:
             _Layer(spec, tensors, checkpoint, f"encoder.layers.{index}.")
             for index in range(spec.num_layers)
         ]
-        self._output: Linear | None = None
-        if spec.has_projection:
+        self._output: Callable[[Tensor], Tensor] | None = None
+        if spec.projection_size:
+            self._output = _Projection(spec, tensors)
+        elif spec.has_projection:
             self._output = tensors.read_linear("decoder.proj", spec.output_size, spec.hidden_size)
         self._decoder: TokenDecoder | None = None
         if spec.decoder is not None:
@@ -69,9 +73,15 @@ class FastConformer:
             x = F.conv2d(x, weight, bias, stride, padding, groups=groups)
             x = F.relu(x) if is_activated else x
         x_PD = self._input(x[0].transpose(0, 1).flatten(1)) * self._spec.input_scale
+        num_read = len(x_PD)
+        if self._spec.num_outputs(features_CN.shape[1]) > num_read:
+            # The last row is that of features which are 0 after each convolution.
+            zeros_D = torch.zeros_like(x_PD[:1])
+            bias_D = zeros_D if self._input.bias is None else self._input.bias[None]
+            x_PD = torch.cat((x_PD, bias_D * self._spec.input_scale))
         positions_FD = _positions(len(x_PD), self._spec.hidden_size).to(x_PD)
         for layer in self._layers:
-            x_PD = layer(x_PD, positions_FD)
+            x_PD = layer(x_PD, positions_FD, num_read)
         if self._decoder is not None:
             return self._decoder(x_PD)
         return x_PD if self._output is None else self._output(x_PD)
@@ -83,6 +93,23 @@ def _positions(num_rows: int, size: int) -> Tensor:
     frequencies = 1.0 / _MAX_WAVELENGTH ** (torch.arange(0, size, 2).float() / size)
     angles = distances[:, None] * frequencies
     return torch.stack((angles.sin(), angles.cos()), 2).flatten(1)
+
+
+class _Projection:
+    """A norm and two matrices."""
+
+    def __init__(self, spec: FastConformerSpec, tensors: VisionWeights) -> None:
+        size, inner = spec.hidden_size, spec.projection_size
+        has_bias = spec.has_projection_bias
+        self._norm = tensors.read_rms_norm("projection.norm", size, _NORM_EPS)
+        self._first = tensors.read_linear("projection.linear1", inner, size, has_bias=has_bias)
+        self._second = tensors.read_linear(
+            "projection.linear2", spec.output_size, inner, has_bias=has_bias
+        )
+        self._activation = activation("relu2")
+
+    def __call__(self, x_PD: Tensor) -> Tensor:
+        return self._second(self._activation(self._first(self._norm(x_PD))))
 
 
 class _Layer:
@@ -123,18 +150,18 @@ class _Layer:
         ]
         self._down = linear("conv.pointwise_conv2", size, size, has_bias=has_bias)
 
-    def __call__(self, x_PD: Tensor, positions_FD: Tensor) -> Tensor:
+    def __call__(self, x_PD: Tensor, positions_FD: Tensor, num_read: int) -> Tensor:
         before_first, before_attention, before_conv, before_second, last = self._norms
         x_PD = x_PD + 0.5 * self._mlp(before_first(x_PD), 0)
-        x_PD = x_PD + self._attend(before_attention(x_PD), positions_FD)
-        x_PD = x_PD + self._convolve(before_conv(x_PD))
+        x_PD = x_PD + self._attend(before_attention(x_PD), positions_FD, num_read)
+        x_PD = x_PD + self._convolve(before_conv(x_PD), num_read)
         return last(x_PD + 0.5 * self._mlp(before_second(x_PD), 1))
 
     def _mlp(self, x_PD: Tensor, index: int) -> Tensor:
         up, down = self._mlps[index]
         return down(self._activation(up(x_PD)))
 
-    def _attend(self, x_PD: Tensor, positions_FD: Tensor) -> Tensor:
+    def _attend(self, x_PD: Tensor, positions_FD: Tensor, num_read: int) -> Tensor:
         heads = (self._spec.num_heads, -1)
         q_HPK, k_HPK, v_HPK = (
             linear(x_PD).unflatten(1, heads).transpose(0, 1) for linear in self._qkv
@@ -144,16 +171,22 @@ class _Layer:
         rows = torch.arange(len(x_PD), device=x_PD.device)
         index_PP = len(x_PD) - 1 - rows[:, None] + rows
         near_HPP = near_HPF.gather(2, index_PP.expand(len(near_HPF), -1, -1))
+        scores_HPP = near_HPP * q_HPK.shape[2] ** -0.5
+        # Other rows do not read the last one, which reads all rows alike.
+        unread = torch.finfo(scores_HPP.dtype).min
+        scores_HPP[:, num_read:] = unread
+        scores_HPP[:, :, num_read:] = unread
         out_HPK = F.scaled_dot_product_attention(
             q_HPK + self._content_H1K,
             k_HPK,
             v_HPK,
-            attn_mask=near_HPP * q_HPK.shape[2] ** -0.5,
+            attn_mask=scores_HPP,
         )
         return self._output(out_HPK.transpose(0, 1).flatten(1))
 
-    def _convolve(self, x_PD: Tensor) -> Tensor:
+    def _convolve(self, x_PD: Tensor, num_read: int) -> Tensor:
         x_DP = F.glu(self._up(x_PD), 1).T
+        x_DP[:, num_read:] = 0
         padding = (self._spec.kernel_size - 1) // 2
         x = F.conv1d(x_DP[None], self._taps, self._taps_bias, 1, padding, groups=len(self._taps))
         mean, variance, weight, bias = self._batch_norm
