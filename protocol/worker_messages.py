@@ -282,7 +282,8 @@ class ModelRunnerOutput(
       prediction.
     * `pooled` has the vectors of rows with `pooling_params`.
     * `seconds` is the duration of the step without the draft model, and `draft_seconds` that of the draft model.
-    * `draft_passes` is the number of forward passes of the draft model. Each proposed one token for some of the rows.
+    * `draft_passes` is the number of forward passes of the draft model. Each proposed one token, or all, for some of
+      the rows.
 
     The last three are 0 if they were not measured.
     """

@@ -387,9 +387,9 @@ def _speculation(
             f"--speculative-config on GPUs needs --pipeline-parallel-size 1 (given: {num_stages}); remove "
             "one of the two flags"
         )
-    if num_stages > 1 and speculative.method is ProposerMethod.EAGLE3:
+    if num_stages > 1 and speculative.method.reads_inner_states:
         raise ConfigError(
-            f"--speculative-config with the method eagle3 needs --pipeline-parallel-size 1 (given: "
+            f"--speculative-config with the method {speculative.method.value} needs --pipeline-parallel-size 1 (given: "
             f"{num_stages}), because the head reads hidden states of all stages; use another method or flag"
         )
     if speculative.model is None:
@@ -407,6 +407,8 @@ def _speculation(
 
 
 _METHODS_OF_HEADS: Final = {
+    "MuseGlimmerAssistant": ProposerMethod.DFLASH,
+    "DFlash": ProposerMethod.DFLASH,
     "Assistant": ProposerMethod.MTP,
     "Eagle3": ProposerMethod.EAGLE3,
 }

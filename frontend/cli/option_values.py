@@ -228,8 +228,8 @@ def _speculative(text: str) -> SpeculativeConfig | None:
         "model" in fields and not chosen.may_have_checkpoint
     ):
         raise ValueError(
-            "methods 'draft_model', 'eagle' and 'eagle3' need the field model (a draft model with the same "
-            "tokenizer, or a head for this model), 'mtp' may have it (the assistant of a Gemma 4), and other methods "
+            "methods 'draft_model', 'eagle', 'eagle3' and 'dflash' need the field model (a draft model with the "
+            "same tokenizer, or a head for this model), 'mtp' may have it (the assistant of a Gemma 4), and other methods "
             f"must not; got {text}"
         )
     config: SpeculativeConfig = _convert(fields, SpeculativeConfig)

@@ -40,6 +40,7 @@ class ProposerMethod(enum.StrEnum):
     EAGLE = "eagle"
     EAGLE3 = "eagle3"
     MTP = "mtp"
+    DFLASH = "dflash"
 
     @property
     def runs_model(self) -> bool:
@@ -49,7 +50,17 @@ class ProposerMethod(enum.StrEnum):
     @property
     def reads_hidden_states(self) -> bool:
         """True if the proposer reads the hidden states of the model."""
-        return self in (ProposerMethod.EAGLE, ProposerMethod.EAGLE3, ProposerMethod.MTP)
+        return self in _METHODS_OF_HEADS
+
+    @property
+    def reads_inner_states(self) -> bool:
+        """True if the proposer also reads hidden states of inner layers of the model."""
+        return self in (ProposerMethod.EAGLE3, ProposerMethod.DFLASH)
+
+    @property
+    def proposes_at_once(self) -> bool:
+        """True if one pass proposes all drafts of a request."""
+        return self is ProposerMethod.DFLASH
 
     @property
     def needs_checkpoint(self) -> bool:
@@ -66,6 +77,13 @@ _METHODS_WITH_CHECKPOINT: Final = (
     ProposerMethod.DRAFT_MODEL,
     ProposerMethod.EAGLE,
     ProposerMethod.EAGLE3,
+    ProposerMethod.DFLASH,
+)
+_METHODS_OF_HEADS: Final = (
+    ProposerMethod.EAGLE,
+    ProposerMethod.EAGLE3,
+    ProposerMethod.MTP,
+    ProposerMethod.DFLASH,
 )
 
 
@@ -77,7 +95,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     proposes the most frequent (SuffixDecoding, arXiv 2411.04975). `draft_model` runs a smaller model with the same
     vocabulary. `eagle` (arXiv 2401.15077), `eagle3` (arXiv 2503.01840) and `mtp` run a layer that reads the model's
     hidden states. EAGLE heads have their own checkpoint. For `mtp`, the model's checkpoint contains the layer, or
-    `model` is the assistant of a Gemma 4, a small model that also reads the model's KV cache.
+    `model` is the assistant of a Gemma 4, a small model that also reads the model's KV cache. `dflash` (arXiv
+    2602.06036) runs layers that propose several tokens in one pass, from the hidden states of all tokens.
 
     Attributes:
         num_speculative_tokens: The maximum number of proposed tokens per step. The scheduler may use fewer for a
@@ -85,7 +104,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
         adaptive: True if the number of drafts of each request follows its acceptance rate and the cost of verification.
             If false, it is always the maximum.
         prompt_lookup_min: The minimum number of tokens that must match.
-        model: The directory or file of the draft model, the EAGLE head or the assistant.
+        model: The directory or file of the draft model, the head or the assistant.
         suffix_decoding_max_tree_depth: The length in tokens above which a longer match counts no more.
         suffix_decoding_max_cached_requests: The number of earlier answers that are searched; 0 searches only the
             request's own tokens.
@@ -106,7 +125,10 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     @property
     def num_lookahead_tokens(self) -> int:
         """The number of positions after the computed ones at which the proposer writes KV entries."""
-        return self.num_speculative_tokens if self.method.runs_model else 0
+        if not self.method.runs_model:
+            return 0
+        # A pass that proposes all drafts also writes an entry for the last one.
+        return self.num_speculative_tokens + self.method.proposes_at_once
 
     @property
     def num_levels(self) -> int:

@@ -13,6 +13,7 @@ from support.draft_heads import (
     GEMMA4,
     add_qwen3_5_layer,
     write_assistant,
+    write_dflash,
     write_eagle3_head,
 )
 from support.server import Server, assert_nothing_is_held
@@ -64,9 +65,21 @@ def assistant_on_four_ranks(path: Path) -> tuple[Path, list[str], dict[str, Any]
     return path / "model", flags, {"method": "mtp", "model": str(path / "assistant")}
 
 
+def dflash_of_recurrent_model_on_two_ranks(path: Path) -> tuple[Path, list[str], dict[str, Any]]:
+    """Return a model with recurrent layers, flags, and the fields that choose its DFlash head."""
+    layers_directory(path / "model", "delta net")
+    write_dflash(path / "head", ["full_attention"] * 3)
+    return path / "model", ["-tp", "2"], {"method": "dflash", "model": str(path / "head")}
+
+
 @pytest.mark.parametrize(
     "make",
-    [eagle3_on_two_ranks, mtp_of_recurrent_model_in_two_stages, assistant_on_four_ranks],
+    [
+        dflash_of_recurrent_model_on_two_ranks,
+        eagle3_on_two_ranks,
+        mtp_of_recurrent_model_in_two_stages,
+        assistant_on_four_ranks,
+    ],
 )
 def test_drafting_heads_do_not_change_answers(tmp_path: Path, make: Any) -> None:
     path, flags, fields = make(tmp_path)

@@ -323,3 +323,90 @@ def assistant_drafts(
         drafts.append(int(outputs.logits[0, 0].argmax()))
         hidden = outputs.last_hidden_state
     return drafts
+
+
+DFLASH: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "sliding_window": 12,
+    "max_position_embeddings": 512,
+    "block_size": 8,
+    "mask_token_id": 5,
+    "target_layer_ids": [0, 2],
+}
+
+
+def write_dflash(
+    directory: Path, layer_types: list[str], *, has_published_names: bool = True
+) -> transformers.PreTrainedModel:
+    """Write a DFlash head with the names of its authors, or with those of transformers. Return its modules."""
+    config = transformers.MuseGlimmerAssistantConfig(**DFLASH, layer_types=layer_types)
+    head = randomize(transformers.MuseGlimmerAssistantModel(config))
+    head.save_pretrained(directory)
+    if not has_published_names:
+        return head
+    fields = json.loads((directory / "config.json").read_text())
+    fields |= {"architectures": ["DFlashDraftModel"], "model_type": "qwen3"}
+    names = ("mask_token_id", "target_layer_ids")
+    fields["dflash_config"] = {name: fields.pop(name) for name in names}
+    (directory / "config.json").write_text(json.dumps(fields))
+    file = directory / "model.safetensors"
+    names = {
+        "encoder.fc.weight": "fc.weight",
+        "encoder.output_norm_enc.weight": "hidden_norm.weight",
+    }
+    save_file({names.get(name, name): each for name, each in load_file(file).items()}, file)
+    return head
+
+
+def add_dflash_vocabulary(directory: Path, target: transformers.PretrainedConfig) -> Tensor:
+    """Turn a DFlash head into the layout of Speculators with an output projection for some tokens. Return their ids."""
+    file, config_file = directory / "model.safetensors", directory / "config.json"
+    config = json.loads(config_file.read_text())
+    own = config.pop("dflash_config")
+    count = 120
+    chosen = torch.randperm(target.vocab_size)[:count].sort().values
+    fields = {
+        "architectures": ["DFlashSpeculator"],
+        "transformer_layer_config": config | {"vocab_size": target.vocab_size},
+        "aux_hidden_state_layer_ids": [1 + layer for layer in own["target_layer_ids"]],
+        "mask_token_id": own["mask_token_id"],
+        "block_size": config["block_size"],
+        "draft_vocab_size": count,
+    }
+    config_file.write_text(json.dumps(fields))
+    added = {
+        "lm_head.weight": torch.randn(count, target.hidden_size),
+        "d2t": chosen - torch.arange(count),
+        "t2d": torch.zeros(target.vocab_size, dtype=torch.bool).index_fill(0, chosen, True),
+    }
+    save_file(load_file(file) | added, file)
+    return chosen
+
+
+@torch.no_grad()
+def dflash_hidden_states(
+    model: transformers.PreTrainedModel,
+    head: transformers.PreTrainedModel,
+    tokens: list[int],
+    count: int,
+) -> torch.Tensor:
+    """Return the hidden states of a DFlash head for `count` drafts after all tokens, [count, D]."""
+    config = head.config
+    states = model.model(torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states
+    block = torch.tensor([[tokens[-1], *[config.mask_token_id] * count]])
+    begin, end = len(tokens) - 1, len(tokens) + count
+    keys, queries = torch.arange(end), torch.arange(begin, end)[:, None]
+    sees = (keys > queries - config.sliding_window) | (keys >= begin)
+    masks = [torch.zeros(count + 1, end), torch.where(sees, 0.0, -torch.inf)]
+    kinds = ("full_attention", "sliding_attention")
+    outputs = head(
+        noise_embeds=model.get_input_embeddings()(block),
+        context_hidden_states=torch.cat([states[i + 1] for i in config.target_layer_ids], -1),
+        attention_mask={kind: mask[None, None] for kind, mask in zip(kinds, masks, strict=True)},
+    )
+    return outputs.last_hidden_state[0, 1:]

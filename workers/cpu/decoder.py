@@ -44,7 +44,7 @@ from .adapters import NativeAdapters
 from .attention import NativeAttention, NativeAttentionMetadata
 from .decoding import NativeDecoding
 from .library import NotSupportedNatively
-from .program import NativeProgram
+from .program import NativeProgram, StoringProgram
 from .recording.model_shape import model_shape
 from .recording.recorder import Recorder
 from .sampling import NativeSampler, PromptScorer, RowsToSample
@@ -72,6 +72,7 @@ class NativeDecoder:
         places_embeddings: If true, embeddings may replace tokens even if the model has no encoder.
         kept_layers: The layers whose inputs are kept in `kept_hidden_TE`; the number of layers means the final norm's
             input.
+        stores_keys: If true, `store_keys` can be called.
 
     Raises:
         NotSupportedNatively: Only the torch decoder supports this model.
@@ -94,6 +95,7 @@ class NativeDecoder:
         loras: LoraAdapters | None = None,
         places_embeddings: bool = False,
         kept_layers: Sequence[int] = (),
+        stores_keys: bool = False,
     ) -> None:
         self.is_foreign = False
         self.spec = spec
@@ -141,11 +143,13 @@ class NativeDecoder:
         shape = model_shape(spec, shard, attention, num_threads)
         self._program = NativeProgram(shape, spec.norm_eps, adapters)
         self._recorder: QueryRecorder | None = None
-        self._store: NativeProgram | None = None
+        self._store: StoringProgram | None = None
         if spec.source is not None:
             store_spec = replace(spec, hidden_size=spec.source.hidden_size, norm_kind="layer")
             shape = model_shape(store_spec, shard, attention, num_threads)
-            self._store = NativeProgram(shape, spec.norm_eps)
+            self._store = StoringProgram(shape, spec.norm_eps)
+        elif stores_keys:
+            self._store = StoringProgram(shape, spec.norm_eps)
         recorder = Recorder(
             self._program,
             spec,
@@ -218,26 +222,22 @@ class NativeDecoder:
         assert self._store is not None
         hidden_ED = float32_array(encoded_ED)
         positions_E = np.arange(len(hidden_ED), dtype=np.int32)
-        ids_E = np.zeros_like(positions_E)
-        groups = (StepGroup * len(self._groups))()
-        for group, metadata in attn_metadata.items():
-            groups[group].block_table = metadata.block_table.ctypes.data
-            groups[group].block_table_stride = metadata.block_table.shape[1]
-            groups[group].slot_mapping = metadata.slot_mapping.ctypes.data
-        pointers = (ctypes.c_void_p * len(kv_caches))(*map(address, kv_caches))
-        step = Step(
-            num_tokens=len(hidden_ED),
-            num_sequences=1,
-            wants_all_hidden=True,
-            input_ids=ids_E.ctypes.data,
-            positions=positions_E.ctypes.data,
-            query_start_loc=metadata.query_start_loc.ctypes.data,
-            groups=groups,
-            kv_caches=pointers,
-            hidden=hidden_ED.ctypes.data,
-            hidden_stride=hidden_ED.shape[1],
-        )
-        self._store.run(step)
+        self._store.store(hidden_ED, positions_E, kv_caches, attn_metadata)
+
+    def store_keys(
+        self,
+        inputs_TD: Tensor,
+        positions_T: AnyArray,
+        kv_caches: Sequence[AnyArray],
+        attn_metadata: Sequence[NativeAttentionMetadata],
+    ) -> None:
+        """Store the keys and values that each layer computes from the same inputs [T, D], without a norm before it.
+
+        The other arguments are those of `forward`.
+        """
+        assert self._store is not None
+        of_groups = dict(enumerate(attn_metadata))
+        self._store.store(float32_array(inputs_TD), _int32(positions_T), kv_caches, of_groups)
 
     def record_queries(self, recorder: QueryRecorder | None) -> None:
         """Pass the queries of cross attention in later steps to `recorder`; None stops that."""

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..device.dtypes import AnyArray, float32_array
+from ..device.dtypes import AnyArray, address, float32_array
 from ..layers.parallel.expert_group import ExpertGroup
 from ..layers.parallel.tensor_parallel import TensorParallel
 from ..layers.rope import RopeSpec
 from .abi.description import enum_names
-from .abi.structs import MAX_PARTS, DecodeBatch, ModelShape, Op, Step
+from .abi.structs import MAX_PARTS, DecodeBatch, ModelShape, Op, Step, StepGroup
 from .adapters import AdapterTable, NativeAdapters
+from .attention import NativeAttentionMetadata
 from .exchange import share_memory
 from .experts import NativeExpertExchange, NativeExperts
 from .head_matrices import HeadMatrices
@@ -238,3 +239,36 @@ class NativeProgram:
         seconds = np.empty(len(kinds))
         self._library.engine_program_profile(self._handle, seconds.ctypes.data)
         return list(zip(kinds, seconds.tolist(), strict=True))
+
+
+class StoringProgram(NativeProgram):
+    """A program that computes and stores keys and values, without attention."""
+
+    def store(
+        self,
+        hidden_TD: NDArray[np.float32],
+        positions_T: NDArray[np.int32],
+        kv_caches: Sequence[AnyArray],
+        attn_metadata: Mapping[int, NativeAttentionMetadata],
+    ) -> None:
+        """Store the keys and values of `hidden_TD` in the caches of the groups in `attn_metadata`."""
+        ids_T = np.zeros_like(positions_T)
+        groups = (StepGroup * (1 + max(attn_metadata)))()
+        for group, metadata in attn_metadata.items():
+            groups[group].block_table = metadata.block_table.ctypes.data
+            groups[group].block_table_stride = metadata.block_table.shape[1]
+            groups[group].slot_mapping = metadata.slot_mapping.ctypes.data
+        pointers = (ctypes.c_void_p * len(kv_caches))(*map(address, kv_caches))
+        step = Step(
+            num_tokens=len(hidden_TD),
+            num_sequences=len(metadata.query_start_loc) - 1,
+            wants_all_hidden=True,
+            input_ids=ids_T.ctypes.data,
+            positions=positions_T.ctypes.data,
+            query_start_loc=metadata.query_start_loc.ctypes.data,
+            groups=groups,
+            kv_caches=pointers,
+            hidden=hidden_TD.ctypes.data,
+            hidden_stride=hidden_TD.shape[1],
+        )
+        self.run(step)

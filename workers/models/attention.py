@@ -6,7 +6,6 @@ of heads in a group (its queries, key and value), R rotated dimensions.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
@@ -27,6 +26,7 @@ from ..layers.specs.latent import RopeOrder
 from .indexers.blocks import BlockIndexer, MeanIndexer
 from .layer_source import LayerSource
 from .mlp import DividedNorm
+from .positions.distance_biases import biases_by_distance
 from .positions.relative_biases import RelativeBiases
 from .projections import SeparateProjections, sink_rows, tap_rows
 from .weights import Rows, WeightReader
@@ -57,7 +57,7 @@ class Attention:
             kv_scales,
             alibi_slopes_H=_alibi_slopes(spec, heads, weights.device),
             sinks_H=read_sinks(spec, layer, weights, prefix, heads),
-            distance_biases_HE=_distance_biases(spec, weights, prefix, heads),
+            distance_biases_HE=biases_by_distance(spec, weights, prefix, heads),
             is_sparse=spec.block_indexer is not None and layer.chooses_keys,
         )
         self._stores = layer.kv_source is None
@@ -190,6 +190,22 @@ class Attention:
         if self._output_norm is not None:
             attended_TD = self._output_norm(attended_TD)
         return self._output(attended_TD)
+
+    def store_keys(
+        self, x: Any, tables: RotaryTables | None, kv_cache: Tensor, attn_metadata: Any
+    ) -> None:
+        """Store the keys and values of `x`, in a layer without convolutions, indexers and gates."""
+        qk_THK, v_TGK = (
+            self.qkv(x)
+            .unflatten(-1, (-1, self._head_dim))
+            .split((self._num_heads + self._num_kv_heads, self._num_kv_heads), 1)
+        )
+        if self._head_norm is not None:
+            qk_THK = self._head_norm(qk_THK)
+        if tables is not None:
+            qk_THK = apply_rotary(qk_THK, tables)
+        k_TGK = qk_THK[:, self._num_heads :]
+        self._backend.store(k_TGK, v_TGK, kv_cache, attn_metadata, self._layer)
 
     def _scaled(self, qk_THK: Tensor, positions_T: Tensor, scaling: QueryScaling) -> Tensor:
         """Return the queries and keys, with the queries scaled by a factor that depends on their positions."""
@@ -349,42 +365,6 @@ def _alibi_slopes(spec: ModelSpec, heads: range, device: torch.device) -> Tensor
     if not spec.alibi_slopes:
         return None
     return torch.tensor(spec.alibi_slopes[heads.start : heads.stop], device=device)
-
-
-def _distance_biases(
-    spec: ModelSpec, weights: WeightReader, prefix: str, heads: range
-) -> Tensor | None:
-    """Return each query head's bias for keys from `max_distance` positions before a token to as many after it."""
-    if not spec.num_distance_buckets:
-        return None
-    biases_BH = read_distance_biases(spec, weights, prefix)
-    furthest = spec.max_distance
-    distances = torch.arange(-furthest, furthest + 1, device=biases_BH.device)
-    buckets_E = distance_buckets(distances, spec)
-    return biases_BH[:, heads.start : heads.stop].T[:, buckets_E].contiguous()
-
-
-def read_distance_biases(spec: ModelSpec, weights: WeightReader, prefix: str) -> Tensor:
-    """Return the stored biases of the attention with this prefix, float32 [buckets, heads]."""
-    shape = spec.num_distance_buckets, spec.num_heads
-    own = prefix if spec.has_layer_distance_biases else ""
-    return weights.read_float32(f"{own}distance_biases.weight", *shape)
-
-
-def distance_buckets(distances: Tensor, spec: ModelSpec) -> Tensor:
-    """Return the bucket of each distance from a token to a key (T5, arXiv 1910.10683).
-
-    Without a causal mask, half of the buckets are for keys after the token. In each direction, half of the buckets
-    cover one distance each. The others cover growing ranges, and the last one all distances from `max_distance` on.
-    """
-    num_buckets = spec.num_distance_buckets
-    half = num_buckets if spec.is_causal else num_buckets // 2
-    num_exact = half // 2
-    away = (-distances).clamp(min=0) if spec.is_causal else distances.abs()
-    growth = math.log(spec.max_distance / num_exact)
-    log = torch.log(away.clamp(min=1).float() / num_exact) / growth * (half - num_exact)
-    bucket = torch.where(away < num_exact, away, num_exact + log.long()).clamp(max=half - 1)
-    return bucket if spec.is_causal else bucket + (distances > 0) * half
 
 
 def head_norm(

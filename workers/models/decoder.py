@@ -340,6 +340,27 @@ class Decoder(TorchDecoder):
             if layer.cross is not None:
                 layer.cross.store(encoded_ED, of_layer[-1], attn_metadata[layer.cache_groups[-1]])
 
+    @torch.inference_mode()
+    def store_keys(
+        self,
+        inputs_TD: Tensor,
+        positions_T: Tensor,
+        kv_caches: Sequence[Tensor],
+        attn_metadata: Sequence[Any],
+    ) -> None:
+        """Store the keys and values that each layer computes from the same inputs [T, D], without a norm before it.
+
+        The other arguments are those of `forward`.
+        """
+        tables, x_TD = self._rotary_tables(positions_T), inputs_TD.to(self.hidden_dtype)
+        for layer, cache in zip(self._layers, kv_caches, strict=True):
+            assert isinstance(layer, DecoderLayer)
+            table = None if layer.rope is None else tables[layer.rope]
+            (group,) = layer.cache_groups
+            layer.store_keys(
+                x_TD, LayerStep(positions_T, table, [(cache, attn_metadata[group])], None, False)
+            )
+
     def record_queries(self, recorder: QueryRecorder | None) -> None:
         """From now on, pass the queries of cross attention to `recorder`, or to nothing if it is None."""
         for index, layer in zip(self.shard.layers, self._layers, strict=True):

@@ -138,6 +138,11 @@ class DecoderLayer:
         assert isinstance(source._attention, LatentAttention)
         self._attention.copy_keys(source._attention)
 
+    def store_keys(self, x_TD: Tensor, step: LayerStep) -> None:
+        """Store the keys and values of `x_TD`, without a norm before them."""
+        assert isinstance(self._attention, Attention)
+        self._attention.store_keys(x_TD, step.tables, *step.caches[0])
+
     def forward(self, x_TD: Tensor, block_TD: Tensor | None, step: LayerStep) -> Tensor | None:
         """Add the previous block's output to the stream `x_TD`. Return the output to be added next, if any."""
         input_TD: Tensor | None = None

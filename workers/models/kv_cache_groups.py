@@ -87,6 +87,22 @@ def group_layers(
     return replace(spec, layers=tuple(layers))
 
 
+def group_as_one(spec: ModelSpec, max_model_len: int) -> ModelSpec | None:
+    """Return the spec with all layers in one group that keeps every token, whatever the windows of the layers.
+
+    Return None if the layers differ in more than their windows, or have another cache than that of attention.
+    """
+    whole = replace(spec, layers=tuple(replace(layer, window=None) for layer in spec.layers))
+    grouped = group_layers(whole, max_model_len)
+    if kv_cache_groups(grouped, max_model_len) != (KVCacheGroup(),):
+        return None
+    layers = (
+        replace(layer, window=own.window)
+        for layer, own in zip(grouped.layers, spec.layers, strict=True)
+    )
+    return replace(grouped, layers=tuple(layers))
+
+
 def _without_needless_indexers(spec: ModelSpec, max_model_len: int) -> ModelSpec:
     blocks, latent, compressed = spec.block_indexer, spec.latent, spec.compressed
     if compressed is not None:

@@ -120,11 +120,12 @@ class DraftLimits:
         self._slots = slots
         self._max_drafts = config.num_speculative_tokens
         self._is_adaptive = config.adaptive
+        self._drafts_per_pass = self._max_drafts if config.method.proposes_at_once else 1
         num_levels = config.num_levels
         self._probe_steps = _PROBE_STEPS * (1 + config.method.runs_model)
         self._costs = StepCosts()
         self._draft_seconds = 0.0
-        """Average seconds of one pass of the draft model, which drafts one token for every row."""
+        """Average seconds of one pass of the draft model, which drafts one token, or all, for every row."""
         self._next_decision = 0
         self._generation: Int64Array = np.full(max_num_seqs, -1, np.int64)
         self._levels: Int32Array = np.zeros(max_num_seqs, np.int32)
@@ -234,7 +235,7 @@ class DraftLimits:
         if self._draft_seconds:
             costs = np.repeat(costs[None], num_levels, 0)
             passes = np.maximum.accumulate(order % self._max_drafts + 1, axis=1)
-            costs[:, 1:] += self._draft_seconds * passes
+            costs[:, 1:] += self._draft_seconds * -(-passes // self._drafts_per_pass)
         speeds = num_tokens / costs
         best = speeds.argmax(1)
         best[speeds.max(1) < _LEAST_GAIN * speeds[:, 0]] = 0

@@ -223,7 +223,10 @@ def test_flags_accept_the_spellings_of_other_servers(
         ),
         (
             ["--speculative-config", '{"method": "draft_model", "num_speculative_tokens": 4}'],
-            ["methods 'draft_model', 'eagle' and 'eagle3' need the field model", "tokenizer"],
+            [
+                "methods 'draft_model', 'eagle', 'eagle3' and 'dflash' need the field model",
+                "tokenizer",
+            ],
         ),
         (["--speculative-config", '{"num_speculative_tokens": 4, "k": 1}'], ["unknown field `k`"]),
         (["-tp", "0"], ["-tp", "between 1 and 1024", "got 0"]),

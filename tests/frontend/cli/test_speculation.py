@@ -39,9 +39,11 @@ def test_speculation_is_on_by_default_where_supported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="on GPUs needs --pipeline-parallel-size 1"):
         drafts("--device=cuda", "-pp=2", "--speculative-config", on)
     assert drafts("--device=cpu", "-pp=2", "--speculative-config", on) == SpeculativeConfig(5)
-    heads = '{"method": "eagle3", "model": "head", "num_speculative_tokens": 1}'
-    with pytest.raises(ConfigError, match="the method eagle3 needs --pipeline-parallel-size 1"):
-        drafts("--device=cpu", "-pp=2", "--speculative-config", heads)
+    for method in ("eagle3", "dflash"):
+        heads = json.dumps({"method": method, "model": "head", "num_speculative_tokens": 1})
+        needed = f"the method {method} needs --pipeline-parallel-size 1"
+        with pytest.raises(ConfigError, match=needed):
+            drafts("--device=cpu", "-pp=2", "--speculative-config", heads)
     assistant = tmp_path / "assistant"
     assistant.mkdir()
     (assistant / "model.safetensors").write_bytes(b"")
@@ -54,3 +56,7 @@ def test_speculation_is_on_by_default_where_supported(tmp_path: Path) -> None:
             assert drafts(*argv, "--speculative-config", fields) == SpeculativeConfig(
                 3, ProposerMethod.MTP, model=str(assistant)
             )
+    for architecture in ("DFlashDraftModel", "DFlashSpeculator", "MuseGlimmerAssistantModel"):
+        (assistant / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+        found = drafts("--device=cpu", "--speculative-config", fields)
+        assert found is not None and found.method is ProposerMethod.DFLASH

@@ -6,288 +6,37 @@ The references are written with the layers of transformers.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-import transformers
 from engine.protocol.arrays import int32_bytes, int32_view
 from engine.protocol.config import CPUBackend, DeviceConfig, ProposerMethod, SpeculativeConfig
 from engine.protocol.errors import CheckpointError, ConfigError
 from engine.workers.execution import torch_loader
 from safetensors.torch import load_file, save_file
-from support.draft_heads import (
-    GEMMA4,
-    Fusion,
-    add_qwen3_5_layer,
-    add_tensors,
-    assistant_drafts,
-    randomize,
-    write_assistant,
-    write_eagle3_head,
-    write_eagle_head,
-    write_speculators_head,
-)
+from support.draft_heads import dflash_hidden_states
 from support.graph_attention import GraphTorchPaged
 from support.host_accelerator import HostAccelerator
+from support.models_with_heads import (
+    HEADS,
+    NUM_DRAFTS,
+    Head,
+    assistant,
+    dflash,
+    eagle3_of_speculators,
+    write_model,
+)
 from support.native_decoders import BLOCK_SIZE
-from support.tiny_checkpoints import QWEN3, RECURRENT, random_model, sentencepiece_tokenizer
 from support.worker_steps import Steps
-from torch import Tensor, nn
-from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
-from transformers.models.glm4_moe import modeling_glm4_moe as glm
-from transformers.models.llama import modeling_llama as llama
-from transformers.models.qwen2 import modeling_qwen2 as qwen
-from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
+from torch import Tensor
 
 pytestmark = pytest.mark.slow
 
 torch.set_num_threads(1)
 
-NUM_DRAFTS = 3
 PROMPT = list(range(20, 37))
-SIZE = QWEN3["hidden_size"]
-EXPERTS = {
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "num_nextn_predict_layers": 1,
-    "use_qk_norm": True,
-    "tie_word_embeddings": False,
-}
-
-
-class Head(NamedTuple):
-    """A model and a head for it: their directory, the settings, and the reference implementation."""
-
-    model: transformers.PreTrainedModel
-    path: Path
-    speculative: SpeculativeConfig
-    run: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-    """Returns the hidden states to choose a token from, and those for the next one, both [T, D].
-
-    Its arguments are the embeddings of the next tokens and the hidden states of the model, both [T, D].
-    """
-    reads_unnormed: bool = False
-    layers: tuple[int, ...] = ()
-    """The layers of the model whose inputs the head reads side by side, in place of the hidden states at its end."""
-    project: Callable[[Tensor], Tensor] = lambda states_TE: states_TE
-    embed: Callable[[Tensor], Tensor] | None = None
-    logits: Callable[[Tensor], Tensor] | None = None
-    block_size: int = BLOCK_SIZE
-    has_states: bool = False
-    token_ids: Tensor | None = None
-    """The tokens of the logits, if the head has an output projection of its own."""
-    drafts: Callable[[list[int]], list[int]] | None = None
-    """Returns the drafts after tokens, in place of `run`."""
-
-
-def run_layer(layer: nn.Module, rope: nn.Module, hidden_TD: Tensor) -> Tensor:
-    count = len(hidden_TD)
-    mask = torch.full((count, count), float("-inf")).triu(1)[None, None]
-    embeddings = rope(hidden_TD[None], torch.arange(count)[None])
-    output = layer(hidden_TD[None], attention_mask=mask, position_embeddings=embeddings)
-    return (output[0] if isinstance(output, tuple) else output)[0]
-
-
-def write_model(path: Path, config: str, model: str, fields: dict[str, Any]) -> Any:
-    tokenizer = sentencepiece_tokenizer()
-    made = random_model(config, model, QWEN3 | fields, tokenizer)
-    made.save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return made
-
-
-def eagle(path: Path) -> Head:
-    """An EAGLE head as published for Llama 3: `fc`, and a layer without input norm, in its own directory."""
-    model = write_model(path, "LlamaConfig", "LlamaForCausalLM", {})
-    config = model.config
-    head = path / "head"
-    layer, fusion = write_eagle_head(head, config)
-    rope = llama.LlamaRotaryEmbedding(config)
-
-    def run(embedded_TD: Tensor, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
-        out = run_layer(layer, rope, fusion(embedded_TD, hidden_TD, has_hidden_first=False))
-        return out, out
-
-    return Head(model, path, SpeculativeConfig(3, ProposerMethod.EAGLE, model=str(head)), run)
-
-
-def glm_mtp(path: Path) -> Head:
-    """The layer behind the last one of GLM-4.5."""
-    model = write_model(path, "Glm4MoeConfig", "Glm4MoeForCausalLM", EXPERTS)
-    layer = glm.Glm4MoeDecoderLayer(model.config, 1)
-    return write_last_layer(path, model, layer, glm.Glm4MoeRotaryEmbedding(model.config))
-
-
-def deepseek_mtp(path: Path) -> Head:
-    """The layer behind the last one of DeepSeek-V3, which has latent attention."""
-    latent = {
-        "q_lora_rank": 32,
-        "kv_lora_rank": 24,
-        "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 8,
-    }
-    fields = {name: x for name, x in EXPERTS.items() if name != "use_qk_norm"} | latent
-    model = write_model(path, "DeepseekV3Config", "DeepseekV3ForCausalLM", fields)
-    layer = deepseek.DeepseekV3DecoderLayer(model.config, 1)
-    return write_last_layer(path, model, layer, deepseek.DeepseekV3RotaryEmbedding(model.config))
-
-
-def write_last_layer(path: Path, model: Any, layer: nn.Module, rope: nn.Module) -> Head:
-    config, fusion = model.config, Fusion(SIZE, has_norms=True)
-    norm = llama.LlamaRMSNorm(SIZE, config.rms_norm_eps)
-    for module in (layer, fusion, norm):
-        randomize(module)
-    names = {"embedding_norm": "enorm", "hidden_norm": "hnorm", "projection": "eh_proj"}
-    start = f"model.layers.{config.num_hidden_layers}."
-    tensors = {start + "shared_head.norm.weight": norm.weight.detach()}
-    for name, tensor in fusion.state_dict().items():
-        part, rest = name.split(".")
-        tensors[f"{start}{names[part]}.{rest}"] = tensor
-    for name, tensor in layer.state_dict().items():
-        if name.endswith("experts.gate_up_proj"):
-            for i, (gate, up) in enumerate(each.chunk(2) for each in tensor):
-                tensors[f"{start}mlp.experts.{i}.gate_proj.weight"] = gate.clone()
-                tensors[f"{start}mlp.experts.{i}.up_proj.weight"] = up.clone()
-        elif name.endswith("experts.down_proj"):
-            for i, each in enumerate(tensor):
-                tensors[f"{start}mlp.experts.{i}.down_proj.weight"] = each.clone()
-        else:
-            tensors[start + name] = tensor
-    tensors[start + "shared_head.head.weight"] = model.lm_head.weight.detach().clone()
-    tensors[start + "embed_tokens.weight"] = model.model.embed_tokens.weight.detach().clone()
-    add_tensors(path, tensors)
-
-    def run(embedded_TD: Tensor, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
-        out = run_layer(layer, rope, fusion(embedded_TD, hidden_TD, has_hidden_first=False))
-        return norm(out), out
-
-    return Head(model, path, SpeculativeConfig(3, ProposerMethod.MTP), run)
-
-
-def mimo_mtp(path: Path) -> Head:
-    """The layer of MiMo, which reads hidden states before the final norm."""
-    model = write_model(path, "Qwen2Config", "Qwen2ForCausalLM", {"tie_word_embeddings": False})
-    config = model.config
-    layer, fusion = qwen.Qwen2DecoderLayer(config, 0), Fusion(SIZE, has_norms=True)
-    norm = llama.LlamaRMSNorm(SIZE, config.rms_norm_eps)
-    for module in (layer, fusion, norm):
-        randomize(module)
-    fields = json.loads((path / "config.json").read_text())
-    fields |= {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"}
-    (path / "config.json").write_text(json.dumps(fields))
-    names = {
-        "embedding_norm": "token_layernorm",
-        "hidden_norm": "hidden_layernorm",
-        "projection": "input_proj",
-    }
-    start = "model.mtp_layers.0."
-    tensors = {start + name: tensor for name, tensor in layer.state_dict().items()}
-    tensors[start + "final_layernorm.weight"] = norm.weight.detach()
-    for name, tensor in fusion.state_dict().items():
-        part, rest = name.split(".")
-        tensors[f"{start}{names[part]}.{rest}"] = tensor
-    add_tensors(path, tensors)
-    rope = qwen.Qwen2RotaryEmbedding(config)
-
-    def run(embedded_TD: Tensor, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
-        out = norm(run_layer(layer, rope, fusion(embedded_TD, hidden_TD, has_hidden_first=True)))
-        return out, out
-
-    return Head(model, path, SpeculativeConfig(3, ProposerMethod.MTP), run, reads_unnormed=True)
-
-
-def qwen3_5_mtp(path: Path) -> Head:
-    """The layer of Qwen3-Next and Qwen3.5, models with recurrent layers, whose norms are stored as weight - 1."""
-    config_class, model_class, differences = RECURRENT["delta net"]
-    model = write_model(path, config_class, model_class, differences)
-    config = model.config
-    layer, fusion, norm = add_qwen3_5_layer(path, config)
-    rope = qwen3_5.Qwen3_5TextRotaryEmbedding(config)
-
-    def run(embedded_TD: Tensor, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
-        out = norm(run_layer(layer, rope, fusion(embedded_TD, hidden_TD, has_hidden_first=False)))
-        return out, out
-
-    return Head(
-        model, path, SpeculativeConfig(3, ProposerMethod.MTP), run, block_size=96, has_states=True
-    )
-
-
-def eagle3(path: Path) -> Head:
-    """An EAGLE-3 head as published by its authors, which reads the layers that they chose."""
-    model = write_model(path, "LlamaConfig", "LlamaForCausalLM", {"num_hidden_layers": 6})
-    directory = path / "head"
-    head = write_eagle3_head(directory, model.config, 120)
-    return Head(
-        model,
-        path,
-        SpeculativeConfig(3, ProposerMethod.EAGLE3, model=str(directory)),
-        head.run,
-        layers=(2, 3, 3),
-        project=head.project,
-        logits=head.logits,
-        token_ids=head.token_ids,
-    )
-
-
-def eagle3_of_speculators(path: Path) -> Head:
-    """A head with a different hidden size than the model, and with its own embedding."""
-    model = write_model(path, "Qwen3Config", "Qwen3ForCausalLM", {})
-    directory, layers = path / "head", (0, 2)
-    head, embedding_VD = write_speculators_head(directory, model.config, layers)
-    return Head(
-        model,
-        path,
-        SpeculativeConfig(3, ProposerMethod.EAGLE3, model=str(directory)),
-        head.run,
-        layers=layers,
-        project=head.project,
-        embed=lambda ids_T: embedding_VD[ids_T],
-        logits=head.logits,
-        token_ids=head.token_ids,
-    )
-
-
-def assistant(path: Path) -> Head:
-    """The assistant of a Gemma 4 like E4B, whose last layers share keys and values, with clusters of tokens."""
-    fields = GEMMA4 | {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8}
-    return write_gemma4(path, fields, "Gemma4", has_clusters=True)
-
-
-def unified_assistant(path: Path) -> Head:
-    """The assistant of a Gemma 4 like 12B, whose full attention has fewer heads and uses keys as values."""
-    fields = GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
-    return write_gemma4(path, fields, "Gemma4Unified", has_clusters=False)
-
-
-def write_gemma4(path: Path, fields: dict[str, Any], kind: str, *, has_clusters: bool) -> Head:
-    model = write_model(path, f"{kind}TextConfig", f"{kind}ForCausalLM", fields)
-    directory = path / "assistant"
-    made = write_assistant(directory, model.config, fields, kind, has_clusters=has_clusters)
-    return Head(
-        model,
-        path,
-        SpeculativeConfig(3, ProposerMethod.MTP, model=str(directory)),
-        lambda embedded_TD, hidden_TD: (embedded_TD, hidden_TD),
-        drafts=lambda tokens: assistant_drafts(model, made, tokens, NUM_DRAFTS),
-    )
-
-
-HEADS = [
-    *(eagle, eagle3, eagle3_of_speculators),
-    *(glm_mtp, deepseek_mtp, mimo_mtp, qwen3_5_mtp),
-    *(assistant, unified_assistant),
-]
 
 
 @pytest.fixture(scope="module", params=HEADS, ids=lambda make: make.__name__)
@@ -334,7 +83,7 @@ def steps(request: pytest.FixtureRequest, head: Head, monkeypatch: pytest.Monkey
     accelerator = None
     if request.param == "device":
         accelerator = HostAccelerator()
-        if not hasattr(head.model.config, "n_routed_experts") and head.drafts is None:
+        if not hasattr(head.model.config, "n_routed_experts") and "assistant" not in head.path.name:
             # Experts in torch, and caches of layers with different heads, cannot be captured on a CPU.
             monkeypatch.setattr(torch_loader, "attention_backend", GraphTorchPaged)
     backend = CPUBackend.NATIVE if request.param == "native" else CPUBackend.TORCH
@@ -425,6 +174,42 @@ def test_assistants_of_another_model_are_refused(tmp_path: Path) -> None:
         file.write_text(json.dumps(config | fields))
         with pytest.raises(error, match=reason):
             Steps(path, other.config.vocab_size, BLOCK_SIZE, speculative=head.speculative)
+
+
+def test_a_block_of_drafts_is_not_longer_than_the_head_allows(tmp_path: Path) -> None:
+    head = dflash(tmp_path)
+    steps = Steps(
+        head.path,
+        head.model.config.vocab_size,
+        BLOCK_SIZE,
+        speculative=SpeculativeConfig(20, ProposerMethod.DFLASH, model=head.speculative.model),
+    )
+    result = steps.run(slots=[0], new=[steps.new(0, PROMPT)], chunks=[(0, len(PROMPT))])
+    tokens = PROMPT + int32_view(result.sampled_token_ids).tolist()
+    hidden_TD = dflash_hidden_states(head.model, head.modules, tokens, 7)
+    expected = head.model.lm_head(hidden_TD).argmax(1).tolist()
+    assert int32_view(result.drafts.token_ids).tolist() == expected
+
+
+def test_dflash_heads_that_cannot_be_served_are_refused(tmp_path: Path) -> None:
+    head = dflash(tmp_path)
+    file = tmp_path / "head" / "config.json"
+    config = json.loads(file.read_text())
+    own = config["dflash_config"]
+    for fields, reason in (
+        ({"architectures": ["DFlash2DraftModel"]}, "'DFlash2DraftModel' is not a DFlash head"),
+        ({"dflash_config": own | {"target_layer_ids": [0, 9]}}, r"0 to 5.*\[0, 9\]"),
+        ({"dflash_config": own | {"mask_token_id": 9999}}, "mask_token_id.*9999"),
+        ({"block_size": 1}, "block_size.*1"),
+    ):
+        file.write_text(json.dumps(config | fields))
+        with pytest.raises(CheckpointError, match=reason):
+            Steps(
+                head.path,
+                head.model.config.vocab_size,
+                BLOCK_SIZE,
+                speculative=head.speculative,
+            )
 
 
 def test_eagle3_heads_that_cannot_be_served_are_refused(tmp_path: Path) -> None:

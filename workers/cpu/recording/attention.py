@@ -13,17 +13,11 @@ import numpy as np
 from ...layers.layer_spec import LayerSpec
 from ...layers.layers import HeadLayerNorm, LayerNorm
 from ...layers.parallel.tensor_parallel import elements
-from ...layers.rope import QueryScaling, RopeSpec
+from ...layers.rope import RopeSpec
 from ...layers.spec import ModelSpec
 from ...layers.specs.block_indexer import BlockIndexerSpec
 from ...layers.specs.norm_names import NormNames
-from ...layers.window import Chunk, Window
-from ...models.attention import (
-    head_norm,
-    head_norm_eps,
-    qkv_rows,
-    read_full_norm,
-)
+from ...models.attention import head_norm, head_norm_eps, qkv_rows, read_full_norm
 from ...models.cross_attention import cross_rows
 from ...models.indexers.blocks import block_index_rows, mean_index_rows
 from ...models.positions.relative_biases import RelativeBiases
@@ -36,12 +30,10 @@ from ..packing import GROUP_SIZE, ActivationKind, PackedWeight
 from ..program import Floats
 from .blocks import BLOCK, PART, QKV, SHORTCUT, BlockRecorder
 from .inner_convolutions import ConvolutionRecorder
+from .native_values import scaling_array, window_size
 from .score_biases import LOG2_E, native_relative_biases, read_biases
 from .streams.altup import AltUpRecorder
 from .streams.attention_residuals import AttentionResidualRecorder
-
-_SCALING_KINDS = ("steps", "power", "log")
-"""Kinds of scaling by position, in the order of their numbers in `QueryScaling` in csrc/model/model.h."""
 
 
 class QKNorm(IntEnum):
@@ -101,6 +93,7 @@ class AttentionRecorder:
         norms: NormNames,
         input_kind: ActivationKind | None,
         convolutions: ConvolutionRecorder | None = None,
+        keys: BlockRecorder | None = None,
     ) -> None:
         """Record the attention of a layer.
 
@@ -111,8 +104,11 @@ class AttentionRecorder:
             norms: The names of the layer's norms.
             input_kind: The format in which the input has already been quantized, or None.
             convolutions: The convolutions of keys, values and outputs, if the layer has any.
+            keys: The recorder of a program that only stores keys and values, if there is one.
         """
         matrices = self.read(prefix, layer)
+        if keys is not None:
+            self._record_keys(index, prefix, layer, matrices, keys)
         parts, biases = matrices.inputs, matrices.biases
         if input_kind is not None and any(
             part.activation_kind.for_whole_rows != input_kind for part in parts
@@ -155,6 +151,54 @@ class AttentionRecorder:
             self._blocks.add_normed(f"{prefix}{norms.attention_output}", 1.0)
         if convolutions is not None:
             convolutions.finish_attention()
+
+    def _record_keys(
+        self,
+        index: int,
+        prefix: str,
+        layer: LayerSpec,
+        matrices: AttentionMatrices,
+        store: BlockRecorder,
+    ) -> None:
+        """Record, in another program, the operations that only store the keys and values of its residual stream."""
+        spec = self._spec.for_layer(layer)
+        qk_norm, head_norms = self._head_norms(spec, prefix, layer)
+        queries, *parts = matrices.inputs[: matrices.num_qkv]
+        # The first columns are for queries, which nothing reads.
+        store.add_projection(prefix, None, parts, matrices.biases[1:], first_column=queries.n)
+        rope = -1 if layer.rope is None else self._ropes[layer.rope]
+        clip, eps = spec.qkv_clip or 0.0, head_norm_eps(spec)
+        self._add_storing(
+            store, spec, index, layer.kv_cache_group, (qk_norm, *head_norms), rope, clip, eps
+        )
+
+    def _add_storing(
+        self,
+        store: BlockRecorder,
+        spec: ModelSpec,
+        index: int,
+        group: int,
+        norms: tuple[QKNorm, *tuple[Floats | None, ...]],
+        rope: int = -1,
+        clip: float = 0.0,
+        eps: float = 0.0,
+    ) -> None:
+        """Record that keys and values of the projection are stored. `norms` are their kind, and the weights."""
+        store.program.add_op(
+            "rotate_store",
+            rope=rope,
+            vectors=[*norms[1:], None],
+            qk_norm=norms[0],
+            eps=eps or spec.norm_eps,
+            layer=index,
+            group=group,
+            attention=AttentionLayer(spec.attention_scale, spec.attention_softcap or 0.0, 0),
+            num_heads=len(self._shard.heads(spec)),
+            num_kv_heads=len(self._shard.kv_heads(spec)),
+            head_dim=spec.head_dim,
+            num_stored=2,
+            scale=clip,
+        )
 
     def _add_projections(self, prefix: str, layer: LayerSpec, matrices: AttentionMatrices) -> None:
         """Record the first products of separate inputs, which are means of the streams."""
@@ -361,26 +405,11 @@ class AttentionRecorder:
             store: The recorder of the other program, whose residual stream contains the encoder's outputs.
         """
         spec = self._spec
-        qk_norm, query_norm, key_norm = self._cross_norms(prefix)
         query_rows, kv_rows = cross_rows(spec, f"{prefix}cross_attn.", self._shard)
         parts, biases = store.packed_rows(kv_rows, spec.qkv_bias)
         # The first columns are for queries, which nothing reads.
         store.add_projection(prefix, None, parts, biases, first_column=len(query_rows.part))
-        store.program.add_op(
-            "rotate_store",
-            rope=-1,
-            vectors=[query_norm, key_norm, None],
-            qk_norm=qk_norm,
-            eps=spec.norm_eps,
-            layer=index,
-            group=group,
-            attention=AttentionLayer(spec.attention_scale, spec.attention_softcap or 0.0, 0),
-            num_heads=len(self._shard.heads(spec)),
-            num_kv_heads=len(self._shard.kv_heads(spec)),
-            head_dim=spec.head_dim,
-            num_stored=2,
-            scale=0.0,
-        )
+        self._add_storing(store, spec, index, group, self._cross_norms(prefix))
 
     def _cross_norms(self, prefix: str) -> tuple[QKNorm, Floats | None, Floats | None]:
         """Return the kind of the norms of cross attention's queries and keys, and their weights."""
@@ -464,18 +493,3 @@ def read_sinks(blocks: BlockRecorder, prefix: str, layer: LayerSpec) -> Floats |
         return None
     heads = blocks.shard.heads(spec)
     return blocks.weights.vector(f"{prefix}self_attn.sinks", spec.num_heads, heads) * LOG2_E
-
-
-def window_size(window: Window | None) -> int:
-    """Return the window as in `AttentionLayer` of csrc/attention/attention.h."""
-    if isinstance(window, Chunk):
-        return -(2 * window.size + window.sees_previous)
-    return window or 0
-
-
-def scaling_array(scaling: QueryScaling | None) -> Floats | None:
-    """Return the array for `QueryScaling` in csrc/model/model.h."""
-    if scaling is None:
-        return None
-    kind = _SCALING_KINDS.index(scaling.kind)
-    return np.array([scaling.beta, scaling.length, scaling.offset, kind], np.float32)

@@ -20,9 +20,10 @@ from ..head_matrices import read_head_matrices
 from ..library import NotSupportedNatively
 from ..packing import GROUP_SIZE, ActivationKind
 from ..program import Floats
-from .attention import attention_output, read_sinks, scaling_array, window_size
+from .attention import attention_output, read_sinks
 from .blocks import BlockRecorder
 from .model_shape import latent_shape
+from .native_values import scaling_array, window_size
 
 
 class LatentRecorder:

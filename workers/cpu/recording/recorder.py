@@ -42,7 +42,8 @@ from .streams.hyper_connections import HyperRecorder
 class Recorder:
     """Records the layers of this shard in a program, together with their weights.
 
-    The operations that fill the caches of cross attention are recorded in the separate program `store`. The inputs of
+    The operations that fill the caches of cross attention, or in a model without it those that only store keys and
+    values, are recorded in the separate program `store`. The inputs of
     `kept_layers` are written after the normed hidden states, one layer after the other. The number of layers means the
     input of the final norm.
     """
@@ -70,6 +71,8 @@ class Recorder:
             if encoder is None:
                 encoder = replace(spec, hidden_size=spec.source.hidden_size)
             self._store = BlockRecorder(store, encoder, shard, weights)
+        elif store is not None:
+            self._store = BlockRecorder(store, spec, shard, weights)
         self._spec = spec
         self._shard = shard
         self._weights = weights
@@ -85,6 +88,8 @@ class Recorder:
                 if layer.rope.has_factors:
                     factors = weights.vector("rotary_emb.alpha", layer.rope.rotary_dim // 2)
                 program.add_rope(layer.rope, max_model_len, factors)
+                if store is not None and spec.source is None:
+                    store.add_rope(layer.rope, max_model_len, factors)
                 self._ropes[layer.rope] = len(self._ropes)
         self._blocks = BlockRecorder(program, spec, shard, weights)
         self._altup: AltUpRecorder | None = None
@@ -336,7 +341,8 @@ class Recorder:
         elif layer.attends and self._spec.compressed is not None:
             self._compressed.record(index, prefix, layer, norms, self._spec.compressed)
         elif layer.attends:
-            self._attention.record(index, prefix, layer, norms, kind, convolutions)
+            keys = None if self._spec.source is not None else self._store
+            self._attention.record(index, prefix, layer, norms, kind, convolutions, keys)
 
     def _record_experts(
         self,

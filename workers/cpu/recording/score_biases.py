@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ...models.attention import distance_buckets, read_distance_biases
+from ...models.positions.distance_biases import distance_buckets, read_distance_biases
 from ...models.positions.relative_biases import RelativeBiases
 from ..abi import structs
 from ..program import Floats

@@ -39,7 +39,7 @@ from ...layers.parallel.shard import ModelShard
 from ...layers.spec import ModelSpec
 from ...loaders import Checkpoint
 from ...models.decoder import Decoder
-from ...models.kv_cache_groups import group_layers, kv_cache_groups
+from ...models.kv_cache_groups import group_as_one
 from ..kv_cache import KVCache
 from ..torch_loader import layer_kernels
 from .computed import ComputedRows
@@ -80,7 +80,9 @@ class DraftHead:
         *,
         in_torch: bool = False,
     ) -> None:
-        self._name = method_name(config)
+        speculative = config.scheduler.speculative
+        assert speculative is not None
+        self._name, self._num_drafts = method_name(config), speculative.num_speculative_tokens
         self._target, self._layout, self._dtype = target, layout, dtype
         self._target_cache = target_cache
         self._in_torch = in_torch
@@ -111,11 +113,11 @@ class DraftHead:
                 "use another method"
             )
         self._group = kinds.index(AttentionKind.FULL)
-        spec = group_layers(self._layout.spec, max_model_len)
-        groups = kv_cache_groups(spec, max_model_len)
-        if [group.kind for group in groups] != [AttentionKind.FULL]:
+        spec = group_as_one(self._layout.spec, max_model_len)
+        if spec is None:
             raise ConfigError(
-                f"{self._name}: the head has layers other than full attention; use another method"
+                f"{self._name}: the head has layers without attention, or with different numbers of heads; use "
+                "another method"
             )
         shard = ModelShard.whole(spec)
         attention = AttentionSpec.from_model(
@@ -169,6 +171,7 @@ class DraftHead:
                 quantization=config.model.quantization,
                 num_threads=self._num_threads,
                 kept_layers=kept_layers,
+                stores_keys=self._layout.block_size > 0,
             )
         except NotSupportedNatively as error:
             raise self._refusal(error) from error

@@ -130,6 +130,10 @@ class Fusion:
         states = hidden_TE[:, size:] if layout.reads_kept else hidden_TE[:, :size]
         return self._projected(states.contiguous()) if layout.projects_states else states
 
+    def read_context(self, hidden_TE: Tensor) -> Tensor:
+        """Return the projection of the model's kept hidden states after its norm, [T, D]."""
+        return _norm(self.read_target(hidden_TE), self._hidden_norm, self._eps)
+
     def read_own(self, hidden_TE: Tensor) -> Tensor:
         """Return the part of the head's own hidden states [T, 2 D] that its next pass reads, [T, D].
 

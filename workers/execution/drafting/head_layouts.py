@@ -23,6 +23,7 @@ from ...layers.specs.norm_names import NormNames
 from ...loaders import Checkpoint, open_checkpoint
 from ...loaders.tensor_names import TensorNames
 from ...models.families import model_spec
+from .block_inputs import read_block_inputs
 
 EMBEDDING: Final = "embedding.weight"
 EMBEDDING_NORM: Final = "embedding_norm.weight"
@@ -55,6 +56,10 @@ class HeadLayout(msgspec.Struct, frozen=True):
     If `reads_cache`, the layers have no keys and values. The `kv_source` of each is a layer of the model. Such a head
     may have another hidden size than the model, and an output projection between the two. If `num_chosen_clusters` is
     not 0, it computes only the logits of that many clusters of tokens.
+
+    If `block_size` is not 0, the head predicts up to that many tokens in one pass, including the last known one, from
+    `mask_token_id` in place of the others. Its layers have keys and values of the projected hidden states. Tokens of
+    the block attend to each other, unless `is_causal`.
     """
 
     spec: ModelSpec
@@ -66,6 +71,9 @@ class HeadLayout(msgspec.Struct, frozen=True):
     adds_to_normed: bool = False
     reads_cache: bool = False
     num_chosen_clusters: int = 0
+    block_size: int = 0
+    mask_token_id: int = 0
+    is_causal: bool = False
 
 
 def read_layout(
@@ -90,10 +98,12 @@ def find_kept_layers(speculative: SpeculativeConfig, target: ModelSpec) -> Seque
         CheckpointError: The head's config names layers that the model does not have.
     """
     count = len(target.layers)
-    if speculative.method is not ProposerMethod.EAGLE3 or speculative.model is None:
+    if not speculative.method.reads_inner_states or speculative.model is None:
         return (count,)
     checkpoint = open_checkpoint(speculative.model)
     fields = ConfigFields(checkpoint.config, checkpoint.config_path)
+    if speculative.method is ProposerMethod.DFLASH:
+        return read_block_inputs(fields, count)
     name = "eagle_aux_hidden_state_layer_ids"
     section = fields.section("eagle_config")
     layers = fields.get(name) or (None if section is None else section.get(name))

@@ -15,6 +15,8 @@ from ...models.weights import weight_reader
 from ..kv_cache import KVCache
 from ..model_loader import Model
 from .assistant import read_assistant
+from .block_head import BlockHead
+from .block_layout import read_block_layout
 from .draft_head import DraftHead, method_name
 from .head_layouts import read_layout
 from .head_target import head_target
@@ -56,13 +58,16 @@ def load_head(
         checkpoint = open_checkpoint(speculative.model)
     if speculative.method is ProposerMethod.MTP and speculative.model is not None:
         layout = read_assistant(target.spec, checkpoint)
+    elif speculative.method is ProposerMethod.DFLASH:
+        layout = read_block_layout(target.spec, checkpoint)
     else:
         layout = read_layout(speculative, target.spec, checkpoint)
     parts = (config, target, target_cache, checkpoint, layout, embed, dtype, on_progress)
     if layout.reads_cache:
         # The layout of a KV cache in torch is another one than that of a native program.
         return SharedCacheHead(*parts, in_torch=not isinstance(target, NativeDecoder))
-    return DraftHead(*parts, in_torch=in_torch)
+    kind = BlockHead if layout.block_size else DraftHead
+    return kind(*parts, in_torch=in_torch)
 
 
 def _read_embedding(

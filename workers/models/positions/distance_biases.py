@@ -1,0 +1,50 @@
+"""Biases of attention scores that depend on the distance between token and key, as in T5.
+
+Shapes: H query heads of this shard, B buckets of distances, E distances.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ...layers.spec import ModelSpec
+from ..weights import WeightReader
+
+
+def biases_by_distance(
+    spec: ModelSpec, weights: WeightReader, prefix: str, heads: range
+) -> Tensor | None:
+    """Return each query head's bias for keys from `max_distance` positions before a token to as many after it."""
+    if not spec.num_distance_buckets:
+        return None
+    biases_BH = read_distance_biases(spec, weights, prefix)
+    furthest = spec.max_distance
+    distances = torch.arange(-furthest, furthest + 1, device=biases_BH.device)
+    buckets_E = distance_buckets(distances, spec)
+    return biases_BH[:, heads.start : heads.stop].T[:, buckets_E].contiguous()
+
+
+def read_distance_biases(spec: ModelSpec, weights: WeightReader, prefix: str) -> Tensor:
+    """Return the stored biases of the attention with this prefix, float32 [buckets, heads]."""
+    shape = spec.num_distance_buckets, spec.num_heads
+    own = prefix if spec.has_layer_distance_biases else ""
+    return weights.read_float32(f"{own}distance_biases.weight", *shape)
+
+
+def distance_buckets(distances: Tensor, spec: ModelSpec) -> Tensor:
+    """Return the bucket of each distance from a token to a key (T5, arXiv 1910.10683).
+
+    Without a causal mask, half of the buckets are for keys after the token. In each direction, half of the buckets
+    cover one distance each. The others cover growing ranges, and the last one all distances from `max_distance` on.
+    """
+    num_buckets = spec.num_distance_buckets
+    half = num_buckets if spec.is_causal else num_buckets // 2
+    num_exact = half // 2
+    away = (-distances).clamp(min=0) if spec.is_causal else distances.abs()
+    growth = math.log(spec.max_distance / num_exact)
+    log = torch.log(away.clamp(min=1).float() / num_exact) / growth * (half - num_exact)
+    bucket = torch.where(away < num_exact, away, num_exact + log.long()).clamp(max=half - 1)
+    return bucket if spec.is_causal else bucket + (distances > 0) * half
