@@ -152,14 +152,16 @@ def server(qwen3: Model) -> Iterator[Server]:
         yield server
 
 
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_5", "qwen3_5_moe"])
 def test_gguf_models_read_images_with_the_mmproj_file_beside_them(
-    tmp_path: Path, qwen3: Model
+    tmp_path: Path, qwen3: Model, kind: str
 ) -> None:
-    tokenizer = transformers.AutoTokenizer.from_pretrained(qwen3.path)
-    path = write_decoder(tmp_path / "tiny.gguf", qwen3.model, tokenizer)
-    write_tower(tmp_path / "mmproj-tiny.gguf", qwen3.model, qwen3.path)
+    model = qwen3 if kind == "qwen3_vl" else Model(tmp_path / "model", kind)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model.path)
+    path = write_decoder(tmp_path / "tiny.gguf", model.model, tokenizer)
+    write_tower(tmp_path / "mmproj-tiny.gguf", model.model, model.path)
     with Server(str(path), *FLAGS) as server:
-        qwen3.check_all(server, [0, 2, 3, 4])
+        model.check_all(server, [0, 2, 3, 4])
 
 
 def test_the_tower_is_not_loaded_for_text_alone(tmp_path: Path, qwen3: Model) -> None:

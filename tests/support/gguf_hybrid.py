@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import transformers
 from gguf import ExpertGatingFuncType, GGUFWriter
+from support.gguf_tokenizer import add_tokenizer
 from torch import Tensor
 
 ARCHITECTURES = {
@@ -84,8 +85,8 @@ MODULES = {
 }
 
 
-def write_hybrid(path: Path, model: transformers.PreTrainedModel) -> Path:
-    """Write `model` to `path` as F32 and return it."""
+def write_hybrid(path: Path, model: transformers.PreTrainedModel, tokenizer: Any = None) -> Path:
+    """Write `model` to `path` as F32 and return it. A `tokenizer` belongs to a model that reads images."""
     config = model.config
     architecture = ARCHITECTURES[config.model_type]
     if architecture == "nemotron_h" and "moe" in config.layers_block_type:
@@ -93,6 +94,9 @@ def write_hybrid(path: Path, model: transformers.PreTrainedModel) -> Path:
     writer = GGUFWriter(path, architecture)
     writer.add_type("model")
     add_hyperparameters(writer, config)
+    if tokenizer is not None:
+        writer.add_rope_dimension_sections([*config.rope_parameters["mrope_section"], 0])
+        add_tokenizer(writer, tokenizer, config.vocab_size, "gpt-2")
     for name, weight in tensors_of(model):
         # Two families have a head of their own, whatever the config says.
         has_own_head = config.model_type in ("nemotron_h", "kimi_linear")

@@ -11,6 +11,7 @@ import torch
 import transformers
 from gguf import GGUFWriter, get_tensor_name_map
 from gguf.constants import MODEL_ARCH_NAMES
+from support.gguf_hybrid import write_hybrid
 from support.gguf_tokenizer import add_tokenizer
 
 ARCHITECTURES = {"qwen2_vl": "qwen2vl", "qwen2_5_vl": "qwen2vl", "qwen3_vl": "qwen3vl"}
@@ -18,6 +19,8 @@ PROJECTORS = {
     "qwen2_vl": "qwen2vl_merger",
     "qwen2_5_vl": "qwen2.5vl_merger",
     "qwen3_vl": "qwen3vl_merger",
+    "qwen3_5": "qwen3vl_merger",
+    "qwen3_5_moe": "qwen3vl_merger",
 }
 _NAMES = (
     (r"^blocks\.", "v.blk."),
@@ -40,6 +43,12 @@ def write_decoder(
 ) -> Path:
     """Write the decoder of `model` to `path` and return it."""
     config = model.config.text_config
+    if config.model_type.startswith("qwen3_5"):
+        name = "Qwen3_5Moe" if "moe" in config.model_type else "Qwen3_5"
+        decoder = getattr(transformers, f"{name}ForCausalLM")(config)
+        decoder.model.load_state_dict(model.model.language_model.state_dict())
+        decoder.lm_head = model.lm_head
+        return write_hybrid(path, decoder, tokenizer)
     architecture = ARCHITECTURES[model.config.model_type]
     writer = GGUFWriter(path, architecture)
     writer.add_type("model")
@@ -88,9 +97,9 @@ def write_tower(path: Path, model: Any, checkpoint: Path) -> Path:
         numbers["window_size"] = config.window_size
         writer.add_bool("clip.use_silu", True)
     layers: list[int] = []
-    if kind == "qwen3_vl":
+    if kind.startswith("qwen3"):
         writer.add_bool("clip.use_gelu", True)
-        layers = config.deepstack_visual_indexes
+        layers = getattr(config, "deepstack_visual_indexes", [])
         writer.add_array(
             "clip.vision.is_deepstack_layers", [i in layers for i in range(config.depth)]
         )
@@ -99,7 +108,7 @@ def write_tower(path: Path, model: Any, checkpoint: Path) -> Path:
     for name in ("mean", "std"):
         writer.add_array(f"clip.vision.image_{name}", processor[f"image_{name}"])
     for name, tensor in model.model.visual.state_dict().items():
-        for found, part in _stored(name, tensor.float(), layers, splits=kind != "qwen3_vl"):
+        for found, part in _stored(name, tensor.float(), layers, splits=kind.startswith("qwen2")):
             writer.add_tensor(found, part.contiguous().numpy())
     return _close(writer, path)
 

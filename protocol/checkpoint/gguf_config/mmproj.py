@@ -55,9 +55,9 @@ class _Vision(GGUFFields):
         return bool(self._decoder.metadata.get("gemma4.embedding_length_per_layer_input"))
 
     @property
-    def has_experts(self) -> bool:
-        """True if the decoder has experts."""
-        return self._decoder.metadata.get("general.architecture") == "qwen3vlmoe"
+    def decoder_architecture(self) -> str:
+        """The architecture of the decoder's file."""
+        return str(self._decoder.metadata.get("general.architecture"))
 
     def token_id(self, text: str) -> int:
         """Return the id of a token in the decoder's vocabulary.
@@ -351,14 +351,20 @@ def _qwen3_vl(vision: _Vision) -> Mmproj:
         "num_position_embeddings": vision.num_rows("v.position_embd.weight"),
         "deepstack_visual_indexes": layers,
     }
-    if vision.has_experts:
-        return _qwen(vision, "qwen3_vl_moe", "Qwen3VLMoe", tower, _QWEN3_PIXELS)
-    return _qwen(vision, "qwen3_vl", "Qwen3VL", tower, _QWEN3_PIXELS)
+    names = _QWEN3_NAMES.get(vision.decoder_architecture, ("qwen3_vl", "Qwen3VL"))
+    return _qwen(vision, *names, tower, _QWEN3_PIXELS)
 
 
 _QWEN2_PIXELS: Final = (56 * 56, 28 * 28 * 16384)
 _QWEN3_PIXELS: Final = (1 << 16, 1 << 24)
 """The limits of an image's pixels in the authors' processors."""
+
+_QWEN3_NAMES: Final = {
+    "qwen35": ("qwen3_5", "Qwen3_5"),
+    "qwen35moe": ("qwen3_5_moe", "Qwen3_5Moe"),
+    "qwen3vlmoe": ("qwen3_vl_moe", "Qwen3VLMoe"),
+}
+"""The model types and the architectures of models whose tower is like that of Qwen3-VL, by the decoder's."""
 
 _Reader: TypeAlias = Callable[[_Vision], Mmproj]
 

@@ -13,6 +13,7 @@ from .parts import (
     latent_attention,
     layer_counts,
     partial_rotary,
+    rotary_axes,
 )
 
 
@@ -246,9 +247,11 @@ def _gated_delta_net(fields: ModelFields) -> dict[str, Any]:
     if fields.get("attention.recurrent_layers") is not None:
         recurrent = [bool(x) for x in fields.of_layers("attention.recurrent_layers")[:num_layers]]
     num_heads = fields.integer("ssm.time_step_rank")
+    has_axes = fields.get("rope.dimension_sections") is not None
     return {
         **counts,
         **partial_rotary(fields),
+        **(rotary_axes(fields) if has_axes else {}),
         "layer_types": ["linear_attention" if x else "full_attention" for x in recurrent],
         "linear_num_key_heads": fields.integer("ssm.group_count"),
         "linear_num_value_heads": num_heads,
