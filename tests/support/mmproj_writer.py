@@ -111,6 +111,43 @@ def write_mmproj(path: Path, model: Any, kind: str) -> Path:
     return path
 
 
+def write_lfm2_mmproj(path: Path, model: Any) -> Path:
+    """Write the tower of an LFM2-VL to `path` and return it."""
+    config = model.config.vision_config
+    writer = GGUFWriter(path, "clip")
+    writer.add_string("clip.projector_type", "lfm2")
+    numbers = {
+        "image_size": 256,
+        "patch_size": config.patch_size,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "block_count": config.num_hidden_layers,
+        "attention.head_count": config.num_attention_heads,
+        "projector.scale_factor": model.config.downsample_factor,
+    }
+    for name, value in numbers.items():
+        writer.add_uint32(f"clip.vision.{name}", value)
+    writer.add_float32("clip.vision.attention.layer_norm_epsilon", config.layer_norm_eps)
+    writer.add_bool("clip.use_gelu", True)
+    for name in ("mean", "std"):
+        writer.add_array(f"clip.vision.image_{name}", [0.5, 0.5, 0.5])
+    projections = {"layer_norm": "mm.input_norm", "linear_1": "mm.1", "linear_2": "mm.2"}
+    for name, tensor in model.state_dict().items():
+        found = _gguf_name(name, "lfm2")
+        for ours, theirs in projections.items():
+            found = found.replace(f"multi_modal_projector.{ours}", theirs)
+        if found == "v.patch_embd.weight":
+            size = config.patch_size
+            tensor = tensor.view(-1, size, size, 3).permute(0, 3, 1, 2)
+        if found.startswith(("v.", "mm.")):
+            writer.add_tensor(found, tensor.float().contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
 def _gguf_name(name: str, projector: str) -> str:
     others = _GEMMA4_NAMES if projector == "gemma4v" else ()
     for pattern, replacement in (*_NAMES, *others):

@@ -42,7 +42,8 @@ _RESAMPLER_NAMES = {
     **{f"resampler.attn.{x}": "resampler.attn.in_proj" for x in "qkv"},
     "resampler.attn.out": "resampler.attn.out_proj",
 }
-_OTHER_NAMES = {"gemma4v": _GEMMA4_NAMES, "resampler": _RESAMPLER_NAMES}
+_LFM2_NAMES = {**_NAMES, "mm.input_norm": "multi_modal_projector.layer_norm"}
+_OTHER_NAMES = {"gemma4v": _GEMMA4_NAMES, "lfm2": _LFM2_NAMES, "resampler": _RESAMPLER_NAMES}
 _LAYER_NAMES = {
     "ln1": "layer_norm1",
     "ln2": "layer_norm2",
@@ -113,8 +114,8 @@ class MmprojCheckpoint(Checkpoint):
         )
         if kind.startswith("qwen"):
             rename = _grid_names(self._gguf.tensors)
-        # The converter makes a convolution of Gemma 4's patch projection.
-        self._flattens_patches = kind == "gemma4v"
+        # The converter makes a convolution of these patch projections.
+        self._flattens_patches = kind in ("gemma4v", "lfm2")
         self._tensors: dict[str, list[GGUFTensor]] = {}
         for name in sorted(self._gguf.tensors, key=_part_number):
             self._tensors.setdefault(rename(name), []).append(self._gguf.tensors[name])

@@ -269,6 +269,28 @@ def _pixtral(vision: _Vision) -> Mmproj:
     return Mmproj(config, vision.pixels({"longest_edge": vision.integer("image_size")}))
 
 
+def _lfm2(vision: _Vision) -> Mmproj:
+    factor = vision.integer("projector.scale_factor", 2)
+    return Mmproj(
+        {
+            "model_type": "lfm2_vl",
+            "architectures": ["Lfm2VlForConditionalGeneration"],
+            "vision_config": vision.tower("gelu_pytorch_tanh")
+            | {"num_patches": vision.num_rows("v.position_embd.weight")},
+            "downsample_factor": factor,
+            "projector_hidden_size": vision.num_rows("mm.1.weight"),
+            "projector_use_layernorm": vision.has_tensor("mm.input_norm.weight"),
+            "projector_bias": vision.has_tensor("mm.1.bias"),
+            "image_token_id": vision.token_id("<image>"),
+        },
+        {
+            "downsample_factor": factor,
+            "encoder_patch_size": vision.integer("patch_size"),
+            **vision.statistics(),
+        },
+    )
+
+
 def _llava(vision: _Vision) -> Mmproj:
     side = vision.integer("image_size")
     tower = vision.tower("gelu_pytorch_tanh")
@@ -373,6 +395,7 @@ _KINDS: Final[dict[str, _Reader]] = {
     "gemma4v": _gemma4,
     "idefics3": _idefics3,
     "internvl": _internvl,
+    "lfm2": _lfm2,
     "mlp": _llava,
     "pixtral": _pixtral,
     "qwen2.5vl_merger": _qwen2_5_vl,

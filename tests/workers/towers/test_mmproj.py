@@ -21,7 +21,8 @@ from gguf import GGUFWriter
 from msgspec.structs import replace
 from support.gguf_qwen import PROJECTORS as QWEN_PROJECTORS
 from support.gguf_qwen import write_tower
-from support.mmproj_writer import PROJECTORS, write_mmproj
+from support.grid_models import write_grid_model
+from support.mmproj_writer import PROJECTORS, write_lfm2_mmproj, write_mmproj
 from support.own_code.minicpm import minicpmv, write_minicpmv_mmproj
 from support.qwen_checkpoints import UNIT, qwen_directory
 from support.vision_checkpoints import TILE, vision_directory
@@ -85,6 +86,28 @@ def test_towers_of_qwen_files_equal_those_of_checkpoints(kind, tmp_path):
             (spec, MmprojCheckpoint(file)),
             (expected, open_checkpoint(path)),
         )
+    ]
+    torch.testing.assert_close(*outputs, rtol=0, atol=1e-6)
+
+
+def test_towers_of_lfm2_files_equal_those_of_checkpoints(tmp_path):
+    model = write_grid_model(tmp_path, "lfm2_vl")
+    file = write_lfm2_mmproj(tmp_path / "mmproj-tiny.gguf", model)
+    config = ConfigFields.read(tmp_path / "config.json")
+    text = model.config.text_config.to_dict()
+    found = read_mmproj(GGUFFile(file), _decoder(tmp_path / "tiny.gguf"), text)
+    fields = ConfigFields(found.config, file)
+    specs = [vision_spec(each, text["hidden_size"]) for each in (fields, config)]
+    assert specs[0] == specs[1]
+    options = {"tile_size": 16, "max_tiles": 4, "min_image_tokens": 4, "max_image_tokens": 20}
+    stored = read_image_processor(tmp_path, config, config.section("text_config"), {})
+    read = read_image_processor(file, fields, fields.section("text_config"), options, found)
+    assert replace(read, token_id=stored.token_id) == stored
+    pixels = np.random.default_rng(1).integers(0, 256, (24, 40, 3), np.uint8).tobytes()
+    image = ImagePayload(40, 24, pixels, 1 / 255, (0.5,) * 3, (0.5,) * 3)
+    outputs = [
+        GridTower(specs[0], TowerSource(checkpoint, CPU, torch.float32))(image)
+        for checkpoint in (MmprojCheckpoint(file), open_checkpoint(tmp_path))
     ]
     torch.testing.assert_close(*outputs, rtol=0, atol=1e-6)
 
