@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -16,13 +19,12 @@ from engine.workers.execution.parallel_state import join_replica
 from engine.workers.loaders import open_checkpoint
 from support.families import make_multimodal
 from support.families.compressed import HASHED
-from support.families.experts import BLOCKS_OF_KEYS, GATED
+from support.families.experts import GATED
 from support.families.published import save_published
 from support.families.recurrent import HASHED_NGRAMS, SHARED_BLOCKS
 from support.families.split import (
     BESIDE_ATTENTION,
     CONVOLVED,
-    DENSE_HEAD,
     INDEXED,
     LATENT_SIZES,
     SHARED_LATENT,
@@ -33,6 +35,7 @@ from support.families.split import (
     TWO_MIXTURES,
     published_sizes,
 )
+from support.families.split_layers import NATIVE_LAYERS, OTHER_LAYERS
 from support.gguf_writer import write_gguf
 from support.quantized_checkpoints import quantize_directory
 from support.replica import NUM_TOKENS, RankResult, Served, run_replica, timeouts, workload
@@ -58,121 +61,6 @@ MODELS = {
         {"num_key_value_heads": 12, "query_pre_attn_scalar": 32, "sliding_window": 16},
     ),
 }
-MIXED = {
-    "num_key_value_heads": 12,
-    "layer_types": ["linear_attention", "full_attention"] * 2 + ["linear_attention"],
-}
-OTHER_LAYERS = {
-    # Tensors of fused projections, and norms over the heads of all ranks, of which two share one.
-    "phi3": (
-        "Phi3Config",
-        "Phi3ForCausalLM",
-        {"num_key_value_heads": 4, "partial_rotary_factor": 1.0, "sliding_window": None},
-    ),
-    "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", {"num_key_value_heads": 2}),
-    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {"num_key_value_heads": 4}),
-    # Layer norms, embeddings of positions, and transposed matrices.
-    "gpt2": ("GPT2Config", "GPT2LMHeadModel", {"head_dim": 8, "n_inner": 384}),
-    # Fused projections by key/value head, of which there are many or one, and blocks side by side.
-    "bloom": ("BloomConfig", "BloomForCausalLM", {"head_dim": 8}),
-    "falcon": ("FalconConfig", "FalconForCausalLM", {"ffn_hidden_size": 384}),
-    # Interleaved rotation, norms with the weights of each head, and biases of the head.
-    "cohere": ("CohereConfig", "CohereForCausalLM", {"head_dim": 8, "use_qk_norm": True}),
-    # Norms of all heads' outputs and of an MLP's intermediate elements.
-    "bitnet": ("BitNetConfig", "BitNetForCausalLM", {"head_dim": 8, "num_key_value_heads": 4}),
-    # Latent attention, whose one key all ranks have.
-    "minicpm3": (
-        "MiniCPM3Config",
-        "MiniCPM3ForCausalLM",
-        {
-            "num_key_value_heads": 12,
-            "q_lora_rank": 40,
-            "kv_lora_rank": 24,
-            "qk_nope_head_dim": 16,
-            "qk_rope_head_dim": 8,
-            "v_head_dim": 8,
-        },
-    ),
-    # Every rank stores the index key of a token, and chooses blocks for its own key/value heads.
-    "minimax-m3": (
-        "MiniMaxM3VLTextConfig",
-        "MiniMaxM3VLForCausalLM",
-        BLOCKS_OF_KEYS | {"layer_types": ["full_attention", *["minimax_m3_sparse"] * 4]},
-    ),
-    "modernbert-decoder": ("ModernBertDecoderConfig", "ModernBertDecoderForCausalLM", DENSE_HEAD),
-    "phi": ("PhiConfig", "PhiForCausalLM", {"head_dim": 8, "num_key_value_heads": 12}),
-    # Recurrent layers: channels, heads that share B and C and a norm, and heads of queries and keys.
-    "lfm2": (
-        "Lfm2Config",
-        "Lfm2ForCausalLM",
-        MIXED
-        | {
-            "layer_types": ["conv", "full_attention"] * 2 + ["conv"],
-            "block_auto_adjust_ff_dim": False,
-        },
-    ),
-    "granite-hybrid": (
-        "GraniteMoeHybridConfig",
-        "GraniteMoeHybridForCausalLM",
-        MIXED
-        | {
-            "num_local_experts": 0,
-            "shared_intermediate_size": 384,
-            "mamba_n_heads": 12,
-            "mamba_d_state": 8,
-        },
-    ),
-    "qwen3.5": (
-        "Qwen3_5TextConfig",
-        "Qwen3_5ForCausalLM",
-        MIXED
-        | {
-            "linear_num_key_heads": 4,
-            "linear_num_value_heads": 12,
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 8,
-        },
-    ),
-    "kimi-linear": (
-        "KimiLinearConfig",
-        "KimiLinearForCausalLM",
-        MIXED
-        | {
-            "q_lora_rank": None,
-            "kv_lora_rank": 160,
-            "qk_nope_head_dim": 16,
-            "qk_rope_head_dim": 8,
-            "v_head_dim": 8,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
-            "linear_num_heads": 4,
-            "linear_head_dim": 8,
-        },
-    ),
-    # The time steps of all channels come from a product that is summed over the ranks. No layer has attention.
-    "mamba": ("MambaConfig", "MambaForCausalLM", {"state_size": 8, "time_step_rank": 5}),
-    # The experts follow a projection, whose sum all ranks have.
-    "nemotron-h": (
-        "NemotronHConfig",
-        "NemotronHForCausalLM",
-        {
-            "num_key_value_heads": 4,
-            "layers_block_type": ["linear_attention", "moe", "full_attention", "moe", "moe"],
-            "mamba_num_heads": 12,
-            "mamba_head_dim": 8,
-            "ssm_state_size": 8,
-            "n_groups": 4,
-            "n_routed_experts": 6,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 24,
-            "moe_shared_expert_intermediate_size": 40,
-            "moe_latent_size": 20,
-            "mlp_bias": True,
-        },
-    ),
-}
-NATIVE_LAYERS = [name for name in OTHER_LAYERS if name not in ("phi3", "qwen2")]
 EXPERTS = {
     "num_key_value_heads": 12,
     "num_experts_per_tok": 3,
@@ -295,14 +183,29 @@ def test_tokens_equal_those_of_one_worker_and_each_reads_only_its_share(
         assert alone[name].block_bytes <= kv_bytes, name
 
 
-def test_fused_projections_biases_and_head_norms_can_be_split(tmp_path: Path) -> None:
-    tokenizer = sentencepiece_tokenizer()
-    checkpoints = {}
-    for name, (config, model_class, heads) in OTHER_LAYERS.items():
-        checkpoints[name] = tmp_path / name
+T = TypeVar("T")
+
+PARTS = range(4)
+"""The layers of a test are divided among several cases, so that a sample of the cases is fast."""
+
+
+def share_of(models: Mapping[str, T], part: int) -> dict[str, T]:
+    return dict(list(models.items())[part :: len(PARTS)])
+
+
+def save_other_layers(directory: Path, names: Iterable[str]) -> dict[str, Path]:
+    paths = {name: directory / name for name in names}
+    for name, path in paths.items():
+        config, model_class, heads = OTHER_LAYERS[name]
         sizes = {k: v for k, v in SIZES.items() if config != "FalconConfig" or k != "head_dim"}
-        model = random_model(config, model_class, sizes | heads, tokenizer)
-        model.save_pretrained(checkpoints[name])
+        model = random_model(config, model_class, sizes | heads, sentencepiece_tokenizer())
+        model.save_pretrained(path)
+    return paths
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_fused_projections_biases_and_head_norms_can_be_split(tmp_path: Path, part: int) -> None:
+    checkpoints = save_other_layers(tmp_path, share_of(OTHER_LAYERS, part))
     alone = run_alone(checkpoints, tmp_path)
     parallel = ParallelConfig(tensor_parallel_size=4)
     served = [Served(path) for path in checkpoints.values()]
@@ -311,10 +214,8 @@ def test_fused_projections_biases_and_head_norms_can_be_split(tmp_path: Path) ->
         assert_equal(ranks, alone[name], parallel)
 
 
-@pytest.mark.parametrize("backend", [CPUBackend.TORCH, CPUBackend.NATIVE])
-def test_layers_that_share_keys_or_differ_in_their_heads_can_be_split(
-    tmp_path: Path, backend: CPUBackend
-) -> None:
+def layers_that_share_keys_or_differ(backend: CPUBackend) -> dict[str, Callable[[Path], object]]:
+    """Return the function that saves each model in a directory."""
     models = {name: (f"{family}Text", family, sizes) for name, (family, sizes) in SHARING.items()}
     models["glm5"] = ("GlmMoeDsa", "GlmMoeDsa", INDEXED)
     models["axk2"] = ("AXK2", "AXK2", INDEXED | {"mlp_layer_types": ["dense", *["sparse"] * 4]})
@@ -332,29 +233,50 @@ def test_layers_that_share_keys_or_differ_in_their_heads_can_be_split(
     models["qwen4"] = ("Qwen4ExpText", "Qwen4Exp", HASHED_NGRAMS)
     heads = {"n_mamba_heads": 2, "num_key_value_heads": 4}
     models["zamba"] = ("Zamba", "Zamba", SHARED_BLOCKS | heads)
-    checkpoints = {name: tmp_path / name for name in models}
-    for name, (config, family, differences) in models.items():
-        sizes, tokenizer = SIZES | differences, sentencepiece_tokenizer()
-        model = random_model(f"{config}Config", f"{family}ForCausalLM", sizes, tokenizer)
-        model.save_pretrained(checkpoints[name])
+
+    def save_text(directory: Path, config: str, family: str, sizes: dict[str, object]) -> None:
+        arguments = (f"{config}Config", f"{family}ForCausalLM", SIZES | sizes)
+        random_model(*arguments, sentencepiece_tokenizer()).save_pretrained(directory)
+
+    def save_multimodal(directory: Path, family: str, sizes: dict[str, object]) -> None:
+        make_multimodal(family, **SIZES | vocabulary | sizes).save_pretrained(directory)
+
+    def save_own(directory: Path, name: str, sizes: dict[str, object]) -> None:
+        save_published(name, directory, **vocabulary, **sizes)
+
     # Norms without weights, gates of the residual stream, and norms of experts' outputs, which native ranks that share
     # experts do not support.
     layers = ["dense", "dense" if backend is CPUBackend.NATIVE else "sparse"] * 2 + ["dense"]
     vocabulary = {"vocab_size": len(sentencepiece_tokenizer())}
-    for family in ("MuseGlimmer", "MuseSpark"):
-        own = {"mlp_layer_types": layers} if family == "MuseSpark" else {}
-        checkpoints[family] = tmp_path / family
-        model = make_multimodal(family, **SIZES | vocabulary | own)
-        model.save_pretrained(checkpoints[family])
-    checkpoints["glm5-next"] = tmp_path / "glm5-next"
-    model = make_multimodal("Glm5Next", **SIZES | vocabulary | SPLIT_GROUPS)
-    model.save_pretrained(checkpoints["glm5-next"])
-    checkpoints["mistral-large4"] = tmp_path / "mistral-large4"
-    model = make_multimodal("MistralLarge4", **SIZES | vocabulary | INDEXED | SHARED_LATENT)
-    model.save_pretrained(checkpoints["mistral-large4"])
-    for name, sizes in published_sizes(backend).items():
+    multimodal: dict[str, dict[str, object]] = {
+        "MuseGlimmer": {},
+        "MuseSpark": {"mlp_layer_types": layers},
+        "Glm5Next": SPLIT_GROUPS,
+        "MistralLarge4": INDEXED | SHARED_LATENT,
+    }
+    published = published_sizes(backend)
+    return (
+        {
+            name: partial(save_text, config=config, family=family, sizes=sizes)
+            for name, (config, family, sizes) in models.items()
+        }
+        | {
+            name: partial(save_multimodal, family=name, sizes=sizes)
+            for name, sizes in multimodal.items()
+        }
+        | {name: partial(save_own, name=name, sizes=sizes) for name, sizes in published.items()}
+    )
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("backend", [CPUBackend.TORCH, CPUBackend.NATIVE])
+def test_layers_that_share_keys_or_differ_in_their_heads_can_be_split(
+    tmp_path: Path, backend: CPUBackend, part: int
+) -> None:
+    checkpoints = {}
+    for name, save in share_of(layers_that_share_keys_or_differ(backend), part).items():
         checkpoints[name] = tmp_path / name
-        save_published(name, checkpoints[name], **vocabulary, **sizes)
+        save(checkpoints[name])
     alone = run_alone(checkpoints, tmp_path, backend)
     parallel = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2)
     served = [Served(path, backend) for path in checkpoints.values()]
@@ -451,14 +373,9 @@ def test_native_tensor_parallel_ranks_give_the_tokens_of_one_worker(
         assert np.allclose(output.logprobs[:116], alone[name].logprobs[:116], atol=0.02)
 
 
-def test_native_ranks_and_stages_divide_other_layers(tmp_path: Path) -> None:
-    checkpoints = {}
-    for name in NATIVE_LAYERS:
-        config, model_class, sizes = OTHER_LAYERS[name]
-        checkpoints[name] = tmp_path / name
-        common = {k: v for k, v in SIZES.items() if name != "falcon" or k != "head_dim"}
-        model = random_model(config, model_class, common | sizes, sentencepiece_tokenizer())
-        model.save_pretrained(checkpoints[name])
+@pytest.mark.parametrize("part", PARTS)
+def test_native_ranks_and_stages_divide_other_layers(tmp_path: Path, part: int) -> None:
+    checkpoints = save_other_layers(tmp_path, share_of(NATIVE_LAYERS, part))
     alone = run_alone(checkpoints, tmp_path, CPUBackend.NATIVE)
     parallel = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2)
     served = [Served(path, CPUBackend.NATIVE) for path in checkpoints.values()]
