@@ -18,7 +18,7 @@ from ...protocol.encoder_inputs.inputs import EncoderInput
 from ...protocol.errors import NO_ADAPTER_MEMORY, POISON_REQUEST
 from ...protocol.pooling_params import PoolingParams
 from ...protocol.process import logged_request_id
-from ...protocol.sampling_params import SamplingParams
+from ...protocol.sampling_params import SamplingParams, StructuredOutput
 from ..client.beam_search import BeamSearch, BeamSearchFailed, BeamSearchParams
 from ..client.engine_client import (
     BeginRecording,
@@ -120,7 +120,8 @@ class PreparedPrompt:
 
     `predicted_token_ids` is the client's prediction of the output; None without one. With `pooling`, no tokens are
     generated. `encoder_inputs` are images, audio clips or embeddings that replace some tokens. `request_id` is "" if
-    the prompt has none of its own.
+    the prompt has none of its own. `after_reasoning` is the constraint on the text after a reasoning that the client
+    may end; None if it may not.
     """
 
     token_ids: npt.NDArray[np.int32]
@@ -130,6 +131,7 @@ class PreparedPrompt:
     pooling: PoolingParams | None = None
     encoder_inputs: list[EncoderInput] = field(default_factory=list)
     request_id: str = ""
+    after_reasoning: StructuredOutput | None = None
 
     @property
     def num_image_bytes(self) -> int:

@@ -97,10 +97,7 @@ ROUTE_DESCRIPTIONS: Final[dict[str, tuple[str, str]]] = {
     ),
     "/models/load": (CLIENTS, "Report that a served model is present (llama.cpp)."),
     "/models/unload": (CLIENTS, "Refused: the server has one model (llama.cpp)."),
-    "/v1/chat/completions/control": (
-        CLIENTS,
-        "Refused: the reasoning of a running answer cannot be ended (llama.cpp).",
-    ),
+    "/v1/chat/completions/control": (CLIENTS, "End the reasoning of a running answer (llama.cpp)."),
     "/generate": (CLIENTS, "Complete one or more texts or lists of token ids (SGLang)."),
     "/encode": (CLIENTS, "Embed one or more texts or lists of token ids (SGLang)."),
     "/parse_function_call": (CLIENTS, "Return the tool calls in a text (SGLang)."),

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 MAX_NAMED: Final = 32
 """Maximum number of model names in an error message."""
 
-ANY_TEXT: Final = "start: TEXT\nTEXT: /(.|\\n)*/"
+ANY_OUTPUT: Final = StructuredOutput(GrammarKind.LARK, "start: TEXT\nTEXT: /(.|\\n)*/")
 """A grammar for any text."""
 
 
@@ -102,6 +102,7 @@ class Serving:
         self._call_format = formats.call_format
         self.describes_tools = formats.describes_tools
         self._reasoning_parser = formats.reasoning_parser
+        self.reasoning_ends: dict[tuple[str, str], Callable[[], bool]] = {}
         self.stable_prefix = StablePrefix(config.frontend.stable_prefix)
         policy = config.frontend.special_tokens_in_text
         self.special_tokens = SpecialTokenGuard(tokenizer, policy, self._own_marks())
@@ -399,7 +400,7 @@ class Serving:
         If `max_tokens` is not -1, the reasoning has at most `max_tokens` tokens.
         """
         if constraint is None and max_tokens >= 0:
-            constraint = StructuredOutput(GrammarKind.LARK, ANY_TEXT)
+            constraint = ANY_OUTPUT
         if constraint is None or self._reasoning_parser is None:
             return constraint
         parser = self._reasoning_parser(prompt)

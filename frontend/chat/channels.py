@@ -82,6 +82,12 @@ class ChannelParser(ABC):
         """Return False: reasoning cannot be cut at a token limit, because several tokens must follow its end."""
         return False
 
+    def end_after(
+        self, token_ids: Sequence[int], constraint: StructuredOutput, tokenizer: Tokenizer
+    ) -> StructuredOutput | None:
+        """Return None, because the reasoning cannot be cut."""
+        return None
+
     def num_reasoning_tokens(self, token_ids: Sequence[int], tokenizer: Tokenizer) -> int:
         """Return the number of `token_ids` before the answer or the first call."""
         if self._first is Channel.CONTENT:

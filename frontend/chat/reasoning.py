@@ -3,10 +3,10 @@
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import Final
 
 import msgspec
@@ -134,6 +134,23 @@ class MarkedReasoningParser:
                 return 0
         return num_tokens_before(self._format.ends, token_ids, tokenizer)
 
+    def end_after(
+        self, token_ids: Sequence[int], constraint: StructuredOutput, tokenizer: Tokenizer
+    ) -> StructuredOutput | None:
+        """Return the constraint extended so that the reasoning that these tokens begin must end after them.
+
+        The result is None if the tokens are not the beginning of a reasoning.
+        """
+        text = b"".join(map(tokenizer.token_bytes, token_ids))
+        begins = text.lstrip().startswith(tuple(map(str.encode, self._format.starts)))
+        has_ended = any(end.encode() in text for end in self._format.ends)
+        if self._begins_closed or has_ended or not (begins or self._begins_opened):
+            return None
+        ends = _token_ids(self._format.ends, tokenizer)
+        grammar = _exactly(token_ids, tokenizer.special_ids, ends)
+        reasoning = FreeReasoning((), (), (), (), is_open=True, grammar=grammar)
+        return msgspec.structs.replace(constraint, reasoning=reasoning)
+
     def _read_start(self) -> None:
         text = self._buffer.lstrip()
         start = next((s for s in self._format.starts if text.startswith(s)), None)
@@ -176,6 +193,23 @@ def grammar_mark(tokenizer: Tokenizer, text: str) -> str:
     """Return a mark in a grammar in Lark's notation: the token if it is one, else its text."""
     token_id = tokenizer.token_to_id(text)
     return json.dumps(text) if token_id is None else f"<[{token_id}]>"
+
+
+def _exactly(token_ids: Sequence[int], special_ids: Collection[int], ends: Sequence[int]) -> str:
+    """Return a grammar in Lark's notation of a text like these tokens, one of the `ends`, and the answer.
+
+    The text has the special tokens of `token_ids`, and at most as many other tokens between them.
+    """
+    pieces: list[str] = []
+    rules = [r"TEXT: /(.|\n)*/", "end: " + " | ".join(f"<[{end}]>" for end in ends)]
+    for is_special, run in groupby(token_ids, lambda token_id: token_id in special_ids):
+        if is_special:
+            pieces += (f"<[{token_id}]>" for token_id in run)
+        else:
+            name = f"text_{len(rules)}"
+            rules.append(f"{name}[max_tokens={len(list(run))}]: TEXT")
+            pieces.append(name)
+    return "\n".join([f"start: {' '.join(pieces)} end @answer", *rules])
 
 
 def num_tokens_before(texts: Sequence[str], token_ids: Sequence[int], tokenizer: Tokenizer) -> int:

@@ -19,10 +19,10 @@ from ...protocol.errors import POISON_REQUEST, EngineError
 from ...protocol.messages import (
     CoreReady,
     EngineCoreOutputs,
-    FinishedRequest,
     FinishReason,
     ReplicaLost,
 )
+from ...protocol.sampling_params import StructuredOutput
 from ...protocol.supervisor_messages import EngineStatus
 from ..observability.metrics.metrics import Metrics
 from ..observability.tracing.request_trace import begin_group
@@ -33,7 +33,7 @@ from .engine_watch import EngineWatch
 from .executor import ThreadExecutor
 from .groups.factory import GroupFactory, count_outputs
 from .groups.recording import OutputLog, Recording
-from .input_processor import InputProcessor
+from .input_processor import InputProcessor, with_constraint
 from .isolation.isolation_queue import IsolationQueue
 from .isolation.poison_cache import PoisonCache
 from .logprobs import PositionLogprobs
@@ -105,6 +105,8 @@ class EngineClient:
         client_index: The number of this frontend.
         cores: The connection to each core.
         groups: Makes the groups of requests.
+        finish_sequence: Finishes a sequence that was not sent to a core.
+        finish_as_reported: Finishes a sequence that was not sent to a core, in the way that its earlier core reported.
         list_recent_requests: Returns the times and counts of running and recently ended requests.
         output_log: Records outputs before they are applied; None to apply them immediately.
     """
@@ -126,6 +128,8 @@ class EngineClient:
         self._input = InputProcessor(config, tokenizer, self.executor)
         self._output = OutputProcessor(self.metrics, self._abort_at_core)
         self.list_recent_requests = self._output.list_recent_requests
+        self.finish_sequence = self._output.finish
+        self.finish_as_reported = self._output.finish_as_reported
         self.groups = GroupFactory(config, tokenizer, self._input, self._output.wake_soon)
         self._context: zmq.Context[Any] = zmq.Context()
         self.cores: list[CoreConnection] = []
@@ -291,20 +295,12 @@ class EngineClient:
         message = grow_request(sequence.request, list(inputs), is_last=is_last)
         self.cores[sequence.core_index].append_inputs(sequence.request, message)
 
-    def finish_sequence(
-        self,
-        sequence: Sequence,
-        reason: FinishReason,
-        *,
-        stop_reason: int | str | None = None,
-        error: str | None = None,
-    ) -> None:
-        """Finish a sequence that was not sent to a core."""
-        self._output.finish(sequence, reason, stop_reason=stop_reason, error=error)
-
-    def finish_as_reported(self, sequence: Sequence, done: FinishedRequest) -> None:
-        """Finish a sequence that was not sent to a core, in the way that its earlier core reported."""
-        self._output.finish_as_reported(sequence, done)
+    def constrain(self, sequence: Sequence, constraint: StructuredOutput) -> None:
+        """Continue a sequence with another constraint, which must accept the tokens that the sequence has."""
+        self._isolation_queue[sequence.core_index].remove_sequence(sequence)
+        self._abort_at_core(sequence)
+        sequence.request = with_constraint(sequence.request, constraint)
+        self._resubmit(sequence, None)
 
     def _live_cores(self) -> list[CoreConnection]:
         self._check_alive()
@@ -415,7 +411,7 @@ class EngineClient:
             self.watch.report_cause_found()
         self._end_group(sequence.group, FinishReason.ERROR, POISON_REQUEST)
 
-    def _resubmit(self, sequence: Sequence, lost_time: float) -> None:
+    def _resubmit(self, sequence: Sequence, lost_time: float | None) -> None:
         old_index = sequence.request_index
         self._output.resubmit(sequence, self._indices.next_free(), lost_time)
         if (recording := sequence.group.recording) is not None:

@@ -17,7 +17,7 @@ from ...protocol.config import EngineConfig
 from ...protocol.errors import ParameterError, counted
 from ...protocol.grammars.grammar import PARAM as STRUCTURED_OUTPUTS
 from ...protocol.messages import EngineCoreRequest
-from ...protocol.sampling_params import MAX_SEED, SamplingParams
+from ...protocol.sampling_params import MAX_SEED, SamplingParams, StructuredOutput
 from ..http.shown_values import echo
 from ..tokenizer.absent import NO_TOKENIZER
 from ..tokenizer.stop_patterns import verify_patterns
@@ -360,3 +360,9 @@ class _Seeds:
         count = self._counter.to_bytes(8, "little")
         digest = hashlib.blake2b(count, digest_size=8, key=self._key).digest()
         return int.from_bytes(digest, "little") & MAX_SEED
+
+
+def with_constraint(request: EngineCoreRequest, constraint: StructuredOutput) -> EngineCoreRequest:
+    """Return a request with another constraint on its text."""
+    params = msgspec.structs.replace(request.sampling_params, structured_output=constraint)
+    return msgspec.structs.replace(request, sampling_params=params)

@@ -213,15 +213,16 @@ class OutputProcessor:
         sequence.core_index, sequence.load = core_index, load
 
     def resubmit(
-        self, sequence: Sequence, request_index: int, lost_time: float
+        self, sequence: Sequence, request_index: int, lost_time: float | None
     ) -> EngineCoreRequest:
         """Return a request that continues a sequence whose core was lost at `lost_time` (CLOCK_MONOTONIC seconds).
 
+        `lost_time` is None if the core was not lost.
         The request has a new index, so that late outputs for the old index are ignored.
         """
         self._remove(sequence)
         is_recovering = bool(sequence.recoveries) and not sequence.recoveries[-1].resumed_time
-        if sequence.was_accepted and not is_recovering:
+        if lost_time is not None and sequence.was_accepted and not is_recovering:
             lost = Recovery(max(lost_time, sequence.arrival_time), 0.0, len(sequence.token_ids))
             sequence.recoveries += (lost,)
             self._recovering.append(sequence)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import http.client
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
+import httpx
 import pytest
+from engine.frontend.tokenizer.converted import tokenizer_json_path
 from support.server import Server, assert_nothing_is_held, default_model
 
 SHOT = """Question: What is {a} plus {b}?
@@ -206,3 +209,55 @@ def test_a_core_crash_does_not_change_the_answer(
     assert ask_in_a_stream(thinking, OPENED, kill, **LONG) == undisturbed
     assert thinking.child("core 0").pid != victim.pid
     assert_nothing_is_held(thinking)
+
+
+@pytest.fixture(scope="module")
+def marked(flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server whose tokenizer has tokens for the marks of reasoning."""
+    path = tmp_path_factory.mktemp("tokenizer")
+    original = tokenizer_json_path(default_model())
+    shutil.copytree(original.parent, path, dirs_exist_ok=True)
+    content = original.read_text().replace('"<repo_name>"', '"<think>"')
+    (path / original.name).write_text(content.replace('"<reponame>"', '"</think>"'))
+    more = ("--reasoning-parser", "qwen3", "--tokenizer", str(path))
+    with Server(default_model(), *flags, *more) as server:
+        yield server
+        assert server.stop() == 0, server.log
+
+
+@pytest.mark.parametrize("features", [{}, AS_SCHEMA, {"logprobs": True, "n": 2}])
+def test_a_client_ends_the_reasoning_of_a_running_answer(
+    marked: Server, features: dict[str, Any]
+) -> None:
+    path = "/v1/chat/completions"
+    asked = body(
+        "Tell a long story.\n<think>\n",
+        ignore_eos=features is not AS_SCHEMA,
+        stream=True,
+        **features,
+    )
+    asked |= {"stream_options": {"include_usage": True}, "reasoning_control": True}
+    reasoning, content, num_logprobs, usage = "", "", 0, {}
+    with httpx.stream("POST", marked.url + path, json=asked, timeout=240) as response:
+        for line in response.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            chunk = json.loads(line.removeprefix("data: "))
+            usage = chunk.get("usage") or usage
+            for choice in chunk["choices"]:
+                was_reasoning = bool(reasoning)
+                reasoning += choice["delta"].get("reasoning") or ""
+                content += choice["delta"].get("content") or ""
+                num_logprobs += len((choice["logprobs"] or {"content": ()})["content"])
+                if reasoning and not was_reasoning:
+                    ask = {"id": chunk["id"], "action": "reasoning_end"}
+                    assert marked.post(f"{path}/control", ask) == (200, {"success": True})
+    assert reasoning and content and "think>" not in reasoning + content
+    if features is AS_SCHEMA:
+        assert 0 <= json.loads(content)["sum"] <= 99
+    if "n" in features:
+        assert num_logprobs == usage["completion_tokens"] == 800
+    counted = usage["completion_tokens_details"]["reasoning_tokens"]
+    assert 0 < counted < 200
+    status, late = marked.post(f"{path}/control", {"id": "other", "action": "reasoning_end"})
+    assert status == 200 and late["success"] is False

@@ -9,11 +9,11 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...http.errors import APIError, bad_request, echo, json_response, renaming
+from ...http.errors import APIError, bad_request, echo, json_response, renaming, wrong
 from ...model_source.lora_registry import LoraScale
 from ..bodies.intake import Intake, reads
 from ..routes.management import Management
-from ..schema.llama_cpp import LlamaModelRequest
+from ..schema.llama_cpp import LlamaControlRequest, LlamaModelRequest
 from ..serving import Serving
 
 MAX_SCALES_BYTES: Final = 1 << 19
@@ -24,7 +24,6 @@ _decode_scales = msgspec.json.Decoder(list[LoraScale]).decode
 _WITHOUT_MECHANISM: Final = {
     "save": "All slots share one cache, so a slot has no state to save; --kv-disk keeps the blocks of all",
     "restore": "All slots share one cache, and its blocks are found by the prompt; --kv-disk keeps them",
-    "control": "Reasoning cannot be ended while it is generated; send thinking_token_budget with the request",
     "unload": "This server has one model, which it serves until the server ends",
 }
 
@@ -104,6 +103,19 @@ class LlamaOperations:
         """Refuse, because the server has only this model."""
         raise _not_supported("unload")
 
-    async def control(self, http: Request) -> Response:
-        """Refuse, because the reasoning of a running answer cannot be ended."""
-        raise _not_supported("control")
+    @reads(LlamaControlRequest)
+    async def control(self, http: Request, body: LlamaControlRequest, size: int) -> Response:
+        """End the reasoning of a running answer."""
+        self._serving.verify_model(body.model)
+        if not body.id:
+            raise bad_request("id", "is required: the ID of a running answer")
+        if body.action != "reasoning_end":
+            raise wrong("action", '"reasoning_end"', body.action)
+        end = self._serving.reasoning_ends.get((http.state.owner, body.id))
+        if end is None:
+            problem = "no running answer with this ID was requested with reasoning_control=true"
+            return json_response({"success": False, "message": problem})
+        if not end():
+            problem = "the answer has ended its reasoning, or has none"
+            return json_response({"success": False, "message": problem})
+        return json_response({"success": True})

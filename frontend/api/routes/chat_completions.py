@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from starlette.types import Receive
+from starlette.types import Receive, Scope, Send
 
-from ....protocol.sampling_params import SamplingParams
+from ....protocol.sampling_params import SamplingParams, StructuredOutput
 from ...chat import ChatOutputParser, MessageDelta, ToolParser
 from ...chat.messages import text_of_content
-from ...client.engine_client import Delta, Sequence
+from ...client.engine_client import Delta, RequestGroup, Sequence
 from ...http.errors import bad_request, wrong
 from ..answer import Answer, Outputs
 from ..chat_prompt import RenderedChat, read_token_ids, render_chat
@@ -23,6 +23,7 @@ from ..generation import PreparedPrompt, matched_stop
 from ..logprobs import Json
 from ..prediction import encode_prediction
 from ..prompts import fit_context
+from ..reasoning_control import constraint_after_reasoning, controllable
 from ..sampling import sampling_params
 from ..schema import ChatCompletionRequest, TokenizeRequest
 from ..serving import Serving
@@ -42,12 +43,14 @@ class ChatPlan:
     """The verified fields of a request, except its conversation.
 
     `params` are verified, but their `max_tokens` depends on the prompt. `max_reasoning_tokens` is -1 for no limit.
+    `after_reasoning` is the constraint on the text after a reasoning that the client may end; None if it may not.
     """
 
     tools: ToolChoice
     params: SamplingParams
     predicted_token_ids: npt.NDArray[np.int32] | None
     max_reasoning_tokens: int = -1
+    after_reasoning: StructuredOutput | None = None
 
 
 class ChatCompletions(Endpoint[ChatCompletionRequest]):
@@ -100,9 +103,13 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
         params = self._params(request, tools, constraint)
         serving.verify_sampling(params)
         params.structured_output = await serving.verify_constraint(constraint, receive)
+        after_reasoning = None
+        if request.reasoning_control and serving.can_limit_reasoning:
+            given = params.structured_output
+            after_reasoning = await constraint_after_reasoning(serving, given, tools, receive)
         predicted = await encode_prediction(serving, request.prediction)
         predicted_or_none = predicted if len(predicted) else None
-        return ChatPlan(tools, params, predicted_or_none, max_reasoning_tokens)
+        return ChatPlan(tools, params, predicted_or_none, max_reasoning_tokens, after_reasoning)
 
     def _max_reasoning_tokens(self, request: ChatCompletionRequest, tools: ToolChoice) -> int:
         """Return the limit of reasoning tokens; -1 for none."""
@@ -158,8 +165,17 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
             chat.text,
             plan.predicted_token_ids,
             encoder_inputs=chat.encoder_inputs,
+            after_reasoning=plan.after_reasoning,
         )
         return prompt, partial(self.answer_type, serving, request, plan.tools, prompt)
+
+    async def _reply(
+        self, answer: Answer[Any], group: RequestGroup, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        prompt = answer.prompt if isinstance(answer, ChatAnswer) else None
+        key = scope["state"]["owner"], answer.envelope["id"]
+        with controllable(self._serving, key, prompt, group):
+            await super()._reply(answer, group, scope, receive, send)
 
     async def _render(
         self, plan: ChatPlan, request: ChatCompletionRequest, size: int

@@ -212,6 +212,8 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     # SGLang's fields: false leaves the reasoning in the content, or sends it in one chunk of a stream.
     separate_reasoning: bool | None = None
     stream_reasoning: bool | None = None
+    # Allows the client to end the reasoning of the running answer, as in llama.cpp.
+    reasoning_control: bool | None = None
     # Adds the prompt after the chat template to the answer, or to the first chunk of a stream.
     return_prompt_text: bool | None = None
     verbosity: str | None = None

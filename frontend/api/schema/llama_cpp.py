@@ -113,3 +113,11 @@ class LlamaModelRequest(msgspec.Struct, kw_only=True):
     """The body of `POST /models/load`."""
 
     model: str | None = None
+
+
+class LlamaControlRequest(msgspec.Struct, kw_only=True):
+    """The body of `POST /v1/chat/completions/control`: what to do with the running answer that has an ID."""
+
+    id: str | None = None
+    action: str | None = None
+    model: str | None = None

@@ -268,7 +268,7 @@ def test_server_describes_itself(frontend: FrontendProcess) -> None:
         ("/slots/0?action=clear", 400, "must be save, restore or erase"),
         ("/slots/10000?action=erase", 400, "number of slots"),
         ("/models/unload", 501, "has one model"),
-        ("/v1/chat/completions/control", 501, "thinking_token_budget"),
+        ("/v1/chat/completions/control", 400, "id is required"),
         ("/models/load", 400, "model is required"),
         ("/lora-adapters", 400, "array of objects"),
     ],
