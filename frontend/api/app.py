@@ -26,6 +26,7 @@ from .dialects.anthropic_batches import message_batch_routes
 from .dialects.ollama_answer import error_body as ollama_error
 from .dialects.sglang.routes import routes as sglang_routes
 from .dialects.sglang.scores import ScoreRoute
+from .dialects.vllm.render import ChatRender, CompletionRender
 from .dialects.vllm.routes import routes as vllm_routes
 from .docs_page import HEADERS, render_docs
 from .durable.recovery import Recovery
@@ -136,6 +137,8 @@ def make_routes(serving: Serving) -> list[Route]:
         Route("/rerank", scores.rerank, methods=["POST"]),
         Route("/reranking", scores.rerank, methods=["POST"]),
         Route("/chat/completions/batch", ChatBatch(serving, intake), methods=["POST"]),
+        Route("/completions/render", CompletionRender(serving, intake), methods=["POST"]),
+        Route("/chat/completions/render", ChatRender(serving, intake), methods=["POST"]),
         *chat_routes(serving, intake, chat_records),
         Route("/audio/transcriptions", transcriptions, methods=["POST"]),
         Route("/audio/translations", translations, methods=["POST"]),

@@ -18,6 +18,11 @@ ROUTE_DESCRIPTIONS: Final[dict[str, tuple[str, str]]] = {
     "/v1/completions/{id}/events": (CLIENTS, "Stream a recorded completion from any position."),
     "/v1/chat/completions/{id}/events": (CLIENTS, "Stream a recorded answer from any position."),
     "/v1/chat/completions/batch": (CLIENTS, "Answer several conversations in one request."),
+    "/v1/completions/render": (CLIENTS, "Return the token ids and parameters of prompts (vLLM)."),
+    "/v1/chat/completions/render": (
+        CLIENTS,
+        "Return the token ids and parameters of a conversation (vLLM).",
+    ),
     "/v1/responses": (
         CLIENTS,
         "Answer a conversation (OpenAI's Responses API); GET opens a WebSocket.",

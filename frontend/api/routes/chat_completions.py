@@ -23,13 +23,13 @@ from ..generation import PreparedPrompt, matched_stop
 from ..logprobs import Json
 from ..prediction import encode_prediction
 from ..prompts import fit_context
-from ..reasoning_control import constraint_after_reasoning, controllable
 from ..sampling import sampling_params
 from ..schema import ChatCompletionRequest, TokenizeRequest
 from ..serving import Serving
 from ..streaming.chunks import Chunks
 from ..streaming.event_stream import ChunkEncoder
 from ..structured.constraint import Constraint, allow_calls, parse_constraint
+from ..structured.reasoning_control import constraint_after_reasoning, controllable
 from ..tools.call_writer import CallWriter
 from ..tools.forced_calls import ForcedCallParser, NamedCall, RequiredCalls
 from ..tools.tool_choice import ToolChoice, ToolMode, parse_tool_choice

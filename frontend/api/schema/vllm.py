@@ -50,6 +50,8 @@ class VllmSampling(SamplingFields, kw_only=True):
     max_tokens: Int | None = None
     min_tokens: Int | None = None
     stop: str | list[str] | None = None
+    stop_regex: str | list[str] | None = None
+    typical_p: float | None = None
     stop_token_ids: list[Int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
@@ -108,6 +110,7 @@ class VllmGenerateRequest(msgspec.Struct, kw_only=True):
 
     # Accepted because clients send them; they have no effect.
     token_offsets: Any = None
+    assistant_tokens_mask: Any = None
     reasoning_ended: bool | None = None
     reasoning_parser_kwargs: dict[str, Any] | None = None
 

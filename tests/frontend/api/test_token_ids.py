@@ -124,3 +124,52 @@ def test_requests_are_aborted_by_their_ids(slow_frontend: FrontendProcess) -> No
         [choice] = future.result().json()["choices"]
     assert choice["finish_reason"] == "abort"
     assert slow_frontend.post(path, request_ids=[]).json()["error"]["param"] == "request_ids"
+
+
+def test_a_rendered_request_can_be_generated(frontend: FrontendProcess) -> None:
+    fields: dict[str, Any] = {
+        "max_tokens": 4,
+        "temperature": 0,
+        "seed": 5,
+        "stop": ["x"],
+        "logit_bias": {"7": 2},
+        "cache_salt": "mine",
+        "response_format": {"type": "json_object"},
+    }
+    messages = [{"role": "user", "content": "Say it"}]
+    rendered = frontend.post("/v1/chat/completions/render", messages=messages, **fields).json()
+    assert rendered["request_id"].startswith("chatcmpl-") and rendered["features"] is None
+    assert rendered["cache_salt"] == "mine" and rendered["stream"] is False
+    assert rendered["sampling_params"] == {
+        "max_tokens": 4,
+        "temperature": 0.0,
+        "seed": 5,
+        "stop": ["x"],
+        "logit_bias": {"7": 2.0},
+        "structured_outputs": {"json_object": True},
+    }
+    chat = frontend.post(
+        "/v1/chat/completions", messages=messages, return_token_ids=True, **fields
+    ).json()
+    assert rendered["token_ids"] == chat["prompt_token_ids"]
+    answer = frontend.post(PATH, **rendered).json()
+    assert answer["choices"][0]["token_ids"] == chat["choices"][0]["token_ids"]
+
+    prompts = ["One two", "Three"]
+    lists = frontend.post("/v1/completions/render", prompt=prompts, max_tokens=3).json()
+    assert [each["sampling_params"]["max_tokens"] for each in lists] == [3, 3]
+    assert len({each["request_id"] for each in lists}) == 2
+    for each, prompt in zip(lists, prompts, strict=True):
+        assert each["token_ids"] == frontend.post("/tokenize", prompt=prompt).json()["tokens"]
+    [given] = frontend.post("/v1/completions/render", prompt=PROMPT).json()
+    assert given["token_ids"] == PROMPT
+
+
+def test_a_request_that_cannot_be_rendered_is_refused(frontend: FrontendProcess) -> None:
+    for path, fields, param in (
+        ("/v1/completions/render", {"prompt": "One", "use_beam_search": True}, "use_beam_search"),
+        ("/v1/chat/completions/render", {"messages": [], "temperature": -1}, "temperature"),
+        ("/v1/completions/render", {"prompt": []}, "prompt"),
+    ):
+        response = frontend.post(path, **fields)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param)

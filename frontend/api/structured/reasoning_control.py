@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 from starlette.types import Receive
 
-from ...protocol.sampling_params import StructuredOutput
-from ..client.engine_client import Sequence
-from .answer import Outputs
-from .generation import PreparedPrompt
-from .serving import ANY_OUTPUT, Serving
-from .tools.tool_choice import ToolChoice, ToolMode
+from ....protocol.sampling_params import StructuredOutput
+from ...client.engine_client import Sequence
+from ..answer import Outputs
+from ..generation import PreparedPrompt
+from ..serving import ANY_OUTPUT, Serving
+from ..tools.tool_choice import ToolChoice, ToolMode
 
 
 async def constraint_after_reasoning(
