@@ -229,7 +229,7 @@ def _speculative(text: str) -> SpeculativeConfig | None:
     ):
         raise ValueError(
             "methods 'draft_model', 'eagle', 'eagle3' and 'dflash' need the field model (a draft model with the "
-            "same tokenizer, or a head for this model), 'mtp' may have it (the assistant of a Gemma 4), and other methods "
+            "same tokenizer, or a head for this model), 'mtp' may have it (an assistant, or a file with the layer), and other methods "
             f"must not; got {text}"
         )
     config: SpeculativeConfig = _convert(fields, SpeculativeConfig)

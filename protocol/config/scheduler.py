@@ -95,8 +95,9 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     proposes the most frequent (SuffixDecoding, arXiv 2411.04975). `draft_model` runs a smaller model with the same
     vocabulary. `eagle` (arXiv 2401.15077), `eagle3` (arXiv 2503.01840) and `mtp` run a layer that reads the model's
     hidden states. EAGLE heads have their own checkpoint. For `mtp`, the model's checkpoint contains the layer, or
-    `model` is the assistant of a Gemma 4, a small model that also reads the model's KV cache. `dflash` (arXiv
-    2602.06036) runs layers that propose several tokens in one pass, from the hidden states of all tokens.
+    `model` is a file with that layer, or the assistant of a Gemma 4, a small model that also reads the model's KV
+    cache. `dflash` (arXiv 2602.06036) runs layers that propose several tokens in one pass, from the hidden states of
+    all tokens.
 
     Attributes:
         num_speculative_tokens: The maximum number of proposed tokens per step. The scheduler may use fewer for a

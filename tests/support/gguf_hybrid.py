@@ -85,7 +85,20 @@ MODULES = {
 }
 
 
-def write_hybrid(path: Path, model: transformers.PreTrainedModel, tokenizer: Any = None) -> Path:
+def prediction_name(name: str) -> str | None:
+    """Return the name of a tensor of a layer for multi-token prediction, which other layers do not have."""
+    match = re.fullmatch(
+        r"model\.layers\.(\d+)\.(eh_proj|enorm|hnorm|embed_tokens|shared_head\.\w+)\.weight", name
+    )
+    return match and f"blk.{match[1]}.nextn.{match[2].replace('.', '_')}.weight"
+
+
+def write_hybrid(
+    path: Path,
+    model: transformers.PreTrainedModel,
+    tokenizer: Any = None,
+    num_prediction_layers: int = 0,
+) -> Path:
     """Write `model` to `path` as F32 and return it. A `tokenizer` belongs to a model that reads images."""
     config = model.config
     architecture = ARCHITECTURES[config.model_type]
@@ -97,6 +110,8 @@ def write_hybrid(path: Path, model: transformers.PreTrainedModel, tokenizer: Any
     if tokenizer is not None:
         writer.add_rope_dimension_sections([*config.rope_parameters["mrope_section"], 0])
         add_tokenizer(writer, tokenizer, config.vocab_size, "gpt-2")
+    if num_prediction_layers:
+        writer.add_nextn_predict_layers(num_prediction_layers)
     for name, weight in tensors_of(model):
         # Two families have a head of their own, whatever the config says.
         has_own_head = config.model_type in ("nemotron_h", "kimi_linear")
@@ -151,6 +166,8 @@ def tensors_of(model: transformers.PreTrainedModel) -> Iterator[tuple[str, Tenso
 def gguf_name(name: str, config: Any) -> str:
     match = re.fullmatch(r"(model\.layers\.(\d+)\.)?(.*?)(\.weight|\.bias)?", name)
     assert match is not None
+    if found := prediction_name(name):
+        return found
     module = match[3]
     for pattern, new in MODULES.items():
         if renamed := re.fullmatch(pattern, module):

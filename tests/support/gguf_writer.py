@@ -172,6 +172,7 @@ def write_gguf(
     pre_tokenizer: str = "gpt-2",
     splits_heads: bool = True,
     published_as: str | None = None,
+    num_prediction_layers: int = 0,
 ) -> Path:
     """Write `model` to `path` and return it.
 
@@ -179,11 +180,11 @@ def write_gguf(
     `ggml_type`, if their rows are whole blocks of it, else as F32; vectors are always F32.
     `pre_tokenizer` names the splitting rule of a byte-level BPE `tokenizer`. Without `splits_heads`
     a model with latent attention is written as by earlier converters. `published_as` is the architecture of a family
-    whose files are the same otherwise.
+    whose files are the same otherwise. The last `num_prediction_layers` layers are for multi-token prediction.
     """
     config = model.config
     if config.model_type in gguf_hybrid.ARCHITECTURES:
-        return gguf_hybrid.write_hybrid(path, model)
+        return gguf_hybrid.write_hybrid(path, model, num_prediction_layers=num_prediction_layers)
     if config.model_type in gguf_gemma.ARCHITECTURES:
         return gguf_gemma.write_gemma(path, model)
     if config.model_type in gguf_gated.ARCHITECTURES:
@@ -201,6 +202,8 @@ def write_gguf(
     else:
         add_hyperparameters(writer, config, architecture)
         add_rope(writer, config)
+        if num_prediction_layers:
+            writer.add_nextn_predict_layers(num_prediction_layers)
         if hasattr(config, "kv_lora_rank"):
             add_latent(writer, config, splits_heads and architecture in LATENT)
     if tokenizer is not None:
@@ -374,6 +377,8 @@ def gguf_name(name: str, architecture: str) -> str:
     if architecture in ("afmoe", "glm4moe", "gpt-oss"):
         modules = POST_NORMED
     module, kind = name.rsplit(".", 1)
+    if found := gguf_hybrid.prediction_name(name):
+        return found
     if match := re.fullmatch(r"model\.layers\.(\d+)\.(.*)", module):
         return f"blk.{match[1]}.{modules[match[2]]}.{kind}"
     return f"{modules[module]}.{kind}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,7 @@ from support.draft_heads import (
     write_eagle_head,
     write_speculators_head,
 )
+from support.gguf_writer import write_gguf
 from support.native_decoders import BLOCK_SIZE
 from support.tiny_checkpoints import QWEN3, RECURRENT, random_model, sentencepiece_tokenizer
 from torch import Tensor, nn
@@ -74,6 +76,7 @@ class Head(NamedTuple):
     drafts: Callable[[list[int]], list[int]] | None = None
     """Returns the drafts after tokens, in place of `run`."""
     modules: Any = None
+    """The modules of the head."""
 
 
 def run_layer(layer: nn.Module, rope: nn.Module, hidden_TD: Tensor) -> Tensor:
@@ -160,7 +163,63 @@ def write_last_layer(path: Path, model: Any, layer: nn.Module, rope: nn.Module) 
         out = run_layer(layer, rope, fusion(embedded_TD, hidden_TD, has_hidden_first=False))
         return norm(out), out
 
-    return Head(model, path, SpeculativeConfig(3, ProposerMethod.MTP), run)
+    parts = (layer, fusion, norm)
+    return Head(model, path, SpeculativeConfig(3, ProposerMethod.MTP), run, modules=parts)
+
+
+def in_gguf(path: Path, head: Head, norm_offset: float = 0.0, *, is_alone: bool = False) -> Head:
+    """Return the head with its model and its layer in a GGUF file, as llama.cpp's converter would write it.
+
+    If it `is_alone`, the file has only that layer, and the model has other files.
+    """
+    model, parts = copy.deepcopy(head.model), copy.deepcopy(head.modules)
+    layer, fusion, norm = parts
+    layer.eh_proj = fusion.projection
+    layer.shared_head = nn.Module()
+    layer.enorm, layer.hnorm, layer.shared_head.norm = (
+        fusion.embedding_norm,
+        fusion.hidden_norm,
+        norm,
+    )
+    with torch.no_grad():
+        for each in (layer.enorm, layer.hnorm, norm):
+            each.weight -= norm_offset
+    if not norm_offset:
+        # The converter keeps the copies that checkpoints of DeepSeek and GLM contain.
+        layer.shared_head.head = copy.deepcopy(model.lm_head)
+        layer.embed_tokens = copy.deepcopy(model.model.embed_tokens)
+    if is_alone:
+        model.model.layers = nn.ModuleList(nn.Module() for _ in model.model.layers)
+    model.model.layers.append(layer)
+    config = model.config
+    if hasattr(config, "layer_types"):
+        config.layer_types = [*config.layer_types, "full_attention"]
+    config.num_hidden_layers += 1
+    file = write_gguf(path / "model.gguf", model, num_prediction_layers=1)
+    if is_alone:
+        return head._replace(speculative=SpeculativeConfig(3, ProposerMethod.MTP, model=str(file)))
+    return head._replace(path=file)
+
+
+def glm_mtp_in_gguf(path: Path) -> Head:
+    """The layer of GLM-4.5 in a GGUF file."""
+    return in_gguf(path, glm_mtp(path))
+
+
+def deepseek_mtp_in_gguf(path: Path) -> Head:
+    """The layer of DeepSeek-V3 in a GGUF file, with the matrices of each head apart."""
+    return in_gguf(path, deepseek_mtp(path))
+
+
+def qwen3_5_mtp_in_gguf(path: Path) -> Head:
+    """The layer of Qwen3.5 in a GGUF file, which has other names there."""
+    return in_gguf(path, qwen3_5_mtp(path), norm_offset=1.0)
+
+
+def qwen3_5_mtp_in_own_gguf(path: Path) -> Head:
+    """The layer of Qwen3.5 in a GGUF file of its own."""
+    head = qwen3_5_mtp(path / "model")
+    return in_gguf(path, head, norm_offset=1.0, is_alone=True)
 
 
 def mimo_mtp(path: Path) -> Head:
@@ -208,7 +267,13 @@ def qwen3_5_mtp(path: Path) -> Head:
         return out, out
 
     return Head(
-        model, path, SpeculativeConfig(3, ProposerMethod.MTP), run, block_size=96, has_states=True
+        model,
+        path,
+        SpeculativeConfig(3, ProposerMethod.MTP),
+        run,
+        block_size=96,
+        has_states=True,
+        modules=(layer, fusion, norm),
     )
 
 
@@ -318,5 +383,6 @@ def make_dflash(
 HEADS = [
     *(eagle, eagle3, eagle3_of_speculators),
     *(glm_mtp, deepseek_mtp, mimo_mtp, qwen3_5_mtp),
+    *(glm_mtp_in_gguf, deepseek_mtp_in_gguf, qwen3_5_mtp_in_gguf, qwen3_5_mtp_in_own_gguf),
     *(assistant, unified_assistant, dflash, dflash_with_windows, dflash_of_speculators),
 ]

@@ -79,7 +79,10 @@ def _describe_head(config: EngineConfig) -> tuple[str, bytes] | None:
     speculative = config.scheduler.speculative
     if speculative is None or not speculative.method.reads_hidden_states:
         return None
-    files = sorted(Path(speculative.model or "").glob("*.safetensors")) if speculative.model else []
+    files: list[Path] = []
+    if speculative.model is not None:
+        path = Path(speculative.model)
+        files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
     return speculative.method.value, hash_weights(map(os.fspath, files))
 
 

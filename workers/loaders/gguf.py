@@ -57,11 +57,13 @@ _NORM_PLUS_ONE = (
     "qwen3next",
     "step35",
 )
-# Not read: values that the config contains, layers for multi-token prediction, for pooled vectors, and for images.
+# Not read: values that the config contains, and layers for pooled vectors, and for images.
 _UNUSED = re.compile(
-    r"dense_[23]\.weight|rope_(freqs|factors_long|factors_short)\.weight|.*attn_rot_embd.*|blk\.\d+\.nextn\..*|dec\..*\.cross_attn_rel_b\..*"
+    r"dense_[23]\.weight|rope_(freqs|factors_long|factors_short)\.weight|.*attn_rot_embd.*|dec\..*\.cross_attn_rel_b\..*"
     r"|blk\.\d+\.vis_.*"
 )
+# Tensors of layers for multi-token prediction, which only some families read.
+_OF_PREDICTION = re.compile(r"blk\.\d+\.nextn\..*")
 # Norms of these architectures have no weights, but the converter stores factors as weights, which the config contains.
 _UNIT_NORMS = {"muse-glimmer": re.compile(r"blk\.\d+\.attn_[qk]_norm\.weight")}
 _FLOATS: Final = {
@@ -127,7 +129,9 @@ class GGUFCheckpoint(Checkpoint):
         named_as = "bamba" if self.config["model_type"] == "bamba" else self._architecture
         if named_as == "jina-bert-v2":
             named_as = _jina2_names(self._gguf)
-        unused = (_UNUSED, _UNIT_NORMS.get(self._architecture, _UNUSED))
+        unused = [_UNUSED, _UNIT_NORMS.get(self._architecture, _UNUSED)]
+        if not self.config.get("num_nextn_predict_layers"):
+            unused.append(_OF_PREDICTION)
         self._tensors: dict[str, GGUFTensor] = {}
         self._scalars = _activation_parameters(self._gguf)
         for tensor in self._gguf.tensors.values():

@@ -291,6 +291,9 @@ _PLAIN_NAMES = {
     "channel_mix_lerp_r": "mlp.x_r",
 }
 _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.((?:(?:shortconv|indexer)\.)?\w+)\.(weight|bias)")
+_PREDICTION_TENSOR = re.compile(
+    r"blk\.(\d+)\.nextn\.(eh_proj|enorm|hnorm|embed_tokens|shared_head_(?:head|norm))\.weight"
+)
 _TENSOR = re.compile(r"(\w+)\.(weight|bias)")
 _HEAD_STREAMS = re.compile(r"output_hc_(fn|base|scale)\.weight")
 
@@ -330,6 +333,9 @@ def hf_name(name: str, architecture: str) -> str | None:
         return f"model.layers.{match[1]}.{layer_modules[match[2]]}.{match[3]}"
     if match := _PLAIN_TENSOR.fullmatch(name):
         return f"model.layers.{match[1]}.{_PLAIN_NAMES[match[2]]}"
+    if match := _PREDICTION_TENSOR.fullmatch(name):
+        module = match[2].replace("shared_head_", "shared_head.")
+        return f"model.layers.{match[1]}.{module}.weight"
     if match := _HEAD_STREAMS.fullmatch(name):
         return f"model.head_hc.{match[1]}"
     if (match := _TENSOR.fullmatch(name)) and match[1] in _MODULES:

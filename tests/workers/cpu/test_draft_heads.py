@@ -167,7 +167,7 @@ def test_assistants_of_another_model_are_refused(tmp_path: Path) -> None:
     config = json.loads(file.read_text())
     other = write_model(tmp_path / "other", "LlamaConfig", "LlamaForCausalLM", {})
     for path, fields, error, reason in (
-        (head.path, {"architectures": ["LlamaForCausalLM"]}, CheckpointError, "not an assistant"),
+        (head.path, {"architectures": ["LlamaForCausalLM"]}, CheckpointError, "no multi-token"),
         (head.path, {"centroid_intermediate_top_k": 20}, CheckpointError, "20 of its 19 clusters"),
         (tmp_path / "other", {}, CheckpointError, "no layer of sliding attention"),
     ):

@@ -32,25 +32,27 @@ ASSISTANTS: Final = {
 """The architectures of assistants, and those of models with the same layers."""
 
 
+def is_assistant(checkpoint: Checkpoint) -> bool:
+    """Return whether the checkpoint is an assistant."""
+    return _architecture(checkpoint) in ASSISTANTS
+
+
+def _architecture(checkpoint: Checkpoint) -> str:
+    return str((checkpoint.config.get("architectures") or [""])[0])
+
+
 def read_assistant(target: ModelSpec, checkpoint: Checkpoint) -> HeadLayout:
     """Return the layout of an assistant for the model `target`.
 
     Raises:
-        CheckpointError: The checkpoint has another architecture, or is for a model with other layers.
+        CheckpointError: The assistant is for a model with other layers.
     """
     fields = ConfigFields(checkpoint.config, checkpoint.config_path)
-    architecture = str((checkpoint.config.get("architectures") or [""])[0])
-    if architecture not in ASSISTANTS:
-        raise CheckpointError(
-            checkpoint.path,
-            f"the architecture {architecture!r} is not an assistant ({' or '.join(ASSISTANTS)}); with the method "
-            "'mtp', omit 'model' if the model has its own layer for multi-token prediction",
-        )
     text = fields.first_section("text_config")
     config = {
         "hidden_size_per_layer_input": 0,
         **text.config,
-        "architectures": [ASSISTANTS[architecture]],
+        "architectures": [ASSISTANTS[_architecture(checkpoint)]],
         "num_kv_shared_layers": 0,
         "final_logit_softcapping": None,
     }

@@ -209,8 +209,11 @@ class _MTPNames(msgspec.Struct, frozen=True):
     returns_normed: bool = False
 
 
-def _mtp_layouts(num_layers: int) -> tuple[_MTPNames, ...]:
-    """Return the known layouts, which are used by DeepSeek-V3 and GLM-4.5, by MiMo, and by Qwen3-Next and Qwen3.5."""
+def _mtp_layouts(num_layers: int, architecture: str) -> tuple[_MTPNames, ...]:
+    """Return the known layouts, which are used by DeepSeek-V3 and GLM-4.5, by MiMo, and by Qwen3-Next and Qwen3.5.
+
+    GGUF files have the first one for all families.
+    """
     return (
         _MTPNames(
             start=rf"layers\.{num_layers}\.",
@@ -220,6 +223,7 @@ def _mtp_layouts(num_layers: int) -> tuple[_MTPNames, ...]:
             projection="eh_proj",
             final_norm=r"shared_head\.norm",
             others=r"embed_tokens|shared_head\.head",
+            returns_normed=architecture.startswith(("Qwen3Next", "Qwen3_5")),
         ),
         _MTPNames(
             start=r"mtp_layers\.0\.",
@@ -249,7 +253,8 @@ def _mtp_layouts(num_layers: int) -> tuple[_MTPNames, ...]:
 def _read_mtp(target: ModelSpec, checkpoint: Checkpoint) -> HeadLayout:
     """Return the layout of the multi-token-prediction layer in a model's checkpoint."""
     stored = checkpoint.names()
-    for names in _mtp_layouts(len(target.layers)):
+    architecture = str((checkpoint.config.get("architectures") or [""])[0])
+    for names in _mtp_layouts(len(target.layers), architecture):
         pattern = re.compile(rf"(^|.*\.){names.start}{names.projection}\.weight")
         if any(pattern.fullmatch(name) for name in stored):
             return _mtp_layout(target, names)

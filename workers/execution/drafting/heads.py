@@ -14,7 +14,7 @@ from ...loaders import Checkpoint, open_checkpoint
 from ...models.weights import weight_reader
 from ..kv_cache import KVCache
 from ..model_loader import Model
-from .assistant import read_assistant
+from .assistant import is_assistant, read_assistant
 from .block_head import BlockHead
 from .block_layout import read_block_layout
 from .draft_head import DraftHead, method_name
@@ -56,7 +56,7 @@ def load_head(
         embed = _read_embedding(target.spec, checkpoint, dtype)
     if speculative.model is not None:
         checkpoint = open_checkpoint(speculative.model)
-    if speculative.method is ProposerMethod.MTP and speculative.model is not None:
+    if speculative.method is ProposerMethod.MTP and is_assistant(checkpoint):
         layout = read_assistant(target.spec, checkpoint)
     elif speculative.method is ProposerMethod.DFLASH:
         layout = read_block_layout(target.spec, checkpoint)
