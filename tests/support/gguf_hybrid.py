@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import transformers
 from gguf import ExpertGatingFuncType, GGUFWriter
+from support import gguf_qwen4
 from support.gguf_tokenizer import add_tokenizer
 from torch import Tensor
 
@@ -29,6 +30,7 @@ ARCHITECTURES = {
     "qwen3_5_moe_text": "qwen35moe",
     "qwen3_5_text": "qwen35",
     "qwen3_next": "qwen3next",
+    "qwen4_exp_text": "qwen4exp",
 }
 KIMI = {"kimi_linear": -1, "bailing_hybrid": 1}
 """The signs of stored decays by model types with Kimi delta attention."""
@@ -82,6 +84,7 @@ MODULES = {
     r"mixer\.fc1_latent_proj": "ffn_latent_down",
     r"mixer\.fc2_latent_proj": "ffn_latent_up",
     r"(feed_forward|mixer|mlp)\..*(expert|correction)": "exp_probs_b",
+    **gguf_qwen4.MODULES,
 }
 
 
@@ -116,8 +119,13 @@ def write_hybrid(
         # Two families have a head of their own, whatever the config says.
         has_own_head = config.model_type in ("nemotron_h", "kimi_linear")
         if name != "lm_head.weight" or has_own_head or not config.tie_word_embeddings:
+            if weight.dtype == torch.int64:
+                gguf_qwen4.add_constants(writer, name, weight)
+                continue
             values = converted(name, weight.detach().float(), config)
             writer.add_tensor(gguf_name(name, config), values.contiguous().numpy())
+    if config.model_type == "qwen4_exp_text":
+        gguf_qwen4.add_draft_layer(writer, config)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -152,6 +160,11 @@ def tensors_of(model: transformers.PreTrainedModel) -> Iterator[tuple[str, Tenso
             yield name.replace("kv_b_proj", "k_b_proj"), k.transpose(1, 2)
             yield name.replace("kv_b_proj", "v_b_proj"), v
             continue
+        if ".index_qk_proj." in name:
+            size = model.config.indexer_head_dim
+            for each, part in zip("qk", (weight[:-size], weight[-size:]), strict=True):
+                yield name.replace("index_qk", each), part
+            continue
         name = re.sub(r"(dt|expert|correction)_bias$", r"\1.bias", name)
         if not name.endswith((".weight", ".bias", "A_log", ".D")):
             name = f"{name}.weight"
@@ -179,7 +192,9 @@ def gguf_name(name: str, config: Any) -> str:
                 found = "attn_gate" if attends else "ssm_g_a"
             if "shared_mlp" in module and config.num_local_experts:
                 found += "_shexp"
-            layer = f"blk.{match[2]}." if match[1] else ""
+            # A table of n-grams is the only one of its file.
+            has_number = match[1] and found != "per_layer_token_embd"
+            layer = f"blk.{match[2]}." if has_number else ""
             return f"{layer}{found}{match[4] or ''}"
     raise AssertionError(name)
 
@@ -211,7 +226,8 @@ def converted(name: str, weight: Tensor, config: Any) -> Tensor:
 
 
 def of_delta_net(name: str, weight: Tensor, config: Any) -> Tensor:
-    if name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+    is_norm = name.endswith("norm.weight") or ".ple.norm_" in name
+    if is_norm and not name.endswith("linear_attn.norm.weight"):
         return weight + 1
     if name.endswith("shared_expert_gate.weight"):
         return weight.squeeze(0)
@@ -276,7 +292,8 @@ def add_hyperparameters(writer: GGUFWriter, config: Any) -> None:
     length = getattr(config, "max_position_embeddings", None) or config.model_max_length
     writer.add_context_length(length)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(count)
+    num_draft_layers = int(config.model_type == "qwen4_exp_text")
+    writer.add_block_count(count + num_draft_layers)
     writer.add_head_count(heads)
     if config.model_type not in KIMI:
         writer.add_key_length(head_dim)
@@ -361,10 +378,11 @@ def add_delta_net(writer: GGUFWriter, config: Any) -> None:
     writer.add_ssm_group_count(config.linear_num_key_heads)
     writer.add_ssm_inner_size(num_heads * config.linear_value_head_dim)
     writer.add_ssm_time_step_rank(num_heads)
-    writer.add_array(
-        f"{writer.arch}.attention.recurrent_layers",
-        [kind == "linear_attention" for kind in config.layer_types],
-    )
+    recurrent = [kind == "linear_attention" for kind in config.layer_types]
+    if config.model_type == "qwen4_exp_text":
+        gguf_qwen4.add_hyperparameters(writer, config)
+        recurrent.append(False)
+    writer.add_array(f"{writer.arch}.attention.recurrent_layers", recurrent)
     factor = config.rope_parameters.get("partial_rotary_factor", 0.25)
     writer.add_rope_dimension_count(int(config.head_dim * factor))
     if getattr(config, "num_experts", None):

@@ -55,6 +55,7 @@ _NORM_PLUS_ONE = (
     "qwen35",
     "qwen35moe",
     "qwen3next",
+    "qwen4exp",
     "step35",
 )
 # Not read: values that the config contains, and layers for pooled vectors, and for images.
@@ -79,7 +80,7 @@ def _parts(name: str, tensor: GGUFTensor) -> dict[str, GGUFTensor]:
     if "{part}" not in name:
         if name.endswith("shared_expert_gate.weight") and len(tensor.shape) == 1:
             tensor = replace(tensor, shape=(1, *tensor.shape))
-        elif re.search(r"\.mixer\.([qkv]_)?conv1d\.weight", name) and len(tensor.shape) > 1:
+        elif re.search(r"\.(mixer\.([qkv]_)?|ple\.)conv1d\.weight", name) and len(tensor.shape) > 1:
             tensor = replace(tensor, shape=(math.prod(tensor.shape[:-1]), 1, tensor.shape[-1]))
         elif name.endswith(("mixer.A_log", "mixer.D", "mixer.norm.weight")):
             tensor = replace(tensor, shape=(math.prod(tensor.shape),))
@@ -259,6 +260,7 @@ class GGUFCheckpoint(Checkpoint):
         """Return whether the file contains 1 plus the values of a tensor."""
         # Gated delta nets norm their outputs by the weight itself.
         is_norm = name.endswith("norm.weight") and ".mixer." not in name
+        is_norm = is_norm or ".ple.norm_" in name
         if self._architecture == "muse-glimmer" and name == "model.norm.weight":
             return False
         return is_norm and self._architecture in _NORM_PLUS_ONE

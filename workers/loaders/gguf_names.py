@@ -10,6 +10,9 @@ _MODULES = {
     "output_norm": "model.norm",
     "output": "lm_head",
     "output_res_score": "model.head_res_query",
+    "output_hc_norm": "model.head_hc.hc_norm",
+    "output_hc_down": "model.head_hc.input_mix_weight_down",
+    "output_hc_up": "model.head_hc.input_mix_weight_up",
     "altup_proj": "model.altup_projections.{part}",
     "altup_unembd_proj": "model.altup_unembed_projections.{part}",
     "per_layer_token_embd": "model.embed_tokens_per_layer",
@@ -112,6 +115,22 @@ _DELTA_NET_MODULES = _LAYER_MODULES | {
     "ssm_alpha": "mixer.in_proj_a",
     "ssm_beta": "mixer.in_proj_b",
     "ssm_ba": "mixer.in_proj_ba",
+}
+_QWEN4_MODULES = _DELTA_NET_MODULES | {
+    **{f"indexer.{x}_norm": f"self_attn.indexer.{x}_layernorm" for x in "qk"},
+    **{
+        f"hc_{block}_{part}": f"{own}_hc.{name}"
+        for block, own in (("attn", "attn"), ("ffn", "mlp"))
+        for part, name in (
+            ("norm", "hc_norm"),
+            ("down", "input_mix_weight_down"),
+            ("up", "input_mix_weight_up"),
+            ("inject", "block_inject_weight"),
+        )
+    },
+    **{f"ple_{x}": f"ple.{x}_proj" for x in ("key", "value")},
+    **{f"ple_norm_{x}": f"ple.norm_{x}" for x in ("key", "query", "conv")},
+    "ple_conv1d": "ple.conv1d",
 }
 _KIMI_LINEAR_MODULES = _LAYER_MODULES | {
     **{f"ssm_conv1d_{x}": f"mixer.{x}_conv1d" for x in "qkv"},
@@ -239,6 +258,7 @@ _LAYER_MODULES_OF_ARCHITECTURE = {
     "qwen35": _DELTA_NET_MODULES,
     "qwen35moe": _DELTA_NET_MODULES,
     "qwen3next": _DELTA_NET_MODULES,
+    "qwen4exp": _QWEN4_MODULES,
     "rwkv6": _RWKV6_MODULES,
     "rwkv7": _RWKV7_MODULES,
     "arwkv7": _RWKV7_MODULES,

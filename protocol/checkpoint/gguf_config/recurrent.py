@@ -4,6 +4,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from ...errors import CheckpointError
 from .declared import Rule, boolean, declared, has, integer, optional_integer, positive
 from .fields import ModelFields, Translate
 from .parts import (
@@ -265,6 +266,69 @@ def _has_tiled_heads(fields: ModelFields) -> bool:
     return fields.integer("ssm.group_count") != fields.integer("ssm.time_step_rank")
 
 
+def _qwen4(fields: ModelFields) -> dict[str, Any]:
+    key = "attention.compress_ratios"
+    ratios = set(np.atleast_1d(fields.config.get(fields.prefix + key, 0)).tolist()) - {0}
+    if len(ratios) != 1:
+        raise fields.wrong(key, "one number other than 0 for all layers with attention", ratios)
+    return {
+        "hc_count": fields.integer("hyper_connection.count"),
+        "hc_lowrank": fields.integer("hyper_connection.low_rank"),
+        "indexer_n_heads": fields.integer("attention.indexer.head_count"),
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": fields.integer("attention.indexer.key_length"),
+        "indexer_budget": fields.integer("attention.indexer.top_k"),
+        "indexer_compress_ratio": ratios.pop(),
+        "indexer_has_two_matrices": True,
+        "output_gate_type": "sigmoid",
+        **_ngrams(fields),
+    }
+
+
+def _ngrams(fields: ModelFields) -> dict[str, Any]:
+    layers = _unsigned(fields, "ple.layers")
+    if not layers:
+        return {}
+    if len(layers) > 1:
+        raise fields.wrong("ple.layers", "at most one layer", layers)
+    longest, num_heads = fields.integer("ple.ngram_size"), fields.integer("ple.heads_per_ngram")
+    count = (longest - 1) * num_heads
+    sizes, offsets = (_unsigned(fields, f"ple.head_{x}", count) for x in ("vocab_sizes", "offsets"))
+    if 0 in sizes or offsets != [sum(sizes[:i]) for i in range(count)]:
+        raise fields.wrong("ple.head_offsets", f"the sums of ple.head_vocab_sizes {sizes}", offsets)
+    table = fields.gguf.tensors.get("per_layer_token_embd.weight")
+    if table is None or table.shape[0] < sum(sizes):
+        raise CheckpointError(
+            fields.gguf.path,
+            f"tensor 'per_layer_token_embd.weight' must have {sum(sizes)} rows, which ple.head_vocab_sizes need",
+        )
+    return {
+        "ple_layer_ids": [layers[0] + 1],
+        "ngram_size": longest,
+        "heads_per_ngram": num_heads,
+        "ple_embed_dim": count * fields.integer("embedding_length_per_layer_input"),
+        "ple_conv_kernel_size": fields.integer("ple.conv_kernel"),
+        "ple_eos_token_id": fields.integer("ple.eos_token_id", minimum=0),
+        "ngram_hashes": {
+            "multipliers": _unsigned(fields, "ple.layer_multipliers", longest),
+            "head_sizes": sizes,
+            "num_rows": table.shape[0],
+        },
+    }
+
+
+def _unsigned(fields: ModelFields, name: str, count: int | None = None) -> list[int]:
+    """Return a list of int64 that are not negative. With `count`, it must have so many, and more are ignored."""
+    values = fields.config.get(fields.prefix + name, np.empty(0, np.int64))
+    if not isinstance(values, np.ndarray) or values.dtype.kind not in "iu":
+        raise fields.wrong(name, "a list of integers", values)
+    numbers: list[int] = values.tolist()
+    is_short = count is not None and len(numbers) < count
+    if is_short or min(numbers, default=0) < 0 or max(numbers, default=0) >= 1 << 63:
+        raise fields.wrong(name, f"{count or 'a list of'} integers from 0 to 2^63 - 1", numbers)
+    return numbers[:count]
+
+
 _KIMI_LINEAR: Final = declared(
     "kimi_linear",
     "KimiLinearForCausalLM",
@@ -357,5 +421,14 @@ RECURRENT: Final[dict[str, Translate]] = {
         expert_fields,
         norm_topk_prob=True,
         linear_has_split_projections=True,
+    ),
+    "qwen4exp": declared(
+        "qwen4_exp_text",
+        "Qwen4ExpForCausalLM",
+        _gated_delta_net,
+        expert_fields,
+        _qwen4,
+        linear_has_tiled_heads=_has_tiled_heads,
+        norm_topk_prob=True,
     ),
 }

@@ -173,6 +173,22 @@ def test_gguf_files_of_models_with_streams_give_the_same_logits(name, load, tmp_
 
 
 @pytest.mark.parametrize("load", [load_decoder, load_native_decoder])
+@pytest.mark.parametrize(
+    ("name", "differences"),
+    [
+        ("qwen4", {"output_gate_type": "sigmoid"}),
+        ("qwen4-ngrams", {"ple_layer_ids": [3], "seed": 99, "ngram_vocab_size_base": 20}),
+    ],
+)
+def test_gguf_files_of_qwen4_give_the_same_logits(name, differences, load, tmp_path):
+    """They state the constants of the hashes, and end with a layer that drafts tokens."""
+    reference = make_reference(name, **differences)
+    tokens = prompt(NUM_TOKENS)
+    logits = Runner(load(write_gguf(tmp_path / "m.gguf", reference))).step({0: tokens})[0]
+    assert_same(logits, expected_logits(reference, tokens))
+
+
+@pytest.mark.parametrize("load", [load_decoder, load_native_decoder])
 def test_a_gguf_file_may_have_experts_of_several_sizes(load, tmp_path):
     reference = save_published("NemotronHPuzzle", tmp_path)
     reference.config.block_configs = PUBLISHED["NemotronHPuzzle"].config["block_configs"]

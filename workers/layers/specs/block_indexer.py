@@ -16,7 +16,8 @@ class BlockIndexerSpec(msgspec.Struct, frozen=True):
     of them. A token has `num_heads` index queries, and the score of a block is the sum of the positive ones of their
     products with its key. A token attends to `num_chosen` such blocks, and to the tokens after the last of them. Their
     rotation depends on `max_model_len`, the length of the longest sequence that is served. If `num_angles` is not 0,
-    positions have three dimensions, so the cosines and sines of a token's angles are stored after its index key.
+    positions have three dimensions, so the cosines and sines of a token's angles are stored after its index key. If
+    `has_two_matrices`, the checkpoint stores the projections to the queries and to the key apart.
     """
 
     head_dim: int
@@ -26,6 +27,7 @@ class BlockIndexerSpec(msgspec.Struct, frozen=True):
     num_heads: int = 0
     max_model_len: int = 0
     num_angles: int = 0
+    has_two_matrices: bool = False
 
     @property
     def key_elements(self) -> int:

@@ -11,6 +11,14 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _LARGEST_ID = (1 << 63) - 1
 
 
+class NgramHashes(msgspec.Struct, frozen=True):
+    """The constants of a table's hashes that a GGUF file states, and the rows that it stores."""
+
+    multipliers: tuple[int, ...]
+    head_sizes: tuple[int, ...]
+    num_rows: int
+
+
 class NgramSpec(msgspec.Struct, frozen=True):
     """The embeddings of n-grams (PLE of Qwen4), which some layers add to all streams of a token.
 
@@ -22,6 +30,9 @@ class NgramSpec(msgspec.Struct, frozen=True):
     `end_id` separates texts. In an n-gram, it replaces all tokens before an earlier `end_id` or before the first token.
 
     A convolution with `taps` taps at distances of `longest` tokens follows.
+
+    If the checkpoint states `hashes`, they are those of its only table, and nothing is computed from `seed`,
+    `smallest_head` and `divisor`.
     """
 
     longest: int
@@ -33,6 +44,7 @@ class NgramSpec(msgspec.Struct, frozen=True):
     smallest_head: int
     divisor: int
     num_shards: int
+    hashes: NgramHashes | None = None
 
     @property
     def num_all_heads(self) -> int:
@@ -41,15 +53,21 @@ class NgramSpec(msgspec.Struct, frozen=True):
 
     def head_sizes(self, table: int) -> list[int]:
         """Return the number of rows of each head in the table with this index."""
+        if self.hashes is not None:
+            return list(self.hashes.head_sizes)
         first = table * self.num_all_heads
         return _primes_from(self.smallest_head, first + self.num_all_heads)[first:]
 
     def num_rows(self, head_sizes: Sequence[int]) -> int:
         """Return the number of rows of a table with these heads."""
+        if self.hashes is not None:
+            return self.hashes.num_rows
         return -(-sum(head_sizes) // self.divisor) * self.divisor
 
     def multipliers(self, vocab_size: int, table: int) -> list[int]:
         """Return the factors on a token and on those before it, whose products do not overflow int64."""
+        if self.hashes is not None:
+            return list(self.hashes.multipliers)
         half = max(1, _LARGEST_ID // vocab_size // 2)
         base = self.seed + 10007 * table
         return [2 * (_mixed(base + _GOLDEN * (i + 1)) % half) + 1 for i in range(self.longest)]

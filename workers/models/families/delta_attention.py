@@ -13,7 +13,7 @@ from ...layers.specs.block_indexer import BlockIndexerSpec
 from ...layers.specs.experts import GateLimit, SoftCaps
 from ...layers.specs.hyper import HyperConnectionsSpec
 from ...layers.specs.latent import IndexerSpec
-from ...layers.specs.ngram import NgramSpec
+from ...layers.specs.ngram import NgramHashes, NgramSpec
 from ...layers.specs.norm_names import NormNames
 from .common import Family, head_dim, read_limits, with_limits
 from .experts import (
@@ -332,6 +332,7 @@ def _qwen4(fields: ConfigFields) -> ModelSpec:
         num_local=0,
         num_heads=fields.integer("indexer_n_heads"),
         num_angles=rotary_dim // 2 if spec.rotary_axes else 0,
+        has_two_matrices=fields.boolean("indexer_has_two_matrices", False),
     )
     if indexer.key_elements > spec.head_dim:
         most = f"at most head_dim {spec.head_dim} less {rotary_dim} rotated elements"
@@ -362,6 +363,14 @@ def _qwen4(fields: ConfigFields) -> ModelSpec:
             # These can be computed from the config.
             (r".*\.ple_embedding\.(layer_multipliers|ngram_heads_\w+)$", ""),
             (r"^(model\.)?mtp\..*", ""),
+            # The table of a GGUF file belongs to the only layer that has one.
+            *(
+                (
+                    r"(^|\.)embed_tokens_per_layer\.",
+                    rf"\1layers.{i}.ple.ple_embedding.ngram_embedding.",
+                )
+                for i in tables[:1]
+            ),
         ),
     )
 
@@ -381,7 +390,7 @@ def _layers_with_ngrams(fields: ConfigFields, spec: ModelSpec) -> list[int]:
 
 
 def _ngrams(fields: ConfigFields) -> NgramSpec:
-    end_ids = fields.token_ids("eos_token_id")
+    end_ids = fields.token_ids("ple_eos_token_id") or fields.token_ids("eos_token_id")
     if not end_ids:
         raise fields.error(
             "eos_token_id is missing, before which no n-gram of ple_layer_ids begins"
@@ -396,6 +405,7 @@ def _ngrams(fields: ConfigFields) -> NgramSpec:
         smallest_head=fields.integer("ngram_vocab_size_base", 20_000_000),
         divisor=fields.integer("make_ngram_vocab_size_divisible_by", 128),
         num_shards=fields.integer("split_ngram_parts", 512),
+        hashes=_ngram_hashes(fields),
     )
     if ngrams.size % ngrams.num_all_heads:
         raise fields.error(
@@ -403,6 +413,15 @@ def _ngrams(fields: ConfigFields) -> NgramSpec:
             f"{ngrams.num_all_heads}"
         )
     return ngrams
+
+
+def _ngram_hashes(fields: ConfigFields) -> NgramHashes | None:
+    """Return the constants of hashes that the config of a GGUF file has."""
+    own = fields.section("ngram_hashes")
+    if own is None:
+        return None
+    multipliers, sizes = own.get("multipliers"), own.get("head_sizes")
+    return NgramHashes(tuple(multipliers), tuple(sizes), own.integer("num_rows"))
 
 
 FAMILIES = (

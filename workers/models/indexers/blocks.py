@@ -129,8 +129,14 @@ class MeanIndexer:
 
 def mean_index_rows(indexer: BlockIndexerSpec, prefix: str) -> list[Rows]:
     """Return the rows of the projection to a token's index queries and its index key."""
-    size = (indexer.num_heads + 1) * indexer.head_dim
-    return [Rows(f"{prefix}indexer.index_qk_proj", size, range(size), has_bias=False)]
+    key_size = indexer.head_dim
+    sizes = {"index_qk_proj": (indexer.num_heads + 1) * key_size}
+    if indexer.has_two_matrices:
+        sizes = {"q_proj": indexer.num_heads * key_size, "k_proj": key_size}
+    return [
+        Rows(f"{prefix}indexer.{name}", size, range(size), has_bias=False)
+        for name, size in sizes.items()
+    ]
 
 
 def block_index_rows(
