@@ -148,6 +148,49 @@ def write_lfm2_mmproj(path: Path, model: Any) -> Path:
     return path
 
 
+def write_unified_mmproj(path: Path, model: Any) -> Path:
+    """Write the projection of a unified Gemma 4 to `path` and return it."""
+    config = model.config.vision_config
+    writer = GGUFWriter(path, "clip")
+    writer.add_string("clip.vision.projector_type", "gemma4uv")
+    numbers = {
+        "image_size": 224,
+        "patch_size": config.patch_size,
+        "embedding_length": config.mm_embed_dim,
+        "feed_forward_length": 0,
+        "block_count": 0,
+        "attention.head_count": 0,
+        "projector.scale_factor": config.pooling_kernel_size,
+    }
+    for name, value in numbers.items():
+        writer.add_uint32(f"clip.vision.{name}", value)
+    writer.add_float32("clip.vision.attention.layer_norm_epsilon", 1e-6)
+    names = {
+        "patch_dense": "v.patch_embd",
+        "patch_ln1": "v.patch_norm.1",
+        "patch_ln2": "v.patch_norm.2",
+        "pos_norm": "v.patch_norm.3",
+        "embedding_projection": "mm.input_projection",
+    }
+    for name, tensor in model.state_dict().items():
+        stem, _, last = name.rpartition(".")
+        stem = stem.rpartition(".")[2]
+        if "language_model" in name:
+            continue
+        if last == "pos_embedding":
+            writer.add_tensor("v.position_embd.weight", tensor.transpose(0, 1).contiguous().numpy())
+        elif stem in names:
+            if stem == "patch_ln1" or name.endswith("patch_dense.weight"):
+                # By channel instead of by pixel.
+                tensor = tensor.unflatten(-1, (-1, 3)).transpose(-1, -2).flatten(-2)
+            writer.add_tensor(f"{names[stem]}.{last}", tensor.float().contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
 def _gguf_name(name: str, projector: str) -> str:
     others = _GEMMA4_NAMES if projector == "gemma4v" else ()
     for pattern, replacement in (*_NAMES, *others):

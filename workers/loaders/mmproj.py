@@ -42,8 +42,27 @@ _RESAMPLER_NAMES = {
     **{f"resampler.attn.{x}": "resampler.attn.in_proj" for x in "qkv"},
     "resampler.attn.out": "resampler.attn.out_proj",
 }
+_UNIFIED = "embed_vision."
+_UNIFIED_NAMES = {
+    "v.patch_embd": f"{_UNIFIED}patch_dense",
+    "v.patch_norm.1": f"{_UNIFIED}patch_ln1",
+    "v.patch_norm.2": f"{_UNIFIED}patch_ln2",
+    "v.patch_norm.3": f"{_UNIFIED}pos_norm",
+    "v.position_embd": f"{_UNIFIED}pos_embedding",
+    "mm.input_projection": f"{_UNIFIED}embedding_projection",
+}
+_BY_CHANNEL = tuple(
+    f"{_UNIFIED}{name}" for name in ("patch_dense.weight", "patch_ln1.weight", "patch_ln1.bias")
+)
+"""Tensors of Gemma 4's unified models whose elements belong to pixels; the converter orders them by channel."""
+
 _LFM2_NAMES = {**_NAMES, "mm.input_norm": "multi_modal_projector.layer_norm"}
-_OTHER_NAMES = {"gemma4v": _GEMMA4_NAMES, "lfm2": _LFM2_NAMES, "resampler": _RESAMPLER_NAMES}
+_OTHER_NAMES = {
+    "gemma4uv": _UNIFIED_NAMES,
+    "gemma4v": _GEMMA4_NAMES,
+    "lfm2": _LFM2_NAMES,
+    "resampler": _RESAMPLER_NAMES,
+}
 _LAYER_NAMES = {
     "ln1": "layer_norm1",
     "ln2": "layer_norm2",
@@ -90,6 +109,7 @@ _PLAIN = (
     "lambda_1",
     "lambda_2",
     "mm_input_projection_weight",
+    "pos_embedding",
     "std_bias",
     "std_scale",
 )
@@ -146,6 +166,8 @@ class MmprojCheckpoint(Checkpoint):
         first, *others = self._parts(name)
         if self._flattens_patches and len(first.shape) == 4:
             return first.shape[0], math.prod(first.shape[1:])
+        if name == f"{_UNIFIED}pos_embedding":
+            return first.shape[1], first.shape[0], *first.shape[2:]
         if not others:
             return first.shape
         if len(first.shape) == 4:
@@ -177,6 +199,10 @@ class MmprojCheckpoint(Checkpoint):
         if name.endswith("mm_soft_emb_norm.weight"):
             # The converter adds 1 to this norm, as to Gemma's other norms.
             values = values - 1
+        if name == f"{_UNIFIED}pos_embedding":
+            values = values.transpose(0, 1)
+        if name in _BY_CHANNEL:
+            values = values.unflatten(-1, (3, -1)).transpose(-1, -2).flatten(-2)
         if name == "resampler.proj.weight":
             # The converter transposes this matrix.
             values = values.T

@@ -189,9 +189,6 @@ def _gemma3(vision: _Vision) -> Mmproj:
 
 def _gemma4(vision: _Vision) -> Mmproj:
     num_heads = vision.integer("attention.head_count")
-    table = vision.gguf.tensors.get("v.position_embd.weight")
-    if table is None or len(table.shape) != 3:
-        raise CheckpointError(vision.path, "there is no table of positions with three dimensions")
     config = {
         "model_type": "gemma4",
         "architectures": ["Gemma4ForConditionalGeneration"],
@@ -205,7 +202,7 @@ def _gemma4(vision: _Vision) -> Mmproj:
             "patch_size": vision.integer("patch_size"),
             "rms_norm_eps": vision.positive("attention.layer_norm_epsilon", 1e-6),
             "pooling_kernel_size": vision.integer("projector.scale_factor", 3),
-            "position_embedding_size": table.shape[1],
+            "position_embedding_size": _num_positions(vision),
             "standardize": vision.has_tensor("v.std_bias"),
             "use_clipped_linears": vision.has_tensor("v.blk.0.attn_q.input_max"),
         },
@@ -214,7 +211,34 @@ def _gemma4(vision: _Vision) -> Mmproj:
     if not vision.has_layer_inputs:
         # The file does not say so, but the tokens of an image see each other in all larger models.
         config["use_bidirectional_attention"] = "vision"
-    return Mmproj(config, {}, {"boi_token": "<|image>", "eoi_token": "<image|>"})
+    return Mmproj(config, {}, _GEMMA4_TOKENS)
+
+
+def _gemma4_unified(vision: _Vision) -> Mmproj:
+    config = {
+        "model_type": "gemma4_unified",
+        "architectures": ["Gemma4UnifiedForConditionalGeneration"],
+        "vision_config": {
+            "patch_size": vision.integer("patch_size"),
+            "pooling_kernel_size": vision.integer("projector.scale_factor", 3),
+            "mm_embed_dim": vision.integer("embedding_length"),
+            "mm_posemb_size": _num_positions(vision),
+            "rms_norm_eps": vision.positive("attention.layer_norm_epsilon", 1e-6),
+        },
+        "image_token_id": vision.token_id("<|image|>"),
+    }
+    return Mmproj(config, {}, _GEMMA4_TOKENS)
+
+
+def _num_positions(vision: _Vision) -> int:
+    """Return the number of positions in each direction of a Gemma 4."""
+    table = vision.gguf.tensors.get("v.position_embd.weight")
+    if table is None or len(table.shape) != 3:
+        raise CheckpointError(vision.path, "there is no table of positions with three dimensions")
+    return table.shape[1]
+
+
+_GEMMA4_TOKENS: Final = {"boi_token": "<|image>", "eoi_token": "<image|>"}
 
 
 def _minicpmv(vision: _Vision) -> Mmproj:
@@ -392,6 +416,7 @@ _Reader: TypeAlias = Callable[[_Vision], Mmproj]
 
 _KINDS: Final[dict[str, _Reader]] = {
     "gemma3": _gemma3,
+    "gemma4uv": _gemma4_unified,
     "gemma4v": _gemma4,
     "idefics3": _idefics3,
     "internvl": _internvl,

@@ -16,13 +16,19 @@ from engine.workers.loaders.mmproj import MmprojCheckpoint
 from engine.workers.loaders.open_checkpoint import open_checkpoint
 from engine.workers.towers.grid_tower import GridTower
 from engine.workers.towers.image_tower import TowerSource
+from engine.workers.towers.patch_tower import PatchTower
 from engine.workers.towers.vision_tower import VisionTower
 from gguf import GGUFWriter
 from msgspec.structs import replace
 from support.gguf_qwen import PROJECTORS as QWEN_PROJECTORS
 from support.gguf_qwen import write_tower
 from support.grid_models import write_grid_model
-from support.mmproj_writer import PROJECTORS, write_lfm2_mmproj, write_mmproj
+from support.mmproj_writer import (
+    PROJECTORS,
+    write_lfm2_mmproj,
+    write_mmproj,
+    write_unified_mmproj,
+)
 from support.own_code.minicpm import minicpmv, write_minicpmv_mmproj
 from support.qwen_checkpoints import UNIT, qwen_directory
 from support.vision_checkpoints import TILE, vision_directory
@@ -86,6 +92,27 @@ def test_towers_of_qwen_files_equal_those_of_checkpoints(kind, tmp_path):
             (spec, MmprojCheckpoint(file)),
             (expected, open_checkpoint(path)),
         )
+    ]
+    torch.testing.assert_close(*outputs, rtol=0, atol=1e-6)
+
+
+def test_projections_of_unified_gemma4_files_equal_those_of_checkpoints(tmp_path):
+    path, model = vision_directory(tmp_path / "model", "gemma4_unified")
+    file = write_unified_mmproj(tmp_path / "mmproj-tiny.gguf", model)
+    text = model.config.text_config.to_dict()
+    found = read_mmproj(GGUFFile(file), _decoder(tmp_path / "tiny.gguf"), text)
+    config = ConfigFields.read(path / "config.json")
+    specs = [
+        vision_spec(each, text["hidden_size"])
+        for each in (ConfigFields(found.config, file), config)
+    ]
+    assert specs[0] == specs[1]
+    side = specs[0].side_factor
+    pixels = np.random.default_rng(1).integers(0, 256, (2 * side, 3 * side, 3), np.uint8)
+    image = ImagePayload(3 * side, 2 * side, pixels.tobytes(), 1 / 255, (0.0,) * 3, (1.0,) * 3)
+    outputs = [
+        PatchTower(specs[0], TowerSource(checkpoint, CPU, torch.float32))(image)
+        for checkpoint in (MmprojCheckpoint(file), open_checkpoint(path))
     ]
     torch.testing.assert_close(*outputs, rtol=0, atol=1e-6)
 
