@@ -24,7 +24,7 @@ from ..layers.spec import ModelSpec
 from ..loaders import Checkpoint
 from ..loaders.own_head import has_own_head
 from ..models.families import UnknownArchitecture, model_spec
-from ..models.kv_cache_groups import group_layers
+from ..models.kv_cache_groups import group_as_one, group_layers
 from ..models.lora.adapters import LoraAdapters, load_at_start
 
 if TYPE_CHECKING:
@@ -48,14 +48,20 @@ def load_model(
     checkpoint: Checkpoint,
     on_progress: ProgressCallback,
     parallel: ParallelState,
+    *,
+    has_one_group: bool = False,
 ) -> Model:
     """Load the model, and its encoder on the stages that read the encoder's outputs.
+
+    With `has_one_group`, all layers are in one KV-cache group that keeps every token, if that is possible.
 
     Raises:
         CheckpointError: The model is not supported, or its files are damaged.
         ConfigError: A requested backend or dtype is not available.
     """
-    model = _load_decoder(config, device, checkpoint, on_progress, parallel)
+    model = _load_decoder(
+        config, device, checkpoint, on_progress, parallel, has_one_group=has_one_group
+    )
     if model.loras is not None:
         try:
             load_at_start(model.loras, config.model.loras)
@@ -89,12 +95,17 @@ def _load_decoder(
     checkpoint: Checkpoint,
     on_progress: ProgressCallback,
     parallel: ParallelState,
+    *,
+    has_one_group: bool,
 ) -> NativeDecoder | TorchDecoder:
     found = _model_spec(config, checkpoint)
     foreign = None if isinstance(found, ModelSpec) else found
-    spec = group_layers(
-        found if isinstance(found, ModelSpec) else found.spec,
-        config.model.max_model_len,
+    described = found if isinstance(found, ModelSpec) else found.spec
+    max_model_len = config.model.max_model_len
+    spec = group_as_one(described, max_model_len) if has_one_group else None
+    spec = spec or group_layers(
+        described,
+        max_model_len,
         config.parallel.tensor_parallel_size,
         config.cache.block_size,
     )

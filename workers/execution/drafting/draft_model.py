@@ -33,7 +33,6 @@ from ...device.device import count_threads
 from ...device.dtypes import HostDevice
 from ...device.transfers import to_device
 from ...loaders import open_checkpoint
-from ...models.kv_cache_groups import kv_cache_groups
 from ...models.torch_decoder import TorchDecoder
 from ..device_forward import DeviceForward
 from ..kv_cache import KVCache
@@ -80,6 +79,7 @@ class DraftModel:
             open_checkpoint(speculative.model),
             on_progress,
             ParallelState(),
+            has_one_group=True,
         )
         if accelerator is None and not isinstance(model, NativeDecoder):
             raise self._refusal("the native CPU program does not support it")
@@ -96,9 +96,9 @@ class DraftModel:
         self._target_vocab_size = target.spec.num_token_ids
         self._model: Model = model
         self._accelerator = accelerator
-        groups = kv_cache_groups(model.spec, config.model.max_model_len)
-        if [group.kind for group in groups] != [AttentionKind.FULL]:
-            raise self._refusal("it has layers other than full attention")
+        # The blocks of the model keep every token, so layers with windows need no group of their own.
+        if model.spec.recurrent_by_group != (None,):
+            raise self._refusal("it has layers other than attention, or with different heads")
         self._cache = KVCache(model, config.model.max_model_len, device)
         self._target_cache = target_cache
         kinds = [group.kind for group in target_cache.groups]
