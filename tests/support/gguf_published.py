@@ -56,6 +56,15 @@ def write_published(directory: Path, architecture: str) -> Path:
         writer.add_expert_feed_forward_length(config["moe_ffn_hidden_size"])
         writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
         writer.add_sliding_window(config["sliding_window_size"])
+    if architecture == "maple":
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+        writer.add_rope_dimension_count(config["head_dim"] // 2)
+        writer.add_sliding_window(config["sliding_window"])
+        kinds = config["layer_types"]
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in kinds])
+        writer.add_array("maple.swiglu_clamp_exp", [7.0] * layers)
     if architecture == "plamo3":
         writer.add_sliding_window(config["window_size"])
         writer.add_sliding_window_pattern(config["sliding_window_pattern"])
@@ -73,8 +82,8 @@ def write_published(directory: Path, architecture: str) -> Path:
     tensors = load_file(directory / "model.safetensors")
     if (change := _CHANGES.get(architecture)) is not None:
         tensors = change(tensors, dict(config))
-    # The package gguf does not know this Llama.
-    known = "llama" if architecture == "nanbeige" else architecture
+    # The package gguf does not know these.
+    known = {"maple": "qwen3moe", "nanbeige": "llama"}.get(architecture, architecture)
     arch = next(arch for arch, text in MODEL_ARCH_NAMES.items() if text == known)
     names = get_tensor_name_map(arch, layers)
     for name, weight in tensors.items():
@@ -161,6 +170,18 @@ def _with_stacked_experts(tensors: dict[str, Tensor], config: dict[str, Any]) ->
     return changed
 
 
+def _with_stacked_maple(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Tensor]:
+    changed: dict[str, Tensor] = {}
+    for name, weight in tensors.items():
+        prefix, found, part = name.partition(".experts.0.")
+        if found:
+            names = (f"{prefix}.experts.{i}.{part}" for i in range(config["num_experts"]))
+            changed[f"{prefix}.experts.{part}"] = torch.stack([tensors[x] for x in names])
+        elif ".experts." not in name:
+            changed[name.replace("word_embeddings", "embed_tokens")] = weight
+    return changed
+
+
 def _with_whole_norms(tensors: dict[str, Tensor], _config: dict[str, Any]) -> dict[str, Tensor]:
     offsets = {"post_mixer_norm": 1 / 5, "post_mlp_norm": 5**-1.5}
     return {
@@ -173,6 +194,7 @@ _CHANGES: dict[str, Callable[[dict[str, Tensor], dict[str, Any]], dict[str, Tens
     "baichuan": _interleaved,
     "cogvlm": _with_images,
     "jais": _with_factors,
+    "maple": _with_stacked_maple,
     "nanbeige": _with_neighbors,
     "openelm": _with_own_gates,
     "plamo3": _with_whole_norms,

@@ -401,6 +401,20 @@ MIXTURES: Final[dict[str, Translate]] = {
         # There are two published models, and the one with 128 experts does not norm queries and keys.
         use_qk_norm=lambda fields: fields.integer("expert_count") != 128,
     ),
+    "maple": declared(
+        "maple",
+        "MapleForCausalLM",
+        expert_fields,
+        partial_rotary,
+        norm_topk_prob=True,
+        layer_types=windows(4),
+        sliding_window=_WINDOW,
+        # Only layers with windows rotate keys.
+        rope_theta=lambda fields: fields.positive(
+            "rope.freq_base_swa", fields.positive("rope.freq_base", 10_000.0)
+        ),
+        swiglu_limits=lambda fields: gate_limits(fields, "swiglu_clamp_exp"),
+    ),
     "mellum": declared(
         "mellum",
         "MellumForCausalLM",

@@ -9,7 +9,7 @@ import transformers
 from support.families.published_form import Published
 from torch import Tensor, nn
 
-_WINDOW, _NUM_EXPERTS = 9, 5
+WINDOW, _NUM_EXPERTS = 9, 5
 
 
 class _Expert(nn.Module):
@@ -45,20 +45,25 @@ class _Mixture(nn.Module):
         return torch.einsum("btde,bte->btd", outputs, weights)
 
 
+def without_rotation(_module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Change the arguments of an attention so that nothing is rotated."""
+    tables = kwargs["position_embeddings"]
+    tables = (torch.ones_like(tables[0]), torch.zeros_like(tables[1]))
+    return args, kwargs | {"position_embeddings": tables}
+
+
+def with_window(_module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Change the arguments of an attention so that tokens see the last nine tokens."""
+    positions = torch.arange(kwargs["hidden_states"].shape[1])
+    distances = positions[:, None] - positions
+    hidden = (distances < 0) | (distances >= WINDOW)
+    mask = torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(torch.float32).min)
+    return args, kwargs | {"attention_mask": mask[None, None]}
+
+
 def _as_smallthinker(reference: transformers.PreTrainedModel) -> None:
     def keep_input(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         layer.mlp.router_input = args[0] if args else kwargs["hidden_states"]
-
-    def without_rotation(_module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        shape = (*kwargs["hidden_states"].shape[:2], 8)
-        return args, kwargs | {"position_embeddings": (torch.ones(shape), torch.zeros(shape))}
-
-    def with_window(_module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        positions = torch.arange(kwargs["hidden_states"].shape[1])
-        distances = positions[:, None] - positions
-        hidden = (distances < 0) | (distances >= _WINDOW)
-        mask = torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(torch.float32).min)
-        return args, kwargs | {"attention_mask": mask[None, None]}
 
     for index, layer in enumerate(reference.model.layers):
         layer.mlp = _Mixture()
@@ -81,7 +86,7 @@ SMALLTHINKER = Published(
         "moe_enable_secondary_experts": False,
         "rope_layout": [0, 1, 1, 1, 0],
         "sliding_window_layout": [0, 1, 1, 1, 0],
-        "sliding_window_size": _WINDOW,
+        "sliding_window_size": WINDOW,
     },
     ((r"\.mlp\.", ".block_sparse_moe."),),
     prepare=_as_smallthinker,

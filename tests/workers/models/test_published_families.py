@@ -48,6 +48,7 @@ def test_logits_of_families_without_a_class_in_transformers(name, load, tmp_path
         ("InternLM", "pangu-embedded", {}),
         ("JAIS", "jais", {}),
         ("Maincoder", "maincoder", {}),
+        ("Maple", "maple", {}),
         ("Nanbeige", "nanbeige", {}),
         ("OpenELM", "openelm", {}),
         ("Orion", "orion", {}),

@@ -104,6 +104,33 @@ def _mellum(fields: ConfigFields) -> ModelSpec:
     )
 
 
+def _maple(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a Maple, whose layers without a window do not rotate keys."""
+    fields = fields.with_defaults(
+        head_dim=128, num_key_value_heads=4, sliding_window=512, partial_rotary_factor=0.5
+    )
+    fields.require("norm_topk_prob", True)
+    rope = read_rope(fields, head_dim(fields), partial=True)
+    is_rotated = not fields.boolean("nope_on_global_attention", True)
+    layers = windowed_layers(fields, lambda i: i % 4 != 3, rope, rope if is_rotated else None)
+    experts = read_experts(
+        fields.with_defaults(moe_intermediate_size=512), 256, 8, renormalizes=True
+    )
+    spec = with_experts(
+        llama(fields, layers=layers, qk_norm="head"),
+        experts,
+        attention_output_bias=fields.boolean("use_bias", False),
+        tensor_names=((r"(^|\.)word_embeddings\.", r"\1embed_tokens."),),
+    )
+    # Published configs have no limit, which is a constant of the published code.
+    count = len(layers)
+    limits = [
+        None if limit is None else replace(limit, is_activated=False)
+        for limit in read_limits(fields.with_defaults(swiglu_limits=[7.0] * count), "swiglu_limits")
+    ]
+    return with_limits(spec, limits, [None] * count)
+
+
 def _flint(fields: ConfigFields) -> ModelSpec:
     fields = fields.with_defaults(
         head_dim=128, num_key_value_heads=4, sliding_window=513, mlp_only_layers=[0, 1]
@@ -434,6 +461,7 @@ FAMILIES = (
     Family("GraniteMoeSWAForCausalLM", "granitemoe_swa", _granite_moe_windows),
     Family("GraniteSWAForCausalLM", "granite_swa", _granite_dense_windows),
     Family("LagunaForCausalLM", "laguna", _laguna),
+    Family("MapleForCausalLM", "maple", _maple),
     Family("MellumForCausalLM", "mellum", _mellum),
     Family("MiMoV2FlashForCausalLM", "mimo_v2_flash", _mimo_v2),
     Family("MiMoV2ForCausalLM", "mimo_v2", _mimo_v2_5),
