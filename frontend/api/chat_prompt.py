@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Final
 
 from ...protocol.encoder_inputs.inputs import EncoderInput
@@ -39,11 +40,15 @@ _FIELD = re.compile(
 
 @dataclass(slots=True)
 class RenderedChat:
-    """A prompt as text and as token ids, with the images or audio that replace some of the tokens."""
+    """A prompt as text and as token ids, with the images or audio that replace some of the tokens.
+
+    `video_hashes` are the content hashes of the encoder inputs that are parts of videos.
+    """
 
     text: str
     token_ids: Sequence[int]
     encoder_inputs: list[EncoderInput]
+    video_hashes: frozenset[bytes] = frozenset()
 
 
 async def render_chat(
@@ -124,7 +129,9 @@ async def render_chat(
 
             if serving.media is None:
                 return RenderedChat(*encode(text), [])
-            return RenderedChat(*serving.media.encode(text, media, encode))
+            videos = (item.inputs for item in media if getattr(item, "is_video", False))
+            hashes = frozenset(part.content_hash for part in chain.from_iterable(videos))
+            return RenderedChat(*serving.media.encode(text, media, encode), hashes)
 
         try:
             return await serving.executor.run(body_size, render)

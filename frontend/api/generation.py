@@ -119,9 +119,9 @@ class PreparedPrompt:
     """A prompt with verified parameters; `text` is None if the request gave token ids.
 
     `predicted_token_ids` is the client's prediction of the output; None without one. With `pooling`, no tokens are
-    generated. `encoder_inputs` are images, audio clips or embeddings that replace some tokens. `request_id` is "" if
-    the prompt has none of its own. `after_reasoning` is the constraint on the text after a reasoning that the client
-    may end; None if it may not.
+    generated. `encoder_inputs` are images, audio clips or embeddings that replace some tokens; the content hashes of
+    those that are parts of videos are `video_hashes`. `request_id` is "" if the prompt has none of its own.
+    `after_reasoning` is the constraint on the text after a reasoning that the client may end; None if it may not.
     """
 
     token_ids: npt.NDArray[np.int32]
@@ -132,6 +132,7 @@ class PreparedPrompt:
     encoder_inputs: list[EncoderInput] = field(default_factory=list)
     request_id: str = ""
     after_reasoning: StructuredOutput | None = None
+    video_hashes: frozenset[bytes] = frozenset()
 
     @property
     def num_image_bytes(self) -> int:

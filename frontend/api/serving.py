@@ -38,7 +38,7 @@ from ..chat.stable_prefix import StablePrefix
 from ..client.engine_client import EngineClient
 from ..client.grammar_checks import GrammarChecks
 from ..client.text_changes import TextChanges
-from ..http.errors import APIError, bad_request, echo, renaming, unavailable
+from ..http.errors import APIError, bad_request, echo, renaming, unavailable, wrong
 from ..media.documents.reader import DocumentReader
 from ..media.find_media import find_chat_media
 from ..media.transcription.options import speech_model
@@ -391,6 +391,21 @@ class Serving:
         """True if the number of reasoning tokens can be limited."""
         parser = self.new_reasoning_parser("")
         return parser is not None and parser.can_limit(self.tokenizer)
+
+    def verify_reasoning_limit(self, limit: int | None, param: str) -> int:
+        """Return the maximum number of reasoning tokens that a field `param` sets; -1 for no limit.
+
+        Raises:
+            APIError: The limit is below -1, or the server cannot enforce it (400).
+        """
+        if limit is None or limit == -1:
+            return -1
+        if limit < 0:
+            raise wrong(param, "at least 0, or -1 for no limit", limit)
+        if not self.can_limit_reasoning:
+            problem = "needs a model whose end-of-reasoning token is known to the server; omit it"
+            raise bad_request(param, problem)
+        return limit
 
     def constrain_after_reasoning(
         self, constraint: StructuredOutput | None, prompt: str, max_tokens: int = -1

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
+from engine.frontend.tokenizer.converted import tokenizer_json_path
 from support.frontend_process import MODEL, FrontendProcess
+from support.server import default_model
 
 TEXT = "One two three four five"
 
@@ -33,6 +38,15 @@ def chat(frontend: FrontendProcess, **fields) -> dict:
     response = frontend.post("/v1/chat/completions", model=MODEL, **fields)
     assert response.status_code == 200, response.text
     return response.json()
+
+
+def marked_tokenizer(path: Path) -> Path:
+    """Write a tokenizer with tokens for the marks of reasoning, and return its directory `path`."""
+    original = tokenizer_json_path(default_model())
+    shutil.copytree(original.parent, path, dirs_exist_ok=True)
+    content = original.read_text().replace('"<repo_name>"', '"<think>"')
+    (path / original.name).write_text(content.replace('"<reponame>"', '"</think>"'))
+    return path
 
 
 def last_params(frontend: FrontendProcess):

@@ -115,15 +115,7 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
         """Return the limit of reasoning tokens; -1 for none."""
         serving, limit = self._serving, request.thinking_token_budget
         if limit is not None:
-            name = "thinking_token_budget"
-            if limit < 0:
-                raise wrong(name, "at least 0", limit)
-            if not serving.can_limit_reasoning:
-                raise bad_request(
-                    name,
-                    "needs a model whose end-of-reasoning token is known to the server; omit it",
-                )
-            return limit
+            return serving.verify_reasoning_limit(limit, "thinking_token_budget")
         effort = EFFORT_TOKENS.get(request.reasoning_effort or "")
         if effort is None or not serving.can_limit_reasoning:
             return -1
@@ -166,6 +158,7 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
             plan.predicted_token_ids,
             encoder_inputs=chat.encoder_inputs,
             after_reasoning=plan.after_reasoning,
+            video_hashes=chat.video_hashes,
         )
         return prompt, partial(self.answer_type, serving, request, plan.tools, prompt)
 

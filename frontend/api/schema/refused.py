@@ -79,7 +79,10 @@ REFUSED: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
     "mcp_servers": ("is not supported; this server runs no tools itself", ([],)),
     "container": ("is not supported; this server runs no tools itself", ()),
     "compaction": ("is not supported; ask for a summary in a message", ()),
-    "_debug_render_only": ("is not supported; use /apply-template", (False,)),
+    "_debug_render_only": (
+        "is not supported; use /v1/chat/completions/render or /v1/completions/render",
+        (False,),
+    ),
     "joint": ("is not supported; each question is answered by itself", (False,)),
     "thinking_token_budget": ("is not supported; use /v1/chat/completions", ()),
     "kv_transfer_params": ("is not supported; use /v1/chat/completions", ({},)),

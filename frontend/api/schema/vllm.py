@@ -65,6 +65,8 @@ class VllmSampling(SamplingFields, kw_only=True):
     structured_outputs: dict[str, Any] | None = None
     repetition_detection: RepetitionDetectionParams | None = None
     stream_interval: Int | None = None
+    # Maximum tokens of the reasoning, if the server can find its end.
+    thinking_token_budget: Int | None = None
 
     # Accepted because clients send them; they have no effect.
     detokenize: bool | None = None
@@ -80,7 +82,6 @@ class VllmSampling(SamplingFields, kw_only=True):
 
     # Rejected, because an answer that ignores them would be wrong.
     extra_args: Any = None
-    thinking_token_budget: Any = None
     watermarking: Any = None
     prompt_logprob_token_ids: Any = None
     routed_experts_prompt_start: Any = None
@@ -107,11 +108,12 @@ class VllmGenerateRequest(msgspec.Struct, kw_only=True):
     # The replica, instead of that of the header X-data-parallel-rank.
     data_parallel_rank: Int | None = None
     user: str | None = None
+    # False if a constraint applies only after the reasoning, as rendered conversations say.
+    reasoning_ended: bool | None = None
 
     # Accepted because clients send them; they have no effect.
     token_offsets: Any = None
     assistant_tokens_mask: Any = None
-    reasoning_ended: bool | None = None
     reasoning_parser_kwargs: dict[str, Any] | None = None
 
     # Rejected, because an answer that ignores them would be wrong.

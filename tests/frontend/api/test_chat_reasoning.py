@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 
 import pytest
-from engine.frontend.tokenizer.converted import tokenizer_json_path
 from engine.protocol.grammars.grammar import grammar_text
 from llguidance import LLMatcher, LLTokenizer
-from support.chats import CALLS, TIME, WEATHER, accumulate, chat, last_params, num_tokens, user
+from support.chats import (
+    CALLS,
+    TIME,
+    WEATHER,
+    accumulate,
+    chat,
+    last_params,
+    marked_tokenizer,
+    num_tokens,
+    user,
+)
 from support.frontend_process import FrontendProcess, sse_events
-from support.server import default_model
 
 pytestmark = pytest.mark.slow
 
@@ -145,11 +152,7 @@ def test_reasoning_precedes_forced_calls(
 @pytest.fixture(scope="module")
 def special(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontendProcess]:
     """A frontend whose tokenizer has tokens for the marks of reasoning."""
-    path = tmp_path_factory.mktemp("tokenizer")
-    original = tokenizer_json_path(default_model())
-    shutil.copytree(original.parent, path, dirs_exist_ok=True)
-    content = original.read_text().replace('"<repo_name>"', '"<think>"')
-    (path / original.name).write_text(content.replace('"<reponame>"', '"</think>"'))
+    path = marked_tokenizer(tmp_path_factory.mktemp("tokenizer"))
     with FrontendProcess(
         reasoning_parser="qwen3", tool_call_parser="hermes", tokenizer_path=str(path)
     ) as frontend:
@@ -197,7 +200,7 @@ def test_reasoning_limit_is_refused_where_it_cannot_hold(
 ) -> None:
     for server, limit, problem in (
         (frontend, 5, "needs a model whose end-of-reasoning token is known"),
-        (special, -1, "must be at least 0"),
+        (special, -2, "must be at least 0, or -1"),
     ):
         response = server.post(
             "/v1/chat/completions", messages=user("Hi"), thinking_token_budget=limit

@@ -8,22 +8,31 @@ from __future__ import annotations
 
 from typing import ClassVar, Final
 
+import numpy as np
+import numpy.typing as npt
+
+from .....protocol.sampling_params import SamplingParams
 from ....client.engine_client import Delta, PositionLogprobs, Sequence
 from ....http.errors import bad_request, renamer, wrong
 from ....http.json_pieces import encode_list
 from ...answer import PromptAnswer
 from ...bodies.request_memory import MemoryLease
+from ...chat_prompt import MARKED_TOKENS
+from ...generation import PreparedPrompt
 from ...logprobs import Json, finite
+from ...prompts import Prompt
 from ...routes.completions import Completions, NewPromptAnswer
 from ...schema import UNLIMITED, CompletionRequest
 from ...schema.refused import REFUSED, verify_supported
 from ...schema.vllm import VllmGenerateRequest, VllmSampling
 from ...streaming.chunks import Chunks
 
-_COPIED: Final = sorted({*VllmSampling.__struct_fields__} & {*CompletionRequest.__struct_fields__})
+COPIED: Final = sorted({*VllmSampling.__struct_fields__} & {*CompletionRequest.__struct_fields__})
 """The sampling parameters that have the same name and meaning in completion requests."""
 
-_REFUSED: Final = sorted({*VllmSampling.__struct_fields__} & {*REFUSED} - {*_COPIED})
+_BUDGET: Final = "thinking_token_budget"
+
+_REFUSED: Final = sorted({*VllmSampling.__struct_fields__} & {*REFUSED} - {*COPIED, _BUDGET})
 
 _rename = renamer({"prompt": "token_ids"})
 
@@ -43,10 +52,14 @@ class TokenPrompt(CompletionRequest, kw_only=True):
     """A completion request from `/inference/v1/generate`. If `shows_text`, the answer has text besides tokens."""
 
     shows_text: bool = False
+    # True if a constraint applies only after the reasoning.
+    reasons_first: bool = False
+    # Maximum tokens of the reasoning; -1 for no limit.
+    max_reasoning_tokens: int = -1
 
     def sent_name(self, name: str) -> str:
         """Return the name of a field in the request."""
-        return f"sampling_params.{name}" if name in _COPIED else _rename(name)
+        return f"sampling_params.{name}" if name in COPIED else _rename(name)
 
 
 class VllmGenerate(Completions):
@@ -71,7 +84,7 @@ class VllmGenerate(Completions):
             raise bad_request("token_ids", "must be an array of at least one token id")
         if body.output_mode not in (None, "tokens", "text"):
             raise wrong("output_mode", '"tokens" or "text"', body.output_mode)
-        fields = {name: getattr(params, name) for name in _COPIED}
+        fields = {name: getattr(params, name) for name in COPIED}
         for name, value in _NEUTRAL.items():
             if fields[name] is None:
                 fields[name] = value
@@ -93,8 +106,30 @@ class VllmGenerate(Completions):
             data_parallel_rank=body.data_parallel_rank,
             user=body.user,
             shows_text=body.output_mode == "text",
+            reasons_first=body.reasoning_ended is False,
+            max_reasoning_tokens=self._serving.verify_reasoning_limit(
+                params.thinking_token_budget, f"sampling_params.{_BUDGET}"
+            ),
         )
         return prompt, size
+
+    def _fit(
+        self,
+        prompt: Prompt,
+        request: CompletionRequest,
+        params: SamplingParams,
+        start_token_ids: npt.NDArray[np.int32] | None,
+    ) -> PreparedPrompt:
+        assert isinstance(request, TokenPrompt)
+        prepared = super()._fit(prompt, request, params, start_token_ids)
+        if not request.reasons_first and request.max_reasoning_tokens < 0:
+            return prepared
+        serving, limit = self._serving, request.max_reasoning_tokens
+        text = serving.tokenizer.decode(prompt.token_ids[-MARKED_TOKENS:].tolist())
+        prepared.params.structured_output = serving.constrain_after_reasoning(
+            prepared.params.structured_output, text, limit
+        )
+        return prepared
 
     def _envelope(self, request: CompletionRequest, answer_id: str, created: int) -> Json:
         assert isinstance(request, TokenPrompt)

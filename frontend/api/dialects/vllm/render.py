@@ -12,6 +12,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from .....protocol.encoder_inputs.inputs import EncoderInput
+from .....protocol.encoder_inputs.payloads import AudioPayload, EmbeddingPayload, ImagePayload
 from .....protocol.sampling_params import GrammarKind, SamplingParams, StructuredOutput
 from ....http.errors import bad_request, json_response
 from ...answer import Request
@@ -22,12 +23,15 @@ from ...generation import PreparedPrompt, find_request_id, verify_priority, veri
 from ...logprobs import Json
 from ...routes.chat_completions import ChatCompletions
 from ...routes.completions import Completions
-from ...schema import ChatCompletionRequest, CompletionRequest
+from ...schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from ...schema.vllm import VllmSampling
+from ...serving import ANY_OUTPUT
 
 _COPIED: Final = sorted({*VllmSampling.__struct_fields__} & {*SamplingParams.__struct_fields__})
 
 _DEFAULTS: Final = SamplingParams()
+
+_decode_payload = msgspec.msgpack.Decoder(ImagePayload | AudioPayload | EmbeddingPayload).decode
 
 _SPEC_NAMES: Final = {
     GrammarKind.JSON_SCHEMA: "json",
@@ -59,6 +63,8 @@ class _Render(Endpoint[Request], Generic[Request]):
         verify_streaming(request)
         if request.use_beam_search:
             raise bad_request("use_beam_search", "has no effect on a prompt; leave it out")
+        if isinstance(request, CompletionRequest) and request.prompt_embeds is not None:
+            raise bad_request("prompt_embeds", "has no token ids; send prompt")
         prompts, _ = await self._prepare(request, body_size, receive)
         request_id = f"{self.id_prefix}-{find_request_id(request, scope['state'])}"
 
@@ -70,20 +76,22 @@ class _Render(Endpoint[Request], Generic[Request]):
                 for i, prompt in enumerate(prompts)
             ]
 
-        size = sum(len(prompt.token_ids) for prompt in prompts)
+        size = sum(len(prompt.token_ids) + prompt.num_image_bytes for prompt in prompts)
         response = await serving.executor.run(size, lambda: json_response(render()))
         await response(scope, receive, send)
 
     def _request(self, request: Request, prompt: PreparedPrompt, request_id: str) -> Json:
+        output = prompt.params.structured_output
         return {
             "request_id": request_id,
             "token_ids": prompt.token_ids.tolist(),
             "token_offsets": None,
             "assistant_tokens_mask": None,
-            "features": _features(prompt.encoder_inputs),
+            "features": _features(prompt),
             "content_parts": None,
-            "sampling_params": _sampling(prompt.params),
+            "sampling_params": _sampling(request, prompt.params),
             "model": request.model,
+            "reasoning_ended": None if output is None else output.reasoning is None,
             "return_token_ids": request.return_token_ids,
             "output_mode": "tokens",
             "stream": bool(request.stream),
@@ -107,7 +115,7 @@ class CompletionRender(_Render[CompletionRequest], Completions):
     is_list = True
 
 
-def _sampling(params: SamplingParams) -> Json:
+def _sampling(request: GenerationRequest, params: SamplingParams) -> Json:
     """Return the parameters that differ from their defaults, and the limit of tokens."""
     found: Json = {"max_tokens": params.max_tokens}
     for name in _COPIED:
@@ -116,13 +124,19 @@ def _sampling(params: SamplingParams) -> Json:
             found[name] = value
     if params.logit_bias:
         found["logit_bias"] = {str(token_id): bias for token_id, bias in params.logit_bias.items()}
-    if params.structured_output is not None:
-        found["structured_outputs"] = _constraint(params.structured_output)
+    if request.stream_interval is not None:
+        found["stream_interval"] = request.stream_interval
+    output = params.structured_output
+    if output is not None:
+        if output.spec != ANY_OUTPUT.spec:
+            found["structured_outputs"] = _constraint(output)
+        if output.reasoning is not None and output.reasoning.max_tokens >= 0:
+            found["thinking_token_budget"] = output.reasoning.max_tokens
     return found
 
 
 def _constraint(output: StructuredOutput) -> Json:
-    """Return a constraint in vLLM's format. Reasoning before the text is left out."""
+    """Return a constraint in vLLM's format."""
     if output.kind is GrammarKind.JSON_OBJECT:
         return {"json_object": True}
     spec: Any = output.spec
@@ -131,14 +145,22 @@ def _constraint(output: StructuredOutput) -> Json:
     return {_SPEC_NAMES[output.kind]: spec}
 
 
-def _features(inputs: list[EncoderInput]) -> Json | None:
-    """Return where images, audio and the like are in the prompt; None if there are none."""
-    if not inputs:
+def _features(prompt: PreparedPrompt) -> Json | None:
+    """Return the hashes and places of images, videos and audio clips; None without any."""
+    hashes: dict[str, list[str]] = {}
+    places: dict[str, list[Json]] = {}
+    for item in prompt.encoder_inputs:
+        if item.num_tokens and not item.read_until:
+            modality = _modality(item, prompt.video_hashes)
+            hashes.setdefault(modality, []).append(item.content_hash.hex())
+            place: Json = {"offset": item.position, "length": item.num_tokens}
+            places.setdefault(modality, []).append(place)
+    if not hashes:
         return None
-    places = [{"offset": item.position, "length": item.num_tokens} for item in inputs]
-    hashes = [item.content_hash.hex() for item in inputs]
-    return {
-        "mm_hashes": {"media": hashes},
-        "mm_placeholders": {"media": places},
-        "kwargs_data": None,
-    }
+    return {"mm_hashes": hashes, "mm_placeholders": places, "kwargs_data": None}
+
+
+def _modality(item: EncoderInput, video_hashes: frozenset[bytes]) -> str:
+    if item.content_hash in video_hashes:
+        return "video"
+    return "audio" if isinstance(_decode_payload(item.data), AudioPayload) else "image"
