@@ -52,8 +52,8 @@ class KernelResources:
         )
 
 
-def compile_for_hopper(file: str, function: str) -> list[KernelResources]:
-    """Call `function` of the Python file, with no arguments; return the kernels that it would have launched.
+def compile_for_hopper(file: str, function: str, *arguments: str) -> list[KernelResources]:
+    """Call `function` of the Python file with these arguments; return the kernels that it would have launched.
 
     Raises AssertionError with the compiler's message if a kernel does not compile. Importing the file must not enable
     the interpreter.
@@ -62,7 +62,7 @@ def compile_for_hopper(file: str, function: str) -> list[KernelResources]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(tests), *filter(None, sys.path)])
     result = subprocess.run(
-        [sys.executable, "-P", "-m", "support.triton_compile", file, function],
+        [sys.executable, "-P", "-m", "support.triton_compile", file, function, *arguments],
         capture_output=True,
         text=True,
         env=environment,
@@ -151,14 +151,14 @@ def _output_of(command: list[str], cubin: bytes) -> str:
         ).stdout
 
 
-def _main(file: str, function: str) -> None:
+def _main(file: str, function: str, *arguments: str) -> None:
     from triton import knobs
     from triton.runtime import driver
 
     hopper = _HopperWithoutADevice()
     driver.set_active(hopper)
     knobs.compilation.listener = hopper.note_products
-    runpy.run_path(file)[function]()
+    runpy.run_path(file)[function](*arguments)
     print(json.dumps([asdict(kernel) for kernel in hopper.kernels.values()]))
 
 

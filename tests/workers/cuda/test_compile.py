@@ -1,33 +1,35 @@
 """Every kernel compiles for Hopper within the resources of one multiprocessor."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 import pytest
 from support.triton_compile import KernelResources, compile_for_hopper
 from support.wgmma_operands import overwritten_operands
 
+if TYPE_CHECKING:
+    import torch
+    from engine.workers.loaders.quantization.matrix import ActivationScheme, QuantizedMatrix
+
 # Compilation takes minutes on a busy machine.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
+ROWS, COLUMNS = 1024, 4096
 
-def launch_all() -> None:
+
+def launch_norms_and_samplers() -> None:
     import numpy as np
     import torch
-    from engine.workers.cuda.experts.choosing import choose_experts, router_logits
-    from engine.workers.cuda.experts.grouped_linear import GroupedLinear, combine
-    from engine.workers.cuda.experts.ordering import order_choices
     from engine.workers.cuda.float8 import Rounding
     from engine.workers.cuda.gated_activation import GATED_ACTIVATIONS, gated_activation
-    from engine.workers.cuda.low_rank import TritonLowRank
     from engine.workers.cuda.norm import rms_norm
-    from engine.workers.cuda.quantized.linear import QuantizedLinear
     from engine.workers.cuda.rotary_tables import rotary_tables
     from engine.workers.cuda.sampling import append_tokens, choose_greedy, choose_tokens
     from engine.workers.layers.rope import RopeSpec, RotaryEmbedding
-    from engine.workers.layers.specs.experts import ExpertsSpec
-    from engine.workers.loaders.quantization.matrix import ActivationScheme, QuantizedMatrix
-    from engine.workers.models.lora.adapters import LoraAdapters
     from engine.workers.sampling import SamplingMetadata
     from engine.workers.sampling.state import SamplingState
-    from msgspec.structs import replace
 
     # Llama-3.1-8B.
     x = torch.zeros(4, 4096).bfloat16()
@@ -54,6 +56,12 @@ def launch_all() -> None:
         )
         rotary_tables(rope, torch.zeros(2, 3, dtype=torch.int32) if axes else indices)
 
+
+def launch_adapters() -> None:
+    import torch
+    from engine.workers.cuda.low_rank import TritonLowRank
+    from engine.workers.models.lora.adapters import LoraAdapters
+
     for max_rank in (16, 64):
         changes = TritonLowRank((1024, 256), 4096, 2, max_rank, torch.bfloat16, torch.device("cpu"))
         for num_tokens in (4, 500):
@@ -62,53 +70,73 @@ def launch_all() -> None:
             x = torch.zeros(num_tokens, 4096).bfloat16()
             changes.add(torch.zeros(num_tokens, 1280).bfloat16(), x, adapters)
 
-    rows, columns = 1024, 4096
 
-    def matrix(
-        bits: int | None,
-        group_size: int,
-        activations: ActivationScheme = ActivationScheme.NONE,
-        *,
-        float_type: torch.dtype = torch.float8_e4m3fn,
-        zeros: bool = False,
-        offsets: bool = False,
-    ) -> QuantizedMatrix:
-        groups = columns // group_size
-        dtype = torch.uint8 if bits else float_type
-        return QuantizedMatrix(
-            torch.zeros(rows, columns).to(dtype),
-            bits,
-            torch.zeros(rows, groups, dtype=torch.float16 if bits else torch.float32),
-            group_size,
-            torch.zeros(rows, groups, dtype=torch.uint8) if zeros else 8,
-            torch.zeros(rows, groups, dtype=torch.float16) if offsets else None,
-            activations=activations,
-        )
+def quantized_matrix(
+    bits: int | None,
+    group_size: int,
+    activations: ActivationScheme | None = None,
+    *,
+    float_type: torch.dtype | None = None,
+    zeros: bool = False,
+    offsets: bool = False,
+) -> QuantizedMatrix:
+    import torch
+    from engine.workers.loaders.quantization.matrix import ActivationScheme, QuantizedMatrix
+
+    groups = COLUMNS // group_size
+    return QuantizedMatrix(
+        torch.zeros(ROWS, COLUMNS).to(torch.uint8 if bits else float_type or torch.float8_e4m3fn),
+        bits,
+        torch.zeros(ROWS, groups, dtype=torch.float16 if bits else torch.float32),
+        group_size,
+        torch.zeros(ROWS, groups, dtype=torch.uint8) if zeros else 8,
+        torch.zeros(ROWS, groups, dtype=torch.float16) if offsets else None,
+        activations=activations or ActivationScheme.NONE,
+    )
+
+
+def launch_products() -> None:
+    import torch
+    from engine.workers.cuda.quantized.linear import QuantizedLinear
+    from engine.workers.loaders.quantization.matrix import ActivationScheme
 
     # Each number of tokens has a different tile. The smallest and the largest need the most of some resource.
     every, extremes = (1, 20, 50, 100, 500), (1, 100, 500)
     for kind, lengths in (
-        (matrix(4, 128, zeros=True), every),
-        (matrix(4, 32), extremes),
-        (matrix(4, 32, offsets=True), extremes),
-        (matrix(6, 16), extremes),
-        (matrix(8, columns), extremes),
-        (matrix(None, 128, ActivationScheme.GROUP), extremes),
-        (matrix(None, columns, ActivationScheme.TOKEN), extremes),
-        (matrix(None, columns), extremes),
-        (matrix(None, columns, float_type=torch.bfloat16), every),
+        (quantized_matrix(4, 128, zeros=True), every),
+        (quantized_matrix(4, 32), extremes),
+        (quantized_matrix(4, 32, offsets=True), extremes),
+        (quantized_matrix(6, 16), extremes),
+        (quantized_matrix(8, COLUMNS), extremes),
+        (quantized_matrix(None, 128, ActivationScheme.GROUP), extremes),
+        (quantized_matrix(None, COLUMNS, ActivationScheme.TOKEN), extremes),
+        (quantized_matrix(None, COLUMNS), extremes),
+        (quantized_matrix(None, COLUMNS, float_type=torch.bfloat16), every),
     ):
-        linear = QuantizedLinear([kind], torch.zeros(rows).bfloat16(), torch.bfloat16)
+        linear = QuantizedLinear([kind], torch.zeros(ROWS).bfloat16(), torch.bfloat16)
         for num_tokens in lengths:
-            linear(torch.zeros(num_tokens, columns).bfloat16())
-    for kind in (matrix(4, 128, zeros=True), matrix(None, columns, float_type=torch.bfloat16)):
+            linear(torch.zeros(num_tokens, COLUMNS).bfloat16())
+
+
+def launch_experts() -> None:
+    import torch
+    from engine.workers.cuda.experts.choosing import choose_experts, router_logits
+    from engine.workers.cuda.experts.grouped_linear import GroupedLinear, combine
+    from engine.workers.cuda.experts.ordering import order_choices
+    from engine.workers.layers.specs.experts import ExpertsSpec
+    from msgspec.structs import replace
+
+    for kind in (
+        quantized_matrix(4, 128, zeros=True),
+        quantized_matrix(None, COLUMNS, float_type=torch.bfloat16),
+    ):
         grouped = GroupedLinear(kind, 8, None, torch.bfloat16, is_batch_invariant=False)
         for num_tokens in (8, 4000):
-            x = torch.zeros(num_tokens, columns).bfloat16()
+            x = torch.zeros(num_tokens, COLUMNS).bfloat16()
             grouped(x, torch.full((8,), num_tokens, dtype=torch.int32))
     combine(x, torch.arange(4000), torch.zeros(500, 8))
     order_choices(torch.zeros(200, 8, dtype=torch.int64), 128)
-    router_logits(x[:2], torch.zeros(128, columns))
+    router_logits(x[:2], torch.zeros(128, COLUMNS))
     choose_experts(ExpertsSpec(128, 8, 768), None, None, torch.zeros(4, 128))
     grouped_spec = ExpertsSpec(
         *(384, 8, 768), scoring="sigmoid", num_groups=8, num_groups_per_token=4
@@ -122,35 +150,36 @@ def launch_all() -> None:
     )
 
 
-@pytest.fixture(scope="module")
-def kernels() -> list[KernelResources]:
-    return compile_for_hopper(__file__, "launch_all")
+NUM_KERNELS = {
+    launch_norms_and_samplers: 10,
+    launch_adapters: 2,
+    launch_products: 5,
+    launch_experts: 6,
+}
+"""The number of kernels that each function launches, in all their variants."""
 
 
-def test_every_kernel_fits_on_a_multiprocessor(kernels: list[KernelResources]) -> None:
-    assert len({kernel.name for kernel in kernels}) == 21
+@pytest.mark.parametrize("launch", NUM_KERNELS, ids=lambda launch: launch.__name__)
+def test_every_kernel_fits_on_a_multiprocessor(launch: Callable[[], None]) -> None:
+    kernels = compile_for_hopper(__file__, launch.__name__)
+    assert len({kernel.name for kernel in kernels}) == NUM_KERNELS[launch]
     assert not [kernel for kernel in kernels if not kernel.fits]
     # Compilers may differ by a few spilled registers.
     assert not [kernel for kernel in kernels if kernel.stack_bytes > 64]
+    assert not [(kernel.name, kernel.overwritten) for kernel in kernels if kernel.overwritten]
+    if launch is launch_products:
+        check_products(kernels)
 
 
-def test_products_use_the_same_instructions_for_any_number_of_tokens(
-    kernels: list[KernelResources],
-) -> None:
+def check_products(kernels: list[KernelResources]) -> None:
+    """Check that products use the same instructions for any number of tokens, and load scales and zero points once.
+
+    A thread that loads them for every element that it multiplies by them needs 32 to 96 loads.
+    """
     products = {tuple(kernel.products) for kernel in kernels if kernel.name == "linear_kernel"}
     assert products == {("wgmma k16.f32.bf16.bf16",), ("wgmma k32.f32.e4m3.e4m3",)}
-
-
-def test_scales_and_zero_points_are_loaded_once(kernels: list[KernelResources]) -> None:
-    """They are not loaded again for every element that a thread multiplies by them, which would take 32 to 96 loads."""
-    products = [kernel for kernel in kernels if kernel.name in ("linear_kernel", "words_kernel")]
-    assert products and not [kernel for kernel in products if kernel.global_loads > 24]
-
-
-def test_no_product_reads_registers_that_are_overwritten(
-    kernels: list[KernelResources],
-) -> None:
-    assert not [(kernel.name, kernel.overwritten) for kernel in kernels if kernel.overwritten]
+    loading = [kernel for kernel in kernels if kernel.name in ("linear_kernel", "words_kernel")]
+    assert loading and not [kernel for kernel in loading if kernel.global_loads > 24]
 
 
 SASS = """

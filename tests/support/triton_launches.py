@@ -92,8 +92,7 @@ BATCH_INVARIANT = ("Qwen3-8B, FP8 cache", "gpt-oss-20b")
 """Batch invariance changes only the number of partitions, which few shapes are needed for."""
 
 
-def launch_all() -> None:
-    for shape in SHAPES.values():
-        launch(shape, TritonPagedAttention)
-    for name in BATCH_INVARIANT:
+def launch_shape(name: str) -> None:
+    launch(SHAPES[name], TritonPagedAttention)
+    if name in BATCH_INVARIANT:
         launch(SHAPES[name], BatchInvariantAttention)
