@@ -79,9 +79,13 @@ class Head(NamedTuple):
     """The modules of the head."""
 
 
-def run_layer(layer: nn.Module, rope: nn.Module, hidden_TD: Tensor) -> Tensor:
+def run_layer(
+    layer: nn.Module, rope: nn.Module, hidden_TD: Tensor, window: int | None = None
+) -> Tensor:
     count = len(hidden_TD)
     mask = torch.full((count, count), float("-inf")).triu(1)[None, None]
+    if window is not None:
+        mask = mask + torch.full((count, count), float("-inf")).tril(-window)
     embeddings = rope(hidden_TD[None], torch.arange(count)[None])
     output = layer(hidden_TD[None], attention_mask=mask, position_embeddings=embeddings)
     return (output[0] if isinstance(output, tuple) else output)[0]
@@ -98,13 +102,27 @@ def write_model(path: Path, config: str, model: str, fields: dict[str, Any]) -> 
 def eagle(path: Path) -> Head:
     """An EAGLE head as published for Llama 3: `fc`, and a layer without input norm, in its own directory."""
     model = write_model(path, "LlamaConfig", "LlamaForCausalLM", {})
-    config = model.config
+    return write_eagle(path, model, model.config)
+
+
+def eagle_of_windowed_model(path: Path) -> Head:
+    """An EAGLE head for a model in which all layers have a window, which also limits the head."""
+    fields = {"sliding_window": 12}
+    model = write_model(path, "MistralConfig", "MistralForCausalLM", fields)
+    config = transformers.LlamaConfig(**QWEN3, vocab_size=model.config.vocab_size)
+    return write_eagle(path, model, config, 12)
+
+
+def write_eagle(
+    path: Path, model: Any, config: transformers.LlamaConfig, window: int | None = None
+) -> Head:
     head = path / "head"
     layer, fusion = write_eagle_head(head, config)
     rope = llama.LlamaRotaryEmbedding(config)
 
     def run(embedded_TD: Tensor, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
-        out = run_layer(layer, rope, fusion(embedded_TD, hidden_TD, has_hidden_first=False))
+        fused_TD = fusion(embedded_TD, hidden_TD, has_hidden_first=False)
+        out = run_layer(layer, rope, fused_TD, window)
         return out, out
 
     return Head(model, path, SpeculativeConfig(3, ProposerMethod.EAGLE, model=str(head)), run)
@@ -381,7 +399,7 @@ def make_dflash(
 
 
 HEADS = [
-    *(eagle, eagle3, eagle3_of_speculators),
+    *(eagle, eagle_of_windowed_model, eagle3, eagle3_of_speculators),
     *(glm_mtp, deepseek_mtp, mimo_mtp, qwen3_5_mtp),
     *(glm_mtp_in_gguf, deepseek_mtp_in_gguf, qwen3_5_mtp_in_gguf, qwen3_5_mtp_in_own_gguf),
     *(assistant, unified_assistant, dflash, dflash_with_windows, dflash_of_speculators),

@@ -19,12 +19,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from ....protocol.arrays import Int32Array, Int64Array
 from ....protocol.config import EngineConfig
 from ....protocol.errors import ConfigError
-from ....protocol.kv_cache_groups import AttentionKind
+from ....protocol.kv_cache_groups import AttentionKind, KVCacheGroup
 from ....protocol.worker_messages import SchedulerOutput
 from ...attention import AttentionSpec, DeviceAttention, PagedAttention, attention_backend
 from ...batch import PersistentBatch, SlotArray, StepPlan, even_requests, plan_chunks
@@ -37,6 +38,7 @@ from ...device.dtypes import AnyArray, as_tensor, on_host, torch_device
 from ...device.transfers import to_device
 from ...layers.parallel.shard import ModelShard
 from ...layers.spec import ModelSpec
+from ...layers.window import Window
 from ...loaders import Checkpoint
 from ...models.decoder import Decoder
 from ...models.kv_cache_groups import group_as_one
@@ -106,14 +108,22 @@ class DraftHead:
             ConfigError: The model or the head needs other groups than full attention.
         """
         max_model_len = config.model.max_model_len
-        kinds = [group.kind for group in self._target_cache.groups]
-        if AttentionKind.FULL not in kinds or self._target.spec.num_positions:
+        followed = _group_to_follow(self._target_cache.groups)
+        if followed is None or self._target.spec.num_positions:
             raise ConfigError(
-                f"{self._name} needs a model with full attention and without learned position embeddings; "
-                "use another method"
+                f"{self._name} needs a model with full or sliding attention and without learned position "
+                "embeddings; use another method"
             )
-        self._group = kinds.index(AttentionKind.FULL)
+        self._group, window = followed
         spec = group_as_one(self._layout.spec, max_model_len)
+        if spec is not None and window is not None:
+            # The model's blocks are freed when its window has passed them.
+            spec = replace(
+                spec,
+                layers=tuple(
+                    replace(layer, window=_narrower(layer.window, window)) for layer in spec.layers
+                ),
+            )
         if spec is None:
             raise ConfigError(
                 f"{self._name}: the head has layers without attention, or with different numbers of heads; use "
@@ -310,6 +320,24 @@ class DraftHead:
             counts_S = np.diff(plan.query_start_loc)
             hidden_TD = self._fusion.no_states(count)
             self._run(plan.slots_S, plan.num_computed_S, counts_S, hidden_TD)
+
+
+def _group_to_follow(groups: Sequence[KVCacheGroup]) -> tuple[int, int | None] | None:
+    """Return the index and the window of the group whose blocks keep the most tokens; None if there is none."""
+    kinds = [group.kind for group in groups]
+    if AttentionKind.FULL in kinds:
+        return kinds.index(AttentionKind.FULL), None
+    windows = {
+        group.size: index
+        for index, group in enumerate(groups)
+        if group.kind is AttentionKind.SLIDING_WINDOW
+    }
+    return (windows[max(windows)], max(windows)) if windows else None
+
+
+def _narrower(window: Window | None, limit: int) -> Window:
+    """Return the window of a layer where blocks keep only `limit` tokens."""
+    return min(window, limit) if isinstance(window, int) else limit
 
 
 class _KnownRows(NamedTuple):
