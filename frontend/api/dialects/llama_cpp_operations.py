@@ -107,10 +107,10 @@ class LlamaOperations:
     async def control(self, http: Request, body: LlamaControlRequest, size: int) -> Response:
         """End the reasoning of a running answer."""
         self._serving.verify_model(body.model)
+        if body.action not in (None, "reasoning_end"):
+            raise wrong("action", '"reasoning_end"', body.action)
         if not body.id:
             raise bad_request("id", "is required: the ID of a running answer")
-        if body.action != "reasoning_end":
-            raise wrong("action", '"reasoning_end"', body.action)
         end = self._serving.reasoning_ends.get((http.state.owner, body.id))
         if end is None:
             problem = "no running answer with this ID was requested with reasoning_control=true"
