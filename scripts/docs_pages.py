@@ -306,6 +306,7 @@ _SAME_CONFIG = {
     "chatglm": "glm",
     "colqwen2": "qwen2_vl",
     "ernie4_5_moe_vl": "ernie4_5_vl_moe",
+    "grove_moe": "qwen3_moe",
     "mimo": "qwen2",
     "mimo_v2": "mimo_v2_flash",
     "minimax_m3": "minimax_m3_vl_text",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,13 @@ def write_published(directory: Path, architecture: str) -> Path:
         writer.add_expert_feed_forward_length(config["moe_ffn_hidden_size"])
         writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
         writer.add_sliding_window(config["sliding_window_size"])
+    if architecture == "grovemoe":
+        writer.add_expert_count(config["num_local_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+        writer.add_expert_chunk_feed_forward_length(config["parallel_expert_intermediate_size"])
+        writer.add_experts_per_group(config["num_experts_per_group"])
+        writer.add_expert_group_scale(config["expert_group_scale"])
     if architecture == "maple":
         writer.add_expert_count(config["num_experts"])
         writer.add_expert_used_count(config["num_experts_per_tok"])
@@ -182,6 +190,19 @@ def _with_stacked_maple(tensors: dict[str, Tensor], config: dict[str, Any]) -> d
     return changed
 
 
+def _with_stacked_groves(tensors: dict[str, Tensor], _config: dict[str, Any]) -> dict[str, Tensor]:
+    changed: dict[str, Tensor] = {}
+    for name, weight in tensors.items():
+        if (found := re.fullmatch(r"(.*experts)\.(\d+)\.(.*)", name)) is None:
+            if "expert_bias" not in name:
+                changed[name] = weight
+        elif found[2] == "0":
+            parts = [re.fullmatch(rf"{re.escape(found[1])}\.\d+\.{found[3]}", x) for x in tensors]
+            names = sorted((each[0] for each in parts if each), key=lambda x: int(x.split(".")[-3]))
+            changed[f"{found[1]}.{found[3]}"] = torch.stack([tensors[x] for x in names])
+    return changed
+
+
 def _with_whole_norms(tensors: dict[str, Tensor], _config: dict[str, Any]) -> dict[str, Tensor]:
     offsets = {"post_mixer_norm": 1 / 5, "post_mlp_norm": 5**-1.5}
     return {
@@ -193,6 +214,7 @@ def _with_whole_norms(tensors: dict[str, Tensor], _config: dict[str, Any]) -> di
 _CHANGES: dict[str, Callable[[dict[str, Tensor], dict[str, Any]], dict[str, Tensor]]] = {
     "baichuan": _interleaved,
     "cogvlm": _with_images,
+    "grovemoe": _with_stacked_groves,
     "jais": _with_factors,
     "maple": _with_stacked_maple,
     "nanbeige": _with_neighbors,

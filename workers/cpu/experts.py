@@ -59,7 +59,7 @@ class NativeExperts(structs.ExpertLayer):
         matrices: list[list[PackedWeight]] = [[], [], []]
         biases: list[list[Floats]] = [[], [], []]
         for number in placement.experts:
-            name = f"{prefix}experts.{experts.stored_index(number)}."
+            name = f"{prefix}{experts.stored_name(number)}."
             size, count = experts.size_in(number % experts.num_mixtures), len(names)
             shares = intermediate_shares(size, parallel)
             rows = weights.rows(name, names, [size] * count, [shares[parallel.rank]] * count)
@@ -102,7 +102,7 @@ class NativeExperts(structs.ExpertLayer):
         second_tokens = np.array(experts.second_tokens, np.int32)
         router = structs.Router(
             experts.num_experts + experts.num_identities,
-            experts.num_experts_per_token,
+            experts.num_computed_per_token,
             experts.num_identities,
             experts.skips_identities,
             experts.num_always,
@@ -120,6 +120,8 @@ class NativeExperts(structs.ExpertLayer):
             by_token,
             len(second_tokens),
             second_tokens,
+            experts.adjugate_group,
+            experts.adjugate_scale,
         )
         super().__init__(
             router,

@@ -47,6 +47,7 @@ _LAYER_MODULES = {
     "ffn_up_exps": "mlp.experts.{part}.up_proj",
     "ffn_gate_up_exps": "mlp.experts.{part}.gate_up_proj",
     "ffn_down_exps": "mlp.experts.{part}.down_proj",
+    **{f"ffn_{x}_chexps": f"mlp.chunk_experts.{{part}}.{x}_proj" for x in ("gate", "up", "down")},
     "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
     "ffn_up_shexp": "mlp.shared_experts.up_proj",
     "ffn_down_shexp": "mlp.shared_experts.down_proj",

@@ -364,6 +364,14 @@ MIXTURES: Final[dict[str, Translate]] = {
         expert_fields,
         intermediate_size=_EXPERT_SIZE,
     ),
+    "grovemoe": declared(
+        "grove_moe",
+        "GroveMoeForCausalLM",
+        expert_fields,
+        parallel_expert_intermediate_size=integer("expert_chunk_feed_forward_length"),
+        num_experts_per_group=integer("experts_per_group"),
+        expert_group_scale=positive("expert_group_scale", 0.05),
+    ),
     "hunyuan-moe": declared(
         "hunyuan_v1_moe",
         "HunYuanMoEV1ForCausalLM",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from support.families import changes
+from support.families.grove import GROVE
 from support.families.ling import LING_2_5, as_ling_2_5, without_gates
 from support.families.maple import MAPLE
 from support.families.published_form import Published
@@ -27,6 +28,7 @@ MIXTURES = {
         prepare=as_ling_2_5,
     ),
     "BailingMoeV3": Published("ling3", {}, {"gated_attention_proj_granularity_type": "head_wise"}),
+    "GroveMoe": GROVE,
     "Maple": MAPLE,
     "MiMoV2": Published(
         "mimo-v2",

@@ -104,7 +104,7 @@ std::string describe() {
   STRUCT(AttentionLayer, scale, softcap, window, rounds_alibi)
   STRUCT(Router, num_experts, num_chosen, num_identities, skips_identities, num_always, scoring, renormalizes,
          num_groups, num_chosen_groups, num_best, corrects_logits, scale, mixer_noise, softcap, correction, scales,
-         experts_by_token, num_second_tokens, second_tokens)
+         experts_by_token, num_second_tokens, second_tokens, adjugate_group, adjugate_scale)
   STRUCT(GateLimit, bound, is_activated)
   STRUCT(ExpertExchange, num_ranks, begin_round, dispatch, collect)
   STRUCT(ExpertLayer, router, size, first, count, adds_block, has_shared_gate, scales_inputs, gate_limit, gate, up,

@@ -258,4 +258,5 @@ def _router_size(layer: LayerSpec) -> int:
     if layer.experts is None:
         return 0
     experts = layer.experts
-    return experts.num_numbered + experts.num_identities + experts.has_shared_gate
+    num_mixtures = 2 if experts.second_tokens else 1
+    return experts.num_experts * num_mixtures + experts.num_identities + experts.has_shared_gate

@@ -126,6 +126,17 @@ class ExpertsSpec(msgspec.Struct, frozen=True):
     second_tokens: tuple[int, ...] = ()
     """The ids of the tokens that choose among the second experts. If empty, the second mixture is not read."""
 
+    # Adjugate experts (GroveMoE, arXiv 2508.07785), which are chosen with the others. Those of a group of consecutive
+    # experts have one in common. Expert i of group g has the number g * `num_mixtures` + i, and the last number of a
+    # group belongs to the adjugate expert, so that ranks that divide experts have experts of both.
+
+    adjugate_size: int = 0
+    """The number of intermediate elements of an adjugate expert; 0 if there is none."""
+    adjugate_group: int = 0
+    """The number of experts that have an adjugate expert in common; 0 if there is none."""
+    adjugate_scale: float = 1.0
+    """The factor of an adjugate expert's weight, compared to that of the chosen expert."""
+
     # Logits.
 
     logit_softcap: float = 0.0
@@ -139,13 +150,20 @@ class ExpertsSpec(msgspec.Struct, frozen=True):
 
     @property
     def num_mixtures(self) -> int:
-        """The number of mixtures that are read."""
+        """The number of equal parts of the experts that are read. Every `num_mixtures`th number is in the same part."""
+        if self.adjugate_group:
+            return self.adjugate_group + 1
         return 2 if self.second_tokens else 1
 
     @property
     def num_numbered(self) -> int:
         """The number of experts of all mixtures, each of which has its own number."""
-        return self.num_experts * self.num_mixtures
+        return self.num_experts // (self.adjugate_group or 1) * self.num_mixtures
+
+    @property
+    def num_computed_per_token(self) -> int:
+        """The number of experts that compute a token, including adjugate experts."""
+        return self.num_experts_per_token * (2 if self.adjugate_group else 1)
 
     @property
     def reads_token(self) -> bool:
@@ -154,12 +172,19 @@ class ExpertsSpec(msgspec.Struct, frozen=True):
 
     def size_in(self, mixture: int) -> int:
         """Return the number of intermediate elements of an expert of a mixture."""
+        if self.adjugate_group:
+            is_adjugate = mixture == self.adjugate_group
+            return self.adjugate_size if is_adjugate else self.intermediate_size
         return self.second_size if mixture else self.intermediate_size
 
-    def stored_index(self, number: int) -> int:
-        """Return the place of an expert in the checkpoint."""
+    def stored_name(self, number: int) -> str:
+        """Return the name of an expert in the checkpoint, within the mixture."""
         index, mixture = divmod(number, self.num_mixtures)
-        return index + mixture * self.num_experts
+        if not self.adjugate_group:
+            return f"experts.{index + mixture * self.num_experts}"
+        if mixture == self.adjugate_group:
+            return f"chunk_experts.{index}"
+        return f"experts.{index * self.adjugate_group + mixture}"
 
 
 def passed_size(mixtures: Iterable[ExpertsSpec | None]) -> int:

@@ -46,7 +46,7 @@ class ExpertMatrices:
         gate_up_biases: list[Tensor] = []
         down_biases: list[Tensor] = []
         for number in self._numbers:
-            name = f"{prefix}experts.{experts.stored_index(number)}."
+            name = f"{prefix}{experts.stored_name(number)}."
             rows = weights.rows(name, names, [total] * len(names), [elements] * len(names))
             gate_up.append(weights.read_matrix_rows(rows, size))
             down.append(

@@ -44,7 +44,7 @@ class Experts:
         self._group = shard.expert_group
         # The norm of an expert's output needs the sum of all ranks that have a part of the expert.
         self._sums_choices = experts.has_latent_norms and not shard.has_whole_experts
-        self._num_chosen = experts.num_experts_per_token
+        self._num_chosen = experts.num_computed_per_token
         self.router = Router(
             experts, spec.hidden_size, spec.vocab_size, weights, f"{prefix}gate.", kernels
         )

@@ -1,7 +1,7 @@
 """The choice of each token's experts.
 
-Shapes: T tokens of a step, D hidden size, E experts of a mixture, M mixtures, C experts that a token chooses, V
-vocabulary.
+Shapes: T tokens of a step, D hidden size, E experts of a mixture, M mixtures, C experts that a token chooses, including
+adjugate experts, V vocabulary.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def read_corrections(spec: ExpertsSpec, weights: WeightReader, prefix: str) -> T
 def unused_experts(spec: ExpertsSpec, prefix: str, elsewhere: Sequence[int]) -> list[str]:
     """Return the prefixes of the tensors of experts that are `elsewhere`, or that no rank computes."""
     count = 2 * spec.num_experts if spec.second_size else spec.num_experts + spec.num_identities
-    others = range(spec.num_numbered, count)
-    return [f"{prefix}experts.{i}." for i in (*map(spec.stored_index, elsewhere), *others)]
+    others = (f"experts.{i}" for i in range(spec.num_numbered, count))
+    return [f"{prefix}{name}." for name in (*map(spec.stored_name, elsewhere), *others)]
 
 
 class Router:
@@ -147,7 +147,22 @@ class Router:
             weights_TC = weights_TC * self._scale_1
         if mixture_T is not None:
             experts_TC = experts_TC * spec.num_mixtures + mixture_T[:, None]
-        return experts_TC, weights_TC * spec.scale
+        weights_TC = weights_TC * spec.scale
+        return (
+            self._with_adjugates(experts_TC, weights_TC)
+            if spec.adjugate_group
+            else (experts_TC, weights_TC)
+        )
+
+    def _with_adjugates(self, experts_TC: Tensor, weights_TC: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the numbers of the chosen experts and of their adjugate experts, and their weights."""
+        size = self._spec.adjugate_group
+        groups_TC = experts_TC // size
+        adjugates_TC = groups_TC * (size + 1) + size
+        return (
+            torch.cat((experts_TC + groups_TC, adjugates_TC), 1),
+            torch.cat((weights_TC, weights_TC * self._spec.adjugate_scale), 1),
+        )
 
     def _mixed(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
         """Return the experts and weights of the sparse mixer (Phi-3.5-MoE)."""

@@ -58,6 +58,7 @@ from .with_encoders import absolute, beside_images, encoder_decoders, rotary, sp
 from .with_images import aria, dots3, ernie, minicpm, mistral, mllama, molmo, muse
 from .with_images import deepseek as deepseek_ocr
 from .with_other_names import dense as other_dense
+from .with_other_names import mixtures as other_mixtures
 
 FAMILIES = (
     *deepseek_v4.FAMILIES,
@@ -91,6 +92,7 @@ FAMILIES = (
     *molmo.FAMILIES,
     *muse.FAMILIES,
     *other_dense.FAMILIES,
+    *other_mixtures.FAMILIES,
 )
 _BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES}
 _BY_MODEL_TYPE = {

@@ -69,6 +69,17 @@ void mix_sparsely(const Router& router, const float* logits, int32_t* experts, f
   }
 }
 
+// Adds the adjugate experts. Each has the number after those of its group.
+void add_adjugates(const Router& router, int32_t* experts, float* weights) {
+  const int size = router.adjugate_group, num_picked = router.num_picked();
+  for (int i = 0; i < num_picked; i++) {
+    const int group = experts[i] / size;
+    experts[i] += group;
+    experts[num_picked + i] = group * (size + 1) + size;
+    weights[num_picked + i] = weights[i] * router.adjugate_scale;
+  }
+}
+
 }  // namespace
 
 void choose_experts(const Router& router, float* logits, int32_t token, int32_t* experts, float* weights) {
@@ -101,21 +112,23 @@ void choose_experts(const Router& router, float* logits, int32_t token, int32_t*
     }
   if (router.num_groups > 1) keep_best_groups(router, choice.data());
   float sum = 0;
-  for (int i = 0; i < router.num_chosen; i++) {
-    const int num_left = router.num_chosen - i;
-    experts[i] = router.experts_by_token        ? router.experts_by_token[size_t(token) * router.num_chosen + i]
+  const int num_picked = router.num_picked();
+  for (int i = 0; i < num_picked; i++) {
+    const int num_left = num_picked - i;
+    experts[i] = router.experts_by_token        ? router.experts_by_token[size_t(token) * num_picked + i]
                  : num_left > router.num_always ? best_of(choice.data(), num_free)
                                                 : n - num_left;
     choice[experts[i]] = -INFINITY;
     sum += weights[i] = scores[experts[i]];
   }
   const float divisor = router.renormalizes ? sum + kSmallestSum : 1.0f;
-  for (int i = 0; i < router.num_chosen; i++) {
+  for (int i = 0; i < num_picked; i++) {
     weights[i] = weights[i] / divisor * router.scale;
     if (router.scales) weights[i] *= router.scales[experts[i]];
     if (router.skips_identities && experts[i] >= n - router.num_identities) weights[i] = 0.0f;
     experts[i] = experts[i] * router.num_mixtures() + is_second;
   }
+  if (router.adjugate_group) add_adjugates(router, experts, weights);
 }
 
 }  // namespace engine

@@ -9,7 +9,7 @@ enum class Scoring : int32_t { softmax = 0, sigmoid = 1, sparse_mixer = 2, sqrt_
 
 // The rules by which logits determine the choice; `ExpertsSpec` in workers/layers/specs/experts.py explains the fields.
 struct Router {
-  int32_t num_experts, num_chosen;  // num_chosen is at most the number of experts in the chosen groups
+  int32_t num_experts, num_chosen;  // num_chosen includes adjugate experts; the others fit in the chosen groups
   int32_t num_identities;           // the last ones of these, which return their input
   int32_t skips_identities;         // ... or return nothing
   int32_t num_always;               // the last ones of these, which every token chooses
@@ -26,18 +26,24 @@ struct Router {
   const int32_t* experts_by_token;  // [vocabulary, num_chosen], the experts of each token whatever its logits; or null
   int32_t num_second_tokens;        // 0 if there is only one mixture
   const int32_t* second_tokens;     // the tokens that choose among the experts of the second mixture
+  int32_t adjugate_group;           // the number of experts that have an adjugate expert in common; 0 without these
+  float adjugate_scale;             // the factor of an adjugate expert's weight
 
   int num_mixtures() const { return num_second_tokens ? 2 : 1; }
-  // Returns the number of experts of all mixtures, each of which has a logit.
-  int num_numbered() const { return num_experts * num_mixtures(); }
+  // Returns the number of logits, one for each expert of all mixtures.
+  int num_logits() const { return num_experts * num_mixtures(); }
+  // Returns the number of experts that logits choose for a token.
+  int num_picked() const { return adjugate_group ? num_chosen / 2 : num_chosen; }
   // Returns the number of experts that have matrices.
-  int num_computed() const { return num_numbered() - num_identities; }
+  int num_computed() const {
+    return num_logits() - num_identities + (adjugate_group ? num_experts / adjugate_group : 0);
+  }
   bool reads_token() const { return experts_by_token || num_second_tokens; }
 };
 
 // Chooses a token's experts and computes their weights. The best expert comes first; of equal ones, the one with the
 // lower index. Replaces the logits, those of the first mixture before those of the second, by scores. A NaN counts as
-// better than any number, so that it reaches the token's result.
+// better than any number, so that it reaches the token's result. The adjugate experts of the chosen ones follow them.
 void choose_experts(const Router& router, float* logits, int32_t token, int32_t* experts, float* weights);
 
 }  // namespace engine

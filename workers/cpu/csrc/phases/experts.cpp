@@ -17,12 +17,14 @@ constexpr int kManyChoices = 64;
 
 // The logit of the shared experts' gate follows those of the experts.
 float shared_factor(const Router& router, const float* logits) {
-  return 1.0f / (1.0f + std::exp(-logits[router.num_numbered()]));
+  return 1.0f / (1.0f + std::exp(-logits[router.num_logits()]));
 }
 
-// The experts of two mixtures have different sizes.
+// The experts of two mixtures, and adjugate experts, have different sizes.
 int most_elements(const ExpertLayer& layer) {
-  return layer.count > 1 ? std::max(layer.down[0].k, layer.down[1].k) : layer.down[0].k;
+  int most = layer.down[0].k;
+  for (int e = 1; e < layer.count; e++) most = std::max(most, int(layer.down[e].k));
+  return most;
 }
 
 }  // namespace
