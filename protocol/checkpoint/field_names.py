@@ -29,6 +29,7 @@ _ARCHITECTURES: Final = {
     "NemotronH_Nano_Omni_Reasoning_V3": "NemotronH_Omni_Reasoning_V3",
     "NemotronH_Nano_VL_V2": "NemotronH_Omni_Reasoning_V3",
     "NemotronH_Super_Omni_Reasoning_V3": "NemotronH_Omni_Reasoning_V3",
+    "PLaMo2ForCausalLM": "Plamo2ForCausalLM",
     "PLaMo3ForCausalLM": "Plamo3ForCausalLM",
     "RWForCausalLM": "FalconForCausalLM",
     "ShieldGemma2ForImageClassification": "Gemma3ForConditionalGeneration",
@@ -144,7 +145,7 @@ _OTHER_NAMES: Final = {
     "num_hidden_layers": ("n_layer", "num_layers", "n_layers", "num_transformer_layers"),
     "num_attention_heads": ("n_head", "n_heads", "num_heads"),
     "num_key_value_heads": ("num_kv_heads", "multi_query_group_num"),
-    "head_dim": ("kv_channels",),
+    "head_dim": ("kv_channels", "hidden_size_per_head"),
     "vocab_size": ("padded_vocab_size",),
     "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size", "hidden_dim"),
     "max_position_embeddings": (

@@ -81,6 +81,9 @@ class Mamba1(msgspec.Struct, frozen=True, tag=True):
     Each channel has a state of `state_size_per_channel` elements. The time step is a product of a vector of `step_rank`
     elements. If `norm_eps` is set, that vector, B and C are normed. With several heads, the channels of each head have
     such a vector, B and C of their own, and their gates are stored beside their inputs (Zamba, arXiv 2405.16712).
+
+    If `head_dim` is set, each `head_dim` channels have one time step, one decay and one skip factor, and their gates
+    are stored before their inputs. B and C are then stored before the vector of the time step (PLaMo 2).
     """
 
     # The time step, B and C of a token are products of its convolved input. A longer segment would compute the products
@@ -95,10 +98,13 @@ class Mamba1(msgspec.Struct, frozen=True, tag=True):
     norm_eps: float | None = None
     has_norm_weights: bool = False
     num_heads: int = 1
+    head_dim: int = 0
 
     @property
     def num_units(self) -> int:
         """Number of parts that can be divided equally among ranks."""
+        if self.head_dim:
+            return self.channels // self.head_dim
         return self.channels if self.num_heads == 1 else self.num_heads
 
     def state_size(self, ranks: int) -> StateSize:

@@ -36,6 +36,16 @@ def write_published(directory: Path, architecture: str) -> Path:
         writer.add_feed_forward_length(SIZES)
         writer.add_head_count(HEADS)
         writer.add_head_count_kv(KV_HEADS)
+    elif architecture == "plamo2":
+        attends = [i % 2 for i in range(layers)]
+        writer.add_feed_forward_length(config["intermediate_size"])
+        writer.add_head_count([each * config["num_attention_heads"] for each in attends])
+        writer.add_head_count_kv([each * config["num_key_value_heads"] for each in attends])
+        writer.add_ssm_state_size(config["mamba_d_state"])
+        writer.add_ssm_conv_kernel(config["mamba_d_conv"])
+        writer.add_ssm_time_step_rank(config["mamba_num_heads"])
+        writer.add_ssm_inner_size(config["mamba_num_heads"] * config["head_dim"])
+        writer.add_ssm_group_count(0)
     else:
         heads = config["num_attention_heads"]
         experts_size = config.get("moe_ffn_hidden_size")
@@ -206,9 +216,22 @@ def _with_stacked_groves(tensors: dict[str, Tensor], _config: dict[str, Any]) ->
 def _with_whole_norms(tensors: dict[str, Tensor], _config: dict[str, Any]) -> dict[str, Tensor]:
     offsets = {"post_mixer_norm": 1 / 5, "post_mlp_norm": 5**-1.5}
     return {
-        name: weight + offsets.get(name.split(".")[-2], 1.0) if "norm" in name else weight
+        name: weight + offsets.get(name.split(".")[-2], 1.0)
+        if name.endswith("norm.weight")
+        else weight
         for name, weight in tensors.items()
     }
+
+
+def _as_mamba(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Tensor]:
+    """Give the vectors of Mamba layers the names of modules, and store decays instead of their logarithms."""
+    changed = {}
+    for name, weight in _with_whole_norms(tensors, config).items():
+        stored = re.sub(r"\.([qk])_weight$", r".\1.weight", name)
+        stored = re.sub(r"_norm_weight$", "_norm.weight", stored)
+        stored = stored.replace(".dt_bias", ".dt_proj.bias")
+        changed[stored] = -weight.exp() if name.endswith("A_log") else weight.squeeze()
+    return changed
 
 
 _CHANGES: dict[str, Callable[[dict[str, Tensor], dict[str, Any]], dict[str, Tensor]]] = {
@@ -219,6 +242,7 @@ _CHANGES: dict[str, Callable[[dict[str, Tensor], dict[str, Any]], dict[str, Tens
     "maple": _with_stacked_maple,
     "nanbeige": _with_neighbors,
     "openelm": _with_own_gates,
+    "plamo2": _as_mamba,
     "plamo3": _with_whole_norms,
     "refact": _with_own_projections,
     "smallthinker": _with_stacked_experts,

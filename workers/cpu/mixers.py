@@ -161,31 +161,34 @@ class NativeMixer(structs.Mixer):
                 for name, count in (("dt", layer.step_rank), ("b", keys), ("c", keys))
             ]
         selections, steps = self._selection_matrices(layer, own, heads, tensor_parallel)
+        # Layers with `head_dim` have the vector for steps after B and C.
+        first_step, first_key = (2 * keys, 0) if layer.head_dim else (0, layer.step_rank)
         for head in range(len(heads)):
             first, column = 3 * len(own) + head * selected, head * size
             inputs = range(2 * len(own) + column, 2 * len(own) + column + size)
             is_partial = tensor_parallel.size > 1 and layer.num_heads == 1
+            start = first + first_step
             self.convolved_products += [
                 ColumnProduct(inputs, selections[head], first, is_partial=is_partial),
-                ColumnProduct(range(first, first + layer.step_rank), steps[head], column, norms[0]),
+                ColumnProduct(range(start, start + layer.step_rank), steps[head], column, norms[0]),
             ]
             for i, norm in enumerate(norms[1:]):
-                start = first + layer.step_rank + i * keys
+                start = first + first_key + i * keys
                 if norm is not None:
                     self.normed_columns.append((range(start, start + keys), norm))
         unit = math.gcd(size, _MOST_CHANNELS_OF_UNIT)
-        log_a = self._weights.read_elements(f"{prefix}A_log", layer.channels * keys)
         skip_I, step_bias_I = (
-            self._weights.read_elements(f"{prefix}{name}", layer.channels)[own.start : own.stop]
+            mamba1.read_channels(layer, self._weights, f"{prefix}{name}", own)
             for name in ("D", "dt_proj.bias")
         )
-        decay_IK = -log_a.unflatten(0, (layer.channels, keys))[own.start : own.stop].exp()
+        decay_IK = mamba1.read_decay(layer, self._weights, prefix, own)
         return {
             "num_heads": len(own) // unit,
             "num_groups": len(heads),
             "key_dim": keys,
             "value_dim": unit,
-            "step_rank": layer.step_rank,
+            # Native code expects B after as many columns.
+            "step_rank": first_key,
             "gate_activation": structs.activation_number("silu"),
             "decay": decay_IK.unflatten(0, (-1, unit)).transpose(1, 2).numpy(),
             "skip": skip_I.numpy(),
@@ -206,7 +209,8 @@ class NativeMixer(structs.Mixer):
                 self.rows.shares(tensor_parallel),
                 tensor_parallel.rank,
             )
-            steps = weights.packed_together([Rows(names[1], layer.channels, own)], layer.step_rank)
+            rows = mamba1.step_rows(layer, names[1], own)
+            steps = weights.packed_together([rows], layer.step_rank)
             return [selection], steps
         size = layer.channels // layer.num_heads
         selections, steps = (

@@ -194,6 +194,12 @@ _BITNET_MODULES = _LAYER_MODULES | {
     "ffn_sub_norm": "mlp.ffn_sub_norm",
 }
 _FUSED_MLP = _LAYER_MODULES | {"ffn_up": "mlp.gate_up_proj"}
+_PLAMO_MODULES = _FUSED_MLP | {
+    "attn_norm": "pre_mixer_norm",
+    "post_attention_norm": "post_mixer_norm",
+    "ffn_norm": "pre_mlp_norm",
+    "post_ffw_norm": "post_mlp_norm",
+}
 # The names by architecture. "bamba" is used for files whose architecture is "granitehybrid" but that are Bambas.
 _LAYER_MODULES_OF_ARCHITECTURE = {
     "afmoe": _GATED_MODULES
@@ -249,13 +255,8 @@ _LAYER_MODULES_OF_ARCHITECTURE = {
     "nemotron_h": _NEMOTRON_H_MODULES,
     "nemotron_h_moe": _NEMOTRON_H_MODULES,
     "phi3": _FUSED_MLP,
-    "plamo3": _FUSED_MLP
-    | {
-        "attn_norm": "pre_mixer_norm",
-        "post_attention_norm": "post_mixer_norm",
-        "ffn_norm": "pre_mlp_norm",
-        "post_ffw_norm": "post_mlp_norm",
-    },
+    "plamo2": _MAMBA1_MODULES | _PLAMO_MODULES,
+    "plamo3": _PLAMO_MODULES,
     "qwen35": _DELTA_NET_MODULES,
     "qwen35moe": _DELTA_NET_MODULES,
     "qwen3next": _DELTA_NET_MODULES,
@@ -276,7 +277,7 @@ _EMBEDDING_NORM_IS_LAST = ("lfm2", "lfm2moe")
 # Tensors whose names have no suffix, such as ".weight", in a Hugging Face checkpoint.
 _PLAIN_TENSOR = re.compile(
     r"blk\.(\d+)\.(exp_probs_b|attn_sinks|altup_correct_scale|layer_output_scale|(?:ffn_gate_inp|ffn_down_exps)\.scale"
-    r"|ssm_(?:a|d|dt)|hc_(?:attn|ffn)_(?:fn|base|scale)|(?:attn|indexer)_compressor_ape|ffn_gate_tid2eid"
+    r"|ssm_(?:a|d|dt|(?:dt|b|c)_norm)|hc_(?:attn|ffn)_(?:fn|base|scale)|(?:attn|indexer)_compressor_ape|ffn_gate_tid2eid"
     r"|post_(?:attention|ffw)_norm"
     r"|time_mix_(?:[wav]0|k_k|k_a|r_k|lerp_fused|lerp_x|first|decay)|channel_mix_lerp_[kr])"
     r"(?:\.(?:weight|bias))?"
@@ -306,6 +307,7 @@ _PLAIN_NAMES = {
     "time_mix_first": "mixer.bonus",
     "time_mix_decay": "mixer.w_proj.linear.lora.2.bias",
     # PLaMo's.
+    **{f"ssm_{x}_norm": f"mixer.{x}_layernorm.weight" for x in ("dt", "b", "c")},
     "post_attention_norm": "post_mixer_norm.weight",
     "post_ffw_norm": "post_mlp_norm.weight",
     "channel_mix_lerp_k": "mlp.x_k",

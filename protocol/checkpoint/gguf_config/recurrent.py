@@ -400,6 +400,15 @@ RECURRENT: Final[dict[str, Translate]] = {
     "mamba2": declared("mamba2", "Mamba2ForCausalLM", _pure_mamba2, max_position_embeddings=None),
     "nemotron_h": _nemotron_h,
     "nemotron_h_moe": _nemotron_h,
+    "plamo2": declared(
+        "plamo2",
+        "Plamo2ForCausalLM",
+        layer_types=_kinds("attention", "mamba"),
+        mamba_d_state=integer("ssm.state_size"),
+        mamba_d_conv=integer("ssm.conv_kernel"),
+        mamba_num_heads=integer("ssm.time_step_rank"),
+        has_whole_norm_weights=True,
+    ),
     "qwen35": declared(
         "qwen3_5_text",
         "Qwen3_5ForCausalLM",

@@ -9,17 +9,11 @@ from typing import Any
 import torch
 import transformers
 from support.families import changes
+from support.families.plamo import PLAMO
 from support.families.published_form import Published
 from torch import nn
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 _ROTARY = {"rope_type": "default", "rope_theta": 1e4}
-_YARN = {
-    "rope_type": "yarn",
-    "factor": 8.0,
-    "original_max_position_embeddings": 40,
-    "rope_theta": 15_000.0,
-}
 _GPT2_NAMES = (
     (r"(model|transformer)\.(word_embeddings|embed_tokens)", "transformer.wte"),
     (r"(model|transformer)\.(layers|h)\.", "transformer.h."),
@@ -111,27 +105,6 @@ def _without_gates(reference: transformers.PreTrainedModel) -> None:
     for layer in reference.model.layers:
         layer.mlp.gate_proj = None
         layer.mlp.forward = square.__get__(layer.mlp)
-
-
-def _as_plamo3(reference: transformers.PreTrainedModel) -> None:
-    """Leave embeddings of a Gemma 3 as they are, and scale frequencies of full attention without rounded bounds."""
-    reference.model.embed_tokens.embed_scale.fill_(1.0)
-    config = transformers.LlamaConfig(head_dim=16, rope_parameters=_YARN | {"truncate": False})
-    frequencies, factor = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
-    rotary = reference.model.rotary_emb
-    rotary.full_attention_inv_freq, rotary.full_attention_attention_scaling = frequencies, factor
-
-
-def _with_offsets(tensors: changes.Tensors) -> changes.Tensors:
-    """Fuse matrices, and store norms of outputs without their offsets."""
-    changed = changes.with_fused_qkv(tensors)
-    for name in [name for name in changed if "gate_proj" in name]:
-        up = changed.pop(name.replace("gate_proj", "up_proj"))
-        changed[name.replace("gate_proj", "gate_up_proj")] = torch.cat((changed.pop(name), up))
-    for end, offset in (("attention", 1 / 5), ("feedforward", 5**-1.5)):
-        for name in [name for name in changed if f"post_{end}_layernorm" in name]:
-            changed[name] = changed[name] + (1 - offset)
-    return changed
 
 
 PUBLISHED_DENSE = {
@@ -230,45 +203,7 @@ PUBLISHED_DENSE = {
         {"model_type": "plm", "hidden_act": "relu2", "n_routed_experts": None},
         prepare=_without_gates,
     ),
-    "Plamo3": Published(
-        "gemma3",
-        {
-            "num_hidden_layers": 5,
-            "query_pre_attn_scalar": 16,
-            "sliding_window": 10,
-            "final_logit_softcapping": None,
-            "hidden_activation": "silu",
-            "layer_types": [
-                f"{x}_attention" for x in ("sliding", "full", "sliding", "full", "sliding")
-            ],
-            "rope_parameters": {"full_attention": _YARN, "sliding_attention": _ROTARY},
-        },
-        {
-            "model_type": "plamo3",
-            "hidden_activation": None,
-            "query_pre_attn_scalar": None,
-            "layer_types": None,
-            "sliding_window": None,
-            "window_size": 10,
-            "sliding_window_pattern": 2,
-            "_sliding_window_pattern": None,
-            "rope_parameters": None,
-            "rope_theta": 15_000,
-            "rope_local_theta": 10_000,
-            "rope_scaling_factor": 8.0,
-            "initial_context_length": 40,
-        },
-        (
-            (r"model\.layers\.", "model.layers.layers."),
-            (r"self_attn\.", "mixer."),
-            (r"input_layernorm", "pre_mixer_norm"),
-            (r"post_attention_layernorm", "post_mixer_norm"),
-            (r"pre_feedforward_layernorm", "pre_mlp_norm"),
-            (r"post_feedforward_layernorm", "post_mlp_norm"),
-        ),
-        _with_offsets,
-        prepare=_as_plamo3,
-    ),
+    **PLAMO,
     "Solar": Published(
         "llama2",
         {"num_hidden_layers": 7},

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from ....protocol.checkpoint.config_fields import ConfigFields
-from ....protocol.checkpoint.recurrent_config import read_factors, read_recurrent_layer
+from ....protocol.checkpoint.recurrent_config import read_recurrent_layer
 from ....protocol.checkpoint.recurrent_layers import RecurrentLayer
+from ....protocol.checkpoint.state_spaces.mamba import read_factors
 from ...layers.layer_spec import LayerSpec
 from ...layers.read_rope import read_rope, read_rope_of_layer_type
 from ...layers.rope import RopeSpec

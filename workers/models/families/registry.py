@@ -59,6 +59,7 @@ from .with_images import aria, dots3, ernie, minicpm, mistral, mllama, molmo, mu
 from .with_images import deepseek as deepseek_ocr
 from .with_other_names import dense as other_dense
 from .with_other_names import mixtures as other_mixtures
+from .with_other_names import plamo
 
 FAMILIES = (
     *deepseek_v4.FAMILIES,
@@ -93,6 +94,7 @@ FAMILIES = (
     *muse.FAMILIES,
     *other_dense.FAMILIES,
     *other_mixtures.FAMILIES,
+    *plamo.FAMILIES,
 )
 _BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES}
 _BY_MODEL_TYPE = {

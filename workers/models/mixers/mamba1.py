@@ -6,7 +6,7 @@ channel's state, E rank of the time steps, S requests, R requests of a round.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,10 +28,11 @@ class Mamba1Mixer(Mixer):
     def __init__(self, layer: Mamba1, source: LayerSource) -> None:
         super().__init__(layer, source)
         _, weights, prefix, shard, _ = source
-        tensor_parallel, channels = shard.tensor_parallel, layer.channels
+        tensor_parallel = shard.tensor_parallel
         own = own_channels(layer, tensor_parallel)
         self._num_heads = max(1, layer.num_heads // tensor_parallel.size)
         self._sizes = [layer.step_rank, layer.state_size_per_channel, layer.state_size_per_channel]
+        self._is_step_last = layer.head_dim > 0
         self._selection: Callable[[Tensor], Tensor]
         self._steps: Callable[[Tensor], Tensor]
         if layer.num_heads == 1:
@@ -42,11 +43,10 @@ class Mamba1Mixer(Mixer):
             _norm(layer, weights, f"{prefix}{name}_layernorm.weight", size)
             for name, size in zip(("dt", "b", "c"), self._sizes, strict=True)
         ]
-        step_bias = weights.read_elements(f"{prefix}dt_proj.bias", channels)
-        self._step_bias_I = step_bias[own.start : own.stop]
-        log_a = weights.read_elements(f"{prefix}A_log", channels * layer.state_size_per_channel)
-        self._a_IK = -log_a.unflatten(0, (channels, -1))[own.start : own.stop].exp()
-        self._skip_I = weights.read_elements(f"{prefix}D", channels)[own.start : own.stop]
+        self._step_bias_I, self._skip_I = (
+            read_channels(layer, weights, f"{prefix}{name}", own) for name in ("dt_proj.bias", "D")
+        )
+        self._a_IK = read_decay(layer, weights, prefix, own)
 
     @staticmethod
     def rows(
@@ -55,7 +55,11 @@ class Mamba1Mixer(Mixer):
         """See `Mixer.rows`. The projections are those to the inputs and to their gates."""
         channels, own = layer.channels, own_channels(layer, tensor_parallel)
         name = f"{prefix}in_proj"
-        if layer.num_heads > 1:
+        if layer.head_dim:
+            both = range(2 * own.start, 2 * own.stop)
+            index = torch.arange(2 * len(own)).view(-1, 2, layer.head_dim)
+            projection = [Rows(name, 2 * channels, both, index[:, i].flatten()) for i in (1, 0)]
+        elif layer.num_heads > 1:
             both, index = range(2 * own.start, 2 * own.stop), torch.arange(2 * len(own))
             projection = [Rows(name, 2 * channels, both, index[start::2]) for start in (0, 1)]
         else:
@@ -71,8 +75,10 @@ class Mamba1Mixer(Mixer):
         )
 
     def _read_products(self, layer: Mamba1, source: LayerSource, own: range) -> None:
+        prefix = source.prefix
         selection = source.read_columns("x_proj", sum(self._sizes), layer.channels, own)
-        steps = source.read_linear("dt_proj", layer.channels, layer.step_rank, own)
+        rows = step_rows(layer, f"{prefix}dt_proj", own)
+        steps = source.read_rows([rows], layer.step_rank)
         self._selection = lambda x_TI: selection(x_TI).unsqueeze(1)
         self._steps = lambda steps_T1E: steps(steps_T1E.squeeze(1).contiguous())
 
@@ -101,13 +107,19 @@ class Mamba1Mixer(Mixer):
         x_TI = F.silu(self._conv(inputs_TXI)).flatten(0, 1)[batch.tokens].to(dtype)
         steps_THE, b_THK, c_THK = (
             part if norm is None else norm(part)
-            for part, norm in zip(
-                self._selection(x_TI).split(self._sizes, -1), self._norms, strict=True
-            )
+            for part, norm in zip(self._selected(x_TI), self._norms, strict=True)
         )
         step_TI = F.softplus(self._steps(steps_THE).float() + self._step_bias_I)
         y_TI = self._scan(x_TI.float(), b_THK.float(), c_THK.float(), step_TI, cache, batch)
         return self._output((y_TI * F.silu(gate_TI.float())).to(dtype))
+
+    def _selected(self, x_TI: Tensor) -> Sequence[Tensor]:
+        """Return the vector for the time steps [T, H, E], B and C [T, H, K] before their norms."""
+        selected_THX, (rank, *sizes) = self._selection(x_TI), self._sizes
+        if not self._is_step_last:
+            return selected_THX.split(self._sizes, -1)
+        b_THK, c_THK, steps_THE = selected_THX.split((*sizes, rank), -1)
+        return steps_THE, b_THK, c_THK
 
     def _scan(
         self,
@@ -146,6 +158,38 @@ def _norm(layer: Mamba1, weights: WeightReader, name: str, size: int) -> RMSNorm
     if layer.has_norm_weights:
         weight = weights.read_vector(name, size)
     return RMSNorm(weight, layer.norm_eps)
+
+
+def read_channels(layer: Mamba1, weights: WeightReader, name: str, own: range) -> Tensor:
+    """Return a stored number for each of these channels, float32 [I]. The channels of a head may have one in common."""
+    size = layer.head_dim or 1
+    return weights.read_elements(name, layer.channels // size).repeat_interleave(size)[
+        own.start : own.stop
+    ]
+
+
+def read_decay(layer: Mamba1, weights: WeightReader, prefix: str, own: range) -> Tensor:
+    """Return the factors of time steps that give the logarithms of these channels' decays, float32 [I, K]."""
+    name, size = f"{prefix}A_log", layer.state_size_per_channel
+    if layer.head_dim:
+        return -read_channels(layer, weights, name, own).exp().unsqueeze(1).repeat(1, size)
+    log_a = weights.read_elements(name, layer.channels * size).view(layer.channels, size)
+    return -log_a[own.start : own.stop].exp()
+
+
+def step_rows(layer: Mamba1, name: str, own: range) -> Rows:
+    """Return the rows of the matrix called `name` that give these channels' time steps."""
+    if not layer.head_dim:
+        return Rows(name, layer.channels, own)
+    size = layer.head_dim
+    heads = range(own.start // size, own.stop // size)
+    return Rows(
+        name,
+        layer.channels // size,
+        heads,
+        torch.arange(len(heads)).repeat_interleave(size),
+        has_bias=False,
+    )
 
 
 def own_channels(layer: Mamba1, tensor_parallel: TensorParallel) -> range:

@@ -6,17 +6,13 @@ from typing import Any
 
 from .....protocol.checkpoint.config_fields import ConfigFields
 from ....layers.layer_spec import LayerSpec
-from ....layers.read_rope import read_rope, read_rope_of_layer_type
+from ....layers.read_rope import read_rope
 from ....layers.spec import ModelSpec
-from ....layers.specs.norm_names import NormNames
 from ....loaders.row_factors import RowFactors
 from ..common import (
     Family,
-    attention_biases,
-    base_spec,
     head_dim,
     uniform_layers,
-    windowed_layers,
 )
 from ..gpt import GPT2_NAMES, alibi_slopes, gpt_spec
 from ..latent import latent_spec
@@ -62,11 +58,6 @@ _OPENELM_NAMES = (
     (r"\.ffn\.proj_1\.", ".mlp.gate_up_proj."),
     (r"\.ffn\.proj_2\.", ".mlp.down_proj."),
 )
-_PLAMO_NAMES = (
-    (r"(^|\.)layers\.layers\.", r"\1layers."),
-    (r"\.mixer\.", ".self_attn."),
-)
-_PLAMO_NORM_OFFSETS = (("post_mixer_norm", 1 / 5), ("post_mlp_norm", 1 / 5**1.5))
 _BAICHUAN_7B_SIZE = 4096
 _BAICHUAN2_VOCAB_SIZE = 125_696
 
@@ -208,57 +199,6 @@ def _openelm_sizes(fields: ConfigFields, count: int) -> list[int]:
     return sizes
 
 
-def _plamo3(fields: ConfigFields) -> ModelSpec:
-    """Return the spec of a PLaMo 3, which has norms before and after each block, and windows in most layers.
-
-    The norms' weights have different offsets, which GGUF files include.
-    """
-    fields = _plamo3_windows(fields).with_values({"hidden_activation": None, "hidden_act": "silu"})
-    fields = fields.with_defaults(num_key_value_heads=4, head_dim=128, tie_word_embeddings=True)
-    factor = fields.positive("rope_scaling_factor", 1.0)
-    if factor != 1.0 and fields.get("rope_scaling") is None:
-        scaling = {
-            "rope_type": "yarn",
-            "factor": factor,
-            "original_max_position_embeddings": fields.integer("initial_context_length"),
-            "truncate": False,
-        }
-        fields = fields.with_values({"rope_scaling": scaling})
-    local, full = (
-        read_rope_of_layer_type(fields, kind, head_dim(fields), theta_field=name, theta=theta)
-        for kind, name, theta in (
-            ("sliding_attention", "rope_local_theta", 10_000.0),
-            ("full_attention", "rope_theta", 150_000.0),
-        )
-    )
-    period = fields.integer("sliding_window_pattern", 8)
-    is_whole = fields.boolean("has_whole_norm_weights", False)
-    is_scaled = fields.boolean("scale_embedding", False)
-    return base_spec(
-        fields,
-        windowed_layers(fields, lambda i: (i + 1) % period != 0, local, full),
-        norms=NormNames("pre_mixer_norm", "post_mixer_norm", "pre_mlp_norm", "post_mlp_norm"),
-        norm_weight_offset=0.0 if is_whole else 1.0,
-        norm_offsets=() if is_whole else _PLAMO_NORM_OFFSETS,
-        qk_norm="head",
-        embedding_scale=fields.integer("hidden_size") ** 0.5 if is_scaled else 1.0,
-        tensor_names=_PLAMO_NAMES,
-        **attention_biases(fields),
-    )
-
-
-def _plamo3_windows(fields: ConfigFields) -> ConfigFields:
-    """Return the fields with Llama's name of the window, and with the base of earlier configs."""
-    window = fields.get("sliding_window")
-    if isinstance(window, list):
-        # Earlier configs list the window of each layer. All windows are equal.
-        window = next((each for each in window if each is not None), None)
-    if window is None:
-        window = fields.get("window_size", 128)
-    theta = fields.get("rope_theta") or fields.get("rope_global_theta")
-    return fields.with_values({"sliding_window": window, "rope_theta": theta})
-
-
 def _plm(fields: ConfigFields) -> ModelSpec:
     """Return the spec of a PLM, which has latent attention, and MLPs with squared ReLUs instead of gates."""
     fields = fields.with_defaults(hidden_act="relu2", tie_word_embeddings=True)
@@ -304,7 +244,6 @@ FAMILIES = (
     Family("OpenELMForCausalLM", "openelm", _openelm),
     Family("OrionForCausalLM", "orion", _orion),
     Family("PanguEmbeddedForCausalLM", "PanguEmbedded", _with_bias),
-    Family("Plamo3ForCausalLM", "plamo3", _plamo3),
     Family("PLMForCausalLM", "plm", _plm),
     Family("QWenLMHeadModel", "qwen", _qwen),
     Family("TeleChat3ForCausalLM", "telechat3", llama),

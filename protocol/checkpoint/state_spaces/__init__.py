@@ -1,0 +1,1 @@
+"""Read the sizes of state-space layers from configs."""
