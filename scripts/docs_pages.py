@@ -278,6 +278,7 @@ _USUAL: dict[str, dict[str, Any]] = {
         "num_kv_heads": [3] * 32,
         "ffn_multipliers": [2.0] * 32,
     },
+    "plamo2": {"model_type": "plamo2"},
     "plm": {"hidden_act": "relu2"},
     "rwkv6": {"model_type": "rwkv6"},
     "rwkv7": {"model_type": "rwkv7"},
