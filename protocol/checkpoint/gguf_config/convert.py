@@ -12,6 +12,7 @@ import numpy as np
 from ...errors import CheckpointError
 from ..gguf import GGUFFile
 from .compressed import COMPRESSED
+from .deepseek import DEEPSEEK
 from .dense import DENSE
 from .encoders import ENCODERS
 from .fields import GGUFFields, ModelFields, Translate
@@ -23,6 +24,7 @@ from .rwkv import RWKV
 
 ARCHITECTURES: Final[dict[str, Translate]] = {
     **COMPRESSED,
+    **DEEPSEEK,
     **DENSE,
     **ENCODERS,
     **GEMMA,

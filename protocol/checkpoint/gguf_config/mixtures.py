@@ -3,23 +3,19 @@
 from typing import Any, Final
 
 from .declared import boolean, declared, expert, has, integer, optional_integer, positive, windows
+from .deepseek import SIGMOID
 from .fields import ModelFields, Translate
 from .parts import (
     expert_fields,
     gate_limits,
     granite,
-    latent_attention,
     layer_counts,
     layer_types,
     partial_rotary,
     rope_scaling,
     rotary_axes,
     rotary_dim,
-    yarn_weight,
 )
-
-# The value of the metadata key that means: scores are sigmoids of the router's logits.
-_SIGMOID = 2
 
 
 def _mellum_ropes(fields: ModelFields) -> dict[str, Any]:
@@ -73,7 +69,7 @@ def _cohere2_norms(fields: ModelFields) -> dict[str, Any]:
 
 
 def _cohere2_scoring(fields: ModelFields) -> str:
-    is_sigmoid = fields.integer("expert_gating_func", _SIGMOID) == _SIGMOID
+    is_sigmoid = fields.integer("expert_gating_func", SIGMOID) == SIGMOID
     return "sigmoid" if is_sigmoid else "softmax"
 
 
@@ -104,58 +100,6 @@ def _minimax_m3_layers(fields: ModelFields) -> dict[str, Any]:
         "dense_intermediate_size": dense_size,
         "mlp_layer_types": kinds,
         "layer_types": ["minimax_m3_sparse" if each else "full_attention" for each in indexed],
-    }
-
-
-def _deepseek(fields: ModelFields) -> dict[str, Any]:
-    """Return the fields of latent attention with experts, without the kind of the router."""
-    scaling = rope_scaling(fields)
-    if scaling is not None and (weight := yarn_weight(fields, 0.1)):
-        scaling |= {"mscale": weight, "mscale_all_dim": weight}
-    return (
-        expert_fields(fields)
-        | latent_attention(fields)
-        | layer_counts(fields)
-        | {"rope_scaling": scaling}
-    )
-
-
-_DEEPSEEK3: Final = declared("deepseek_v3", "DeepseekV3ForCausalLM", _deepseek)
-
-
-def _no_window(fields: ModelFields) -> dict[str, Any]:
-    """Refuse files of models whose windows do not move over the prompt (Unlimited-OCR)."""
-    fields.require("attention.sliding_window", 0)
-    return {}
-
-
-def _deepseek2(fields: ModelFields) -> dict[str, Any]:
-    last = layer_counts(fields)["num_hidden_layers"] - 1
-    # Older files do not say which function turns the router's logits into scores.
-    has_correction = fields.has_tensor(f"blk.{last}.exp_probs_b.bias")
-    if fields.integer("expert_gating_func", 2 if has_correction else 1) == _SIGMOID:
-        return _DEEPSEEK3(fields)
-    config = declared("deepseek_v2", "DeepseekV2ForCausalLM", _deepseek)(fields)
-    return config | {"topk_method": "group_limited_greedy" if config["n_group"] > 1 else "greedy"}
-
-
-def _mistral4_scaling(fields: ModelFields) -> dict[str, Any] | None:
-    scaling: dict[str, Any] | None = _deepseek(fields)["rope_scaling"]
-    beta = fields.optional_positive("attention.temperature_scale")
-    if scaling is not None and beta is not None:
-        scaling["llama_4_scaling_beta"] = beta
-    return scaling
-
-
-def _indexers(fields: ModelFields) -> dict[str, Any]:
-    """Return the fields of sparse latent attention, in which only some layers have an indexer."""
-    layers = range(layer_counts(fields)["num_hidden_layers"])
-    indexed = [fields.has_tensor(f"blk.{i}.indexer.attn_k.weight") for i in layers]
-    return {
-        "index_n_heads": fields.integer("attention.indexer.head_count"),
-        "index_head_dim": fields.integer("attention.indexer.key_length"),
-        "index_topk": fields.integer("attention.indexer.top_k"),
-        "indexer_types": ["full" if has_indexer else "shared" for has_indexer in indexed],
     }
 
 
@@ -317,10 +261,6 @@ MIXTURES: Final[dict[str, Translate]] = {
         sliding_window_size=_WINDOW,
         norm_topk_prob=_NORMS_WEIGHTS,
     ),
-    "deepseek": declared("deepseek", "DeepseekForCausalLM", expert_fields),
-    "deepseek2": _deepseek2,
-    "deepseek2-ocr": declared("deepseek", "DeepseekForCausalLM", expert_fields, _no_window),
-    "deepseek32": declared("deepseek_v32", "DeepseekV32ForCausalLM", _deepseek2, _indexers),
     "dots1": declared("dots1", "Dots1ForCausalLM", expert_fields),
     "ernie4_5-moe": declared(
         "ernie4_5_moe",
@@ -339,7 +279,6 @@ MIXTURES: Final[dict[str, Translate]] = {
         layer_types=_decoder_layer_types,
         sliding_window=_WINDOW,
     ),
-    "glm-dsa": declared("glm_moe_dsa", "GlmMoeDsaForCausalLM", _deepseek2, _indexers),
     "glm4moe": declared(
         "glm4_moe",
         "Glm4MoeForCausalLM",
@@ -454,9 +393,6 @@ MIXTURES: Final[dict[str, Translate]] = {
         index_block_size=integer("attention.indexer.block_size", 128),
         index_local_blocks=integer("attention.indexer.local_blocks", 1, minimum=0),
     ),
-    "mistral4": declared(
-        "mistral4", "Mistral4ForCausalLM", _deepseek2, rope_scaling=_mistral4_scaling
-    ),
     "olmoe": declared(
         "olmoe",
         "OlmoeForCausalLM",
@@ -486,7 +422,7 @@ MIXTURES: Final[dict[str, Translate]] = {
         moe_num_active_primary_experts=integer("expert_used_count"),
         moe_ffn_hidden_size=_EXPERT_SIZE,
         moe_primary_router_apply_softmax=lambda fields: (
-            fields.integer("expert_gating_func", 1) != _SIGMOID
+            fields.integer("expert_gating_func", 1) != SIGMOID
         ),
     ),
     "step35": declared(
