@@ -50,25 +50,29 @@ def convert_world(directory: Path) -> dict[str, dict[str, Any]]:
     model was not trained with it, so it is not added here.
 
     Raises:
-        CheckpointError: The vocabulary is damaged.
+        CheckpointError: The vocabulary or an added token is damaged.
     """
     [path, *_] = world_files(directory)
     tokens = _read_vocabulary(path)
     known = set(tokens.values())
     config = ConfigFields.read_if_present(directory / _CONFIG)
-    listed = {
-        int(index): token
-        for index, token in config.first_section("added_tokens_decoder").config.items()
-        if index.isdecimal() and token["content"].encode() not in known
+    entries = config.first_section("added_tokens_decoder")
+    named = {
+        int(index): entries.required_section(index) for index in entries.config if index.isdecimal()
+    }
+    listed: dict[int, dict[str, Any]] = {
+        index: {"content": text, "special": token.boolean("special", True)}
+        for index, token in named.items()
+        if (text := token.text("content")).encode() not in known
     }
     others = ConfigFields.read_if_present(directory / "special_tokens_map.json").config
-    listed.setdefault(0, {"content": _END})
+    listed.setdefault(0, {"content": _END, "special": True})
     tokenizer = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": [
-            added_token(index, token["content"], special=token.get("special", True))
+            added_token(index, token["content"], special=token["special"])
             for index, token in sorted(listed.items())
         ],
         "post_processor": None,

@@ -114,3 +114,12 @@ def test_damaged_vocabularies_are_named(tmp_path: Path, tokens, problem: str) ->
         (tmp_path / "rwkv_vocab_v20230424.txt").write_text("1 'a' 2\n")
     with pytest.raises(CheckpointError, match=problem):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("entry", ["<s>", {"special": True}, {"content": 3}])
+def test_damaged_added_tokens_are_named(tmp_path: Path, entry) -> None:
+    write_directory(tmp_path)
+    config = json.dumps({"added_tokens_decoder": {"7": entry}})
+    (tmp_path / "tokenizer_config.json").write_text(config)
+    with pytest.raises(CheckpointError, match=r"added_tokens_decoder\.7"):
+        load_tokenizer(tmp_path)

@@ -97,7 +97,7 @@ def _rwkv(fields: ConfigFields) -> ModelSpec:
         stacked = (r"\.mixer\.w_lora\.lora\.2\.weight$", ".mixer.x_proj.2.stacked")
         names = (*names, (r"\.mixer\.x_x$", ".mixer.x_bias"), stacked)
     if not fields.boolean("shifts_mlp", True):
-        return base_spec(fields, layers, norms=norms, tensor_names=_RWKV_NAMES)
+        return base_spec(fields, layers, norms=norms, tensor_names=names)
     return base_spec(
         fields,
         layers,
