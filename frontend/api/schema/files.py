@@ -13,6 +13,8 @@ class FileRequest(msgspec.Struct, kw_only=True):
     """The fields other than `file` in the form of `POST /v1/files`."""
 
     purpose: str | None = None
+    # The lifetime of the file in Anthropic's API.
+    expires_in_seconds: Int | None = None
     expires_anchor: str | None = msgspec.field(name="expires_after[anchor]", default=None)
     expires_seconds: Int | None = msgspec.field(name="expires_after[seconds]", default=None)
 

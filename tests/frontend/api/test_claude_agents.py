@@ -185,3 +185,26 @@ def test_claude_batches_that_are_cancelled_or_invalid(
         answer = frontend.http.post("/v1/messages/batches", json=body, headers={"x-api-key": KEY})
         assert answer.status_code == 400 and answer.json()["type"] == "error"
         assert re.search(problem, answer.json()["error"]["message"]), answer.text
+
+
+def test_claude_stores_lists_and_deletes_files(claude: anthropic.Anthropic) -> None:
+    import anthropic
+
+    files = claude.beta.files
+    stored = [
+        files.upload(file=(f"{name}.txt", name.encode(), "text/plain"), expires_in_seconds=3600)
+        for name in ("one", "three", "fourth")
+    ]
+    first = stored[0]
+    assert (first.type, first.filename, first.mime_type) == ("file", "one.txt", "text/plain")
+    assert first.size_bytes == 3 and first.expires_at is not None
+    assert (first.expires_at - first.created_at).total_seconds() == 3600
+    assert files.retrieve_metadata(first.id) == first
+    assert files.download(first.id).read() == b"one"
+    assert list(files.list(limit=2)) == stored[::-1]
+    assert files.list(ids=[first.id, "file-0"]).data == [first]
+    assert files.delete(first.id).type == "file_deleted"
+    with pytest.raises(anthropic.NotFoundError):
+        files.retrieve_metadata(first.id)
+    with pytest.raises(anthropic.BadRequestError, match="expires_in_seconds must be between"):
+        files.upload(file=("a", b"a"), expires_in_seconds=1)
