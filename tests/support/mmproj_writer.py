@@ -16,10 +16,12 @@ PROJECTORS = {
     "gemma4": "gemma4v",
     "pixtral": "pixtral",
     "mistral3": "pixtral",
+    "lighton_ocr": "lightonocr",
 }
 _NAMES = (
     (r"^model\.", ""),
-    (r"^vision_(tower|model)\.", "v."),
+    (r"^vision_(tower|model|encoder)\.", "v."),
+    (r"^vision_projection\.", "multi_modal_projector."),
     (r"^v\.vision_model\.", "v."),
     (r"encoder\.layers?\.|transformer\.layers\.", "blk."),
     (r"\.(layer_norm1|layernorm_before|attention_norm)\.", ".ln1."),
@@ -62,8 +64,11 @@ _PROJECTIONS = {
         "linear_2": "mm.model.mlp.3",
     },
     "mlp": {"linear_1": "mm.0", "linear_2": "mm.2"},
+    "lightonocr": {"linear_1": "mm.1", "linear_2": "mm.2"},
     "pixtral": {"linear_1": "mm.1", "linear_2": "mm.2"},
 }
+
+PIXTRALS = ("lightonocr", "pixtral")
 
 
 def write_mmproj(path: Path, model: Any, kind: str) -> Path:
@@ -78,7 +83,7 @@ def write_mmproj(path: Path, model: Any, kind: str) -> Path:
     if projector == "mlp":
         num_layers -= 1
     numbers = {
-        "image_size": 2 * image_size if projector == "pixtral" else image_size,
+        "image_size": 2 * image_size if projector in PIXTRALS else image_size,
         "patch_size": patch_size,
         "embedding_length": config.hidden_size,
         "feed_forward_length": config.intermediate_size,
@@ -89,7 +94,7 @@ def write_mmproj(path: Path, model: Any, kind: str) -> Path:
         numbers["projector.scale_factor"] = 2
     if projector == "idefics3":
         numbers["preproc_image_size"] = 4 * image_size
-    if kind == "mistral3":
+    if kind in ("mistral3", "lighton_ocr"):
         numbers["spatial_merge_size"] = 2
     for name, value in numbers.items():
         writer.add_uint32(f"clip.vision.{name}", value)
@@ -201,7 +206,7 @@ def _gguf_name(name: str, projector: str) -> str:
 
 
 def _stored(name: str, tensor: torch.Tensor, config: Any, projector: str) -> np.ndarray:
-    if projector == "pixtral" and name.endswith(("attn_q.weight", "attn_k.weight")):
+    if projector in PIXTRALS and name.endswith(("attn_q.weight", "attn_k.weight")):
         heads = tensor.unflatten(0, (config.num_attention_heads, 2, -1))
         tensor = heads.transpose(1, 2).flatten(0, 2)
     if projector == "gemma4v" and name == "v.patch_embd.weight":

@@ -140,7 +140,7 @@ class MmprojCheckpoint(Checkpoint):
         for name in sorted(self._gguf.tensors, key=_part_number):
             self._tensors.setdefault(rename(name), []).append(self._gguf.tensors[name])
         self._num_interleaved_heads = 0
-        if kind == "pixtral":
+        if kind in ("lightonocr", "pixtral"):
             # The converter interleaves the rows of q and k, as for decoders.
             self._num_interleaved_heads = int(metadata["clip.vision.attention.head_count"])
         for tensor in self._gguf.tensors.values():

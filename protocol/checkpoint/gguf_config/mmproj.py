@@ -293,6 +293,20 @@ def _pixtral(vision: _Vision) -> Mmproj:
     return Mmproj(config, vision.pixels({"longest_edge": vision.integer("image_size")}))
 
 
+def _lighton_ocr(vision: _Vision) -> Mmproj:
+    merge_size = vision.integer("spatial_merge_size", 2)
+    config = {
+        "model_type": "lighton_ocr",
+        "architectures": ["LightOnOcrForConditionalGeneration"],
+        "vision_config": vision.tower("gelu") | {"model_type": "pixtral"},
+        "multimodal_projector_bias": vision.has_tensor("mm.1.bias"),
+        "spatial_merge_size": merge_size,
+        "image_token_id": vision.token_id("<|image_pad|>"),
+    }
+    pixels = vision.pixels({"longest_edge": vision.integer("image_size")})
+    return Mmproj(config, pixels | {"patch_size": merge_size * vision.integer("patch_size")})
+
+
 def _lfm2(vision: _Vision) -> Mmproj:
     factor = vision.integer("projector.scale_factor", 2)
     return Mmproj(
@@ -421,6 +435,7 @@ _KINDS: Final[dict[str, _Reader]] = {
     "idefics3": _idefics3,
     "internvl": _internvl,
     "lfm2": _lfm2,
+    "lightonocr": _lighton_ocr,
     "mlp": _llava,
     "pixtral": _pixtral,
     "qwen2.5vl_merger": _qwen2_5_vl,

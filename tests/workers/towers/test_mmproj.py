@@ -36,7 +36,7 @@ from support.vision_checkpoints import TILE, vision_directory
 pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
-TOKENS = ["<image>", "<IMG_CONTEXT>", "<image_soft_token>", "[IMG]", "<|image|>"]
+TOKENS = ["<image>", "<IMG_CONTEXT>", "<image_soft_token>", "[IMG]", "<|image|>", "<|image_pad|>"]
 
 
 def _decoder(path, tokens=TOKENS):
@@ -77,9 +77,8 @@ def test_towers_of_mmproj_files_equal_those_of_checkpoints(kind, tmp_path):
 def test_towers_of_qwen_files_equal_those_of_checkpoints(kind, tmp_path):
     path, model = qwen_directory(tmp_path / "model", kind)
     file = write_tower(tmp_path / "mmproj-tiny.gguf", model, path)
-    tokens = [*TOKENS, "<|image_pad|>"]
     text = model.config.text_config.to_dict()
-    found = read_mmproj(GGUFFile(file), _decoder(tmp_path / "tiny.gguf", tokens), text)
+    found = read_mmproj(GGUFFile(file), _decoder(tmp_path / "tiny.gguf"), text)
     spec = vision_spec(ConfigFields(found.config, file), text["hidden_size"])
     expected = vision_spec(ConfigFields.read(path / "config.json"), text["hidden_size"])
     deepstack = tuple(sorted(expected.deepstack_layers))
