@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from msgspec import UNSET
 
-from ...http.errors import bad_request, renaming, wrong
+from ...http.errors import bad_request, echo, renaming, wrong
 from ..logprobs import Json
 from ..routes.transcriptions import Plan, Transcriptions
 from ..schema.audio import TranscriptionRequest
@@ -56,7 +56,7 @@ class Settings:
         if session.type not in (None, "transcription"):
             raise bad_request(
                 "session.type",
-                f'must be "transcription", got "{session.type}": this server holds no conversations',
+                f'must be "transcription", got {echo(session.type)}: this server holds no conversations',
             )
         new = Settings(
             self.format, self.rate, self.transcription, self.detection, self.has_logprobs
