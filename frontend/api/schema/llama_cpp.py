@@ -116,7 +116,7 @@ class LlamaModelRequest(msgspec.Struct, kw_only=True):
 
 
 class LlamaControlRequest(msgspec.Struct, kw_only=True):
-    """The body of `POST /v1/chat/completions/control`: what to do with the running answer that has an ID."""
+    """The body of `POST /v1/chat/completions/control`, which names a running answer and an action."""
 
     id: str | None = None
     action: str | None = None

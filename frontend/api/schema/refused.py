@@ -80,7 +80,7 @@ REFUSED: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
     "container": ("is not supported; this server runs no tools itself", ()),
     "compaction": ("is not supported; ask for a summary in a message", ()),
     "_debug_render_only": (
-        "is not supported; use /v1/chat/completions/render or /v1/completions/render",
+        "has no effect on this route; use /v1/chat/completions/render or /v1/completions/render",
         (False,),
     ),
     "joint": ("is not supported; each question is answered by itself", (False,)),

@@ -120,6 +120,9 @@ class Route:
                 # that does not replace the input.
                 is_response = self.path.startswith("/v1/responses")
                 del members[other if field == "prompt" and not is_response else "prompt"]
+        if "action" in self.fields:
+            # The ID of the answer that the action is for.
+            members["id"] = b'"answer"'
         if "label_token_ids" not in members:
             # The items of conversations are objects.
             members.pop("items", None)

@@ -1,4 +1,4 @@
-"""vLLM's `/v1/chat/completions/render` and `/v1/completions/render`: what the engine would be given for a request.
+"""vLLM's `/v1/chat/completions/render` and `/v1/completions/render`, which return the prompts of a request.
 
 The answer is a body of `/inference/v1/generate`, so that one server can render requests that another one computes.
 The fields are those of vLLM 0.32.
