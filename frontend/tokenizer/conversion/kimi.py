@@ -34,7 +34,7 @@ def convert_kimi(directory: Path) -> dict[str, dict[str, Any]]:
     """Return the contents of tokenizer.json and tokenizer_config.json.
 
     Raises:
-        CheckpointError: The file is damaged, or the tokenizer is not that of a Kimi.
+        CheckpointError: A file is damaged, or the tokenizer is not that of a Kimi.
     """
     config = ConfigFields.read_if_present(directory / _CONFIG)
     if (name := config.text("tokenizer_class", "")) != _CLASS:
@@ -53,10 +53,11 @@ def convert_kimi(directory: Path) -> dict[str, dict[str, Any]]:
     if sorted(ranks) != list(range(count)) or len(set(ranks.values())) != len(lines):
         raise CheckpointError(path, f"its {len(lines)} tokens must have different ranks from 0")
     texts = byte_texts([ranks[rank] for rank in range(count)])
-    listed = config.first_section("added_tokens_decoder").config
+    listed = config.first_section("added_tokens_decoder")
     special = [
-        listed.get(str(index), {"content": f"<|reserved_token_{index}|>"})
+        (token.text("content", f"<|reserved_token_{index}|>"), token.boolean("special", True))
         for index in range(count, count + _NUM_SPECIAL)
+        for token in [listed.first_section(str(index))]
     ]
     scheme = PRE_TOKENIZERS["kimi-k2"]
     model = bpe(texts, merges_of(texts), ignore_merges=True)
@@ -65,8 +66,8 @@ def convert_kimi(directory: Path) -> dict[str, dict[str, Any]]:
         "truncation": None,
         "padding": None,
         "added_tokens": [
-            added_token(count + i, token["content"], special=token.get("special", True))
-            for i, token in enumerate(special)
+            added_token(count + i, content, special=is_special)
+            for i, (content, is_special) in enumerate(special)
         ],
         "post_processor": None,
         **byte_level(scheme.patterns, model),

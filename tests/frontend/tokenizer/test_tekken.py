@@ -168,6 +168,11 @@ def test_special_tokens_of_tiktoken_files_are_named_or_reserved(tmp_path: Path) 
         ({"lines": ["YQ=="]}, "not a tokenizer of tiktoken"),
         ({"lines": ["YQ== 0", "Yg== 2"]}, "must have different ranks from 0"),
         ({"lines": ["YQ== 0", "YQ== 1"]}, "must have different ranks from 0"),
+        ({"added_tokens_decoder": {str(len(VOCABULARY)): "[BOS]"}}, r"added_tokens_decoder\.\d+"),
+        (
+            {"added_tokens_decoder": {str(len(VOCABULARY)): {"content": 3}}},
+            r"added_tokens_decoder\.\d+\.content",
+        ),
     ],
 )
 def test_damaged_tiktoken_files_are_refused(
