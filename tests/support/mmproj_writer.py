@@ -1,12 +1,14 @@
 """Write the vision tower of a transformers model as the mmproj file that llama.cpp's converter would make of it."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGUFWriter
+from gguf import MODEL_ARCH, GGUFWriter, get_tensor_name_map
+from safetensors.torch import load_file
 
 PROJECTORS = {
     "idefics3": "idefics3",
@@ -146,6 +148,59 @@ def write_lfm2_mmproj(path: Path, model: Any) -> Path:
             tensor = tensor.view(-1, size, size, 3).permute(0, 3, 1, 2)
         if found.startswith(("v.", "mm.")):
             writer.add_tensor(found, tensor.float().contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def write_kimi_mmproj(path: Path, checkpoint: Path) -> Path:
+    """Write the tower of a Kimi in a directory to `path` and return it."""
+    config = json.loads((checkpoint / "config.json").read_text())
+    vision, is_k25 = config["vision_config"], config["model_type"] == "kimi_k25"
+    writer = GGUFWriter(path, "clip")
+    writer.add_string("clip.projector_type", "kimik25" if is_k25 else "kimivl")
+    numbers = {
+        "image_size": 64 * vision["patch_size"],
+        "patch_size": vision["patch_size"],
+        "embedding_length": vision["hidden_size"],
+        "feed_forward_length": vision["intermediate_size"],
+        "block_count": vision["num_hidden_layers"],
+        "attention.head_count": vision["num_attention_heads"],
+        "projector.scale_factor": 2,
+    }
+    if is_k25:
+        numbers["image_max_pixels"] = 60 * vision["patch_size"] ** 2
+    for name, value in numbers.items():
+        writer.add_uint32(f"clip.vision.{name}", value)
+    writer.add_float32("clip.vision.attention.layer_norm_epsilon", 1e-5)
+    writer.add_bool("clip.use_gelu", True)
+    for name in ("mean", "std"):
+        writer.add_array(f"clip.vision.image_{name}", [0.5, 0.5, 0.5])
+    names = get_tensor_name_map(MODEL_ARCH.MMPROJ, vision["num_hidden_layers"])
+    for name, tensor in load_file(checkpoint / "model.safetensors").items():
+        if not re.match(r"(model\.)?(vision_tower|multi_modal_projector|mm_projector)\.", name):
+            continue
+        # Transformers saves other names than those of the published files.
+        name = name.removeprefix("model.").replace("encoder.patch_embed", "patch_embed")
+        name = name.replace("proj.0.", "proj.linear_1.").replace("proj.2.", "proj.linear_2.")
+        parts = {name: tensor}
+        if "pos_emb." in name and not is_k25:
+            parts = {name: tensor.flatten(0, 1)}
+        if ".wqkv." in name and is_k25:
+            heads = tensor.unflatten(0, (3, vision["num_attention_heads"], -1, 2, 2))
+            halves = heads[:2].transpose(2, 3).flatten(0, 4)
+            parts = {name: torch.cat((halves, heads[2].flatten(0, 3)))}
+        elif ".wqkv." in name:
+            split = zip("qkv", tensor.chunk(3), strict=True)
+            parts = {name.replace("wqkv", f"w{x}"): part for x, part in split}
+        for each, part in parts.items():
+            found = names.get_name(each, (".weight", ".bias"))
+            if "linear_2." in each:
+                found = f"mm.2.{each.rpartition('.')[2]}"
+            assert found is not None, each
+            writer.add_tensor(found, part.float().contiguous().numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -98,6 +98,26 @@ _GRID_LAYER_NAMES = {
     "attn_out": "attn.proj",
     "ffn_gate": "mlp.gate_proj",
 }
+_KIMI_NAMES = {
+    "v.patch_embd": f"{_TOWER}patch_embed.proj",
+    "v.position_embd": f"{_TOWER}patch_embed.pos_emb",
+    "v.post_ln": f"{_TOWER}encoder.final_layernorm",
+    "mm.input_norm": "multi_modal_projector.pre_norm",
+    "mm.1": "multi_modal_projector.linear_1",
+    "mm.2": "multi_modal_projector.linear_2",
+}
+_KIMI_POSITIONS = f"{_TOWER}patch_embed.pos_emb.weight"
+_KIMI_LAYER_NAMES = {
+    "ln1": "norm0",
+    "ln2": "norm1",
+    "attn_qkv": "wqkv",
+    "attn_q": "wqkv",
+    "attn_k": "wqkv",
+    "attn_v": "wqkv",
+    "attn_out": "wo",
+    "ffn_up": "mlp.fc0",
+    "ffn_down": "mlp.fc1",
+}
 _DEEPSTACK = re.compile(r"v\.deepstack\.(\d+)\.(\w+)\.(weight|bias)")
 _LAST_PARTS = ("attn_k", "attn_v", "weight.1", "attn.k", "attn.v")
 """Marks of tensors that are parts of one in a Hugging Face checkpoint, after its first part and in their order."""
@@ -134,12 +154,17 @@ class MmprojCheckpoint(Checkpoint):
         )
         if kind.startswith("qwen"):
             rename = _grid_names(self._gguf.tensors)
+        elif kind.startswith("kimi"):
+            rename = _kimi_name
         # The converter makes a convolution of these patch projections.
         self._flattens_patches = kind in ("gemma4v", "lfm2")
         self._tensors: dict[str, list[GGUFTensor]] = {}
         for name in sorted(self._gguf.tensors, key=_part_number):
             self._tensors.setdefault(rename(name), []).append(self._gguf.tensors[name])
-        self._num_interleaved_heads = 0
+        self._num_interleaved_heads = self._num_halved_heads = 0
+        if kind == "kimik25":
+            # The converter moves the elements that are rotated by the column before those of the row.
+            self._num_halved_heads = int(metadata["clip.vision.attention.head_count"])
         if kind in ("lightonocr", "pixtral"):
             # The converter interleaves the rows of q and k, as for decoders.
             self._num_interleaved_heads = int(metadata["clip.vision.attention.head_count"])
@@ -168,6 +193,9 @@ class MmprojCheckpoint(Checkpoint):
             return first.shape[0], math.prod(first.shape[1:])
         if name == f"{_UNIFIED}pos_embedding":
             return first.shape[1], first.shape[0], *first.shape[2:]
+        if name == _KIMI_POSITIONS and len(first.shape) == 2:
+            side = math.isqrt(first.shape[0])
+            return side, side, first.shape[1]
         if not others:
             return first.shape
         if len(first.shape) == 4:
@@ -196,6 +224,12 @@ class MmprojCheckpoint(Checkpoint):
         if name.endswith(("q_proj.weight", "k_proj.weight")) and self._num_interleaved_heads:
             heads = values.unflatten(0, (self._num_interleaved_heads, -1, 2))
             values = heads.transpose(1, 2).flatten(0, 2)
+        if ".wqkv." in name and self._num_halved_heads:
+            joined = values.unflatten(0, (3, self._num_halved_heads, 2, -1, 2))
+            rotated = joined[:2].transpose(2, 3)
+            values = torch.cat((rotated.flatten(0, 4), joined[2].flatten(0, 3)))
+        if name == _KIMI_POSITIONS:
+            values = values.view(self.shape(name))
         if name.endswith("mm_soft_emb_norm.weight"):
             # The converter adds 1 to this norm, as to Gemma's other norms.
             values = values - 1
@@ -250,6 +284,16 @@ def _grid_names(names: Collection[str]) -> Callable[[str], str]:
         return f"{_GRID_NAMES[stem]}.{last}" if stem in _GRID_NAMES else name
 
     return rename
+
+
+def _kimi_name(name: str) -> str:
+    """Return Kimi-VL's name for a tensor, or the name in the file if there is none."""
+    if match := _LAYER_TENSOR.fullmatch(name):
+        if match[2] not in _KIMI_LAYER_NAMES:
+            return name
+        return f"{_TOWER}encoder.blocks.{match[1]}.{_KIMI_LAYER_NAMES[match[2]]}.{match[3]}"
+    stem, _, last = name.rpartition(".")
+    return f"{_KIMI_NAMES[stem]}.{last}" if stem in _KIMI_NAMES else name
 
 
 def _hf_name(name: str, names: Mapping[str, str], *, swaps_mlps: bool) -> str:

@@ -7,106 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from ...errors import CheckpointError
 from ..gguf import GGUFFile
-from .fields import GGUFFields
-
-
-class Mmproj(NamedTuple):
-    """The config of a model that reads images, and the fields of its image processor.
-
-    `tokens` maps names of special tokens, as in tokenizer_config.json, to their texts.
-    """
-
-    config: dict[str, Any]
-    processor: dict[str, Any]
-    tokens: Mapping[str, str] = MappingProxyType({})
-
-
-class _Vision(GGUFFields):
-    """The metadata keys of a vision tower, with access to the decoder that reads its outputs."""
-
-    def __init__(self, gguf: GGUFFile, decoder: GGUFFile) -> None:
-        super().__init__(gguf.metadata, gguf.path, "clip.vision.")
-        self.gguf = gguf
-        self._decoder = decoder
-
-    def has_tensor(self, name: str) -> bool:
-        """Return whether the file has a tensor."""
-        return name in self.gguf.tensors
-
-    def num_rows(self, name: str) -> int:
-        """Return the number of rows of a matrix.
-
-        Raises:
-            CheckpointError: The file has no such matrix.
-        """
-        tensor = self.gguf.tensors.get(name)
-        if tensor is None or len(tensor.shape) != 2:
-            raise CheckpointError(self.path, f"there is no matrix {name!r}")
-        return tensor.shape[0]
-
-    @property
-    def has_layer_inputs(self) -> bool:
-        """True if each layer of the decoder has inputs of its own (the smaller ones of Gemma 4)."""
-        return bool(self._decoder.metadata.get("gemma4.embedding_length_per_layer_input"))
-
-    @property
-    def decoder_architecture(self) -> str:
-        """The architecture of the decoder's file."""
-        return str(self._decoder.metadata.get("general.architecture"))
-
-    def token_id(self, text: str) -> int:
-        """Return the id of a token in the decoder's vocabulary.
-
-        Raises:
-            CheckpointError: There is no such token.
-        """
-        tokens = self._decoder.metadata.get("tokenizer.ggml.tokens")
-        if not isinstance(tokens, list) or text not in tokens:
-            raise CheckpointError(
-                self._decoder.path,
-                f"there is no token {text!r}, which represents images; use the model that belongs to "
-                f"{self.path}",
-            )
-        return tokens.index(text)
-
-    def activation(self, gelu: str) -> str:
-        """Return the name of the activation. `gelu` names the variant that is used if the file only says GELU."""
-        metadata = self.gguf.metadata
-        if metadata.get("clip.use_gelu"):
-            return gelu
-        return "silu" if metadata.get("clip.use_silu") else "quick_gelu"
-
-    def tower(self, gelu: str) -> dict[str, Any]:
-        """Return the config fields that all vision towers have in common."""
-        return {
-            "hidden_size": self.integer("embedding_length"),
-            "intermediate_size": self.integer("feed_forward_length"),
-            "num_hidden_layers": self.layer_count("block_count"),
-            "num_attention_heads": self.integer("attention.head_count"),
-            "image_size": self.integer("image_size"),
-            "patch_size": self.integer("patch_size"),
-            "layer_norm_eps": self.positive("attention.layer_norm_epsilon", 1e-6),
-            "hidden_act": self.activation(gelu),
-        }
-
-    def pixels(self, side: Any) -> dict[str, Any]:
-        """Return the fields that all image processors have in common; images have `side` x `side` pixels."""
-        return {"size": side, **self.statistics()}
-
-    def statistics(self) -> dict[str, list[float]]:
-        """Return the mean and the standard deviation of each channel, if the file has them."""
-        values = {name: self.gguf.metadata.get(f"clip.vision.{name}") for name in _STATISTICS}
-        return {
-            name: [float(x) for x in value] for name, value in values.items() if value is not None
-        }
-
-
-_STATISTICS: Final = ("image_mean", "image_std")
+from .mmproj_fields import Mmproj, Vision
 
 
 def read_mmproj(gguf: GGUFFile, decoder: GGUFFile, text: Mapping[str, Any]) -> Mmproj:
@@ -131,12 +36,12 @@ def read_mmproj(gguf: GGUFFile, decoder: GGUFFile, text: Mapping[str, Any]) -> M
             gguf.path,
             f"the projector type {kind!r} is not supported; supported are {', '.join(sorted(_KINDS))}",
         )
-    found = _KINDS[kind](_Vision(gguf, decoder))
+    found = _KINDS[kind](Vision(gguf, decoder))
     config = {"text_config": dict(text), "num_channels": 3, **found.config}
     return found._replace(config=config)
 
 
-def _idefics3(vision: _Vision) -> Mmproj:
+def _idefics3(vision: Vision) -> Mmproj:
     side = vision.integer("image_size")
     longest = vision.integer("preproc_image_size", 4 * side)
     return Mmproj(
@@ -151,7 +56,7 @@ def _idefics3(vision: _Vision) -> Mmproj:
     )
 
 
-def _internvl(vision: _Vision) -> Mmproj:
+def _internvl(vision: Vision) -> Mmproj:
     side = vision.integer("image_size")
     own = {
         "norm_type": "layer_norm" if vision.has_tensor("v.blk.0.ln1.bias") else "rms_norm",
@@ -171,7 +76,7 @@ def _internvl(vision: _Vision) -> Mmproj:
     )
 
 
-def _gemma3(vision: _Vision) -> Mmproj:
+def _gemma3(vision: Vision) -> Mmproj:
     side, factor = vision.integer("image_size"), vision.integer("projector.scale_factor", 4)
     tower = vision.tower("gelu_pytorch_tanh")
     return Mmproj(
@@ -187,7 +92,7 @@ def _gemma3(vision: _Vision) -> Mmproj:
     )
 
 
-def _gemma4(vision: _Vision) -> Mmproj:
+def _gemma4(vision: Vision) -> Mmproj:
     num_heads = vision.integer("attention.head_count")
     config = {
         "model_type": "gemma4",
@@ -214,7 +119,7 @@ def _gemma4(vision: _Vision) -> Mmproj:
     return Mmproj(config, {}, _GEMMA4_TOKENS)
 
 
-def _gemma4_unified(vision: _Vision) -> Mmproj:
+def _gemma4_unified(vision: Vision) -> Mmproj:
     config = {
         "model_type": "gemma4_unified",
         "architectures": ["Gemma4UnifiedForConditionalGeneration"],
@@ -230,7 +135,7 @@ def _gemma4_unified(vision: _Vision) -> Mmproj:
     return Mmproj(config, {}, _GEMMA4_TOKENS)
 
 
-def _num_positions(vision: _Vision) -> int:
+def _num_positions(vision: Vision) -> int:
     """Return the number of positions in each direction of a Gemma 4."""
     table = vision.gguf.tensors.get("v.position_embd.weight")
     if table is None or len(table.shape) != 3:
@@ -241,7 +146,7 @@ def _num_positions(vision: _Vision) -> int:
 _GEMMA4_TOKENS: Final = {"boi_token": "<|image>", "eoi_token": "<image|>"}
 
 
-def _minicpmv(vision: _Vision) -> Mmproj:
+def _minicpmv(vision: Vision) -> Mmproj:
     version = vision.gguf.metadata.get("clip.minicpmv_version", 2)
     if version not in _MINICPM_VERSIONS:
         raise CheckpointError(
@@ -276,7 +181,7 @@ _MINICPM_VERSIONS: Final = (3, 4, 5, 6)
 """MiniCPM-V 2.6, MiniCPM-o 2.6, MiniCPM-V 4, and MiniCPM-V 4.5 or MiniCPM-o 4."""
 
 
-def _pixtral(vision: _Vision) -> Mmproj:
+def _pixtral(vision: Vision) -> Mmproj:
     merges = vision.has_tensor("mm.patch_merger.weight")
     name = "Mistral3" if merges else "Llava"
     config = {
@@ -293,7 +198,7 @@ def _pixtral(vision: _Vision) -> Mmproj:
     return Mmproj(config, vision.pixels({"longest_edge": vision.integer("image_size")}))
 
 
-def _lighton_ocr(vision: _Vision) -> Mmproj:
+def _lighton_ocr(vision: Vision) -> Mmproj:
     merge_size = vision.integer("spatial_merge_size", 2)
     config = {
         "model_type": "lighton_ocr",
@@ -307,7 +212,7 @@ def _lighton_ocr(vision: _Vision) -> Mmproj:
     return Mmproj(config, pixels | {"patch_size": merge_size * vision.integer("patch_size")})
 
 
-def _lfm2(vision: _Vision) -> Mmproj:
+def _lfm2(vision: Vision) -> Mmproj:
     factor = vision.integer("projector.scale_factor", 2)
     return Mmproj(
         {
@@ -329,7 +234,7 @@ def _lfm2(vision: _Vision) -> Mmproj:
     )
 
 
-def _llava(vision: _Vision) -> Mmproj:
+def _llava(vision: Vision) -> Mmproj:
     side = vision.integer("image_size")
     tower = vision.tower("gelu_pytorch_tanh")
     is_clip = vision.has_tensor("v.class_embd")
@@ -350,7 +255,7 @@ def _llava(vision: _Vision) -> Mmproj:
 
 
 def _qwen(
-    vision: _Vision, family: str, name: str, tower: Mapping[str, Any], pixels: tuple[int, int]
+    vision: Vision, family: str, name: str, tower: Mapping[str, Any], pixels: tuple[int, int]
 ) -> Mmproj:
     """Return the fields of a Qwen-VL. `pixels` are the limits of an image that its author published."""
     least, most = (
@@ -377,7 +282,7 @@ def _qwen(
     )
 
 
-def _qwen2_vl(vision: _Vision) -> Mmproj:
+def _qwen2_vl(vision: Vision) -> Mmproj:
     size = vision.integer("embedding_length")
     tower = {
         "embed_dim": size,
@@ -389,7 +294,7 @@ def _qwen2_vl(vision: _Vision) -> Mmproj:
     return _qwen(vision, "qwen2_vl", "Qwen2VL", tower, _QWEN2_PIXELS)
 
 
-def _qwen2_5_vl(vision: _Vision) -> Mmproj:
+def _qwen2_5_vl(vision: Vision) -> Mmproj:
     period = vision.integer("n_wa_pattern")
     tower = {
         "hidden_size": vision.integer("embedding_length"),
@@ -401,7 +306,7 @@ def _qwen2_5_vl(vision: _Vision) -> Mmproj:
     return _qwen(vision, "qwen2_5_vl", "Qwen2_5_VL", tower, _QWEN2_PIXELS)
 
 
-def _qwen3_vl(vision: _Vision) -> Mmproj:
+def _qwen3_vl(vision: Vision) -> Mmproj:
     is_kept = vision.config.get("clip.vision.is_deepstack_layers")
     layers = [index for index, kept in enumerate([] if is_kept is None else is_kept) if kept]
     tower = {
@@ -426,7 +331,61 @@ _QWEN3_NAMES: Final = {
 }
 """The model types and the architectures of models whose tower is like that of Qwen3-VL, by the decoder's."""
 
-_Reader: TypeAlias = Callable[[_Vision], Mmproj]
+
+def _kimi(vision: Vision, family: str, name: str, processor: Mapping[str, Any]) -> Mmproj:
+    """Return the fields of a Kimi with the tower MoonViT."""
+    merge_size, patch_size = (
+        vision.integer("projector.scale_factor", 2),
+        vision.integer("patch_size"),
+    )
+    side = _kimi_side(vision)
+    return Mmproj(
+        {
+            "model_type": family,
+            "architectures": [f"{name}ForConditionalGeneration"],
+            "vision_config": {
+                "hidden_size": vision.integer("embedding_length"),
+                "intermediate_size": vision.integer("feed_forward_length"),
+                "num_hidden_layers": vision.layer_count("block_count"),
+                "num_attention_heads": vision.integer("attention.head_count"),
+                "patch_size": patch_size,
+                "merge_kernel_size": [merge_size, merge_size],
+                "pos_emb_height": side,
+                "pos_emb_width": side,
+            },
+            "projection_layer_norm_eps": vision.positive("attention.layer_norm_epsilon", 1e-5),
+            "image_token_id": vision.token_id("<|media_pad|>"),
+        },
+        {"patch_size": patch_size, **processor, **vision.statistics()},
+    )
+
+
+def _kimi_side(vision: Vision) -> int:
+    """Return the side of the square table of positions, which Kimi-VL's files store with two dimensions."""
+    table = vision.gguf.tensors.get("v.position_embd.weight")
+    if table is None or len(table.shape) not in (2, 3):
+        raise CheckpointError(vision.path, "there is no table of positions")
+    return table.shape[0] if len(table.shape) == 3 else math.isqrt(table.shape[0])
+
+
+def _kimi_vl(vision: Vision) -> Mmproj:
+    merge_size = vision.integer("projector.scale_factor", 2)
+    # The file has no limit. This one is its author's.
+    processor = {"merge_kernel_size": [merge_size] * 2, "pad_input": True, "in_token_limit": 4096}
+    return _kimi(vision, "kimi_vl", "KimiVL", processor)
+
+
+def _kimi_k25(vision: Vision) -> Mmproj:
+    patch_size = vision.integer("patch_size")
+    most = vision.integer("image_max_pixels", 16384 * patch_size**2)
+    processor = {
+        "merge_size": vision.integer("projector.scale_factor", 2),
+        "max_patches": most // patch_size**2,
+    }
+    return _kimi(vision, "kimi_k25", "KimiK25", processor)
+
+
+_Reader: TypeAlias = Callable[[Vision], Mmproj]
 
 _KINDS: Final[dict[str, _Reader]] = {
     "gemma3": _gemma3,
@@ -434,6 +393,8 @@ _KINDS: Final[dict[str, _Reader]] = {
     "gemma4v": _gemma4,
     "idefics3": _idefics3,
     "internvl": _internvl,
+    "kimik25": _kimi_k25,
+    "kimivl": _kimi_vl,
     "lfm2": _lfm2,
     "lightonocr": _lighton_ocr,
     "mlp": _llava,

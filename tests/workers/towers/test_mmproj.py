@@ -25,6 +25,7 @@ from support.gguf_qwen import write_tower
 from support.grid_models import write_grid_model
 from support.mmproj_writer import (
     PROJECTORS,
+    write_kimi_mmproj,
     write_lfm2_mmproj,
     write_mmproj,
     write_unified_mmproj,
@@ -36,7 +37,15 @@ from support.vision_checkpoints import TILE, vision_directory
 pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
-TOKENS = ["<image>", "<IMG_CONTEXT>", "<image_soft_token>", "[IMG]", "<|image|>", "<|image_pad|>"]
+TOKENS = [
+    "<image>",
+    "<IMG_CONTEXT>",
+    "<image_soft_token>",
+    "[IMG]",
+    "<|image|>",
+    "<|image_pad|>",
+    "<|media_pad|>",
+]
 
 
 def _decoder(path, tokens=TOKENS):
@@ -126,6 +135,28 @@ def test_towers_of_lfm2_files_equal_those_of_checkpoints(tmp_path):
     specs = [vision_spec(each, text["hidden_size"]) for each in (fields, config)]
     assert specs[0] == specs[1]
     options = {"tile_size": 16, "max_tiles": 4, "min_image_tokens": 4, "max_image_tokens": 20}
+    stored = read_image_processor(tmp_path, config, config.section("text_config"), {})
+    read = read_image_processor(file, fields, fields.section("text_config"), options, found)
+    assert replace(read, token_id=stored.token_id) == stored
+    pixels = np.random.default_rng(1).integers(0, 256, (24, 40, 3), np.uint8).tobytes()
+    image = ImagePayload(40, 24, pixels, 1 / 255, (0.5,) * 3, (0.5,) * 3)
+    outputs = [
+        GridTower(specs[0], TowerSource(checkpoint, CPU, torch.float32))(image)
+        for checkpoint in (MmprojCheckpoint(file), open_checkpoint(tmp_path))
+    ]
+    torch.testing.assert_close(*outputs, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["kimi_vl", "kimi_k25"])
+def test_towers_of_kimi_files_equal_those_of_checkpoints(kind, tmp_path):
+    text = write_grid_model(tmp_path, kind).config.text_config.to_dict()
+    file = write_kimi_mmproj(tmp_path / "mmproj-tiny.gguf", tmp_path)
+    config = ConfigFields.read(tmp_path / "config.json")
+    found = read_mmproj(GGUFFile(file), _decoder(tmp_path / "tiny.gguf"), text)
+    fields = ConfigFields(found.config, file)
+    specs = [vision_spec(each, text["hidden_size"]) for each in (fields, config)]
+    assert specs[0] == specs[1]
+    options = {"in_token_limit": 60} if kind == "kimi_vl" else {}
     stored = read_image_processor(tmp_path, config, config.section("text_config"), {})
     read = read_image_processor(file, fields, fields.section("text_config"), options, found)
     assert replace(read, token_id=stored.token_id) == stored
