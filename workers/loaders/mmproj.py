@@ -88,6 +88,12 @@ _GRID_NAMES = {
     "mm.0": f"{_VISUAL}merger.fc1",
     "mm.2": f"{_VISUAL}merger.fc2",
 }
+_DOTS_NAMES = {
+    **_GRID_NAMES,
+    "v.pre_ln": f"{_VISUAL}patch_norm",
+    "mm.post_norm": f"{_VISUAL}final_norm",
+    "mm.input_norm": f"{_VISUAL}merger.norm",
+}
 _GRID_LAYER_NAMES = {
     "ln1": "norm1",
     "ln2": "norm2",
@@ -153,7 +159,9 @@ class MmprojCheckpoint(Checkpoint):
             _hf_name, names=_OTHER_NAMES.get(kind, _NAMES), swaps_mlps=self._swaps_mlps()
         )
         if kind.startswith("qwen"):
-            rename = _grid_names(self._gguf.tensors)
+            rename = _grid_names(self._gguf.tensors, _GRID_NAMES)
+        elif kind == "dots_ocr":
+            rename = _grid_names(self._gguf.tensors, _DOTS_NAMES)
         elif kind.startswith("kimi"):
             rename = _kimi_name
         # The converter makes a convolution of these patch projections.
@@ -264,8 +272,11 @@ def _part_number(name: str) -> int:
     return next((i for i, mark in enumerate(_LAST_PARTS, 1) if mark in name), 0)
 
 
-def _grid_names(names: Collection[str]) -> Callable[[str], str]:
-    """Return what names the tensors of a Qwen-VL as its checkpoint does."""
+def _grid_names(names: Collection[str], table: Mapping[str, str]) -> Callable[[str], str]:
+    """Return what names the tensors of a Qwen-VL or dots.ocr as its checkpoint does.
+
+    `table` has the names of the tensors outside of layers.
+    """
     matches = [_DEEPSTACK.fullmatch(name) for name in names]
     kept = sorted({int(match[1]) for match in matches if match})
     has_gate = any(".ffn_gate." in name for name in names)
@@ -281,7 +292,7 @@ def _grid_names(names: Collection[str]) -> Callable[[str], str]:
                 return name
             return f"{_VISUAL}blocks.{match[1]}.{layer_names[match[2]]}.{match[3]}"
         stem, _, last = name.removesuffix(".1").rpartition(".")
-        return f"{_GRID_NAMES[stem]}.{last}" if stem in _GRID_NAMES else name
+        return f"{table[stem]}.{last}" if stem in table else name
 
     return rename
 

@@ -385,9 +385,45 @@ def _kimi_k25(vision: Vision) -> Mmproj:
     return _kimi(vision, "kimi_k25", "KimiK25", processor)
 
 
+def _dots_ocr(vision: Vision) -> Mmproj:
+    merge_size = vision.integer("projector.scale_factor", 2)
+    patch_size = vision.integer("patch_size")
+    least, most = (
+        vision.integer(f"image_{limit}_pixels", default)
+        for limit, default in (("min", 56 * 56), ("max", 28 * 28 * 14400))
+    )
+    size = vision.integer("embedding_length")
+    return Mmproj(
+        {
+            "model_type": "dots_ocr",
+            "architectures": ["DotsOCRForCausalLM"],
+            "vision_config": {
+                "embed_dim": size,
+                "hidden_size": vision.num_rows("mm.2.weight"),
+                "intermediate_size": vision.integer("feed_forward_length"),
+                "num_hidden_layers": vision.layer_count("block_count"),
+                "num_attention_heads": vision.integer("attention.head_count"),
+                "patch_size": patch_size,
+                "spatial_merge_size": merge_size,
+                "rms_norm_eps": vision.positive("attention.layer_norm_epsilon", 1e-5),
+            },
+            "image_token_id": vision.token_id("<|imgpad|>"),
+        },
+        {
+            "min_pixels": least,
+            "max_pixels": most,
+            "patch_size": patch_size,
+            "merge_size": merge_size,
+            "temporal_patch_size": 1,
+            **vision.statistics(),
+        },
+    )
+
+
 _Reader: TypeAlias = Callable[[Vision], Mmproj]
 
 _KINDS: Final[dict[str, _Reader]] = {
+    "dots_ocr": _dots_ocr,
     "gemma3": _gemma3,
     "gemma4uv": _gemma4_unified,
     "gemma4v": _gemma4,

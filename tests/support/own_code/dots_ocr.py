@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from gguf import MODEL_ARCH, GGUFWriter, get_tensor_name_map
+from safetensors.torch import load_file
 from support.own_code.model import OwnCodeModel, fill, normalized, write
 from support.tiny_checkpoints import DECODER_SIZES
 from torch import Tensor, nn
@@ -119,3 +122,45 @@ def dots_ocr(directory: Path, *, vocab_size: int = 96, image_token: int = 95) ->
     return OwnCodeModel(
         decoder, lambda images: [encode(normalized(each)) for each in images], image_token
     )
+
+
+def write_dots_mmproj(path: Path, checkpoint: Path) -> None:
+    """Write the tower of a dots.ocr in a directory as an mmproj file."""
+    config = json.loads((checkpoint / "config.json").read_text())
+    vision = config["vision_config"]
+    processor = json.loads((checkpoint / "preprocessor_config.json").read_text())
+    writer = GGUFWriter(path, "clip")
+    writer.add_string("clip.projector_type", "dots_ocr")
+    numbers = {
+        "image_size": 0,
+        "image_min_pixels": processor["min_pixels"],
+        "image_max_pixels": processor["max_pixels"],
+        "patch_size": vision["patch_size"],
+        "embedding_length": vision["embed_dim"],
+        "feed_forward_length": vision["intermediate_size"],
+        "block_count": vision["num_hidden_layers"],
+        "attention.head_count": vision["num_attention_heads"],
+        "projector.scale_factor": 2,
+    }
+    for name, value in numbers.items():
+        writer.add_uint32(f"clip.vision.{name}", value)
+    writer.add_float32("clip.vision.attention.layer_norm_epsilon", vision["rms_norm_eps"])
+    writer.add_bool("clip.use_silu", True)
+    names = get_tensor_name_map(MODEL_ARCH.MMPROJ, vision["num_hidden_layers"])
+    mlps = {".fc1.": ".gate_proj.", ".fc2.": ".down_proj.", ".fc3.": ".up_proj."}
+    for name, tensor in load_file(checkpoint / "model.safetensors").items():
+        if not name.startswith("vision_tower."):
+            continue
+        if ".blocks." in name and ".mlp." in name:
+            name = name.replace("vision_tower.", "visual.")
+            for ours, theirs in mlps.items():
+                name = name.replace(ours, theirs)
+        found = names.get_name(name, (".weight", ".bias"))
+        if ".merger.mlp.2." in name:
+            found = f"mm.2.{name.rpartition('.')[2]}"
+        assert found is not None, name
+        writer.add_tensor(found, tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

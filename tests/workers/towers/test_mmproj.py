@@ -30,6 +30,7 @@ from support.mmproj_writer import (
     write_mmproj,
     write_unified_mmproj,
 )
+from support.own_code.dots_ocr import dots_ocr, write_dots_mmproj
 from support.own_code.minicpm import minicpmv, write_minicpmv_mmproj
 from support.qwen_checkpoints import UNIT, qwen_directory
 from support.vision_checkpoints import TILE, vision_directory
@@ -159,6 +160,28 @@ def test_towers_of_kimi_files_equal_those_of_checkpoints(kind, tmp_path):
     options = {"in_token_limit": 60} if kind == "kimi_vl" else {}
     stored = read_image_processor(tmp_path, config, config.section("text_config"), {})
     read = read_image_processor(file, fields, fields.section("text_config"), options, found)
+    assert replace(read, token_id=stored.token_id) == stored
+    pixels = np.random.default_rng(1).integers(0, 256, (24, 40, 3), np.uint8).tobytes()
+    image = ImagePayload(40, 24, pixels, 1 / 255, (0.5,) * 3, (0.5,) * 3)
+    outputs = [
+        GridTower(specs[0], TowerSource(checkpoint, CPU, torch.float32))(image)
+        for checkpoint in (MmprojCheckpoint(file), open_checkpoint(tmp_path))
+    ]
+    torch.testing.assert_close(*outputs, rtol=0, atol=1e-6)
+
+
+def test_towers_of_dots_ocr_files_equal_those_of_checkpoints(tmp_path):
+    dots_ocr(tmp_path)
+    file = tmp_path / "mmproj-tiny.gguf"
+    write_dots_mmproj(file, tmp_path)
+    config = ConfigFields.read(tmp_path / "config.json")
+    decoder = _decoder(tmp_path / "tiny.gguf", ["a", "<|imgpad|>"])
+    found = read_mmproj(GGUFFile(file), decoder, {"hidden_size": 64, "vocab_size": 96})
+    fields = ConfigFields(found.config, file)
+    specs = [vision_spec(each, 64) for each in (fields, config)]
+    assert specs[0] == specs[1]
+    stored = read_image_processor(tmp_path, config, config, {})
+    read = read_image_processor(file, fields, fields.section("text_config"), {}, found)
     assert replace(read, token_id=stored.token_id) == stored
     pixels = np.random.default_rng(1).integers(0, 256, (24, 40, 3), np.uint8).tobytes()
     image = ImagePayload(40, 24, pixels, 1 / 255, (0.5,) * 3, (0.5,) * 3)
