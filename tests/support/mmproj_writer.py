@@ -19,6 +19,7 @@ PROJECTORS = {
     "pixtral": "pixtral",
     "mistral3": "pixtral",
     "lighton_ocr": "lightonocr",
+    "llama4": "llama4",
 }
 _NAMES = (
     (r"^model\.", ""),
@@ -92,7 +93,7 @@ def write_mmproj(path: Path, model: Any, kind: str) -> Path:
         "block_count": num_layers,
         "attention.head_count": config.num_attention_heads,
     }
-    if projector in ("idefics3", "internvl", "gemma3", "gemma4v"):
+    if projector in ("idefics3", "internvl", "gemma3", "gemma4v", "llama4"):
         numbers["projector.scale_factor"] = 2
     if projector == "idefics3":
         numbers["preproc_image_size"] = 4 * image_size
@@ -252,12 +253,29 @@ def write_unified_mmproj(path: Path, model: Any) -> Path:
 
 
 def _gguf_name(name: str, projector: str) -> str:
+    if projector == "llama4":
+        return _llama4_name(name.removeprefix("model."))
     others = _GEMMA4_NAMES if projector == "gemma4v" else ()
     for pattern, replacement in (*_NAMES, *others):
         name = re.sub(pattern, replacement, name)
     for ours, theirs in _PROJECTIONS.get(projector, {}).items():
         name = name.replace(f"multi_modal_projector.{ours}", theirs)
     return name
+
+
+def _llama4_name(name: str) -> str:
+    if name.startswith("multi_modal_projector.linear_1"):
+        return "mm.model.fc.weight"
+    if not name.startswith("vision_model."):
+        return name
+    # The installed table has Gemma's name for this norm, but llama.cpp reads this one.
+    if match := re.search(r"layers\.(\d+)\.post_attention_layernorm\.(\w+)$", name):
+        return f"v.blk.{match[1]}.ln2.{match[2]}"
+    if name.endswith("positional_embedding_vlm"):
+        name += ".weight"
+    found = get_tensor_name_map(MODEL_ARCH.MMPROJ, 8).get_name(name, (".weight", ".bias"))
+    assert found is not None, name
+    return found
 
 
 def _stored(name: str, tensor: torch.Tensor, config: Any, projector: str) -> np.ndarray:

@@ -57,10 +57,17 @@ _BY_CHANNEL = tuple(
 """Tensors of Gemma 4's unified models whose elements belong to pixels; the converter orders them by channel."""
 
 _LFM2_NAMES = {**_NAMES, "mm.input_norm": "multi_modal_projector.layer_norm"}
+_LLAMA4_NAMES = {
+    **_NAMES,
+    "mm.model.fc": "multi_modal_projector.linear_1",
+    "mm.model.mlp.1": "multi_modal_projector.fc1",
+    "mm.model.mlp.2": "multi_modal_projector.fc2",
+}
 _OTHER_NAMES = {
     "gemma4uv": _UNIFIED_NAMES,
     "gemma4v": _GEMMA4_NAMES,
     "lfm2": _LFM2_NAMES,
+    "llama4": _LLAMA4_NAMES,
     "resampler": _RESAMPLER_NAMES,
 }
 _LAYER_NAMES = {

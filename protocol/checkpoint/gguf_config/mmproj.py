@@ -212,6 +212,26 @@ def _lighton_ocr(vision: Vision) -> Mmproj:
     return Mmproj(config, pixels | {"patch_size": merge_size * vision.integer("patch_size")})
 
 
+def _llama4(vision: Vision) -> Mmproj:
+    side = vision.integer("image_size")
+    adapter_size = vision.num_rows("mm.model.mlp.2.weight")
+    return Mmproj(
+        {
+            "model_type": "llama4",
+            "architectures": ["Llama4ForConditionalGeneration"],
+            "vision_config": vision.tower("gelu")
+            | {
+                "pixel_shuffle_ratio": 1 / vision.integer("projector.scale_factor", 2),
+                "projector_input_dim": adapter_size,
+                "projector_output_dim": adapter_size,
+                "vision_output_dim": adapter_size,
+            },
+            "image_token_id": vision.token_id("<|patch|>"),
+        },
+        vision.pixels({"height": side, "width": side}),
+    )
+
+
 def _lfm2(vision: Vision) -> Mmproj:
     factor = vision.integer("projector.scale_factor", 2)
     return Mmproj(
@@ -433,6 +453,7 @@ _KINDS: Final[dict[str, _Reader]] = {
     "kimivl": _kimi_vl,
     "lfm2": _lfm2,
     "lightonocr": _lighton_ocr,
+    "llama4": _llama4,
     "mlp": _llava,
     "pixtral": _pixtral,
     "qwen2.5vl_merger": _qwen2_5_vl,

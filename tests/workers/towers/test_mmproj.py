@@ -46,6 +46,7 @@ TOKENS = [
     "<|image|>",
     "<|image_pad|>",
     "<|media_pad|>",
+    "<|patch|>",
 ]
 
 
