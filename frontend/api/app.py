@@ -34,6 +34,7 @@ from .edge import Edge
 from .endpoint import Endpoint
 from .files.routes import file_routes
 from .files.storage import FileStorage
+from .files.uploads import UploadStorage, upload_routes
 from .openapi import describe_routes
 from .pooling import Pooling
 from .realtime.client_secrets import ClientSecrets
@@ -131,6 +132,7 @@ def make_routes(serving: Serving) -> list[Route]:
         Route("/responses", ResponsesSocket(serving, intake), methods=["GET"]),
         Route("/decisions", Decisions(serving, intake), methods=["POST"]),
         *file_routes(serving, intake, files),
+        *upload_routes(serving, intake, files, UploadStorage(serving.store)),
         *batch_routes(serving, intake, batch_records, files, batch_executor),
         Route("/embeddings", embeddings.embed, methods=["POST"]),
         Route("/score", ScoreRoute(serving, intake, scores), methods=["POST"]),

@@ -17,11 +17,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _REFERENCE: Final = "#/components/schemas/{name}"
 _JSON: Final = "application/json"
-_FILE_SCHEMA: Final = {
-    "type": "object",
-    "properties": {"file": {"type": "string", "format": "binary"}},
-    "required": ["file"],
-}
 
 
 def accepts(schema: type[msgspec.Struct]) -> Callable[[F], F]:
@@ -44,6 +39,16 @@ def _body_type(route: Route) -> str:
     """Return the content type of the bodies that a route accepts."""
     found: str = getattr(route.endpoint, "body_type", _JSON)
     return found
+
+
+def _file_schema(route: Route) -> dict[str, Any]:
+    """Return the schema of the field with the file in the forms that a route accepts."""
+    name = getattr(route.endpoint, "file_field", "file")
+    return {
+        "type": "object",
+        "properties": {name: {"type": "string", "format": "binary"}},
+        "required": [name],
+    }
 
 
 def _success(route: Route) -> dict[str, Any]:
@@ -80,7 +85,7 @@ def describe_routes(routes: Sequence[Route]) -> dict[str, Any]:
             schema = choices[0] if len(choices) == 1 else {"anyOf": choices}
             if _body_type(route) != _JSON:
                 # Forms have files in addition to the fields of the schema.
-                schema = {"allOf": [schema, _FILE_SCHEMA]}
+                schema = {"allOf": [schema, _file_schema(route)]}
             content = {_body_type(route): {"schema": schema}}
             operation["requestBody"] = {"required": True, "content": content}
         methods = (route.methods or {"GET"}) - {"HEAD"}

@@ -68,7 +68,13 @@ SLOT_ACTIONS: Final = "/slots/"
 OLLAMA_PATHS: Final = "/api/"
 """Prefix of Ollama's routes. Its clients, such as curl in Ollama's documentation, often send no content type."""
 
-FORM_PATHS: Final = ("/audio/transcriptions", "/audio/translations", "/files", "/inference")
+FORM_PATHS: Final = (
+    "/audio/transcriptions",
+    "/audio/translations",
+    "/files",
+    "/inference",
+    "/parts",
+)
 """Suffixes of the routes whose request bodies are forms with a file."""
 
 SECRET_PATHS: Final = ("/v1/realtime", "/realtime")

@@ -8,7 +8,7 @@ from starlette.routing import Route
 
 from ...http.errors import APIError, bad_request, echo, json_response, wrong
 from ..bodies.intake import Intake, reads
-from ..files.storage import FileStorage, verify_expiry
+from ..files.storage import FileStorage, read_expiry
 from ..schema.files import BatchRequest
 from ..serving import Serving
 from ..stored.metadata import verify_metadata
@@ -44,7 +44,7 @@ class Batches:
         if body.completion_window != "24h":
             raise wrong("completion_window", '"24h"', body.completion_window)
         verify_metadata(body.metadata)
-        expires_s = _expiry(body)
+        expires_s = read_expiry(body.output_expires_after, "output_expires_after")
         if body.input_file_id is None:
             raise bad_request("input_file_id", "is required")
         try:
@@ -96,13 +96,3 @@ def batch_routes(
         Route("/batches/{id}", batches.retrieve),
         Route("/batches/{id}/cancel", batches.cancel, methods=["POST"]),
     ]
-
-
-def _expiry(body: BatchRequest) -> int | None:
-    policy = body.output_expires_after
-    if policy is None:
-        return None
-    seconds = policy.get("seconds")
-    if not isinstance(seconds, int):
-        raise wrong("output_expires_after.seconds", "an integer", seconds)
-    return verify_expiry(policy.get("anchor"), seconds, "output_expires_after")

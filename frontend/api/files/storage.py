@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterable
-from typing import Final
+from collections.abc import AsyncIterable, AsyncIterator, Iterable
+from typing import Any, Final
 
 from ...http.errors import bad_request, wrong
 from ...store.client import StoreClient
@@ -24,17 +24,33 @@ MAX_EXPIRY_S: Final = 30 * DAY_S
 
 
 class FileStorage:
-    """The files of all clients."""
+    """The files of all clients.
 
-    def __init__(self, store: StoreClient) -> None:
-        self._files = Records(store, "file", "The file")
-        self._parts = Records(store, "file.part", "The file")
+    Args:
+        store: The client of the store.
+        kind: The kind of the files in the store.
+        what: The name of the kind in error messages.
+        id_prefix: The beginning of the files' identifiers.
+    """
+
+    def __init__(
+        self,
+        store: StoreClient,
+        kind: str = "file",
+        what: str = "The file",
+        *,
+        id_prefix: str = "file-",
+    ) -> None:
+        self._files = Records(store, kind, what)
+        self._parts = Records(store, f"{kind}.part", what)
+        self._what = what
+        self._id_prefix = id_prefix
 
     async def create(
         self,
         name: str,
         purpose: str,
-        content: Iterable[bytes | memoryview],
+        content: Iterable[bytes | memoryview] | AsyncIterable[bytes],
         owner: str,
         expires_s: int | None = None,
     ) -> Json:
@@ -50,11 +66,11 @@ class FileStorage:
         Raises:
             APIError: The store does not answer (503).
         """
-        identifier, now = f"file-{uuid.uuid4().hex}", int(time.time())
+        identifier, now = f"{self._id_prefix}{uuid.uuid4().hex}", int(time.time())
         if expires_s is None and purpose.startswith("batch"):
             expires_s = BATCH_DAYS * DAY_S
         num_bytes = num_parts = 0
-        for piece in content:
+        async for piece in _iterate(content):
             for start in range(0, len(piece), PART_BYTES):
                 part = bytes(piece[start : start + PART_BYTES])
                 await self._parts.put(f"{identifier}/{num_parts:06}", part, owner, identifier)
@@ -83,7 +99,7 @@ class FileStorage:
         file: Json = await self._files.get(identifier, owner)
         if has_expired(file):
             await self.delete(identifier, owner)
-            raise not_found("The file", identifier)
+            raise not_found(self._what, identifier)
         return file
 
     async def list_page(
@@ -128,9 +144,34 @@ class FileStorage:
         return b"".join([part async for part in self.read_parts(file, owner)])
 
 
+async def _iterate(
+    content: Iterable[bytes | memoryview] | AsyncIterable[bytes],
+) -> AsyncIterator[bytes | memoryview]:
+    if isinstance(content, AsyncIterable):
+        async for piece in content:
+            yield piece
+    else:
+        for each in content:
+            yield each
+
+
 def has_expired(file: Json) -> bool:
     """Return whether a file has passed its expiry time, although it may still be in the store."""
     return file["expires_at"] is not None and time.time() > file["expires_at"]
+
+
+def read_expiry(policy: dict[str, Any] | None, param: str) -> int | None:
+    """Return the seconds after which a file expires by a policy of a JSON body; None for the default.
+
+    Raises:
+        APIError: The policy is invalid (400).
+    """
+    if policy is None:
+        return None
+    seconds = policy.get("seconds")
+    if not isinstance(seconds, int):
+        raise wrong(f"{param}.seconds", "an integer", seconds)
+    return verify_expiry(policy.get("anchor"), seconds, param)
 
 
 def verify_expiry(anchor: str | None, seconds: int | None, param: str) -> int | None:

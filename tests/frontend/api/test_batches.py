@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Iterator
@@ -101,6 +102,49 @@ def test_file_errors_name_the_field(client: openai.OpenAI) -> None:
         client.files.create(
             file=b"x", purpose="batch", expires_after={"anchor": "created_at", "seconds": 1}
         )
+
+
+def test_file_can_be_sent_in_parts(client: openai.OpenAI, stranger: openai.OpenAI) -> None:
+    content = bytes(range(256)) * 20_000
+    done = client.uploads.upload_file_chunked(
+        file=content,
+        filename="a.bin",
+        bytes=len(content),
+        mime_type="application/octet-stream",
+        purpose="user_data",
+        part_size=1_500_000,
+        md5=hashlib.md5(content, usedforsecurity=False).hexdigest(),
+    )
+    assert (done.status, done.filename, done.bytes) == ("completed", "a.bin", len(content))
+    assert done.file == client.files.retrieve(done.file.id)
+    assert client.files.content(done.file.id).content == content
+    for call in (client.uploads.cancel, stranger.uploads.cancel):
+        with pytest.raises(openai.APIStatusError, match=r"is completed|was not found"):
+            call(done.id)
+
+
+def test_parts_of_an_upload_have_the_stated_size_and_order(client: openai.OpenAI) -> None:
+    upload = client.uploads.create(
+        bytes=5, filename="b.txt", mime_type="text/plain", purpose="user_data"
+    )
+    late, early = (client.uploads.parts.create(upload.id, data=data) for data in (b"rld", b"wo"))
+    other = client.uploads.create(
+        bytes=5, filename="c.txt", mime_type="text/plain", purpose="user_data"
+    )
+    for changes, problem in (
+        ({"part_ids": [late.id]}, "have 3 bytes, but the upload has 5"),
+        ({"part_ids": []}, "must have 1 to 1000 entries"),
+        ({"part_ids": [early.id, late.id], "md5": "0" * 32}, "md5 must be"),
+        ({"part_ids": [early.id, late.id], "upload_id": other.id}, "parts of this upload"),
+        ({"part_ids": ["part_x"]}, "part_x"),
+    ):
+        with pytest.raises(openai.APIStatusError, match=problem):
+            client.uploads.complete(**({"upload_id": upload.id} | changes))
+    done = client.uploads.complete(upload.id, part_ids=[early.id, late.id])
+    assert client.files.content(done.file.id).content == b"world"
+    assert client.uploads.cancel(other.id).status == "cancelled"
+    with pytest.raises(openai.BadRequestError, match="is cancelled"):
+        client.uploads.parts.create(other.id, data=b"x")
 
 
 @pytest.mark.timeout(60)

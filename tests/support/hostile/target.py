@@ -77,6 +77,9 @@ BASES: Final[dict[str, bytes]] = {
     "reasoning_parser": b'"qwen3"',
     "text_1": b'"Hi"',
     "text_2": b'"Hi"',
+    "bytes": b"1",
+    "filename": b'"a"',
+    "purpose": b'"user_data"',
 }
 """Fields that make a body whole, as far as its schema has them."""
 
