@@ -98,7 +98,7 @@ class RequestLifecycle:
         self._drafts = drafts
         self.requests: dict[RequestKey, Request] = {}
         self.stats = SchedulerStats()
-        self.reported_counts = 0, 0
+        self.is_reported_busy = False
         """True if the last statistics counted unfinished requests."""
         self.step_tokens: list[int] = []
         """Number of prompt and output tokens computed by each step since the last statistics."""
@@ -468,7 +468,7 @@ class RequestLifecycle:
         stats, self.stats = self.stats, SchedulerStats()
         stats.num_running = num_running = len(self.running)
         stats.num_waiting = len(self.requests) - num_running
-        self.reported_counts = num_running, stats.num_waiting
+        self.is_reported_busy = bool(self.requests)
         stats.num_deferred = stats.num_waiting - len(self.queue)
         self.lora_requests.write_stats(stats, self.running.loras)
         if self.step_tokens:

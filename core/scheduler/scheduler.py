@@ -415,13 +415,12 @@ class Scheduler(SchedulerInterface):
         self._results.apply_drafts(drafts)
 
     def take_outputs(self, now: float) -> dict[int, EngineCoreOutputs]:
-        """Return messages about requests that finished outside of a step, with statistics if no step will send them."""
+        """Return messages about requests that finished outside of a step, with statistics if no request is left."""
         is_idle = not self.requests
-        has_stats = is_idle and self._transfers is not None and self._transfers.has_counts
-        if is_idle or not self._results.has_steps_in_flight:
-            has_stats |= self.lifecycle.reported_counts != self.get_request_counts()
+        has_counts = self._transfers is not None and self._transfers.has_counts
+        has_stats = is_idle and (has_counts or self.lifecycle.is_reported_busy)
         outputs = self._clients.take_finished_outputs(now, has_stats=has_stats)
-        if outputs and (is_idle or has_stats):
+        if outputs and is_idle:
             next(iter(outputs.values())).stats = self.make_stats()
         return outputs
 
