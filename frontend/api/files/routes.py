@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import suppress
 from typing import Final
 
 from starlette.requests import Request
@@ -90,8 +89,11 @@ class Files:
         if ids := anthropic.read_ids(request.query_params):
             files = []
             for identifier in ids:
-                with suppress(APIError):
+                try:
                     files.append(await self._files.get(identifier, owner))
+                except APIError as error:
+                    if error.status != 404:
+                        raise
             return json_response(anthropic.list_body(files, has_more=False))
         page, is_reversed = anthropic.read_page(request.query_params)
         files, has_more = await self._files.list_page(owner, page, None)

@@ -114,7 +114,7 @@ class Uploads:
     def __init__(
         self, serving: Serving, intake: Intake, files: FileStorage, uploads: UploadStorage
     ) -> None:
-        self._executor = serving.executor
+        self._serving = serving
         self._intake = intake
         self._files = files
         self._uploads = uploads
@@ -165,7 +165,7 @@ class Uploads:
         async def content() -> AsyncIterator[bytes]:
             for part in parts:
                 async for piece in self._uploads.parts.read_parts(part, owner):
-                    await self._executor.in_thread(digest.update, piece)
+                    await self._serving.executor.in_thread(digest.update, piece)
                     yield piece
 
         file = await self._files.create(
