@@ -1,4 +1,4 @@
-"""What clients learn of the media in their requests, and how they refer to media that they sent before."""
+"""Rendered conversations have the hashes and places of their images and videos."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def load_head(
         in_torch: If false, the head runs natively, unless it reads the cache of a model in torch.
 
     Raises:
-        CheckpointError: The head is not supported, or its files are damaged.
+        CheckpointError: The head has another layout than the known ones, or its files are damaged.
         ConfigError: The head does not fit the model.
     """
     speculative = config.scheduler.speculative
