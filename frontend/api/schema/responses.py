@@ -9,8 +9,11 @@ import msgspec
 from . import CommonFields, Int
 
 
-class ResponseFields(msgspec.Struct, kw_only=True):
-    """The fields that describe the prompt of a response."""
+class ResponseFields(CommonFields, kw_only=True):
+    """The fields that describe the prompt of a response.
+
+    Those of the sampling are among them, so that a client can send the body of a response to be counted or compacted.
+    """
 
     model: str | None = None
     input: str | list[dict[str, Any]] | None = None
@@ -58,38 +61,12 @@ class ResponsesRequest(ResponseFields, kw_only=True):
     store: bool | None = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     top_logprobs: Int | None = None
     # The tenant. Ignored if the server has several API keys.
     user: str | None = None
     safety_identifier: str | None = None
 
-    # Fields of Engine, as in chat completions.
-    top_k: Int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    seed: Int | None = None
-    min_tokens: Int | None = None
-    ignore_eos: bool | None = None
-    logit_bias: dict[str, float] | None = None
-    stop: str | list[str] | None = None
-    stop_regex: str | list[str] | None = None
-    stop_token_ids: list[Int] | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    structured_outputs: dict[str, Any] | None = None
     thinking_token_budget: Int | None = None
-    priority: Int | None = None
-    cache_salt: str | None = None
-    include_receipt: bool | None = None
-    timings_per_token: bool | None = None
-    return_progress: bool | None = None
-    request_id: str | None = None
-    data_parallel_rank: Int | None = None
-    routed_dp_rank: Int | None = None
 
     # Rejected, because an answer that ignores them would be wrong.
     rejected: ClassVar[str] = (
