@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import transformers
 from PIL import Image
-from support.families.indexers import WITH_INDEXERS
+from support.families.indexers import HY4
 from support.families.recurrent import GROUPED_KEYS, NGRAMS, QWEN4
 from support.tiny_checkpoints import sentencepiece_tokenizer
 
@@ -220,7 +220,7 @@ def qwen_directory(
     if kind == "hy_v4_vl":
         # Half of a rotated key has 4 frequencies.
         rope["mrope_section"] = [2, 1, 1]
-        text |= WITH_INDEXERS["hy4"][1] | {"num_hidden_layers": 3, "num_key_value_heads": 4}
+        text |= HY4 | {"num_hidden_layers": 3, "num_key_value_heads": 4}
         text |= {"rms_norm_eps": 1e-4}
     if kind == "glm5_next":
         text |= GROUPED_KEYS | {"num_key_value_heads": 4}

@@ -2,6 +2,26 @@
 
 from support.families.experts import EXPERTS, GROUPS, LATENT, LONG
 
+_AS_IN_TRANSFORMERS = {
+    "rope_interleave": False,
+    "indexer_rope_interleave": False,
+    "rms_norm_eps": 1e-6,
+}
+"""What published Hy4 checkpoints do not have: rotations of halves, and latent vectors with an epsilon of their own."""
+HY4 = (
+    LATENT
+    | EXPERTS
+    | {
+        "n_routed_experts": 6,
+        "index_topk": 20,
+        "index_head_dim": 16,
+        "index_n_heads": 16,
+        "indexer_types": ["full", "shared", "full"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "hc_mult": 3,
+        "swiglu_limit": 0.5,
+    }
+)
 WITH_INDEXERS = {
     "axk2": (
         "AXK2",
@@ -36,25 +56,12 @@ WITH_INDEXERS = {
             "mlp_layer_types": ["dense", "sparse", "sparse"],
         },
     ),
-    "hy4": (
-        "HYV4",
-        LATENT
-        | EXPERTS
-        | {
-            "n_routed_experts": 6,
-            "index_topk": 20,
-            "index_head_dim": 16,
-            "index_n_heads": 16,
-            "indexer_types": ["full", "shared", "full"],
-            "mlp_layer_types": ["dense", "sparse", "sparse"],
-            "hc_mult": 3,
-            "swiglu_limit": 0.5,
-        },
-    ),
+    "hy4": ("HYV4", HY4 | _AS_IN_TRANSFORMERS),
     "hy4-one-stream": (
         "HYV4",
         LATENT
         | EXPERTS
+        | _AS_IN_TRANSFORMERS
         | {
             "n_routed_experts": 6,
             "index_topk": 20,

@@ -3,7 +3,7 @@
 from typing import Any
 
 from support.families.experts import LATENT, LONG
-from support.families.indexers import WITH_INDEXERS
+from support.families.indexers import HY4
 from support.families.recurrent import GROUPED_KEYS, NGRAMS, QWEN4
 
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
@@ -106,7 +106,7 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "HYV4VL": (
         "hy_v4_vl_text",
-        WITH_INDEXERS["hy4"][1] | {"rms_norm_eps": 1e-4, "rope_parameters": MROPE},
+        HY4 | {"rms_norm_eps": 1e-4, "rope_parameters": MROPE},
     ),
     "Qwen4Exp": (
         "qwen4_exp_text",

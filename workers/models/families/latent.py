@@ -171,6 +171,7 @@ def _sparse_latent(fields: ConfigFields) -> ModelSpec:
 
 
 def _hy4(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a Hy4. Its weights are for rotations of neighboring elements, unlike those of transformers."""
     # Routed experts always use SiLU, other layers this function.
     fields.require("hidden_act", "silu")
     count = fields.layer_count("num_hidden_layers")
@@ -180,17 +181,21 @@ def _hy4(fields: ConfigFields) -> ModelSpec:
         n_routed_experts=256,
         index_n_heads=16,
         routed_scaling_factor=2.827,
-        rope_interleave=False,
         index_topk_freq=4,
     )
     spec = _sparse_latent(fields)
     latent, limit = spec.latent, fields.number("swiglu_limit", 10.0)
     assert latent is not None and latent.indexer is not None
-    indexer = replace(latent.indexer, rotates_last=True, norm_eps=spec.norm_eps)
+    indexer = replace(
+        latent.indexer,
+        rotates_last=True,
+        norm_eps=spec.norm_eps,
+        rope_order="interleaved" if fields.boolean("indexer_rope_interleave", True) else "half",
+    )
     gate_limit = GateLimit(limit) if limit > 0 else None
     return replace(
         with_limits(spec, [gate_limit] * count, [None] * count),
-        latent=replace(latent, indexer=indexer),
+        latent=replace(latent, indexer=indexer, norm_eps=spec.norm_eps),
         has_sinks=True,
         gates_attention=True,
         has_gate_projection=True,
@@ -212,16 +217,8 @@ def _hy4(fields: ConfigFields) -> ModelSpec:
 
 
 def _hy4_vl(fields: ConfigFields) -> ModelSpec:
-    """Return the spec of the decoder of Hy4-VL.
-
-    It rotates pairs of neighboring elements, and norms of latent vectors have the epsilon of the others.
-    """
-    fields = fields.with_defaults(index_n_heads=32, rope_interleave=True)
-    spec = _hy4(interleaved_axes(fields, (12, 10, 10)))
-    latent = spec.latent
-    assert latent is not None and latent.indexer is not None
-    indexer = replace(latent.indexer, rope_order="interleaved")
-    return replace(spec, latent=replace(latent, indexer=indexer, norm_eps=spec.norm_eps))
+    """Return the spec of the decoder of Hy4-VL."""
+    return _hy4(interleaved_axes(fields.with_defaults(index_n_heads=32), (12, 10, 10)))
 
 
 def _axk2(fields: ConfigFields) -> ModelSpec:
