@@ -42,6 +42,7 @@ _INTERLEAVED = (
     "muse-glimmer",
     "nanbeige",
     "olmo",
+    "ouro",
 )
 # The norms of these architectures multiply by 1 + weight, and the converter stores the sum.
 _NORM_PLUS_ONE = (

@@ -161,6 +161,12 @@ _DEEPSEEK4_MODULES = _LAYER_MODULES | {
         for stored, name in (("kv", "kv_proj"), ("gate", "gate_proj"), ("norm", "kv_norm"))
     },
 }
+_GLM5_NEXT_MODULES = _KIMI_LINEAR_MODULES | {
+    "indexer.kpool_gate": "self_attn.indexer.gate_proj",
+    "indexer_compressor_gate": "self_attn.indexer.gate_proj",
+    "indexer_compressor_ape": "self_attn.indexer.index_kpool_compress_ape",
+    "indexer.kpool_ape": "self_attn.indexer.index_kpool_compress_ape",
+}
 _GATED_MODULES = _LAYER_MODULES | {"attn_gate": "self_attn.gate_proj"}
 _RWKV7_MODULES = _LAYER_MODULES | {
     "attn_norm": "attn_norm",
@@ -236,13 +242,18 @@ _LAYER_MODULES_OF_ARCHITECTURE = {
     "chatglm": _FUSED_MLP,
     "deepseek4": _DEEPSEEK4_MODULES,
     "dbrx": _LAYER_MODULES | {"attn_output_norm": "post_attention_layernorm"},
+    "dots3note": _GATED_MODULES | {"attn_k_norm": "self_attn.k_rope_only_layernorm"},
     "falcon-h1": _LAYER_MODULES | {"ffn_norm": "pre_ff_layernorm"},
     "gemma-embedding": _GEMMA_MODULES,
     "gemma2": _GEMMA_MODULES,
     "gemma3": _GEMMA_MODULES,
     "gemma3n": _GEMMA3N_MODULES,
     "gemma4": _GEMMA4_MODULES,
+    "glm5-next": _GLM5_NEXT_MODULES,
+    "glm5next": _GLM5_NEXT_MODULES,
     "granite_swa": _LAYER_MODULES | {"ffn_up_shexp": "mlp.shared_experts.gate_up_proj"},
+    "hrm_text": _GATED_MODULES,
+    "hy_v4": _GATED_MODULES,
     "jamba": _MAMBA1_MODULES | {"ffn_norm": "pre_ff_layernorm"},
     "kimi-k3": _KIMI_K3_MODULES,
     "kimi-linear": _KIMI_LINEAR_MODULES,
@@ -251,9 +262,13 @@ _LAYER_MODULES_OF_ARCHITECTURE = {
     "lfm2moe": _LFM2_MODULES,
     "mamba": _MAMBA1_MODULES | {"attn_norm": "norm"},
     "mamba2": _NEMOTRON_H_MODULES,
+    "minimax-01": _LAYER_MODULES
+    | {"attn_norm_2": "self_attn.norm", "attn_gate": "self_attn.output_gate"},
     "muse-glimmer": _GEMMA_MODULES | {"attn_gate": "self_attn.gate_proj"},
     "nemotron_h": _NEMOTRON_H_MODULES,
     "nemotron_h_moe": _NEMOTRON_H_MODULES,
+    "ouro": _LAYER_MODULES
+    | {"post_attention_norm": "input_layernorm_2", "post_ffw_norm": "post_attention_layernorm_2"},
     "phi3": _FUSED_MLP,
     "plamo2": _MAMBA1_MODULES | _PLAMO_MODULES,
     "plamo3": _PLAMO_MODULES,
@@ -359,6 +374,8 @@ def hf_name(name: str, architecture: str) -> str | None:
     if match := _PREDICTION_TENSOR.fullmatch(name):
         module = match[2].replace("shared_head_", "shared_head.")
         return f"model.layers.{match[1]}.{module}.weight"
+    if name == "hrm.z_l_init":
+        return "model.z_L_init"
     if match := _HEAD_STREAMS.fullmatch(name):
         return f"model.head_hc.{match[1]}"
     if (match := _TENSOR.fullmatch(name)) and match[1] in _MODULES:

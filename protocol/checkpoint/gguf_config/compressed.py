@@ -6,7 +6,7 @@ import numpy as np
 
 from .declared import declared, integer, positive
 from .fields import ModelFields, Translate
-from .parts import expert_fields, gate_limits, rope_scaling, rotary_dim
+from .parts import expert_fields, gate_limit, rope_scaling, rotary_dim
 
 _SCORINGS: Final = {1: "softmax", 2: "sigmoid", 4: "sqrtsoftplus"}
 """llama.cpp's numbers for the functions of routers."""
@@ -26,14 +26,6 @@ def _layers(fields: ModelFields) -> dict[str, Any]:
         "num_nextn_predict_layers": num_further,
         "compress_ratios": ratios[:count].tolist(),
     }
-
-
-def _gate_limit(fields: ModelFields) -> float:
-    limits = set(gate_limits(fields, "swiglu_clamp_exp") or [0.0])
-    limits |= set(gate_limits(fields, "swiglu_clamp_shexp") or limits)
-    if len(limits) > 1:
-        raise fields.wrong("swiglu_clamp_exp", "equal for all layers", sorted(limits))
-    return limits.pop()
 
 
 def _scoring(fields: ModelFields) -> str:
@@ -70,7 +62,7 @@ COMPRESSED: Final[dict[str, Translate]] = {
         hc_eps=positive("hyper_connection.epsilon"),
         num_hash_layers=integer("hash_layer_count", 0, minimum=0),
         scoring_func=_scoring,
-        swiglu_limit=_gate_limit,
+        swiglu_limit=gate_limit,
         rope_scaling=_unscaled_rope,
     ),
 }

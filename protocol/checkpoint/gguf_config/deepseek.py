@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from .declared import declared
+from .declared import declared, integer, positive
 from .fields import ModelFields, Translate
-from .parts import expert_fields, latent_attention, layer_counts, rope_scaling, yarn_weight
+from .parts import (
+    expert_fields,
+    gate_limit,
+    indexers,
+    latent_attention,
+    layer_counts,
+    layer_types,
+    rope_scaling,
+    yarn_weight,
+)
 
 SIGMOID: Final = 2
 """The value of `expert_gating_func` if scores are sigmoids of the router's logits."""
@@ -53,14 +62,33 @@ def _mistral4_scaling(fields: ModelFields) -> dict[str, Any] | None:
 
 
 def _indexers(fields: ModelFields) -> dict[str, Any]:
-    """Return the fields of sparse latent attention, in which only some layers have an indexer."""
+    """Return the fields of indexers, which only some layers have. The file does not list these layers."""
     layers = range(layer_counts(fields)["num_hidden_layers"])
     indexed = [fields.has_tensor(f"blk.{i}.indexer.attn_k.weight") for i in layers]
+    kinds = ["full" if has_indexer else "shared" for has_indexer in indexed]
+    return indexers(fields) | {"indexer_types": kinds}
+
+
+def _local_latent(fields: ModelFields) -> dict[str, Any]:
+    """Return the fields of layers with windows, whose latent attention has other sizes (dots3-note)."""
+    count = layer_counts(fields)["num_hidden_layers"]
+    kinds = layer_types(fields, default_period=1)[:count]
+    heads = dict(zip(kinds, fields.of_layers("attention.head_count"), strict=False))
+    rotary_dim = fields.integer("rope.dimension_count")
+    head_dim = fields.integer("attention.key_length_mla_swa", minimum=rotary_dim + 1)
     return {
-        "index_n_heads": fields.integer("attention.indexer.head_count"),
-        "index_head_dim": fields.integer("attention.indexer.key_length"),
-        "index_topk": fields.integer("attention.indexer.top_k"),
-        "indexer_types": ["full" if has_indexer else "shared" for has_indexer in indexed],
+        "num_attention_heads": heads.get("full_attention", fields.num_heads),
+        "layer_types": kinds,
+        "swa_num_attention_heads": heads.get("sliding_attention", fields.num_heads),
+        "swa_q_lora_rank": fields.integer("attention.q_lora_rank"),
+        "swa_kv_lora_rank": fields.integer("attention.kv_lora_rank_swa"),
+        "swa_head_dim": head_dim,
+        "swa_qk_nope_head_dim": head_dim - rotary_dim,
+        "swa_qk_rope_head_dim": rotary_dim,
+        "swa_v_head_dim": fields.integer("attention.value_length_mla_swa"),
+        "swa_rope_theta": fields.positive(
+            "rope.freq_base_swa", fields.positive("rope.freq_base", 10_000.0)
+        ),
     }
 
 
@@ -69,7 +97,30 @@ DEEPSEEK: Final[dict[str, Translate]] = {
     "deepseek2": _deepseek2,
     "deepseek2-ocr": declared("deepseek", "DeepseekForCausalLM", expert_fields, _no_window),
     "deepseek32": declared("deepseek_v32", "DeepseekV32ForCausalLM", _deepseek2, _indexers),
+    "dots3note": declared(
+        "dots3_note_text",
+        "Dots3NoteForCausalLM",
+        _DEEPSEEK3,
+        _local_latent,
+        sliding_window=integer("attention.sliding_window"),
+        index_n_heads=integer("attention.indexer.head_count"),
+        index_head_dim=integer("attention.indexer.key_length"),
+        index_topk=integer("attention.indexer.top_k"),
+        shared_experts_intermediate_size=integer("expert_feed_forward_length"),
+        # The norms of latent vectors contain their factors.
+        apply_mla_qkv_lora_rescale=False,
+    ),
     "glm-dsa": declared("glm_moe_dsa", "GlmMoeDsaForCausalLM", _deepseek2, _indexers),
+    "hy_v4": declared(
+        "hy_v4",
+        "HYV4ForCausalLM",
+        _DEEPSEEK3,
+        indexers,
+        hc_mult=integer("hyper_connection.count"),
+        hc_magnitude=positive("hyper_connection.magnitude"),
+        hc_eps=positive("hyper_connection.epsilon"),
+        swiglu_limit=gate_limit,
+    ),
     "mistral4": declared(
         "mistral4", "Mistral4ForCausalLM", _deepseek2, rope_scaling=_mistral4_scaling
     ),

@@ -183,6 +183,17 @@ def _muse_glimmer(fields: ModelFields) -> dict[str, Any]:
     }
 
 
+def _hrm_stacks(fields: ModelFields) -> dict[str, Any]:
+    """Return the fields of an HRM-Text, whose file counts a layer as often as it is computed."""
+    return {
+        "num_hidden_layers": fields.integer("hrm.layers_per_stack"),
+        "num_layers_per_stack": fields.integer("hrm.layers_per_stack"),
+        "H_cycles": fields.integer("hrm.h_cycles"),
+        "L_cycles": fields.integer("hrm.l_cycles"),
+        "embedding_scale": fields.positive("embedding_scale", 1.0),
+    }
+
+
 def _plamo3_scaling(fields: ModelFields) -> dict[str, Any] | None:
     scaling = rope_scaling(fields)
     # The bounds of interpolated frequencies are not rounded, which files do not say.
@@ -252,6 +263,7 @@ DENSE: Final[dict[str, Translate]] = {
     ),
     "granite": declared("granite", "GraniteForCausalLM", granite),
     "granite_swa": _granite_swa,
+    "hrm_text": declared("hrm_text", "HrmTextForCausalLM", _hrm_stacks),
     "hunyuan-dense": _HUNYUAN,
     # Files of models with images: their text.
     "hunyuan_vl": _HUNYUAN,
@@ -302,6 +314,12 @@ DENSE: Final[dict[str, Translate]] = {
         clip_qkv=lambda fields: fields.optional_positive("attention.clamp_kqv"),
     ),
     "olmo2": _olmo2,
+    "ouro": declared(
+        "ouro",
+        "OuroForCausalLM",
+        total_ut_steps=integer("num_loops", 1),
+        early_exit_threshold=1.0,
+    ),
     "openelm": declared("openelm", "OpenELMForCausalLM", _openelm_layers),
     "orion": declared("orion", "OrionForCausalLM", family),
     "pangu-embedded": declared(

@@ -64,14 +64,18 @@ class ModelFields(GGUFFields):
         """The number of layers, including those for multi-token prediction."""
         return self.layer_count("block_count")
 
-    def of_layers(self, name: str) -> list[int]:
-        """Return an integer for each layer. The file has either a list of them or one value for all."""
-        values = self.config.get(self.prefix + name)
-        if isinstance(values, np.ndarray) and values.size in (max(values.size, 2), self.num_layers):
-            if values.dtype.kind not in "iub" or len(values) != self.num_layers:
+    def of_layers(self, name: str, count: int | None = None) -> list[int]:
+        """Return an integer for each layer, or for the first `count` ones.
+
+        The file has one value for all layers, or a list with one for each or for each of the first `count`.
+        """
+        values, all_layers = self.config.get(self.prefix + name), self.num_layers
+        count = all_layers if count is None else count
+        if isinstance(values, np.ndarray) and (values.size > 1 or values.size == count):
+            if values.dtype.kind not in "iub" or len(values) not in (count, all_layers):
                 raise self.wrong(name, "a list with an integer for each layer", values.tolist())
-            return [int(value) for value in values]
-        return [self.integer(name, minimum=0)] * self.num_layers
+            return [int(value) for value in values[:count]]
+        return [self.integer(name, minimum=0)] * count
 
     def with_largest(self, *names: str) -> Self:
         """Return these fields with each of the named lists of one integer per layer replaced by its largest integer."""

@@ -164,9 +164,38 @@ def gate_limits(fields: ModelFields, name: str) -> list[float] | None:
     return [float(str(np.float32(limit))) for limit in limits]
 
 
+def gate_limit(fields: ModelFields) -> float:
+    """Return the limit of activated gates of experts, which is the same in all layers; 0 for none.
+
+    Raises:
+        CheckpointError: Layers, or shared and other experts, have different limits.
+    """
+    limits = set(gate_limits(fields, "swiglu_clamp_exp") or [0.0])
+    limits |= set(gate_limits(fields, "swiglu_clamp_shexp") or limits)
+    if len(limits) > 1:
+        raise fields.wrong("swiglu_clamp_exp", "equal for all layers", sorted(limits))
+    return limits.pop()
+
+
+def indexers(fields: ModelFields) -> dict[str, Any]:
+    """Return the fields of the indexers of sparse latent attention (DeepSeek-V3.2)."""
+    types = "attention.indexer.types"
+    kinds = None
+    if fields.get(types) is not None:
+        count = layer_counts(fields)["num_hidden_layers"]
+        found = fields.of_layers(types, count)
+        kinds = ["full" if has_indexer else "shared" for has_indexer in found]
+    return {
+        "index_n_heads": fields.integer("attention.indexer.head_count"),
+        "index_head_dim": fields.integer("attention.indexer.key_length"),
+        "index_topk": fields.integer("attention.indexer.top_k"),
+        "indexer_types": kinds,
+    }
+
+
 def latent_attention(fields: ModelFields) -> dict[str, Any]:
-    """Return the fields of multi-head latent attention (DeepSeek-V2)."""
-    rotary_dim = fields.integer("rope.dimension_count")
+    """Return the fields of multi-head latent attention (DeepSeek-V2). Without rotations, all elements are plain."""
+    rotary_dim = fields.integer("rope.dimension_count", minimum=0)
     # In newer files, the plain keys describe the latent vector that all heads share.
     key_length = fields.integer(
         "attention.key_length_mla", fields.integer("attention.key_length"), minimum=rotary_dim + 1

@@ -9,8 +9,10 @@ from .declared import Rule, boolean, declared, has, integer, optional_integer, p
 from .fields import ModelFields, Translate
 from .parts import (
     expert_fields,
+    gate_limit,
     gate_limits,
     granite,
+    indexers,
     latent_attention,
     layer_counts,
     partial_rotary,
@@ -208,7 +210,10 @@ def _kda(fields: ModelFields) -> dict[str, Any]:
     """Return the fields of Kimi delta attention. The file has a single head count for layers of both kinds."""
     return {
         "linear_num_heads": fields.num_heads,
-        "linear_head_dim": fields.integer("kda.head_dim"),
+        # Forks of llama.cpp have another name for it.
+        "linear_head_dim": fields.integer(
+            "kda.head_dim", fields.optional_integer("ssm.state_size")
+        ),
         "linear_conv_kernel_dim": fields.integer("ssm.conv_kernel"),
     }
 
@@ -237,6 +242,39 @@ def _bailing_layers(fields: ModelFields) -> dict[str, Any]:
         "kda_lower_bound": fields.get("kda.gate_lower_bound", -5.0),
         "expert_swiglu_limit_list": gate_limits(fields, "swiglu_clamp_exp"),
         "share_expert_swiglu_limit_list": gate_limits(fields, "swiglu_clamp_shexp"),
+    }
+
+
+def _grouped_keys(fields: ModelFields) -> dict[str, Any]:
+    """Return the fields of a GLM-5.3-Flash. Some converters name the number of keys in a group differently."""
+    count = layer_counts(fields)["num_hidden_layers"]
+    size = fields.integer("attention.indexer.block_size", 4)
+    select_tail = fields.boolean("attention.indexer.kpool_select_tail", True)
+    return {
+        "layer_types": _kinds("full_attention", "linear_attention")(fields)[:count],
+        "linear_lower_bound": fields.get("kda.gate_lower_bound", -5.0),
+        "linear_head_dim": fields.integer(
+            "kda.head_dim", fields.optional_integer("ssm.state_size")
+        ),
+        "index_kpool": fields.integer("attention.indexer.kpool", size),
+        "index_kpool_always_select_tail": select_tail,
+    }
+
+
+def _minimax_layers(fields: ModelFields) -> dict[str, Any]:
+    count = fields.num_layers
+    interval = fields.integer("full_attention_interval", 8)
+    recurrent = [(i + 1) % interval for i in range(count)]
+    if fields.get("attention.recurrent_layers") is not None:
+        recurrent = fields.of_layers("attention.recurrent_layers")
+    # All blocks multiply their inputs by this factor, and add their outputs as they are.
+    factor = fields.positive("residual_scale")
+    return {
+        "layer_types": ["linear_attention" if x else "full_attention" for x in recurrent],
+        "num_local_experts": fields.integer("expert_count"),
+        "num_experts_per_tok": fields.integer("expert_used_count"),
+        **{f"{name}_alpha_factor": factor for name in ("full_attn", "linear_attn", "mlp")},
+        **{f"{name}_beta_factor": 1.0 for name in ("full_attn", "linear_attn", "mlp")},
     }
 
 
@@ -329,6 +367,20 @@ def _unsigned(fields: ModelFields, name: str, count: int | None = None) -> list[
     return numbers[:count]
 
 
+_GLM5_NEXT: Final = declared(
+    "glm5_next_text",
+    "Glm5NextForCausalLM",
+    expert_fields,
+    layer_counts,
+    latent_attention,
+    _kda,
+    indexers,
+    _grouped_keys,
+    hc_mult=integer("hyper_connection.count"),
+    hc_sinkhorn_iters=integer("hyper_connection.sinkhorn_iterations"),
+    hc_eps=positive("hyper_connection.epsilon"),
+    swiglu_limit=gate_limit,
+)
 _KIMI_LINEAR: Final = declared(
     "kimi_linear",
     "KimiLinearForCausalLM",
@@ -359,6 +411,9 @@ RECURRENT: Final[dict[str, Translate]] = {
         mamba_norm_before_gate=False,
         projectors_bias=has("blk.0.ssm_out.bias"),
     ),
+    # The names that forks of llama.cpp gave to GLM-5.3-Flash, and its own.
+    "glm5-next": _GLM5_NEXT,
+    "glm5next": _GLM5_NEXT,
     "granitehybrid": _granite_hybrid,
     "jamba": declared(
         "jamba",
@@ -398,6 +453,7 @@ RECURRENT: Final[dict[str, Translate]] = {
     "mamba": _mamba,
     # The file says a million tokens because the model has no limit.
     "mamba2": declared("mamba2", "Mamba2ForCausalLM", _pure_mamba2, max_position_embeddings=None),
+    "minimax-01": declared("minimax", "MiniMaxForCausalLM", _minimax_layers, partial_rotary),
     "nemotron_h": _nemotron_h,
     "nemotron_h_moe": _nemotron_h,
     "plamo2": declared(

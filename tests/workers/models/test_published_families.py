@@ -10,13 +10,16 @@ from support.decoders import Runner, load_decoder, load_native_decoder
 from support.families import (
     assert_same,
     expected_logits,
+    make_multimodal,
     make_reference,
     prompt,
     save_reference,
 )
 from support.families.experts import LONG
+from support.families.multimodal import MULTIMODAL
 from support.families.published import PUBLISHED, save_published
 from support.gguf_published import write_published
+from support.gguf_saved import write_saved
 from support.gguf_streams import write_streams
 from support.gguf_writer import write_gguf
 from support.quantized_checkpoints import FORMATS, quantize_directory
@@ -145,6 +148,20 @@ def test_configs_with_the_names_of_the_time_before_transformers_had_the_model(na
     assert_same(logits, expected_logits(reference, tokens))
 
 
+ONE_FACTOR = {
+    f"{kind}_{end}_factor": factor
+    for kind in ("full_attn", "linear_attn", "mlp")
+    for end, factor in (("alpha", 3.5), ("beta", 1.0))
+}
+"""The factors of a MiniMax-01, which has one for all inputs of blocks in GGUF files."""
+LIKE_OTHER_LAYERS = {
+    "shared_experts_intermediate_size": 24,
+    "swa_q_lora_rank": 20,
+    "swa_head_dim": 24,
+    "n_group": 1,
+    "topk_group": 1,
+}
+"""What a GGUF file of a dots3-note has: layers with common sizes, and one group of experts."""
 IN_GGUF = {
     "KimiK3": {
         "num_attention_heads": 4,
@@ -172,6 +189,33 @@ def test_gguf_files_of_models_with_streams_give_the_same_logits(name, load, tmp_
         save_reference(reference, tmp_path)
     tokens = prompt(NUM_TOKENS)
     logits = Runner(load(write_streams(tmp_path))).step({0: tokens})[0]
+    assert_same(logits, expected_logits(reference, tokens))
+
+
+@pytest.mark.parametrize("load", [load_decoder, load_native_decoder])
+@pytest.mark.parametrize(
+    ("name", "architecture", "differences"),
+    [
+        ("dots3-note", "dots3note", LIKE_OTHER_LAYERS),
+        ("Glm5Next", "glm5-next", {"linear_num_heads": 6}),
+        ("Glm5Next", "glm5next", {"linear_num_heads": 6}),
+        ("hrm-text", "hrm_text", {}),
+        ("hy4", "hy_v4", {}),
+        ("minimax", "minimax-01", ONE_FACTOR),
+        ("Ouro", "ouro", {}),
+    ],
+)
+def test_gguf_files_of_looped_and_sparse_models_give_the_same_logits(
+    name, architecture, differences, load, tmp_path
+):
+    if name in PUBLISHED:
+        reference = save_published(name, tmp_path, **differences)
+    else:
+        make = make_multimodal if name in MULTIMODAL else make_reference
+        reference = make(name, **differences)
+        save_reference(reference, tmp_path)
+    tokens = prompt(NUM_TOKENS)
+    logits = Runner(load(write_saved(tmp_path, architecture))).step({0: tokens})[0]
     assert_same(logits, expected_logits(reference, tokens))
 
 

@@ -285,7 +285,7 @@ def _glm5_next(fields: ConfigFields) -> ModelSpec:
             (f".*{pooling}.*", "")
             if not indexer.has_groups
             else (f"{pooling}gate$", ".indexer.gate_proj.weight"),
-            (f"{pooling}ape$", ".indexer.position_bias"),
+            (rf"{pooling}ape(\.weight)?$", ".indexer.position_bias"),
         ),
     )
     limits = [GateLimit(fields.positive("swiglu_limit", 10.0))] * count

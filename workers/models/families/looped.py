@@ -78,6 +78,11 @@ def _hrm_text(fields: ConfigFields) -> ModelSpec:
             "embedding_scale", 1 / fields.positive("initializer_range", 0.02)
         ),
         tensor_names=(
+            # GGUF files number the layers of the slow stack after those of the fast one.
+            *(
+                (rf"^model\.layers\.{count + i}\.", f"model.layers.@{first_slow + i}.")
+                for i in range(count)
+            ),
             (r"\bL_module\.layers\.", "layers."),
             *((rf"\bH_module\.layers\.{i}\.", f"layers.@{first_slow + i}.") for i in range(count)),
             (r"\blayers\.@", "layers."),

@@ -286,7 +286,10 @@ def _minimax(fields: ConfigFields) -> ModelSpec:
         attention_multiplier=ratios["full_attn"],
         recurrent_multiplier=ratios["linear_attn"],
     )
+    recurrent = "|".join(str(i) for i, layer in enumerate(layers) if layer.recurrent)
     names = [
+        # GGUF files have one name for the last matrix of both kinds of attention.
+        (rf"\blayers\.({recurrent})\.self_attn\.o_proj\.", r"layers.\1.self_attn.out_proj."),
         (r".*\.self_attn\.(slope_rate|(query|key|diagonal)_decay)$", ""),
         (r"\.self_attn\.(qkv_proj|output_gate|out_proj|norm)\.", r".mixer.\1."),
         (r"\blayers\.0\.input_layernorm\.", "embed_norm."),

@@ -83,12 +83,17 @@ def _layer(fields: ConfigFields, kind: str, theta: float) -> LayerSpec:
     plain_dim = fields.integer("qk_nope_head_dim")
     rotary_dim = fields.integer("qk_rope_head_dim")
     local = "swa_rope_theta" if kind == "sliding_attention" else "rope_theta"
+    # The norms of latent vectors in GGUF files contain these factors.
+    has_factors = fields.boolean("apply_mla_qkv_lora_rescale", True)
     return LayerSpec(
         read_rope_of_layer_type(fields, kind, rotary_dim, theta_field=local, theta=theta),
         num_heads=fields.integer("num_attention_heads"),
         head_dim=rank + rotary_dim,
         # Normed query vectors have a factor that only depends on their size, as normed latent vectors have.
-        attention_scale=((plain_dim + rotary_dim) * query_rank / hidden_size) ** -0.5,
+        attention_scale=(
+            (plain_dim + rotary_dim) * (query_rank / hidden_size if has_factors else 1.0)
+        )
+        ** -0.5,
         latent=LatentSpec(
             query_rank,
             rank,
@@ -96,7 +101,7 @@ def _layer(fields: ConfigFields, kind: str, theta: float) -> LayerSpec:
             rotary_dim,
             fields.integer("v_head_dim"),
             norm_eps=fields.number("rms_norm_eps"),
-            multiplier=(hidden_size / rank) ** 0.5,
+            multiplier=(hidden_size / rank) ** 0.5 if has_factors else 1.0,
             norms_rotated_key=True,
         ),
     )
