@@ -21,6 +21,8 @@ from support.lora_adapters import write_adapter
 from support.server import DEVICE, Server, assert_nothing_is_held
 
 torch.set_num_threads(1)
+pytestmark = pytest.mark.sampled
+
 MAX_MODEL_LEN = 200
 GEMMA_LEN = 270
 FLAGS = (

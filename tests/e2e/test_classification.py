@@ -17,6 +17,8 @@ from support.server import Server, assert_nothing_is_held
 from support.tiny_checkpoints import qwen3_directory
 from support.words_bert import bert_directory
 
+pytestmark = pytest.mark.sampled
+
 QUERY = "seven wizards"
 DOCUMENTS = (
     "the quick brown fox",

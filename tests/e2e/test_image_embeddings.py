@@ -22,6 +22,8 @@ from support.qwen_checkpoints import END, IMAGE, START, UNIT, qwen_directory, qw
 from support.server import DEVICE, Server, assert_nothing_is_held
 from support.words_bert import bert_directory
 
+pytestmark = pytest.mark.sampled
+
 TEXTS = ["seven wizards", "the quick brown fox jumps over the lazy dog", "tea"]
 IMAGES = [picture(1, 60, 40), picture(2, 32, 32), picture(3, 33, 90)]
 SIDE = 32

@@ -27,6 +27,8 @@ from support.tiny_checkpoints import sentencepiece_tokenizer
 from support.vision_checkpoints import TEXT_SIZES, TOWER_SIZES, vision_directory
 from tokenizers.processors import TemplateProcessing
 
+pytestmark = pytest.mark.sampled
+
 ADDED = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<pad>", "<|begin_of_text|>", "[CLS]"]
 QWEN_PAGE = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>Describe the image.<|im_end|><|endoftext|>"
 QUERIES = {

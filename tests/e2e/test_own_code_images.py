@@ -36,6 +36,8 @@ from support.tiny_checkpoints import sentencepiece_tokenizer
 from support.vision_checkpoints import CHAT_TEMPLATE
 
 torch.set_num_threads(1)
+pytestmark = pytest.mark.sampled
+
 STEP_MARKS = [
     "<im_patch>",
     "<im_start>",

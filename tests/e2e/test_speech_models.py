@@ -33,6 +33,8 @@ from support.source_checkpoints import (
 from support.token_writers import GRANITE, OMNIASR, features, writer_directory
 
 torch.set_num_threads(1)
+pytestmark = pytest.mark.sampled
+
 FLAGS = ("--dtype", "float32", "--device", DEVICE, "--served-model-name", "tiny")
 NAMES = {"en": "english", "de": "german", "fr": "french"}
 

@@ -22,6 +22,8 @@ from support.server import Server, assert_nothing_is_held
 from support.tiny_checkpoints import QWEN3, qwen3_directory, random_model, sentencepiece_tokenizer
 from support.words_bert import bert_directory
 
+pytestmark = pytest.mark.sampled
+
 BACKENDS = ("native", "torch")
 STEP = 7
 PROMPTS = [[5, 6, STEP, 9], [*range(10, 70), STEP, 3, 4, STEP], [STEP]]

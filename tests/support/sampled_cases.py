@@ -1,7 +1,8 @@
 """A sample of the cases of tests with many: `pytest --sample SEED`.
 
 All cases take longer than a developer waits, and most differ little from each other. So `scripts/test` runs a sixth of
-the cases of each test at each commit, but at least one, and `scripts/test --nightly` runs all.
+the cases of each test at each commit, but at least one, and `scripts/test --nightly` runs all. In a file with
+the marker `sampled`, whose tests serve a model each, the tests are the cases.
 """
 
 from __future__ import annotations
@@ -33,15 +34,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     cases: defaultdict[str, list[Any]] = defaultdict(list)
     for item in items:
-        cases[item.nodeid.partition("[")[0]].append(item)
-    # Tests with the same parameters, which often share a server, choose the same.
-    chosen = {
-        id(item)
-        for each in cases.values()
-        for item in (_sample(each, lambda case: case.callspec.id, seed) if len(each) > 1 else each)
-    }
+        of_file = item.get_closest_marker("sampled") is not None
+        cases[str(item.path) if of_file else item.nodeid.partition("[")[0]].append(item)
+    chosen = {id(item) for each in cases.values() for item in _sample(each, _case_name, seed)}
     config.hook.pytest_deselected(items=[item for item in items if id(item) not in chosen])
     items[:] = [item for item in items if id(item) in chosen]
+
+
+def _case_name(item: Any) -> str:
+    """Return the name of a case: that of its parameters, because tests with the same ones often share a server."""
+    return str(item.callspec.id if hasattr(item, "callspec") else item.nodeid)
 
 
 @pytest.fixture
