@@ -39,6 +39,8 @@ class TemplateTraits:
 
     reads_strings: bool
     reads_parts: bool
+    reads_audio: bool
+    """True if prompts show where an audio clip is among the parts of a message."""
     reads_null: bool
     """True if the content of a message with only tool calls may be null."""
     knows_developer: bool
@@ -137,6 +139,9 @@ def _normalize_content(content: Any, where: str, traits: TemplateTraits) -> Any:
         else {"type": "text", "text": _text_of(part, f"{where}[{i}]")}
         for i, part in enumerate(content)
     ]
+    if not traits.reads_audio:
+        mark = {"type": "text", "text": AUDIO_MARK}
+        parts = [mark if part["type"] == "audio" else part for part in parts]
     return parts if traits.reads_parts else "\n".join(map(_plain_text, parts))
 
 

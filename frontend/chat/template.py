@@ -22,7 +22,7 @@ from ...protocol.config.frontend import ContentFormat
 from ...protocol.errors import EngineError
 from .built_in_templates import NAMED_TEMPLATES
 from .generic_tools import write_tools_as_text
-from .messages import Message, TemplateTraits, normalize_messages
+from .messages import AUDIO_PART, Message, TemplateTraits, normalize_messages
 from .special_tokens import SpecialTokenGuard
 
 MAX_RENDER_SECONDS = 10.0
@@ -180,9 +180,19 @@ class ChatTemplate:
         return TemplateTraits(
             reads_strings=reads_strings,
             reads_parts=reads_parts,
+            reads_audio=reads_parts and self._shows_audio(word),
             reads_null=with_null is not None and "None" not in with_null,
             knows_developer="developer" in self.source,
         )
+
+    def _shows_audio(self, word: str) -> bool:
+        """Return whether an audio clip among the parts of a message changes the prompt."""
+        parts = [{"type": "text", "text": word}]
+        texts = [
+            self._try_render([{"role": "user", "content": content}])
+            for content in (parts, [dict(AUDIO_PART), *parts])
+        ]
+        return texts[1] is not None and texts[0] != texts[1]
 
     def _probe_tools(self) -> bool:
         """Return whether the template shows tools, by comparing small chats with and without a tool."""

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from ...protocol.checkpoint.audio.tower import audio_section, audio_tower_spec, has_audio_tower
 from ...protocol.checkpoint.config_fields import ConfigFields
+from ...protocol.checkpoint.gguf_config.mmproj_fields import Mmproj
 from ...protocol.config.chat_audio import (
     ChatAudioConfig,
     ClipMarks,
@@ -140,19 +141,24 @@ _VIBEVOICE: Final[dict[str, Any]] = {
 }
 
 
-def read_chat_audio(path: Path, config: ConfigFields, text: ConfigFields) -> ChatAudioConfig | None:
+def read_chat_audio(
+    path: Path, config: ConfigFields, text: ConfigFields, mmproj: Mmproj | None = None
+) -> ChatAudioConfig | None:
     """Return the settings with which the model reads audio clips; None if it reads none.
 
     Args:
         path: The directory of the checkpoint.
         config: The config of the checkpoint.
         text: The text decoder's section of the config.
+        mmproj: The file with the towers of a GGUF model.
 
     Raises:
         CheckpointError: A field is missing or invalid.
     """
     kind, section = config.text("model_type", ""), audio_section(config)
-    if not has_audio_tower(config) or not path.is_dir() or kind == SpeechKind.VOXTRAL_REALTIME:
+    if not has_audio_tower(config) or kind == SpeechKind.VOXTRAL_REALTIME:
+        return None
+    if not path.is_dir() and mmproj is None:
         return None
     has_id = section.get("audio_token_id") is not None
     return ChatAudioConfig(
@@ -168,6 +174,7 @@ def read_chat_audio(path: Path, config: ConfigFields, text: ConfigFields) -> Cha
         speech=_SPEECH.get(kind),
         marks=_read_marks(path, config),
         times=_read_times(path, kind),
+        around=("", "") if mmproj is None else mmproj.around_clip,
         **(_VIBEVOICE if kind == "vibevoice_asr" else {}),
     )
 

@@ -126,11 +126,11 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
     if options.language_model_only:
         towers = _without_towers(checkpoint_config.config)
         options = msgspec.structs.replace(options, hf_overrides=options.hf_overrides | towers)
-    vision: Mmproj | None = None
+    towers_beside: Mmproj | None = None
     if mmproj is not None:
-        vision = read_mmproj(GGUFFile(mmproj), GGUFFile(path), checkpoint_config.config)
+        towers_beside = read_mmproj(GGUFFile(mmproj), GGUFFile(path), checkpoint_config.config)
         options = msgspec.structs.replace(
-            options, hf_overrides={**vision.config, **options.hf_overrides}
+            options, hf_overrides={**towers_beside.config, **options.hf_overrides}
         )
     if sparse := find_sparse_head(path, checkpoint_config):
         options = msgspec.structs.replace(options, hf_overrides=sparse | options.hf_overrides)
@@ -153,10 +153,12 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
     eos += generation.token_ids("eos_token_id") + text.token_ids("eos_token_id")
     chat_audio = None
     if options.model_impl is not ModelImpl.TRANSFORMERS:
-        chat_audio = read_chat_audio(path, config, text)
+        chat_audio = read_chat_audio(path, config, text, towers_beside)
     images = None
     if options.model_impl is not ModelImpl.TRANSFORMERS:
-        images = read_image_processor(path, config, text, options.mm_processor_kwargs, vision)
+        images = read_image_processor(
+            path, config, text, options.mm_processor_kwargs, towers_beside
+        )
     modality = "image" if images is not None else "audio" if chat_audio is not None else None
     kind = model_kind(config)
     return ResolvedModel(

@@ -58,7 +58,7 @@ def fetch_checkpoint(
     Args:
         repo: The repository on the hub.
         gguf: The name or the quantization of a GGUF file in the repository; None prefers safetensors.
-        with_mmproj: True to fetch the vision tower of a GGUF model as well.
+        with_mmproj: True to fetch the towers of a GGUF model as well.
         revision: A branch, tag or commit.
         cache_dir: The directory for the files; None for the hub's default cache.
         console: Shows the progress.

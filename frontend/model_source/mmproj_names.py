@@ -1,4 +1,4 @@
-"""Choose one of several mmproj files (vision towers) of a GGUF model."""
+"""Choose one of several mmproj files (towers) of a GGUF model."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     mmproj: Annotated[
         str,
         option(
-            "File with the vision tower of a GGUF model, or none",
+            "File with the towers of a GGUF model, or none",
             metavar="FILE",
             default_text="the file next to the model",
         ),

@@ -90,7 +90,7 @@ def find_tokenizer_directory(options: ModelOptions, tokenizer_path: Path) -> Pat
 
 
 def find_mmproj(options: ModelOptions, checkpoint: Path) -> Path | None:
-    """Return the file with the vision tower of a GGUF model; None if there is none.
+    """Return the file with the towers of a GGUF model; None if there is none.
 
     If there are several files next to the model, one with unquantized numbers is chosen.
 
@@ -148,7 +148,7 @@ def _local_checkpoint(path: Path, needs_config_only: bool) -> Path:
 def _gguf_checkpoints(directory: Path) -> list[Path]:
     """Return the first file of each GGUF checkpoint.
 
-    `mmproj` files are skipped, because they contain only a vision tower.
+    `mmproj` files are skipped, because they contain only towers.
     """
     firsts: dict[str, Path] = {}
     for path in sorted(directory.glob("*.gguf")):

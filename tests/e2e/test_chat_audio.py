@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import soundfile
 import torch
+import transformers
 from engine.core.replay.__main__ import main as replay
 from engine.frontend.offline.llm import LLM
 from engine.protocol.encoder_inputs.payloads import ImagePayload
@@ -20,9 +21,15 @@ from engine.protocol.errors import ParameterError
 from engine.protocol.sampling_params import SamplingParams
 from PIL import Image
 from support.audio_checkpoints import MARKS, OMNI_MODELS, audio_directory, reference_inputs
+from support.gguf_audio import write_audio_mmproj
+from support.gguf_gemma import write_gemma
+from support.gguf_qwen import write_decoder, write_tower
+from support.gguf_writer import write_gguf
 from support.grid_models import reference_inputs as grid_inputs
+from support.image_marks import GEMMA_MARKS
 from support.image_processors import image_processor
 from support.image_requests import data_url
+from support.mmproj_writer import write_mmproj
 from support.qwen_checkpoints import qwen_image_processor, video_patches
 from support.server import DEVICE, Server, assert_nothing_is_held
 
@@ -201,6 +208,54 @@ def test_images_and_audio_are_read_together_across_a_crash(tmp_path: Path, kind:
             answers.result()
         server.wait_until_whole()
         assert_nothing_is_held(server)
+
+
+def _with_gemma4_marks(directory: Path) -> Any:
+    """Return the tokenizer of a directory with the tokens of images that Gemma 4 has."""
+    marks = dict(zip(GEMMA_MARKS.values(), ("<|image>", "<image|>", "<|image|>"), strict=True))
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        text = (directory / name).read_text()
+        for mark, other in marks.items():
+            text = text.replace(mark, other)
+        (directory / name).write_text(text)
+    return transformers.AutoTokenizer.from_pretrained(directory)
+
+
+@pytest.mark.parametrize("kind", ["gemma4", "voxtral", *OMNI_MODELS])
+def test_gguf_models_read_audio_with_the_mmproj_file_beside_them(tmp_path: Path, kind: str) -> None:
+    model = Model(tmp_path / "model", kind)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model.path)
+    path, images = tmp_path / "tiny.gguf", None
+    if model.is_omni:
+        write_decoder(path, model.model, tokenizer)
+        images = write_tower(tmp_path / "images", model.model, model.path)
+    elif kind == "gemma4":
+        decoder = transformers.Gemma4ForCausalLM(model.model.config.text_config)
+        decoder.model.load_state_dict(model.model.model.language_model.state_dict())
+        # The files of this family have one matrix of embeddings.
+        model.model.lm_head.weight = model.model.get_input_embeddings().weight
+        write_gemma(path, decoder, _with_gemma4_marks(model.path))
+        images = write_mmproj(tmp_path / "images", model.model, kind)
+    else:
+        # It shows no parts of messages, so the server adds the token before a clip.
+        tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
+        decoder = transformers.LlamaForCausalLM(model.model.config.text_config)
+        decoder.model.load_state_dict(model.model.model.language_model.state_dict())
+        decoder.lm_head = model.model.lm_head
+        write_gguf(path, decoder, tokenizer)
+    write_audio_mmproj(tmp_path / "mmproj-tiny.gguf", model.model, kind, images)
+    # The file does not say how large an image of this model may be.
+    limit = ("--mm-processor-kwargs", '{"max_soft_tokens": 70}') if kind == "gemma4" else ()
+    with Server(str(path), *FLAGS, *limit) as server:
+        model.check_all(server, [0, 1, 2, 3])
+        if kind == "voxtral":
+            _, answer = server.post("/v1/chat/completions", chat("the", clip(1, 0.7)))
+            begin = tokenizer.convert_tokens_to_ids("[BEGIN_AUDIO]")
+            assert answer["prompt_token_ids"].count(begin) == 1
+    with Server(str(path), *FLAGS, "--mmproj", "none") as server:
+        status, answer = server.post("/v1/chat/completions", chat(*model.chats[1]))
+        assert status == 400
+        assert "reads only text" in answer["error"]["message"]
 
 
 def test_a_prefix_with_the_same_audio_is_cached(server: Server) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import transformers
 from gguf import GGUFWriter
+from support.gguf_tokenizer import add_tokenizer
 
 ARCHITECTURES = {"gemma3n_text": "gemma3n", "gemma4_text": "gemma4"}
 MODULES = {
@@ -57,7 +58,11 @@ PARAMETERS = {
 }
 
 
-def write_gemma(path: Path, model: transformers.PreTrainedModel) -> Path:
+def write_gemma(
+    path: Path,
+    model: transformers.PreTrainedModel,
+    tokenizer: transformers.PreTrainedTokenizerFast | None = None,
+) -> Path:
     """Write `model` to `path` as F32 and return it."""
     config = model.config
     writer = GGUFWriter(path, ARCHITECTURES[config.model_type])
@@ -72,12 +77,15 @@ def write_gemma(path: Path, model: transformers.PreTrainedModel) -> Path:
     writer.add_sliding_window_pattern(slides)
     writer.add_shared_kv_layers(config.num_kv_shared_layers)
     writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
-    writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if config.final_logit_softcapping is not None:
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
     writer.add_rope_freq_base(config.rope_parameters["full_attention"]["rope_theta"])
     if config.model_type == "gemma3n_text":
         add_gemma3n(writer, config)
     else:
         add_gemma4(writer, config, slides)
+    if tokenizer is not None:
+        add_tokenizer(writer, tokenizer, config.vocab_size, "gpt-2")
     for name, weight in tensors_of(model):
         writer.add_tensor(name, weight.detach().float().contiguous().numpy())
     writer.write_header_to_file()

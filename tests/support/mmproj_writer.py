@@ -236,7 +236,7 @@ def write_unified_mmproj(path: Path, model: Any) -> Path:
     for name, tensor in model.state_dict().items():
         stem, _, last = name.rpartition(".")
         stem = stem.rpartition(".")[2]
-        if "language_model" in name:
+        if "language_model" in name or "embed_audio" in name:
             continue
         if last == "pos_embedding":
             writer.add_tensor("v.position_embd.weight", tensor.transpose(0, 1).contiguous().numpy())

@@ -181,6 +181,7 @@ class AudioPlaces:
         self._token_ids = [config.token_id]
         self._num_after = 0
         self._times = config.times
+        self._around = config.around
         self._duration_mark = config.duration_mark
         if (marks := config.marks) is not None:
             self._before = marks.margin + self._text_of(marks.begin_token_id, "boa_token_id")
@@ -227,8 +228,13 @@ class AudioPlaces:
             for clip in clips:
                 text = text.replace(self._duration_mark, f"{clip.seconds:.2f}", 1)
         each = iter(clips)
-        text, token_ids = encode(self._place.sub(lambda _: self._tokens(next(each)), text))
+        text, token_ids = encode(self._place.sub(lambda place: self._fill(place, each), text))
         return text, token_ids, self._place_inputs(token_ids, clips)
+
+    def _fill(self, place: re.Match[str], clips: Iterator[PreparedAudio]) -> str:
+        """Return the text that replaces the place of the next clip."""
+        before, after = self._around if place[0] == AUDIO_MARK else ("", "")
+        return before + self._tokens(next(clips)) + after
 
     def _tokens(self, clip: PreparedAudio) -> str:
         num_tokens, between = clip.num_outputs - self._num_after, ""

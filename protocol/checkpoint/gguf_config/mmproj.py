@@ -1,4 +1,4 @@
-"""Translate the metadata of an mmproj file, which holds the vision tower of a GGUF model, to Hugging Face's fields.
+"""Translate the metadata of an mmproj file, which holds the towers of a GGUF model, to Hugging Face's fields.
 
 llama.cpp's converter writes such files. Their architecture is "clip".
 """
@@ -11,7 +11,8 @@ from typing import Any, Final, TypeAlias
 
 from ...errors import CheckpointError
 from ..gguf import GGUFFile
-from .mmproj_fields import Mmproj, Vision
+from .mmproj_audio import AUDIO_KINDS, BESIDE_IMAGES
+from .mmproj_fields import Audio, Mmproj, Vision
 
 
 def read_mmproj(gguf: GGUFFile, decoder: GGUFFile, text: Mapping[str, Any]) -> Mmproj:
@@ -30,15 +31,37 @@ def read_mmproj(gguf: GGUFFile, decoder: GGUFFile, text: Mapping[str, Any]) -> M
         raise CheckpointError(
             gguf.path, "not an mmproj file; its general.architecture is not 'clip'"
         )
-    kind = metadata.get("clip.vision.projector_type") or metadata.get("clip.projector_type")
-    if kind not in _KINDS:
+    seen, heard = _projectors(metadata)
+    readers = AUDIO_KINDS if seen is None else BESIDE_IMAGES
+    if heard not in readers if seen is None else seen not in _KINDS:
+        supported = sorted({*_KINDS, *AUDIO_KINDS, *BESIDE_IMAGES})
         raise CheckpointError(
             gguf.path,
-            f"the projector type {kind!r} is not supported; supported are {', '.join(sorted(_KINDS))}",
+            f"the projector type {heard if seen is None else seen!r} is not supported; supported are "
+            + ", ".join(supported),
         )
-    found = _KINDS[kind](Vision(gguf, decoder))
-    config = {"text_config": dict(text), "num_channels": 3, **found.config}
-    return found._replace(config=config)
+    found = Mmproj({})
+    if seen is not None:
+        found = _KINDS[seen](Vision(gguf, decoder))
+        found.config["num_channels"] = 3
+    # An audio tower of another type beside a vision tower is not read.
+    if heard in readers:
+        audio = readers[heard](Audio(gguf, decoder))
+        config = found.config | audio.config
+        found = found._replace(config=config, around_clip=audio.around_clip)
+    return found._replace(config={"text_config": dict(text), **found.config})
+
+
+def _projectors(metadata: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """Return the types of the projectors of images and of audio clips."""
+    names = ("clip.vision.projector_type", "clip.audio.projector_type", "clip.projector_type")
+    values = (metadata.get(name) for name in names)
+    seen, heard, kind = (None if value is None else str(value) for value in values)
+    if seen is not None or heard is not None or kind is None:
+        return seen, heard
+    if kind == "qwen2.5o":
+        return "qwen2.5vl_merger", "qwen2a"
+    return (None, kind) if kind in AUDIO_KINDS else (kind, None)
 
 
 def _idefics3(vision: Vision) -> Mmproj:

@@ -1,4 +1,4 @@
-"""The fields of mmproj files, which hold the vision towers of GGUF models."""
+"""The fields of mmproj files, which hold the towers of GGUF models that read images and audio."""
 
 from __future__ import annotations
 
@@ -12,21 +12,29 @@ from .fields import GGUFFields
 
 
 class Mmproj(NamedTuple):
-    """The config of a model that reads images, and the fields of its image processor.
+    """The config of a model that reads images or audio, and the fields of its image processor.
 
-    `tokens` maps names of special tokens, as in tokenizer_config.json, to their texts.
+    `tokens` maps names of special tokens, as in tokenizer_config.json, to their texts. `around_clip` are the texts
+    before and after an audio clip in prompts of chat templates that read only text.
     """
 
     config: dict[str, Any]
-    processor: dict[str, Any]
+    processor: Mapping[str, Any] = MappingProxyType({})
     tokens: Mapping[str, str] = MappingProxyType({})
+    around_clip: tuple[str, str] = ("", "")
 
 
-class Vision(GGUFFields):
-    """The metadata keys of a vision tower, with access to the decoder that reads its outputs."""
+class Tower(GGUFFields):
+    """The metadata keys of a tower, with access to the decoder that reads its outputs.
 
-    def __init__(self, gguf: GGUFFile, decoder: GGUFFile) -> None:
-        super().__init__(gguf.metadata, gguf.path, "clip.vision.")
+    Attributes:
+        media: The name of its inputs in errors.
+    """
+
+    media: str
+
+    def __init__(self, gguf: GGUFFile, decoder: GGUFFile, prefix: str) -> None:
+        super().__init__(gguf.metadata, gguf.path, prefix)
         self.gguf = gguf
         self._decoder = decoder
 
@@ -40,35 +48,68 @@ class Vision(GGUFFields):
         Raises:
             CheckpointError: The file has no such matrix.
         """
-        tensor = self.gguf.tensors.get(name)
-        if tensor is None or len(tensor.shape) != 2:
-            raise CheckpointError(self.path, f"there is no matrix {name!r}")
-        return tensor.shape[0]
+        return self._shape(name, 2, "matrix")[0]
 
-    @property
-    def has_layer_inputs(self) -> bool:
-        """True if each layer of the decoder has inputs of its own (the smaller ones of Gemma 4)."""
-        return bool(self._decoder.metadata.get("gemma4.embedding_length_per_layer_input"))
+    def num_columns(self, name: str) -> int:
+        """Return the number of columns of a matrix.
+
+        Raises:
+            CheckpointError: The file has no such matrix.
+        """
+        return self._shape(name, 2, "matrix")[1]
+
+    def num_channels(self, name: str) -> int:
+        """Return the number of output channels of a convolution over two dimensions.
+
+        Raises:
+            CheckpointError: The file has no such convolution.
+        """
+        return self._shape(name, 4, "convolution")[0]
+
+    def _shape(self, name: str, num_dimensions: int, kind: str) -> tuple[int, ...]:
+        tensor = self.gguf.tensors.get(name)
+        if tensor is None or len(tensor.shape) != num_dimensions:
+            raise CheckpointError(self.path, f"there is no {kind} {name!r}")
+        return tensor.shape
 
     @property
     def decoder_architecture(self) -> str:
         """The architecture of the decoder's file."""
         return str(self._decoder.metadata.get("general.architecture"))
 
-    def token_id(self, text: str) -> int:
-        """Return the id of a token in the decoder's vocabulary.
+    def _tokens(self) -> list[str]:
+        """Return the decoder's vocabulary, or [] if the file has none."""
+        tokens = self._decoder.metadata.get("tokenizer.ggml.tokens")
+        return tokens if isinstance(tokens, list) else []
+
+    def token_id(self, *texts: str) -> int:
+        """Return the id of the first of these tokens that is in the decoder's vocabulary.
 
         Raises:
             CheckpointError: There is no such token.
         """
-        tokens = self._decoder.metadata.get("tokenizer.ggml.tokens")
-        if not isinstance(tokens, list) or text not in tokens:
-            raise CheckpointError(
-                self._decoder.path,
-                f"there is no token {text!r}, which represents images; use the model that belongs to "
-                f"{self.path}",
-            )
-        return tokens.index(text)
+        tokens = self._tokens()
+        if (found := next((text for text in texts if text in tokens), None)) is not None:
+            return tokens.index(found)
+        raise CheckpointError(
+            self._decoder.path,
+            f"there is no token {' or '.join(map(repr, texts))}, which represents {self.media}; use the model that "
+            f"belongs to {self.path}",
+        )
+
+
+class Vision(Tower):
+    """The metadata keys of a vision tower."""
+
+    media = "images"
+
+    def __init__(self, gguf: GGUFFile, decoder: GGUFFile) -> None:
+        super().__init__(gguf, decoder, "clip.vision.")
+
+    @property
+    def has_layer_inputs(self) -> bool:
+        """True if each layer of the decoder has inputs of its own (the smaller ones of Gemma 4)."""
+        return bool(self._decoder.metadata.get("gemma4.embedding_length_per_layer_input"))
 
     def activation(self, gelu: str) -> str:
         """Return the name of the activation. `gelu` names the variant that is used if the file only says GELU."""
@@ -103,3 +144,28 @@ class Vision(GGUFFields):
 
 
 _STATISTICS: Final = ("image_mean", "image_std")
+
+
+class Audio(Tower):
+    """The metadata keys of an audio tower."""
+
+    media = "audio"
+
+    def __init__(self, gguf: GGUFFile, decoder: GGUFFile) -> None:
+        super().__init__(gguf, decoder, "clip.audio.")
+
+    def around_clip(self, *texts: str) -> tuple[str, str]:
+        """Return the texts around a clip, without those that are no token of the decoder."""
+        tokens = self._tokens()
+        before, after = (text if text in tokens else "" for text in texts)
+        return before, after
+
+    def sizes(self) -> dict[str, Any]:
+        """Return the config fields that all audio towers have in common, by Whisper's names."""
+        return {
+            "d_model": self.integer("embedding_length"),
+            "encoder_ffn_dim": self.integer("feed_forward_length"),
+            "encoder_layers": self.layer_count("block_count"),
+            "encoder_attention_heads": self.integer("attention.head_count"),
+            "num_mel_bins": self.integer("num_mel_bins"),
+        }

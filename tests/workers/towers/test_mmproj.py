@@ -2,24 +2,31 @@
 
 import json
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from engine.frontend.model_source.images.read import read_image_processor
+from engine.protocol.checkpoint.audio.tower import audio_tower_spec
 from engine.protocol.checkpoint.config_fields import ConfigFields
+from engine.protocol.checkpoint.field_names import fields_of_part
 from engine.protocol.checkpoint.gguf import GGUFFile
 from engine.protocol.checkpoint.gguf_config.mmproj import read_mmproj
 from engine.protocol.checkpoint.vision.read import vision_spec
-from engine.protocol.encoder_inputs.payloads import ImagePayload
+from engine.protocol.encoder_inputs.payloads import AudioPayload, ImagePayload
 from engine.protocol.errors import CheckpointError
 from engine.workers.loaders.mmproj import MmprojCheckpoint
 from engine.workers.loaders.open_checkpoint import open_checkpoint
+from engine.workers.towers.audio_tower import AudioTower
 from engine.workers.towers.grid_tower import GridTower
 from engine.workers.towers.image_tower import TowerSource
 from engine.workers.towers.patch_tower import PatchTower
 from engine.workers.towers.vision_tower import VisionTower
 from gguf import GGUFWriter
 from msgspec.structs import replace
+from support.audio_checkpoints import MARKS, OMNI_MODELS, PARTS, audio_directory
+from support.gguf_audio import PROJECTORS as AUDIO_PROJECTORS
+from support.gguf_audio import write_audio_mmproj
 from support.gguf_qwen import PROJECTORS as QWEN_PROJECTORS
 from support.gguf_qwen import write_tower
 from support.grid_models import write_grid_model
@@ -212,6 +219,41 @@ def test_towers_of_minicpm_files_equal_those_of_checkpoints(tmp_path):
     outputs = [
         VisionTower(specs[0], TowerSource(checkpoint, CPU, torch.float32))(image)
         for checkpoint in (MmprojCheckpoint(file), open_checkpoint(tmp_path))
+    ]
+    torch.testing.assert_close(*outputs, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", AUDIO_PROJECTORS)
+def test_audio_towers_of_mmproj_files_equal_those_of_checkpoints(kind, tmp_path):
+    path, model = audio_directory(tmp_path / "model", kind)
+    images = None
+    if kind in OMNI_MODELS:
+        images = write_tower(tmp_path / "images.gguf", model, path)
+    elif kind == "gemma4":
+        images = write_mmproj(tmp_path / "images.gguf", model, kind)
+    elif kind == "gemma4_unified":
+        images = write_unified_mmproj(tmp_path / "images.gguf", model)
+    file = write_audio_mmproj(tmp_path / "mmproj-tiny.gguf", model, kind, images)
+    tokens = [*TOKENS, *PARTS[kind]]
+    text = model.config.text_config.to_dict()
+    found = read_mmproj(GGUFFile(file), _decoder(tmp_path / "tiny.gguf", tokens), text)
+    assert tokens[found.config["audio_token_id"]] == MARKS[kind]
+    config = ConfigFields.read(path / "config.json")
+    config = config.with_values(fields_of_part(config))
+    fields = ConfigFields(found.config, file)
+    specs = [audio_tower_spec(each, text["hidden_size"]) for each in (fields, config)]
+    # The file does not say how long the windows of this one are.
+    assert replace(specs[0], num_frames=specs[1].num_frames) == specs[1]
+    if kind in OMNI_MODELS:
+        towers = [vision_spec(each, text["hidden_size"]) for each in (fields, config)]
+        assert towers[0] == towers[1]
+    spec, num_frames = specs[1], min(specs[1].num_frames, 200)
+    features = np.random.default_rng(1).standard_normal((spec.num_mel_bins, num_frames), np.float32)
+    payload = AudioPayload(spec.num_mel_bins, num_frames, features.tobytes())
+    clip = msgspec.msgpack.encode(payload)
+    outputs = [
+        AudioTower(spec, TowerSource(checkpoint, CPU, torch.float32)).encode(clip)
+        for checkpoint in (MmprojCheckpoint(file), open_checkpoint(path))
     ]
     torch.testing.assert_close(*outputs, rtol=0, atol=1e-6)
 

@@ -88,12 +88,12 @@ def load_towers(
     is_native = device.type == "cpu" and config.device.cpu_backend is not CPUBackend.TORCH
     make_layers = partial(_tower_layers, num_threads=num_threads) if is_native else TorchLayers
     source = TowerSource(checkpoint, device, dtype, num_threads, make_layers)
+    if config.model.mmproj:
+        source = source._replace(checkpoint=MmprojCheckpoint(Path(config.model.mmproj)))
     audio = None if spec.audio_encoder is None else AudioTower(spec.audio_encoder, source)
     if spec.encoder is None:
         assert audio is not None
         return audio
-    if config.model.mmproj:
-        source = source._replace(checkpoint=MmprojCheckpoint(Path(config.model.mmproj)))
     images = make_tower(spec.encoder, source)
     return images if audio is None else _Towers(images, audio)
 

@@ -1,0 +1,121 @@
+"""Translate the metadata of audio towers in mmproj files to Hugging Face's fields."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, TypeAlias
+
+from .mmproj_fields import Audio, Mmproj
+
+
+def _qwen2_audio(audio: Audio) -> Mmproj:
+    around = audio.around_clip("<|audio_bos|>", "<|audio_eos|>")
+    return _whisper(audio, "qwen2_audio", "Qwen2Audio", "<|AUDIO|>", around)
+
+
+def _qwen2_5_omni(audio: Audio) -> Mmproj:
+    tower = audio.sizes() | {"output_dim": audio.num_rows("mm.a.fc.weight")}
+    return Mmproj(
+        {
+            "model_type": "qwen2_5_omni_thinker",
+            "architectures": ["Qwen2_5OmniForConditionalGeneration"],
+            "audio_config": tower,
+            "audio_token_id": audio.token_id("<|AUDIO|>", "<|audio_pad|>"),
+        },
+        around_clip=audio.around_clip("<|audio_bos|>", "<|audio_eos|>"),
+    )
+
+
+def _qwen3(audio: Audio, family: str, name: str) -> Mmproj:
+    tower = audio.sizes() | {
+        "downsample_hidden_size": audio.num_channels("a.conv2d.1.weight"),
+        "output_dim": audio.num_rows("mm.a.mlp.2.weight"),
+    }
+    return Mmproj(
+        {
+            "model_type": family,
+            "architectures": [f"{name}ForConditionalGeneration"],
+            "audio_config": tower,
+            "audio_token_id": audio.token_id("<|audio_pad|>"),
+        },
+        around_clip=audio.around_clip("<|audio_start|>", "<|audio_end|>"),
+    )
+
+
+def _qwen3_asr(audio: Audio) -> Mmproj:
+    return _qwen3(audio, "qwen3_asr", "Qwen3ASR")
+
+
+def _qwen3_omni(audio: Audio) -> Mmproj:
+    return _qwen3(audio, "qwen3_omni_moe_thinker", "Qwen3OmniMoe")
+
+
+def _voxtral(audio: Audio) -> Mmproj:
+    around = audio.around_clip("[BEGIN_AUDIO]", "")
+    return _whisper(audio, "voxtral", "Voxtral", "[AUDIO]", around)
+
+
+def _audio_flamingo(audio: Audio) -> Mmproj:
+    return _whisper(audio, "audioflamingo3", "AudioFlamingo3", "<sound>", ("", ""))
+
+
+def _whisper(
+    audio: Audio, family: str, name: str, token: str, around_clip: tuple[str, str]
+) -> Mmproj:
+    """Return the fields of a model with Whisper's encoder."""
+    positions = {"max_source_positions": audio.num_rows("a.position_embd.weight")}
+    return Mmproj(
+        {
+            "model_type": family,
+            "architectures": [f"{name}ForConditionalGeneration"],
+            "audio_config": audio.sizes() | positions,
+            "audio_token_id": audio.token_id(token),
+        },
+        around_clip=around_clip,
+    )
+
+
+def _gemma4(audio: Audio) -> Mmproj:
+    tower = {
+        "hidden_size": audio.integer("embedding_length"),
+        "num_hidden_layers": audio.layer_count("block_count"),
+        "num_attention_heads": audio.integer("attention.head_count"),
+        "subsampling_conv_channels": [
+            audio.num_channels(f"a.conv1d.{index}.weight") for index in range(2)
+        ],
+        "output_proj_dims": audio.num_rows("a.pre_encode.out.weight"),
+        "use_clipped_linears": audio.has_tensor("a.blk.0.ffn_up.input_max"),
+    }
+    return Mmproj(_gemma4_tokens(audio) | {"audio_config": tower})
+
+
+def _gemma4_unified(audio: Audio) -> Mmproj:
+    tower = {"audio_embed_dim": audio.num_columns("mm.a.input_projection.weight")}
+    return Mmproj(_gemma4_tokens(audio) | {"audio_config": tower})
+
+
+def _gemma4_tokens(audio: Audio) -> dict[str, Any]:
+    return {
+        "boa_token_id": audio.token_id("<|audio>"),
+        "audio_token_id": audio.token_id("<|audio|>"),
+        "eoa_token_index": audio.token_id("<audio|>"),
+    }
+
+
+AudioReader: TypeAlias = Callable[[Audio], Mmproj]
+
+AUDIO_KINDS: Final[dict[str, AudioReader]] = {
+    "musicflamingo": _audio_flamingo,
+    "qwen2a": _qwen2_audio,
+    "qwen3a": _qwen3_asr,
+    "voxtral": _voxtral,
+}
+"""How the fields of an audio tower without a vision tower are read, by the type of the projector."""
+
+BESIDE_IMAGES: Final[dict[str, AudioReader]] = {
+    "gemma4a": _gemma4,
+    "gemma4ua": _gemma4_unified,
+    "qwen2a": _qwen2_5_omni,
+    "qwen3a": _qwen3_omni,
+}
+"""How the fields of an audio tower beside a vision tower are read."""

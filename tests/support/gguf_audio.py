@@ -1,0 +1,111 @@
+"""Write the audio tower of a transformers model as the mmproj file that llama.cpp's converter would make of it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from gguf import MODEL_ARCH, GGUFReader, GGUFWriter, get_tensor_name_map
+from gguf.constants import GGUFValueType
+from torch.nn.functional import softplus
+
+PROJECTORS = {
+    "audioflamingo3": "musicflamingo",
+    "gemma4": "gemma4a",
+    "gemma4_unified": "gemma4ua",
+    "qwen2_5_omni": "qwen2a",
+    "qwen2_audio": "qwen2a",
+    "qwen3_asr": "qwen3a",
+    "qwen3_omni": "qwen3a",
+    "voxtral": "voxtral",
+}
+_NAMES = (
+    (r"^model\.(?!embed_audio)", ""),
+    (r"^multi_modal_projector\.", "audio.multi_modal_projector."),
+)
+_QWEN3 = ((r"^audio\.multi_modal_projector\.linear_", "audio_tower.proj"),)
+_GEMMA4 = ((r"^audio_tower\.", "conformer."), (r"\.linear\.", "."))
+_SUFFIXES = (".weight", ".bias", ".input_max", ".input_min", ".output_max", ".output_min")
+
+
+def write_audio_mmproj(path: Path, model: Any, kind: str, images: Path | None = None) -> Path:
+    """Write the audio tower of `model`, of this kind of `support.audio_checkpoints`, to `path` and return it.
+
+    `images` is an mmproj file with the model's vision tower, whose content is written, too.
+    """
+    config = model.config.audio_config
+    writer = GGUFWriter(path, "clip")
+    projector = PROJECTORS[kind]
+    key = "clip.projector_type" if images is None else "clip.audio.projector_type"
+    writer.add_string(key, projector)
+    writer.add_bool("clip.has_audio_encoder", True)
+    if images is not None:
+        _copy(writer, images)
+    sizes = {
+        "num_mel_bins": "num_mel_bins",
+        "embedding_length": "d_model",
+        "feed_forward_length": "encoder_ffn_dim",
+        "block_count": "encoder_layers",
+        "attention.head_count": "encoder_attention_heads",
+    }
+    others = {
+        "d_model": "hidden_size",
+        "encoder_ffn_dim": "intermediate_size",
+        "encoder_layers": "num_hidden_layers",
+        "encoder_attention_heads": "num_attention_heads",
+    }
+    for name, field in sizes.items():
+        value = getattr(config, field, None) or getattr(config, others.get(field, ""), None)
+        writer.add_uint32(f"clip.audio.{name}", value or 0)
+    writer.add_float32("clip.audio.attention.layer_norm_epsilon", 1e-5)
+    names = get_tensor_name_map(MODEL_ARCH.MMPROJ, 4)
+    rules = _NAMES
+    if kind.startswith("qwen3"):
+        rules = (*_NAMES, *_QWEN3)
+    elif kind == "gemma4":
+        rules = (*_NAMES, *_GEMMA4)
+    for name, tensor in model.state_dict().items():
+        if not re.search(r"audio|multi_modal_projector", name):
+            continue
+        for pattern, replacement in rules:
+            name = re.sub(pattern, replacement, name)
+        if name.endswith("audio_bos_eos_token.weight"):
+            continue
+        tensor = tensor.float()
+        if name.endswith("per_dim_scale"):
+            name, tensor = f"{name}.weight", softplus(tensor)
+        if re.search(r"conv[12]\.bias$", name):
+            tensor = tensor[:, None]
+        elif re.search(r"conv2d\d\.bias$", name):
+            tensor = tensor[:, None, None]
+        elif "depthwise_conv1d" in name:
+            tensor = tensor.squeeze(1)
+        found = names.get_name(name, _SUFFIXES)
+        assert found is not None, name
+        writer.add_tensor(found, (tensor if tensor.ndim else tensor[None]).contiguous().numpy())
+    if kind.startswith(("qwen2_5", "qwen3")):
+        # The tower computes these positions itself.
+        writer.add_tensor("a.position_embd.weight", torch.zeros(16, config.d_model).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _copy(writer: GGUFWriter, images: Path) -> None:
+    reader = GGUFReader(images)
+    for field in reader.fields.values():
+        if not field.name.startswith("clip."):
+            continue
+        name, value = field.name, field.contents()
+        name = name.replace("clip.projector_type", "clip.vision.projector_type")
+        kinds = field.types
+        if kinds[0] == GGUFValueType.ARRAY:
+            writer.add_array(name, value)
+        else:
+            writer.add_key_value(name, value, kinds[0])
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data)

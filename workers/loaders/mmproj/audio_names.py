@@ -1,0 +1,102 @@
+"""Translate the names of an audio tower's tensors in mmproj files to those of Hugging Face checkpoints."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Final, NamedTuple
+
+_PREFIXES: Final = ("a.", "mm.a.")
+_LAYER: Final = re.compile(r"a\.blk\.(\d+)\.(\w+)")
+_TENSOR: Final = re.compile(r"(.+?)(\.(?:weight|bias|(?:in|out)put_m(?:in|ax)))?")
+
+
+class _Names(NamedTuple):
+    """The names of a kind of tower: of the tensors outside of layers, of those in layers, and of what holds layers."""
+
+    outside: Mapping[str, str]
+    layer: Mapping[str, str]
+    layers: str
+
+
+_WHISPER: Final = _Names(
+    {
+        **{f"a.conv1d.{i}": f"audio_tower.conv{i}" for i in (1, 2)},
+        **{f"a.conv2d.{i}": f"audio_tower.conv2d{i}" for i in (1, 2, 3)},
+        **{f"mm.a.mlp.{i}": f"multi_modal_projector.linear_{i}" for i in (1, 2)},
+        "a.conv_out": "audio_tower.conv_out",
+        "a.position_embd": "audio_tower.embed_positions",
+        "a.post_ln": "audio_tower.layer_norm",
+        "mm.a.fc": "multi_modal_projector.linear",
+    },
+    {
+        **{f"attn_{x}": f"self_attn.{x}_proj" for x in "qkv"},
+        "attn_out": "self_attn.out_proj",
+        "ffn_down": "fc2",
+        "ffn_up": "fc1",
+        "ln1": "self_attn_layer_norm",
+        "ln2": "final_layer_norm",
+    },
+    "audio_tower.layers",
+)
+_STEM: Final = "audio_tower.subsample_conv_projection."
+_MLPS: Final = {"": "ffw_layer_start", "_1": "ffw_layer_end"}
+_UNIVERSAL: Final = _Names(
+    {
+        **{f"a.conv1d.{i}": f"{_STEM}conv_{i}.conv" for i in (0, 1)},
+        **{f"a.conv1d.{i}.norm": f"{_STEM}conv_{i}.norm" for i in (0, 1)},
+        "a.input_projection": f"{_STEM}input_proj_linear",
+        "a.pre_encode.out": "audio_tower.output_proj",
+        "mm.a.input_projection": "embed_audio.embedding_projection",
+    },
+    {
+        **{f"attn_{x}": f"attention.attn.{x}_proj" for x in "qkv"},
+        **{f"ffn_norm{end}": f"{name}.pre_layer_norm" for end, name in _MLPS.items()},
+        **{f"ffn_up{end}": f"{name}.ffw_layer_1" for end, name in _MLPS.items()},
+        **{f"ffn_down{end}": f"{name}.ffw_layer_2" for end, name in _MLPS.items()},
+        **{f"ffn_post_norm{end}": f"{name}.post_layer_norm" for end, name in _MLPS.items()},
+        "attn_k_rel": "attention.attn.relative_position_embedding.pos_proj",
+        "attn_out": "attention.post",
+        "attn_post_norm": "attention.post_norm",
+        "attn_pre_norm": "attention.pre_attn_norm",
+        "conv_dw": "lconv1d.depthwise_conv1d",
+        "conv_norm": "lconv1d.pre_layer_norm",
+        "conv_pw1": "lconv1d.linear_start",
+        "conv_pw2": "lconv1d.linear_end",
+        "ln2": "norm",
+        "norm_conv": "lconv1d.conv_norm",
+        "per_dim_scale": "attention.attn.per_dim_scale",
+    },
+    "audio_tower.conformer",
+)
+_OTHERS: Final = {"gemma4a": _UNIVERSAL, "gemma4ua": _UNIVERSAL}
+_PLAIN: Final = "per_dim_scale"
+"""The end of names that have no suffix, such as ".weight", in a Hugging Face checkpoint."""
+
+
+def is_audio_tensor(name: str) -> bool:
+    """Return whether a tensor belongs to an audio tower, by its name in the file."""
+    return name.startswith(_PREFIXES)
+
+
+def audio_renamer(kind: str) -> Callable[[str], str]:
+    """Return a function from the name of such a tensor to that in a Hugging Face checkpoint.
+
+    `kind` is the type of the projector. Names that have no other one are returned as they are.
+    """
+    return partial(_rename, names=_OTHERS.get(kind, _WHISPER))
+
+
+def _rename(name: str, names: _Names) -> str:
+    match = _TENSOR.fullmatch(name)
+    assert match is not None
+    stem, end = match[1], match[2] or ""
+    if (layer := _LAYER.fullmatch(stem)) is not None:
+        found = names.layer.get(layer[2])
+        found = found and f"{names.layers}.{layer[1]}.{found}"
+    else:
+        found = names.outside.get(stem)
+    if found is None:
+        return name
+    return found if found.endswith(_PLAIN) else found + end

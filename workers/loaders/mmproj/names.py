@@ -1,0 +1,233 @@
+"""Translate the names of tensors in mmproj files to those of Hugging Face checkpoints."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from types import MappingProxyType
+
+from .audio_names import audio_renamer, is_audio_tensor
+
+_TOWER = "vision_tower."
+PATCHES = f"{_TOWER}embeddings.patch_embedding.weight"
+_NAMES = {
+    "v.patch_embd": f"{_TOWER}embeddings.patch_embedding",
+    "v.position_embd": f"{_TOWER}embeddings.position_embedding",
+    "v.class_embd": f"{_TOWER}embeddings.class_embedding",
+    "v.pre_ln": f"{_TOWER}pre_layrnorm",
+    "v.post_ln": f"{_TOWER}post_layernorm",
+    "mm.model.fc": "connector.modality_projection.proj",
+    "mm.0": "multi_modal_projector.linear_1",
+    "mm.1": "multi_modal_projector.linear_1",
+    "mm.2": "multi_modal_projector.linear_2",
+    "mm.model.mlp.0": "multi_modal_projector.layer_norm",
+    "mm.model.mlp.1": "multi_modal_projector.linear_1",
+    "mm.model.mlp.3": "multi_modal_projector.linear_2",
+    "mm.input_projection": "multi_modal_projector.mm_input_projection_weight",
+    "mm.soft_emb_norm": "multi_modal_projector.mm_soft_emb_norm",
+    "mm.patch_merger": "multi_modal_projector.patch_merger.merging_layer",
+    "mm.input_norm": "multi_modal_projector.norm",
+    "v.std_bias": f"{_TOWER}std_bias",
+    "v.std_scale": f"{_TOWER}std_scale",
+}
+_GEMMA4_NAMES = {**_NAMES, "mm.input_projection": "connector.modality_projection.proj"}
+_RESAMPLER_NAMES = {
+    **_NAMES,
+    "resampler.kv": "resampler.kv_proj",
+    **{f"resampler.attn.{x}": "resampler.attn.in_proj" for x in "qkv"},
+    "resampler.attn.out": "resampler.attn.out_proj",
+}
+UNIFIED = "embed_vision."
+_UNIFIED_NAMES = {
+    "v.patch_embd": f"{UNIFIED}patch_dense",
+    "v.patch_norm.1": f"{UNIFIED}patch_ln1",
+    "v.patch_norm.2": f"{UNIFIED}patch_ln2",
+    "v.patch_norm.3": f"{UNIFIED}pos_norm",
+    "v.position_embd": f"{UNIFIED}pos_embedding",
+    "mm.input_projection": f"{UNIFIED}embedding_projection",
+}
+BY_CHANNEL = tuple(
+    f"{UNIFIED}{name}" for name in ("patch_dense.weight", "patch_ln1.weight", "patch_ln1.bias")
+)
+"""Tensors of Gemma 4's unified models whose elements belong to pixels; the converter orders them by channel."""
+
+_LFM2_NAMES = {**_NAMES, "mm.input_norm": "multi_modal_projector.layer_norm"}
+_LLAMA4_NAMES = {
+    **_NAMES,
+    "mm.model.fc": "multi_modal_projector.linear_1",
+    "mm.model.mlp.1": "multi_modal_projector.fc1",
+    "mm.model.mlp.2": "multi_modal_projector.fc2",
+}
+_OTHER_NAMES = {
+    "gemma4uv": _UNIFIED_NAMES,
+    "gemma4v": _GEMMA4_NAMES,
+    "lfm2": _LFM2_NAMES,
+    "llama4": _LLAMA4_NAMES,
+    "resampler": _RESAMPLER_NAMES,
+}
+_LAYER_NAMES = {
+    "ln1": "layer_norm1",
+    "ln2": "layer_norm2",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_out": "self_attn.out_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_post_norm": "output_norm1",
+    "ffn_post_norm": "output_norm2",
+    "ffn_up": "mlp.fc1",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_down": "mlp.fc2",
+    "ls1": "lambda_1",
+    "ls2": "lambda_2",
+}
+_VISUAL = "visual."
+_GRID_NAMES = {
+    "v.patch_embd": f"{_VISUAL}patch_embed.proj",
+    "v.position_embd": f"{_VISUAL}pos_embed",
+    "v.post_ln": f"{_VISUAL}merger.norm",
+    "mm.0": f"{_VISUAL}merger.fc1",
+    "mm.2": f"{_VISUAL}merger.fc2",
+}
+_DOTS_NAMES = {
+    **_GRID_NAMES,
+    "v.pre_ln": f"{_VISUAL}patch_norm",
+    "mm.post_norm": f"{_VISUAL}final_norm",
+    "mm.input_norm": f"{_VISUAL}merger.norm",
+}
+_GRID_LAYER_NAMES = {
+    "ln1": "norm1",
+    "ln2": "norm2",
+    "attn_qkv": "attn.qkv",
+    "attn_q": "attn.qkv",
+    "attn_k": "attn.qkv",
+    "attn_v": "attn.qkv",
+    "attn_out": "attn.proj",
+    "ffn_gate": "mlp.gate_proj",
+}
+_OMNI_LAYER_NAMES = {f"attn_{x}": f"attn.{x}_proj" for x in "qkv"}
+_KIMI_NAMES = {
+    "v.patch_embd": f"{_TOWER}patch_embed.proj",
+    "v.position_embd": f"{_TOWER}patch_embed.pos_emb",
+    "v.post_ln": f"{_TOWER}encoder.final_layernorm",
+    "mm.input_norm": "multi_modal_projector.pre_norm",
+    "mm.1": "multi_modal_projector.linear_1",
+    "mm.2": "multi_modal_projector.linear_2",
+}
+KIMI_POSITIONS = f"{_TOWER}patch_embed.pos_emb.weight"
+_KIMI_LAYER_NAMES = {
+    "ln1": "norm0",
+    "ln2": "norm1",
+    "attn_qkv": "wqkv",
+    "attn_q": "wqkv",
+    "attn_k": "wqkv",
+    "attn_v": "wqkv",
+    "attn_out": "wo",
+    "ffn_up": "mlp.fc0",
+    "ffn_down": "mlp.fc1",
+}
+_DEEPSTACK = re.compile(r"v\.deepstack\.(\d+)\.(\w+)\.(weight|bias)")
+_LAST_PARTS = ("attn_k", "attn_v", "weight.1", "attn.k", "attn.v")
+"""Marks of tensors that are parts of one in a Hugging Face checkpoint, after its first part and in their order."""
+
+_LAYER_TENSOR = re.compile(r"v\.blk\.(\d+)\.(\w+)\.(weight|bias|(?:in|out)put_m(?:in|ax))")
+# Tensors whose names have no suffix, such as ".weight", in a Hugging Face checkpoint.
+_PLAIN = (
+    "class_embedding",
+    "lambda_1",
+    "lambda_2",
+    "mm_input_projection_weight",
+    "pos_embedding",
+    "std_bias",
+    "std_scale",
+)
+
+
+def tensor_renamer(
+    kind: str, audio_kind: str, names: Collection[str], *, swaps_mlps: bool
+) -> Callable[[str], str]:
+    """Return a function from the name of a tensor in the file to that in a Hugging Face checkpoint.
+
+    Args:
+        kind: The type of the projector of images.
+        audio_kind: The type of the projector of audio clips.
+        names: The names of all tensors of the file.
+        swaps_mlps: True if the names of the two matrices of an MLP are swapped.
+    """
+    rename: Callable[[str], str] = partial(
+        _hf_name, names=_OTHER_NAMES.get(kind, _NAMES), swaps_mlps=swaps_mlps
+    )
+    if kind.startswith("qwen"):
+        is_omni = kind.startswith("qwen2") and any(map(is_audio_tensor, names))
+        rename = _grid_names(names, _GRID_NAMES, _OMNI_LAYER_NAMES if is_omni else {})
+    elif kind == "dots_ocr":
+        rename = _grid_names(names, _DOTS_NAMES)
+    elif kind.startswith("kimi"):
+        rename = _kimi_name
+    hear = audio_renamer(audio_kind)
+    return lambda name: hear(name) if is_audio_tensor(name) else rename(name)
+
+
+def part_number(name: str) -> int:
+    """Return the place of a tensor among the parts of one."""
+    return next((i for i, mark in enumerate(_LAST_PARTS, 1) if mark in name), 0)
+
+
+def _grid_names(
+    names: Collection[str], table: Mapping[str, str], own: Mapping[str, str] = MappingProxyType({})
+) -> Callable[[str], str]:
+    """Return a function that names the tensors of a Qwen-VL or dots.ocr as its checkpoint does.
+
+    `table` has the names of the tensors outside of layers, and `own` those in layers that differ from Qwen-VL's.
+    """
+    matches = [_DEEPSTACK.fullmatch(name) for name in names]
+    kept = sorted({int(match[1]) for match in matches if match})
+    has_gate = any(".ffn_gate." in name for name in names)
+    up, down = ("up_proj", "down_proj") if has_gate else ("fc1", "fc2")
+    layer_names = {**_GRID_LAYER_NAMES, **own, "ffn_up": f"mlp.{up}", "ffn_down": f"mlp.{down}"}
+
+    def rename(name: str) -> str:
+        if match := _DEEPSTACK.fullmatch(name):
+            index = kept.index(int(match[1]))
+            return f"{_VISUAL}deepstack_merger_list.{index}.{match[2]}.{match[3]}"
+        if match := _LAYER_TENSOR.fullmatch(name):
+            if match[2] not in layer_names:
+                return name
+            return f"{_VISUAL}blocks.{match[1]}.{layer_names[match[2]]}.{match[3]}"
+        stem, _, last = name.removesuffix(".1").rpartition(".")
+        return f"{table[stem]}.{last}" if stem in table else name
+
+    return rename
+
+
+def _kimi_name(name: str) -> str:
+    """Return Kimi-VL's name for a tensor, or the name in the file if there is none."""
+    if match := _LAYER_TENSOR.fullmatch(name):
+        if match[2] not in _KIMI_LAYER_NAMES:
+            return name
+        return f"{_TOWER}encoder.blocks.{match[1]}.{_KIMI_LAYER_NAMES[match[2]]}.{match[3]}"
+    stem, _, last = name.rpartition(".")
+    return f"{_KIMI_NAMES[stem]}.{last}" if stem in _KIMI_NAMES else name
+
+
+def _hf_name(name: str, names: Mapping[str, str], *, swaps_mlps: bool) -> str:
+    """Return CLIP's name for a tensor, or the name in the file if CLIP has none."""
+    if match := _LAYER_TENSOR.fullmatch(name):
+        stem = match[2]
+        if swaps_mlps:
+            stem = {"ffn_up": "ffn_down", "ffn_down": "ffn_up"}.get(stem, stem)
+        if stem not in _LAYER_NAMES:
+            return name
+        hf, last = f"{_TOWER}encoder.layers.{match[1]}.{_LAYER_NAMES[stem]}", match[3]
+    else:
+        stem, _, last = name.rpartition(".")
+        if stem not in names:
+            stem, last = name, "weight"
+        if stem not in names:
+            return name
+        hf = names[stem]
+    if hf.endswith("in_proj"):
+        return f"{hf}_{last}"
+    return hf if hf.endswith(_PLAIN) else f"{hf}.{last}"
