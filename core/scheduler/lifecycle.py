@@ -98,8 +98,8 @@ class RequestLifecycle:
         self._drafts = drafts
         self.requests: dict[RequestKey, Request] = {}
         self.stats = SchedulerStats()
-        self.is_reported_busy = False
-        """True if the last statistics counted unfinished requests."""
+        self.reported_counts = 0, 0
+        """The numbers of running and waiting requests that the frontends show."""
         self.step_tokens: list[int] = []
         """Number of prompt and output tokens computed by each step since the last statistics."""
         self.queue = queue
@@ -468,7 +468,7 @@ class RequestLifecycle:
         stats, self.stats = self.stats, SchedulerStats()
         stats.num_running = num_running = len(self.running)
         stats.num_waiting = len(self.requests) - num_running
-        self.is_reported_busy = bool(self.requests)
+        self.reported_counts = num_running, stats.num_waiting
         stats.num_deferred = stats.num_waiting - len(self.queue)
         self.lora_requests.write_stats(stats, self.running.loras)
         if self.step_tokens:

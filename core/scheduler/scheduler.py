@@ -193,8 +193,9 @@ class Scheduler(SchedulerInterface):
     # Requests and clients
 
     def add_client(self, client_index: int) -> None:
-        """Prepare to send outputs to a client."""
+        """Prepare to send outputs to a client, which shows an idle core until it gets statistics."""
         self._clients.add_client(client_index)
+        self.lifecycle.reported_counts = 0, 0
 
     def finish_client(self, client_index: int) -> None:
         """Abort all requests of a disconnected client."""
@@ -415,12 +416,13 @@ class Scheduler(SchedulerInterface):
         self._results.apply_drafts(drafts)
 
     def take_outputs(self, now: float) -> dict[int, EngineCoreOutputs]:
-        """Return messages about requests that finished outside of a step, with statistics if no request is left."""
+        """Return messages about requests that finished outside of a step, with statistics if no step will send them."""
         is_idle = not self.requests
-        has_counts = self._transfers is not None and self._transfers.has_counts
-        has_stats = is_idle and (has_counts or self.lifecycle.is_reported_busy)
+        has_stats = is_idle and self._transfers is not None and self._transfers.has_counts
+        if is_idle or not self._results.has_steps_in_flight:
+            has_stats |= self.lifecycle.reported_counts != self.get_request_counts()
         outputs = self._clients.take_finished_outputs(now, has_stats=has_stats)
-        if outputs and is_idle:
+        if outputs and (is_idle or has_stats):
             next(iter(outputs.values())).stats = self.make_stats()
         return outputs
 

@@ -57,6 +57,12 @@ def wait_until_running(server: Server) -> None:
     wait_until(lambda: server.metric("engine:num_requests_running") == NUM_REQUESTS, what="all run")
 
 
+def wait_until_waiting(server: Server) -> None:
+    wait_until(
+        lambda: server.metric("engine:num_requests_waiting") == NUM_REQUESTS, what="metrics count"
+    )
+
+
 def wait_for_state(server: Server, *, is_paused: bool) -> None:
     """Wait until both frontends report the state. Connections go to either of them."""
 
@@ -84,6 +90,7 @@ def test_kept_requests_continue_after_the_pause(server: Server, pool: ThreadPool
         lambda: server.get("/load")[1]["server_load"] == 2 * NUM_REQUESTS, what="more requests wait"
     )
     assert server.get("/health")[0] == 200
+    wait_until_waiting(server)
     time.sleep(LONGER_S)
     assert not any(each.done() for each in running + late)
     assert post(server, "/resume") == {"status": "resumed"}
@@ -149,10 +156,33 @@ def test_an_engine_stays_paused_after_a_crash(
     wait_until(
         lambda: server.get("/load")[1]["server_load"] == NUM_REQUESTS, what="the requests wait"
     )
+    wait_until_waiting(server)
     time.sleep(LONGER_S)
     assert not any(each.done() for each in running)
     post(server, "/resume")
     assert tokens(running) == expected
+
+
+@pytest.mark.parametrize("title", ["core 0", "frontend 0"])
+def test_waiting_requests_are_counted_again_after_a_crash(
+    server: Server, pool: ThreadPoolExecutor, title: str
+) -> None:
+    post(server, "/pause?mode=keep")
+    wait_for_state(server, is_paused=True)
+    waiting = start(server, pool, 5)
+    wait_until_waiting(server)
+    victim = server.child(title)
+    victim.kill()
+    wait_until(lambda: server.child(title) != victim, what="there is another one")
+    server.wait_until_whole()
+
+    def are_counted() -> bool:
+        # A killed frontend has lost its requests.
+        num_left = sum(not each.done() for each in waiting)
+        return server.metric("engine:num_requests_waiting") == num_left
+
+    wait_until(are_counted, what="metrics count")
+    post(server, "/resume")
 
 
 def test_wrong_modes_are_refused(server: Server) -> None:

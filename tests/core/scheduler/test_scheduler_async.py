@@ -139,3 +139,24 @@ def test_a_request_competing_with_asynchronous_loads_makes_progress():
     assert {harness.received[key].reason for key in keys} == {FinishReason.LENGTH}
     num_tokens = sum(len(harness.received[key].token_ids) for key in keys)
     assert sum(stats.num_preemptions for stats in harness.stats) <= num_tokens
+
+
+def test_requests_are_reported_while_no_step_runs():
+    harness = Harness(max_num_seqs=2, max_in_flight=1)
+    harness.add(4, 30)
+    harness.step()
+    scheduler = harness.scheduler
+
+    def take_counts() -> list[tuple[int, int]]:
+        reported = [each.stats for each in scheduler.take_outputs(7.0).values()]
+        return [(each.num_running, each.num_waiting) for each in reported if each is not None]
+
+    assert take_counts() == []
+    harness.add(4, 30)
+    assert take_counts() == [(1, 1)]
+    assert take_counts() == []
+    scheduler.add_client(0)
+    assert take_counts() == [(1, 1)]
+    harness.schedule()
+    harness.add(4, 30)
+    assert take_counts() == []
