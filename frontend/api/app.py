@@ -21,8 +21,14 @@ from .batches.records import BatchRecords
 from .batches.routes import batch_routes
 from .bodies.intake import Intake
 from .decisions.endpoint import Decisions
-from .dialects import anthropic, cohere, llama_cpp, ollama, text_embeddings, whisper_cpp
+from .decisions.system_one import SystemOne
+from .dialects import anthropic, llama_cpp, ollama, text_embeddings, whisper_cpp
 from .dialects.anthropic_batches import message_batch_routes
+from .dialects.cohere import chat as cohere_chat
+from .dialects.cohere.embed import CohereEmbeddings
+from .dialects.gemini import answer as gemini_answer
+from .dialects.gemini import models as gemini_models
+from .dialects.gemini import routes as gemini
 from .dialects.ollama_answer import error_body as ollama_error
 from .dialects.sglang.routes import routes as sglang_routes
 from .dialects.sglang.scores import ScoreRoute
@@ -62,10 +68,15 @@ from .stored_chats.routes import chat_routes
 ERROR_BODIES: Final = {
     anthropic.PATH: anthropic.error_body,
     f"{anthropic.PATH}/": anthropic.error_body,
+    **dict.fromkeys(cohere_chat.PATHS, cohere_chat.error_body),
+    **dict.fromkeys((gemini.PATH, *gemini.METHODS), gemini_answer.error_body),
     ollama.PATH: ollama_error,
     whisper_cpp.PATH: ollama_error,
 }
-"""Path of a dialect, or its beginning if it ends with a slash -> the function that writes its error bodies."""
+"""Path of a dialect -> the function that writes its error bodies.
+
+A path that ends with a slash is the beginning of paths, and one that begins with a colon is their end.
+"""
 
 
 class App(NamedTuple):
@@ -100,6 +111,7 @@ def create_app(serving: Serving, *, is_loopback: bool) -> App:
 def make_routes(serving: Serving) -> list[Route]:
     """Return all routes, including `/openapi.json` and `/docs`, which describe the others."""
     management = Management(serving)
+    google = gemini_models.GeminiModels(serving)
     replicas = Replicas(serving)
     timelines = Timelines(serving)
     intake = Intake(serving)
@@ -122,8 +134,8 @@ def make_routes(serving: Serving) -> list[Route]:
     )
     secrets = ClientSecrets(serving, intake, transcriptions)
     openai_routes = [
-        Route("/models", management.models),
-        Route("/models/{name:path}", management.model),
+        Route("/models", gemini.for_google(google.list, management.models)),
+        Route("/models/{name:path}", gemini.for_google(google.describe, management.model)),
         Route("/completions", completions, methods=["POST"]),
         Route("/completions/{id}/events", Events(serving, completions), methods=["GET"]),
         Route("/chat/completions", chat_completions, methods=["POST"]),
@@ -131,6 +143,7 @@ def make_routes(serving: Serving) -> list[Route]:
         *response_routes(serving, intake, files),
         Route("/responses", ResponsesSocket(serving, intake), methods=["GET"]),
         Route("/decisions", Decisions(serving, intake), methods=["POST"]),
+        Route("/systemone", SystemOne(serving, intake), methods=["POST"]),
         *file_routes(serving, intake, files),
         *upload_routes(serving, intake, files, UploadStorage(serving.store)),
         *batch_routes(serving, intake, batch_records, files, batch_executor),
@@ -174,6 +187,7 @@ def make_routes(serving: Serving) -> list[Route]:
             methods=["POST"],
         ),
         *message_batch_routes(serving, intake, batch_records, files, batch_executor),
+        *gemini.routes(serving, intake, embeddings),
         *ollama.routes(serving, intake, loras, embeddings),
         *sglang_routes(serving, intake, management, embeddings),
         Route(
@@ -183,9 +197,13 @@ def make_routes(serving: Serving) -> list[Route]:
         ),
         *vllm_routes(serving, intake),
         Route("/v2/rerank", scores.rerank, methods=["POST"]),
+        *(
+            Route(path, cohere_chat.CohereChats(serving, intake), methods=["POST"])
+            for path in cohere_chat.PATHS
+        ),
         Route(
             "/v2/embed",
-            cohere.CohereEmbeddings(serving, intake, embeddings).embed,
+            CohereEmbeddings(serving, intake, embeddings).embed,
             methods=["POST"],
         ),
         Route(

@@ -130,7 +130,9 @@ class Edge:
     def _error_response(self, error: APIError, scope: Scope) -> Response:
         path = get_route_path(scope)
         for prefix, error_body in self._error_bodies.items():
-            if path == prefix or (prefix.endswith("/") and path.startswith(prefix)):
+            is_start = prefix.endswith("/") and path.startswith(prefix)
+            is_end = prefix.startswith(":") and path.endswith(prefix)
+            if path == prefix or is_start or is_end:
                 body = error_body(error, scope["state"]["request_id"])
                 return json_response(body, error.status, error.headers)
         return error.response()

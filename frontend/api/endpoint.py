@@ -159,7 +159,8 @@ class Endpoint(ABC, Generic[Request]):
                 await self.resume(resumption, scope, receive, send, lease)
             return
         record = resumption.record
-        request, prompts, new_answer = await self._prepare_again(record, receive, lease)
+        owner = scope["state"]["owner"]
+        request, prompts, new_answer = await self._prepare_again(record, owner, receive, lease)
         group = await resumption.mirror(self._serving, request, prompts)
         try:
             answer = new_answer(group, self._envelope(request, record.answer_id, record.created))
@@ -175,14 +176,14 @@ class Endpoint(ABC, Generic[Request]):
         finally:
             group.abort()
 
-    async def continue_request(self, record: RequestRecord, start: StartGroup) -> None:
-        """Generate the rest of a recorded request whose frontend has exited.
+    async def continue_request(self, record: RequestRecord, owner: str, start: StartGroup) -> None:
+        """Generate the rest of a recorded request whose frontend has exited. It may read the files of `owner`.
 
         Raises:
             APIError: The request can no longer be prepared, or the engine does not accept it.
         """
         with self._intake.lease() as lease:
-            request, prompts, _ = await self._prepare_again(record, _never, lease)
+            request, prompts, _ = await self._prepare_again(record, owner, _never, lease)
             # The adapter may have been replaced in the meantime.
             self._verify_same_model(record, request.model, request.lora)
             group = await start(request, prompts)
@@ -193,7 +194,7 @@ class Endpoint(ABC, Generic[Request]):
         return False
 
     async def _prepare_again(
-        self, record: RequestRecord, receive: Receive, lease: MemoryLease
+        self, record: RequestRecord, owner: str, receive: Receive, lease: MemoryLease
     ) -> tuple[Request, list[PreparedPrompt], NewAnswer[Request]]:
         """Prepare a recorded request again, and return the result of `prepare`.
 
@@ -201,6 +202,7 @@ class Endpoint(ABC, Generic[Request]):
             APIError: The request was answered by another model (410), or can no longer be prepared.
         """
         scope: Scope = {"type": "http", "method": "POST", "path": record.path, "headers": []}
+        scope["state"] = {"owner": owner}
         body = replay_body(record.body, receive)
         request, body_size = await self._receive(scope, body, lease)
         self._verify_same_model(record, request.model, request.lora)

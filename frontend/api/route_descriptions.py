@@ -33,6 +33,7 @@ ROUTE_DESCRIPTIONS: Final[dict[str, tuple[str, str]]] = {
     "/v1/responses/{id}/cancel": (CLIENTS, "Cancel a background response."),
     "/v1/responses/{id}/input_items": (CLIENTS, "List the items that a response was given."),
     "/v1/decisions": (CLIENTS, "Return probabilities of answers to questions (OpenAI)."),
+    "/v1/systemone": (CLIENTS, "Return probabilities of answers to questions (TypeSafe)."),
     "/v1/conversations": (CLIENTS, "Create a conversation."),
     "/v1/conversations/{id}": (CLIENTS, "Return, change or delete a conversation."),
     "/v1/conversations/{id}/items": (CLIENTS, "List the items of a conversation, or add some."),
@@ -51,6 +52,8 @@ ROUTE_DESCRIPTIONS: Final[dict[str, tuple[str, str]]] = {
     "/v1/batches/{id}": (CLIENTS, "Describe a batch."),
     "/v1/batches/{id}/cancel": (CLIENTS, "Cancel a batch."),
     "/v1/embeddings": (CLIENTS, "Embed one or more texts."),
+    "/v2/chat": (CLIENTS, "Answer a conversation (Cohere)."),
+    "/cohere/v2/chat": (CLIENTS, "Answer a conversation (Cohere, at its path in vLLM)."),
     "/v2/embed": (CLIENTS, "Embed texts or images (Cohere)."),
     "/embed": (CLIENTS, "Embed texts (Text Embeddings Inference)."),
     "/v1/score": (CLIENTS, "Return a score for each pair of texts."),
@@ -78,6 +81,19 @@ ROUTE_DESCRIPTIONS: Final[dict[str, tuple[str, str]]] = {
     "/v1/messages/batches/{id}": (CLIENTS, "Describe or delete a batch (Anthropic)."),
     "/v1/messages/batches/{id}/cancel": (CLIENTS, "Cancel a batch (Anthropic)."),
     "/v1/messages/batches/{id}/results": (CLIENTS, "Return the results of a batch (Anthropic)."),
+    "/v1beta/models": (CLIENTS, "List the served models (Gemini)."),
+    "/v1beta/models/{name}": (CLIENTS, "Describe one served model (Gemini)."),
+    **{
+        f"{prefix}/models/{{name}}:{method}": (CLIENTS, description)
+        for prefix in ("/v1beta", "/v1")
+        for method, description in (
+            ("generateContent", "Answer a conversation (Gemini)."),
+            ("streamGenerateContent", "Stream the answer to a conversation (Gemini)."),
+            ("countTokens", "Count the tokens of a conversation (Gemini)."),
+            ("embedContent", "Embed one text (Gemini)."),
+            ("batchEmbedContents", "Embed one or more texts (Gemini)."),
+        )
+    },
     "/api/chat": (CLIENTS, "Answer a conversation (Ollama)."),
     "/api/generate": (CLIENTS, "Answer a prompt (Ollama)."),
     "/api/embed": (CLIENTS, "Embed one or more texts (Ollama)."),

@@ -247,10 +247,16 @@ class Origins(CORSMiddleware):
             await super().__call__(scope, receive, send)
 
 
+_PREFIX: Final = "/openai"
+"""The prefix of the routes of OpenAI's API in the clients of Groq and Azure."""
+
+
 def normalize_path(scope: Scope, root_path: str) -> None:
-    """Remove a slash at the end of the path, because clients often add one by mistake."""
+    """Remove a slash at the end of the path, which clients often add, and the prefix of Groq's and Azure's clients."""
     scope["root_path"] = root_path
-    scope["path"] = scope["path"].removesuffix("/") or "/"
+    path = scope["path"].removesuffix("/") or "/"
+    route = path.removeprefix(root_path)
+    scope["path"] = route.removeprefix(_PREFIX) if route.startswith(f"{_PREFIX}/v1/") else path
 
 
 def is_operator_path(path: str) -> bool:
@@ -303,11 +309,11 @@ def digest_of(key: bytes) -> bytes:
 
 
 def key_of(headers: dict[bytes, bytes]) -> bytes:
-    """Return the API key of a request. Anthropic's clients and web pages with a WebSocket send it in other headers."""
+    """Return the API key of a request. Clients of Anthropic and Google and web pages send it in other headers."""
     scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
     if scheme.lower() == b"bearer":
         return key.strip()
     for name in read_subprotocols(headers):
         if name.startswith(KEY_SUBPROTOCOL):
             return name.removeprefix(KEY_SUBPROTOCOL).encode("latin-1")
-    return headers.get(b"x-api-key", b"").strip()
+    return headers.get(b"x-api-key", headers.get(b"x-goog-api-key", b"")).strip()

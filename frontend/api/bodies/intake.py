@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope
 
 from ...client.executor import request_digest
 from ...http.errors import internal_error, unavailable
+from ..inputs.stored_files import fill_in_files
 from ..openapi import accepts
 from ..serving import Serving
 from .body import BodyDecoder, make_decoder, read_body
@@ -100,11 +101,22 @@ class Intake:
     ) -> tuple[T, int]:
         """Return the body, decoded into `schema`, and its size in bytes.
 
+        Stored files that its messages refer to are filled in, and are a part of its size.
+
         Raises:
             APIError: The body is invalid, too large, or too complex (4xx); it crashed a frontend before (500); there is
-                no room for it (503).
+                no room for it (503); a stored file does not exist (404).
             ClientDisconnected: The client closed the connection first.
         """
+        body, size = await self._decode(scope, receive, schema, lease)
+        if messages := getattr(body, "messages", None):
+            owner = scope.get("state", {}).get("owner", "")
+            size += await fill_in_files(self._serving, messages, size, owner, lease)
+        return body, size
+
+    async def _decode(
+        self, scope: Scope, receive: Receive, schema: type[T], lease: MemoryLease
+    ) -> tuple[T, int]:
         body = await read_body(scope, receive, self._max_body_bytes, lease)
         self._refuse_poison()
         if schema not in self._decoders:

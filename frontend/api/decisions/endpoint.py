@@ -35,7 +35,7 @@ _rename = renamer({"messages": "input"})
 class Decisions(ChatCompletions):
     """The endpoint. All questions of a request share the prefix with its input."""
 
-    body_schema = DecisionRequest
+    body_schema: type[msgspec.Struct] = DecisionRequest
     id_prefix = "decision"
 
     def __init__(self, serving: Serving, intake: Intake) -> None:
@@ -47,7 +47,7 @@ class Decisions(ChatCompletions):
         return "decision"
 
     async def _translate(
-        self, body: DecisionRequest, size: int, lease: MemoryLease
+        self, body: Any, size: int, lease: MemoryLease
     ) -> tuple[ChatCompletionRequest, int]:
         return await self._serving.executor.run(size, translate, body), size
 

@@ -76,20 +76,21 @@ def _options(question: DecisionQuestion, where: str) -> tuple[tuple[str, str | N
             return _PREDICATE
         case "choice":
             choices, place = question.choices or [], f"{where}.choices"
-            _verify_count(len(choices), len(LABELS), place)
+            verify_count(len(choices), len(LABELS), place)
             values = [(type(choice.value), choice.value) for choice in choices]
             if len(set(values)) < len(values):
                 raise bad_request(place, "must have different values")
             return tuple((_name(choice.value), choice.description) for choice in choices)
         case "score":
             levels = question.levels or []
-            _verify_count(len(levels), MAX_LEVELS, f"{where}.levels")
+            verify_count(len(levels), MAX_LEVELS, f"{where}.levels")
             return tuple((level.label, level.description) for level in levels)
         case kind:
             raise wrong(f"{where}.type", '"predicate", "choice" or "score"', kind)
 
 
-def _verify_count(count: int, limit: int, place: str) -> None:
+def verify_count(count: int, limit: int, place: str) -> None:
+    """Raise APIError 400 unless a question has 2 to `limit` options."""
     if not 2 <= count <= limit:
         raise bad_request(place, f"must have 2 to {limit} entries, got {count}")
 

@@ -254,7 +254,7 @@ def _image_url(block: Json, where: str) -> str:
         case "url":
             return _string(source, "url", f"{where}.source")
         case kind:
-            raise wrong(f"{where}.source.type", '"base64" or "url"', kind)
+            raise wrong(f"{where}.source.type", '"base64", "url" or "file"', kind)
 
 
 def _document(block: Json, where: str) -> str:
@@ -273,7 +273,7 @@ def _document(block: Json, where: str) -> str:
                     _text_block(part, f"{place}[{i}]")["text"] for i, part in enumerate(blocks)
                 )
         case kind:
-            raise wrong(f"{where}.source.type", '"text", "content" or "base64"', kind)
+            raise wrong(f"{where}.source.type", '"text", "content", "base64" or "file"', kind)
     title = block.get("title")
     return f"{title}\n\n{text}" if isinstance(title, str) and title else text
 

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, Final, Protocol
 
 import msgspec
+from starlette.routing import compile_path
 
 from ....protocol.errors import POISON_REQUEST, counted
 from ....protocol.messages import FinishReason
@@ -49,7 +50,7 @@ StartGroup = Callable[[Any, list[PreparedPrompt]], Awaitable[RequestGroup]]
 class Continuable(Protocol):
     """An endpoint that can continue its recorded requests."""
 
-    async def continue_request(self, record: RequestRecord, start: StartGroup) -> None:
+    async def continue_request(self, record: RequestRecord, owner: str, start: StartGroup) -> None:
         """Generate the rest of a request.
 
         Raises:
@@ -74,12 +75,14 @@ class NothingToContinue(Exception):
 class Recovery:
     """Claims recorded requests from the store, and continues each after its last recorded token.
 
-    `endpoints` maps the paths in the records to their endpoints.
+    `endpoints` maps the paths of routes to their endpoints.
     """
 
     def __init__(self, serving: Serving, endpoints: Mapping[str, Continuable]) -> None:
         self._serving = serving
         self._endpoints = endpoints
+        # Some paths have the name of a model in them.
+        self._patterns = [(compile_path(path)[0], path) for path in endpoints if "{" in path]
         self._is_claiming = False
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -163,14 +166,16 @@ class Recovery:
         if claimed.num_starts > MAX_STARTS:
             raise APIError(500, POISON_REQUEST)
         record = decode_record(claimed.record)
-        endpoint = self._endpoints.get(record.path)
+        matching = (path for pattern, path in self._patterns if pattern.match(record.path))
+        endpoint = self._endpoints.get(next(matching, record.path))
         if endpoint is None:
             raise APIError(
                 410, "the server was restarted with another version; send the request again"
             )
         while True:
             try:
-                await endpoint.continue_request(record, partial(self._submit, claimed, record))
+                start = partial(self._submit, claimed, record)
+                await endpoint.continue_request(record, claimed.owner, start)
                 return
             except APIError as error:
                 # The engine currently has no free capacity.

@@ -91,7 +91,7 @@ class Responses(ChatCompletions):
                 run.scope, run.receive, run.send, lease, request, size, 0.0, keeper
             )
 
-    async def continue_request(self, record: RequestRecord, start: StartGroup) -> None:
+    async def continue_request(self, record: RequestRecord, owner: str, start: StartGroup) -> None:
         """Generate the rest of a run.
 
         Raises:

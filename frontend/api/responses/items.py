@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import mimetypes
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, TypeAlias
 
@@ -12,6 +11,7 @@ import msgspec
 
 from ...http.errors import bad_request, expect, wrong
 from ..inputs.files import translate_file
+from ..inputs.stored_files import media_type_of
 from ..logprobs import Json
 from .client_tools import CALLS, OUTPUTS, TOOL_SEARCH, write_output
 from .ids import item_id
@@ -64,8 +64,7 @@ def find_files(items: Iterable[Json]) -> set[str]:
 def _with_content(part: Json, file: tuple[str, bytes]) -> Json:
     """Return a content part with the content of the file that it refers to filled in."""
     filename, content = file
-    media_type = mimetypes.guess_type(filename)[0] or "application/octet-stream"
-    url = f"data:{media_type};base64,{base64.b64encode(content).decode()}"
+    url = f"data:{media_type_of(filename)};base64,{base64.b64encode(content).decode()}"
     if part["type"] == "input_image":
         return part | {"image_url": url}
     return part | {"file_data": url, "filename": part.get("filename") or filename}

@@ -116,6 +116,7 @@ class GenerationRequest(CommonFields, kw_only=True):
     min_new_tokens: Int | None = None
     repeat_penalty: float | None = None
     extra_key: str | None = None
+    random_seed: Int | None = None
     rid: str | list[str] | None = None
 
     # `store` requests that the answer is stored with this metadata. Only chat answers can be stored.
@@ -239,6 +240,9 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
             self.prompt_token_ids = self.input_ids
         else:
             self.input_ids = None
+        # Mistral's and DeepSeek's clients mark the message that the answer continues.
+        if self.continue_final_message is None and self.messages:
+            self.continue_final_message = _has_prefix(self.messages[-1])
 
     def sent_name(self, name: str) -> str:
         """Return the name under which the client sent a field: its own or an alias."""
@@ -247,6 +251,10 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
         if self.input_ids is not None and name.startswith("prompt_token_ids"):
             return name.replace("prompt_token_ids", "input_ids")
         return "top_logprobs" if name == "logprobs" else super().sent_name(name)
+
+
+def _has_prefix(message: Any) -> bool | None:
+    return True if isinstance(message, dict) and message.get("prefix") is True else None
 
 
 class BatchChatCompletionRequest(ChatCompletionRequest, kw_only=True):
@@ -424,6 +432,7 @@ ALIASES: Final[dict[str, tuple[str, ...]]] = {
     "repetition_penalty": ("repeat_penalty",),
     "include_stop_str_in_output": ("no_stop_trim",),
     "cache_salt": ("extra_key",),
+    "seed": ("random_seed",),
     "data_parallel_rank": ("routed_dp_rank",),
 }
 """Field -> names that other servers use for it. The field's own name has priority."""

@@ -30,3 +30,39 @@ class CohereEmbedRequest(msgspec.Struct, kw_only=True):
     truncate: str | None = None
     max_tokens: Int | None = None
     priority: Int | None = None
+
+
+class CohereChatRequest(msgspec.Struct, kw_only=True):
+    """The body of `POST /v2/chat`."""
+
+    model: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    stream: bool | None = None
+    max_tokens: Int | None = None
+    stop_sequences: list[str] | None = None
+    temperature: float | None = None
+    seed: Int | None = None
+    # Top-k and top-p.
+    k: Int | None = None
+    p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logprobs: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    strict_tools: bool | None = None
+    # REQUIRED or NONE.
+    tool_choice: str | None = None
+    # Texts, or objects with `data` and `id`.
+    documents: list[str | dict[str, Any]] | None = None
+    response_format: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+
+    # Fields of Engine, as in chat completions.
+    priority: Int | None = None
+    cache_salt: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    # Accepted because clients send them; they have no effect.
+    citation_options: dict[str, Any] | None = None
+    safety_mode: str | None = None

@@ -53,3 +53,19 @@ class DecisionRequest(msgspec.Struct, kw_only=True):
 
     # Rejected, because only diffusion models can answer questions jointly.
     rejected: ClassVar[str] = "joint"
+
+
+class SystemOneRequest(msgspec.Struct, kw_only=True):
+    """The body of `POST /v1/systemone`, TypeSafe's form of decisions, which llama.cpp and Ollama also serve."""
+
+    model: str | None = None
+    # What the questions are about: a text, messages, or any JSON.
+    state: Any = None
+    # Name -> question: an object with `type`, `instructions` and `criteria`.
+    questions: dict[str, dict[str, Any]] | None = None
+    # Images as data URLs.
+    images: list[str] | None = None
+    videos: list[Any] | None = None
+    priority: Int | None = None
+    cache_salt: str | None = None
+    user: str | None = None

@@ -125,7 +125,8 @@ def _choice_of(
 ) -> tuple[str, str | dict[str, Any] | None]:
     """Return the field that holds the choice, and its value."""
     if request.function_call is None:
-        return "tool_choice", request.tool_choice
+        # Mistral's clients call it "any".
+        return "tool_choice", "required" if request.tool_choice == "any" else request.tool_choice
     if request.tool_choice is not None:
         raise bad_request("function_call", "cannot be combined with tool_choice")
     choice = request.function_call

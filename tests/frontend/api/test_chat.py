@@ -197,6 +197,11 @@ def test_chat_template_receives_the_fields_of_the_request() -> None:
         assert prompt() == begin + "</user><assistant>?"
         assert prompt(add_generation_prompt=False) == begin + "</user>?"
         assert prompt(continue_final_message=True) == begin
+        marked = [
+            {"role": "user", "content": "Hi"},
+            {"role": "assistant", "content": "So", "prefix": True},
+        ]
+        assert prompt(messages=marked).endswith("<assistant>So")
         assert prompt(chat_template_kwargs={"mood": "!"}) == begin + "</user><assistant>!"
         assert prompt(reasoning_effort="low") == begin + "</user><assistant>?low"
         off, on = "</user><assistant>?[False False]", "</user><assistant>?[True True]"

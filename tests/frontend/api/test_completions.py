@@ -77,13 +77,13 @@ def test_field_names_of_other_servers_are_aliases(frontend: FrontendProcess) -> 
     assert frontend.complete(PROMPT, n_predict=3, max_tokens=2)["usage"]["completion_tokens"] == 2
     assert frontend.complete(PROMPT, max_new_tokens=3)["usage"]["completion_tokens"] == 3
     before = len(frontend.core.received)
-    frontend.complete(PROMPT, repeat_penalty=1.5, min_new_tokens=3)
+    frontend.complete(PROMPT, repeat_penalty=1.5, min_new_tokens=3, random_seed=7)
     frontend.complete(
         PROMPT, repeat_penalty=1.5, repetition_penalty=1.2, guided_decoding_backend="x"
     )
     added = [m.requests[0] for m in frontend.core.received[before:] if hasattr(m, "requests")]
     first, second = (request.sampling_params for request in added)
-    assert (first.repetition_penalty, first.min_tokens) == (1.5, 3)
+    assert (first.repetition_penalty, first.min_tokens, first.seed) == (1.5, 3, 7)
     assert second.repetition_penalty == 1.2
     answer = frontend.complete(PROMPT, stop="three", no_stop_trim=True)
     assert answer["choices"][0]["text"] == "One two three"

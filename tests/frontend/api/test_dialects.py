@@ -8,9 +8,10 @@ from __future__ import annotations
 import base64
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ollama
+import openai
 import pytest
 from engine.frontend.media.documents.pdf import read_pdf
 from engine.protocol.errors import ParameterError
@@ -207,7 +208,7 @@ def test_openai_clients_send_pdf_documents_as_files(frontend: FrontendProcess) -
         assert response["output"][0]["content"][0]["text"] == text
     for file, named in (
         ({}, "file.file_data must be"),
-        ({"file_id": "file-1"}, "file.file_id must be left out"),
+        ({"file_url": "http://a/b"}, "file.file_url must be left out"),
         ({"file_data": "JVBERi0="}, "file.file_data cannot be decoded"),
     ):
         content = [{"type": "file", "file": file}]
@@ -215,6 +216,39 @@ def test_openai_clients_send_pdf_documents_as_files(frontend: FrontendProcess) -
         refused = frontend.http.post("/v1/chat/completions", json=body, headers=headers)
         assert refused.status_code == 400
         assert refused.json()["error"]["message"].startswith(f"messages[0].content[0].{named}")
+
+
+def test_stored_files_are_sent_by_their_identifiers(
+    frontend: FrontendProcess, claude: anthropic.Anthropic
+) -> None:
+    pytest.importorskip("pypdf")
+    with frontend.client(KEY) as client:
+        note = client.files.create(file=("note.txt", b"Rain."), purpose="user_data").id
+        report = client.files.create(file=("a.pdf", write_pdf(["Sun."])), purpose="user_data").id
+        parts: list[Any] = [{"type": "file", "file": {"file_id": name}} for name in (note, report)]
+        messages: list[Any] = [{"role": "user", "content": parts}]
+        answer = client.chat.completions.create(model=MODEL, max_tokens=40, messages=messages)
+        text = answer.choices[0].message.content or ""
+        assert text.startswith("note.txt\n\nRain.\na.pdf\n\nSun.")
+        parts[1]["file"]["file_id"] = "file-1"
+        with pytest.raises(openai.NotFoundError, match='The file "file-1" was not found'):
+            client.chat.completions.create(model=MODEL, messages=messages)
+    sources = [{"type": "file", "file_id": name} for name in (note, report)]
+    blocks: list[Any] = [
+        {"type": "document", "source": sources[0], "title": "Note"},
+        {"type": "tool_result", "tool_use_id": "t", "content": [document(b"", **sources[1])]},
+    ]
+    counted = claude.messages.count_tokens(
+        model=MODEL, messages=[{"role": "user", "content": blocks}]
+    )
+    shown = "[tool:Report\n\nSun.|t][user:Note\n\nRain.]"
+    assert counted.input_tokens == num_tokens(frontend, shown)
+    headers = {"Authorization": f"Bearer {KEY}"}
+    for name, status in ((note, 400), ("file-1", 404)):
+        image = {"type": "image_url", "image_url": {"url": f"vllm-file://{name}"}}
+        body = {"model": MODEL, "messages": [{"role": "user", "content": [image]}]}
+        refused = frontend.http.post("/v1/chat/completions", json=body, headers=headers)
+        assert refused.status_code == status  # This model reads no images.
 
 
 @pytest.mark.parametrize(

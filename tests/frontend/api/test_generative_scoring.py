@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import openai
@@ -147,3 +148,71 @@ def test_wrong_decisions_are_refused(
     body = {"input": "Hi", "questions": QUESTIONS[:1]} | fields
     error = frontend.post("/v1/decisions", **body).json()["error"]
     assert error["param"].startswith(param), error
+
+
+SYSTEM_ONE: dict[str, Any] = {
+    "angry": {"type": "noul", "instructions": "Is it angry?", "criteria": {"true": "It shouts."}},
+    "route": {
+        "type": "choice",
+        "instructions": {"ask": "Who helps?"},
+        "criteria": {"billing": "Bills", "shipping": None},
+    },
+    "urgency": {"type": "score", "instructions": "How soon?", "criteria": ["later", "now"]},
+}
+
+
+def test_systemone_answers_by_name(frontend: FrontendProcess) -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": "It is late."}]}]
+    for state, shown in (({"plan": "pro"}, '{"plan":"pro"}'), (messages, "It is late.")):
+        body = {"state": state, "questions": SYSTEM_ONE, "videos": []}
+        answer = frontend.post("/v1/systemone", **body).json()
+        added = [m for m in frontend.core.received if hasattr(m, "requests")][-1]
+        prompts = [
+            frontend.tokenizer.decode(int32_view(request.prompt_token_ids).tolist())
+            for request in added.requests
+        ]
+        assert all(shown in prompt for prompt in prompts)
+        assert "Is it angry?\ntrue: It shouts.\n\nA. true\nB. false\n" in prompts[0]
+        assert "A. billing: Bills\nB. shipping\n" in prompts[1]
+        assert (answer["model"], answer["usage"]["output_tokens"]) == (MODEL, 0)
+    weights = [math.exp(-frontend.tokenizer.encode(label, False)[0] / 1000) for label in "AB"]
+    first, second = (weight / sum(weights) for weight in weights)
+    near = partial(pytest.approx, abs=1e-6)
+    angry, route, urgency = answer["answers"].values()
+    assert angry == {"type": "noul", "noul": pytest.approx(first)}
+    assert (route["choice"], route["confidence"]) == ("billing", near(2 * first - 1))
+    assert route["probabilities"] == pytest.approx({"billing": first, "shipping": second})
+    assert (urgency["score"], urgency["confidence"]) == (
+        near(second),
+        near(1 - 2 * second),
+    )
+    assert urgency["legend"] == {"0": "later", "1": "now"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"state": None}, "state"),
+        (
+            {"state": [{"role": "user", "content": [{"type": "input_json", "data": 1}]}]},
+            "state[0].content[0].data",
+        ),
+        ({"questions": {}}, "questions"),
+        ({"videos": ["x"]}, "videos"),
+        ({"questions": {"q": {"type": "noul", "instructions": ""}}}, "questions.q.instructions"),
+        ({"questions": {"q": {"type": "x", "instructions": "?"}}}, "questions.q.type"),
+        (
+            {"questions": {"q": {"type": "choice", "instructions": "?", "criteria": {"a": None}}}},
+            "questions.q.criteria",
+        ),
+        (
+            {"questions": {"q": {"type": "score", "instructions": "?", "criteria": ["a"] * 11}}},
+            "questions.q.criteria",
+        ),
+    ],
+)
+def test_wrong_questions_of_systemone_are_refused(
+    frontend: FrontendProcess, fields: dict[str, Any], param: str
+) -> None:
+    refused = frontend.post("/v1/systemone", **({"state": "Hi", "questions": SYSTEM_ONE} | fields))
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)

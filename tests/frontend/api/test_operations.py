@@ -141,7 +141,7 @@ def test_models_are_listed(client: openai.OpenAI) -> None:
     assert (card.id, card.object, card.max_model_len) == ("echo-alias", "model", 512)
 
 
-def test_trailing_slashes_are_ignored() -> None:
+def test_trailing_slashes_and_prefixes_of_clients_are_ignored() -> None:
     with FrontendProcess(api_keys=("key",)) as frontend:
         get, post = frontend.http.get, frontend.http.post
         with_key = {"authorization": "Bearer key"}
@@ -151,6 +151,8 @@ def test_trailing_slashes_are_ignored() -> None:
         assert models == get("/v1/models", headers=with_key).json()
         one = get(f"/v1/models/{MODEL}/", headers=with_key).json()
         assert one["id"] == MODEL
+        assert get("/openai/v1/models").status_code == 401
+        assert models == get("/openai/v1/models", headers=with_key).json()
         body = {"messages": [{"role": "user", "content": "a b"}], "max_tokens": 1}
         answer = post("/v1/chat/completions/", json=body, headers=with_key)
         assert answer.status_code == 200, answer.text

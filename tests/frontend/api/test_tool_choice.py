@@ -45,6 +45,7 @@ def test_references_are_resolved_in_each_tools_own_schema(
     ]
     before = json.dumps(tools)
     choice = parse_tool_choice(ChatCompletionRequest(tools=tools, tool_choice="required"))
+    assert choice == parse_tool_choice(ChatCompletionRequest(tools=tools, tool_choice="any"))
     assert json.dumps(tools) == before
     assert choice.constraint is not None
     grammar = grammar_text(choice.constraint.structured_output)

@@ -10,15 +10,15 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...client.embeddings import Vector
-from ...client.engine_client import RequestGroup
-from ...http.errors import APIError, json_response, renamer, renaming, wrong
-from ..bodies.intake import Intake, reads
-from ..pooling import verify_choice
-from ..routes.embeddings import Embeddings
-from ..schema import EmbeddingRequest
-from ..schema.cohere import CohereEmbedRequest
-from ..serving import Serving
+from ....client.embeddings import Vector
+from ....client.engine_client import RequestGroup
+from ....http.errors import APIError, json_response, renamer, renaming, wrong
+from ...bodies.intake import Intake, reads
+from ...pooling import verify_choice
+from ...routes.embeddings import Embeddings
+from ...schema import EmbeddingRequest
+from ...schema.cohere import CohereEmbedRequest
+from ...serving import Serving
 
 _PROMPTS: Final = {
     "search_query": ("query",),

@@ -1,0 +1,186 @@
+"""`POST /v1/systemone`: TypeSafe's form of decisions, which is translated to OpenAI's."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Final
+
+import msgspec
+from starlette.types import Receive
+
+from ...client.engine_client import Delta
+from ...http.errors import bad_request, expect, reject_deep_nesting, renamer, renaming, wrong
+from ..bodies.request_memory import MemoryLease
+from ..endpoint import NewAnswer
+from ..generation import PreparedPrompt
+from ..logprobs import Json
+from ..schema import ChatCompletionRequest
+from ..schema.decisions import (
+    DecisionChoice,
+    DecisionLevel,
+    DecisionQuestion,
+    DecisionRequest,
+    SystemOneRequest,
+)
+from .endpoint import DecisionAnswer, Decisions
+from .request import LABELS, MAX_LEVELS, DecisionChat, translate, verify_count
+
+_NOUL: Final = "noul"
+"""The type of questions that are true or false. The answer is the probability of true."""
+
+
+class SystemOne(Decisions):
+    """The endpoint."""
+
+    body_schema = SystemOneRequest
+
+    async def _translate(
+        self, body: SystemOneRequest, size: int, lease: MemoryLease
+    ) -> tuple[ChatCompletionRequest, int]:
+        return await self._serving.executor.run(size, _translate, body), size
+
+    async def prepare(
+        self, request: ChatCompletionRequest, body_size: int, receive: Receive
+    ) -> tuple[list[PreparedPrompt], NewAnswer[ChatCompletionRequest]]:
+        """Return the prompt of each question, and the constructor of the answer."""
+        prompts, _ = await super().prepare(request, body_size, receive)
+        return prompts, partial(SystemOneAnswer, self._serving, request)
+
+
+def _translate(body: SystemOneRequest) -> DecisionChat:
+    """Return the body translated to a chat completion request.
+
+    Raises:
+        APIError: A field is invalid; it is named as in the body (400).
+    """
+    if body.state is None or body.state == "":
+        raise bad_request("state", "is required")
+    if not body.questions:
+        raise bad_request("questions", "is required and must not be empty")
+    if body.videos:
+        raise wrong("videos", "empty, because decisions read no videos", body.videos)
+    questions = [
+        _question(name, question, f"questions.{name}") for name, question in body.questions.items()
+    ]
+    request = DecisionRequest(
+        model=body.model,
+        input=_input(body.state, body.images or []),
+        questions=questions,
+        priority=body.priority,
+        cache_salt=body.cache_salt,
+        user=body.user,
+    )
+    with renaming(renamer({"input": "state"})):
+        return translate(request)
+
+
+def _input(state: Any, images: list[str]) -> list[Json]:
+    """Return the state as items of the Responses API, with the images at the end."""
+    is_chat = isinstance(state, list) and all(
+        isinstance(each, dict) and "role" in each and "content" in each for each in state
+    )
+    items = [_item(message) for message in state] if is_chat and state else []
+    if not items:
+        text = state
+        if not isinstance(state, str):
+            with reject_deep_nesting("state"):
+                text = msgspec.json.encode(state).decode()
+        items = [{"role": "user", "content": [{"type": "input_text", "text": text}]}]
+    if images:
+        shown = [{"type": "input_image", "image_url": url} for url in images]
+        items.append({"role": "user", "content": shown})
+    return items
+
+
+def _item(message: Json) -> Json:
+    """Return a chat message as an item of the Responses API."""
+    content = message["content"]
+    if not isinstance(content, list):
+        return {"role": message["role"], "content": content}
+    parts: list[Any] = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "text":
+            parts.append(part | {"type": "input_text"})
+        elif kind == "image_url":
+            image = part.get("image_url")
+            url = image.get("url") if isinstance(image, dict) else image
+            parts.append({"type": "input_image", "image_url": url})
+        else:
+            parts.append(part)
+    return {"role": message["role"], "content": parts}
+
+
+def _question(name: str, question: Json, where: str) -> DecisionQuestion:
+    instructions, criteria = question.get("instructions"), question.get("criteria")
+    if not instructions or not isinstance(instructions, str | list | dict):
+        raise wrong(f"{where}.instructions", "a text, an object or an array", instructions)
+    if not isinstance(instructions, str):
+        with reject_deep_nesting(f"{where}.instructions"):
+            instructions = msgspec.json.encode(instructions).decode()
+    place = f"{where}.criteria"
+    kind = question.get("type")
+    if kind == _NOUL:
+        meanings = expect(criteria or {}, dict, place, "an object")
+        texts = [f"{key}: {meanings[key]}" for key in ("true", "false") if meanings.get(key)]
+        return DecisionQuestion(
+            type="predicate", instructions="\n".join([instructions, *texts]), name=name
+        )
+    if kind == "choice":
+        options = expect(criteria, dict, place, "an object")
+        verify_count(len(options), len(LABELS), place)
+        choices = [
+            DecisionChoice(value=value, description=_description(text, f"{place}.{value}"))
+            for value, text in options.items()
+        ]
+        return DecisionQuestion(
+            type="choice", instructions=instructions, name=name, choices=choices
+        )
+    if kind == "score":
+        given = expect(criteria, list, place, "an array of texts")
+        verify_count(len(given), MAX_LEVELS, place)
+        levels = [
+            DecisionLevel(label=expect(level, str, f"{place}[{i}]", "a string"))
+            for i, level in enumerate(given)
+        ]
+        return DecisionQuestion(type="score", instructions=instructions, name=name, levels=levels)
+    raise wrong(f"{where}.type", '"choice", "score" or "noul"', kind)
+
+
+def _description(text: Any, where: str) -> str | None:
+    found: str | None = None if text is None else expect(text, str, where, "a string")
+    return found
+
+
+class SystemOneAnswer(DecisionAnswer):
+    """The answers to all questions, by their names."""
+
+    def whole(self, outputs: list[Delta]) -> Json:
+        """Return the complete response body."""
+        answer = super().whole(outputs)
+        answers = {each["name"]: _answer(each) for each in answer["answers"]}
+        usage = {"input_tokens": answer["usage"]["input_tokens"], "output_tokens": 0}
+        return {"model": answer["model"], "answers": answers, "usage": usage}
+
+
+def _answer(answer: Json) -> Json:
+    """Return an answer of the Decisions API in TypeSafe's form."""
+    if answer["type"] == "predicate":
+        return {"type": _NOUL, _NOUL: answer["probability"]}
+    options = answer["probabilities"]
+    shares = [option["probability"] for option in options]
+    names = [str(option["value"]) for option in options]
+    found: Json = {"type": answer["type"], "probabilities": dict(zip(names, shares, strict=True))}
+    if answer["type"] == "choice":
+        most, even = max(shares), 1 / len(shares)
+        return found | {
+            "choice": answer["choice"],
+            "confidence": max(0.0, (most - even) / (1 - even)),
+        }
+    best = shares.index(max(shares))
+    spread = sum(share * abs(i - best) for i, share in enumerate(shares))
+    middle = (len(shares) - 1) / 2
+    even = sum(abs(i - middle) for i in range(len(shares))) / len(shares)
+    legend = {name: option["label"] for name, option in zip(names, options, strict=True)}
+    found |= {"legend": legend, "score": answer["score"]}
+    return found | {"confidence": max(0.0, 1 - spread / even)}

@@ -1,0 +1,206 @@
+"""`POST /v2/chat`: Cohere's Chat API."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ....chat import MessageDelta, ToolCallDelta
+from ....client.engine_client import Delta, Sequence
+from ....http.errors import APIError, expect
+from ...bodies.request_memory import MemoryLease
+from ...logprobs import Json
+from ...routes.chat_completions import ChatAnswer, ChatCompletions
+from ...schema import ChatCompletionRequest
+from ...schema.cohere import CohereChatRequest
+from ...streaming.event_stream import StreamFormat, event
+from ..dialect import DialectChunks
+from .chat_request import translate_chat
+
+PATHS: Final = ("/v2/chat", "/cohere/v2/chat")
+
+
+def error_body(error: APIError, request_id: str) -> Json:
+    """Return the body of an error in Cohere's format."""
+    return {"id": request_id, "message": error.message}
+
+
+class CohereChats(ChatCompletions):
+    """The route for chats."""
+
+    body_schema = CohereChatRequest
+    cuts_max_tokens = True
+
+    @property
+    def answer_type(self) -> type[ChatAnswer]:
+        """The class that writes answers."""
+        return CohereAnswer
+
+    async def _translate(
+        self, body: CohereChatRequest, size: int, lease: MemoryLease
+    ) -> tuple[ChatCompletionRequest, int]:
+        serving = self._serving
+
+        def shows_documents() -> bool:
+            return "documents" in serving.chat_template(bool(body.tools)).source
+
+        request = await serving.executor.run(size, translate_chat, body, shows_documents)
+        limit = (body.thinking or {}).get("token_budget")
+        if limit is not None and serving.can_limit_reasoning:
+            expect(limit, int, "thinking.token_budget", "an integer")
+            request.thinking_token_budget = limit
+        return request, size
+
+
+class CohereAnswer(ChatAnswer):
+    """The answer to one conversation, in Cohere's format."""
+
+    shows_abort = False
+
+    def whole(self, outputs: list[Delta]) -> Json:
+        """Return the complete response body."""
+        [output] = outputs
+        found = self.choices[0].read(output)
+        blocks: list[Json] = []
+        if found.reasoning:
+            blocks.append({"type": "thinking", "thinking": found.reasoning})
+        calls: dict[int, Json] = {}
+        for call in found.tool_calls:
+            if call.index in calls:
+                calls[call.index]["function"]["arguments"] += call.arguments
+            else:
+                calls[call.index] = _call(call)
+        if found.content or not calls:
+            blocks.append({"type": "text", "text": found.content})
+        message: Json = {"role": "assistant"}
+        if blocks:
+            message["content"] = blocks
+        if calls:
+            message["tool_calls"] = list(calls.values())
+        answer = {"id": self.envelope["id"], "message": message} | self.ending(output)
+        if (logprobs := self.logprobs(output)) is not None:
+            answer["logprobs"] = [logprobs]
+        return answer
+
+    def chunks(self) -> CohereChunks:
+        """Return the encoder of a stream."""
+        return CohereChunks(self)
+
+    def ending(self, delta: Delta) -> Json:
+        """Return the fields of the end: the reason, and the numbers of tokens."""
+        reason = "COMPLETE"
+        if isinstance(delta.stop_reason, str):
+            reason = "STOP_SEQUENCE"
+        elif delta.finish_reason == "length":
+            reason = "MAX_TOKENS"
+        elif self.choices[0].called_tools:
+            reason = "TOOL_CALL"
+        [sequence] = self._group.sequences
+        counts = {
+            "input_tokens": sequence.num_prompt_tokens,
+            "output_tokens": sequence.num_read_tokens,
+        }
+        usage: Json = {"billed_units": counts, "tokens": counts}
+        usage["cached_tokens"] = sequence.num_cached_tokens
+        return {"finish_reason": reason, "usage": usage}
+
+    def logprobs(self, delta: Delta) -> Json | None:
+        """Return the log-probabilities of new tokens; None if they were not requested."""
+        if not self.request.logprobs or delta.logprobs is None:
+            return None
+        rendered = self.renderer.chat_entries(delta.logprobs)
+        return {
+            "text": "".join(each["token"] for each in rendered),
+            "token_ids": list(delta.token_ids),
+            "logprobs": [each["logprob"] for each in rendered],
+        }
+
+
+def _call(call: ToolCallDelta) -> Json:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _event(kind: str, **fields: object) -> bytes:
+    return event({"type": kind, **fields})
+
+
+def _message_event(kind: str, index: int, **fields: object) -> bytes:
+    return _event(kind, index=index, delta={"message": fields})
+
+
+_STREAM: Final = StreamFormat(
+    content_type=b"text/event-stream; charset=utf-8",
+    keep_alive=b": keep-alive\n\n",
+    done=b"data: [DONE]\n\n",
+    # The clients have no event for errors; they read the reason at the end.
+    encode_error=lambda error: _event(
+        "message-end", delta={"finish_reason": "ERROR", "error": error.message}
+    ),
+)
+
+
+class CohereChunks(DialectChunks):
+    """Writes the events of a message: its start, its blocks and calls one after another, and its end."""
+
+    format = _STREAM
+
+    def __init__(self, answer: CohereAnswer) -> None:
+        super().__init__(answer)
+        self._cohere = answer
+        self._has_begun = False
+        self._num_blocks = 0
+        # The type of the open block, and its number; "" if none is open.
+        self._open: tuple[str, int] = ("", 0)
+
+    def encode(self, sequence: Sequence) -> bytes:
+        """Return the events for the new output."""
+        delta = self.read(sequence)
+        events: list[bytes] = []
+        if not self._has_begun:
+            self._has_begun = True
+            empty = {"role": "assistant", "content": [], "tool_plan": "", "tool_calls": []}
+            answer_id = self._cohere.envelope["id"]
+            start = {"message": empty | {"citations": []}}
+            events.append(_event("message-start", id=answer_id, delta=start))
+        self._write(self.choice.read(delta), self._cohere.logprobs(delta), events)
+        if delta.finish_reason is not None:
+            self._close(events)
+            answer_id = self._cohere.envelope["id"]
+            events.append(_event("message-end", id=answer_id, delta=self._cohere.ending(delta)))
+        return b"".join(events)
+
+    def _write(self, message: MessageDelta, logprobs: Json | None, events: list[bytes]) -> None:
+        for kind, text in (("thinking", message.reasoning), ("text", message.content)):
+            if text:
+                self._enter_block(kind, events)
+                fields: Json = {"index": self._open[1]}
+                fields["delta"] = {"message": {"content": {kind: text}}}
+                if logprobs is not None:
+                    fields["logprobs"] = logprobs
+                events.append(_event("content-delta", **fields))
+        for call in message.tool_calls:
+            if self._open != ("tool-call", call.index):
+                self._close(events)
+                self._open = ("tool-call", call.index)
+                events.append(_message_event("tool-call-start", call.index, tool_calls=_call(call)))
+            elif call.arguments:
+                piece = {"function": {"arguments": call.arguments}}
+                events.append(_message_event("tool-call-delta", call.index, tool_calls=piece))
+
+    def _enter_block(self, kind: str, events: list[bytes]) -> None:
+        """Open a block of this type, unless it is already open."""
+        if self._open[0] == kind:
+            return
+        self._close(events)
+        self._open = (kind, self._num_blocks)
+        self._num_blocks += 1
+        block = {"type": kind, kind: ""}
+        events.append(_message_event("content-start", self._open[1], content=block))
+
+    def _close(self, events: list[bytes]) -> None:
+        kind, index = self._open
+        self._open = ("", 0)
+        if kind == "tool-call":
+            events.append(_event("tool-call-end", index=index))
+        elif kind:
+            events.append(_event("content-end", index=index))
