@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 import transformers
-from gguf import GGUFWriter
+from gguf import GGMLQuantizationType, GGUFWriter
 from support.gguf_tokenizer import add_tokenizer
+from support.quantizers import add_tensor
 
 ARCHITECTURES = {"gemma3n_text": "gemma3n", "gemma4_text": "gemma4"}
 MODULES = {
@@ -62,8 +63,9 @@ def write_gemma(
     path: Path,
     model: transformers.PreTrainedModel,
     tokenizer: transformers.PreTrainedTokenizerFast | None = None,
+    table_type: GGMLQuantizationType | None = None,
 ) -> Path:
-    """Write `model` to `path` as F32 and return it."""
+    """Write `model` to `path` as F32, with a per-layer table of type `table_type` if it is given, and return it."""
     config = model.config
     writer = GGUFWriter(path, ARCHITECTURES[config.model_type])
     writer.add_type("model")
@@ -87,7 +89,9 @@ def write_gemma(
     if tokenizer is not None:
         add_tokenizer(writer, tokenizer, config.vocab_size, "gpt-2")
     for name, weight in tensors_of(model):
-        writer.add_tensor(name, weight.detach().float().contiguous().numpy())
+        values = weight.detach().float().contiguous().numpy()
+        is_table = name == "per_layer_token_embd.weight"
+        add_tensor(writer, name, values, table_type if is_table else None)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

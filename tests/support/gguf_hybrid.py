@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 import transformers
-from gguf import ExpertGatingFuncType, GGUFWriter
+from gguf import ExpertGatingFuncType, GGMLQuantizationType, GGUFWriter
 from support import gguf_qwen4
 from support.gguf_tokenizer import add_tokenizer
+from support.quantizers import add_tensor
 from torch import Tensor
 
 ARCHITECTURES = {
@@ -101,8 +102,12 @@ def write_hybrid(
     model: transformers.PreTrainedModel,
     tokenizer: Any = None,
     num_prediction_layers: int = 0,
+    table_type: GGMLQuantizationType | None = None,
 ) -> Path:
-    """Write `model` to `path` as F32 and return it. A `tokenizer` belongs to a model that reads images."""
+    """Write `model` to `path` as F32, with a table of n-grams of type `table_type` if it is given, and return it.
+
+    A `tokenizer` belongs to a model that reads images.
+    """
     config = model.config
     architecture = ARCHITECTURES[config.model_type]
     if architecture == "nemotron_h" and "moe" in config.layers_block_type:
@@ -123,7 +128,10 @@ def write_hybrid(
                 gguf_qwen4.add_constants(writer, name, weight)
                 continue
             values = converted(name, weight.detach().float(), config)
-            writer.add_tensor(gguf_name(name, config), values.contiguous().numpy())
+            stored = gguf_name(name, config)
+            is_table = stored == "per_layer_token_embd.weight"
+            array = values.contiguous().numpy()
+            add_tensor(writer, stored, array, table_type if is_table else None)
     if config.model_type == "qwen4_exp_text":
         gguf_qwen4.add_draft_layer(writer, config)
     writer.write_header_to_file()

@@ -5,6 +5,7 @@ N rows of K elements; B blocks of a row, G groups of a block.
 
 from __future__ import annotations
 
+import gguf
 import numpy as np
 from engine.protocol.checkpoint.gguf import GGMLQuantizationType as GGMLType
 from numpy.typing import NDArray
@@ -23,10 +24,19 @@ def quantize(values_NK: Floats, ggml_type: GGMLType) -> Bytes:
         return _q45_k(values_NK, levels=15 if ggml_type is GGMLType.Q4_K else 31)
     if ggml_type is GGMLType.Q6_K:
         return _q6_k(values_NK)
-    import gguf
-
     stored = gguf.quants.quantize(values_NK, gguf.GGMLQuantizationType(int(ggml_type)))
     return np.ascontiguousarray(stored).view(np.uint8).reshape(len(values_NK), -1)
+
+
+def add_tensor(
+    writer: gguf.GGUFWriter, name: str, values_NK: Floats, ggml_type: GGMLType | None = None
+) -> None:
+    """Add a tensor to a file, quantized if a type is given."""
+    if ggml_type is None:
+        writer.add_tensor(name, values_NK)
+    else:
+        stored = gguf.GGMLQuantizationType(int(ggml_type))
+        writer.add_tensor(name, quantize(values_NK, ggml_type), raw_dtype=stored)
 
 
 def _half(x: Floats) -> Bytes:

@@ -69,7 +69,7 @@ _ELEMENTS_AT_ONCE = 2 << 20
 _ROWS_TOGETHER = 64
 """Number of rows that BF16 packs together; see `csrc/linear/pack.h`."""
 
-_EMBEDDINGS = ("embed_tokens.weight", "embed_tokens_per_layer.weight")
+_EMBEDDINGS = ("embed_tokens.weight", "embed_tokens_per_layer.weight", "ngram_embedding.weight")
 
 _DAMAGED = (
     "the tensor {name} has NaN or infinite numbers; the file, or the model it was quantized from, is "

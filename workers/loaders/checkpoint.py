@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from ...protocol.checkpoint.config_fields import ConfigFields
 from ...protocol.errors import CheckpointError
 from .quantization.matrix import QuantizedMatrix
+from .quantization.row_tables import MatrixRows, RowTable
 
 
 class Floats(msgspec.Struct, frozen=True):
@@ -84,6 +85,11 @@ class Checkpoint(ABC):
     ) -> QuantizedMatrix | None:
         """Read a tensor or its part without dequantizing it. Return None if it is not stored in quantized form."""
         return None
+
+    def table(self, name: str, dtype: torch.dtype, part: range) -> RowTable | None:
+        """Read rows of a matrix for a table of rows in `dtype`. Return None if it is not stored in quantized form."""
+        matrix = self.quantized(name, part=part)
+        return None if matrix is None else MatrixRows(matrix, dtype)
 
     def missing(self, name: str) -> CheckpointError:
         """Return the error for a missing tensor."""

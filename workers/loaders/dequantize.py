@@ -281,6 +281,13 @@ BLOCK_TYPES = {
 Types with codebooks are unpacked to 5 or 8 bits.
 """
 
+WITH_CODEBOOKS = {
+    ggml_type
+    for ggml_type in BLOCK_TYPES
+    if ggml_type.name.startswith(("IQ", "TQ", "I2", "MXFP", "NVFP"))
+}
+"""Types whose blocks contain indices into tables, which unpacking them on a GPU copies there."""
+
 DEQUANTIZABLE: dict[T, Callable[[Tensor, Tensor], None]] = {
     T.F32: _stored_as("float32"),
     T.F16: _stored_as("float16"),

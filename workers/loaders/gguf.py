@@ -15,10 +15,11 @@ from ...protocol.checkpoint.config_fields import ConfigFields
 from ...protocol.checkpoint.gguf import BLOCK_SIZES, GGMLQuantizationType, GGUFFile, GGUFTensor
 from ...protocol.checkpoint.gguf_config.convert import gguf_to_hf_config
 from ...protocol.errors import CheckpointError
-from .checkpoint import Checkpoint, Floats, part_of
-from .dequantize import BLOCK_TYPES, DEQUANTIZABLE, dequantize, unpack_matrix
+from .checkpoint import Checkpoint, Floats, copy_to_host, part_of
+from .dequantize import BLOCK_TYPES, DEQUANTIZABLE, WITH_CODEBOOKS, dequantize, unpack_matrix
 from .gguf_names import hf_name
 from .quantization.matrix import QuantizedMatrix
+from .quantization.row_tables import BlockRows, MatrixRows, RowTable
 
 # The rotary embedding of these architectures pairs neighboring elements, but Hugging Face pairs the two halves of a
 # head. The converter therefore interleaves the rows of q and k.
@@ -300,6 +301,20 @@ class GGUFCheckpoint(Checkpoint):
         self.bytes_read += raw.size
         stored = self.place(torch.from_numpy(np.array(raw)), torch.uint8)
         return unpack_matrix(stored, tensor.ggml_type)
+
+    def table(self, name: str, dtype: torch.dtype, part: range) -> RowTable | None:
+        """See `Checkpoint.table`. The blocks stay as they are in the file, unless a GPU would need codebooks."""
+        ggml_type = self._tensor(name).ggml_type
+        if ggml_type not in BLOCK_TYPES:
+            return None
+        # This copies the rows, which need not be copied again to stay in memory.
+        stored = torch.from_numpy(np.array(self.raw(name, part)))
+        self.bytes_read += stored.nbytes
+        if self.place is not copy_to_host:
+            stored = self.place(stored, torch.uint8)
+        if stored.device.type == "cpu" or ggml_type not in WITH_CODEBOOKS:
+            return BlockRows(stored, ggml_type, dtype)
+        return MatrixRows(unpack_matrix(stored, ggml_type), dtype)
 
     def _tensor(self, name: str) -> GGUFTensor:
         tensor = self._tensors.get(name)

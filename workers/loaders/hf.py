@@ -95,6 +95,8 @@ _JOINED = (
 )
 """Names of tensors whose rows are followed by those of another tensor, and its name (Molmo 2, ZAYA1)."""
 
+_FIRST_SHARD = re.compile(r"(.*)\.shard_0\.(\w+)")
+
 
 class HFCheckpoint(Checkpoint):
     """A directory with ``config.json`` and safetensors files.
@@ -143,9 +145,21 @@ class HFCheckpoint(Checkpoint):
                 name, other = match[0], match.expand(replacement)
                 first, second = self._stored.get(name), self._stored.get(other)
                 if isinstance(first, StoredTensor) and isinstance(second, StoredTensor):
-                    self._stored[name] = JoinedTensor(first, second)
+                    self._stored[name] = JoinedTensor((first, second))
                     del self._stored[other]
+        self._join_shards()
         self._modules = QuantizedModules.from_config(config, self)
+
+    def _join_shards(self) -> None:
+        """Let shards of a module's tensor, such as "embedding.shard_0.weight", be read as that tensor."""
+        for match in list(filter(None, map(_FIRST_SHARD.fullmatch, self._stored))):
+            shards: list[StoredTensor] = []
+            while isinstance(
+                found := self._stored.pop(f"{match[1]}.shard_{len(shards)}.{match[2]}", None),
+                StoredTensor,
+            ):
+                shards.append(found)
+            self._stored[f"{match[1]}.{match[2]}"] = JoinedTensor(tuple(shards))
 
     def names(self) -> Collection[str]:
         """Return the names of all tensors, one per quantized module."""
@@ -209,7 +223,7 @@ class HFCheckpoint(Checkpoint):
         """Return the dtype of a tensor in safetensors' spelling."""
         tensor = self._tensor(name)
         if isinstance(tensor, JoinedTensor):
-            tensor = tensor.first
+            tensor = tensor.tensors[0]
         return tensor.file.dtype(tensor.name)
 
     def load(

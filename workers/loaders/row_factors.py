@@ -12,6 +12,7 @@ import torch
 from ...protocol.checkpoint.config_fields import ConfigFields
 from .checkpoint import Checkpoint, Floats
 from .quantization.matrix import QuantizedMatrix
+from .quantization.row_tables import RowTable
 
 _LONGEST = 10_000.0
 """The quotient of the highest and the lowest frequency of a delay's embedding."""
@@ -126,6 +127,14 @@ class FactoredCheckpoint(Checkpoint):
         matrix = self._checkpoint.quantized(name, part=part, dim=dim)
         self.bytes_read = self._checkpoint.bytes_read
         return matrix
+
+    def table(self, name: str, dtype: torch.dtype, part: range) -> RowTable | None:
+        """See `Checkpoint.table`."""
+        if name in self._rules:
+            return None
+        table = self._checkpoint.table(name, dtype, part)
+        self.bytes_read = self._checkpoint.bytes_read
+        return table
 
 
 def _embed_delay(delay: int, size: int) -> torch.Tensor:

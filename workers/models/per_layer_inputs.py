@@ -36,11 +36,11 @@ class PerLayerInputs:
         parallel = shard.tensor_parallel
         self._embed: VocabParallelEmbedding | None = None
         if inputs.vocab_size:
-            table = weights.read(
+            table = weights.read_table(
                 "embed_tokens_per_layer.weight",
                 inputs.vocab_size,
                 size,
-                part=parallel.part(inputs.vocab_size),
+                parallel.part(inputs.vocab_size),
             )
             self._embed = VocabParallelEmbedding(table, inputs.vocab_size, parallel)
         self._project = kernels.linear(

@@ -19,6 +19,7 @@ from ..layers.parallel.shard import ModelShard
 from ..loaders.checkpoint import Checkpoint
 from ..loaders.dummy import DummyCheckpoint, made_up
 from ..loaders.quantization.matrix import QuantizedMatrix, Weight, merge_rows
+from ..loaders.quantization.row_tables import RowTable
 from ..loaders.row_factors import FactoredCheckpoint, RowFactors
 from ..loaders.tensor_names import EMBEDDING, HEAD, TensorNames, translate_names
 from ..loaders.upload import PinnedUpload
@@ -45,6 +46,7 @@ _LAST_STAGE = ("norm.", "altup_unembed_projections.", "head_", "score_head.")
 _KV_SCALES = ("k_scale", "v_scale")
 _OPTIONAL = ("rotary_emb.inv_freq", "rotary_emb.alpha", *_KV_SCALES)
 _LAYER = re.compile(r"layers\.(\d+)\.")
+_ROWS_AT_ONCE = 1 << 16
 
 
 class Rows(msgspec.Struct, frozen=True):
@@ -234,23 +236,18 @@ class WeightReader:
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def read_shards(
-        self, name: str, rows: int, columns: int, part: range, num_shards: int
-    ) -> Tensor:
-        """Return the rows `part` of a matrix that is stored whole, or as shards of equal heights but the last."""
-        if not self.has(f"{name}.shard_0.weight"):
-            return self.read(f"{name}.weight", rows, columns, part=part)
-        height = -(-rows // num_shards)
+    def read_table(self, name: str, rows: int, columns: int, part: range) -> Tensor | RowTable:
+        """Return rows of a matrix of which a step needs a few, quantized if they are stored so."""
+        full = self._prefix + name
+        self._check(full, (rows, columns))
+        table = self.checkpoint.table(self._stored.get(full, full), self.dtype, part)
+        if table is not None:
+            self._mark_read(full)
+            return table.to(self.device)
         matrix = torch.empty(len(part), columns, dtype=self.dtype, device=self.device)
-        for i, start in enumerate(range(0, rows, height)):
-            count = min(height, rows - start)
-            own = range(max(part.start - start, 0), max(min(part.stop - start, count), 0))
-            shard = f"{name}.shard_{i}.weight"
-            if len(own):
-                first = start + own.start - part.start
-                matrix[first : first + len(own)] = self.read(shard, count, columns, part=own)
-            else:
-                self.skip([shard])
+        for start in range(0, len(part), _ROWS_AT_ONCE):
+            own = part[start : start + _ROWS_AT_ONCE]
+            matrix[start : start + len(own)] = self.read(name, rows, columns, part=own)
         return matrix
 
     def _read_bias(self, rows: Rows) -> Tensor:

@@ -3,8 +3,12 @@
 import json
 import re
 
+import gguf
+import numpy as np
 import pytest
 import torch
+from engine.workers.cpu.packing import PackedWeight, WeightMemory
+from gguf import GGMLQuantizationType
 from safetensors.torch import load_file, save_file
 from support.decoders import Runner, load_decoder, load_native_decoder
 from support.families import (
@@ -18,11 +22,16 @@ from support.families import (
 from support.families.experts import LONG
 from support.families.multimodal import MULTIMODAL
 from support.families.published import PUBLISHED, save_published
+from support.gguf_gemma import write_gemma
+from support.gguf_hybrid import write_hybrid
 from support.gguf_published import write_published
 from support.gguf_saved import write_saved
 from support.gguf_streams import write_streams
 from support.gguf_writer import write_gguf
 from support.quantized_checkpoints import FORMATS, quantize_directory
+from support.quantizers import quantize
+from support.reachable import reachable
+from torch import Tensor
 
 pytestmark = pytest.mark.slow
 
@@ -233,6 +242,41 @@ def test_gguf_files_of_qwen4_give_the_same_logits(name, differences, load, tmp_p
     tokens = prompt(NUM_TOKENS)
     logits = Runner(load(write_gguf(tmp_path / "m.gguf", reference))).step({0: tokens})[0]
     assert_same(logits, expected_logits(reference, tokens))
+
+
+@pytest.mark.parametrize("load", [load_decoder, load_native_decoder])
+@pytest.mark.parametrize(
+    ("name", "write", "table", "differences"),
+    [
+        (
+            "qwen4-ngrams",
+            write_hybrid,
+            "model.layers.2.ple.ple_embedding.ngram_embedding",
+            {"ple_layer_ids": [3], "ple_embed_dim": 128, "ngram_vocab_size_base": 20_000},
+        ),
+        (
+            "gemma3n",
+            write_gemma,
+            "model.embed_tokens_per_layer",
+            {"vocab_size": 3000, "vocab_size_per_layer_input": 3000},
+        ),
+    ],
+)
+def test_tables_of_a_gguf_file_stay_quantized_in_memory(
+    name, write, table, differences, load, tmp_path
+):
+    reference = make_reference(name, **differences)
+    weight = reference.get_submodule(table).weight
+    path = write(tmp_path / "m.gguf", reference, table_type=GGMLQuantizationType.Q8_0)
+    stored = quantize(weight.detach().numpy(), GGMLQuantizationType.Q8_0)
+    values = gguf.quants.dequantize(stored, GGMLQuantizationType.Q8_0)
+    weight.data = torch.from_numpy(values).view(weight.shape)
+    decoder, tokens = load(path), prompt(NUM_TOKENS)
+    assert_same(Runner(decoder).step({0: tokens})[0], expected_logits(reference, tokens))
+    matrices = [x.array if isinstance(x, PackedWeight) else x for x in reachable(decoder)]
+    sizes = [x.nbytes for x in matrices if isinstance(x, np.ndarray | Tensor)]
+    reserved = WeightMemory().allocate(1).base.nbytes
+    assert max(size for size in sizes if size != reserved) < weight.nbytes / 3
 
 
 @pytest.mark.parametrize("load", [load_decoder, load_native_decoder])

@@ -67,14 +67,12 @@ def record_ngrams(
     prefix = f"{prefix}ple."
     num_rows = ngrams.num_rows(ngrams.head_sizes(layer.ngram_table))
     part = blocks.part(num_rows)
-    name = f"{prefix}ple_embedding.ngram_embedding"
-    rows = weights.read_shards(
-        name, num_rows, size // ngrams.num_all_heads, part, ngrams.num_shards
-    )
+    name = f"{prefix}ple_embedding.ngram_embedding.weight"
+    table = weights.packed(name, num_rows, size // ngrams.num_all_heads, part)
     program.add_op(
         "embed_ngrams",
         target=QKV if blocks.is_alone else PART,
-        parts=[weights.pack_float_tensor(name, rows)],
+        parts=[table],
         layer=index,
         group=layer.state_group,
         mixer=(mixer := _convolution(blocks, ngrams, layer.recurrent, prefix)),

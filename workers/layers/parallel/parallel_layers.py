@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...loaders.quantization.matrix import Weight
+from ...loaders.quantization.row_tables import RowTable
 from ..layers import LayerKernels, Linear
 from ..spec import ModelSpec
 from .tensor_parallel import TensorParallel
@@ -50,19 +51,19 @@ class RowParallelLinear:
 
 
 class VocabParallelEmbedding:
-    """The embedding; each rank has the rows for a part of the vocabulary.
+    """The embedding; each rank has the rows for a part of the vocabulary, which may stay quantized.
 
     `change` changes the outputs of this rank's part. The token ids that it gets count from the first token of the part.
     """
 
     def __init__(
         self,
-        weight_vD: Tensor,
+        weight_vD: Tensor | RowTable,
         vocab_size: int,
         tensor_parallel: TensorParallel,
         change: Callable[[Tensor, Tensor], None] | None = None,
     ) -> None:
-        self.weight_vD = weight_vD
+        self._weight_vD = weight_vD
         self._change = change
         self._vocabulary = tensor_parallel.part(vocab_size)
         self._tensor_parallel = tensor_parallel
@@ -85,7 +86,10 @@ class VocabParallelEmbedding:
         return self._tensor_parallel.sum(x_TD)
 
     def _own_rows(self, index_T: Tensor, change: Callable[[Tensor, Tensor], None] | None) -> Tensor:
-        x_TD = F.embedding(index_T, self.weight_vD)
+        if isinstance(self._weight_vD, Tensor):
+            x_TD = F.embedding(index_T, self._weight_vD)
+        else:
+            x_TD = self._weight_vD.rows(index_T)
         if change is not None:
             change(x_TD, index_T)
         return x_TD

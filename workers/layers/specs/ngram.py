@@ -25,7 +25,7 @@ class NgramSpec(msgspec.Struct, frozen=True):
     For each length from 2 to `longest`, the last tokens have `num_heads` embeddings, all in one table of the layer.
     Hashes of the tokens choose them: a head has a prime number of rows, the next one from `smallest_head` on that no
     earlier head of any layer has. The table ends with rows that nothing uses, so that its length is a multiple of
-    `divisor`. It may be stored in `num_shards` parts. Together the embeddings of a token have `size` elements.
+    `divisor`. Together the embeddings of a token have `size` elements.
 
     `end_id` separates texts. In an n-gram, it replaces all tokens before an earlier `end_id` or before the first token.
 
@@ -43,7 +43,6 @@ class NgramSpec(msgspec.Struct, frozen=True):
     seed: int
     smallest_head: int
     divisor: int
-    num_shards: int
     hashes: NgramHashes | None = None
 
     @property

@@ -101,16 +101,14 @@ class StoredTensor(msgspec.Struct, frozen=True):
 
 
 class JoinedTensor(msgspec.Struct, frozen=True):
-    """Two tensors of files that are read as one tensor, which has the rows of the first before those of the second."""
+    """Several tensors of files that are read as one tensor, which has their rows one after the other."""
 
-    first: StoredTensor
-    second: StoredTensor
+    tensors: tuple[StoredTensor, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of both tensors together."""
-        rows, *rest = self.first.shape
-        return rows + self.second.shape[0], *rest
+        """The shape of all tensors together."""
+        return sum(each.shape[0] for each in self.tensors), *self.tensors[0].shape[1:]
 
     def part(self, parts: Sequence[range | None]) -> torch.Tensor:
         """Read these ranges of the dimensions."""
@@ -118,18 +116,22 @@ class JoinedTensor(msgspec.Struct, frozen=True):
 
     def floats(self, parts: Sequence[range | None]) -> Floats | None:
         """Return these ranges of the dimensions, or None if they are not stored as plain floats of one type."""
-        found = [tensor.floats(own) for tensor, own in self._split(parts)]
-        first, second = found
-        if first is None or second is None or first.dtype != second.dtype:
+        split = self._split(parts)
+        found = [x for tensor, own in split if (x := tensor.floats(own)) is not None]
+        if len(found) < len(split) or len({each.dtype for each in found}) > 1:
             return None
-        return replace(first, values=np.concatenate((first.values, second.values)))
+        return replace(found[0], values=np.concatenate([each.values for each in found]))
 
     def _split(
         self, parts: Sequence[range | None]
     ) -> list[tuple[StoredTensor, list[range | None]]]:
+        """Return the tensors that have some of these rows, at least one, and their own ranges."""
         rows, *rest = parts or (None,)
-        split, (total, *_) = self.first.shape[0], self.shape
-        rows = range(total) if rows is None else rows
-        own = range(min(rows.start, split), min(rows.stop, split))
-        other = range(max(rows.start - split, 0), max(rows.stop - split, 0))
-        return [(self.first, [own, *rest]), (self.second, [other, *rest])]
+        first, found = 0, []
+        for tensor in self.tensors:
+            count = tensor.shape[0]
+            start, stop = (0, count) if rows is None else (rows.start - first, rows.stop - first)
+            own = range(min(max(start, 0), count), max(min(stop, count), 0))
+            found.append((tensor, [own, *rest]))
+            first += count
+        return [each for each in found if each[1][0]] or found[:1]

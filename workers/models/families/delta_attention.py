@@ -404,7 +404,6 @@ def _ngrams(fields: ConfigFields) -> NgramSpec:
         seed=fields.integer("seed", 1234, minimum=0),
         smallest_head=fields.integer("ngram_vocab_size_base", 20_000_000),
         divisor=fields.integer("make_ngram_vocab_size_divisible_by", 128),
-        num_shards=fields.integer("split_ngram_parts", 512),
         hashes=_ngram_hashes(fields),
     )
     if ngrams.size % ngrams.num_all_heads:

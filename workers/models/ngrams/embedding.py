@@ -35,9 +35,8 @@ class NgramEmbedding:
         self._multipliers = ngrams.multipliers(spec.vocab_size, table)
         num_rows, size = ngrams.num_rows(head_sizes), ngrams.size // ngrams.num_all_heads
         part = shard.tensor_parallel.part(num_rows)
-        rows = weights.read_shards(
-            f"{prefix}ple_embedding.ngram_embedding", num_rows, size, part, ngrams.num_shards
-        )
+        name = f"{prefix}ple_embedding.ngram_embedding.weight"
+        rows = weights.read_table(name, num_rows, size, part)
         self._embed = VocabParallelEmbedding(rows, num_rows, shard.tensor_parallel)
 
     def __call__(self, ids_SX: Tensor, length: int, tokens_T: Tensor) -> Tensor:
