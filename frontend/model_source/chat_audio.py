@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from ...protocol.checkpoint.audio.tower import audio_section, audio_tower_spec, has_audio_tower
 from ...protocol.checkpoint.config_fields import ConfigFields
+from ...protocol.checkpoint.gguf_config.mmproj_audio import PLACEHOLDERS
 from ...protocol.checkpoint.gguf_config.mmproj_fields import Mmproj
 from ...protocol.config.chat_audio import (
     ChatAudioConfig,
@@ -119,6 +120,7 @@ _FRAMING: Final = {
     "qwen3_asr": Framing.CLIP,
     "vibevoice_asr": Framing.WAVE,
     "qwen3_omni_moe_thinker": Framing.CLIP,
+    "ultravox": Framing.CLIP,
 }
 _MAX_WINDOWS: Final = {
     "audioflamingo3": 20,
@@ -160,13 +162,8 @@ def read_chat_audio(
         return None
     if not path.is_dir() and mmproj is None:
         return None
-    has_id = section.get("audio_token_id") is not None
     return ChatAudioConfig(
-        token_id=section.integer(
-            "audio_token_id" if has_id else "audio_token_index",
-            minimum=0,
-            maximum=text.integer("vocab_size") - 1,
-        ),
+        token_id=_read_token(path, section, text.integer("vocab_size")),
         tower=audio_tower_spec(config, text.integer("hidden_size")),
         framing=_FRAMING.get(kind, Framing.FILLED),
         max_windows=_MAX_WINDOWS.get(kind, 0),
@@ -174,9 +171,28 @@ def read_chat_audio(
         speech=_SPEECH.get(kind),
         marks=_read_marks(path, config),
         times=_read_times(path, kind),
+        mark="<|audio|>" if kind == "ultravox" else "",
         around=("", "") if mmproj is None else mmproj.around_clip,
         **(_VIBEVOICE if kind == "vibevoice_asr" else {}),
     )
+
+
+def _read_token(path: Path, section: ConfigFields, vocab_size: int) -> int:
+    """Return the placeholder token of audio."""
+    has_id = section.get("audio_token_id") is not None
+    if not has_id and section.text("model_type", "") == "ultravox":
+        # The field in the config is the id of a word.
+        tokenizer = TokenizerConfig(path)
+        ids = (tokenizer.added_token_id(text) for text in PLACEHOLDERS)
+        if (
+            found := next((id_ for id_ in ids if id_ is not None and id_ < vocab_size), None)
+        ) is not None:
+            return found
+        raise CheckpointError(
+            path, f"the tokenizer has none of the tokens {', '.join(PLACEHOLDERS)}"
+        )
+    name = "audio_token_id" if has_id else "audio_token_index"
+    return section.integer(name, minimum=0, maximum=vocab_size - 1)
 
 
 def _read_marks(path: Path, config: ConfigFields) -> ClipMarks | None:

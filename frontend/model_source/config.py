@@ -67,7 +67,13 @@ from .images.videos import read_video_processor
 from .lora import find_loras, find_media_lora, with_own_adapter
 from .options import CHECKPOINT_QUANTIZATIONS, ModelOptions, ResolvedModel
 from .pooler import change_classifier, change_pooler
-from .source import find_checkpoint, find_mmproj, find_tokenizer, find_tokenizer_directory
+from .source import (
+    find_checkpoint,
+    find_decoder,
+    find_mmproj,
+    find_tokenizer,
+    find_tokenizer_directory,
+)
 
 LENGTH_FIELDS = (
     "max_position_embeddings",
@@ -123,11 +129,26 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
         checkpoint_config = checkpoint_config.with_values(part)
         options = msgspec.structs.replace(options, hf_overrides=part | options.hf_overrides)
     mmproj = None if options.language_model_only else find_mmproj(options, path)
+    whole_config = checkpoint_config.with_values(options.hf_overrides)
+    if model_kind(whole_config) == "ultravox" and (
+        decoder := whole_config.text("text_model_id", "")
+    ):
+        # The checkpoint has only the tower, and its config names the decoder.
+        towers_path = path
+        path = find_decoder(decoder, options, console)
+        reader = _read_gguf if path.suffix == ".gguf" else _read_directory
+        checkpoint_config, generation, eos = reader(path, tokenizer_path)
+        overrides: dict[str, Any] = options.hf_overrides | {"text_model_id": None}
+        if not options.language_model_only:
+            mmproj = towers_path
+            text_config = {"text_config": checkpoint_config.config}
+            overrides = {**whole_config.config, **overrides, **text_config}
+        options = msgspec.structs.replace(options, hf_overrides=overrides)
     if options.language_model_only:
         towers = _without_towers(checkpoint_config.config)
         options = msgspec.structs.replace(options, hf_overrides=options.hf_overrides | towers)
     towers_beside: Mmproj | None = None
-    if mmproj is not None:
+    if mmproj is not None and mmproj.suffix == ".gguf":
         towers_beside = read_mmproj(GGUFFile(mmproj), GGUFFile(path), checkpoint_config.config)
         options = msgspec.structs.replace(
             options, hf_overrides={**towers_beside.config, **options.hf_overrides}
@@ -153,7 +174,8 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
     eos += generation.token_ids("eos_token_id") + text.token_ids("eos_token_id")
     chat_audio = None
     if options.model_impl is not ModelImpl.TRANSFORMERS:
-        chat_audio = read_chat_audio(path, config, text, towers_beside)
+        files = path if mmproj is None or mmproj.is_file() else mmproj
+        chat_audio = read_chat_audio(files, config, text, towers_beside)
     images = None
     if options.model_impl is not ModelImpl.TRANSFORMERS:
         images = read_image_processor(
@@ -191,7 +213,7 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
                             )
                             for each in layers
                         ),
-                        *([] if mmproj is None else [mmproj]),
+                        *([] if mmproj is None else find_weight_files(mmproj)),
                     ]
                 )
             ),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import msgspec
+
 from ...protocol.checkpoint.files import has_model_config
 from ...protocol.config import LoadFormat
 from ...protocol.errors import CheckpointError, ConfigError
@@ -57,6 +59,16 @@ def find_checkpoint(options: ModelOptions, console: Console) -> tuple[str, Path]
         cache_dir=options.download_dir,
         console=console,
     )
+
+
+def find_decoder(name: str, options: ModelOptions, console: Console) -> Path:
+    """Return the checkpoint of the decoder that a model's config names: a directory or a `.gguf` file.
+
+    Raises:
+        ConfigError: It does not exist.
+    """
+    own = msgspec.structs.replace(options, model=name, revision=None, mmproj="none")
+    return find_checkpoint(own, console)[1]
 
 
 def find_tokenizer(options: ModelOptions, checkpoint: Path, console: Console) -> Path:

@@ -71,6 +71,7 @@ _HEADS: Final = (
     "LMHeadModel",
     "MTModel",
     "Qwen2_5OmniModel",
+    "UltravoxModel",
 )
 """The ends of names of models with a head that are called models like those without."""
 

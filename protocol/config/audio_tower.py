@@ -55,7 +55,7 @@ class AudioTowerSpec(msgspec.Struct, frozen=True, tag=True):
         output_size: The size of an output.
         join: The change of `rows_per_output` neighboring rows into one output after the layers. "mean" (Qwen2-Audio,
             arXiv 2407.10759): their mean is normed. "stack" (Voxtral, arXiv 2507.13264): they are normed and
-            concatenated.
+            concatenated. "fill" (Ultravox): as "stack", but zeros complete the last output.
         rows_per_output: The number of rows that become one output.
         silence: The treatment of rows of the silence after a clip. "skipped": they are not computed; the window ends
             with the clip and `frames_after` more frames, which only the convolutions read. "dropped": they are
@@ -65,6 +65,9 @@ class AudioTowerSpec(msgspec.Struct, frozen=True, tag=True):
         projection_size: The size of the first of two projections; 0 for a single one.
         projection_activation: The activation between them.
         projection_norm_eps: The term of the layer norm after them; 0 for no norm.
+        gated_norm: The place of a norm in Ultravox's projections, which begin with a norm: in the "middle" (version 0.5
+            and later) or "last". The second half of the first projection's outputs is the gate of the first half if the
+            activation is "swiglu". "" for other projections.
         tensor_names: Replacements that translate a checkpoint's names to Whisper's.
         times: The rotation of outputs by their times in the clip, before they are projected; None for none.
     """
@@ -77,7 +80,7 @@ class AudioTowerSpec(msgspec.Struct, frozen=True, tag=True):
     num_frames: int
     activation: str
     output_size: int
-    join: Literal["mean", "stack"]
+    join: Literal["mean", "stack", "fill"]
     rows_per_output: int
     silence: Literal["skipped", "dropped", "filling", "kept", "absent"]
     chunks: AudioChunks | None = None
@@ -87,6 +90,7 @@ class AudioTowerSpec(msgspec.Struct, frozen=True, tag=True):
     projection_size: int = 0
     projection_activation: str = "gelu"
     projection_norm_eps: float = 0.0
+    gated_norm: Literal["", "middle", "last"] = ""
     has_projection_bias: bool = True
     tensor_names: tuple[tuple[str, str], ...] = ()
     times: OutputTimes | None = None
@@ -113,7 +117,7 @@ class AudioTowerSpec(msgspec.Struct, frozen=True, tag=True):
         """Return the number of outputs for a window in which the clip has `num_frames` frames."""
         num_frames = self.num_frames if self.silence == "kept" else num_frames
         num_rows = self.num_rows(num_frames)
-        if self.silence == "filling":
+        if self.silence == "filling" or self.join == "fill":
             num_rows += -num_rows % self.rows_per_output
         return num_rows // self.rows_per_output
 

@@ -128,6 +128,7 @@ class ChatAudioConfig(msgspec.Struct, frozen=True):
         rate: The samples per second.
         duration_mark: The text in prompts that stands for the seconds of a clip; "" for none.
         times: The times that the processor adds among a clip's tokens; None for none.
+        mark: The text that represents a clip in prompts; "" for that of the placeholder token.
         around: The texts before and after a clip's tokens in prompts of chat templates that read only text.
     """
 
@@ -139,6 +140,7 @@ class ChatAudioConfig(msgspec.Struct, frozen=True):
     speech: SpeechFormat | None = None
     marks: ClipMarks | None = None
     times: TimeMarks | None = None
+    mark: str = ""
     around: tuple[str, str] = ("", "")
     rate: int = 16_000
     duration_mark: str = ""

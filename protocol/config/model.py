@@ -334,7 +334,8 @@ class ModelConfig(msgspec.Struct, frozen=True):
         images: The image processor; None if the model reads no images.
         videos: The video processor; None if the model reads no videos.
         span_kind: The spans of a prompt in which tokens attend to later tokens; None for causal attention only.
-        mmproj: The file with the vision tower of a GGUF model; empty if it has none.
+        mmproj: The file with the towers of a GGUF model, or the directory of a model whose decoder is another
+            checkpoint; empty if the checkpoint has all tensors.
         audio: The audio features of a speech model (transcription); None for other models.
         chat_audio: The audio processor of a chat model; None if it reads no audio clips.
         source_text: The settings of a text-to-text encoder-decoder model; None for other models.

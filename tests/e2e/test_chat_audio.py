@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import concurrent.futures
 import io
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from engine.protocol.encoder_inputs.payloads import ImagePayload
 from engine.protocol.errors import ParameterError
 from engine.protocol.sampling_params import SamplingParams
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from support.audio_checkpoints import MARKS, OMNI_MODELS, audio_directory, reference_inputs
 from support.gguf_audio import write_audio_mmproj
 from support.gguf_gemma import write_gemma
@@ -221,7 +223,7 @@ def _with_gemma4_marks(directory: Path) -> Any:
     return transformers.AutoTokenizer.from_pretrained(directory)
 
 
-@pytest.mark.parametrize("kind", ["gemma4", "voxtral", *OMNI_MODELS])
+@pytest.mark.parametrize("kind", ["gemma4", "ultravox", "voxtral", *OMNI_MODELS])
 def test_gguf_models_read_audio_with_the_mmproj_file_beside_them(tmp_path: Path, kind: str) -> None:
     model = Model(tmp_path / "model", kind)
     tokenizer = transformers.AutoTokenizer.from_pretrained(model.path)
@@ -236,6 +238,8 @@ def test_gguf_models_read_audio_with_the_mmproj_file_beside_them(tmp_path: Path,
         model.model.lm_head.weight = model.model.get_input_embeddings().weight
         write_gemma(path, decoder, _with_gemma4_marks(model.path))
         images = write_mmproj(tmp_path / "images", model.model, kind)
+    elif kind == "ultravox":
+        write_gguf(path, model.model.language_model, tokenizer)
     else:
         # It shows no parts of messages, so the server adds the token before a clip.
         tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
@@ -256,6 +260,29 @@ def test_gguf_models_read_audio_with_the_mmproj_file_beside_them(tmp_path: Path,
         status, answer = server.post("/v1/chat/completions", chat(*model.chats[1]))
         assert status == 400
         assert "reads only text" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("is_gguf", [False, True])
+def test_the_decoder_of_ultravox_may_be_another_model(tmp_path: Path, is_gguf: bool) -> None:
+    model = Model(tmp_path / "model", "ultravox")
+    decoder = tmp_path / "decoder"
+    if is_gguf:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(model.path)
+        decoder.mkdir()
+        decoder = write_gguf(decoder / "tiny.gguf", model.model.language_model, tokenizer)
+    else:
+        model.model.language_model.save_pretrained(decoder)
+    config = json.loads((model.path / "config.json").read_text())
+    del config["text_config"]
+    config["text_model_id"] = str(decoder)
+    (model.path / "config.json").write_text(json.dumps(config))
+    file = model.path / "model.safetensors"
+    tensors = load_file(file)
+    save_file({name: x for name, x in tensors.items() if "language_model" not in name}, file)
+    with Server(str(model.path), *FLAGS) as server:
+        model.check_all(server, [0, 1, 2, 3])
+    with Server(str(model.path), *FLAGS, "--language-model-only") as server:
+        model.check_all(server, [3])
 
 
 def test_a_prefix_with_the_same_audio_is_cached(server: Server) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from support.audio_features import granite_features, stacked_features
 from support.gemma_audio import (
     FRAME_SIZE,
     IMAGE_PROCESSOR,
@@ -21,10 +22,10 @@ from support.gemma_audio import (
 from support.grid_configs import RADIO_PROCESSOR, nemotron_omni_config
 from support.image_marks import GEMMA_MARKS
 from support.omni import omni_config, write_omni
+from support.own_code.ultravox import PLACEHOLDER, ultravox_directory
 from support.qwen_checkpoints import END, IMAGE, START, VIDEO
 from support.tiny_checkpoints import DECODER_SIZES, sentencepiece_tokenizer
 from torch.nn.functional import pad
-from transformers.audio_utils import mel_filter_bank, spectrogram, window_function
 
 NUM_MEL_BINS = 16
 WAVE_HOP = 320
@@ -38,6 +39,7 @@ MODELS = (
     *("gemma3n", "gemma4", "gemma4_unified"),
     *("audioflamingo3", "granite_speech_plus", "musicflamingo"),
     *("fun_asr_nano", "moss_transcribe_diarize", "vibevoice_asr", "nemotron_h_omni"),
+    *("ultravox", "ultravox 0.4"),
 )
 """Kinds of models. "qwen3_asr thinker" has the layout of Qwen's own checkpoints, others have that of transformers."""
 
@@ -65,7 +67,9 @@ PARTS["qwen3_omni"] = PARTS["qwen2_5_omni"] = PARTS["qwen3_asr"]
 PARTS["qwen3_asr thinker"] = PARTS["qwen3_asr"]
 PARTS["gemma4_unified"] = PARTS["gemma4"]
 PARTS["granite_speech_plus"] = PARTS["granite_speech"]
+PARTS["ultravox"] = PARTS["ultravox 0.4"] = ("<|start|>", PLACEHOLDER)
 MARKS = {kind: parts[1] for kind, parts in PARTS.items()}
+MARKS["ultravox"] = MARKS["ultravox 0.4"] = "<|audio|>"
 
 
 def audio_directory(directory: Path, kind: str) -> tuple[Path, Any]:
@@ -79,7 +83,7 @@ def audio_directory(directory: Path, kind: str) -> tuple[Path, Any]:
         tokenizer.add_tokens(["<image>", "<img>", "</img>"], special_tokens=True)
     tokenizer.add_tokens("[TRANSCRIBE]" if kind == "voxtral" else "<asr_text>")
     # Their processors add the tokens around a clip.
-    is_bare = kind.startswith(("gemma", "musicflamingo", "nemotron"))
+    is_bare = kind.startswith(("gemma", "musicflamingo", "nemotron", "ultravox"))
     part = MARKS[kind] if is_bare else "".join(PARTS[kind])
     if kind == "vibevoice_asr":
         part = f"<|AUDIO_DURATION|> seconds {part}"
@@ -97,6 +101,11 @@ def audio_directory(directory: Path, kind: str) -> tuple[Path, Any]:
     text = {"vocab_size": len(tokenizer), "rope_theta": 10_000.0} | DECODER_SIZES | ids
     tower = {"num_mel_bins": NUM_MEL_BINS, "max_source_positions": 50 * WINDOW_S}
     mark = tokenizer.convert_tokens_to_ids(MARKS[kind])
+    if kind.startswith("ultravox"):
+        is_last = kind.endswith("0.4")
+        written = ultravox_directory(directory, tokenizer, text, tower, is_last=is_last)
+        extractor(kind).save_pretrained(directory)
+        return written
     if kind == "gemma3n":
         marks = tokenizer.convert_tokens_to_ids(list(PARTS[kind]))
         written = gemma3n_directory(directory, tokenizer, NUM_MEL_BINS, marks)
@@ -381,10 +390,12 @@ def reference_inputs(kind: str, clips: list[np.ndarray]) -> dict[str, torch.Tens
         # Without noise.
         return dict(found) | {"sample": False}
     if kind == "fun_asr_nano":
-        features = torch.stack([stacked_features(clip) for clip in clips])
+        features = torch.stack([stacked_features(clip, NUM_MEL_BINS) for clip in clips])
         return {"input_features": features, "input_features_mask": torch.ones(features.shape[:2])}
     if kind.startswith("granite"):
-        return {"input_features": torch.stack([granite_features(clip) for clip in clips])}
+        return {
+            "input_features": torch.stack([granite_features(clip, NUM_MEL_BINS) for clip in clips])
+        }
     extract = partial(
         extractor(kind), sampling_rate=16_000, return_attention_mask=True, return_tensors="pt"
     )
@@ -399,6 +410,10 @@ def reference_inputs(kind: str, clips: list[np.ndarray]) -> dict[str, torch.Tens
         features = [pad(each, (0, max(lengths) - each.shape[2])) for each in features]
         mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
         return {"input_features": torch.cat(features), "feature_attention_mask": mask.long()}
+    if kind.startswith("ultravox"):
+        found = [extract(clip, padding=True, truncation=False)["input_features"] for clip in clips]
+        size = 100 * WINDOW_S
+        return {"windows": [part for each in found for part in each[0].split(size, 1)]}
     if kind.startswith("qwen3_asr"):
         # In a batch of different lengths, silence would precede the end of shorter clips.
         found = [extract(clip, padding=True) for clip in clips]
@@ -452,45 +467,3 @@ def reference_logits(
     embeds = model.get_input_embeddings()(ids)
     mask = (ids == model.config.audio_token_id)[..., None]
     return model(inputs_embeds=embeds.masked_scatter(mask, torch.cat(audio))).logits[0]
-
-
-def granite_features(clip: np.ndarray) -> torch.Tensor:
-    """Return the features [pairs, 2 * mel bins] of transformers' extractor, which itself needs torchaudio."""
-    filters = mel_filter_bank(257, NUM_MEL_BINS, 0.0, 8000.0, 16_000, mel_scale="htk")
-    power = spectrogram(
-        clip, window_function(400, "hann"), 400, 160, fft_length=512, power=2.0, mel_filters=filters
-    )
-    log = np.log10(np.maximum(power, 1e-10))
-    features = np.maximum(log, log.max() - 8.0).T / 4 + 1
-    pairs = len(features) // 2
-    return torch.from_numpy(features[: 2 * pairs].reshape(pairs, -1)).float()
-
-
-def stacked_features(clip: np.ndarray) -> torch.Tensor:
-    """Return the features [rows, 7 * mel bins] of transformers' extractor, which itself needs torchaudio."""
-    filters = mel_filter_bank(
-        257,
-        NUM_MEL_BINS,
-        20.0,
-        8000.0,
-        16_000,
-        mel_scale="kaldi",
-        triangularize_in_mel_space=True,
-    )
-    found = spectrogram(
-        clip.astype(np.float64),
-        window_function(400, "hamming", periodic=False),
-        400,
-        160,
-        fft_length=512,
-        power=2.0,
-        center=False,
-        preemphasis=0.97,
-        remove_dc_offset=True,
-        mel_filters=filters,
-        log_mel="log",
-        mel_floor=1.192092955078125e-07,
-    )
-    frames = torch.from_numpy(found.T).float()
-    padded = torch.cat((frames[:1].expand(3, -1), frames, frames[-1:].expand(9, -1)))
-    return torch.stack([padded[i : i + 7].flatten() for i in range(0, len(frames), 6)])

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from gguf import MODEL_ARCH, GGUFReader, GGUFWriter, get_tensor_name_map
 from gguf.constants import GGUFValueType
+from support.own_code.ultravox import STACK
 from torch.nn.functional import softplus
 
 PROJECTORS = {
@@ -19,6 +20,7 @@ PROJECTORS = {
     "qwen2_audio": "qwen2a",
     "qwen3_asr": "qwen3a",
     "qwen3_omni": "qwen3a",
+    "ultravox": "ultravox",
     "voxtral": "voxtral",
 }
 _NAMES = (
@@ -35,7 +37,7 @@ def write_audio_mmproj(path: Path, model: Any, kind: str, images: Path | None = 
 
     `images` is an mmproj file with the model's vision tower, whose content is written, too.
     """
-    config = model.config.audio_config
+    config = model.audio_tower.config if kind == "ultravox" else model.config.audio_config
     writer = GGUFWriter(path, "clip")
     projector = PROJECTORS[kind]
     key = "clip.projector_type" if images is None else "clip.audio.projector_type"
@@ -60,6 +62,8 @@ def write_audio_mmproj(path: Path, model: Any, kind: str, images: Path | None = 
         value = getattr(config, field, None) or getattr(config, others.get(field, ""), None)
         writer.add_uint32(f"clip.audio.{name}", value or 0)
     writer.add_float32("clip.audio.attention.layer_norm_epsilon", 1e-5)
+    if kind == "ultravox":
+        writer.add_uint32("clip.audio.projector.stack_factor", STACK)
     names = get_tensor_name_map(MODEL_ARCH.MMPROJ, 4)
     rules = _NAMES
     if kind.startswith("qwen3"):

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from support.audio_checkpoints import granite_features
+from support.audio_checkpoints import NUM_MEL_BINS
+from support.audio_features import granite_features
 from support.source_checkpoints import MODELS, write_letters
 
 GRANITE, OMNIASR = "granite", "omniasr"
@@ -99,7 +100,9 @@ def features(kind: str, samples: np.ndarray) -> dict[str, torch.Tensor]:
         return dict(extractor(samples, sampling_rate=16_000, return_tensors="pt"))
     num_frames = 2 * -(-(len(samples) // 160) // 2)
     filled = np.pad(samples, (0, max(0, (num_frames - 1) * 160 + 1 - len(samples))))
-    frames = granite_features(filled[: (num_frames - 1) * 160 + 159]).reshape(num_frames, -1)
+    frames = granite_features(filled[: (num_frames - 1) * 160 + 159], NUM_MEL_BINS).reshape(
+        num_frames, -1
+    )
     # compute_deltas of torchaudio: the slope of the line through three frames.
     padded = torch.cat((frames[:1], frames, frames[-1:]))
     deltas = (padded[2:] - padded[:-2]) / 2

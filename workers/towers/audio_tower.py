@@ -50,6 +50,7 @@ from .rotary import PatchRotary
 from .weights import Linear, VisionWeights, check_activation, find_activation
 
 _NORM_EPS = 1e-5
+_GATED_NORM_EPS = 1e-6
 _decoder = msgspec.msgpack.Decoder(AudioPayload)
 
 
@@ -195,6 +196,9 @@ class _WhisperTower:
             places_P2 = torch.arange(len(x_PD), device=x_PD.device)[:, None].expand(-1, 2)
         x_PD = self._layers(x_PD, Patches(places_P2))[spec.num_layers]
         joined = spec.rows_per_output
+        if spec.join == "fill":
+            rows_PD = F.pad(self._norm(x_PD), (0, 0, 0, -len(x_PD) % joined))
+            return self._project(rows_PD.view(-1, joined * x_PD.shape[1]))
         if spec.join == "stack":
             return self._project(self._norm(x_PD).reshape(len(x_PD) // joined, -1))
         pairs = x_PD[: len(x_PD) // joined * joined].view(-1, joined, x_PD.shape[1])
@@ -208,8 +212,10 @@ def _read_projection(
     spec: AudioTowerSpec, tensors: VisionWeights, checkpoint: Checkpoint
 ) -> Callable[[Tensor], Tensor]:
     name, size, inner = "multi_modal_projector.linear", spec.output_size, spec.projection_size
-    columns = spec.hidden_size * (spec.rows_per_output if spec.join == "stack" else 1)
+    columns = spec.hidden_size * (1 if spec.join == "mean" else spec.rows_per_output)
     has_bias = spec.has_projection_bias
+    if spec.gated_norm:
+        return _read_gated_projection(spec, tensors, checkpoint, columns)
     if not inner:
         return tensors.read_linear(name, size, columns, has_bias=has_bias)
     first = tensors.read_linear(f"{name}_1", inner, columns, has_bias=has_bias)
@@ -219,6 +225,33 @@ def _read_projection(
         return lambda x_KD: second(activation(first(x_KD)))
     norm = tensors.read_layer_norm("multi_modal_projector.norm", size, eps)
     return lambda x_KD: norm(second(activation(first(x_KD))))
+
+
+def _read_gated_projection(
+    spec: AudioTowerSpec, tensors: VisionWeights, checkpoint: Checkpoint, columns: int
+) -> Callable[[Tensor], Tensor]:
+    """Return the projections of Ultravox."""
+    prefix, inner = "multi_modal_projector", spec.projection_size
+    is_gated = spec.projection_activation == "swiglu"
+    middle, size = inner // (1 + is_gated), spec.output_size
+    before = tensors.read_rms_norm(f"{prefix}.ln_pre", columns, _GATED_NORM_EPS)
+    first = tensors.read_linear(f"{prefix}.linear_1", inner, columns, has_bias=False)
+    second = tensors.read_linear(f"{prefix}.linear_2", size, middle, has_bias=False)
+    is_last = spec.gated_norm == "last"
+    name, norm_size = ("ln_post", size) if is_last else ("ln_mid", middle)
+    norm = tensors.read_rms_norm(f"{prefix}.{name}", norm_size, _GATED_NORM_EPS)
+    activation = find_activation(checkpoint, "silu" if is_gated else spec.projection_activation)
+
+    def project(x_KD: Tensor) -> Tensor:
+        x = first(before(x_KD))
+        if is_gated:
+            x, gate = x.chunk(2, 1)
+            x = activation(gate) * x
+        else:
+            x = activation(x)
+        return norm(second(x)) if is_last else second(norm(x))
+
+    return project
 
 
 def _rotate_by_times(x_KD: Tensor, times: OutputTimes, window: int, num_outputs: int) -> Tensor:

@@ -189,7 +189,8 @@ class AudioPlaces:
             if marks.has_end_output:
                 self._token_ids.append(marks.end_token_id)
                 self._num_after = 1
-        self._place = re.compile(f"{re.escape(self._token)}|{AUDIO_MARK}")
+        self._mark = config.mark or self._token
+        self._place = re.compile(f"{re.escape(self._mark)}|{AUDIO_MARK}")
 
     def _text_of(self, token_id: int, field: str) -> str:
         token = self._tokenizer.id_to_token(token_id)
@@ -220,7 +221,7 @@ class AudioPlaces:
             raise ParameterError(
                 "messages",
                 f"have {len(clips)} audio clips, but the prompt has {num_places} audio tokens; "
-                f"remove {self._token!r} from texts, or use another chat template",
+                f"remove {self._mark!r} from texts, or use another chat template",
             )
         if not clips:
             return *encode(text), []

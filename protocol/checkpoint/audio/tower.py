@@ -30,7 +30,7 @@ _MODEL_TYPES: Final = (
     *("granite_speech", "granite_speech_plus", "audioflamingo3", "musicflamingo"),
     *("moss_transcribe_diarize", "fun_asr_nano", "vibevoice_asr"),
     *("gemma3n", "gemma4", "gemma4_unified", "embedding_gemma2", "voxtral_realtime"),
-    "nemotron_h_omni",
+    *("nemotron_h_omni", "ultravox"),
 )
 
 _SECTIONS: Final = {"granite": "encoder_config", "vibevoice": "acoustic_tokenizer_encoder_config"}
@@ -88,6 +88,8 @@ def audio_tower_spec(fields: ConfigFields, output_size: int) -> AnyAudioSpec:
         return _memory_spec(fields, audio, output_size)
     if kind == "voxtral_realtime":
         return _causal_spec(fields, audio, output_size)
+    if kind == "ultravox":
+        return _stacked_spec(fields, audio, output_size)
     if kind == "qwen3_asr":
         return _chunked_spec(audio, output_size)
     if kind == "qwen3_omni_moe_thinker":
@@ -148,6 +150,34 @@ def audio_tower_spec(fields: ConfigFields, output_size: int) -> AnyAudioSpec:
     if kind == "musicflamingo":
         return _with_times(spec, fields)
     return _with_rotary(spec, audio) if kind == "glmasr" else spec
+
+
+def _stacked_spec(fields: ConfigFields, audio: ConfigFields, output_size: int) -> AudioTowerSpec:
+    """Return the tower of Ultravox, which reads clips without silence after them."""
+    fields.require("audio_latency_block_size", None)
+    activation = fields.text("projector_act", "swiglu")
+    size = fields.integer("hidden_size", 4096, maximum=MAX_POSITIONS)
+    if activation == "swiglu" and size % 2:
+        raise fields.wrong("hidden_size", "an even number", size)
+    hidden_size = read_size(audio, "d_model", "hidden_size", 1280)
+    num_positions = audio.integer("max_source_positions", 1500, maximum=MAX_POSITIONS)
+    return AudioTowerSpec(
+        num_mel_bins=audio.integer("num_mel_bins", 128, maximum=1024),
+        hidden_size=hidden_size,
+        intermediate_size=read_size(audio, "encoder_ffn_dim", "intermediate_size", 5120),
+        num_layers=read_size(audio, "encoder_layers", "num_hidden_layers", 32, maximum=1024),
+        num_heads=read_num_heads(audio, hidden_size, 20),
+        num_frames=2 * num_positions,
+        activation=audio.text("activation_function", "gelu"),
+        output_size=output_size,
+        join="fill",
+        rows_per_output=fields.integer("stack_factor", 8, maximum=64),
+        silence="absent",
+        projection_size=size,
+        projection_activation=activation,
+        gated_norm="middle" if fields.boolean("projector_ln_mid", False) else "last",
+        has_projection_bias=False,
+    )
 
 
 def _text_norm_eps(fields: ConfigFields) -> float:

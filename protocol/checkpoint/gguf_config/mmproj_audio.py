@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeAlias
 
 from .mmproj_fields import Audio, Mmproj
@@ -10,7 +10,7 @@ from .mmproj_fields import Audio, Mmproj
 
 def _qwen2_audio(audio: Audio) -> Mmproj:
     around = audio.around_clip("<|audio_bos|>", "<|audio_eos|>")
-    return _whisper(audio, "qwen2_audio", "Qwen2Audio", "<|AUDIO|>", around)
+    return _whisper(audio, "qwen2_audio", "Qwen2Audio", ["<|AUDIO|>"], around)
 
 
 def _qwen2_5_omni(audio: Audio) -> Mmproj:
@@ -52,15 +52,37 @@ def _qwen3_omni(audio: Audio) -> Mmproj:
 
 def _voxtral(audio: Audio) -> Mmproj:
     around = audio.around_clip("[BEGIN_AUDIO]", "")
-    return _whisper(audio, "voxtral", "Voxtral", "[AUDIO]", around)
+    return _whisper(audio, "voxtral", "Voxtral", ["[AUDIO]"], around)
 
 
 def _audio_flamingo(audio: Audio) -> Mmproj:
-    return _whisper(audio, "audioflamingo3", "AudioFlamingo3", "<sound>", ("", ""))
+    return _whisper(audio, "audioflamingo3", "AudioFlamingo3", ["<sound>"], ("", ""))
+
+
+def _ultravox(audio: Audio) -> Mmproj:
+    found = _whisper(audio, "ultravox", "Ultravox", PLACEHOLDERS, ("", ""))
+    found.config.update(
+        architectures=["UltravoxModel"],
+        hidden_size=audio.num_rows("mm.a.mlp.1.weight"),
+        stack_factor=audio.integer("projector.stack_factor", 8),
+        projector_ln_mid=audio.has_tensor("mm.a.norm_mid.weight"),
+    )
+    return found
+
+
+PLACEHOLDERS: Final = (
+    "<|audio|>",
+    "<|reserved_special_token_0|>",
+    "<|fim_pad|>",
+    "<unused0>",
+    "<SPECIAL_999>",
+    "<unk>",
+)
+"""Tokens that may represent audio in Ultravox, whose decoders have none for it: the first that exists."""
 
 
 def _whisper(
-    audio: Audio, family: str, name: str, token: str, around_clip: tuple[str, str]
+    audio: Audio, family: str, name: str, tokens: Sequence[str], around_clip: tuple[str, str]
 ) -> Mmproj:
     """Return the fields of a model with Whisper's encoder."""
     positions = {"max_source_positions": audio.num_rows("a.position_embd.weight")}
@@ -69,7 +91,7 @@ def _whisper(
             "model_type": family,
             "architectures": [f"{name}ForConditionalGeneration"],
             "audio_config": audio.sizes() | positions,
-            "audio_token_id": audio.token_id(token),
+            "audio_token_id": audio.token_id(*tokens),
         },
         around_clip=around_clip,
     )
@@ -108,6 +130,7 @@ AUDIO_KINDS: Final[dict[str, AudioReader]] = {
     "musicflamingo": _audio_flamingo,
     "qwen2a": _qwen2_audio,
     "qwen3a": _qwen3_asr,
+    "ultravox": _ultravox,
     "voxtral": _voxtral,
 }
 """How the fields of an audio tower without a vision tower are read, by the type of the projector."""

@@ -6,6 +6,7 @@ import time
 import pytest
 import tokenizers
 from engine.frontend.chat import ModelTemplates
+from engine.frontend.chat.messages import AUDIO_MARK, AUDIO_PART
 from engine.frontend.chat.template import ChatTemplate, ChatTemplateError, load_chat_template
 from engine.frontend.tokenizer.tokenizer import Tokenizer
 from engine.protocol.errors import ParameterError
@@ -386,3 +387,18 @@ def test_chat_template_option_is_a_file_or_the_template_itself(tmp_path) -> None
     assert named.render(messages) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     with pytest.raises(ChatTemplateError, match="neither a Jinja template nor a readable file"):
         load_chat_template(str(tmp_path / "absent.jinja"))
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [("<audio>", "user: <audio>Who is it?"), ("", f"user: {AUDIO_MARK}Who is it?")],
+)
+def test_a_clip_is_marked_in_the_text_if_the_template_does_not_show_it(shown, expected):
+    source = (
+        "{% for m in messages %}{{ m.role }}: {% for part in m.content %}"
+        "{% if part.type == 'audio' %}" + shown + "{% endif %}{{ part.text }}"
+        "{% endfor %}{% endfor %}"
+    )
+    content = [AUDIO_PART, {"type": "text", "text": "Who is it?"}]
+    template = ChatTemplate(source)
+    assert template.render([{"role": "user", "content": content}]) == expected

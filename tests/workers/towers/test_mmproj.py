@@ -24,7 +24,7 @@ from engine.workers.towers.patch_tower import PatchTower
 from engine.workers.towers.vision_tower import VisionTower
 from gguf import GGUFWriter
 from msgspec.structs import replace
-from support.audio_checkpoints import MARKS, OMNI_MODELS, PARTS, audio_directory
+from support.audio_checkpoints import OMNI_MODELS, PARTS, audio_directory
 from support.gguf_audio import PROJECTORS as AUDIO_PROJECTORS
 from support.gguf_audio import write_audio_mmproj
 from support.gguf_qwen import PROJECTORS as QWEN_PROJECTORS
@@ -235,9 +235,10 @@ def test_audio_towers_of_mmproj_files_equal_those_of_checkpoints(kind, tmp_path)
         images = write_unified_mmproj(tmp_path / "images.gguf", model)
     file = write_audio_mmproj(tmp_path / "mmproj-tiny.gguf", model, kind, images)
     tokens = [*TOKENS, *PARTS[kind]]
-    text = model.config.text_config.to_dict()
+    text = json.loads((path / "config.json").read_text())
+    text = text.get("thinker_config", text)["text_config"]
     found = read_mmproj(GGUFFile(file), _decoder(tmp_path / "tiny.gguf", tokens), text)
-    assert tokens[found.config["audio_token_id"]] == MARKS[kind]
+    assert tokens[found.config["audio_token_id"]] == PARTS[kind][1]
     config = ConfigFields.read(path / "config.json")
     config = config.with_values(fields_of_part(config))
     fields = ConfigFields(found.config, file)

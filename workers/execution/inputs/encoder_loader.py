@@ -27,6 +27,7 @@ from ...layers.parallel.shard import ModelShard
 from ...layers.spec import ModelSpec, SourceSpec
 from ...loaders import Checkpoint
 from ...loaders.mmproj import MmprojCheckpoint
+from ...loaders.open_checkpoint import open_checkpoint
 from ...models.decoder import Decoder
 from ...models.encoder import Encoder
 from ...models.kv_cache_groups import group_layers
@@ -89,7 +90,9 @@ def load_towers(
     make_layers = partial(_tower_layers, num_threads=num_threads) if is_native else TorchLayers
     source = TowerSource(checkpoint, device, dtype, num_threads, make_layers)
     if config.model.mmproj:
-        source = source._replace(checkpoint=MmprojCheckpoint(Path(config.model.mmproj)))
+        path = Path(config.model.mmproj)
+        beside = open_checkpoint(path) if path.is_dir() else MmprojCheckpoint(path)
+        source = source._replace(checkpoint=beside)
     audio = None if spec.audio_encoder is None else AudioTower(spec.audio_encoder, source)
     if spec.encoder is None:
         assert audio is not None

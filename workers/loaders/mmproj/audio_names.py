@@ -29,6 +29,8 @@ _WHISPER: Final = _Names(
         "a.position_embd": "audio_tower.embed_positions",
         "a.post_ln": "audio_tower.layer_norm",
         "mm.a.fc": "multi_modal_projector.linear",
+        "mm.a.norm_mid": "multi_modal_projector.ln_mid",
+        "mm.a.norm_pre": "multi_modal_projector.ln_pre",
     },
     {
         **{f"attn_{x}": f"self_attn.{x}_proj" for x in "qkv"},

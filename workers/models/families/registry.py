@@ -177,6 +177,8 @@ _WITH_ANY_DECODER = {
     "VideoLlavaForConditionalGeneration",
     "VideoLlama3ForConditionalGeneration",
     "VipLlavaForConditionalGeneration",
+    "UltravoxForConditionalGeneration",
+    "UltravoxModel",
     "VoxtralForConditionalGeneration",
 }
 """Architectures whose decoder, described by `text_config`, may be of any family."""

@@ -13,7 +13,8 @@ from engine.frontend.media.audio.log_mel import (
     normed_log_mel,
     paired_log_mel,
 )
-from support.audio_checkpoints import NUM_MEL_BINS, granite_features
+from support.audio_checkpoints import NUM_MEL_BINS
+from support.audio_features import granite_features
 from transformers import (
     CohereAsrFeatureExtractor,
     Gemma3nAudioFeatureExtractor,
@@ -47,7 +48,7 @@ def test_features_of_pairs_equal_those_of_transformers(num_samples: int) -> None
     # The second half is silent, so that values are limited by the maximum.
     samples = (0.2 * random.standard_normal(num_samples)).astype(np.float32)
     samples[num_samples // 2 :] = 0
-    expected = granite_features(samples).numpy().T
+    expected = granite_features(samples, NUM_MEL_BINS).numpy().T
     found = paired_log_mel(samples, NUM_MEL_BINS)
     assert found.shape == expected.shape == (2 * NUM_MEL_BINS, (num_samples // 160 + 1) // 2)
     np.testing.assert_allclose(found, expected, atol=2e-4)
