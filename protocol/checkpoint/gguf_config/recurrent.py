@@ -463,6 +463,7 @@ RECURRENT: Final[dict[str, Translate]] = {
         mamba_d_state=integer("ssm.state_size"),
         mamba_d_conv=integer("ssm.conv_kernel"),
         mamba_num_heads=integer("ssm.time_step_rank"),
+        attention_window_size=integer("attention.sliding_window", 0, minimum=0),
         has_whole_norm_weights=True,
     ),
     "qwen35": declared(

@@ -66,7 +66,7 @@ def test_logits_of_families_without_a_class_in_transformers(name, load, tmp_path
         ("OpenELM", "openelm", {}),
         ("Orion", "orion", {}),
         ("PLM", "plm", {}),
-        ("Plamo2", "plamo2", {}),
+        ("Plamo2", "plamo2", {"layer_types": ["full_attention"] * 5}),
         ("Plamo3", "plamo3", {}),
         ("QWen", "qwen", {}),
         ("SmallThinker", "smallthinker", {}),

@@ -41,12 +41,15 @@ def _norms(fields: ConfigFields, *others: tuple[str, float]) -> dict[str, Any]:
 
 
 def _plamo2(fields: ConfigFields) -> ModelSpec:
-    """Return the spec of a PLaMo 2, which has Mamba layers, and attention in every second one."""
+    """Return the spec of a PLaMo 2, which has Mamba layers, and attention with a window in every second one."""
     fields = fields.with_values({"hidden_activation": None, "hidden_act": "silu"})
     fields = fields.with_defaults(num_key_value_heads=4, head_dim=128, tie_word_embeddings=True)
     count, step = fields.layer_count("num_hidden_layers"), fields.integer("mamba_step", 2)
     rope = read_rope(fields, head_dim(fields), theta=10_000.0)
-    attention = LayerSpec(rope)
+    # The published code counts the tokens before the current one.
+    window = fields.integer("attention_window_size", 2048, minimum=0)
+    local = LayerSpec(rope, window + 1 if window else None)
+    full = fields.integers("full_attention_idx") if fields.get("full_attention_idx") else []
     mamba = LayerSpec(None, recurrent=recurrent_layer(fields), attends=False)
     kinds = fields.per_layer("layer_types", count)
 
@@ -57,9 +60,12 @@ def _plamo2(fields: ConfigFields) -> ModelSpec:
             return True
         return i == count - 1 if count <= step // 2 else i % step == step // 2
 
+    layers = (
+        mamba if not attends(i) else LayerSpec(rope) if i in full else local for i in range(count)
+    )
     return base_spec(
         fields,
-        tuple(attention if attends(i) else mamba for i in range(count)),
+        tuple(layers),
         qk_norm="each head",
         tensor_names=_PLAMO2_NAMES,
         **_norms(fields, ("q_norm", 0.0), ("k_norm", 0.0)),
