@@ -83,7 +83,9 @@ _STACKINGS = {
     "aria_text": _Stacking(is_transposed=True),
     **dict.fromkeys(("inkling_mm_model", "inkling2", "inkling2_text"), _INKLING),
     **dict.fromkeys(("inkling2_loop", "inkling2_loop_text"), _INKLING),
-    "gpt_oss": _Stacking(is_transposed=True, is_interleaved=True),
+    **dict.fromkeys(
+        ("gpt_oss", "gpt_oss_puzzle"), _Stacking(is_transposed=True, is_interleaved=True)
+    ),
     "llama4": _Stacking(is_transposed=True),
     "llama4_text": _Stacking(is_transposed=True),
     "qwen3_vl_moe": _Stacking(is_transposed=True),

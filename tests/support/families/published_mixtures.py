@@ -7,6 +7,7 @@ from support.families.grove import GROVE
 from support.families.ling import LING_2_5, as_ling_2_5, without_gates
 from support.families.maple import MAPLE
 from support.families.published_form import Published
+from support.families.puzzle import PUZZLE
 from support.families.smallthinker import SMALLTHINKER
 
 MIXTURES = {
@@ -29,6 +30,7 @@ MIXTURES = {
     ),
     "BailingMoeV3": Published("ling3", {}, {"gated_attention_proj_granularity_type": "head_wise"}),
     "GroveMoe": GROVE,
+    "GptOssPuzzle": PUZZLE,
     "Maple": MAPLE,
     "MiMoV2": Published(
         "mimo-v2",

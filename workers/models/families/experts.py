@@ -310,7 +310,8 @@ def _dots1_layers(fields: ConfigFields) -> Any:
     )
 
 
-def _gpt_oss(fields: ConfigFields) -> ModelSpec:
+def gpt_oss(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a gpt-oss."""
     yarn = {
         "rope_type": "yarn",
         "rope_theta": 150_000.0,
@@ -474,7 +475,7 @@ FAMILIES = (
     Family("Ernie4_5_MoeForCausalLM", "ernie4_5_moe", ernie4_5_moe),
     Family("Llama4ForCausalLM", "llama4_text", _llama4),
     Family("Llama4ForConditionalGeneration", "llama4", _llama4),
-    Family("GptOssForCausalLM", "gpt_oss", _gpt_oss),
+    Family("GptOssForCausalLM", "gpt_oss", gpt_oss),
     Family("HunYuanMoEV1ForCausalLM", "hunyuan_v1_moe", _hunyuan_moe),
     Family("PhiMoEForCausalLM", "phimoe", _phimoe),
     Family("PhimoeForCausalLM", "phimoe", _phimoe),
