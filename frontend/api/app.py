@@ -32,6 +32,7 @@ from .dialects.gemini import routes as gemini
 from .dialects.ollama_answer import error_body as ollama_error
 from .dialects.sglang.routes import routes as sglang_routes
 from .dialects.sglang.scores import ScoreRoute
+from .dialects.vllm.derender import Derender
 from .dialects.vllm.render import ChatRender, CompletionRender
 from .dialects.vllm.routes import routes as vllm_routes
 from .docs_page import HEADERS, render_docs
@@ -133,6 +134,7 @@ def make_routes(serving: Serving) -> list[Route]:
         for task in (Task.TRANSCRIBE, Task.TRANSLATE)
     )
     secrets = ClientSecrets(serving, intake, transcriptions)
+    derender = Derender(serving, intake)
     openai_routes = [
         Route("/models", gemini.for_google(google.list, management.models)),
         Route("/models/{name:path}", gemini.for_google(google.describe, management.model)),
@@ -154,6 +156,8 @@ def make_routes(serving: Serving) -> list[Route]:
         Route("/chat/completions/batch", ChatBatch(serving, intake), methods=["POST"]),
         Route("/completions/render", CompletionRender(serving, intake), methods=["POST"]),
         Route("/chat/completions/render", ChatRender(serving, intake), methods=["POST"]),
+        Route("/completions/derender", derender.completion, methods=["POST"]),
+        Route("/chat/completions/derender", derender.chat, methods=["POST"]),
         *chat_routes(serving, intake, chat_records),
         Route("/audio/transcriptions", transcriptions, methods=["POST"]),
         Route("/audio/translations", translations, methods=["POST"]),

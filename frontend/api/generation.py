@@ -148,6 +148,8 @@ def verify_streaming(request: GenerationRequest) -> None:
     """
     if request.prompt_logprobs is not None and request.stream:
         raise bad_request("prompt_logprobs", "cannot be streamed; send stream=false")
+    if getattr(request, "return_prompt_token_ids", None) and request.stream:
+        raise bad_request("return_prompt_token_ids", "cannot be streamed; use return_token_ids")
     if request.stream_options not in (None, StreamOptions()) and not request.stream:
         raise bad_request("stream_options", "is only allowed with stream=true")
 

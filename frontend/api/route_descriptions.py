@@ -23,6 +23,8 @@ ROUTE_DESCRIPTIONS: Final[dict[str, tuple[str, str]]] = {
         CLIENTS,
         "Return the token ids and parameters of a conversation (vLLM).",
     ),
+    "/v1/completions/derender": (CLIENTS, "Write a completion from generated token ids (vLLM)."),
+    "/v1/chat/completions/derender": (CLIENTS, "Write an answer from generated token ids (vLLM)."),
     "/v1/responses": (
         CLIENTS,
         "Answer a conversation (OpenAI's Responses API); GET opens a WebSocket.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from starlette.requests import Request
@@ -161,7 +161,11 @@ class LlamaChats:
     async def apply_template(
         self, http: Request, request: ChatCompletionRequest, size: int
     ) -> Response:
-        """Return the prompt as text."""
+        """Return the prompt as text. It ends in the last message if that is the assistant's."""
+        last: Any = request.messages[-1] if request.messages else None
+        if request.add_generation_prompt is None and isinstance(last, dict):
+            is_answer = last.get("role") == "assistant" and not last.get("tool_calls")
+            request.continue_final_message = request.continue_final_message or is_answer or None
         return json_response({"prompt": (await self._render(request, size)).text})
 
     @reads(ChatCompletionRequest)

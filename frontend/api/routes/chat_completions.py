@@ -398,7 +398,10 @@ class ChatAnswer(Answer[ChatCompletionRequest]):
 
     def _whole_choice(self, index: int, choice: ChatChoice, output: Delta) -> Json:
         message = self._message(choice, output)
-        return {"index": index, "message": message} | choice.ending(output)
+        whole = {"index": index, "message": message} | choice.ending(output)
+        if self.request.return_prompt_token_ids:
+            whole["prompt_token_ids"] = self.prompt.token_ids.tolist()
+        return whole
 
     def chunks(self) -> ChunkEncoder:
         """Return the encoder that writes the response as stream chunks."""

@@ -57,6 +57,15 @@ class Management:
             "type": "model",
             "display_name": name,
             "created_at": datetime.fromtimestamp(self._created, UTC).isoformat(),
+            # These are the field names of llama.cpp's API.
+            "aliases": [] if adapter is not None else list(model.served_names),
+            "tags": [],
+            "meta": {
+                "n_vocab": model.vocab_size,
+                "n_ctx": model.max_model_len,
+                "n_embd": model.hidden_size or model.pooler.hidden_size,
+                "size": sum(file.size for file in model.weight_files),
+            },
         }
 
     async def livez(self, request: Request) -> Response:

@@ -217,6 +217,8 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     reasoning_control: bool | None = None
     # Adds the prompt after the chat template to the answer, or to the first chunk of a stream.
     return_prompt_text: bool | None = None
+    # Adds the token ids of the prompt to each choice, as SGLang does.
+    return_prompt_token_ids: bool | None = None
     verbosity: str | None = None
     modalities: list[str] | None = None
     echo: bool | None = None
@@ -227,7 +229,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     input_ids: list[Int] | None = None
 
     rejected: ClassVar[str] = (
-        "chat_template audio web_search_options return_prompt_token_ids return_meta_info "
+        "chat_template audio web_search_options return_meta_info "
         "return_input_ids_in_sglext return_output_ids_in_sglext return_sampling_mask "
         "sampling_logprobs_mode return_flat_raw_output_top_logprobs "
         "return_flat_raw_top_logprobs_b64 max_dynamic_patch min_dynamic_patch "

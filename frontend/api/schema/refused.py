@@ -116,7 +116,6 @@ REFUSED: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
     "use_audio_in_video": (_NOT_SUPPORTED, (False,)),
     "return_cached_tokens_details": ("is not supported; see usage.prompt_tokens_details", (False,)),
     "return_spec_tokens_details": (_NOT_SUPPORTED, (False,)),
-    "return_prompt_token_ids": ("is not supported; use return_token_ids", (False,)),
     "return_meta_info": ("is not supported; use /generate", (False,)),
     "return_input_ids_in_sglext": ("is not supported; use return_token_ids", (False,)),
     "return_output_ids_in_sglext": ("is not supported; use return_token_ids", (False,)),

@@ -124,3 +124,46 @@ class VllmAbortRequest(msgspec.Struct, kw_only=True):
     """The body of `POST /inference/v1/abort_requests`: the IDs that the requests were sent with."""
 
     request_ids: list[str] | None = None
+
+
+class VllmGeneratedChoice(msgspec.Struct, kw_only=True):
+    """A choice in the answer of `/inference/v1/generate`."""
+
+    index: Int | None = None
+    token_ids: list[Int] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | Int | None = None
+    logprobs: dict[str, Any] | None = None
+
+
+class VllmGenerated(msgspec.Struct, kw_only=True):
+    """An answer of `/inference/v1/generate`."""
+
+    request_id: str | None = None
+    choices: list[VllmGeneratedChoice] | None = None
+    # These are returned as they are.
+    prompt_logprobs: Any = None
+    kv_transfer_params: Any = None
+    metrics: dict[str, Any] | None = None
+
+
+class VllmChatDerenderRequest(msgspec.Struct, kw_only=True):
+    """The body of `POST /v1/chat/completions/derender`."""
+
+    model: str | None = None
+    generate_response: VllmGenerated | None = None
+    # The request that was rendered: its tools are parsed, and its conversation decides how the answer begins.
+    chat_request: dict[str, Any] | None = None
+    prompt_tokens: Int | None = None
+    prompt_token_ids: list[Int] | None = None
+
+
+class VllmCompletionDerenderRequest(msgspec.Struct, kw_only=True):
+    """The body of `POST /v1/completions/derender`."""
+
+    model: str | None = None
+    generate_responses: list[VllmGenerated] | None = None
+    completion_request: dict[str, Any] | None = None
+    # One number and one list for each response.
+    prompt_tokens: list[Int] | None = None
+    prompt_token_ids: list[list[Int]] | None = None

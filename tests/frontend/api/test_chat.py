@@ -115,6 +115,8 @@ def test_prompt_and_token_ids_are_returned_on_request(frontend: FrontendProcess)
     whole = chat(frontend, max_tokens=5, **wants)
     assert whole["prompt_token_ids"] == whole["choices"][0]["token_ids"] == ids
     assert whole["prompt_text"] == TEXT and "prompt_text" not in chat(frontend, max_tokens=1)
+    shown = chat(frontend, max_tokens=1, n=2, return_prompt_token_ids=True)
+    assert [choice["prompt_token_ids"] for choice in shown["choices"]] == [ids, ids]
     response = frontend.post(
         "/v1/chat/completions", messages=MESSAGES, max_tokens=5, stream=True, **wants
     )

@@ -240,6 +240,9 @@ def test_tokenize_and_detokenize(frontend: FrontendProcess) -> None:
 def test_conversation_is_shown_and_counted(frontend: FrontendProcess) -> None:
     messages = [{"role": "user", "content": "What is up?"}]
     assert frontend.post("/apply-template", messages=messages).json() == {"prompt": "What is up?"}
+    begun = [*messages, {"role": "assistant", "content": "The sky"}]
+    whole = frontend.post("/apply-template", messages=begun).json()["prompt"]
+    assert whole.endswith("The sky")
     for path in ("/v1/chat/completions/input_tokens", "/chat/completions/input_tokens"):
         count = frontend.post(path, messages=messages).json()
         assert count == {"input_tokens": len(token_ids(frontend, "What is up?"))}
@@ -256,7 +259,9 @@ def test_server_describes_itself(frontend: FrontendProcess) -> None:
     assert all(slot["n_ctx"] == 512 for slot in slots)
     assert frontend.http.get("/health").json()["status"] == "ok"
     assert frontend.http.get("/v1/health").json()["status"] == "ok"
-    [described, *_] = frontend.http.get("/v1/models").json()["models"]
+    models = frontend.http.get("/v1/models").json()
+    [described, *_], card = models["models"], models["data"][0]
+    assert ("echo" in card["aliases"], card["tags"], card["meta"]["n_ctx"]) == (True, [], 512)
     assert (described["name"], described["capabilities"]) == ("echo", ["completion"])
 
 

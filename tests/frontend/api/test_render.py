@@ -103,3 +103,97 @@ def test_invalid_requests_are_refused_as_by_the_route_itself(
 ) -> None:
     response = frontend.post(path, **fields)
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+def generated(token_ids: list[int], **fields: Any) -> dict[str, Any]:
+    choice = {"index": 0, "token_ids": token_ids, "finish_reason": "stop"} | fields
+    return {"request_id": "r", "choices": [choice], "kv_transfer_params": {"a": 1}}
+
+
+def test_derendered_chat_is_the_answer_of_the_request(thinking: FrontendProcess) -> None:
+    call = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
+    text = f"<think>\nLet me see.\n</think>\n\nIt is late.{call}"
+    ids = thinking.tokenizer.encode(text, False)
+    request = {"messages": user("When?"), "tools": [TIME], "max_tokens": len(ids)}
+    answer = post(
+        thinking,
+        "/v1/chat/completions/derender",
+        generate_response=generated(
+            ids,
+            logprobs={
+                "content": [
+                    {
+                        "token": f"token_id:{ids[0]}",
+                        "logprob": -1.0,
+                        "top_logprobs": [{"token_id": ids[1], "logprob": -2.0}],
+                    }
+                ]
+            },
+        ),
+        chat_request=request,
+        prompt_tokens=10,
+    )
+    [choice] = answer["choices"]
+    message = choice["message"]
+    assert message["reasoning"].strip() == "Let me see."
+    assert message["content"].strip() == "It is late."
+    assert [each["function"]["name"] for each in message["tool_calls"]] == ["get_time"]
+    assert (choice["finish_reason"], answer["id"]) == ("tool_calls", "r")
+    assert answer["usage"]["total_tokens"] == 10 + len(ids)
+    assert answer["kv_transfer_params"] == {"a": 1}
+    [entry] = choice["logprobs"]["content"]
+    first, second = (thinking.tokenizer.decode([each]) for each in ids[:2])
+    assert (entry["token"], entry["top_logprobs"][0]["token"]) == (first, second)
+
+
+def test_derendered_completions_have_their_texts(thinking: FrontendProcess) -> None:
+    prompts = ["One two", "Three"]
+    ids = [thinking.tokenizer.encode(f" {text} stop here", False) for text in prompts]
+    responses = [
+        generated(ids[0], stop_reason=" stop"),
+        generated(ids[1], finish_reason="length"),
+    ]
+    answer = post(
+        thinking,
+        "/v1/completions/derender",
+        generate_responses=responses,
+        prompt_tokens=[3, 4],
+        prompt_token_ids=[[5, 6], [7]],
+    )
+    texts = [choice["text"] for choice in answer["choices"]]
+    assert texts == [" One two", " Three stop here"]
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    assert answer["usage"]["total_tokens"] == 7 + len(ids[0]) + len(ids[1])
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "problem"),
+    [
+        ("chat/completions", {}, "generate_response is required"),
+        ("chat/completions", {"generate_response": generated([])}, "token_ids must have"),
+        ("chat/completions", {"generate_response": generated([-1])}, "token_ids[0] must be"),
+        ("chat/completions", {"generate_response": generated([5] * 5000)}, "max_model_len"),
+        (
+            "chat/completions",
+            {"generate_response": generated([5]), "prompt_token_ids": [5] * 5000},
+            "prompt_token_ids must be at most",
+        ),
+        (
+            "chat/completions",
+            {"generate_response": generated([5]), "chat_request": {"tools": 5}},
+            "chat_request.tools must be",
+        ),
+        ("completions", {"generate_responses": []}, "generate_responses is required"),
+        (
+            "completions",
+            {"generate_responses": [generated([5])], "prompt_tokens": [1, 2]},
+            "prompt_tokens must have one entry",
+        ),
+    ],
+)
+def test_derender_errors_name_the_field(
+    thinking: FrontendProcess, path: str, fields: dict[str, Any], problem: str
+) -> None:
+    refused = thinking.post(f"/v1/{path}/derender", **fields)
+    assert refused.status_code == 400
+    assert problem in refused.json()["error"]["message"]
