@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import concurrent.futures
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,12 +19,14 @@ from engine.frontend.offline.llm import LLM
 from engine.protocol.errors import ParameterError
 from engine.protocol.sampling_params import SamplingParams
 from PIL import Image
+from support.gguf_grid import write_grid_decoder, write_grid_tower
 from support.gguf_qwen import write_decoder, write_tower
 from support.image_requests import NUM_TOKENS, ask_together, chat, data_url, picture
 from support.qwen_checkpoints import (
     END,
     IMAGE,
     START,
+    UNIT,
     VIDEO,
     qwen_directory,
     qwen_image_processor,
@@ -162,6 +165,27 @@ def test_gguf_models_read_images_with_the_mmproj_file_beside_them(
     write_tower(tmp_path / "mmproj-tiny.gguf", model.model, model.path)
     with Server(str(path), *FLAGS) as server:
         model.check_all(server, [0, 2, 3, 4])
+
+
+@pytest.mark.parametrize("kind", ["glm4v", "glm4v_moe", "glm_ocr", "paddleocr_vl"])
+def test_gguf_models_of_other_families_read_images(tmp_path: Path, kind: str) -> None:
+    model = Model(tmp_path / "model", kind)
+    tower = write_grid_tower(tmp_path / "mmproj-tiny.gguf", model.path, kind)
+    mark = "<|IMAGE_PLACEHOLDER|>" if kind == "paddleocr_vl" else "<|image|>"
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        file = model.path / name
+        file.write_text(file.read_text().replace(IMAGE, mark))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model.path)
+    path = write_grid_decoder(tmp_path / "tiny.gguf", model.model, kind, tokenizer)
+    # The files of GLM do not have the limits of an image.
+    fields = {"size": {"shortest_edge": 8 * UNIT**2, "longest_edge": 200 * UNIT**2}}
+    limits = () if kind == "paddleocr_vl" else ("--mm-processor-kwargs", json.dumps(fields))
+    with Server(str(path), *FLAGS, *limits) as server:
+        model.check_all(server, [0, 2, 3, 4])
+    tower.unlink()
+    # Texts are rotated as in the file with images.
+    with Server(str(path), *FLAGS) as server:
+        model.check_all(server, [4])
 
 
 def test_the_tower_is_not_loaded_for_text_alone(tmp_path: Path, qwen3: Model) -> None:

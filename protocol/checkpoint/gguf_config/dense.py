@@ -18,7 +18,9 @@ from .parts import (
     family,
     granite,
     latent_attention,
+    layer_counts,
     layer_types,
+    optional_axes,
     partial_rotary,
     rope_scaling,
     rotary_axes,
@@ -66,6 +68,12 @@ def _baichuan(fields: ModelFields) -> dict[str, Any]:
     if fields.num_layers != _LAYERS_WITH_ALIBI:
         return _PLAIN_LLAMA(fields)
     return {"model_type": "baichuan", "architectures": ["BaichuanForCausalLM"]}
+
+
+def _glm_axes(fields: ModelFields) -> dict[str, Any]:
+    """Return the fields of a decoder that reads images. The converter then orders the rotated elements by halves."""
+    axes = optional_axes(fields)
+    return axes and {**axes, "has_halved_rotation": True}
 
 
 def _qwen_sizes(fields: ModelFields) -> dict[str, Any]:
@@ -248,7 +256,14 @@ DENSE: Final[dict[str, Translate]] = {
             2 if fields.has_tensor("blk.0.attn_norm_2.weight") else 1
         ),
     ),
-    "glm4": declared("glm4", "Glm4ForCausalLM", family, attention_bias=has("blk.0.attn_q.bias")),
+    "glm4": declared(
+        "glm4",
+        "Glm4ForCausalLM",
+        family,
+        layer_counts,
+        _glm_axes,
+        attention_bias=has("blk.0.attn_q.bias"),
+    ),
     "gpt2": declared(
         "gpt2", "GPT2LMHeadModel", family, hidden_act="gelu_new", has_transposed_matrices=False
     ),
@@ -325,7 +340,7 @@ DENSE: Final[dict[str, Translate]] = {
     "pangu-embedded": declared(
         "PanguEmbedded", "PanguEmbeddedForCausalLM", bias=has("blk.0.attn_q.bias")
     ),
-    "paddleocr": _PLAIN_LLAMA,
+    "paddleocr": declared("llama", "LlamaForCausalLM", optional_axes),
     "phi2": declared("phi", "PhiForCausalLM", family, hidden_act="gelu_new"),
     "phi3": declared(
         "phi3",

@@ -11,6 +11,7 @@ from .parts import (
     granite,
     layer_counts,
     layer_types,
+    optional_axes,
     partial_rotary,
     rope_scaling,
     rotary_axes,
@@ -231,6 +232,7 @@ MIXTURES: Final[dict[str, Translate]] = {
         expert_fields,
         layer_counts,
         partial_rotary,
+        optional_axes,
         use_qk_norm=_HAS_HEAD_NORMS,
         attention_bias=has("blk.0.attn_qkv.bias"),
         use_bias=has("blk.0.attn_output.bias"),
@@ -285,6 +287,7 @@ MIXTURES: Final[dict[str, Translate]] = {
         expert_fields,
         layer_counts,
         partial_rotary,
+        optional_axes,
         use_qk_norm=_HAS_HEAD_NORMS,
     ),
     "gpt-oss": declared(

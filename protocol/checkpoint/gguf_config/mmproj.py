@@ -13,6 +13,7 @@ from ...errors import CheckpointError
 from ..gguf import GGUFFile
 from .mmproj_audio import AUDIO_KINDS, BESIDE_IMAGES
 from .mmproj_fields import Audio, Mmproj, Vision
+from .mmproj_grid import glm4v, paddleocr
 
 
 def read_mmproj(gguf: GGUFFile, decoder: GGUFFile, text: Mapping[str, Any]) -> Mmproj:
@@ -470,6 +471,7 @@ _KINDS: Final[dict[str, _Reader]] = {
     "gemma3": _gemma3,
     "gemma4uv": _gemma4_unified,
     "gemma4v": _gemma4,
+    "glm4v": glm4v,
     "idefics3": _idefics3,
     "internvl": _internvl,
     "kimik25": _kimi_k25,
@@ -478,6 +480,7 @@ _KINDS: Final[dict[str, _Reader]] = {
     "lightonocr": _lighton_ocr,
     "llama4": _llama4,
     "mlp": _llava,
+    "paddleocr": paddleocr,
     "pixtral": _pixtral,
     "qwen2.5vl_merger": _qwen2_5_vl,
     "qwen2vl_merger": _qwen2_vl,

@@ -80,6 +80,12 @@ def rotary_axes(fields: ModelFields) -> dict[str, Any]:
     return {"rope_scaling": {"rope_type": "default", "mrope_section": axes}}
 
 
+def optional_axes(fields: ModelFields) -> dict[str, Any]:
+    """Return the fields of rotary positions with three coordinates if the file has them."""
+    has_axes = fields.config.get(fields.prefix + "rope.dimension_sections") is not None
+    return rotary_axes(fields) if has_axes else {}
+
+
 def yarn_weight(fields: ModelFields, unit: float) -> float | None:
     """Return YaRN's `mscale_all_dim`, by which log(factor) is weighted in the attention scale; stored times `unit`."""
     weight = fields.optional_positive("rope.scaling.yarn_log_multiplier")

@@ -27,6 +27,9 @@ from msgspec.structs import replace
 from support.audio_checkpoints import OMNI_MODELS, PARTS, audio_directory
 from support.gguf_audio import PROJECTORS as AUDIO_PROJECTORS
 from support.gguf_audio import write_audio_mmproj
+from support.gguf_grid import DECODERS as GRID_DECODERS
+from support.gguf_grid import PROJECTORS as GRID_PROJECTORS
+from support.gguf_grid import write_grid_tower
 from support.gguf_qwen import PROJECTORS as QWEN_PROJECTORS
 from support.gguf_qwen import write_tower
 from support.grid_models import write_grid_model
@@ -57,8 +60,8 @@ TOKENS = [
 ]
 
 
-def _decoder(path, tokens=TOKENS):
-    writer = GGUFWriter(path, "llama")
+def _decoder(path, tokens=TOKENS, architecture="llama"):
+    writer = GGUFWriter(path, architecture)
     writer.add_array("tokenizer.ggml.tokens", tokens)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -219,6 +222,37 @@ def test_towers_of_minicpm_files_equal_those_of_checkpoints(tmp_path):
     outputs = [
         VisionTower(specs[0], TowerSource(checkpoint, CPU, torch.float32))(image)
         for checkpoint in (MmprojCheckpoint(file), open_checkpoint(tmp_path))
+    ]
+    torch.testing.assert_close(*outputs, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", GRID_PROJECTORS)
+def test_towers_of_glm_and_paddle_files_equal_those_of_checkpoints(kind, tmp_path):
+    path, model = qwen_directory(tmp_path, kind)
+    file = write_grid_tower(tmp_path / "mmproj-tiny.gguf", path, kind)
+    text = model.config.text_config.to_dict()
+    config = ConfigFields.read(path / "config.json")
+    decoder = _decoder(
+        tmp_path / "tiny.gguf", [*TOKENS, "<|IMAGE_PLACEHOLDER|>"], GRID_DECODERS[kind]
+    )
+    found = read_mmproj(GGUFFile(file), decoder, text)
+    fields = ConfigFields(found.config, file)
+    specs = [vision_spec(each, text["hidden_size"]) for each in (fields, config)]
+    assert specs[0] == specs[1]
+    stored = read_image_processor(path, config, config.section("text_config"), {})
+    # The files of GLM do not have the limits of an image.
+    limits = {}
+    if kind != "paddleocr_vl":
+        limits = {"size": {"shortest_edge": 8 * UNIT**2, "longest_edge": 200 * UNIT**2}}
+    read = read_image_processor(file, fields, fields.section("text_config"), limits, found)
+    # The files have the statistics as float32.
+    values = {name: getattr(stored, name) for name in ("token_id", "mean", "std")}
+    assert replace(read, **values) == stored
+    pixels = np.random.default_rng(1).integers(0, 256, (4 * UNIT, 5 * UNIT, 3), np.uint8)
+    image = ImagePayload(5 * UNIT, 4 * UNIT, pixels.tobytes(), 1 / 255, (0.5,) * 3, (0.5,) * 3)
+    outputs = [
+        GridTower(specs[0], TowerSource(checkpoint, CPU, torch.float32))(image)
+        for checkpoint in (MmprojCheckpoint(file), open_checkpoint(path))
     ]
     torch.testing.assert_close(*outputs, rtol=0, atol=1e-6)
 

@@ -97,6 +97,22 @@ _DOTS_NAMES = {
     "mm.post_norm": f"{_VISUAL}final_norm",
     "mm.input_norm": f"{_VISUAL}merger.norm",
 }
+_GLM_NAMES = {
+    **_GRID_NAMES,
+    "v.norm_embd": f"{_VISUAL}patch_norm",
+    "mm.patch_merger": f"{_VISUAL}merger.square",
+    "mm.model.fc": f"{_VISUAL}merger.proj",
+    "mm.post_norm": f"{_VISUAL}merger.post_projection_norm",
+    **{f"mm.{name}": f"{_VISUAL}merger.{name}_proj" for name in ("gate", "up", "down")},
+}
+_PADDLE_NAMES = {
+    **_GRID_NAMES,
+    "v.post_ln": f"{_VISUAL}final_norm",
+    "mm.input_norm": f"{_VISUAL}merger.norm",
+    "mm.1": f"{_VISUAL}merger.fc1",
+    "mm.2": f"{_VISUAL}merger.fc2",
+}
+_OTHER_GRID_NAMES = {"dots_ocr": _DOTS_NAMES, "glm4v": _GLM_NAMES, "paddleocr": _PADDLE_NAMES}
 _GRID_LAYER_NAMES = {
     "ln1": "norm1",
     "ln2": "norm2",
@@ -105,9 +121,11 @@ _GRID_LAYER_NAMES = {
     "attn_k": "attn.qkv",
     "attn_v": "attn.qkv",
     "attn_out": "attn.proj",
+    "attn_q_norm": "attn.q_norm",
+    "attn_k_norm": "attn.k_norm",
     "ffn_gate": "mlp.gate_proj",
 }
-_OMNI_LAYER_NAMES = {f"attn_{x}": f"attn.{x}_proj" for x in "qkv"}
+_SPLIT_LAYER_NAMES = {f"attn_{x}": f"attn.{x}_proj" for x in "qkv"}
 _KIMI_NAMES = {
     "v.patch_embd": f"{_TOWER}patch_embed.proj",
     "v.position_embd": f"{_TOWER}patch_embed.pos_emb",
@@ -161,9 +179,10 @@ def tensor_renamer(
     )
     if kind.startswith("qwen"):
         is_omni = kind.startswith("qwen2") and any(map(is_audio_tensor, names))
-        rename = _grid_names(names, _GRID_NAMES, _OMNI_LAYER_NAMES if is_omni else {})
-    elif kind == "dots_ocr":
-        rename = _grid_names(names, _DOTS_NAMES)
+        rename = _grid_names(names, _GRID_NAMES, _SPLIT_LAYER_NAMES if is_omni else {})
+    elif kind in _OTHER_GRID_NAMES:
+        own = _SPLIT_LAYER_NAMES if kind == "paddleocr" else {}
+        rename = _grid_names(names, _OTHER_GRID_NAMES[kind], own)
     elif kind.startswith("kimi"):
         rename = _kimi_name
     hear = audio_renamer(audio_kind)

@@ -193,7 +193,8 @@ def glm(fields: ConfigFields, **differences: Any) -> ModelSpec:
     return base_spec(
         fields,
         uniform_layers(fields, read_rope(fields, head_dim(fields), partial=True)),
-        rope_order="interleaved",
+        # GGUF files of models that read images have another order.
+        rope_order="half" if fields.boolean("has_halved_rotation", False) else "interleaved",
         qkv_bias=fields.boolean("attention_bias", True),
         **differences,
     )

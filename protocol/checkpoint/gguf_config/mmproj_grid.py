@@ -1,0 +1,101 @@
+"""Translate the metadata of towers in mmproj files that read images in about their own size."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from .mmproj_fields import Mmproj, Vision
+
+_GLM_NAMES = {"glm4moe": ("glm4v_moe", "Glm4vMoe")}
+"""The model types and the architectures of GLM's models with images, by the decoder's architecture."""
+
+
+def glm4v(vision: Vision) -> Mmproj:
+    """Return the fields of GLM-4.1V, GLM-4.5V, GLM-4.6V or GLM-OCR."""
+    merge_size, patch_size = (
+        vision.integer("spatial_merge_size", 2),
+        vision.integer("patch_size"),
+    )
+    tower = {
+        **_sizes(vision, "depth", "num_heads"),
+        "patch_size": patch_size,
+        "spatial_merge_size": merge_size,
+        "temporal_patch_size": 2,
+        "out_hidden_size": vision.num_rows("mm.model.fc.weight"),
+        "hidden_act": "gelu" if vision.gguf.metadata.get("clip.use_gelu") else "silu",
+        "rms_norm_eps": vision.positive("attention.layer_norm_epsilon", 1e-5),
+    }
+    if vision.has_tensor("v.position_embd.weight"):
+        side = math.isqrt(vision.num_rows("v.position_embd.weight"))
+        tower |= {"image_size": side * patch_size, "attention_bias": False}
+        family, name = _GLM_NAMES.get(vision.decoder_architecture, ("glm4v", "Glm4v"))
+    else:
+        # It has no table of positions.
+        tower["attention_bias"] = vision.has_tensor("v.blk.0.attn_out.bias")
+        family, name = "glm_ocr", "GlmOcr"
+    return Mmproj(
+        {
+            "model_type": family,
+            "architectures": [f"{name}ForConditionalGeneration"],
+            "vision_config": tower,
+            "image_token_id": vision.token_id("<|image|>"),
+        },
+        {
+            "patch_size": patch_size,
+            "merge_size": merge_size,
+            "temporal_patch_size": 2,
+            **_limits(vision),
+            **vision.statistics(),
+        },
+    )
+
+
+def paddleocr(vision: Vision) -> Mmproj:
+    """Return the fields of PaddleOCR-VL."""
+    merge_size, patch_size = (
+        vision.integer("projector.scale_factor", 2),
+        vision.integer("patch_size"),
+    )
+    # The file's size is that of the largest image. Positions are those of a smaller one.
+    side = math.isqrt(vision.num_rows("v.position_embd.weight"))
+    return Mmproj(
+        {
+            "model_type": "paddleocr_vl",
+            "architectures": ["PaddleOCRVLForConditionalGeneration"],
+            "vision_config": {
+                **_sizes(vision, "num_hidden_layers", "num_attention_heads"),
+                "patch_size": patch_size,
+                "image_size": side * patch_size,
+                "spatial_merge_size": merge_size,
+                "hidden_act": "gelu_pytorch_tanh",
+                "layer_norm_eps": vision.positive("attention.layer_norm_epsilon", 1e-6),
+            },
+            "image_token_id": vision.token_id("<|IMAGE_PLACEHOLDER|>"),
+        },
+        {
+            "patch_size": patch_size,
+            "merge_size": merge_size,
+            "temporal_patch_size": 1,
+            **_limits(vision),
+            **vision.statistics(),
+        },
+    )
+
+
+def _sizes(vision: Vision, layers: str, heads: str) -> dict[str, Any]:
+    """Return the sizes of a tower. `layers` and `heads` are the names of the fields with their numbers."""
+    return {
+        "hidden_size": vision.integer("embedding_length"),
+        "intermediate_size": vision.integer("feed_forward_length"),
+        layers: vision.layer_count("block_count"),
+        heads: vision.integer("attention.head_count"),
+    }
+
+
+def _limits(vision: Vision) -> dict[str, int]:
+    """Return the limits of an image's pixels, if the file has them."""
+    found = {
+        name: vision.optional_integer(f"image_{name}") for name in ("min_pixels", "max_pixels")
+    }
+    return {name: value for name, value in found.items() if value is not None}
