@@ -18,11 +18,12 @@ from engine.frontend.model_source.images.read import read_image_processor
 from engine.protocol.checkpoint.config_fields import ConfigFields
 from engine.protocol.checkpoint.field_names import text_section
 from PIL import Image
+from support.gguf_grid import write_grid_decoder
 from support.gguf_writer import write_gguf
 from support.grid_models import GridModel, grid_model
 from support.image_models import CHATS
 from support.image_requests import ask_together, chat, data_url, picture
-from support.own_code.deepseek_ocr import deepseek_ocr
+from support.own_code.deepseek_ocr import deepseek_ocr, write_deepseek_mmproj
 from support.own_code.deepseek_vl2 import deepseek_vl2
 from support.own_code.dots_ocr import dots_ocr
 from support.own_code.keye import KeyeModel, keye
@@ -135,6 +136,19 @@ def test_gguf_model_reads_images_with_the_mmproj_file_beside_it(tmp_path: Path) 
     # The file does not say how many slices there may be.
     limit = ("--mm-processor-kwargs", '{"max_slice_nums": 4}')
     with Server(str(path), "--dtype", "float32", "--device", DEVICE, *limit) as server:
+        answers = ask_together(server, [chat(*parts) for parts in CHATS])
+    _check(model, tmp_path, CHATS, answers)
+
+
+def test_gguf_of_deepseek_ocr_reads_images_with_the_mmproj_file_beside_it(tmp_path: Path) -> None:
+    model, tokenizer = _write(tmp_path, "deepseek_ocr")
+    (tmp_path / "gguf").mkdir()
+    path = tmp_path / "gguf" / "tiny.gguf"
+    write_grid_decoder(path, model.decoder, "deepseek_ocr", tokenizer)
+    write_deepseek_mmproj(path.parent / "mmproj-tiny.gguf", tmp_path)
+    # The sizes of tiles are those of published models unless they are given.
+    sizes = ("--mm-processor-kwargs", (tmp_path / "preprocessor_config.json").read_text())
+    with Server(str(path), "--dtype", "float32", "--device", DEVICE, *sizes) as server:
         answers = ask_together(server, [chat(*parts) for parts in CHATS])
     _check(model, tmp_path, CHATS, answers)
 

@@ -1,4 +1,4 @@
-"""Write GLM-V and PaddleOCR-VL as the two GGUF files that llama.cpp's converter would make of them."""
+"""Write GLM-V, PaddleOCR-VL and a DeepSeek-OCR as files that llama.cpp's converter would make of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,13 @@ PROJECTORS = {
     "glm_ocr": "glm4v",
     "paddleocr_vl": "paddleocr",
 }
-DECODERS = {"glm4v": "glm4", "glm4v_moe": "glm4moe", "glm_ocr": "glm4", "paddleocr_vl": "paddleocr"}
+DECODERS = {
+    "deepseek_ocr": "deepseek2-ocr",
+    "glm4v": "glm4",
+    "glm4v_moe": "glm4moe",
+    "glm_ocr": "glm4",
+    "paddleocr_vl": "paddleocr",
+}
 _SUFFIXES = (".weight", ".bias")
 _PADDLE = (
     (r"^(model\.)?visual\.vision_model\.", "model.vision_model."),
@@ -103,16 +109,18 @@ def write_grid_decoder(path: Path, model: Any, kind: str, tokenizer: Any) -> Pat
     rope = config.rope_parameters
     writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
-    writer.add_rope_dimension_sections([*rope["mrope_section"], 0])
-    if architecture == "glm4moe":
+    if "mrope_section" in rope:
+        writer.add_rope_dimension_sections([*rope["mrope_section"], 0])
+    if architecture in ("deepseek2-ocr", "glm4moe"):
         writer.add_expert_count(config.n_routed_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
         writer.add_expert_shared_count(config.n_shared_experts)
-        writer.add_leading_dense_block_count(config.first_k_dense_replace)
-        writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
-        writer.add_expert_weights_scale(config.routed_scaling_factor)
-        writer.add_expert_weights_norm(config.norm_topk_prob)
+        writer.add_leading_dense_block_count(getattr(config, "first_k_dense_replace", 1))
+        if architecture == "glm4moe":
+            writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
+            writer.add_expert_weights_scale(config.routed_scaling_factor)
+            writer.add_expert_weights_norm(config.norm_topk_prob)
     add_tokenizer(writer, tokenizer, config.vocab_size, "gpt-2")
     arch = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == architecture)
     names = get_tensor_name_map(arch, config.num_hidden_layers)

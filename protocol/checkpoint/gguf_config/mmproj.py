@@ -13,7 +13,7 @@ from ...errors import CheckpointError
 from ..gguf import GGUFFile
 from .mmproj_audio import AUDIO_KINDS, BESIDE_IMAGES
 from .mmproj_fields import Audio, Mmproj, Vision
-from .mmproj_grid import glm4v, paddleocr
+from .mmproj_grid import deepseek_ocr, glm4v, paddleocr
 
 
 def read_mmproj(gguf: GGUFFile, decoder: GGUFFile, text: Mapping[str, Any]) -> Mmproj:
@@ -467,6 +467,7 @@ def _dots_ocr(vision: Vision) -> Mmproj:
 _Reader: TypeAlias = Callable[[Vision], Mmproj]
 
 _KINDS: Final[dict[str, _Reader]] = {
+    "deepseekocr": deepseek_ocr,
     "dots_ocr": _dots_ocr,
     "gemma3": _gemma3,
     "gemma4uv": _gemma4_unified,

@@ -58,13 +58,13 @@ class Tower(GGUFFields):
         """
         return self._shape(name, 2, "matrix")[1]
 
-    def num_channels(self, name: str) -> int:
-        """Return the number of output channels of a convolution over two dimensions.
+    def num_channels(self, name: str, dimension: int = 0) -> int:
+        """Return the size of a dimension of a convolution, by default the number of output channels.
 
         Raises:
-            CheckpointError: The file has no such convolution.
+            CheckpointError: The file has no tensor of this name with four dimensions.
         """
-        return self._shape(name, 4, "convolution")[0]
+        return self._shape(name, 4, "convolution")[dimension]
 
     def _shape(self, name: str, num_dimensions: int, kind: str) -> tuple[int, ...]:
         tensor = self.gguf.tensors.get(name)

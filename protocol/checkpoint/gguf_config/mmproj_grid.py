@@ -83,6 +83,49 @@ def paddleocr(vision: Vision) -> Mmproj:
     )
 
 
+def deepseek_ocr(vision: Vision) -> Mmproj:
+    """Return the fields of DeepSeek-OCR, most of which the shapes of its tensors tell."""
+    side = vision.num_channels("v.sam.pos_embd.weight", 1)
+    tables = [
+        vision.num_rows(f"v.sam.blk.{index}.attn.pos_h.weight")
+        for index in range(vision.layer_count("sam.block_count"))
+    ]
+    all_places = 2 * side - 1
+    patch_size = vision.num_channels("v.sam.patch_embd.weight", 2)
+    sam = {
+        "layers": len(tables),
+        "width": vision.integer("sam.embedding_length"),
+        "heads": vision.integer("sam.head_count"),
+        "image_size": side * patch_size,
+        "patch_size": patch_size,
+        "mlp_dim": vision.num_rows("v.sam.blk.0.mlp.lin1.weight"),
+        "window_size": (min(tables) + 1) // 2,
+        "global_attn_indexes": [i for i, rows in enumerate(tables) if rows == all_places],
+        "output_channels": vision.num_channels("v.sam.neck.0.weight"),
+        "downsample_channels": [vision.num_channels(f"v.sam.net_{i}.weight") for i in (2, 3)],
+    }
+    clip_patch = vision.integer("patch_size", 14)
+    # The first position is that of the class token.
+    clip_side = math.isqrt(vision.num_rows("v.position_embd.weight") - 1)
+    clip = {
+        "layers": vision.layer_count("block_count"),
+        "width": vision.integer("embedding_length"),
+        "heads": vision.integer("attention.head_count"),
+        "image_size": clip_side * clip_patch,
+        "patch_size": clip_patch,
+    }
+    return Mmproj(
+        {
+            "model_type": "deepseek_vl_v2",
+            "architectures": ["DeepseekOCRForCausalLM"],
+            "vision_config": {"width": {"clip-l-14-224": clip, "sam_vit_b": sam}},
+            "projector_config": {"projector_type": "linear"},
+            "image_token_id": vision.token_id("<image>"),
+        },
+        vision.statistics(),
+    )
+
+
 def _sizes(vision: Vision, layers: str, heads: str) -> dict[str, Any]:
     """Return the sizes of a tower. `layers` and `heads` are the names of the fields with their numbers."""
     return {

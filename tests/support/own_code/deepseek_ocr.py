@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import transformers
 from engine.protocol.encoder_inputs.payloads import ImagePayload
+from gguf import MODEL_ARCH, GGUFWriter, get_tensor_name_map
 from safetensors.torch import load_file, save_file
 from support.own_code.model import OwnCodeModel, fill, normalized
 from torch import Tensor
@@ -117,3 +118,43 @@ def _write(directory: Path, text: dict[str, Any]) -> None:
     (directory / "config.json").write_text(json.dumps(published))
     processor = {"tile_size": 48, "size": {"height": 64, "width": 64}}
     (directory / "preprocessor_config.json").write_text(json.dumps(processor))
+
+
+def write_deepseek_mmproj(path: Path, checkpoint: Path) -> Path:
+    """Write the tower of a DeepSeek-OCR in a directory to `path` and return it."""
+    writer = GGUFWriter(path, "clip")
+    writer.add_string("clip.projector_type", "deepseekocr")
+    numbers = {
+        "image_size": _CLIP["image_size"],
+        "patch_size": _CLIP["patch_size"],
+        "embedding_length": _CLIP["width"],
+        # The converter computes this size wrongly.
+        "feed_forward_length": 4 * _CLIP["heads"],
+        "block_count": _CLIP["layers"],
+        "attention.head_count": _CLIP["heads"],
+        "window_size": 14,
+        "sam.block_count": _SAM["layers"],
+        "sam.embedding_length": _SAM["width"],
+        "sam.head_count": _SAM["heads"],
+    }
+    for name, value in numbers.items():
+        writer.add_uint32(f"clip.vision.{name}", value)
+    writer.add_float32("clip.vision.attention.layer_norm_epsilon", 1e-6)
+    for name in ("mean", "std"):
+        writer.add_array(f"clip.vision.image_{name}", [0.5, 0.5, 0.5])
+    names = get_tensor_name_map(MODEL_ARCH.MMPROJ, 8)
+    tower = r"model\.(sam_model|vision_model|projector|image_newline|view_seperator)"
+    for name, tensor in load_file(checkpoint / "model.safetensors").items():
+        if not re.match(tower, name):
+            continue
+        if name.endswith(("pos_embed", "rel_pos_h", "rel_pos_w")):
+            name += ".weight"
+        tensor = tensor[None] if name.endswith("view_seperator") else tensor
+        found = names.get_name(name, (".weight", ".bias"))
+        assert found is not None, name
+        writer.add_tensor(found, tensor.float().contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

@@ -21,6 +21,7 @@ from engine.workers.towers.audio_tower import AudioTower
 from engine.workers.towers.grid_tower import GridTower
 from engine.workers.towers.image_tower import TowerSource
 from engine.workers.towers.patch_tower import PatchTower
+from engine.workers.towers.tiles.joined_tower import JoinedTower
 from engine.workers.towers.vision_tower import VisionTower
 from gguf import GGUFWriter
 from msgspec.structs import replace
@@ -40,6 +41,7 @@ from support.mmproj_writer import (
     write_mmproj,
     write_unified_mmproj,
 )
+from support.own_code.deepseek_ocr import deepseek_ocr, write_deepseek_mmproj
 from support.own_code.dots_ocr import dots_ocr, write_dots_mmproj
 from support.own_code.minicpm import minicpmv, write_minicpmv_mmproj
 from support.qwen_checkpoints import UNIT, qwen_directory
@@ -198,6 +200,23 @@ def test_towers_of_dots_ocr_files_equal_those_of_checkpoints(tmp_path):
     image = ImagePayload(40, 24, pixels, 1 / 255, (0.5,) * 3, (0.5,) * 3)
     outputs = [
         GridTower(specs[0], TowerSource(checkpoint, CPU, torch.float32))(image)
+        for checkpoint in (MmprojCheckpoint(file), open_checkpoint(tmp_path))
+    ]
+    torch.testing.assert_close(*outputs, rtol=0, atol=1e-6)
+
+
+def test_towers_of_deepseek_ocr_files_equal_those_of_checkpoints(tmp_path):
+    deepseek_ocr(tmp_path)
+    file = tmp_path / "mmproj-tiny.gguf"
+    write_deepseek_mmproj(file, tmp_path)
+    config = ConfigFields.read(tmp_path / "config.json")
+    found = read_mmproj(GGUFFile(file), _decoder(tmp_path / "tiny.gguf"), {"hidden_size": 64})
+    specs = [vision_spec(each, 64) for each in (ConfigFields(found.config, file), config)]
+    assert specs[0] == specs[1]
+    pixels = np.random.default_rng(1).integers(0, 256, (64, 64, 3), np.uint8).tobytes()
+    image = ImagePayload(64, 64, pixels, 1 / 255, (0.5,) * 3, (0.5,) * 3)
+    outputs = [
+        JoinedTower(specs[0], TowerSource(checkpoint, CPU, torch.float32))(image)
         for checkpoint in (MmprojCheckpoint(file), open_checkpoint(tmp_path))
     ]
     torch.testing.assert_close(*outputs, rtol=0, atol=1e-6)

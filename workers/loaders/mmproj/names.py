@@ -146,6 +146,41 @@ _KIMI_LAYER_NAMES = {
     "ffn_up": "mlp.fc0",
     "ffn_down": "mlp.fc1",
 }
+_SAM = "model.sam_model."
+_CLIP = "model.vision_model."
+_DEEPSEEK_NAMES = {
+    "v.class_embd": f"{_CLIP}embeddings.class_embedding",
+    "v.image_newline": "model.image_newline",
+    "v.patch_embd": f"{_CLIP}embeddings.patch_embedding",
+    "v.position_embd": f"{_CLIP}embeddings.position_embedding",
+    "v.pre_ln": f"{_CLIP}pre_layrnorm",
+    "v.view_seperator": "model.view_seperator",
+    "v.sam.net_2": f"{_SAM}net_2",
+    "v.sam.net_3": f"{_SAM}net_3",
+    "v.sam.patch_embd": f"{_SAM}patch_embed.proj",
+    "v.sam.pos_embd": f"{_SAM}pos_embed",
+    **{f"v.sam.neck.{i}": f"{_SAM}neck.{i}" for i in range(4)},
+    "mm.model.fc": "model.projector.layers",
+}
+_DEEPSEEK_LAYER_NAMES = {
+    **{f"attn_{x}": "self_attn.qkv_proj" for x in ("qkv", "q", "k", "v")},
+    "attn_out": "self_attn.out_proj",
+    "ffn_down": "mlp.fc2",
+    "ffn_up": "mlp.fc1",
+    "ln1": "layer_norm1",
+    "ln2": "layer_norm2",
+}
+_SAM_LAYER_NAMES = {
+    "attn.out": "attn.proj",
+    "attn.pos_h": "attn.rel_pos_h",
+    "attn.pos_w": "attn.rel_pos_w",
+    "attn.qkv": "attn.qkv",
+    "mlp.lin1": "mlp.lin1",
+    "mlp.lin2": "mlp.lin2",
+    "post_ln": "norm2",
+    "pre_ln": "norm1",
+}
+_SAM_TENSOR = re.compile(r"v\.sam\.blk\.(\d+)\.(.+)\.(weight|bias)")
 _DEEPSTACK = re.compile(r"v\.deepstack\.(\d+)\.(\w+)\.(weight|bias)")
 _LAST_PARTS = ("attn_k", "attn_v", "weight.1", "attn.k", "attn.v")
 """Marks of tensors that are parts of one in a Hugging Face checkpoint, after its first part and in their order."""
@@ -185,6 +220,8 @@ def tensor_renamer(
         rename = _grid_names(names, _OTHER_GRID_NAMES[kind], own)
     elif kind.startswith("kimi"):
         rename = _kimi_name
+    elif kind == "deepseekocr":
+        rename = _deepseek_name
     hear = audio_renamer(audio_kind)
     return lambda name: hear(name) if is_audio_tensor(name) else rename(name)
 
@@ -229,6 +266,36 @@ def _kimi_name(name: str) -> str:
         return f"{_TOWER}encoder.blocks.{match[1]}.{_KIMI_LAYER_NAMES[match[2]]}.{match[3]}"
     stem, _, last = name.rpartition(".")
     return f"{_KIMI_NAMES[stem]}.{last}" if stem in _KIMI_NAMES else name
+
+
+def _deepseek_name(name: str) -> str:
+    """Return DeepSeek-OCR's name for a tensor, or the name in the file if there is none."""
+    if match := _LAYER_TENSOR.fullmatch(name):
+        if match[2] not in _DEEPSEEK_LAYER_NAMES:
+            return name
+        layer = f"{_CLIP}transformer.layers.{match[1]}"
+        return f"{layer}.{_DEEPSEEK_LAYER_NAMES[match[2]]}.{match[3]}"
+    if match := _SAM_TENSOR.fullmatch(name):
+        if match[2] not in _SAM_LAYER_NAMES:
+            return name
+        found, last = f"{_SAM}blocks.{match[1]}.{_SAM_LAYER_NAMES[match[2]]}", match[3]
+    else:
+        stem, _, last = name.rpartition(".")
+        if stem not in _DEEPSEEK_NAMES:
+            stem, last = name, ""
+        found = _DEEPSEEK_NAMES.get(stem, name)
+    return found if found.endswith(_BARE) or not last else f"{found}.{last}"
+
+
+_BARE = (
+    "class_embedding",
+    "image_newline",
+    "view_seperator",
+    "pos_embed",
+    "rel_pos_h",
+    "rel_pos_w",
+)
+"""The ends of DeepSeek-OCR's names without a suffix, such as ".weight"."""
 
 
 def _hf_name(name: str, names: Mapping[str, str], *, swaps_mlps: bool) -> str:
