@@ -30,6 +30,7 @@ from ..protocol.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
     FinishReason,
+    PrepareGrammars,
     ReplicaCall,
     SchedulerStats,
 )
@@ -301,6 +302,8 @@ class EngineCore:
                 indices = int32_view(message.request_indices).tolist()
                 reason = FinishReason.MOVED if message.are_moved else FinishReason.ABORT
                 self._scheduler.finish_requests([(client_index, i) for i in indices], reason)
+            elif isinstance(message, PrepareGrammars):
+                self._grammars.prepare()
             elif isinstance(message, ReplicaCall):
                 result = answer_call(self._scheduler, message, self._dump_event_log)
                 self._clients.send(identity, result)

@@ -222,6 +222,10 @@ class ResumeGeneration(msgspec.Struct, tag="resume", array_like=True, gc=False, 
     call_id: int
 
 
+class PrepareGrammars(msgspec.Struct, tag="grammars", array_like=True, gc=False, frozen=True):
+    """Load what grammars need, because a request with a grammar may follow. Not answered."""
+
+
 class LossNoted(msgspec.Struct, tag="noted", array_like=True, gc=False, frozen=True):
     """Confirms a `ReplicaLost`."""
 
@@ -237,7 +241,13 @@ ReplicaCall: TypeAlias = (
 """Messages that are answered by `CallResult`."""
 
 ClientMessage: TypeAlias = (
-    ClientHello | AddRequests | AppendInputs | AbortRequests | ReplicaCall | LossNoted
+    ClientHello
+    | AddRequests
+    | AppendInputs
+    | AbortRequests
+    | ReplicaCall
+    | PrepareGrammars
+    | LossNoted
 )
 
 

@@ -92,6 +92,12 @@ class StructuredOutputManager:
         ticket = self._compiling[key] = object()
         self._pool.submit(self._compile, key, ticket, structured_output)
 
+    def prepare(self) -> None:
+        """Start to load the tokenizer in the background, unless a grammar has already needed it."""
+        if self._pool is None:
+            self._pool = _start_threads()
+            self._pool.submit(self._load_tokenizer)
+
     def poll(self) -> list[tuple[RequestKey, str | None]]:
         """Return the keys whose grammar was compiled or whose isolated mask has arrived, each with an error or None.
 

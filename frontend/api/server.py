@@ -48,6 +48,8 @@ HOLD_BACK_S = 5.0
 
 NO_ROOM_S = 0.5
 """Seconds before the warm-up request is retried after the queue was full."""
+IDLE_POLL_S: Final = 1.0
+"""Seconds between checks whether no request is running, before grammars are prepared."""
 
 STORE_S: Final = 10.0
 """Maximum seconds that a frontend waits for the store at startup."""
@@ -165,6 +167,7 @@ class Frontend:
         http_task = asyncio.create_task(self._answer(http, {start_task, stop_task}))
         publish_task = asyncio.create_task(self._publish_metrics())
         collect_task = asyncio.create_task(self._collect_garbage())
+        prepare_task = asyncio.create_task(self._prepare_grammars())
         watch = LoopWatch(self._heartbeats, self._num_dropped_frames)
         try:
             await asyncio.wait(
@@ -179,7 +182,7 @@ class Frontend:
             http.end_websockets()
             await self._drain()
         finally:
-            for task in (publish_task, collect_task, retire_task):
+            for task in (publish_task, collect_task, prepare_task, retire_task):
                 task.cancel()
             watch.close()
             self._app.recovery.close()
@@ -275,6 +278,14 @@ class Frontend:
                 await self._engine.calls.resume()
         except EngineError as error:
             logger.warning("a paused engine could not be resumed: %s", error)
+
+    async def _prepare_grammars(self) -> None:
+        """Load what the grammars of tool calls need, once no request runs, if the operator expects such calls."""
+        if not self._config.frontend.expects_tools:
+            return
+        while self._serving.stage is not Stage.READY or self._engine.num_inflight:
+            await asyncio.sleep(IDLE_POLL_S)
+        await self._serving.grammar_checks.prepare()
 
     async def _publish_metrics(self) -> None:
         while True:

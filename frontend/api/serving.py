@@ -137,6 +137,7 @@ class Serving:
         self.grammar_checks = GrammarChecks(
             GrammarProcesses(model.verified_tokenizer_path, model.vocab_size, model.eos_token_ids),
             engine.executor.create_separate(),
+            engine.calls.prepare_grammars,
         )
 
     def start_decoders(self) -> None:

@@ -312,7 +312,7 @@ def _closest(name: str, names: Iterable[str], hint: str) -> str:
 def _checked(given: dict[str, Any]) -> Settings:
     """Return the settings by section. Raises ConfigError if settings contradict each other."""
     if (
-        given.get("launch.enable_auto_tool_choice")
+        given.get("frontend.enable_auto_tool_choice")
         and given.get("frontend.tool_call_parser") == "none"
     ):
         raise ConfigError(

@@ -20,10 +20,6 @@ class LaunchOptions(msgspec.Struct, frozen=True):
             metavar="FILE",
         ),
     ] = None
-    enable_auto_tool_choice: Annotated[
-        bool,
-        option("Accepted for compatibility; tool calls are always parsed", group="chat"),
-    ] = False
     node_rank: Annotated[
         int,
         machines(

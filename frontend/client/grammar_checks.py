@@ -8,11 +8,12 @@ import hashlib
 import signal
 import socket
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import msgspec
 
+from ...protocol.errors import EngineError
 from ...protocol.grammars.grammar import MAX_SPEC_LENGTH
 from ...protocol.grammars.messages import (
     MAX_WALL_S,
@@ -45,12 +46,19 @@ _encode = msgspec.msgpack.Encoder().encode
 class GrammarChecks:
     """A pool of processes that check grammars, with a cache of recent verdicts.
 
-    The first process starts with the first grammar, because many servers never get one.
-    `run` prepares grammars in the threads of `executor`, which nothing else uses.
+    The first process starts with the first grammar or `prepare`, because many servers never get one.
+    `run` prepares grammars in the threads of `executor`, which nothing else uses. Whenever a process must be started,
+    `prepare_cores` is called first, so that the cores load what they need at the same time.
     """
 
-    def __init__(self, processes: GrammarProcesses, executor: ThreadExecutor) -> None:
+    def __init__(
+        self,
+        processes: GrammarProcesses,
+        executor: ThreadExecutor,
+        prepare_cores: Callable[[], None] = lambda: None,
+    ) -> None:
         self._processes = processes
+        self._prepare_cores = prepare_cores
         self._executor = executor
         self.run = executor.run
         self._slots = asyncio.Semaphore(MAX_CHECKS)
@@ -62,6 +70,13 @@ class GrammarChecks:
         """Stop the processes."""
         self._executor.close()
         self._processes.close()
+
+    async def prepare(self) -> None:
+        """Start to load what processes and cores need for the first grammar."""
+        # The first grammar reports an engine or a system that cannot do this.
+        with contextlib.suppress(EngineError, OSError):
+            self._prepare_cores()
+            await asyncio.get_running_loop().run_in_executor(None, self._processes.start)
 
     async def check(
         self, structured_output: StructuredOutput, parts: Sequence[StructuredOutput] = ()
@@ -110,6 +125,7 @@ class GrammarChecks:
         """Return the reply of a process, or how it ended; None if that is unknown."""
         checker = self._idle.pop() if self._idle else None
         if checker is None or not checker.is_alive:
+            self._prepare_cores()
             loop = asyncio.get_running_loop()
             checker = _Checker(await loop.run_in_executor(None, self._processes.spawn))
         reply = None

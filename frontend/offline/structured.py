@@ -78,6 +78,7 @@ class OfflineGrammars:
                     model.verified_tokenizer_path, model.vocab_size, model.eos_token_ids
                 ),
                 self._engine.client.executor.create_separate(),
+                self._engine.client.calls.prepare_grammars,
             )
             self._engine.close_together(self._checks.close)
         verdict = await self._checks.check(output)

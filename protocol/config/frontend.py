@@ -255,6 +255,9 @@ class FrontendConfig(msgspec.Struct, frozen=True):
             synonyms=TOOL_CALL_PARSERS_OF_SGLANG,
         ),
     ] = "auto"
+    enable_auto_tool_choice: Annotated[
+        bool, chat("Load what tool calls need at start; they are always parsed")
+    ] = False
     reasoning_parser: Annotated[
         ReasoningParserOption,
         chat(
@@ -337,6 +340,11 @@ class FrontendConfig(msgspec.Struct, frozen=True):
         ),
     ] = None
     default_sampling: dict[str, float | int] = {}
+
+    @property
+    def expects_tools(self) -> bool:
+        """True if the operator has asked for tool calls, which are parsed in any case."""
+        return self.enable_auto_tool_choice or self.tool_call_parser not in ("auto", "none")
 
     @property
     def max_images(self) -> int:

@@ -59,6 +59,18 @@ def test_processes_have_titles_and_no_torch(server: Server) -> None:
     assert sum(process.memory_full_info().pss for process in others) < 145 * 2**20
 
 
+@pytest.mark.parametrize("flag", ["--enable-auto-tool-choice", "--tool-call-parser=hermes"])
+def test_an_idle_server_that_expects_tools_loads_grammars(flag: str) -> None:
+    with Server(default_model(), "--device", "null", flag) as server:
+        # Waits until it exists.
+        server.child("grammar fork server")
+        core = server.child("core 0")
+        wait_until(
+            lambda: any("llguidance" in each.path for each in core.memory_maps()),
+            what="the core has loaded grammars",
+        )
+
+
 def test_a_loaded_checkpoint_is_not_kept_in_memory(server: Server) -> None:
     maps = Path(f"/proc/{server.child('worker 0').pid}/maps").read_text()
     assert ".gguf" not in maps

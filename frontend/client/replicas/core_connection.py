@@ -25,6 +25,7 @@ from ....protocol.messages import (
     AppendInputs,
     CallResult,
     ClientHello,
+    ClientMessage,
     CoreMessage,
     CoreReady,
     EngineCoreOutputs,
@@ -207,6 +208,11 @@ class CoreConnection:
         """Make the core stop a request that moves to another replica, but hold its blocks until they are fetched."""
         self._moved.append(request_index)
         self._schedule_flush()
+
+    def send_if_ready(self, message: ClientMessage) -> None:
+        """Send a message that only a core which is up needs."""
+        if self.ready:
+            self._peer.send(message)
 
     def call(self, make_call: Callable[[int], ReplicaCall]) -> asyncio.Future[CallResult]:
         """Send the call that `make_call` returns for a call id, and return a future with the result.

@@ -13,6 +13,7 @@ from ....protocol.messages import (
     DumpEventLog,
     PauseGeneration,
     PauseMode,
+    PrepareGrammars,
     ReplicaCall,
     ResetPrefixCache,
     ResumeGeneration,
@@ -74,6 +75,11 @@ class ReplicaCalls:
     async def resume(self) -> None:
         """Resume all cores."""
         await self._call(ResumeGeneration)
+
+    def prepare_grammars(self) -> None:
+        """Make every core that is up load what grammars need, while a first grammar is checked."""
+        for core in self._find_cores():
+            core.send_if_ready(PrepareGrammars())
 
     async def _call(self, make_call: Callable[[int], ReplicaCall]) -> list[CallResult]:
         return await asyncio.gather(*(core.call(make_call) for core in self._find_cores()))

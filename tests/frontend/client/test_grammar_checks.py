@@ -1,0 +1,27 @@
+"""Checks of grammars in separate processes."""
+
+from __future__ import annotations
+
+import asyncio
+
+from engine.frontend.client.executor import ThreadExecutor
+from engine.frontend.client.grammar_checks import GrammarChecks
+from engine.protocol.grammars.process import GrammarProcesses
+from engine.protocol.sampling_params import GrammarKind, StructuredOutput
+from support.engine_fixtures import smollm2_tokenizer
+from support.grammars import SMOLLM2_EOS
+
+
+def test_cores_prepare_while_the_first_grammar_is_checked() -> None:
+    tokenizer = smollm2_tokenizer()
+    processes = GrammarProcesses(str(tokenizer.path), tokenizer.vocab_size, (SMOLLM2_EOS,))
+    prepared: list[str] = []
+
+    async def check_both() -> None:
+        checks = GrammarChecks(processes, ThreadExecutor(), lambda: prepared.append("core 0"))
+        for pattern in ("a+", "b+"):
+            assert not (await checks.check(StructuredOutput(GrammarKind.REGEX, pattern))).problem
+            assert prepared == ["core 0"]
+        checks.close()
+
+    asyncio.run(check_both())
