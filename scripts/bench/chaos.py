@@ -8,7 +8,8 @@ clients that disconnect. `model` has a small random model that reads images, ada
 and without images, tools and adapters, completions, beams, constrained output, prompts of embeddings, embeddings,
 reranking, batches, responses in the background and on WebSockets, and streams in the formats of Ollama and Anthropic.
 `speech` transcribes files and realtime sessions with a small random Whisper, and `live` sessions with a small random
-Voxtral, which writes while the audio arrives.
+Voxtral, which writes while the audio arrives. `delta net`, `mamba` and `experts` are streams on small random models
+with recurrent layers or experts.
 
 Traffic comes in waves of all requests. Every answer must equal the one from before any fault. Connections of `streams`
 may break only at a frontend that was disturbed; the clients of the other sides retry then. After each wave, every block
@@ -48,10 +49,11 @@ from support.conversations import (
     tool_response,
 )
 from support.faults import ENVIRONMENT, FAULTS
-from support.mixed_streams import Streams, bodies
+from support.mixed_streams import WITHOUT_LOGPROBS, Streams, bodies
 from support.program import wait_until
 from support.server import Server, default_model, title_of
 from support.source_checkpoints import WINDOW_S, multilingual_whisper, realtime_directory
+from support.tiny_checkpoints import layers_directory, mixture_directory
 
 HARMS_CHILDREN = ("terminated", "out of memory")
 """Faults that are not for the supervisor: it stops the server, or its children inherit the limit of memory."""
@@ -64,7 +66,8 @@ WINDOWS_OF_CLIP = 3
 NUM_TALKS = 4
 TALK_SAMPLES = 30_000
 
-SIDES = ("streams", "model", "speech", "live")
+LAYERS = ("delta net", "mamba", "experts")
+SIDES = ("streams", "model", "speech", "live", *LAYERS)
 SETUPS: dict[str, tuple[str, ...]] = {
     "one": (),
     "tensor": ("-tp", "2", "--kv-host-gib", "0.001", "--inject-preemption", "0.02"),
@@ -72,9 +75,13 @@ SETUPS: dict[str, tuple[str, ...]] = {
     "replicas": ("-dp", "2", "--api-server-count", "2"),
     "roles": ("--replica-roles", "prefill=1,decode=1", "--remote-prefill-tokens", "16"),
 }
-"""Additional flags of the server with the model that reads images."""
+"""Additional flags of the servers with small models for text and images."""
 
 COMMON_FLAGS = ("--max-restarts", "50", "--heartbeat-timeout", "3")
+LAYER_FLAGS = (
+    *("--dtype", "float32", "--max-num-batched-tokens", "64", "--num-gpu-blocks-override", "100"),
+    *("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}'),
+)
 STREAM_FLAGS = ("--max-model-len", "512", "--api-server-count", "2")
 STORE_FLAGS = ("--store", "DIRECTORY/store.db", "--resume-grace", "60")
 LIVE_FLAGS = ("--max-num-batched-tokens", "24", "--max-num-seqs", "8")
@@ -284,6 +291,15 @@ def make_sides(args: argparse.Namespace, directory: Path) -> Iterator[Side]:
             server = start(args.model, *COMMON_FLAGS, *STREAM_FLAGS, *args.server_args)
             yield StreamsSide(name, server, bodies(args.streams))
             continue
+        if name in LAYERS:
+            path = directory / name.replace(" ", "_")
+            make = mixture_directory if name == "experts" else partial(layers_directory, kind=name)
+            flags = [str(make(path)[0]), *LAYER_FLAGS, *STREAM_FLAGS, *setup, *COMMON_FLAGS]
+            server = start(*(flag.replace("DIRECTORY", str(path)) for flag in flags))
+            # The last digits of log-probabilities depend on the batch where torch multiplies.
+            texts = [{**body, **WITHOUT_LOGPROBS} for body in bodies(args.streams)]
+            yield StreamsSide(name, server, texts)
+            continue
         if name == "model":
             flags = [*write_vision_model(directory), *STORE_FLAGS, *setup]
             flags = [flag.replace("DIRECTORY", str(directory)) for flag in flags]
@@ -308,7 +324,9 @@ def main() -> int:
     parser.add_argument(
         "--repeats", type=int, default=2, help="copies of each other request in a wave"
     )
-    parser.add_argument("--setup", choices=SETUPS, default="one", help="flags of the side model")
+    parser.add_argument(
+        "--setup", choices=SETUPS, default="one", help="additional flags of small models"
+    )
     parser.add_argument(
         "--victims", nargs="+", help="process titles such as 'core 0' (default: all)"
     )

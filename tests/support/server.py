@@ -112,6 +112,7 @@ class Server(Program):
     def metric(self, name: str, engine: str = '[^"]*') -> float:
         """Return the sum of a metric's samples, of every replica or of one."""
         _, text = self.get("/metrics")
+        assert isinstance(text, str), text
         pattern = rf"^{re.escape(name)}(?:{{[^}}]*engine=\"{engine}\"[^}}]*}})? (\S+)$"
         values = re.findall(pattern, text, re.MULTILINE)
         assert values, f"{name} is not in /metrics"
