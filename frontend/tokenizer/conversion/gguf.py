@@ -79,6 +79,10 @@ class _Vocabulary:
         return self.tokens[index] if index is not None and 0 <= index < len(self.tokens) else None
 
 
+_NOT_BYTE_LEVEL = ("gemma4", "granite-embed-multi-311m", "sarvam-moe")
+"""Values of `tokenizer.ggml.pre` of tokenizers with the model `gpt2` that merge characters instead of bytes."""
+
+
 def convert(
     path: str | PathLike[str], metadata: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -90,7 +94,11 @@ def convert(
     vocabulary = _read(path, metadata)
     match kind := vocabulary.fields.text("model", ""):
         case "gpt2":
-            parts, add_bos, add_eos = _byte_level(vocabulary)
+            if vocabulary.fields.text("pre", "") in _NOT_BYTE_LEVEL:
+                merges = vocabulary.strings("merges")
+                parts, add_bos, add_eos = _sentencepiece(vocabulary, merges), False, False
+            else:
+                parts, add_bos, add_eos = _byte_level(vocabulary)
             bos, eos = vocabulary.special("bos"), vocabulary.special("eos")
         case "llama":
             parts, add_bos, add_eos = _sentencepiece(vocabulary), True, False

@@ -35,6 +35,15 @@ _KIMI_K2 = (
     rf"\p{{Han}}+|{_cased_words(_CONTRACTION + '?', _NOT_HAN)}|\p{{N}}{{1,3}}"
     rf"|{_PUNCTUATION}|{_SPACES}"
 )
+_HAN_AND_KANA = r"[\x{4E00}-\x{9FA5}\x{3040}-\x{30FF}]+"
+_HANGUL = r"[\x{AC00}-\x{D7A3}\x{3131}-\x{318E}]+"
+_CJK_MARKS = r"[！…“”‘’—：；，\x{3001}-\x{303F}\x{FE30}-\x{FE4F}]+"
+_JAIS2_SPACES = "|".join(rf"\s{{{count}}}(?!\S)" for count in (512, 256, 128, 64, 32, 16, 8, 4))
+_EAST_ASIAN = (
+    r"[\x{4E00}-\x{9FFF}\x{3400}-\x{4DBF}\x{F900}-\x{FAFF}\x{3040}-\x{30FF}\x{FF65}-\x{FF9F}"
+    r"\x{2F00}-\x{2FDF}\x{0E40}-\x{0EFF}\x{1780}-\x{17FF}\x{1000}-\x{109F}\x{AA60}-\x{AA7F}"
+    r"\x{A9E0}-\x{A9FF}\x{AC00}-\x{D7AF}\x{1100}-\x{11FF}]+"
+)
 # Letters that have case, except the styled alphabets of mathematics.
 _CASED_LETTERS = r"[\p{Lu}\p{Ll}\p{Lt}&&[^\x{1D400}-\x{1D7FF}]]+"
 _CJK = r"[\x{0800}-\x{9FA5}\x{AC00}-\x{D7FF}]+"
@@ -56,14 +65,35 @@ class PreTokenizer:
 
 _DIGITS_THEN_GPT2 = PreTokenizer((r"\p{N}", _GPT2))
 _PLAIN_GPT2 = PreTokenizer((_GPT2,))
+_DEEPSEEK_WORDS = (
+    rf"{_ASCII_SYMBOL}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+"
+    rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}"
+)
 _LLAMA3_LIKE = PreTokenizer((_LLAMA3,), ignore_merges=True, add_bos=True)
 _DEEPSEEK_V3 = PreTokenizer(
     (
         r"\p{N}{1,3}",
-        r"[\x{4E00}-\x{9FA5}\x{3040}-\x{30FF}]+",
-        rf"{_ASCII_SYMBOL}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+"
-        rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}",
+        _HAN_AND_KANA,
+        _DEEPSEEK_WORDS,
     )
+)
+_AFMOE = PreTokenizer(
+    (r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))", _EAST_ASIAN, _DEEPSEEK_WORDS),
+)
+_EXAONE_MOE = (
+    rf"{_CONTRACTION}|{_LEAD}(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+_JAIS2 = (
+    rf"{_CONTRACTION}|{_LEAD}\p{{L}}+|\p{{N}}{{1,3}}|{_PUNCTUATION}|\s*[\r\n]+"
+    rf"|{_JAIS2_SPACES}|\s{{1,2}}(?!\S)|\s"
+)
+_YOUTU = PreTokenizer(
+    (
+        rf"{_HANGUL}|{_CJK_MARKS}|[\x{{3105}}-\x{{312F}}]+|{_HAN_AND_KANA}",
+        _o200k(r"\p{N}", _CONTRACTION + "?"),
+    ),
+    ignore_merges=True,
 )
 _SENTENCES = PreTokenizer((r" ?[^(\s|.,!?…。，、।۔،)]+",))
 _BAILING = (
@@ -74,19 +104,21 @@ _BAILING = (
 _SCHEMES: dict[PreTokenizer, str] = {
     _PLAIN_GPT2: (
         "gpt-2 phi-2 mpt olmo jais gigachat a.x-4.0 mellum exaone4 trillion granite-docling "
-        "modern-bert roberta-bpe jina-v2-code jina-v2-de jina-v2-es"
+        "modern-bert roberta-bpe jina-v2-code jina-v2-de jina-v2-es jina-v1-en jina-es jina-de"
     ),
     _DIGITS_THEN_GPT2: "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2",
-    _LLAMA3_LIKE: "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2",
+    _LLAMA3_LIKE: "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano",
     PreTokenizer((_LLAMA3,)): "dbrx smaug-bpe glm4 chatglm-bpe",
     PreTokenizer((_QWEN2,), nfc=True): "qwen2",
-    PreTokenizer((_QWEN2,)): "stablelm2 deepseek-r1-qwen megrez hunyuan grok-2 solar-open kormo",
+    PreTokenizer(
+        (_QWEN2,)
+    ): "stablelm2 deepseek-r1-qwen megrez hunyuan grok-2 solar-open kormo f2llmv2",
     PreTokenizer(
         (_cl100k(r"\p{N}", r"[\p{L}\p{M}]+", r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"),), nfc=True
     ): "qwen35",
     PreTokenizer((_cl100k(r"\p{N}", others=r" ?[^\s\p{L}\p{N}\r\n]+"),)): "seed-coder",
     PreTokenizer((_o200k(r"\p{N}", ""),), ignore_merges=True, add_bos=True): "tekken",
-    PreTokenizer((_O200K,)): "gpt-4o llama4 kanana2 minimax-m2",
+    PreTokenizer((_O200K,)): "gpt-4o llama4 kanana2 minimax-m2 talkie",
     PreTokenizer((r"\d{1,3}(?=(?:\d{3})*\b)", _O200K)): "tiny_aya cohere2moe",
     PreTokenizer((r"\p{N}{1,3}", _cl100k(r"\p{N}+")), ignore_merges=True): "minicpm5",
     PreTokenizer(
@@ -101,7 +133,13 @@ _SCHEMES: dict[PreTokenizer, str] = {
     ): "deepseek-llm",
     PreTokenizer((_KIMI_K2,), ignore_merges=True): "kimi-k2",
     PreTokenizer(("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}")): "deepseek-coder",
-    _DEEPSEEK_V3: "deepseek-v3 hunyuan-dense joyai-llm",
+    _DEEPSEEK_V3: "deepseek-v3 hunyuan-dense joyai-llm hy_v4",
+    _AFMOE: "afmoe",
+    PreTokenizer((r"[^\n]+|\n+", _QWEN2)): "laguna",
+    PreTokenizer((_EXAONE_MOE,)): "exaone-moe",
+    PreTokenizer((_JAIS2,)): "jais-2",
+    PreTokenizer((_O200K,), ignore_merges=True): "granite-embed-multi-97m",
+    _YOUTU: "youtu",
     PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]")): "falcon",
     PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")): "default",
     _SENTENCES: "poro-chat bloom gpt3-finnish",

@@ -256,11 +256,17 @@ def test_user_defined_runs_of_spaces_are_single_tokens(tmp_path: Path) -> None:
     assert tokenizer.decode(ids) == "the    cat\n\n  "
 
 
-def test_gemma4_merges_in_the_order_of_its_list(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "extra"),
+    [("gemma4", {}), ("gpt2", {"pre": "sarvam-moe", "add_bos_token": True})],
+    ids=["gemma4", "sarvam-moe"],
+)
+def test_gemma4_merges_in_the_order_of_its_list(tmp_path: Path, model: str, extra) -> None:
     pieces = ["a", "b", "c", "▁", "ab", "bc", "▁a", "\n", "\n\n"]
     tokens, types, scores = sentencepiece_vocabulary(pieces)
     merges = ["b c", "a b", "▁ a", "\n \n"]
-    path = write_gguf(tmp_path / "g.gguf", "gemma4", tokens, types, scores, merges, bos_token_id=1)
+    extra = {"bos_token_id": 1, **extra}
+    path = write_gguf(tmp_path / "g.gguf", model, tokens, types, scores, merges, **extra)
     tokenizer = load_tokenizer(path)
     text = "abc ab\n\né"
     ids = tokenizer.encode(text)
@@ -336,6 +342,12 @@ def byte_level_file(path: Path, **extra) -> Path:
         ("falcon", "a<b12345", ["a", "<", "b", "123", "45"]),
         ("default", "a=b 12345", ["a", "=", "b", " ", "123", "45"]),
         ("llama-bpe", "x \n\n  y", ["x", " \n\n", " ", " y"]),
+        ("hy_v4", "漢字1234ab", ["漢字", "123", "4", "ab"]),
+        ("afmoe", "a12345b 漢か1234567", ["a", "12", "345", "b", " ", "漢か", "1", "234", "567"]),
+        ("laguna", "a \n\n b12", ["a", " ", "\n\n", " b", "1", "2"]),
+        ("exaone-moe", "old words 12!\n\n", ["old words", " ", "1", "2", "!\n", "\n"]),
+        ("jais-2", "a     b", ["a", "    ", " b"]),
+        ("youtu", "漢か，。한국HelloWorld12", ["漢か", "，。", "한국", "Hello", "World", "1", "2"]),
     ],
 )
 def test_pre_tokenizers_split_words_as_expected(
