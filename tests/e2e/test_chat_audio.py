@@ -223,7 +223,7 @@ def _with_gemma4_marks(directory: Path) -> Any:
     return transformers.AutoTokenizer.from_pretrained(directory)
 
 
-@pytest.mark.parametrize("kind", ["gemma4", "ultravox", "voxtral", *OMNI_MODELS])
+@pytest.mark.parametrize("kind", ["gemma4", "glmasr", "ultravox", "voxtral", *OMNI_MODELS])
 def test_gguf_models_read_audio_with_the_mmproj_file_beside_them(tmp_path: Path, kind: str) -> None:
     model = Model(tmp_path / "model", kind)
     tokenizer = transformers.AutoTokenizer.from_pretrained(model.path)

@@ -16,6 +16,7 @@ PROJECTORS = {
     "audioflamingo3": "musicflamingo",
     "gemma4": "gemma4a",
     "gemma4_unified": "gemma4ua",
+    "glmasr": "glma",
     "qwen2_5_omni": "qwen2a",
     "qwen2_audio": "qwen2a",
     "qwen3_asr": "qwen3a",
@@ -78,6 +79,11 @@ def write_audio_mmproj(path: Path, model: Any, kind: str, images: Path | None = 
         if name.endswith("audio_bos_eos_token.weight"):
             continue
         tensor = tensor.float()
+        if kind == "glmasr" and (name := _glm_name(name)) and re.search(r"\.[qk]_proj\.", name):
+            # The authors rotate pairs of neighbors, transformers pairs of elements in two halves.
+            halves = tensor.unflatten(0, (config.num_attention_heads, 2, -1))
+            pairs = halves[:, 0].unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+            tensor = torch.stack((pairs, halves[:, 1]), 1).flatten(0, 2)
         if name.endswith("per_dim_scale"):
             name, tensor = f"{name}.weight", softplus(tensor)
         if re.search(r"conv[12]\.bias$", name):
@@ -89,6 +95,10 @@ def write_audio_mmproj(path: Path, model: Any, kind: str, images: Path | None = 
         found = names.get_name(name, _SUFFIXES)
         assert found is not None, name
         writer.add_tensor(found, (tensor if tensor.ndim else tensor[None]).contiguous().numpy())
+    if kind == "glmasr":
+        # This table is in the file, but the layers rotate queries and keys instead.
+        positions = torch.zeros(config.max_position_embeddings, config.hidden_size)
+        writer.add_tensor("a.position_embd.weight", positions.numpy())
     if kind.startswith(("qwen2_5", "qwen3")):
         # The tower computes these positions itself.
         writer.add_tensor("a.position_embd.weight", torch.zeros(16, config.d_model).numpy())
@@ -113,3 +123,16 @@ def _copy(writer: GGUFWriter, images: Path) -> None:
             writer.add_key_value(name, value, kinds[0])
     for tensor in reader.tensors:
         writer.add_tensor(tensor.name, tensor.data)
+
+
+def _glm_name(name: str) -> str:
+    """Return the name that the converter gives to a tensor of GLM-ASR's authors."""
+    for pattern, replacement in (
+        (r"^audio_tower\.norm\.", "audio.multi_modal_projector.ln_pre."),
+        (r"\.self_attn\.o_proj\.", ".self_attn.out_proj."),
+        (r"\.mlp\.(fc[12])\.", r".\1."),
+        (r"\.input_layernorm\.", ".self_attn_layer_norm."),
+        (r"\.post_attention_layernorm\.", ".final_layer_norm."),
+    ):
+        name = re.sub(pattern, replacement, name)
+    return name

@@ -55,6 +55,27 @@ def _voxtral(audio: Audio) -> Mmproj:
     return _whisper(audio, "voxtral", "Voxtral", ["[AUDIO]"], around)
 
 
+def _glm_asr(audio: Audio) -> Mmproj:
+    sizes = audio.sizes()
+    tower = {
+        "hidden_size": sizes["d_model"],
+        "intermediate_size": sizes["encoder_ffn_dim"],
+        "num_hidden_layers": sizes["encoder_layers"],
+        "num_attention_heads": sizes["encoder_attention_heads"],
+        "num_mel_bins": sizes["num_mel_bins"],
+        "max_position_embeddings": audio.num_rows("a.position_embd.weight"),
+    }
+    return Mmproj(
+        {
+            "model_type": "glmasr",
+            "architectures": ["GlmAsrForConditionalGeneration"],
+            "audio_config": tower,
+            "audio_token_id": audio.token_id("<|pad|>"),
+        },
+        around_clip=audio.around_clip("<|begin_of_audio|>", "<|end_of_audio|>"),
+    )
+
+
 def _audio_flamingo(audio: Audio) -> Mmproj:
     return _whisper(audio, "audioflamingo3", "AudioFlamingo3", ["<sound>"], ("", ""))
 
@@ -127,6 +148,7 @@ def _gemma4_tokens(audio: Audio) -> dict[str, Any]:
 AudioReader: TypeAlias = Callable[[Audio], Mmproj]
 
 AUDIO_KINDS: Final[dict[str, AudioReader]] = {
+    "glma": _glm_asr,
     "musicflamingo": _audio_flamingo,
     "qwen2a": _qwen2_audio,
     "qwen3a": _qwen3_asr,

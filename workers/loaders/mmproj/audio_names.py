@@ -42,6 +42,9 @@ _WHISPER: Final = _Names(
     },
     "audio_tower.layers",
 )
+_GLM_ASR: Final = _WHISPER._replace(
+    outside={**_WHISPER.outside, "mm.a.norm_pre": "audio_tower.layer_norm"}
+)
 _STEM: Final = "audio_tower.subsample_conv_projection."
 _MLPS: Final = {"": "ffw_layer_start", "_1": "ffw_layer_end"}
 _UNIVERSAL: Final = _Names(
@@ -72,7 +75,7 @@ _UNIVERSAL: Final = _Names(
     },
     "audio_tower.conformer",
 )
-_OTHERS: Final = {"gemma4a": _UNIVERSAL, "gemma4ua": _UNIVERSAL}
+_OTHERS: Final = {"gemma4a": _UNIVERSAL, "gemma4ua": _UNIVERSAL, "glma": _GLM_ASR}
 _PLAIN: Final = "per_dim_scale"
 """The end of names that have no suffix, such as ".weight", in a Hugging Face checkpoint."""
 

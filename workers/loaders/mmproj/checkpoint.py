@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from ....protocol.errors import CheckpointError
 from ..checkpoint import Checkpoint, part_of
 from ..dequantize import DEQUANTIZABLE, dequantize
 from .names import BY_CHANNEL, KIMI_POSITIONS, PATCHES, UNIFIED, part_number, tensor_renamer
+
+_QUERY_OR_KEY = re.compile(r"\.[qk]_proj\.(weight|bias)$")
 
 
 class MmprojCheckpoint(Checkpoint):
@@ -37,7 +40,10 @@ class MmprojCheckpoint(Checkpoint):
         self._tensors: dict[str, list[GGUFTensor]] = {}
         for name in sorted(self._gguf.tensors, key=part_number):
             self._tensors.setdefault(rename(name), []).append(self._gguf.tensors[name])
-        self._num_interleaved_heads = self._num_halved_heads = 0
+        self._num_interleaved_heads = self._num_halved_heads = self._num_heads_in_pairs = 0
+        if audio_kind == "glma":
+            # Its authors rotate pairs of neighbors in the first half of each head.
+            self._num_heads_in_pairs = int(metadata["clip.audio.attention.head_count"])
         if kind == "kimik25":
             # The converter moves the elements that are rotated by the column before those of the row.
             self._num_halved_heads = int(metadata["clip.vision.attention.head_count"])
@@ -100,6 +106,10 @@ class MmprojCheckpoint(Checkpoint):
         if name.endswith(("q_proj.weight", "k_proj.weight")) and self._num_interleaved_heads:
             heads = values.unflatten(0, (self._num_interleaved_heads, -1, 2))
             values = heads.transpose(1, 2).flatten(0, 2)
+        if self._num_heads_in_pairs and "audio_tower" in name and _QUERY_OR_KEY.search(name):
+            halves = values.unflatten(0, (self._num_heads_in_pairs, 2, -1))
+            rotated = halves[:, 0].unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+            values = torch.stack((rotated, halves[:, 1]), 1).flatten(0, 2)
         if ".wqkv." in name and self._num_halved_heads:
             joined = values.unflatten(0, (3, self._num_halved_heads, 2, -1, 2))
             rotated = joined[:2].transpose(2, 3)
