@@ -25,8 +25,22 @@ from ..schema.decisions import (
 from .endpoint import DecisionAnswer, Decisions
 from .request import LABELS, MAX_LEVELS, DecisionChat, translate, verify_count
 
+_rename = renamer({"input": "state"})
+
 _NOUL: Final = "noul"
 """The type of questions that are true or false. The answer is the probability of true."""
+
+
+class SystemOneChat(DecisionChat, kw_only=True):
+    """A request in TypeSafe's form. The item number `images_at` has the images; -1 if there are none."""
+
+    images_at: int = -1
+
+    def place(self, name: str) -> str:
+        """Return the name of a field of the translated request, or of a place in it, in the body."""
+        if name.startswith(f"input[{self.images_at}]"):
+            return "images"
+        return _rename(name)
 
 
 class SystemOne(Decisions):
@@ -43,11 +57,13 @@ class SystemOne(Decisions):
         self, request: ChatCompletionRequest, body_size: int, receive: Receive
     ) -> tuple[list[PreparedPrompt], NewAnswer[ChatCompletionRequest]]:
         """Return the prompt of each question, and the constructor of the answer."""
-        prompts, _ = await super().prepare(request, body_size, receive)
+        assert isinstance(request, SystemOneChat)
+        with renaming(request.place):
+            prompts, _ = await super().prepare(request, body_size, receive)
         return prompts, partial(SystemOneAnswer, self._serving, request)
 
 
-def _translate(body: SystemOneRequest) -> DecisionChat:
+def _translate(body: SystemOneRequest) -> SystemOneChat:
     """Return the body translated to a chat completion request.
 
     Raises:
@@ -62,16 +78,19 @@ def _translate(body: SystemOneRequest) -> DecisionChat:
     questions = [
         _question(name, question, f"questions.{name}") for name, question in body.questions.items()
     ]
+    items = _input(body.state, body.images or [])
     request = DecisionRequest(
         model=body.model,
-        input=_input(body.state, body.images or []),
+        input=items,
         questions=questions,
         priority=body.priority,
         cache_salt=body.cache_salt,
         user=body.user,
     )
-    with renaming(renamer({"input": "state"})):
-        return translate(request)
+    with renaming(_rename):
+        chat = translate(request)
+    fields = {name: getattr(chat, name) for name in chat.__struct_fields__}
+    return SystemOneChat(**fields, images_at=len(items) - 1 if body.images else -1)
 
 
 def _input(state: Any, images: list[str]) -> list[Json]:

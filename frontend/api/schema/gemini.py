@@ -6,6 +6,8 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from . import Int
+
 
 class GeminiRequest(msgspec.Struct, kw_only=True):
     """The body of `generateContent` and `streamGenerateContent`."""
@@ -53,7 +55,7 @@ class GeminiEmbedRequest(msgspec.Struct, kw_only=True):
     content: dict[str, Any] | str | None = None
     task_type: str | None = msgspec.field(name="taskType", default=None)
     title: str | None = None
-    dimensions: int | None = msgspec.field(name="outputDimensionality", default=None)
+    dimensions: Int | None = msgspec.field(name="outputDimensionality", default=None)
 
     # Accepted because clients send them; they have no effect.
     model: str | None = None

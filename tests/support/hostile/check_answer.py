@@ -34,6 +34,8 @@ _CAUSES = (
 Several fields together make the prompt, and a model that lacks what a route needs refuses every request of the route.
 """
 
+_METHOD_OF_GEMINI = re.compile(":[A-Za-z]+$")
+
 _FINE = range(200, 300)
 # 503 means full or starting; 501 means an unsupported transfer coding.
 _REFUSALS = {400, 401, 403, 404, 405, 408, 409, 411, 413, 415, 421, 422, 426, 429, 431, 501, 503}
@@ -71,12 +73,20 @@ def _find_fault_of_error(answer: Answer, field: str, path: str) -> str:
     start = answer.body[:500]
     try:
         body = answer.json
+        if path.endswith("/v2/chat"):
+            # An error of Cohere's route is its message.
+            body = {"error": {"message": body["message"], "type": "", "param": None, "code": None}}
         error, fields = body["error"], _ERROR_FIELDS
         if path.startswith("/api/") or path == "/inference":
             # An error of Ollama's and whisper.cpp's routes is its message.
             if not isinstance(error, str) or len(body) > 1:
                 return f"an error object of another shape: {start!r}"
             error = {"message": error, "type": "", "param": None, "code": None}
+        elif _METHOD_OF_GEMINI.search(path):
+            if set(error) != {"code", "message", "status"}:
+                return f"an error object of another shape: {start!r}"
+            error = {"message": error["message"], "type": error["status"], "param": None}
+            error["code"] = None
         elif path.startswith("/v1/messages"):
             fields = _ERROR_FIELDS_OF_MESSAGES
             error.pop("details", None)

@@ -80,6 +80,11 @@ BASES: Final[dict[str, bytes]] = {
     "bytes": b"1",
     "filename": b'"a"',
     "purpose": b'"user_data"',
+    "state": b'"Hi"',
+    "contents": b'[{"parts": [{"text": "Hi"}]}]',
+    "generationConfig": b'{"maxOutputTokens": 1}',
+    "generate_response": b'{"choices": [{"token_ids": [1]}]}',
+    "generate_responses": b'[{"choices": [{"token_ids": [1]}]}]',
 }
 """Fields that make a body whole, as far as its schema has them."""
 
@@ -142,6 +147,13 @@ class Route:
         if "inputs" in self.fields and "texts" not in self.fields:
             # Cohere's bodies, which have other `inputs`, are whole with texts.
             members["inputs"] = b'"Hi"'
+        if "state" in members:
+            # TypeSafe's questions have names.
+            members["questions"] = b'{"q": {"type": "noul", "instructions": "Hi?"}}'
+        if self.path.endswith("batchEmbedContents"):
+            members["requests"] = b'[{"content": "Hi"}]'
+        if "taskType" in self.fields:
+            members["content"] = b'"Hi"'
         if "input_ids" in self.fields and field != "input_ids":
             # Of SGLang's bodies only; other schemas have another `text`.
             members["text"] = b'"Hi"'
@@ -151,7 +163,8 @@ class Route:
 
     def attack(self, field: str, name: str, value: Callable[[], bytes]) -> Attack:
         def request() -> bytes:
-            return make_request(self.method, self.path, self.body(field, value()))
+            path = self.path.replace("{name}:", "smollm2:")
+            return make_request(self.method, path, self.body(field, value()))
 
         return Attack(f"{self.method} {self.path} {field}: {name}", request, field, self.path)
 

@@ -80,7 +80,8 @@ def translate(body: GeminiRequest, model: str, *, streams: bool) -> ChatCompleti
             fields[name] = expect(value, kind, f"{_CONFIG}.{sent}", words)  # type: ignore[arg-type]
     reader = ContentReader()
     if body.system is not None:
-        reader.add_system(body.system, "systemInstruction")
+        is_snake = body.snake_system is not None
+        reader.add_system(body.system, "system_instruction" if is_snake else "systemInstruction")
     if not body.contents:
         raise bad_request("contents", "is required")
     reader.add_contents(body.contents, "contents")

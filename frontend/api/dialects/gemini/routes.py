@@ -47,6 +47,8 @@ METHODS: Final = tuple(
 )
 """The ends of the paths."""
 
+_REQUEST: Final = "generateContentRequest"
+
 _PROMPTS: Final = {
     "RETRIEVAL_QUERY": ("query",),
     "RETRIEVAL_DOCUMENT": ("document", "passage"),
@@ -125,8 +127,10 @@ class GeminiTokenCounter:
     async def count(self, http: Request, body: GeminiCountRequest, size: int) -> Response:
         """Return the number of tokens of the prompt."""
         serving, name = self._serving, http.path_params["name"]
-        given = body if body.request is None else body.request
-        request = await serving.executor.run(size, partial(translate, streams=False), given, name)
+        given, outer = (body, "") if body.request is None else (body.request, f"{_REQUEST}.")
+        with renaming(lambda place: outer + place):
+            counted = partial(translate, streams=False)
+            request = await serving.executor.run(size, counted, given, name)
         serving.verify_model(name)
         serving.verify_tokenizer("contents")
         with renaming(request.sent_name):
@@ -174,7 +178,7 @@ class GeminiEmbeddings:
         self, http: Request, requests: list[GeminiEmbedRequest], size: int, answer: Any
     ) -> Response:
         first = requests[0]
-        texts = []
+        texts, names = [], {"dimensions": "outputDimensionality"}
         for i, each in enumerate(requests):
             where = "content" if len(requests) == 1 else f"requests[{i}].content"
             if (each.task_type, each.dimensions) != (first.task_type, first.dimensions):
@@ -184,13 +188,17 @@ class GeminiEmbeddings:
                 )
             text = text_of(each.content, where)
             texts.append(f"{each.title}\n{text}" if each.title else text)
+            # An error of a text names the longer part of it.
+            names[f"input[{i}]"] = (
+                f"{where[:-7]}title" if len(each.title or "") > len(text) else where
+            )
         prompts = self._serving.config.model.pooler.prompts
-        names = _PROMPTS.get(first.task_type or "", ())
+        kinds = _PROMPTS.get(first.task_type or "", ())
         request = EmbeddingRequest(
             model=http.path_params["name"],
             input=list(texts),
             dimensions=first.dimensions,
-            prompt_name=next((name for name in names if name in prompts), None),
+            prompt_name=next((name for name in kinds if name in prompts), None),
         )
-        with renaming(renamer({"input": "content", "dimensions": "outputDimensionality"})):
+        with renaming(renamer(names)):
             return await self._embeddings.run(http, request, size, answer)
