@@ -85,9 +85,9 @@ class IsolatedGrammar:
                 except _Lost as lost:
                     self._num_losses += 1
                     if self._num_losses == MAX_TRIES or not may_be_innocent(lost.exited):
-                        return self._fail(f"the grammar {describe_exit(lost.exited)}")
+                        return self.fail(f"the grammar {describe_exit(lost.exited)}")
         except (OSError, EngineError, msgspec.MsgspecError) as error:
-            self._fail(f"cannot be used: {error}")
+            self.fail(f"cannot be used: {error}")
 
     def _serve(self) -> None:
         """Serve the grammar by a new process. Raise _Lost if it ends before the grammar is closed."""
@@ -115,12 +115,13 @@ class IsolatedGrammar:
 
     def _take(self, reply: Mask | Failed) -> None:
         if isinstance(reply, Failed):
-            return self._fail(reply.reason)
+            return self.fail(reply.reason)
         self._num_losses = 0
         self.mask = reply.bits
         self._report(self)
 
-    def _fail(self, reason: str) -> None:
+    def fail(self, reason: str) -> None:
+        """Make the grammar accept no more tokens, for this reason."""
         self.error = reason
         self._report(self)
 
@@ -139,7 +140,10 @@ class IsolatedGrammars:
         if self._threads is None:
             self._threads = ThreadPoolExecutor(MAX_ISOLATED, thread_name_prefix="isolated grammar")
         grammar = IsolatedGrammar(structured_output, self._processes, report)
-        self._threads.submit(grammar.run)
+        try:
+            self._threads.submit(grammar.run)
+        except RuntimeError as error:
+            grammar.fail(f"the grammar cannot be compiled now: {error}; retry later")
         return grammar
 
     def close(self) -> None:

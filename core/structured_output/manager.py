@@ -6,6 +6,7 @@ that cannot be compiled, or a token that a grammar does not accept, fails only i
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
@@ -87,16 +88,23 @@ class StructuredOutputManager:
                 structured_output, lambda grammar: self._compiled.append((key, grammar, grammar))
             )
             return
-        if self._pool is None:
-            self._pool = _start_threads()
         ticket = self._compiling[key] = object()
+        try:
+            if self._pool is None:
+                self._pool = _start_threads()
+        except RuntimeError as error:
+            reason = f"the grammar cannot be compiled now: {error}; retry later"
+            self._compiled.append((key, ticket, reason))
+            return
         self._pool.submit(self._compile, key, ticket, structured_output)
 
     def prepare(self) -> None:
         """Start to load the tokenizer in the background, unless a grammar has already needed it."""
-        if self._pool is None:
-            self._pool = _start_threads()
-            self._pool.submit(self._load_tokenizer)
+        # If the system starts no thread now, the request with the grammar tries again.
+        with contextlib.suppress(RuntimeError):
+            if self._pool is None:
+                self._pool = _start_threads()
+                self._pool.submit(self._load_tokenizer)
 
     def poll(self) -> list[tuple[RequestKey, str | None]]:
         """Return the keys whose grammar was compiled or whose isolated mask has arrived, each with an error or None.
@@ -248,13 +256,21 @@ class StructuredOutputManager:
 
 
 def _start_threads() -> ThreadPoolExecutor:
-    """Start the compiler threads, with a stack large enough for every grammar within the length limit."""
+    """Start the compiler threads, with a stack large enough for every grammar within the length limit.
+
+    Raises:
+        RuntimeError: The system starts no thread now.
+    """
+    all_run = threading.Barrier(_NUM_THREADS)
     size = threading.stack_size(SHARED_STACK_BYTES)
     try:
         threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="grammar")
-        all_run = threading.Barrier(_NUM_THREADS)
         for _ in range(_NUM_THREADS):
             threads.submit(all_run.wait)
+    except RuntimeError:
+        # Otherwise a thread that has started would wait for the others forever.
+        all_run.abort()
+        raise
     finally:
         threading.stack_size(size)
     return threads

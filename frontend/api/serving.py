@@ -458,6 +458,7 @@ class Serving:
 
         Raises:
             APIError: It cannot be compiled (400).
+            UnavailableError: It cannot be checked now.
             ClientDisconnected: The client closed the connection meanwhile.
         """
         if constraint is None:

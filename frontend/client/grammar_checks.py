@@ -13,7 +13,7 @@ from typing import Final
 
 import msgspec
 
-from ...protocol.errors import EngineError
+from ...protocol.errors import EngineError, UnavailableError
 from ...protocol.grammars.grammar import MAX_SPEC_LENGTH
 from ...protocol.grammars.messages import (
     MAX_WALL_S,
@@ -86,8 +86,8 @@ class GrammarChecks:
         Cancelling ends the process.
 
         Raises:
-            OSError: No process can be started.
-            EngineError: No process can be started.
+            UnavailableError: No process can be started now.
+            EngineError: The engine has exited.
         """
         size = len(structured_output.spec)
         if size > MAX_SPEC_LENGTH:
@@ -121,13 +121,22 @@ class GrammarChecks:
                     break
         return Verdict(describe_exit(exited))
 
+    async def _start(self) -> _Checker:
+        self._prepare_cores()
+        loop = asyncio.get_running_loop()
+        try:
+            return _Checker(await loop.run_in_executor(None, self._processes.spawn))
+        except (OSError, RuntimeError) as error:
+            # Python reports a thread that the system refuses to start as RuntimeError.
+            raise UnavailableError(
+                f"cannot start a process to check the grammar: {error}; retry later"
+            ) from None
+
     async def _ask(self, request: bytes) -> Verdict | Exited | None:
         """Return the reply of a process, or how it ended; None if that is unknown."""
         checker = self._idle.pop() if self._idle else None
         if checker is None or not checker.is_alive:
-            self._prepare_cores()
-            loop = asyncio.get_running_loop()
-            checker = _Checker(await loop.run_in_executor(None, self._processes.spawn))
+            checker = await self._start()
         reply = None
         try:
             reply = await asyncio.wait_for(checker.check(request), 2 * MAX_WALL_S)

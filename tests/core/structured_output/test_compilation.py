@@ -61,3 +61,30 @@ def test_a_panic_of_the_compiler_fails_only_its_request() -> None:
     assert events == [(0, "the grammar cannot be compiled: index out of bounds")]
     assert not manager.is_compiling
     manager.close()
+
+
+@pytest.mark.parametrize(("num_started", "is_isolated"), [(0, False), (1, False), (0, True)])
+def test_a_grammar_without_threads_may_be_sent_again(
+    monkeypatch: pytest.MonkeyPatch, num_started: int, is_isolated: bool
+) -> None:
+    grammar = StructuredOutput(GrammarKind.REGEX, "ab", is_isolated=is_isolated)
+    manager = StructuredOutputManager("/nonexistent/tokenizer.json", V, (EOS,))
+    start, started = threading.Thread.start, [None] * num_started
+
+    def refuse(thread: threading.Thread) -> None:
+        if not started:
+            raise RuntimeError("can't start new thread")
+        started.pop()
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        manager.prepare()
+        manager.compile(0, grammar)
+        assert await_events(manager) == {
+            0: "the grammar cannot be compiled now: can't start new thread; retry later"
+        }
+    manager.compile(1, grammar)
+    [(_, error)] = await_events(manager).items()
+    assert error is not None and "tokenizer.json" in error
+    manager.close()
