@@ -30,6 +30,7 @@ PROJECTORS = {
     "qwen3_5_moe": "qwen3vl_merger",
 }
 _OMNI_PROJECTORS = {
+    "exaone4_5": "exaone4_5",
     "qwen2_5_omni_thinker": "qwen2.5vl_merger",
     "qwen3_omni_moe_thinker": "qwen3vl_merger",
 }
@@ -121,7 +122,9 @@ def write_tower(path: Path, model: Any, checkpoint: Path) -> Path:
         "block_count": config.depth,
         "attention.head_count": config.num_heads,
     }
-    if kind.startswith("qwen2_5"):
+    if kind == "exaone4_5":
+        numbers["attention.head_count_kv"] = config.num_key_value_heads
+    if kind.startswith(("qwen2_5", "exaone")):
         numbers["n_wa_pattern"] = config.fullatt_block_indexes[0] + 1
         numbers["window_size"] = config.window_size
         writer.add_bool("clip.use_silu", True)

@@ -339,15 +339,24 @@ def _qwen2_vl(vision: Vision) -> Mmproj:
 
 
 def _qwen2_5_vl(vision: Vision) -> Mmproj:
+    return _qwen(vision, "qwen2_5_vl", "Qwen2_5_VL", _windows(vision), _QWEN2_PIXELS)
+
+
+def _exaone4_5(vision: Vision) -> Mmproj:
+    heads = {"num_key_value_heads": vision.integer("attention.head_count_kv")}
+    return _qwen(vision, "exaone4_5", "Exaone4_5_", _windows(vision) | heads, _QWEN2_PIXELS)
+
+
+def _windows(vision: Vision) -> dict[str, Any]:
+    """Return the fields of Qwen2.5-VL's tower, most of whose layers attend within windows."""
     period = vision.integer("n_wa_pattern")
-    tower = {
+    return {
         "hidden_size": vision.integer("embedding_length"),
         "intermediate_size": vision.integer("feed_forward_length"),
         "hidden_act": vision.activation("gelu"),
         "window_size": vision.integer("window_size", 112),
         "fullatt_block_indexes": [*range(period - 1, vision.layer_count("block_count"), period)],
     }
-    return _qwen(vision, "qwen2_5_vl", "Qwen2_5_VL", tower, _QWEN2_PIXELS)
 
 
 def _qwen3_vl(vision: Vision) -> Mmproj:
@@ -469,6 +478,7 @@ _Reader: TypeAlias = Callable[[Vision], Mmproj]
 _KINDS: Final[dict[str, _Reader]] = {
     "deepseekocr": deepseek_ocr,
     "dots_ocr": _dots_ocr,
+    "exaone4_5": _exaone4_5,
     "gemma3": _gemma3,
     "gemma4uv": _gemma4_unified,
     "gemma4v": _gemma4,

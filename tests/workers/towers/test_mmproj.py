@@ -205,6 +205,27 @@ def test_towers_of_dots_ocr_files_equal_those_of_checkpoints(tmp_path):
     torch.testing.assert_close(*outputs, rtol=0, atol=1e-6)
 
 
+def test_towers_of_exaone_files_equal_those_of_checkpoints(tmp_path):
+    model = write_grid_model(tmp_path, "exaone4_5")
+    file = write_tower(tmp_path / "mmproj-tiny.gguf", model, tmp_path)
+    text = model.config.text_config.to_dict()
+    found = read_mmproj(GGUFFile(file), _decoder(tmp_path / "tiny.gguf"), text)
+    config = ConfigFields.read(tmp_path / "config.json")
+    fields = ConfigFields(found.config, file)
+    specs = [vision_spec(each, text["hidden_size"]) for each in (fields, config)]
+    assert specs[0] == specs[1]
+    stored = read_image_processor(tmp_path, config, config.section("text_config"), {})
+    read = read_image_processor(file, fields, fields.section("text_config"), {}, found)
+    assert replace(read, token_id=stored.token_id) == stored
+    pixels = np.random.default_rng(1).integers(0, 256, (24, 40, 3), np.uint8).tobytes()
+    image = ImagePayload(40, 24, pixels, 1 / 255, (0.5,) * 3, (0.5,) * 3)
+    outputs = [
+        GridTower(specs[0], TowerSource(checkpoint, CPU, torch.float32))(image)
+        for checkpoint in (MmprojCheckpoint(file), open_checkpoint(tmp_path))
+    ]
+    torch.testing.assert_close(*outputs, rtol=0, atol=1e-6)
+
+
 def test_towers_of_deepseek_ocr_files_equal_those_of_checkpoints(tmp_path):
     deepseek_ocr(tmp_path)
     file = tmp_path / "mmproj-tiny.gguf"

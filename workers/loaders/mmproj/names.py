@@ -112,7 +112,12 @@ _PADDLE_NAMES = {
     "mm.1": f"{_VISUAL}merger.fc1",
     "mm.2": f"{_VISUAL}merger.fc2",
 }
-_OTHER_GRID_NAMES = {"dots_ocr": _DOTS_NAMES, "glm4v": _GLM_NAMES, "paddleocr": _PADDLE_NAMES}
+_OTHER_GRID_NAMES = {
+    "dots_ocr": _DOTS_NAMES,
+    "exaone4_5": _GRID_NAMES,
+    "glm4v": _GLM_NAMES,
+    "paddleocr": _PADDLE_NAMES,
+}
 _GRID_LAYER_NAMES = {
     "ln1": "norm1",
     "ln2": "norm2",
