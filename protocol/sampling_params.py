@@ -28,6 +28,17 @@ MAX_STOP_TOKEN_IDS: Final = 1024
 MAX_LOGPROB_TOKEN_IDS: Final = 128
 """Maximum number of listed tokens of a request, as in vLLM."""
 
+MAX_DRY_LENGTH: Final = 2**31 - 1
+MAX_BREAKERS: Final = 64
+MAX_BREAKER_CHARACTERS: Final = 40
+"""Maximum characters of a text that ends repetitions. llama.cpp truncates longer ones."""
+
+SAMPLERS: Final = ("top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature")
+"""The samplers that choose among the tokens, by their names in llama.cpp, and in its default order."""
+
+PLAIN_ORDER: Final = ("temperature", "typ_p", "top_k", "min_p", "top_p")
+"""The order of the samplers for requests that use none of the others, and do not choose another order."""
+
 MAX_N: Final = 128
 MAX_PATTERN_SIZE: Final = 1024
 """Maximum tokens of a repeated pattern that is searched for."""
@@ -118,6 +129,40 @@ class RepetitionDetectionParams(msgspec.Struct, frozen=True, gc=False):
             _integer(f"{name}.min_count", self.min_count, 2, None)
 
 
+class DryParams(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+    """A penalty for tokens that would continue a repetition, as in llama.cpp and text-generation-webui ("DRY").
+
+    If the last L tokens occurred before, followed by a token t, then `multiplier * base ** (L - allowed_length)` is
+    subtracted from the logit of t, for the longest such L, if that is at least `allowed_length`. No more than 64 tokens
+    are compared. Only the last `last_n` tokens of prompt and output are considered, or all if it is -1. A repetition
+    does not contain any of the texts `sequence_breakers`. The frontend derives `breaker_token_ids` from them, int32:
+    the number of tokens of each spelling, followed by these.
+    """
+
+    multiplier: float = 0.0
+    base: float = 1.75
+    allowed_length: int = 2
+    last_n: int = -1
+    sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
+    breaker_token_ids: bytes = b""
+
+    def verify_numbers(self) -> None:
+        """Raise ParameterError for the first number that is out of range."""
+        _number("dry_multiplier", self.multiplier, 0.0, 100.0)
+        _number("dry_base", self.base, 1.0, 100.0)
+        _integer("dry_allowed_length", self.allowed_length, 0, MAX_DRY_LENGTH)
+        _integer("dry_penalty_last_n", self.last_n, -1, MAX_DRY_LENGTH)
+
+    def verify_breakers(self) -> None:
+        """Raise ParameterError if there are too many breakers, or one is empty or too long."""
+        name = "dry_sequence_breakers"
+        _length(name, len(self.sequence_breakers), MAX_BREAKERS)
+        for i, text in enumerate(self.sequence_breakers):
+            if not text:
+                raise ParameterError(f"{name}[{i}]", "must not be empty")
+            _length(f"{name}[{i}]", len(text), MAX_BREAKER_CHARACTERS, "characters")
+
+
 class SamplingParams(msgspec.Struct, omit_defaults=True, gc=False):
     """Sampling parameters, with the names and meanings of OpenAI and vLLM.
 
@@ -132,8 +177,18 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, gc=False):
         top_p: The total probability of the most probable tokens that are kept. 0 is greedy.
         top_k: The number of most probable tokens that are kept; 0 or -1 keeps all.
         min_p: The minimum probability of a token, as a fraction of that of the most probable one.
-        typical_p: The total probability of the most typical tokens that are kept. It applies before the other filters.
-            Greedy requests ignore it.
+        typical_p: The total probability of the most typical tokens that are kept.
+        top_n_sigma: The maximum distance of a token's logit from the largest one, in standard deviations of all logits;
+            0 keeps all tokens (arXiv 2411.07641).
+        xtc_probability: The probability that all but the least probable of the tokens that reach `xtc_threshold` are
+            removed ("exclude top choices" of llama.cpp and text-generation-webui).
+        xtc_threshold: The probability that such a token has at least.
+        dynatemp_range: The temperature lies at most this far from `temperature`, the higher the more uncertain the
+            distribution is; 0 for a fixed one.
+        dynatemp_exponent: The power of the relative entropy by which it grows.
+        samplers: Which of `SAMPLERS` apply, in which order. If there are none, all apply, in the order of
+            `sampler_order`. Greedy requests ignore all but the temperature.
+        dry: The penalty for repetitions; None for none.
         presence_penalty: Subtracted from the logits of tokens in the output.
         frequency_penalty: Subtracted from the logits of tokens in the output, once for each time that they occur.
         repetition_penalty: Divides positive, and multiplies negative, logits of tokens in the prompt or output.
@@ -169,6 +224,13 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, gc=False):
     top_k: int = 0
     min_p: float = 0.0
     typical_p: float = 1.0
+    top_n_sigma: float = 0.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    dynatemp_range: float = 0.0
+    dynatemp_exponent: float = 1.0
+    samplers: tuple[str, ...] = ()
+    dry: DryParams | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -195,6 +257,14 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, gc=False):
     reports_progress: bool = False
     repetition_detection: RepetitionDetectionParams | None = None
 
+    @property
+    def sampler_order(self) -> tuple[str, ...]:
+        """The order in which the samplers apply."""
+        if self.samplers:
+            return self.samplers
+        needs_more = self.top_n_sigma > 0 or self.xtc_probability > 0 or self.dynatemp_range > 0
+        return SAMPLERS if needs_more else PLAIN_ORDER
+
     def verify(self, *, vocab_size: int, max_logprobs: int) -> None:
         """Raise ParameterError for the first parameter that is out of range."""
         self.verify_numbers(vocab_size=vocab_size, max_logprobs=max_logprobs)
@@ -216,6 +286,13 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, gc=False):
         _integer("top_k", self.top_k, -1, None)
         _number("min_p", self.min_p, 0.0, 1.0)
         _number("typical_p", self.typical_p, 0.0, 1.0, open_low=True)
+        _number("top_n_sigma", self.top_n_sigma, 0.0, 1000.0)
+        _number("xtc_probability", self.xtc_probability, 0.0, 1.0)
+        _number("xtc_threshold", self.xtc_threshold, 0.0, 1.0)
+        _number("dynatemp_range", self.dynatemp_range, 0.0, 100.0)
+        _number("dynatemp_exponent", self.dynatemp_exponent, 0.0, 100.0)
+        if self.dry is not None:
+            self.dry.verify_numbers()
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
@@ -234,6 +311,14 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, gc=False):
             _length(name, sum(map(len, texts)), MAX_STOP_CHARACTERS, "characters")
         if "" in self.stop:
             raise ParameterError("stop", "must not contain an empty string")
+        _length("samplers", len(self.samplers), len(SAMPLERS))
+        for i, name in enumerate(self.samplers):
+            if name not in SAMPLERS:
+                raise ParameterError(
+                    f"samplers[{i}]", f"must be one of {', '.join(SAMPLERS)}, got {name[:40]!r}"
+                )
+        if self.dry is not None:
+            self.dry.verify_breakers()
         _length("bad_words", len(self.bad_words), MAX_BAD_WORDS)
         _length("bad_words", sum(map(len, self.bad_words)), MAX_BAD_WORDS_CHARACTERS, "characters")
         _length("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)

@@ -75,6 +75,7 @@ _NOT_IN_BEAM_SEARCH: Final = (
     "min_tokens",
     "presence_penalty",
     "frequency_penalty",
+    "dry_multiplier",
     "logit_bias",
     "bad_words",
     "allowed_token_ids",

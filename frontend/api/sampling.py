@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
-from ...protocol.sampling_params import MAX_LOGIT_BIASES, MAX_N, SamplingParams
+from ...protocol.sampling_params import MAX_LOGIT_BIASES, MAX_N, SAMPLERS, DryParams, SamplingParams
 from ..http.errors import bad_request, echo, wrong
 from .schema import UNLIMITED, GenerationRequest
 from .structured.constraint import Constraint
 
 V = TypeVar("V")
 
-_DEFAULTABLE = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")
+_DEFAULTABLE = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "typical_p",
+    "top_n_sigma",
+    "xtc_probability",
+    "xtc_threshold",
+    "dynatemp_range",
+    "dynatemp_exponent",
+    "repetition_penalty",
+)
 _PLAIN = (
     "min_tokens",
     "presence_penalty",
@@ -23,6 +35,59 @@ _PLAIN = (
     "skip_special_tokens",
     "repetition_detection",
 )
+_DRY: Final = {
+    "dry_multiplier": "multiplier",
+    "dry_base": "base",
+    "dry_allowed_length": "allowed_length",
+    "dry_penalty_last_n": "last_n",
+    "dry_sequence_breakers": "sequence_breakers",
+}
+"""Field of a request -> field of `DryParams`."""
+
+_PENALTIES: Final = {
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+_WITHOUT_SAMPLER: Final[dict[str, dict[str, float]]] = {
+    "top_n_sigma": {"top_n_sigma": 0.0},
+    "top_k": {"top_k": 0},
+    "typ_p": {"typical_p": 1.0},
+    "top_p": {"top_p": 1.0},
+    "min_p": {"min_p": 0.0},
+    "xtc": {"xtc_probability": 0.0},
+    "temperature": {"temperature": 1.0, "dynatemp_range": 0.0},
+}
+"""Sampler -> the parameters that leave it without effect."""
+
+_SAMPLER_NAMES: Final = {
+    "typical_p": "typ_p",
+    "typical": "typ_p",
+    "temp": "temperature",
+    "top-k": "top_k",
+    "top-p": "top_p",
+    "min-p": "min_p",
+    "typical-p": "typ_p",
+    "typ-p": "typ_p",
+    "top-n-sigma": "top_n_sigma",
+    "nucleus": "top_p",
+}
+_SAMPLER_LETTERS: Final = {
+    "d": "dry",
+    "e": "penalties",
+    "i": "infill",
+    "k": "top_k",
+    "m": "min_p",
+    "p": "top_p",
+    "s": "top_n_sigma",
+    "t": "temperature",
+    "x": "xtc",
+    "y": "typ_p",
+}
+
+INFILL_SAMPLER: Final = "infill"
+INFILL_MIN_P: Final = 0.2
+"""The `min_p` that stands for the sampler `infill`, which keeps tokens that are about as probable as this."""
 
 
 def sampling_params(
@@ -46,6 +111,13 @@ def sampling_params(
         value = getattr(request, name)
         if value is not None:
             given[name] = value
+    if given.get("top_n_sigma", 0) < 0:
+        # llama.cpp uses -1 for none.
+        given["top_n_sigma"] = 0.0
+    if (dry := _dry(request)) is not None:
+        given["dry"] = dry
+    if request.samplers is not None:
+        _choose_samplers(request.samplers, given)
     top_k = given.get("top_k")
     if top_k is not None and top_k > vocab_size:
         given["top_k"] = vocab_size
@@ -76,6 +148,42 @@ def sampling_params(
         allowed_token_ids=optional_tuple(request.allowed_token_ids),
         logit_bias=_logit_bias(request.logit_bias),
     )
+
+
+def _dry(request: GenerationRequest) -> DryParams | None:
+    """Return the penalty for repetitions; None without a multiplier."""
+    if not request.dry_multiplier:
+        return None
+    given: dict[str, Any] = {
+        name: value
+        for field, name in _DRY.items()
+        if (value := getattr(request, field)) is not None
+    }
+    if "sequence_breakers" in given:
+        given["sequence_breakers"] = tuple(given["sequence_breakers"])
+    return DryParams(**given)
+
+
+def _choose_samplers(samplers: str | list[str], given: dict[str, Any]) -> None:
+    """Set the order of the samplers, and the parameters of those that are left out so that they have no effect.
+
+    Penalties always come first. Unknown samplers are ignored, as llama.cpp does.
+    """
+    if isinstance(samplers, str):
+        names = [_SAMPLER_LETTERS.get(letter, letter) for letter in samplers]
+    else:
+        names = [_SAMPLER_NAMES.get(name, name) for name in samplers]
+    if INFILL_SAMPLER in names:
+        given["min_p"] = max(given.get("min_p", 0.0), INFILL_MIN_P)
+        names = ["min_p" if name == INFILL_SAMPLER else name for name in names]
+    for name, neutral in _WITHOUT_SAMPLER.items():
+        if name not in names:
+            given |= neutral
+    if "penalties" not in names:
+        given |= _PENALTIES
+    if "dry" not in names:
+        given.pop("dry", None)
+    given["samplers"] = tuple(name for name in dict.fromkeys(names) if name in SAMPLERS)
 
 
 def _num_candidates(request: GenerationRequest) -> int:

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import os
 from collections import Counter
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -17,9 +17,10 @@ from ...protocol.config import EngineConfig
 from ...protocol.errors import ParameterError, counted
 from ...protocol.grammars.grammar import PARAM as STRUCTURED_OUTPUTS
 from ...protocol.messages import EngineCoreRequest
-from ...protocol.sampling_params import MAX_SEED, SamplingParams, StructuredOutput
+from ...protocol.sampling_params import MAX_SEED, DryParams, SamplingParams, StructuredOutput
 from ..http.shown_values import echo
 from ..tokenizer.absent import NO_TOKENIZER
+from ..tokenizer.breakers import Breakers
 from ..tokenizer.stop_patterns import verify_patterns
 from ..tokenizer.token_ids import token_id_array
 from ..tokenizer.tokenizer import Tokenizer
@@ -62,6 +63,7 @@ class InputProcessor:
         self._executor = executor
         self._default_max_tokens = config.frontend.default_sampling.get("max_tokens")
         self._seeds = _Seeds(config.model.seed)
+        self._breakers = Breakers(tokenizer, config.model.vocab_size)
 
     async def process(
         self, sequences: list[SequenceRequest], arrival_time: float
@@ -74,7 +76,7 @@ class InputProcessor:
             ParameterError: A parameter is invalid for this model.
         """
         prompts: dict[int, tuple[int, bytes]] = {}
-        bad_words: dict[tuple[int, ...], TokenSequences] = {}
+        encoded: dict[tuple[int, ...], _EncodedTexts] = {}
         counts = Counter(_lists_of(sequence.params) for sequence in sequences)
         for i, sequence in enumerate(sequences, 1):
             if i % SEQUENCES_AT_ONCE == 0:
@@ -88,12 +90,14 @@ class InputProcessor:
                 )
                 prompts[id(prompt)] = len(token_ids), int32_bytes(token_ids)
             lists = _lists_of(params)
-            if lists not in bad_words:
+            if lists not in encoded:
                 if not self._model.has_tokenizer:
                     _verify_without_text(params)
                 params.verify_lists(vocab_size=self._model.vocab_size)
-                bad_words[lists] = await self._bad_words(params)
-                _verify_volume(params, bad_words[lists], counts[lists])
+                encoded[lists] = _EncodedTexts(
+                    await self._bad_words(params), await self._dry(params.dry)
+                )
+                _verify_volume(params, encoded[lists], counts[lists])
         _verify_num_logprobs(
             [(len(prompts[id(s.prompt_token_ids)][1]) // 4, s.params) for s in sequences],
             self._model.vocab_size,
@@ -103,9 +107,9 @@ class InputProcessor:
         messages: list[EngineCoreRequest] = []
         for sequence in sequences:
             prompt_of = prompts[id(sequence.prompt_token_ids)]
-            words = bad_words[_lists_of(sequence.params)]
+            texts = encoded[_lists_of(sequence.params)]
             predicted = predictions[id(sequence.predicted_token_ids)]
-            messages.append(self._message(sequence, *prompt_of, words, predicted, arrival_time))
+            messages.append(self._message(sequence, *prompt_of, texts, predicted, arrival_time))
             if len(messages) % SEQUENCES_AT_ONCE == 0:
                 await asyncio.sleep(0)
         return messages
@@ -115,7 +119,7 @@ class InputProcessor:
         request: SequenceRequest,
         num_prompt_tokens: int,
         prompt: bytes,
-        bad_words: TokenSequences,
+        texts: _EncodedTexts,
         predicted: bytes,
         arrival_time: float,
     ) -> EngineCoreRequest:
@@ -134,7 +138,8 @@ class InputProcessor:
             stop=(),
             stop_regex=(),
             bad_words=(),
-            bad_words_token_ids=bad_words,
+            bad_words_token_ids=texts.bad_words,
+            dry=texts.dry,
             max_tokens=1
             if request.pooling is not None
             else self._max_tokens(num_prompt_tokens, params.max_tokens),
@@ -238,6 +243,19 @@ class InputProcessor:
         encoded = await self._executor.run(size, self._encode_bad_words, words)
         return params.bad_words_token_ids + encoded
 
+    async def _dry(self, dry: DryParams | None) -> DryParams | None:
+        """Return the penalty without the texts of its breakers, whose tokens are added; None if it has no effect."""
+        if dry is None or not dry.multiplier:
+            return None
+        texts = dry.sequence_breakers
+        if not texts:
+            return dry
+        size = len(texts) * self._model.vocab_size
+        added = await self._executor.run(size, self._breakers.find, texts)
+        return msgspec.structs.replace(
+            dry, sequence_breakers=(), breaker_token_ids=dry.breaker_token_ids + added
+        )
+
     def _encode_bad_words(self, words: tuple[str, ...]) -> TokenSequences:
         """Encode each word with and without a leading space, because the two have different tokens."""
         sequences: dict[tuple[int, ...], None] = {}
@@ -252,6 +270,13 @@ class InputProcessor:
         return tuple(sequences)
 
 
+class _EncodedTexts(NamedTuple):
+    """The tokens of the texts among a request's parameters."""
+
+    bad_words: TokenSequences
+    dry: DryParams | None
+
+
 def _lists_of(params: SamplingParams) -> tuple[int, ...]:
     """Return the object identities of all parameters that may be long, to recognize parameters that sequences share."""
     return (
@@ -262,6 +287,7 @@ def _lists_of(params: SamplingParams) -> tuple[int, ...]:
         id(params.logit_bias),
         id(params.bad_words),
         id(params.bad_words_token_ids),
+        id(params.dry),
         id(params.structured_output),
     )
 
@@ -272,6 +298,7 @@ def _verify_without_text(params: SamplingParams) -> None:
         ("stop", params.stop, "stop_token_ids"),
         ("stop_regex", params.stop_regex, "stop_token_ids"),
         ("bad_words", params.bad_words, "logit_bias"),
+        ("dry_sequence_breakers", params.dry and params.dry.sequence_breakers, "[]"),
         (STRUCTURED_OUTPUTS, params.structured_output, "allowed_token_ids"),
     )
     for name, value, instead in texts:
@@ -279,14 +306,20 @@ def _verify_without_text(params: SamplingParams) -> None:
             raise ParameterError(name, f"needs a tokenizer, and {NO_TOKENIZER}; use {instead}")
 
 
-def _verify_volume(params: SamplingParams, bad_words: TokenSequences, num_sequences: int) -> None:
+def _verify_volume(params: SamplingParams, texts: _EncodedTexts, num_sequences: int) -> None:
     """Raise ParameterError if the lists are too large in total when every sequence has its own copy."""
     constraint = params.structured_output
     sizes = (
         ("stop_token_ids", len(params.stop_token_ids), MAX_TOTAL_ENTRIES, "entries"),
         ("allowed_token_ids", len(params.allowed_token_ids or ()), MAX_TOTAL_ENTRIES, "entries"),
         ("logit_bias", len(params.logit_bias or ()), MAX_TOTAL_ENTRIES, "entries"),
-        ("bad_words", sum(map(len, bad_words)), MAX_TOTAL_ENTRIES, "tokens"),
+        ("bad_words", sum(map(len, texts.bad_words)), MAX_TOTAL_ENTRIES, "tokens"),
+        (
+            "dry_sequence_breakers",
+            0 if texts.dry is None else len(texts.dry.breaker_token_ids) // 4,
+            MAX_TOTAL_ENTRIES,
+            "tokens",
+        ),
         (
             STRUCTURED_OUTPUTS,
             0 if constraint is None else len(constraint.spec),

@@ -93,6 +93,11 @@ SAMPLING_FIELDS = {
     "top_k": "top_k",
     "min_p": "min_p",
     "typical_p": "typical_p",
+    "top_n_sigma": "top_n_sigma",
+    "xtc_probability": "xtc_probability",
+    "xtc_threshold": "xtc_threshold",
+    "dynatemp_range": "dynatemp_range",
+    "dynatemp_exponent": "dynatemp_exponent",
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
@@ -103,6 +108,8 @@ GGUF_SAMPLING_KEYS = {
     "top_p": "top_p",
     "top_k": "top_k",
     "min_p": "min_p",
+    "xtc_probability": "xtc_probability",
+    "xtc_threshold": "xtc_threshold",
     "penalty_repeat": "repetition_penalty",
 }
 # For these rope types, max_position_embeddings already includes the scaling.

@@ -28,6 +28,7 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"min_tokens": 40, "ignore_eos": False, "temperature": 1.0},
     {"prompt_logprobs": 1, "logprobs": 0, "stream": False, "stream_options": None},
     {"structured_outputs": {"regex": "([a-z]{3,9} ){20}[a-z]+"}, "temperature": 1.0},
+    {"temperature": 0.9, "dry_multiplier": 0.8, "xtc_probability": 0.5, "dynatemp_range": 0.3},
     {"max_tokens": 20, "bad_words": [" was"], "logit_bias": {"260": -50}},
 )
 

@@ -6,7 +6,8 @@ Shapes: S rows of the batch, K sampled tokens (more than S with accepted drafts)
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +19,7 @@ from ..batch import PersistentBatch
 from ..device.dtypes import AnyArray, HostDevice, address, float32_array, on_host
 from ..sampling import Grammar, Logprobs, Sampler, SamplerOutput, SamplingMetadata
 from ..sampling.state import SamplingState
-from .abi.structs import LogitRules, LogprobRows, SamplingRows, Step
+from .abi.structs import ChainedSampler, LogitRules, LogprobRows, SamplingRows, Step
 from .program import NativeProgram
 
 
@@ -34,6 +35,8 @@ class NativeSampler(Sampler):
         self._program = program
         self._rules = (LogitRules * batch.num_slots)()
         self._bad_words: dict[int, Int32Array] = {}
+        self._long_breakers: dict[int, Int32Array] = {}
+        self._samplers: dict[int, ctypes.Array[ChainedSampler]] = {}
         self._grammar = np.zeros(batch.num_slots, np.uintp)
         self._grammar_words = np.zeros(1, np.int64)
         state = self._state
@@ -42,7 +45,6 @@ class NativeSampler(Sampler):
             "inverse_temperature": state.inverse_temperature.ctypes.data,
             "top_k": state.top_k.ctypes.data,
             "top_p": state.top_p.ctypes.data,
-            "typical_p": state.typical_p.ctypes.data,
             "min_p_margin": state.min_p_margin.ctypes.data,
             "seed": state.seed.ctypes.data,
             "changes_logits": state.changes_logits.ctypes.data,
@@ -109,7 +111,7 @@ class NativeSampler(Sampler):
         if (allowed := state.allowed_tokens.get(slot)) is not None:
             rules.allowed = allowed.ctypes.data
         if (words := state.bad_words.get(slot)) is not None:
-            flat = np.array([x for word in words for x in (len(word), *word)], np.int32)
+            flat = _with_lengths(words)
             self._bad_words[slot] = flat
             rules.bad_words, rules.bad_words_size = flat.ctypes.data, len(flat)
         if (ends := state.end_token_ids.get(slot)) is not None:
@@ -127,7 +129,26 @@ class NativeSampler(Sampler):
             rules.first_timestamp = transcript.rules.first_timestamp_id
             rules.end_token = transcript.rules.end_token_id
             rules.max_initial_timestamp = transcript.rules.max_initial_timestamp
+        if (dry := state.dry.get(slot)) is not None:
+            rules.dry_multiplier = dry.params.multiplier
+            rules.dry_log_base = math.log(dry.params.base)
+            rules.dry_allowed_length = dry.params.allowed_length
+            rules.dry_last_n = dry.params.last_n
+            rules.breakers = dry.breakers.ctypes.data
+            flat = _with_lengths(dry.long_breakers)
+            self._long_breakers[slot] = flat
+            rules.long_breakers, rules.long_breakers_size = flat.ctypes.data, len(flat)
+        if (chain := state.chains.get(slot)) is not None:
+            self._samplers[slot] = (ChainedSampler * len(chain))(
+                *(ChainedSampler(*each) for each in chain)
+            )
+            rules.samplers, rules.num_samplers = self._samplers[slot], len(chain)
         self._rules[slot] = rules
+
+
+def _with_lengths(sequences: Iterable[tuple[int, ...]]) -> Int32Array:
+    """Return all sequences of tokens, each after its length, int32."""
+    return np.array([x for sequence in sequences for x in (len(sequence), *sequence)], np.int32)
 
 
 class PromptScorer(NativeSampler):

@@ -18,11 +18,12 @@ from ...protocol.arrays import Int64Array
 from ..device.dtypes import torch_device
 from ..device.transfers import to_device
 from .bad_words import BadWordRows, BadWords
+from .chain import ChainedSampler, ChainRows, Kind
 from .masks import token_limits
 from .penalties import PenaltyRows
+from .repetitions import RepetitionRows, Repetitions
 from .state import SamplingState
 from .transcripts import TranscriptRows, Transcripts
-from .typical import TypicalRows
 
 
 class LimitedRows(msgspec.Struct):
@@ -48,14 +49,15 @@ class LogitBias(msgspec.Struct):
 
 
 class LogitChanges(msgspec.Struct):
-    """All changes of a batch's logits; None means that no row needs the change."""
+    """All changes of a batch's logits; None or an empty list means that no row needs the change."""
 
     allowed: LimitedRows | None
     bad_words: BadWordRows | None
     end_tokens: EndTokens | None
     logit_bias: LogitBias | None
     penalties: PenaltyRows | None
-    typical: TypicalRows | None
+    repetitions: RepetitionRows | None
+    chains: list[ChainRows]
     transcripts: TranscriptRows | None
 
     @classmethod
@@ -64,6 +66,7 @@ class LogitChanges(msgspec.Struct):
         state: SamplingState,
         bad_words: BadWords,
         transcripts: Transcripts,
+        repetitions: Repetitions,
         slots_S: Int64Array,
     ) -> LogitChanges:
         """Return the changes for a batch of slots."""
@@ -73,7 +76,8 @@ class LogitChanges(msgspec.Struct):
             end_tokens=_end_tokens(state, slots_S),
             logit_bias=_logit_bias(state, slots_S),
             penalties=_penalties(state, slots_S),
-            typical=_typical(state, slots_S),
+            repetitions=repetitions.rows(state.dry, slots_S),
+            chains=_chains(state, slots_S),
             transcripts=transcripts.rows(state.transcripts, slots_S),
         )
 
@@ -124,16 +128,24 @@ def _penalties(state: SamplingState, slots_S: Int64Array) -> PenaltyRows | None:
     )
 
 
-def _typical(state: SamplingState, slots_S: Int64Array) -> TypicalRows | None:
-    rows = np.flatnonzero(state.typical_p[slots_S] < 1)
-    if not len(rows):
-        return None
-    slots = slots_S[rows]
-    return TypicalRows(
-        _to_device(rows, state),
-        _to_device(state.inverse_temperature[slots], state),
-        _to_device(state.typical_p[slots], state),
-    )
+def _chains(state: SamplingState, slots_S: Int64Array) -> list[ChainRows]:
+    rows_of: dict[tuple[Kind, ...], list[int]] = {}
+    for row in _rows_in(state.chains, slots_S):
+        kinds = tuple(each.kind for each in state.chains[int(slots_S[row])])
+        rows_of.setdefault(kinds, []).append(row)
+    return [
+        ChainRows(
+            rows,
+            _to_device(np.array(rows, np.int64), state),
+            kinds,
+            _to_device(_values([state.chains[int(slots_S[row])] for row in rows]), state),
+        )
+        for kinds, rows in rows_of.items()
+    ]
+
+
+def _values(chains: list[list[ChainedSampler]]) -> npt.NDArray[np.float64]:
+    return np.array([[each[1:] for each in samplers] for samplers in chains], np.float64)
 
 
 def _rows_in(table: Mapping[int, object], slots_S: Int64Array) -> list[int]:

@@ -31,6 +31,7 @@ class Stream(IntEnum):
     """Independent random sequences for the same seed, one per purpose."""
 
     TOKEN = 0
+    XTC = 1
 
 
 def philox(counter: Uint64Array, key: Uint64Array) -> Uint64Array:

@@ -7,19 +7,16 @@ words, biases and masks are stored only for the slots that have them.
 from __future__ import annotations
 
 import math
-import sys
-from typing import Final
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from ...protocol.arrays import Float32Array, Int32Array, Int64Array
-from ...protocol.sampling_params import SamplingParams, TranscriptRules
+from ...protocol.arrays import Float32Array, Int32Array, Int64Array, int32_view
+from ...protocol.sampling_params import DryParams, SamplingParams, TranscriptRules
 from ..device.dtypes import HostDevice
+from .chain import GREEDY_TEMPERATURE, ChainedSampler, Kind, is_plain, samplers_of
 from .masks import pack_bitmask
-
-GREEDY_TEMPERATURE: Final = 1e-5
-"""Temperature below which only the most likely token has a nonzero weight, so that sampling is greedy."""
 
 
 class TranscriptState:
@@ -29,6 +26,28 @@ class TranscriptState:
         self.rules = rules
         self.suppressed = np.array(rules.suppressed_token_ids, np.int32)
         self.begin_suppressed = np.array(rules.begin_suppressed_token_ids, np.int32)
+
+
+class DryState(NamedTuple):
+    """The penalty for repetitions, with the breakers of one token as a bitmask, and all others as tokens."""
+
+    params: DryParams
+    breakers: Int32Array
+    long_breakers: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def from_params(cls, params: DryParams, vocab_size: int) -> DryState:
+        """Divide the breakers by their length. Tokens outside of the vocabulary are left out."""
+        flat = int32_view(params.breaker_token_ids).tolist()
+        single, longer, i = set(), [], 0
+        while i < len(flat):
+            breaker = tuple(flat[i + 1 : i + 1 + flat[i]])
+            i += 1 + flat[i]
+            if len(breaker) > 1:
+                longer.append(breaker)
+            elif breaker and breaker[0] < vocab_size:
+                single.add(breaker[0])
+        return cls(params, pack_bitmask(sorted(single), vocab_size), tuple(longer))
 
 
 class SamplingState:
@@ -43,7 +62,6 @@ class SamplingState:
         self.top_k = np.full(num_slots, vocab_size, np.int64)
         self.top_p = np.ones(num_slots, np.float64)
         self.min_p_margin = np.full(num_slots, -np.inf, np.float32)
-        self.typical_p = np.ones(num_slots, np.float64)
         self.seed = np.zeros(num_slots, np.int64)
         self.changes_logits = np.zeros(num_slots, np.bool_)
         self.has_penalties = np.zeros(num_slots, np.bool_)
@@ -63,6 +81,9 @@ class SamplingState:
         self.allowed_tokens: dict[int, Int32Array] = {}
         self.bad_words: dict[int, tuple[tuple[int, ...], ...]] = {}
         self.transcripts: dict[int, TranscriptState] = {}
+        self.dry: dict[int, DryState] = {}
+        self.chains: dict[int, list[ChainedSampler]] = {}
+        """The samplers of slots that need more than temperature, top-k, min-p and top-p, which have no effect then."""
 
     def add_request(
         self,
@@ -74,23 +95,7 @@ class SamplingState:
     ) -> None:
         """Add a request to a slot. `params` have been validated; `output_token_ids` were sampled before."""
         self.remove_request(slot)
-        # A top-k or top-p that leaves one token is greedy, which costs less. A typical_p that leaves one token is not,
-        # because it may not be the most likely one.
-        leaves_one = params.top_k == 1 or params.top_p == 0
-        is_greedy = params.temperature < GREEDY_TEMPERATURE or (
-            leaves_one and params.typical_p == 1
-        )
-        self.is_greedy[slot] = is_greedy
-        self.typical_p[slot] = 1.0 if is_greedy else params.typical_p
-        self.inverse_temperature[slot] = 1 / max(params.temperature, GREEDY_TEMPERATURE)
-        self.top_k[slot] = (
-            min(params.top_k, self.vocab_size) if params.top_k > 0 else self.vocab_size
-        )
-        # The smallest positive top-p still keeps one token.
-        self.top_p[slot] = max(params.top_p, sys.float_info.min)
-        self.min_p_margin[slot] = (
-            params.temperature * math.log(params.min_p) if params.min_p > 0 else -math.inf
-        )
+        self._set_samplers(slot, params)
         self.seed[slot] = params.seed or 0
         self.repetition_penalty[slot] = params.repetition_penalty
         self.presence_penalty[slot] = params.presence_penalty
@@ -123,20 +128,30 @@ class SamplingState:
             self.bad_words[slot] = words
         if params.transcript_rules is not None:
             self.transcripts[slot] = TranscriptState(params.transcript_rules)
-        self.changes_logits[slot] = (
-            self.has_penalties[slot]
-            or self.typical_p[slot] < 1
-            or any(
-                slot in changes
-                for changes in (
-                    self.end_token_ids,
-                    self.logit_bias,
-                    self.allowed_tokens,
-                    self.bad_words,
-                    self.transcripts,
-                )
-            )
+        if params.dry is not None and params.dry.multiplier > 0 and params.dry.last_n:
+            self.dry[slot] = DryState.from_params(params.dry, self.vocab_size)
+        self.changes_logits[slot] = self.has_penalties[slot] or any(
+            slot in changes for changes in self._changes
         )
+
+    def _set_samplers(self, slot: int, params: SamplingParams) -> None:
+        samplers = samplers_of(params, self.vocab_size)
+        plain = is_plain(samplers)
+        by_kind = {each.kind: each.first for each in samplers} if plain else {}
+        # A top-k or top-p that leaves one token is greedy, which costs less. With other samplers, the token may not be
+        # the most likely one.
+        leaves_one = plain and (by_kind.get(Kind.TOP_K) == 1 or params.top_p == 0)
+        has_temperature = any(each.kind is Kind.TEMPERATURE for each in samplers)
+        is_greedy = has_temperature and params.temperature < GREEDY_TEMPERATURE
+        self.is_greedy[slot] = is_greedy or leaves_one
+        temperature = by_kind.get(Kind.TEMPERATURE, 1.0)
+        self.inverse_temperature[slot] = 1 / temperature
+        self.top_k[slot] = by_kind.get(Kind.TOP_K, self.vocab_size)
+        self.top_p[slot] = by_kind.get(Kind.TOP_P, 1.0)
+        # Min-p comes after the temperature, and is applied to logits that are not divided by it.
+        self.min_p_margin[slot] = temperature * by_kind.get(Kind.MIN_P, -math.inf)
+        if not plain and not is_greedy:
+            self.chains[slot] = samplers
 
     def remove_request(self, slot: int) -> None:
         """Free a slot. Does nothing if it is free already."""
@@ -146,8 +161,18 @@ class SamplingState:
         self.wants_logprobs[slot] = self.wants_processed[slot] = False
         self.num_listed[slot] = 0
         self.listed_tokens.pop(slot, None)
-        self.end_token_ids.pop(slot, None)
-        self.logit_bias.pop(slot, None)
-        self.allowed_tokens.pop(slot, None)
-        self.bad_words.pop(slot, None)
-        self.transcripts.pop(slot, None)
+        for changes in self._changes:
+            changes.pop(slot, None)
+
+    @property
+    def _changes(self) -> tuple[dict[int, Any], ...]:
+        """The changes of logits, by slot, that only some requests need."""
+        return (
+            self.end_token_ids,
+            self.logit_bias,
+            self.allowed_tokens,
+            self.bad_words,
+            self.transcripts,
+            self.dry,
+            self.chains,
+        )

@@ -14,15 +14,17 @@ import torch
 from ...protocol.arrays import Int32Array, Int64Array
 from ..device.transfers import to_device
 from .bad_words import BadWords
+from .chain import Kind, apply_samplers
 from .choice import choose_tokens, mark_not_numbers
 from .logit_changes import LogitChanges
 from .logprobs import compute_logprobs, compute_processed
 from .masks import limit, token_limits
 from .metadata import SamplingMetadata
 from .penalties import SeenTokens
+from .random import Stream, uniforms
+from .repetitions import Repetitions
 from .sampler import Grammar, Sampler, SamplerOutput
 from .transcripts import Transcripts
-from .typical import mask_atypical
 
 ChooseTokens = Callable[[torch.Tensor, SamplingMetadata, Int32Array], torch.Tensor]
 
@@ -48,6 +50,7 @@ class TorchSampler(Sampler):
         self._seen_tokens = SeenTokens(num_slots, device)
         self._bad_words = BadWords(num_slots, device)
         self._transcripts = Transcripts(num_slots, vocab_size, device)
+        self._repetitions = Repetitions(num_slots, vocab_size, device)
         self._changes: tuple[SamplingMetadata, LogitChanges] | None = None
 
     def _prepare(
@@ -59,6 +62,8 @@ class TorchSampler(Sampler):
             self._bad_words.add_slot(slot, self._state.bad_words[slot], output_token_ids)
         if slot in self._state.transcripts:
             self._transcripts.add_slot(slot, self._state.transcripts[slot], output_token_ids)
+        if slot in self._state.dry:
+            self._repetitions.add_slot(slot, prompt_token_ids, output_token_ids)
 
     def sample(
         self,
@@ -80,8 +85,7 @@ class TorchSampler(Sampler):
             rows_G, bitmask_GK = self._rows_of(metadata.slots_S, grammar)
             limits_GV = token_limits(bitmask_GK, self._vocab_size, self._device)
             limit(logits_SV, self._to_device(rows_G), limits_GV)
-        if changes is not None and changes.typical is not None:
-            mask_atypical(logits_SV, changes.typical)
+        self._apply_samplers(logits_SV, changes, metadata, positions_S)
         chosen_S = self._choose(logits_SV, metadata, positions_S)
         if raw_peak_S is not None:
             mark_not_numbers(chosen_S, raw_peak_S)
@@ -92,6 +96,8 @@ class TorchSampler(Sampler):
             self._bad_words.append_sampled(changes.bad_words, sampled.token_ids)
         if changes is not None and changes.transcripts is not None:
             self._transcripts.append_sampled(changes.transcripts, sampled.token_ids)
+        if changes is not None and changes.repetitions is not None:
+            self._repetitions.append_sampled(changes.repetitions, sampled.token_ids)
         if wanted is None or raw_logits_RV is None:
             return sampled
         token_ids_R = sampled.token_ids if wanted.rows is None else sampled.token_ids[wanted.rows]
@@ -111,8 +117,7 @@ class TorchSampler(Sampler):
         metadata = self.describe(slots_S)
         logits_SV = logits_SV.contiguous()
         changes = self._change(logits_SV, metadata, positions_S)
-        if changes is not None and changes.typical is not None:
-            mask_atypical(logits_SV, changes.typical)
+        self._apply_samplers(logits_SV, changes, metadata, positions_S)
         return self._choose(logits_SV, metadata, positions_S).clip(0)
 
     def _change(
@@ -138,7 +143,11 @@ class TorchSampler(Sampler):
     def _changes_for(self, metadata: SamplingMetadata) -> LogitChanges:
         if self._changes is None or self._changes[0] is not metadata:
             changes = LogitChanges.from_state(
-                self._state, self._bad_words, self._transcripts, metadata.slots_S
+                self._state,
+                self._bad_words,
+                self._transcripts,
+                self._repetitions,
+                metadata.slots_S,
             )
             self._changes = metadata, changes
         return self._changes[1]
@@ -161,6 +170,24 @@ class TorchSampler(Sampler):
             logits.index_add_(0, changes.logit_bias.index_E, changes.logit_bias.values_E)
         if changes.penalties is not None:
             self._seen_tokens.penalize(logits_SV, changes.penalties)
+        if changes.repetitions is not None:
+            self._repetitions.penalize(logits_SV, changes.repetitions)
+
+    def _apply_samplers(
+        self,
+        logits_SV: torch.Tensor,
+        changes: LogitChanges | None,
+        metadata: SamplingMetadata,
+        positions_S: Int32Array,
+    ) -> None:
+        """Apply the samplers that `choose` does not, in place."""
+        for chain in () if changes is None else changes.chains:
+            noise_R = None
+            if Kind.XTC in chain.kinds:
+                seeds_R = self._state.seed[metadata.slots_S[chain.host_rows]]
+                positions_R = positions_S[chain.host_rows].astype(np.int64)
+                noise_R = self._to_device(uniforms(seeds_R, positions_R, Stream.XTC))
+            apply_samplers(logits_SV, chain, noise_R)
 
     def _to_device(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
         return to_device(array, self._device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, Final
 
-from ....protocol.sampling_params import SamplingParams
+from ....protocol.sampling_params import DryParams, SamplingParams
 from ...client.engine_client import Delta, Sequence
 from ...http.json_pieces import EncodedJSON, encode_list
 from ..answer import PromptAnswer
@@ -15,7 +15,7 @@ from ..receipts.timings import llama_prompt_timings, llama_timings
 from ..schema import UNLIMITED
 from ..streaming.event_stream import ChunkEncoder, StreamFormat, error_with_retry, event
 from ..streaming.progress import ProgressChunks
-from .llama_cpp_request import SAMPLERS, LlamaPrompt
+from .llama_cpp_request import LlamaPrompt
 
 LLAMA_STREAM: Final = StreamFormat(
     content_type=b"text/event-stream; charset=utf-8",
@@ -191,6 +191,7 @@ def generation_settings(params: SamplingParams, request: LlamaPrompt) -> Json:
     num_tokens = -1 if request.max_tokens == UNLIMITED else request.max_tokens
     if request.only_computes_prompt:
         num_tokens = 0
+    dry = params.dry or DryParams()
     return {
         "n_predict": num_tokens,
         "max_tokens": num_tokens,
@@ -200,6 +201,16 @@ def generation_settings(params: SamplingParams, request: LlamaPrompt) -> Json:
         "top_p": params.top_p,
         "min_p": params.min_p,
         "typical_p": params.typical_p,
+        "top_n_sigma": params.top_n_sigma or -1.0,
+        "xtc_probability": params.xtc_probability,
+        "xtc_threshold": params.xtc_threshold,
+        "dynatemp_range": params.dynatemp_range,
+        "dynatemp_exponent": params.dynatemp_exponent,
+        "dry_multiplier": dry.multiplier,
+        "dry_base": dry.base,
+        "dry_allowed_length": dry.allowed_length,
+        "dry_penalty_last_n": dry.last_n,
+        "dry_sequence_breakers": list(dry.sequence_breakers),
         "repeat_last_n": -1,
         "repeat_penalty": params.repetition_penalty,
         "presence_penalty": params.presence_penalty,
@@ -210,7 +221,7 @@ def generation_settings(params: SamplingParams, request: LlamaPrompt) -> Json:
         "post_sampling_probs": params.processed_logprobs,
         "stream": bool(request.stream),
         "grammar": request.grammar or "",
-        "samplers": list(SAMPLERS),
+        "samplers": ["penalties", "dry", *params.sampler_order],
     }
 
 

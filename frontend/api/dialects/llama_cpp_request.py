@@ -14,7 +14,7 @@ from ...http.errors import bad_request, expect, wrong
 from ...tokenizer.tokenizer import Tokenizer
 from ..logprobs import Json
 from ..prompts import Prompt, parse_token_ids, verify_num_sequences
-from ..schema import UNLIMITED, CompletionRequest
+from ..schema import UNLIMITED, CompletionRequest, SamplerFields
 from ..schema.llama_cpp import LlamaCompletionRequest, LlamaFields, LlamaInfillRequest
 
 Part: TypeAlias = str | int
@@ -22,13 +22,7 @@ Part: TypeAlias = str | int
 _PLAIN: Final = (
     "model",
     "stream",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "typical_p",
-    "presence_penalty",
-    "frequency_penalty",
+    *SamplerFields.__struct_fields__,
     "ignore_eos",
     "grammar",
     "json_schema",
@@ -46,42 +40,6 @@ _NAMES: Final = {
     "repetition_penalty": "repeat_penalty",
 }
 """Field of a completion request -> the field of llama.cpp that sets it."""
-
-_WITHOUT_SAMPLER: Final[dict[str, Json]] = {
-    "penalties": {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
-    "top_k": {"top_k": 0},
-    "typ_p": {"typical_p": 1.0},
-    "top_p": {"top_p": 1.0},
-    "min_p": {"min_p": 0.0},
-    "temperature": {"temperature": 1.0},
-}
-"""Sampler -> the parameters that leave it without effect."""
-
-SAMPLERS: Final = tuple(_WITHOUT_SAMPLER)
-"""The samplers, in the order in which they apply."""
-
-_SAMPLER_NAMES: Final = {
-    "typical_p": "typ_p",
-    "typical": "typ_p",
-    "temp": "temperature",
-    "top-k": "top_k",
-    "top-p": "top_p",
-    "min-p": "min_p",
-    "typical-p": "typ_p",
-}
-_SAMPLER_LETTERS: Final = {
-    "e": "penalties",
-    "k": "top_k",
-    "y": "typ_p",
-    "p": "top_p",
-    "m": "min_p",
-    "t": "temperature",
-    "i": "infill",
-}
-
-INFILL_SAMPLER: Final = "infill"
-INFILL_MIN_P: Final = 0.2
-"""The `min_p` that stands for the sampler `infill`, which keeps tokens that are about as probable as this."""
 
 MAX_BIAS: Final = 100.0
 """The largest effective bias of a token. The bias `false` is its negative."""
@@ -120,11 +78,10 @@ def translate(body: LlamaFields, tokenizer: Tokenizer) -> LlamaPrompt:
     if fields["temperature"] is not None:
         # Negative temperatures are greedy.
         fields["temperature"] = max(fields["temperature"], 0.0)
-    fields["repetition_penalty"] = 1.0 if body.repeat_last_n == 0 else body.repeat_penalty
-    for unused in _unused_samplers(body.samplers):
-        fields |= _WITHOUT_SAMPLER[unused]
-    if body.samplers and INFILL_SAMPLER in _sampler_names(body.samplers):
-        fields["min_p"] = max(fields["min_p"] or 0.0, INFILL_MIN_P)
+    if body.repeat_penalty is not None:
+        fields["repetition_penalty"] = body.repeat_penalty
+    if body.repeat_last_n == 0:
+        fields["repetition_penalty"] = 1.0
     stop = [body.stop] if isinstance(body.stop, str) else body.stop
     prompts, is_list = _prompts(body)
     return LlamaPrompt(
@@ -217,17 +174,6 @@ def _prompt(prompt: Any, where: str) -> str | list[Part]:
                 raise wrong(f"{where}[{i}]", "a token id or a string", part)
         return prompt
     return str(expect(prompt, str, where, "a string or an array of token ids and strings"))
-
-
-def _sampler_names(samplers: str | list[str]) -> set[str]:
-    if isinstance(samplers, str):
-        return {_SAMPLER_LETTERS.get(letter, letter) for letter in samplers}
-    return {_SAMPLER_NAMES.get(name, name) for name in samplers}
-
-
-def _unused_samplers(samplers: str | list[str] | None) -> set[str]:
-    """Return the samplers that the request leaves out; none if it has no list of samplers."""
-    return set() if samplers is None else set(_WITHOUT_SAMPLER) - _sampler_names(samplers)
 
 
 def _logit_bias(value: Any, tokenizer: Tokenizer) -> dict[str, float] | None:

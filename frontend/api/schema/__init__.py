@@ -33,7 +33,27 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     repetition_penalty: float | None = None
 
 
-class CommonFields(SamplingFields, kw_only=True):
+class SamplerFields(SamplingFields, kw_only=True):
+    """The samplers of llama.cpp that others do not have, and the choice of those that apply."""
+
+    typical_p: float | None = None
+    top_n_sigma: float | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
+    # The temperature grows with the entropy, by at most the range in both directions.
+    dynatemp_range: float | None = None
+    dynatemp_exponent: float | None = None
+    # The penalty for repetitions.
+    dry_multiplier: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: Int | None = None
+    dry_penalty_last_n: Int | None = None
+    dry_sequence_breakers: list[str] | None = None
+    # The names or the letters of the samplers that apply, in their order.
+    samplers: str | list[str] | None = None
+
+
+class CommonFields(SamplerFields, kw_only=True):
     """The fields with the same meaning in completions, chat completions and responses."""
 
     seed: Int | None = None
@@ -71,7 +91,6 @@ class GenerationRequest(CommonFields, kw_only=True):
     n: Int | None = None
     best_of: Int | None = None
     max_tokens: Int | None = None
-    typical_p: float | None = None
     bad_words: list[str] | None = None
     allowed_token_ids: list[Int] | None = None
     prompt_logprobs: Int | None = None
@@ -138,7 +157,7 @@ class GenerationRequest(CommonFields, kw_only=True):
     # Rejected (see `refused.py`), because an answer that ignores them would be wrong.
     rejected: ClassVar[str] = (
         "logits_processors vllm_xargs mm_processor_kwargs lora_path custom_logit_processor "
-        "dry_multiplier mirostat xtc_probability top_n_sigma dynatemp_range samplers suffix "
+        "mirostat suffix "
         "prompt_embeds early_stopping return_weight_versions return_cached_tokens_details "
         "return_spec_tokens_details images_config watermark watermarking media_io_kwargs "
         "ec_transfer_params return_hidden_states return_routed_experts custom_params "

@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 import msgspec
 
 from ...model_source.lora_registry import LoraScale
-from . import Int
+from . import Int, SamplerFields
 
 
-class LlamaFields(msgspec.Struct, kw_only=True):
+class LlamaFields(SamplerFields, kw_only=True):
     """The fields that completions and infills share."""
 
     model: str | None = None
@@ -20,16 +20,10 @@ class LlamaFields(msgspec.Struct, kw_only=True):
     max_tokens: Int | None = None
     n_cmpl: Int | None = None
     n: Int | None = None
-    temperature: float | None = None
-    top_k: Int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    typical_p: float | None = None
+    # llama.cpp's name of `repetition_penalty`.
     repeat_penalty: float | None = None
     # 0 turns `repeat_penalty` off. All other values mean the whole context.
     repeat_last_n: Int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
     seed: Int | None = None
     stop: str | list[str] | None = None
     ignore_eos: bool | None = None
@@ -40,8 +34,6 @@ class LlamaFields(msgspec.Struct, kw_only=True):
     n_probs: Int | None = None
     # True for the probabilities after all samplers.
     post_sampling_probs: bool | None = None
-    # The samplers to use. The order in which they apply is fixed.
-    samplers: str | list[str] | None = None
     return_tokens: bool | None = None
     # The fields of the answer; `a/b` is the field `b` of `a`.
     response_fields: list[str] | None = None
@@ -67,17 +59,11 @@ class LlamaFields(msgspec.Struct, kw_only=True):
     backend_sampling: bool | None = None
     mirostat_tau: float | None = None
     mirostat_eta: float | None = None
-    dynatemp_exponent: float | None = None
-    xtc_threshold: float | None = None
     adaptive_target: float | None = None
     adaptive_decay: float | None = None
-    dry_base: float | None = None
-    dry_allowed_length: Int | None = None
-    dry_penalty_last_n: Int | None = None
-    dry_sequence_breakers: list[str] | None = None
 
     # Rejected, because an answer that ignores them would be wrong.
-    rejected: ClassVar[str] = "dry_multiplier mirostat xtc_probability top_n_sigma dynatemp_range"
+    rejected: ClassVar[str] = "mirostat"
 
 
 class LlamaCompletionRequest(LlamaFields, kw_only=True):

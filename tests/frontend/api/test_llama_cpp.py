@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine.protocol.arrays import int32_view
 from support.frontend_process import FrontendProcess
 
 pytestmark = pytest.mark.slow
@@ -193,6 +194,32 @@ def test_options_become_sampling_parameters(frontend: FrontendProcess) -> None:
     for samplers in (["top_k", "temperature"], "kt"):
         few = sent_params(frontend, samplers=samplers, top_k=5, top_p=0.5, min_p=0.1, temperature=2)
         assert (few.top_k, few.top_p, few.min_p, few.temperature) == (5, 1.0, 0.0, 2.0)
+        assert few.samplers == ("top_k", "temperature")
+    more = {"top_n_sigma": 1, "xtc_probability": 0.5, "xtc_threshold": 0.2, "dynatemp_range": 0.3}
+    sent = sent_params(frontend, **more, dynatemp_exponent=2, top_p=0.5, samplers="xt")
+    assert (sent.samplers, sent.top_n_sigma, sent.top_p) == (("xtc", "temperature"), 0, 1)
+    assert (sent.xtc_probability, sent.xtc_threshold) == (0.5, 0.2)
+    assert (sent.dynatemp_range, sent.dynatemp_exponent) == (0.3, 2)
+
+
+def test_repetitions_end_at_all_tokens_that_spell_a_breaker(frontend: FrontendProcess) -> None:
+    dry = {"dry_multiplier": 0.8, "dry_base": 2, "dry_allowed_length": 3, "dry_penalty_last_n": 9}
+    params = sent_params(frontend, **dry, dry_sequence_breakers=["!", "USER:"]).dry
+    assert (params.multiplier, params.base, params.allowed_length, params.last_n) == (0.8, 2, 3, 9)
+    flat, breakers = int32_view(params.breaker_token_ids).tolist(), []
+    while flat:
+        breakers.append(flat[1 : 1 + flat[0]])
+        flat = flat[1 + flat[0] :]
+    tokenizer = frontend.tokenizer
+    texts = [b"".join(map(tokenizer.token_bytes, breaker)) for breaker in breakers]
+    assert all(b"!" in text or text.endswith(b"USER:") for text in texts)
+    for text in ("!", "wow!!", "\nUSER:", " USER:", "SUPERUSER:"):
+        spelled = list(tokenizer.encode(text, False))
+        assert any(spelled[-len(breaker) :] == breaker for breaker in breakers), text
+    settings = complete(frontend, "Hello", n_predict=1, **dry)["generation_settings"]
+    assert settings["dry_sequence_breakers"] == ["\n", ":", '"', "*"]
+    assert settings["samplers"][:3] == ["penalties", "dry", "temperature"]
+    assert sent_params(frontend, **dry, samplers=["top_k"]).dry is None
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from engine.protocol.arrays import int32_view
-from engine.protocol.sampling_params import SamplingParams
+from engine.protocol.sampling_params import SAMPLERS, DryParams, SamplingParams
 from engine.workers.cpu.decoder import NativeDecoder
 from hypothesis import given
 from hypothesis import strategies as st
@@ -34,6 +34,12 @@ PARAMS: list[dict[str, Any]] = [
     {"top_p": 0.9, "min_p": 0.05},
     {"typical_p": 0.9},
     {"typical_p": 0.3, "temperature": 2.0, "top_p": 0.8},
+    {"top_n_sigma": 1.5, "temperature": 1.4},
+    {"xtc_probability": 0.6, "xtc_threshold": 0.05, "top_k": 40},
+    {"xtc_probability": 1.0, "xtc_threshold": 0.01, "samplers": ("temperature", "xtc")},
+    {"dynatemp_range": 0.7, "dynatemp_exponent": 1.3, "top_p": 0.9},
+    {"top_k": 30, "top_p": 0.9, "temperature": 2.0, "samplers": ("top_p", "temperature", "top_k")},
+    {"dry": DryParams(2.0, 1.5, 0), "temperature": 0.7},
 ]
 
 
@@ -81,6 +87,10 @@ def test_tokens_equal_those_of_the_torch_sampler(
     top_p=st.sampled_from([1.0, 0.95, 0.5, 0.01]),
     min_p=st.sampled_from([0.0, 0.3, 1.0]),
     typical_p=st.sampled_from([1.0, 0.7]),
+    top_n_sigma=st.sampled_from([0.0, 1.0]),
+    xtc_probability=st.sampled_from([0.0, 0.5]),
+    dynatemp_range=st.sampled_from([0.0, 0.5]),
+    samplers=st.lists(st.sampled_from(SAMPLERS), unique=True).map(tuple),
     temperature=st.sampled_from([0.0, 0.3, 1.0, 5.0]),
     seed=st.integers(0, 2**63 - 1),
     levels=st.sampled_from([1, 3, 50]),
@@ -93,6 +103,10 @@ def test_tokens_equal_those_of_the_torch_sampler_with_ties_and_masks(
     top_p: float,
     min_p: float,
     typical_p: float,
+    top_n_sigma: float,
+    xtc_probability: float,
+    dynatemp_range: float,
+    samplers: tuple[str, ...],
     temperature: float,
     seed: int,
     levels: int,
@@ -103,6 +117,10 @@ def test_tokens_equal_those_of_the_torch_sampler_with_ties_and_masks(
         top_p=top_p,
         min_p=min_p,
         typical_p=typical_p,
+        top_n_sigma=top_n_sigma,
+        xtc_probability=xtc_probability,
+        dynatemp_range=dynatemp_range,
+        samplers=samplers,
         temperature=temperature,
         seed=seed,
     )

@@ -1,6 +1,5 @@
 """The effect of sampling parameters on tokens."""
 
-import math
 from collections import Counter
 from typing import Any
 
@@ -38,77 +37,6 @@ def greedy(**kwargs: Any) -> SamplingParams:
 
 def grammar_of(slots: list[int], bitmask: np.ndarray) -> Grammar:
     return Grammar(np.array(slots, np.int32), np.arange(len(slots)), bitmask)
-
-
-def typical_set(p: torch.Tensor, typical_p: float) -> torch.Tensor:
-    """Return the tokens that locally typical sampling keeps by its definition: bool [V]."""
-    surprise = -p.log()
-    entropy = (p * surprise).nansum()
-    distance = (surprise - entropy).abs()
-    order = distance.argsort(stable=True)
-    last = int((p[order].cumsum(0) < typical_p).sum())
-    return distance <= distance[order[min(last, len(p) - 1)]] + 1e-6
-
-
-def reference(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """Return the filtered distribution in float64, by sorting and summing."""
-    p = (logits.double() / params.temperature).softmax(0)
-    if params.typical_p < 1:
-        p[~typical_set(p, params.typical_p)] = 0
-        p /= p.sum()
-    p[p < params.min_p * p.max()] = 0
-    order = p.argsort(descending=True, stable=True)
-    if params.top_k > 0:
-        p[order[params.top_k :]] = 0
-    p /= p.sum()
-    before = p[order].cumsum(0) - p[order]
-    p[order[before >= params.top_p]] = 0
-    return p / p.sum()
-
-
-RANDOM_PARAMS = [
-    {},
-    {"temperature": 0.6},
-    {"temperature": 3.0},
-    {"top_k": 5},
-    {"top_k": 60, "temperature": 2.0},
-    {"top_p": 0.7},
-    {"top_p": 0.98, "temperature": 4.0},
-    {"min_p": 0.1},
-    {"top_k": 20, "top_p": 0.8, "min_p": 0.02, "temperature": 1.5},
-    {"top_p": 0.9, "min_p": 0.05},
-    {"top_p": 1e-9},
-    {"typical_p": 0.2},
-    {"typical_p": 0.7, "temperature": 2.0},
-    {"typical_p": 0.95, "temperature": 0.5},
-    {"typical_p": 1e-9, "temperature": 3.0},
-    {"typical_p": 0.8, "top_k": 4, "top_p": 0.9, "min_p": 0.1},
-]
-
-
-@pytest.mark.parametrize("kwargs", RANDOM_PARAMS, ids=str)
-@pytest.mark.parametrize("vocab_size", [7, V])
-def test_tokens_follow_the_filtered_distribution(
-    new_rows: NewRows, kwargs: dict[str, Any], vocab_size: int
-) -> None:
-    logits = logits_of(1, vocab_size=vocab_size)
-    expected = reference(logits[0], SamplingParams(**kwargs)).numpy()
-    batch = new_rows(vocab_size)
-    slots = list(range(80))
-    for slot in slots:
-        batch.add(slot, SamplingParams(seed=slot, **kwargs))
-    counts = Counter[int]()
-    for _ in range(100):
-        counts.update(batch.tokens(logits.expand(80, -1), slots))
-    n = 8000
-    observed = np.array([counts[token] for token in range(vocab_size)])
-    assert not observed[expected == 0].any()
-    common = expected * n >= 5
-    rest = n - observed[common].sum(), n * (1 - expected[common].sum())
-    chi_square = ((observed[common] - expected[common] * n) ** 2 / (expected[common] * n)).sum()
-    chi_square += (rest[0] - rest[1]) ** 2 / rest[1] if rest[1] > 1 else 0
-    freedom = max(1, int(common.sum()))
-    assert chi_square < freedom + 4.5 * math.sqrt(2 * freedom) + 8
 
 
 @pytest.mark.parametrize("kind", ["peaked", "flat", "tied", "masked"])

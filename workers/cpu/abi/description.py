@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from ctypes import c_float, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -24,6 +24,7 @@ _TYPES: Final[dict[str, Any]] = {
     "int64": c_int64,
     "uint64": c_uint64,
     "float32": c_float,
+    "float64": c_double,
     "pointer": c_void_p,
     "void": None,
 }

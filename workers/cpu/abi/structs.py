@@ -172,6 +172,11 @@ class StepGroup(ctypes.Structure):
 
 
 @native_struct()
+class ChainedSampler(ctypes.Structure):
+    """A sampler with its parameters; see `csrc/sampling/sampler_chain.h`."""
+
+
+@native_struct(samplers=POINTER(ChainedSampler))
 class LogitRules(ctypes.Structure):
     """The changes to the logits of a slot's request; see `csrc/sampling/logit_rules.h`."""
 

@@ -128,13 +128,15 @@ std::string describe() {
          parts, vectors, experts, mixer, heads, adapters, altup, hyper, norm_gate, compression, latent, ngrams,
          relative_biases)
   STRUCT(StepGroup, block_table, block_table_stride, slot_mapping)
+  STRUCT(ChainedSampler, kind, first, second, third)
   STRUCT(LogitRules, allowed, bad_words, end_tokens, bias_tokens, biases, bad_words_size, num_end_tokens, min_length,
          num_biases, has_penalties, repetition_penalty, presence_penalty, frequency_penalty, suppressed,
-         begin_suppressed, num_suppressed, num_begin_suppressed, first_timestamp, end_token, max_initial_timestamp)
+         begin_suppressed, num_suppressed, num_begin_suppressed, first_timestamp, end_token, max_initial_timestamp,
+         dry_allowed_length, dry_last_n, long_breakers_size, dry_multiplier, dry_log_base, breakers, long_breakers,
+         samplers, num_samplers)
   STRUCT(LogprobRows, is_wanted, num_top, is_processed, listed, num_listed, width, token_ids, logprobs, ranks)
-  STRUCT(SamplingRows, is_greedy, inverse_temperature, top_k, top_p, typical_p, min_p_margin, seed, changes_logits,
-         rules, token_ids, max_model_len, num_prompt_tokens, num_tokens, grammar, grammar_words, logprobs, slots,
-         positions)
+  STRUCT(SamplingRows, is_greedy, inverse_temperature, top_k, top_p, min_p_margin, seed, changes_logits, rules,
+         token_ids, max_model_len, num_prompt_tokens, num_tokens, grammar, grammar_words, logprobs, slots, positions)
   STRUCT(Step, num_tokens, num_sequences, num_logit_rows, wants_all_hidden, input_ids, positions, query_start_loc,
          table_rows, groups, kv_caches, hidden, hidden_stride, logit_rows, logits, tokens, sampling, adapters, placed,
          encoded, encoded_stride, rotary, visible, spans_need_windows, source_lens, source_queries)

@@ -9,6 +9,10 @@ namespace {
 
 constexpr int32_t kIsPenalized = -1;
 
+// Longer repetitions count as this many tokens.
+constexpr int kMaxCompared = 64;
+constexpr double kMaxPenalty = 1e30;
+
 }  // namespace
 
 void LogitChanger::change(const LogitRules& rules, const History& history, float* logits) {
@@ -21,6 +25,7 @@ void LogitChanger::change(const LogitRules& rules, const History& history, float
   for (int i = 0; i < rules.num_biases; i++)
     if (is_token(rules.bias_tokens[i])) logits[rules.bias_tokens[i]] += rules.biases[i];
   if (rules.has_penalties) penalize(rules, history, logits);
+  if (rules.dry_multiplier > 0) penalize_repetitions(rules, history, logits);
 }
 
 void LogitChanger::follow_transcript(const LogitRules& rules, const History& history, float* logits) const {
@@ -105,6 +110,45 @@ void LogitChanger::penalize(const LogitRules& rules, const History& history, flo
   }
   for (const int32_t* token = history.token_ids; token < end; token++)
     if (is_token(*token)) counts_[*token] = 0;
+}
+
+// Penalizes tokens that would continue a repetition; see `DryParams` in protocol/sampling_params.py.
+void LogitChanger::penalize_repetitions(const LogitRules& rules, const History& history, float* logits) {
+  const int32_t* end = history.token_ids + history.num_tokens;
+  const int32_t* begin = history.token_ids;
+  if (rules.dry_last_n >= 0) begin = std::max(begin, end - rules.dry_last_n);
+  if (end - begin < 2) return;
+  const int most = tokens_after_breaker(rules, begin, end);
+  if (most < rules.dry_allowed_length) return;
+  lengths_.resize(vocab_size_);
+  for (const int32_t* place = begin; place < end - 1; place++) {
+    const int limit = int(std::min<int64_t>(most, place - begin + 1));
+    int length = 0;
+    while (length < limit && place[-length] == end[-1 - length]) length++;
+    if (length >= rules.dry_allowed_length && is_token(place[1]))
+      lengths_[place[1]] = std::max(lengths_[place[1]], length + 1);
+  }
+  for (const int32_t* token = begin + 1; token < end; token++) {
+    if (!is_token(*token) || lengths_[*token] == 0) continue;
+    const double exponent = lengths_[*token] - 1 - rules.dry_allowed_length;
+    const double penalty = rules.dry_multiplier * std::exp(rules.dry_log_base * exponent);
+    logits[*token] -= float(std::min(penalty, kMaxPenalty));
+    lengths_[*token] = 0;
+  }
+}
+
+// Returns how many of the last tokens come after a breaker, at most kMaxCompared.
+int LogitChanger::tokens_after_breaker(const LogitRules& rules, const int32_t* begin, const int32_t* end) const {
+  const int most = int(std::min<int64_t>(kMaxCompared, end - begin));
+  for (int count = 0; count < most; count++) {
+    const int32_t* last = end - 1 - count;
+    if (is_token(*last) && rules.breakers[*last / 32] >> (*last % 32) & 1) return count;
+    const int32_t* stop = rules.long_breakers + rules.long_breakers_size;
+    for (const int32_t* breaker = rules.long_breakers; breaker < stop; breaker += 1 + *breaker)
+      if (count + *breaker <= most && std::equal(breaker + 1, breaker + 1 + *breaker, last + 1 - *breaker))
+        return count;
+  }
+  return most;
 }
 
 }  // namespace engine

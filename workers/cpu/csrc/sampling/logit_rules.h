@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "sampling/sampler_chain.h"
+
 namespace engine {
 
 // The tokens of a request before the one to be chosen.
@@ -30,6 +32,15 @@ struct LogitRules {
   const int32_t* begin_suppressed;
   int32_t num_suppressed, num_begin_suppressed;
   int32_t first_timestamp, end_token, max_initial_timestamp;
+  // The penalty for repetitions of protocol/sampling_params.py; a multiplier of 0 is none. `breakers` has a bit for
+  // each token that is a breaker, and `long_breakers` the length and the tokens of each of several tokens.
+  int32_t dry_allowed_length, dry_last_n, long_breakers_size;
+  double dry_multiplier, dry_log_base;
+  const uint32_t* breakers;
+  const int32_t* long_breakers;
+  // The samplers that apply after all changes.
+  const ChainedSampler* samplers;
+  int32_t num_samplers;
 };
 
 // Changes logits, one row at a time. Each thread needs its own object, because calls reuse a buffer.
@@ -46,10 +57,13 @@ class LogitChanger {
   void forbid(int64_t first, int64_t end, float* logits) const;
   void forbid_ends_of(const int32_t* words, int size, const History& history, float* logits) const;
   void penalize(const LogitRules& rules, const History& history, float* logits);
+  void penalize_repetitions(const LogitRules& rules, const History& history, float* logits);
+  int tokens_after_breaker(const LogitRules& rules, const int32_t* begin, const int32_t* end) const;
   bool is_token(int64_t token) const { return token >= 0 && token < vocab_size_; }
 
   const int vocab_size_;
-  std::vector<int32_t> counts_;  // how often each token occurs in the output; all zero between calls
+  std::vector<int32_t> counts_;   // how often each token occurs in the output; all zero between calls
+  std::vector<int32_t> lengths_;  // one more than the longest repetition that each token continues; likewise
 };
 
 }  // namespace engine

@@ -14,10 +14,13 @@ namespace {
 // A nucleus of more than about this many tokens is wide: it is found by levels instead of by candidates.
 constexpr int kNucleusDepth = 64;
 
-// Returns a random number in [0, 1) with 53 bits, by Philox4x32-10 of (seed, position). See Salmon, Moraes, Dror and
-// Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011).
-double uniform(uint64_t seed, uint64_t position) {
-  uint32_t counter[4] = {uint32_t(position), uint32_t(position >> 32), 0, 0};
+// The streams of random numbers, as in workers/sampling/random.py.
+constexpr uint32_t kTokenStream = 0, kXtcStream = 1;
+
+// Returns a random number in [0, 1) with 53 bits, by Philox4x32-10 of (seed, position, stream). See Salmon, Moraes,
+// Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011).
+double uniform(uint64_t seed, uint64_t position, uint32_t stream) {
+  uint32_t counter[4] = {uint32_t(position), uint32_t(position >> 32), stream, 0};
   uint32_t key[2] = {uint32_t(seed), uint32_t(seed >> 32)};
   for (int round = 0; round < 10; round++) {
     const uint64_t even = uint64_t(counter[0]) * 0xD2511F53u;
@@ -83,9 +86,8 @@ int32_t TokenChooser::choose(const SamplingRows& rows, int row, float* logits, f
     change(rows, row, logits);
     kernels().sampling->block_maxima(logits, vocab_size_, maxima);
     look_at(logits, maxima);
-    if (rows.changes_logits[slot] && rows.typical_p[slot] < 1 && std::isfinite(peak_)) {
-      inverse_temperature_ = rows.inverse_temperature[slot];
-      mask_atypical(rows.typical_p[slot], logits);
+    if (rows.changes_logits[slot] && rows.rules[slot].num_samplers && std::isfinite(peak_)) {
+      apply_samplers(rows, row, logits);
       kernels().sampling->block_maxima(logits, vocab_size_, maxima);
       look_at(logits, maxima);
     }
@@ -116,30 +118,14 @@ void TokenChooser::change(const SamplingRows& rows, int row, float* logits) {
   }
 }
 
-// Keeps the tokens whose surprise is closest to the expected surprise: as many as have the share `typical_p` of the
-// weight, and those that are as close as the last of them; see workers/sampling/typical.py. The distance of a token's
-// surprise from the expected surprise equals the distance of (logit - peak) / temperature from its mean.
-void TokenChooser::mask_atypical(double typical_p, float* logits) {
-  reserve_candidates();
-  kernels().sampling->weigh(logits, vocab_size_, -INFINITY, peak_, inverse_temperature_, weights_.data());
-  int64_t total = 0, depth = 0;
-  for (int token = 0; token < vocab_size_; token++) {
-    values_[token] = (logits[token] - peak_) * inverse_temperature_;
-    total += weights_[token];
-    depth += int64_t(std::min(-values_[token], kDeepest) * float(weights_[token]));
-  }
-  const float mean = float(-(double(depth) / double(total)));
-  int n = 0;
-  for (int token = 0; token < vocab_size_; token++) {
-    values_[token] = std::abs(values_[token] - mean);
-    // The largest key belongs to the token closest to the mean.
-    candidates_[n] = {uint64_t(ordered(-values_[token])) << 32 | ~uint32_t(token), weights_[token]};
-    n += weights_[token] > 0;
-  }
-  num_candidates_ = n;
-  const float farthest = values_[nth_of_candidates(share(total, typical_p) - 1).token];
-  for (int token = 0; token < vocab_size_; token++)
-    if (values_[token] > farthest) logits[token] = -INFINITY;
+void TokenChooser::apply_samplers(const SamplingRows& rows, int row, float* logits) {
+  const int64_t slot = rows.slots[row];
+  const LogitRules& rules = rows.rules[slot];
+  const double noise = uniform(uint64_t(rows.seed[slot]), uint64_t(rows.positions[row]), kXtcStream);
+  // Only tokens that a top-k may keep need to be looked at one by one.
+  const bool is_limited = rules.samplers->kind == kTopK;
+  const float floor = is_limited ? threshold(int(rules.samplers->first)) : -INFINITY;
+  chain_.apply(rules.samplers, rules.num_samplers, noise, floor, logits, vocab_size_);
 }
 
 int32_t TokenChooser::pick(const SamplingRows& rows, int row) {
@@ -151,7 +137,7 @@ int32_t TokenChooser::pick(const SamplingRows& rows, int row) {
   const int64_t top_k = rows.top_k[slot];
   const double top_p = rows.top_p[slot];
   const float floor = peak_ + rows.min_p_margin[slot];
-  const double noise = uniform(uint64_t(rows.seed[slot]), uint64_t(rows.positions[row]));
+  const double noise = uniform(uint64_t(rows.seed[slot]), uint64_t(rows.positions[row]), kTokenStream);
   if (top_k >= vocab_size_ && top_p >= 1) return draw_in_order(floor, noise);
 
   int64_t needed;

@@ -1,5 +1,5 @@
 // Sampling of the next token of each row of logits, and log-probabilities. The token is the most likely one, or it is
-// drawn at random with temperature, typical-p, top-k, top-p and min-p, after the request's logit changes.
+// drawn at random with temperature, top-k, top-p and min-p, after the request's logit changes and other samplers.
 //
 // The rules, the integer weights and the random numbers are the same as in workers/sampling. A row's token depends only
 // on its logits, its parameters, its seed and the tokens before it. The vocabulary is never sorted: a threshold finds
@@ -11,8 +11,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "sampling/logit_rules.h"
 #include "sampling/kernels.h"
+#include "sampling/logit_rules.h"
 
 namespace engine {
 
@@ -49,7 +49,6 @@ struct SamplingRows {
   const float* inverse_temperature;
   const int64_t* top_k;       // the vocabulary's size for none
   const double* top_p;        // 1 for none
-  const double* typical_p;    // 1 for none
   const float* min_p_margin;  // the minimum logit minus the largest one, at most 0; -infinity for no min-p
   const int64_t* seed;
   const bool* changes_logits;
@@ -87,7 +86,7 @@ class TokenChooser {
 
   void look_at(const float* logits, const float* maxima);
   void change(const SamplingRows& rows, int row, float* logits);
-  void mask_atypical(double typical_p, float* logits);
+  void apply_samplers(const SamplingRows& rows, int row, float* logits);
   int32_t pick(const SamplingRows& rows, int row);
   void write_alternatives(const LogprobRows& logprobs, int row, int64_t slot);
   void write_chosen(const LogprobRows& logprobs, int row, const float* logits, int32_t token) const;
@@ -115,6 +114,7 @@ class TokenChooser {
   std::vector<Candidate> candidates_;
   std::vector<float> raw_logits_;
   LogitChanger changer_;
+  SamplerChain chain_;
 
   // State of the current row.
   const float* logits_ = nullptr;
