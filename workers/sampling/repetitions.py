@@ -46,7 +46,7 @@ class RepetitionRows(msgspec.Struct):
 
 
 class Repetitions:
-    """The tokens of each slot's prompt and output, aligned right, so that they end in the same column."""
+    """The tokens of each slot's prompt and output."""
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         self._device = device

@@ -44,7 +44,7 @@ class SystemOneChat(DecisionChat, kw_only=True):
 
 
 class SystemOne(Decisions):
-    """The endpoint."""
+    """Answers the questions of a request in TypeSafe's form."""
 
     body_schema = SystemOneRequest
 

@@ -44,7 +44,7 @@ _SEED_TOKENS: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class _Chat:
-    """What the parsers of an answer need to know of its request."""
+    """The request of an answer, as far as the parsers of the answer need it."""
 
     serving: Serving
     request: ChatCompletionRequest
@@ -54,7 +54,7 @@ class _Chat:
 
 
 class Derender:
-    """The routes."""
+    """Makes answers from token ids that the client has generated elsewhere."""
 
     def __init__(self, serving: Serving, intake: Intake) -> None:
         self._serving = serving
