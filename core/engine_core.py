@@ -19,14 +19,16 @@ import zmq
 from ..protocol import transport
 from ..protocol.arrays import int32_view
 from ..protocol.config import EngineConfig
-from ..protocol.errors import POISON_REQUEST, EngineError, PeerLostError, counted
+from ..protocol.errors import EngineError, PeerLostError, counted
 from ..protocol.heartbeat import HeartbeatWriter, seconds_to_beat
 from ..protocol.messages import (
     AbortRequests,
     AddRequests,
     AppendInputs,
+    CallResult,
     ClientHello,
     ClientMessage,
+    EndReasoning,
     EngineCoreOutputs,
     EngineCoreRequest,
     FinishReason,
@@ -63,10 +65,10 @@ from .reporting.client_updates import ClientUpdates
 from .reporting.kv_event_publisher import KVEventPublisher
 from .reporting.loss import report_loss
 from .reporting.preemption_advice import PreemptionAdvice
+from .reporting.relayed_calls import RelayedCalls
 from .reporting.request_times import RequestTimes
 from .reporting.stats_log import StatsLog
 from .scheduler.client_outputs import drop_logprobs
-from .scheduler.features.poison_isolation import CrashSuspects
 from .structured_output.manager import StructuredOutputManager
 from .worker_group import WorkerGroup, raise_if_worker_lost
 
@@ -128,6 +130,7 @@ class EngineCore:
             self._updates = ClientUpdates()
         self._client_indices: dict[bytes, int] = {}
         self._client_ids: dict[int, bytes] = {}
+        self._relayed_calls = RelayedCalls(self._clients, self._client_ids)
         self._num_steps = self._num_tokens = 0
         self._next_beat = self._waiting_since = 0.0
         self._vocab_size = config.model.vocab_size
@@ -166,7 +169,14 @@ class EngineCore:
             except Exception as error:
                 # Apart from frame sizes, every EngineError in the core reports the failure of a worker.
                 is_own = not isinstance(error, EngineError) or isinstance(error, FrameTooLarge)
-                self._report_loss(is_own=is_own, is_of_peer=isinstance(error, PeerLostError))
+                report_loss(
+                    self._scheduler,
+                    self._send_outputs,
+                    self._clients,
+                    self._client_indices,
+                    is_own=is_own,
+                    is_of_peer=isinstance(error, PeerLostError),
+                )
                 self._dump_event_log("crash")
                 raise
             self._await_connector(lambda each: each.is_flushed(), FLUSH_S)
@@ -304,12 +314,17 @@ class EngineCore:
                 self._scheduler.finish_requests([(client_index, i) for i in indices], reason)
             elif isinstance(message, PrepareGrammars):
                 self._grammars.prepare()
+            elif isinstance(message, EndReasoning):
+                self._relayed_calls.relay(client_index, message)
+            elif isinstance(message, CallResult):
+                self._relayed_calls.apply_result(client_index, message)
             elif isinstance(message, ReplicaCall):
                 result = answer_call(self._scheduler, message, self._dump_event_log)
                 self._clients.send(identity, result)
 
     def _finish_client(self, client_index: int) -> None:
         self._pause.drop_requests(client_index)
+        self._relayed_calls.remove_client(client_index)
         self._scheduler.finish_client(client_index)
         self._request_times.remove_client(client_index)
 
@@ -413,24 +428,6 @@ class EngineCore:
         if not self._has_dumped_violations:
             self._has_dumped_violations = True
             self._dump_event_log("violation")
-
-    def _report_loss(self, *, is_own: bool, is_of_peer: bool) -> None:
-        """Report the requests in the failed steps to the clients, and wait briefly until the clients confirm.
-
-        If another replica caused the loss (`is_of_peer`), none of these requests is suspected.
-        """
-        found = CrashSuspects([], [], [])
-        if not is_own and not is_of_peer:
-            try:
-                found = self._scheduler.find_crash_suspects()
-                self._scheduler.finish_requests(
-                    found.poison_requests, FinishReason.ERROR, POISON_REQUEST
-                )
-                self._send_outputs()
-            except Exception:
-                logger.exception("could not determine which requests were in the failed steps")
-                return
-        report_loss(self._clients, self._client_indices, found, is_own=is_own)
 
     def _dump_event_log(self, reason: str) -> tuple[bool, str]:
         """Write the event log to a file. Return whether it worked, and the path or the error message."""

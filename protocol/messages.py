@@ -80,10 +80,7 @@ class PauseMode(enum.StrEnum):
 
 
 class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """A request to generate one sequence or, with `pooling_params`, to pool the hidden states of its prompt.
-
-    A request with `pooling_params` has `max_tokens` 1: it ends with its prompt, and its only token has no meaning.
-    """
+    """A request to generate one sequence or, with `pooling_params`, to pool the hidden states of its prompt."""
 
     request_index: int
     """The number of the request, unique within its client."""
@@ -126,12 +123,9 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     predicted_token_ids: I32 = b""
     """The output that the client expects, from which workers draft."""
     pooling_params: PoolingParams | None = None
-    """If not None, hidden states of the prompt are pooled in this way."""
+    """If not None, hidden states of the prompt are pooled in this way; `max_tokens` is 1, its token has no meaning."""
     delivery_times: F32 = b""
-    """Seconds from the output of a step to its write to a client, recorded for `engine simulate`.
-
-    The frontend measured them for its last events before this request.
-    """
+    """Seconds from outputs of steps to their writes to clients before this request, recorded for `engine simulate`."""
     is_open: bool = False
     """True if more encoder inputs follow in `AppendInputs`. No token is computed before the input at its position."""
     is_warm_up: bool = False
@@ -205,6 +199,14 @@ class AbortByID(msgspec.Struct, tag="abort-id", array_like=True, gc=False, froze
     request_id: str
 
 
+class EndReasoning(msgspec.Struct, tag="end", array_like=True, gc=False, frozen=True):
+    """End the reasoning of a running answer of another frontend, to which the core relays this call."""
+
+    call_id: int
+    owner: str
+    answer_id: str
+
+
 class PauseGeneration(msgspec.Struct, tag="pause", array_like=True, gc=False, frozen=True):
     """Pause the core. Answered by `CallResult` when nothing is computed any more.
 
@@ -222,6 +224,14 @@ class ResumeGeneration(msgspec.Struct, tag="resume", array_like=True, gc=False, 
     call_id: int
 
 
+class CallResult(msgspec.Struct, tag="result", array_like=True, gc=False, frozen=True):
+    """The result of a call. `detail` is the requested value, or the reason for a failure."""
+
+    call_id: int
+    ok: bool
+    detail: str = ""
+
+
 class PrepareGrammars(msgspec.Struct, tag="grammars", array_like=True, gc=False, frozen=True):
     """Load what grammars need, because a request with a grammar may follow. Not answered."""
 
@@ -235,6 +245,7 @@ ReplicaCall: TypeAlias = (
     | DumpEventLog
     | DescribeBlocks
     | AbortByID
+    | EndReasoning
     | PauseGeneration
     | ResumeGeneration
 )
@@ -246,6 +257,7 @@ ClientMessage: TypeAlias = (
     | AppendInputs
     | AbortRequests
     | ReplicaCall
+    | CallResult
     | PrepareGrammars
     | LossNoted
 )
@@ -447,14 +459,6 @@ class EngineCoreOutputs(
     core_times: F32 = b""
 
 
-class CallResult(msgspec.Struct, tag="result", array_like=True, gc=False, frozen=True):
-    """The result of a call. `detail` is the requested value, or the reason for a failure."""
-
-    call_id: int
-    ok: bool
-    detail: str = ""
-
-
 class ReplicaLost(msgspec.Struct, tag="lost", array_like=True, gc=False, frozen=True):
     """The last message of a core that lost a worker or failed itself.
 
@@ -484,5 +488,11 @@ class ReplicaLoadUpdate(
 
 
 CoreMessage: TypeAlias = (
-    CoreReady | PauseUpdate | EngineCoreOutputs | CallResult | ReplicaLost | ReplicaLoadUpdate
+    CoreReady
+    | PauseUpdate
+    | EngineCoreOutputs
+    | CallResult
+    | EndReasoning
+    | ReplicaLost
+    | ReplicaLoadUpdate
 )

@@ -102,7 +102,6 @@ class Serving:
         self._call_format = formats.call_format
         self.describes_tools = formats.describes_tools
         self._reasoning_parser = formats.reasoning_parser
-        self.reasoning_ends: dict[tuple[str, str], Callable[[], bool]] = {}
         self.stable_prefix = StablePrefix(config.frontend.stable_prefix)
         policy = config.frontend.special_tokens_in_text
         self.special_tokens = SpecialTokenGuard(tokenizer, policy, self._own_marks())

@@ -32,6 +32,7 @@ from .encoder_inputs import grow_request
 from .engine_watch import EngineWatch
 from .executor import ThreadExecutor
 from .groups.factory import GroupFactory, count_outputs
+from .groups.reasoning_ends import ReasoningEnds
 from .groups.recording import OutputLog, Recording
 from .input_processor import InputProcessor, with_constraint
 from .isolation.isolation_queue import IsolationQueue
@@ -108,6 +109,7 @@ class EngineClient:
         finish_sequence: Finishes a sequence that was not sent to a core.
         finish_as_reported: Finishes a sequence that was not sent to a core, in the way that its earlier core reported.
         list_recent_requests: Returns the times and counts of running and recently ended requests.
+        reasoning_ends: The running answers whose reasoning clients may end.
         output_log: Records outputs before they are applied; None to apply them immediately.
     """
 
@@ -138,6 +140,7 @@ class EngineClient:
             config, client_index, self.cores, self._output.sequences, self._move
         )
         self.calls = ReplicaCalls(self._live_cores)
+        self.reasoning_ends = ReasoningEnds()
         self._isolation_queue: list[IsolationQueue] = []
         self._poison_cache = PoisonCache()
         self.watch: EngineWatch | None = None
@@ -185,6 +188,7 @@ class EngineClient:
             on_lost_outputs=self._handle_lost_outputs,
             on_replica_lost=self._handle_lost_replica,
             on_too_large=self._fail_too_large_request,
+            on_end_reasoning=self.reasoning_ends.answer_call,
             on_refused=self.fail,
         )
         for core_index in range(self._config.parallel.data_parallel_size):

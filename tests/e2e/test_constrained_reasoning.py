@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
+from engine.frontend.client.groups.reasoning_ends import HAS_ENDED
 from engine.frontend.tokenizer.converted import tokenizer_json_path
 from support.server import Server, assert_nothing_is_held, default_model
 
@@ -219,7 +220,7 @@ def marked(flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> 
     shutil.copytree(original.parent, path, dirs_exist_ok=True)
     content = original.read_text().replace('"<repo_name>"', '"<think>"')
     (path / original.name).write_text(content.replace('"<reponame>"', '"</think>"'))
-    more = ("--reasoning-parser", "qwen3", "--tokenizer", str(path))
+    more = ("--reasoning-parser", "qwen3", "--tokenizer", str(path), "--api-server-count", "2")
     with Server(default_model(), *flags, *more) as server:
         yield server
         assert server.stop() == 0, server.log
@@ -252,6 +253,10 @@ def test_a_client_ends_the_reasoning_of_a_running_answer(
                 if reasoning and not was_reasoning:
                     ask = {"id": chunk["id"], "action": "reasoning_end"}
                     assert marked.post(f"{path}/control", ask) == (200, {"success": True})
+                    if features is not AS_SCHEMA:
+                        # Each connection may reach either API server, of which only one has the answer.
+                        late = [marked.post(f"{path}/control", ask)[1] for _ in range(8)]
+                        assert all(each.get("message", HAS_ENDED) == HAS_ENDED for each in late)
     assert reasoning and content and "think>" not in reasoning + content
     if features is AS_SCHEMA:
         assert 0 <= json.loads(content)["sum"] <= 99

@@ -9,7 +9,17 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...http.errors import APIError, bad_request, echo, json_response, renaming, wrong
+from ....protocol.errors import EngineError
+from ...http.errors import (
+    APIError,
+    bad_request,
+    echo,
+    json_response,
+    redact,
+    renaming,
+    unavailable,
+    wrong,
+)
 from ...model_source.lora_registry import LoraScale
 from ..bodies.intake import Intake, reads
 from ..routes.management import Management
@@ -18,6 +28,8 @@ from ..serving import Serving
 
 MAX_SCALES_BYTES: Final = 1 << 19
 """Maximum bytes of a list of scales."""
+
+_NO_ANSWER: Final = "no running answer with this ID was requested with reasoning_control=true"
 
 _decode_scales = msgspec.json.Decoder(list[LoraScale]).decode
 
@@ -111,11 +123,23 @@ class LlamaOperations:
             raise wrong("action", '"reasoning_end"', body.action)
         if not body.id:
             raise bad_request("id", "is required: the ID of a running answer")
-        end = self._serving.reasoning_ends.get((http.state.owner, body.id))
-        if end is None:
-            problem = "no running answer with this ID was requested with reasoning_control=true"
-            return json_response({"success": False, "message": problem})
-        if not end():
-            problem = "the answer has ended its reasoning, or has none"
-            return json_response({"success": False, "message": problem})
-        return json_response({"success": True})
+        is_ended, problem = await self._end_reasoning(http.state.owner, body.id)
+        if is_ended:
+            return json_response({"success": True})
+        return json_response({"success": False, "message": problem or _NO_ANSWER})
+
+    async def _end_reasoning(self, owner: str, answer_id: str) -> tuple[bool, str]:
+        """End the reasoning of an answer, which another API server may hold.
+
+        Raises:
+            APIError: The other API servers cannot be reached, because no replica is up (503).
+        """
+        engine = self._serving.engine
+        is_ended, problem = engine.reasoning_ends.end(owner, answer_id)
+        if is_ended or problem or self._serving.config.parallel.api_server_count == 1:
+            return is_ended, problem
+        try:
+            return await engine.calls.end_reasoning(owner, answer_id)
+        except EngineError as error:
+            message = f"The other API servers did not answer: {redact(str(error))}"
+            raise unavailable(message, self._serving.retry_after_s) from error

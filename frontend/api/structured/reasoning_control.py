@@ -46,11 +46,11 @@ def controllable(
         ended = [_end(serving, prompt, sequence) for sequence in group.sequences]
         return any(ended)
 
-    serving.reasoning_ends[key] = end
+    serving.engine.reasoning_ends.add_answer(*key, end)
     try:
         yield
     finally:
-        serving.reasoning_ends.pop(key, None)
+        serving.engine.reasoning_ends.remove_answer(*key)
 
 
 def _end(serving: Serving, prompt: PreparedPrompt, sequence: Sequence) -> bool:

@@ -28,6 +28,7 @@ from ....protocol.messages import (
     ClientMessage,
     CoreMessage,
     CoreReady,
+    EndReasoning,
     EngineCoreOutputs,
     EngineCoreRequest,
     LossNoted,
@@ -63,6 +64,7 @@ class CoreEvents(msgspec.Struct):
         on_lost_outputs: Outputs were lost and the connection restarts; `on_ready` follows.
         on_replica_lost: The core is about to exit, and lists the requests that it was computing.
         on_too_large: A request exceeds the maximum message size and was not sent.
+        on_end_reasoning: Another frontend asks to end the reasoning of an answer; returns the result.
         on_refused: The core can never serve this frontend; the argument is the reason.
         pause: The last pause that a core has reported. Restarted cores get it from the frontends.
     """
@@ -72,6 +74,7 @@ class CoreEvents(msgspec.Struct):
     on_lost_outputs: Callable[[int], None]
     on_replica_lost: Callable[[ReplicaLost], None]
     on_too_large: Callable[[int], None]
+    on_end_reasoning: Callable[[EndReasoning], CallResult]
     on_refused: Callable[[str], None]
     pause: PauseState = PauseState.RUNNING
 
@@ -314,6 +317,8 @@ class CoreConnection:
             result = self._calls.pop(message.call_id, None)
             if result is not None and not result.done():
                 result.set_result(message)
+        elif isinstance(message, EndReasoning):
+            self._peer.send(self._events.on_end_reasoning(message))
         else:
             self._lose()
             if not message.is_own:

@@ -11,6 +11,7 @@ from ....protocol.messages import (
     CallResult,
     DescribeBlocks,
     DumpEventLog,
+    EndReasoning,
     PauseGeneration,
     PauseMode,
     PrepareGrammars,
@@ -56,6 +57,16 @@ class ReplicaCalls:
         """Abort the requests that have this ID, or all if it is "". Return their number, counting every output."""
         answers = await self._call(lambda call_id: AbortByID(call_id, request_id))
         return sum(int(answer.detail) for answer in answers)
+
+    async def end_reasoning(self, owner: str, answer_id: str) -> tuple[bool, str]:
+        """End the reasoning of an answer of another frontend. Return whether it was in its reasoning, and else why not.
+
+        The reason is "" if no other frontend holds the answer. The call is relayed by any core that is up.
+        """
+        cores = self._find_cores()
+        core = next((core for core in cores if core.ready), cores[0])
+        result = await core.call(lambda call_id: EndReasoning(call_id, owner, answer_id))
+        return result.ok, result.detail
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
         """Pause all cores. Return when nothing is computed any more.
