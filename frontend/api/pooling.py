@@ -263,6 +263,8 @@ class Pooling:
                     each.param,
                     f"{each.param} has {len(token_ids)} tokens, and this model reads at most {limit}; "
                     "shorten it, or set truncate_prompt_tokens to -1",
+                    limit=limit,
+                    num_tokens=len(token_ids),
                 )
             return token_ids
         keep = limit if keep == -1 else keep

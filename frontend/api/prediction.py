@@ -33,6 +33,7 @@ async def encode_prediction(
             "prediction",
             f"prediction has {len(token_ids)} tokens, but this model's maximum context length is "
             f"{limit} tokens; send only the part of the answer that you expect",
+            limit=limit,
         )
     return np.asarray(token_ids, np.int32)
 

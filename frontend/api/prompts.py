@@ -139,6 +139,7 @@ def verify_num_characters(count: int, param: str, max_model_len: int) -> None:
             param,
             f"{param} has {count} characters, but at most {limit} are allowed "
             f"for the maximum context length of {max_model_len} tokens",
+            limit=max_model_len,
         )
 
 
@@ -191,6 +192,7 @@ def fit_context(
             f"This model's maximum context length is {max_model_len} tokens. However, you requested "
             f"{num_tokens + wanted} tokens ({num_tokens} in {param}, {wanted} for the completion). "
             f"Please reduce {param} or {max_tokens_param}.",
+            limit=max_model_len,
             num_tokens=num_tokens,
             max_tokens=max(max_model_len - wanted, 0),
         )
@@ -205,12 +207,22 @@ def fit_context(
 class ContextExceededError(APIError):
     """An error for a prompt that does not fit into the context.
 
-    `num_tokens` is the length of the prompt and `max_tokens` the longest that fits; both are 0 if they are unknown.
+    It has OpenAI's code, and the type and the numbers from which llama.cpp's clients read how much to cut.
+
+    Args:
+        limit: The tokens of the context, or the most that the model reads.
+        num_tokens: The tokens of the prompt; 0 if they are unknown.
+        max_tokens: The tokens of the longest prompt that fits; 0 if they are unknown.
     """
 
     def __init__(
-        self, param: str, message: str, *, num_tokens: int = 0, max_tokens: int = 0
+        self, param: str, message: str, *, limit: int, num_tokens: int = 0, max_tokens: int = 0
     ) -> None:
         super().__init__(400, message, param=param, code="context_length_exceeded")
+        # If the prompt alone would fit, a shorter answer is the remedy.
+        if not 0 < num_tokens < limit:
+            self.type = "exceed_context_size_error"
+            known = {"n_prompt_tokens": num_tokens} if num_tokens else {}
+            self.details = known | {"n_ctx": limit}
         self.num_tokens = num_tokens
         self.max_tokens = max_tokens

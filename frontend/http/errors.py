@@ -25,7 +25,7 @@ _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{4,}\b|\b(?:ipc|tcp|file)://\S+")
 
 
 class APIError(Exception):
-    """An error that ends a request with an HTTP status and an error body."""
+    """An error that ends a request with an HTTP status and an error body, to which `details` adds fields."""
 
     def __init__(
         self,
@@ -44,12 +44,21 @@ class APIError(Exception):
         self.param = None if param is None else cut(param)
         self.code = code
         self.headers = headers or {}
+        self.details: Mapping[str, Any] = {}
 
     @property
     def body(self) -> dict[str, Any]:
         """The JSON body of the response."""
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
-        return {"error": error}
+        return {"error": {**error, **self.details}}
+
+    def rename(self, param: str) -> None:
+        """Give the field another name, in the message too."""
+        if self.param is not None:
+            field = rf"(?<![\w.]){re.escape(self.param)}(?!\w)"
+            self.message = cut(re.sub(field, lambda _: param, self.message), MAX_MESSAGE)
+            self.args = (self.message,)
+        self.param = cut(param)
 
     def response(self) -> Response:
         """Return the HTTP response."""
@@ -87,16 +96,9 @@ def renaming(rename: Callable[[str], str]) -> Iterator[None]:
     except ParameterError as error:
         raise bad_request(rename(error.param), error.problem) from None
     except APIError as error:
-        if error.param is None or (param := rename(error.param)) == error.param:
-            raise
-        raise APIError(
-            error.status,
-            re.sub(rf"(?<![\w.]){re.escape(error.param)}(?!\w)", lambda _: param, error.message),
-            type=error.type,
-            param=param,
-            code=error.code,
-            headers=error.headers,
-        ) from None
+        if error.param is not None and (param := rename(error.param)) != error.param:
+            error.rename(param)
+        raise
 
 
 def renamer(names: Mapping[str, str]) -> Callable[[str], str]:

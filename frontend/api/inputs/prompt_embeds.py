@@ -56,6 +56,8 @@ def _verify(embeddings: Embeddings, param: str, config: EngineConfig) -> None:
         raise ContextExceededError(
             param,
             f"{param} has {embeddings.shape[0]} tokens, but at most {model.max_model_len - 1} fit",
+            limit=model.max_model_len,
+            num_tokens=embeddings.shape[0],
         )
     if not embeddings.are_finite():
         raise bad_request(param, "has numbers that are not finite")

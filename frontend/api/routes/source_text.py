@@ -45,6 +45,8 @@ def source_input(
             prompt.param,
             f"This model reads a source of at most {config.max_tokens} tokens. However, "
             f"{prompt.param} has {len(token_ids)} tokens. Please reduce it.",
+            limit=config.max_tokens,
+            num_tokens=len(token_ids),
         )
     return text_source(token_ids)
 

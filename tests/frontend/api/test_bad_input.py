@@ -21,7 +21,8 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 def error_of(response: httpx.Response) -> dict:
     error = response.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"} and error["message"]
+    assert error.keys() - {"n_prompt_tokens", "n_ctx"} == {"message", "type", "param", "code"}
+    assert error["message"]
     assert response.headers["x-request-id"]
     return error
 
@@ -203,8 +204,13 @@ def test_error_messages_are_short(frontend: FrontendProcess, path: str, fields: 
 
 
 def test_context_errors_carry_the_code_that_clients_know(frontend: FrontendProcess) -> None:
-    response = frontend.post(COMPLETIONS, prompt="word " * 600)
-    assert error_of(response)["code"] == "context_length_exceeded"
+    for path, name in ((COMPLETIONS, "prompt"), ("/completion", "prompt"), ("/generate", "text")):
+        error = error_of(frontend.post(path, **{name: "word " * 600}))
+        assert error["code"] == "context_length_exceeded"
+        # llama.cpp's clients read these.
+        assert (error["type"], error["n_ctx"]) == ("exceed_context_size_error", 512)
+        assert error["n_prompt_tokens"] == len(frontend.tokenizer.encode("word " * 600))
+        assert error["param"] == name
 
 
 def test_unknown_model_is_rejected(frontend: FrontendProcess, client: openai.OpenAI) -> None:

@@ -20,7 +20,7 @@ _LONG_ECHO = re.compile(r"(.)\1{250}|\d{250}")
 _ERROR_FIELDS = {"message", "type", "param", "code"}
 _ERROR_FIELDS_OF_MESSAGES = {"message", "type"}
 """The fields of an error in the Messages API, beside `details`. The type of its body is `error`."""
-_OPTIONAL = {"retry_after"}
+_OPTIONAL = {"retry_after", "n_prompt_tokens", "n_ctx"}
 
 _CAUSES = (
     "maximum context length",
