@@ -1,8 +1,9 @@
-"""Rendered conversations have the hashes and places of their images and videos."""
+"""Conversations refer to media that earlier ones have named, and rendered ones have hashes and places of media."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from support.image_models import Model
@@ -10,12 +11,15 @@ from support.image_requests import chat, data_url, picture
 from support.server import DEVICE, Server
 
 FLAGS = ("--dtype", "float32", "--device", DEVICE, "--served-model-name", "tiny")
+SEVERAL = ("--api-server-count", "2", "--api-key", "one", "two")
+ONE, TWO = ({"authorization": f"Bearer {key}"} for key in ("one", "two"))
+PATH = "/v1/chat/completions"
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     model = Model(tmp_path_factory.mktemp("model"), "smolvlm")
-    with Server(str(model.path), *FLAGS) as server:
+    with Server(str(model.path), *FLAGS, *SEVERAL) as server:
         yield server
 
 
@@ -23,9 +27,9 @@ def test_rendered_chats_have_the_hashes_and_places_of_media(server: Server) -> N
     image = picture(1, 60, 40)
     video = {"type": "video", "video": [data_url(picture(seed, 64, 64)) for seed in (2, 3)]}
     body = chat("a", image, "b", video, image)
-    status, answer = server.post("/v1/chat/completions", body)
+    status, answer = server.post(PATH, body, headers=ONE)
     assert status == 200, answer
-    status, rendered = server.post("/v1/chat/completions/render", body)
+    status, rendered = server.post(f"{PATH}/render", body, headers=ONE)
     assert status == 200, rendered
     token_ids, features = rendered["token_ids"], rendered["features"]
     assert token_ids == answer["prompt_token_ids"]
@@ -38,3 +42,33 @@ def test_rendered_chats_have_the_hashes_and_places_of_media(server: Server) -> N
     assert images == sorted(images) and len({length for _, length in images}) == 1
     placed = {token_ids[offset] for offset, _ in images}
     assert len(placed) == 1 and placed.isdisjoint(token_ids[: images[0][0]])
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "empty"),
+    [
+        ("image_url", {"url": data_url(picture(4, 60, 40))}, None),
+        ("image_url", {"url": data_url(picture(5, 40, 60))}, {"url": None}),
+        ("video", [data_url(picture(seed, 64, 64)) for seed in (6, 7)], None),
+    ],
+)
+def test_media_are_referred_to_by_uuid_at_any_api_server(
+    server: Server, kind: str, value: Any, empty: Any
+) -> None:
+    def ask(*media: Any, headers: dict[str, str] = ONE) -> tuple[int, Any]:
+        parts = ({"type": kind, kind: each, "uuid": "x"} for each in media)
+        return server.post(PATH, chat("a", *parts), headers=headers)
+
+    status, sent = ask(value, value)
+    assert status == 200, sent
+    for media in ((empty, empty), (value, empty), (empty, value)) * 3:
+        status, again = ask(*media)
+        assert status == 200, again
+        assert again["prompt_token_ids"] == sent["prompt_token_ids"]
+        assert again["choices"][0]["token_ids"] == sent["choices"][0]["token_ids"]
+    status, refused = ask(empty, headers=TWO)
+    problem = (
+        f'must name media of type {kind} that this server has from an earlier request, got "x"'
+    )
+    assert status == 400 and problem in refused["error"]["message"]
+    assert refused["error"]["param"] == "messages[0].content[1].uuid"

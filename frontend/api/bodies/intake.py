@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope
 
 from ...client.executor import request_digest
 from ...http.errors import internal_error, unavailable
+from ..inputs.named_media import fill_in_media
 from ..inputs.stored_files import fill_in_files
 from ..openapi import accepts
 from ..serving import Serving
@@ -101,17 +102,18 @@ class Intake:
     ) -> tuple[T, int]:
         """Return the body, decoded into `schema`, and its size in bytes.
 
-        Stored files that its messages refer to are filled in, and are a part of its size.
+        Stored files and media that its messages refer to are filled in, and are a part of its size.
 
         Raises:
             APIError: The body is invalid, too large, or too complex (4xx); it crashed a frontend before (500); there is
-                no room for it (503); a stored file does not exist (404).
+                no room for it (503); a stored file does not exist (404) or no media have a name (400).
             ClientDisconnected: The client closed the connection first.
         """
         body, size = await self._decode(scope, receive, schema, lease)
         if messages := getattr(body, "messages", None):
             owner = scope.get("state", {}).get("owner", "")
-            size += await fill_in_files(self._serving, messages, size, owner, lease)
+            for fill_in in (fill_in_files, fill_in_media):
+                size += await fill_in(self._serving, messages, size, owner, lease)
         return body, size
 
     async def _decode(
