@@ -108,16 +108,25 @@ void SamplerChain::keep_most_likely(int64_t count) {
   tokens_.resize(count);
 }
 
-// Moves the first tokens in an order to the front, as many as have the weight `needed`. Returns how many they are.
-template <class Token, class Order>
-static size_t move_to_front(std::vector<Token>& tokens, int64_t needed, Order order) {
-  size_t begin = 0, end = tokens.size();
+// Moves the tokens with the smallest values to the front, as many as have the weight `needed`; equal values have the
+// order of `before`. Returns how many they are. Levels of values tell which tokens need to be compared.
+template <class Token, class Value, class Before>
+static size_t move_to_front(std::vector<Token>& tokens, int64_t needed, Value value, Before before) {
+  const auto level = [&](const Token& token) {
+    return int(std::min(value(token) * ((kNumLevels - 1) / kDeepest), float(kNumLevels - 1)));
+  };
+  int64_t level_weights[kNumLevels] = {};
+  for (const Token& token : tokens) level_weights[level(token)] += token.weight;
+  int last = 0;
   int64_t so_far = 0;
+  while (so_far + level_weights[last] < needed) so_far += level_weights[last++];
+  auto begin = std::partition(tokens.begin(), tokens.end(), [&](const Token& token) { return level(token) < last; });
+  auto end = std::partition(begin, tokens.end(), [&](const Token& token) { return level(token) == last; });
   while (end - begin > 1) {
-    const size_t middle = begin + (end - begin) / 2;
-    std::nth_element(tokens.begin() + begin, tokens.begin() + middle, tokens.begin() + end, order);
+    const auto middle = begin + (end - begin) / 2;
+    std::nth_element(begin, middle, end, before);
     int64_t weight = so_far;
-    for (size_t i = begin; i < middle; i++) weight += tokens[i].weight;
+    for (auto token = begin; token < middle; token++) weight += token->weight;
     if (weight >= needed) {
       end = middle;
     } else {
@@ -125,17 +134,21 @@ static size_t move_to_front(std::vector<Token>& tokens, int64_t needed, Order or
       begin = middle;
     }
   }
-  return end;
+  return end - tokens.begin();
 }
 
-void SamplerChain::keep_share(double part) { tokens_.resize(move_to_front(tokens_, share(weigh(), part), before)); }
+void SamplerChain::keep_share(double part) {
+  const int64_t needed = share(weigh(), part);
+  const auto below_peak = [top = peak()](const Token& token) { return top - token.logit; };
+  tokens_.resize(move_to_front(tokens_, needed, below_peak, before));
+}
 
 void SamplerChain::keep_typical(double part) {
   const int64_t total = weigh();
   const float top = peak(), mean = float(mean_below_peak(total));
   const auto distance = [&](const Token& token) { return std::abs(token.logit - top - mean); };
   const auto closer = [&](const Token& a, const Token& b) { return distance(a) < distance(b); };
-  const size_t count = move_to_front(tokens_, share(total, part), closer);
+  const size_t count = move_to_front(tokens_, share(total, part), distance, closer);
   float farthest = 0;
   for (size_t i = 0; i < count; i++) farthest = std::max(farthest, distance(tokens_[i]));
   keep_if([&](const Token& token) { return distance(token) <= farthest; });
