@@ -44,7 +44,7 @@ _DRY: Final = {
 }
 """Field of a request -> field of `DryParams`."""
 
-_PENALTIES: Final = {
+PENALTIES_OFF: Final = {
     "repetition_penalty": 1.0,
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
@@ -180,7 +180,7 @@ def _choose_samplers(samplers: str | list[str], given: dict[str, Any]) -> None:
         if name not in names:
             given |= neutral
     if "penalties" not in names:
-        given |= _PENALTIES
+        given |= PENALTIES_OFF
     if "dry" not in names:
         given.pop("dry", None)
     given["samplers"] = tuple(name for name in dict.fromkeys(names) if name in SAMPLERS)

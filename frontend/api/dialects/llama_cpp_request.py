@@ -14,6 +14,7 @@ from ...http.errors import bad_request, expect, wrong
 from ...tokenizer.tokenizer import Tokenizer
 from ..logprobs import Json
 from ..prompts import Prompt, parse_token_ids, verify_num_sequences
+from ..sampling import PENALTIES_OFF
 from ..schema import UNLIMITED, CompletionRequest, SamplerFields
 from ..schema.llama_cpp import LlamaCompletionRequest, LlamaFields, LlamaInfillRequest
 
@@ -37,7 +38,6 @@ _NAMES: Final = {
     "max_tokens": "n_predict",
     "n": "n_cmpl",
     "logprobs": "n_probs",
-    "repetition_penalty": "repeat_penalty",
 }
 """Field of a completion request -> the field of llama.cpp that sets it."""
 
@@ -62,7 +62,7 @@ class LlamaPrompt(CompletionRequest, kw_only=True):
 
     def sent_name(self, name: str) -> str:
         """Return the name of a field in llama.cpp's API."""
-        return _NAMES.get(name, name)
+        return _NAMES.get(name) or super().sent_name(name)
 
 
 def translate(body: LlamaFields, tokenizer: Tokenizer) -> LlamaPrompt:
@@ -78,10 +78,10 @@ def translate(body: LlamaFields, tokenizer: Tokenizer) -> LlamaPrompt:
     if fields["temperature"] is not None:
         # Negative temperatures are greedy.
         fields["temperature"] = max(fields["temperature"], 0.0)
-    if body.repeat_penalty is not None:
-        fields["repetition_penalty"] = body.repeat_penalty
     if body.repeat_last_n == 0:
-        fields["repetition_penalty"] = 1.0
+        fields |= PENALTIES_OFF
+    else:
+        fields["repeat_penalty"] = body.repeat_penalty
     stop = [body.stop] if isinstance(body.stop, str) else body.stop
     prompts, is_list = _prompts(body)
     return LlamaPrompt(

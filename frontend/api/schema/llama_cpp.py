@@ -22,7 +22,7 @@ class LlamaFields(SamplerFields, kw_only=True):
     n: Int | None = None
     # llama.cpp's name of `repetition_penalty`.
     repeat_penalty: float | None = None
-    # 0 turns `repeat_penalty` off. All other values mean the whole context.
+    # 0 turns all penalties off but that of `dry_multiplier`. All other values mean the whole context.
     repeat_last_n: Int | None = None
     seed: Int | None = None
     stop: str | list[str] | None = None

@@ -188,8 +188,8 @@ def test_options_become_sampling_parameters(frontend: FrontendProcess) -> None:
     assert params.logit_bias == {hello: -100.0, 7: 2.5, 8: -100.0}
     assert (params.repetition_penalty, params.typical_p, params.seed) == (1.5, 0.5, 3)
     assert sent_params(frontend, logit_bias={"7": 1, "Hello": 2}).logit_bias == {7: 1, hello: 2}
-    off = sent_params(frontend, repeat_penalty=1.5, repeat_last_n=0, seed=-1)
-    assert off.repetition_penalty == 1.0 and off.seed != -1
+    off = sent_params(frontend, repeat_penalty=1.5, presence_penalty=1, repeat_last_n=0, seed=-1)
+    assert (off.repetition_penalty, off.presence_penalty) == (1, 0) and off.seed != -1
     # A sampler that is not listed has no effect, in both ways to write the list.
     for samplers in (["top_k", "temperature"], "kt"):
         few = sent_params(frontend, samplers=samplers, top_k=5, top_p=0.5, min_p=0.1, temperature=2)
@@ -233,6 +233,7 @@ def test_repetitions_end_at_all_tokens_that_spell_a_breaker(frontend: FrontendPr
         ({"prompt": "a" * 200_000}, "prompt"),
         ({"n_probs": 1000}, "n_probs"),
         ({"repeat_penalty": -1}, "repeat_penalty"),
+        ({"repetition_penalty": -1}, "repetition_penalty"),
         ({"n_cmpl": 0}, "n_cmpl"),
         ({"logit_bias": [["a"]]}, "logit_bias[0]"),
         ({"logit_bias": [["a", "b"]]}, "logit_bias[0][1]"),
