@@ -387,11 +387,6 @@ def _speculation(
             f"--speculative-config on GPUs needs --pipeline-parallel-size 1 (given: {num_stages}); remove "
             "one of the two flags"
         )
-    if num_stages > 1 and speculative.method.reads_inner_states:
-        raise ConfigError(
-            f"--speculative-config with the method {speculative.method.value} needs --pipeline-parallel-size 1 (given: "
-            f"{num_stages}), because the head reads hidden states of all stages; use another method or flag"
-        )
     if speculative.model is None:
         return speculative
     # These imports are slow, and other commands do not need them.

@@ -16,6 +16,7 @@ from support.draft_heads import (
     write_dflash,
     write_eagle3_head,
 )
+from support.mixed_streams import Streams, undisturbed_answers
 from support.server import Server, assert_nothing_is_held
 from support.tiny_checkpoints import (
     layers_directory,
@@ -47,6 +48,13 @@ def eagle3_on_two_ranks(path: Path) -> tuple[Path, list[str], dict[str, Any]]:
     return path / "model", ["-tp", "2"], fields
 
 
+def eagle3_in_two_stages(path: Path) -> tuple[Path, list[str], dict[str, Any]]:
+    """Return a model, flags, and the fields that choose a head that reads hidden states of both stages."""
+    model, _, fields = eagle3_on_two_ranks(path)
+    del fields["draft_tensor_parallel_size"]
+    return model, ["-pp", "2"], fields
+
+
 def mtp_of_recurrent_model_in_two_stages(path: Path) -> tuple[Path, list[str], dict[str, Any]]:
     """Return a model, flags, and the fields that choose its layer for multi-token prediction."""
     _, model = layers_directory(path, "delta net")
@@ -72,11 +80,19 @@ def dflash_of_recurrent_model_on_two_ranks(path: Path) -> tuple[Path, list[str],
     return path / "model", ["-tp", "2"], {"method": "dflash", "model": str(path / "head")}
 
 
+def dflash_of_recurrent_model_in_two_stages(path: Path) -> tuple[Path, list[str], dict[str, Any]]:
+    """Return a model with recurrent layers, flags, and the fields that choose its DFlash head."""
+    model, _, fields = dflash_of_recurrent_model_on_two_ranks(path)
+    return model, ["-pp", "2"], fields
+
+
 @pytest.mark.parametrize(
     "make",
     [
         dflash_of_recurrent_model_on_two_ranks,
+        dflash_of_recurrent_model_in_two_stages,
         eagle3_on_two_ranks,
+        eagle3_in_two_stages,
         mtp_of_recurrent_model_in_two_stages,
         assistant_on_four_ranks,
     ],
@@ -111,3 +127,27 @@ def test_drafting_heads_do_not_change_answers(tmp_path: Path, make: Any) -> None
     none = {"num_speculative_tokens": 0}
     expected = answers(none)
     assert answers({"num_speculative_tokens": 3, "adaptive": False, **fields}) == expected
+
+
+@pytest.mark.parametrize("make", [dflash_of_recurrent_model_in_two_stages, eagle3_in_two_stages])
+def test_answers_continue_after_a_worker_of_the_first_stage_was_killed(
+    tmp_path: Path, make: Any
+) -> None:
+    path, flags, fields = make(tmp_path)
+    config = json.dumps({"num_speculative_tokens": 3, "adaptive": False, **fields})
+    requests = [
+        {"prompt": "a b c " * number, "max_tokens": 90, "ignore_eos": True, "stream": True} | each
+        for number, each in enumerate(SAMPLING, 1)
+    ]
+    with Server(str(path), *FLAGS, *flags, "--speculative-config", config) as server:
+        expected = undisturbed_answers(server, requests)
+        victim = server.child("worker 0")
+        streams = Streams(server, requests)
+        streams.wait_for_events(20)
+        victim.kill()
+        assert streams.answers() == expected
+        server.wait_until_whole()
+        verified = server.metric("engine:spec_decode_num_draft_tokens_total")
+        assert Streams(server, requests).answers() == expected
+        assert server.metric("engine:spec_decode_num_draft_tokens_total") > verified
+        assert_nothing_is_held(server)

@@ -22,6 +22,7 @@ from engine.protocol.config import (
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
+    SpeculativeConfig,
 )
 from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.worker_messages import NewRequestData, SchedulerOutput
@@ -64,16 +65,18 @@ class Served:
     path: Path
     backend: CPUBackend = CPUBackend.TORCH
     is_accelerated: bool = False
+    speculative: SpeculativeConfig | None = None
 
 
 @dataclass(frozen=True)
 class RankResult:
-    """Results of one rank for one checkpoint. Only the last stage has tokens and log-probabilities."""
+    """Results of one rank for one checkpoint. Only the last stage has tokens, log-probabilities and drafts."""
 
     tokens: list[list[int]]
     logprobs: list[float]
     bytes_read: int
     block_bytes: int
+    drafts: list[list[int]]
 
 
 def run_replica(
@@ -148,7 +151,7 @@ def _rank(
                     "m", str(each.path), "", ("m",), "", vocab_size, MAX_MODEL_LEN, (1,), "float32"
                 ),
                 CacheConfig(block_size=block_size),
-                SchedulerConfig(max_num_seqs=NUM_SLOTS),
+                SchedulerConfig(max_num_seqs=NUM_SLOTS, speculative=each.speculative),
                 parallel,
                 DeviceConfig(
                     threads=1,
@@ -166,14 +169,18 @@ def _rank(
             num_groups = len(runner.kv_cache_groups)
             runner.allocate_kv_cache(1 + NUM_SLOTS * num_groups * BLOCKS_PER_ROW)
             runner.warm_up()
-            tokens, logprobs = [], []
+            tokens, logprobs, drafts = [], [], []
             for step in workload(vocab_size, num_groups, MAX_MODEL_LEN // block_size):
                 output = output_of(runner.execute(step, lambda step: None))
                 tokens.append(int32_view(output.sampled_token_ids).tolist())
+                if output.drafts is not None:
+                    drafts.append(int32_view(output.drafts.token_ids).tolist())
                 for row in (*output.prompt_logprobs, *output.logprobs):
                     logprobs += float32_view(row.logprobs).tolist()
             runner.close()
-            results.append(RankResult(tokens, logprobs, checkpoint.bytes_read, runner.block_bytes))
+            results.append(
+                RankResult(tokens, logprobs, checkpoint.bytes_read, runner.block_bytes, drafts)
+            )
         pipe.send(results)
         pipe.recv()
         leave_replica()

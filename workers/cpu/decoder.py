@@ -43,6 +43,7 @@ from .abi.structs import Step, StepGroup
 from .adapters import NativeAdapters
 from .attention import NativeAttention, NativeAttentionMetadata
 from .decoding import NativeDecoding
+from .drafts.kept_inputs import NativeKeptInputs
 from .library import NotSupportedNatively
 from .program import NativeProgram, StoringProgram
 from .recording.model_shape import model_shape
@@ -101,7 +102,6 @@ class NativeDecoder:
         self.spec = spec
         self.kept_hidden_TE: Tensor | None = None
         """The hidden states of all tokens of the last step, [T, E]: normed ones, then the input of each kept layer."""
-        self.kept_width = (1 + len(kept_layers)) * spec.hidden_size if kept_layers else 0
         self.loras = loras
         self.encoder: Encoder | None = None
         self.placed: Placed | None = None
@@ -109,6 +109,8 @@ class NativeDecoder:
         self.reads_T1: Tensor | None = None
         self.attention = attention
         self.shard = shard = shard or ModelShard.whole(spec)
+        self._kept = NativeKeptInputs(spec, shard, kept_layers)
+        self.kept_width, self.received_width = self._kept.kept_width, self._kept.received_width
         self.hidden_dtype = configured_dtype("float32", attention.device)
         if isinstance(checkpoint, DummyCheckpoint):
             raise NotSupportedNatively("the native CPU backend does not support dummy weights")
@@ -158,7 +160,7 @@ class NativeDecoder:
             max_model_len,
             self._store,
             places_embeddings=places_embeddings,
-            kept_layers=kept_layers,
+            kept_columns=self._kept.columns,
         )
         recorder.record()
         self._embeds = shard.is_first and spec.has_embedding
@@ -167,15 +169,12 @@ class NativeDecoder:
         if shard.expert_group is not None:
             self._program.join_experts(shard.expert_group)
         self._embedding: NativeProgram | None = None
-        if kept_layers and recorder.embedding is not None:
+        if self.kept_width and recorder.embedding is not None:
             self._embedding = NativeProgram(model_shape(spec, shard, attention, 1), spec.norm_eps)
             scale = spec.rounded_embedding_scale(weights.any_dtype)
             self._embedding.add_op("embed", parts=[recorder.embedding], scale=scale)
             self._embedding.add_op("final_norm")
             self._embedding.add_op("head")
-        self._output_width = spec.hidden_size
-        if not shard.is_last:
-            self._output_width = spec.stage_width(shard.layers.stop)
         self._kv_caches: Sequence[AnyArray] = ()
         num_caches = sum(len(spec.layers[index].cache_groups) for index in shard.layers)
         self._kv_pointers = (ctypes.c_void_p * num_caches)()
@@ -194,7 +193,7 @@ class NativeDecoder:
         """Fill the KV caches. Return float32 hidden states, as a tensor or array like `inputs`.
 
         On the last stage they are normed, [T, D]. On other stages they include all that later stages read, [T,
-        `stage_width`].
+        `received_width`].
 
         Args:
             inputs: Token ids [T] for the first stage, else hidden states of the previous stage, which are overwritten.
@@ -406,19 +405,11 @@ class NativeDecoder:
         sampling: Any = None,
     ) -> NDArray[np.float32]:
         positions_T = _int32(positions_T)
-        if self._embeds:
-            ids_T = _int32(inputs)
-            hidden_TD = np.empty((len(ids_T), self._output_width), np.float32)
-        else:
-            ids_T = np.zeros_like(positions_T)
-            hidden_TD = float32_array(inputs)
+        ids_T = _int32(inputs) if self._embeds else np.zeros_like(positions_T)
+        received_TE = None if self._embeds else float32_array(inputs)
+        hidden_TD = self._kept.begin_step(len(ids_T), received_TE)
         if self.kept_width:
-            width = max(self.kept_width, hidden_TD.shape[1])
-            kept_TE = np.empty((len(ids_T), width), np.float32)
-            if not self._embeds:
-                kept_TE[:, : hidden_TD.shape[1]] = hidden_TD
-            hidden_TD = kept_TE
-            self.kept_hidden_TE = as_tensor(kept_TE)[:, : self.kept_width]
+            self.kept_hidden_TE = as_tensor(hidden_TD)[:, : self.kept_width]
         token_id = None
         if self.spec.per_layer_inputs is not None:
             token_id = self.spec.per_layer_inputs.placed_token_id
@@ -472,7 +463,7 @@ class NativeDecoder:
         if queries_LTHK is not None and self._recorder is not None:
             for layer, q_THK in zip(self.shard.layers, queries_LTHK, strict=True):
                 self._recorder.record(layer, as_tensor(q_THK))
-        return np.ascontiguousarray(hidden_TD[:, : self._output_width])
+        return self._kept.finish_step(hidden_TD, received_TE)
 
     def _run_head(self, hidden_SD: AnyArray, adapters: int | None, **outputs: Any) -> None:
         hidden_SD = float32_array(hidden_SD)

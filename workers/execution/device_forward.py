@@ -69,7 +69,7 @@ class DeviceForward:
             None if loras is None else loras.number_by_slot,
         )
         if not model.shard.is_first:
-            shape = (max_tokens, model.spec.stage_width(model.shard.layers.start))
+            shape = (max_tokens, model.received_width)
             self._received_TD = torch.zeros(shape, dtype=model.hidden_dtype, device=batch.device)
         self._decodes: SizedGraphs | None = None
         self._chunks: SizedGraphs | None = None

@@ -288,7 +288,7 @@ class HostExecution:
         if self._shard.is_first:
             inputs = self._array(self._batch.input_ids(plan))
         else:
-            shape = (len(plan.positions_T), self._model.spec.stage_width(self._shard.layers.start))
+            shape = (len(plan.positions_T), self._model.received_width)
             inputs = self._pipeline.receive_hidden(
                 torch.empty(shape, dtype=torch_dtype(self._model.hidden_dtype))
             )

@@ -125,8 +125,7 @@ def _load_decoder(
         raise ConfigError("--enable-lora needs Engine's own layers; remove --model-impl")
     kept_layers: Sequence[int] = ()
     speculative = config.scheduler.speculative
-    is_last = parallel.shard(spec).is_last
-    if speculative is not None and speculative.method.reads_hidden_states and is_last:
+    if speculative is not None and speculative.method.reads_hidden_states:
         from .drafting.head_layouts import find_kept_layers
 
         kept_layers = find_kept_layers(speculative, spec)

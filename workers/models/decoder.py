@@ -53,6 +53,7 @@ from .shared_blocks.layer import SharedBlockLayer
 from .shared_blocks.restarts import Restarts
 from .stage.embedding import TokenEmbedding, read_embedding
 from .stage.head import OutputHead
+from .stage.kept_inputs import KeptInputs
 from .stage.layer_inputs import read_layer_inputs
 from .stage.passed_state import PassedState
 from .torch_decoder import TorchDecoder
@@ -91,9 +92,8 @@ class Decoder(TorchDecoder):
         kernels = kernels or LayerKernels()
         shard = shard or ModelShard.whole(spec)
         super().__init__(spec, attention, shard, dtype, kernels)
-        self._kept_layers = kept_layers
-        if kept_layers:
-            self.kept_width = (1 + len(kept_layers)) * spec.hidden_size
+        self._kept = KeptInputs(spec, shard, kept_layers)
+        self.kept_width, self.received_width = self._kept.kept_width, self._kept.received_width
         weights = weight_reader(
             checkpoint,
             dtype,
@@ -171,7 +171,7 @@ class Decoder(TorchDecoder):
     ) -> Tensor:
         """Fill the KV caches, and return the hidden states [T, D] in `hidden_dtype`, normed on the last stage.
 
-        Between stages, hidden states include all streams and the inputs of later layers, [T, `stage_width`].
+        Between stages, hidden states include all streams and the inputs of later layers, [T, `received_width`].
 
         Args:
             inputs: Token ids [T] for the first stage, else hidden states [T, D] of the previous stage, which are
@@ -182,6 +182,7 @@ class Decoder(TorchDecoder):
         """
         if self.shard.expert_group is not None:
             self.shard.expert_group.begin_round(self.join_round)
+        inputs, kept = self._kept.split(inputs)
         x_TD, layer_inputs = self._begin(inputs, positions_T)
         tables = self._rotary_tables(positions_T)
         if self.spec.source is not None:
@@ -189,7 +190,6 @@ class Decoder(TorchDecoder):
                 if layer.cross is not None:
                     layer.cross.reads_T1 = self.reads_T1
         block_TD, caches = None, iter(kv_caches)
-        kept: dict[int, Tensor] = {}
         num_own = len(self._layers)
         own, rest = layer_inputs[:num_own], layer_inputs[num_own:]
         added_after = () if self.placed is None else self.spec.added_after
@@ -200,7 +200,7 @@ class Decoder(TorchDecoder):
             if self._restarts is not None and described.restart is not None:
                 x_TD = added(x_TD, block_TD, self.spec, None)
                 x_TD, block_TD = self._restarts.apply(x_TD, described.restart), None
-            if index in self._kept_layers:
+            if index in self._kept.layers:
                 kept[index] = self._layer_input(x_TD, block_TD)
             block_TD = layer.forward(
                 x_TD,
@@ -217,16 +217,17 @@ class Decoder(TorchDecoder):
                 assert self.placed is not None
                 self.placed.add_to(x_TD, added_after.index(index))
         if not self.shard.is_last:
-            return self._sent(added(x_TD, block_TD, self.spec, None), rest)
+            sent_TE = self._sent(added(x_TD, block_TD, self.spec, None), rest)
+            return self._kept.joined(sent_TE, kept)
         if self._last_streams is not None:
             x_TD = self._last_streams.reduce(x_TD)
             return x_TD if self._norm is None else self._norm(x_TD)
         count = len(self.spec.layers)
-        if count in self._kept_layers:
+        if count in self._kept.layers:
             kept[count] = self._layer_input(x_TD, block_TD)
         x_TD = added(x_TD, block_TD, self.spec, self._norm)
-        if self._kept_layers:
-            states = (x_TD, *(kept[index] for index in self._kept_layers))
+        if self._kept.layers:
+            states = (x_TD, *(kept[index] for index in self._kept.layers))
             self.kept_hidden_TE = torch.cat([each.float() for each in states], 1)
         return x_TD
 

@@ -72,6 +72,8 @@ class TorchDecoder(ABC):
         self.shard = shard
         self.hidden_dtype = hidden_dtype
         self.kernels = kernels
+        self.received_width = spec.stage_width(shard.layers.start)
+        """The number of elements of a token that this stage receives, unless it is the first one."""
 
     @abstractmethod
     def forward(

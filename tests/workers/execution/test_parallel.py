@@ -13,10 +13,11 @@ import pytest
 import torch
 from engine.protocol.arrays import int32_view
 from engine.protocol.checkpoint.gguf import GGMLQuantizationType
-from engine.protocol.config import CPUBackend, ParallelConfig
+from engine.protocol.config import CPUBackend, ParallelConfig, ProposerMethod, SpeculativeConfig
 from engine.protocol.errors import RunDirectoryError
 from engine.workers.execution.parallel_state import join_replica
 from engine.workers.loaders import open_checkpoint
+from support.draft_heads import GEMMA4, write_eagle3_head
 from support.families import make_multimodal
 from support.families.compressed import HASHED
 from support.families.experts import GATED
@@ -37,6 +38,7 @@ from support.families.split import (
 )
 from support.families.split_layers import NATIVE_LAYERS, OTHER_LAYERS
 from support.gguf_writer import write_gguf
+from support.models_with_heads import dflash, eagle3, write_model
 from support.quantized_checkpoints import quantize_directory
 from support.replica import NUM_TOKENS, RankResult, Served, run_replica, timeouts, workload
 from support.tiny_checkpoints import random_model, sentencepiece_tokenizer
@@ -332,6 +334,38 @@ def test_native_pipeline_stages_are_bit_identical_to_one_worker(
     for name, *ranks in zip(checkpoints, *results, strict=True):
         assert_equal(ranks, alone[name], parallel)
         assert ranks[-1].logprobs == alone[name].logprobs
+
+
+def test_heads_that_read_inner_layers_write_the_drafts_of_one_worker(tmp_path: Path) -> None:
+    """The heads read layers of all stages, one of them twice. Gemma 4 also passes on inputs of later layers."""
+    (tmp_path / "gemma4").mkdir()
+    gemma4 = write_model(
+        tmp_path / "gemma4",
+        "Gemma4TextConfig",
+        "Gemma4ForCausalLM",
+        GEMMA4 | {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 300},
+    )
+    layers = [4, 0, 2]
+    directory = tmp_path / "gemma4" / "head"
+    write_eagle3_head(directory, gemma4.config, 120, eagle_aux_hidden_state_layer_ids=layers)
+    beside = SpeculativeConfig(3, ProposerMethod.EAGLE3, model=str(directory))
+    made = [(tmp_path / "gemma4", beside)]
+    for make in (eagle3, dflash):
+        head = make(tmp_path / make.__name__)
+        made.append((head.path, head.speculative))
+    served = [
+        Served(path, backend, speculative=speculative)
+        for path, speculative in made
+        for backend in (CPUBackend.NATIVE, CPUBackend.TORCH)
+    ]
+    (alone,) = run_replica(tmp_path, ParallelConfig(), served)
+    for stages in (2, 3):
+        parallel = ParallelConfig(pipeline_parallel_size=stages)
+        results = run_replica(tmp_path, parallel, served)
+        for expected, *ranks in zip(alone, *results, strict=True):
+            assert_equal(ranks, expected, parallel)
+            assert ranks[-1].drafts == expected.drafts
+            assert sum(map(len, expected.drafts)) > NUM_TOKENS
 
 
 @pytest.mark.parametrize(("tensor", "stages"), [(1, 3), (2, 2)])

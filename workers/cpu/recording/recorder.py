@@ -43,9 +43,8 @@ class Recorder:
     """Records the layers of this shard in a program, together with their weights.
 
     The operations that fill the caches of cross attention, or in a model without it those that only store keys and
-    values, are recorded in the separate program `store`. The inputs of
-    `kept_layers` are written after the normed hidden states, one layer after the other. The number of layers means the
-    input of the final norm.
+    values, are recorded in the separate program `store`. `kept_columns` are layers whose inputs are written to the
+    hidden states of the step, each with its first column. The number of layers means the input of the final norm.
     """
 
     def __init__(
@@ -58,10 +57,10 @@ class Recorder:
         store: NativeProgram | None = None,
         *,
         places_embeddings: bool = False,
-        kept_layers: Sequence[int] = (),
+        kept_columns: Sequence[tuple[int, int]] = (),
     ) -> None:
         self._places_embeddings = places_embeddings
-        self._kept_layers = kept_layers
+        self._kept_columns = kept_columns
         self.embedding: PackedWeight | None = None
         """The packed embedding of tokens, once it is recorded."""
         self._program = program
@@ -208,9 +207,9 @@ class Recorder:
 
     def _keep_hidden(self, index: int) -> None:
         """Record the operation that keeps the input of a layer, if it is one of the kept layers."""
-        for place, kept in enumerate(self._kept_layers, 1):
+        for kept, column in self._kept_columns:
             if kept == index:
-                self._program.add_op("keep_hidden", first_column=place * self._spec.hidden_size)
+                self._program.add_op("keep_hidden", first_column=column)
 
     def _record_restart(self, restart: Restart) -> None:
         """Record the begin of a pass through layers that are computed several times."""
