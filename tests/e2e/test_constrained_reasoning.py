@@ -264,5 +264,6 @@ def test_a_client_ends_the_reasoning_of_a_running_answer(
         assert num_logprobs == usage["completion_tokens"] == 800
     counted = usage["completion_tokens_details"]["reasoning_tokens"]
     assert 0 < counted < 200
-    status, late = marked.post(f"{path}/control", {"id": "other", "action": "reasoning_end"})
-    assert status == 200 and late["success"] is False
+    for unknown in ("other", "long" * 1000):
+        status, late = marked.post(f"{path}/control", {"id": unknown, "action": "reasoning_end"})
+        assert status == 200 and late["success"] is False

@@ -29,6 +29,9 @@ from ..serving import Serving
 MAX_SCALES_BYTES: Final = 1 << 19
 """Maximum bytes of a list of scales."""
 
+_MAX_ID_CHARACTERS: Final = 256
+"""Number of characters above which no answer has such an ID, so that other API servers are not asked for it."""
+
 _NO_ANSWER: Final = "no running answer with this ID was requested with reasoning_control=true"
 
 _decode_scales = msgspec.json.Decoder(list[LoraScale]).decode
@@ -136,7 +139,8 @@ class LlamaOperations:
         """
         engine = self._serving.engine
         is_ended, problem = engine.reasoning_ends.end(owner, answer_id)
-        if is_ended or problem or self._serving.config.parallel.api_server_count == 1:
+        num_servers = self._serving.config.parallel.api_server_count
+        if is_ended or problem or num_servers == 1 or len(answer_id) > _MAX_ID_CHARACTERS:
             return is_ended, problem
         try:
             return await engine.calls.end_reasoning(owner, answer_id)
