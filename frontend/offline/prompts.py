@@ -15,6 +15,7 @@ from ..client.encoder_inputs import Embeddings, answer_start, encoder_inputs_of,
 from ..client.text_changes import TextChanges
 from ..media.find_media import find_chat_media
 from .local_engine import LocalEngine
+from .named_media import NamedMedia
 
 Prompt: TypeAlias = str | list[int] | Mapping[str, Any]
 """A text, token IDs, or a mapping with `prompt`, `prompt_token_ids` or `prompt_embeds`.
@@ -26,7 +27,8 @@ and `decoder_prompt`, which is the beginning of the answer, or None: each a text
 
 A mapping with `prompt` may have `multi_modal_data`: `{"image": image}` with a Pillow image, `{"video": frames}` with an
 array or a list of Pillow images, or `{"audio": (samples, rate)}` with an array. Each value may also be a list of these.
-The prompt's text marks their places with the model's tokens.
+The prompt's text marks their places with the model's tokens. `multi_modal_uuids` names them, as in vLLM:
+`{"image": "name"}`, or a list of names. In a later prompt, None in place of the data refers to the named one.
 """
 
 
@@ -52,6 +54,7 @@ class PromptEncoder:
         self._engine = engine
         self._text_changes = TextChanges.find(engine.config.model.pooler, engine.tokenizer)
         self._media = find_chat_media(engine.config, engine.tokenizer, engine.client.executor)
+        self._named_media = NamedMedia()
         if self._media is not None:
             engine.close_together(self._media.close)
 
@@ -59,7 +62,7 @@ class PromptEncoder:
         """Return a conversation with images or audio replaced by marks, and a list of the images or audio."""
         if self._media is None:
             return conversation, ()
-        return self._engine.run(self._media.take(conversation, 0))
+        return self._engine.run(self._media.take(self._named_media.fill_in(conversation), 0))
 
     def encode_pooled(self, prompt: Prompt, instruction: str = "", role: str = "") -> EncodedPrompt:
         """Return an encoded prompt for a decoder or a single encoder. `instruction` is put before a text.
@@ -100,7 +103,8 @@ class PromptEncoder:
             raise ParameterError("encoder_prompt", "needs a model with an encoder for texts")
         if isinstance(prompt, Mapping):
             given = _content(prompt)
-            media = self._prepare_media(prompt.get("multi_modal_data") or {}, given)
+            names = prompt.get("multi_modal_uuids") or {}
+            media = self._prepare_media(prompt.get("multi_modal_data") or {}, names, given)
         if isinstance(given, str):
             tokenizer = self._engine.tokenizer
             return self.encode_text(
@@ -165,7 +169,9 @@ class PromptEncoder:
             raise ParameterError("prompt_embeds", "has numbers that are not finite")
         return EncodedPrompt(None, [0] * len(array), encoder_inputs_of(embeddings, config))
 
-    def _prepare_media(self, data: Mapping[str, Any], prompt: Any) -> list[Any]:
+    def _prepare_media(
+        self, data: Mapping[str, Any], names: Mapping[str, Any], prompt: Any
+    ) -> list[Any]:
         """Return the preprocessed images, videos or audio of a prompt."""
         if not data:
             return []
@@ -186,8 +192,12 @@ class PromptEncoder:
             # A list of frames is one video. A list of several videos contains lists or arrays.
             is_list = isinstance(given, list)
             if kind == "video" and is_list:
-                is_list = all(isinstance(each, list) or hasattr(each, "shape") for each in given)
-            wanted += [self._media.wrap(each, where) for each in (given if is_list else [given])]
+                is_list = all(
+                    each is None or isinstance(each, list) or hasattr(each, "shape")
+                    for each in given
+                )
+            found = self._named_media.find_all(kind, given if is_list else [given], names.get(kind))
+            wanted += [self._media.wrap(each, where) for each in found]
         return self._engine.run(self._media.prepare(wanted))
 
     def encode_text(

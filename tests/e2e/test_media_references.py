@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from engine import LLM, SamplingParams
+from engine.protocol.errors import ParameterError
 from support.image_models import Model
-from support.image_requests import chat, data_url, picture
+from support.image_requests import NUM_TOKENS, chat, data_url, picture
 from support.server import DEVICE, Server
 
 FLAGS = ("--dtype", "float32", "--device", DEVICE, "--served-model-name", "tiny")
@@ -17,8 +19,12 @@ PATH = "/v1/chat/completions"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    model = Model(tmp_path_factory.mktemp("model"), "smolvlm")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return Model(tmp_path_factory.mktemp("model"), "smolvlm")
+
+
+@pytest.fixture(scope="module")
+def server(model: Model) -> Iterator[Server]:
     with Server(str(model.path), *FLAGS, *SEVERAL) as server:
         yield server
 
@@ -72,3 +78,34 @@ def test_media_are_referred_to_by_uuid_at_any_api_server(
     )
     assert status == 400 and problem in refused["error"]["message"]
     assert refused["error"]["param"] == "messages[0].content[1].uuid"
+
+
+def test_offline_callers_refer_to_named_images(model: Model) -> None:
+    image = picture(7, 100, 70)
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+
+    def prompt(data: Any, names: Any) -> dict[str, Any]:
+        text = "<image>fox" * (len(data) if isinstance(data, list) else 1)
+        data = {"multi_modal_data": {"image": data}, "multi_modal_uuids": {"image": names}}
+        return {"prompt": text, **data}
+
+    def conversation(image: Any) -> list[dict[str, Any]]:
+        part = {"type": "image_pil", "image_pil": image, "uuid": "x"}
+        return [{"role": "user", "content": [part, {"type": "text", "text": "fox"}]}]
+
+    with LLM(str(model.path), dtype="float32") as llm:
+        pairs = (
+            (llm.generate, prompt(image, "x"), prompt(None, "x")),
+            (llm.generate, prompt([image] * 2, ["y", None]), prompt([None, image], ["y", None])),
+            (llm.chat, conversation(image), conversation(None)),
+        )
+        for method, whole, named in pairs:
+            first, second = (method(each, params)[0] for each in (whole, named))
+            assert first.prompt_token_ids == second.prompt_token_ids
+            assert first.outputs[0].token_ids == second.outputs[0].token_ids
+        for data, names, problem in (
+            (None, "z", 'must name media of type image of an earlier prompt, got "z"'),
+            ([image, None], ["x"], "must have as many names as there are media, 2; got 1"),
+        ):
+            with pytest.raises(ParameterError, match=f"multi_modal_uuids.image {problem}"):
+                llm.generate(prompt(data, names), params)
