@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...protocol.encoder_inputs.inputs import EncoderInput
-from ..http.errors import APIError, bad_request, wrong
+from ..http.errors import APIError, bad_request, expect, wrong
 from ..tokenizer.token_ids import token_id_array
 
 MAX_SEQUENCES = 4096
@@ -88,6 +88,73 @@ def parse_prompts(prompt: Any, vocab_size: int, name: str = "prompt") -> list[Pr
         else:
             prompts.append(Prompt(param, None, parse_token_ids(entry, param, vocab_size)))
     return prompts
+
+
+def parse_inputs(
+    given: Any, vocab_size: int, name: str, encode: Callable[[str, bool], list[int]]
+) -> list[Prompt]:
+    """Return the inputs of a request to embed or classify: prompts, or inputs in one of llama.cpp's formats.
+
+    A list with a token id is one input, and may contain texts too. An object has a text in `prompt_string`, or the
+    parts of one in `content`.
+
+    Args:
+        given: The inputs.
+        vocab_size: The size of the vocabulary.
+        name: The name of the field in errors.
+        encode: Function from a text, and true to add the special tokens, to token ids.
+
+    Raises:
+        APIError: An input has a wrong type or an invalid token id, or there are too many (400).
+    """
+    if not isinstance(given, list | dict) or not given:
+        return parse_prompts(given, vocab_size, name)
+    is_one = isinstance(given, dict) or any(isinstance(each, int) for each in given)
+    inputs = [given] if is_one else given
+    verify_num_sequences(len(inputs), name)
+    found = []
+    for i, entry in enumerate(inputs):
+        param = name if is_one else f"{name}[{i}]"
+        text = _object_text(entry, param) if isinstance(entry, dict) else entry
+        if isinstance(text, str):
+            found.append(_text(text, param))
+        else:
+            token_ids = parse_mixed(text, param, vocab_size, encode)
+            found.append(Prompt(param, None, token_ids))
+    return found
+
+
+def parse_mixed(
+    parts: Any, param: str, vocab_size: int, encode: Callable[[str, bool], list[int]]
+) -> npt.NDArray[np.int32]:
+    """Return the token ids of a prompt in llama.cpp's format: a list of token ids and texts.
+
+    Raises:
+        APIError: There are no tokens, or a part is neither a text nor a token id (400).
+    """
+    if isinstance(parts, list) and any(isinstance(part, str) for part in parts):
+        token_ids: list[Any] = []
+        for i, part in enumerate(parts):
+            if isinstance(part, str):
+                token_ids += encode(part, i == 0)
+            elif 0 <= part < vocab_size:
+                token_ids.append(part)
+            else:
+                raise wrong(f"{param}[{i}]", f"a token id in [0, {vocab_size})", part)
+        parts = token_ids
+    return parse_token_ids(parts, param, vocab_size)
+
+
+def _object_text(given: dict[str, Any], param: str) -> str:
+    if "content" not in given:
+        return str(expect(given.get("prompt_string"), str, f"{param}.prompt_string", "a string"))
+    texts = []
+    for i, part in enumerate(expect(given["content"], list, f"{param}.content", "an array")):
+        place = f"{param}.content[{i}]"
+        if expect(part, dict, place, "an object").get("type") != "text":
+            raise wrong(f"{place}.type", '"text"; media is accepted in messages', part.get("type"))
+        texts.append(expect(part.get("text"), str, f"{place}.text", "a string"))
+    return "".join(texts)
 
 
 def verify_num_sequences(count: int, param: str = "prompt") -> None:

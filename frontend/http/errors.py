@@ -166,13 +166,23 @@ def json_response(
     return _LongResponse(pieces, status, (headers or {}) | {"content-length": str(size)})
 
 
+def bytes_response(pieces: list[bytes], headers: dict[str, str]) -> Response:
+    """Return a response with bytes that are not text. They are sent piece by piece."""
+    size = {"content-length": str(sum(map(len, pieces)))}
+    return _LongResponse(pieces, 200, headers | size, "application/octet-stream")
+
+
 class _LongResponse(Response):
-    """A JSON response that is sent in pieces. Between pieces it waits for a slow client and lets other tasks run."""
+    """A response that is sent in pieces. Between pieces it waits for a slow client and lets other tasks run."""
 
-    media_type = "application/json"
-
-    def __init__(self, pieces: list[bytes], status: int, headers: dict[str, str]) -> None:
-        super().__init__(None, status, headers)
+    def __init__(
+        self,
+        pieces: list[bytes],
+        status: int,
+        headers: dict[str, str],
+        media_type: str = "application/json",
+    ) -> None:
+        super().__init__(None, status, headers, media_type)
         self._pieces = pieces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from ...http.errors import bad_request, expect, wrong
 from ...tokenizer.tokenizer import Tokenizer
 from ..logprobs import Json
-from ..prompts import Prompt, parse_token_ids, verify_num_sequences
+from ..prompts import Prompt, parse_mixed, verify_num_sequences
 from ..sampling import PENALTIES_OFF
 from ..schema import UNLIMITED, CompletionRequest, SamplerFields
 from ..schema.llama_cpp import LlamaCompletionRequest, LlamaFields, LlamaInfillRequest
@@ -110,19 +110,18 @@ def encode_prompts(request: LlamaPrompt, tokenizer: Tokenizer, vocab_size: int) 
     Raises:
         APIError: A prompt has no tokens, or a token that is not in the vocabulary (400).
     """
+
+    def encode(text: str, add_special_tokens: bool) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens))
+
     encoded = []
     for i, prompt in enumerate(request.prompts):
         param = f"prompt[{i}]" if len(request.prompts) > 1 else "prompt"
         if isinstance(prompt, str):
             encoded.append(Prompt(param, prompt, np.empty(0, np.int32)))
             continue
-        token_ids: list[Any] = []
-        for j, part in enumerate(prompt):
-            if isinstance(part, str):
-                token_ids += tokenizer.encode(part, not j)
-            else:
-                token_ids.append(part)
-        encoded.append(Prompt(param, None, parse_token_ids(token_ids, param, vocab_size)))
+        token_ids = parse_mixed(prompt, param, vocab_size, encode)
+        encoded.append(Prompt(param, None, token_ids))
     return encoded
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -10,6 +11,7 @@ from itertools import islice
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -28,11 +30,11 @@ from ...client.embeddings import (
     verify_embeds_texts,
 )
 from ...client.engine_client import RequestGroup
-from ...http.errors import bad_request, json_response
+from ...http.errors import bad_request, bytes_response, json_response
 from ...http.json_pieces import encode_list
 from ..bodies.intake import Intake, reads
 from ..pooling import Pooling, render_input, verify_choice
-from ..prompts import BYTES_PER_TOKEN_ID, Prompt, parse_prompts, verify_num_sequences
+from ..prompts import BYTES_PER_TOKEN_ID, Prompt, parse_inputs, verify_num_sequences
 from ..schema import (
     ClassificationRequest,
     EmbeddingRequest,
@@ -42,10 +44,14 @@ from ..schema import (
 )
 from ..serving import Serving
 
-ENCODING_FORMATS: Final = ("float", "base64")
+ENCODING_FORMATS: Final = ("float", "base64", "bytes", "bytes_only")
+"""The last two are vLLM's: the body has the bytes of all vectors, and the header `metadata` says where each is."""
 
-DTYPES: Final = {"float32": "f4", "float16": "f2"}
-"""`embed_dtype` -> the code of the type in NumPy."""
+MAX_METADATA: Final = 32768
+"""Maximum bytes of the header `metadata`. Many clients reject an answer whose headers exceed 64 KiB."""
+
+DTYPES: Final = {"float32": "f4", "float16": "f2", "bfloat16": "u2"}
+"""`embed_dtype` -> the code of the type in NumPy, which has no bfloat16: its bits are an integer."""
 
 BYTE_ORDERS: Final = {"native": "=", "little": "<", "big": ">"}
 """`endianness` -> the code of the byte order in NumPy."""
@@ -63,16 +69,8 @@ class Embeddings:
     async def embed(self, http: Request, request: EmbeddingRequest, body_size: int) -> Response:
         """Return an embedding of each input."""
 
-        def entries(vectors: Iterator[Vector]) -> Iterator[dict[str, Any]]:
-            for index, vector in enumerate(vectors):
-                yield {
-                    "object": "embedding",
-                    "index": index,
-                    "embedding": _encoded(vector, request),
-                }
-
         def answer(group: RequestGroup, vectors: Iterator[Vector], lengths: list[int]) -> Response:
-            return self._answer(request, "embd", lambda _: entries(vectors), group)
+            return self._vectors(request, "embd", ("embedding", "embedding"), group, vectors)
 
         return await self.run(http, request, body_size, answer)
 
@@ -120,12 +118,10 @@ class Embeddings:
             _verify_encoding(request)
             inputs = await self._inputs(request, body_size)
 
-        def entries(group: RequestGroup) -> Iterator[dict[str, Any]]:
-            for index, vectors in enumerate(self._results(request, group, inputs, kind)):
-                data = _encoded(vectors, request)
-                yield {"object": "pooling", "index": index, "data": data}
+        def answer(group: RequestGroup) -> Response:
+            vectors = self._results(request, group, inputs, kind)
+            return self._vectors(request, "pooling", ("pooling", "data"), group, vectors)
 
-        answer = partial(self._answer, request, "pooling", entries)
         splits = model.classifier is None and kind is model.pooler.kind
         return await self._pooling.run(http, request, inputs, kind, answer, splits=splits)
 
@@ -160,8 +156,13 @@ class Embeddings:
         serving = self._serving
         if request.messages is None:
             vocab_size, size = serving.config.model.vocab_size, body_size // BYTES_PER_TOKEN_ID
+
+            def encode(text: str, add_special_tokens: bool) -> list[int]:
+                serving.verify_tokenizer("input", "send token ids")
+                return list(serving.tokenizer.encode(text, add_special_tokens))
+
             return await serving.executor.run(
-                size, parse_prompts, request.input, vocab_size, "input"
+                size, parse_inputs, request.input, vocab_size, "input", encode
             )
         if request.input is not None:
             raise bad_request("messages", "must be omitted if input is given")
@@ -217,6 +218,59 @@ class Embeddings:
                 lengths = [part.num_prompt_tokens for part in parts]
                 yield finish(join_parts([finish(vector) for vector in found], lengths))
 
+    def _vectors(
+        self,
+        request: EmbeddingRequest,
+        kind: str,
+        names: tuple[str, str],
+        group: RequestGroup,
+        vectors: Iterator[Vector],
+    ) -> Response:
+        """Return the answer with vectors. `names` are the type of an entry and the name of its vector in JSON."""
+        if request.encoding_format in ("bytes", "bytes_only"):
+            return self._bytes(request, kind, group, vectors)
+
+        def entries(_: RequestGroup) -> Iterator[dict[str, Any]]:
+            for index, vector in enumerate(vectors):
+                yield {"object": names[0], "index": index, names[1]: _encoded(vector, request)}
+
+        return self._answer(request, kind, entries, group)
+
+    def _bytes(
+        self, request: EmbeddingRequest, kind: str, group: RequestGroup, vectors: Iterator[Vector]
+    ) -> Response:
+        """Return the answer with the bytes of the vectors, in vLLM's format.
+
+        Raises:
+            APIError: The description of so many vectors does not fit into a header (400).
+        """
+        pieces: list[bytes] = []
+        entries: list[dict[str, Any]] = []
+        end = 0
+        for index, vector in enumerate(vectors):
+            pieces.append(_to_bytes(vector, request))
+            start, end = end, end + len(pieces[-1])
+            entries.append(
+                {
+                    "index": index,
+                    "embed_dtype": request.embed_dtype or "float32",
+                    "endianness": request.endianness or "native",
+                    "start": start,
+                    "end": end,
+                    "shape": vector.shape,
+                }
+            )
+        if request.encoding_format == "bytes_only":
+            return bytes_response(pieces, {})
+        metadata = json.dumps(self._envelope(request, kind, group) | {"data": entries})
+        if len(metadata) > MAX_METADATA:
+            raise bad_request(
+                "encoding_format",
+                f'must be "bytes_only" for {len(pieces)} vectors, because their description has '
+                f"{len(metadata)} bytes, and the header has at most {MAX_METADATA}",
+            )
+        return bytes_response(pieces, {"metadata": metadata})
+
     def _answer(
         self,
         request: PoolingFields,
@@ -224,16 +278,18 @@ class Embeddings:
         entries: Callable[[RequestGroup], Iterator[dict[str, Any]]],
         group: RequestGroup,
     ) -> Response:
-        return json_response(
-            {
-                "id": f"{kind}-{group.request_id}",
-                "object": "list",
-                "created": int(time.time()),
-                "model": self._serving.answering_model(request.model),
-                "data": encode_list(entries(group), at_once=1),
-                "usage": usage_of(group),
-            }
-        )
+        data = encode_list(entries(group), at_once=1)
+        envelope = self._envelope(request, kind, group)
+        return json_response({"object": "list"} | envelope | {"data": data})
+
+    def _envelope(self, request: PoolingFields, kind: str, group: RequestGroup) -> dict[str, Any]:
+        """Return the fields of an answer beside its data."""
+        return {
+            "id": f"{kind}-{group.request_id}",
+            "created": int(time.time()),
+            "model": self._serving.answering_model(request.model),
+            "usage": usage_of(group),
+        }
 
 
 def _conversations(messages: list[Any]) -> Iterator[tuple[list[dict[str, Any]], str]]:
@@ -264,7 +320,20 @@ def _verify_encoding(request: EmbeddingRequest) -> None:
 
 def _encoded(vector: Vector, request: EmbeddingRequest) -> Any:
     if request.encoding_format == "base64":
-        order = BYTE_ORDERS[request.endianness or "native"]
-        dtype = order + DTYPES[request.embed_dtype or "float32"]
-        return base64.b64encode(vector.astype(dtype, copy=False).tobytes()).decode()
+        return base64.b64encode(_to_bytes(vector, request)).decode()
     return vector.tolist()
+
+
+def _to_bytes(vector: Vector, request: EmbeddingRequest) -> bytes:
+    """Return the bytes of a vector in the type and the byte order of the request."""
+    name = request.embed_dtype or "float32"
+    dtype = BYTE_ORDERS[request.endianness or "native"] + DTYPES[name]
+    numbers: npt.NDArray[Any] = _bfloat16_bits(vector) if name == "bfloat16" else vector
+    return numbers.astype(dtype, copy=False).tobytes()
+
+
+def _bfloat16_bits(vector: Vector) -> npt.NDArray[np.uint32]:
+    """Return the 16 bits of each finite number, rounded to the nearest bfloat16, and to an even one between two."""
+    bits = np.ascontiguousarray(vector).view(np.uint32)
+    half, one, shift = np.uint32(0x7FFF), np.uint32(1), np.uint32(16)
+    return (bits + half + ((bits >> shift) & one)) >> shift

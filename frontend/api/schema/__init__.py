@@ -311,7 +311,8 @@ class PoolingFields(msgspec.Struct, kw_only=True):
 class InputFields(PoolingFields, kw_only=True):
     """The fields that requests to embed or classify share: texts, tokens or conversations."""
 
-    input: str | list[str | Int | list[Int]] | None = None
+    # Objects, and lists that mix texts and token ids, are llama.cpp's formats.
+    input: str | dict[str, Any] | list[str | Int | dict[str, Any] | list[str | Int]] | None = None
     # A conversation, or a list of them, instead of `input`; may contain images or audio.
     messages: list[dict[str, Any] | list[dict[str, Any]]] | None = None
     add_generation_prompt: bool | None = None

@@ -90,8 +90,8 @@ class LlamaEmbeddingRequest(msgspec.Struct, kw_only=True):
     """The body of `POST /embedding`."""
 
     model: str | None = None
-    content: str | list[str | Int | list[Int]] | None = None
-    input: str | list[str | Int | list[Int]] | None = None
+    content: str | dict[str, Any] | list[str | Int | dict[str, Any] | list[str | Int]] | None = None
+    input: str | dict[str, Any] | list[str | Int | dict[str, Any] | list[str | Int]] | None = None
     embd_normalize: Int | None = None
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from . import Int
@@ -10,7 +12,7 @@ from . import Int
 class TextEmbeddingsRequest(msgspec.Struct, kw_only=True):
     """The body of `POST /embed`."""
 
-    inputs: str | list[str | Int | list[Int]] | None = None
+    inputs: str | dict[str, Any] | list[str | Int | dict[str, Any] | list[str | Int]] | None = None
     model: str | None = None
     normalize: bool = True
     truncate: bool = False

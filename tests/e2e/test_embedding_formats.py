@@ -1,0 +1,88 @@
+"""Formats of embeddings: vLLM's bytes, and the inputs that llama.cpp's clients send."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from support.server import Server
+from support.tiny_checkpoints import qwen3_directory
+
+TEXTS = ("hello world", "The quick brown fox", "a")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    path, _ = qwen3_directory(tmp_path_factory.mktemp("qwen3"))
+    with Server(str(path), "--served-model-name", "tiny") as server:
+        yield server
+
+
+def embed(server: Server, given: Any) -> list[list[float]]:
+    status, answer = server.post("/v1/embeddings", {"input": given})
+    assert status == 200, answer
+    return [entry["embedding"] for entry in answer["data"]]
+
+
+@pytest.mark.parametrize(
+    ("encoding_format", "embed_dtype", "dtype"),
+    [("bytes", None, "<f4"), ("bytes", "float16", ">f2"), ("bytes_only", "bfloat16", "<u2")],
+)
+def test_the_body_has_the_bytes_of_all_vectors(
+    server: Server, encoding_format: str, embed_dtype: str | None, dtype: str
+) -> None:
+    options = {"encoding_format": encoding_format, "embed_dtype": embed_dtype}
+    options["endianness"] = "big" if dtype[0] == ">" else "little"
+    vectors = embed(server, list(TEXTS))
+    expected = torch.tensor(vectors, dtype=getattr(torch, embed_dtype or "float32"))
+    for path in ("/v1/embeddings", "/pooling"):
+        response = httpx.post(server.url + path, json=options | {"input": TEXTS})
+        assert response.status_code == 200, response.text
+        assert response.headers["content-type"] == "application/octet-stream"
+        found = np.frombuffer(response.content, dtype).astype(dtype[1:])
+        raw = torch.from_numpy(found).view(expected.dtype).reshape(expected.shape)
+        assert torch.equal(raw, expected)
+        assert ("metadata" in response.headers) == (encoding_format == "bytes")
+        if encoding_format == "bytes":
+            metadata = json.loads(response.headers["metadata"])
+            last = metadata["data"][-1]
+            assert (last["index"], last["end"]) == (len(TEXTS) - 1, len(response.content))
+            assert last["shape"] == [expected.shape[1]]
+            assert last["embed_dtype"] == (embed_dtype or "float32")
+            assert metadata["usage"]["prompt_tokens"] and metadata["model"] == "tiny"
+
+
+def test_inputs_are_read_in_the_formats_of_llama_cpp(server: Server) -> None:
+    [vector] = embed(server, TEXTS[0])
+    parts = [{"type": "text", "text": "hello "}, {"type": "text", "text": "world"}]
+    given = [TEXTS[0], {"prompt_string": TEXTS[0]}, {"content": parts}]
+    assert embed(server, given) == [vector] * 3
+    assert embed(server, given[2]) == [vector]
+    # A list with a token id is one input.
+    first, second = (server.post("/tokenize", {"content": text})[1]["tokens"] for text in TEXTS[:2])
+    [joined] = embed(server, [[*first, *second]])
+    assert embed(server, [*first, TEXTS[1]]) == [joined]
+    status, answer = server.post("/embedding", {"content": [[*first, TEXTS[1]], TEXTS[0]]})
+    assert status == 200
+    assert [each["embedding"] for each in answer] == [[joined], [vector]]
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({"input": {"content": "a"}}, "input.content", 'array, got "a"'),
+        ({"input": ["a", {"content": [{"type": "x"}]}]}, "input[1].content[0].type", "messages"),
+        ({"input": ["a", {"text": "a"}]}, "input[1].prompt_string", "must be a string"),
+        ({"input": [[5, "a"], ["a", 10_000_000]]}, "input[1][1]", "must be a token id in [0, "),
+        ({"input": ["a"] * 400, "encoding_format": "bytes"}, "encoding_format", '"bytes_only"'),
+    ],
+)
+def test_bad_input_is_named(server: Server, body: dict[str, Any], param: str, message: str) -> None:
+    status, answer = server.post("/v1/embeddings", body)
+    assert (status, answer["error"]["param"]) == (400, param)
+    assert message in answer["error"]["message"]
