@@ -265,8 +265,11 @@ class LlamaDescription:
 
     async def slots(self, http: Request) -> Response:
         """List the slots for running sequences. With `fail_on_no_slot`, answer 503 if all are in use."""
-        load = self._serving.engine.metrics.read_load()
-        num_running = int(load["num_requests_running"])
+        metrics = self._serving.engine.metrics
+        load = metrics.read_load()
+        # The load may not include a sequence that has just started, but the frontends have counted it.
+        num_started = metrics.count_unfinished() - int(load["num_requests_waiting"])
+        num_running = max(int(load["num_requests_running"]), num_started)
         if http.query_params.get("fail_on_no_slot") and num_running >= self.num_slots:
             raise unavailable("no slot is available", self._serving.retry_after_s)
         n_ctx = self._serving.config.model.max_model_len

@@ -293,6 +293,18 @@ def test_server_describes_itself(frontend: FrontendProcess) -> None:
     assert (described["name"], described["capabilities"]) == ("echo", ["completion"])
 
 
+def test_slot_of_a_running_answer_is_processing(slow_frontend: FrontendProcess) -> None:
+    def num_processing() -> int:
+        return sum(slot["is_processing"] for slot in slow_frontend.http.get("/slots").json())
+
+    # The load of an idle server may be kept for a time.
+    num_processing()
+    body = {"prompt": TEXT, "n_predict": 50, "stream": True, "ignore_eos": True}
+    with slow_frontend.http.stream("POST", "/completion", json=body) as response:
+        lines = response.iter_lines()
+        assert next(lines) and num_processing() == 1
+
+
 @pytest.mark.parametrize(
     ("path", "status", "problem"),
     [
