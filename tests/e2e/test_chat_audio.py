@@ -39,6 +39,7 @@ torch.set_num_threads(1)
 FLAGS = ("--dtype", "float32", "--device", DEVICE, "--served-model-name", "tiny")
 NUM_TOKENS = 8
 MIXED_MODELS = ("gemma4", "gemma4_unified", "nemotron_h_omni", *OMNI_MODELS)
+pytestmark = pytest.mark.sampled
 
 
 def clip(seed: int, seconds: float) -> np.ndarray:

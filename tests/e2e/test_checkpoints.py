@@ -21,6 +21,8 @@ from support.quantized_checkpoints import quantize_directory
 from support.server import Server, default_model
 from support.tiny_checkpoints import TEXT, gemma3_gguf, mixture_directory, qwen3_directory
 
+pytestmark = pytest.mark.sampled
+
 EXACT = ("--dtype", "float32", "--served-model-name", "tiny")
 
 

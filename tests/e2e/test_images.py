@@ -40,6 +40,7 @@ from support.server import DEVICE, Server, assert_nothing_is_held, title_of
 torch.set_num_threads(1)
 FLAGS = ("--dtype", "float32", "--device", DEVICE, "--served-model-name", "tiny")
 SMALL = ("--max-num-batched-tokens", "40", "--max-num-seqs", "4", "--max-model-len", "700")
+pytestmark = pytest.mark.sampled
 
 
 @pytest.fixture(scope="module")
@@ -491,9 +492,8 @@ def test_embeddings_take_the_place_of_an_image(tmp_path: Path, server: Server) -
 
 def test_text_models_refuse_images(tmp_path: Path) -> None:
     model = Model(tmp_path, "llava-siglip")
-    with Server(
-        str(model.path), *FLAGS, "--limit-mm-per-prompt", json.dumps({"image": 0})
-    ) as server:
+    no_images = ("--limit-mm-per-prompt", json.dumps({"image": 0}))
+    with Server(str(model.path), *FLAGS, *no_images) as server:
         status, answer = server.post("/v1/chat/completions", chat(picture(1, 64, 64)))
         assert status == 400
         assert answer["error"]["param"] == "messages[0].content[0].type"

@@ -39,6 +39,7 @@ from support.video_files import write_video
 torch.set_num_threads(1)
 MP4 = "mp4", "libx264", 45, (24, 40)
 FLAGS = ("--dtype", "float32", "--device", DEVICE, "--served-model-name", "tiny")
+pytestmark = pytest.mark.sampled
 
 
 class Clip(NamedTuple):
