@@ -254,6 +254,9 @@ _USUAL: dict[str, dict[str, Any]] = {
     "deepseek_vl_v2": {"use_mla": False, "n_routed_experts": 64, "num_experts_per_tok": 6},
     "glm4_moe": {"head_dim": 128},
     "glm4v_moe": {"head_dim": 128},
+    "gpt_oss_puzzle": {
+        "block_configs": [{"sliding_window": 128, "num_local_experts": 64}] * 36,
+    },
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 16},
     "jais": {"hidden_act": "swiglu"},
     "k2_horizon": {"layernorm_num_groups": 2},
@@ -307,6 +310,7 @@ _SAME_CONFIG = {
     "chatglm": "glm",
     "colqwen2": "qwen2_vl",
     "ernie4_5_moe_vl": "ernie4_5_vl_moe",
+    "gpt_oss_puzzle": "gpt_oss",
     "grove_moe": "qwen3_moe",
     "mimo": "qwen2",
     "mimo_v2": "mimo_v2_flash",
