@@ -14,6 +14,7 @@ from ...media.sources.kept_media import KeptMedia
 from ..bodies.request_memory import MemoryLease
 from ..logprobs import Json
 from ..serving import Serving
+from .filled_bytes import FilledBytes
 
 _KINDS: Final = (
     "image_url",
@@ -56,7 +57,7 @@ async def fill_in_media(
     if not parts:
         return 0
     kept = KeptMedia(Path(serving.config.run_dir, "media"))
-    limit, num_bytes = serving.config.frontend.max_body_bytes, 0
+    filled = FilledBytes(serving, lease, "media")
     in_thread = serving.executor.in_thread
     for part, where in parts:
         kind, name = part["type"], part["uuid"]
@@ -71,15 +72,9 @@ async def fill_in_media(
                 f"must name media of type {kind} that this server has from an earlier request, got {echo(name)}; "
                 "send the content with this uuid again",
             )
-        num_bytes += len(content)
-        if num_bytes > limit:
-            raise bad_request(
-                where,
-                f"makes the media {num_bytes} bytes, but at most {limit} are allowed (--max-body-bytes)",
-            )
-        lease.count_media(len(content))
+        filled.add(len(content), where)
         part[kind] = await in_thread(msgspec.json.decode, content)
-    return num_bytes
+    return filled.total
 
 
 def _find_named(messages: Any, where: str = "messages") -> Iterator[tuple[Json, str]]:

@@ -7,11 +7,11 @@ import mimetypes
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-from ...http.errors import bad_request
 from ..bodies.request_memory import MemoryLease
 from ..files.storage import FileStorage
 from ..logprobs import Json
 from ..serving import Serving
+from .filled_bytes import FilledBytes
 
 _BLOCKS: Final = ("image", "document")
 """Content blocks of Anthropic's API whose source may be a file."""
@@ -48,19 +48,13 @@ async def fill_in_files(
     if not places:
         return 0
     files = FileStorage(serving.store)
-    limit, num_bytes = serving.config.frontend.max_body_bytes, 0
+    filled = FilledBytes(serving, lease, "files")
     for identifier, where, fill in places:
         file = await files.get(identifier, owner)
-        num_bytes += file["bytes"]
-        if num_bytes > limit:
-            raise bad_request(
-                where,
-                f"makes the files {num_bytes} bytes, but at most {limit} are allowed (--max-body-bytes)",
-            )
-        lease.count_media(file["bytes"])
+        filled.add(file["bytes"], where)
         content = await files.read(identifier, owner)
         await serving.executor.run(len(content), fill, file, content)
-    return num_bytes
+    return filled.total
 
 
 def media_type_of(filename: str) -> str:

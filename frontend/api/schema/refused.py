@@ -78,7 +78,10 @@ REFUSED: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
         "has no effect on this route; use /v1/chat/completions/render or /v1/completions/render",
         (False,),
     ),
-    "cachedContent": ("is not supported; every prefix is cached", ("",)),
+    "cachedContent": (
+        "names no stored content; send it in contents, whose beginning is cached",
+        ("",),
+    ),
     "joint": ("is not supported; each question is answered by itself", (False,)),
     "thinking_token_budget": ("is not supported; use /v1/chat/completions", ()),
     "kv_transfer_params": ("is not supported; use /v1/chat/completions", ({},)),

@@ -38,8 +38,8 @@ def read_mmproj(gguf: GGUFFile, decoder: GGUFFile, text: Mapping[str, Any]) -> M
         supported = sorted({*_KINDS, *AUDIO_KINDS, *BESIDE_IMAGES})
         raise CheckpointError(
             gguf.path,
-            f"the projector type {heard if seen is None else seen!r} is not supported; supported are "
-            + ", ".join(supported),
+            f"the projector type must be one of {', '.join(supported)}, "
+            f"got {heard if seen is None else seen!r}",
         )
     found = Mmproj({})
     if seen is not None:

@@ -155,7 +155,7 @@ AUDIO_KINDS: Final[dict[str, AudioReader]] = {
     "ultravox": _ultravox,
     "voxtral": _voxtral,
 }
-"""How the fields of an audio tower without a vision tower are read, by the type of the projector."""
+"""Type of the projector -> function that reads the fields of an audio tower without a vision tower."""
 
 BESIDE_IMAGES: Final[dict[str, AudioReader]] = {
     "gemma4a": _gemma4,
@@ -163,4 +163,4 @@ BESIDE_IMAGES: Final[dict[str, AudioReader]] = {
     "qwen2a": _qwen2_5_omni,
     "qwen3a": _qwen3_omni,
 }
-"""How the fields of an audio tower beside a vision tower are read."""
+"""Type of the projector -> function that reads the fields of an audio tower beside a vision tower."""

@@ -161,7 +161,7 @@ def test_gemini_models_are_shown_to_googles_clients(frontend: FrontendProcess) -
         ({"tools": [{"googleSearch": {}}]}, 400, "tools[0] must be functionDeclarations"),
         ({"generationConfig": {"topP": "x"}}, 400, "generationConfig.topP must be a number"),
         ({"generationConfig": {"topP": 7}}, 400, "generationConfig.topP must"),
-        ({"cachedContent": "x"}, 400, "cachedContent is not supported"),
+        ({"cachedContent": "x"}, 400, "cachedContent names no stored content"),
     ],
 )
 def test_gemini_error_names_the_field(

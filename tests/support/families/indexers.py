@@ -7,7 +7,7 @@ _AS_IN_TRANSFORMERS = {
     "indexer_rope_interleave": False,
     "rms_norm_eps": 1e-6,
 }
-"""What published Hy4 checkpoints do not have: rotations of halves, and latent vectors with an epsilon of their own."""
+"""Fields that published Hy4 checkpoints lack: rotations of halves, and an epsilon of the latent vectors alone."""
 HY4 = (
     LATENT
     | EXPERTS

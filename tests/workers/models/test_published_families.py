@@ -170,7 +170,7 @@ LIKE_OTHER_LAYERS = {
     "n_group": 1,
     "topk_group": 1,
 }
-"""What a GGUF file of a dots3-note has: layers with common sizes, and one group of experts."""
+"""Fields that a GGUF file of a dots3-note can express: layers with common sizes, and one group of experts."""
 IN_GGUF = {
     "KimiK3": {
         "num_attention_heads": 4,

@@ -54,8 +54,8 @@ class MmprojCheckpoint(Checkpoint):
             if tensor.ggml_type not in DEQUANTIZABLE or 0 in tensor.shape:
                 raise CheckpointError(
                     path,
-                    f"tensor {tensor.name!r} of shape {tensor.shape} and type {tensor.ggml_type.name} is not supported; "
-                    "convert the file again",
+                    f"tensor {tensor.name!r} cannot be read, which has the shape {tensor.shape} and the type "
+                    f"{tensor.ggml_type.name}; convert the file again",
                 )
 
     def _swaps_mlps(self) -> bool:
