@@ -101,7 +101,7 @@ def create_app(serving: Serving, *, is_loopback: bool) -> App:
     access = Access(frontend, is_loopback=is_loopback)
     endpoints = {r.path: r.endpoint for r in routes if isinstance(r.endpoint, Endpoint)}
     recovery = Recovery(serving, endpoints)
-    edge: ASGIApp = Edge(router, access, frontend.root_path, ERROR_BODIES)
+    edge: ASGIApp = Edge(router, access, frontend.root_path, ERROR_BODIES, lambda: serving.is_open)
     edge = LoadReports(edge, serving.engine.metrics.read_load)
     if serving.tracer is not None:
         edge = Tracing(edge, serving.tracer)

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...protocol.errors import ParameterError, UnavailableError
 from ...protocol.process import logged_request_id
+from ..client.sequence_io import is_accepted
 from ..http.access import Access, normalize_path
 from ..http.errors import (
     APIError,
@@ -48,7 +49,8 @@ class Edge:
 
     Every response carries `x-request-id`, and every failure becomes an error body. An unexpected exception is logged
     with the request ID, and only that ID is sent to the client. `error_bodies` maps path prefixes of dialects to the
-    functions that write their errors; all other errors have OpenAI's format.
+    functions that write their errors; all other errors have OpenAI's format. Requests that begin while the server
+    `is_open` are accepted: a shutdown that begins later does not reject their work.
     """
 
     def __init__(
@@ -57,11 +59,13 @@ class Edge:
         access: Access,
         root_path: str,
         error_bodies: Mapping[str, ErrorBody] | None = None,
+        is_open: Callable[[], bool] = lambda: True,
     ) -> None:
         self._app = app
         self._error_bodies = error_bodies or {}
         self._access = access
         self._root_path = root_path.rstrip("/")
+        self._is_open = is_open
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request. If the server stops before that, close the connection."""
@@ -80,10 +84,12 @@ class Edge:
         scope.setdefault("state", {}).update(
             request_id=request_id,
             has_given_id=bool(given_id),
+            is_accepted=self._is_open(),
             tenant="",
             owner="",
             cache_owner=b"",
         )
+        is_accepted.set(scope["state"]["is_accepted"])
         started = False
         has_body_left = not _expects_permission(scope)
 

@@ -130,8 +130,7 @@ class Endpoint(ABC, Generic[Request]):
         else:
             end_token_ids = serving.config.model.eos_token_ids
             search = BeamSearch(serving.engine, beams, end_token_ids, request_id)
-            with serving.accept():
-                group = await _finish_search(search, start, receive)
+            group = await _finish_search(search, start, receive)
             answer_id, created = f"{self.id_prefix_of(request)}-{request_id}", int(time.time())
         try:
             answer = new_answer(group, self._envelope(request, answer_id, created))

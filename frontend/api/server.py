@@ -180,7 +180,7 @@ class Frontend:
                 )
             start_task.cancel()
             http.end_websockets()
-            await self._drain()
+            await self._drain(http)
         finally:
             for task in (publish_task, collect_task, prepare_task, retire_task):
                 task.cancel()
@@ -258,15 +258,13 @@ class Frontend:
         while self._engine.num_inflight or not http.is_idle:
             await asyncio.sleep(DRAIN_POLL_S)
 
-    async def _drain(self) -> None:
-        """Reject new requests, let running ones finish, and give up after the shutdown timeout."""
+    async def _drain(self, http: HTTPServer) -> None:
+        """Reject new requests, answer those that have arrived, and give up after the shutdown timeout."""
         self._enter(Stage.DRAINING, "finishing the requests in flight")
         self._engine.draining = True
         deadline = time.monotonic() + self._config.frontend.shutdown_timeout_s
         await self._resume()
-        while (
-            self._engine.num_inflight or self._serving.num_accepted or self._store.num_attached
-        ) and time.monotonic() < deadline:
+        while (self._engine.num_inflight or http.is_answering) and time.monotonic() < deadline:
             await asyncio.sleep(DRAIN_POLL_S)
         if self._engine.num_inflight:
             logger.warning("%d sequences did not finish in time", self._engine.num_inflight)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
@@ -37,6 +37,7 @@ from ..chat.reasoning import has_special_tokens
 from ..chat.stable_prefix import StablePrefix
 from ..client.engine_client import EngineClient
 from ..client.grammar_checks import GrammarChecks
+from ..client.sequence_io import is_accepted
 from ..client.text_changes import TextChanges
 from ..http.errors import APIError, bad_request, echo, renaming, unavailable, wrong
 from ..media.documents.reader import DocumentReader
@@ -96,8 +97,6 @@ class Serving:
         self._drain_deadline = 0.0
         self.stage = Stage.STARTING
         self.is_retired = False
-        self.num_accepted = 0
-        """Number of works that `accept` has accepted and that have not ended."""
         self.detail = "waiting for the model"
         self._call_format = formats.call_format
         self.describes_tools = formats.describes_tools
@@ -421,26 +420,22 @@ class Serving:
         parser = self._reasoning_parser(prompt)
         return parser.allow_reasoning_before(constraint, self.tokenizer, max_tokens)
 
+    @property
+    def is_open(self) -> bool:
+        """True if the server accepts new requests: it is neither starting nor shutting down."""
+        return self.stage in (Stage.WARMING, Stage.READY)
+
     def verify_serving(self) -> None:
+        """Raise APIError 503 while the server is starting or shutting down, unless it has accepted this request."""
+        if not is_accepted.get():
+            self.verify_open()
+
+    def verify_open(self) -> None:
         """Raise APIError 503 while the server is starting or shutting down."""
         if self.stage is Stage.STARTING:
             raise unavailable(f"The server is starting: {self.detail}", self.retry_after_s)
         if self.stage is Stage.DRAINING:
             raise unavailable("The server is shutting down", self.retry_after_s)
-
-    @contextlib.contextmanager
-    def accept(self) -> Iterator[None]:
-        """Accept work of several engine requests, which the server finishes before it shuts down.
-
-        Raises:
-            APIError: The server is starting or shutting down (503).
-        """
-        self.verify_serving()
-        self.num_accepted += 1
-        try:
-            yield
-        finally:
-            self.num_accepted -= 1
 
     def verify_sampling(self, params: SamplingParams) -> None:
         """Raise ParameterError for an invalid parameter."""

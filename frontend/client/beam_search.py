@@ -190,7 +190,6 @@ class BeamSearch:
                 wanted,
                 prompt_token_ids=np.concatenate((prompt, np.array(beam.token_ids, np.int32))),
                 params=params,
-                is_accepted=True,
             )
             for beam in beams
         ]

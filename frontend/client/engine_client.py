@@ -48,7 +48,7 @@ from .replicas.replica_calls import ReplicaCalls
 from .replicas.routing import ReplicaUnavailable, Router
 from .request_group import RequestGroup, Sequence
 from .request_indices import RequestIndices
-from .sequence_io import Delta, SequenceRequest
+from .sequence_io import Delta, SequenceRequest, is_accepted
 
 logger = logging.getLogger(__name__)
 
@@ -255,21 +255,21 @@ class EngineClient:
             ParameterError: A parameter is invalid for this model.
             Overloaded: The queue is full.
             ReplicaUnavailable: The requested replica accepts no requests at the moment.
-            EngineDraining: The server is shutting down.
+            EngineDraining: The server is shutting down, and did not accept this work before.
             EngineDead: The engine has failed.
         """
-        arrival_time, is_accepted = time.monotonic(), sequences[0].is_accepted
-        self._check_open(is_accepted=is_accepted)
+        arrival_time = time.monotonic()
+        self._check_open()
         requests = await self._input.process(sequences, arrival_time)
         await hash_prompts(sequences, requests, self._config.cache)
-        self._check_open(is_accepted=is_accepted)
+        self._check_open()
         for asked, request in zip(sequences, requests, strict=True):
             request.request_id = asked.request_id or request_id
         requests[0].delivery_times = self._output.take_delivery_times()
         started = await self.groups.new_sequences(sequences, requests)
         is_poison = any(request in self._poison_cache for request in requests)
         cores = await self._router.route(sequences, requests)
-        self._check_open(is_accepted=is_accepted)
+        self._check_open()
         num_outputs = count_outputs(sequences)
         group = self.groups.new_group(request_id, started, num_outputs, self._abort_group)
         for asked, sequence, core in zip(sequences, started, cores, strict=True):
@@ -316,9 +316,9 @@ class EngineClient:
         if not self.cores:
             raise EngineDead("the engine client is not started; call start() first")
 
-    def _check_open(self, *, is_accepted: bool) -> None:
+    def _check_open(self) -> None:
         self._check_alive()
-        if self.draining and not is_accepted:
+        if self.draining and not is_accepted.get():
             self.metrics.record_rejection(0, "draining")
             raise EngineDraining(
                 "the server is shutting down and accepts no new requests; retry after it has restarted"

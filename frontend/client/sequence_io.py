@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
@@ -28,6 +29,9 @@ TOKENS_AT_ONCE: Final = 4096
 LOGPROBS_AT_ONCE: Final = 128
 """Maximum logprob entries that a stream reads from one sequence at once."""
 
+is_accepted: ContextVar[bool] = ContextVar("is_accepted", default=False)
+"""True in tasks that answer a request which arrived before the server began to shut down, and will be finished."""
+
 TokenIds: TypeAlias = npt.NDArray[np.integer[Any]] | Iterable[int]
 
 
@@ -50,7 +54,6 @@ class SequenceRequest:
         is_open: True if more encoder inputs follow, in `EngineClient.append_inputs`.
         kv_transfer_params: Parameters for the KV connector, which say what another engine computes for the request.
         request_id: The ID of this sequence alone; "" for that of the whole request.
-        is_accepted: True if it is a part of work that the server finishes before it shuts down.
         is_warm_up: True if the frontend sends it for itself, before it is ready. Metrics do not count it.
     """
 
@@ -70,7 +73,6 @@ class SequenceRequest:
     is_open: bool = False
     kv_transfer_params: dict[str, object] | None = None
     request_id: str = ""
-    is_accepted: bool = False
     is_warm_up: bool = False
 
 

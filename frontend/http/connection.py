@@ -22,6 +22,9 @@ MAX_HEAD_BYTES: Final = 64 * 1024
 PIECE_BYTES: Final = 16 * 1024
 """Received data is parsed in pieces of this many bytes, so that at most one piece beyond `MAX_HEAD_BYTES` is parsed."""
 
+ARRIVING_S: Final = 2.0
+"""Seconds after its last byte during which an incomplete request counts as arriving."""
+
 PROBE_S: Final = 1.0
 """Maximum seconds to send or read on a connection that is reserved for probes."""
 
@@ -71,7 +74,7 @@ class Connection(HttpToolsProtocol):
         self.has_chunks = True
         self.on_writable: Callable[[], None] | None = None
         self._slow_client_s = slow_client_s
-        self._began = self._window_began = 0.0
+        self._began = self._window_began = self._received_at = 0.0
         self._num_received = 0
         self._num_since_body = 0
         self._num_head_bytes = 0
@@ -113,6 +116,7 @@ class Connection(HttpToolsProtocol):
         # on_message_begin resets this count, because data with the first byte of a request may start in the previous
         # request.
         self._num_received += len(data)
+        self._received_at = self.loop.time()
         try:
             for start in range(0, len(data), PIECE_BYTES):
                 piece = data[start : start + PIECE_BYTES]
@@ -299,6 +303,22 @@ class Connection(HttpToolsProtocol):
         self.is_paused = False
         if self.on_writable is not None:
             self.on_writable()
+
+    @property
+    def is_answering(self) -> bool:
+        """True if an accepted request is arriving, is not answered, or has an answer that is not sent completely."""
+        if self.transport.get_write_buffer_size():
+            return True
+        if self._socket is not None:
+            return self._socket.is_answering
+        is_arriving = self._in_request and self.loop.time() - self._received_at < ARRIVING_S
+        if is_arriving and self._in_head:
+            return True
+        # Rejections do not count, so that a shutdown ends although clients go on to send requests.
+        return any(
+            (is_arriving or not cycle.more_body) and cycle.scope["state"].get("is_accepted", True)
+            for cycle in self._unfinished_cycles()
+        )
 
     def _expect_request(self) -> None:
         self._began = self.loop.time()

@@ -56,6 +56,14 @@ class HTTPServer(Server):
         """True if no connection is open."""
         return not self.server_state.connections
 
+    @property
+    def is_answering(self) -> bool:
+        """True if an accepted request is arriving, is not answered, or has an answer that is not sent completely."""
+        return any(
+            isinstance(connection, Connection) and connection.is_answering
+            for connection in self.server_state.connections
+        )
+
     def stop_accepting(self) -> None:
         """Stop accepting connections. Open connections may send one more request, and close when they are idle."""
         for server in self.servers:

@@ -163,6 +163,11 @@ class WebSocket:
         """True if messages can be sent and received."""
         return self._protocol.state is self._open
 
+    @property
+    def is_answering(self) -> bool:
+        """True if an answer is being given."""
+        return self._num_turns > 0
+
     async def receive(self) -> Message:
         """Return the next message.
 

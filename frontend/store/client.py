@@ -165,11 +165,6 @@ class StoreClient:
         """The number of invalid frames from the store."""
         return 0 if self._wire is None else self._wire.num_dropped_frames
 
-    @property
-    def num_attached(self) -> int:
-        """The number of clients that read a request through the store."""
-        return len(self._attachments)
-
     async def put(
         self, kind: str, object_id: str, data: bytes, *, owner: str, parent: str = ""
     ) -> None:

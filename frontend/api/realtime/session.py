@@ -281,8 +281,9 @@ class _Session:
         request = self._settings.request()
         if request is None:
             return False
+        # The session may have begun before a shutdown, but this utterance did not.
+        self._serving.verify_open()
         with ExitStack() as held:
-            held.enter_context(self._serving.accept())
             held.enter_context(self._socket.turn())
             held.enter_context(self._counted(num_bytes))
             plan = make_plan(self._transcriptions, request)

@@ -138,11 +138,11 @@ class Transcriptions:
         file = sent.files[FILE].content
         sent.lease.count_media(len(file))
         work = self.work(partial(self._open_file, file), plan, request, scope, sent.deadline)
-        with serving.accept():
-            if request.stream:
-                await while_connected(receive, self._stream(plan, work, scope, send))
-                return
-            transcript = await while_connected(receive, work(None))
+        serving.verify_serving()
+        if request.stream:
+            await while_connected(receive, self._stream(plan, work, scope, send))
+            return
+        transcript = await while_connected(receive, work(None))
         size = len(transcript.text) + len(transcript.logprobs)
         response = await serving.executor.run(size, write, transcript, plan)
         await response(scope, receive, send)
@@ -304,7 +304,6 @@ class Transcriptions:
             data_parallel_rank=origin.data_parallel_rank,
             trace_headers=origin.trace_headers,
             lora=self._serving.find_lora(request.model) or self._serving.config.model.media_lora,
-            is_accepted=True,
         )
 
     async def _stream(
