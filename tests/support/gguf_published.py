@@ -83,6 +83,14 @@ def write_published(directory: Path, architecture: str) -> Path:
         kinds = config["layer_types"]
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in kinds])
         writer.add_array("maple.swiglu_clamp_exp", [7.0] * layers)
+    if architecture == "spark2_5":
+        kinds = config["layer_types"]
+        writer.add_sliding_window(config["sliding_window"])
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in kinds])
+        writer.add_rope_dimension_count(config["head_dim"] // 4)
+        writer.add_uint32("spark2_5.rope.dimension_count_swa", config["head_dim"])
+        writer.add_rope_freq_base(config["rope_parameters"]["full_attention"]["rope_theta"])
+        writer.add_rope_freq_base_swa(2e4)
     if architecture == "plamo3":
         writer.add_sliding_window(config["window_size"])
         writer.add_sliding_window_pattern(config["sliding_window_pattern"])
@@ -101,11 +109,13 @@ def write_published(directory: Path, architecture: str) -> Path:
     if (change := _CHANGES.get(architecture)) is not None:
         tensors = change(tensors, dict(config))
     # The package gguf does not know these.
-    known = {"maple": "qwen3moe", "nanbeige": "llama"}.get(architecture, architecture)
+    known = {"maple": "qwen3moe", "nanbeige": "llama", "spark2_5": "afmoe"}.get(
+        architecture, architecture
+    )
     arch = next(arch for arch, text in MODEL_ARCH_NAMES.items() if text == known)
     names = get_tensor_name_map(arch, layers)
     for name, weight in tensors.items():
-        found = names.get_name(name, (".weight", ".bias"))
+        found = name if name.startswith("blk.") else names.get_name(name, (".weight", ".bias"))
         assert found is not None, name
         writer.add_tensor(found, weight.contiguous().numpy())
     writer.write_header_to_file()
@@ -213,6 +223,22 @@ def _with_stacked_groves(tensors: dict[str, Tensor], _config: dict[str, Any]) ->
     return changed
 
 
+def _with_known_names(tensors: dict[str, Tensor], _config: dict[str, Any]) -> dict[str, Tensor]:
+    """Give the tensors of a Spark-X2.5 names in the file, or names that the package gguf knows."""
+    names = (
+        (r"model\.embedding\.", "model.embed_tokens."),
+        (r"model\.layers\.(\d+)\.self_attn\.q_k_v_proj", r"blk.\1.attn_qkv"),
+        (r"\.g_proj\.", ".gate_proj."),
+        (r"\.out_proj\.", ".o_proj."),
+    )
+    changed = {}
+    for name, weight in tensors.items():
+        for pattern, known in names:
+            name = re.sub(pattern, known, name)
+        changed[name] = weight
+    return changed
+
+
 def _with_whole_norms(tensors: dict[str, Tensor], _config: dict[str, Any]) -> dict[str, Tensor]:
     offsets = {"post_mixer_norm": 1 / 5, "post_mlp_norm": 5**-1.5}
     return {
@@ -246,5 +272,6 @@ _CHANGES: dict[str, Callable[[dict[str, Tensor], dict[str, Any]], dict[str, Tens
     "plamo3": _with_whole_norms,
     "refact": _with_own_projections,
     "smallthinker": _with_stacked_experts,
+    "spark2_5": _with_known_names,
 }
 """Architecture -> the function that changes its tensors as the converter does."""

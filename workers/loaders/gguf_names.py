@@ -279,6 +279,7 @@ _LAYER_MODULES_OF_ARCHITECTURE = {
     "rwkv6": _RWKV6_MODULES,
     "rwkv7": _RWKV7_MODULES,
     "arwkv7": _RWKV7_MODULES,
+    "spark2_5": _GATED_MODULES,
     "step35": _GATED_MODULES,
     "falcon": _LAYER_MODULES | {"attn_norm_2": "ln_attn"},
     "glm4": _FUSED_MLP

@@ -331,7 +331,7 @@ def _gate_rows(spec: ModelSpec, prefix: str, heads: range) -> Rows:
             rows_per_bias=spec.head_dim,
         )
     order = torch.arange(len(heads)).repeat_interleave(spec.head_dim)
-    return Rows(name, spec.num_heads, heads, order, has_bias=False)
+    return Rows(name, spec.num_heads, heads, order, has_bias=spec.has_gate_biases)
 
 
 def _rope_order(spec: ModelSpec, layer: LayerSpec) -> Tensor:

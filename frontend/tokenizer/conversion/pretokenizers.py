@@ -65,10 +65,12 @@ class PreTokenizer:
 
 _DIGITS_THEN_GPT2 = PreTokenizer((r"\p{N}", _GPT2))
 _PLAIN_GPT2 = PreTokenizer((_GPT2,))
-_DEEPSEEK_WORDS = (
+_WORDS_OR_SYMBOLS = (
     rf"{_ASCII_SYMBOL}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+"
-    rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}"
+    r"| ?[\p{P}\p{S}]+"
 )
+_DEEPSEEK_WORDS = rf"{_WORDS_OR_SYMBOLS}[\r\n]*|{_SPACES}"
+_SPARK_WORDS = rf"{_WORDS_OR_SYMBOLS}|[\r\n]|\s+(?!\S)|\s+"
 _LLAMA3_LIKE = PreTokenizer((_LLAMA3,), ignore_merges=True, add_bos=True)
 _DEEPSEEK_V3 = PreTokenizer(
     (
@@ -135,6 +137,8 @@ _SCHEMES: dict[PreTokenizer, str] = {
     PreTokenizer(("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}")): "deepseek-coder",
     _DEEPSEEK_V3: "deepseek-v3 hunyuan-dense joyai-llm hy_v4",
     _AFMOE: "afmoe",
+    # The second name is that of files written before llama.cpp had the model.
+    PreTokenizer((r"\p{N}", _HAN_AND_KANA, _SPARK_WORDS)): "spark2_5 spark3",
     PreTokenizer((r"[^\n]+|\n+", _QWEN2)): "laguna",
     PreTokenizer((_EXAONE_MOE,)): "exaone-moe",
     PreTokenizer((_JAIS2,)): "jais-2",

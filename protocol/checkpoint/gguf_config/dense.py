@@ -23,7 +23,9 @@ from .parts import (
     optional_axes,
     partial_rotary,
     rope_scaling,
+    ropes_by_type,
     rotary_axes,
+    rotary_dim,
     yarn_weight,
 )
 
@@ -397,6 +399,18 @@ DENSE: Final[dict[str, Translate]] = {
         hidden_act="gelu_pytorch_tanh",
         multi_query=lambda fields: fields.integer("attention.head_count_kv", 1) < fields.num_heads,
         has_grouped_qkv=False,
+    ),
+    "spark2_5": declared(
+        "spark2_5",
+        "Spark2_5ForCausalLM",
+        hidden_act="gelu",
+        headwise_attn_output_gate=True,
+        layer_types=windows(4),
+        sliding_window=_WINDOW,
+        rope_parameters=lambda fields: ropes_by_type(
+            fields, rotary_dim(fields), rope_scaling(fields)
+        ),
+        rope_scaling=None,
     ),
     "starcoder2": declared(
         "starcoder2", "Starcoder2ForCausalLM", family, hidden_act="gelu_pytorch_tanh"

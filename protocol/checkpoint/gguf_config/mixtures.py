@@ -14,6 +14,7 @@ from .parts import (
     optional_axes,
     partial_rotary,
     rope_scaling,
+    ropes_by_type,
     rotary_axes,
     rotary_dim,
 )
@@ -138,7 +139,7 @@ def _laguna_layers(fields: ModelFields) -> dict[str, Any]:
         "gating": "per-head" if gate is None or gate.shape[0] == heads[0] else "per-element",
         "layer_types": kinds,
         "sliding_window": window or 512,
-        "rope_parameters": _ropes(fields, rotary_dim(fields), rope_scaling(fields)),
+        "rope_parameters": ropes_by_type(fields, rotary_dim(fields), rope_scaling(fields)),
     }
 
 
@@ -170,30 +171,7 @@ def _step35_layers(fields: ModelFields) -> dict[str, Any]:
         "layer_types": kinds,
         "swiglu_limits": gate_limits(fields, "swiglu_clamp_exp"),
         "swiglu_limits_shared": gate_limits(fields, "swiglu_clamp_shexp"),
-        "rope_parameters": _ropes(fields, rotated, scaling),
-    }
-
-
-def _ropes(
-    fields: ModelFields, rotated: int, scaling: dict[str, Any] | None
-) -> dict[str, dict[str, Any]]:
-    """Return `rope_parameters` of a model whose layers with a window have their own rotation.
-
-    Args:
-        fields: The model's metadata.
-        rotated: The number of elements that layers without a window rotate.
-        scaling: The scaling of their frequencies.
-    """
-    theta = fields.positive("rope.freq_base", 10_000.0)
-    local = fields.integer("rope.dimension_count_swa", rotary_dim(fields))
-    return {
-        "full_attention": (scaling or {"rope_type": "default"})
-        | {"rope_theta": theta, "partial_rotary_factor": rotated / fields.head_dim},
-        "sliding_attention": {
-            "rope_type": "default",
-            "rope_theta": fields.positive("rope.freq_base_swa", theta),
-            "partial_rotary_factor": local / fields.head_dim,
-        },
+        "rope_parameters": ropes_by_type(fields, rotated, scaling),
     }
 
 

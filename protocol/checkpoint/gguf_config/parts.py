@@ -152,6 +152,29 @@ def rotary_dim(fields: ModelFields) -> int:
     return fields.integer("rope.dimension_count", fields.head_dim)
 
 
+def ropes_by_type(
+    fields: ModelFields, rotated: int, scaling: dict[str, Any] | None
+) -> dict[str, dict[str, Any]]:
+    """Return `rope_parameters` of a model whose layers with a window have their own rotation.
+
+    Args:
+        fields: The model's metadata.
+        rotated: The number of elements that layers without a window rotate.
+        scaling: The scaling of their frequencies.
+    """
+    theta = fields.positive("rope.freq_base", 10_000.0)
+    local = fields.integer("rope.dimension_count_swa", rotary_dim(fields))
+    return {
+        "full_attention": (scaling or {"rope_type": "default"})
+        | {"rope_theta": theta, "partial_rotary_factor": rotated / fields.head_dim},
+        "sliding_attention": {
+            "rope_type": "default",
+            "rope_theta": fields.positive("rope.freq_base_swa", theta),
+            "partial_rotary_factor": local / fields.head_dim,
+        },
+    }
+
+
 def partial_rotary(fields: ModelFields) -> dict[str, float]:
     """Return the fraction of a head's elements that are rotated."""
     return {"partial_rotary_factor": rotary_dim(fields) / fields.head_dim}

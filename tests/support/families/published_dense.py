@@ -107,6 +107,18 @@ def _without_gates(reference: transformers.PreTrainedModel) -> None:
         layer.mlp.forward = square.__get__(layer.mlp)
 
 
+def _as_spark(reference: transformers.PreTrainedModel) -> None:
+    """Make a Laguna with dense layers norm no queries and keys, and its gates sigmoids."""
+    for layer in reference.model.layers:
+        attention = layer.self_attn
+        attention.q_norm = attention.k_norm = nn.Identity()
+        attention.g_proj = nn.Linear(48, 6, reference.config.attention_bias)
+        for parameter in attention.g_proj.parameters():
+            nn.init.normal_(parameter, 0, 0.3)
+        # The softplus of this is the sigmoid.
+        attention.g_proj.register_forward_hook(lambda _m, _args, x: x.sigmoid().expm1().log())
+
+
 PUBLISHED_DENSE = {
     # The file has the head, but not the embedding.
     "CodeShell": Published(
@@ -204,6 +216,43 @@ PUBLISHED_DENSE = {
         prepare=_without_gates,
     ),
     **PLAMO,
+    "Spark2_5": Published(
+        "laguna",
+        {
+            "num_attention_heads_per_layer": [6, 6, 6],
+            "mlp_layer_types": ["dense"] * 3,
+            "hidden_act": "gelu",
+            "attention_bias": True,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "default",
+                    "rope_theta": 5e6,
+                    "partial_rotary_factor": 0.25,
+                },
+                "sliding_attention": {
+                    "rope_type": "default",
+                    "rope_theta": 2e4,
+                    "partial_rotary_factor": 1.0,
+                },
+            },
+        },
+        {
+            "model_type": "spark2_5",
+            "headwise_attn_output_gate": True,
+            "gate_attn_act_mode": "sigmoid",
+            "rope_parameters": {
+                "full_attention": {"rope_theta": 5_000_000, "partial_rotary_factor": 0.25},
+                "sliding_attention": {"rope_theta": 20_000, "partial_rotary_factor": 1.0},
+            },
+        },
+        (
+            (r"embed_tokens", "embedding"),
+            (r"self_attn\.qkv_proj", "self_attn.q_k_v_proj"),
+            (r"self_attn\.o_proj", "self_attn.out_proj"),
+        ),
+        changes.with_fused_qkv,
+        prepare=_as_spark,
+    ),
     "Solar": Published(
         "llama2",
         {"num_hidden_layers": 7},

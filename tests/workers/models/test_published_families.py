@@ -70,6 +70,7 @@ def test_logits_of_families_without_a_class_in_transformers(name, load, tmp_path
         ("Plamo3", "plamo3", {}),
         ("QWen", "qwen", {}),
         ("SmallThinker", "smallthinker", {}),
+        ("Spark2_5", "spark2_5", {"attention_bias": False}),
     ],
 )
 def test_gguf_files_of_these_families_give_the_same_logits(

@@ -6,13 +6,14 @@ from typing import Any
 
 from .....protocol.checkpoint.config_fields import ConfigFields
 from ....layers.layer_spec import LayerSpec
-from ....layers.read_rope import read_rope
+from ....layers.read_rope import read_rope, read_rope_of_layer_type
 from ....layers.spec import ModelSpec
 from ....loaders.row_factors import RowFactors
 from ..common import (
     Family,
     head_dim,
     uniform_layers,
+    windowed_layers,
 )
 from ..gpt import GPT2_NAMES, alibi_slopes, gpt_spec
 from ..latent import latent_spec
@@ -57,6 +58,12 @@ _OPENELM_NAMES = (
     (r"\.attn\.", ".self_attn."),
     (r"\.ffn\.proj_1\.", ".mlp.gate_up_proj."),
     (r"\.ffn\.proj_2\.", ".mlp.down_proj."),
+)
+_SPARK_NAMES = (
+    (r"(^|\.)embedding\.", r"\1embed_tokens."),
+    (r"\.self_attn\.q_k_v_proj\.", ".self_attn.qkv_proj."),
+    (r"\.self_attn\.g_proj\.", ".self_attn.gate_proj."),
+    (r"\.self_attn\.out_proj\.", ".self_attn.o_proj."),
 )
 _BAICHUAN_7B_SIZE = 4096
 _BAICHUAN2_VOCAB_SIZE = 125_696
@@ -230,6 +237,29 @@ def _qwen(fields: ConfigFields) -> ModelSpec:
     return llama(fields.with_values(values), qkv_bias=True, tensor_names=_QWEN_NAMES)
 
 
+def _spark(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a Spark-X2.5, whose layers with windows have their own rotation."""
+    fields = fields.with_defaults(hidden_act="gelu", sliding_window=512)
+    has_gates = fields.boolean("headwise_attn_output_gate", False)
+    if has_gates:
+        fields.require("gate_attn_act_mode", "sigmoid")
+    full, local = (
+        read_rope_of_layer_type(
+            fields, f"{kind}_attention", head_dim(fields), theta=10_000.0, partial=True
+        )
+        for kind in ("full", "sliding")
+    )
+    return llama(
+        fields,
+        layers=windowed_layers(fields, lambda _: False, local, full),
+        gates_attention=has_gates,
+        has_gate_projection=has_gates,
+        has_head_gates=has_gates,
+        has_gate_biases=has_gates and fields.boolean("attention_bias", False),
+        tensor_names=_SPARK_NAMES,
+    )
+
+
 FAMILIES = (
     Family("AquilaForCausalLM", "aquila", llama),
     Family("AquilaModel", "aquila", llama),
@@ -246,6 +276,7 @@ FAMILIES = (
     Family("PanguEmbeddedForCausalLM", "PanguEmbedded", _with_bias),
     Family("PLMForCausalLM", "plm", _plm),
     Family("QWenLMHeadModel", "qwen", _qwen),
+    Family("Spark2_5ForCausalLM", "spark2_5", _spark),
     Family("TeleChat3ForCausalLM", "telechat3", llama),
     Family("Telechat3ForCausalLM", "telechat3", llama),
     Family("XverseForCausalLM", "xverse", llama),
