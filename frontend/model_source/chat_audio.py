@@ -7,8 +7,8 @@ from typing import Any, Final
 
 from ...protocol.checkpoint.audio.tower import audio_section, audio_tower_spec, has_audio_tower
 from ...protocol.checkpoint.config_fields import ConfigFields
-from ...protocol.checkpoint.gguf_config.mmproj_audio import PLACEHOLDERS
-from ...protocol.checkpoint.gguf_config.mmproj_fields import Mmproj
+from ...protocol.checkpoint.gguf_config.mmproj.audio import PLACEHOLDERS
+from ...protocol.checkpoint.gguf_config.mmproj.fields import Mmproj
 from ...protocol.config.chat_audio import (
     ChatAudioConfig,
     ClipMarks,

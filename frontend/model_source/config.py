@@ -32,8 +32,8 @@ from ...protocol.checkpoint.files import (
 from ...protocol.checkpoint.gguf import GGUFFile
 from ...protocol.checkpoint.gguf_config.convert import gguf_to_hf_config
 from ...protocol.checkpoint.gguf_config.fields import GGUFFields
-from ...protocol.checkpoint.gguf_config.mmproj import read_mmproj
-from ...protocol.checkpoint.gguf_config.mmproj_fields import Mmproj
+from ...protocol.checkpoint.gguf_config.mmproj.fields import Mmproj
+from ...protocol.checkpoint.gguf_config.mmproj.read import read_mmproj
 from ...protocol.checkpoint.model_dimensions import (
     DEFAULTS_OF_GEMMA3,
     EXPERT_COUNTS,

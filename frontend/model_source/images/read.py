@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from ....protocol.checkpoint.config_fields import ConfigFields
-from ....protocol.checkpoint.gguf_config.mmproj_fields import Mmproj
+from ....protocol.checkpoint.gguf_config.mmproj.fields import Mmproj
 from ....protocol.checkpoint.vision.read import has_vision, model_kind, vision_spec
 from ....protocol.checkpoint.vision.spec import VisionSpec
 from ....protocol.config.images import AnyImageProcessor

@@ -2,6 +2,8 @@
 
 from typing import Any, Final
 
+import numpy as np
+
 from .declared import (
     boolean,
     declared,
@@ -53,7 +55,26 @@ _OLMO2: Final = declared("olmo2", "Olmo2ForCausalLM")
 _OLMO3: Final = declared(
     "olmo3", "Olmo3ForCausalLM", sliding_window=_WINDOW, layer_types=windows(4)
 )
+
+
+def _scaled_axes(fields: ModelFields) -> dict[str, Any]:
+    """Return the fields of Hunyuan's rotary positions with four coordinates, whose base is scaled."""
+    sections = fields.config.get(fields.prefix + "rope.dimension_sections")
+    if sections is None:
+        return {}
+    if not isinstance(sections, np.ndarray) or sections.dtype.kind not in "iu":
+        raise fields.wrong("rope.dimension_sections", "a list of integers", sections)
+    alpha = fields.number("rope.scaling.alpha", 0.0)
+    scaling = {
+        "rope_type": "dynamic" if alpha else "default",
+        "alpha": alpha,
+        "mrope_section": [int(size) for size in sections],
+    }
+    return {"rope_scaling": scaling}
+
+
 _HUNYUAN: Final = declared("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", family)
+_HUNYUAN_VL: Final = declared("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", family, _scaled_axes)
 
 
 def _llama(fields: ModelFields) -> dict[str, Any]:
@@ -283,7 +304,7 @@ DENSE: Final[dict[str, Translate]] = {
     "hrm_text": declared("hrm_text", "HrmTextForCausalLM", _hrm_stacks),
     "hunyuan-dense": _HUNYUAN,
     # Files of models with images: their text.
-    "hunyuan_vl": _HUNYUAN,
+    "hunyuan_vl": _HUNYUAN_VL,
     "internlm2": _PLAIN_LLAMA,
     "jais": declared(
         "jais",

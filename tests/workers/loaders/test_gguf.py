@@ -196,6 +196,15 @@ def test_a_llama_with_a_window_is_read_as_mistral(tmp_path: Path) -> None:
     assert (config["model_type"], config["sliding_window"]) == ("mistral", 512)
 
 
+def test_rotary_positions_of_hunyuan_ocr_have_four_axes_and_a_scaled_base(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    metadata = LLAMA_METADATA | {"rope.dimension_sections": [16] * 4, "rope.scaling.alpha": 1000.0}
+    write_file(path, EMBEDDING, "hunyuan_vl", metadata)
+    scaling = gguf_to_hf_config(GGUFFile(path))["rope_scaling"]
+    expected = {"rope_type": "dynamic", "alpha": 1000.0, "mrope_section": [16] * 4}
+    assert scaling == expected
+
+
 LLAMA_METADATA: dict[str, Any] = {
     "block_count": 1,
     "context_length": 128,

@@ -11,7 +11,7 @@ from engine.protocol.checkpoint.audio.tower import audio_tower_spec
 from engine.protocol.checkpoint.config_fields import ConfigFields
 from engine.protocol.checkpoint.field_names import fields_of_part
 from engine.protocol.checkpoint.gguf import GGUFFile
-from engine.protocol.checkpoint.gguf_config.mmproj import read_mmproj
+from engine.protocol.checkpoint.gguf_config.mmproj.read import read_mmproj
 from engine.protocol.checkpoint.vision.read import vision_spec
 from engine.protocol.encoder_inputs.payloads import AudioPayload, ImagePayload
 from engine.protocol.errors import CheckpointError
@@ -20,12 +20,14 @@ from engine.workers.loaders.open_checkpoint import open_checkpoint
 from engine.workers.towers.audio_tower import AudioTower
 from engine.workers.towers.grid_tower import GridTower
 from engine.workers.towers.image_tower import TowerSource
+from engine.workers.towers.make_tower import make_tower
 from engine.workers.towers.patch_tower import PatchTower
 from engine.workers.towers.tiles.joined_tower import JoinedTower
 from engine.workers.towers.vision_tower import VisionTower
 from gguf import GGUFWriter
 from msgspec.structs import replace
 from support.audio_checkpoints import OMNI_MODELS, PARTS, audio_directory
+from support.gemma3n import gemma3n_directory
 from support.gguf_audio import PROJECTORS as AUDIO_PROJECTORS
 from support.gguf_audio import write_audio_mmproj
 from support.gguf_grid import DECODERS as GRID_DECODERS
@@ -34,6 +36,8 @@ from support.gguf_grid import write_grid_tower
 from support.gguf_qwen import PROJECTORS as QWEN_PROJECTORS
 from support.gguf_qwen import write_tower
 from support.grid_models import write_grid_model
+from support.mmproj_kinds import PROJECTORS as KINDS
+from support.mmproj_kinds import write_mmproj_of_kind
 from support.mmproj_writer import (
     PROJECTORS,
     write_kimi_mmproj,
@@ -293,6 +297,56 @@ def test_towers_of_glm_and_paddle_files_equal_those_of_checkpoints(kind, tmp_pat
     outputs = [
         GridTower(specs[0], TowerSource(checkpoint, CPU, torch.float32))(image)
         for checkpoint in (MmprojCheckpoint(file), open_checkpoint(path))
+    ]
+    torch.testing.assert_close(*outputs, rtol=0, atol=1e-6)
+
+
+_KINDS = {
+    "gemma3n": ("<image_soft_token>", (256, 256)),
+    "hunyuan_vl": ("<｜hy_place▁holder▁no▁102｜>", (40, 24)),
+    "janus": ("<image_placeholder>", (24, 24)),
+    "minicpmv4_6": ("<|image_pad|>", (32, 16)),
+    "minimax_m3_vl": ("]<]image[>[", (40, 24)),
+    "muse_glimmer": ("<|patch|>", (40, 24)),
+    "step3p7": ("<im_patch>", (32, 32)),
+}
+"""The token of images and the width and the height of an image, by kind."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_towers_of_other_files_equal_those_of_checkpoints(kind, tmp_path):
+    token, (width, height) = _KINDS[kind]
+    if kind == "gemma3n":
+        gemma3n_directory(tmp_path)
+    elif kind == "hunyuan_vl":
+        qwen_directory(tmp_path, kind)
+    else:
+        write_grid_model(tmp_path, kind)
+    config = ConfigFields.read(tmp_path / "config.json")
+    if kind == "muse_glimmer":
+        # The file does not say which layers have windows, so it has those of the published model.
+        layers = ["window_attention"] * 2 + ["full_attention"]
+        config = config.with_values(
+            {"vision_config": config.config["vision_config"] | {"layer_types": layers}}
+        )
+    text = config.section("text_config").config
+    file = write_mmproj_of_kind(tmp_path / "mmproj-tiny.gguf", tmp_path, kind)
+    decoder = _decoder(tmp_path / "tiny.gguf", ["<end_of_image>", token])
+    found = read_mmproj(GGUFFile(file), decoder, text)
+    assert found.config["image_token_id"] == 1
+    fields = ConfigFields(found.config, file)
+    specs = [vision_spec(each, text["hidden_size"]) for each in (fields, config)]
+    if kind == "muse_glimmer":
+        specs[0] = replace(specs[0], frames_per_patch=2)
+    assert specs[0] == specs[1]
+    specs[0] = vision_spec(fields, text["hidden_size"])
+    pixels = np.random.default_rng(1).integers(0, 256, (height, width, 3), np.uint8).tobytes()
+    image = ImagePayload(width, height, pixels, 1 / 255, (0.5,) * 3, (0.5,) * 3)
+    outputs = [
+        make_tower(spec, TowerSource(checkpoint, CPU, torch.float32))(image)
+        for spec, checkpoint in zip(
+            specs, (MmprojCheckpoint(file), open_checkpoint(tmp_path)), strict=True
+        )
     ]
     torch.testing.assert_close(*outputs, rtol=0, atol=1e-6)
 

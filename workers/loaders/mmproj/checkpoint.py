@@ -14,6 +14,7 @@ from ....protocol.checkpoint.gguf import GGUFFile, GGUFTensor
 from ....protocol.errors import CheckpointError
 from ..checkpoint import Checkpoint, part_of
 from ..dequantize import DEQUANTIZABLE, dequantize
+from .changes import changes
 from .names import BY_CHANNEL, KIMI_POSITIONS, PATCHES, UNIFIED, part_number, tensor_renamer
 
 _QUERY_OR_KEY = re.compile(r"\.[qk]_proj\.(weight|bias)$")
@@ -50,6 +51,7 @@ class MmprojCheckpoint(Checkpoint):
         if kind in ("lightonocr", "pixtral"):
             # The converter interleaves the rows of q and k, as for decoders.
             self._num_interleaved_heads = int(metadata["clip.vision.attention.head_count"])
+        self._changes = changes(kind, metadata)
         for tensor in self._gguf.tensors.values():
             if tensor.ggml_type not in DEQUANTIZABLE or 0 in tensor.shape:
                 raise CheckpointError(
@@ -70,6 +72,13 @@ class MmprojCheckpoint(Checkpoint):
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor."""
+        shape = self._shape(name)
+        for pattern, change in self._changes:
+            if pattern.search(name):
+                shape = tuple(change(torch.empty(shape, device="meta")).shape)
+        return shape
+
+    def _shape(self, name: str) -> tuple[int, ...]:
         first, *others = self._parts(name)
         if name == self._flattened:
             return first.shape[0], math.prod(first.shape[1:])
@@ -116,7 +125,7 @@ class MmprojCheckpoint(Checkpoint):
             values = torch.cat((rotated.flatten(0, 4), joined[2].flatten(0, 3)))
         if name == KIMI_POSITIONS:
             values = values.view(self.shape(name))
-        if name.endswith("mm_soft_emb_norm.weight"):
+        if name.endswith("projector.mm_soft_emb_norm.weight"):
             # The converter adds 1 to this norm, as to Gemma's other norms.
             values = values - 1
         if name == f"{UNIFIED}pos_embedding":
@@ -129,6 +138,9 @@ class MmprojCheckpoint(Checkpoint):
         if name == "resampler.proj.weight":
             # The converter transposes this matrix.
             values = values.T
+        for pattern, change in self._changes:
+            if pattern.search(name):
+                values = change(values)
         chosen = part_of(tuple(values.shape), part, dim)
         if values.ndim:
             values = values.narrow(dim, chosen.start, len(chosen))

@@ -52,6 +52,20 @@ BY_CHANNEL = tuple(
 )
 """Tensors of Gemma 4's unified models whose elements belong to pixels; the converter orders them by channel."""
 
+_JANUS_NAMES = {**_NAMES, "mm.1": "multi_modal_projector.linear_2"}
+_MERGER = f"{_TOWER}vit_merger."
+_MINICPM_NAMES = {
+    **_NAMES,
+    "mm.input_norm": "multi_modal_projector.layer_norm",
+    "mm.up": "multi_modal_projector.linear_1",
+    "mm.down": "multi_modal_projector.linear_2",
+    **{f"v.vit_merger.attn_{x}": f"{_MERGER}self_attn.{x}_proj" for x in "qkv"},
+    "v.vit_merger.attn_out": f"{_MERGER}self_attn.out_proj",
+    "v.vit_merger.ds_ffn_down": f"{_MERGER}linear_2",
+    "v.vit_merger.ds_ffn_up": f"{_MERGER}linear_1",
+    "v.vit_merger.ds_ln": f"{_MERGER}pre_norm",
+    "v.vit_merger.ln1": f"{_MERGER}layer_norm1",
+}
 _LFM2_NAMES = {**_NAMES, "mm.input_norm": "multi_modal_projector.layer_norm"}
 _LLAMA4_NAMES = {
     **_NAMES,
@@ -62,8 +76,10 @@ _LLAMA4_NAMES = {
 _OTHER_NAMES = {
     "gemma4uv": _UNIFIED_NAMES,
     "gemma4v": _GEMMA4_NAMES,
+    "janus_pro": _JANUS_NAMES,
     "lfm2": _LFM2_NAMES,
     "llama4": _LLAMA4_NAMES,
+    "minicpmv4_6": _MINICPM_NAMES,
     "resampler": _RESAMPLER_NAMES,
 }
 _LAYER_NAMES = {
@@ -112,12 +128,50 @@ _PADDLE_NAMES = {
     "mm.1": f"{_VISUAL}merger.fc1",
     "mm.2": f"{_VISUAL}merger.fc2",
 }
+_HUNYUAN_NAMES = {
+    **_GRID_NAMES,
+    "mm.0": f"{_VISUAL}merger.square",
+    "mm.2": f"{_VISUAL}merger.proj",
+    "mm.image_begin": f"{_VISUAL}merger.image_begin",
+    "mm.image_end": f"{_VISUAL}merger.image_end",
+    "mm.model.fc": f"{_VISUAL}merger.mlp",
+    "mm.post_norm": f"{_VISUAL}merger.after_rms",
+    "mm.pre_norm": f"{_VISUAL}merger.before_rms",
+    "v.image_newline": f"{_VISUAL}merger.image_newline",
+}
+_MINIMAX_NAMES = {
+    **_GRID_NAMES,
+    "v.pre_ln": f"{_VISUAL}patch_norm",
+    "mm.1": f"{_VISUAL}merger.fc1",
+    "mm.2": f"{_VISUAL}merger.fc2",
+    "mm.merger.fc1": f"{_VISUAL}merger.fc3",
+    "mm.merger.fc2": f"{_VISUAL}merger.fc4",
+}
+_MUSE_NAMES = {
+    **_GRID_NAMES,
+    "v.post_ln": f"{_VISUAL}final_norm",
+    "v.pre_ln": f"{_VISUAL}patch_norm",
+    **{f"mm.{i}": f"{_VISUAL}merger.fc{i + 1}" for i in range(3)},
+}
+_STEP_NAMES = {
+    **_GRID_NAMES,
+    "v.pre_ln": f"{_VISUAL}patch_norm",
+    **{f"mm.{i}": f"{_VISUAL}merger.conv{i + 1}" for i in range(2)},
+    "mm.model.fc": f"{_VISUAL}merger.proj",
+}
 _OTHER_GRID_NAMES = {
     "dots_ocr": _DOTS_NAMES,
     "exaone4_5": _GRID_NAMES,
     "glm4v": _GLM_NAMES,
+    "hunyuanvl": _HUNYUAN_NAMES,
+    "minimax_m3": _MINIMAX_NAMES,
+    "muse-glimmer": _MUSE_NAMES,
     "paddleocr": _PADDLE_NAMES,
+    "step3vl": _STEP_NAMES,
 }
+_WITH_SPLIT_LAYERS = ("hunyuanvl", "minimax_m3", "muse-glimmer", "paddleocr")
+"""Types of projectors whose checkpoints store queries, keys and values apart."""
+
 _GRID_LAYER_NAMES = {
     "ln1": "norm1",
     "ln2": "norm2",
@@ -129,6 +183,8 @@ _GRID_LAYER_NAMES = {
     "attn_q_norm": "attn.q_norm",
     "attn_k_norm": "attn.k_norm",
     "ffn_gate": "mlp.gate_proj",
+    "ls1": "lambda_1",
+    "ls2": "lambda_2",
 }
 _SPLIT_LAYER_NAMES = {f"attn_{x}": f"attn.{x}_proj" for x in "qkv"}
 _KIMI_NAMES = {
@@ -221,10 +277,12 @@ def tensor_renamer(
         is_omni = kind.startswith("qwen2") and any(map(is_audio_tensor, names))
         rename = _grid_names(names, _GRID_NAMES, _SPLIT_LAYER_NAMES if is_omni else {})
     elif kind in _OTHER_GRID_NAMES:
-        own = _SPLIT_LAYER_NAMES if kind == "paddleocr" else {}
+        own = _SPLIT_LAYER_NAMES if kind in _WITH_SPLIT_LAYERS else {}
         rename = _grid_names(names, _OTHER_GRID_NAMES[kind], own)
     elif kind.startswith("kimi"):
         rename = _kimi_name
+    elif kind == "gemma3nv":
+        rename = _mobilenet_name
     elif kind == "deepseekocr":
         rename = _deepseek_name
     hear = audio_renamer(audio_kind)
@@ -256,7 +314,10 @@ def _grid_names(
         if match := _LAYER_TENSOR.fullmatch(name):
             if match[2] not in layer_names:
                 return name
-            return f"{_VISUAL}blocks.{match[1]}.{layer_names[match[2]]}.{match[3]}"
+            found = f"{_VISUAL}blocks.{match[1]}.{layer_names[match[2]]}"
+            return found if found.endswith(_PLAIN) else f"{found}.{match[3]}"
+        if name in table:
+            return table[name]
         stem, _, last = name.removesuffix(".1").rpartition(".")
         return f"{table[stem]}.{last}" if stem in table else name
 
@@ -271,6 +332,22 @@ def _kimi_name(name: str) -> str:
         return f"{_TOWER}encoder.blocks.{match[1]}.{_KIMI_LAYER_NAMES[match[2]]}.{match[3]}"
     stem, _, last = name.rpartition(".")
     return f"{_KIMI_NAMES[stem]}.{last}" if stem in _KIMI_NAMES else name
+
+
+def _mobilenet_name(name: str) -> str:
+    """Return Gemma 3n's name for a tensor."""
+    if name.startswith("mm."):
+        stem, _, last = name.removeprefix("mm.").rpartition(".")
+        return f"embed_vision.{_GEMMA3N_PROJECTION.get(stem, stem)}.{last}"
+    tower = name.removeprefix("v.").replace("blk.", "blocks.", 1)
+    return f"model.vision_tower.timm_model.{tower}"
+
+
+_GEMMA3N_PROJECTION = {
+    "hard_emb_norm": "hard_embedding_norm",
+    "input_projection": "embedding_projection",
+    "soft_emb_norm": "soft_embedding_norm",
+}
 
 
 def _deepseek_name(name: str) -> str:

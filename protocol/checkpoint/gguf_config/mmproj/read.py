@@ -9,11 +9,14 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeAlias
 
-from ...errors import CheckpointError
-from ..gguf import GGUFFile
-from .mmproj_audio import AUDIO_KINDS, BESIDE_IMAGES
-from .mmproj_fields import Audio, Mmproj, Vision
-from .mmproj_grid import deepseek_ocr, glm4v, paddleocr
+from ....errors import CheckpointError
+from ...gguf import GGUFFile
+from .audio import AUDIO_KINDS, BESIDE_IMAGES
+from .fields import Audio, Mmproj, Vision
+from .grid import deepseek_ocr, glm4v, paddleocr
+from .merged import dots_ocr, hunyuan_vl, kimi_k25, kimi_vl, minimax_m3, muse_glimmer, step3
+from .qwen import exaone4_5, qwen2_5_vl, qwen2_vl, qwen3_vl
+from .squares import gemma3n, janus, minicpmv4_6
 
 
 def read_mmproj(gguf: GGUFFile, decoder: GGUFFile, text: Mapping[str, Any]) -> Mmproj:
@@ -298,203 +301,35 @@ def _llava(vision: Vision) -> Mmproj:
     )
 
 
-def _qwen(
-    vision: Vision, family: str, name: str, tower: Mapping[str, Any], pixels: tuple[int, int]
-) -> Mmproj:
-    """Return the fields of a Qwen-VL. `pixels` are the limits of an image that its author published."""
-    least, most = (
-        vision.integer(f"image_{limit}_pixels", default)
-        for limit, default in zip(("min", "max"), pixels, strict=True)
-    )
-    output_size = vision.num_rows("mm.2.weight")
-    return Mmproj(
-        {
-            "model_type": family,
-            "architectures": [f"{name}ForConditionalGeneration"],
-            "vision_config": {
-                "depth": vision.layer_count("block_count"),
-                "num_heads": vision.integer("attention.head_count"),
-                "patch_size": vision.integer("patch_size"),
-                "spatial_merge_size": vision.integer("spatial_merge_size", 2),
-                "temporal_patch_size": 2,
-                "out_hidden_size": output_size,
-                **tower,
-            },
-            "image_token_id": vision.token_id("<|image_pad|>"),
-        },
-        vision.pixels({"shortest_edge": least, "longest_edge": most}),
-    )
-
-
-def _qwen2_vl(vision: Vision) -> Mmproj:
-    size = vision.integer("embedding_length")
-    tower = {
-        "embed_dim": size,
-        "hidden_size": vision.num_rows("mm.2.weight"),
-        # The file's feed_forward_length is the size of the outputs.
-        "mlp_ratio": vision.num_rows("v.blk.0.ffn_up.weight") / size,
-        "hidden_act": vision.activation("gelu"),
-    }
-    return _qwen(vision, "qwen2_vl", "Qwen2VL", tower, _QWEN2_PIXELS)
-
-
-def _qwen2_5_vl(vision: Vision) -> Mmproj:
-    return _qwen(vision, "qwen2_5_vl", "Qwen2_5_VL", _windows(vision), _QWEN2_PIXELS)
-
-
-def _exaone4_5(vision: Vision) -> Mmproj:
-    heads = {"num_key_value_heads": vision.integer("attention.head_count_kv")}
-    return _qwen(vision, "exaone4_5", "Exaone4_5_", _windows(vision) | heads, _QWEN2_PIXELS)
-
-
-def _windows(vision: Vision) -> dict[str, Any]:
-    """Return the fields of Qwen2.5-VL's tower, most of whose layers attend within windows."""
-    period = vision.integer("n_wa_pattern")
-    return {
-        "hidden_size": vision.integer("embedding_length"),
-        "intermediate_size": vision.integer("feed_forward_length"),
-        "hidden_act": vision.activation("gelu"),
-        "window_size": vision.integer("window_size", 112),
-        "fullatt_block_indexes": [*range(period - 1, vision.layer_count("block_count"), period)],
-    }
-
-
-def _qwen3_vl(vision: Vision) -> Mmproj:
-    is_kept = vision.config.get("clip.vision.is_deepstack_layers")
-    layers = [index for index, kept in enumerate([] if is_kept is None else is_kept) if kept]
-    tower = {
-        "hidden_size": vision.integer("embedding_length"),
-        "intermediate_size": vision.integer("feed_forward_length"),
-        "hidden_act": vision.activation("gelu_pytorch_tanh"),
-        "num_position_embeddings": vision.num_rows("v.position_embd.weight"),
-        "deepstack_visual_indexes": layers,
-    }
-    names = _QWEN3_NAMES.get(vision.decoder_architecture, ("qwen3_vl", "Qwen3VL"))
-    return _qwen(vision, *names, tower, _QWEN3_PIXELS)
-
-
-_QWEN2_PIXELS: Final = (56 * 56, 28 * 28 * 16384)
-_QWEN3_PIXELS: Final = (1 << 16, 1 << 24)
-"""The limits of an image's pixels in the authors' processors."""
-
-_QWEN3_NAMES: Final = {
-    "qwen35": ("qwen3_5", "Qwen3_5"),
-    "qwen35moe": ("qwen3_5_moe", "Qwen3_5Moe"),
-    "qwen3vlmoe": ("qwen3_vl_moe", "Qwen3VLMoe"),
-}
-"""The model types and the architectures of models whose tower is like that of Qwen3-VL, by the decoder's."""
-
-
-def _kimi(vision: Vision, family: str, name: str, processor: Mapping[str, Any]) -> Mmproj:
-    """Return the fields of a Kimi with the tower MoonViT."""
-    merge_size, patch_size = (
-        vision.integer("projector.scale_factor", 2),
-        vision.integer("patch_size"),
-    )
-    side = _kimi_side(vision)
-    return Mmproj(
-        {
-            "model_type": family,
-            "architectures": [f"{name}ForConditionalGeneration"],
-            "vision_config": {
-                "hidden_size": vision.integer("embedding_length"),
-                "intermediate_size": vision.integer("feed_forward_length"),
-                "num_hidden_layers": vision.layer_count("block_count"),
-                "num_attention_heads": vision.integer("attention.head_count"),
-                "patch_size": patch_size,
-                "merge_kernel_size": [merge_size, merge_size],
-                "pos_emb_height": side,
-                "pos_emb_width": side,
-            },
-            "projection_layer_norm_eps": vision.positive("attention.layer_norm_epsilon", 1e-5),
-            "image_token_id": vision.token_id("<|media_pad|>"),
-        },
-        {"patch_size": patch_size, **processor, **vision.statistics()},
-    )
-
-
-def _kimi_side(vision: Vision) -> int:
-    """Return the side of the square table of positions, which Kimi-VL's files store with two dimensions."""
-    table = vision.gguf.tensors.get("v.position_embd.weight")
-    if table is None or len(table.shape) not in (2, 3):
-        raise CheckpointError(vision.path, "there is no table of positions")
-    return table.shape[0] if len(table.shape) == 3 else math.isqrt(table.shape[0])
-
-
-def _kimi_vl(vision: Vision) -> Mmproj:
-    merge_size = vision.integer("projector.scale_factor", 2)
-    # The file has no limit. This one is its author's.
-    processor = {"merge_kernel_size": [merge_size] * 2, "pad_input": True, "in_token_limit": 4096}
-    return _kimi(vision, "kimi_vl", "KimiVL", processor)
-
-
-def _kimi_k25(vision: Vision) -> Mmproj:
-    patch_size = vision.integer("patch_size")
-    most = vision.integer("image_max_pixels", 16384 * patch_size**2)
-    processor = {
-        "merge_size": vision.integer("projector.scale_factor", 2),
-        "max_patches": most // patch_size**2,
-    }
-    return _kimi(vision, "kimi_k25", "KimiK25", processor)
-
-
-def _dots_ocr(vision: Vision) -> Mmproj:
-    merge_size = vision.integer("projector.scale_factor", 2)
-    patch_size = vision.integer("patch_size")
-    least, most = (
-        vision.integer(f"image_{limit}_pixels", default)
-        for limit, default in (("min", 56 * 56), ("max", 28 * 28 * 14400))
-    )
-    size = vision.integer("embedding_length")
-    return Mmproj(
-        {
-            "model_type": "dots_ocr",
-            "architectures": ["DotsOCRForCausalLM"],
-            "vision_config": {
-                "embed_dim": size,
-                "hidden_size": vision.num_rows("mm.2.weight"),
-                "intermediate_size": vision.integer("feed_forward_length"),
-                "num_hidden_layers": vision.layer_count("block_count"),
-                "num_attention_heads": vision.integer("attention.head_count"),
-                "patch_size": patch_size,
-                "spatial_merge_size": merge_size,
-                "rms_norm_eps": vision.positive("attention.layer_norm_epsilon", 1e-5),
-            },
-            "image_token_id": vision.token_id("<|imgpad|>"),
-        },
-        {
-            "min_pixels": least,
-            "max_pixels": most,
-            "patch_size": patch_size,
-            "merge_size": merge_size,
-            "temporal_patch_size": 1,
-            **vision.statistics(),
-        },
-    )
-
-
 _Reader: TypeAlias = Callable[[Vision], Mmproj]
 
 _KINDS: Final[dict[str, _Reader]] = {
     "deepseekocr": deepseek_ocr,
-    "dots_ocr": _dots_ocr,
-    "exaone4_5": _exaone4_5,
+    "dots_ocr": dots_ocr,
+    "exaone4_5": exaone4_5,
     "gemma3": _gemma3,
+    "gemma3nv": gemma3n,
     "gemma4uv": _gemma4_unified,
     "gemma4v": _gemma4,
     "glm4v": glm4v,
+    "hunyuanvl": hunyuan_vl,
     "idefics3": _idefics3,
     "internvl": _internvl,
-    "kimik25": _kimi_k25,
-    "kimivl": _kimi_vl,
+    "janus_pro": janus,
+    "kimik25": kimi_k25,
+    "kimivl": kimi_vl,
     "lfm2": _lfm2,
     "lightonocr": _lighton_ocr,
     "llama4": _llama4,
+    "minicpmv4_6": minicpmv4_6,
+    "minimax_m3": minimax_m3,
     "mlp": _llava,
+    "muse-glimmer": muse_glimmer,
     "paddleocr": paddleocr,
     "pixtral": _pixtral,
-    "qwen2.5vl_merger": _qwen2_5_vl,
-    "qwen2vl_merger": _qwen2_vl,
-    "qwen3vl_merger": _qwen3_vl,
+    "qwen2.5vl_merger": qwen2_5_vl,
+    "qwen2vl_merger": qwen2_vl,
+    "qwen3vl_merger": qwen3_vl,
     "resampler": _minicpmv,
+    "step3vl": step3,
 }

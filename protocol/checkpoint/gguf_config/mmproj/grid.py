@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
-from .mmproj_fields import Mmproj, Vision
+from .fields import Mmproj, Vision
 
 _GLM_NAMES = {"glm4moe": ("glm4v_moe", "Glm4vMoe")}
 """The model types and the architectures of GLM's models with images, by the decoder's architecture."""
@@ -18,7 +17,7 @@ def glm4v(vision: Vision) -> Mmproj:
         vision.integer("patch_size"),
     )
     tower = {
-        **_sizes(vision, "depth", "num_heads"),
+        **vision.sizes("depth", "num_heads"),
         "patch_size": patch_size,
         "spatial_merge_size": merge_size,
         "temporal_patch_size": 2,
@@ -45,7 +44,7 @@ def glm4v(vision: Vision) -> Mmproj:
             "patch_size": patch_size,
             "merge_size": merge_size,
             "temporal_patch_size": 2,
-            **_limits(vision),
+            **vision.pixel_limits(),
             **vision.statistics(),
         },
     )
@@ -64,7 +63,7 @@ def paddleocr(vision: Vision) -> Mmproj:
             "model_type": "paddleocr_vl",
             "architectures": ["PaddleOCRVLForConditionalGeneration"],
             "vision_config": {
-                **_sizes(vision, "num_hidden_layers", "num_attention_heads"),
+                **vision.sizes(),
                 "patch_size": patch_size,
                 "image_size": side * patch_size,
                 "spatial_merge_size": merge_size,
@@ -77,7 +76,7 @@ def paddleocr(vision: Vision) -> Mmproj:
             "patch_size": patch_size,
             "merge_size": merge_size,
             "temporal_patch_size": 1,
-            **_limits(vision),
+            **vision.pixel_limits(),
             **vision.statistics(),
         },
     )
@@ -124,21 +123,3 @@ def deepseek_ocr(vision: Vision) -> Mmproj:
         },
         vision.statistics(),
     )
-
-
-def _sizes(vision: Vision, layers: str, heads: str) -> dict[str, Any]:
-    """Return the sizes of a tower. `layers` and `heads` are the names of the fields with their numbers."""
-    return {
-        "hidden_size": vision.integer("embedding_length"),
-        "intermediate_size": vision.integer("feed_forward_length"),
-        layers: vision.layer_count("block_count"),
-        heads: vision.integer("attention.head_count"),
-    }
-
-
-def _limits(vision: Vision) -> dict[str, int]:
-    """Return the limits of an image's pixels, if the file has them."""
-    found = {
-        name: vision.optional_integer(f"image_{name}") for name in ("min_pixels", "max_pixels")
-    }
-    return {name: value for name, value in found.items() if value is not None}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeAlias
 
-from .mmproj_fields import Audio, Mmproj
+from .fields import Audio, Mmproj
 
 
 def _qwen2_audio(audio: Audio) -> Mmproj:

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from ...errors import CheckpointError
-from ..gguf import GGUFFile
-from .fields import GGUFFields
+from ....errors import CheckpointError
+from ...gguf import GGUFFile
+from ..fields import GGUFFields
 
 
 class Mmproj(NamedTuple):
@@ -121,15 +121,30 @@ class Vision(Tower):
     def tower(self, gelu: str) -> dict[str, Any]:
         """Return the config fields that all vision towers have in common."""
         return {
-            "hidden_size": self.integer("embedding_length"),
-            "intermediate_size": self.integer("feed_forward_length"),
-            "num_hidden_layers": self.layer_count("block_count"),
-            "num_attention_heads": self.integer("attention.head_count"),
+            **self.sizes(),
             "image_size": self.integer("image_size"),
             "patch_size": self.integer("patch_size"),
             "layer_norm_eps": self.positive("attention.layer_norm_epsilon", 1e-6),
             "hidden_act": self.activation(gelu),
         }
+
+    def sizes(
+        self, layers: str = "num_hidden_layers", heads: str = "num_attention_heads"
+    ) -> dict[str, Any]:
+        """Return the sizes of a tower. `layers` and `heads` are the names of the fields with their numbers."""
+        return {
+            "hidden_size": self.integer("embedding_length"),
+            "intermediate_size": self.integer("feed_forward_length"),
+            layers: self.layer_count("block_count"),
+            heads: self.integer("attention.head_count"),
+        }
+
+    def pixel_limits(self) -> dict[str, int]:
+        """Return the limits of an image's pixels, if the file has them."""
+        found = {
+            name: self.optional_integer(f"image_{name}") for name in ("min_pixels", "max_pixels")
+        }
+        return {name: value for name, value in found.items() if value is not None}
 
     def pixels(self, side: Any) -> dict[str, Any]:
         """Return the fields that all image processors have in common; images have `side` x `side` pixels."""

@@ -1,0 +1,1 @@
+"""The metadata of mmproj files, which hold the towers of GGUF models."""

@@ -1,0 +1,223 @@
+"""Translate the metadata of towers in mmproj files that merge squares of patches of images of any size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from ....errors import CheckpointError
+from .fields import Mmproj, Vision
+
+
+def _kimi(vision: Vision, family: str, name: str, processor: Mapping[str, Any]) -> Mmproj:
+    """Return the fields of a Kimi with the tower MoonViT."""
+    merge_size, patch_size = (
+        vision.integer("projector.scale_factor", 2),
+        vision.integer("patch_size"),
+    )
+    side = _kimi_side(vision)
+    return Mmproj(
+        {
+            "model_type": family,
+            "architectures": [f"{name}ForConditionalGeneration"],
+            "vision_config": {
+                "hidden_size": vision.integer("embedding_length"),
+                "intermediate_size": vision.integer("feed_forward_length"),
+                "num_hidden_layers": vision.layer_count("block_count"),
+                "num_attention_heads": vision.integer("attention.head_count"),
+                "patch_size": patch_size,
+                "merge_kernel_size": [merge_size, merge_size],
+                "pos_emb_height": side,
+                "pos_emb_width": side,
+            },
+            "projection_layer_norm_eps": vision.positive("attention.layer_norm_epsilon", 1e-5),
+            "image_token_id": vision.token_id("<|media_pad|>"),
+        },
+        {"patch_size": patch_size, **processor, **vision.statistics()},
+    )
+
+
+def _kimi_side(vision: Vision) -> int:
+    """Return the side of the square table of positions, which Kimi-VL's files store with two dimensions."""
+    table = vision.gguf.tensors.get("v.position_embd.weight")
+    if table is None or len(table.shape) not in (2, 3):
+        raise CheckpointError(vision.path, "there is no table of positions")
+    return table.shape[0] if len(table.shape) == 3 else math.isqrt(table.shape[0])
+
+
+def kimi_vl(vision: Vision) -> Mmproj:
+    """Return the fields of Kimi-VL."""
+    merge_size = vision.integer("projector.scale_factor", 2)
+    # The file has no limit. This one is its author's.
+    processor = {"merge_kernel_size": [merge_size] * 2, "pad_input": True, "in_token_limit": 4096}
+    return _kimi(vision, "kimi_vl", "KimiVL", processor)
+
+
+def kimi_k25(vision: Vision) -> Mmproj:
+    """Return the fields of Kimi K2.5."""
+    patch_size = vision.integer("patch_size")
+    most = vision.integer("image_max_pixels", 16384 * patch_size**2)
+    processor = {
+        "merge_size": vision.integer("projector.scale_factor", 2),
+        "max_patches": most // patch_size**2,
+    }
+    return _kimi(vision, "kimi_k25", "KimiK25", processor)
+
+
+def dots_ocr(vision: Vision) -> Mmproj:
+    """Return the fields of dots.ocr."""
+    merge_size = vision.integer("projector.scale_factor", 2)
+    patch_size = vision.integer("patch_size")
+    least, most = (
+        vision.integer(f"image_{limit}_pixels", default)
+        for limit, default in (("min", 56 * 56), ("max", 28 * 28 * 14400))
+    )
+    size = vision.integer("embedding_length")
+    return Mmproj(
+        {
+            "model_type": "dots_ocr",
+            "architectures": ["DotsOCRForCausalLM"],
+            "vision_config": {
+                "embed_dim": size,
+                "hidden_size": vision.num_rows("mm.2.weight"),
+                "intermediate_size": vision.integer("feed_forward_length"),
+                "num_hidden_layers": vision.layer_count("block_count"),
+                "num_attention_heads": vision.integer("attention.head_count"),
+                "patch_size": patch_size,
+                "spatial_merge_size": merge_size,
+                "rms_norm_eps": vision.positive("attention.layer_norm_epsilon", 1e-5),
+            },
+            "image_token_id": vision.token_id("<|imgpad|>"),
+        },
+        {
+            "min_pixels": least,
+            "max_pixels": most,
+            "patch_size": patch_size,
+            "merge_size": merge_size,
+            "temporal_patch_size": 1,
+            **vision.statistics(),
+        },
+    )
+
+
+def hunyuan_vl(vision: Vision) -> Mmproj:
+    """Return the fields of Hunyuan-OCR."""
+    patch_size = vision.integer("patch_size")
+    side = math.isqrt(vision.num_rows("v.position_embd.weight"))
+    merge_size = vision.integer("spatial_merge_size", 2)
+    return Mmproj(
+        {
+            "model_type": "hunyuan_vl",
+            "architectures": ["HunYuanVLForConditionalGeneration"],
+            "vision_config": vision.sizes()
+            | {
+                "patch_size": patch_size,
+                # The file's size is that of the largest image. Positions are those of a smaller one.
+                "max_image_size": side * patch_size,
+                "spatial_merge_size": merge_size,
+                "rms_norm_eps": vision.positive("attention.layer_norm_epsilon", 1e-5),
+                "hidden_act": vision.activation("gelu"),
+            },
+            "image_token_id": vision.token_id("<｜hy_place▁holder▁no▁102｜>"),
+        },
+        {
+            "patch_size": patch_size,
+            "merge_size": merge_size,
+            "temporal_patch_size": 1,
+            **vision.pixel_limits(),
+            **vision.statistics(),
+        },
+    )
+
+
+def minimax_m3(vision: Vision) -> Mmproj:
+    """Return the fields of MiniMax M3."""
+    patch_size, merge_size = (
+        vision.integer("patch_size"),
+        vision.integer("spatial_merge_size", 2),
+    )
+    return Mmproj(
+        {
+            "model_type": "minimax_m3_vl",
+            "architectures": ["MiniMaxM3SparseForConditionalGeneration"],
+            "vision_config": vision.sizes()
+            | {
+                "patch_size": patch_size,
+                "spatial_merge_size": merge_size,
+                "temporal_patch_size": 2,
+                "layer_norm_eps": vision.positive("attention.layer_norm_epsilon", 1e-5),
+                "hidden_act": vision.activation("gelu"),
+            },
+            "projector_hidden_size": vision.num_rows("mm.1.weight"),
+            "image_token_id": vision.token_id("]<]image[>["),
+        },
+        {
+            "patch_size": patch_size,
+            "merge_size": merge_size,
+            "temporal_patch_size": 2,
+            **vision.statistics(),
+        },
+    )
+
+
+def muse_glimmer(vision: Vision) -> Mmproj:
+    """Return the fields of Muse Glimmer, whose converter adds up the two equal frames of an image."""
+    patch_size, merge_size = (
+        vision.integer("patch_size"),
+        vision.integer("spatial_merge_size", 2),
+    )
+    side = math.isqrt(vision.num_rows("v.position_embd.weight"))
+    return Mmproj(
+        {
+            "model_type": "muse_glimmer",
+            "architectures": ["MuseGlimmerForConditionalGeneration"],
+            "vision_config": vision.sizes()
+            | {
+                "patch_size": patch_size,
+                "merge_size": merge_size,
+                "patch_temporal": 1,
+                "pos_emb_height": side,
+                "pos_emb_width": side,
+                "layer_norm_eps": vision.positive("attention.layer_norm_epsilon", 1e-5),
+            },
+            "projector_hidden_size": vision.num_rows("mm.0.weight"),
+            "image_token_id": vision.token_id("<|patch|>"),
+        },
+        {
+            "patch_size": patch_size,
+            "merge_size": merge_size,
+            "temporal_patch_size": 1,
+            **vision.statistics(),
+        },
+    )
+
+
+def step3(vision: Vision) -> Mmproj:
+    """Return the fields of Step 3.7 or Step3-VL 10B."""
+    side, patch_size = vision.integer("image_size"), vision.integer("patch_size")
+    size = vision.integer("embedding_length")
+    # Both have the same tower, with another decoder.
+    is_10b = vision.decoder_architecture.startswith("qwen3")
+    names = ("step3_vl", "StepVL") if is_10b else ("step3p7", "Step3p7")
+    return Mmproj(
+        {
+            "model_type": names[0],
+            "architectures": [f"{names[1]}ForConditionalGeneration"],
+            "vision_config": vision.sizes()
+            | {
+                "patch_size": patch_size,
+                "image_size": side,
+                "mlp_ratio": vision.num_rows("v.blk.0.ffn_up.weight") / size,
+                "layer_norm_eps": vision.positive("attention.layer_norm_epsilon", 1e-5),
+            },
+            "projector_bias": vision.has_tensor("mm.model.fc.bias"),
+            "image_token_id": vision.token_id("<im_patch>"),
+        },
+        {
+            "size": {"height": side, "width": side},
+            "patch_size": 504,
+            "max_image_size": vision.integer("preproc_image_size", 3024),
+            **vision.statistics(),
+        },
+    )

@@ -1,0 +1,157 @@
+"""Write towers of checkpoints as the mmproj files that llama.cpp's converter would make of them, by tables of names."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from gguf import MODEL_ARCH, GGUFWriter, get_tensor_name_map
+from safetensors.torch import load_file
+from torch import Tensor
+
+_LAYER = r"model\.vision_tower\.(?:encoder\.)?layers\.(\d+)\."
+_DOWNSAMPLER = r"(?:model\.)?vision_model\.vit_downsampler"
+_RULES = {
+    "gemma3n": (
+        (r"model\.vision_tower\.timm_model\.blocks\.", "v.blk."),
+        (r"model\.vision_tower\.timm_model\.", "v."),
+    ),
+    "hunyuan_vl": (),
+    "janus": (
+        (r"model\.aligner\.fc1\.", "mm.0."),
+        (r"model\.aligner\.hidden_layers\.0\.", "mm.1."),
+    ),
+    "minicpmv4_6": (
+        (_LAYER + r"layer_norm", r"v.blk.\1.ln"),
+        (_LAYER + r"self_attn\.([qkv])_proj", r"v.blk.\1.attn_\2"),
+        (_LAYER + r"self_attn\.out_proj", r"v.blk.\1.attn_out"),
+        (_LAYER + r"mlp\.fc1", r"v.blk.\1.ffn_up"),
+        (_LAYER + r"mlp\.fc2", r"v.blk.\1.ffn_down"),
+        (r"model\.vision_tower\.embeddings\.patch_embedding", "v.patch_embd"),
+        (r"model\.vision_tower\.embeddings\.position_embedding", "v.position_embd"),
+        (r"model\.vision_tower\.post_layernorm", "v.post_ln"),
+        (r"model\.vision_tower\.vit_merger\.layer_norm1", "v.vit_merger.ln1"),
+        (r"model\.vision_tower\.vit_merger\.pre_norm", "v.vit_merger.ds_ln"),
+        (r"model\.vision_tower\.vit_merger\.linear_1", "v.vit_merger.ds_ffn_up"),
+        (r"model\.vision_tower\.vit_merger\.linear_2", "v.vit_merger.ds_ffn_down"),
+        (r"model\.vision_tower\.vit_merger\.self_attn\.(.+?)(_proj)?\.", r"v.vit_merger.attn_\1."),
+        (r"model\.merger\.mlp\.0\.pre_norm", "mm.input_norm"),
+        (r"model\.merger\.mlp\.0\.linear_1", "mm.up"),
+        (r"model\.merger\.mlp\.0\.linear_2", "mm.down"),
+    ),
+    "minimax_m3_vl": ((r"patch_merge_mlp\.linear_", "mm.merger.fc"),),
+    "muse_glimmer": (
+        (_LAYER + "norm", r"v.blk.\1.ln"),
+        (_LAYER + r"attn\.([qkv])_proj", r"v.blk.\1.attn_\2"),
+        (_LAYER + r"attn\.proj", r"v.blk.\1.attn_out"),
+        (_LAYER + r"mlp\.fc1", r"v.blk.\1.ffn_up"),
+        (_LAYER + r"mlp\.fc2", r"v.blk.\1.ffn_down"),
+        (r"model\.vision_tower\.ln_(pre|post)", r"v.\1_ln"),
+        (r"model\.vision_tower\.patch_embedder\.patch_embedding", "v.patch_embd"),
+        (r"model\.vision_adapter\.fc1", "mm.0"),
+        (r"model\.vision_adapter\.fc2", "mm.1"),
+        (r"model\.vision_projection", "mm.2"),
+    ),
+    "step3p7": (
+        (_DOWNSAMPLER + "1", "mm.0"),
+        (_DOWNSAMPLER + "2", "mm.1"),
+        (r"(?:model\.)?vit_large_projector", "mm.model.fc"),
+        (r".*positional_embedding$", "v.position_embd.weight"),
+        (r".*resblocks\.(\d+)\.ls_([12])\.gamma", r"v.blk.\1.ls\2.weight"),
+        (r".*resblocks\.(\d+)\.attn\.in_proj_", r"v.blk.\1.attn_qkv."),
+    ),
+}
+"""Patterns of names in checkpoints and their replacements. The installed table has the others."""
+
+PROJECTORS = {
+    "gemma3n": "gemma3nv",
+    "hunyuan_vl": "hunyuanvl",
+    "janus": "janus_pro",
+    "minicpmv4_6": "minicpmv4_6",
+    "minimax_m3_vl": "minimax_m3",
+    "muse_glimmer": "muse-glimmer",
+    "step3p7": "step3vl",
+}
+_OTHER_PARTS = ("language_model", "lm_head", "model.embed_tokens", "model.layers", "model.norm")
+_WRITERS_OF_IMAGES = ("model.vqmodel", "model.generation")
+
+
+def write_mmproj_of_kind(path: Path, checkpoint: Path, kind: str) -> Path:
+    """Write the tower of a checkpoint of this kind to `path` and return it."""
+    config = json.loads((checkpoint / "config.json").read_text())
+    vision = config["vision_config"]
+    heads = vision.get("num_attention_heads", 8)
+    writer = GGUFWriter(path, "clip")
+    writer.add_string("clip.projector_type", PROJECTORS[kind])
+    for name, value in _numbers(kind, config, checkpoint).items():
+        writer.add_uint32(f"clip.vision.{name}", value)
+    eps = vision.get("layer_norm_eps", vision.get("rms_norm_eps", 1e-6))
+    writer.add_float32("clip.vision.attention.layer_norm_epsilon", eps)
+    writer.add_bool("clip.use_gelu", kind != "step3p7")
+    if kind == "minicpmv4_6":
+        writer.add_array("clip.vision.wa_layer_indexes", [config["insert_layer_id"]])
+    mean, std = ([0.0] * 3, [1.0] * 3) if kind == "gemma3n" else ([0.5] * 3, [0.5] * 3)
+    writer.add_array("clip.vision.image_mean", mean)
+    writer.add_array("clip.vision.image_std", std)
+    names = get_tensor_name_map(MODEL_ARCH.MMPROJ, 8)
+    for name, tensor in load_file(checkpoint / "model.safetensors").items():
+        if name.startswith(_WRITERS_OF_IMAGES) or any(part in name for part in _OTHER_PARTS):
+            continue
+        found = next(
+            (re.sub(old, new, name) for old, new in _RULES[kind] if re.match(old, name)), None
+        )
+        found = found or names.get_name(name, (".weight", ".bias"))
+        assert found is not None, name
+        for each, part in _stored(kind, found, tensor.float(), heads).items():
+            writer.add_tensor(each, part.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _numbers(kind: str, config: dict[str, Any], checkpoint: Path) -> dict[str, int]:
+    vision = config["vision_config"]
+    processor = json.loads((checkpoint / "preprocessor_config.json").read_text())
+    if kind == "gemma3n":
+        return {"image_size": processor["size"]["height"], "block_count": 128}
+    numbers = {
+        "image_size": vision.get("image_size", 32),
+        "patch_size": vision["patch_size"],
+        "embedding_length": vision["hidden_size"],
+        "feed_forward_length": vision.get("intermediate_size", 72),
+        "block_count": vision.get("num_hidden_layers", vision.get("depth")),
+        "attention.head_count": vision["num_attention_heads"],
+    }
+    if kind == "hunyuan_vl":
+        limits = {f"image_{name}": processor[name] for name in ("min_pixels", "max_pixels")}
+        return numbers | limits | {"spatial_merge_size": 2}
+    if kind == "minicpmv4_6":
+        return numbers | {"image_size": processor["scale_resolution"], "projector.scale_factor": 4}
+    return numbers
+
+
+def _stored(kind: str, name: str, tensor: Tensor, num_heads: int) -> dict[str, Tensor]:
+    """Return the tensors of the file that have the content of one of the checkpoint."""
+    is_query_or_key = re.search(r"blk\.\d+\.attn_[qk]\.", name) is not None
+    if kind == "hunyuan_vl" and name == "v.position_embd.weight":
+        tensor = tensor.squeeze()[1:]
+    if kind == "muse_glimmer" and name == "v.patch_embd.weight":
+        tensor = tensor.view(len(tensor), 2, 3, 4, 4).sum(1)
+    elif kind == "muse_glimmer" and is_query_or_key:
+        tensor = tensor.unflatten(0, (num_heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+    elif kind == "minimax_m3_vl" and name == "v.patch_embd.weight":
+        first, second = tensor.unbind(2)
+        return {name: first, f"{name}.1": second}
+    elif kind == "minimax_m3_vl" and is_query_or_key:
+        # Of 20 elements of a head, 18 are rotated: three by each half of each axis.
+        heads = tensor.unflatten(0, (num_heads, 20))
+        rotated = heads[:, :18].unflatten(1, (2, 3, 3)).transpose(1, 2).flatten(1, 3)
+        tensor = torch.cat((rotated, heads[:, 18:]), 1).flatten(0, 1)
+    elif name.endswith(("conv_stem.conv.bias", "layer_scale.gamma")):
+        tensor = tensor[None, :, None, None]
+    return {name: tensor}
