@@ -36,6 +36,8 @@ _ARCHITECTURES: Final = {
     "SkyworkR1VChatModel": "InternVLChatModel",
     "StableLMEpochForCausalLM": "StableLmForCausalLM",
     "T5WithLMHeadModel": "T5ForConditionalGeneration",
+    "TeleChatForCausalLM": "TeleChat2ForCausalLM",
+    "TelechatForCausalLM": "TeleChat2ForCausalLM",
 }
 """Other names of architectures in published configs and in the registries of other servers."""
 

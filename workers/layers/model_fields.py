@@ -291,5 +291,7 @@ class ModelFields(msgspec.Struct, frozen=True, kw_only=True):
     """If not 0, the number of blocks of heads of which that matrix consists."""
     qkv_block_order: Literal["qkv", "qvk"] = "qkv"
     """The order in each of these blocks."""
+    has_grouped_kv: bool = False
+    """True if one matrix, "kv_proj", has the rows of each key/value head together: its key and its value."""
     has_transposed_matrices: bool = False
     """True if the layers' matrices are stored as [inputs, outputs]."""

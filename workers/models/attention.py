@@ -282,6 +282,13 @@ def qkv_rows(
             for start, each in zip(starts, parts_of_rank, strict=False)
         )
         return [*others, gate_rows]
+    if spec.has_grouped_kv:
+        part = elements(kv_heads, 2 * spec.head_dim)
+        keys, values = torch.arange(len(part)).view(-1, 2, spec.head_dim).unbind(1)
+        return [
+            Rows(f"{prefix}q_proj", query_size, queries_part),
+            *(Rows(f"{prefix}kv_proj", 2 * kv_size, part, x.flatten()) for x in (keys, values)),
+        ]
     values_part = elements(kv_heads, spec.output_dim)
     rows = weights.rows(
         prefix,

@@ -119,6 +119,32 @@ def _as_spark(reference: transformers.PreTrainedModel) -> None:
         attention.g_proj.register_forward_hook(lambda _m, _args, x: x.sigmoid().expm1().log())
 
 
+def _with_own_biases(reference: transformers.PreTrainedModel) -> None:
+    """Take the biases of a Llama's first products, and leave those of the last ones."""
+    for layer in reference.model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        for module in (attention.q_proj, attention.k_proj, attention.v_proj):
+            module.bias = None
+        mlp.gate_proj.bias = mlp.up_proj.bias = None
+
+
+def _with_pairs(tensors: changes.Tensors) -> changes.Tensors:
+    """Put the rows of each key head and of its value head into one matrix."""
+    changed = {}
+    for name, weight in tensors.items():
+        if ".k_proj." in name:
+            parts = (tensors[name.replace(".k_", f".{x}_")].unflatten(0, (2, -1)) for x in "kv")
+            name, weight = name.replace(".k_", ".kv_"), torch.cat([*parts], 1).flatten(0, 1)
+        if ".v_proj." not in name:
+            changed[name] = weight
+    return changed
+
+
+def _with_factors(reference: transformers.PreTrainedModel) -> None:
+    reference.model.embed_tokens.register_forward_hook(lambda _m, _args, x: _EMBEDDING_SCALE * x)
+    reference.lm_head.register_forward_hook(lambda _module, _args, logits: logits * _WIDTH)
+
+
 PUBLISHED_DENSE = {
     # The file has the head, but not the embedding.
     "CodeShell": Published(
@@ -266,5 +292,50 @@ PUBLISHED_DENSE = {
             "sliding_window": 9,
         },
         prepare=changes.with_means_of_states,
+    ),
+    "TeleChat2": Published(
+        "llama-biases",
+        # The base is 1e4 * 7 ** (12 / 10), because texts of 64 tokens were the first to train with.
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4 * 7**1.2}},
+        {
+            "model_type": "telechat",
+            "attention_bias": None,
+            "mlp_bias": None,
+            "rope_parameters": None,
+            "rms_norm_eps": None,
+            "layer_norm_epsilon": 1e-6,
+            "num_hidden_layers": None,
+            "n_layer": 3,
+            "num_attention_heads": None,
+            "n_head": 6,
+            "intermediate_size": None,
+            "ffn_hidden_size": 80,
+            "hidden_act": None,
+            "max_position_embeddings": None,
+            "training_seqlen": 256,
+            "base_seqlen": 64,
+        },
+        (
+            (r"model\.embed_tokens", "transformer.word_embeddings"),
+            (r"model\.layers\.", "transformer.h."),
+            (r"model\.norm", "transformer.ln_f"),
+            (r"self_attn\.q_proj", "self_attention.query"),
+            (r"self_attn\.kv_proj", "self_attention.key_value"),
+            (r"self_attn\.o_proj", "self_attention.dense"),
+        ),
+        _with_pairs,
+        prepare=_with_own_biases,
+    ),
+    "TeleFLM": Published(
+        "llama2",
+        {},
+        {
+            "model_type": "teleflm",
+            "use_mup": True,
+            "input_mult": _EMBEDDING_SCALE,
+            "output_mult": 2 * _WIDTH,
+            "mup_scale_factor": 2.0,
+        },
+        prepare=_with_factors,
     ),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from .....protocol.checkpoint.config_fields import ConfigFields
@@ -64,6 +65,15 @@ _SPARK_NAMES = (
     (r"\.self_attn\.q_k_v_proj\.", ".self_attn.qkv_proj."),
     (r"\.self_attn\.g_proj\.", ".self_attn.gate_proj."),
     (r"\.self_attn\.out_proj\.", ".self_attn.o_proj."),
+)
+_TELECHAT2_NAMES = (
+    (r"(^|\.)word_embeddings\.", r"\1embed_tokens."),
+    (r"(^|\.)word_embeddings_layernorm\.", r"\1embed_norm."),
+    (r"(^|\.)h\.(\d+)\.", r"\1layers.\2."),
+    (r"(^|\.)ln_f\.", r"\1norm."),
+    (r"\.self_attention\.query\.", ".self_attn.q_proj."),
+    (r"\.self_attention\.key_value\.", ".self_attn.kv_proj."),
+    (r"\.self_attention\.dense\.", ".self_attn.o_proj."),
 )
 _BAICHUAN_7B_SIZE = 4096
 _BAICHUAN2_VOCAB_SIZE = 125_696
@@ -260,6 +270,42 @@ def _spark(fields: ConfigFields) -> ModelSpec:
     )
 
 
+def _telechat2(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a TeleChat or TeleChat2.
+
+    A model trained on longer texts than `base_seqlen` has a higher base of its frequencies.
+    """
+    fields.require("apply_residual_connection_post_layernorm", False)
+    length = fields.integer("training_seqlen", fields.integer("max_position_embeddings", 8192))
+    ratio = length / fields.integer("base_seqlen", length)
+    alpha = max(1, 2 ** math.ceil(math.log2(ratio) + 1) - 1)
+    size = head_dim(fields)
+    theta = fields.positive("rope_theta", 10_000.0) * alpha ** (size / (size - 2))
+    fields = fields.with_values(
+        {"rope_theta": theta, "max_position_embeddings": length, "hidden_act": "silu"}
+    )
+    return llama(
+        fields,
+        attention_output_bias=True,
+        mlp_output_bias=True,
+        has_grouped_kv=True,
+        has_embedding_norm=fields.boolean("embed_layernorm", False),
+        tensor_names=_TELECHAT2_NAMES,
+    )
+
+
+def _teleflm(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a Tele-FLM, a Llama with factors of maximal update parametrization."""
+    if not fields.boolean("use_mup", False):
+        return llama(fields)
+    return llama(
+        fields,
+        embedding_scale=fields.positive("input_mult", 1.0),
+        logits_divisor=fields.positive("mup_scale_factor", 1.0)
+        / fields.positive("output_mult", 1.0),
+    )
+
+
 FAMILIES = (
     Family("AquilaForCausalLM", "aquila", llama),
     Family("AquilaModel", "aquila", llama),
@@ -277,7 +323,9 @@ FAMILIES = (
     Family("PLMForCausalLM", "plm", _plm),
     Family("QWenLMHeadModel", "qwen", _qwen),
     Family("Spark2_5ForCausalLM", "spark2_5", _spark),
+    Family("TeleChat2ForCausalLM", "telechat", _telechat2),
     Family("TeleChat3ForCausalLM", "telechat3", llama),
     Family("Telechat3ForCausalLM", "telechat3", llama),
+    Family("TeleFLMForCausalLM", "teleflm", _teleflm),
     Family("XverseForCausalLM", "xverse", llama),
 )
