@@ -137,7 +137,12 @@ class EngineClient:
         self.cores: list[CoreConnection] = []
         self._router = Router(self.cores, self.metrics, config.scheduler.max_num_seqs)
         self._moves = ReplicaMoves(
-            config, client_index, self.cores, self._output.sequences, self._move
+            config,
+            client_index,
+            self.cores,
+            self._output.sequences,
+            self._move,
+            lambda: () if self.watch is None else self.watch.find_stuck_replicas(),
         )
         self.calls = ReplicaCalls(self._live_cores)
         self.reasoning_ends = ReasoningEnds()
@@ -465,7 +470,8 @@ class EngineClient:
     def _move(self, sequence: Sequence) -> None:
         self._isolation_queue[sequence.core_index].remove_sequence(sequence)
         if self._may_continue(sequence):
-            lost_time = self.cores[sequence.core_index].lost_time
+            left = self.cores[sequence.core_index]
+            lost_time = None if left.ready else left.lost_time
             core = self._router.choose_core(sequence.request)
             self._output.move_sequence(sequence, core.core_index, core.load)
             self._resubmit(sequence, lost_time)

@@ -30,6 +30,9 @@ ANSWER_POLL_S = 0.02
 SILENCE_S = 3 * BEAT_INTERVAL_S
 """Seconds without a heartbeat after which a process counts as stalled. The supervisor kills it later."""
 
+LONG_STEP_S = 30.0
+"""Seconds after which requests that wait for a step leave the replica, and new ones go to others."""
+
 
 class EngineWatch:
     """Reads the newest `EngineStatus` when needed, and whenever it changes; passes each one to `on_status`.
@@ -118,6 +121,14 @@ class EngineWatch:
             if process.replica in serving and (reason := _why_stalled(process, age_s)):
                 degraded.setdefault(process.replica, reason)
         return degraded
+
+    def find_stuck_replicas(self) -> set[int]:
+        """Return the replicas of which a process is silent, does not run, or has taken long for its current step."""
+        stuck = set(self.find_degraded_replicas())
+        for process in self._status.processes:
+            if process.replica is not None and process.busy_s > LONG_STEP_S:
+                stuck.add(process.replica)
+        return stuck
 
     def _serving(self) -> set[int]:
         return {r.replica for r in self._status.replicas if r.state is ReplicaState.SERVING}

@@ -147,6 +147,14 @@ class EchoCore:
             elif isinstance(message, DumpEventLog):
                 self.hub.send(client, CallResult(message.call_id, *self.dump_answer))
 
+    def report_queued(self) -> None:
+        """Report that the new requests wait."""
+        for client in self.running:
+            new = [echo.request.request_index for owner, echo in self._new if owner == client]
+            outputs = EngineCoreOutputs(self.core_index, 0, time.monotonic())
+            outputs.events = [RequestEvents(EventKind.QUEUED, outputs.timestamp, int32_bytes(new))]
+            self.send(client, outputs)
+
     def step(self) -> None:
         """Generate a token for every request, and send the outputs."""
         for client, running in self.running.items():

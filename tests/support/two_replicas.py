@@ -11,7 +11,13 @@ import zmq
 from engine.frontend.client.engine_client import EngineClient
 from engine.protocol.config import FIRST_EPOCH, ParallelConfig
 from engine.protocol.messages import ReplicaLoadUpdate
-from engine.protocol.supervisor_messages import EngineStatus, ReplicaInfo, ReplicaState
+from engine.protocol.supervisor_messages import (
+    EngineStatus,
+    ProcessInfo,
+    ReplicaInfo,
+    ReplicaState,
+    Stage,
+)
 from engine.protocol.transport import StatusPublisher
 from support.echo_core import EchoCore
 from support.engine_fixtures import engine_config, opened, smollm2_tokenizer, until
@@ -34,6 +40,7 @@ class TwoReplicas:
         self.config = engine_config(run_dir, epoch=FIRST_EPOCH, parallel=parallel, **changes)
         self.cores = [opened(EchoCore(self.config, index)) for index in range(2)]
         self.client = opened(EngineClient(self.config, 0, smollm2_tokenizer()))
+        self.processes: list[ProcessInfo] = []
         self._publisher = opened(StatusPublisher(opened(_Context()), self.config))
 
     async def start(self) -> EngineClient:
@@ -57,9 +64,17 @@ class TwoReplicas:
         state = {"state": ReplicaState.SERVING, "epoch": self.config.epoch, **fields}
         return ReplicaInfo(replica, num_running=0, num_waiting=0, **state)
 
+    def worker(self, replica: int, *, silent_s: float = 0.0, busy_s: float = 0.0) -> ProcessInfo:
+        """Return the state of a replica's worker."""
+        times = {"silent_s": silent_s, "busy_s": busy_s, "steps_per_s": 0.0, "kv_cache_usage": 0.0}
+        counts = {"num_restarts": 0, "num_running": 0, "num_waiting": 0, "replica": replica}
+        return ProcessInfo(
+            f"worker {replica}", 1, Stage.READY, "", self.config.epoch, **counts, **times
+        )
+
     def publish(self, infos: Sequence[ReplicaInfo]) -> None:
-        """Publish the state of both replicas."""
-        self._publisher.publish(EngineStatus([], list(infos)))
+        """Publish the state of both replicas, and `processes`."""
+        self._publisher.publish(EngineStatus(self.processes, list(infos)))
 
     async def publish_until(
         self, infos: Sequence[ReplicaInfo], condition: Callable[[], bool] | None = None

@@ -92,6 +92,7 @@ class CoreConnection:
         lost_time: The time at which the core was last lost, in CLOCK_MONOTONIC seconds.
         is_serving: True if the core accepts new requests.
         is_in_rotation: True if requests may wait for this core while it does not serve.
+        is_stuck: True if its replica makes no progress, so that new requests go to others.
         role: The role of the core's replica: prefill, decode or both.
     """
 
@@ -109,6 +110,7 @@ class CoreConnection:
         self.lost_time = 0.0
         self.is_serving = True
         self.is_in_rotation = True
+        self.is_stuck = False
         self.role = config.parallel.role_of(core_index)
         self.epoch = 0
         self._latest_epoch = 0

@@ -1,10 +1,10 @@
-"""Move running sequences to other replicas, together with their KV blocks."""
+"""Move sequences to other replicas: those that wait, and running ones together with their KV blocks."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
 from ....protocol.config import EngineConfig, ReplicaRole
@@ -22,19 +22,21 @@ PATIENCE_S: Final = 5.0
 """Seconds for which a replica must have had too high a load before sequences leave it."""
 
 MOVES_AT_ONCE: Final = 4
-"""Sequences of one frontend that leave a replica at one look."""
+"""Running sequences of one frontend that leave a replica at one look."""
 
 
 class ReplicaMoves:
     """Moves sequences away from a replica that is down, drains, becomes a prefill replica, or has too high a load.
 
     Unless it is down, the core of the replica holds their blocks. The replica at which a sequence continues fetches the
-    blocks through the direct connector, and computes the missing ones. Without that connector, sequences finish at
-    their replica.
+    blocks through the direct connector, and computes the missing ones. Without that connector, running sequences finish
+    at their replica. Sequences that wait there have no blocks, so they move in any case, also if the replica makes no
+    progress.
 
     Args:
         sequences: The unfinished sequences of this frontend.
         move: Submits a sequence to another replica.
+        find_stuck: Returns the replicas that make no progress.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class ReplicaMoves:
         cores: list[CoreConnection],
         sequences: Mapping[int, Sequence],
         move: Callable[[Sequence], None],
+        find_stuck: Callable[[], Collection[int]],
     ) -> None:
         connector = find_connector(config.kv_transfer, DIRECT_CONNECTOR)
         self._is_possible = (
@@ -56,6 +59,7 @@ class ReplicaMoves:
         self._cores = cores
         self._sequences = sequences
         self._move = move
+        self._find_stuck = find_stuck
         self._prefilling = {
             replica
             for replica, role in enumerate(config.parallel.replica_roles)
@@ -66,8 +70,8 @@ class ReplicaMoves:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Begin to look at the loads of the replicas, if sequences can move."""
-        if self._is_possible and len(self._cores) > 1:
+        """Begin to look at the replicas, if there are several."""
+        if len(self._cores) > 1:
             self._timer = asyncio.get_running_loop().call_later(LOOK_S, self._look)
 
     def close(self) -> None:
@@ -80,13 +84,12 @@ class ReplicaMoves:
 
         Those of a core that is about to resume stay.
         """
-        if self._is_possible:
-            before = self._prefilling
-            self._prefilling = {core.core_index for core in self._cores if core.is_for_prefill}
-            self._leaving = {
-                info.replica for info in status.replicas if info.state is ReplicaState.DRAINING
-            }
-            self._leaving |= self._prefilling - before
+        before = self._prefilling
+        self._prefilling = {core.core_index for core in self._cores if core.is_for_prefill}
+        self._leaving = {
+            info.replica for info in status.replicas if info.state is ReplicaState.DRAINING
+        }
+        self._leaving |= self._prefilling - before
         resuming = {replica.replica for replica in status.replicas if replica.is_resuming}
         for sequence in list(self._sequences.values()):
             core_index = sequence.core_index
@@ -96,7 +99,17 @@ class ReplicaMoves:
                 self._release(sequence)
 
     def _look(self) -> None:
-        """Balance the replicas if an imbalance has lasted."""
+        """Let waiting sequences leave replicas without progress, and balance the others if an imbalance has lasted."""
+        stuck = self._find_stuck()
+        for core in self._cores:
+            core.is_stuck = core.core_index in stuck
+        for sequence in list(self._sequences.values()):
+            if (
+                sequence.core_index in stuck
+                and not sequence.is_pinned
+                and self._is_waiting(sequence)
+            ):
+                self._release(sequence)
         now = time.monotonic()
         overloaded = self._overloaded()
         self._overloaded_since = {
@@ -112,7 +125,7 @@ class ReplicaMoves:
         loads = {
             core.core_index: core.load.total
             for core in self._cores
-            if core.ready and core.is_serving and not core.is_for_prefill
+            if core.ready and core.is_serving and not core.is_for_prefill and not core.is_stuck
         }
         if len(loads) < 2:
             return []
@@ -128,30 +141,49 @@ class ReplicaMoves:
             and not sequence.is_pinned
             and self._may_move(sequence)
         ]
-        movable.sort(key=lambda each: each.num_prompt_tokens + len(each.token_ids))
-        for sequence in movable[:MOVES_AT_ONCE]:
+        running = [each for each in movable if each.scheduled_time]
+        running.sort(key=lambda each: each.num_prompt_tokens + len(each.token_ids))
+        # Those that came last would wait longest.
+        waiting = [each for each in reversed(movable) if not each.scheduled_time]
+        for sequence in (*waiting, *running[:MOVES_AT_ONCE]):
             if core_index not in self._overloaded():
                 return
             self._release(sequence)
 
     def _may_move(self, sequence: Sequence) -> bool:
-        """Return whether a sequence can continue at another replica with its blocks.
+        """Return whether a sequence can continue at another replica, with its blocks if it has some.
 
-        These sequences finish where they are: sequences with images or audio, embeddings, suspects, and prompts that
-        are computed for other servers. A sequence that a core has not accepted yet may still wait for a prefill
-        replica.
+        These sequences finish where they are, once they run: sequences with images or audio, embeddings, suspects, and
+        prompts that are computed for other servers. A sequence that a core has not accepted yet may still wait for a
+        prefill replica.
         """
         request = sequence.request
-        params = request.kv_transfer_params
+        if not sequence.was_accepted:
+            return False
+        if not sequence.scheduled_time:
+            return self._is_waiting(sequence)
         return (
-            sequence.was_accepted
-            and not (sequence.finished or sequence.is_silent_suspect or request.is_suspect)
+            self._is_possible
             and request.pooling_params is None
             and not request.encoder_inputs
             and request.sampling_params.prompt_logprobs is None
+            and self._may_leave(sequence)
+        )
+
+    def _is_waiting(self, sequence: Sequence) -> bool:
+        """Return whether nothing is computed of a sequence, and it may leave its replica."""
+        return not sequence.scheduled_time and self._may_leave(sequence)
+
+    def _may_leave(self, sequence: Sequence) -> bool:
+        request, params = sequence.request, sequence.request.kv_transfer_params
+        return (
+            not (sequence.finished or sequence.is_silent_suspect or request.is_suspect)
             and (params is None or not params.get("do_remote_decode"))
             and any(
-                core.ready and core.is_serving and core.core_index != sequence.core_index
+                core.ready
+                and core.is_serving
+                and not core.is_stuck
+                and core.core_index != sequence.core_index
                 for core in self._cores
             )
         )

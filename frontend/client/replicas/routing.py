@@ -110,6 +110,7 @@ class Router:
             # The requests wait until the core serves again. A drained core stays drained until an operator changes
             # that.
             candidates = [core for core in self._cores if core.is_in_rotation] or self._cores
+        candidates = [core for core in candidates if not core.is_stuck] or candidates
         candidates = [core for core in candidates if not core.is_for_prefill] or candidates
         return self._choose_among(candidates, request, more)
 

@@ -79,6 +79,45 @@ async def test_sequences_of_a_draining_replica_move_and_name_where_their_blocks_
     assert begun.token_ids + rest.token_ids == [PROMPT[i % len(PROMPT)] for i in range(40)]
 
 
+@pytest.mark.parametrize(
+    ("stuck", "is_drained"), [({"silent_s": 9.0}, False), ({"busy_s": 99.0}, False), ({}, True)]
+)
+@on_event_loop
+async def test_waiting_sequences_leave_a_replica_that_is_stuck_or_drains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stuck: dict[str, float], is_drained: bool
+) -> None:
+    monkeypatch.setattr(moves, "LOOK_S", 0.02)
+    replicas = TwoReplicas(tmp_path)
+    cores, client = replicas.cores, await replicas.start()
+    both = [replicas.info(0), replicas.info(1)]
+    await replicas.publish_until([both[0], replicas.info(1, state=ReplicaState.DRAINED)])
+    pinned = replace(request(40), data_parallel_rank=0)
+    running = await client.submit([request(40)], request_id="runs")
+    await replicas.arrived(1, 0)
+    [(_, begun)] = await drive(cores[0], read_next(running))
+    waiting = [await client.submit([request(5)], request_id=f"waits {n}") for n in range(3)]
+    if not is_drained:
+        waiting.append(await client.submit([pinned], request_id="may not leave"))
+    await replicas.arrived(4 + (not is_drained), 0)
+    cores[0].report_queued()
+    replicas.processes = [replicas.worker(0, **stuck), replicas.worker(1)]
+    left = replicas.info(0, state=ReplicaState.DRAINING) if is_drained else both[0]
+    await replicas.publish_until([left, both[1]], lambda: len(cores[1].requests) == 3)
+    assert not any(each.kv_transfer_params for each in cores[1].requests)
+    await client.submit([request(5)], request_id="new")
+    await replicas.arrived(1 + (not is_drained), 4)
+    replicas.processes = []
+    await replicas.publish_until(both)
+    results = asyncio.ensure_future(asyncio.gather(*(group.result() for group in waiting)))
+    await until(results.done, lambda: [drive_once(core) for core in cores])
+    for number, (delta,) in enumerate(results.result()):
+        count = 5 if number < 3 else 40
+        assert delta.token_ids == [PROMPT[i % len(PROMPT)] for i in range(count)]
+    assert not any(group.sequences[0].recoveries for group in waiting)
+    [rest] = await drive(cores[0], running.result())
+    assert begun.token_ids + rest.token_ids == [PROMPT[i % len(PROMPT)] for i in range(40)]
+
+
 def drive_once(core: EchoCore) -> None:
     core.receive()
     if core.requests:
