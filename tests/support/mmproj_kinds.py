@@ -14,10 +14,45 @@ from torch import Tensor
 
 _LAYER = r"model\.vision_tower\.(?:encoder\.)?layers\.(\d+)\."
 _DOWNSAMPLER = r"(?:model\.)?vision_model\.vit_downsampler"
+_SIGLIP = (
+    (_LAYER + r"layer_norm", r"v.blk.\1.ln"),
+    (_LAYER + r"self_attn\.([qkv])_proj", r"v.blk.\1.attn_\2"),
+    (_LAYER + r"self_attn\.out_proj", r"v.blk.\1.attn_out"),
+    (_LAYER + r"mlp\.fc1", r"v.blk.\1.ffn_up"),
+    (_LAYER + r"mlp\.fc2", r"v.blk.\1.ffn_down"),
+    (r"model\.vision_tower\.embeddings\.patch_embedding", "v.patch_embd"),
+    (r"model\.vision_tower\.embeddings\.position_embedding", "v.position_embd"),
+    (r"model\.vision_tower\.post_layernorm", "v.post_ln"),
+)
+_PROJECTION = r"projections\.(\d+)\."
+_ATTENTION = _PROJECTION + r"qformer\.encoder\.layer\.0\.(self|cross)\."
 _RULES = {
     "gemma3n": (
         (r"model\.vision_tower\.timm_model\.blocks\.", "v.blk."),
         (r"model\.vision_tower\.timm_model\.", "v."),
+    ),
+    "granite4_vision": (
+        (
+            _PROJECTION + r"qformer\.encoder\.layer\.0\.output_query\.dense",
+            r"v.proj_blk.\1.ffn_down",
+        ),
+        (
+            _PROJECTION + r"qformer\.encoder\.layer\.0\.output_query\.LayerNorm",
+            r"v.proj_blk.\1.ffn_norm",
+        ),
+        (
+            _PROJECTION + r"qformer\.encoder\.layer\.0\.intermediate_query\.dense",
+            r"v.proj_blk.\1.ffn_up",
+        ),
+        (_ATTENTION + r"attention\.([qkv])\w+", r"v.proj_blk.\1.\2_attn_\3"),
+        (_ATTENTION + r"output\.dense", r"v.proj_blk.\1.\2_attn_out"),
+        (_ATTENTION + r"output\.LayerNorm", r"v.proj_blk.\1.\2_attn_norm"),
+        (_PROJECTION + "image_positions", r"v.proj_blk.\1.img_pos"),
+        (_PROJECTION + "out_linear", r"v.proj_blk.\1.linear"),
+        (_PROJECTION + "(norm|query)", r"v.proj_blk.\1.\2"),
+        (_PROJECTION + r"qformer\.layernorm", r"v.proj_blk.\1.post_norm"),
+        (r"model\.image_newline", "v.image_newline"),
+        *_SIGLIP,
     ),
     "hunyuan_vl": (),
     "janus": (
@@ -25,14 +60,7 @@ _RULES = {
         (r"model\.aligner\.hidden_layers\.0\.", "mm.1."),
     ),
     "minicpmv4_6": (
-        (_LAYER + r"layer_norm", r"v.blk.\1.ln"),
-        (_LAYER + r"self_attn\.([qkv])_proj", r"v.blk.\1.attn_\2"),
-        (_LAYER + r"self_attn\.out_proj", r"v.blk.\1.attn_out"),
-        (_LAYER + r"mlp\.fc1", r"v.blk.\1.ffn_up"),
-        (_LAYER + r"mlp\.fc2", r"v.blk.\1.ffn_down"),
-        (r"model\.vision_tower\.embeddings\.patch_embedding", "v.patch_embd"),
-        (r"model\.vision_tower\.embeddings\.position_embedding", "v.position_embd"),
-        (r"model\.vision_tower\.post_layernorm", "v.post_ln"),
+        *_SIGLIP,
         (r"model\.vision_tower\.vit_merger\.layer_norm1", "v.vit_merger.ln1"),
         (r"model\.vision_tower\.vit_merger\.pre_norm", "v.vit_merger.ds_ln"),
         (r"model\.vision_tower\.vit_merger\.linear_1", "v.vit_merger.ds_ffn_up"),
@@ -68,6 +96,7 @@ _RULES = {
 
 PROJECTORS = {
     "gemma3n": "gemma3nv",
+    "granite4_vision": "granite4_vision",
     "hunyuan_vl": "hunyuanvl",
     "janus": "janus_pro",
     "minicpmv4_6": "minicpmv4_6",
@@ -76,7 +105,7 @@ PROJECTORS = {
     "step3p7": "step3vl",
 }
 _OTHER_PARTS = ("language_model", "lm_head", "model.embed_tokens", "model.layers", "model.norm")
-_WRITERS_OF_IMAGES = ("model.vqmodel", "model.generation")
+_LEFT_OUT = ("model.vqmodel", "model.generation", "model.vision_tower.head")
 
 
 def write_mmproj_of_kind(path: Path, checkpoint: Path, kind: str) -> Path:
@@ -90,6 +119,11 @@ def write_mmproj_of_kind(path: Path, checkpoint: Path, kind: str) -> Path:
         writer.add_uint32(f"clip.vision.{name}", value)
     eps = vision.get("layer_norm_eps", vision.get("rms_norm_eps", 1e-6))
     writer.add_float32("clip.vision.attention.layer_norm_epsilon", eps)
+    if kind == "granite4_vision":
+        writer.add_array("clip.vision.feature_layer", [2, 1, 0, 1, 1, 1])
+        writer.add_array("clip.vision.projector.spatial_offsets", GRANITE_OFFSETS)
+        sides = [x for y, x in config["image_grid_pinpoints"] for x in (x, y)]
+        writer.add_array("clip.vision.image_grid_pinpoints", sides)
     writer.add_bool("clip.use_gelu", kind != "step3p7")
     if kind == "minicpmv4_6":
         writer.add_array("clip.vision.wa_layer_indexes", [config["insert_layer_id"]])
@@ -98,7 +132,9 @@ def write_mmproj_of_kind(path: Path, checkpoint: Path, kind: str) -> Path:
     writer.add_array("clip.vision.image_std", std)
     names = get_tensor_name_map(MODEL_ARCH.MMPROJ, 8)
     for name, tensor in load_file(checkpoint / "model.safetensors").items():
-        if name.startswith(_WRITERS_OF_IMAGES) or any(part in name for part in _OTHER_PARTS):
+        if kind == "granite4_vision":
+            name = _granite_name(name)
+        if name.startswith(_LEFT_OUT) or any(part in name for part in _OTHER_PARTS):
             continue
         found = next(
             (re.sub(old, new, name) for old, new in _RULES[kind] if re.match(old, name)), None
@@ -132,7 +168,26 @@ def _numbers(kind: str, config: dict[str, Any], checkpoint: Path) -> dict[str, i
         return numbers | limits | {"spatial_merge_size": 2}
     if kind == "minicpmv4_6":
         return numbers | {"image_size": processor["scale_resolution"], "projector.scale_factor": 4}
+    if kind == "granite4_vision":
+        return numbers | {"projector.query_side": 2, "projector.window_side": 4}
     return numbers
+
+
+GRANITE_OFFSETS = [-1, 0, -1, 1, 2, 3]
+"""The place in a square at which each of Granite's projections reads patches, or -1."""
+
+
+def _granite_name(name: str) -> str:
+    """Return a name with the number that a projection has among all, in place of that among those of its kind."""
+    match = re.match(r"model\.(layerwise|spatial)_projectors\.(\d+)\.", name)
+    if match is None:
+        return name
+    is_plain = match[1] == "layerwise"
+    places = [i for i, offset in enumerate(GRANITE_OFFSETS) if (offset < 0) == is_plain]
+    name = f"projections.{places[int(match[2])]}.{name[match.end() :]}"
+    return name.replace(".crossattention.", ".cross.").replace(
+        "layer.0.attention.", "layer.0.self."
+    )
 
 
 def _stored(kind: str, name: str, tensor: Tensor, num_heads: int) -> dict[str, Tensor]:

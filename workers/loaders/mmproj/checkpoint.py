@@ -35,7 +35,10 @@ class MmprojCheckpoint(Checkpoint):
         kind = str(metadata.get("clip.vision.projector_type") or both)
         audio_kind = str(metadata.get("clip.audio.projector_type") or both)
         tensors = self._gguf.tensors
-        rename = tensor_renamer(kind, audio_kind, tensors, swaps_mlps=self._swaps_mlps())
+        offsets = metadata.get("clip.vision.projector.spatial_offsets", ())
+        rename = tensor_renamer(
+            kind, audio_kind, tensors, swaps_mlps=self._swaps_mlps(), offsets=offsets
+        )
         # The converter makes a convolution of the projection of patches.
         self._flattened = PATCHES if kind in ("gemma4v", "lfm2") else ""
         self._tensors: dict[str, list[GGUFTensor]] = {}

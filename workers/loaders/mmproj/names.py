@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 
@@ -260,7 +260,12 @@ _PLAIN = (
 
 
 def tensor_renamer(
-    kind: str, audio_kind: str, names: Collection[str], *, swaps_mlps: bool
+    kind: str,
+    audio_kind: str,
+    names: Collection[str],
+    *,
+    swaps_mlps: bool,
+    offsets: Sequence[int] = (),
 ) -> Callable[[str], str]:
     """Return a function from the name of a tensor in the file to that in a Hugging Face checkpoint.
 
@@ -269,6 +274,7 @@ def tensor_renamer(
         audio_kind: The type of the projector of audio clips.
         names: The names of all tensors of the file.
         swaps_mlps: True if the names of the two matrices of an MLP are swapped.
+        offsets: For each projection of Granite 4 Vision, the place in a square at which it reads patches, or -1.
     """
     rename: Callable[[str], str] = partial(
         _hf_name, names=_OTHER_NAMES.get(kind, _NAMES), swaps_mlps=swaps_mlps
@@ -281,6 +287,8 @@ def tensor_renamer(
         rename = _grid_names(names, _OTHER_GRID_NAMES[kind], own)
     elif kind.startswith("kimi"):
         rename = _kimi_name
+    elif kind == "granite4_vision":
+        rename = _window_names(rename, offsets)
     elif kind == "gemma3nv":
         rename = _mobilenet_name
     elif kind == "deepseekocr":
@@ -332,6 +340,54 @@ def _kimi_name(name: str) -> str:
         return f"{_TOWER}encoder.blocks.{match[1]}.{_KIMI_LAYER_NAMES[match[2]]}.{match[3]}"
     stem, _, last = name.rpartition(".")
     return f"{_KIMI_NAMES[stem]}.{last}" if stem in _KIMI_NAMES else name
+
+
+_FORMER = "qformer.encoder.layer.0."
+_WINDOW_NAMES = {
+    **{
+        f"{kind}_attn_{x[0]}": f"{_FORMER}{name}.attention.{x}"
+        for kind, name in (("self", "attention"), ("cross", "crossattention"))
+        for x in ("query", "key", "value")
+    },
+    **{
+        f"{kind}_attn_out": f"{_FORMER}{name}.output.dense"
+        for kind, name in (("self", "attention"), ("cross", "crossattention"))
+    },
+    **{
+        f"{kind}_attn_norm": f"{_FORMER}{name}.output.LayerNorm"
+        for kind, name in (("self", "attention"), ("cross", "crossattention"))
+    },
+    "ffn_down": f"{_FORMER}output_query.dense",
+    "ffn_norm": f"{_FORMER}output_query.LayerNorm",
+    "ffn_up": f"{_FORMER}intermediate_query.dense",
+    "img_pos": "image_positions",
+    "linear": "out_linear",
+    "norm": "norm",
+    "post_norm": "qformer.layernorm",
+    "query": "query",
+}
+_WINDOW_TENSOR = re.compile(r"v\.proj_blk\.(\d+)\.(\w+)(\.\w+)?")
+
+
+def _window_names(others: Callable[[str], str], offsets: Sequence[int]) -> Callable[[str], str]:
+    """Return a function that names the tensors of Granite 4 Vision. `others` names those outside of projections."""
+    plain = [index for index, offset in enumerate(offsets) if offset < 0]
+
+    def rename(name: str) -> str:
+        if name == "v.image_newline":
+            return "model.image_newline"
+        match = _WINDOW_TENSOR.fullmatch(name)
+        if match is None or match[2] not in _WINDOW_NAMES or int(match[1]) >= len(offsets):
+            return others(name)
+        index = int(match[1])
+        part = (
+            f"layerwise_projectors.{plain.index(index)}"
+            if index in plain
+            else f"spatial_projectors.{offsets[index]}"
+        )
+        return f"model.{part}.{_WINDOW_NAMES[match[2]]}{match[3] or ''}"
+
+    return rename
 
 
 def _mobilenet_name(name: str) -> str:

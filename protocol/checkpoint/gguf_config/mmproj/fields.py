@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
+import numpy as np
+
 from ....errors import CheckpointError
 from ...gguf import GGUFFile
 from ..fields import GGUFFields
@@ -110,6 +112,34 @@ class Vision(Tower):
     def has_layer_inputs(self) -> bool:
         """True if each layer of the decoder has inputs of its own (the smaller ones of Gemma 4)."""
         return bool(self._decoder.metadata.get("gemma4.embedding_length_per_layer_input"))
+
+    def integers(self, name: str) -> list[int]:
+        """Return a list of integers.
+
+        Raises:
+            CheckpointError: The file has no such list.
+        """
+        values = self.config.get(self.prefix + name)
+        if not isinstance(values, np.ndarray) or values.dtype.kind not in "iu":
+            raise self.wrong(name, "a list of integers", values)
+        return [int(value) for value in values]
+
+    def decoder_layers(self, count: int) -> list[int]:
+        """Return the layer of the decoder before which each of `count` projections is added.
+
+        Raises:
+            CheckpointError: The decoder's file does not say so.
+        """
+        decoder = self._decoder
+        name = f"{self.decoder_architecture}.deepstack_mapping"
+        mapping = decoder.metadata.get(name)
+        numbers = mapping.tolist() if isinstance(mapping, np.ndarray) else []
+        if not set(range(1, count)) <= set(numbers):
+            raise CheckpointError(
+                decoder.path, f"{name} must have the numbers 1 to {count - 1}, got {numbers}"
+            )
+        # The first one takes the place of the embeddings of tokens.
+        return [0, *(numbers.index(number) for number in range(1, count))]
 
     def activation(self, gelu: str) -> str:
         """Return the name of the activation. `gelu` names the variant that is used if the file only says GELU."""

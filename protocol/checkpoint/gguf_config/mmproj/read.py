@@ -16,7 +16,7 @@ from .fields import Audio, Mmproj, Vision
 from .grid import deepseek_ocr, glm4v, paddleocr
 from .merged import dots_ocr, hunyuan_vl, kimi_k25, kimi_vl, minimax_m3, muse_glimmer, step3
 from .qwen import exaone4_5, qwen2_5_vl, qwen2_vl, qwen3_vl
-from .squares import gemma3n, janus, minicpmv4_6
+from .squares import gemma3n, granite4_vision, janus, minicpmv4_6
 
 
 def read_mmproj(gguf: GGUFFile, decoder: GGUFFile, text: Mapping[str, Any]) -> Mmproj:
@@ -312,6 +312,7 @@ _KINDS: Final[dict[str, _Reader]] = {
     "gemma4uv": _gemma4_unified,
     "gemma4v": _gemma4,
     "glm4v": glm4v,
+    "granite4_vision": granite4_vision,
     "hunyuanvl": hunyuan_vl,
     "idefics3": _idefics3,
     "internvl": _internvl,

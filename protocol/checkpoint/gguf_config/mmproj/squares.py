@@ -1,4 +1,4 @@
-"""Translate the metadata of towers in mmproj files that read an image as squares: Gemma 3n, Janus and MiniCPM-V 4.6."""
+"""Translate the metadata of towers in mmproj files that read squares: Gemma 3n, Granite, Janus and MiniCPM-V."""
 
 from __future__ import annotations
 
@@ -33,6 +33,46 @@ def gemma3n(vision: Vision) -> Mmproj:
 
 
 _BILINEAR = 2
+
+
+def granite4_vision(vision: Vision) -> Mmproj:
+    """Return the fields of Granite 4 Vision. The decoder's file says which of its layers read which projection.
+
+    Raises:
+        CheckpointError: The files do not fit each other.
+    """
+    side = vision.integer("image_size")
+    features, offsets, sides = (
+        vision.integers(name)
+        for name in ("feature_layer", "projector.spatial_offsets", "image_grid_pinpoints")
+    )
+    targets = vision.decoder_layers(len(features))
+    if len(features) != len(offsets):
+        raise vision.wrong("projector.spatial_offsets", f"{len(features)} integers", offsets)
+    # The file counts the layer after which features are taken, and configs count its outputs.
+    parts = sorted(zip(offsets, targets, [layer + 1 for layer in features], strict=True))
+    grids = [[y, x] for x, y in zip(sides[::2], sides[1::2], strict=False)]
+    common = {"image_grid_pinpoints": grids}
+    query_side, window_side = (
+        vision.integer(f"projector.{name}_side") for name in ("query", "window")
+    )
+    return Mmproj(
+        {
+            "model_type": "granite4_vision",
+            "architectures": ["Granite4VisionForConditionalGeneration"],
+            "vision_config": vision.tower("gelu_pytorch_tanh")
+            | {"model_type": "siglip_vision_model"},
+            "vision_feature_select_strategy": "full",
+            "downsample_rate": f"{query_side}/{window_side}",
+            "deepstack_layer_map": [[layer, at] for offset, at, layer in parts if offset < 0],
+            "spatial_vision_layer": parts[-1][2],
+            "spatial_target_layers": [at for offset, at, _ in parts if offset >= 0],
+            "qformer_config": {"intermediate_size": vision.num_rows("v.proj_blk.0.ffn_up.weight")},
+            "image_token_index": vision.token_id("<image>"),
+            **common,
+        },
+        vision.pixels({"height": side, "width": side}) | common,
+    )
 
 
 def janus(vision: Vision) -> Mmproj:
