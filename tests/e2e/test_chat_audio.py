@@ -298,6 +298,36 @@ def test_a_prefix_with_the_same_audio_is_cached(server: Server) -> None:
     assert num_cached(text, first, "dog") > num_cached(text, second, "dog") > 0
 
 
+@pytest.mark.parametrize(
+    ("kind", "empty"),
+    [
+        ("input_audio", None),
+        ("input_audio", {"data": "", "format": "wav"}),
+        ("audio_url", {"url": None}),
+        ("audio_url", ...),
+    ],
+)
+def test_clips_are_referred_to_by_uuid(server: Server, kind: str, empty: Any) -> None:
+    body = chat("fox", clip(9, 1.2), clip(10, 0.6), kind=kind)
+    parts = body["messages"][0]["content"]
+    for name, part in zip("xy", parts[1:], strict=True):
+        part["uuid"] = name
+    status, sent = server.post("/v1/chat/completions", body)
+    assert status == 200, sent
+    for part in parts[1:]:
+        part.pop(kind)
+        if empty is not ...:
+            part[kind] = empty
+    status, again = server.post("/v1/chat/completions", body)
+    assert status == 200, again
+    assert again["prompt_token_ids"] == sent["prompt_token_ids"]
+    assert again["choices"][0]["token_ids"] == sent["choices"][0]["token_ids"]
+    parts[1]["uuid"] = "z"
+    status, refused = server.post("/v1/chat/completions", body)
+    assert status == 400
+    assert f"must name media of type {kind}" in refused["error"]["message"]
+
+
 def test_offline_callers_pass_arrays(model: Model) -> None:
     samples = clip(7, 1.2)
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)

@@ -30,6 +30,9 @@ _KINDS: Final = (
 )
 """Types of content parts with media, which are also the names of their fields."""
 
+_CONTENT: Final = ("url", "data", "image_embeds")
+"""The fields of these that contain media."""
+
 
 async def fill_in_media(
     serving: Serving, messages: Any, size: int, owner: str, lease: MemoryLease
@@ -73,7 +76,12 @@ async def fill_in_media(
                 "send the content with this uuid again",
             )
         filled.add(len(content), where)
-        part[kind] = await in_thread(msgspec.json.decode, content)
+        stored = await in_thread(msgspec.json.decode, content)
+        given = part.get(kind)
+        if isinstance(stored, dict) and isinstance(given, dict):
+            # Another number of frames, for example.
+            stored |= {field: value for field, value in given.items() if value not in (None, "")}
+        part[kind] = stored
     return filled.total
 
 
@@ -86,7 +94,7 @@ def _find_named(messages: Any, where: str = "messages") -> Iterator[tuple[Json, 
         content = message.get("content")
         for j, part in enumerate(content if isinstance(content, list) else ()):
             kind = part.get("type") if isinstance(part, dict) else None
-            if kind not in _KINDS or kind not in part:
+            if kind not in _KINDS:
                 continue
             if isinstance(name := part.get("uuid"), str) and name:
                 yield part, f"{where}[{i}].content[{j}].uuid"
@@ -94,7 +102,7 @@ def _find_named(messages: Any, where: str = "messages") -> Iterator[tuple[Json, 
 
 def _is_empty(value: Any) -> bool:
     """Return whether a content part has no media."""
-    return not value or (isinstance(value, dict) and not any(value.values()))
+    return not value or (isinstance(value, dict) and not any(map(value.get, _CONTENT)))
 
 
 def _store(kept: KeptMedia, key: str, value: Any) -> None:
