@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 import msgspec
 
@@ -20,39 +20,48 @@ ADAPTER_FILES: Final = ("adapter_config.json", "adapter_model.safetensors")
 
 _CHUNK_BYTES: Final = 1 << 20
 
+HashContent: TypeAlias = Callable[[Path], bytes]
+"""A function that returns a hash of samples of a file. It raises OSError if the file cannot be read."""
+
 
 class FileIdentity(msgspec.Struct, frozen=True, array_like=True):
     """Size in bytes, modification time, and hash of the first `HEAD_BYTES` bytes of a file.
 
-    `modified_ns` is 0 if any modification time is accepted, because the file is a copy on another machine.
+    `content` is a hash of samples of the whole file (`checkpoint/content_hash.py`). `modified_ns` is 0 if any
+    modification time is accepted, because the file is a copy on another machine.
     """
 
     path: str
     size: int
     modified_ns: int
     head_sha256: bytes
+    content: bytes
 
 
-def identify_files(paths: Iterable[str | PathLike[str]]) -> tuple[FileIdentity, ...]:
+def identify_files(
+    paths: Iterable[str | PathLike[str]], hash_content: HashContent
+) -> tuple[FileIdentity, ...]:
     """Return the current identities of files.
 
     Raises:
         CheckpointError: A file cannot be read.
     """
-    return tuple(_identify(Path(path)) for path in paths)
+    return tuple(_identify(Path(path), hash_content) for path in paths)
 
 
 def identify_copies(
-    paths: Sequence[str | PathLike[str]], originals: Sequence[FileIdentity]
+    paths: Sequence[str | PathLike[str]],
+    originals: Sequence[FileIdentity],
+    hash_content: HashContent,
 ) -> tuple[FileIdentity, ...]:
     """Return the current identities of files, which must be copies of `originals` in the same order.
 
     Raises:
         CheckpointError: A file cannot be read, or is not a copy.
     """
-    found = identify_files(paths)
+    found = identify_files(paths, hash_content)
     for copy, original in zip(found, originals, strict=False):
-        if (copy.size, copy.head_sha256) != (original.size, original.head_sha256):
+        if (copy.size, copy.content) != (original.size, original.content):
             raise CheckpointError(
                 copy.path,
                 f"differs from {original.path} on node 0; copy the model from there",
@@ -89,14 +98,15 @@ def verify_files(files: Iterable[FileIdentity]) -> None:
         )
 
 
-def _identify(path: Path) -> FileIdentity:
+def _identify(path: Path, hash_content: HashContent = lambda path: b"") -> FileIdentity:
     try:
         with path.open("rb") as file:
             head = hashlib.sha256(file.read(HEAD_BYTES)).digest()
             status = path.stat()
+        content = hash_content(path)
     except OSError as error:
         raise CheckpointError(path, f"cannot be read: {error.strerror}") from error
-    return FileIdentity(str(path), status.st_size, status.st_mtime_ns, head)
+    return FileIdentity(str(path), status.st_size, status.st_mtime_ns, head, content)
 
 
 class LoraAdapter(msgspec.Struct, array_like=True, gc=False, frozen=True):

@@ -481,7 +481,7 @@ def _fingerprint(config: EngineConfig) -> str:
     model = msgspec.structs.replace(config.model, weight_files=(), tokenizer_files=(), loras=())
     identity = (
         model,
-        [(file.size, file.head_sha256) for file in files],
+        [(file.size, file.content) for file in files],
         config.cache.kv_cache_dtype,
         config.parallel.tensor_parallel_size,
     )

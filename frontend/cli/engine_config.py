@@ -13,6 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from ...protocol.checkpoint.config_fields import ConfigFields
+from ...protocol.checkpoint.content_hash import hash_content
 from ...protocol.checkpoint.model_dimensions import check_parallel
 from ...protocol.cluster_key import load_cluster_key
 from ...protocol.config import (
@@ -131,7 +132,10 @@ def _with_chat_template(model: ModelConfig, template: str | None) -> ModelConfig
     """Add a `--chat-template` file to the files that must not change while the server runs."""
     with contextlib.suppress(OSError, ValueError):
         if template is not None and Path(template).is_file():
-            files = (*model.tokenizer_files, *identify_files([os.path.abspath(template)]))
+            files = (
+                *model.tokenizer_files,
+                *identify_files([os.path.abspath(template)], hash_content),
+            )
             return msgspec.structs.replace(model, tokenizer_files=files)
     return model
 

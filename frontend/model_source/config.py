@@ -10,6 +10,7 @@ import msgspec
 
 from ...protocol.checkpoint.classification import TOKEN_IDS, TOKENS, read_classifier
 from ...protocol.checkpoint.config_fields import MAX_INTEGER, ConfigFields
+from ...protocol.checkpoint.content_hash import hash_content
 from ...protocol.checkpoint.embedding import (
     OFFSET_POSITIONS,
     find_sparse_head,
@@ -222,10 +223,12 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
                         ),
                         *([] if mmproj is None else find_weight_files(mmproj)),
                     ]
-                )
+                ),
+                hash_content,
             ),
             tokenizer_files=identify_files(
-                find_tokenizer_files(tokenizer_directory) if tokenizer_directory else []
+                find_tokenizer_files(tokenizer_directory) if tokenizer_directory else [],
+                hash_content,
             ),
             is_encoder=is_encoder(text),
             has_head=has_head(config),

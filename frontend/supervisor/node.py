@@ -20,6 +20,7 @@ from typing import Any, Final
 import msgspec
 import zmq
 
+from ...protocol.checkpoint.content_hash import hash_content
 from ...protocol.checkpoint.files import find_weight_files
 from ...protocol.cluster_key import load_cluster_key
 from ...protocol.config import PROTOCOL_VERSION, Device, EngineConfig
@@ -226,7 +227,7 @@ class Node:
         path = place.model_path or config.model.path
         files = config.model.weight_files
         if config.device.device is not Device.NULL:
-            files = identify_copies(find_weight_files(Path(path)), files)
+            files = identify_copies(find_weight_files(Path(path)), files, hash_content)
         return msgspec.structs.replace(
             config,
             run_dir=self._run_dir.path,

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
+from engine.protocol.checkpoint.content_hash import hash_content
 from engine.protocol.checkpoint.files import find_tokenizer_files, find_weight_files
 from engine.protocol.errors import CheckpointError
 from engine.protocol.file_identity import (
@@ -14,13 +17,14 @@ from engine.protocol.file_identity import (
     identify_files,
     verify_files,
 )
+from safetensors.numpy import save_file
 
 
 def test_every_kind_of_change_is_named(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     content = b"head" + bytes(2 * HEAD_BYTES)
     path.write_bytes(content)
-    files = identify_files([path])
+    files = identify_files([path], hash_content)
     verify_files(files)
     (time,) = (file.modified_ns for file in files)
 
@@ -44,18 +48,43 @@ def test_every_kind_of_change_is_named(tmp_path: Path) -> None:
     verify_files(files)
 
 
+def test_a_revision_with_another_small_tensor_has_another_identity(tmp_path: Path) -> None:
+    tensors = {f"t{n}": np.full(24 if n % 2 else 1 << 19, n, np.float32) for n in range(16)}
+    paths = [tmp_path / "model.safetensors", tmp_path / "model.gguf"]
+
+    def write() -> list[bytes]:
+        save_file(tensors, paths[0])
+        writer = gguf.GGUFWriter(paths[1], "llama")
+        for name, tensor in tensors.items():
+            writer.add_tensor(name, tensor)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return [file.content for file in identify_files(paths, hash_content)]
+
+    before = write()
+    assert write() == before
+    for name in ("t5", "t15"):
+        tensors[name][7] += 1
+        assert not set(write()) & set(before)
+        tensors[name][7] -= 1
+    tensors["t0"], tensors["t2"] = tensors["t2"], tensors["t0"]
+    assert not set(write()) & set(before)
+
+
 def test_another_machine_must_have_identical_files(tmp_path: Path) -> None:
     original, copy = tmp_path / "a.gguf", tmp_path / "b.gguf"
     original.write_bytes(b"model")
     copy.write_bytes(b"model")
     os.utime(copy, ns=(1, 1))
-    files = identify_files([original])
-    assert identify_copies([copy], files) == identify_files([copy])
+    files = identify_files([original], hash_content)
+    assert identify_copies([copy], files, hash_content) == identify_files([copy], hash_content)
     copy.write_bytes(b"Model")
     with pytest.raises(CheckpointError, match=r"b\.gguf: differs from .*a\.gguf"):
-        identify_copies([copy], files)
+        identify_copies([copy], files, hash_content)
     with pytest.raises(CheckpointError, match="the model has 0 files on this machine and 1"):
-        identify_copies([], files)
+        identify_copies([], files, hash_content)
 
 
 def test_all_shards_and_templates_are_part_of_the_identity(tmp_path: Path) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Final, Protocol
 
 import msgspec
 import torch
 
+from ...protocol.checkpoint.content_hash import hash_content
 from ...protocol.config import EngineConfig, LoadFormat
 from ..attention import PagedAttention
 from ..cpu.attention import NativeAttention
@@ -23,10 +23,6 @@ NUMERICS_VERSION: Final = 1
 
 Changes of the native library need no new version, because the library's bytes are part of the fingerprint.
 """
-
-SAMPLES_PER_FILE: Final = 1024
-SAMPLE_BYTES: Final = 4096
-"""Size in bytes of each sample of a weight file. Hashing whole files would take seconds per gigabyte."""
 
 
 class FingerprintedModel(Protocol):
@@ -55,7 +51,7 @@ def cache_fingerprint(config: EngineConfig, model: FingerprintedModel, rank: int
     device = "cpu" if attention.device.type == "cpu" else torch.cuda.get_device_name()
     facts = (
         NUMERICS_VERSION,
-        hash_weights(file.path for file in config.model.weight_files),
+        [file.content for file in config.model.weight_files],
         config.model.seed if config.model.load_format is LoadFormat.DUMMY else None,
         config.model.quantization,
         repr(model.spec),
@@ -65,6 +61,7 @@ def cache_fingerprint(config: EngineConfig, model: FingerprintedModel, rank: int
         (attention.kv_cache_shape(1), str(attention.dtype), config.cache.block_size),
         str(model.hidden_dtype),
         (parallel.tensor_parallel_size, parallel.pipeline_parallel_size, rank),
+        parallel.data_parallel_size if parallel.enable_expert_parallel else 0,
         config.cache.prefix_hash.value,
         (device, config.device.batch_invariant),
         (instruction_set(), _hash_file(os.fspath(LIBRARY_PATH)))
@@ -74,7 +71,7 @@ def cache_fingerprint(config: EngineConfig, model: FingerprintedModel, rank: int
     return hashlib.sha256(b"engine.kv.v1" + msgspec.msgpack.encode(facts)).digest()
 
 
-def _describe_head(config: EngineConfig) -> tuple[str, bytes] | None:
+def _describe_head(config: EngineConfig) -> tuple[str, list[bytes]] | None:
     """Return text that identifies the drafting head whose keys and values are in the blocks; None without one."""
     speculative = config.scheduler.speculative
     if speculative is None or not speculative.method.reads_hidden_states:
@@ -83,20 +80,7 @@ def _describe_head(config: EngineConfig) -> tuple[str, bytes] | None:
     if speculative.model is not None:
         path = Path(speculative.model)
         files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
-    return speculative.method.value, hash_weights(map(os.fspath, files))
-
-
-def hash_weights(paths: Iterable[str]) -> bytes:
-    """Return a hash of the sizes of files and of evenly spread samples of their contents."""
-    digest = hashlib.sha256()
-    for path in paths:
-        with open(path, "rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
-            digest.update(size.to_bytes(8, "little"))
-            step = max(SAMPLE_BYTES, size // SAMPLES_PER_FILE)
-            for offset in range(0, size, step):
-                digest.update(os.pread(file.fileno(), SAMPLE_BYTES, offset))
-    return digest.digest()
+    return speculative.method.value, [hash_content(file) for file in files]
 
 
 def _hash_file(path: str) -> bytes:
