@@ -30,6 +30,7 @@ from ..layers.parallel.tensor_parallel import TensorParallel, elements
 from ..layers.spec import ModelSpec
 from ..models.mixers import (
     MixerRows,
+    gated_delta_net,
     lightning_attention,
     mamba1,
     mamba2,
@@ -259,15 +260,14 @@ class NativeMixer(structs.Mixer):
         self, layer: GatedDeltaNet, tensor_parallel: TensorParallel
     ) -> dict[str, Any]:
         prefix = self._prefix
-        heads, key_heads = (
-            tensor_parallel.part(count) for count in (layer.num_heads, layer.num_key_heads)
-        )
+        heads = gated_delta_net.head_runs(layer, tensor_parallel)
+        num_heads = sum(map(len, heads))
         return {
-            "num_heads": len(heads),
-            "num_groups": len(key_heads),
+            "num_heads": num_heads,
+            "num_groups": len(tensor_parallel.part(layer.num_key_heads)),
             "key_dim": layer.key_dim,
             "value_dim": layer.value_dim,
-            "norm_groups": len(heads),
+            "norm_groups": num_heads,
             "gate_activation": structs.activation_number(
                 "sigmoid" if layer.has_sigmoid_gate else "silu"
             ),
@@ -275,7 +275,7 @@ class NativeMixer(structs.Mixer):
             "has_tiled_heads": layer.has_tiled_heads,
             "strength": 2.0 if layer.has_negative_eigenvalues else 1.0,
             "norm": self._weights.vector(f"{prefix}norm.weight", layer.value_dim),
-            **self._decay(layer.num_heads, heads),
+            **self._decay(layer.num_heads, *heads),
         }
 
     def _kimi_delta_attention(
@@ -386,10 +386,12 @@ class NativeMixer(structs.Mixer):
             "bias": torch.cat(biases).numpy() if biases else None,
         }
 
-    def _decay(self, count: int, heads: range) -> dict[str, Any]:
-        decay = -np.exp(self._weights.vector(f"{self._prefix}A_log", count, heads))
-        step_bias = self._weights.vector(f"{self._prefix}dt_bias", count, heads)
-        return {"decay": decay, "step_bias": step_bias}
+    def _decay(self, count: int, *heads: range) -> dict[str, Any]:
+        log_decay, step_bias = (
+            np.concatenate([self._weights.vector(self._prefix + name, count, run) for run in heads])
+            for name in ("A_log", "dt_bias")
+        )
+        return {"decay": -np.exp(log_decay), "step_bias": step_bias}
 
 
 def check_num_taps(count: int) -> None:

@@ -178,9 +178,16 @@ class NativeWeightReader(WeightReader):
         )
 
     def packed_columns(
-        self, name: str, rows: int, columns: int, parts: Sequence[range], rank: int
+        self,
+        name: str,
+        rows: int,
+        columns: int,
+        parts: Sequence[range | Sequence[range]],
+        rank: int,
     ) -> PackedWeight:
         """Return one rank's columns of the decoder's matrix `name`. `rows` and `columns` are its shape.
+
+        `parts` has the columns of each rank: a range, or several ranges, which are put side by side.
 
         Raises:
             NotSupportedNatively: The columns of some rank do not consist of whole blocks.
@@ -206,22 +213,26 @@ class NativeWeightReader(WeightReader):
                 unit = max(unit, few.group_size)
             elif _block_type(few) is not None:
                 unit = max(unit, BLOCK_SIZES[self.checkpoint.ggml_type(self._stored_name(name))][0])
-        if any(part.start % unit for part in parts):
+        runs = [[part] if isinstance(part, range) else part for part in parts]
+        if any(run.start % unit for part in runs for run in part):
             raise NotSupportedNatively(
                 f"{columns} columns in blocks of {unit} cannot be divided among {len(parts)} workers "
                 "(--tensor-parallel-size)"
             )
-        part = parts[rank]
+        part, *others = runs[rank]
         source_type, source = self._columns(name, part, weight_format, stored_type)
+        sources = [source, *(self._columns(name, x, weight_format, stored_type)[1] for x in others)]
+        source = source if not others else np.concatenate(sources, 1)
         weight = self._pack(
             name,
             weight_format,
             stored_type,
-            (rows, len(part)),
+            (rows, sum(map(len, runs[rank]))),
             lambda start, stop: (source_type, source[start:stop]),
             part,
         )
-        self._report(weight, module, columns, part)
+        if not others:
+            self._report(weight, module, columns, part)
         return weight
 
     def packed_together(self, rows: Sequence[Rows], columns: int) -> list[PackedWeight]:

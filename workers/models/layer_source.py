@@ -53,22 +53,27 @@ class LayerSource(NamedTuple):
         name: str,
         num_rows: int,
         num_columns: int,
-        part: range,
+        part: range | Sequence[range],
         *,
         has_bias: bool = False,
         is_adapted: bool = False,
     ) -> RowParallelLinear:
         """Return the product with this rank's columns `part` of a module's matrix, summed over the ranks.
 
-        If `is_adapted`, LoRA adapters may change it.
+        If `is_adapted`, LoRA adapters may change it. The columns are then one range.
         """
         weights, name = self.weights, self.prefix + name
+        parts = [part] if isinstance(part, range) else part
+        adapt = None
+        if is_adapted:
+            (own,) = parts
+            adapt = partial(
+                weights.adapt_columns, name=name, rows=num_rows, columns=num_columns, part=own
+            )
         return RowParallelLinear(
-            weights.read_matrix(f"{name}.weight", num_rows, num_columns, part=part, dim=1),
+            weights.read_matrix_columns(f"{name}.weight", num_rows, num_columns, parts),
             weights.read(f"{name}.bias", num_rows) if has_bias else None,
             self.shard.tensor_parallel,
             self.kernels,
-            partial(weights.adapt_columns, name=name, rows=num_rows, columns=num_columns, part=part)
-            if is_adapted
-            else None,
+            adapt,
         )

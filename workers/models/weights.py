@@ -18,7 +18,7 @@ from ..layers.layers import Linear
 from ..layers.parallel.shard import ModelShard
 from ..loaders.checkpoint import Checkpoint
 from ..loaders.dummy import DummyCheckpoint, made_up
-from ..loaders.quantization.matrix import QuantizedMatrix, Weight, merge_rows
+from ..loaders.quantization.matrix import QuantizedMatrix, Weight, join_columns, join_rows
 from ..loaders.quantization.row_tables import RowTable
 from ..loaders.row_factors import FactoredCheckpoint, RowFactors
 from ..loaders.tensor_names import EMBEDDING, HEAD, TensorNames, translate_names
@@ -259,7 +259,17 @@ class WeightReader:
         self, name: str, rows: int, columns: int, part: range | None = None, dim: int = 0
     ) -> Weight:
         """Return a matrix for products, quantized if it is stored so and can be kept."""
-        return self._stacked([self._read_matrix(self._prefix + name, (rows, columns), part, dim)])
+        return join_rows(
+            [self._read_matrix(self._prefix + name, (rows, columns), part, dim)], self.dtype
+        )
+
+    def read_matrix_columns(
+        self, name: str, rows: int, columns: int, parts: Sequence[range]
+    ) -> Weight:
+        """Return ranges of a matrix's columns side by side, quantized if it is stored so and can be kept."""
+        name = self._prefix + name
+        matrices = [self._read_matrix(name, (rows, columns), part, 1) for part in parts]
+        return join_columns(matrices, self.dtype)
 
     def read_matrix_rows(self, rows: Sequence[Rows], columns: int) -> Weight:
         """Return rows of several modules for products, quantized if all of them can be kept so."""
@@ -269,7 +279,8 @@ class WeightReader:
             self._read_matrix(name, shape, r.part)
             for name, shape, r in zip(names, shapes, rows, strict=True)
         ]
-        return self._stacked([_ordered(part, r.order) for part, r in zip(parts, rows, strict=True)])
+        ordered = [_ordered(part, r.order) for part, r in zip(parts, rows, strict=True)]
+        return join_rows(ordered, self.dtype)
 
     def adapt_rows(self, linear: Linear, rows: Sequence[Rows], columns: int) -> Linear:
         """Return a product with rows of several modules, to which LoRA adapters add."""
@@ -302,7 +313,7 @@ class WeightReader:
     ) -> Weight:
         """Return some rows of the output projection. Not for models in which it is the embedding."""
         shape = self.head_rows(vocab_size, num_unused), hidden_size
-        return self._stacked([self._read_matrix(self._head, shape, part)])
+        return join_rows([self._read_matrix(self._head, shape, part)], self.dtype)
 
     def read_padded_head(
         self, vocab_size: int, hidden_size: int, part: range, num_missing: int
@@ -388,15 +399,6 @@ class WeightReader:
             return self._read(name, shape, part, dim)
         self._mark_read(name)
         return matrix.to(self.device)
-
-    def _stacked(self, parts: Sequence[Tensor | QuantizedMatrix]) -> Weight:
-        quantized = [part for part in parts if isinstance(part, QuantizedMatrix)]
-        if len(quantized) == len(parts):
-            return merge_rows(quantized)
-        tensors = [
-            part if isinstance(part, Tensor) else part.dequantize(self.dtype) for part in parts
-        ]
-        return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
         found = self._shape(name)

@@ -142,6 +142,15 @@ INKLING = {
     "n_routed_experts": 6,
     "num_experts_per_tok": 2,
 }
+TILED_HEADS = {
+    # GGUF files have the first value head of each key head first, then the second ones.
+    "num_key_value_heads": 12,
+    "layer_types": ["linear_attention", "full_attention", *["linear_attention"] * 3],
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+}
 CONVOLVED = {
     # Convolutions within layers of several sizes, and experts that every token chooses.
     "inkling": (

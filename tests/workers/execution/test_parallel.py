@@ -33,6 +33,7 @@ from support.families.split import (
     SHORTCUTS,
     SMALL_VALUES,
     SPLIT_GROUPS,
+    TILED_HEADS,
     TWO_MIXTURES,
     published_sizes,
 )
@@ -240,6 +241,16 @@ def layers_that_share_keys_or_differ(backend: CPUBackend) -> dict[str, Callable[
         arguments = (f"{config}Config", f"{family}ForCausalLM", SIZES | sizes)
         random_model(*arguments, sentencepiece_tokenizer()).save_pretrained(directory)
 
+    def save_gguf(path: Path) -> None:
+        model = random_model(
+            "Qwen3_5TextConfig",
+            "Qwen3_5ForCausalLM",
+            SIZES | TILED_HEADS,
+            sentencepiece_tokenizer(),
+        )
+        tokenizer = sentencepiece_tokenizer()
+        write_gguf(path, model, tokenizer, ggml_type=GGMLQuantizationType.Q8_0)
+
     def save_multimodal(directory: Path, family: str, sizes: dict[str, object]) -> None:
         make_multimodal(family, **SIZES | vocabulary | sizes).save_pretrained(directory)
 
@@ -267,6 +278,7 @@ def layers_that_share_keys_or_differ(backend: CPUBackend) -> dict[str, Callable[
             for name, sizes in multimodal.items()
         }
         | {name: partial(save_own, name=name, sizes=sizes) for name, sizes in published.items()}
+        | {"qwen3.5.gguf": save_gguf}
     )
 
 

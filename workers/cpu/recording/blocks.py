@@ -417,8 +417,10 @@ class BlockRecorder:
         """Return this rank's part of `count` rows."""
         return self.shard.tensor_parallel.part(count)
 
-    def output_projection(self, name: str, inputs: int, shares: list[range]) -> PackedWeight:
-        """Return the last matrix of a block. Each rank has its columns in `shares`."""
+    def output_projection(
+        self, name: str, inputs: int, shares: Sequence[range | Sequence[range]]
+    ) -> PackedWeight:
+        """Return the last matrix of a block. Each rank has its columns in `shares`, one range or several."""
         rank = self.shard.tensor_parallel.rank
         return self.weights.packed_columns(name, self.spec.hidden_size, inputs, shares, rank)
 

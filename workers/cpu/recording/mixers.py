@@ -34,7 +34,7 @@ def record_mixer(
     rows, tensor_parallel = mixer.rows, blocks.shard.tensor_parallel
     projection = [blocks.packed_rows([each], rows.has_projection_bias) for each in mixer.projection]
     output = blocks.output_projection(
-        f"{own_prefix}out_proj.weight", rows.num_columns, rows.shares(tensor_parallel)
+        f"{own_prefix}out_proj.weight", rows.num_columns, rows.runs(tensor_parallel)
     )
     bias = None
     if rows.has_output_bias:

@@ -137,6 +137,50 @@ def merge_rows(matrices: Sequence[QuantizedMatrix]) -> tuple[QuantizedMatrix, ..
     return (*merged, _concatenated(run))
 
 
+def join_rows(parts: Sequence[Tensor | QuantizedMatrix], dtype: torch.dtype) -> Weight:
+    """Return the rows of these matrices in order, quantized if all of them are, else in `dtype`."""
+    quantized = [part for part in parts if isinstance(part, QuantizedMatrix)]
+    if len(quantized) == len(parts):
+        return merge_rows(quantized)
+    tensors = _as_tensors(parts, dtype)
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+
+def join_columns(parts: Sequence[Tensor | QuantizedMatrix], dtype: torch.dtype) -> Weight:
+    """Return the columns of these parts of one matrix in order, quantized if all of them are, else in `dtype`.
+
+    A quantized part has whole groups of columns.
+    """
+    quantized = [part for part in parts if isinstance(part, QuantizedMatrix)]
+    if len(quantized) < len(parts):
+        tensors = _as_tensors(parts, dtype)
+        return tensors[0] if len(tensors) == 1 else torch.cat(tensors, 1)
+    first = quantized[0]
+    if len(quantized) == 1:
+        return (first,)
+
+    def joined(tensors: Sequence[Tensor]) -> Tensor:
+        # torch cannot concatenate float8, so concatenate bytes.
+        if tensors[0].itemsize == 1:
+            return torch.cat([x.view(torch.uint8) for x in tensors], 1).view(tensors[0].dtype)
+        return torch.cat([*tensors], 1)
+
+    zeros = [m.zero_OG for m in quantized if isinstance(m.zero_OG, Tensor)]
+    offsets = [m.offset_OG for m in quantized if m.offset_OG is not None]
+    whole = replace(
+        first,
+        values_OD=joined([m.values_OD for m in quantized]),
+        scale_OG=joined([m.scale_OG for m in quantized]),
+        zero_OG=joined(zeros) if zeros else first.zero_OG,
+        offset_OG=joined(offsets) if offsets else None,
+    )
+    return (whole,)
+
+
+def _as_tensors(parts: Sequence[Tensor | QuantizedMatrix], dtype: torch.dtype) -> list[Tensor]:
+    return [part if isinstance(part, Tensor) else part.dequantize(dtype) for part in parts]
+
+
 def _concatenated(matrices: list[QuantizedMatrix]) -> QuantizedMatrix:
     first = matrices[0]
     if len(matrices) == 1:

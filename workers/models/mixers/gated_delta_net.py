@@ -6,7 +6,7 @@ shard, K key dimension, V value dimension, F channels of an input.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ....protocol.checkpoint.recurrent_layers import GatedDeltaNet
-from ....protocol.errors import ConfigError
 from ...layers.parallel.tensor_parallel import TensorParallel, elements
 from ..layer_source import LayerSource
 from ..weights import Rows, WeightReader
@@ -29,12 +28,15 @@ class GatedDeltaNetMixer(Mixer):
     def __init__(self, layer: GatedDeltaNet, source: LayerSource) -> None:
         super().__init__(layer, source)
         spec, weights, prefix, shard, _ = source
-        self._layer, num_heads = layer, layer.num_heads
-        heads = shard.tensor_parallel.part(num_heads)
-        self._num_heads = len(heads)
+        self._layer = layer
+        heads = head_runs(layer, shard.tensor_parallel)
+        self._num_heads = sum(map(len, heads))
         self._num_key_heads = len(shard.tensor_parallel.part(layer.num_key_heads))
-        self._a_H = -weights.read_vector(f"{prefix}A_log", num_heads, heads).exp()
-        self._step_bias_H = weights.read_vector(f"{prefix}dt_bias", num_heads, heads)
+        log_decay_H, self._step_bias_H = (
+            torch.cat([weights.read_vector(prefix + name, layer.num_heads, run) for run in heads])
+            for name in ("A_log", "dt_bias")
+        )
+        self._a_H = -log_decay_H.exp()
         self._norm_V = weights.read_vector(f"{prefix}norm.weight", layer.value_dim)
         self._norm_eps = spec.norm_eps if layer.norm_eps is None else layer.norm_eps
         self._gate = torch.sigmoid if layer.has_sigmoid_gate else F.silu
@@ -44,41 +46,45 @@ class GatedDeltaNetMixer(Mixer):
         layer: GatedDeltaNet, weights: WeightReader, prefix: str, tensor_parallel: TensorParallel
     ) -> MixerRows:
         """See `Mixer.rows`. The projections are those to queries, keys, values, strengths, time steps and gates."""
-        if layer.has_tiled_heads and tensor_parallel.size > 1:
-            raise ConfigError(
-                "this model's GGUF files order the heads in a way that --tensor-parallel-size cannot divide; "
-                "use --pipeline-parallel-size or safetensors"
-            )
-        heads, key_heads = (
-            tensor_parallel.part(count) for count in (layer.num_heads, layer.num_key_heads)
-        )
-        keys, values = elements(key_heads, layer.key_dim), elements(heads, layer.value_dim)
+        heads = head_runs(layer, tensor_parallel)
+        key_heads = tensor_parallel.part(layer.num_key_heads)
+        keys = elements(key_heads, layer.key_dim)
+        values = [elements(run, layer.value_dim) for run in heads]
         key_size, value_size = (
             layer.num_key_heads * layer.key_dim,
             layer.num_heads * layer.value_dim,
         )
-        sizes, parts = [key_size, key_size, value_size], [keys, keys, values]
+        sizes = [key_size, key_size, value_size]
+        parts = [[keys, keys, own] for own in values]
         if weights.has(f"{prefix}in_proj.weight"):
-            query, key, value, gate, *steps = segments(
+            query, key, value, own_gate, *steps = segments(
                 f"{prefix}in_proj",
                 [*sizes, value_size, layer.num_heads, layer.num_heads],
-                [*parts, values, heads, heads],
+                [keys, keys, *values, *values, *heads, *heads],
             )
-            qkv = [query, key, value]
+            qkv, gate = [query, key, value], [own_gate]
         else:
             repeats = layer.num_heads // layer.num_key_heads
             if layer.is_interleaved:
                 of_head = [layer.key_dim] * 2 + [repeats * layer.value_dim] * 2
-                *qkv, gate = _interleaved_rows(f"{prefix}in_proj_qkvz", layer, of_head, key_heads)
+                *qkv, own_gate = _interleaved_rows(
+                    f"{prefix}in_proj_qkvz", layer, of_head, key_heads
+                )
+                gate = [own_gate]
             else:
-                qkv = weights.rows(prefix, ["q_proj", "k_proj", "v_proj"], sizes, parts)
-                gate = Rows(f"{prefix}in_proj_z", value_size, values)
+                names = ["q_proj", "k_proj", "v_proj"]
+                qkv = _with_all_values(weights.rows(prefix, names, sizes, own) for own in parts)
+                gate = [Rows(f"{prefix}in_proj_z", value_size, own) for own in values]
             if layer.has_interleaved_steps:
                 steps = _interleaved_rows(f"{prefix}in_proj_ba", layer, [repeats] * 2, key_heads)
             else:
-                steps = [Rows(f"{prefix}in_proj_{each}", layer.num_heads, heads) for each in "ba"]
+                steps = [
+                    Rows(f"{prefix}in_proj_{each}", layer.num_heads, run)
+                    for each in "ba"
+                    for run in heads
+                ]
         # The convolutions may be stored as one tensor.
-        convolution = segments(f"{prefix}conv1d", sizes, parts)
+        convolution = _with_all_values(segments(f"{prefix}conv1d", sizes, own) for own in parts)
         if weights.has(f"{prefix}q_conv1d.weight"):
             names = [f"{prefix}{each}_conv1d" for each in "qkv"]
             stored = [weights.num_rows(*each) for each in zip(names, sizes, strict=True)]
@@ -87,8 +93,14 @@ class GatedDeltaNetMixer(Mixer):
                     piece for each in convolution for piece in _divided(each.part, names, stored)
                 ]
             else:
-                convolution = [Rows(*each) for each in zip(names, sizes, parts, strict=True)]
-        return MixerRows([*qkv, *steps, gate], convolution, layer.num_heads, layer.value_dim)
+                convolution = [Rows(*each) for each in zip(names, sizes, parts[0], strict=True)]
+        return MixerRows(
+            [*qkv, *steps, *gate],
+            convolution,
+            layer.num_heads,
+            layer.value_dim,
+            num_runs=len(heads),
+        )
 
     def forward(self, x: Any, memory: Tensor, batch: StateBatch) -> Tensor:
         """See `Mixer.forward`."""
@@ -128,6 +140,24 @@ class GatedDeltaNetMixer(Mixer):
         if self._layer.has_tiled_heads:
             return x_NCGK.repeat(1, 1, repeats, 1).transpose(1, 2)
         return x_NCGK.repeat_interleave(repeats, 2).transpose(1, 2)
+
+
+def head_runs(layer: GatedDeltaNet, tensor_parallel: TensorParallel) -> list[range]:
+    """Return this rank's value heads, which share its key heads, as runs of consecutive heads.
+
+    There are several runs if GGUF files have the first value head of each key head first.
+    """
+    if not layer.has_tiled_heads or tensor_parallel.size == 1:
+        return [tensor_parallel.part(layer.num_heads)]
+    own = tensor_parallel.part(layer.num_key_heads)
+    starts = range(0, layer.num_heads, layer.num_key_heads)
+    return [range(start + own.start, start + own.stop) for start in starts]
+
+
+def _with_all_values(runs: Iterable[list[Rows]]) -> list[Rows]:
+    """Return the rows of queries and keys, and those of all runs of values."""
+    (query, key, value), *others = runs
+    return [query, key, value, *(rows[2] for rows in others)]
 
 
 def _divided(part: range, names: Sequence[str], sizes: Sequence[int]) -> list[Rows]:

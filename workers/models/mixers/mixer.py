@@ -33,6 +33,7 @@ class MixerRows(msgspec.Struct, frozen=True):
         has_projection_bias: True if the first product has biases.
         has_convolution_bias: True if the convolution has biases.
         has_output_bias: True if the output projection has biases.
+        num_runs: The number of equal runs of units, each of which the ranks divide.
     """
 
     projection: Sequence[Rows]
@@ -42,6 +43,7 @@ class MixerRows(msgspec.Struct, frozen=True):
     has_projection_bias: bool = False
     has_convolution_bias: bool = False
     has_output_bias: bool = False
+    num_runs: int = 1
 
     @property
     def num_columns(self) -> int:
@@ -49,8 +51,20 @@ class MixerRows(msgspec.Struct, frozen=True):
         return self.num_units * self.unit_size
 
     def shares(self, tensor_parallel: TensorParallel) -> list[range]:
-        """Return the columns of the output projection of each rank."""
+        """Return the columns of the output projection of each rank, in a mixer with one run."""
         return [elements(units, self.unit_size) for units in tensor_parallel.parts(self.num_units)]
+
+    def runs(self, tensor_parallel: TensorParallel) -> list[list[range]]:
+        """Return the columns of the output projection of each rank, as one range for each run."""
+        size = self.num_columns // self.num_runs
+        parts = (
+            elements(units, self.unit_size)
+            for units in tensor_parallel.parts(self.num_units // self.num_runs)
+        )
+        return [
+            [range(i * size + part.start, i * size + part.stop) for i in range(self.num_runs)]
+            for part in parts
+        ]
 
 
 class Mixer(ABC):
@@ -85,7 +99,7 @@ class Mixer(ABC):
             "out_proj",
             spec.hidden_size,
             rows.num_columns,
-            rows.shares(tensor_parallel)[tensor_parallel.rank],
+            rows.runs(tensor_parallel)[tensor_parallel.rank],
             has_bias=rows.has_output_bias,
         )
         self._size = layer.state_size(tensor_parallel.size)
