@@ -125,7 +125,7 @@ INKLING = {
     "projection_hidden_dim": 56,
 }
 SQUARE_MODELS = ("janus", "deepseek_vl", "deepseek_vl_hybrid", "ovis2", "got_ocr2")
-PAIRED = ("exaone4_5", "hyperclovax_vision_v2", "minimax_m3_vl")
+PAIRED = ("exaone4_5", "opencua", "hyperclovax_vision_v2", "minimax_m3_vl")
 """Models whose patches have two frames."""
 MUSE_MODELS = ("muse_glimmer", "muse_spark")
 MINICPM_MODELS = ("minicpmv4_6", "minicpm_ocr", "minicpmv4_7")
@@ -234,6 +234,14 @@ def image_config(kind: str) -> Any:
         return transformers.Exaone4_5_Config(
             vision_config=EXAONE,
             text_config=text | {"model_type": "exaone4", "sliding_window": 9},
+            image_token_id=IMAGE_TOKEN,
+            tie_word_embeddings=False,
+        )
+    if kind == "opencua":
+        # It is saved with its published names.
+        return transformers.Exaone4_5_Config(
+            vision_config=EXAONE | {"num_key_value_heads": 4},
+            text_config=SMALL | {"model_type": "qwen2"},
             image_token_id=IMAGE_TOKEN,
             tie_word_embeddings=False,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -115,6 +116,8 @@ def write_grid_model(path: Path, kind: str, *, vocab_size: int = 0, image_token:
         _as_kimi_vl(path)
         processor = {"patch_size": PATCH, "merge_kernel_size": [2, 2], "in_token_limit": 60}
         processor |= {"pad_input": True, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    if kind == "opencua":
+        _as_published_opencua(path)
     if kind == "hyperclovax_vision_v2":
         _as_published_hyperclova(path)
     (path / "preprocessor_config.json").write_text(json.dumps(processor))
@@ -139,6 +142,22 @@ def _as_published_hyperclova(path: Path) -> None:
     config = json.loads((path / "config.json").read_text())
     config |= {"architectures": ["HCXVisionV2ForCausalLM"], "model_type": "vlm"}
     config["vision_config"]["model_type"] = "qwen2_5_vl"
+    (path / "config.json").write_text(json.dumps(config))
+
+
+def _as_published_opencua(path: Path) -> None:
+    """Give a model with the tower of Qwen2.5-VL the names of OpenCUA."""
+    file = path / "model.safetensors"
+    stored = {}
+    for name, tensor in load_file(file).items():
+        name = re.sub(r"^model\.visual\.", "vision_tower.", name)
+        name = re.sub(r"^model\.language_model\.", "language_model.model.", name)
+        stored[re.sub(r"^lm_head\.", "language_model.lm_head.", name)] = tensor
+    assert any(name.startswith("vision_tower.blocks.") for name in stored)
+    save_file(stored, file)
+    config = json.loads((path / "config.json").read_text())
+    config |= {"architectures": ["OpenCUAForConditionalGeneration"], "model_type": "opencua"}
+    config["media_placeholder_token_id"] = config.pop("image_token_id")
     (path / "config.json").write_text(json.dumps(config))
 
 

@@ -9,7 +9,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-_NAMES = {"internvl-s1": ("InternS1", "interns1"), "lighton_ocr": ("LightOnOCR", "mistral3")}
+_NAMES = {
+    "bee": ("Bee", "bee"),
+    "r_vl": ("R", "R"),
+    "internvl-s1": ("InternS1", "interns1"),
+    "lighton_ocr": ("LightOnOCR", "mistral3"),
+}
 """The architectures and model types in published configs, which otherwise are those of transformers."""
 
 

@@ -21,6 +21,7 @@ from support.image_marks import (
     image_mark,
 )
 from support.mistral_files import write_mistral_files
+from support.normed_projector import NORMED_MODELS, NormedProjector
 from support.published_internvl import as_published, rename
 from support.tiny_checkpoints import DECODER_SIZES, sentencepiece_tokenizer
 
@@ -81,6 +82,8 @@ def vision_directory(
     if has_own_format:
         config.vision_config.hidden_act = "silu"
     model = getattr(transformers, _class(kind))(config)
+    if kind in NORMED_MODELS:
+        model.model.multi_modal_projector = NormedProjector(config, NORMED_MODELS[kind])
     model = model.float().eval()
     torch.manual_seed(5)
     with torch.no_grad():
@@ -470,7 +473,7 @@ _PARTS_BY_FAMILY = {
     "gemma4_unified": _gemma4,
     "granite4_vision": granite4_vision,
     "granite_docling": granite_docling,
-    **dict.fromkeys(("llava_next", "llava_next_video", "llava_onevision"), _anyres),
+    **dict.fromkeys(("llava_next", "llava_next_video", "llava_onevision", *NORMED_MODELS), _anyres),
     "pixtral": _pixtral,
     "mistral3": _pixtral,
     "mistral_large4": _pixtral,
@@ -488,5 +491,6 @@ def _class(kind: str) -> str:
     names |= {"gemma4_unified": "Gemma4Unified", "mistral_large4": "MistralLarge4"}
     names |= {"granite4_vision": "Granite4Vision", "granite_docling": "GraniteDocling"}
     names |= {"llama4": "Llama4", "llava_next": "LlavaNext", "llava_onevision": "LlavaOnevision"}
+    names |= dict.fromkeys(NORMED_MODELS, "LlavaOnevision")
     names |= dict.fromkeys(("paligemma", "paligemma2"), "PaliGemma")
     return names[kind.split("-")[0]] + "ForConditionalGeneration"

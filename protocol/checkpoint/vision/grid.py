@@ -197,6 +197,13 @@ def qwen2_5_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> 
     )
 
 
+def opencua(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
+    """Return the tower of OpenCUA (arXiv 2508.09123): Qwen2.5-VL's, for a decoder whose positions have one axis."""
+    names = ((r"^(model\.)?vision_tower\.", "visual."), *_NAMES)
+    spec = qwen2_5_vl(fields, vision, output_size)
+    return replace(spec, has_axes=False, tensor_names=names)
+
+
 def exaone4_5(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
     """Return the tower of EXAONE 4.5, which is like Qwen2.5-VL's but shares keys and values among heads."""
     spec = qwen2_5_vl(fields, vision, output_size)

@@ -101,3 +101,22 @@ def llava_onevision(fields: ConfigFields, vision: ConfigFields, output_size: int
         raise fields.wrong("vision_aspect_ratio", "'anyres_max_' and a number", ratio)
     spec = llava(fields, vision, output_size)
     return replace(spec, has_newlines=True, max_tiles=int(found[1]))
+
+
+def bee(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:
+    """Return the tower of Bee (arXiv 2510.13795), which is LLaVA-OneVision's with a normed, wider projection."""
+    return replace(r_vl(fields, vision, output_size), adapter_size=4 * output_size)
+
+
+def r_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:
+    """Return the tower of R-4B (arXiv 2508.21113), which is LLaVA-OneVision's with a normed projection."""
+    spec = llava_onevision(fields, vision, output_size)
+    return replace(
+        spec,
+        has_projection_norm=True,
+        projection_eps=1e-6,
+        tensor_names=(
+            *spec.tensor_names,
+            (r"(.*multi_modal_projector)\.pre_norm\.", r"\1.layer_norm."),
+        ),
+    )

@@ -29,6 +29,7 @@ from .grid import (
     glm5_next,
     glm_ocr,
     hyperclovax,
+    opencua,
     qwen2_5_omni,
     qwen2_5_vl,
     qwen2_vl,
@@ -39,7 +40,16 @@ from .grid import (
 from .idefics3 import idefics2, idefics3, modernvbert
 from .janus import deepseek_vl, deepseek_vl_hybrid, janus
 from .llama import TilesVisionSpec, llama4, mllama
-from .llava import clip, llava, llava_next, llava_onevision, siglip_alone, vipllava
+from .llava import (
+    bee,
+    clip,
+    llava,
+    llava_next,
+    llava_onevision,
+    r_vl,
+    siglip_alone,
+    vipllava,
+)
 from .merged import (
     cosmos3_edge,
     dots_ocr,
@@ -118,13 +128,16 @@ def _section(fields: ConfigFields) -> ConfigFields | None:
 
 
 _KINDS: Final = {
+    "BeeForConditionalGeneration": "bee",
     "DeepseekOCRForCausalLM": "deepseek_ocr",
     "HCXVisionV2ForCausalLM": "hyperclovax_vision_v2",
     "LightOnOCRForConditionalGeneration": "lighton_ocr",
     "NemotronH_Omni_Reasoning_V3": "nemotron_h_omni",
+    "OpenCUAForConditionalGeneration": "opencua",
     "Ovis2_6ForCausalLM": "ovis2_5",
     "Ovis2_6_MoeForCausalLM": "ovis2_5",
     "Ovis2_6_NextForCausalLM": "ovis2_5",
+    "RForConditionalGeneration": "r_vl",
     "StepVLForConditionalGeneration": "step3_vl",
 }
 """Architectures with the model type or the tower of another architecture, and the names of those models."""
@@ -133,6 +146,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "apertus1p5": apertus,
     "aria": aria,
     "aya_vision": aya_vision,
+    "bee": bee,
     "clip": clip,
     "cohere2_vision": cohere2_vision,
     "cohere_compass": qwen3_vl,
@@ -166,6 +180,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "hy_v4_vl": hy_v4_vl,
     "idefics2": idefics2,
     "idefics3": idefics3,
+    "r_vl": r_vl,
     "siglip": siglip_alone,
     "smolvlm": idefics3,
     "inkling2": inkling2,
@@ -200,6 +215,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "muse_glimmer": muse,
     "muse_spark": muse,
     "nemotron_h_omni": nemotron_omni,
+    "opencua": opencua,
     "ovis2": ovis2,
     "ovis2_5": ovis2_5,
     "paddleocr_vl": paddleocr_vl,

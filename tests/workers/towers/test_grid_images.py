@@ -40,6 +40,7 @@ torch.set_num_threads(1)
     scope="module",
     params=[
         "exaone4_5",
+        "opencua",
         "hyperclovax_vision_v2",
         "kimi_k25",
         "kimi_vl",

@@ -26,6 +26,7 @@ from support.decoders import CPU, TOWER_LAYERS, Runner, load_decoder, load_nativ
 from support.image_marks import ANYRES_MODELS, GEMMA_MODELS, MODELS, SIZED_MODELS
 from support.image_models import TOKEN_TYPES
 from support.image_processors import image_processor
+from support.normed_projector import NORMED_MODELS
 from support.vision_checkpoints import TILE, TOWER_SIZES, vision_directory
 
 pytestmark = pytest.mark.slow
@@ -48,6 +49,7 @@ KINDS = (
     *SIZED_MODELS,
     *(f"{kind}-own" for kind in SIZED_MODELS[:2]),
     *ANYRES_MODELS,
+    *NORMED_MODELS,
     "llava_next_video",
     "granite4_vision-late",
     "mistral_large4-renamed",
@@ -151,7 +153,7 @@ def test_logits_equal_those_of_transformers(model, load):
     arguments = _reference_images(kind, [pixels for _, pixels in images])
     if kind == "llama4":
         arguments = {"pixel_values": torch.stack([_in_bfloat16(each) for each, _ in images])}
-    if kind in (*ANYRES_MODELS, "llava_next_video", "aria"):
+    if kind in (*ANYRES_MODELS, *NORMED_MODELS, "llava_next_video", "aria"):
         pictures = [_picture(*size) for size in ((150, 90), (70, 64), (60, 130))]
         arguments = dict(image_processor(path, kind)(pictures, return_tensors="pt"))
         for name in ("batch_num_images", "num_crops"):

@@ -116,6 +116,7 @@ _WITHOUT_CLASS = {"exaone", "internlm3", "iquestcoder", "sarvam_mla", "sarvam_mo
 _WITH_ANY_DECODER = {
     "AudioFlamingo3ForConditionalGeneration",
     "AyaVisionForConditionalGeneration",
+    "BeeForConditionalGeneration",
     "ColIdefics3",
     "ColModernVBertForRetrieval",
     "ColPali",
@@ -161,6 +162,7 @@ _WITH_ANY_DECODER = {
     "Mistral3ForConditionalGeneration",
     "MossTranscribeDiarizeForConditionalGeneration",
     "MusicFlamingoForConditionalGeneration",
+    "OpenCUAForConditionalGeneration",
     "Ovis2ForConditionalGeneration",
     "Ovis2_5",
     "Ovis2_6ForCausalLM",
@@ -171,6 +173,7 @@ _WITH_ANY_DECODER = {
     "QianfanOCRForConditionalGeneration",
     "Qwen2AudioForConditionalGeneration",
     "Qwen3ASRForConditionalGeneration",
+    "RForConditionalGeneration",
     "SmolVLMForConditionalGeneration",
     "StepVLForConditionalGeneration",
     "VibeVoiceAsrForConditionalGeneration",
