@@ -17,6 +17,7 @@ PROJECTORS = {
     "glm4v": "glm4v",
     "glm4v_moe": "glm4v",
     "glm_ocr": "glm4v",
+    "glm5_next": "glm5v",
     "paddleocr_vl": "paddleocr",
 }
 DECODERS = {
@@ -24,6 +25,7 @@ DECODERS = {
     "glm4v": "glm4",
     "glm4v_moe": "glm4moe",
     "glm_ocr": "glm4",
+    "glm5_next": "glm5next",
     "paddleocr_vl": "paddleocr",
 }
 _SUFFIXES = (".weight", ".bias")
@@ -58,6 +60,11 @@ def write_grid_tower(path: Path, checkpoint: Path, kind: str) -> Path:
         writer.add_bool("clip.use_gelu", True)
     else:
         writer.add_bool("clip.use_silu", True)
+    if kind == "glm5_next":
+        writer.add_float32("clip.vision.swiglu_clamp", config["swiglu_limit"])
+        unit = config["patch_size"] * config["spatial_merge_size"]
+        for end in ("min", "max"):
+            numbers[f"image_{end}_pixels"] = processor[f"{end}_image_tokens"] * unit**2
     for name, value in numbers.items():
         writer.add_uint32(f"clip.vision.{name}", value)
     eps = 1e-6 if is_paddle else config["rms_norm_eps"]

@@ -26,6 +26,7 @@ _SIGLIP = (
 )
 _PROJECTION = r"projections\.(\d+)\."
 _ATTENTION = _PROJECTION + r"qformer\.encoder\.layer\.0\.(self|cross)\."
+_RADIO = r"vision_model\.radio_model\.model\."
 _RULES = {
     "gemma3n": (
         (r"model\.vision_tower\.timm_model\.blocks\.", "v.blk."),
@@ -83,6 +84,17 @@ _RULES = {
         (r"model\.vision_adapter\.fc2", "mm.1"),
         (r"model\.vision_projection", "mm.2"),
     ),
+    "nemotron_h_omni": (
+        (r"mlp1\.", "mm.model.mlp."),
+        (_RADIO + r"patch_generator\.cls_token\.token", "v.class_embd"),
+        (_RADIO + r"patch_generator\.embedder", "v.patch_embd"),
+        (_RADIO + r"patch_generator\.pos_embed", "v.position_embd.weight"),
+        (_RADIO + r"blocks\.(\d+)\.attn\.qkv", r"v.blk.\1.attn_qkv"),
+        (_RADIO + r"blocks\.(\d+)\.attn\.proj", r"v.blk.\1.attn_out"),
+        (_RADIO + r"blocks\.(\d+)\.mlp\.fc1", r"v.blk.\1.ffn_up"),
+        (_RADIO + r"blocks\.(\d+)\.mlp\.fc2", r"v.blk.\1.ffn_down"),
+        (_RADIO + r"blocks\.(\d+)\.norm", r"v.blk.\1.ln"),
+    ),
     "step3p7": (
         (_DOWNSAMPLER + "1", "mm.0"),
         (_DOWNSAMPLER + "2", "mm.1"),
@@ -102,10 +114,12 @@ PROJECTORS = {
     "minicpmv4_6": "minicpmv4_6",
     "minimax_m3_vl": "minimax_m3",
     "muse_glimmer": "muse-glimmer",
+    "nemotron_h_omni": "nemotron_v2_vl",
     "step3p7": "step3vl",
 }
 _OTHER_PARTS = ("language_model", "lm_head", "model.embed_tokens", "model.layers", "model.norm")
 _LEFT_OUT = ("model.vqmodel", "model.generation", "model.vision_tower.head")
+_OF_OTHERS = ("video_embedder", ".layer_scale1", ".layer_scale2", "summary_idxs")
 
 
 def write_mmproj_of_kind(path: Path, checkpoint: Path, kind: str) -> Path:
@@ -134,7 +148,7 @@ def write_mmproj_of_kind(path: Path, checkpoint: Path, kind: str) -> Path:
     for name, tensor in load_file(checkpoint / "model.safetensors").items():
         if kind == "granite4_vision":
             name = _granite_name(name)
-        if name.startswith(_LEFT_OUT) or any(part in name for part in _OTHER_PARTS):
+        if name.startswith(_LEFT_OUT) or any(part in name for part in (*_OTHER_PARTS, *_OF_OTHERS)):
             continue
         found = next(
             (re.sub(old, new, name) for old, new in _RULES[kind] if re.match(old, name)), None
@@ -168,6 +182,9 @@ def _numbers(kind: str, config: dict[str, Any], checkpoint: Path) -> dict[str, i
         return numbers | limits | {"spatial_merge_size": 2}
     if kind == "minicpmv4_6":
         return numbers | {"image_size": processor["scale_resolution"], "projector.scale_factor": 4}
+    if kind == "nemotron_h_omni":
+        sizes = {"image_size": vision["max_img_size"], "projector.scale_factor": 2}
+        return numbers | sizes
     if kind == "granite4_vision":
         return numbers | {"projector.query_side": 2, "projector.window_side": 4}
     return numbers
@@ -195,6 +212,8 @@ def _stored(kind: str, name: str, tensor: Tensor, num_heads: int) -> dict[str, T
     is_query_or_key = re.search(r"blk\.\d+\.attn_[qk]\.", name) is not None
     if kind == "hunyuan_vl" and name == "v.position_embd.weight":
         tensor = tensor.squeeze()[1:]
+    if kind == "nemotron_h_omni" and name == "v.patch_embd.weight":
+        tensor = tensor.view(len(tensor), 3, 4, 4)
     if kind == "muse_glimmer" and name == "v.patch_embd.weight":
         tensor = tensor.view(len(tensor), 2, 3, 4, 4).sum(1)
     elif kind == "muse_glimmer" and is_query_or_key:

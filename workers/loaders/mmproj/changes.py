@@ -32,6 +32,8 @@ def changes(kind: str, metadata: Mapping[str, Any]) -> Changes:
         return [(_QUERY_OR_KEY, partial(_by_half, num_heads=heads))]
     if kind == "muse-glimmer":
         return [(_QUERY_OR_KEY, partial(_halves, num_heads=heads)), (_PATCHES, _flat)]
+    if kind == "nemotron_v2_vl":
+        return [(_PATCHES, _flat)]
     return []
 
 

@@ -153,6 +153,13 @@ _MUSE_NAMES = {
     "v.pre_ln": f"{_VISUAL}patch_norm",
     **{f"mm.{i}": f"{_VISUAL}merger.fc{i + 1}" for i in range(3)},
 }
+_NEMOTRON_NAMES = {
+    **_GRID_NAMES,
+    "mm.model.mlp.0": f"{_VISUAL}merger.norm",
+    "mm.model.mlp.1": f"{_VISUAL}merger.fc1",
+    "mm.model.mlp.3": f"{_VISUAL}merger.fc2",
+    "v.class_embd": f"{_VISUAL}registers.weight",
+}
 _STEP_NAMES = {
     **_GRID_NAMES,
     "v.pre_ln": f"{_VISUAL}patch_norm",
@@ -163,9 +170,11 @@ _OTHER_GRID_NAMES = {
     "dots_ocr": _DOTS_NAMES,
     "exaone4_5": _GRID_NAMES,
     "glm4v": _GLM_NAMES,
+    "glm5v": _GLM_NAMES,
     "hunyuanvl": _HUNYUAN_NAMES,
     "minimax_m3": _MINIMAX_NAMES,
     "muse-glimmer": _MUSE_NAMES,
+    "nemotron_v2_vl": _NEMOTRON_NAMES,
     "paddleocr": _PADDLE_NAMES,
     "step3vl": _STEP_NAMES,
 }

@@ -50,6 +50,29 @@ def glm4v(vision: Vision) -> Mmproj:
     )
 
 
+def glm5v(vision: Vision) -> Mmproj:
+    """Return the fields of GLM-5.3-Flash, whose tower is that of GLM-OCR with limited gates."""
+    found = glm4v(vision)
+    unit = vision.integer("patch_size") * vision.integer("spatial_merge_size", 2)
+    limits = {
+        name.replace("pixels", "image_tokens"): count // unit**2
+        for name, count in vision.pixel_limits().items()
+    }
+    gates = {
+        "projection_intermediate_size": vision.num_rows("mm.gate.weight"),
+        "swiglu_limit": vision.positive("swiglu_clamp", 10.0),
+    }
+    return found._replace(
+        config=found.config
+        | {
+            "model_type": "glm5_next",
+            "architectures": ["Glm5NextForConditionalGeneration"],
+            "vision_config": found.config["vision_config"] | gates,
+        },
+        processor={**found.processor, **limits},
+    )
+
+
 def paddleocr(vision: Vision) -> Mmproj:
     """Return the fields of PaddleOCR-VL."""
     merge_size, patch_size = (

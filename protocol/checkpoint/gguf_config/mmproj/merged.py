@@ -221,3 +221,27 @@ def step3(vision: Vision) -> Mmproj:
             **vision.statistics(),
         },
     )
+
+
+def nemotron(vision: Vision) -> Mmproj:
+    """Return the fields of Nemotron Nano VL 2. The converter stores the positions for the size of a tile."""
+    patch_size = vision.integer("patch_size")
+    ratio = 1 / vision.integer("projector.scale_factor", 2)
+    size = vision.integer("embedding_length")
+    return Mmproj(
+        {
+            "model_type": "NemotronH_Nano_VL_V2",
+            "architectures": ["NemotronH_Omni_Reasoning_V3"],
+            "vision_config": vision.sizes()
+            | {
+                "patch_size": patch_size,
+                "max_img_size": vision.integer("image_size"),
+                "mlp_ratio": vision.integer("feed_forward_length") / size,
+                "layer_norm_eps": vision.positive("attention.layer_norm_epsilon", 1e-6),
+            },
+            "downsample_ratio": ratio,
+            "projector_hidden_size": vision.num_rows("mm.model.mlp.1.weight"),
+            "image_token_id": vision.token_id("<image>"),
+        },
+        {"image_size": vision.integer("image_size"), "use_thumbnail": True, **vision.statistics()},
+    )

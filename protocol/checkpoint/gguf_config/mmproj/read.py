@@ -13,8 +13,17 @@ from ....errors import CheckpointError
 from ...gguf import GGUFFile
 from .audio import AUDIO_KINDS, BESIDE_IMAGES
 from .fields import Audio, Mmproj, Vision
-from .grid import deepseek_ocr, glm4v, paddleocr
-from .merged import dots_ocr, hunyuan_vl, kimi_k25, kimi_vl, minimax_m3, muse_glimmer, step3
+from .grid import deepseek_ocr, glm4v, glm5v, paddleocr
+from .merged import (
+    dots_ocr,
+    hunyuan_vl,
+    kimi_k25,
+    kimi_vl,
+    minimax_m3,
+    muse_glimmer,
+    nemotron,
+    step3,
+)
 from .qwen import exaone4_5, qwen2_5_vl, qwen2_vl, qwen3_vl
 from .squares import gemma3n, granite4_vision, janus, minicpmv4_6
 
@@ -312,6 +321,7 @@ _KINDS: Final[dict[str, _Reader]] = {
     "gemma4uv": _gemma4_unified,
     "gemma4v": _gemma4,
     "glm4v": glm4v,
+    "glm5v": glm5v,
     "granite4_vision": granite4_vision,
     "hunyuanvl": hunyuan_vl,
     "idefics3": _idefics3,
@@ -326,6 +336,7 @@ _KINDS: Final[dict[str, _Reader]] = {
     "minimax_m3": minimax_m3,
     "mlp": _llava,
     "muse-glimmer": muse_glimmer,
+    "nemotron_v2_vl": nemotron,
     "paddleocr": paddleocr,
     "pixtral": _pixtral,
     "qwen2.5vl_merger": qwen2_5_vl,
