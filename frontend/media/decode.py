@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import warnings
+from importlib.util import find_spec
 from typing import Final
 
 import numpy as np
@@ -15,7 +16,11 @@ from ...protocol.errors import ParameterError
 MAX_PIXELS: Final = 1 << 26
 """Maximum pixels of an image. A decoded image takes three or four bytes per pixel."""
 
-_FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+_FORMATS: Final = (
+    *("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM"),
+    # Pillow before 11.3 cannot read it.
+    *(("AVIF",) if find_spec("PIL._avif") is not None else ()),
+)
 
 
 def decode_image(data: bytes, where: str, background: Background = "white") -> Image.Image:

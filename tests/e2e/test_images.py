@@ -203,7 +203,7 @@ def test_clients_stream_answers_about_images_in_every_format(grid: Model, server
     client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
     image = picture(6, 100, 70)
     expected = None
-    for file_format in ("PNG", "WEBP", "TIFF", "BMP"):
+    for file_format in ("PNG", "WEBP", "TIFF", "BMP", "PPM"):
         lossless = {"WEBP": {"lossless": True}}.get(file_format, {})
         file = io.BytesIO()
         image.save(file, file_format, **lossless)
@@ -297,7 +297,7 @@ def _truncated() -> str:
         (_png(0, 64), "is not an image that can be read"),
         (_png(64, 64), "is not an image that can be read"),
         (_png(1 << 31, 1), "is "),
-        ("data:image/png;base64,aGVsbG8=", "it is none of PNG, JPEG, WEBP, GIF, BMP, TIFF"),
+        ("data:image/png;base64,aGVsbG8=", "it is none of PNG, JPEG, WEBP, GIF, BMP, TIFF, PPM"),
         ("data:image/svg+xml;base64,PHN2Zy8+", "it is none of PNG"),
         ("data:image/png;base64,a", "is not valid base64"),
         ("data:image/png,abc", "must be a base64 data URL"),

@@ -151,6 +151,16 @@ def test_images_are_read_or_refused_as_in_the_same_process(
     assert not isinstance(expected, str) or expected.startswith(WHERE)
 
 
+@pytest.mark.parametrize("file_format", ["AVIF", "PPM"])
+def test_rarer_files_have_the_pixels_that_pillow_reads(
+    pool: MediaProcesses, file_format: str
+) -> None:
+    file = file_of(picture(5, 60, 44), file_format)
+    decoded = Image.open(io.BytesIO(file)).convert("RGB")
+    expected = MediaReader(CONFIG).read_image(decoded, WHERE, 1)
+    assert pool.read_image(file, WHERE, 1) == expected
+
+
 def test_videos_are_read_or_refused_as_in_the_same_process(pool: MediaProcesses) -> None:
     film = write_video("mp4", "mpeg4", 12)
     jpegs = [base64.b64encode(file_of(picture(i, 60, 60), "JPEG")).decode() for i in range(3)]
