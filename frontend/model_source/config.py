@@ -17,6 +17,7 @@ from ...protocol.checkpoint.embedding import (
     has_head,
     is_encoder,
     read_embedding_files,
+    text_spans,
 )
 from ...protocol.checkpoint.field_names import (
     fields_of_part,
@@ -260,8 +261,10 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
 
 def _span_kind(options: ModelOptions, config: ConfigFields, text: ConfigFields) -> SpanKind | None:
     """Return the spans of a prompt in which tokens attend to later tokens; None for causal attention only."""
-    if options.model_impl is ModelImpl.TRANSFORMERS or not has_vision(config):
+    if options.model_impl is ModelImpl.TRANSFORMERS:
         return None
+    if not has_vision(config):
+        return text_spans(config)
     return vision_spec(config, text.integer("hidden_size")).span_kind
 
 

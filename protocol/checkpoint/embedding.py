@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
+from ..config.images import SpanKind
 from ..config.model import (
     DenseActivation,
     DenseConfig,
@@ -130,6 +131,19 @@ def is_encoder(fields: ConfigFields) -> bool:
 def attends_to_all(fields: ConfigFields) -> bool:
     """Return whether the tokens of a model with this config attend to later tokens."""
     return is_encoder(fields) and fields.text("model_type", "") not in _CAUSAL_ENCODERS
+
+
+def text_spans(fields: ConfigFields) -> SpanKind | None:
+    """Return the spans in which tokens of a model without images attend to later ones; None for causal attention.
+
+    The tokens of an HRM-Text's prompt all attend to each other, unless `prefix_lm` is false.
+
+    Raises:
+        CheckpointError: `prefix_lm` is neither true nor false.
+    """
+    if fields.get("model_type") == "hrm_text" and fields.boolean("prefix_lm", True):
+        return SpanKind.PROMPT
+    return None
 
 
 def has_head(fields: ConfigFields) -> bool:

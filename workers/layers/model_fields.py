@@ -6,6 +6,7 @@ import msgspec
 
 from ...protocol.checkpoint.vision.read import AnyVisionSpec
 from ...protocol.config.audio_tower import AnyAudioSpec
+from ...protocol.config.images import SpanKind
 from ..loaders.row_factors import RowFactors
 from .activations import Activation
 from .layer_spec import LayerSpec
@@ -41,6 +42,9 @@ class ModelFields(msgspec.Struct, frozen=True, kw_only=True):
     """True if the head is the embedding's matrix."""
     is_causal: bool = True
     """True if a token attends only to tokens up to itself. In an encoder, every token attends to all."""
+
+    text_spans: SpanKind | None = None
+    """The spans whose tokens also attend to later tokens of the span, in a model that is causal and has no images."""
 
     # Embeddings: the first layer's input.
 

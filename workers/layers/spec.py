@@ -49,7 +49,7 @@ class ModelSpec(ModelFields, frozen=True, kw_only=True):
     @property
     def span_kind(self) -> SpanKind | None:
         """The kind of spans whose tokens also attend to later tokens of the span, or None."""
-        return None if self.encoder is None else self.encoder.span_kind
+        return self.text_spans if self.encoder is None else self.encoder.span_kind
 
     @property
     def tells_segments(self) -> bool:

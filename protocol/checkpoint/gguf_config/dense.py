@@ -221,6 +221,7 @@ def _hrm_stacks(fields: ModelFields) -> dict[str, Any]:
         "num_layers_per_stack": fields.integer("hrm.layers_per_stack"),
         "H_cycles": fields.integer("hrm.h_cycles"),
         "L_cycles": fields.integer("hrm.l_cycles"),
+        "prefix_lm": fields.boolean("hrm.prefix_lm", True),
         "embedding_scale": fields.positive("embedding_scale", 1.0),
     }
 

@@ -7,6 +7,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from engine.workers.batch.spans import Spans
 from engine.workers.cpu.packing import PackedWeight, WeightMemory
 from gguf import GGMLQuantizationType
 from safetensors.torch import load_file, save_file
@@ -227,6 +228,21 @@ def test_gguf_files_of_looped_and_sparse_models_give_the_same_logits(
     tokens = prompt(NUM_TOKENS)
     logits = Runner(load(write_saved(tmp_path, architecture))).step({0: tokens})[0]
     assert_same(logits, expected_logits(reference, tokens))
+
+
+@pytest.mark.parametrize("load", [load_decoder, load_native_decoder])
+def test_all_tokens_of_a_prompt_of_hrm_text_attend_to_each_other(load, tmp_path):
+    reference = make_reference("hrm-text")
+    save_reference(reference, tmp_path)
+    decoder, tokens, count = load(tmp_path), prompt(NUM_TOKENS), 40
+    runner = Runner(decoder)
+    runner.spans = Spans(decoder.spec.span_kind)
+    runner.spans.add_request(0, count, [])
+    logits = [runner.step({0: part})[0] for part in (tokens[:count], tokens[count:])]
+    types = torch.tensor([[int(i < count) for i in range(NUM_TOKENS)]])
+    with torch.inference_mode():
+        expected = reference(torch.tensor([tokens]), token_type_ids=types).logits[0]
+    assert_same(torch.cat(logits), expected)
 
 
 @pytest.mark.parametrize("load", [load_decoder, load_native_decoder])

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from ....protocol.checkpoint.config_fields import MAX_LAYERS, ConfigFields
+from ....protocol.checkpoint.embedding import text_spans
 from ...layers.layer_spec import LayerSpec
 from ...layers.read_rope import read_rope, read_rope_of_layer_type
 from ...layers.shared_block import Restart
@@ -71,6 +72,7 @@ def _hrm_text(fields: ConfigFields) -> ModelSpec:
     return base_spec(
         fields.with_values({"num_key_value_heads": fields.integer("num_attention_heads")}),
         looped_layers([layer] * (2 * count), passes),
+        text_spans=text_spans(fields),
         has_norm_weights=False,
         gates_attention=True,
         has_gate_projection=True,
