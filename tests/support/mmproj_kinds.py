@@ -27,7 +27,17 @@ _SIGLIP = (
 _PROJECTION = r"projections\.(\d+)\."
 _ATTENTION = _PROJECTION + r"qformer\.encoder\.layer\.0\.(self|cross)\."
 _RADIO = r"vision_model\.radio_model\.model\."
+_READER = r"model\.qwen2_model\.model\.model\.layers\.(\d+)\."
 _RULES = {
+    "deepseek_ocr2": (
+        (_READER + r"input_layernorm", r"v.blk.\1.ln1"),
+        (_READER + r"post_attention_layernorm", r"v.blk.\1.ln2"),
+        (_READER + r"self_attn\.([qkv])_proj", r"v.blk.\1.attn_\2"),
+        (_READER + r"self_attn\.o_proj", r"v.blk.\1.attn_out"),
+        (_READER + r"mlp\.(gate|up|down)_proj", r"v.blk.\1.ffn_\2"),
+        (r"model\.qwen2_model\.model\.model\.norm", "v.post_ln"),
+        (r"model\.qwen2_model\.query", "v.resample_query"),
+    ),
     "gemma3n": (
         (r"model\.vision_tower\.timm_model\.blocks\.", "v.blk."),
         (r"model\.vision_tower\.timm_model\.", "v."),
@@ -107,6 +117,7 @@ _RULES = {
 """Patterns of names in checkpoints and their replacements. The installed table has the others."""
 
 PROJECTORS = {
+    "deepseek_ocr2": "deepseekocr2",
     "gemma3n": "gemma3nv",
     "granite4_vision": "granite4_vision",
     "hunyuan_vl": "hunyuanvl",
@@ -117,8 +128,14 @@ PROJECTORS = {
     "nemotron_h_omni": "nemotron_v2_vl",
     "step3p7": "step3vl",
 }
-_OTHER_PARTS = ("language_model", "lm_head", "model.embed_tokens", "model.layers", "model.norm")
-_LEFT_OUT = ("model.vqmodel", "model.generation", "model.vision_tower.head")
+_OTHER_PARTS = ("language_model", "lm_head", "model.embed_tokens")
+_LEFT_OUT = (
+    "model.layers.",
+    "model.norm.",
+    "model.vqmodel",
+    "model.generation",
+    "model.vision_tower.head",
+)
 _OF_OTHERS = ("video_embedder", ".layer_scale1", ".layer_scale2", "summary_idxs")
 
 
@@ -126,6 +143,8 @@ def write_mmproj_of_kind(path: Path, checkpoint: Path, kind: str) -> Path:
     """Write the tower of a checkpoint of this kind to `path` and return it."""
     config = json.loads((checkpoint / "config.json").read_text())
     vision = config["vision_config"]
+    if kind == "deepseek_ocr2":
+        vision = vision["encoder_config"]
     heads = vision.get("num_attention_heads", 8)
     writer = GGUFWriter(path, "clip")
     writer.add_string("clip.projector_type", PROJECTORS[kind])
@@ -153,6 +172,8 @@ def write_mmproj_of_kind(path: Path, checkpoint: Path, kind: str) -> Path:
         found = next(
             (re.sub(old, new, name) for old, new in _RULES[kind] if re.match(old, name)), None
         )
+        if name.endswith(("pos_embed", "rel_pos_h", "rel_pos_w")) and kind == "deepseek_ocr2":
+            name += ".weight"
         found = found or names.get_name(name, (".weight", ".bias"))
         assert found is not None, name
         for each, part in _stored(kind, found, tensor.float(), heads).items():
@@ -167,6 +188,18 @@ def write_mmproj_of_kind(path: Path, checkpoint: Path, kind: str) -> Path:
 def _numbers(kind: str, config: dict[str, Any], checkpoint: Path) -> dict[str, int]:
     vision = config["vision_config"]
     processor = json.loads((checkpoint / "preprocessor_config.json").read_text())
+    if kind == "deepseek_ocr2":
+        sam, vision = vision["sam_config"], vision["encoder_config"]
+        return {
+            "embedding_length": vision["hidden_size"],
+            "feed_forward_length": vision["intermediate_size"],
+            "block_count": vision["num_hidden_layers"],
+            "attention.head_count": vision["num_attention_heads"],
+            "attention.head_count_kv": vision["num_key_value_heads"],
+            "sam.block_count": sam["num_hidden_layers"],
+            "sam.embedding_length": sam["hidden_size"],
+            "sam.head_count": sam["num_attention_heads"],
+        }
     if kind == "gemma3n":
         return {"image_size": processor["size"]["height"], "block_count": 128}
     numbers = {

@@ -240,6 +240,19 @@ _DEEPSEEK_LAYER_NAMES = {
     "ln1": "layer_norm1",
     "ln2": "layer_norm2",
 }
+_OCR2_LAYERS = "model.qwen2_model.model.model."
+_OCR2_NAMES = {
+    **_DEEPSEEK_NAMES,
+    "v.post_ln": f"{_OCR2_LAYERS}norm",
+    **{f"v.resample_query_{side}": f"model.qwen2_model.query_{side}" for side in (768, 1024)},
+}
+_OCR2_LAYER_NAMES = {
+    **{f"attn_{x}": f"self_attn.{x}_proj" for x in "qkv"},
+    "attn_out": "self_attn.o_proj",
+    **{f"ffn_{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")},
+    "ln1": "input_layernorm",
+    "ln2": "post_attention_layernorm",
+}
 _SAM_LAYER_NAMES = {
     "attn.out": "attn.proj",
     "attn.pos_h": "attn.rel_pos_h",
@@ -302,6 +315,13 @@ def tensor_renamer(
         rename = _mobilenet_name
     elif kind == "deepseekocr":
         rename = _deepseek_name
+    elif kind == "deepseekocr2":
+        rename = partial(
+            _deepseek_name,
+            names=_OCR2_NAMES,
+            layer_names=_OCR2_LAYER_NAMES,
+            layers=f"{_OCR2_LAYERS}layers",
+        )
     hear = audio_renamer(audio_kind)
     return lambda name: hear(name) if is_audio_tensor(name) else rename(name)
 
@@ -415,22 +435,26 @@ _GEMMA3N_PROJECTION = {
 }
 
 
-def _deepseek_name(name: str) -> str:
+def _deepseek_name(
+    name: str,
+    names: Mapping[str, str] = MappingProxyType(_DEEPSEEK_NAMES),
+    layer_names: Mapping[str, str] = MappingProxyType(_DEEPSEEK_LAYER_NAMES),
+    layers: str = f"{_CLIP}transformer.layers",
+) -> str:
     """Return DeepSeek-OCR's name for a tensor, or the name in the file if there is none."""
     if match := _LAYER_TENSOR.fullmatch(name):
-        if match[2] not in _DEEPSEEK_LAYER_NAMES:
+        if match[2] not in layer_names:
             return name
-        layer = f"{_CLIP}transformer.layers.{match[1]}"
-        return f"{layer}.{_DEEPSEEK_LAYER_NAMES[match[2]]}.{match[3]}"
+        return f"{layers}.{match[1]}.{layer_names[match[2]]}.{match[3]}"
     if match := _SAM_TENSOR.fullmatch(name):
         if match[2] not in _SAM_LAYER_NAMES:
             return name
         found, last = f"{_SAM}blocks.{match[1]}.{_SAM_LAYER_NAMES[match[2]]}", match[3]
     else:
         stem, _, last = name.rpartition(".")
-        if stem not in _DEEPSEEK_NAMES:
+        if stem not in names:
             stem, last = name, ""
-        found = _DEEPSEEK_NAMES.get(stem, name)
+        found = names.get(stem, name)
     return found if found.endswith(_BARE) or not last else f"{found}.{last}"
 
 

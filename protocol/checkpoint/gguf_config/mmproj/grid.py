@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from .fields import Mmproj, Vision
 
@@ -107,24 +108,11 @@ def paddleocr(vision: Vision) -> Mmproj:
 
 def deepseek_ocr(vision: Vision) -> Mmproj:
     """Return the fields of DeepSeek-OCR, most of which the shapes of its tensors tell."""
-    side = vision.num_channels("v.sam.pos_embd.weight", 1)
-    tables = [
-        vision.num_rows(f"v.sam.blk.{index}.attn.pos_h.weight")
-        for index in range(vision.layer_count("sam.block_count"))
-    ]
-    all_places = 2 * side - 1
-    patch_size = vision.num_channels("v.sam.patch_embd.weight", 2)
-    sam = {
-        "layers": len(tables),
-        "width": vision.integer("sam.embedding_length"),
-        "heads": vision.integer("sam.head_count"),
-        "image_size": side * patch_size,
-        "patch_size": patch_size,
-        "mlp_dim": vision.num_rows("v.sam.blk.0.mlp.lin1.weight"),
-        "window_size": (min(tables) + 1) // 2,
-        "global_attn_indexes": [i for i, rows in enumerate(tables) if rows == all_places],
-        "output_channels": vision.num_channels("v.sam.neck.0.weight"),
-        "downsample_channels": [vision.num_channels(f"v.sam.net_{i}.weight") for i in (2, 3)],
+    sam = _sam(vision)
+    sam |= {
+        "layers": sam["num_hidden_layers"],
+        "width": sam["hidden_size"],
+        "heads": sam["num_attention_heads"],
     }
     clip_patch = vision.integer("patch_size", 14)
     # The first position is that of the class token.
@@ -146,3 +134,44 @@ def deepseek_ocr(vision: Vision) -> Mmproj:
         },
         vision.statistics(),
     )
+
+
+def deepseek_ocr2(vision: Vision) -> Mmproj:
+    """Return the fields of DeepSeek-OCR 2, whose reader is a Qwen2."""
+    reader = vision.sizes() | {
+        "num_key_value_heads": vision.integer("attention.head_count_kv"),
+        "rms_norm_eps": vision.positive("attention.layer_norm_epsilon", 1e-6),
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+    }
+    return Mmproj(
+        {
+            "model_type": "deepseek_ocr2",
+            "architectures": ["DeepseekOcr2ForConditionalGeneration"],
+            "vision_config": {"sam_config": _sam(vision), "encoder_config": reader},
+            "image_token_id": vision.token_id("<image>"),
+        },
+        vision.statistics(),
+    )
+
+
+def _sam(vision: Vision) -> dict[str, Any]:
+    """Return the fields of SAM's encoder."""
+    side = vision.num_channels("v.sam.pos_embd.weight", 1)
+    tables = [
+        vision.num_rows(f"v.sam.blk.{index}.attn.pos_h.weight")
+        for index in range(vision.layer_count("sam.block_count"))
+    ]
+    all_places = 2 * side - 1
+    patch_size = vision.num_channels("v.sam.patch_embd.weight", 2)
+    return {
+        "num_hidden_layers": len(tables),
+        "hidden_size": vision.integer("sam.embedding_length"),
+        "num_attention_heads": vision.integer("sam.head_count"),
+        "image_size": side * patch_size,
+        "patch_size": patch_size,
+        "mlp_dim": vision.num_rows("v.sam.blk.0.mlp.lin1.weight"),
+        "window_size": (min(tables) + 1) // 2,
+        "global_attn_indexes": [i for i, rows in enumerate(tables) if rows == all_places],
+        "output_channels": vision.num_channels("v.sam.neck.0.weight"),
+        "downsample_channels": [vision.num_channels(f"v.sam.net_{i}.weight") for i in (2, 3)],
+    }

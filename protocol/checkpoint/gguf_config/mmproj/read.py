@@ -13,7 +13,7 @@ from ....errors import CheckpointError
 from ...gguf import GGUFFile
 from .audio import AUDIO_KINDS, BESIDE_IMAGES
 from .fields import Audio, Mmproj, Vision
-from .grid import deepseek_ocr, glm4v, glm5v, paddleocr
+from .grid import deepseek_ocr, deepseek_ocr2, glm4v, glm5v, paddleocr
 from .merged import (
     dots_ocr,
     hunyuan_vl,
@@ -213,8 +213,8 @@ def _minicpmv(vision: Vision) -> Mmproj:
     )
 
 
-_MINICPM_VERSIONS: Final = (3, 4, 5, 6)
-"""MiniCPM-V 2.6, MiniCPM-o 2.6, MiniCPM-V 4, and MiniCPM-V 4.5 or MiniCPM-o 4."""
+_MINICPM_VERSIONS: Final = (3, 4, 5, 6, 100_045)
+"""MiniCPM-V 2.6, MiniCPM-o 2.6, MiniCPM-V 4, MiniCPM-V 4.5 or MiniCPM-o 4, and MiniCPM-o 4.5."""
 
 
 def _pixtral(vision: Vision) -> Mmproj:
@@ -314,6 +314,7 @@ _Reader: TypeAlias = Callable[[Vision], Mmproj]
 
 _KINDS: Final[dict[str, _Reader]] = {
     "deepseekocr": deepseek_ocr,
+    "deepseekocr2": deepseek_ocr2,
     "dots_ocr": dots_ocr,
     "exaone4_5": exaone4_5,
     "gemma3": _gemma3,
