@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Final, NoReturn
 
 import msgspec
@@ -49,6 +50,9 @@ QUIET_S: Final = 0.1
 
 LOOK_S: Final = 0.2
 """Seconds between two calls of `while_waiting`."""
+
+STOPPED_LOOKS: Final = 5
+"""Successive looks at which a fork server was stopped by a signal, after which it is given up."""
 
 MAX_MESSAGE_BYTES: Final = 1 << 20
 MAX_FDS: Final = 16
@@ -127,12 +131,13 @@ class ForkServer:
             data = msgspec.msgpack.encode(request)
             socket.send_fds(self.socket, [data], [child.fileno(), *fds.values()])
             child.close()
-            deadline = time.monotonic() + self.reply_s
+            deadline, num_stopped = time.monotonic() + self.reply_s, 0
             while not select.select([reply], [], [], LOOK_S)[0]:
                 while_waiting()
-                if time.monotonic() > deadline:
+                num_stopped = num_stopped + 1 if _is_stopped(self.pid) else 0
+                if num_stopped >= STOPPED_LOOKS or time.monotonic() > deadline:
                     os.kill(self.pid, signal.SIGKILL)
-                    raise TimeoutError(f"no answer within {self.reply_s:g} s")
+                    raise TimeoutError("no answer in time")
             answer = reply.recv(16)
             if not answer:
                 raise OSError(errno.ECHILD, "the fork server did not fork")
@@ -143,6 +148,15 @@ class ForkServer:
     def close(self) -> None:
         """Close the connection in this process."""
         self.socket.close()
+
+
+def _is_stopped(pid: int) -> bool:
+    """Return whether a process was stopped by a signal."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] == "T"
 
 
 @contextlib.contextmanager

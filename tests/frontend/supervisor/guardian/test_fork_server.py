@@ -69,3 +69,27 @@ def test_the_exit_code_is_that_of_the_program(program: str, code: int) -> None:
     with process.stdin:
         process.stdin.write(program + "\n")
     assert process.wait(20) == code
+
+
+STOPPED = """
+import os, signal, time
+from engine.frontend.supervisor.guardian.fork_server import ForkServer
+server = ForkServer.start({})
+os.kill(server.pid, signal.SIGSTOP)
+start = time.monotonic()
+try:
+    server.fork(["code"], {}, {})
+except TimeoutError:
+    print("given up in time", time.monotonic() - start < ForkServer.reply_s / 2)
+_, status = os.waitpid(server.pid, 0)
+print(os.WTERMSIG(status))
+"""
+
+
+def test_a_stopped_fork_server_is_given_up_soon() -> None:
+    process = ForkedProcess(["code", "-q"])
+    with process.stdin:
+        process.stdin.write(f"exec({STOPPED!r})\n")
+    output = process.stdout.read()
+    assert "given up in time True" in output and f"\n{signal.SIGKILL:d}\n" in output
+    assert process.wait(20) == 0
