@@ -29,16 +29,16 @@ _encode: Final = msgspec.msgpack.Encoder().encode
 
 
 class RecordWriter:
-    """Writes a record.
+    """Writes a record. The file gets at least `size` bytes, whose space is then reserved.
 
     Raises:
         RunDirectoryError: The file cannot be created.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, size: int = mmap.PAGESIZE) -> None:
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            self._memory = self._map(mmap.PAGESIZE)
+            self._memory = self._map(size)
         except OSError as error:
             raise RunDirectoryError(path, error.strerror) from error
 

@@ -7,12 +7,15 @@ supervisor reads the journal, and every frontend then rejects the body that caus
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import time
 from collections import deque
 from pathlib import Path
 from typing import Final
+
+logger = logging.getLogger(__name__)
 
 DIGEST_BYTES: Final = 16
 
@@ -33,15 +36,17 @@ def journal_path(run_dir: str | Path, process: str) -> Path:
 
 
 class ParseJournal:
-    """The journal of this process. Threads may use it at the same time."""
+    """The journal of this process. Threads may use it at the same time.
+
+    If the file system is full, nobody can read it, and a body that crashes the process is not found.
+    """
 
     def __init__(self, path: Path) -> None:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
-            os.ftruncate(descriptor, _NUM_SLOTS * DIGEST_BYTES)
-            self._slots = mmap.mmap(descriptor, _NUM_SLOTS * DIGEST_BYTES)
-        finally:
-            os.close(descriptor)
+            self._slots = _map(path)
+        except OSError as error:
+            logger.warning("the bodies of requests cannot be recorded: %s", error)
+            self._slots = mmap.mmap(-1, _NUM_SLOTS * DIGEST_BYTES)
         self._free = deque(range(_NUM_SLOTS))
 
     def begin_parsing(self, digest: bytes) -> int | None:
@@ -62,11 +67,31 @@ class ParseJournal:
             self._free.append(slot)
 
 
-def read_journal(path: Path) -> set[bytes]:
-    """Return the digests that a process left in its journal, and delete the journal."""
+def _map(path: Path) -> mmap.mmap:
+    """Return the empty file at `path` as memory.
+
+    Raises:
+        OSError: It cannot be created.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        data = path.read_bytes()
-        path.unlink()
+        # Without space for it, a later write to the memory would end the process.
+        os.pwrite(descriptor, bytes(_NUM_SLOTS * DIGEST_BYTES), 0)
+        return mmap.mmap(descriptor, _NUM_SLOTS * DIGEST_BYTES)
+    finally:
+        os.close(descriptor)
+
+
+def read_journal(path: Path) -> set[bytes]:
+    """Return the digests that a process left in its journal, and clear the journal.
+
+    The file remains, because a full file system would have no room for the next one.
+    """
+    try:
+        with path.open("r+b") as file:
+            data = file.read()
+            file.seek(0)
+            file.write(bytes(len(data)))
     except OSError:
         return set()
     slots = {data[at : at + DIGEST_BYTES] for at in range(0, len(data), DIGEST_BYTES)}

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import logging
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
 from ...protocol.config import ReplicaRole
+from ...protocol.errors import RunDirectoryError
+from ...protocol.shared_record import RecordReader, RecordWriter
 from ...protocol.supervisor_messages import ReplicaState, Stage
 
+logger = logging.getLogger(__name__)
+
 NAME: Final = "supervisor.state"
+RESERVED_BYTES: Final = 32 * 1024
+"""Size of each file. The state of a hundred processes needs about 5 KiB."""
 
 
 class SavedProcess(msgspec.Struct, array_like=True, frozen=True):
@@ -58,27 +64,44 @@ class SavedState(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StateFile:
-    """The file in the run directory of an engine."""
+    """The state in the run directory of an engine.
+
+    Two records are written alternately, so that one is complete whenever the supervisor crashes. Their space is
+    reserved, because the file system may be full when a process is lost.
+    """
 
     def __init__(self, run_dir: Path) -> None:
-        self._path = run_dir / NAME
+        self._paths = [run_dir / f"{NAME}.{number}" for number in range(2)]
+        self._writers: list[RecordWriter] = []
+        self._next = 0
         self._saved = b""
+        self._has_failed = False
 
     def load(self) -> SavedState | None:
-        """Return the state that was saved last; None if there is none."""
-        try:
-            return msgspec.msgpack.decode(self._path.read_bytes(), type=SavedState)
-        except FileNotFoundError:
-            return None
+        """Return the state that was saved last; None if there is none, or this version cannot read it."""
+        newest, found = 0.0, None
+        for number, path in enumerate(self._paths):
+            reader = RecordReader(path, SavedState)
+            with contextlib.suppress(msgspec.DecodeError):
+                state = reader.read()
+                if state is not None and reader.written_at > newest:
+                    newest, found, self._next = reader.written_at, state, 1 - number
+            reader.close()
+        return found
 
     def save(self, state: SavedState) -> None:
-        """Replace the saved state, unless it is the same."""
+        """Replace the saved state, unless it is the same. If that fails, log a warning."""
         encoded = msgspec.msgpack.encode(state)
         if encoded == self._saved:
             return
-        # Without the run directory, no process can be started either.
-        with contextlib.suppress(FileNotFoundError):
-            new = self._path.with_suffix(".new")
-            new.write_bytes(encoded)
-            os.replace(new, self._path)
-            self._saved = encoded
+        try:
+            if not self._writers:
+                self._writers = [RecordWriter(path, RESERVED_BYTES) for path in self._paths]
+            self._writers[self._next].write(state)
+        except (OSError, RunDirectoryError) as error:
+            if not self._has_failed:
+                logger.warning("the state of the supervisor cannot be saved: %s", error)
+            self._has_failed = True
+            return
+        self._next = 1 - self._next
+        self._saved, self._has_failed = encoded, False

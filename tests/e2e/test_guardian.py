@@ -94,7 +94,7 @@ def test_a_start_goes_on_when_the_supervisor_is_killed(tmp_path: Path) -> None:
     with Server(*NULL, env={"XDG_RUNTIME_DIR": str(tmp_path)}, wait=False) as server:
         core = server.child("core 0")
         # A process that the supervisor has not saved yet is started again.
-        wait_until(lambda: list(tmp_path.rglob("supervisor.state")), what="a saved state")
+        wait_until(lambda: list(tmp_path.rglob("supervisor.state.*")), what="a saved state")
         kill(server, "supervisor")
         server.wait_for("ready at")
         assert server.log.count("ready at") == 1
