@@ -83,6 +83,19 @@ def write_published(directory: Path, architecture: str) -> Path:
         kinds = config["layer_types"]
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in kinds])
         writer.add_array("maple.swiglu_clamp_exp", [7.0] * layers)
+    if architecture == "k2-horizon":
+        size = config["moe_intermediate_size"]
+        writer.add_group_norm_groups(config["layernorm_num_groups"])
+        writer.add_rope_dimension_count(config["rope_head_dim"])
+        writer.add_rope_freq_base(2e4)
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(size)
+        writer.add_expert_shared_count(config["num_shared_experts"])
+        writer.add_expert_shared_feed_forward_length(size * config["num_shared_experts"])
+        writer.add_expert_weights_norm(config["norm_topk_prob"])
+        writer.add_expert_weights_scale(config["router_scaling_factor"])
+        writer.add_leading_dense_block_count(1)
     if architecture == "spark2_5":
         kinds = config["layer_types"]
         writer.add_sliding_window(config["sliding_window"])
@@ -109,9 +122,12 @@ def write_published(directory: Path, architecture: str) -> Path:
     if (change := _CHANGES.get(architecture)) is not None:
         tensors = change(tensors, dict(config))
     # The package gguf does not know these.
-    known = {"maple": "qwen3moe", "nanbeige": "llama", "spark2_5": "afmoe"}.get(
-        architecture, architecture
-    )
+    known = {
+        "k2-horizon": "glm4moe",
+        "maple": "qwen3moe",
+        "nanbeige": "llama",
+        "spark2_5": "afmoe",
+    }.get(architecture, architecture)
     arch = next(arch for arch, text in MODEL_ARCH_NAMES.items() if text == known)
     names = get_tensor_name_map(arch, layers)
     for name, weight in tensors.items():
@@ -210,6 +226,14 @@ def _with_stacked_maple(tensors: dict[str, Tensor], config: dict[str, Any]) -> d
     return changed
 
 
+def _with_stacked_horizons(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Tensor]:
+    pattern = r"model\.layers\.(\d+)\.mlp\.gate\.bias"
+    return {
+        re.sub(pattern, r"blk.\1.exp_probs_b.bias", name): weight
+        for name, weight in _with_stacked_maple(tensors, config).items()
+    }
+
+
 def _with_stacked_groves(tensors: dict[str, Tensor], _config: dict[str, Any]) -> dict[str, Tensor]:
     changed: dict[str, Tensor] = {}
     for name, weight in tensors.items():
@@ -265,6 +289,7 @@ _CHANGES: dict[str, Callable[[dict[str, Tensor], dict[str, Any]], dict[str, Tens
     "cogvlm": _with_images,
     "grovemoe": _with_stacked_groves,
     "jais": _with_factors,
+    "k2-horizon": _with_stacked_horizons,
     "maple": _with_stacked_maple,
     "nanbeige": _with_neighbors,
     "openelm": _with_own_gates,

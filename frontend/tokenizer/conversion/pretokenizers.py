@@ -142,6 +142,7 @@ _SCHEMES: dict[PreTokenizer, str] = {
     PreTokenizer((r"[^\n]+|\n+", _QWEN2)): "laguna",
     PreTokenizer((_EXAONE_MOE,)): "exaone-moe",
     PreTokenizer((_JAIS2,)): "jais-2",
+    PreTokenizer((_cl100k(r"\p{N}{1,3}", r"[\p{L}\p{M}\x{200C}\x{200D}]+"),)): "k2-horizon",
     PreTokenizer((_O200K,), ignore_merges=True): "granite-embed-multi-97m",
     _YOUTU: "youtu",
     PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]")): "falcon",

@@ -143,6 +143,21 @@ def _laguna_layers(fields: ModelFields) -> dict[str, Any]:
     }
 
 
+def _k2_horizon_experts(fields: ModelFields) -> dict[str, Any]:
+    if not fields.optional_integer("expert_count"):
+        return {"num_experts": 0}
+    found = expert_fields(fields)
+    first = found["first_k_dense_replace"]
+    return {
+        **found,
+        "num_shared_experts": found["n_shared_experts"],
+        "router_scaling_factor": found["routed_scaling_factor"],
+        "mlp_only_layers": list(range(first)),
+        "decoder_sparse_step": fields.integer("moe_every_n_layers", 1),
+        "moe_gate_bias": fields.has_tensor(f"blk.{first}.exp_probs_b.bias"),
+    }
+
+
 def _smallthinker_layers(fields: ModelFields) -> dict[str, Any]:
     """Return the layers with rotations and windows: if there are windows, all but the first one of every four."""
     window = fields.optional_integer("attention.sliding_window")
@@ -308,6 +323,17 @@ MIXTURES: Final[dict[str, Translate]] = {
         router_scaling_factor=_FACTOR,
         norm_topk_prob=_NORMS_WEIGHTS,
         mlp_layer_types=_decoder_mlp_types,
+    ),
+    "k2-horizon": declared(
+        "k2_horizon",
+        "K2HorizonForCausalLM",
+        _k2_horizon_experts,
+        layernorm_num_groups=integer("attention.group_norm_groups", 1),
+        rope_head_dim=rotary_dim,
+        query_key_norm=has("blk.0.attn_q_norm.weight"),
+        attention_gate_func=lambda fields: (
+            "softplus" if fields.has_tensor("blk.0.attn_gate.weight") else None
+        ),
     ),
     "laguna": declared(
         "laguna",

@@ -347,6 +347,7 @@ def byte_level_file(path: Path, **extra) -> Path:
         ("spark2_5", "a!\n\n漢12 b", ["a", "!", "\n", "\n", "漢", "1", "2", " b"]),
         ("laguna", "a \n\n b12", ["a", " ", "\n\n", " b", "1", "2"]),
         ("exaone-moe", "old words 12!\n\n", ["old words", " ", "1", "2", "!\n", "\n"]),
+        ("k2-horizon", "a\u0301\u200db 1234", ["a\u0301\u200db", " ", "123", "4"]),
         ("jais-2", "a     b", ["a", "    ", " b"]),
         ("youtu", "漢か，。한국HelloWorld12", ["漢か", "，。", "한국", "Hello", "World", "1", "2"]),
     ],

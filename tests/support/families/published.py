@@ -149,12 +149,6 @@ PUBLISHED = {
         {"mlp_bias": False},
         {"model_type": "internlm", "attention_bias": None, "bias": True},
     ),
-    "K2Horizon": Published(
-        "llama2",
-        {},
-        {"model_type": "k2_horizon", "layernorm_num_groups": 3, "num_experts": 0},
-        prepare=changes.with_grouped_norms,
-    ),
     "Orion": Published(
         "llama2",
         {"rms_norm_eps": 1e-5},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+import transformers
 from support.families import changes
 from support.families.grove import GROVE
 from support.families.ling import LING_2_5, as_ling_2_5, without_gates
@@ -9,6 +11,25 @@ from support.families.maple import MAPLE
 from support.families.published_form import Published
 from support.families.puzzle import PUZZLE
 from support.families.smallthinker import SMALLTHINKER
+from torch import nn
+
+
+class _HeadNorms(nn.Module):
+    """Norms of heads, each of which has its own weights."""
+
+    def __init__(self, num_heads: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_heads * 16).normal_(0.8, 0.3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.rms_norm(x, x.shape[-1:], eps=1e-6) * self.weight.view(-1, 16)
+
+
+def _as_k2_horizon(reference: transformers.PreTrainedModel) -> None:
+    changes.with_grouped_norms(reference)
+    for layer in reference.model.layers:
+        layer.self_attn.q_norm, layer.self_attn.k_norm = _HeadNorms(6), _HeadNorms(2)
+
 
 MIXTURES = {
     # Four layers, of which every second one has latent attention.
@@ -31,6 +52,41 @@ MIXTURES = {
     "BailingMoeV3": Published("ling3", {}, {"gated_attention_proj_granularity_type": "head_wise"}),
     "GroveMoe": GROVE,
     "GptOssPuzzle": PUZZLE,
+    "K2Horizon": Published(
+        "glm4-moe",
+        {
+            "n_group": 1,
+            "topk_group": 1,
+            "head_dim": 16,
+            "attention_bias": False,
+            "use_qk_norm": True,
+            "rms_norm_eps": 1e-6,
+            "first_k_dense_replace": 1,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 2e4,
+                "partial_rotary_factor": 0.5,
+            },
+        },
+        {
+            "model_type": "k2_horizon",
+            "layernorm_num_groups": 3,
+            "query_key_norm": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 2e4},
+            "rope_head_dim": 8,
+            "first_k_dense_replace": None,
+            "mlp_only_layers": [0],
+            "n_routed_experts": None,
+            "num_experts": 6,
+            "n_shared_experts": None,
+            "num_shared_experts": 2,
+            "routed_scaling_factor": None,
+            "router_scaling_factor": 1.8,
+            "router_score_func": "sigmoid",
+        },
+        ((r"mlp\.gate\.e_score_correction_bias", "mlp.gate.bias"),),
+        prepare=_as_k2_horizon,
+    ),
     "Maple": MAPLE,
     "MiMoV2": Published(
         "mimo-v2",

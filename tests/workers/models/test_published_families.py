@@ -61,6 +61,7 @@ def test_logits_of_families_without_a_class_in_transformers(name, load, tmp_path
         ("GroveMoe", "grovemoe", {}),
         ("InternLM", "pangu-embedded", {}),
         ("JAIS", "jais", {}),
+        ("K2Horizon", "k2-horizon", {}),
         ("Maincoder", "maincoder", {}),
         ("Maple", "maple", {}),
         ("Nanbeige", "nanbeige", {}),

@@ -371,25 +371,6 @@ def _iquest_coder(fields: ConfigFields) -> ModelSpec:
     return llama(fields.with_defaults(num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5))
 
 
-def _k2_horizon(fields: ConfigFields) -> ModelSpec:
-    """Return the spec of a K2-Horizon without experts, a Llama that norms parts of hidden states."""
-    for name in ("num_experts", "mova_num_experts"):
-        fields.require(name, 0)
-    for name in ("query_key_norm", "use_sliding_window"):
-        fields.require(name, False)
-    if fields.get("attention_gate_func") is not None:
-        raise fields.error("attention_gate_func is not supported; use a model without it")
-    fields = fields.with_defaults(num_key_value_heads=8, head_dim=128)
-    size = head_dim(fields)
-    fields.require("rope_head_dim", size, ", the size of a head")
-    num_groups, hidden_size = fields.integer("layernorm_num_groups"), fields.integer("hidden_size")
-    if hidden_size % num_groups:
-        raise fields.wrong(
-            "layernorm_num_groups", f"a divisor of hidden_size {hidden_size}", num_groups
-        )
-    return llama(fields, norm_groups=num_groups)
-
-
 def _nanochat(fields: ConfigFields) -> ModelSpec:
     fields = fields.with_defaults(hidden_act="relu2", final_logit_softcapping=15.0)
     return llama(
@@ -478,7 +459,6 @@ FAMILIES = (
     Family("InternLM2ForCausalLM", "internlm2", _internlm2),
     Family("InternLM3ForCausalLM", "internlm3", _internlm3),
     Family("IQuestCoderForCausalLM", "iquestcoder", _iquest_coder),
-    Family("K2HorizonForCausalLM", "k2_horizon", _k2_horizon),
     Family("MiniCPMForCausalLM", "minicpm", _minicpm),
     Family("NanoChatForCausalLM", "nanochat", _nanochat),
     Family("Olmo3ForCausalLM", "olmo3", _olmo3),

@@ -5,10 +5,11 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from .....protocol.checkpoint.config_fields import ConfigFields
+from ....layers.read_rope import read_rope
 from ....layers.spec import ModelSpec
-from ..common import Family, attention_biases, base_spec
+from ..common import Family, attention_biases, base_spec, head_dim, uniform_layers
 from ..experts import gpt_oss, has_sparse_step, read_experts, with_experts
-from ..llama import qwen_layers
+from ..llama import llama, qwen_layers
 
 _PUZZLE_NAMES = (
     (r".*\.q_scale$", ""),
@@ -71,7 +72,48 @@ def _gpt_oss_puzzle(fields: ConfigFields) -> ModelSpec:
     return replace(spec, layers=tuple(layers), tensor_names=(*_PUZZLE_NAMES, *spec.tensor_names))
 
 
+def _k2_horizon(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a K2-Horizon, which norms parts of hidden states, and of which some have experts."""
+    fields.require("mova_num_experts", 0)
+    fields.require("use_sliding_window", False)
+    if fields.get("attention_gate_func") is not None:
+        raise fields.error("attention_gate_func is not supported; use a model without it")
+    fields = fields.with_defaults(num_key_value_heads=8, head_dim=128)
+    size, hidden_size = head_dim(fields), fields.integer("hidden_size")
+    num_groups = fields.integer("layernorm_num_groups")
+    if hidden_size % num_groups:
+        raise fields.wrong(
+            "layernorm_num_groups", f"a divisor of hidden_size {hidden_size}", num_groups
+        )
+    rotated = fields.integer("rope_head_dim", size, maximum=size)
+    partial = fields.with_values({"partial_rotary_factor": rotated / size})
+    has_norms = fields.boolean("query_key_norm", False)
+    spec = llama(
+        fields,
+        layers=uniform_layers(fields, read_rope(partial, size, partial=True)),
+        norm_groups=num_groups,
+        qk_norm="each head" if has_norms else None,
+    )
+    if not fields.integer("num_experts", 0, minimum=0):
+        return spec
+    scoring = fields.text("router_score_func", "sigmoid")
+    if scoring not in ("sigmoid", "softmax"):
+        raise fields.wrong("router_score_func", "sigmoid or softmax", scoring)
+    shared = fields.integer("num_shared_experts", 0, minimum=0)
+    experts = read_experts(
+        fields,
+        scoring=scoring,
+        renormalizes=fields.boolean("norm_topk_prob", True),
+        scale=fields.positive("router_scaling_factor", 1.0),
+        has_correction_bias=fields.boolean("moe_gate_bias", True),
+        shared_intermediate_size=shared * fields.integer("moe_intermediate_size"),
+    )
+    names = ((r"\.mlp\.gate\.bias$", ".mlp.gate.e_score_correction_bias"),)
+    return with_experts(spec, experts, has_sparse_step(fields), tensor_names=names)
+
+
 FAMILIES = (
     Family("GptOssPuzzleForCausalLM", "gpt_oss_puzzle", _gpt_oss_puzzle),
     Family("GroveMoeForCausalLM", "grove_moe", _grove),
+    Family("K2HorizonForCausalLM", "k2_horizon", _k2_horizon),
 )
