@@ -17,6 +17,7 @@ PROJECTORS = {
     "gemma4": "gemma4a",
     "gemma4_unified": "gemma4ua",
     "glmasr": "glma",
+    "granite_speech": "granite_speech",
     "qwen2_5_omni": "qwen2a",
     "qwen2_audio": "qwen2a",
     "qwen3_asr": "qwen3a",
@@ -38,7 +39,9 @@ def write_audio_mmproj(path: Path, model: Any, kind: str, images: Path | None = 
 
     `images` is an mmproj file with the model's vision tower, whose content is written, too.
     """
-    config = model.audio_tower.config if kind == "ultravox" else model.config.audio_config
+    config: Any = None
+    if kind != "granite_speech":
+        config = model.audio_tower.config if kind == "ultravox" else model.config.audio_config
     writer = GGUFWriter(path, "clip")
     projector = PROJECTORS[kind]
     key = "clip.projector_type" if images is None else "clip.audio.projector_type"
@@ -59,12 +62,14 @@ def write_audio_mmproj(path: Path, model: Any, kind: str, images: Path | None = 
         "encoder_layers": "num_hidden_layers",
         "encoder_attention_heads": "num_attention_heads",
     }
-    for name, field in sizes.items():
+    for name, field in () if kind == "granite_speech" else sizes.items():
         value = getattr(config, field, None) or getattr(config, others.get(field, ""), None)
         writer.add_uint32(f"clip.audio.{name}", value or 0)
     writer.add_float32("clip.audio.attention.layer_norm_epsilon", 1e-5)
     if kind == "ultravox":
         writer.add_uint32("clip.audio.projector.stack_factor", STACK)
+    if kind == "granite_speech":
+        _write_granite(writer, model)
     names = get_tensor_name_map(MODEL_ARCH.MMPROJ, 4)
     rules = _NAMES
     if kind.startswith("qwen3"):
@@ -72,7 +77,7 @@ def write_audio_mmproj(path: Path, model: Any, kind: str, images: Path | None = 
     elif kind == "gemma4":
         rules = (*_NAMES, *_GEMMA4)
     for name, tensor in model.state_dict().items():
-        if not re.search(r"audio|multi_modal_projector", name):
+        if kind == "granite_speech" or not re.search(r"audio|multi_modal_projector", name):
             continue
         for pattern, replacement in rules:
             name = re.sub(pattern, replacement, name)
@@ -107,6 +112,87 @@ def write_audio_mmproj(path: Path, model: Any, kind: str, images: Path | None = 
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _write_granite(writer: GGUFWriter, model: Any) -> None:
+    """Write the sizes and the tensors of Granite Speech's tower."""
+    config = model.config
+    encoder = config.encoder_config
+    sizes = {
+        "num_mel_bins": encoder.input_dim,
+        "embedding_length": encoder.hidden_dim,
+        "feed_forward_length": encoder.hidden_dim * encoder.feedforward_mult,
+        "block_count": encoder.num_layers,
+        "attention.head_count": encoder.num_heads,
+        "chunk_size": encoder.context_size,
+        "max_pos_emb": encoder.max_pos_emb,
+        "projector.window_size": config.window_size,
+        "projector.downsample_rate": config.downsample_rate,
+        "projector.head_count": config.projector_config.num_attention_heads,
+    }
+    for name, value in sizes.items():
+        writer.add_uint32(f"clip.audio.{name}", value)
+    state = {name.removeprefix("model."): x for name, x in model.state_dict().items()}
+    for name, tensor in state.items():
+        if not name.startswith(("encoder.", "projector.")) or "batches" in name:
+            continue
+        for pattern, replacement in _GRANITE:
+            name, count = re.subn(pattern, replacement, name)
+            if count:
+                break
+        parts = {name: tensor.float()}
+        if name.endswith(("running_mean", "running_var")):
+            continue
+        if (match := re.match(r"(.*)\.batch_norm\.(weight|bias)$", name)) is not None:
+            # The statistics are in the weight and the bias.
+            norm = {
+                each: state[f"{match[1]}.batch_norm.{each}"]
+                for each in ("weight", "bias", "running_mean", "running_var")
+            }
+            scale = norm["weight"] / (norm["running_var"] + 1e-5).sqrt()
+            value = norm["bias"] - norm["running_mean"] * scale if match[2] == "bias" else scale
+            layer = match[1].split(".")[2]
+            parts = {f"a.blk.{layer}.conv_norm.{match[2]}": value}
+        elif name.endswith("attn_kv.weight"):
+            halves = zip("kv", tensor.float().chunk(2), strict=True)
+            parts = {name.replace("attn_kv", f"attn_{x}"): half for x, half in halves}
+        for each, part in parts.items():
+            is_conv = ".conv_" in each and part.ndim == 3
+            writer.add_tensor(each, (part.squeeze() if is_conv else part).contiguous().numpy())
+
+
+_LAYER = r"^encoder\.layers\.(\d+)\."
+_FORMER = r"^projector\.qformer\.encoder\.layer\.(\d+)\."
+_GRANITE = (
+    (r"^encoder\.input_linear\.", "a.input_projection."),
+    (r"^encoder\.out\.", "a.enc_ctc_out."),
+    (r"^encoder\.out_mid\.", "a.enc_ctc_out_mid."),
+    (r"^projector\.linear\.", "a.proj_linear."),
+    (r"^projector\.qformer\.layernorm\.", "a.proj_norm."),
+    (r"^projector\.query$", "a.proj_query"),
+    (_LAYER + r"attn\.pre_norm", r"a.blk.\1.ln1"),
+    (_LAYER + r"attn\.rel_pos_emb\.weight", r"a.blk.\1.attn_rel_pos_emb"),
+    (_LAYER + r"attn\.to_", r"a.blk.\1.attn_"),
+    (_LAYER + r"conv\.depth_conv\.conv", r"a.blk.\1.conv_dw"),
+    (_LAYER + r"conv\.up_conv", r"a.blk.\1.conv_pw1"),
+    (_LAYER + r"conv\.down_conv", r"a.blk.\1.conv_pw2"),
+    (_LAYER + r"conv\.norm", r"a.blk.\1.norm_conv"),
+    (_LAYER + r"ff1\.pre_norm", r"a.blk.\1.ffn_norm"),
+    (_LAYER + r"ff1\.(up|down)_proj", r"a.blk.\1.ffn_\2"),
+    (_LAYER + r"ff2\.pre_norm", r"a.blk.\1.ffn_norm_1"),
+    (_LAYER + r"ff2\.(up|down)_proj", r"a.blk.\1.ffn_\2_1"),
+    (_LAYER + "post_norm", r"a.blk.\1.ln2"),
+    (_FORMER + r"attention\.attention\.([qkv])\w+", r"a.proj_blk.\1.self_attn_\2"),
+    (_FORMER + r"attention\.output\.dense", r"a.proj_blk.\1.self_attn_out"),
+    (_FORMER + r"attention\.output\.LayerNorm", r"a.proj_blk.\1.self_attn_norm"),
+    (_FORMER + r"crossattention\.attention\.([qkv])\w+", r"a.proj_blk.\1.cross_attn_\2"),
+    (_FORMER + r"crossattention\.output\.dense", r"a.proj_blk.\1.cross_attn_out"),
+    (_FORMER + r"crossattention\.output\.LayerNorm", r"a.proj_blk.\1.cross_attn_norm"),
+    (_FORMER + r"intermediate_query\.dense", r"a.proj_blk.\1.ffn_up"),
+    (_FORMER + r"output_query\.dense", r"a.proj_blk.\1.ffn_down"),
+    (_FORMER + r"output_query\.LayerNorm", r"a.proj_blk.\1.ffn_norm"),
+)
+"""Patterns of names in checkpoints of Granite Speech and their replacements."""
 
 
 def _copy(writer: GGUFWriter, images: Path) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Final, NamedTuple
 
+from .query_formers import former_name
+
 _PREFIXES: Final = ("a.", "mm.a.")
 _LAYER: Final = re.compile(r"a\.blk\.(\d+)\.(\w+)")
 _TENSOR: Final = re.compile(r"(.+?)(\.(?:weight|bias|(?:in|out)put_m(?:in|ax)))?")
@@ -75,7 +77,42 @@ _UNIVERSAL: Final = _Names(
     },
     "audio_tower.conformer",
 )
-_OTHERS: Final = {"gemma4a": _UNIVERSAL, "gemma4ua": _UNIVERSAL, "glma": _GLM_ASR}
+_GRANITE: Final = _Names(
+    {
+        "a.enc_ctc_out": "encoder.out",
+        "a.enc_ctc_out_mid": "encoder.out_mid",
+        "a.input_projection": "encoder.input_linear",
+        "a.proj_linear": "projector.linear",
+        "a.proj_norm": "projector.qformer.layernorm",
+        "a.proj_query": "projector.query",
+    },
+    {
+        "attn_k": "attn.to_kv",
+        "attn_out": "attn.to_out",
+        "attn_q": "attn.to_q",
+        "attn_rel_pos_emb": "attn.rel_pos_emb.weight",
+        "attn_v": "attn.to_kv",
+        "conv_dw": "conv.depth_conv.conv",
+        **dict.fromkeys(("conv_norm", "conv_norm_var"), "conv.batch_norm"),
+        "conv_pw1": "conv.up_conv",
+        "conv_pw2": "conv.down_conv",
+        **{
+            f"ffn_{ours}{end}": f"ff{number}.{theirs}"
+            for number, end in ((1, ""), (2, "_1"))
+            for ours, theirs in (("down", "down_proj"), ("norm", "pre_norm"), ("up", "up_proj"))
+        },
+        "ln1": "attn.pre_norm",
+        "ln2": "post_norm",
+        "norm_conv": "conv.norm",
+    },
+    "encoder.layers",
+)
+_OTHERS: Final = {
+    "gemma4a": _UNIVERSAL,
+    "gemma4ua": _UNIVERSAL,
+    "glma": _GLM_ASR,
+    "granite_speech": _GRANITE,
+}
 _PLAIN: Final = "per_dim_scale"
 """The end of names that have no suffix, such as ".weight", in a Hugging Face checkpoint."""
 
@@ -100,6 +137,8 @@ def _rename(name: str, names: _Names) -> str:
     if (layer := _LAYER.fullmatch(stem)) is not None:
         found = names.layer.get(layer[2])
         found = found and f"{names.layers}.{layer[1]}.{found}"
+    elif (former := former_name(name)) is not None:
+        return former
     else:
         found = names.outside.get(stem)
     if found is None:

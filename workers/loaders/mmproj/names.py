@@ -8,6 +8,7 @@ from functools import partial
 from types import MappingProxyType
 
 from .audio_names import audio_renamer, is_audio_tensor
+from .query_formers import window_names
 
 _TOWER = "vision_tower."
 PATCHES = f"{_TOWER}embeddings.patch_embedding.weight"
@@ -310,7 +311,7 @@ def tensor_renamer(
     elif kind.startswith("kimi"):
         rename = _kimi_name
     elif kind == "granite4_vision":
-        rename = _window_names(rename, offsets)
+        rename = window_names(rename, offsets)
     elif kind == "gemma3nv":
         rename = _mobilenet_name
     elif kind == "deepseekocr":
@@ -369,54 +370,6 @@ def _kimi_name(name: str) -> str:
         return f"{_TOWER}encoder.blocks.{match[1]}.{_KIMI_LAYER_NAMES[match[2]]}.{match[3]}"
     stem, _, last = name.rpartition(".")
     return f"{_KIMI_NAMES[stem]}.{last}" if stem in _KIMI_NAMES else name
-
-
-_FORMER = "qformer.encoder.layer.0."
-_WINDOW_NAMES = {
-    **{
-        f"{kind}_attn_{x[0]}": f"{_FORMER}{name}.attention.{x}"
-        for kind, name in (("self", "attention"), ("cross", "crossattention"))
-        for x in ("query", "key", "value")
-    },
-    **{
-        f"{kind}_attn_out": f"{_FORMER}{name}.output.dense"
-        for kind, name in (("self", "attention"), ("cross", "crossattention"))
-    },
-    **{
-        f"{kind}_attn_norm": f"{_FORMER}{name}.output.LayerNorm"
-        for kind, name in (("self", "attention"), ("cross", "crossattention"))
-    },
-    "ffn_down": f"{_FORMER}output_query.dense",
-    "ffn_norm": f"{_FORMER}output_query.LayerNorm",
-    "ffn_up": f"{_FORMER}intermediate_query.dense",
-    "img_pos": "image_positions",
-    "linear": "out_linear",
-    "norm": "norm",
-    "post_norm": "qformer.layernorm",
-    "query": "query",
-}
-_WINDOW_TENSOR = re.compile(r"v\.proj_blk\.(\d+)\.(\w+)(\.\w+)?")
-
-
-def _window_names(others: Callable[[str], str], offsets: Sequence[int]) -> Callable[[str], str]:
-    """Return a function that names the tensors of Granite 4 Vision. `others` names those outside of projections."""
-    plain = [index for index, offset in enumerate(offsets) if offset < 0]
-
-    def rename(name: str) -> str:
-        if name == "v.image_newline":
-            return "model.image_newline"
-        match = _WINDOW_TENSOR.fullmatch(name)
-        if match is None or match[2] not in _WINDOW_NAMES or int(match[1]) >= len(offsets):
-            return others(name)
-        index = int(match[1])
-        part = (
-            f"layerwise_projectors.{plain.index(index)}"
-            if index in plain
-            else f"spatial_projectors.{offsets[index]}"
-        )
-        return f"model.{part}.{_WINDOW_NAMES[match[2]]}{match[3] or ''}"
-
-    return rename
 
 
 def _mobilenet_name(name: str) -> str:

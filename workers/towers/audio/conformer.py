@@ -90,10 +90,7 @@ class _ConformerLayer:
         self._taps = tensors.read(
             f"{prefix}conv.depth_conv.conv.weight", channels, 1, spec.kernel_size
         )
-        self._batch_norm = [
-            tensors.read(f"{prefix}conv.batch_norm.{name}", channels)
-            for name in ("running_mean", "running_var", "weight", "bias")
-        ]
+        self._batch_norm = _read_batch_norm(tensors, f"{prefix}conv.batch_norm.", channels)
         self._down = linear("conv.down_conv", size, channels)
         self._norm = tensors.read_layer_norm(f"{prefix}post_norm", size, _NORM_EPS)
 
@@ -134,6 +131,17 @@ class _ConformerLayer:
         mean, variance, weight, bias = self._batch_norm
         x = F.silu(F.batch_norm(x, mean, variance, weight, bias, eps=_NORM_EPS))
         return self._down(x[0].T)
+
+
+def _read_batch_norm(tensors: VisionWeights, prefix: str, size: int) -> list[Tensor]:
+    """Return the mean, the variance, the weight and the bias, each of shape [size]."""
+    weight, bias = (tensors.read(prefix + name, size) for name in ("weight", "bias"))
+    if f"{prefix}running_mean" in tensors:
+        statistics = [tensors.read(f"{prefix}running_{name}", size) for name in ("mean", "var")]
+    else:
+        # In mmproj files, the weight and the bias contain them.
+        statistics = [torch.zeros_like(bias), torch.full_like(bias, 1 - _NORM_EPS)]
+    return [*statistics, weight, bias]
 
 
 class _Projector:

@@ -80,6 +80,46 @@ def _audio_flamingo(audio: Audio) -> Mmproj:
     return _whisper(audio, "audioflamingo3", "AudioFlamingo3", ["<sound>"], ("", ""))
 
 
+def _granite_speech(audio: Audio) -> Mmproj:
+    hidden_size = audio.integer("embedding_length")
+    num_blocks = audio.count_blocks("a.proj_blk")
+    readers = [
+        i for i in range(num_blocks) if audio.has_tensor(f"a.proj_blk.{i}.cross_attn_q.weight")
+    ]
+    kept = audio.optional_integers("feature_layer")
+    return Mmproj(
+        {
+            "model_type": "granite_speech",
+            "architectures": ["GraniteSpeechForConditionalGeneration"],
+            "encoder_config": {
+                "num_layers": audio.layer_count("block_count"),
+                "hidden_dim": hidden_size,
+                "num_heads": audio.integer("attention.head_count"),
+                "dim_head": audio.num_columns("a.blk.0.attn_rel_pos_emb"),
+                "feedforward_mult": audio.integer("feed_forward_length") // hidden_size,
+                "input_dim": audio.integer("num_mel_bins"),
+                "output_dim": audio.num_rows("a.enc_ctc_out.weight"),
+                "context_size": audio.integer("chunk_size"),
+                "max_pos_emb": audio.integer("max_pos_emb"),
+                "conv_kernel_size": audio.num_columns("a.blk.0.conv_dw.weight"),
+                "conv_expansion_factor": audio.num_rows("a.blk.0.conv_dw.weight") // hidden_size,
+                "cat_hidden_layers": kept,
+            },
+            "projector_config": {
+                "encoder_hidden_size": hidden_size * (1 + len(kept)),
+                "hidden_size": audio.num_columns("a.proj_linear.weight"),
+                "intermediate_size": audio.num_rows("a.proj_blk.0.ffn_up.weight"),
+                "num_attention_heads": audio.integer("projector.head_count"),
+                "num_hidden_layers": num_blocks,
+                "cross_attention_frequency": readers[1] if len(readers) > 1 else num_blocks,
+            },
+            "window_size": audio.integer("projector.window_size"),
+            "downsample_rate": audio.integer("projector.downsample_rate"),
+            "audio_token_id": audio.token_id("<|audio|>"),
+        }
+    )
+
+
 def _ultravox(audio: Audio) -> Mmproj:
     found = _whisper(audio, "ultravox", "Ultravox", PLACEHOLDERS, ("", ""))
     found.config.update(
@@ -149,6 +189,7 @@ AudioReader: TypeAlias = Callable[[Audio], Mmproj]
 
 AUDIO_KINDS: Final[dict[str, AudioReader]] = {
     "glma": _glm_asr,
+    "granite_speech": _granite_speech,
     "musicflamingo": _audio_flamingo,
     "qwen2a": _qwen2_audio,
     "qwen3a": _qwen3_asr,

@@ -74,6 +74,26 @@ class Tower(GGUFFields):
             raise CheckpointError(self.path, f"there is no {kind} {name!r}")
         return tensor.shape
 
+    def integers(self, name: str) -> list[int]:
+        """Return a list of integers.
+
+        Raises:
+            CheckpointError: The file has no such list.
+        """
+        values = self.config.get(self.prefix + name)
+        if not isinstance(values, np.ndarray) or values.dtype.kind not in "iu":
+            raise self.wrong(name, "a list of integers", values)
+        return [int(value) for value in values]
+
+    def optional_integers(self, name: str) -> list[int]:
+        """Return a list of integers, which is empty if the file has none."""
+        return [] if self.config.get(self.prefix + name) is None else self.integers(name)
+
+    def count_blocks(self, prefix: str) -> int:
+        """Return the number of blocks whose tensors have names that begin with `prefix` and a number."""
+        names = (name.removeprefix(f"{prefix}.") for name in self.gguf.tensors)
+        return len({name.split(".")[0] for name in names if name[:1].isdigit()})
+
     @property
     def decoder_architecture(self) -> str:
         """The architecture of the decoder's file."""
@@ -112,17 +132,6 @@ class Vision(Tower):
     def has_layer_inputs(self) -> bool:
         """True if each layer of the decoder has inputs of its own (the smaller ones of Gemma 4)."""
         return bool(self._decoder.metadata.get("gemma4.embedding_length_per_layer_input"))
-
-    def integers(self, name: str) -> list[int]:
-        """Return a list of integers.
-
-        Raises:
-            CheckpointError: The file has no such list.
-        """
-        values = self.config.get(self.prefix + name)
-        if not isinstance(values, np.ndarray) or values.dtype.kind not in "iu":
-            raise self.wrong(name, "a list of integers", values)
-        return [int(value) for value in values]
 
     def decoder_layers(self, count: int) -> list[int]:
         """Return the layer of the decoder before which each of `count` projections is added.
