@@ -20,6 +20,9 @@ from ..state.batch import StepInFlight
 from ..state.request import Request, RequestStatus
 from .lifecycle import RequestLifecycle
 
+OVERDUE: Final = -(1 << 40)
+"""The blocks of an overdue load are reserved under this number minus its transfer id. The KV handoff uses -1, -2, …"""
+
 NOTHING_TO_LOAD: Final = ExternalMatch(0)
 
 
@@ -70,6 +73,7 @@ class KVTransfers:
         """The connector if it is a `BlockConnector`, which loads single blocks; else None."""
         self._policy = config.kv_load_failure_policy
         self._timeout_s = config.transfer_timeout_s
+        self._load_timeout_s = config.load_timeout_s
         self._lifecycle = lifecycle
         self._manager = manager = lifecycle.manager
         if self.blocks is None and not (manager.tables.is_simple and manager.cpu_offload is None):
@@ -83,6 +87,10 @@ class KVTransfers:
             pool.listener = self.blocks
         self.stats = KVConnectorStats()
         self._loads: dict[int, _Load] = {}
+        self._new_loads: list[_Load] = []
+        self._load_deadlines: deque[tuple[float, _Load]] = deque()
+        self._overdue: set[int] = set()
+        """Loads that have not ended in time. Nothing else is loaded until they end, because the connector may hang."""
         self._held_loads: dict[int, _HeldLoad] = {}
         self._in_use: dict[int, int] = {}
         """Freed blocks that steps in flight may still use, with the number of the last such step."""
@@ -98,16 +106,43 @@ class KVTransfers:
     @property
     def are_outstanding(self) -> bool:
         """True if a transfer is in progress, or the connector has deferred an answer about a request."""
-        return bool(self._loads or self._sends or self._has_unanswered)
+        return bool(self._loads or self._overdue or self._sends or self._has_unanswered)
 
     @property
     def have_work(self) -> bool:
         """True if a transfer is in progress, or the connector has metadata for the workers."""
         return self.are_outstanding or self._has_updates or self.connector.needs_step()
 
-    def expire_sends(self, now: float) -> None:
-        """Free the blocks that were kept for another process and were not fetched before the timeout."""
+    def expire(self, now: float) -> None:
+        """End the transfers that have not ended before their timeout."""
         self._has_unanswered = False
+        self._expire_sends(now)
+        self._expire_loads(now)
+
+    def _expire_loads(self, now: float) -> None:
+        """Compute the requests whose loads hang. Their blocks are held until the loads end, which may write to them."""
+        for load in self._new_loads:
+            self._load_deadlines.append((now + self._load_timeout_s, load))
+        self._new_loads.clear()
+        while self._load_deadlines and self._load_deadlines[0][0] <= now:
+            load = self._load_deadlines.popleft()[1]
+            request = load.load.request
+            transfer_id = request.transfer_id
+            if self._loads.get(transfer_id) is not load or request.is_finished:
+                continue
+            self.stats.num_failed_loads += 1
+            reserved = self._manager.reserved
+            if self._may_fail(request):
+                self._fail_load(request, next(filter(None, chain(*reserved[transfer_id]))))
+                continue
+            del self._loads[transfer_id]
+            self._overdue.add(transfer_id)
+            reserved[OVERDUE - transfer_id] = reserved.pop(transfer_id)
+            request.computes_locally = True
+            self._lifecycle.requeue_loaded(request)
+
+    def _expire_sends(self, now: float) -> None:
+        """Free the blocks that were kept for another process and were not fetched before the timeout."""
         for transfer_id in self._new_sends:
             self._deadlines.append((now + self._timeout_s, transfer_id))
         self._new_sends.clear()
@@ -149,7 +184,7 @@ class KVTransfers:
         """
         if self.blocks is not None or prefix.is_reserved:
             return NOTHING_TO_LOAD
-        if request.computes_locally or request.computes_whole_prompt:
+        if request.computes_locally or request.computes_whole_prompt or self._overdue:
             return NOTHING_TO_LOAD
         try:
             match = self.connector.get_num_new_matched_tokens(request, prefix.num_tokens)
@@ -175,7 +210,7 @@ class KVTransfers:
         Return `DEFERRED` if the connector has no answer yet.
         """
         connector = self.blocks
-        if connector is None or prefix.is_reserved or request.computes_locally:
+        if connector is None or prefix.is_reserved or request.computes_locally or self._overdue:
             return None
         if request.output_token_ids:
             self._manager.prefix_cache.hash_waiting_output(request)
@@ -232,7 +267,8 @@ class KVTransfers:
         else:
             (blocks,) = tables
             self.connector.update_state_after_alloc(load.request, blocks, load.num_external)
-        self._loads[load.request.transfer_id] = _Load(load, set())
+        started = self._loads[load.request.transfer_id] = _Load(load, set())
+        self._new_loads.append(started)
         self._has_updates = True
 
     def _find_last_use(self, load: ExternalLoad, tables: RequestBlocks) -> int:
@@ -331,6 +367,9 @@ class KVTransfers:
             load = self._loads.pop(transfer_id, None)
             if load is not None:
                 self._end_load(load)
+            elif transfer_id in self._overdue:
+                self._overdue.remove(transfer_id)
+                self._manager.release_reserved(OVERDUE - transfer_id)
 
     def _end_load(self, load: _Load) -> None:
         (request, num_external, num_tokens, *_), invalid_blocks = load

@@ -287,7 +287,7 @@ class Scheduler(SchedulerInterface):
         self.kv_cache_manager.pool.lifetimes.now = now
         self.lifecycle.finish_expired(now)
         if self._transfers is not None:
-            self._transfers.expire_sends(now)
+            self._transfers.expire(now)
         chance, slots = self._config.inject_preemption, self._running.order
         slot = choose_injected_preemption(chance, self._step, slots)
         if slot is not None:

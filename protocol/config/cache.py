@@ -60,6 +60,7 @@ class KVTransferConfig(msgspec.Struct, frozen=True):
         kv_ip: The address at which other engines reach the workers. It has no effect without `kv_port`.
         kv_port: The port of the first worker. The other workers use the ports after it.
         transfer_timeout_s: Seconds after which blocks that no engine fetched are released.
+        load_timeout_s: Seconds after which a request whose blocks are not loaded is computed instead.
     """
 
     kv_connector: str
@@ -71,6 +72,7 @@ class KVTransferConfig(msgspec.Struct, frozen=True):
     kv_ip: str = "127.0.0.1"
     kv_port: int = 0
     transfer_timeout_s: float = 480.0
+    load_timeout_s: float = 60.0
 
 
 class CacheConfig(msgspec.Struct, frozen=True):

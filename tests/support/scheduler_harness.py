@@ -63,6 +63,7 @@ class Harness:
         connector: ModelConnector | None = None,
         load_failure_policy: LoadFailurePolicy = LoadFailurePolicy.RECOMPUTE,
         transfer_timeout_s: float = 1000.0,
+        load_timeout_s: float = 1000.0,
         speculative: SpeculativeConfig | None = None,
         propose: Callable[[Row], list[int]] | None = None,
         encoder_connector: EncoderCacheConnector | None = None,
@@ -86,6 +87,7 @@ class Harness:
             "model",
             kv_load_failure_policy=load_failure_policy,
             transfer_timeout_s=transfer_timeout_s,
+            load_timeout_s=load_timeout_s,
         )
         self.speculative = speculative
         self.connector = connector

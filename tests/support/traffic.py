@@ -98,6 +98,7 @@ def random_harness(rng: random.Random, make_harness: Callable[..., H] = Harness)
         encoder_connector=ChanceEncoderCache(rng) if rng.random() < 0.5 else None,
         load_failure_policy=rng.choice((*LoadFailurePolicy, LoadFailurePolicy.RECOMPUTE)),
         transfer_timeout_s=rng.choice((3.0, 1000.0)),
+        load_timeout_s=3.0 if vocab_size == 64 else 1000.0,
         max_num_encoder_input_tokens=rng.choice((0, 4, 9)),
         encoder_cache_size=rng.choice((0, 4, 12)),
         disable_chunked_mm_input=rng.random() < 0.3,

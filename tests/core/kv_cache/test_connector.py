@@ -276,6 +276,35 @@ def test_blocks_of_an_aborted_load_are_kept_until_its_writes_have_ended():
     harness.drain()
 
 
+@pytest.mark.parametrize("policy", LoadFailurePolicy)
+def test_a_request_whose_load_hangs_is_computed_or_fails(policy):
+    """The load writes to its blocks long after the request has finished, while others run."""
+    connector = load(8, is_async=True)
+    harness = Harness(
+        connector=connector, num_blocks=12, load_timeout_s=5.0, load_failure_policy=policy
+    )
+    delays = iter([60])
+    harness.worker.transfers.get_delay = lambda: next(delays, 1)
+    hung = harness.add(9, 6)
+    while not harness.received[hung].is_over:
+        harness.step()
+    fails = policy is LoadFailurePolicy.FAIL
+    assert harness.received[hung].finished.reason is (
+        FinishReason.ERROR if fails else FinishReason.LENGTH
+    )
+    assert num_held(harness) >= 2
+    later = [harness.add(9 + number, 6) for number in range(6)]
+    harness.drain()
+    assert all(harness.received[key].finished.reason is FinishReason.LENGTH for key in later)
+    assert num_held(harness) == 0
+    assert sum(stats.kv_connector.num_failed_loads for stats in harness.stats) == 1
+    # After its end, blocks are loaded again.
+    last = harness.add(9, 2)
+    harness.schedule()
+    assert harness.request(last).status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    harness.drain()
+
+
 def test_loaded_requests_free_their_blocks_for_the_first_in_the_queue():
     """Two loaded prompts do not fit together, so the later one is freed and computed again."""
     harness = Harness(
