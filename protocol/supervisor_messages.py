@@ -74,6 +74,9 @@ class ReplicaAction(enum.StrEnum):
     RESTART = "restart"
     PREFILL = "prefill"
     DECODE = "decode"
+    SLEEP = "sleep"
+    WAKE = "wake"
+    UNLOAD = "unload"
 
 
 NEW_ROLES: Final = {
@@ -88,6 +91,8 @@ class ReplicaCommand(msgspec.Struct, tag="replica", array_like=True, gc=False, f
 
     DRAIN stops new requests to the replica, and UNDRAIN allows them again. RESTART drains the replica, restarts its
     processes when its last request has ended, and then undrains it. PREFILL and DECODE change the role of a replica.
+    SLEEP stops its processes and WAKE starts them again; replicas that divide the experts of a model do so together.
+    UNLOAD lets all replicas sleep until the next request, if they are idle within seconds.
     """
 
     replica: int
@@ -127,20 +132,26 @@ class ProcessInfo(msgspec.Struct, gc=False):
 
 
 class ReplicaState(enum.StrEnum):
-    """The state of a replica. New requests go only to a SERVING replica, even if its processes are not ready yet."""
+    """The state of a replica. New requests go only to a SERVING replica, even if its processes are not ready yet.
+
+    The processes of a SLEEPING replica stop and stay stopped. They start again when it is WAKING.
+    """
 
     SERVING = "serving"
     DRAINING = "draining"
     DRAINED = "drained"
     RESTARTING = "restarting"
+    SLEEPING = "sleeping"
+    WAKING = "waking"
 
 
 class ReplicaInfo(msgspec.Struct, gc=False):
     """One replica. `epoch` counts the starts of its core.
 
     `is_up` is set while its core and workers are ready. `is_resuming` is set after a crash of the core alone: its
-    streams continue with the next core. `has_ended` is set while the core has exited and the next one has not started.
-    `role` is None in an engine without roles.
+    streams continue with the next core. `has_ended` is set while the core has exited and the next one has not started;
+    in a SLEEPING replica, once all processes have exited. `role` is None in an engine without roles.
+    `wakes_on_request` is set while it sleeps only because no request came.
     """
 
     replica: int
@@ -152,6 +163,7 @@ class ReplicaInfo(msgspec.Struct, gc=False):
     is_up: bool = True
     has_ended: bool = False
     role: ReplicaRole | None = None
+    wakes_on_request: bool = False
 
 
 class StatusChanged(msgspec.Struct, tag="changed", array_like=True, gc=False, frozen=True):

@@ -158,6 +158,14 @@ ROUTE_DESCRIPTIONS: Final[dict[str, tuple[str, str]]] = {
     "/pause": (OPERATORS, "Pause generation on all replicas (vLLM)."),
     "/resume": (OPERATORS, "Resume generation on all replicas (vLLM)."),
     "/is_paused": (OPERATORS, "Return whether generation is paused (vLLM)."),
+    "/sleep": (OPERATORS, "Unload the model on all replicas; requests wait (vLLM)."),
+    "/wake_up": (OPERATORS, "Load the model again (vLLM)."),
+    "/is_sleeping": (
+        OPERATORS,
+        "Return whether the model is unloaded, or generation paused (vLLM).",
+    ),
+    "/release_memory_occupation": (OPERATORS, "The same as /sleep with mode=keep (SGLang)."),
+    "/resume_memory_occupation": (OPERATORS, "The same as /wake_up (SGLang)."),
     "/pause_generation": (OPERATORS, "Pause generation in a mode of SGLang's."),
     "/continue_generation": (OPERATORS, "The same as /resume (SGLang)."),
     "/v1/load_lora_adapter": (

@@ -211,8 +211,8 @@ class Frontend:
             logger.warning("the store does not respond; requests that need it fail until it does")
         self._enter(Stage.WARMING, "generating the first token")
         await self._warm_up()
-        if self._config.epoch != FIRST_EPOCH:
-            await self._engine.watch_status()
+        if self._config.epoch != FIRST_EPOCH and self._engine.watch is not None:
+            await self._engine.watch.wait_for_status()
         gc.collect()
         _return_free_memory()
         gc.freeze()
@@ -227,9 +227,11 @@ class Frontend:
     async def _warm_up(self) -> None:
         """Generate a token, which checks every process and socket that requests use.
 
-        A restarted frontend also accepts a full queue and a pause, because the engine has generated tokens before.
+        A restarted frontend also accepts a full queue, a pause and sleep, because the engine has generated tokens
+        before.
         """
-        if self._config.epoch != FIRST_EPOCH and self._engine.calls.is_paused():
+        is_restarted = self._config.epoch != FIRST_EPOCH
+        if is_restarted and (self._engine.calls.is_paused() or self._engine.sleep.is_asleep):
             return
         while not await self._generate_one_token() and self._config.epoch == FIRST_EPOCH:
             await asyncio.sleep(NO_ROOM_S)
@@ -256,6 +258,8 @@ class Frontend:
         http.stop_accepting()
         await self._resume()
         while self._engine.num_inflight or not http.is_idle:
+            if self._engine.sleep.is_asleep:
+                await self._resume()
             await asyncio.sleep(DRAIN_POLL_S)
 
     async def _drain(self, http: HTTPServer) -> None:
@@ -270,12 +274,15 @@ class Frontend:
             logger.warning("%d sequences did not finish in time", self._engine.num_inflight)
 
     async def _resume(self) -> None:
-        """End a pause, in which requests would never finish."""
+        """End a pause or sleep, in which requests would never finish."""
         try:
+            if self._engine.num_inflight and self._engine.sleep.is_asleep:
+                async with asyncio.timeout(self._config.frontend.shutdown_timeout_s):
+                    await self._engine.sleep.wake()
             if self._engine.calls.is_paused():
                 await self._engine.calls.resume()
-        except EngineError as error:
-            logger.warning("a paused engine could not be resumed: %s", error)
+        except (EngineError, TimeoutError) as error:
+            logger.warning("a paused engine could not be resumed: %s", error or "it still sleeps")
 
     async def _prepare_grammars(self) -> None:
         """Load what the grammars of tool calls need, once no request runs, if the operator expects such calls."""

@@ -183,8 +183,9 @@ class Serving:
 
     @property
     def is_ready(self) -> bool:
-        """True if the server is ready and its engine can generate."""
-        return self.stage is Stage.READY and self.engine.ready
+        """True if the server is ready and its engine can generate, or sleeps."""
+        engine = self.engine
+        return self.stage is Stage.READY and (engine.ready or engine.sleep.is_asleep)
 
     @property
     def num_replicas(self) -> int:

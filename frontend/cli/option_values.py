@@ -284,10 +284,16 @@ def _api_keys_in_file(text: str) -> tuple[str, ...]:
     return tuple(keys)
 
 
+def _idle_time(text: str) -> float | None:
+    """Return seconds; None for `never`, and for -1 as in llama.cpp."""
+    return None if text in ("never", "-1") else parse_number(text, 0)
+
+
 PARSERS: Final[dict[str, Callable[[str], Any]]] = {
     "api_keys_in_file": _api_keys_in_file,
     "dotted_name": _dotted_name,
     "file": _existing_file,
+    "idle_time": _idle_time,
     "kv_events": _kv_events,
     "kv_transfer": _kv_transfer,
     "origins": _origins,

@@ -70,6 +70,7 @@ PEER_FLAGS: Final[dict[str, tuple[str, ...]]] = {
     "--enable-metrics": (),
     "--enable-request-id-headers": (),
     "--enable-server-load-tracking": (),
+    "--enable-sleep-mode": (),
     "--exclude-tools-when-tool-choice-none": (),
     "--flash-attn": ("on", "auto", "1"),
     "--gpu-layers": ("99", "999", "-1", "all", "auto"),

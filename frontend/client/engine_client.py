@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import ChainMap
@@ -45,6 +44,7 @@ from .replicas.core_load import Overloaded
 from .replicas.moves import ReplicaMoves
 from .replicas.remote_prefill import RemotePrefill
 from .replicas.replica_calls import ReplicaCalls
+from .replicas.replica_sleep import ReplicaSleep
 from .replicas.routing import ReplicaUnavailable, Router
 from .request_group import RequestGroup, Sequence
 from .request_indices import RequestIndices
@@ -78,11 +78,6 @@ Normally the core ends it, with a more precise message.
 MAX_SILENT_CRASHES: Final = 3
 """Maximum silent core crashes that a sequence survives. It fails at the next one."""
 
-STATUS_S: Final = 2.0
-"""Maximum seconds that a restarted frontend waits for the supervisor's status before it serves."""
-STATUS_POLL_S: Final = 0.02
-"""Seconds between checks whether that status has arrived."""
-
 BeginRecording = Callable[[RequestGroup], Recording]
 
 
@@ -106,6 +101,7 @@ class EngineClient:
         client_index: The number of this frontend.
         cores: The connection to each core.
         groups: Makes the groups of requests.
+        sleep: Puts the replicas to sleep, and wakes them.
         finish_sequence: Finishes a sequence that was not sent to a core.
         finish_as_reported: Finishes a sequence that was not sent to a core, in the way that its earlier core reported.
         list_recent_requests: Returns the times and counts of running and recently ended requests.
@@ -145,6 +141,7 @@ class EngineClient:
             lambda: () if self.watch is None else self.watch.find_stuck_replicas(),
         )
         self.calls = ReplicaCalls(self._live_cores)
+        self.sleep = ReplicaSleep(self.cores, self._check_alive, lambda: self.watch)
         self.reasoning_ends = ReasoningEnds()
         self._isolation_queue: list[IsolationQueue] = []
         self._poison_cache = PoisonCache()
@@ -180,7 +177,9 @@ class EngineClient:
         return any(not load.num_queued and load.total < limit for load in loads)
 
     async def start(self) -> None:
-        """Connect, and wait until every core can execute requests. A restarted frontend waits for only one core.
+        """Connect, and wait until every core can execute requests.
+
+        A restarted frontend waits for only one core, and for none while all replicas sleep.
 
         Raises:
             EngineDead: The engine failed before that.
@@ -207,13 +206,6 @@ class EngineClient:
         self.metrics.watch_status(lambda: watch.status)
         self._moves.start()
         await self._started
-
-    async def watch_status(self) -> None:
-        """Wait for the supervisor's first status, which lists the request bodies that crashed earlier frontends."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(STATUS_S):
-                while self.watch is not None and not self.watch.status.processes:
-                    await asyncio.sleep(STATUS_POLL_S)
 
     def close(self) -> None:
         """Disconnect from the cores. Unfinished groups fail."""
@@ -337,6 +329,7 @@ class EngineClient:
         sequence.assign(core.core_index, core.load, keys)
         self._output.sequences[request.request_index] = sequence
         core.load.record_submitted(sequence.num_prompt_tokens, keys)
+        self.sleep.wake_for_request(core)
 
     def _send(self, sequence: Sequence) -> None:
         """Send a sequence to its core; if the core is not ready, it is sent after the core's next greeting."""
@@ -400,7 +393,11 @@ class EngineClient:
             if sequence.core_index == ready.core_index and self._may_continue(sequence):
                 self._resubmit(sequence, self.cores[ready.core_index].lost_time)
         can_serve = self._config.epoch != FIRST_EPOCH or all(core.ready for core in self.cores)
-        if can_serve and self._started is not None and not self._started.done():
+        if can_serve:
+            self._end_start()
+
+    def _end_start(self) -> None:
+        if self._started is not None and not self._started.done():
             self._started.set_result(None)
 
     def _may_continue(self, sequence: Sequence) -> bool:
@@ -466,6 +463,9 @@ class EngineClient:
                 self._prefill.drop_core(core.core_index)
         if self.ready:
             self._moves.apply_status(status)
+        self.sleep.apply_status(self._output.sequences.values())
+        if self._config.epoch != FIRST_EPOCH and self.sleep.is_asleep:
+            self._end_start()
 
     def _move(self, sequence: Sequence) -> None:
         self._isolation_queue[sequence.core_index].remove_sequence(sequence)

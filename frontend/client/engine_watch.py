@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -24,8 +25,10 @@ from ...protocol.transport import StatusReporter, StatusSubscriber
 
 ANSWER_S = 5.0
 """Maximum seconds for the supervisor to execute a command."""
+STATUS_S = 2.0
+"""Maximum seconds that a restarted frontend waits for the supervisor's status before it serves."""
 ANSWER_POLL_S = 0.02
-"""Seconds between checks whether the status shows the result of a command."""
+"""Seconds between checks whether the first status has come, or one that shows the result of a command."""
 
 SILENCE_S = 3 * BEAT_INTERVAL_S
 """Seconds without a heartbeat after which a process counts as stalled. The supervisor kills it later."""
@@ -60,6 +63,13 @@ class EngineWatch:
         self._read()
         return self._status
 
+    async def wait_for_status(self) -> None:
+        """Wait for the first status, which lists the request bodies that crashed earlier frontends."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STATUS_S):
+                while not self.status.processes:
+                    await asyncio.sleep(ANSWER_POLL_S)
+
     def close(self) -> None:
         """Close the connections to the supervisor."""
         self._loop.remove_reader(self._subscriber.socket.FD)
@@ -72,17 +82,17 @@ class EngineWatch:
         Raises:
             TimeoutError: The supervisor did not execute it.
         """
-        self._reporter.send_command(ReplicaCommand(replica, action))
-        is_to_serve, role = action is ReplicaAction.UNDRAIN, NEW_ROLES.get(action)
+        self.request(replica, action)
         async with asyncio.timeout(ANSWER_S):
             while True:
                 await asyncio.sleep(ANSWER_POLL_S)
                 info = self.status.replicas[replica]
-                if role is not None:
-                    if info.role is role:
-                        return info
-                elif (info.state is ReplicaState.SERVING) == is_to_serve:
+                if _has_begun(action, info):
                     return info
+
+    def request(self, replica: int, action: ReplicaAction) -> None:
+        """Send a command for a replica."""
+        self._reporter.send_command(ReplicaCommand(replica, action))
 
     @property
     def num_dropped_frames(self) -> int:
@@ -145,6 +155,14 @@ class EngineWatch:
             self._status = status
             self._on_status(status)
         return self._subscriber.age_s
+
+
+def _has_begun(action: ReplicaAction, info: ReplicaInfo) -> bool:
+    if (role := NEW_ROLES.get(action)) is not None:
+        return info.role is role
+    if action in (ReplicaAction.SLEEP, ReplicaAction.UNLOAD, ReplicaAction.WAKE):
+        return (info.state is ReplicaState.SLEEPING) == (action is not ReplicaAction.WAKE)
+    return (info.state is ReplicaState.SERVING) == (action is ReplicaAction.UNDRAIN)
 
 
 def _why_stalled(process: ProcessInfo, age_s: float) -> str:

@@ -12,6 +12,7 @@ import msgspec
 
 from ...protocol.errors import ParameterError, counted
 from ...protocol.file_identity import LoraAdapter
+from ...protocol.messages import PauseMode
 from ...protocol.sampling_params import SamplingParams
 from ..chat import ModelTemplates, SpecialTokenGuard
 from ..cli.arguments import Settings, parse_settings, settings_of
@@ -270,6 +271,36 @@ class LLM(PoolingMethods):
     def reset_prefix_cache(self) -> bool:
         """Clear the prefix cache. Return False if running requests prevented it."""
         return self._engine.run(self._engine.client.calls.reset_prefix_cache())
+
+    def sleep(self, level: int = 1, mode: str = PauseMode.ABORT) -> None:
+        """Free all memory of the model until `wake_up`. Requests wait meanwhile.
+
+        Args:
+            level: As in vLLM, 0 only pauses. 1 and 2 are the same here.
+            mode: What happens to running requests: `abort` ends them, `wait` finishes them first, and `keep` continues
+                them after the sleep.
+
+        Raises:
+            ValueError: The level or the mode is invalid.
+            EngineError: Some processes did not stop.
+        """
+        if level not in (0, 1, 2):
+            raise ValueError(f"level must be 0, 1 or 2, got {level}")
+        client, pause = self._engine.client, PauseMode(mode)
+        self._engine.run(client.calls.pause(pause, clear_cache=pause is not PauseMode.KEEP))
+        if level:
+            self._engine.run(client.sleep.sleep())
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Load the model again, and generate. With `tags` that lack `kv_cache` and `scheduling`, only load it.
+
+        Raises:
+            EngineError: The model was not loaded.
+        """
+        client = self._engine.client
+        self._engine.run(client.sleep.wake())
+        if not tags or {"kv_cache", "scheduling"} & {*tags}:
+            self._engine.run(client.calls.resume())
 
     def close(self) -> None:
         """Stop the processes. Later calls do nothing."""

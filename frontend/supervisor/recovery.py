@@ -17,6 +17,9 @@ from .saved_state import SavedUnit
 FINAL_ERROR_S: Final = 1.0
 """Maximum seconds for a core that lost a worker to report the requests that it was computing."""
 
+SLEEP_S: Final = 10.0
+"""Maximum seconds for a core that goes to sleep to exit; it may have to write blocks of its KV cache to a disk."""
+
 FIRST_BACKOFF_S: Final = 0.25
 MAX_BACKOFF_S: Final = 8.0
 
@@ -95,6 +98,8 @@ class RecoveryUnit:
     When a leader crashes it is restarted alone, so that the workers keep their model loaded. If it crashes again
     without progress, or a follower crashes, all of them are stopped: the leader receives SIGUSR2 and `FINAL_ERROR_S`
     seconds for its last message. Units that are linked are then stopped too; their leaders receive SIGALRM.
+
+    A unit that is asleep has no processes, or only some that are exiting.
     """
 
     def __init__(
@@ -115,6 +120,7 @@ class RecoveryUnit:
         self.peers: list[RecoveryUnit] = []
         self.next_epoch = 0
         self.is_down = False
+        self.is_asleep = False
         self._is_exhausted = False
         self._awaits_ends = False
         self._is_renewed = False
@@ -125,7 +131,9 @@ class RecoveryUnit:
         self._resumed_at = -RESUMING_S
 
     def start(self) -> list[Child]:
-        """Start all processes that are not running and return them."""
+        """Start all processes that are not running and return them. A unit that is asleep starts none."""
+        if self.is_asleep:
+            return []
         started = [spec for spec in self._specs if spec.name not in self.children]
         for spec in started:
             self.children[spec.name] = Child(
@@ -140,6 +148,7 @@ class RecoveryUnit:
             self.num_consecutive_failures - self.is_down,
             self.num_restarts,
             [child.save() for child in self.children.values()],
+            self.is_asleep,
         )
 
     def adopt(self, saved: SavedUnit) -> None:
@@ -154,6 +163,22 @@ class RecoveryUnit:
         self.epoch = saved.epoch + 2 * (len(self.children) < len(self._specs))
         self.num_consecutive_failures = max(saved.num_failures, 0)
         self.num_restarts.update(saved.num_restarts)
+        if saved.is_asleep:
+            self.sleep(time.monotonic())
+
+    def sleep(self, now: float) -> None:
+        """Stop every process. The leader gets `SLEEP_S` seconds for it; its followers stop after it."""
+        self.num_consecutive_failures = self._num_causes_found = 0
+        self.is_down = self.is_asleep = self._is_renewed = True
+        self._is_exhausted = self._awaits_ends = False
+        if (leader := self.children.get(self.leader.name)) is not None:
+            leader.signal(signal.SIGTERM)
+            leader.kill_at = now + SLEEP_S
+
+    def wake(self, now: float) -> None:
+        """Start every process again, once those that exit have exited."""
+        self.is_asleep = False
+        self._start_at = now
 
     def restart(self, now: float) -> None:
         """Kill and restart every process. This does not count as a crash and resets the count of earlier crashes."""
@@ -254,6 +279,9 @@ class RecoveryUnit:
         if not self.is_down or not all(child.is_known_dead for child in dead):
             # The supervisor has yet to handle an exit; the final report of that process may explain it.
             return []
+        if self.is_asleep:
+            self._fall_asleep(dead)
+            return []
         if not self._may_resume:
             for child in self.children.values():
                 if child.spec is not self.leader:
@@ -274,6 +302,15 @@ class RecoveryUnit:
         if self.children:
             self._resumed_at = now
         return self.start()
+
+    def _fall_asleep(self, dead: list[Child]) -> None:
+        """Forget the processes that have exited, and stop the followers once the leader has."""
+        for child in dead:
+            child.close()
+            del self.children[child.spec.name]
+        if self.leader.name not in self.children:
+            for child in self.children.values():
+                child.kill()
 
     def has_followers_before(self, epoch: int) -> bool:
         """Return whether followers of an epoch before `epoch` are still running."""
@@ -309,8 +346,11 @@ class RecoveryUnit:
 
     @property
     def has_ended(self) -> bool:
-        """True if the leader has exited and its successor has not been started."""
-        return self.is_down and not self.children[self.leader.name].alive
+        """True if the leader has exited and its successor has not been started; in sleep, if all have exited."""
+        if self.is_asleep:
+            return not self.children
+        leader = self.children.get(self.leader.name)
+        return self.is_down and not (leader is not None and leader.alive)
 
     @property
     def is_up(self) -> bool:
@@ -320,6 +360,8 @@ class RecoveryUnit:
     @property
     def is_settled(self) -> bool:
         """True if nothing changes until a process reports something or exits."""
+        if self.is_asleep:
+            return not self.children
         return (
             self.is_up
             and not self.is_resuming
@@ -336,7 +378,8 @@ class RecoveryUnit:
         """The time (CLOCK_MONOTONIC seconds) to call `recover` if no event happens before; None for never."""
         if not self.is_down:
             return None
-        if self._awaits_ends:
-            kill_at = self.children[self.leader.name].kill_at
+        if self._awaits_ends or self.is_asleep:
+            leader = self.children.get(self.leader.name)
+            kill_at = None if leader is None else leader.kill_at
             return kill_at if kill_at is not None and kill_at > time.monotonic() else None
         return self._start_at

@@ -1,4 +1,4 @@
-"""The rotation: the replicas that receive new requests, and restarts that wait until a replica is idle."""
+"""The rotation: the replicas that receive new requests, and those that restart or sleep once they are idle."""
 
 from __future__ import annotations
 
@@ -22,24 +22,54 @@ LOAD_UPDATE_INTERVAL_S: Final = 2 * BEAT_INTERVAL_S
 """Seconds after which all frontends have received a drain, and heartbeats count all requests sent before it."""
 
 
+UNLOAD_S: Final = 5.0
+"""Seconds for which an UNLOAD waits until all replicas are idle. It has no effect if they are not."""
+
+
 class Rotation:
     """The states of all replicas, and their roles if there are roles.
 
-    Commands that would leave no serving replica are ignored.
+    Commands to drain or restart that would leave no serving replica are ignored. All replicas sleep once none has had a
+    request for `sleep_idle_s` seconds, unless that is None.
     """
 
     def __init__(
-        self, units: list[RecoveryUnit], timeout_s: float, roles: Sequence[ReplicaRole] = ()
+        self,
+        units: list[RecoveryUnit],
+        timeout_s: float,
+        roles: Sequence[ReplicaRole] = (),
+        sleep_idle_s: float | None = None,
     ) -> None:
         self._places = [_Place(*each) for each in zip_longest(units, roles)]
         self._timeout_s = timeout_s
+        self._sleep_idle_s = sleep_idle_s
+        self._idle_since: float | None = None
+        self._unloads_until = 0.0
+        self._num_steps = 0
 
-    def apply_command(self, command: ReplicaCommand, now: float) -> None:
-        """Start to drain, restart or undrain a replica, or change its role."""
+    def apply_command(self, command: ReplicaCommand, now: float) -> bool:
+        """Start to drain, restart, undrain or wake a replica, let it sleep, or change its role.
+
+        Returns:
+            False if the command has no effect.
+        """
         if not 0 <= command.replica < len(self._places):
-            return
+            return False
         place = self._places[command.replica]
-        if command.action in NEW_ROLES:
+        before = place.described()
+        self._apply(command, place, now)
+        return place.described() != before
+
+    def _apply(self, command: ReplicaCommand, place: _Place, now: float) -> None:
+        if command.action is ReplicaAction.SLEEP:
+            self._sleep(self._linked_to(place), now, wakes_on_request=False)
+        elif command.action is ReplicaAction.WAKE:
+            self._wake(self._linked_to(place), now)
+        elif command.action is ReplicaAction.UNLOAD:
+            self._unloads_until = now + UNLOAD_S
+        elif place.state in (ReplicaState.SLEEPING, ReplicaState.WAKING):
+            pass
+        elif command.action in NEW_ROLES:
             if place.role is not None:
                 place.role = NEW_ROLES[command.action]
         elif command.action is ReplicaAction.UNDRAIN:
@@ -53,12 +83,55 @@ class Rotation:
             if place.state is ReplicaState.SERVING:
                 place.enter(ReplicaState.DRAINING, now)
 
-    def advance(self, now: float) -> None:
+    def _linked_to(self, place: _Place) -> list[_Place]:
+        """Return the replicas that sleep and wake together with this one: all that divide the model's experts."""
+        return self._places if place.unit.peers else [place]
+
+    def _sleep(self, places: Sequence[_Place], now: float, *, wakes_on_request: bool) -> None:
+        for place in places:
+            place.wakes_on_request = wakes_on_request
+            if place.state is not ReplicaState.SLEEPING:
+                place.enter(ReplicaState.SLEEPING, now)
+                place.will_restart = place.will_stay_drained = False
+                place.unit.sleep(now)
+
+    def _wake(self, places: Sequence[_Place], now: float) -> None:
+        sleeping = [place for place in places if place.state is ReplicaState.SLEEPING]
+        # Workers of replicas that divide experts connect to those of the same epoch.
+        epoch = 1 + max((place.unit.epoch for place in sleeping), default=0)
+        for place in sleeping:
+            if place.unit.peers:
+                place.unit.next_epoch = epoch
+            place.wakes_on_request = False
+            place.enter(ReplicaState.WAKING, now)
+            place.unit.wake(now)
+
+    def find_idle(self, now: float) -> bool:
+        """Return whether all replicas serve, and no request has come for so long that they may sleep."""
+        limit_s = 0.0 if now < self._unloads_until else self._sleep_idle_s
+        if limit_s is None:
+            return False
+        num_steps = sum(place.num_steps for place in self._places)
+        if num_steps != self._num_steps or not all(
+            place.can_serve and place.is_idle for place in self._places
+        ):
+            self._num_steps, self._idle_since = num_steps, None
+        elif self._idle_since is None:
+            self._idle_since = now
+        return self._idle_since is not None and now - self._idle_since >= limit_s
+
+    def advance(self, now: float) -> bool:
         """Perform the state changes that have become possible.
 
         A restart waits for the replica's sequences until the timeout. Unfinished sequences then continue at another
         replica.
+
+        Returns:
+            True if the replicas go to sleep, because they are idle.
         """
+        if is_idle := self.find_idle(now):
+            self._idle_since, self._unloads_until = None, 0.0
+            self._sleep(self._places, now, wakes_on_request=True)
         for place in self._places:
             waited_s = now - place.since
             if place.state is ReplicaState.DRAINING and place.is_idle:
@@ -73,18 +146,28 @@ class Rotation:
             elif place.state is ReplicaState.RESTARTING and place.unit.is_up:
                 is_drained = place.will_stay_drained
                 place.enter(ReplicaState.DRAINING if is_drained else ReplicaState.SERVING, now)
+            elif place.state is ReplicaState.WAKING and place.unit.is_up:
+                place.enter(ReplicaState.SERVING, now)
+        return is_idle
 
     @property
     def is_settled(self) -> bool:
-        """True if every replica serves, and none is about to restart."""
+        """True if every replica serves or sleeps, and none is about to restart."""
         return all(
-            each.state is ReplicaState.SERVING and not each.will_restart for each in self._places
+            each.state in (ReplicaState.SERVING, ReplicaState.SLEEPING) and not each.will_restart
+            for each in self._places
         )
 
     def save(self) -> list[SavedReplica]:
         """Return the states of all replicas for another supervisor."""
         return [
-            SavedReplica(each.state, each.will_restart, each.will_stay_drained, each.role)
+            SavedReplica(
+                each.state,
+                each.will_restart,
+                each.will_stay_drained,
+                each.wakes_on_request,
+                each.role,
+            )
             for each in self._places
         ]
 
@@ -94,6 +177,7 @@ class Rotation:
             place.enter(replica.state, now)
             place.will_restart = replica.will_restart
             place.will_stay_drained = replica.will_stay_drained
+            place.wakes_on_request = replica.wakes_on_request
             place.role = replica.role
 
     def replica_infos(self) -> list[ReplicaInfo]:
@@ -108,6 +192,7 @@ class _Place:
         since: The time at which it entered its current state (CLOCK_MONOTONIC seconds).
         will_restart: True if it restarts when it has drained.
         will_stay_drained: True if it stays out of the rotation after a restart.
+        wakes_on_request: True if it sleeps only until the next request.
     """
 
     def __init__(self, unit: RecoveryUnit, role: ReplicaRole | None) -> None:
@@ -117,6 +202,17 @@ class _Place:
         self.since = 0.0
         self.will_restart = False
         self.will_stay_drained = False
+        self.wakes_on_request = False
+
+    def described(self) -> tuple[object, ...]:
+        """Return what a command can change."""
+        return (
+            self.state,
+            self.role,
+            self.will_restart,
+            self.will_stay_drained,
+            self.wakes_on_request,
+        )
 
     def enter(self, state: ReplicaState, now: float) -> None:
         self.state, self.since = state, now
@@ -125,6 +221,12 @@ class _Place:
     @property
     def can_serve(self) -> bool:
         return self.state is ReplicaState.SERVING and self.unit.is_up
+
+    @property
+    def num_steps(self) -> int:
+        """The number of steps that the core has reported."""
+        leader = self.unit.children.get(self.unit.leader.name)
+        return 0 if leader is None else leader.progress.num_steps
 
     @property
     def is_idle(self) -> bool:
@@ -151,4 +253,5 @@ class _Place:
             is_up=self.unit.is_up,
             has_ended=self.unit.has_ended,
             role=self.role,
+            wakes_on_request=self.wakes_on_request,
         )

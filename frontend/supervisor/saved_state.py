@@ -38,6 +38,7 @@ class SavedUnit(msgspec.Struct, array_like=True, frozen=True):
     num_failures: int
     num_restarts: dict[str, int]
     processes: list[SavedProcess]
+    is_asleep: bool
 
 
 class SavedReplica(msgspec.Struct, array_like=True, frozen=True):
@@ -46,6 +47,7 @@ class SavedReplica(msgspec.Struct, array_like=True, frozen=True):
     state: ReplicaState
     will_restart: bool
     will_stay_drained: bool
+    wakes_on_request: bool
     role: ReplicaRole | None
 
 

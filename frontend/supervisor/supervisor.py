@@ -97,7 +97,8 @@ class Supervisor:
         if config.parallel.divides_experts_among_replicas:
             recovery.link_units(replicas)
         roles = config.parallel.replica_roles
-        self._rotation = Rotation(replicas, self.drain_timeout_s, roles)
+        sleep_idle_s = config.recovery.sleep_idle_s
+        self._rotation = Rotation(replicas, self.drain_timeout_s, roles, sleep_idle_s)
         self._on_status = on_status
         self._on_recovery = on_recovery
         self._signals = signals
@@ -318,7 +319,8 @@ class Supervisor:
         self._launcher.read_exits()
         self._read_reports()
         self._hang_watch.kill_hung(self._children(), time.monotonic())
-        self._rotation.advance(time.monotonic())
+        if self._rotation.advance(time.monotonic()):
+            self._report("no request came: the model is unloaded until the next one")
         exits = [
             (unit, child)
             for unit in self._units
@@ -349,9 +351,11 @@ class Supervisor:
         )
 
     def _look(self) -> None:
-        """Read heartbeats, and find processes that hang, while nothing else happens."""
+        """Read heartbeats, and find processes that hang or are idle, while nothing else happens."""
         self._read_heartbeats()
         self._hang_watch.kill_hung(self._children(), time.monotonic())
+        if self._rotation.find_idle(time.monotonic()):
+            self._is_settled = False
         self._publisher.refresh(self._make_status())
 
     def _watch_exits(self, children: Iterable[Child]) -> None:
@@ -380,8 +384,8 @@ class Supervisor:
             elif isinstance(report, ReplicaCommand):
                 if not self.was_ready:
                     continue
-                self._report(f"replica {report.replica}: {report.action}")
-                self._rotation.apply_command(report, time.monotonic())
+                if self._rotation.apply_command(report, time.monotonic()):
+                    self._report(f"replica {report.replica}: {report.action}")
                 self._publisher.publish(self._make_status())
             else:
                 self._apply_report(report)
@@ -427,7 +431,7 @@ class Supervisor:
     def _on_exit(self, unit: RecoveryUnit, child: Child) -> None:
         child.is_known_dead = True
         self._close_exit_fd(child)
-        if child.spec.role in self._ending:
+        if child.spec.role in self._ending or unit.is_asleep:
             return
         deadline = time.monotonic() + (0.0 if child.was_killed else FINAL_ERROR_S)
         while child.stage is not Stage.FAILED and time.monotonic() < deadline:

@@ -10,7 +10,7 @@ from .option import option
 
 
 class RecoveryConfig(msgspec.Struct, frozen=True):
-    """The limits after which a process counts as hung, and the number of its restarts.
+    """The limits after which a process counts as hung, the number of its restarts, and when an idle server sleeps.
 
     A crash is unexplained if no token was produced and no cause was found since the previous one.
     """
@@ -28,6 +28,19 @@ class RecoveryConfig(msgspec.Struct, frozen=True):
             ge=0,
         ),
     ] = 5
+    sleep_idle_s: (
+        Annotated[
+            float,
+            option(
+                "Idle seconds before the model is unloaded until the next request",
+                "--sleep-idle-seconds",
+                parse="idle_time",
+                default_text="never",
+                ge=0,
+            ),
+        ]
+        | None
+    ) = None
     inject_crash: (
         Annotated[
             int, option("For tests: crash the worker when a prompt contains this token", ge=0)

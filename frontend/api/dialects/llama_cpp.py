@@ -259,7 +259,7 @@ class LlamaDescription:
                 "bos_token": tokenizer.bos_token or "",
                 "eos_token": tokenizer.eos_token or "",
                 "build_info": f"engine-{__version__}",
-                "is_sleeping": False,
+                "is_sleeping": self._serving.engine.sleep.is_asleep,
             }
         )
 

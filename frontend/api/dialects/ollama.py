@@ -44,7 +44,7 @@ from ..serving import Serving
 from ..structured.constraint import Constraint
 from ..tools.tool_choice import ToolChoice
 from .ollama_answer import OLLAMA_STREAM, OllamaChatAnswer, OllamaTextAnswer, head_of, nanoseconds
-from .ollama_request import LATEST, OllamaPrompt, translate_chat, translate_generate
+from .ollama_request import LATEST, UNLOAD, OllamaPrompt, translate_chat, translate_generate
 
 PATH: Final = "/api/"
 
@@ -94,7 +94,7 @@ class OllamaChat(ChatCompletions):
         return await self._serving.executor.run(size, translate_chat, body, name), size
 
     def _greeting(self, request: ChatCompletionRequest) -> Json | None:
-        return _loaded(request, {"message": {"role": "assistant", "content": ""}})
+        return _load(self._serving, request, {"message": {"role": "assistant", "content": ""}})
 
 
 class OllamaGenerate(ChatCompletions):
@@ -111,7 +111,7 @@ class OllamaGenerate(ChatCompletions):
         return await self._serving.executor.run(size, translate_generate, body, name), size
 
     def _greeting(self, request: ChatCompletionRequest) -> Json | None:
-        return _loaded(request, {"response": ""})
+        return _load(self._serving, request, {"response": ""})
 
     async def _render(
         self, plan: ChatPlan, request: ChatCompletionRequest, size: int
@@ -144,11 +144,17 @@ class OllamaGenerate(ChatCompletions):
         return params
 
 
-def _loaded(request: ChatCompletionRequest, empty: Json) -> Json | None:
-    """Return the answer to a request without a prompt, which loads or unloads a model; None for others."""
+def _load(serving: Serving, request: ChatCompletionRequest, empty: Json) -> Json | None:
+    """Load or unload the model if the request has no prompt, and return the answer; return None for others.
+
+    Without `--sleep-idle`, the model always stays loaded.
+    """
     assert isinstance(request, OllamaPrompt)
     if not request.done_reason:
         return None
+    if serving.config.recovery.sleep_idle_s is not None:
+        sleep = serving.engine.sleep
+        (sleep.unload if request.done_reason == UNLOAD else sleep.load)()
     return head_of(request.model or "") | empty | {"done": True, "done_reason": request.done_reason}
 
 
@@ -224,7 +230,9 @@ class OllamaModels:
         return json_response({"models": cards})
 
     async def running(self, request: Request) -> Response:
-        """List the loaded models. All served models are loaded."""
+        """List the loaded models: all served models, unless the server sleeps."""
+        if self._serving.engine.sleep.is_asleep:
+            return json_response({"models": []})
         loaded = {
             "expires_at": "9999-12-31T23:59:59Z",
             "size_vram": 0,

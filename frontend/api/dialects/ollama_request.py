@@ -43,6 +43,9 @@ _SENT_OPTIONS: Final = {
 _NEUTRAL: Final = {"mirostat": 0, "tfs_z": 1}
 """Options that are rejected unless they have the value that has no effect."""
 
+UNLOAD: Final = "unload"
+"""The reason in the answer to a request that unloads the model."""
+
 _NO_TIME: Final = re.compile(r"[+-]?0[0.hmnsuµ]*")
 """A duration of zero, such as 0s."""
 
@@ -138,7 +141,7 @@ def translate_generate(body: OllamaGenerateRequest, model: str | None) -> Ollama
 
 def _reason_without_prompt(keep_alive: float | str | None) -> str:
     is_zero = keep_alive == 0 or (isinstance(keep_alive, str) and _NO_TIME.fullmatch(keep_alive))
-    return "unload" if is_zero else "load"
+    return UNLOAD if is_zero else "load"
 
 
 def _common(body: OllamaFields) -> Json:

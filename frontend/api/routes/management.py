@@ -75,8 +75,10 @@ class Management:
         return self._status(is_alive and engine.dead_reason is None)
 
     async def readyz(self, request: Request) -> Response:
-        """Return 200 while the server is healthy and has room for one more request."""
-        return self._status(self._is_healthy and not self._serving.engine.find_overload())
+        """Return 200 while the server is healthy, would answer a request, and has room for one more."""
+        engine = self._serving.engine
+        can_answer = not (engine.find_overload() or engine.sleep.awaits_operator)
+        return self._status(self._is_healthy and can_answer)
 
     async def health(self, request: Request) -> Response:
         """Return 200 from the first generated token until draining begins, while every process makes progress."""
@@ -102,8 +104,9 @@ class Management:
         serving = self._serving
         dead = serving.engine.dead_reason
         overload = serving.engine.find_overload() if self._is_healthy else None
+        state = "ready" if self._is_healthy and not overload else "not ready"
         body = {
-            "state": "ready" if self._is_healthy and not overload else "not ready",
+            "state": "asleep" if self._is_healthy and serving.engine.sleep.is_asleep else state,
             "stage": "failed" if dead else serving.stage,
             "detail": redact(dead)
             if dead

@@ -31,20 +31,16 @@ class Pauses:
 
     async def pause(self, request: Request) -> Response:
         """Pause generation. Answer when nothing is computed any more."""
-        query = request.query_params
-        text = query.get("mode", PauseMode.ABORT)
-        if text not in set(PauseMode):
-            raise wrong("mode", f"one of {', '.join(PauseMode)}", text)
-        mode = PauseMode(text)
+        query, mode = request.query_params, read_mode(request)
         if _is_true(query.get("wait_for_inflight_requests", "false"), "wait_for_inflight_requests"):
             mode = PauseMode.WAIT
         clear_cache = _is_true(query.get("clear_cache", "true"), "clear_cache")
-        await self._pause(mode, clear_cache=clear_cache)
+        await self.pause_all(mode, clear_cache=clear_cache)
         return json_response({"status": "paused"})
 
     async def resume(self, request: Request) -> Response:
         """Resume generation."""
-        await self._resume()
+        await self.resume_all()
         return json_response({"status": "resumed"})
 
     async def is_paused(self, request: Request) -> Response:
@@ -61,7 +57,7 @@ class Pauses:
         mode = _SGLANG_MODES.get(name)
         if mode is None:
             raise wrong("mode", f"one of {', '.join(_SGLANG_MODES)}", name)
-        await self._pause(mode, clear_cache=False)
+        await self.pause_all(mode, clear_cache=False)
         if name == "retract":
             # Running requests give up their blocks and compute them again after the pause.
             await self._serving.engine.calls.reset_prefix_cache(True)
@@ -72,10 +68,11 @@ class Pauses:
         self, http: Request, body: SglangPauseRequest, size: int
     ) -> Response:
         """Resume generation."""
-        await self._resume()
+        await self.resume_all()
         return json_response({"status": "ok", "message": "Generation continues."})
 
-    async def _pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+    async def pause_all(self, mode: PauseMode, *, clear_cache: bool) -> None:
+        """Pause all replicas. Raises APIError 503 if some were not paused."""
         self._serving.verify_serving()
         try:
             await self._serving.engine.calls.pause(mode, clear_cache=clear_cache)
@@ -83,13 +80,22 @@ class Pauses:
             message = f"Some replicas were not paused: {redact(str(error))}"
             raise unavailable(message, self._serving.retry_after_s) from error
 
-    async def _resume(self) -> None:
+    async def resume_all(self) -> None:
+        """Resume all replicas. Raises APIError 503 if some were not resumed."""
         self._serving.verify_serving()
         try:
             await self._serving.engine.calls.resume()
         except EngineError as error:
             message = f"Some replicas were not resumed: {redact(str(error))}"
             raise unavailable(message, self._serving.retry_after_s) from error
+
+
+def read_mode(request: Request) -> PauseMode:
+    """Return the mode in the query of a request. Raises APIError 400 if it is invalid."""
+    text = request.query_params.get("mode", PauseMode.ABORT)
+    if text not in set(PauseMode):
+        raise wrong("mode", f"one of {', '.join(PauseMode)}", text)
+    return PauseMode(text)
 
 
 def _is_true(text: str, param: str) -> bool:

@@ -19,6 +19,9 @@ from ..serving import Serving
 CALL_S: Final = 5.0
 """Seconds until a call to the cores is given up, because one of them may be busy or hang."""
 
+_NEED_OTHERS: Final = (ReplicaAction.DRAIN, ReplicaAction.RESTART, ReplicaAction.SLEEP)
+"""The actions that would leave no serving replica. `POST /sleep` lets all replicas sleep."""
+
 
 class Replicas:
     """Routes that list and control replicas."""
@@ -52,10 +55,13 @@ class Replicas:
             )
         action = ReplicaAction(wanted)
         parallel = self._serving.config.parallel
-        if action is ReplicaAction.RESTART and parallel.divides_experts_among_replicas:
+        if (
+            action in (ReplicaAction.RESTART, ReplicaAction.SLEEP)
+            and parallel.divides_experts_among_replicas
+        ):
             raise APIError(
                 409,
-                f"Replica {index} cannot restart alone: it divides the experts with the other replicas "
+                f"Replica {index} cannot {action} alone: it divides the experts with the other replicas "
                 "(--enable-expert-parallel with --data-parallel-size); drain it, or restart the server",
                 type="conflict_error",
             )
@@ -63,7 +69,7 @@ class Replicas:
         replicas = watch.status.replicas
         if action in NEW_ROLES:
             _check_role(index, NEW_ROLES[action], replicas)
-        elif action is not ReplicaAction.UNDRAIN and not _others_serve(index, replicas):
+        elif action in _NEED_OTHERS and not _others_serve(index, replicas):
             raise APIError(
                 409,
                 f"Replica {index} is the only serving replica; undrain another first, wait until one is up, "

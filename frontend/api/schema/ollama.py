@@ -20,10 +20,11 @@ class OllamaFields(msgspec.Struct, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Int | None = None
 
-    # Accepted because clients send them; they have no effect. The model always stays loaded: `keep_alive` only changes
-    # the reason in the answer to an empty prompt. A prompt that is too long is refused, and a full context ends the
-    # answer.
+    # With an empty prompt, 0 unloads the model if the server may sleep, and other values load it.
     keep_alive: float | str | None = None
+
+    # Accepted because clients send them; they have no effect. A prompt that is too long is refused, and a full context
+    # ends the answer.
     truncate: bool | None = None
     shift: bool | None = None
 

@@ -125,6 +125,12 @@ class SglangPauseRequest(msgspec.Struct, kw_only=True):
     mode: str | None = None
 
 
+class SglangMemoryRequest(msgspec.Struct, kw_only=True):
+    """The body of `POST /release_memory_occupation` and of `POST /resume_memory_occupation`."""
+
+    tags: list[str] | None = None
+
+
 class SglangEncodeRequest(SglangInput, kw_only=True):
     """The body of `POST /encode`. A list of texts, or of lists of token ids, gets a list of answers."""
 

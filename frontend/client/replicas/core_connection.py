@@ -50,6 +50,8 @@ PIECE_BYTES: Final = 512 * 1024
 PIECE_REQUESTS: Final = 256
 """Maximum requests of a message with requests, so that neither side blocks for long."""
 
+_IN_ROTATION: Final = (ReplicaState.SERVING, ReplicaState.RESTARTING, ReplicaState.WAKING)
+
 _ENVELOPE_BYTES: Final = 64
 """Maximum bytes of a message in addition to its requests."""
 
@@ -93,6 +95,9 @@ class CoreConnection:
         is_serving: True if the core accepts new requests.
         is_in_rotation: True if requests may wait for this core while it does not serve.
         is_stuck: True if its replica makes no progress, so that new requests go to others.
+        state: The state of the core's replica.
+        has_ended: True if the core has exited and the next one has not started; in sleep, if all processes have exited.
+        wakes_on_request: True if the replica sleeps until a request comes.
         role: The role of the core's replica: prefill, decode or both.
     """
 
@@ -111,6 +116,8 @@ class CoreConnection:
         self.is_serving = True
         self.is_in_rotation = True
         self.is_stuck = False
+        self.state = ReplicaState.SERVING
+        self.has_ended = self.wakes_on_request = False
         self.role = config.parallel.role_of(core_index)
         self.epoch = 0
         self._latest_epoch = 0
@@ -140,7 +147,9 @@ class CoreConnection:
 
     def apply_status(self, replica: ReplicaInfo) -> None:
         """Apply the supervisor's status of this core."""
-        self.is_in_rotation = replica.state in (ReplicaState.SERVING, ReplicaState.RESTARTING)
+        self.state, self.has_ended = replica.state, replica.has_ended
+        self.wakes_on_request = replica.wakes_on_request
+        self.is_in_rotation = replica.wakes_on_request or replica.state in _IN_ROTATION
         self.is_serving = replica.is_up and replica.state is ReplicaState.SERVING
         self.role = replica.role or self.role
         latest_epoch = replica.epoch + replica.has_ended
@@ -161,6 +170,11 @@ class CoreConnection:
     def is_paused(self) -> bool:
         """True if an operator has paused generation."""
         return self._events.pause is not PauseState.RUNNING
+
+    @property
+    def is_asleep(self) -> bool:
+        """True if the core's replica sleeps, or wakes at present."""
+        return self.state in (ReplicaState.SLEEPING, ReplicaState.WAKING)
 
     @property
     def is_for_prefill(self) -> bool:

@@ -8,6 +8,7 @@ from ...bodies.intake import Intake
 from ...routes.embeddings import Embeddings
 from ...routes.management import Management
 from ...routes.pause import Pauses
+from ...routes.sleep import Sleep
 from ...serving import Serving
 from .encode import SglangEncode
 from .generate import SglangGenerate
@@ -20,7 +21,7 @@ def routes(
 ) -> list[Route]:
     """Return all routes."""
     description, parsers = SglangDescription(serving), SglangParsers(serving, intake)
-    pauses = Pauses(serving, intake)
+    pauses, sleep = Pauses(serving, intake), Sleep(serving, intake)
     return [
         Route("/generate", SglangGenerate(serving, intake), methods=["POST", "PUT"]),
         Route("/encode", SglangEncode(intake, embeddings).encode, methods=["POST", "PUT"]),
@@ -34,5 +35,7 @@ def routes(
         Route("/flush_cache", management.reset_prefix_cache, methods=["POST"]),
         Route("/pause_generation", pauses.pause_like_sglang, methods=["POST"]),
         Route("/continue_generation", pauses.resume_like_sglang, methods=["POST"]),
+        Route("/release_memory_occupation", sleep.release, methods=["POST"]),
+        Route("/resume_memory_occupation", sleep.take_back, methods=["POST"]),
         Route("/abort_request", SglangAborts(serving, intake).abort, methods=["POST"]),
     ]

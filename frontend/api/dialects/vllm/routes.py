@@ -9,6 +9,7 @@ from starlette.routing import Route
 from ....http.errors import bad_request, json_response
 from ...bodies.intake import Intake, reads
 from ...routes.pause import Pauses
+from ...routes.sleep import Sleep
 from ...schema.vllm import VllmAbortRequest
 from ...serving import Serving
 from ..sglang.operations import abort
@@ -34,11 +35,14 @@ class VllmAborts:
 
 def routes(serving: Serving, intake: Intake) -> list[Route]:
     """Return all routes."""
-    pauses = Pauses(serving, intake)
+    pauses, sleep = Pauses(serving, intake), Sleep(serving, intake)
     return [
         Route("/pause", pauses.pause, methods=["POST"]),
         Route("/resume", pauses.resume, methods=["POST"]),
         Route("/is_paused", pauses.is_paused),
+        Route("/sleep", sleep.sleep, methods=["POST"]),
+        Route("/wake_up", sleep.wake_up, methods=["POST"]),
+        Route("/is_sleeping", sleep.is_sleeping),
         Route("/generative_scoring", GenerativeScoring(serving, intake), methods=["POST"]),
         Route("/inference/v1/generate", VllmGenerate(serving, intake), methods=["POST"]),
         Route("/inference/v1/abort_requests", VllmAborts(serving, intake).abort, methods=["POST"]),

@@ -1,0 +1,114 @@
+"""The sleep of replicas, whose processes are stopped meanwhile to free all memory of the model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
+
+from ....protocol.errors import EngineError
+from ....protocol.supervisor_messages import ReplicaAction, ReplicaState
+from ..engine_watch import EngineWatch
+from ..request_group import Sequence as EngineSequence
+from .core_connection import CoreConnection
+
+SLEEP_S: Final = 60.0
+"""Maximum seconds for all processes of the replicas to exit."""
+
+POLL_S: Final = 0.02
+"""Seconds between checks whether all replicas sleep, or are awake."""
+
+
+class ReplicaSleep:
+    """Puts all replicas to sleep, and wakes them.
+
+    Requests that arrive meanwhile wait. They wake replicas that sleep because they were idle, but not those that an
+    operator put to sleep. Unfinished sequences continue after the sleep with the tokens that they would have had.
+
+    Args:
+        cores: The connections to the cores of all replicas. The list may change.
+        check_alive: Raises EngineError if the engine has failed.
+        find_watch: Returns the watch over the engine; None before the start.
+    """
+
+    def __init__(
+        self,
+        cores: Sequence[CoreConnection],
+        check_alive: Callable[[], object],
+        find_watch: Callable[[], EngineWatch | None],
+    ) -> None:
+        self._cores = cores
+        self._check_alive = check_alive
+        self._find_watch = find_watch
+
+    @property
+    def is_asleep(self) -> bool:
+        """True while no replica serves, because all that could sleep or wake."""
+        return any(core.is_asleep for core in self._cores) and not any(
+            core.ready and core.is_serving for core in self._cores
+        )
+
+    @property
+    def awaits_operator(self) -> bool:
+        """True while no replica serves, and no request can change that."""
+        return self.is_asleep and all(
+            core.state is ReplicaState.SLEEPING and not core.wakes_on_request
+            for core in self._cores
+            if core.is_asleep
+        )
+
+    def unload(self) -> None:
+        """Let all replicas sleep until the next request, if they are idle within seconds."""
+        self._command(ReplicaAction.UNLOAD, self._cores[:1])
+
+    def load(self) -> None:
+        """Wake the replicas that sleep until the next request."""
+        self._command(ReplicaAction.WAKE, (core for core in self._cores if core.wakes_on_request))
+
+    def wake_for_request(self, core: CoreConnection) -> None:
+        """Wake the replicas if a request goes to one that sleeps because it was idle."""
+        if core.wakes_on_request:
+            self.load()
+
+    def apply_status(self, sequences: Iterable[EngineSequence]) -> None:
+        """Apply a status, which the connections have applied: wake replicas that fell asleep before a request came."""
+        if any(core.wakes_on_request for core in self._cores):
+            for sequence in sequences:
+                self.wake_for_request(self._cores[sequence.core_index])
+
+    async def sleep(self) -> None:
+        """Put all replicas to sleep. Return when their processes have exited.
+
+        Raises:
+            EngineError: Some did not exit in time.
+        """
+        self._command(ReplicaAction.SLEEP, self._cores)
+        try:
+            async with asyncio.timeout(SLEEP_S):
+                while not all(
+                    core.state is ReplicaState.SLEEPING and core.has_ended for core in self._cores
+                ):
+                    await asyncio.sleep(POLL_S)
+                    self._check_alive()
+        except TimeoutError:
+            raise EngineError(f"some processes did not exit within {SLEEP_S:.0f} s") from None
+
+    async def wake(self) -> None:
+        """Wake all replicas that sleep. Return when all that were asleep serve.
+
+        Raises:
+            EngineError: The engine failed.
+        """
+        self._command(ReplicaAction.WAKE, (core for core in self._cores if core.is_asleep))
+        while any(
+            core.is_asleep or (core.state is ReplicaState.SERVING and not core.ready)
+            for core in self._cores
+        ):
+            await asyncio.sleep(POLL_S)
+            self._check_alive()
+
+    def _command(self, action: ReplicaAction, cores: Iterable[CoreConnection]) -> None:
+        self._check_alive()
+        if (watch := self._find_watch()) is not None:
+            for core in cores:
+                watch.request(core.core_index, action)
