@@ -269,14 +269,19 @@ class Frontend:
         deadline = time.monotonic() + self._config.frontend.shutdown_timeout_s
         await self._resume()
         while (self._engine.num_inflight or http.is_answering) and time.monotonic() < deadline:
+            if self._engine.sleep.is_asleep:
+                await self._resume()
             await asyncio.sleep(DRAIN_POLL_S)
         if self._engine.num_inflight:
             logger.warning("%d sequences did not finish in time", self._engine.num_inflight)
 
     async def _resume(self) -> None:
-        """End a pause or sleep, in which requests would never finish."""
+        """End a pause, and a sleep if there are requests: they would never finish."""
+        is_asleep = self._engine.sleep.is_asleep
+        if is_asleep and not self._engine.num_inflight:
+            return
         try:
-            if self._engine.num_inflight and self._engine.sleep.is_asleep:
+            if is_asleep:
                 async with asyncio.timeout(self._config.frontend.shutdown_timeout_s):
                     await self._engine.sleep.wake()
             if self._engine.calls.is_paused():

@@ -1,4 +1,4 @@
-"""Pausing and resuming generation on several replicas with several frontends."""
+"""Pausing generation, and unloading the model, on several replicas with several frontends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from support.program import wait_until
-from support.server import Server, assert_nothing_is_held, default_model
+from support.server import Server, assert_nothing_is_held, default_model, title_of
 
 NUM_TOKENS = 800
 NUM_REQUESTS = 6
@@ -20,6 +20,7 @@ LONGER_S = 2.0
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     flags = ("--device", "null", "--null-step-ms", "2", "-dp", "2", "--api-server-count", "2")
+    flags += ("--sleep-idle", "100000")
     with Server("--model", default_model(), *flags) as server:
         server.wait_until_whole()
         yield server
@@ -203,3 +204,66 @@ def test_a_paused_server_drains(pool: ThreadPoolExecutor) -> None:
         )
         assert server.stop() == 0
         assert [len(each) for each in tokens(waiting)] == [20] * NUM_REQUESTS
+
+
+def states(server: Server) -> set[str]:
+    return {each["state"] for each in server.get("/replicas")[1]["replicas"]}
+
+
+def wait_until_asleep(server: Server) -> None:
+    """Wait until both frontends know that the model is unloaded."""
+    wait_until(
+        lambda: all(server.get("/props")[1]["is_sleeping"] for _ in range(8)), what="both know"
+    )
+
+
+def test_kept_requests_continue_after_the_sleep(server: Server, pool: ThreadPoolExecutor) -> None:
+    expected = tokens(start(server, pool))
+    running = start(server, pool)
+    wait_until_running(server)
+    post(server, "/sleep?level=2&mode=keep")
+    titles = {title_of(child).split()[0] for child in server.find_children()}
+    assert not titles & {"core", "worker"} and states(server) == {"sleeping"}
+    wait_until_asleep(server)
+    assert server.get("/is_sleeping") == (200, {"is_sleeping": True})
+    # Load balancers choose another server, but nothing restarts this one.
+    assert server.get("/health")[0] == 200 and server.get("/readyz")[0] == 503
+    server.child("supervisor").kill()
+    late = start(server, pool)
+    post(server, "/wake_up?tags=weights")
+    assert server.get("/is_sleeping") == (200, {"is_sleeping": True})
+    assert not any(each.done() for each in running + late)
+    post(server, "/resume_memory_occupation", {"tags": ["kv_cache"]})
+    assert tokens(running) == expected == tokens(late)
+    assert states(server) == {"serving"}
+
+
+def test_the_next_request_loads_an_unloaded_model(server: Server, pool: ThreadPoolExecutor) -> None:
+    expected = tokens(start(server, pool))
+    model = server.get("/v1/models")[1]["data"][0]["id"]
+    answer = post(server, "/api/generate", {"model": model, "keep_alive": 0})
+    assert answer["done_reason"] == "unload"
+    wait_until_asleep(server)
+    assert server.get("/api/ps")[1] == {"models": []}
+    server.child("frontend 0").kill()
+    server.wait_until_whole()
+    assert server.get("/readyz")[0] == 200 and states(server) == {"sleeping"}
+    assert tokens(start(server, pool)) == expected
+    assert len(server.get("/api/ps")[1]["models"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("/sleep?level=3", b"", 'level must be one of 0, 1, 2, got "3"'),
+        ("/sleep?mode=nap", b"", 'mode must be one of abort, wait, keep, got "nap"'),
+        ("/wake_up?tags=heads", b"", 'got "heads"'),
+        ("/release_memory_occupation", {"tags": ["heads"]}, 'got "heads"'),
+    ],
+)
+def test_an_unknown_part_or_mode_is_refused(
+    server: Server, path: str, body: Any, message: str
+) -> None:
+    status, answer = server.post(path, body)
+    assert status == 400 and message in answer["error"]["message"]
+    assert states(server) == {"serving"}

@@ -34,6 +34,8 @@ def main() -> int:
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     run_dir = Path(config.run_dir)
     cores_stopped = run_dir / "cores-stopped"
+    # Cores stop before a sleep too; the workers of the next life go on.
+    have_slept = cores_stopped.exists()
 
     def record(event: str) -> None:
         with open(f"{config.run_dir}.events", "a") as file:
@@ -91,7 +93,7 @@ def main() -> int:
         crash_if_told()
         time.sleep(0.005)
     while behavior == "stubborn" or not stop.requested:
-        if name.startswith("worker") and cores_stopped.exists():
+        if name.startswith("worker") and cores_stopped.exists() and not have_slept:
             break
         time.sleep(0.005)
     record("stopped")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
@@ -14,6 +15,9 @@ from .core_connection import CoreConnection
 
 SLEEP_S: Final = 60.0
 """Maximum seconds for all processes of the replicas to exit."""
+
+RESEND_S: Final = 1.0
+"""Seconds after which a command that has had no effect is sent again."""
 
 POLL_S: Final = 0.02
 """Seconds between checks whether all replicas sleep, or are awake."""
@@ -80,16 +84,15 @@ class ReplicaSleep:
         """Put all replicas to sleep. Return when their processes have exited.
 
         Raises:
-            EngineError: Some did not exit in time.
+            EngineError: Some did not exit in time, or the engine failed.
         """
-        self._command(ReplicaAction.SLEEP, self._cores)
+
+        def is_awake(core: CoreConnection) -> bool:
+            return core.state is not ReplicaState.SLEEPING or not core.has_ended
+
         try:
             async with asyncio.timeout(SLEEP_S):
-                while not all(
-                    core.state is ReplicaState.SLEEPING and core.has_ended for core in self._cores
-                ):
-                    await asyncio.sleep(POLL_S)
-                    self._check_alive()
+                await self._repeat(ReplicaAction.SLEEP, is_awake)
         except TimeoutError:
             raise EngineError(f"some processes did not exit within {SLEEP_S:.0f} s") from None
 
@@ -99,11 +102,20 @@ class ReplicaSleep:
         Raises:
             EngineError: The engine failed.
         """
-        self._command(ReplicaAction.WAKE, (core for core in self._cores if core.is_asleep))
-        while any(
-            core.is_asleep or (core.state is ReplicaState.SERVING and not core.ready)
-            for core in self._cores
-        ):
+        await self._repeat(
+            ReplicaAction.WAKE,
+            lambda core: core.is_asleep or (core.state is ReplicaState.SERVING and not core.ready),
+        )
+
+    async def _repeat(
+        self, action: ReplicaAction, is_pending: Callable[[CoreConnection], bool]
+    ) -> None:
+        """Send a command for all cores that are pending until none is, because a supervisor that dies loses it."""
+        sent_at = -RESEND_S
+        while pending := [core for core in self._cores if is_pending(core)]:
+            if (now := time.monotonic()) - sent_at >= RESEND_S:
+                sent_at = now
+                self._command(action, pending)
             await asyncio.sleep(POLL_S)
             self._check_alive()
 

@@ -5,8 +5,10 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+from engine.frontend.supervisor import recovery
 from engine.frontend.supervisor import supervisor as supervisor_module
 from engine.frontend.supervisor.supervisor import Supervisor
+from engine.protocol.config import RecoveryConfig
 from engine.protocol.supervisor_messages import Heartbeat, ProcessStatus, ReplicaAction, Stage
 from engine.protocol.transport import encode
 from support.processes import eventually, is_running
@@ -154,4 +156,56 @@ def test_dropped_frames_are_counted_across_restarts(run_dir: str) -> None:
         assert operator.sees_dropped_by_worker(3)
         os.kill(supervisor.pids["worker 0"], signal.SIGKILL)
         assert operator.sees_dropped_by_worker(6)
+        operator.close()
+
+
+def test_replicas_sleep_without_processes_until_they_wake(
+    run_dir: str, operated: tuple[Supervisor, Operator]
+) -> None:
+    supervisor, operator = operated
+    frontend = supervisor.pids["frontend 0"]
+    for replica in (0, 1):
+        operator.command(replica, ReplicaAction.SLEEP)
+    assert operator.sees("sleeping", "sleeping")
+    assert eventually(lambda: operator.look() or set(supervisor.pids) == {"frontend 0"})
+    for action in (ReplicaAction.DRAIN, ReplicaAction.RESTART, ReplicaAction.UNDRAIN):
+        operator.command(1, action)
+    assert operator.sees_silence() and operator.sees("sleeping", "sleeping")
+    operator.command(1, ReplicaAction.WAKE)
+    assert operator.sees("sleeping", "serving")
+    operator.command(0, ReplicaAction.WAKE)
+    assert operator.sees("serving", "serving")
+    assert supervisor.pids["frontend 0"] == frontend
+    names = ("core 0", "core 1", "worker 0", "worker 1")
+    assert eventually(lambda: {lives(run_dir, name) for name in names} == {2})
+
+
+def test_a_core_that_does_not_exit_is_killed_to_sleep(
+    run_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recovery, "SLEEP_S", 0.3)
+    with supervisor_of(run_dir, ALL_READY | {"core 0": "stubborn"}) as supervisor:
+        supervisor.start()
+        supervisor.wait_until_ready()
+        operator = Operator(supervisor, run_dir)
+        operator.command(0, ReplicaAction.SLEEP)
+        assert eventually(lambda: operator.look() or set(supervisor.pids) == {"frontend 0"})
+        operator.command(0, ReplicaAction.WAKE)
+        assert operator.sees("serving")
+        operator.close()
+
+
+def test_idle_replicas_sleep(run_dir: str) -> None:
+    limits = RecoveryConfig(sleep_idle_s=0.2)
+    messages: list[str] = []
+    with supervisor_of(
+        run_dir, TWO_REPLICAS, recovery=limits, on_recovery=messages.append
+    ) as supervisor:
+        supervisor.start()
+        operator = Operator(supervisor, run_dir)
+        assert operator.sees("sleeping", "sleeping")
+        assert messages == ["no request came: the model is unloaded until the next one"]
+        operator.command(0, ReplicaAction.WAKE)
+        operator.command(1, ReplicaAction.WAKE)
+        assert operator.sees("serving", "serving") and operator.sees("sleeping", "sleeping")
         operator.close()
