@@ -20,6 +20,7 @@ from .batches.executor import BatchExecutor
 from .batches.records import BatchRecords
 from .batches.routes import batch_routes
 from .bodies.intake import Intake
+from .control.replicas import Replicas
 from .decisions.endpoint import Decisions
 from .decisions.system_one import SystemOne
 from .dialects import anthropic, llama_cpp, ollama, text_embeddings, whisper_cpp
@@ -54,7 +55,6 @@ from .routes.events import Events
 from .routes.invocations import Invocations, PoolingInvocations
 from .routes.loras import Loras
 from .routes.management import Management
-from .routes.replicas import Replicas
 from .routes.scores import Scores
 from .routes.timelines import Timelines
 from .routes.tokenization import Tokenization

@@ -45,9 +45,9 @@ from ..http.errors import (
 )
 from ..http.trace_headers import read_trace_headers
 from .bodies.body import ClientDisconnected
+from .control.replicas import parse_rank
 from .inputs.transfer_params import transfer_params
 from .prompts import verify_num_sequences
-from .routes.replicas import parse_rank
 from .schema import GenerationRequest, PoolingFields, StreamOptions
 from .serving import Serving
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from starlette.routing import Route
 
 from ...bodies.intake import Intake
+from ...control.pause import Pauses
+from ...control.sleep import Sleep
 from ...routes.embeddings import Embeddings
 from ...routes.management import Management
-from ...routes.pause import Pauses
-from ...routes.sleep import Sleep
 from ...serving import Serving
 from .encode import SglangEncode
 from .generate import SglangGenerate

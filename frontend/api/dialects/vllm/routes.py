@@ -8,8 +8,8 @@ from starlette.routing import Route
 
 from ....http.errors import bad_request, json_response
 from ...bodies.intake import Intake, reads
-from ...routes.pause import Pauses
-from ...routes.sleep import Sleep
+from ...control.pause import Pauses
+from ...control.sleep import Sleep
 from ...schema.vllm import VllmAbortRequest
 from ...serving import Serving
 from ..sglang.operations import abort

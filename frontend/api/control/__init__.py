@@ -1,0 +1,1 @@
+"""Routes that pause, unload, drain and restart replicas."""
