@@ -46,6 +46,8 @@ def granite4_vision(vision: Vision) -> Mmproj:
         vision.integers(name)
         for name in ("feature_layer", "projector.spatial_offsets", "image_grid_pinpoints")
     )
+    if not features:
+        raise vision.wrong("feature_layer", "at least one layer", features)
     targets = vision.decoder_layers(len(features))
     if len(features) != len(offsets):
         raise vision.wrong("projector.spatial_offsets", f"{len(features)} integers", offsets)
