@@ -1,4 +1,4 @@
-"""Run traffic of many kinds on real servers, and crash or stop a random process of each every few seconds.
+"""Run traffic of many kinds on real servers, and crash or stop a random process, or let all sleep, every few seconds.
 
     scripts/bench/run chaos --minutes 30 --every 20
     scripts/bench/run chaos --sides model speech live --setup tensor
@@ -54,6 +54,9 @@ from support.program import wait_until
 from support.server import Server, default_model, title_of
 from support.source_checkpoints import WINDOW_S, multilingual_whisper, realtime_directory
 from support.tiny_checkpoints import layers_directory, mixture_directory
+
+ALL_REPLICAS = "all replicas"
+"""A victim that is no process: the model is unloaded and loaded again."""
 
 HARMS_CHILDREN = ("terminated", "out of memory")
 """Faults that are not for the supervisor: it stops the server, or its children inherit the limit of memory."""
@@ -139,6 +142,10 @@ class Havoc:
             title, fault = self._rng.choice(self._titles), self._rng.choice(list(FAULTS))
             if title == "supervisor" and fault in HARMS_CHILDREN:
                 continue
+            if title == ALL_REPLICAS:
+                self.faults[f"{title} slept"] += 1
+                self._server.post("/sleep?mode=keep", b"")
+                self._server.post("/wake_up", b"")
             victims = [c for c in self._server.find_children() if title_of(c) == title]
             for victim in victims:
                 self.faults[f"{title} {fault}"] += 1
@@ -329,7 +336,9 @@ def main() -> int:
         "--setup", choices=SETUPS, default="one", help="additional flags of small models"
     )
     parser.add_argument(
-        "--victims", nargs="+", help="process titles such as 'core 0' (default: all)"
+        "--victims",
+        nargs="+",
+        help="process titles such as 'core 0', or 'all replicas' to let them sleep (default: all)",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
@@ -349,7 +358,8 @@ def main() -> int:
         totals = {side.name: Counter[str]() for side in sides}
         havocs = []
         for side in sides:
-            titles = args.victims or [title_of(child) for child in side.server.children]
+            children = [title_of(child) for child in side.server.children]
+            titles = args.victims or [*children, ALL_REPLICAS]
             havocs.append(stack.enter_context(Havoc(side.server, args.every, titles, rng)))
         pool = stack.enter_context(ThreadPoolExecutor(len(sides)))
         while time.monotonic() - started < args.minutes * 60:

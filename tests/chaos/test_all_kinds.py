@@ -1,4 +1,4 @@
-"""Images, adapters, embeddings, scores, beams and text share a server whose processes crash: no answer changes."""
+"""Images, adapters, embeddings, scores, beams and text share a server that crashes or sleeps: no answer changes."""
 
 from __future__ import annotations
 
@@ -47,6 +47,17 @@ def test_answers_are_unchanged_by_crashes(
             victim = server.child(title)
             victim.kill()
             psutil.wait_procs([victim], timeout=10)
+        assert found.result() == undisturbed
+    assert_nothing_is_held(server)
+
+
+def test_answers_are_unchanged_by_a_sleep(server: Server, undisturbed: list[Any]) -> None:
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        found = pool.submit(answers, server, model_requests())
+        for _ in range(2):
+            wait_until(lambda: server.metric("engine:num_requests_running") > 1, what="they run")
+            assert server.post("/sleep?mode=keep", b"")[0] == 200
+            assert server.post("/wake_up", b"")[0] == 200
         assert found.result() == undisturbed
     assert_nothing_is_held(server)
 

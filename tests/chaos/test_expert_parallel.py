@@ -127,6 +127,20 @@ def test_all_replicas_restart_with_a_worker_and_streams_continue(
     assert_nothing_is_held(server)
 
 
+def test_all_replicas_sleep_together_and_streams_continue(
+    server: Server, expected: list[dict[str, Any]], flags: tuple[str, ...]
+) -> None:
+    server.wait_until_whole()
+    streams = Streams(server, REQUESTS)
+    streams.wait_for_events(50)
+    assert server.post("/replicas/1/sleep", b"")[0] == 409
+    assert server.post("/sleep?mode=keep", b"")[0] == 200
+    assert not workers(server)
+    assert server.post("/wake_up", b"")[0] == 200
+    assert comparable(streams.answers(), flags) == comparable(expected, flags)
+    assert_nothing_is_held(server)
+
+
 def test_workers_survive_a_core_crash(
     server: Server, expected: list[dict[str, Any]], flags: tuple[str, ...]
 ) -> None:
