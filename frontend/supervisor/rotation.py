@@ -120,8 +120,8 @@ class Rotation:
             self._idle_since = now
         return self._idle_since is not None and now - self._idle_since >= limit_s
 
-    def advance(self, now: float) -> bool:
-        """Perform the state changes that have become possible.
+    def advance(self, now: float, *, may_sleep: bool) -> bool:
+        """Perform the state changes that have become possible. Before the engine was ready, no replica may sleep.
 
         A restart waits for the replica's sequences until the timeout. Unfinished sequences then continue at another
         replica.
@@ -129,7 +129,7 @@ class Rotation:
         Returns:
             True if the replicas go to sleep, because they are idle.
         """
-        if is_idle := self.find_idle(now):
+        if is_idle := may_sleep and self.find_idle(now):
             self._idle_since, self._unloads_until = None, 0.0
             self._sleep(self._places, now, wakes_on_request=True)
         for place in self._places:

@@ -319,7 +319,7 @@ class Supervisor:
         self._launcher.read_exits()
         self._read_reports()
         self._hang_watch.kill_hung(self._children(), time.monotonic())
-        if self._rotation.advance(time.monotonic()):
+        if self._rotation.advance(time.monotonic(), may_sleep=self.was_ready):
             self._report("no request came: the model is unloaded until the next one")
         exits = [
             (unit, child)
