@@ -337,11 +337,20 @@ class Frontend:
 
     def _handle_signals(self) -> None:
         loop = asyncio.get_running_loop()
+        loop.set_exception_handler(self._recover)
         loop.add_signal_handler(signal.SIGTERM, self._on_terminate)
         loop.add_signal_handler(signal.SIGUSR1, self._retired.set)
         # The supervisor handles these signals for all of its children.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    def _recover(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Log the failure of a callback, for example for lack of memory, and run those again that it may have been."""
+        loop.default_exception_handler(context)
+        self._engine.resume_outputs()
+        self._store.resume()
+        for core in self._engine.cores:
+            core.resume()
 
     def _on_terminate(self) -> None:
         if self._stop.is_set():

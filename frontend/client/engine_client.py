@@ -104,6 +104,7 @@ class EngineClient:
         sleep: Puts the replicas to sleep, and wakes them.
         finish_sequence: Finishes a sequence that was not sent to a core.
         finish_as_reported: Finishes a sequence that was not sent to a core, in the way that its earlier core reported.
+        resume_outputs: Continues to wake the readers of outputs after a callback has failed.
         list_recent_requests: Returns the times and counts of running and recently ended requests.
         reasoning_ends: The running answers whose reasoning clients may end.
         output_log: Records outputs before they are applied; None to apply them immediately.
@@ -127,6 +128,7 @@ class EngineClient:
         self._output = OutputProcessor(self.metrics, self._abort_at_core)
         self.list_recent_requests = self._output.list_recent_requests
         self.finish_sequence = self._output.finish
+        self.resume_outputs = self._output.resume
         self.finish_as_reported = self._output.finish_as_reported
         self.groups = GroupFactory(config, tokenizer, self._input, self._output.wake_soon)
         self._context: zmq.Context[Any] = zmq.Context()
@@ -152,9 +154,8 @@ class EngineClient:
         self._prefill = RemotePrefill(
             config, client_index, self._router, lambda: self._indices.next_free(), self._send
         )
-        self._indices = RequestIndices(
-            ChainMap[int, Any](self._output.sequences, self._prefill.prefills)
-        )
+        in_use = ChainMap[int, Any](self._output.sequences, self._prefill.prefills)
+        self._indices = RequestIndices(in_use)
 
     @property
     def ready(self) -> bool:
@@ -255,9 +256,8 @@ class EngineClient:
             EngineDraining: The server is shutting down, and did not accept this work before.
             EngineDead: The engine has failed.
         """
-        arrival_time = time.monotonic()
         self._check_open()
-        requests = await self._input.process(sequences, arrival_time)
+        requests = await self._input.process(sequences, time.monotonic())
         await hash_prompts(sequences, requests, self._config.cache)
         self._check_open()
         for asked, request in zip(sequences, requests, strict=True):

@@ -258,43 +258,52 @@ class OutputProcessor:
                 sequence.has_updates = True
                 group.updates.append(sequence)
             if not group.is_woken:
-                group.is_woken = True
                 woken.append(group)
+                group.is_woken = True
         if woken:
             self._schedule_readers()
 
     def wake_soon(self, group: RequestGroup) -> None:
         """Wake a group's reader after the other pending callbacks."""
         if not group.is_woken:
-            group.is_woken = True
             self._woken.append(group)
+            group.is_woken = True
+        self._schedule_readers()
+
+    def resume(self) -> None:
+        """Wake the readers although a callback that should have done it has failed."""
+        self._is_wake_scheduled = False
         self._schedule_readers()
 
     def _schedule_readers(self) -> None:
         if not self._is_wake_scheduled:
-            self._is_wake_scheduled = True
+            # In this order, a failure to schedule it is not remembered as a success.
             asyncio.get_running_loop().call_soon(self._wake_readers)
+            self._is_wake_scheduled = True
 
     def _wake_readers(self) -> None:
         """Wake readers one by one, for at most `WAKE_S` in total, and the others after other callbacks have run."""
         self._is_wake_scheduled = False
         end = time.monotonic() + WAKE_S
         since = self._unsent_since
-        while self._woken:
-            group = self._woken.popleft()
-            group.is_woken = False
-            if group.on_update is None:
-                group.wake()
-            elif group.on_update():
-                self.wake_soon(group)
-            now = time.monotonic()
-            if since:
-                self._delivery_times.append(now - since)
-            if now > end:
-                break
-        if self._woken:
-            self._schedule_readers()
-        else:
+        try:
+            while self._woken:
+                group = self._woken.popleft()
+                group.is_woken = False
+                if group.on_update is None:
+                    group.wake()
+                elif group.on_update():
+                    self.wake_soon(group)
+                now = time.monotonic()
+                if since:
+                    self._delivery_times.append(now - since)
+                if now > end:
+                    break
+        finally:
+            # The other readers are woken although one has failed.
+            if self._woken:
+                self._schedule_readers()
+        if not self._woken:
             self._unsent_since = 0.0
 
     def _find_rows(self, outputs: EngineCoreOutputs) -> _Rows:

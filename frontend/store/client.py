@@ -153,6 +153,11 @@ class StoreClient:
         self._wire = Peer[FromStore](self._context, self._address, self._identity, FromStore)
         self._peer = AsyncPeer[FromStore](self._wire, self._receive)
 
+    def resume(self) -> None:
+        """Receive although a callback that should have done it has failed."""
+        if self._peer is not None:
+            self._peer.resume()
+
     async def wait_until_connected(self, timeout_s: float) -> bool:
         """Wait until the store has answered. Return False if it has not done so within `timeout_s` seconds."""
         with contextlib.suppress(TimeoutError):

@@ -38,10 +38,16 @@ class AsyncPeer(Generic[In]):
         self._loop.remove_reader(self._peer.socket.FD)
         self._peer.close()
 
+    def resume(self) -> None:
+        """Read although a callback that should have done it has failed."""
+        self._read_scheduled = False
+        self._schedule_read()
+
     def _schedule_read(self) -> None:
         if not self._read_scheduled:
-            self._read_scheduled = True
+            # In this order, a failure to schedule it is not remembered as a success.
             self._loop.call_soon(self._read)
+            self._read_scheduled = True
 
     def _read(self) -> None:
         self._read_scheduled = False

@@ -270,13 +270,28 @@ class CoreConnection:
         self._aborted.clear()
         self._moved.clear()
 
+    def resume(self) -> None:
+        """Receive and send although a callback that should have done it has failed."""
+        self._peer.resume()
+        self._flush_scheduled = False
+        self._schedule_flush()
+
     def _schedule_flush(self) -> None:
         if not self._flush_scheduled:
-            self._flush_scheduled = True
+            # In this order, a failure to schedule it is not remembered as a success.
             self._loop.call_soon(self._flush)
+            self._flush_scheduled = True
 
     def _flush(self) -> None:
         self._flush_scheduled = False
+        try:
+            self._send_queued()
+        except Exception:
+            # Some messages may be lost, for example for lack of memory.
+            logger.exception("core %d: messages could not be sent; reconnecting", self.core_index)
+            self.reconnect()
+
+    def _send_queued(self) -> None:
         if not self.ready:
             # All requests are sent again after the next greeting.
             self._discard_unsent()

@@ -3,7 +3,9 @@
 import asyncio
 import functools
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 from engine.frontend.client.engine_client import EngineDead
 from engine.protocol.arrays import int32_bytes
@@ -18,6 +20,7 @@ from engine.protocol.messages import (
     LossNoted,
     ReplicaLost,
 )
+from engine.protocol.transport import Peer
 from support.client_requests import PROMPT, request
 from support.echo_core import EchoCore
 from support.engine_fixtures import (
@@ -393,3 +396,44 @@ async def test_a_request_fails_after_losing_outputs_twice_without_a_token(tmp_pa
         assert delta.error is not None and "tokens twice" in delta.error
         [delta] = await drive(core, late.result())
         assert delta.token_ids == PROMPT[:3]
+
+
+@on_event_loop
+async def test_requests_that_could_not_be_sent_are_sent_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send, failures = Peer.send, [MemoryError()]
+
+    def fail_once(self: Peer[Any], message: msgspec.Struct) -> None:
+        if failures and isinstance(message, AddRequests):
+            raise failures.pop()
+        send(self, message)
+
+    async with connected(engine_config(tmp_path)) as (client, core):
+        monkeypatch.setattr(Peer, "send", fail_once)
+        group = await client.submit([request(6)], request_id="r")
+        [delta] = await drive(core, group.result())
+        assert delta.token_ids == PROMPT[:6] and not failures
+
+
+@on_event_loop
+async def test_work_goes_on_after_a_callback_has_failed(tmp_path: Path) -> None:
+    async with connected(engine_config(tmp_path)) as (client, core):
+        group = await client.submit([request(6)], request_id="r")
+
+        def fail() -> bool:
+            group.on_update = None
+            # The readers are woken in the callback that this ends.
+            raise MemoryError
+
+        group.on_update = fail
+        loop = asyncio.get_running_loop()
+        failures: list[object] = []
+        loop.set_exception_handler(lambda _, context: failures.append(context["exception"]))
+        other = await client.submit([request(6)], request_id="other")
+        ended = asyncio.ensure_future(other.result())
+        await until(ended.done, lambda: (core.receive(), core.requests and core.step()))
+        client.resume_outputs()
+        [delta] = await drive(core, group.result())
+        assert delta.token_ids == ended.result()[0].token_ids == PROMPT[:6]
+        assert [type(each) for each in failures] == [MemoryError]
