@@ -11,7 +11,6 @@ from typing import Final
 import msgspec
 
 from ..errors import CheckpointError
-from .gguf import GGUFFile
 
 HEAD_BYTES: Final = 1 << 20
 """Bytes at the beginning of a file that are hashed completely."""
@@ -69,6 +68,9 @@ def _find_tensors(path: Path, fd: int) -> Iterator[tuple[int, int]]:
             start, end = tensor.data_offsets
             yield 8 + length + max(start, 0), 8 + length + end
     elif path.suffix == ".gguf":
+        # A late import, because it loads numpy, which commands without a model do not need.
+        from .gguf import GGUFFile
+
         try:
             checkpoint = GGUFFile(path)
         except CheckpointError:
