@@ -79,6 +79,8 @@ LAST_WRITES_S = 2.0
 
 FORCED_EXIT_CODE = 1
 
+_CERT_REQS = {"none": ssl.CERT_NONE, "optional": ssl.CERT_OPTIONAL, "required": ssl.CERT_REQUIRED}
+
 _NO_ROOM = {str(FinishReason.REJECTED), str(FinishReason.THROTTLED)}
 
 
@@ -372,13 +374,19 @@ class Frontend:
             timeout_graceful_shutdown=LAST_WRITES_S,  # type: ignore[arg-type]
             ssl_keyfile=frontend.ssl_keyfile,
             ssl_certfile=frontend.ssl_certfile,
+            ssl_ca_certs=frontend.ssl_ca_certs,
+            ssl_cert_reqs=_CERT_REQS[
+                frontend.ssl_cert_reqs or ("required" if frontend.ssl_ca_certs else "none")
+            ],
         )
         try:
             config.load()
         except ssl.SSLError as error:
+            authorities = f", or --ssl-ca-certs {frontend.ssl_ca_certs} is invalid"
             raise ConfigError(
                 f"--ssl-keyfile {frontend.ssl_keyfile} does not match --ssl-certfile "
-                f"{frontend.ssl_certfile}: {error}; use PEM files of one key and its certificate"
+                f"{frontend.ssl_certfile}{authorities if frontend.ssl_ca_certs else ''}: {error}; use PEM files of one "
+                "key and its certificate"
             ) from error
         return config
 

@@ -335,6 +335,10 @@ def _checked(given: dict[str, Any]) -> Settings:
         raise ConfigError(
             "--ssl-keyfile and --ssl-certfile must be given together; add the missing one"
         )
+    for option, needed in (("ssl_ca_certs", "ssl_certfile"), ("ssl_cert_reqs", "ssl_ca_certs")):
+        if f"frontend.{option}" in given and f"frontend.{needed}" not in given:
+            flags = flag_of(f"frontend.{option}"), flag_of(f"frontend.{needed}")
+            raise ConfigError(f"{flags[0]} has no effect without {flags[1]}; add it")
     if given.get("model.skip_tokenizer_init"):
         for key in _NEED_TOKENIZER:
             if given.get(key) not in (None, "auto", "none", False):

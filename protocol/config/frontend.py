@@ -146,6 +146,19 @@ class FrontendConfig(msgspec.Struct, frozen=True):
     ssl_certfile: Annotated[
         str | None, option("Certificate chain file for HTTPS", "--ssl-cert-file", parse="file")
     ] = None
+    ssl_ca_certs: Annotated[
+        str | None,
+        option("Certificates of authorities that sign those of clients", parse="file"),
+    ] = None
+    ssl_cert_reqs: Annotated[
+        str | None,
+        option(
+            "Whether clients must show a certificate of --ssl-ca-certs",
+            choices=("none", "optional", "required"),
+            synonyms={"0": "none", "1": "optional", "2": "required"},
+            default_text="required with --ssl-ca-certs, else none",
+        ),
+    ] = None
     allowed_origins: Annotated[
         tuple[str, ...],
         option(

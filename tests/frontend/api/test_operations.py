@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import socket
+import ssl
 import subprocess
 import threading
 import time
@@ -353,12 +354,42 @@ def test_drain_with_an_incomplete_request_logs_nothing() -> None:
         assert "Traceback" not in frontend.log and "without completing" not in frontend.log
 
 
-def test_a_tls_handshake_has_the_timeout_of_a_request(tmp_path: Path) -> None:
-    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+@pytest.fixture(scope="module")
+def key_and_certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    directory = tmp_path_factory.mktemp("tls")
+    key, certificate = directory / "key.pem", directory / "cert.pem"
     command = (
         f"openssl req -x509 -newkey rsa:2048 -nodes -subj /CN=x -keyout {key} -out {certificate}"
     )
     subprocess.run(command.split(), check=True, capture_output=True)
+    return key, certificate
+
+
+@pytest.mark.parametrize(("requirement", "is_refused"), [(None, True), ("optional", False)])
+def test_clients_show_certificates(
+    key_and_certificate: tuple[Path, Path], requirement: str | None, is_refused: bool
+) -> None:
+    key, certificate = map(str, key_and_certificate)
+    with FrontendProcess(
+        ssl_keyfile=key,
+        ssl_certfile=certificate,
+        ssl_ca_certs=certificate,
+        ssl_cert_reqs=requirement,
+    ) as frontend:
+        url = f"https://127.0.0.1:{frontend.port}/health"
+        context = ssl.create_default_context(cafile=certificate)
+        context.check_hostname = False
+        with pytest.raises(httpx.TransportError) if is_refused else contextlib.nullcontext():
+            assert httpx.get(url, verify=context).status_code == 200
+        context.load_cert_chain(certificate, key)
+        assert httpx.get(url, verify=context).status_code == 200
+        assert frontend.stop() == 0 and "Traceback" not in frontend.log
+
+
+def test_a_tls_handshake_has_the_timeout_of_a_request(
+    key_and_certificate: tuple[Path, Path],
+) -> None:
+    key, certificate = key_and_certificate
     with FrontendProcess(
         slow_client_s=1.0, ssl_keyfile=str(key), ssl_certfile=str(certificate)
     ) as frontend:

@@ -240,6 +240,7 @@ def test_flags_accept_the_spellings_of_other_servers(
         ),
         (["--allowed-origins", "a.example", "m"], ["--allowed-origins", "'a.example'", "https://"]),
         (["--ssl-keyfile", __file__], ["--ssl-certfile", "together"]),
+        (["--ssl-cert-reqs", "required"], ["--ssl-cert-reqs", "--ssl-ca-certs"]),
         (["--ssl-keyfile", "/no/such"], ["--ssl-keyfile", "/no/such"]),
         (["--api-key-file", "/no/such"], ["--api-key-file", "/no/such"]),
         (["--config", "/no/such.yaml"], ["--config /no/such.yaml", "No such file"]),

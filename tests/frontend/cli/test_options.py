@@ -51,6 +51,7 @@ def value_of(option: Option, file: str) -> Any:
     """Return a value that differs from the default, as a file may have it."""
     by_parser: dict[str, Any] = {
         "dotted_name": "a.B",
+        "idle_time": 2.5,
         "kv_events": {"topic": "t"},
         "origins": ["https://a.example", "*"],
         "otlp_endpoint": "http://localhost:4318/v1/traces",
@@ -95,6 +96,12 @@ def companions(option: Option, file: str) -> list[str]:
     return {
         "--ssl-keyfile": ["--ssl-certfile", file],
         "--ssl-certfile": ["--ssl-keyfile", file],
+        "--ssl-ca-certs": ["--ssl-keyfile", file, "--ssl-certfile", file],
+        "--ssl-cert-reqs": [
+            *("--ssl-keyfile", file),
+            *("--ssl-certfile", file),
+            *("--ssl-ca-certs", file),
+        ],
         "--enable-auto-tool-choice": ["--tool-call-parser", "hermes"],
     }.get(option.flag, [])
 
