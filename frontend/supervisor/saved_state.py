@@ -38,7 +38,7 @@ class SavedUnit(msgspec.Struct, array_like=True, frozen=True):
     num_failures: int
     num_restarts: dict[str, int]
     processes: list[SavedProcess]
-    is_asleep: bool
+    is_asleep: bool = False
 
 
 class SavedReplica(msgspec.Struct, array_like=True, frozen=True):
