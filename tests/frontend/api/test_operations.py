@@ -5,11 +5,8 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import socket
-import ssl
-import subprocess
 import threading
 import time
-from pathlib import Path
 
 import httpx
 import openai
@@ -354,53 +351,6 @@ def test_drain_with_an_incomplete_request_logs_nothing() -> None:
         assert "Traceback" not in frontend.log and "without completing" not in frontend.log
 
 
-@pytest.fixture(scope="module")
-def key_and_certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    directory = tmp_path_factory.mktemp("tls")
-    key, certificate = directory / "key.pem", directory / "cert.pem"
-    command = (
-        f"openssl req -x509 -newkey rsa:2048 -nodes -subj /CN=x -keyout {key} -out {certificate}"
-    )
-    subprocess.run(command.split(), check=True, capture_output=True)
-    return key, certificate
-
-
-@pytest.mark.parametrize(("requirement", "is_refused"), [(None, True), ("optional", False)])
-def test_clients_show_certificates(
-    key_and_certificate: tuple[Path, Path], requirement: str | None, is_refused: bool
-) -> None:
-    key, certificate = map(str, key_and_certificate)
-    with FrontendProcess(
-        ssl_keyfile=key,
-        ssl_certfile=certificate,
-        ssl_ca_certs=certificate,
-        ssl_cert_reqs=requirement,
-    ) as frontend:
-        url = f"https://127.0.0.1:{frontend.port}/health"
-        context = ssl.create_default_context(cafile=certificate)
-        context.check_hostname = False
-        with pytest.raises(httpx.TransportError) if is_refused else contextlib.nullcontext():
-            assert httpx.get(url, verify=context).status_code == 200
-        context.load_cert_chain(certificate, key)
-        assert httpx.get(url, verify=context).status_code == 200
-        assert frontend.stop() == 0 and "Traceback" not in frontend.log
-
-
-def test_a_tls_handshake_has_the_timeout_of_a_request(
-    key_and_certificate: tuple[Path, Path],
-) -> None:
-    key, certificate = key_and_certificate
-    with FrontendProcess(
-        slow_client_s=1.0, ssl_keyfile=str(key), ssl_certfile=str(certificate)
-    ) as frontend:
-        url = f"https://127.0.0.1:{frontend.port}/health"
-        with socket.create_connection(("127.0.0.1", frontend.port), timeout=20) as silent:
-            assert httpx.get(url, verify=False).status_code == 200
-            with contextlib.suppress(ConnectionResetError):
-                assert silent.recv(100) == b""
-        assert frontend.stop() == 0 and "Traceback" not in frontend.log
-
-
 def test_probes_are_answered_when_clients_use_every_file_descriptor() -> None:
     with (
         FrontendProcess(slow_client_s=60.0, max_open_files=256) as frontend,
@@ -426,17 +376,6 @@ def test_second_signal_exits_at_once() -> None:
         frontend.process.terminate()
         assert frontend.process.wait(2) != 0
         stream.wait()
-
-
-def test_an_invalid_certificate_is_named_before_the_model_is_loaded(tmp_path: Path) -> None:
-    file = tmp_path / "bogus.pem"
-    file.write_text("bogus")
-    with FrontendProcess(
-        with_core=False, ssl_keyfile=str(file), ssl_certfile=str(file)
-    ) as frontend:
-        frontend.wait_for_stage(Stage.FAILED)
-        assert "--ssl-certfile" in frontend.stages[-1][1] and "bogus.pem" in frontend.stages[-1][1]
-        assert frontend.process.wait(10) == 1
 
 
 def test_a_failed_start_prints_the_reason() -> None:
