@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope
 
 from ...protocol.encoder_inputs.inputs import EncoderInput
 from ...protocol.errors import NO_ADAPTER_MEMORY, POISON_REQUEST
+from ...protocol.file_identity import LoraAdapter
 from ...protocol.pooling_params import PoolingParams
 from ...protocol.process import logged_request_id
 from ...protocol.sampling_params import SamplingParams, StructuredOutput
@@ -123,6 +124,7 @@ class PreparedPrompt:
     generated. `encoder_inputs` are images, audio clips or embeddings that replace some tokens; the content hashes of
     those that are parts of videos are `video_hashes`. `request_id` is "" if the prompt has none of its own.
     `after_reasoning` is the constraint on the text after a reasoning that the client may end; None if it may not.
+    `lora` and `cache_salt` replace those of the request.
     """
 
     token_ids: npt.NDArray[np.int32]
@@ -134,6 +136,8 @@ class PreparedPrompt:
     request_id: str = ""
     after_reasoning: StructuredOutput | None = None
     video_hashes: frozenset[bytes] = frozenset()
+    lora: LoraAdapter | None = None
+    cache_salt: str | None = None
 
     @property
     def num_image_bytes(self) -> int:
@@ -338,12 +342,13 @@ async def sequence_requests(
     sequences: list[SequenceRequest] = []
     for prompt in prompts:
         num_before = len(sequences)
+        chosen = prompt.lora or lora
         sequences += (
             SequenceRequest(
                 prompt_token_ids=prompt.token_ids,
                 params=params_for_output(prompt.params, j),
                 priority=priority,
-                cache_salt=request.cache_salt,
+                cache_salt=prompt.cache_salt or request.cache_salt,
                 cache_owner=origin.cache_owner,
                 tenant=origin.tenant,
                 deadline=origin.deadline,
@@ -351,7 +356,7 @@ async def sequence_requests(
                 trace_headers=origin.trace_headers,
                 predicted_token_ids=prompt.predicted_token_ids,
                 pooling=prompt.pooling,
-                lora=lora or (serving.config.model.media_lora if prompt.encoder_inputs else None),
+                lora=chosen or (serving.config.model.media_lora if prompt.encoder_inputs else None),
                 encoder_inputs=prompt.encoder_inputs,
                 kv_transfer_params=transfer,
                 request_id=prompt.request_id,

@@ -75,6 +75,18 @@ def test_embeddings_of_tokens_give_what_the_tokens_give(
         assert tokens(server, prompt_embeds=saved) == [expected[1]]
         adapted = tokens(server, prompt=prompts[1], model="one")
         assert tokens(server, prompt_embeds=saved, model="one") == adapted != [expected[1]]
+        # SGLang's formats.
+        sampling = {"max_new_tokens": 12, "temperature": 0, "ignore_eos": True}
+        raw = embeds[1].numpy().astype("<f4").tobytes()
+        for body in (
+            {"input_embeds": embeds[1].tolist()},
+            {"input_embeds": [each.tolist() for each in embeds[:2]]},
+            {"input_embeds_bytes": encoded(raw), "input_embeds_shape": [*embeds[1].shape]},
+        ):
+            status, answer = server.post("/generate", {"sampling_params": sampling, **body})
+            assert status == 200, answer
+            answers = answer if isinstance(answer, list) else [answer]
+            assert answers[-1]["output_ids"] == expected[1]
         assert_nothing_is_held(server)
 
 

@@ -24,11 +24,7 @@ def parse_prompt_embeds(
     Raises:
         APIError: The server does not accept embeddings, or they do not fit the model (400).
     """
-    if not config.model.enable_prompt_embeds:
-        raise bad_request(
-            "prompt_embeds",
-            "needs a server started with --enable-prompt-embeds; send text or token ids",
-        )
+    verify_enabled("prompt_embeds", config)
     single = isinstance(given, str)
     texts = [given] if isinstance(given, str) else given
     if not texts:
@@ -36,11 +32,29 @@ def parse_prompt_embeds(
     prompts = []
     for index, text in enumerate(texts):
         param = "prompt_embeds" if single else f"prompt_embeds[{index}]"
-        embeddings = _decode(text, param)
-        _verify(embeddings, param, config)
-        tokens: npt.NDArray[np.int32] = np.zeros(embeddings.shape[0], np.int32)
-        prompts.append((param, tokens, encoder_inputs_of(embeddings, config)))
+        prompts.append(embedded_prompt(_decode(text, param), param, config))
     return prompts
+
+
+def verify_enabled(param: str, config: EngineConfig) -> None:
+    """Raise APIError 400 if the server does not accept the embeddings in the field `param`."""
+    if not config.model.enable_prompt_embeds:
+        raise bad_request(
+            param, "needs a server started with --enable-prompt-embeds; send text or token ids"
+        )
+
+
+def embedded_prompt(
+    embeddings: Embeddings, param: str, config: EngineConfig
+) -> tuple[str, npt.NDArray[np.int32], list[EncoderInput]]:
+    """Return the field that errors name, zeros as placeholder tokens, and the encoder inputs of embeddings [T, D].
+
+    Raises:
+        APIError: They do not fit the model (400).
+    """
+    _verify(embeddings, param, config)
+    tokens: npt.NDArray[np.int32] = np.zeros(embeddings.shape[0], np.int32)
+    return param, tokens, encoder_inputs_of(embeddings, config)
 
 
 def _verify(embeddings: Embeddings, param: str, config: EngineConfig) -> None:

@@ -48,8 +48,6 @@ class SglangInput(msgspec.Struct, kw_only=True):
 
     text: str | list[str] | None = None
     input_ids: list[Int | list[Int]] | None = None
-    # The name of an adapter.
-    lora_path: str | None = None
     priority: Int | None = None
     user: str | None = None
 
@@ -59,29 +57,37 @@ class SglangInput(msgspec.Struct, kw_only=True):
     routing_key: str | None = None
 
     # Rejected, because an answer that ignores them would be wrong.
-    rejected: ClassVar[str] = (
-        "input_embeds image_data video_data audio_data positional_embed_overrides"
-    )
+    rejected: ClassVar[str] = "image_data video_data audio_data positional_embed_overrides"
 
 
 class SglangGenerateRequest(SglangInput, kw_only=True):
-    """The body of `POST /generate`. A list of texts, or of lists of token ids, gets a list of answers."""
+    """The body of `POST /generate`. A list of texts, or of lists of token ids, gets a list of answers.
 
-    sampling_params: SglangSampling | None = None
+    A parameter that may be a list then has a value for each of them.
+    """
+
+    # Embeddings of the tokens of a prompt, or of several prompts.
+    input_embeds: list[list[float | list[float]]] | None = None
+    # The same for one prompt: float32 in base64, and its shape [tokens, hidden size].
+    input_embeds_bytes: str | None = None
+    input_embeds_shape: list[Int] | None = None
+    sampling_params: SglangSampling | list[SglangSampling] | None = None
     stream: bool | None = None
-    return_logprob: bool | None = None
+    return_logprob: bool | list[bool] | None = None
     # The first token of the prompt whose log-probability is returned; -1 for none.
-    logprob_start_len: Int | None = None
-    top_logprobs_num: Int | None = None
-    # Tokens whose log-probabilities are returned besides. Several lists, one for each prompt, must be equal.
+    logprob_start_len: Int | list[Int] | None = None
+    top_logprobs_num: Int | list[Int] | None = None
+    # Tokens whose log-probabilities are returned besides.
     token_ids_logprob: list[Int | list[Int]] | None = None
     return_text_in_logprobs: bool | None = None
     return_prompt_token_ids: bool | None = None
     # The ids of the answers. The id of a single prompt is also the ID of the request.
     rid: str | list[str] | None = None
+    # The name of an adapter.
+    lora_path: str | list[str | None] | None = None
     # Cached prefixes are shared only by requests with the same key.
-    extra_key: str | None = None
-    cache_salt: str | None = None
+    extra_key: str | list[str] | None = None
+    cache_salt: str | list[str] | None = None
     # The replica.
     routed_dp_rank: Int | None = None
     data_parallel_rank: Int | None = None
@@ -134,6 +140,8 @@ class SglangMemoryRequest(msgspec.Struct, kw_only=True):
 class SglangEncodeRequest(SglangInput, kw_only=True):
     """The body of `POST /encode`. A list of texts, or of lists of token ids, gets a list of answers."""
 
+    # The name of an adapter.
+    lora_path: str | None = None
     dimensions: Int | None = None
     rid: str | None = None
 
@@ -141,7 +149,7 @@ class SglangEncodeRequest(SglangInput, kw_only=True):
     sampling_params: dict[str, Any] | None = None
 
     # Rejected, because an answer that ignores them would be wrong.
-    rejected: ClassVar[str] = "embed_overrides"
+    rejected: ClassVar[str] = "embed_overrides input_embeds"
 
 
 class SglangCallsRequest(msgspec.Struct, kw_only=True):

@@ -55,6 +55,31 @@ def test_lists_of_prompts_get_lists_of_answers(frontend: FrontendProcess) -> Non
     assert [each["output_ids"] for each in lists] == ids
 
 
+def test_each_prompt_of_a_list_has_its_own_parameters(frontend: FrontendProcess) -> None:
+    texts = ["The sky", "The sea is"]
+    first, second = generate(
+        frontend,
+        text=texts,
+        sampling=[{"max_new_tokens": 1}, {"max_new_tokens": 2, "stop": " sea"}],
+        return_logprob=[True, False],
+        logprob_start_len=[1, -1],
+        top_logprobs_num=[2, 0],
+        token_ids_logprob=[[7], []],
+        rid=["a", "b"],
+    )
+    assert [each["text"] for each in (first, second)] == ["The", "The"]
+    assert [each["meta_info"]["id"] for each in (first, second)] == ["a", "b"]
+    meta = first["meta_info"]
+    assert [len(meta["input_token_logprobs"]), len(meta["output_top_logprobs"][0])] == [1, 2]
+    assert meta["output_token_ids_logprobs"][0][0][1] == 7
+    assert second["meta_info"]["finish_reason"] == {"type": "stop", "matched": " sea"}
+    assert "output_token_logprobs" not in second["meta_info"]
+    # The values of one prompt are those of all its outputs, and equal values are no list.
+    sampling = [{"max_new_tokens": 1, "n": 2}, {"max_new_tokens": 2, "n": 2}]
+    several = generate(frontend, text=texts, sampling=sampling, extra_key=["x", "x"])
+    assert [len(each["output_ids"]) for each in several] == [1, 1, 2, 2]
+
+
 def test_listed_tokens_have_logprobs(frontend: FrontendProcess) -> None:
     ids = token_ids(frontend, TEXT)
     wanted = {"return_logprob": True, "top_logprobs_num": 2, "token_ids_logprob": [7, 5]}
@@ -76,19 +101,22 @@ def test_listed_tokens_have_logprobs(frontend: FrontendProcess) -> None:
 def test_logprobs_of_a_stream_grow(frontend: FrontendProcess) -> None:
     body = {"text": TEXT, "sampling_params": {"max_new_tokens": 4}, "stream": True}
     body |= {"return_logprob": True, "top_logprobs_num": 1, "token_ids_logprob": [9]}
+    body["logprob_start_len"] = 2
     *lines, _ = frontend.post("/generate", **body).text.split("\n\n")[:-1]
     events = [json.loads(line.removeprefix("data: ")) for line in lines]
     for event in events:
         meta = event["meta_info"]
+        assert [each[1] for each in meta["input_token_logprobs"]] == token_ids(frontend, TEXT)[2:]
         assert [each[1] for each in meta["output_token_logprobs"]] == event["output_ids"]
         for name in ("top", "token_ids"):
             assert len(meta[f"output_{name}_logprobs"]) == len(event["output_ids"])
     body["stream"] = False
     whole = frontend.post("/generate", **body).json()["meta_info"]
     for name in ("token", "top", "token_ids"):
-        field = f"output_{name}_logprobs"
-        assert events[-1]["meta_info"][field] == whole[field]
-    body |= {"stream": True, "sampling_params": {"max_new_tokens": 40_000}}
+        for field in (f"input_{name}_logprobs", f"output_{name}_logprobs"):
+            assert events[-1]["meta_info"][field] == whole[field]
+    body |= {"stream": True, "sampling_params": {"max_new_tokens": 400}}
+    body["token_ids_logprob"] = list(range(90))
     assert "at most 32768" in frontend.post("/generate", **body).json()["error"]["message"]
 
 
@@ -229,14 +257,18 @@ def test_clients_choose_ids_and_replicas(frontend: FrontendProcess) -> None:
         ({"return_logprob": True, "top_logprobs_num": -1}, "top_logprobs_num"),
         ({"return_logprob": True, "token_ids_logprob": [-1]}, "token_ids_logprob"),
         ({"return_logprob": True, "token_ids_logprob": [1, [2]]}, "token_ids_logprob"),
-        ({"return_logprob": True, "stream": True, "logprob_start_len": 0}, "logprob_start_len"),
+        ({"text": ["a", "b"], "sampling_params": [{}, {"n": 2}]}, "sampling_params[1].n"),
+        ({"text": ["a", "b"], "sampling_params": [{}, {"top_p": 2}]}, "sampling_params[1].top_p"),
+        ({"text": ["a", "b"], "top_logprobs_num": [1]}, "top_logprobs_num"),
+        ({"text": ["a", "b"], "lora_path": [None, "c"]}, "lora_path[1]"),
+        ({"text": None, "input_embeds": [[0.5, 0.5]]}, "input_embeds"),
         ({"image_data": "x"}, "image_data"),
         ({"lora_path": "unknown"}, "model"),
     ],
 )
 def test_errors_name_the_field(frontend: FrontendProcess, fields: dict, param: str) -> None:
     response = frontend.post("/generate", **{"text": "Hi"} | fields)
-    expected = 404 if param == "model" else 400
+    expected = 404 if "lora_path" in fields else 400
     assert (response.status_code, response.json()["error"]["param"]) == (expected, param)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import islice, starmap
 from typing import Any
 
@@ -10,7 +12,7 @@ from starlette.types import Receive
 
 from .....protocol.sampling_params import SamplingParams
 from ....client.engine_client import Delta, PositionLogprobs, Sequence
-from ....http.errors import wrong
+from ....http.errors import bad_request, renaming, wrong
 from ....http.json_pieces import EncodedJSON, encode_list, join_lists
 from ...answer import PromptAnswer
 from ...bodies.request_memory import MemoryLease
@@ -23,7 +25,8 @@ from ...schema import CompletionRequest
 from ...schema.sglang import SglangGenerateRequest
 from ...streaming.event_stream import OPENAI_STREAM, ChunkEncoder, event
 from ...structured.constraint import Constraint
-from .request import DEFAULT_MAX_TOKENS, SglangPrompt, assign_ids, translate
+from .embeds import embedded_prompts
+from .request import DEFAULT_MAX_TOKENS, SglangPrompt, assign_ids, translate, verify_repeated
 
 
 class SglangGenerate(Completions):
@@ -46,8 +49,8 @@ class SglangGenerate(Completions):
         self, request: CompletionRequest, body_size: int, receive: Receive
     ) -> tuple[list[PreparedPrompt], NewAnswer[CompletionRequest]]:
         """Return the encoded prompts, and the constructor of the answer."""
-        prompts, new_answer = await super().prepare(request, body_size, receive)
         assert isinstance(request, SglangPrompt)
+        prompts, new_answer = await self._prepare_parts(request, body_size, receive)
         assign_ids(request, len(prompts))
         if request.rid is None:
             for i, (prompt, own_id) in enumerate(zip(prompts, request.request_ids, strict=False)):
@@ -56,23 +59,56 @@ class SglangGenerate(Completions):
                 prompt.request_id = own_id
         return prompts, new_answer
 
+    async def _prepare_parts(
+        self, request: SglangPrompt, body_size: int, receive: Receive
+    ) -> tuple[list[PreparedPrompt], NewAnswer[CompletionRequest]]:
+        if not request.parts:
+            prompts, new_answer = await super().prepare(request, body_size, receive)
+            _verify_stream(request, prompts)
+            return prompts, new_answer
+        prompts, size = [], body_size // len(request.parts)
+        for part in request.parts:
+            with renaming(part.sent_name):
+                [prompt], _ = await super().prepare(part, size, receive)
+            with renaming(lambda name, place=part.place: f"lora_path{place}"):  # type: ignore[misc]
+                prompt.lora = self._serving.find_lora(part.model)
+            prompt.cache_salt = part.cache_salt
+            _verify_stream(part, [prompt])
+            prompts.append(prompt)
+            await asyncio.sleep(0)
+        return prompts, partial(self.answer_type, self._serving, request, prompts)
+
     def _params(self, request: CompletionRequest, constraint: Constraint | None) -> SamplingParams:
+        assert isinstance(request, SglangPrompt)
         params = super()._params(request, constraint)
         # Listed tokens do not replace the most likely ones.
         params.logprobs = request.logprobs
-        if params.prompt_logprobs is not None:
+        if request.first_logprob >= 0:
+            params.prompt_logprobs = request.num_prompt_tops
             params.prompt_logprob_token_ids = params.logprob_token_ids
         return params
 
     async def _prompts(self, request: CompletionRequest, body_size: int) -> list[Prompt]:
         assert isinstance(request, SglangPrompt)
-        return await self._serving.executor.run(
+        executor, config = self._serving.executor, self._serving.config
+        if request.embeds is not None:
+            if request.first_logprob >= 0:
+                raise bad_request("logprob_start_len", "cannot be used with input_embeds")
+            return await executor.run(body_size, embedded_prompts, request, config)
+        return await executor.run(
             body_size // BYTES_PER_TOKEN_ID,
             parse_prompts,
             request.prompt,
-            self._serving.config.model.prompt_vocab_size,
+            config.model.prompt_vocab_size,
             request.prompts_param,
         )
+
+
+def _verify_stream(request: SglangPrompt, prompts: list[PreparedPrompt]) -> None:
+    num_tokens = 0
+    if (first := request.first_logprob) >= 0:
+        num_tokens = sum(max(len(prompt.token_ids) - first, 0) for prompt in prompts)
+    verify_repeated(request, num_tokens)
 
 
 class SglangAnswer(PromptAnswer):
@@ -91,7 +127,7 @@ class SglangAnswer(PromptAnswer):
                 output.text,
                 output.token_ids,
                 output,
-                self.prompt_logprobs(sequence) | self.logprobs(output),
+                self.prompt_logprobs(sequence) | self.logprobs(sequence, output),
             )
             for sequence, output in zip(sequences, outputs, strict=True)
         )
@@ -112,12 +148,12 @@ class SglangAnswer(PromptAnswer):
         logprobs: dict[str, EncodedJSON],
     ) -> Json:
         """Return the result of a sequence with all of its output so far. `newest` is its newest output."""
-        request = self.request
+        request = self.request_of(sequence)
         if request.only_computes_prompt:
             text, token_ids = "", []
         meta: Json = {
             "id": self._id(sequence),
-            "finish_reason": self._finish_reason(newest, token_ids),
+            "finish_reason": _finish_reason(request, newest, token_ids),
             "prompt_tokens": sequence.num_prompt_tokens,
             "completion_tokens": len(token_ids),
             "cached_tokens": sequence.num_cached_tokens,
@@ -129,22 +165,27 @@ class SglangAnswer(PromptAnswer):
             result["prompt_token_ids"] = self.prompt_of(sequence).token_ids.tolist()
         return result
 
-    def logprobs(self, output: Delta) -> dict[str, EncodedJSON]:
+    def request_of(self, sequence: Sequence) -> SglangPrompt:
+        """Return the request for the prompt of a sequence."""
+        parts = self.request.parts
+        return parts[sequence.position // self.request.num_outputs] if parts else self.request
+
+    def logprobs(self, sequence: Sequence, output: Delta) -> dict[str, EncodedJSON]:
         """Return the lists of log-probabilities of new output, by their names; {} if none are requested."""
         if (positions := output.logprobs) is None:
             return {}
-        if self.request.only_computes_prompt:
+        request = self.request_of(sequence)
+        listed = self._listed(request, "output", positions)
+        if request.only_computes_prompt:
             # The listed tokens are scored at the position after the prompt.
-            return self._lists("output", [], lambda: ()) | self._listed("output", positions)
-        return self._lists("output", output.token_ids, lambda: positions) | self._listed(
-            "output", positions
-        )
+            return self._lists(request, "output", [], lambda: ()) | listed
+        return self._lists(request, "output", output.token_ids, lambda: positions) | listed
 
     def prompt_logprobs(self, sequence: Sequence) -> dict[str, EncodedJSON]:
         """Return the lists of log-probabilities of the prompt, by their names; {} if none are requested."""
-        if self.request.prompt_logprobs is None:
+        request = self.request_of(sequence)
+        if (first := request.first_logprob) < 0:
             return {}
-        first = self.request.first_logprob
         prompt = self.prompt_of(sequence).token_ids[first:].tolist()
 
         def positions() -> Iterator[PositionLogprobs | None]:
@@ -152,7 +193,9 @@ class SglangAnswer(PromptAnswer):
             yield from [None] * bool(prompt)
             yield from islice(sequence.iterate_prompt_logprobs(), first + 1, None)
 
-        return self._lists("input", prompt, positions) | self._listed("input", positions())
+        return self._lists(request, "input", prompt, positions) | self._listed(
+            request, "input", positions()
+        )
 
     def _id(self, sequence: Sequence) -> str:
         prompt, output = divmod(sequence.position, self.request.num_outputs)
@@ -160,17 +203,9 @@ class SglangAnswer(PromptAnswer):
         chosen = self.request.request_ids[prompt] if self.request.request_ids else own_id
         return chosen + (f"_{output}" if output else "")
 
-    def _finish_reason(self, newest: Delta, token_ids: list[int]) -> Json | None:
-        if newest.finish_reason is None:
-            return None
-        if newest.finish_reason == "length" or self.request.only_computes_prompt:
-            return {"type": "length", "length": len(token_ids)}
-        if newest.finish_reason == "abort":
-            return {"type": "abort", "message": newest.error}
-        return {"type": newest.finish_reason, "matched": matched_stop(newest)}
-
     def _lists(
         self,
+        request: SglangPrompt,
         kind: str,
         token_ids: list[int],
         positions: Callable[[], Iterable[PositionLogprobs | None]],
@@ -178,18 +213,18 @@ class SglangAnswer(PromptAnswer):
         pairs = zip(token_ids, positions(), strict=True)
         chosen = ((None if each is None else each.logprob, token) for token, each in pairs)
         lists = {f"{kind}_token_logprobs": encode_list(starmap(self._entry, chosen), at_once=1)}
-        if num_top := self.request.logprobs:
+        if num_top := request.logprobs:
             tops = (self._entries(each, slice(num_top)) for each in positions())
             lists[f"{kind}_top_logprobs"] = encode_list(tops, at_once=1)
         return lists
 
     def _listed(
-        self, kind: str, positions: Iterable[PositionLogprobs | None]
+        self, request: SglangPrompt, kind: str, positions: Iterable[PositionLogprobs | None]
     ) -> dict[str, EncodedJSON]:
         """Return the log-probabilities of the tokens that the request lists."""
-        if not self.request.logprob_token_ids:
+        if not request.logprob_token_ids:
             return {}
-        listed = slice(self.request.logprobs, None)
+        listed = slice(request.logprobs, None)
         entries = (self._entries(each, listed) for each in positions)
         return {f"{kind}_token_ids_logprobs": encode_list(entries, at_once=1)}
 
@@ -205,6 +240,16 @@ class SglangAnswer(PromptAnswer):
         return None if logprob is None else finite(logprob), token_id, text
 
 
+def _finish_reason(request: SglangPrompt, newest: Delta, token_ids: list[int]) -> Json | None:
+    if newest.finish_reason is None:
+        return None
+    if newest.finish_reason == "length" or request.only_computes_prompt:
+        return {"type": "length", "length": len(token_ids)}
+    if newest.finish_reason == "abort":
+        return {"type": "abort", "message": newest.error}
+    return {"type": newest.finish_reason, "matched": matched_stop(newest)}
+
+
 class SglangChunks(ChunkEncoder):
     """Writes the events of an answer. Each has all output so far, as in SGLang."""
 
@@ -217,14 +262,17 @@ class SglangChunks(ChunkEncoder):
     def encode(self, sequence: Sequence) -> bytes:
         """Return the event for the new output."""
         position = sequence.position
+        answer = self._answer
         text, token_ids, lists = self._outputs.get(position, ("", [], {}))
         delta = sequence.read_some()
         raise_if_failed(delta, shows_abort=True)
         if not delta.token_ids and delta.finish_reason is None:
             return b""
+        if position not in self._outputs:
+            lists = answer.prompt_logprobs(sequence)
         text, token_ids = text + delta.text, token_ids + delta.token_ids
-        for name, new in self._answer.logprobs(delta).items():
+        for name, new in answer.logprobs(sequence, delta).items():
             lists[name] = join_lists([lists[name], new]) if name in lists else new
         self._outputs[position] = text, token_ids, lists
-        result = self._answer.result(sequence, text, token_ids, delta, lists)
-        return event(result if self._answer.num_sequences == 1 else result | {"index": position})
+        result = answer.result(sequence, text, token_ids, delta, lists)
+        return event(result if answer.num_sequences == 1 else result | {"index": position})

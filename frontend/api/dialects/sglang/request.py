@@ -14,6 +14,7 @@ from ...logprobs import Json
 from ...schema import UNLIMITED, CompletionRequest
 from ...schema.refused import verify_supported
 from ...schema.sglang import PlainSampling, SglangGenerateRequest, SglangSampling
+from .lists import split
 
 DEFAULT_MAX_TOKENS: Final = 128
 
@@ -31,6 +32,13 @@ _NAMES: Final = {
 }
 """Field of a completion request -> the sampling parameter of SGLang that sets it."""
 
+_LOGPROBS: Final = {
+    "logprobs": "top_logprobs_num",
+    "prompt_logprobs": "top_logprobs_num",
+    "logprob_token_ids": "token_ids_logprob",
+    "prompt_logprob_token_ids": "token_ids_logprob",
+}
+
 _REFUSED_PARAMS: Final = ("custom_params", "beam_width", "watermark")
 
 
@@ -38,25 +46,30 @@ class SglangPrompt(CompletionRequest, kw_only=True):
     """A completion request from SGLang's API.
 
     `prompts_param` is the field with the prompts. If `is_list`, the answer is a list. If `only_computes_prompt`, the
-    answer has no text. The log-probabilities of the prompt begin at token `first_logprob`. `request_ids` has one id for
-    each prompt.
+    answer has no text. The log-probabilities of the prompt, with `num_prompt_tops` others at each position, begin at
+    token `first_logprob`; there are none if it is negative. `request_ids` has one id for each prompt. If prompts have
+    parameters of their own, `parts` has the request for each prompt, and `place` is the end of the parameters' names.
+    `embeds` replace the tokens.
     """
 
     prompts_param: str = "text"
     is_list: bool = False
     only_computes_prompt: bool = False
-    first_logprob: int = 0
+    num_prompt_tops: int = 0
+    first_logprob: int = -1
     return_text_in_logprobs: bool = False
     request_ids: list[str] = msgspec.field(default_factory=list)
+    parts: list[SglangPrompt] = msgspec.field(default_factory=list)
+    place: str = ""
+    embeds: Any = None
+    embeds_shape: list[int] | None = None
 
     def sent_name(self, name: str) -> str:
         """Return the name of a field in SGLang's API."""
-        if name in ("logprobs", "prompt_logprobs"):
-            return "top_logprobs_num"
-        if name in ("logprob_token_ids", "prompt_logprob_token_ids"):
-            return "token_ids_logprob"
+        if name in _LOGPROBS:
+            return _LOGPROBS[name]
         if name in _PLAIN or name in _NAMES:
-            return f"sampling_params.{_NAMES.get(name, name)}"
+            return f"sampling_params{self.place}.{_NAMES.get(name, name)}"
         return super().sent_name(name)
 
 
@@ -66,22 +79,68 @@ def translate(body: SglangGenerateRequest) -> SglangPrompt:
     Raises:
         APIError: A field is invalid or not supported (400).
     """
+    param, prompt = _find_prompt(body)
+    is_list = _is_list(param, prompt)
+    parts = [
+        _translate(each, param, place)
+        for each, place in split(body, param, prompt, is_list=is_list)
+    ]
+    first = parts[0]
+    for part in parts:
+        if part.num_outputs != first.num_outputs:
+            raise wrong(
+                f"sampling_params{part.place}.n", f"{first.num_outputs} as before", part.num_outputs
+            )
+    ids = body.rid if isinstance(body.rid, list) else []
+    whole: Json = {
+        "prompt": prompt if body.input_ids is not None or body.text is not None else None,
+        "embeds": prompt if param.startswith("input_embeds") else None,
+        "is_list": is_list,
+        "rid": body.rid if not ids else ids[0] if len(ids) == 1 else None,
+        "request_ids": ids,
+    }
+    if len(parts) > 1:
+        whole |= {"parts": parts, "model": None, "cache_salt": None}
+    return msgspec.structs.replace(first, **whole)
+
+
+def _find_prompt(body: SglangGenerateRequest) -> tuple[str, Any]:
+    """Return the name and the value of the field with the prompts."""
+    names = ("text", "input_ids", "input_embeds", "input_embeds_bytes")
+    given = [name for name in names if getattr(body, name) is not None]
+    if len(given) != 1:
+        raise bad_request("text", "is required, or one of input_ids and input_embeds instead of it")
+    return given[0], getattr(body, given[0])
+
+
+def _is_list(param: str, prompt: Any) -> bool:
+    """Return whether there is a list of prompts."""
+    if not isinstance(prompt, list):
+        return False
+    if param != "input_embeds":
+        return not (prompt and isinstance(prompt[0], int))
+    return bool(prompt and prompt[0] and isinstance(prompt[0][0], list))
+
+
+def _translate(body: SglangGenerateRequest, param: str, place: str) -> SglangPrompt:
+    """Return the request for the prompts of a body with one value of each parameter."""
     params = body.sampling_params or SglangSampling()
-    verify_supported(params, _REFUSED_PARAMS, "sampling_params.")
-    if (body.text is None) == (body.input_ids is None):
-        raise bad_request("text", "is required, or input_ids instead of it")
-    param = "text" if body.input_ids is None else "input_ids"
-    prompt: Any = body.text if body.input_ids is None else body.input_ids
-    is_list = isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int))
+    assert isinstance(params, SglangSampling)
+    where = f"sampling_params{place}."
+    verify_supported(params, _REFUSED_PARAMS, where)
     max_tokens = DEFAULT_MAX_TOKENS if params.max_new_tokens is None else params.max_new_tokens
     if max_tokens == UNLIMITED:
-        raise wrong("sampling_params.max_new_tokens", "at least 0", max_tokens)
+        raise wrong(f"{where}max_new_tokens", "at least 0", max_tokens)
     tag = params.structural_tag
-    ids = body.rid if isinstance(body.rid, list) else []
+    prompt: Any = body.text if body.input_ids is None else body.input_ids
+    fields: Json = {name: getattr(params, name) for name in _PLAIN}
+    fields |= _logprobs(body, max_tokens)
+    fields |= {
+        "model": body.lora_path or None,
+        "cache_salt": body.cache_salt or body.extra_key or None,
+    }
     return SglangPrompt(
-        **{name: getattr(params, name) for name in _PLAIN},
-        **_logprobs(body, max_tokens),
-        model=body.lora_path or None,
+        **fields,
         prompt=prompt,
         stream=body.stream,
         max_tokens=max_tokens or 1,
@@ -90,17 +149,16 @@ def translate(body: SglangGenerateRequest) -> SglangPrompt:
         include_stop_str_in_output=params.no_stop_trim,
         structured_outputs={"structural_tag": tag} if tag else None,
         priority=body.priority,
-        cache_salt=body.cache_salt or body.extra_key or None,
         data_parallel_rank=body.data_parallel_rank,
         routed_dp_rank=body.routed_dp_rank,
         return_token_ids=body.return_prompt_token_ids,
-        rid=body.rid if not ids else ids[0] if len(ids) == 1 else None,
         user=body.user,
-        prompts_param=param,
-        is_list=is_list,
+        prompts_param=param + place,
         only_computes_prompt=max_tokens == 0,
         return_text_in_logprobs=bool(body.return_text_in_logprobs),
-        request_ids=ids,
+        place=place,
+        embeds=body.input_embeds or body.input_embeds_bytes,
+        embeds_shape=body.input_embeds_shape,
     )
 
 
@@ -108,34 +166,34 @@ def _logprobs(body: SglangGenerateRequest, max_tokens: int) -> Json:
     """Return the fields for log-probabilities."""
     if not body.return_logprob:
         return {}
-    count, listed = body.top_logprobs_num or 0, _listed_tokens(body)
+    count: Any = body.top_logprobs_num or 0
     if count < 0:
         raise wrong("top_logprobs_num", "at least 0", count)
-    total = max_tokens * (1 + count + len(listed))
-    if body.stream and total > MAX_REPEATED_LOGPROBS:
+    first: Any = -1 if body.logprob_start_len is None else body.logprob_start_len
+    fields: Json = {"logprobs": count, "logprob_token_ids": body.token_ids_logprob or []}
+    return fields | {"num_prompt_tops": count, "first_logprob": first}
+
+
+def verify_repeated(request: SglangPrompt, num_tokens: int) -> None:
+    """Verify that a stream repeats few enough log-probabilities.
+
+    Args:
+        request: The request for one prompt, or for prompts with the same parameters.
+        num_tokens: The number of tokens of the prompts that have log-probabilities.
+
+    Raises:
+        APIError: They are more than `MAX_REPEATED_LOGPROBS` (400).
+    """
+    if not request.stream or request.logprobs is None:
+        return
+    total = num_tokens + (request.max_tokens or 1)
+    total *= 1 + request.logprobs + len(request.logprob_token_ids or ())
+    if total > MAX_REPEATED_LOGPROBS:
         raise bad_request(
             "return_logprob",
-            f"needs {total} log-probabilities for max_new_tokens={max_tokens}, but in a stream at most "
-            f"{MAX_REPEATED_LOGPROBS} are allowed; use stream=false or request fewer",
+            f"needs {total} log-probabilities for max_new_tokens={request.max_tokens} and {num_tokens} tokens of the "
+            f"prompt, but in a stream at most {MAX_REPEATED_LOGPROBS} are allowed; use stream=false or request fewer",
         )
-    fields: Json = {"logprobs": count, "logprob_token_ids": listed}
-    first = -1 if body.logprob_start_len is None else body.logprob_start_len
-    if first >= 0:
-        if body.stream:
-            raise bad_request("logprob_start_len", "cannot be used in a stream")
-        fields |= {"prompt_logprobs": count, "first_logprob": first}
-    return fields
-
-
-def _listed_tokens(body: SglangGenerateRequest) -> list[int]:
-    """Return the token ids of `token_ids_logprob`."""
-    listed: list[Any] = body.token_ids_logprob or []
-    if not any(isinstance(each, list) for each in listed):
-        return listed
-    if any(each != listed[0] for each in listed):
-        raise bad_request("token_ids_logprob", "must have the same list for each prompt")
-    first: list[int] = listed[0]
-    return first
 
 
 def assign_ids(request: SglangPrompt, count: int) -> None:
