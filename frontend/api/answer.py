@@ -11,6 +11,7 @@ from ..client.engine_client import Delta, Sequence
 from ..http.json_pieces import EncodedJSON, encode_list
 from .generation import PreparedPrompt
 from .logprobs import Json, LogprobsRenderer
+from .receipts.meta_info import cached_tokens_details
 from .receipts.receipt import ReceiptSource, make_receipt
 from .receipts.timings import llama_timings, vllm_metrics
 from .schema import CompletionRequest, GenerationRequest
@@ -70,6 +71,10 @@ class Answer(ABC, Generic[Request]):
     def whole(self, outputs: list[Delta]) -> Json:
         """Return the complete response body."""
 
+    def headers(self) -> dict[str, str]:
+        """Return the headers of the complete response besides those of every response."""
+        return {}
+
     def chunks(self) -> ChunkEncoder:
         """Return the encoder that writes the response as stream chunks. Responses that are never streamed have none."""
         raise NotImplementedError
@@ -112,6 +117,13 @@ class Answer(ABC, Generic[Request]):
         if self.request.timings_per_token:
             found["timings"] = llama_timings(sequence, sequence.num_read_tokens)
         return found
+
+    def extension(self) -> Json:
+        """Return SGLang's `sglext` with the details that the request asks for; else {}."""
+        if not self.request.return_cached_tokens_details:
+            return {}
+        details = cached_tokens_details(self._group.sequences[0])
+        return {"sglext": {"cached_tokens_details": details}}
 
     def receipt(self) -> Json:
         """Return the usage field `engine` with the receipt; {} unless the request asks for it."""

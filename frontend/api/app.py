@@ -33,6 +33,7 @@ from .dialects.gemini import routes as gemini
 from .dialects.ollama_answer import error_body as ollama_error
 from .dialects.sglang.routes import routes as sglang_routes
 from .dialects.sglang.scores import ScoreRoute
+from .dialects.tgi.routes import routes as tgi_routes
 from .dialects.vllm.derender import Derender
 from .dialects.vllm.render import ChatRender, CompletionRender
 from .dialects.vllm.routes import routes as vllm_routes
@@ -194,6 +195,7 @@ def make_routes(serving: Serving) -> list[Route]:
         *gemini.routes(serving, intake, embeddings),
         *ollama.routes(serving, intake, loras, embeddings),
         *sglang_routes(serving, intake, management, embeddings),
+        *tgi_routes(serving, intake),
         Route(
             whisper_cpp.PATH,
             whisper_cpp.Inference(serving, intake, transcriptions, translations),

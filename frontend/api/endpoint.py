@@ -254,7 +254,8 @@ class Endpoint(ABC, Generic[Request]):
         response = await self._serving.executor.run(
             group.weight + answer.prompt_weight,
             lambda: json_response(
-                answer.whole(read_outputs(group, shows_abort=answer.shows_abort))
+                answer.whole(read_outputs(group, shows_abort=answer.shows_abort)),
+                headers=answer.headers(),
             ),
         )
         await response(scope, receive, send)

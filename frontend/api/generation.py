@@ -153,8 +153,12 @@ def verify_streaming(request: GenerationRequest) -> None:
     """
     if request.prompt_logprobs is not None and request.stream:
         raise bad_request("prompt_logprobs", "cannot be streamed; send stream=false")
-    if getattr(request, "return_prompt_token_ids", None) and request.stream:
-        raise bad_request("return_prompt_token_ids", "cannot be streamed; use return_token_ids")
+    for name, other in (
+        ("return_prompt_token_ids", "use return_token_ids"),
+        ("return_meta_info", "send stream=false"),
+    ):
+        if getattr(request, name, None) and request.stream:
+            raise bad_request(name, f"cannot be streamed; {other}")
     if request.stream_options not in (None, StreamOptions()) and not request.stream:
         raise bad_request("stream_options", "is only allowed with stream=true")
 

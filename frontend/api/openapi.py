@@ -9,7 +9,7 @@ import msgspec
 from starlette.routing import Route
 
 from ... import __version__
-from ..http.access import OPEN_PATHS
+from ..http.access import is_open
 from .route_descriptions import describe_route
 from .schema.refused import with_refused
 
@@ -73,7 +73,7 @@ def describe_routes(routes: Sequence[Route]) -> dict[str, Any]:
             "summary": summary,
             "responses": _success(route),
         }
-        if route.path_format in OPEN_PATHS:
+        if all(is_open(route.path_format, method) for method in route.methods or {"GET"}):
             operation["security"] = []
         if names := sorted(route.param_convertors):
             operation["parameters"] = [

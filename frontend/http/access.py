@@ -95,6 +95,11 @@ OWNER_CHARACTERS: Final = 32
 _WITHOUT_BODY: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
+def is_open(path: str, method: str) -> bool:
+    """Return whether a route needs no API key. The web page is at the same path as a route of TGI."""
+    return path in OPEN_PATHS and not (path == "/" and method == "POST")
+
+
 class Access:
     """Decides from the headers of a request whether it is allowed.
 
@@ -129,7 +134,7 @@ class Access:
         path = get_route_path(scope)
         headers = dict(scope["headers"])
         self._check_host(headers.get(b"host"))
-        if path not in OPEN_PATHS:
+        if not is_open(path, scope.get("method", "GET")):
             digest = self._digest_of(key_of(headers), path)
             self._authorize(scope, digest, is_operator_path(path))
             if is_operator_path(path) and b"origin" in headers and not self._is_own_page(headers):

@@ -200,7 +200,7 @@ COMPLETION_ONLY = [
 ]
 
 CHAT_ONLY = [
-    ({"return_meta_info": True}, "return_meta_info", "use /generate"),
+    ({"return_meta_info": True, "stream": True}, "return_meta_info", "send stream=false"),
     ({"sampling_logprobs_mode": "support"}, "sampling_logprobs_mode", "not supported"),
     ({"input_ids": [10**6]}, "input_ids[0]", "1000000"),
     ({"messages": None}, "messages", "required"),

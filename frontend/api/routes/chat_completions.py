@@ -23,6 +23,7 @@ from ..generation import PreparedPrompt, matched_stop
 from ..logprobs import Json
 from ..prediction import encode_prediction
 from ..prompts import fit_context
+from ..receipts.meta_info import choice_meta_info
 from ..sampling import sampling_params
 from ..schema import ChatCompletionRequest, TokenizeRequest
 from ..serving import Serving
@@ -394,13 +395,17 @@ class ChatAnswer(Answer[ChatCompletionRequest]):
             answer["prompt_token_ids"] = self.prompt.token_ids.tolist()
         if self.request.return_prompt_text:
             answer["prompt_text"] = self.prompt.text
-        return answer | self.timing() | self.transfer()
+        return answer | self.timing() | self.transfer() | self.extension()
 
     def _whole_choice(self, index: int, choice: ChatChoice, output: Delta) -> Json:
         message = self._message(choice, output)
         whole = {"index": index, "message": message} | choice.ending(output)
         if self.request.return_prompt_token_ids:
             whole["prompt_token_ids"] = self.prompt.token_ids.tolist()
+        if self.request.return_meta_info:
+            sequence = self._group.sequences[choice.index]
+            answer_id = self.envelope["id"]
+            whole["meta_info"] = choice_meta_info(answer_id, sequence, output, self.renderer)
         return whole
 
     def chunks(self) -> ChunkEncoder:

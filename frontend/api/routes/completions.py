@@ -328,7 +328,7 @@ class _Answer(PromptAnswer):
             ),
         )
         answer = self.envelope | {"choices": choices, "usage": self.usage()}
-        return answer | self.timing() | self.transfer()
+        return answer | self.timing() | self.transfer() | self.extension()
 
     def chunks(self) -> ChunkEncoder:
         return _Chunks(self).with_progress()

@@ -13,6 +13,7 @@ from ...http.errors import APIError, bad_request, json_response, wrong
 from ...http.json_pieces import EncodedJSON, encode_list
 from ..bodies.intake import Intake, reads
 from ..chat_prompt import render_chat
+from ..dialects.tgi.tokens import simple_tokens
 from ..prompts import parse_token_ids, verify_num_sequences
 from ..schema import DetokenizeRequest, TokenizeRequest
 from ..serving import Serving
@@ -39,12 +40,13 @@ class Tokenization:
         serving = self._serving
         serving.verify_model(request.model)
         given = [
-            name for name in ("prompt", "content", "messages") if getattr(request, name) is not None
+            name
+            for name in ("prompt", "content", "messages", "inputs")
+            if getattr(request, name) is not None
         ]
         if len(given) != 1:
-            raise APIError(
-                400, "exactly one of prompt, content and messages is required", param="prompt"
-            )
+            message = "exactly one of prompt, content, messages and inputs is required"
+            raise APIError(400, message, param="prompt")
         [name] = given
         serving.verify_tokenizer(name)
         if name == "messages":
@@ -60,6 +62,13 @@ class Tokenization:
             encoded: list[Sequence[int]] = [chat.token_ids]
         else:
             encoded = await self._encode(request, name)
+        if (text := request.inputs) is not None:
+            return await serving.executor.run(
+                len(encoded[0]),
+                lambda: json_response(
+                    encode_list(simple_tokens(serving.tokenizer, text, encoded[0]), at_once=1)
+                ),
+            )
         is_list = isinstance(request.prompt, list)
         counts = [len(token_ids) for token_ids in encoded]
         answer: dict[str, Any] = {

@@ -103,6 +103,8 @@ class GenerationRequest(CommonFields, kw_only=True):
     # Tokens per chunk of a stream after the first one, if it is more than the server's `--stream-interval`.
     stream_interval: Int | None = None
     return_token_ids: bool | None = None
+    # Adds SGLang's field `sglext`, which says where the cached tokens were.
+    return_cached_tokens_details: bool | None = None
     truncate_prompt_tokens: Int | None = None
     truncation_side: str | None = None
     add_special_tokens: bool | None = None
@@ -158,7 +160,7 @@ class GenerationRequest(CommonFields, kw_only=True):
     rejected: ClassVar[str] = (
         "logits_processors vllm_xargs mm_processor_kwargs lora_path custom_logit_processor "
         "mirostat suffix "
-        "prompt_embeds early_stopping return_weight_versions return_cached_tokens_details "
+        "prompt_embeds early_stopping return_weight_versions "
         "return_spec_tokens_details images_config watermark watermarking media_io_kwargs "
         "ec_transfer_params return_hidden_states return_routed_experts custom_params "
         "session_params routed_experts_start_len bootstrap_host bootstrap_port bootstrap_room "
@@ -238,6 +240,8 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     return_prompt_text: bool | None = None
     # Adds the token ids of the prompt to each choice, as SGLang does.
     return_prompt_token_ids: bool | None = None
+    # Adds SGLang's `meta_info` to each choice.
+    return_meta_info: bool | None = None
     verbosity: str | None = None
     modalities: list[str] | None = None
     echo: bool | None = None
@@ -248,7 +252,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     input_ids: list[Int] | None = None
 
     rejected: ClassVar[str] = (
-        "chat_template audio web_search_options return_meta_info "
+        "chat_template audio web_search_options "
         "return_input_ids_in_sglext return_output_ids_in_sglext return_sampling_mask "
         "sampling_logprobs_mode return_flat_raw_output_top_logprobs "
         "return_flat_raw_top_logprobs_b64 max_dynamic_patch min_dynamic_patch "
@@ -401,6 +405,8 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     add_special: bool | None = None
     with_pieces: bool | None = None
     parse_special: bool | None = None
+    # The field of TGI: a text whose tokens are returned with their places.
+    inputs: str | None = None
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
     # The choice none leaves the tools out.

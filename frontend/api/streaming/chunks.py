@@ -144,11 +144,13 @@ class Chunks(ABC, Generic[AnswerT]):
 
     def closing(self) -> bytes:
         """Return the events between the last output and `[DONE]`."""
+        answer, last = self._answer, b""
+        if extension := answer.extension():
+            last = event(answer.envelope | {"choices": []} | extension)
         if not self._include_usage:
-            return b""
-        answer = self._answer
+            return last
         usage = {"choices": [], "usage": answer.usage()}
-        return event(answer.envelope | usage | answer.timing())
+        return last + event(answer.envelope | usage | answer.timing())
 
 
 @cache

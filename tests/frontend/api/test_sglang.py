@@ -237,7 +237,7 @@ def test_clients_choose_ids_and_replicas(frontend: FrontendProcess) -> None:
     ("fields", "param"),
     [
         ({"text": None}, "text"),
-        ({"text": "a", "input_ids": [1]}, "text"),
+        ({"text": "a", "input_ids": [1]}, "input_ids"),
         ({"text": ["a", 3]}, "text[1]"),
         ({"text": None, "input_ids": [1, 10_000_000]}, "input_ids[1]"),
         ({"rid": ["a", "b"]}, "rid"),
@@ -294,6 +294,26 @@ def test_choices_have_the_matched_stop(
         assert last["choices"][0]["matched_stop"] == matched
     answer = generate(frontend, text=prompt, sampling=fields | {"max_new_tokens": 9})
     assert answer["meta_info"]["finish_reason"].get("matched") == matched
+
+
+def test_openai_answers_have_what_sglang_adds(frontend: FrontendProcess) -> None:
+    body = {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 3}
+    body |= {"return_meta_info": True, "return_cached_tokens_details": True}
+    again = frontend.post("/v1/chat/completions", **body, logprobs=True, top_logprobs=2).json()
+    meta = again["choices"][0]["meta_info"]
+    assert meta["id"] == again["id"]
+    assert meta["finish_reason"] == {"type": "length", "length": 3}
+    assert [len(entry) for entry in meta["output_token_logprobs"]] == [3] * 3
+    assert [len(top) for top in meta["output_top_logprobs"]] == [2] * 3
+    assert again["sglext"] == {
+        "cached_tokens_details": {"device": meta["cached_tokens"], "host": 0}
+    }
+    stream = {"stream": True, "return_cached_tokens_details": True}
+    *_, last, _done = frontend.post("/v1/completions", prompt=TEXT, **stream).text.split("\n\n")[
+        :-1
+    ]
+    chunk = json.loads(last.removeprefix("data: "))
+    assert (chunk["choices"], list(chunk["sglext"])) == ([], ["cached_tokens_details"])
 
 
 def test_lists_are_tokenized(frontend: FrontendProcess) -> None:

@@ -77,6 +77,9 @@ def _find_fault_of_error(answer: Answer, field: str, path: str) -> str:
             # An error of Cohere's route is its message.
             body = {"error": {"message": body["message"], "type": "", "param": None, "code": None}}
         error, fields = body["error"], _ERROR_FIELDS
+        if "error_type" in body:
+            # An error of TGI's routes is its message and its type.
+            error = {"message": error, "type": body["error_type"], "param": None, "code": None}
         if path.startswith("/api/") or path == "/inference":
             # An error of Ollama's and whisper.cpp's routes is its message.
             if not isinstance(error, str) or len(body) > 1:

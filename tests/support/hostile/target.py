@@ -72,6 +72,7 @@ BASES: Final[dict[str, bytes]] = {
     "label_token_ids": b"[1]",
     "documents": b'[{"text": "Hi"}]',
     "texts": b'["Hi"]',
+    "parameters": b'{"max_new_tokens": 1}',
     "sampling_params": b'{"max_new_tokens": 1, "max_tokens": 1}',
     "token_ids": b"[1]",
     "reasoning_parser": b'"qwen3"',
@@ -147,6 +148,10 @@ class Route:
         if "inputs" in self.fields and "texts" not in self.fields:
             # Cohere's bodies, which have other `inputs`, are whole with texts.
             members["inputs"] = b'"Hi"'
+        if "prompt" in self.fields and "inputs" in members:
+            # A text to tokenize has one of these names.
+            for other in ("prompt", "messages") if field == "inputs" else ("inputs",):
+                members.pop(other, None)
         if "state" in members:
             # TypeSafe's questions have names.
             members["questions"] = b'{"q": {"type": "noul", "instructions": "Hi?"}}'

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
-from itertools import islice, starmap
+from functools import cached_property, partial
+from itertools import islice
 from typing import Any
 
 from starlette.types import Receive
@@ -17,9 +17,10 @@ from ....http.json_pieces import EncodedJSON, encode_list, join_lists
 from ...answer import PromptAnswer
 from ...bodies.request_memory import MemoryLease
 from ...endpoint import NewAnswer
-from ...generation import REQUEST_ID, PreparedPrompt, matched_stop, raise_if_failed
-from ...logprobs import Json, finite
+from ...generation import REQUEST_ID, PreparedPrompt, raise_if_failed
+from ...logprobs import Json
 from ...prompts import BYTES_PER_TOKEN_ID, Prompt, parse_prompts
+from ...receipts.meta_info import TokenEntries, meta_info
 from ...routes.completions import Completions, NewPromptAnswer
 from ...schema import CompletionRequest
 from ...schema.sglang import SglangGenerateRequest
@@ -151,15 +152,13 @@ class SglangAnswer(PromptAnswer):
         request = self.request_of(sequence)
         if request.only_computes_prompt:
             text, token_ids = "", []
-        meta: Json = {
-            "id": self._id(sequence),
-            "finish_reason": _finish_reason(request, newest, token_ids),
-            "prompt_tokens": sequence.num_prompt_tokens,
-            "completion_tokens": len(token_ids),
-            "cached_tokens": sequence.num_cached_tokens,
-        }
-        if newest.finish_reason is not None:
-            meta["e2e_latency"] = max(sequence.finish_time - sequence.arrival_time, 0.0)
+        meta = meta_info(
+            self._id(sequence),
+            sequence,
+            newest,
+            len(token_ids),
+            only_prompt=request.only_computes_prompt,
+        )
         result: Json = {"text": text, "output_ids": token_ids, "meta_info": meta | logprobs}
         if request.return_token_ids:
             result["prompt_token_ids"] = self.prompt_of(sequence).token_ids.tolist()
@@ -211,11 +210,10 @@ class SglangAnswer(PromptAnswer):
         positions: Callable[[], Iterable[PositionLogprobs | None]],
     ) -> dict[str, EncodedJSON]:
         pairs = zip(token_ids, positions(), strict=True)
-        chosen = ((None if each is None else each.logprob, token) for token, each in pairs)
-        lists = {f"{kind}_token_logprobs": encode_list(starmap(self._entry, chosen), at_once=1)}
+        lists = {f"{kind}_token_logprobs": self._token_entries.chosen(pairs)}
         if num_top := request.logprobs:
-            tops = (self._entries(each, slice(num_top)) for each in positions())
-            lists[f"{kind}_top_logprobs"] = encode_list(tops, at_once=1)
+            tops = self._token_entries.others(positions(), slice(num_top))
+            lists[f"{kind}_top_logprobs"] = tops
         return lists
 
     def _listed(
@@ -225,29 +223,11 @@ class SglangAnswer(PromptAnswer):
         if not request.logprob_token_ids:
             return {}
         listed = slice(request.logprobs, None)
-        entries = (self._entries(each, listed) for each in positions)
-        return {f"{kind}_token_ids_logprobs": encode_list(entries, at_once=1)}
+        return {f"{kind}_token_ids_logprobs": self._token_entries.others(positions, listed)}
 
-    def _entries(
-        self, position: PositionLogprobs | None, part: slice
-    ) -> list[tuple[float | None, int, str | None]] | None:
-        if position is None:
-            return None
-        return [self._entry(logprob, token) for token, logprob in position.top[part]]
-
-    def _entry(self, logprob: float | None, token_id: int) -> tuple[float | None, int, str | None]:
-        text = self.renderer.token(token_id) if self.request.return_text_in_logprobs else None
-        return None if logprob is None else finite(logprob), token_id, text
-
-
-def _finish_reason(request: SglangPrompt, newest: Delta, token_ids: list[int]) -> Json | None:
-    if newest.finish_reason is None:
-        return None
-    if newest.finish_reason == "length" or request.only_computes_prompt:
-        return {"type": "length", "length": len(token_ids)}
-    if newest.finish_reason == "abort":
-        return {"type": "abort", "message": newest.error}
-    return {"type": newest.finish_reason, "matched": matched_stop(newest)}
+    @cached_property
+    def _token_entries(self) -> TokenEntries:
+        return TokenEntries(self.renderer, shows_text=self.request.return_text_in_logprobs)
 
 
 class SglangChunks(ChunkEncoder):

@@ -108,8 +108,10 @@ def _find_prompt(body: SglangGenerateRequest) -> tuple[str, Any]:
     """Return the name and the value of the field with the prompts."""
     names = ("text", "input_ids", "input_embeds", "input_embeds_bytes")
     given = [name for name in names if getattr(body, name) is not None]
-    if len(given) != 1:
-        raise bad_request("text", "is required, or one of input_ids and input_embeds instead of it")
+    if not given:
+        raise bad_request("text", "is required, or input_ids or input_embeds instead of it")
+    if len(given) > 1:
+        raise bad_request(given[1], f"cannot be combined with {given[0]}")
     return given[0], getattr(body, given[0])
 
 

@@ -11,7 +11,6 @@ from ...routes.embeddings import Embeddings
 from ...routes.management import Management
 from ...serving import Serving
 from .encode import SglangEncode
-from .generate import SglangGenerate
 from .operations import SglangAborts, SglangDescription
 from .parsers import SglangParsers
 
@@ -19,11 +18,10 @@ from .parsers import SglangParsers
 def routes(
     serving: Serving, intake: Intake, management: Management, embeddings: Embeddings
 ) -> list[Route]:
-    """Return all routes."""
+    """Return all routes except `/generate`, which is also one of Text Generation Inference."""
     description, parsers = SglangDescription(serving), SglangParsers(serving, intake)
     pauses, sleep = Pauses(serving, intake), Sleep(serving, intake)
     return [
-        Route("/generate", SglangGenerate(serving, intake), methods=["POST", "PUT"]),
         Route("/encode", SglangEncode(intake, embeddings).encode, methods=["POST", "PUT"]),
         Route("/parse_function_call", parsers.parse_calls, methods=["POST"]),
         Route("/separate_reasoning", parsers.separate_reasoning, methods=["POST"]),

@@ -1,0 +1,195 @@
+"""The routes of Text Generation Inference.
+
+`/generate` is also a route of SGLang's, and `/tokenize` one of vLLM's. A body with `inputs` has TGI's format.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from ..... import __version__
+from .....protocol.errors import ParameterError
+from .....protocol.sampling_params import MAX_N, MAX_STOP_STRINGS
+from ....http.errors import APIError, bad_request, json_response
+from ....http.json_pieces import encode_list
+from ...bodies.intake import Intake, reads
+from ...bodies.request_memory import MemoryLease
+from ...durable.records import replay_body
+from ...endpoint import Endpoint, NewAnswer
+from ...generation import PreparedPrompt
+from ...openapi import accepts
+from ...routes.chat_completions import render_request
+from ...routes.completions import Completions, NewPromptAnswer
+from ...routes.invocations import field_names
+from ...schema import ChatCompletionRequest, CompletionRequest
+from ...schema.sglang import SglangGenerateRequest
+from ...schema.tgi import TgiRequest
+from ...serving import Serving
+from ..sglang.generate import SglangGenerate
+from ..sglang.request import translate as translate_sglang
+from .answer import TgiAnswer
+from .request import TgiError, TgiPrompt, translate
+from .tokens import simple_tokens
+
+
+class TgiGenerate(Completions):
+    """The endpoint that completes a text. The answer is whole."""
+
+    body_schema = TgiRequest
+    streams: ClassVar[bool] = False
+
+    @property
+    def answer_type(self) -> NewPromptAnswer:
+        """The class that writes answers."""
+        return TgiAnswer
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, lease: MemoryLease) -> None:
+        try:
+            await super()._answer(scope, receive, send, lease)
+        except (APIError, ParameterError) as error:
+            raise _tgi_error(error) from None
+
+    async def _translate(
+        self, body: TgiRequest, size: int, lease: MemoryLease
+    ) -> tuple[CompletionRequest, int]:
+        return translate(body, stream=self.streams, is_compatible=False), size
+
+
+class TgiStream(TgiGenerate):
+    """The endpoint that streams the answer."""
+
+    streams = True
+
+
+class TgiRoot(TgiGenerate):
+    """The endpoint at `/`, which streams if the body asks for it, and else answers with a list."""
+
+    async def _translate(
+        self, body: TgiRequest, size: int, lease: MemoryLease
+    ) -> tuple[CompletionRequest, int]:
+        return translate(body, stream=bool(body.stream), is_compatible=True), size
+
+
+class GenerateRoute(Endpoint[CompletionRequest]):
+    """The endpoint `/generate`, which passes each body to that of TGI or of SGLang."""
+
+    body_schema = SglangGenerateRequest | TgiRequest
+    id_prefix = SglangGenerate.id_prefix
+
+    def __init__(self, serving: Serving, intake: Intake) -> None:
+        super().__init__(serving, intake)
+        self._sglang = SglangGenerate(serving, intake)
+        self._tgi = TgiGenerate(serving, intake)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, lease: MemoryLease) -> None:
+        try:
+            await super()._answer(scope, receive, send, lease)
+        except (APIError, ParameterError) as error:
+            if scope["state"].get("is_tgi"):
+                raise _tgi_error(error) from None
+            raise
+
+    async def _receive(
+        self, scope: Scope, receive: Receive, lease: MemoryLease
+    ) -> tuple[CompletionRequest, int]:
+        body = await self._intake.receive_bytes(scope, receive)
+        names = await self._serving.executor.run(len(body), field_names, body)
+        scope["state"]["is_tgi"] = is_tgi = "inputs" in names
+        again = replay_body(body, receive)
+        if not is_tgi:
+            sglang, size = await self._intake.receive(scope, again, SglangGenerateRequest, lease)
+            return translate_sglang(sglang), size
+        tgi, size = await self._intake.receive(scope, again, TgiRequest, lease)
+        return translate(tgi, stream=False, is_compatible=False), size
+
+    def _endpoint_of(self, request: CompletionRequest) -> Completions:
+        return self._tgi if isinstance(request, TgiPrompt) else self._sglang
+
+    def object_name(self, request: CompletionRequest) -> str:
+        """Return the value of the response's field `object`."""
+        return self._endpoint_of(request).object_name(request)
+
+    async def prepare(
+        self, request: CompletionRequest, body_size: int, receive: Receive
+    ) -> tuple[list[PreparedPrompt], NewAnswer[CompletionRequest]]:
+        """Return the encoded prompts, and the constructor of the answer."""
+        return await self._endpoint_of(request).prepare(request, body_size, receive)
+
+
+def _tgi_error(error: APIError | ParameterError) -> APIError:
+    if isinstance(error, ParameterError):
+        error = bad_request(error.param, error.problem)
+    return TgiError(error)
+
+
+class TgiDescription:
+    """The routes that describe the server, and show the tokens of a conversation."""
+
+    def __init__(self, serving: Serving, intake: Intake) -> None:
+        self._serving = serving
+        self._intake = intake
+
+    async def info(self, http: Request) -> Response:
+        """Return the properties of the model and the limits of the server."""
+        config = self._serving.config
+        most = config.model.max_model_len
+        return json_response(
+            {
+                "model_id": config.model.model,
+                "model_sha": None,
+                "model_pipeline_tag": "text-generation" if config.model.generates else None,
+                "max_concurrent_requests": config.scheduler.max_num_seqs,
+                "max_best_of": MAX_N,
+                "max_stop_sequences": MAX_STOP_STRINGS,
+                "max_input_tokens": most - 1,
+                "max_total_tokens": most,
+                "validation_workers": 1,
+                "max_client_batch_size": 1,
+                "router": "engine",
+                "version": __version__,
+                "sha": None,
+                "docker_label": None,
+            }
+        )
+
+    @accepts(ChatCompletionRequest)
+    async def tokenize_chat(self, http: Request) -> Response:
+        """Return the prompt of a conversation as text, and its tokens."""
+        try:
+            return await self._tokenize_chat(http)
+        except (APIError, ParameterError) as error:
+            raise _tgi_error(error) from None
+
+    @reads(ChatCompletionRequest)
+    async def _tokenize_chat(
+        self, http: Request, request: ChatCompletionRequest, size: int
+    ) -> Response:
+        serving = self._serving
+        serving.verify_model(request.model)
+        serving.verify_tokenizer("messages")
+        chat = await render_request(serving, request, size)
+        text, token_ids = chat.text or "", list(chat.token_ids)
+
+        def encode() -> Response:
+            tokens = simple_tokens(serving.tokenizer, text, token_ids)
+            listed = encode_list(tokens, at_once=1)
+            return json_response({"tokenize_response": listed, "templated_text": text})
+
+        return await serving.executor.run(len(token_ids), encode)
+
+
+def routes(serving: Serving, intake: Intake) -> list[Route]:
+    """Return all routes except `/tokenize`."""
+    description = TgiDescription(serving, intake)
+    return [
+        Route("/", TgiRoot(serving, intake), methods=["POST"]),
+        Route("/generate", GenerateRoute(serving, intake), methods=["POST", "PUT"]),
+        Route("/generate_stream", TgiStream(serving, intake), methods=["POST"]),
+        Route("/info", description.info),
+        Route("/chat_tokenize", description.tokenize_chat, methods=["POST"]),
+    ]
