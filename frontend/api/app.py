@@ -23,7 +23,7 @@ from .bodies.intake import Intake
 from .control.replicas import Replicas
 from .decisions.endpoint import Decisions
 from .decisions.system_one import SystemOne
-from .dialects import anthropic, llama_cpp, ollama, text_embeddings, whisper_cpp
+from .dialects import anthropic, llama_cpp, mistral, ollama, text_embeddings, whisper_cpp
 from .dialects.anthropic_batches import message_batch_routes
 from .dialects.cohere import chat as cohere_chat
 from .dialects.cohere.embed import CohereEmbeddings
@@ -114,6 +114,9 @@ def make_routes(serving: Serving) -> list[Route]:
     """Return all routes, including `/openapi.json` and `/docs`, which describe the others."""
     management = Management(serving)
     google = gemini_models.GeminiModels(serving)
+    mistral_models = mistral.MistralModels(serving, management)
+    list_models = mistral.for_mistral(mistral_models.models, management.models)
+    describe_model = mistral.for_mistral(mistral_models.model, management.model)
     replicas = Replicas(serving)
     timelines = Timelines(serving)
     intake = Intake(serving)
@@ -137,8 +140,9 @@ def make_routes(serving: Serving) -> list[Route]:
     secrets = ClientSecrets(serving, intake, transcriptions)
     derender = Derender(serving, intake)
     openai_routes = [
-        Route("/models", gemini.for_google(google.list, management.models)),
-        Route("/models/{name:path}", gemini.for_google(google.describe, management.model)),
+        Route("/models", gemini.for_google(google.list, list_models)),
+        Route("/models/{name:path}", gemini.for_google(google.describe, describe_model)),
+        Route("/fim/completions", mistral.MistralFim(serving, intake), methods=["POST"]),
         Route("/completions", completions, methods=["POST"]),
         Route("/completions/{id}/events", Events(serving, completions), methods=["GET"]),
         Route("/chat/completions", chat_completions, methods=["POST"]),

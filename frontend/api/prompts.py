@@ -187,7 +187,10 @@ def parse_token_ids(
     invalid = np.flatnonzero((ids < 0) | (ids >= vocab_size))
     if invalid.size:
         at = int(invalid[0])
-        raise wrong(f"{param}[{at}]", f"a token id in [0, {vocab_size})", int(ids[at]))
+        raise bad_request(
+            f"{param}[{at}]",
+            f"is out of vocabulary: it must be a token id in [0, {vocab_size}), got {ids[at]}",
+        )
     return ids.astype(np.int32)
 
 

@@ -12,6 +12,7 @@ ROUTE_DESCRIPTIONS: Final[dict[str, tuple[str, str]]] = {
     "/v1/models": (CLIENTS, "List the served model names."),
     "/v1/models/{name}": (CLIENTS, "Describe one served model."),
     "/v1/completions": (CLIENTS, "Complete one or more prompts."),
+    "/v1/fim/completions": (CLIENTS, "Fill in the middle of a text (Mistral)."),
     "/v1/chat/completions": (CLIENTS, "Answer a conversation, or list stored answers."),
     "/v1/chat/completions/{id}": (CLIENTS, "Return, change or delete a stored answer."),
     "/v1/chat/completions/{id}/messages": (CLIENTS, "List the messages of a stored answer."),

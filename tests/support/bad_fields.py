@@ -109,7 +109,6 @@ BAD_FIELDS = [
     ({"max_new_tokens": 10**6}, "max_new_tokens", "or max_new_tokens."),
     ({"use_beam_search": True, "stream": True}, "stream", "not supported with use_beam_search"),
     ({"logits_processors": ["x"]}, "logits_processors", "not supported"),
-    ({"kv_transfer_params": {"a": 1}}, "kv_transfer_params", "has no --kv-transfer-config"),
     ({"response_format": "json"}, "response_format", 'an object or null, got "json"'),
     ({"response_format": {"type": "xml"}}, "response_format.type", 'got "xml"'),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "null"),

@@ -6,7 +6,9 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any, Final
 
+import msgspec
 import numpy as np
+import numpy.typing as npt
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -27,6 +29,7 @@ from ...http.json_pieces import encode_list
 from ..bodies.intake import Intake, reads
 from ..bodies.request_memory import MemoryLease
 from ..chat_prompt import RenderedChat
+from ..generation import PreparedPrompt
 from ..infill import require_infill
 from ..prompts import Prompt, verify_num_characters
 from ..routes.capabilities import reads_audio, reads_images
@@ -44,7 +47,7 @@ from ..schema.llama_cpp import (
 )
 from ..serving import Serving
 from ..structured.constraint import Constraint
-from .llama_cpp_answer import LlamaAnswer, generation_settings
+from .llama_cpp_answer import EmptyPrompt, LlamaAnswer, generation_settings
 from .llama_cpp_operations import LlamaOperations
 from .llama_cpp_request import LlamaPrompt, encode_prompts, infill_files, translate
 
@@ -133,6 +136,19 @@ class LlamaCompletions(Completions):
             ),
         )
         return Prompt("input_prefix", None, np.asarray(token_ids, np.int32))
+
+    def _fit(
+        self,
+        prompt: Prompt,
+        request: CompletionRequest,
+        params: SamplingParams,
+        start_token_ids: npt.NDArray[np.int32] | None,
+    ) -> PreparedPrompt:
+        if len(prompt.token_ids):
+            return super()._fit(prompt, request, params, start_token_ids)
+        # The answer to an empty prompt is empty.
+        params = msgspec.structs.replace(params, max_tokens=1, min_tokens=0, structured_output=None)
+        return EmptyPrompt(np.zeros(1, np.int32), params, "")
 
     def _params(self, request: CompletionRequest, constraint: Constraint | None) -> SamplingParams:
         params = super()._params(request, constraint)

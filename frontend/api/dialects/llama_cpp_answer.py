@@ -9,7 +9,7 @@ from ....protocol.sampling_params import DryParams, SamplingParams
 from ...client.engine_client import Delta, Sequence
 from ...http.json_pieces import EncodedJSON, encode_list
 from ..answer import PromptAnswer
-from ..generation import raise_if_failed
+from ..generation import PreparedPrompt, raise_if_failed
 from ..logprobs import Json, LogprobsRenderer
 from ..receipts.timings import llama_prompt_timings, llama_timings
 from ..schema import UNLIMITED
@@ -23,6 +23,10 @@ LLAMA_STREAM: Final = StreamFormat(
     done=b"",
     encode_error=lambda error: event(error_with_retry(error)),
 )
+
+
+class EmptyPrompt(PreparedPrompt):
+    """A prompt without tokens. The engine computes another one in its place, whose answer is not shown."""
 
 
 class LlamaAnswer(PromptAnswer):
@@ -60,6 +64,7 @@ class Result:
         self._request = answer.request
         self._sequence = sequence
         self._has_new_line = False
+        self._is_empty = isinstance(answer.prompt_of(sequence), EmptyPrompt)
 
     def whole(self, output: Delta) -> Json:
         """Return the complete result."""
@@ -106,26 +111,29 @@ class Result:
         return self._select(body | self._ending(delta))
 
     def _read(self, delta: Delta) -> tuple[str, list[int]]:
-        if self._request.only_computes_prompt:
+        if self._request.only_computes_prompt or self._is_empty:
             return "", []
         self._has_new_line = self._has_new_line or "\n" in delta.text
         return delta.text, delta.token_ids
 
     def _ending(self, delta: Delta) -> Json:
         sequence, answer, request = self._sequence, self._answer, self._request
-        count = 0 if request.only_computes_prompt else sequence.num_read_tokens
-        num_tokens = sequence.num_prompt_tokens + count
+        num_prompt = 0 if self._is_empty else sequence.num_prompt_tokens
+        count = 0 if request.only_computes_prompt or self._is_empty else sequence.num_read_tokens
+        num_tokens = num_prompt + count
         word = delta.stop_reason if isinstance(delta.stop_reason, str) else ""
         kind = "word" if word else "eos"
         if delta.finish_reason == "length" or request.only_computes_prompt:
             kind, word = "limit", ""
+        if self._is_empty:
+            kind, word = "none", ""
         max_model_len = answer.serving.config.model.max_model_len
         return {
             "id_slot": -1,
             "stop": True,
             "model": answer.envelope["model"],
             "tokens_predicted": count,
-            "tokens_evaluated": sequence.num_prompt_tokens,
+            "tokens_evaluated": num_prompt,
             "generation_settings": generation_settings(sequence.params, request),
             "has_new_line": self._has_new_line,
             "truncated": kind == "limit" and num_tokens >= max_model_len,
@@ -138,7 +146,7 @@ class Result:
     def _probs(self, delta: Delta) -> Json:
         if self._request.logprobs is None or delta.logprobs is None:
             return {}
-        if self._request.only_computes_prompt:
+        if self._request.only_computes_prompt or self._is_empty:
             return {}
         renderer, is_final = self._answer.renderer, self._request.post_sampling_probs
         return {"completion_probabilities": _probabilities(delta, renderer, is_final=is_final)}

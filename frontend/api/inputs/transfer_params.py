@@ -27,15 +27,15 @@ class _TransferParams(msgspec.Struct, omit_defaults=True):
 
 
 def transfer_params(value: Any, config: EngineConfig) -> dict[str, object] | None:
-    """Return the verified KV-transfer parameters of a request; None if it has none.
+    """Return the verified KV-transfer parameters of a request.
+
+    Without a KV connector they have no effect, as in vLLM: the server computes the prompt itself.
 
     Raises:
-        APIError: The server has no KV connector, or a field is invalid (400).
+        APIError: A field is invalid (400).
     """
-    if value is None:
+    if value is None or config.kv_transfer is None:
         return None
-    if config.kv_transfer is None:
-        raise bad_request(FIELD, "is not supported, because the server has no --kv-transfer-config")
     try:
         params = msgspec.convert(value, _TransferParams)
     except msgspec.ValidationError as error:

@@ -16,7 +16,7 @@ from starlette.types import Receive
 from ....protocol.sampling_params import SamplingParams
 from ...client.encoder_inputs import without_bad_words
 from ...client.engine_client import Delta, PositionLogprobs, Sequence
-from ...http.errors import bad_request
+from ...http.errors import APIError, bad_request
 from ..answer import Answer, Outputs, PromptAnswer
 from ..endpoint import Endpoint, NewAnswer
 from ..generation import PreparedPrompt, matched_stop
@@ -137,6 +137,9 @@ class Completions(Endpoint[CompletionRequest]):
         """Return the prompts, beginning with the ones in `prompt_embeds`."""
         executor, config = self._serving.executor, self._serving.config
         prompts: list[Prompt] = []
+        if request.prompt_embeds in ("", []) and not request.prompt:
+            message = "Either prompt or prompt_embeds must be provided and non-empty."
+            raise APIError(400, message, param="prompt_embeds")
         if request.prompt_embeds is not None:
             for name in ("echo", "prompt_logprobs"):
                 if getattr(request, name) not in (None, False):

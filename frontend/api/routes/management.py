@@ -26,7 +26,7 @@ class Management:
     async def models(self, request: Request) -> Response:
         """List the served model names."""
         names = self._serving.served_models
-        cards = [self._card(name) for name in names]
+        cards = [self.card(name) for name in names]
         # Anthropic's clients expect a page of models, and llama.cpp's look for capabilities.
         page = {"first_id": names[0], "last_id": names[-1], "has_more": False}
         capabilities = list_for_llama_cpp(self._serving)
@@ -40,9 +40,10 @@ class Management:
         """Describe one served model."""
         name = request.path_params["name"]
         self._serving.verify_model(name)
-        return json_response(self._card(name))
+        return json_response(self.card(name))
 
-    def _card(self, name: str) -> dict[str, object]:
+    def card(self, name: str) -> dict[str, object]:
+        """Return the description of a served model."""
         model = self._serving.config.model
         adapter = None if name in model.served_names else self._serving.loras.find(name)
         return {

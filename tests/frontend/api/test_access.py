@@ -38,7 +38,9 @@ def bearer(key: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("media_type", ["", "text/plain", "application/x-www-form-urlencoded"])
-@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/chat/completions", "/tokenize", "/", *OPERATORS])
+@pytest.mark.parametrize(
+    "path", [COMPLETIONS, "/v1/chat/completions", "/tokenize", "/", *OPERATORS]
+)
 def test_bodies_that_a_page_may_send_without_preflight_are_rejected(
     local: FrontendProcess, path: str, media_type: str
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -44,6 +45,19 @@ def test_suffix_puts_the_texts_between_the_tokens_of_the_model(tmp_path: Path) -
         assert response.json()["response"] == begin + end
         [card, *_] = frontend.http.get("/api/tags").json()["models"]
         assert "insert" in card["capabilities"]
+        # Mistral's route answers like a chat, and its clients get its words for models.
+        fim = {"prompt": begin, "suffix": end, "max_tokens": count}
+        answer = frontend.post("/v1/fim/completions", **fim).json()
+        [choice] = answer["choices"]
+        assert (answer["object"], choice["message"]["content"]) == ("chat.completion", begin + end)
+        streamed = frontend.post("/v1/fim/completions", **fim, stream=True).text.split("\n\n")
+        chunks = [json.loads(line.removeprefix("data: ")) for line in streamed[:-2]]
+        pieces = [chunk["choices"][0]["delta"]["content"] for chunk in chunks]
+        assert "".join(pieces) == begin + end
+        assert chunks[-1]["usage"]["prompt_tokens"] == count
+        headers = {"user-agent": "mistral-client-python/3.0"}
+        [card, *_] = frontend.http.get("/v1/models", headers=headers).json()["data"]
+        assert (card["type"], card["capabilities"]["completion_fim"]) == ("base", True)
         # llama.cpp's route may name other files, and cuts what does not fit.
         files = [{"filename": "x.py", "text": "c = 1"}]
         infill = {"input_prefix": begin, "input_suffix": end, "n_predict": 1}

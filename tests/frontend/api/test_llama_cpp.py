@@ -57,6 +57,15 @@ def test_completion_counts_its_tokens_and_says_why_it_ended(frontend: FrontendPr
         assert (full["stop_type"], full["truncated"]) == ("limit", True)
 
 
+def test_the_answer_to_an_empty_prompt_is_empty(frontend: FrontendProcess) -> None:
+    empty, other = complete(frontend, ["", "a"], n_predict=3, n_probs=2)
+    assert (empty["content"], empty["prompt"], empty["stop_type"]) == ("", "", "none")
+    assert empty["tokens_evaluated"] == empty["tokens_predicted"] == 0
+    assert (other["prompt"], other["stop_type"]) != ("", "none")
+    [event] = events(frontend, prompt="")
+    assert (event["content"], event["stop"]) == ("", True)
+
+
 def test_completion_answers_every_kind_of_prompt(frontend: FrontendProcess) -> None:
     ids = token_ids(frontend, " blue")
     mixed = [*token_ids(frontend, "The sky is"), " blue"]

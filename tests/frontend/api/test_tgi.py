@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from support.chats import last_params
 from support.frontend_process import FrontendProcess
 
 pytestmark = pytest.mark.slow
@@ -84,18 +85,21 @@ def test_a_stream_has_an_event_for_each_token(
     ("kind", "value", "expected"),
     [
         ("regex", "blue|The", "The"),
-        ("json", {"const": "The"}, '"The"'),
+        ("json", {"properties": {"a": {"const": 1}}, "required": ["a"]}, '{"a": 1}'),
+        ("json", '{"const": "The"}', '"The"'),
         ("json_schema", {"schema": {"const": "The"}}, '"The"'),
     ],
 )
 def test_a_grammar_is_passed_on(
     frontend: FrontendProcess, kind: str, value: object, expected: str
 ) -> None:
-    grammar = {"type": kind, "value": value}
-    response = frontend.post(
-        "/generate", inputs=expected, parameters={"grammar": grammar, "max_new_tokens": 3}
-    )
+    parameters = {"grammar": {"type": kind, "value": value}, "max_new_tokens": 9}
+    response = frontend.post("/generate", inputs=expected, parameters=parameters)
     assert response.status_code == 200, response.text
+    grammar = last_params(frontend).structured_output
+    assert grammar is not None
+    if kind == "json" and isinstance(value, dict):
+        assert "object" in str(grammar)
 
 
 def test_tokens_have_their_places(frontend: FrontendProcess) -> None:
@@ -124,6 +128,7 @@ def test_tokens_have_their_places(frontend: FrontendProcess) -> None:
         ({"parameters": {"watermark": True}}, "parameters.watermark"),
         ({"parameters": {"grammar": {"type": "x"}}}, "parameters.grammar.type"),
         ({"parameters": {"grammar": {"type": "regex", "value": "("}}}, "parameters.grammar"),
+        ({"parameters": {"grammar": {"type": "json", "value": "{"}}}, "parameters.grammar.value"),
         ({"parameters": {"adapter_id": "unknown"}}, "unknown"),
     ],
 )

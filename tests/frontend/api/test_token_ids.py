@@ -95,7 +95,7 @@ def test_sampling_has_the_defaults_of_vllm(frontend: FrontendProcess) -> None:
         ({"token_ids": []}, "token_ids"),
         ({"token_ids": [1, -1]}, "token_ids[1]"),
         ({"token_ids": [1] * 4000}, "token_ids"),
-        ({"sampling_params": None}, "sampling_params"),
+        ({"sampling_params": {"stop": "a", "detokenize": False}}, "sampling_params.stop"),
         ({"sampling_params": {"max_tokens": 0}}, "sampling_params.max_tokens"),
         ({"sampling_params": {"temperature": -1}}, "sampling_params.temperature"),
         ({"sampling_params": {"extra_args": {"a": 1}}}, "sampling_params.extra_args"),

@@ -5,7 +5,9 @@ The API is described at https://huggingface.co/docs/text-generation-inference.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
+
+import msgspec
 
 from ....http.errors import APIError, bad_request, expect, wrong
 from ...logprobs import Json
@@ -136,9 +138,15 @@ def _constraint(grammar: Json | None) -> Json | None:
         value, where = given.get("schema"), f"{where}.schema"
     elif kind not in ("json", "json_object"):
         raise wrong("parameters.grammar.type", '"json", "json_schema" or "regex"', kind)
-    schema: Any = value
-    if not isinstance(schema, dict | str):
-        raise wrong(where, "a JSON schema", schema)
+    if isinstance(value, str):
+        try:
+            value = msgspec.json.decode(value)
+        except (msgspec.DecodeError, RecursionError):
+            raise wrong(where, "a JSON schema", value) from None
+    schema = expect(value, dict, where, "a JSON schema")
+    if "properties" in schema and "type" not in schema:
+        # In TGI, such a schema describes an object.
+        schema = schema | {"type": "object"}
     return {"json": schema}
 
 

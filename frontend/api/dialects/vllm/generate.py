@@ -76,9 +76,9 @@ class VllmGenerate(Completions):
     async def _translate(
         self, body: VllmGenerateRequest, size: int, lease: MemoryLease
     ) -> tuple[CompletionRequest, int]:
-        params = body.sampling_params
-        if params is None:
-            raise bad_request("sampling_params", "is required; {} for the defaults")
+        params = body.sampling_params or VllmSampling()
+        if params.stop and params.detokenize is False:
+            raise bad_request("sampling_params.stop", "needs detokenize=true")
         verify_supported(params, _REFUSED, "sampling_params.")
         if not body.token_ids:
             raise bad_request("token_ids", "must be an array of at least one token id")
