@@ -163,12 +163,26 @@ class ResponsesAnswer(ChatAnswer):
         response = self.describe("incomplete" if is_cut else "completed")
         response["output"] = builder.items
         response["usage"] = self.token_counts() | self.receipt()
-        response |= self.timing()
+        response |= self.timing() | self._raw_messages()
         if is_cut:
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         else:
             response["completed_at"] = int(time.time())
         return response
+
+    def _raw_messages(self) -> Json:
+        """Return vLLM's `input_messages` and `output_messages`, if the request asks for them; else {}."""
+        if not self.exchange.body.enable_response_messages:
+            return {}
+        [sequence] = self._group.sequences
+        written = list(sequence.token_ids)[: sequence.num_read_tokens]
+        prompt = self.prompt.token_ids.tolist()
+        found: Json = {}
+        for name, token_ids in (("input_messages", prompt), ("output_messages", written)):
+            text = self.serving.tokenizer.decode(token_ids)
+            message = {"type": "raw_message_tokens", "message": text, "tokens": token_ids}
+            found[name] = [message]
+        return found
 
     def describe(self, status: str) -> Json:
         """Return the response without its output, with this status."""

@@ -197,7 +197,7 @@ def _verify(body: ResponsesRequest) -> None:
     if body.stream_options and not body.stream:
         raise bad_request("stream_options", "is only allowed with stream=true")
     if body.background and body.store is False:
-        raise bad_request("background", "needs store=true")
+        raise bad_request("background", "can only be used when `store` is true")
     verify_metadata(body.metadata)
 
 

@@ -99,9 +99,9 @@ class ResponseStates:
     def __init__(self, store: StoreClient, files: FileStorage, max_bytes: int) -> None:
         self._files = files
         self._max_bytes = max_bytes
-        self.responses = Records(store, "response", "The response")
+        self.responses = Records(store, "response", "Response with id")
         self.events = Records(store, "response.event", "The event")
-        self.cancellations = Records(store, "response.cancel", "The response")
+        self.cancellations = Records(store, "response.cancel", "Response with id")
         self.conversations = Records(store, "conversation", "The conversation")
         self.items = Records(store, "conversation.item", "The item")
 

@@ -66,7 +66,7 @@ class StoredResponses:
         if not response["background"]:
             raise APIError(
                 400,
-                f"{echo(identifier)} cannot be cancelled, because it does not run in the background",
+                f"Cannot cancel a synchronous response. {echo(identifier)} does not run in the background",
                 param="id",
             )
         if response["status"] not in ENDED:
@@ -114,7 +114,7 @@ class StoredResponses:
         if (run := self._runs.find(identifier, owner)) is not None:
             run.cancel()
         if not await self._states.responses.delete(identifier, owner):
-            raise not_found("The response", identifier)
+            raise not_found("Response with id", identifier)
         await self._states.events.delete_children(identifier, owner)
         return json_response({"id": identifier, "object": "response", "deleted": True})
 

@@ -39,7 +39,6 @@ REFUSED: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
     "context_management": ("is not supported; use truncation auto", ([],)),
     "previous_response": ("is not supported; use previous_response_id, or send its items", ()),
     "previous_input_messages": ("is not supported; send items in input", ()),
-    "enable_response_messages": (_NOT_SUPPORTED, (False,)),
     "custom_params": (_NOT_SUPPORTED, ({},)),
     "input_embeds": ("is not supported; send prompt_embeds to /v1/completions", ()),
     "image_data": ("is not supported; send images to /v1/chat/completions", ([],)),

@@ -67,11 +67,13 @@ class ResponsesRequest(ResponseFields, kw_only=True):
     safety_identifier: str | None = None
 
     thinking_token_budget: Int | None = None
+    # Adds the texts and the token ids of the prompt and of the answer to the response, as in vLLM.
+    enable_response_messages: bool | None = None
 
     # Rejected, because an answer that ignores them would be wrong.
     rejected: ClassVar[str] = (
         "context_management mm_processor_kwargs vllm_xargs previous_response "
-        "previous_input_messages enable_response_messages extra_key include_reasoning "
+        "previous_input_messages extra_key include_reasoning "
         "kv_transfer_params ec_transfer_params media_io_kwargs watermarking bootstrap_host "
         "bootstrap_port bootstrap_room disagg_prefill_dp_rank"
     )

@@ -171,7 +171,7 @@ def test_derendered_completions_have_their_texts(thinking: FrontendProcess) -> N
     [
         ("chat/completions", {}, "generate_response is required"),
         ("chat/completions", {"generate_response": generated([])}, "token_ids must have"),
-        ("chat/completions", {"generate_response": generated([-1])}, "token_ids[0] must be"),
+        ("chat/completions", {"generate_response": generated([-1])}, "token_ids[0] is out of"),
         ("chat/completions", {"generate_response": generated([5] * 5000)}, "max_model_len"),
         (
             "chat/completions",

@@ -74,8 +74,19 @@ def test_response_has_items_and_usage(frontend: FrontendProcess, client: openai.
 
 
 def test_response_that_is_cut_is_incomplete(client: openai.OpenAI) -> None:
-    response = client.responses.create(model=MODEL, input="One two three", max_output_tokens=2)
+    extra = {"enable_response_messages": True}
+    response = client.responses.create(
+        model=MODEL, input="One two three", max_output_tokens=2, extra_body=extra
+    )
     assert response.status == "incomplete" and response.output_text == "One two"
+    # vLLM's clients read the prompt and the answer as tokens.
+    fields = response.model_extra or {}
+    [given], [written] = fields["input_messages"], fields["output_messages"]
+    assert (written["type"], written["message"]) == ("raw_message_tokens", "One two")
+    assert "One two three" in given["message"]
+    usage = response.usage
+    assert usage is not None
+    assert [len(given["tokens"]), len(written["tokens"])] == [usage.input_tokens, 2]
     assert response.incomplete_details.reason == "max_output_tokens"
     assert response.output[-1].status == "incomplete"
 
@@ -366,7 +377,7 @@ def test_response_continues_the_previous_one(
         with pytest.raises(openai.NotFoundError):
             call()
     client.responses.delete(first.id)
-    with pytest.raises(openai.NotFoundError, match="was not found"):
+    with pytest.raises(openai.NotFoundError, match=r"Response with id .* not found"):
         client.responses.retrieve(first.id)
     with pytest.raises(openai.NotFoundError) as caught:
         client.responses.create(model=MODEL, input="x", previous_response_id=second.id)
