@@ -25,7 +25,7 @@ ENCODED_TEXT: Final = "engine1."
 _ITEM_TYPES: Final = (
     "message, reasoning, function_call, function_call_output, custom_tool_call, "
     f"custom_tool_call_output, {', '.join(CALLS)}, {', '.join(OUTPUTS)}, tool_search_output, "
-    "additional_tools, compaction or item_reference"
+    "additional_tools, agent_message, compaction or item_reference"
 )
 _HOSTED: Final = (
     "code_interpreter_call",
@@ -171,6 +171,10 @@ class MessageBuilder:
                     names = [tool[tool["type"]].get("name") for tool in loaded]
                     text = msgspec.json.encode({"tools": names}).decode()
                     self._add_output(item, where, text)
+            case "agent_message":
+                self._open = None
+                if text := _agent_message(item, where):
+                    self.messages.append({"role": "user", "content": text})
             case "additional_tools":
                 pass
             case kind if kind in _HOSTED:
@@ -275,6 +279,28 @@ def _decode_text(encoded: str, where: str) -> str:
         pass
     place = f"{where}.encrypted_content"
     raise bad_request(place, "was not written by this server; leave the item out")
+
+
+def _agent_message(item: Json, where: str) -> str:
+    """Return the text of a message between agents of Codex, after a line that names them; "" if it has no text."""
+    parts = expect(item.get("content"), list, f"{where}.content", "an array")
+    texts = []
+    for i, part in enumerate(parts):
+        place = f"{where}.content[{i}]"
+        if expect(part, dict, place, "an object").get("type") != "encrypted_content":
+            texts.append(_string(part, "text", place))
+            continue
+        text = _string(part, "encrypted_content", place)
+        if text.startswith(ENCODED_TEXT):
+            text = _decode_text(text, place)
+        elif not any(character.isspace() for character in text):
+            text = "[encrypted text]"
+        texts.append(text)
+    if not texts:
+        return ""
+    names = (item.get(name) for name in ("author", "recipient"))
+    author, recipient = (name if isinstance(name, str) else "unknown" for name in names)
+    return f"[agent message from {author} to {recipient}]\n" + "\n".join(texts)
 
 
 def _join_texts(parts: Any, where: str) -> str:

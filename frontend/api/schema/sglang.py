@@ -81,6 +81,8 @@ class SglangGenerateRequest(SglangInput, kw_only=True):
     token_ids_logprob: list[Int | list[Int]] | None = None
     return_text_in_logprobs: bool | None = None
     return_prompt_token_ids: bool | None = None
+    # True to count the tokens of the reasoning.
+    require_reasoning: bool | None = None
     # The ids of the answers. The id of a single prompt is also the ID of the request.
     rid: str | list[str] | None = None
     # The name of an adapter.
@@ -98,7 +100,6 @@ class SglangGenerateRequest(SglangInput, kw_only=True):
     conversation_id: str | None = None
     session_id: str | None = None
     custom_labels: dict[str, str] | None = None
-    require_reasoning: bool | None = None
     kv_hints: Any = None
     external_trace_header: dict[str, Any] | None = None
     received_time: float | None = None

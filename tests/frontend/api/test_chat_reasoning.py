@@ -47,6 +47,13 @@ def test_reasoning_is_separated_from_content(thinking: FrontendProcess) -> None:
     assert "".join(d.get("reasoning", "") for d in deltas) == "Let me see."
     assert "".join(d.get("content") or "" for d in deltas) == "It is four."
     assert last["usage"] == answer["usage"]
+    # SGLang's route counts the token that ends the reasoning, too.
+    sampling = {"max_new_tokens": num_tokens(thinking, text)}
+    for requires in (True, False):
+        body = {"text": text, "sampling_params": sampling, "require_reasoning": requires}
+        meta = thinking.post("/generate", **body).json()["meta_info"]
+        count = num_tokens(thinking, text.partition("</think>")[0])
+        assert (meta["reasoning_tokens"] > count) is requires
     silent = chat(thinking, include_reasoning=False, **options)["choices"][0]["message"]
     assert silent["reasoning"] is silent["reasoning_content"] is None
     assert silent["content"] == "It is four."

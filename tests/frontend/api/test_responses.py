@@ -194,6 +194,15 @@ def test_items_of_every_kind_reach_the_template(
         },
         {"role": "assistant", "content": [{"type": "refusal", "refusal": "No"}]},
         {
+            "type": "agent_message",
+            "author": "/root/a",
+            "recipient": "/root",
+            "content": [
+                {"type": "input_text", "text": "Done"},
+                {"type": "encrypted_content", "encrypted_content": "QWJj"},
+            ],
+        },
+        {
             "role": "user",
             "content": [
                 {
@@ -207,6 +216,7 @@ def test_items_of_every_kind_reach_the_template(
     expected = (
         '[system:Be brief.][user:Hi][assistant:Wait|Hm|call_1 get_weather {"city": "Oslo"}'
         '|call_2 run {"input": "ls"}][tool:Rain|call_1][tool:a.txt|call_2][assistant:No]'
+        "[user:[agent message from /root/a to /root]\nDone\n[encrypted text]]"
         "[user:b.txt\n\nDoc]get_weather"
     )
     fields: dict[str, Any] = {"model": MODEL, "instructions": "Be brief.", "input": items}

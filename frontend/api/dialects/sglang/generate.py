@@ -159,6 +159,7 @@ class SglangAnswer(PromptAnswer):
             len(token_ids),
             only_prompt=request.only_computes_prompt,
         )
+        meta["reasoning_tokens"] = self._count_reasoning(request, sequence, token_ids)
         result: Json = {"text": text, "output_ids": token_ids, "meta_info": meta | logprobs}
         if request.return_token_ids:
             result["prompt_token_ids"] = self.prompt_of(sequence).token_ids.tolist()
@@ -195,6 +196,20 @@ class SglangAnswer(PromptAnswer):
         return self._lists(request, "input", prompt, positions) | self._listed(
             request, "input", positions()
         )
+
+    def _count_reasoning(
+        self, request: SglangPrompt, sequence: Sequence, token_ids: list[int]
+    ) -> int:
+        """Return the number of tokens to the end of the reasoning; 0 unless the request asks for it."""
+        if not request.requires_reasoning:
+            return 0
+        text = self.prompt_of(sequence).text or ""
+        parser = self.serving.new_reasoning_parser(text, constrained=False)
+        if parser is None:
+            return 0
+        count = parser.num_reasoning_tokens(token_ids, self.serving.tokenizer)
+        # SGLang counts the token that ends the reasoning.
+        return count + (0 < count < len(token_ids))
 
     def _id(self, sequence: Sequence) -> str:
         prompt, output = divmod(sequence.position, self.request.num_outputs)

@@ -49,7 +49,7 @@ class SglangPrompt(CompletionRequest, kw_only=True):
     answer has no text. The log-probabilities of the prompt, with `num_prompt_tops` others at each position, begin at
     token `first_logprob`; there are none if it is negative. `request_ids` has one id for each prompt. If prompts have
     parameters of their own, `parts` has the request for each prompt, and `place` is the end of the parameters' names.
-    `embeds` replace the tokens.
+    If `requires_reasoning`, the tokens of the reasoning are counted. `embeds` replace the tokens.
     """
 
     prompts_param: str = "text"
@@ -61,6 +61,7 @@ class SglangPrompt(CompletionRequest, kw_only=True):
     request_ids: list[str] = msgspec.field(default_factory=list)
     parts: list[SglangPrompt] = msgspec.field(default_factory=list)
     place: str = ""
+    requires_reasoning: bool = False
     embeds: Any = None
     embeds_shape: list[int] | None = None
 
@@ -159,6 +160,7 @@ def _translate(body: SglangGenerateRequest, param: str, place: str) -> SglangPro
         only_computes_prompt=max_tokens == 0,
         return_text_in_logprobs=bool(body.return_text_in_logprobs),
         place=place,
+        requires_reasoning=bool(body.require_reasoning),
         embeds=body.input_embeds or body.input_embeds_bytes,
         embeds_shape=body.input_embeds_shape,
     )
