@@ -12,6 +12,15 @@ from .frontend_process import MODEL, FrontendProcess
 from .shown_prompts import SCHEMA
 
 TOOLS: list[Any] = [{"type": "function", "name": "get_weather", "parameters": SCHEMA}]
+AGENT_MESSAGE = {
+    "type": "agent_message",
+    "author": "/root/a",
+    "recipient": "/root",
+    "content": [
+        {"type": "input_text", "text": "Done"},
+        {"type": "encrypted_content", "encrypted_content": "QWJj"},
+    ],
+}
 FUNCTION: dict[str, Any] = {"type": "function", "name": "read"}
 NAMESPACE: dict[str, Any] = {"type": "namespace", "name": "files", "tools": [FUNCTION]}
 

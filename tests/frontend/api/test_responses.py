@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 from support.frontend_process import MODEL, FrontendProcess, sound_frontend
-from support.responses import FUNCTION, NAMESPACE, TOOLS, num_tokens, options
+from support.responses import AGENT_MESSAGE, FUNCTION, NAMESPACE, TOOLS, num_tokens, options
 from support.shown_prompts import ANSWER, TEMPLATE
 
 pytestmark = pytest.mark.slow
@@ -74,19 +74,14 @@ def test_response_has_items_and_usage(frontend: FrontendProcess, client: openai.
 
 
 def test_response_that_is_cut_is_incomplete(client: openai.OpenAI) -> None:
-    extra = {"enable_response_messages": True}
-    response = client.responses.create(
-        model=MODEL, input="One two three", max_output_tokens=2, extra_body=extra
-    )
+    extra = {"extra_body": {"enable_response_messages": True}, "max_output_tokens": 2}
+    response = client.responses.create(model=MODEL, input="One two three", **extra)
     assert response.status == "incomplete" and response.output_text == "One two"
     # vLLM's clients read the prompt and the answer as tokens.
-    fields = response.model_extra or {}
-    [given], [written] = fields["input_messages"], fields["output_messages"]
+    [[given], [written]] = [response.model_extra[f"{n}_messages"] for n in ("input", "output")]
     assert (written["type"], written["message"]) == ("raw_message_tokens", "One two")
     assert "One two three" in given["message"]
-    usage = response.usage
-    assert usage is not None
-    assert [len(given["tokens"]), len(written["tokens"])] == [usage.input_tokens, 2]
+    assert len(given["tokens"]) == response.usage.input_tokens
     assert response.incomplete_details.reason == "max_output_tokens"
     assert response.output[-1].status == "incomplete"
 
@@ -193,15 +188,7 @@ def test_items_of_every_kind_reach_the_template(
             "output": [{"type": "input_text", "text": "a.txt"}],
         },
         {"role": "assistant", "content": [{"type": "refusal", "refusal": "No"}]},
-        {
-            "type": "agent_message",
-            "author": "/root/a",
-            "recipient": "/root",
-            "content": [
-                {"type": "input_text", "text": "Done"},
-                {"type": "encrypted_content", "encrypted_content": "QWJj"},
-            ],
-        },
+        AGENT_MESSAGE,
         {
             "role": "user",
             "content": [

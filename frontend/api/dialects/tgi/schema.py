@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from . import Int
+from ...schema import Int
 
 
 class TgiParameters(msgspec.Struct, kw_only=True):
