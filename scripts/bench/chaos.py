@@ -20,6 +20,7 @@ JSON per wave and a summary. Exits with 1 after a wrong answer, a leak or a viol
 from __future__ import annotations
 
 import argparse
+import http.client
 import json
 import random
 import sys
@@ -70,6 +71,7 @@ WINDOWS_OF_CLIP = 3
 NUM_TALKS = 4
 TALK_SAMPLES = 30_000
 
+ROLES = ("--replica-roles", "prefill=1,decode=1", "--remote-prefill-tokens", "16")
 LAYERS = ("delta net", "mamba", "experts")
 SIDES = ("streams", "model", "speech", "live", *LAYERS)
 SETUPS: dict[str, tuple[str, ...]] = {
@@ -77,7 +79,8 @@ SETUPS: dict[str, tuple[str, ...]] = {
     "tensor": ("-tp", "2", "--kv-host-gib", "0.001", "--inject-preemption", "0.02"),
     "pipeline": ("-pp", "2", "--kv-disk", "DIRECTORY/blocks", "--kv-disk-gib", "0.01"),
     "replicas": ("-dp", "2", "--api-server-count", "2"),
-    "roles": ("--replica-roles", "prefill=1,decode=1", "--remote-prefill-tokens", "16"),
+    "roles tensor": (*ROLES, "-tp", "2"),
+    "roles": ROLES,
 }
 """Additional flags of the servers with small models for text and images."""
 
@@ -184,7 +187,7 @@ def is_ready(server: Server) -> bool:
 def is_idle(server: Server) -> bool:
     try:
         return all(server.metric(f"engine:{gauge}") == 0 for gauge in GAUGES)
-    except (OSError, AssertionError):
+    except (OSError, AssertionError, http.client.HTTPException):
         return False
 
 
