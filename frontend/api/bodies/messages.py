@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
-from pkgutil import iter_modules
+from pkgutil import walk_packages
 from typing import Any, Final, TypeAlias
 
 import msgspec
@@ -29,7 +29,7 @@ LENGTH: Final = struct.Struct("<Q")
 
 
 def _find_schemas() -> Iterator[type[msgspec.Struct]]:
-    names = (f"{schema.__name__}.{module.name}" for module in iter_modules(schema.__path__))
+    names = (module.name for module in walk_packages(schema.__path__, f"{schema.__name__}."))
     for module in (schema, *map(import_module, names)):
         for name, value in vars(module).items():
             if name.endswith("Request") and issubclass(value, msgspec.Struct):
@@ -37,7 +37,7 @@ def _find_schemas() -> Iterator[type[msgspec.Struct]]:
 
 
 SCHEMAS: Final = tuple(dict.fromkeys(_find_schemas()))
-"""The schemas of all request bodies: the structs of `schema` whose names end with `Request`."""
+"""The schemas of all request bodies: the structs below `schema` whose names end with `Request`."""
 
 MAX_CPU_S: Final = 5
 """Maximum seconds of processor time for one body."""

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from functools import wraps
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -21,7 +20,8 @@ from ..logprobs import Json
 from ..routes.capabilities import Task, reads_audio, reads_images, task_of
 from ..routes.completions import Completions, NewPromptAnswer
 from ..routes.management import Management
-from ..schema import UNLIMITED, CompletionRequest, Int, StreamOptions
+from ..schema import UNLIMITED, CompletionRequest
+from ..schema.dialects.mistral import MistralFimRequest
 from ..serving import Serving
 from ..streaming.chunks import Chunks
 from ..streaming.event_stream import ChunkEncoder
@@ -30,29 +30,6 @@ CLIENT: Final = "mistral-client"
 """The beginning of the user agents of Mistral's clients."""
 
 Handler = Callable[[Request], Awaitable[Response]]
-
-
-class MistralFimRequest(msgspec.Struct, kw_only=True):
-    """The body of `POST /v1/fim/completions`."""
-
-    model: str | None = None
-    prompt: str | None = None
-    # The text after the answer, for models that fill in the middle.
-    suffix: str | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    # Tokens of the answer; by default as many as fit into the context.
-    max_tokens: Int | None = None
-    min_tokens: Int | None = None
-    stop: str | list[str] | None = None
-    random_seed: Int | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    user: str | None = None
-
-    # Accepted because clients send them; they have no effect.
-    metadata: dict[str, Any] | None = None
-    prompt_cache_key: str | None = None
 
 
 _COPIED: Final = tuple(

@@ -12,7 +12,7 @@ import msgspec
 from ....http.errors import APIError, bad_request, expect, wrong
 from ...logprobs import Json
 from ...schema import UNLIMITED, CompletionRequest
-from .schema import TgiParameters, TgiRequest
+from ...schema.dialects.tgi import TgiParameters, TgiRequest
 
 _COPIED: Final = (
     "best_of",

@@ -27,13 +27,13 @@ from ...routes.chat_completions import render_request
 from ...routes.completions import Completions, NewPromptAnswer
 from ...routes.invocations import field_names
 from ...schema import ChatCompletionRequest, CompletionRequest
+from ...schema.dialects.tgi import TgiRequest
 from ...schema.sglang import SglangGenerateRequest
 from ...serving import Serving
 from ..sglang.generate import SglangGenerate
 from ..sglang.request import translate as translate_sglang
 from .answer import TgiAnswer
 from .request import TgiError, TgiPrompt, translate
-from .schema import TgiRequest
 from .tokens import simple_tokens
 
 

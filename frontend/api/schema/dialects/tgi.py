@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from ...schema import Int
+from .. import Int
 
 
 class TgiParameters(msgspec.Struct, kw_only=True):

@@ -1,0 +1,1 @@
+"""The request bodies of APIs with one or two routes for texts."""
