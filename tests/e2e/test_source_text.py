@@ -78,7 +78,10 @@ def test_completions_equal_those_of_transformers(
         for body, words in (
             ({"prompt": [5] * 2000}, f"a source of at most {limit} tokens"),
             ({"prompt": [5], "decoder_prompt": [5] * 200}, "decoder_prompt"),
-            ({"prompt": [5], "decoder_prompt": [1 << 20]}, "decoder_prompt[0] must be a token id"),
+            (
+                {"prompt": [5], "decoder_prompt": [1 << 20]},
+                "decoder_prompt[0] is out of vocabulary",
+            ),
             ({"prompt": [5], "echo": True}, "echo needs a model without an encoder"),
             ({"prompt": [5], "truncate_prompt_tokens": 9999}, "truncate_prompt_tokens must be"),
         ):

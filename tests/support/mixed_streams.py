@@ -145,6 +145,10 @@ class Streams:
         goal = self.num_events + count
         wait_until(lambda: self.num_events >= goal, what=f"{count} events of the streams")
 
+    def wait_until_all_run(self) -> None:
+        """Wait for an event of each stream. A request whose frontend hangs while parsing it is rejected later."""
+        wait_until(lambda: all(each.num_events for each in self.streams), what="all streams run")
+
     def answers(self) -> list[dict[str, Any]]:
         for thread in self._threads:
             thread.join()

@@ -1,8 +1,8 @@
 """A sample of the cases of tests with many: `pytest --sample SEED`.
 
-All cases take longer than a developer waits, and most differ little from each other. So `scripts/test` runs a sixth of
-the cases of each test at each commit, but at least one, and `scripts/test --nightly` runs all. In a file with
-the marker `sampled`, whose tests serve a model each, the tests are the cases.
+All cases take longer than a developer waits, and most differ little from each other. So `scripts/test` runs an eighth
+of the cases of each test at each commit, but at least one, and `scripts/test --nightly` runs all. In a file with the
+marker `sampled`, whose tests serve a model each, the tests are the cases.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import pytest
 
-ONE_IN = 6
+ONE_IN = 8
 
 T = TypeVar("T")
 Sampled: TypeAlias = Callable[[Sequence[T], Callable[[T], str]], list[T]]
@@ -58,7 +58,7 @@ def sampled(pytestconfig: pytest.Config) -> Sampled[Any]:
 
 
 def _sample(cases: Sequence[T], name: Callable[[T], str], seed: str) -> list[T]:
-    """Return one in six cases, in their order."""
+    """Return one in eight cases, in their order."""
 
     def rank(number: int) -> str:
         return hashlib.sha256(f"{seed} {name(cases[number])}".encode()).hexdigest()
