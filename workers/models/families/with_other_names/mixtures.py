@@ -76,8 +76,7 @@ def _k2_horizon(fields: ConfigFields) -> ModelSpec:
     """Return the spec of a K2-Horizon, which norms parts of hidden states, and of which some have experts."""
     fields.require("mova_num_experts", 0)
     fields.require("use_sliding_window", False)
-    if fields.get("attention_gate_func") is not None:
-        raise fields.error("attention_gate_func is not supported; use a model without it")
+    fields.require("attention_gate_func", None)
     fields = fields.with_defaults(num_key_value_heads=8, head_dim=128)
     size, hidden_size = head_dim(fields), fields.integer("hidden_size")
     num_groups = fields.integer("layernorm_num_groups")
