@@ -129,6 +129,17 @@ class Vision(Tower):
         super().__init__(gguf, decoder, "clip.vision.")
 
     @property
+    def patch_size(self) -> int:
+        """The side of a patch, in pixels."""
+        return self.integer("patch_size")
+
+    @property
+    def merge_size(self) -> int:
+        """The side of the squares of patches that are merged into one embedding; files have one of two names for it."""
+        size = self.optional_integer("spatial_merge_size")
+        return self.integer("projector.scale_factor", 2) if size is None else size
+
+    @property
     def has_layer_inputs(self) -> bool:
         """True if each layer of the decoder has inputs of its own (the smaller ones of Gemma 4)."""
         return bool(self._decoder.metadata.get("gemma4.embedding_length_per_layer_input"))
@@ -162,7 +173,7 @@ class Vision(Tower):
         return {
             **self.sizes(),
             "image_size": self.integer("image_size"),
-            "patch_size": self.integer("patch_size"),
+            "patch_size": self.patch_size,
             "layer_norm_eps": self.positive("attention.layer_norm_epsilon", 1e-6),
             "hidden_act": self.activation(gelu),
         }
@@ -188,6 +199,16 @@ class Vision(Tower):
     def pixels(self, side: Any) -> dict[str, Any]:
         """Return the fields that all image processors have in common; images have `side` x `side` pixels."""
         return {"size": side, **self.statistics()}
+
+    def merged_pixels(self, temporal_patch_size: int) -> dict[str, Any]:
+        """Return the fields of processors that merge squares of patches of images of any size."""
+        return {
+            "patch_size": self.patch_size,
+            "merge_size": self.merge_size,
+            "temporal_patch_size": temporal_patch_size,
+            **self.pixel_limits(),
+            **self.statistics(),
+        }
 
     def statistics(self) -> dict[str, list[float]]:
         """Return the mean and the standard deviation of each channel, if the file has them."""

@@ -13,14 +13,10 @@ _GLM_NAMES = {"glm4moe": ("glm4v_moe", "Glm4vMoe")}
 
 def glm4v(vision: Vision) -> Mmproj:
     """Return the fields of GLM-4.1V, GLM-4.5V, GLM-4.6V or GLM-OCR."""
-    merge_size, patch_size = (
-        vision.integer("spatial_merge_size", 2),
-        vision.integer("patch_size"),
-    )
     tower = {
         **vision.sizes("depth", "num_heads"),
-        "patch_size": patch_size,
-        "spatial_merge_size": merge_size,
+        "patch_size": vision.patch_size,
+        "spatial_merge_size": vision.merge_size,
         "temporal_patch_size": 2,
         "out_hidden_size": vision.num_rows("mm.model.fc.weight"),
         "hidden_act": "gelu" if vision.gguf.metadata.get("clip.use_gelu") else "silu",
@@ -28,7 +24,7 @@ def glm4v(vision: Vision) -> Mmproj:
     }
     if vision.has_tensor("v.position_embd.weight"):
         side = math.isqrt(vision.num_rows("v.position_embd.weight"))
-        tower |= {"image_size": side * patch_size, "attention_bias": False}
+        tower |= {"image_size": side * vision.patch_size, "attention_bias": False}
         family, name = _GLM_NAMES.get(vision.decoder_architecture, ("glm4v", "Glm4v"))
     else:
         # It has no table of positions.
@@ -41,20 +37,14 @@ def glm4v(vision: Vision) -> Mmproj:
             "vision_config": tower,
             "image_token_id": vision.token_id("<|image|>"),
         },
-        {
-            "patch_size": patch_size,
-            "merge_size": merge_size,
-            "temporal_patch_size": 2,
-            **vision.pixel_limits(),
-            **vision.statistics(),
-        },
+        vision.merged_pixels(temporal_patch_size=2),
     )
 
 
 def glm5v(vision: Vision) -> Mmproj:
     """Return the fields of GLM-5.3-Flash, whose tower is that of GLM-OCR with limited gates."""
     found = glm4v(vision)
-    unit = vision.integer("patch_size") * vision.integer("spatial_merge_size", 2)
+    unit = vision.patch_size * vision.merge_size
     limits = {
         name.replace("pixels", "image_tokens"): count // unit**2
         for name, count in vision.pixel_limits().items()
@@ -76,10 +66,6 @@ def glm5v(vision: Vision) -> Mmproj:
 
 def paddleocr(vision: Vision) -> Mmproj:
     """Return the fields of PaddleOCR-VL."""
-    merge_size, patch_size = (
-        vision.integer("projector.scale_factor", 2),
-        vision.integer("patch_size"),
-    )
     # The file's size is that of the largest image. Positions are those of a smaller one.
     side = math.isqrt(vision.num_rows("v.position_embd.weight"))
     return Mmproj(
@@ -88,21 +74,15 @@ def paddleocr(vision: Vision) -> Mmproj:
             "architectures": ["PaddleOCRVLForConditionalGeneration"],
             "vision_config": {
                 **vision.sizes(),
-                "patch_size": patch_size,
-                "image_size": side * patch_size,
-                "spatial_merge_size": merge_size,
+                "patch_size": vision.patch_size,
+                "image_size": side * vision.patch_size,
+                "spatial_merge_size": vision.merge_size,
                 "hidden_act": "gelu_pytorch_tanh",
                 "layer_norm_eps": vision.positive("attention.layer_norm_epsilon", 1e-6),
             },
             "image_token_id": vision.token_id("<|IMAGE_PLACEHOLDER|>"),
         },
-        {
-            "patch_size": patch_size,
-            "merge_size": merge_size,
-            "temporal_patch_size": 1,
-            **vision.pixel_limits(),
-            **vision.statistics(),
-        },
+        vision.merged_pixels(temporal_patch_size=1),
     )
 
 

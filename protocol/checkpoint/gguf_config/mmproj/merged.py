@@ -12,29 +12,22 @@ from .fields import Mmproj, Vision
 
 def _kimi(vision: Vision, family: str, name: str, processor: Mapping[str, Any]) -> Mmproj:
     """Return the fields of a Kimi with the tower MoonViT."""
-    merge_size, patch_size = (
-        vision.integer("projector.scale_factor", 2),
-        vision.integer("patch_size"),
-    )
     side = _kimi_side(vision)
     return Mmproj(
         {
             "model_type": family,
             "architectures": [f"{name}ForConditionalGeneration"],
-            "vision_config": {
-                "hidden_size": vision.integer("embedding_length"),
-                "intermediate_size": vision.integer("feed_forward_length"),
-                "num_hidden_layers": vision.layer_count("block_count"),
-                "num_attention_heads": vision.integer("attention.head_count"),
-                "patch_size": patch_size,
-                "merge_kernel_size": [merge_size, merge_size],
+            "vision_config": vision.sizes()
+            | {
+                "patch_size": vision.patch_size,
+                "merge_kernel_size": [vision.merge_size] * 2,
                 "pos_emb_height": side,
                 "pos_emb_width": side,
             },
             "projection_layer_norm_eps": vision.positive("attention.layer_norm_epsilon", 1e-5),
             "image_token_id": vision.token_id("<|media_pad|>"),
         },
-        {"patch_size": patch_size, **processor, **vision.statistics()},
+        {"patch_size": vision.patch_size, **processor, **vision.statistics()},
     )
 
 
@@ -48,31 +41,22 @@ def _kimi_side(vision: Vision) -> int:
 
 def kimi_vl(vision: Vision) -> Mmproj:
     """Return the fields of Kimi-VL."""
-    merge_size = vision.integer("projector.scale_factor", 2)
     # The file has no limit. This one is its author's.
-    processor = {"merge_kernel_size": [merge_size] * 2, "pad_input": True, "in_token_limit": 4096}
+    merged = [vision.merge_size] * 2
+    processor = {"merge_kernel_size": merged, "pad_input": True, "in_token_limit": 4096}
     return _kimi(vision, "kimi_vl", "KimiVL", processor)
 
 
 def kimi_k25(vision: Vision) -> Mmproj:
     """Return the fields of Kimi K2.5."""
-    patch_size = vision.integer("patch_size")
-    most = vision.integer("image_max_pixels", 16384 * patch_size**2)
-    processor = {
-        "merge_size": vision.integer("projector.scale_factor", 2),
-        "max_patches": most // patch_size**2,
-    }
+    area = vision.patch_size**2
+    most = vision.integer("image_max_pixels", 16384 * area)
+    processor = {"merge_size": vision.merge_size, "max_patches": most // area}
     return _kimi(vision, "kimi_k25", "KimiK25", processor)
 
 
 def dots_ocr(vision: Vision) -> Mmproj:
     """Return the fields of dots.ocr."""
-    merge_size = vision.integer("projector.scale_factor", 2)
-    patch_size = vision.integer("patch_size")
-    least, most = (
-        vision.integer(f"image_{limit}_pixels", default)
-        for limit, default in (("min", 56 * 56), ("max", 28 * 28 * 14400))
-    )
     size = vision.integer("embedding_length")
     return Mmproj(
         {
@@ -84,67 +68,52 @@ def dots_ocr(vision: Vision) -> Mmproj:
                 "intermediate_size": vision.integer("feed_forward_length"),
                 "num_hidden_layers": vision.layer_count("block_count"),
                 "num_attention_heads": vision.integer("attention.head_count"),
-                "patch_size": patch_size,
-                "spatial_merge_size": merge_size,
+                "patch_size": vision.patch_size,
+                "spatial_merge_size": vision.merge_size,
                 "rms_norm_eps": vision.positive("attention.layer_norm_epsilon", 1e-5),
             },
             "image_token_id": vision.token_id("<|imgpad|>"),
         },
         {
-            "min_pixels": least,
-            "max_pixels": most,
-            "patch_size": patch_size,
-            "merge_size": merge_size,
-            "temporal_patch_size": 1,
-            **vision.statistics(),
+            "min_pixels": 56 * 56,
+            "max_pixels": 28 * 28 * 14400,
+            **vision.merged_pixels(temporal_patch_size=1),
         },
     )
 
 
 def hunyuan_vl(vision: Vision) -> Mmproj:
     """Return the fields of Hunyuan-OCR."""
-    patch_size = vision.integer("patch_size")
     side = math.isqrt(vision.num_rows("v.position_embd.weight"))
-    merge_size = vision.integer("spatial_merge_size", 2)
     return Mmproj(
         {
             "model_type": "hunyuan_vl",
             "architectures": ["HunYuanVLForConditionalGeneration"],
             "vision_config": vision.sizes()
             | {
-                "patch_size": patch_size,
+                "patch_size": vision.patch_size,
                 # The file's size is that of the largest image. Positions are those of a smaller one.
-                "max_image_size": side * patch_size,
-                "spatial_merge_size": merge_size,
+                "max_image_size": side * vision.patch_size,
+                "spatial_merge_size": vision.merge_size,
                 "rms_norm_eps": vision.positive("attention.layer_norm_epsilon", 1e-5),
                 "hidden_act": vision.activation("gelu"),
             },
             "image_token_id": vision.token_id("<｜hy_place▁holder▁no▁102｜>"),
         },
-        {
-            "patch_size": patch_size,
-            "merge_size": merge_size,
-            "temporal_patch_size": 1,
-            **vision.pixel_limits(),
-            **vision.statistics(),
-        },
+        vision.merged_pixels(temporal_patch_size=1),
     )
 
 
 def minimax_m3(vision: Vision) -> Mmproj:
     """Return the fields of MiniMax M3."""
-    patch_size, merge_size = (
-        vision.integer("patch_size"),
-        vision.integer("spatial_merge_size", 2),
-    )
     return Mmproj(
         {
             "model_type": "minimax_m3_vl",
             "architectures": ["MiniMaxM3SparseForConditionalGeneration"],
             "vision_config": vision.sizes()
             | {
-                "patch_size": patch_size,
-                "spatial_merge_size": merge_size,
+                "patch_size": vision.patch_size,
+                "spatial_merge_size": vision.merge_size,
                 "temporal_patch_size": 2,
                 "layer_norm_eps": vision.positive("attention.layer_norm_epsilon", 1e-5),
                 "hidden_act": vision.activation("gelu"),
@@ -152,21 +121,12 @@ def minimax_m3(vision: Vision) -> Mmproj:
             "projector_hidden_size": vision.num_rows("mm.1.weight"),
             "image_token_id": vision.token_id("]<]image[>["),
         },
-        {
-            "patch_size": patch_size,
-            "merge_size": merge_size,
-            "temporal_patch_size": 2,
-            **vision.statistics(),
-        },
+        vision.merged_pixels(temporal_patch_size=2),
     )
 
 
 def muse_glimmer(vision: Vision) -> Mmproj:
     """Return the fields of Muse Glimmer, whose converter adds up the two equal frames of an image."""
-    patch_size, merge_size = (
-        vision.integer("patch_size"),
-        vision.integer("spatial_merge_size", 2),
-    )
     side = math.isqrt(vision.num_rows("v.position_embd.weight"))
     return Mmproj(
         {
@@ -174,8 +134,8 @@ def muse_glimmer(vision: Vision) -> Mmproj:
             "architectures": ["MuseGlimmerForConditionalGeneration"],
             "vision_config": vision.sizes()
             | {
-                "patch_size": patch_size,
-                "merge_size": merge_size,
+                "patch_size": vision.patch_size,
+                "merge_size": vision.merge_size,
                 "patch_temporal": 1,
                 "pos_emb_height": side,
                 "pos_emb_width": side,
@@ -184,18 +144,13 @@ def muse_glimmer(vision: Vision) -> Mmproj:
             "projector_hidden_size": vision.num_rows("mm.0.weight"),
             "image_token_id": vision.token_id("<|patch|>"),
         },
-        {
-            "patch_size": patch_size,
-            "merge_size": merge_size,
-            "temporal_patch_size": 1,
-            **vision.statistics(),
-        },
+        vision.merged_pixels(temporal_patch_size=1),
     )
 
 
 def step3(vision: Vision) -> Mmproj:
     """Return the fields of Step 3.7 or Step3-VL 10B."""
-    side, patch_size = vision.integer("image_size"), vision.integer("patch_size")
+    side = vision.integer("image_size")
     size = vision.integer("embedding_length")
     # Both have the same tower, with another decoder.
     is_10b = vision.decoder_architecture.startswith("qwen3")
@@ -206,7 +161,7 @@ def step3(vision: Vision) -> Mmproj:
             "architectures": [f"{names[1]}ForConditionalGeneration"],
             "vision_config": vision.sizes()
             | {
-                "patch_size": patch_size,
+                "patch_size": vision.patch_size,
                 "image_size": side,
                 "mlp_ratio": vision.num_rows("v.blk.0.ffn_up.weight") / size,
                 "layer_norm_eps": vision.positive("attention.layer_norm_epsilon", 1e-5),
@@ -225,8 +180,7 @@ def step3(vision: Vision) -> Mmproj:
 
 def nemotron(vision: Vision) -> Mmproj:
     """Return the fields of Nemotron Nano VL 2. The converter stores the positions for the size of a tile."""
-    patch_size = vision.integer("patch_size")
-    ratio = 1 / vision.integer("projector.scale_factor", 2)
+    ratio = 1 / vision.merge_size
     size = vision.integer("embedding_length")
     return Mmproj(
         {
@@ -234,7 +188,7 @@ def nemotron(vision: Vision) -> Mmproj:
             "architectures": ["NemotronH_Omni_Reasoning_V3"],
             "vision_config": vision.sizes()
             | {
-                "patch_size": patch_size,
+                "patch_size": vision.patch_size,
                 "max_img_size": vision.integer("image_size"),
                 "mlp_ratio": vision.integer("feed_forward_length") / size,
                 "layer_norm_eps": vision.positive("attention.layer_norm_epsilon", 1e-6),

@@ -24,8 +24,8 @@ def _qwen(
             "vision_config": {
                 "depth": vision.layer_count("block_count"),
                 "num_heads": vision.integer("attention.head_count"),
-                "patch_size": vision.integer("patch_size"),
-                "spatial_merge_size": vision.integer("spatial_merge_size", 2),
+                "patch_size": vision.patch_size,
+                "spatial_merge_size": vision.merge_size,
                 "temporal_patch_size": 2,
                 "out_hidden_size": output_size,
                 **tower,

@@ -140,7 +140,7 @@ def _gemma4(vision: Vision) -> Mmproj:
             "num_attention_heads": num_heads,
             "num_key_value_heads": num_heads,
             "head_dim": vision.num_rows("v.blk.0.attn_q.weight") // num_heads,
-            "patch_size": vision.integer("patch_size"),
+            "patch_size": vision.patch_size,
             "rms_norm_eps": vision.positive("attention.layer_norm_epsilon", 1e-6),
             "pooling_kernel_size": vision.integer("projector.scale_factor", 3),
             "position_embedding_size": _num_positions(vision),
@@ -160,7 +160,7 @@ def _gemma4_unified(vision: Vision) -> Mmproj:
         "model_type": "gemma4_unified",
         "architectures": ["Gemma4UnifiedForConditionalGeneration"],
         "vision_config": {
-            "patch_size": vision.integer("patch_size"),
+            "patch_size": vision.patch_size,
             "pooling_kernel_size": vision.integer("projector.scale_factor", 3),
             "mm_embed_dim": vision.integer("embedding_length"),
             "mm_posemb_size": _num_positions(vision),
@@ -230,12 +230,12 @@ def _pixtral(vision: Vision) -> Mmproj:
         "image_token_index": vision.token_id("[IMG]"),
     }
     if merges:
-        config["spatial_merge_size"] = vision.integer("spatial_merge_size", 2)
+        config["spatial_merge_size"] = vision.merge_size
     return Mmproj(config, vision.pixels({"longest_edge": vision.integer("image_size")}))
 
 
 def _lighton_ocr(vision: Vision) -> Mmproj:
-    merge_size = vision.integer("spatial_merge_size", 2)
+    merge_size = vision.merge_size
     config = {
         "model_type": "lighton_ocr",
         "architectures": ["LightOnOcrForConditionalGeneration"],
@@ -245,7 +245,7 @@ def _lighton_ocr(vision: Vision) -> Mmproj:
         "image_token_id": vision.token_id("<|image_pad|>"),
     }
     pixels = vision.pixels({"longest_edge": vision.integer("image_size")})
-    return Mmproj(config, pixels | {"patch_size": merge_size * vision.integer("patch_size")})
+    return Mmproj(config, pixels | {"patch_size": merge_size * vision.patch_size})
 
 
 def _llama4(vision: Vision) -> Mmproj:
@@ -284,7 +284,7 @@ def _lfm2(vision: Vision) -> Mmproj:
         },
         {
             "downsample_factor": factor,
-            "encoder_patch_size": vision.integer("patch_size"),
+            "encoder_patch_size": vision.patch_size,
             **vision.statistics(),
         },
     )
