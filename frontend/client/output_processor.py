@@ -156,7 +156,7 @@ class OutputProcessor:
                     sequence, FinishReason.ERROR, error="the engine lost this request; retry it"
                 )
         if outputs.stats is not None:
-            self._metrics.record_stats(outputs.core_index, outputs.stats)
+            self._metrics.record_stats(outputs.core_index, outputs.stats, outputs.timestamp)
 
     def finish(
         self,

@@ -35,6 +35,13 @@ def pool() -> Iterator[ThreadPoolExecutor]:
     pool.shutdown(wait=False)
 
 
+@pytest.fixture(autouse=True)
+def resumed(server: Server) -> Iterator[None]:
+    """Resume after each test, so that one that fails leaves no paused server to the next."""
+    yield
+    server.post("/resume", b"")
+
+
 Answers = list[Future[tuple[int, Any]]]
 
 

@@ -20,8 +20,8 @@ class CoreMetrics(msgspec.Struct):
     """The counts of one frontend for one core, and for the frontend's own sequences at that core.
 
     Attributes:
-        stats_time: The arrival time of the gauges in `stats` (CLOCK_MONOTONIC seconds); 0.0 for never. A core sends
-            them to only one of its frontends.
+        stats_time: The time at which the core sent the gauges in `stats` (CLOCK_MONOTONIC seconds); 0.0 for never. A
+            core sends them to only one of its frontends, and a busy frontend may read older ones later.
         num_frames_dropped_there: Messages that the core dropped.
         num_unfinished: Unfinished sequences of this frontend at all cores; only set for the first core.
         num_frames_dropped_here: Messages from the core that this frontend dropped.

@@ -214,10 +214,10 @@ class Metrics(Collector):
         """Record a transcribed file of this length in seconds, if a core decoded at least one of its windows."""
         self._cores[core_index].counters["audio_seconds"] += math.ceil(seconds)
 
-    def record_stats(self, core_index: int, stats: SchedulerStats) -> None:
-        """Record the statistics that a core sent."""
+    def record_stats(self, core_index: int, stats: SchedulerStats, sent_time: float) -> None:
+        """Record the statistics that a core sent at a time in CLOCK_MONOTONIC seconds."""
         core = self._cores[core_index]
-        core.stats, core.stats_time = stats, time.monotonic()
+        core.stats, core.stats_time = stats, sent_time
         counters = core.counters
         counters["prefix_cache_queries"] += stats.prefix_cache_queries
         counters["prefix_cache_hits"] += stats.prefix_cache_hits

@@ -147,8 +147,8 @@ async def test_3_9_lifetimes_of_blocks_are_histograms(tmp_path: Path) -> None:
             block_idle_times=float32_bytes([0.5, 8.0]),
             block_reuse_gaps=float32_bytes([1.5]),
         )
-        client.metrics.record_stats(0, stats)
-        client.metrics.record_stats(0, SchedulerStats())
+        client.metrics.record_stats(0, stats, time.monotonic())
+        client.metrics.record_stats(0, SchedulerStats(), time.monotonic())
         samples = scrape(client.metrics)
         for name, count, total in (
             ("kv_block_lifetime_seconds", 2, 43.0),
@@ -178,8 +178,10 @@ async def test_rejections_are_counted_by_reason(tmp_path: Path) -> None:
 def test_gauges_show_the_latest_value_of_each_core_and_counters_add_up(tmp_path: Path) -> None:
     config = with_compat(engine_config(tmp_path, parallel=ParallelConfig(data_parallel_size=2)))
     metrics = Metrics(config)
-    metrics.record_stats(0, SchedulerStats(num_running=3, num_waiting=9, kv_cache_usage=0.25))
-    metrics.record_stats(1, SchedulerStats(num_running=1))
+    metrics.record_stats(
+        0, SchedulerStats(num_running=3, num_waiting=9, kv_cache_usage=0.25), time.monotonic()
+    )
+    metrics.record_stats(1, SchedulerStats(num_running=1), time.monotonic())
     for _ in range(2):
         stats = SchedulerStats(
             num_running=2,
@@ -194,7 +196,7 @@ def test_gauges_show_the_latest_value_of_each_core_and_counters_add_up(tmp_path:
             step_tokens=int32_bytes([9, 16]),
             spec_decoding=SpecDecodingStats(3, 12, 7, [4, 2, 1]),
         )
-        metrics.record_stats(0, stats)
+        metrics.record_stats(0, stats, time.monotonic())
     samples = scrape(metrics)
     for prefix in ("engine", "vllm"):
         assert value(samples, f"{prefix}:num_requests_running") == 2
@@ -221,10 +223,14 @@ def test_gauges_show_the_latest_value_of_each_core_and_counters_add_up(tmp_path:
 def test_any_frontend_exports_the_counts_of_all(tmp_path: Path) -> None:
     config = engine_config(tmp_path, parallel=ParallelConfig(api_server_count=3))
     first, second, _ = frontends = [Metrics(config, index) for index in range(3)]
-    first.record_stats(0, SchedulerStats(num_running=3, prefix_cache_queries=100, num_steps=2))
+    first.record_stats(
+        0, SchedulerStats(num_running=3, prefix_cache_queries=100, num_steps=2), time.monotonic()
+    )
     for metrics, accepted in ((first, [3, 2]), (second, [1])):
         drafts = SpecDecodingStats(4, 8, sum(accepted), accepted)
-        metrics.record_stats(0, SchedulerStats(num_running=3, spec_decoding=drafts))
+        metrics.record_stats(
+            0, SchedulerStats(num_running=3, spec_decoding=drafts), time.monotonic()
+        )
     first.record_tokens(0, 5, [0.1])
     second.record_tokens(0, 7, [0.1, 200.0])
     second.record_rejection(0, "queue_full")
@@ -243,9 +249,11 @@ def test_any_frontend_exports_the_counts_of_all(tmp_path: Path) -> None:
         assert value(samples, "engine:inter_token_latency_seconds_bucket", le="80.0") == 2
         assert value(samples, "engine:admission_rejections_total", reason="queue_full") == 1
         assert value(samples, "engine:dropped_frames_total", process="frontend") == 4
-    first.record_stats(0, SchedulerStats(num_running=1))
-    assert value(scrape(first), "engine:num_requests_running") == 1
-    assert value(scrape(second), "engine:num_requests_running") == 1
+    sent_time = time.monotonic()
+    first.record_stats(0, SchedulerStats(num_running=1), sent_time)
+    second.record_stats(0, SchedulerStats(num_running=2), sent_time - 0.1)
+    for metrics in (first, *frontends):
+        assert value(scrape(metrics), "engine:num_requests_running") == 1
 
 
 def test_frames_dropped_by_other_processes_are_exported(tmp_path: Path) -> None:
@@ -305,7 +313,7 @@ def test_a_frontend_continues_the_counters_of_another_version(tmp_path: Path) ->
     core["histograms"]["inter_token_latency_seconds"]["bounds"][0] = 0.5
     published.write_bytes(msgspec.msgpack.encode([core]))
     second = Metrics(config)
-    second.record_stats(0, SchedulerStats(num_steps=2))
+    second.record_stats(0, SchedulerStats(num_steps=2), time.monotonic())
     samples = scrape(second)
     assert value(samples, "engine:generation_tokens_total") == 5
     assert value(samples, "engine:scheduler_steps_total") == 2
@@ -315,7 +323,7 @@ def test_a_frontend_continues_the_counters_of_another_version(tmp_path: Path) ->
 
 def test_old_names_of_vllm_metrics_are_exported(tmp_path: Path) -> None:
     metrics = Metrics(with_compat(engine_config(tmp_path)))
-    metrics.record_stats(0, SchedulerStats(kv_cache_usage=0.5))
+    metrics.record_stats(0, SchedulerStats(kv_cache_usage=0.5), time.monotonic())
     metrics.record_tokens(0, 2, [0.1, 0.3])
     samples = scrape(metrics)
     assert value(samples, "vllm:gpu_cache_usage_perc") == 0.5
@@ -330,14 +338,14 @@ def test_cpu_offload_hits_are_external_hits_in_vllm_metrics(tmp_path: Path) -> N
     without.mkdir()
     with_tier.mkdir()
     metrics = Metrics(with_compat(engine_config(without)))
-    metrics.record_stats(0, msgspec.structs.replace(stats, cpu_offload_hits=0))
+    metrics.record_stats(0, msgspec.structs.replace(stats, cpu_offload_hits=0), time.monotonic())
     samples = scrape(metrics)
     for name in ("prefix_cache", "gpu_prefix_cache"):
         assert value(samples, f"vllm:{name}_queries_total") == 100
         assert value(samples, f"vllm:{name}_hits_total") == 60
     assert "vllm:external_prefix_cache_hits_total" not in samples
     metrics = Metrics(with_compat(engine_config(with_tier, cache=CacheConfig(host_gib=1.0))))
-    metrics.record_stats(0, stats)
+    metrics.record_stats(0, stats, time.monotonic())
     samples = scrape(metrics)
     assert value(samples, "engine:prefix_cache_hits_total") == 60
     assert value(samples, "engine:cpu_offload_hits_total") == 40
@@ -399,8 +407,12 @@ def test_unfinished_sequences_of_all_frontends_are_counted(tmp_path: Path) -> No
 
 def test_load_is_the_sum_of_replicas_and_the_fullest_cache(tmp_path: Path) -> None:
     metrics = Metrics(engine_config(tmp_path, parallel=ParallelConfig(data_parallel_size=2)))
-    metrics.record_stats(0, SchedulerStats(num_running=1, num_waiting=2, kv_cache_usage=0.25))
-    metrics.record_stats(1, SchedulerStats(num_running=3, num_waiting=4, kv_cache_usage=0.5))
+    metrics.record_stats(
+        0, SchedulerStats(num_running=1, num_waiting=2, kv_cache_usage=0.25), time.monotonic()
+    )
+    metrics.record_stats(
+        1, SchedulerStats(num_running=3, num_waiting=4, kv_cache_usage=0.5), time.monotonic()
+    )
     assert metrics.read_load() == {
         "kv_cache_usage_perc": 0.5,
         "num_requests_running": 4.0,
