@@ -43,9 +43,11 @@ from .speech import is_t5_encoder
 
 _ENCODERS: Final = frozenset(
     {
+        "albert",
         "bert",
         "clip_text_model",
         "distilbert",
+        "electra",
         "embedding_gemma2",
         "embedding_gemma2_text",
         "eurobert",

@@ -99,10 +99,10 @@ class HostExecution:
         """Run a prefill and a decode with the null block, because kernels are prepared on first use."""
         for num_tokens in (min(self._batch.block_size, self._batch.max_model_len), 1):
             hidden_TD = self._forward(even_requests(num_tokens, 1))
-            if self._shard.is_last:
-                self._model.compute_logits(hidden_TD[-1:])
-            else:
+            if not self._shard.is_last:
                 self._pipeline.send_hidden(as_tensor(hidden_TD))
+            elif self._model.spec.has_head:
+                self._model.compute_logits(hidden_TD[-1:])
         if self._draft_model is not None:
             self._draft_model.warm_up(min(self._batch.block_size, self._batch.max_model_len - 1))
 

@@ -50,6 +50,8 @@ class ModelFields(msgspec.Struct, frozen=True, kw_only=True):
 
     has_embedding: bool = True
     """True if the model reads tokens. Otherwise it starts from hidden states."""
+    embedding_size: int | None = None
+    """The number of elements of embeddings that a linear layer makes hidden states of; None for the hidden size."""
     embedding_scale: float = 1.0
     """A factor on embeddings."""
     has_embedding_norm: bool = False

@@ -106,6 +106,11 @@ class ModelSpec(ModelFields, frozen=True, kw_only=True):
         """Return the embedding scale rounded to `dtype`, as it was when the model was trained."""
         return rounded(self.embedding_scale, dtype)
 
+    @property
+    def embedding_width(self) -> int:
+        """The number of elements of a token's embedding."""
+        return self.embedding_size or self.hidden_size
+
     def for_layer(self, layer: LayerSpec) -> "ModelSpec":
         """Return the spec with the sizes of one layer instead of the model's."""
         return replace(

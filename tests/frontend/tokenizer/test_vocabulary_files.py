@@ -41,12 +41,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("RobertaTokenizer", ROBERTA, {"added_tokens_decoder": {"4": MASK}}),
         ("BertTokenizer", [], {"do_lower_case": True}),
         ("BertTokenizer", [], {"do_lower_case": False}),
+        ("ElectraTokenizer", [], {"do_lower_case": True}),
     ],
 )
 def test_vocabularies_give_the_tokens_of_transformers(
     tmp_path: Path, name: str, special: list[str], config: dict[str, Any]
 ) -> None:
-    if name == "BertTokenizer":
+    if "do_lower_case" in config:
         trained = BertWordPieceTokenizer(lowercase=config["do_lower_case"])
         trained.train_from_iterator([TEXT], vocab_size=120, min_frequency=1, show_progress=False)
     else:

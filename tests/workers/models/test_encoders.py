@@ -36,6 +36,10 @@ MODELS = {
         "DistilBertModel",
         {"dim": 48, "hidden_dim": 80, "n_layers": 3, "n_heads": 6},
     ),
+    "albert": ("AlbertForMaskedLM", {"embedding_size": 32}),
+    "albert-groups": ("AlbertModel", {"embedding_size": 48, "num_hidden_groups": 2}),
+    "electra": ("ElectraForPreTraining", {"embedding_size": 48}),
+    "electra-small": ("ElectraModel", {"embedding_size": 32}),
     "roberta": ("RobertaModel", {"pad_token_id": 1}),
     "xlm-roberta": ("XLMRobertaModel", {"pad_token_id": 1}),
     "mpnet": ("MPNetModel", {"pad_token_id": 1}),
@@ -69,7 +73,13 @@ MODELS = {
 }
 
 
-@pytest.fixture(scope="module", params=[*MODELS, *(f"{name} native" for name in MODELS)])
+IN_TORCH = {"albert", "albert-groups", "electra-small"}
+"""Those that native programs do not compute."""
+
+
+@pytest.fixture(
+    scope="module", params=[*MODELS, *(f"{name} native" for name in MODELS if name not in IN_TORCH)]
+)
 def models(request, tmp_path_factory):
     """Engine's encoder and the model of transformers."""
     key, *native = request.param.split()

@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 import transformers
+from engine.workers.cpu.library import NotSupportedNatively
 from support.decoders import Runner, load_decoder, load_native_decoder
 
 pytestmark = pytest.mark.slow
@@ -29,6 +30,9 @@ MODELS = {
     "RobertaForSequenceClassification": ({}, 0),
     "XLMRobertaForSequenceClassification": ({"num_labels": 1}, 0),
     "DistilBertForSequenceClassification": (DISTILBERT, 0),
+    "AlbertForSequenceClassification": ({"embedding_size": 32}, 0),
+    "ElectraForSequenceClassification": ({"embedding_size": 32}, 0),
+    "Data2VecTextForSequenceClassification": ({}, 0),
     "MPNetForSequenceClassification": ({}, 0),
     "ModernBertForSequenceClassification": (
         {"classifier_pooling": "mean", "norm_bias": True},
@@ -44,6 +48,8 @@ MODELS = {
     "Qwen3ForSequenceClassification": ({"head_dim": 8, "num_key_value_heads": 2}, -1),
     "BertForTokenClassification": ({}, slice(None)),
     "DistilBertForTokenClassification": (DISTILBERT, slice(None)),
+    "AlbertForTokenClassification": ({"embedding_size": 48}, slice(None)),
+    "ElectraForTokenClassification": ({"embedding_size": 48}, slice(None)),
     "ModernBertForTokenClassification": ({"norm_bias": True}, slice(None)),
     "NomicBertForTokenClassification": ({"type_vocab_size": 2}, slice(None)),
     "LlamaForTokenClassification": ({"num_labels": 1}, slice(None)),
@@ -63,7 +69,10 @@ def test_scores_equal_those_of_transformers(name, load, tmp_path):
     for parameter in reference.parameters():
         torch.nn.init.normal_(parameter, 0.1, 0.2)
     reference.save_pretrained(tmp_path)
-    model = load(tmp_path, max_model_len=200)
+    try:
+        model = load(tmp_path, max_model_len=200)
+    except NotSupportedNatively:
+        model = load_decoder(tmp_path, max_model_len=200)
     rng = random.Random(1)
     for request, (first, second) in enumerate(((1, 0), (7, 5), (90, 63))):
         prompt = [rng.randrange(2, SMALL["vocab_size"]) for _ in range(first + second)]

@@ -1,16 +1,18 @@
 """The embedding of tokens, with which the first pipeline stage begins.
 
-Shapes: T tokens of a step, D hidden size, v this rank's part of the vocabulary, P positions.
+Shapes: T tokens of a step, D hidden size, E elements of an embedding, v this rank's part of the vocabulary, P
+positions.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
+from msgspec.structs import replace
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...layers.layers import RMSNorm
+from ...layers.layers import Linear, RMSNorm
 from ...layers.parallel.parallel_layers import VocabParallelEmbedding
 from ...towers.placed import Placed
 from ..layer_kinds.altup import Streams
@@ -24,11 +26,11 @@ _TOKEN_TYPES: Final = "embed_token_types.weight"
 
 
 def read_embedding(source: LayerSource) -> Tensor:
-    """Return this rank's rows of the embedding [v, D]."""
+    """Return this rank's rows of the embedding [v, E]."""
     spec = source.spec
     part = source.shard.tensor_parallel.part(spec.vocab_size)
     num_rows = spec.vocab_size + spec.num_unused_embeddings
-    return source.weights.read("embed_tokens.weight", num_rows, spec.hidden_size, part=part)
+    return source.weights.read("embed_tokens.weight", num_rows, spec.embedding_width, part=part)
 
 
 class TokenEmbedding:
@@ -36,7 +38,7 @@ class TokenEmbedding:
 
     Args:
         source: The source of the model's weights.
-        embedding_vD: This rank's rows of the embedding.
+        embedding_vE: This rank's rows of the embedding.
         loras: The LoRA adapters that requests may use.
         max_model_len: The length of the longest sequence.
 
@@ -47,17 +49,23 @@ class TokenEmbedding:
     def __init__(
         self,
         source: LayerSource,
-        embedding_vD: Tensor,
+        embedding_vE: Tensor,
         loras: LoraAdapters | None,
         max_model_len: int,
     ) -> None:
         spec, weights = source.spec, source.weights
+        self._projection: Linear | None = None
+        if spec.embedding_size is not None:
+            shape = spec.hidden_size, spec.embedding_size
+            self._projection = source.read_linear("embed_projection", *shape, has_bias=True)
+            # Everything before the projection has the size of embeddings.
+            spec = replace(spec, hidden_size=spec.embedding_size, embedding_size=None)
         parallel = source.shard.tensor_parallel
         vocabulary, part = (spec.vocab_size, spec.hidden_size), parallel.part(spec.vocab_size)
         changes = embedding_changes(vocabulary, part, loras)
         self._spec = spec
         self._embed = VocabParallelEmbedding(
-            embedding_vD,
+            embedding_vE,
             spec.vocab_size,
             parallel,
             None if changes is None else changes.apply_in_step,
@@ -101,7 +109,9 @@ class TokenEmbedding:
         if self._factor_and_bias:
             factor_D, bias_D = self._factor_and_bias
             x_TD = (x_TD + bias_D) * factor_D
-        return x_TD if norms_first or self._norm is None else self._norm(x_TD)
+        if self._norm is not None and not norms_first:
+            x_TD = self._norm(x_TD)
+        return x_TD if self._projection is None else self._projection(x_TD)
 
     def expand(self, x_TD: Tensor) -> Tensor:
         """Return the hidden states that the first layer reads: the embeddings, or the streams made of them."""
@@ -112,7 +122,7 @@ class TokenEmbedding:
         return x_TD
 
     def base_rows(self, ids_T: Tensor) -> Tensor:
-        """Return the scaled embeddings, float32 [T, D], without those of adapters, types and positions."""
+        """Return the scaled embeddings, float32 [T, E], without those of adapters, types and positions."""
         return self._embed.base_rows(ids_T).float() * self._scale
 
     def _with_type(self, ids_T: Tensor) -> Tensor:

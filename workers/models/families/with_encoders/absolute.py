@@ -35,6 +35,21 @@ _BERT_NAMES = (
     (r"\.output\.dense\.", ".mlp.down_proj."),
     (r"\.output\.LayerNorm\.", ".mlp_norm."),
 )
+_ELECTRA_NAMES = (
+    (r"^(generator|discriminator)_(predictions|lm_head)\..*", ""),
+    (r"embeddings_project\.", "embed_projection."),
+    *_BERT_NAMES,
+)
+_ALBERT_NAMES = (
+    (r"^(predictions|sop_classifier)\..*", ""),
+    (r"encoder\.embedding_hidden_mapping_in\.", "embed_projection."),
+    (r"\.attention\.(query|key|value)\.", r".attention.self.\1."),
+    (r"\.attention\.dense\.", ".self_attn.o_proj."),
+    (r"\.attention\.LayerNorm\.", ".attention_norm."),
+    (r"\.ffn\.", ".mlp.up_proj."),
+    (r"\.ffn_output\.", ".mlp.down_proj."),
+    (r"\.full_layer_layer_norm\.", ".mlp_norm."),
+)
 _JINA2_NAMES = (
     (r"\.mlp\.gated_layers\.", ".mlp.gate_up_proj."),
     (r"\.mlp\.wo\.", ".mlp.down_proj."),
@@ -116,6 +131,43 @@ def _bert(fields: ConfigFields) -> ModelSpec:
         fields,
         num_positions=fields.integer("max_position_embeddings"),
         num_token_types=fields.integer("type_vocab_size", 2),
+    )
+
+
+def _electra(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of an ELECTRA, a BERT whose embeddings may have another size (arXiv 2003.10555)."""
+    spec, size = _bert(fields), fields.integer("embedding_size", 128)
+    return replace(
+        spec,
+        embedding_size=None if size == spec.hidden_size else size,
+        has_head=False,
+        tensor_names=_ELECTRA_NAMES,
+    )
+
+
+def _albert(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of an ALBERT, whose layers have the weights of a few groups (arXiv 1909.11942)."""
+    fields.require("inner_group_num", 1)
+    fields = fields.with_defaults(hidden_act="gelu_new")
+    count = fields.layer_count("num_hidden_layers")
+    num_groups = fields.integer("num_hidden_groups", 1, maximum=count)
+    groups = [i * num_groups // count for i in range(count)]
+    first_layers = [groups.index(group) for group in range(num_groups)]
+    spec = _bert(fields)
+    layers = tuple(
+        replace(layer, weights=None if first_layers[group] == i else first_layers[group])
+        for i, (layer, group) in enumerate(zip(spec.layers, groups, strict=True))
+    )
+    prefixes = tuple(
+        (rf"encoder\.albert_layer_groups\.{group}\.albert_layers\.0\.", f"layers.{layer}.")
+        for group, layer in enumerate(first_layers)
+    )
+    return replace(
+        spec,
+        embedding_size=fields.integer("embedding_size", 128),
+        has_head=False,
+        layers=layers,
+        tensor_names=(*_ALBERT_NAMES, *prefixes, *_BERT_NAMES),
     )
 
 
@@ -222,11 +274,20 @@ def _distilbert_splade(fields: ConfigFields) -> ModelSpec:
 
 
 FAMILIES = (
+    *encoder_families(
+        "Albert", "albert", _albert, HeadNames(r"^(.*\.)?pooler\.", r"^classifier\.")
+    ),
     *encoder_families("Bert", "bert", _bert, AFTER_POOLER),
     Family("HF_ColBERT", "bert", _bert),
     Family("BertSpladeSparseEmbeddingModel", "bert", _bert_splade),
     *encoder_families("DistilBert", "distilbert", _distilbert, _DISTILBERT_HEAD),
     Family("DistilBertSpladeSparseEmbeddingModel", "distilbert", _distilbert_splade),
+    *encoder_families(
+        "Electra",
+        "electra",
+        _electra,
+        HeadNames(r"^classifier\.dense\.", r"^classifier\.out_proj\.", "gelu"),
+    ),
     *encoder_families("Roberta", "roberta", _roberta, WITH_OWN_DENSE),
     Family("RobertaSpladeSparseEmbeddingModel", "roberta", _roberta_splade),
     *encoder_families("XLMRoberta", "xlm-roberta", _roberta, WITH_OWN_DENSE),

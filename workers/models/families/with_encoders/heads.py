@@ -24,7 +24,7 @@ class HeadNames(NamedTuple):
 
     dense: str
     output: str
-    activation: Literal["tanh", "relu"] = "tanh"
+    activation: Literal["tanh", "relu", "gelu"] = "tanh"
 
 
 AFTER_POOLER: Final = HeadNames(r"^(.*\.)?pooler\.dense\.", r"^classifier\.")
