@@ -90,10 +90,37 @@ def _flag_names() -> str:
 
 
 def _peer_flags() -> str:
-    from engine.frontend.cli.options import PEER_FLAGS
+    from engine.frontend.cli.peer_flags.accepted import PEER_FLAGS
 
     rows = [(f"`{name}`", ", ".join(values)) for name, values in PEER_FLAGS.items()]
     return _table(("flag", "values"), rows)
+
+
+def _flags_without_effect() -> str:
+    from engine.frontend.cli.peer_flags.accepted import SWITCHES, WITH_LIST, WITH_VALUE
+
+    names = sorted(SWITCHES | WITH_VALUE | WITH_LIST)
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _flag_translations() -> str:
+    from engine.frontend.cli.peer_flags.translated import TRANSLATIONS
+
+    meanings: dict[str, list[str]] = {}
+    for name, translation in TRANSLATIONS.items():
+        meanings.setdefault(translation.shown, []).append(f"`{name}`")
+    rows = [(", ".join(names), f"`{shown}`") for shown, names in meanings.items()]
+    return _table(("flag", "stands for"), rows)
+
+
+def _flags_instead() -> str:
+    from engine.frontend.cli.peer_flags.instead import INSTEAD
+
+    reasons: dict[str, list[str]] = {}
+    for name, reason in INSTEAD.items():
+        reasons.setdefault(reason, []).append(f"`{name}`")
+    rows = [(", ".join(sorted(names)), reason) for reason, names in reasons.items()]
+    return _table(("flag", "what to do"), rows)
 
 
 def _commands() -> str:
@@ -358,6 +385,9 @@ _TABLES = {
     "options": _options,
     "flag-names": _flag_names,
     "peer-flags": _peer_flags,
+    "flags-without-effect": _flags_without_effect,
+    "flag-translations": _flag_translations,
+    "flags-instead": _flags_instead,
     "commands": _commands,
     "routes": _routes,
     "fields": _fields,

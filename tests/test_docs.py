@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 from engine.frontend.cli.completion.tree import read_commands
-from engine.frontend.cli.options import FLAGS, PEER_FLAGS
+from engine.frontend.cli.options import FLAGS
+from engine.frontend.cli.peer_flags.accepted import PEER_FLAGS
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

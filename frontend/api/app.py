@@ -13,6 +13,7 @@ from starlette.types import ASGIApp
 
 from ..http.access import Access, Origins
 from ..http.errors import json_response
+from ..http.middleware import add_middleware
 from ..media.transcription.options import Task
 from ..observability.metrics.load_reports import LoadReports
 from ..observability.tracing.middleware import Tracing
@@ -106,6 +107,7 @@ def create_app(serving: Serving, *, is_loopback: bool) -> App:
     edge = LoadReports(edge, serving.engine.metrics.read_load)
     if serving.tracer is not None:
         edge = Tracing(edge, serving.tracer)
+    edge = add_middleware(edge, frontend.middleware)
     serving.app = edge
     return App(Origins(edge, frontend, is_loopback=is_loopback), recovery)
 
@@ -267,5 +269,6 @@ def make_routes(serving: Serving) -> list[Route]:
     async def docs(request: Request) -> Response:
         return Response(await asyncio.to_thread(page), headers=HEADERS, media_type="text/html")
 
-    routes += [Route("/openapi.json", openapi), Route("/docs", docs)]
+    if not serving.config.frontend.disable_docs:
+        routes += [Route("/openapi.json", openapi), Route("/docs", docs)]
     return routes

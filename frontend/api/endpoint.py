@@ -167,7 +167,9 @@ class Endpoint(ABC, Generic[Request]):
                 chunks = answer.chunks()
                 await resumption.read_silently(group, chunks)
                 chunks = identify(chunks, record.answer_id, group)
-                stream = EventStream(send, scope["state"]["connection"])
+                stream = EventStream(
+                    send, scope["state"]["connection"], self._serving.config.frontend.max_silence_s
+                )
                 await stream.run(receive, group, resumption.without_end(chunks))
             else:
                 resumption.open(group)
@@ -240,7 +242,10 @@ class Endpoint(ABC, Generic[Request]):
         chunks = answer.chunks()
         if group.recording is not None:
             chunks = identify(chunks, answer.envelope["id"], group)
-        await EventStream(send, scope["state"]["connection"]).run(receive, group, chunks)
+        stream = EventStream(
+            send, scope["state"]["connection"], self._serving.config.frontend.max_silence_s
+        )
+        await stream.run(receive, group, chunks)
 
     async def _send_whole(
         self,

@@ -23,11 +23,11 @@ _DEFAULTABLE = (
     "dynatemp_range",
     "dynatemp_exponent",
     "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
 )
 _PLAIN = (
     "min_tokens",
-    "presence_penalty",
-    "frequency_penalty",
     "seed",
     "include_stop_str_in_output",
     "ignore_eos",

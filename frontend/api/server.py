@@ -26,6 +26,7 @@ from ...protocol.transport import StatusReporter
 from ..chat import ChatTemplateError, ModelTemplates, prepare_formats
 from ..client.engine_client import EngineClient, Overloaded
 from ..client.warm_up import warm_up_request
+from ..http.certificates import refresh_certificates
 from ..http.connection import Connection
 from ..http.loop_watch import LoopWatch
 from ..http.server import Config, HTTPServer
@@ -170,6 +171,7 @@ class Frontend:
         publish_task = asyncio.create_task(self._publish_metrics())
         collect_task = asyncio.create_task(self._collect_garbage())
         prepare_task = asyncio.create_task(self._prepare_grammars())
+        refresh_task = asyncio.create_task(self._refresh_certificates(http))
         watch = LoopWatch(self._heartbeats, self._num_dropped_frames)
         try:
             await asyncio.wait(
@@ -184,7 +186,7 @@ class Frontend:
             http.end_websockets()
             await self._drain(http)
         finally:
-            for task in (publish_task, collect_task, prepare_task, retire_task):
+            for task in (publish_task, collect_task, prepare_task, retire_task, refresh_task):
                 task.cancel()
             watch.close()
             self._app.recovery.close()
@@ -359,6 +361,11 @@ class Frontend:
             os._exit(FORCED_EXIT_CODE)
         self._stop.set()
 
+    async def _refresh_certificates(self, http: HTTPServer) -> None:
+        frontend, context = self._config.frontend, http.config.ssl
+        if frontend.enable_ssl_refresh and context is not None:
+            await refresh_certificates(context, frontend)
+
     def _uvicorn_config(self) -> Config:
         frontend = self._config.frontend
         config = Config(
@@ -373,6 +380,8 @@ class Frontend:
             timeout_keep_alive=frontend.keep_alive_s,  # type: ignore[arg-type]
             timeout_graceful_shutdown=LAST_WRITES_S,  # type: ignore[arg-type]
             ssl_keyfile=frontend.ssl_keyfile,
+            ssl_keyfile_password=frontend.ssl_keyfile_password,
+            ssl_ciphers=frontend.ssl_ciphers or "TLSv1",
             ssl_certfile=frontend.ssl_certfile,
             ssl_ca_certs=frontend.ssl_ca_certs,
             ssl_cert_reqs=_CERT_REQS[

@@ -14,7 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NoReturn, TypeAlias, TypeVar
 
 from ...protocol.errors import ConfigError
-from .options import FLAGS, OPTIONS, PEER_FLAGS, SECTIONS, Option, flag_of
+from .options import FLAGS, OPTIONS, SECTIONS, Option, flag_of
+from .peer_flags.command_line import peer_arguments, without_peer_flags
 
 V = TypeVar("V")
 
@@ -168,7 +169,8 @@ def _add_option(group: argparse._ArgumentGroup, option: Option) -> None:
 
 
 def _from_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, Any]:
-    namespace, unknown = parser.parse_known_args(list(_normalized(_with_objects(argv))))
+    arguments = list(without_peer_flags(argv))
+    namespace, unknown = parser.parse_known_args(list(_normalized(_with_objects(arguments))))
     if unknown and not unknown[0].startswith("-"):
         raise ConfigError(f"unexpected argument {unknown[0]!r}; only one MODEL may be given")
     if unknown:
@@ -193,11 +195,13 @@ def _with_objects(argv: Sequence[str]) -> Iterator[str]:
     for argument in arguments:
         name, equals, value = argument.partition("=")
         flag, *path = name.replace("_", "-").split(".")
-        if not (path and (flag in FLAGS or flag in PEER_FLAGS)):
+        if not (path and flag in FLAGS):
             yield argument
             continue
         if not equals and (value := next(arguments, "--")).startswith("--"):
             raise ConfigError(f"{name} needs a value")
+        if flag not in FLAGS[flag].spec.entries:
+            flag = FLAGS[flag].flag
         entries = objects.setdefault(flag, {})
         *parents, last = name.split(".")[1:]
         for key in parents:
@@ -226,19 +230,15 @@ def _json_or_text(text: str) -> Any:
 
 
 def _normalized(argv: Iterable[str]) -> Iterator[str]:
-    """Yield `argv` with underscores in flags replaced by dashes, and without the accepted flags of other servers."""
-    arguments = iter(argv)
-    for argument in arguments:
+    """Yield `argv` with underscores in flags replaced by dashes."""
+    for argument in argv:
         name, equals, value = argument.partition("=")
         if name.startswith("--"):
             name = name.replace("_", "-")
-        if _SHORT_WORD.fullmatch(name) and name not in FLAGS and name not in PEER_FLAGS:
+        if _SHORT_WORD.fullmatch(name) and name not in FLAGS:
             # argparse would read llama.cpp's -md FILE as -m d.
             raise _unknown("flag", name)
-        if name in PEER_FLAGS:
-            if PEER_FLAGS[name]:
-                _check_peer_flag(name, value if equals else next(arguments, ""))
-        elif name.startswith("-"):
+        if name.startswith("-"):
             yield name + equals + value
         else:
             yield argument
@@ -278,23 +278,16 @@ def _from_file(path: str) -> dict[str, Any]:
 def _from_mapping(mapping: Mapping[str, object], where: str = "") -> dict[str, Any]:
     """Return the values of a mapping from option names, without leading dashes, to values."""
     given: dict[str, Any] = {}
+    translated: list[str] = []
     for key, value in mapping.items():
         flag = "--" + str(key).replace("_", "-")
-        if flag in PEER_FLAGS:
-            _check_peer_flag(flag, str(value), f"{where}{key}")
-        elif flag in FLAGS:
+        if flag in FLAGS:
             FLAGS[flag].store(given, flag, value, f"{where}{key}")
+        elif (arguments := peer_arguments(str(key), value, f"{where}{key}")) is not None:
+            translated += arguments
         else:
             raise _unknown("option", str(key), where)
-    return given
-
-
-def _check_peer_flag(flag: str, value: str, where: str = "") -> None:
-    accepted = PEER_FLAGS[flag]
-    if accepted and value not in accepted:
-        raise ConfigError(
-            f"{where or flag}: {value!r} is not supported; use {' or '.join(accepted)}"
-        )
+    return _from_flags(make_parser(), translated) | given if translated else given
 
 
 def _unknown(kind: str, name: str, where: str = "") -> ConfigError:

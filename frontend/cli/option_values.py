@@ -20,6 +20,7 @@ import msgspec
 from ...protocol.config import (
     KVEventsConfig,
     KVTransferConfig,
+    MediaReading,
     ProposerMethod,
     ReplicaRole,
     SpeculativeConfig,
@@ -242,6 +243,22 @@ def _dotted_name(text: str) -> str:
     return text
 
 
+def _media_io(text: str) -> MediaReading:
+    fields = parse_object(text)
+    for kind in ("image", "audio"):
+        if fields.get(kind) == {}:
+            del fields[kind]
+    reading: MediaReading = _convert(fields, MediaReading)
+    video = reading.video
+    if video.fps and (video.num_frames or -1) > 0:
+        raise ValueError(f"video has num_frames and fps; use one of them, got {text}")
+    return reading
+
+
+def _dotted_names(text: str) -> tuple[str, ...]:
+    return tuple(map(_dotted_name, parse_list(text)))
+
+
 def _per_replica(text: str) -> PerReplica:
     return PerReplica(parse_number(text, 0))
 
@@ -292,10 +309,12 @@ def _idle_time(text: str) -> float | None:
 PARSERS: Final[dict[str, Callable[[str], Any]]] = {
     "api_keys_in_file": _api_keys_in_file,
     "dotted_name": _dotted_name,
+    "dotted_names": _dotted_names,
     "file": _existing_file,
     "idle_time": _idle_time,
     "kv_events": _kv_events,
     "kv_transfer": _kv_transfer,
+    "media_io": _media_io,
     "origins": _origins,
     "otlp_endpoint": _otlp_endpoint,
     "per_replica": _per_replica,

@@ -58,49 +58,6 @@ _TITLES: Final = {
 }
 """Section -> its heading in help, if that is not the section's name."""
 
-PEER_FLAGS: Final[dict[str, tuple[str, ...]]] = {
-    "--config-format": ("auto", "hf", "mistral"),
-    "--cont-batching": (),
-    "--convert": ("auto", "none", "embed"),
-    "--cpu-offload-gb": ("0", "0.0"),
-    "--disable-uvicorn-access-log": (),
-    "--embedding": (),
-    "--embeddings": (),
-    "--enable-cache-report": (),
-    "--enable-metrics": (),
-    "--enable-request-id-headers": (),
-    "--enable-server-load-tracking": (),
-    "--enable-sleep-mode": (),
-    "--exclude-tools-when-tool-choice-none": (),
-    "--flash-attn": ("on", "auto", "1"),
-    "--gpu-layers": ("99", "999", "-1", "all", "auto"),
-    "--guided-decoding-backend": ("auto", "guidance"),
-    "--is-embedding": (),
-    "--jinja": (),
-    "--kv-offloading-backend": ("native",),
-    "--kv-unified": (),
-    "--logprobs-mode": ("raw_logprobs",),
-    "--metrics": (),
-    "--n-gpu-layers": ("99", "999", "-1", "all", "auto"),
-    "--no-context-shift": (),
-    "--rerank": (),
-    "--reranking": (),
-    "--runner": ("generate", "pooling", "auto"),
-    "--slots": (),
-    "--task": ("generate", "embed", "auto"),
-    "--tokenizer-mode": ("auto", "hf", "mistral"),
-    "-cb": (),
-    "-fa": ("on", "auto", "1"),
-    "-ngl": ("99", "999", "-1", "all", "auto"),
-}
-"""Flags of other servers that already describe Engine's behavior -> the values that do.
-
-A flag without values takes none.
-
-They are accepted and ignored. For example, there is no access log, a GPU computes all layers, and a model's files say
-which format they have.
-"""
-
 _MEBI: Final = 1 << 20
 
 

@@ -12,7 +12,7 @@ from ... import __version__
 from ...protocol.config import EngineConfig
 from ...protocol.errors import ConfigError, EngineError, counted
 from ...protocol.process import name_process
-from ..model_source.options import ModelOptions, ResolvedModel
+from ..model_source.options import ModelOptions, ResolvedModel, use_hub_token
 from ..supervisor.console import Console, StartupProgress, format_bytes
 from ..supervisor.engine_processes import engine_processes
 from ..supervisor.guardian.fork_server import ForkServer, start_fork_servers
@@ -31,6 +31,7 @@ from .fork import run_in_fork
 from .join import serve_headless
 from .launch_options import LaunchOptions
 from .open_files import raise_open_file_limit
+from .peer_flags.command_line import flags_without_effect
 
 __all__ = ["make_parser", "serve"]
 
@@ -46,7 +47,10 @@ def serve(argv: Sequence[str]) -> int:
     def run(console: Console, signals: StopSignals) -> None:
         settings = parse_settings(argv)
         console.log_format = settings["frontend"].get("log_format", "text")
+        use_hub_token(settings["model"].get("hf_token"))
         warn_of_unread_variables(console)
+        if flags := flags_without_effect(argv):
+            console.line(f"flags without effect in Engine: {', '.join(flags)}")
         _serve(argv, settings, console, signals)
 
     return run_supervisor(run)

@@ -234,8 +234,9 @@ class Origins(CORSMiddleware):
             app,
             allow_origins=([] if is_loopback else ["*"]) if is_auto else origins,
             allow_origin_regex=LOCAL_PAGES if is_auto and is_loopback else None,
-            allow_methods=["*"],
-            allow_headers=["*"],
+            allow_methods=config.allowed_methods,
+            allow_headers=config.allowed_headers,
+            allow_credentials=config.allow_credentials,
             expose_headers=["x-request-id"],
         )
         self._root_path = config.root_path.rstrip("/")

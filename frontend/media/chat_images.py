@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from ...protocol.config import EngineConfig
+from ...protocol.config.frontend import MAX_VIDEO_FPS, MAX_VIDEO_FRAMES
 from ...protocol.encoder_inputs.inputs import EncoderInput
 from ...protocol.errors import ParameterError
 from ..chat.messages import IMAGE_PART, VIDEO_PART
@@ -21,7 +22,7 @@ from ..tokenizer.tokenizer import Tokenizer
 from .chat_media import ChatMedia
 from .decoding.processes import MediaProcesses
 from .embeddings import check_embeddings, read_embeddings, read_grid
-from .frame_sampling import Sampling
+from .frame_sampling import DEFAULT_SAMPLING, Sampling
 from .media_reader import MediaReader, PreparedImage
 from .message_parts import replace_parts, verify_count
 from .prompt_images import PromptImages
@@ -29,8 +30,6 @@ from .prompt_images import PromptImages
 _EMBEDDINGS: Final = "image_embeds"
 _KINDS: Final = ("image_url", "input_image", "image_pil", "image", _EMBEDDINGS)
 _VIDEO_KINDS: Final = ("video_url", "input_video", "video")
-_MAX_FPS: Final = 1000.0
-_MAX_FRAMES: Final = 1024
 
 
 class ChatImage(NamedTuple):
@@ -151,14 +150,16 @@ def make_video(value: Any, where: str, fps: Any = None, num_frames: Any = None) 
         ParameterError: The value is not a video, or `fps` or `num_frames` is invalid.
     """
     parent = where.rpartition(".")[0]
-    if fps is not None and not (type(fps) in (int, float) and 0 < fps <= _MAX_FPS):
+    if fps is not None and not (type(fps) in (int, float) and 0 < fps <= MAX_VIDEO_FPS):
         raise ParameterError(
             f"{parent}.fps",
-            f"must be above 0 and at most {_MAX_FPS:g}, got {echo(fps)}",
+            f"must be above 0 and at most {MAX_VIDEO_FPS:g}, got {echo(fps)}",
         )
-    if num_frames is not None and not (type(num_frames) is int and 0 < num_frames <= _MAX_FRAMES):
+    if num_frames is not None and not (
+        type(num_frames) is int and 0 < num_frames <= MAX_VIDEO_FRAMES
+    ):
         raise ParameterError(
-            f"{parent}.num_frames", f"must be 1 to {_MAX_FRAMES}, got {echo(num_frames)}"
+            f"{parent}.num_frames", f"must be 1 to {MAX_VIDEO_FRAMES}, got {echo(num_frames)}"
         )
     if fps is not None and num_frames is not None:
         raise ParameterError(f"{parent}.num_frames", "must not be given with fps; send one of them")
@@ -195,6 +196,9 @@ class ChatImages(ChatMedia):
             config.frontend.max_images,
             None if self._videos is None else config.frontend.max_videos,
         )
+        video = config.frontend.media_io_kwargs.video
+        num_frames = MAX_VIDEO_FRAMES if video.num_frames == -1 else video.num_frames
+        self._sampling = Sampling(video.fps or None, None if video.fps else num_frames or None)
         self._reads_embeddings = config.frontend.enable_mm_embeds
         self._size = config.model.images.output_size
         self._stands_alone = config.model.images.stands_alone
@@ -245,7 +249,10 @@ class ChatImages(ChatMedia):
         )
         reader = self._reader if is_decoded else self._processes
         if isinstance(image, ChatVideo):
-            return await self._executor.in_thread(reader.read_video, source, image.sampling, where)
+            sampling = image.sampling
+            if sampling == DEFAULT_SAMPLING and not isinstance(source, list):
+                sampling = self._sampling
+            return await self._executor.in_thread(reader.read_video, source, sampling, where)
         num_images = sum(not isinstance(item, ChatVideo) for item in found)
         return await self._executor.in_thread(reader.read_image, source, where, num_images)
 

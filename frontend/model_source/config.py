@@ -67,7 +67,7 @@ from .chat_audio import read_chat_audio
 from .images.read import read_image_processor
 from .images.videos import read_video_processor
 from .lora import find_loras, find_media_lora, with_own_adapter
-from .options import CHECKPOINT_QUANTIZATIONS, ModelOptions, ResolvedModel
+from .options import CHECKPOINT_QUANTIZATIONS, ModelOptions, ResolvedModel, use_hub_token
 from .pooler import change_classifier, change_pooler
 from .source import (
     find_checkpoint,
@@ -105,6 +105,11 @@ SAMPLING_FIELDS = {
 }
 """Name in generation_config.json -> sampling parameter."""
 
+OVERRIDE_FIELDS = SAMPLING_FIELDS | {
+    name: name for name in ("presence_penalty", "frequency_penalty")
+}
+"""Field of `--override-generation-config` -> sampling parameter."""
+
 GGUF_SAMPLING_KEYS = {
     "temp": "temperature",
     "top_p": "top_p",
@@ -128,6 +133,7 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
         ConfigError: The model does not exist, or the options do not fit it.
         CheckpointError: The checkpoint cannot be served.
     """
+    use_hub_token(options.hf_token)
     name, path = find_checkpoint(options, console)
     served_names = options.served_model_name or (name,)
     loras = find_loras(options, served_names, console)
@@ -450,13 +456,13 @@ def _default_sampling(options: ModelOptions, generation: ConfigFields) -> dict[s
                     f"{error}; use --generation-config vllm to ignore these defaults"
                 ) from None
     for name, value in options.override_generation_config.items():
-        if name not in SAMPLING_FIELDS:
+        if name not in OVERRIDE_FIELDS:
             raise ConfigError(
                 f"--override-generation-config: unknown field {name} = {value!r}; use one of "
-                f"{', '.join(SAMPLING_FIELDS)}"
+                f"{', '.join(OVERRIDE_FIELDS)}"
             )
         try:
-            sampling[SAMPLING_FIELDS[name]] = _sampling_value(name, value)
+            sampling[OVERRIDE_FIELDS[name]] = _sampling_value(name, value)
         except ParameterError as error:
             raise ConfigError(f"--override-generation-config: {error}") from None
     return sampling
@@ -464,7 +470,7 @@ def _default_sampling(options: ModelOptions, generation: ConfigFields) -> dict[s
 
 def _sampling_value(name: str, value: Any) -> float | int:
     """Return the validated value of a field of generation_config.json. Raise ParameterError if it is invalid."""
-    parameter = SAMPLING_FIELDS[name]
+    parameter = OVERRIDE_FIELDS[name]
     try:
         params = msgspec.convert({parameter: value}, SamplingParams)
         params.verify(vocab_size=1, max_logprobs=0)

@@ -49,6 +49,7 @@ def fetch_checkpoint(
     *,
     gguf: str | None,
     with_mmproj: bool = True,
+    with_code: bool = False,
     revision: str | None,
     cache_dir: str | None,
     console: Console,
@@ -59,6 +60,7 @@ def fetch_checkpoint(
         repo: The repository on the hub.
         gguf: The name or the quantization of a GGUF file in the repository; None prefers safetensors.
         with_mmproj: True to fetch the towers of a GGUF model as well.
+        with_code: True to fetch the Python code of the model as well.
         revision: A branch, tag or commit.
         cache_dir: The directory for the files; None for the hub's default cache.
         console: Shows the progress.
@@ -73,6 +75,8 @@ def fetch_checkpoint(
             if not any(fnmatch(name, "*.safetensors") and "/" not in name for name in wanted):
                 # The repository has the model only in Mistral's own format.
                 wanted += [name for name in names if fnmatch(name, _MISTRAL_FILES)]
+            if with_code:
+                wanted += [name for name in names if fnmatch(name, "*.py") and "/" not in name]
             return _snapshot(repo, wanted, (), revision, cache_dir, console)
         files = _choose_gguf(repo, names, gguf)
         mmproj = choose_mmproj(names) if with_mmproj else None

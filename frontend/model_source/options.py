@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Literal
 
 import msgspec
@@ -33,7 +34,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         str | None,
         option(
             "Directory, .gguf file or ORG/NAME[:QUANT or FILE.gguf] on the hub",
-            "--model-path --hf-repo -hf -m",
+            "--model-path --hf-repo -hf -hfr -m",
             metavar="MODEL",
             default_text="SmolLM2-135M-Instruct",
         ),
@@ -52,10 +53,18 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
             metavar="PATH",
         ),
     ] = None
+    tokenizer_revision: Annotated[
+        str | None,
+        option("Hub branch, tag or commit of the tokenizer", default_text="--revision"),
+    ] = None
     skip_tokenizer_init: Annotated[
         bool, option("Serve without a tokenizer: prompts and answers are token ids")
     ] = False
     revision: Annotated[str | None, option("Hub branch, tag or commit")] = None
+    hf_token: Annotated[
+        str | None,
+        option("Access token for private models on the hub", "-hft", metavar="TOKEN"),
+    ] = None
     download_dir: Annotated[
         str | None,
         option("Directory for downloaded models instead of the default cache", metavar="DIR"),
@@ -92,7 +101,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         int,
         option(
             "Default seed for requests that set none; 0 picks random ones",
-            "--random-seed",
+            "--random-seed -s",
             synonyms={"-1": "0"},
             ge=0,
             le=2**63 - 1,
@@ -112,7 +121,11 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         | None
     ) = None
     hf_overrides: Annotated[
-        dict[str, object], option("Fields that replace those of the model's config.json")
+        dict[str, object],
+        option(
+            "Fields that replace those of the model's config.json",
+            "--json-model-override-args",
+        ),
     ] = {}
     pooler_config: Annotated[
         dict[str, object],
@@ -130,16 +143,21 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
             "--preferred-sampling-params",
             entries={
                 "--temp": "temperature",
+                "--temperature": "temperature",
                 "--top-k": "top_k",
                 "--top-p": "top_p",
                 "--min-p": "min_p",
                 "--typical": "typical_p",
+                "--typical-p": "typical_p",
                 "--top-nsigma": "top_n_sigma",
+                "--top-n-sigma": "top_n_sigma",
                 "--xtc-probability": "xtc_probability",
                 "--xtc-threshold": "xtc_threshold",
                 "--dynatemp-range": "dynatemp_range",
                 "--dynatemp-exp": "dynatemp_exponent",
                 "--repeat-penalty": "repetition_penalty",
+                "--presence-penalty": "presence_penalty",
+                "--frequency-penalty": "frequency_penalty",
                 "--predict": "max_new_tokens",
                 "--n-predict": "max_new_tokens",
             },
@@ -148,7 +166,11 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     enable_lora: Annotated[bool, option("Serve LoRA adapters")] = False
     lora_modules: Annotated[
         tuple[str, ...],
-        option("LoRA adapters: NAME=PATH or JSON with name and path", metavar="NAME=PATH"),
+        option(
+            "LoRA adapters: NAME=PATH or JSON with name and path",
+            "--lora-paths",
+            metavar="NAME=PATH",
+        ),
     ] = ()
     default_mm_loras: Annotated[
         dict[str, object],
@@ -162,6 +184,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         str,
         option(
             "File with the towers of a GGUF model, or none",
+            "-mm",
             metavar="FILE",
             default_text="the file next to the model",
         ),
@@ -173,6 +196,12 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         False
     )
     max_lora_rank: Annotated[int, option("Highest rank of a LoRA adapter", ge=1, le=1024)] = 16
+
+
+def use_hub_token(token: str | None) -> None:
+    """Let this process, and the processes that it will start, authenticate at the hub with `--hf-token`."""
+    if token:
+        os.environ["HF_TOKEN"] = token
 
 
 class ResolvedModel(msgspec.Struct, frozen=True):

@@ -55,6 +55,7 @@ def find_checkpoint(options: ModelOptions, console: Console) -> tuple[str, Path]
         match["repo"],
         gguf=match["gguf"],
         with_mmproj=not options.mmproj,
+        with_code=options.trust_remote_code,
         revision=options.revision,
         cache_dir=options.download_dir,
         console=console,
@@ -77,20 +78,27 @@ def find_tokenizer(options: ModelOptions, checkpoint: Path, console: Console) ->
     Raises:
         ConfigError: The tokenizer does not exist.
     """
-    if options.tokenizer is None:
+    name = options.tokenizer
+    if name is None and options.tokenizer_revision not in (None, options.revision):
+        name = options.model
+    if name is None:
         return checkpoint
-    path = Path(options.tokenizer).expanduser()
+    path = Path(name).expanduser()
     if path.exists():
+        if options.tokenizer_revision is not None:
+            raise ConfigError(
+                f"--tokenizer-revision {options.tokenizer_revision} needs a tokenizer on the hub, got {name}"
+            )
         return path.absolute()
-    if _HUB_NAME.fullmatch(options.tokenizer) is None:
-        raise ConfigError(
-            f"--tokenizer {options.tokenizer} does not exist; use a directory, a file or ORG/NAME"
-        )
+    match = _HUB_NAME.fullmatch(name)
+    if match is None:
+        raise ConfigError(f"--tokenizer {name} does not exist; use a directory, a file or ORG/NAME")
     from .hub import fetch_tokenizer
 
+    own_revision = options.revision if name == options.model else None
     return fetch_tokenizer(
-        options.tokenizer,
-        revision=options.revision if options.tokenizer == options.model else None,
+        match["repo"],
+        revision=options.tokenizer_revision or own_revision,
         cache_dir=options.download_dir,
         console=console,
     )

@@ -14,7 +14,7 @@ import msgspec
 from ..errors import RunDirectoryError
 from .cache import CacheConfig, KVEventsConfig, KVTransferConfig, LoadFailurePolicy, PrefixHash
 from .device import CPUBackend, Device, DeviceConfig
-from .frontend import FrontendConfig
+from .frontend import FrontendConfig, MediaReading
 from .model import LoadFormat, ModelConfig, ModelImpl
 from .parallel import ExecutorBackend, ParallelConfig, ReplicaRole
 from .recovery import RecoveryConfig
@@ -42,6 +42,7 @@ __all__ = [
     "KVTransferConfig",
     "LoadFailurePolicy",
     "LoadFormat",
+    "MediaReading",
     "ModelConfig",
     "ModelImpl",
     "ParallelConfig",

@@ -89,7 +89,13 @@ class CacheConfig(msgspec.Struct, frozen=True):
         ),
     ] = 16
     gpu_memory_utilization: Annotated[
-        float, option("Fraction of device memory to use", "--mem-fraction-static", ge=0.01, le=1)
+        float,
+        option(
+            "Fraction of device memory to use",
+            "--mem-fraction-static --device-memory-utilization",
+            ge=0.01,
+            le=1,
+        ),
     ] = 0.9
     kv_cache_memory_bytes: (
         Annotated[

@@ -53,13 +53,17 @@ class DeviceConfig(msgspec.Struct, frozen=True):
         ),
     ] = 10.0
     enforce_eager: Annotated[
-        bool, option("Disable CUDA graphs (faster startup, slower steps)", "--disable-cuda-graph")
+        bool,
+        option(
+            "Disable CUDA graphs (faster startup, slower steps)",
+            "--disable-cuda-graph --disable-decode-cuda-graph",
+        ),
     ] = False
     max_cudagraph_capture_size: Annotated[
         int,
         option(
             "Maximum tokens of a captured CUDA graph; 0 disables graphs",
-            "--cuda-graph-max-bs",
+            "--cuda-graph-max-bs --cuda-graph-max-bs-decode",
             ge=0,
             le=65536,
         ),

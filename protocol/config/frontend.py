@@ -12,6 +12,15 @@ from .option import option
 chat = partial(option, group="chat")
 logging = partial(option, group="logging")
 
+MAX_VIDEO_FRAMES: Final = 1024
+"""The maximum number of frames that a request may read from a video."""
+
+MAX_VIDEO_FPS: Final = 1000.0
+"""The maximum number of frames per second."""
+
+_NEVER_S: Final = 1e8
+"""More seconds than any stream lasts."""
+
 ContentFormat = Literal["auto", "string", "openai"]
 LogFormat = Literal["text", "json"]
 SpecialTokenPolicy = Literal["allow", "escape", "refuse"]
@@ -97,6 +106,24 @@ REASONING_PARSERS_OF_SGLANG: Final = {
 """SGLang's name of a format of reasoning -> the name in Engine and vLLM."""
 
 
+class VideoReading(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The frames to read from video files of requests that choose none.
+
+    Attributes:
+        num_frames: Their number; -1 for as many as the model accepts.
+        fps: Their number per second of the video; 0 for no rate, as in vLLM.
+    """
+
+    num_frames: Annotated[int, msgspec.Meta(ge=-1, le=MAX_VIDEO_FRAMES)] | None = None
+    fps: Annotated[float, msgspec.Meta(ge=0, le=MAX_VIDEO_FPS)] | None = None
+
+
+class MediaReading(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The settings of media files, by kind."""
+
+    video: VideoReading = VideoReading()
+
+
 class FrontendConfig(msgspec.Struct, frozen=True):
     """The HTTP server, its chat formats, and the logs of every process.
 
@@ -139,9 +166,15 @@ class FrontendConfig(msgspec.Struct, frozen=True):
     share_prefix_cache: Annotated[
         bool, option("Share cached prefixes between API keys (timing can reveal others' prompts)")
     ] = False
-    root_path: Annotated[str, option("URL path prefix that a reverse proxy removes")] = ""
+    root_path: Annotated[
+        str,
+        option("URL path prefix that a reverse proxy removes", "--fastapi-root-path --api-prefix"),
+    ] = ""
     ssl_keyfile: Annotated[
         str | None, option("Private key file for HTTPS", "--ssl-key-file", parse="file")
+    ] = None
+    ssl_keyfile_password: Annotated[
+        str | None, option("Password of an encrypted --ssl-keyfile", metavar="PASSWORD")
     ] = None
     ssl_certfile: Annotated[
         str | None, option("Certificate chain file for HTTPS", "--ssl-cert-file", parse="file")
@@ -159,15 +192,46 @@ class FrontendConfig(msgspec.Struct, frozen=True):
             default_text="required with --ssl-ca-certs, else none",
         ),
     ] = None
+    ssl_ciphers: Annotated[
+        str | None,
+        option("Ciphers of HTTPS below TLS 1.3, in OpenSSL's format", metavar="CIPHERS"),
+    ] = None
+    enable_ssl_refresh: Annotated[
+        bool, option("Use new certificates when the files change, without a restart")
+    ] = False
     allowed_origins: Annotated[
         tuple[str, ...],
         option(
             "Origins of web pages that may call the API",
+            "--cors-origins",
             metavar="ORIGIN",
             parse="origins",
             default_text="auto: any, but on a loopback address only local pages",
         ),
     ] = ("auto",)
+    allowed_methods: Annotated[
+        tuple[str, ...],
+        option("HTTP methods that web pages may use", "--cors-methods", metavar="METHOD"),
+    ] = ("*",)
+    allowed_headers: Annotated[
+        tuple[str, ...],
+        option("Request headers that web pages may send", "--cors-headers", metavar="HEADER"),
+    ] = ("*",)
+    allow_credentials: Annotated[
+        bool, option("Let web pages send cookies and client certificates", "--cors-credentials")
+    ] = False
+    disable_docs: Annotated[
+        bool,
+        option("Do not serve /docs and /openapi.json", name="--disable-fastapi-docs"),
+    ] = False
+    middleware: Annotated[
+        tuple[str, ...],
+        option(
+            "ASGI classes or HTTP functions around all routes, as module.Name",
+            metavar="NAME",
+            parse="dotted_names",
+        ),
+    ] = ()
     allowed_hosts: Annotated[
         tuple[str, ...],
         option(
@@ -194,6 +258,7 @@ class FrontendConfig(msgspec.Struct, frozen=True):
         float,
         option(
             "Seconds a client may take to send or read",
+            "--timeout -to",
             name="--timeout-slow-client",
             ge=1,
             le=86400,
@@ -206,6 +271,16 @@ class FrontendConfig(msgspec.Struct, frozen=True):
         float, option("Seconds that running requests may take to finish during shutdown", ge=0)
     ] = 30.0
     stream_interval: Annotated[int, option("Tokens per event of a streamed response", ge=1)] = 1
+    sse_keep_alive_s: Annotated[
+        float,
+        option(
+            "Seconds of silence in a stream before a keep-alive comment; 0: none",
+            "--sse-ping-interval",
+            name="--sse-keep-alive-interval",
+            synonyms={"-1": "0"},
+            ge=0,
+        ),
+    ] = 15.0
     enable_prompt_tokens_details: Annotated[
         bool, option("Report cached prompt tokens in usage")
     ] = True
@@ -245,7 +320,7 @@ class FrontendConfig(msgspec.Struct, frozen=True):
         chat(
             "Variables of the chat template for requests that do not set them",
             "--chat-template-kwargs",
-            entries={"--reasoning": "enable_thinking"},
+            entries={"--reasoning": "enable_thinking", "-rea": "enable_thinking"},
             synonyms={"on": "true", "off": "false"},
         ),
     ] = {}
@@ -290,6 +365,7 @@ class FrontendConfig(msgspec.Struct, frozen=True):
         str | None,
         option(
             "Directory of the images and audio that file URLs may name",
+            "--media-path",
             metavar="DIR",
             default_text="none",
         ),
@@ -298,9 +374,19 @@ class FrontendConfig(msgspec.Struct, frozen=True):
         dict[str, int],
         option(
             'Maximum images, videos or audio clips of a prompt: {"image": 4}',
+            "--limit-mm-data-per-request",
             default_text='{"image": 32, "video": 4, "audio": 32}',
         ),
     ] = {}
+    media_io_kwargs: Annotated[
+        MediaReading,
+        option(
+            'Frames to read from video files: {"video": {"num_frames": 32}} or {"fps": 2}',
+            parse="media_io",
+            metavar="JSON",
+            default_text="those of the model",
+        ),
+    ] = MediaReading()
     enable_mm_embeds: Annotated[
         bool, option("Accept embeddings in place of images; only for trusted clients")
     ] = False
@@ -318,7 +404,7 @@ class FrontendConfig(msgspec.Struct, frozen=True):
     ] = "text"
     log_requests: Annotated[
         bool,
-        logging("Log every request", name="--enable-log-requests"),
+        logging("Log every request", "--log-requests", name="--enable-log-requests"),
         logging(
             "vLLM's name for --no-enable-log-requests", name="--disable-log-requests", value=False
         ),
@@ -358,6 +444,11 @@ class FrontendConfig(msgspec.Struct, frozen=True):
     def expects_tools(self) -> bool:
         """True if the operator has asked for tool calls, which are parsed in any case."""
         return self.enable_auto_tool_choice or self.tool_call_parser not in ("auto", "none")
+
+    @property
+    def max_silence_s(self) -> float:
+        """Seconds of silence in a stream before something is sent, so that proxies keep the connection open."""
+        return self.sse_keep_alive_s or _NEVER_S
 
     @property
     def max_images(self) -> int:

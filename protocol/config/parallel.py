@@ -69,7 +69,7 @@ class ParallelConfig(msgspec.Struct, frozen=True):
         int, option("Minimum uncached tokens of prompts that a prefill replica computes", ge=1)
     ] = 256
     api_server_count: Annotated[
-        int, option("Frontend processes that share the port", ge=1, le=256)
+        int, option("Frontend processes that share the port", "-asc", ge=1, le=256)
     ] = 1
     nnodes: Annotated[
         int,

@@ -246,6 +246,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
         int,
         option(
             "Maximum LoRA adapters that stay loaded",
+            "--max-loaded-loras",
             ge=1,
             default_text="--max-loras and every one of --lora-modules, at least 8",
         ),
@@ -283,6 +284,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
         SpeculativeConfig | None,
         option(
             "Propose draft tokens without changing output; 0 tokens disables",
+            "-sc",
             name="--speculative-config",
             parse="speculative",
             default_text=(

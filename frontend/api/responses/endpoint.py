@@ -176,7 +176,9 @@ class Responses(ChatCompletions):
             async def before_end() -> None:
                 await self._end(answer, chunks.final, run)
 
-            stream = EventStream(send, scope["state"]["connection"])
+            stream = EventStream(
+                send, scope["state"]["connection"], self._serving.config.frontend.max_silence_s
+            )
             await stream.run(receive, group, chunks.with_progress(), before_end)
             return
         await wait_for_end(group, receive)

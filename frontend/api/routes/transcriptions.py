@@ -313,7 +313,9 @@ class Transcriptions:
         scope: Scope,
         send: Send,
     ) -> None:
-        async with TextEvents(send, scope["state"]["connection"]) as events:
+        async with TextEvents(
+            send, scope["state"]["connection"], self._serving.config.frontend.max_silence_s
+        ) as events:
             is_first = True
 
             async def on_text(text: str, logprobs: list[PositionLogprobs]) -> None:

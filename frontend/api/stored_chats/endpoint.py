@@ -73,7 +73,9 @@ class StoredChatCompletions(ChatCompletions):
                 if (outputs := answer.kept.read()) is not None:
                     await self._store(answer, outputs, group.weight, owner)
 
-            stream = EventStream(send, scope["state"]["connection"])
+            stream = EventStream(
+                send, scope["state"]["connection"], self._serving.config.frontend.max_silence_s
+            )
             await stream.run(receive, group, chunks, before_end)
             return
         await wait_for_end(group, receive)

@@ -20,11 +20,16 @@ class TextEvents:
     """
 
     def __init__(
-        self, send: Send, connection: ChunkWriter, form: StreamFormat = OPENAI_STREAM
+        self,
+        send: Send,
+        connection: ChunkWriter,
+        keep_alive_s: float = KEEP_ALIVE_S,
+        form: StreamFormat = OPENAI_STREAM,
     ) -> None:
         self._send = send
         self._connection = connection
         self._format = form
+        self._keep_alive_s = keep_alive_s
         self._is_started = False
         self._wrote_at = time.monotonic()
         # Comments and events are sent by two tasks.
@@ -74,7 +79,7 @@ class TextEvents:
         """Send comments during silence, because proxies close silent connections. Clients ignore comments."""
         while True:
             silent_s = time.monotonic() - self._wrote_at
-            if silent_s >= KEEP_ALIVE_S:
+            if silent_s >= self._keep_alive_s:
                 await self._write(self._format.keep_alive)
                 continue
-            await asyncio.sleep(KEEP_ALIVE_S - silent_s)
+            await asyncio.sleep(self._keep_alive_s - silent_s)

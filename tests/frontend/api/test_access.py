@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from engine.protocol.messages import AddRequests
+from engine.protocol.supervisor_messages import Stage
 from support.frontend_process import FrontendProcess
 
 pytestmark = pytest.mark.slow
@@ -185,3 +186,37 @@ def test_api_keys_share_the_prefix_cache_if_allowed_or_single() -> None:
         assert shared[0] == shared[1] != shared[2] == shared[3]
     with FrontendProcess(api_keys=("first",)) as frontend:
         assert roots(frontend, ("first", None)) == shared[:1]
+
+
+def test_web_pages_may_use_only_the_given_methods_and_headers() -> None:
+    with FrontendProcess(
+        allowed_origins=("http://page.example",),
+        allowed_methods=("GET",),
+        allowed_headers=("x-mine",),
+        allow_credentials=True,
+        disable_docs=True,
+        middleware=("starlette.middleware.gzip.GZipMiddleware",),
+    ) as frontend:
+        asked = {**PAGE, "origin": "http://page.example"}
+        for method, header, code in (
+            ("GET", "x-mine", 200),
+            ("POST", "x-mine", 400),
+            ("GET", "x-other", 400),
+        ):
+            names = "access-control-request-method", "access-control-request-headers"
+            preflight = dict(zip(names, (method, header), strict=True))
+            response = frontend.http.options(COMPLETIONS, headers=asked | preflight)
+            assert response.status_code == code, response.text
+            assert response.headers["access-control-allow-credentials"] == "true"
+        assert {frontend.http.get(path).status_code for path in ("/docs", "/openapi.json")} == {404}
+        assert frontend.http.get("/metrics").headers["content-encoding"] == "gzip"
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [("no_such_module.Name", "cannot be imported"), ("os.environ", "must be an ASGI class")],
+)
+def test_invalid_middleware_is_named(name: str, problem: str) -> None:
+    with FrontendProcess(with_core=False, middleware=(name,)) as frontend:
+        frontend.wait_for_stage(Stage.FAILED)
+        assert f"--middleware {name} {problem}" in frontend.stages[-1][1]

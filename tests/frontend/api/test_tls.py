@@ -12,6 +12,7 @@ import httpx
 import pytest
 from engine.protocol.supervisor_messages import Stage
 from support.frontend_process import FrontendProcess
+from support.processes import eventually
 
 pytestmark = pytest.mark.slow
 
@@ -72,3 +73,39 @@ def test_an_invalid_certificate_is_named_before_the_model_is_loaded(tmp_path: Pa
         frontend.wait_for_stage(Stage.FAILED)
         assert "--ssl-certfile" in frontend.stages[-1][1] and "bogus.pem" in frontend.stages[-1][1]
         assert frontend.process.wait(10) == 1
+
+
+def test_changed_certificates_are_used_without_a_restart(
+    key_and_certificate: tuple[Path, Path], tmp_path: Path
+) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+    common = "openssl req -x509 -newkey rsa:2048 -passout pass:secret -subj"
+    command = f"{common} /CN=first -keyout {key} -out {certificate}"
+    subprocess.run(command.split(), check=True, capture_output=True)
+    with FrontendProcess(
+        ssl_keyfile=str(key),
+        ssl_certfile=str(certificate),
+        ssl_keyfile_password="secret",
+        ssl_ciphers="ECDHE-RSA-AES256-GCM-SHA384",
+        enable_ssl_refresh=True,
+    ) as frontend:
+        address = "127.0.0.1", frontend.port
+        first = ssl.get_server_certificate(address)
+        assert first.split() == certificate.read_text().split()
+        context = ssl.create_default_context()
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        context.maximum_version = ssl.TLSVersion.TLSv1_2
+        with (
+            socket.create_connection(address, timeout=20) as plain,
+            context.wrap_socket(plain) as secured,
+        ):
+            cipher = secured.cipher()
+            assert cipher is not None and cipher[0] == "ECDHE-RSA-AES256-GCM-SHA384"
+        key.write_text("unreadable")
+        assert eventually(lambda: "the new certificate cannot be loaded" in frontend.log)
+        assert ssl.get_server_certificate(address) == first
+        for old, new in zip(key_and_certificate, (key, certificate), strict=True):
+            new.write_bytes(old.read_bytes())
+        assert eventually(lambda: "loaded the new certificate" in frontend.log)
+        assert ssl.get_server_certificate(address).split() == certificate.read_text().split()
+        assert frontend.stop() == 0

@@ -51,6 +51,8 @@ def value_of(option: Option, file: str) -> Any:
     """Return a value that differs from the default, as a file may have it."""
     by_parser: dict[str, Any] = {
         "dotted_name": "a.B",
+        "dotted_names": ["a.B", "a.c"],
+        "media_io": {"video": {"fps": 2.0}},
         "idle_time": 2.5,
         "kv_events": {"topic": "t"},
         "origins": ["https://a.example", "*"],
@@ -293,6 +295,57 @@ def test_flags_of_llama_cpp_set_entries_of_an_object(
     argv: list[str], section: str, field: str, value: dict[str, object]
 ) -> None:
     assert parse_settings(argv, {})[section][field] == value
+
+
+DRAFT = {"method": "eagle3", "model": "d", "num_speculative_tokens": 3}
+
+
+@pytest.mark.parametrize(
+    ("line", "section", "values"),
+    [
+        (
+            "vllm-style --moe-backend triton --cudagraph-capture-sizes 1 2 4 --enable-dbo --no-enable-eplb "
+            "-O3 -cc.mode 3 --compilation_config.cudagraph_mode FULL --attention-backend=FLASHINFER --port 7",
+            "frontend",
+            {"port": 7},
+        ),
+        ("m --allowed-methods [\"GET\"] --cors-headers a b", "frontend", {
+            "allowed_methods": ("GET",), "allowed_headers": ("a", "b")
+        }),
+        ("--dist-init-addr [::1]:50 m", "parallel", {"master_addr": "::1", "master_port": 50}),
+        ("--ep-size 4 m --expert-parallel-size 1", "parallel", {"enable_expert_parallel": True}),
+        ("-ctk q8_0 -ctv q8_0 --no-cache-prompt", "cache", {
+            "kv_cache_dtype": "int8", "enable_prefix_caching": False
+        }),
+        ("--sampling-defaults openai -s -1", "model", {"generation_config": "vllm", "seed": 0}),
+        ("--pooling cls", "model", {"pooler_config": {"pooling_type": "CLS"}}),
+        ("--presence-penalty 0.5", "model", {"override_generation_config": {"presence_penalty": 0.5}}),
+        ("-v --skip-chat-parsing", "frontend", {
+            "log_level": "debug", "tool_call_parser": "none", "reasoning_parser": "none"
+        }),
+    ],
+)  # fmt: skip
+def test_command_lines_of_other_servers(line: str, section: str, values: dict[str, object]) -> None:
+    assert parse_settings(line.split(), {})[section] == values
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--spec-method eagle3 --spec-model d --spec-tokens 3",
+        "--speculative-algorithm EAGLE3 --speculative-draft-model-path d --speculative-num-steps 3",
+        "--speculative-algorithm EAGLE3 --speculative-draft-model d --speculative-num-draft-tokens 4 "
+        "--speculative-eagle-topk 1",
+        "--spec-type draft-eagle3 -md d --draft-max 3 --draft-min 1",
+        "-sc.method eagle3 --speculative-config.model=d --spec-tokens=3",
+    ],
+)
+def test_other_servers_flags_of_speculative_decoding(line: str, tmp_path: Path) -> None:
+    config = parse_settings(line.split(), {})["scheduler"]["speculative"]
+    assert {name: getattr(config, name) for name in DRAFT} == DRAFT
+    keys = ["spec_method", "spec-model", "spec_tokens", "moe_backend", "enable_dbo"]
+    file = file_of(tmp_path, **dict(zip(keys, ["eagle3", "d", 3, "x", True], strict=True)))
+    assert parse("--config", file)["scheduler"]["speculative"] == config
 
 
 @pytest.mark.parametrize("command", ["serve", "complete", "status"])
