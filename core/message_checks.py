@@ -103,6 +103,7 @@ def _are_valid_inputs(inputs: Iterable[EncoderInput], num_prompt_tokens: int) ->
         0 <= item.position <= _MAX_INT32
         and 0 <= item.num_tokens <= _MAX_INT32
         and 0 <= item.size <= _MAX_INT32
+        and 0 <= item.first <= item.size
         and 0 <= item.read_until <= _MAX_INT32
         and (item.grid is None or _is_valid_grid(item.grid, item.num_tokens))
         and _are_valid_places(item, num_prompt_tokens)

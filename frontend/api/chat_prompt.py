@@ -12,6 +12,7 @@ from typing import Any, Final
 from ...protocol.encoder_inputs.inputs import EncoderInput
 from ...protocol.errors import ParameterError
 from ..http.errors import APIError, bad_request, redact
+from ..media.sources.media_options import parse_media_options
 from .inputs.files import read_files
 from .prompts import (
     BYTES_PER_TOKEN_ID,
@@ -84,9 +85,17 @@ async def render_chat(
             messages = await read_files(serving, messages, body_size, lease)
         except ParameterError as error:
             raise bad_request(error.param, error.problem) from None
+        try:
+            options = parse_media_options(
+                request.mm_processor_kwargs,
+                request.media_io_kwargs,
+                getattr(request, "use_audio_in_video", None),
+            )
+        except ParameterError as error:
+            raise bad_request(error.param, error.problem) from None
         if serving.media is not None:
             try:
-                messages, media = await serving.media.take(messages, body_size)
+                messages, media = await serving.media.take(messages, body_size, options)
             except ParameterError as error:
                 raise bad_request(error.param, error.problem) from None
         kwargs = (template_kwargs or {}) | (request.chat_template_kwargs or {})

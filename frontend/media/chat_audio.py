@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy.typing as npt
 
+from ...protocol.arrays import Float32Array
 from ...protocol.config import EngineConfig
 from ...protocol.config.chat_audio import ChatAudioConfig
 from ...protocol.encoder_inputs.inputs import EncoderInput
@@ -19,10 +21,12 @@ from ..tokenizer.tokenizer import Tokenizer
 from .audio.arrays import mono_samples
 from .audio.clips import AudioPlaces, PreparedAudio, prepare_clip
 from .chat_media import ChatMedia
+from .containers import container_format
 from .decoding.messages import OpenAudio
 from .decoding.processes import MediaProcesses
 from .message_parts import replace_parts, verify_count
 from .sources.data_urls import read_base64, read_data_url
+from .sources.media_options import MediaOptions
 
 _KINDS: Final = ("input_audio", "audio_url", "audio")
 
@@ -31,9 +35,12 @@ Samples: TypeAlias = tuple[npt.NDArray[Any], int]
 
 
 class AudioClip(NamedTuple):
-    """An audio clip of a conversation (a file in base64, a URL, or samples), and the name of its request field."""
+    """An audio clip of a conversation, and the name of its request field.
 
-    source: str | Samples
+    The source is a file in base64, a URL, samples, or a preprocessed clip.
+    """
+
+    source: str | Samples | PreparedAudio
     where: str
     is_url: bool = False
 
@@ -56,6 +63,9 @@ def _replace_audio(part: Any, where: str, clips: list[AudioClip]) -> Any:
     if kind not in _KINDS:
         return part
     value, where = part.get(kind), f"{where}.{kind}"
+    if isinstance(value, AudioClip):
+        clips.append(value)
+        return AUDIO_PART
     if kind == "audio" and isinstance(value, tuple) and len(value) == 2:
         clips.append(AudioClip(value, where))
         return AUDIO_PART
@@ -99,7 +109,9 @@ class ChatAudio(ChatMedia):
             limits.append((clips.max_windows * window_s, "the length that this model reads"))
         return min(limits)
 
-    def _take(self, messages: Sequence[Any]) -> tuple[list[Any], list[AudioClip]]:
+    def _take(
+        self, messages: Sequence[Any], options: MediaOptions
+    ) -> tuple[list[Any], list[AudioClip]]:
         return take_audio(messages, self._max_clips)
 
     def wrap(self, given: Any, where: str) -> AudioClip:
@@ -114,8 +126,10 @@ class ChatAudio(ChatMedia):
 
     async def _prepare_one(self, item: AudioClip, found: Sequence[AudioClip]) -> PreparedAudio:
         source: Any = item.source
+        if isinstance(source, PreparedAudio):
+            return source
         if item.is_url:
-            source = await self._fetch(source, item.where)
+            source = await self.fetch(source, item.where)
             if isinstance(source, str):
                 source = await self._executor.in_thread(read_data_url, source, item.where)
         return await self._executor.in_thread(self._prepare, source, item.where)
@@ -129,14 +143,38 @@ class ChatAudio(ChatMedia):
         """Return a prompt with the tokens of the audio clips inserted, its token ids, and the encoder inputs."""
         return self._places.encode(text, clips, encode)
 
+    async def prepare_sound(self, source: Any, where: str) -> PreparedAudio | None:
+        """Return the sound of a video, which is a data URL or a file; None if it has none.
+
+        Raises:
+            ParameterError: The sound cannot be read.
+        """
+        if isinstance(source, str):
+            source = await self._executor.in_thread(read_data_url, source, where)
+        if not isinstance(source, bytes) or container_format(source) is None:
+            return None
+        samples = await self._executor.in_thread(
+            partial(self._decode, source, where, may_be_silent=True)
+        )
+        if not len(samples):
+            return None
+        return await self._executor.in_thread(prepare_clip, samples, self._config, where)
+
     def _prepare(self, source: str | bytes | Samples, where: str) -> PreparedAudio:
         rate = self._config.rate
         if isinstance(source, tuple):
             samples = mono_samples(*source, rate, where, self._max_seconds, self._limit)
         else:
             data = read_base64(source, where) if isinstance(source, str) else source
-            opening = OpenAudio(where, rate, self._max_seconds, self._limit)
-            with closing(self._processes.open_audio(data, opening)) as clip:
-                # There is at most one sample more than allowed, because the process would have rejected a longer file.
-                samples = clip.read(int(self._max_seconds * rate) + rate)
+            samples = self._decode(data, where)
         return prepare_clip(samples, self._config, where)
+
+    def _decode(self, data: bytes, where: str, *, may_be_silent: bool = False) -> Float32Array:
+        """Return the samples of a file. A file without an audio track has none if it `may_be_silent`."""
+        rate = self._config.rate
+        opening = OpenAudio(
+            where, rate, self._max_seconds, self._limit, may_be_silent=may_be_silent
+        )
+        with closing(self._processes.open_audio(data, opening)) as clip:
+            # There is at most one sample more than allowed, because the process would have rejected a longer file.
+            return clip.read(int(self._max_seconds * rate) + rate)

@@ -26,6 +26,7 @@ from .frame_sampling import DEFAULT_SAMPLING, Sampling
 from .media_reader import MediaReader, PreparedImage
 from .message_parts import replace_parts, verify_count
 from .prompt_images import PromptImages
+from .sources.media_options import DEFAULT_OPTIONS, MediaOptions
 
 _EMBEDDINGS: Final = "image_embeds"
 _KINDS: Final = ("image_url", "input_image", "image_pil", "image", _EMBEDDINGS)
@@ -68,7 +69,9 @@ class MediaLimits(NamedTuple):
     max_videos: int | None
 
 
-def take_media(messages: Sequence[Any], limits: MediaLimits) -> tuple[list[Any], list[ChatItem]]:
+def take_media(
+    messages: Sequence[Any], limits: MediaLimits, options: MediaOptions = DEFAULT_OPTIONS
+) -> tuple[list[Any], list[ChatItem]]:
     """Return a copy of the messages with images and videos replaced by marks, and a list of the images and videos.
 
     The marks are `IMAGE_PART` and `VIDEO_PART`.
@@ -77,7 +80,9 @@ def take_media(messages: Sequence[Any], limits: MediaLimits) -> tuple[list[Any],
         ParameterError: A part is invalid, or there are too many images or videos.
     """
     media: list[ChatItem] = []
-    taken = replace_parts(messages, lambda part, where: _replace_media(part, where, media, limits))
+    taken = replace_parts(
+        messages, lambda part, where: _replace_media(part, where, media, limits, options)
+    )
     num_videos = sum(isinstance(item, ChatVideo) for item in media)
     verify_count("images", len(media) - num_videos, limits.max_images)
     verify_count("videos", num_videos, limits.max_videos or 0)
@@ -90,7 +95,9 @@ def _kind(part: Any) -> str:
     return kind if isinstance(kind, str) and kind in (*_KINDS, *_VIDEO_KINDS) else ""
 
 
-def _replace_media(part: Any, where: str, media: list[ChatItem], limits: MediaLimits) -> Any:
+def _replace_media(
+    part: Any, where: str, media: list[ChatItem], limits: MediaLimits, options: MediaOptions
+) -> Any:
     """Append the image or video of a part to `media` and return its mark; return any other part unchanged."""
     kind = _kind(part)
     if not kind:
@@ -111,6 +118,8 @@ def _replace_media(part: Any, where: str, media: list[ChatItem], limits: MediaLi
         fps, num_frames = value.get("fps", fps), value.get("num_frames", num_frames)
         value, where = value.get("url"), f"{where}.url"
     if is_video:
+        if fps is None and num_frames is None:
+            fps, num_frames = options.fps, options.num_frames
         media.append(make_video(value, where, fps, num_frames))
         return VIDEO_PART
     if not isinstance(value, str | Image.Image) or not value:
@@ -203,8 +212,26 @@ class ChatImages(ChatMedia):
         self._size = config.model.images.output_size
         self._stands_alone = config.model.images.stands_alone
 
-    def _take(self, messages: Sequence[Any]) -> tuple[list[Any], list[ChatItem]]:
-        return take_media(messages, self._limits)
+    def _take(
+        self, messages: Sequence[Any], options: MediaOptions
+    ) -> tuple[list[Any], list[ChatItem]]:
+        return take_media(messages, self._limits, options)
+
+    async def prepare(
+        self, found: Sequence[ChatItem], options: MediaOptions = DEFAULT_OPTIONS
+    ) -> list[Any]:
+        """Return preprocessed images and videos.
+
+        Raises:
+            ParameterError: One of them cannot be read, they do not fit into the context, or a request wants the sound
+                of videos.
+        """
+        if options.reads_sound and any(isinstance(item, ChatVideo) for item in found):
+            raise ParameterError(
+                "mm_processor_kwargs.use_audio_in_video",
+                "must be false, because this model reads no audio; got true",
+            )
+        return await super().prepare(found, options)
 
     def wrap(self, given: Any, where: str) -> ChatItem:
         """Return an image or a video that a caller in this process passed, in the form that `prepare` takes.
@@ -242,7 +269,7 @@ class ChatImages(ChatMedia):
         if isinstance(image, EmbeddedImage):
             place = partial(self._place_embeddings, fields=image.fields)
             return await self._executor.in_thread(place, source, where)
-        source = await self._fetch(source, where)
+        source = await self.fetch(source, where)
         # Pillow's images come from a caller in this process, who has already decoded them.
         is_decoded = isinstance(source, Image.Image) or (
             isinstance(source, list) and any(isinstance(part, Image.Image) for part in source)

@@ -15,6 +15,7 @@ from .decoding.processes import MediaProcesses
 from .sources.data_urls import is_data_url
 from .sources.downloads import Downloader
 from .sources.local_files import LocalFiles, is_file_url
+from .sources.media_options import DEFAULT_OPTIONS, MediaOptions
 
 
 class ChatMedia(ABC):
@@ -60,20 +61,31 @@ class ChatMedia(ABC):
         self._executor.close()
         self._fetches.close()
 
-    async def take(self, messages: Sequence[Any], body_size: int) -> tuple[list[Any], list[Any]]:
+    async def take(
+        self, messages: Sequence[Any], body_size: int, options: MediaOptions = DEFAULT_OPTIONS
+    ) -> tuple[list[Any], list[Any]]:
         """Return the messages with images or audio replaced by marks, and the preprocessed images or audio.
 
         Args:
             messages: The conversation.
             body_size: The size of the request in bytes.
+            options: The choices of the request.
 
         Raises:
             ParameterError: One of them cannot be read, or they do not fit into the context.
         """
-        taken, found = await self._executor.run(body_size, self._take, messages)
-        return taken, await self.prepare(found)
+        taken, found = await self.find(messages, body_size, options)
+        return taken, await self.prepare(found, options)
 
-    async def prepare(self, found: Sequence[Any]) -> list[Any]:
+    async def find(
+        self, messages: Sequence[Any], body_size: int, options: MediaOptions
+    ) -> tuple[list[Any], list[Any]]:
+        """Return the messages with images or audio replaced by marks, and what `prepare` takes. See `take`."""
+        return await self._executor.run(body_size, self._take, messages, options)
+
+    async def prepare(
+        self, found: Sequence[Any], options: MediaOptions = DEFAULT_OPTIONS
+    ) -> list[Any]:
         """Return preprocessed images or audio.
 
         Raises:
@@ -93,7 +105,7 @@ class ChatMedia(ABC):
                 )
         return prepared
 
-    async def _fetch(self, source: Any, where: str) -> Any:
+    async def fetch(self, source: Any, where: str) -> Any:
         """Return the file at a URL, if the server may read it; otherwise `source` itself.
 
         Raises:
@@ -135,7 +147,7 @@ class ChatMedia(ABC):
         """
 
     @abstractmethod
-    def _take(self, messages: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def _take(self, messages: Sequence[Any], options: MediaOptions) -> tuple[list[Any], list[Any]]:
         """Return the messages with images or audio replaced by marks, and these images or audio."""
 
     @abstractmethod

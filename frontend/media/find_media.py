@@ -32,5 +32,5 @@ def find_chat_media(
     if images is not None and audio is not None:
         from .mixed_media import MixedMedia
 
-        return MixedMedia(images, audio)
+        return MixedMedia(images, audio, model, tokenizer)
     return images or audio

@@ -58,21 +58,24 @@ class PreparedImage(NamedTuple):
         text: The text that replaces the image's token in the prompt.
         inputs: The encoder inputs, at position 0.
         is_video: True if it is a video.
+        sounds: The encoder inputs of a video's sound among those of its frames. The positions of both are then relative
+            to the first token of `text`.
     """
 
     text: str
     inputs: list[EncoderInput]
     is_video: bool = False
+    sounds: Sequence[EncoderInput] = ()
 
     @property
     def num_outputs(self) -> int:
         """The number of embeddings that replace tokens."""
-        return sum(num_places(item) for item in self.inputs)
+        return sum(num_places(item) for item in (*self.inputs, *self.sounds))
 
 
 def num_places(item: EncoderInput) -> int:
     """Return the number of a prompt's image tokens that an input takes."""
-    return item.num_tokens if item.read_until else item.size
+    return min(item.num_tokens, item.size)
 
 
 class MediaReader:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 import msgspec
@@ -45,6 +45,38 @@ def _with_readers(inputs: list[EncoderInput]) -> list[EncoderInput]:
         after = item.position
         follows = index > 0 and inputs[index - 1].position + 1 == item.position
         found.insert(0, msgspec.structs.replace(item, read_until=until, follows=follows))
+    return found
+
+
+def _with_sounds(
+    images: Sequence[PreparedImage], placed: Iterator[EncoderInput], num_tokens: int
+) -> list[EncoderInput]:
+    """Return the placed inputs of images and videos with those of the videos' sounds, in the order of the prompt.
+
+    Raises:
+        ParameterError: The tokens of a video are not at the expected positions.
+    """
+    found: list[EncoderInput] = []
+    for image in images:
+        own = [next(placed) for _ in image.inputs]
+        if image.sounds:
+            starts = {
+                item.position - each.position for item, each in zip(own, image.inputs, strict=True)
+            }
+            if len(starts) > 1:
+                raise ParameterError(
+                    "messages", "have text that the tokenizer joins with a video's token"
+                )
+            [start] = starts
+            # The mark after a video, whose position is among the places, may be missing.
+            most = 12 * (num_tokens - own[0].position + 1)
+            own[0] = msgspec.structs.replace(own[0], places=own[0].places[:most])
+            own += [
+                msgspec.structs.replace(item, position=start + item.position)
+                for item in image.sounds
+            ]
+            own.sort(key=lambda item: item.position)
+        found += own
     return found
 
 
@@ -172,6 +204,7 @@ class PromptImages:
             ParameterError: The tokens of an image are not at the expected positions.
         """
         positions = np.flatnonzero(np.isin(np.asarray(token_ids), self._token_ids))
+        num_tokens = len(token_ids)
         inputs = [item for image in images for item in image.inputs]
         ends = list(accumulate(map(num_places, inputs)))
         if [len(positions)] == ends[-1:]:
@@ -189,6 +222,8 @@ class PromptImages:
                 )
                 if isinstance(self._config, MosaicProcessor):
                     return _with_readers(list(placed))
+                if any(image.sounds for image in images):
+                    return _with_sounds(images, placed, num_tokens)
                 if not self._canvas_marks:
                     return list(placed)
                 groups = [[next(placed) for _ in image.inputs] for image in images]

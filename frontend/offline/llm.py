@@ -117,6 +117,7 @@ class LLM(PoolingMethods):
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        mm_processor_kwargs: dict[str, Any] | None = None,
         lora_request: LoraChoice | Sequence[LoraChoice] = None,
         priority: int | Sequence[int] | None = None,
         use_tqdm: ProgressBar = False,
@@ -131,6 +132,7 @@ class LLM(PoolingMethods):
             continue_final_message: True if the model continues the last message.
             tools: Function definitions in OpenAI's format.
             chat_template_kwargs: Extra variables for the template.
+            mm_processor_kwargs: `{"use_audio_in_video": True}` to read the sound of videos.
             lora_request: As for `generate`.
             priority: As for `generate`.
             use_tqdm: As for `generate`.
@@ -145,7 +147,7 @@ class LLM(PoolingMethods):
         template = self._template(chat_template, bool(tools))
         prompts: list[EncodedPrompt] = []
         for conversation in conversations:
-            conversation, media = self._prompts.take_media(conversation)
+            conversation, media = self._prompts.take_media(conversation, mm_processor_kwargs)
             text = template.render(
                 conversation,
                 self._special_tokens,

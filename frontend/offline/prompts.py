@@ -14,6 +14,7 @@ from ...protocol.errors import ParameterError
 from ..client.encoder_inputs import Embeddings, answer_start, encoder_inputs_of, text_source
 from ..client.text_changes import TextChanges
 from ..media.find_media import find_chat_media
+from ..media.sources.media_options import MediaOptions, parse_media_options
 from .local_engine import LocalEngine
 from .named_media import NamedMedia
 
@@ -29,6 +30,8 @@ A mapping with `prompt` may have `multi_modal_data`: `{"image": image}` with a P
 array or a list of Pillow images, or `{"audio": (samples, rate)}` with an array. Each value may also be a list of these.
 The prompt's text marks their places with the model's tokens. `multi_modal_uuids` names them, as in vLLM:
 `{"image": "name"}`, or a list of names. In a later prompt, None in place of the data refers to the named one.
+`mm_processor_kwargs` may have `use_audio_in_video`: then files of videos are read with their sound, and the first audio
+clips are the sound of videos that are given as frames.
 """
 
 
@@ -58,11 +61,18 @@ class PromptEncoder:
         if self._media is not None:
             engine.close_together(self._media.close)
 
-    def take_media(self, conversation: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-        """Return a conversation with images or audio replaced by marks, and a list of the images or audio."""
+    def take_media(
+        self, conversation: Sequence[Any], processor: Mapping[str, Any] | None = None
+    ) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Return a conversation with images or audio replaced by marks, and a list of the images or audio.
+
+        `processor` are the fields of vLLM's `mm_processor_kwargs`.
+        """
+        options = parse_media_options(processor)
         if self._media is None:
             return conversation, ()
-        return self._engine.run(self._media.take(self._named_media.fill_in(conversation), 0))
+        conversation = self._named_media.fill_in(conversation)
+        return self._engine.run(self._media.take(conversation, 0, options))
 
     def encode_pooled(self, prompt: Prompt, instruction: str = "", role: str = "") -> EncodedPrompt:
         """Return an encoded prompt for a decoder or a single encoder. `instruction` is put before a text.
@@ -104,7 +114,8 @@ class PromptEncoder:
         if isinstance(prompt, Mapping):
             given = _content(prompt)
             names = prompt.get("multi_modal_uuids") or {}
-            media = self._prepare_media(prompt.get("multi_modal_data") or {}, names, given)
+            options = parse_media_options(prompt.get("mm_processor_kwargs"))
+            media = self._prepare_media(prompt.get("multi_modal_data") or {}, names, given, options)
         if isinstance(given, str):
             tokenizer = self._engine.tokenizer
             return self.encode_text(
@@ -170,7 +181,11 @@ class PromptEncoder:
         return EncodedPrompt(None, [0] * len(array), encoder_inputs_of(embeddings, config))
 
     def _prepare_media(
-        self, data: Mapping[str, Any], names: Mapping[str, Any], prompt: Any
+        self,
+        data: Mapping[str, Any],
+        names: Mapping[str, Any],
+        prompt: Any,
+        options: MediaOptions,
     ) -> list[Any]:
         """Return the preprocessed images, videos or audio of a prompt."""
         if not data:
@@ -198,7 +213,7 @@ class PromptEncoder:
                 )
             found = self._named_media.find_all(kind, given if is_list else [given], names.get(kind))
             wanted += [self._media.wrap(each, where) for each in found]
-        return self._engine.run(self._media.prepare(wanted))
+        return self._engine.run(self._media.prepare(wanted, options))
 
     def encode_text(
         self,

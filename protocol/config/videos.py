@@ -23,6 +23,7 @@ class VideoProcessorConfig(msgspec.Struct, frozen=True, kw_only=True):
             "inner" (SmolVLM2): as "ends", but without the first and the last second of long files. "middles"
             (InternVL): the middle frame of each of several equal parts.
         max_seconds: The length of a file in seconds above which the steps of "seconds" become longer.
+        reads_sound: True if the sound of videos is read, unless a request says otherwise.
         mark: The text that represents a video in prompts; if empty, the text of `mark_id`.
         mark_id: The token that represents a video in prompts; None for `token_id`.
         resample: The resampling filter, as a value of Pillow's `Resampling`.
@@ -39,12 +40,30 @@ class VideoProcessorConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_frames: int = 0
     sampling: Literal["steps", "floors", "ends", "seconds", "dynamic", "inner", "middles"] = "steps"
     max_seconds: float = 300.0
+    reads_sound: bool = False
     mark: str = ""
     mark_id: int | None = None
     resample: int = 3
     scale: float = 1 / 255
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+
+
+class SoundFormat(msgspec.Struct, frozen=True):
+    """The order of a video's frames and its sound in a prompt (Qwen-Omni), each of whose audio tokens is a position.
+
+    Attributes:
+        begin_token_id: The token before them.
+        end_token_id: The token after them.
+        chunk_steps: The number of temporal positions whose frames precede their sound; 0 if each grid of frames
+            precedes the sound from its time on.
+        has_joint_marks: True if the marks of the video, around these tokens, have the same positions (Qwen2.5-Omni).
+    """
+
+    begin_token_id: int
+    end_token_id: int
+    chunk_steps: int = 0
+    has_joint_marks: bool = False
 
 
 class VideoProcessor(VideoProcessorConfig, frozen=True, kw_only=True, tag="grids"):
@@ -68,6 +87,7 @@ class VideoProcessor(VideoProcessorConfig, frozen=True, kw_only=True, tag="grids
             (GLM-4.1V) and "first": after the grid, the time of its first frame as an integer or with a fraction. "each"
             (Nemotron Omni): before the grid, the number and the time of each of its frames, and on a line of its own.
             None: no text.
+        sound: The format of videos with sound; None if the sound follows a video like another clip.
         start_token_id: The token before each grid, if `times` is not None.
         end_token_id: The token after each grid, if `times` is not None.
         start: The text before each grid if these tokens are not given.
@@ -85,6 +105,7 @@ class VideoProcessor(VideoProcessorConfig, frozen=True, kw_only=True, tag="grids
     steps_per_second: float = 0.0
     nominal_fps: float = 0.0
     times: Literal["mean", "whole", "first", "each"] | None = None
+    sound: SoundFormat | None = None
     start_token_id: int | None = None
     end_token_id: int | None = None
     start: str = ""

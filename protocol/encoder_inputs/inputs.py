@@ -62,3 +62,5 @@ class EncoderInput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
     """True if the tokens up to `read_until` also read the previous encoder input of the prompt."""
     kept: bytes = b""
     """int32, ascending: the tokens that keep their own embeddings, as their distances from `position`."""
+    first: int = 0
+    """The number of embeddings before those that it reads, if several inputs share an encoder's output."""

@@ -145,6 +145,9 @@ class Model:
             ids = torch.tensor([tokens])
             if self.kind == "gemma4_unified":
                 inputs["mm_token_type_ids"] = (ids == self.model.config.image_token_id).long()
+            if self.is_omni:
+                # Without a mask, transformers places images like text.
+                inputs["attention_mask"] = torch.ones_like(ids)
             logits = self.model(input_ids=ids, **inputs).logits[0, -1]
             tokens.append(int(logits.argmax()))
         return tokens[len(prompt) :]

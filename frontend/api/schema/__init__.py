@@ -248,6 +248,11 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     # Text that the answer may repeat. It provides drafts and does not change the answer.
     prediction: dict[str, Any] | None = None
 
+    # How videos are read; see `media_options.py`. The last one is SGLang's.
+    mm_processor_kwargs: dict[str, Any] | None = None
+    media_io_kwargs: dict[str, Any] | None = None
+    use_audio_in_video: bool | None = None
+
     # SGLang's name of `prompt_token_ids`.
     input_ids: list[Int] | None = None
 
@@ -256,7 +261,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
         "return_input_ids_in_sglext return_output_ids_in_sglext return_sampling_mask "
         "sampling_logprobs_mode return_flat_raw_output_top_logprobs "
         "return_flat_raw_top_logprobs_b64 max_dynamic_patch min_dynamic_patch "
-        "use_audio_in_video video_config task"
+        "video_config task"
     )
 
     def __post_init__(self) -> None:
@@ -420,7 +425,11 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     reasoning_effort: str | None = None
     thinking: dict[str, Any] | None = None
 
-    rejected: ClassVar[str] = "chat_template mm_processor_kwargs media_io_kwargs"
+    # As in a chat.
+    mm_processor_kwargs: dict[str, Any] | None = None
+    media_io_kwargs: dict[str, Any] | None = None
+
+    rejected: ClassVar[str] = "chat_template"
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):

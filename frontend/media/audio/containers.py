@@ -35,6 +35,20 @@ def container_format(data: bytes) -> str | None:
     return containers.container_format(data)
 
 
+def has_audio(data: bytes) -> bool:
+    """Return False if a file of a format that `container_format` recognizes has no audio track."""
+    try:
+        import av
+    except ImportError:
+        return True
+    try:
+        with av.open(io.BytesIO(data), format=container_format(data)) as container:
+            return bool(container.streams.audio)
+    # For damaged files, PyAV raises many kinds of errors. Reading the file will describe them.
+    except Exception:
+        return True
+
+
 class ContainerFile:
     """The first audio track of a file, which FFmpeg decodes. FFmpeg gets only the bytes, so it cannot open other files.
 

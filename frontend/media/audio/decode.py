@@ -11,7 +11,7 @@ import numpy as np
 
 from ....protocol.arrays import Float32Array
 from ....protocol.errors import ParameterError
-from .containers import ContainerFile, container_format
+from .containers import ContainerFile, container_format, has_audio
 from .resample import MAX_RATE, MIN_RATE, Resampler
 
 MAX_CHANNELS: Final = 16
@@ -65,6 +65,7 @@ class AudioReader:
         rate: The rate of the samples in Hz.
         max_seconds: The maximum length in seconds.
         limit: A description of the limit that determines `max_seconds`.
+        may_be_silent: True if a file without an audio track has no samples.
 
     Raises:
         ParameterError: The file is empty, of an unknown format, damaged, or too long.
@@ -77,12 +78,17 @@ class AudioReader:
         rate: int,
         max_seconds: float,
         limit: str = "--max-audio-seconds",
+        *,
+        may_be_silent: bool = False,
     ) -> None:
         if not data:
             raise ParameterError(where, "must be an audio file, got an empty one")
         self._where = where
         self._max_seconds, self._limit = max_seconds, limit
         data = _with_length(data, where)
+        self._is_ended = may_be_silent and not has_audio(data)
+        if self._is_ended:
+            return
         self._source = _open(data, where)
         found = self._source.rate
         if not MIN_RATE <= found <= MAX_RATE:
@@ -98,7 +104,6 @@ class AudioReader:
         self._verify_seconds(self._source.length)
         self._resampler = Resampler(found, rate)
         self._num_decoded = 0
-        self._is_ended = False
 
     def read(self, num_samples: int) -> Float32Array:
         """Return at least `num_samples` of the next samples, float32 [N]; fewer only at the end.

@@ -79,9 +79,11 @@ class _Child:
                     if not source.is_list:
                         [given] = given
                     return _reply(self._reader.read_video(given, sampling, where))
-                case OpenAudio(where, rate, max_seconds, limit, size):
+                case OpenAudio(where, rate, max_seconds, limit, size, may_be_silent):
                     data = content.read(size)
-                    self._clip = AudioReader(data, where, rate, max_seconds, limit)
+                    self._clip = AudioReader(
+                        data, where, rate, max_seconds, limit, may_be_silent=may_be_silent
+                    )
                     return Opened(), ()
                 case ReadSamples(_, num_samples):
                     assert self._clip is not None

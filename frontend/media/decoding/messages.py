@@ -50,7 +50,8 @@ class ReadVideo(msgspec.Struct, tag=2, array_like=True):
 class OpenAudio(msgspec.Struct, tag=3, array_like=True):
     """A request to open an audio clip, which is the content, and resample it to `rate`. The reply is Opened or Refused.
 
-    `limit` describes the limit that determines `max_seconds`. `size` is the size of the content in bytes.
+    `limit` describes the limit that determines `max_seconds`. `size` is the size of the content in bytes. If it
+    `may_be_silent`, a file without an audio track has no samples.
     """
 
     where: str
@@ -58,6 +59,7 @@ class OpenAudio(msgspec.Struct, tag=3, array_like=True):
     max_seconds: float
     limit: str = "--max-audio-seconds"
     size: int = 0
+    may_be_silent: bool = False
 
 
 class ReadSamples(msgspec.Struct, tag=4, array_like=True):

@@ -7,12 +7,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
+import msgspec
+
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ....protocol.checkpoint.vision.gemma import PatchVisionSpec
 from ....protocol.checkpoint.vision.grid import GridVisionSpec
 from ....protocol.checkpoint.vision.read import has_vision, model_kind, vision_spec
 from ....protocol.checkpoint.vision.spec import VisionSpec
-from ....protocol.config.videos import AnyVideoProcessor, VideoProcessor
+from ....protocol.config.videos import AnyVideoProcessor, SoundFormat, VideoProcessor
+from ...tokenizer.config import TokenizerConfig
 from .fields import BICUBIC, CLIP_VALUES, pixel_values
 from .frame_videos import FRAME_READERS, FrameSource
 from .qwen import check_patches, pixel_limits
@@ -87,6 +90,15 @@ def read_video_processor(
     Raises:
         CheckpointError: A field is missing or invalid.
     """
+    processor = _read(path, config, text, overrides)
+    if processor is None or not overrides.get("use_audio_in_video"):
+        return processor
+    return msgspec.structs.replace(processor, reads_sound=True)
+
+
+def _read(
+    path: Path, config: ConfigFields, text: ConfigFields, overrides: Mapping[str, object]
+) -> AnyVideoProcessor | None:
     model_type = config.text("model_type", "")
     if not (has_vision(config) and path.is_dir()):
         return None
@@ -107,17 +119,18 @@ def read_video_processor(
     if model_type not in _FAMILIES or config.get("video_token_id") is None:
         return None
     assert isinstance(vision, GridVisionSpec)
-    return _read_grids(model_type, fields, config, text, vision)
+    return _read_grids(path, fields, config, text, vision)
 
 
 def _read_grids(
-    model_type: str,
+    path: Path,
     fields: ConfigFields,
     config: ConfigFields,
     text: ConfigFields,
     vision: GridVisionSpec,
 ) -> VideoProcessor:
     """Return the processor of Qwen-VL, GLM or Hy4-VL."""
+    model_type = config.text("model_type")
     family = _FAMILIES[model_type]
     fields = fields.with_defaults(**family.defaults)
     check_patches(fields, vision)
@@ -142,6 +155,7 @@ def _read_grids(
         values["steps_per_second"] = seconds.positive("tokens_per_second", 4.0)
     elif "nominal_fps" in values:
         values["steps_per_second"] = config.positive("position_id_per_seconds", 25.0)
+        values["sound"] = _sound_format(path, config, values["steps_per_second"])
     if vision.newlines is not None:
         of_frame = fields.first_section("max_image_size")
         values["max_frame_pixels"] = of_frame.integer("longest_edge", 1 << 20)
@@ -160,6 +174,21 @@ def _read_grids(
         min_frames=fields.integer("min_frames", 4),
         max_frames=fields.integer("max_frames", 768, maximum=_MAX_FRAMES),
     )
+
+
+def _sound_format(path: Path, config: ConfigFields, steps_per_second: float) -> SoundFormat | None:
+    """Return the format of videos with sound in Qwen-Omni; None if the tokenizer lacks the tokens around them."""
+    tokenizer = TokenizerConfig(path)
+    begin, end = (
+        next((found for text in texts if (found := tokenizer.added_token_id(text))), None)
+        for texts in (("<|audio_bos|>", "<|audio_start|>"), ("<|audio_eos|>", "<|audio_end|>"))
+    )
+    if begin is None or end is None:
+        return None
+    if config.text("model_type") == "qwen3_omni_moe_thinker":
+        return SoundFormat(begin, end)
+    steps = int(steps_per_second * config.positive("seconds_per_chunk", 2.0))
+    return SoundFormat(begin, end, chunk_steps=max(1, steps), has_joint_marks=True)
 
 
 def _read_tubelets(

@@ -146,7 +146,7 @@ def test_a_dump_contains_no_text_or_tokens_of_users():
         (worker_messages.SchedulerOutput, 16),
         (worker_messages.NewRequestData, 13),
         (messages.EngineCoreOutputs, 16),
-        (EncoderInput, 12),
+        (EncoderInput, 13),
         (worker_messages.EncoderWork, 5),
         (worker_messages.DraftTokenIds, 5),
         (sampling_params.SamplingParams, 39),

@@ -188,6 +188,6 @@ def output_rows(item: EncoderInput, first: int, last: int) -> NDArray[np.int64]:
         kept = np.frombuffer(item.kept, "<i4")
         return np.where(np.isin(tokens, kept), -1, tokens - np.searchsorted(kept, tokens))
     if not item.row_length:
-        return tokens
+        return tokens + item.first
     row, column = np.divmod(tokens, item.row_length + 1)
     return np.where(column == item.row_length, -1, tokens - row)
