@@ -274,6 +274,7 @@ _USUAL: dict[str, dict[str, Any]] = {
     "alice_ai": {"model_type": "alice_ai", "linear_num_key_heads": 32},
     "bailing_moe": {"num_experts": 64, "num_experts_per_tok": 6},
     "bamba": {"attn_layer_indices": [9, 18, 27]},
+    "deberta-v2": {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]},
     "deepseek": {"n_routed_experts": 64, "num_experts_per_tok": 6},
     "deepseek_ocr": {"n_routed_experts": 64, "num_experts_per_tok": 6},
     "deepseek_ocr2": {"num_experts_per_tok": 6},

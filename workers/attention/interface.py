@@ -21,6 +21,7 @@ from ..layers.parallel.shard import ModelShard
 from ..layers.rope import RotaryTables, apply_rotary
 from ..layers.spec import ModelSpec
 from ..layers.window import Window
+from .distance_scores import DistanceScores
 
 
 class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,7 +70,7 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
         is_shared = len({(each.num_kv_heads, each.head_dim) for each in of_layers}) > 1
         # All layers may differ from the model's defaults, as in a Gemma 4 with only full attention.
         common = of_layers[0] if of_layers and not is_shared else model
-        has_biases = bool(model.num_distance_buckets or model.relative_biases)
+        has_biases = bool(model.num_distance_buckets or model.relative_biases or model.disentangled)
         return cls(
             num_heads=len(shard.heads(common)),
             num_kv_heads=len(shard.kv_heads(common)),
@@ -112,6 +113,8 @@ class AttentionLayer(msgspec.Struct, frozen=True):
     """Biases of the step's tokens for keys at the distances 0 to E - 1."""
     distance_biases_HE: Tensor | None = None
     """Biases with 2E + 1 columns: column e is for keys at position p + e - E, the first and the last also beyond."""
+    distance_scores: DistanceScores | None = None
+    """Scores of the distances to keys. Only in attention that is not causal."""
     is_sparse: bool = False
     """True if tokens attend only to the keys that an indexer last chose in the step."""
 

@@ -289,6 +289,8 @@ class TorchPagedAttention(AttentionBackend):
             kv = pages.index_select(0, prefill.pages)
             kv = kv.view(self._num_parts, self.num_kv_heads, -1, self.head_dim)
             k_GLK, v_GLK = kv[0], kv[-1]
+            scores = layer.distance_scores
+            of_keys_GLB = None if scores is None else scores.of_keys(k_GLK)
             for tile, mask_ML in zip(prefill.tiles, masks_of_tiles, strict=True):
                 q_GMK = (
                     q_THK[tile.tokens]
@@ -296,11 +298,14 @@ class TorchPagedAttention(AttentionBackend):
                     .transpose(0, 1)
                     .flatten(1, 2)
                 )
+                bias = self._bias(mask_ML, tile.distance_ML, layer, tile.tokens)
+                if scores is not None and tile.distance_ML is not None:
+                    bias = scores.add_to(bias, q_GMK, of_keys_GLB, tile.distance_ML)
                 attended_GMK = _attend(
                     q_GMK,
                     k_GLK[:, tile.keys],
                     v_GLK[:, tile.keys],
-                    self._bias(mask_ML, tile.distance_ML, layer, tile.tokens),
+                    bias,
                     layer,
                     self._sinks(layer, tile.tokens, q_GMK),
                 )

@@ -174,6 +174,8 @@ class DeviceExecution:
         if not self._shard.is_last:
             self._pipeline.send_hidden(hidden_TD.clone())
             return
+        if not self._model.spec.has_head:
+            return
         sampler = self._requests.sampler
         no_tokens = np.zeros(0, np.int32)
         params = SamplingParams(

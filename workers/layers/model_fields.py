@@ -14,6 +14,7 @@ from .specs.altup import AltUpSpec, PerLayerInputsSpec
 from .specs.attention_residuals import AttentionResidualsSpec
 from .specs.block_indexer import BlockIndexerSpec
 from .specs.compressed import CompressedSpec
+from .specs.disentangled import DisentangledSpec
 from .specs.experts import SoftCaps
 from .specs.hyper import HyperConnectionsSpec
 from .specs.latent import LatentSpec, RopeOrder
@@ -180,6 +181,8 @@ class ModelFields(msgspec.Struct, frozen=True, kw_only=True):
     """The distance from which on all are in the last bucket."""
     relative_biases: RelativeBiasSpec | None = None
     """Numbers for distances that depend on the query."""
+    disentangled: DisentangledSpec | None = None
+    """The comparison of queries and keys with distances."""
     has_sinks: bool = False
     """True if each query head has a score without a value in every softmax."""
     projects_sinks: bool = False

@@ -26,6 +26,7 @@ from ..layers.specs.latent import RopeOrder
 from .indexers.blocks import BlockIndexer, MeanIndexer
 from .layer_source import LayerSource
 from .mlp import DividedNorm
+from .positions.disentangled import read_distance_scores
 from .positions.distance_biases import biases_by_distance
 from .positions.relative_biases import RelativeBiases
 from .projections import SeparateProjections, sink_rows, tap_rows
@@ -59,6 +60,9 @@ class Attention:
             sinks_H=read_sinks(spec, layer, weights, prefix, heads),
             distance_biases_HE=biases_by_distance(spec, weights, prefix, heads),
             is_sparse=spec.block_indexer is not None and layer.chooses_keys,
+            distance_scores=read_distance_scores(
+                source, qkv_rows(spec, layer, weights, prefix, shard)
+            ),
         )
         self._stores = layer.kv_source is None
         self._has_value_projection = layer.has_value_projection

@@ -38,6 +38,16 @@ MODELS = {
     ),
     "albert": ("AlbertForMaskedLM", {"embedding_size": 32}),
     "albert-groups": ("AlbertModel", {"embedding_size": 48, "num_hidden_groups": 2}),
+    "deberta-v2": (
+        "DebertaV2Model",
+        {"relative_attention": True, "position_buckets": 32, "norm_rel_ebd": "layer_norm"}
+        | {"share_att_key": True, "pos_att_type": "p2c|c2p", "position_biased_input": False}
+        | {"max_relative_positions": 90},
+    ),
+    "deberta-v2-own-projections": (
+        "DebertaV2ForMaskedLM",
+        {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "type_vocab_size": 2},
+    ),
     "electra": ("ElectraForPreTraining", {"embedding_size": 48}),
     "electra-small": ("ElectraModel", {"embedding_size": 32}),
     "roberta": ("RobertaModel", {"pad_token_id": 1}),
@@ -73,7 +83,9 @@ MODELS = {
 }
 
 
-IN_TORCH = {"albert", "albert-groups", "electra-small"}
+IN_TORCH = {"albert", "albert-groups", "deberta-v2", "deberta-v2-own-projections"} | {
+    "electra-small"
+}
 """Those that native programs do not compute."""
 
 

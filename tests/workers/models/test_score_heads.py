@@ -31,6 +31,10 @@ MODELS = {
     "XLMRobertaForSequenceClassification": ({"num_labels": 1}, 0),
     "DistilBertForSequenceClassification": (DISTILBERT, 0),
     "AlbertForSequenceClassification": ({"embedding_size": 32}, 0),
+    "DebertaV2ForSequenceClassification": (
+        {"relative_attention": True, "pos_att_type": "c2p", "position_buckets": 16},
+        0,
+    ),
     "ElectraForSequenceClassification": ({"embedding_size": 32}, 0),
     "Data2VecTextForSequenceClassification": ({}, 0),
     "MPNetForSequenceClassification": ({}, 0),

@@ -54,7 +54,14 @@ from . import (
 )
 from .common import Family, with_score_head
 from .with_convolutions import inkling, zaya
-from .with_encoders import absolute, beside_images, encoder_decoders, rotary, speech
+from .with_encoders import (
+    absolute,
+    beside_images,
+    disentangled,
+    encoder_decoders,
+    rotary,
+    speech,
+)
 from .with_images import aria, dots3, ernie, minicpm, mistral, mllama, molmo, muse
 from .with_images import deepseek as deepseek_ocr
 from .with_other_names import dense as other_dense
@@ -79,6 +86,7 @@ FAMILIES = (
     *inkling.FAMILIES,
     *zaya.FAMILIES,
     *absolute.FAMILIES,
+    *disentangled.FAMILIES,
     *beside_images.FAMILIES,
     *encoder_decoders.FAMILIES,
     *speech.FAMILIES,

@@ -14,7 +14,7 @@ from ..common import Family, base_spec, uniform_layers
 from ..gpt import alibi_slopes
 from .heads import AFTER_POOLER, WITH_OWN_DENSE, HeadNames, encoder_families, with_splade_head
 
-_BERT_NAMES = (
+BERT_NAMES = (
     (r"^(.*\.)?(pooler|cls|lm_head|classifier|qa_outputs)\..*", ""),
     # The last layer of ColBERT reads what the model computes for each token.
     (r"^linear\..*", ""),
@@ -38,7 +38,7 @@ _BERT_NAMES = (
 _ELECTRA_NAMES = (
     (r"^(generator|discriminator)_(predictions|lm_head)\..*", ""),
     (r"embeddings_project\.", "embed_projection."),
-    *_BERT_NAMES,
+    *BERT_NAMES,
 )
 _ALBERT_NAMES = (
     (r"^(predictions|sop_classifier)\..*", ""),
@@ -54,7 +54,7 @@ _JINA2_NAMES = (
     (r"\.mlp\.gated_layers\.", ".mlp.gate_up_proj."),
     (r"\.mlp\.wo\.", ".mlp.down_proj."),
     (r"\.mlp\.layernorm\.", ".mlp_norm."),
-    *_BERT_NAMES,
+    *BERT_NAMES,
 )
 _JINA2_CODE_NAMES = (
     (r"\.mlp\.up_gated_layer\.", ".mlp.up_gate_proj."),
@@ -63,13 +63,13 @@ _JINA2_CODE_NAMES = (
     (r"\.attention\.output\.LayerNorm\.", ".attention_sum_norm."),
     (r"\.layer_norm_1\.", ".attention_norm."),
     (r"\.layer_norm_2\.", ".mlp_norm."),
-    *_BERT_NAMES,
+    *BERT_NAMES,
 )
 _MPNET_NAMES = (
     (r"encoder\.relative_attention_bias\.", "distance_biases."),
     (r"\.attention\.attn\.([qkvo])\.", r".self_attn.\1_proj."),
     (r"\.attention\.LayerNorm\.", ".attention_norm."),
-    *_BERT_NAMES,
+    *BERT_NAMES,
 )
 
 
@@ -119,7 +119,7 @@ def _encoder_spec(fields: ConfigFields, **differences: Any) -> ModelSpec:
     kind = fields.text("position_embedding_type", "absolute")
     if kind != "absolute":
         raise fields.wrong("position_embedding_type", "'absolute'", kind)
-    bert = POST_NORMED | {"tensor_names": _BERT_NAMES}
+    bert = POST_NORMED | {"tensor_names": BERT_NAMES}
     return base_spec(fields, uniform_layers(fields, None), **bert | differences)
 
 
@@ -167,7 +167,7 @@ def _albert(fields: ConfigFields) -> ModelSpec:
         embedding_size=fields.integer("embedding_size", 128),
         has_head=False,
         layers=layers,
-        tensor_names=(*_ALBERT_NAMES, *prefixes, *_BERT_NAMES),
+        tensor_names=(*_ALBERT_NAMES, *prefixes, *BERT_NAMES),
     )
 
 

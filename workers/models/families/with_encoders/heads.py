@@ -31,6 +31,9 @@ AFTER_POOLER: Final = HeadNames(r"^(.*\.)?pooler\.dense\.", r"^classifier\.")
 WITH_OWN_DENSE: Final = HeadNames(r"^classifier\.dense\.", r"^classifier\.out_proj\.")
 
 
+AFTER_GELU_POOLER: Final = HeadNames(r"^(.*\.)?pooler\.dense\.", r"^classifier\.", "gelu")
+
+
 def encoder_families(
     name: str, model_type: str, read_spec: Callable[[ConfigFields], ModelSpec], head: HeadNames
 ) -> tuple[Family, ...]:

@@ -1,0 +1,77 @@
+"""The keys and queries of distances in disentangled attention; see `DisentangledSpec`.
+
+Shapes: H query heads of this shard, K head dimension, B buckets, E distances, D hidden size.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from msgspec.structs import replace
+from torch import Tensor
+
+from ....protocol.errors import ConfigError
+from ...attention.distance_scores import DistanceScores
+from ...layers.specs.disentangled import DisentangledSpec
+from ..layer_source import LayerSource
+from ..norms import read_norm
+from ..weights import Rows
+
+_EMBEDDINGS: Final = "distance_embeddings.weight"
+_OWN_NAMES: Final = {"k_proj": "distance_key_proj", "q_proj": "distance_query_proj"}
+
+
+def read_distance_scores(source: LayerSource, rows: list[Rows]) -> DistanceScores | None:
+    """Return the scores of distances in the attention of `source`; None if the model has none.
+
+    `rows` are those of the projections to this shard's queries and keys.
+
+    Raises:
+        ConfigError: Adapters would change the projections, but not what they give for distances.
+    """
+    spec, weights = source.spec, source.weights
+    found = spec.disentangled
+    if found is None:
+        return None
+    if found.shares_projections and weights.loras is not None:
+        raise ConfigError(
+            "--enable-lora: with share_att_key, adapters of queries and keys would also change the scores of distances, "
+            "which are computed once; remove the flag, and merge the adapter into the model"
+        )
+    embeddings_BD = weights.read(_EMBEDDINGS, 2 * found.span, spec.hidden_size)
+    if found.norms_embeddings:
+        embeddings_BD = read_norm(spec, weights, "distance_norm", source.kernels)(embeddings_BD)
+
+    def project(each: Rows, kind: str) -> Tensor:
+        if not found.shares_projections:
+            each = replace(each, name=each.name.replace(kind, _OWN_NAMES[kind]))
+        projection = source.read_rows([each], spec.hidden_size, has_biases=True)
+        projected_BHK = projection(embeddings_BD).unflatten(1, (-1, spec.head_dim))
+        return (projected_BHK * spec.attention_scale).permute(1, 2, 0).contiguous()
+
+    query_rows, key_rows = rows[:2]
+    furthest = found.max_distance
+    distances_E = torch.arange(-furthest, furthest + 1, device=embeddings_BD.device)
+    return DistanceScores(
+        keys_HKB=project(key_rows, "k_proj") if found.compares_queries else None,
+        queries_HKB=project(query_rows, "q_proj") if found.compares_keys else None,
+        buckets_E=distance_buckets(distances_E, found),
+    )
+
+
+def distance_buckets(distances: Tensor, spec: DisentangledSpec) -> Tensor:
+    """Return the bucket of each distance, the position of the token minus that of the key.
+
+    Logarithmic buckets are those of DeBERTa-v2: distances up to half of the span have a bucket each, and the others
+    cover growing ranges up to `max_distance`.
+    """
+    buckets = distances
+    if spec.has_log_buckets:
+        half = spec.span // 2
+        away = distances.abs().clamp(min=half)
+        growth = torch.log(torch.tensor((spec.max_distance - 1) / half))
+        steps = torch.ceil(torch.log(away / half) / growth * (half - 1)) + half
+        far = (steps * distances.sign()).long()
+        buckets = torch.where(distances.abs() <= half, distances, far)
+    return (buckets + spec.span).clamp(0, 2 * spec.span - 1)
