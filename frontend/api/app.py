@@ -35,6 +35,7 @@ from .dialects.ollama_answer import error_body as ollama_error
 from .dialects.sglang.routes import routes as sglang_routes
 from .dialects.sglang.scores import ScoreRoute
 from .dialects.tgi.routes import routes as tgi_routes
+from .dialects.vertex import vertex_routes
 from .dialects.vllm.derender import Derender
 from .dialects.vllm.render import ChatRender, CompletionRender
 from .dialects.vllm.routes import routes as vllm_routes
@@ -208,6 +209,7 @@ def make_routes(serving: Serving) -> list[Route]:
             methods=["POST"],
         ),
         *vllm_routes(serving, intake),
+        *vertex_routes(serving, intake, management),
         Route("/v2/rerank", scores.rerank, methods=["POST"]),
         *(
             Route(path, cohere_chat.CohereChats(serving, intake), methods=["POST"])

@@ -60,6 +60,7 @@ def _success(route: Route) -> dict[str, Any]:
 
 def describe_routes(routes: Sequence[Route]) -> dict[str, Any]:
     """Return an OpenAPI 3.1 document with every route, method, path parameter and body schema."""
+    routes = [route for route in routes if route.include_in_schema]
     schemas = [_body_schemas(route) for route in routes]
     bodies = list(dict.fromkeys(schema for route_schemas in schemas for schema in route_schemas))
     types = [with_refused(schema) for schema in bodies]

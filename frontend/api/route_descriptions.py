@@ -144,6 +144,8 @@ ROUTE_DESCRIPTIONS: Final[dict[str, tuple[str, str]]] = {
     "/server_info": (CLIENTS, "Describe the server and its load (SGLang)."),
     "/get_server_info": (CLIENTS, "The same as /server_info."),
     "/v2/rerank": (CLIENTS, "The same as /v1/rerank."),
+    "/predict": (CLIENTS, "Answer several bodies of other routes (Vertex AI)."),
+    "/vertex_generate": (CLIENTS, "The same as /predict."),
     "/invocations": (CLIENTS, "Answer the body of another route of the model (SageMaker)."),
     "/tokenizer_info": (CLIENTS, "Describe the tokenizer and its chat template."),
     "/v1/tokenize": (CLIENTS, "Return the token ids of a text or a conversation."),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
+import os
 import re
 import time
 from typing import Final
@@ -95,9 +96,17 @@ OWNER_CHARACTERS: Final = 32
 _WITHOUT_BODY: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
+def vertex_path(variable: str) -> str:
+    """Return the path that an environment variable of Vertex AI has, with its slash; "" if there is none."""
+    path = os.environ.get(variable, "").strip("/")
+    return f"/{path}" if path else ""
+
+
 def is_open(path: str, method: str) -> bool:
     """Return whether a route needs no API key. The web page is at the same path as a route of TGI."""
-    return path in OPEN_PATHS and not (path == "/" and method == "POST")
+    if path in OPEN_PATHS:
+        return not (path == "/" and method == "POST")
+    return method == "GET" and path == vertex_path("AIP_HEALTH_ROUTE")
 
 
 class Access:

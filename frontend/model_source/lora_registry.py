@@ -48,6 +48,7 @@ class LoraRegistry:
         self._path = Path(config.run_dir) / "loras"
         self._loras = {adapter.name: adapter for adapter in config.model.loras}
         self._scales: dict[str, float] = {}
+        self._served_names = config.model.served_names
         self._stamp: tuple[int, int] | None = None
 
     def __iter__(self) -> Iterator[LoraAdapter]:
@@ -55,9 +56,16 @@ class LoraRegistry:
         return iter(list(self._loras.values()))
 
     def find(self, name: str) -> LoraAdapter | None:
-        """Return the adapter of this name, or None if there is none."""
+        """Return the adapter of this name, or None if there is none.
+
+        As in SGLang, the name may be that of the model, a colon and that of the adapter.
+        """
         self._refresh()
-        return self._loras.get(name)
+        found = self._loras.get(name)
+        for model in self._served_names if found is None and ":" in name else ():
+            if name.startswith(f"{model}:"):
+                found = self._loras.get(name[len(model) + 1 :].strip())
+        return found
 
     @property
     def default(self) -> LoraAdapter | None:

@@ -132,7 +132,10 @@ class FrontendConfig(msgspec.Struct, frozen=True):
     """
 
     host: Annotated[str, option("Address to listen on; 0.0.0.0 is every interface")] = "127.0.0.1"
-    port: Annotated[int, option("Port to listen on; 0 picks a free one", ge=0, le=65535)] = 8000
+    port: Annotated[
+        int,
+        option("Port to listen on; 0 picks a free one", variable="AIP_HTTP_PORT", ge=0, le=65535),
+    ] = 8000
     uds: Annotated[
         str | None, option("Unix socket to listen on instead of TCP", metavar="PATH")
     ] = None

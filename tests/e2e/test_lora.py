@@ -95,8 +95,10 @@ def test_a_batch_of_adapters_gives_the_tokens_of_merged_models(
                 served = list(pool.map(lambda name: complete(server, name, prompt), names))
             assert served == [expected[name] for name in names]
         assert server.metric("engine:prefix_cache_hits_total") > 0
-        status, answer = server.post("/v1/completions", {"model": "none", "prompt": prompt})
-        assert status == 404 and "mlp" in answer["error"]["message"]
+        assert complete(server, "tiny:attention", prompt) == expected["attention"]
+        for name in ("none", "tiny:none", "none:attention"):
+            status, answer = server.post("/v1/completions", {"model": name, "prompt": prompt})
+            assert status == 404 and "mlp" in answer["error"]["message"]
 
 
 @pytest.mark.parametrize("backend", ["native", "torch"])
