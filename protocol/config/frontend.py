@@ -54,6 +54,14 @@ ToolCallParserName = Literal[
     "hunyuan_a13b",
     "longcat",
     "nemotron_json",
+    "phi4_mini_json",
+    "internlm",
+    "granite-20b-fc",
+    "gigachat3",
+    "xlam",
+    "olmo3",
+    "step3",
+    "hy_v3",
     "openai",
     "generic",
 ]
@@ -93,6 +101,17 @@ TOOL_CALL_PARSERS_OF_SGLANG: Final = {
     "hunyuan": "hunyuan_a13b",
 }
 """SGLang's name of a format of tool calls -> the name in Engine and vLLM."""
+
+TOOL_CALL_PARSERS_OF_VLLM: Final = {
+    "ernie45": "hermes",
+    "jamba": "hunyuan_a13b",
+    "mimo": "qwen3_coder",
+    "poolside_v1": "glm45",
+    "qwen3_json": "hermes",
+    "step3p5": "qwen3_coder",
+    "step5": "qwen3_coder",
+}
+"""vLLM's name of a format of tool calls -> the name in Engine, if it has another."""
 
 REASONING_PARSERS_OF_SGLANG: Final = {
     "deepseek-r1": "deepseek_r1",
@@ -343,7 +362,7 @@ class FrontendConfig(msgspec.Struct, frozen=True):
         ToolCallParserOption,
         chat(
             "Format of tool calls; auto: detected from the chat template",
-            synonyms=TOOL_CALL_PARSERS_OF_SGLANG,
+            synonyms=TOOL_CALL_PARSERS_OF_SGLANG | TOOL_CALL_PARSERS_OF_VLLM,
         ),
     ] = "auto"
     enable_auto_tool_choice: Annotated[

@@ -373,5 +373,33 @@ CASES: list[tuple[str, str, str | None, list[tuple[str, str]]]] = [
      [("f", '{"a": "b"}')]),
     ("openai", '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>', None,
      [("f", '{"a": 1}')]),
+    ("phi4_mini_json", 'Ok functools[{"name": "f", "arguments": {"a": [1]}}, {"name": "g", "arguments": {}}] .', "Ok .",
+     [("f", '{"a": [1]}'), ("g", "{}")]),
+    ("phi4_mini_json", "import functools[5] or functools", "import functools[5] or functools", []),
+    ("internlm", 'Ok <|action_start|><|plugin|>{"name": "f", "parameters": {"a": 1}}<|action_end|>', "Ok",
+     [("f", '{"a": 1}')]),
+    ("granite-20b-fc", '<function_call> {"name": "f", "arguments": {}}\n<function_call> {"name": "g", "arguments": {}}',
+     None, [("f", "{}"), ("g", "{}")]),
+    ("gigachat3", 'Ok<|function_call|>{"name": "f", "arguments": {"a": 1}}', "Ok", [("f", '{"a": 1}')]),
+    ("gigachat3", 'function call<|role_sep|>\n{"name": "f", "arguments": {}}', None, [("f", "{}")]),
+    ("xlam", '[{"name": "f", "arguments": {}}, {"name": "g", "arguments": {}}]', None, [("f", "{}"), ("g", "{}")]),
+    ("xlam", '<tool_call>[{"name": "f", "arguments": {}}]</tool_call>', None, [("f", "{}")]),
+    ("olmo3", "Ok <function_calls>f(a='x', b=null, c=True)\ng()\n</function_calls>", "Ok",
+     [("f", '{"a": "x", "b": null, "c": true}'), ("g", "{}")]),
+    (
+        "step3",
+        'Ok <｜tool_calls_begin｜><｜tool_call_begin｜><steptml:invoke name="f"><steptml:parameter name="a">x\ny'
+        '</steptml:parameter></steptml:invoke><｜tool_call_end｜><｜tool_sep｜><｜tool_call_begin｜><steptml:invoke name="g">'
+        "</steptml:invoke><｜tool_call_end｜><｜tool_calls_end｜>",
+        "Ok",
+        [("f", '{"a": "x\\ny"}'), ("g", "{}")],
+    ),
+    (
+        "hy_v3",
+        "<tool_calls>\n<tool_call>f<tool_sep>\n<arg_key>a</arg_key>\n<arg_value>x</arg_value>\n</tool_call>\n"
+        "<tool_call>g<tool_sep></tool_call>\n</tool_calls>",
+        None,
+        [("f", '{"a": "x"}'), ("g", "{}")],
+    ),
     ("openai", 'Hi.<|channel|>commentary to=functions.f.g<|message|>{}<|call|>', "Hi.", [("f.g", "{}")]),
 ]  # fmt: skip

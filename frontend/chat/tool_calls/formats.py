@@ -431,6 +431,56 @@ FORMATS: Final[dict[ToolCallParserName, CallFormat]] = {
         (NamedCall(suffix=r"\s*<\|constrain\|>\s*\w+|\s+\w+", after="<|message|>"),),
         "<|call|>",
     ),
+    "phi4_mini_json": CallFormat(("functools",), (JsonObject(),)),
+    "internlm": CallFormat(("<|action_start|><|plugin|>",), (JsonObject(),), "<|action_end|>"),
+    "granite-20b-fc": CallFormat(("<function_call>",), (JsonObject(),)),
+    "gigachat3": CallFormat(
+        ("<|function_call|>", "function call<|role_sep|>"), (JsonObject(),), "<|message_sep|>"
+    ),
+    "xlam": CallFormat(
+        ("<tool_call>", "[TOOL_CALLS]"),
+        (JsonObject(needs_arguments=True),),
+        "</tool_call>",
+        bare=True,
+    ),
+    "olmo3": CallFormat(("<function_calls>",), (PythonExpression(),), "</function_calls>"),
+    "step3": _sections(
+        "<｜tool_calls_begin｜>",
+        "<｜tool_calls_end｜>",
+        NamedCall(
+            TaggedNotation(
+                Tags(
+                    '<steptml:parameter name="',
+                    '">',
+                    "</steptml:parameter>",
+                    start='">',
+                    end="</steptml:invoke>",
+                ),
+                first=('">',),
+            ),
+            before="<｜tool_call_begin｜>",
+            prefix='<steptml:invoke name="',
+            ends=("<｜tool_call_end｜>",),
+        ),
+    ),
+    "hy_v3": _sections(
+        "<tool_calls>",
+        "</tool_calls>",
+        NamedCall(
+            TaggedNotation(
+                Tags(
+                    "<arg_key>",
+                    "</arg_key>",
+                    "</arg_value>",
+                    value_before="<arg_value>",
+                    start="<tool_sep>",
+                    end="</tool_call>",
+                ),
+                first=("<tool_sep>",),
+            ),
+            before="<tool_call>",
+        ),
+    ),
     "generic": _HERMES,
 }
 """Name of `--tool-call-parser` -> the format."""

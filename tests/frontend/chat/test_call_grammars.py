@@ -44,6 +44,15 @@ CALLS = {
     "hunyuan_a13b": '<tool_calls>[{"name": "%s", "arguments": {"a": 1}}]</tool_calls>',
     "longcat": '<longcat_tool_call>\n{"name": "%s", "arguments": {}}\n</longcat_tool_call>',
     "nemotron_json": '<TOOLCALL>[{"name": "%s", "arguments": {"a": 1}}]</TOOLCALL>',
+    "phi4_mini_json": 'functools[{"name": "%s", "arguments": {"a": 1}}]',
+    "internlm": '<|action_start|><|plugin|>{"name": "%s", "arguments": {"a": 1}}<|action_end|>',
+    "granite-20b-fc": '<function_call>{"name": "%s", "arguments": {"a": 1}}',
+    "gigachat3": '<|function_call|>{"name": "%s", "arguments": {"a": 1}}<|message_sep|>',
+    "xlam": '{"name": "%s", "arguments": {"a": 1}}',
+    "olmo3": "<function_calls>[%s(a='x')]</function_calls>",
+    "step3": '<｜tool_calls_begin｜><｜tool_call_begin｜><steptml:invoke name="%s"><steptml:parameter name="a">x'
+    "</steptml:parameter></steptml:invoke><｜tool_call_end｜><｜tool_calls_end｜>",
+    "hy_v3": "<tool_calls><tool_call>%s<tool_sep><arg_key>a</arg_key><arg_value>x</arg_value></tool_call></tool_calls>",
     "openai": '<|channel|>commentary to=functions.%s<|message|>{"a": 1}<|call|>',
 }
 

@@ -58,6 +58,19 @@ CALLS = {
     "hunyuan_a13b": '<tool_calls>[{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}]</tool_calls>',
     "longcat": '<longcat_tool_call>\n{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}\n'
     "</longcat_tool_call>",
+    "internlm": '<|action_start|><|plugin|>{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}'
+    "<|action_end|>",
+    "granite-20b-fc": '<function_call> {"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}',
+    "olmo3": "<function_calls>{{ f.name }}("
+    + TAGS
+    + "{{ k }}='{{ v }}'{% endfor %})\n</function_calls>",
+    "step3": '<｜tool_calls_begin｜><｜tool_call_begin｜><steptml:invoke name="{{ f.name }}">'
+    + TAGS
+    + '<steptml:parameter name="{{ k }}">{{ v }}</steptml:parameter>{% endfor %}</steptml:invoke><｜tool_call_end｜>'
+    + "<｜tool_calls_end｜>",
+    "hy_v3": "<tool_calls>\n<tool_call>{{ f.name }}<tool_sep>\n"
+    + TAGS
+    + "<arg_key>{{ k }}</arg_key>\n<arg_value>{{ v }}</arg_value>\n{% endfor %}</tool_call>\n</tool_calls>",
     "nemotron_json": '<TOOLCALL>[{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}]</TOOLCALL>',
 }
 
