@@ -57,6 +57,7 @@ SERVER_ARGS: Final = [
 ]
 
 BASES: Final[dict[str, bytes]] = {
+    "instances": b'[{"prompt": "Hi", "max_tokens": 1}]',
     "messages": b'[{"role": "user", "content": "Hi"}]',
     "prompt": b'"Hi"',
     "tokens": b"[1, 2]",
