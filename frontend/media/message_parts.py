@@ -3,9 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from ...protocol.errors import ParameterError
+
+_CONTENT: Final = ("url", "data", "image_embeds")
+"""The fields that contain media."""
+
+_CHOICES: Final = ("fps", "num_frames")
+"""The fields that choose frames, which a part may have itself."""
+
+
+def is_empty(value: Any) -> bool:
+    """Return whether the field of a part has no media."""
+    return not value or (isinstance(value, Mapping) and not any(map(value.get, _CONTENT)))
+
+
+def with_given_fields(stored: Any, part: Mapping[str, Any]) -> Any:
+    """Return the named media to which a part refers, with the other fields of the part, such as its rate of frames."""
+    if not isinstance(stored, Mapping):
+        return stored
+    given = part.get(part["type"])
+    own = {name: part.get(name) for name in _CHOICES}
+    fields = {**own, **given} if isinstance(given, Mapping) else own
+    fields = {name: value for name, value in fields.items() if value not in (None, "")}
+    kept = dict(stored)
+    if any(name in fields for name in _CHOICES):
+        # A rate replaces a number of frames, and the other way round.
+        kept = {name: value for name, value in kept.items() if name not in _CHOICES}
+    return kept | fields
 
 
 def replace_parts(messages: Sequence[Any], take: Callable[[Any, str], Any]) -> list[Any]:

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from ...protocol.errors import ParameterError
 from ..http.shown_values import echo
-from ..media.message_parts import replace_parts
+from ..media.message_parts import is_empty, replace_parts, with_given_fields
 
 MAX_NAMED: Final = 256
 """Maximum number of named media. Those that were used last are kept."""
@@ -56,8 +56,10 @@ class NamedMedia:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if not isinstance(kind, str) or kind not in part or part.get("uuid") is None:
             return part
-        value = self._find(kind, part[kind], part["uuid"], f"{where}.uuid")
-        return part if value is part[kind] else {**part, kind: value}
+        given = part[kind]
+        empty = isinstance(given, Mapping) and is_empty(given)
+        value = self._find(kind, None if empty else given, part["uuid"], f"{where}.uuid")
+        return part if value is given else {**part, kind: with_given_fields(value, part)}
 
     def _find(self, kind: str, value: Any, name: Any, where: str) -> Any:
         if name is None:

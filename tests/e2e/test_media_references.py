@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Iterator
 from typing import Any
 
@@ -78,6 +80,31 @@ def test_media_are_referred_to_by_uuid_at_any_api_server(
     )
     assert status == 400 and problem in refused["error"]["message"]
     assert refused["error"]["param"] == "messages[0].content[1].uuid"
+
+
+def test_reference_to_a_video_may_choose_other_frames(server: Server) -> None:
+    file = io.BytesIO()
+    first, *others = (picture(seed, 64, 64) for seed in range(6))
+    first.save(file, "GIF", save_all=True, append_images=others, duration=500)
+    url = f"data:image/gif;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+    def ask(value: Any, **fields: Any) -> list[int]:
+        part = {"type": "video_url", "video_url": value, **fields}
+        status, answer = server.post(PATH, chat("a", part), headers=ONE)
+        assert status == 200, answer
+        return list(answer["prompt_token_ids"])
+
+    two, four = (ask({"url": url, "num_frames": count}) for count in (2, 4))
+    assert two != four
+    assert ask({"url": url, "num_frames": 2}, uuid="v") == two
+    for value, fields in (
+        (None, {"num_frames": 4}),
+        ({"num_frames": 4}, {}),
+        ({"url": None, "num_frames": 4}, {}),
+    ):
+        assert ask(value, uuid="v", **fields) == four
+    assert ask(None, uuid="v") == two
+    assert ask(None, uuid="v", fps=1.0) == ask({"url": url, "fps": 1.0})
 
 
 def test_offline_callers_refer_to_named_images(model: Model) -> None:

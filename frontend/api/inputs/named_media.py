@@ -10,6 +10,7 @@ from typing import Any, Final
 import msgspec
 
 from ...http.errors import bad_request, echo
+from ...media.message_parts import is_empty, with_given_fields
 from ...media.sources.kept_media import KeptMedia
 from ..bodies.request_memory import MemoryLease
 from ..logprobs import Json
@@ -29,9 +30,6 @@ _KINDS: Final = (
     "audio",
 )
 """Types of content parts with media, which are also the names of their fields."""
-
-_CONTENT: Final = ("url", "data", "image_embeds")
-"""The fields of these that contain media."""
 
 
 async def fill_in_media(
@@ -65,7 +63,7 @@ async def fill_in_media(
     for part, where in parts:
         kind, name = part["type"], part["uuid"]
         key = sha256(msgspec.json.encode((owner, kind, name))).hexdigest()
-        if not _is_empty(part.get(kind)):
+        if not is_empty(part.get(kind)):
             await in_thread(_store, kept, key, part[kind])
             continue
         content = await in_thread(kept.load, key)
@@ -77,11 +75,7 @@ async def fill_in_media(
             )
         filled.add(len(content), where)
         stored = await in_thread(msgspec.json.decode, content)
-        given = part.get(kind)
-        if isinstance(stored, dict) and isinstance(given, dict):
-            # Another number of frames, for example.
-            stored |= {field: value for field, value in given.items() if value not in (None, "")}
-        part[kind] = stored
+        part[kind] = with_given_fields(stored, part)
     return filled.total
 
 
@@ -98,11 +92,6 @@ def _find_named(messages: Any, where: str = "messages") -> Iterator[tuple[Json, 
                 continue
             if isinstance(name := part.get("uuid"), str) and name:
                 yield part, f"{where}[{i}].content[{j}].uuid"
-
-
-def _is_empty(value: Any) -> bool:
-    """Return whether a content part has no media."""
-    return not value or (isinstance(value, dict) and not any(map(value.get, _CONTENT)))
 
 
 def _store(kept: KeptMedia, key: str, value: Any) -> None:
