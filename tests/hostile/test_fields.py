@@ -86,6 +86,8 @@ SAMPLES: Final[dict[str, list[Any]]] = {
     "documents": [[{"title": "t", "text": "x"}]],
     "chat_template_kwargs": [{"enable_thinking": True, "messages": [], "tools": []}],
     "thinking": [{"type": "enabled", "budget_tokens": 5}],
+    "mm_processor_kwargs": [{"use_audio_in_video": True, "fps": 1, "num_frames": 2}],
+    "media_io_kwargs": [{"video": {"fps": 1, "num_frames": 2}}],
     "metadata": [{"a": "b"}],
 }
 """Valid objects and lists, in each place of which a wrong value is put."""

@@ -89,6 +89,4 @@ def _number(value: Any, where: str) -> Any:
 def _verify_known(rest: Mapping[str, Any], where: str, known: str) -> None:
     """Raise ParameterError if there are fields left that are not known."""
     for name in rest:
-        raise ParameterError(
-            f"{where}.{name}", f"cannot be set by a request, which may set {known}"
-        )
+        raise ParameterError(where, f"may have only {known}, got {echo(name)}")

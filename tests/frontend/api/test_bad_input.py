@@ -286,14 +286,14 @@ def test_unknown_fields_are_ignored_unless_strict(frontend: FrontendProcess) -> 
         ({"prompt": ["a" * 2**21] * 3}, "prompt"),
         ({"prompt": "a" * (2**22 + 1)}, "prompt"),
         ({"messages": [{}]}, "messages[0].role"),
-        ({"messages": USER, "media_io_kwargs": {"image": {}}}, "media_io_kwargs.image"),
+        ({"messages": USER, "media_io_kwargs": {"image": {}}}, "media_io_kwargs"),
         ({"messages": USER, "media_io_kwargs": {"video": 1}}, "media_io_kwargs.video"),
         (
             {"messages": USER, "mm_processor_kwargs": {"use_audio_in_video": 1}},
             "mm_processor_kwargs.use_audio_in_video",
         ),
         ({"messages": USER, "mm_processor_kwargs": {"fps": 0}}, "mm_processor_kwargs.fps"),
-        ({"messages": USER, "mm_processor_kwargs": {"size": 1}}, "mm_processor_kwargs.size"),
+        ({"messages": USER, "mm_processor_kwargs": {"size": 1}}, "mm_processor_kwargs"),
     ],
 )
 def test_invalid_tokenize_request_is_rejected(
