@@ -147,6 +147,7 @@ class Worker:
                 self._next_step = 1
                 held = runner.release_requests()
                 if self._connector is not None:
+                    self._connector.epoch = self._epoch
                     self._connector.reset()
                 self._core.send(WorkerReady(self._rank, held))
                 self._status.report(Stage.READY)

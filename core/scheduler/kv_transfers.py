@@ -17,7 +17,7 @@ from ..kv_cache.cached_prefix import Deferred
 from ..kv_cache.connector import BlockConnector, ExternalMatch, KVConnector, RequestEnd
 from ..kv_cache.manager import Prefix
 from ..state.batch import StepInFlight
-from ..state.request import Request, RequestStatus
+from ..state.request import Request, RequestKey, RequestStatus
 from .lifecycle import RequestLifecycle
 
 OVERDUE: Final = -(1 << 40)
@@ -95,7 +95,8 @@ class KVTransfers:
         self._in_use: dict[int, int] = {}
         """Freed blocks that steps in flight may still use, with the number of the last such step."""
         self._reservations = lifecycle.reservations
-        self._sends: set[int] = set()
+        self._sends: dict[int, RequestKey] = {}
+        """The transfers whose blocks are held until another process has fetched them, with their requests."""
         self._new_sends: list[int] = []
         self._deadlines: deque[tuple[float, int]] = deque()
         self._has_updates = False
@@ -149,12 +150,27 @@ class KVTransfers:
         while self._deadlines and self._deadlines[0][0] <= now:
             transfer_id = self._deadlines.popleft()[1]
             if transfer_id in self._sends:
-                self._sends.remove(transfer_id)
-                self._mark_in_use(self._manager.reserved[transfer_id])
-                self._manager.release_reserved(transfer_id)
-                self._has_updates = True
                 self.stats.num_expired_transfers += 1
-                self.connector.transfer_expired(transfer_id)
+                self._end_send(transfer_id)
+
+    def _end_send(self, transfer_id: int) -> None:
+        """Free blocks that were held for another process, which may not have fetched them."""
+        del self._sends[transfer_id]
+        self._mark_in_use(self._manager.reserved[transfer_id])
+        self._manager.release_reserved(transfer_id)
+        self._has_updates = True
+        self.connector.transfer_expired(transfer_id)
+
+    def find_held(self, client_index: int) -> list[RequestKey]:
+        """Return the finished requests of a client whose blocks are held."""
+        return [key for key in self._sends.values() if key[0] == client_index]
+
+    def release_held(self, keys: Iterable[RequestKey]) -> None:
+        """Free the blocks held for these requests that have finished, because no other process will fetch them."""
+        if self._sends:
+            released = set(keys)
+            for transfer_id in [each for each, key in self._sends.items() if key in released]:
+                self._end_send(transfer_id)
 
     def needs_step(self, is_anything_in_flight: bool) -> bool:
         """Return whether to send a step to the workers although there is nothing to compute."""
@@ -325,7 +341,7 @@ class KVTransfers:
         end = self.connector.request_finished(request, list(blocks), reason)
         if end.delays_free and was is RequestStatus.RUNNING and blocks:
             self._manager.keep_blocks(request, len(blocks))
-            self._sends.add(request.transfer_id)
+            self._sends[request.transfer_id] = request.key
             self._new_sends.append(request.transfer_id)
         return end
 
@@ -360,8 +376,7 @@ class KVTransfers:
 
     def _apply_ends(self, report: KVConnectorOutput) -> None:
         for transfer_id in report.finished_sending:
-            if transfer_id in self._sends:
-                self._sends.remove(transfer_id)
+            if self._sends.pop(transfer_id, None) is not None:
                 self._manager.release_reserved(transfer_id)
         for transfer_id in report.finished_recving:
             load = self._loads.pop(transfer_id, None)
@@ -434,6 +449,21 @@ class KVTransfers:
         self._lifecycle.finish_request(
             request, FinishReason.ERROR, message=f"KV connector: {error}"
         )
+
+
+def make_transfers(
+    connector: KVConnector | None, config: KVTransferConfig | None, lifecycle: RequestLifecycle
+) -> KVTransfers | None:
+    """Return the transfers of a scheduler with a connector, or None without one.
+
+    Raises:
+        ConfigError: The connector does not support the model, or does not work together with CPU KV offload.
+    """
+    if config is None:
+        return None
+    assert connector is not None
+    lifecycle.transfers = KVTransfers(connector, config, lifecycle)
+    return lifecycle.transfers
 
 
 def _num_valid_blocks(blocks: list[int], invalid_blocks: set[int]) -> int:

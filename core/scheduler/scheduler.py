@@ -54,7 +54,7 @@ from .features.state_checkpoints import StateCheckpoints
 from .growing_inputs import GrowingInputs
 from .interface import SchedulerInterface
 from .invariants import check_invariants
-from .kv_transfers import KVTransfers
+from .kv_transfers import make_transfers
 from .lifecycle import RequestLifecycle
 from .limits import Requirements, check_config
 from .micro_batches import make_micro_batches
@@ -141,11 +141,7 @@ class Scheduler(SchedulerInterface):
             drafts=self._drafts,
         )
         self.requests = lifecycle.requests
-        self._transfers: KVTransfers | None = None
-        if kv_transfer is not None:
-            assert kv_connector is not None
-            self._transfers = KVTransfers(kv_connector, kv_transfer, lifecycle)
-            lifecycle.transfers = self._transfers
+        self._transfers = make_transfers(kv_connector, kv_transfer, lifecycle)
         self._growing = GrowingInputs(lifecycle)
         self._results = StepResults(lifecycle, self._drafts, self._transfers)
         micro_batches = make_micro_batches(
@@ -163,9 +159,8 @@ class Scheduler(SchedulerInterface):
             drafts=self._drafts,
             micro_batches=micro_batches,
         )
-        self._delay: AdmissionDelay | None = None
-        if config.scheduler_delay_factor:
-            self._delay = AdmissionDelay(config.scheduler_delay_factor)
+        factor = config.scheduler_delay_factor
+        self._delay = AdmissionDelay(factor) if factor else None
         self._admission = Admission(
             config,
             lifecycle,
@@ -198,8 +193,10 @@ class Scheduler(SchedulerInterface):
         self.lifecycle.reported_counts = 0, 0
 
     def finish_client(self, client_index: int) -> None:
-        """Abort all requests of a disconnected client."""
+        """Abort all requests of a disconnected client, and free the blocks that are held for its requests."""
         keys = [key for key in self.requests if key[0] == client_index]
+        if self._transfers is not None:
+            keys += self._transfers.find_held(client_index)
         self.finish_requests(keys, FinishReason.ABORT)
         self._clients.remove_client(client_index)
 
@@ -235,7 +232,10 @@ class Scheduler(SchedulerInterface):
     def finish_requests(
         self, keys: Iterable[RequestKey], reason: FinishReason, message: str = ""
     ) -> None:
-        """Finish requests before their last token."""
+        """Finish requests before their last token. An abort of one that has finished frees the blocks held for it."""
+        keys = list(keys)
+        if self._transfers is not None and reason is FinishReason.ABORT:
+            self._transfers.release_held(keys)
         requests = {key: self.requests[key] for key in keys if key in self.requests}
         self.lifecycle.finish_requests(
             [(request, reason, None, message) for request in requests.values()]

@@ -133,13 +133,18 @@ class EngineClient:
         self.groups = GroupFactory(config, tokenizer, self._input, self._output.wake_soon)
         self._context: zmq.Context[Any] = zmq.Context()
         self.cores: list[CoreConnection] = []
-        self._router = Router(self.cores, self.metrics, config.scheduler.max_num_seqs)
+        self._router = router = Router(self.cores, self.metrics, config.scheduler.max_num_seqs)
+        sequences = self._output.sequences
+        self._prefill = RemotePrefill(
+            config, client_index, sequences, router, lambda: self._indices.next_free(), self._send
+        )
+        self._indices = RequestIndices(ChainMap[int, Any](sequences, self._prefill.prefills))
         self._moves = ReplicaMoves(
             config,
-            client_index,
             self.cores,
-            self._output.sequences,
+            sequences,
             self._move,
+            self._prefill.begin_fetch,
             lambda: () if self.watch is None else self.watch.find_stuck_replicas(),
         )
         self.calls = ReplicaCalls(self._live_cores)
@@ -151,11 +156,6 @@ class EngineClient:
         self.output_log: OutputLog | None = None
         self.metrics.watch_replicas(lambda rank: self.watch is not None and self.watch.is_up(rank))
         self._started: asyncio.Future[None] | None = None
-        self._prefill = RemotePrefill(
-            config, client_index, self._router, lambda: self._indices.next_free(), self._send
-        )
-        in_use = ChainMap[int, Any](self._output.sequences, self._prefill.prefills)
-        self._indices = RequestIndices(in_use)
 
     @property
     def ready(self) -> bool:
@@ -427,7 +427,7 @@ class EngineClient:
             sequence.epoch = 0
             isolation_queue.add_suspect(sequence)
         else:
-            self._send(sequence)
+            self._prefill.resend(sequence, old_index, self.cores[sequence.core_index])
             isolation_queue.await_progress(sequence)
 
     def _receive_outputs(self, outputs: EngineCoreOutputs) -> None:

@@ -248,6 +248,7 @@ class OutputProcessor:
         """Finish these sequences with an error."""
         for sequence in list(sequences):
             self.finish(sequence, FinishReason.ERROR, error=error)
+            self._abort(sequence)
 
     def _schedule_wake(self, sequences: list[Sequence]) -> None:
         """Schedule a wake-up of the sequences' readers, for after the whole message has been applied."""

@@ -35,13 +35,14 @@ class DirectSource(msgspec.Struct, array_like=True, gc=False, frozen=True):
     """The request whose blocks are fetched: its `name`, and where it is or was computed.
 
     If `replica` is not -1, that is a replica of this engine. Otherwise it is the engine whose first worker listens at
-    `host` and `port`.
+    `host` and `port`. `epoch` is that of the replica's core, 0 if unknown.
     """
 
     name: str
     replica: int = -1
     host: str = ""
     port: int = 0
+    epoch: int = 0
 
 
 class DirectFetch(msgspec.Struct, array_like=True, gc=False, frozen=True):
@@ -87,7 +88,7 @@ class FetchBlocks(msgspec.Struct, tag="fetch", array_like=True, gc=False, frozen
     """A request for blocks. Each block is answered by a `BlockFetched` as soon as it is complete.
 
     `number` is unique within the connection. For a block that is not offered yet, the answer waits until it is, or
-    until the request `name` ends.
+    until the request `name` ends. It does not wait if the core of that `epoch` has exited.
     """
 
     number: int
@@ -96,6 +97,8 @@ class FetchBlocks(msgspec.Struct, tag="fetch", array_like=True, gc=False, frozen
     keys: Annotated[list[_Key], msgspec.Meta(max_length=MAX_KEYS)]
     takes_staged: bool = False
     """True if the peer can read blocks that are staged for NIXL."""
+    epoch: int = 0
+    """The epoch of the core that computes the request; 0 if it has computed it."""
 
 
 class FetchEnded(msgspec.Struct, tag="ended", array_like=True, gc=False, frozen=True):

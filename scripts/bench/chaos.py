@@ -62,8 +62,8 @@ ALL_REPLICAS = "all replicas"
 HARMS_CHILDREN = ("terminated", "out of memory")
 """Faults that are not for the supervisor: it stops the server, or its children inherit the limit of memory."""
 
-RECOVERY_S = 75.0
-"""Seconds until a server is idle after a wave. Blocks for a replica that was lost are held for a minute."""
+RECOVERY_S = 60.0
+"""Seconds until a server is idle after a wave."""
 TICK_S = 0.05
 GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 NUM_CLIPS = 8

@@ -5,10 +5,16 @@ When the second one drains, or becomes a prefill replica, its streams continue a
 
 from __future__ import annotations
 
+import contextlib
+import json
+import socket
 import threading
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
 
+import psutil
 import pytest
 from support.mixed_streams import Streams
 from support.program import wait_until
@@ -85,6 +91,30 @@ def test_a_prefill_replica_that_is_killed_costs_time_only(server: Server) -> Non
     server.wait_until_whole()
     # The next prompt is computed there again, with the same tokens.
     assert answer[0] == ask(server, body, PREFILL)[0]
+
+
+def test_blocks_for_a_decode_replica_that_is_killed_are_freed(server: Server) -> None:
+    """The client leaves while the replica hangs, so its blocks are never fetched."""
+    server.wait_until_whole()
+    worker = server.child("worker 1")
+    worker.suspend()
+    parts = urlsplit(server.url)
+    data = json.dumps({**body_for(20), "prompt": body_for(20)["prompt"][:300]})
+    usage = partial(server.metric, "engine:kv_cache_usage_perc", engine=PREFILL)
+    running = partial(server.metric, "engine:num_requests_running", engine=PREFILL)
+    with socket.create_connection((parts.hostname, parts.port)) as client:
+        head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        client.sendall(f"{head}content-length: {len(data)}\r\n\r\n{data}".encode())
+        wait_until(
+            lambda: (usage() > 0 and not running()) or not worker.is_running(),
+            what="the blocks are held",
+        )
+    with contextlib.suppress(psutil.NoSuchProcess):
+        # On a slow machine, the supervisor may have killed it before.
+        worker.kill()
+    wait_until(lambda: not usage(), 20, what="the blocks are freed")
+    server.wait_until_whole()
+    assert server.metric("engine:kv_transfer_expired_total") == 0
 
 
 STREAM: dict[str, Any] = {

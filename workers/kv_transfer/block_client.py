@@ -63,7 +63,7 @@ class Transfer:
 
     def __init__(self, fetch: DirectFetch, generation: int, fence: Fence) -> None:
         self.transfer_id = fetch.transfer_id
-        self.name = fetch.source.name
+        self.name, self.epoch = fetch.source.name, fetch.source.epoch
         self.generation = generation
         self.fence = fence
         self.keys = fetch.keys
@@ -178,7 +178,12 @@ class BlockClient:
             number = next(connection.numbers)
             connection.requests[number] = transfer, first
             message = FetchBlocks(
-                number, transfer.name, self._fingerprint, keys, self._staging is not None
+                number,
+                transfer.name,
+                self._fingerprint,
+                keys,
+                self._staging is not None,
+                transfer.epoch,
             )
             connection.socket.send(_encode(message))
             transfer.num_requested += len(keys)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
@@ -28,6 +30,9 @@ MAX_RECORDED: Final = 4096
 MAX_AWAITED: Final = 1 << 16
 """Maximum number of blocks for which all peers together may wait. Further ones are reported as missing."""
 
+UNKNOWN_S: Final = 10.0
+"""Seconds for which a peer waits for blocks of an unnamed epoch. They were computed before, so few steps follow."""
+
 _decode = msgspec.msgpack.Decoder(FetchMessage).decode
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -41,6 +46,8 @@ class _Waiter(NamedTuple):
     position: int
     name: str
     takes_staged: bool
+    since: float
+    """The time of the request, of `time.monotonic`; infinity if the core of its epoch is still running."""
 
 
 class BlockServer:
@@ -62,6 +69,12 @@ class BlockServer:
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._fetched: OrderedDict[str, None] = OrderedDict()
         self._held: dict[str, int] = {}
+        self._epoch = 0
+
+    @property
+    def has_waiting(self) -> bool:
+        """True if a peer waits for a block."""
+        return bool(self._waiting)
 
     def listen(self, context: zmq.Context[Any], address: str) -> zmq.Socket[bytes]:
         """Return a socket that accepts connections once the caller has bound it to an address."""
@@ -92,13 +105,15 @@ class BlockServer:
 
     def _answer(self, socket: zmq.Socket[bytes], identity: bytes, message: FetchBlocks) -> None:
         is_same = message.fingerprint == self._fingerprint
+        is_over = message.name in self._ended or message.epoch not in (0, self._epoch)
+        since = math.inf if message.epoch else time.monotonic()
         for index, key in enumerate(message.keys):
             waiter = _Waiter(
-                socket, identity, message.number, index, message.name, message.takes_staged
+                socket, identity, message.number, index, message.name, message.takes_staged, since
             )
             if is_same and self._send(waiter, key):
                 continue
-            if not is_same or message.name in self._ended or self._num_waiting >= MAX_AWAITED:
+            if not is_same or is_over or self._num_waiting >= MAX_AWAITED:
                 self._send_missing(waiter)
             else:
                 self._waiting.setdefault(key, []).append(waiter)
@@ -135,18 +150,27 @@ class BlockServer:
         """Notify waiting peers that no more blocks of these requests follow."""
         for name in names:
             _record_name(self._ended, name)
-        if self._waiting:
-            ended = set(names)
-            for key, waiters in list(self._waiting.items()):
-                left = [waiter for waiter in waiters if waiter.name not in ended]
-                for waiter in waiters:
-                    if waiter.name in ended:
-                        self._num_waiting -= 1
-                        self._send_missing(waiter)
-                if left:
-                    self._waiting[key] = left
+        ended = set(names)
+        self._end_waiting(lambda waiter: waiter.name in ended)
+
+    def give_up_unknown(self) -> None:
+        """Notify peers that have waited too long for requests which may have ended before their core started."""
+        latest = time.monotonic() - UNKNOWN_S
+        self._end_waiting(lambda waiter: waiter.since < latest)
+
+    def _end_waiting(self, is_over: Callable[[_Waiter], bool]) -> None:
+        for key, waiters in list(self._waiting.items()):
+            left = []
+            for waiter in waiters:
+                if is_over(waiter):
+                    self._num_waiting -= 1
+                    self._send_missing(waiter)
                 else:
-                    del self._waiting[key]
+                    left.append(waiter)
+            if left:
+                self._waiting[key] = left
+            else:
+                del self._waiting[key]
 
     def hold_requests(self, held: Iterable[tuple[str, int]]) -> list[int]:
         """Record transfers whose blocks are held until they are fetched. Return those that were fetched already."""
@@ -165,8 +189,9 @@ class BlockServer:
             name: transfer_id for name, transfer_id in self._held.items() if transfer_id not in gone
         }
 
-    def reset(self) -> None:
-        """Remove all requests, because their core has exited."""
+    def reset(self, epoch: int) -> None:
+        """Remove all requests, because their core has exited. The next one has this epoch."""
+        self._epoch = epoch
         for waiter in (waiter for waiters in self._waiting.values() for waiter in waiters):
             self._send_missing(waiter)
         self._waiting.clear()

@@ -49,7 +49,12 @@ class KVConnector(ABC):
 
     The worker's main thread calls all methods. None of them may take longer than copying the blocks that it names,
     because the next step waits for it. Transfers belong in separate threads.
+
+    Attributes:
+        epoch: The epoch of the core, which the worker sets before it calls `reset`.
     """
+
+    epoch: int = 0
 
     @property
     @abstractmethod

@@ -173,7 +173,7 @@ class DirectConnector(KVConnector):
             self._generation += 1
             self._reports.clear()
         self._offered.clear()
-        self._actions.put(self._server.reset)
+        self._actions.put(partial(self._server.reset, self.epoch))
         self._actions.put(self._client.reset)
 
     def close(self) -> None:
@@ -207,7 +207,7 @@ class DirectConnector(KVConnector):
         """Return the milliseconds after which there may be something to do without a message; None for never."""
         if self.staging is not None and self.staging.is_active:
             return READ_TICK_MS
-        return TICK_MS if self._client.is_busy else None
+        return TICK_MS if self._client.is_busy or self._server.has_waiting else None
 
     def _handle(self, ready: list[Any]) -> None:
         for action in self._actions.take():
@@ -225,6 +225,7 @@ class DirectConnector(KVConnector):
             self.staging.progress()
         self._report_sent(sent)
         self._client.give_up_late()
+        self._server.give_up_unknown()
 
     def _apply(self, commands: DirectCommands) -> None:
         self._server.add_offered(commands.offered)

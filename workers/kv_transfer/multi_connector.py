@@ -79,6 +79,7 @@ class MultiConnector(KVConnector):
         self._num_left.clear()
         self._reports.clear()
         for connector in self._connectors:
+            connector.epoch = self.epoch
             connector.reset()
 
     def close(self) -> None:

@@ -249,7 +249,8 @@ def _source_of(params: Mapping[str, object]) -> DirectSource | None:
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS:
         return None
     if isinstance(replica, int) and replica >= 0:
-        return DirectSource(name, replica)
+        epoch = params.get("replica_epoch")
+        return DirectSource(name, replica, epoch=epoch if isinstance(epoch, int) else 0)
     host, port = params.get("remote_host"), params.get("remote_port")
     if isinstance(port, str) and port.isdecimal():
         port = int(port)

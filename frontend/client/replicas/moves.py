@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
 from ....protocol.config import EngineConfig, ReplicaRole
-from ....protocol.kv_transfer.direct import DIRECT_CONNECTOR, request_name
+from ....protocol.kv_transfer.direct import DIRECT_CONNECTOR
 from ....protocol.kv_transfer.multi import find_connector
 from ....protocol.routing.choice import highest_load
 from ....protocol.supervisor_messages import EngineStatus, ReplicaState
@@ -36,16 +36,17 @@ class ReplicaMoves:
     Args:
         sequences: The unfinished sequences of this frontend.
         move: Submits a sequence to another replica.
+        begin_fetch: Makes a sequence fetch its blocks from a core that held them for a request index.
         find_stuck: Returns the replicas that make no progress.
     """
 
     def __init__(
         self,
         config: EngineConfig,
-        client_index: int,
         cores: list[CoreConnection],
         sequences: Mapping[int, Sequence],
         move: Callable[[Sequence], None],
+        begin_fetch: Callable[[Sequence, CoreConnection, int], None],
         find_stuck: Callable[[], Collection[int]],
     ) -> None:
         connector = find_connector(config.kv_transfer, DIRECT_CONNECTOR)
@@ -55,7 +56,7 @@ class ReplicaMoves:
             and not config.parallel.is_distributed
         )
         self._max_num_seqs = config.scheduler.max_num_seqs
-        self._client_index = client_index
+        self._begin_fetch = begin_fetch
         self._cores = cores
         self._sequences = sequences
         self._move = move
@@ -189,15 +190,12 @@ class ReplicaMoves:
         )
 
     def _release(self, sequence: Sequence) -> None:
-        """Make the core stop a sequence, and move it; its request says where its blocks are."""
-        core, request = self._cores[sequence.core_index], sequence.request
-        core.release_request(request.request_index)
+        """Make the core stop a sequence, and move it; if it runs, its request says where its blocks are."""
+        core, request_index = self._cores[sequence.core_index], sequence.request_index
         if sequence.scheduled_time:
-            request.kv_transfer_params = {
-                "do_remote_prefill": True,
-                "replica": core.core_index,
-                "remote_request_id": request_name(
-                    self._client_index, request.request_index, request.arrival_time
-                ),
-            }
+            core.release_request(request_index)
+            self._begin_fetch(sequence, core, request_index)
+        else:
+            # The core may have scheduled it meanwhile, but nothing will fetch its blocks.
+            core.abort_request(request_index)
         self._move(sequence)

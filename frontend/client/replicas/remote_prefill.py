@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final
 
 import msgspec
@@ -47,6 +47,7 @@ class RemotePrefill:
     Args:
         config: The engine's configuration.
         client_index: The number of this frontend.
+        sequences: The unfinished sequences of this frontend, by request index.
         router: Chooses the replicas.
         next_index: Returns a free request index.
         send: Sends a sequence to its replica.
@@ -56,6 +57,7 @@ class RemotePrefill:
         self,
         config: EngineConfig,
         client_index: int,
+        sequences: Mapping[int, Sequence],
         router: Router,
         next_index: Callable[[], int],
         send: Callable[[Sequence], None],
@@ -63,11 +65,14 @@ class RemotePrefill:
         self._parallel = config.parallel
         self._block_size = config.cache.block_size
         self._client_index = client_index
+        self._sequences = sequences
         self._router = router
         self._next_index = next_index
         self._send = send
         self.prefills: dict[int, _Prefill] = {}
         """The prompts being computed, by their request index."""
+        self._sources: dict[Sequence, tuple[CoreConnection, int]] = {}
+        """For each sequence that may not have fetched its blocks yet, the core and request index that hold them."""
         self._latest: _Prefill | None = None
 
     def send(self, sequence: Sequence, core: CoreConnection) -> None:
@@ -130,14 +135,17 @@ class RemotePrefill:
         return num_missing * self._block_size >= self._parallel.remote_prefill_tokens
 
     def apply_outputs(self, outputs: EngineCoreOutputs) -> None:
-        """Apply a core's outputs that concern prompts of prefill replicas."""
-        if not self.prefills:
+        """Apply a core's outputs that concern prompts of prefill replicas, or sequences that fetch their blocks."""
+        if not (self.prefills or self._sources):
             return
         for event in (event for group in outputs.events for event in group.split()):
             prefill = self.prefills.get(event.request_index)
             if prefill is None:
-                continue
-            if event.kind is EventKind.QUEUED and not prefill.was_queued:
+                sequence = self._sequences.get(event.request_index)
+                if sequence is not None and event.kind is EventKind.SCHEDULED:
+                    # A sequence is scheduled when its fetch has ended.
+                    self.end_fetch(sequence)
+            elif event.kind is EventKind.QUEUED and not prefill.was_queued:
                 prefill.was_queued = True
                 prefill.core.load.record_queued()
             elif event.kind is EventKind.SCHEDULED and not prefill.was_scheduled:
@@ -162,24 +170,72 @@ class RemotePrefill:
             if sequence.finished or sequence.request_index != request_index:
                 continue
             if is_computed:
-                sequence.request.kv_transfer_params = {
-                    "do_remote_prefill": True,
-                    "replica": prefill.core.core_index,
-                    "remote_request_id": prefill.name,
-                }
+                self.begin_fetch(sequence, prefill.core, prefill.request.request_index)
             self._send(sequence)
+        if (
+            is_computed
+            and (prefill.core, prefill.request.request_index) not in self._sources.values()
+        ):
+            # All sequences have ended, or moved to this replica, so nothing will fetch the blocks.
+            self._abort(prefill)
+
+    def begin_fetch(self, sequence: Sequence, core: CoreConnection, request_index: int) -> None:
+        """Make a sequence fetch its blocks from a core that computes, or has computed, them for a request."""
+        self.end_fetch(sequence)
+        request = sequence.request
+        request.kv_transfer_params = {
+            "do_remote_prefill": True,
+            "replica": core.core_index,
+            "replica_epoch": core.epoch,
+            "remote_request_id": request_name(
+                self._client_index, request_index, request.arrival_time
+            ),
+        }
+        self._sources[sequence] = core, request_index
+
+    def end_fetch(self, sequence: Sequence) -> None:
+        """Free the blocks that a core holds for a sequence, or stop computing them, unless others fetch them."""
+        source = self._sources.pop(sequence, None)
+        if source is None or source in self._sources.values():
+            return
+        core, request_index = source
+        if request_index in self.prefills:
+            self._abort(self.prefills[request_index])
+        else:
+            core.abort_request(request_index)
+
+    def resend(self, sequence: Sequence, old_index: int, core: CoreConnection) -> None:
+        """Send a sequence with a new request index: to the next core of its replica, or to another replica.
+
+        If its prompt still waits at a prefill replica, it is sent once that is scheduled. A sequence that moves to the
+        replica which has its blocks fetches nothing.
+        """
+        waits = sequence, old_index
+        prefill = next((each for each in self.prefills.values() if waits in each.sequences), None)
+        if prefill is not None and prefill.core is not core:
+            prefill.sequences[prefill.sequences.index(waits)] = sequence, sequence.request_index
+            return
+        params = sequence.request.kv_transfer_params
+        if prefill is not None or (params and params.get("replica") == core.core_index):
+            self.cancel(sequence)
+            sequence.request.kv_transfer_params = None
+        self._send(sequence)
 
     def cancel(self, sequence: Sequence) -> None:
-        """Stop computing the prompt of a sequence that has ended, unless other sequences need it."""
-        params = sequence.request.kv_transfer_params
-        name = None if params is None else params.get("remote_request_id")
-        for index, prefill in list(self.prefills.items()):
+        """Stop computing the prompt of a sequence that has ended, unless others need it, and free its blocks."""
+        for prefill in list(self.prefills.values()):
             waits = [each for each in prefill.sequences if each[0] is not sequence]
-            is_own = len(waits) < len(prefill.sequences) or prefill.name == name
+            is_own = len(waits) < len(prefill.sequences)
             prefill.sequences = waits
             if is_own and not waits:
-                self._remove(prefill)
-                prefill.core.abort_request(index)
+                self._abort(prefill)
+        self.end_fetch(sequence)
+
+    def _abort(self, prefill: _Prefill) -> None:
+        """Stop computing a prompt, or free its blocks if it is computed."""
+        if prefill.request.request_index in self.prefills:
+            self._remove(prefill)
+        prefill.core.abort_request(prefill.request.request_index)
 
     def _remove(self, prefill: _Prefill) -> None:
         del self.prefills[prefill.request.request_index]
@@ -188,6 +244,9 @@ class RemotePrefill:
 
     def drop_core(self, core_index: int) -> None:
         """Send the sequences of a lost prefill replica's prompts to their decode replicas."""
+        for sequence, (core, _) in list(self._sources.items()):
+            if core.core_index == core_index:
+                del self._sources[sequence]
         for prefill in list(self.prefills.values()):
             if prefill.core.core_index == core_index:
                 self._remove(prefill)

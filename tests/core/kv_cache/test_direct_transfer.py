@@ -169,6 +169,26 @@ def test_a_request_that_ends_without_a_fetch_lets_its_blocks_go():
     assert not pair.exchanges[PREFILL].held
 
 
+@pytest.mark.parametrize("is_lost", [False, True], ids=["aborted", "client lost"])
+def test_blocks_held_for_an_ended_request_are_freed(is_lost):
+    """A client aborts the request that it has ended, because no other replica will fetch its blocks."""
+    pair = Pair(transfer_timeout_s=1e6)
+    harness, exchange = pair.replicas[PREFILL], pair.exchanges[PREFILL]
+    key, _ = pair.prefill(20)
+    while not exchange.held:
+        harness.step()
+    if is_lost:
+        harness.scheduler.finish_client(key[0])
+    else:
+        harness.abort(key)
+    while harness.step():
+        pass
+    assert not exchange.held
+    harness.check_empty()
+    assert sum(each.kv_connector.num_expired_transfers for each in harness.stats) == 0
+    replay(harness.dump())
+
+
 def is_movable(view: ClientView) -> bool:
     params = view.message.kv_transfer_params or {}
     return not (view.is_over or view.was_aborted or "do_remote_decode" in params)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from engine.frontend.client.engine_client import EngineClient, ReplicaUnavailable
 from engine.frontend.client.replicas import moves
-from engine.protocol.arrays import uint64_bytes
+from engine.protocol.arrays import int32_bytes, uint64_bytes
 from engine.protocol.block_hash import HASH_BYTES, adapter_key, block_keys, hash_blocks, root_hash
 from engine.protocol.config import FIRST_EPOCH, KVTransferConfig, ParallelConfig
 from engine.protocol.file_identity import LoraAdapter
@@ -67,15 +67,18 @@ async def test_sequences_of_a_draining_replica_move_and_name_where_their_blocks_
     draining = [replicas.info(0, state=ReplicaState.DRAINING), replicas.info(1)]
     await replicas.publish_until(draining, lambda: bool(cores[1].requests))
     await replicas.arrived(1, 1)
-    released = [m for m in cores[0].received if isinstance(m, AbortRequests)]
-    assert [each.are_moved for each in released] == [True]
+    assert [each.are_moved for each in aborts_at(cores[0])] == [True]
     (moved,) = cores[1].requests
     assert moved.kv_transfer_params == {
         "do_remote_prefill": True,
         "replica": 0,
+        "replica_epoch": FIRST_EPOCH,
         "remote_request_id": request_name(0, first.request_index, first.arrival_time),
     }
     [rest] = await drive(cores[1], group.result())
+    # It has run, so its fetch has ended, and its blocks are not held anymore.
+    await until(lambda: len(aborts_at(cores[0])) == 2, cores[0].receive)
+    assert aborts_at(cores[0])[1] == AbortRequests(int32_bytes([first.request_index]))
     assert begun.token_ids + rest.token_ids == [PROMPT[i % len(PROMPT)] for i in range(40)]
 
 
@@ -116,6 +119,10 @@ async def test_waiting_sequences_leave_a_replica_that_is_stuck_or_drains(
     assert not any(group.sequences[0].recoveries for group in waiting)
     [rest] = await drive(cores[0], running.result())
     assert begun.token_ids + rest.token_ids == [PROMPT[i % len(PROMPT)] for i in range(40)]
+
+
+def aborts_at(core: EchoCore) -> list[AbortRequests]:
+    return [message for message in core.received if isinstance(message, AbortRequests)]
 
 
 def drive_once(core: EchoCore) -> None:

@@ -19,6 +19,7 @@ from engine.protocol.config import EngineConfig, KVTransferConfig, ModelConfig, 
 from engine.protocol.errors import ConfigError
 from engine.protocol.kv_transfer.direct import DirectCommands, DirectFetch, DirectSource
 from engine.protocol.worker_messages import KVConnectorOutput
+from engine.workers.kv_transfer import block_server
 from engine.workers.kv_transfer.block_memory import BlockMemory
 from engine.workers.kv_transfer.connector import ConnectorContext
 from engine.workers.kv_transfer.direct_connector import DirectConnector
@@ -128,6 +129,30 @@ def test_blocks_that_never_come_are_missing_once_their_request_ends(
     target.check(range(2))
     # The fetch has ended, so its blocks do not have to be held anymore.
     assert source.wait().finished_sending == [3]
+
+
+def test_blocks_of_an_exited_core_are_missing_at_once(sides: tuple[Side, Side]) -> None:
+    """The next core of the source does not know the request, so no end of it is ever reported."""
+    source, target = sides
+    source.connector.epoch = 4
+    source.connector.reset()
+    source.offer(range(2))
+    target.fetch(DirectSource("r", 0, epoch=3), range(4))
+    assert target.missing()[-2:] == [2, 3]
+    # Those of the current core may still be computed.
+    target.fetch(DirectSource("r", 0, epoch=4), range(4))
+    source.offer(range(2, 4))
+    assert target.missing() == []
+
+
+def test_blocks_of_an_unknown_request_of_another_server_are_soon_missing(
+    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_server, "UNKNOWN_S", 0.1)
+    source, target = sides
+    source.offer(range(2))
+    target.fetch(DirectSource("r", 0), range(4))
+    assert target.missing()[-2:] == [2, 3]
 
 
 @pytest.mark.slow
