@@ -29,6 +29,7 @@ from support.video_files import write_video
 torch.set_num_threads(1)
 FLAGS = ("--dtype", "float32", "--device", DEVICE, "--served-model-name", "tiny")
 NUM_TOKENS = 8
+NO_SOUND = {"use_audio_in_video": False}
 WITH_SOUND = {"mm_processor_kwargs": {"use_audio_in_video": True}}
 SIZE = (64, 128)
 pytestmark = pytest.mark.sampled
@@ -191,7 +192,7 @@ def test_sound_follows_a_video_in_models_that_read_both_separately(tmp_path: Pat
     template = path / "chat_template.jinja"
     shown = f"{{% elif p.type == 'video' %}}{token}{{% elif p.type == 'image' %}}"
     template.write_text(template.read_text().replace("{% elif p.type == 'image' %}", shown))
-    limits = ("--mm-processor-kwargs", '{"max_soft_tokens": 70}')
+    limits = ("--mm-processor-kwargs", '{"max_soft_tokens": 70, "use_audio_in_video": true}')
     sound = clip(3, 1.0)
     video = part("video", movie(2.0, sound))
     with Server(str(path), *FLAGS, *limits) as server:
@@ -201,27 +202,28 @@ def test_sound_follows_a_video_in_models_that_read_both_separately(tmp_path: Pat
             assert status == 200, answer
             return answer
 
-        both = ask(video, part("audio", _wave(sound)), "fox")
-        joint = ask(video, "fox", **WITH_SOUND)
-        assert joint["prompt_token_ids"] == both["prompt_token_ids"]
-        assert joint["choices"][0]["token_ids"] == both["choices"][0]["token_ids"]
+        both = ask(video, part("audio", _wave(sound)), "fox", **NO_SOUND)
+        for fields in (WITH_SOUND, {}):  # It is the server's default.
+            joint = ask(video, "fox", **fields)
+            assert joint["prompt_token_ids"] == both["prompt_token_ids"]
+            assert joint["choices"][0]["token_ids"] == both["choices"][0]["token_ids"]
         frames = {"num_frames": 3}
         for fields in (
             {"mm_processor_kwargs": frames},
             {"media_io_kwargs": {"video": frames}},
         ):
-            few = ask(video, "fox", **fields)
+            few = ask(video, "fox", **fields, **NO_SOUND)
             chosen = part("video", movie(2.0, sound), **frames)
-            assert few["prompt_token_ids"] == ask(chosen, "fox")["prompt_token_ids"]
+            assert few["prompt_token_ids"] == ask(chosen, "fox", **NO_SOUND)["prompt_token_ids"]
 
 
 def test_sound_is_read_without_a_server(tmp_path: Path) -> None:
-    path, _ = audio_directory(tmp_path, "qwen3_omni")
+    reference = Reference(tmp_path, "qwen3_omni")
     sound = clip(3, 2.5)
     video = movie(2.0, sound)
     greedy = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
     kwargs = WITH_SOUND["mm_processor_kwargs"]
-    with LLM(str(path), dtype="float32", device=DEVICE) as llm:
+    with LLM(str(reference.path), dtype="float32", device=DEVICE) as llm:
         [chat] = llm.chat(
             [{"role": "user", "content": [part("video", video)]}],
             greedy,
@@ -229,7 +231,9 @@ def test_sound_is_read_without_a_server(tmp_path: Path) -> None:
         )
         prompt = {"prompt": chat.prompt.split("<|audio_start|>")[0], "multi_modal_data": {}}
         prompt["prompt"] += "<|video_pad|>" + chat.prompt.split("<|audio_end|>")[1]
-        prompt["multi_modal_data"] = {"video": video}
-        [given] = llm.generate([prompt | {"mm_processor_kwargs": kwargs}], greedy)
-        assert given.prompt_token_ids == chat.prompt_token_ids
-        assert given.outputs[0].token_ids == chat.outputs[0].token_ids
+        clips = (sound / np.float32(32768), 16_000)
+        for data in ({"video": video}, {"video": reference.frames(video, None), "audio": clips}):
+            prompt |= {"multi_modal_data": data, "mm_processor_kwargs": kwargs}
+            [given] = llm.generate([prompt], greedy)
+            assert given.prompt_token_ids == chat.prompt_token_ids
+            assert given.outputs[0].token_ids == chat.outputs[0].token_ids
