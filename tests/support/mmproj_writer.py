@@ -108,10 +108,10 @@ def write_mmproj(path: Path, model: Any, kind: str) -> Path:
     for name in ("mean", "std"):
         writer.add_array(f"clip.vision.image_{name}", [0.5, 0.5, 0.5])
     for name, tensor in model.state_dict().items():
-        gguf_name = _gguf_name(name, projector)
-        match = re.match(r"v\.blk\.(\d+)\.", gguf_name)
-        if gguf_name.startswith(("v.", "mm.")) and not (match and int(match[1]) >= num_layers):
-            writer.add_tensor(gguf_name, _stored(gguf_name, tensor, config, projector))
+        found = _gguf_name(name, projector)
+        match = re.match(r"v\.blk\.(\d+)\.", found)
+        if found.startswith(("v.", "mm.")) and not (match and int(match[1]) >= num_layers):
+            writer.add_tensor(found, _stored(found, tensor, config, projector))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -252,7 +252,46 @@ def write_unified_mmproj(path: Path, model: Any) -> Path:
     return path
 
 
+def write_phi4_mmproj(path: Path, tower: Any, projection: torch.nn.Module) -> None:
+    """Write a SigLIP 2 and the projection of Phi-4-reasoning-vision as llama.cpp's converter does."""
+    config = tower.config
+    writer = GGUFWriter(path, "clip")
+    writer.add_string("clip.projector_type", "phi4")
+    numbers = {
+        "image_size": 24,
+        "patch_size": config.patch_size,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "block_count": config.num_hidden_layers - 1,
+        "attention.head_count": config.num_attention_heads,
+        "image_min_pixels": 256,
+        "image_max_pixels": 2048,
+    }
+    for name, value in numbers.items():
+        writer.add_uint32(f"clip.vision.{name}", value)
+    writer.add_float32("clip.vision.attention.layer_norm_epsilon", config.layer_norm_eps)
+    writer.add_bool("clip.use_gelu", True)
+    for name in ("mean", "std"):
+        writer.add_array(f"clip.vision.image_{name}", [0.5, 0.5, 0.5])
+    last = f"encoder.layers.{config.num_hidden_layers - 1}."
+    for name, tensor in tower.state_dict().items():
+        if last in name or "post_layernorm" in name or "head." in name:
+            continue
+        if name.endswith("patch_embedding.weight"):
+            size = config.patch_size
+            tensor = tensor.view(-1, size, size, 3).permute(0, 3, 1, 2)
+        found = _gguf_name(f"vision_tower.{name.removeprefix('vision_model.')}", "phi4")
+        writer.add_tensor(found, tensor.contiguous().numpy())
+    for name, tensor in projection.state_dict().items():
+        writer.add_tensor(f"mm.{name}", tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def _gguf_name(name: str, projector: str) -> str:
+    """Return the name of a tensor in an mmproj file."""
     if projector == "llama4":
         return _llama4_name(name.removeprefix("model."))
     others = _GEMMA4_NAMES if projector == "gemma4v" else ()

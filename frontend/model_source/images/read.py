@@ -263,6 +263,7 @@ _READERS: Final[dict[str, _Reader]] = {
     "smolvlm": grid,
     "step3_vl": cuts,
     "step3p7": cuts,
+    "phi4_siglip": resize_patches,
     "video_llama_3": resize_patches,
     "vipllava": single,
 }

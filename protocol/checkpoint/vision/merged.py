@@ -212,6 +212,13 @@ def lfm2_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Gri
     )
 
 
+def phi4_siglip(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
+    """Return the tower of Phi-4-reasoning-vision, that of LFM2-VL with an embedding for each patch."""
+    own = fields.with_defaults(downsample_factor=1, projector_use_layernorm=False)
+    # The features are those of the last layer but one, before the last norm.
+    return replace(lfm2_vl(own, vision, output_size), has_final_norm=False)
+
+
 def cosmos3_edge(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
     """Return the tower of Cosmos 3 Edge, which is SigLIP 2 like that of LFM2-VL."""
     return GridVisionSpec(

@@ -61,6 +61,7 @@ from .merged import (
     lfm3_vl,
     minimax_m3,
     paddleocr_vl,
+    phi4_siglip,
     step3,
     video_llama3,
 )
@@ -236,6 +237,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "qwen4_exp": qwen3_5,
     "step3_vl": step3,
     "step3p7": step3,
+    "phi4_siglip": phi4_siglip,
     "video_llama_3": video_llama3,
     "vipllava": vipllava,
 }

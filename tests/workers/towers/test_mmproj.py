@@ -6,6 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+import transformers
 from engine.frontend.model_source.images.read import read_image_processor
 from engine.protocol.checkpoint.audio.tower import audio_tower_spec
 from engine.protocol.checkpoint.config_fields import ConfigFields
@@ -43,6 +44,7 @@ from support.mmproj_writer import (
     write_kimi_mmproj,
     write_lfm2_mmproj,
     write_mmproj,
+    write_phi4_mmproj,
     write_unified_mmproj,
 )
 from support.own_code.deepseek_ocr import deepseek_ocr, write_deepseek_mmproj
@@ -164,6 +166,51 @@ def test_towers_of_lfm2_files_equal_those_of_checkpoints(tmp_path):
         for checkpoint in (MmprojCheckpoint(file), open_checkpoint(tmp_path))
     ]
     torch.testing.assert_close(*outputs, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [(40, 24), (24, 24), (60, 8)])
+def test_tower_of_a_phi4_file_equals_that_of_transformers(size, tmp_path):
+    torch.manual_seed(0)
+    config = transformers.Siglip2VisionConfig(
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_patches=36,
+        patch_size=4,
+    )
+    tower = transformers.Siglip2VisionModel(config).eval()
+    projection = torch.nn.Sequential(
+        torch.nn.Linear(48, 64), torch.nn.GELU(), torch.nn.Linear(64, 64)
+    )
+    for parameter in (*tower.parameters(), *projection.parameters()):
+        torch.nn.init.normal_(parameter, 0, 0.2)
+    file = tmp_path / "mmproj-tiny.gguf"
+    write_phi4_mmproj(file, tower, projection)
+    text = {"model_type": "phi3", "hidden_size": 64, "vocab_size": 4}
+    decoder = _decoder(tmp_path / "tiny.gguf", ["a", "<|endoftext|>", "<|dummy_0|>"], "phi3")
+    found = read_mmproj(GGUFFile(file), decoder, text)
+    assert found.config["image_token_id"] == 2
+    fields = ConfigFields(found.config, file)
+    processor = read_image_processor(file, fields, fields.section("text_config"), {}, found)
+    assert (processor.unit, processor.min_pixels, processor.max_pixels) == (4, 256, 2048)
+    width, height = size
+    pixels = np.random.default_rng(1).integers(0, 256, (height, width, 3), np.uint8)
+    image = ImagePayload(*size, pixels.tobytes(), 1 / 255, (0.5,) * 3, (0.5,) * 3)
+    spec = vision_spec(fields, 64)
+    rows, columns = height // 4, width // 4
+    values = torch.from_numpy(pixels).float() / 255 * 2 - 1
+    patches = values.view(rows, 4, columns, 4, 3).transpose(1, 2).reshape(1, rows * columns, -1)
+    with torch.inference_mode():
+        states = tower(
+            patches,
+            torch.ones(1, rows * columns, dtype=torch.long),
+            torch.tensor([[rows, columns]]),
+            output_hidden_states=True,
+        ).hidden_states[-2]
+        expected = projection(states)[0]
+    written = GridTower(spec, TowerSource(MmprojCheckpoint(file), CPU, torch.float32))(image)
+    torch.testing.assert_close(written, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["kimi_vl", "kimi_k25"])

@@ -40,7 +40,7 @@ class MmprojCheckpoint(Checkpoint):
             kind, audio_kind, tensors, swaps_mlps=self._swaps_mlps(), offsets=offsets
         )
         # The converter makes a convolution of the projection of patches.
-        self._flattened = PATCHES if kind in ("gemma4v", "lfm2") else ""
+        self._flattened = PATCHES if kind in ("gemma4v", "lfm2", "phi4") else ""
         self._tensors: dict[str, list[GGUFTensor]] = {}
         for name in sorted(self._gguf.tensors, key=part_number):
             self._tensors.setdefault(rename(name), []).append(self._gguf.tensors[name])

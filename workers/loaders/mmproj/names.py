@@ -68,6 +68,11 @@ _MINICPM_NAMES = {
     "v.vit_merger.ln1": f"{_MERGER}layer_norm1",
 }
 _LFM2_NAMES = {**_NAMES, "mm.input_norm": "multi_modal_projector.layer_norm"}
+_PHI4_NAMES = {
+    **_NAMES,
+    "mm.0": "multi_modal_projector.linear_1",
+    "mm.2": "multi_modal_projector.linear_2",
+}
 _LLAMA4_NAMES = {
     **_NAMES,
     "mm.model.fc": "multi_modal_projector.linear_1",
@@ -80,6 +85,7 @@ _OTHER_NAMES = {
     "janus_pro": _JANUS_NAMES,
     "lfm2": _LFM2_NAMES,
     "llama4": _LLAMA4_NAMES,
+    "phi4": _PHI4_NAMES,
     "minicpmv4_6": _MINICPM_NAMES,
     "resampler": _RESAMPLER_NAMES,
 }

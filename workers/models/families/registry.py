@@ -177,6 +177,7 @@ _WITH_ANY_DECODER = {
     "Ovis2_6_MoeForCausalLM",
     "Ovis2_6_NextForCausalLM",
     "PerceptionLMForConditionalGeneration",
+    "Phi4SiglipForCausalLM",
     "PaliGemmaForConditionalGeneration",
     "QianfanOCRForConditionalGeneration",
     "Qwen2AudioForConditionalGeneration",

@@ -178,6 +178,25 @@ def step3(vision: Vision) -> Mmproj:
     )
 
 
+def phi4(vision: Vision) -> Mmproj:
+    """Return the fields of Phi-4-reasoning-vision."""
+    return Mmproj(
+        {
+            "model_type": "phi4_siglip",
+            "architectures": ["Phi4SiglipForCausalLM"],
+            "vision_config": vision.tower("gelu_pytorch_tanh")
+            | {"num_patches": vision.num_rows("v.position_embd.weight")},
+            "projector_hidden_size": vision.num_rows("mm.0.weight"),
+            # No token of the decoder stands for images. This one does not occur in texts.
+            "image_token_id": vision.token_id("<|dummy_0|>", "<|fim_prefix|>", "<|endoftext|>"),
+        },
+        vision.merged_pixels(temporal_patch_size=1) | {"merge_size": 1, "resample": _BILINEAR},
+    )
+
+
+_BILINEAR = 2
+
+
 def nemotron(vision: Vision) -> Mmproj:
     """Return the fields of Nemotron Nano VL 2. The converter stores the positions for the size of a tile."""
     ratio = 1 / vision.merge_size

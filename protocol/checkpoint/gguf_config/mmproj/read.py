@@ -22,6 +22,7 @@ from .merged import (
     minimax_m3,
     muse_glimmer,
     nemotron,
+    phi4,
     step3,
 )
 from .qwen import exaone4_5, qwen2_5_vl, qwen2_vl, qwen3_vl
@@ -339,6 +340,7 @@ _KINDS: Final[dict[str, _Reader]] = {
     "muse-glimmer": muse_glimmer,
     "nemotron_v2_vl": nemotron,
     "paddleocr": paddleocr,
+    "phi4": phi4,
     "pixtral": _pixtral,
     "qwen2.5vl_merger": qwen2_5_vl,
     "qwen2vl_merger": qwen2_vl,
