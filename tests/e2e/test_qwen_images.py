@@ -377,6 +377,20 @@ def test_frames_of_video_files_are_read(server: Server) -> None:
     assert_nothing_is_held(server)
 
 
+def test_the_server_chooses_the_frames_of_requests_that_choose_none(qwen3: Model) -> None:
+    url = f"data:video/mp4;base64,{base64.b64encode(write_video(*MP4)).decode()}"
+    flags = ("--media-io-kwargs", '{"video": {"num_frames": 5, "fps": 0}, "image": {}}')
+
+    def num_tokens(**fields: object) -> int:
+        part = {"type": "video_url", "video_url": {"url": url, **fields}}
+        status, answer = server.post("/v1/chat/completions", chat("a", part))
+        assert status == 200, answer
+        return int(answer["usage"]["prompt_tokens"])
+
+    with Server(str(qwen3.path), *FLAGS, *flags) as server:
+        assert num_tokens() == num_tokens(num_frames=5) < num_tokens(fps=4)
+
+
 def test_embeddings_with_a_grid_take_the_place_of_an_image(qwen3: Model, server: Server) -> None:
     image = picture(6, 40, 72)
     inputs = qwen_image_processor(qwen3.path)(image, return_tensors="pt")
