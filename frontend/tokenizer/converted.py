@@ -13,6 +13,7 @@ import msgspec
 from ...protocol.checkpoint.gguf import GGUFFile
 from ...protocol.errors import CheckpointError
 from ..cache_directory import cache_directories
+from .conversion.deberta import convert_deberta, deberta_files
 from .conversion.kimi import convert_kimi, kimi_files
 from .conversion.marian import convert_marian, marian_files
 from .conversion.plamo import convert_plamo, plamo_files
@@ -32,6 +33,7 @@ _FORMATS = (
     (vocabulary_files, convert_vocabulary),
     (world_files, convert_world),
     (plamo_files, convert_plamo),
+    (deberta_files, convert_deberta),
 )
 """For each format, the functions that find the files of its tokenizer in a directory, and that convert it."""
 

@@ -95,6 +95,20 @@ def test_a_sentencepiece_model_of_t5_gets_tokens_for_absent_parts(tmp_path: Path
     assert tokenizer.special_ids >= {8, 9}
 
 
+@pytest.mark.parametrize("lowercase", [True, False])
+def test_a_sentencepiece_model_of_deberta_is_read(tmp_path: Path, lowercase: bool) -> None:
+    scores = dict.fromkeys(("[PAD]", "[CLS]", "[SEP]", "[UNK]"), 0.0)
+    scores |= {"▁a": -1.0, "▁ab": -2.0, "b": -3.0, "▁": -4.0, "a": -5.0}
+    tokens = ["<unk>", "<s>", "</s>", *scores, "[MASK]"]
+    (tmp_path / "spm.model").write_bytes(sentencepiece_file(scores))
+    config = {"tokenizer_class": "DebertaV2Tokenizer", "do_lower_case": lowercase}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = load_tokenizer(tmp_path)
+    found = [tokens[i] for i in tokenizer.encode(" Ab  a [MASK]")]
+    words = ["▁ab"] if lowercase else ["▁", "[UNK]", "b"]
+    assert found == ["[CLS]", *words, "▁a", "[MASK]", "[SEP]"]
+
+
 @pytest.mark.parametrize(
     ("files", "config", "message"),
     [
