@@ -25,6 +25,9 @@ PIECE_BYTES: Final = 16 * 1024
 ARRIVING_S: Final = 2.0
 """Seconds after its last byte during which an incomplete request counts as arriving."""
 
+IDLE_S: Final = 0.5
+"""Seconds without data after which a connection without a request may be closed, if descriptors are scarce."""
+
 PROBE_S: Final = 1.0
 """Maximum seconds to send or read on a connection that is reserved for probes."""
 
@@ -420,6 +423,13 @@ class Connection(HttpToolsProtocol):
         self._ends_after_response = True
         for cycle in self._unfinished_cycles()[-1:]:
             cycle.keep_alive = False
+
+    @property
+    def is_idle(self) -> bool:
+        """True if no head of a request is complete, no answer is unfinished, and nothing has just arrived."""
+        is_quiet = self.loop.time() - max(self._began, self._received_at) > IDLE_S
+        is_busy = self._socket is not None or self.transport.get_write_buffer_size()
+        return is_quiet and not is_busy and not self._unfinished_cycles()
 
     def close_now(self) -> None:
         """Close the connection without finishing its responses."""

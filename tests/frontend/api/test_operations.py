@@ -353,6 +353,27 @@ def test_drain_with_an_incomplete_request_logs_nothing() -> None:
         assert "Traceback" not in frontend.log and "without completing" not in frontend.log
 
 
+UNFINISHED = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n"
+
+
+@pytest.mark.parametrize("begun", [b"", UNFINISHED[:30]], ids=["silent", "slow head"])
+def test_idle_connections_make_room_for_others(begun: bytes) -> None:
+    with (
+        FrontendProcess(slow_client_s=60.0, max_open_files=256) as frontend,
+        contextlib.ExitStack() as stack,
+    ):
+        for _ in range(400):
+            client = stack.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex(("127.0.0.1", frontend.port))
+            with contextlib.suppress(OSError):
+                client.send(begun)
+        url = f"http://127.0.0.1:{frontend.port}/v1/models"
+        wait_until(lambda: httpx.get(url, timeout=20).status_code == 200, what="room")
+        assert {httpx.get(url, timeout=20).status_code for _ in range(40)} == {200}
+        assert frontend.stop() == 0 and "Traceback" not in frontend.log, frontend.log
+
+
 def test_probes_are_answered_when_clients_use_every_file_descriptor() -> None:
     with (
         FrontendProcess(slow_client_s=60.0, max_open_files=256) as frontend,
@@ -362,6 +383,8 @@ def test_probes_are_answered_when_clients_use_every_file_descriptor() -> None:
             client = stack.enter_context(socket.socket())
             client.setblocking(False)
             client.connect_ex(("127.0.0.1", frontend.port))
+            with contextlib.suppress(OSError):
+                client.send(UNFINISHED)
         for path, status in (("/livez", 200), ("/health", 200), ("/v1/models", 503)) * 3:
             response = httpx.get(f"http://127.0.0.1:{frontend.port}{path}", timeout=20)
             assert response.status_code == status and response.headers["connection"] == "close"
