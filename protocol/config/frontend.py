@@ -8,6 +8,12 @@ from typing import Annotated, Final, Literal
 import msgspec
 
 from .option import option
+from .parser_names import (
+    REASONING_PARSERS_OF_SGLANG,
+    REASONING_PARSERS_OF_VLLM,
+    TOOL_CALL_PARSERS_OF_SGLANG,
+    TOOL_CALL_PARSERS_OF_VLLM,
+)
 
 chat = partial(option, group="chat")
 logging = partial(option, group="logging")
@@ -85,44 +91,6 @@ ReasoningParserName = Literal[
 ]
 ToolCallParserOption = Literal["auto", "none", ToolCallParserName]
 ReasoningParserOption = Literal["auto", "none", ReasoningParserName]
-
-TOOL_CALL_PARSERS_OF_SGLANG: Final = {
-    "qwen": "hermes",
-    "qwen25": "hermes",
-    "llama3": "llama3_json",
-    "glm": "glm45",
-    "gpt-oss": "openai",
-    "deepseekv3": "deepseek_v3",
-    "deepseekv31": "deepseek_v31",
-    "deepseekv32": "deepseek_v32",
-    "deepseekv4": "deepseek_v4",
-    "minimax-m2": "minimax_m2",
-    "minimax-m3": "minimax_m3",
-    "hunyuan": "hunyuan_a13b",
-}
-"""SGLang's name of a format of tool calls -> the name in Engine and vLLM."""
-
-TOOL_CALL_PARSERS_OF_VLLM: Final = {
-    "ernie45": "hermes",
-    "jamba": "hunyuan_a13b",
-    "mimo": "qwen3_coder",
-    "poolside_v1": "glm45",
-    "qwen3_json": "hermes",
-    "step3p5": "qwen3_coder",
-    "step5": "qwen3_coder",
-}
-"""vLLM's name of a format of tool calls -> the name in Engine, if it has another."""
-
-REASONING_PARSERS_OF_SGLANG: Final = {
-    "deepseek-r1": "deepseek_r1",
-    "deepseek-v3": "deepseek_v3",
-    "deepseek-v4": "deepseek_v4",
-    "qwen3-thinking": "qwen3",
-    "minimax": "minimax_m2",
-    "minimax-m3": "minimax_m3",
-    "gpt-oss": "openai_gptoss",
-}
-"""SGLang's name of a format of reasoning -> the name in Engine and vLLM."""
 
 
 class VideoReading(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -372,7 +340,7 @@ class FrontendConfig(msgspec.Struct, frozen=True):
         ReasoningParserOption,
         chat(
             "Format of reasoning; auto: detected from the chat template",
-            synonyms=REASONING_PARSERS_OF_SGLANG,
+            synonyms=REASONING_PARSERS_OF_SGLANG | REASONING_PARSERS_OF_VLLM,
         ),
     ] = "auto"
     allowed_media_domains: Annotated[

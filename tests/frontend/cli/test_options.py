@@ -320,6 +320,9 @@ DRAFT = {"method": "eagle3", "model": "d", "num_speculative_tokens": 3}
         ("--sampling-defaults openai -s -1", "model", {"generation_config": "vllm", "seed": 0}),
         ("--pooling cls", "model", {"pooler_config": {"pooling_type": "CLS"}}),
         ("--presence-penalty 0.5", "model", {"override_generation_config": {"presence_penalty": 0.5}}),
+        ("--tool-call-parser step3p5 --reasoning-parser step3", "frontend", {
+            "tool_call_parser": "qwen3_coder", "reasoning_parser": "deepseek_r1"
+        }),
         ("-v --skip-chat-parsing", "frontend", {
             "log_level": "debug", "tool_call_parser": "none", "reasoning_parser": "none"
         }),

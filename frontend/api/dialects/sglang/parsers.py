@@ -7,10 +7,10 @@ from typing import Final, get_args
 from starlette.requests import Request
 from starlette.responses import Response
 
-from .....protocol.config.frontend import (
+from .....protocol.config.frontend import ReasoningParserName
+from .....protocol.config.parser_names import (
     REASONING_PARSERS_OF_SGLANG,
     TOOL_CALL_PARSERS_OF_SGLANG,
-    ReasoningParserName,
 )
 from ....chat import FORMATS, CallFormat, CallParser, reasoning_parser
 from ....http.errors import bad_request, json_response
