@@ -21,6 +21,7 @@ def unsupported_features(spec: ModelSpec) -> list[str]:
             spec.compressed is not None
             and (spec.head_dim % 16 != 0 or spec.compressed.indexer.head_dim % 2 != 0)
         ),
+        "convolutions of a layer's input": any(layer.input_convolution for layer in spec.layers),
         "attention that compares tokens with distances": spec.disentangled is not None,
         "embeddings of another size than hidden states": spec.embedding_size is not None,
         "hyper-connections of low rank beside another activation than SiLU": (

@@ -8,6 +8,7 @@ from ...protocol.checkpoint.recurrent_layers import RecurrentLayer
 from .rope import QueryScaling, RopeSpec
 from .shared_block import Restart, SharedBlock
 from .specs.compressed import Compression
+from .specs.disentangled import InputConvolution
 from .specs.experts import ExpertsSpec, GateLimit
 from .specs.latent import LatentSpec
 from .specs.norm_names import NormNames
@@ -101,6 +102,9 @@ class LayerSpec(msgspec.Struct, frozen=True):
     """The names of the norms."""
     output_norm_eps: tuple[float, float] | None = None
     """The epsilons of the norms of `attention_output` and `mlp_output`."""
+
+    input_convolution: InputConvolution | None = None
+    """A convolution that is added to the layer's output, in an encoder whose norms follow its blocks."""
 
     # Before the layer.
 

@@ -39,6 +39,7 @@ from .layer_kinds.attention_residuals import (
 from .layer_kinds.convolved import ConvolvedLayer, MixedHeadsLayer
 from .layer_kinds.hyper_connections import HyperLayer, Reducer, read_reducer
 from .layer_kinds.image_reader import ImageReaderLayer
+from .layer_kinds.input_convolution import InputConvolutionLayer
 from .layer_kinds.normed_stream import NormedStreamLayer
 from .layer_kinds.parallel import ParallelLayer
 from .layer_kinds.stream_attention import StreamAttention
@@ -430,6 +431,8 @@ def _layer_kind(spec: ModelSpec, layer: LayerSpec) -> type[DecoderLayer]:
         return ConvolvedResidualLayer if has_convolutions else AttentionResidualLayer
     if has_convolutions:
         return ConvolvedLayer
+    if layer.input_convolution is not None:
+        return InputConvolutionLayer
     if spec.norms_stream:
         return NormedStreamLayer
     return ParallelLayer if spec.is_parallel else DecoderLayer

@@ -42,7 +42,7 @@ MODELS = {
         "DebertaV2Model",
         {"relative_attention": True, "position_buckets": 32, "norm_rel_ebd": "layer_norm"}
         | {"share_att_key": True, "pos_att_type": "p2c|c2p", "position_biased_input": False}
-        | {"max_relative_positions": 90},
+        | {"max_relative_positions": 90, "conv_kernel_size": 3, "conv_act": "gelu"},
     ),
     "deberta-v2-own-projections": (
         "DebertaV2ForMaskedLM",

@@ -1,5 +1,7 @@
 """The description of disentangled attention as data."""
 
+from typing import Literal
+
 import msgspec
 
 
@@ -19,3 +21,10 @@ class DisentangledSpec(msgspec.Struct, frozen=True):
     compares_keys: bool
     shares_projections: bool
     norms_embeddings: bool
+
+
+class InputConvolution(msgspec.Struct, frozen=True):
+    """A convolution of a layer's input over an odd number of tokens, which is added to the layer's output."""
+
+    num_taps: int
+    activation: Literal["gelu", "relu", "tanh"]

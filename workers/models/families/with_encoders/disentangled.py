@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from msgspec.structs import replace
+
 from .....protocol.checkpoint.config_fields import ConfigFields
 from ....layers.spec import ModelSpec
-from ....layers.specs.disentangled import DisentangledSpec
+from ....layers.specs.disentangled import DisentangledSpec, InputConvolution
 from ..common import base_spec, head_dim, uniform_layers
 from .absolute import BERT_NAMES, POST_NORMED
 from .heads import AFTER_GELU_POOLER, encoder_families
@@ -13,6 +17,8 @@ _DEBERTA_NAMES = (
     (r"^(lm_predictions|mask_predictions)\..*", ""),
     (r"encoder\.rel_embeddings\.", "distance_embeddings."),
     (r"encoder\.LayerNorm\.", "distance_norm."),
+    (r"encoder\.conv\.conv\.", "layers.0.input_convolution."),
+    (r"encoder\.conv\.LayerNorm\.", "layers.0.convolution_norm."),
     (r"\.attention\.self\.(query|key|value)_proj\.", r".attention.self.\1."),
     (r"\.attention\.self\.pos_key_proj\.", ".self_attn.distance_key_proj."),
     (r"\.attention\.self\.pos_query_proj\.", ".self_attn.distance_query_proj."),
@@ -36,7 +42,6 @@ def _deberta2(fields: ConfigFields) -> ModelSpec:
         hidden_act="gelu", rms_norm_eps=1e-7, max_position_embeddings=512, pooler_hidden_act="gelu"
     )
     fields.require("embedding_size", fields.integer("hidden_size"), ", the hidden size")
-    fields.require("conv_kernel_size", 0)
     fields.require("pooler_hidden_act", "gelu")
     num_positions = fields.integer("max_position_embeddings")
     kinds = _comparisons(fields)
@@ -69,7 +74,19 @@ def _deberta2(fields: ConfigFields) -> ModelSpec:
         "num_token_types": fields.integer("type_vocab_size", 0, minimum=0),
         "tensor_names": (*unused, *_DEBERTA_NAMES),
     }
-    return base_spec(fields, uniform_layers(fields, None), **changes)
+    layers = uniform_layers(fields, None)
+    if fields.integer("conv_kernel_size", 0, minimum=0):
+        layers = (replace(layers[0], input_convolution=_convolution(fields)), *layers[1:])
+    return base_spec(fields, layers, **changes)
+
+
+def _convolution(fields: ConfigFields) -> InputConvolution:
+    fields.require("conv_groups", 1)
+    num_taps = fields.integer("conv_kernel_size")
+    if num_taps % 2 == 0:
+        raise fields.wrong("conv_kernel_size", "an odd number", num_taps)
+    activation: Any = fields.choice("conv_act", ("gelu", "relu", "tanh"), "tanh")
+    return InputConvolution(num_taps, activation)
 
 
 FAMILIES = encoder_families("DebertaV2", "deberta-v2", _deberta2, AFTER_GELU_POOLER)
