@@ -7,7 +7,7 @@ import sys
 
 import zmq
 
-from ..protocol.config import load_config
+from ..protocol.config import load_updated_config
 from ..protocol.process import configure_logging, exit_with_parent, name_process
 from ..protocol.transport import StatusReporter
 
@@ -19,7 +19,7 @@ def main(config_path: str, core_index: int, epoch: int) -> int:
     gc.disable()
     from .engine_core import EngineCore
 
-    config = load_config(config_path, epoch)
+    config = load_updated_config(config_path, epoch)
     name = f"core {core_index}"
     name_process(name)
     configure_logging(name, config.frontend.log_level, config.frontend.log_format, core_index)

@@ -245,7 +245,7 @@ class EngineCore:
             setup, self._grammars, log_kv_events=self._logs_kv_events
         )
         self._pause = Pause(
-            setup.make_ready(config.epoch),
+            setup.make_ready(config),
             self._scheduler,
             self._clients,
             self._client_indices,

@@ -270,6 +270,7 @@ class CoreReady(msgspec.Struct, tag="ready", array_like=True, gc=False, frozen=T
     """A core's first message on each connection, once its workers can execute.
 
     `max_concurrency` is the number of requests of `max_model_len` tokens whose blocks fit into the KV cache.
+    `weights` are the `weights_id` and the `weight_version` of `ModelConfig`.
     """
 
     version: int
@@ -279,6 +280,7 @@ class CoreReady(msgspec.Struct, tag="ready", array_like=True, gc=False, frozen=T
     block_size: int
     max_concurrency: float = 0.0
     pause: PauseState = PauseState.RUNNING
+    weights: tuple[str, str] = ("", "")
 
 
 class PauseUpdate(msgspec.Struct, tag="paused", array_like=True, gc=False, frozen=True):

@@ -13,6 +13,7 @@ from typing import Final, TypeAlias
 import msgspec
 
 from .config.parallel import ReplicaRole
+from .config.weights import ReplacedWeights
 
 # Any process -> supervisor
 
@@ -98,12 +99,24 @@ class ReplicaCommand(msgspec.Struct, tag="replica", array_like=True, gc=False, f
     replica: int
     action: ReplicaAction
 
+    def __str__(self) -> str:
+        return f"replica {self.replica}: {self.action}"
+
+
+class UpdateWeights(msgspec.Struct, tag="weights", array_like=True, gc=False, frozen=True):
+    """A request to the supervisor to restart all replicas with other weights, forwarded by a frontend."""
+
+    weights: ReplacedWeights
+
+    def __str__(self) -> str:
+        return f"all replicas load the weights of {self.weights.path}"
+
 
 class CauseFound(msgspec.Struct, tag="cause", array_like=True, gc=False, frozen=True):
     """Reports that a frontend has failed a request because it caused the last crashes of cores or workers."""
 
 
-SupervisorMessage: TypeAlias = ProcessStatus | ReplicaCommand | CauseFound
+SupervisorMessage: TypeAlias = ProcessStatus | ReplicaCommand | UpdateWeights | CauseFound
 
 
 # Supervisor -> frontends

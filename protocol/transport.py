@@ -31,6 +31,7 @@ from .supervisor_messages import (
     Stage,
     StatusChanged,
     SupervisorMessage,
+    UpdateWeights,
 )
 
 logger = logging.getLogger(__name__)
@@ -259,7 +260,7 @@ class StatusReporter:
         self._socket.set(zmq.LINGER, 1000)
         self._socket.connect(config.supervisor_address())
 
-    def send_command(self, command: ReplicaCommand) -> None:
+    def send_command(self, command: ReplicaCommand | UpdateWeights) -> None:
         """Ask the supervisor for something that only it can do."""
         self._socket.send(encode(command))
 

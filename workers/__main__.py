@@ -9,7 +9,7 @@ import sys
 
 import zmq
 
-from ..protocol.config import load_config
+from ..protocol.config import load_updated_config
 from ..protocol.heartbeat import Pulse
 from ..protocol.process import configure_logging, exit_with_parent, name_process
 from ..protocol.supervisor_messages import Stage
@@ -23,7 +23,7 @@ def main(config_path: str, core_index: int, rank: int, epoch: int) -> int:
     gc.disable()
     from .worker import Worker
 
-    config = load_config(config_path, epoch)
+    config = load_updated_config(config_path, epoch)
     name = f"worker {core_index * config.parallel.workers_per_core + rank}"
     name_process(name)
     configure_logging(name, config.frontend.log_level, config.frontend.log_format, core_index)

@@ -100,7 +100,7 @@ class Setup(msgspec.Struct, frozen=True):
             kv_transfer=config.kv_transfer,
         )
 
-    def make_ready(self, epoch: int) -> CoreReady:
+    def make_ready(self, engine: EngineConfig) -> CoreReady:
         """Return the message that says that the core is ready, with the size of its KV cache."""
         config, block_size = self.config, self.cache_config.block_size
         num_uncertain = config.max_uncertain_tokens
@@ -113,11 +113,12 @@ class Setup(msgspec.Struct, frozen=True):
         )
         return CoreReady(
             PROTOCOL_VERSION,
-            epoch,
+            engine.epoch,
             self.core_index,
             self.num_blocks,
             block_size,
             max_concurrency=self.num_blocks / request_blocks,
+            weights=(engine.model.weights_id, engine.model.weight_version),
         )
 
     def make_scheduler(

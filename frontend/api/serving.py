@@ -107,8 +107,7 @@ class Serving:
         self.served_name = config.model.served_names[0]
         limit = config.frontend.default_sampling.get("max_tokens")
         self.max_tokens_limit = None if limit is None else int(limit)
-        self.fingerprint = _fingerprint(config)
-        """The fingerprint of the model without adapters."""
+        self._fingerprint = _fingerprint(config)
         self.executor = engine.executor
         self.recent_prompts = RecentPrompts()
         self.loras = LoraRegistry(config)
@@ -243,6 +242,16 @@ class Serving:
         if adapter is None and not self.config.frontend.skip_model_name_validation:
             raise self._unknown_model(name)
         return adapter
+
+    @property
+    def fingerprint(self) -> str:
+        """The fingerprint of the model without adapters."""
+        weights_id = self.engine.cores[0].weights[0]
+        return f"{self._fingerprint}-{weights_id}" if weights_id else self._fingerprint
+
+    def weight_version(self, replica: int = 0) -> str:
+        """Return the name that a client gave to the weights of a replica when it updated them."""
+        return self.engine.cores[replica].weights[1] or "default"
 
     def find_fingerprint(self, name: str | None, scales: Sequence[LoraScale] | None = None) -> str:
         """Return the `system_fingerprint` of a model. An adapter's fingerprint includes its name and content.

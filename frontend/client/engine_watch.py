@@ -10,6 +10,7 @@ from typing import Any
 import zmq
 
 from ...protocol.config import EngineConfig
+from ...protocol.config.weights import ReplacedWeights
 from ...protocol.heartbeat import BEAT_INTERVAL_S
 from ...protocol.supervisor_messages import (
     NEW_ROLES,
@@ -20,6 +21,7 @@ from ...protocol.supervisor_messages import (
     ReplicaInfo,
     ReplicaState,
     Stage,
+    UpdateWeights,
 )
 from ...protocol.transport import StatusReporter, StatusSubscriber
 
@@ -93,6 +95,10 @@ class EngineWatch:
     def request(self, replica: int, action: ReplicaAction) -> None:
         """Send a command for a replica."""
         self._reporter.send_command(ReplicaCommand(replica, action))
+
+    def request_weights(self, weights: ReplacedWeights) -> None:
+        """Send a command to load other weights on all replicas."""
+        self._reporter.send_command(UpdateWeights(weights))
 
     @property
     def num_dropped_frames(self) -> int:

@@ -51,6 +51,8 @@ OPERATOR_PATHS: Final = frozenset(
         "/wake_up",
         "/release_memory_occupation",
         "/resume_memory_occupation",
+        "/update_weights_from_disk",
+        "/collective_rpc",
         "/resume",
         "/pause_generation",
         "/continue_generation",

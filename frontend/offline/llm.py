@@ -10,6 +10,7 @@ from typing import Any, Final, Self, TypeAlias
 
 import msgspec
 
+from ...protocol.config.weights import WeightsFiles
 from ...protocol.errors import ParameterError, counted
 from ...protocol.file_identity import LoraAdapter
 from ...protocol.messages import PauseMode
@@ -22,6 +23,7 @@ from ..client.engine_client import RequestGroup, SequenceRequest
 from ..client.sequence_io import params_for_output
 from ..media.transcription.options import Task, TranscriptionOptions, parse_language
 from ..media.transcription.transcriber import Transcript
+from ..model_source.weights import find_weights
 from ..tokenizer.tokenizer import Tokenizer
 from .local_engine import LocalEngine
 from .local_transcriber import AudioClip, LocalTranscriber
@@ -303,6 +305,20 @@ class LLM(PoolingMethods):
         self._engine.run(client.sleep.wake())
         if not tags or {"kv_cache", "scheduling"} & {*tags}:
             self._engine.run(client.calls.resume())
+
+    def load_weights(self, path: str) -> None:
+        """Load other weights of the model, from a local checkpoint or the hub.
+
+        Running requests continue with them; what is cached of prompts is computed again.
+
+        Raises:
+            ConfigError: They do not exist, or belong to another model.
+            CheckpointError: The checkpoint is incomplete or cannot be read.
+            EngineError: The workers could not load them, and have the previous ones again.
+        """
+        client, config = self._engine.client, self._engine.config
+        weights = find_weights(config.model, path)
+        self._engine.run(client.sleep.load_weights(WeightsFiles(config.run_dir), weights))
 
     def close(self) -> None:
         """Stop the processes. Later calls do nothing."""

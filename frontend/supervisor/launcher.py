@@ -31,6 +31,11 @@ class Launcher:
         self._lifeline = Lifeline() if link is None else link.lifeline
         self._orphans = set() if link is None else link.find_orphans()
 
+    @property
+    def num_dropped_frames(self) -> int:
+        """The number of invalid messages from other machines."""
+        return 0 if self.nodes is None else self.nodes.num_dropped_frames
+
     def beat(self) -> None:
         """Show the guardian, if any, that this process does not hang."""
         if self.link is not None:

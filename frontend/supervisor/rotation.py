@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Final
 
 from ...protocol.config import ReplicaRole
+from ...protocol.config.weights import WeightsFiles
 from ...protocol.heartbeat import BEAT_INTERVAL_S
 from ...protocol.supervisor_messages import (
     NEW_ROLES,
@@ -14,9 +16,13 @@ from ...protocol.supervisor_messages import (
     ReplicaCommand,
     ReplicaInfo,
     ReplicaState,
+    UpdateWeights,
 )
+from .child import Child
 from .recovery import RecoveryUnit
 from .saved_state import SavedReplica
+
+logger = logging.getLogger(__name__)
 
 LOAD_UPDATE_INTERVAL_S: Final = 2 * BEAT_INTERVAL_S
 """Seconds after which all frontends have received a drain, and heartbeats count all requests sent before it."""
@@ -30,16 +36,19 @@ class Rotation:
     """The states of all replicas, and their roles if there are roles.
 
     Commands to drain or restart that would leave no serving replica are ignored. All replicas sleep once none has had a
-    request for `sleep_idle_s` seconds, unless that is None.
+    request for `sleep_idle_s` seconds, unless that is None. `weights` names the weights with which they start.
     """
 
     def __init__(
         self,
         units: list[RecoveryUnit],
         timeout_s: float,
+        weights: WeightsFiles,
         roles: Sequence[ReplicaRole] = (),
         sleep_idle_s: float | None = None,
     ) -> None:
+        self._weights = weights
+        self._is_updating = weights.is_updating
         self._places = [_Place(*each) for each in zip_longest(units, roles)]
         self._timeout_s = timeout_s
         self._sleep_idle_s = sleep_idle_s
@@ -47,12 +56,14 @@ class Rotation:
         self._unloads_until = 0.0
         self._num_steps = 0
 
-    def apply_command(self, command: ReplicaCommand, now: float) -> bool:
-        """Start to drain, restart, undrain or wake a replica, let it sleep, or change its role.
+    def apply_command(self, command: ReplicaCommand | UpdateWeights, now: float) -> bool:
+        """Start to drain, restart, undrain or wake a replica, let it sleep, or change its role or all weights.
 
         Returns:
             False if the command has no effect.
         """
+        if isinstance(command, UpdateWeights):
+            return self._update_weights(command, now)
         if not 0 <= command.replica < len(self._places):
             return False
         place = self._places[command.replica]
@@ -106,6 +117,45 @@ class Rotation:
             place.enter(ReplicaState.WAKING, now)
             place.unit.wake(now)
 
+    def _update_weights(self, command: UpdateWeights, now: float) -> bool:
+        """Restart the replicas that do not sleep with other weights, if none changes its state at present.
+
+        Replicas that sleep load them when they wake.
+        """
+        known = self._weights.read_current(), self._weights.read_failed()
+        if not self.is_settled or command.weights.update_id in [each.update_id for each in known]:
+            return False
+        try:
+            self._weights.begin(command.weights)
+        except OSError as error:
+            logger.error("the weights cannot be updated: %s", error)
+            return False
+        self._is_updating = True
+        self._reload(now)
+        return True
+
+    def _reload(self, now: float) -> None:
+        places = [each for each in self._places if each.state is not ReplicaState.SLEEPING]
+        self._sleep(places, now, wakes_on_request=False)
+        self._wake(places, now)
+
+    def revert_weights(self, child: Child, now: float) -> bool:
+        """Return to the previous weights, because a process that has exited could not load the current ones.
+
+        Returns:
+            False if its replica does not load weights at present.
+        """
+        is_loading = any(
+            place.state is ReplicaState.WAKING and child in place.unit.children.values()
+            for place in self._places
+        )
+        if not (self._is_updating and is_loading):
+            return False
+        self._weights.revert(child.exit_summary())
+        self._is_updating = False
+        self._reload(now)
+        return True
+
     def find_idle(self, now: float) -> bool:
         """Return whether all replicas serve, and no request has come for so long that they may sleep."""
         limit_s = 0.0 if now < self._unloads_until else self._sleep_idle_s
@@ -148,6 +198,15 @@ class Rotation:
                 place.enter(ReplicaState.DRAINING if is_drained else ReplicaState.SERVING, now)
             elif place.state is ReplicaState.WAKING and place.unit.is_up:
                 place.enter(ReplicaState.SERVING, now)
+        if (
+            self._is_updating
+            and any(place.can_serve for place in self._places)
+            and all(
+                place.can_serve or place.state is ReplicaState.SLEEPING for place in self._places
+            )
+        ):
+            self._is_updating = False
+            self._weights.end()
         return is_idle
 
     @property
@@ -179,6 +238,9 @@ class Rotation:
             place.will_stay_drained = replica.will_stay_drained
             place.wakes_on_request = replica.wakes_on_request
             place.role = replica.role
+        if self._is_updating:
+            # Some replicas may still have the previous weights.
+            self._reload(now)
 
     def replica_infos(self) -> list[ReplicaInfo]:
         """Return the states of all replicas, in their order."""

@@ -19,6 +19,7 @@ from types import TracebackType
 import zmq
 
 from ...protocol.config import EngineConfig
+from ...protocol.config.weights import WeightsFiles
 from ...protocol.errors import EngineError
 from ...protocol.heartbeat import HeartbeatReader, seconds_to_read
 from ...protocol.supervisor_messages import (
@@ -28,6 +29,7 @@ from ...protocol.supervisor_messages import (
     ProcessStatus,
     ReplicaCommand,
     Stage,
+    UpdateWeights,
 )
 from ...protocol.transport import StatusPublisher, StatusReceiver
 from . import recovery
@@ -96,9 +98,9 @@ class Supervisor:
         replicas = [unit for unit in self._units if unit.leader.role is Role.CORE]
         if config.parallel.divides_experts_among_replicas:
             recovery.link_units(replicas)
-        roles = config.parallel.replica_roles
-        sleep_idle_s = config.recovery.sleep_idle_s
-        self._rotation = Rotation(replicas, self.drain_timeout_s, roles, sleep_idle_s)
+        roles, sleep_idle_s = config.parallel.replica_roles, config.recovery.sleep_idle_s
+        weights = WeightsFiles(config.run_dir)
+        self._rotation = Rotation(replicas, self.drain_timeout_s, weights, roles, sleep_idle_s)
         self._on_status = on_status
         self._on_recovery = on_recovery
         self._signals = signals
@@ -381,11 +383,11 @@ class Supervisor:
                 for unit in self._units:
                     if unit.leader.role is Role.CORE:
                         unit.record_cause_found(self._limits.max_restarts)
-            elif isinstance(report, ReplicaCommand):
+            elif isinstance(report, ReplicaCommand | UpdateWeights):
                 if not self.was_ready:
                     continue
                 if self._rotation.apply_command(report, time.monotonic()):
-                    self._report(f"replica {report.replica}: {report.action}")
+                    self._report(str(report))
                 self._publisher.publish(self._make_status())
             else:
                 self._apply_report(report)
@@ -453,7 +455,12 @@ class Supervisor:
         is_first = not unit.is_down
         unit.record_exit(child, self._limits.max_restarts)
         max_restarts = self._limits.max_restarts
-        if reason := recovery.why_nothing_serves(unit, self._units, max_restarts):
+        reason = recovery.why_nothing_serves(unit, self._units, max_restarts)
+        has_failed = reason or (is_first and child.stage is Stage.FAILED)
+        if has_failed and self._rotation.revert_weights(child, time.monotonic()):
+            self._report(f"{child.exit_summary()}; the previous weights are loaded again")
+            return
+        if reason:
             raise ProcessFailed(f"{child.exit_summary()}. {reason}")
         if is_first and (line := recovery.describe_crash(unit, max_restarts)):
             self._report(f"{child.exit_summary()}; {line}")
@@ -484,15 +491,9 @@ class Supervisor:
         ]
         replicas = self._rotation.replica_infos() if self.was_ready else []
         digests = self._poison_bodies.digests()
-        return EngineStatus(processes, replicas, self._num_dropped_frames, self._failure, digests)
-
-    @property
-    def _num_dropped_frames(self) -> int:
         num_dropped = self._statuses.num_dropped_frames + self._num_dropped_reports
-        num_dropped += self._heartbeats.num_dropped_frames
-        return num_dropped + (
-            0 if self._launcher.nodes is None else self._launcher.nodes.num_dropped_frames
-        )
+        num_dropped += self._heartbeats.num_dropped_frames + self._launcher.num_dropped_frames
+        return EngineStatus(processes, replicas, num_dropped, self._failure, digests)
 
     def _report(self, text: str) -> None:
         if self._on_recovery is not None:

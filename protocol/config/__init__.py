@@ -26,6 +26,7 @@ from .scheduler import (
     SpeculativeConfig,
 )
 from .store import StoreConfig
+from .weights import WeightsFiles
 
 __all__ = [
     "CONFIG_FILE",
@@ -56,6 +57,7 @@ __all__ = [
     "SpeculativeConfig",
     "StoreConfig",
     "load_config",
+    "load_updated_config",
 ]
 
 PROTOCOL_VERSION: Final = 13
@@ -175,3 +177,10 @@ def load_config(path: str | Path, epoch: int | None = None) -> EngineConfig:
             f"{PROTOCOL_VERSION}; restart the server"
         )
     return config if epoch is None else msgspec.structs.replace(config, epoch=epoch)
+
+
+def load_updated_config(path: str | Path, epoch: int) -> EngineConfig:
+    """Read a configuration as `load_config` does, and apply the last update of the weights to it."""
+    config = load_config(path, epoch)
+    model = WeightsFiles(config.run_dir).read_current().apply(config.model)
+    return msgspec.structs.replace(config, model=model)

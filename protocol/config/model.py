@@ -319,6 +319,8 @@ class ModelConfig(msgspec.Struct, frozen=True):
         hf_overrides: Fields that replace those of the checkpoint's own configuration.
         weight_files: The identities of the weight files at startup, to detect files that change later.
         tokenizer_files: The same for the files of the tokenizer and the chat templates.
+        weights_id: A hash of weights that replaced those of the start; "" for those of the start.
+        weight_version: The name of the weights, which a client gave to them.
         is_encoder: True if the model's attention is bidirectional. Such a model embeds text but cannot generate it, or
             transcribes audio without a decoder.
         has_head: True if the checkpoint has an output projection. A model without one can only embed.
@@ -357,6 +359,8 @@ class ModelConfig(msgspec.Struct, frozen=True):
     model_impl: ModelImpl = ModelImpl.AUTO
     trust_remote_code: bool = False
     weight_files: tuple[FileIdentity, ...] = ()
+    weights_id: str = ""
+    weight_version: str = ""
     tokenizer_files: tuple[FileIdentity, ...] = ()
     is_encoder: bool = False
     has_head: bool = True

@@ -217,7 +217,6 @@ class OllamaModels:
         self._serving = serving
         self._intake = intake
         self._loras = loras
-        self._digest = hashlib.sha256(serving.fingerprint.encode()).hexdigest()
         self._size = sum(file.size for file in serving.config.model.weight_files)
         modified = max((file.modified_ns for file in serving.config.model.weight_files), default=0)
         when = datetime.fromtimestamp(modified / 1e9 or time.time(), UTC)
@@ -340,7 +339,7 @@ class OllamaModels:
             "model": name,
             "modified_at": self._modified_at,
             "size": self._size,
-            "digest": self._digest,
+            "digest": hashlib.sha256(self._serving.fingerprint.encode()).hexdigest(),
             "details": self._details(),
         }
 

@@ -14,7 +14,13 @@ Entry = tuple[float | None, int, str | None]
 
 
 def meta_info(
-    answer_id: str, sequence: Sequence, newest: Delta, num_tokens: int, *, only_prompt: bool = False
+    answer_id: str,
+    sequence: Sequence,
+    newest: Delta,
+    num_tokens: int,
+    weight_version: str,
+    *,
+    only_prompt: bool = False,
 ) -> Json:
     """Return the `meta_info` of a sequence, without log-probabilities.
 
@@ -23,6 +29,7 @@ def meta_info(
         sequence: The sequence.
         newest: Its newest output.
         num_tokens: The number of generated tokens that the answer shows.
+        weight_version: The name of the weights that generated the newest ones.
         only_prompt: True if the answer shows no generated tokens.
     """
     meta: Json = {
@@ -31,6 +38,7 @@ def meta_info(
         "prompt_tokens": sequence.num_prompt_tokens,
         "completion_tokens": num_tokens,
         "cached_tokens": sequence.num_cached_tokens,
+        "weight_version": weight_version,
     }
     if newest.finish_reason is not None:
         meta["e2e_latency"] = max(sequence.finish_time - sequence.arrival_time, 0.0)
@@ -83,10 +91,14 @@ class TokenEntries:
 
 
 def choice_meta_info(
-    answer_id: str, sequence: Sequence, output: Delta, renderer: LogprobsRenderer
+    answer_id: str,
+    sequence: Sequence,
+    output: Delta,
+    renderer: LogprobsRenderer,
+    weight_version: str,
 ) -> Json:
     """Return the `meta_info` of a complete choice of a chat."""
-    meta = meta_info(answer_id, sequence, output, len(output.token_ids))
+    meta = meta_info(answer_id, sequence, output, len(output.token_ids), weight_version)
     if (positions := output.logprobs) is None:
         return meta
     entries = TokenEntries(renderer, shows_text=False)

@@ -404,8 +404,10 @@ class ChatAnswer(Answer[ChatCompletionRequest]):
             whole["prompt_token_ids"] = self.prompt.token_ids.tolist()
         if self.request.return_meta_info:
             sequence = self._group.sequences[choice.index]
-            answer_id = self.envelope["id"]
-            whole["meta_info"] = choice_meta_info(answer_id, sequence, output, self.renderer)
+            version = self.serving.weight_version(sequence.core_index)
+            whole["meta_info"] = choice_meta_info(
+                self.envelope["id"], sequence, output, self.renderer, version
+            )
         return whole
 
     def chunks(self) -> ChunkEncoder:

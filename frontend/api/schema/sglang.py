@@ -138,6 +138,27 @@ class SglangMemoryRequest(msgspec.Struct, kw_only=True):
     tags: list[str] | None = None
 
 
+class SglangWeightsRequest(msgspec.Struct, kw_only=True):
+    """The body of `POST /update_weights_from_disk`."""
+
+    model_path: str = ""
+    # True to end unfinished requests; otherwise they are finished with the old weights.
+    abort_all_requests: bool | None = None
+    # The name of the weights in `meta_info` and in `/model_info`.
+    weight_version: str | None = None
+    # True to stay paused afterwards.
+    keep_pause: bool | None = None
+
+    # Accepted because clients send them; they have no effect. Caches of the old weights are always cleared.
+    load_format: str | None = None
+    is_async: bool | None = None
+    torch_empty_cache: bool | None = None
+    recapture_cuda_graph: bool | None = None
+    token_step: Int | None = None
+    flush_cache: bool | None = None
+    manifest: dict[str, Any] | None = None
+
+
 class SglangEncodeRequest(SglangInput, kw_only=True):
     """The body of `POST /encode`. A list of texts, or of lists of token ids, gets a list of answers."""
 

@@ -167,3 +167,16 @@ class VllmCompletionDerenderRequest(msgspec.Struct, kw_only=True):
     # One number and one list for each response.
     prompt_tokens: list[Int] | None = None
     prompt_token_ids: list[list[Int]] | None = None
+
+
+class VllmCallRequest(msgspec.Struct, kw_only=True):
+    """The body of `POST /collective_rpc`."""
+
+    # "reload_weights".
+    method: str | None = None
+    # "weights_path": a checkpoint; without it, the files of the served one are read again.
+    kwargs: dict[str, Any] | None = None
+
+    # Accepted because clients send them; they have no effect.
+    args: list[Any] | None = None
+    timeout: float | None = None

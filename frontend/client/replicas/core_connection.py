@@ -99,6 +99,7 @@ class CoreConnection:
         has_ended: True if the core has exited and the next one has not started; in sleep, if all processes have exited.
         wakes_on_request: True if the replica sleeps until a request comes.
         role: The role of the core's replica: prefill, decode or both.
+        weights: The ID and the version of its weights; empty for those of the start.
     """
 
     def __init__(
@@ -119,6 +120,7 @@ class CoreConnection:
         self.state = ReplicaState.SERVING
         self.has_ended = self.wakes_on_request = False
         self.role = config.parallel.role_of(core_index)
+        self.weights = ("", "")
         self.epoch = 0
         self._latest_epoch = 0
         self._excused_epoch = 0
@@ -401,7 +403,7 @@ class CoreConnection:
         self.fail_calls(
             EngineError(f"core {self.core_index} was restarted during this call; retry it")
         )
-        self.ready, self.epoch = True, ready.epoch
+        self.ready, self.epoch, self.weights = True, ready.epoch, ready.weights
         self._latest_epoch = max(self._latest_epoch, ready.epoch)
         if ready.pause:
             self._events.pause = ready.pause

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
+from ....protocol.config.weights import ReplacedWeights, WeightsFiles
 from ....protocol.errors import EngineError
 from ....protocol.supervisor_messages import ReplicaAction, ReplicaState
 from ..engine_watch import EngineWatch
@@ -18,6 +19,9 @@ SLEEP_S: Final = 60.0
 
 RESEND_S: Final = 1.0
 """Seconds after which a command that has had no effect is sent again."""
+
+BEGIN_S: Final = 10.0
+"""Maximum seconds for the supervisor to begin an update of the weights."""
 
 POLL_S: Final = 0.02
 """Seconds between checks whether all replicas sleep, or are awake."""
@@ -106,6 +110,39 @@ class ReplicaSleep:
             ReplicaAction.WAKE,
             lambda core: core.is_asleep or (core.state is ReplicaState.SERVING and not core.ready),
         )
+
+    async def load_weights(self, files: WeightsFiles, weights: ReplacedWeights) -> None:
+        """Load other weights on all replicas. Return when all that do not sleep have loaded them.
+
+        Raises:
+            EngineError: They could not be loaded, so that the replicas have the previous ones again; or the update did
+                not begin; or the engine failed.
+        """
+        deadline, sent_at = time.monotonic() + BEGIN_S, -RESEND_S
+        while not (has_begun := files.read_current().update_id == weights.update_id) or (
+            files.is_updating and not self._is_each_asleep
+        ):
+            self._check_alive()
+            if (failed := files.read_failed()).update_id == weights.update_id:
+                await self._wait_for_weights()
+                raise EngineError(failed.failure)
+            now = time.monotonic()
+            if not has_begun and now > deadline:
+                raise EngineError("other changes of the replicas are under way")
+            if not has_begun and now - sent_at >= RESEND_S:
+                sent_at = now
+                if (watch := self._find_watch()) is not None:
+                    watch.request_weights(weights)
+            await asyncio.sleep(POLL_S)
+        await self._wait_for_weights()
+
+    async def _wait_for_weights(self) -> None:
+        if not self._is_each_asleep:
+            await self.wake()
+
+    @property
+    def _is_each_asleep(self) -> bool:
+        return all(core.state is ReplicaState.SLEEPING for core in self._cores)
 
     async def _repeat(
         self, action: ReplicaAction, is_pending: Callable[[CoreConnection], bool]

@@ -157,6 +157,7 @@ class SglangAnswer(PromptAnswer):
             sequence,
             newest,
             len(token_ids),
+            self.serving.weight_version(sequence.core_index),
             only_prompt=request.only_computes_prompt,
         )
         meta["reasoning_tokens"] = self._count_reasoning(request, sequence, token_ids)

@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ..... import __version__
+from .....protocol.config.weights import WeightsFiles
 from .....protocol.errors import EngineError
 from ....http.errors import bad_request, json_response, redact, unavailable
 from ...bodies.intake import Intake, reads
@@ -124,7 +125,8 @@ class SglangDescription:
     def _describe_model(self) -> Json:
         serving, model = self._serving, self._serving.config.model
         return {
-            "model_path": model.model,
+            "model_path": WeightsFiles(serving.config.run_dir).read_current().path or model.model,
+            "weight_version": serving.weight_version(),
             "tokenizer_path": model.tokenizer_path or model.model,
             "is_generation": model.generates,
             "preferred_sampling_params": serving.config.frontend.default_sampling or None,

@@ -7,6 +7,7 @@ from starlette.routing import Route
 from ...bodies.intake import Intake
 from ...control.pause import Pauses
 from ...control.sleep import Sleep
+from ...control.weights import Weights
 from ...routes.embeddings import Embeddings
 from ...routes.management import Management
 from ...serving import Serving
@@ -35,5 +36,10 @@ def routes(
         Route("/continue_generation", pauses.resume_like_sglang, methods=["POST"]),
         Route("/release_memory_occupation", sleep.release, methods=["POST"]),
         Route("/resume_memory_occupation", sleep.take_back, methods=["POST"]),
+        Route(
+            "/update_weights_from_disk",
+            Weights(serving, intake).update_like_sglang,
+            methods=["POST"],
+        ),
         Route("/abort_request", SglangAborts(serving, intake).abort, methods=["POST"]),
     ]

@@ -10,6 +10,7 @@ from ....http.errors import bad_request, json_response
 from ...bodies.intake import Intake, reads
 from ...control.pause import Pauses
 from ...control.sleep import Sleep
+from ...control.weights import Weights
 from ...schema.vllm import VllmAbortRequest
 from ...serving import Serving
 from ..sglang.operations import abort
@@ -43,6 +44,7 @@ def routes(serving: Serving, intake: Intake) -> list[Route]:
         Route("/sleep", sleep.sleep, methods=["POST"]),
         Route("/wake_up", sleep.wake_up, methods=["POST"]),
         Route("/is_sleeping", sleep.is_sleeping),
+        Route("/collective_rpc", Weights(serving, intake).call_like_vllm, methods=["POST"]),
         Route("/generative_scoring", GenerativeScoring(serving, intake), methods=["POST"]),
         Route("/inference/v1/generate", VllmGenerate(serving, intake), methods=["POST"]),
         Route("/inference/v1/abort_requests", VllmAborts(serving, intake).abort, methods=["POST"]),

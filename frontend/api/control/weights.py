@@ -1,0 +1,103 @@
+"""Routes that load other weights of the served model, as SGLang and vLLM name them."""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ....protocol.config.weights import ReplacedWeights, WeightsFiles
+from ....protocol.errors import CheckpointError, ConfigError, EngineError
+from ....protocol.messages import PauseMode
+from ...http.errors import APIError, bad_request, json_response, redact, unavailable, wrong
+from ...model_source.weights import find_weights
+from ..bodies.intake import Intake, reads
+from ..schema.sglang import SglangWeightsRequest
+from ..schema.vllm import VllmCallRequest
+from ..serving import Serving
+from .pause import Pauses
+
+
+class Weights:
+    """Routes that restart all cores and workers with other weights of the same model.
+
+    Frontends keep the tokenizer. Requests that arrive meanwhile wait. If a worker cannot load the weights, all get the
+    previous ones again.
+    """
+
+    def __init__(self, serving: Serving, intake: Intake) -> None:
+        self._serving = serving
+        self._pauses = Pauses(serving, intake)
+        self._intake = intake
+        self._files = WeightsFiles(serving.config.run_dir)
+        self._lock = asyncio.Lock()
+
+    @reads(SglangWeightsRequest)
+    async def update_like_sglang(
+        self, http: Request, body: SglangWeightsRequest, size: int
+    ) -> Response:
+        """Load weights from a directory, as SGLang's route does."""
+        if not body.model_path:
+            raise bad_request("model_path", "is required")
+        weights = await self._find(body.model_path, "model_path", body.weight_version or "")
+        mode = PauseMode.ABORT if body.abort_all_requests else PauseMode.WAIT
+        try:
+            await self._update(weights, mode, stays_paused=bool(body.keep_pause))
+        except EngineError as error:
+            return json_response({"success": False, "message": redact(str(error))}, 400)
+        message = "The weights were updated."
+        return json_response({"success": True, "message": message, "num_paused_requests": 0})
+
+    @reads(VllmCallRequest)
+    async def call_like_vllm(self, http: Request, body: VllmCallRequest, size: int) -> Response:
+        """Load weights by `reload_weights`, the one method of vLLM's workers that has a counterpart."""
+        if body.method != "reload_weights":
+            raise wrong("method", '"reload_weights"', body.method)
+        path = (body.kwargs or {}).get("weights_path", self._served_path)
+        if not isinstance(path, str):
+            raise wrong("kwargs.weights_path", "a string", path)
+        weights = await self._find(path, "kwargs.weights_path", "")
+        try:
+            await self._update(weights, PauseMode.KEEP, stays_paused=False)
+        except EngineError as error:
+            message = f"The weights were not loaded: {redact(str(error))}"
+            raise unavailable(message, self._serving.retry_after_s) from error
+        return json_response({"results": [None] * self._serving.num_replicas})
+
+    @property
+    def _served_path(self) -> str:
+        return self._files.read_current().path or self._serving.config.model.path
+
+    async def _update(
+        self, weights: ReplacedWeights, mode: PauseMode, *, stays_paused: bool
+    ) -> None:
+        """Pause, load the weights, and resume unless generation was paused before.
+
+        Raises:
+            EngineError: The weights were not loaded.
+        """
+        self._serving.verify_serving()
+        engine = self._serving.engine
+        async with self._lock:
+            pauses = not engine.sleep.is_asleep and not engine.calls.is_paused()
+            if pauses:
+                await self._pauses.pause_all(mode, clear_cache=mode is not PauseMode.KEEP)
+            try:
+                await engine.sleep.load_weights(self._files, weights)
+            finally:
+                if pauses and not stays_paused:
+                    await self._pauses.resume_all()
+
+    async def _find(self, path: str, param: str, version: str) -> ReplacedWeights:
+        """Return the weights at a path, or on the hub.
+
+        Raises:
+            APIError: They do not exist, or belong to another model (400).
+        """
+        if self._serving.config.parallel.is_distributed:
+            raise bad_request(param, "needs a server whose workers are on one machine")
+        try:
+            return await asyncio.to_thread(find_weights, self._serving.config.model, path, version)
+        except (CheckpointError, ConfigError) as error:
+            raise APIError(400, f"{param}: {error}", param=param) from None
