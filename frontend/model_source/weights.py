@@ -32,7 +32,10 @@ def find_weights(model: ModelConfig, path: str, version: str = "") -> ReplacedWe
         CheckpointError: The checkpoint is incomplete or cannot be read.
     """
     options = ModelOptions(model=path, download_dir=model.download_dir, mmproj="none")
-    _, found = find_checkpoint(options, Console())
+    try:
+        _, found = find_checkpoint(options, Console())
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     served = Path(model.path)
     if (found.suffix == ".gguf") != (served.suffix == ".gguf"):
         raise ConfigError(

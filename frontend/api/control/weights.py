@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Final
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -17,6 +18,9 @@ from ..schema.sglang import SglangWeightsRequest
 from ..schema.vllm import VllmCallRequest
 from ..serving import Serving
 from .pause import Pauses
+
+MAX_PATH: Final = 1024
+"""Maximum length of a path in characters."""
 
 
 class Weights:
@@ -38,8 +42,6 @@ class Weights:
         self, http: Request, body: SglangWeightsRequest, size: int
     ) -> Response:
         """Load weights from a directory, as SGLang's route does."""
-        if not body.model_path:
-            raise bad_request("model_path", "is required")
         weights = await self._find(body.model_path, "model_path", body.weight_version or "")
         mode = PauseMode.ABORT if body.abort_all_requests else PauseMode.WAIT
         try:
@@ -95,6 +97,8 @@ class Weights:
         Raises:
             APIError: They do not exist, or belong to another model (400).
         """
+        if not 0 < len(path) <= MAX_PATH or not path.isprintable():
+            raise wrong(param, f"a path of at most {MAX_PATH} visible characters", path)
         if self._serving.config.parallel.is_distributed:
             raise bad_request(param, "needs a server whose workers are on one machine")
         try:
