@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Final, NoReturn
 
@@ -86,7 +87,7 @@ class Connection(HttpToolsProtocol):
         self._offers_upgrade = self._offers_websocket = False
         self._socket: WebSocket | None = None
         self._ends_after_response = False
-        self._cycles: list[RequestResponseCycle] = []
+        self._cycles: deque[RequestResponseCycle] = deque()
         self._request_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
 
@@ -234,7 +235,7 @@ class Connection(HttpToolsProtocol):
         self._offers_websocket = False
         super().on_headers_complete()
         self._in_head = False
-        self._cycles = [*self._unfinished_cycles(), self.cycle]
+        self._unfinished_cycles().append(self.cycle)
         if self._ends_after_response:
             self.cycle.keep_alive = False
         if len(self.pipeline) == 1:
@@ -266,9 +267,11 @@ class Connection(HttpToolsProtocol):
         else:
             super().timeout_keep_alive_handler()
 
-    def _unfinished_cycles(self) -> list[RequestResponseCycle]:
-        """Return the responses that are not complete."""
-        return [cycle for cycle in self._cycles if not cycle.response_complete]
+    def _unfinished_cycles(self) -> deque[RequestResponseCycle]:
+        """Return the responses that are not complete. They are completed in the order of their requests."""
+        while self._cycles and self._cycles[0].response_complete:
+            self._cycles.popleft()
+        return self._cycles
 
     def pause_writing(self) -> None:
         """Pause streams and start the timer for a client that does not read."""
@@ -363,7 +366,7 @@ class Connection(HttpToolsProtocol):
         self._stop_waiting()
         unfinished = self._unfinished_cycles()
         has_cycle = self._in_request and not self._in_head
-        is_next = unfinished == [self.cycle] if has_cycle else not unfinished
+        is_next = len(unfinished) == has_cycle
         is_idle = status == 408 and not self._in_request
         if is_next and not is_idle and not any(cycle.response_started for cycle in unfinished):
             body = msgspec.json.encode(APIError(status, message).body)
@@ -387,7 +390,7 @@ class Connection(HttpToolsProtocol):
             APIError: The client has sent more than the handshake (400), or the connection is about to end (503).
         """
         cycle = self.cycle
-        if self._in_request or self._unfinished_cycles() != [cycle]:
+        if self._in_request or len(self._unfinished_cycles()) != 1:
             raise APIError(400, "a handshake must not be followed by data before its answer")
         if self._ends_after_response:
             raise unavailable("This connection is about to end; connect again", PROBE_S)
@@ -421,8 +424,8 @@ class Connection(HttpToolsProtocol):
             self._socket.end(RESTART, "the server is being upgraded: connect again")
             return
         self._ends_after_response = True
-        for cycle in self._unfinished_cycles()[-1:]:
-            cycle.keep_alive = False
+        if unfinished := self._unfinished_cycles():
+            unfinished[-1].keep_alive = False
 
     @property
     def is_idle(self) -> bool:
