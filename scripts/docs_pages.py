@@ -148,7 +148,10 @@ def _document() -> dict[str, Any]:
     model = SimpleNamespace(classifier=classifier, generates=True, weight_files=())
     serving: Any = SimpleNamespace(
         config=SimpleNamespace(
-            frontend=FrontendConfig(), model=model, scheduler=SimpleNamespace(max_num_seqs=1)
+            run_dir="",
+            frontend=FrontendConfig(),
+            model=model,
+            scheduler=SimpleNamespace(max_num_seqs=1),
         ),
         num_replicas=1,
         transcriber=None,

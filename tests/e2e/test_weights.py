@@ -64,7 +64,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-NUM_TOKENS = 3000
+NUM_TOKENS = 2000
 
 
 def generate(server: Server, num_tokens: int = 24) -> dict[str, Any]:
