@@ -128,7 +128,10 @@ class ReplicaSleep:
                 raise EngineError(failed.failure)
             now = time.monotonic()
             if not has_begun and now > deadline:
-                raise EngineError("other changes of the replicas are under way")
+                raise EngineError(
+                    f"the supervisor did not begin the update within {BEGIN_S:.0f} s, because other changes of the "
+                    "replicas are under way or the run directory is full; retry later"
+                )
             if not has_begun and now - sent_at >= RESEND_S:
                 sent_at = now
                 if (watch := self._find_watch()) is not None:
