@@ -93,6 +93,9 @@ SAMPLES: Final[dict[str, list[Any]]] = {
 """Valid objects and lists, in each place of which a wrong value is put."""
 
 
+STOPPING = ("/pause_generation", "/release_memory_occupation")
+"""Routes that stop all streams, for example if their field is null. The bodies of those that end it have the same."""
+
 LOADING = {"/update_weights_from_disk": "model_path", "/collective_rpc": "method"}
 """Routes that load weights, which ends streams, if the body is whole -> the field that must be wrong."""
 
@@ -115,7 +118,7 @@ def fields(target: Target) -> list[Field]:
 def _fields_of(target: Target) -> Iterator[tuple[Route, str]]:
     schemas: set[str] = set()
     for route in target.routes:
-        if route.schema in schemas:
+        if route.schema in schemas or route.path in STOPPING:
             continue
         schemas.add(route.schema)
         for field in route.fields:
