@@ -81,10 +81,8 @@ def check_value(flag: str, value: str, where: str = "") -> None:
     """Raise ConfigError if a value of a flag in `PEER_FLAGS` does not describe what Engine does."""
     accepted = PEER_FLAGS[flag]
     if accepted and value not in accepted:
-        hint = f", or {INSTEAD[flag].removeprefix('use ')}" if flag in INSTEAD else ""
-        raise ConfigError(
-            f"{where or flag}: {value!r} is not supported; use {' or '.join(accepted)}{hint}"
-        )
+        hint = f"; {INSTEAD[flag]}" if flag in INSTEAD else ""
+        raise ConfigError(f"{where or flag} must be {' or '.join(accepted)}, got {value!r}{hint}")
 
 
 def not_here(flag: str) -> ConfigError:

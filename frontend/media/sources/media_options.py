@@ -1,4 +1,4 @@
-"""How a request wants its videos to be read, in the fields of vLLM and SGLang."""
+"""The way in which a request wants its videos to be read, in the fields of vLLM and SGLang."""
 
 from __future__ import annotations
 

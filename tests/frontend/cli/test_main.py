@@ -201,7 +201,7 @@ def test_flags_accept_the_spellings_of_other_servers(
         (["--watermark", "0.1"], ["--watermark", "remove it"]),
         (["--moe-backend"], ["--moe-backend needs a value"]),
         (["--moe-backend", "--port", "1"], ["--moe-backend needs a value"]),
-        (["--decode-context-parallel-size", "2"], ["'2'", "use 1"]),
+        (["--decode-context-parallel-size", "2"], ["must be 1", "got '2'"]),
         (["--speculative-algorithm", "X"], ["--speculative-algorithm", "EAGLE3", "'X'"]),
         (["--dist-init-addr", "host"], ["--dist-init-addr", "HOST:PORT", "'host'"]),
         (["--media-io-kwargs", '{"image": {"a": 1}}'], ["--media-io-kwargs", "image"]),
@@ -244,12 +244,12 @@ def test_flags_accept_the_spellings_of_other_servers(
         (["--speculative-config", '{"num_speculative_tokens": 4, "k": 1}'], ["unknown field `k`"]),
         (["-tp", "0"], ["-tp", "between 1 and 1024", "got 0"]),
         (["--data-parallel-size=0"], ["--data-parallel-size", "between 1 and 256", "got 0"]),
-        (["--logprobs-mode=processed_logprobs"], ["--logprobs-mode", "use raw_logprobs"]),
+        (["--logprobs-mode=processed_logprobs"], ["--logprobs-mode", "must be raw_logprobs"]),
         (["--kv-offloading-size", "-1"], ["--kv-offloading-size", "at least 0", "got -1"]),
         (["--load-format", "npcache"], ["--load-format", "npcache", "dummy"]),
         (
             ["--tokenizer-mode", "slow"],
-            ["--tokenizer-mode: 'slow' is not supported", "use auto or hf or mistral"],
+            ["--tokenizer-mode must be auto or hf or mistral", "got 'slow'"],
         ),
         (["--allowed-origins", "a.example", "m"], ["--allowed-origins", "'a.example'", "https://"]),
         (["--ssl-keyfile", __file__], ["--ssl-certfile", "together"]),
@@ -325,7 +325,7 @@ def test_command_line_overrides_configuration_file(tmp_path: Path) -> None:
             "engine.yaml: max_total_tokens is a flag of another server; use --num-gpu",
         ),
         ("port: [1, 2]", "port: must be a single value"),
-        ("tokenizer-mode: slow", "'slow' is not supported; use auto or hf or mistral"),
+        ("tokenizer-mode: slow", "tokenizer-mode must be auto or hf or mistral, got 'slow'"),
     ],
 )
 def test_invalid_configuration_file_is_rejected(

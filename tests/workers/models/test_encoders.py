@@ -86,7 +86,7 @@ MODELS = {
 IN_TORCH = {"albert", "albert-groups", "deberta-v2", "deberta-v2-own-projections"} | {
     "electra-small"
 }
-"""Those that native programs do not compute."""
+"""The families that native programs do not compute."""
 
 
 @pytest.fixture(
