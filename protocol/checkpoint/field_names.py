@@ -21,6 +21,8 @@ _ARCHITECTURES: Final = {
     "Data2VecTextModel": "RobertaModel",
     "ElectraForPreTraining": "ElectraForMaskedLM",
     "Ernie4_5_ForCausalLM": "Ernie4_5ForCausalLM",
+    "Grok1ModelForCausalLM": "Grok1ForCausalLM",
+    "GrokForCausalLM": "Grok1ForCausalLM",
     "GteNewForSequenceClassification": "NewForSequenceClassification",
     "GteNewModel": "NewModel",
     "LFM2ForCausalLM": "Lfm2ForCausalLM",

@@ -74,6 +74,16 @@ def write_published(directory: Path, architecture: str) -> Path:
         writer.add_expert_chunk_feed_forward_length(config["parallel_expert_intermediate_size"])
         writer.add_experts_per_group(config["num_experts_per_group"])
         writer.add_expert_group_scale(config["expert_group_scale"])
+    if architecture == "grok":
+        writer.add_expert_count(config["num_local_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+        writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
+        writer.add_router_logit_softcapping(config["router_logit_softcapping"])
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+        writer.add_attn_output_scale(config["attn_output_multiplier"])
+        writer.add_embedding_scale(config["embedding_multiplier_scale"])
+        writer.add_logit_scale(config["output_multiplier_scale"])
     if architecture == "maple":
         writer.add_expert_count(config["num_experts"])
         writer.add_expert_used_count(config["num_experts_per_tok"])
@@ -214,6 +224,23 @@ def _with_stacked_experts(tensors: dict[str, Tensor], config: dict[str, Any]) ->
     return changed
 
 
+def _with_stacked_groks(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Tensor]:
+    changed: dict[str, Tensor] = {}
+    modules = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+    for name, weight in tensors.items():
+        prefix, found, part = name.partition(".block_sparse_moe.experts.0.")
+        if found:
+            count = config["num_local_experts"]
+            names = (f"{prefix}.block_sparse_moe.experts.{i}.{part}" for i in range(count))
+            module = modules[part.removesuffix(".weight")]
+            changed[f"{prefix}.mlp.experts.{module}.weight"] = torch.stack(
+                [tensors[x] for x in names]
+            )
+        elif ".experts." not in name:
+            changed[name] = weight
+    return changed
+
+
 def _with_stacked_maple(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Tensor]:
     changed: dict[str, Tensor] = {}
     for name, weight in tensors.items():
@@ -287,6 +314,7 @@ def _as_mamba(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[str, T
 _CHANGES: dict[str, Callable[[dict[str, Tensor], dict[str, Any]], dict[str, Tensor]]] = {
     "baichuan": _interleaved,
     "cogvlm": _with_images,
+    "grok": _with_stacked_groks,
     "grovemoe": _with_stacked_groves,
     "jais": _with_factors,
     "k2-horizon": _with_stacked_horizons,

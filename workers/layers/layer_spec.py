@@ -43,6 +43,8 @@ class LayerSpec(msgspec.Struct, frozen=True):
     """The factor of products of queries and keys."""
     latent: LatentSpec | None = None
     """Latent attention."""
+    has_output_bias: bool = False
+    """True if the output projection has a bias, even if those of other layers have none."""
     has_value_projection: bool = True
     """True if values have a projection. Otherwise, they are the projected keys."""
     has_sinks: bool = True

@@ -119,6 +119,7 @@ class ModelSpec(ModelFields, frozen=True, kw_only=True):
             head_dim=layer.head_dim or self.head_dim,
             num_kv_heads=layer.num_kv_heads or self.num_kv_heads,
             attention_scale=layer.attention_scale or self.attention_scale,
+            attention_output_bias=layer.has_output_bias or self.attention_output_bias,
             latent=layer.latent or self.latent,
             intermediate_size=layer.intermediate_size or self.intermediate_size,
         )

@@ -251,6 +251,14 @@ _LAYER_MODULES_OF_ARCHITECTURE = {
     "gemma4": _GEMMA4_MODULES,
     "glm5-next": _GLM5_NEXT_MODULES,
     "glm5next": _GLM5_NEXT_MODULES,
+    "grok": _LAYER_MODULES
+    | {
+        "attn_norm": "pre_attn_norm",
+        "attn_output_norm": "post_attn_norm",
+        "ffn_norm": "pre_moe_norm",
+        "layer_output_norm": "post_moe_norm",
+        "post_ffw_norm": "post_moe_norm",
+    },
     "granite_swa": _LAYER_MODULES | {"ffn_up_shexp": "mlp.shared_experts.gate_up_proj"},
     "hrm_text": _GATED_MODULES,
     "hy_v4": _GATED_MODULES,

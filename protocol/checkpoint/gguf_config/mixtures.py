@@ -299,6 +299,18 @@ MIXTURES: Final[dict[str, Translate]] = {
         expert_fields,
         intermediate_size=_EXPERT_SIZE,
     ),
+    "grok": declared(
+        "grok-1",
+        "Grok1ForCausalLM",
+        expert_fields,
+        residual_moe=has("blk.0.ffn_up.weight"),
+        attn_logit_softcapping=positive("attn_logit_softcapping", 30.0),
+        router_logit_softcapping=positive("router_logit_softcapping", 30.0),
+        final_logit_softcapping=lambda fields: fields.optional_positive("final_logit_softcapping"),
+        attn_output_multiplier=positive("attention.output_scale", 128**-0.5),
+        embedding_multiplier_scale=positive("embedding_scale", 78.38367176906169),
+        output_multiplier_scale=positive("logit_scale", 0.5773502691896257),
+    ),
     "grovemoe": declared(
         "grove_moe",
         "GroveMoeForCausalLM",

@@ -46,7 +46,7 @@ def make_reference(name: str, **others: Any) -> Any:
     config = getattr(transformers, config_name)(**values)
     # Falcon's eager attention adds ALiBi twice.
     attention = "sdpa" if family == "Falcon" else "eager"
-    suffix = "LMHeadModel" if family in ("GPT2", "OpenAIGPT") else "ForCausalLM"
+    suffix = "LMHeadModel" if family in ("CTRL", "GPT2", "OpenAIGPT") else "ForCausalLM"
     torch.manual_seed(0)
     model_class = getattr(transformers, family.removesuffix("Text") + suffix, None)
     if model_class is None:

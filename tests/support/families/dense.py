@@ -267,6 +267,8 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
         "GPTBigCode",
         {"n_inner": 80, "multi_query": False, "scale_attn_weights": False},
     ),
+    "gpt-neox-japanese": ("GPTNeoXJapanese", {"intermediate_multiple_size": 2, "rotary_pct": 0.5}),
+    "ctrl": ("CTRL", {"dff": 56}),
     "gptj": ("GPTJ", {"n_inner": 56, "rotary_dim": 4}),
     "codegen": ("CodeGen", {"n_inner": 56, "rotary_dim": 4, "num_attention_heads": 8}),
     "gpt-neox": ("GPTNeoX", {"rotary_pct": 0.5}),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import transformers
 from support.families import changes
+from support.families.grok import GROK
 from support.families.grove import GROVE
 from support.families.ling import LING_2_5, as_ling_2_5, without_gates
 from support.families.maple import MAPLE
@@ -50,6 +51,7 @@ MIXTURES = {
         prepare=as_ling_2_5,
     ),
     "BailingMoeV3": Published("ling3", {}, {"gated_attention_proj_granularity_type": "head_wise"}),
+    "Grok1": GROK,
     "GroveMoe": GROVE,
     "GptOssPuzzle": PUZZLE,
     "K2Horizon": Published(

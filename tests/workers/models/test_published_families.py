@@ -58,6 +58,7 @@ def test_logits_of_families_without_a_class_in_transformers(name, load, tmp_path
         ("Baichuan", "baichuan", {"num_hidden_layers": 40}),
         ("Baichuan", "refact", {}),
         ("CodeShell", "codeshell", {}),
+        ("Grok1", "grok", {}),
         ("GroveMoe", "grovemoe", {}),
         ("InternLM", "pangu-embedded", {}),
         ("JAIS", "jais", {}),

@@ -31,7 +31,7 @@ GPT2_NAMES = (
     (r"\.mlp\.(c_fc|fc_in)\.", ".mlp.up_proj."),
     (r"\.mlp\.(c_proj|fc_out)\.", ".mlp.down_proj."),
 )
-_MEGATRON_NAMES = (
+MEGATRON_NAMES = (
     (r".*\.attention\.(masked_)?bias$", ""),
     (r"(^|\.)(embed_in|word_embeddings)\.", r"\1embed_tokens."),
     (r"(^|\.)word_embeddings_layernorm\.", r"\1embed_norm."),
@@ -272,7 +272,7 @@ def _gpt_neox(fields: ConfigFields) -> ModelSpec:
         qkv_bias=has_biases,
         attention_output_bias=has_biases,
         has_grouped_qkv=_has_grouped_qkv(fields),
-        tensor_names=_MEGATRON_NAMES,
+        tensor_names=MEGATRON_NAMES,
     )
 
 
@@ -328,7 +328,7 @@ def _bloom(fields: ConfigFields) -> ModelSpec:
         alibi_slopes=alibi_slopes(fields),
         has_embedding_norm=True,
         has_grouped_qkv=_has_grouped_qkv(fields),
-        tensor_names=_MEGATRON_NAMES,
+        tensor_names=MEGATRON_NAMES,
     )
 
 
@@ -358,9 +358,9 @@ def _falcon(fields: ConfigFields) -> ModelSpec:
         norms=norms,
         has_grouped_qkv=_has_grouped_qkv(fields),
         # GGUF files have other names for the two norms.
-        tensor_names=(*_MEGATRON_NAMES, (r"\.input_layernorm\.", ".ln_mlp."))
+        tensor_names=(*MEGATRON_NAMES, (r"\.input_layernorm\.", ".ln_mlp."))
         if norms.mlp_input == "ln_mlp"
-        else _MEGATRON_NAMES,
+        else MEGATRON_NAMES,
     )
 
 
@@ -379,7 +379,7 @@ def _persimmon(fields: ConfigFields) -> ModelSpec:
             (r"\.self_attn\.dense\.", ".self_attn.o_proj."),
             (r"\.([qk])_layernorm\.", r".\1_norm."),
             (r"(^|\.)final_layernorm\.", r"\1norm."),
-            *_MEGATRON_NAMES,
+            *MEGATRON_NAMES,
         ),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from msgspec.structs import replace
@@ -23,7 +24,7 @@ from .common import (
     windowed_layers,
 )
 from .experts import first_dense, has_listed_experts, read_experts, with_experts
-from .gpt import gpt_spec
+from .gpt import MEGATRON_NAMES, gpt_spec
 
 _DBRX_NAMES = (
     (r"(^|\.)wte\.", r"\1embed_tokens."),
@@ -35,6 +36,17 @@ _DBRX_NAMES = (
     (r"\.norm_attn_norm\.attn\.out_proj\.", ".self_attn.o_proj."),
     (r"\.ffn\.router\.layer\.", ".mlp.gate."),
     (r"\.ffn\.experts\.", ".mlp.experts."),
+)
+_CTRL_NAMES = (
+    (r"(^|\.)w\.", r"\1embed_tokens."),
+    (r"(^|\.)h\.(\d+)\.", r"\1layers.\2."),
+    (r"\.layernorm1\.", ".input_layernorm."),
+    (r"\.layernorm2\.", ".post_attention_layernorm."),
+    (r"(^|\.)layernorm\.", r"\1norm."),
+    (r"\.multi_head_attention\.W([qkv])\.", r".self_attn.\1_proj."),
+    (r"\.multi_head_attention\.dense\.", ".self_attn.o_proj."),
+    (r"\.ffn\.0\.", ".mlp.up_proj."),
+    (r"\.ffn\.2\.", ".mlp.down_proj."),
 )
 _QK_NORM_NAMES = ((r"\.([qk])_layernorm\.(norms\.)?", r".\1_norm."),)
 
@@ -304,7 +316,44 @@ def _starcoder2(fields: ConfigFields) -> ModelSpec:
     )
 
 
+def _ctrl(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of CTRL (arXiv 1909.05858), whose positions are sines and cosines."""
+    size = fields.integer("dff", 8192)
+    fields = fields.with_values({"intermediate_size": size, "hidden_act": "relu"}).with_defaults(
+        rms_norm_eps=1e-6, tie_word_embeddings=True, max_position_embeddings=256
+    )
+    return gpt_spec(
+        fields,
+        embedding_scale=math.sqrt(fields.integer("hidden_size")),
+        num_positions=fields.integer("max_position_embeddings"),
+        sinusoids="by size",
+        head_bias=True,
+        tensor_names=_CTRL_NAMES,
+    )
+
+
+def _gpt_neox_japanese(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a Japanese GPT-NeoX. Only the attention of its last layer has a bias."""
+    size = fields.integer("intermediate_multiple_size", 4) * fields.integer("hidden_size")
+    fields = fields.with_values({"intermediate_size": size}).with_defaults(
+        hidden_act="gelu",
+        tie_word_embeddings=True,
+        partial_rotary_factor=fields.positive("rotary_pct", 1.0),
+        rope_theta=fields.positive("rotary_emb_base", 10_000.0),
+    )
+    layers = uniform_layers(fields, read_rope(fields, head_dim(fields), partial=True))
+    return gpt_spec(
+        fields,
+        layers=(*layers[:-1], replace(layers[-1], has_output_bias=True)),
+        has_biases=False,
+        has_grouped_qkv=True,
+        tensor_names=((r"\.attention\.dense_bias$", ".self_attn.o_proj.bias"), *MEGATRON_NAMES),
+    )
+
+
 FAMILIES = (
+    Family("CTRLLMHeadModel", "ctrl", _ctrl),
+    Family("GPTNeoXJapaneseForCausalLM", "gpt_neox_japanese", _gpt_neox_japanese),
     Family("CohereCompassForCausalLM", "cohere_compass_text", _compass),
     Family("CohereCompassForConditionalGeneration", "cohere_compass", _compass_images),
     Family("Cohere2ForCausalLM", "cohere2", _cohere2),

@@ -7,8 +7,9 @@ from msgspec.structs import replace
 from .....protocol.checkpoint.config_fields import ConfigFields
 from ....layers.read_rope import read_rope
 from ....layers.spec import ModelSpec
+from ....layers.specs.norm_names import NormNames
 from ..common import Family, attention_biases, base_spec, head_dim, uniform_layers
-from ..experts import gpt_oss, has_sparse_step, read_experts, with_experts
+from ..experts import MIXTRAL_NAMES, gpt_oss, has_sparse_step, read_experts, with_experts
 from ..llama import llama, qwen_layers
 
 _PUZZLE_NAMES = (
@@ -19,6 +20,54 @@ _PUZZLE_NAMES = (
 
 _GROVE_NAMES = ((r".*\.mlp\.expert_bias", ""),)
 """The biases are not used: experts are chosen by their scores."""
+
+_GROK_NAMES = (
+    # Grok 2 has an MLP beside the experts.
+    (r"\.mlp\.(gate|up|down)_proj\.", r".mlp.shared_experts.\1_proj."),
+    (r"\.attn\.", ".self_attn."),
+    (r"\.moe_block\.", ".mlp."),
+    (r"(\.experts\.\d+)\.linear\.", r"\1.gate_proj."),
+    (r"(\.experts\.\d+)\.linear_v\.", r"\1.up_proj."),
+    (r"(\.experts\.\d+)\.linear_1\.", r"\1.down_proj."),
+    *MIXTRAL_NAMES,
+)
+
+
+def _grok(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of Grok 1 or 2, as in the code that xAI published for both.
+
+    Grok 2 multiplies the sum of MLP and experts by the square root of 1/2. The norm that follows removes this factor,
+    except from its epsilon.
+    """
+    fields = fields.with_values({"hidden_activation": "gelu_pytorch_tanh"}).with_defaults(
+        rms_norm_eps=1e-5, num_key_value_heads=8, max_position_embeddings=8192
+    )
+    size = fields.integer("intermediate_size")
+    has_mlp = fields.boolean("residual_moe", False)
+    experts = read_experts(
+        fields.with_defaults(moe_intermediate_size=size),
+        8,
+        2,
+        renormalizes=False,
+        logit_softcap=fields.positive("router_logit_softcapping", 30.0),
+        shared_intermediate_size=size if has_mlp else 0,
+    )
+    rope = read_rope(fields, head_dim(fields))
+    eps = fields.positive("rms_norm_eps")
+    layers = uniform_layers(fields, rope)
+    if has_mlp:
+        layers = tuple(replace(layer, output_norm_eps=(eps, 2 * eps)) for layer in layers)
+    spec = base_spec(
+        fields,
+        layers,
+        norms=NormNames("pre_attn_norm", "post_attn_norm", "pre_moe_norm", "post_moe_norm"),
+        attention_scale=fields.positive("attn_output_multiplier", head_dim(fields) ** -0.5),
+        attention_softcap=fields.optional_positive("attn_logit_softcapping") or 30.0,
+        embedding_scale=fields.positive("embedding_multiplier_scale", 78.38367176906169),
+        logits_divisor=1 / fields.positive("output_multiplier_scale", 0.5773502691896257),
+        final_softcap=fields.optional_positive("final_logit_softcapping"),
+    )
+    return with_experts(spec, experts, tensor_names=_GROK_NAMES)
 
 
 def _grove(fields: ConfigFields) -> ModelSpec:
@@ -113,6 +162,7 @@ def _k2_horizon(fields: ConfigFields) -> ModelSpec:
 
 FAMILIES = (
     Family("GptOssPuzzleForCausalLM", "gpt_oss_puzzle", _gpt_oss_puzzle),
+    Family("Grok1ForCausalLM", "grok-1", _grok),
     Family("GroveMoeForCausalLM", "grove_moe", _grove),
     Family("K2HorizonForCausalLM", "k2_horizon", _k2_horizon),
 )
