@@ -46,22 +46,29 @@ _ENCODERS: Final = frozenset(
         "albert",
         "bert",
         "clip_text_model",
+        "deberta",
         "deberta-v2",
         "distilbert",
         "electra",
+        "ernie",
+        "esm",
         "embedding_gemma2",
         "embedding_gemma2_text",
         "eurobert",
         "gte",
         "jina_bert",
         "jina_embeddings_v3",
+        "megatron-bert",
         "modernbert",
         "mpnet",
         "new",
         "nomic_bert",
+        "rembert",
+        "roberta-prelayernorm",
+        "roformer",
         "siglip_text_model",
     }
-    | {"roberta", "xlm-roberta"}
+    | {"roberta", "xlm-roberta", "xlm-roberta-xl"}
 )
 """The `model_type` of every family that only embeds, and reads a text as a whole."""
 
@@ -79,7 +86,9 @@ _HEADS: Final = (
 )
 """The ends of names of models with a head that are called models like those without."""
 
-OFFSET_POSITIONS: Final = frozenset({"mpnet", "roberta", "xlm-roberta"})
+OFFSET_POSITIONS: Final = frozenset(
+    {"esm", "mpnet", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl"}
+)
 """The `model_type` of every family whose table of position embeddings starts with unused rows."""
 
 _KINDS: Final = {

@@ -73,6 +73,8 @@ class ModelFields(msgspec.Struct, frozen=True, kw_only=True):
     It is that of the first type. If the model distinguishes segments of a prompt, token ids from `vocab_size` on have
     the second type.
     """
+    num_tasks: int = 0
+    """The number of embeddings of tasks, the first of which is added to those of token types; 0 without tasks."""
     ngrams: NgramSpec | None = None
     """Embeddings of n-grams, which are added at some layers."""
     per_layer_inputs: PerLayerInputsSpec | None = None

@@ -242,14 +242,22 @@ def qkv_rows(
         rows_GQK = torch.arange(len(kv_heads) * size).view(len(kv_heads), group + 2, -1)
         queries = rows_GQK[:, :group, order_K].flatten(0, 1)
         first = heads.start - kv_heads.start * group
-        order = torch.cat(
-            (
-                queries[first : first + len(heads)].flatten(),
-                rows_GQK[:, group, order_K].flatten(),
-                rows_GQK[:, group + 1].flatten(),
-            )
+        orders = (
+            queries[first : first + len(heads)].flatten(),
+            rows_GQK[:, group, order_K].flatten(),
+            rows_GQK[:, group + 1].flatten(),
         )
         part = elements(kv_heads, size)
+        if not spec.key_bias:
+            # The biases of queries and of values are tensors of their own.
+            matrix = Rows(f"{prefix}qkv_proj", spec.num_kv_heads * size, part, has_bias=False)
+            query_rows, key_rows, value_rows = (replace(matrix, order=order) for order in orders)
+            return [
+                _with_own_bias(query_rows, f"{prefix}q_bias", spec.num_heads, heads, spec),
+                key_rows,
+                _with_own_bias(value_rows, f"{prefix}v_bias", spec.num_kv_heads, kv_heads, spec),
+            ]
+        order = torch.cat(orders)
         return [Rows(f"{prefix}qkv_proj", spec.num_kv_heads * size, part, order)]
     query_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     if spec.num_qkv_blocks:
@@ -328,6 +336,11 @@ def qkv_rows(
         ),
         value_rows,
     ]
+
+
+def _with_own_bias(rows: Rows, name: str, count: int, heads: range, spec: ModelSpec) -> Rows:
+    own = Rows(name, count * spec.head_dim, elements(heads, spec.head_dim))
+    return replace(rows, has_bias=True, own_bias=own)
 
 
 def _gate_rows(spec: ModelSpec, prefix: str, heads: range) -> Rows:

@@ -32,12 +32,8 @@ ProgressCallback = Callable[[int, int], None]
 
 _FIRST_OUTPUT = "layers.0.self_attn.o_proj.weight"
 _FIRST_STAGE = (
-    "embed_positions.",
-    "embed_token_types.",
-    "embed_norm.",
-    "embed_scale",
-    "embed_bias",
-    "embed_tokens_per_layer.",
+    *("embed_positions.", "embed_token_types.", "embed_tasks.", "embed_norm."),
+    *("embed_scale", "embed_bias", "embed_tokens_per_layer."),
     "per_layer_",
     "altup_projections.",
     "initial_state",
@@ -54,6 +50,7 @@ class Rows(msgspec.Struct, frozen=True):
 
     If `order` is given, it lists the rows to take, as indices within the part. Unless `has_bias`, the bias of these
     rows is 0 and not stored, even if other rows of a product have one. A stored bias applies to `rows_per_bias` rows.
+    `own_bias` are the elements of another tensor that has the biases.
     """
 
     name: str
@@ -62,6 +59,7 @@ class Rows(msgspec.Struct, frozen=True):
     order: Tensor | None = None
     has_bias: bool = True
     rows_per_bias: int = 1
+    own_bias: "Rows | None" = None
 
     @property
     def biases(self) -> tuple[int, range]:
@@ -228,12 +226,7 @@ class WeightReader:
 
     def read_biases(self, rows: Sequence[Rows]) -> Tensor:
         """Return the concatenated biases of rows of several modules."""
-        parts = [
-            self._read_bias(r)
-            if r.has_bias
-            else torch.zeros(r.count, dtype=self.dtype, device=self.device)
-            for r in rows
-        ]
+        parts = [self._read_bias(each) for each in rows]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def read_table(self, name: str, rows: int, columns: int, part: range) -> Tensor | RowTable:
@@ -251,6 +244,10 @@ class WeightReader:
         return matrix
 
     def _read_bias(self, rows: Rows) -> Tensor:
+        if not rows.has_bias:
+            return torch.zeros(rows.count, dtype=self.dtype, device=self.device)
+        if (own := rows.own_bias) is not None:
+            return own.select(self.read(own.name, own.total, part=own.part))
         count, part = rows.biases
         stored = self.read(f"{rows.name}.bias", count, part=part)
         return rows.select(stored.repeat_interleave(rows.rows_per_bias))

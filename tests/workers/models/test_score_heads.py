@@ -31,6 +31,14 @@ MODELS = {
     "XLMRobertaForSequenceClassification": ({"num_labels": 1}, 0),
     "DistilBertForSequenceClassification": (DISTILBERT, 0),
     "AlbertForSequenceClassification": ({"embedding_size": 32}, 0),
+    "DebertaForSequenceClassification": (
+        {"relative_attention": True, "pos_att_type": "c2p|p2c"},
+        0,
+    ),
+    "ErnieForSequenceClassification": ({"use_task_id": True}, 0),
+    "EsmForSequenceClassification": ({"position_embedding_type": "rotary"}, 0),
+    "MegatronBertForSequenceClassification": ({}, 0),
+    "RoFormerForSequenceClassification": ({}, 0),
     "DebertaV2ForSequenceClassification": (
         {"relative_attention": True, "pos_att_type": "c2p", "position_buckets": 16},
         0,
@@ -70,7 +78,7 @@ def test_scores_equal_those_of_transformers(name, load, tmp_path):
     torch.manual_seed(0)
     config = model_class.config_class(**SMALL | differences)
     reference = model_class._from_config(config, attn_implementation="eager").eval()
-    for parameter in reference.parameters():
+    for parameter in filter(lambda each: each.requires_grad, reference.parameters()):
         torch.nn.init.normal_(parameter, 0.1, 0.2)
     reference.save_pretrained(tmp_path)
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...models.positions.table import check_num_positions, sinusoids
+from ...models.stage.embedding import read_token_types
 from ..packing import PackedWeight
 from .blocks import RESIDUAL, BlockRecorder
 
@@ -38,7 +39,7 @@ def _token_table(blocks: BlockRecorder) -> PackedWeight:
         num_rows = spec.vocab_size + spec.num_unused_embeddings
         return weights.packed("embed_tokens.weight", num_rows, size, blocks.part(spec.vocab_size))
     rows = weights.read("embed_tokens.weight", spec.vocab_size, size)
-    types = weights.read("embed_token_types.weight", spec.num_token_types, size)
+    types = read_token_types(spec, weights)
     if has_type:
         rows = rows + types[0]
     if spec.tells_segments:
@@ -61,7 +62,6 @@ def _position_tables(blocks: BlockRecorder, max_model_len: int) -> list[PackedWe
     else:
         tables = [weights.packed_float(name, num_rows, spec.hidden_size, part)]
     if spec.num_token_types:
-        types = range(spec.num_token_types)
-        name = "embed_token_types.weight"
-        tables.append(weights.packed_float(name, len(types), spec.hidden_size, types))
+        types = read_token_types(spec, weights)
+        tables.append(weights.pack_float_tensor("embed_token_types.weight", types))
     return tables

@@ -59,6 +59,7 @@ from .with_encoders import (
     beside_images,
     disentangled,
     encoder_decoders,
+    pre_normed,
     rotary,
     speech,
 )
@@ -90,6 +91,7 @@ FAMILIES = (
     *beside_images.FAMILIES,
     *encoder_decoders.FAMILIES,
     *speech.FAMILIES,
+    *pre_normed.FAMILIES,
     *rotary.FAMILIES,
     *aria.FAMILIES,
     *deepseek_ocr.FAMILIES,

@@ -8,18 +8,19 @@ from __future__ import annotations
 from typing import Final
 
 import torch
-from msgspec.structs import replace
 from torch import Tensor
 
 from ....protocol.errors import ConfigError
 from ...attention.distance_scores import DistanceScores
+from ...layers.parallel.tensor_parallel import elements
 from ...layers.specs.disentangled import DisentangledSpec
 from ..layer_source import LayerSource
 from ..norms import read_norm
 from ..weights import Rows
 
 _EMBEDDINGS: Final = "distance_embeddings.weight"
-_OWN_NAMES: Final = {"k_proj": "distance_key_proj", "q_proj": "distance_query_proj"}
+_KEYS: Final = "distance_key_proj"
+_QUERIES: Final = "distance_query_proj"
 
 
 def read_distance_scores(source: LayerSource, rows: list[Rows]) -> DistanceScores | None:
@@ -43,9 +44,14 @@ def read_distance_scores(source: LayerSource, rows: list[Rows]) -> DistanceScore
     if found.norms_embeddings:
         embeddings_BD = read_norm(spec, weights, "distance_norm", source.kernels)(embeddings_BD)
 
-    def project(each: Rows, kind: str) -> Tensor:
+    own = source.shard.heads(spec)
+
+    def project(each: Rows, name: str) -> Tensor:
         if not found.shares_projections:
-            each = replace(each, name=each.name.replace(kind, _OWN_NAMES[kind]))
+            has_bias = name == _QUERIES or spec.key_bias
+            size = spec.num_heads * spec.head_dim
+            part = elements(own, spec.head_dim)
+            each = Rows(f"{source.prefix}{name}", size, part, has_bias=has_bias)
         projection = source.read_rows([each], spec.hidden_size, has_biases=True)
         projected_BHK = projection(embeddings_BD).unflatten(1, (-1, spec.head_dim))
         return (projected_BHK * spec.attention_scale).permute(1, 2, 0).contiguous()
@@ -54,8 +60,8 @@ def read_distance_scores(source: LayerSource, rows: list[Rows]) -> DistanceScore
     furthest = found.max_distance
     distances_E = torch.arange(-furthest, furthest + 1, device=embeddings_BD.device)
     return DistanceScores(
-        keys_HKB=project(key_rows, "k_proj") if found.compares_queries else None,
-        queries_HKB=project(query_rows, "q_proj") if found.compares_keys else None,
+        keys_HKB=project(key_rows, _KEYS) if found.compares_queries else None,
+        queries_HKB=project(query_rows, _QUERIES) if found.compares_keys else None,
         buckets_E=distance_buckets(distances_E, found),
     )
 

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from ...layers.layers import Linear, RMSNorm
 from ...layers.parallel.parallel_layers import VocabParallelEmbedding
+from ...layers.spec import ModelSpec
 from ...towers.placed import Placed
 from ..layer_kinds.altup import Streams
 from ..layer_source import LayerSource
@@ -21,6 +22,7 @@ from ..lora.adapters import LoraAdapters
 from ..lora.vocabulary import embedding_changes
 from ..norms import read_norm
 from ..positions.table import read_positions
+from ..weights import WeightReader
 
 _TOKEN_TYPES: Final = "embed_token_types.weight"
 
@@ -31,6 +33,14 @@ def read_embedding(source: LayerSource) -> Tensor:
     part = source.shard.tensor_parallel.part(spec.vocab_size)
     num_rows = spec.vocab_size + spec.num_unused_embeddings
     return source.weights.read("embed_tokens.weight", num_rows, spec.embedding_width, part=part)
+
+
+def read_token_types(spec: ModelSpec, weights: WeightReader) -> Tensor:
+    """Return the embeddings of token types, each with that of the first task if there are tasks."""
+    types = weights.read(_TOKEN_TYPES, spec.num_token_types, spec.hidden_size)
+    if not spec.num_tasks:
+        return types
+    return types + weights.read("embed_tasks.weight", spec.num_tasks, spec.hidden_size)[0]
 
 
 class TokenEmbedding:
@@ -82,7 +92,7 @@ class TokenEmbedding:
         self._first_type_D: Tensor | None = None
         self._second_type_D: Tensor | None = None
         if spec.num_token_types:
-            types = weights.read(_TOKEN_TYPES, spec.num_token_types, spec.hidden_size)
+            types = read_token_types(spec, weights)
             self._first_type_D = types[0]
             if spec.tells_segments:
                 # The row of the first type is added to every token, and this difference to tokens of the second type.

@@ -12,7 +12,14 @@ from ....layers.spec import ModelSpec
 from ....layers.specs.norm_names import NormNames
 from ..common import Family, base_spec, uniform_layers
 from ..gpt import alibi_slopes
-from .heads import AFTER_POOLER, WITH_OWN_DENSE, HeadNames, encoder_families, with_splade_head
+from .heads import (
+    AFTER_POOLER,
+    WITH_OWN_DENSE,
+    WITH_OWN_GELU_DENSE,
+    HeadNames,
+    encoder_families,
+    with_splade_head,
+)
 
 BERT_NAMES = (
     (r"^(.*\.)?(pooler|cls|lm_head|classifier|qa_outputs)\..*", ""),
@@ -38,6 +45,10 @@ BERT_NAMES = (
 _ELECTRA_NAMES = (
     (r"^(generator|discriminator)_(predictions|lm_head)\..*", ""),
     (r"embeddings_project\.", "embed_projection."),
+    *BERT_NAMES,
+)
+_REMBERT_NAMES = (
+    (r"encoder\.embedding_hidden_mapping_in\.", "embed_projection."),
     *BERT_NAMES,
 )
 _ALBERT_NAMES = (
@@ -171,13 +182,39 @@ def _albert(fields: ConfigFields) -> ModelSpec:
     )
 
 
+def _ernie(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of an ERNIE, a BERT that may add the embedding of a task, always the first one."""
+    has_tasks = fields.boolean("use_task_id", False)
+    return replace(
+        _bert(fields),
+        num_tasks=fields.integer("task_type_vocab_size", 3) if has_tasks else 0,
+        tensor_names=((r"embeddings\.task_type_embeddings\.", "embed_tasks."), *BERT_NAMES),
+    )
+
+
+def _rembert(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a RemBERT, a BERT whose embeddings have another size (arXiv 2010.12821)."""
+    return replace(
+        _bert(fields),
+        embedding_size=fields.integer("input_embedding_size", 256),
+        has_head=False,
+        tensor_names=_REMBERT_NAMES,
+    )
+
+
+def positions_after_padding(fields: ConfigFields) -> tuple[ConfigFields, int]:
+    """Return the fields with the number of usable positions, and the row of the first one.
+
+    It follows the row of the padding token.
+    """
+    offset = fields.integer("pad_token_id", 1, minimum=0) + 1
+    count = fields.integer("max_position_embeddings", 512) - offset
+    return fields.with_values({"max_position_embeddings": count}), offset
+
+
 def _roberta(fields: ConfigFields) -> ModelSpec:
     fields = fields.with_defaults(hidden_act="gelu", rms_norm_eps=1e-12, type_vocab_size=2)
-    # Positions start at the row after the padding token's.
-    offset = fields.integer("pad_token_id", 1, minimum=0) + 1
-    fields = fields.with_values(
-        {"max_position_embeddings": fields.integer("max_position_embeddings", 512) - offset}
-    )
+    fields, offset = positions_after_padding(fields)
     return _encoder_spec(
         fields,
         num_positions=fields.integer("max_position_embeddings"),
@@ -282,12 +319,9 @@ FAMILIES = (
     Family("BertSpladeSparseEmbeddingModel", "bert", _bert_splade),
     *encoder_families("DistilBert", "distilbert", _distilbert, _DISTILBERT_HEAD),
     Family("DistilBertSpladeSparseEmbeddingModel", "distilbert", _distilbert_splade),
-    *encoder_families(
-        "Electra",
-        "electra",
-        _electra,
-        HeadNames(r"^classifier\.dense\.", r"^classifier\.out_proj\.", "gelu"),
-    ),
+    *encoder_families("Electra", "electra", _electra, WITH_OWN_GELU_DENSE),
+    *encoder_families("Ernie", "ernie", _ernie, AFTER_POOLER),
+    *encoder_families("RemBert", "rembert", _rembert, AFTER_POOLER),
     *encoder_families("Roberta", "roberta", _roberta, WITH_OWN_DENSE),
     Family("RobertaSpladeSparseEmbeddingModel", "roberta", _roberta_splade),
     *encoder_families("XLMRoberta", "xlm-roberta", _roberta, WITH_OWN_DENSE),

@@ -26,6 +26,15 @@ _DEBERTA_NAMES = (
 )
 
 
+_FIRST_NAMES = (
+    (r"\.attention\.self\.in_proj\.", ".self_attn.qkv_proj."),
+    (r"\.attention\.self\.([qv])_bias$", r".self_attn.\1_bias"),
+    (r"\.attention\.self\.pos_proj\.", ".self_attn.distance_key_proj."),
+    (r"\.attention\.self\.pos_q_proj\.", ".self_attn.distance_query_proj."),
+    *_DEBERTA_NAMES,
+)
+
+
 def _comparisons(fields: ConfigFields) -> set[str]:
     """Return which comparisons with distances there are: "c2p" of queries, "p2c" of keys."""
     found = fields.get("pos_att_type")
@@ -80,6 +89,14 @@ def _deberta2(fields: ConfigFields) -> ModelSpec:
     return base_spec(fields, layers, **changes)
 
 
+def _deberta(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a DeBERTa v1. Neither its keys nor those of distances have biases."""
+    fields.require("talking_head", False)
+    spec = _deberta2(fields.with_values({"position_buckets": None, "share_att_key": False}))
+    names = spec.tensor_names[: -len(_DEBERTA_NAMES)]
+    return replace(spec, has_grouped_qkv=True, key_bias=False, tensor_names=(*names, *_FIRST_NAMES))
+
+
 def _convolution(fields: ConfigFields) -> InputConvolution:
     fields.require("conv_groups", 1)
     num_taps = fields.integer("conv_kernel_size")
@@ -89,4 +106,7 @@ def _convolution(fields: ConfigFields) -> InputConvolution:
     return InputConvolution(num_taps, activation)
 
 
-FAMILIES = encoder_families("DebertaV2", "deberta-v2", _deberta2, AFTER_GELU_POOLER)
+FAMILIES = (
+    *encoder_families("Deberta", "deberta", _deberta, AFTER_GELU_POOLER),
+    *encoder_families("DebertaV2", "deberta-v2", _deberta2, AFTER_GELU_POOLER),
+)

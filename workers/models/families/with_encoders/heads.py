@@ -31,6 +31,7 @@ AFTER_POOLER: Final = HeadNames(r"^(.*\.)?pooler\.dense\.", r"^classifier\.")
 WITH_OWN_DENSE: Final = HeadNames(r"^classifier\.dense\.", r"^classifier\.out_proj\.")
 
 
+WITH_OWN_GELU_DENSE: Final = HeadNames(r"^classifier\.dense\.", r"^classifier\.out_proj\.", "gelu")
 AFTER_GELU_POOLER: Final = HeadNames(r"^(.*\.)?pooler\.dense\.", r"^classifier\.", "gelu")
 
 

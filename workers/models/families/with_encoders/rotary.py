@@ -22,8 +22,14 @@ from ..common import (
 )
 from ..experts import with_experts
 from ..llama import llama
-from .absolute import POST_NORMED
-from .heads import AFTER_POOLER, WITH_OWN_DENSE, encoder_families, with_splade_head
+from .absolute import BERT_NAMES, POST_NORMED
+from .heads import (
+    AFTER_POOLER,
+    WITH_OWN_DENSE,
+    WITH_OWN_GELU_DENSE,
+    encoder_families,
+    with_splade_head,
+)
 
 _MODERNBERT_NORMS = NormNames("attention_norm", None, "mlp_norm", None)
 _MODERNBERT_NAMES = (
@@ -61,6 +67,11 @@ _NOMIC_NAMES = (
     (r"\.fc11\.", ".up_proj."),
     (r"\.fc12\.", ".gate_proj."),
     (r"\.fc2\.", ".down_proj."),
+)
+_ROFORMER_NAMES = (
+    (r".*encoder\.embed_positions\.weight$", ""),
+    (r"embeddings_project\.", "embed_projection."),
+    *BERT_NAMES,
 )
 _JINA_NAMES = (
     *_POST_NORMED_NAMES,
@@ -270,6 +281,25 @@ def _jina3(fields: ConfigFields) -> ModelSpec:
     return _post_normed(fields, 20_000.0, tensor_names=_JINA_NAMES)
 
 
+def _roformer(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a RoFormer, a BERT whose embeddings may have another size (arXiv 2104.09864)."""
+    fields.require("is_decoder", False)
+    fields.require("rotary_value", False)
+    fields = fields.with_defaults(
+        rms_norm_eps=1e-12, hidden_act="gelu", type_vocab_size=2, max_position_embeddings=1536
+    )
+    hidden_size = fields.integer("hidden_size")
+    size = fields.integer("embedding_size", hidden_size)
+    return _post_normed(
+        fields,
+        10_000.0,
+        rope_order="interleaved",
+        embedding_size=None if size == hidden_size else size,
+        has_head=False,
+        tensor_names=_ROFORMER_NAMES,
+    )
+
+
 def _eurobert(fields: ConfigFields) -> ModelSpec:
     fields = fields.with_defaults(rms_norm_eps=1e-5, max_position_embeddings=8192)
     # The masked-language-model head is not used.
@@ -304,6 +334,7 @@ FAMILIES = (
     *encoder_families("New", "new", _gte, AFTER_POOLER),
     *encoder_families("Gte", "gte", _gte, AFTER_POOLER),
     *encoder_families("JinaEmbeddingsV3", "jina_embeddings_v3", _jina3, WITH_OWN_DENSE),
+    *encoder_families("RoFormer", "roformer", _roformer, WITH_OWN_GELU_DENSE),
     Family("EuroBertModel", "eurobert", _eurobert),
     Family("EuroBertForMaskedLM", "eurobert", _eurobert),
     Family("EuroBertForSequenceClassification", "eurobert", _eurobert_classifier),
