@@ -25,6 +25,7 @@ TOKENIZER_FILES = (
         "*.spm",
         "tokenizer.model",
         "spiece.model",
+        "sentencepiece.model",
         "spm.model",
         "tiktoken.model",
         "merges.txt",

@@ -13,7 +13,7 @@ import msgspec
 from ...protocol.checkpoint.gguf import GGUFFile
 from ...protocol.errors import CheckpointError
 from ..cache_directory import cache_directories
-from .conversion.deberta import convert_deberta, deberta_files
+from .conversion.encoder_pieces import convert_encoder_pieces, encoder_pieces_files
 from .conversion.kimi import convert_kimi, kimi_files
 from .conversion.marian import convert_marian, marian_files
 from .conversion.plamo import convert_plamo, plamo_files
@@ -27,13 +27,13 @@ FORMAT_VERSION = 4
 
 _FORMATS = (
     (marian_files, convert_marian),
+    (encoder_pieces_files, convert_encoder_pieces),
     (tekken_files, convert_tekken),
     (kimi_files, convert_kimi),
     (tokenizer_model_files, convert_tokenizer_model),
     (vocabulary_files, convert_vocabulary),
     (world_files, convert_world),
     (plamo_files, convert_plamo),
-    (deberta_files, convert_deberta),
 )
 """For each format, the functions that find the files of its tokenizer in a directory, and that convert it."""
 

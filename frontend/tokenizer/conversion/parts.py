@@ -46,6 +46,24 @@ def surround(
     }
 
 
+def enclose(tokens: Sequence[str], first: str, last: str) -> dict[str, Any]:
+    """Return the post-processor that puts tokens around a text, and the last one after a second text as well."""
+    start, end, second_end = (
+        {"SpecialToken": {"id": token, "type_id": i}}
+        for token, i in ((first, 0), (last, 0), (last, 1))
+    )
+    one, two = ({"Sequence": {"id": name, "type_id": i}} for i, name in enumerate("AB"))
+    return {
+        "type": "TemplateProcessing",
+        "single": [start, one, end],
+        "pair": [start, one, end, two, second_end],
+        "special_tokens": {
+            token: {"id": token, "ids": [tokens.index(token)], "tokens": [token]}
+            for token in (first, last)
+        },
+    }
+
+
 def byte_level(
     patterns: Sequence[str], model: dict[str, Any], *, nfc: bool = False
 ) -> dict[str, Any]:

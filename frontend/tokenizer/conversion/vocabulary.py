@@ -1,4 +1,4 @@
-"""Convert a tokenizer that has only its vocabulary: `vocab.json` and `merges.txt`, or `vocab.txt` of BERT."""
+"""Convert a tokenizer that has only its vocabulary: `vocab.json` and `merges.txt`, or `vocab.txt` of BERT or ESM."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Final
 import msgspec
 
 from ....protocol.errors import CheckpointError
-from .parts import added_token, bpe, byte_level, surround, word_pieces
+from .parts import added_token, bpe, byte_level, enclose, surround, word_pieces
 from .pretokenizers import PRE_TOKENIZERS
 from .settings import Settings, settings_files
 
@@ -26,27 +26,38 @@ _ROBERTA: Final = {
 }
 _QWEN2: Final = {"eos": "<|endoftext|>", "pad": "<|endoftext|>"}
 _BERT: Final = {"unk": "[UNK]", "sep": "[SEP]", "pad": "[PAD]", "cls": "[CLS]", "mask": "[MASK]"}
+_DEBERTA: Final = _BERT | {"bos": "[CLS]", "eos": "[SEP]"}
+_ESM: Final = {"unk": "<unk>", "pad": "<pad>", "cls": "<cls>", "mask": "<mask>", "eos": "<eos>"}
 _NAMED: Final = {
     "BartTokenizer": _ROBERTA,
     "BertTokenizer": _BERT,
     "CodeGenTokenizer": _GPT2,
+    "DebertaTokenizer": _DEBERTA,
     "DistilBertTokenizer": _BERT,
     "ElectraTokenizer": _BERT,
+    "EsmTokenizer": _ESM,
     "GPT2Tokenizer": _GPT2,
     "Qwen2Tokenizer": _QWEN2,
     "RobertaTokenizer": _ROBERTA,
 }
 """The classes of supported tokenizers, and the named tokens that are their defaults."""
 
+_IN_TEXT: Final = (_BERT, _ESM)
+"""The named tokens of the classes whose vocabulary is `vocab.txt`."""
+
 _CLASSES: Final = {
     "bart": "BartTokenizer",
     "bert": "BertTokenizer",
     "codegen": "CodeGenTokenizer",
+    "deberta": "DebertaTokenizer",
     "distilbert": "DistilBertTokenizer",
     "electra": "ElectraTokenizer",
+    "ernie": "BertTokenizer",
+    "esm": "EsmTokenizer",
     "gpt2": "GPT2Tokenizer",
     "gpt_neo": "GPT2Tokenizer",
     "gptj": "GPT2Tokenizer",
+    "megatron-bert": "BertTokenizer",
     "opt": "GPT2Tokenizer",
     "phi": "CodeGenTokenizer",
     "qwen2": "Qwen2Tokenizer",
@@ -72,7 +83,7 @@ def convert_vocabulary(directory: Path) -> dict[str, dict[str, Any]]:
     """
     path, settings = vocabulary_files(directory)[0], Settings(directory)
     kind = settings.tokenizer_class or _CLASSES.get(settings.model_type, "")
-    if kind not in _NAMED or (_NAMED[kind] is _BERT) != (path.name == _WORD_PIECES):
+    if kind not in _NAMED or (_NAMED[kind] in _IN_TEXT) != (path.name == _WORD_PIECES):
         raise CheckpointError(
             path,
             f"the vocabulary is not read for the tokenizer_class {kind!r}; supported are "
@@ -81,7 +92,7 @@ def convert_vocabulary(directory: Path) -> dict[str, dict[str, Any]]:
     named = settings.named(**_NAMED[kind])
     try:
         tokens = _read_tokens(path)
-        merges = [] if _NAMED[kind] is _BERT else _read_merges(directory / _MERGES)
+        merges = [] if _NAMED[kind] in _IN_TEXT else _read_merges(directory / _MERGES)
     except (OSError, ValueError) as error:
         raise CheckpointError(path, f"not a vocabulary: {error}") from error
     for id_, token in sorted(settings.added.items()):
@@ -89,13 +100,15 @@ def convert_vocabulary(directory: Path) -> dict[str, dict[str, Any]]:
             raise CheckpointError(path, f"no file has the tokens {len(tokens)} to {id_ - 1}")
         tokens[id_ : id_ + 1] = [token]
     special = {*named.values(), *settings.special}
+    # Each token of ESM is recognized wherever it is in a text.
+    are_all_added = _NAMED[kind] is _ESM
     added = [
         added_token(id_, token, special=token in special)
         for id_, token in enumerate(tokens)
-        if token in special or id_ in settings.added
+        if token in special or id_ in settings.added or are_all_added
     ]
     missing = next((token for token in named.values() if token not in tokens), None)
-    if missing is not None and _NAMED[kind] in (_ROBERTA, _BERT):
+    if missing is not None and _NAMED[kind] not in (_GPT2, _QWEN2):
         raise CheckpointError(path, f"there is no token {missing!r}")
     tokenizer = {
         "version": "1.0",
@@ -130,6 +143,15 @@ def _parts(kind: str, tokens: list[str], merges: list[str], settings: Settings) 
     if _NAMED[kind] is _BERT:
         is_lower = settings.fields.boolean("do_lower_case", True)
         return word_pieces({token: i for i, token in enumerate(tokens)}, lowercase=is_lower)
+    if _NAMED[kind] is _ESM:
+        vocabulary = {token: i for i, token in enumerate(tokens)}
+        unknown = settings.named(**_ESM)["unk_token"]
+        return {
+            "normalizer": None,
+            "pre_tokenizer": {"type": "WhitespaceSplit"},
+            "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": False},
+            "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": unknown},
+        }
     settings.fields.require("add_prefix_space", False)
     scheme = PRE_TOKENIZERS["qwen2" if _NAMED[kind] is _QWEN2 else "gpt-2"]
     return byte_level(scheme.patterns, bpe(tokens, merges), nfc=_NAMED[kind] is _QWEN2)
@@ -139,6 +161,10 @@ def _post_processor(
     kind: str, tokens: list[str], settings: Settings, named: dict[str, str]
 ) -> dict[str, Any] | None:
     """Return the part of tokenizer.json that adds special tokens to texts."""
+    if _NAMED[kind] is _ESM:
+        return enclose(tokens, named["cls_token"], named["eos_token"])
+    if _NAMED[kind] is _DEBERTA:
+        return enclose(tokens, named["cls_token"], named["sep_token"])
     if _NAMED[kind] in (_ROBERTA, _BERT):
         sep, cls = (
             [token, tokens.index(token)] for token in (named["sep_token"], named["cls_token"])

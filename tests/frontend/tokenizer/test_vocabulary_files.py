@@ -39,6 +39,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("GPT2Tokenizer", ROBERTA, OPT | {"add_bos_token": True}),
         ("Qwen2Tokenizer", ["<|endoftext|>"], {"bos_token": None}),
         ("RobertaTokenizer", ROBERTA, {"added_tokens_decoder": {"4": MASK}}),
+        ("DebertaTokenizer", ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]"], {}),
         ("BertTokenizer", [], {"do_lower_case": True}),
         ("BertTokenizer", [], {"do_lower_case": False}),
         ("ElectraTokenizer", [], {"do_lower_case": True}),
@@ -65,6 +66,38 @@ def test_vocabularies_give_the_tokens_of_transformers(
         assert tokenizer.encode(text) == reference(text)["input_ids"]
     assert tokenizer.eos_token == reference.eos_token
     assert tokenizer.chat_templates == {"default": "{{ messages }}"}
+
+
+def test_the_tokens_of_esm_are_recognized_anywhere(tmp_path: Path) -> None:
+    tokens = ["<cls>", "<pad>", "<eos>", "<unk>", "M", "K", "A", "-", "<null_1>", "<mask>"]
+    (tmp_path / "vocab.txt").write_text("\n".join(tokens))
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "EsmTokenizer"}')
+    reference = transformers.EsmTokenizer.from_pretrained(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    for text in ("MKAAK", "MK A-K x", "mkMKxyA z", "A<mask>K", ""):
+        assert tokenizer.encode(text) == reference(text)["input_ids"], text
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "config", "words"),
+    [
+        ("spiece.model", "Albert", {}, ["▁ab", "▁ab"]),
+        ("spiece.model", "Albert", {"do_lower_case": False}, ["▁", "<unk>", "b", "▁ab"]),
+        ("sentencepiece.model", "RemBert", {}, ["▁", "[UNK]", "b", "▁", "[UNK]", "b"]),
+    ],
+)
+def test_sentencepiece_models_of_albert_and_rembert_are_read(
+    tmp_path: Path, name: str, kind: str, config: dict[str, Any], words: list[str]
+) -> None:
+    scores = dict.fromkeys(("[PAD]", "<pad>", "[CLS]", "[SEP]", "[UNK]", "[MASK]"), 0.0)
+    scores |= {"▁a": -1.0, "▁ab": -2.0, "b": -3.0, "▁": -4.0, "a": -5.0}
+    tokens = ["<unk>", "<s>", "</s>", *scores]
+    (tmp_path / name).write_bytes(sentencepiece_file(scores))
+    config = {"tokenizer_class": f"{kind}Tokenizer"} | config
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = load_tokenizer(tmp_path)
+    found = [tokens[i] for i in tokenizer.encode(" Ab  äb[MASK]")]
+    assert found == ["[CLS]", *words, "[MASK]", "[SEP]"]
 
 
 @pytest.mark.parametrize(("legacy", "after"), [(True, ["▁", "b"]), (False, ["b"])])
