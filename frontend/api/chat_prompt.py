@@ -12,7 +12,7 @@ from typing import Any, Final
 from ...protocol.encoder_inputs.inputs import EncoderInput
 from ...protocol.errors import ParameterError
 from ..http.errors import APIError, bad_request, redact
-from ..media.sources.media_options import parse_media_options
+from ..media.sources.media_options import parse_media_options, sglang_fields
 from .inputs.files import read_files
 from .prompts import (
     BYTES_PER_TOKEN_ID,
@@ -87,9 +87,7 @@ async def render_chat(
             raise bad_request(error.param, error.problem) from None
         try:
             options = parse_media_options(
-                request.mm_processor_kwargs,
-                request.media_io_kwargs,
-                getattr(request, "use_audio_in_video", None),
+                request.mm_processor_kwargs, request.media_io_kwargs, sglang_fields(request)
             )
         except ParameterError as error:
             raise bad_request(error.param, error.problem) from None

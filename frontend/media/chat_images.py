@@ -27,6 +27,7 @@ from .media_reader import MediaReader, PreparedImage
 from .message_parts import replace_parts, verify_count
 from .prompt_images import PromptImages
 from .sources.media_options import DEFAULT_OPTIONS, MediaOptions
+from .sources.processor_fields import LIMITS_OF_PARTS, ProcessorField, take_fields, verify_fields
 
 _EMBEDDINGS: Final = "image_embeds"
 _KINDS: Final = ("image_url", "input_image", "image_pil", "image", _EMBEDDINGS)
@@ -34,10 +35,14 @@ _VIDEO_KINDS: Final = ("video_url", "input_video", "video")
 
 
 class ChatImage(NamedTuple):
-    """An image of a conversation: a URL, or a Pillow image from a caller in this process."""
+    """An image of a conversation: a URL, or a Pillow image from a caller in this process.
+
+    `fields` replace settings of the model's processor.
+    """
 
     source: str | Image.Image
     where: str
+    fields: tuple[ProcessorField, ...] = ()
 
 
 class EmbeddedImage(NamedTuple):
@@ -52,11 +57,15 @@ class EmbeddedImage(NamedTuple):
 
 
 class ChatVideo(NamedTuple):
-    """A video of a conversation: a URL, the bytes of a file or the frames, and the choice of frames to read."""
+    """A video of a conversation: a URL, the bytes of a file or the frames, and the choice of frames to read.
+
+    `fields` replace settings of the model's processor.
+    """
 
     source: str | bytes | list[str | Image.Image]
     where: str
     sampling: Sampling = Sampling()
+    fields: tuple[ProcessorField, ...] = ()
 
 
 ChatItem: TypeAlias = ChatImage | EmbeddedImage | ChatVideo
@@ -69,9 +78,7 @@ class MediaLimits(NamedTuple):
     max_videos: int | None
 
 
-def take_media(
-    messages: Sequence[Any], limits: MediaLimits, options: MediaOptions = DEFAULT_OPTIONS
-) -> tuple[list[Any], list[ChatItem]]:
+def take_media(messages: Sequence[Any], limits: MediaLimits) -> tuple[list[Any], list[ChatItem]]:
     """Return a copy of the messages with images and videos replaced by marks, and a list of the images and videos.
 
     The marks are `IMAGE_PART` and `VIDEO_PART`.
@@ -80,9 +87,7 @@ def take_media(
         ParameterError: A part is invalid, or there are too many images or videos.
     """
     media: list[ChatItem] = []
-    taken = replace_parts(
-        messages, lambda part, where: _replace_media(part, where, media, limits, options)
-    )
+    taken = replace_parts(messages, lambda part, where: _replace_media(part, where, media, limits))
     num_videos = sum(isinstance(item, ChatVideo) for item in media)
     verify_count("images", len(media) - num_videos, limits.max_images)
     verify_count("videos", num_videos, limits.max_videos or 0)
@@ -95,9 +100,7 @@ def _kind(part: Any) -> str:
     return kind if isinstance(kind, str) and kind in (*_KINDS, *_VIDEO_KINDS) else ""
 
 
-def _replace_media(
-    part: Any, where: str, media: list[ChatItem], limits: MediaLimits, options: MediaOptions
-) -> Any:
+def _replace_media(part: Any, where: str, media: list[ChatItem], limits: MediaLimits) -> Any:
     """Append the image or video of a part to `media` and return its mark; return any other part unchanged."""
     kind = _kind(part)
     if not kind:
@@ -114,18 +117,23 @@ def _replace_media(
     if kind == _EMBEDDINGS:
         media.append(make_embedded(value, where))
         return IMAGE_PART
+    fields = _fields_of(part, where)
     if isinstance(value, Mapping):
+        fields += _fields_of(value, where)
         fps, num_frames = value.get("fps", fps), value.get("num_frames", num_frames)
         value, where = value.get("url"), f"{where}.url"
     if is_video:
-        if fps is None and num_frames is None:
-            fps, num_frames = options.fps, options.num_frames
-        media.append(make_video(value, where, fps, num_frames))
+        media.append(make_video(value, where, fps, num_frames)._replace(fields=fields))
         return VIDEO_PART
     if not isinstance(value, str | Image.Image) or not value:
         raise ParameterError(where, f"must be the URL of an image, got {echo(value)}")
-    media.append(ChatImage(value, where))
+    media.append(ChatImage(value, where, fields))
     return IMAGE_PART
+
+
+def _fields_of(part: Mapping[str, Any], where: str) -> tuple[ProcessorField, ...]:
+    """Return the limits of an image or a video beside its URL, as in the APIs of Qwen and SGLang."""
+    return take_fields({name: part[name] for name in LIMITS_OF_PARTS if name in part}, where)
 
 
 def make_embedded(value: Any, where: str) -> EmbeddedImage:
@@ -208,6 +216,7 @@ class ChatImages(ChatMedia):
         video = config.frontend.media_io_kwargs.video
         num_frames = MAX_VIDEO_FRAMES if video.num_frames == -1 else video.num_frames
         self._sampling = Sampling(video.fps or None, None if video.fps else num_frames or None)
+        self._processors = config.model.images, self._videos
         self._reads_embeddings = config.frontend.enable_mm_embeds
         self._size = config.model.images.output_size
         self._stands_alone = config.model.images.stands_alone
@@ -215,7 +224,7 @@ class ChatImages(ChatMedia):
     def _take(
         self, messages: Sequence[Any], options: MediaOptions
     ) -> tuple[list[Any], list[ChatItem]]:
-        return take_media(messages, self._limits, options)
+        return take_media(messages, self._limits)
 
     async def prepare(
         self, found: Sequence[ChatItem], options: MediaOptions = DEFAULT_OPTIONS
@@ -231,7 +240,31 @@ class ChatImages(ChatMedia):
                 "mm_processor_kwargs.use_audio_in_video",
                 "must be false, because this model reads no audio; got true",
             )
-        return await super().prepare(found, options)
+        return await super().prepare(self.with_options(found, options))
+
+    def with_options(self, found: Sequence[Any], options: MediaOptions) -> list[Any]:
+        """Return images and videos with the choices of a request, unless they have their own.
+
+        Raises:
+            ParameterError: The model's processor lacks a field.
+        """
+        if found:
+            verify_fields((*options.images, *options.videos), *self._processors)
+        chosen = Sampling(options.fps, options.num_frames)
+        changed: list[Any] = []
+        for item in found:
+            if isinstance(item, ChatVideo):
+                sampling = item.sampling if item.sampling != DEFAULT_SAMPLING else chosen
+                if None not in sampling:
+                    raise ParameterError(
+                        "mm_processor_kwargs.num_frames",
+                        "must not be given with fps; send one of them",
+                    )
+                item = item._replace(sampling=sampling, fields=(*options.videos, *item.fields))
+            elif isinstance(item, ChatImage):
+                item = item._replace(fields=(*options.images, *item.fields))
+            changed.append(item)
+        return changed
 
     def wrap(self, given: Any, where: str) -> ChatItem:
         """Return an image or a video that a caller in this process passed, in the form that `prepare` takes.
@@ -279,9 +312,13 @@ class ChatImages(ChatMedia):
             sampling = image.sampling
             if sampling == DEFAULT_SAMPLING and not isinstance(source, list):
                 sampling = self._sampling
-            return await self._executor.in_thread(reader.read_video, source, sampling, where)
+            return await self._executor.in_thread(
+                reader.read_video, source, sampling, where, image.fields
+            )
         num_images = sum(not isinstance(item, ChatVideo) for item in found)
-        return await self._executor.in_thread(reader.read_image, source, where, num_images)
+        return await self._executor.in_thread(
+            reader.read_image, source, where, num_images, image.fields
+        )
 
     def _place_embeddings(
         self, source: str | NDArray[Any], where: str, fields: Mapping[str, Any]

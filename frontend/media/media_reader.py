@@ -23,6 +23,7 @@ from .layouts.frames import fit_frames, frames
 from .layouts.pixels import Parts, Sizes, Tile, Video
 from .processor import process_image
 from .sources.data_urls import read_data_url
+from .sources.processor_fields import ProcessorField, with_image_fields, with_video_fields
 from .video_files import open_video
 
 MAX_POSITION: Final = 2**31 - 1
@@ -85,7 +86,11 @@ class MediaReader:
         self._config = config
 
     def read_image(
-        self, source: str | bytes | Image.Image, where: str, num_images: int
+        self,
+        source: str | bytes | Image.Image,
+        where: str,
+        num_images: int,
+        fields: Sequence[ProcessorField] = (),
     ) -> PreparedImage:
         """Return one of a prompt's images, preprocessed.
 
@@ -93,19 +98,21 @@ class MediaReader:
             source: A data URL, the content of a file, or a Pillow image.
             where: The name of the field in errors.
             num_images: The number of the prompt's images.
+            fields: The fields of the request, which replace settings of the processor.
 
         Raises:
-            ParameterError: The image cannot be read.
+            ParameterError: The image cannot be read, or a field is outside the server's limits.
         """
+        config = with_image_fields(self._config.images, fields)
         if isinstance(source, str):
             source = read_data_url(source, where)
-        background = self._config.images.background
+        background = config.background
         if isinstance(source, Image.Image):
             image = to_rgb(source, background)
         else:
             image = decode_image(source, where, background)
         try:
-            return self.prepare_image(image, num_images)
+            return self._prepare_image(image, num_images, config)
         except ValueError as error:
             raise ParameterError(where, f"cannot be read by this model: {error}") from None
 
@@ -114,19 +121,23 @@ class MediaReader:
         source: str | bytes | Sequence[str | Image.Image],
         sampling: Sampling,
         where: str,
+        fields: Sequence[ProcessorField] = (),
     ) -> PreparedImage:
-        """Return a preprocessed video. See `open_video` for the arguments.
+        """Return a preprocessed video. See `open_video` and `read_image` for the arguments.
 
         Raises:
-            ParameterError: The video cannot be read.
+            ParameterError: The video cannot be read, or a field is outside the server's limits.
         """
-        config, max_outputs = self._config.videos, self._config.max_outputs
-        assert config is not None, "the model reads no videos"
+        assert self._config.videos is not None, "the model reads no videos"
+        config, max_outputs = (
+            with_video_fields(self._config.videos, fields),
+            self._config.max_outputs,
+        )
 
         def fit(width: int, height: int, num_frames: int) -> Sizes:
             return fit_frames(width, height, num_frames, config, max_outputs)
 
-        return self.prepare_video(open_video(source, sampling, where, config, fit))
+        return self._prepare_video(open_video(source, sampling, where, config, fit), config)
 
     def prepare_image(self, image: Image.Image, num_images: int = 1) -> PreparedImage:
         """Preprocess and return one of a prompt's images, which must be in RGB.
@@ -134,15 +145,21 @@ class MediaReader:
         Raises:
             ValueError: The model cannot read the image.
         """
-        config = self._config
-        return _prepared(process_image(image, config.images, num_images), config.token)
+        return self._prepare_image(image, num_images, self._config.images)
+
+    def _prepare_image(
+        self, image: Image.Image, num_images: int, config: AnyImageProcessor
+    ) -> PreparedImage:
+        return _prepared(process_image(image, config, num_images), self._config.token)
 
     def prepare_video(self, video: Video) -> PreparedImage:
         """Return a preprocessed video."""
-        config = self._config
-        assert config.videos is not None, "the model reads no videos"
-        parts = frames(video, config.videos, config.around)
-        return _prepared(parts, config.video_token, is_video=True)
+        assert self._config.videos is not None, "the model reads no videos"
+        return self._prepare_video(video, self._config.videos)
+
+    def _prepare_video(self, video: Video, config: AnyVideoProcessor) -> PreparedImage:
+        parts = frames(video, config, self._config.around)
+        return _prepared(parts, self._config.video_token, is_video=True)
 
     def place_embeddings(
         self, values: NDArray[np.float32], grid: Grid | None = None

@@ -61,6 +61,7 @@ class MixedMedia:
     ) -> tuple[list[Any], list[Any]]:
         """Return the messages with images and audio replaced by marks, and the preprocessed images and audio."""
         taken, found = await self._images.find(messages, body_size, options)
+        found = self._images.with_options(found, options)
         found, sounds = await self._read_sounds(found, options)
         images = self._join(await self._images.prepare(found), found, sounds)
         if self._joined is None and any(sounds):
@@ -77,6 +78,7 @@ class MixedMedia:
         """
         items = [item for item in found if not isinstance(item, AudioClip)]
         clips = await self._audio.prepare([item for item in found if isinstance(item, AudioClip)])
+        items = self._images.with_options(items, options)
         items, sounds = await self._read_sounds(items, options)
         images = await self._images.prepare(items)
         if self._joined is not None and self._reads_sound(options):

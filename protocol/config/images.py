@@ -10,7 +10,6 @@ import msgspec
 MAX_RATIO: Final = 200
 """Maximum aspect ratio of images of any size: the longer side divided by the shorter one."""
 
-
 Background: TypeAlias = Literal["white", "checkers"]
 
 
@@ -373,11 +372,13 @@ class ResizeProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="resi
     one more embedding after each row, and if it is "framed" or "ends" (Ovis 2.5), one before the image and one after
     it. If `size_end` is not empty, the numbers of rows and columns and this text follow `start`, and `row_end` each row
     but the last (Apertus 1.5). If `patch_size` is not 0, sides are first rounded up to patches (Nemotron Omni).
+    Limits of requests count the pixels of `counted_frames` frames (GLM).
     """
 
     unit: int
     min_pixels: int
     max_pixels: int
+    counted_frames: int = 1
     patch_size: int = 0
     grows: Literal["floor", "round"] | None = None
     newlines: Literal["framed", "plain", "ends"] | None = None

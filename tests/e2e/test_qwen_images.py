@@ -377,6 +377,47 @@ def test_frames_of_video_files_are_read(server: Server) -> None:
     assert_nothing_is_held(server)
 
 
+def test_requests_limit_the_pixels_of_images_and_videos(qwen3: Model, server: Server) -> None:
+    image, clip = picture(7, 100, 70), Clip(30, 4).part
+    url, token_id = data_url(image), qwen3.model.config.image_token_id
+
+    def tokens(part: dict[str, Any], **fields: object) -> list[int]:
+        status, answer = server.post("/v1/chat/completions", chat(part, "fox") | fields)
+        assert status == 200, answer
+        found: list[int] = answer["prompt_token_ids"]
+        return found
+
+    def count(part: dict[str, Any], **fields: object) -> int:
+        given = [{"role": "user", "content": [part, {"type": "input_text", "text": "fox"}]}]
+        status, answer = server.post("/v1/responses", {"model": "tiny", "input": given, **fields})
+        assert status == 200, answer
+        return int(answer["usage"]["input_tokens"])
+
+    part = {"type": "image_url", "image_url": {"url": url}}
+    limits, size = {"max_pixels": 2000}, {"size": {"shortest_edge": 256, "longest_edge": 2000}}
+    patches = qwen_image_processor(qwen3.path)(image, **size)["image_grid_thw"][0]
+    expected = tokens(part, mm_processor_kwargs=limits)
+    assert expected.count(token_id) == patches.prod() // 4 < tokens(part).count(token_id)
+    assert tokens(part | limits) == tokens(part, images_config=limits) == expected
+    assert tokens(part, mm_processor_kwargs={"images_kwargs": size}) == expected
+    few = tokens(clip, mm_processor_kwargs={"videos_kwargs": limits})
+    assert few == tokens(clip | limits) == tokens(clip, video_config=limits)
+    assert len(few) < len(tokens(clip))
+    given = {"type": "input_image", "image_url": url}
+    assert count(given, mm_processor_kwargs=limits) == count(given | limits) == len(expected)
+    movie = f"data:video/mp4;base64,{base64.b64encode(write_video(*MP4)).decode()}"
+    video, frames = {"type": "input_video", "video_url": movie}, {"num_frames": 5}
+    assert count(video, media_io_kwargs={"video": frames}) == count(video | frames) < count(video)
+    for wrong, message in (
+        ({"min_pixels": 10**9}, "must be at most "),
+        ({"max_pixels": True}, "must be an integer, got true"),
+        ({"max_crops": 5}, "is no setting of this model's processor"),
+    ):
+        body = chat(part) | {"mm_processor_kwargs": wrong}
+        status, answer = server.post("/v1/chat/completions", body)
+        assert status == 400 and message in answer["error"]["message"], answer
+
+
 def test_the_server_chooses_the_frames_of_requests_that_choose_none(qwen3: Model) -> None:
     url = f"data:video/mp4;base64,{base64.b64encode(write_video(*MP4)).decode()}"
     flags = ("--media-io-kwargs", '{"video": {"num_frames": 5, "fps": 0}, "image": {}}')

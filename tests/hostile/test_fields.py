@@ -86,7 +86,12 @@ SAMPLES: Final[dict[str, list[Any]]] = {
     "documents": [[{"title": "t", "text": "x"}]],
     "chat_template_kwargs": [{"enable_thinking": True, "messages": [], "tools": []}],
     "thinking": [{"type": "enabled", "budget_tokens": 5}],
-    "mm_processor_kwargs": [{"use_audio_in_video": True, "fps": 1, "num_frames": 2}],
+    "mm_processor_kwargs": [
+        {"use_audio_in_video": True, "fps": 1, "max_pixels": 9, "size": {"longest_edge": 9}},
+        {"images_kwargs": {"min_pixels": 4}, "videos_kwargs": {"num_frames": 2}},
+    ],
+    "images_config": [{"max_pixels": 9}],
+    "video_config": [{"max_pixels": 9, "fps": 1}],
     "media_io_kwargs": [{"video": {"fps": 1, "num_frames": 2}}],
     "metadata": [{"a": "b"}],
 }

@@ -10,6 +10,7 @@ from typing import Any, Final, TypeAlias
 import msgspec
 
 from ...http.errors import bad_request, expect, wrong
+from ...media.sources.processor_fields import LIMITS_OF_PARTS
 from ..inputs.files import translate_file
 from ..inputs.stored_files import media_type_of
 from ..logprobs import Json
@@ -37,7 +38,9 @@ _HOSTED: Final = (
 
 _SUMMARY: Final = "Summary of the conversation before this message:"
 
-_PART_TYPES: Final = "input_text, input_image, input_file, input_audio, output_text or refusal"
+_PART_TYPES: Final = (
+    "input_text, input_image, input_video, input_file, input_audio, output_text or refusal"
+)
 
 
 Files: TypeAlias = Mapping[str, tuple[str, bytes]]
@@ -251,7 +254,11 @@ class MessageBuilder:
             case "refusal":
                 return {"type": "text", "text": _string(part, "refusal", where)}
             case "input_image":
-                return _image(_string(part, "image_url", where), part.get("detail"))
+                limits = {name: part[name] for name in LIMITS_OF_PARTS if name in part}
+                return _image(_string(part, "image_url", where), part.get("detail")) | limits
+            case "input_video" | "video_url":
+                as_in_chat: Json = part
+                return as_in_chat
             case "input_file":
                 return translate_file(part, where)
             case "input_audio":

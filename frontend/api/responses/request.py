@@ -164,6 +164,9 @@ def _prompt_fields(
         "verbosity": verbosity,
         "reasoning_effort": effort,
         "chat_template_kwargs": body.chat_template_kwargs,
+        "mm_processor_kwargs": body.mm_processor_kwargs,
+        "media_io_kwargs": body.media_io_kwargs,
+        "use_audio_in_video": body.use_audio_in_video,
     }
 
 

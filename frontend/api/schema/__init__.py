@@ -248,10 +248,14 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     # Text that the answer may repeat. It provides drafts and does not change the answer.
     prediction: dict[str, Any] | None = None
 
-    # How videos are read; see `media_options.py`. The last one is SGLang's.
+    # How images and videos are read; see `media_options.py`. The last ones are SGLang's.
     mm_processor_kwargs: dict[str, Any] | None = None
     media_io_kwargs: dict[str, Any] | None = None
     use_audio_in_video: bool | None = None
+    images_config: dict[str, Any] | None = None
+    video_config: dict[str, Any] | None = None
+    max_dynamic_patch: Int | None = None
+    min_dynamic_patch: Int | None = None
 
     # SGLang's name of `prompt_token_ids`.
     input_ids: list[Int] | None = None
@@ -260,8 +264,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
         "chat_template audio web_search_options "
         "return_input_ids_in_sglext return_output_ids_in_sglext return_sampling_mask "
         "sampling_logprobs_mode return_flat_raw_output_top_logprobs "
-        "return_flat_raw_top_logprobs_b64 max_dynamic_patch min_dynamic_patch "
-        "video_config task"
+        "return_flat_raw_top_logprobs_b64 task"
     )
 
     def __post_init__(self) -> None:

@@ -27,6 +27,10 @@ class ResponseFields(CommonFields, kw_only=True):
     text: dict[str, Any] | None = None
     truncation: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    # As in a chat.
+    mm_processor_kwargs: dict[str, Any] | None = None
+    media_io_kwargs: dict[str, Any] | None = None
+    use_audio_in_video: bool | None = None
 
     rejected: ClassVar[str] = "prompt"
 
@@ -72,9 +76,9 @@ class ResponsesRequest(ResponseFields, kw_only=True):
 
     # Rejected, because an answer that ignores them would be wrong.
     rejected: ClassVar[str] = (
-        "context_management mm_processor_kwargs vllm_xargs previous_response "
+        "context_management vllm_xargs previous_response "
         "previous_input_messages extra_key include_reasoning "
-        "kv_transfer_params ec_transfer_params media_io_kwargs watermarking bootstrap_host "
+        "kv_transfer_params ec_transfer_params watermarking bootstrap_host "
         "bootstrap_port bootstrap_room disagg_prefill_dp_rank"
     )
 

@@ -69,16 +69,16 @@ class _Child:
     ) -> tuple[Prepared | Opened | DocumentText | Refused, Iterable[bytes | memoryview]]:
         try:
             match request:
-                case ReadImage(where, source, num_images):
+                case ReadImage(where, source, num_images, fields):
                     [file] = _read(source, content)
                     assert self._reader is not None
-                    return _reply(self._reader.read_image(file, where, num_images))
-                case ReadVideo(where, source, sampling):
+                    return _reply(self._reader.read_image(file, where, num_images, fields))
+                case ReadVideo(where, source, sampling, fields):
                     given: Any = _read(source, content)
                     assert self._reader is not None
                     if not source.is_list:
                         [given] = given
-                    return _reply(self._reader.read_video(given, sampling, where))
+                    return _reply(self._reader.read_video(given, sampling, where, fields))
                 case OpenAudio(where, rate, max_seconds, limit, size, may_be_silent):
                     data = content.read(size)
                     self._clip = AudioReader(

@@ -10,6 +10,7 @@ from ....protocol.encoder_inputs.inputs import EncoderInput
 from ....protocol.isolation.messages import Exited
 from ..frame_sampling import Sampling
 from ..media_reader import ReaderConfig
+from ..sources.processor_fields import ProcessorField
 from .limits import DecoderLimits
 
 
@@ -37,6 +38,7 @@ class ReadImage(msgspec.Struct, tag=1, array_like=True):
     where: str
     source: Source
     num_images: int
+    fields: tuple[ProcessorField, ...] = ()
 
 
 class ReadVideo(msgspec.Struct, tag=2, array_like=True):
@@ -45,6 +47,7 @@ class ReadVideo(msgspec.Struct, tag=2, array_like=True):
     where: str
     source: Source
     sampling: Sampling
+    fields: tuple[ProcessorField, ...] = ()
 
 
 class OpenAudio(msgspec.Struct, tag=3, array_like=True):

@@ -19,6 +19,7 @@ from ....protocol.isolation.messages import Exited, may_be_innocent
 from ....protocol.isolation.processes import MAX_TRIES, IsolatedProcesses, is_idle
 from ..frame_sampling import Sampling
 from ..media_reader import PreparedImage, ReaderConfig
+from ..sources.processor_fields import ProcessorField
 from .limits import MAX_PROCESSES, DecoderLimits
 from .messages import (
     DocumentText,
@@ -209,23 +210,34 @@ class MediaProcesses:
             while self._idle:
                 self._idle.pop().close()
 
-    def read_image(self, source: str | bytes, where: str, num_images: int) -> PreparedImage:
+    def read_image(
+        self,
+        source: str | bytes,
+        where: str,
+        num_images: int,
+        fields: tuple[ProcessorField, ...] = (),
+    ) -> PreparedImage:
         """Return one of a prompt's images, preprocessed.
 
         Args:
             source: A data URL, or the content of a file.
             where: The name of the field in errors.
             num_images: The number of the prompt's images.
+            fields: The fields of the request, which replace settings of the processor.
 
         Raises:
-            ParameterError: The image cannot be read.
+            ParameterError: The image cannot be read, or a field is outside the server's limits.
         """
         parts = [_bytes(source)]
-        request = ReadImage(where, _describe(source, parts), num_images)
+        request = ReadImage(where, _describe(source, parts), num_images, fields)
         return self._prepare(request, parts)
 
     def read_video(
-        self, source: str | bytes | Sequence[str], sampling: Sampling, where: str
+        self,
+        source: str | bytes | Sequence[str],
+        sampling: Sampling,
+        where: str,
+        fields: tuple[ProcessorField, ...] = (),
     ) -> PreparedImage:
         """Return a preprocessed video.
 
@@ -233,12 +245,13 @@ class MediaProcesses:
             source: A data URL, the content of a file, or the data URLs of frames.
             sampling: The choice of frames to read.
             where: The name of the field in errors.
+            fields: The fields of the request, which replace settings of the processor.
 
         Raises:
-            ParameterError: The video cannot be read.
+            ParameterError: The video cannot be read, or a field is outside the server's limits.
         """
         parts = [_bytes(part) for part in ([source] if isinstance(source, str | bytes) else source)]
-        request = ReadVideo(where, _describe(source, parts), sampling)
+        request = ReadVideo(where, _describe(source, parts), sampling, fields)
         return self._prepare(request, parts)
 
     def read_document(self, data: bytes, where: str, max_characters: int) -> str:

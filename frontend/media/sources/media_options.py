@@ -1,4 +1,4 @@
-"""The way in which a request wants its videos to be read, in the fields of vLLM and SGLang."""
+"""The way in which a request wants its images and videos to be read, in the fields of vLLM and SGLang."""
 
 from __future__ import annotations
 
@@ -7,9 +7,16 @@ from typing import Any, Final, NamedTuple
 
 from ....protocol.errors import ParameterError
 from ...http.shown_values import echo
+from .processor_fields import KNOWN_FIELDS, ProcessorField, take_fields
 
 _PROCESSOR: Final = "mm_processor_kwargs"
 _READER: Final = "media_io_kwargs"
+_KINDS: Final = ("images_kwargs", "videos_kwargs")
+_CONFIGS: Final = ("images_config", "video_config")
+_CHOICES: Final = ("fps", "num_frames")
+SGLANG_FIELDS: Final = ("use_audio_in_video", "max_dynamic_patch", "min_dynamic_patch", *_CONFIGS)
+"""The fields of SGLang that choose how images and videos are read."""
+
 _MAX_FPS: Final = 1000.0
 _MAX_FRAMES: Final = 1024
 
@@ -21,11 +28,15 @@ class MediaOptions(NamedTuple):
         reads_sound: True if the sound of videos is read, too. None for the server's default.
         fps: The number of frames per second for videos that give none, or None.
         num_frames: The number of frames of files for videos that give none, or None.
+        images: The fields for the processor of images.
+        videos: The fields for the processor of videos.
     """
 
     reads_sound: bool | None = None
     fps: float | None = None
     num_frames: int | None = None
+    images: tuple[ProcessorField, ...] = ()
+    videos: tuple[ProcessorField, ...] = ()
 
 
 DEFAULT_OPTIONS: Final = MediaOptions()
@@ -34,42 +45,81 @@ DEFAULT_OPTIONS: Final = MediaOptions()
 def parse_media_options(
     processor: Mapping[str, Any] | None,
     reader: Mapping[str, Any] | None = None,
-    reads_sound: bool | None = None,
+    sglang: Mapping[str, Any] | None = None,
 ) -> MediaOptions:
     """Return the choices of a request.
 
     Args:
         processor: vLLM's `mm_processor_kwargs`.
         reader: vLLM's `media_io_kwargs`.
-        reads_sound: SGLang's `use_audio_in_video`.
+        sglang: SGLang's fields, of `SGLANG_FIELDS`.
 
     Raises:
         ParameterError: A field is unknown or invalid.
     """
+    others = sglang or {}
     given, kinds = dict(processor or {}), dict(reader or {})
     sound = given.pop("use_audio_in_video", None)
     if sound is not None and not isinstance(sound, bool):
         raise ParameterError(
             f"{_PROCESSOR}.use_audio_in_video", f"must be true or false, got {echo(sound)}"
         )
-    if (chooses := given.pop("do_sample_frames", None)) not in (None, True):
-        raise ParameterError(
-            f"{_PROCESSOR}.do_sample_frames",
-            f"must be true, because frames of files are always chosen; got {echo(chooses)}",
-        )
-    video = kinds.pop("video", None)
+    images = take_fields(dict(pair for pair in others.items() if pair[0] in KNOWN_FIELDS), "")
+    images += take_fields(given, _PROCESSOR)
+    videos = images
+    _verify_sampling(given, _PROCESSOR)
+    for kind, where, values in (
+        *((kind, f"{_PROCESSOR}.{kind}", given.pop(kind, None)) for kind in _KINDS),
+        *((kind, name, others.get(name)) for kind, name in zip(_KINDS, _CONFIGS, strict=True)),
+    ):
+        own = _object(values, where)
+        fields = take_fields(own, where)
+        if kind == _KINDS[0]:
+            images += fields
+        else:
+            videos += fields
+            _verify_sampling(own, where)
+            given |= {name: own.pop(name) for name in _CHOICES if own.get(name) is not None}
+        _verify_known(own, where, "the settings of the model's processor")
+    video = _object(kinds.pop("video", None), f"{_READER}.video")
     _verify_known(kinds, _READER, "video")
-    if video is not None and not isinstance(video, dict):
-        raise ParameterError(f"{_READER}.video", f"must be an object, got {echo(video)}")
-    video = dict(video or {})
     fps, num_frames = (
         _number(given.pop(name, None), f"{_PROCESSOR}.{name}")
         or _number(video.pop(name, None), f"{_READER}.video.{name}")
-        for name in ("fps", "num_frames")
+        for name in _CHOICES
     )
-    _verify_known(given, _PROCESSOR, "use_audio_in_video, fps, num_frames and do_sample_frames")
+    _verify_known(
+        given,
+        _PROCESSOR,
+        "use_audio_in_video, fps, num_frames, do_sample_frames, images_kwargs, videos_kwargs and the settings of "
+        "the model's processor",
+    )
     _verify_known(video, f"{_READER}.video", "fps and num_frames")
-    return MediaOptions(reads_sound if sound is None else sound, fps, num_frames)
+    if sound is None:
+        sound = others.get("use_audio_in_video")
+    return MediaOptions(sound, fps, num_frames, images, videos)
+
+
+def sglang_fields(request: object) -> dict[str, Any]:
+    """Return the fields of SGLang that a request has, for `parse_media_options`."""
+    values = {name: getattr(request, name, None) for name in SGLANG_FIELDS}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _object(value: Any, where: str) -> dict[str, Any]:
+    """Return a copy of an object. Raise ParameterError for another value than None."""
+    if value is not None and not isinstance(value, dict):
+        raise ParameterError(where, f"must be an object, got {echo(value)}")
+    return dict(value or {})
+
+
+def _verify_sampling(given: dict[str, Any], where: str) -> None:
+    """Remove `do_sample_frames`. Raise ParameterError if it is false."""
+    if (chooses := given.pop("do_sample_frames", None)) not in (None, True):
+        raise ParameterError(
+            f"{where}.do_sample_frames",
+            f"must be true, because frames of files are always chosen; got {echo(chooses)}",
+        )
 
 
 def _number(value: Any, where: str) -> Any:

@@ -101,6 +101,7 @@ def resize_pairs(source: ProcessorSource, vision: GridVisionSpec) -> ResizeProce
         unit=vision.unit,
         min_pixels=-(-least // frames),
         max_pixels=most // frames,
+        counted_frames=frames,
         grows="floor",
     )
 

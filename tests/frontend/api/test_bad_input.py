@@ -294,6 +294,15 @@ def test_unknown_fields_are_ignored_unless_strict(frontend: FrontendProcess) -> 
         ),
         ({"messages": USER, "mm_processor_kwargs": {"fps": 0}}, "mm_processor_kwargs.fps"),
         ({"messages": USER, "mm_processor_kwargs": {"size": 1}}, "mm_processor_kwargs"),
+        ({"messages": USER, "mm_processor_kwargs": {"size": {"a": 1}}}, "mm_processor_kwargs.size"),
+        (
+            {"messages": USER, "mm_processor_kwargs": {"max_pixels": 0}},
+            "mm_processor_kwargs.max_pixels",
+        ),
+        (
+            {"messages": USER, "mm_processor_kwargs": {"images_kwargs": 1}},
+            "mm_processor_kwargs.images_kwargs",
+        ),
     ],
 )
 def test_invalid_tokenize_request_is_rejected(

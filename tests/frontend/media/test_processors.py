@@ -16,6 +16,11 @@ from engine.frontend.media.layouts.pixels import Tile
 from engine.frontend.media.media_reader import MediaReader
 from engine.frontend.media.processor import process_image
 from engine.frontend.media.prompt_images import PromptImages
+from engine.frontend.media.sources.processor_fields import (
+    take_fields,
+    verify_fields,
+    with_image_fields,
+)
 from engine.frontend.model_source.images.read import read_image_processor
 from engine.frontend.tokenizer.load import load_tokenizer
 from engine.protocol.checkpoint.config_fields import ConfigFields
@@ -281,6 +286,34 @@ def test_invalid_processor_fields_are_named(model):
         _read(path, **wrong[kind])
     with pytest.raises(CheckpointError, match="image_std must be three numbers"):
         _read(path, image_std=[0.5, 0.0, 0.5])
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "above"),
+    [
+        ("internvl", {"max_patches": 3, "min_patches": 2}, {"max_dynamic_patch": 13}),
+        ("internvl", {"crop_to_patches": False}, {"crop_to_patches": 3}),
+        ("smolvlm", {"size": {"longest_edge": 128}}, {"size": {"longest_edge": 3000}}),
+        ("smolvlm", {"do_image_splitting": False}, {"do_image_splitting": 1}),
+        ("gemma3", {"do_pan_and_scan": True, "pan_and_scan_max_num_crops": 2}, {}),
+    ],
+)
+def test_requests_choose_fields_of_processors(kind, fields, above, tmp_path):
+    path, _ = vision_directory(tmp_path, kind)
+    config = _read(path)
+    own = take_fields(dict(fields), "mm_processor_kwargs")
+    verify_fields(own, config, None)
+    chosen = with_image_fields(config, own)
+    for size in ((200, 150), (151, 333)):
+        tiles = _tiles(_image(*size), chosen)
+        assert tiles == _tiles(_image(*size), _read(path, **fields))
+        if kind != "gemma3":
+            assert tiles != _tiles(_image(*size), config)
+    if above:
+        with pytest.raises(ParameterError, match=r"must be (at most|true or false|an integer)"):
+            with_image_fields(config, take_fields(above, "mm_processor_kwargs"))
+    with pytest.raises(ParameterError, match="max_pixels is no setting of this model's processor"):
+        verify_fields(take_fields({"max_pixels": 9}, "mm_processor_kwargs"), config, None)
 
 
 def test_gemma4_must_have_positions_for_the_longest_image(tmp_path):
