@@ -77,6 +77,9 @@ class VideoProcessor(VideoProcessorConfig, frozen=True, kw_only=True, tag="grids
             positions of its own, like an image. Frames are not enlarged. They have at most this many pixels each, and
             together at most `max_pixels`, of which the additional embeddings take their part.
         limits_whole: True if `min_pixels` and `max_pixels` apply to all frames together.
+        shares_pixels: True if `max_pixels` applies to all frames together, and `min_pixels` to each (VideoLLaMA 3).
+        least_change: If not 0, a square of a frame makes an embedding only if its normalized pixels differ from those
+            of the previous frame, times 255, by more than this, or if it is the first of a frame without others.
         target_patches: If not 0, frames are resized to about this many patches of `patch_size` pixels (Nemotron Omni).
         patch_size: The side of such a patch in pixels.
         is_square: True if frames are resized to squares then.
@@ -86,7 +89,7 @@ class VideoProcessor(VideoProcessorConfig, frozen=True, kw_only=True, tag="grids
         times: The text with each grid's time in seconds. "mean": before the grid, the mean time of its frames. "whole"
             (GLM-4.1V) and "first": after the grid, the time of its first frame as an integer or with a fraction. "each"
             (Nemotron Omni): before the grid, the number and the time of each of its frames, and on a line of its own.
-            None: no text.
+            "named" (VideoLLaMA 3): before the grid, the time of its first frame, after a comma. None: no text.
         sound: The format of videos with sound; None if the sound follows a video like another clip.
         start_token_id: The token before each grid, if `times` is not None.
         end_token_id: The token after each grid, if `times` is not None.
@@ -99,12 +102,14 @@ class VideoProcessor(VideoProcessorConfig, frozen=True, kw_only=True, tag="grids
     max_pixels: int
     max_frame_pixels: int = 0
     limits_whole: bool = False
+    shares_pixels: bool = False
+    least_change: float = 0.0
     target_patches: int = 0
     patch_size: int = 0
     is_square: bool = False
     steps_per_second: float = 0.0
     nominal_fps: float = 0.0
-    times: Literal["mean", "whole", "first", "each"] | None = None
+    times: Literal["mean", "whole", "first", "each", "named"] | None = None
     sound: SoundFormat | None = None
     start_token_id: int | None = None
     end_token_id: int | None = None

@@ -45,6 +45,8 @@ class ImagePayload(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=T
     """A larger copy of the image."""
     token_ids: bytes = b""
     """The tokens of the embeddings, int32 (Molmo 2)."""
+    kept: bytes = b""
+    """If not empty, int32, ascending: the numbers of the embeddings that are computed (VideoLLaMA 3)."""
 
 
 class AudioPayload(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=True):

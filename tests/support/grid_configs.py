@@ -170,7 +170,7 @@ def image_config(kind: str) -> Any:
             vision_config={name: SQUARE[name] for name in SQUARE if name != "image_size"},
             text_config=SMALL | {"model_type": "qwen2"},
             image_token_id=IMAGE_TOKEN,
-            video_token_id=IMAGE_TOKEN + 1,
+            video_token_id=IMAGE_TOKEN - 1,
         )
     if kind == "nemotron_h_omni":
         config = nemotron_omni_config(SMALL, IMAGE_TOKEN)

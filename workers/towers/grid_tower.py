@@ -164,11 +164,18 @@ class GridTower(ImageTower):
         last_PD = x_PD if self._first_RD is None else x_PD[len(self._first_RD) :]
         if self._final_norm is not None:
             last_PD = self._final_norm(last_PD)
+        if image.is_frame and spec.frame_merge > 1:
+            side = spec.frame_merge
+            cells = last_PD.view(rows // side, side, columns // side, side, -1)
+            last_PD, columns = cells.mean((1, 3)).flatten(0, 1), columns // side
         merged = [self._merge(last_PD, columns)]
         merged += [
             merge(features[layer], columns) for layer, merge in sorted(self._deepstack.items())
         ]
         outputs = torch.cat(merged, -1)
+        if image.kept:
+            kept = torch.frombuffer(bytearray(image.kept), dtype=torch.int32)
+            outputs = outputs[kept.to(outputs.device).long()]
         return outputs if order is None else outputs[order.order_C.argsort()]
 
     def _split_patches(self, image: ImagePayload, frames_per_patch: int) -> Tensor:

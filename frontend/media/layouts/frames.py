@@ -7,6 +7,10 @@ from __future__ import annotations
 
 import math
 
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
 from ....protocol.config.videos import AnyVideoProcessor, FrameProcessor, VideoProcessor
 from ....protocol.encoder_inputs.inputs import EncoderGrid
 from ....protocol.encoder_inputs.payloads import ImagePayload
@@ -44,7 +48,8 @@ def fit_frames(
             width, height, unit, config.min_pixels, config.max_pixels, num_frames, counted
         )
     else:
-        size = fit_size(width, height, unit, config.min_pixels, config.max_pixels)
+        most = config.max_pixels // num_frames if config.shares_pixels else config.max_pixels
+        size = fit_size(width, height, unit, config.min_pixels, most)
     num_outputs = _grid(size, config).num_tokens * -(-num_frames // per_patch)
     if num_outputs > max_outputs:
         raise ValueError(
@@ -131,9 +136,16 @@ def frames(video: Video, config: AnyVideoProcessor, around: tuple[str, str]) -> 
         )
         grid = _grid(size, config)
         tile = Tile(payload, grid.num_tokens, grid=grid)
+        if config.least_change:
+            payload = msgspec.structs.replace(payload, is_frame=True)
+            kept = _changed(payload, pixels[start - 1] if start else b"", config)
+            payload = msgspec.structs.replace(payload, kept=kept.tobytes())
+            tile = Tile(payload, len(kept))
         if config.times is not None:
             if config.times == "each":
                 before, after = _labels(video, start, config), ""
+            elif config.times == "named":
+                before, after = f"{',' * (start > 0)}Time {numbers[start] / video.fps:.1f}s:", ""
             else:
                 before, after = _times(numbers[start : start + per_patch], video.fps, config)
             parts += [before + around[0], tile, around[1] + after]
@@ -144,6 +156,23 @@ def frames(video: Video, config: AnyVideoProcessor, around: tuple[str, str]) -> 
             grid = EncoderGrid(grid.rows, grid.columns, int(index * step), continues=index > 0)
             parts.append(tile._replace(grid=grid))
     return parts
+
+
+def _changed(frame: ImagePayload, previous: bytes, config: VideoProcessor) -> npt.NDArray[np.int32]:
+    """Return the numbers of the squares of a frame that differ from those of the previous one, at least the first.
+
+    `previous` are the pixels of the previous frame; without one, all squares differ.
+    """
+    unit, columns, rows = config.unit, frame.width // config.unit, frame.height // config.unit
+    if not previous:
+        return np.arange(columns * rows, dtype=np.int32)
+    now, before = (
+        np.frombuffer(each, np.uint8).astype(np.float32) for each in (frame.pixels, previous)
+    )
+    change = np.abs(now - before).reshape(rows, unit, columns, unit, 3)
+    change *= np.float32(255 * config.scale) / np.float32(config.std)
+    changed = np.flatnonzero(change.mean((1, 3, 4)) > config.least_change).astype(np.int32)
+    return changed if len(changed) else np.zeros(1, np.int32)
 
 
 def _times(numbers: list[int], fps: float, config: VideoProcessor) -> tuple[str, str]:

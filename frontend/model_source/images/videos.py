@@ -7,7 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-import msgspec
+from msgspec.structs import replace
 
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ....protocol.checkpoint.vision.gemma import PatchVisionSpec
@@ -55,6 +55,19 @@ _HY4: Final = _Family(
     },
 )
 
+_VIDEO_LLAMA: Final = _Family(
+    {"shares_pixels": True, "least_change": 0.1, "times": "named"},
+    defaults={
+        "patch_size": 14,
+        "temporal_patch_size": 1,
+        "merge_size": 2,
+        "max_frames": 180,
+        "fps": 1.0,
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+    },
+)
+
 _FAMILIES: Final = {
     "cohere_compass": _COMPASS,
     "cosmos3_omni": _QWEN3,
@@ -73,6 +86,7 @@ _FAMILIES: Final = {
     "qwen3_vl": _QWEN3,
     "qwen3_vl_moe": _QWEN3,
     "qwen4_exp": _QWEN3,
+    "video_llama_3": _VIDEO_LLAMA,
 }
 
 
@@ -93,7 +107,7 @@ def read_video_processor(
     processor = _read(path, config, text, overrides)
     if processor is None or not overrides.get("use_audio_in_video"):
         return processor
-    return msgspec.structs.replace(processor, reads_sound=True)
+    return replace(processor, reads_sound=True)
 
 
 def _read(
@@ -133,8 +147,9 @@ def _read_grids(
     model_type = config.text("model_type")
     family = _FAMILIES[model_type]
     fields = fields.with_defaults(**family.defaults)
-    check_patches(fields, vision)
-    unit, highest = vision.unit, text.integer("vocab_size") - 1
+    merge, highest = vision.merge_size * vision.frame_merge, text.integer("vocab_size") - 1
+    check_patches(fields, replace(vision, merge_size=merge))
+    unit = vision.patch_size * merge
 
     def token(name: str, *default: int) -> int:
         return config.integer(f"{name}_token_id", *default, minimum=0, maximum=highest)
@@ -156,6 +171,9 @@ def _read_grids(
     elif "nominal_fps" in values:
         values["steps_per_second"] = config.positive("position_id_per_seconds", 25.0)
         values["sound"] = _sound_format(path, config, values["steps_per_second"])
+    if vision.frame_merge > 1 and not fields.boolean("use_token_compression", True):
+        # No change is below this one.
+        values["least_change"] = -1.0
     if vision.newlines is not None:
         of_frame = fields.first_section("max_image_size")
         values["max_frame_pixels"] = of_frame.integer("longest_edge", 1 << 20)

@@ -81,6 +81,7 @@ class GridVisionSpec(msgspec.Struct, frozen=True):
             except in `full_layers`.
         deepstack_layers: Layers, counted from 1, whose outputs have their own projections. The decoder adds these to
             its hidden states after its first layers, in the order of the tower's layers.
+        frame_merge: The side of the square of patches of a video's frame whose mean becomes one output (VideoLLaMA 3).
         has_class_token: True if there is a learned row before the patches, whose output is not used. Rows and columns
             are then counted from 1.
         has_registers: True if there is a table of learned rows before the patches, whose outputs are not used.
@@ -144,6 +145,7 @@ class GridVisionSpec(msgspec.Struct, frozen=True):
     window_size: int = 0
     full_layers: tuple[int, ...] = ()
     deepstack_layers: tuple[int, ...] = ()
+    frame_merge: int = 1
     has_class_token: bool = False
     has_registers: bool = False
     has_layer_scales: bool = False

@@ -30,7 +30,10 @@ def keye1_5(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Gri
 
 
 def video_llama3(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
-    """Return the tower of VideoLLaMA 3 (arXiv 2501.13106), which keeps all patches of an image."""
+    """Return the tower of VideoLLaMA 3 (arXiv 2501.13106), which keeps all patches of an image.
+
+    In frames of videos, each square of 2 x 2 patches becomes one output.
+    """
     return GridVisionSpec(
         **siglip_fields(
             vision,
@@ -42,6 +45,7 @@ def video_llama3(fields: ConfigFields, vision: ConfigFields, output_size: int) -
         merger_norm=None,
         merger_inner=output_size,
         has_axes=False,
+        frame_merge=2,
         tensor_names=_VIDEO_LLAMA_NAMES,
     )
 

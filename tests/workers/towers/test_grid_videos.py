@@ -3,6 +3,7 @@
 import ast
 import json
 import math
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,6 +29,7 @@ from support.grid_models import write_grid_model
 from transformers.models.nemotron_h_omni.processing_nemotron_h_omni import (
     NemotronH_Omni_Reasoning_V3Processor,
 )
+from transformers.models.video_llama_3.processing_video_llama_3 import VideoLlama3Processor
 
 pytestmark = pytest.mark.slow
 
@@ -44,20 +46,35 @@ def _open(count, size, config):
     )
 
 
-def _target_size(fields):
-    """Return the method of transformers' video processor, whose class needs torchvision."""
-    name = "nemotron_h_omni"
-    directory = Path(transformers.__file__).parent / "models" / name
-    tree = ast.parse((directory / f"video_processing_{name}.py").read_text())
-    [function] = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef) and node.name == "_compute_target_patches"
-    ]
-    names = {"math": math}
+def _function(kind, name):
+    """Return a function of transformers' video processor, whose module needs torchvision."""
+    directory = Path(transformers.__file__).parent / "models" / kind
+    tree = ast.parse((directory / f"video_processing_{kind}.py").read_text())
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    [function] = [node for node in functions if node.name == name]
+    names = {"math": math, "torch": torch}
     exec(ast.unparse(function), names)
-    state = SimpleNamespace(_downsample_factor=2, **fields)
-    return lambda *sizes: names[function.name](state, *sizes)
+    return names[name]
+
+
+def _check_logits(path, prompt, token_id, tiles, expected):
+    """Compare the logits of a prompt, whose placeholders are `token_id`, with `expected` [T, V]."""
+    decoder = load_native_decoder(path, max_model_len=1024)
+    source = TowerSource(
+        open_checkpoint(path),
+        CPU,
+        torch.float32,
+        make_layers=TOWER_LAYERS[load_native_decoder],
+    )
+    tower = make_tower(decoder.spec.encoder, source)
+    encoded = torch.cat([tower(tile.payload) for tile in tiles])
+    is_placed = np.array(prompt) == token_id
+    rows = np.where(is_placed, np.cumsum(is_placed) - 1, -1).astype(np.int32)
+    runner, found = Runner(decoder, 1, max_tokens=1024), []
+    for start, end in ((0, 9), (9, len(prompt))):
+        decoder.placed = Placed(rows[start:end].copy(), encoded)
+        found.append(runner.step({0: prompt[start:end]})[0])
+    torch.testing.assert_close(torch.cat(found), expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("keeps_shape", [True, False])
@@ -68,7 +85,8 @@ def test_tubelets_of_nemotron_equal_those_of_transformers(tmp_path, keeps_shape)
     (tmp_path / "video_preprocessor_config.json").write_text(json.dumps(processor))
     config = ConfigFields.read(tmp_path / "config.json")
     videos = read_video_processor(tmp_path, config, config.section("text_config"), {})
-    size_of = _target_size(fields)
+    method = _function("nemotron_h_omni", "_compute_target_patches")
+    size_of = partial(method, SimpleNamespace(_downsample_factor=2, **fields))
     for size in ((30, 21), (7, 70), (90, 40), (300, 17), (64, 64)):
         assert fit_frames(*size, 1, videos, 1000) == (
             tuple(PATCH * side for side in size_of(*size[::-1])),
@@ -101,19 +119,55 @@ def test_tubelets_of_nemotron_equal_those_of_transformers(tmp_path, keeps_shape)
         expected = reference(
             input_ids=torch.tensor([prompt]), pixel_values_videos=tubelets[None]
         ).logits[0]
-    decoder = load_native_decoder(tmp_path, max_model_len=1024)
-    source = TowerSource(
-        open_checkpoint(tmp_path),
-        CPU,
-        torch.float32,
-        make_layers=TOWER_LAYERS[load_native_decoder],
+    _check_logits(tmp_path, prompt, IMAGE_TOKEN, tiles, expected)
+
+
+@pytest.mark.parametrize("compresses", [True, False])
+def test_frames_of_video_llama_3_equal_those_of_transformers(tmp_path, compresses):
+    reference = write_grid_model(tmp_path, "video_llama_3")
+    fields = {"patch_size": PATCH, "size": {"shortest_edge": 64, "longest_edge": 8000}}
+    fields["use_token_compression"] = compresses
+    (tmp_path / "video_preprocessor_config.json").write_text(json.dumps(fields))
+    config = ConfigFields.read(tmp_path / "config.json")
+    videos = read_video_processor(tmp_path, config, config.section("text_config"), {})
+    smart_resize = _function("video_llama_3", "smart_resize")
+    for count, size in ((1, (30, 21)), (5, (7, 70)), (30, (90, 40)), (200, (300, 17))):
+        rows, columns = smart_resize(*size[::-1], 8, 64, 8000 // count)
+        assert fit_frames(*size, count, videos, 10**5) == ((columns, rows),)
+
+    video = _open(4, (30, 21), videos)
+    # The third frame equals the second one, and the fourth one differs in its upper left.
+    still = video.frames[1].copy()
+    still.paste((0, 0, 0), (0, 0, 9, 7))
+    video = video._replace(frames=[*video.frames[:2], video.frames[1], still])
+    tiles = [part for part in frames(video, videos, ("", "")) if isinstance(part, Tile)]
+    pixels = torch.cat([normalized_pixels(tile.payload, CPU, torch.float32) for tile in tiles])
+    grid = len(pixels), pixels.shape[2] // PATCH, pixels.shape[3] // PATCH
+    cells = pixels.view(grid[0], 3, grid[1] // 2, 2, PATCH, grid[2] // 2, 2, PATCH)
+    patches = cells.permute(0, 2, 5, 3, 6, 1, 4, 7).reshape(-1, 3 * PATCH**2)
+    grids, merges = torch.tensor([grid]), torch.tensor([2])
+    method = _function("video_llama_3", "_get_compression_mask")
+    mask = method(None, patches, grids, merges)
+    if not compresses:
+        mask = torch.ones_like(mask)
+    assert [tile.num_outputs for tile in tiles] == mask.view(len(tiles), -1).sum(1).tolist()
+    state = SimpleNamespace(video_token="<v>")
+    times = [number / video.fps for number in video.numbers]
+    inputs = {"video_grid_thw": grids, "video_merge_sizes": merges}
+    inputs["video_compression_mask"] = mask
+    metadata = SimpleNamespace(fps=3.0, timestamps=times)
+    text = VideoLlama3Processor.replace_video_token(
+        state, inputs | {"video_metadata": [metadata]}, 0
     )
-    tower = make_tower(decoder.spec.encoder, source)
-    encoded = torch.cat([tower(tile.payload) for tile in tiles])
-    is_placed = np.array(prompt) == IMAGE_TOKEN
-    rows = np.where(is_placed, np.cumsum(is_placed) - 1, -1).astype(np.int32)
-    runner, found = Runner(decoder, 1, max_tokens=1024), []
-    for start, end in ((0, 9), (9, len(prompt))):
-        decoder.placed = Placed(rows[start:end].copy(), encoded)
-        found.append(runner.step({0: prompt[start:end]})[0])
-    torch.testing.assert_close(torch.cat(found), expected, atol=1e-4, rtol=1e-4)
+    parts = frames(video, videos, ("", ""))
+    texts = ["<v>" * part.num_outputs if isinstance(part, Tile) else part for part in parts]
+    assert "".join(texts) == text
+
+    prompt = [5, 6, 7]
+    for tile in tiles:
+        prompt += [*[videos.token_id] * tile.num_outputs, 8, 9]
+    with torch.inference_mode():
+        expected = reference(
+            input_ids=torch.tensor([prompt]), pixel_values_videos=patches, **inputs
+        ).logits[0]
+    _check_logits(tmp_path, prompt, videos.token_id, tiles, expected)
