@@ -74,3 +74,25 @@ def granite_docling(
         "size": {"height": tile, "width": tile},
     }
     return config, processor, {"processor_class": "GraniteDoclingProcessor", "image_seq_len": 4}
+
+
+def blip2(
+    kind: str, tower: dict[str, int], text: dict[str, Any], tokenizer: Any, factor: int
+) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """Return the config of a BLIP-2, and the fields of its image processor and of its processor."""
+    decoder = {"model_type": "opt", "ffn_dim": 80, "word_embed_proj_dim": text["hidden_size"]}
+    names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+    decoder |= {name: text[name] for name in names} | {"max_position_embeddings": 1024}
+    queries = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3}
+    queries |= {"num_attention_heads": 4, "encoder_hidden_size": tower["hidden_size"]}
+    config = transformers.Blip2Config(
+        vision_config=tower,
+        qformer_config=queries,
+        text_config=decoder,
+        num_query_tokens=6,
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+    )
+    tile = tower["image_size"]
+    processor = {"image_processor_type": "BlipImageProcessor"}
+    processor |= {"size": {"height": tile, "width": tile}}
+    return config, processor, {"processor_class": "Blip2Processor", "num_query_tokens": 6}

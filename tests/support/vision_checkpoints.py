@@ -11,7 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from support.families.multimodal import MULTIMODAL
-from support.granite_vision import granite4_vision, granite_docling
+from support.granite_vision import blip2, granite4_vision, granite_docling
 from support.image_marks import (
     COHERE_MARKS,
     GEMMA_MARKS,
@@ -456,6 +456,7 @@ def _llama4(
 
 _PARTS_BY_FAMILY = {
     "aria": _aria,
+    "blip2": blip2,
     "aya_vision": _cohere,
     "cohere2_vision": _cohere,
     "llama4": _llama4,
@@ -484,7 +485,7 @@ _PARTS_BY_FAMILY = {
 def _class(kind: str) -> str:
     names = {"idefics3": "Idefics3", "smolvlm": "SmolVLM", "llava": "Llava"}
     names |= dict.fromkeys(("internvl", "internvl_chat"), "InternVL")
-    names |= {"aria": "Aria", "llava_next_video": "LlavaNextVideo"}
+    names |= {"aria": "Aria", "blip2": "Blip2", "llava_next_video": "LlavaNextVideo"}
     names |= {"vipllava": "VipLlava", "lighton_ocr": "LightOnOcr", "aya_vision": "AyaVision"}
     names |= {"cohere2_vision": "Cohere2Vision", "qianfan_ocr": "QianfanOCR"}
     names |= {"gemma3": "Gemma3", "gemma4": "Gemma4", "pixtral": "Llava", "mistral3": "Mistral3"}

@@ -68,36 +68,41 @@ def parse_media_options(
     images += take_fields(given, _PROCESSOR)
     videos = images
     _verify_sampling(given, _PROCESSOR)
-    for kind, where, values in (
-        *((kind, f"{_PROCESSOR}.{kind}", given.pop(kind, None)) for kind in _KINDS),
-        *((kind, name, others.get(name)) for kind, name in zip(_KINDS, _CONFIGS, strict=True)),
-    ):
-        own = _object(values, where)
-        fields = take_fields(own, where)
-        if kind == _KINDS[0]:
-            images += fields
-        else:
-            videos += fields
-            _verify_sampling(own, where)
-            given |= {name: own.pop(name) for name in _CHOICES if own.get(name) is not None}
-        _verify_known(own, where, "the settings of the model's processor")
-    video = _object(kinds.pop("video", None), f"{_READER}.video")
+    own = [
+        *(
+            (f"{_PROCESSOR}.{kind}", _object(given.pop(kind, None), f"{_PROCESSOR}.{kind}"))
+            for kind in _KINDS
+        ),
+        *((name, _object(others.get(name), name)) for name in _CONFIGS),
+    ]
+    for where, values in own[::2]:
+        images += take_fields(values, where)
+        _verify_known(values, where, "the settings of the model's processor")
+    for where, values in own[1::2]:
+        videos += take_fields(values, where)
+        _verify_sampling(values, where)
+    reading = f"{_READER}.video", _object(kinds.pop("video", None), f"{_READER}.video")
     _verify_known(kinds, _READER, "video")
-    fps, num_frames = (
-        _number(given.pop(name, None), f"{_PROCESSOR}.{name}")
-        or _number(video.pop(name, None), f"{_READER}.video.{name}")
-        for name in _CHOICES
-    )
+    # The first one counts.
+    sources = [(_PROCESSOR, given), *own[1::2], reading]
+    chosen: dict[str, Any] = {}
+    for where, values in sources:
+        for name in _CHOICES:
+            number = _number(values.pop(name, None), f"{where}.{name}")
+            if number is not None and chosen.get(name) is None:
+                chosen[name] = number
     _verify_known(
         given,
         _PROCESSOR,
         "use_audio_in_video, fps, num_frames, do_sample_frames, images_kwargs, videos_kwargs and the settings of "
         "the model's processor",
     )
-    _verify_known(video, f"{_READER}.video", "fps and num_frames")
+    for where, values in own[1::2]:
+        _verify_known(values, where, "fps, num_frames and the settings of the model's processor")
+    _verify_known(reading[1], reading[0], "fps and num_frames")
     if sound is None:
         sound = others.get("use_audio_in_video")
-    return MediaOptions(sound, fps, num_frames, images, videos)
+    return MediaOptions(sound, chosen.get("fps"), chosen.get("num_frames"), images, videos)
 
 
 def sglang_fields(request: object) -> dict[str, Any]:

@@ -174,6 +174,7 @@ _READERS: Final[dict[str, _Reader]] = {
     "aria": longest,
     "aya_vision": aya_vision,
     "bee": anyres,
+    "blip-2": single,
     "clip": single,
     "cohere2_vision": cohere2_vision,
     "cohere_compass": resize,

@@ -1,4 +1,4 @@
-"""Read the vision towers of Granite 4 Vision and Granite for Docling, and the Q-Former that Granite Speech has."""
+"""Read the vision towers of Granite 4 Vision, Granite for Docling and BLIP-2, and Q-Formers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from ...config.query_former import QueryFormerSpec
 from ..config_fields import ConfigFields
-from .fields import check_factor
+from .fields import Sizes, check_factor, read_sizes
 from .gemma import siglip
 from .llava import llava
 from .spec import VisionSpec, WindowQueries, WindowsSpec
@@ -38,6 +38,33 @@ def query_former(queries: ConfigFields, read_size: int) -> QueryFormerSpec:
         read_size=read_size,
         activation=queries.text("hidden_act", "gelu"),
         norm_eps=queries.number("layer_norm_eps", 1e-12),
+    )
+
+
+_BLIP_SIZES: Final = Sizes(224, 14, 1408, 6144, 16, 39, "gelu")
+
+
+def blip2(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:
+    """Return the tower of BLIP-2, whose embeddings are the outputs of a Q-Former that reads the patches."""
+    sizes = read_sizes(vision, _BLIP_SIZES)
+    queries = fields.first_section("qformer_config")
+    queries.require(
+        "encoder_hidden_size", sizes["hidden_size"], ", as in vision_config", default=1408
+    )
+    queries.require("use_qformer_text_input", False)
+    return VisionSpec(
+        **sizes,
+        output_size=output_size,
+        projection="former",
+        has_class_token=True,
+        keeps_class_token=True,
+        has_post_norm=True,
+        former=query_former(queries, sizes["hidden_size"]),
+        num_queries=fields.integer("num_query_tokens", 32, maximum=4096),
+        tensor_names=(
+            (r"\.self_attn\.projection\.", ".self_attn.out_proj."),
+            (r"(embeddings\.position_embedding)$", r"\1.weight"),
+        ),
     )
 
 

@@ -20,7 +20,7 @@ from .deepseek import (
     got_ocr2,
 )
 from .gemma import PatchVisionSpec, gemma3, gemma4, gemma4_unified, paligemma
-from .granite import granite4_vision, granite_docling
+from .granite import blip2, granite4_vision, granite_docling
 from .grid import (
     GridVisionSpec,
     ernie4_5_vl,
@@ -148,6 +148,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "aria": aria,
     "aya_vision": aya_vision,
     "bee": bee,
+    "blip-2": blip2,
     "clip": clip,
     "cohere2_vision": cohere2_vision,
     "cohere_compass": qwen3_vl,

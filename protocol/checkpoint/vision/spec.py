@@ -172,6 +172,7 @@ class VisionSpec(msgspec.Struct, frozen=True):
         query_counts: Pairs (patches of a side, number of queries) for the projection "queries".
         windows: The details of the projection "windows".
         perceiver: The details of the projection "perceiver".
+        former: The Q-Former of the projection "former", which has `num_queries` learned queries.
         added_after: The decoder's layers, from 0, after which the parts of an embedding but the first are added. All
             parts count in `output_size`.
         span_kind: Which of the decoder's tokens attend to later tokens.
@@ -208,6 +209,7 @@ class VisionSpec(msgspec.Struct, frozen=True):
     * "connector": norms and products of the last layer's features, with fixed positions in between; other parts are a
       norm and two products of the features of other layers (Granite for Docling)
     * "windows": learned queries read windows of patches, several times with other weights (Granite 4 Vision)
+    * "former": the outputs of a Q-Former, which reads the patches and the class token, and a product (BLIP-2)
     * "perceiver": several layers, in which `max_outputs` learned queries read the patches (Idefics2, arXiv 2405.02246)
     * "adapter": two products with `adapter_size` outputs and no biases, each followed by an activation, then a matrix
       (Llama 4)
@@ -241,6 +243,7 @@ class VisionSpec(msgspec.Struct, frozen=True):
         "probe",
         "connector",
         "windows",
+        "former",
         "perceiver",
         "adapter",
     ]
@@ -293,6 +296,8 @@ class VisionSpec(msgspec.Struct, frozen=True):
     fine: SamSpec | None = None
     windows: WindowsSpec | None = None
     perceiver: PerceiverSpec | None = None
+    former: QueryFormerSpec | None = None
+    num_queries: int = 0
     added_after: tuple[int, ...] = ()
     span_kind: SpanKind | None = None
     has_axes: bool = False
@@ -325,6 +330,8 @@ class VisionSpec(msgspec.Struct, frozen=True):
             return 1
         if self.max_outputs:
             return self.max_outputs
+        if self.former is not None:
+            return self.num_queries
         if self.windows is not None:
             rate = self.windows.query_side / self.windows.window_side
             return round(self.num_patches * rate**2)

@@ -37,6 +37,7 @@ MEAN, STD = (0.5, 0.4, 0.3), (0.5, 0.25, 0.3)
 
 KINDS = (
     "aria",
+    "blip2",
     "llama4",
     "cohere2_vision",
     *MODELS,

@@ -10,21 +10,26 @@ from ..packing import PackedWeight
 from .blocks import RESIDUAL, BlockRecorder
 
 
-def record_embedding(blocks: BlockRecorder, max_model_len: int) -> PackedWeight:
-    """Record the operation that embeds tokens, their types and their positions. Return the table of tokens.
+def record_embedding(
+    blocks: BlockRecorder, max_model_len: int
+) -> tuple[PackedWeight, list[PackedWeight]]:
+    """Record the operation that embeds tokens, their types and their positions. Return their tables.
+
+    These are the table of tokens and the table of positions, if there is one.
 
     Raises:
         ConfigError: A sequence may be longer than the table of positions.
     """
     table = _token_table(blocks)
-    tables = [table, *_position_tables(blocks, max_model_len)]
+    others = _position_tables(blocks, max_model_len)
+    tables = [table, *others]
     scale = blocks.spec.rounded_embedding_scale(blocks.weights.any_dtype)
     if blocks.is_alone:
         blocks.program.add_op("embed", parts=tables, scale=scale)
     else:
         blocks.program.add_op("embed", parts=tables)
         blocks.add_sum(RESIDUAL, scale=scale)
-    return table
+    return table, others[:1]
 
 
 def _token_table(blocks: BlockRecorder) -> PackedWeight:

@@ -154,8 +154,9 @@ class Recorder:
         if not self._shard.is_first:
             program.add_op("embed")
             return
+        positions: list[PackedWeight] = []
         if spec.has_embedding:
-            self.embedding = record_embedding(self._blocks, self._max_model_len)
+            self.embedding, positions = record_embedding(self._blocks, self._max_model_len)
         else:
             program.add_op("embed")
         has_tower = (spec.encoder or spec.audio_encoder) is not None
@@ -164,7 +165,10 @@ class Recorder:
         if has_norm and spec.places_after_norm:
             program.add_op("norm", vectors=self._blocks.hidden_norm("embed_norm"))
         if has_tower or self._places_embeddings:
-            program.add_op("add_placed" if are_added else "place")
+            if are_added:
+                program.add_op("add_placed")
+            else:
+                program.add_op("place", parts=positions)
         if has_norm and not spec.places_after_norm:
             program.add_op("norm", vectors=self._blocks.hidden_norm("embed_norm"))
         if spec.has_embedding and spec.has_residual_scales:

@@ -127,6 +127,7 @@ _WITH_ANY_DECODER = {
     "AudioFlamingo3ForConditionalGeneration",
     "AyaVisionForConditionalGeneration",
     "BeeForConditionalGeneration",
+    "Blip2ForConditionalGeneration",
     "ColIdefics3",
     "ColModernVBertForRetrieval",
     "ColPali",

@@ -20,6 +20,7 @@ from ..weights import Linear, Norm, VisionWeights, attend, find_activation
 from .connector import read_connector
 from .merging import means, side_by_side, squares, waves
 from .perceiver import read_perceiver
+from .query_former import read_former
 from .window_queries import read_window_queries
 
 Projection: TypeAlias = Callable[[Tensor, int], Tensor]
@@ -326,6 +327,7 @@ _KINDS: Final[dict[str, Callable[[VisionSpec, Checkpoint, _Reader], Projection]]
     "standardized mean": _standardized_mean,
     "connector": read_connector,
     "windows": read_window_queries,
+    "former": read_former,
     "perceiver": read_perceiver,
     "words": _words,
 }

@@ -1,12 +1,15 @@
-"""A Q-Former, whose queries attend to each other and to rows of features, in torch.
+"""A Q-Former, whose queries attend to each other and to rows of features, in torch, and the projection "former".
 
 Shapes: B blocks of rows, Q queries of a block, D elements of a query, L rows of a block, E elements of a row.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
+from ....protocol.checkpoint.vision.spec import VisionSpec
 from ....protocol.config.query_former import QueryFormerSpec
 from ...loaders import Checkpoint
 from ..weights import Linear, VisionWeights, attend, find_activation
@@ -34,6 +37,23 @@ class QueryFormer:
         for layer in self._layers:
             x_BQD = layer(x_BQD, rows_BLE)
         return x_BQD
+
+
+def read_former(
+    spec: VisionSpec, checkpoint: Checkpoint, read: Callable[[str], VisionWeights]
+) -> Callable[[Tensor, int], Tensor]:
+    """Return the projection "former", in which learned queries read the patches of an image.
+
+    Raises:
+        CheckpointError: A tensor is missing or has another shape.
+    """
+    assert spec.former is not None
+    weights = read("query_tokens")
+    size = spec.former.size
+    queries_BQD = weights.read("query_tokens", 1, spec.num_queries, size)
+    former = QueryFormer(spec.former, weights, "qformer.", checkpoint)
+    product = weights.read_linear("language_projection", spec.output_size, size)
+    return lambda x_PD, num_columns: product(former(queries_BQD, x_PD[None])[0])
 
 
 class _Layer:

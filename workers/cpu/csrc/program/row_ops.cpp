@@ -326,10 +326,11 @@ void Program::place(const Op& op, const Rows& rows, int row) {
   if (index < 0) return;
   const int hidden_size = model_.shape.hidden_size;
   const float* encoded = step.encoded + index * step.encoded_stride + op.first_column;
-  if (op.kind == OpKind::place)
-    std::copy_n(encoded, hidden_size, rows.residual(row));
-  else
-    model_.rows.add_scaled(rows.residual(row), encoded, 1.0f, hidden_size);
+  if (op.kind == OpKind::add_placed) return model_.rows.add_scaled(rows.residual(row), encoded, 1.0f, hidden_size);
+  std::copy_n(encoded, hidden_size, rows.residual(row));
+  if (!op.num_parts) return;
+  unpack_weight_row(*op.parts[0], step.positions[slice_.first_token + row], rows.normed(row));
+  model_.rows.add_scaled(rows.residual(row), rows.normed(row), 1.0f, hidden_size);
 }
 
 }  // namespace engine
