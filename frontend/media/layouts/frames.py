@@ -170,7 +170,7 @@ def _changed(frame: ImagePayload, previous: bytes, config: VideoProcessor) -> np
         np.frombuffer(each, np.uint8).astype(np.float32) for each in (frame.pixels, previous)
     )
     change = np.abs(now - before).reshape(rows, unit, columns, unit, 3)
-    change *= np.float32(255 * config.scale) / np.float32(config.std)
+    change *= np.float32(255 * config.scale) / np.asarray(config.std, np.float32)
     changed = np.flatnonzero(change.mean((1, 3, 4)) > config.least_change).astype(np.int32)
     return changed if len(changed) else np.zeros(1, np.int32)
 
