@@ -143,7 +143,7 @@ enum class OpKind : int32_t {
   // Where ranks share a norm of a mixer, between `scan` and `gate_mixed`, whose target is `part` then:
   share_squares = 22,  // part = the sum of squares of the row's outputs
 
-  place = 24,  // residual = the row of `encoded` in place of the token, if there is one, + parts[0] at its position, if any
+  place = 24,  // residual = the row of `encoded` in place of the token, if there is one, + parts[0] at its position
   add_placed = 25,  // residual += the same row's elements from `first_column` on
 
   scale = 26,       // residual *= scale
