@@ -87,8 +87,9 @@ FLUSH_S = 5.0
 class EngineCore:
     """The core of one replica.
 
-    `run` returns on SIGTERM. It raises EngineError if the core fails, or if the supervisor reports a lost worker by a
-    signal. A peer's messages are dropped until it answers the greeting, because they may be meant for a previous core.
+    `run` returns on `STOP_PROCESS`. It raises EngineError if the core fails, or if the supervisor reports a lost worker
+    by a signal. A peer's messages are dropped until it answers the greeting, because they may be meant for a previous
+    core.
     """
 
     def __init__(
@@ -151,7 +152,7 @@ class EngineCore:
             self._stats_log = StatsLog(core_index, interval_s, time.monotonic())
 
     def run(self) -> None:
-        """Allocate the KV cache, then serve until SIGTERM.
+        """Allocate the KV cache, then serve until `STOP_PROCESS`.
 
         Raises:
             EngineError: The replica failed.

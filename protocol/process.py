@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from types import FrameType, TracebackType
+from typing import Final
 
 import setproctitle
 
@@ -29,16 +30,35 @@ ORPHANED_EXIT_CODE = 3
 """Exit code of a process whose engine has lost its guardian."""
 
 
+STOP_PROCESS: Final = signal.SIGVTALRM
+"""The signal by which a supervisor stops one of its processes.
+
+Nothing else sends it. By default, it ends a process that has not installed its handler yet.
+"""
+
+
+def ignore_stop_signals() -> None:
+    """Ignore SIGTERM, SIGINT and SIGHUP in this process and in those that it starts.
+
+    Terminals, service managers and `pkill` send them to many processes at once. The process that the user started
+    handles them, and decides when the others stop. If they handled them as well, cores would stop in the middle of
+    streams.
+    """
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
+
+
 def name_process(name: str) -> None:
     """Set the process title that `ps` shows."""
     setproctitle.setproctitle(f"engine: {name}")
 
 
 def exit_with_parent(run_dir: str, sockets: Iterable[str] = ()) -> None:
-    """Exit at the end of standard input, after removing `run_dir` and `sockets`.
+    """Exit at the end of standard input, after removing `run_dir` and `sockets`. Ignore stop signals.
 
     The caller may change `sockets` until then.
     """
+    ignore_stop_signals()
 
     def wait_for_end_of_file() -> None:
         while os.read(0, 4096):
@@ -125,11 +145,7 @@ def _log_exception(
 
 
 class StopSignal:
-    """Records that SIGTERM arrived, and wakes a poll on `fd`.
-
-    SIGINT is ignored, because the terminal also sends it to the supervisor, which decides when the other processes
-    exit.
-    """
+    """Records that `STOP_PROCESS` arrived, and wakes a poll on `fd`."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -141,8 +157,7 @@ class StopSignal:
         self.fd = self._wake.fileno()
         """Readable once a signal has arrived."""
         signal.set_wakeup_fd(wake_writer.fileno(), warn_on_full_buffer=False)
-        signal.signal(signal.SIGTERM, self._request)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(STOP_PROCESS, self._request)
 
     def add_signal(self, signum: signal.Signals) -> None:
         """Make this signal wake `fd` as well, and report it from `take_signals`."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
 import sys
 
 import zmq
@@ -27,7 +26,6 @@ def main(config_path: str, core_index: int, rank: int, epoch: int) -> int:
     name = f"worker {core_index * config.parallel.workers_per_core + rank}"
     name_process(name)
     configure_logging(name, config.frontend.log_level, config.frontend.log_format, core_index)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     exit_with_parent(config.run_dir)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     status = StatusReporter(zmq.Context(), config, name)

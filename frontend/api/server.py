@@ -21,6 +21,7 @@ from ...protocol.config import FIRST_EPOCH, EngineConfig
 from ...protocol.errors import ConfigError, EngineError
 from ...protocol.heartbeat import HeartbeatWriter, seconds_to_beat
 from ...protocol.messages import FinishReason
+from ...protocol.process import STOP_PROCESS, ignore_stop_signals
 from ...protocol.supervisor_messages import Stage
 from ...protocol.transport import StatusReporter
 from ..chat import ChatTemplateError, ModelTemplates, prepare_formats
@@ -116,7 +117,7 @@ def _warn_of_hidden_tools(config: EngineConfig, templates: ModelTemplates) -> No
 
 
 class Frontend:
-    """A frontend process: serves until SIGTERM, then drains.
+    """A frontend process: serves until `STOP_PROCESS`, then drains.
 
     `client_index` is this process's number among the frontends.
     """
@@ -157,7 +158,7 @@ class Frontend:
         self._retired = asyncio.Event()
 
     async def run(self) -> None:
-        """Serve until SIGTERM, or after SIGUSR1 until all connections have ended.
+        """Serve until `STOP_PROCESS`, or after SIGUSR1 until all connections have ended.
 
         Raises:
             EngineError: The engine cannot generate a token.
@@ -342,11 +343,10 @@ class Frontend:
     def _handle_signals(self) -> None:
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._recover)
-        loop.add_signal_handler(signal.SIGTERM, self._on_terminate)
+        loop.add_signal_handler(STOP_PROCESS, self._on_terminate)
         loop.add_signal_handler(signal.SIGUSR1, self._retired.set)
-        # The supervisor handles these signals for all of its children.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        # The event loop has installed its own handler of SIGINT.
+        ignore_stop_signals()
 
     def _recover(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Log the failure of a callback, for example for lack of memory, and run those again that it may have been."""
@@ -414,7 +414,7 @@ def serve(
     reporter: StatusReporter,
     on_retire: Callable[[], None],
 ) -> None:
-    """Run a frontend until it receives SIGTERM, or SIGUSR1 and has no open connection left.
+    """Run a frontend until it receives `STOP_PROCESS`, or SIGUSR1 and has no open connection left.
 
     `on_retire` is called when another engine owns the listening socket.
 

@@ -190,7 +190,9 @@ def serve_model(
 
         name_process("guardian")
         timeout_s = config.recovery.heartbeat_timeout_s
-        guardian = Guardian(signals.fd, on_notice, console.line, timeout_s, fork_servers)
+        guardian = Guardian(
+            signals.fd, signals.take, on_notice, console.line, timeout_s, fork_servers
+        )
         code = guardian.run(supervise)
     if code:
         raise _SupervisorExited(code)

@@ -46,6 +46,10 @@ class Launcher:
         if self.link is not None:
             self.link.read_exits()
 
+    def take_forwarded_signals(self) -> list[int]:
+        """Return the stop signals that the guardian, if any, has forwarded since the last call."""
+        return [] if self.link is None else self.link.take_forwarded_signals()
+
     def end_beats(self) -> None:
         """Send no more heartbeats: this process only waits for processes that it has killed."""
         if self.link is not None:

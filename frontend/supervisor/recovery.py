@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from ...protocol.errors import counted
+from ...protocol.process import STOP_PROCESS
 from ...protocol.supervisor_messages import Stage
 from .child import Child
 from .launcher import Launcher
@@ -172,7 +173,7 @@ class RecoveryUnit:
         self.is_down = self.is_asleep = self._is_renewed = True
         self._is_exhausted = self._awaits_ends = False
         if (leader := self.children.get(self.leader.name)) is not None:
-            leader.signal(signal.SIGTERM)
+            leader.signal(STOP_PROCESS)
             leader.kill_at = now + SLEEP_S
 
     def wake(self, now: float) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from types import FrameType
 from typing import Final
@@ -31,31 +32,43 @@ class StopSignals:
     """
 
     def __init__(self) -> None:
-        self.fd, self._write_fd = os.pipe()
-        os.set_blocking(self.fd, False)
+        self._num_direct = self._num_forwarded = self._num_raised = 0
+        self.fd, self._write_fd = _make_pipe()
 
-    def raise_if_received(self) -> None:
-        """Raise StopRequested once for each signal received.
+    def take(self) -> int:
+        """Return a signal that was received since the last call; 0 if there was none.
 
         One stop request may arrive as two signals, one to the process and one to its group. For example, `timeout`
-        sends both, and so does a parent that forwards Ctrl-C. Two signals in quick succession therefore count once. A
-        later signal is a second request, which interrupts a drain.
+        sends both, and so does a parent that forwards Ctrl-C. Two signals in quick succession therefore count once.
         """
         try:
             received = os.read(self.fd, 1)
         except BlockingIOError:
-            return
+            return 0
         time.sleep(_TOGETHER_S)
         with suppress(BlockingIOError):
             os.read(self.fd, 1024)
-        raise StopRequested(received[0])
+        return received[0]
+
+    def raise_if_received(self, forwarded: Sequence[int] = ()) -> None:
+        """Raise StopRequested once for each stop request. The second one interrupts a drain.
+
+        `forwarded` are signals that the parent process received since the last call. A signal to all processes at once
+        arrives both directly and through the parent, so the requests are those of the source with more.
+        """
+        signum = self.take()
+        self._num_direct += bool(signum)
+        self._num_forwarded += len(forwarded)
+        num_requests = max(self._num_direct, self._num_forwarded)
+        if num_requests > self._num_raised:
+            self._num_raised = num_requests
+            raise StopRequested(signum or forwarded[-1])
 
     def separate(self) -> None:
         """Receive signals of this process only, after a fork."""
         os.close(self.fd)
         os.close(self._write_fd)
-        self.fd, self._write_fd = os.pipe()
-        os.set_blocking(self.fd, False)
+        self.fd, self._write_fd = _make_pipe()
 
     def __enter__(self) -> StopSignals:
         self._previous = {
@@ -76,3 +89,10 @@ class StopSignals:
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         os.write(self._write_fd, bytes([signum]))
+
+
+def _make_pipe() -> tuple[int, int]:
+    """Return the reading end of a pipe, which does not block, and its writing end."""
+    reading_fd, writing_fd = os.pipe()
+    os.set_blocking(reading_fd, False)
+    return reading_fd, writing_fd

@@ -14,7 +14,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
 
 import zmq
 
@@ -22,6 +21,7 @@ from ...protocol.config import EngineConfig
 from ...protocol.config.weights import WeightsFiles
 from ...protocol.errors import EngineError
 from ...protocol.heartbeat import HeartbeatReader, seconds_to_read
+from ...protocol.process import STOP_PROCESS
 from ...protocol.supervisor_messages import (
     CauseFound,
     EngineStatus,
@@ -274,12 +274,7 @@ class Supervisor:
     def __enter__(self) -> Supervisor:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         is_known = error is None or isinstance(error, EngineError | StopRequested)
         if self._launcher.link is not None and self.was_ready and not is_known:
             return
@@ -288,7 +283,7 @@ class Supervisor:
     def _children(self) -> Iterable[Child]:
         return [child for unit in self._units for child in unit.children.values()]
 
-    def _end(self, role: Role, signum: signal.Signals = signal.SIGTERM) -> list[Child]:
+    def _end(self, role: Role, signum: signal.Signals = STOP_PROCESS) -> list[Child]:
         children = [child for child in self._children() if child.spec.role is role]
         for child in children:
             child.signal(signum)
@@ -314,11 +309,11 @@ class Supervisor:
         if not self._poller.poll(math.ceil(timeout_s * 1000)) and self._is_settled:
             self._look()
             return
+        self._launcher.read_exits()
         if self._signals is not None:
-            self._signals.raise_if_received()
+            self._signals.raise_if_received(self._launcher.take_forwarded_signals())
         if self._offers_handover and self._handover is not None:
             self._handover.raise_if_requested()
-        self._launcher.read_exits()
         self._read_reports()
         self._hang_watch.kill_hung(self._children(), time.monotonic())
         if self._rotation.advance(time.monotonic(), may_sleep=self.was_ready):

@@ -9,11 +9,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import resource
-import signal
 import sys
 from array import array
 
-from ...protocol.process import name_process
+from ...protocol.process import ignore_stop_signals, name_process
 from .load import load_tokenizer
 from .long_texts import HEAD, MAX_MEMORY_BYTES, REPLY
 
@@ -22,8 +21,7 @@ def main() -> None:
     """Encode texts until standard input ends."""
     [directory] = sys.argv[1:]
     name_process("long texts")
-    for signum in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(signum, signal.SIG_IGN)
+    ignore_stop_signals()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))

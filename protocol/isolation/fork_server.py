@@ -16,7 +16,7 @@ import socket
 from collections.abc import Callable
 from typing import TypeAlias
 
-from ..process import name_process
+from ..process import ignore_stop_signals, name_process
 from .limits import limit_memory
 from .messages import GREETING, Exited, frame
 
@@ -36,8 +36,7 @@ def run_fork_server(
         max_memory_bytes: The memory that a child may allocate in addition to the loaded data.
     """
     name_process(f"{name} fork server")
-    for signum in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(signum, signal.SIG_IGN)
+    ignore_stop_signals()
     _ForkServer(control, name, load(), max_memory_bytes).run()
 
 
@@ -78,8 +77,7 @@ class _ForkServer:
             for other in (self._control, *self._clients.values()):
                 other.close()
             signal.set_wakeup_fd(-1)
-            for signum in (signal.SIGCHLD, signal.SIGTERM):
-                signal.signal(signum, signal.SIG_DFL)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             name_process(self._name)
             # Discard what libraries print before they abort.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)

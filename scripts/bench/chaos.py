@@ -59,8 +59,8 @@ from support.tiny_checkpoints import layers_directory, mixture_directory
 ALL_REPLICAS = "all replicas"
 """A victim that is no process: the model is unloaded and loaded again."""
 
-HARMS_CHILDREN = ("terminated", "out of memory")
-"""Faults that are not for the supervisor: it stops the server, or its children inherit the limit of memory."""
+HARMS_CHILDREN = ("out of memory",)
+"""Faults that are not for the supervisor, because its children inherit the limit of memory."""
 
 RECOVERY_S = 60.0
 """Seconds until a server is idle after a wave."""
@@ -78,6 +78,7 @@ SETUPS: dict[str, tuple[str, ...]] = {
     "one": (),
     "tensor": ("-tp", "2", "--kv-host-gib", "0.001", "--inject-preemption", "0.02"),
     "pipeline": ("-pp", "2", "--kv-disk", "DIRECTORY/blocks", "--kv-disk-gib", "0.01"),
+    "grid": ("-pp", "2", "-tp", "2"),
     "replicas": ("-dp", "2", "--api-server-count", "2"),
     "roles tensor": (*ROLES, "-tp", "2"),
     "roles": ROLES,

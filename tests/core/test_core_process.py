@@ -14,6 +14,7 @@ import pytest
 import zmq
 from engine.protocol.config import PROTOCOL_VERSION, EngineConfig, ModelConfig
 from engine.protocol.messages import ClientHello, CoreReady
+from engine.protocol.process import STOP_PROCESS
 from engine.protocol.supervisor_messages import Stage
 from engine.protocol.transport import Peer, StatusReceiver
 
@@ -49,7 +50,7 @@ def test_a_core_without_its_workers_sleeps_while_a_frontend_waits(config: Engine
             used = after.user + after.system - before.user - before.system
             assert used < OBSERVED_S / 10
         finally:
-            core.terminate()
+            core.send_signal(STOP_PROCESS)
             assert core.wait(20) == 0
             assert core.stdin is not None
             core.stdin.close()

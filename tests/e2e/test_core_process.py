@@ -37,6 +37,7 @@ from engine.protocol.messages import (
     FinishReason,
     ReplicaLost,
 )
+from engine.protocol.process import STOP_PROCESS
 from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.supervisor_messages import ProcessStatus, Stage
 from engine.protocol.transport import Peer, StatusReceiver
@@ -159,7 +160,7 @@ class CoreProcess:
 
     def stop(self) -> str:
         """Stop the process and return its log."""
-        self.process.terminate()
+        self.process.send_signal(STOP_PROCESS)
         log = self.process.communicate(timeout=20)[1]
         for end in (self.worker, self.client, self.statuses):
             end.close()

@@ -47,7 +47,7 @@ def test_a_drain_rejects_new_requests_and_finishes_fifty_streams(
 ) -> None:
     with server:
         streams = open_streams(server, 50)
-        server.process.send_signal(signal.SIGTERM)
+        server.signal_all(signal.SIGTERM)
         wait_until(lambda: server.get("/readyz")[0] == 503, what="not ready")
         refusals: list[urllib.error.HTTPError] = []
         request = urllib.request.Request(
@@ -88,9 +88,9 @@ def test_a_drain_finishes_a_beam_search(server: Server, tmp_path: Path) -> None:
 def test_a_second_signal_ends_everything_at_once(server: Server, tmp_path: Path) -> None:
     with server:
         streams = open_streams(server, 20)
-        server.process.send_signal(signal.SIGTERM)
+        server.signal_all(signal.SIGTERM)
         wait_until(lambda: server.get("/readyz")[0] == 503, what="not ready")
-        server.process.send_signal(signal.SIGTERM)
+        server.signal_all(signal.SIGTERM)
         assert server.wait() == 128 + signal.SIGTERM
         assert any("done" not in answer for answer in streams.answers())
     assert_nothing_is_left(server, tmp_path)

@@ -138,7 +138,7 @@ def test_a_stop_signal_to_all_machines_lets_streams_finish(
 ) -> None:
     with cluster.serve("-tp", "2", "-n", "2") as server, cluster.headless() as node:
         server.wait_for("ready at")
-        node.process.send_signal(signal.SIGTERM)
+        node.signal_all(signal.SIGTERM)
         node.wait_for("workers keep running while node 0 drains")
         with (
             client(cluster.uds) as http,
@@ -147,7 +147,7 @@ def test_a_stop_signal_to_all_machines_lets_streams_finish(
             tokens = []
             for line in filter(None, answer.iter_lines()):
                 if not tokens:
-                    server.process.send_signal(signal.SIGTERM)
+                    server.signal_all(signal.SIGTERM)
                 if line != "data: [DONE]":
                     [choice] = json.loads(line.removeprefix("data: "))["choices"]
                     tokens += choice["token_ids"]

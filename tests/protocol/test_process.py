@@ -8,7 +8,7 @@ import sys
 
 PROGRAM = """
 import os, select, signal
-from engine.protocol.process import StopSignal
+from engine.protocol.process import STOP_PROCESS, StopSignal
 
 stop = StopSignal()
 stop.add_signal(signal.SIGUSR1)
@@ -23,7 +23,7 @@ for _ in range(3):
     assert stop.take_signals() == {signal.SIGUSR1}
     assert stop.take_signals() == set() and not readable(), "an idle process would spin"
 os.kill(os.getpid(), signal.SIGUSR1)
-os.kill(os.getpid(), signal.SIGTERM)
+os.kill(os.getpid(), STOP_PROCESS)
 assert stop.take_signals() == {signal.SIGUSR1} and stop.requested
 """
 

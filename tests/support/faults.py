@@ -31,6 +31,11 @@ def fail(process: psutil.Process) -> None:
     process.send_signal(signal.SIGRTMIN)
 
 
+def crash(process: psutil.Process) -> None:
+    """End a process as a fault in native code does."""
+    process.send_signal(signal.SIGSEGV)
+
+
 def damage(worker: psutil.Process) -> None:
     """Make a worker on `--device null` return invalid tokens from now on."""
     worker.send_signal(signal.SIGRTMIN + 1)
@@ -70,7 +75,7 @@ FAULTS: Final[dict[str, Callable[[psutil.Process], None]]] = {
     "killed": psutil.Process.kill,
     "stopped": psutil.Process.suspend,
     "paused": pause,
-    "terminated": psutil.Process.terminate,
+    "crashed": crash,
     "failing": fail,
     "out of memory": lack_memory,
 }

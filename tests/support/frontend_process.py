@@ -26,6 +26,7 @@ from engine.protocol.config import (
     SchedulerConfig,
     StoreConfig,
 )
+from engine.protocol.process import STOP_PROCESS
 from engine.protocol.supervisor_messages import ProcessStatus, Stage
 from engine.protocol.transport import StatusReceiver
 from support.echo_core import EchoCoreThread
@@ -163,9 +164,13 @@ class FrontendProcess:
     def log(self) -> str:
         return self._log.read_text()
 
+    def begin_stop(self) -> None:
+        """Send the signal by which a supervisor stops the frontend."""
+        self.process.send_signal(STOP_PROCESS)
+
     def stop(self) -> int:
-        """Send SIGTERM and return the exit code."""
-        self.process.terminate()
+        """Stop the frontend as a supervisor does, and return the exit code."""
+        self.begin_stop()
         return self.process.wait(STOP_TIMEOUT_S)
 
     def __exit__(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Self
 
 import psutil
@@ -35,6 +37,22 @@ def has_ended(process: psutil.Process) -> bool:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
+
+
+def descendants(pid: int) -> list[psutil.Process]:
+    """Return the children of a process, and their children.
+
+    psutil does the same, but reads a file of each process of the machine.
+    """
+    if not Path("/proc/thread-self/children").exists():
+        return psutil.Process(pid).children(recursive=True)
+    found: list[psutil.Process] = []
+    for path in Path("/proc", str(pid), "task").glob("*/children"):
+        # A process or a thread may exit in between.
+        with contextlib.suppress(OSError, psutil.NoSuchProcess):
+            for child in path.read_text().split():
+                found += [psutil.Process(int(child)), *descendants(int(child))]
+    return found
 
 
 class Program:
@@ -81,6 +99,12 @@ class Program:
         """Send the signal, wait for the end, return the exit code."""
         self.process.send_signal(signum)
         return self.wait()
+
+    def signal_all(self, signum: int) -> None:
+        """Send the signal to the program and all of its processes at once, as service managers and `pkill` do."""
+        # The parent is last, because the others may exit with it.
+        for process in [*reversed(descendants(self.process.pid)), self.process]:
+            process.send_signal(signum)
 
     def wait(self) -> int:
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from support.program import Program, wait_until
+from support.program import Program, descendants, wait_until
 
 
 def default_model() -> str:
@@ -128,22 +127,6 @@ class Upgrade(Server):
     def command(self, args: tuple[str, ...]) -> list[str]:
         """Return the arguments of `engine`."""
         return ["upgrade", *args]
-
-
-def descendants(pid: int) -> list[psutil.Process]:
-    """Return the children of a process, and their children.
-
-    psutil does the same, but reads a file of each process of the machine.
-    """
-    if not Path("/proc/thread-self/children").exists():
-        return psutil.Process(pid).children(recursive=True)
-    found: list[psutil.Process] = []
-    for path in Path("/proc", str(pid), "task").glob("*/children"):
-        # A process or a thread may exit in between.
-        with contextlib.suppress(OSError, psutil.NoSuchProcess):
-            for child in path.read_text().split():
-                found += [psutil.Process(int(child)), *descendants(int(child))]
-    return found
 
 
 def title_of(process: psutil.Process) -> str:

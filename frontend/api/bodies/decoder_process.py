@@ -9,12 +9,11 @@ happens when its frontend exits.
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from typing import Any
 
 from ....protocol.isolation.limits import limit_memory, limit_time
-from ....protocol.process import configure_logging, name_process
+from ....protocol.process import configure_logging, ignore_stop_signals, name_process
 from ...http.errors import APIError
 from .body import BodyDecoder, make_decoder
 from .messages import (
@@ -46,8 +45,7 @@ def main() -> None:
     is_strict, log_level, log_format = sys.argv[1:]
     name_process("body decoder")
     configure_logging("body decoder", log_level, "json" if log_format == "json" else "text")
-    for signum in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(signum, signal.SIG_IGN)
+    ignore_stop_signals()
     decoders = [make_decoder(schema, is_strict == "True") for schema in SCHEMAS]
     limit_memory(MAX_MEMORY_BYTES)
     bodies, replies = sys.stdin.buffer, sys.stdout.buffer

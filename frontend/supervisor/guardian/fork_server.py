@@ -28,7 +28,7 @@ from typing import Final, NoReturn
 import msgspec
 
 from ....protocol.config import EngineConfig
-from ....protocol.process import ORPHANED_EXIT_CODE, name_process
+from ....protocol.process import ORPHANED_EXIT_CODE, ignore_stop_signals, name_process
 
 MODULES: Final = (
     {
@@ -229,10 +229,9 @@ def _prepare(requests: socket.socket) -> None:
     os.closerange(requests.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
     signal.set_wakeup_fd(-1)
     # The caller may handle these.
-    for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
-        if callable(signal.getsignal(signum)):
-            signal.signal(signum, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if callable(signal.getsignal(signal.SIGCHLD)):
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    ignore_stop_signals()
     if not sys.flags.safe_path:
         # A file in the current directory must not shadow a module.
         del sys.path[0]

@@ -27,7 +27,7 @@ from ....protocol.errors import EngineError
 from .fork_server import MODULES, ForkServer
 from .heartbeat import SupervisorHeartbeat
 from .lifeline import Lifeline
-from .link import GuardianLink, Notice
+from .link import NO_PROCESS, GuardianLink, Notice
 
 FAULT: Final = 70
 """Exit code of a supervisor with an unexpected error, after which another supervisor continues."""
@@ -61,8 +61,8 @@ class Guardian:
     """Runs a supervisor in a child process, and another one if it crashes. Call `become_subreaper` first.
 
     Args:
-        signals_fd: A non-blocking descriptor from which the numbers of received stop signals are read, one byte each.
-            They are forwarded to the supervisor.
+        signals_fd: A descriptor that is readable when a stop signal was received.
+        take_signal: Returns the number of such a signal, or 0. The signals are forwarded to the supervisor.
         on_notice: Notice of the supervisor -> the function to call when it is first received.
         on_crash: Receives a line about each crash or hang of the supervisor.
         heartbeat_timeout_s: A supervisor without a heartbeat for this many seconds hangs, and is killed. Time in which
@@ -74,12 +74,13 @@ class Guardian:
     def __init__(
         self,
         signals_fd: int,
+        take_signal: Callable[[], int],
         on_notice: Mapping[Notice, Callable[[], None]],
         on_crash: Callable[[str], None],
         heartbeat_timeout_s: float,
         fork_servers: dict[str, ForkServer],
     ) -> None:
-        self._signals_fd = signals_fd
+        self._signals_fd, self._take_signal = signals_fd, take_signal
         self._on_notice = dict(on_notice)
         self._on_crash = on_crash
         self._heartbeat_timeout_s = heartbeat_timeout_s
@@ -164,7 +165,7 @@ class Guardian:
                     if code is not None:
                         return code, num_silent_looks >= LOOKS_PER_TIMEOUT
                     self._add_fork_servers(channel)
-                    self._forward_signals(pid)
+                    self._forward_signals(channel)
                 if time.monotonic() < next_look:
                     continue
                 # Silence is counted in looks, so time in which this process was suspended does not count.
@@ -221,11 +222,10 @@ class Guardian:
                 self._was_ready |= notice is Notice.READY
                 self._on_notice.pop(notice, lambda: None)()
 
-    def _forward_signals(self, supervisor: int) -> None:
-        with contextlib.suppress(BlockingIOError):
-            for signum in os.read(self._signals_fd, 64):
-                self._is_stopping = True
-                os.kill(supervisor, signum)
+    def _forward_signals(self, channel: socket.socket) -> None:
+        if signum := self._take_signal():
+            self._is_stopping = True
+            _report(channel, (NO_PROCESS, signum))
 
 
 def _report(channel: socket.socket, exit_: tuple[int, int]) -> None:

@@ -7,10 +7,14 @@ import enum
 import os
 import select
 import socket
+from typing import Final
 
 from .fork_server import MODULES, ForkServer
 from .heartbeat import SupervisorHeartbeat
 from .lifeline import Lifeline
+
+NO_PROCESS: Final = 0
+"""The process ID in a message of the guardian whose number is a stop signal."""
 
 
 class Notice(enum.Enum):
@@ -56,6 +60,7 @@ class GuardianLink:
         self._channel = channel
         self._channel.setblocking(False)
         self._exit_codes: dict[int, int] = {}
+        self._forwarded_signals: list[int] = []
 
     @property
     def fd(self) -> int:
@@ -71,7 +76,7 @@ class GuardianLink:
         return self._exit_codes.get(pid)
 
     def read_exits(self) -> None:
-        """Read the exits and the fork servers that the guardian has reported."""
+        """Read the exits, fork servers and stop signals that the guardian has reported."""
         with contextlib.suppress(BlockingIOError):
             while True:
                 message, fds, _, _ = socket.recv_fds(self._channel, 64, 1, socket.MSG_CMSG_CLOEXEC)
@@ -81,8 +86,15 @@ class GuardianLink:
                 if fds:
                     server = ForkServer(MODULES[number], pid, socket.socket(fileno=fds[0]))
                     self.fork_servers |= dict.fromkeys(server.modules, server)
+                elif pid == NO_PROCESS:
+                    self._forwarded_signals.append(number)
                 else:
                     self._exit_codes[pid] = number
+
+    def take_forwarded_signals(self) -> list[int]:
+        """Return the stop signals of the guardian that were read since the last call."""
+        taken, self._forwarded_signals = self._forwarded_signals, []
+        return taken
 
     def record_exit(self, pid: int, code: int) -> None:
         """Record an exit that the guardian has not reported to this supervisor."""

@@ -304,7 +304,7 @@ def test_a_full_queue_is_503_with_retry_after() -> None:
 def test_drain_finishes_streams_and_refuses_new_requests() -> None:
     with FrontendProcess(step_s=0.05) as frontend:
         stream = _Stream(frontend, max_tokens=60)
-        frontend.process.terminate()
+        frontend.begin_stop()
         frontend.wait_for_stage(Stage.DRAINING)
         for path in ("/readyz", "/health"):
             response = frontend.http.get(path)
@@ -396,9 +396,9 @@ def test_probes_are_answered_when_clients_use_every_file_descriptor() -> None:
 def test_second_signal_exits_at_once() -> None:
     with FrontendProcess(step_s=0.05) as frontend:
         stream = _Stream(frontend, max_tokens=400)
-        frontend.process.terminate()
+        frontend.begin_stop()
         frontend.wait_for_stage(Stage.DRAINING)
-        frontend.process.terminate()
+        frontend.begin_stop()
         assert frontend.process.wait(2) != 0
         stream.wait()
 

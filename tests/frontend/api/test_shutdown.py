@@ -94,7 +94,7 @@ class Exchange:
 def test_requests_that_arrived_pass_all_phases_during_a_shutdown() -> None:
     with FrontendProcess() as frontend:
         exchanges = {name: Exchange(frontend, *each) for name, each in REQUESTS.items()}
-        frontend.process.terminate()
+        frontend.begin_stop()
         frontend.wait_for_stage(Stage.DRAINING)
         for exchange in exchanges.values():
             exchange.send_body()

@@ -17,6 +17,7 @@ import openai
 import pytest
 from engine.frontend.http.access import digest_of
 from engine.frontend.http.client_secrets import write_secret
+from engine.protocol.process import STOP_PROCESS
 from support.frontend_process import MODEL, FrontendProcess, sound_frontend
 from support.program import wait_until
 from websockets.exceptions import ConnectionClosed, InvalidStatus
@@ -348,7 +349,7 @@ def test_messages_beyond_the_memory_for_large_requests_are_refused() -> None:
         assert text_of(create(client, "still here")) == "still here"
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 1001), (signal.SIGUSR1, 1012)])
+@pytest.mark.parametrize(("number", "code"), [(STOP_PROCESS, 1001), (signal.SIGUSR1, 1012)])
 def test_shutdown_and_upgrades_end_websockets_after_their_answer(
     number: signal.Signals, code: int
 ) -> None:

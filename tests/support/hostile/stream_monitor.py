@@ -18,7 +18,7 @@ from typing import Final
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from support.lost_time import lost_time_s
-from support.server import descendants
+from support.program import descendants
 
 NUM_STREAMS: Final = 3
 MAX_TOKENS: Final = 100
