@@ -15,7 +15,8 @@ from typing import NoReturn, TypeVar
 import msgspec
 
 from ...protocol.errors import EngineError
-from ..supervisor.signals import STOP_SIGNALS, StopSignals
+from ...protocol.process import ignore_stop_signals
+from ..supervisor.signals import StopSignals
 
 T = TypeVar("T")
 
@@ -81,8 +82,8 @@ def _read_all(fd: int, signals: StopSignals) -> bytes:
 
 
 def _run_child(function: Callable[[], object], result_fd: int, life_fd: int) -> NoReturn:
-    for signum in STOP_SIGNALS:
-        signal.signal(signum, signal.SIG_DFL)
+    # A stop signal to all processes must not end this one before it has cleaned up: the parent interrupts it.
+    ignore_stop_signals()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.setpgid(0, 0)
     threading.Thread(target=_end_with_parent, args=(life_fd,), daemon=True).start()

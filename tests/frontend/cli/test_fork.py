@@ -93,6 +93,10 @@ def test_stopping_the_parent_ends_the_fork_and_its_children(
     assert host.stdout is not None
     pids = [int(pid) for pid in host.stdout.readline().split()]
     assert len(list(tmp_path.iterdir())) == 1
+    if signum == signal.SIGTERM:
+        # It may be sent to all processes at once.
+        for pid in pids:
+            os.kill(pid, signum)
     host.send_signal(signum)
     _, errors = host.communicate(timeout=20)
     if signum != signal.SIGKILL:
