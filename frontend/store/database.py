@@ -100,6 +100,7 @@ class Database:
         self._path = path
         self._lock = lock
         self._retry_at = 0.0
+        self._latest_change = 0.0
         if path is None:
             self.connection = _connect(MEMORY)
             _migrate(self.connection, MEMORY)
@@ -121,6 +122,14 @@ class Database:
                 lock.close()
                 raise ConfigError(f"cannot open the store {path}: {error}; check --store") from None
             self._continue_in_memory(error)
+
+    def time_of_change(self) -> float:
+        """Return the time of a change that is made now, in seconds since 1970. It is never before an earlier change.
+
+        If the clock of the system is set back, the latest change must not become the oldest, which is evicted first.
+        """
+        self._latest_change = max(self._latest_change, time.time())
+        return self._latest_change
 
     @property
     def is_file(self) -> bool:

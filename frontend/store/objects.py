@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sqlite3
-import time
 from typing import Any, Final
 
 from ...protocol.store.messages import (
@@ -95,7 +94,7 @@ class Objects:
         return oldest
 
     def _put(self, call: PutObject) -> None:
-        now = time.time()
+        now = self._database.time_of_change()
         size = len(call.data) + len(call.object_id) + len(call.parent) + len(call.owner)
         before = self._rows(
             "SELECT size FROM objects WHERE kind = ? AND id = ? AND owner = ?",

@@ -8,7 +8,6 @@ writes one.
 from __future__ import annotations
 
 import sqlite3
-import time
 from array import array
 from collections.abc import Callable
 from pathlib import Path
@@ -419,7 +418,7 @@ class Requests:
         request.run = self.sessions[session].run
         request.size = len(entry.record)
         self._begun.append(request)
-        now = time.time()
+        now = self._database.time_of_change()
         self.num_bytes += request.size + ROW_BYTES
         self._add(
             "INSERT OR REPLACE INTO requests (owner, id, key, session, numbers, num_starts, claimed_at, "
@@ -450,7 +449,7 @@ class Requests:
             "UPDATE requests SET is_finished = 1, session = x'', numbers = x'', state = ?, changed = ?, "
             "size = size + ? WHERE owner = ? AND id = ?",
             state,
-            time.time(),
+            self._database.time_of_change(),
             len(state),
             *request.name,
         )

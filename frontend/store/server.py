@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import sqlite3
 import time
 from collections.abc import Callable
@@ -351,9 +352,8 @@ class StoreServer:
         limit = self._limits.size_limit
         if self._size + size <= limit:
             return
-        before = time.time() + 1
         while self._size + size > limit * LOW_WATER:
-            if not self._evict_oldest(before):
+            if not self._evict_oldest(math.inf):
                 break
 
     def _evict_oldest(self, before: float) -> bool:

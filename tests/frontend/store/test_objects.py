@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
@@ -74,14 +75,21 @@ async def test_lists_are_pages_in_the_order_of_creation(tmp_path: Path) -> None:
         assert await ids_of(client) == (["i0", "i2", "i4", "i6"], False)
 
 
+@pytest.mark.parametrize("set_back_s", [0, 86400])
 @on_event_loop
-async def test_the_oldest_objects_make_room(tmp_path: Path) -> None:
+async def test_the_oldest_objects_make_room(
+    tmp_path: Path, set_back_s: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This also holds if the clock of the system is set back."""
+    now = time.time
     config = config_of(tmp_path, max_bytes=MEBI)
     with StoreThread(config):
         client = await connect(config)
         with pytest.raises(StoreError, match="too much for a store of 1048576 bytes"):
             await client.put("item", "large", bytes(MEBI), owner="a")
         for number in range(40):
+            if number == 5:
+                monkeypatch.setattr(time, "time", lambda: now() - set_back_s)
             await client.put("item", f"i{number}", bytes(100_000), owner="a")
         kept, _ = await ids_of(client)
         assert 8 <= len(kept) <= 10
