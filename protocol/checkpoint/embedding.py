@@ -61,6 +61,7 @@ _ENCODERS: Final = frozenset(
         "megatron-bert",
         "modernbert",
         "mpnet",
+        "neobert",
         "new",
         "nomic_bert",
         "rembert",

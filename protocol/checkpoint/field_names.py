@@ -32,6 +32,8 @@ _ARCHITECTURES: Final = {
     "MiniMaxM1ForCausalLM": "MiniMaxForCausalLM",
     "MiniMaxText01ForCausalLM": "MiniMaxForCausalLM",
     "MistralLarge3ForCausalLM": "Mistral4ForCausalLM",
+    "NeoBERT": "NeoBERTModel",
+    "NeoBERTLMHead": "NeoBERTForMaskedLM",
     "NemotronH_Nano_Omni_Reasoning_V3": "NemotronH_Omni_Reasoning_V3",
     "NemotronH_Nano_VL_V2": "NemotronH_Omni_Reasoning_V3",
     "NemotronH_Super_Omni_Reasoning_V3": "NemotronH_Omni_Reasoning_V3",
@@ -118,6 +120,11 @@ _MODEL_TYPES: Final[dict[str, Callable[[ConfigFields], dict[str, Any]]]] = {
     "llama_bidirec": _bidirectional,
     "minimax_m1": _minimax,
     "minimax_text_01": _minimax,
+    "neobert": lambda fields: {
+        "max_position_embeddings": fields.get(
+            "max_position_embeddings", fields.get("max_length", 4096)
+        ),
+    },
     "shieldgemma2": lambda _: {"model_type": "gemma3"},
     "skywork_chat": lambda _: {"model_type": "internvl_chat"},
     "stablelm_epoch": lambda fields: {

@@ -132,6 +132,29 @@ def _nomic2_tensors(tensors: Tensors) -> Tensors:
     return changed
 
 
+def _as_neobert(reference: Any) -> None:
+    """Give a EuroBERT the frequencies of a NeoBERT."""
+    reference.rotary_emb.inv_freq = 10_000 ** (-torch.arange(0, 8, 2) / 8)
+
+
+def _neobert_tensors(tensors: Tensors) -> Tensors:
+    """Put queries, keys and values of each head together, whose neighboring elements are rotated, and the gates."""
+    changed = {}
+    for name, weight in tensors.items():
+        if ".q_proj." in name:
+            parts = [tensors[name.replace(".q_", f".{x}_")].unflatten(0, (6, 8)) for x in "qkv"]
+            parts[:2] = [
+                each.unflatten(1, (2, 4)).transpose(1, 2).flatten(1, 2) for each in parts[:2]
+            ]
+            name, weight = name.replace("q_proj", "qkv"), torch.cat(parts, 1).flatten(0, 1)
+        if ".gate_proj." in name:
+            parts = [weight, tensors[name.replace("gate", "up")]]
+            name, weight = name.replace("gate_proj", "w12"), torch.cat(parts)
+        if not re.search(r"\.[kv]_proj\.|\.up_proj\.", name):
+            changed[name] = weight
+    return changed
+
+
 class _Encoder(NamedTuple):
     base: str
     prepare: Callable[[Any], None]
@@ -185,6 +208,29 @@ PUBLISHED_ENCODERS = {
             (r"(layer\.\d+)\.output\.LayerNorm", r"\1.layer_norm_2"),
         ),
         _jina2_tensors,
+    ),
+    "neo-bert": _Encoder(
+        "EuroBert",
+        _as_neobert,
+        {
+            "architectures": ["NeoBERTLMHead"],
+            "model_type": "neobert",
+            "intermediate_size": 115,
+            "norm_eps": 1e-5,
+        },
+        (
+            (r"embed_tokens", "encoder"),
+            (r"^layers\.", "transformer_encoder."),
+            (r"^norm\.", "layer_norm."),
+            (r"self_attn\.qkv", "qkv"),
+            (r"self_attn\.o_proj", "wo"),
+            (r"input_layernorm", "attention_norm"),
+            (r"post_attention_layernorm", "ffn_norm"),
+            (r"mlp\.w12", "ffn.w12"),
+            (r"mlp\.down_proj", "ffn.w3"),
+            (r"^", "model."),
+        ),
+        _neobert_tensors,
     ),
     "nomic-bert-moe": _Encoder(
         "NomicBert",
@@ -257,7 +303,9 @@ def write_encoder(directory: Path, architecture: str, *, splits_gates: bool = Fa
     writer.add_feed_forward_length(80)
     writer.add_block_count(4)
     writer.add_head_count(6)
-    writer.add_layer_norm_eps(1e-5)
+    (writer.add_layer_norm_rms_eps if architecture == "neo-bert" else writer.add_layer_norm_eps)(
+        1e-5
+    )
     writer.add_causal_attention(False)
     writer.add_pooling_type(PoolingType.MEAN)
     if architecture == "nomic-bert-moe":
@@ -270,6 +318,7 @@ def write_encoder(directory: Path, architecture: str, *, splits_gates: bool = Fa
     for name, weight in load_file(directory / "model.safetensors").items():
         if name.endswith("experts.bias"):
             continue
+        name = name.removeprefix("model.")
         if match := re.fullmatch(r"encoder\.layers\.(\d+)\.mlp\.experts\.mlp\.w(\d)", name):
             experts = weight.unflatten(0, (_NUM_EXPERTS, -1))
             matrices = experts if match[2] == "1" else experts.transpose(1, 2)

@@ -8,6 +8,7 @@ _MODULES = {
     "position_embd": "model.embed_positions",
     "token_types": "model.embed_token_types",
     "output_norm": "model.norm",
+    "enc.output_norm": "model.norm",
     "output": "lm_head",
     "output_res_score": "model.head_res_query",
     "output_hc_norm": "model.head_hc.hc_norm",
@@ -273,6 +274,12 @@ _LAYER_MODULES_OF_ARCHITECTURE = {
     "minimax-01": _LAYER_MODULES
     | {"attn_norm_2": "self_attn.norm", "attn_gate": "self_attn.output_gate"},
     "muse-glimmer": _GEMMA_MODULES | {"attn_gate": "self_attn.gate_proj"},
+    "neo-bert": _LAYER_MODULES
+    | {
+        "attn_norm": "attention_norm",
+        "ffn_norm": "ffn_norm",
+        "ffn_up": "mlp.gate_up_proj",
+    },
     "nemotron_h": _NEMOTRON_H_MODULES,
     "nemotron_h_moe": _NEMOTRON_H_MODULES,
     "ouro": _LAYER_MODULES
@@ -341,7 +348,7 @@ _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.((?:(?:shortconv|indexer)\.)?\w+)\.(wei
 _PREDICTION_TENSOR = re.compile(
     r"blk\.(\d+)\.nextn\.(eh_proj|enorm|hnorm|embed_tokens|shared_head_(?:head|norm))\.weight"
 )
-_TENSOR = re.compile(r"(\w+)\.(weight|bias)")
+_TENSOR = re.compile(r"((?:enc\.)?\w+)\.(weight|bias)")
 _HEAD_STREAMS = re.compile(r"output_hc_(fn|base|scale)\.weight")
 
 

@@ -105,6 +105,12 @@ ENCODERS: Final[dict[str, Translate]] = {
         global_attn_every_n_layers=integer("attention.sliding_window_pattern", 3),
         classifier_pooling=_pooling(CLS),
     ),
+    "neo-bert": declared(
+        "neobert",
+        "NeoBERTModel",
+        divides_intermediate_size=False,
+        classifier_pooling=_pooling(CLS),
+    ),
     "nomic-bert": _nomic("silu", 1000.0),
     "nomic-bert-moe": _nomic(
         "gelu",

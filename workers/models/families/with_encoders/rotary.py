@@ -27,6 +27,7 @@ from .heads import (
     AFTER_POOLER,
     WITH_OWN_DENSE,
     WITH_OWN_GELU_DENSE,
+    HeadNames,
     encoder_families,
     with_splade_head,
 )
@@ -82,6 +83,16 @@ _NOMIC_MIXTURE_NAMES = (
     (r"\.mlp\.router\.layer\.", ".mlp.gate."),
     (r"(\.experts\.\d+)\.gate_proj\.", r"\1.up_proj."),
     *_JINA_NAMES,
+)
+_NEOBERT_NAMES = (
+    (r"^(decoder|dense|classifier)\..*", ""),
+    (r"^((?:model\.)?)encoder\.", r"\1embed_tokens."),
+    (r"^((?:model\.)?)layer_norm\.", r"\1norm."),
+    (r"transformer_encoder\.", "layers."),
+    (r"\.qkv\.", ".self_attn.qkv_proj."),
+    (r"\.wo\.", ".self_attn.o_proj."),
+    (r"\.ffn\.w12\.", ".mlp.gate_up_proj."),
+    (r"\.ffn\.w3\.", ".mlp.down_proj."),
 )
 _NOMIC_ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu"}
 
@@ -300,6 +311,26 @@ def _roformer(fields: ConfigFields) -> ModelSpec:
     )
 
 
+def _neobert(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a NeoBERT (arXiv 2502.19587), whose MLPs have two thirds of the size in its config."""
+    fields = fields.with_values({"hidden_act": "silu"}).with_defaults(
+        rms_norm_eps=1e-6, max_position_embeddings=4096
+    )
+    # GGUF files have the actual size.
+    if fields.boolean("divides_intermediate_size", True):
+        size = 2 * fields.integer("intermediate_size") // 3
+        fields = fields.with_values({"intermediate_size": -(-size // 8) * 8})
+    return llama(
+        fields,
+        is_causal=False,
+        norms=NormNames("attention_norm", None, "ffn_norm", None),
+        has_grouped_qkv=True,
+        rope_order="interleaved",
+        tie_word_embeddings=True,
+        tensor_names=_NEOBERT_NAMES,
+    )
+
+
 def _eurobert(fields: ConfigFields) -> ModelSpec:
     fields = fields.with_defaults(rms_norm_eps=1e-5, max_position_embeddings=8192)
     # The masked-language-model head is not used.
@@ -334,6 +365,7 @@ FAMILIES = (
     *encoder_families("New", "new", _gte, AFTER_POOLER),
     *encoder_families("Gte", "gte", _gte, AFTER_POOLER),
     *encoder_families("JinaEmbeddingsV3", "jina_embeddings_v3", _jina3, WITH_OWN_DENSE),
+    *encoder_families("NeoBERT", "neobert", _neobert, HeadNames(r"^dense\.", r"^classifier\.")),
     *encoder_families("RoFormer", "roformer", _roformer, WITH_OWN_GELU_DENSE),
     Family("EuroBertModel", "eurobert", _eurobert),
     Family("EuroBertForMaskedLM", "eurobert", _eurobert),
