@@ -23,6 +23,7 @@ def unsupported_features(spec: ModelSpec) -> list[str]:
         ),
         "convolutions of a layer's input": any(layer.input_convolution for layer in spec.layers),
         "attention that compares tokens with distances": spec.disentangled is not None,
+        "experts that project queries": spec.num_attention_experts > 0,
         "embeddings of another size than hidden states": spec.embedding_size is not None,
         "hyper-connections of low rank beside another activation than SiLU": (
             spec.hyper_connections is not None

@@ -214,6 +214,12 @@ class ModelFields(msgspec.Struct, frozen=True, kw_only=True):
     block_indexer: BlockIndexerSpec | None = None
     """The indexer that chooses blocks of keys. Its key is stored in the cache as that of one more head."""
 
+    num_attention_experts: int = 0
+    """The number of experts that project queries and outputs of attention; 0 if there is one projection each.
+
+    A token chooses as many as query heads share a key/value head.
+    """
+
     # The MLP: down(activation(gate(x)) * up(x)).
 
     intermediate_size: int

@@ -27,7 +27,7 @@ from .tensor_names import TensorNames, translate_names
 
 # Matches a tensor that contains the matrices, biases or scales of all experts of a layer.
 _STACKED = re.compile(
-    r"(?P<block>.*\.(?:experts|shared_experts(?=\.\w+_proj$)|moe(?=\.(?:gate|up|down)_proj)|block_sparse_moe(?=\.(?:in|out)put_linear)))\."
+    r"(?P<block>.*\.(?:experts|shared_experts(?=\.\w+_proj$)|moe(?=\.(?:gate|up|down)_proj)|(?:block_sparse_moe|mlp)(?=\.(?:in|out)put_linear)))\."
     r"(?P<module>gate_up_proj|gate_proj|up_proj|down_proj|input_linear|output_linear|fc[12])"
     r"(?:[._](?P<tensor>[a-z_]+(?:_2)?))?"
 )

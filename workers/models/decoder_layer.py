@@ -5,7 +5,7 @@ Shapes: T tokens of a step, D hidden size, P size of a layer's own inputs.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
@@ -20,6 +20,7 @@ from ..layers.layers import (
 from .attention import Attention
 from .compressed.attention import CompressedAttention
 from .cross_attention import CrossAttention
+from .experts.attention import ExpertAttention
 from .experts.mixture import Experts, ExpertsBesideMLP
 from .latent.attention import LatentAttention
 from .layer_kinds.residual_gate import ResidualGate, ResidualScale
@@ -30,15 +31,17 @@ from .mlp import MLP
 from .norms import added, read_norm
 from .per_layer_inputs import PerLayerBlock
 
+AnyAttention: TypeAlias = Attention | CompressedAttention | ExpertAttention | LatentAttention
 
-def _attention(
-    layer: LayerSpec, source: LayerSource, backend: DeviceAttention
-) -> Attention | CompressedAttention | LatentAttention:
+
+def _attention(layer: LayerSpec, source: LayerSource, backend: DeviceAttention) -> AnyAttention:
     spec = source.spec
     if spec.compressed is not None:
         assert isinstance(backend, CompressedCache)
         return CompressedAttention(spec.compressed, layer, source, backend)
     calls = as_backend(backend)
+    if spec.num_attention_experts:
+        return ExpertAttention(layer, source, calls)
     if spec.latent is None:
         return Attention(layer, source, calls)
     return LatentAttention(spec.latent, layer, source, calls)
@@ -66,7 +69,7 @@ class DecoderLayer:
         self.cache_groups = layer.cache_groups
         self._reads_input = layer.input_size > 0
         self._spec = spec
-        self._attention: Attention | CompressedAttention | LatentAttention | None = None
+        self._attention: AnyAttention | None = None
         self._mixer: Mixer | None = None
         self.cross: CrossAttention | None = None
         consumer = None

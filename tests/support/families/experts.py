@@ -47,6 +47,10 @@ BLOCKS_OF_KEYS = {
 }
 WITH_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": 11}),
+    "jetmoe": (
+        "JetMoe",
+        {"num_local_experts": 5, "kv_channels": 12, "tie_word_embeddings": False},
+    ),
     "mixtral-one": ("Mixtral", {"num_local_experts": 3, "num_experts_per_tok": 1}),
     "qwen2-moe": (
         "Qwen2Moe",

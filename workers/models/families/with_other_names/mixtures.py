@@ -1,4 +1,4 @@
-"""Mixtures of experts that transformers has no class for."""
+"""Mixtures of experts whose configs or tensors have names of their own."""
 
 from __future__ import annotations
 
@@ -30,6 +30,16 @@ _GROK_NAMES = (
     (r"(\.experts\.\d+)\.linear_v\.", r"\1.up_proj."),
     (r"(\.experts\.\d+)\.linear_1\.", r"\1.down_proj."),
     *MIXTRAL_NAMES,
+)
+_JETMOE_NAMES = (
+    (r"\.self_attention\.experts\.router\.layer\.", ".self_attn.router."),
+    (r"\.self_attention\.(experts\.\d+)\.input_linear\.", r".self_attn.\1.q_proj."),
+    (r"\.self_attention\.(experts\.\d+)\.output_linear\.", r".self_attn.\1.o_proj."),
+    (r"\.self_attention\.", ".self_attn."),
+    (r"\.mlp\.router\.layer\.", ".mlp.gate."),
+    (r"\.mlp\.(\d+)\.input_linear\.", r".mlp.experts.\1.gate_up_proj."),
+    (r"\.mlp\.(\d+)\.output_linear\.", r".mlp.experts.\1.down_proj."),
+    (r"\.mlp\.bias$", ".mlp.experts.bias"),
 )
 
 
@@ -121,6 +131,19 @@ def _gpt_oss_puzzle(fields: ConfigFields) -> ModelSpec:
     return replace(spec, layers=tuple(layers), tensor_names=(*_PUZZLE_NAMES, *spec.tensor_names))
 
 
+def _jetmoe(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a JetMoe (arXiv 2404.07413), whose attention has experts as well."""
+    experts = read_experts(fields, 8, 2, intermediate_size="intermediate_size", has_sum_bias=True)
+    kv_heads = fields.integer("num_key_value_heads", 16)
+    fields = fields.with_values(
+        {"num_attention_heads": kv_heads * experts.num_experts_per_token}
+    ).with_defaults(head_dim=128, tie_word_embeddings=True, max_position_embeddings=4096)
+    spec = base_spec(fields, uniform_layers(fields, read_rope(fields, head_dim(fields))))
+    return with_experts(
+        spec, experts, num_attention_experts=experts.num_experts, tensor_names=_JETMOE_NAMES
+    )
+
+
 def _k2_horizon(fields: ConfigFields) -> ModelSpec:
     """Return the spec of a K2-Horizon, which norms parts of hidden states, and of which some have experts."""
     fields.require("mova_num_experts", 0)
@@ -164,5 +187,6 @@ FAMILIES = (
     Family("GptOssPuzzleForCausalLM", "gpt_oss_puzzle", _gpt_oss_puzzle),
     Family("Grok1ForCausalLM", "grok-1", _grok),
     Family("GroveMoeForCausalLM", "grove_moe", _grove),
+    Family("JetMoeForCausalLM", "jetmoe", _jetmoe),
     Family("K2HorizonForCausalLM", "k2_horizon", _k2_horizon),
 )
