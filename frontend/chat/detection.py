@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,35 +15,46 @@ from ...protocol.config.frontend import (
     ToolCallParserName,
     ToolCallParserOption,
 )
-from .harmony import HarmonyParser
 from .model_templates import ModelTemplates
-from .reasoning import REASONING_FORMATS, MarkedReasoningParser
+from .reasoning import (
+    CHANNEL_PARSERS,
+    REASONING_FORMATS,
+    ChannelParser,
+    MarkedReasoningParser,
+    ReasoningFormat,
+    WholeTextParser,
+)
 from .template import ChatTemplate
-from .tool_calls import FORMATS, CallFormat, CallParser
-from .xtml import XtmlParser
+from .tool_calls import FORMATS, CallFormat, CallParser, hy_v4_format
 
-ReasoningParser: TypeAlias = HarmonyParser | XtmlParser | MarkedReasoningParser
+ReasoningParser: TypeAlias = ChannelParser | MarkedReasoningParser
 """A parser that splits one text, fed in pieces, into reasoning and content."""
 ReasoningParserFactory: TypeAlias = Callable[..., ReasoningParser]
 """Creates a parser for the answer to a rendered prompt, given `constrained` if a grammar applies to the answer."""
 
-_CHANNELS: Final[dict[ReasoningParserName, ReasoningParserFactory]] = {
-    "openai_gptoss": HarmonyParser,
-    "kimi_k3": XtmlParser,
-}
 _Name = TypeVar("_Name", bound=str)
 _QUESTION: Final = "9f27e"
 _NAME: Final = "call_probe"
 _VALUE: Final = "probe"
+_SUFFIX: Final = re.compile(r"<(?:tool_calls?|think|arg_key)(:[^\s<>{}]+)>")
 
 TOOL_MARKERS: Final[Sequence[tuple[str, ToolCallParserName]]] = (
     ("<|channel|>", "openai"),
     ("<|tool_calls_section_begin|>", "kimi_k2"),
+    ("<|START_ACTION|>", "cohere_command"),
+    ("<|content_invoke_tool_json|>", "inkling"),
+    ("<atem:", "muse"),
+    ("<|tools_prefix|>", "apertus"),
+    ("<|plamo:begin_tool_requests:plamo|>", "plamo3"),
+    ("<dots_function_call>", "dots"),
+    ('<param name=\\"', "minicpm5"),
+    ('<param name="', "minicpm5"),
     ("<minimax:tool_call>", "minimax_m2"),
     ("]<]minimax[>[", "minimax_m3"),
     ("<seed:tool_call>", "seed_oss"),
     ("<arg_key>", "glm45"),
     ("<ifm|arg_key>", "k2_horizon"),
+    ("<arg_key:", "hy_v4"),
     ("<parameter=", "qwen3_coder"),
     ("[TOOL_CALLS]", "mistral"),
     ("<|tool_call>", "gemma4"),
@@ -63,6 +75,11 @@ TOOL_MARKERS: Final[Sequence[tuple[str, ToolCallParserName]]] = (
 REASONING_MARKERS: Final[Sequence[tuple[str, ReasoningParserName]]] = (
     ("<|channel|>", "openai_gptoss"),
     ("<|open|>", "kimi_k3"),
+    ("<|START_TEXT|>", "cohere_command4"),
+    ("<|START_THINKING|>", "cohere_command3"),
+    ("<|content_thinking|>", "inkling"),
+    ("<atem:", "muse"),
+    ("<|plamo:begin_think:plamo|>", "plamo3"),
     ("<|channel>", "gemma4"),
     ("[THINK]", "mistral"),
     ("◁think▷", "kimi_vl"),
@@ -71,6 +88,7 @@ REASONING_MARKERS: Final[Sequence[tuple[str, ReasoningParserName]]] = (
     ("<ifm|think", "k2_horizon"),
     ("Here is my thought process:", "granite"),
     ("<think>", "qwen3"),
+    ("<think:", "qwen3"),
 )
 
 
@@ -84,14 +102,21 @@ class Choice(Generic[_Name]):
 
 @dataclass(frozen=True, slots=True)
 class ChatFormats:
-    """The formats in which a model writes tool calls and reasoning."""
+    """The formats in which a model writes tool calls and reasoning.
+
+    Attributes:
+        suffix: The end of the tags of Hunyuan 4 in this checkpoint, such as ":6124c78e".
+    """
 
     tool_calls: Choice[ToolCallParserName]
     reasoning: Choice[ReasoningParserName]
+    suffix: str = ""
 
     @property
     def call_format(self) -> CallFormat | None:
         """The format of tool calls; None if they are not parsed."""
+        if self.suffix and self.tool_calls.name == "hy_v4":
+            return hy_v4_format(self.suffix)
         return FORMATS[self.tool_calls.name] if self.tool_calls.name else None
 
     @property
@@ -102,6 +127,13 @@ class ChatFormats:
     @property
     def reasoning_parser(self) -> ReasoningParserFactory | None:
         """A factory for parsers of the reasoning; None if it is not separated."""
+        if self.suffix and self.reasoning.name == "qwen3":
+            format = ReasoningFormat(
+                (f"<think{self.suffix}>",),
+                (f"</think{self.suffix}>",),
+                calls=(f"<tool_calls{self.suffix}>",),
+            )
+            return partial(MarkedReasoningParser, format)
         return reasoning_parser(self.reasoning.name) if self.reasoning.name else None
 
     def __str__(self) -> str:
@@ -114,7 +146,11 @@ class ChatFormats:
 
 def reasoning_parser(name: ReasoningParserName) -> ReasoningParserFactory:
     """Return a factory for the parsers of `--reasoning-parser NAME`."""
-    return _CHANNELS.get(name) or partial(MarkedReasoningParser, REASONING_FORMATS[name])
+    if name in CHANNEL_PARSERS:
+        return CHANNEL_PARSERS[name]
+    if name == "minimax_m2_append_think":
+        return partial(WholeTextParser, REASONING_FORMATS["minimax_m2"])
+    return partial(MarkedReasoningParser, REASONING_FORMATS[name])
 
 
 def prepare_formats(config: FrontendConfig, templates: ModelTemplates) -> ChatFormats:
@@ -130,6 +166,7 @@ def choose_formats(config: FrontendConfig, template: ChatTemplate | None) -> Cha
     return ChatFormats(
         _choose_tool_calls(config.tool_call_parser, template),
         _choose_reasoning(config.reasoning_parser, template),
+        suffix[1] if template and (suffix := _SUFFIX.search(template.source)) else "",
     )
 
 

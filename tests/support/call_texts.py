@@ -26,6 +26,12 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
 
 M3 = "]<]minimax[>["
 
+PLAMO = (
+    "<|plamo:begin_tool_requests:plamo|><|plamo:begin_tool_request:plamo|><|plamo:begin_tool_name:plamo|>%s"
+    "<|plamo:end_tool_name:plamo|><|plamo:begin_tool_arguments:plamo|><|plamo:constrain|>json<|plamo:msg|>%s"
+    "<|plamo:end_tool_arguments:plamo|><|plamo:end_tool_request:plamo|><|plamo:end_tool_requests:plamo|>"
+)
+
 CASES: list[tuple[str, str, str | None, list[tuple[str, str]]]] = [
     ("hermes", "Just text, 1 < 2.\n", "Just text, 1 < 2.\n", []),
     ("hermes", "", None, []),
@@ -400,6 +406,88 @@ CASES: list[tuple[str, str, str | None, list[tuple[str, str]]]] = [
         "<tool_call>g<tool_sep></tool_call>\n</tool_calls>",
         None,
         [("f", '{"a": "x"}'), ("g", "{}")],
+    ),
+    (
+        "hy_v4",
+        "<tool_calls><tool_call>f<arg_key>a</arg_key><arg_value>x</arg_value></tool_call><tool_call>g</tool_call></tool_calls>",
+        None,
+        [("f", '{"a": "x"}'), ("g", "{}")],
+    ),
+    (
+        "apertus",
+        'I see.\n<|tools_prefix|>[{"f": ' + NESTED + '}, {"name": {}}]<|tools_suffix|>',
+        "I see.",
+        [("f", NESTED), ("name", "{}")],
+    ),
+    ("apertus", '<|tools_prefix|>[{"f": {"a": "b', None, [("f", '{"a": "b')]),
+    ("apertus", "<|tools_prefix|>[{}]<|tools_suffix|>", "<|tools_prefix|>[{}]<|tools_suffix|>", []),
+    (
+        "cohere_command",
+        '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "f", "parameters": {"a": 1}},\n'
+        '    {"tool_call_id": "1", "tool_name": "g", "parameters": {}}\n]<|END_ACTION|>',
+        None,
+        [("f", '{"a": 1}'), ("g", "{}")],
+    ),
+    (
+        "dots",
+        'a <dots_function_call>\n<invoke name="write">\n<parameter name="path">x y</parameter>\n'
+        '<parameter name="lines">3</parameter>\n</invoke>\n<invoke name="g">\n</invoke>\n</dots_function_call>',
+        "a",
+        [("write", '{"path": "x y", "lines": 3}'), ("g", "{}")],
+    ),
+    (
+        "dots",
+        '<dots_function_call>{"name": "f", "arguments": {"a": 1}}</dots_function_call>',
+        None,
+        [("f", '{"a": 1}')],
+    ),
+    (
+        "inkling",
+        'Hm.<|content_invoke_tool_json|>{"name":"f","args":{"a":[1]}}<|end_message|>'
+        '<|content_invoke_tool_json|>{"name":"g"}<|end_message|>',
+        "Hm.",
+        [("f", '{"a":[1]}'), ("g", "{}")],
+    ),
+    (
+        "iquest_q1",
+        "<iquest_tool_call>f\n<arg_key>a</arg_key><arg_value>x</arg_value></iquest_tool_call>",
+        None,
+        [("f", '{"a": "x"}')],
+    ),
+    (
+        "minicpm5",
+        'a\n<function name="write"><param name="path"><![CDATA[ <b>\n]]></param><param name="lines">3</param></function>\n'
+        '<function name="g"></function>',
+        "a",
+        [("write", '{"path": " <b>\\n", "lines": 3}'), ("g", "{}")],
+    ),
+    (
+        "minicpm5",
+        '<function name="write"><param name="path"><![CDATA[a',
+        None,
+        [("write", '{"path": "a')],
+    ),
+    (
+        "muse",
+        '<atem:function_calls>\n<atem:invoke name="api.write">\n<atem:parameter name="a">{"b": [1]}</atem:parameter>\n'
+        "</atem:invoke>\n</atem:function_calls>",
+        None,
+        [("api.write", '{"a": {"b": [1]}}')],
+    ),
+    ("plamo3", "Before. " + PLAMO % ("f", '{"a": 1}') + " after", "Before. after", [("f", '{"a": 1}')]),
+    (
+        "deepseek_v41",
+        '<｜DSML｜ calls>\n<｜DSML｜ invoke name="f">\n<｜DSML｜ parameter name="a" string="true">1</｜DSML｜ parameter>\n'
+        "</｜DSML｜ invoke>\n</｜DSML｜ calls>",
+        None,
+        [("f", '{"a": "1"}')],
+    ),
+    (
+        "gigachat35",
+        '<｜GCML｜tool_calls>\n<｜GCML｜invoke name="f">\n<｜GCML｜parameter name="a" string="false">1</｜GCML｜parameter>\n'
+        "</｜GCML｜invoke>\n</｜GCML｜tool_calls>",
+        None,
+        [("f", '{"a": 1}')],
     ),
     ("openai", 'Hi.<|channel|>commentary to=functions.f.g<|message|>{}<|call|>', "Hi.", [("f.g", "{}")]),
 ]  # fmt: skip

@@ -2,238 +2,22 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
-from random import Random
-from typing import Final, TypeAlias
+from dataclasses import replace
+from typing import Final
 
 from ....protocol.config.frontend import ToolCallParserName
-from .element_arguments import ElementArguments
-from .gemma_arguments import GemmaArguments
-from .json_calls import JsonArguments, JsonCall
-from .python_calls import PythonCall
-from .tagged_arguments import TaggedArguments, Tags
-from .tools import ArgumentsReader, CallReader, Parameters, mistral_call_id, openai_call_id
-
-_LONGEST_HEADER: Final = 256
-
-
-@dataclass(frozen=True)
-class JsonObject:
-    """The syntax `{"name": NAME, "arguments": {...}}`."""
-
-    needs_arguments: bool = False
-    """True if an object without arguments does not count as a call."""
-    before: str = ""
-    first: str = "{"
-    is_only_call: bool = False
-
-    def reader(self, markers: tuple[str, ...], functions: Mapping[str, Parameters]) -> CallReader:
-        """Return a reader for one call."""
-        return JsonCall(markers, needs_arguments=self.needs_arguments)
-
-
-@dataclass(frozen=True)
-class PythonExpression:
-    """The syntax `NAME(key=value, ...)`."""
-
-    before: str = ""
-    first: str = ""
-    is_only_call: bool = False
-
-    def reader(self, markers: tuple[str, ...], functions: Mapping[str, Parameters]) -> CallReader:
-        """Return a reader for one call."""
-        return PythonCall()
-
-
-@dataclass(frozen=True)
-class JsonNotation:
-    """Arguments that are a JSON object."""
-
-    first: tuple[str, ...] = ("{",)
-
-    def reader(self, markers: tuple[str, ...], parameters: Parameters) -> ArgumentsReader:
-        """Return a reader for the arguments of one call."""
-        return JsonArguments(markers)
-
-
-@dataclass(frozen=True)
-class GemmaNotation:
-    """Arguments in Gemma's notation, with strings between two `quote` markers."""
-
-    quote: str
-    first: tuple[str, ...] = ("{",)
-
-    def reader(self, markers: tuple[str, ...], parameters: Parameters) -> ArgumentsReader:
-        """Return a reader for the arguments of one call."""
-        return GemmaArguments(self.quote, markers)
-
-
-@dataclass(frozen=True)
-class TaggedNotation:
-    """Arguments between tags. They begin with one of the texts in `first`."""
-
-    tags: Tags
-    first: tuple[str, ...]
-
-    def reader(self, markers: tuple[str, ...], parameters: Parameters) -> ArgumentsReader:
-        """Return a reader for the arguments of one call."""
-        return TaggedArguments(self.tags, markers, parameters)
-
-
-@dataclass(frozen=True)
-class ElementNotation:
-    """Arguments as nested elements. Their tags, and the tag `end`, have `mark` before them."""
-
-    mark: str
-    start: str
-    end: str
-
-    @property
-    def first(self) -> tuple[str, ...]:
-        """The text with which the arguments begin."""
-        return (self.start,)
-
-    def reader(self, markers: tuple[str, ...], parameters: Parameters) -> ArgumentsReader:
-        """Return a reader for the arguments of one call."""
-        end = self.mark + self.end
-        return ElementArguments(self.mark, self.start, end, markers, parameters)
-
-
-@dataclass(frozen=True)
-class NamedCall:
-    """The syntax `before prefix NAME suffix after ARGUMENTS end`.
-
-    Attributes:
-        prefix: The text before the name. Models may omit it.
-        suffix: A regular expression for text after the name. Models may omit it.
-        after: The text between the name and the arguments.
-        is_after_optional: True if models may omit `after`.
-        ends: The markers after the arguments.
-        writes_suffix: True if a call that a grammar forces must have the suffix.
-        has_id: True if prefix, name and suffix together are the call's ID.
-    """
-
-    arguments: JsonNotation | GemmaNotation | TaggedNotation | ElementNotation = JsonNotation()
-    before: str = ""
-    prefix: str = ""
-    suffix: str = ""
-    writes_suffix: bool = False
-    after: str = ""
-    is_after_optional: bool = False
-    ends: tuple[str, ...] = ()
-    has_id: bool = False
-    first: str = ""
-
-    @property
-    def is_only_call(self) -> bool:
-        """True if no marker starts the call."""
-        return not self.before
-
-    @cached_property
-    def header(self) -> re.Pattern[str]:
-        """The regular expression for everything before the arguments."""
-        prefix = rf"(?:{re.escape(self.prefix.strip())}\s*)?" if self.prefix else ""
-        suffix = f"(?:{self.suffix})?" if self.suffix else ""
-        after = re.escape(self.after.strip())
-        if self.is_after_optional and after:
-            after = f"(?:{after})?"
-        return re.compile(rf"\s*(?P<id>{prefix}(?P<name>[\w.\-/:]*?[\w.\-/]){suffix})\s*{after}\s*")
-
-    def reader(self, markers: tuple[str, ...], functions: Mapping[str, Parameters]) -> CallReader:
-        """Return a reader for one call."""
-        return _NamedCallReader(self, markers, functions)
-
-
-CallSyntax: TypeAlias = JsonObject | PythonExpression | NamedCall
-"""The syntax of one call within a block."""
-
-
-class _NamedCallReader:
-    """Reads the name and then the arguments of one call."""
-
-    def __init__(
-        self, syntax: NamedCall, markers: tuple[str, ...], functions: Mapping[str, Parameters]
-    ) -> None:
-        self.rest: str | None = None
-        self.failed = False
-        self.name: str | None = None
-        self.call_id: str | None = None
-        self._syntax = syntax
-        self._markers = markers
-        self._functions = functions
-        self._header = ""
-        self._arguments: ArgumentsReader | None = None
-
-    def feed(self, text: str) -> str:
-        """Return the part of the arguments that the next piece of text adds."""
-        if self._arguments is None:
-            self._header += text
-            firsts = self._syntax.arguments.first
-            starts = [self._header.find(first, 0, _LONGEST_HEADER) for first in firsts]
-            start = min((at for at in starts if at >= 0), default=-1)
-            if start < 0 and len(self._header) < _LONGEST_HEADER:
-                return ""
-            header = self._syntax.header.fullmatch(self._header, 0, max(start, 0))
-            if header is None:
-                self.rest, self.failed = self._header, True
-                return ""
-            self.name = header["name"]
-            self.call_id = header["id"] if self._syntax.has_id else None
-            parameters = self._functions.get(self.name, {})
-            self._arguments = self._syntax.arguments.reader(self._markers, parameters)
-            text = self._header[start:]
-        json = self._arguments.feed(text)
-        self.rest, self.failed = self._arguments.rest, self._arguments.failed
-        return json
-
-    def finish(self) -> str:
-        """Return the held-back end of the arguments."""
-        return "" if self._arguments is None else self._arguments.finish()
-
-
-@dataclass(frozen=True)
-class CallFormat:
-    """A format in which calls are written in blocks `opening call call ... closing`.
-
-    Brackets, commas and whitespace between calls are optional.
-
-    Attributes:
-        closing: The end of a block; None if a block has no marker at its end.
-        bare: True if a text that starts with a bracket is a block, even without an opening marker; see `openings_with`
-            for blocks within a text.
-        new_id: Creates IDs, from random numbers, for calls to which the model gives none.
-    """
-
-    openings: tuple[str, ...]
-    calls: tuple[CallSyntax, ...]
-    closing: str | None = None
-    bare: bool = False
-    new_id: Callable[[Random], str] = field(default=openai_call_id)
-
-    def openings_with(self, functions: Collection[str]) -> tuple[str, ...]:
-        """Return the texts that open a block.
-
-        A bare list of Python calls within a text must begin with a call of one of the `functions`.
-        """
-        if not self.bare or not any(isinstance(call, PythonExpression) for call in self.calls):
-            return self.openings
-        return (*self.openings, *(f"[{name}(" for name in functions))
-
-    @cached_property
-    def ignored(self) -> tuple[str, ...]:
-        """The markers after arguments, which are ignored."""
-        named = (syntax for syntax in self.calls if isinstance(syntax, NamedCall))
-        return tuple(end.strip() for syntax in named for end in syntax.ends)
-
-    @cached_property
-    def markers(self) -> tuple[str, ...]:
-        """The markers that cannot be part of a call."""
-        leads = tuple(syntax.before for syntax in self.calls if syntax.before)
-        closings = (self.closing,) if self.closing else ()
-        return (*dict.fromkeys((*self.openings, *closings, *leads, *self.ignored)),)
+from .json_calls import CallKeys
+from .syntax import (
+    CallFormat,
+    ElementNotation,
+    GemmaNotation,
+    JsonObject,
+    NamedCall,
+    PythonExpression,
+    TaggedNotation,
+)
+from .tagged_arguments import Tags
+from .tools import mistral_call_id
 
 
 def _sections(opening: str, closing: str, call: NamedCall) -> CallFormat:
@@ -250,19 +34,19 @@ def _tagged(opening: str, closing: str, before: str, tags: Tags) -> CallFormat:
     )
 
 
-def _dsml(block: str) -> CallFormat:
-    """Return DeepSeek's format with this name of a block, whose tags have a prefix."""
+def _dsml(block: str, mark: str = "｜DSML｜") -> CallFormat:
+    """Return DeepSeek's format with this name of a block, whose tags begin with a mark."""
     tags = Tags(
-        '<｜DSML｜parameter name="',
+        f'<{mark}parameter name="',
         ">",
-        "</｜DSML｜parameter>",
+        f"</{mark}parameter>",
         start='">',
-        end="</｜DSML｜invoke>",
+        end=f"</{mark}invoke>",
         empty='"/>',
         typed=(('" string="true"', True), ('" string="false"', False)),
         may_be_json=True,
     )
-    return _tagged(f"<｜DSML｜{block}>", f"</｜DSML｜{block}>", '<｜DSML｜invoke name="', tags)
+    return _tagged(f"<{mark}{block}>", f"</{mark}{block}>", f'<{mark}invoke name="', tags)
 
 
 _HERMES: Final = CallFormat(("<tool_call>",), (JsonObject(),), "</tool_call>")
@@ -278,20 +62,36 @@ _QWEN3_CODER: Final = _tagged(
     "<function=",
     Tags("<parameter=", ">", "</parameter>", start=">", end="</function>", has_newlines=True),
 )
-_GLM: Final = CallFormat(
-    ("<tool_call>",),
-    (
-        NamedCall(
-            TaggedNotation(
-                Tags("<arg_key>", "</arg_key>", "</arg_value>", value_before="<arg_value>"),
-                first=("<arg_key>", "</tool_call>"),
-            )
-        ),
-    ),
-    "</tool_call>",
-)
+_ARG_TAGS: Final = Tags("<arg_key>", "</arg_key>", "</arg_value>", value_before="<arg_value>")
+
+
+def _glm(block: str) -> CallFormat:
+    """Return the format of GLM with this name of a block, which is one call."""
+    end = f"</{block}>"
+    call = NamedCall(TaggedNotation(_ARG_TAGS, first=("<arg_key>", end)))
+    return CallFormat((f"<{block}>",), (call,), end)
+
+
+_GLM: Final = _glm("tool_call")
+_INVOKE: Final = Tags('<parameter name="', '">', "</parameter>", start='">', end="</invoke>")
 
 _MINIMAX_MARK: Final = "]<]minimax[>["
+
+
+def hy_v4_format(suffix: str = "") -> CallFormat:
+    """Return the format of Hunyuan 4, whose tags end with a suffix that differs between checkpoints."""
+    tags = Tags(
+        f"<arg_key{suffix}>",
+        f"</arg_key{suffix}>",
+        f"</arg_value{suffix}>",
+        value_before=f"<arg_value{suffix}>",
+        end=f"</tool_call{suffix}>",
+    )
+    call = NamedCall(
+        TaggedNotation(tags, first=(tags.key_before, tags.end)), before=f"<tool_call{suffix}>"
+    )
+    return _sections(f"<tool_calls{suffix}>", f"</tool_calls{suffix}>", call)
+
 
 FORMATS: Final[dict[ToolCallParserName, CallFormat]] = {
     "hermes": _HERMES,
@@ -328,7 +128,46 @@ FORMATS: Final[dict[ToolCallParserName, CallFormat]] = {
         "<minimax:tool_call>",
         "</minimax:tool_call>",
         '<invoke name="',
-        Tags('<parameter name="', '">', "</parameter>", start='">', end="</invoke>"),
+        _INVOKE,
+    ),
+    "dots": CallFormat(
+        ("<dots_function_call>",),
+        (
+            NamedCall(TaggedNotation(_INVOKE, first=('">',)), before='<invoke name="'),
+            JsonObject(),
+        ),
+        "</dots_function_call>",
+    ),
+    "muse": _tagged(
+        "<atem:function_calls>",
+        "</atem:function_calls>",
+        '<atem:invoke name="',
+        Tags(
+            '<atem:parameter name="',
+            '">',
+            "</atem:parameter>",
+            start='">',
+            end="</atem:invoke>",
+        ),
+    ),
+    "minicpm5": CallFormat(
+        ('<function name="',),
+        (
+            NamedCall(
+                TaggedNotation(
+                    Tags(
+                        '<param name="',
+                        '">',
+                        "</param>",
+                        start='">',
+                        end="</function>",
+                        wrapping=("<![CDATA[", "]]>"),
+                    ),
+                    first=('">',),
+                ),
+                before='<function name="',
+            ),
+        ),
     ),
     "minimax_m3": _sections(
         f"{_MINIMAX_MARK}<tool_call>",
@@ -338,8 +177,10 @@ FORMATS: Final[dict[ToolCallParserName, CallFormat]] = {
             before=f'{_MINIMAX_MARK}<invoke name="',
         ),
     ),
+    "hy_v4": hy_v4_format(),
     "glm45": _GLM,
     "glm47": _GLM,
+    "iquest_q1": _glm("iquest_tool_call"),
     "k2_horizon": _sections(
         "<ifm|tool_calls>",
         "</ifm|tool_calls>",
@@ -416,6 +257,8 @@ FORMATS: Final[dict[ToolCallParserName, CallFormat]] = {
     ),
     "deepseek_v32": _dsml("function_calls"),
     "deepseek_v4": _dsml("tool_calls"),
+    "deepseek_v41": _dsml("calls", "｜DSML｜ "),
+    "gigachat35": _dsml("tool_calls", "｜GCML｜"),
     "gemma4": CallFormat(
         ("<|tool_call>",),
         (NamedCall(GemmaNotation('<|"|>'), prefix="call:"),),
@@ -433,6 +276,30 @@ FORMATS: Final[dict[ToolCallParserName, CallFormat]] = {
     ),
     "phi4_mini_json": CallFormat(("functools",), (JsonObject(),)),
     "internlm": CallFormat(("<|action_start|><|plugin|>",), (JsonObject(),), "<|action_end|>"),
+    "apertus": CallFormat(
+        ("<|tools_prefix|>",), (JsonObject(CallKeys(name="")),), "<|tools_suffix|>"
+    ),
+    "cohere_command": CallFormat(
+        ("<|START_ACTION|>",),
+        (JsonObject(CallKeys("tool_name", ("parameters",), "tool_call_id")),),
+        "<|END_ACTION|>",
+    ),
+    "inkling": CallFormat(
+        ("<|content_invoke_tool_json|>",),
+        (JsonObject(CallKeys(arguments=("args",))),),
+        "<|end_message|>",
+    ),
+    "plamo3": _sections(
+        "<|plamo:begin_tool_requests:plamo|>",
+        "<|plamo:end_tool_requests:plamo|>",
+        NamedCall(
+            before="<|plamo:begin_tool_request:plamo|>",
+            prefix="<|plamo:begin_tool_name:plamo|>",
+            after="<|plamo:end_tool_name:plamo|><|plamo:begin_tool_arguments:plamo|>"
+            "<|plamo:constrain|>json<|plamo:msg|>",
+            ends=("<|plamo:end_tool_arguments:plamo|>", "<|plamo:end_tool_request:plamo|>"),
+        ),
+    ),
     "granite-20b-fc": CallFormat(("<function_call>",), (JsonObject(),)),
     "gigachat3": CallFormat(
         ("<|function_call|>", "function call<|role_sep|>"), (JsonObject(),), "<|message_sep|>"
@@ -468,14 +335,7 @@ FORMATS: Final[dict[ToolCallParserName, CallFormat]] = {
         "</tool_calls>",
         NamedCall(
             TaggedNotation(
-                Tags(
-                    "<arg_key>",
-                    "</arg_key>",
-                    "</arg_value>",
-                    value_before="<arg_value>",
-                    start="<tool_sep>",
-                    end="</tool_call>",
-                ),
+                replace(_ARG_TAGS, start="<tool_sep>", end="</tool_call>"),
                 first=("<tool_sep>",),
             ),
             before="<tool_call>",

@@ -7,11 +7,12 @@ text and as that token.
 import json
 import re
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 from ....protocol.grammars.grammar import json_expression
 from ...tokenizer.tokenizer import Tokenizer
-from .formats import (
+from .json_calls import CallKeys
+from .syntax import (
     CallFormat,
     ElementNotation,
     GemmaNotation,
@@ -25,6 +26,8 @@ from .tagged_arguments import Tags
 
 _MARK: Final = re.compile(r"(\]<\]\w+\[>\[|<[^<>\n]+>|\[[A-Z_]+\])")
 """A part of a marker that may be a single token."""
+
+_NUMBER_ID: Final = {"type": "string", "pattern": "^[0-9]{1,4}$"}
 
 _PYTHON_VALUES: Final = r"""
 python_value: PYTHON_STRING | NUMBER | python_list | python_dict | "True" | "False" | "None"
@@ -54,7 +57,8 @@ def text_or_calls(
     # The parser reads a bare object or array as a call, so other text must not begin with one.
     text = r"[ \t\r\n]*([^{\[ \t\r\n](.|\n)*)?" if format.bare else r"(.|\n)*"
     rules = _Rules(names, tokenizer, parallel)
-    called = [f"({rules.text_to(_block_openings(format), 'TEXT')}) rest_of_block"]
+    blocks = _block_openings(format)
+    called = [f"({rules.text_to(blocks, 'TEXT')}) rest_of_block"] if blocks else []
     called += [f"({rules.text_to([mark], 'TEXT')}) rest_of_call" for mark in _call_openings(format)]
     calls = f"called{'*' if parallel else '?'} TEXT"
     return "\n".join(
@@ -79,20 +83,22 @@ def _block_openings(format: CallFormat) -> list[str]:
     return [opening for opening in format.openings if opening not in calls]
 
 
+def _shape(properties: dict[str, Any]) -> dict[str, Any]:
+    """Return the JSON schema of an object with exactly these properties."""
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+
+
 class _Rules:
     """The rules of one grammar."""
 
     def __init__(self, names: Sequence[str], tokenizer: Tokenizer, parallel: bool) -> None:
         self._names = " | ".join(map(json.dumps, names))
-        self._shapes = [
-            {
-                "type": "object",
-                "properties": {"name": {"enum": list(names)}, key: {"type": "object"}},
-                "required": ["name", key],
-                "additionalProperties": False,
-            }
-            for key in ("arguments", "parameters")
-        ]
+        self._list = list(names)
         self._tokenizer = tokenizer
         self._parallel = parallel
         self._rules: list[str] = []
@@ -103,8 +109,8 @@ class _Rules:
         bodies = []
         for syntax in format.calls:
             match syntax:
-                case JsonObject():
-                    bodies += self._json_objects()
+                case JsonObject(keys):
+                    bodies += self._json_objects(keys)
                 case PythonExpression():
                     bodies += self._python_calls()
                 case NamedCall():
@@ -112,14 +118,15 @@ class _Rules:
         rest = f"SPACE? ({' | '.join(bodies)})"
         if format.closing is not None:
             rest += f" (SPACE? {self._mark(format.closing)})?"
-        opening = " | ".join(map(self._mark, _block_openings(format)))
+        openings = [self._mark(opening) for opening in _block_openings(format)]
+        opening = f"({' | '.join(openings)}) " if openings else ""
         blocks = "SPACE? block (SPACE? block)*" if self._parallel else "SPACE? block"
         if format.bare:
             blocks += f" | SPACE? {self._bare(format)}"
         return "\n".join(
             [
                 f"calls: {blocks}",
-                f"block: ({opening}) rest_of_block",
+                f"block: {opening}rest_of_block",
                 f"rest_of_block: {rest}",
                 r"SPACE: /[ \t\r\n]{1,8}/",
                 *self._rules,
@@ -157,12 +164,17 @@ class _Rules:
             parts.append(json.dumps(part) if token_id is None else f"<[{token_id}]>")
         return parts if any(part.startswith("<[") for part in parts) else [json.dumps(text)]
 
-    def _json_objects(self) -> list[str]:
-        array = {"type": "array", "items": {"anyOf": self._shapes}, "minItems": 1}
+    def _json_objects(self, keys: CallKeys) -> list[str]:
+        shapes = [_shape({name: {"type": "object"}}) for name in self._list if not keys.name]
+        if keys.name:
+            head: dict[str, Any] = {keys.id: _NUMBER_ID} if keys.id else {}
+            head[keys.name] = {"enum": self._list}
+            shapes = [_shape(head | {key: {"type": "object"}}) for key in keys.arguments]
+        array = {"type": "array", "items": {"anyOf": shapes}, "minItems": 1}
         if not self._parallel:
             array["maxItems"] = 1
         self._rules += [
-            f"one: {json_expression({'anyOf': self._shapes})}",
+            f"one: {json_expression({'anyOf': shapes})}",
             f"list: {json_expression(array)}",
         ]
         return ["one", "list"]

@@ -1,8 +1,31 @@
 """Read calls and arguments that are JSON objects."""
 
+from dataclasses import dataclass
+from typing import Final
+
 from .json_scanner import JsonObjectScanner, decode_string
 
-_ARGUMENTS = ("arguments", "parameters")
+
+@dataclass(frozen=True, slots=True)
+class CallKeys:
+    """The keys of the members of a call.
+
+    Attributes:
+        name: The key of the function's name; "" if the name itself is the key of the arguments.
+        arguments: The keys that the arguments may have.
+        id: The key of the call's ID; "" if calls have none.
+    """
+
+    name: str = "name"
+    arguments: tuple[str, ...] = ("arguments", "parameters")
+    id: str = ""
+
+    def are_arguments(self, key: str | None) -> bool:
+        """Return whether this is a key of arguments."""
+        return key is not None and (not self.name or key in self.arguments)
+
+
+NAME_AND_ARGUMENTS: Final = CallKeys()
 
 
 class JsonArguments:
@@ -41,30 +64,35 @@ class JsonArguments:
 
 
 class JsonCall(JsonArguments):
-    """Reads a call that is one JSON object with the members `name` and `arguments` or `parameters`.
+    """Reads a call that is one JSON object with a name and arguments.
 
     With `needs_arguments`, an object without arguments does not count as a call.
     """
 
-    def __init__(self, markers: tuple[str, ...], *, needs_arguments: bool = False) -> None:
+    def __init__(
+        self, markers: tuple[str, ...], keys: CallKeys, *, needs_arguments: bool = False
+    ) -> None:
         super().__init__(markers)
         self.name: str | None = None
         self.call_id: str | None = None
+        self._keys = keys
         self._needs_arguments = needs_arguments
 
     def _scan(self, text: str) -> None:
         super()._scan(text)
         if self.name is None:
             self.name = self._find_name()
+            self.call_id = decode_string(self._scanner.members.get(self._keys.id, "")) or None
 
     def _find_name(self) -> str | None:
-        scanner = self._scanner
-        name = decode_string(scanner.members.get("name", ""))
+        scanner, keys = self._scanner, self._keys
+        is_open = keys.are_arguments(scanner.open_key) and scanner.open_start is not None
+        if not keys.name:
+            return next(iter(scanner.members), scanner.open_key if is_open else None) or None
+        name = decode_string(scanner.members.get(keys.name, ""))
         if not name:
             return None
-        has_arguments = not scanner.members.keys().isdisjoint(_ARGUMENTS) or (
-            scanner.open_key in _ARGUMENTS and scanner.open_start is not None
-        )
+        has_arguments = is_open or any(map(keys.are_arguments, scanner.members))
         ended = scanner.end is not None and not self._needs_arguments
         return name if has_arguments or ended else None
 
@@ -73,7 +101,7 @@ class JsonCall(JsonArguments):
         if self.name is None:
             return ""
         scanner = self._scanner
-        value = next((v for k, v in scanner.members.items() if k in _ARGUMENTS), None)
+        value = next((v for k, v in scanner.members.items() if self._keys.are_arguments(k)), None)
         if value is None:
             return "{}" if scanner.open_start is None else scanner.text[scanner.open_start : end]
         # A JSON string that contains the arguments as JSON.

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from enum import Enum, auto
 
 from ..held_text import find_first, may_begin, start_of_held
-from .formats import CallFormat, CallSyntax
+from .syntax import CallFormat, CallSyntax
 from .tools import CallIds, CallReader, Parameters, ToolCallDelta, ToolDelta
 
 

@@ -25,6 +25,7 @@ class Tags:
         has_newlines: True if a line break separates each value from its tags.
         typed: Attribute after a key -> whether it declares the value to be a string.
         is_escaped: True if keys have `&quot;` and `&amp;` in place of these characters.
+        wrapping: Texts that models may write around a value, between its tags.
         may_be_json: True if models may write one JSON object in place of all keys and values.
     """
 
@@ -39,6 +40,7 @@ class Tags:
     typed: tuple[tuple[str, bool], ...] = ()
     is_escaped: bool = False
     may_be_json: bool = False
+    wrapping: tuple[str, str] = ("", "")
 
 
 class _State(Enum):
@@ -70,6 +72,7 @@ class TaggedArguments(StepwiseArguments):
         self._types: frozenset[str] = frozenset()
         self._is_string = False
         self._is_empty = True
+        self._value_end = tags.value_end
         self._object: JsonArguments | None = None  # Set if the arguments are one JSON object.
         self._steps = {
             _State.START: self._read_start,
@@ -90,7 +93,7 @@ class TaggedArguments(StepwiseArguments):
             self._json.append(self._object.finish())
         # The value ends only if its end tag was read.
         if self._state in (_State.VALUE_START, _State.VALUE):
-            before, end, after = self._buffer.rpartition(self._tags.value_end)
+            before, end, after = self._buffer.rpartition(self._value_end)
             if end and may_begin(after.lstrip(), self._after_value):
                 self._close_value(before)
             elif self._is_string:
@@ -185,8 +188,14 @@ class TaggedArguments(StepwiseArguments):
         return True
 
     def _read_value_start(self) -> bool:
-        if not self._buffer:
+        start, end = self._tags.wrapping
+        is_partial = start.startswith(self._buffer) and self._buffer != start
+        if not self._buffer or is_partial:
             return False
+        is_wrapped = bool(start) and self._buffer.startswith(start)
+        self._value_end = end + self._tags.value_end if is_wrapped else self._tags.value_end
+        if is_wrapped:
+            self._buffer = self._buffer.removeprefix(start)
         if self._tags.has_newlines:
             self._buffer = self._buffer.removeprefix("\n")
         if self._is_string:
@@ -196,7 +205,7 @@ class TaggedArguments(StepwiseArguments):
         return True
 
     def _read_value(self) -> bool:
-        end_tag = self._tags.value_end
+        end_tag = self._value_end
         while (at := self._buffer.find(end_tag, self._position)) >= 0:
             after = self._buffer[at + len(end_tag) :].lstrip()
             if after.startswith(self._after_value):

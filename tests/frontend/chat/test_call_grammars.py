@@ -7,6 +7,7 @@ from engine.frontend.chat import FORMATS, CallParser, call_rules, reasoning_pars
 from engine.protocol.grammars.grammar import grammar_text
 from engine.protocol.sampling_params import GrammarKind, StructuredOutput
 from llguidance import LLMatcher, LLTokenizer
+from support.call_texts import PLAMO
 from support.engine_fixtures import smollm2_tokenizer
 
 TOKENIZER = smollm2_tokenizer()
@@ -53,6 +54,21 @@ CALLS = {
     "step3": '<｜tool_calls_begin｜><｜tool_call_begin｜><steptml:invoke name="%s"><steptml:parameter name="a">x'
     "</steptml:parameter></steptml:invoke><｜tool_call_end｜><｜tool_calls_end｜>",
     "hy_v3": "<tool_calls><tool_call>%s<tool_sep><arg_key>a</arg_key><arg_value>x</arg_value></tool_call></tool_calls>",
+    "hy_v4": "<tool_calls><tool_call>%s<arg_key>a</arg_key><arg_value>x</arg_value></tool_call></tool_calls>",
+    "apertus": '<|tools_prefix|>[{"%s": {"a": 1}}]<|tools_suffix|>',
+    "cohere_command": '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "%s", "parameters": {}}]<|END_ACTION|>',
+    "dots": '<dots_function_call>\n<invoke name="%s">\n<parameter name="a">b</parameter>\n</invoke>\n'
+    "</dots_function_call>",
+    "inkling": '<|content_invoke_tool_json|>{"name": "%s", "args": {"a": 1}}<|end_message|>',
+    "iquest_q1": "<iquest_tool_call>%s<arg_key>a</arg_key><arg_value>x</arg_value></iquest_tool_call>",
+    "minicpm5": '<function name="%s"><param name="a">x</param></function>',
+    "muse": '<atem:function_calls>\n<atem:invoke name="%s">\n<atem:parameter name="a">x</atem:parameter>\n'
+    "</atem:invoke>\n</atem:function_calls>",
+    "plamo3": PLAMO % ("%s", '{"a": 1}'),
+    "deepseek_v41": '<｜DSML｜ calls>\n<｜DSML｜ invoke name="%s">\n<｜DSML｜ parameter name="a" string="true">x'
+    "</｜DSML｜ parameter>\n</｜DSML｜ invoke>\n</｜DSML｜ calls>",
+    "gigachat35": '<｜GCML｜tool_calls>\n<｜GCML｜invoke name="%s">\n<｜GCML｜parameter name="a" string="true">x'
+    "</｜GCML｜parameter>\n</｜GCML｜invoke>\n</｜GCML｜tool_calls>",
     "openai": '<|channel|>commentary to=functions.%s<|message|>{"a": 1}<|call|>',
 }
 
@@ -143,3 +159,49 @@ def test_calls_may_follow_the_response_channel(prompt: str) -> None:
     assert accepts(output, text)
     assert accepts(output, text + CALLS["kimi_k3"] % "get_time" + "<|close|>message<|sep|>")
     assert not accepts(output, text + CALLS["kimi_k3"] % "get_weather")
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "before", "call"),
+    [
+        (
+            "cohere_command3",
+            "<|CHATBOT_TOKEN|>",
+            "<|START_THINKING|>Hm {<|END_THINKING|><|START_RESPONSE|>",
+            "cohere_command",
+        ),
+        (
+            "cohere_command4",
+            "<|CHATBOT_TOKEN|><|START_THINKING|>",
+            "Hm {<|END_THINKING|><|START_TEXT|>",
+            "cohere_command",
+        ),
+        (
+            "inkling",
+            "<|message_model|>",
+            "<|content_thinking|>Hm {<|end_message|><|message_model|><|content_text|>",
+            "inkling",
+        ),
+        (
+            "muse",
+            "<|start|>assistant",
+            " to=self<|message|>Hm {<|eom|><|start|>assistant to=user<|message|>",
+            "muse",
+        ),
+    ],
+)
+def test_constraint_applies_to_the_answer_of_channels(
+    name: str, prompt: str, before: str, call: str
+) -> None:
+    parser = reasoning_parser(name)(prompt)
+    output = parser.allow_reasoning_before(StructuredOutput(GrammarKind.JSON_OBJECT), TOKENIZER)
+    assert accepts(output, before + '{"a": 1}') and not accepts(output, before + "a")
+    assert accepts(parser.allow_reasoning_before(output, TOKENIZER), before + "{}")
+    assert parser.feed(parser.answer_start + "{}").content == "{}"
+    thought = (
+        before[: before.rindex("<|", 0, -2)] if name != "muse" else before[: before.rindex(" to")]
+    )
+    grammar = text_or_calls(FORMATS[call], ["get_time"], TOKENIZER, parallel=True)
+    output = parser.allow_reasoning_before(StructuredOutput(GrammarKind.LARK, grammar), TOKENIZER)
+    assert accepts(output, thought + CALLS[call] % "get_time")
+    assert not accepts(output, thought + CALLS[call] % "get_weather")

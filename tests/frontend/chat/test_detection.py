@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
-from engine.frontend.chat import ChatTemplate, choose_formats
+from engine.frontend.chat import CallParser, ChatOutputParser, ChatTemplate, choose_formats
 from engine.protocol.config.frontend import FrontendConfig
+from support.call_texts import PLAMO
 
 TEMPLATE = (
     "{%% if tools %%}{{ tools | tojson }}{%% endif %%}"
@@ -71,6 +74,23 @@ CALLS = {
     "hy_v3": "<tool_calls>\n<tool_call>{{ f.name }}<tool_sep>\n"
     + TAGS
     + "<arg_key>{{ k }}</arg_key>\n<arg_value>{{ v }}</arg_value>\n{% endfor %}</tool_call>\n</tool_calls>",
+    "hy_v4": "<tool_calls>\n<tool_call>{{ f.name }}\n"
+    + TAGS
+    + "<arg_key>{{ k }}</arg_key>\n<arg_value>{{ v }}</arg_value>\n{% endfor %}</tool_call>\n</tool_calls>",
+    "apertus": '<|tools_prefix|>[{"{{ f.name }}": {{ f.arguments | tojson }}}]<|tools_suffix|>',
+    "cohere_command": '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "{{ f.name }}", "parameters": '
+    "{{ f.arguments | tojson }}}\n]<|END_ACTION|>",
+    "dots": '<dots_function_call>\n<invoke name="{{ f.name }}">\n'
+    + TAGS
+    + '<parameter name="{{ k }}">{{ v }}</parameter>\n{% endfor %}</invoke>\n</dots_function_call>',
+    "inkling": '<|content_invoke_tool_json|>{"name":"{{ f.name }}","args":{{ f.arguments | tojson }}}<|end_message|>',
+    "minicpm5": '<function name="{{ f.name }}">'
+    + TAGS
+    + '<param name="{{ k }}">{{ v }}</param>{% endfor %}</function>',
+    "muse": '<atem:function_calls>\n<atem:invoke name="{{ f.name }}">\n'
+    + TAGS
+    + '<atem:parameter name="{{ k }}">{{ v }}</atem:parameter>\n{% endfor %}</atem:invoke>\n</atem:function_calls>',
+    "plamo3": PLAMO % ("{{ f.name }}", "{{ f.arguments | tojson }}"),
     "nemotron_json": '<TOOLCALL>[{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}]</TOOLCALL>',
 }
 
@@ -93,6 +113,10 @@ def test_tool_calls_are_parsed_as_the_template_writes_them(name: str) -> None:
         ("<|channel|>analysis", "openai_gptoss"),
         ("[THINK]", "mistral"),
         ("<|channel>thought", "gemma4"),
+        ("<|START_TEXT|>", "cohere_command4"),
+        ("<|content_thinking|>", "inkling"),
+        ("<atem:function_calls>", "muse"),
+        ("<|plamo:begin_think:plamo|>", "plamo3"),
         ("no marks", None),
     ],
 )
@@ -120,3 +144,18 @@ def test_tools_are_described_where_the_template_shows_no_known_format(shown: str
         FrontendConfig(), ChatTemplate(TEMPLATE % CALLS["hermes"])
     ).describes_tools
     assert choose_formats(FrontendConfig(), None).call_format is None
+
+
+def test_tags_of_hunyuan_4_have_the_suffix_of_the_checkpoint() -> None:
+    source = (
+        "<think:6f>" + TEMPLATE % re.sub(r"(<(?!t.. )/?\w+)>", r"\1:6f>", CALLS["hy_v4"]) + " tools"
+    )
+    formats = choose_formats(FrontendConfig(), ChatTemplate(source))
+    assert (formats.tool_calls.name, formats.reasoning.name) == ("hy_v4", "qwen3")
+    text = "<think:6f>Hm</think:6f><tool_calls:6f><tool_call:6f>f</tool_call:6f></tool_calls:6f>"
+    assert formats.reasoning_parser is not None and formats.call_format is not None
+    delta = ChatOutputParser(formats.reasoning_parser(""), CallParser(formats.call_format)).feed(
+        text, finished=True
+    )
+    assert (delta.reasoning, delta.content) == ("Hm", "")
+    assert [call.name for call in delta.tool_calls if call.name] == ["f"]

@@ -10,7 +10,9 @@ from starlette.responses import Response
 from .....protocol.config.frontend import ReasoningParserName
 from .....protocol.config.parser_names import (
     REASONING_PARSERS_OF_SGLANG,
+    REASONING_PARSERS_OF_VLLM,
     TOOL_CALL_PARSERS_OF_SGLANG,
+    TOOL_CALL_PARSERS_OF_VLLM,
 )
 from ....chat import FORMATS, CallFormat, CallParser, reasoning_parser
 from ....http.errors import bad_request, json_response
@@ -24,11 +26,13 @@ from ...tools.tool_definitions import Tool, parse_tools
 
 _OWN_FORMATS: Final[dict[str, CallFormat]] = {str(name): each for name, each in FORMATS.items()}
 _CALL_FORMATS: Final = _OWN_FORMATS | {
-    name: _OWN_FORMATS[own] for name, own in TOOL_CALL_PARSERS_OF_SGLANG.items()
+    name: _OWN_FORMATS[own]
+    for name, own in (TOOL_CALL_PARSERS_OF_SGLANG | TOOL_CALL_PARSERS_OF_VLLM).items()
 }
 _REASONING_PARSERS: Final = {
     **{name: name for name in get_args(ReasoningParserName)},
     **REASONING_PARSERS_OF_SGLANG,
+    **REASONING_PARSERS_OF_VLLM,
 }
 
 

@@ -11,20 +11,27 @@ from typing import Final
 
 import msgspec
 
-from ...protocol.config.frontend import ReasoningParserName
-from ...protocol.sampling_params import FreeReasoning, StructuredOutput
-from ..tokenizer.tokenizer import Tokenizer
-from .held_text import find_first, may_begin, start_of_held
+from ....protocol.config.frontend import ReasoningParserName
+from ....protocol.sampling_params import FreeReasoning, StructuredOutput
+from ...tokenizer.tokenizer import Tokenizer
+from ..held_text import find_first, may_begin, start_of_held
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """A format in which reasoning is the text between the first of `starts` and the first of `ends`."""
+    """A format in which reasoning is the text between the first of `starts` and the first of `ends`.
+
+    Attributes:
+        implied: True if a text without a start marker is reasoning up to an end marker.
+        calls: The markers of calls. They end reasoning too, unless a text mentions them after a space or a quote.
+        answer: The markers around the answer. Models may omit them.
+    """
 
     starts: tuple[str, ...] = ("<think>",)
     ends: tuple[str, ...] = ("</think>",)
     implied: bool = False
-    """True if a text without a start marker is reasoning up to an end marker."""
+    calls: tuple[str, ...] = ()
+    answer: tuple[str, str] = ("", "")
 
 
 @dataclass(slots=True)
@@ -44,6 +51,9 @@ class _State(Enum):
     """The parser is in the reasoning, before its first character that is not whitespace."""
     REASONING = auto()
     CONTENT_START = auto()
+    ANSWER_START = auto()
+    ANSWER = auto()
+    """The parser is between the markers of the answer."""
     CONTENT = auto()
 
 
@@ -67,6 +77,7 @@ class MarkedReasoningParser:
             format.implied or prompt.endswith(format.starts)
         )
         self._opened = self._begins_opened
+        self._last = ""  # The last character of the reasoning so far.
         self._state = _State.CONTENT if self._begins_closed else _State.START
 
     def feed(self, text: str) -> ReasoningDelta:
@@ -80,9 +91,14 @@ class MarkedReasoningParser:
         if self._state is _State.REASONING:
             self._read_reasoning(delta)
         if self._state is _State.CONTENT_START:
-            self._skip_whitespace(_State.CONTENT)
+            self._read_content_start()
+        if self._state is _State.ANSWER_START:
+            self._skip_whitespace(_State.ANSWER)
+        if self._state is _State.ANSWER:
+            self._read_answer(delta)
         if self._state is _State.CONTENT:
-            delta.content, self._buffer = self._buffer, ""
+            delta.content += self._buffer
+            self._buffer = ""
         return delta
 
     def finish(self) -> ReasoningDelta:
@@ -90,7 +106,8 @@ class MarkedReasoningParser:
         rest, self._buffer = self._buffer, ""
         if self._state in (_State.REASONING, _State.REASONING_START) or self._opened:
             return ReasoningDelta(reasoning=rest.rstrip())
-        return ReasoningDelta(content="" if self._state is _State.CONTENT_START else rest)
+        is_before = self._state in (_State.CONTENT_START, _State.ANSWER_START)
+        return ReasoningDelta(content="" if is_before and not rest.strip() else rest)
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -172,16 +189,63 @@ class MarkedReasoningParser:
             self._state = then
 
     def _read_reasoning(self, delta: ReasoningDelta) -> None:
-        found = find_first(self._buffer, self._format.ends)
+        marks = self._format.ends + self._format.calls
+        while (found := find_first(self._buffer, marks)) is not None:
+            at, mark = found
+            before = self._buffer[:at]
+            if mark in self._format.calls and (before or self._last)[-1:] in _BEFORE_MENTION:
+                self._move_reasoning(delta, at + len(mark))
+                continue
+            delta.reasoning += before.rstrip()
+            self._buffer = self._buffer[at:].removeprefix(
+                "" if mark in self._format.calls else mark
+            )
+            self._opened = False
+            self._state = self._after_end
+            return
+        self._move_reasoning(delta, start_of_held(self._buffer, marks))
+
+    def _move_reasoning(self, delta: ReasoningDelta, end: int) -> None:
+        delta.reasoning += self._buffer[:end]
+        self._last = self._buffer[:end][-1:] or self._last
+        self._buffer = self._buffer[end:]
+
+    def _read_content_start(self) -> None:
+        start, _ = self._format.answer
+        self._skip_whitespace(_State.CONTENT)
+        if start and self._buffer.startswith(start):
+            self._buffer = self._buffer.removeprefix(start)
+            self._state = _State.ANSWER_START
+        elif start and may_begin(self._buffer, (start,)):
+            self._state = _State.CONTENT_START
+
+    def _read_answer(self, delta: ReasoningDelta) -> None:
+        ends = (self._format.answer[1],)
+        found = find_first(self._buffer, ends)
         if found is None:
-            held_from = start_of_held(self._buffer, self._format.ends)
-            delta.reasoning, self._buffer = self._buffer[:held_from], self._buffer[held_from:]
+            held_from = start_of_held(self._buffer, ends)
+            delta.content, self._buffer = self._buffer[:held_from], self._buffer[held_from:]
             return
         at, end = found
-        delta.reasoning = self._buffer[:at].rstrip()
-        self._buffer = self._buffer[at + len(end) :]
-        self._opened = False
-        self._state = self._after_end
+        delta.content = self._buffer[:at].rstrip()
+        self._buffer = self._buffer[at + len(end) :].lstrip()
+        self._state = _State.CONTENT if self._buffer else _State.CONTENT_START
+
+
+class WholeTextParser(MarkedReasoningParser):
+    """Keeps reasoning in the content, after the start marker, which is part of the prompt."""
+
+    _is_started = False
+
+    def feed(self, text: str) -> ReasoningDelta:
+        """Return the text as content, with the start marker before the first piece."""
+        start = "" if self._is_started or not text else self._format.starts[0]
+        self._is_started = self._is_started or bool(text)
+        return ReasoningDelta(content=start + text)
+
+    def finish(self) -> ReasoningDelta:
+        """Return nothing, because no text is held back."""
+        return ReasoningDelta()
 
 
 def has_special_tokens(texts: Sequence[str], tokenizer: Tokenizer) -> bool:
@@ -234,19 +298,22 @@ def _first_token_ids(texts: Sequence[str], tokenizer: Tokenizer) -> tuple[int, .
     return tuple(dict.fromkeys(_token_ids((*texts, *tags), tokenizer)))
 
 
+_BEFORE_MENTION: Final = frozenset(" \t`'\"(")
+"""The characters before a marker that a text only mentions."""
 _TAG: Final = re.compile(r"<[^<>]+>")
 _MAX_START_TOKENS: Final = 64
 
-_THINK: Final = ReasoningFormat()
+_THINK: Final = ReasoningFormat(calls=("<tool_call>",))
+_DSML: Final = ReasoningFormat(calls=("<｜DSML｜tool_calls>", "<｜DSML｜ calls>"))
 
 REASONING_FORMATS: Final[dict[ReasoningParserName, ReasoningFormat]] = {
     "deepseek_r1": ReasoningFormat(implied=True),
     "qwen3": _THINK,
-    "deepseek_v3": _THINK,
-    "deepseek_v4": _THINK,
+    "deepseek_v3": ReasoningFormat(),
+    "deepseek_v4": _DSML,
     "glm45": _THINK,
-    "kimi_k2": _THINK,
-    "minimax_m2": _THINK,
+    "kimi_k2": ReasoningFormat(calls=("<|tool_calls_section_begin|>",)),
+    "minimax_m2": ReasoningFormat(calls=("<minimax:tool_call>",)),
     "minimax_m3": ReasoningFormat(("<mm:think>",), ("</mm:think>",)),
     "k2_horizon": ReasoningFormat(
         starts=("<ifm|think>", "<ifm|think_fast>", "<ifm|think_faster>"),
@@ -256,9 +323,18 @@ REASONING_FORMATS: Final[dict[ReasoningParserName, ReasoningFormat]] = {
         starts=("Here is my thought process:", "Here's my thought process:"),
         ends=("Here is my response:", "Here's my response:"),
     ),
-    "mistral": ReasoningFormat(("[THINK]",), ("[/THINK]",)),
+    "mistral": ReasoningFormat(("[THINK]",), ("[/THINK]",), calls=("[TOOL_CALLS]",)),
     "kimi_vl": ReasoningFormat(("◁think▷",), ("◁/think▷",)),
     "seed_oss": ReasoningFormat(("<seed:think>",), ("</seed:think>",)),
-    "gemma4": ReasoningFormat(("<|channel>thought\n", "<|channel>thought"), ("<channel|>",)),
+    "gemma4": ReasoningFormat(
+        ("<|channel>thought\n", "<|channel>thought"), ("<channel|>",), calls=("<|tool_call>",)
+    ),
+    "ernie45": ReasoningFormat(implied=True, answer=("<response>", "</response>")),
+    "hunyuan_a13b": ReasoningFormat(answer=("<answer>", "</answer>")),
+    "plamo3": ReasoningFormat(
+        ("<|plamo:begin_think:plamo|>",),
+        ("<|plamo:end_think:plamo|>",),
+        calls=("<|plamo:begin_tool_requests:plamo|>",),
+    ),
 }
 """Name of `--reasoning-parser` -> the format, if it is text between two markers."""

@@ -7,12 +7,12 @@ from typing import ClassVar, Final
 
 import msgspec
 
-from ...protocol.sampling_params import FreeReasoning, StructuredOutput
-from ..tokenizer.tokenizer import Tokenizer
-from .held_text import find_first, may_begin, start_of_marker
-from .reasoning import ReasoningDelta, num_tokens_before
+from ....protocol.sampling_params import FreeReasoning, StructuredOutput
+from ...tokenizer.tokenizer import Tokenizer
+from ..held_text import find_first, may_begin, start_of_held, start_of_marker
+from .marked import ReasoningDelta, num_tokens_before
 
-_LONGEST_HEADER: Final = 1024
+LONGEST_HEADER: Final = 1024
 
 
 class Channel(Enum):
@@ -23,6 +23,7 @@ class Channel(Enum):
     REASONING = auto()
     CONTENT = auto()
     CALLS = auto()
+    DROPPED = auto()
 
 
 class ChannelParser(ABC):
@@ -49,6 +50,8 @@ class ChannelParser(ABC):
     """The text that ends calls in the spelling of the tool parser."""
     reasoning_ends: ClassVar[tuple[str, ...]]
     """The texts of which the first ends the reasoning."""
+    trims_reasoning: ClassVar[bool] = False
+    """True if whitespace around reasoning is dropped."""
 
     def __init__(self, prompt: str = "", *, constrained: bool = False) -> None:
         self._buffer = ""
@@ -56,6 +59,7 @@ class ChannelParser(ABC):
         # The kinds of the channels so far.
         self._seen: set[Channel] = set()
         self._delta = ReasoningDelta()
+        self._is_blank = True  # Whether the channel has only whitespace so far.
         _, start, tail = prompt.rpartition(self.begins_message)
         if start:
             self.feed(start + tail)
@@ -75,8 +79,20 @@ class ChannelParser(ABC):
         rest = self._buffer.lstrip()
         if self._channel is not Channel.NONE or (rest and not rest.startswith(self.header_starts)):
             self._emit(self._buffer)
+        self._flush()
         self._buffer = ""
         return self._delta
+
+    @property
+    @abstractmethod
+    def answer_start(self) -> str:
+        """The text that makes the answer follow the prompt without reasoning."""
+
+    @abstractmethod
+    def allow_reasoning_before(
+        self, constraint: StructuredOutput, tokenizer: Tokenizer, max_tokens: int = -1
+    ) -> StructuredOutput:
+        """Return the constraint, changed so that it applies only to the answer."""
 
     def can_limit(self, tokenizer: Tokenizer) -> bool:
         """Return False: reasoning cannot be cut at a token limit, because several tokens must follow its end."""
@@ -99,6 +115,7 @@ class ChannelParser(ABC):
         self._channel = channel
         if channel in self._seen:
             self._emit("\n\n")
+        self._is_blank = True
         self._seen.add(channel)
 
     @abstractmethod
@@ -114,13 +131,13 @@ class ChannelParser(ABC):
         text = self._buffer.lstrip()
         if text.startswith(self.header_starts):
             self._buffer = text
-            at = text.find(self.header_end, 0, _LONGEST_HEADER)
+            at = text.find(self.header_end, 0, LONGEST_HEADER)
             if at >= 0:
                 end = at + len(self.header_end)
                 self._buffer = text[end:]
                 self._apply_header(text[:end])
                 return True
-            if len(text) < _LONGEST_HEADER:
+            if len(text) < LONGEST_HEADER:
                 return False
             # The first character is emitted at once, because the marker at the beginning may also end channels.
             self._open(Channel.CONTENT)
@@ -135,13 +152,21 @@ class ChannelParser(ABC):
     def _read_text(self) -> bool:
         ends = self.ends[self._channel]
         found = find_first(self._buffer, ends)
-        at = start_of_marker(self._buffer, ends) if found is None else found[0]
-        self._emit(self._buffer[:at])
+        trims = self.trims_reasoning and self._channel is Channel.REASONING
+        start_of = start_of_held if trims else start_of_marker
+        at = start_of(self._buffer, ends) if found is None else found[0]
+        text = self._buffer[:at]
+        if trims:
+            text = text.rstrip() if found else text
+            text = text.lstrip() if self._is_blank else text
+            self._is_blank = self._is_blank and not text
+        self._emit(text)
         self._buffer = self._buffer[at:]
         if found is None:
             return False
         if self._channel is Channel.CALLS:
             self._emit(self.calls_end)
+        self._flush()
         if not found[1].startswith(self.header_starts):
             self._buffer = self._buffer[len(found[1]) :]
         self._channel = Channel.NONE
@@ -150,8 +175,11 @@ class ChannelParser(ABC):
     def _emit(self, text: str) -> None:
         if self._channel is Channel.REASONING:
             self._delta.reasoning += text
-        else:
+        elif self._channel is not Channel.DROPPED:
             self._delta.content += text
+
+    def _flush(self) -> None:  # noqa: B027
+        """Emit what `_emit` holds back, at the end of a channel. The base class holds back nothing."""
 
 
 def constrain_after(constraint: StructuredOutput, *rules: str) -> StructuredOutput:

@@ -9,10 +9,10 @@ import re
 from functools import partial
 from typing import Final
 
-from ...protocol.sampling_params import GrammarKind, StructuredOutput
-from ..tokenizer.tokenizer import Tokenizer
+from ....protocol.sampling_params import GrammarKind, StructuredOutput
+from ...tokenizer.tokenizer import Tokenizer
 from .channels import Channel, ChannelParser, constrain_after
-from .reasoning import grammar_mark
+from .marked import grammar_mark
 
 _START: Final = "<|start|>"
 _CHANNEL: Final = "<|channel|>"
