@@ -126,8 +126,9 @@ inline int end_key(const AttentionTask& task, int window, int token) {
   return first > position && end < seen ? end : seen;
 }
 
+// The kernels for one format of the KV cache.
 struct AttentionKernels {
-  // Returns the number of 32-bit words of a query in the kernels' format, which depends on the format of the keys.
+  // Returns the number of 32-bit words of a query in the kernels' format.
   int (*query_words)(const KVLayout&);
   // Prefetches the first keys that `task` will read.
   void (*fetch)(const KVLayout&, const AttentionLayer&, const AttentionTask& task);
@@ -161,9 +162,10 @@ struct AttentionKernels {
                        int stride, float* out);
 };
 
+// attention_kernels() returns the kernels by KVFormat.
 #define ENGINE_ISA(set, linear, attention, ...) \
   namespace attention {                         \
-  const AttentionKernels& attention_kernels();  \
+  const AttentionKernels* attention_kernels();  \
   }
 #include "isa/instruction_sets.inc"
 

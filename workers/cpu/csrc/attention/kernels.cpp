@@ -20,5 +20,39 @@ namespace engine::ENGINE_TARGET {
 #include "attention/store.inc"
 #include "attention/attend.inc"
 #include "attention/index.inc"
+
+namespace {
+
+template <class Format>
+constexpr AttentionKernels kernels_of() {
+  return {query_words<Format>,
+          fetch_first<Format>,
+          attend<Format>,
+          combine,
+          finish,
+          convert_queries<Format>,
+          store_kv<Format>,
+          score_keys<Format>,
+          score_groups<Format>,
+          load_key<Format>,
+          score_blocks<Format>};
+}
+
+}  // namespace
+
+const AttentionKernels* attention_kernels() {
+  // In the order of KVFormat.
+#if defined(ENGINE_BF16)
+  static const AttentionKernels* const base = ENGINE_BASE::attention_kernels();
+  static const AttentionKernels kernels[] = {kernels_of<BF16Format>(), base[1], base[2], base[3]};
+#elif defined(ENGINE_BASE)
+  static const AttentionKernels* const base = ENGINE_BASE::attention_kernels();
+  static const AttentionKernels kernels[] = {base[0], base[1], base[2], kernels_of<Int8Format>()};
+#else
+  static constexpr AttentionKernels kernels[] = {kernels_of<BF16Format>(), kernels_of<F16Format>(),
+                                                 kernels_of<F32Format>(), kernels_of<Int8Format>()};
+#endif
+  return kernels;
+}
 #endif
 }  // namespace engine::ENGINE_TARGET

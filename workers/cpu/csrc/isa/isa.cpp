@@ -48,11 +48,11 @@ struct InstructionSet {
 // In the order of Isa. `kernels` is a function, because a set's code must not run on a CPU that does not support the
 // set.
 constexpr InstructionSet kInstructionSets[] = {
-#define ENGINE_ISA(set, linear, attention, rows, sampling, name, is_supported)                        \
-  {name, [] { return is_supported; },                                                                 \
-   [] {                                                                                               \
-     return Kernels{&linear::linear_kernels(), &attention::attention_kernels(), &rows::row_kernels(), \
-                    &sampling::sampling_kernels()};                                                   \
+#define ENGINE_ISA(set, linear, attention, rows, sampling, name, is_supported)                       \
+  {name, [] { return is_supported; },                                                                \
+   [] {                                                                                              \
+     return Kernels{&linear::linear_kernels(), attention::attention_kernels(), &rows::row_kernels(), \
+                    &sampling::sampling_kernels()};                                                  \
    }},
 #include "isa/instruction_sets.inc"
 };

@@ -26,7 +26,7 @@ constexpr int kNumIsas = 0
 
 struct Kernels {
   const LinearKernels* linear;
-  const AttentionKernels* attention;
+  const AttentionKernels* attention;  // by KVFormat
   const RowKernels* rows;
   const SamplingKernels* sampling;
 };

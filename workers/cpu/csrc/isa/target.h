@@ -7,6 +7,9 @@
 //   ENGINE_VNNI                              AVX2 or AVX-512 has dot products of int8 as well
 //   ENGINE_BF16                              AVX-512 has dot products of bf16 as well
 //   ENGINE_TILES                             there are tile registers
+//   ENGINE_BASE                              the set whose kernels are used for formats for which this one has no
+//   faster
+//                                            instructions; not defined if it has all kernels
 #define ENGINE_TARGET_PATH(path) #path
 // The path has no spaces.
 // clang-format off

@@ -78,11 +78,11 @@ void quantize_rows(ActivationKind kind, const float* x, ptrdiff_t x_stride, int 
 
 void linear_rows(const PackedWeight& w, ActivationKind kind, const void* x, int rows, int n_begin, int n_end,
                  float* out, ptrdiff_t out_stride, Readahead& readahead) {
-  linear_kernels().linear[int(w.format)](w, kind, static_cast<const uint8_t*>(x), rows, n_begin, n_end, out, out_stride,
-                                         readahead);
+  linear_kernels().of_format[int(w.format)].linear(w, kind, static_cast<const uint8_t*>(x), rows, n_begin, n_end, out,
+                                                   out_stride, readahead);
 }
 
-int rows_at_once(WeightFormat format) { return linear_kernels().rows_at_once[int(format)]; }
+int rows_at_once(WeightFormat format) { return linear_kernels().of_format[int(format)].rows_at_once; }
 
 void unpack_weight_row(const PackedWeight& w, int row, float* out) {
   if (w.format == WeightFormat::bf16) return unpack_bf16_row(w, row, out);

@@ -18,7 +18,7 @@ constexpr int kMostKeptRows = 4096;
 Model::Model(const ModelShape& shape)
     : shape(shape),
       largest_kv(kv_layout(shape.num_kv_heads, shape.head_dim)),
-      attention(*kernels().attention),
+      attention(kernels().attention[int(shape.kv_format)]),
       rows(*kernels().rows) {}
 
 void Model::norm(const float* weight, const float* bias, float eps, const float* x, float* out) const {

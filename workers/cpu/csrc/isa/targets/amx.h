@@ -3,3 +3,5 @@
 #include "isa/tiles.h"
 #define ENGINE_TILES
 #include "avx512_bf16.h"
+#undef ENGINE_BASE
+#define ENGINE_BASE avx512_bf16
