@@ -80,6 +80,7 @@ class VideoProcessor(VideoProcessorConfig, frozen=True, kw_only=True, tag="grids
         shares_pixels: True if `max_pixels` applies to all frames together, and `min_pixels` to each (VideoLLaMA 3).
         least_change: If not 0, a square of a frame makes an embedding only if its normalized pixels differ from those
             of the previous frame, times 255, by more than this, or if it is the first of a frame without others.
+        has_ends: True if a stored embedding precedes the first frame, and another one follows the last (Ovis 2.5).
         target_patches: If not 0, frames are resized to about this many patches of `patch_size` pixels (Nemotron Omni).
         patch_size: The side of such a patch in pixels.
         is_square: True if frames are resized to squares then.
@@ -104,6 +105,7 @@ class VideoProcessor(VideoProcessorConfig, frozen=True, kw_only=True, tag="grids
     limits_whole: bool = False
     shares_pixels: bool = False
     least_change: float = 0.0
+    has_ends: bool = False
     target_patches: int = 0
     patch_size: int = 0
     is_square: bool = False
@@ -120,7 +122,7 @@ class VideoProcessor(VideoProcessorConfig, frozen=True, kw_only=True, tag="grids
     def max_outputs(self) -> int:
         """The maximum number of embeddings that are computed at once."""
         if not self.max_frame_pixels:
-            return self.max_pixels // self.unit**2
+            return self.max_pixels // self.unit**2 + 2 * self.has_ends
         # At most half of a frame's embeddings follow rows.
         return 2 * max(1, self.max_frame_pixels // self.unit**2)
 

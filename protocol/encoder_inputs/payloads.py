@@ -40,7 +40,7 @@ class ImagePayload(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=T
     is_last: bool = False
     """True for the last frame or tile, after which a tower may compute one embedding more."""
     marks: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
-    """The numbers of the stored embeddings before the image's own and after them (Ovis 2)."""
+    """The numbers of the stored embeddings before the image's own and after them (Ovis)."""
     fine: ImagePayload | None = None
     """A larger copy of the image."""
     token_ids: bytes = b""

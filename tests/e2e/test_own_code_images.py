@@ -12,11 +12,17 @@ import msgspec
 import openai
 import pytest
 import torch
+from engine.frontend.media.frame_sampling import Sampling
+from engine.frontend.media.layouts.frames import fit_frames, frames
 from engine.frontend.media.layouts.pixels import Tile
 from engine.frontend.media.processor import process_image
+from engine.frontend.media.video_files import open_video
 from engine.frontend.model_source.images.read import read_image_processor
+from engine.frontend.model_source.images.videos import read_video_processor
 from engine.protocol.checkpoint.config_fields import ConfigFields
 from engine.protocol.checkpoint.field_names import text_section
+from engine.protocol.config.images import SlicesProcessor
+from engine.protocol.config.videos import VideoProcessor
 from PIL import Image
 from support.gguf_grid import write_grid_decoder
 from support.gguf_writer import write_gguf
@@ -96,7 +102,7 @@ CHATS_WITH_VIDEOS = [*CHATS, ("sphinx of", VIDEO, "black quartz", picture(2, 64,
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_answers_survive_preemption_and_a_killed_worker(tmp_path: Path, kind: str) -> None:
-    chats = CHATS_WITH_VIDEOS if kind == "minicpmv" else CHATS
+    chats = CHATS_WITH_VIDEOS if kind in ("minicpmv", "ovis2_5") else CHATS
     model, _ = _write(tmp_path, kind)
     # Layers with windows have blocks of their own.
     blocks = "26" if kind == "step3p7" else "14"
@@ -168,6 +174,16 @@ def _write(directory: Path, kind: str) -> tuple[Any, Any]:
     return write(directory, vocab_size=len(tokenizer), image_token=image_token), tokenizer
 
 
+def _frames_of(directory: Path, config: ConfigFields) -> list[Any]:
+    """Return the encoder inputs of `VIDEO`."""
+    videos = read_video_processor(directory, config, text_section(config) or config, {})
+    assert isinstance(videos, VideoProcessor)
+    video = open_video(
+        FRAMES, Sampling(), "v", videos, lambda *sizes: fit_frames(*sizes, videos, 1000)
+    )
+    return [part.payload for part in frames(video, videos, ("", "")) if isinstance(part, Tile)]
+
+
 def _check(
     model: Any, directory: Path, chats: Sequence[Sequence[Any]], answers: Sequence[dict[str, Any]]
 ) -> None:
@@ -180,7 +196,9 @@ def _check(
         for part in parts:
             # A frame is an image without slices.
             pictures, how = [part], processor
-            if part is VIDEO:
+            if part is VIDEO and not isinstance(processor, SlicesProcessor):
+                images.append(_frames_of(directory, config))
+            elif part is VIDEO:
                 pictures, how = FRAMES, msgspec.structs.replace(processor, max_slices=1)
             images += [
                 [x.payload for x in process_image(each, how) if isinstance(x, Tile)]

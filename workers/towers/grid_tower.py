@@ -20,11 +20,12 @@ from .conv_layer import ConvLayer
 from .image_tower import ImageTower, TowerSource, black_image
 from .layers import Layers, LayersSpec, LayerWeights, MakeLayers, Patches, Windows
 from .pixels import normalized_pixels
-from .projections.mergers import Merger, read_merger
+from .projections.mergers import Merger, read_marks, read_merger
 from .rotary import PatchRotary
 from .weights import Linear, Norm, VisionWeights, check_activation
 
 _WARM_UP_OUTPUTS = 16
+_AROUND_IMAGE = ((0,), (1,))
 _CLASS = ("class", "cls_position")
 
 
@@ -93,6 +94,7 @@ class GridTower(ImageTower):
         if spec.has_final_norm:
             self._final_norm = tensors.read_norm("final_norm", size, spec.norm_kind, outer_eps)
         self._merge = read_merger(spec, tensors, source.checkpoint)
+        self._marks_MD = read_marks(spec, tensors) if spec.num_words else None
         self._deepstack = {
             layer: Merger(spec, tensors, f"deepstack_merger_list.{i}.", norm="squares")
             for i, layer in enumerate(spec.deepstack_layers)
@@ -173,6 +175,10 @@ class GridTower(ImageTower):
             merge(features[layer], columns) for layer, merge in sorted(self._deepstack.items())
         ]
         outputs = torch.cat(merged, -1)
+        if self._marks_MD is not None:
+            before, after = image.marks if image.is_frame else _AROUND_IMAGE
+            parts = self._marks_MD[list(before)], outputs, self._marks_MD[list(after)]
+            outputs = torch.cat(parts)
         if image.kept:
             kept = torch.frombuffer(bytearray(image.kept), dtype=torch.int32)
             outputs = outputs[kept.to(outputs.device).long()]

@@ -15,7 +15,7 @@ from ....protocol.config.videos import AnyVideoProcessor, FrameProcessor, VideoP
 from ....protocol.encoder_inputs.inputs import EncoderGrid
 from ....protocol.encoder_inputs.payloads import ImagePayload
 from .pixels import Parts, Sizes, Tile, Video
-from .resized import check_ratio, fit_size, grown_size
+from .resized import check_ratio, fit_size, grown_rounded, grown_size
 from .single_frames import fit_single_frames, single_frames
 
 
@@ -48,6 +48,8 @@ def fit_frames(
             width, height, unit, config.min_pixels, config.max_pixels, num_frames, counted
         )
     else:
+        if config.has_ends:
+            width, height = grown_rounded(width, height, unit)
         most = config.max_pixels // num_frames if config.shares_pixels else config.max_pixels
         size = fit_size(width, height, unit, config.min_pixels, most)
     num_outputs = _grid(size, config).num_tokens * -(-num_frames // per_patch)
@@ -141,6 +143,11 @@ def frames(video: Video, config: AnyVideoProcessor, around: tuple[str, str]) -> 
             kept = _changed(payload, pixels[start - 1] if start else b"", config)
             payload = msgspec.structs.replace(payload, kept=kept.tobytes())
             tile = Tile(payload, len(kept))
+        if config.has_ends:
+            before, after = (2,) * (start == 0), (3,) * (start + per_patch >= len(pixels))
+            payload = msgspec.structs.replace(payload, is_frame=True, marks=(before, after))
+            parts.append(Tile(payload, grid.num_tokens + len(before) + len(after)))
+            continue
         if config.times is not None:
             if config.times == "each":
                 before, after = _labels(video, start, config), ""

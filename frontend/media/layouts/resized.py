@@ -19,7 +19,7 @@ def resized(image: Image.Image, config: ResizeProcessor) -> Parts:
     if config.grows == "floor":
         size = grown_size(*size, config.unit)
     elif config.grows == "round":
-        size = _grown_rounded(*size, config.unit)
+        size = grown_rounded(*size, config.unit)
     if config.patch_size:
         size = _whole_patches(*size, config)
     else:
@@ -46,7 +46,7 @@ def grown_size(width: int, height: int, unit: int) -> tuple[int, int]:
     return int(width * (unit / least)), int(height * (unit / least))
 
 
-def _grown_rounded(width: int, height: int, unit: int) -> tuple[int, int]:
+def grown_rounded(width: int, height: int, unit: int) -> tuple[int, int]:
     """Return a size whose sides have at least `unit` pixels: scale until the height has, then until the width has."""
     if height < unit:
         width, height = round(width * unit / height), unit

@@ -18,8 +18,9 @@ from ....protocol.config.videos import AnyVideoProcessor, SoundFormat, VideoProc
 from ...tokenizer.config import TokenizerConfig
 from .fields import BICUBIC, CLIP_VALUES, pixel_values
 from .frame_videos import FRAME_READERS, FrameSource
-from .qwen import check_patches, pixel_limits
+from .qwen import check_patches, pixel_limits, resize_words
 from .read import image_token_id
+from .source import ProcessorSource
 
 _MAX_FRAMES: Final = 1024
 _GLM_MAX_PIXELS: Final = 28 * 28 * 2 * 30000
@@ -127,6 +128,8 @@ def _read(
     fields = found.with_values(dict(overrides))
     if model_kind(config) == "nemotron_h_omni" and isinstance(vision, GridVisionSpec):
         return _read_tubelets(path, fields, config, text, vision)
+    if model_kind(config) == "ovis2_5" and isinstance(vision, GridVisionSpec):
+        return _read_between_marks(path, fields, config, text, vision)
     read = FRAME_READERS.get(model_type)
     if read is not None and isinstance(vision, VisionSpec | PatchVisionSpec):
         return read(FrameSource(path, fields, config, text, vision))
@@ -241,6 +244,34 @@ def _read_tubelets(
         fps=fields.positive("fps", 2.0),
         min_frames=1,
         max_frames=fields.integer("max_frames", 768, maximum=_MAX_FRAMES),
+    )
+
+
+def _read_between_marks(
+    path: Path,
+    fields: ConfigFields,
+    config: ConfigFields,
+    text: ConfigFields,
+    vision: GridVisionSpec,
+) -> VideoProcessor:
+    """Return the processor of Ovis 2.5, which resizes frames like images and puts two marks around all of them."""
+    token_id = image_token_id(path, config, text.integer("vocab_size"))
+    images = resize_words(ProcessorSource(path, fields, config, {}, token_id), vision)
+    return VideoProcessor(
+        token_id=token_id,
+        resample=images.resample,
+        scale=images.scale,
+        mean=images.mean,
+        std=images.std,
+        unit=images.unit,
+        min_pixels=images.min_pixels,
+        max_pixels=images.max_pixels,
+        has_ends=True,
+        mark="<video>",
+        sampling="floors",
+        num_frames=fields.integer("num_frames", 32, maximum=_MAX_FRAMES),
+        min_frames=1,
+        max_frames=_MAX_FRAMES,
     )
 
 

@@ -108,10 +108,10 @@ def ovis2_5(
     fill(decoder, tower, head, table)
 
     def encode(payloads: Sequence[ImagePayload]) -> list[Tensor]:
-        [payload] = payloads
-        words = head(tower(normalized(payload))).softmax(-1)
-        start, end = table.weight[-4:-2]
-        return [start[None], words @ table.weight[:-4], end[None]]
+        words = [head(tower(normalized(payload))).softmax(-1) for payload in payloads]
+        # Videos have other marks than images.
+        start, end = table.weight[-2:] if payloads[0].is_frame else table.weight[-4:-2]
+        return [start[None], *(each @ table.weight[:-4] for each in words), end[None]]
 
     vision = {
         "model_type": "siglip2_navit",

@@ -26,6 +26,7 @@ from PIL import Image
 from support.decoders import CPU, TOWER_LAYERS, Runner, load_native_decoder
 from support.grid_configs import IMAGE_TOKEN, PATCH
 from support.grid_models import write_grid_model
+from support.own_code.ovis2_5 import ovis2_5
 from transformers.models.nemotron_h_omni.processing_nemotron_h_omni import (
     NemotronH_Omni_Reasoning_V3Processor,
 )
@@ -171,3 +172,21 @@ def test_frames_of_video_llama_3_equal_those_of_transformers(tmp_path, compresse
             input_ids=torch.tensor([prompt]), pixel_values_videos=patches, **inputs
         ).logits[0]
     _check_logits(tmp_path, prompt, videos.token_id, tiles, expected)
+
+
+def test_frames_of_ovis2_5_are_between_two_marks(tmp_path):
+    reference = ovis2_5(tmp_path)
+    added = {reference.image_token: {"content": "<|image_pad|>"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
+    config = ConfigFields.read(tmp_path / "config.json")
+    videos = read_video_processor(tmp_path, config, config.section("llm_config"), {})
+    assert (videos.mark, videos.num_frames) == ("<video>", 32)
+    prompt, groups = [5, 6], []
+    for count, size in ((3, (30, 21)), (1, (90, 40))):
+        parts = frames(_open(count, size, videos), videos, ("", ""))
+        groups.append(parts)
+        assert sum(tile.num_outputs for tile in parts) % count == 2 % count
+        prompt += [*[reference.image_token] * sum(tile.num_outputs for tile in parts), 8, 9]
+    expected = reference.logits(prompt, [[tile.payload for tile in parts] for parts in groups])
+    tiles = [tile for parts in groups for tile in parts]
+    _check_logits(tmp_path, prompt, reference.image_token, tiles, expected)

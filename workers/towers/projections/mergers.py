@@ -156,20 +156,28 @@ class _ElementMerger:
 
 
 class _WordsMerger:
-    """Makes of each cell a distribution over visual words, and puts the embeddings of two marks around an image."""
+    """Makes of each cell a distribution over visual words."""
 
     def __init__(self, spec: GridVisionSpec, tensors: VisionWeights) -> None:
         self._size = spec.hidden_size * spec.merge_size**2
         table_WD = tensors.read("merger.table.weight", spec.num_words, spec.output_size)
-        self._words_WD, marks_MD = table_WD[:-_NUM_MARKS], table_WD[-_NUM_MARKS:]
-        self._start_1D, self._end_1D = marks_MD[:1], marks_MD[1:2]
+        self._words_WD = table_WD[:-_NUM_MARKS]
         count = len(self._words_WD)
         self._product = tensors.read_linear("merger.words", count, self._size, has_bias=False)
         self._norm = tensors.read_layer_norm("merger.norm", count, spec.merger_eps)
 
     def __call__(self, x_PD: Tensor, num_columns: int) -> Tensor:
         parts_CW = self._norm(self._product(x_PD.reshape(-1, self._size))).softmax(-1)
-        return torch.cat((self._start_1D, parts_CW @ self._words_WD, self._end_1D))
+        return parts_CW @ self._words_WD
+
+
+def read_marks(spec: GridVisionSpec, tensors: VisionWeights) -> Tensor:
+    """Return the embeddings of marks [4, output size], which follow those of visual words.
+
+    They are before an image, after it, before a video and after it.
+    """
+    table_WD = tensors.read("merger.table.weight", spec.num_words, spec.output_size)
+    return table_WD[-_NUM_MARKS:].clone()
 
 
 class _ConvolvedMerger:
