@@ -144,9 +144,9 @@ def frames(video: Video, config: AnyVideoProcessor, around: tuple[str, str]) -> 
             payload = msgspec.structs.replace(payload, kept=kept.tobytes())
             tile = Tile(payload, len(kept))
         if config.has_ends:
-            before, after = (2,) * (start == 0), (3,) * (start + per_patch >= len(pixels))
-            payload = msgspec.structs.replace(payload, is_frame=True, marks=(before, after))
-            parts.append(Tile(payload, grid.num_tokens + len(before) + len(after)))
+            marks = (2,) * (start == 0), (3,) * (start + per_patch >= len(pixels))
+            payload = msgspec.structs.replace(payload, is_frame=True, marks=marks)
+            parts.append(Tile(payload, grid.num_tokens + sum(map(len, marks))))
             continue
         if config.times is not None:
             if config.times == "each":
