@@ -21,6 +21,8 @@ class EncoderGrid(msgspec.Struct, array_like=True, omit_defaults=True, gc=False,
     """True if the embeddings are the next frame of the previous input's video."""
     margin: int = 0
     """The number of embeddings before the grid, and of those after it, that are placed like text."""
+    is_moment: bool = False
+    """True if rows and columns count from 0, and the next token follows in time (Isaac)."""
 
     @property
     def num_tokens(self) -> int:

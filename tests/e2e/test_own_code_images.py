@@ -32,6 +32,7 @@ from support.image_requests import ask_together, chat, data_url, picture
 from support.own_code.deepseek_ocr import deepseek_ocr, write_deepseek_mmproj
 from support.own_code.deepseek_vl2 import deepseek_vl2
 from support.own_code.dots_ocr import dots_ocr
+from support.own_code.isaac import IsaacModel, isaac
 from support.own_code.keye import KeyeModel, keye
 from support.own_code.minicpm import minicpmv, write_minicpmv_mmproj
 from support.own_code.model import OwnCodeModel
@@ -55,12 +56,14 @@ STEP_MARKS = [
 ]
 IDEFICS2_MARKS = ["<image>", "<fake_token_around_image>"]
 MODELS: dict[
-    str, tuple[Callable[..., OwnCodeModel | GridModel | KeyeModel], str, str, list[str]]
+    str,
+    tuple[Callable[..., OwnCodeModel | GridModel | KeyeModel | IsaacModel], str, str, list[str]],
 ] = {
     "deepseek_ocr": (deepseek_ocr, "<image>", "<image>", ["<image>"]),
     "deepseek_vl2": (deepseek_vl2, "<image>", "<image>", ["<image>"]),
     "dots_ocr": (dots_ocr, "<|imgpad|>", "<|imgpad|>", ["<|imgpad|>"]),
     "idefics2": (partial(grid_model, kind="idefics2"), "<image>", "<image>", IDEFICS2_MARKS),
+    "isaac": (isaac, "<|image_pad|>", "<image>", ["<|image_pad|>"]),
     "keye": (keye, "<|image_pad|>", "<|image_pad|>", ["<|image_pad|>"]),
     "keye1.5": (
         partial(keye, is_later=True),

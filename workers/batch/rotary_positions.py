@@ -95,10 +95,14 @@ def _positions(inputs: Sequence[EncoderInput]) -> tuple[Int32Array, int]:
         following += num_text
         if not grid.continues:
             base = following
-        cells = _cells(grid) + base
-        cells[:, 0] += grid.time
+        cells = _cells(grid)
+        cells[:, 0] += grid.time + base
+        if grid.is_moment:
+            following = base + 1
+        else:
+            cells[:, 1:] += base
+            following = max(following, int(cells.max()) + 1)
         parts.append(cells)
-        following = max(following, int(cells.max()) + 1)
         token = item.position + item.num_tokens
     return np.concatenate(parts).astype(np.int32), following
 

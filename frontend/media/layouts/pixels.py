@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, TypeAlias
 
+import numpy as np
 from PIL import Image
 
 from ....protocol.config.images import ImageProcessorConfig
@@ -66,6 +67,21 @@ def resize(
 ) -> Image.Image:
     """Return the image in another size."""
     return image.resize((width, height), Image.Resampling(config.resample))
+
+
+def interpolate(image: Image.Image, width: int, height: int) -> Image.Image:
+    """Return the image in another size, each of whose pixels is interpolated from the four nearest ones."""
+    pixels = np.asarray(image, np.float32)
+    for axis, length in ((0, height), (1, width)):
+        count = pixels.shape[axis]
+        at = np.maximum((np.arange(length) + 0.5) * (count / length) - 0.5, 0)
+        first = at.astype(np.int64)
+        shape = (-1, 1, 1) if axis == 0 else (1, -1, 1)
+        part = (at - first).astype(np.float32).reshape(shape)
+        low = pixels.take(first, axis)
+        high = pixels.take(np.minimum(first + 1, count - 1), axis)
+        pixels = low + part * (high - low)
+    return Image.fromarray(np.rint(pixels).clip(0, 255).astype(np.uint8))
 
 
 def in_middle(

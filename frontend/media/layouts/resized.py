@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from typing import Final
 
 from PIL import Image
 
 from ....protocol.config.images import MAX_RATIO, CornerProcessor, PadProcessor, ResizeProcessor
 from ....protocol.encoder_inputs.inputs import EncoderGrid
 from ....protocol.encoder_inputs.payloads import ImagePayload
-from .pixels import Parts, Tile, make_tile, resize
+from .pixels import Parts, Tile, interpolate, make_tile, resize
+
+_SCALE_STEP: Final = 1e-5
+"""The precision of the factor by which Isaac scales an image."""
 
 
 def resized(image: Image.Image, config: ResizeProcessor) -> Parts:
@@ -20,17 +24,20 @@ def resized(image: Image.Image, config: ResizeProcessor) -> Parts:
         size = grown_size(*size, config.unit)
     elif config.grows == "round":
         size = grown_rounded(*size, config.unit)
-    if config.patch_size:
+    if config.grows == "scaled":
+        size = _scaled(*size, config)
+    elif config.patch_size:
         size = _whole_patches(*size, config)
     else:
         size = fit_size(*size, config.unit, config.min_pixels, config.max_pixels)
-    image = resize(image, *size, config)
+    is_moment = config.grows == "scaled"
+    image = interpolate(image, *size) if is_moment else resize(image, *size, config)
     payload = ImagePayload(
         image.width, image.height, image.tobytes(), config.scale, config.mean, config.std
     )
     columns = image.width // config.unit + (config.newlines in ("framed", "plain"))
     margin = int(config.newlines in ("framed", "ends"))
-    grid = EncoderGrid(image.height // config.unit, columns, margin=margin)
+    grid = EncoderGrid(image.height // config.unit, columns, margin=margin, is_moment=is_moment)
     if config.size_end:
         start = f"{config.start}{grid.rows}*{grid.columns}{config.size_end}"
         tile = Tile(payload, grid.num_tokens, row_length=columns, separator=config.row_end)
@@ -77,6 +84,32 @@ def _whole_patches(width: int, height: int, config: ResizeProcessor) -> tuple[in
             fits = larger * sides[1 - index] <= most
             sides[index] = larger if fits else max(merge, sides[index] - remainder)
     return max(merge, sides[1]) * patch, max(merge, sides[0]) * patch
+
+
+def _scaled(width: int, height: int, config: ResizeProcessor) -> tuple[int, int]:
+    """Return a size in multiples of `unit`, scaled by the factor that a bisection finds for the limits.
+
+    Raises:
+        ValueError: The aspect ratio of the image is above the maximum.
+    """
+    check_ratio(width, height)
+
+    def size(scale: float) -> tuple[int, int]:
+        sides = (math.ceil(scale * side / config.unit) for side in (width, height))
+        columns, rows = (max(1, side) * config.unit for side in sides)
+        return columns, rows
+
+    num_pixels = math.prod(size(1.0))
+    if config.min_pixels <= num_pixels <= config.max_pixels:
+        return size(1.0)
+    grows = num_pixels < config.min_pixels
+    low, high = (1.0, 100.0) if grows else (_SCALE_STEP / 10, 1.0)
+    while high - low >= _SCALE_STEP:
+        middle = (low + high) / 2
+        num_pixels = math.prod(size(middle))
+        is_low = num_pixels < config.min_pixels if grows else num_pixels <= config.max_pixels
+        low, high = (middle, high) if is_low else (low, middle)
+    return size(high if grows else low)
 
 
 def padded(image: Image.Image, config: PadProcessor) -> Parts:

@@ -169,6 +169,32 @@ def resize_whole_patches(
     )
 
 
+def resize_scaled(source: ProcessorSource, vision: GridVisionSpec) -> ResizeProcessor:
+    """Return the processor of Isaac, whose config has limits that count patches."""
+    patch, merge = vision.patch_size, vision.merge_size
+    config = source.config
+    source = source.with_defaults(
+        max_num_patches=config.get("vision_max_num_patches", 6144),
+        min_num_patches=config.get("vision_min_num_patches", 256),
+        pixel_shuffle_scale=config.get("pixel_shuffle_scale", merge),
+    )
+    fields = source.fields
+    fields.require("pixel_shuffle_scale", merge, _AS_IN_TOWER)
+    most = fields.integer("max_num_patches", minimum=merge**2, maximum=_MAX_PIXELS // patch**2)
+    least = fields.integer("min_num_patches", minimum=1, maximum=most)
+    half = (0.5,) * 3
+    return ResizeProcessor(
+        **source.pixel_values(BICUBIC) | {"mean": half, "std": half},
+        output_size=vision.output_size,
+        num_outputs=most // merge**2,
+        unit=vision.unit,
+        min_pixels=least * patch**2,
+        max_pixels=most * patch**2,
+        grows="scaled",
+        mark="<image>",
+    )
+
+
 def resize_many(source: ProcessorSource, vision: GridVisionSpec) -> ResizeProcessor:
     """Return the processor of ERNIE 4.5 VL."""
     size = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 6177}

@@ -36,6 +36,7 @@ from .qwen import (
     resize_pairs,
     resize_patches,
     resize_rounded,
+    resize_scaled,
     resize_single,
     resize_whole_patches,
     resize_words,
@@ -58,6 +59,7 @@ _TOKEN_TEXTS: Final = {
     "deepseek_ocr": "<image>",
     "deepseek_vl_v2": "<image>",
     "internvl_chat": IMAGE_CONTEXT,
+    "isaac": "<|image_pad|>",
     "minicpmo": "<unk>",
     "minicpmv": "<unk>",
     "ovis2_5": "<|image_pad|>",
@@ -66,7 +68,15 @@ _TOKEN_TEXTS: Final = {
 """The texts of placeholder tokens whose ids are not in the config, by model type."""
 
 _WITHOUT_FILE: Final = (
-    *("deepseek_ocr", "deepseek_ocr2", "deepseek_vl_v2", "internvl_chat", "step3_vl", "step3p7"),
+    *(
+        "deepseek_ocr",
+        "deepseek_ocr2",
+        "deepseek_vl_v2",
+        "internvl_chat",
+        "isaac",
+        "step3_vl",
+        "step3p7",
+    ),
 )
 """Models whose config or own code describes how images are read, so that there may be no file of a processor."""
 
@@ -211,6 +221,7 @@ _READERS: Final[dict[str, _Reader]] = {
     "inkling2": pad_whole,
     "inkling2_loop": pad_whole,
     "interns1": canvas,
+    "isaac": resize_scaled,
     "internvl": canvas,
     "internvl_chat": described_canvas,
     "janus": margins_between_marks,

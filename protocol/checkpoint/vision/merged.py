@@ -1,4 +1,4 @@
-"""Read the vision towers of OCR models, Hunyuan, MiniMax M3, Kimi, LFM2-VL, LFM3-VL, VideoLLaMA 3 and Step."""
+"""Read the vision towers of OCR models, Hunyuan, MiniMax M3, Kimi, Isaac, LFM2-VL, LFM3-VL, VideoLLaMA 3 and Step."""
 
 from __future__ import annotations
 
@@ -242,6 +242,29 @@ def cosmos3_edge(fields: ConfigFields, vision: ConfigFields, output_size: int) -
             (r"(visual\.blocks\..*)\.mlp\.down_proj\.", r"\1.mlp.fc2."),
             (r"projector\.norm\.", "visual.merger.norm."),
             (r"projector\.linear_fc", "visual.merger.fc"),
+        ),
+    )
+
+
+def isaac(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
+    """Return the tower of Isaac, which is SigLIP 2 like that of LFM2-VL."""
+    merge, size = vision.integer("pixel_shuffle_scale_factor", 1, maximum=16), 768
+    return GridVisionSpec(
+        **siglip_fields(vision, output_size, vision.integer("patch_size", 16), *_SIGLIP_BASE),
+        merge_size=merge,
+        merger_norm=None,
+        merger_inner=4 * merge**2 * vision.integer("hidden_size", size),
+        merger_activation="silu",
+        has_merger_biases=False,
+        patch_layout="pixels",
+        rotary=None,
+        position_side=vision.square_side("num_patches", 256, maximum=1 << 20),
+        interpolation="antialiased",
+        tensor_names=(
+            (r"(model\.)?vision_embedding\.0\.", "visual."),
+            *SIGLIP_NAMES,
+            (r"(model\.)?vision_embedding\.1\.", "visual.merger.fc1."),
+            (r"(model\.)?vision_embedding\.3\.", "visual.merger.fc2."),
         ),
     )
 

@@ -44,18 +44,18 @@ class KeyeModel(NamedTuple):
         return logits
 
 
-class _Rotary(nn.Module):
+class Rotary(nn.Module):
     """Rotates sections of heads by the coordinates of `positions` [3, T], as Qwen2-VL does."""
 
     positions: Tensor
 
-    def __init__(self, frequencies: Tensor) -> None:
+    def __init__(self, frequencies: Tensor, sections: tuple[int, int, int]) -> None:
         super().__init__()
-        self.frequencies = frequencies
+        self.frequencies, self.sections = frequencies, sections
 
     def forward(self, x: Tensor, position_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
         angles = self.positions[..., None] * self.frequencies
-        parts = angles.split(_SECTIONS, -1)
+        parts = angles.split(self.sections, -1)
         chosen = torch.cat([part[axis] for axis, part in enumerate(parts)], -1)[None]
         chosen = torch.cat((chosen, chosen), -1)
         return chosen.cos(), chosen.sin()
@@ -77,7 +77,7 @@ def keye(
         "tie_word_embeddings": False,
     }
     decoder: Any = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**text))
-    decoder.model.rotary_emb = _Rotary(decoder.model.rotary_emb.inv_freq)
+    decoder.model.rotary_emb = Rotary(decoder.model.rotary_emb.inv_freq, _SECTIONS)
     vision = {
         "hidden_size": 48,
         "intermediate_size": 80,

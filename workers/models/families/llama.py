@@ -161,6 +161,18 @@ def _qwen3_vl(fields: ConfigFields) -> ModelSpec:
     return qwen3(interleaved_axes(fields))
 
 
+def _isaac(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of Isaac's decoder, half of whose angles follow the time."""
+    part = fields.integer("head_dim", 128) // 8
+    axes = {"mrope_section": [2 * part, part, part]}
+    names = [name for name in ("rope_scaling", "rope_parameters") if fields.section(name)]
+    own = {name: {**fields.first_section(name).config, **axes} for name in names}
+    spec = qwen3(fields.with_values(own or {"rope_parameters": axes}))
+    unused = r"^(model\.)?vision_embedding\..*"
+    names = (r"^model\.(text_model\.)?lm_head\.", "lm_head."), (r"^model\.text_model\.", "model.")
+    return replace(spec, tensor_names=((unused, ""), *names))
+
+
 def _cosmos3_omni(fields: ConfigFields) -> ModelSpec:
     """Return the spec of the part of a Cosmos 3 Omni that reads and writes text."""
     return replace(_qwen3_vl(fields), tensor_names=_COSMOS3_NAMES)
@@ -244,6 +256,7 @@ FAMILIES = (
     Family("Cosmos3OmniForConditionalGeneration", "cosmos3_omni", _cosmos3_omni),
     Family("Emu3ForCausalLM", "emu3_text_model", _emu3),
     Family("GraniteForCausalLM", "granite", granite),
+    Family("IsaacForConditionalGeneration", "isaac", _isaac),
     Family("LlamaForCausalLM", "llama", llama),
     Family("MiMoForCausalLM", "mimo", _mimo),
     Family("MinistralForCausalLM", "ministral", ministral),
