@@ -169,8 +169,9 @@ def _isaac(fields: ConfigFields) -> ModelSpec:
     own = {name: {**fields.first_section(name).config, **axes} for name in names}
     spec = qwen3(fields.with_values(own or {"rope_parameters": axes}))
     unused = r"^(model\.)?vision_embedding\..*"
-    names = (r"^model\.(text_model\.)?lm_head\.", "lm_head."), (r"^model\.text_model\.", "model.")
-    return replace(spec, tensor_names=((unused, ""), *names))
+    head = r"^model\.(text_model\.)?lm_head\."
+    renamed = (unused, ""), (head, "lm_head."), (r"^model\.text_model\.", "model.")
+    return replace(spec, tensor_names=renamed)
 
 
 def _cosmos3_omni(fields: ConfigFields) -> ModelSpec:
