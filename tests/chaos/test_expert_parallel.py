@@ -16,6 +16,8 @@ from support.program import wait_until
 from support.server import Server, assert_nothing_is_held
 from support.tiny_checkpoints import mixture_directory
 
+pytestmark = pytest.mark.rotated
+
 REQUESTS = [{**body, "max_tokens": 60} for body in bodies(10)]
 RAISED = "worker 1: RuntimeError: a test asked for this failure"
 COMMON = ("--dtype", "float32", "--threads", "1", "--kv-cache-memory-bytes", "16000000")

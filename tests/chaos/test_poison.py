@@ -13,6 +13,8 @@ from support.program import wait_until
 from support.server import Server, assert_nothing_is_held
 from support.shallow_model import shallow_model
 
+pytestmark = pytest.mark.rotated
+
 POISON = 49_000
 OTHERS = 99
 NO_MODEL = (shallow_model(), "--device", "null", "--null-step-ms", "5", "--max-model-len", "256")

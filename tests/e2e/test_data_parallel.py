@@ -20,6 +20,8 @@ from support.program import wait_until
 from support.server import Server
 from support.shallow_model import shallow_model
 
+pytestmark = pytest.mark.rotated
+
 REQUESTS = bodies(10)
 COUNTS = ("generation_tokens_total", "request_success_total", "e2e_request_latency_seconds_count")
 T = TypeVar("T")

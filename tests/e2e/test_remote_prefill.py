@@ -20,6 +20,8 @@ from support.mixed_streams import Streams
 from support.program import wait_until
 from support.server import Server, assert_nothing_is_held, default_model
 
+pytestmark = pytest.mark.rotated
+
 PREFILL, DECODE = "0", "1"
 NUM_TOKENS = 400
 

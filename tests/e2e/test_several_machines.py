@@ -19,6 +19,8 @@ from support.machines import Machine, client, free_ports, program, two_machines
 from support.program import Program, has_ended, wait_until
 from support.tiny_checkpoints import mixture_directory
 
+pytestmark = pytest.mark.rotated
+
 FLAGS = ("--dtype", "float32", "--served-model-name", "tiny")
 REQUEST = {
     "model": "tiny",

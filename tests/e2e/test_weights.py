@@ -14,6 +14,8 @@ from support.program import wait_until
 from support.server import Server, assert_nothing_is_held
 from support.tiny_checkpoints import qwen3_directory
 
+pytestmark = pytest.mark.rotated
+
 UPDATE = "/update_weights_from_disk"
 FLAGS = ("--dtype", "float32", "-dp", "2", "--api-server-count", "2", "--kv-disk-gib", "1")
 
