@@ -59,6 +59,7 @@ _ENCODERS: Final = frozenset(
         "jina_bert",
         "jina_embeddings_v3",
         "megatron-bert",
+        "mobilebert",
         "modernbert",
         "mpnet",
         "neobert",

@@ -91,6 +91,17 @@ class LayerNorm(RMSNorm):
         return F.layer_norm(x.float(), self.shape, self.weight, self.bias, self.eps).to(x.dtype)
 
 
+class AffineNorm(LayerNorm):
+    """The weights and biases of a norm, without a division."""
+
+    __slots__ = ()
+
+    def __call__(self, x: Tensor) -> Any:
+        """Return the product of `x` and the weights, plus the biases."""
+        y = x.float() * self.weight
+        return (y if self.bias is None else y + self.bias).to(x.dtype)
+
+
 class GatedNorm(RMSNorm):
     """Root-mean-square norm whose result x is multiplied by sigmoid(up(silu(down(x))))."""
 

@@ -13,6 +13,7 @@ from .layer_spec import LayerSpec
 from .specs.altup import AltUpSpec, PerLayerInputsSpec
 from .specs.attention_residuals import AttentionResidualsSpec
 from .specs.block_indexer import BlockIndexerSpec
+from .specs.bottleneck import BottleneckSpec
 from .specs.compressed import CompressedSpec
 from .specs.disentangled import DisentangledSpec
 from .specs.experts import SoftCaps
@@ -53,6 +54,8 @@ class ModelFields(msgspec.Struct, frozen=True, kw_only=True):
     """True if the model reads tokens. Otherwise it starts from hidden states."""
     embedding_size: int | None = None
     """The number of elements of embeddings that a linear layer makes hidden states of; None for the hidden size."""
+    joins_neighbors: bool = False
+    """True if that layer reads the embeddings of the next token, the token and the one before it, side by side."""
     embedding_scale: float = 1.0
     """A factor on embeddings."""
     has_embedding_norm: bool = False
@@ -92,8 +95,8 @@ class ModelFields(msgspec.Struct, frozen=True, kw_only=True):
     """The epsilon of norms."""
     norms: NormNames = NormNames()
     """The names of a layer's norms, which also say where there are norms."""
-    norm_kind: Literal["rms", "layer"] = "rms"
-    """Root-mean-square norms, or layer norms."""
+    norm_kind: Literal["rms", "layer", "affine"] = "rms"
+    """Root-mean-square norms, layer norms, or only the weights and biases of norms."""
     norm_groups: int = 1
     """The number of equal parts of a hidden state that are normed separately."""
     norm_bias: bool = False
@@ -275,6 +278,9 @@ class ModelFields(msgspec.Struct, frozen=True, kw_only=True):
     """Several streams, of which every block reads and changes mixtures."""
     attention_residuals: AttentionResidualsSpec | None = None
     """Attention to the outputs of earlier blocks instead of a stream."""
+
+    bottleneck: BottleneckSpec | None = None
+    """The bottleneck of layers whose blocks have a smaller stream."""
 
     # The head.
 

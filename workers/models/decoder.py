@@ -36,6 +36,7 @@ from .layer_kinds.attention_residuals import (
     AttentionResidualLayer,
     ConvolvedResidualLayer,
 )
+from .layer_kinds.bottleneck import BottleneckLayer
 from .layer_kinds.convolved import ConvolvedLayer, MixedHeadsLayer
 from .layer_kinds.hyper_connections import HyperLayer, Reducer, read_reducer
 from .layer_kinds.image_reader import ImageReaderLayer
@@ -420,6 +421,8 @@ def _make_layers(
 
 
 def _layer_kind(spec: ModelSpec, layer: LayerSpec) -> type[DecoderLayer]:
+    if spec.bottleneck is not None:
+        return BottleneckLayer
     if layer.reads_source and not layer.attends:
         return ImageReaderLayer
     if isinstance(layer.recurrent, HeadConvolutions):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..layers.layers import (
+    AffineNorm,
     GatedNorm,
     GroupedNorm,
     HeadNorm,
@@ -67,7 +68,8 @@ def read_norm(
     if spec.norm_kind == "rms":
         return kernels.norm(weight_D, eps, consumer)
     bias_D = weights.read_vector(f"{name}.bias", size) if spec.norm_bias else None
-    return LayerNorm(weight_D, eps, bias_D)
+    kind = LayerNorm if spec.norm_kind == "layer" else AffineNorm
+    return kind(weight_D, eps, bias_D)
 
 
 def read_stream_norm(spec: ModelSpec, weights: WeightReader, name: str) -> HeadNorm:

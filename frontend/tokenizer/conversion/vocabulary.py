@@ -37,6 +37,7 @@ _NAMED: Final = {
     "ElectraTokenizer": _BERT,
     "EsmTokenizer": _ESM,
     "GPT2Tokenizer": _GPT2,
+    "MobileBertTokenizer": _BERT,
     "Qwen2Tokenizer": _QWEN2,
     "RobertaTokenizer": _ROBERTA,
 }
@@ -58,6 +59,7 @@ _CLASSES: Final = {
     "gpt_neo": "GPT2Tokenizer",
     "gptj": "GPT2Tokenizer",
     "megatron-bert": "BertTokenizer",
+    "mobilebert": "MobileBertTokenizer",
     "opt": "GPT2Tokenizer",
     "phi": "CodeGenTokenizer",
     "qwen2": "Qwen2Tokenizer",

@@ -64,6 +64,11 @@ MODELS = {
         {"emb_layer_norm_before": True, "pad_token_id": 1, "mask_token_id": 0},
     ),
     "megatron-bert": ("MegatronBertForMaskedLM", {}),
+    "mobilebert": (
+        "MobileBertForMaskedLM",
+        {"hidden_size": 64, "intra_bottleneck_size": 48, "embedding_size": 32}
+        | {"num_feedforward_networks": 3},
+    ),
     "rembert": ("RemBertModel", {"input_embedding_size": 32}),
     "roberta-prelayernorm": ("RobertaPreLayerNormModel", {"pad_token_id": 1}),
     "roformer": ("RoFormerModel", {}),
@@ -105,22 +110,14 @@ MODELS = {
 
 
 WITH_KNOWN_PARTS = (
-    *(
-        "deberta",
-        "ernie",
-        "esm",
-        "esm-absolute",
-        "megatron-bert",
-        "rembert",
-        "roberta-prelayernorm",
-    ),
-    *("roformer", "roformer-small", "xlm-roberta-xl"),
+    *("deberta", "ernie", "esm", "esm-absolute", "megatron-bert", "mobilebert", "rembert"),
+    *("roberta-prelayernorm", "roformer", "roformer-small", "xlm-roberta-xl"),
 )
 """The families whose parts other families have, too, so that short texts are enough."""
 
 IN_TORCH = {
     *("albert", "albert-groups", "deberta", "deberta-v2", "deberta-v2-own-projections"),
-    *("electra-small", "rembert", "roformer-small"),
+    *("electra-small", "mobilebert", "rembert", "roformer-small"),
 }
 """The families that native programs do not compute."""
 

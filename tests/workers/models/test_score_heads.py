@@ -38,6 +38,10 @@ MODELS = {
     "ErnieForSequenceClassification": ({"use_task_id": True}, 0),
     "EsmForSequenceClassification": ({"position_embedding_type": "rotary"}, 0),
     "MegatronBertForSequenceClassification": ({}, 0),
+    "MobileBertForSequenceClassification": (
+        {"intra_bottleneck_size": 24, "embedding_size": 32, "num_attention_heads": 2},
+        0,
+    ),
     "RoFormerForSequenceClassification": ({}, 0),
     "DebertaV2ForSequenceClassification": (
         {"relative_attention": True, "pos_att_type": "c2p", "position_buckets": 16},

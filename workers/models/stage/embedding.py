@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
+import torch
 from msgspec.structs import replace
 from torch import Tensor
 from torch.nn import functional as F
@@ -43,6 +44,18 @@ def read_token_types(spec: ModelSpec, weights: WeightReader) -> Tensor:
     return types + weights.read("embed_tasks.weight", spec.num_tasks, spec.hidden_size)[0]
 
 
+def _with_neighbors(x_TE: Tensor, positions_T: Tensor) -> Tensor:
+    """Return the rows of the next token, the token and the one before it, side by side; 0 outside of a text.
+
+    A step has whole texts, each with positions from 0 on.
+    """
+    # Only the first token of a text has position 0.
+    is_later_T1 = (positions_T > 0).unsqueeze(1)
+    before_TE = x_TE.roll(1, 0) * is_later_T1
+    next_TE = (x_TE * is_later_T1).roll(-1, 0)
+    return torch.cat((next_TE, x_TE, before_TE), 1)
+
+
 class TokenEmbedding:
     """The sum of a token's embedding and those of its type and position, scaled and normed as the model says.
 
@@ -66,12 +79,14 @@ class TokenEmbedding:
         spec, weights = source.spec, source.weights
         self._projection: Linear | None = None
         if spec.embedding_size is not None:
-            shape = spec.hidden_size, spec.embedding_size
+            shape = spec.hidden_size, spec.embedding_size * (3 if spec.joins_neighbors else 1)
             self._projection = source.read_linear("embed_projection", *shape, has_bias=True)
+        width, joins_neighbors = spec.embedding_width, spec.joins_neighbors
+        if not joins_neighbors:
             # Everything before the projection has the size of embeddings.
-            spec = replace(spec, hidden_size=spec.embedding_size, embedding_size=None)
+            spec = replace(spec, hidden_size=width, embedding_size=None)
         parallel = source.shard.tensor_parallel
-        vocabulary, part = (spec.vocab_size, spec.hidden_size), parallel.part(spec.vocab_size)
+        vocabulary, part = (spec.vocab_size, width), parallel.part(spec.vocab_size)
         changes = embedding_changes(vocabulary, part, loras)
         self._spec = spec
         self._embed = VocabParallelEmbedding(
@@ -106,7 +121,7 @@ class TokenEmbedding:
 
     def forward(self, ids_T: Tensor, positions_T: Tensor, placed: Placed | None) -> Tensor:
         """Return the embeddings [T, D]. The encoder outputs in `placed` replace those of their tokens."""
-        x_TD = self._with_type(ids_T)
+        x_TD = self._with_type(ids_T, positions_T)
         if self._scale != 1.0:
             x_TD *= self._scale
         norms_first = self._spec.places_after_norm
@@ -121,7 +136,9 @@ class TokenEmbedding:
             x_TD = (x_TD + bias_D) * factor_D
         if self._norm is not None and not norms_first:
             x_TD = self._norm(x_TD)
-        return x_TD if self._projection is None else self._projection(x_TD)
+        if self._projection is None or self._spec.joins_neighbors:
+            return x_TD
+        return self._projection(x_TD)
 
     def expand(self, x_TD: Tensor) -> Tensor:
         """Return the hidden states that the first layer reads: the embeddings, or the streams made of them."""
@@ -135,10 +152,14 @@ class TokenEmbedding:
         """Return the scaled embeddings, float32 [T, E], without those of adapters, types and positions."""
         return self._embed.base_rows(ids_T).float() * self._scale
 
-    def _with_type(self, ids_T: Tensor) -> Tensor:
+    def _with_type(self, ids_T: Tensor, positions_T: Tensor) -> Tensor:
         if self._first_type_D is None:
             return self._embed(ids_T)
-        x_TD = self._embed(ids_T % self._spec.vocab_size) + self._first_type_D
+        x_TD = self._embed(ids_T % self._spec.vocab_size)
+        if self._spec.joins_neighbors:
+            assert self._projection is not None
+            x_TD = self._projection(_with_neighbors(x_TD, positions_T))
+        x_TD = x_TD + self._first_type_D
         if self._second_type_D is None:
             return x_TD
         is_second_T1 = (ids_T >= self._spec.vocab_size).unsqueeze(1)

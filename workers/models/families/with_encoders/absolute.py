@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from .....protocol.checkpoint.config_fields import ConfigFields
 from .....protocol.checkpoint.sparse import BGE_M3
 from ....layers.spec import ModelSpec
+from ....layers.specs.bottleneck import BottleneckSpec
 from ....layers.specs.norm_names import NormNames
 from ..common import Family, base_spec, uniform_layers
 from ..gpt import alibi_slopes
@@ -45,6 +46,26 @@ BERT_NAMES = (
 _ELECTRA_NAMES = (
     (r"^(generator|discriminator)_(predictions|lm_head)\..*", ""),
     (r"embeddings_project\.", "embed_projection."),
+    *BERT_NAMES,
+)
+_MOBILEBERT_FIELDS: Final[dict[str, Any]] = {
+    "classifier_activation": True,
+    "key_query_shared_bottleneck": True,
+    "normalization_type": "no_norm",
+    "trigram_input": True,
+    "use_bottleneck": True,
+    "use_bottleneck_attention": False,
+}
+"""The fields of a MobileBERT that all published ones have in common."""
+_MOBILEBERT_NAMES = (
+    (r"embeddings\.embedding_transformation\.", "embed_projection."),
+    (r"\.bottleneck\.input\.", ".input_bottleneck."),
+    (r"\.bottleneck\.attention\.", ".key_bottleneck."),
+    (r"\.output\.bottleneck\.", ".output_bottleneck."),
+    (r"_bottleneck\.LayerNorm\.", "_bottleneck.norm."),
+    (r"(\.ffn\.\d+)\.intermediate\.dense\.", r"\1.up_proj."),
+    (r"(\.ffn\.\d+)\.output\.dense\.", r"\1.down_proj."),
+    (r"(\.ffn\.\d+)\.output\.LayerNorm\.", r"\1.norm."),
     *BERT_NAMES,
 )
 _REMBERT_NAMES = (
@@ -202,6 +223,24 @@ def _rembert(fields: ConfigFields) -> ModelSpec:
     )
 
 
+def _mobilebert(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a MobileBERT (arXiv 2004.02984), whose layers have bottlenecks."""
+    for name, needed in _MOBILEBERT_FIELDS.items():
+        fields.require(name, needed)
+    size = fields.integer("intra_bottleneck_size", 128)
+    fields = fields.with_defaults(hidden_act="relu", intermediate_size=512)
+    heads = fields.integer("num_attention_heads")
+    return replace(
+        _bert(fields.with_values({"head_dim": size // heads})),
+        embedding_size=fields.integer("embedding_size", 128),
+        joins_neighbors=True,
+        norm_kind="affine",
+        bottleneck=BottleneckSpec(size, fields.integer("num_feedforward_networks", 4)),
+        has_head=False,
+        tensor_names=_MOBILEBERT_NAMES,
+    )
+
+
 def positions_after_padding(fields: ConfigFields) -> tuple[ConfigFields, int]:
     """Return the fields with the number of usable positions, and the row of the first one.
 
@@ -320,6 +359,7 @@ FAMILIES = (
     *encoder_families("DistilBert", "distilbert", _distilbert, _DISTILBERT_HEAD),
     Family("DistilBertSpladeSparseEmbeddingModel", "distilbert", _distilbert_splade),
     *encoder_families("Electra", "electra", _electra, WITH_OWN_GELU_DENSE),
+    *encoder_families("MobileBert", "mobilebert", _mobilebert, AFTER_POOLER),
     *encoder_families("Ernie", "ernie", _ernie, AFTER_POOLER),
     *encoder_families("RemBert", "rembert", _rembert, AFTER_POOLER),
     *encoder_families("Roberta", "roberta", _roberta, WITH_OWN_DENSE),
