@@ -52,6 +52,7 @@ _ENCODERS: Final = frozenset(
         "electra",
         "ernie",
         "esm",
+        "esmc",
         "embedding_gemma2",
         "embedding_gemma2_text",
         "eurobert",
@@ -69,6 +70,7 @@ _ENCODERS: Final = frozenset(
         "roberta-prelayernorm",
         "roformer",
         "siglip_text_model",
+        "ultrabert",
     }
     | {"roberta", "xlm-roberta", "xlm-roberta-xl"}
 )

@@ -101,6 +101,8 @@ class ModelFields(msgspec.Struct, frozen=True, kw_only=True):
     """The number of equal parts of a hidden state that are normed separately."""
     norm_bias: bool = False
     """True if norms have biases."""
+    final_norm_bias: bool = True
+    """True if the final norm has a bias if norms have biases."""
     has_norm_weights: bool = True
     """True if norms have weights. Without, they have no biases, either."""
     norm_weight_offset: float = 0.0

@@ -69,6 +69,10 @@ class ModelSpec(ModelFields, frozen=True, kw_only=True):
             return self.final_norm_offset
         return dict(self.norm_offsets).get(name.rpartition(".")[2], self.norm_weight_offset)
 
+    def has_norm_bias(self, name: str) -> bool:
+        """Return whether the norm called `name` has a bias."""
+        return self.norm_bias and (self.final_norm_bias or name != "norm")
+
     def hidden_norm_eps(self, name: str) -> float:
         """Return the epsilon of the norm called `name` of hidden states or of a block's output."""
         count = 2 * len(self.layers) + 1

@@ -67,7 +67,7 @@ def read_norm(
         return GroupedNorm(weight_D, eps, spec.norm_groups)
     if spec.norm_kind == "rms":
         return kernels.norm(weight_D, eps, consumer)
-    bias_D = weights.read_vector(f"{name}.bias", size) if spec.norm_bias else None
+    bias_D = weights.read_vector(f"{name}.bias", size) if spec.has_norm_bias(name) else None
     kind = LayerNorm if spec.norm_kind == "layer" else AffineNorm
     return kind(weight_D, eps, bias_D)
 

@@ -64,6 +64,7 @@ MODELS = {
         {"emb_layer_norm_before": True, "pad_token_id": 1, "mask_token_id": 0},
     ),
     "megatron-bert": ("MegatronBertForMaskedLM", {}),
+    "esmc": ("EsmcForMaskedLM", {"pad_token_id": 1}),
     "mobilebert": (
         "MobileBertForMaskedLM",
         {"hidden_size": 64, "intra_bottleneck_size": 48, "embedding_size": 32}
@@ -73,6 +74,7 @@ MODELS = {
     "roberta-prelayernorm": ("RobertaPreLayerNormModel", {"pad_token_id": 1}),
     "roformer": ("RoFormerModel", {}),
     "roformer-small": ("RoFormerForMaskedLM", {"embedding_size": 32}),
+    "ultrabert": ("UltrabertForMaskedLM", {"num_key_value_heads": 2, "sliding_window": 21}),
     "xlm-roberta-xl": ("XLMRobertaXLModel", {"pad_token_id": 1}),
     "electra": ("ElectraForPreTraining", {"embedding_size": 48}),
     "electra-small": ("ElectraModel", {"embedding_size": 32}),
@@ -111,7 +113,8 @@ MODELS = {
 
 WITH_KNOWN_PARTS = (
     *("deberta", "ernie", "esm", "esm-absolute", "megatron-bert", "mobilebert", "rembert"),
-    *("roberta-prelayernorm", "roformer", "roformer-small", "xlm-roberta-xl"),
+    *("esmc", "roberta-prelayernorm", "roformer", "roformer-small", "ultrabert"),
+    "xlm-roberta-xl",
 )
 """The families whose parts other families have, too, so that short texts are enough."""
 
@@ -182,10 +185,11 @@ SIZES = {
 
 
 @pytest.mark.parametrize("load", [load_decoder, load_native_decoder])
-@pytest.mark.parametrize("family", ["nomic", "gte", "modernbert"])
+@pytest.mark.parametrize("family", ["nomic", "gte", "modernbert", "ultrabert"])
 def test_configs_are_read_as_published(family, load, tmp_path):
     """The authors' checkpoints have other configs than those that transformers writes."""
     names = {"nomic": "NomicBertModel", "gte": "GteModel", "modernbert": "ModernBertModel"}
+    names["ultrabert"] = "UltrabertModel"
     model_class = getattr(transformers, names[family])
     torch.manual_seed(1)
     own = {"pad_token_id": 1, "layer_norm_eps": 1e-12}
@@ -195,6 +199,8 @@ def test_configs_are_read_as_published(family, load, tmp_path):
         own["rope_parameters"] = {"rope_type": "linear", "rope_theta": theta, "factor": factor}
     if family == "modernbert":
         own |= {"local_attention": 16, "global_attn_every_n_layers": 2, "norm_eps": 1e-5}
+    if family == "ultrabert":
+        own = {"sliding_window": 8, "layer_types": ["full_attention", *["sliding_attention"] * 2]}
     config = model_class.config_class(**SMALL | own)
     reference = model_class._from_config(config, attn_implementation="eager").eval()
     for parameter in reference.parameters():
@@ -214,6 +220,10 @@ def test_configs_are_read_as_published(family, load, tmp_path):
         published |= {"architectures": ["NewModel"], "model_type": "new", "hidden_act": "gelu"}
         published |= {"rope_theta": 20_000, "rope_scaling": {"type": "ntk", "factor": 8.0}}
         published |= {"position_embedding_type": "rope", "type_vocab_size": config.type_vocab_size}
+    elif family == "ultrabert":
+        published |= {"architectures": ["UltrabertModel"], "model_type": "ultrabert"}
+        published |= {"attention_windows": [0, 8, 8], "rope_theta": [2.56e6, 1e4, 1e4]}
+        del published["layer_norm_eps"]
     else:
         published |= {"architectures": ["ModernBertForMaskedLM"], "model_type": "modernbert"}
         published |= {"local_attention": 16, "global_attn_every_n_layers": 2, "norm_eps": 1e-5}

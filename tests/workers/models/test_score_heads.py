@@ -36,6 +36,7 @@ MODELS = {
         0,
     ),
     "ErnieForSequenceClassification": ({"use_task_id": True}, 0),
+    "EsmcForSequenceClassification": ({}, 0),
     "EsmForSequenceClassification": ({"position_embedding_type": "rotary"}, 0),
     "MegatronBertForSequenceClassification": ({}, 0),
     "MobileBertForSequenceClassification": (
@@ -43,6 +44,7 @@ MODELS = {
         0,
     ),
     "RoFormerForSequenceClassification": ({}, 0),
+    "UltrabertForSequenceClassification": ({}, 0),
     "DebertaV2ForSequenceClassification": (
         {"relative_attention": True, "pos_att_type": "c2p", "position_buckets": 16},
         0,

@@ -378,7 +378,7 @@ class BlockRecorder:
         """Return the weight and the bias of a norm over the hidden size."""
         spec = self.spec
         bias_D = None
-        if spec.norm_kind == "layer" and spec.norm_bias:
+        if spec.norm_kind == "layer" and spec.has_norm_bias(name):
             bias_D = self.weights.vector(f"{name}.bias", spec.hidden_size)
         return [self.norm(name, spec.hidden_size), bias_D]
 

@@ -109,8 +109,28 @@ def _esm(fields: ConfigFields) -> ModelSpec:
     )
 
 
+def _esmc(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of an ESM Cambrian for proteins, a gated MLP and norms of queries and keys in each layer."""
+    fields = fields.with_defaults(max_position_embeddings=2048)
+    bias = fields.boolean("attention_bias", False)
+    return _pre_normed(
+        fields,
+        layers=uniform_layers(fields, read_rope(fields, head_dim(fields))),
+        has_gate=True,
+        norm_eps=1e-5,
+        final_norm_bias=False,
+        qk_norm="full",
+        qkv_bias=bias,
+        attention_output_bias=bias,
+        mlp_bias=fields.boolean("mlp_bias", False),
+        residual_multiplier=(36 / fields.layer_count("num_hidden_layers")) ** 0.5,
+        tensor_names=((r"^(lm_head|classifier)\..*", ""),),
+    )
+
+
 FAMILIES: tuple[Family, ...] = (
     *encoder_families("Esm", "esm", _esm, WITH_OWN_DENSE),
+    *encoder_families("Esmc", "esmc", _esmc, WITH_OWN_DENSE),
     *encoder_families("MegatronBert", "megatron-bert", _megatron_bert, AFTER_POOLER),
     *encoder_families(
         "RobertaPreLayerNorm", "roberta-prelayernorm", _roberta_pre_normed, WITH_OWN_DENSE

@@ -18,6 +18,7 @@ from ..common import (
     head_dim,
     sliding_layers,
     uniform_layers,
+    windowed_layers,
     with_score_head,
 )
 from ..experts import with_experts
@@ -337,6 +338,42 @@ def _eurobert(fields: ConfigFields) -> ModelSpec:
     return llama(fields, is_causal=False, tie_word_embeddings=True)
 
 
+def _ultrabert(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of an UltraBERT, a Llama whose windows extend before and after a token."""
+    windows, bases = (fields.get(name) for name in ("attention_windows", "rope_theta"))
+    if isinstance(windows, list):
+        # Configs of the time before transformers had the model.
+        kinds = ["sliding_attention" if each else "full_attention" for each in windows]
+        fields = fields.with_values({"layer_types": kinds})
+        fields = fields.with_defaults(sliding_window=next(filter(None, windows), None))
+        if isinstance(bases, list):
+            ropes = {
+                kind: {"rope_type": "default", "rope_theta": base}
+                for kind, base in zip(kinds, bases, strict=False)
+            }
+            fields = fields.with_values({"rope_parameters": ropes, "rope_theta": None})
+    size = head_dim(fields)
+    local, full = (
+        read_rope_of_layer_type(fields, f"{kind}_attention", size, theta=theta)
+        for kind, theta in (("sliding", 10_000.0), ("full", 2_560_000.0))
+    )
+    # The window includes the token itself.
+    window = fields.integer("sliding_window", 128) + 1
+    return llama(
+        fields,
+        is_causal=False,
+        tie_word_embeddings=True,
+        layers=windowed_layers(
+            fields.with_values({"sliding_window": window}), lambda i: (i + 1) % 3 > 0, local, full
+        ),
+        tensor_names=((r"^(head|classifier)\..*", ""),),
+    )
+
+
+def _ultrabert_classifier(fields: ConfigFields) -> ModelSpec:
+    return with_score_head(_ultrabert(fields), fields, output=r"^classifier\.", output_bias=True)
+
+
 def _eurobert_classifier(fields: ConfigFields) -> ModelSpec:
     return with_score_head(
         _eurobert(fields),
@@ -367,6 +404,9 @@ FAMILIES = (
     *encoder_families("JinaEmbeddingsV3", "jina_embeddings_v3", _jina3, WITH_OWN_DENSE),
     *encoder_families("NeoBERT", "neobert", _neobert, HeadNames(r"^dense\.", r"^classifier\.")),
     *encoder_families("RoFormer", "roformer", _roformer, WITH_OWN_GELU_DENSE),
+    Family("UltrabertModel", "ultrabert", _ultrabert),
+    Family("UltrabertForMaskedLM", "ultrabert", _ultrabert),
+    Family("UltrabertForSequenceClassification", "ultrabert", _ultrabert_classifier),
     Family("EuroBertModel", "eurobert", _eurobert),
     Family("EuroBertForMaskedLM", "eurobert", _eurobert),
     Family("EuroBertForSequenceClassification", "eurobert", _eurobert_classifier),
