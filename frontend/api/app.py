@@ -22,6 +22,7 @@ from .batches.records import BatchRecords
 from .batches.routes import batch_routes
 from .bodies.intake import Intake
 from .control.replicas import Replicas
+from .control.weights import Weights
 from .decisions.endpoint import Decisions
 from .decisions.system_one import SystemOne
 from .dialects import anthropic, llama_cpp, mistral, ollama, text_embeddings, whisper_cpp
@@ -54,7 +55,7 @@ from .responses.routes import response_routes
 from .routes.chat_batch import ChatBatch
 from .routes.completions import Completions
 from .routes.embeddings import Embeddings
-from .routes.events import Events
+from .routes.events import ConversationStream, ConversationStreams, Events
 from .routes.invocations import Invocations, PoolingInvocations
 from .routes.loras import Loras
 from .routes.management import Management
@@ -172,6 +173,9 @@ def make_routes(serving: Serving) -> list[Route]:
         Route("/realtime", Realtime(serving, intake, transcriptions), methods=["GET"]),
         Route("/realtime/client_secrets", secrets.create, methods=["POST"]),
     ]
+    # Both routes that load weights share one lock.
+    weights = Weights(serving, intake)
+    streams = ConversationStreams(serving, intake)
     routes = [
         *llama_cpp.routes(serving, intake, management, embeddings),
         *(
@@ -198,17 +202,27 @@ def make_routes(serving: Serving) -> list[Route]:
             anthropic.TokenCounter(serving, intake).count,
             methods=["POST"],
         ),
+        Route(
+            "/v1/stream",
+            ConversationStream(
+                serving,
+                {"/chat/completions": chat_completions, "/completions": completions},
+            ),
+            methods=["GET"],
+        ),
+        Route("/v1/stream", streams.stop, methods=["DELETE"]),
+        Route("/v1/streams/lookup", streams.look_up, methods=["POST"]),
         *message_batch_routes(serving, intake, batch_records, files, batch_executor),
         *gemini.routes(serving, intake, embeddings),
         *ollama.routes(serving, intake, loras, embeddings),
-        *sglang_routes(serving, intake, management, embeddings),
+        *sglang_routes(serving, intake, management, embeddings, weights),
         *tgi_routes(serving, intake),
         Route(
             whisper_cpp.PATH,
             whisper_cpp.Inference(serving, intake, transcriptions, translations),
             methods=["POST"],
         ),
-        *vllm_routes(serving, intake),
+        *vllm_routes(serving, intake, weights),
         *vertex_routes(serving, intake, management),
         Route("/v2/rerank", scores.rerank, methods=["POST"]),
         *(

@@ -113,6 +113,11 @@ ROUTE_DESCRIPTIONS: Final[dict[str, tuple[str, str]]] = {
     "/v1/reranking": (CLIENTS, "The same as /v1/rerank."),
     "/completion": (CLIENTS, "Complete one or more prompts (llama.cpp)."),
     "/infill": (CLIENTS, "Fill in the middle of a file (llama.cpp)."),
+    "/v1/stream": (
+        CLIENTS,
+        "Stream the last answer of a conversation again, or stop it (llama.cpp).",
+    ),
+    "/v1/streams/lookup": (CLIENTS, "List which conversations have an answer (llama.cpp)."),
     "/apply-template": (CLIENTS, "Return the prompt of a conversation as text (llama.cpp)."),
     "/v1/chat/completions/input_tokens": (CLIENTS, "Count the tokens of a conversation."),
     "/embedding": (CLIENTS, "Embed one or more texts (llama.cpp)."),

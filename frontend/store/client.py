@@ -307,8 +307,17 @@ class StoreClient:
         reply: KeyReply = await self._call(lambda call_id: ReserveKey(call_id, owner, key))
         return reply
 
+    async def find_key(self, owner: str, key: str) -> str:
+        """Return the ID of the request that was begun with a key; "" if there is none.
+
+        Raises:
+            StoreError: The store does not answer.
+        """
+        reply: KeyReply = await self._call(lambda call_id: ReserveKey(call_id, owner, key, True))
+        return reply.request_id
+
     def release_key(self, owner: str, key: str) -> None:
-        """Release a reserved idempotency key, so that another request can use it."""
+        """Release a key, so that another request can use it. A request that began with it goes on without it."""
         self._send(ReleaseKey(owner, key))
 
     async def take_duty(self, name: str) -> bool:

@@ -254,7 +254,7 @@ class Requests:
             self._must_save_numbers = True
 
     def reserve_key(self, session: bytes, call: ReserveKey) -> KeyReply:
-        """Return the request with an idempotency key. If there is none, reserve the key for this session."""
+        """Return the request with a key. If there is none, reserve the key for this session."""
         name = (call.owner, call.key)
         for request in self.live:
             if (request.owner, request.key) == name:
@@ -262,7 +262,17 @@ class Requests:
         found = self._rows("SELECT id FROM requests WHERE owner = ? AND key = ?", *name)
         if found:
             return KeyReply(call.call_id, found[0][0])
+        if call.only_finds:
+            return KeyReply(call.call_id)
         return KeyReply(call.call_id, is_busy=not self.keys.reserve(session, call))
+
+    def release_key(self, owner: str, key: str) -> None:
+        """Release a reserved key, or take it from the request that began with it."""
+        self.keys.release(owner, key)
+        for request in self.live:
+            if (request.owner, request.key) == (owner, key):
+                request.key = ""
+        self._add("UPDATE requests SET key = '' WHERE owner = ? AND key = ?", owner, key)
 
     def take_duty(self, session: bytes, call: TakeDuty) -> DutyReply:
         """Give a duty to a session, unless another session has it."""
@@ -411,8 +421,9 @@ class Requests:
             execute(*statement)
 
     def _begin(self, session: bytes, entry: BeginRequest) -> None:
+        if entry.key:
+            self.release_key(entry.owner, entry.key)
         request = self.live.begin(session, entry)
-        self.keys.release(entry.owner, entry.key)
         if request is None:
             return
         request.run = self.sessions[session].run

@@ -138,6 +138,8 @@ class StoreServer:
                     num_bytes += len(message.data)
             elif isinstance(message, OpenSession):
                 self._open_session(identity, message)
+            elif isinstance(message, ReleaseKey):
+                self._requests.release_key(message.owner, message.key)
             elif isinstance(message, ClaimRequests | TakeDuty | LeaveDuty):
                 replies += self._try(self._change_owner, identity, message)
             else:
@@ -263,8 +265,6 @@ class StoreServer:
                 except sqlite3.Error as error:
                     self._database.record_failure(error)
                     return [(identity, KeyReply(message.call_id, error=self._database.trouble))]
-            case ReleaseKey():
-                self._requests.keys.release(message.owner, message.key)
         return []
 
     def _attach(self, identity: bytes, call: AttachRequest) -> list[Sent]:

@@ -34,7 +34,7 @@ class BeginRequest(msgspec.Struct, tag="begin", array_like=True, gc=False, froze
     """Record that a request was accepted, with the sequences `streams` int32[N].
 
     `record` has the data that a frontend needs to continue it. `tokens` has the tokens of each stream so far, if any.
-    `key` is the client's `Idempotency-Key`.
+    `key` is the client's `Idempotency-Key`, or names its conversation. An earlier request loses the key.
     """
 
     number: int
@@ -121,15 +121,19 @@ class DetachRequest(msgspec.Struct, tag="detach", array_like=True, gc=False, fro
 
 
 class ReserveKey(msgspec.Struct, tag="reserve", array_like=True, gc=False, frozen=True):
-    """Return the request that began with an idempotency key. If there is none, reserve the key for this session."""
+    """Return the last request that began with a key. If there is none, reserve the key for this session.
+
+    With `only_finds`, the key is not reserved.
+    """
 
     call_id: int
     owner: str
     key: str
+    only_finds: bool = False
 
 
 class ReleaseKey(msgspec.Struct, tag="release", array_like=True, gc=False, frozen=True):
-    """Release a reserved key, because its request was not accepted."""
+    """Release a reserved key, because its request was not accepted, or take a key from a request that began with it."""
 
     owner: str
     key: str

@@ -31,7 +31,13 @@ def embed(server: Server, given: Any) -> list[list[float]]:
 
 @pytest.mark.parametrize(
     ("encoding_format", "embed_dtype", "dtype"),
-    [("bytes", None, "<f4"), ("bytes", "float16", ">f2"), ("bytes_only", "bfloat16", "<u2")],
+    [
+        ("bytes", None, "<f4"),
+        ("bytes", "float16", ">f2"),
+        ("bytes_only", "bfloat16", "<u2"),
+        ("bytes", "fp8_e4m3", "<u1"),
+        ("bytes_only", "fp8_e5m2", ">u1"),
+    ],
 )
 def test_the_body_has_the_bytes_of_all_vectors(
     server: Server, encoding_format: str, embed_dtype: str | None, dtype: str
@@ -39,14 +45,16 @@ def test_the_body_has_the_bytes_of_all_vectors(
     options = {"encoding_format": encoding_format, "embed_dtype": embed_dtype}
     options["endianness"] = "big" if dtype[0] == ">" else "little"
     vectors = embed(server, list(TEXTS))
-    expected = torch.tensor(vectors, dtype=getattr(torch, embed_dtype or "float32"))
+    float8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+    name = embed_dtype or "float32"
+    expected = torch.tensor(vectors).to(float8[name] if name in float8 else getattr(torch, name))
     for path in ("/v1/embeddings", "/pooling"):
         response = httpx.post(server.url + path, json=options | {"input": TEXTS})
         assert response.status_code == 200, response.text
         assert response.headers["content-type"] == "application/octet-stream"
         found = np.frombuffer(response.content, dtype).astype(dtype[1:])
         raw = torch.from_numpy(found).view(expected.dtype).reshape(expected.shape)
-        assert torch.equal(raw, expected)
+        assert torch.equal(raw.float(), expected.float())
         assert ("metadata" in response.headers) == (encoding_format == "bytes")
         if encoding_format == "bytes":
             metadata = json.loads(response.headers["metadata"])

@@ -284,7 +284,7 @@ class EchoCoreThread:
 
     def __init__(self, config: EngineConfig, step_s: float) -> None:
         self.core = EchoCore(config)
-        self._step_s = step_s
+        self.step_s = step_s
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run)
 
@@ -304,4 +304,4 @@ class EchoCoreThread:
             self.core.receive()
             if self.core.requests:
                 self.core.step()
-                self._stop.wait(self._step_s)
+                self._stop.wait(self.step_s)

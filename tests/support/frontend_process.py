@@ -100,6 +100,12 @@ class FrontendProcess:
         self.stages: list[tuple[Stage, str]] = []
 
     @property
+    def core_thread(self) -> EchoCoreThread:
+        """The thread of the core, whose `step_s` may be changed."""
+        assert self._core_thread is not None
+        return self._core_thread
+
+    @property
     def core(self) -> Any:
         assert self._core_thread is not None
         return self._core_thread.core

@@ -17,7 +17,13 @@ from ..generation import Origin, PreparedPrompt
 from ..serving import Serving
 from .event_ids import EventPosition, read_last_event_id
 from .mirror import verify_same_request
-from .records import RecordedBody, RequestRecord, read_idempotency_key, wall_deadline
+from .records import (
+    RecordedBody,
+    RequestRecord,
+    read_conversation_key,
+    read_idempotency_key,
+    wall_deadline,
+)
 from .resumption import Resumption, find_resumption
 
 
@@ -36,6 +42,7 @@ class Keeper:
         self._is_on = is_on and serving.config.store.keeps_requests and not is_internal
         self._body: RecordedBody | None = None
         self._key = ""
+        self._conversation = ""
         self._holds_key = False
         self._is_kept = False
 
@@ -76,7 +83,7 @@ class Keeper:
         """Return the record of a request, still without seeds.
 
         Raises:
-            APIError: The idempotency key is invalid (400).
+            APIError: The idempotency key or the ID of the conversation is invalid (400).
         """
         state = self._scope["state"]
         params = prompts[0].params
@@ -86,6 +93,8 @@ class Keeper:
         if self._is_kept and self._body is not None:
             body, path = self._body.take(), get_route_path(self._scope)
             self._key = read_idempotency_key(self._scope)
+            if not self._key and path.endswith("/completions"):
+                self._conversation = read_conversation_key(self._scope)
             if state["has_given_id"]:
                 # Request IDs from the client are not used here, because clients and proxies repeat them.
                 answer_id += f"-{secrets.token_hex(8)}"
@@ -145,7 +154,7 @@ class Keeper:
                 record.answer_id,
                 self._owner,
                 encode_record(record, group),
-                key=self._key,
+                key=self._key or self._conversation,
                 grace_s=config.resume_grace_s,
             )
 

@@ -15,6 +15,8 @@ from ...http.errors import APIError, bad_request, echo
 KEY_HEADER: Final = "Idempotency-Key"
 _KEY_HEADER: Final = KEY_HEADER.lower().encode()
 _KEY = re.compile(rb"[ -~]{1,255}")
+CONVERSATION_HEADER: Final = "X-Conversation-Id"
+_CONVERSATION_HEADER: Final = CONVERSATION_HEADER.lower().encode()
 
 
 class RequestRecord(msgspec.Struct, array_like=True, frozen=True):
@@ -92,6 +94,34 @@ def read_idempotency_key(scope: Scope) -> str:
                 )
             return str(value, "ascii")
     return ""
+
+
+def read_conversation_key(scope: Scope) -> str:
+    """Return the key under which the request of a conversation is recorded; "" without the header.
+
+    Raises:
+        APIError: The conversation's ID is too long or has characters that are not printable ASCII (400).
+    """
+    for name, value in scope["headers"]:
+        if name == _CONVERSATION_HEADER:
+            return conversation_key(value.decode("latin-1"), CONVERSATION_HEADER)
+    return ""
+
+
+def conversation_key(conversation: str, param: str) -> str:
+    """Return the key under which the request of a conversation is recorded.
+
+    The ID may end with `::` and the name of a model, which does not count.
+
+    Raises:
+        APIError: The ID is empty, too long, or has characters that are not printable ASCII (400).
+    """
+    if _KEY.fullmatch(conversation.encode("utf-8", "replace")) is None:
+        raise bad_request(
+            param, f"must have 1 to 255 printable ASCII characters, got {echo(conversation)}"
+        )
+    # Idempotency keys have no line breaks, so no client can send this key as one.
+    return f"\n{conversation.partition('::')[0]}"
 
 
 class RecordedBody:

@@ -43,6 +43,7 @@ from ..schema import (
     PoolingRequest,
 )
 from ..serving import Serving
+from .float8 import FLOAT8_TYPES, to_float8
 
 ENCODING_FORMATS: Final = ("float", "base64", "bytes", "bytes_only")
 """The last two are vLLM's: the body has the bytes of all vectors, and the header `metadata` says where each is."""
@@ -50,8 +51,14 @@ ENCODING_FORMATS: Final = ("float", "base64", "bytes", "bytes_only")
 MAX_METADATA: Final = 32768
 """Maximum bytes of the header `metadata`. Many clients reject an answer whose headers exceed 64 KiB."""
 
-DTYPES: Final = {"float32": "f4", "float16": "f2", "bfloat16": "u2"}
-"""`embed_dtype` -> the code of the type in NumPy, which has no bfloat16: its bits are an integer."""
+DTYPES: Final = {
+    "float32": "f4",
+    "float16": "f2",
+    "bfloat16": "u2",
+    "fp8_e4m3": "u1",
+    "fp8_e5m2": "u1",
+}
+"""`embed_dtype` -> the code of the type in NumPy. The bits of types that it does not have are an integer."""
 
 BYTE_ORDERS: Final = {"native": "=", "little": "<", "big": ">"}
 """`endianness` -> the code of the byte order in NumPy."""
@@ -328,7 +335,11 @@ def _to_bytes(vector: Vector, request: EmbeddingRequest) -> bytes:
     """Return the bytes of a vector in the type and the byte order of the request."""
     name = request.embed_dtype or "float32"
     dtype = BYTE_ORDERS[request.endianness or "native"] + DTYPES[name]
-    numbers: npt.NDArray[Any] = _bfloat16_bits(vector) if name == "bfloat16" else vector
+    numbers: npt.NDArray[Any] = vector
+    if name == "bfloat16":
+        numbers = _bfloat16_bits(vector)
+    elif name in FLOAT8_TYPES:
+        numbers = to_float8(vector, name)
     return numbers.astype(dtype, copy=False).tobytes()
 
 

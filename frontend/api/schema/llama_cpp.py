@@ -107,3 +107,9 @@ class LlamaControlRequest(msgspec.Struct, kw_only=True):
     id: str | None = None
     action: str | None = None
     model: str | None = None
+
+
+class LlamaStreamsRequest(msgspec.Struct, kw_only=True):
+    """The body of `POST /v1/streams/lookup`, which names conversations (`X-Conversation-Id`)."""
+
+    conversation_ids: list[str] | None = None

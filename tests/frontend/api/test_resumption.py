@@ -329,3 +329,53 @@ def test_an_answer_of_one_adapter_is_never_continued_with_another(tmp_path: Path
         assert frontend.post(COMPLETIONS, model="copy", prompt="a").status_code == 404
         load("first")
         assert merged(resume(frontend, COMPLETIONS, first[0][0])) == merged(first[1:])
+
+
+def test_the_stream_of_a_conversation_is_found_replayed_and_stopped(
+    frontend: FrontendProcess,
+) -> None:
+    """These are llama.cpp's routes. The ID of a conversation may end with the name of a model."""
+    http, stream = frontend.http, {"params": {"conv_id": "c 1::org/model"}}
+
+    def known() -> list[tuple[str, bool]]:
+        asked = {"conversation_ids": ["c 1", "c 2"]}
+        reply = http.post("/v1/streams/lookup", json=asked)
+        return [(each["conversation_id"], each["is_done"]) for each in reply.json()]
+
+    def send(text: str, conversation: str, **fields: Any) -> httpx.Response:
+        headers = {"x-conversation-id": conversation}
+        return http.post(CHAT, json=body_of(CHAT, text, **fields), headers=headers)
+
+    assert known() == []
+    send("earlier", "c 1::org/model")
+    sent = merged(events_of(send(ANSWER, "c 1::org/model", max_tokens=40).text))
+    send(ANSWER, "c 2", max_tokens=3, stream=False)
+    assert known() == [("c 1", True), ("c 2", True)]
+    replayed = http.get("/v1/stream?from=0", **stream)
+    assert merged(events_of(replayed.text)) == sent
+    assert http.get("/v1/stream", params={"conv_id": "c 2"}).json()["choices"]
+    other = {"authorization": "Bearer two"}
+    assert http.get("/v1/stream", **stream, headers=other).status_code == 404
+    for start in ("1", "x"):
+        refused = http.get("/v1/stream", params={"conv_id": "c 1", "from": start})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "from"
+
+    body = body_of(COMPLETIONS, max_tokens=400)
+    headers = {"x-conversation-id": "c 1::org/model"}
+    thread, step_s = frontend.core_thread, frontend.core_thread.step_s
+    thread.step_s = 0.02
+    with http.stream("POST", COMPLETIONS, json=body, headers=headers) as running:
+        pieces = running.iter_text()
+        text = next(pieces)
+        wait_until(lambda: ("c 1", False) in known())
+        assert http.delete("/v1/stream", **stream).status_code == 204
+        text += "".join(pieces)
+    thread.step_s = step_s
+    assert "[DONE]" in text and len(events_of(text)) < 400
+    assert known() == [("c 2", True)]
+    assert http.get("/v1/stream", **stream).status_code == 404
+    for _ in range(2):
+        assert http.delete("/v1/stream", params={"conv_id": "c 2"}).status_code == 204
+    assert known() == []
+    for conversation in ("", "é", "a" * 256):
+        assert http.get("/v1/stream", params={"conv_id": conversation}).status_code == 400

@@ -17,7 +17,11 @@ from .parsers import SglangParsers
 
 
 def routes(
-    serving: Serving, intake: Intake, management: Management, embeddings: Embeddings
+    serving: Serving,
+    intake: Intake,
+    management: Management,
+    embeddings: Embeddings,
+    weights: Weights,
 ) -> list[Route]:
     """Return all routes except `/generate`, which is also one of Text Generation Inference."""
     description, parsers = SglangDescription(serving), SglangParsers(serving, intake)
@@ -38,7 +42,7 @@ def routes(
         Route("/resume_memory_occupation", sleep.take_back, methods=["POST"]),
         Route(
             "/update_weights_from_disk",
-            Weights(serving, intake).update_like_sglang,
+            weights.update_like_sglang,
             methods=["POST"],
         ),
         Route("/abort_request", SglangAborts(serving, intake).abort, methods=["POST"]),

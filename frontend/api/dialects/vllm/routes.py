@@ -34,7 +34,7 @@ class VllmAborts:
         return json_response({"aborted": sum(counts)})
 
 
-def routes(serving: Serving, intake: Intake) -> list[Route]:
+def routes(serving: Serving, intake: Intake, weights: Weights) -> list[Route]:
     """Return all routes."""
     pauses, sleep = Pauses(serving, intake), Sleep(serving, intake)
     return [
@@ -44,7 +44,7 @@ def routes(serving: Serving, intake: Intake) -> list[Route]:
         Route("/sleep", sleep.sleep, methods=["POST"]),
         Route("/wake_up", sleep.wake_up, methods=["POST"]),
         Route("/is_sleeping", sleep.is_sleeping),
-        Route("/collective_rpc", Weights(serving, intake).call_like_vllm, methods=["POST"]),
+        Route("/collective_rpc", weights.call_like_vllm, methods=["POST"]),
         Route("/generative_scoring", GenerativeScoring(serving, intake), methods=["POST"]),
         Route("/inference/v1/generate", VllmGenerate(serving, intake), methods=["POST"]),
         Route("/inference/v1/abort_requests", VllmAborts(serving, intake).abort, methods=["POST"]),
