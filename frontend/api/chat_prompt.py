@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from ...protocol.encoder_inputs.inputs import EncoderInput
 from ...protocol.errors import ParameterError
+from ..chat import ChatTemplate, ChatTemplateError
 from ..http.errors import APIError, bad_request, redact
 from ..media.sources.media_options import parse_media_options, sglang_fields
 from .inputs.files import read_files
@@ -68,7 +69,7 @@ async def render_chat(
     Raises:
         APIError: The request does not fit the template, or the prompt is too long (400).
     """
-    template = serving.chat_template(bool(tools))
+    template = await _find_template(serving, request.chat_template, bool(tools))
     if tools and not template.shows_tools:
         logger.warning(
             "the chat template ignores tools, so the model does not see the %d tools of this request; "
@@ -146,14 +147,42 @@ async def render_chat(
             raise _template_error(str(error)) from None
 
 
+async def _find_template(serving: Serving, given: str | None, with_tools: bool) -> ChatTemplate:
+    """Return the template that a request brings, or that of the model.
+
+    Raises:
+        APIError: The server does not accept templates from requests, the template is not valid, or the model has none
+            (400).
+    """
+    if given is None:
+        return serving.chat_template(with_tools)
+    param = "chat_template"
+    if not serving.config.frontend.trust_request_chat_template:
+        raise bad_request(
+            param, "needs a server that was started with --trust-request-chat-template"
+        )
+    if len(given) > MAX_TEMPLATE_CHARACTERS:
+        raise bad_request(
+            param, f"must have at most {MAX_TEMPLATE_CHARACTERS} characters, got {len(given)}"
+        )
+    try:
+        return await serving.executor.run(len(given), serving.templates.of_request, given)
+    except ChatTemplateError as error:
+        raise APIError(400, redact(str(error)), param=param) from None
+
+
 _OF_TEMPLATES = (
     "add_generation_prompt",
     "continue_final_message",
     "documents",
     "chat_template_kwargs",
+    "chat_template",
     "echo",
 )
 """Fields that have no effect without a chat template."""
+
+MAX_TEMPLATE_CHARACTERS: Final = 1 << 18
+"""Maximum length of a request's chat template."""
 
 MARKED_TOKENS = 256
 """Number of tokens at the end of a prompt among which a template may open the reasoning."""

@@ -319,6 +319,7 @@ async def render_input(
             # An embedding is usually that of the conversation, not of the start of an answer.
             add_generation_prompt=request.add_generation_prompt is True,
             continue_final_message=request.continue_final_message,
+            chat_template=request.chat_template,
             chat_template_kwargs=request.chat_template_kwargs,
         ),
         body_size,

@@ -85,7 +85,7 @@ class Serving:
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
-        self._templates = templates
+        self.templates = templates
         self.engine = engine
         self.store = store
         self.router: ASGIApp | None = None
@@ -298,7 +298,7 @@ class Serving:
         Raises:
             APIError: The model has none (400).
         """
-        template = self._templates.choose(with_tools)
+        template = self.templates.choose(with_tools)
         if template is None and self.config.model.audio is not None:
             raise APIError(
                 400,
@@ -325,7 +325,7 @@ class Serving:
     def pair_template(self) -> PairTemplate | None:
         """The template for pairs of texts, that of --chat-template or of a classifier itself; None without one."""
         is_given = self.config.frontend.chat_template is not None
-        given = self._templates.choose(False) if is_given else None
+        given = self.templates.choose(False) if is_given else None
         return PairTemplate.find(self.config.model.classifier, given, self.special_tokens)
 
     @property

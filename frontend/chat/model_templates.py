@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import threading
+from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Any
+from functools import partial
+from typing import Any, Final
 
 from ...protocol.config.frontend import ContentFormat
 from ..tokenizer.tokenizer import Tokenizer
@@ -12,6 +15,8 @@ from .built_in_templates import BUILT_IN_TEMPLATES
 from .template import ChatTemplate, load_chat_template
 
 _USED = ("default", "tool_use")
+_NUM_KEPT: Final = 8
+"""Maximum number of templates of requests that stay compiled."""
 _WITHOUT_START = {"molmo2"}
 """Model types whose prompts start with a token that their published templates lack."""
 
@@ -52,21 +57,41 @@ class ModelTemplates:
                 for name, source in sources.items()
             }
         special_tokens = {name: token for name, token in tokens.items() if token is not None}
-        self._by_name = {
-            name: ChatTemplate(
-                sources[name],
-                special_tokens=special_tokens,
-                content_format=content_format,
-                defaults=defaults,
-            )
-            for name in _USED
-            if name in sources
-        }
+        self._compile = partial(
+            ChatTemplate,
+            special_tokens=special_tokens,
+            content_format=content_format,
+            defaults=defaults,
+        )
+        self._by_name = {name: self._compile(sources[name]) for name in _USED if name in sources}
+        self._describes_tools = False
+        self._of_requests: OrderedDict[str, ChatTemplate] = OrderedDict()
+        self._lock = threading.Lock()
 
     def describe_tools(self) -> None:
         """From now on, describe tools in the system message, because the model's template does not support tools."""
+        self._describes_tools = True
         for template in self._by_name.values():
             template.describe_tools()
+
+    def of_request(self, source: str) -> ChatTemplate:
+        """Return the template that a request brings. This method is thread-safe.
+
+        Raises:
+            ChatTemplateError: The template is not valid.
+        """
+        with self._lock:
+            if (known := self._of_requests.get(source)) is not None:
+                self._of_requests.move_to_end(source)
+                return known
+        template = self._compile(source)
+        if self._describes_tools and not template.shows_tools:
+            template.describe_tools()
+        with self._lock:
+            self._of_requests[source] = template
+            if len(self._of_requests) > _NUM_KEPT:
+                self._of_requests.popitem(last=False)
+        return template
 
     def choose(self, with_tools: bool) -> ChatTemplate | None:
         """Return the tool-use template if `with_tools` and there is one, else the default one, which may be None."""

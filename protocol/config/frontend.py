@@ -321,6 +321,9 @@ class FrontendConfig(msgspec.Struct, frozen=True):
             metavar="TEMPLATE",
         ),
     ] = None
+    trust_request_chat_template: Annotated[
+        bool, chat("Let requests bring their own `chat_template`")
+    ] = False
     chat_template_content_format: Annotated[
         ContentFormat, chat("Format in which the chat template receives message content")
     ] = "auto"

@@ -365,7 +365,7 @@ CHAT_ONLY = [
             ),
         )
     ),
-    ({"chat_template": "{{ x }}"}, "chat_template", "--chat-template"),
+    ({"chat_template": "{{ x }}"}, "chat_template", "--trust-request-chat-template"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages", "not allowed"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", ""),
     ({"modalities": ["audio"]}, "modalities", "audio"),

@@ -120,8 +120,8 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
         effort = EFFORT_TOKENS.get(request.reasoning_effort or "")
         if effort is None or not serving.can_limit_reasoning:
             return -1
-        template = serving.chat_template(bool(tools.shown))
-        return -1 if "reasoning_effort" in template.source else effort
+        source = request.chat_template or serving.chat_template(bool(tools.shown)).source
+        return -1 if "reasoning_effort" in source else effort
 
     async def _prepare_conversation(
         self, plan: ChatPlan, request: ChatCompletionRequest, size: int

@@ -218,6 +218,8 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     continue_final_message: bool | None = None
     documents: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    # Instead of the model's, if the server has --trust-request-chat-template.
+    chat_template: str | None = None
     max_completion_tokens: Int | None = None
     logprobs: bool | None = None
     top_logprobs: Int | None = None
@@ -261,7 +263,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     input_ids: list[Int] | None = None
 
     rejected: ClassVar[str] = (
-        "chat_template audio web_search_options "
+        "audio web_search_options "
         "return_input_ids_in_sglext return_output_ids_in_sglext return_sampling_mask "
         "sampling_logprobs_mode return_flat_raw_output_top_logprobs "
         "return_flat_raw_top_logprobs_b64 task"
@@ -330,8 +332,9 @@ class InputFields(PoolingFields, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: str | None = None
 
-    rejected: ClassVar[str] = "chat_template media_io_kwargs"
+    rejected: ClassVar[str] = "media_io_kwargs"
 
 
 class EmbeddingRequest(InputFields, kw_only=True):
@@ -431,8 +434,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     # As in a chat.
     mm_processor_kwargs: dict[str, Any] | None = None
     media_io_kwargs: dict[str, Any] | None = None
-
-    rejected: ClassVar[str] = "chat_template"
+    chat_template: str | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):

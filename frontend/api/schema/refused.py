@@ -27,7 +27,6 @@ REFUSED: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
     "mirostat": (_NOT_SUPPORTED, (0,)),
     "suffix": ("is not supported in chats; use /v1/completions", ("",)),
     "prompt_embeds": ("is not supported in chats; use /v1/completions", ()),
-    "chat_template": ("is not accepted from requests; start the server with --chat-template", ()),
     "system": ("is not supported; send it with a request", ("",)),
     "template": ("is not supported; start the server with --chat-template", ("",)),
     "audio": (_NOT_SUPPORTED, ()),

@@ -98,7 +98,7 @@ _REASONS: Final[dict[str, str]] = {
     "--reasoning-budget-message": "set thinking_token_budget in requests",
     "--logits-processors --enable-custom-logit-processor": "use logit_bias, allowed_token_ids or structured outputs in requests",
     "--file-storage-path --enable-response-store": _STORE,
-    "--trust-request-chat-template --trust-request-mm-kwargs": "use --chat-template and --mm-processor-kwargs",
+    "--trust-request-mm-kwargs": "use --mm-processor-kwargs",
     "--constrained-json-disable-any-whitespace": "requests get JSON without spaces from a regex or a grammar",
     "--reasoning-config --enable-strict-thinking": "set thinking_token_budget in requests",
     "--incremental-streaming-output": "read the new part of each text of /generate, or use /v1/completions",

@@ -188,7 +188,7 @@ TEMPLATE = (
 @pytest.mark.slow
 def test_chat_template_receives_the_fields_of_the_request() -> None:
     flags = {"response_role": "bot", "stable_prefix": ("clock",), "tool_call_parser": "hermes"}
-    flags["default_chat_template_kwargs"] = {"mood": "?"}
+    flags |= {"default_chat_template_kwargs": {"mood": "?"}, "trust_request_chat_template": True}
     with FrontendProcess(chat_template=TEMPLATE, **flags) as frontend:
 
         def prompt(**fields) -> str:
@@ -221,6 +221,17 @@ def test_chat_template_receives_the_fields_of_the_request() -> None:
         dated = [{"role": "system", "content": "Be brief.\nTime: 9:30"}, MESSAGES[-1]]
         moved = begin + "\n\nTime: 9:30</user><assistant>?"
         assert prompt(messages=dated) == moved
+
+        own = "{{ messages[0].content }} {{ mood }}"
+        assert prompt(chat_template=own) == "Be brief. ?"
+        asked = {"messages": MESSAGES, "chat_template": own}
+        tokens = frontend.post("/tokenize", **asked).json()["tokens"]
+        assert frontend.tokenizer.decode(tokens) == "Be brief. ?"
+        for template, problem in (("{% if %}", "not valid"), ("x" * 300_000, "262144 characters")):
+            refused = frontend.post("/v1/chat/completions", **asked | {"chat_template": template})
+            error = refused.json()["error"]
+            assert refused.status_code == 400 and error["param"] == "chat_template"
+            assert problem in error["message"]
 
 
 @pytest.mark.slow
