@@ -262,9 +262,8 @@ class Requests:
         found = self._rows("SELECT id FROM requests WHERE owner = ? AND key = ?", *name)
         if found:
             return KeyReply(call.call_id, found[0][0])
-        if call.only_finds:
-            return KeyReply(call.call_id)
-        return KeyReply(call.call_id, is_busy=not self.keys.reserve(session, call))
+        is_busy = not call.only_finds and not self.keys.reserve(session, call)
+        return KeyReply(call.call_id, is_busy=is_busy)
 
     def release_key(self, owner: str, key: str) -> None:
         """Release a reserved key, or take it from the request that began with it."""
@@ -330,9 +329,8 @@ class Requests:
 
     def find_record(self, owner: str, request_id: str) -> bytes:
         """Return the record of a request; b"" if there is no such request."""
-        rows = self._rows(
-            "SELECT record FROM records WHERE owner = ? AND id = ?", owner, request_id
-        )
+        query = "SELECT record FROM records WHERE owner = ? AND id = ?"
+        rows = self._rows(query, owner, request_id)
         return bytes(rows[0][0]) if rows else b""
 
     def write(self) -> None:
@@ -434,8 +432,7 @@ class Requests:
         self._add(
             "INSERT OR REPLACE INTO requests (owner, id, key, session, numbers, num_starts, claimed_at, "
             "is_finished, created, changed, size, state) VALUES (?, ?, ?, ?, ?, 0, 0, 0, ?, ?, ?, ?)",
-            entry.owner,
-            entry.request_id,
+            *request.name,
             entry.key,
             session,
             entry.streams,
@@ -444,12 +441,8 @@ class Requests:
             len(entry.record),
             _encode(request.states),
         )
-        self._add(
-            "INSERT OR REPLACE INTO records (owner, id, record) VALUES (?, ?, ?)",
-            entry.owner,
-            entry.request_id,
-            entry.record,
-        )
+        record = "INSERT OR REPLACE INTO records (owner, id, record) VALUES (?, ?, ?)"
+        self._add(record, *request.name, entry.record)
 
     def _finish(self, request: LiveRequest) -> None:
         state = _encode(request.states)
