@@ -46,6 +46,7 @@ _ENCODERS: Final = frozenset(
         "albert",
         "bert",
         "clip_text_model",
+        "convbert",
         "deberta",
         "deberta-v2",
         "distilbert",

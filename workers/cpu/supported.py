@@ -22,6 +22,7 @@ def unsupported_features(spec: ModelSpec) -> list[str]:
             and (spec.head_dim % 16 != 0 or spec.compressed.indexer.head_dim % 2 != 0)
         ),
         "bottlenecks of layers": spec.bottleneck is not None,
+        "convolutions beside attention": spec.num_span_taps > 0,
         "convolutions of a layer's input": any(layer.input_convolution for layer in spec.layers),
         "attention that compares tokens with distances": spec.disentangled is not None,
         "experts that project queries": spec.num_attention_experts > 0,

@@ -219,6 +219,8 @@ class ModelFields(msgspec.Struct, frozen=True, kw_only=True):
     block_indexer: BlockIndexerSpec | None = None
     """The indexer that chooses blocks of keys. Its key is stored in the cache as that of one more head."""
 
+    num_span_taps: int = 0
+    """The number of taps of a convolution whose outputs follow those of heads; 0 without (ConvBERT)."""
     num_attention_experts: int = 0
     """The number of experts that project queries and outputs of attention; 0 if there is one projection each.
 

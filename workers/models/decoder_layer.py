@@ -30,8 +30,11 @@ from .mixers import Mixer, make_mixer
 from .mlp import MLP
 from .norms import added, read_norm
 from .per_layer_inputs import PerLayerBlock
+from .positions.spans import SpanAttention
 
-AnyAttention: TypeAlias = Attention | CompressedAttention | ExpertAttention | LatentAttention
+AnyAttention: TypeAlias = (
+    Attention | CompressedAttention | ExpertAttention | LatentAttention | SpanAttention
+)
 
 
 def _attention(layer: LayerSpec, source: LayerSource, backend: DeviceAttention) -> AnyAttention:
@@ -40,6 +43,8 @@ def _attention(layer: LayerSpec, source: LayerSource, backend: DeviceAttention) 
         assert isinstance(backend, CompressedCache)
         return CompressedAttention(spec.compressed, layer, source, backend)
     calls = as_backend(backend)
+    if spec.num_span_taps:
+        return SpanAttention(layer, source, calls)
     if spec.num_attention_experts:
         return ExpertAttention(layer, source, calls)
     if spec.latent is None:

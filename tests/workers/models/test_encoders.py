@@ -64,6 +64,7 @@ MODELS = {
         {"emb_layer_norm_before": True, "pad_token_id": 1, "mask_token_id": 0},
     ),
     "megatron-bert": ("MegatronBertForMaskedLM", {}),
+    "convbert": ("ConvBertModel", {"embedding_size": 32, "conv_kernel_size": 5}),
     "esmc": ("EsmcForMaskedLM", {"pad_token_id": 1}),
     "mobilebert": (
         "MobileBertForMaskedLM",
@@ -113,13 +114,13 @@ MODELS = {
 
 WITH_KNOWN_PARTS = (
     *("deberta", "ernie", "esm", "esm-absolute", "megatron-bert", "mobilebert", "rembert"),
-    *("esmc", "roberta-prelayernorm", "roformer", "roformer-small", "ultrabert"),
+    *("convbert", "esmc", "roberta-prelayernorm", "roformer", "roformer-small", "ultrabert"),
     "xlm-roberta-xl",
 )
 """The families whose parts other families have, too, so that short texts are enough."""
 
 IN_TORCH = {
-    *("albert", "albert-groups", "deberta", "deberta-v2", "deberta-v2-own-projections"),
+    *("albert", "albert-groups", "convbert", "deberta", "deberta-v2", "deberta-v2-own-projections"),
     *("electra-small", "mobilebert", "rembert", "roformer-small"),
 }
 """The families that native programs do not compute."""

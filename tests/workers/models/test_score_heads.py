@@ -31,6 +31,7 @@ MODELS = {
     "XLMRobertaForSequenceClassification": ({"num_labels": 1}, 0),
     "DistilBertForSequenceClassification": (DISTILBERT, 0),
     "AlbertForSequenceClassification": ({"embedding_size": 32}, 0),
+    "ConvBertForSequenceClassification": ({"embedding_size": 48}, 0),
     "DebertaForSequenceClassification": (
         {"relative_attention": True, "pos_att_type": "c2p|p2c"},
         0,

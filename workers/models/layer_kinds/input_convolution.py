@@ -17,6 +17,7 @@ from ...layers.layer_spec import LayerSpec
 from ..layer_source import LayerSource
 from ..layer_step import LayerStep
 from ..norms import read_norm
+from ..positions.neighbors import neighbor_rows
 from .normed_stream import NormedStreamLayer
 
 _ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
@@ -49,16 +50,8 @@ class InputConvolutionLayer(NormedStreamLayer):
         self._add_and_norm(x_TD, self._activate(convolved_TD), self._convolution_norm)
 
     def _convolve(self, x_TD: Tensor, positions_T: Tensor) -> Tensor:
-        """Return the convolution, in which prompts are surrounded by zeros.
-
-        A step has whole prompts, each with positions from 0 on. A token that is n rows away belongs to the same prompt
-        if it is n positions away, because positions before the end of one prompt are larger than those of the next.
-        """
-        num_tokens, half = len(x_TD), len(self._taps) // 2
-        sum_TD = self._bias_D.expand(num_tokens, -1)
-        rows_T = torch.arange(num_tokens, device=x_TD.device)
-        for offset, tap in enumerate(self._taps, -half):
-            others_T = (rows_T + offset).clamp(0, num_tokens - 1)
-            is_near_T = positions_T[others_T] == positions_T + offset
-            sum_TD = sum_TD + tap(x_TD[others_T] * is_near_T.unsqueeze(1))
+        """Return the convolution, in which prompts are surrounded by zeros."""
+        sum_TD = self._bias_D.expand(len(x_TD), -1)
+        for offset, tap in enumerate(self._taps, -(len(self._taps) // 2)):
+            sum_TD = sum_TD + tap(neighbor_rows(x_TD, positions_T, offset))
         return sum_TD

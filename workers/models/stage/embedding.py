@@ -22,6 +22,7 @@ from ..layer_source import LayerSource
 from ..lora.adapters import LoraAdapters
 from ..lora.vocabulary import embedding_changes
 from ..norms import read_norm
+from ..positions.neighbors import neighbor_rows
 from ..positions.table import read_positions
 from ..weights import WeightReader
 
@@ -42,18 +43,6 @@ def read_token_types(spec: ModelSpec, weights: WeightReader) -> Tensor:
     if not spec.num_tasks:
         return types
     return types + weights.read("embed_tasks.weight", spec.num_tasks, spec.hidden_size)[0]
-
-
-def _with_neighbors(x_TE: Tensor, positions_T: Tensor) -> Tensor:
-    """Return the rows of the next token, the token and the one before it, side by side; 0 outside of a text.
-
-    A step has whole texts, each with positions from 0 on.
-    """
-    # Only the first token of a text has position 0.
-    is_later_T1 = (positions_T > 0).unsqueeze(1)
-    before_TE = x_TE.roll(1, 0) * is_later_T1
-    next_TE = (x_TE * is_later_T1).roll(-1, 0)
-    return torch.cat((next_TE, x_TE, before_TE), 1)
 
 
 class TokenEmbedding:
@@ -158,7 +147,9 @@ class TokenEmbedding:
         x_TD = self._embed(ids_T % self._spec.vocab_size)
         if self._spec.joins_neighbors:
             assert self._projection is not None
-            x_TD = self._projection(_with_neighbors(x_TD, positions_T))
+            x_TD = self._projection(
+                torch.cat([neighbor_rows(x_TD, positions_T, i) for i in (1, 0, -1)], 1)
+            )
         x_TD = x_TD + self._first_type_D
         if self._second_type_D is None:
             return x_TD

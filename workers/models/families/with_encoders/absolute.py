@@ -223,6 +223,26 @@ def _rembert(fields: ConfigFields) -> ModelSpec:
     )
 
 
+def _convbert(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a ConvBERT (arXiv 2008.02496), half of whose heads are convolutions."""
+    fields.require("num_groups", 1)
+    num_taps = fields.integer("conv_kernel_size", 9)
+    if num_taps % 2 == 0:
+        raise fields.wrong("conv_kernel_size", "an odd number", num_taps)
+    heads = max(1, fields.integer("num_attention_heads") // fields.integer("head_ratio", 2))
+    size = fields.integer("hidden_size") // heads // 2
+    spec = _electra(
+        fields.with_values({"num_attention_heads": heads, "head_dim": size}).with_defaults(
+            embedding_size=768
+        )
+    )
+    names = (
+        r"\.attention\.self\.(key_conv_attn|conv_kernel|conv_out)_layer\.",
+        r".self_attn.\1_layer.",
+    )
+    return replace(spec, num_span_taps=num_taps, tensor_names=(names, *spec.tensor_names))
+
+
 def _mobilebert(fields: ConfigFields) -> ModelSpec:
     """Return the spec of a MobileBERT (arXiv 2004.02984), whose layers have bottlenecks."""
     for name, needed in _MOBILEBERT_FIELDS.items():
@@ -359,6 +379,7 @@ FAMILIES = (
     *encoder_families("DistilBert", "distilbert", _distilbert, _DISTILBERT_HEAD),
     Family("DistilBertSpladeSparseEmbeddingModel", "distilbert", _distilbert_splade),
     *encoder_families("Electra", "electra", _electra, WITH_OWN_GELU_DENSE),
+    *encoder_families("ConvBert", "convbert", _convbert, WITH_OWN_GELU_DENSE),
     *encoder_families("MobileBert", "mobilebert", _mobilebert, AFTER_POOLER),
     *encoder_families("Ernie", "ernie", _ernie, AFTER_POOLER),
     *encoder_families("RemBert", "rembert", _rembert, AFTER_POOLER),
