@@ -321,6 +321,8 @@ async def render_input(
             continue_final_message=request.continue_final_message,
             chat_template=request.chat_template,
             chat_template_kwargs=request.chat_template_kwargs,
+            mm_processor_kwargs=request.mm_processor_kwargs,
+            media_io_kwargs=request.media_io_kwargs,
         ),
         body_size,
         tools=(),

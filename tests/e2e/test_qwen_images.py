@@ -271,6 +271,9 @@ def test_conversations_and_prompts_with_images_are_embedded(qwen3: Model, server
         for entry, images, prompt in zip(answer["data"], pictures, prompts, strict=False):
             np.testing.assert_allclose(entry["embedding"], expected(images, prompt), atol=1e-4)
         assert len(answer["data"]) == (2 if messages is conversations else 1)
+    smaller = {"messages": conversations[0], "mm_processor_kwargs": {"max_pixels": 2000}}
+    status, small = server.post("/v1/embeddings", smaller)
+    assert status == 200 and small["usage"]["total_tokens"] < answer["usage"]["total_tokens"]
     for fields, words in (
         ({"input": "a"}, "messages must be omitted"),
         ({"truncate_prompt_tokens": 4}, "cannot be cut to 4"),

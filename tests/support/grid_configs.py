@@ -124,7 +124,14 @@ INKLING = {
     "posemb_grid_size": 6,
     "projection_hidden_dim": 56,
 }
-SQUARE_MODELS = ("janus", "deepseek_vl", "deepseek_vl_hybrid", "ovis2", "got_ocr2")
+SQUARE_MODELS = (
+    "janus",
+    "deepseek_vl",
+    "deepseek_vl_hybrid",
+    "ovis2",
+    "got_ocr2",
+    "pp_chart2table",
+)
 PAIRED = ("exaone4_5", "opencua", "hyperclovax_vision_v2", "minimax_m3_vl")
 """Models whose patches have two frames."""
 MUSE_MODELS = ("muse_glimmer", "muse_spark")
@@ -199,9 +206,10 @@ def image_config(kind: str) -> Any:
             text_config=text | {"model_type": "llama"},
             image_token_id=IMAGE_TOKEN,
         )
-    if kind == "got_ocr2":
+    if kind in ("got_ocr2", "pp_chart2table"):
         sizes = {"image_size": 32, "window_size": 3}
-        return transformers.GotOcr2Config(
+        name = "GotOcr2" if kind == "got_ocr2" else "PPChart2Table"
+        return getattr(transformers, f"{name}Config")(
             vision_config=DEEPSEEK["sam_config"] | sizes,
             text_config=SMALL | {"model_type": "qwen2"},
             image_token_index=IMAGE_TOKEN,

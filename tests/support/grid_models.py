@@ -80,7 +80,7 @@ def write_grid_model(path: Path, kind: str, *, vocab_size: int = 0, image_token:
         tokens = {f"{name}_token": f"<{name}>" for name in marks}
         (path / "tokenizer_config.json").write_text(json.dumps(tokens))
     elif kind in SQUARE_MODELS:
-        side = 32 if kind == "got_ocr2" else 24
+        side = 32 if kind in ("got_ocr2", "pp_chart2table") else 24
         processor = {"size": {"height": side, "width": side}, "min_size": 5}
         processor |= {"crop_to_patches": True, "max_patches": 4}
         processor |= {"high_res_size": {"height": 64, "width": 64}, "image_mean": [0.4, 0.5, 0.6]}

@@ -333,8 +333,9 @@ class InputFields(PoolingFields, kw_only=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     chat_template: str | None = None
-
-    rejected: ClassVar[str] = "media_io_kwargs"
+    # How the images and videos of conversations are read, as in a chat.
+    mm_processor_kwargs: dict[str, Any] | None = None
+    media_io_kwargs: dict[str, Any] | None = None
 
 
 class EmbeddingRequest(InputFields, kw_only=True):

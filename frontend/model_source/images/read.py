@@ -41,7 +41,7 @@ from .qwen import (
     resize_whole_patches,
     resize_words,
 )
-from .single import longest, middle, single
+from .single import longest, middle, repeated, single
 from .source import ProcessorSource
 from .tiled.cohere import aya_vision, cohere2_vision
 from .tiled.internvl import IMAGE_CONTEXT, canvas, described_canvas, views, views_with_rows
@@ -260,6 +260,7 @@ _READERS: Final[dict[str, _Reader]] = {
     "phi3_v": bands,
     "phi4_multimodal": crops,
     "phi4mm": crops,
+    "pp_chart2table": repeated,
     "qianfan_ocr": canvas,
     "qwen2_vl": resize,
     "qwen2_5_omni_thinker": resize,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from msgspec.structs import replace
+
 from ....protocol.checkpoint.vision.convolutional.fastvit import FastVitSpec
 from ....protocol.checkpoint.vision.deepseek import SamVisionSpec
 from ....protocol.checkpoint.vision.spec import MAX_SIDE, VisionSpec
@@ -36,6 +38,12 @@ def middle(
     """Return the processor of FastVLM, which is that of CLIP, or of GOT-OCR 2, which does not crop."""
     common = CLIP_VALUES | source.values(vision, BICUBIC)
     return _tile(source, vision, common)
+
+
+def repeated(source: ProcessorSource, vision: SamVisionSpec) -> SquareProcessor | CropProcessor:
+    """Return the processor of PP-Chart2Table, whose chat template writes a token for each embedding."""
+    config = middle(source, vision)
+    return replace(config, mark="<imgpad>" * config.num_outputs)
 
 
 def _tile(

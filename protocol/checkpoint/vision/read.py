@@ -228,6 +228,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "phi3_v": phi3_v,
     "phi4_multimodal": phi4_multimodal,
     "phi4mm": phi4_multimodal,
+    "pp_chart2table": got_ocr2,
     "qianfan_ocr": qianfan_ocr,
     "qwen2_vl": qwen2_vl,
     "qwen2_5_omni_thinker": qwen2_5_omni,

@@ -476,3 +476,17 @@ def test_images_of_video_llama_3_equal_those_of_transformers(tmp_path):
         pixels = expected["pixel_values"].reshape(rows, columns, 3, 4, 4)
         pixels = pixels.transpose(2, 0, 3, 1, 4).reshape(3, rows * 4, columns * 4)
         np.testing.assert_allclose(_normalized(tile), pixels, atol=1e-6)
+
+
+def test_a_prompt_may_have_a_token_for_each_embedding(tmp_path):
+    write_grid_model(tmp_path, "pp_chart2table")
+    tokenizer = sentencepiece_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<imgpad>"]})
+    tokenizer.save_pretrained(tmp_path)
+    config = replace(_read(tmp_path), token_id=tokenizer.convert_tokens_to_ids("<imgpad>"))
+    places = PromptImages(config, load_tokenizer(tmp_path))
+    image = MediaReader(places.reader_config).prepare_image(_image(30, 20))
+    prompt = f"fox {'<imgpad>' * config.num_outputs} and {'<imgpad>' * config.num_outputs}"
+    images = places.in_order(prompt, [image, image])
+    assert places.expand(prompt, images) == prompt
+    assert len(places.inputs(tokenizer(prompt).input_ids, images)) == 2
