@@ -145,12 +145,41 @@ class VllmGenerated(msgspec.Struct, kw_only=True):
     prompt_logprobs: Any = None
     kv_transfer_params: Any = None
     metrics: dict[str, Any] | None = None
+    # In the chunks of a stream.
+    usage: dict[str, Any] | None = None
 
 
-class VllmChatDerenderRequest(msgspec.Struct, kw_only=True):
-    """The body of `POST /v1/chat/completions/derender`."""
+class VllmStreamState(msgspec.Struct, kw_only=True):
+    """What the client of a streamed derender returns with the next chunk."""
+
+    output_token_ids: list[Int] | None = None
+    role_sent: bool | None = None
+    # The length of all tokens with log-probabilities so far, in characters.
+    logprob_text_offset: Int | None = None
+
+    # vLLM's other fields. They have no effect, because the tokens determine them.
+    output_chunk_lens: list[Int] | None = None
+    prev_tokens: list[str] | None = None
+    prefix_offset: Int | None = None
+    read_offset: Int | None = None
+    logprob_context_token_ids: list[Int] | None = None
+    tools_streamed: bool | None = None
+    last_tool_call_ids: list[str] | None = None
+
+
+class DerenderFields(msgspec.Struct, kw_only=True):
+    """The fields that requests to write answers and completions share."""
 
     model: str | None = None
+    # True to write one chunk of a stream.
+    stream: bool | None = None
+    generate_chunk: VllmGenerated | None = None
+    stream_state: VllmStreamState | None = None
+
+
+class VllmChatDerenderRequest(DerenderFields, kw_only=True):
+    """The body of `POST /v1/chat/completions/derender`."""
+
     generate_response: VllmGenerated | None = None
     # The request that was rendered: its tools are parsed, and its conversation decides how the answer begins.
     chat_request: dict[str, Any] | None = None
@@ -158,15 +187,14 @@ class VllmChatDerenderRequest(msgspec.Struct, kw_only=True):
     prompt_token_ids: list[Int] | None = None
 
 
-class VllmCompletionDerenderRequest(msgspec.Struct, kw_only=True):
+class VllmCompletionDerenderRequest(DerenderFields, kw_only=True):
     """The body of `POST /v1/completions/derender`."""
 
-    model: str | None = None
     generate_responses: list[VllmGenerated] | None = None
     completion_request: dict[str, Any] | None = None
-    # One number and one list for each response.
-    prompt_tokens: list[Int] | None = None
-    prompt_token_ids: list[list[Int]] | None = None
+    # One number and one list for each response; those of one prompt with `stream`.
+    prompt_tokens: Int | list[Int] | None = None
+    prompt_token_ids: list[Int | list[Int]] | None = None
 
 
 class VllmCallRequest(msgspec.Struct, kw_only=True):

@@ -105,6 +105,9 @@ def test_invalid_requests_are_refused_as_by_the_route_itself(
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
+ASKED = {"messages": [{"role": "user", "content": "a"}]}
+
+
 def generated(token_ids: list[int], **fields: Any) -> dict[str, Any]:
     choice = {"index": 0, "token_ids": token_ids, "finish_reason": "stop"} | fields
     return {"request_id": "r", "choices": [choice], "kv_transfer_params": {"a": 1}}
@@ -146,6 +149,40 @@ def test_derendered_chat_is_the_answer_of_the_request(thinking: FrontendProcess)
     assert (entry["token"], entry["top_logprobs"][0]["token"]) == (first, second)
 
 
+@pytest.mark.parametrize("size", [1, 7])
+def test_chunks_are_derendered_one_by_one(thinking: FrontendProcess, size: int) -> None:
+    call = '<tool_call>\n{"name": "get_time", "arguments": {"x": "東"}}\n</tool_call>'
+    ids = thinking.tokenizer.encode(f"<think>\nHm 京.\n</think>\n\nIt is 東京.{call}", False)
+    request = {"messages": user("When?"), "tools": [TIME], "max_tokens": len(ids)}
+    chat: dict[str, Any] = {"role": "", "reasoning": "", "content": "", "arguments": ""}
+    text, names, states = "", [], [None, None]
+    chunks = [{"token_ids": ids[at : at + size]} for at in range(0, len(ids), size)]
+    chunks.append({"token_ids": [], "finish_reason": "stop"})
+    for chunk in chunks:
+        fields = {"generate_chunk": {"request_id": "r", "choices": [{"index": 0} | chunk]}}
+        fields |= {"stream": True}
+        path = "/v1/chat/completions/derender"
+        answer = post(thinking, path, chat_request=request, stream_state=states[0], **fields)
+        states[0] = answer["stream_state"]
+        [choice] = answer["chunk"]["choices"]
+        for name in ("role", "reasoning", "content"):
+            chat[name] += choice["delta"].get(name) or ""
+        for piece in choice["delta"].get("tool_calls", ()):
+            names += filter(None, [piece["function"].get("name")])
+            chat["arguments"] += piece["function"]["arguments"]
+        answer = post(thinking, "/v1/completions/derender", stream_state=states[1], **fields)
+        states[1] = answer["stream_state"]
+        text += answer["chunk"]["choices"][0]["text"]
+    assert (choice["finish_reason"], answer["chunk"]["id"]) == ("tool_calls", "r")
+    assert chat == {
+        "role": "assistant",
+        "reasoning": "Hm 京.",
+        "content": "It is 東京.",
+        "arguments": '{"x": "東"}',
+    }
+    assert names == ["get_time"] and text == thinking.tokenizer.decode(ids, True)
+
+
 def test_derendered_completions_have_their_texts(thinking: FrontendProcess) -> None:
     prompts = ["One two", "Three"]
     ids = [thinking.tokenizer.encode(f" {text} stop here", False) for text in prompts]
@@ -184,6 +221,26 @@ def test_derendered_completions_have_their_texts(thinking: FrontendProcess) -> N
             "chat_request.tools must be",
         ),
         ("completions", {"generate_responses": []}, "generate_responses is required"),
+        ("completions", {"stream": True}, "generate_chunk is required"),
+        (
+            "completions",
+            {"stream": True, "generate_chunk": {"choices": [{}, {}]}},
+            "at most one choice",
+        ),
+        (
+            "chat/completions",
+            {"stream": True, "generate_chunk": {}, "chat_request": {"stop": "a", **ASKED}},
+            "chat_request.stop cannot be removed",
+        ),
+        (
+            "completions",
+            {
+                "stream": True,
+                "generate_chunk": generated([5]),
+                "stream_state": {"output_token_ids": [-1]},
+            },
+            "stream_state.output_token_ids[0] is out of",
+        ),
         (
             "completions",
             {"generate_responses": [generated([5])], "prompt_tokens": [1, 2]},

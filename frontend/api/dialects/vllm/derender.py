@@ -2,6 +2,9 @@
 
 They are the counterpart of the render routes: one server renders a request, another one computes its tokens at
 `/inference/v1/generate`, and these routes turn the tokens into the answer that the request would have had.
+
+With `stream`, they write one chunk of an answer. The client returns the tokens of the earlier chunks, which are parsed
+again, so that any server can write the next chunk.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from ...schema.vllm import (
     VllmCompletionDerenderRequest,
     VllmGenerated,
     VllmGeneratedChoice,
+    VllmStreamState,
 )
 from ...serving import Serving
 from ...tools.tool_choice import ToolChoice, ToolMode, parse_tool_choice
@@ -51,6 +55,22 @@ class _Chat:
     tools: ToolChoice
     prompt: PreparedPrompt
     envelope: Json
+    prompt_ids: list[int] | None
+    skips_special: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A chunk of a stream, with the text before it and its own."""
+
+    choice: VllmGeneratedChoice
+    known_ids: list[int]
+    known_text: str
+    text: str
+
+    @property
+    def token_ids(self) -> list[int]:
+        return list(self.choice.token_ids or ())
 
 
 class Derender:
@@ -65,12 +85,37 @@ class Derender:
 
     @reads(VllmChatDerenderRequest)
     async def chat(self, http: Request, body: VllmChatDerenderRequest, size: int) -> Response:
-        """Return the chat completion of generated tokens."""
-        serving, where = self._serving, "generate_response"
+        """Return the chat completion of generated tokens, or one chunk of it."""
+        serving, where = self._serving, "generate_chunk" if body.stream else "generate_response"
         serving.verify_model(body.model)
         serving.verify_tokenizer("messages")
-        if body.generate_response is None:
+        response = getattr(body, where)
+        if response is None:
             raise bad_request(where, "is required")
+        chat = await self._read_chat(body, response, size)
+
+        def write() -> Json:
+            before = self._seed(chat.prompt_ids, "prompt_token_ids")
+            if body.stream:
+                return self._chat_chunk(chat, response, body, before)
+            choices = self._choices(response, where)
+            written = [
+                self._chat_choice(chat, i, choice, before) for i, choice in enumerate(choices)
+            ]
+            usage = self._usage(body.prompt_tokens or 0, choices)
+            return chat.envelope | {"choices": written, "usage": usage} | _rest(response)
+
+        return json_response(await serving.executor.run(size, write))
+
+    async def _read_chat(
+        self, body: VllmChatDerenderRequest, response: VllmGenerated, size: int
+    ) -> _Chat:
+        """Return the request of an answer.
+
+        Raises:
+            APIError: It is invalid (400).
+        """
+        serving = self._serving
         request = await self._decode(self._chats, body.chat_request, "chat_request", size)
         text, prompt_ids = "", body.prompt_token_ids
         with renaming(lambda place: f"chat_request.{place}"):
@@ -80,39 +125,30 @@ class Derender:
                 text = rendered.text
                 prompt_ids = list(rendered.token_ids) if prompt_ids is None else prompt_ids
 
-        def write() -> Json:
-            before = self._seed(prompt_ids, "prompt_token_ids")
-            choices = self._choices(body.generate_response, where)
-            shows_special = serving.has_special_reasoning_marks or tools.mode is ToolMode.AUTO
-            skips = request.skip_special_tokens is not False and not shows_special
-            params = SamplingParams()
-            envelope = self._envelope(body.model, body.generate_response, "chat.completion")
-            prompt = PreparedPrompt(parse_token_ids([0], "", 1), params, text)
-            chat = _Chat(serving, request, tools, prompt, envelope)
-            written = [
-                self._chat_choice(chat, i, choice, before, skips)
-                for i, choice in enumerate(choices)
-            ]
-            usage = self._usage(body.prompt_tokens or 0, choices)
-            return envelope | {"choices": written, "usage": usage} | _rest(body.generate_response)
-
-        return json_response(await serving.executor.run(size, write))
+        shows_special = serving.has_special_reasoning_marks or tools.mode is ToolMode.AUTO
+        skips = request.skip_special_tokens is not False and not shows_special
+        kind = "chat.completion.chunk" if body.stream else "chat.completion"
+        envelope = self._envelope(body.model, response, kind)
+        prompt = PreparedPrompt(parse_token_ids([0], "", 1), SamplingParams(), text)
+        return _Chat(serving, request, tools, prompt, envelope, prompt_ids, skips)
 
     @reads(VllmCompletionDerenderRequest)
     async def completion(
         self, http: Request, body: VllmCompletionDerenderRequest, size: int
     ) -> Response:
-        """Return the completion of generated tokens."""
+        """Return the completion of generated tokens, or one chunk of it."""
         serving, where = self._serving, "generate_responses"
         serving.verify_model(body.model)
         serving.verify_tokenizer("prompt")
+        if body.stream:
+            return await self._stream_completion(body, size)
         responses = body.generate_responses or []
         if not responses:
             raise bad_request(where, "is required and must not be empty")
         verify_num_sequences(len(responses), where)
         for name in ("prompt_tokens", "prompt_token_ids"):
             listed = getattr(body, name)
-            if listed is not None and len(listed) != len(responses):
+            if listed is not None and (isinstance(listed, int) or len(listed) != len(responses)):
                 raise bad_request(
                     name, f"must have one entry for each of the {len(responses)} generate_responses"
                 )
@@ -124,6 +160,8 @@ class Derender:
             every: list[VllmGeneratedChoice] = []
             for i, response in enumerate(responses):
                 ids = None if body.prompt_token_ids is None else body.prompt_token_ids[i]
+                if isinstance(ids, int):
+                    raise wrong("prompt_token_ids", "an array of arrays", ids)
                 before = self._seed(ids, f"prompt_token_ids[{i}]")
                 choices = self._choices(response, f"{where}[{i}]")
                 skips = request.skip_special_tokens is not False
@@ -136,7 +174,8 @@ class Derender:
                     written.append(found | ending)
                 every += choices
             envelope = self._envelope(body.model, responses[0], "text_completion")
-            usage = self._usage(sum(body.prompt_tokens or ()), every)
+            counts = body.prompt_tokens if isinstance(body.prompt_tokens, list) else []
+            usage = self._usage(sum(counts), every)
             return envelope | {"choices": written, "usage": usage} | _rest(responses[0])
 
         return json_response(await serving.executor.run(size, write))
@@ -153,11 +192,12 @@ class Derender:
             )
 
     def _chat_choice(
-        self, chat: _Chat, index: int, given: VllmGeneratedChoice, before: list[int], skips: bool
+        self, chat: _Chat, index: int, given: VllmGeneratedChoice, before: list[int]
     ) -> Json:
         # The parsers read nothing else of an answer.
         choice = ChatChoice(cast(ChatAnswer, chat), index)
-        text = self._text(given, before, skips, chat.request.include_stop_str_in_output)
+        stops = chat.request.include_stop_str_in_output
+        text = self._text(given, before, chat.skips_special, stops)
         reason = given.finish_reason or "stop"
         delta = Delta(text, list(given.token_ids or ()), None, reason, given.stop_reason)
         found = choice.read(delta)
@@ -170,6 +210,124 @@ class Derender:
         message |= {"reasoning": reasoning, "reasoning_content": reasoning}
         ending = choice.ending(delta) | {"logprobs": self._chat_logprobs(given)}
         return {"index": index, "message": message} | ending
+
+    def _chat_chunk(
+        self,
+        chat: _Chat,
+        response: VllmGenerated,
+        body: VllmChatDerenderRequest,
+        before: list[int],
+    ) -> Json:
+        """Return one chunk of a chat, and the state for the next one."""
+        state, request = body.stream_state or VllmStreamState(), chat.request
+        piece = self._piece(response, state, before, chat.skips_special, request, "chat_request")
+        choices: list[Json] = []
+        calls = False
+        if piece is not None:
+            given = piece.choice
+            choice = ChatChoice(cast(ChatAnswer, chat), given.index or 0)
+            if piece.known_ids:
+                choice.read(Delta(piece.known_text, piece.known_ids, None, None, None))
+            reason = given.finish_reason
+            delta = Delta(piece.text, piece.token_ids, None, reason, given.stop_reason)
+            found = choice.read(delta)
+            fields: Json = {} if state.role_sent else {"role": "assistant"}
+            if found.content:
+                fields["content"] = found.content
+            if found.reasoning:
+                fields |= {"reasoning": found.reasoning, "reasoning_content": found.reasoning}
+            if found.tool_calls:
+                fields |= choice.calls.pieces(found.tool_calls)
+            calls = choice.called_tools
+            ending = choice.ending(delta) | {"logprobs": self._chat_logprobs(given)}
+            choices.append({"index": given.index or 0, "delta": fields} | ending)
+        usage = _chunk_usage(response, body.prompt_tokens)
+        chunk = chat.envelope | {"choices": choices} | usage
+        return {"chunk": chunk, "stream_state": _next_state(state, piece, calls)}
+
+    async def _stream_completion(self, body: VllmCompletionDerenderRequest, size: int) -> Response:
+        """Return one chunk of a completion, and the state for the next one."""
+        if (response := body.generate_chunk) is None:
+            raise bad_request("generate_chunk", "is required")
+        where = "completion_request"
+        request = await self._decode(self._completions, body.completion_request, where, size)
+        state, prompt_ids = body.stream_state or VllmStreamState(), body.prompt_token_ids
+        if any(isinstance(each, list) for each in prompt_ids or ()):
+            raise bad_request("prompt_token_ids", "must be an array of tokens with stream=true")
+        if isinstance(body.prompt_tokens, list):
+            raise wrong("prompt_tokens", "a number with stream=true", body.prompt_tokens)
+        num_prompt = body.prompt_tokens
+
+        def write() -> Json:
+            before = self._seed(cast(list[int] | None, prompt_ids), "prompt_token_ids")
+            skips = request.skip_special_tokens is not False
+            piece = self._piece(response, state, before, skips, request, where)
+            choices: list[Json] = []
+            num_shown = state.logprob_text_offset or 0
+            if piece is not None:
+                shown = self._completion_logprobs(piece.choice, num_shown)
+                num_shown += sum(map(len, shown["tokens"])) if shown else 0
+                ending: Json = {"finish_reason": piece.choice.finish_reason}
+                ending["stop_reason"] = piece.choice.stop_reason
+                found = {"index": piece.choice.index or 0, "text": piece.text, "logprobs": shown}
+                choices = [found | ending]
+            envelope = self._envelope(body.model, response, "text_completion")
+            chunk = envelope | {"choices": choices} | _chunk_usage(response, num_prompt)
+            following = _next_state(state, piece, False) | {"logprob_text_offset": num_shown}
+            return {"chunk": chunk, "stream_state": following}
+
+        return json_response(await self._serving.executor.run(size, write))
+
+    def _piece(
+        self,
+        response: VllmGenerated,
+        state: VllmStreamState,
+        before: list[int],
+        skips_special: bool,
+        request: ChatCompletionRequest | CompletionRequest,
+        where: str,
+    ) -> _Piece | None:
+        """Return the text of a chunk; None if the chunk has no choice.
+
+        Raises:
+            APIError: It has several choices or invalid tokens, or the request has stop strings (400).
+        """
+        choices = response.choices or []
+        if len(choices) > 1:
+            raise bad_request(
+                "generate_chunk.choices", f"must have at most one choice, got {len(choices)}"
+            )
+        if request.stop and not request.include_stop_str_in_output:
+            raise bad_request(
+                f"{where}.stop",
+                "cannot be removed from text that was sent; derender the whole answer, or set "
+                "include_stop_str_in_output",
+            )
+        known = list(map(int, state.output_token_ids or ()))
+        if known:
+            self._verify_ids(known, "stream_state.output_token_ids")
+        if not choices:
+            return None
+        choice = choices[0]
+        if choice.token_ids is not None and len(choice.token_ids):
+            self._choices(response, "generate_chunk")
+        else:
+            choice.token_ids = []
+        ids = [*known, *map(int, choice.token_ids or ())]
+        self._verify_length(len(ids), "stream_state.output_token_ids")
+        known_text = self._text_so_far(known, before, skips_special)
+        if choice.finish_reason is None or not ids:
+            text = self._text_so_far(ids, before, skips_special)
+        else:
+            text = self._text(
+                msgspec.structs.replace(choice, token_ids=ids), before, skips_special, True
+            )
+        return _Piece(choice, known, known_text, text[len(known_text) :])
+
+    def _text_so_far(self, ids: list[int], before: list[int], skips_special: bool) -> str:
+        """Return the text of tokens without the bytes of an incomplete last character."""
+        choice = VllmGeneratedChoice(token_ids=ids)
+        return self._text(choice, before, skips_special, True).rstrip("\ufffd")
 
     def _choices(self, response: VllmGenerated | None, where: str) -> list[VllmGeneratedChoice]:
         """Return the choices of a response, whose token ids are verified.
@@ -250,11 +408,10 @@ class Derender:
             ]
         }
 
-    def _completion_logprobs(self, choice: VllmGeneratedChoice) -> Json | None:
+    def _completion_logprobs(self, choice: VllmGeneratedChoice, offset: int = 0) -> Json | None:
         if choice.logprobs is None:
             return None
         shown: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        offset = 0
         for given in _entries(choice):
             entry = self._entry(given)
             shown["tokens"].append(entry["token"])
@@ -295,6 +452,38 @@ class Derender:
             "completion_tokens": num_output,
             "total_tokens": num_prompt + num_output,
         }
+
+
+def _next_state(state: VllmStreamState, piece: _Piece | None, calls_tools: bool) -> Json:
+    """Return the state that the client sends with the next chunk."""
+    ids, lengths = list(state.output_token_ids or ()), list(state.output_chunk_lens or ())
+    if piece is not None and piece.token_ids:
+        ids += piece.token_ids
+        lengths.append(len(piece.token_ids))
+    following = msgspec.structs.replace(
+        state,
+        output_token_ids=ids,
+        output_chunk_lens=lengths,
+        role_sent=bool(state.role_sent) or piece is not None,
+        tools_streamed=bool(state.tools_streamed) or calls_tools,
+    )
+    # vLLM accepts no nulls.
+    return {
+        name: value for name, value in msgspec.to_builtins(following).items() if value is not None
+    }
+
+
+def _chunk_usage(response: VllmGenerated, num_prompt: int | None) -> Json:
+    """Return the fields of a chunk with the usage of its response, if it has one."""
+    if (given := response.usage) is None:
+        return {}
+    counts = [
+        expect(given.get(name) or 0, int, f"generate_chunk.usage.{name}", "an integer")
+        for name in ("prompt_tokens", "completion_tokens")
+    ]
+    prompt = counts[0] if num_prompt is None else num_prompt
+    usage = {"prompt_tokens": prompt, "completion_tokens": counts[1]}
+    return {"usage": usage | {"total_tokens": prompt + counts[1]}}
 
 
 def _entries(choice: VllmGeneratedChoice) -> list[Any]:
