@@ -22,6 +22,7 @@ def unsupported_features(spec: ModelSpec) -> list[str]:
             and (spec.head_dim % 16 != 0 or spec.compressed.indexer.head_dim % 2 != 0)
         ),
         "bottlenecks of layers": spec.bottleneck is not None,
+        "biases of keys": spec.has_key_biases,
         "convolutions beside attention": spec.num_span_taps > 0,
         "convolutions of a layer's input": any(layer.input_convolution for layer in spec.layers),
         "attention that compares tokens with distances": spec.disentangled is not None,

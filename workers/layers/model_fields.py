@@ -219,6 +219,11 @@ class ModelFields(msgspec.Struct, frozen=True, kw_only=True):
     block_indexer: BlockIndexerSpec | None = None
     """The indexer that chooses blocks of keys. Its key is stored in the cache as that of one more head."""
 
+    has_key_biases: bool = False
+    """True if a number that depends on a key's value is added to its scores.
+
+    In the cache, it is the first element of the key after the last one of the value.
+    """
     num_span_taps: int = 0
     """The number of taps of a convolution whose outputs follow those of heads; 0 without (ConvBERT)."""
     num_attention_experts: int = 0
@@ -269,6 +274,8 @@ class ModelFields(msgspec.Struct, frozen=True, kw_only=True):
     """
     has_residual_scales: bool = False
     """True if each element of embeddings, streams and blocks' outputs has a stored bias and factor."""
+    has_stream_factors: bool = False
+    """True if each element of a stream has a stored factor before a block's output is added."""
     interpolates_blocks: bool = False
     """True if the stream x, normed, becomes (1 - a) * x + a * output after a block (nGPT, arXiv 2410.01131).
 

@@ -23,17 +23,23 @@ from .cross_attention import CrossAttention
 from .experts.attention import ExpertAttention
 from .experts.mixture import Experts, ExpertsBesideMLP
 from .latent.attention import LatentAttention
-from .layer_kinds.residual_gate import ResidualGate, ResidualScale
+from .layer_kinds.residual_gate import ResidualFactor, ResidualGate, ResidualScale
 from .layer_source import LayerSource
 from .layer_step import LayerStep
 from .mixers import Mixer, make_mixer
 from .mlp import MLP
 from .norms import added, read_norm
 from .per_layer_inputs import PerLayerBlock
+from .positions.key_biases import KeyBiasAttention
 from .positions.spans import SpanAttention
 
 AnyAttention: TypeAlias = (
-    Attention | CompressedAttention | ExpertAttention | LatentAttention | SpanAttention
+    Attention
+    | CompressedAttention
+    | ExpertAttention
+    | KeyBiasAttention
+    | LatentAttention
+    | SpanAttention
 )
 
 
@@ -43,6 +49,8 @@ def _attention(layer: LayerSpec, source: LayerSource, backend: DeviceAttention) 
         assert isinstance(backend, CompressedCache)
         return CompressedAttention(spec.compressed, layer, source, backend)
     calls = as_backend(backend)
+    if spec.has_key_biases:
+        return KeyBiasAttention(layer, source, calls)
     if spec.num_span_taps:
         return SpanAttention(layer, source, calls)
     if spec.num_attention_experts:
@@ -97,8 +105,13 @@ class DecoderLayer:
             )
             self._attention_output_norm = norm(norms.attention_output)
             self._attention_sum_norm = norm(norms.attention_sum)
-        self._attention_gate: ResidualGate | ResidualScale | None = None
-        self._mlp_gate: ResidualGate | ResidualScale | None = None
+        self._attention_gate: ResidualFactor | ResidualGate | ResidualScale | None = None
+        self._mlp_gate: ResidualFactor | ResidualGate | ResidualScale | None = None
+        if spec.has_stream_factors:
+            self._attention_gate, self._mlp_gate = (
+                ResidualFactor(spec, weights, f"{prefix}{name}_residual")
+                for name in ("input", "post_attention")
+            )
         if spec.has_residual_scales:
             self._attention_gate, self._mlp_gate = (
                 ResidualScale(spec, weights, f"{prefix}{name}_scale")

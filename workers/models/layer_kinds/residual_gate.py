@@ -40,6 +40,18 @@ class ResidualGate:
         return (block_TD * self.block_D).to(block_TD.dtype)
 
 
+class ResidualFactor:
+    """Multiplies the stream by a stored factor for each element, before a block's output is added (Doge)."""
+
+    def __init__(self, spec: ModelSpec, weights: WeightReader, name: str) -> None:
+        self._factor_D = weights.read(name, spec.hidden_size)
+
+    def scale(self, x_TD: Tensor, block_TD: Tensor) -> Tensor:
+        """Multiply the stream in place. Return the block's output as it is."""
+        x_TD.mul_(self._factor_D)
+        return block_TD
+
+
 class ResidualScale:
     """Factors of the stream and of a block's output, which are applied after biases, all float32 [D] (ZAYA1)."""
 

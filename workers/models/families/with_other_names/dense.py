@@ -134,6 +134,30 @@ def _codeshell(fields: ConfigFields) -> ModelSpec:
     )
 
 
+def _doge(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a Doge (arXiv 2504.05565) without experts. It attends to all tokens of its longest text."""
+    fields.require("is_moe", False)
+    length = fields.integer("max_position_embeddings", 2048)
+    kept = fields.integer("keep_window_size", 2048)
+    if kept < length:
+        raise fields.wrong("keep_window_size", f"at least max_position_embeddings {length}", kept)
+    size = head_dim(fields)
+    rope = read_rope(fields, size)
+    bias = fields.boolean("attention_bias", False)
+    return llama(
+        fields.with_values({"max_position_embeddings": length}),
+        layers=uniform_layers(fields, rope, fields.optional_integer("sliding_window")),
+        # One more element is the bias. Kernels read keys in steps of several elements.
+        head_dim=size + 16,
+        value_dim=size,
+        attention_scale=size**-0.5,
+        has_key_biases=True,
+        has_stream_factors=True,
+        qkv_bias=bias,
+        attention_output_bias=bias,
+    )
+
+
 def _jais(fields: ConfigFields) -> ModelSpec:
     """Return the spec of the first Jais, a GPT-2 with ALiBi, gates and factors of maximal update parametrization."""
     fields.require("position_embedding_type", "alibi")
@@ -314,6 +338,7 @@ FAMILIES = (
     Family("ChatGLMForConditionalGeneration", "chatglm", _chatglm),
     Family("ChatGLMModel", "chatglm", _chatglm),
     Family("CodeShellForCausalLM", "codeshell", _codeshell),
+    Family("DogeForCausalLM", "doge", _doge),
     Family("InternLMForCausalLM", "internlm", _with_bias),
     Family("JAISLMHeadModel", "jais", _jais),
     Family("MaincoderForCausalLM", "maincoder", _maincoder),
