@@ -170,8 +170,11 @@ class MarkedReasoningParser:
 
     def _read_start(self) -> None:
         text = self._buffer.lstrip()
-        start = next((s for s in self._format.starts if text.startswith(s)), None)
+        starts = self._format.starts
+        start = max((s for s in starts if text.startswith(s)), key=len, default=None)
         if start is not None:
+            if any(other != start and other.startswith(text) for other in starts):
+                return  # The text may become a longer marker.
             self._buffer = text.removeprefix(start)
             self._opened = True
             self._state = _State.REASONING_START
@@ -327,7 +330,9 @@ REASONING_FORMATS: Final[dict[ReasoningParserName, ReasoningFormat]] = {
     "kimi_vl": ReasoningFormat(("◁think▷",), ("◁/think▷",)),
     "seed_oss": ReasoningFormat(("<seed:think>",), ("</seed:think>",)),
     "gemma4": ReasoningFormat(
-        ("<|channel>thought\n", "<|channel>thought"), ("<channel|>",), calls=("<|tool_call>",)
+        ("<|channel>thought\n", "<|channel>thought", "<|channel>"),
+        ("<channel|>",),
+        calls=("<|tool_call>",),
     ),
     "ernie45": ReasoningFormat(implied=True, answer=("<response>", "</response>")),
     "hunyuan_a13b": ReasoningFormat(answer=("<answer>", "</answer>")),

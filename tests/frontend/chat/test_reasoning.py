@@ -109,6 +109,7 @@ CASES = [
     ("kimi_vl", "◁think▷", "Hmm◁/think▷A", "Hmm", "A"),
     ("gemma4", "", "<|channel>thought\nHmm\n<channel|>A", "Hmm", "A"),
     ("gemma4", "<|turn>model\n<|channel>thought\n<channel|>", "A", "", "A"),
+    ("gemma4", "", "<|channel>thousand reasons<channel|>A", "thousand reasons", "A"),
     (
         "openai_gptoss",
         "<|start|>user<|message|>Hi<|end|><|start|>assistant",
