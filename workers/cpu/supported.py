@@ -23,6 +23,7 @@ def unsupported_features(spec: ModelSpec) -> list[str]:
         ),
         "bottlenecks of layers": spec.bottleneck is not None,
         "biases of keys": spec.has_key_biases,
+        "differential attention": any(layer.difference is not None for layer in spec.layers),
         "convolutions beside attention": spec.num_span_taps > 0,
         "convolutions of a layer's input": any(layer.input_convolution for layer in spec.layers),
         "attention that compares tokens with distances": spec.disentangled is not None,

@@ -43,6 +43,8 @@ class LayerSpec(msgspec.Struct, frozen=True):
     """The factor of products of queries and keys."""
     latent: LatentSpec | None = None
     """Latent attention."""
+    difference: float | None = None
+    """In differential attention, the initial share of the second half of heads, which is subtracted."""
     has_output_bias: bool = False
     """True if the output projection has a bias, even if those of other layers have none."""
     has_value_projection: bool = True

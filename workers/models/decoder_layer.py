@@ -18,9 +18,12 @@ from ..layers.layers import (
     RMSNorm,
 )
 from .attention import Attention
+from .attention_kinds.differential import DifferentialAttention
+from .attention_kinds.experts import ExpertAttention
+from .attention_kinds.key_biases import KeyBiasAttention
+from .attention_kinds.spans import SpanAttention
 from .compressed.attention import CompressedAttention
 from .cross_attention import CrossAttention
-from .experts.attention import ExpertAttention
 from .experts.mixture import Experts, ExpertsBesideMLP
 from .latent.attention import LatentAttention
 from .layer_kinds.residual_gate import ResidualFactor, ResidualGate, ResidualScale
@@ -30,12 +33,11 @@ from .mixers import Mixer, make_mixer
 from .mlp import MLP
 from .norms import added, read_norm
 from .per_layer_inputs import PerLayerBlock
-from .positions.key_biases import KeyBiasAttention
-from .positions.spans import SpanAttention
 
 AnyAttention: TypeAlias = (
     Attention
     | CompressedAttention
+    | DifferentialAttention
     | ExpertAttention
     | KeyBiasAttention
     | LatentAttention
@@ -49,6 +51,8 @@ def _attention(layer: LayerSpec, source: LayerSource, backend: DeviceAttention) 
         assert isinstance(backend, CompressedCache)
         return CompressedAttention(spec.compressed, layer, source, backend)
     calls = as_backend(backend)
+    if layer.difference is not None:
+        return DifferentialAttention(layer, source, calls)
     if spec.has_key_biases:
         return KeyBiasAttention(layer, source, calls)
     if spec.num_span_taps:

@@ -269,6 +269,7 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt-neox-japanese": ("GPTNeoXJapanese", {"intermediate_multiple_size": 2, "rotary_pct": 0.5}),
     "ctrl": ("CTRL", {"dff": 56}),
+    "diffllama": ("DiffLlama", {"num_attention_heads": 8, "num_key_value_heads": 4}),
     "doge": ("Doge", {"keep_window_size": 256, "attention_bias": True}),
     "gptj": ("GPTJ", {"n_inner": 56, "rotary_dim": 4}),
     "codegen": ("CodeGen", {"n_inner": 56, "rotary_dim": 4, "num_attention_heads": 8}),

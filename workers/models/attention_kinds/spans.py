@@ -15,8 +15,8 @@ from ...layers.layer_spec import LayerSpec
 from ...layers.parallel.tensor_parallel import elements
 from ...layers.rope import RotaryTables
 from ..layer_source import LayerSource
+from ..positions.neighbors import neighbor_rows
 from ..weights import Rows
-from .neighbors import neighbor_rows
 
 
 class SpanAttention:

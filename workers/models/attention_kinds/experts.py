@@ -17,9 +17,9 @@ from ...layers.layer_spec import LayerSpec
 from ...layers.parallel.tensor_parallel import elements
 from ...layers.rope import RotaryTables
 from ...layers.specs.experts import ExpertsSpec
+from ..experts.router import Router
 from ..layer_source import LayerSource
 from ..weights import Rows
-from .router import Router
 
 
 class ExpertAttention:

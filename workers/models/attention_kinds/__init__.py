@@ -1,0 +1,1 @@
+"""Kinds of attention beside the usual one, each with its own projections."""
