@@ -11,6 +11,15 @@ from ..http.shown_values import echo
 Message = Mapping[str, Any]
 
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+_API_FIELDS: Final = (
+    "type text refusal cache_control prompt_cache_breakpoint annotations citations logprobs "
+    "image image_url image_pil image_embeds input_image video video_url input_video "
+    "audio audio_url input_audio audio_embeds file file_id file_url file_data filename "
+    "url data format detail uuid fps sample_fps num_frames nframes min_frames max_frames "
+    "min_pixels max_pixels total_pixels resized_height resized_width video_start video_end"
+)
+"""The fields of content parts that templates do not get: those that have a meaning in an API."""
+_PART_FIELDS: Final = frozenset(_API_FIELDS.split())
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 
 IMAGE_PART: Final = {"type": "image"}
@@ -136,13 +145,24 @@ def _normalize_content(content: Any, where: str, traits: TemplateTraits) -> Any:
         or part is VIDEO_PART
         or part is AUDIO_PART
         or isinstance(part, TemplatePart)
-        else {"type": "text", "text": _text_of(part, f"{where}[{i}]")}
+        else {"type": "text", "text": _text_of(part, f"{where}[{i}]"), **fields_for_template(part)}
         for i, part in enumerate(content)
     ]
     if not traits.reads_audio:
         mark = {"type": "text", "text": AUDIO_MARK}
         parts = [mark if part["type"] == "audio" else part for part in parts]
     return parts if traits.reads_parts else "\n".join(map(_plain_text, parts))
+
+
+def fields_for_template(part: Any) -> dict[str, Any]:
+    """Return the fields of a content part that only the template reads, such as TranslateGemma's language codes."""
+    if not isinstance(part, Mapping):
+        return {}
+    return {
+        key: value
+        for key, value in part.items()
+        if value is not None and isinstance(key, str) and key not in _PART_FIELDS
+    }
 
 
 def _plain_text(part: Message) -> str:

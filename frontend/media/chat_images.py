@@ -15,7 +15,7 @@ from ...protocol.config import EngineConfig
 from ...protocol.config.frontend import MAX_VIDEO_FPS, MAX_VIDEO_FRAMES
 from ...protocol.encoder_inputs.inputs import EncoderInput
 from ...protocol.errors import ParameterError
-from ..chat.messages import IMAGE_PART, VIDEO_PART
+from ..chat.messages import IMAGE_PART, VIDEO_PART, TemplatePart, fields_for_template
 from ..client.executor import ThreadExecutor
 from ..http.shown_values import echo
 from ..tokenizer.tokenizer import Tokenizer
@@ -81,7 +81,7 @@ class MediaLimits(NamedTuple):
 def take_media(messages: Sequence[Any], limits: MediaLimits) -> tuple[list[Any], list[ChatItem]]:
     """Return a copy of the messages with images and videos replaced by marks, and a list of the images and videos.
 
-    The marks are `IMAGE_PART` and `VIDEO_PART`.
+    The marks are `VIDEO_PART`, and `IMAGE_PART` with the fields for the template.
 
     Raises:
         ParameterError: A part is invalid, or there are too many images or videos.
@@ -128,7 +128,8 @@ def _replace_media(part: Any, where: str, media: list[ChatItem], limits: MediaLi
     if not isinstance(value, str | Image.Image) or not value:
         raise ParameterError(where, f"must be the URL of an image, got {echo(value)}")
     media.append(ChatImage(value, where, fields))
-    return IMAGE_PART
+    own = fields_for_template(part)
+    return TemplatePart(IMAGE_PART | own) if own else IMAGE_PART
 
 
 def _fields_of(part: Mapping[str, Any], where: str) -> tuple[ProcessorField, ...]:

@@ -224,6 +224,10 @@ def test_chat_template_receives_the_fields_of_the_request() -> None:
 
         own = "{{ messages[0].content }} {{ mood }}"
         assert prompt(chat_template=own) == "Be brief. ?"
+        codes = "{% for p in messages[0].content %}{{ p.text }} {{ p.lang }}{{ p.cache_control }}{% endfor %}"
+        part = {"type": "text", "text": "Hi", "lang": "es", "cache_control": {"type": "ephemeral"}}
+        translated = [{"role": "user", "content": [part]}]
+        assert prompt(messages=translated, chat_template=codes) == "Hi es"
         asked = {"messages": MESSAGES, "chat_template": own}
         tokens = frontend.post("/tokenize", **asked).json()["tokens"]
         assert frontend.tokenizer.decode(tokens) == "Be brief. ?"

@@ -329,6 +329,9 @@ def test_video_parts_are_extracted_from_messages():
     taken, media = take_media(messages, limits)
     assert taken[0]["content"][0] == {"type": "video"}
     assert media == [ChatVideo("data:x", "messages[0].content[0].video_url.url", Sampling(3))]
+    image = {"type": "image_url", "image_url": {"url": "data:x"}, "detail": "low", "lang": "es"}
+    taken, _ = take_media([{"role": "user", "content": [image]}], limits)
+    assert taken[0]["content"][0] == {"type": "image", "lang": "es"}
     with pytest.raises(ParameterError, match="have 2 videos, but at most 1 are allowed"):
         take_media(messages * 2, limits)
     with pytest.raises(ParameterError, match="this model does not support videos"):
