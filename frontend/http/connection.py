@@ -15,6 +15,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from .access import OPEN_PATHS
 from .descriptors import DescriptorReserve
 from .errors import APIError, unavailable
+from .late_timers import is_late
 from .websocket import GOING_AWAY, MIN_BYTES_PER_S, OFFER, RESTART, Lease, WebSocket
 
 MAX_HEAD_BYTES: Final = 64 * 1024
@@ -260,7 +261,8 @@ class Connection(HttpToolsProtocol):
 
     def timeout_keep_alive_handler(self) -> None:
         """Close the connection if it is idle: no request is arriving and no response is unfinished."""
-        if self._in_request or self._unfinished_cycles():
+        timer = self.timeout_keep_alive_task
+        if self._in_request or self._unfinished_cycles() or (timer is not None and is_late(timer)):
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
@@ -279,7 +281,16 @@ class Connection(HttpToolsProtocol):
         self.is_paused = True
         if self._socket is not None:
             self._socket.pause_writing()
-        self._stall_timer = self.loop.call_later(self._slow_client_s, self.transport.abort)
+        self._expect_reading()
+
+    def _expect_reading(self) -> None:
+        self._stall_timer = self.loop.call_later(self._slow_client_s, self._check_reading)
+
+    def _check_reading(self) -> None:
+        if self._stall_timer is not None and is_late(self._stall_timer):
+            self._expect_reading()
+        else:
+            self.transport.abort()
 
     def resume_writing(self) -> None:
         """Resume streams after the client has read."""
@@ -341,6 +352,7 @@ class Connection(HttpToolsProtocol):
     def _check_pace(self) -> None:
         # A request is not slow while reading is paused or an earlier request is being answered.
         has_excuse = self.flow.read_paused or bool(self.pipeline)
+        has_excuse |= self._request_timer is not None and is_late(self._request_timer)
         remaining = self._window_began + self._slow_client_s - self.loop.time()
         is_slow = self._num_received < MIN_BYTES_PER_S * self._slow_client_s
         if remaining <= 0 and is_slow and not has_excuse:

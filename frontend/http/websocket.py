@@ -20,6 +20,7 @@ from typing import Any, Final, NamedTuple, Protocol, Self
 from starlette.types import Scope, Send
 
 from .errors import APIError
+from .late_timers import is_late
 
 OFFER: Final = "offers_websocket"
 """The entry of a request's state that is true if the client asks for a WebSocket."""
@@ -364,6 +365,9 @@ class WebSocket:
 
     def _check(self) -> None:
         """Ping a silent client, and close the WebSocket if the client does not answer or is too slow."""
+        if is_late(self._timer):
+            self._heard_at = self._loop.time()
+            self._was_arriving = False
         self._timer = self._loop.call_later(self._interval_s, self._check)
         is_arriving = bool(self._protocol.reader.buffer or self._protocol.current_size is not None)
         is_slow = self._num_received < MIN_BYTES_PER_S * self._interval_s

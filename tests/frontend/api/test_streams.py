@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import threading
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -14,9 +15,13 @@ from typing import Any
 
 import httpx
 import pytest
+import uvloop
 from engine.frontend.api.generation import raise_if_failed
 from engine.frontend.api.streaming.event_stream import OPENAI_STREAM, EventStream
 from engine.frontend.client.engine_client import Sequence, SequenceRequest
+from engine.frontend.http.connection import Connection
+from engine.frontend.http.late_timers import LATE_S
+from engine.frontend.http.server import Config, HTTPServer
 from engine.protocol.errors import NO_ADAPTER_MEMORY
 from engine.protocol.messages import AbortRequests, EngineCoreOutputs, FinishedRequest, FinishReason
 from engine.protocol.sampling_params import SamplingParams
@@ -41,15 +46,19 @@ def num_aborts(frontend: FrontendProcess) -> int:
     return sum(isinstance(message, AbortRequests) for message in frontend.core.received)
 
 
+def encode_request(path: str, body: dict) -> bytes:
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
+    return head.encode() + content
+
+
 def raw_request(port: int, path: str, body: dict, receive_buffer: int = 0) -> socket.socket:
     connection = socket.socket()
     if receive_buffer:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
     connection.settimeout(20)
     connection.connect(("127.0.0.1", port))
-    content = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
-    connection.sendall(head.encode() + content)
+    connection.sendall(encode_request(path, body))
     return connection
 
 
@@ -82,9 +91,7 @@ def test_a_disconnected_client_with_a_pipelined_request_is_aborted(stream: bool)
         body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 400, "stream": stream}
         connection = raw_request(frontend.port, COMPLETIONS, body)
         until(lambda: frontend.core.requests, "the request did not start")
-        content = json.dumps(body | {"prompt": "Six"}).encode()
-        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
-        connection.sendall(head.encode() + content)
+        connection.sendall(encode_request(COMPLETIONS, body | {"prompt": "Six"}))
         before = running(frontend)[0].num_generated
         until(lambda: running(frontend)[0].num_generated > before + 2, "it does not go on")
         connection.close()
@@ -124,6 +131,69 @@ def test_a_slow_reader_delays_only_itself() -> None:
         assert text == PROMPT * (num_tokens // 5)
         assert events[-1]["usage"]["completion_tokens"] == num_tokens
         assert len(events) < num_tokens / 2, "what was not read became one chunk"
+
+
+class Suspension(asyncio.Protocol):
+    """Stops the event loop, as when its process is suspended while it handles what it has read."""
+
+    began = threading.Event()
+
+    def data_received(self, data: bytes) -> None:
+        self.began.set()
+        time.sleep(1.0 + 2 * LATE_S)
+
+
+LARGE = bytes(1 << 20)
+"""More than the kernel buffers."""
+
+
+async def answer_largely(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": LARGE})
+
+
+def test_clients_are_not_slow_while_the_server_is_suspended() -> None:
+    """A container may be paused for longer than clients may take."""
+    config = Config(
+        answer_largely, http=Connection, ws="none", lifespan="off", timeout_keep_alive=1
+    )
+    config.load()
+    server = HTTPServer(config, slow_client_s=1.0)
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+    listeners[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
+
+    async def serve() -> None:
+        await asyncio.get_running_loop().create_server(Suspension, sock=listeners[1])
+        await server.serve(sockets=listeners[:1])
+
+    serving = threading.Thread(target=lambda: uvloop.run(serve()))
+    serving.start()
+
+    def ask(connection: socket.socket) -> None:
+        connection.sendall(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n")
+
+    def read(connection: socket.socket, num_bytes: int) -> None:
+        while num_bytes > 0:
+            piece = connection.recv(65536)
+            assert piece, "the server has closed the connection"
+            num_bytes -= len(piece)
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(serving.join)
+        stack.callback(lambda: server.servers[0].get_loop().call_soon_threadsafe(server.exit))
+        idle, unread, suspending = (
+            stack.enter_context(socket.create_connection(listeners[index].getsockname(), 20))
+            for index in (0, 0, 1)
+        )
+        ask(idle)
+        read(idle, len(LARGE))
+        ask(unread)
+        read(unread, 1)
+        suspending.sendall(b"now")
+        assert Suspension.began.wait(20)
+        ask(idle)
+        read(unread, len(LARGE) - 65536)
+        read(idle, len(LARGE))
 
 
 def test_a_stream_over_http_1_0_ends_with_its_connection(frontend: FrontendProcess) -> None:
