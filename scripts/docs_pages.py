@@ -323,6 +323,7 @@ _USUAL: dict[str, dict[str, Any]] = {
         "moe_num_primary_experts": 64,
         "moe_num_active_primary_experts": 6,
     },
+    "step3_text": {"moe_intermediate_size": 5120, "share_expert_dim": 5120},
     **{
         name: {
             "indexer_n_heads": 4,

@@ -39,6 +39,7 @@ def unsupported_features(spec: ModelSpec) -> list[str]:
             and spec.block_indexer.num_heads > 0
             and spec.block_indexer.head_dim % 4 != 0
         ),
+        "queries of low rank without latent attention": spec.query_rank > 0,
         "mixtures of two tokens' hidden states (RWKV)": any(
             isinstance(layer.recurrent, Rwkv6 | Rwkv7) for layer in spec.layers
         ),

@@ -145,6 +145,9 @@ class ModelFields(msgspec.Struct, frozen=True, kw_only=True):
     attention_output_bias: bool = False
     """True if the output projection has a bias."""
 
+    query_rank: int = 0
+    """The number of elements that are projected to queries, after a norm; 0 if hidden states are."""
+
     # Queries and keys: their norms and positions.
 
     qk_norm: Literal["head", "keys", "each head", "unit", "scaled", "full", "bounded"] | None = None

@@ -29,7 +29,7 @@ from .mlp import DividedNorm
 from .positions.disentangled import read_distance_scores
 from .positions.distance_biases import biases_by_distance
 from .positions.relative_biases import RelativeBiases
-from .projections import SeparateProjections, sink_rows, tap_rows
+from .projections import LowRankQueries, SeparateProjections, sink_rows, tap_rows
 from .weights import Rows, WeightReader
 
 
@@ -88,6 +88,8 @@ class Attention:
         self.qkv: Any
         if layer.input_norms:
             self.qkv = SeparateProjections(rows, columns, source)
+        elif spec.query_rank:
+            self.qkv = LowRankQueries(rows, source)
         else:
             has_biases = spec.qkv_bias or spec.has_gate_biases
             qkv = source.read_rows(rows, columns, has_biases=has_biases)

@@ -6,10 +6,12 @@ Shapes: T tokens of a step, D hidden size, F outputs.
 from __future__ import annotations
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from ...protocol.checkpoint.recurrent_layers import InnerConvolutions
 from ..layers.layer_spec import LayerSpec
+from ..layers.layers import RMSNorm
 from ..layers.parallel.shard import ModelShard
 from ..layers.parallel.tensor_parallel import elements
 from ..layers.spec import ModelSpec
@@ -60,3 +62,22 @@ class SeparateProjections:
             for linear, x_TD, sizes in zip(self._linears, inputs, self._sizes, strict=True)
         ]
         return torch.cat([next(parts[i]) for i in self._inputs], -1)
+
+
+class LowRankQueries:
+    """Products of rows, of which the first ones, for queries, read a normed projection of the input (Step 3)."""
+
+    def __init__(self, rows: list[Rows], source: LayerSource) -> None:
+        spec, prefix = source.spec, source.prefix
+        self._rank = spec.query_rank
+        low = Rows(f"{prefix}q_proj", self._rank, range(self._rank))
+        self._first = source.read_rows([low, *rows[1:]], spec.hidden_size)
+        self._queries = source.read_rows([replace(rows[0], name=f"{prefix}wq")], self._rank)
+        weight = source.weights.read_vector(f"{prefix}inter_norm.weight", self._rank)
+        self._norm = RMSNorm(weight, spec.norm_eps)
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        """Return the products [T, F] in the order of the rows."""
+        first_TX = self._first(x_TD)
+        low_TX, rest_TX = first_TX.tensor_split((self._rank,), 1)
+        return torch.cat((self._queries(self._norm(low_TX)), rest_TX), 1)

@@ -12,6 +12,7 @@ from support.families.maple import MAPLE
 from support.families.published_form import Published
 from support.families.puzzle import PUZZLE
 from support.families.smallthinker import SMALLTHINKER
+from support.families.step3 import STEP3
 from torch import nn
 
 
@@ -157,6 +158,7 @@ MIXTURES = {
         prepare=changes.with_output_norms,
     ),
     "SmallThinker": SMALLTHINKER,
+    "Step3Text": STEP3,
     "Param2MoE": Published(
         "ling2",
         {"n_group": 1, "topk_group": 1, "partial_rotary_factor": 1.0},

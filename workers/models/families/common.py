@@ -163,6 +163,22 @@ def windowed_layers(
     return tuple(own if slides else others for slides in sliding_layers(fields, default))
 
 
+def read_layer_numbers(fields: ConfigFields, name: str) -> set[int] | None:
+    """Return the numbers of layers in a list, or in a text with commas between them; None if the field is absent.
+
+    Raises:
+        CheckpointError: The field has something else than numbers.
+    """
+    listed = fields.get(name)
+    numbers = listed.split(",") if isinstance(listed, str) else listed
+    if numbers is None:
+        return None
+    try:
+        return {int(number) for number in numbers}
+    except (TypeError, ValueError):
+        raise fields.wrong(name, "the numbers of layers", listed) from None
+
+
 def attention_biases(fields: ConfigFields) -> dict[str, bool]:
     """Return changes of a spec for configs whose `attention_bias` applies to all projections of the attention."""
     bias = fields.boolean("attention_bias", False)

@@ -14,6 +14,7 @@ from .common import (
     attention_biases,
     base_spec,
     head_dim,
+    read_layer_numbers,
     read_limits,
     sliding_layers,
     windowed_layers,
@@ -406,9 +407,7 @@ def _step3(fields: ConfigFields) -> ModelSpec:
             "share_expert_dim", fields.integer("share_expert_dims", 1280)
         ),
     )
-    listed = fields.get("moe_layers_enum")
-    numbers = listed.split(",") if isinstance(listed, str) else listed
-    sparse = None if numbers is None else {int(number) for number in numbers}
+    sparse = read_layer_numbers(fields, "moe_layers_enum")
     has_experts = has_listed_experts(fields, lambda i: i >= 3 if sparse is None else i in sparse)
     names = (
         _GATE,

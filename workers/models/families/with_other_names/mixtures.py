@@ -8,7 +8,14 @@ from .....protocol.checkpoint.config_fields import ConfigFields
 from ....layers.read_rope import read_rope
 from ....layers.spec import ModelSpec
 from ....layers.specs.norm_names import NormNames
-from ..common import Family, attention_biases, base_spec, head_dim, uniform_layers
+from ..common import (
+    Family,
+    attention_biases,
+    base_spec,
+    head_dim,
+    read_layer_numbers,
+    uniform_layers,
+)
 from ..experts import MIXTRAL_NAMES, gpt_oss, has_sparse_step, read_experts, with_experts
 from ..llama import llama, qwen_layers
 
@@ -40,6 +47,12 @@ _JETMOE_NAMES = (
     (r"\.mlp\.(\d+)\.input_linear\.", r".mlp.experts.\1.gate_up_proj."),
     (r"\.mlp\.(\d+)\.output_linear\.", r".mlp.experts.\1.down_proj."),
     (r"\.mlp\.bias$", ".mlp.experts.bias"),
+)
+
+_STEP3_NAMES = (
+    (r"\.moe\.gate\.", ".mlp.gate."),
+    (r"\.moe\.(\d+)\.", r".mlp.experts.\1."),
+    (r"\.share_expert\.", ".mlp.shared_experts."),
 )
 
 
@@ -144,6 +157,28 @@ def _jetmoe(fields: ConfigFields) -> ModelSpec:
     )
 
 
+def _step3(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of the text of a Step 3, whose queries have a low rank (arXiv 2507.19427)."""
+    fields = fields.with_values({"num_key_value_heads": fields.integer("num_attention_groups", 1)})
+    fields = fields.with_defaults(
+        rms_norm_eps=1e-5,
+        rope_theta=500_000.0,
+        max_position_embeddings=fields.integer("max_position_embedding", 65_536),
+        num_experts=fields.integer("moe_num_experts", 48),
+        num_experts_per_tok=fields.integer("moe_top_k", 3),
+    )
+    experts = read_experts(
+        fields,
+        renormalizes=fields.boolean("norm_expert_weight", False),
+        shared_intermediate_size=fields.integer("share_expert_dim"),
+    )
+    listed = read_layer_numbers(fields, "moe_layers_enum")
+    spec = llama(fields, query_rank=fields.integer("share_q_dim", head_dim(fields)))
+    return with_experts(
+        spec, experts, lambda i: i > 0 if listed is None else i in listed, tensor_names=_STEP3_NAMES
+    )
+
+
 def _k2_horizon(fields: ConfigFields) -> ModelSpec:
     """Return the spec of a K2-Horizon, which norms parts of hidden states, and of which some have experts."""
     fields.require("mova_num_experts", 0)
@@ -189,4 +224,5 @@ FAMILIES = (
     Family("GroveMoeForCausalLM", "grove_moe", _grove),
     Family("JetMoeForCausalLM", "jetmoe", _jetmoe),
     Family("K2HorizonForCausalLM", "k2_horizon", _k2_horizon),
+    Family("Step3TextForCausalLM", "step3_text", _step3),
 )
