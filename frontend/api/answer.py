@@ -192,6 +192,8 @@ class Answer(ABC, Generic[Request]):
             )
         if details:
             counts["completion_tokens_details"] = details
+        if reasoning_tokens is not None:
+            counts["reasoning_tokens"] = reasoning_tokens  # SGLang's place
         return counts
 
 

@@ -119,6 +119,7 @@ def test_reasoning_precedes_a_constrained_answer(thinking: FrontendProcess, opti
     assert message["reasoning"] == message["reasoning_content"] == THOUGHT
     assert message["content"] == JSON_ANSWER
     counted = usage["completion_tokens_details"]["reasoning_tokens"]
+    assert usage["reasoning_tokens"] == counted
     assert counted == num_tokens(thinking, f"<think>{THOUGHT}")
     constraint = last_params(thinking).structured_output
     assert constraint.reasoning.ends == ("</think>",) and not constraint.reasoning.is_open

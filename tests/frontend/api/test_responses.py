@@ -286,7 +286,7 @@ def test_truncation_drops_the_oldest_items(client: openai.OpenAI) -> None:
         ({"input": [{"type": "additional_tools", "tools": [5]}]}, "input[0].tools[0]", "an object"),
         ({"tools": [{"type": "function", "name": []}]}, "tools[0].name", "got []"),
         (
-            {"input": [{"role": "user", "content": [{"type": "input_video"}]}]},
+            {"input": [{"role": "user", "content": [{"type": "input_song"}]}]},
             "input[0].content[0].type",
             "input_text, input_image",
         ),
