@@ -27,6 +27,18 @@ class Reservations:
         if self._requests.pop(request.transfer_id, None) is not None:
             self._give_back(request)
 
+    def cut_back(self, invalid_blocks: set[int]) -> None:
+        """Release the reserved blocks of each request that has an invalid one, so that it is computed from there."""
+        manager = self._manager
+        for request in list(self._requests.values()):
+            blocks = manager.reserved[request.transfer_id][0]
+            num_valid = next((i for i, block in enumerate(blocks) if block in invalid_blocks), None)
+            if num_valid is not None:
+                manager.invalidate_blocks(request, num_valid)
+                request.has_untrusted_blocks = False
+                self.end_reservation(request)
+                request.computes_locally = True
+
     def reclaim_latest(self, but: Request | None = None) -> bool:
         """Free the blocks reserved for the last request to arrive, except `but`. Return False if there is none."""
         request = max(

@@ -49,6 +49,7 @@ class _HeldLoad(NamedTuple):
 
     load: ExternalLoad
     last_step: int
+    invalid_blocks: set[int]
 
 
 class _Load(NamedTuple):
@@ -263,10 +264,10 @@ class KVTransfers:
         """
         request = load.request
         if last_step := self._find_last_use(load, tables):
-            self._held_loads[request.transfer_id] = _HeldLoad(load, last_step)
+            self._held_loads[request.transfer_id] = _HeldLoad(load, last_step, set())
         else:
             try:
-                self._begin_load(load, tables)
+                self._begin_load(load, tables, set())
             except Exception as error:
                 for table in tables:
                     self._manager.pool.release_blocks(list(filter(None, table)))
@@ -276,14 +277,16 @@ class KVTransfers:
         self._lifecycle.wait_for_load(request)
         return True
 
-    def _begin_load(self, load: ExternalLoad, tables: RequestBlocks) -> None:
+    def _begin_load(
+        self, load: ExternalLoad, tables: RequestBlocks, invalid_blocks: set[int]
+    ) -> None:
         """Start a load by reporting it to the connector. Errors of the connector are raised."""
         if self.blocks is not None:
             self.blocks.load_blocks(load.request, load.keys, load.blocks)
         else:
             (blocks,) = tables
             self.connector.update_state_after_alloc(load.request, blocks, load.num_external)
-        started = self._loads[load.request.transfer_id] = _Load(load, set())
+        started = self._loads[load.request.transfer_id] = _Load(load, invalid_blocks)
         self._new_loads.append(started)
         self._has_updates = True
 
@@ -313,12 +316,12 @@ class KVTransfers:
         """Start the loads that waited for the output of a step."""
         if self._in_use:
             self._in_use = {block: last for block, last in self._in_use.items() if last > step}
-        for load, last_step in list(self._held_loads.values()):
+        for load, last_step, invalid_blocks in list(self._held_loads.values()):
             if last_step > step:
                 continue
             transfer_id = load.request.transfer_id
             try:
-                self._begin_load(load, self._manager.reserved[transfer_id])
+                self._begin_load(load, self._manager.reserved[transfer_id], invalid_blocks)
             except Exception as error:
                 self._fail(load.request, error)
                 continue
@@ -351,10 +354,11 @@ class KVTransfers:
         self, step: StepInFlight, report: KVConnectorOutput | None, now: float
     ) -> None:
         """Apply the transfer results in a step output. Call this before the tokens of that step are applied."""
+        if report is not None and report.invalid_block_ids:
+            # Loads that are still held back did not write these blocks, even if they have been given them since.
+            self._take_invalid(step, set(int32_view(report.invalid_block_ids).tolist()), now)
         self._begin_held_loads(step.step)
         if report is not None:
-            if report.invalid_block_ids:
-                self._take_invalid(step, set(int32_view(report.invalid_block_ids).tolist()), now)
             self._apply_ends(report)
         for row in step.loading:
             if row.is_alive:
@@ -396,8 +400,9 @@ class KVTransfers:
         if bad:
             self.stats.num_failed_loads += 1
             if self._may_fail(request):
-                self._manager.release_reserved(request.transfer_id)
+                # The connector receives the blocks that the request holds, so they are released after that.
                 self._fail_load(request, bad)
+                self._manager.release_reserved(request.transfer_id)
                 return
             request.computes_locally = True
             # With several groups, a shorter prefix may need other blocks of each group, so no part of the load is kept.
@@ -417,7 +422,20 @@ class KVTransfers:
         preempted = lifecycle.in_flight.preempted
         if bad := [row for row in preempted if not invalid_blocks.isdisjoint(row.blocks)]:
             lifecycle.drop_tokens_in_flight(bad)
-        for slot, request in step.batch.get_live_requests(lifecycle.running.slots).items():
+        slots = lifecycle.running.slots
+        live = step.batch.get_live_requests(slots)
+        # Blocks of live requests may be shared with others. Those of ended ones may have been given to others since.
+        shared = invalid_blocks.intersection(
+            chain.from_iterable(manager.blocks[0][slot] for slot in live)
+        )
+        if shared:
+            self._reservations.cut_back(shared)
+            for held in self._held_loads.values():
+                held.invalid_blocks.update(shared)
+            for slot, other in enumerate(slots.requests):
+                if other is not None and not shared.isdisjoint(manager.blocks[0][slot]):
+                    live[slot] = other
+        for slot, request in live.items():
             blocks = manager.blocks[0][slot]
             num_valid = _num_valid_blocks(blocks, invalid_blocks)
             if num_valid == len(blocks):

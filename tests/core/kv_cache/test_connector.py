@@ -216,9 +216,8 @@ def test_8_3_a_bad_block_that_is_shared_is_computed_once():
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_8_3_with_the_fail_policy_a_failed_load_ends_the_request(is_async):
-    harness = Harness(
-        connector=load(8, is_async=is_async), load_failure_policy=LoadFailurePolicy.FAIL
-    )
+    connector = load(8, is_async=is_async)
+    harness = Harness(connector=connector, load_failure_policy=LoadFailurePolicy.FAIL)
     harness.worker.transfers.find_bad_blocks = lambda transfer: {1} if transfer.seed == 1 else set()
     bad, good = harness.add([1] * 9, 4, seed=1), harness.add([2] * 9, 4)
     harness.drain()
@@ -228,6 +227,7 @@ def test_8_3_with_the_fail_policy_a_failed_load_ends_the_request(is_async):
         in harness.received[bad].finished.message
     )
     assert harness.received[good].reason is FinishReason.LENGTH
+    assert connector.ended == [(bad, FinishReason.ERROR), (good, FinishReason.LENGTH)]
 
 
 def test_8_4_blocks_are_kept_until_they_are_fetched():
