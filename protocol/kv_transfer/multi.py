@@ -7,6 +7,7 @@ from typing import Final
 import msgspec
 
 from ..config import KVTransferConfig
+from ..messages import I32
 
 MULTI_CONNECTOR: Final = "MultiConnector"
 """The name of the connector in `--kv-transfer-config`, the same as in vLLM."""
@@ -16,10 +17,12 @@ class MultiCommands(msgspec.Struct, array_like=True, gc=False, frozen=True):
     """The metadata of a step: one entry per connector, and the transfers in which several connectors take part.
 
     `loads` are pairs of transfer id and the number of connectors that load blocks for it. It ends when all have.
+    `lost_blocks` int32 are blocks of these loads that no connector loads, because the one that found them failed.
     """
 
     metadata: list[bytes]
     loads: list[tuple[int, int]] = []
+    lost_blocks: I32 = b""
 
 
 class MultiReport(msgspec.Struct, array_like=True, gc=False, frozen=True):

@@ -43,6 +43,9 @@ class MultiConnector(KVConnector):
             return
         commands = self._decode(metadata)
         self._num_left.update(commands.loads)
+        if commands.lost_blocks:
+            # The end of their load, which follows, causes the report to be taken.
+            self._reports.append(KVConnectorOutput(invalid_block_ids=commands.lost_blocks))
         for connector, own in zip(self._connectors, commands.metadata, strict=True):
             connector.begin_step(own)
 

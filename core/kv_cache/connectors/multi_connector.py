@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
+from ....protocol.arrays import int32_bytes
 from ....protocol.config import KVTransferConfig
 from ....protocol.errors import ConfigError
 from ....protocol.kv_events import KVCacheEvent
@@ -37,6 +38,7 @@ class MultiConnector(BlockConnector):
         self._owners: dict[int, dict[bytes, int]] = {}
         """The connector that found each block, by request and key, until the load of the block starts."""
         self._loads: list[tuple[int, int]] = []
+        self._lost_blocks: list[int] = []
 
     def find_blocks(self, request: Request, keys: Sequence[bytes]) -> bytes | None:
         """Return a byte for each key: 1 if any connector can load the block. None if one of them defers its answer."""
@@ -59,30 +61,53 @@ class MultiConnector(BlockConnector):
     def load_blocks(
         self, request: Request, keys: Sequence[bytes], block_ids: Sequence[int]
     ) -> None:
-        """Load each block with the connector that found it."""
+        """Load each block with the connector that found it.
+
+        If a connector raises an error after others have begun to load, its blocks are reported as not loaded. The
+        blocks of the request stay in use until the others have ended. If none has begun, the error is raised.
+        """
         owners = self._owners.pop(request.transfer_id)
-        numbers = sorted({owners[key] for key in keys})
-        self._loads.append((request.transfer_id, len(numbers)))
-        for number in numbers:
+        num_begun = 0
+        lost: list[int] = []
+        errors: list[Exception] = []
+        for number in sorted({owners[key] for key in keys}):
             chosen = [
                 (key, block)
                 for key, block in zip(keys, block_ids, strict=True)
                 if owners[key] == number
             ]
-            self.connectors[number].load_blocks(
-                request, [key for key, _ in chosen], [block for _, block in chosen]
-            )
+            blocks = [block for _, block in chosen]
+            try:
+                self.connectors[number].load_blocks(request, [key for key, _ in chosen], blocks)
+                num_begun += 1
+            except Exception as error:
+                errors.append(error)
+                lost += blocks
+        if errors and not num_begun:
+            raise errors[0]
+        self._loads.append((request.transfer_id, num_begun))
+        self._lost_blocks += lost
 
     def request_finished(
         self, request: Request, block_ids: Sequence[int], reason: FinishReason
     ) -> RequestEnd:
         """Keep the blocks if one of the connectors does, and return its answer.
 
+        An error of a connector is raised after the others have received the end.
+
         Raises:
             ValueError: Several connectors would keep them.
         """
         self._owners.pop(request.transfer_id, None)
-        ends = [each.request_finished(request, block_ids, reason) for each in self.connectors]
+        ends: list[RequestEnd] = []
+        errors: list[Exception] = []
+        for each in self.connectors:
+            try:
+                ends.append(each.request_finished(request, block_ids, reason))
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
         if sum(end.delays_free for end in ends) > 1:
             raise ValueError("several connectors hold blocks of the same request")
         params = (end.params for end in ends if end.params is not None)
@@ -140,7 +165,8 @@ class MultiConnector(BlockConnector):
         """Return the metadata of all connectors in one message."""
         metadata = [each.build_connector_meta(scheduler_output) for each in self.connectors]
         loads, self._loads = self._loads, []
-        return _encode(MultiCommands(metadata, loads)) if any(metadata) else b""
+        lost, self._lost_blocks = int32_bytes(self._lost_blocks), []
+        return _encode(MultiCommands(metadata, loads, lost)) if any(metadata) else b""
 
     def receive(self, rank: int, data: bytes) -> None:
         """Forward a report to the connector that it is addressed to."""
