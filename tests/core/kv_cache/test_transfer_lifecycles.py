@@ -144,6 +144,24 @@ def test_a_load_begins_when_its_blocks_fit():
     assert starts(harness, waiting) == [11]
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("num_blocks", [6, 7])
+def test_a_loaded_request_without_room_for_its_first_token_continues_from_its_blocks(
+    num_blocks, depth
+):
+    harness = Harness(connector=load_seeded(), num_blocks=num_blocks, max_in_flight=depth)
+    running = harness.add([1] * 8, 4, seed=OTHER)
+    harness.step()
+    loaded = harness.add([2] * 8, 6, seed=LOADED)
+    harness.drain()
+    assert harness.received[running].num_events(EventKind.PREEMPTED) == 0
+    assert starts(harness, running) == [0]
+    # At most the last token is computed again, however often the request was preempted.
+    num_tokens = [7, *(8 + number for number in range(6))]
+    assert all(count in num_tokens for count in starts(harness, loaded))
+    assert harness.worker.num_prompt_tokens_computed <= 8 + 3
+
+
 def test_blocks_of_a_load_and_its_cached_prefix_are_not_evicted_or_preempted():
     """A running request that needs the blocks of a load preempts itself, and continues when the load has ended."""
     connector = load_seeded(most=8)
