@@ -148,12 +148,51 @@ _DEEPSEEK_VL2: Final = """
 {%- if add_generation_prompt %}{{ "<|Assistant|>:" }}{% endif %}
 """
 
+_FLORENCE2: Final = """
+{%- set tasks = {
+    "<OCR>": "What is the text in the image?",
+    "<OCR_WITH_REGION>": "What is the text in the image, with regions?",
+    "<CAPTION>": "What does the image describe?",
+    "<DETAILED_CAPTION>": "Describe in detail what is shown in the image.",
+    "<MORE_DETAILED_CAPTION>": "Describe with a paragraph what is shown in the image.",
+    "<OD>": "Locate the objects with category name in the image.",
+    "<DENSE_REGION_CAPTION>": "Locate the objects in the image, with their descriptions.",
+    "<REGION_PROPOSAL>": "Locate the region proposals in the image."
+} %}
+{%- set tasks_with_input = {
+    "<CAPTION_TO_PHRASE_GROUNDING>": "Locate the phrases in the caption: INPUT",
+    "<REFERRING_EXPRESSION_SEGMENTATION>": "Locate INPUT in the image with mask",
+    "<REGION_TO_SEGMENTATION>": "What is the polygon mask of region INPUT",
+    "<OPEN_VOCABULARY_DETECTION>": "Locate INPUT in the image.",
+    "<REGION_TO_CATEGORY>": "What is the region INPUT?",
+    "<REGION_TO_DESCRIPTION>": "What does the region INPUT describe?",
+    "<REGION_TO_OCR>": "What text is in the region INPUT?"
+} %}
+{%- set found = namespace(images="", text="") %}
+{%- for message in messages %}
+    {%- if message.content is string %}{% set found.text = found.text ~ message.content %}
+    {%- else %}
+        {%- for part in message.content or [] %}
+            {%- if part.type == "text" %}{% set found.text = found.text ~ part.text %}
+            {%- else %}{% set found.images = found.images ~ "<image>" %}{% endif %}
+        {%- endfor %}
+    {%- endif %}
+{%- endfor %}
+{%- set text = tasks[found.text | trim] or found.text %}
+{%- set chosen = namespace(text=text) %}
+{%- for task, question in tasks_with_input.items() if task in text %}
+    {%- set chosen.text = question | replace("INPUT", text | replace(task, "") | trim) %}
+{%- endfor %}
+{{- found.images ~ bos_token ~ chosen.text ~ eos_token }}
+"""
+
 BUILT_IN_TEMPLATES: Final = {
     "clip": _CONTENTS,
     "clip_text_model": _CONTENTS,
     **dict.fromkeys(("deepseek_ocr", "deepseek_ocr2"), "{{ bos_token }}" + _CONTENTS),
     "deepseek_vl_v2": _DEEPSEEK_VL2.strip(),
     "deepseek_v4": _DEEPSEEK_V4.strip(),
+    "florence2": _FLORENCE2.strip(),
     "kimi_k3": _KIMI_K3.strip(),
     "siglip": _CONTENTS,
     "siglip_text_model": _CONTENTS,

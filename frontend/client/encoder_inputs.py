@@ -7,6 +7,7 @@ Shapes: T tokens, D hidden size.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Final
@@ -68,9 +69,11 @@ def encoder_source(payload: AudioPayload | TextPayload, size: int) -> EncoderInp
     return EncoderInput(0, 0, sha256(data).digest(), size, data)
 
 
-def text_source(token_ids: npt.NDArray[np.int32]) -> EncoderInput:
-    """Return the encoder input for a text."""
-    return encoder_source(TextPayload(int32_bytes(token_ids)), len(token_ids))
+def text_source(
+    token_ids: npt.NDArray[np.int32], images: Sequence[EncoderInput] = ()
+) -> EncoderInput:
+    """Return the encoder input for a text, in which `images` replace some tokens."""
+    return encoder_source(TextPayload(int32_bytes(token_ids), tuple(images)), len(token_ids))
 
 
 def grow_request(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -107,7 +107,8 @@ class PromptEncoder:
         media: list[Any] = []
         if isinstance(prompt, Mapping) and "prompt_embeds" in prompt:
             return self._encode_embeddings(prompt["prompt_embeds"])
-        if (source := self._engine.config.model.source_text) is not None:
+        has_media = isinstance(prompt, Mapping) and bool(prompt.get("multi_modal_data"))
+        if (source := self._engine.config.model.source_text) is not None and not has_media:
             return self._encode_source(prompt, source)
         if isinstance(prompt, Mapping) and "encoder_prompt" in prompt:
             raise ParameterError("encoder_prompt", "needs a model with an encoder for texts")
@@ -131,10 +132,7 @@ class PromptEncoder:
             source = prompt[name]
         sizes = config.vocab_size, self._engine.config.model.vocab_size
         text, token_ids = self._encode_part(source, name, sizes[0], is_source=True)
-        if not 0 < len(token_ids) <= config.max_tokens:
-            raise ParameterError(
-                name, f"must have 1 to {config.max_tokens} tokens, got {len(token_ids)}"
-            )
+        _verify_source(token_ids, name, config)
         if start is not None:
             name = "decoder_prompt"
             start = self._encode_part(start, name, sizes[1], is_source=False)[1]
@@ -221,12 +219,30 @@ class PromptEncoder:
         media: Sequence[Any],
         encode: Callable[[str], tuple[str, Sequence[int]]],
     ) -> EncodedPrompt:
-        """Return an encoded prompt whose text has a place for each image or audio clip."""
+        """Return an encoded prompt whose text has a place for each image or audio clip.
+
+        If the model has an encoder for texts, the text with its images is the source of the answer.
+
+        Raises:
+            ParameterError: The source is empty, or longer than the model reads.
+        """
+        inputs: list[EncoderInput] = []
         if self._media is None:
             text, token_ids = encode(text)
-            return EncodedPrompt(text, list(token_ids))
-        text, token_ids, inputs = self._media.encode(text, media, encode)
-        return EncodedPrompt(text, list(token_ids), inputs)
+        else:
+            text, token_ids, inputs = self._media.encode(text, media, encode)
+        if (config := self._engine.config.model.source_text) is None:
+            return EncodedPrompt(text, list(token_ids), inputs)
+        _verify_source(token_ids, "prompt", config)
+        source = text_source(np.array(token_ids, np.int32), inputs)
+        return EncodedPrompt(text, answer_start(config, None).tolist(), [source])
+
+
+def _verify_source(token_ids: Sized, name: str, config: SourceTextConfig) -> None:
+    if not 0 < len(token_ids) <= config.max_tokens:
+        raise ParameterError(
+            name, f"must have 1 to {config.max_tokens} tokens, got {len(token_ids)}"
+        )
 
 
 def _content(prompt: Mapping[str, Any]) -> str | list[int]:

@@ -28,6 +28,7 @@ _T5: Final = frozenset({"t5", "mt5", "umt5"})
 _BART_STARTS: Final = {
     "bart": 2,
     "blenderbot": 1,
+    "florence2": 2,
     "m2m_100": 2,
     "marian": 58_100,
     "mbart": 2,
@@ -220,6 +221,9 @@ def read_source_text(config: ConfigFields, generation: ConfigFields) -> SourceTe
     kind = config.text("model_type", "")
     if kind not in _SOURCE_TEXT or is_t5_encoder(config):
         return None
+    text = config.section("text_config")
+    if text is not None:
+        config = text.with_values({"model_type": kind})
     fields = config.with_values(
         {
             name: value

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from .inputs import EncoderInput
+
 
 class ImagePayload(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=True):
     """The data of an image or of frames: pixels as a vision tower reads them, before they are scaled and normalized.
@@ -67,9 +69,13 @@ class AudioPayload(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=T
 
 
 class TextPayload(msgspec.Struct, array_like=True, gc=False, frozen=True):
-    """The data of a source text for an encoder: its `token_ids`, int32."""
+    """The data of a source text for an encoder: its `token_ids`, int32.
+
+    The embeddings of `images` replace those of some tokens.
+    """
 
     token_ids: bytes
+    images: tuple[EncoderInput, ...] = ()
 
 
 class EmbeddingPayload(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=True):

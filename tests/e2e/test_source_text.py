@@ -10,7 +10,10 @@ import torch
 import transformers
 from engine import LLM, BeamSearchParams, SamplingParams
 from engine.protocol.errors import ParameterError
+from support import florence2
+from support.florence2 import florence2_directory
 from support.gguf_t5 import write_t5
+from support.image_requests import NUM_TOKENS, chat, picture
 from support.marian_files import write_marian_tokenizer
 from support.server import DEVICE, Server, assert_nothing_is_held
 from support.source_checkpoints import (
@@ -156,4 +159,23 @@ def test_texts_are_translated_with_the_tokenizers_of_two_languages(tmp_path: Pat
             assert answer["choices"][0]["text"] == "".join(shown).replace("▁", " ").removeprefix(
                 " "
             )
+        assert_nothing_is_held(server)
+
+
+def test_chats_with_images_equal_those_of_transformers(tmp_path: Path) -> None:
+    """The source is an image and the question for the task. The request is preempted and resumed."""
+    path, model, processor = florence2_directory(tmp_path)
+    flags = ("--max-model-len", "64", "--inject-preemption", "0.1", "--cpu-backend", "torch")
+    with Server(str(path), *FLAGS, *flags) as server:
+        image, task = picture(0, 90, 60), "<CAPTION>"
+        expected = florence2.greedy(model, processor, task, image, NUM_TOKENS)
+        status, answer = server.post("/v1/chat/completions", chat(task, image))
+        assert status == 200, answer
+        [choice] = answer["choices"]
+        assert choice["token_ids"] == expected
+        text = processor.tokenizer.decode(expected, skip_special_tokens=True)
+        assert choice["message"]["content"] == text
+        status, answer = server.post("/v1/chat/completions", chat("a" * 120, picture(0, 9, 9)))
+        message = answer["error"]["message"]
+        assert status == 400 and "a source of at most 128 tokens" in message
         assert_nothing_is_held(server)

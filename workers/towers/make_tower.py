@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from ...protocol.checkpoint.vision.convolutional.codes import CodesVisionSpec
+from ...protocol.checkpoint.vision.convolutional.davit import DavitSpec
 from ...protocol.checkpoint.vision.convolutional.fastvit import FastVitSpec
 from ...protocol.checkpoint.vision.convolutional.mobilenet import ConvVisionSpec
 from ...protocol.checkpoint.vision.deepseek import (
@@ -20,6 +21,7 @@ from ...protocol.checkpoint.vision.read import AnyVisionSpec
 from ...protocol.checkpoint.vision.spec import VisionSpec
 from ...protocol.checkpoint.vision.tiled.molmo import PooledVisionSpec
 from .convolutional.codes import CodesTower
+from .convolutional.davit import DavitTower
 from .convolutional.fastvit import FastVitTower
 from .convolutional.mobilenet import MobileNetTower
 from .grid_tower import GridTower
@@ -40,6 +42,7 @@ _TOWERS: Final[dict[type[AnyVisionSpec], Callable[[Any, TowerSource], ImageTower
     JoinedVisionSpec: JoinedTower,
     ConvVisionSpec: MobileNetTower,
     FastVitSpec: FastVitTower,
+    DavitSpec: DavitTower,
     TilesVisionSpec: TilesTower,
     PooledVisionSpec: PooledTower,
     CodesVisionSpec: CodesTower,

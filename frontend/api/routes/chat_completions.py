@@ -34,6 +34,7 @@ from ..structured.reasoning_control import constraint_after_reasoning, controlla
 from ..tools.call_writer import CallWriter
 from ..tools.forced_calls import ForcedCallParser, NamedCall, RequiredCalls
 from ..tools.tool_choice import ToolChoice, ToolMode, parse_tool_choice
+from .source_text import read_as_source
 
 EFFORT_TOKENS: Final = {"none": 0, "minimal": 256, "low": 1024, "medium": 8192}
 """`reasoning_effort` -> maximum reasoning tokens, for models whose chat template does not read the effort."""
@@ -129,13 +130,15 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
         """Return the prompt for a conversation of about `size` characters."""
         serving, params = self._serving, plan.params
         chat = await self._render(plan, request, size)
+        source = serving.config.model.source_text
+        chat, params, truncate = read_as_source(chat, params, request, source)
         token_ids, max_tokens = fit_context(
             np.asarray(chat.token_ids, np.int32),
             "messages",
             max_tokens=None if self.cuts_max_tokens else params.max_tokens,
             default_max_tokens=params.max_tokens,
             max_tokens_limit=serving.max_tokens_limit,
-            truncate=request.truncate_prompt_tokens,
+            truncate=truncate,
             truncation_side=request.truncation_side,
             max_model_len=serving.config.model.max_model_len,
             max_tokens_param=request.sent_name("max_tokens"),

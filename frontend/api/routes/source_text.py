@@ -9,8 +9,10 @@ import numpy.typing as npt
 
 from ....protocol.config.model import SourceTextConfig
 from ....protocol.encoder_inputs.inputs import EncoderInput
-from ...client.encoder_inputs import answer_start, text_source
+from ....protocol.sampling_params import SamplingParams
+from ...client.encoder_inputs import answer_start, text_source, without_bad_words
 from ...http.errors import bad_request, wrong
+from ..chat_prompt import RenderedChat
 from ..prompts import (
     BYTES_PER_TOKEN_ID,
     ContextExceededError,
@@ -18,6 +20,7 @@ from ..prompts import (
     parse_token_ids,
     verify_num_characters,
 )
+from ..schema import ChatCompletionRequest
 from ..serving import Serving
 
 
@@ -36,6 +39,11 @@ def source_input(
         APIError: The prompt is empty, or longer than the model reads (400).
     """
     token_ids = prompt.token_ids
+    if prompt.encoder_inputs and truncate is not None:
+        raise bad_request(
+            "truncate_prompt_tokens",
+            "cannot cut a prompt with images or audio; send fewer messages",
+        )
     if truncate is not None:
         token_ids = _truncated(token_ids, truncate, config.max_tokens, truncation_side)
     if not len(token_ids):
@@ -48,7 +56,31 @@ def source_input(
             limit=config.max_tokens,
             num_tokens=len(token_ids),
         )
-    return text_source(token_ids)
+    return text_source(token_ids, prompt.encoder_inputs)
+
+
+def read_as_source(
+    chat: RenderedChat,
+    params: SamplingParams,
+    request: ChatCompletionRequest,
+    config: SourceTextConfig | None,
+) -> tuple[RenderedChat, SamplingParams, int | None]:
+    """Return a chat, its sampling parameters, and the number of tokens to which its prompt is truncated.
+
+    If the model has an encoder for texts (`config`), the conversation with its images is the source, and the prompt is
+    the decoder's own.
+
+    Raises:
+        APIError: The source is empty, or longer than the model reads (400).
+    """
+    truncate = request.truncate_prompt_tokens
+    if config is None:
+        return chat, params, truncate
+    token_ids = np.asarray(chat.token_ids, np.int32)
+    prompt = Prompt("messages", None, token_ids, encoder_inputs=chat.encoder_inputs)
+    item = source_input(prompt, config, truncate, request.truncation_side)
+    chat = RenderedChat("", answer_start(config, None).tolist(), [item])
+    return chat, without_bad_words(params, config), None
 
 
 async def encode_start(

@@ -41,7 +41,7 @@ from .qwen import (
     resize_whole_patches,
     resize_words,
 )
-from .single import longest, middle, repeated, single
+from .single import longest, middle, repeated, single, square
 from .source import ProcessorSource
 from .tiled.cohere import aya_vision, cohere2_vision
 from .tiled.internvl import IMAGE_CONTEXT, canvas, described_canvas, views, views_with_rows
@@ -201,6 +201,7 @@ _READERS: Final[dict[str, _Reader]] = {
     "ernie4_5_vl_moe": resize_many,
     "exaone4_5": resize,
     "fast_vlm": middle,
+    "florence2": square,
     "hyperclovax_vision_v2": resize,
     "gemma3": gemma3,
     "gemma3n": gemma3n,

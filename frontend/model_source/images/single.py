@@ -6,6 +6,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from ....protocol.checkpoint.vision.convolutional.davit import DavitSpec
 from ....protocol.checkpoint.vision.convolutional.fastvit import FastVitSpec
 from ....protocol.checkpoint.vision.deepseek import SamVisionSpec
 from ....protocol.checkpoint.vision.spec import MAX_SIDE, VisionSpec
@@ -61,6 +62,18 @@ def _tile(
         side=side,
         shortest_edge=size.integer("shortest_edge", minimum=side, maximum=MAX_SIDE),
     )
+
+
+def square(source: ProcessorSource, vision: DavitSpec) -> SquareProcessor:
+    """Return the processor of Florence-2, whose tower reads images of any size."""
+    size = sides(source.fields, "size")
+    side = size.integer("height", 768, maximum=MAX_SIDE)
+    size.require("width", side, ", as height")
+    if not 0 < vision.num_places(side) <= vision.num_positions:
+        needed = f"a size with 1 to {vision.num_positions} embeddings in each direction"
+        raise size.wrong("height", needed, side)
+    sizes = {"output_size": vision.output_size, "num_outputs": vision.num_outputs_of(side)}
+    return SquareProcessor(**CLIP_VALUES | sizes | source.pixel_values(BICUBIC), side=side)
 
 
 def longest(source: ProcessorSource, vision: VisionSpec) -> LongestProcessor:

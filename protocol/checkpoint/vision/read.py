@@ -8,6 +8,7 @@ from typing import Final, TypeAlias
 from ..config_fields import ConfigFields
 from .aria import aria
 from .convolutional.codes import CodesVisionSpec, apertus
+from .convolutional.davit import DavitSpec, florence2
 from .convolutional.fastvit import FastVitSpec, fast_vlm
 from .convolutional.mobilenet import ConvVisionSpec, gemma3n
 from .deepseek import (
@@ -85,6 +86,7 @@ AnyVisionSpec: TypeAlias = (
     | SamVisionSpec
     | ConvVisionSpec
     | FastVitSpec
+    | DavitSpec
     | TilesVisionSpec
     | PooledVisionSpec
     | PatchVisionSpec
@@ -166,6 +168,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "ernie4_5_vl_moe": ernie4_5_vl,
     "exaone4_5": exaone4_5,
     "fast_vlm": fast_vlm,
+    "florence2": florence2,
     "hyperclovax_vision_v2": hyperclovax,
     "gemma3": gemma3,
     "gemma3n": gemma3n,

@@ -167,3 +167,16 @@ def test_kimi_k3_sees_tools_calls_and_results(tmp_path: Path) -> None:
 def test_the_formats_of_kimi_k3_are_found(tmp_path: Path) -> None:
     formats = choose_formats(FrontendConfig(), built_in(tmp_path, "kimi_k3"))
     assert formats.tool_calls.name == formats.reasoning.name == "kimi_k3"
+
+
+@pytest.mark.parametrize(
+    ("text", "question"),
+    [
+        ("<OCR>", "What is the text in the image?"),
+        ("<OPEN_VOCABULARY_DETECTION> a cat ", "Locate a cat in the image."),
+        ("A question?", "A question?"),
+    ],
+)
+def test_tasks_of_florence2_become_questions(tmp_path: Path, text: str, question: str) -> None:
+    prompt = built_in(tmp_path, "florence2").render([{"role": "user", "content": text}])
+    assert prompt == f"{BOS}{question}{EOS}"

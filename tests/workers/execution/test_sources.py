@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 import torch
+from engine.frontend.client.encoder_inputs import text_source
 from engine.protocol.arrays import float32_view, int32_bytes, int32_view
 from engine.protocol.checkpoint.config_fields import ConfigFields
 from engine.protocol.checkpoint.speech import read_audio_processor
 from engine.protocol.config import CPUBackend, DeviceConfig
 from engine.protocol.encoder_inputs.inputs import EncoderInput
+from engine.protocol.encoder_inputs.payloads import ImagePayload
 from engine.protocol.pooling_params import PoolingKind, PoolingParams
 from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.worker_messages import EncoderWork, ModelRunnerOutput
+from PIL import Image
+from support.florence2 import SIDE, florence2_directory, next_logprobs
 from support.gguf_t5 import write_t5
 from support.host_accelerator import HostAccelerator
+from support.image_requests import picture
 from support.source_checkpoints import (
     MODELS,
     SPEECH,
@@ -47,11 +53,11 @@ def encode(*rows: tuple[int, int]) -> EncoderWork:
     return EncoderWork(computed=int32_bytes([number for row in rows for number in row]))
 
 
-def scores(output: ModelRunnerOutput) -> list[np.ndarray]:
+def scores(output: ModelRunnerOutput, vocab_size: int = VOCAB_SIZE) -> list[np.ndarray]:
     """Return the log-probabilities of each row, by token."""
     found = []
     for row in output.logprobs:
-        of_row = np.empty(VOCAB_SIZE, np.float32)
+        of_row = np.empty(vocab_size, np.float32)
         of_row[int32_view(row.token_ids)] = float32_view(row.logprobs)
         found.append(of_row)
     return found
@@ -130,3 +136,31 @@ def test_alignments_are_the_attention_of_transformers_heads(tmp_path, backend):
     np.testing.assert_allclose(found, expected.numpy(), atol=2e-3)
     # The queries of later steps are not recorded.
     steps.run(slots=[0], removed=[1])
+
+
+def test_images_replace_tokens_of_a_source(tmp_path):
+    path, model, processor = florence2_directory(tmp_path)
+    size = model.config.text_config.vocab_size
+    steps = Steps(path, size, block_size=16, **BACKENDS["native"])
+    prompts, pictures = ("<CAPTION>", "a cat"), (picture(1, 90, 60), picture(2, 50, 80))
+    texts = [[2, 5], [2]]
+    new = []
+    for slot, (prompt, image) in enumerate(zip(prompts, pictures, strict=True)):
+        inputs = processor(text=prompt, images=image, return_tensors="np")
+        resized = image.resize((SIDE, SIDE), Image.Resampling.BICUBIC)
+        values = processor.image_processor
+        pixels = ImagePayload(
+            *(SIDE, SIDE, resized.tobytes(), values.rescale_factor),
+            *(tuple(values.image_mean), tuple(values.image_std)),
+        )
+        placed = EncoderInput(0, 10, b"", 10, msgspec.msgpack.encode(pixels))
+        tokens = inputs["input_ids"][0].astype(np.int32)
+        new.append(steps.new(slot, texts[slot], SCORED, inputs=[text_source(tokens, [placed])]))
+    begin = {"new": new, "chunks": [(0, 2), (1, 1)], "encoders": encode((0, 0), (1, 0))}
+    for number in range(4):
+        output = steps.run(slots=[0, 1], **({} if number else begin))
+        tokens = int32_view(output.sampled_token_ids).tolist()
+        for slot, found in enumerate(scores(output, size)):
+            expected = next_logprobs(model, processor, prompts[slot], pictures[slot], texts[slot])
+            np.testing.assert_allclose(found, expected.numpy(), atol=1e-4)
+            texts[slot].append(tokens[slot])

@@ -173,4 +173,7 @@ def load_source_encoder(
             )
         else:
             stem = AudioStem(source, checkpoint, device, dtype)
-    return SourceEncoder(source, model, stem, count_threads(config))
+    images = None
+    if source.encoder.encoder is not None:
+        images = load_towers(config, source.encoder, checkpoint, device, dtype)
+    return SourceEncoder(source, model, stem, count_threads(config), images)

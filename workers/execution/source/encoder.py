@@ -5,7 +5,7 @@ Shapes: E outputs of an encoder, D hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ....protocol.arrays import int32_view
+from ....protocol.encoder_inputs.inputs import EncoderInput
 from ....protocol.encoder_inputs.payloads import AudioPayload, TextPayload
 from ....protocol.errors import EngineError
 from ...batch import AttentionBatch
@@ -23,6 +24,8 @@ from ...device.torch_threads import torch_threads
 from ...device.transfers import to_device
 from ...layers.spec import SourceSpec
 from ...models.decoder import Decoder
+from ...models.encoder import Encoder
+from ...towers.placed import Placed
 from .stem import AudioStem
 
 P = TypeVar("P", AudioPayload, TextPayload)
@@ -36,6 +39,7 @@ class SourceEncoder:
         model: The encoder's layers, without a causal mask.
         stem: The convolutions; None for a source of tokens.
         num_threads: The threads with which torch computes the convolutions on a CPU.
+        images: The tower for the images of a source of tokens; None if it has no images.
     """
 
     def __init__(
@@ -44,10 +48,12 @@ class SourceEncoder:
         model: Decoder | NativeDecoder,
         stem: AudioStem | None,
         num_threads: int = 1,
+        images: Encoder | None = None,
     ) -> None:
         self._spec = spec
         self._model = model
         self._stem = stem
+        self._images = images
         self._num_threads = num_threads
         attention = model.attention
         self._device = torch_device(attention.device)
@@ -65,14 +71,40 @@ class SourceEncoder:
         Raises:
             EngineError: The data are invalid, which a correct frontend never sends.
         """
-        if self._stem is None:
-            inputs = self._tokens(_decode(data, _decode_text))
-        else:
-            inputs = self._convolve(self._stem, _decode(data, _decode_audio))
-        return self._run(inputs)
+        if self._stem is not None:
+            return self._run(self._convolve(self._stem, _decode(data, _decode_audio)))
+        text = _decode(data, _decode_text)
+        tokens = self._tokens(text)
+        self._model.placed = self._place(text.images, len(tokens))
+        try:
+            return self._run(tokens)
+        finally:
+            self._model.placed = None
+
+    def _place(self, images: Sequence[EncoderInput], num_tokens: int) -> Placed | None:
+        """Return the embeddings of images that replace those of tokens; None without images."""
+        if not images:
+            return None
+        if self._images is None:
+            raise EngineError("a source has images, but the model has no vision tower")
+        rows_T, parts, num_rows = np.full(num_tokens, -1, np.int32), [], 0
+        for item in images:
+            part = self._images.encode(item.data)
+            end = item.position + item.num_tokens
+            if not 0 <= item.position < end <= num_tokens or len(part) != item.num_tokens:
+                raise EngineError(
+                    f"an image with {len(part)} embeddings takes the tokens from {item.position} to {end} of a "
+                    f"source with {num_tokens}"
+                )
+            rows_T[item.position : end] = np.arange(num_rows, num_rows + len(part))
+            parts.append(part)
+            num_rows += len(part)
+        return Placed(rows_T, torch.cat(parts))
 
     def warm_up(self) -> None:
         """Encode a source of one output, because kernels are prepared on first use."""
+        if self._images is not None:
+            self._images.warm_up()
         if self._stem is None:
             self._run(torch.zeros(1, dtype=torch.int64, device=self._device))
         else:

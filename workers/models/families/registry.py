@@ -284,6 +284,8 @@ def model_spec(config: Mapping[str, Any], path: str | PathLike[str]) -> ModelSpe
         _check_groups(fields, mixture)
     if has_vision(whole):
         encoder = vision_spec(whole, spec.hidden_size)
+        if spec.source is not None and spec.source.encoder is not None:
+            return encoder_decoders.with_images(spec, encoder)
         spec = replace(spec, encoder=encoder)
         if encoder.has_axes and not spec.rotary_axes:
             raise whole.error("mrope_section is missing, which images need")

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from .....protocol.checkpoint.config_fields import ConfigFields
 from .....protocol.checkpoint.speech import max_source_positions, source_vocab_size
+from .....protocol.checkpoint.vision.read import AnyVisionSpec
 from ....layers.spec import ModelSpec, SourceSpec
 from ....layers.specs.norm_names import NormNames
 from ....layers.specs.positions import Sinusoids
@@ -51,6 +52,10 @@ _SINUSOIDS: Final = (
     # Some checkpoints contain the table, which is the same in all of them.
     (r"^(model\.)?(en|de)coder\.embed_positions\..*", ""),
 )
+_BESIDE_IMAGES: Final = (
+    (r"^(model\.)?(vision_tower|multi_modal_projector)\..*", ""),
+    (r"^(model\.)?language_model\.", ""),
+)
 _T5_LAYER_NAMES: Final = (
     (r"^block\.0\.layer\.0\.SelfAttention\.relative_attention_bias\.", "distance_biases."),
     (r"^block\.", "layers."),
@@ -86,6 +91,13 @@ def with_source(decoder: ModelSpec, source: SourceSpec) -> ModelSpec:
     encoder = replace(source.encoder, is_causal=False, has_head=False)
     layers = tuple(replace(layer, reads_source=True) for layer in decoder.layers)
     return replace(decoder, layers=layers, source=replace(source, encoder=encoder))
+
+
+def with_images(spec: ModelSpec, tower: AnyVisionSpec) -> ModelSpec:
+    """Return the spec of a model whose encoder reads the outputs of a vision tower among its tokens."""
+    assert spec.source is not None and spec.source.encoder is not None
+    encoder = replace(spec.source.encoder, encoder=tower)
+    return replace(spec, source=replace(spec.source, encoder=encoder))
 
 
 def bart_fields(fields: ConfigFields) -> tuple[ConfigFields, ConfigFields]:
@@ -156,6 +168,16 @@ def _bart_model(
 
 def _bart(fields: ConfigFields) -> ModelSpec:
     return _bart_model(fields, **_POST_NORMED)
+
+
+def _florence2(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of the text part of Florence-2 (arXiv 2311.06242): a BART with names of its own."""
+    spec = _bart_model(fields, has_head_bias=False, **_POST_NORMED)
+    assert spec.source is not None and spec.source.encoder is not None
+    encoder, source = spec.source.encoder, spec.source
+    encoder = replace(encoder, tensor_names=(*_BESIDE_IMAGES, *encoder.tensor_names))
+    source = replace(source, encoder=encoder)
+    return replace(spec, source=source, tensor_names=(*_BESIDE_IMAGES, *spec.tensor_names))
 
 
 def _mvp(fields: ConfigFields) -> ModelSpec:
@@ -327,6 +349,7 @@ FAMILIES = (
     Family("UMT5EncoderModel", "umt5", partial(_t5_encoder, family=_umt5)),
     Family("BartForConditionalGeneration", "bart", _bart),
     Family("BlenderbotForConditionalGeneration", "blenderbot", _blenderbot),
+    Family("Florence2ForConditionalGeneration", "florence2", _florence2),
     Family("M2M100ForConditionalGeneration", "m2m_100", _m2m100),
     Family("MarianMTModel", "marian", _marian),
     Family("MBartForConditionalGeneration", "mbart", _bart_model),
