@@ -112,7 +112,7 @@ class MediaReader:
         else:
             image = decode_image(source, where, background)
         try:
-            return self._prepare_image(image, num_images, config)
+            return self.prepare_image(image, num_images, config)
         except ValueError as error:
             raise ParameterError(where, f"cannot be read by this model: {error}") from None
 
@@ -129,35 +129,31 @@ class MediaReader:
             ParameterError: The video cannot be read, or a field is outside the server's limits.
         """
         assert self._config.videos is not None, "the model reads no videos"
-        config, max_outputs = (
-            with_video_fields(self._config.videos, fields),
-            self._config.max_outputs,
-        )
+        config = with_video_fields(self._config.videos, fields)
+        max_outputs = self._config.max_outputs
 
         def fit(width: int, height: int, num_frames: int) -> Sizes:
             return fit_frames(width, height, num_frames, config, max_outputs)
 
-        return self._prepare_video(open_video(source, sampling, where, config, fit), config)
+        return self.prepare_video(open_video(source, sampling, where, config, fit), config)
 
-    def prepare_image(self, image: Image.Image, num_images: int = 1) -> PreparedImage:
+    def prepare_image(
+        self, image: Image.Image, num_images: int = 1, config: AnyImageProcessor | None = None
+    ) -> PreparedImage:
         """Preprocess and return one of a prompt's images, which must be in RGB.
+
+        `config` is the processor with the settings of a request, by default that of the model.
 
         Raises:
             ValueError: The model cannot read the image.
         """
-        return self._prepare_image(image, num_images, self._config.images)
+        parts = process_image(image, config or self._config.images, num_images)
+        return _prepared(parts, self._config.token)
 
-    def _prepare_image(
-        self, image: Image.Image, num_images: int, config: AnyImageProcessor
-    ) -> PreparedImage:
-        return _prepared(process_image(image, config, num_images), self._config.token)
-
-    def prepare_video(self, video: Video) -> PreparedImage:
-        """Return a preprocessed video."""
-        assert self._config.videos is not None, "the model reads no videos"
-        return self._prepare_video(video, self._config.videos)
-
-    def _prepare_video(self, video: Video, config: AnyVideoProcessor) -> PreparedImage:
+    def prepare_video(self, video: Video, config: AnyVideoProcessor | None = None) -> PreparedImage:
+        """Return a preprocessed video. See `prepare_image` for `config`."""
+        config = config or self._config.videos
+        assert config is not None, "the model reads no videos"
         parts = frames(video, config, self._config.around)
         return _prepared(parts, self._config.video_token, is_video=True)
 

@@ -118,7 +118,7 @@ class ConversationStreams:
                         "is_done": is_done,
                         "total_bytes": 0,
                         "started_at": record.created,
-                        "completed_at": record.created if is_done else 0,
+                        "completed_at": 0,
                     }
                 )
         return json_response(found)

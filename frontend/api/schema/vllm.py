@@ -150,7 +150,7 @@ class VllmGenerated(msgspec.Struct, kw_only=True):
 
 
 class VllmStreamState(msgspec.Struct, kw_only=True):
-    """What the client of a streamed derender returns with the next chunk."""
+    """The state of a streamed derender, which the client returns with the next chunk."""
 
     output_token_ids: list[Int] | None = None
     role_sent: bool | None = None

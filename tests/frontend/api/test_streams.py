@@ -140,11 +140,12 @@ class Suspension(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self.began.set()
-        time.sleep(1.0 + 2 * LATE_S)
+        # This is the suspension, not a wait: longer than the timeouts of the test by more than LATE_S.
+        time.sleep(1.0 + 1.5 * LATE_S)
 
 
 LARGE = bytes(1 << 20)
-"""More than the kernel buffers."""
+"""A body that is larger than the buffers of the kernel."""
 
 
 async def answer_largely(scope: Any, receive: Any, send: Any) -> None:
