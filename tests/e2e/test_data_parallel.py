@@ -317,5 +317,7 @@ def test_counters_of_an_exited_frontend_are_kept(server: Server) -> None:
 
 
 def test_old_names_of_metrics_are_exported(server: Server) -> None:
+    assert complete(server)[0] == 200
     assert server.metric("vllm:gpu_cache_usage_perc") == server.metric("vllm:kv_cache_usage_perc")
-    assert server.metric("vllm:time_per_output_token_seconds_count") > 0
+    name = "vllm:time_per_output_token_seconds_count"
+    wait_until(lambda: server.metric(name) > 0, what="the times of tokens are counted")
