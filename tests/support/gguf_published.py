@@ -74,9 +74,10 @@ def write_published(directory: Path, architecture: str) -> Path:
         writer.add_expert_chunk_feed_forward_length(config["parallel_expert_intermediate_size"])
         writer.add_experts_per_group(config["num_experts_per_group"])
         writer.add_expert_group_scale(config["expert_group_scale"])
-    if architecture == "grok":
+    if architecture in ("arctic", "grok"):
         writer.add_expert_count(config["num_local_experts"])
         writer.add_expert_used_count(config["num_experts_per_tok"])
+    if architecture == "grok":
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
         writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
         writer.add_router_logit_softcapping(config["router_logit_softcapping"])
@@ -224,6 +225,14 @@ def _with_stacked_experts(tensors: dict[str, Tensor], config: dict[str, Any]) ->
     return changed
 
 
+def _with_stacked_arctics(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Tensor]:
+    changed = _with_stacked_groks(tensors, config)
+    return {
+        name.replace("block_sparse_moe.gate", "mlp.gate"): x
+        for name, x in _with_neighbors(changed, config).items()
+    }
+
+
 def _with_stacked_groks(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Tensor]:
     changed: dict[str, Tensor] = {}
     modules = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
@@ -312,6 +321,7 @@ def _as_mamba(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[str, T
 
 
 _CHANGES: dict[str, Callable[[dict[str, Tensor], dict[str, Any]], dict[str, Tensor]]] = {
+    "arctic": _with_stacked_arctics,
     "baichuan": _interleaved,
     "cogvlm": _with_images,
     "grok": _with_stacked_groks,

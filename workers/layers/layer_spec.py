@@ -92,7 +92,7 @@ class LayerSpec(msgspec.Struct, frozen=True):
     has_mlp: bool = True
     """True if there is an MLP, or experts."""
     intermediate_size: int | None = None
-    """The number of intermediate elements of the MLP."""
+    """The number of intermediate elements of the MLP; 0 if the layer has only experts that are a shortcut."""
     experts: ExpertsSpec | None = None
     """The experts that replace the MLP."""
     gate_limit: GateLimit | None = None
@@ -123,6 +123,12 @@ class LayerSpec(msgspec.Struct, frozen=True):
     def cache_source(self) -> int | None:
         """The index of the layer whose cache this layer reads instead of its own, or None."""
         return None if self.chooses_keys else self.kv_source
+
+    @property
+    def has_dense_mlp(self) -> bool:
+        """True if there is an MLP, alone or beside experts."""
+        is_beside = self.experts is None or self.experts.is_shortcut or self.experts.has_own_norms
+        return self.has_mlp and is_beside and self.intermediate_size != 0
 
     @property
     def reads_token(self) -> bool:

@@ -26,6 +26,7 @@ from .quantization.row_tables import BlockRows, MatrixRows, RowTable
 _INTERLEAVED = (
     "llama",
     "arcee",
+    "arctic",
     "baichuan",
     "bailingmoe",
     "deci",

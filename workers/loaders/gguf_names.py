@@ -216,6 +216,18 @@ _LAYER_MODULES_OF_ARCHITECTURE = {
     },
     "apertus": _LAYER_MODULES
     | {"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"},
+    "arctic": _LAYER_MODULES
+    | {
+        "ffn_norm": "residual_layernorm",
+        "ffn_norm_exps": "post_attention_layernorm",
+        "ffn_gate": "residual_mlp.w1",
+        "ffn_up": "residual_mlp.w3",
+        "ffn_down": "residual_mlp.w2",
+        "ffn_gate_inp": "block_sparse_moe.gate",
+        "ffn_gate_exps": "block_sparse_moe.experts.{part}.w1",
+        "ffn_up_exps": "block_sparse_moe.experts.{part}.w3",
+        "ffn_down_exps": "block_sparse_moe.experts.{part}.w2",
+    },
     "bailingmoe2": _LAYER_MODULES | {"layer_output_norm": "final_layernorm"},
     "bailingmoe3": _KIMI_LINEAR_MODULES
     | {

@@ -148,12 +148,12 @@ class DecoderLayer:
         if experts is not None and experts.has_own_norms:
             self._beside = ExpertsBesideMLP(experts, source)
             experts = None
-        if experts is None:
-            self._mlp = MLP(source.at("mlp."), spec.intermediate_size, limit=layer.gate_limit)
-        else:
+        if experts is not None:
             self._mlp = Experts(experts, source.at("mlp."), layer.gate_limit)
+        elif layer.has_dense_mlp:
+            self._mlp = MLP(source.at("mlp."), spec.intermediate_size, limit=layer.gate_limit)
         # Experts need the exact values of the norm.
-        consumer = None if self.shortcut is not None else self._mlp.gate_up
+        consumer = None if self._mlp is None or self.shortcut is not None else self._mlp.gate_up
         self._mlp_input_norm = norm(norms.mlp_input, consumer)
         self._mlp_output_norm = norm(norms.mlp_output)
 
@@ -187,11 +187,13 @@ class DecoderLayer:
                 block_TD = self.cross.forward(x, *step.caches[-1])
                 if self._cross_output_norm is not None:
                     block_TD = self._cross_output_norm(block_TD)
-        if self._mlp is None:
+        if self._mlp is None and self.shortcut is None:
             return block_TD
         x = added(x_TD, block_TD, self._spec, self._mlp_input_norm)
         if self.shortcut is not None:
             self.shortcut_TD = self.shortcut.forward(x)
+        if self._mlp is None:
+            return None
         if input_TD is None:
             block_TD = self._feed(x, step.own_TP)
         else:

@@ -216,6 +216,14 @@ MIXTURES: Final[dict[str, Translate]] = {
         # Files of this architecture always scale embeddings.
         mup_enabled=True,
     ),
+    "arctic": declared(
+        "arctic",
+        "ArcticForCausalLM",
+        expert_fields,
+        intermediate_size=_EXPERT_SIZE,
+        moe_layer_frequency=1,
+        parallel_attn_mlp_res=True,
+    ),
     "bailingmoe": declared(
         "bailing_moe", "BailingMoeForCausalLM", expert_fields, num_shared_experts=_NUM_SHARED
     ),

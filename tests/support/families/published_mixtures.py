@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import transformers
 from support.families import changes
+from support.families.arctic import ARCTIC
 from support.families.grok import GROK
 from support.families.grove import GROVE
 from support.families.ling import LING_2_5, as_ling_2_5, without_gates
@@ -34,6 +35,7 @@ def _as_k2_horizon(reference: transformers.PreTrainedModel) -> None:
 
 
 MIXTURES = {
+    "Arctic": ARCTIC,
     # Four layers, of which every second one has latent attention.
     "BailingMoeV2_5": Published(
         "ling3",

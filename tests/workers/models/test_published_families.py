@@ -61,6 +61,7 @@ def test_logits_of_families_without_a_class_in_transformers(name, load, tmp_path
 @pytest.mark.parametrize(
     ("name", "architecture", "differences"),
     [
+        ("Arctic", "arctic", {"moe_layer_frequency": 1}),
         ("BaiChuan", "cogvlm", {}),
         ("Baichuan", "baichuan", {"num_hidden_layers": 40}),
         ("Baichuan", "refact", {}),

@@ -280,7 +280,7 @@ class Recorder:
         target = None if convolutions is None else BLOCK
         if layer.has_mlp and layer.experts is not None:
             self._record_experts(place, prefix, layer, layer.experts, norms, target, routed)
-        if layer.has_mlp and (layer.experts is None or has_shortcut):
+        if layer.has_dense_mlp and (layer.experts is None or has_shortcut):
             self._record_mlp(prefix, layer, norms, target)
         if convolutions is not None:
             convolutions.finish_mlp()

@@ -113,7 +113,7 @@ class ExpertsSpec(msgspec.Struct, frozen=True):
     has_stored_scale: bool = False
     """True if the weights are also multiplied by a stored number."""
     is_shortcut: bool = False
-    """True if the layer also has an MLP, and the experts' output is added after the next layer (arXiv 2404.05019)."""
+    """True if the experts' output is added after the next layer (arXiv 2404.05019). The layer may also have an MLP."""
     is_hashed: bool = False
     """True if a stored table gives the experts of each token id, instead of the scores."""
 

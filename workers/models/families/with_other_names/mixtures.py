@@ -5,6 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from .....protocol.checkpoint.config_fields import ConfigFields
+from ....layers.layer_spec import LayerSpec
 from ....layers.read_rope import read_rope
 from ....layers.spec import ModelSpec
 from ....layers.specs.norm_names import NormNames
@@ -24,6 +25,16 @@ _PUZZLE_NAMES = (
     (r"\.self_attn\.(?:[kv]_proj|attn)\.([kv]_scale)$", r".self_attn.\1"),
 )
 """Names of scales for queries, which are not rounded, and for keys and values in an FP8 cache."""
+
+_ARCTIC_NAMES = (
+    (r"\.layers\.@", ".layers."),
+    (r"\.residual_layernorm\.", ".post_attention_layernorm."),
+    (r"\.(residual_mlp|block_sparse_moe\.mlp)\.", ".mlp."),
+    (r"\.w1\.", ".gate_proj."),
+    (r"\.w3\.", ".up_proj."),
+    (r"\.w2\.", ".down_proj."),
+    (r"\.block_sparse_moe\.", ".mlp."),
+)
 
 _GROVE_NAMES = ((r".*\.mlp\.expert_bias", ""),)
 """The biases are not used: experts are chosen by their scores."""
@@ -54,6 +65,46 @@ _STEP3_NAMES = (
     (r"\.moe\.(\d+)\.", r".mlp.experts.\1."),
     (r"\.share_expert\.", ".mlp.shared_experts."),
 )
+
+
+def _arctic(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a Snowflake Arctic, as in the code that Snowflake published.
+
+    The experts of a layer read its input, and their output is added after the layer's MLP. So they are a layer before
+    it here.
+    """
+    fields = fields.with_defaults(num_key_value_heads=fields.integer("num_attention_heads"))
+    experts = read_experts(fields, 8, 1, intermediate_size="intermediate_size")
+    experts = replace(experts, renormalizes=experts.num_experts_per_token > 1)
+    is_beside = fields.boolean("parallel_attn_mlp_res", fields.boolean("use_residual", False))
+    period = fields.integer("moe_layer_frequency", 2)
+    (plain,) = set(llama(fields).layers)
+    alone = LayerSpec(
+        None,
+        attends=False,
+        intermediate_size=0,
+        experts=replace(experts, is_shortcut=True),
+        norms=NormNames("", mlp_input="experts_norm"),
+    )
+    beside = replace(plain, intermediate_size=fields.integer("hidden_size"))
+    layers: list[LayerSpec] = []
+    names = []
+    for i in range(fields.layer_count("num_hidden_layers")):
+        # The mark "@" keeps later rules from renaming what these have renamed.
+        old, new = rf"\.layers\.{i}\.", ".layers.@"
+        if (i + 1) % period:
+            layers.append(plain)
+        elif is_beside:
+            number = len(layers)
+            layers += (alone, beside)
+            names += [
+                (rf"{old}post_attention_layernorm", f"{new}{number}.experts_norm"),
+                (rf"{old}block_sparse_moe", f"{new}{number}.shortcut"),
+            ]
+        else:
+            layers.append(replace(plain, experts=experts))
+        names.append((old, f"{new}{len(layers) - 1}."))
+    return llama(fields, layers=tuple(layers), tensor_names=(*names, *_ARCTIC_NAMES))
 
 
 def _grok(fields: ConfigFields) -> ModelSpec:
@@ -219,6 +270,7 @@ def _k2_horizon(fields: ConfigFields) -> ModelSpec:
 
 
 FAMILIES = (
+    Family("ArcticForCausalLM", "arctic", _arctic),
     Family("GptOssPuzzleForCausalLM", "gpt_oss_puzzle", _gpt_oss_puzzle),
     Family("Grok1ForCausalLM", "grok-1", _grok),
     Family("GroveMoeForCausalLM", "grove_moe", _grove),
