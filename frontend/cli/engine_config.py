@@ -33,7 +33,8 @@ from ...protocol.config import (
     SpeculativeConfig,
     StoreConfig,
 )
-from ...protocol.config.images import MosaicProcessor, SpanKind
+from ...protocol.config.images.settings import SpanKind
+from ...protocol.config.images.tiles import MosaicProcessor
 from ...protocol.config.scheduler import DEFAULT_SPECULATION
 from ...protocol.errors import ConfigError, counted
 from ...protocol.file_identity import identify_files

@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from ...protocol.config.images import Background
+from ...protocol.config.images.settings import Background
 from ...protocol.errors import ParameterError
 
 MAX_PIXELS: Final = 1 << 26

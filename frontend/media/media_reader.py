@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from ...protocol.config.images import AnyImageProcessor
+from ...protocol.config.images.processors import AnyImageProcessor
 from ...protocol.config.videos import AnyVideoProcessor
 from ...protocol.encoder_inputs.inputs import EncoderInput
 from ...protocol.encoder_inputs.payloads import EmbeddingPayload

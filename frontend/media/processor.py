@@ -7,35 +7,41 @@ from typing import Any, Final
 
 from PIL import Image
 
-from ...protocol.config.images import (
-    AnyImageProcessor,
-    AnyresProcessor,
-    BandsProcessor,
-    BudgetProcessor,
-    CanvasProcessor,
-    CornerProcessor,
-    CoverProcessor,
-    CropProcessor,
-    CropsProcessor,
+from ...protocol.config.images.details import (
     CutsProcessor,
-    FitProcessor,
-    GridProcessor,
+    PanScanProcessor,
+    SlicesProcessor,
+    ThumbnailProcessor,
+    ViewsProcessor,
+)
+from ...protocol.config.images.processors import AnyImageProcessor
+from ...protocol.config.images.single import (
+    CropProcessor,
     LongestProcessor,
     MarginProcessor,
-    MosaicProcessor,
-    OverlapsProcessor,
+    SquareProcessor,
+)
+from ...protocol.config.images.sized import (
+    BudgetProcessor,
+    CornerProcessor,
+    FitProcessor,
     PadProcessor,
-    PagesProcessor,
-    PanScanProcessor,
     QuartersProcessor,
     RatioProcessor,
     ResizeProcessor,
+)
+from ...protocol.config.images.tiles import (
+    AnyresProcessor,
+    BandsProcessor,
+    CanvasProcessor,
+    CoverProcessor,
+    CropsProcessor,
+    GridProcessor,
+    MosaicProcessor,
+    OverlapsProcessor,
+    PagesProcessor,
     RowsProcessor,
-    SlicesProcessor,
-    SquareProcessor,
-    ThumbnailProcessor,
     TilesProcessor,
-    ViewsProcessor,
 )
 from .layouts.anyres import anyres, tiles_with_rows
 from .layouts.covers import cover

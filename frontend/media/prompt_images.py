@@ -9,7 +9,9 @@ from itertools import accumulate
 import msgspec
 import numpy as np
 
-from ...protocol.config.images import AnyImageProcessor, MosaicProcessor, SlicesProcessor
+from ...protocol.config.images.details import SlicesProcessor
+from ...protocol.config.images.processors import AnyImageProcessor
+from ...protocol.config.images.tiles import MosaicProcessor
 from ...protocol.config.videos import AnyVideoProcessor, VideoProcessor
 from ...protocol.encoder_inputs.inputs import EncoderInput
 from ...protocol.errors import ConfigError, ParameterError, counted

@@ -55,7 +55,7 @@ from ...protocol.checkpoint.speech import (
 )
 from ...protocol.checkpoint.vision.read import has_vision, model_kind, vision_spec
 from ...protocol.config import ModelConfig
-from ...protocol.config.images import SpanKind
+from ...protocol.config.images.settings import SpanKind
 from ...protocol.config.model import ModelImpl
 from ...protocol.errors import CheckpointError, ConfigError, ParameterError
 from ...protocol.file_identity import identify_files

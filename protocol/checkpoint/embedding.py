@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
-from ..config.images import SpanKind
+from ..config.images.settings import SpanKind
 from ..config.model import (
     DenseActivation,
     DenseConfig,

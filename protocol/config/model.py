@@ -11,7 +11,8 @@ import msgspec
 from ..file_identity import FileIdentity, LoraAdapter, verify_files
 from ..pooling_params import PoolingKind, PoolingParams
 from .chat_audio import ChatAudioConfig
-from .images import AnyImageProcessor, SpanKind
+from .images.processors import AnyImageProcessor
+from .images.settings import SpanKind
 from .videos import AnyVideoProcessor
 
 TOKEN_FIELDS: Final = 4

@@ -21,7 +21,7 @@ from engine.frontend.model_source.images.read import read_image_processor
 from engine.frontend.model_source.images.videos import read_video_processor
 from engine.protocol.checkpoint.config_fields import ConfigFields
 from engine.protocol.checkpoint.field_names import text_section
-from engine.protocol.config.images import SlicesProcessor
+from engine.protocol.config.images.details import SlicesProcessor
 from engine.protocol.config.videos import VideoProcessor
 from PIL import Image
 from support.gguf_grid import write_grid_decoder

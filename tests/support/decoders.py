@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 import torch
-from engine.protocol.config.images import SpanKind
+from engine.protocol.config.images.settings import SpanKind
 from engine.workers.attention import AttentionSpec, attention_backend
 from engine.workers.cpu.attention import NativeAttention
 from engine.workers.cpu.decoder import NativeDecoder

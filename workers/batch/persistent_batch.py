@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from ...protocol.arrays import Int32Array, Int64Array, int32_bytes, int32_view
-from ...protocol.config.images import SpanKind
+from ...protocol.config.images.settings import SpanKind
 from ...protocol.worker_messages import HeldRequest, SchedulerOutput
 from ..device.dtypes import AnyArray, HostDevice, on_host, torch_device
 from ..device.transfers import to_device

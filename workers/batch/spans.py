@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from ...protocol.arrays import Int32Array
-from ...protocol.config.images import SpanKind
+from ...protocol.config.images.settings import SpanKind
 from ...protocol.encoder_inputs.inputs import EncoderInput
 from ...protocol.encoder_inputs.payloads import AudioPayload
 

@@ -6,7 +6,7 @@ import msgspec
 
 from ...protocol.checkpoint.vision.read import AnyVisionSpec
 from ...protocol.config.audio_tower import AnyAudioSpec
-from ...protocol.config.images import SpanKind
+from ...protocol.config.images.settings import SpanKind
 from ..loaders.row_factors import RowFactors
 from .activations import Activation
 from .layer_spec import LayerSpec

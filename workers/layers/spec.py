@@ -8,7 +8,7 @@ import torch
 from msgspec.structs import replace
 
 from ...protocol.checkpoint.recurrent_layers import NUM_TOKEN_DIGITS, RecurrentLayer, Rwkv7
-from ...protocol.config.images import SpanKind
+from ...protocol.config.images.settings import SpanKind
 from ..device.dtypes import HostDtype, rounded
 from .layer_spec import LayerSpec, windows_by_group
 from .model_fields import ModelFields

@@ -8,7 +8,7 @@ from typing import Final
 from PIL import Image
 
 from ....protocol.checkpoint.vision.anyres import anyres_grid
-from ....protocol.config.images import AnyresProcessor, RowsProcessor
+from ....protocol.config.images.tiles import AnyresProcessor, RowsProcessor
 from ....protocol.encoder_inputs.payloads import ImagePayload
 from .grids import split
 from .pixels import Parts, Tile, in_middle, resize

@@ -7,7 +7,7 @@ from typing import Final
 import msgspec
 from PIL import Image
 
-from ....protocol.config.images import CoverProcessor
+from ....protocol.config.images.tiles import CoverProcessor
 from .grids import best_canvas, split
 from .pixels import Parts, Tile, make_tile, resize
 

@@ -7,14 +7,10 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ....protocol.config.images import (
-    AnyImageProcessor,
-    FitProcessor,
-    GridProcessor,
-    MosaicProcessor,
-    ResizeProcessor,
-    SlicesProcessor,
-)
+from ....protocol.config.images.details import SlicesProcessor
+from ....protocol.config.images.processors import AnyImageProcessor
+from ....protocol.config.images.sized import FitProcessor, ResizeProcessor
+from ....protocol.config.images.tiles import GridProcessor, MosaicProcessor
 from ....protocol.encoder_inputs.inputs import EncoderGrid
 from ....protocol.encoder_inputs.payloads import EmbeddingPayload
 from .grids import tiles_and_whole

@@ -9,12 +9,12 @@ from typing import Final
 import msgspec
 from PIL import Image
 
-from ....protocol.config.images import (
+from ....protocol.config.images.details import ViewsProcessor
+from ....protocol.config.images.tiles import (
     BandsProcessor,
     CanvasProcessor,
     CropsProcessor,
     GridProcessor,
-    ViewsProcessor,
 )
 from ....protocol.encoder_inputs.payloads import ImagePayload
 from .pixels import Parts, Tile, in_middle, make_tile, resize, with_margin

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from ....protocol.config.images import OverlapsProcessor
+from ....protocol.config.images.tiles import OverlapsProcessor
 from ....protocol.encoder_inputs.payloads import ImagePayload
 from .pixels import Parts, Tile
 

@@ -6,7 +6,7 @@ from typing import Final
 
 from PIL import Image
 
-from ....protocol.config.images import PagesProcessor
+from ....protocol.config.images.tiles import PagesProcessor
 from .grids import best_canvas, split, tiles_and_whole
 from .pixels import Parts, make_tile, resize
 

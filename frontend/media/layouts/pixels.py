@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from PIL import Image
 
-from ....protocol.config.images import ImageProcessorConfig
+from ....protocol.config.images.settings import ImageProcessorConfig
 from ....protocol.encoder_inputs.inputs import EncoderGrid
 from ....protocol.encoder_inputs.payloads import EmbeddingPayload, ImagePayload
 

@@ -8,7 +8,12 @@ from typing import Final
 
 from PIL import Image
 
-from ....protocol.config.images import MAX_RATIO, CornerProcessor, PadProcessor, ResizeProcessor
+from ....protocol.config.images.sized import (
+    MAX_RATIO,
+    CornerProcessor,
+    PadProcessor,
+    ResizeProcessor,
+)
 from ....protocol.encoder_inputs.inputs import EncoderGrid
 from ....protocol.encoder_inputs.payloads import ImagePayload
 from .pixels import Parts, Tile, interpolate, make_tile, resize

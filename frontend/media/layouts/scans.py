@@ -7,7 +7,7 @@ from typing import Final
 
 from PIL import Image
 
-from ....protocol.config.images import CutsProcessor, PanScanProcessor
+from ....protocol.config.images.details import CutsProcessor, PanScanProcessor
 from .pixels import Parts, make_tile, resize
 
 _NARROW: Final = 32

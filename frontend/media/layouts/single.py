@@ -7,13 +7,13 @@ from itertools import pairwise
 import msgspec
 from PIL import Image
 
-from ....protocol.config.images import (
+from ....protocol.config.images.single import (
     CropProcessor,
     LongestProcessor,
     MarginProcessor,
-    QuartersProcessor,
     SquareProcessor,
 )
+from ....protocol.config.images.sized import QuartersProcessor
 from ....protocol.encoder_inputs.payloads import ImagePayload
 from .pixels import Parts, make_tile, resize, with_margin
 

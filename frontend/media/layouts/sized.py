@@ -7,7 +7,7 @@ import math
 
 from PIL import Image
 
-from ....protocol.config.images import BudgetProcessor, FitProcessor, RatioProcessor
+from ....protocol.config.images.sized import BudgetProcessor, FitProcessor, RatioProcessor
 from .pixels import Parts, make_tile, resize
 
 

@@ -6,7 +6,7 @@ import math
 
 from PIL import Image
 
-from ....protocol.config.images import SlicesProcessor
+from ....protocol.config.images.details import SlicesProcessor
 from ....protocol.encoder_inputs.inputs import EncoderGrid
 from .pixels import Parts, Tile, make_tile, resize
 from .resized import check_ratio

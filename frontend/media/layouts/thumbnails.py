@@ -6,7 +6,7 @@ import math
 
 from PIL import Image
 
-from ....protocol.config.images import ThumbnailProcessor
+from ....protocol.config.images.details import ThumbnailProcessor
 from .grids import best_canvas, split
 from .pixels import Parts, Tile, make_tile, resize
 

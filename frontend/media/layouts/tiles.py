@@ -7,7 +7,7 @@ import math
 import numpy as np
 from PIL import Image
 
-from ....protocol.config.images import MosaicProcessor, TilesProcessor
+from ....protocol.config.images.tiles import MosaicProcessor, TilesProcessor
 from ....protocol.encoder_inputs.payloads import ImagePayload
 from .grids import least_scale, split
 from .pixels import Parts, Tile, make_tile, resize

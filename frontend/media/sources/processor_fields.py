@@ -7,24 +7,28 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from ....protocol.config.images import (
-    AnyImageProcessor,
-    BandsProcessor,
+from ....protocol.config.images.details import (
+    PanScanProcessor,
+    SlicesProcessor,
+    ThumbnailProcessor,
+    ViewsProcessor,
+)
+from ....protocol.config.images.processors import AnyImageProcessor
+from ....protocol.config.images.sized import (
     BudgetProcessor,
-    CanvasProcessor,
     CornerProcessor,
+    QuartersProcessor,
+    ResizeProcessor,
+)
+from ....protocol.config.images.tiles import (
+    BandsProcessor,
+    CanvasProcessor,
     CoverProcessor,
     CropsProcessor,
     GridProcessor,
     OverlapsProcessor,
     PagesProcessor,
-    PanScanProcessor,
-    QuartersProcessor,
-    ResizeProcessor,
-    SlicesProcessor,
-    ThumbnailProcessor,
     TilesProcessor,
-    ViewsProcessor,
 )
 from ....protocol.config.videos import AnyVideoProcessor, FrameProcessor, VideoProcessor
 from ....protocol.errors import ParameterError

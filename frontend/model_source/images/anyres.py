@@ -8,7 +8,7 @@ from typing import Final
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ....protocol.checkpoint.vision.anyres import anyres_grid
 from ....protocol.checkpoint.vision.spec import VisionSpec
-from ....protocol.config.images import AnyresProcessor, RowsProcessor
+from ....protocol.config.images.tiles import AnyresProcessor, RowsProcessor
 from .fields import BICUBIC, CLIP_VALUES, side_of_tile, sides
 from .source import ProcessorSource
 

@@ -10,7 +10,9 @@ from ....protocol.checkpoint.config_fields import ConfigFields
 from ....protocol.checkpoint.vision.convolutional.mobilenet import ConvVisionSpec
 from ....protocol.checkpoint.vision.gemma import PatchVisionSpec
 from ....protocol.checkpoint.vision.spec import MAX_SIDE, VisionSpec
-from ....protocol.config.images import BudgetProcessor, PanScanProcessor, SquareProcessor
+from ....protocol.config.images.details import PanScanProcessor
+from ....protocol.config.images.single import SquareProcessor
+from ....protocol.config.images.sized import BudgetProcessor
 from .fields import BICUBIC, BILINEAR
 from .source import ProcessorSource
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ....protocol.checkpoint.vision.spec import MAX_SIDE, VisionSpec
-from ....protocol.config.images import DensePages, GridProcessor, PagesProcessor, QuartersProcessor
+from ....protocol.config.images.sized import QuartersProcessor
+from ....protocol.config.images.tiles import DensePages, GridProcessor, PagesProcessor
 from .fields import BICUBIC, BILINEAR, CLIP_VALUES, LANCZOS, side_of_tile
 from .source import ProcessorSource
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ....protocol.checkpoint.vision.grid import GridVisionSpec
 from ....protocol.checkpoint.vision.spec import MAX_SIDE
-from ....protocol.config.images import ThumbnailProcessor
+from ....protocol.config.images.details import ThumbnailProcessor
 from .fields import BILINEAR
 from .source import MAX_TILES, ProcessorSource
 

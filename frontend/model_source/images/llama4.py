@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ....protocol.checkpoint.vision.llama import TilesVisionSpec
 from ....protocol.checkpoint.vision.spec import VisionSpec
-from ....protocol.config.images import MosaicProcessor, TilesProcessor
+from ....protocol.config.images.tiles import MosaicProcessor, TilesProcessor
 from .fields import BILINEAR
 from .source import MAX_TILES, ProcessorSource
 

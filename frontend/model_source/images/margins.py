@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ....protocol.checkpoint.vision.spec import VisionSpec
-from ....protocol.config.images import MarginProcessor
+from ....protocol.config.images.single import MarginProcessor
 from .fields import BICUBIC, CLIP_VALUES, sides
 from .source import ProcessorSource
 

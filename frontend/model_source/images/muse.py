@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from ....protocol.checkpoint.vision.grid import GridVisionSpec
-from ....protocol.config.images import RatioProcessor
+from ....protocol.config.images.sized import RatioProcessor
 from .fields import LANCZOS
 from .qwen import check_patches
 from .source import ProcessorSource

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from ....protocol.checkpoint.vision.spec import MAX_SIDE, VisionSpec
-from ....protocol.config.images import FitProcessor
+from ....protocol.config.images.sized import FitProcessor
 from .fields import BICUBIC, CLIP_VALUES
 from .source import ProcessorSource
 

@@ -11,13 +11,13 @@ from ....protocol.checkpoint.config_fields import ConfigFields
 from ....protocol.checkpoint.vision.convolutional.codes import CodesVisionSpec
 from ....protocol.checkpoint.vision.grid import GridVisionSpec
 from ....protocol.checkpoint.vision.spec import MAX_SIDE
-from ....protocol.config.images import (
+from ....protocol.config.images.sized import (
     MAX_RATIO,
-    CanvasProcessor,
     CornerProcessor,
     PadProcessor,
     ResizeProcessor,
 )
+from ....protocol.config.images.tiles import CanvasProcessor
 from .fields import BICUBIC, CLIP_VALUES, sides
 from .source import MAX_TILES, ProcessorSource
 

@@ -11,7 +11,7 @@ from ....protocol.checkpoint.config_fields import ConfigFields
 from ....protocol.checkpoint.gguf_config.mmproj.fields import Mmproj
 from ....protocol.checkpoint.vision.read import has_vision, model_kind, vision_spec
 from ....protocol.checkpoint.vision.spec import VisionSpec
-from ....protocol.config.images import AnyImageProcessor
+from ....protocol.config.images.processors import AnyImageProcessor
 from ....protocol.errors import CheckpointError
 from ...tokenizer.config import TokenizerConfig
 from .anyres import anyres, rows

@@ -10,12 +10,8 @@ from ....protocol.checkpoint.vision.convolutional.davit import DavitSpec
 from ....protocol.checkpoint.vision.convolutional.fastvit import FastVitSpec
 from ....protocol.checkpoint.vision.deepseek import SamVisionSpec
 from ....protocol.checkpoint.vision.spec import MAX_SIDE, VisionSpec
-from ....protocol.config.images import (
-    CropProcessor,
-    FitProcessor,
-    LongestProcessor,
-    SquareProcessor,
-)
+from ....protocol.config.images.single import CropProcessor, LongestProcessor, SquareProcessor
+from ....protocol.config.images.sized import FitProcessor
 from .fields import BICUBIC, CLIP_VALUES, side_of_tile, sides
 from .pixtral import pixtral
 from .source import ProcessorSource

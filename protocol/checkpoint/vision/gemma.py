@@ -6,7 +6,7 @@ from typing import ClassVar, Final
 
 import msgspec
 
-from ...config.images import SpanKind
+from ...config.images.settings import SpanKind
 from ..config_fields import ConfigFields
 from .fields import Sizes, image_and_patch_size, read_sizes
 from .spec import VisionSpec

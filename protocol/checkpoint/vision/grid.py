@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Final, Literal
 import msgspec
 from msgspec.structs import replace
 
-from ...config.images import SpanKind
+from ...config.images.settings import SpanKind
 from ..config_fields import ConfigFields
 from .spec import MAX_SIDE
 

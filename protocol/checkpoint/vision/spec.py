@@ -6,7 +6,7 @@ from typing import ClassVar, Final, Literal
 
 import msgspec
 
-from ...config.images import SpanKind
+from ...config.images.settings import SpanKind
 from ...config.query_former import QueryFormerSpec
 
 MAX_SIDE: Final = 4096

@@ -23,7 +23,7 @@ from engine.frontend.media.decoding.messages import OpenAudio
 from engine.frontend.media.decoding.processes import MediaProcesses
 from engine.frontend.media.frame_sampling import Sampling
 from engine.frontend.media.media_reader import MediaReader, ReaderConfig
-from engine.protocol.config.images import ResizeProcessor
+from engine.protocol.config.images.sized import ResizeProcessor
 from engine.protocol.config.videos import VideoProcessor
 from engine.protocol.errors import ParameterError, UnavailableError
 from PIL import Image

@@ -23,13 +23,10 @@ from engine.frontend.model_source.images.qwen import (
 )
 from engine.frontend.model_source.images.source import ProcessorSource
 from engine.protocol.checkpoint.config_fields import ConfigFields
-from engine.protocol.config.images import (
-    BandsProcessor,
-    MarginProcessor,
-    PadProcessor,
-    RowsProcessor,
-    ViewsProcessor,
-)
+from engine.protocol.config.images.details import ViewsProcessor
+from engine.protocol.config.images.single import MarginProcessor
+from engine.protocol.config.images.sized import PadProcessor
+from engine.protocol.config.images.tiles import BandsProcessor, RowsProcessor
 from msgspec.structs import replace
 from PIL import Image, ImageOps
 from transformers.models.deepseek_vl_hybrid.image_processing_pil_deepseek_vl_hybrid import (

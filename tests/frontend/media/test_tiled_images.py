@@ -27,14 +27,13 @@ from engine.frontend.media.video_files import open_video
 from engine.frontend.model_source.images.read import read_image_processor
 from engine.frontend.model_source.images.videos import read_video_processor
 from engine.protocol.checkpoint.config_fields import ConfigFields
-from engine.protocol.config.images import (
-    CoverProcessor,
+from engine.protocol.config.images.details import (
     CutsProcessor,
-    MosaicProcessor,
     SlicesProcessor,
     ThumbnailProcessor,
     ViewsProcessor,
 )
+from engine.protocol.config.images.tiles import CoverProcessor, MosaicProcessor
 from PIL import Image, ImageOps
 from support.image_marks import COHERE_MARKS
 from support.own_code.perception_lm import perception_lm

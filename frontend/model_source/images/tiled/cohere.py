@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from .....protocol.checkpoint.vision.spec import VisionSpec
-from .....protocol.config.images import CanvasProcessor
+from .....protocol.config.images.tiles import CanvasProcessor
 from ..source import ProcessorSource
 from .internvl import canvas
 

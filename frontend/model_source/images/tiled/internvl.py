@@ -9,7 +9,8 @@ from typing import Final
 from .....protocol.checkpoint.config_fields import ConfigFields
 from .....protocol.checkpoint.vision.deepseek import NUM_QUERIES, JoinedVisionSpec, QueryVisionSpec
 from .....protocol.checkpoint.vision.spec import MAX_SIDE, VisionSpec
-from .....protocol.config.images import CanvasProcessor, ViewsProcessor
+from .....protocol.config.images.details import ViewsProcessor
+from .....protocol.config.images.tiles import CanvasProcessor
 from ..fields import (
     BICUBIC,
     CLIP_VALUES,

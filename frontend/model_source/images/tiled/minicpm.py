@@ -6,7 +6,7 @@ import math
 from typing import Final
 
 from .....protocol.checkpoint.vision.spec import MAX_SIDE, VisionSpec
-from .....protocol.config.images import SlicesProcessor
+from .....protocol.config.images.details import SlicesProcessor
 from ..fields import BICUBIC
 from ..source import ProcessorSource
 

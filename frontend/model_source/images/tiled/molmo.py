@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from .....protocol.checkpoint.config_fields import ConfigFields
 from .....protocol.checkpoint.vision.tiled.molmo import MARGINS, POOL_SIDE, PooledVisionSpec
-from .....protocol.config.images import OverlapsProcessor
+from .....protocol.config.images.tiles import OverlapsProcessor
 from ....media.layouts.overlaps import most_outputs
 from ..fields import BILINEAR, side_of_tile, sides
 from ..source import MAX_TILES, ProcessorSource

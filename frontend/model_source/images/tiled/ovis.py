@@ -6,7 +6,7 @@ from typing import Final
 
 from .....protocol.checkpoint.vision.spec import VisionSpec
 from .....protocol.checkpoint.vision.tiled.ovis import NUM_MARKS
-from .....protocol.config.images import CoverProcessor
+from .....protocol.config.images.tiles import CoverProcessor
 from ..fields import BICUBIC, CLIP_VALUES
 from ..source import ProcessorSource
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .....protocol.checkpoint.vision.spec import VisionSpec
-from .....protocol.config.images import CanvasProcessor
+from .....protocol.config.images.tiles import CanvasProcessor
 from ..fields import BICUBIC, HALF_VALUES, side_of_tile
 from ..source import MAX_TILES, ProcessorSource
 

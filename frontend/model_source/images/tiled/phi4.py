@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .....protocol.checkpoint.vision.spec import VisionSpec
-from .....protocol.config.images import BandsProcessor, CropsProcessor
+from .....protocol.config.images.tiles import BandsProcessor, CropsProcessor
 from ..fields import BICUBIC, BILINEAR, CLIP_VALUES
 from ..source import MAX_TILES, ProcessorSource
 

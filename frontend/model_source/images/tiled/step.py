@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .....protocol.checkpoint.vision.grid import GridVisionSpec
 from .....protocol.checkpoint.vision.spec import MAX_SIDE
-from .....protocol.config.images import CutsProcessor
+from .....protocol.config.images.details import CutsProcessor
 from ..fields import BILINEAR, CLIP_VALUES, sides
 from ..source import ProcessorSource
 

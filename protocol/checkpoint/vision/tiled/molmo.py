@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Final
 
-from ....config.images import SpanKind
+from ....config.images.settings import SpanKind
 from ...config_fields import ConfigFields
 from ..fields import image_and_patch_size
 from ..spec import TowerSpec, VisionSpec

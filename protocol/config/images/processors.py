@@ -1,0 +1,66 @@
+"""All kinds of settings of image processors."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from .details import (
+    CutsProcessor,
+    PanScanProcessor,
+    SlicesProcessor,
+    ThumbnailProcessor,
+    ViewsProcessor,
+)
+from .single import CropProcessor, LongestProcessor, MarginProcessor, SquareProcessor
+from .sized import (
+    BudgetProcessor,
+    CornerProcessor,
+    FitProcessor,
+    PadProcessor,
+    QuartersProcessor,
+    RatioProcessor,
+    ResizeProcessor,
+)
+from .tiles import (
+    AnyresProcessor,
+    BandsProcessor,
+    CanvasProcessor,
+    CoverProcessor,
+    CropsProcessor,
+    GridProcessor,
+    MosaicProcessor,
+    OverlapsProcessor,
+    PagesProcessor,
+    RowsProcessor,
+    TilesProcessor,
+)
+
+AnyImageProcessor: TypeAlias = (
+    SquareProcessor
+    | CornerProcessor
+    | CoverProcessor
+    | CropProcessor
+    | CropsProcessor
+    | CutsProcessor
+    | BandsProcessor
+    | GridProcessor
+    | MarginProcessor
+    | MosaicProcessor
+    | OverlapsProcessor
+    | CanvasProcessor
+    | PagesProcessor
+    | PanScanProcessor
+    | QuartersProcessor
+    | FitProcessor
+    | BudgetProcessor
+    | RatioProcessor
+    | AnyresProcessor
+    | RowsProcessor
+    | PadProcessor
+    | ThumbnailProcessor
+    | LongestProcessor
+    | ResizeProcessor
+    | SlicesProcessor
+    | TilesProcessor
+    | ViewsProcessor
+)

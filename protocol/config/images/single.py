@@ -1,0 +1,41 @@
+"""The settings of image processors that make one tile of an image."""
+
+from __future__ import annotations
+
+from .settings import ImageProcessorConfig
+
+
+class SquareProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="square"):
+    """Resizes an image to one tile of `side` x `side` pixels. The marks follow the embeddings of the image."""
+
+    side: int
+
+
+class CropProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="crop"):
+    """Resizes the shorter side to `shortest_edge` pixels, and crops `side` x `side` pixels from the middle."""
+
+    side: int
+    shortest_edge: int
+
+
+class MarginProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="margin"):
+    """Resizes the longer side of an image to `side` pixels, and puts it in the middle of a square with a `margin`.
+
+    The shorter side has at least `min_side` pixels. The margin is a color in RGB. If `fine` is not None, this is done
+    with the larger square that `fine` makes of the image, and the model reads both (DeepSeek-VL 7B).
+    """
+
+    side: int
+    min_side: int
+    margin: tuple[int, int, int]
+    fine: MarginProcessor | None = None
+
+
+class LongestProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="longest"):
+    """Resizes the longer side of an image to `side` pixels, and the shorter one to at least `least` pixels.
+
+    The image is placed at the top left of a black square.
+    """
+
+    side: int
+    least: int
