@@ -27,6 +27,7 @@ from .decisions.endpoint import Decisions
 from .decisions.system_one import SystemOne
 from .dialects import anthropic, llama_cpp, mistral, ollama, text_embeddings, whisper_cpp
 from .dialects.anthropic_batches import message_batch_routes
+from .dialects.azure import deployment_routes
 from .dialects.cohere import chat as cohere_chat
 from .dialects.cohere.embed import CohereEmbeddings
 from .dialects.gemini import answer as gemini_answer
@@ -184,6 +185,7 @@ def make_routes(serving: Serving) -> list[Route]:
             for prefix in ("/v1", "")
             for route in openai_routes
         ),
+        *deployment_routes(openai_routes),
         Route(
             "/invocations",
             Invocations(serving, intake, completions, chat_completions)

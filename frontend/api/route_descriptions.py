@@ -97,6 +97,16 @@ ROUTE_DESCRIPTIONS: Final[dict[str, tuple[str, str]]] = {
             ("batchEmbedContents", "Embed one or more texts (Gemini)."),
         )
     },
+    **{
+        f"/openai/deployments/{{model}}{path}": (CLIENTS, f"The same as /v1{path} (Azure).")
+        for path in (
+            "/chat/completions",
+            "/completions",
+            "/embeddings",
+            "/audio/transcriptions",
+            "/audio/translations",
+        )
+    },
     "/api/chat": (CLIENTS, "Answer a conversation (Ollama)."),
     "/api/generate": (CLIENTS, "Answer a prompt (Ollama)."),
     "/api/embed": (CLIENTS, "Embed one or more texts (Ollama)."),

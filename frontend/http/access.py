@@ -95,6 +95,8 @@ ADMIN_TENANT: Final = "admin"
 OWNER_CHARACTERS: Final = 32
 """Length of an owner's name in the store, in hexadecimal digits."""
 
+_KEY_HEADERS: Final = (b"x-api-key", b"x-goog-api-key", b"api-key")
+
 _WITHOUT_BODY: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
@@ -271,13 +273,17 @@ class Origins(CORSMiddleware):
 _PREFIX: Final = "/openai"
 """The prefix of the routes of OpenAI's API in the clients of Groq and Azure."""
 
+DEPLOYMENTS: Final = f"{_PREFIX}/deployments/"
+"""The prefix of the routes with which Azure's clients name the model in the path."""
+
 
 def normalize_path(scope: Scope, root_path: str) -> None:
     """Remove a slash at the end of the path, which clients often add, and the prefix of Groq's and Azure's clients."""
     scope["root_path"] = root_path
     path = scope["path"].removesuffix("/") or "/"
     route = path.removeprefix(root_path)
-    scope["path"] = route.removeprefix(_PREFIX) if route.startswith(f"{_PREFIX}/v1/") else path
+    is_prefixed = route.startswith(f"{_PREFIX}/") and not route.startswith(DEPLOYMENTS)
+    scope["path"] = route.removeprefix(_PREFIX) if is_prefixed else path
 
 
 def is_operator_path(path: str) -> bool:
@@ -330,11 +336,11 @@ def digest_of(key: bytes) -> bytes:
 
 
 def key_of(headers: dict[bytes, bytes]) -> bytes:
-    """Return the API key of a request. Clients of Anthropic and Google and web pages send it in other headers."""
+    """Return the API key. Clients of Anthropic, Google and Azure and web pages send it in headers of their own."""
     scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
     if scheme.lower() == b"bearer":
         return key.strip()
     for name in read_subprotocols(headers):
         if name.startswith(KEY_SUBPROTOCOL):
             return name.removeprefix(KEY_SUBPROTOCOL).encode("latin-1")
-    return headers.get(b"x-api-key", headers.get(b"x-goog-api-key", b"")).strip()
+    return next((headers[name] for name in _KEY_HEADERS if name in headers), b"").strip()

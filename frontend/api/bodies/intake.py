@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope
 
 from ...client.executor import request_digest
 from ...http.errors import internal_error, unavailable
+from ..dialects.azure import find_deployment
 from ..inputs.named_media import fill_in_media
 from ..inputs.stored_files import fill_in_files
 from ..openapi import accepts
@@ -102,7 +103,8 @@ class Intake:
     ) -> tuple[T, int]:
         """Return the body, decoded into `schema`, and its size in bytes.
 
-        Stored files and media that its messages refer to are filled in, and are a part of its size.
+        A model that the path names replaces the one in the body. Stored files and media that its messages refer to are
+        filled in, and are a part of its size.
 
         Raises:
             APIError: The body is invalid, too large, or too complex (4xx); it crashed a frontend before (500); there is
@@ -110,6 +112,8 @@ class Intake:
             ClientDisconnected: The client closed the connection first.
         """
         body, size = await self._decode(scope, receive, schema, lease)
+        if model := find_deployment(scope):
+            body.model = model  # type: ignore[attr-defined]
         if messages := getattr(body, "messages", None):
             owner = scope.get("state", {}).get("owner", "")
             for fill_in in (fill_in_files, fill_in_media):
@@ -152,7 +156,7 @@ class Intake:
     async def receive_form(
         self, scope: Scope, receive: Receive, decoder: FormDecoder[T], lease: MemoryLease
     ) -> tuple[T, dict[str, FormFile]]:
-        """Return the decoded values of a form, and its files.
+        """Return the decoded values of a form, and its files. A model that the path names replaces the one in it.
 
         Raises:
             APIError: The form is invalid or too large (4xx); it crashed a frontend before (500); there is no room for
@@ -163,6 +167,8 @@ class Intake:
         body = await read_body(scope, receive, self._max_body_bytes, lease, is_json=False)
         self._refuse_poison()
         form = await self._serving.executor.in_thread(parse_form, body, boundary)
+        if model := find_deployment(scope):
+            form.values["model"] = [model]
         return decoder.decode(form.values), form.files
 
     def _refuse_poison(self) -> None:

@@ -97,7 +97,8 @@ class Realtime:
             raise wrong("intent", '"transcription"', query["intent"])
         if "call_id" in query:
             raise bad_request("call_id", "is not supported: this server answers no calls")
-        model = query.get("model") or serving.served_name
+        # Azure's clients call the model a deployment.
+        model = query.get("model") or query.get("deployment") or serving.served_name
         serving.verify_model(model)
         rate = verify_transcribes(serving.config.model).sampling_rate
         settings = Settings.default(model)
