@@ -166,7 +166,10 @@ class MultiConnector(BlockConnector):
         metadata = [each.build_connector_meta(scheduler_output) for each in self.connectors]
         loads, self._loads = self._loads, []
         lost, self._lost_blocks = int32_bytes(self._lost_blocks), []
-        return _encode(MultiCommands(metadata, loads, lost)) if any(metadata) else b""
+        # A connector may start its part of a load with the metadata of a later step.
+        if not (loads or any(metadata)):
+            return b""
+        return _encode(MultiCommands(metadata, loads, lost))
 
     def receive(self, rank: int, data: bytes) -> None:
         """Forward a report to the connector that it is addressed to."""

@@ -26,12 +26,14 @@ class Shelf(BlockConnector):
     Attributes:
         contents: By key, the content of each block of the store.
         num_deferred: How many times `find_blocks` defers its answer.
+        num_held_back: How many steps start none of the loads.
         raises: The name of a method that raises an error.
     """
 
     def __init__(self) -> None:
         self.contents: dict[bytes, list[int]] = {}
         self.num_deferred = 0
+        self.num_held_back = 0
         self.raises = ""
         self.keys: list[bytes] = []
         self.ended: list[FinishReason] = []
@@ -52,7 +54,13 @@ class Shelf(BlockConnector):
             raise RuntimeError("the shelf is gone")
         self._loads.append((request.transfer_id, keys, block_ids))
 
+    def needs_step(self) -> bool:
+        return bool(self._loads)
+
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> bytes:
+        if self._loads and self.num_held_back:
+            self.num_held_back -= 1
+            return b""
         loads, self._loads = self._loads, []
         return msgspec.msgpack.encode(loads) if loads else b""
 
@@ -182,6 +190,19 @@ def test_an_error_of_a_search_fails_the_request_and_no_other(number):
     worker.run()
     assert harness.received[bad].finished.message == "KV connector: the shelf is gone"
     assert harness.received[good].reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("held_back", [(1, 1), (1, 3), (2, 0)])
+@pytest.mark.parametrize("raises", ["", "load_blocks"])
+def test_a_load_may_begin_some_steps_later(raises, held_back):
+    harness, worker, shelves, _ = start({0, 3}, {1, 2})
+    shelves[0].raises = raises
+    for shelf, count in zip(shelves, held_back, strict=True):
+        shelf.num_held_back = count
+    harness.add(PROMPT, 3)
+    worker.run()
+    starts = [new.num_computed_tokens for step in harness.steps for new in step.new_requests]
+    assert starts == [0 if raises else 16]
 
 
 @pytest.mark.parametrize("policy", LoadFailurePolicy)
