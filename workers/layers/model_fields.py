@@ -22,6 +22,7 @@ from .specs.latent import LatentSpec, RopeOrder
 from .specs.ngram import NgramSpec
 from .specs.norm_gate import NormGateSpec
 from .specs.norm_names import NormNames
+from .specs.pair_experts import PairExpertsSpec
 from .specs.positions import Sinusoids
 from .specs.relative_biases import RelativeBiasSpec
 from .specs.score_head import ScoreHeadSpec
@@ -251,6 +252,9 @@ class ModelFields(msgspec.Struct, frozen=True, kw_only=True):
     """True if the last projection has a bias."""
     gate_multiplier: float = 1.0
     """A factor on the gates."""
+
+    pair_experts: PairExpertsSpec | None = None
+    """Small experts that are added to every MLP."""
 
     # The residual stream.
 

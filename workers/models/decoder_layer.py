@@ -25,6 +25,7 @@ from .attention_kinds.spans import SpanAttention
 from .compressed.attention import CompressedAttention
 from .cross_attention import CrossAttention
 from .experts.mixture import Experts, ExpertsBesideMLP
+from .experts.pairs import PairExperts
 from .latent.attention import LatentAttention
 from .layer_kinds.residual_gate import ResidualFactor, ResidualGate, ResidualScale
 from .layer_source import LayerSource
@@ -133,7 +134,7 @@ class DecoderLayer:
         if spec.has_layer_scales:
             self._scale_1 = weights.read(f"{prefix}layer_scalar", 1)
         self._beside: ExpertsBesideMLP | None = None
-        self._mlp: MLP | Experts | None = None
+        self._mlp: MLP | Experts | PairExperts | None = None
         self.shortcut: Experts | None = None
         self.shortcut_TD: Tensor | None = None
         self.previous: DecoderLayer | None = None
@@ -150,6 +151,8 @@ class DecoderLayer:
             experts = None
         if experts is not None:
             self._mlp = Experts(experts, source.at("mlp."), layer.gate_limit)
+        elif spec.pair_experts is not None:
+            self._mlp = PairExperts(spec.pair_experts, source.at("mlp."))
         elif layer.has_dense_mlp:
             self._mlp = MLP(source.at("mlp."), spec.intermediate_size, limit=layer.gate_limit)
         # Experts need the exact values of the norm.

@@ -34,6 +34,16 @@ def _as_k2_horizon(reference: transformers.PreTrainedModel) -> None:
         layer.self_attn.q_norm, layer.self_attn.k_norm = _HeadNorms(6), _HeadNorms(2)
 
 
+def _with_own_keys(reference: transformers.PreTrainedModel) -> None:
+    """Let the tokens of a prompt choose experts by their own logits, as single tokens do."""
+
+    def reorder(_module: nn.Module, _args: object, logits: torch.Tensor) -> torch.Tensor:
+        return logits.unflatten(-1, (2, -1)).permute(2, 0, 1, 3).reshape(logits.shape)
+
+    for layer in reference.model.layers:
+        layer.mlp.router_gate.register_forward_hook(reorder)
+
+
 MIXTURES = {
     "Arctic": ARCTIC,
     # Four layers, of which every second one has latent attention.
@@ -54,6 +64,12 @@ MIXTURES = {
         prepare=as_ling_2_5,
     ),
     "BailingMoeV3": Published("ling3", {}, {"gated_attention_proj_granularity_type": "head_wise"}),
+    "Doge": Published(
+        "doge",
+        {"is_moe": True, "num_experts": 25, "num_experts_per_tok": 4, "mlp_bias": True},
+        {},
+        prepare=_with_own_keys,
+    ),
     "Grok1": GROK,
     "GroveMoe": GROVE,
     "GptOssPuzzle": PUZZLE,

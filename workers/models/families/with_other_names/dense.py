@@ -11,6 +11,7 @@ from .....protocol.checkpoint.config_fields import ConfigFields
 from ....layers.layer_spec import LayerSpec
 from ....layers.read_rope import read_rope, read_rope_of_layer_type
 from ....layers.spec import ModelSpec
+from ....layers.specs.pair_experts import PairExpertsSpec
 from ....loaders.row_factors import RowFactors
 from ..common import (
     Family,
@@ -157,8 +158,16 @@ def _diffllama(fields: ConfigFields) -> ModelSpec:
 
 
 def _doge(fields: ConfigFields) -> ModelSpec:
-    """Return the spec of a Doge (arXiv 2504.05565) without experts. It attends to all tokens of its longest text."""
-    fields.require("is_moe", False)
+    """Return the spec of a Doge (arXiv 2504.05565), which attends to all tokens of its longest text.
+
+    In transformers, the tokens of a prompt exchange the logits of experts. Here, each token has its own, as it has in
+    transformers if it is computed alone.
+    """
+    experts = None
+    if fields.boolean("is_moe", False):
+        count = fields.integer("num_experts", 16_384)
+        chosen = fields.integer("num_experts_per_tok", 64, maximum=count)
+        experts = PairExpertsSpec(count, chosen)
     length = fields.integer("max_position_embeddings", 2048)
     kept = fields.integer("keep_window_size", 2048)
     if kept < length:
@@ -175,6 +184,7 @@ def _doge(fields: ConfigFields) -> ModelSpec:
         attention_scale=size**-0.5,
         has_key_biases=True,
         has_stream_factors=True,
+        pair_experts=experts,
         qkv_bias=bias,
         attention_output_bias=bias,
     )
