@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     from .frontend.client.beam_search import BeamSearchParams
     from .frontend.offline.llm import LLM
     from .frontend.offline.loras import LoRARequest
-    from .frontend.offline.structured import structured_output
-    from .protocol.sampling_params import RepetitionDetectionParams, SamplingParams
+    from .frontend.offline.params import PoolingParams, SamplingParams
+    from .frontend.offline.structured import StructuredOutputsParams, structured_output
+    from .protocol.sampling_params import RepetitionDetectionParams
 
 __version__ = "0.1.0"
 
@@ -21,8 +22,10 @@ __all__ = [
     "LLM",
     "BeamSearchParams",
     "LoRARequest",
+    "PoolingParams",
     "RepetitionDetectionParams",
     "SamplingParams",
+    "StructuredOutputsParams",
     "__version__",
     "structured_output",
 ]
@@ -31,8 +34,10 @@ _MODULES = {
     "BeamSearchParams": ".frontend.client.beam_search",
     "LLM": ".frontend.offline.llm",
     "LoRARequest": ".frontend.offline.loras",
+    "PoolingParams": ".frontend.offline.params",
     "RepetitionDetectionParams": ".protocol.sampling_params",
-    "SamplingParams": ".protocol.sampling_params",
+    "SamplingParams": ".frontend.offline.params",
+    "StructuredOutputsParams": ".frontend.offline.structured",
     "structured_output": ".frontend.offline.structured",
 }
 

@@ -10,10 +10,8 @@ from typing import Any, Final, Self, TypeAlias
 
 import msgspec
 
-from ...protocol.config.weights import WeightsFiles
 from ...protocol.errors import ParameterError, counted
 from ...protocol.file_identity import LoraAdapter
-from ...protocol.messages import PauseMode
 from ...protocol.sampling_params import SamplingParams
 from ..chat import ModelTemplates, SpecialTokenGuard
 from ..cli.arguments import Settings, parse_settings, settings_of
@@ -23,8 +21,8 @@ from ..client.engine_client import RequestGroup, SequenceRequest
 from ..client.sequence_io import params_for_output
 from ..media.transcription.options import Task, TranscriptionOptions, parse_language
 from ..media.transcription.transcriber import Transcript
-from ..model_source.weights import find_weights
 from ..tokenizer.tokenizer import Tokenizer
+from .control import ControlMethods
 from .local_engine import LocalEngine
 from .local_transcriber import AudioClip, LocalTranscriber
 from .loras import LoraChoice, OfflineLoras
@@ -45,7 +43,7 @@ DEFAULTS: Final = {"log_stats": False, "max_num_queued_reqs": 0, "max_num_queued
 """Options whose defaults differ from those of a server. The queue is unlimited, because a batch is in memory anyway."""
 
 
-class LLM(PoolingMethods):
+class LLM(PoolingMethods, ControlMethods):
     """A model and its processes, which run until `close` or the end of a `with` block. It is thread-safe.
 
     Args:
@@ -73,13 +71,14 @@ class LLM(PoolingMethods):
     def _serve(self, settings: Settings) -> None:
         self._engine = LocalEngine(settings)
         self._numbers = itertools.count()
-        self._templates: dict[str | None, ModelTemplates] = {}
+        self._templates: dict[tuple[str | None, str], ModelTemplates] = {}
         policy = self._engine.config.frontend.special_tokens_in_text
         self._special_tokens = SpecialTokenGuard(self._engine.tokenizer, policy)
         self._prompts = PromptEncoder(self._engine)
         self._transcriber: LocalTranscriber | None = None
         self._loras = OfflineLoras(self._engine.config.model)
         self._grammars = OfflineGrammars(self._engine)
+        self._queued: list[tuple[RequestGroup, EncodedPrompt]] = []
         atexit.register(self.close)
 
     def generate(
@@ -89,6 +88,7 @@ class LLM(PoolingMethods):
         *,
         lora_request: LoraChoice | Sequence[LoraChoice] = None,
         priority: int | Sequence[int] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
         use_tqdm: ProgressBar = False,
     ) -> list[RequestOutput]:
         """Generate for every prompt and return the outputs in the order of the prompts.
@@ -100,44 +100,92 @@ class LLM(PoolingMethods):
             lora_request: The LoRA adapter to use, for all prompts, or one per prompt: the name of one of
                 `lora_modules`, or a `LoRARequest`, which is loaded on first use. The default is the base model.
             priority: The priority of all prompts, or one per prompt. Lower numbers are served first.
+            tokenization_kwargs: vLLM's `truncate_prompt_tokens` (-1 for the context), `truncation_side`
+                and `add_special_tokens`, or transformers' `truncation` and `max_length`. Long prompts lose their start
+                by default.
             use_tqdm: True shows a progress bar, if the package `tqdm` is installed. A function creates the bar.
 
         Raises:
             ParameterError: A prompt or parameter is invalid; nothing was generated.
         """
-        wanted = as_list(prompts)
-        encoded = [self._prompts.encode(prompt) for prompt in wanted]
-        return self._generate(encoded, sampling_params, lora_request, priority, use_tqdm)
+        wanted = self._encode(prompts, tokenization_kwargs)
+        return self._generate(wanted, sampling_params, lora_request, priority, use_tqdm)
+
+    def enqueue(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        lora_request: LoraChoice | Sequence[LoraChoice] = None,
+        priority: int | Sequence[int] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[str]:
+        """Start to generate as `generate` does, and return the IDs of the requests. `wait_for_completion` ends them."""
+        wanted = self._encode(prompts, tokenization_kwargs)
+        work = self._submit(wanted, sampling_params, lora_request, priority)
+        groups = self._engine.run(work)
+        self._queued += zip(groups, wanted, strict=True)
+        return [group.request_id for group in groups]
+
+    def wait_for_completion(self, *, use_tqdm: ProgressBar = False) -> list[RequestOutput]:
+        """Return the outputs of all prompts that were passed to `enqueue`, in their order."""
+        queued, self._queued = self._queued, []
+        with progress_bar(use_tqdm, len(queued)) as advance:
+            return self._engine.run(self._collect(queued, advance))
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        chat_template: str | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: list[dict[str, Any]] | None = None,
-        chat_template_kwargs: dict[str, Any] | None = None,
-        mm_processor_kwargs: dict[str, Any] | None = None,
         lora_request: LoraChoice | Sequence[LoraChoice] = None,
         priority: int | Sequence[int] | None = None,
         use_tqdm: ProgressBar = False,
+        **preprocessing: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of several, and return the outputs in their order.
 
         Args:
             messages: One conversation or a list of them.
             sampling_params: Parameters for all conversations, or one per conversation. The default is the model's own.
+            lora_request: As for `generate`.
+            priority: As for `generate`.
+            use_tqdm: As for `generate`.
+            preprocessing: Arguments of `preprocess_chat`.
+
+        Raises:
+            ParameterError: There is no chat template, or a parameter is invalid.
+            ChatTemplateError: The template rejects the messages.
+        """
+        prompts = self.preprocess_chat(messages, **preprocessing)
+        return self._generate(prompts, sampling_params, lora_request, priority, use_tqdm)
+
+    def preprocess_chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        *,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: dict[str, Any] | None = None,
+    ) -> list[EncodedPrompt]:
+        """Return the prompts of one or more conversations, which `generate` and `enqueue` take.
+
+        Args:
+            messages: One conversation or a list of them.
             chat_template: A template or the path of one, instead of the model's own.
+            chat_template_content_format: The form in which the template reads contents, "string" or "openai" (a list
+                of parts); "auto" finds it out.
             add_generation_prompt: True if the prompt ends with the start of an assistant message.
             continue_final_message: True if the model continues the last message.
             tools: Function definitions in OpenAI's format.
             chat_template_kwargs: Extra variables for the template.
+            tokenization_kwargs: As for `generate`. The template has all special tokens by default.
             mm_processor_kwargs: `{"use_audio_in_video": True}` to read the sound of videos.
-            lora_request: As for `generate`.
-            priority: As for `generate`.
-            use_tqdm: As for `generate`.
 
         Raises:
             ParameterError: There is no chat template, or a parameter is invalid.
@@ -146,7 +194,10 @@ class LLM(PoolingMethods):
         conversations: Any = (
             [messages] if messages and isinstance(messages[0], Mapping) else messages
         )
-        template = self._template(chat_template, bool(tools))
+        template = self._template(chat_template, bool(tools), chat_template_content_format)
+        tokenization = self._prompts.tokenization(
+            {"add_special_tokens": False} | dict(tokenization_kwargs or {})
+        )
         prompts: list[EncodedPrompt] = []
         for conversation in conversations:
             conversation, media = self._prompts.take_media(conversation, mm_processor_kwargs)
@@ -158,14 +209,15 @@ class LLM(PoolingMethods):
                 continue_final_message=continue_final_message,
                 **(chat_template_kwargs or {}),
             )
-            prompts.append(
-                self._prompts.encode_text(
-                    text,
-                    media,
-                    lambda text: self._special_tokens.encode(text, add_special_tokens=False),
-                )
+            encoded = self._prompts.encode_text(
+                text,
+                media,
+                lambda text: self._special_tokens.encode(
+                    text, add_special_tokens=tokenization.add_special_tokens
+                ),
             )
-        return self._generate(prompts, sampling_params, lora_request, priority, use_tqdm)
+            prompts.append(self._prompts.cut(encoded, tokenization, "left"))
+        return prompts
 
     def transcribe(
         self,
@@ -272,54 +324,6 @@ class LLM(PoolingMethods):
         """Return the sampling parameters in the model's generation config."""
         return SamplingParams(**self._engine.config.frontend.default_sampling)  # type: ignore[arg-type]
 
-    def reset_prefix_cache(self) -> bool:
-        """Clear the prefix cache. Return False if running requests prevented it."""
-        return self._engine.run(self._engine.client.calls.reset_prefix_cache())
-
-    def sleep(self, level: int = 1, mode: str = PauseMode.ABORT) -> None:
-        """Free all memory of the model until `wake_up`. Requests wait meanwhile.
-
-        Args:
-            level: As in vLLM, 0 only pauses. 1 and 2 are the same here.
-            mode: What happens to running requests: `abort` ends them, `wait` finishes them first, and `keep` continues
-                them after the sleep.
-
-        Raises:
-            ValueError: The level or the mode is invalid.
-            EngineError: Some processes did not stop.
-        """
-        if level not in (0, 1, 2):
-            raise ValueError(f"level must be 0, 1 or 2, got {level}")
-        client, pause = self._engine.client, PauseMode(mode)
-        self._engine.run(client.calls.pause(pause, clear_cache=pause is not PauseMode.KEEP))
-        if level:
-            self._engine.run(client.sleep.sleep())
-
-    def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Load the model again, and generate. With `tags` that lack `kv_cache` and `scheduling`, only load it.
-
-        Raises:
-            EngineError: The model was not loaded.
-        """
-        client = self._engine.client
-        self._engine.run(client.sleep.wake())
-        if not tags or {"kv_cache", "scheduling"} & {*tags}:
-            self._engine.run(client.calls.resume())
-
-    def load_weights(self, path: str) -> None:
-        """Load other weights of the model, from a local checkpoint or the hub.
-
-        Running requests continue with them; what is cached of prompts is computed again.
-
-        Raises:
-            ConfigError: They do not exist, or belong to another model.
-            CheckpointError: The checkpoint is incomplete or cannot be read.
-            EngineError: The workers could not load them, and have the previous ones again.
-        """
-        client, config = self._engine.client, self._engine.config
-        weights = find_weights(config.model, path)
-        self._engine.run(client.sleep.load_weights(WeightsFiles(config.run_dir), weights))
-
     def close(self) -> None:
         """Stop the processes. Later calls do nothing."""
         atexit.unregister(self.close)
@@ -331,6 +335,16 @@ class LLM(PoolingMethods):
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        tokenization_kwargs: Mapping[str, Any] | None,
+    ) -> list[EncodedPrompt]:
+        tokenization = self._prompts.tokenization(tokenization_kwargs)
+        return [
+            self._prompts.encode(prompt, tokenization=tokenization) for prompt in as_list(prompts)
+        ]
+
     def _generate(
         self,
         prompts: list[EncodedPrompt],
@@ -339,6 +353,37 @@ class LLM(PoolingMethods):
         priority: int | Sequence[int] | None,
         use_tqdm: ProgressBar,
     ) -> list[RequestOutput]:
+        async def work() -> list[RequestOutput]:
+            groups = await self._submit(prompts, sampling_params, lora_request, priority)
+            return await self._collect(list(zip(groups, prompts, strict=True)), advance)
+
+        with progress_bar(use_tqdm, len(prompts)) as advance:
+            return self._engine.run(work())
+
+    def _fitting(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
+        """Return parameters whose `max_tokens` does not exceed the context, because all prompts may share them."""
+        remaining = self._engine.config.model.max_model_len - num_prompt_tokens
+        if params.max_tokens is None or not 0 < remaining < params.max_tokens:
+            return params
+        return msgspec.structs.replace(params, max_tokens=remaining)
+
+    def _without_bad_words(self, params: SamplingParams) -> SamplingParams:
+        """Return sampling parameters that also exclude the tokens that a model with a source never generates."""
+        source = self._engine.config.model.source_text
+        return params if source is None else without_bad_words(params, source)
+
+    async def _submit(
+        self,
+        prompts: list[EncodedPrompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        lora_request: LoraChoice | Sequence[LoraChoice],
+        priority: int | Sequence[int] | None,
+    ) -> list[RequestGroup]:
+        """Start to generate, and return the request of each prompt.
+
+        Raises:
+            ParameterError: A parameter is invalid; no request runs.
+        """
         has_images = [bool(prompt.encoder_inputs) for prompt in prompts]
         loras = self._loras.find_each(lora_request, has_images)
         if sampling_params is None:
@@ -353,43 +398,19 @@ class LLM(PoolingMethods):
                     name,
                     f"has {counted(len(values), 'value')} for {counted(len(prompts), 'prompt')}",
                 )
-        sampling_params = [self._without_bad_words(_with_tuples(each)) for each in sampling_params]
-        with progress_bar(use_tqdm, len(prompts)) as advance:
-            work = self._collect(prompts, sampling_params, loras, priority, advance)
-            return self._engine.run(work)
-
-    def _fitting(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
-        """Return parameters whose `max_tokens` does not exceed the context, because all prompts may share them."""
-        remaining = self._engine.config.model.max_model_len - num_prompt_tokens
-        if params.max_tokens is None or not 0 < remaining < params.max_tokens:
-            return params
-        return msgspec.structs.replace(params, max_tokens=remaining)
-
-    def _without_bad_words(self, params: SamplingParams) -> SamplingParams:
-        """Return sampling parameters that also exclude the tokens that a model with a source never generates."""
-        source = self._engine.config.model.source_text
-        return params if source is None else without_bad_words(params, source)
-
-    async def _collect(
-        self,
-        prompts: list[EncodedPrompt],
-        params: Sequence[SamplingParams],
-        loras: Sequence[LoraAdapter | None],
-        priorities: Sequence[int],
-        advance: Callable[[int], object],
-    ) -> list[RequestOutput]:
-        params = [await self._grammars.check(each) for each in params]
+        params = [
+            await self._grammars.check(self._without_bad_words(_with_tuples(each)))
+            for each in sampling_params
+        ]
         groups: list[RequestGroup] = []
         try:
-            for prompt, each, lora, priority in zip(
-                prompts, params, loras, priorities, strict=True
-            ):
+            for prompt, each, lora, rank in zip(prompts, params, loras, priority, strict=True):
                 each = self._fitting(each, len(prompt.token_ids))
                 sequences = [
                     SequenceRequest(
                         prompt.token_ids,
                         params_for_output(each, j),
-                        priority=priority,
+                        priority=rank,
                         lora=lora,
                         encoder_inputs=list(prompt.encoder_inputs),
                     )
@@ -397,14 +418,30 @@ class LLM(PoolingMethods):
                 ]
                 request_id = str(next(self._numbers))
                 groups.append(await self._engine.client.submit(sequences, request_id=request_id))
+        except BaseException:
+            for group in groups:
+                group.abort()
+            raise
+        return groups
+
+    async def _collect(
+        self,
+        requests: Sequence[tuple[RequestGroup, EncodedPrompt]],
+        advance: Callable[[int], object],
+    ) -> list[RequestOutput]:
+        """Return the outputs of requests. None of them runs afterwards."""
+        tokenizer = self._engine.tokenizer
+        try:
             outputs = []
-            for group, prompt in zip(groups, prompts, strict=True):
+            for group, prompt in requests:
                 deltas = await group.result()
-                outputs.append(request_output(group, prompt.text, prompt.token_ids, deltas))
+                outputs.append(
+                    request_output(group, prompt.text, prompt.token_ids, deltas, tokenizer)
+                )
                 advance(1)
             return outputs
         finally:
-            for group in groups:
+            for group, _ in requests:
                 group.abort()
 
 

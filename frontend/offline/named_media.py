@@ -20,6 +20,10 @@ class NamedMedia:
     def __init__(self) -> None:
         self._media: OrderedDict[tuple[str, str], Any] = OrderedDict()
 
+    def clear(self) -> None:
+        """Drop all named media."""
+        self._media.clear()
+
     def find_all(self, kind: str, given: Sequence[Any], names: Any) -> list[Any]:
         """Return the media of one kind of a prompt, in which None refers to earlier media.
 

@@ -2,14 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from ..client.engine_client import Delta, RequestGroup
 from ..client.logprobs import PositionLogprobs
+from ..tokenizer.tokenizer import Tokenizer
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """The logprob of a token, its rank from 1, and its text."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+class TokenLogprobs(Mapping[int, Logprob]):
+    """The logprobs of one position. As in vLLM, it is also a mapping from token IDs, with the sampled token.
+
+    Attributes:
+        token_id: The sampled token.
+        logprob: Its logprob.
+        rank: Its rank, from 1.
+        top: Pairs of token ID and logprob, the most likely first.
+    """
+
+    __slots__ = ("_entries", "_tokenizer", "logprob", "rank", "token_id", "top")
+
+    def __init__(self, position: PositionLogprobs, tokenizer: Tokenizer) -> None:
+        self.token_id, self.logprob = position.token_id, position.logprob
+        self.rank, self.top = position.rank, position.top
+        self._tokenizer = tokenizer
+        self._entries: dict[int, Logprob] | None = None
+
+    def __getitem__(self, token_id: int) -> Logprob:
+        return self._by_id()[token_id]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._by_id())
+
+    def __len__(self) -> int:
+        return len(self._by_id())
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._by_id()})"
+
+    def _by_id(self) -> dict[int, Logprob]:
+        if self._entries is None:
+            ranked = [(self.token_id, self.logprob, self.rank)]
+            ranked += [(token_id, value, i) for i, (token_id, value) in enumerate(self.top, 1)]
+            decode = self._tokenizer.decode
+            self._entries = {
+                token_id: Logprob(
+                    value, self.rank if token_id == self.token_id else i, decode([token_id])
+                )
+                for token_id, value, i in ranked
+            }
+        return self._entries
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +73,7 @@ class CompletionOutput:
     index: int
     text: str
     token_ids: list[int]
-    logprobs: list[PositionLogprobs] | None
+    logprobs: list[TokenLogprobs] | None
     finish_reason: str | None
     stop_reason: int | str | None
     error: str | None
@@ -59,7 +113,7 @@ class RequestOutput:
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
-    prompt_logprobs: list[PositionLogprobs | None] | None
+    prompt_logprobs: list[TokenLogprobs | None] | None
     outputs: list[CompletionOutput]
     num_cached_tokens: int
     metrics: RequestMetrics
@@ -103,6 +157,11 @@ class EmbeddingOutput:
     """The embedding of one text."""
 
     embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        """The number of elements."""
+        return len(self.embedding)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,20 +208,30 @@ class PoolingRequestOutput(PooledOutput[PoolingOutput]):
 
 
 def request_output(
-    group: RequestGroup, prompt: str | None, prompt_token_ids: list[int], deltas: list[Delta]
+    group: RequestGroup,
+    prompt: str | None,
+    prompt_token_ids: list[int],
+    deltas: list[Delta],
+    tokenizer: Tokenizer,
 ) -> RequestOutput:
     """Return the output of a request that has ended."""
+
+    def named(positions: Iterable[PositionLogprobs | None] | None) -> list[Any] | None:
+        if positions is None:
+            return None
+        return [None if each is None else TokenLogprobs(each, tokenizer) for each in positions]
+
     return RequestOutput(
         request_id=group.request_id,
         prompt=prompt,
         prompt_token_ids=prompt_token_ids,
-        prompt_logprobs=group.sequences[0].prompt_logprobs,
+        prompt_logprobs=named(group.sequences[0].prompt_logprobs),
         outputs=[
             CompletionOutput(
                 index,
                 delta.text,
                 delta.token_ids,
-                None if delta.logprobs is None else list(delta.logprobs),
+                named(delta.logprobs),
                 delta.finish_reason,
                 delta.stop_reason,
                 delta.error,

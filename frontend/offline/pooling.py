@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast, get_args
 
 import msgspec
 import numpy as np
 
+from ...protocol.config.frontend import ContentFormat
 from ...protocol.errors import EngineError, ParameterError
 from ...protocol.pooling_params import PoolingKind
 from ..chat import (
@@ -47,6 +48,7 @@ from .outputs import (
     ScoringOutput,
     ScoringRequestOutput,
 )
+from .params import PoolingParams, each_params
 from .progress import ProgressBar, progress_bar
 from .prompts import EncodedPrompt, Prompt, PromptEncoder, as_list
 
@@ -62,7 +64,7 @@ class PoolingMethods:
     _numbers: Iterator[int]
     _prompts: PromptEncoder
     _special_tokens: SpecialTokenGuard
-    _templates: dict[str | None, ModelTemplates]
+    _templates: dict[tuple[str | None, str], ModelTemplates]
 
     def embed(
         self,
@@ -71,6 +73,8 @@ class PoolingMethods:
         dimensions: int | None = None,
         normalize: bool | None = None,
         prompt_name: str | None = None,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
         lora_request: LoraChoice = None,
         use_tqdm: ProgressBar = False,
     ) -> list[EmbeddingRequestOutput]:
@@ -81,6 +85,8 @@ class PoolingMethods:
             dimensions: The number of leading elements to keep, for models trained for it; None for all.
             normalize: True if vectors are scaled to L2 norm 1. The default is the model's own.
             prompt_name: The model's prompt to put before every text. The default is the model's own.
+            pooling_params: vLLM's parameters for all prompts, or one per prompt. The other arguments take precedence.
+            tokenization_kwargs: As for `generate`. Texts are cut at their end by default.
             lora_request: The LoRA adapter to use, as for `generate`. The default is the base model.
             use_tqdm: True shows a progress bar, as for `generate`.
 
@@ -90,14 +96,19 @@ class PoolingMethods:
         """
         model = self._engine.config.model
         verify_embeds_texts(model)
-        verify_dimensions(dimensions, model.pooler)
         instruction = find_prompt(prompt_name, model.pooler)
-        wanted = [self._prompts.encode_pooled(prompt, instruction) for prompt in as_list(prompts)]
+        wanted = self._encode_each(prompts, tokenization_kwargs, instruction)
+        given = each_params(pooling_params, ("embed",), len(wanted))
+        for size in {dimensions, *(each.dimensions for each in given)}:
+            verify_dimensions(size, model.pooler)
         request_id, pooled = self._pool(wanted, lora_request, use_tqdm)
         outputs = []
-        for prompt, vector in zip(wanted, pooled, strict=True):
+        for prompt, vector, params in zip(wanted, pooled, given, strict=True):
             embedding = finish_vectors(
-                vector, model.pooler, dimensions=dimensions, normalize=normalize
+                vector,
+                model.pooler,
+                dimensions=dimensions or params.dimensions,
+                normalize=params.activates if normalize is None else normalize,
             )
             outputs.append(
                 EmbeddingRequestOutput(
@@ -111,6 +122,8 @@ class PoolingMethods:
         prompts: Prompt | Sequence[Prompt],
         *,
         use_activation: bool | None = None,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
         lora_request: LoraChoice = None,
         use_tqdm: ProgressBar = False,
     ) -> list[ClassificationRequestOutput]:
@@ -119,6 +132,8 @@ class PoolingMethods:
         Args:
             prompts: One prompt or a list of them.
             use_activation: False returns the scores (logits) instead of probabilities.
+            pooling_params: vLLM's parameters for all prompts, or one per prompt. The other arguments take precedence.
+            tokenization_kwargs: As for `generate`. Texts are cut at their end by default.
             lora_request: The LoRA adapter to use, as for `generate`. The default is the base model.
             use_tqdm: True shows a progress bar, as for `generate`.
 
@@ -127,11 +142,13 @@ class PoolingMethods:
             EngineError: A prompt failed.
         """
         classifier = verify_classifies(self._engine.config.model)
-        wanted = [self._prompts.encode_pooled(prompt) for prompt in as_list(prompts)]
+        wanted = self._encode_each(prompts, tokenization_kwargs)
+        given = each_params(pooling_params, ("classify",), len(wanted))
         request_id, pooled = self._pool(wanted, lora_request, use_tqdm)
         outputs = []
-        for prompt, vector in zip(wanted, pooled, strict=True):
-            scores = class_scores(vector, classifier, activate=use_activation)
+        for prompt, vector, params in zip(wanted, pooled, given, strict=True):
+            activate = params.activates if use_activation is None else use_activation
+            scores = class_scores(vector, classifier, activate=activate)
             label = classifier.labels[int(scores.argmax())]
             result = ClassificationOutput(scores.tolist(), label)
             outputs.append(ClassificationRequestOutput(request_id, prompt.token_ids, result))
@@ -140,9 +157,11 @@ class PoolingMethods:
     def encode(
         self,
         prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         *,
         pooling_task: str | None = None,
         use_activation: bool | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
         lora_request: LoraChoice = None,
         use_tqdm: ProgressBar = False,
     ) -> list[PoolingRequestOutput]:
@@ -153,6 +172,8 @@ class PoolingMethods:
             pooling_task: "embed" or "token_embed", or for a model with a classification head "classify" or
                 "token_classify". The default is what the model was trained for.
             use_activation: False returns embeddings that are not normalized, and scores instead of probabilities.
+            pooling_params: vLLM's parameters for all prompts, or one per prompt. The other arguments take precedence.
+            tokenization_kwargs: As for `generate`. Texts are cut at their end by default.
             lora_request: The LoRA adapter to use, as for `generate`. The default is the base model.
             use_tqdm: True shows a progress bar, as for `generate`.
 
@@ -161,24 +182,30 @@ class PoolingMethods:
             EngineError: A prompt failed.
         """
         model = self._engine.config.model
-        kind = find_kind(pooling_task, model)
+        if pooling_task is None and isinstance(pooling_params, PoolingParams):
+            pooling_task = pooling_params.task
         if model.classifier is None:
             verify_embeds(model)
         instruction = find_prompt(None, model.pooler)
-        wanted = [self._prompts.encode_pooled(prompt, instruction) for prompt in as_list(prompts)]
+        wanted = self._encode_each(prompts, tokenization_kwargs, instruction)
+        given = each_params(pooling_params, (pooling_task,) if pooling_task else (), len(wanted))
+        kind = find_kind(pooling_task, model)
+        for size in {each.dimensions for each in given}:
+            verify_dimensions(size, model.pooler)
         request_id, pooled = self._pool(wanted, lora_request, use_tqdm, kind)
         outputs = []
-        for prompt, vectors in zip(wanted, pooled, strict=True):
+        for prompt, vectors, params in zip(wanted, pooled, given, strict=True):
+            activate = params.activates if use_activation is None else use_activation
             if model.classifier is None:
                 vectors = finish_vectors(
                     vectors,
                     model.pooler,
-                    dimensions=None,
-                    normalize=use_activation,
+                    dimensions=params.dimensions,
+                    normalize=activate,
                     kind=kind,
                 )
             else:
-                vectors = class_scores(vectors, model.classifier, activate=use_activation)
+                vectors = class_scores(vectors, model.classifier, activate=activate)
             result = PoolingOutput(vectors.tolist())
             outputs.append(PoolingRequestOutput(request_id, prompt.token_ids, result))
         return outputs
@@ -191,6 +218,7 @@ class PoolingMethods:
         use_activation: bool | None = None,
         chat_template: str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        pooling_params: PoolingParams | None = None,
         lora_request: LoraChoice = None,
         use_tqdm: ProgressBar = False,
     ) -> list[ScoringRequestOutput]:
@@ -207,6 +235,7 @@ class PoolingMethods:
             use_activation: False returns the scores (logits) instead of probabilities.
             chat_template: The template for pairs of texts, or its path, for a decoder that reads them together.
             chat_template_kwargs: Extra variables for the template.
+            pooling_params: vLLM's parameters, of which only `use_activation` has an effect.
             lora_request: The LoRA adapter to use, as for `generate`. The default is the base model.
             use_tqdm: True shows a progress bar, as for `generate`.
 
@@ -216,6 +245,8 @@ class PoolingMethods:
         """
         model = self._engine.config.model
         verify_compares(model)
+        if use_activation is None and pooling_params is not None:
+            use_activation = pooling_params.activates
         firsts, seconds = _as_texts(text_1), _as_texts(text_2)
         if len(firsts) not in (1, len(seconds)):
             raise ParameterError(
@@ -263,6 +294,18 @@ class PoolingMethods:
         return [
             ScoringRequestOutput(request_id, prompt.token_ids, ScoringOutput(score))
             for prompt, score in zip(wanted, scores, strict=True)
+        ]
+
+    def _encode_each(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        tokenization_kwargs: Mapping[str, Any] | None,
+        instruction: str = "",
+    ) -> list[EncodedPrompt]:
+        tokenization = self._prompts.tokenization(tokenization_kwargs)
+        return [
+            self._prompts.encode_pooled(prompt, instruction, tokenization=tokenization)
+            for prompt in as_list(prompts)
         ]
 
     def _encode_compared(self, given: Comparable, role: str) -> EncodedPrompt:
@@ -356,18 +399,27 @@ class PoolingMethods:
             group.abort()
         return [sequence.pooled for sequence in group.sequences]
 
-    def _template(self, instead: str | None, with_tools: bool) -> ChatTemplate:
-        if instead not in self._templates:
+    def _template(
+        self, instead: str | None, with_tools: bool, content_format: str = "auto"
+    ) -> ChatTemplate:
+        if content_format not in get_args(ContentFormat):
+            names = ", ".join(get_args(ContentFormat))
+            raise ParameterError(
+                "chat_template_content_format", f"must be one of {names}, got {content_format!r}"
+            )
+        key = instead, content_format
+        if key not in self._templates:
             config, tokenizer = self._engine.config, self._engine.tokenizer
             templates = ModelTemplates(
                 tokenizer,
                 instead or config.model.pooler.chat_template or None,
                 architecture=config.model.architecture,
+                content_format=cast(ContentFormat, content_format),
                 defaults=config.frontend.default_chat_template_kwargs,
             )
             prepare_formats(config.frontend, templates)
-            self._templates[instead] = templates
-        template = self._templates[instead].choose(with_tools)
+            self._templates[key] = templates
+        template = self._templates[key].choose(with_tools)
         if template is None:
             raise ParameterError("chat_template", "is required: this model has no chat template")
         return template

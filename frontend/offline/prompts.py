@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Sized
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -17,22 +17,7 @@ from ..media.find_media import find_chat_media
 from ..media.sources.media_options import MediaOptions, parse_media_options
 from .local_engine import LocalEngine
 from .named_media import NamedMedia
-
-Prompt: TypeAlias = str | list[int] | Mapping[str, Any]
-"""A text, token IDs, or a mapping with `prompt`, `prompt_token_ids` or `prompt_embeds`.
-
-A model with an encoder for texts reads the prompt with its encoder. A mapping for it may have `encoder_prompt` instead,
-and `decoder_prompt`, which is the beginning of the answer, or None: each a text, token IDs or a mapping.
-
-`prompt_embeds` is a float array [tokens, hidden size].
-
-A mapping with `prompt` may have `multi_modal_data`: `{"image": image}` with a Pillow image, `{"video": frames}` with an
-array or a list of Pillow images, or `{"audio": (samples, rate)}` with an array. Each value may also be a list of these.
-The prompt's text marks their places with the model's tokens. `multi_modal_uuids` names them, as in vLLM:
-`{"image": "name"}`, or a list of names. In a later prompt, None in place of the data refers to the named one.
-`mm_processor_kwargs` may have `use_audio_in_video`: then files of videos are read with their sound, and the first audio
-clips are the sound of videos that are given as frames.
-"""
+from .params import Tokenization
 
 
 class EncodedPrompt(NamedTuple):
@@ -48,6 +33,26 @@ class EncodedPrompt(NamedTuple):
     second_segment: int = 0
     num_visible: int = 0
     keeps_T: npt.NDArray[np.bool_] | None = None
+
+
+Prompt: TypeAlias = str | list[int] | Mapping[str, Any] | EncodedPrompt
+"""A text, token IDs, a mapping with `prompt`, `prompt_token_ids` or `prompt_embeds`, or a result of `preprocess_chat`.
+
+A model with an encoder for texts reads the prompt with its encoder. A mapping for it may have `encoder_prompt` instead,
+and `decoder_prompt`, which is the beginning of the answer, or None: each a text, token IDs or a mapping.
+
+`prompt_embeds` is a float array [tokens, hidden size].
+
+A mapping with `prompt` may have `multi_modal_data`: `{"image": image}` with a Pillow image, `{"video": frames}` with an
+array or a list of Pillow images, or `{"audio": (samples, rate)}` with an array. Each value may also be a list of these.
+The prompt's text marks their places with the model's tokens. `multi_modal_uuids` names them, as in vLLM:
+`{"image": "name"}`, or a list of names. In a later prompt, None in place of the data refers to the named one.
+`mm_processor_kwargs` may have `use_audio_in_video`: then files of videos are read with their sound, and the first audio
+clips are the sound of videos that are given as frames.
+"""
+
+
+PLAIN: Final = Tokenization()
 
 
 class PromptEncoder:
@@ -74,7 +79,21 @@ class PromptEncoder:
         conversation = self._named_media.fill_in(conversation)
         return self._engine.run(self._media.take(conversation, 0, options))
 
-    def encode_pooled(self, prompt: Prompt, instruction: str = "", role: str = "") -> EncodedPrompt:
+    def forget_named_media(self) -> None:
+        """Drop the media that later prompts could refer to by name."""
+        self._named_media.clear()
+
+    def tokenization(self, given: Mapping[str, Any] | None) -> Tokenization:
+        """Return vLLM's `tokenization_kwargs`, checked. Raises ParameterError if they are invalid."""
+        return Tokenization.parse(given, self._engine.config.model.max_model_len)
+
+    def encode_pooled(
+        self,
+        prompt: Prompt,
+        instruction: str = "",
+        role: str = "",
+        tokenization: Tokenization = PLAIN,
+    ) -> EncodedPrompt:
         """Return an encoded prompt for a decoder or a single encoder. `instruction` is put before a text.
 
         `role` is the name of the model's prompt for it.
@@ -89,10 +108,9 @@ class PromptEncoder:
             )
         changes = self._text_changes
         if changes is None:
-            return self.encode(prompt, instruction)
-        encoded = self.encode(
-            prompt, changes.prefix_of(role) + instruction, changes.suffix_of(role)
-        )
+            return self.encode(prompt, instruction, "", tokenization, "right")
+        around = changes.prefix_of(role) + instruction, changes.suffix_of(role)
+        encoded = self.encode(prompt, *around, tokenization, "right")
         if encoded.text is None or encoded.encoder_inputs:
             return encoded
         token_ids, num_visible = changes.add_tokens(role, encoded.text, encoded.token_ids)
@@ -101,8 +119,20 @@ class PromptEncoder:
             encoded.text, token_ids.tolist(), num_visible=num_visible, keeps_T=keeps_T
         )
 
-    def encode(self, prompt: Prompt, instruction: str = "", suffix: str = "") -> EncodedPrompt:
-        """Return an encoded prompt. `instruction` is put before a text, and `suffix` after it."""
+    def encode(
+        self,
+        prompt: Prompt,
+        instruction: str = "",
+        suffix: str = "",
+        tokenization: Tokenization = PLAIN,
+        side: str = "left",
+    ) -> EncodedPrompt:
+        """Return an encoded prompt. `instruction` is put before a text, and `suffix` after it.
+
+        A prompt that is too long for the `tokenization` is cut, by default at `side`.
+        """
+        if isinstance(prompt, EncodedPrompt):
+            return self.cut(prompt, tokenization, side)
         given: Any = prompt
         media: list[Any] = []
         if isinstance(prompt, Mapping) and "prompt_embeds" in prompt:
@@ -119,10 +149,35 @@ class PromptEncoder:
             media = self._prepare_media(prompt.get("multi_modal_data") or {}, names, given, options)
         if isinstance(given, str):
             tokenizer = self._engine.tokenizer
-            return self.encode_text(
-                instruction + given + suffix, media, lambda text: (text, tokenizer.encode(text))
+            adds = tokenization.add_special_tokens
+            encoded = self.encode_text(
+                instruction + given + suffix,
+                media,
+                lambda text: (text, tokenizer.encode(text, adds)),
             )
-        return EncodedPrompt(None, list(given))
+        else:
+            encoded = EncodedPrompt(None, list(given))
+        return self.cut(encoded, tokenization, side)
+
+    def cut(self, prompt: EncodedPrompt, tokenization: Tokenization, side: str) -> EncodedPrompt:
+        """Return a prompt that is not longer than the `tokenization` allows.
+
+        Raises:
+            ParameterError: The prompt is too long, and has images or audio.
+        """
+        text, token_ids, inputs = prompt[:3]
+        keep = tokenization.keep
+        if keep is None or len(token_ids) <= keep:
+            return prompt
+        if inputs:
+            raise ParameterError(
+                "tokenization_kwargs",
+                f"cannot cut a prompt with images or audio from {len(token_ids)} to {keep} tokens",
+            )
+        bare: Sequence[int] = token_ids
+        if text is not None:
+            bare = self._engine.tokenizer.encode(text, add_special_tokens=False)
+        return prompt._replace(token_ids=tokenization.cut(token_ids, bare, side))
 
     def _encode_source(self, prompt: Prompt, config: SourceTextConfig) -> EncodedPrompt:
         """Return the start of the answer, with the source as an encoder input."""
@@ -255,5 +310,6 @@ def _content(prompt: Mapping[str, Any]) -> str | list[int]:
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Return one prompt or several as a list."""
-    several = isinstance(prompts, list | tuple) and not (prompts and isinstance(prompts[0], int))
+    is_one = isinstance(prompts, EncodedPrompt) or not isinstance(prompts, list | tuple)
+    several = not is_one and not (prompts and isinstance(prompts[0], int))  # type: ignore[index]
     return list(prompts) if several else [prompts]  # type: ignore[arg-type, list-item]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -53,6 +53,10 @@ def structured_output(
     if parsed is None:
         raise ParameterError("structured_outputs", f"needs one of {', '.join(given)}")
     return parsed
+
+
+StructuredOutputsParams: Final = structured_output
+"""vLLM's name of `structured_output`."""
 
 
 class OfflineGrammars:

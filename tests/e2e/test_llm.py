@@ -11,11 +11,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import engine as public
 import pytest
 from engine.frontend.cli.keygen import keygen
 from engine.frontend.client.engine_client import EngineDead
 from engine.frontend.offline.llm import LLM
-from engine.frontend.offline.structured import structured_output
+from engine.frontend.offline.params import PoolingParams
+from engine.frontend.offline.structured import StructuredOutputsParams, structured_output
 from engine.frontend.supervisor.supervisor import Supervisor
 from engine.protocol.errors import ConfigError, EngineError, ParameterError
 from engine.protocol.sampling_params import SamplingParams
@@ -92,6 +94,15 @@ def test_logprobs_of_prompt_and_output_are_returned(llm: LLM) -> None:
     scored = [p for p in output.prompt_logprobs if p is not None]
     assert [p.token_id for p in scored] == output.prompt_token_ids[1:]
     assert all(math.isfinite(p.logprob) and p.logprob <= 0 for p in scored)
+    for position in (*only.logprobs, *scored):
+        assert {*position} == {position.token_id, *(token for token, _ in position.top)}
+        sampled = position[position.token_id]
+        assert (sampled.logprob, sampled.rank) == (position.logprob, position.rank)
+        assert [position[token].logprob for token, _ in position.top] == [
+            logprob for _, logprob in position.top
+        ]
+        text = llm.get_tokenizer().decode([position.token_id])
+        assert sampled.decoded_token == text and 1 <= len(position) <= 3
 
 
 def test_logprobs_of_listed_tokens_are_those_of_the_whole_vocabulary(llm: LLM) -> None:
@@ -142,6 +153,71 @@ def test_priorities_and_progress_bars_are_those_of_vllm(llm: LLM) -> None:
     with pytest.raises(ParameterError, match="priority has 1 value for 2 prompts"):
         llm.generate(["a", "b"], GREEDY, priority=[1])
     assert llm.get_tokenizer().decode(llm.generate("a", GREEDY)[0].prompt_token_ids) == "a"
+
+
+def test_enqueued_prompts_have_the_outputs_of_generate(llm: LLM) -> None:
+    prompts = ["The capital of France is", "One, two, three,"]
+    ids = [*llm.enqueue(prompts[0], GREEDY), *llm.enqueue(prompts[1:], GREEDY)]
+    outputs = llm.wait_for_completion()
+    assert [output.request_id for output in outputs] == ids and len({*ids}) == 2
+    expected = [output.outputs[0].text for output in llm.generate(prompts, GREEDY)]
+    assert [output.outputs[0].text for output in outputs] == expected
+    assert llm.wait_for_completion() == []
+
+
+def test_preprocessed_chats_have_the_outputs_of_chat(llm: LLM) -> None:
+    chats = [[{"role": "user", "content": text}] for text in ("Hi", "What is 2 + 2?")]
+    prompts = llm.preprocess_chat(chats, chat_template_content_format="string")
+    expected = [output.outputs[0].text for output in llm.chat(chats, GREEDY)]
+    assert [output.outputs[0].text for output in llm.generate(prompts, GREEDY)] == expected
+    assert llm.generate(prompts[0], GREEDY)[0].outputs[0].text == expected[0]
+    with pytest.raises(ParameterError, match=r"content_format must be one of .*, got 'xml'"):
+        llm.chat(chats, GREEDY, chat_template_content_format="xml")
+
+
+@pytest.mark.parametrize(
+    ("choices", "kept"),
+    [
+        ({"truncate_prompt_tokens": 2}, slice(-2, None)),
+        ({"truncation": True, "max_length": 3, "truncation_side": "right"}, slice(3)),
+        ({"truncate_prompt_tokens": -1, "max_length": 1}, slice(None)),
+    ],
+)
+def test_prompts_are_cut_to_tokenization_kwargs(
+    llm: LLM, choices: dict[str, Any], kept: slice
+) -> None:
+    text = "The capital of France is"
+    ids = [*llm.get_tokenizer().encode(text)]
+    for prompt in (text, ids):
+        [output] = llm.generate(prompt, GREEDY, tokenization_kwargs=choices)
+        assert output.prompt_token_ids == ids[kept]
+    with pytest.raises(ParameterError, match="must be -1 or between 1 and 512, got 513"):
+        llm.embed(text, tokenization_kwargs=choices | {"truncate_prompt_tokens": 513})
+    with pytest.raises(ParameterError, match='has the unknown name "stride"'):
+        llm.generate(text, GREEDY, tokenization_kwargs=choices | {"stride": 1})
+
+
+def test_pooling_params_are_those_of_vllm(llm: LLM) -> None:
+    [whole] = llm.embed("a", pooling_params=PoolingParams(use_activation=False))
+    params = [PoolingParams(dimensions=4, normalize=False), PoolingParams()]
+    short, normal = llm.embed(["a", "a"], pooling_params=params)
+    assert short.outputs.embedding == whole.outputs.embedding[:4] != normal.outputs.embedding[:4]
+    assert short.outputs.hidden_size == 4
+    [encoded] = llm.encode("a b", PoolingParams(task="token_embed", dimensions=3))
+    assert [len(row) for row in encoded.outputs.data] == [3, 3]
+    for given, message in ((params, "2 values for 1 prompt"), (PoolingParams("x"), "task embed")):
+        with pytest.raises(ParameterError, match=message):
+            llm.embed("a", pooling_params=given)
+
+
+def test_sampling_params_take_names_of_vllm(llm: LLM) -> None:
+    constraint: Any = {
+        "structured_outputs": StructuredOutputsParams(choice=[" Rome", " Paris"]),
+        "flat_logprobs": True,
+        "skip_clone": True,
+    }
+    params = public.SamplingParams(temperature=0.0, max_tokens=4, **constraint)
+    assert llm.generate("The capital of France is", params)[0].outputs[0].text == " Paris"
 
 
 def test_an_output_can_be_constrained(llm: LLM) -> None:

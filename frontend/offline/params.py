@@ -1,0 +1,148 @@
+"""The parameters of `LLM` that have vLLM's names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Self
+
+import msgspec
+import numpy as np
+
+from ...protocol import sampling_params
+from ...protocol.errors import ParameterError, counted
+from ..http.shown_values import echo
+from ..tokenizer.token_ids import truncate
+
+_WITHOUT_EFFECT: Final = (
+    "flat_logprobs",
+    "output_kind",
+    "skip_clone",
+    "skip_reading_prefix_cache",
+    "spaces_between_special_tokens",
+)
+"""vLLM's arguments of SamplingParams that cannot change an output here."""
+
+
+class _NamesOfVllm(type(msgspec.Struct)):  # type: ignore[misc]
+    """The type of `SamplingParams`, which accepts vLLM's names of arguments."""
+
+    def __call__(cls, *args: Any, **given: Any) -> Any:
+        for name in _WITHOUT_EFFECT:
+            given.pop(name, None)
+        if "structured_outputs" in given:
+            given["structured_output"] = given.pop("structured_outputs")
+        return super().__call__(*args, **given)
+
+
+class SamplingParams(sampling_params.SamplingParams, metaclass=_NamesOfVllm, gc=False):
+    """Sampling parameters of `LLM`: those of the engine, of which some may also have vLLM's names.
+
+    `structured_outputs` is `structured_output`. `flat_logprobs`, `output_kind`, `skip_clone`,
+    `skip_reading_prefix_cache` and `spaces_between_special_tokens` have no effect.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingParams:
+    """Parameters of a result that is not generated, as in vLLM.
+
+    Attributes:
+        task: "embed", "token_embed", "classify" or "token_classify"; None for that of the method.
+        dimensions: The number of leading elements of a vector to keep; None for all.
+        use_activation: False returns vectors that are not normalized, and scores instead of probabilities; None for the
+            model's own choice.
+        normalize: An older name of `use_activation` for vectors.
+    """
+
+    task: str | None = None
+    dimensions: int | None = None
+    use_activation: bool | None = None
+    normalize: bool | None = None
+
+    @property
+    def activates(self) -> bool | None:
+        """True if vectors are normalized and scores become probabilities; None for the model's own choice."""
+        return self.normalize if self.use_activation is None else self.use_activation
+
+
+def each_params(
+    given: PoolingParams | Sequence[PoolingParams] | None, tasks: Sequence[str], number: int
+) -> list[PoolingParams]:
+    """Return the parameters of each of `number` prompts.
+
+    Raises:
+        ParameterError: There are more or fewer parameters than prompts, or the task is not one of `tasks`.
+    """
+    if given is None or isinstance(given, PoolingParams):
+        given = [given or PoolingParams()] * number
+    if len(given) != number:
+        raise ParameterError(
+            "pooling_params", f"has {counted(len(given), 'value')} for {counted(number, 'prompt')}"
+        )
+    for each in given:
+        if each.task is not None and each.task not in tasks:
+            raise ParameterError(
+                "pooling_params",
+                f"must have the task {' or '.join(tasks) or 'None'}, got {echo(each.task)}",
+            )
+    return list(given)
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenization:
+    """The choices of vLLM's `tokenization_kwargs`: special tokens, and the length to which a prompt is cut.
+
+    `keep` is the number of tokens that are kept; None for all. The others are cut at `side`, "left" or "right".
+    """
+
+    add_special_tokens: bool = True
+    keep: int | None = None
+    side: str | None = None
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any] | None, limit: int) -> Self:
+        """Return the choices, of which -1 tokens stand for `limit`.
+
+        Args:
+            given: The names of vLLM (`truncate_prompt_tokens`, `truncation_side`, `add_special_tokens`) and of
+                transformers (`truncation`, `max_length`). `padding` has no effect, because prompts are not padded.
+            limit: The context in tokens.
+
+        Raises:
+            ParameterError: A name is unknown, or a value is invalid.
+        """
+        rest = dict(given or {})
+        add = rest.pop("add_special_tokens", True)
+        side = rest.pop("truncation_side", None)
+        rest.pop("padding", None)
+        most = rest.pop("max_length", None)
+        if not rest.pop("truncation", False):
+            most = None
+        keep = rest.pop("truncate_prompt_tokens", most)
+        name = "tokenization_kwargs"
+        if rest:
+            raise ParameterError(name, f"has the unknown name {echo(next(iter(rest)))}")
+        if side not in (None, "left", "right"):
+            raise ParameterError(
+                f"{name}.truncation_side", f'must be "left" or "right", got {echo(side)}'
+            )
+        if keep is not None and (
+            not isinstance(keep, int) or not (keep == -1 or 0 < keep <= limit)
+        ):
+            raise ParameterError(
+                f"{name}.truncate_prompt_tokens",
+                f"must be -1 or between 1 and {limit}, got {echo(keep)}",
+            )
+        return cls(bool(add), limit if keep == -1 else keep, side)
+
+    def cut(self, token_ids: Sequence[int], bare: Sequence[int], side: str) -> list[int]:
+        """Return the tokens that are kept, with the special tokens around those of the text, `bare`.
+
+        `side` is the side to cut if the choices have none.
+        """
+        if self.keep is None or len(token_ids) <= self.keep:
+            return list(token_ids)
+        arrays = np.array(token_ids, np.int32), np.array(bare, np.int32)
+        kept: list[int] = truncate(*arrays, self.keep, self.side or side).tolist()
+        return kept
