@@ -69,19 +69,27 @@ class NativeProgram:
             inv_freq = inv_freq * np.exp(log_factors)
         self.add_rotation(inv_freq, factor, rope.axes)
 
-    def add_rotation(self, inv_freq: AnyArray, factor: float, axis_of_each: Sequence[int]) -> None:
-        """Add a rotation with these frequencies, whose sines and cosines are multiplied by `factor`. Return its index.
+    def add_rotation(
+        self,
+        inv_freq: AnyArray,
+        factor: float,
+        axis_of_each: Sequence[int],
+        shifts: Sequence[float] = (),
+    ) -> None:
+        """Add a rotation with these frequencies, whose sines and cosines are multiplied by `factor`.
 
-        If `axis_of_each` is given, it says which of a token's three positions each frequency uses.
+        If `axis_of_each` is given, it says which of a token's three positions each frequency uses. If `shifts` are
+        given, one for each frequency, their products with the third position are added to the angles.
         """
         frequencies = float32_array(inv_freq)
-        axes = np.array(axis_of_each, np.int32)
+        axes, shift_of_each = np.array(axis_of_each, np.int32), np.array(shifts, np.float32)
         self._library.engine_program_add_rope(
             self._handle,
             frequencies.ctypes.data,
             len(frequencies),
             factor,
             axes.ctypes.data if len(axes) else None,
+            shift_of_each.ctypes.data if len(shift_of_each) else None,
         )
 
     def add_op(

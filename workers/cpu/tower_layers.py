@@ -94,7 +94,8 @@ class NativeLayers:
         )
         self._program = NativeProgram(shape, spec.norm_eps)
         if spec.rotary is not None:
-            self._program.add_rotation(spec.rotary.frequencies(), 1.0, spec.rotary.axes)
+            rotary = spec.rotary
+            self._program.add_rotation(rotary.frequencies(), 1.0, rotary.axes, rotary.first_angles)
         _Recorder(self._program, spec).record(layers)
 
     def __call__(self, x_PD: Tensor, patches: Patches) -> dict[int, Tensor]:
@@ -128,7 +129,9 @@ class NativeLayers:
         rotary_P3 = visible_P2 = None
         if patches.places_P2 is not None:
             rotary_P3 = np.zeros((num_patches, 3), np.int32)
-            rotary_P3[:, :2] = patches.places_P2.numpy()
+            places_P2 = patches.places_P2.numpy()
+            rotary_P3[:, :2] = places_P2.clip(0)
+            rotary_P3[:, 2] = places_P2[:, 0] < 0
             step.rotary = rotary_P3.ctypes.data
         if patches.visible_P2 is not None:
             visible_P2 = patches.visible_P2.numpy().astype(np.int32)

@@ -26,7 +26,6 @@ from .weights import Linear, Norm, VisionWeights, check_activation
 
 _WARM_UP_OUTPUTS = 16
 _AROUND_IMAGE = ((0,), (1,))
-_CLASS = ("class", "cls_position")
 
 
 class _WindowOrder(NamedTuple):
@@ -83,12 +82,18 @@ class GridTower(ImageTower):
             table = tensors.read("pos_embed.weight", *shape_of_table, size).view(-1, size)
             self._positions = table[num_unused:]
         self._first_RD: Tensor | None = None
+        first_angles: tuple[float, ...] = ()
         if spec.has_class_token:
-            parts = [tensors.read(f"{name}_embedding", size) for name in _CLASS]
-            self._first_RD = torch.stack(parts).sum(0, keepdim=True)
+            self._first_RD = tensors.read("class_embedding", size)[None]
+            if spec.has_class_angles:
+                num_angles = size // spec.num_heads // 2
+                first_angles = tuple(tensors.read("class_pos_emb", 1, num_angles)[0].tolist())
+            else:
+                self._first_RD = self._first_RD + tensors.read("cls_position_embedding", size)
         elif spec.has_registers:
             self._first_RD = tensors.read_table("registers.weight", size)
         check_activation(source.checkpoint, spec.activation)
+        self._rotary = _rotary(spec, first_angles)
         self._layers = self._make_layers(tensors, source.make_layers)
         self._final_norm: Norm | None = None
         if spec.has_final_norm:
@@ -111,7 +116,7 @@ class GridTower(ImageTower):
                 first = index + 1
             elif index + 2 in spec.conv_layers or index + 1 == spec.num_layers:
                 indices = range(first, index + 1)
-                part = _layers_spec(spec, indices)
+                part = _layers_spec(spec, indices, self._rotary)
                 weights = (_read_layer(spec, tensors, f"blocks.{i}.") for i in indices)
                 found.append(make_layers(part, weights))
         return found
@@ -146,7 +151,10 @@ class GridTower(ImageTower):
         places_P2 = None if spec.rotary is None else torch.stack((row_P, column_P), 1)
         if self._first_RD is not None:
             x_PD = torch.cat((self._first_RD, x_PD))
-            places_P2 = None if places_P2 is None else F.pad(places_P2 + 1, (0, 0, 1, 0))
+            if places_P2 is not None and spec.has_class_angles:
+                places_P2 = F.pad(places_P2, (0, 0, 1, 0), value=-1)
+            elif places_P2 is not None:
+                places_P2 = F.pad(places_P2 + 1, (0, 0, 1, 0))
         if self._patch_norm is not None and spec.norms_positions:
             x_PD = self._patch_norm(x_PD)
         order: _WindowOrder | None = None
@@ -277,7 +285,7 @@ def _reordered(x: Tensor, order_C: Tensor) -> Tensor:
     return x.unflatten(0, (len(order_C), -1))[order_C].flatten(0, 1)
 
 
-def _layers_spec(spec: GridVisionSpec, indices: range) -> LayersSpec:
+def _layers_spec(spec: GridVisionSpec, indices: range, rotary: PatchRotary | None) -> LayersSpec:
     """Return the description of some layers. Only a tower without convolutions has features of earlier layers."""
     return LayersSpec(
         hidden_size=spec.hidden_size,
@@ -288,7 +296,7 @@ def _layers_spec(spec: GridVisionSpec, indices: range) -> LayersSpec:
         activation=spec.activation,
         norm_kind=spec.norm_kind,
         norm_eps=spec.norm_eps,
-        rotary=_rotary(spec),
+        rotary=rotary,
         full_layers=spec.full_layers,
         qk_norm="head" if spec.has_head_norms else None,
         has_gate=spec.has_gate,
@@ -296,12 +304,14 @@ def _layers_spec(spec: GridVisionSpec, indices: range) -> LayersSpec:
     )
 
 
-def _rotary(spec: GridVisionSpec) -> PatchRotary | None:
+def _rotary(spec: GridVisionSpec, first_angles: tuple[float, ...] = ()) -> PatchRotary | None:
     if spec.rotary is None:
         return None
     # Compute in float32, as transformers does.
     head_dim = spec.hidden_size // spec.num_heads
-    return PatchRotary(spec.rotary, spec.rope_theta, head_dim, in_float32=True)
+    return PatchRotary(
+        spec.rotary, spec.rope_theta, head_dim, in_float32=True, first_angles=first_angles
+    )
 
 
 def _read_layer(spec: GridVisionSpec, tensors: VisionWeights, prefix: str) -> LayerWeights:

@@ -17,7 +17,8 @@ ROW, COLUMN = range(2)
 class PatchRotary(msgspec.Struct, frozen=True):
     """The rotation of queries and keys of `head_dim` elements, in the tower's dtype or in float32.
 
-    With "pairs", rows and columns are multiplied by `place_scale`.
+    With "pairs", rows and columns are multiplied by `place_scale`. A patch whose row and column are -1 is rotated by
+    `first_angles`, in radians, one for each pair (LLaVA-OneVision 1.5).
 
     A head is divided into parts. In a part, element i is rotated together with the element half a part later. `order`
     says how parts, axes and frequencies are assigned:
@@ -45,6 +46,7 @@ class PatchRotary(msgspec.Struct, frozen=True):
     in_float32: bool = False
     num_rotated: int = 0
     place_scale: float = 1.0
+    first_angles: tuple[float, ...] = ()
 
     @property
     def num_parts(self) -> int:
@@ -110,6 +112,8 @@ class PatchRotary(msgspec.Struct, frozen=True):
         """Return the rotation for patches at these rows and columns."""
         device = places_P2.device
         angles = places_P2.float()[:, list(self.axes)] * self.frequencies().to(device)
+        if self.first_angles:
+            angles = torch.where(places_P2[:, :1] < 0, angles.new_tensor(self.first_angles), angles)
         angles = angles.unflatten(1, (1, self.num_parts, -1))
         dtype = torch.float32 if self.in_float32 else dtype
         return PatchRotation(angles.cos().to(dtype), angles.sin().to(dtype))

@@ -44,6 +44,11 @@ def resize(source: ProcessorSource, vision: GridVisionSpec) -> ResizeProcessor:
     )
 
 
+def resize_frames(source: ProcessorSource, vision: GridVisionSpec) -> ResizeProcessor:
+    """Return the processor of LLaVA-OneVision 1.5, whose patches have one frame, also if its file says two."""
+    return resize(source.with_values({"temporal_patch_size": vision.frames_per_patch}), vision)
+
+
 def resize_patches(source: ProcessorSource, vision: GridVisionSpec) -> ResizeProcessor:
     """Return the processor of VideoLLaMA 3, which makes an embedding of each patch."""
     half = [0.5] * 3

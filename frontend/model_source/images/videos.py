@@ -78,6 +78,7 @@ _FAMILIES: Final = {
     "glm_ocr": _GLM46,
     "hy_v4_vl": _HY4,
     "lfm3_vl": _LFM3,
+    "llavaonevision1_5": _QWEN,
     "qwen2_vl": _QWEN,
     "qwen2_5_omni_thinker": _QWEN._replace(values={"nominal_fps": 2.0}),
     "qwen3_omni_moe_thinker": _QWEN._replace(values={"nominal_fps": 1.0}),
@@ -150,6 +151,9 @@ def _read_grids(
     model_type = config.text("model_type")
     family = _FAMILIES[model_type]
     fields = fields.with_defaults(**family.defaults)
+    if vision.has_class_angles:
+        # The authors' file is that of Qwen2.5-VL, whose patches have two frames.
+        fields = fields.with_values({"temporal_patch_size": vision.frames_per_patch})
     merge, highest = vision.merge_size * vision.frame_merge, text.integer("vocab_size") - 1
     check_patches(fields, replace(vision, merge_size=merge))
     unit = vision.patch_size * merge

@@ -84,6 +84,8 @@ class GridVisionSpec(msgspec.Struct, frozen=True):
         frame_merge: The side of the square of patches of a video's frame whose mean becomes one output (VideoLLaMA 3).
         has_class_token: True if there is a learned row before the patches, whose output is not used. Rows and columns
             are then counted from 1.
+        has_class_angles: True if that row is rotated by angles of its own, which the checkpoint stores. Rows and
+            columns are then counted from 0 (LLaVA-OneVision 1.5).
         has_registers: True if there is a table of learned rows before the patches, whose outputs are not used.
         has_layer_scales: True if stored factors multiply the output of each block.
         margin: If not None, the value, from 0 to 255 for others, of all pixels in the margins of an image.
@@ -147,6 +149,7 @@ class GridVisionSpec(msgspec.Struct, frozen=True):
     deepstack_layers: tuple[int, ...] = ()
     frame_merge: int = 1
     has_class_token: bool = False
+    has_class_angles: bool = False
     has_registers: bool = False
     has_layer_scales: bool = False
     margin: float | None = None
@@ -204,6 +207,26 @@ def opencua(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Gri
     names = ((r"^(model\.)?vision_tower\.", "visual."), *_NAMES)
     spec = qwen2_5_vl(fields, vision, output_size)
     return replace(spec, has_axes=False, tensor_names=names)
+
+
+def llava_onevision1_5(
+    fields: ConfigFields, vision: ConfigFields, output_size: int
+) -> GridVisionSpec:
+    """Return the tower of LLaVA-OneVision 1.5 (arXiv 2509.23661), a RICE-ViT for images of any size."""
+    vision.require("text_hidden_size", output_size, _OUTPUT_SIZE)
+    own = vision.with_defaults(depth=24).with_values({"temporal_patch_size": 1})
+    return GridVisionSpec(
+        **_sizes(own, vision.integer("hidden_size", 1024), 14),
+        intermediate_size=vision.integer("intermediate_size", 4096),
+        activation=vision.text("hidden_act", "gelu"),
+        output_size=output_size,
+        norm_eps=vision.positive("layer_norm_eps", 1e-5),
+        norms_positions=True,
+        has_class_token=True,
+        has_class_angles=True,
+        has_axes=False,
+        tensor_names=(*_NAMES, (r"\.pre_layernorm\.", ".patch_norm.")),
+    )
 
 
 def exaone4_5(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:

@@ -12,11 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine.frontend.media.layouts.pixels import Tile
+from engine.frontend.media.layouts.frames import frames
+from engine.frontend.media.layouts.pixels import Tile, Video
 from engine.frontend.media.processor import process_image
 from engine.frontend.model_source.images.read import read_image_processor
+from engine.frontend.model_source.images.videos import read_video_processor
 from engine.protocol.checkpoint.config_fields import ConfigFields
 from engine.protocol.checkpoint.field_names import text_section
+from engine.protocol.config.videos import VideoProcessor
 from engine.protocol.encoder_inputs.inputs import EncoderInput
 from engine.protocol.encoder_inputs.payloads import ImagePayload
 from engine.workers.batch.rotary_positions import RotaryPositions
@@ -35,6 +38,7 @@ from support.own_code.model import OwnCodeModel
 from support.own_code.ovis2_5 import ovis2_5
 from support.own_code.perception_lm import perception_lm
 from support.own_code.phi3_v import phi3_v
+from support.own_code.rice import rice
 from support.own_code.step_vl import step_vl
 
 pytestmark = pytest.mark.slow
@@ -51,6 +55,7 @@ MODELS: dict[str, Callable[[Path], OwnCodeModel]] = {
     "perception_lm": perception_lm,
     "perception_lm-classless": partial(perception_lm, has_class=False),
     "phi3_v": phi3_v,
+    "rice": rice,
     "step_vl": step_vl,
     **{
         f"minicpmv-{version}": partial(minicpmv, version=version)
@@ -65,6 +70,7 @@ PLACEHOLDERS = {
     "ovis2_5": "<|image_pad|>",
     "perception_lm": "<|image|>",
     "phi3_v": "<|image|>",
+    "rice": "<|image_pad|>",
     "step_vl": "<im_patch>",
 }
 
@@ -160,3 +166,29 @@ def test_images_of_isaac_are_one_moment(tmp_path: Path, load: Callable[..., Any]
         decoder.rotary_T3 = torch.from_numpy(positions)
         logits.append(runner.step({0: prompt[start:end]})[0])
     torch.testing.assert_close(torch.cat(logits), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_frames_of_llava_onevision_1_5_are_encoded_one_by_one(tmp_path: Path) -> None:
+    reference = rice(tmp_path)
+    # The authors' file is that of Qwen2.5-VL, whose patches have two frames.
+    file = tmp_path / "preprocessor_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"temporal_patch_size": 2}))
+    config = ConfigFields.read(tmp_path / "config.json")
+    text = text_section(config)
+    assert text is not None
+    processor = read_video_processor(tmp_path, config, text, {})
+    assert isinstance(processor, VideoProcessor)
+    shape = 3, 40, 24, 3
+    pixels = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
+    video = Video([*map(Image.fromarray, pixels)], [0, 1, 2], 2.0, 2.0, 1.5)
+    found = [part for part in frames(video, processor, ("", "")) if isinstance(part, Tile)]
+    assert len(found) == 3
+    decoder = load_decoder(tmp_path, max_model_len=64)
+    tower = make_tower(
+        decoder.spec.encoder, TowerSource(open_checkpoint(tmp_path), CPU, torch.float32)
+    )
+    for tile in found:
+        assert isinstance(tile.payload, ImagePayload)
+        with torch.inference_mode():
+            [expected] = reference.encode([tile.payload])
+        torch.testing.assert_close(tower(tile.payload), expected, atol=1e-4, rtol=1e-4)

@@ -43,7 +43,7 @@ ENGINE_API engine::Program* engine_program_new(const engine::ModelShape* shape);
 ENGINE_API void engine_program_free(engine::Program* program);
 ENGINE_API void engine_program_add(engine::Program* program, const engine::Op* op);
 ENGINE_API void engine_program_add_rope(engine::Program* program, const float* inverse_frequencies, int32_t half,
-                                        float factor, const int32_t* axes);
+                                        float factor, const int32_t* axes, const float* shifts);
 ENGINE_API size_t engine_program_exchange_bytes(const engine::Program* program, int32_t num_ranks);
 ENGINE_API void engine_program_join(engine::Program* program, void* memory, int32_t rank, int32_t num_ranks);
 ENGINE_API void engine_program_join_experts(engine::Program* program, const engine::ExpertExchange* exchange);

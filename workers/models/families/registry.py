@@ -113,6 +113,7 @@ _BY_MODEL_TYPE = {
     if not family.architecture.endswith((CLASSIFIER_SUFFIX, TOKEN_CLASSIFIER_SUFFIX, SPLADE_SUFFIX))
 }
 _SAME_FAMILY = {
+    "LLaVAOneVision1_5_text": "qwen3",
     "granite4_vision_text": "granite",
     "granite_docling_text": "granite",
     "kimi_k2": "deepseek_v3",
@@ -154,6 +155,7 @@ _WITH_ANY_DECODER = {
     "InternVLChatModel",
     "InternVLForConditionalGeneration",
     "JanusForConditionalGeneration",
+    "LLaVAOneVision1_5_ForConditionalGeneration",
     "KimiK25ForConditionalGeneration",
     "KimiK3ForConditionalGeneration",
     "KimiVLForConditionalGeneration",

@@ -17,10 +17,12 @@ class RotaryTables {
   };
 
   // Adds an embedding whose angles are position * inverse_frequencies[half]. `factor` multiplies sines and cosines.
-  // With `axes`, each frequency has the index of its position among three, or `kIndexAxis` for the token's index.
-  void add(const float* inverse_frequencies, int half, float factor, const int32_t* axes) {
-    ropes_.push_back({{inverse_frequencies, inverse_frequencies + half}, {}, factor, {}});
+  // With `axes`, each frequency has the index of its position among three, or `kIndexAxis` for the token's index. With
+  // `shifts`, the third position times these is added to the angles.
+  void add(const float* inverse_frequencies, int half, float factor, const int32_t* axes, const float* shifts) {
+    ropes_.push_back({{inverse_frequencies, inverse_frequencies + half}, {}, {}, factor, {}});
     if (axes) ropes_.back().axes.assign(axes, axes + half);
+    if (shifts) ropes_.back().shifts.assign(shifts, shifts + half);
   }
 
   void reserve(int rows) {
@@ -62,6 +64,7 @@ class RotaryTables {
   struct Rope {
     std::vector<float> inverse_frequencies;
     std::vector<int32_t> axes;  // the axis of each frequency, or empty
+    std::vector<float> shifts;  // or empty
     float factor;
     std::vector<float> table;  // [rows][cosines, sines]
   };
@@ -70,7 +73,8 @@ class RotaryTables {
     const int half = int(rope.inverse_frequencies.size());
     for (int i = 0; i < half; i++) {
       const bool uses_axis = rotary && !rope.axes.empty() && rope.axes[i] < kIndexAxis;
-      const float angle = float(uses_axis ? rotary[rope.axes[i]] : position) * rope.inverse_frequencies[i];
+      float angle = float(uses_axis ? rotary[rope.axes[i]] : position) * rope.inverse_frequencies[i];
+      if (rotary && !rope.shifts.empty()) angle += float(rotary[2]) * rope.shifts[i];
       cosines[i] = std::cos(angle) * rope.factor;
       cosines[half + i] = std::sin(angle) * rope.factor;
     }

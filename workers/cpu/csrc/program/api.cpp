@@ -12,8 +12,8 @@ ENGINE_API void engine_program_free(Program* program) { delete program; }
 ENGINE_API void engine_program_add(Program* program, const Op* op) { program->add(*op); }
 
 ENGINE_API void engine_program_add_rope(Program* program, const float* inverse_frequencies, int32_t half, float factor,
-                                        const int32_t* axes) {
-  program->add_rope(inverse_frequencies, half, factor, axes);
+                                        const int32_t* axes, const float* shifts) {
+  program->add_rope(inverse_frequencies, half, factor, axes, shifts);
 }
 
 ENGINE_API size_t engine_program_exchange_bytes(const Program* program, int32_t num_ranks) {

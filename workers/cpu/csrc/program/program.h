@@ -39,8 +39,8 @@ class Program final : private Phases {
   // Appends an operation. The arrays to which it points must outlive the program.
   void add(const Op& op);
   // Adds a rotary embedding; see RotaryTables. Operations refer to it by its number.
-  void add_rope(const float* inverse_frequencies, int half, float factor, const int32_t* axes) {
-    ropes_.add(inverse_frequencies, half, factor, axes);
+  void add_rope(const float* inverse_frequencies, int half, float factor, const int32_t* axes, const float* shifts) {
+    ropes_.add(inverse_frequencies, half, factor, axes, shifts);
   }
 
   // Returns the size in bytes of the memory that `num_ranks` programs with the same operations share if they are ranks
