@@ -292,7 +292,7 @@ class KVTransfers:
 
     def _find_last_use(self, load: ExternalLoad, tables: RequestBlocks) -> int:
         """Return the last step in flight that may use a block to be loaded; 0 if there is none."""
-        if len(tables) > 1:
+        if not self._manager.tables.is_simple:
             # Sliding windows free blocks of running requests, and it is not recorded which steps still use them.
             steps = self._lifecycle.in_flight.steps
             return steps[-1].step if steps else 0
@@ -405,8 +405,9 @@ class KVTransfers:
                 self._manager.release_reserved(request.transfer_id)
                 return
             request.computes_locally = True
-            # With several groups, a shorter prefix may need other blocks of each group, so no part of the load is kept.
-            num_valid = 0 if len(tables) > 1 else _num_valid_blocks(tables[0], invalid_blocks)
+            # Windows and recurrent states need other blocks for a shorter prefix, so no part of the load is kept.
+            is_simple = self._manager.tables.is_simple
+            num_valid = _num_valid_blocks(tables[0], invalid_blocks) if is_simple else 0
             num_lost = max(num_tokens - num_valid * self._manager.block_size, 0)
             num_tokens -= num_lost
             num_external = max(num_external - num_lost, 0)

@@ -8,9 +8,10 @@ import msgspec
 import pytest
 from engine.core.kv_cache.connector import BlockConnector
 from engine.core.kv_cache.connectors.multi_connector import MultiConnector
-from engine.core.state.request import Request
+from engine.core.state.request import Request, RequestStatus
 from engine.protocol.arrays import int32_bytes, int32_view
 from engine.protocol.config import LoadFailurePolicy
+from engine.protocol.kv_cache_groups import FULL_ATTENTION, AttentionKind, KVCacheGroup
 from engine.protocol.kv_transfer.multi import MultiCommands
 from engine.protocol.messages import FinishReason
 from engine.protocol.worker_messages import KVConnectorOutput, SchedulerOutput
@@ -18,6 +19,8 @@ from support.scheduler_harness import Harness
 
 PROMPT = [*range(1, 18)]
 """Four blocks and one token."""
+
+WINDOW = (KVCacheGroup(AttentionKind.SLIDING_WINDOW, 8),)
 
 
 class Shelf(BlockConnector):
@@ -177,6 +180,32 @@ def test_a_block_that_one_of_the_connectors_cannot_load_cuts_the_load_short(poli
     assert starts == ([] if fails else [8])
     assert harness.received[key].reason is reason
     assert [shelf.ended for shelf in shelves] == [[reason]] * 2
+
+
+@pytest.mark.parametrize("bad", [2, 3])
+def test_a_window_that_is_loaded_only_in_part_is_computed(bad):
+    """A shorter prefix needs blocks before those that were loaded."""
+    harness, worker, _, keys = start({0, 1, 2, 3}, groups=WINDOW)
+    worker.bad = {keys[bad]}
+    harness.add(PROMPT, 3)
+    worker.run()
+    assert worker.loaded == [[keys[2], keys[3]]]
+    starts = [new.num_computed_tokens for step in harness.steps for new in step.new_requests]
+    assert starts == [0]
+
+
+@pytest.mark.parametrize(("groups", "is_held"), [(FULL_ATTENTION, False), (WINDOW, True)])
+def test_a_load_waits_for_steps_in_flight_that_may_use_blocks_freed_by_a_window(groups, is_held):
+    harness, worker, _, keys = start({0, 1, 2, 3}, groups=groups, max_in_flight=3)
+    harness.worker.is_late = True
+    harness.add([50] * 20, 8)
+    harness.schedule()
+    key = harness.add(PROMPT, 3)
+    step = harness.schedule()
+    assert harness.request(key).status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert bool(step.kv_connector_metadata) is not is_held
+    worker.run()
+    assert worker.loaded == [keys if groups is FULL_ATTENTION else keys[2:]]
 
 
 @pytest.mark.parametrize("number", [0, 1])
