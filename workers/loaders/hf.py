@@ -97,6 +97,12 @@ _JOINED = (
 )
 """Names of tensors whose rows are followed by those of another tensor, and its name (Molmo 2, ZAYA1)."""
 
+_RANK_FILE = re.compile(r".*-TP-\d+\.safetensors")
+"""Matches a file with one rank's parts of tensors (Grok 2)."""
+
+_DIVIDED_COLUMNS = re.compile(r".*\.(w2|down_proj|o_proj)\.weight")
+"""Matches a matrix of which each rank has some columns. Of others, it has some rows."""
+
 _FIRST_SHARD = re.compile(r"(.*)\.shard_0\.(\w+)")
 
 
@@ -114,7 +120,9 @@ class HFCheckpoint(Checkpoint):
         self._stored: dict[str, StoredTensor | JoinedTensor] = {}
         stem = "consolidated" if is_mistral else "model"
         index = path / f"{stem}.safetensors.index.json"
-        expected = _expected_shards(index)
+        ranks = any(_RANK_FILE.fullmatch(file.name) for file in path.glob("*.safetensors"))
+        # An index names only one of the files of a tensor that ranks have parts of.
+        expected = {} if ranks else _expected_shards(index)
         seen: set[str] = set()
         model_type, text = str(config.get("model_type")), text_section(config) or config
         kinds = (model_type, str(text.get("model_type")))
@@ -126,9 +134,14 @@ class HFCheckpoint(Checkpoint):
             stacking = replace(stacking, num_experts=experts.integer("moe_num_experts", 4))
         if model_type == "nomic_bert" and config.get("num_experts"):
             stacking = replace(stacking, num_experts=config.integer("num_experts"))
+        of_ranks: dict[str, list[StoredTensor]] = {}
         for file in dict.fromkeys(expected.values()) if expected else _weight_files(path, stem):
             shard = SafetensorsFile(file)
             for name in shard.names:
+                if _RANK_FILE.fullmatch(file.name):
+                    seen.add(name)
+                    of_ranks.setdefault(name, []).append(StoredTensor(shard, name))
+                    continue
                 if name in seen:
                     raise CheckpointError(file, f"tensor {name!r} is also in another file")
                 seen.add(name)
@@ -136,6 +149,9 @@ class HFCheckpoint(Checkpoint):
                     self._stored |= _tensors_of(shard, name, stacking)
             if is_mistral:
                 self._stored |= mistral_tensors(shard, config)
+        for name, parts in of_ranks.items():
+            dim = 1 if _DIVIDED_COLUMNS.fullmatch(name) else 0
+            self._stored[name] = JoinedTensor(tuple(parts), dim)
         for name, file in expected.items():
             if name not in seen:
                 raise CheckpointError(

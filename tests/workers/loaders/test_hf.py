@@ -6,7 +6,7 @@ import pytest
 import torch
 from engine.protocol.errors import CheckpointError
 from engine.workers.loaders import open_checkpoint
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 torch.set_num_threads(1)
@@ -35,11 +35,31 @@ def write_model(path: Path, tensors: dict[str, torch.Tensor], config: Any = None
     return path
 
 
-@pytest.mark.parametrize("layout", ["single", "sharded", "no index"])
+def divide_among_ranks(path: Path) -> None:
+    """Store the parts of matrices that three ranks have in files of their own, as those of Grok 2 are."""
+    tensors = load_file(path / "model.safetensors")
+    (path / "model.safetensors").unlink()
+    divided = {name: x for name, x in tensors.items() if ".mlp." in name or "self_attn.q_" in name}
+    for rank in range(3):
+        save_file(
+            {
+                name: x.tensor_split(3, int("down_proj" in name))[rank].contiguous()
+                for name, x in divided.items()
+            },
+            path / f"pytorch_model-00001-TP-{rank:03}.safetensors",
+        )
+    common = {name: x for name, x in tensors.items() if name not in divided}
+    save_file(common, path / "pytorch_model-00000-TP-common.safetensors")
+
+
+@pytest.mark.parametrize("layout", ["single", "sharded", "no index", "ranks"])
 def test_every_tensor_and_the_config_are_read(
     model: LlamaForCausalLM, tmp_path: Path, layout: str
 ) -> None:
-    model.save_pretrained(tmp_path, max_shard_size="1GB" if layout == "single" else "20KB")
+    is_one = layout in ("single", "ranks")
+    model.save_pretrained(tmp_path, max_shard_size="1GB" if is_one else "20KB")
+    if layout == "ranks":
+        divide_among_ranks(tmp_path)
     if layout == "no index":
         (tmp_path / "model.safetensors.index.json").unlink()
     checkpoint = open_checkpoint(tmp_path)
@@ -50,6 +70,18 @@ def test_every_tensor_and_the_config_are_read(
         assert checkpoint.shape(name) == tuple(tensor.shape)
         assert torch.equal(checkpoint.tensor(name), tensor)
     assert checkpoint.bytes_read == sum(t.nbytes for t in expected.values())
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("module", ["mlp.up_proj", "mlp.down_proj"])
+def test_a_part_of_ranks_parts_equals_that_part_of_the_whole(
+    model: LlamaForCausalLM, tmp_path: Path, module: str, dim: int
+) -> None:
+    model.save_pretrained(tmp_path)
+    divide_among_ranks(tmp_path)
+    name = f"model.layers.1.{module}.weight"
+    found = open_checkpoint(tmp_path).tensor(name, part=range(9, 30), dim=dim)
+    assert torch.equal(found, model.state_dict()[name].narrow(dim, 9, 21))
 
 
 @pytest.mark.parametrize("dim", [0, 1])

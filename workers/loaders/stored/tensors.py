@@ -101,18 +101,24 @@ class StoredTensor(msgspec.Struct, frozen=True):
 
 
 class JoinedTensor(msgspec.Struct, frozen=True):
-    """Several tensors of files that are read as one tensor, which has their rows one after the other."""
+    """Several tensors of files that are read as one tensor, which has their rows one after the other.
+
+    If `dim` is 1, it has their columns one after the other.
+    """
 
     tensors: tuple[StoredTensor, ...]
+    dim: int = 0
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of all tensors together."""
-        return sum(each.shape[0] for each in self.tensors), *self.tensors[0].shape[1:]
+        shape = list(self.tensors[0].shape)
+        shape[self.dim] = sum(each.shape[self.dim] for each in self.tensors)
+        return tuple(shape)
 
     def part(self, parts: Sequence[range | None]) -> torch.Tensor:
         """Read these ranges of the dimensions."""
-        return torch.cat([tensor.part(own) for tensor, own in self._split(parts)])
+        return torch.cat([tensor.part(own) for tensor, own in self._split(parts)], self.dim)
 
     def floats(self, parts: Sequence[range | None]) -> Floats | None:
         """Return these ranges of the dimensions, or None if they are not stored as plain floats of one type."""
@@ -120,18 +126,21 @@ class JoinedTensor(msgspec.Struct, frozen=True):
         found = [x for tensor, own in split if (x := tensor.floats(own)) is not None]
         if len(found) < len(split) or len({each.dtype for each in found}) > 1:
             return None
-        return replace(found[0], values=np.concatenate([each.values for each in found]))
+        return replace(found[0], values=np.concatenate([each.values for each in found], self.dim))
 
     def _split(
         self, parts: Sequence[range | None]
     ) -> list[tuple[StoredTensor, list[range | None]]]:
-        """Return the tensors that have some of these rows, at least one, and their own ranges."""
-        rows, *rest = parts or (None,)
+        """Return the tensors that have some of these rows or columns, at least one, and their own ranges."""
+        ranges = [*parts, *(None,) * (self.dim + 1 - len(parts))]
+        joined = ranges[self.dim]
         first, found = 0, []
         for tensor in self.tensors:
-            count = tensor.shape[0]
-            start, stop = (0, count) if rows is None else (rows.start - first, rows.stop - first)
+            count = tensor.shape[self.dim]
+            start, stop = (
+                (0, count) if joined is None else (joined.start - first, joined.stop - first)
+            )
             own = range(min(max(start, 0), count), max(min(stop, count), 0))
-            found.append((tensor, [own, *rest]))
+            found.append((tensor, [*ranges[: self.dim], own, *ranges[self.dim + 1 :]]))
             first += count
-        return [each for each in found if each[1][0]] or found[:1]
+        return [each for each in found if each[1][self.dim]] or found[:1]
