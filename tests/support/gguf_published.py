@@ -169,6 +169,14 @@ def _interleaved(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[str
     return _with_neighbors(_with_own_projections(tensors, config), config)
 
 
+def _as_chameleon(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Tensor]:
+    changed = _with_neighbors(tensors, config)
+    for name, weight in tensors.items():
+        if "_norm." in name and weight.ndim == 2:
+            changed[name] = interleaved(weight.flatten(), len(weight)).view(weight.shape)
+    return changed
+
+
 def _with_neighbors(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Tensor]:
     """Let neighboring elements of queries and keys be rotated together."""
     changed = dict(tensors)
@@ -323,6 +331,7 @@ def _as_mamba(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[str, T
 _CHANGES: dict[str, Callable[[dict[str, Tensor], dict[str, Any]], dict[str, Tensor]]] = {
     "arctic": _with_stacked_arctics,
     "baichuan": _interleaved,
+    "chameleon": _as_chameleon,
     "cogvlm": _with_images,
     "grok": _with_stacked_groks,
     "grovemoe": _with_stacked_groves,

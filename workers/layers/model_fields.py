@@ -306,6 +306,8 @@ class ModelFields(msgspec.Struct, frozen=True, kw_only=True):
     """True if the model computes logits. Otherwise it ends with hidden states."""
     num_unsampled: int = 0
     """The number of last tokens without logits."""
+    silent_tokens: tuple[int, int] = (0, 0)
+    """The first of several tokens that are never generated, and the first one after them."""
     head_dense_bias: bool | None = None
     """If not None, a dense layer, the activation and a norm follow the final norm, and this says if it has a bias."""
     head_bias: bool = False

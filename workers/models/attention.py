@@ -430,7 +430,7 @@ def head_norm(
         return torch.cat(parts)
 
     weight_HK = read("weight") + (offset("k_norm") or 0.0)
-    if spec.norm_kind == "rms":
+    if spec.norm_kind == "rms" and not spec.qk_norm_bias:
         return HeadNorm(weight_HK, head_norm_eps(spec))
     return HeadLayerNorm(weight_HK, spec.norm_eps, read("bias") if spec.qk_norm_bias else None)
 

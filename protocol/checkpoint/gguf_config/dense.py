@@ -257,6 +257,14 @@ DENSE: Final[dict[str, Translate]] = {
         hidden_act="gelu_pytorch_tanh",
         has_grouped_qkv=False,
     ),
+    "chameleon": declared(
+        "chameleon",
+        "ChameleonForCausalLM",
+        swin_norm=boolean("swin_norm", False),
+        rope_interleave=True,
+        # The tokens of images, which files do not name, have the same numbers in all published models.
+        vocabulary_map={"IMGIMGA": 4, "IMGIMGZ": 8195},
+    ),
     "chatglm": declared("glm", "GlmForCausalLM", family, attention_bias=_chatglm_bias),
     "codeshell": declared("codeshell", "CodeShellForCausalLM", hidden_act="gelu_pytorch_tanh"),
     # The matrices for images beside those for text are not read.
@@ -375,6 +383,7 @@ DENSE: Final[dict[str, Translate]] = {
         ),
         sliding_window=_WINDOW,
     ),
+    "plamo": declared("plamo", "PlamoForCausalLM"),
     "plamo3": declared(
         "plamo3",
         "Plamo3ForCausalLM",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import re
 from typing import Any
 
@@ -39,6 +40,42 @@ class _GatedMlp(nn.Module):
     def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         hidden = self.c_fc(x) * nn.functional.silu(self.c_fc2(x))
         return residual + self.c_proj(hidden)
+
+
+class _HeadNorm(nn.Module):
+    """A layer norm of heads, each of which has its own weights and biases."""
+
+    def __init__(self, num_heads: int) -> None:
+        super().__init__()
+        self.weight, self.bias = (
+            nn.Parameter(torch.empty(num_heads, 8).normal_(0.8, 0.3)) for _ in range(2)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.layer_norm(x, x.shape[-1:]) * self.weight + self.bias
+
+
+def _as_chameleon(reference: transformers.PreTrainedModel) -> None:
+    """Give a Qwen3 other norms of heads, and never let it generate the tokens of images, which begin with the fifth."""
+    for layer in reference.model.layers:
+        layer.self_attn.q_norm, layer.self_attn.k_norm = _HeadNorm(6), _HeadNorm(2)
+    bias = torch.zeros(97)
+    bias[4 : 4 + reference.config.num_images] = -1e30
+    reference.lm_head.register_forward_hook(lambda _module, _args, logits: logits + bias)
+
+
+def _as_plamo(reference: transformers.PreTrainedModel) -> None:
+    """Let attention and MLP of a Llama read the same normed hidden states."""
+
+    def forward(layer: nn.Module, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        normed = layer.input_layernorm(x)
+        attended, _ = layer.self_attn(normed, **kwargs)
+        total: torch.Tensor = x + attended + layer.mlp(normed)
+        return total
+
+    for layer in reference.model.layers:
+        layer.forward = functools.partial(forward, layer)
+        layer.post_attention_layernorm = None
 
 
 class _Scaled(nn.Module):
@@ -146,6 +183,17 @@ def _with_factors(reference: transformers.PreTrainedModel) -> None:
 
 
 PUBLISHED_DENSE = {
+    "Chameleon": Published(
+        "qwen3",
+        {"head_dim": 8, "num_images": 6, "rms_norm_eps": 1e-5, "tie_word_embeddings": False},
+        {
+            "model_type": "chameleon",
+            "vocabulary_map": {"a": 0, "IMGIMGBA": 9, "IMGIMGA": 4},
+            "layer_types": None,
+        },
+        prepare=_as_chameleon,
+    ),
+    "Plamo": Published("llama2", {}, {"model_type": "plamo"}, prepare=_as_plamo),
     # The file has the head, but not the embedding.
     "CodeShell": Published(
         "starcoder2",

@@ -39,6 +39,8 @@ pytestmark = pytest.mark.slow
 torch.set_num_threads(1)
 
 NUM_TOKENS = 60
+IN_TORCH = ("Chameleon", "Doge", "Step3Text")
+"""Families for which there are no native programs."""
 
 
 @pytest.mark.parametrize(
@@ -47,7 +49,7 @@ NUM_TOKENS = 60
         (name, load)
         for name in PUBLISHED
         for load in (load_decoder, load_native_decoder)
-        if load is load_decoder or name not in ("Doge", "Step3Text")
+        if load is load_decoder or name not in IN_TORCH
     ],
 )
 def test_logits_of_families_without_a_class_in_transformers(name, load, tmp_path):
@@ -65,6 +67,7 @@ def test_logits_of_families_without_a_class_in_transformers(name, load, tmp_path
         ("BaiChuan", "cogvlm", {}),
         ("Baichuan", "baichuan", {"num_hidden_layers": 40}),
         ("Baichuan", "refact", {}),
+        ("Chameleon", "chameleon", {"num_images": 93}),
         ("CodeShell", "codeshell", {}),
         ("Grok1", "grok", {}),
         ("GroveMoe", "grovemoe", {}),
@@ -77,6 +80,7 @@ def test_logits_of_families_without_a_class_in_transformers(name, load, tmp_path
         ("OpenELM", "openelm", {}),
         ("Orion", "orion", {}),
         ("PLM", "plm", {}),
+        ("Plamo", "plamo", {}),
         ("Plamo2", "plamo2", {"layer_types": ["full_attention"] * 5}),
         ("Plamo3", "plamo3", {}),
         ("QWen", "qwen", {}),
@@ -89,6 +93,7 @@ def test_gguf_files_of_these_families_give_the_same_logits(
 ):
     reference = save_published(name, tmp_path, **differences)
     tokens = prompt(NUM_TOKENS)
+    load = load_decoder if name in IN_TORCH else load
     logits = Runner(load(write_published(tmp_path, architecture))).step({0: tokens})[0]
     assert_same(logits, expected_logits(reference, tokens))
 

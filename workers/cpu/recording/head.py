@@ -43,7 +43,7 @@ def record_head(blocks: BlockRecorder, embedding: PackedWeight | None) -> None:
     bias = None
     if spec.head_bias:
         bias = weights.read_head_bias(spec.vocab_size, part).float().numpy()
-    elif spec.num_unsampled:
+    elif spec.num_unsampled or any(spec.silent_tokens):
         bias = unsampled_bias(spec, part).numpy()
     blocks.program.add_op(
         "head",

@@ -141,5 +141,6 @@ class VocabParallelHead:
 
 def unsampled_bias(spec: ModelSpec, part: range) -> Tensor:
     """Return a bias of a part of the vocabulary, float32, that makes the logits of these tokens very small."""
-    ids = torch.arange(part.start, part.stop)
-    return (ids >= spec.vocab_size - spec.num_unsampled) * _NEVER
+    ids, (start, stop) = torch.arange(part.start, part.stop), spec.silent_tokens
+    is_last = ids >= spec.vocab_size - spec.num_unsampled
+    return (is_last | ((ids >= start) & (ids < stop))) * _NEVER

@@ -41,9 +41,10 @@ class OutputHead:
             head = embedding_vD
         elif spec.num_unsampled:
             head = weights.read_padded_head(*vocabulary, part, spec.num_unsampled)
-            bias_v = unsampled_bias(spec, part).to(head)
         else:
             head = weights.read_head(*vocabulary, part, spec.num_unused_embeddings)
+        if spec.num_unsampled or any(spec.silent_tokens):
+            bias_v = unsampled_bias(spec, part).to(weights.device, weights.dtype)
         self._dense: Linear | None = None
         if spec.head_dense_bias is not None:
             size = spec.hidden_size

@@ -11,6 +11,7 @@ from .....protocol.checkpoint.config_fields import ConfigFields
 from ....layers.layer_spec import LayerSpec
 from ....layers.read_rope import read_rope, read_rope_of_layer_type
 from ....layers.spec import ModelSpec
+from ....layers.specs.norm_names import NormNames
 from ....layers.specs.pair_experts import PairExpertsSpec
 from ....loaders.row_factors import RowFactors
 from ..common import (
@@ -116,6 +117,30 @@ def _baichuan(fields: ConfigFields) -> ModelSpec:
 
 def _first_baichuan(fields: ConfigFields) -> ModelSpec:
     return llama(fields, tensor_names=_BAICHUAN_NAMES)
+
+
+def _chameleon(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of the text of a Chameleon (arXiv 2405.09818), which never generates the tokens of images."""
+    fields = fields.with_defaults(
+        rms_norm_eps=1e-5, num_key_value_heads=fields.integer("num_attention_heads")
+    )
+    names = fields.section("vocabulary_map")
+    images = (
+        [] if names is None else [i for name, i in names.config.items() if name[:6] == "IMGIMG"]
+    )
+    norms = NormNames()
+    if fields.boolean("swin_norm", False):
+        norms = NormNames(None, "input_layernorm", None, "post_attention_layernorm")
+    is_interleaved = fields.boolean("rope_interleave", False)
+    return llama(
+        fields,
+        norms=norms,
+        qk_norm="each head",
+        qk_norm_bias=True,
+        rope_order="interleaved" if is_interleaved else "half",
+        silent_tokens=(min(images), max(images) + 1) if images else (0, 0),
+        tensor_names=((r"^(model\.)?vqmodel\..*", ""),),
+    )
 
 
 def _codeshell(fields: ConfigFields) -> ModelSpec:
@@ -369,6 +394,8 @@ FAMILIES = (
     Family("BaichuanForCausalLM", "baichuan", _baichuan),
     Family("ChatGLMForConditionalGeneration", "chatglm", _chatglm),
     Family("ChatGLMModel", "chatglm", _chatglm),
+    Family("ChameleonForCausalLM", "chameleon", _chameleon),
+    Family("ChameleonForConditionalGeneration", "chameleon", _chameleon),
     Family("CodeShellForCausalLM", "codeshell", _codeshell),
     Family("DiffLlamaForCausalLM", "diffllama", _diffllama),
     Family("DogeForCausalLM", "doge", _doge),

@@ -1,4 +1,4 @@
-"""PLaMo 2 and 3, whose norms' weights have different offsets."""
+"""PLaMo 1, and PLaMo 2 and 3, whose norms' weights have different offsets."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from ....layers.spec import ModelSpec
 from ....layers.specs.norm_names import NormNames
 from ..common import Family, attention_biases, base_spec, head_dim, windowed_layers
 from ..hybrid import recurrent_layer
+from ..llama import llama
 
 _PLAMO2_NAMES = (
     (r"(^|\.)layers\.layers\.", r"\1layers."),
@@ -38,6 +39,12 @@ def _norms(fields: ConfigFields, *others: tuple[str, float]) -> dict[str, Any]:
         "norm_weight_offset": 0.0 if is_whole else 1.0,
         "norm_offsets": () if is_whole else (*_NORM_OFFSETS, *others),
     }
+
+
+def _plamo(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of the first PLaMo, a Llama whose attention and MLP read the same normed hidden states."""
+    fields.require("n_shared_head", 1, ": convert the model to GGUF, which sorts its heads")
+    return llama(fields, is_parallel=True, norms=NormNames(mlp_input=None))
 
 
 def _plamo2(fields: ConfigFields) -> ModelSpec:
@@ -121,6 +128,7 @@ def _plamo3_windows(fields: ConfigFields) -> ConfigFields:
 
 
 FAMILIES = (
+    Family("PlamoForCausalLM", "plamo", _plamo),
     Family("Plamo2ForCausalLM", "plamo2", _plamo2),
     Family("Plamo3ForCausalLM", "plamo3", _plamo3),
 )
