@@ -198,6 +198,7 @@ class ModelRunner:
             self.kv_cache.copy_out(output)
             if self.connector is not None:
                 self.connector.begin_step(output.kv_connector_metadata)
+                self.connector.start_loads()
             self.kv_cache.copy_in(output)
             self._execution.release_slots(output)
             self._requests.apply_output(output)

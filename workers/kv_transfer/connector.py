@@ -69,6 +69,12 @@ class KVConnector(ABC):
         freed still have their content. The step may overwrite it once this method returns.
         """
 
+    def start_loads(self) -> None:  # noqa: B027
+        """Start the asynchronous loads of the metadata that `begin_step` has received. Called after it.
+
+        If several connectors are combined, the loads of one may overwrite blocks that others copy in `begin_step`.
+        """
+
     def end_step(self) -> KVConnectorOutput | None:
         """Return a report about the step that was just computed: the blocks that could not be loaded for it.
 

@@ -70,6 +70,7 @@ class DirectConnector(KVConnector):
         self._writes = threading.Lock()
         """Lock that is held while a block of the current generation is written, or a report is made."""
         self._generation = 0
+        self._fetches: list[DirectFetch] = []
         self._num_bytes_received = self._num_errors = 0
         self._num_bytes_reported = 0
         self._actions: WakingQueue[Callable[[], None]] = WakingQueue()
@@ -146,7 +147,7 @@ class DirectConnector(KVConnector):
         return self._reports.fd
 
     def begin_step(self, metadata: bytes) -> None:
-        """Apply the changes of offered blocks, and start to fetch blocks."""
+        """Apply the changes of offered blocks."""
         if not metadata:
             return
         commands = self._decode(metadata)
@@ -158,9 +159,14 @@ class DirectConnector(KVConnector):
             self._offered.offer(commands.offered, int32_view(commands.offered_blocks).tolist())
         if commands.offered or commands.ended or commands.held or commands.expired:
             self._actions.put(lambda: self._apply(commands))
-        if commands.fetches:
+        self._fetches = commands.fetches
+
+    def start_loads(self) -> None:
+        """Start to fetch blocks."""
+        fetches, self._fetches = self._fetches, []
+        if fetches:
             fence, generation = self._memory.fence(), self._generation
-            for fetch in commands.fetches:
+            for fetch in fetches:
                 self._actions.put(partial(self._fetch, fetch, Transfer(fetch, generation, fence)))
 
     def take_reports(self) -> list[KVConnectorOutput]:

@@ -49,6 +49,11 @@ class MultiConnector(KVConnector):
         for connector, own in zip(self._connectors, commands.metadata, strict=True):
             connector.begin_step(own)
 
+    def start_loads(self) -> None:
+        """Start the loads of all connectors, each of which has copied the blocks that the loads may overwrite."""
+        for connector in self._connectors:
+            connector.start_loads()
+
     def end_step(self) -> KVConnectorOutput | None:
         """Return nothing, because the combined connectors load asynchronously."""
         for number, connector in enumerate(self._connectors):

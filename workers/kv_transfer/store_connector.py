@@ -101,6 +101,7 @@ class StoreConnector(KVConnector):
         self._free_rows: deque[int] = deque(range(capacity))
         self._capacity = capacity
         self._is_off = False
+        self._begun = _NO_COMMANDS
         self._decode = msgspec.msgpack.Decoder(StoreCommands).decode
         self._encode = msgspec.msgpack.Encoder().encode
         self._reports: WakingQueue[KVConnectorOutput] = WakingQueue()
@@ -142,16 +143,20 @@ class StoreConnector(KVConnector):
         return self._reports.fd
 
     def begin_step(self, metadata: bytes) -> None:
-        """Copy the blocks to store, and start to load others."""
+        """Copy the blocks to store, and queue the other commands for the store."""
         if not metadata:
             return
-        commands = self._decode(metadata)
+        commands = self._begun = self._decode(metadata)
         if commands.clears:
             self._jobs.put(self._blocks.clear)
         if commands.removed:
             self._jobs.put(lambda: self._remove(commands.removed))
         if commands.stores:
             self._stage(commands.stores, int32_view(commands.store_blocks).tolist())
+
+    def start_loads(self) -> None:
+        """Start the loads and lookups of the metadata that `begin_step` has received."""
+        commands, self._begun = self._begun, _NO_COMMANDS
         if commands.loads:
             fence = self._memory.fence()
             for load in commands.loads:
@@ -313,3 +318,4 @@ class StoreConnector(KVConnector):
 
 
 _NOTHING: Final = msgspec.msgpack.encode(StoreReport())
+_NO_COMMANDS: Final = StoreCommands()

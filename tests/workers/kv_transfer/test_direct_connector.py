@@ -52,6 +52,7 @@ class Side:
 
     def command(self, commands: DirectCommands) -> None:
         self.connector.begin_step(msgspec.msgpack.encode(commands))
+        self.connector.start_loads()
 
     def offer(self, numbers: range) -> None:
         for number in numbers:

@@ -61,7 +61,11 @@ def test_a_full_disk_turns_itself_off_with_one_line(
     assert reports()[-1].is_off
     assert not any(each.num_bytes_written for each in reports())
     load = BlockLoad(5, [KEYS[0], KEYS[1]], int32_bytes([8, 9]))
-    connector.begin_step(msgspec.msgpack.encode(StoreCommands(loads=[load])))
+    commands = StoreCommands(stores=[KEYS[3]], store_blocks=int32_bytes([3]), loads=[load])
+    connector.begin_step(msgspec.msgpack.encode(commands))
+    wait_until(lambda: any(KEYS[3] in each.ended for each in reports()), 8)
+    assert not any(each.finished_recving for each in outputs)
+    connector.start_loads()
     wait_until(lambda: reports() is not None and any(each.finished_recving for each in outputs), 8)
     (loaded,) = (each for each in outputs if each.finished_recving)
     assert sorted(int32_view(loaded.invalid_block_ids).tolist()) == [8, 9]
