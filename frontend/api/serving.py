@@ -119,12 +119,9 @@ class Serving:
             # A late import, because few models transcribe.
             from ..media.transcription.transcriber import make_transcriber
 
+            template = templates.choose(False)
             self.transcriber = make_transcriber(
-                config.model,
-                tokenizer,
-                engine.executor,
-                templates.choose(False),
-                self.special_tokens,
+                config, tokenizer, engine.executor, template, self.special_tokens
             )
         limits = config.frontend
         self.request_memory = RequestMemory(

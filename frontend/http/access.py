@@ -83,6 +83,8 @@ FORM_PATHS: Final = (
     "/parts",
 )
 """Suffixes of the routes whose request bodies are forms with a file."""
+SPEECH_PATHS: Final = FORM_PATHS[:2]
+"""Suffixes of those that also accept JSON, with the URL of a file."""
 
 SECRET_PATHS: Final = ("/v1/realtime", "/realtime")
 """Routes that accept client secrets."""
@@ -95,6 +97,8 @@ ADMIN_TENANT: Final = "admin"
 OWNER_CHARACTERS: Final = 32
 """Length of an owner's name in the store, in hexadecimal digits."""
 
+_FORM: Final = "multipart/form-data"
+_JSON: Final = "application/json"
 _KEY_HEADERS: Final = (b"x-api-key", b"x-goog-api-key", b"api-key")
 
 _WITHOUT_BODY: Final = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -157,7 +161,9 @@ class Access:
                 )
             is_checked = _is_of_browser(headers) or not path.startswith(OLLAMA_PATHS)
             if is_checked and scope["method"] not in _WITHOUT_BODY:
-                _check_media_type(headers, is_form=path.endswith(FORM_PATHS))
+                is_form = path.endswith(FORM_PATHS)
+                accepts_json = not is_form or path.endswith(SPEECH_PATHS)
+                _check_media_type(headers, is_form, accepts_json)
 
     def _check_host(self, header: bytes | None) -> None:
         """Raise APIError 403 for an unknown host name.
@@ -303,16 +309,17 @@ def _is_of_browser(headers: dict[bytes, bytes]) -> bool:
     return b"origin" in headers or b"sec-fetch-site" in headers
 
 
-def _check_media_type(headers: dict[bytes, bytes], *, is_form: bool) -> None:
-    """Raise APIError 415 for a body that is not JSON (a form if `is_form`).
+def _check_media_type(headers: dict[bytes, bytes], is_form: bool, accepts_json: bool) -> None:
+    """Raise APIError 415 for a body that is neither a form where that `is_form`, nor JSON where the route accepts it.
 
     Browsers let pages send JSON only with permission.
     """
     if b"transfer-encoding" not in headers and int(headers.get(b"content-length", b"0")) == 0:
         return
     given = headers.get(b"content-type", b"").decode("latin-1")
-    wanted = "multipart/form-data" if is_form else "application/json"
-    if given.partition(";")[0].strip().lower() != wanted:
+    kind = given.partition(";")[0].strip().lower()
+    wanted = _FORM if is_form else _JSON
+    if kind != wanted and not (accepts_json and kind == _JSON):
         raise APIError(415, f"the request body needs Content-Type {wanted}, got {echo(given)}")
 
 

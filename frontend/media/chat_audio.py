@@ -129,9 +129,7 @@ class ChatAudio(ChatMedia):
         if isinstance(source, PreparedAudio):
             return source
         if item.is_url:
-            source = await self.fetch(source, item.where)
-            if isinstance(source, str):
-                source = await self._executor.in_thread(read_data_url, source, item.where)
+            source = await self.urls.read(source, item.where)
         return await self._executor.in_thread(self._prepare, source, item.where)
 
     def encode(

@@ -303,7 +303,7 @@ class ChatImages(ChatMedia):
         if isinstance(image, EmbeddedImage):
             place = partial(self._place_embeddings, fields=image.fields)
             return await self._executor.in_thread(place, source, where)
-        source = await self.fetch(source, where)
+        source = await self.urls.fetch(source, where)
         # Pillow's images come from a caller in this process, who has already decoded them.
         is_decoded = isinstance(source, Image.Image) or (
             isinstance(source, list) and any(isinstance(part, Image.Image) for part in source)

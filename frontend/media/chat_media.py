@@ -12,10 +12,8 @@ from ...protocol.errors import ParameterError
 from ..client.executor import ThreadExecutor
 from .decoding.limits import MAX_PROCESSES
 from .decoding.processes import MediaProcesses
-from .sources.data_urls import is_data_url
-from .sources.downloads import Downloader
-from .sources.local_files import LocalFiles, is_file_url
 from .sources.media_options import DEFAULT_OPTIONS, MediaOptions
+from .sources.media_urls import MediaUrls
 
 
 class ChatMedia(ABC):
@@ -41,15 +39,7 @@ class ChatMedia(ABC):
         self._processes = processes
         self._names = names
         self._executor = executor.create_separate(MAX_PROCESSES)
-        frontend = config.frontend
-        self._downloader: Downloader | None = None
-        if frontend.allowed_media_domains:
-            self._downloader = Downloader(frontend.allowed_media_domains)
-        self._files: LocalFiles | None = None
-        if frontend.allowed_local_media_path is not None:
-            self._files = LocalFiles(frontend.allowed_local_media_path)
-        # A slow host or file system must not delay files that have arrived already.
-        self._fetches = executor.create_separate()
+        self.urls = MediaUrls(config.frontend, executor)
 
     def start(self) -> None:
         """Start the decoder processes, so that the first file does not have to wait for them."""
@@ -59,7 +49,7 @@ class ChatMedia(ABC):
         """Stop the decoder processes and threads."""
         self._processes.close()
         self._executor.close()
-        self._fetches.close()
+        self.urls.close()
 
     async def take(
         self, messages: Sequence[Any], body_size: int, options: MediaOptions = DEFAULT_OPTIONS
@@ -104,20 +94,6 @@ class ChatMedia(ABC):
                     f"context length; send {instead}",
                 )
         return prepared
-
-    async def fetch(self, source: Any, where: str) -> Any:
-        """Return the file at a URL, if the server may read it; otherwise `source` itself.
-
-        Raises:
-            ParameterError: The file cannot be read.
-        """
-        if not isinstance(source, str) or is_data_url(source):
-            return source
-        if is_file_url(source) and self._files is not None:
-            return await self._fetches.in_thread(self._files.read, source, where)
-        if self._downloader is not None:
-            return await self._fetches.in_thread(self._downloader.download, source, where)
-        return source
 
     @abstractmethod
     def wrap(self, given: Any, where: str) -> Any:

@@ -136,7 +136,7 @@ class MixedMedia:
             sound = None
             if isinstance(item, ChatVideo):
                 # It is downloaded once.
-                source: Any = await self._images.fetch(item.source, item.where)
+                source: Any = await self._images.urls.fetch(item.source, item.where)
                 items[index] = item._replace(source=source)
                 sound = await self._audio.prepare_sound(source, item.where)
             read.append(sound)

@@ -39,11 +39,10 @@ class LocalTranscriber:
     def __init__(
         self, engine: LocalEngine, template: ChatTemplate | None, guard: SpecialTokenGuard
     ) -> None:
-        model = engine.config.model
-        self.speech = verify_transcribes(model)
+        self.speech = verify_transcribes(engine.config.model)
         self._engine = engine
         transcriber = make_transcriber(
-            model, engine.tokenizer, engine.client.executor, template, guard
+            engine.config, engine.tokenizer, engine.client.executor, template, guard
         )
         if transcriber is None:
             raise ParameterError("model", "has no chat template, which it needs to transcribe")

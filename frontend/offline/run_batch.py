@@ -11,8 +11,10 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import IO, Final
 from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
 
 import msgspec
 
@@ -33,6 +35,8 @@ from ..supervisor.console import Console, reports_errors
 
 CONCURRENCY: Final = 128
 MAX_RETRY_S: Final = 30.0
+TRANSFER_S: Final = 1000.0
+"""Maximum seconds without progress while a file is read from a URL or written to one."""
 TIMEOUT_S: Final = 24 * 3600.0
 """Maximum seconds until a server answers."""
 
@@ -62,8 +66,8 @@ class _Server:
             if status not in (429, 503) or retry_after is None:
                 break
             time.sleep(min(float(retry_after), MAX_RETRY_S))
-        answer = msgspec.Raw(content)
-        return result_line(request.custom_id, status, headers.get("x-request-id", ""), answer)
+        request_id, kind = headers.get("x-request-id", ""), headers.get_content_type()
+        return result_line(request.custom_id, status, request_id, content, kind)
 
     def call(
         self, method: str, path: str, body: bytes | None = None
@@ -103,9 +107,9 @@ def make_parser() -> argparse.ArgumentParser:
         "[MODEL] -i FILE -o FILE [--url URL] [flags]",
         takes_serve_flags=True,
     )
-    about = "File with requests; - is standard input"
+    about = "File or URL with requests; - is standard input"
     add_option(parser, "-i --input-file", about, "FILE", required=True)
-    about = "File for answers; - is standard output"
+    about = "File or URL (PUT) for answers; - is standard output"
     add_option(parser, "-o --output-file", about, "FILE", required=True)
     add_option(parser, "--url", "URL of a server to use (default: start an engine)")
     add_option(parser, "--api-key", "API key for --url", "KEY")
@@ -145,7 +149,15 @@ def _is_same_file(first: str, second: str) -> bool:
     return Path(first).exists() and Path(second).exists() and Path(first).samefile(second)
 
 
+def _is_url(name: str) -> bool:
+    return name.startswith(("http://", "https://"))
+
+
 def _read(name: str) -> bytes:
+    if _is_url(name):
+        with urlopen(name, timeout=TRANSFER_S) as response:
+            content: bytes = response.read()
+            return content
     return sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
 
 
@@ -153,6 +165,14 @@ def _read(name: str) -> bytes:
 def _open_output(name: str) -> Iterator[IO[bytes]]:
     if name == "-":
         yield sys.stdout.buffer
+        return
+    if _is_url(name):
+        with TemporaryFile() as answers:
+            yield answers
+            size = answers.tell()
+            answers.seek(0)
+            headers = {"content-length": str(size)}
+            urlopen(Request(name, answers, headers, method="PUT"), timeout=TRANSFER_S).close()
         return
     with open(name, "wb") as file:
         yield file

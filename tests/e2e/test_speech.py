@@ -18,6 +18,7 @@ import numpy as np
 import openai
 import pytest
 import soundfile
+from engine.frontend.offline.run_batch import main as run_batch
 from engine.frontend.offline.transcribe import main as transcribe
 from support import realtime
 from support.ctranslate2_whisper import convert
@@ -94,6 +95,22 @@ def test_spoken_sentences_are_transcribed(client: openai.OpenAI, server: Server)
         assert answer.usage.seconds == 4
     assert server.metric("engine:audio_seconds_total") == 4 * len(HEARD)
     assert_nothing_is_held(server)
+
+
+def test_batches_name_the_files_by_their_urls(server: Server, tmp_path: Path) -> None:
+    content = base64.b64encode((FIXTURES / "colors.ogg").read_bytes()).decode()
+    given: dict[str, Any] = {"file_url": f"data:audio/ogg;base64,{content}"}
+    text = HEARD["colors.ogg"]
+    url = "/v1/audio/transcriptions"
+    bodies = [given, given | {"response_format": "text"}, {"file_url": "https://x/a.ogg"}, {}]
+    lines = [{"custom_id": str(i), "url": url, "body": body} for i, body in enumerate(bodies)]
+    (tmp_path / "in").write_text("\n".join(map(json.dumps, lines)))
+    files = ["-i", str(tmp_path / "in"), "-o", str(tmp_path / "out")]
+    assert run_batch([*files, "--url", server.url]) == 1
+    answers = [json.loads(line)["response"] for line in (tmp_path / "out").open()]
+    assert answers[0]["body"]["text"] == text
+    assert answers[1]["body"] == text + "\n"
+    assert [answer["body"]["error"]["param"] for answer in answers[2:]] == ["file_url", "file"]
 
 
 def test_formats_have_the_same_text(client: openai.OpenAI) -> None:

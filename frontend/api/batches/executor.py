@@ -295,8 +295,13 @@ class _BatchRun:
         else:
             if result is None:
                 return
-            body = msgspec.Raw(result.body)
-            line = result_line(request.custom_id, result.status, result.request_id, body)
+            line = result_line(
+                request.custom_id,
+                result.status,
+                result.request_id,
+                result.body,
+                result.content_type,
+            )
         record = {"number": number, "line": line}
         key = result_key(self._batch["id"], number)
         await self._records.results.put(key, record, self._work.owner, parent=self._batch["id"])

@@ -24,6 +24,7 @@ class CallResult:
     status: int
     body: bytes
     request_id: str
+    content_type: str = "application/json"
     retry_after_s: float | None = None
 
 
@@ -37,6 +38,7 @@ class _Caller:
         self._body: bytes | None = body
         self.on_writable: Callable[[], None] | None = None
         self.status = 0
+        self.content_type = ""
         self.pieces: list[bytes] = []
 
     def begin_stream(self) -> None:
@@ -54,6 +56,7 @@ class _Caller:
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
+            self.content_type = dict(message["headers"]).get(b"content-type", b"").decode()
         else:
             self.pieces.append(message.get("body", b""))
 
@@ -87,7 +90,8 @@ async def call_route(
     }
     try:
         await router(scope, caller.receive, caller.send)
-        return CallResult(caller.status, b"".join(caller.pieces), request_id)
+        content = b"".join(caller.pieces)
+        return CallResult(caller.status, content, request_id, caller.content_type)
     except APIError as caught:
         error = caught
     except ParameterError as caught_parameter:
@@ -101,5 +105,5 @@ async def call_route(
         error.status,
         bytes(json_response(error.body).body),
         request_id,
-        float(retry_after) if retry_after and error.status in (429, 503) else None,
+        retry_after_s=float(retry_after) if retry_after and error.status in (429, 503) else None,
     )

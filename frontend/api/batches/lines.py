@@ -16,8 +16,13 @@ ENDPOINTS: Final = (
     "/v1/completions",
     "/v1/embeddings",
     "/v1/responses",
+    "/v1/score",
+    "/v1/rerank",
+    "/v2/rerank",
+    "/v1/audio/transcriptions",
+    "/v1/audio/translations",
 )
-"""Routes that a batch of OpenAI's API may call."""
+"""Routes that a batch of OpenAI's API may call. The prefix `/v1` may be left out."""
 
 MESSAGES: Final = "/v1/messages"
 """The route that a batch of Anthropic's API calls."""
@@ -70,12 +75,19 @@ def parse_line(line: bytes, endpoint: str | None) -> BatchLine:
     if request.method != "POST":
         raise BadLine(f"method must be POST, got {echo(request.method)}", "method")
     wanted = (*ENDPOINTS, MESSAGES) if endpoint is None else (endpoint,)
-    if request.url not in wanted:
+    url = with_version(request.url)
+    if url not in wanted:
         raise BadLine(f"url must be {' or '.join(wanted)}, got {echo(request.url)}", "url")
+    request.url = url
     for name in ("stream", "background"):
         if request.body.get(name):
             raise BadLine(f"{name} is not supported in batches; leave it out", f"body.{name}")
     return request
+
+
+def with_version(url: str) -> str:
+    """Return the path of a route with the prefix that clients of Azure and vLLM leave out."""
+    return url if url.startswith(("/v1/", "/v2/")) else f"/v1{url}"
 
 
 def find_errors(lines: Iterable[bytes], endpoint: str | None) -> tuple[int, list[Json]]:
@@ -124,8 +136,11 @@ def split_lines(content: bytes) -> Iterator[bytes]:
         start = end + 1
 
 
-def result_line(custom_id: str, status: int, request_id: str, body: Any) -> Json:
-    """Return the output line for an answered request."""
+def result_line(
+    custom_id: str, status: int, request_id: str, content: bytes, content_type: str
+) -> Json:
+    """Return the output line for an answered request. A body that is not JSON becomes a string."""
+    body = msgspec.Raw(content) if content_type.startswith("application/json") else content.decode()
     response = {"status_code": status, "request_id": request_id, "body": body}
     return _line(custom_id) | {"response": response, "error": None}
 

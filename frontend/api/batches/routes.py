@@ -15,7 +15,7 @@ from ..stored.metadata import verify_metadata
 from ..stored.pages import list_body, parse_page
 from ..stored.records import key_of, owner_of
 from .executor import BatchExecutor
-from .lines import ENDPOINTS
+from .lines import ENDPOINTS, with_version
 from .records import ENDED, BatchRecords
 
 
@@ -39,8 +39,10 @@ class Batches:
     async def create(self, request: Request, body: BatchRequest, size: int) -> Response:
         """Create a batch."""
         state = request.scope["state"]
-        if body.endpoint not in ENDPOINTS:
+        endpoint = with_version(body.endpoint or "")
+        if endpoint not in ENDPOINTS:
             raise wrong("endpoint", f"one of {', '.join(ENDPOINTS)}", body.endpoint)
+        body.endpoint = endpoint
         if body.completion_window != "24h":
             raise wrong("completion_window", '"24h"', body.completion_window)
         verify_metadata(body.metadata)

@@ -45,16 +45,23 @@ class Form(NamedTuple):
     files: dict[str, FormFile]
 
 
+def is_json(scope: Scope) -> bool:
+    """Return whether a body is JSON, which some routes accept in place of a form."""
+    return _content_type(scope).partition(";")[0].strip().lower() == "application/json"
+
+
+def _content_type(scope: Scope) -> str:
+    headers: list[tuple[bytes, bytes]] = scope["headers"]
+    return next((v for name, v in headers if name == b"content-type"), b"").decode("latin-1")
+
+
 def find_boundary(scope: Scope) -> bytes:
     """Return the boundary between the parts of a form.
 
     Raises:
         APIError: There is no boundary (400).
     """
-    content_type = next(
-        (value for name, value in scope["headers"] if name == b"content-type"), b""
-    ).decode("latin-1")
-    match = _BOUNDARY.match(content_type)
+    match = _BOUNDARY.match(_content_type(scope))
     if match is None:
         raise APIError(400, "the Content-Type multipart/form-data needs a boundary")
     return match[2].encode("latin-1")

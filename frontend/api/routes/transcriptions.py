@@ -29,7 +29,7 @@ from ...media.transcription.options import (
 )
 from ...media.transcription.subtitles import write_srt, write_vtt
 from ..bodies.disconnection import while_connected
-from ..bodies.form import FormDecoder, FormFile
+from ..bodies.form import FormDecoder, FormFile, is_json
 from ..bodies.intake import Intake
 from ..bodies.request_memory import MemoryLease
 from ..generation import find_origin, raise_if_failed, translate_refusals, verify_priority
@@ -113,7 +113,13 @@ class Transcriptions:
         serving = self._serving
         with self._intake.lease() as lease:
             deadline = read_deadline(scope, serving.config.frontend.default_deadline_s)
-            request, files = await self._intake.receive_form(scope, receive, self._decoder, lease)
+            if is_json(scope):
+                schema = self.body_schema
+                request, _ = await self._intake.receive(scope, receive, schema, lease)
+                files: dict[str, FormFile] = {}
+            else:
+                decoder = self._decoder
+                request, files = await self._intake.receive_form(scope, receive, decoder, lease)
             sent = Sent(request, files, lease, deadline)
             await self.answer(sent, scope, receive, send, self._whole)
 
@@ -133,9 +139,7 @@ class Transcriptions:
         serving, request = self._serving, sent.request
         serving.verify_model(request.model)
         plan = self.plan(request)
-        if FILE not in sent.files:
-            raise APIError(400, "file is required: send an audio file in the form", param=FILE)
-        file = sent.files[FILE].content
+        file = await self._read_file(sent)
         sent.lease.count_media(len(file))
         work = self.work(partial(self._open_file, file), plan, request, scope, sent.deadline)
         serving.verify_serving()
@@ -193,6 +197,16 @@ class Transcriptions:
     def is_live(self) -> bool:
         """True if the model writes text while a clip arrives."""
         return self._transcriber is not None and self._transcriber.is_live
+
+    async def _read_file(self, sent: Sent) -> memoryview:
+        """Return the audio file of the form, or the one at its URL."""
+        assert self._transcriber is not None
+        if FILE in sent.files:
+            return sent.files[FILE].content
+        url = sent.request.file_url
+        if url is None:
+            raise APIError(400, "file is required: send an audio file in the form", param=FILE)
+        return memoryview(await self._transcriber.urls.read(url, "file_url"))
 
     async def _open_file(self, file: memoryview) -> Samples:
         assert self._transcriber is not None

@@ -11,6 +11,8 @@ class TranslationRequest(SamplingFields, kw_only=True):
     """The fields other than `file` in the form of `POST /v1/audio/translations`."""
 
     model: str | None = None
+    # The URL of the clip, in place of the file, as in vLLM's batches.
+    file_url: str | None = None
     prompt: str | None = None
     response_format: str | None = None
     # The language of the clip; detected if absent.

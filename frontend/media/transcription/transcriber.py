@@ -11,7 +11,7 @@ from typing import Final, TypeAlias
 import numpy as np
 
 from ....protocol.arrays import Float32Array, float32_bytes
-from ....protocol.config import ModelConfig
+from ....protocol.config import EngineConfig
 from ....protocol.config.chat_audio import ChatAudioConfig
 from ....protocol.config.model import SpeechKind
 from ....protocol.encoder_inputs.inputs import EncoderInput
@@ -30,6 +30,7 @@ from ..audio.log_mel import log_mel, normed_log_mel, paired_log_mel_changes, sta
 from ..audio.windows import Samples, Window, Windows
 from ..decoding.messages import OpenAudio
 from ..decoding.processes import MediaProcesses
+from ..sources.media_urls import MediaUrls
 from .chat_prompt import ChatPrompts
 from .decoder_prompt import DecoderPrompts
 from .decoding import Deltas, Prompts, Submission, WindowDecoder
@@ -130,7 +131,9 @@ class Transcriber:
         chat_audio: ChatAudioConfig | None,
         tokenizer: Tokenizer,
         executor: ThreadExecutor,
+        urls: MediaUrls,
     ) -> None:
+        self.urls = urls
         self._speech, self._prompts = speech, prompts
         self._time_precision = 0.0 if speech.audio is None else speech.audio.time_precision
         self._chat_audio = chat_audio
@@ -155,6 +158,7 @@ class Transcriber:
         """Stop the decoder processes and threads."""
         self._processes.close()
         self._executor.close()
+        self.urls.close()
 
     async def open(self, data: bytes, where: str, max_seconds: float) -> Samples:
         """Open an audio file in a separate process, as mono samples, once the limits allow one more file.
@@ -358,23 +362,25 @@ class Transcriber:
 
 
 def make_transcriber(
-    model: ModelConfig,
+    config: EngineConfig,
     tokenizer: Tokenizer,
     executor: ThreadExecutor,
     template: ChatTemplate | None,
     guard: SpecialTokenGuard,
 ) -> Transcriber | None:
     """Return the transcriber for a model; None if it does not transcribe, or lacks the chat template that it needs."""
+    model = config.model
     speech = speech_model(model)
     if speech is None:
         return None
+    urls = MediaUrls(config.frontend, executor)
     if speech.audio is not None:
         prompts: Prompts = DecoderPrompts(model, speech.audio, tokenizer)
-        return Transcriber(speech, prompts, None, tokenizer, executor)
+        return Transcriber(speech, prompts, None, tokenizer, executor, urls)
     audio = model.chat_audio
     assert audio is not None
     assert audio.speech is not None
     if template is None:
         return None
     prompts = ChatPrompts(model, audio, audio.speech, tokenizer, template, guard)
-    return Transcriber(speech, prompts, audio, tokenizer, executor)
+    return Transcriber(speech, prompts, audio, tokenizer, executor, urls)

@@ -184,6 +184,7 @@ def test_batch_answers_every_request(client: openai.OpenAI, stranger: openai.Ope
     [
         ("/v1/completions", {"prompt": "Hello", "max_tokens": 1}),
         ("/v1/responses", {"input": "Hello", "max_output_tokens": 1}),
+        ("/chat/completions", {"messages": [{"role": "user", "content": "Hello"}]}),
     ],
 )
 def test_batch_accepts_each_supported_endpoint(
