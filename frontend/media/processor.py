@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
+from msgspec.structs import replace
 from PIL import Image
 
 from ...protocol.config.images.details import (
@@ -100,4 +101,6 @@ def process_image(image: Image.Image, config: AnyImageProcessor, num_images: int
         raise ValueError(
             f"it reads one image a prompt, not {num_images}, because the tokens of all images attend to each other"
         )
+    if isinstance(config, CanvasProcessor) and config.is_double and num_images > 1:
+        config = replace(config, is_double=False)
     return _LAYOUTS[type(config)](image, config)

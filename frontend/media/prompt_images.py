@@ -179,7 +179,7 @@ class PromptImages:
         if config.number_start:
             texts = [
                 f"{config.number_start}{number}{config.number_end}{each}"
-                for number, each in enumerate(texts)
+                for number, each in enumerate(texts, config.first_number)
             ]
         if texts:
             texts[-1] += config.after_images

@@ -7,6 +7,7 @@ INTERNVL_MARKS = {
     "end_image_token": "</img>",
     "context_image_token": "<IMG_CONTEXT>",
     "video_token": "<video>",
+    "nvlm_token": "<|vision_pad|>",
 }
 MARKS = ["<fake_token_around_image>", "<global-img>", "<image>", "<end_of_utterance>"] + [
     f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)

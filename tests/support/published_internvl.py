@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, Final
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -28,8 +30,40 @@ def rename(directory: Path, kind: str) -> None:
         file.write_text(json.dumps(fields))
 
 
-def as_published(directory: Path) -> None:
-    """Change an InternVL to the format of its authors."""
+VARIANTS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "internvl_chat-h2ovl": {
+        "architectures": ["H2OVLChatModel"],
+        "model_type": "h2ovl_chat",
+        "use_msac": True,
+    },
+    "internvl_chat-nvlm": {
+        "architectures": ["NVLM_D_Model"],
+        "model_type": "NVLM_D",
+        "ps_version": "v1",
+    },
+    "internvl_chat-skywork": {
+        "architectures": ["SkyworkR1VChatModel"],
+        "model_type": "skywork_chat",
+    },
+}
+"""The fields of models that are like InternVL in the format of its authors."""
+
+
+def as_nvlm(model: Any, inner: int) -> None:
+    """Give a model the projection of NVLM-D, and the order of embeddings that it has with `ps_version` v1."""
+    projector, shuffle = model.model.multi_modal_projector, model.model.pixel_shuffle
+    for name, sizes in (("linear_1", (-1, inner)), ("linear_2", (inner, -1))):
+        old = getattr(projector, name)
+        columns, rows = (
+            given if given > 0 else own
+            for given, own in zip(sizes, (old.in_features, old.out_features), strict=True)
+        )
+        setattr(projector, name, torch.nn.Linear(columns, rows, bias=False))
+    model.model.pixel_shuffle = lambda *args, **named: shuffle(*args, **named).transpose(1, 2)
+
+
+def as_published(directory: Path, kind: str) -> None:
+    """Change an InternVL to the format of its authors, or of authors of a model that is like it."""
     config = json.loads((directory / "config.json").read_text())
     vision = config["vision_config"]
     [side], _ = {*vision.pop("image_size")}, vision.pop("model_type")
@@ -48,7 +82,7 @@ def as_published(directory: Path) -> None:
         "force_image_size": side,
         "select_layer": -1,
         "ps_version": "v2",
-    }
+    } | VARIANTS.get(kind, {})
     (directory / "config.json").write_text(json.dumps(published))
     tensors = load_file(directory / "model.safetensors")
     stored: dict[str, torch.Tensor] = {}

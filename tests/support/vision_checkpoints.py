@@ -22,7 +22,7 @@ from support.image_marks import (
 )
 from support.mistral_files import write_mistral_files
 from support.normed_projector import NORMED_MODELS, NormedProjector
-from support.published_internvl import as_published, rename
+from support.published_internvl import as_nvlm, as_published, rename
 from support.tiny_checkpoints import DECODER_SIZES, sentencepiece_tokenizer
 
 TEXT_SIZES = DECODER_SIZES | {"model_type": "llama"}
@@ -84,6 +84,8 @@ def vision_directory(
     model = getattr(transformers, _class(kind))(config)
     if kind in NORMED_MODELS:
         model.model.multi_modal_projector = NormedProjector(config, NORMED_MODELS[kind])
+    if kind == "internvl_chat-nvlm":
+        as_nvlm(model, text["intermediate_size"])
     model = model.float().eval()
     torch.manual_seed(5)
     with torch.no_grad():
@@ -105,8 +107,8 @@ def vision_directory(
         tensors = load_file(file)
         assert any(name.startswith(wrong) for name in tensors)
         save_file({k.replace(wrong, "language_model.model."): x for k, x in tensors.items()}, file)
-    if kind == "internvl_chat":
-        as_published(directory)
+    if kind.startswith("internvl_chat"):
+        as_published(directory, kind)
     rename(directory, kind)
     tokenizer.save_pretrained(directory)
     (directory / "preprocessor_config.json").write_text(json.dumps(processor))
@@ -154,7 +156,7 @@ def _internvl(
 ) -> _Parts:
     tile = tower["image_size"]
     image_token = tokenizer.convert_tokens_to_ids("<IMG_CONTEXT>")
-    is_rms, is_published = kind == "internvl-rms", kind == "internvl_chat"
+    is_rms, is_published = kind == "internvl-rms", kind.startswith("internvl_chat")
     own, decoder = ("internvl_vision", "qwen2")
     if kind == "qianfan_ocr":
         own, decoder = ("qianfan_ocr_vision", "qwen3")

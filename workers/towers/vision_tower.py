@@ -5,6 +5,8 @@ Shapes: P patches of an image and the class token, D hidden size of the tower, K
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 import torch
 from msgspec.structs import replace
@@ -270,7 +272,11 @@ class VisionTower(ImageTower):
             x_PD = x_PD[1:]
         if fine_PC is not None:
             x_PD = torch.cat((x_PD, fine_PC), 1)
-        return self._project(x_PD, row_length)
+        outputs = self._project(x_PD, row_length)
+        if spec.has_columns_first:
+            side = math.isqrt(len(outputs))
+            outputs = outputs.unflatten(0, (side, side)).transpose(0, 1).flatten(0, 1)
+        return outputs
 
 
 def _nearest(count: int, side: int, spec: VisionSpec) -> Tensor:

@@ -25,6 +25,9 @@ _MAX_SIDE: Final = 4096
 _LEAST_SIDE: Final = 10
 """Minimum side in pixels of an image on a canvas of tiles (Phi-4-multimodal)."""
 
+_LEAST_SECOND: Final = 3
+"""Minimum number of tiles of the second grid of an image (H2OVL)."""
+
 _AROUND: Final = "<fake_token_around_image>"
 
 
@@ -63,20 +66,27 @@ def canvas(image: Image.Image, config: CanvasProcessor) -> Parts:
     side = config.side
     if config.has_whole_first:
         return _whole_and_tiles(image, config)
-    columns, rows = 1, 1
+    grids = []
     if config.splits and config.max_tiles > 1:
         if config.least_scale:
-            columns, rows = least_scale(*image.size, side, config.max_tiles)
+            grids = [least_scale(*image.size, side, config.max_tiles)]
         else:
-            columns, rows = best_canvas(*image.size, side, config.min_tiles, config.max_tiles)
-    canvas = resize(image, columns * side, rows * side, config)
-    tiles = [tile for row in split(canvas, side) for tile in row]
+            least = 1 if config.is_double else config.min_tiles
+            grids = [best_canvas(*image.size, side, least, config.max_tiles)]
+    if config.is_double:
+        second = best_canvas(*image.size, side, _LEAST_SECOND, config.max_tiles, without=grids[0])
+        grids = [second, *grids]
+    tiles = []
+    for columns, rows in grids:
+        if columns * rows > 1:
+            canvas = resize(image, columns * side, rows * side, config)
+            tiles += [tile for row in split(canvas, side) for tile in row]
     parts: Parts = [config.start]
-    for number, tile in enumerate(tiles if len(tiles) > 1 else [], 1):
-        label = f"{config.tile_label}{number}" if config.tile_label else ""
+    for number, tile in enumerate(tiles, 1):
+        label = config.tile_label.replace("{}", str(number))
         parts += [label, make_tile(tile, config), config.tile_end]
-    whole = resize(image, side, side, config) if len(tiles) > 1 else canvas
-    return [*parts, config.whole_label, make_tile(whole, config), config.tile_end, config.end]
+    whole = make_tile(resize(image, side, side, config), config)
+    return [*parts, config.whole_label, whole, config.tile_end, config.end]
 
 
 def _whole_and_tiles(image: Image.Image, config: CanvasProcessor) -> Parts:
@@ -238,15 +248,24 @@ def fit_longest(width: int, height: int, longest: int) -> tuple[int, int]:
 
 
 def best_canvas(
-    width: int, height: int, side: int, min_tiles: int, max_tiles: int, max_side: int = 0
+    width: int,
+    height: int,
+    side: int,
+    min_tiles: int,
+    max_tiles: int,
+    max_side: int = 0,
+    without: tuple[int, int] | None = None,
 ) -> tuple[int, int]:
     """Return the columns and rows of the grid whose aspect ratio is closest to the image's, up to `max_side` if given.
 
     Among grids with the same ratio, the one with the most tiles is chosen, unless more than half of its pixels would
-    come from enlarging.
+    come from enlarging. The columns do not divide those of `without`, and neither do the rows. If there is no such
+    grid, the result is one tile.
     """
     sides = range(1, min(max_tiles, max_side or max_tiles) + 1)
     grids = [(columns, rows) for columns in sides for rows in sides]
+    if without is not None:
+        grids = [grid for grid in grids if without[0] % grid[0] and without[1] % grid[1]]
     ratio, area = width / height, width * height
     best, least = (1, 1), math.inf
     for columns, rows in sorted(grids, key=lambda grid: grid[0] * grid[1]):

@@ -42,10 +42,18 @@ from .qwen import (
     resize_whole_patches,
     resize_words,
 )
-from .single import longest, middle, repeated, single, square
+from .single import longest, middle, numbered, repeated, single, square
 from .source import ProcessorSource
 from .tiled.cohere import aya_vision, cohere2_vision
-from .tiled.internvl import IMAGE_CONTEXT, canvas, described_canvas, views, views_with_rows
+from .tiled.internvl import (
+    IMAGE_CONTEXT,
+    canvas,
+    described_canvas,
+    double_canvas,
+    labeled_canvas,
+    views,
+    views_with_rows,
+)
 from .tiled.minicpm import slices, slices_of_queries
 from .tiled.molmo import overlaps
 from .tiled.ovis import cover
@@ -59,25 +67,27 @@ _PHI4_TOKEN_ID: Final = 200_010
 _TOKEN_TEXTS: Final = {
     "deepseek_ocr": "<image>",
     "deepseek_vl_v2": "<image>",
+    "h2ovl_chat": IMAGE_CONTEXT,
     "internvl_chat": IMAGE_CONTEXT,
     "isaac": "<|image_pad|>",
     "minicpmo": "<unk>",
     "minicpmv": "<unk>",
+    "NVLM_D": "<|vision_pad|>",
     "ovis2_5": "<|image_pad|>",
     "phi3_v": "<|image|>",
 }
 """The texts of placeholder tokens whose ids are not in the config, by model type."""
 
 _WITHOUT_FILE: Final = (
-    *(
-        "deepseek_ocr",
-        "deepseek_ocr2",
-        "deepseek_vl_v2",
-        "internvl_chat",
-        "isaac",
-        "step3_vl",
-        "step3p7",
-    ),
+    "deepseek_ocr",
+    "deepseek_ocr2",
+    "deepseek_vl_v2",
+    "h2ovl_chat",
+    "internvl_chat",
+    "isaac",
+    "NVLM_D",
+    "step3_vl",
+    "step3p7",
 )
 """Models whose config or own code describes how images are read, so that there may be no file of a processor."""
 
@@ -203,6 +213,7 @@ _READERS: Final[dict[str, _Reader]] = {
     "exaone4_5": resize,
     "fast_vlm": middle,
     "florence2": square,
+    "h2ovl_chat": double_canvas,
     "hyperclovax_vision_v2": resize,
     "gemma3": gemma3,
     "gemma3n": gemma3n,
@@ -240,6 +251,7 @@ _READERS: Final[dict[str, _Reader]] = {
     "llava_next_video": anyres,
     "llava_onevision": anyres,
     "llavaonevision1_5": resize_frames,
+    "mantis": numbered,
     "minimax_m3_vl": resize_between_marks,
     "minicpm_ocr": slices,
     "minicpmo": slices_of_queries,
@@ -254,6 +266,7 @@ _READERS: Final[dict[str, _Reader]] = {
     "muse_glimmer": muse,
     "muse_spark": muse,
     "nemotron_h_omni": resize_whole_patches,
+    "NVLM_D": labeled_canvas,
     "opencua": resize,
     "ovis2": cover,
     "ovis2_5": resize_words,

@@ -29,6 +29,19 @@ def single(
     return _tile(source, vision, common | {"stands_alone": vision.stands_alone})
 
 
+def numbered(
+    source: ProcessorSource, vision: VisionSpec
+) -> SquareProcessor | CropProcessor | FitProcessor:
+    """Return the processor of Mantis (arXiv 2405.01483), whose images have numbers."""
+    return replace(
+        single(source, vision),
+        number_start="(image ",
+        number_end=": <Image>",
+        first_number=1,
+        end="</Image>)",
+    )
+
+
 def middle(
     source: ProcessorSource, vision: FastVitSpec | SamVisionSpec
 ) -> SquareProcessor | CropProcessor:

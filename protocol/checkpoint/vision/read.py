@@ -72,7 +72,7 @@ from .muse import inkling2, muse, nemotron_omni
 from .pixtral import mistral_large4, pixtral
 from .spec import VisionSpec
 from .tiled.cohere import aya_vision, cohere2_vision
-from .tiled.internvl import internvl, internvl_chat, qianfan_ocr
+from .tiled.internvl import internvl, internvl_chat, nvlm_d, qianfan_ocr
 from .tiled.minicpm import minicpm_ocr, minicpmv, minicpmv4_6, minicpmv4_7
 from .tiled.molmo import PooledVisionSpec, molmo2
 from .tiled.ovis import ovis2, ovis2_5
@@ -137,6 +137,7 @@ _KINDS: Final = {
     "DeepseekOCRForCausalLM": "deepseek_ocr",
     "HCXVisionV2ForCausalLM": "hyperclovax_vision_v2",
     "LightOnOCRForConditionalGeneration": "lighton_ocr",
+    "MantisForConditionalGeneration": "mantis",
     "NemotronH_Omni_Reasoning_V3": "nemotron_h_omni",
     "OpenCUAForConditionalGeneration": "opencua",
     "Ovis2_6ForCausalLM": "ovis2_5",
@@ -170,6 +171,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "exaone4_5": exaone4_5,
     "fast_vlm": fast_vlm,
     "florence2": florence2,
+    "h2ovl_chat": internvl_chat,
     "hyperclovax_vision_v2": hyperclovax,
     "gemma3": gemma3,
     "gemma3n": gemma3n,
@@ -210,6 +212,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "llava_next_video": llava_next,
     "llava_onevision": llava_onevision,
     "llavaonevision1_5": llava_onevision1_5,
+    "mantis": llava,
     "minimax_m3_vl": minimax_m3,
     "minicpm_ocr": minicpm_ocr,
     "minicpmo": minicpmv,
@@ -224,6 +227,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "muse_glimmer": muse,
     "muse_spark": muse,
     "nemotron_h_omni": nemotron_omni,
+    "NVLM_D": nvlm_d,
     "opencua": opencua,
     "ovis2": ovis2,
     "ovis2_5": ovis2_5,

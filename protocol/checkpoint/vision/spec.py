@@ -164,6 +164,7 @@ class VisionSpec(msgspec.Struct, frozen=True):
         chooses_words: True if each patch has only its most likely word.
         has_newlines: True if an image may be a grid of tiles (`AnyresGrid`), each row of which ends with a stored
             embedding.
+        has_columns_first: True if the embeddings of a square image are in the order of columns.
         max_tiles: The maximum number of tiles to whose patches such a grid is reduced (LLaVA-OneVision, arXiv
             2408.03326).
         has_rows: True if an image is read as a whole and as a grid of tiles. Each row of both ends with a stored
@@ -289,6 +290,7 @@ class VisionSpec(msgspec.Struct, frozen=True):
     num_marks: int = 0
     chooses_words: bool = False
     has_newlines: bool = False
+    has_columns_first: bool = False
     max_tiles: int = 0
     has_rows: bool = False
     has_crops: bool = False

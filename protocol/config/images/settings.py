@@ -36,8 +36,9 @@ class ImageProcessorConfig(msgspec.Struct, frozen=True, kw_only=True):
         mark: The text that represents an image in prompts; if empty, the text of `token_id`.
         start: The text before an image, or before each tile if all tiles are alike.
         end: The text after an image or tile with `start`.
-        number_start: The text before the number of an image in its prompt, counted from 0, which precedes the image. If
-            it is empty, images are not numbered.
+        number_start: The text before the number of an image in its prompt, which precedes the image. If it is empty,
+            images are not numbered.
+        first_number: The number of the first image.
         number_end: The text after the number.
         joint: The text between images or their tiles. Two in a row become one, and a space follows it before a word.
         mark_ids: Tokens around an image, or in it, whose embeddings the encoder computes, too.
@@ -60,6 +61,7 @@ class ImageProcessorConfig(msgspec.Struct, frozen=True, kw_only=True):
     end: str = ""
     number_start: str = ""
     number_end: str = ""
+    first_number: int = 0
     joint: str = ""
     mark_ids: tuple[int, ...] = ()
     mark_texts: tuple[str, ...] = ()

@@ -23,7 +23,9 @@ class CanvasProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="canv
 
     The grid has `min_tiles` to `max_tiles` tiles of `side` x `side` pixels. If `least_scale` is true, the grid is
     chosen for the smallest change of scale instead. If `splits` is false, only the small copy is used. In the prompt, a
-    tile follows `tile_label` and its number, the whole image follows `whole_label`, and each is followed by `tile_end`.
+    tile follows `tile_label`, in which its number replaces {}, the whole image follows `whole_label`, and each is
+    followed by `tile_end`. If `is_double` is true, an image alone in its prompt is also split into a grid of at least 3
+    tiles whose numbers of columns and rows do not divide those of the first grid, which precedes the others (H2OVL).
     If `has_whole_first` is true, the grid enlarges the image most, and tiles follow the copy (Perception LM).
     """
 
@@ -33,6 +35,7 @@ class CanvasProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="canv
     max_tiles: int = 1
     least_scale: bool = False
     has_whole_first: bool = False
+    is_double: bool = False
     tile_label: str = ""
     whole_label: str = ""
     tile_end: str = ""

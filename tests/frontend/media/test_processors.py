@@ -322,29 +322,6 @@ def test_gemma4_must_have_positions_for_the_longest_image(tmp_path):
         _read(path, max_soft_tokens=140)
 
 
-def test_models_that_read_images_unlike_internvl_are_refused(tmp_path):
-    path, _ = vision_directory(tmp_path, "internvl_chat")
-    (path / "preprocessor_config.json").unlink()
-    processor = _read(path, max_dynamic_patch=2)
-    assert (processor.max_tiles, processor.mean) == (2, (0.485, 0.456, 0.406))
-    reader = MediaReader(PromptImages(processor, load_tokenizer(path)).reader_config)
-    tile = "<IMG_CONTEXT>" * 16
-    assert reader.prepare_image(_image(64, 64)).text == f"<img>{tile}</img>"
-    assert reader.prepare_image(_image(90, 40)).text == f"<img>{3 * tile}</img>"
-    fields = json.loads((path / "config.json").read_text())
-    for name, value in (
-        ("ps_version", None),
-        ("force_image_size", 32),
-        ("use_thumbnail", False),
-        ("pad2square", True),
-        ("flash_relative_threshold", 0.1),
-        ("llm_config", fields["llm_config"] | {"architectures": ["InternLM2VEForCausalLM"]}),
-    ):
-        (path / "config.json").write_text(json.dumps(fields | {name: value}))
-        with pytest.raises(CheckpointError, match=name):
-            _read(path)
-
-
 @pytest.mark.parametrize("fills", [False, True])
 def test_tiles_of_llama4_equal_those_of_transformers(fills, tmp_path):
     path, _ = vision_directory(tmp_path, "llama4")

@@ -27,6 +27,7 @@ from support.image_marks import ANYRES_MODELS, GEMMA_MODELS, MODELS, SIZED_MODEL
 from support.image_models import TOKEN_TYPES
 from support.image_processors import image_processor
 from support.normed_projector import NORMED_MODELS
+from support.published_internvl import VARIANTS
 from support.vision_checkpoints import TILE, TOWER_SIZES, vision_directory
 
 pytestmark = pytest.mark.slow
@@ -44,6 +45,7 @@ KINDS = (
     "internvl-rms",
     "internvl-s1",
     "internvl_chat",
+    *VARIANTS,
     "qianfan_ocr",
     "vipllava",
     *GEMMA_MODELS,

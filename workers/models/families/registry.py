@@ -168,6 +168,7 @@ _WITH_ANY_DECODER = {
     "LlavaNextForConditionalGeneration",
     "LlavaNextVideoForConditionalGeneration",
     "LlavaOnevisionForConditionalGeneration",
+    "MantisForConditionalGeneration",
     "NemotronH_Omni_Reasoning_V3",
     "MiniCPMOcrForConditionalGeneration",
     "MiniCPMV",

@@ -17,7 +17,7 @@ def aya_vision(source: ProcessorSource, vision: VisionSpec) -> CanvasProcessor:
         mark="<image>",
         start="<|START_OF_IMG|>",
         end="<|END_OF_IMG|>",
-        tile_label="TILE_",
+        tile_label="TILE_{}",
         whole_label="TILE_GLOBAL",
     )
 

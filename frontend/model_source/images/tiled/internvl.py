@@ -6,6 +6,8 @@ import math
 from dataclasses import replace
 from typing import Final
 
+import msgspec
+
 from .....protocol.checkpoint.config_fields import ConfigFields
 from .....protocol.checkpoint.vision.deepseek import NUM_QUERIES, JoinedVisionSpec, QueryVisionSpec
 from .....protocol.checkpoint.vision.spec import MAX_SIDE, VisionSpec
@@ -58,6 +60,24 @@ def described_canvas(source: ProcessorSource, vision: VisionSpec) -> CanvasProce
         mark="<image>",
         start="<img>",
         end="</img>",
+    )
+
+
+def double_canvas(source: ProcessorSource, vision: VisionSpec) -> CanvasProcessor:
+    """Return the processor of H2OVL, which reads an image alone in its prompt as two grids."""
+    config = described_canvas(source, vision)
+    is_double = source.config.boolean("use_msac", False) and config.splits
+    return msgspec.structs.replace(config, is_double=is_double)
+
+
+def labeled_canvas(source: ProcessorSource, vision: VisionSpec) -> CanvasProcessor:
+    """Return the processor of NVLM-D, whose tiles follow their names."""
+    return msgspec.structs.replace(
+        described_canvas(source, vision),
+        start="<Image>",
+        end="</Image>",
+        tile_label="<tile_{}>",
+        whole_label="<tile_global_thumbnail>",
     )
 
 

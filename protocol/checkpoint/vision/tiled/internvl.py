@@ -53,8 +53,9 @@ def internvl_chat(fields: ConfigFields, vision: ConfigFields, output_size: int) 
     """
     side = vision.integer("image_size", _SIZES.image_size)
     fields.require("force_image_size", side, ", as in vision_config.image_size")
-    # Version 1 transposes squares of patches. Flash models choose between two projections for each tile.
-    fields.require("ps_version", "v2", default="v1")
+    # Version 1 transposes the embeddings of a tile.
+    version = fields.choice("ps_version", ("v1", "v2"), "v1")
+    # Flash models choose between two projections for each tile.
     if fields.get("flash_relative_threshold") is not None:
         raise fields.error(
             "flash_relative_threshold is not supported; use the InternVL model without Flash in its name"
@@ -72,8 +73,18 @@ def internvl_chat(fields: ConfigFields, vision: ConfigFields, output_size: int) 
         "use_mean_pooling": True,
     }
     fields = fields.with_values({"vision_feature_layer": fields.get("select_layer", -1)})
-    spec = internvl(fields, vision.with_values(values), output_size)
-    return replace(spec, tensor_names=(*_PUBLISHED_NAMES, *_INTERNVL_NAMES))
+    return replace(
+        internvl(fields, vision.with_values(values), output_size),
+        has_columns_first=version == "v1",
+        tensor_names=(*_PUBLISHED_NAMES, *_INTERNVL_NAMES),
+    )
+
+
+def nvlm_d(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:
+    """Return the tower of NVLM-D (arXiv 2409.11402), which is InternVL's with a wide projection without biases."""
+    inner = fields.required_section("llm_config").integer("intermediate_size", 29_568)
+    spec = internvl_chat(fields, vision, output_size)
+    return replace(spec, projection_bias=False, adapter_size=inner)
 
 
 _PUBLISHED_NAMES: Final = (

@@ -1,0 +1,107 @@
+"""Images of InternVL in its authors' format, and of models like it or LLaVA, have their tiles and texts."""
+
+import json
+
+import numpy as np
+import pytest
+from engine.frontend.media.layouts.pixels import Tile
+from engine.frontend.media.media_reader import MediaReader
+from engine.frontend.media.processor import process_image
+from engine.frontend.media.prompt_images import PromptImages
+from engine.frontend.model_source.images.read import read_image_processor
+from engine.frontend.tokenizer.load import load_tokenizer
+from engine.protocol.checkpoint.config_fields import ConfigFields
+from engine.protocol.checkpoint.field_names import text_section
+from engine.protocol.errors import CheckpointError
+from PIL import Image
+from support.vision_checkpoints import vision_directory
+
+pytestmark = pytest.mark.slow
+
+
+def _image(width, height):
+    pixels = np.random.default_rng(width).integers(0, 256, (height, width, 3), np.uint8)
+    return Image.fromarray(pixels)
+
+
+def _read(path, **overrides):
+    config = ConfigFields.read(path / "config.json")
+    return read_image_processor(path, config, text_section(config), overrides)
+
+
+def _tiles(image, config):
+    parts = process_image(image, config)
+    return [part.payload for part in parts if isinstance(part, Tile)]
+
+
+def test_models_that_read_images_unlike_internvl_are_refused(tmp_path):
+    path, _ = vision_directory(tmp_path, "internvl_chat")
+    (path / "preprocessor_config.json").unlink()
+    processor = _read(path, max_dynamic_patch=2)
+    assert (processor.max_tiles, processor.mean) == (2, (0.485, 0.456, 0.406))
+    reader = MediaReader(PromptImages(processor, load_tokenizer(path)).reader_config)
+    tile = "<IMG_CONTEXT>" * 16
+    assert reader.prepare_image(_image(64, 64)).text == f"<img>{tile}</img>"
+    assert reader.prepare_image(_image(90, 40)).text == f"<img>{3 * tile}</img>"
+    fields = json.loads((path / "config.json").read_text())
+    for name, value in (
+        ("ps_version", "v3"),
+        ("force_image_size", 32),
+        ("use_thumbnail", False),
+        ("pad2square", True),
+        ("flash_relative_threshold", 0.1),
+        ("llm_config", fields["llm_config"] | {"architectures": ["InternLM2VEForCausalLM"]}),
+    ):
+        (path / "config.json").write_text(json.dumps(fields | {name: value}))
+        with pytest.raises(CheckpointError, match=name):
+            _read(path)
+
+
+def test_tiles_of_nvlm_have_names_and_those_of_h2ovl_two_grids(tmp_path):
+    paths = {kind: tmp_path / kind for kind in ("h2ovl", "nvlm")}
+    processors = {}
+    for kind, path in paths.items():
+        vision_directory(path, f"internvl_chat-{kind}")
+        (path / "preprocessor_config.json").unlink()
+        processors[kind] = _read(path, max_dynamic_patch=6)
+    places = PromptImages(processors["nvlm"], load_tokenizer(paths["nvlm"]))
+    reader, tile = MediaReader(places.reader_config), "<|vision_pad|>" * 16
+    whole = f"<tile_global_thumbnail>{tile}</Image>"
+    assert reader.prepare_image(_image(64, 64)).text == f"<Image>{whole}"
+    names = f"<tile_1>{tile}<tile_2>{tile}"
+    assert reader.prepare_image(_image(90, 40)).text == f"<Image>{names}{whole}"
+    # An image alone has the tiles of the second grid, if there is one, those of the first, and the whole.
+    config = processors["h2ovl"]
+    for size, grids in (
+        ((64, 64), [(2, 2)]),
+        ((130, 130), [(2, 2)]),
+        ((60, 200), [(2, 2), (1, 3)]),
+        ((300, 50), [(6, 1)]),
+    ):
+        image, expected = _image(*size), []
+        for columns, rows in grids:
+            resized = np.asarray(image.resize((64 * columns, 64 * rows), Image.Resampling.BICUBIC))
+            cells = resized.reshape(rows, 64, columns, 64, 3).swapaxes(1, 2)
+            expected += [*cells.reshape(-1, 64, 64, 3)]
+        expected.append(np.asarray(image.resize((64, 64), Image.Resampling.BICUBIC)))
+        tiles = _tiles(image, config)
+        found = [np.frombuffer(tile.pixels, np.uint8).reshape(64, 64, 3) for tile in tiles]
+        np.testing.assert_array_equal(found, expected)
+    several = process_image(_image(64, 64), config, 2)
+    assert sum(isinstance(part, Tile) for part in several) == 1
+
+
+def test_images_of_mantis_have_numbers(tmp_path):
+    path, _ = vision_directory(tmp_path, "llava-siglip")
+    fields = json.loads((path / "config.json").read_text())
+    fields["architectures"] = ["MantisForConditionalGeneration"]
+    (path / "config.json").write_text(json.dumps(fields))
+    config = _read(path)
+    places = PromptImages(config, load_tokenizer(path))
+    reader = MediaReader(places.reader_config)
+    images = [reader.prepare_image(_image(*size), 2) for size in ((64, 64), (30, 20))]
+    first, second = (
+        f"(image {number}: <Image>{'<image>' * config.num_outputs}</Image>)" for number in (1, 2)
+    )
+    found = places.expand("the <image> quick\n<image>fox", images)
+    assert found == f"the {first} quick\n{second}fox"
