@@ -40,6 +40,9 @@ def unsupported_features(spec: ModelSpec) -> list[str]:
             and spec.block_indexer.num_heads > 0
             and spec.block_indexer.head_dim % 4 != 0
         ),
+        "dropped tokens beside a table of positions": (
+            spec.dropped_token is not None and spec.num_positions > 0
+        ),
         "layer norms of heads beside other norms": spec.qk_norm_bias and spec.norm_kind == "rms",
         "queries of low rank without latent attention": spec.query_rank > 0,
         "mixtures of two tokens' hidden states (RWKV)": any(

@@ -59,6 +59,8 @@ class ModelFields(msgspec.Struct, frozen=True, kw_only=True):
     """True if that layer reads the embeddings of the next token, the token and the one before it, side by side."""
     embedding_scale: float = 1.0
     """A factor on embeddings."""
+    dropped_token: int | None = None
+    """A token without an embedding. Those of the others are divided by their share of the prompt (ESM-2)."""
     has_embedding_norm: bool = False
     """True if embeddings are normed."""
     places_after_norm: bool = False

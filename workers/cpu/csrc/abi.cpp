@@ -160,7 +160,8 @@ std::string describe() {
        repeat_streams, mix_streams, update_streams, norm_beside, gated_norm_add, add_kept, summarize_group,
        store_entries, scale_heads, load_key, average_group, norm_streams, embed_ngrams, gate_ngrams, convolve_ngrams,
        norm_columns, add_shortcut, share_activation_squares, convolve_inside, activate, chain_columns, scale_add,
-       average_heads, convolve_heads, attend_streams, add_to_stream, copy_streams, join_block, gate_block, rotate_heads)
+       average_heads, convolve_heads, attend_streams, add_to_stream, copy_streams, join_block, gate_block, rotate_heads,
+       drop_masked)
   FOR_EACH(FUNCTION, engine_isa, engine_isa_name, engine_select_isa, engine_can_pack, engine_packed_bytes,
            engine_pack_rows, engine_finish_packing, engine_activation_row_bytes, engine_quantize_rows,
            engine_linear_rows, engine_unpack_weight_row, engine_program_new, engine_program_free, engine_program_add,

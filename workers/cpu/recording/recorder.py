@@ -159,6 +159,8 @@ class Recorder:
             self.embedding, positions = record_embedding(self._blocks, self._max_model_len)
         else:
             program.add_op("embed")
+        if spec.dropped_token is not None:
+            program.add_op("drop_masked", source=spec.dropped_token)
         has_tower = (spec.encoder or spec.audio_encoder) is not None
         are_added = isinstance(spec.audio_encoder, CausalSpec)
         has_norm = spec.has_embedding and spec.has_embedding_norm

@@ -113,6 +113,8 @@ class TokenEmbedding:
         x_TD = self._with_type(ids_T, positions_T)
         if self._scale != 1.0:
             x_TD *= self._scale
+        if self._spec.dropped_token is not None:
+            x_TD = _without_token(x_TD, ids_T == self._spec.dropped_token, positions_T)
         norms_first = self._spec.places_after_norm
         if norms_first and self._norm is not None:
             x_TD = self._norm(x_TD)
@@ -155,3 +157,11 @@ class TokenEmbedding:
             return x_TD
         is_second_T1 = (ids_T >= self._spec.vocab_size).unsqueeze(1)
         return x_TD + is_second_T1 * self._second_type_D
+
+
+def _without_token(x_TD: Tensor, is_dropped_T: Tensor, positions_T: Tensor) -> Tensor:
+    """Return the embeddings with 0 for dropped tokens, and divided by the share of other tokens in their sequence."""
+    sequence_T = (positions_T == 0).cumsum(0) - 1
+    dropped_S = sequence_T.bincount(is_dropped_T.float()) / sequence_T.bincount()
+    share_T1 = (1 - dropped_S)[sequence_T, None]
+    return (x_TD / share_T1).to(x_TD.dtype).masked_fill_(is_dropped_T[:, None], 0.0)

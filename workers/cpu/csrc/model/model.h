@@ -221,6 +221,7 @@ enum class OpKind : int32_t {
   // For routers that pass their results on to the router of the next layer:
   chain_columns = 70,  // inputs = the first `num_columns` of the projection, + vectors[0] * inputs if that is not null;
                        // then the projection = these, normed by vectors[1]
+  drop_masked = 80,    // residual = 0 for the token `source`, and / the share of others in the sequence for others
   // Where each element of the stream, and of a block's output, has a factor:
   scale_add = 71,  // residual = residual * vectors[0] + block * vectors[1] + vectors[2]; without vectors[1], no block
 
@@ -241,7 +242,6 @@ enum class OpKind : int32_t {
   gate_block = 78,  // residual = residual * (1 - tanh(x)) + block * tanh(y), which replaces that mean; x and y are in
                     // the projection from `first_column` on
 
-  // For recurrent layers with rotations:
   rotate_heads = 79,  // the heads that begin at `first_column` of the projection = these, normed by vectors[0] if that
                       // is not null, * scale, rotated
 

@@ -81,6 +81,7 @@ class Program final : private Phases {
   void run_rows(const Op& op, Tile& tile);
   void run_row(const Op& op, const Rows& rows, int row);
   void embed(const Op& op, int row);
+  void drop_masked(const Op& op, float* x, int token);
   void unpack_token(const Op& op, int row, int index, float* out);
   void place(const Op& op, const Rows& rows, int row);
   void norm_shared_activations(const Op& op, float* x, int row) const;

@@ -34,6 +34,16 @@ void Program::run_rows(const Op& op, Tile& tile) {
   for (int row = first; row < end; row++) run_row(op, rows_, row);
 }
 
+void Program::drop_masked(const Op& op, float* x, int token) {
+  const Step& step = slice_.step;
+  const int hidden_size = model_.shape.hidden_size;
+  if (step.input_ids[token] == op.source) return void(std::fill_n(x, hidden_size, 0.0f));
+  const int32_t* starts = step.query_start_loc;
+  const int32_t* end = std::upper_bound(starts, starts + step.num_sequences + 1, token);
+  const auto masked = std::count(step.input_ids + end[-1], step.input_ids + *end, op.source);
+  if (masked) model_.rows.scale(x, 1.0f / (1.0f - float(masked) / float(*end - end[-1])), hidden_size);
+}
+
 void Program::run_row(const Op& op, const Rows& rows, int row) {
   const RowKernels& kernels = model_.rows;
   const int hidden_size = model_.shape.hidden_size;
@@ -166,6 +176,8 @@ void Program::run_row(const Op& op, const Rows& rows, int row) {
       return inputs_.quantize(op, rows, row);
     case OpKind::keep_token:
       return inputs_.keep_token(row);
+    case OpKind::drop_masked:
+      return drop_masked(op, rows.residual(row), slice_.first_token + row);
     case OpKind::keep_inputs:
       return void(std::copy_n(rows.residual(row), hidden_size, inputs_.row(row) + op.first_column));
     case OpKind::add_kept: {

@@ -87,7 +87,7 @@ def _roberta_pre_normed(fields: ConfigFields) -> ModelSpec:
 
 
 def _esm(fields: ConfigFields) -> ModelSpec:
-    """Return the spec of an ESM-1b or ESM-2 for proteins. A prompt is assumed to have no mask tokens."""
+    """Return the spec of an ESM-1b or ESM-2 for proteins."""
     fields = fields.with_defaults(rms_norm_eps=1e-12, max_position_embeddings=1026)
     fields = fields.with_values({"hidden_act": "gelu"})
     kind = fields.choice("position_embedding_type", ("absolute", "rotary"), "absolute")
@@ -104,6 +104,7 @@ def _esm(fields: ConfigFields) -> ModelSpec:
         layers=uniform_layers(fields, rope),
         has_embedding_norm=bool(fields.get("emb_layer_norm_before")),
         embedding_scale=_SHARE_OF_KEPT_TOKENS if drops_tokens else 1.0,
+        dropped_token=fields.integer("mask_token_id", minimum=0) if drops_tokens else None,
         tensor_names=_ESM_NAMES,
         **positions,
     )
