@@ -332,6 +332,10 @@ class Rwkv6(_EqualHeads, frozen=True, tag=True):
     Values have `head_dim` elements and keys `key_dim`. The mixtures of two hidden states depend on them, by projections
     to `mix_rank` elements, which are stored in the order `mixtures`. If `halving_period` is not 0, the stored matrices
     of outputs are halved as often as that number of layers comes before theirs, which has to be undone.
+
+    If `reads_own`, a token reads the state after its own decay and its own value, instead of the state before with a
+    bonus for its value; keys are multiplied by 1 - decay, and outputs have no norm (QRWKV6, arXiv 2505.03005).
+    Several heads may then share keys and values.
     """
 
     key_dim: int
@@ -340,7 +344,11 @@ class Rwkv6(_EqualHeads, frozen=True, tag=True):
     norm_eps: float
     mixtures: str = "rwkvg"
     halving_period: int = 0
-    shifts_mlp: ClassVar[bool] = True
+    reads_own: bool = False
+    num_kv_heads: int = 0
+    """The number of heads of keys and values; 0 for all heads."""
+    has_biases: bool = False
+    """True if queries, keys and values have biases."""
     kernel: ClassVar[int] = 2
 
     @property
@@ -348,13 +356,18 @@ class Rwkv6(_EqualHeads, frozen=True, tag=True):
         """Number of elements of a hidden state, and of the values of all heads."""
         return self.num_heads * self.head_dim
 
+    @property
+    def shifts_mlp(self) -> bool:
+        """True if the MLP reads a mixture of two hidden states, too."""
+        return not self.reads_own
+
     def state_size(self, ranks: int) -> StateSize:
         """Return the size of the state in one of `ranks` workers. See `Rwkv7.state_size`; there are no rates."""
         heads = self.num_heads // ranks
         return StateSize(
             heads * self.key_dim * self.head_dim,
             SEGMENT - 1 + self.kernel - 1,
-            2 * self.hidden_size + heads * (3 * self.key_dim + self.head_dim),
+            (1 + self.shifts_mlp) * self.hidden_size + heads * (3 * self.key_dim + self.head_dim),
         )
 
 

@@ -72,6 +72,9 @@ def read_rwkv6(fields: ConfigFields) -> Rwkv6:
         fields.number("output_norm_eps", fields.number("norm_eps", 1e-5)),
         fields.choice("mixtures", ("rwkvg", "wkvrg"), "rwkvg"),
         fields.integer("halving_period", 0, minimum=0),
+        reads_own=not fields.boolean("shifts_mlp", True),
+        num_kv_heads=fields.integer("num_key_value_heads", num_heads),
+        has_biases=fields.boolean("attention_bias", False),
     )
 
 

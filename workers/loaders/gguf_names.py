@@ -304,6 +304,7 @@ _LAYER_MODULES_OF_ARCHITECTURE = {
     "qwen3next": _DELTA_NET_MODULES,
     "qwen4exp": _QWEN4_MODULES,
     "rwkv6": _RWKV6_MODULES,
+    "rwkv6qwen2": _RWKV6_MODULES,
     "rwkv7": _RWKV7_MODULES,
     "arwkv7": _RWKV7_MODULES,
     "spark2_5": _GATED_MODULES,

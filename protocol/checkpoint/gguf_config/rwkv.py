@@ -63,4 +63,19 @@ def _arwkv7(fields: ModelFields) -> dict[str, Any]:
     }
 
 
-RWKV: Final[dict[str, Translate]] = {"rwkv6": _rwkv6, "rwkv7": _rwkv7, "arwkv7": _arwkv7}
+def _rwkv6_qwen2(fields: ModelFields) -> dict[str, Any]:
+    """Return the config of a Qwen2 whose attention was replaced by a variant of that of RWKV-6."""
+    return _rwkv6(fields) | {
+        "hidden_act": "silu",
+        "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon"),
+        "shifts_mlp": False,
+        "attention_bias": fields.has_tensor("blk.0.time_mix_key.bias"),
+    }
+
+
+RWKV: Final[dict[str, Translate]] = {
+    "rwkv6": _rwkv6,
+    "rwkv6qwen2": _rwkv6_qwen2,
+    "rwkv7": _rwkv7,
+    "arwkv7": _arwkv7,
+}

@@ -56,7 +56,19 @@ RWKV6_CONFIG = RWKV7_CONFIG | {
     "proj_low_rank_dim": 6,
     "gate_low_rank_dim": 8,
 }
+QRWKV6_CONFIG = RWKV6_CONFIG | {
+    "shifts_mlp": False,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "num_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "expand_k": 1.0,
+    "attention_bias": True,
+}
+"""A model with the norms and MLPs of Llama, and heads that share keys and values."""
 RWKV: dict[str, dict[str, Any]] = {
+    "qrwkv6": QRWKV6_CONFIG,
     "rwkv7": RWKV7_CONFIG,
     "arwkv7": ARWKV7_CONFIG,
     "rwkv6": RWKV6_CONFIG,
@@ -218,13 +230,14 @@ class Rwkv7Reference(torch.nn.Module):
 
 
 class Rwkv6Reference(Rwkv7Reference):
-    """RWKV-6 (arXiv 2404.05892), one token after the other, in float32."""
+    """RWKV-6 (arXiv 2404.05892) or its variant QRWKV6 (arXiv 2505.03005), one token after the other, in float32."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
         c = self.config
         size, rank, keys = c.hidden_size, c.proj_low_rank_dim, int(c.hidden_size * c.expand_k)
         self.tensors = {x: y for x, y in self.tensors.items() if not re.search("ffn.|attn.", x)}
+        shared = size // c.num_heads * vars(c).get("num_key_value_heads", c.num_heads)
         for i in range(c.num_hidden_layers):
             layer = f"model.layers.{i}."
             for name in ("attn_norm", "ffn_norm", "attn.g_norm"):
@@ -249,6 +262,14 @@ class Rwkv6Reference(Rwkv7Reference):
                 f"{layer}ffn.receptance.linear.weight": _random(size, size),
                 f"{layer}ffn.value.weight": _random(size, self.inner),
             }
+            if self.is_shifted:
+                continue
+            others = rf"{layer}(ffn\.|attn\.(bonus|g_norm))"
+            self.tensors = {x: y for x, y in self.tensors.items() if not re.match(others, x)}
+            for name, height in (("r", size), ("k", shared), ("v", shared)):
+                product = f"{layer}attn.{name}_proj.linear."
+                self.tensors[f"{product}weight"] = _random(height, size)
+                self.tensors[f"{product}bias"] = torch.randn(height)
 
     def _fed(self, layer: str, h: Tensor) -> Tensor:
         t, difference = self.tensors, _shifted(h) - h
@@ -265,9 +286,16 @@ class Rwkv6Reference(Rwkv7Reference):
         shares = shares + t[f"{layer}x_bias"]
         r, w, k, v, g = (x + difference * share for share in shares.unbind(1))
         r, k, v, g = (
-            each @ t[f"{layer}{name}_proj.linear.weight"].T
-            for name, each in zip("rkvg", (r, k, v, g), strict=True)
+            F.linear(
+                each, *(t[stored] for end in ("weight", "bias") if (stored := f"{name}.{end}") in t)
+            )
+            for name, each in zip(
+                (f"{layer}{x}_proj.linear" for x in "rkvg"), (r, k, v, g), strict=True
+            )
         )
+        if not self.is_shifted:
+            group = c.num_heads // c.num_key_value_heads
+            k, v = (x.unflatten(1, (-1, 8)).repeat_interleave(group, 1).flatten(1) for x in (k, v))
         lora = f"{layer}w_proj.linear.lora."
         w = (w @ t[f"{lora}0.weight"].T).tanh() @ t[f"{lora}2.weight"].T + t[f"{lora}2.bias"]
         r, k, v, decay = (
@@ -275,6 +303,13 @@ class Rwkv6Reference(Rwkv7Reference):
         )
         state = torch.zeros(c.num_heads, k.shape[-1], v.shape[-1])
         outputs = []
+        if not self.is_shifted:
+            k = k * (1 - decay)
+            for i in range(len(x)):
+                state = state * decay[i][..., None] + k[i][..., None] * v[i][:, None]
+                outputs.append(torch.einsum("hk,hkv->hv", r[i], state) * 8**-0.5)
+            y = torch.stack(outputs).flatten(1) * g.sigmoid()
+            return y @ t[f"{layer}o_proj.weight"].T, x
         for i in range(len(x)):
             own = k[i][..., None] * v[i][:, None]
             read = state + t[f"{layer}bonus"][..., None] * own
@@ -323,7 +358,8 @@ def write_rwkv(path: Path, reference: Rwkv7Reference) -> Path:
     """Write a model as llama.cpp's converter does, and return the file."""
     config, is_shifted = reference.config, reference.is_shifted
     is_rwkv6 = config.model_type == "rwkv6"
-    writer = GGUFWriter(path, config.model_type if is_shifted else "arwkv7")
+    variant = "rwkv6qwen2" if is_rwkv6 else "arwkv7"
+    writer = GGUFWriter(path, config.model_type if is_shifted else variant)
     writer.add_type("model")
     writer.add_context_length(1_048_576)
     writer.add_embedding_length(config.hidden_size)
@@ -338,11 +374,14 @@ def write_rwkv(path: Path, reference: Rwkv7Reference) -> Path:
     writer.add_feed_forward_length(reference.inner)
     writer.add_head_count(0)
     tensors = dict(reference.tensors)
+    if is_rwkv6 and not is_shifted:
+        writer.add_head_count_kv(config.num_key_value_heads)
     if is_rwkv6:
-        writer.add_rescale_every_n_layers(2)
+        halved = ("attn.o_proj.weight", "ffn.value.weight") if is_shifted else ()
+        writer.add_rescale_every_n_layers(2 if is_shifted else 0)
         for i in range(config.num_hidden_layers):
             layer = f"model.layers.{i}."
-            for name in ("attn.o_proj.weight", "ffn.value.weight"):
+            for name in halved:
                 tensors[f"{layer}{name}"] = tensors[f"{layer}{name}"] / 2 ** (i // 2)
             # The order is w, k, v, r, g.
             mixtures, order = f"{layer}attn.x_proj.", [1, 2, 3, 0, 4]

@@ -161,7 +161,12 @@ def test_logits_of_rwkv_equal_those_of_a_loop_over_tokens_in_any_chunks(tmp_path
 
 @pytest.mark.parametrize(
     ("name", "others"),
-    [("rwkv7", {}), ("arwkv7", {}), ("rwkv6", {"expand_k": 1.0, "norm_eps": 64e-5})],
+    [
+        ("rwkv7", {}),
+        ("arwkv7", {}),
+        ("rwkv6", {"expand_k": 1.0, "norm_eps": 64e-5}),
+        ("qrwkv6", {}),
+    ],
 )
 def test_gguf_files_of_rwkv_give_the_same_logits(tmp_path, name, others):
     # The epsilon of the heads' outputs is a constant of llama.cpp.

@@ -45,6 +45,7 @@ class TokenShiftLayer(DecoderLayer):
             assert match is not None, "the prefix names the layer"
             if period := layer.recurrent.halving_period:
                 self._factor = 2.0 ** (int(match[1]) // period)
+        if isinstance(layer.recurrent, Rwkv6) and layer.recurrent.shifts_mlp:
             size, mlp = self._hidden_size, source.at("mlp.")
             self._gate = mlp.read_linear("receptance", size, size)
             self._gate_mixture_D = source.weights.read_elements(f"{mlp.prefix}x_r", size)

@@ -41,14 +41,28 @@ class Rwkv6Mixer(Mixer):
         self._bases_MD = weights.read_elements(f"{prefix}x_bias", count * size).view(count, size)
         self._down = source.read_linear("x_proj.0.linear", count * rank, size)
         self._ups = [kernels.linear(each) for each in _read_ups(layer, weights, prefix)]
-        of_keys, of_values = (key_size, size, own_keys), (size, size, own)
+        # Heads that share keys and values are next to each other.
+        group = layer.num_heads // (layer.num_kv_heads or layer.num_heads)
+        shared = range(heads.start // group, -(-heads.stop // group))
+        first = heads.start - shared.start * group
+        self._group, self._own_heads = group, slice(first, first + len(heads))
+        shapes = {
+            "r": (key_size, size, own_keys),
+            "k": (key_size // group, size, elements(shared, layer.key_dim)),
+            "v": (size // group, size, elements(shared, layer.head_dim)),
+            "g": (size, size, own),
+        }
         self._products = {
-            name: source.read_linear(f"{name}_proj.linear", *sizes)
-            for name, sizes in zip("rkvg", (of_keys, of_keys, of_values, of_values), strict=True)
+            name: source.read_linear(
+                f"{name}_proj.linear", *shape, has_bias=layer.has_biases and name != "g"
+            )
+            for name, shape in shapes.items()
         }
         self._decay = LowRank(
             source.at("w_proj.linear.lora."), layer.decay_rank, key_size, own_keys, has_bias=True
         )
+        if layer.reads_own:
+            return
         bonus_E = weights.read_elements(f"{prefix}bonus", key_size)
         self._bonus_HK = bonus_E[own_keys.start : own_keys.stop].view(len(heads), -1)
         self._norm = [
@@ -83,6 +97,10 @@ class Rwkv6Mixer(Mixer):
         }
         log_decay_TI = -self._decay(mixed["w"], torch.tanh).exp()
         q_TI, k_TI, v_TI, gate_TI = (self._products[name](mixed[name]) for name in "rkvg")
+        if layer.reads_own:
+            q_TI = q_TI * layer.key_dim**-0.5
+            k_TI, v_TI = self._repeat(k_TI, layer.key_dim), self._repeat(v_TI, layer.head_dim)
+            k_TI = -k_TI * torch.expm1(log_decay_TI).to(dtype)
         keys, values = (self._num_heads * size for size in (layer.key_dim, layer.head_dim))
         inputs_TF = torch.cat((q_TI, log_decay_TI.to(dtype), k_TI, v_TI), -1)
         of_heads, _ = of_heads.split(3 * keys + values)
@@ -92,11 +110,18 @@ class Rwkv6Mixer(Mixer):
             for part in inputs_NCF.float().split((keys, keys, keys, values), -1)
         )
         y_NCHV = self._scan(q, k, v, log_decay, of_heads, batch).transpose(1, 2)
-        weight_HV, bias_HV = self._norm
-        normed = F.layer_norm(y_NCHV, y_NCHV.shape[-1:], None, None, layer.norm_eps)
-        y_NCHV = torch.addcmul(bias_HV, normed, weight_HV)
+        activate = torch.sigmoid if layer.reads_own else F.silu
+        if not layer.reads_own:
+            weight_HV, bias_HV = self._norm
+            normed = F.layer_norm(y_NCHV, y_NCHV.shape[-1:], None, None, layer.norm_eps)
+            y_NCHV = torch.addcmul(bias_HV, normed, weight_HV)
         y_TI = y_NCHV.flatten(2).flatten(0, 1)[batch.tokens]
-        return self._output((y_TI * F.silu(gate_TI.float())).to(dtype))
+        return self._output((y_TI * activate(gate_TI.float())).to(dtype))
+
+    def _repeat(self, x_TI: Tensor, size: int) -> Tensor:
+        """Return the keys or values of all heads of this shard, of which several may share them."""
+        x_THX = x_TI.unflatten(-1, (-1, size)).repeat_interleave(self._group, 1)
+        return x_THX[:, self._own_heads].flatten(1)
 
     def _scan(
         self,
@@ -109,16 +134,21 @@ class Rwkv6Mixer(Mixer):
     ) -> Tensor:
         """Update the states, and return the outputs of all tokens of all segments.
 
-        A token reads the state before its own decay, and its own value with a bonus.
+        A token reads the state before its own decay, and its own value with a bonus, unless the layer `reads_own`.
         """
         log_decays_NHCK = log_decay_NHCK.cumsum(-2)
-        # The query of a token belongs to the decays up to the token before it.
-        next_NHCK = F.pad(q_NHCK[..., 1:, :], (0, 0, 0, 1))
-        [scores_NHCC] = decayed_products((next_NHCK,), k_NHCK, log_decays_NHCK)
-        scores_NHCC = F.pad(scores_NHCC[..., :-1, :], (0, 0, 1, 0))
-        bonus_NHC1 = (q_NHCK * k_NHCK * self._bonus_HK[:, None]).sum(-1, keepdim=True)
-        y_NHCV = torch.addcmul(scores_NHCC @ v_NHCV, bonus_NHC1, v_NHCV)
-        q_NHCK = q_NHCK * F.pad(log_decays_NHCK[..., :-1, :], (0, 0, 1, 0)).exp()
+        if self._layer.reads_own:
+            [scores_NHCC] = decayed_products((q_NHCK,), k_NHCK, log_decays_NHCK)
+            y_NHCV = scores_NHCC @ v_NHCV
+            q_NHCK = q_NHCK * log_decays_NHCK.exp()
+        else:
+            # The query of a token belongs to the decays up to the token before it.
+            next_NHCK = F.pad(q_NHCK[..., 1:, :], (0, 0, 0, 1))
+            [scores_NHCC] = decayed_products((next_NHCK,), k_NHCK, log_decays_NHCK)
+            scores_NHCC = F.pad(scores_NHCC[..., :-1, :], (0, 0, 1, 0))
+            bonus_NHC1 = (q_NHCK * k_NHCK * self._bonus_HK[:, None]).sum(-1, keepdim=True)
+            y_NHCV = torch.addcmul(scores_NHCC @ v_NHCV, bonus_NHC1, v_NHCV)
+            q_NHCK = q_NHCK * F.pad(log_decays_NHCK[..., :-1, :], (0, 0, 1, 0)).exp()
         last_NH1K = log_decays_NHCK[..., -1:, :]
         keys_NHKC = (k_NHCK * (last_NH1K - log_decays_NHCK).exp()).transpose(-1, -2)
         last_NHK1 = last_NH1K.exp().transpose(-1, -2)
