@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .frontend.client.beam_search import BeamSearchParams
     from .frontend.offline.llm import LLM
     from .frontend.offline.loras import LoRARequest
-    from .frontend.offline.params import PoolingParams, SamplingParams
+    from .frontend.offline.params import LateChunkingParams, PoolingParams, SamplingParams
     from .frontend.offline.structured import StructuredOutputsParams, structured_output
     from .protocol.sampling_params import RepetitionDetectionParams
 
@@ -21,6 +21,7 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "BeamSearchParams",
+    "LateChunkingParams",
     "LoRARequest",
     "PoolingParams",
     "RepetitionDetectionParams",
@@ -34,6 +35,7 @@ _MODULES = {
     "BeamSearchParams": ".frontend.client.beam_search",
     "LLM": ".frontend.offline.llm",
     "LoRARequest": ".frontend.offline.loras",
+    "LateChunkingParams": ".frontend.offline.params",
     "PoolingParams": ".frontend.offline.params",
     "RepetitionDetectionParams": ".protocol.sampling_params",
     "SamplingParams": ".frontend.offline.params",

@@ -264,6 +264,8 @@ def make_routes(serving: Serving) -> list[Route]:
         Route("/replicas", replicas.list),
         Route("/replicas/{index}/{action}", replicas.command, methods=["POST"]),
         Route("/reset_prefix_cache", management.reset_prefix_cache, methods=["POST"]),
+        Route("/reset_mm_cache", management.reset_media_cache, methods=["POST"]),
+        Route("/reset_encoder_cache", management.reset_encoder_cache, methods=["POST"]),
         Route("/v1/load_lora_adapter", loras.load, methods=["POST"]),
         Route("/v1/unload_lora_adapter", loras.unload, methods=["POST"]),
         Route("/debug/dump", management.dump_event_logs, methods=["POST"]),

@@ -34,6 +34,7 @@ from .prompts import ContextExceededError, Prompt, verify_num_characters, verify
 from .schema import ChatCompletionRequest, InputFields, PoolingFields
 from .serving import Serving
 
+PADDINGS: Final = ("longest", "max_length", "do_not_pad")
 SIDES: Final = ("left", "right")
 
 INPUTS_AT_ONCE: Final = 128
@@ -76,7 +77,7 @@ class Pooling:
         limit = model.max_pooled_tokens
         if splits and model.pooler.max_embed_len:
             limit = model.pooler.max_embed_len
-        _verify_truncation(request, limit)
+        _verify_lengths(request, limit)
         inputs = await self._encode(request, prompts, kind, limit)
         size = self._verify_size(prompts, kind)
         deadline = read_deadline(http.scope, serving.config.frontend.default_deadline_s)
@@ -334,9 +335,11 @@ async def render_input(
     return Prompt(param, None, token_ids, encoder_inputs=chat.encoder_inputs)
 
 
-def _verify_truncation(request: PoolingFields, limit: int) -> None:
+def _verify_lengths(request: PoolingFields, limit: int) -> None:
     """Raise APIError 400 for a field whose value is not allowed."""
     verify_choice("truncation_side", request.truncation_side, SIDES)
+    if not isinstance(request.padding, bool):
+        verify_choice("padding", request.padding, PADDINGS)
     keep = request.truncate_prompt_tokens
     if keep is not None and keep != -1 and not 1 <= keep <= limit:
         raise wrong("truncate_prompt_tokens", f"-1 or between 1 and {limit}", keep)

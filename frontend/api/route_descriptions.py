@@ -177,6 +177,8 @@ ROUTE_DESCRIPTIONS: Final[dict[str, tuple[str, str]]] = {
         "Drain, undrain or restart a replica, or change its role.",
     ),
     "/reset_prefix_cache": (OPERATORS, "Empty the prefix caches of all replicas."),
+    "/reset_mm_cache": (OPERATORS, "Delete the images, videos and audio that have a uuid."),
+    "/reset_encoder_cache": (OPERATORS, "Accepted from vLLM's clients; no output is out of date."),
     "/flush_cache": (OPERATORS, "The same as /reset_prefix_cache (SGLang)."),
     "/abort_request": (OPERATORS, "Abort the requests with an ID, or all requests (SGLang)."),
     "/pause": (OPERATORS, "Pause generation on all replicas (vLLM)."),

@@ -134,6 +134,14 @@ def finish_vectors(
     return normed
 
 
+def chunk_means(vectors_TD: Vector, size: int) -> Vector:
+    """Return the mean of each `size` successive vectors, of which the last ones may be fewer, float32 [chunks, D]."""
+    starts = np.arange(0, len(vectors_TD), size)
+    sums = np.add.reduceat(vectors_TD, starts, 0, np.float64)
+    counts = np.diff(starts, append=len(vectors_TD))
+    return (sums / counts[:, None]).astype(np.float32)
+
+
 def join_parts(vectors: Sequence[Vector], lengths: Sequence[int]) -> Vector:
     """Return the mean of the vectors of a text's parts, weighted by the number of tokens of each part."""
     mean: Vector = np.average(np.stack(vectors), 0, lengths).astype(np.float32)

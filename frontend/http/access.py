@@ -44,6 +44,8 @@ OPEN_PATHS: Final = frozenset(
 OPERATOR_PATHS: Final = frozenset(
     {
         "/reset_prefix_cache",
+        "/reset_mm_cache",
+        "/reset_encoder_cache",
         "/flush_cache",
         "/abort_request",
         "/pause",

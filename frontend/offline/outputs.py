@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -203,8 +203,42 @@ class PoolingOutput:
     data: list[Any]
 
 
+@dataclass(frozen=True, slots=True)
+class LateChunk:
+    """A chunk of a text: the first and the last of its tokens plus one, and of its characters.
+
+    `char_range` is None for a chunk of special tokens only.
+    """
+
+    token_range: tuple[int, int]
+    char_range: tuple[int, int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class LateChunkingMetadata:
+    """The chunks of a text of `input_tokens` tokens, in the order of their vectors."""
+
+    chunk_size: int
+    input_tokens: int
+    chunks: list[LateChunk]
+
+    @classmethod
+    def from_places(cls, size: int, places: Sequence[tuple[int, int]]) -> LateChunkingMetadata:
+        """Return chunks of `size` tokens, of which `places` are the characters."""
+        chunks = []
+        for start in range(0, len(places), size):
+            chunk = places[start : start + size]
+            texts = [place for place in chunk if place[0] < place[1]]
+            characters = (min(texts)[0], max(end for _, end in texts)) if texts else None
+            chunks.append(LateChunk((start, start + len(chunk)), characters))
+        return cls(size, len(places), chunks)
+
+
+@dataclass(frozen=True)
 class PoolingRequestOutput(PooledOutput[PoolingOutput]):
-    """The result of one prompt, with the prompt's tokens."""
+    """The result of one prompt, with the prompt's tokens. `late_chunking` are the chunks if they were asked for."""
+
+    late_chunking: LateChunkingMetadata | None = None
 
 
 def request_output(

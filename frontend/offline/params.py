@@ -44,6 +44,22 @@ class SamplingParams(sampling_params.SamplingParams, metaclass=_NamesOfVllm, gc=
 
 
 @dataclass(frozen=True, slots=True)
+class LateChunkingParams:
+    """Parameters of late chunking, as in vLLM: a vector for each `chunk_size` tokens of a text, special tokens too.
+
+    The vector is the mean of the tokens' vectors, which depend on the whole text (arXiv 2409.04701).
+    """
+
+    chunk_size: int
+
+    def __post_init__(self) -> None:
+        """Raise ParameterError if the size is not positive."""
+        size: object = self.chunk_size
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ParameterError("chunk_size", f"must be a positive integer, got {echo(size)}")
+
+
+@dataclass(frozen=True, slots=True)
 class PoolingParams:
     """Parameters of a result that is not generated, as in vLLM.
 
@@ -53,12 +69,16 @@ class PoolingParams:
         use_activation: False returns vectors that are not normalized, and scores instead of probabilities; None for the
             model's own choice.
         normalize: An older name of `use_activation` for vectors.
+        skip_reading_prefix_cache: Without effect, because results do not depend on the cache.
+        late_chunking_params: Chunks of the text that have a vector each, for the task "token_embed".
     """
 
     task: str | None = None
     dimensions: int | None = None
     use_activation: bool | None = None
     normalize: bool | None = None
+    skip_reading_prefix_cache: bool | None = None
+    late_chunking_params: LateChunkingParams | None = None
 
     @property
     def activates(self) -> bool | None:

@@ -22,6 +22,7 @@ from ..client.embeddings import (
     DOCUMENT,
     QUERY,
     Vector,
+    chunk_means,
     class_scores,
     embedding_params,
     find_kind,
@@ -43,6 +44,7 @@ from .outputs import (
     ClassificationRequestOutput,
     EmbeddingOutput,
     EmbeddingRequestOutput,
+    LateChunkingMetadata,
     PoolingOutput,
     PoolingRequestOutput,
     ScoringOutput,
@@ -192,9 +194,14 @@ class PoolingMethods:
         kind = find_kind(pooling_task, model)
         for size in {each.dimensions for each in given}:
             verify_dimensions(size, model.pooler)
-        request_id, pooled = self._pool(wanted, lora_request, use_tqdm, kind)
+        chunked = [
+            self._chunks(*each, kind, tokenization_kwargs)
+            for each in zip(wanted, given, strict=True)
+        ]
+        sizes = [None if each is None else each.chunk_size for each in chunked]
+        request_id, pooled = self._pool(wanted, lora_request, use_tqdm, kind, sizes)
         outputs = []
-        for prompt, vectors, params in zip(wanted, pooled, given, strict=True):
+        for prompt, vectors, params, chunks in zip(wanted, pooled, given, chunked, strict=True):
             activate = params.activates if use_activation is None else use_activation
             if model.classifier is None:
                 vectors = finish_vectors(
@@ -207,7 +214,7 @@ class PoolingMethods:
             else:
                 vectors = class_scores(vectors, model.classifier, activate=activate)
             result = PoolingOutput(vectors.tolist())
-            outputs.append(PoolingRequestOutput(request_id, prompt.token_ids, result))
+            outputs.append(PoolingRequestOutput(request_id, prompt.token_ids, result, chunks))
         return outputs
 
     def score(
@@ -308,6 +315,33 @@ class PoolingMethods:
             for prompt in as_list(prompts)
         ]
 
+    def _chunks(
+        self,
+        prompt: EncodedPrompt,
+        params: PoolingParams,
+        kind: PoolingKind,
+        tokenization_kwargs: Mapping[str, Any] | None,
+    ) -> LateChunkingMetadata | None:
+        """Return the chunks of a text that `params` ask for, if any.
+
+        Raises:
+            ParameterError: The results are not vectors of tokens, or the tokens are not those of a text.
+        """
+        if params.late_chunking_params is None:
+            return None
+        name = "late_chunking_params"
+        if kind is not PoolingKind.ALL or self._engine.config.model.classifier is not None:
+            raise ParameterError(name, "needs the task token_embed")
+        adds = self._prompts.tokenization(tokenization_kwargs).add_special_tokens
+        found = None
+        if prompt.text and not prompt.encoder_inputs:
+            found = self._engine.tokenizer.encode_with_places(prompt.text, adds)
+        if found is None or found[0] != prompt.token_ids:
+            raise ParameterError(
+                name, "needs a text that is not empty, cut, or changed by the model"
+            )
+        return LateChunkingMetadata.from_places(params.late_chunking_params.chunk_size, found[1])
+
     def _encode_compared(self, given: Comparable, role: str) -> EncodedPrompt:
         """Return a text, or the content of a user's message, to be compared with others.
 
@@ -353,8 +387,12 @@ class PoolingMethods:
         lora_request: LoraChoice,
         use_tqdm: ProgressBar,
         kind: PoolingKind | None = None,
+        chunk_sizes: Sequence[int | None] | None = None,
     ) -> tuple[str, list[Vector]]:
-        """Return the ID of a request and the result of each of its prompts, by default as the model was trained."""
+        """Return the ID of a request and the result of each of its prompts, by default as the model was trained.
+
+        Prompts with a chunk size have the mean of the results of as many tokens each.
+        """
         lora, model = self._loras.find(lora_request), self._engine.config.model
         kind = model.pooler.kind if kind is None else kind
         pooling, params = model.pooling_params_of(kind), embedding_params()
@@ -377,10 +415,17 @@ class PoolingMethods:
             return request_id, []
         with progress_bar(use_tqdm, len(sequences)) as advance:
             pooled = self._engine.run(self._run_pooling(sequences, request_id, advance))
-        return request_id, [
-            read_vectors(each, kind, model, np.array(prompt.token_ids, np.int32), prompt.keeps_T)
-            for each, prompt in zip(pooled, prompts, strict=True)
-        ]
+        results = []
+        for each, prompt, size in zip(
+            pooled, prompts, chunk_sizes or [None] * len(prompts), strict=True
+        ):
+            token_ids = np.array(prompt.token_ids, np.int32)
+            if size is None:
+                results.append(read_vectors(each, kind, model, token_ids, prompt.keeps_T))
+            else:
+                vectors = np.frombuffer(each, np.float32).reshape(len(token_ids), -1)
+                results.append(chunk_means(vectors, size))
+        return request_id, results
 
     async def _run_pooling(
         self,

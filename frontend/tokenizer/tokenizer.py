@@ -91,6 +91,14 @@ class Tokenizer:
         found = encode_text(self._prompt_backend, text, add_special_tokens=add_special_tokens)
         return found.token_ids
 
+    def encode_with_places(
+        self, text: str, add_special_tokens: bool = True
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the token IDs of `text`, and the characters of each: start and end, equal for special tokens."""
+        # `encode_batch_fast` does not compute offsets.
+        [found] = self._prompt_backend.encode_batch([text], add_special_tokens=add_special_tokens)
+        return found.ids, found.offsets
+
     def encode_output(self, text: str) -> Sequence[int]:
         """Return the token IDs of a text that the model writes, without special tokens around it."""
         if self._prompt_backend is self._backend:

@@ -12,11 +12,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import engine as public
+import numpy as np
 import pytest
 from engine.frontend.cli.keygen import keygen
 from engine.frontend.client.engine_client import EngineDead
 from engine.frontend.offline.llm import LLM
-from engine.frontend.offline.params import PoolingParams
+from engine.frontend.offline.params import LateChunkingParams, PoolingParams
 from engine.frontend.offline.structured import StructuredOutputsParams, structured_output
 from engine.frontend.supervisor.supervisor import Supervisor
 from engine.protocol.errors import ConfigError, EngineError, ParameterError
@@ -208,6 +209,49 @@ def test_pooling_params_are_those_of_vllm(llm: LLM) -> None:
     for given, message in ((params, "2 values for 1 prompt"), (PoolingParams("x"), "task embed")):
         with pytest.raises(ParameterError, match=message):
             llm.embed("a", pooling_params=given)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_chunks_of_a_text_have_the_means_of_its_tokens(llm: LLM, normalize: bool) -> None:
+    text = "Café, tea and wine."
+    [each] = llm.encode(text, PoolingParams("token_embed", use_activation=False))
+    tokens_TD = np.array(each.outputs.data)
+    params = [
+        PoolingParams("token_embed", None, normalize, late_chunking_params=LateChunkingParams(size))
+        for size in (1, 3, 100)
+    ]
+    outputs = llm.encode([text] * 3, params, pooling_task="token_embed")
+    for output, size in zip(outputs, (1, 3, 100), strict=True):
+        starts = range(0, len(tokens_TD), size)
+        expected = np.stack([tokens_TD[start : start + size].mean(0) for start in starts])
+        if normalize:
+            expected /= np.linalg.norm(expected, axis=1, keepdims=True)
+        np.testing.assert_allclose(output.outputs.data, expected, rtol=1e-4, atol=1e-6)
+        assert output.late_chunking is not None
+        assert output.late_chunking.input_tokens == len(tokens_TD)
+        ranges = [chunk.token_range for chunk in output.late_chunking.chunks]
+        assert ranges == [(start, min(start + size, len(tokens_TD))) for start in starts]
+        places = [chunk.char_range or (0, 0) for chunk in output.late_chunking.chunks]
+        if size > 1:
+            assert "".join(text[slice(*place)] for place in places) == text
+
+
+@pytest.mark.parametrize(
+    ("prompt", "task", "choices"),
+    [
+        ([1, 2, 3], "token_embed", None),
+        ("One, two", "token_embed", {"truncate_prompt_tokens": 1}),
+        ("One, two", "embed", None),
+    ],
+)
+def test_chunks_need_a_whole_text(
+    llm: LLM, prompt: Any, task: str, choices: dict[str, Any] | None
+) -> None:
+    params = PoolingParams(late_chunking_params=LateChunkingParams(2))
+    with pytest.raises(ParameterError, match="late_chunking_params needs"):
+        llm.encode(prompt, params, pooling_task=task, tokenization_kwargs=choices)
+    with pytest.raises(ParameterError, match="chunk_size must be a positive integer, got 0"):
+        LateChunkingParams(0)
 
 
 def test_sampling_params_take_names_of_vllm(llm: LLM) -> None:

@@ -15,8 +15,9 @@ from support.image_requests import NUM_TOKENS, chat, data_url, picture
 from support.server import DEVICE, Server
 
 FLAGS = ("--dtype", "float32", "--device", DEVICE, "--served-model-name", "tiny")
-SEVERAL = ("--api-server-count", "2", "--api-key", "one", "two")
+SEVERAL = ("--api-server-count", "2", "--api-key", "one", "two", "--admin-api-key", "operator")
 ONE, TWO = ({"authorization": f"Bearer {key}"} for key in ("one", "two"))
+OPERATOR = {"authorization": "Bearer operator"}
 PATH = "/v1/chat/completions"
 
 
@@ -80,6 +81,10 @@ def test_media_are_referred_to_by_uuid_at_any_api_server(
     )
     assert status == 400 and problem in refused["error"]["message"]
     assert refused["error"]["param"] == "messages[0].content[1].uuid"
+    for path, known in (("/reset_encoder_cache", True), ("/reset_mm_cache", False)):
+        assert server.post(path, {}, headers=ONE)[0] == 403
+        assert server.post(path, {}, headers=OPERATOR) == (200, {"success": True})
+        assert ask(empty)[0] == (200 if known else 400)
 
 
 def test_reference_to_a_video_may_choose_other_frames(server: Server) -> None:

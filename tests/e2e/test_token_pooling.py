@@ -394,7 +394,8 @@ def test_a_model_embeds_texts_and_tokens_and_weighs_tokens(tmp_path: Path, backe
             task: pool(server, input=texts, task=task)
             for task in ("embed", "token_embed", "token_classify")
         }
-        assert all(map(np.array_equal, pool(server, input=texts), found["embed"]))
+        for padding in ({}, {"padding": True}, {"padding": "max_length"}):
+            assert all(map(np.array_equal, pool(server, input=texts, **padding), found["embed"]))
         half = {"encoding_format": "base64", "embed_dtype": "float16", "endianness": "big"}
         _, answer = server.post("/v1/embeddings", half | {"input": texts})
         for each, vector in zip(answer["data"], found["embed"], strict=True):
@@ -403,7 +404,7 @@ def test_a_model_embeds_texts_and_tokens_and_weighs_tokens(tmp_path: Path, backe
         raw = pool(server, input=texts, use_activation=False)
         assert all(map(np.array_equal, raw, pool(server, input=texts, normalize=False)))
         assert not np.array_equal(raw[0], found["embed"][0])
-        for name, value in (("dimensions", 1), ("padding", "max_length")):
+        for name, value in (("dimensions", 1), ("padding", "both")):
             body = {"input": "tea", "task": "token_classify", name: value}
             status, answer = server.post("/pooling", body)
             assert status == 400 and answer["error"]["param"] == name, answer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from datetime import UTC, datetime
+from pathlib import Path
 
 import msgspec
 from starlette.requests import Request
@@ -12,6 +13,7 @@ from starlette.responses import Response
 from .... import __version__
 from ....protocol.errors import EngineError
 from ...http.errors import APIError, json_response, redact, retry_after, unavailable
+from ...media.sources.kept_media import KeptMedia
 from ..serving import Serving
 from .capabilities import list_for_llama_cpp
 
@@ -151,6 +153,16 @@ class Management:
                 "or use ?reset_running_requests=true",
                 type="conflict_error",
             )
+        return json_response({"success": True})
+
+    async def reset_media_cache(self, request: Request) -> Response:
+        """Delete the images, videos and audio that later requests could refer to by their `uuid`."""
+        directory = Path(self._serving.config.run_dir, "media")
+        await self._serving.executor.run(0, KeptMedia(directory).clear)
+        return json_response({"success": True})
+
+    async def reset_encoder_cache(self, request: Request) -> Response:
+        """Accept vLLM's call. Encoder outputs are found by content and weights, so none can be out of date."""
         return json_response({"success": True})
 
     async def dump_event_logs(self, request: Request) -> Response:

@@ -317,9 +317,11 @@ class PoolingFields(msgspec.Struct, kw_only=True):
     # Accepted because clients send them; they have no effect.
     safety_identifier: str | None = None
     metadata: dict[str, Any] | None = None
+    # Padding cannot change a result. Models that were trained with it always get it.
+    padding: bool | str | None = None
 
     # Rejected, because an answer that ignores them would be wrong.
-    rejected: ClassVar[str] = "padding mm_processor_kwargs"
+    rejected: ClassVar[str] = "mm_processor_kwargs"
 
 
 class InputFields(PoolingFields, kw_only=True):

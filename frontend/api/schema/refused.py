@@ -90,7 +90,6 @@ REFUSED: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
         "is not supported; a beam search ends when no beam can become better",
         (False,),
     ),
-    "padding": ("is not supported; inputs are never padded", ("do_not_pad",)),
     "late_chunking_params": (
         "is not supported; average the vectors of /pooling with task token_embed",
         (),

@@ -54,6 +54,14 @@ class KeptMedia:
             return None
         return content
 
+    def clear(self) -> None:
+        """Delete all files."""
+        with contextlib.suppress(FileNotFoundError), os.scandir(self._directory) as entries:
+            for entry in entries:
+                # Another frontend may have deleted the file.
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(entry.path)
+
     def _write(self, path: Path, content: bytes) -> None:
         descriptor, name = tempfile.mkstemp(dir=self._directory)
         try:
