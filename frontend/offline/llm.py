@@ -435,9 +435,8 @@ class LLM(PoolingMethods, ControlMethods):
             outputs = []
             for group, prompt in requests:
                 deltas = await group.result()
-                outputs.append(
-                    request_output(group, prompt.text, prompt.token_ids, deltas, tokenizer)
-                )
+                writer = tokenizer if group.sequences[0].params.detokenize else None
+                outputs.append(request_output(group, prompt.text, prompt.token_ids, deltas, writer))
                 advance(1)
             return outputs
         finally:

@@ -15,11 +15,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """The logprob of a token, its rank from 1, and its text."""
+    """The logprob of a token, its rank from 1, and its text (None if the output has no text)."""
 
     logprob: float
     rank: int
-    decoded_token: str
+    decoded_token: str | None
 
 
 class TokenLogprobs(Mapping[int, Logprob]):
@@ -34,7 +34,7 @@ class TokenLogprobs(Mapping[int, Logprob]):
 
     __slots__ = ("_entries", "_tokenizer", "logprob", "rank", "token_id", "top")
 
-    def __init__(self, position: PositionLogprobs, tokenizer: Tokenizer) -> None:
+    def __init__(self, position: PositionLogprobs, tokenizer: Tokenizer | None) -> None:
         self.token_id, self.logprob = position.token_id, position.logprob
         self.rank, self.top = position.rank, position.top
         self._tokenizer = tokenizer
@@ -56,7 +56,7 @@ class TokenLogprobs(Mapping[int, Logprob]):
         if self._entries is None:
             ranked = [(self.token_id, self.logprob, self.rank)]
             ranked += [(token_id, value, i) for i, (token_id, value) in enumerate(self.top, 1)]
-            decode = self._tokenizer.decode
+            decode = _no_text if self._tokenizer is None else self._tokenizer.decode
             self._entries = {
                 token_id: Logprob(
                     value, self.rank if token_id == self.token_id else i, decode([token_id])
@@ -64,6 +64,10 @@ class TokenLogprobs(Mapping[int, Logprob]):
                 for token_id, value, i in ranked
             }
         return self._entries
+
+
+def _no_text(_: Iterable[int]) -> None:
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,9 +250,9 @@ def request_output(
     prompt: str | None,
     prompt_token_ids: list[int],
     deltas: list[Delta],
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | None,
 ) -> RequestOutput:
-    """Return the output of a request that has ended."""
+    """Return the output of a request that has ended. Tokens have no text without a tokenizer."""
 
     def named(positions: Iterable[PositionLogprobs | None] | None) -> list[Any] | None:
         if positions is None:

@@ -106,6 +106,14 @@ def test_logprobs_of_prompt_and_output_are_returned(llm: LLM) -> None:
         assert sampled.decoded_token == text and 1 <= len(position) <= 3
 
 
+def test_logprobs_of_an_output_without_text_have_no_text(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=2, detokenize=False, logprobs=1, prompt_logprobs=1)
+    [output] = llm.generate("The capital of France is", params)
+    assert output.outputs[0].text == ""
+    for position in (*(output.outputs[0].logprobs or ()), *(output.prompt_logprobs or ())[1:]):
+        assert position and all(each.decoded_token is None for each in position.values())
+
+
 def test_logprobs_of_listed_tokens_are_those_of_the_whole_vocabulary(llm: LLM) -> None:
     listed = (7, 300, 11)
     wanted = SamplingParams(

@@ -106,6 +106,7 @@ def test_all_replicas_get_the_weights_and_keep_them(
         assert answer["meta_info"]["weight_version"] == "step-7"
     info = server.get("/model_info")[1]
     assert (info["model_path"], info["weight_version"]) == (str(second), "step-7")
+    assert server.get("/weight_info")[1] == {"weight_version": "step-7"}
     other = server.post("/v1/completions", {"prompt": [5], "max_tokens": 1})[1]
     assert other["system_fingerprint"] != fingerprint["system_fingerprint"]
     for title in ("worker 0", "core 1", "supervisor", "frontend 0"):

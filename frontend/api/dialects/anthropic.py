@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...chat import MessageDelta
-from ...client.engine_client import Delta, Sequence
+from ...client.engine_client import Delta
 from ...http.errors import APIError, bad_request, expect, json_response
 from ...http.json_pieces import encode_whole
 from ...media.documents.pdf import MAX_CHARACTERS
@@ -24,7 +24,7 @@ from ..schema.anthropic import MessagesRequest
 from ..serving import Serving
 from ..streaming.event_stream import StreamFormat
 from .anthropic_request import find_pdfs, translate_messages
-from .dialect import DialectChunks
+from .dialect import BlockChunks
 
 PATH: Final = "/v1/messages"
 
@@ -242,36 +242,25 @@ MESSAGES_STREAM: Final = StreamFormat(
 )
 
 
-class MessageChunks(DialectChunks):
-    """Writes the events of a message: its start, its content blocks one after another, and its end."""
+class MessageChunks(BlockChunks):
+    """Writes the events of a message. A block ends when another one starts."""
 
     format = MESSAGES_STREAM
 
     def __init__(self, answer: MessagesAnswer) -> None:
         super().__init__(answer)
         self._message = answer
-        self._has_begun = False
         self._num_blocks = 0
-        # The type of the open block, and the number of its call; "" if none is open.
-        self._open: tuple[str, int] = ("", 0)
 
-    def encode(self, sequence: Sequence) -> bytes:
-        """Return the events for the new output."""
-        delta = self.read(sequence)
-        events: list[bytes] = []
-        if not self._has_begun:
-            self._has_begun = True
-            events.append(_event("message_start", message=self._message.message([])))
-        self._write(self.choice.read(delta), events)
-        if delta.finish_reason is not None:
-            self._close(events)
-            ending = self._message.ending(delta)
-            usage = self._message.token_counts()
-            events.append(_event("message_delta", delta=ending, usage=usage))
-            events.append(_event("message_stop"))
-        return b"".join(events)
+    def _begin(self, events: list[bytes]) -> None:
+        events.append(_event("message_start", message=self._message.message([])))
 
-    def _write(self, message: MessageDelta, events: list[bytes]) -> None:
+    def _end(self, delta: Delta, events: list[bytes]) -> None:
+        ending, usage = self._message.ending(delta), self._message.token_counts()
+        events.append(_event("message_delta", delta=ending, usage=usage))
+        events.append(_event("message_stop"))
+
+    def _write(self, message: MessageDelta, delta: Delta, events: list[bytes]) -> None:
         if message.reasoning:
             self._enter(("thinking", 0), _block("thinking"), events)
             self._add({"type": "thinking_delta", "thinking": message.reasoning}, events)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+
+from ...chat import MessageDelta
 from ...client.engine_client import Delta, Sequence
 from ...client.sequence_io import TOKENS_AT_ONCE
 from ..generation import raise_if_failed
@@ -27,3 +30,42 @@ class DialectChunks(ChunkEncoder):
         delta = sequence.read_some(self._max_tokens)
         raise_if_failed(delta)
         return delta
+
+
+class BlockChunks(DialectChunks):
+    """Writes the events of a message: its start, its content blocks one after another, and its end."""
+
+    def __init__(self, answer: ChatAnswer) -> None:
+        super().__init__(answer)
+        self._has_begun = False
+        # The type of the open block, and the number of its call or its own; "" if none is open.
+        self._open: tuple[str, int] = ("", 0)
+
+    def encode(self, sequence: Sequence) -> bytes:
+        """Return the events for the new output."""
+        delta = self.read(sequence)
+        events: list[bytes] = []
+        if not self._has_begun:
+            self._has_begun = True
+            self._begin(events)
+        self._write(self.choice.read(delta), delta, events)
+        if delta.finish_reason is not None:
+            self._close(events)
+            self._end(delta, events)
+        return b"".join(events)
+
+    @abstractmethod
+    def _begin(self, events: list[bytes]) -> None:
+        """Write the start of the message."""
+
+    @abstractmethod
+    def _write(self, message: MessageDelta, delta: Delta, events: list[bytes]) -> None:
+        """Write new output, and the ends and starts of blocks between it."""
+
+    @abstractmethod
+    def _close(self, events: list[bytes]) -> None:
+        """Write the end of the open block, if there is one."""
+
+    @abstractmethod
+    def _end(self, delta: Delta, events: list[bytes]) -> None:
+        """Write the end of the message."""

@@ -332,6 +332,8 @@ def test_clients_can_probe_the_server(frontend: FrontendProcess) -> None:
         assert (server["served_model_name"], server["context_length"]) == ("echo", 512)
         assert server["max_total_num_tokens"] == NUM_BLOCKS * server["page_size"]
         assert server["internal_states"][0]["num_requests_waiting"] == 0
+    for path in ("/weight_version", "/get_weight_version", "/weight_info"):
+        assert frontend.http.get(path).json() == {"weight_version": "default"}
     [load] = frontend.http.get("/v1/loads").json()["loads"]
     assert (load["dp_rank"], load["max_total_num_tokens"]) == (0, server["max_total_num_tokens"])
     [older] = frontend.http.get("/get_load").json()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from ....chat import MessageDelta, ToolCallDelta
-from ....client.engine_client import Delta, Sequence
+from ....client.engine_client import Delta
 from ....http.errors import APIError, expect
 from ...bodies.request_memory import MemoryLease
 from ...logprobs import Json
@@ -13,7 +13,7 @@ from ...routes.chat_completions import ChatAnswer, ChatCompletions
 from ...schema import ChatCompletionRequest
 from ...schema.cohere import CohereChatRequest
 from ...streaming.event_stream import StreamFormat, event
-from ..dialect import DialectChunks
+from ..dialect import BlockChunks
 from .chat_request import translate_chat
 
 PATHS: Final = ("/v2/chat", "/cohere/v2/chat")
@@ -139,37 +139,27 @@ _STREAM: Final = StreamFormat(
 )
 
 
-class CohereChunks(DialectChunks):
-    """Writes the events of a message: its start, its blocks and calls one after another, and its end."""
+class CohereChunks(BlockChunks):
+    """Writes the events of a message. A block or a call ends when another one starts."""
 
     format = _STREAM
 
     def __init__(self, answer: CohereAnswer) -> None:
         super().__init__(answer)
         self._cohere = answer
-        self._has_begun = False
         self._num_blocks = 0
-        # The type of the open block, and its number; "" if none is open.
-        self._open: tuple[str, int] = ("", 0)
 
-    def encode(self, sequence: Sequence) -> bytes:
-        """Return the events for the new output."""
-        delta = self.read(sequence)
-        events: list[bytes] = []
-        if not self._has_begun:
-            self._has_begun = True
-            empty = {"role": "assistant", "content": [], "tool_plan": "", "tool_calls": []}
-            answer_id = self._cohere.envelope["id"]
-            start = {"message": empty | {"citations": []}}
-            events.append(_event("message-start", id=answer_id, delta=start))
-        self._write(self.choice.read(delta), self._cohere.logprobs(delta), events)
-        if delta.finish_reason is not None:
-            self._close(events)
-            answer_id = self._cohere.envelope["id"]
-            events.append(_event("message-end", id=answer_id, delta=self._cohere.ending(delta)))
-        return b"".join(events)
+    def _begin(self, events: list[bytes]) -> None:
+        empty = {"role": "assistant", "content": [], "tool_plan": "", "tool_calls": []}
+        start = {"message": empty | {"citations": []}}
+        events.append(_event("message-start", id=self._cohere.envelope["id"], delta=start))
 
-    def _write(self, message: MessageDelta, logprobs: Json | None, events: list[bytes]) -> None:
+    def _end(self, delta: Delta, events: list[bytes]) -> None:
+        answer_id = self._cohere.envelope["id"]
+        events.append(_event("message-end", id=answer_id, delta=self._cohere.ending(delta)))
+
+    def _write(self, message: MessageDelta, delta: Delta, events: list[bytes]) -> None:
+        logprobs = self._cohere.logprobs(delta)
         for kind, text in (("thinking", message.reasoning), ("text", message.content)):
             if text:
                 self._enter_block(kind, events)

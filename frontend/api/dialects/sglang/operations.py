@@ -105,6 +105,10 @@ class SglangDescription:
             ]
         )
 
+    async def weights(self, http: Request) -> Response:
+        """Return the name of the weights."""
+        return json_response({"weight_version": self._serving.weight_version()})
+
     def _loads(self) -> list[Json]:
         metrics, scheduler = self._serving.engine.metrics, self._serving.config.scheduler
         return [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from starlette.routing import Route
 
 from ...bodies.intake import Intake
@@ -14,6 +16,9 @@ from ...serving import Serving
 from .encode import SglangEncode
 from .operations import SglangAborts, SglangDescription
 from .parsers import SglangParsers
+
+WEIGHT_VERSION_PATHS: Final = ("/weight_version", "/get_weight_version", "/weight_info")
+"""SGLang's paths of the route that names the weights, and vLLM's."""
 
 
 def routes(
@@ -32,6 +37,7 @@ def routes(
         Route("/separate_reasoning", parsers.separate_reasoning, methods=["POST"]),
         *(Route(path, description.model) for path in ("/model_info", "/get_model_info")),
         *(Route(path, description.server) for path in ("/server_info", "/get_server_info")),
+        *(Route(path, description.weights) for path in WEIGHT_VERSION_PATHS),
         Route("/v1/loads", description.loads),
         Route("/get_load", description.older_loads),
         Route("/health_generate", management.health),
