@@ -32,6 +32,7 @@ _INTEGER = re.compile(
     r"(?P<number>[+-]?\d+(?:\.\d+)?)\s*(?:(?P<unit>[kKmMgGtT])(?P<binary>i?)(?P<byte>B?))?"
 )
 _POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
+_HTTP = ("http://", "https://")
 _BOOLEANS = {"true": True, "yes": True, "on": True, "1": True}
 _BOOLEANS |= {"false": False, "no": False, "off": False, "0": False}
 
@@ -255,6 +256,22 @@ def _media_io(text: str) -> MediaReading:
     return reading
 
 
+def _mcp_servers(text: str) -> dict[str, str]:
+    if find_spec("mcp") is None:
+        raise ValueError(
+            "tools of MCP servers need the library; install the extra engine-serve[mcp]"
+        )
+    if text.startswith("{"):
+        servers: dict[str, Any] = parse_object(text)
+    else:
+        entries = (entry.partition("=") for entry in parse_list(text))
+        servers = {label: url for label, _, url in entries}
+    for label, url in servers.items():
+        if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", label) or not str(url).startswith(_HTTP):
+            raise ValueError(f"must be LABEL=URL with an HTTP URL, got {label!r} and {url!r}")
+    return servers
+
+
 def _dotted_names(text: str) -> tuple[str, ...]:
     return tuple(map(_dotted_name, parse_list(text)))
 
@@ -314,6 +331,7 @@ PARSERS: Final[dict[str, Callable[[str], Any]]] = {
     "idle_time": _idle_time,
     "kv_events": _kv_events,
     "kv_transfer": _kv_transfer,
+    "mcp_servers": _mcp_servers,
     "media_io": _media_io,
     "origins": _origins,
     "otlp_endpoint": _otlp_endpoint,

@@ -382,6 +382,15 @@ class FrontendConfig(msgspec.Struct, frozen=True):
             default_text="none",
         ),
     ] = None
+    mcp_servers: Annotated[
+        dict[str, str],
+        option(
+            "MCP servers whose tools responses may call: LABEL=URL",
+            parse="mcp_servers",
+            metavar="LABEL=URL,…",
+            default_text="none",
+        ),
+    ] = {}
     limit_mm_per_prompt: Annotated[
         dict[str, int],
         option(

@@ -19,6 +19,7 @@ from ..serving import Serving
 from ..streaming.event_stream import OPENAI_STREAM, ChunkEncoder, StreamFormat
 from ..streaming.progress import ProgressChunks
 from .client_tools import CLIENT_TOOLS
+from .mcp.tools import MCP, SECRETS
 from .namespaces import call_fields, is_left_out
 from .output import OutputBuilder
 from .request import INCLUDE_LOGPROBS, INCLUDE_REASONING, Exchange, ResponseChat
@@ -85,6 +86,8 @@ def describe_response(serving: Serving, exchange: Exchange, status: str) -> Json
 
 
 def _shown_tool(tool: Json) -> Json:
+    if tool.get("type") == MCP:
+        return {name: value for name, value in tool.items() if name not in SECRETS}
     if tool.get("type") == "function" and "function" not in tool:
         return {"parameters": None, "strict": None} | tool
     return tool

@@ -108,7 +108,9 @@ class BackgroundRun:
     @property
     def is_running(self) -> bool:
         """True if the engine has begun to compute the response."""
-        return self.group is not None and any(s.scheduled_time for s in self.group.sequences)
+        if self.group is None:
+            return self.accepted.done()
+        return any(s.scheduled_time for s in self.group.sequences)
 
     @property
     def is_cancelled(self) -> bool:
@@ -148,8 +150,8 @@ class BackgroundRun:
         """Cancel the run."""
         self._cancelled.set()
 
-    def accept(self, group: RequestGroup) -> None:
-        """Record that the engine has accepted the request."""
+    def accept(self, group: RequestGroup | None = None) -> None:
+        """Record that the engine has accepted the request. Without a `group`, it has several turns."""
         self.group = group
         if not self.accepted.done():
             self.accepted.set_result(None)

@@ -13,6 +13,7 @@ from ...client.engine_client import RequestGroup
 from ...http.deadline import read_deadline
 from ...http.errors import APIError, json_response, renaming
 from ..answer import Answer
+from ..bodies.disconnection import while_connected
 from ..bodies.intake import Intake, reads
 from ..bodies.request_memory import MemoryLease
 from ..chat_prompt import RenderedChat
@@ -26,13 +27,21 @@ from ..routes.chat_completions import (
     render_request,
 )
 from ..schema import ChatCompletionRequest
-from ..schema.responses import InputTokensRequest, ResponseCreateRequest, ResponsesRequest
+from ..schema.responses import (
+    InputTokensRequest,
+    ResponseCreateRequest,
+    ResponseFields,
+    ResponsesRequest,
+)
 from ..serving import Serving
 from ..streaming.event_stream import EventStream
-from .answer import ResponsesAnswer, describe_response
+from ..streaming.text_events import TextEvents
+from .answer import RESPONSE_STREAM, ResponsesAnswer, describe_response
 from .background import BackgroundRun, BackgroundRuns, RunKeeper
 from .events import read_run, repeat_events, send_events
 from .ids import RESPONSE, new_id
+from .mcp.tools import has_mcp
+from .mcp.turns import McpTurns, Turn, with_listed_tools
 from .request import (
     Exchange,
     ResponseChat,
@@ -70,6 +79,9 @@ class Responses(ChatCompletions):
         serving.verify_model(body.model)
         serving.verify_serving()
         exchange = await self._states.begin(body, state["owner"], kept)
+        if has_mcp(body.tools) and not body.background:
+            await self._answer_in_turns(exchange, scope, receive, send, deadline)
+            return
         with renaming(partial(sent_name, body)):
             if not body.background:
                 request, size = await self._translate_exchange(exchange, size)
@@ -82,7 +94,47 @@ class Responses(ChatCompletions):
         else:
             await json_response(run.response | {"status": "queued"})(scope, receive, send)
 
+    async def _answer_in_turns(
+        self,
+        exchange: Exchange,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        deadline: float,
+        run: BackgroundRun | None = None,
+    ) -> None:
+        """Answer a request with tools of MCP servers, which are run between the turns of the model."""
+        serving, state = self._serving, scope["state"]
+
+        async def generate(turn: Turn, inner: Exchange, number: int) -> None:
+            identity = {"request_id": f"{state['request_id']}-{number}", "connection": turn}
+            place = {**scope, "state": {**state, **identity}}
+            with renaming(partial(sent_name, exchange.body)), self._intake.lease() as lease:
+                request, size = await self._translate_exchange(inner, 0)
+                request.run = turn
+                await self._generate(place, turn.receive, turn.send, lease, request, size, deadline)
+
+        servers = serving.config.frontend.mcp_servers
+        turns = McpTurns(exchange, servers, generate, partial(describe_response, serving))
+        on_begin = (lambda: None) if run is None else run.accept
+        if exchange.body.stream:
+            silence_s = serving.config.frontend.max_silence_s
+            form = RESPONSE_STREAM
+            async with TextEvents(send, state["connection"], silence_s, form) as stream:
+                work = turns.run(stream.write_encoded, on_begin)
+                response = await while_connected(receive, work)
+                await self._end(exchange, response, run)
+                await stream.write_encoded(turns.closing(response))
+            return
+        response = await while_connected(receive, turns.run(_drop, on_begin))
+        await self._end(exchange, response, run)
+        if run is None:
+            await json_response(response)(scope, receive, send)
+
     async def _run(self, run: BackgroundRun) -> None:
+        if has_mcp(run.exchange.body.tools):
+            await self._answer_in_turns(run.exchange, run.scope, run.receive, run.send, 0.0, run)
+            return
         with self._intake.lease() as lease:
             request, size = await self._translate_exchange(run.exchange, 0)
             request.run = run
@@ -161,20 +213,20 @@ class Responses(ChatCompletions):
         send: Send,
     ) -> None:
         assert isinstance(answer, ResponsesAnswer)
-        run: BackgroundRun | None = answer.request.run
+        run: BackgroundRun | Turn | None = answer.request.run
         if run is not None:
             run.accept(group)
         if answer.exchange.only_prepares:
             await wait_for_end(group, receive)
             response = answer.without_output(read_outputs(group))
-            await self._end(answer, response, run)
+            await self._end(answer.exchange, response, run)
             await send_events(repeat_events(response, 0), scope, receive, send)
             return
         if answer.request.stream:
             chunks = answer.chunks()
 
             async def before_end() -> None:
-                await self._end(answer, chunks.final, run)
+                await self._end(answer.exchange, chunks.final, run)
 
             stream = EventStream(
                 send, scope["state"]["connection"], self._serving.config.frontend.max_silence_s
@@ -185,12 +237,12 @@ class Responses(ChatCompletions):
         response = await self._serving.executor.run(
             group.weight, lambda: answer.whole(read_outputs(group))
         )
-        await self._end(answer, response, run)
+        await self._end(answer.exchange, response, run)
         if run is None:
             await json_response(response)(scope, receive, send)
 
     async def _end(
-        self, answer: ResponsesAnswer, response: Json | None, run: BackgroundRun | None
+        self, exchange: Exchange, response: Json | None, run: BackgroundRun | Turn | None
     ) -> None:
         """Store a response that has ended, before its client receives the end. A run is stored after its events.
 
@@ -200,16 +252,20 @@ class Responses(ChatCompletions):
             return
         if run is not None:
             run.response = response
-        kept: KeptResponses | None = answer.exchange.kept
+        kept: KeptResponses | None = exchange.kept
         if kept is not None and response["status"] != "failed":
-            kept.add(answer.exchange, response)
+            kept.add(exchange, response)
         if run is not None:
             return
         try:
-            await self._states.save(answer.exchange, response)
+            await self._states.save(exchange, response)
         except APIError as error:
-            logger.debug("cannot store %s: %s", answer.exchange.response_id, error.message)
+            logger.debug("cannot store %s: %s", exchange.response_id, error.message)
             response["store"] = False
+
+
+async def _drop(events: bytes) -> None:
+    """Drop the events of a response that is not streamed."""
 
 
 class InputTokens:
@@ -231,9 +287,13 @@ class InputTokens:
         size += sum(map(size_of, context))
         files = await self._states.load_files(context + items, owner)
         size += sum(len(content) for _, content in files.values())
+        shown: ResponseFields = body
+        if has_mcp(body.tools):
+            servers = serving.config.frontend.mcp_servers
+            shown = await with_listed_tools(body, context + items, servers)
         with renaming(partial(sent_name, body)):
             request = await serving.executor.run(
-                size, lambda: translate_prompt(body, context, items, files)
+                size, lambda: translate_prompt(shown, context, items, files)
             )
             chat = await render_request(serving, request, size)
         return json_response(

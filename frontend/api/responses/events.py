@@ -15,6 +15,7 @@ from ..streaming.text_events import TextEvents
 from .answer import RESPONSE_STREAM, EventWriter
 from .background import EVENT_END, BackgroundRun
 from .client_tools import CALLS
+from .mcp.tools import SEPARATE
 from .output import OutputBuilder
 from .states import ENDED, ResponseStates
 
@@ -120,6 +121,8 @@ async def repeat_events(response: Json, first: int) -> AsyncIterator[bytes]:
             case "message":
                 [part] = item["content"]
                 builder.add(MessageDelta(content=part["text"]), part["logprobs"])
+            case kind if kind in SEPARATE:
+                builder.add_item(item)
             case kind:
                 if (tool := CALLS.get(kind)) is not None:
                     arguments = tool.write_call(item, "output")

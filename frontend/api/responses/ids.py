@@ -29,6 +29,10 @@ ITEM_PREFIXES: Final = {
     "local_shell_call_output": "lsho",
     "shell_call": "sh",
     "shell_call_output": "sho",
+    "mcp_list_tools": "mcpl",
+    "mcp_call": "mcp",
+    "mcp_approval_request": "mcpr",
+    "mcp_approval_response": "mcpa",
     "apply_patch_call": "apc",
     "apply_patch_call_output": "apco",
 }

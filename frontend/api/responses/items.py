@@ -26,7 +26,8 @@ ENCODED_TEXT: Final = "engine1."
 _ITEM_TYPES: Final = (
     "message, reasoning, function_call, function_call_output, custom_tool_call, "
     f"custom_tool_call_output, {', '.join(CALLS)}, {', '.join(OUTPUTS)}, tool_search_output, "
-    "additional_tools, agent_message, compaction or item_reference"
+    "additional_tools, agent_message, compaction, mcp_list_tools, mcp_call, mcp_approval_request, "
+    "mcp_approval_response or item_reference"
 )
 _HOSTED: Final = (
     "code_interpreter_call",
@@ -132,6 +133,7 @@ class MessageBuilder:
     def __init__(self, files: Files | None = None) -> None:
         self.messages: list[Json] = []
         self._files = files or {}
+        self._approvals: dict[str, Json] = {}
         self._open: Json | None = None
         """The last message, if the model wrote it and the next item may be added to it."""
 
@@ -186,6 +188,17 @@ class MessageBuilder:
                 self._open = None
                 summary = _decode_text(_string(item, "encrypted_content", where), where)
                 self.messages.append({"role": "user", "content": f"{_SUMMARY}\n\n{summary}"})
+            case "mcp_list_tools":
+                pass
+            case "mcp_call":
+                output = item.get("output")
+                if not isinstance(output, str):
+                    output = f"Error: {item.get('error')}"
+                self._add_mcp_call(item, where, output)
+            case "mcp_approval_request":
+                self._approvals[_string(item, "id", where)] = item
+            case "mcp_approval_response":
+                self._add_refusal(item, where)
             case "function_call_output" | "custom_tool_call_output":
                 self._add_output(item, where, self._output_of(item, where))
             case kind:
@@ -219,6 +232,25 @@ class MessageBuilder:
             return
         function = {"name": tool.kind, "arguments": tool.write_call(item, where)}
         self._add_call(item, where, {"type": "function", "function": function})
+
+    def _add_mcp_call(self, item: Json, where: str, output: str) -> None:
+        """Add a call that this server has run, and its output."""
+        fields = item | {"call_id": item["id"], "namespace": item.get("server_label")}
+        arguments = _string(item, "arguments", where)
+        function = {"name": _tool_name(fields, where), "arguments": arguments}
+        self._add_call(fields, where, {"type": "function", "function": function})
+        self._add_output({"call_id": item["id"]}, where, output)
+
+    def _add_refusal(self, item: Json, where: str) -> None:
+        """Add the call that the client did not approve. One that it approved has an item of its own."""
+        request = self._approvals.get(_string(item, "approval_request_id", where))
+        if request is None:
+            wanted = "the id of an mcp_approval_request in the input"
+            raise wrong(f"{where}.approval_request_id", wanted, item["approval_request_id"])
+        if item.get("approve") is not True:
+            reason = item.get("reason")
+            text = "The user did not approve this call."
+            self._add_mcp_call(request, where, f"{text} {reason}" if reason else text)
 
     def _add_output(self, item: Json, where: str, content: str | list[Json]) -> None:
         self._open = None

@@ -77,6 +77,14 @@ class OutputBuilder:
         if message.reasoning or message.tool_calls:
             self._unplaced = []
 
+    def add_item(self, item: Json) -> None:
+        """Add a complete item."""
+        self.close()
+        self.items.append(item)
+        for kind in ("added", "done"):
+            where = {"output_index": len(self.items) - 1}
+            self._emit(f"response.output_item.{kind}", **where, item=item)
+
     def close(self, *, is_cut: bool = False) -> None:
         """Close the open item. It is incomplete if the answer was cut off."""
         if self._held is not None:

@@ -18,7 +18,7 @@ _KV_SIZE: Final = (
 _PARSERS: Final = "use a name of {}, or have clients parse the text (--{} none)"
 _ROLES: Final = "use --replica-roles in one server, or --kv-transfer-config between servers"
 _HOST_CACHE: Final = "use --kv-host-gib GIB per worker, or --kv-offloading-size GIB per replica"
-_TOOLS: Final = "let clients name their MCP servers in tools; see docs/how-to/tools.md"
+_TOOLS: Final = "use --mcp-servers LABEL=URL,…; see docs/how-to/responses.md"
 _PER_REQUEST: Final = "set it in requests"
 _ADAPTERS: Final = (
     "use --enable-lora --lora-modules NAME=PATH; requests choose the adapter as their model"

@@ -52,6 +52,7 @@ def value_of(option: Option, file: str) -> Any:
     by_parser: dict[str, Any] = {
         "dotted_name": "a.B",
         "dotted_names": ["a.B", "a.c"],
+        "mcp_servers": {"a": "http://localhost:1"},
         "media_io": {"video": {"fps": 2.0}},
         "idle_time": 2.5,
         "kv_events": {"topic": "t"},
