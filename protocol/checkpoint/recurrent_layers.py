@@ -21,8 +21,8 @@ from typing import ClassVar, Final, TypeAlias
 
 import msgspec
 
-SEGMENT: Final = 16
-"""Number of tokens in a segment of most layers."""
+from .state_spaces.rwkv4 import Rwkv4
+from .state_spaces.state_size import SEGMENT, StateSize
 
 SHORT_SEGMENT: Final = 8
 """Number of tokens in a segment of a layer that only convolves.
@@ -33,28 +33,6 @@ blocks large.
 
 NUM_TOKEN_DIGITS: Final = 3
 """Number of elements that hold a token id, one for each digit of base 256, which every dtype has exactly."""
-
-
-class StateSize(msgspec.Struct, frozen=True):
-    """The state of one layer in one worker.
-
-    It has `num_recurrent` float32 numbers, and `num_inputs` stored inputs of `channels` elements each. `beside` is the
-    state of another part of the layer, stored directly after it.
-    """
-
-    num_recurrent: int
-    num_inputs: int
-    channels: int
-    beside: StateSize | None = None
-
-    def num_own_bytes(self, input_bytes: int) -> int:
-        """Return the size in bytes without `beside`, if one element of an input takes `input_bytes`."""
-        return 4 * self.num_recurrent + self.num_inputs * self.channels * input_bytes
-
-    def num_bytes(self, input_bytes: int) -> int:
-        """Return the size of the state in bytes, if one element of an input takes `input_bytes`."""
-        beside = 0 if self.beside is None else self.beside.num_bytes(input_bytes)
-        return self.num_own_bytes(input_bytes) + beside
 
 
 class ShortConvolution(msgspec.Struct, frozen=True, tag=True):
@@ -463,6 +441,7 @@ MixerLayer: TypeAlias = (
     | GatedDeltaNet
     | KimiDeltaAttention
     | LightningAttention
+    | Rwkv4
     | Rwkv6
     | Rwkv7
     | RgLru

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ...protocol.checkpoint.recurrent_layers import Rwkv6, Rwkv7
+from ...protocol.checkpoint.state_spaces.rwkv4 import Rwkv4
 from ..layers.spec import ModelSpec
 from .library import NotSupportedNatively
 
@@ -46,7 +47,7 @@ def unsupported_features(spec: ModelSpec) -> list[str]:
         "layer norms of heads beside other norms": spec.qk_norm_bias and spec.norm_kind == "rms",
         "queries of low rank without latent attention": spec.query_rank > 0,
         "mixtures of two tokens' hidden states (RWKV)": any(
-            isinstance(layer.recurrent, Rwkv6 | Rwkv7) for layer in spec.layers
+            isinstance(layer.recurrent, Rwkv4 | Rwkv6 | Rwkv7) for layer in spec.layers
         ),
         "gated MLPs with xIELU": spec.has_gate and spec.activation == "xielu",
     }

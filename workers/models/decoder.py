@@ -20,6 +20,7 @@ from ...protocol.checkpoint.recurrent_layers import (
     Rwkv6,
     Rwkv7,
 )
+from ...protocol.checkpoint.state_spaces.rwkv4 import Rwkv4
 from ..attention import DeviceAttention, as_backend
 from ..layers.layer_spec import LayerSpec
 from ..layers.layers import LayerKernels
@@ -427,7 +428,7 @@ def _layer_kind(spec: ModelSpec, layer: LayerSpec) -> type[DecoderLayer]:
         return ImageReaderLayer
     if isinstance(layer.recurrent, HeadConvolutions):
         return MixedHeadsLayer
-    if isinstance(layer.recurrent, Rwkv6 | Rwkv7):
+    if isinstance(layer.recurrent, Rwkv4 | Rwkv6 | Rwkv7):
         return TokenShiftLayer
     has_convolutions = isinstance(layer.recurrent, InnerConvolutions)
     if spec.attention_residuals is not None:

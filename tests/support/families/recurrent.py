@@ -182,6 +182,7 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen4-ngrams": ("Qwen4ExpText", QWEN4 | NGRAMS | {"eos_token_id": 7}),
     "mamba": ("Mamba", MAMBA | {"use_bias": True}),
     "falcon-mamba": ("FalconMamba", MAMBA | {"use_conv_bias": False, "expand": 3}),
+    "rwkv4": ("Rwkv", {}),
     "recurrent-gemma": (
         "RecurrentGemma",
         {

@@ -65,6 +65,52 @@ _RWKV_NAMES = (
 )
 
 
+_RWKV4_NAMES = (
+    (r"^(rwkv\.)?blocks\.", "model.layers."),
+    (r"^(rwkv\.)?embeddings\.", "model.embed_tokens."),
+    (r"^(rwkv\.)?ln_out\.", "model.norm."),
+    (r"^head\.", "lm_head."),
+    (r"\.layers\.0\.pre_ln\.", ".embed_norm."),
+    (r"\.ln1\.", ".attn_norm."),
+    (r"\.ln2\.", ".ffn_norm."),
+    (r"\.attention\.output\.", ".mixer.out_proj."),
+    (r"\.attention\.", ".mixer."),
+    (r"\.feed_forward\.time_mix_key$", ".mlp.x_k"),
+    (r"\.feed_forward\.time_mix_receptance$", ".mlp.x_r"),
+    (r"\.feed_forward\.key\.", ".mlp.up_proj."),
+    (r"\.feed_forward\.value\.", ".mlp.down_proj."),
+    (r"\.feed_forward\.receptance\.", ".mlp.receptance."),
+)
+
+
+def _rwkv4(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of an RWKV-4.
+
+    Hidden states are not halved after every few layers, as transformers does. Only the epsilons of norms depend on it.
+    """
+    recurrent = recurrent_layer(fields)
+    num_heads, size = nominal_heads(recurrent)
+    fields = fields.with_defaults(
+        intermediate_size=4 * fields.integer("hidden_size"),
+        hidden_act="sqrelu",
+        max_position_embeddings=fields.integer("context_length", 1024),
+        rms_norm_eps=fields.positive("layer_norm_epsilon", 1e-5),
+    ).with_values(
+        {"num_attention_heads": num_heads, "num_key_value_heads": num_heads, "head_dim": size}
+    )
+    layer = LayerSpec(None, recurrent=recurrent, attends=False)
+    return base_spec(
+        fields,
+        (layer,) * fields.layer_count("num_hidden_layers"),
+        norms=NormNames("attn_norm", mlp_input="ffn_norm"),
+        norm_kind="layer",
+        norm_bias=True,
+        has_embedding_norm=True,
+        has_gate=False,
+        tensor_names=_RWKV4_NAMES,
+    )
+
+
 def _rwkv(fields: ConfigFields) -> ModelSpec:
     """Return the spec of an RWKV-6 or RWKV-7 in the form of flash-linear-attention (fla-hub).
 
@@ -308,6 +354,7 @@ FAMILIES = (
     Family("MambaForCausalLM", "mamba", _purely_recurrent),
     Family("Mamba2ForCausalLM", "mamba2", _purely_recurrent),
     Family("MiniMaxForCausalLM", "minimax", _minimax),
+    Family("RwkvForCausalLM", "rwkv", _rwkv4),
     Family("RWKV6ForCausalLM", "rwkv6", _rwkv),
     Family("RWKV7ForCausalLM", "rwkv7", _rwkv),
     Family("ZambaForCausalLM", "zamba", _zamba),

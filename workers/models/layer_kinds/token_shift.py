@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ....protocol.checkpoint.recurrent_layers import Rwkv6, Rwkv7
+from ....protocol.checkpoint.state_spaces.rwkv4 import Rwkv4
 from ...attention import DeviceAttention
 from ...layers.layer_spec import LayerSpec
 from ...layers.layers import Linear
@@ -31,7 +32,7 @@ class TokenShiftLayer(DecoderLayer):
 
     def __init__(self, layer: LayerSpec, source: LayerSource, attention: DeviceAttention) -> None:
         super().__init__(layer, source, attention)
-        assert isinstance(layer.recurrent, Rwkv6 | Rwkv7)
+        assert isinstance(layer.recurrent, Rwkv4 | Rwkv6 | Rwkv7)
         self._size = layer.recurrent.state_size(source.shard.tensor_parallel.size)
         self._hidden_size = source.spec.hidden_size
         self._mixture_D: Tensor | None = None
@@ -45,10 +46,13 @@ class TokenShiftLayer(DecoderLayer):
             assert match is not None, "the prefix names the layer"
             if period := layer.recurrent.halving_period:
                 self._factor = 2.0 ** (int(match[1]) // period)
-        if isinstance(layer.recurrent, Rwkv6) and layer.recurrent.shifts_mlp:
+        if isinstance(layer.recurrent, Rwkv4 | Rwkv6) and layer.recurrent.shifts_mlp:
             size, mlp = self._hidden_size, source.at("mlp.")
             self._gate = mlp.read_linear("receptance", size, size)
             self._gate_mixture_D = source.weights.read_elements(f"{mlp.prefix}x_r", size)
+        if isinstance(layer.recurrent, Rwkv4) and self._mixture_D is not None:
+            # The stored shares are those of the token itself.
+            self._mixture_D, self._gate_mixture_D = 1 - self._mixture_D, 1 - self._gate_mixture_D
 
     @property
     def mixer(self) -> Mixer:

@@ -14,6 +14,7 @@ from ....protocol.checkpoint.recurrent_layers import (
     Rwkv7,
     ShortConvolution,
 )
+from ....protocol.checkpoint.state_spaces.rwkv4 import Rwkv4
 from ...layers.parallel.tensor_parallel import TensorParallel
 from ..layer_source import LayerSource
 from ..weights import WeightReader
@@ -24,6 +25,7 @@ from .mamba1 import Mamba1Mixer
 from .mamba2 import Mamba2Mixer
 from .mixer import Mixer, MixerRows
 from .rg_lru import RgLruMixer
+from .rwkv4 import Rwkv4Mixer
 from .rwkv6 import Rwkv6Mixer
 from .rwkv7 import Rwkv7Mixer
 from .short_convolution import ShortConvolutionMixer
@@ -37,6 +39,7 @@ _MIXERS: dict[type[MixerLayer], type[Mixer]] = {
     KimiDeltaAttention: KimiDeltaAttentionMixer,
     LightningAttention: LightningAttentionMixer,
     RgLru: RgLruMixer,
+    Rwkv4: Rwkv4Mixer,
     Rwkv6: Rwkv6Mixer,
     Rwkv7: Rwkv7Mixer,
 }

@@ -22,12 +22,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ....protocol.checkpoint.recurrent_layers import (
-    SEGMENT,
     GatedDeltaNet,
     NgramConvolution,
     RecurrentLayer,
-    StateSize,
 )
+from ....protocol.checkpoint.state_spaces.state_size import SEGMENT, StateSize
 from ...attention.interface import DeviceBatch
 from ...batch import AttentionBatch
 from ...device.transfers import to_device

@@ -1,0 +1,40 @@
+"""The recurrent layer of RWKV-4, and its description in configs."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import msgspec
+
+from ..config_fields import ConfigFields
+from .state_size import StateSize
+
+
+class Rwkv4(msgspec.Struct, frozen=True, tag=True):
+    """The time mixing of RWKV-4 (Peng et al., 2023, arXiv 2305.13048): means of values, weighted by keys and ages.
+
+    A channel has a numerator, a denominator and the logarithm of their scale as its state. The stored inputs are the
+    hidden states, of `hidden_size` elements, that this part and the MLP read.
+    """
+
+    # The logarithm of the scale depends on one token after the other.
+    segment: ClassVar[int] = 1
+    kernel: ClassVar[int] = 2
+    shifts_mlp: ClassVar[bool] = True
+    num_channels: int
+    hidden_size: int
+
+    @property
+    def num_units(self) -> int:
+        """Number of parts that can be divided equally among ranks."""
+        return self.num_channels
+
+    def state_size(self, ranks: int) -> StateSize:
+        """Return the size of the state in one of `ranks` workers."""
+        return StateSize(3 * (self.num_channels // ranks), self.kernel - 1, 2 * self.hidden_size)
+
+
+def read_rwkv4(fields: ConfigFields) -> Rwkv4:
+    """Return the recurrent layer of an RWKV-4."""
+    size = fields.integer("hidden_size")
+    return Rwkv4(fields.integer("attention_hidden_size", size), size)
