@@ -239,7 +239,6 @@ class ModelWorker:
         chunks = int32_view(step.chunks).reshape(-1, 2).tolist()
         assert all(count > 1 for _, count in chunks)
         counts.update(chunks)
-        self.transfers.begin_step(step.kv_connector_metadata)
         self._fill_encoder_cache(step)
         for data in step.new_requests:
             self._fill_cross_blocks(self.rows[data.slot])
@@ -405,6 +404,8 @@ class ModelWorker:
         for block, host_block in copies_out:
             assert block != 0
             self.cpu_offload[host_block] = list(self.kv_cache[block])
+        # Connectors copy the blocks that the step has freed, too.
+        self.transfers.begin_step(step.kv_connector_metadata)
         for host_block, block in copies_in:
             assert block != 0
             self.kv_cache[block] = list(self.cpu_offload[host_block])
