@@ -136,14 +136,15 @@ class IsolatedGrammars:
     def start(
         self, structured_output: StructuredOutput, report: Callable[[IsolatedGrammar], None]
     ) -> IsolatedGrammar:
-        """Return a grammar, which is compiled as soon as a process is available."""
+        """Return a grammar, which is compiled as soon as a process is available.
+
+        Raises:
+            RuntimeError: The system starts no thread now.
+        """
         if self._threads is None:
-            self._threads = ThreadPoolExecutor(MAX_ISOLATED, thread_name_prefix="isolated grammar")
+            self._threads = start_threads(MAX_ISOLATED, "isolated grammar")
         grammar = IsolatedGrammar(structured_output, self._processes, report)
-        try:
-            self._threads.submit(grammar.run)
-        except RuntimeError as error:
-            grammar.fail(f"the grammar cannot be compiled now: {error}; retry later")
+        self._threads.submit(grammar.run)
         return grammar
 
     def close(self) -> None:
@@ -151,6 +152,27 @@ class IsolatedGrammars:
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
         self._processes.close()
+
+
+def start_threads(count: int, name: str, stack_bytes: int = 0) -> ThreadPoolExecutor:
+    """Start threads with stacks of a given size; 0 for the system's default.
+
+    Raises:
+        RuntimeError: The system does not start all of them now.
+    """
+    all_run = threading.Barrier(count)
+    size = threading.stack_size(stack_bytes)
+    try:
+        threads = ThreadPoolExecutor(count, thread_name_prefix=name)
+        for _ in range(count):
+            threads.submit(all_run.wait)
+    except RuntimeError:
+        # Otherwise a thread that has started would wait for the others forever.
+        all_run.abort()
+        raise
+    finally:
+        threading.stack_size(size)
+    return threads
 
 
 class _Lost(Exception):

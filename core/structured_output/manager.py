@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,13 +30,16 @@ from ...protocol.grammars.special_tokens import special_tokens_of
 from ...protocol.messages import I32
 from ...protocol.sampling_params import StructuredOutput
 from ..state.request import RequestKey
-from .isolated_grammars import IsolatedGrammar, IsolatedGrammars
+from .isolated_grammars import IsolatedGrammar, IsolatedGrammars, start_threads
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 _NUM_THREADS: Final = 2
 _MAX_CACHED_GRAMMARS: Final = 64
+
+THREAD_WAIT_S: Final = 5.0
+"""Seconds for which a grammar waits if the system starts no threads, for example because memory is short."""
 
 _State: TypeAlias = GrammarState | IsolatedGrammar
 
@@ -68,6 +72,8 @@ class StructuredOutputManager:
         self._cache: OrderedDict[StructuredOutput, LLMatcher] = OrderedDict()
         self._cache_lock = threading.Lock()
         self._compiling: dict[RequestKey, object] = {}
+        self._without_threads: list[tuple[RequestKey, object, StructuredOutput, float]] = []
+        """The arguments of `_start` for grammars whose threads could not be started."""
         self._compiled: deque[tuple[RequestKey, object, _State | str]] = deque()
         self._states: dict[RequestKey, _State] = {}
         self._isolated = IsolatedGrammars(
@@ -83,34 +89,55 @@ class StructuredOutputManager:
 
     def compile(self, key: RequestKey, structured_output: StructuredOutput) -> None:
         """Start to compile a grammar in the background; `poll` reports the end. The key must not be in use."""
-        if structured_output.is_isolated:
-            self._compiling[key] = self._isolated.start(
-                structured_output, lambda grammar: self._compiled.append((key, grammar, grammar))
-            )
-            return
         ticket = self._compiling[key] = object()
-        try:
-            if self._pool is None:
-                self._pool = _start_threads()
-        except RuntimeError as error:
-            reason = f"the grammar cannot be compiled now: {error}; retry later"
-            self._compiled.append((key, ticket, reason))
+        self._start(key, ticket, structured_output, time.monotonic() + THREAD_WAIT_S)
+
+    def _start(
+        self,
+        key: RequestKey,
+        ticket: object,
+        structured_output: StructuredOutput,
+        deadline: float,
+    ) -> None:
+        """Start to compile a grammar. If the system starts no thread now, `poll` tries again until the deadline."""
+        if self._compiling.get(key) is not ticket:
             return
-        self._pool.submit(self._compile, key, ticket, structured_output)
+        try:
+            if structured_output.is_isolated:
+                self._compiling[key] = self._isolated.start(
+                    structured_output,
+                    lambda grammar: self._compiled.append((key, grammar, grammar)),
+                )
+            else:
+                self._start_threads().submit(self._compile, key, ticket, structured_output)
+        except RuntimeError as error:
+            if time.monotonic() < deadline:
+                self._without_threads.append((key, ticket, structured_output, deadline))
+            else:
+                reason = f"the grammar cannot be compiled now: {error}; retry later"
+                self._compiled.append((key, ticket, reason))
+
+    def _start_threads(self) -> ThreadPoolExecutor:
+        if self._pool is None:
+            # Their stack is large enough for every grammar within the length limit.
+            self._pool = start_threads(_NUM_THREADS, "grammar", SHARED_STACK_BYTES)
+        return self._pool
 
     def prepare(self) -> None:
         """Start to load the tokenizer in the background, unless a grammar has already needed it."""
         # If the system starts no thread now, the request with the grammar tries again.
         with contextlib.suppress(RuntimeError):
             if self._pool is None:
-                self._pool = _start_threads()
-                self._pool.submit(self._load_tokenizer)
+                self._start_threads().submit(self._load_tokenizer)
 
     def poll(self) -> list[tuple[RequestKey, str | None]]:
         """Return the keys whose grammar was compiled or whose isolated mask has arrived, each with an error or None.
 
         A key whose grammar cannot be compiled is released.
         """
+        without_threads, self._without_threads = self._without_threads, []
+        for each in without_threads:
+            self._start(*each)
         events: list[tuple[RequestKey, str | None]] = []
         while self._compiled:
             key, ticket, result = self._compiled.popleft()
@@ -253,24 +280,3 @@ class StructuredOutputManager:
 
             self._executor = LLExecutor()
         return self._executor
-
-
-def _start_threads() -> ThreadPoolExecutor:
-    """Start the compiler threads, with a stack large enough for every grammar within the length limit.
-
-    Raises:
-        RuntimeError: The system starts no thread now.
-    """
-    all_run = threading.Barrier(_NUM_THREADS)
-    size = threading.stack_size(SHARED_STACK_BYTES)
-    try:
-        threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="grammar")
-        for _ in range(_NUM_THREADS):
-            threads.submit(all_run.wait)
-    except RuntimeError:
-        # Otherwise a thread that has started would wait for the others forever.
-        all_run.abort()
-        raise
-    finally:
-        threading.stack_size(size)
-    return threads

@@ -64,8 +64,9 @@ def test_a_panic_of_the_compiler_fails_only_its_request() -> None:
 
 
 @pytest.mark.parametrize(("num_started", "is_isolated"), [(0, False), (1, False), (0, True)])
-def test_a_grammar_without_threads_may_be_sent_again(
-    monkeypatch: pytest.MonkeyPatch, num_started: int, is_isolated: bool
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_grammar_waits_for_threads_and_may_be_sent_again(
+    monkeypatch: pytest.MonkeyPatch, num_started: int, is_isolated: bool, waits: bool
 ) -> None:
     grammar = StructuredOutput(GrammarKind.REGEX, "ab", is_isolated=is_isolated)
     manager = StructuredOutputManager("/nonexistent/tokenizer.json", V, (EOS,))
@@ -79,12 +80,17 @@ def test_a_grammar_without_threads_may_be_sent_again(
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
+        patch.setattr("engine.core.structured_output.manager.THREAD_WAIT_S", 60.0 if waits else 0.0)
         manager.prepare()
         manager.compile(0, grammar)
-        assert await_events(manager) == {
-            0: "the grammar cannot be compiled now: can't start new thread; retry later"
-        }
-    manager.compile(1, grammar)
+        if waits:
+            assert manager.poll() == []
+        else:
+            assert await_events(manager) == {
+                0: "the grammar cannot be compiled now: can't start new thread; retry later"
+            }
+    if not waits:
+        manager.compile(1, grammar)
     [(_, error)] = await_events(manager).items()
     assert error is not None and "tokenizer.json" in error
     manager.close()
