@@ -210,7 +210,7 @@ def test_limits_end_the_calls(client: openai.OpenAI, weather: WeatherServer) -> 
     limited = client.responses.create(**fields | {"input": calls}, max_tool_calls=1)
     assert [item.error for item in limited.output if item.type == "mcp_call"] == [
         None,
-        "at most 1 calls are allowed",
+        "the response has its limit of calls, 1",
     ]
     weather.calls.clear()
     forced = client.responses.create(

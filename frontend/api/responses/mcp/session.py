@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from mcp import Client
 
 logger = logging.getLogger(__name__)
+# It logs every request to a server.
+logging.getLogger("httpx2").setLevel(logging.WARNING)
 
 CONNECT_S: Final = 15.0
 """Maximum seconds until a server has listed its tools."""

@@ -250,7 +250,8 @@ class McpTurns:
                 if event["type"] == "error":
                     raise APIError(500, event["message"], code=event["code"])
                 output.add_event(event)
-                await write(output.writer.take())
+                if events := output.writer.take():
+                    await write(events)
         except APIError as error:
             if number == 0:
                 raise
@@ -267,7 +268,7 @@ class McpTurns:
         self._num_calls += len(calls)
         if calls:
             results = await session.call_all(calls[:num_left])
-            refused = CallResult(None, f"at most {self._max_calls} calls are allowed")
+            refused = CallResult(None, f"the response has its limit of calls, {self._max_calls}")
             self._output.end_calls(results + [refused] * len(calls[num_left:]))
 
     def _finish(self, final: Json) -> Json:
