@@ -22,6 +22,7 @@ def unsupported_features(spec: ModelSpec) -> list[str]:
             spec.compressed is not None
             and (spec.head_dim % 16 != 0 or spec.compressed.indexer.head_dim % 2 != 0)
         ),
+        "layers that also attend to the keys of earlier ones": spec.loop_window > 0,
         "bottlenecks of layers": spec.bottleneck is not None,
         "biases of keys": spec.has_key_biases,
         "differential attention": any(layer.difference is not None for layer in spec.layers),

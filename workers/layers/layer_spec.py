@@ -117,7 +117,7 @@ class LayerSpec(msgspec.Struct, frozen=True):
     restart: Restart | None = None
     """A change of the hidden states before the layer."""
     weights: int | None = None
-    """The index of the earlier layer whose weights this layer has. They differ only in their `restart`."""
+    """The index of the earlier layer whose weights this layer has. They differ in `restart` and `window` only."""
 
     @property
     def cache_source(self) -> int | None:

@@ -230,6 +230,11 @@ class ModelFields(msgspec.Struct, frozen=True, kw_only=True):
 
     In the cache, it is the first element of the key after the last one of the value.
     """
+    loop_window: int = 0
+    """The window of layers with the weights of earlier ones, which also attend to all keys of these; 0 for no window.
+
+    Their keys and values are their own. Then all such layers have this window.
+    """
     num_span_taps: int = 0
     """The number of taps of a convolution whose outputs follow those of heads; 0 without (ConvBERT)."""
     num_attention_experts: int = 0

@@ -21,6 +21,7 @@ from .attention import Attention
 from .attention_kinds.differential import DifferentialAttention
 from .attention_kinds.experts import ExpertAttention
 from .attention_kinds.key_biases import KeyBiasAttention
+from .attention_kinds.loops import LoopAttention
 from .attention_kinds.spans import SpanAttention
 from .compressed.attention import CompressedAttention
 from .cross_attention import CrossAttention
@@ -42,6 +43,7 @@ AnyAttention: TypeAlias = (
     | ExpertAttention
     | KeyBiasAttention
     | LatentAttention
+    | LoopAttention
     | SpanAttention
 )
 
@@ -54,6 +56,8 @@ def _attention(layer: LayerSpec, source: LayerSource, backend: DeviceAttention) 
     calls = as_backend(backend)
     if layer.difference is not None:
         return DifferentialAttention(layer, source, calls)
+    if spec.loop_window:
+        return LoopAttention(layer, source, calls)
     if spec.has_key_biases:
         return KeyBiasAttention(layer, source, calls)
     if spec.num_span_taps:
@@ -241,7 +245,11 @@ class DecoderLayer:
         if isinstance(self._attention, CompressedAttention):
             return self._attention.forward(x, step.tables, step.caches)
         if self._attention is not None:
-            attended_TD = self._attention.forward(x, step.positions_T, step.tables, *step.caches[0])
+            inputs = (x, step.positions_T, step.tables, *step.caches[0])
+            if isinstance(self._attention, LoopAttention):
+                attended_TD = self._attention.forward(*inputs, is_repeated=step.is_repeated)
+            else:
+                attended_TD = self._attention.forward(*inputs)
             outputs.append((attended_TD, self._spec.attention_multiplier))
         if self._mixer is not None:
             self._mixer.tables = step.tables

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import transformers
 from support.families import changes
+from support.families.loops import IQUEST_LOOP
 from support.families.plamo import PLAMO
 from support.families.published_form import Published
 from torch import nn
@@ -193,6 +194,7 @@ PUBLISHED_DENSE = {
         },
         prepare=_as_chameleon,
     ),
+    "IQuestLoopCoder": IQUEST_LOOP,
     "Plamo": Published("llama2", {}, {"model_type": "plamo"}, prepare=_as_plamo),
     # The file has the head, but not the embedding.
     "CodeShell": Published(

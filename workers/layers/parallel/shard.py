@@ -61,6 +61,11 @@ class ModelShard(msgspec.Struct, frozen=True):
         others divide the rest. In a model with indexers, the first layer of every stage that attends has one.
         """
         num_layers = len(spec.layers)
+        if spec.loop_window and num_stages > 1:
+            raise ConfigError(
+                f"--pipeline-parallel-size {num_stages}: stages cannot divide a model whose layers attend to the keys of "
+                "earlier ones; use --tensor-parallel-size"
+            )
         starts = [-(-num_layers * i // num_stages) for i in range(num_stages)]
         sources = [layer.kv_source for layer in spec.layers if layer.kv_source is not None]
         limit = min(sources, default=None) if spec.latent is None else None

@@ -129,6 +129,27 @@ def _nanbeige(fields: ConfigFields) -> ModelSpec:
     return llama(fields, layers=looped_layers(layers, passes))
 
 
+def _iquest_loop(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of an IQuest-Coder Loop, whose later passes have windows and attend to the first one, too."""
+    count = fields.layer_count("num_hidden_layers")
+    num_passes = fields.integer("loop_num", 2, maximum=MAX_LAYERS // count)
+    window = fields.integer("loop_window_size", 64)
+    layer = LayerSpec(read_rope(fields, head_dim(fields)))
+    repeated = [
+        replace(layer, window=window, weights=i)
+        for _ in range(num_passes - 1)
+        for i in range(count)
+    ]
+    return llama(
+        fields,
+        layers=(*[layer] * count, *repeated),
+        loop_window=window,
+        tensor_names=(
+            (r"^(model\.)?gate_projections\.(\d+)\.", r"model.layers.\2.self_attn.loop_gate."),
+        ),
+    )
+
+
 def _dory(fields: ConfigFields) -> ModelSpec:
     """Return the spec of a Nemotron Dory, an nGPT (arXiv 2410.01131) some of whose layers are computed several times.
 
@@ -269,6 +290,7 @@ _SOLAR_READERS = {"bskcn_3": [16, 24, 36, 48], "bskcn_4": [28, 40]}
 FAMILIES = (
     Family("DoryForCausalLM", "dory", _dory),
     Family("HrmTextForCausalLM", "hrm_text", _hrm_text),
+    Family("IQuestLoopCoderForCausalLM", "iquestloopcoder", _iquest_loop),
     Family("NanbeigeForCausalLM", "nanbeige", _nanbeige),
     Family("OuroForCausalLM", "ouro", _ouro),
     Family("SolarForCausalLM", "solar", _solar),
