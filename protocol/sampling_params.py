@@ -109,6 +109,19 @@ class TranscriptRules(msgspec.Struct, frozen=True, array_like=True, gc=False):
     max_initial_timestamp: int = -1
 
 
+class PromptCandidates(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Tokens whose log-probabilities are reported for single tokens of a prompt.
+
+    `token_ids` are int32 [rows, num_tokens]. Row i has the candidates in place of the prompt token `first` + 1 + i, and
+    the last row those in place of the last token. Earlier tokens of the prompt, and candidates of -1, report arbitrary
+    values.
+    """
+
+    first: int
+    num_tokens: int
+    token_ids: bytes
+
+
 class RepetitionDetectionParams(msgspec.Struct, frozen=True, gc=False):
     """The repetitions that end an output, as in vLLM: a pattern of tokens at least `min_count` times in a row.
 
@@ -213,6 +226,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, gc=False):
             changes and filters, instead of the model's own.
         logprob_token_ids: Tokens that are reported after the alternatives of `logprobs`.
         prompt_logprob_token_ids: Tokens that are reported after the alternatives of `prompt_logprobs`.
+        prompt_candidates: More tokens that are reported after them, other ones for each prompt token; None for none.
         reports_progress: True if the core reports each computed part of the prompt.
         repetition_detection: The repetitions that end the output; None for none.
     """
@@ -254,6 +268,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, gc=False):
     processed_logprobs: bool = False
     logprob_token_ids: tuple[int, ...] = ()
     prompt_logprob_token_ids: tuple[int, ...] = ()
+    prompt_candidates: PromptCandidates | None = None
     reports_progress: bool = False
     repetition_detection: RepetitionDetectionParams | None = None
 

@@ -18,6 +18,7 @@ from ..cli.arguments import Settings, parse_settings, settings_of
 from ..client.beam_search import BeamSearch, BeamSearchParams
 from ..client.encoder_inputs import without_bad_words
 from ..client.engine_client import RequestGroup, SequenceRequest
+from ..client.prompt_candidates import verify_candidates
 from ..client.sequence_io import params_for_output
 from ..media.transcription.options import Task, TranscriptionOptions, parse_language
 from ..media.transcription.transcriber import Transcript
@@ -367,6 +368,13 @@ class LLM(PoolingMethods, ControlMethods):
             return params
         return msgspec.structs.replace(params, max_tokens=remaining)
 
+    def _verify_candidates(self, params: SamplingParams, num_prompt_tokens: int) -> None:
+        if (candidates := params.prompt_candidates) is not None:
+            model, frontend = self._engine.config.model, self._engine.config.frontend
+            verify_candidates(
+                candidates, num_prompt_tokens, model.vocab_size, frontend.max_logprobs
+            )
+
     def _without_bad_words(self, params: SamplingParams) -> SamplingParams:
         """Return sampling parameters that also exclude the tokens that a model with a source never generates."""
         source = self._engine.config.model.source_text
@@ -406,6 +414,7 @@ class LLM(PoolingMethods, ControlMethods):
         try:
             for prompt, each, lora, rank in zip(prompts, params, loras, priority, strict=True):
                 each = self._fitting(each, len(prompt.token_ids))
+                self._verify_candidates(each, len(prompt.token_ids))
                 sequences = [
                     SequenceRequest(
                         prompt.token_ids,

@@ -6,8 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from ...protocol.arrays import Float32Array
 from ..client.engine_client import Delta, RequestGroup
 from ..client.logprobs import PositionLogprobs
+from ..client.prompt_candidates import candidate_scores, without_candidates
 from ..tokenizer.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -112,7 +114,10 @@ class RequestMetrics:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """The outputs of one prompt. `prompt` is None if it was given as token IDs."""
+    """The outputs of one prompt. `prompt` is None if it was given as token IDs.
+
+    `prompt_token_id_logprobs` are the scores of candidates, float32 [rows, candidates], if they were asked for.
+    """
 
     request_id: str
     prompt: str | None
@@ -121,6 +126,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     num_cached_tokens: int
     metrics: RequestMetrics
+    prompt_token_id_logprobs: Float32Array | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,6 +259,11 @@ def request_output(
     tokenizer: Tokenizer | None,
 ) -> RequestOutput:
     """Return the output of a request that has ended. Tokens have no text without a tokenizer."""
+    positions = group.sequences[0].prompt_logprobs
+    candidates, scores = group.sequences[0].params.prompt_candidates, None
+    if positions is not None and candidates is not None:
+        scores = candidate_scores(positions, candidates)
+        positions = list(without_candidates(positions, candidates))
 
     def named(positions: Iterable[PositionLogprobs | None] | None) -> list[Any] | None:
         if positions is None:
@@ -263,7 +274,7 @@ def request_output(
         request_id=group.request_id,
         prompt=prompt,
         prompt_token_ids=prompt_token_ids,
-        prompt_logprobs=named(group.sequences[0].prompt_logprobs),
+        prompt_logprobs=named(positions),
         outputs=[
             CompletionOutput(
                 index,
@@ -278,6 +289,7 @@ def request_output(
         ],
         num_cached_tokens=group.sequences[0].num_cached_tokens,
         metrics=_request_metrics(group),
+        prompt_token_id_logprobs=scores,
     )
 
 

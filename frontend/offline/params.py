@@ -11,6 +11,7 @@ import numpy as np
 
 from ...protocol import sampling_params
 from ...protocol.errors import ParameterError, counted
+from ..client.prompt_candidates import candidate_rows
 from ..http.shown_values import echo
 from ..tokenizer.token_ids import truncate
 
@@ -32,6 +33,14 @@ class _NamesOfVllm(type(msgspec.Struct)):  # type: ignore[misc]
             given.pop(name, None)
         if "structured_outputs" in given:
             given["structured_output"] = given.pop("structured_outputs")
+        start = given.pop("prompt_logprob_start", None) or 0
+        listed = given.get("prompt_logprob_token_ids")
+        if listed is not None and len(listed) and np.ndim(listed[0]):
+            rows = [
+                np.asarray(row, np.int32).tolist() for row in given.pop("prompt_logprob_token_ids")
+            ]
+            given["prompt_candidates"] = candidate_rows(rows, start)
+            given["prompt_logprobs"] = given.get("prompt_logprobs") or 0
         return super().__call__(*args, **given)
 
 
@@ -40,6 +49,9 @@ class SamplingParams(sampling_params.SamplingParams, metaclass=_NamesOfVllm, gc=
 
     `structured_outputs` is `structured_output`. `flat_logprobs`, `output_kind`, `skip_clone`,
     `skip_reading_prefix_cache` and `spaces_between_special_tokens` have no effect.
+
+    `prompt_logprob_token_ids` may have a list of token IDs for each token of the prompt from the index
+    `prompt_logprob_start` + 1 on. `prompt_token_id_logprobs` of the output are their log-probabilities.
     """
 
 

@@ -136,6 +136,22 @@ def test_logprobs_of_listed_tokens_are_those_of_the_whole_vocabulary(llm: LLM) -
             assert (alone.token_id, alone.logprob) == (token, pytest.approx(logprob, abs=1e-4))
         assert tuple(token for token, _ in position.top) == listed
     assert all(p.top[1][0] == 7 for p in output.prompt_logprobs if p is not None)
+    rows = [[token, 7] if i % 2 else [token] for i, token in enumerate(prompt[2:])]
+    asked: Any = {"prompt_logprob_token_ids": rows, "prompt_logprob_start": 1}
+    [scored] = llm.generate(prompt, public.SamplingParams(max_tokens=1, prompt_logprobs=1, **asked))
+    assert scored.prompt_logprobs is not None and scored.prompt_token_id_logprobs is not None
+    assert scored.prompt_token_id_logprobs.dtype == np.float32
+    for row, scores, found, listing in zip(
+        rows,
+        scored.prompt_token_id_logprobs.tolist(),
+        scored.prompt_logprobs[2:],
+        output.prompt_logprobs[2:],
+        strict=True,
+    ):
+        assert found is not None and listing is not None and found.top == listing.top[:1]
+        assert scores == [listing.logprob, listing.top[1][1] if len(row) > 1 else -math.inf]
+    with pytest.raises(ParameterError, match=r"must have a list for each of the \d+ scored tokens"):
+        llm.generate(prompt[:-1], public.SamplingParams(max_tokens=1, **asked))
 
 
 def test_a_stop_string_ends_the_text(llm: LLM) -> None:

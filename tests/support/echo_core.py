@@ -11,9 +11,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 import zmq
-from engine.protocol.arrays import float32_bytes, int32_bytes, int32_view
+from engine.protocol.arrays import float32_bytes, float32_view, int32_bytes, int32_view
 from engine.protocol.config import PROTOCOL_VERSION, EngineConfig
 from engine.protocol.messages import (
     AbortByID,
@@ -34,6 +35,7 @@ from engine.protocol.messages import (
     SchedulerStats,
     TokenLogprobs,
 )
+from engine.protocol.sampling_params import PromptCandidates
 from engine.protocol.transport import Hub
 
 NUM_BLOCKS = 64
@@ -256,15 +258,32 @@ class EchoCore:
         params = echo.request.sampling_params
         index = echo.request.request_index
         if params.prompt_logprobs is not None and echo.num_generated == len(new):
-            outputs.prompt_logprobs.append(
-                _logprobs(
-                    index, echo.prompt[1:], params.prompt_logprobs, params.prompt_logprob_token_ids
-                )
+            given = params.prompt_candidates
+            message = _logprobs(
+                index,
+                echo.prompt[1:],
+                params.prompt_logprobs,
+                (*params.prompt_logprob_token_ids, *range(given.num_tokens if given else 0)),
             )
+            outputs.prompt_logprobs.append(_with_candidates(message, given))
         if params.logprobs is not None:
             outputs.logprobs.append(
                 _logprobs(index, new, params.logprobs, params.logprob_token_ids)
             )
+
+
+def _with_candidates(message: TokenLogprobs, given: PromptCandidates | None) -> TokenLogprobs:
+    """Return logprobs with -t / 1000 for the candidate t at each position."""
+    if given is None:
+        return message
+    ids_TK = int32_view(message.token_ids).reshape(message.num_positions, -1).copy()
+    values_TK = float32_view(message.logprobs).reshape(message.num_positions, -1).copy()
+    rows = int32_view(given.token_ids).reshape(-1, given.num_tokens)
+    ids_TK[given.first :, -given.num_tokens :] = rows
+    values_TK[given.first :, -given.num_tokens :] = -rows / 1000
+    return msgspec.structs.replace(
+        message, token_ids=int32_bytes(ids_TK), logprobs=float32_bytes(values_TK)
+    )
 
 
 def _logprobs(index: int, tokens: Iterable[int], k: int, listed: tuple[int, ...]) -> TokenLogprobs:

@@ -80,12 +80,14 @@ class Rows:
         logits: torch.Tensor,
         next_ids: list[int],
         count: int,
-        listed: tuple[int, ...] = (),
+        listed: list[list[int]] | None = None,
     ) -> RowLogprobs:
+        """`listed` are the listed tokens of each position."""
+        listed_TK = np.array(listed or [[]] * len(next_ids), np.int32)
         if self._decoder is None:
-            return prompt_logprobs(slot, logits, torch.tensor(next_ids), count, listed)
+            return prompt_logprobs(slot, logits, torch.tensor(next_ids), count, listed_TK)
         score = self._decoder.make_prompt_scorer(len(next_ids))
-        return score(slot, logits.clone(), np.array(next_ids, np.int32), count, listed)
+        return score(slot, logits.clone(), np.array(next_ids, np.int32), count, listed_TK)
 
     def tokens(self, logits: torch.Tensor, slots: list[int]) -> list[int]:
         return tokens_of(self.sample(logits, slots))

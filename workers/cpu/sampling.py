@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -163,7 +163,7 @@ class PromptScorer(NativeSampler):
         logits_TV: AnyArray,
         next_token_ids_T: AnyArray,
         count: int,
-        listed: Sequence[int] = (),
+        listed_TK: Int32Array,
     ) -> RowLogprobs:
         """Return the log-probabilities of consecutive prompt tokens of one request; see `prompt_logprobs`.
 
@@ -173,8 +173,8 @@ class PromptScorer(NativeSampler):
         state, num_rows = self._state, len(next_token_ids_T)
         num_top = state.vocab_size if count < 0 else count
         state.wants_logprobs[:], state.num_logprobs[:] = True, num_top
-        state.num_listed[:] = len(listed)
-        state.listed_tokens = dict.fromkeys(range(len(state.seed)), np.array(listed, np.int32))
+        state.num_listed[:] = listed_TK.shape[1]
+        state.listed_tokens = dict(enumerate(listed_TK))
         state.version += 1
         # Allow only the given token to be chosen. Log-probabilities are computed before such changes.
         rows = np.arange(num_rows)
@@ -189,7 +189,7 @@ class PromptScorer(NativeSampler):
         # A token that cannot be chosen has a probability of 0, or its logits contain a NaN.
         logprobs.logprobs[sampled.raw_token_ids < 0, 0] = -np.inf
         logprobs.token_ids[:, 0] = next_token_ids_T
-        (result,) = logprobs.rows([slot], [num_top + len(listed)], [num_rows])
+        (result,) = logprobs.rows([slot], [num_top + listed_TK.shape[1]], [num_rows])
         return result
 
 

@@ -121,7 +121,9 @@ class NullRunner:
                 self._logprobs[slot] = self._alternatives(params.logprobs, params.logprob_token_ids)
             # The first token of a prompt has no log-probability.
             if params.prompt_logprobs is not None and new.num_prompt_tokens == len(tokens) > 1:
-                listed = params.prompt_logprob_token_ids
+                candidates = params.prompt_candidates
+                num_candidates = 0 if candidates is None else candidates.num_tokens
+                listed = (*params.prompt_logprob_token_ids, *range(num_candidates))
                 alternatives = self._alternatives(params.prompt_logprobs, listed)
                 self._prompt_logprobs[slot] = alternatives, tokens
         slots_R = self._advance(output)

@@ -120,9 +120,7 @@ class RequestStates:
             )
             params = new.sampling_params
             if params.prompt_logprobs is not None and not len(generated):
-                self.prompt_logprobs.add_request(
-                    new.slot, params.prompt_logprobs, params.prompt_logprob_token_ids
-                )
+                self.prompt_logprobs.add_request(new.slot, params)
 
     def release_requests(self) -> list[HeldRequest]:
         """Free every slot.

@@ -5,14 +5,13 @@ Shapes: R rows, T positions of a prompt, V vocabulary, K alternatives.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import accumulate
 
 import msgspec
 import torch
 import torch.nn.functional as F
 
-from ...protocol.arrays import float32_bytes, int32_bytes
+from ...protocol.arrays import Int32Array, float32_bytes, int32_bytes
 from ...protocol.worker_messages import RowLogprobs
 from ..device.dtypes import AnyArray, on_host
 from ..device.transfers import Download
@@ -158,19 +157,19 @@ def prompt_logprobs(
     logits_TV: torch.Tensor,
     next_token_ids_T: torch.Tensor,
     count: int,
-    listed: Sequence[int] = (),
+    listed_TK: Int32Array,
 ) -> RowLogprobs:
     """Return log-probabilities of consecutive prompt tokens of one request.
 
     `logits_TV` are the raw float32 logits at T positions, `next_token_ids_T` int64 the prompt tokens that follow
-    them. `count` alternatives are reported, -1 for the whole vocabulary, and then those that are `listed`.
+    them. `count` alternatives are reported, -1 for the whole vocabulary, and then the listed ones.
     """
     num_top = logits_TV.shape[1] if count < 0 else count
-    listed_TK = None
-    if listed:
-        row = torch.tensor([-1] * num_top + [*listed], device=logits_TV.device)
-        listed_TK = row.expand(len(logits_TV), -1)
-    result = compute_logprobs(logits_TV, next_token_ids_T, num_top, listed_TK)
+    in_place = None
+    if listed_TK.shape[1]:
+        columns = torch.from_numpy(listed_TK).to(logits_TV.device, torch.int64)
+        in_place = F.pad(columns, (num_top, 0), value=-1)
+    result = compute_logprobs(logits_TV, next_token_ids_T, num_top, in_place)
     return RowLogprobs(
         slot,
         len(logits_TV),

@@ -117,7 +117,6 @@ REFUSED: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
     "return_flat_raw_output_top_logprobs": (_NOT_SUPPORTED, (False,)),
     "return_flat_raw_top_logprobs_b64": (_NOT_SUPPORTED, (False,)),
     "extra_args": (_NOT_SUPPORTED, ({},)),
-    "prompt_logprob_token_ids": ("is not served; use token_ids_logprob of /generate", ()),
     "routed_experts_prompt_start": (_NOT_SUPPORTED, (0,)),
     "trace_decode_token_ids": (_NOT_SUPPORTED, ()),
     "features": (_MEDIA, ()),

@@ -59,6 +59,9 @@ class VllmSampling(SamplingFields, kw_only=True):
     logprobs: Int | None = None
     prompt_logprobs: Int | None = None
     logprob_token_ids: list[Int] | None = None
+    # Candidates in place of each token of the prompt after `prompt_logprob_start` and the next; -1 for none.
+    prompt_logprob_token_ids: list[Int | list[Int]] | None = None
+    prompt_logprob_start: Int | None = None
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[Int] | None = None
     bad_words: list[str] | None = None
@@ -75,15 +78,12 @@ class VllmSampling(SamplingFields, kw_only=True):
     skip_clone: bool | None = None
     output_text_buffer_length: Int | None = None
     flat_logprobs: bool | None = None
-    # It only applies to `prompt_logprob_token_ids`.
-    prompt_logprob_start: Int | None = None
     # Answers do not depend on the prefix cache.
     skip_reading_prefix_cache: bool | None = None
 
     # Rejected, because an answer that ignores them would be wrong.
     extra_args: Any = None
     watermarking: Any = None
-    prompt_logprob_token_ids: Any = None
     routed_experts_prompt_start: Any = None
     trace_decode_token_ids: Any = None
 

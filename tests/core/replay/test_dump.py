@@ -149,7 +149,7 @@ def test_a_dump_contains_no_text_or_tokens_of_users():
         (EncoderInput, 13),
         (worker_messages.EncoderWork, 5),
         (worker_messages.DraftTokenIds, 5),
-        (sampling_params.SamplingParams, 39),
+        (sampling_params.SamplingParams, 40),
     ],
 )
 def test_every_new_field_gets_a_redaction_decision(struct, num_fields):

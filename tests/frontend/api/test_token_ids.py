@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 from support.frontend_process import FrontendProcess
 
@@ -13,6 +16,7 @@ pytestmark = pytest.mark.slow
 
 PATH = "/inference/v1/generate"
 PROMPT = [700, 7, 701, 8]
+CANDIDATES = "sampling_params.prompt_logprob_token_ids"
 
 
 def generate(frontend: FrontendProcess, *, sampling: dict | None = None, **fields: Any) -> Any:
@@ -99,9 +103,15 @@ def test_sampling_has_the_defaults_of_vllm(frontend: FrontendProcess) -> None:
         ({"sampling_params": {"max_tokens": 0}}, "sampling_params.max_tokens"),
         ({"sampling_params": {"temperature": -1}}, "sampling_params.temperature"),
         ({"sampling_params": {"extra_args": {"a": 1}}}, "sampling_params.extra_args"),
+        ({"sampling_params": {"prompt_logprob_token_ids": [[1]]}}, CANDIDATES),
+        ({"sampling_params": {"prompt_logprob_token_ids": []}}, CANDIDATES),
+        ({"sampling_params": {"prompt_logprob_token_ids": [1] * 21}}, CANDIDATES),
+        ({"sampling_params": {"prompt_logprob_token_ids": [2**40]}}, CANDIDATES),
+        ({"sampling_params": {"prompt_logprob_token_ids": [1, [2]]}}, CANDIDATES),
+        ({"sampling_params": {"prompt_logprob_token_ids": [1]}, "stream": True}, CANDIDATES),
         (
-            {"sampling_params": {"prompt_logprob_token_ids": [[1]]}},
-            "sampling_params.prompt_logprob_token_ids",
+            {"sampling_params": {"prompt_logprob_token_ids": [1], "prompt_logprob_start": 99}},
+            "sampling_params.prompt_logprob_start",
         ),
         ({"output_mode": "audio"}, "output_mode"),
         ({"features": {"mm_hashes": {}}}, "features"),
@@ -111,6 +121,30 @@ def test_errors_name_the_field(frontend: FrontendProcess, fields: dict, param: s
     body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 1}} | fields
     response = frontend.post(PATH, **body)
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize("start", [0, 1])
+@pytest.mark.parametrize("num_top", [None, 2])
+def test_candidates_for_each_token_of_a_prompt_are_scored(
+    frontend: FrontendProcess, start: int, num_top: int | None
+) -> None:
+    rows = [[7 + i, 3, *([5] * (i % 2))] for i in range(len(PROMPT) - 1 - start)]
+    for given in (rows, [4, 6]):
+        fields = {"prompt_logprob_token_ids": given, "prompt_logprob_start": start}
+        params = fields | {"max_tokens": 1, "prompt_logprobs": num_top}
+        answer = frontend.post(PATH, token_ids=PROMPT, sampling_params=params).json()
+        scores = np.load(io.BytesIO(base64.b64decode(answer["prompt_token_id_logprobs"])))
+        wanted = given if given is rows else [given] * len(rows)
+        longest = max(map(len, wanted))
+        expected = [
+            [-token / 1000 for token in row] + [-np.inf] * (longest - len(row)) for row in wanted
+        ]
+        assert scores.dtype == np.float32
+        np.testing.assert_allclose(scores, expected, rtol=1e-6)
+        plain = frontend.post(
+            PATH, token_ids=PROMPT, sampling_params={"max_tokens": 1, "prompt_logprobs": num_top}
+        ).json()
+        assert answer.get("prompt_logprobs") == plain.get("prompt_logprobs")
 
 
 def test_requests_are_aborted_by_their_ids(slow_frontend: FrontendProcess) -> None:

@@ -130,10 +130,13 @@ def test_prompt_logprobs_are_computed_for_every_position(new_rows: NewRows) -> N
     )
     above = (logits > logits.gather(1, torch.tensor(next_ids)[:, None])).sum(1) + 1
     assert int32_view(row.ranks).tolist() == above.tolist()
-    listed = rows.score_prompt(3, logits, next_ids, 1, (300, 2))
-    assert int32_view(listed.token_ids).reshape(6, 4)[:, 2:].tolist() == [[300, 2]] * 6
+    wanted = [[300, i] for i in range(6)]
+    listed = rows.score_prompt(3, logits, next_ids, 1, wanted)
+    assert int32_view(listed.token_ids).reshape(6, 4)[:, 2:].tolist() == wanted
     np.testing.assert_allclose(
-        float32_view(listed.logprobs).reshape(6, 4)[:, 2:], expected[:, [300, 2]], atol=2e-6
+        float32_view(listed.logprobs).reshape(6, 4)[:, 2:],
+        expected.gather(1, torch.tensor(wanted)),
+        atol=2e-6,
     )
     whole = rows.score_prompt(3, logits, next_ids, -1)
     assert len(int32_view(whole.token_ids)) == 6 * (V + 1)

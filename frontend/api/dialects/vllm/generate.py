@@ -6,14 +6,17 @@ fields are those of vLLM 0.32 with `--enable-scale-out`.
 
 from __future__ import annotations
 
+import base64
+import io
 from typing import ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from .....protocol.sampling_params import SamplingParams
+from .....protocol.sampling_params import PromptCandidates, SamplingParams
 from ....client.engine_client import Delta, PositionLogprobs, Sequence
-from ....http.errors import bad_request, renamer, wrong
+from ....client.prompt_candidates import candidate_scores, parse_candidates, without_candidates
+from ....http.errors import bad_request, renamer, renaming, wrong
 from ....http.json_pieces import encode_list
 from ...answer import PromptAnswer
 from ...bodies.request_memory import MemoryLease
@@ -26,6 +29,7 @@ from ...schema import UNLIMITED, CompletionRequest
 from ...schema.refused import REFUSED, verify_supported
 from ...schema.vllm import VllmGenerateRequest, VllmSampling
 from ...streaming.chunks import Chunks
+from ...structured.constraint import Constraint
 
 COPIED: Final = sorted({*VllmSampling.__struct_fields__} & {*CompletionRequest.__struct_fields__})
 """The sampling parameters that have the same name and meaning in completion requests."""
@@ -56,6 +60,8 @@ class TokenPrompt(CompletionRequest, kw_only=True):
     reasons_first: bool = False
     # Maximum tokens of the reasoning; -1 for no limit.
     max_reasoning_tokens: int = -1
+    # Tokens to score in place of those of the prompt.
+    candidates: PromptCandidates | None = None
 
     def sent_name(self, name: str) -> str:
         """Return the name of a field in the request."""
@@ -111,7 +117,29 @@ class VllmGenerate(Completions):
                 params.thinking_token_budget, f"sampling_params.{_BUDGET}"
             ),
         )
+        if params.prompt_logprob_token_ids is not None:
+            if body.stream:
+                name = "sampling_params.prompt_logprob_token_ids"
+                raise bad_request(name, "cannot be streamed; send stream=false")
+            with renaming("sampling_params.{}".format):
+                prompt.candidates = await self._serving.executor.run(
+                    size,
+                    parse_candidates,
+                    params.prompt_logprob_token_ids,
+                    params.prompt_logprob_start or 0,
+                    len(body.token_ids),
+                    self._serving.config.model.vocab_size,
+                    self._serving.config.frontend.max_logprobs,
+                )
         return prompt, size
+
+    def _params(self, request: CompletionRequest, constraint: Constraint | None) -> SamplingParams:
+        assert isinstance(request, TokenPrompt)
+        params = super()._params(request, constraint)
+        if request.candidates is not None:
+            params.prompt_logprobs = params.prompt_logprobs or 0
+            params.prompt_candidates = request.candidates
+        return params
 
     def _fit(
         self,
@@ -156,8 +184,14 @@ class TokenAnswer(PromptAnswer):
         )
         sequence = self._group.sequences[0]
         answer = self.envelope | {"choices": choices, "usage": self.usage()}
+        positions = sequence.iterate_prompt_logprobs()
+        if (candidates := self.request.candidates) is not None:
+            file = io.BytesIO()
+            np.save(file, candidate_scores(list(positions), candidates))
+            answer["prompt_token_id_logprobs"] = base64.b64encode(file.getvalue()).decode()
+            positions = without_candidates(sequence.iterate_prompt_logprobs(), candidates)
         if self.request.prompt_logprobs is not None:
-            answer["prompt_logprobs"] = self.renderer.prompt(sequence.iterate_prompt_logprobs())
+            answer["prompt_logprobs"] = self.renderer.prompt(positions)
         return answer | self.prompt_fields(sequence) | self.timing() | self.transfer()
 
     def chunks(self) -> _Chunks:
