@@ -122,7 +122,10 @@ class KVTransfers:
         self._expire_loads(now)
 
     def _expire_loads(self, now: float) -> None:
-        """Compute the requests whose loads hang. Their blocks are held until the loads end, which may write to them."""
+        """Compute the requests whose loads hang, or fail them. Loads that hang may still write to their blocks.
+
+        These are held until the loads end, also those of requests that have finished.
+        """
         for load in self._new_loads:
             self._load_deadlines.append((now + self._load_timeout_s, load))
         self._new_loads.clear()
@@ -130,18 +133,18 @@ class KVTransfers:
             load = self._load_deadlines.popleft()[1]
             request = load.load.request
             transfer_id = request.transfer_id
-            if self._loads.get(transfer_id) is not load or request.is_finished:
+            if self._loads.get(transfer_id) is not load:
                 continue
             self.stats.num_failed_loads += 1
             reserved = self._manager.reserved
-            if self._may_fail(request):
+            if self._may_fail(request) and not request.is_finished:
                 self._fail_load(request, next(filter(None, chain(*reserved[transfer_id]))))
-                continue
             del self._loads[transfer_id]
             self._overdue.add(transfer_id)
             reserved[OVERDUE - transfer_id] = reserved.pop(transfer_id)
-            request.computes_locally = True
-            self._lifecycle.requeue_loaded(request)
+            if not request.is_finished:
+                request.computes_locally = True
+                self._lifecycle.requeue_loaded(request)
 
     def _expire_sends(self, now: float) -> None:
         """Free the blocks that were kept for another process and were not fetched before the timeout."""

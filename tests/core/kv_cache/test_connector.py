@@ -305,6 +305,30 @@ def test_a_request_whose_load_hangs_is_computed_or_fails(policy):
     harness.drain()
 
 
+@pytest.mark.parametrize("policy", LoadFailurePolicy)
+def test_requests_are_computed_while_loads_of_ended_requests_hang(policy):
+    """Otherwise, clients that do not wait for the timeout would fill the cache with blocks of loads that hang."""
+    harness = Harness(
+        connector=load(8, is_async=True),
+        num_blocks=24,
+        load_timeout_s=5.0,
+        load_failure_policy=policy,
+    )
+    harness.worker.transfers.get_delay = lambda: 60
+    for _ in range(20):
+        key = harness.add(9, 6)
+        for _ in range(2):
+            harness.step()
+        if harness.received[key].token_ids:
+            break
+        harness.abort(key)
+    assert num_held(harness) <= 12
+    harness.worker.transfers.get_delay = lambda: 1
+    harness.drain()
+    assert harness.received[key].finished.reason is FinishReason.LENGTH
+    assert num_held(harness) == 0
+
+
 def test_loaded_requests_free_their_blocks_for_the_first_in_the_queue():
     """Two loaded prompts do not fit together, so the later one is freed and computed again."""
     harness = Harness(
