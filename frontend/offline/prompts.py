@@ -39,7 +39,8 @@ Prompt: TypeAlias = str | list[int] | Mapping[str, Any] | EncodedPrompt
 """A text, token IDs, a mapping with `prompt`, `prompt_token_ids` or `prompt_embeds`, or a result of `preprocess_chat`.
 
 A model with an encoder for texts reads the prompt with its encoder. A mapping for it may have `encoder_prompt` instead,
-and `decoder_prompt`, which is the beginning of the answer, or None: each a text, token IDs or a mapping.
+and `decoder_prompt`, which is the beginning of the answer, or None: each a text, token IDs or a mapping. Images may be
+beside `encoder_prompt` or in it.
 
 `prompt_embeds` is a float array [tokens, hidden size].
 
@@ -53,6 +54,7 @@ clips are the sound of videos that are given as frames.
 
 
 PLAIN: Final = Tokenization()
+_MEDIA_FIELDS: Final = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs")
 
 
 class PromptEncoder:
@@ -137,11 +139,13 @@ class PromptEncoder:
         media: list[Any] = []
         if isinstance(prompt, Mapping) and "prompt_embeds" in prompt:
             return self._encode_embeddings(prompt["prompt_embeds"])
-        has_media = isinstance(prompt, Mapping) and bool(prompt.get("multi_modal_data"))
+        has_media = isinstance(prompt, Mapping) and _has_media(prompt)
         if (source := self._engine.config.model.source_text) is not None and not has_media:
             return self._encode_source(prompt, source)
         if isinstance(prompt, Mapping) and "encoder_prompt" in prompt:
-            raise ParameterError("encoder_prompt", "needs a model with an encoder for texts")
+            if source is None:
+                raise ParameterError("encoder_prompt", "needs a model with an encoder for texts")
+            return self._encode_source_with_media(prompt, source)
         if isinstance(prompt, Mapping):
             given = _content(prompt)
             names = prompt.get("multi_modal_uuids") or {}
@@ -192,6 +196,21 @@ class PromptEncoder:
             name = "decoder_prompt"
             start = self._encode_part(start, name, sizes[1], is_source=False)[1]
         return EncodedPrompt(text, answer_start(config, start).tolist(), [text_source(token_ids)])
+
+    def _encode_source_with_media(
+        self, prompt: Mapping[str, Any], config: SourceTextConfig
+    ) -> EncodedPrompt:
+        """Return the start of the answer to an `encoder_prompt`, which has images itself or beside it."""
+        source, start = prompt["encoder_prompt"], prompt.get("decoder_prompt")
+        if not isinstance(source, Mapping):
+            source = {"prompt" if isinstance(source, str) else "prompt_token_ids": source}
+        beside = {name: prompt[name] for name in _MEDIA_FIELDS if name in prompt}
+        encoded = self.encode({**beside, **source})
+        if start is None:
+            return encoded
+        size = self._engine.config.model.vocab_size
+        start = self._encode_part(start, "decoder_prompt", size, is_source=False)[1]
+        return encoded._replace(token_ids=answer_start(config, start).tolist())
 
     def _encode_part(
         self, given: Any, name: str, size: int, *, is_source: bool
@@ -298,6 +317,12 @@ def _verify_source(token_ids: Sized, name: str, config: SourceTextConfig) -> Non
         raise ParameterError(
             name, f"must have 1 to {config.max_tokens} tokens, got {len(token_ids)}"
         )
+
+
+def _has_media(prompt: Mapping[str, Any]) -> bool:
+    source = prompt.get("encoder_prompt")
+    inner = source.get("multi_modal_data") if isinstance(source, Mapping) else None
+    return bool(prompt.get("multi_modal_data") or inner)
 
 
 def _content(prompt: Mapping[str, Any]) -> str | list[int]:

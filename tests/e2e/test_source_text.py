@@ -179,3 +179,17 @@ def test_chats_with_images_equal_those_of_transformers(tmp_path: Path) -> None:
         message = answer["error"]["message"]
         assert status == 400 and "a source of at most 128 tokens" in message
         assert_nothing_is_held(server)
+    text = "<image><s>What does the image describe?</s>"
+    data = {"multi_modal_data": {"image": image}}
+    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
+    with LLM(str(path), dtype="float32", max_model_len=64) as llm:
+        for prompt in (
+            {"prompt": text} | data,
+            {"encoder_prompt": text} | data,
+            {"encoder_prompt": {"prompt": text} | data, "decoder_prompt": None},
+        ):
+            [output] = llm.generate(prompt, params)
+            assert output.outputs[0].token_ids == expected
+        begun = {"encoder_prompt": {"prompt": text} | data, "decoder_prompt": expected[:3]}
+        [output] = llm.generate(begun, params)
+        assert output.outputs[0].token_ids[: NUM_TOKENS - 3] == expected[3:]

@@ -71,7 +71,7 @@ class Compaction(ChatCompletions):
         size += sum(len(content) for _, content in files.values())
 
         def translate() -> CompactionChat:
-            prompt = translate_prompt(body, context, items, files)
+            prompt = translate_prompt(body, context, items, files, {})
             return CompactionChat(
                 model=prompt.model,
                 messages=[*(prompt.messages or ()), {"role": "user", "content": _INSTRUCTIONS}],
@@ -81,7 +81,8 @@ class Compaction(ChatCompletions):
                 kept=[item for item in context + items if item.get("role") in _KEPT_ROLES],
             )
 
-        with renaming(partial(sent_name, body)):
+        # The oldest messages may be dropped, so that numbers of messages are those of other items.
+        with renaming(partial(sent_name, body, {})):
             request = await serving.executor.run(size, translate)
             await self._generate(scope, receive, send, lease, request, size, deadline)
 

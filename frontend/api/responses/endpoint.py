@@ -82,7 +82,7 @@ class Responses(ChatCompletions):
         if has_mcp(body.tools) and not body.background:
             await self._answer_in_turns(exchange, scope, receive, send, deadline)
             return
-        with renaming(partial(sent_name, body)):
+        with renaming(partial(sent_name, body, exchange.places)):
             if not body.background:
                 request, size = await self._translate_exchange(exchange, size)
                 await self._generate(scope, receive, send, lease, request, size, deadline)
@@ -109,7 +109,8 @@ class Responses(ChatCompletions):
         async def generate(turn: Turn, inner: Exchange, number: int) -> None:
             identity = {"request_id": f"{state['request_id']}-{number}", "connection": turn}
             place = {**scope, "state": {**state, **identity}}
-            with renaming(partial(sent_name, exchange.body)), self._intake.lease() as lease:
+            places = inner.places
+            with renaming(partial(sent_name, exchange.body, places)), self._intake.lease() as lease:
                 request, size = await self._translate_exchange(inner, 0)
                 request.run = turn
                 await self._generate(place, turn.receive, turn.send, lease, request, size, deadline)
@@ -291,9 +292,10 @@ class InputTokens:
         if has_mcp(body.tools):
             servers = serving.config.frontend.mcp_servers
             shown = await with_listed_tools(body, context + items, servers)
-        with renaming(partial(sent_name, body)):
+        places: dict[int, str] = {}
+        with renaming(partial(sent_name, body, places)):
             request = await serving.executor.run(
-                size, lambda: translate_prompt(shown, context, items, files)
+                size, lambda: translate_prompt(shown, context, items, files, places)
             )
             chat = await render_request(serving, request, size)
         return json_response(

@@ -132,6 +132,8 @@ class MessageBuilder:
 
     def __init__(self, files: Files | None = None) -> None:
         self.messages: list[Json] = []
+        self.places: dict[int, str] = {}
+        """The fields of items whose parts are the content of messages, by the number of the message."""
         self._files = files or {}
         self._approvals: dict[str, Json] = {}
         self._open: Json | None = None
@@ -219,6 +221,7 @@ class MessageBuilder:
         else:
             self._open = None
             self.messages.append({"role": role, "content": parts})
+        self.places[len(self.messages) - 1] = f"{where}.content"
 
     def _add_call(self, item: Json, where: str, call: Json) -> None:
         message = self._begin_turn()
@@ -259,6 +262,7 @@ class MessageBuilder:
         if isinstance(item.get("name"), str):
             message["name"] = item["name"]
         self.messages.append(message)
+        self.places[len(self.messages) - 1] = f"{where}.output"
 
     def _begin_turn(self, *missing: str) -> Json:
         """Return the open message of the model if it has none of these fields yet, otherwise a new message."""

@@ -47,7 +47,7 @@ _rename: Final = renamer(
         "truncate_prompt_tokens": "truncation",
     }
 )
-_MESSAGES: Final = re.compile(r"messages\b")
+_MESSAGES: Final = re.compile(r"messages\b(?:\[(\d+)\]\.content(?=\[))?")
 
 
 @dataclass(slots=True)
@@ -63,6 +63,7 @@ class Exchange:
         owner: The tenant that may read the response.
         files: The stored files that the items refer to.
         kept: The responses that the client's WebSocket keeps; None for a client without one.
+        places: The fields of `input` that are contents of messages of the chat, by the number of the message.
     """
 
     body: ResponsesRequest
@@ -73,6 +74,7 @@ class Exchange:
     owner: str = ""
     files: Files = field(default_factory=dict)
     kept: Any = None
+    places: dict[int, str] = field(default_factory=dict)
 
     @property
     def only_prepares(self) -> bool:
@@ -111,7 +113,7 @@ def translate_response(exchange: Exchange) -> ResponseChat:
     if exchange.only_prepares:
         max_tokens, sampling["min_tokens"] = 1, None
     return ResponseChat(
-        **_prompt_fields(body, exchange.context, exchange.input, exchange.files),
+        **_prompt_fields(body, exchange.context, exchange.input, exchange.files, exchange.places),
         **sampling,
         stream=body.stream,
         max_tokens=max_tokens,
@@ -123,18 +125,26 @@ def translate_response(exchange: Exchange) -> ResponseChat:
 
 
 def translate_prompt(
-    body: ResponseFields, context: list[Json], items: list[Json], files: Files
+    body: ResponseFields,
+    context: list[Json],
+    items: list[Json],
+    files: Files,
+    places: dict[int, str],
 ) -> ChatCompletionRequest:
-    """Return a chat completion request with the prompt of a response.
+    """Return a chat completion request with the prompt of a response. `places` receives what `sent_name` needs.
 
     Raises:
         APIError: A field is invalid; it is named as in the body (400).
     """
-    return ChatCompletionRequest(**_prompt_fields(body, context, items, files))
+    return ChatCompletionRequest(**_prompt_fields(body, context, items, files, places))
 
 
 def _prompt_fields(
-    body: ResponseFields, context: list[Json], items: list[Json], files: Files
+    body: ResponseFields,
+    context: list[Json],
+    items: list[Json],
+    files: Files,
+    places: dict[int, str],
 ) -> Json:
     if not items and not context and not body.instructions:
         raise bad_request("input", "is required and must not be empty")
@@ -144,6 +154,7 @@ def _prompt_fields(
     if body.instructions:
         builder.messages.append({"role": "system", "content": body.instructions})
     builder.add_items(context, "input")
+    builder.places = places
     builder.add_items(items, "input")
     text, reasoning = body.text or {}, body.reasoning or {}
     effort, verbosity = reasoning.get("effort"), text.get("verbosity")
@@ -252,11 +263,19 @@ def _response_format(form: Any) -> Json | None:
     return {"type": kind}
 
 
-def sent_name(body: ResponseFields, name: str) -> str:
-    """Return the name of a field here for its name in the chat completion request, for error messages."""
+def sent_name(body: ResponseFields, places: dict[int, str], name: str) -> str:
+    """Return the name of a field here for its name in the chat completion request, for error messages.
+
+    `places` are the fields that became contents of messages, by the number of the message.
+    """
     if name.startswith("tools["):
         return _rename_tool(name, body)
-    return "input" if _MESSAGES.match(name) else _rename(name)
+    if (found := _MESSAGES.match(name)) is None:
+        return _rename(name)
+    place = places.get(int(found[1])) if found[1] else None
+    if place is None or isinstance(body.input, str):
+        return "input"
+    return place + name[found.end() :].replace(".image_url.url", ".image_url")
 
 
 def _rename_tool(param: str, body: ResponseFields) -> str:

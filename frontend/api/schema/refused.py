@@ -60,8 +60,6 @@ REFUSED: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
     "token_indices_to_pool": (_NOT_SUPPORTED, ()),
     "mm_hashes": (_MEDIA, ()),
     "mm_content_hashes": (_MEDIA, ()),
-    "image_max_dynamic_patch": (_NOT_SUPPORTED, ()),
-    "video_max_dynamic_patch": (_NOT_SUPPORTED, ()),
     "task": ("is not supported; write the task into a message", ()),
     "bootstrap_host": (_TRANSFER, ()),
     "bootstrap_port": (_TRANSFER, ()),

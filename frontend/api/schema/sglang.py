@@ -103,6 +103,15 @@ class SglangGenerateRequest(SglangInput, kw_only=True):
     kv_hints: Any = None
     external_trace_header: dict[str, Any] | None = None
     received_time: float | None = None
+    # Settings of processors, which have no effect on a prompt without images, videos or audio.
+    mm_processor_kwargs: dict[str, Any] | None = None
+    use_audio_in_video: bool | list[bool] | None = None
+    video_config: Any = None
+    images_config: Any = None
+    max_dynamic_patch: Int | list[Int | None] | None = None
+    min_dynamic_patch: Int | list[Int | None] | None = None
+    image_max_dynamic_patch: Int | list[Int | None] | None = None
+    video_max_dynamic_patch: Int | list[Int | None] | None = None
 
     # Rejected, because an answer that ignores them would be wrong.
     rejected: ClassVar[str] = (
@@ -111,9 +120,7 @@ class SglangGenerateRequest(SglangInput, kw_only=True):
         "sampling_logprobs_mode return_flat_raw_top_logprobs "
         "return_flat_raw_output_top_logprobs return_flat_raw_top_logprobs_b64 "
         "routed_experts_start_len return_indexer_topk multi_item_delimiter_indices "
-        "token_indices_to_pool mm_hashes mm_content_hashes mm_processor_kwargs "
-        "use_audio_in_video video_config images_config max_dynamic_patch min_dynamic_patch "
-        "image_max_dynamic_patch video_max_dynamic_patch bootstrap_host bootstrap_port "
+        "token_indices_to_pool mm_hashes mm_content_hashes bootstrap_host bootstrap_port "
         "bootstrap_room bootstrap_pair_key decode_tp_size disagg_prefill_dp_rank"
     )
 

@@ -216,3 +216,20 @@ def test_shells_in_containers_are_refused(frontend: FrontendProcess) -> None:
         body = options(frontend, "x") | {"tools": tools}
         answer = frontend.http.post("/v1/responses", json=body)
         assert answer.status_code == 400 and problem in answer.json()["error"]["message"]
+
+
+def test_errors_of_parts_name_their_places(frontend: FrontendProcess) -> None:
+    image = {"type": "input_image", "image_url": "data:,"}
+    call = {"type": "function_call", "call_id": "a", "name": "read", "arguments": "{}"}
+    output = {"type": "function_call_output", "call_id": "a", "output": [image]}
+    for items, param in (
+        (
+            [{"role": "user", "content": [{"type": "input_text", "text": "a"}, image]}],
+            "0].content[1",
+        ),
+        ([{"role": "user", "content": "a"}, call, output], "2].output[0"),
+    ):
+        body = options(frontend, "x") | {"input": items, "instructions": "Be brief."}
+        answer = frontend.http.post("/v1/responses", json=body)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == f"input[{param}].type"

@@ -42,6 +42,11 @@ def test_answer_has_its_tokens_and_says_why_it_ended(frontend: FrontendProcess) 
     assert stopped["meta_info"]["finish_reason"] == {"type": "stop", "matched": " is"}
     # The default limit is SGLang's.
     assert len(generate(frontend, text=TEXT, sampling={"ignore_eos": True})["output_ids"]) == 128
+    # Settings of images have no effect on a prompt without them.
+    settings = {"mm_processor_kwargs": {"max_pixels": 9}, "max_dynamic_patch": 2}
+    settings |= {"images_config": {"max_pixels": 9}, "use_audio_in_video": False}
+    limit = {"max_new_tokens": len(ids)}
+    assert generate(frontend, text=TEXT, sampling=limit, **settings)["text"] == TEXT
 
 
 def test_lists_of_prompts_get_lists_of_answers(frontend: FrontendProcess) -> None:
