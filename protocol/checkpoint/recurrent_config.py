@@ -33,6 +33,7 @@ from .state_spaces.mamba import (
     read_zamba2,
 )
 from .state_spaces.rwkv4 import read_rwkv4
+from .state_spaces.xlstm import read_xlstm
 
 _Reader: TypeAlias = Callable[[ConfigFields], RecurrentLayer]
 
@@ -262,6 +263,7 @@ _READERS: Final[dict[str, _Reader]] = {
     **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), _read_short_convolution),
     **dict.fromkeys(("mamba", "falcon_mamba", "jamba"), _MAMBA1),
     "rwkv": read_rwkv4,
+    "xlstm": read_xlstm,
     "mamba2": _with_silu(read_pure_mamba2),
     "plamo2": read_plamo2,
     "granitemoehybrid": _MAMBA2,

@@ -23,6 +23,7 @@ import msgspec
 
 from .state_spaces.rwkv4 import Rwkv4
 from .state_spaces.state_size import SEGMENT, StateSize
+from .state_spaces.xlstm import MatrixLstm
 
 SHORT_SEGMENT: Final = 8
 """Number of tokens in a segment of a layer that only convolves.
@@ -445,6 +446,7 @@ MixerLayer: TypeAlias = (
     | Rwkv6
     | Rwkv7
     | RgLru
+    | MatrixLstm
 )
 """The layers that are a block of their own, beside attention or instead of it."""
 

@@ -182,6 +182,17 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen4-ngrams": ("Qwen4ExpText", QWEN4 | NGRAMS | {"eos_token_id": 7}),
     "mamba": ("Mamba", MAMBA | {"use_bias": True}),
     "falcon-mamba": ("FalconMamba", MAMBA | {"use_conv_bias": False, "expand": 3}),
+    "xlstm": (
+        "xLSTM",
+        {
+            "num_heads": 4,
+            "qk_dim_factor": 0.5,
+            "autocast_kernel_dtype": "float32",
+            "hidden_size": 128,
+            # Small outputs of heads are not multiplied by large factors.
+            "norm_eps": 0.01,
+        },
+    ),
     "rwkv4": ("Rwkv", {}),
     "recurrent-gemma": (
         "RecurrentGemma",

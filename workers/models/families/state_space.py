@@ -111,6 +111,50 @@ def _rwkv4(fields: ConfigFields) -> ModelSpec:
     )
 
 
+_XLSTM_NAMES = (
+    (r"^(backbone\.)?blocks\.", "model.layers."),
+    (r"^(backbone\.)?embeddings\.", "model.embed_tokens."),
+    (r"^(backbone\.)?out_norm\.", "model.norm."),
+    (r"\.mlstm_layer\.", ".mixer."),
+    (r"\.ffn\.proj_up_gate\.", ".mlp.gate_proj."),
+    (r"\.ffn\.proj_up_gate_z\.", ".mlp.gate_up_proj."),
+    (r"\.ffn\.proj_(up|down)\.", r".mlp.\1_proj."),
+)
+
+
+def _xlstm(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of an xLSTM of the form of xLSTM-7B (arXiv 2503.13427)."""
+    fields.require("use_bias", False)
+    fields = fields.with_defaults(
+        hidden_size=fields.integer("embedding_dim", 4096),
+        num_hidden_layers=fields.integer("num_blocks", 32),
+        rms_norm_eps=fields.number("norm_eps", 1e-6),
+    )
+    recurrent = recurrent_layer(fields)
+    num_heads, size = nominal_heads(recurrent)
+    unit = fields.integer("ffn_round_up_to_multiple_of", 64)
+    width = int(fields.integer("hidden_size") * fields.positive("ffn_proj_factor", 2.667))
+    fields = fields.with_values(
+        {
+            "intermediate_size": -(-width // unit) * unit,
+            "max_position_embeddings": fields.optional_integer("max_position_embeddings")
+            or DEFAULT_LENGTH,
+            "num_attention_heads": num_heads,
+            "num_key_value_heads": num_heads,
+            "head_dim": size,
+        }
+    )
+    layer = LayerSpec(None, recurrent=recurrent, attends=False)
+    return base_spec(
+        fields,
+        (layer,) * fields.layer_count("num_hidden_layers"),
+        norms=NormNames("norm_mlstm", mlp_input="norm_ffn"),
+        has_final_norm=fields.boolean("add_out_norm", True),
+        final_softcap=fields.positive("output_logit_soft_cap", 30.0),
+        tensor_names=_XLSTM_NAMES,
+    )
+
+
 def _rwkv(fields: ConfigFields) -> ModelSpec:
     """Return the spec of an RWKV-6 or RWKV-7 in the form of flash-linear-attention (fla-hub).
 
@@ -357,6 +401,7 @@ FAMILIES = (
     Family("RwkvForCausalLM", "rwkv", _rwkv4),
     Family("RWKV6ForCausalLM", "rwkv6", _rwkv),
     Family("RWKV7ForCausalLM", "rwkv7", _rwkv),
+    Family("xLSTMForCausalLM", "xlstm", _xlstm),
     Family("ZambaForCausalLM", "zamba", _zamba),
     Family("Zamba2ForCausalLM", "zamba2", _zamba2),
 )

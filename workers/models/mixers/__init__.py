@@ -15,6 +15,7 @@ from ....protocol.checkpoint.recurrent_layers import (
     ShortConvolution,
 )
 from ....protocol.checkpoint.state_spaces.rwkv4 import Rwkv4
+from ....protocol.checkpoint.state_spaces.xlstm import MatrixLstm
 from ...layers.parallel.tensor_parallel import TensorParallel
 from ..layer_source import LayerSource
 from ..weights import WeightReader
@@ -30,6 +31,7 @@ from .rwkv6 import Rwkv6Mixer
 from .rwkv7 import Rwkv7Mixer
 from .short_convolution import ShortConvolutionMixer
 from .states import StateBatch
+from .xlstm import MatrixLstmMixer
 
 _MIXERS: dict[type[MixerLayer], type[Mixer]] = {
     ShortConvolution: ShortConvolutionMixer,
@@ -39,6 +41,7 @@ _MIXERS: dict[type[MixerLayer], type[Mixer]] = {
     KimiDeltaAttention: KimiDeltaAttentionMixer,
     LightningAttention: LightningAttentionMixer,
     RgLru: RgLruMixer,
+    MatrixLstm: MatrixLstmMixer,
     Rwkv4: Rwkv4Mixer,
     Rwkv6: Rwkv6Mixer,
     Rwkv7: Rwkv7Mixer,
