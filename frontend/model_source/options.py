@@ -130,7 +130,8 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     pooler_config: Annotated[
         dict[str, object],
         option(
-            'Pooling of a text\'s vectors: {"pooling_type": "MEAN"}, or "STEP" and "step_tag_id"'
+            'Pooling of a text\'s vectors: {"pooling_type": "MEAN"}, or "STEP" and "step_tag_id"',
+            "--override-pooler-config",
         ),
     ] = {}
     generation_config: Annotated[

@@ -59,13 +59,15 @@ def peer_arguments(name: str, value: object, where: str = "") -> list[str] | Non
         ConfigError: See `without_peer_flags`.
     """
     flag = _normalized(f"--{name}")
+    is_off = value is None or value is False
     if flag in PEER_FLAGS:
-        check_value(flag, str(value), where)
+        if value is not None:
+            check_value(flag, str(value), where)
     elif flag in TRANSLATIONS:
-        is_off = value is None or value is False
         return [] if is_off else translate(flag, str(value))
     elif flag in INSTEAD:
-        raise not_here(where or flag)
+        if not is_off:
+            raise not_here(where or flag)
     elif not has_no_effect(flag):
         return None
     return []

@@ -267,11 +267,18 @@ def test_collector_may_be_named_by_the_variables_of_opentelemetry() -> None:
 
 def test_python_keywords_set_options() -> None:
     keywords = {"max_model_len": "32k", "strict": False, "hf_overrides": {"a": 1}, "uds": None}
-    settings = settings_of(keywords)
+    # Scripts for vLLM also pass options that they do not use.
+    off = {"logits_processors": None, "enable_return_routed_experts": False, "task": "score"}
+    settings = settings_of(keywords | off)
+    pooling = {"pooling_type": "MEAN"}
+    given = settings_of({"override_pooler_config": pooling, "task": None})
+    assert given["model"] == {"pooler_config": pooling}
     assert settings["model"] == {"max_model_len": 32_000, "hf_overrides": {"a": 1}}
     assert settings["frontend"] == {"strict": False}
     with pytest.raises(ConfigError, match=r"^port: must be between 0 and 65535, got 70000$"):
         settings_of({"port": 70000})
+    with pytest.raises(ConfigError, match=r"^logits_processors is a flag of another server"):
+        settings_of({"logits_processors": ["a.B"]})
 
 
 @pytest.mark.parametrize(
