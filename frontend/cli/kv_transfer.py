@@ -48,16 +48,13 @@ def make_kv_transfer(
     if len(children) == 1:
         return children[0], cache
     first = given or children[0]
-    return (
-        KVTransferConfig(
-            MULTI_CONNECTOR,
-            kv_role=first.kv_role,
-            kv_connector_extra_config={"connectors": msgspec.to_builtins(children)},
-            kv_load_failure_policy=first.kv_load_failure_policy,
-            transfer_timeout_s=first.transfer_timeout_s,
-        ),
-        cache,
+    combined = msgspec.structs.replace(
+        first,
+        kv_connector=MULTI_CONNECTOR,
+        kv_connector_module_path=None,
+        kv_connector_extra_config={"connectors": msgspec.to_builtins(children)},
     )
+    return combined, cache
 
 
 def _flatten(config: KVTransferConfig) -> Iterator[KVTransferConfig]:

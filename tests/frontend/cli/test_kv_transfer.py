@@ -64,6 +64,15 @@ def test_flags_and_vllms_names_choose_connectors() -> None:
     assert names(make(None, disk, "prefill=1,decode=2")[0]) == ["direct", "disk"]
 
 
+def test_settings_of_the_given_connector_apply_if_others_are_added() -> None:
+    limits = {"load_timeout_s": 5.0, "transfer_timeout_s": 7.0, "kv_load_failure_policy": "fail"}
+    disk = CacheConfig(disk_path="/disk")
+    config, _ = make({"kv_connector": "direct", **limits}, disk, "prefill=1,decode=2")
+    assert names(config) == ["direct", "disk"]
+    assert config is not None
+    assert {name: getattr(config, name) for name in limits} == limits
+
+
 def test_vllms_nixl_connector_is_direct_with_another_transport(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
