@@ -28,13 +28,14 @@ def slices(image: Image.Image, config: SlicesProcessor) -> Parts:
     size = (_multiple(image.width, columns) / columns, _multiple(image.height, rows) / rows)
     width, height = _best_size(*size, config, grows=True)
     canvas = resize(image, width * columns, height * rows, config)
+    parts.append(config.slices_start)
     for row in range(rows):
         parts += ["\n"] * (row > 0)
         for column in range(columns):
             left, top = column * width, row * height
             slice_ = canvas.crop((left, top, left + width, top + height))
             parts += [config.slice_start, _tile(slice_, config), config.slice_end]
-    return parts
+    return [*parts, config.slices_end]
 
 
 def _tile(image: Image.Image, config: SlicesProcessor) -> Tile:

@@ -65,8 +65,9 @@ class SlicesProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="slic
     The grid of slices has an aspect ratio similar to the image's, and each slice about `side` x `side` pixels. Sides
     are multiples of `unit` pixels, and each square of `unit` x `unit` pixels makes one embedding. If `has_equal_counts`
     is true, each slice makes `num_outputs` embeddings instead (MiniCPM-V 2.6). In the prompt, a slice is between
-    `slice_start` and `slice_end`. If `max_slices` is 1, no slices are added. If `newline_id`, the token between rows of
-    slices, is given, tokens have rotary positions on one canvas (MiniCPM-V 4.7).
+    `slice_start` and `slice_end`, and all slices are between `slices_start` and `slices_end`. If `max_slices` is 1, no
+    slices are added. If `newline_id`, the token between rows of slices, is given, tokens have rotary positions on one
+    canvas (MiniCPM-V 4.7).
     """
 
     side: int
@@ -74,6 +75,8 @@ class SlicesProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="slic
     max_slices: int
     slice_start: str = ""
     slice_end: str = ""
+    slices_start: str = ""
+    slices_end: str = ""
     newline_id: int | None = None
     has_equal_counts: bool = False
 

@@ -14,6 +14,7 @@ from engine.protocol.checkpoint.config_fields import ConfigFields
 from engine.protocol.checkpoint.field_names import text_section
 from engine.protocol.errors import CheckpointError
 from PIL import Image
+from support.own_code.minicpm import minicpmv
 from support.vision_checkpoints import vision_directory
 
 pytestmark = pytest.mark.slow
@@ -105,3 +106,14 @@ def test_images_of_mantis_have_numbers(tmp_path):
     )
     found = places.expand("the <image> quick\n<image>fox", images)
     assert found == f"the {first} quick\n{second}fox"
+
+
+def test_slices_of_minicpm_2_5_are_images_between_marks(tmp_path):
+    minicpmv(tmp_path, "2.5")
+    tokenizer = {"added_tokens_decoder": {"95": {"content": "<unk>"}}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    config = ConfigFields.read(tmp_path / "config.json")
+    parts = process_image(_image(70, 70), read_image_processor(tmp_path, config, config, {}))
+    found = "".join("I" if isinstance(part, Tile) else part for part in parts)
+    row = 2 * "<image>I</image>"
+    assert found == f"<image>I</image><slice>{row}\n{row}</slice>"

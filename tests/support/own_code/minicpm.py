@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from support.own_code.model import OwnCodeModel, fill, normalized, write
 from support.tiny_checkpoints import DECODER_SIZES
 from torch import Tensor, nn
 
-_DECODERS = {"2.6": "Qwen2", "4.0": "Llama", "4.5": "Qwen3"}
+_DECODERS = {"2.5": "Llama", "2.6": "Qwen2", "4.0": "Llama", "4.5": "Qwen3"}
 _PATCH, _SIDE = 4, 40
 _VISION = {
     "model_type": "siglip_vision_model",
@@ -63,14 +64,14 @@ def minicpmv(
         "head_dim": 64,
         "tie_word_embeddings": False,
     }
-    kind = _DECODERS[version]
+    kind, num_queries = _DECODERS[version], 96 if version == "2.5" else 5
     decoder = getattr(transformers, f"{kind}ForCausalLM")(
         getattr(transformers, f"{kind}Config")(**text, attn_implementation="eager")
     )
     tower = transformers.SiglipVisionModel(
         transformers.SiglipVisionConfig(**_VISION, vision_use_head=False)
     )
-    resampler = _Resampler(text["hidden_size"], _VISION["hidden_size"], 5)
+    resampler = _Resampler(text["hidden_size"], _VISION["hidden_size"], num_queries)
     fill(decoder, tower, resampler)
     side = _SIDE // _PATCH
     bounds = torch.arange(1 / side, 1.0, 1 / side)
@@ -91,9 +92,9 @@ def minicpmv(
     config = text | {
         "architectures": [f"MiniCPM{name}"],
         "model_type": f"minicpm{name.lower()}",
-        "version": float(version),
+        "version": None if version == "2.5" else float(version),
         "vision_config": _VISION,
-        "query_num": 5,
+        "query_num": num_queries,
         "drop_vision_last_layer": False,
     }
     processor = {
@@ -101,8 +102,8 @@ def minicpmv(
         "scale_resolution": _SIDE,
         "patch_size": _PATCH,
         "max_slice_nums": 4,
-        "image_feature_size": 5,
-        "use_image_id": True,
+        "image_feature_size": num_queries,
+        "use_image_id": version != "2.5",
         "norm_mean": [0.5] * 3,
         "norm_std": [0.5] * 3,
     }
@@ -131,7 +132,8 @@ def write_minicpmv_mmproj(path: Path, model: Path) -> None:
     """Write the tower of a MiniCPM-V as the mmproj file that llama.cpp's converter would make of it."""
     writer = GGUFWriter(path, "clip")
     writer.add_string("clip.projector_type", "resampler")
-    writer.add_int32("clip.minicpmv_version", 3)
+    is_2_5 = json.loads((model / "config.json").read_text())["version"] is None
+    writer.add_int32("clip.minicpmv_version", 2 if is_2_5 else 3)
     writer.add_bool("clip.has_vision_encoder", True)
     writer.add_bool("clip.use_gelu", True)
     numbers = {

@@ -295,8 +295,9 @@ def test_towers_of_deepseek_ocr_files_equal_those_of_checkpoints(tmp_path):
     torch.testing.assert_close(*outputs, rtol=0, atol=1e-6)
 
 
-def test_towers_of_minicpm_files_equal_those_of_checkpoints(tmp_path):
-    minicpmv(tmp_path, "2.6")
+@pytest.mark.parametrize("version", ["2.5", "2.6"])
+def test_towers_of_minicpm_files_equal_those_of_checkpoints(version, tmp_path):
+    minicpmv(tmp_path, version)
     file = tmp_path / "mmproj-tiny.gguf"
     write_minicpmv_mmproj(file, tmp_path)
     config = ConfigFields.read(tmp_path / "config.json")

@@ -59,7 +59,7 @@ MODELS: dict[str, Callable[[Path], OwnCodeModel]] = {
     "step_vl": step_vl,
     **{
         f"minicpmv-{version}": partial(minicpmv, version=version)
-        for version in ("2.6", "4.0", "4.5")
+        for version in ("2.5", "2.6", "4.0", "4.5")
     },
 }
 PLACEHOLDERS = {

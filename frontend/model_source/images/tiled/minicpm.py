@@ -6,6 +6,7 @@ import math
 from typing import Final
 
 from .....protocol.checkpoint.vision.spec import MAX_SIDE, VisionSpec
+from .....protocol.checkpoint.vision.tiled.minicpm import check_version
 from .....protocol.config.images.details import SlicesProcessor
 from ..fields import BICUBIC
 from ..source import ProcessorSource
@@ -54,7 +55,7 @@ def slices(source: ProcessorSource, vision: VisionSpec) -> SlicesProcessor:
 
 
 def slices_of_queries(source: ProcessorSource, vision: VisionSpec) -> SlicesProcessor:
-    """Return the processor of MiniCPM-V 2.6, 4 and 4.5, whose own file names the marks of its prompts."""
+    """Return the processor of MiniCPM-V 2.5, 2.6, 4 and 4.5, whose own file names the marks of its prompts."""
     fields, config, unit = source.fields, source.config, vision.patch_size
     fields.require("patch_size", unit, ", as in config.json")
     fields.require("image_feature_size", vision.max_outputs, ", as query_num in config.json")
@@ -62,6 +63,12 @@ def slices_of_queries(source: ProcessorSource, vision: VisionSpec) -> SlicesProc
     is_numbered = fields.boolean("use_image_id", config.boolean("use_image_id", False))
     statistics = {f"image_{name}": fields.get(f"norm_{name}") for name in ("mean", "std")}
     common = source.with_values(statistics).values(vision, BICUBIC)
+    start, end = fields.text("im_start", "<image>"), fields.text("im_end", "</image>")
+    marks = fields.text("slice_start", "<slice>"), fields.text("slice_end", "</slice>")
+    # In version 2.5, a slice has the marks of an image, and the marks of slices are around all of them.
+    of_slice, of_slices = marks, ("", "")
+    if check_version(config) == "2.5":
+        of_slice, of_slices = (start, end), marks
     return SlicesProcessor(
         **common,
         mark="(<image>./</image>)",
@@ -69,10 +76,12 @@ def slices_of_queries(source: ProcessorSource, vision: VisionSpec) -> SlicesProc
         unit=unit,
         max_slices=fields.integer("max_slice_nums", 9, maximum=_MAX_SLICES) if splits else 1,
         has_equal_counts=True,
-        start=fields.text("im_start", "<image>"),
-        end=fields.text("im_end", "</image>"),
+        start=start,
+        end=end,
         number_start=fields.text("im_id_start", "<image_id>") if is_numbered else "",
         number_end=fields.text("im_id_end", "</image_id>") if is_numbered else "",
-        slice_start=fields.text("slice_start", "<slice>"),
-        slice_end=fields.text("slice_end", "</slice>"),
+        slice_start=of_slice[0],
+        slice_end=of_slice[1],
+        slices_start=of_slices[0],
+        slices_end=of_slices[1],
     )

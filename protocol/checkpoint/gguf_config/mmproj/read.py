@@ -11,6 +11,7 @@ from typing import Any, Final, TypeAlias
 
 from ....errors import CheckpointError
 from ...gguf import GGUFFile
+from ...vision.tiled.minicpm import NUM_QUERIES_2_5
 from .audio import AUDIO_KINDS, BESIDE_IMAGES
 from .fields import Audio, Mmproj, Vision
 from .grid import deepseek_ocr, deepseek_ocr2, glm4v, glm5v, paddleocr
@@ -188,7 +189,14 @@ def _minicpmv(vision: Vision) -> Mmproj:
     if version not in _MINICPM_VERSIONS:
         raise CheckpointError(
             vision.path,
-            f"the version {version!r} of MiniCPM-V is not supported; supported are {_MINICPM_VERSIONS} (2.6 and later)",
+            f"the version {version!r} of MiniCPM-V is not supported; supported are {_MINICPM_VERSIONS} (2.5 and later)",
+        )
+    num_queries = vision.num_rows("resampler.query")
+    is_2_5 = version == _MINICPM_VERSIONS[0]
+    if is_2_5 and num_queries != NUM_QUERIES_2_5:
+        raise CheckpointError(
+            vision.path,
+            f"the file has {num_queries} queries, as MiniCPM-V 2.0, whose images differ; use version 2.5 or later",
         )
     tower = vision.tower("gelu_pytorch_tanh")
     patch_size, side = tower["patch_size"], tower["image_size"]
@@ -199,23 +207,23 @@ def _minicpmv(vision: Vision) -> Mmproj:
         {
             "model_type": "minicpmv",
             "architectures": ["MiniCPMV"],
-            # Later versions differ from this one in the decoder only.
-            "version": 2.6,
+            # Versions later than 2.6 differ from it in the decoder only.
+            "version": 2.5 if is_2_5 else 2.6,
             "vision_config": tower,
-            "query_num": vision.num_rows("resampler.query"),
+            "query_num": num_queries,
             "image_token_id": token_id,
         },
         {
             "scale_resolution": side,
             "patch_size": patch_size,
-            "use_image_id": True,
+            "use_image_id": not is_2_5,
             **{f"norm_{name.removeprefix('image_')}": x for name, x in vision.statistics().items()},
         },
     )
 
 
-_MINICPM_VERSIONS: Final = (3, 4, 5, 6, 100_045)
-"""MiniCPM-V 2.6, MiniCPM-o 2.6, MiniCPM-V 4, MiniCPM-V 4.5 or MiniCPM-o 4, and MiniCPM-o 4.5."""
+_MINICPM_VERSIONS: Final = (2, 3, 4, 5, 6, 100_045)
+"""MiniCPM-V 2.5, MiniCPM-V 2.6, MiniCPM-o 2.6, MiniCPM-V 4, MiniCPM-V 4.5 or MiniCPM-o 4, and MiniCPM-o 4.5."""
 
 
 def _pixtral(vision: Vision) -> Mmproj:

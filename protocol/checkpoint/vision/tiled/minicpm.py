@@ -48,7 +48,7 @@ def minicpm_ocr(fields: ConfigFields, vision: ConfigFields, output_size: int) ->
 
 
 def minicpmv(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:
-    """Return the tower of MiniCPM-V 2.6, 4 and 4.5, whose patches are read by learned queries.
+    """Return the tower of MiniCPM-V 2.5, 2.6, 4 and 4.5, whose patches are read by learned queries.
 
     Raises:
         CheckpointError: A field is missing or invalid, or the model has another version.
@@ -75,7 +75,9 @@ def check_version(fields: ConfigFields) -> str:
     Raises:
         CheckpointError: It is not supported.
     """
-    version = str(fields.get("version"))
+    # The config of version 2.5 does not name it. Neither does that of 2.0, whose queries are 64.
+    own = "2.5" if fields.get("query_num") == NUM_QUERIES_2_5 else None
+    version = str(fields.get("version", own))
     if version not in VERSIONS:
         raise fields.wrong("version", f"one of {', '.join(VERSIONS)}", fields.get("version"))
     return version
@@ -84,7 +86,10 @@ def check_version(fields: ConfigFields) -> str:
 HEAD_SIZE: Final = 128
 """The number of elements of a head of the queries."""
 
-VERSIONS: Final = ("2.6", "4.0", "4.5")
+NUM_QUERIES_2_5: Final = 96
+"""The number of queries of version 2.5."""
+
+VERSIONS: Final = ("2.5", "2.6", "4.0", "4.5")
 """The versions of MiniCPM-V whose images are read in the same way."""
 
 _MINICPM_NAMES: Final = (

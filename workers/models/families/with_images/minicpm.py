@@ -11,7 +11,7 @@ from ..common import Family
 from ..llama import llama, qwen2, qwen3
 
 _NAMES = ((r"^llm\.", ""),)
-_DECODERS = {"2.6": qwen2, "4.0": llama, "4.5": qwen3}
+_DECODERS = {"2.5": llama, "2.6": qwen2, "4.0": llama, "4.5": qwen3}
 
 
 def _minicpmv(fields: ConfigFields) -> ModelSpec:
