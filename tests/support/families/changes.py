@@ -29,6 +29,16 @@ def with_grouped_rows(tensors: Tensors) -> Tensors:
     return changed
 
 
+def with_image_mlps(tensors: Tensors) -> Tensors:
+    """Do as `with_grouped_rows`, and add the MLPs that only read tokens of images."""
+    others = {
+        name.replace(".mlp.", ".feed_forward_ve."): torch.zeros_like(weight)
+        for name, weight in tensors.items()
+        if ".mlp." in name
+    }
+    return with_grouped_rows(tensors) | others
+
+
 def with_fused_qkv(tensors: Tensors) -> Tensors:
     """Put queries, keys and values into one matrix, in this order."""
     changed = {}

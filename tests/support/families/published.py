@@ -229,6 +229,13 @@ PUBLISHED = {
         _INTERNLM2_NAMES,
         changes.with_grouped_rows,
     ),
+    "InternLM2VE": Published(
+        "llama2",
+        {},
+        {"model_type": "internlm2", "bias": False},
+        _INTERNLM2_NAMES,
+        changes.with_image_mlps,
+    ),
     "DeciLM": Published(
         "llama3",
         {

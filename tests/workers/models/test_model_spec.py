@@ -231,14 +231,14 @@ def test_a_nested_decoder_may_omit_the_sizes_that_are_defaults_in_transformers(k
     ("differences", "message"),
     [
         (
-            {"architectures": ["RwkvForCausalLM"]},
-            "model: the architecture RwkvForCausalLM is not supported; supported are ",
+            {"architectures": ["BltForCausalLM"]},
+            "model: the architecture BltForCausalLM is not supported; supported are ",
         ),
-        ({"architectures": ["RwkvForSequenceClassification"]}, "RwkvForSequenceClassification"),
+        ({"architectures": ["BltForSequenceClassification"]}, "BltForSequenceClassification"),
         ({"architectures": ["BambaForCausalLM"]}, "model_type 'llama' does not match the"),
         (
-            {"architectures": None, "model_type": "rwkv"},
-            "architecture of model_type 'rwkv' is not supported",
+            {"architectures": None, "model_type": "blt"},
+            "architecture of model_type 'blt' is not supported",
         ),
         (
             {"architectures": None, "model_type": None},

@@ -298,6 +298,12 @@ def _internlm2(fields: ConfigFields) -> ModelSpec:
     )
 
 
+def _internlm2_ve(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of the text of an InternLM2 that has further MLPs for the tokens of images."""
+    spec = _internlm2(fields)
+    return replace(spec, tensor_names=((r".*\.feed_forward_ve\..*", ""), *spec.tensor_names))
+
+
 def _minicpm(fields: ConfigFields) -> ModelSpec:
     """Return the spec of MiniCPM 1, 2 and 4, which have Granite's multipliers under other names."""
     if fields.integer("num_experts", 0, minimum=0):
@@ -456,6 +462,7 @@ FAMILIES = (
     Family("HunYuanVLForConditionalGeneration", "hunyuan_vl", _hunyuan_vl),
     Family("HyperCLOVAXForCausalLM", "hyperclovax", _hyperclovax),
     Family("DeciLMForCausalLM", "nemotron-nas", _deci),
+    Family("InternLM2VEForCausalLM", "internlm2_ve", _internlm2_ve),
     Family("InternLM2ForCausalLM", "internlm2", _internlm2),
     Family("InternLM3ForCausalLM", "internlm3", _internlm3),
     Family("IQuestCoderForCausalLM", "iquestcoder", _iquest_coder),
