@@ -1,4 +1,4 @@
-"""MiniCPM-V 2.6, 4 and 4.5, and their mmproj files."""
+"""MiniCPM-V 2.5, 2.6, 4 and 4.5, and their mmproj files."""
 
 from __future__ import annotations
 
