@@ -225,7 +225,7 @@ def _intermediate_size(spec: ModelSpec, tensor_parallel: TensorParallel) -> int:
     """Return how many intermediate elements of the widest MLP this rank has."""
     sizes = set()
     for layer in spec.layers:
-        if layer.has_dense_mlp:
+        if layer.experts is None or layer.has_dense_mlp:
             sizes.add(spec.for_layer(layer).intermediate_size)
         if layer.experts is not None:
             sizes.add(layer.experts.shared_intermediate_size)
