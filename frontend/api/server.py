@@ -16,8 +16,9 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import uvloop
+from starlette.types import ASGIApp
 
-from ...protocol.config import FIRST_EPOCH, EngineConfig
+from ...protocol.config import FIRST_EPOCH, EngineConfig, FrontendConfig
 from ...protocol.errors import ConfigError, EngineError
 from ...protocol.heartbeat import HeartbeatWriter, seconds_to_beat
 from ...protocol.messages import FinishReason
@@ -164,7 +165,10 @@ class Frontend:
             EngineError: The engine cannot generate a token.
         """
         self._handle_signals()
-        http = HTTPServer(self._uvicorn_config(), self._config.frontend.slow_client_s)
+        http = HTTPServer(
+            uvicorn_config(self._app.asgi, self._config.frontend),
+            self._config.frontend.slow_client_s,
+        )
         stop_task = asyncio.create_task(self._stop.wait())
         retire_task = asyncio.create_task(self._retire(http))
         start_task = asyncio.create_task(self._start())
@@ -366,38 +370,43 @@ class Frontend:
         if frontend.enable_ssl_refresh and context is not None:
             await refresh_certificates(context, frontend)
 
-    def _uvicorn_config(self) -> Config:
-        frontend = self._config.frontend
-        config = Config(
-            self._app.asgi,
-            http=Connection,
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            log_level="info" if frontend.log_requests else "warning",
-            access_log=frontend.log_requests,
-            server_header=False,
-            timeout_keep_alive=frontend.keep_alive_s,  # type: ignore[arg-type]
-            timeout_graceful_shutdown=LAST_WRITES_S,  # type: ignore[arg-type]
-            ssl_keyfile=frontend.ssl_keyfile,
-            ssl_keyfile_password=frontend.ssl_keyfile_password,
-            ssl_ciphers=frontend.ssl_ciphers or "TLSv1",
-            ssl_certfile=frontend.ssl_certfile,
-            ssl_ca_certs=frontend.ssl_ca_certs,
-            ssl_cert_reqs=_CERT_REQS[
-                frontend.ssl_cert_reqs or ("required" if frontend.ssl_ca_certs else "none")
-            ],
-        )
-        try:
-            config.load()
-        except ssl.SSLError as error:
-            authorities = f", or --ssl-ca-certs {frontend.ssl_ca_certs} is invalid"
-            raise ConfigError(
-                f"--ssl-keyfile {frontend.ssl_keyfile} does not match --ssl-certfile "
-                f"{frontend.ssl_certfile}{authorities if frontend.ssl_ca_certs else ''}: {error}; use PEM files of one "
-                "key and its certificate"
-            ) from error
-        return config
+
+def uvicorn_config(app: ASGIApp, frontend: FrontendConfig) -> Config:
+    """Return the configuration of the HTTP server.
+
+    Raises:
+        ConfigError: The files for TLS do not belong together.
+    """
+    config = Config(
+        app,
+        http=Connection,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="info" if frontend.log_requests else "warning",
+        access_log=frontend.log_requests,
+        server_header=False,
+        timeout_keep_alive=frontend.keep_alive_s,  # type: ignore[arg-type]
+        timeout_graceful_shutdown=LAST_WRITES_S,  # type: ignore[arg-type]
+        ssl_keyfile=frontend.ssl_keyfile,
+        ssl_keyfile_password=frontend.ssl_keyfile_password,
+        ssl_ciphers=frontend.ssl_ciphers or "TLSv1",
+        ssl_certfile=frontend.ssl_certfile,
+        ssl_ca_certs=frontend.ssl_ca_certs,
+        ssl_cert_reqs=_CERT_REQS[
+            frontend.ssl_cert_reqs or ("required" if frontend.ssl_ca_certs else "none")
+        ],
+    )
+    try:
+        config.load()
+    except ssl.SSLError as error:
+        authorities = f", or --ssl-ca-certs {frontend.ssl_ca_certs} is invalid"
+        raise ConfigError(
+            f"--ssl-keyfile {frontend.ssl_keyfile} does not match --ssl-certfile "
+            f"{frontend.ssl_certfile}{authorities if frontend.ssl_ca_certs else ''}: {error}; use PEM files of one "
+            "key and its certificate"
+        ) from error
+    return config
 
 
 def _return_free_memory() -> None:

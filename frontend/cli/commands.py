@@ -52,6 +52,11 @@ COMMANDS: Final = {
         ".bench.command",
         takes_serve_flags=True,
     ),
+    "router": Command(
+        "FILE [flags]",
+        "serve several models at one address, each loaded when it is needed",
+        "engine.frontend.router.command",
+    ),
     "upgrade": Command(
         "[MODEL] [flags]",
         "replace a running server by a new version or model, without downtime",

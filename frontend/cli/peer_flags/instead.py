@@ -24,7 +24,7 @@ _ADAPTERS: Final = (
     "use --enable-lora --lora-modules NAME=PATH; requests choose the adapter as their model"
 )
 _DRY: Final = "set dry_multiplier and the other fields of DRY in requests"
-_ONE_MODEL: Final = "start one engine serve per model"
+_ONE_MODEL: Final = "use engine router FILE; see docs/how-to/several-models.md"
 _DISK: Final = "use --kv-disk DIRECTORY"
 _SMALLER: Final = (
     "use -q int8 or -q int4 (CPU), a quantized checkpoint, or more GPUs with --tensor-parallel-size"

@@ -1,0 +1,188 @@
+"""The ASGI application of a router: its own routes, and all others, which the servers of its models answer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+from starlette._utils import get_route_path
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ... import __version__
+from ...protocol.config import FrontendConfig
+from ...protocol.errors import EngineError
+from ..api.app import ERROR_BODIES
+from ..api.bodies.body import read_body
+from ..api.bodies.request_memory import RequestMemory
+from ..api.dialects.ollama import API_VERSION
+from ..api.edge import Edge
+from ..api.logprobs import Json
+from ..http.access import Access, Origins
+from ..http.errors import APIError, bad_request, echo, json_response, unavailable
+from ..http.middleware import add_middleware
+from .children import Child, Children, State
+from .names import find_name
+from .proxy import is_websocket, pass_on, pass_on_websocket
+
+PROBES: Final = ("/health", "/v1/health", "/livez", "/readyz", "/ping")
+
+_LARGE_BYTES: Final = 1 << 18
+"""Size of bodies that a thread parses, because it takes more than a millisecond."""
+
+_DESCRIPTION: Final = "/v1/models/"
+
+RETRY_S: Final = 5.0
+"""Seconds after which a client may ask again for a model that did not load."""
+
+
+class RouterApp:
+    """Answers requests.
+
+    A request goes to the model that it names. One without a name goes to the first model of the file; if it has no body
+    either, such as that for a stored response, to each loaded model until one knows the object.
+    """
+
+    def __init__(self, children: Children, config: FrontendConfig) -> None:
+        self._children = children
+        self._max_bytes = config.max_body_bytes
+        self._memory = RequestMemory(max(config.max_request_memory, 2 * config.max_body_bytes))
+        self._created = int(time.time())
+        self._own: dict[tuple[str, str], Callable[[Request], Awaitable[Response]]] = {
+            ("POST", "/models/load"): self._load,
+            ("POST", "/models/unload"): self._unload,
+            ("GET", "/api/version"): self._version,
+            ("GET", "/metrics"): self._metrics,
+            **dict.fromkeys((("GET", path) for path in ("/v1/models", "/models")), self._list),
+            **dict.fromkeys((("GET", path) for path in ("/api/tags", "/api/ps")), self._tags),
+            **dict.fromkeys((("GET", path) for path in PROBES), self._health),
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or pass it on to the server of its model."""
+        method, path = scope["method"], get_route_path(scope)
+        own = self._own.get((method, path))
+        if method == "GET" and path.startswith(_DESCRIPTION) and ":" not in path:
+            own = self._describe
+        if own is not None and not (path == "/metrics" and b"model=" in scope["query_string"]):
+            response = await own(Request(scope, receive))
+            await response(scope, receive, send)
+            return
+        with self._memory.lease() as lease:
+            read = await read_body(scope, receive, self._max_bytes, lease, is_json=False)
+            body = read.join()
+            if len(body) > _LARGE_BYTES:
+                name = await asyncio.to_thread(find_name, scope, body)
+            else:
+                name = find_name(scope, body)
+            candidates = [self._find(name)] if name else self._without_name(body)
+            try:
+                if is_websocket(scope):
+                    size, new_lease = self._max_bytes, self._memory.lease
+                    await pass_on_websocket(
+                        self._children, candidates[0], scope, send, size, new_lease
+                    )
+                else:
+                    await pass_on(self._children, candidates, body, scope, receive, send)
+            except EngineError as error:
+                raise unavailable(str(error), RETRY_S) from None
+
+    def _without_name(self, body: bytes) -> list[Child]:
+        first = self._children.all[0]
+        return (not body and self._children.loaded) or [first]
+
+    def _find(self, name: str) -> Child:
+        child = self._children.find(name)
+        if child is None:
+            names = ", ".join(each.model.name for each in self._children.all)
+            raise APIError(
+                404,
+                f"The model {echo(name)} does not exist; available models: {names}",
+                param="model",
+                code="model_not_found",
+            )
+        return child
+
+    def _card(self, child: Child, name: str) -> Json:
+        card: Json = {"id": name, "object": "model", "created": self._created, "owned_by": "engine"}
+        return card | {"status": {"value": child.state, "failed": child.state is State.FAILED}}
+
+    async def _list(self, request: Request) -> Response:
+        cards = [self._card(child, name) for child in self._children.all for name in child.names]
+        return json_response({"object": "list", "data": cards})
+
+    async def _describe(self, request: Request) -> Response:
+        name = get_route_path(request.scope).removeprefix(_DESCRIPTION)
+        return json_response(self._card(self._find(name), name))
+
+    async def _load(self, request: Request) -> Response:
+        try:
+            await self._children.load(await self._model_of(request))
+        except EngineError as error:
+            raise APIError(500, str(error), type="server_error") from None
+        return json_response({"success": True})
+
+    async def _unload(self, request: Request) -> Response:
+        await self._children.unload(await self._model_of(request))
+        return json_response({"success": True})
+
+    async def _model_of(self, request: Request) -> Child:
+        with self._memory.lease() as lease:
+            body = await read_body(request.scope, request.receive, self._max_bytes, lease)
+            name = find_name(request.scope, body.join())
+        if not name:
+            raise bad_request("model", "is required")
+        return self._find(name)
+
+    async def _tags(self, request: Request) -> Response:
+        """List all models, or those that are loaded, as Ollama does."""
+        all_models = get_route_path(request.scope) == "/api/tags"
+        shown = self._children.all if all_models else self._children.loaded
+        when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._created))
+        empty: Json = {"modified_at": when, "size": 0, "digest": "", "details": {}}
+        names = [name for child in shown for name in child.names]
+        return json_response({"models": [{"name": name, "model": name} | empty for name in names]})
+
+    async def _version(self, request: Request) -> Response:
+        return json_response({"version": API_VERSION, "engine": __version__})
+
+    async def _health(self, request: Request) -> Response:
+        return json_response({"status": "ok"})
+
+    async def _metrics(self, request: Request) -> Response:
+        """Return the states of all models; the metrics of one if the query names it."""
+        lines = ["# TYPE engine:router_model_loaded gauge"]
+        for child in self._children.all:
+            is_loaded = int(child.state is State.LOADED)
+            lines.append(
+                f'engine:router_model_loaded{{model_name="{child.model.name}"}} {is_loaded}'
+            )
+        lines.append("# TYPE engine:router_requests_running gauge")
+        for child in self._children.all:
+            labels = f'{{model_name="{child.model.name}"}}'
+            lines.append(f"engine:router_requests_running{labels} {child.num_running}")
+        return PlainTextResponse("\n".join(lines) + "\n")
+
+
+def create_app(
+    children: Children,
+    config: FrontendConfig,
+    *,
+    is_loopback: bool,
+    is_open: Callable[[], bool],
+) -> ASGIApp:
+    """Return the application.
+
+    Args:
+        children: The models.
+        config: The configuration of the connections and of the access.
+        is_loopback: True if the router listens on a loopback address.
+        is_open: Returns False once the router shuts down.
+    """
+    access = Access(config, is_loopback=is_loopback)
+    app = RouterApp(children, config)
+    edge: ASGIApp = Edge(app, access, config.root_path, ERROR_BODIES, is_open)
+    return Origins(add_middleware(edge, config.middleware), config, is_loopback=is_loopback)
