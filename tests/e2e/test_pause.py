@@ -61,8 +61,15 @@ def tokens(answers: Answers) -> list[list[int]]:
     return [answer["choices"][0]["token_ids"] for _, answer in found]
 
 
-def wait_until_running(server: Server) -> None:
+def start_running(
+    server: Server, pool: ThreadPoolExecutor, max_tokens: int = NUM_TOKENS
+) -> Answers:
+    """Start several requests, and wait until they run."""
+    # The metric may still count those of the test that have ended.
+    wait_until(lambda: server.metric("engine:num_requests_running") == 0, what="none runs")
+    answers = start(server, pool, max_tokens)
     wait_until(lambda: server.metric("engine:num_requests_running") == NUM_REQUESTS, what="all run")
+    return answers
 
 
 def wait_until_waiting(server: Server) -> None:
@@ -89,8 +96,7 @@ def post(server: Server, path: str, body: Any = b"") -> Any:
 
 def test_kept_requests_continue_after_the_pause(server: Server, pool: ThreadPoolExecutor) -> None:
     expected = tokens(start(server, pool))
-    running = start(server, pool)
-    wait_until_running(server)
+    running = start_running(server, pool)
     assert post(server, "/pause?mode=keep") == {"status": "paused"}
     wait_for_state(server, is_paused=True)
     late = start(server, pool)
@@ -108,8 +114,7 @@ def test_kept_requests_continue_after_the_pause(server: Server, pool: ThreadPool
 
 def test_a_pause_waits_for_running_requests(server: Server, pool: ThreadPoolExecutor) -> None:
     expected = tokens(start(server, pool))
-    running = start(server, pool)
-    wait_until_running(server)
+    running = start_running(server, pool)
     pause = pool.submit(post, server, "/pause?mode=wait")
     wait_for_state(server, is_paused=True)
     late = start(server, pool)
@@ -124,8 +129,7 @@ def test_a_pause_waits_for_running_requests(server: Server, pool: ThreadPoolExec
 
 @pytest.mark.parametrize("path", ["/pause", "/pause_generation"])
 def test_a_pause_aborts_by_default(server: Server, pool: ThreadPoolExecutor, path: str) -> None:
-    running = start(server, pool, 4000)
-    wait_until_running(server)
+    running = start_running(server, pool, 4000)
     post(server, path, {})
     for each in running:
         status, answer = each.result()
@@ -138,8 +142,7 @@ def test_a_pause_aborts_by_default(server: Server, pool: ThreadPoolExecutor, pat
 def test_retracted_requests_are_computed_again(server: Server, pool: ThreadPoolExecutor) -> None:
     expected = tokens(start(server, pool))
     before = server.metric("engine:num_preemptions_total")
-    running = start(server, pool)
-    wait_until_running(server)
+    running = start_running(server, pool)
     post(server, "/pause_generation", {"mode": "retract"})
     assert not any(each.done() for each in running)
     post(server, "/continue_generation", {})
@@ -226,8 +229,7 @@ def wait_until_asleep(server: Server) -> None:
 
 def test_kept_requests_continue_after_the_sleep(server: Server, pool: ThreadPoolExecutor) -> None:
     expected = tokens(start(server, pool))
-    running = start(server, pool)
-    wait_until_running(server)
+    running = start_running(server, pool)
     post(server, "/sleep?level=2&mode=keep")
     titles = {title_of(child).split()[0] for child in server.find_children()}
     assert not titles & {"core", "worker"} and states(server) == {"sleeping"}
