@@ -186,7 +186,15 @@ _FLORENCE2: Final = """
 {{- found.images ~ bos_token ~ chosen.text ~ eos_token }}
 """
 
+_CHAMELEON: Final = """
+{{- bos_token }}
+{%- for message in messages %}
+    {{- message.content ~ (eos_token if message.role == "assistant" else "<reserved08706>") }}
+{%- endfor %}
+"""
+
 BUILT_IN_TEMPLATES: Final = {
+    "chameleon": _CHAMELEON.strip(),
     "clip": _CONTENTS,
     "clip_text_model": _CONTENTS,
     **dict.fromkeys(("deepseek_ocr", "deepseek_ocr2"), "{{ bos_token }}" + _CONTENTS),

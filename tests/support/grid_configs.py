@@ -172,6 +172,17 @@ def image_config(kind: str) -> Any:
             image_token_offset=50,
             audio_token_offset=80,
         )
+    if kind == "chameleon":
+        codes = {"base_channels": 32, "channel_multiplier": [1, 2, 2], "num_res_blocks": 1}
+        codes |= {"resolution": 16, "attn_resolutions": [8], "num_embeddings": 30}
+        # The tokens of codes have another order than the codes.
+        letters = str.maketrans("0123456789", "ABCDEFGHIJ")
+        names = {f"IMGIMG{str(code).translate(letters)}Z": 79 - code for code in range(30)}
+        return transformers.ChameleonConfig(
+            **SMALL,
+            vq_config=codes | {"embed_dim": 12, "latent_channels": 10},
+            vocabulary_map=names | {"<image>": IMAGE_TOKEN},
+        )
     if kind == "video_llama_3":
         return transformers.VideoLlama3Config(
             vision_config={name: SQUARE[name] for name in SQUARE if name != "image_size"},

@@ -62,6 +62,8 @@ def write_grid_model(path: Path, kind: str, *, vocab_size: int = 0, image_token:
         config.get_text_config().vocab_size = vocab_size
     if image_token:
         config.image_token_id = image_token
+        if kind == "chameleon":
+            config.vocabulary_map["<image>"] = image_token
     reference = transformers.AutoModelForImageTextToText.from_config(
         config, attn_implementation="eager"
     )
@@ -102,6 +104,13 @@ def write_grid_model(path: Path, kind: str, *, vocab_size: int = 0, image_token:
         names = ("boi", "eoi", "image_wrapper", "eol")
         tokens = {f"{name}_token": f"<{name}>" for name in names}
         (path / "tokenizer_config.json").write_text(json.dumps(tokens))
+    elif kind == "chameleon":
+        side = {"height": 24, "width": 24}
+        processor = {"size": {"shortest_edge": 28}, "crop_size": side}
+        # Published configs do not have it beside the whole vocabulary.
+        config_path = path / "config.json"
+        fields = json.loads(config_path.read_text())
+        config_path.write_text(json.dumps({**fields, "image_token_id": None}))
     elif kind in MUSE_MODELS:
         processor |= {"max_image_tokens": 30}
     elif kind == "lfm2_vl":
@@ -273,6 +282,8 @@ def reference_inputs(kind: str, payloads: Sequence[ImagePayload]) -> dict[str, A
             for each in payloads
         ]
         return {"pixel_values": torch.stack(images), "image_sizes": sizes}
+    if kind == "chameleon":
+        return {"pixel_values": torch.stack([*map(normalized, payloads)])}
     if kind in SQUARE_MODELS:
         names = {"pixel_values": payloads}
         if kind == "deepseek_vl_hybrid":

@@ -40,7 +40,8 @@ def in_square(image: Image.Image, config: MarginProcessor) -> Parts:
 
 def crop(image: Image.Image, config: CropProcessor) -> Parts:
     """Return the middle of the image as a tile."""
-    return [make_tile(_crop_center(_resize_shortest(image, config), config.side), config)]
+    tile = make_tile(_crop_center(_resize_shortest(image, config), config.side), config)
+    return [config.start, tile, config.end]
 
 
 def longest(image: Image.Image, config: LongestProcessor) -> Parts:

@@ -42,7 +42,7 @@ from .qwen import (
     resize_whole_patches,
     resize_words,
 )
-from .single import longest, middle, numbered, repeated, single, square
+from .single import crop_codes, longest, middle, numbered, repeated, single, square
 from .source import ProcessorSource
 from .tiled.cohere import aya_vision, cohere2_vision
 from .tiled.internvl import (
@@ -162,12 +162,15 @@ def image_token_id(path: Path, config: ConfigFields, vocab_size: int) -> int:
         "media_placeholder_token_id",
         "im_patch_id",
         "image_patch_id",
+        "<image>",
     )
     sections = [config]
     if model_kind(config).startswith("phi4"):
         # The original config does not name the token.
         own = config.first_section("vision_config")
         sections.append(own.with_defaults(image_token_id=_PHI4_TOKEN_ID))
+    if (vocabulary := config.section("vocabulary_map")) is not None:
+        sections.append(vocabulary)
     found = ((each, name) for each in sections for name in names if each.get(name) is not None)
     section, name = next(found, (config, names[0]))
     return section.integer(name, minimum=0, maximum=vocab_size - 1)
@@ -196,6 +199,7 @@ _READERS: Final[dict[str, _Reader]] = {
     "aya_vision": aya_vision,
     "bee": anyres,
     "blip-2": single,
+    "chameleon": crop_codes,
     "clip": single,
     "cohere2_vision": cohere2_vision,
     "cohere_compass": resize,

@@ -1,4 +1,4 @@
-"""Read the image processors of CLIP, SigLIP and Aria, which make one tile per image."""
+"""Read the image processors that make one tile per image, such as those of CLIP, SigLIP, Aria and Chameleon."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from ....protocol.checkpoint.vision.convolutional.codes import CodesVisionSpec
 from ....protocol.checkpoint.vision.convolutional.davit import DavitSpec
 from ....protocol.checkpoint.vision.convolutional.fastvit import FastVitSpec
 from ....protocol.checkpoint.vision.deepseek import SamVisionSpec
 from ....protocol.checkpoint.vision.spec import MAX_SIDE, VisionSpec
 from ....protocol.config.images.single import CropProcessor, LongestProcessor, SquareProcessor
 from ....protocol.config.images.sized import FitProcessor
-from .fields import BICUBIC, CLIP_VALUES, side_of_tile, sides
+from .fields import BICUBIC, CLIP_VALUES, LANCZOS, side_of_tile, sides
 from .pixtral import pixtral
 from .source import ProcessorSource
 
@@ -83,6 +84,27 @@ def square(source: ProcessorSource, vision: DavitSpec) -> SquareProcessor:
         raise size.wrong("height", needed, side)
     sizes = {"output_size": vision.output_size, "num_outputs": vision.num_outputs_of(side)}
     return SquareProcessor(**CLIP_VALUES | sizes | source.pixel_values(BICUBIC), side=side)
+
+
+def crop_codes(source: ProcessorSource, vision: CodesVisionSpec) -> CropProcessor:
+    """Return the processor of Chameleon."""
+    size, crop = sides(source.fields, "size"), sides(source.fields, "crop_size")
+    side = crop.integer("height", 512, maximum=MAX_SIDE)
+    crop.require("width", side, ", as height", default=512)
+    if side % vision.unit:
+        needed = f"a multiple of {vision.unit}, the pixels of a code of the tower"
+        raise crop.wrong("height", needed, side)
+    ones = (1.0,) * 3
+    return CropProcessor(
+        **{"mean": ones, "std": ones}
+        | source.with_defaults(rescale_factor=0.0078).pixel_values(LANCZOS),
+        output_size=vision.output_size,
+        num_outputs=(side // vision.unit) ** 2,
+        side=side,
+        shortest_edge=size.integer("shortest_edge", 512, minimum=side, maximum=MAX_SIDE),
+        start=source.special_token("boi_token", "<racm3:break>"),
+        end=source.special_token("eoi_token", "<eoss>"),
+    )
 
 
 def longest(source: ProcessorSource, vision: VisionSpec) -> LongestProcessor:

@@ -69,11 +69,11 @@ class ProcessorSource:
         least = self.fields.integer("min_patches", least, maximum=limit)
         return least, self.fields.integer("max_patches", most, minimum=least, maximum=limit)
 
-    def special_token(self, name: str) -> str:
+    def special_token(self, name: str, default: str | None = None) -> str:
         """Return the text of a special token, which tokenizer_config.json names.
 
         Raises:
-            CheckpointError: The file does not name the token.
+            CheckpointError: The file does not name the token, and there is no default.
         """
         if name in self.tokens:
             return self.tokens[name]
@@ -81,4 +81,4 @@ class ProcessorSource:
         token = fields.get(name)
         if isinstance(token, dict):
             return ConfigFields(token, fields.path, f"{name}.").text("content")
-        return fields.text(name)
+        return fields.text(name, default)

@@ -7,7 +7,7 @@ from typing import Final, TypeAlias
 
 from ..config_fields import ConfigFields
 from .aria import aria
-from .convolutional.codes import CodesVisionSpec, apertus
+from .convolutional.codes import CodesVisionSpec, apertus, chameleon
 from .convolutional.davit import DavitSpec, florence2
 from .convolutional.fastvit import FastVitSpec, fast_vlm
 from .convolutional.mobilenet import ConvVisionSpec, gemma3n
@@ -124,11 +124,12 @@ def vision_spec(fields: ConfigFields, output_size: int) -> AnyVisionSpec:
 def _section(fields: ConfigFields) -> ConfigFields | None:
     """Return the section of the vision tower.
 
-    In the original configs of Phi, it has no sizes. In that of Molmo 2, it has another name.
+    In the original configs of Phi, it has no sizes. In those of Molmo 2 and Chameleon, it has another name.
     """
     embeddings = fields.section("embd_layer")
     original = None if embeddings is None else embeddings.section("image_embd_layer")
-    named = (fields.section(name) for name in ("vision_config", "vit_config", "img_processor"))
+    names = ("vision_config", "vit_config", "img_processor", "vq_config")
+    named = (fields.section(name) for name in names)
     return next((section for section in named if section is not None), original)
 
 
@@ -154,6 +155,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "aya_vision": aya_vision,
     "bee": bee,
     "blip-2": blip2,
+    "chameleon": chameleon,
     "clip": clip,
     "cohere2_vision": cohere2_vision,
     "cohere_compass": qwen3_vl,

@@ -64,7 +64,7 @@ def _image(width, height):
 
 def _read(path, **overrides):
     config = ConfigFields.read(path / "config.json")
-    return read_image_processor(path, config, text_section(config), overrides)
+    return read_image_processor(path, config, text_section(config) or config, overrides)
 
 
 def _tiles(image, config):
@@ -467,3 +467,27 @@ def test_a_prompt_may_have_a_token_for_each_embedding(tmp_path):
     images = places.in_order(prompt, [image, image])
     assert places.expand(prompt, images) == prompt
     assert len(places.inputs(tokenizer(prompt).input_ids, images)) == 2
+
+
+def test_images_of_chameleon_equal_those_of_transformers(tmp_path):
+    tokenizer = sentencepiece_tokenizer()
+    others = ["<racm3:break>", "<eoss>", "<image>"]
+    tokenizer.add_special_tokens({"sep_token": "<sep>", "additional_special_tokens": others})
+    tokenizer.save_pretrained(tmp_path)
+    ids = {"image_token": tokenizer.convert_tokens_to_ids("<image>"), "vocab_size": len(tokenizer)}
+    write_grid_model(tmp_path, "chameleon", **ids)
+    config = _read(tmp_path)
+    fields = json.loads((tmp_path / "preprocessor_config.json").read_text())
+    processor = image_processor_class("Chameleon")(**fields)
+    places = PromptImages(config, load_tokenizer(tmp_path))
+    reader = MediaReader(places.reader_config)
+    for size in SIZES[:-2]:
+        [tile] = _tiles(_image(*size), config)
+        expected = processor(_image(*size), return_tensors="np")["pixel_values"]
+        np.testing.assert_array_equal(_normalized(tile), expected[0])
+        prompt = places.expand("a<image>b", [reader.prepare_image(_image(*size))])
+        assert prompt == f"a<racm3:break>{36 * '<image>'}<eoss>b"
+    with pytest.raises(
+        CheckpointError, match="crop_size.height must be a multiple of 4, the pixels of a code"
+    ):
+        _read(tmp_path, crop_size=26)

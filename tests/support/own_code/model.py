@@ -36,7 +36,7 @@ class OwnCodeModel(NamedTuple):
 def normalized(payload: ImagePayload) -> Tensor:
     """Return the normalized pixels [3, height, width] of a tile."""
     pixels = np.frombuffer(payload.pixels, np.uint8).reshape(payload.height, payload.width, 3)
-    values = (pixels / 255 - np.array(payload.mean)) / np.array(payload.std)
+    values = (pixels * payload.scale - np.array(payload.mean)) / np.array(payload.std)
     return torch.from_numpy(values.transpose(2, 0, 1)).float()
 
 

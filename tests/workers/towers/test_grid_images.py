@@ -10,6 +10,7 @@ from engine.frontend.media.layouts.pixels import Tile
 from engine.frontend.media.processor import process_image
 from engine.frontend.model_source.images.read import read_image_processor
 from engine.protocol.checkpoint.config_fields import ConfigFields
+from engine.protocol.checkpoint.field_names import text_section
 from engine.protocol.encoder_inputs.inputs import EncoderInput
 from engine.workers.batch.rotary_positions import RotaryPositions
 from engine.workers.loaders.open_checkpoint import open_checkpoint
@@ -52,6 +53,7 @@ torch.set_num_threads(1)
         "deepseek_ocr2",
         *SQUARE_MODELS,
         "apertus1p5",
+        "chameleon",
         "video_llama_3",
         "nemotron_h_omni",
         "idefics2",
@@ -66,8 +68,10 @@ def model(request, tmp_path_factory):
 @pytest.mark.parametrize("load", [load_decoder, load_native_decoder])
 def test_logits_equal_those_of_transformers(model, load):
     path, reference = model
+    if reference.config.model_type == "chameleon" and load is load_native_decoder:
+        pytest.skip("its decoder runs in torch")
     config = ConfigFields.read(path / "config.json")
-    processor = read_image_processor(path, config, config.section("text_config"), {})
+    processor = read_image_processor(path, config, text_section(config) or config, {})
     rng = random.Random(3)
     prompt, payloads, groups = [], [], []
     has_canvas = reference.config.model_type == "minicpmv4_7"
@@ -123,4 +127,6 @@ def test_logits_equal_those_of_transformers(model, load):
             loc, at = np.array([0, end - start], np.int32), np.arange(start, end, dtype=np.int32)
             decoder.rotary_T3 = torch.from_numpy(rotary.of_step(np.zeros(1, np.int32), loc, at))
         found.append(runner.step({0: prompt[start:end]})[0])
-    torch.testing.assert_close(torch.cat(found), expected, atol=1e-4, rtol=1e-4)
+    # Chameleon never writes the tokens of images, whose logits are the smallest ones.
+    logits, expected = (each.clamp(min=-1e20) for each in (torch.cat(found), expected))
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)

@@ -1,4 +1,4 @@
-"""A tower that turns an image into tokens of the decoder, whose embeddings it returns (Apertus 1.5), in torch.
+"""A tower that turns an image into tokens of the decoder, whose embeddings it returns, in torch.
 
 Shapes: H rows and W columns of places, P places, C channels, D elements of a code.
 """
@@ -31,7 +31,7 @@ class CodesTower(ImageTower):
         super().__init__(source, spec.output_size)
         self.spec = spec
         exact = source._replace(dtype=torch.float32)
-        tensors = exact.weights(f"{_PREFIX}encoder.conv_in.weight")
+        tensors = exact.weights(f"{_PREFIX}encoder.conv_in.weight", spec.tensor_names)
         encoder = f"{_PREFIX}encoder."
         channels = spec.first_channels
         self._first = _Convolution(tensors, f"{encoder}conv_in", channels, 3)
@@ -46,11 +46,10 @@ class CodesTower(ImageTower):
                 channels = outputs
             if stage + 1 < len(spec.stage_channels):
                 self._blocks.append(_Halving(tensors, f"{prefix}downsample.conv", channels))
-        self._blocks += [
-            _Block(tensors, f"{encoder}mid.block_1.", channels, channels),
-            _Attention(tensors, f"{encoder}mid.attn_1.", channels),
-            _Block(tensors, f"{encoder}mid.block_2.", channels, channels),
-        ]
+        self._blocks.append(_Block(tensors, f"{encoder}mid.block_1.", channels, channels))
+        if spec.attends_last:
+            self._blocks.append(_Attention(tensors, f"{encoder}mid.attn_1.", channels))
+        self._blocks.append(_Block(tensors, f"{encoder}mid.block_2.", channels, channels))
         self._norm = _GroupNorm(tensors, f"{encoder}norm_out", channels)
         self._last = _Convolution(tensors, f"{encoder}conv_out", spec.latent_size, channels)
         self._to_code = _Convolution(
@@ -59,6 +58,9 @@ class CodesTower(ImageTower):
         self._codes = tensors.read_linear(
             f"{_PREFIX}quantize.embedding", spec.num_codes, spec.code_size, has_bias=False
         )
+        if spec.is_nearest:
+            # The code at the smallest distance has the largest product, less half of its own squared length.
+            self._codes.bias = self._codes.weight.square().sum(-1) / -2
         self._embeddings = source.weights(_TABLE)
 
     def warm_up(self) -> None:
@@ -73,7 +75,8 @@ class CodesTower(ImageTower):
         for block in self._blocks:
             x = block(x)
         x_PD = self._to_code(self._last(F.silu(self._norm(x)))).flatten(2)[0].T
-        tokens = (self._codes(x_PD).argmax(-1) + spec.first_token).tolist()
+        codes = self._codes(x_PD).argmax(-1).tolist()
+        tokens = [spec.tokens[code] if spec.tokens else spec.first_token + code for code in codes]
         # The decoder has the table, too, but perhaps only a part of it.
         return self._embeddings.read_rows(_TABLE, tokens, spec.vocab_size, spec.output_size)
 

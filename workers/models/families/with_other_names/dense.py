@@ -120,7 +120,7 @@ def _first_baichuan(fields: ConfigFields) -> ModelSpec:
 
 
 def _chameleon(fields: ConfigFields) -> ModelSpec:
-    """Return the spec of the text of a Chameleon (arXiv 2405.09818), which never generates the tokens of images."""
+    """Return the spec of a Chameleon (arXiv 2405.09818), which never generates the tokens of images."""
     fields = fields.with_defaults(
         rms_norm_eps=1e-5, num_key_value_heads=fields.integer("num_attention_heads")
     )
