@@ -35,10 +35,12 @@ from support.own_code.dots_ocr import dots_ocr
 from support.own_code.isaac import IsaacModel, isaac
 from support.own_code.keye import KeyeModel, keye
 from support.own_code.minicpm import minicpmv, write_minicpmv_mmproj
+from support.own_code.mobilevlm import mobilevlm, write_mobilevlm_mmproj
 from support.own_code.model import OwnCodeModel
 from support.own_code.ovis2_5 import ovis2_5
 from support.own_code.perception_lm import perception_lm
 from support.own_code.phi3_v import phi3_v
+from support.own_code.youtu import write_youtu_mmproj, youtu_vl
 from support.server import DEVICE, Server, assert_nothing_is_held
 from support.tiny_checkpoints import sentencepiece_tokenizer
 from support.vision_checkpoints import CHAT_TEMPLATE
@@ -54,11 +56,13 @@ STEP_MARKS = [
     "<patch_end>",
     "<patch_newline>",
 ]
+CHAMELEON_MARKS = ["<image>", "<racm3:break>", "<eoss>"]
 IDEFICS2_MARKS = ["<image>", "<fake_token_around_image>"]
 MODELS: dict[
     str,
     tuple[Callable[..., OwnCodeModel | GridModel | KeyeModel | IsaacModel], str, str, list[str]],
 ] = {
+    "chameleon": (partial(grid_model, kind="chameleon"), "<image>", "<image>", CHAMELEON_MARKS),
     "deepseek_ocr": (deepseek_ocr, "<image>", "<image>", ["<image>"]),
     "deepseek_vl2": (deepseek_vl2, "<image>", "<image>", ["<image>"]),
     "dots_ocr": (dots_ocr, "<|imgpad|>", "<|imgpad|>", ["<|imgpad|>"]),
@@ -94,9 +98,18 @@ MODELS: dict[
     "phi3_v": (phi3_v, "<|image|>", "<|image|>", ["<|image|>"]),
     "step3p7": (partial(grid_model, kind="step3p7"), "<im_patch>", "<im_patch>", STEP_MARKS),
     "video_llama_3": (partial(grid_model, kind="video_llama_3"), "<image>", "<image>", ["<image>"]),
+    "youtu_vl": (
+        partial(youtu_vl, max_patches=240),
+        "<|image_pad|>",
+        "<|image_pad|>",
+        ["<|image_pad|>"],
+    ),
 }
 """The function that writes a model, the text of its placeholder, its mark of an image, and its special tokens."""
 
+
+ONLY_IN_GGUF = {"mobilevlm": (mobilevlm, "<unk>", "<unk>", list[str]())}
+"""The same for models whose towers are read from GGUF files only."""
 
 FRAMES = [picture(6, 90, 60), picture(7, 90, 60)]
 VIDEO = {"type": "video", "video": [data_url(frame) for frame in FRAMES]}
@@ -162,9 +175,23 @@ def test_gguf_of_deepseek_ocr_reads_images_with_the_mmproj_file_beside_it(tmp_pa
     _check(model, tmp_path, CHATS, answers)
 
 
+@pytest.mark.parametrize("kind", ["mobilevlm", "youtu_vl"])
+def test_other_gguf_models_read_images_with_mmproj_files(tmp_path: Path, kind: str) -> None:
+    model, tokenizer = _write(tmp_path, kind)
+    (tmp_path / "gguf").mkdir()
+    path = write_gguf(tmp_path / "gguf" / "tiny.gguf", model.decoder, tokenizer)
+    write = write_youtu_mmproj if kind == "youtu_vl" else write_mobilevlm_mmproj
+    write(path.parent / "mmproj-tiny.gguf", tmp_path)
+    # The files do not have the maximum number of patches.
+    sizes = ("--mm-processor-kwargs", (tmp_path / "preprocessor_config.json").read_text())
+    with Server(str(path), "--dtype", "float32", "--device", DEVICE, *sizes) as server:
+        answers = ask_together(server, [chat(*parts) for parts in CHATS])
+    _check(model, tmp_path, CHATS, answers)
+
+
 def _write(directory: Path, kind: str) -> tuple[Any, Any]:
     """Write a model, and return what gives its logits, and its tokenizer."""
-    write, placeholder, mark, marks = MODELS[kind.removesuffix("-4")]
+    write, placeholder, mark, marks = (MODELS | ONLY_IN_GGUF)[kind.removesuffix("-4")]
     if kind == "minicpmv-4":
         write = partial(minicpmv, version="4.0")
     tokenizer = sentencepiece_tokenizer()

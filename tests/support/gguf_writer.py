@@ -62,6 +62,7 @@ ARCHITECTURES = {
     "mistral4": "mistral4",
     "mimo_v2_flash": "mimo2",
     "sarvam_moe": "bailingmoe2",
+    "youtu": "deepseek2",
 }
 DENSE = {
     "apertus": "apertus",

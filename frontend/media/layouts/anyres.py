@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import Final
-
 from PIL import Image
 
 from ....protocol.checkpoint.vision.anyres import anyres_grid
 from ....protocol.config.images.tiles import AnyresProcessor, RowsProcessor
 from ....protocol.encoder_inputs.payloads import ImagePayload
 from .grids import split
-from .pixels import Parts, Tile, in_middle, resize
-
-_MAX_SIDE: Final = 8192
-"""Maximum side of an image that is padded to a square, in pixels. The square takes three bytes per pixel."""
-
+from .pixels import Parts, Tile, in_middle, on_square, resize
 
 def anyres(image: Image.Image, config: AnyresProcessor, num_images: int) -> Parts:
     """Return all tiles of an image's grid as one tile for the encoder; the prompt has `num_images` images."""
     side, whole_outputs = config.side, config.num_patches**2
     if config.pads_several and num_images > 1:
-        tile = resize(_with_margins(image, config), side, side, config)
+        tile = resize(on_square(image, config), side, side, config)
         return [config.start, _tile([tile], 0, image, config, whole_outputs + 1), config.end]
     columns, rows = _best_grid(image.width, image.height, config)
     canvas = _enlarge(image, columns * side, rows * side, config)
@@ -94,16 +88,3 @@ def _enlarge(image: Image.Image, width: int, height: int, config: AnyresProcesso
     canvas.paste(resize(image, *size, config), ((width - size[0]) // 2, (height - size[1]) // 2))
     return canvas
 
-
-def _with_margins(image: Image.Image, config: AnyresProcessor) -> Image.Image:
-    """Return a square image with the given image in its middle."""
-    side = max(image.size)
-    if side > _MAX_SIDE:
-        raise ValueError(
-            f"when there are other images, its longer side may have at most {_MAX_SIDE} pixels, got {side}; "
-            "send a smaller one"
-        )
-    red, green, blue = (int(255 * mean) for mean in config.mean)
-    square = Image.new("RGB", (side, side), (red, green, blue))
-    square.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
-    return square

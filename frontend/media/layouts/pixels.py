@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 from PIL import Image
@@ -10,6 +10,9 @@ from PIL import Image
 from ....protocol.config.images.settings import ImageProcessorConfig
 from ....protocol.encoder_inputs.inputs import EncoderGrid
 from ....protocol.encoder_inputs.payloads import EmbeddingPayload, ImagePayload
+
+_MAX_SIDE: Final = 8192
+"""Maximum side of an image that is completed to a square, in pixels. The square takes three bytes per pixel."""
 
 
 class Tile(NamedTuple):
@@ -105,6 +108,24 @@ def in_middle(
     place = round((width - fitted[0]) / 2), round((height - fitted[1]) / 2)
     canvas.paste(resize(image, *fitted, config), place)
     return canvas
+
+
+def on_square(image: Image.Image, config: ImageProcessorConfig) -> Image.Image:
+    """Return the image in the middle of a square of the mean color, whose side is the longer one of the image.
+
+    Raises:
+        ValueError: The image is too long.
+    """
+    side = max(image.size)
+    if side > _MAX_SIDE:
+        raise ValueError(
+            f"its longer side may have at most {_MAX_SIDE} pixels, because it is completed to a square, got {side}; "
+            "send a smaller one"
+        )
+    red, green, blue = (int(255 * mean) for mean in config.mean)
+    square = Image.new("RGB", (side, side), (red, green, blue))
+    square.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
+    return square
 
 
 def with_margin(

@@ -21,6 +21,9 @@ from .pixels import Parts, Tile, interpolate, make_tile, resize
 _SCALE_STEP: Final = 1e-5
 """The precision of the factor by which Isaac scales an image."""
 
+_SCALE_DECREASE: Final = 0.02
+"""The difference of the factors by which Youtu-VL tries to scale an image."""
+
 
 def resized(image: Image.Image, config: ResizeProcessor) -> Parts:
     """Return the image in the valid size that is closest to its own."""
@@ -31,6 +34,8 @@ def resized(image: Image.Image, config: ResizeProcessor) -> Parts:
         size = grown_rounded(*size, config.unit)
     if config.grows == "scaled":
         size = _scaled(*size, config)
+    elif config.grows == "stepped":
+        size = _stepped(*size, config)
     elif config.patch_size:
         size = _whole_patches(*size, config)
     else:
@@ -115,6 +120,18 @@ def _scaled(width: int, height: int, config: ResizeProcessor) -> tuple[int, int]
         is_low = num_pixels < config.min_pixels if grows else num_pixels <= config.max_pixels
         low, high = (middle, high) if is_low else (low, middle)
     return size(high if grows else low)
+
+
+def _stepped(width: int, height: int, config: ResizeProcessor) -> tuple[int, int]:
+    """Return a size in multiples of `unit`, scaled by the first factor of many that keeps it below the maximum."""
+    scale = 1.0
+    while True:
+        sides = (math.ceil(side * scale / config.unit) for side in (width, height))
+        columns, rows = (max(1, side) * config.unit for side in sides)
+        # With a scale of 0, both sides have one unit, which no maximum is below.
+        if columns * rows <= config.max_pixels:
+            return columns, rows
+        scale -= _SCALE_DECREASE
 
 
 def padded(image: Image.Image, config: PadProcessor) -> Parts:

@@ -15,11 +15,13 @@ from ....protocol.config.images.single import (
 )
 from ....protocol.config.images.sized import QuartersProcessor
 from ....protocol.encoder_inputs.payloads import ImagePayload
-from .pixels import Parts, make_tile, resize, with_margin
+from .pixels import Parts, make_tile, on_square, resize, with_margin
 
 
 def square(image: Image.Image, config: SquareProcessor) -> Parts:
     """Return the whole image as a tile."""
+    if config.pads:
+        image = on_square(image, config)
     tile = make_tile(resize(image, config.side, config.side, config), config)
     return [config.start, tile._replace(after=config.mark_texts), config.end]
 

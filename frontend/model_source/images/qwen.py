@@ -18,7 +18,7 @@ from ....protocol.config.images.sized import (
     ResizeProcessor,
 )
 from ....protocol.config.images.tiles import CanvasProcessor
-from .fields import BICUBIC, CLIP_VALUES, sides
+from .fields import BICUBIC, BILINEAR, CLIP_VALUES, sides
 from .source import MAX_TILES, ProcessorSource
 
 _MAX_PIXELS: Final = 1 << 26
@@ -197,6 +197,25 @@ def resize_scaled(source: ProcessorSource, vision: GridVisionSpec) -> ResizeProc
         max_pixels=most * patch**2,
         grows="scaled",
         mark="<image>",
+    )
+
+
+def resize_stepped(source: ProcessorSource, vision: GridVisionSpec) -> ResizeProcessor:
+    """Return the processor of Youtu-VL, whose own code has another limit than its file."""
+    fields, patch = source.fields, vision.patch_size
+    fields.require("patch_size", patch, _AS_IN_TOWER)
+    least = vision.merge_size**2
+    most = fields.integer(
+        "max_image_patches", 36_864, minimum=least, maximum=_MAX_PIXELS // patch**2
+    )
+    return ResizeProcessor(
+        **source.pixel_values(BILINEAR),
+        output_size=vision.output_size,
+        num_outputs=most // least,
+        unit=vision.unit,
+        min_pixels=vision.unit**2,
+        max_pixels=most * patch**2,
+        grows="stepped",
     )
 
 

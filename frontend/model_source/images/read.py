@@ -39,10 +39,11 @@ from .qwen import (
     resize_rounded,
     resize_scaled,
     resize_single,
+    resize_stepped,
     resize_whole_patches,
     resize_words,
 )
-from .single import crop_codes, longest, middle, numbered, repeated, single, square
+from .single import crop_codes, longest, middle, numbered, padded_square, repeated, single, square
 from .source import ProcessorSource
 from .tiled.cohere import aya_vision, cohere2_vision
 from .tiled.internvl import (
@@ -265,6 +266,7 @@ _READERS: Final[dict[str, _Reader]] = {
     "mistral3": pixtral,
     "mistral_large4": pixtral,
     "mllama": mosaic,
+    "mobilevlm": padded_square,
     "modernvbert": grid,
     "molmo2": overlaps,
     "muse_glimmer": muse,
@@ -299,4 +301,5 @@ _READERS: Final[dict[str, _Reader]] = {
     "phi4_siglip": resize_patches,
     "video_llama_3": resize_patches,
     "vipllava": single,
+    "youtu_vl": resize_stepped,
 }

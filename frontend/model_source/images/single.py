@@ -74,6 +74,13 @@ def _tile(
     )
 
 
+def padded_square(source: ProcessorSource, vision: VisionSpec) -> SquareProcessor:
+    """Return the processor of MobileVLM, which first completes an image to a square."""
+    side = source.tile_side(vision)
+    common = CLIP_VALUES | source.values(vision, BICUBIC)
+    return SquareProcessor(**common, side=side, pads=True)
+
+
 def square(source: ProcessorSource, vision: DavitSpec) -> SquareProcessor:
     """Return the processor of Florence-2, whose tower reads images of any size."""
     size = sides(source.fields, "size")

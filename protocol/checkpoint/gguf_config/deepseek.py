@@ -21,19 +21,20 @@ SIGMOID: Final = 2
 """The value of `expert_gating_func` if scores are sigmoids of the router's logits."""
 
 
-def _deepseek(fields: ModelFields) -> dict[str, Any]:
-    """Return the fields of latent attention with experts, without the kind of the router."""
+def _latent(fields: ModelFields) -> dict[str, Any]:
+    """Return the fields of latent attention and of the layers."""
     scaling = rope_scaling(fields)
     if scaling is not None and (weight := yarn_weight(fields, 0.1)):
         scaling |= {"mscale": weight, "mscale_all_dim": weight}
-    return (
-        expert_fields(fields)
-        | latent_attention(fields)
-        | layer_counts(fields)
-        | {"rope_scaling": scaling}
-    )
+    return latent_attention(fields) | layer_counts(fields) | {"rope_scaling": scaling}
 
 
+def _deepseek(fields: ModelFields) -> dict[str, Any]:
+    """Return the fields of latent attention with experts, without the kind of the router."""
+    return expert_fields(fields) | _latent(fields)
+
+
+_YOUTU: Final = declared("youtu", "YoutuForCausalLM", _latent)
 _DEEPSEEK3: Final = declared("deepseek_v3", "DeepseekV3ForCausalLM", _deepseek)
 
 
@@ -44,6 +45,8 @@ def _no_window(fields: ModelFields) -> dict[str, Any]:
 
 
 def _deepseek2(fields: ModelFields) -> dict[str, Any]:
+    if not fields.integer("expert_count", 0, minimum=0):
+        return _YOUTU(fields)
     last = layer_counts(fields)["num_hidden_layers"] - 1
     # Older files do not say which function turns the router's logits into scores.
     has_correction = fields.has_tensor(f"blk.{last}.exp_probs_b.bias")

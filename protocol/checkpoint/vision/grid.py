@@ -197,7 +197,7 @@ def qwen2_5_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> 
         norm_kind="rms",
         has_gate=True,
         window_size=window_size,
-        full_layers=_layers(vision, "fullatt_block_indexes", sizes["num_layers"], [7, 15, 23, 31]),
+        full_layers=read_layers(vision, "fullatt_block_indexes", sizes["num_layers"], [7, 15, 23, 31]),
         tensor_names=_NAMES,
     )
 
@@ -263,7 +263,7 @@ def qwen3_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Gr
         output_size=output_size,
         has_patch_bias=True,
         position_side=vision.square_side("num_position_embeddings", 2304),
-        deepstack_layers=_layers(
+        deepstack_layers=read_layers(
             vision, "deepstack_visual_indexes", sizes["num_layers"], [8, 16, 24]
         ),
         tensor_names=_NAMES,
@@ -434,7 +434,7 @@ def _sizes(vision: ConfigFields, size: int, patch_size: int) -> dict[str, Any]:
     }
 
 
-def _layers(
+def read_layers(
     vision: ConfigFields, name: str, num_layers: int, default: list[int]
 ) -> tuple[int, ...]:
     """Return a config's list of layers, which counts from 0, as layers counted from 1."""

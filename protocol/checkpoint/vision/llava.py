@@ -8,7 +8,7 @@ from typing import Final
 from msgspec.structs import replace
 
 from ..config_fields import ConfigFields
-from .fields import feature_layers, read_sizes
+from .fields import check_factor, feature_layers, read_sizes
 from .gemma import SIGLIP_SIZES, siglip
 from .pixtral import pixtral
 from .spec import VisionSpec
@@ -65,6 +65,16 @@ def llava(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Visio
         keeps_class_token=is_clip and strategy == "full",
         has_patch_bias=not is_clip,
         has_pre_norm=is_clip,
+    )
+
+
+def mobilevlm(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:
+    """Return the tower of MobileVLM, which is LLaVA's with a projection that halves both sides of an image."""
+    kind = fields.choice("mm_projector_type", ("ldpnet", "ldpnetv2"), "ldpnet")
+    spec = llava(fields, vision, output_size)
+    check_factor(fields, "the stride", 2, spec.image_size // spec.patch_size)
+    return replace(
+        spec, projection="convolved mlp" if kind == "ldpnet" else "pooled mlp", merge_factor=2
     )
 
 

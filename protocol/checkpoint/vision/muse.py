@@ -1,4 +1,4 @@
-"""Read the vision towers of Muse Glimmer, with large windows in most layers, of Inkling 2 and of Nemotron Omni."""
+"""Read the vision towers of Muse Glimmer and Youtu-VL, with windows in most layers, of Inkling 2 and Nemotron Omni."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Final
 
 from ..config_fields import ConfigFields
 from ..field_names import text_section
-from .grid import GridVisionSpec
-from .merged import merged_sizes
+from .grid import GridVisionSpec, read_layers
+from .merged import SIGLIP_NAMES, merged_sizes, siglip_fields
 
 _NORM_EPS: Final = 1e-5
 
@@ -51,6 +51,31 @@ def muse(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVi
         window_size=side * patch_size,
         full_layers=tuple(i for i, each in enumerate(is_full, 1) if each),
         tensor_names=_NAMES,
+    )
+
+
+def youtu_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
+    """Return the tower of Youtu-VL (arXiv 2601.19798), a SigLIP 2 whose patches are rotated."""
+    vision.require("out_hidden_size", output_size, ", as hidden_size of the decoder")
+    patch_size = vision.integer("patch_size", 16, maximum=256)
+    sizes = siglip_fields(vision, output_size, patch_size)
+    merge_size = vision.integer("spatial_merge_size", 2, maximum=16)
+    window_size = vision.integer("window_size", 256)
+    if window_size < patch_size * merge_size:
+        needed = f"at least {patch_size * merge_size}, the pixels of an embedding"
+        raise vision.wrong("window_size", needed, window_size)
+    return GridVisionSpec(
+        **sizes,
+        merge_size=merge_size,
+        has_axes=False,
+        patch_layout="pixels",
+        merger_norm_kind="rms",
+        merger_eps=1e-6,
+        window_size=window_size,
+        full_layers=read_layers(
+            vision, "fullatt_block_indexes", sizes["num_layers"], [7, 15, 23, 26]
+        ),
+        tensor_names=_YOUTU_NAMES,
     )
 
 
@@ -142,6 +167,13 @@ _NAMES: Final = (
     (r"vision_tower\.layers\.", "vision_tower.blocks."),
     (r"vision_adapter\.", "vision_tower.merger."),
     (r"vision_projection\.", "vision_tower.merger.fc3."),
+)
+_YOUTU_NAMES: Final = (
+    (r"^siglip2\.", "visual."),
+    *SIGLIP_NAMES,
+    (r"^merger\.ln_q\.", "visual.merger.norm."),
+    (r"^merger\.mlp\.0\.", "visual.merger.fc1."),
+    (r"^merger\.mlp\.2\.", "visual.merger.fc2."),
 )
 _INKLING_NAMES: Final = (
     (r"^model\.(visual|vision_tower)\.(backbone\.)?", "visual."),

@@ -48,6 +48,7 @@ from .llava import (
     llava,
     llava_next,
     llava_onevision,
+    mobilevlm,
     r_vl,
     siglip_alone,
     vipllava,
@@ -68,7 +69,7 @@ from .merged import (
     step3,
     video_llama3,
 )
-from .muse import inkling2, muse, nemotron_omni
+from .muse import inkling2, muse, nemotron_omni, youtu_vl
 from .pixtral import mistral_large4, pixtral
 from .spec import VisionSpec
 from .tiled.cohere import aya_vision, cohere2_vision
@@ -224,6 +225,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "mistral3": pixtral,
     "mistral_large4": mistral_large4,
     "mllama": mllama,
+    "mobilevlm": mobilevlm,
     "modernvbert": modernvbert,
     "molmo2": molmo2,
     "muse_glimmer": muse,
@@ -255,4 +257,5 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "phi4_siglip": phi4_siglip,
     "video_llama_3": video_llama3,
     "vipllava": vipllava,
+    "youtu_vl": youtu_vl,
 }

@@ -187,6 +187,10 @@ class VisionSpec(msgspec.Struct, frozen=True):
     * "mlp": two products with an activation in between (LLaVA, arXiv 2310.03744)
     * "mlp mean": as "mlp" for each patch, and then the means. If the factor does not divide the patches of a side,
       squares overlap (Perception LM, arXiv 2504.13180)
+    * "convolved mlp": as "mlp" for each patch, and then two blocks of convolutions for each element. The second one has a
+      stride of `merge_factor` (MobileVLM, arXiv 2312.16886)
+    * "pooled mlp": as "mlp" for each patch, and then the means of the squares, to which a convolution of them for each
+      element is added (MobileVLM V2, arXiv 2402.03766)
     * "padded mlp": as "mlp", with squares that are completed by zeros. The first matrix stores columns by element, then
       by patch (DeepSeek-VL2)
     * "joined": a product of the features of each encoder with half of the outputs, then the activation of both and
@@ -229,7 +233,9 @@ class VisionSpec(msgspec.Struct, frozen=True):
         "matrix",
         "mlp",
         "mlp mean",
+        "convolved mlp",
         "padded mlp",
+        "pooled mlp",
         "joined",
         "gated mlp",
         "merged mlp",

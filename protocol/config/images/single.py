@@ -6,9 +6,13 @@ from .settings import ImageProcessorConfig
 
 
 class SquareProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="square"):
-    """Resizes an image to one tile of `side` x `side` pixels. The marks follow the embeddings of the image."""
+    """Resizes an image to one tile of `side` x `side` pixels. The marks follow the embeddings of the image.
+
+    If `pads` is true, the image is first placed in the middle of a square of the mean color.
+    """
 
     side: int
+    pads: bool = False
 
 
 class CropProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="crop"):

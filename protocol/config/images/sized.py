@@ -74,7 +74,8 @@ class ResizeProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="resi
 
     Each square of `unit` x `unit` pixels makes one embedding. If `grows` is not None, an image with a side below `unit`
     pixels is first enlarged until that side has `unit` pixels; the other side is then rounded down ("floor", GLM) or to
-    the nearest integer ("round", PaddleOCR-VL). With "scaled" (Isaac), the image is scaled and its sides rounded up. If
+    the nearest integer ("round", PaddleOCR-VL). With "scaled" (Isaac), the image is scaled and its sides rounded up; with "stepped"
+    (Youtu-VL), too, but it is only shrunk, in steps of 2 %. If
     `newlines` is "plain" (Hy4-VL) or "framed" (Hunyuan-OCR), there is one more embedding after each row, and if it is
     "framed" or "ends" (Ovis 2.5), one before the image and one after it. If `size_end` is not empty, the numbers of
     rows and columns and this text follow `start`, and `row_end` each row but the last (Apertus 1.5). If `patch_size` is
@@ -87,7 +88,7 @@ class ResizeProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="resi
     max_pixels: int
     counted_frames: int = 1
     patch_size: int = 0
-    grows: Literal["floor", "round", "scaled"] | None = None
+    grows: Literal["floor", "round", "scaled", "stepped"] | None = None
     newlines: Literal["framed", "plain", "ends"] | None = None
     size_end: str = ""
     row_end: str = ""

@@ -180,3 +180,9 @@ def test_the_formats_of_kimi_k3_are_found(tmp_path: Path) -> None:
 def test_tasks_of_florence2_become_questions(tmp_path: Path, text: str, question: str) -> None:
     prompt = built_in(tmp_path, "florence2").render([{"role": "user", "content": text}])
     assert prompt == f"{BOS}{question}{EOS}"
+
+
+def test_questions_of_chameleon_end_with_a_separator(tmp_path: Path) -> None:
+    prompt = built_in(tmp_path, "chameleon").render([QUESTION, ANSWER, QUESTION])
+    separator = "<reserved08706>"
+    assert prompt == f"{BOS}2 + 2?{separator}4{EOS}2 + 2?{separator}"

@@ -491,3 +491,7 @@ def test_images_of_chameleon_equal_those_of_transformers(tmp_path):
         CheckpointError, match="crop_size.height must be a multiple of 4, the pixels of a code"
     ):
         _read(tmp_path, crop_size=26)
+    file = tmp_path / "config.json"
+    file.write_text(file.read_text().replace("IMGIMGJZ", "IMGIMGDAZ"))
+    with pytest.raises(CheckpointError, match="a token below .* for each of the 30 codes"):
+        _read(tmp_path)

@@ -15,6 +15,7 @@ from engine.protocol.checkpoint.field_names import text_section
 from engine.protocol.errors import CheckpointError
 from PIL import Image
 from support.own_code.minicpm import minicpmv
+from support.own_code.youtu import youtu_vl
 from support.vision_checkpoints import vision_directory
 
 pytestmark = pytest.mark.slow
@@ -117,3 +118,16 @@ def test_slices_of_minicpm_2_5_are_images_between_marks(tmp_path):
     found = "".join("I" if isinstance(part, Tile) else part for part in parts)
     row = 2 * "<image>I</image>"
     assert found == f"<image>I</image><slice>{row}\n{row}</slice>"
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"), [((100, 44), (80, 40)), ((5, 3), (8, 8)), ((60, 33), (64, 40))]
+)
+def test_images_of_youtu_vl_are_shrunk_in_steps(size, expected, tmp_path):
+    youtu_vl(tmp_path)
+    config = ConfigFields.read(tmp_path / "config.json")
+    processor = read_image_processor(tmp_path, config, config, {"max_image_patches": 200})
+    [tile] = _tiles(_image(*size), processor)
+    assert (tile.width, tile.height) == expected
+    # The first of the sizes is the first one below the limit, at a scale of 0.8.
+    assert processor.num_outputs == 50

@@ -165,6 +165,7 @@ def test_native_logits_from_a_quantized_gguf_file_of_gemma_are_close(tmp_path):
 
 
 IN_GGUF = [
+    "youtu",
     "mixtral-one",
     "qwen2-moe-all",
     "qwen3-moe-all",

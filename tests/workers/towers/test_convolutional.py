@@ -1,4 +1,4 @@
-"""Gemma 3n and FastVLM give the embeddings and logits that transformers computes with timm."""
+"""Models with convolutions give the embeddings and logits of transformers with timm, or of their authors."""
 
 import random
 from itertools import pairwise
@@ -13,17 +13,22 @@ from engine.frontend.media.prompt_images import PromptImages
 from engine.frontend.model_source.images.read import read_image_processor
 from engine.frontend.tokenizer.load import load_tokenizer
 from engine.protocol.checkpoint.config_fields import ConfigFields
+from engine.protocol.checkpoint.gguf import GGUFFile
+from engine.protocol.checkpoint.gguf_config.mmproj.read import read_mmproj
 from engine.protocol.checkpoint.vision.read import vision_spec
 from engine.protocol.encoder_inputs.payloads import ImagePayload
 from engine.protocol.errors import CheckpointError, EngineError
+from engine.workers.loaders.mmproj import MmprojCheckpoint
 from engine.workers.loaders.open_checkpoint import open_checkpoint
 from engine.workers.towers.image_tower import TowerSource
 from engine.workers.towers.make_tower import make_tower
 from engine.workers.towers.placed import Placed
+from gguf import GGUFWriter
 from PIL import Image
 from support.decoders import CPU, Runner, load_decoder, load_native_decoder
 from support.fast_vlm import fast_vlm_directory
 from support.gemma3n import NUM_IMAGE_TOKENS, gemma3n_directory
+from support.own_code.mobilevlm import mobilevlm, write_mobilevlm_mmproj
 
 pytestmark = pytest.mark.slow
 
@@ -179,3 +184,36 @@ def test_unknown_settings_are_refused(paths, towers):
         wrong = config.with_values({"vision_config": config.config["vision_config"] | values})
         with pytest.raises(CheckpointError, match=message):
             vision_spec(wrong, 64)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_outputs_of_mobilevlm_files_equal_those_of_the_authors_code(version, tmp_path):
+    reference = mobilevlm(tmp_path, version=version)
+    file = tmp_path / "mmproj-tiny.gguf"
+    write_mobilevlm_mmproj(file, tmp_path)
+    writer = GGUFWriter(tmp_path / "tiny.gguf", "llama")
+    writer.add_array("tokenizer.ggml.tokens", ["a", "<unk>"])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    text = {"hidden_size": 64, "vocab_size": 2}
+    found = read_mmproj(GGUFFile(file), GGUFFile(tmp_path / "tiny.gguf"), text)
+    fields = ConfigFields(found.config, file)
+    processor = read_image_processor(file, fields, fields.section("text_config"), {}, found)
+    tower = make_tower(
+        vision_spec(fields, 64), TowerSource(MmprojCheckpoint(file), CPU, torch.float32)
+    )
+    mean = tuple(int(255 * each) for each in processor.mean)
+    for width, height in ((40, 24), (31, 90), (24, 24)):
+        pixels = np.random.default_rng(width).integers(0, 256, (height, width, 3), np.uint8)
+        image = Image.fromarray(pixels)
+        [tile] = [part for part in process_image(image, processor) if isinstance(part, Tile)]
+        side = max(width, height)
+        square = Image.new("RGB", (side, side), mean)
+        square.paste(image, ((side - width) // 2, (side - height) // 2))
+        resized = square.resize((24, 24), Image.Resampling.BICUBIC)
+        assert (tile.payload.pixels, tile.num_outputs) == (resized.tobytes(), 9)
+        with torch.inference_mode():
+            [expected] = reference.encode([tile.payload])
+        torch.testing.assert_close(tower(tile.payload), expected, rtol=0, atol=1e-4)

@@ -50,6 +50,7 @@ from support.mmproj_writer import (
 from support.own_code.deepseek_ocr import deepseek_ocr, write_deepseek_mmproj
 from support.own_code.dots_ocr import dots_ocr, write_dots_mmproj
 from support.own_code.minicpm import minicpmv, write_minicpmv_mmproj
+from support.own_code.youtu import write_youtu_mmproj, youtu_vl
 from support.qwen_checkpoints import UNIT, qwen_directory
 from support.vision_checkpoints import TILE, vision_directory
 
@@ -235,12 +236,20 @@ def test_towers_of_kimi_files_equal_those_of_checkpoints(kind, tmp_path):
     torch.testing.assert_close(*outputs, rtol=0, atol=1e-6)
 
 
-def test_towers_of_dots_ocr_files_equal_those_of_checkpoints(tmp_path):
-    dots_ocr(tmp_path)
+_OWN_CODE = {
+    "dots_ocr": (dots_ocr, write_dots_mmproj, "<|imgpad|>"),
+    "youtu_vl": (youtu_vl, write_youtu_mmproj, "<|image_pad|>"),
+}
+
+
+@pytest.mark.parametrize("kind", _OWN_CODE)
+def test_towers_of_files_equal_those_of_checkpoints_of_authors(kind, tmp_path):
+    write_model, write_file, token = _OWN_CODE[kind]
+    write_model(tmp_path)
     file = tmp_path / "mmproj-tiny.gguf"
-    write_dots_mmproj(file, tmp_path)
+    write_file(file, tmp_path)
     config = ConfigFields.read(tmp_path / "config.json")
-    decoder = _decoder(tmp_path / "tiny.gguf", ["a", "<|imgpad|>"])
+    decoder = _decoder(tmp_path / "tiny.gguf", ["a", token])
     found = read_mmproj(GGUFFile(file), decoder, {"hidden_size": 64, "vocab_size": 96})
     fields = ConfigFields(found.config, file)
     specs = [vision_spec(each, 64) for each in (fields, config)]

@@ -40,6 +40,7 @@ from support.own_code.perception_lm import perception_lm
 from support.own_code.phi3_v import phi3_v
 from support.own_code.rice import rice
 from support.own_code.step_vl import step_vl
+from support.own_code.youtu import youtu_vl
 
 pytestmark = pytest.mark.slow
 
@@ -57,6 +58,7 @@ MODELS: dict[str, Callable[[Path], OwnCodeModel]] = {
     "phi3_v": phi3_v,
     "rice": rice,
     "step_vl": step_vl,
+    "youtu_vl": youtu_vl,
     **{
         f"minicpmv-{version}": partial(minicpmv, version=version)
         for version in ("2.5", "2.6", "4.0", "4.5")
@@ -72,6 +74,7 @@ PLACEHOLDERS = {
     "phi3_v": "<|image|>",
     "rice": "<|image_pad|>",
     "step_vl": "<im_patch>",
+    "youtu_vl": "<|image_pad|>",
 }
 
 

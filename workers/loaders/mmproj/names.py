@@ -79,10 +79,34 @@ _LLAMA4_NAMES = {
     "mm.model.mlp.1": "multi_modal_projector.fc1",
     "mm.model.mlp.2": "multi_modal_projector.fc2",
 }
+_LDP_BLOCK = {
+    "0.0": "depthwise",
+    "0.1": "norm1",
+    "1.fc1": "fc1",
+    "1.fc2": "fc2",
+    "2.0": "pointwise",
+    "2.1": "norm2",
+}
+_LDP_NAMES = {
+    **_NAMES,
+    **{
+        f"mm.model.mb_block.{i + 1}.block.{theirs}": f"multi_modal_projector.blocks.{i}.{ours}"
+        for i in range(2)
+        for theirs, ours in _LDP_BLOCK.items()
+    },
+}
+_LDP2_NAMES = {
+    **_NAMES,
+    "mm.model.mlp.0": "multi_modal_projector.linear_1",
+    "mm.model.mlp.2": "multi_modal_projector.linear_2",
+    "mm.model.peg.0": "multi_modal_projector.depthwise",
+}
 _OTHER_NAMES = {
     "gemma4uv": _UNIFIED_NAMES,
     "gemma4v": _GEMMA4_NAMES,
     "janus_pro": _JANUS_NAMES,
+    "ldp": _LDP_NAMES,
+    "ldpv2": _LDP2_NAMES,
     "lfm2": _LFM2_NAMES,
     "llama4": _LLAMA4_NAMES,
     "phi4": _PHI4_NAMES,
@@ -135,6 +159,11 @@ _PADDLE_NAMES = {
     "mm.1": f"{_VISUAL}merger.fc1",
     "mm.2": f"{_VISUAL}merger.fc2",
 }
+_YOUTU_NAMES = {
+    **_GRID_NAMES,
+    "v.post_ln": f"{_VISUAL}final_norm",
+    "mm.input_norm": f"{_VISUAL}merger.norm",
+}
 _HUNYUAN_NAMES = {
     **_GRID_NAMES,
     "mm.0": f"{_VISUAL}merger.square",
@@ -184,8 +213,9 @@ _OTHER_GRID_NAMES = {
     "nemotron_v2_vl": _NEMOTRON_NAMES,
     "paddleocr": _PADDLE_NAMES,
     "step3vl": _STEP_NAMES,
+    "youtuvl": _YOUTU_NAMES,
 }
-_WITH_SPLIT_LAYERS = ("hunyuanvl", "minimax_m3", "muse-glimmer", "paddleocr")
+_WITH_SPLIT_LAYERS = ("hunyuanvl", "minimax_m3", "muse-glimmer", "paddleocr", "youtuvl")
 """Types of projectors whose checkpoints store queries, keys and values apart."""
 
 _GRID_LAYER_NAMES = {

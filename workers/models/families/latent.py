@@ -490,4 +490,5 @@ FAMILIES = (
     Family("PanguUltraMoEForCausalLM", "pangu_ultra_moe", _pangu_ultra),
     Family("SarvamMLAForCausalLM", "sarvam_mla", _sarvam_mla),
     Family("YoutuForCausalLM", "youtu", _youtu),
+    Family("YoutuVLForConditionalGeneration", "youtu_vl", _youtu),
 )

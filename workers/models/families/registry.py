@@ -173,6 +173,7 @@ _WITH_ANY_DECODER = {
     "MiniCPMOcrForConditionalGeneration",
     "MiniCPMV",
     "MiniCPMV4_6ForConditionalGeneration",
+    "MobileLlamaForCausalLM",
     "Mistral3ForConditionalGeneration",
     "MossTranscribeDiarizeForConditionalGeneration",
     "MusicFlamingoForConditionalGeneration",
@@ -198,6 +199,7 @@ _WITH_ANY_DECODER = {
     "UltravoxForConditionalGeneration",
     "UltravoxModel",
     "VoxtralForConditionalGeneration",
+    "YoutuVLForConditionalGeneration",
 }
 """Architectures whose decoder, described by `text_config`, may be of any family."""
 

@@ -19,6 +19,7 @@ from ..image_tower import TowerSource
 from ..weights import Linear, Norm, VisionWeights, attend, find_activation
 from .connector import read_connector
 from .merging import means, side_by_side, squares, waves
+from .mobile import read_convolved_mlp, read_pooled_mlp
 from .perceiver import read_perceiver
 from .query_former import read_former
 from .window_queries import read_window_queries
@@ -317,7 +318,9 @@ _KINDS: Final[dict[str, Callable[[VisionSpec, Checkpoint, _Reader], Projection]]
     "probe": _probe,
     "mlp": _mlp,
     "mlp mean": _mlp_mean,
+    "convolved mlp": read_convolved_mlp,
     "padded mlp": _padded_mlp,
+    "pooled mlp": read_pooled_mlp,
     "joined": _joined,
     "gated mlp": _gated_mlp,
     "merged mlp": _merged_mlp,

@@ -194,6 +194,26 @@ def phi4(vision: Vision) -> Mmproj:
     )
 
 
+def youtu_vl(vision: Vision) -> Mmproj:
+    """Return the fields of Youtu-VL."""
+    tower = vision.tower("gelu_pytorch_tanh")
+    return Mmproj(
+        {
+            "model_type": "youtu_vl",
+            "architectures": ["YoutuVLForConditionalGeneration"],
+            "vision_config": tower
+            | {
+                "out_hidden_size": vision.num_rows("mm.2.weight"),
+                "spatial_merge_size": vision.merge_size,
+                "window_size": vision.integer("window_size"),
+                "fullatt_block_indexes": vision.integers("wa_layer_indexes"),
+            },
+            "image_token_id": vision.token_id("<|image_pad|>"),
+        },
+        {"patch_size": vision.patch_size, **vision.statistics()},
+    )
+
+
 _BILINEAR = 2
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Final, TypeAlias
 
 from ....errors import CheckpointError
@@ -25,6 +26,7 @@ from .merged import (
     nemotron,
     phi4,
     step3,
+    youtu_vl,
 )
 from .qwen import exaone4_5, qwen2_5_vl, qwen2_vl, qwen3_vl
 from .squares import gemma3n, granite4_vision, janus, minicpmv4_6
@@ -313,10 +315,21 @@ def _llava(vision: Vision) -> Mmproj:
             # The file omits the layers after the one whose outputs are the features.
             "vision_feature_layer": tower["num_hidden_layers"],
             "vision_feature_select_strategy": "default" if is_clip else "full",
-            "image_token_index": vision.token_id("<image>"),
+            # The vocabularies of older models have no token for images. This one does not occur in texts.
+            "image_token_index": vision.token_id("<image>", "<unk>"),
         },
         vision.pixels({"height": side, "width": side}),
     )
+
+
+def _mobilevlm(vision: Vision, projector: str) -> Mmproj:
+    found = _llava(vision)
+    own = {
+        "model_type": "mobilevlm",
+        "architectures": ["MobileLlamaForCausalLM"],
+        "mm_projector_type": projector,
+    }
+    return found._replace(config=found.config | own)
 
 
 _Reader: TypeAlias = Callable[[Vision], Mmproj]
@@ -339,6 +352,8 @@ _KINDS: Final[dict[str, _Reader]] = {
     "janus_pro": janus,
     "kimik25": kimi_k25,
     "kimivl": kimi_vl,
+    "ldp": partial(_mobilevlm, projector="ldpnet"),
+    "ldpv2": partial(_mobilevlm, projector="ldpnetv2"),
     "lfm2": _lfm2,
     "lightonocr": _lighton_ocr,
     "llama4": _llama4,
@@ -355,4 +370,5 @@ _KINDS: Final[dict[str, _Reader]] = {
     "qwen3vl_merger": qwen3_vl,
     "resampler": _minicpmv,
     "step3vl": step3,
+    "youtuvl": youtu_vl,
 }
