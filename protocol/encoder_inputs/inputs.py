@@ -22,7 +22,7 @@ class EncoderGrid(msgspec.Struct, array_like=True, omit_defaults=True, gc=False,
     margin: int = 0
     """The number of embeddings before the grid, and of those after it, that are placed like text."""
     is_moment: bool = False
-    """True if rows and columns count from 0, and the next token follows in time (Isaac)."""
+    """True if rows and columns count from 0, and the next token follows in time (Isaac, GLM-4V 9B)."""
 
     @property
     def num_tokens(self) -> int:

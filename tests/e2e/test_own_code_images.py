@@ -20,7 +20,7 @@ from engine.frontend.media.video_files import open_video
 from engine.frontend.model_source.images.read import read_image_processor
 from engine.frontend.model_source.images.videos import read_video_processor
 from engine.protocol.checkpoint.config_fields import ConfigFields
-from engine.protocol.checkpoint.field_names import text_section
+from engine.protocol.checkpoint.field_names import text_section, with_common_names
 from engine.protocol.config.images.details import SlicesProcessor
 from engine.protocol.config.videos import VideoProcessor
 from PIL import Image
@@ -32,6 +32,7 @@ from support.image_requests import ask_together, chat, data_url, picture
 from support.own_code.deepseek_ocr import deepseek_ocr, write_deepseek_mmproj
 from support.own_code.deepseek_vl2 import deepseek_vl2
 from support.own_code.dots_ocr import dots_ocr
+from support.own_code.glm4v import Glm4vModel, glm4v_9b
 from support.own_code.isaac import IsaacModel, isaac
 from support.own_code.keye import KeyeModel, keye
 from support.own_code.minicpm import minicpmv, write_minicpmv_mmproj
@@ -57,15 +58,23 @@ STEP_MARKS = [
     "<patch_newline>",
 ]
 CHAMELEON_MARKS = ["<image>", "<racm3:break>", "<eoss>"]
+GLM_MARKS = ["<|endoftext|>", "<|begin_of_image|>", "<|end_of_image|>"]
+GLM_MARK = "<|begin_of_image|><|endoftext|><|end_of_image|>"
 IDEFICS2_MARKS = ["<image>", "<fake_token_around_image>"]
 MODELS: dict[
     str,
-    tuple[Callable[..., OwnCodeModel | GridModel | KeyeModel | IsaacModel], str, str, list[str]],
+    tuple[
+        Callable[..., OwnCodeModel | GridModel | KeyeModel | IsaacModel | Glm4vModel],
+        str,
+        str,
+        list[str],
+    ],
 ] = {
     "chameleon": (partial(grid_model, kind="chameleon"), "<image>", "<image>", CHAMELEON_MARKS),
     "deepseek_ocr": (deepseek_ocr, "<image>", "<image>", ["<image>"]),
     "deepseek_vl2": (deepseek_vl2, "<image>", "<image>", ["<image>"]),
     "dots_ocr": (dots_ocr, "<|imgpad|>", "<|imgpad|>", ["<|imgpad|>"]),
+    "glm4v_9b": (glm4v_9b, GLM_MARKS[0], GLM_MARK, GLM_MARKS),
     "idefics2": (partial(grid_model, kind="idefics2"), "<image>", "<image>", IDEFICS2_MARKS),
     "isaac": (isaac, "<|image_pad|>", "<image>", ["<|image_pad|>"]),
     "keye": (keye, "<|image_pad|>", "<|image_pad|>", ["<|image_pad|>"]),
@@ -219,7 +228,8 @@ def _check(
 ) -> None:
     """Compare the answers to chats, each of which was asked several times, with the model's own."""
     config = ConfigFields.read(directory / "config.json")
-    processor = read_image_processor(directory, config, text_section(config) or config, {})
+    text = text_section(config) or with_common_names(config)
+    processor = read_image_processor(directory, config, text, {})
     assert processor is not None
     for index, parts in enumerate(chats):
         images = []

@@ -90,7 +90,8 @@ def _positions(inputs: Sequence[EncoderInput]) -> tuple[Int32Array, int]:
         if item.position < token or (grid := item.grid) is None:
             # The input is among the places of an earlier one, or its tokens are placed like text.
             continue
-        num_text = item.position - token
+        # The embeddings before the grid, and those after it, are placed like text.
+        num_text = item.position + grid.margin - token
         parts.append(_equal(following, following + num_text))
         following += num_text
         if not grid.continues:
@@ -103,7 +104,7 @@ def _positions(inputs: Sequence[EncoderInput]) -> tuple[Int32Array, int]:
             cells[:, 1:] += base
             following = max(following, int(cells.max()) + 1)
         parts.append(cells)
-        token = item.position + item.num_tokens
+        token = item.position + grid.margin + len(cells)
     return np.concatenate(parts).astype(np.int32), following
 
 

@@ -229,14 +229,15 @@ class _Recorder:
             )
         self._record_output(down, weights.mlp_output_norm, spec.intermediate_size)
 
-    def _record_norm(self, norm: Norm) -> None:
+    def _record_norm(self, norm: Norm | None) -> None:
         """Record the norm of the residual stream, whose result the next products read."""
-        self._program.add_op("quantize", activation_kind=_F32, vectors=_vectors(norm))
+        vectors = [None, None] if norm is None else _vectors(norm)
+        self._program.add_op("quantize", activation_kind=_F32, vectors=vectors)
 
     def _record_products(
-        self, norm: Norm, linears: list[Linear], rotary: PatchRotary | None = None
+        self, norm: Norm | None, linears: list[Linear], rotary: PatchRotary | None = None
     ) -> None:
-        """Record products of the normed residual stream, whose results are concatenated.
+        """Record products of the residual stream, which is first normed if `norm` is given. Results are concatenated.
 
         If `rotary` is given, they are queries, keys and values, permuted so that elements that are rotated together are
         half a head apart.

@@ -78,10 +78,10 @@ def read_layer(spec: VisionSpec, tensors: VisionWeights, prefix: str) -> LayerWe
     else:
         qkv = [projection(name) for name in "qkv"]
     weights = LayerWeights(
-        attention_norm=norm("layer_norm1"),
+        attention_norm=norm("layer_norm1") if spec.has_input_norms else None,
         qkv=qkv if spec.clips_products else [Linear.join(qkv)],
         output=read("self_attn.out_proj", size, attended_size, has_bias),
-        mlp_norm=norm("layer_norm2"),
+        mlp_norm=norm("layer_norm2") if spec.has_input_norms else None,
         gate=read("mlp.gate_proj", num_inner, size, has_bias) if spec.has_gate else None,
         up=read("mlp.fc1", num_inner, size, has_bias),
         down=read("mlp.fc2", size, num_inner, has_bias),

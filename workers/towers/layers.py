@@ -33,7 +33,7 @@ class Patches(NamedTuple):
 
 
 class LayersSpec(msgspec.Struct, frozen=True):
-    """Layers of attention and an MLP, each after a norm. Optional parts exist if there are weights for them.
+    """Layers of attention and an MLP, each after an optional norm. Optional parts exist if there are weights for them.
 
     The features are the hidden states after each of `feature_layers`, counted from 1; the largest is the last layer. If
     there are windows, patches attend within them, except in `full_layers`. Norms of queries and keys are over all heads
@@ -74,10 +74,10 @@ class LayersSpec(msgspec.Struct, frozen=True):
 class LayerWeights(msgspec.Struct):
     """The weights of a layer. `qkv` is one product, or three if products are clipped."""
 
-    attention_norm: Norm
+    attention_norm: Norm | None
     qkv: list[Linear]
     output: Linear
-    mlp_norm: Norm
+    mlp_norm: Norm | None
     gate: Linear | None
     up: Linear
     down: Linear
@@ -138,11 +138,12 @@ class _TorchLayer:
         mask_PP: Tensor | None,
     ) -> Tensor:
         weights = self._weights
-        output = self._attend(weights.attention_norm(x_PD), rotation, windows, mask_PP)
+        normed = x_PD if weights.attention_norm is None else weights.attention_norm(x_PD)
+        output = self._attend(normed, rotation, windows, mask_PP)
         if weights.attention_output_norm is not None:
             output = weights.attention_output_norm(output)
         x_PD = x_PD + output
-        output = self._mlp(weights.mlp_norm(x_PD))
+        output = self._mlp(x_PD if weights.mlp_norm is None else weights.mlp_norm(x_PD))
         if weights.mlp_output_norm is not None:
             output = weights.mlp_output_norm(output)
         return x_PD + output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+
 from PIL import Image
 
 from ....protocol.checkpoint.vision.anyres import anyres_grid
@@ -10,6 +11,7 @@ from ....protocol.config.images.tiles import AnyresProcessor, RowsProcessor
 from ....protocol.encoder_inputs.payloads import ImagePayload
 from .grids import split
 from .pixels import Parts, Tile, in_middle, on_square, resize
+
 
 def anyres(image: Image.Image, config: AnyresProcessor, num_images: int) -> Parts:
     """Return all tiles of an image's grid as one tile for the encoder; the prompt has `num_images` images."""
@@ -87,4 +89,3 @@ def _enlarge(image: Image.Image, width: int, height: int, config: AnyresProcesso
     canvas = Image.new("RGB", (width, height))
     canvas.paste(resize(image, *size, config), ((width - size[0]) // 2, (height - size[1]) // 2))
     return canvas
-

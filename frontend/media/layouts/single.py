@@ -14,6 +14,7 @@ from ....protocol.config.images.single import (
     SquareProcessor,
 )
 from ....protocol.config.images.sized import QuartersProcessor
+from ....protocol.encoder_inputs.inputs import EncoderGrid
 from ....protocol.encoder_inputs.payloads import ImagePayload
 from .pixels import Parts, make_tile, on_square, resize, with_margin
 
@@ -23,6 +24,10 @@ def square(image: Image.Image, config: SquareProcessor) -> Parts:
     if config.pads:
         image = on_square(image, config)
     tile = make_tile(resize(image, config.side, config.side, config), config)
+    if config.grid_side:
+        grid = EncoderGrid(config.grid_side, config.grid_side, margin=1, is_moment=True)
+        before, after = ((text,) for text in config.mark_texts)
+        return [tile._replace(grid=grid, before=before, after=after)]
     return [config.start, tile._replace(after=config.mark_texts), config.end]
 
 

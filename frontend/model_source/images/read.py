@@ -43,7 +43,17 @@ from .qwen import (
     resize_whole_patches,
     resize_words,
 )
-from .single import crop_codes, longest, middle, numbered, padded_square, repeated, single, square
+from .single import (
+    crop_codes,
+    longest,
+    middle,
+    numbered,
+    padded_square,
+    repeated,
+    single,
+    square,
+    square_between_marks,
+)
 from .source import ProcessorSource
 from .tiled.cohere import aya_vision, cohere2_vision
 from .tiled.internvl import (
@@ -65,6 +75,7 @@ from .tiled.step import cuts
 logger = logging.getLogger(__name__)
 
 _PHI4_TOKEN_ID: Final = 200_010
+_GLM_TOKEN_ID: Final = 151_329
 _TOKEN_TEXTS: Final = {
     "deepseek_ocr": "<image>",
     "deepseek_vl_v2": "<image>",
@@ -80,6 +91,7 @@ _TOKEN_TEXTS: Final = {
 """The texts of placeholder tokens whose ids are not in the config, by model type."""
 
 _WITHOUT_FILE: Final = (
+    "chatglm",
     "deepseek_ocr",
     "deepseek_ocr2",
     "deepseek_vl_v2",
@@ -170,6 +182,10 @@ def image_token_id(path: Path, config: ConfigFields, vocab_size: int) -> int:
         # The original config does not name the token.
         own = config.first_section("vision_config")
         sections.append(own.with_defaults(image_token_id=_PHI4_TOKEN_ID))
+    if model_kind(config) == "chatglm":
+        # The template writes this token between two marks.
+        token_id = config.get("pad_token_id", _GLM_TOKEN_ID)
+        sections.append(config.with_values({"image_token_id": token_id}))
     if (vocabulary := config.section("vocabulary_map")) is not None:
         sections.append(vocabulary)
     found = ((each, name) for each in sections for name in names if each.get(name) is not None)
@@ -201,6 +217,7 @@ _READERS: Final[dict[str, _Reader]] = {
     "bee": anyres,
     "blip-2": single,
     "chameleon": crop_codes,
+    "chatglm": square_between_marks,
     "clip": single,
     "cohere2_vision": cohere2_vision,
     "cohere_compass": resize,

@@ -81,6 +81,20 @@ def padded_square(source: ProcessorSource, vision: VisionSpec) -> SquareProcesso
     return SquareProcessor(**common, side=side, pads=True)
 
 
+def square_between_marks(source: ProcessorSource, vision: VisionSpec) -> SquareProcessor:
+    """Return the processor of GLM-4V 9B, whose tower computes the embeddings of the marks, too."""
+    config, side = source.config, vision.image_size
+    start, end = "<|begin_of_image|>", "<|end_of_image|>"
+    return SquareProcessor(
+        **CLIP_VALUES | source.values(vision, BICUBIC),
+        side=side,
+        grid_side=side // vision.patch_size // vision.merge_factor,
+        mark=f"{start}<|endoftext|>{end}",
+        mark_ids=(config.integer("boi_token_id"), config.integer("eoi_token_id")),
+        mark_texts=(start, end),
+    )
+
+
 def square(source: ProcessorSource, vision: DavitSpec) -> SquareProcessor:
     """Return the processor of Florence-2, whose tower reads images of any size."""
     size = sides(source.fields, "size")

@@ -197,7 +197,9 @@ def qwen2_5_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> 
         norm_kind="rms",
         has_gate=True,
         window_size=window_size,
-        full_layers=read_layers(vision, "fullatt_block_indexes", sizes["num_layers"], [7, 15, 23, 31]),
+        full_layers=read_layers(
+            vision, "fullatt_block_indexes", sizes["num_layers"], [7, 15, 23, 31]
+        ),
         tensor_names=_NAMES,
     )
 

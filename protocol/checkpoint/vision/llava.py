@@ -8,11 +8,24 @@ from typing import Final
 from msgspec.structs import replace
 
 from ..config_fields import ConfigFields
-from .fields import check_factor, feature_layers, read_sizes
+from .fields import Sizes, check_factor, feature_layers, read_sizes
 from .gemma import SIGLIP_SIZES, siglip
 from .pixtral import pixtral
 from .spec import VisionSpec
 
+_EVA_SIZES: Final = Sizes(1120, 14, 1792, 15_360, 16, 63, "gelu")
+_GLM_NAMES: Final = (
+    (r"^transformer\.vision\.", "vision."),
+    (r"^vision\.patch_embedding\.proj\.", "vision.embeddings.patch_embedding."),
+    (r"^vision\.patch_embedding\.cls_embedding$", "vision.embeddings.class_embedding"),
+    (r"^vision\.patch_embedding\.position_", "vision.embeddings.position_"),
+    (r"^vision\.transformer\.", "vision.encoder."),
+    (r"^(vision\.encoder\..*)\.attention\.query_key_value\.", r"\1.self_attn.qkv."),
+    (r"^(vision\.encoder\..*)\.attention\.dense\.", r"\1.self_attn.out_proj."),
+    (r"^(vision\.encoder\..*)\.input_layernorm\.", r"\1.output_norm1."),
+    (r"^(vision\.encoder\..*)\.post_attention_layernorm\.", r"\1.output_norm2."),
+    (r"^vision\.(boi|conv|eoi|linear_proj)\b", r"multi_modal_projector.\1"),
+)
 _CLIP_SIZES: Final = SIGLIP_SIZES._replace(patch_size=32, activation="quick_gelu", norm_eps=1e-5)
 
 
@@ -65,6 +78,29 @@ def llava(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Visio
         keeps_class_token=is_clip and strategy == "full",
         has_patch_bias=not is_clip,
         has_pre_norm=is_clip,
+    )
+
+
+def glm4v_9b(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:
+    """Return the tower of GLM-4V 9B and CogAgent 9B (arXiv 2406.12793), whose blocks norm only their outputs."""
+    vision.require("in_channels", 3)
+    own = vision.with_values({"num_attention_heads": vision.get("num_heads")})
+    sizes = read_sizes(own, _EVA_SIZES)
+    side = sizes["image_size"] // sizes["patch_size"]
+    check_factor(fields, "the stride", 2, side)
+    vision.require("num_positions", side**2 + 1, ", the patches of an image and one more")
+    return VisionSpec(
+        **sizes,
+        output_size=output_size,
+        projection="gated squares",
+        merge_factor=2,
+        adapter_size=fields.integer("ffn_hidden_size", 13_696),
+        output_scale=1 / vision.positive("scaling_factor", 1.0),
+        has_class_token=True,
+        has_input_norms=False,
+        has_output_norms=True,
+        has_axes=True,
+        tensor_names=_GLM_NAMES,
     )
 
 

@@ -45,6 +45,7 @@ from .llama import TilesVisionSpec, llama4, mllama
 from .llava import (
     bee,
     clip,
+    glm4v_9b,
     llava,
     llava_next,
     llava_onevision,
@@ -157,6 +158,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "bee": bee,
     "blip-2": blip2,
     "chameleon": chameleon,
+    "chatglm": glm4v_9b,
     "clip": clip,
     "cohere2_vision": cohere2_vision,
     "cohere_compass": qwen3_vl,

@@ -125,7 +125,7 @@ class VisionSpec(msgspec.Struct, frozen=True):
             embeddings.
         merge_factor: Squares of this side, in patches, are first merged into one row, concatenated or as their mean.
         projection_activation: The activation of the projection "mlp".
-        output_scale: The factor of the first part of the outputs of "connector".
+        output_scale: The factor of the first part of the outputs of "connector", and of those of "gated squares".
         has_projection_norm: True if "mlp" and "gated mlp" norm the merged rows first.
         adapter_size: The intermediate size of "gated mlp" and of "mlp" (if 0, of "mlp" the output size), and the output
             size of "adapter".
@@ -156,6 +156,7 @@ class VisionSpec(msgspec.Struct, frozen=True):
         has_layer_scales: True if stored factors multiply the output of each block (InternVL, arXiv 2504.10479).
         qk_norm: Queries and keys are normed over all heads together ("full") or per head ("head"); None if not at all.
         has_value_norm: True if values are divided by their root mean square.
+        has_input_norms: True if the inputs of blocks are normed.
         has_output_norms: True if the outputs of blocks are normed.
         has_gate: True if MLPs compute down(activation(gate(x)) * up(x)).
         clips_products: True if the inputs and outputs of products are clipped to stored bounds.
@@ -178,7 +179,7 @@ class VisionSpec(msgspec.Struct, frozen=True):
             parts count in `output_size`.
         span_kind: Which of the decoder's tokens attend to later tokens.
         fine: The encoder of a larger copy of the image, whose features the projection "joined" reads, too.
-        has_axes: True if the decoder's positions have three coordinates (MiniCPM-V 4.7), else one.
+        has_axes: True if the decoder's positions have three coordinates (MiniCPM-V 4.7, GLM-4V 9B), else one.
         tensor_names: Translates the checkpoint's tensor names to CLIP's, as in `ModelSpec`.
 
     The projections are:
@@ -187,8 +188,8 @@ class VisionSpec(msgspec.Struct, frozen=True):
     * "mlp": two products with an activation in between (LLaVA, arXiv 2310.03744)
     * "mlp mean": as "mlp" for each patch, and then the means. If the factor does not divide the patches of a side,
       squares overlap (Perception LM, arXiv 2504.13180)
-    * "convolved mlp": as "mlp" for each patch, and then two blocks of convolutions for each element. The second one has a
-      stride of `merge_factor` (MobileVLM, arXiv 2312.16886)
+    * "convolved mlp": as "mlp" for each patch, and then two blocks of convolutions for each element. The second one has
+      a stride of `merge_factor` (MobileVLM, arXiv 2312.16886)
     * "pooled mlp": as "mlp" for each patch, and then the means of the squares, to which a convolution of them for each
       element is added (MobileVLM V2, arXiv 2402.03766)
     * "padded mlp": as "mlp", with squares that are completed by zeros. The first matrix stores columns by element, then
@@ -197,6 +198,8 @@ class VisionSpec(msgspec.Struct, frozen=True):
       another product (DeepSeek-VL 7B, arXiv 2403.05525)
     * "gated mlp": a product with 2 * `adapter_size` outputs, of which the first half is multiplied by the SiLU of the
       second, then another product (Aya Vision)
+    * "gated squares": a convolution of squares, a product, a norm and a gated MLP with `adapter_size` elements in
+      between; a stored embedding precedes the results, and another one follows them (GLM-4V 9B)
     * "merged mlp": a norm of the patches and a product with the merged rows, then as "mlp" (Mistral 3)
     * "mean": a norm of the means, then one product (Gemma 3, arXiv 2503.19786)
     * "squares": the merged rows, as the first part of a projection that reads all tiles of an image (Phi-3-Vision)
@@ -238,6 +241,7 @@ class VisionSpec(msgspec.Struct, frozen=True):
         "pooled mlp",
         "joined",
         "gated mlp",
+        "gated squares",
         "merged mlp",
         "mean",
         "squares",
@@ -287,6 +291,7 @@ class VisionSpec(msgspec.Struct, frozen=True):
     has_layer_scales: bool = False
     qk_norm: Literal["full", "head"] | None = None
     has_value_norm: bool = False
+    has_input_norms: bool = True
     has_output_norms: bool = False
     has_gate: bool = False
     qkv_bias: bool = True
@@ -347,4 +352,5 @@ class VisionSpec(msgspec.Struct, frozen=True):
             return (-(-(self.image_size // self.patch_size) // self.merge_factor)) ** 2
         if self.projection == "mlp mean":
             return (self.image_size // self.patch_size // self.merge_factor) ** 2
-        return self.num_patches // self.merge_factor**2 + self.keeps_class_token
+        num_marks = 2 if self.projection == "gated squares" else int(self.keeps_class_token)
+        return self.num_patches // self.merge_factor**2 + num_marks

@@ -8,11 +8,14 @@ from .settings import ImageProcessorConfig
 class SquareProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="square"):
     """Resizes an image to one tile of `side` x `side` pixels. The marks follow the embeddings of the image.
 
-    If `pads` is true, the image is first placed in the middle of a square of the mean color.
+    If `pads` is true, the image is first placed in the middle of a square of the mean color. If `grid_side` is not 0,
+    the embeddings are a grid with this side, which is one moment of the decoder's positions, between those of two
+    marks (GLM-4V 9B).
     """
 
     side: int
     pads: bool = False
+    grid_side: int = 0
 
 
 class CropProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="crop"):

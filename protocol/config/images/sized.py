@@ -74,13 +74,12 @@ class ResizeProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="resi
 
     Each square of `unit` x `unit` pixels makes one embedding. If `grows` is not None, an image with a side below `unit`
     pixels is first enlarged until that side has `unit` pixels; the other side is then rounded down ("floor", GLM) or to
-    the nearest integer ("round", PaddleOCR-VL). With "scaled" (Isaac), the image is scaled and its sides rounded up; with "stepped"
-    (Youtu-VL), too, but it is only shrunk, in steps of 2 %. If
-    `newlines` is "plain" (Hy4-VL) or "framed" (Hunyuan-OCR), there is one more embedding after each row, and if it is
-    "framed" or "ends" (Ovis 2.5), one before the image and one after it. If `size_end` is not empty, the numbers of
-    rows and columns and this text follow `start`, and `row_end` each row but the last (Apertus 1.5). If `patch_size` is
-    not 0, sides are first rounded up to patches (Nemotron Omni). Limits of requests count the pixels of
-    `counted_frames` frames (GLM).
+    the nearest integer ("round", PaddleOCR-VL). With "scaled" (Isaac), the image is scaled and its sides rounded up;
+    with "stepped" (Youtu-VL), too, but it is only shrunk, in steps of 2 %. If `newlines` is "plain" (Hy4-VL) or
+    "framed" (Hunyuan-OCR), there is one more embedding after each row, and if it is "framed" or "ends" (Ovis 2.5), one
+    before the image and one after it. If `size_end` is not empty, the numbers of rows and columns and this text follow
+    `start`, and `row_end` each row but the last (Apertus 1.5). If `patch_size` is not 0, sides are first rounded up to
+    patches (Nemotron Omni). Limits of requests count the pixels of `counted_frames` frames (GLM).
     """
 
     unit: int

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 from gguf import GGUFWriter
 from safetensors.torch import load_file

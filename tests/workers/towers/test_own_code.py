@@ -18,7 +18,7 @@ from engine.frontend.media.processor import process_image
 from engine.frontend.model_source.images.read import read_image_processor
 from engine.frontend.model_source.images.videos import read_video_processor
 from engine.protocol.checkpoint.config_fields import ConfigFields
-from engine.protocol.checkpoint.field_names import text_section
+from engine.protocol.checkpoint.field_names import text_section, with_common_names
 from engine.protocol.config.videos import VideoProcessor
 from engine.protocol.encoder_inputs.inputs import EncoderInput
 from engine.protocol.encoder_inputs.payloads import ImagePayload
@@ -32,6 +32,7 @@ from support.decoders import CPU, TOWER_LAYERS, Runner, load_decoder, load_nativ
 from support.own_code.deepseek_ocr import deepseek_ocr
 from support.own_code.deepseek_vl2 import deepseek_vl2
 from support.own_code.dots_ocr import dots_ocr
+from support.own_code.glm4v import glm4v_9b
 from support.own_code.isaac import isaac
 from support.own_code.minicpm import minicpmv
 from support.own_code.model import OwnCodeModel
@@ -160,6 +161,46 @@ def test_images_of_isaac_are_one_moment(tmp_path: Path, load: Callable[..., Any]
     is_image = np.array(prompt) == reference.image_token
     rows = np.where(is_image, np.cumsum(is_image) - 1, -1).astype(np.int32)
     rotary, runner, logits = RotaryPositions(1), Runner(decoder, 1, max_tokens=2048), []
+    rotary.add_request(0, inputs)
+    for start, end in ((0, 4), (4, len(prompt))):
+        decoder.placed = Placed(rows[start:end].copy(), encoded)
+        loc, at = np.array([0, end - start], np.int32), np.arange(start, end, dtype=np.int32)
+        positions = rotary.of_step(np.zeros(1, np.int32), loc, at)
+        assert positions is not None
+        decoder.rotary_T3 = torch.from_numpy(positions)
+        logits.append(runner.step({0: prompt[start:end]})[0])
+    torch.testing.assert_close(torch.cat(logits), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("load", [load_decoder, load_native_decoder])
+def test_images_of_glm4v_9b_have_one_position(tmp_path: Path, load: Callable[..., Any]) -> None:
+    reference = glm4v_9b(tmp_path)
+    config = ConfigFields.read(tmp_path / "config.json")
+    processor = read_image_processor(tmp_path, config, with_common_names(config), {})
+    assert processor is not None
+    rng = random.Random(3)
+    prompt, inputs, payloads = [1, 2], [], []
+    for seed, size in enumerate([(30, 21), (9, 90)]):
+        pixels = np.random.default_rng(seed).integers(0, 256, (*size[::-1], 3), np.uint8)
+        [tile] = [
+            part
+            for part in process_image(Image.fromarray(pixels), processor)
+            if isinstance(part, Tile)
+        ]
+        inputs.append(EncoderInput(len(prompt), tile.num_outputs, b"", 1, grid=tile.grid))
+        own = [reference.image_token] * (tile.num_outputs - 2)
+        prompt += [reference.marks[0], *own, reference.marks[1], rng.randrange(90), 3]
+        payloads.append(tile.payload)
+    expected = reference.logits(prompt, [[payload] for payload in payloads])
+    decoder = load(tmp_path, max_model_len=256)
+    source = TowerSource(
+        open_checkpoint(tmp_path), CPU, torch.float32, make_layers=TOWER_LAYERS[load]
+    )
+    tower = make_tower(decoder.spec.encoder, source)
+    encoded = torch.cat([tower(payload) for payload in payloads])
+    is_image = np.isin(prompt, [reference.image_token, *reference.marks])
+    rows = np.where(is_image, np.cumsum(is_image) - 1, -1).astype(np.int32)
+    rotary, runner, logits = RotaryPositions(1), Runner(decoder, 1, max_tokens=256), []
     rotary.add_request(0, inputs)
     for start, end in ((0, 4), (4, len(prompt))):
         decoder.placed = Placed(rows[start:end].copy(), encoded)

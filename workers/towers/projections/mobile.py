@@ -77,9 +77,7 @@ class _Block:
     def __init__(self, weights: VisionWeights, prefix: str, size: int, stride: int) -> None:
         self._stride = stride
         self._kernel = weights.read(f"{prefix}depthwise.weight", size, 1, 3, 3)
-        self._norms = [
-            weights.read_layer_norm(f"{prefix}norm{i}", size, _NORM_EPS) for i in (1, 2)
-        ]
+        self._norms = [weights.read_layer_norm(f"{prefix}norm{i}", size, _NORM_EPS) for i in (1, 2)]
         inner = _whole_eights(size // 4)
         self._squeeze = weights.read_linear(f"{prefix}fc1", inner, size)
         self._excite = weights.read_linear(f"{prefix}fc2", size, inner)

@@ -18,6 +18,7 @@ from ...loaders import Checkpoint
 from ..image_tower import TowerSource
 from ..weights import Linear, Norm, VisionWeights, attend, find_activation
 from .connector import read_connector
+from .gated_squares import read_gated_squares
 from .merging import means, side_by_side, squares, waves
 from .mobile import read_convolved_mlp, read_pooled_mlp
 from .perceiver import read_perceiver
@@ -323,6 +324,7 @@ _KINDS: Final[dict[str, Callable[[VisionSpec, Checkpoint, _Reader], Projection]]
     "pooled mlp": read_pooled_mlp,
     "joined": _joined,
     "gated mlp": _gated_mlp,
+    "gated squares": read_gated_squares,
     "merged mlp": _merged_mlp,
     "mean": _mean,
     "squares": _rows_of_squares,

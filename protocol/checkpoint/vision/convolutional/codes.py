@@ -123,7 +123,7 @@ def _tokens_of_codes(fields: ConfigFields, num_codes: int, vocab_size: int) -> t
     if not found.keys() >= set(range(num_codes)):
         raise fields.error(
             f"vocabulary_map must have a token below {vocab_size} for each of the {num_codes} codes of images, "
-            f"from IMGIMGAZ on"
+            "from IMGIMGAZ on"
         )
     return tuple(found[code] for code in range(num_codes))
 

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from .....protocol.checkpoint.config_fields import ConfigFields
 from ....layers.layer_spec import LayerSpec
 from ....layers.read_rope import read_rope, read_rope_of_layer_type
+from ....layers.rope import TIME_AXIS
 from ....layers.spec import ModelSpec
 from ....layers.specs.norm_names import NormNames
 from ....layers.specs.pair_experts import PairExpertsSpec
@@ -26,6 +27,7 @@ from ..llama import llama
 from ..llama_variants import glm
 
 _CHATGLM_NAMES = (
+    (r"^transformer\.vision\..*", ""),
     (r".*\.rotary_pos_emb\.inv_freq$", ""),
     (r"(^|\.)embedding\.word_embeddings\.", r"\1embed_tokens."),
     (r"(^|\.)encoder\.final_layernorm\.", r"\1norm."),
@@ -94,10 +96,22 @@ def _chatglm(fields: ConfigFields) -> ModelSpec:
     fields.require("original_rope", True)
     has_biases = fields.boolean("add_qkv_bias", False)
     theta = 10_000.0 * fields.positive("rope_ratio", 1.0)
-    return glm(
+    spec = glm(
         fields.with_values({"attention_bias": has_biases, "rope_theta": theta}),
         tensor_names=_CHATGLM_NAMES,
     )
+    if fields.section("vision_config") is None:
+        return spec
+    # All embeddings of an image have one position (GLM-4V 9B).
+    return replace(spec, layers=tuple(map(_in_time, spec.layers)))
+
+
+def _in_time(layer: LayerSpec) -> LayerSpec:
+    """Return a layer whose rotations follow only the time of tokens with three positions."""
+    if layer.rope is None:
+        return layer
+    axes = (TIME_AXIS,) * (layer.rope.rotary_dim // 2)
+    return replace(layer, rope=replace(layer.rope, axes=axes))
 
 
 def _baichuan(fields: ConfigFields) -> ModelSpec:
@@ -394,6 +408,7 @@ FAMILIES = (
     Family("BaichuanForCausalLM", "baichuan", _baichuan),
     Family("ChatGLMForConditionalGeneration", "chatglm", _chatglm),
     Family("ChatGLMModel", "chatglm", _chatglm),
+    Family("GLM4VForCausalLM", "chatglm", _chatglm),
     Family("ChameleonForCausalLM", "chameleon", _chameleon),
     Family("ChameleonForConditionalGeneration", "chameleon", _chameleon),
     Family("CodeShellForCausalLM", "codeshell", _codeshell),
