@@ -11,7 +11,13 @@ from typing import Any
 import torch
 from engine.protocol.checkpoint.config_fields import ConfigFields
 from engine.protocol.checkpoint.field_names import with_common_names
-from gguf import ExpertGatingFuncType, GGUFWriter, RopeScalingType, get_tensor_name_map
+from gguf import (
+    ExpertGatingFuncType,
+    GGUFWriter,
+    RopeScalingType,
+    TensorNameMap,
+    get_tensor_name_map,
+)
 from gguf.constants import MODEL_ARCH_NAMES
 from safetensors.torch import load_file
 from support.families.published_dense import HEADS, KV_HEADS, SIZES
@@ -140,7 +146,10 @@ def write_published(directory: Path, architecture: str) -> Path:
         "spark2_5": "afmoe",
     }.get(architecture, architecture)
     arch = next(arch for arch, text in MODEL_ARCH_NAMES.items() if text == known)
+    # For Arctic, the package changes the names that all architectures share.
+    shared = dict(TensorNameMap.block_mappings_cfg)
     names = get_tensor_name_map(arch, layers)
+    TensorNameMap.block_mappings_cfg = shared
     for name, weight in tensors.items():
         found = name if name.startswith("blk.") else names.get_name(name, (".weight", ".bias"))
         assert found is not None, name

@@ -35,7 +35,7 @@ def slices(image: Image.Image, config: SlicesProcessor) -> Parts:
             left, top = column * width, row * height
             slice_ = canvas.crop((left, top, left + width, top + height))
             parts += [config.slice_start, _tile(slice_, config), config.slice_end]
-    return [*parts, config.slices_end]
+    return [part for part in (*parts, config.slices_end) if part != ""]
 
 
 def _tile(image: Image.Image, config: SlicesProcessor) -> Tile:
