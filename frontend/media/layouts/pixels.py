@@ -119,7 +119,7 @@ def on_square(image: Image.Image, config: ImageProcessorConfig) -> Image.Image:
     side = max(image.size)
     if side > _MAX_SIDE:
         raise ValueError(
-            f"its longer side may have at most {_MAX_SIDE} pixels, because it is completed to a square, got {side}; "
+            f"its longer side may have at most {_MAX_SIDE} pixels, got {side}, because it is completed to a square; "
             "send a smaller one"
         )
     red, green, blue = (int(255 * mean) for mean in config.mean)

@@ -82,7 +82,7 @@ def test_logits_equal_those_of_transformers(model, load):
         group = []
         for part in parts:
             if not isinstance(part, Tile):
-                if has_canvas:
+                if has_canvas and part:
                     prompt.append(MARKS[part])
                 continue
             if not has_canvas:
