@@ -137,14 +137,18 @@ async def render_chat(
 
             if serving.media is None:
                 return RenderedChat(*encode(text), [])
-            videos = (item.inputs for item in media if getattr(item, "is_video", False))
-            hashes = frozenset(part.content_hash for part in chain.from_iterable(videos))
-            return RenderedChat(*serving.media.encode(text, media, encode), hashes)
+            return RenderedChat(*serving.media.encode(text, media, encode), video_hashes(media))
 
         try:
             return await serving.executor.run(body_size, render)
         except ValueError as error:  # Includes ChatTemplateError and ParameterError.
             raise _template_error(str(error)) from None
+
+
+def video_hashes(media: Sequence[Any]) -> frozenset[bytes]:
+    """Return the content hashes of the parts of the videos among preprocessed media."""
+    videos = (item.inputs for item in media if getattr(item, "is_video", False))
+    return frozenset(part.content_hash for part in chain.from_iterable(videos))
 
 
 async def _find_template(serving: Serving, given: str | None, with_tools: bool) -> ChatTemplate:

@@ -30,6 +30,7 @@ from .generation import (
     submit,
     wait_for_end,
 )
+from .inputs.prompt_media import encode_with_media
 from .prompts import ContextExceededError, Prompt, verify_num_characters, verify_num_sequences
 from .schema import ChatCompletionRequest, InputFields, PoolingFields
 from .serving import Serving
@@ -78,18 +79,20 @@ class Pooling:
         if splits and model.pooler.max_embed_len:
             limit = model.pooler.max_embed_len
         _verify_lengths(request, limit)
-        inputs = await self._encode(request, prompts, kind, limit)
-        size = self._verify_size(prompts, kind)
-        deadline = read_deadline(http.scope, serving.config.frontend.default_deadline_s)
-        origin = find_origin(http.scope, request, deadline, serving.num_replicas)
-        request_id = find_request_id(request, http.scope["state"])
-        group = await submit(serving, request, inputs, request_id, origin)
-        try:
-            await wait_for_end(group, http.receive)
-            read_outputs(group)
-            return await serving.executor.run(size, answer, group)
-        finally:
-            group.abort()
+        with serving.request_memory.lease() as lease:
+            inputs = await self._encode(request, prompts, kind, limit)
+            lease.count_media(sum(each.num_image_bytes for each in inputs))
+            size = self._verify_size(prompts, kind)
+            deadline = read_deadline(http.scope, serving.config.frontend.default_deadline_s)
+            origin = find_origin(http.scope, request, deadline, serving.num_replicas)
+            request_id = find_request_id(request, http.scope["state"])
+            group = await submit(serving, request, inputs, request_id, origin)
+            try:
+                await wait_for_end(group, http.receive)
+                read_outputs(group)
+                return await serving.executor.run(size, answer, group)
+            finally:
+                group.abort()
 
     def _verify_size(self, prompts: list[Prompt], kind: PoolingKind) -> int:
         """Return the number of elements of all results."""
@@ -121,9 +124,11 @@ class Pooling:
             if changes is not None:
                 each.text = changes.prefix_of(each.role) + each.text + changes.suffix_of(each.role)
             self._verify_text(each.text, each.param, request, limit)
+        texts = [each for each in texts if each.given_media is None]
         encoded = await serving.encode([each.text or "" for each in texts], has_special)
         for each, token_ids in zip(texts, encoded, strict=True):
             each.token_ids = np.asarray(token_ids, np.int32)
+        await encode_with_media(serving, inputs, has_special=has_special)
         if changes is not None and has_special:
             await self._add_tokens(changes, texts)
         await self._join_pairs(request, inputs, has_special=has_special)

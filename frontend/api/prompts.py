@@ -1,4 +1,4 @@
-"""Parses the `prompt` of a completion request: text, token ids, or a list of either."""
+"""Parses the `prompt` of a completion request: text, token ids, text with media, or a list of these."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy.typing as npt
 from ...protocol.encoder_inputs.inputs import EncoderInput
 from ..http.errors import APIError, bad_request, expect, wrong
 from ..tokenizer.token_ids import token_id_array
+from .inputs.given_media import GivenMedia, read_prompt_object
 
 MAX_SEQUENCES = 4096
 """Maximum sequences of one request: prompts times n."""
@@ -39,7 +40,8 @@ class Prompt:
     which a model may add tokens. If `num_visible` is not 0, tokens attend only to that many at the start. Only those
     that `keeps_T` marks have results. Instead of a text, a prompt to be compared may have `content`: the parts of a
     message, in which marks stand for the `media`. A pair has the media of both. A text longer than the model reads
-    may be embedded in `num_parts` parts.
+    may be embedded in `num_parts` parts. `given_media` are those whose places the text marks; `video_hashes` are the
+    content hashes of the encoder inputs that are parts of videos.
     """
 
     param: str
@@ -57,12 +59,15 @@ class Prompt:
     second_content: Any = None
     media: Sequence[Any] = ()
     num_parts: int = 1
+    given_media: GivenMedia | None = None
+    video_hashes: frozenset[bytes] = frozenset()
 
 
 def parse_prompts(prompt: Any, vocab_size: int, name: str = "prompt") -> list[Prompt]:
     """Return the prompts of a request. Texts are not encoded yet, so their `token_ids` are empty.
 
-    `name` is the name of the field in errors.
+    A prompt is a text, token ids, or an object in llama.cpp's format, with a text and its media. `name` is the name of
+    the field in errors.
 
     Raises:
         APIError: A prompt has a wrong type or an invalid token id, or there are too many (400).
@@ -71,19 +76,24 @@ def parse_prompts(prompt: Any, vocab_size: int, name: str = "prompt") -> list[Pr
         raise bad_request(name, "is required")
     if isinstance(prompt, str):
         return [_text(prompt, name)]
+    if isinstance(prompt, dict):
+        return [parse_object(prompt, name)]
     if not len(prompt):
         raise bad_request(name, "must not be an empty array")
     if isinstance(prompt, np.ndarray) or isinstance(prompt[0], int):
         return [Prompt(name, None, parse_token_ids(prompt, name, vocab_size))]
     verify_num_sequences(len(prompt), name)
-    kind = type(prompt[0])
+    kind = next((type(entry) for entry in prompt if not isinstance(entry, dict | int)), list)
     prompts = []
     for i, entry in enumerate(prompt):
         param = f"{name}[{i}]"
+        if isinstance(entry, dict):
+            prompts.append(parse_object(entry, param))
+            continue
         if type(entry) is not kind:
             expected = "a string" if kind is str else "an array of token ids"
             raise wrong(param, f"{expected} like the first", entry)
-        if kind is str:
+        if isinstance(entry, str):
             prompts.append(_text(entry, param))
         else:
             prompts.append(Prompt(param, None, parse_token_ids(entry, param, vocab_size)))
@@ -95,8 +105,8 @@ def parse_inputs(
 ) -> list[Prompt]:
     """Return the inputs of a request to embed or classify: prompts, or inputs in one of llama.cpp's formats.
 
-    A list with a token id is one input, and may contain texts too. An object has a text in `prompt_string`, or the
-    parts of one in `content`.
+    A list with a token id is one input, and may contain texts too. An object has a text in `prompt_string` and its
+    media in `multimodal_data`, or the parts of a text in `content`.
 
     Args:
         given: The inputs.
@@ -115,7 +125,10 @@ def parse_inputs(
     found = []
     for i, entry in enumerate(inputs):
         param = name if is_one else f"{name}[{i}]"
-        text = _object_text(entry, param) if isinstance(entry, dict) else entry
+        if isinstance(entry, dict) and "content" not in entry:
+            found.append(parse_object(entry, param))
+            continue
+        text = _parts_text(entry["content"], param) if isinstance(entry, dict) else entry
         if isinstance(text, str):
             found.append(_text(text, param))
         else:
@@ -145,11 +158,19 @@ def parse_mixed(
     return parse_token_ids(parts, param, vocab_size)
 
 
-def _object_text(given: dict[str, Any], param: str) -> str:
-    if "content" not in given:
-        return str(expect(given.get("prompt_string"), str, f"{param}.prompt_string", "a string"))
+def parse_object(given: dict[str, Any], param: str) -> Prompt:
+    """Return a prompt in llama.cpp's format: an object with a text and its media.
+
+    Raises:
+        APIError: There is no text, or its markers do not match the media (400).
+    """
+    text, media = read_prompt_object(given, param)
+    return Prompt(param, text, np.empty(0, np.int32), given_media=media)
+
+
+def _parts_text(given: Any, param: str) -> str:
     texts = []
-    for i, part in enumerate(expect(given["content"], list, f"{param}.content", "an array")):
+    for i, part in enumerate(expect(given, list, f"{param}.content", "an array")):
         place = f"{param}.content[{i}]"
         if expect(part, dict, place, "an object").get("type") != "text":
             raise wrong(f"{place}.type", '"text"; media is accepted in messages', part.get("type"))

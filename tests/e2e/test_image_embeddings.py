@@ -98,6 +98,14 @@ def test_texts_and_images_have_the_vectors_of_transformers(
         messages = [[{"role": "user", "content": [image_part(each)]}] for each in IMAGES]
         found = embed(messages=messages)
         np.testing.assert_allclose(found, images, atol=1e-4)
+        body_of_sglang = {"text": ["<image>", TEXTS[1]], "image_data": [data_url(IMAGES[0]), None]}
+        file = data_url(IMAGES[0]).partition(",")[2]
+        given = [{"prompt_string": "<__media__>", "multimodal_data": [file]}, TEXTS[1]]
+        for path, body in (("/encode", body_of_sglang), ("/embedding", {"content": given})):
+            status, answer = server.post(path, body)
+            assert status == 200, answer
+            own = [np.ravel(entry["embedding"]) for entry in answer]
+            np.testing.assert_allclose(own, [images[0], texts[1]], atol=1e-4)
         mixed = [messages[0], [{"role": "user", "content": TEXTS[1]}]]
         np.testing.assert_allclose(embed(messages=mixed), [images[0], texts[1]], atol=1e-4)
         assert server.capabilities() == (["embedding", "multimodal"], ["embedding", "vision"])

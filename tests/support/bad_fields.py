@@ -184,7 +184,7 @@ COMPLETION_ONLY = [
     ({"prompt": [1, "a"]}, "prompt", "token ids only"),
     ({"prompt": [1, "2"]}, "prompt", "token ids only"),
     ({"prompt": [1, [2]]}, "prompt", "token ids only"),
-    ({"prompt": {"a": 1}}, "prompt", 'got {"a":1}'),
+    ({"prompt": {"a": 1}}, "prompt.prompt_string", "must be a string, got null"),
     ({"prompt": [1.5]}, "prompt[0]", "got 1.5"),
     ({"prompt": [1] * 512}, "prompt", "maximum context length is 512 tokens"),
     ({"prompt": "word " * 600}, "prompt", "maximum context length is 512 tokens"),

@@ -148,8 +148,14 @@ def _pack_token_ids(values: list[Any], decoded: Decoded) -> int:
     return len(values)
 
 
+_OBJECTS: Final = ("prompt", "input", "content")
+"""Fields that may have objects with a text and its media."""
+
+_MEDIA: Final = ("image_data", "video_data", "audio_data")
+
+
 def _pack_texts(request: Any, decoded: Decoded) -> None:
-    """Move long texts of the prompt or of the messages from the request to the message."""
+    """Move long texts of the prompt, its media or the messages from the request to the message."""
     texts: list[list[memoryview]] = []
 
     def move(value: Any) -> Any:
@@ -169,6 +175,18 @@ def _pack_texts(request: Any, decoded: Decoded) -> None:
         request.input = move(request.input)
     elif (messages := getattr(request, "messages", None)) is not None:
         request.messages = move(messages)
+    else:
+        # Only values of objects, and of fields that may have any type, are decoded from an extension type.
+        for name in _OBJECTS:
+            value = getattr(request, name, None)
+            if isinstance(value, dict):
+                setattr(request, name, move(value))
+            elif isinstance(value, list):
+                moved = [move(each) if isinstance(each, dict) else each for each in value]
+                setattr(request, name, moved)
+        for name in _MEDIA:
+            if (value := getattr(request, name, None)) is not None:
+                setattr(request, name, move(value))
     decoded.texts = texts or None
 
 

@@ -31,6 +31,7 @@ from ..bodies.request_memory import MemoryLease
 from ..chat_prompt import RenderedChat
 from ..generation import PreparedPrompt
 from ..infill import require_infill
+from ..inputs.given_media import LLAMA_MARKER
 from ..prompts import Prompt, verify_num_characters
 from ..routes.capabilities import reads_audio, reads_images
 from ..routes.chat_completions import render_request
@@ -271,6 +272,7 @@ class LlamaDescription:
                     "vision": reads_images(serving),
                     "audio": reads_audio(serving),
                 },
+                "media_marker": LLAMA_MARKER,
                 "chat_template": source,
                 "bos_token": tokenizer.bos_token or "",
                 "eos_token": tokenizer.eos_token or "",

@@ -13,7 +13,7 @@ import numpy as np
 from ...http.errors import bad_request, expect, wrong
 from ...tokenizer.tokenizer import Tokenizer
 from ..logprobs import Json
-from ..prompts import Prompt, parse_mixed, verify_num_sequences
+from ..prompts import Prompt, parse_mixed, parse_object, verify_num_sequences
 from ..sampling import PENALTIES_OFF
 from ..schema import UNLIMITED, CompletionRequest, SamplerFields
 from ..schema.llama_cpp import LlamaCompletionRequest, LlamaFields, LlamaInfillRequest
@@ -48,11 +48,11 @@ MAX_BIAS: Final = 100.0
 class LlamaPrompt(CompletionRequest, kw_only=True):
     """A completion request from llama.cpp's API.
 
-    `prompts` are texts, or lists of token ids and texts. The fields of an `infill` replace them. If `is_list`, the
-    answer is a list. If `only_computes_prompt`, the answer has no text.
+    `prompts` are texts, lists of token ids and texts, or objects with a text and its media. The fields of an `infill`
+    replace them. If `is_list`, the answer is a list. If `only_computes_prompt`, the answer has no text.
     """
 
-    prompts: list[str | list[Part]] = msgspec.field(default_factory=list)
+    prompts: list[str | list[Part] | Json] = msgspec.field(default_factory=list)
     infill: LlamaInfillRequest | None = None
     is_list: bool = False
     only_computes_prompt: bool = False
@@ -108,7 +108,8 @@ def encode_prompts(request: LlamaPrompt, tokenizer: Tokenizer, vocab_size: int) 
     """Return the prompts. Those that are one text are not encoded yet.
 
     Raises:
-        APIError: A prompt has no tokens, or a token that is not in the vocabulary (400).
+        APIError: A prompt has no tokens, a token that is not in the vocabulary, or media that do not match its text
+            (400).
     """
 
     def encode(text: str, add_special_tokens: bool) -> list[int]:
@@ -119,6 +120,9 @@ def encode_prompts(request: LlamaPrompt, tokenizer: Tokenizer, vocab_size: int) 
         param = f"prompt[{i}]" if len(request.prompts) > 1 else "prompt"
         if isinstance(prompt, str):
             encoded.append(Prompt(param, prompt, np.empty(0, np.int32)))
+            continue
+        if isinstance(prompt, dict):
+            encoded.append(parse_object(prompt, param))
             continue
         token_ids = parse_mixed(prompt, param, vocab_size, encode)
         encoded.append(Prompt(param, None, token_ids))
@@ -140,7 +144,7 @@ def infill_files(body: LlamaInfillRequest) -> list[tuple[str, str]]:
     return files
 
 
-def _prompts(body: LlamaFields) -> tuple[list[str | list[Part]], bool]:
+def _prompts(body: LlamaFields) -> tuple[list[str | list[Part] | Json], bool]:
     if isinstance(body, LlamaInfillRequest):
         for name in ("input_prefix", "input_suffix"):
             if getattr(body, name) is None:
@@ -160,13 +164,10 @@ def _prompts(body: LlamaFields) -> tuple[list[str | list[Part]], bool]:
     return [_prompt(each, f"prompt[{i}]") for i, each in enumerate(prompt)], True
 
 
-def _prompt(prompt: Any, where: str) -> str | list[Part]:
-    """Return one prompt. Raise APIError 400 if it is neither text nor a list of token ids and texts."""
+def _prompt(prompt: Any, where: str) -> str | list[Part] | Json:
+    """Return one prompt. Raise APIError 400 if it is no text, list of token ids and texts, or object."""
     if isinstance(prompt, dict):
-        if prompt.get("multimodal_data"):
-            place = f"{where}.multimodal_data"
-            raise bad_request(place, "is not supported; send images to /v1/chat/completions")
-        return str(expect(prompt.get("prompt_string"), str, f"{where}.prompt_string", "a string"))
+        return prompt
     if isinstance(prompt, list):
         for i, part in enumerate(prompt):
             if not isinstance(part, str | int):

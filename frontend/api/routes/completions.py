@@ -22,6 +22,7 @@ from ..endpoint import Endpoint, NewAnswer
 from ..generation import PreparedPrompt, matched_stop
 from ..infill import require_infill
 from ..inputs.prompt_embeds import parse_prompt_embeds
+from ..inputs.prompt_media import encode_with_media
 from ..logprobs import CompletionLogprobs, Json, LogprobsRenderer
 from ..prompts import BYTES_PER_TOKEN_ID, Prompt, fit_context, parse_prompts, verify_num_characters
 from ..sampling import sampling_params
@@ -96,11 +97,12 @@ class Completions(Endpoint[CompletionRequest]):
         if request.suffix:
             await self._encode_around(request.suffix, prompts, request)
         else:
-            encoded = await serving.encode(
-                [p.text or "" for p in texts], request.add_special_tokens is not False
-            )
+            texts = [prompt for prompt in texts if prompt.given_media is None]
+            has_special = request.add_special_tokens is not False
+            encoded = await serving.encode([p.text or "" for p in texts], has_special)
             for prompt, token_ids in zip(texts, encoded, strict=True):
                 prompt.token_ids = np.asarray(token_ids, np.int32)
+            await encode_with_media(serving, prompts, has_special=has_special)
         prepared: list[PreparedPrompt] = []
         for prompt in prompts:
             prepared.append(self._fit(prompt, request, params, start_token_ids))
@@ -117,6 +119,8 @@ class Completions(Endpoint[CompletionRequest]):
         for prompt in prompts:
             if prompt.text is None:
                 raise bad_request(prompt.param, "must be a string in a request with suffix")
+            if prompt.given_media is not None:
+                raise bad_request(prompt.given_media.param, "cannot be combined with suffix")
         for name in ("truncate_prompt_tokens", "echo"):
             if getattr(request, name):
                 raise bad_request(name, "cannot be combined with suffix")
@@ -170,6 +174,12 @@ class Completions(Endpoint[CompletionRequest]):
         default = None if request.max_tokens == UNLIMITED else self.default_max_tokens
         if self.cuts_max_tokens:
             default = params.max_tokens
+        size, has_media = len(token_ids), prompt.given_media is not None
+        if has_media and truncate is not None and 0 <= truncate < size:
+            raise bad_request(
+                "truncate_prompt_tokens",
+                f"cannot cut a prompt with images or audio from {size} to {truncate} tokens",
+            )
         if inputs:
             truncate = None
         if source is not None and start_token_ids is not None:
@@ -193,6 +203,7 @@ class Completions(Endpoint[CompletionRequest]):
             msgspec.structs.replace(params, max_tokens=max_tokens),
             text,
             encoder_inputs=inputs,
+            video_hashes=prompt.video_hashes,
         )
 
     def _params(self, request: CompletionRequest, constraint: Constraint | None) -> SamplingParams:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any, Final
@@ -30,9 +30,11 @@ from ...client.embeddings import (
     verify_embeds_texts,
 )
 from ...client.engine_client import RequestGroup
-from ...http.errors import bad_request, bytes_response, json_response
+from ...http.errors import bad_request, bytes_response, json_response, renaming
 from ...http.json_pieces import encode_list
+from ...media.sources.media_options import parse_media_options
 from ..bodies.intake import Intake, reads
+from ..inputs.given_media import GivenMedia
 from ..pooling import Pooling, render_input, verify_choice
 from ..prompts import BYTES_PER_TOKEN_ID, Prompt, parse_inputs, verify_num_sequences
 from ..schema import (
@@ -87,8 +89,11 @@ class Embeddings:
         request: EmbeddingRequest,
         body_size: int,
         answer: Callable[[RequestGroup, Iterator[Vector], list[int]], Response],
+        media: Sequence[GivenMedia | None] = (),
     ) -> Response:
         """Embed the inputs of a request, and return the result of `answer` for the embeddings and the inputs' lengths.
+
+        Each input has its `media`, if there are any.
 
         Raises:
             APIError: The request is invalid (400), or the engine cannot accept it now.
@@ -97,6 +102,8 @@ class Embeddings:
         verify_embeds_texts(model)
         kind = model.pooler.kind
         inputs = await self._embedded_inputs(request, body_size)
+        for each, given in zip(inputs, media, strict=False):
+            each.given_media = given
         return await self._pooling.run(
             http,
             request,
@@ -168,9 +175,11 @@ class Embeddings:
                 serving.verify_tokenizer("input", "send token ids")
                 return list(serving.tokenizer.encode(text, add_special_tokens))
 
-            return await serving.executor.run(
+            inputs = await serving.executor.run(
                 size, parse_inputs, request.input, vocab_size, "input", encode
             )
+            _choose_options(request, inputs)
+            return inputs
         if request.input is not None:
             raise bad_request("messages", "must be omitted if input is given")
         return [
@@ -311,6 +320,17 @@ def _conversations(messages: list[Any]) -> Iterator[tuple[list[dict[str, Any]], 
         if not isinstance(conversation, list):
             raise bad_request(f"messages[{i}]", "must be a list of messages, as others are")
         yield conversation, f"messages[{i}]"
+
+
+def _choose_options(request: InputFields, inputs: list[Prompt]) -> None:
+    """Read media of inputs as the request wants it. Raise APIError 400 if it has an invalid field."""
+    if all(each.given_media is None for each in inputs):
+        return
+    with renaming(str):
+        options = parse_media_options(request.mm_processor_kwargs, request.media_io_kwargs)
+    for each in inputs:
+        if each.given_media is not None:
+            each.given_media = each.given_media._replace(options=options)
 
 
 def usage_of(group: RequestGroup) -> dict[str, int]:

@@ -195,7 +195,8 @@ class GenerationRequest(CommonFields, kw_only=True):
 class CompletionRequest(GenerationRequest, kw_only=True):
     """The body of `POST /v1/completions`."""
 
-    prompt: str | list[str | Int | list[Int]] | None = None
+    # Objects have a text and its media, in llama.cpp's format.
+    prompt: str | dict[str, Any] | list[str | Int | list[Int] | dict[str, Any]] | None = None
     # The text after the answer, for models that fill in the middle.
     suffix: str | None = None
     prompt_embeds: str | list[str] | None = None

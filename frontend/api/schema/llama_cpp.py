@@ -69,8 +69,8 @@ class LlamaFields(SamplerFields, kw_only=True):
 class LlamaCompletionRequest(LlamaFields, kw_only=True):
     """The body of `POST /completion`.
 
-    A prompt is a text, a list of token ids and texts, or an object with the field `prompt_string`. A list of prompts
-    gets a list of answers.
+    A prompt is a text, a list of token ids and texts, or an object with the field `prompt_string`, and in
+    `multimodal_data` a file in base64 for each `<__media__>` in it. A list of prompts gets a list of answers.
     """
 
     prompt: str | dict[str, Any] | list[str | Int | dict[str, Any] | list[str | Int]] | None = None

@@ -48,6 +48,11 @@ class SglangInput(msgspec.Struct, kw_only=True):
 
     text: str | list[str] | None = None
     input_ids: list[Int | list[Int]] | None = None
+    # A file, or a list of files: URLs, paths, base64, or objects with `url`. Several prompts have a list with the value
+    # for each prompt, or a file for all of them.
+    image_data: Any = None
+    video_data: Any = None
+    audio_data: Any = None
     priority: Int | None = None
     user: str | None = None
 
@@ -55,9 +60,12 @@ class SglangInput(msgspec.Struct, kw_only=True):
     modalities: list[str] | None = None
     log_metrics: bool | None = None
     routing_key: str | None = None
+    # The server computes its own hashes of media.
+    mm_hashes: Any = None
+    mm_content_hashes: Any = None
 
     # Rejected, because an answer that ignores them would be wrong.
-    rejected: ClassVar[str] = "image_data video_data audio_data positional_embed_overrides"
+    rejected: ClassVar[str] = "positional_embed_overrides"
 
 
 class SglangGenerateRequest(SglangInput, kw_only=True):
@@ -93,6 +101,15 @@ class SglangGenerateRequest(SglangInput, kw_only=True):
     # The replica.
     routed_dp_rank: Int | None = None
     data_parallel_rank: Int | None = None
+    # Settings of processors, as in chats. They have no effect on a prompt without images, videos or audio.
+    mm_processor_kwargs: dict[str, Any] | None = None
+    use_audio_in_video: bool | list[bool] | None = None
+    video_config: Any = None
+    images_config: Any = None
+    max_dynamic_patch: Int | list[Int | None] | None = None
+    min_dynamic_patch: Int | list[Int | None] | None = None
+    image_max_dynamic_patch: Int | list[Int | None] | None = None
+    video_max_dynamic_patch: Int | list[Int | None] | None = None
 
     # Accepted because clients send them; they have no effect.
     no_logs: bool | None = None
@@ -103,15 +120,6 @@ class SglangGenerateRequest(SglangInput, kw_only=True):
     kv_hints: Any = None
     external_trace_header: dict[str, Any] | None = None
     received_time: float | None = None
-    # Settings of processors, which have no effect on a prompt without images, videos or audio.
-    mm_processor_kwargs: dict[str, Any] | None = None
-    use_audio_in_video: bool | list[bool] | None = None
-    video_config: Any = None
-    images_config: Any = None
-    max_dynamic_patch: Int | list[Int | None] | None = None
-    min_dynamic_patch: Int | list[Int | None] | None = None
-    image_max_dynamic_patch: Int | list[Int | None] | None = None
-    video_max_dynamic_patch: Int | list[Int | None] | None = None
 
     # Rejected, because an answer that ignores them would be wrong.
     rejected: ClassVar[str] = (
@@ -120,7 +128,7 @@ class SglangGenerateRequest(SglangInput, kw_only=True):
         "sampling_logprobs_mode return_flat_raw_top_logprobs "
         "return_flat_raw_output_top_logprobs return_flat_raw_top_logprobs_b64 "
         "routed_experts_start_len return_indexer_topk multi_item_delimiter_indices "
-        "token_indices_to_pool mm_hashes mm_content_hashes bootstrap_host bootstrap_port "
+        "token_indices_to_pool bootstrap_host bootstrap_port "
         "bootstrap_room bootstrap_pair_key decode_tp_size disagg_prefill_dp_rank"
     )
 

@@ -239,6 +239,11 @@ def test_repetitions_end_at_all_tokens_that_spell_a_breaker(frontend: FrontendPr
         ({"prompt": [[1, 2], [3, {}]]}, "prompt[1][1]"),
         ({"prompt": [1, 10_000_000]}, "prompt[1]"),
         ({"prompt": {"prompt_string": "x", "multimodal_data": "y"}}, "prompt.multimodal_data"),
+        ({"prompt": {"prompt_string": "x", "multimodal_data": ["y"]}}, "prompt.multimodal_data"),
+        (
+            {"prompt": {"prompt_string": "<__media__>", "multimodal_data": ["y"]}},
+            "prompt.multimodal_data",
+        ),
         ({"prompt": "a" * 200_000}, "prompt"),
         ({"n_probs": 1000}, "n_probs"),
         ({"repeat_penalty": -1}, "repeat_penalty"),

@@ -45,6 +45,7 @@ def test_answer_has_its_tokens_and_says_why_it_ended(frontend: FrontendProcess) 
     # Settings of images have no effect on a prompt without them.
     settings = {"mm_processor_kwargs": {"max_pixels": 9}, "max_dynamic_patch": 2}
     settings |= {"images_config": {"max_pixels": 9}, "use_audio_in_video": False}
+    settings |= {"image_data": [], "video_data": None, "mm_hashes": ["ab"]}
     limit = {"max_new_tokens": len(ids)}
     assert generate(frontend, text=TEXT, sampling=limit, **settings)["text"] == TEXT
 
@@ -244,12 +245,13 @@ def test_clients_choose_ids_and_replicas(frontend: FrontendProcess) -> None:
         ({"text": None}, "text"),
         ({"text": "a", "input_ids": [1]}, "input_ids"),
         ({"text": ["a", 3]}, "text[1]"),
+        ({"text": [], "top_logprobs_num": []}, "text"),
+        ({"image_data": [[[["x"]]]]}, "image_data[0][0]"),
         ({"text": None, "input_ids": [1, 10_000_000]}, "input_ids[1]"),
         ({"rid": ["a", "b"]}, "rid"),
         ({"text": ["x", "y"], "rid": ["a", "b c"]}, "rid[1]"),
         ({"rid": "a b"}, "rid"),
         ({"routed_dp_rank": 1}, "routed_dp_rank"),
-        ({"mm_hashes": ["a"]}, "mm_hashes"),
         ({"bootstrap_room": 1}, "bootstrap_room"),
         ({"sampling_params": {"beam_width": 2}}, "sampling_params.beam_width"),
         ({"sampling_params": {"max_new_tokens": -1}}, "sampling_params.max_new_tokens"),
@@ -268,6 +270,11 @@ def test_clients_choose_ids_and_replicas(frontend: FrontendProcess) -> None:
         ({"text": ["a", "b"], "lora_path": [None, "c"]}, "lora_path[1]"),
         ({"text": None, "input_embeds": [[0.5, 0.5]]}, "input_embeds"),
         ({"image_data": "x"}, "image_data"),
+        ({"audio_data": ["x"]}, "audio_data"),
+        ({"video_data": [3]}, "video_data[0]"),
+        ({"video_data": [{"url": 3}]}, "video_data[0].url"),
+        ({"text": ["a", "b"], "image_data": ["x"]}, "image_data"),
+        ({"text": ["a", "b"], "image_data": [None, "x"]}, "image_data[1]"),
         ({"lora_path": "unknown"}, "model"),
     ],
 )

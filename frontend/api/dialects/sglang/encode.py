@@ -17,6 +17,7 @@ from ...logprobs import Json
 from ...routes.embeddings import Embeddings
 from ...schema import EmbeddingRequest
 from ...schema.sglang import SglangEncodeRequest
+from .media import media_of_each
 
 
 class SglangEncode:
@@ -32,6 +33,8 @@ class SglangEncode:
         if (body.text is None) == (body.input_ids is None):
             raise bad_request("text", "is required, or input_ids instead of it")
         inputs: Any = body.input_ids if body.text is None else body.text
+        is_one = isinstance(inputs, str) or bool(inputs and isinstance(inputs[0], int))
+        media = media_of_each(body, None if is_one else len(inputs))
         request = EmbeddingRequest(
             model=body.lora_path or None,
             input=inputs,
@@ -42,7 +45,7 @@ class SglangEncode:
         )
 
         def answer(group: RequestGroup, vectors: Iterator[Vector], lengths: list[int]) -> Response:
-            if isinstance(inputs, str) or (inputs and isinstance(inputs[0], int)):
+            if is_one:
                 return json_response(_result(next(vectors), lengths[0], group.request_id))
             results = (
                 _result(vector, length, f"{group.request_id}_{index}")
@@ -51,7 +54,7 @@ class SglangEncode:
             return json_response(encode_list(results, at_once=1))
 
         with renaming(renamer({"input": "text" if body.input_ids is None else "input_ids"})):
-            return await self._embeddings.run(http, request, size, answer)
+            return await self._embeddings.run(http, request, size, answer, media)
 
 
 def _result(vector: Vector, num_tokens: int, answer_id: str) -> Json:

@@ -68,15 +68,17 @@ class SglangGenerate(Completions):
             _verify_stream(request, prompts)
             return prompts, new_answer
         prompts, size = [], body_size // len(request.parts)
-        for part in request.parts:
-            with renaming(part.sent_name):
-                [prompt], _ = await super().prepare(part, size, receive)
-            with renaming(lambda name, place=part.place: f"lora_path{place}"):  # type: ignore[misc]
-                prompt.lora = self._serving.find_lora(part.model)
-            prompt.cache_salt = part.cache_salt
-            _verify_stream(part, [prompt])
-            prompts.append(prompt)
-            await asyncio.sleep(0)
+        with self._serving.request_memory.lease() as lease:
+            for part in request.parts:
+                with renaming(part.sent_name):
+                    [prompt], _ = await super().prepare(part, size, receive)
+                with renaming(lambda name, place=part.place: f"lora_path{place}"):  # type: ignore[misc]
+                    prompt.lora = self._serving.find_lora(part.model)
+                prompt.cache_salt = part.cache_salt
+                _verify_stream(part, [prompt])
+                prompts.append(prompt)
+                lease.count_media(prompt.num_image_bytes)
+                await asyncio.sleep(0)
         return prompts, partial(self.answer_type, self._serving, request, prompts)
 
     def _params(self, request: CompletionRequest, constraint: Constraint | None) -> SamplingParams:
@@ -96,13 +98,16 @@ class SglangGenerate(Completions):
             if request.first_logprob >= 0:
                 raise bad_request("logprob_start_len", "cannot be used with input_embeds")
             return await executor.run(body_size, embedded_prompts, request, config)
-        return await executor.run(
+        prompts = await executor.run(
             body_size // BYTES_PER_TOKEN_ID,
             parse_prompts,
             request.prompt,
             config.model.prompt_vocab_size,
             request.prompts_param,
         )
+        for prompt in prompts:
+            prompt.given_media = request.media
+        return prompts
 
 
 def _verify_stream(request: SglangPrompt, prompts: list[PreparedPrompt]) -> None:

@@ -11,6 +11,7 @@ from ....http.errors import bad_request
 from ...logprobs import Json
 from ...prompts import verify_num_sequences
 from ...schema.sglang import SglangGenerateRequest
+from .media import MEDIA_FIELDS
 
 _NAMES: Final = (
     "sampling_params",
@@ -21,6 +22,11 @@ _NAMES: Final = (
     "lora_path",
     "extra_key",
     "cache_salt",
+    "use_audio_in_video",
+    "max_dynamic_patch",
+    "min_dynamic_patch",
+    "image_max_dynamic_patch",
+    "video_max_dynamic_patch",
 )
 
 
@@ -43,9 +49,12 @@ def split(
     lists: Json = {}
     count = len(prompts) if is_list else 1
     verify_num_sequences(count, param)
-    for name in _NAMES:
+    if not count:
+        raise bad_request(param, "must not be an empty array")
+    # The media of a single prompt may be a list.
+    for name in (*_NAMES, *(MEDIA_FIELDS if is_list else ())):
         values = getattr(body, name)
-        if not _is_list(name, values):
+        if not _is_list(name, values) or (name in MEDIA_FIELDS and not values):
             continue
         if len(values) != count:
             raise bad_request(

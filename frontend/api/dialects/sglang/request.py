@@ -15,6 +15,7 @@ from ...schema import UNLIMITED, CompletionRequest
 from ...schema.refused import verify_supported
 from ...schema.sglang import PlainSampling, SglangGenerateRequest, SglangSampling
 from .lists import split
+from .media import given_media
 
 DEFAULT_MAX_TOKENS: Final = 128
 
@@ -49,7 +50,8 @@ class SglangPrompt(CompletionRequest, kw_only=True):
     answer has no text. The log-probabilities of the prompt, with `num_prompt_tops` others at each position, begin at
     token `first_logprob`; there are none if it is negative. `request_ids` has one id for each prompt. If prompts have
     parameters of their own, `parts` has the request for each prompt, and `place` is the end of the parameters' names.
-    If `requires_reasoning`, the tokens of the reasoning are counted. `embeds` replace the tokens.
+    If `requires_reasoning`, the tokens of the reasoning are counted. `embeds` replace the tokens. Each prompt has the
+    `media`.
     """
 
     prompts_param: str = "text"
@@ -64,6 +66,7 @@ class SglangPrompt(CompletionRequest, kw_only=True):
     requires_reasoning: bool = False
     embeds: Any = None
     embeds_shape: list[int] | None = None
+    media: Any = None
 
     def sent_name(self, name: str) -> str:
         """Return the name of a field in SGLang's API."""
@@ -135,6 +138,9 @@ def _translate(body: SglangGenerateRequest, param: str, place: str) -> SglangPro
     if max_tokens == UNLIMITED:
         raise wrong(f"{where}max_new_tokens", "at least 0", max_tokens)
     tag = params.structural_tag
+    media = given_media(body, place)
+    if media is not None and param.startswith("input_embeds"):
+        raise bad_request(media.param, f"cannot be combined with {param}")
     prompt: Any = body.text if body.input_ids is None else body.input_ids
     fields: Json = {name: getattr(params, name) for name in _PLAIN}
     fields |= _logprobs(body, max_tokens)
@@ -163,6 +169,7 @@ def _translate(body: SglangGenerateRequest, param: str, place: str) -> SglangPro
         requires_reasoning=bool(body.require_reasoning),
         embeds=body.input_embeds or body.input_embeds_bytes,
         embeds_shape=body.input_embeds_shape,
+        media=media,
     )
 
 
