@@ -12,12 +12,16 @@ from ....protocol.config.weights import ReplacedWeights, WeightsFiles
 from ....protocol.errors import CheckpointError, ConfigError, EngineError
 from ....protocol.messages import PauseMode
 from ...http.errors import APIError, bad_request, json_response, redact, unavailable, wrong
+from ...http.shown_values import cut
 from ...model_source.weights import find_weights
 from ..bodies.intake import Intake, reads
 from ..schema.sglang import SglangWeightsRequest
 from ..schema.vllm import VllmCallRequest
 from ..serving import Serving
 from .pause import Pauses
+
+MAX_SHOWN_PATH: Final = 200
+"""Maximum characters of a path in an error message."""
 
 MAX_PATH: Final = 1024
 """Maximum length of a path in characters."""
@@ -104,4 +108,5 @@ class Weights:
         try:
             return await asyncio.to_thread(find_weights, self._serving.config.model, path, version)
         except (CheckpointError, ConfigError) as error:
-            raise APIError(400, f"{param}: {error}", param=param) from None
+            problem = str(error).replace(path, cut(path, MAX_SHOWN_PATH))
+            raise APIError(400, f"{param}: {problem}", param=param) from None
