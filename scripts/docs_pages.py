@@ -23,11 +23,6 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 MARKER = re.compile(r"<!-- generated: ([\w-]+) -->")
-COMMANDS = (
-    *("chat", "complete", "run-batch", "bench", "bench serve", "bench throughput", "bench latency"),
-    *("bench compare", "status", "top", "why", "doctor", "models", "replay", "simulate", "plan"),
-    *("keygen", "worker", "completion"),
-)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -124,8 +119,13 @@ def _flags_instead() -> str:
 
 
 def _commands() -> str:
+    """Return the help of all commands but `engine serve`, whose options have tables."""
+    from engine.frontend.cli.completion.tree import read_commands
+
     parts = []
-    for command in COMMANDS:
+    for command in (" ".join(node.words) for node in read_commands().walk()):
+        if command in ("", "serve"):
+            continue
         result = subprocess.run(
             [sys.executable, "-m", "engine.frontend.cli.main", *command.split(), "--help"],
             capture_output=True,
@@ -266,7 +266,8 @@ def _models() -> str:
         config["architectures"] = [family.architecture]
         config.get("text_config", config).update(_USUAL.get(family.model_type, {}))
         # transformers' default tower differs from that of published models, and the table is about decoders.
-        config.pop("vision_config", None)
+        for tower in ("vision_config", "vq_config"):
+            config.pop(tower, None)
         spec = model_spec(config, "config.json")
         rows.append((f"`{family.architecture}`", f"`{family.model_type}`", *describe(spec)))
     head = ("architecture", "`model_type`", "on a CPU", "`-ep`", "recurrent layers")
@@ -357,6 +358,7 @@ _SAME_CONFIG = {
     "plm": "deepseek_v2",
     "qwen3_omni_moe": "qwen3_moe",
     "qwen3_omni_moe_thinker": "qwen3_moe",
+    "youtu_vl": "youtu",
 }
 """For each model type that transformers does not have, one that it has; Llama's for all others."""
 
