@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from .config_fields import ConfigFields
+from .published.read import published_fields
 
 _ARCHITECTURES: Final = {
     "BertForPreTraining": "BertForMaskedLM",
@@ -156,6 +157,7 @@ def with_known_names(fields: ConfigFields) -> ConfigFields:
         values |= _nemotron_omni(fields)
     elif "MistralLarge3ForCausalLM" in names:
         values["model_type"] = "mistral4"
+    values |= published_fields(fields)
     return fields.with_values(values) if values else fields
 
 

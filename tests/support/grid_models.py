@@ -27,6 +27,7 @@ from support.grid_configs import (
     image_config,
 )
 from support.own_code.model import normalized
+from support.published_llava import as_deepseek
 from support.qwen_checkpoints import video_patches
 from torch import Tensor
 
@@ -57,6 +58,7 @@ def grid_model(path: Path, kind: str, *, vocab_size: int, image_token: int) -> G
 def write_grid_model(path: Path, kind: str, *, vocab_size: int = 0, image_token: int = 0) -> Any:
     """Write a model, and return that of transformers. Without the last two arguments, they are those of its config."""
     torch.manual_seed(0)
+    kind, is_published = kind.removesuffix("-published"), kind.endswith("-published")
     config = image_config(kind)
     if vocab_size:
         config.get_text_config().vocab_size = vocab_size
@@ -127,6 +129,8 @@ def write_grid_model(path: Path, kind: str, *, vocab_size: int = 0, image_token:
         processor |= {"pad_input": True, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     if kind == "opencua":
         _as_published_opencua(path)
+    if is_published:
+        as_deepseek(path)
     if kind == "hyperclovax_vision_v2":
         _as_published_hyperclova(path)
     (path / "preprocessor_config.json").write_text(json.dumps(processor))

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import torch
 from safetensors.torch import load_file, save_file
+from support.published_llava import as_llava
 
 _NAMES = {
     "bee": ("Bee", "bee"),
@@ -20,8 +21,10 @@ _NAMES = {
 """The architectures and model types in published configs, which otherwise are those of transformers."""
 
 
-def rename(directory: Path, kind: str) -> None:
+def rename(directory: Path, kind: str, *, is_published: bool) -> None:
     """Give the config of a model the names that its authors gave it, if these differ."""
+    if is_published:
+        as_llava(directory, kind)
     if kind in _NAMES:
         file = directory / "config.json"
         name, model_type = _NAMES[kind]

@@ -56,11 +56,13 @@ def vision_directory(
 ) -> tuple[Path, Any]:
     """Write a model of one of `MODELS`. Return its directory and transformers' model.
 
-    Mistral's models may end in "-own", for Mistral's own format, and others in "-renamed", for names as in memory.
+    Mistral's models may end in "-own" and LLaVA's in "-published", for their own formats, others in "-renamed", for names
+    as in memory.
     `tower` and `decoder` are the sizes of its parts. A square of `factor` x `factor` patches becomes one row.
     """
     kind, has_own_format = kind.removesuffix("-own"), kind.endswith("-own")
     kind, is_renamed = kind.removesuffix("-renamed"), kind.endswith("-renamed")
+    kind, is_published = kind.removesuffix("-published"), kind.endswith("-published")
     tokenizer = sentencepiece_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": MARKS})
     tokenizer.chat_template = CHAT_TEMPLATE.replace("<image>", image_mark(kind))
@@ -109,7 +111,7 @@ def vision_directory(
         save_file({k.replace(wrong, "language_model.model."): x for k, x in tensors.items()}, file)
     if kind.startswith("internvl_chat"):
         as_published(directory, kind)
-    rename(directory, kind)
+    rename(directory, kind, is_published=is_published)
     tokenizer.save_pretrained(directory)
     (directory / "preprocessor_config.json").write_text(json.dumps(processor))
     (directory / "processor_config.json").write_text(json.dumps(others))
@@ -402,6 +404,7 @@ def _anyres(
     tower_kind = "clip" if is_next else "siglip"
     video = tokenizer.convert_tokens_to_ids("<video>")
     own = {} if is_next else {"video_token_index": video, "vision_aspect_ratio": "anyres_max_2"}
+    text |= {"model_type": "qwen2"} if kind == "llava_onevision" else {}
     config = getattr(transformers, f"{name}Config")(
         vision_config=dict(tower) | {"model_type": f"{tower_kind}_vision_model"},
         text_config=text,
@@ -416,12 +419,10 @@ def _anyres(
         "image_grid_pinpoints": grids,
         "size": {"shortest_edge": tile} if is_next else {"height": tile, "width": tile},
     }
-    if is_next:
-        processor["crop_size"] = {"height": tile, "width": tile}
-    others = {
-        "processor_class": f"{name}Processor",
-        "vision_feature_select_strategy": config.vision_feature_select_strategy,
-    }
+    half = {f"image_{name}": [0.5] * 3 for name in ("mean", "std")}
+    processor |= {"crop_size": {"height": tile, "width": tile}} if is_next else half
+    strategy = config.vision_feature_select_strategy
+    others = {"processor_class": f"{name}Processor", "vision_feature_select_strategy": strategy}
     if is_next:
         others |= {"patch_size": tower["patch_size"], "num_additional_image_tokens": 1}
     else:

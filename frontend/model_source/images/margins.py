@@ -51,5 +51,6 @@ def _processor(fields: ConfigFields, common: dict[str, Any], side: int) -> Margi
 
 def margins_between_marks(source: ProcessorSource, vision: VisionSpec) -> MarginProcessor:
     """Return the processor of Janus, whose images are between two tokens."""
-    start, end = (source.special_token(f"{name}_token") for name in ("boi", "eoi"))
+    marks = {"boi_token": "<begin_of_image>", "eoi_token": "<end_of_image>"}
+    start, end = (source.special_token(name, text) for name, text in marks.items())
     return replace(margins(source, vision), start=start, end=end)

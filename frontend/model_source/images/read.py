@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
+import msgspec
+
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ....protocol.checkpoint.gguf_config.mmproj.fields import Mmproj
 from ....protocol.checkpoint.vision.read import has_vision, model_kind, vision_spec
@@ -136,9 +138,10 @@ def read_image_processor(
         processor, tokens = ConfigFields(mmproj.processor, path), mmproj.tokens
     if processor is None and model_kind(config) in _WITHOUT_FILE:
         processor = ConfigFields({}, path)
-    if processor is None:
-        # Mistral's own format has no file of it.
-        processor = config.section("image_processor")
+    # Mistral's own format and LLaVA's need no file of it.
+    own = config.section("image_processor")
+    if own is not None:
+        processor = own if processor is None else processor.with_defaults(**own.config)
     if processor is None:
         logger.warning("%s has no %s, so requests with images are rejected", path, _FILES[0])
         return None
@@ -150,7 +153,9 @@ def read_image_processor(
         # The processors of InternVL and DeepSeek-OCR 2 ignore this field of the file.
         processor = processor.with_values({"crop_to_patches": None})
     fields = processor.with_values(dict(overrides))
-    return read(ProcessorSource(path, fields, config, tokens, token_id), vision)
+    found = read(ProcessorSource(path, fields, config, tokens, token_id), vision)
+    mark = config.text("image_mark", "")
+    return msgspec.structs.replace(found, mark=mark) if mark else found
 
 
 def image_token_id(path: Path, config: ConfigFields, vocab_size: int) -> int:
@@ -159,13 +164,17 @@ def image_token_id(path: Path, config: ConfigFields, vocab_size: int) -> int:
     Raises:
         CheckpointError: The config or the tokenizer lacks it.
     """
-    text = _TOKEN_TEXTS.get(model_kind(config))
+    own = _TOKEN_TEXTS.get(model_kind(config))
+    texts = config.texts("image_token_texts") or ([] if own is None else [own])
     # The configs of GGUF models have the id.
-    if text is not None and config.get("image_token_id") is None:
-        found_id = TokenizerConfig(path).added_token_id(text)
-        if found_id is None or found_id >= vocab_size:
+    if texts and config.get("image_token_id") is None:
+        tokenizer = TokenizerConfig(path)
+        ids = (tokenizer.added_token_id(text) for text in texts)
+        found_id = next((id_ for id_ in ids if id_ is not None and id_ < vocab_size), None)
+        if found_id is None:
             raise CheckpointError(
-                path, f"the tokenizer has no token {text!r} below {vocab_size}; download it again"
+                path,
+                f"the tokenizer has no token {' or '.join(map(repr, texts))} below {vocab_size}; download it again",
             )
         return found_id
     names = (

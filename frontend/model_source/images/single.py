@@ -27,6 +27,9 @@ def single(
     common = source.values(vision, BICUBIC)
     if vision.has_class_token:
         common = CLIP_VALUES | common
+    if source.config.get("image_aspect_ratio") == "pad":
+        # The original LLaVA's own processor makes a square before the tower's.
+        return SquareProcessor(**common, side=vision.image_size, pads=True)
     return _tile(source, vision, common | {"stands_alone": vision.stands_alone})
 
 

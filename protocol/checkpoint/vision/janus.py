@@ -31,6 +31,7 @@ def janus(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Visio
         has_post_norm=True,
         qkv_bias=vision.boolean("attention_bias", True),
         tensor_names=(
+            *_PUBLISHED_NAMES,
             (r"\.projection_layer\.", ".out_proj."),
             (r"^(model\.)?aligner\.fc1\.", "multi_modal_projector.linear_1."),
             (r"^(model\.)?aligner\.hidden_layers\.0\.", "multi_modal_projector.linear_2."),
@@ -74,5 +75,23 @@ def deepseek_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) ->
     """Return the tower of DeepSeek-VL (arXiv 2403.05525), a SigLIP."""
     return replace(
         siglip(vision, output_size, projection="mlp"),
-        tensor_names=((r"^(model\.)?aligner\.linear(\d)\.", r"multi_modal_projector.linear_\2."),),
+        tensor_names=(
+            *_PUBLISHED_NAMES,
+            (r"^(model\.)?aligner\.linear(\d)\.", r"multi_modal_projector.linear_\2."),
+        ),
     )
+
+
+_PUBLISHED_NAMES: Final = (
+    (r"^aligner\.layers\.0\.", "multi_modal_projector.linear_1."),
+    (r"^aligner\.layers\.2\.", "multi_modal_projector.linear_2."),
+    (r"^vision_model\.vision_tower\.", "vision_tower."),
+    (r"^vision_tower\.patch_embed\.proj\.", "vision_tower.embeddings.patch_embedding."),
+    (r"^vision_tower\.pos_embed$", "vision_tower.embeddings.position_embedding.weight"),
+    (r"^vision_tower\.norm\.", "vision_tower.post_layernorm."),
+    (r"^vision_tower\.blocks\.", "vision_tower.encoder.layers."),
+    (r"^(vision_tower\..*)\.norm([12])\.", r"\1.layer_norm\2."),
+    (r"^(vision_tower\..*)\.attn\.proj\.", r"\1.self_attn.out_proj."),
+    (r"^(vision_tower\..*)\.attn\.qkv\.", r"\1.self_attn.qkv."),
+)
+"""The names of DeepSeek's own files, whose tower is timm's."""

@@ -26,6 +26,10 @@ _GLM_NAMES: Final = (
     (r"^(vision\.encoder\..*)\.post_attention_layernorm\.", r"\1.output_norm2."),
     (r"^vision\.(boi|conv|eoi|linear_proj)\b", r"multi_modal_projector.\1"),
 )
+_PUBLISHED_NAMES: Final = (
+    (r"^model\.mm_projector\.0\.", "multi_modal_projector.linear_1."),
+    (r"^model\.mm_projector\.2\.", "multi_modal_projector.linear_2."),
+)
 _CLIP_SIZES: Final = SIGLIP_SIZES._replace(patch_size=32, activation="quick_gelu", norm_eps=1e-5)
 
 
@@ -78,6 +82,7 @@ def llava(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Visio
         keeps_class_token=is_clip and strategy == "full",
         has_patch_bias=not is_clip,
         has_pre_norm=is_clip,
+        tensor_names=_PUBLISHED_NAMES,
     )
 
 

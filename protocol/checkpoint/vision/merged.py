@@ -440,6 +440,10 @@ SIGLIP_NAMES: Final = (
     (r"((vision_tower|visual)\.blocks\..*)\.self_attn\.", r"\1.attn."),
 )
 _LFM2_NAMES: Final = (
+    # Phi-4-reasoning-vision has LLaVA's names.
+    (r"^model\.vision_tower\.vision_tower\.", "vision_tower."),
+    (r"^model\.mm_projector\.0\.", "vision_tower.merger.fc1."),
+    (r"^model\.mm_projector\.2\.", "vision_tower.merger.fc2."),
     *SIGLIP_NAMES,
     (r"multi_modal_projector\.layer_norm\.", "vision_tower.merger.norm."),
     (r"multi_modal_projector\.linear_", "vision_tower.merger.fc"),

@@ -11,7 +11,7 @@ import torch
 from engine.frontend.media.layouts.pixels import Tile
 from engine.frontend.media.processor import process_image
 from engine.frontend.model_source.images.read import read_image_processor
-from engine.protocol.checkpoint.config_fields import ConfigFields
+from engine.protocol.checkpoint.files import read_model_config
 from engine.protocol.config.images.settings import SpanKind
 from engine.protocol.encoder_inputs.inputs import EncoderInput
 from engine.protocol.encoder_inputs.payloads import ImagePayload
@@ -28,6 +28,7 @@ from support.image_models import TOKEN_TYPES
 from support.image_processors import image_processor
 from support.normed_projector import NORMED_MODELS
 from support.published_internvl import VARIANTS
+from support.published_llava import PUBLISHED_MODELS
 from support.vision_checkpoints import TILE, TOWER_SIZES, vision_directory
 
 pytestmark = pytest.mark.slow
@@ -57,6 +58,7 @@ KINDS = (
     "granite4_vision-late",
     "mistral_large4-renamed",
     "granite_docling",
+    *(f"{kind}-published" for kind in PUBLISHED_MODELS),
 )
 SIZES = {"gemma4": [(48, 32), (80, 64)], "pixtral": [(48, 24), (64, 64)]}
 SIZES["gemma4_unified"] = [(48, 32), (128, 96)]
@@ -67,7 +69,7 @@ SIZES["lighton_ocr"] = [(56, 40), (80, 64)]
 @pytest.fixture(scope="module", params=KINDS)
 def model(request, tmp_path_factory):
     directory, model = vision_directory(tmp_path_factory.mktemp("model"), request.param)
-    return re.sub("-(own|late|renamed)$", "", request.param), directory, model
+    return re.sub("-(own|late|published|renamed)$", "", request.param), directory, model
 
 
 def _image(seed, width=TILE, height=TILE):
@@ -92,7 +94,7 @@ def _picture(width, height):
 
 def _tiles(path, picture):
     """Return the tiles of an image as a frontend makes them."""
-    config = ConfigFields.read(path / "config.json")
+    config = read_model_config(path)
     processor = read_image_processor(path, config, config.section("text_config"), {})
     [tile] = [part for part in process_image(picture, processor) if isinstance(part, Tile)]
     return tile.payload

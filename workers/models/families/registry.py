@@ -303,7 +303,11 @@ def model_spec(config: Mapping[str, Any], path: str | PathLike[str]) -> ModelSpe
             raise whole.error(
                 f"the vision tower has outputs for layer {last + 1}, but the decoder has {len(spec.layers)} layers"
             )
-        spec = replace(spec, added_after=encoder.added_after)
+        # In published formats, the tower may be a part of the decoder.
+        own = [(rf"^model\.{name}\b.*", "") for name in whole.texts("image_parts")]
+        spec = replace(
+            spec, added_after=encoder.added_after, tensor_names=(*own, *spec.tensor_names)
+        )
         if not encoder.has_axes:
             spec = _without_axes(spec)
     if has_audio_tower(whole):

@@ -1,0 +1,35 @@
+"""Choose the function that reads a published config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from ..config_fields import ConfigFields
+from .janus import multi_modality
+from .llava import llava, phi4
+
+_READERS: Final[dict[str, Callable[[ConfigFields, str], dict[str, Any]]]] = {
+    "LlavaLlamaForCausalLM": llava,
+    "LlavaMistralForCausalLM": llava,
+    "LlavaQwenForCausalLM": llava,
+    "MultiModalityCausalLM": multi_modality,
+    "Phi4ForCausalLMV": phi4,
+}
+
+
+def published_fields(fields: ConfigFields) -> dict[str, Any]:
+    """Return the fields that transformers has in the place of a published config's; none if it has the same ones.
+
+    `image_token_texts` are the tokens that may stand for images, of which the tokenizer has the first or a later one.
+    `image_mark` is the text that stands for an image in prompts, if it is not the token's. `image_processor` has the
+    fields of an image processor whose file is missing or omits them. `image_parts` are the names of the decoder's parts
+    that belong to the tower.
+
+    Raises:
+        CheckpointError: A field is missing or invalid.
+    """
+    for name in fields.texts("architectures"):
+        if name in _READERS:
+            return _READERS[name](fields, name)
+    return {}
