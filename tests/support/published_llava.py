@@ -14,11 +14,17 @@ from safetensors.torch import load_file, save_file
 PUBLISHED_MODELS: Final = ("llava-clip", "llava-siglip", "llava_next", "llava_onevision")
 """The kinds that have a suffix "-published" in the format of LLaVA's authors."""
 
-_ARCHITECTURES = {"llava_next": "LlavaMistralForCausalLM", "llava_onevision": "LlavaQwenForCausalLM"}
+_ARCHITECTURES = {
+    "llava_next": "LlavaMistralForCausalLM",
+    "llava_onevision": "LlavaQwenForCausalLM",
+}
 _LLAVA_NAMES = (
     (r"^(model\.)?language_model\.(model\.)?(?!lm_head)", "model."),
     (r"^(model\.)?language_model\.lm_head\.", "lm_head."),
-    (r"^(model\.)?vision_tower\.(vision_model\.)?", "model.vision_tower.vision_tower.vision_model."),
+    (
+        r"^(model\.)?vision_tower\.(vision_model\.)?",
+        "model.vision_tower.vision_tower.vision_model.",
+    ),
     (r"^(model\.)?multi_modal_projector\.linear_1\.", "model.mm_projector.0."),
     (r"^(model\.)?multi_modal_projector\.linear_2\.", "model.mm_projector.2."),
     (r"^image_newline$", "model.image_newline"),
@@ -65,7 +71,7 @@ def as_llava(directory: Path, kind: str) -> None:
 
 
 def as_deepseek(directory: Path) -> None:
-    """Give a Janus or a DeepSeek-VL the format of DeepSeek, whose towers have one matrix for queries, keys and values."""
+    """Give a Janus or a DeepSeek-VL the format of DeepSeek, whose towers have a joint matrix for attention."""
     config = json.loads((directory / "config.json").read_text())
     vision = config["vision_config"]
     names = ("hidden_size", "num_attention_heads", "num_hidden_layers", "image_size", "patch_size")

@@ -56,8 +56,8 @@ def vision_directory(
 ) -> tuple[Path, Any]:
     """Write a model of one of `MODELS`. Return its directory and transformers' model.
 
-    Mistral's models may end in "-own" and LLaVA's in "-published", for their own formats, others in "-renamed", for names
-    as in memory.
+    Mistral's models may end in "-own" and LLaVA's in "-published", for their own formats, and others in "-renamed", for
+    names as in memory.
     `tower` and `decoder` are the sizes of its parts. A square of `factor` x `factor` patches becomes one row.
     """
     kind, has_own_format = kind.removesuffix("-own"), kind.endswith("-own")

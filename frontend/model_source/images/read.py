@@ -89,6 +89,7 @@ _TOKEN_TEXTS: Final = {
     "NVLM_D": "<|vision_pad|>",
     "ovis2_5": "<|image_pad|>",
     "phi3_v": "<|image|>",
+    "pointsv1.5_chat": "<|image_pad|>",
 }
 """The texts of placeholder tokens whose ids are not in the config, by model type."""
 
@@ -139,9 +140,9 @@ def read_image_processor(
     if processor is None and model_kind(config) in _WITHOUT_FILE:
         processor = ConfigFields({}, path)
     # Mistral's own format and LLaVA's need no file of it.
-    own = config.section("image_processor")
-    if own is not None:
-        processor = own if processor is None else processor.with_defaults(**own.config)
+    without_file = config.section("image_processor")
+    if without_file is not None:
+        processor = (processor or without_file).with_defaults(**without_file.config)
     if processor is None:
         logger.warning("%s has no %s, so requests with images are rejected", path, _FILES[0])
         return None
@@ -164,8 +165,8 @@ def image_token_id(path: Path, config: ConfigFields, vocab_size: int) -> int:
     Raises:
         CheckpointError: The config or the tokenizer lacks it.
     """
-    own = _TOKEN_TEXTS.get(model_kind(config))
-    texts = config.texts("image_token_texts") or ([] if own is None else [own])
+    named = _TOKEN_TEXTS.get(model_kind(config))
+    texts = config.texts("image_token_texts") or ([] if named is None else [named])
     # The configs of GGUF models have the id.
     if texts and config.get("image_token_id") is None:
         tokenizer = TokenizerConfig(path)
@@ -238,6 +239,7 @@ _READERS: Final[dict[str, _Reader]] = {
     "deepseek_vl_hybrid": margins_with_copy,
     "deepseek_vl_v2": rows,
     "dots_ocr": resize,
+    "dots_vlm": resize,
     "embedding_gemma2": gemma4,
     "ernie4_5_moe_vl": resize_own_mark,
     "ernie4_5_vl_moe": resize_many,
@@ -305,6 +307,7 @@ _READERS: Final[dict[str, _Reader]] = {
     "paddleocr_vl": resize_rounded,
     "paligemma": paligemma,
     "perception_lm": whole_first,
+    "pointsv1.5_chat": resize,
     "phi3_v": bands,
     "phi4_multimodal": crops,
     "phi4mm": crops,
@@ -320,6 +323,7 @@ _READERS: Final[dict[str, _Reader]] = {
     "qwen3_vl_moe": resize,
     "qwen4_exp": resize,
     "r_vl": anyres,
+    "sarashina2_vision": resize,
     "siglip": single,
     "smolvlm": grid,
     "step3_vl": cuts,

@@ -37,7 +37,7 @@ def multi_modality(fields: ConfigFields, architecture: str) -> dict[str, Any]:
     return {
         "architectures": [f"{name}ForConditionalGeneration"],
         "model_type": kind,
-        "text_config": {"model_type": "llama", "tie_word_embeddings": False} | text.config,
+        "text_config": {"model_type": "llama", "tie_word_embeddings": False, **text.config},
         "vision_config": {each: sizes.get(each) for each in _SIZES}
         | {"image_size": vision.integer("image_size", 384), "intermediate_size": inner}
         | {"hidden_act": "gelu", "depth": 2, "projection_dim": aligner.integer("n_embed")},

@@ -6,6 +6,7 @@ import re
 from typing import Any, Final
 
 from ..config_fields import ConfigFields
+from .renamed import nested
 
 _CLIP: Final = {
     "model_type": "clip_vision_model",
@@ -50,7 +51,7 @@ def llava(fields: ConfigFields, architecture: str) -> dict[str, Any]:
     return (
         {
             "architectures": [f"{kind}ForConditionalGeneration"],
-            "text_config": _text(fields, architecture),
+            "text_config": nested(fields, _DECODERS[architecture]),
             "vision_config": vision.config,
             # The authors' code drops the last layer of a SigLIP, whatever the config says.
             "vision_feature_layer": layer if is_clip else -2,
@@ -77,9 +78,9 @@ def phi4(fields: ConfigFields, architecture: str) -> dict[str, Any]:
     return {
         "architectures": ["Phi4SiglipForCausalLM"],
         "model_type": "phi4_siglip",
-        "text_config": _text(fields, architecture),
+        "text_config": nested(fields, _DECODERS[architecture]),
         # The features are the inputs of the last layer.
-        "vision_config": vision.config | {"num_hidden_layers": layers - 1},
+        "vision_config": {**vision.config, "num_hidden_layers": layers - 1},
         "projector_hidden_size": fields.integer("hidden_size"),
         "image_processor": {
             "patch_size": patch_size,
@@ -87,15 +88,6 @@ def phi4(fields: ConfigFields, architecture: str) -> dict[str, Any]:
             "max_pixels": most * patch_size**2,
         },
     } | _place("<|dummy_0|>")
-
-
-def _text(fields: ConfigFields, architecture: str) -> dict[str, Any]:
-    """Return the section of the decoder, whose fields are those of the whole config."""
-    own = {name: x for name, x in fields.config.items() if name not in _NOT_OF_TEXT}
-    return own | {"model_type": _DECODERS[architecture]}
-
-
-_NOT_OF_TEXT: Final = ("architectures", "auto_map", "model_type", "vision_config")
 
 
 def _tower(fields: ConfigFields) -> ConfigFields:

@@ -8,8 +8,11 @@ from typing import Any, Final
 from ..config_fields import ConfigFields
 from .janus import multi_modality
 from .llava import llava, phi4
+from .renamed import dots_vlm, interns2
 
 _READERS: Final[dict[str, Callable[[ConfigFields, str], dict[str, Any]]]] = {
+    "DotsVLMForCausalLM": dots_vlm,
+    "InternS2PreviewForConditionalGeneration": interns2,
     "LlavaLlamaForCausalLM": llava,
     "LlavaMistralForCausalLM": llava,
     "LlavaQwenForCausalLM": llava,

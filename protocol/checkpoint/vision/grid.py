@@ -70,6 +70,7 @@ class GridVisionSpec(msgspec.Struct, frozen=True):
         middle_size: If not 0, the number of outputs of the projection's second matrix, which is followed by a third.
         has_third_matrix: True if the projection has three matrices, of which the first reads an element of all patches
             of a square before the next element.
+        has_output_norm: True if embeddings are normed (Sarashina2-Vision).
         num_words: If not 0, the rows of a table of visual words. The projection makes a distribution over all but the
             last four, which are marks. The first two marks are around an image (Ovis 2.5, arXiv 2508.11737).
         newlines: If not None, the projection adds a learned embedding after each row of an image. With "framed", it has
@@ -141,6 +142,7 @@ class GridVisionSpec(msgspec.Struct, frozen=True):
     convolves: bool = False
     middle_size: int = 0
     has_third_matrix: bool = False
+    has_output_norm: bool = False
     num_words: int = 0
     newlines: Literal["framed", "plain"] | None = None
     merges_frames: bool = False
@@ -179,6 +181,20 @@ def qwen2_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Gr
         output_size=output_size,
         tensor_names=_NAMES,
     )
+
+
+def points(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
+    """Return the tower of POINTS 1.5 (arXiv 2412.08443): Qwen2-VL's, for a decoder whose positions have one axis."""
+    names = ((r"^vision_encoder\.", "visual."), (r"^vision_projector\.", "visual.merger."))
+    spec = qwen2_vl(fields, vision.with_values({"hidden_size": output_size}), output_size)
+    return replace(spec, has_axes=False, tensor_names=(*names, *_NAMES))
+
+
+def sarashina2(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
+    """Return the tower of Sarashina2-Vision, which is that of POINTS 1.5 with a norm of its embeddings."""
+    spec = points(fields, vision, output_size)
+    names = ((r"^norm\.", "visual.merger.output_norm."), *_NAMES)
+    return replace(spec, has_output_norm=True, tensor_names=names)
 
 
 def qwen2_5_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:

@@ -32,12 +32,14 @@ from .grid import (
     hyperclovax,
     llava_onevision1_5,
     opencua,
+    points,
     qwen2_5_omni,
     qwen2_5_vl,
     qwen2_vl,
     qwen3_5,
     qwen3_omni,
     qwen3_vl,
+    sarashina2,
 )
 from .idefics3 import idefics2, idefics3, modernvbert
 from .janus import deepseek_vl, deepseek_vl_hybrid, janus
@@ -170,6 +172,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "deepseek_vl_hybrid": deepseek_vl_hybrid,
     "deepseek_vl_v2": deepseek_vl2,
     "dots_ocr": dots_ocr,
+    "dots_vlm": dots_ocr,
     "embedding_gemma2": gemma4,
     "ernie4_5_moe_vl": ernie4_5_vl,
     "ernie4_5_vl_moe": ernie4_5_vl,
@@ -195,6 +198,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "idefics2": idefics2,
     "idefics3": idefics3,
     "r_vl": r_vl,
+    "sarashina2_vision": sarashina2,
     "siglip": siglip_alone,
     "smolvlm": idefics3,
     "inkling2": inkling2,
@@ -240,6 +244,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "paddleocr_vl": paddleocr_vl,
     "paligemma": paligemma,
     "perception_lm": perception_lm,
+    "pointsv1.5_chat": points,
     "phi3_v": phi3_v,
     "phi4_multimodal": phi4_multimodal,
     "phi4mm": phi4_multimodal,

@@ -10,6 +10,7 @@ import torch
 import transformers
 from gguf import MODEL_ARCH, GGUFWriter, get_tensor_name_map
 from safetensors.torch import load_file
+from support.families.experts import GROUPS, LATENT
 from support.own_code.model import OwnCodeModel, fill, normalized, write
 from support.tiny_checkpoints import DECODER_SIZES
 from torch import Tensor, nn
@@ -56,13 +57,19 @@ def _rotated(x: Tensor, angles: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
 
-def dots_ocr(directory: Path, *, vocab_size: int = 96, image_token: int = 95) -> OwnCodeModel:
-    """Write a dots.ocr."""
+def dots_ocr(
+    directory: Path, *, vocab_size: int = 96, image_token: int = 95, is_vlm: bool = False
+) -> OwnCodeModel:
+    """Write a dots.ocr, or a dots.vlm1, which has the decoder of DeepSeek-V3."""
     text: dict[str, Any] = DECODER_SIZES | {
         "vocab_size": vocab_size,
         "tie_word_embeddings": False,
     }
     decoder = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**text))
+    if is_vlm:
+        experts = {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "rms_norm_eps": 1e-6}
+        text |= LATENT | GROUPS | experts | {"num_key_value_heads": 4}
+        decoder = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**text))
     square = 4 * _SIZE
     tower = _module(
         patch_embed=_module(
@@ -105,8 +112,8 @@ def dots_ocr(directory: Path, *, vocab_size: int = 96, image_token: int = 95) ->
         "rms_norm_eps": 1e-5,
     }
     config = text | {
-        "architectures": ["DotsOCRForCausalLM"],
-        "model_type": "dots_ocr",
+        "architectures": ["DotsVLMForCausalLM" if is_vlm else "DotsOCRForCausalLM"],
+        "model_type": "dots_vlm" if is_vlm else "dots_ocr",
         "image_token_id": image_token,
         "vision_config": vision,
     }

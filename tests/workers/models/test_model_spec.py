@@ -190,6 +190,20 @@ def test_deepseek_ocr_2_has_the_sizes_of_its_authors_code():
     assert known.integer("image_token_id") == config["image_token_id"]
 
 
+def test_published_intern_s2_has_the_spec_of_qwen3_5():
+    config = transformers.Qwen3_5MoeConfig().to_dict()
+    config["architectures"] = ["Qwen3_5MoeForConditionalGeneration"]
+    config["vision_config"]["out_hidden_size"] = config["text_config"]["hidden_size"]
+    published = config | {
+        "architectures": ["InternS2PreviewForConditionalGeneration"],
+        "model_type": "interns2_preview",
+        "text_config": config["text_config"] | {"model_type": "interns2_preview_text"},
+        "ts_config": {"model_type": "interns1_time_series"},
+    }
+    known = with_known_names(ConfigFields(published, "c.json"))
+    assert model_spec(known.config, "c.json") == model_spec(config, "c.json")
+
+
 def test_published_nemotron_omni_has_the_spec_of_its_names_in_transformers():
     config = nemotron_omni_config(SMALL, 96).to_dict() | {"audio_token_id": 95}
     config["architectures"] = ["NemotronH_Omni_Reasoning_V3"]

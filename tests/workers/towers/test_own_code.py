@@ -19,6 +19,7 @@ from engine.frontend.model_source.images.read import read_image_processor
 from engine.frontend.model_source.images.videos import read_video_processor
 from engine.protocol.checkpoint.config_fields import ConfigFields
 from engine.protocol.checkpoint.field_names import text_section, with_common_names
+from engine.protocol.checkpoint.files import read_model_config
 from engine.protocol.config.videos import VideoProcessor
 from engine.protocol.encoder_inputs.inputs import EncoderInput
 from engine.protocol.encoder_inputs.payloads import ImagePayload
@@ -34,6 +35,7 @@ from support.own_code.deepseek_vl2 import deepseek_vl2
 from support.own_code.dots_ocr import dots_ocr
 from support.own_code.glm4v import glm4v_9b
 from support.own_code.isaac import isaac
+from support.own_code.known_towers import phi4_siglip, points, sarashina2
 from support.own_code.minicpm import minicpmv
 from support.own_code.model import OwnCodeModel
 from support.own_code.ovis2_5 import ovis2_5
@@ -51,13 +53,17 @@ MODELS: dict[str, Callable[[Path], OwnCodeModel]] = {
     "deepseek_vl2": deepseek_vl2,
     "deepseek_vl2-latent": partial(deepseek_vl2, is_latent=True),
     "dots_ocr": dots_ocr,
+    "dots_ocr-vlm": partial(dots_ocr, is_vlm=True),
     "ovis2_5": ovis2_5,
     "ovis2_5-moe": partial(ovis2_5, architecture="Ovis2_6_MoeForCausalLM"),
     "ovis2_5-next": partial(ovis2_5, architecture="Ovis2_6_NextForCausalLM"),
     "perception_lm": perception_lm,
     "perception_lm-classless": partial(perception_lm, has_class=False),
     "phi3_v": phi3_v,
+    "phi4_siglip": phi4_siglip,
+    "points": points,
     "rice": rice,
+    "sarashina2": sarashina2,
     "step_vl": step_vl,
     "youtu_vl": youtu_vl,
     **{
@@ -73,7 +79,10 @@ PLACEHOLDERS = {
     "ovis2_5": "<|image_pad|>",
     "perception_lm": "<|image|>",
     "phi3_v": "<|image|>",
+    "phi4_siglip": "<|dummy_0|>",
+    "points": "<|image_pad|>",
     "rice": "<|image_pad|>",
+    "sarashina2": "<|file|>",
     "step_vl": "<im_patch>",
     "youtu_vl": "<|image_pad|>",
 }
@@ -88,7 +97,7 @@ def test_logits_equal_those_of_the_authors_code(
     added = {reference.image_token: {"content": PLACEHOLDERS[kind.split("-")[0]]}}
     tokenizer = {"added_tokens_decoder": added}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer))
-    config = ConfigFields.read(tmp_path / "config.json")
+    config = read_model_config(tmp_path)
     processor = read_image_processor(tmp_path, config, text_section(config) or config, {})
     assert processor is not None
     rng = random.Random(3)

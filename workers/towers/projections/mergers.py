@@ -19,6 +19,7 @@ from ..layers import limited
 from ..weights import Linear, VisionWeights, activation, find_activation
 
 _GLM_NORM_EPS = 1e-5
+_OUTPUT_NORM_EPS = 1e-5
 _NUM_MARKS = 4
 
 
@@ -78,6 +79,8 @@ class Merger:
         self._third: Callable[[Tensor], Tensor] = lambda x: x
         if spec.middle_size:
             self._third = tensors.read_linear(f"{prefix}fc3", spec.output_size, last)
+        if spec.has_output_norm:
+            self._third = tensors.read_layer_norm(f"{prefix}output_norm", last, _OUTPUT_NORM_EPS)
 
     def __call__(self, x_PD: Tensor, num_columns: int) -> Tensor:
         """Return the projected cells [C, output size]."""

@@ -1,0 +1,33 @@
+"""Read the configs of models that have the parts of other models under names of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..config_fields import ConfigFields
+
+
+def nested(fields: ConfigFields, kind: str) -> dict[str, Any]:
+    """Return the section of a decoder of a model type, whose fields are those of the whole config."""
+    others = ("architectures", "auto_map", "model_type", "vision_config")
+    own = {name: value for name, value in fields.config.items() if name not in others}
+    return own | {"model_type": kind}
+
+
+def dots_vlm(fields: ConfigFields, architecture: str) -> dict[str, Any]:
+    """Return the fields of dots.vlm1, which has the tower of dots.ocr and the decoder of DeepSeek-V3."""
+    return {
+        "model_type": "dots_vlm",
+        "text_config": nested(fields, "deepseek_v3"),
+        "image_token_id": fields.get("image_token_id", 128_815),
+    }
+
+
+def interns2(fields: ConfigFields, architecture: str) -> dict[str, Any]:
+    """Return the fields of Intern-S2 Preview, which is a Qwen3.5 with experts; its time series are not read."""
+    text = {**fields.required_section("text_config").config, "model_type": "qwen3_5_moe_text"}
+    return {
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+        "model_type": "qwen3_5_moe",
+        "text_config": text,
+    }

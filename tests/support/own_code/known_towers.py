@@ -1,0 +1,143 @@
+"""Models of whose parts transformers has the tower and the decoder: POINTS 1.5, Sarashina2-Vision and Phi-4's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from engine.protocol.encoder_inputs.payloads import ImagePayload
+from support.own_code.model import OwnCodeModel, fill, normalized, write
+from support.tiny_checkpoints import DECODER_SIZES
+from torch import Tensor, nn
+from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen
+
+_PATCH, _SIZE = 4, 48
+_PROCESSOR = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "min_pixels": 8 * 8 * 4,
+    "max_pixels": 8 * 8 * 60,
+    "patch_size": _PATCH,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+}
+
+
+def _text(vocab_size: int) -> dict[str, Any]:
+    return DECODER_SIZES | {"vocab_size": vocab_size, "tie_word_embeddings": False}
+
+
+def _qwen_tower(text: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the tower of a Qwen2-VL and its config."""
+    config = {
+        "model_type": "qwen2_vl",
+        "depth": 3,
+        "embed_dim": _SIZE,
+        "hidden_size": text["hidden_size"],
+        "num_heads": 4,
+        "mlp_ratio": 2,
+        "patch_size": _PATCH,
+    }
+    made = qwen.Qwen2VLVisionConfig(**config, _attn_implementation="eager")
+    return qwen.Qwen2VisionTransformerPretrainedModel(made), config
+
+
+def _squares(payload: ImagePayload) -> tuple[Tensor, Tensor]:
+    """Return the patches of an image, square by square, and its grid."""
+    rows, columns = payload.height // _PATCH, payload.width // _PATCH
+    cells = normalized(payload).view(3, rows // 2, 2, _PATCH, columns // 2, 2, _PATCH)
+    patches = cells.permute(1, 4, 2, 5, 0, 3, 6)[:, :, :, :, :, None].expand(
+        -1, -1, -1, -1, -1, 2, -1, -1
+    )
+    return patches.reshape(rows * columns, -1), torch.tensor([[1, rows, columns]])
+
+
+def points(directory: Path, *, vocab_size: int = 96, image_token: int = 95) -> OwnCodeModel:
+    """Write a POINTS 1.5, whose projection is not a part of its tower."""
+    text = _text(vocab_size)
+    decoder = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**text))
+    tower, vision = _qwen_tower(text)
+    fill(decoder, tower)
+    # The projection is named like a part of the model.
+    merger, encoder = tower.merger, nn.ModuleDict(dict(tower.named_children()))
+    del encoder["merger"]
+    config = {
+        "architectures": ["POINTSV15ChatModel"],
+        "model_type": "pointsv1.5_chat",
+        "llm_config": text | {"model_type": "qwen2"},
+        "vision_config": vision,
+    }
+    parts = {"llm.": decoder, "vision_encoder.": encoder, "vision_projector.": merger}
+    write(directory, config, parts, _PROCESSOR)
+    return OwnCodeModel(
+        decoder, lambda images: [tower(*_squares(x)).pooler_output for x in images], image_token
+    )
+
+
+def sarashina2(directory: Path, *, vocab_size: int = 96, image_token: int = 95) -> OwnCodeModel:
+    """Write a Sarashina2-Vision."""
+    text = _text(vocab_size)
+    decoder = transformers.LlamaForCausalLM(transformers.LlamaConfig(**text))
+    tower, vision = _qwen_tower(text)
+    norm = nn.LayerNorm(text["hidden_size"])
+    fill(decoder, tower, norm)
+    config = {
+        "architectures": ["Sarashina2VisionForCausalLM"],
+        "model_type": "sarashina2_vision",
+        "image_token_index": image_token,
+        "text_config": text | {"model_type": "llama"},
+        "vision_config": vision,
+    }
+    write(directory, config, {"llm.": decoder, "visual.": tower, "norm.": norm}, _PROCESSOR)
+    return OwnCodeModel(
+        decoder,
+        lambda images: [norm(tower(*_squares(x)).pooler_output) for x in images],
+        image_token,
+    )
+
+
+def phi4_siglip(directory: Path, *, vocab_size: int = 96, image_token: int = 95) -> OwnCodeModel:
+    """Write a Phi-4-reasoning-vision, whose features are the inputs of the last layer of a SigLIP 2."""
+    text = _text(vocab_size) | {"pad_token_id": 0}
+    decoder = transformers.Phi3ForCausalLM(transformers.Phi3Config(**text))
+    sizes = {
+        "model_type": "siglip2_vision_model",
+        "hidden_size": _SIZE,
+        "intermediate_size": 80,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 3,
+        "num_patches": 36,
+        "patch_size": _PATCH,
+        "vision_use_head": False,
+    }
+    tower = transformers.Siglip2VisionModel(transformers.Siglip2VisionConfig(**sizes))
+    output = text["hidden_size"]
+    projection = nn.Sequential(nn.Linear(_SIZE, output), nn.GELU(), nn.Linear(output, output))
+    fill(decoder, tower, projection)
+
+    def encode(payload: ImagePayload) -> Tensor:
+        rows, columns = payload.height // _PATCH, payload.width // _PATCH
+        cells = normalized(payload).view(3, rows, _PATCH, columns, _PATCH)
+        patches = cells.permute(1, 3, 2, 4, 0).reshape(1, rows * columns, -1)
+        mask, shape = torch.ones(1, rows * columns), torch.tensor([[rows, columns]])
+        states = tower(patches, mask, shape, output_hidden_states=True).hidden_states
+        found: Tensor = projection(states[-2][0])
+        return found
+
+    config = text | {
+        "architectures": ["Phi4ForCausalLMV"],
+        "model_type": "phi4-siglip",
+        "mm_projector_type": "mlp2x_gelu",
+        "mm_vision_tower": "google/siglip2-so400m-patch16-naflex",
+        "min_num_patches": 16,
+        "max_num_patches": 120,
+        "vision_config": sizes,
+    }
+    parts = {
+        "": decoder,
+        "model.vision_tower.vision_tower.": tower,
+        "model.mm_projector.": projection,
+    }
+    write(directory, config, parts, {"image_processor_type": "Siglip2ImageProcessorNoUpscale"})
+    return OwnCodeModel(decoder, lambda images: [encode(each) for each in images], image_token)
