@@ -300,6 +300,11 @@ _USUAL: dict[str, dict[str, Any]] = {
         name: {"layer_types": ["full_attention"] * 3 + ["minimax_m3_sparse"] * 57}
         for name in ("minimax_m3", "minimax_m3_vl", "minimax_m3_vl_text")
     },
+    "minicpm_sala": {
+        "model_type": "minicpm_sala",
+        "mixer_types": ["minicpm4", "lightning-attn"],
+        **dict.fromkeys(("lightning_use_rope", "use_output_gate", "use_output_norm"), True),
+    },
     "minicpmo": {"version": 2.6},
     "minicpmv": {"version": 2.6},
     "nemotron_h_puzzle": {

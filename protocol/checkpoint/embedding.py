@@ -107,6 +107,11 @@ _SPARSE_MODULES: Final = ("MLMTransformer", "SpladePooling")
 LATE: Final = "late"
 """The `classifier_pooling` of EuroBERT whose result is the mean of the scores of all tokens. It is the default."""
 
+PROJECTION: Final = "embedding_projection"
+"""The config field with the name of a dense layer that the model's own file has, which follows the pooling."""
+
+_GEMMA2_PROJECTION: Final = "language_model.embedding_projection"
+
 _CLASSIFIER_POOLINGS: Final = {"mean": PoolingKind.MEAN, LATE: PoolingKind.HEAD}
 
 _LINEAR: Final = "linear"
@@ -185,9 +190,15 @@ def read_embedding_files(path: Path, config: ConfigFields, whole: ConfigFields) 
     """
     files = _read_files(path, config, whole)
     if whole.text("model_type", "") == "embedding_gemma2":
+        pooler = _with_projection(path, config, _GEMMA2_PROJECTION, files.pooler)
+        # Unless the tokenizer has a chat template, the parts of a message follow each other.
+        template = "" if _has_template(path) else _parts_template(path, whole)
         return msgspec.structs.replace(
-            files, pooler=_with_projection(path, config, whole, files.pooler)
+            files, pooler=msgspec.structs.replace(pooler, chat_template=template)
         )
+    if projection := config.text(PROJECTION, ""):
+        pooler = _with_projection(path, config, projection, files.pooler)
+        return msgspec.structs.replace(files, pooler=pooler)
     if not has_three_heads(config):
         return files
     return msgspec.structs.replace(files, pooler=_with_token_heads(path, config, files.pooler))
@@ -266,14 +277,10 @@ def _read_files(path: Path, config: ConfigFields, whole: ConfigFields) -> Embedd
 
 
 def _with_projection(
-    path: Path, config: ConfigFields, whole: ConfigFields, pooler: PoolerConfig
+    path: Path, config: ConfigFields, name: str, pooler: PoolerConfig
 ) -> PoolerConfig:
-    """Return the pooler of EmbeddingGemma 2, whose own file has the first dense layer.
-
-    Unless the tokenizer has a chat template, the parts of a message follow each other.
-    """
+    """Return the pooler of a model whose own file has the first dense layer, called `name`."""
     size, hidden_size = config.integer("embedding_dim", 768), config.integer("hidden_size")
-    name = "language_model.embedding_projection"
     weights = str(find_tensor(path, f"{name}.weight"))
     dense = DenseConfig(weights, hidden_size, size, False, DenseActivation.IDENTITY, name)
     kind = pooler.kind if (path / "modules.json").is_file() else PoolingKind.MEAN
@@ -282,7 +289,6 @@ def _with_projection(
         kind=kind,
         dense=(dense, *pooler.dense),
         hidden_size=pooler.dense[-1].out_features if pooler.dense else size,
-        chat_template="" if _has_template(path) else _parts_template(path, whole),
     )
 
 

@@ -9,6 +9,7 @@ from .config_fields import ConfigFields
 from .published.read import published_fields
 
 _ARCHITECTURES: Final = {
+    "BailingMoEForCausalLM": "BailingMoeForCausalLM",
     "BertForPreTraining": "BertForMaskedLM",
     "BertLMHeadModel": "BertForMaskedLM",
     "CamembertForMaskedLM": "RobertaForMaskedLM",
@@ -16,33 +17,41 @@ _ARCHITECTURES: Final = {
     "CamembertForTokenClassification": "RobertaForTokenClassification",
     "CamembertModel": "RobertaModel",
     "Contriever": "BertModel",
-    "DeepseekOCR2ForCausalLM": "DeepseekOcr2ForConditionalGeneration",
     "Data2VecTextForSequenceClassification": "RobertaForSequenceClassification",
     "Data2VecTextForTokenClassification": "RobertaForTokenClassification",
     "Data2VecTextModel": "RobertaModel",
+    "DeepseekOCR2ForCausalLM": "DeepseekOcr2ForConditionalGeneration",
+    "DeepseekV3BidirectionalModel": "DeepseekV3Model",
+    "DeepseekVL2ForCausalLM": "DeepseekVLV2ForCausalLM",
     "ElectraForPreTraining": "ElectraForMaskedLM",
+    "EmbeddingGemmaModel": "Gemma3TextModel",
     "Ernie4_5_ForCausalLM": "Ernie4_5ForCausalLM",
     "Grok1ModelForCausalLM": "Grok1ForCausalLM",
     "GrokForCausalLM": "Grok1ForCausalLM",
     "GteNewForSequenceClassification": "NewForSequenceClassification",
     "GteNewModel": "NewModel",
     "H2OVLChatModel": "InternVLChatModel",
+    "KimiK3LinearForCausalLM": "KimiLinearForCausalLM",
     "LFM2ForCausalLM": "Lfm2ForCausalLM",
     "LLaMAForCausalLM": "LlamaForCausalLM",
     "LlamaBidirectionalForSequenceClassification": "LlamaForSequenceClassification",
     "LlamaBidirectionalModel": "LlamaModel",
+    "LlamaEmbeddingModel": "LlamaModel",
+    "LlamaForClassification": "LlamaForSequenceClassification",
     "MiniMaxM1ForCausalLM": "MiniMaxForCausalLM",
     "MiniMaxText01ForCausalLM": "MiniMaxForCausalLM",
     "MistralLarge3ForCausalLM": "Mistral4ForCausalLM",
+    "MuseGlimmerForCausalLM": "MuseGlimmerForConditionalGeneration",
     "NVLM_D": "InternVLChatModel",
     "NVLM_D_Model": "InternVLChatModel",
-    "NeoBERT": "NeoBERTModel",
-    "NeoBERTLMHead": "NeoBERTForMaskedLM",
     "NemotronH_Nano_Omni_Reasoning_V3": "NemotronH_Omni_Reasoning_V3",
     "NemotronH_Nano_VL_V2": "NemotronH_Omni_Reasoning_V3",
     "NemotronH_Super_Omni_Reasoning_V3": "NemotronH_Omni_Reasoning_V3",
+    "NeoBERT": "NeoBERTModel",
+    "NeoBERTLMHead": "NeoBERTForMaskedLM",
     "PLaMo2ForCausalLM": "Plamo2ForCausalLM",
     "PLaMo3ForCausalLM": "Plamo3ForCausalLM",
+    "QuantMixtralForCausalLM": "MixtralForCausalLM",
     "RWForCausalLM": "FalconForCausalLM",
     "ShieldGemma2ForImageClassification": "Gemma3ForConditionalGeneration",
     "SkyworkR1VChatModel": "InternVLChatModel",
@@ -50,6 +59,11 @@ _ARCHITECTURES: Final = {
     "T5WithLMHeadModel": "T5ForConditionalGeneration",
     "TeleChatForCausalLM": "TeleChat2ForCausalLM",
     "TelechatForCausalLM": "TeleChat2ForCausalLM",
+    "TorchNativeLlamaForCausalLM": "LlamaForCausalLM",
+    "TorchNativePhi3ForCausalLM": "Phi3ForCausalLM",
+    "VoyageQwen3BidirectionalEmbedModel": "Qwen3Model",
+    "XllmForCausalLM": "K2HorizonForCausalLM",
+    "YiVLForCausalLM": "LlamaForCausalLM",
 }
 """Other names of architectures in published configs and in the registries of other servers."""
 
@@ -139,6 +153,24 @@ _MODEL_TYPES: Final[dict[str, Callable[[ConfigFields], dict[str, Any]]]] = {
 """Other model types in published configs, and functions that return the fields that transformers has in their place."""
 
 
+_OF_ARCHITECTURE: Final[dict[str, Callable[[ConfigFields], dict[str, Any]]]] = {
+    "DeepseekOCR2ForCausalLM": _deepseek_ocr2,
+    "DeepseekV3BidirectionalModel": lambda _: {"is_causal": False},
+    "EmbeddingGemmaModel": lambda _: {"use_bidirectional_attention": True},
+    "LlamaForClassification": lambda fields: {
+        "num_labels": fields.get("num_labels", fields.get("classification_out_size"))
+    },
+    "MistralLarge3ForCausalLM": lambda _: {"model_type": "mistral4"},
+    "VoyageQwen3BidirectionalEmbedModel": lambda fields: {
+        "is_causal": False,
+        "embedding_projection": "linear",
+        "embedding_dim": fields.get("num_labels"),
+    },
+    "YiVLForCausalLM": lambda _: {"model_type": "llama"},
+}
+"""Architectures whose configs lack fields that transformers has for their models, and functions that return these."""
+
+
 _OWN_NEMOTRON: Final = ("nemotron_h_omni", "NemotronH_Nano_VL_V2")
 """Model types of Nemotron's that read images, whose fields are known as they are."""
 
@@ -151,12 +183,11 @@ def with_known_names(fields: ConfigFields) -> ConfigFields:
     values: dict[str, Any] = {} if known == names else {"architectures": known}
     if kind in _MODEL_TYPES:
         values |= _MODEL_TYPES[kind](fields)
-    elif "DeepseekOCR2ForCausalLM" in names:
-        values |= _deepseek_ocr2(fields)
     elif "NemotronH_Omni_Reasoning_V3" in known and kind not in _OWN_NEMOTRON:
         values |= _nemotron_omni(fields)
-    elif "MistralLarge3ForCausalLM" in names:
-        values["model_type"] = "mistral4"
+    for name in names:
+        if name in _OF_ARCHITECTURE:
+            values |= _OF_ARCHITECTURE[name](fields)
     values |= published_fields(fields)
     return fields.with_values(values) if values else fields
 

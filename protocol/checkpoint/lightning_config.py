@@ -44,3 +44,28 @@ def read_rotated_lightning(fields: ConfigFields) -> LightningAttention:
         is_rotated=True,
         norms_heads=fields.boolean("use_qk_norm", False),
     )
+
+
+def read_minicpm_lightning(fields: ConfigFields) -> LightningAttention:
+    """Return the lightning attention of a MiniCPM-SALA, with rotated queries and keys and a norm of all heads.
+
+    Raises:
+        CheckpointError: A field is invalid, or a feature is not supported.
+    """
+    heads = fields.integer("lightning_nh", fields.integer("num_attention_heads"))
+    fields.require("lightning_nkv", heads)
+    fields.require("lightning_scale", "1/sqrt(d)")
+    fields.require("attention_bias", False)
+    for name in ("lightning_use_rope", "use_output_gate", "use_output_norm"):
+        fields.require(name, True)
+    if heads & heads - 1:
+        raise fields.wrong("lightning_nh", "a power of two", heads)
+    default = fields.integer("hidden_size") // fields.integer("num_attention_heads")
+    return LightningAttention(
+        heads,
+        fields.integer("lightning_head_dim", fields.integer("head_dim", default)),
+        is_rotated=True,
+        norms_heads=fields.boolean("qk_norm", True),
+        has_separate_projections=True,
+        has_layer_decays=fields.boolean("lightning_layerwise_decay", False),
+    )

@@ -8,7 +8,12 @@ from typing import Any, Final, Self, TypeAlias
 import msgspec
 
 from .config_fields import ConfigFields
-from .lightning_config import LING_2_5, read_lightning_attention, read_rotated_lightning
+from .lightning_config import (
+    LING_2_5,
+    read_lightning_attention,
+    read_minicpm_lightning,
+    read_rotated_lightning,
+)
 from .recurrent_layers import (
     ConvolvedAttention,
     GatedDeltaNet,
@@ -278,6 +283,7 @@ _READERS: Final[dict[str, _Reader]] = {
     "bailing_hybrid": _with_silu(_read_ling_hybrid),
     "glm5_next": _GLM5_NEXT,
     "glm5_next_text": _GLM5_NEXT,
+    "minicpm_sala": read_minicpm_lightning,
     "minimax": _with_silu(read_lightning_attention),
     "recurrent_gemma": _read_rg_lru,
     **dict.fromkeys(

@@ -238,15 +238,19 @@ class KimiDeltaAttention(_EqualHeads, frozen=True, tag=True):
 class LightningAttention(_EqualHeads, frozen=True, tag=True):
     """Lightning attention (MiniMax-01, 2025, arXiv 2501.08313): linear attention with a fixed decay for each head.
 
-    The decays depend on the layer's index. The outputs are normed in `norm_groups` equal parts, before they are gated.
+    If it `has_layer_decays`, the decays depend on the layer's index. The outputs are normed in `norm_groups` equal
+    parts, before they are gated.
 
     SiLU is applied to queries, keys and values. If `is_rotated` (Ling 2.5), queries and keys are rotated instead, after
-    norms of each head if it `norms_heads`.
+    norms of each head if it `norms_heads`. If it `has_separate_projections` (MiniCPM-SALA), those to queries, keys and
+    values are stored separately.
     """
 
     norm_groups: int = 1
     is_rotated: bool = False
     norms_heads: bool = False
+    has_separate_projections: bool = False
+    has_layer_decays: bool = True
 
     @property
     def num_units(self) -> int:

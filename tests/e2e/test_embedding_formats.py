@@ -1,17 +1,19 @@
-"""Formats of embeddings: vLLM's bytes, and the inputs that llama.cpp's clients send."""
+"""Formats of embeddings: vLLM's bytes, and the inputs that llama.cpp's clients send; projections in a model's file."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.server import Server
-from support.tiny_checkpoints import qwen3_directory
+from support.tiny_checkpoints import QWEN3, qwen3_directory, random_model, sentencepiece_tokenizer
 
 TEXTS = ("hello world", "The quick brown fox", "a")
 
@@ -94,3 +96,26 @@ def test_bad_input_is_named(server: Server, body: dict[str, Any], param: str, me
     status, answer = server.post("/v1/embeddings", body)
     assert (status, answer["error"]["param"]) == (400, param)
     assert message in answer["error"]["message"]
+
+
+def test_an_own_file_may_have_the_projection_of_a_pooled_vector(tmp_path: Path) -> None:
+    tokenizer = sentencepiece_tokenizer()
+    fields = QWEN3 | {"is_causal": False}
+    model = random_model("Qwen3Config", "Qwen3Model", fields, tokenizer).eval()
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    projection = torch.randn(24, model.config.hidden_size)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors = {f"model.{name}": tensor for name, tensor in tensors.items()}
+    save_file(tensors | {"linear.weight": projection}, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"architectures": ["VoyageQwen3BidirectionalEmbedModel"], "num_labels": 24}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"is_causal": None}))
+    prompts = [[7, 8, 9], [*range(10, 110)]]
+    with Server(str(tmp_path)) as server:
+        found = embed(server, prompts)
+    for prompt, vector in zip(prompts, found, strict=True):
+        with torch.inference_mode():
+            mean = model(torch.tensor([prompt])).last_hidden_state[0].mean(0)
+        expected = torch.nn.functional.normalize(projection @ mean, dim=0)
+        np.testing.assert_allclose(vector, expected, atol=1e-4)

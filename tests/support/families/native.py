@@ -105,6 +105,7 @@ NATIVE = [
     "Glm5Next",
     "HunYuanVL",
     "KimiK3",
+    "MiniCPMSALA",
     "MistralLarge4",
     "MuseGlimmer",
     "MuseSpark",

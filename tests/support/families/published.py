@@ -22,6 +22,7 @@ from support.families.published_dense import PUBLISHED_DENSE
 from support.families.published_form import Published
 from support.families.published_mixtures import MIXTURES
 from support.families.rwkv import RWKV, save_rwkv
+from support.families.sala import SALA
 
 _IN_LANGUAGE_MODEL = ((r"^(model\.|lm_head)", r"language_model.\1"),)
 _THINKER = ("thinker_config", "text_config")
@@ -222,6 +223,7 @@ PUBLISHED = {
         },
         {"model_type": "minicpm", "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 16},
     ),
+    "MiniCPMSALA": SALA,
     "InternLM2": Published(
         "llama2",
         {},

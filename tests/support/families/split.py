@@ -223,6 +223,7 @@ _PUBLISHED_SIZES: dict[str, dict[str, Any]] = {
     "KimiK3": {"kv_lora_rank": 160},
     "AliceAI": {"head_dim": 128},
     "BailingMoeV2_5": {"kv_lora_rank": 256},
+    "MiniCPMSALA": {"head_dim": 128},
     "OpenELM": {},
     "SmallThinker": {},
     "Solar": {},

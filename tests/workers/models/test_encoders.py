@@ -102,6 +102,13 @@ MODELS = {
     "jina-embeddings-v3": ("JinaEmbeddingsV3Model", {"pad_token_id": 1}),
     "eurobert": ("EuroBertModel", {"num_key_value_heads": 2, "pad_token_id": 1}),
     "qwen2-without-causal-mask": ("Qwen2Model", {"is_causal": False, "num_key_value_heads": 2}),
+    "deepseek-v3-bidirectional": (
+        "DeepseekV3Model",
+        {"is_causal": False, "num_key_value_heads": 6, "first_k_dense_replace": 3}
+        | {"q_lora_rank": 20, "kv_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+        | {"v_head_dim": 12, "head_dim": 8, "rope_interleave": True},
+    ),
+    "voyage": ("Qwen3Model", {"is_causal": False, "num_key_value_heads": 2, "head_dim": 16}),
     "embedding-gemma": (
         "Gemma3TextModel",
         {"use_bidirectional_attention": True, "sliding_window": 64, "head_dim": 8}
@@ -116,6 +123,13 @@ MODELS = {
     ),
 }
 
+
+PUBLISHED_AS = {
+    "deepseek-v3-bidirectional": "DeepseekV3BidirectionalModel",
+    "embedding-gemma": "EmbeddingGemmaModel",
+    "voyage": "VoyageQwen3BidirectionalEmbedModel",
+}
+"""The architecture of published files, by the name of a family; by default that of transformers."""
 
 WITH_KNOWN_PARTS = (
     *(
@@ -163,6 +177,11 @@ def models(request, tmp_path_factory):
     reference.save_pretrained(path)
     # The config of a saved Gemma has a smaller window.
     reference = model_class.from_pretrained(path, attn_implementation="eager")
+    if key in PUBLISHED_AS:
+        config = json.loads((path / "config.json").read_text())
+        config = {k: v for k, v in config.items() if k not in ("is_causal", "architectures")}
+        config |= {"architectures": [PUBLISHED_AS[key]], "num_labels": 32}
+        (path / "config.json").write_text(json.dumps(config))
     load = load_native_decoder if native else load_decoder
     if key == "embedding-gemma-2":
         # It is a part of the pooler.

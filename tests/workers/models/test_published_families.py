@@ -59,6 +59,34 @@ def test_logits_of_families_without_a_class_in_transformers(name, load, tmp_path
     assert_same(logits, expected_logits(reference, tokens))
 
 
+@pytest.mark.parametrize(
+    ("name", "architecture"),
+    [
+        ("BailingMoe", "BailingMoEForCausalLM"),
+        ("K2Horizon", "XllmForCausalLM"),
+        ("KimiK3", "KimiK3LinearForCausalLM"),
+        ("MuseGlimmer", "MuseGlimmerForCausalLM"),
+        ("llama2", "TorchNativeLlamaForCausalLM"),
+        ("llama2", "YiVLForCausalLM"),
+        ("mixtral", "QuantMixtralForCausalLM"),
+        ("phi3-partial", "TorchNativePhi3ForCausalLM"),
+    ],
+)
+def test_architectures_may_have_the_names_of_other_servers(name, architecture, tmp_path):
+    if name in PUBLISHED:
+        reference = save_published(name, tmp_path)
+    else:
+        reference = (make_multimodal if name in MULTIMODAL else make_reference)(name)
+        save_reference(reference, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config = config.get("text_config", {}) | config | {"architectures": [architecture]}
+    config = {k: v for k, v in config.items() if k not in ("text_config", "vision_config")}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tokens = prompt(NUM_TOKENS)
+    logits = Runner(load_native_decoder(tmp_path)).step({0: tokens})[0]
+    assert_same(logits, expected_logits(reference, tokens))
+
+
 @pytest.mark.parametrize("load", [load_decoder, load_native_decoder])
 @pytest.mark.parametrize(
     ("name", "architecture", "differences"),

@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from engine.workers.cpu.library import NotSupportedNatively
+from safetensors.torch import load_file, save_file
 from support.decoders import Runner, load_decoder, load_native_decoder
 
 pytestmark = pytest.mark.slow
@@ -106,6 +107,27 @@ def test_scores_equal_those_of_transformers(name, load, tmp_path):
         pooled = hidden.float().mean(0) if row == "mean" else hidden[row].float()
         found = model.score_head(pooled)
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("load", [load_decoder, load_native_decoder])
+def test_a_llama_for_classification_has_its_own_names(load, tmp_path):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**SMALL)
+    reference = transformers.LlamaForSequenceClassification(config).eval()
+    reference.save_pretrained(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    fields = {name: value for name, value in fields.items() if "label" not in name}
+    fields |= {"architectures": ["LlamaForClassification"], "classification_out_size": 3}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["classification_head.weight"] = tensors.pop("score.weight")
+    save_file(tensors, tmp_path / "model.safetensors")
+    model = load(tmp_path, max_model_len=200)
+    prompt = [random.Random(1).randrange(2, SMALL["vocab_size"]) for _ in range(30)]
+    found = model.score_head(Runner(model, 1).hidden({0: prompt})[-1].float())
+    with torch.inference_mode():
+        expected = reference(torch.tensor([prompt])).logits[0]
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
 SPARSE = {

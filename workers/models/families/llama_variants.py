@@ -304,7 +304,7 @@ def _internlm2_ve(fields: ConfigFields) -> ModelSpec:
     return replace(spec, tensor_names=((r".*\.feed_forward_ve\..*", ""), *spec.tensor_names))
 
 
-def _minicpm(fields: ConfigFields) -> ModelSpec:
+def minicpm(fields: ConfigFields, **differences: Any) -> ModelSpec:
     """Return the spec of MiniCPM 1, 2 and 4, which have Granite's multipliers under other names."""
     if fields.integer("num_experts", 0, minimum=0):
         raise fields.error("num_experts is not supported for this family; use a model without it")
@@ -315,6 +315,7 @@ def _minicpm(fields: ConfigFields) -> ModelSpec:
         embedding_scale=fields.positive("scale_emb", 1.0),
         residual_multiplier=fields.positive("scale_depth", 1.0) / depth,
         logits_divisor=width,
+        **differences,
     )
 
 
@@ -466,7 +467,7 @@ FAMILIES = (
     Family("InternLM2ForCausalLM", "internlm2", _internlm2),
     Family("InternLM3ForCausalLM", "internlm3", _internlm3),
     Family("IQuestCoderForCausalLM", "iquestcoder", _iquest_coder),
-    Family("MiniCPMForCausalLM", "minicpm", _minicpm),
+    Family("MiniCPMForCausalLM", "minicpm", minicpm),
     Family("NanoChatForCausalLM", "nanochat", _nanochat),
     Family("Olmo3ForCausalLM", "olmo3", _olmo3),
     Family("Cosmos3EdgeForConditionalGeneration", "cosmos3_edge", _cosmos3_edge),

@@ -68,6 +68,7 @@ from .with_images import deepseek as deepseek_ocr
 from .with_other_names import dense as other_dense
 from .with_other_names import mixtures as other_mixtures
 from .with_other_names import plamo
+from .with_states import minicpm_sala
 
 FAMILIES = (
     *deepseek_v4.FAMILIES,
@@ -105,6 +106,7 @@ FAMILIES = (
     *other_dense.FAMILIES,
     *other_mixtures.FAMILIES,
     *plamo.FAMILIES,
+    *minicpm_sala.FAMILIES,
 )
 _BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES}
 _BY_MODEL_TYPE = {
@@ -343,7 +345,7 @@ def _with_classifier(spec: ModelSpec, fields: ConfigFields) -> ModelSpec:
     if classifies_tokens(fields):
         has_bias = fields.boolean("token_classification_bias", True)
         return with_score_head(spec, fields, output=r"^(score|classifier)\.", output_bias=has_bias)
-    return with_score_head(spec, fields, output=r"^score\.")
+    return with_score_head(spec, fields, output=r"^(score|classification_head)\.")
 
 
 def _without_axes(spec: ModelSpec) -> ModelSpec:

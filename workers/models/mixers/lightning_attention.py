@@ -69,6 +69,9 @@ class LightningAttentionMixer(Mixer):
         gate = Rows(f"{prefix}output_gate", size, elements(heads, dim))
         if layer.is_rotated:
             parts = elements(heads, dim)
+            if layer.has_separate_projections:
+                rows = [Rows(f"{prefix}{name}_proj", size, parts) for name in "vkq"]
+                return MixerRows([gate, *rows], [], layer.num_units, size // layer.num_units)
             # The module has all queries, then all keys and all values.
             starts = (2 * size, size, 0)
             ranges = (range(start + parts.start, start + parts.stop) for start in starts)
@@ -143,7 +146,9 @@ def decay_slopes(spec: ModelSpec, layer: LightningAttention, prefix: str) -> Ten
     match = re.search(r"layers\.(\d+)\.", prefix)
     assert match is not None, "the prefix names the layer"
     depth = int(match[1]) / (len(spec.layers) - 1 + 1e-5)
-    if layer.is_rotated:
+    if not layer.has_layer_decays:
+        depth = 1e-5
+    elif layer.is_rotated:
         depth = (int(match[1]) - 1) / max(1, len(spec.layers) - 1)
     exponents_H = torch.arange(1, layer.num_heads + 1)
     slopes_H: Tensor = (2.0 ** (-8 / layer.num_heads)) ** exponents_H

@@ -1,0 +1,1 @@
+"""Families with recurrent layers that have tensors of their own."""
