@@ -150,7 +150,7 @@ class Eagle3:
         embedded_TD = self._norm("midlayer.input_layernorm", embedded_TD)
         normed_TD = self._norm("midlayer.hidden_norm", hidden_TD)
         stream_TD = normed_TD if self.norms_residual else hidden_TD
-        stream_TD = stream_TD + self._attend(torch.cat((embedded_TD, normed_TD), 1))
+        stream_TD = stream_TD + self.attend(torch.cat((embedded_TD, normed_TD), 1))
         x_TD = self._norm("midlayer.post_attention_layernorm", stream_TD)
         gate, up, down = (
             self.weights[f"midlayer.mlp.{name}_proj.weight"] for name in ("gate", "up", "down")
@@ -168,10 +168,20 @@ class Eagle3:
             self.weights[f"{name}.weight"] * x_TD * (variance + self.config["rms_norm_eps"]).rsqrt()
         )
 
-    def _attend(self, x_TE: Tensor) -> Tensor:
+    def norm_head(self, name: str, x_THD: Tensor) -> Tensor:
+        """Return queries, keys or values (q, k, v) after their norm."""
+        return x_THD
+
+    def attend(self, x_TE: Tensor) -> Tensor:
+        """Return the output of attention."""
         count, size = len(x_TE), self.config["head_dim"]
         query_THD, key_THD, value_THD = (
-            (x_TE @ self.weights[f"midlayer.self_attn.{name}_proj.weight"].T).view(count, -1, size)
+            self.norm_head(
+                name,
+                (x_TE @ self.weights[f"midlayer.self_attn.{name}_proj.weight"].T).view(
+                    count, -1, size
+                ),
+            )
             for name in "qkv"
         )
         exponents = torch.arange(0, size, 2) / size

@@ -126,7 +126,7 @@ def _load_decoder(
     kept_layers: Sequence[int] = ()
     speculative = config.scheduler.speculative
     if speculative is not None and speculative.method.reads_hidden_states:
-        from .drafting.head_layouts import find_kept_layers
+        from .drafting.layouts.read import find_kept_layers
 
         kept_layers = find_kept_layers(speculative, spec)
     if is_native and foreign is None:

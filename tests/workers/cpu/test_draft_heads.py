@@ -17,6 +17,7 @@ from engine.protocol.errors import CheckpointError, ConfigError
 from engine.workers.execution import torch_loader
 from safetensors.torch import load_file, save_file
 from support.draft_heads import dflash_hidden_states
+from support.eagle_heads import EAGLE_HEADS
 from support.graph_attention import GraphTorchPaged
 from support.host_accelerator import HostAccelerator
 from support.models_with_heads import (
@@ -29,6 +30,7 @@ from support.models_with_heads import (
     write_model,
 )
 from support.native_decoders import BLOCK_SIZE
+from support.prediction_layers import PREDICTION_LAYERS
 from support.worker_steps import Steps
 from torch import Tensor
 
@@ -39,7 +41,11 @@ torch.set_num_threads(1)
 PROMPT = list(range(20, 37))
 
 
-@pytest.fixture(scope="module", params=HEADS, ids=lambda make: make.__name__)
+@pytest.fixture(
+    scope="module",
+    params=[*HEADS, *EAGLE_HEADS, *PREDICTION_LAYERS],
+    ids=lambda make: make.__name__,
+)
 def head(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Head:
     torch.manual_seed(7)
     return request.param(tmp_path_factory.mktemp(request.param.__name__))
@@ -50,7 +56,8 @@ def read_states(head: Head, tokens: list[int]) -> Tensor:
     """Return the hidden states of the model that the head reads of all tokens, [T, E]."""
     model = head.model
     states: list[Tensor] = []
-    hook = model.model.norm.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0]))
+    norm = model.model.norm_f if hasattr(model.model, "norm_f") else model.model.norm
+    hook = norm.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0]))
     outputs = model.model(torch.tensor([tokens]), output_hidden_states=True)
     hook.remove()
     if head.layers:
@@ -83,7 +90,9 @@ def steps(request: pytest.FixtureRequest, head: Head, monkeypatch: pytest.Monkey
     accelerator = None
     if request.param == "device":
         accelerator = HostAccelerator()
-        if not hasattr(head.model.config, "n_routed_experts") and "assistant" not in head.path.name:
+        experts = ("n_routed_experts", "num_experts", "moe_num_experts")
+        has_experts = any(hasattr(head.model.config, name) for name in experts)
+        if not has_experts and "assistant" not in head.path.name:
             # Experts in torch, and caches of layers with different heads, cannot be captured on a CPU.
             monkeypatch.setattr(torch_loader, "attention_backend", GraphTorchPaged)
     backend = CPUBackend.NATIVE if request.param == "native" else CPUBackend.TORCH
@@ -220,7 +229,7 @@ def test_eagle3_heads_that_cannot_be_served_are_refused(tmp_path: Path) -> None:
     wrong = tmp_path / "wrong"
     wrong.mkdir()
     for fields, changed, error, reason in (
-        ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, {}, CheckpointError, "Deepseek"),
+        ({"architectures": ["Eagle3MptForCausalLM"]}, {}, CheckpointError, "Eagle3Mpt"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 9]}, {}, CheckpointError, r"0 to 3.*\[1, 9\]"),
         ({}, {"d2t": tensors["d2t"] + 1000}, ConfigError, "but the model's are 0 to"),
         ({}, {"fc.weight": torch.zeros(32, 7)}, ConfigError, r"\(32, 7\), not \(32, 128\)"),

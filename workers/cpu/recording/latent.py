@@ -59,7 +59,7 @@ class LatentRecorder:
         if spec.gates_attention and not latent.joins_query_vectors:
             gates.append(gate_rows(spec, latent, name, heads))
         inputs, biases = self._blocks.packed_rows(
-            [*own_keys, *of_index, first, *gates], spec.qkv_bias
+            [*own_keys, *of_index, first, *gates], spec.qkv_bias, layer.input_size
         )
         key_matrices, value_matrices = read_head_matrices(spec, latent, self._weights, name, heads)
         output = attention_output(self._blocks, spec, prefix, latent.value_dim)
@@ -70,7 +70,9 @@ class LatentRecorder:
                 f"{unit[output.activation_kind]}"
             )
         if latent.indexer is None and not gates and sum(len(x.part) for x in own_keys) == key_dim:
-            self._blocks.add_projection(prefix, norms.attention_input, inputs, biases)
+            self._blocks.add_projection(
+                prefix, norms.attention_input, inputs, biases, input_size=layer.input_size
+            )
         else:
             # The elements of the index key and its logits follow those of the key, even in layers without an indexer.
             places = [0] * len(own_keys)
@@ -83,7 +85,13 @@ class LatentRecorder:
             kind = None
             for part, bias, place in zip(inputs, biases, places, strict=True):
                 kind = self._blocks.add_projection(
-                    prefix, norms.attention_input, [part], [bias], kind, place
+                    prefix,
+                    norms.attention_input,
+                    [part],
+                    [bias],
+                    kind,
+                    place,
+                    layer.input_size,
                 )
         if latent.query_rank is not None:
             self._record_queries(name, spec, shape, latent, whole, indexer)

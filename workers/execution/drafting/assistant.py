@@ -23,7 +23,7 @@ from ...layers.rope import TIME_AXIS
 from ...layers.spec import ModelSpec
 from ...loaders import Checkpoint
 from ...models.families import model_spec
-from .head_layouts import HeadLayout, headless
+from .layouts.head_layout import HeadLayout, headless
 
 ASSISTANTS: Final = {
     "Gemma4AssistantForCausalLM": "Gemma4ForCausalLM",

@@ -46,8 +46,8 @@ from ..kv_cache import KVCache
 from ..torch_loader import layer_kernels
 from .computed import ComputedRows
 from .fusion import Fusion, read_token_ids
-from .head_layouts import HeadLayout
 from .head_target import HeadTarget
+from .layouts.head_layout import HeadLayout
 
 
 class DraftHead:

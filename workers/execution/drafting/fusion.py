@@ -16,9 +16,9 @@ from ....protocol.errors import ConfigError
 from ...loaders import Checkpoint
 from ...loaders.tensor_names import translate_names
 from ..source.products import NativeProduct
-from . import head_layouts
-from .head_layouts import HeadLayout
 from .head_target import HeadTarget
+from .layouts import head_layout
+from .layouts.head_layout import HeadLayout
 
 
 class Fusion:
@@ -68,28 +68,39 @@ class Fusion:
         self._project_back: Callable[[Tensor], Tensor] | None = None
         # The size of the embeddings and hidden states that are combined.
         size = self._size
-        if head_layouts.OUTPUT_PROJECTION in stored:
+        if head_layout.OUTPUT_PROJECTION in stored:
             size = self._target_size
             self._project_back = self._read_product(
-                checkpoint, stored[head_layouts.OUTPUT_PROJECTION], (size, self._size), name
+                checkpoint, stored[head_layout.OUTPUT_PROJECTION], (size, self._size), name
             )
         self._state_size = size
-        if head_layouts.EMBEDDING not in stored and size != self._target_size:
+        if head_layout.EMBEDDING not in stored and size != self._target_size:
             raise ConfigError(
                 f"{name}: the head's hidden size is {self._size}, the model's is {self._target_size}, and "
                 "the head has no embedding; use a head for this model"
             )
-        if head_layouts.PROJECTION not in stored:
-            raise checkpoint.missing("fc.weight")
         width = target.kept_width - self._target_size
-        shape = self._size, width if layout.projects_states else size + self._target_size
-        self._project = self._read_product(checkpoint, stored[head_layouts.PROJECTION], shape, name)
-        self._bias = read(head_layouts.PROJECTION_BIAS)
-        self._embedding_norm = norm(head_layouts.EMBEDDING_NORM)
-        self._hidden_norm = norm(head_layouts.HIDDEN_NORM)
+        self._project: Callable[[Tensor], Tensor] | None = None
+        if layout.reads_kept or not layout.projects_states:
+            if head_layout.PROJECTION not in stored:
+                raise checkpoint.missing("fc.weight")
+            shape = self._size, width if layout.projects_states else size + self._target_size
+            self._project = self._read_product(
+                checkpoint, stored[head_layout.PROJECTION], shape, name
+            )
+        self._states_norm = norm(head_layout.STATES_NORM)
+        state_norms = [
+            weight
+            for i in range(width // self._target_size)
+            if (weight := norm(head_layout.STATE_NORM.format(i))) is not None
+        ]
+        self._state_norms_ND = torch.stack(state_norms) if state_norms else None
+        self._bias = read(head_layout.PROJECTION_BIAS)
+        self._embedding_norm = norm(head_layout.EMBEDDING_NORM)
+        self._hidden_norm = norm(head_layout.HIDDEN_NORM)
         self._embedding_VD: Tensor | None = None
-        if head_layouts.EMBEDDING in stored:
-            embedding_VD = checkpoint.tensor(stored[head_layouts.EMBEDDING], dtype).to(device)
+        if head_layout.EMBEDDING in stored:
+            embedding_VD = checkpoint.tensor(stored[head_layout.EMBEDDING], dtype).to(device)
             if not self._equals_target(embedding_VD):
                 self._embedding_VD = embedding_VD
 
@@ -128,7 +139,14 @@ class Fusion:
         """Return the part of the model's kept hidden states that the head reads, [T, D]."""
         layout, size = self._layout, self._target_size
         states = hidden_TE[:, size:] if layout.reads_kept else hidden_TE[:, :size]
-        return self._projected(states.contiguous()) if layout.projects_states else states
+        if not layout.projects_states:
+            return states
+        states = _norm(states.contiguous(), self._states_norm, self._eps)
+        if (weights_ND := self._state_norms_ND) is not None:
+            states_TND = states.unflatten(1, weights_ND.shape)
+            normed_TND = F.rms_norm(states_TND, weights_ND.shape[1:], eps=self._eps) * weights_ND
+            states = normed_TND.flatten(1)
+        return self._projected(states)
 
     def read_context(self, hidden_TE: Tensor) -> Tensor:
         """Return the projection of the model's kept hidden states after its norm, [T, D]."""
@@ -162,6 +180,8 @@ class Fusion:
         )
 
     def _projected(self, x_TK: Tensor) -> Tensor:
+        if self._project is None:
+            return x_TK
         projected_TD = self._project(x_TK)
         return projected_TD if self._bias is None else projected_TD + self._bias
 
@@ -196,8 +216,8 @@ def read_token_ids(
     count = layout.spec.vocab_size
     ids = torch.arange(count)
     stored = translate_names(checkpoint.names(), layout.tensor_names)
-    if head_layouts.TOKEN_OFFSETS in stored:
-        offsets = checkpoint.tensor(stored[head_layouts.TOKEN_OFFSETS]).long()
+    if head_layout.TOKEN_OFFSETS in stored:
+        offsets = checkpoint.tensor(stored[head_layout.TOKEN_OFFSETS]).long()
         if offsets.shape != (count,):
             raise ConfigError(
                 f"{name}: the tensor 'd2t' has the shape {tuple(offsets.shape)}, not ({count},), the head's "

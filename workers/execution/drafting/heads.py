@@ -16,10 +16,9 @@ from ..kv_cache import KVCache
 from ..model_loader import Model
 from .assistant import is_assistant, read_assistant
 from .block_head import BlockHead
-from .block_layout import read_block_layout
 from .draft_head import DraftHead, method_name
-from .head_layouts import read_layout
 from .head_target import head_target
+from .layouts.read import read_layout
 from .shared_cache_head import SharedCacheHead
 
 
@@ -58,8 +57,6 @@ def load_head(
         checkpoint = open_checkpoint(speculative.model)
     if speculative.method is ProposerMethod.MTP and is_assistant(checkpoint):
         layout = read_assistant(target.spec, checkpoint)
-    elif speculative.method is ProposerMethod.DFLASH:
-        layout = read_block_layout(target.spec, checkpoint)
     else:
         layout = read_layout(speculative, target.spec, checkpoint)
     parts = (config, target, target_cache, checkpoint, layout, embed, dtype, on_progress)

@@ -21,6 +21,7 @@ from .common import (
     attention_biases,
     base_spec,
     head_dim,
+    read_layer_numbers,
     require_usual_swiglu,
     uniform_layers,
     windowed_layers,
@@ -363,7 +364,7 @@ def ernie4_5_moe(fields: ConfigFields, **differences: Any) -> ModelSpec:
         is_within = first <= layer and (last == -1 or layer <= last)
         return is_within and (layer + 1) % interval == 0
 
-    names = ((r"(\.gate)?\.moe_statics\.e_score", ".gate.e_score"),)
+    names = ((r"(\.gate)?\.moe_statics\.e_score", ".gate.e_score"), (r"^(model\.)?mtp_.*", ""))
     fields = fields.with_defaults(head_dim=head_dim(fields))
     has_biases = fields.boolean("use_bias", False)
     return with_experts(
@@ -462,7 +463,8 @@ def _llama4(fields: ConfigFields) -> ModelSpec:
         shared_intermediate_size=size,
     )
     step = fields.integer("interleave_moe_layer_step", 1)
-    chosen = fields.get("moe_layers") or range(step - 1, count, step)
+    listed = read_layer_numbers(fields, "moe_layers")
+    chosen = range(step - 1, count, step) if listed is None else listed
     names = (
         (r"\.feed_forward\.router\.", ".mlp.gate."),
         (r"\.feed_forward\.shared_expert\.", ".mlp.shared_experts."),

@@ -80,7 +80,8 @@ class LatentAttention:
                 weights.read_vector(f"{prefix}q_a_layernorm.weight", latent.query_rank),
                 latent.norm_eps,
             )
-        self.qkv = source.read_rows(rows, spec.hidden_size, has_biases=spec.qkv_bias)
+        columns = layer.input_size or spec.hidden_size
+        self.qkv = source.read_rows(rows, columns, has_biases=spec.qkv_bias)
         self._sizes = [len(rows[0].part)]
         if self._has_keys:
             self._sizes += [latent.kv_rank, latent.rotary_dim]

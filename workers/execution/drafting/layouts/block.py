@@ -11,17 +11,17 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 
-from ....protocol.checkpoint.config_fields import ConfigFields
-from ....protocol.errors import CheckpointError
-from ...layers.spec import ModelSpec
-from ...loaders import Checkpoint
-from ...models.families import model_spec
-from .head_layouts import TOKEN_OFFSETS, HeadLayout, headless
+from .....protocol.checkpoint.config_fields import ConfigFields
+from .....protocol.errors import CheckpointError
+from ....layers.spec import ModelSpec
+from ....loaders import Checkpoint
+from ....models.families import model_spec
+from .head_layout import TOKEN_OFFSETS, HeadLayout, headless
 
 _ARCHITECTURES: Final = ("DFlashDraftModel", "DFlashSpeculator", "MuseGlimmerAssistantModel")
 
 
-def read_block_layout(target: ModelSpec, checkpoint: Checkpoint) -> HeadLayout:
+def read_block(target: ModelSpec, checkpoint: Checkpoint) -> HeadLayout:
     """Return the layout of a DFlash head: that of its authors, of the library Speculators, or of Muse Glimmer.
 
     Raises:

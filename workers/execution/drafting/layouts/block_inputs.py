@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ....protocol.checkpoint.config_fields import ConfigFields
+from .....protocol.checkpoint.config_fields import ConfigFields
 
 
 def read_block_inputs(fields: ConfigFields, num_layers: int) -> Sequence[int]:

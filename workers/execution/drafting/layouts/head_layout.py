@@ -1,0 +1,78 @@
+"""The layout of a drafting head: the names of its tensors, and which hidden states it reads.
+
+A head predicts the token after the next one. It combines the embedding of the next token and the model's hidden state
+of the last token into one vector, which passes through a decoder layer. An output projection, usually the model's own,
+turns the result into logits.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+from msgspec.structs import replace
+
+from ....layers.spec import ModelSpec
+from ....loaders.tensor_names import TensorNames
+
+EMBEDDING: Final = "embedding.weight"
+EMBEDDING_NORM: Final = "embedding_norm.weight"
+HIDDEN_NORM: Final = "hidden_norm.weight"
+PROJECTION: Final = "projection.weight"
+PROJECTION_BIAS: Final = "projection.bias"
+OUTPUT_PROJECTION: Final = "output_projection.weight"
+STATES_NORM: Final = "states_norm.weight"
+STATE_NORM: Final = "state_norms.{}.weight"
+TOKEN_OFFSETS: Final = "token_offsets"
+
+
+class HeadLayout(msgspec.Struct, frozen=True):
+    """The layout of a head in a checkpoint.
+
+    `spec` describes its decoder layer. It has no embedding, and an output projection only if the head has its own.
+    `tensor_names` translates the names of the other tensors to those above; only the projection is required.
+
+    The projection reads the concatenation of embedding and hidden state, or of hidden state and embedding if
+    `has_hidden_first`. For the first draft, the hidden state is the model's after its final norm, or the ones that the
+    model keeps if `reads_kept`. For later drafts it is the head's own, after its final norm if `returns_normed`, else
+    before it.
+
+    If `projects_states`, the projection reads only hidden states of the model and reduces them to one. Without
+    `reads_kept` there is no projection. The layer then reads the concatenation of the embedding and that hidden state,
+    both normed. It adds its output to the hidden state, normed if `adds_to_normed`.
+
+    If `reads_cache`, the layers have no keys and values. The `kv_source` of each is a layer of the model. Such a head
+    may have another hidden size than the model, and an output projection between the two. If `num_chosen_clusters` is
+    not 0, it computes only the logits of that many clusters of tokens.
+
+    If `block_size` is not 0, the head predicts up to that many tokens in one pass, including the last known one, from
+    `mask_token_id` in place of the others. Its layers have keys and values of the projected hidden states. Tokens of
+    the block attend to each other, unless `is_causal`.
+    """
+
+    spec: ModelSpec
+    tensor_names: TensorNames
+    has_hidden_first: bool = False
+    reads_kept: bool = False
+    returns_normed: bool = False
+    projects_states: bool = False
+    adds_to_normed: bool = False
+    reads_cache: bool = False
+    num_chosen_clusters: int = 0
+    block_size: int = 0
+    mask_token_id: int = 0
+    is_causal: bool = False
+
+
+def headless(spec: ModelSpec) -> ModelSpec:
+    """Return a spec without embedding, output projection and encoder."""
+    return replace(
+        spec,
+        has_embedding=False,
+        has_head=False,
+        tie_word_embeddings=False,
+        head_bias=False,
+        encoder=None,
+        added_after=(),
+        score_head=None,
+    )

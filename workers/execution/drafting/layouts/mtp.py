@@ -1,0 +1,219 @@
+"""The layouts of layers for multi-token prediction, which are part of a model's checkpoint or in a file of their own.
+
+A layer is like the last layer of the model that attends, with experts only if it stores some.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+
+import msgspec
+from msgspec.structs import replace
+
+from .....protocol.errors import CheckpointError
+from ....layers.layer_spec import LayerSpec
+from ....layers.spec import ModelSpec
+from ....layers.specs.norm_names import NormNames
+from ....loaders import Checkpoint
+from .head_layout import HeadLayout, headless
+
+
+class _Names(msgspec.Struct, frozen=True):
+    """The layout of one family's layers: patterns of tensor names, and properties.
+
+    `start` matches the beginning of all names, and `layer` that of the decoder layer's names after it. `norms` match
+    the names of the layer's norms for attention and for the MLP if they are not those of the model. `others` match
+    copies of tensors of the model. If `is_plain`, the layer has common names even if those of the model differ.
+    """
+
+    start: str
+    embedding_norm: str
+    hidden_norm: str
+    projection: str
+    final_norm: str | None = None
+    others: str = "embed_tokens"
+    layer: str = ""
+    norms: tuple[str, str] | None = None
+    is_plain: bool = False
+    has_hidden_first: bool = False
+    reads_kept: bool = False
+    returns_normed: bool = False
+    has_window: bool = False
+
+
+def _layouts(num_layers: int, architecture: str) -> tuple[_Names, ...]:
+    """Return the known layouts. GGUF files have the first one for all families."""
+    return (
+        # Ling 2 and Hunyuan 3.
+        _Names(
+            start=rf"layers\.{num_layers}\.",
+            embedding_norm="enorm",
+            hidden_norm="hnorm",
+            projection="eh_proj",
+            final_norm="final_layernorm",
+            others=r"embed_tokens|shared_head\.head",
+            returns_normed=True,
+        ),
+        # DeepSeek-V3, GLM-4.5 and openPangu.
+        _Names(
+            start=rf"layers\.{num_layers}\.",
+            embedding_norm="enorm",
+            hidden_norm="hnorm",
+            projection="eh_proj",
+            final_norm=r"shared_head\.norm",
+            others=r"embed_tokens|shared_head\.head",
+            returns_normed=architecture.startswith(("Qwen3Next", "Qwen3_5")),
+        ),
+        # MiMo.
+        _Names(
+            start=r"mtp_layers\.0\.",
+            embedding_norm="token_layernorm",
+            hidden_norm="hidden_layernorm",
+            projection="input_proj",
+            final_norm="final_layernorm",
+            has_hidden_first=True,
+            reads_kept=True,
+            returns_normed=True,
+        ),
+        # Qwen3-Next, Qwen3.5 and K-EXAONE.
+        _Names(
+            start=r"mtp\.",
+            layer=r"layers\.0\.",
+            embedding_norm="pre_fc_norm_embedding",
+            hidden_norm="pre_fc_norm_hidden",
+            projection="fc",
+            final_norm="norm",
+            others="embed_tokens|lm_head",
+            returns_normed=True,
+            has_window=architecture.startswith("ExaoneMo"),
+        ),
+        # MiMo-V2, whose layer has a window.
+        _Names(
+            start=r"mtp\.layers\.0\.",
+            embedding_norm="enorm",
+            hidden_norm="hnorm",
+            projection="eh_proj",
+            final_norm="final_layernorm",
+            norms=("input_layernorm", "pre_mlp_layernorm"),
+            returns_normed=True,
+            has_window=True,
+        ),
+        # LongCat-Flash.
+        _Names(
+            start=r"mtp\.",
+            layer=r"layers\.0\.(?:transformer_layer\.)?",
+            embedding_norm=r"layers\.0\.enorm\.m",
+            hidden_norm=r"layers\.0\.hnorm\.m",
+            projection=r"layers\.0\.eh_proj",
+            final_norm="norm",
+            is_plain=True,
+            returns_normed=True,
+        ),
+        # Nemotron-H, whose layer of attention and layer of experts are one layer here.
+        _Names(
+            start=r"mtp\.layers\.",
+            layer=r"[01]\.",
+            embedding_norm=r"0\.enorm",
+            hidden_norm=r"0\.hnorm",
+            projection=r"0\.eh_proj",
+            final_norm=r"1\.final_layernorm",
+            norms=(r"0\.norm", r"1\.norm"),
+            returns_normed=True,
+        ),
+        # ERNIE 4.5.
+        _Names(
+            start="mtp_",
+            layer=r"block\.0\.",
+            embedding_norm=r"emb_norm\.0",
+            hidden_norm=r"hidden_norm\.0",
+            projection=r"linear_proj\.0",
+        ),
+    )
+
+
+def read_mtp(target: ModelSpec, checkpoint: Checkpoint) -> HeadLayout:
+    """Return the layout of the multi-token-prediction layer in a model's checkpoint.
+
+    Raises:
+        CheckpointError: The checkpoint has no such layer, or none with a known layout.
+    """
+    stored = checkpoint.names()
+    architecture = str((checkpoint.config.get("architectures") or [""])[0])
+    for names in _layouts(len(target.layers), architecture):
+        needed = (names.embedding_norm, names.projection, names.final_norm)
+        if all(_has(stored, names, rf"{part}\.weight") for part in needed if part is not None):
+            return _layout(target, stored, names)
+    raise CheckpointError(
+        checkpoint.path,
+        "no multi-token prediction layer with a known layout was found; use another method in "
+        "--speculative-config",
+    )
+
+
+def _has(stored: Collection[str], names: _Names, pattern: str) -> bool:
+    found = re.compile(rf"(.*\.)?{names.start}{pattern}")
+    return any(found.fullmatch(name) for name in stored)
+
+
+def _layout(target: ModelSpec, stored: Collection[str], names: _Names) -> HeadLayout:
+    start = rf"^(?:.*\.)?{names.start}"
+    parts = {
+        names.embedding_norm: "embedding_norm.",
+        names.hidden_norm: "hidden_norm.",
+        names.projection: "projection.",
+    }
+    layer = _layer(target, names, has_experts=_has(stored, names, r".*\.experts\..*"))
+    renamed = {names.final_norm: "model.norm."}
+    if names.norms is not None:
+        norms = layer.norms or target.norms
+        for stored_name, name in zip(
+            names.norms, (norms.attention_input, norms.mlp_input), strict=True
+        ):
+            renamed[stored_name] = f"model.layers.0.{name}."
+    spec = replace(
+        headless(target),
+        layers=(layer,),
+        has_final_norm=names.final_norm is not None,
+        tensor_names=(
+            (rf"^(?!(.*\.)?{names.start}).*", ""),
+            (rf"{start}(?:{'|'.join(parts)}|{names.others})\..*", ""),
+            *(
+                (rf"{start}(?:{part})\.", name)
+                for part, name in renamed.items()
+                if part is not None
+            ),
+            (rf"{start}{names.layer}", "model.layers.0."),
+            *(() if names.is_plain else target.tensor_names),
+        ),
+    )
+    return HeadLayout(
+        spec,
+        tuple((rf"{start}{part}\.", name) for part, name in parts.items()),
+        has_hidden_first=names.has_hidden_first,
+        reads_kept=names.reads_kept,
+        returns_normed=names.returns_normed,
+    )
+
+
+def _layer(target: ModelSpec, names: _Names, *, has_experts: bool) -> LayerSpec:
+    """Return the last layer of a model that has attention and no recurrent state, with experts or without.
+
+    In models whose layers have either attention or experts, the returned layer has both.
+    """
+    layers = [
+        layer
+        for layer in target.layers
+        if layer.attends
+        and layer.recurrent is None
+        and (layer.window is not None or not names.has_window)
+    ]
+    layer = replace(layers[-1] if layers else target.layers[-1], kv_source=None)
+    if not layer.has_mlp:
+        layer = replace(layer, has_mlp=True, norms=NormNames())
+    if not has_experts:
+        return replace(layer, experts=None)
+    if layer.experts is None:
+        mixtures = [layer.experts for layer in target.layers if layer.experts is not None]
+        layer = replace(layer, experts=mixtures[-1] if mixtures else None)
+    return layer
