@@ -85,8 +85,10 @@ class KVCacheGroup(msgspec.Struct, array_like=True, omit_defaults=True, frozen=T
             case AttentionKind.FULL:
                 return num_blocks
             case AttentionKind.SLIDING_WINDOW | AttentionKind.CHUNKED_LOCAL:
-                visible = self.size + min(max_step_tokens, num_tokens) - 1
-                return min(num_blocks, (visible + block_size - 2) // block_size + 1)
+                # The window of a token at a block boundary, and what one step computes after up to a block of tokens.
+                num_new = min(max_step_tokens, num_tokens)
+                num_visible = -(-(self.size - 1) // block_size)
+                return min(num_blocks, num_visible + -(-(num_new - 1) // block_size) + 1)
             case AttentionKind.STATE_SPACE:
                 # The block that is read, and the blocks that may be written.
                 return min(num_blocks, 1 + max(1, -(-max_uncertain_tokens // block_size)))

@@ -12,7 +12,11 @@ from ..state.slots import SlotArray
 
 
 class Window:
-    """KV-cache groups with the same sliding window. `first_held` is, per slot, the first block inside the window."""
+    """KV-cache groups with the same sliding window. `first_held` is, per slot, the first block inside the window.
+
+    A sliding window also keeps the blocks that a token after the last full block sees. The next turn of a conversation,
+    or the same request after a preemption, continues from there.
+    """
 
     def __init__(
         self, spec: KVCacheGroup, groups: list[int], block_size: int, max_num_seqs: int
@@ -29,6 +33,8 @@ class Window:
 
         Yields (slot, first block, end) of the blocks that left it.
         """
+        if self._spec.kind is not AttentionKind.STATE_SPACE:
+            num_computed = num_computed - num_computed % self._block_size
         first = self._spec.first_visible(num_computed) // self._block_size
         held = self.first_held[slots]
         rows = (first > held).nonzero()[0]
