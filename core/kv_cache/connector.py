@@ -100,7 +100,10 @@ class KVConnector(ABC):
     def request_finished(
         self, request: Request, block_ids: Sequence[int], reason: FinishReason
     ) -> RequestEnd:
-        """Handle the end of a request that holds these blocks. If it holds none, freeing cannot be delayed."""
+        """Handle the end of a request that holds these blocks. If it holds none, freeing cannot be delayed.
+
+        The blocks of a running request hold its first `request.num_held_tokens` tokens.
+        """
         return RequestEnd()
 
     def transfer_expired(self, transfer_id: int) -> None:  # noqa: B027
@@ -154,8 +157,8 @@ class BlockConnector(KVConnector):
     ) -> None:
         """Load blocks into `block_ids`, which no step in flight uses. The next step's metadata starts the load."""
 
-    def observe_pool(self, find_block: Callable[[bytes], int | None]) -> None:
-        """Receive a function that returns the block with a given content key, or None.
+    def observe_pool(self, find_block: Callable[[bytes], int | None], block_size: int) -> None:
+        """Receive a function that returns the block with a given content key, or None, and the tokens in a block.
 
         The scheduler calls this before any other method.
         """

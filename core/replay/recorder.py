@@ -18,6 +18,7 @@ from ...protocol.config import (
 )
 from ...protocol.errors import ConfigError
 from ...protocol.kv_cache_groups import FULL_ATTENTION, KVCacheGroup, max_request_blocks
+from ...protocol.kv_transfer.multi import with_ports_of_core
 from ...protocol.messages import (
     AppendInputs,
     CoreReady,
@@ -97,7 +98,7 @@ class Setup(msgspec.Struct, frozen=True):
             num_host_blocks=memory.num_host_blocks,
             kv_cache_groups=memory.groups,
             core_index=core_index,
-            kv_transfer=config.kv_transfer,
+            kv_transfer=config.kv_transfer and with_ports_of_core(config.kv_transfer, core_index),
         )
 
     def make_ready(self, engine: EngineConfig) -> CoreReady:

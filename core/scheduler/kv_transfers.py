@@ -73,6 +73,9 @@ class KVTransfers:
         self.blocks = connector if isinstance(connector, BlockConnector) else None
         """The connector if it is a `BlockConnector`, which loads single blocks; else None."""
         self._policy = config.kv_load_failure_policy
+        if config.kv_role == "kv_producer":
+            # It computes prompts, so it can compute those that a decode server has evicted.
+            self._policy = LoadFailurePolicy.RECOMPUTE
         self._timeout_s = config.transfer_timeout_s
         self._load_timeout_s = config.load_timeout_s
         self._lifecycle = lifecycle
@@ -84,7 +87,7 @@ class KVTransfers:
             )
         if self.blocks is not None:
             pool = manager.pool
-            self.blocks.observe_pool(pool.get_cached_block)
+            self.blocks.observe_pool(pool.get_cached_block, manager.block_size)
             pool.listener = self.blocks
         self.stats = KVConnectorStats()
         self._loads: dict[int, _Load] = {}
@@ -338,6 +341,7 @@ class KVTransfers:
         blocks: list[int] = []
         if was is RequestStatus.RUNNING:
             blocks = self._manager.blocks[0][request.slot]
+            request.num_held_tokens = self._lifecycle.running.slots.num_certain_tokens(request.slot)
         elif self._held_loads.pop(request.transfer_id, None) is not None:
             self._manager.release_reserved(request.transfer_id)
         elif was is RequestStatus.WAITING_FOR_REMOTE_KVS:

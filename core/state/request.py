@@ -69,6 +69,7 @@ class Request:
         num_tokens: The number of prompt and output tokens, without a slot.
         num_cached_tokens: The number of tokens that the first admission found in the cache; -1 before.
         num_loaded_tokens: The part of them that a KV connector loaded while the request waited.
+        num_held_tokens: The number of first tokens whose keys and values the blocks of a request hold at its end.
         num_reserved_tokens: The number of first tokens whose blocks are held while the request waits.
         num_charged_tokens: The number of first tokens for which the tenant has been charged.
         computes_locally: True if no more blocks are loaded for the request.
@@ -110,6 +111,7 @@ class Request:
         "num_admissions",
         "num_cached_tokens",
         "num_charged_tokens",
+        "num_held_tokens",
         "num_loaded_tokens",
         "num_prompt_tokens",
         "num_reserved_tokens",
@@ -178,6 +180,7 @@ class Request:
         self.num_admissions = 0
         self.num_cached_tokens = -1
         self.num_loaded_tokens = 0
+        self.num_held_tokens = 0
         self.has_grammar = False
         self.awaits_mask = False
         self.has_sampled = bool(message.output_token_ids)

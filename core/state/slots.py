@@ -201,6 +201,11 @@ class Slots:
         known: Int64Array = num_prompt + self.num_output_tokens[slots]
         return known
 
+    def num_certain_tokens(self, slot: int) -> int:
+        """Return the number of known tokens of the request in `slot` that have been computed."""
+        known = self.num_known_tokens(np.array([slot]))
+        return int(np.minimum(self.num_computed_tokens[slot], known)[0])
+
     def output_token_ids(self, slot: int) -> Int32Array:
         """Return a view of the output tokens of the request in `slot`."""
         start = slot * self._output_capacity

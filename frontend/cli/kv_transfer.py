@@ -11,7 +11,7 @@ import msgspec
 
 from ...protocol.config import CacheConfig, Device, KVTransferConfig, ParallelConfig, ReplicaRole
 from ...protocol.errors import ConfigError
-from ...protocol.kv_transfer.direct import DIRECT_CONNECTOR
+from ...protocol.kv_transfer.direct import DIRECT_CONNECTOR, PullSettings
 from ...protocol.kv_transfer.multi import MULTI_CONNECTOR, child_configs
 from ...protocol.kv_transfer.store import DISK_CONNECTOR
 
@@ -116,6 +116,17 @@ def _check_roles(parallel: ParallelConfig, names: list[str]) -> None:
         )
 
 
+def _check_pull(config: KVTransferConfig) -> None:
+    try:
+        pull = msgspec.convert(config.kv_connector_extra_config, PullSettings)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"--kv-transfer-config: kv_connector_extra_config: {error}") from None
+    if pull.bidirectional_kv_xfer and not config.kv_port:
+        raise ConfigError(
+            "--kv-transfer-config: bidirectional_kv_xfer needs a kv_port, where servers that prefill fetch blocks"
+        )
+
+
 def _check_support(children: list[KVTransferConfig], cache: CacheConfig, device: Device) -> None:
     names: dict[str, Any] = dict.fromkeys(child.kv_connector for child in children)
     if len(names) < len(children):
@@ -123,6 +134,9 @@ def _check_support(children: list[KVTransferConfig], cache: CacheConfig, device:
             "--kv-transfer-config names a connector twice: "
             f"{', '.join(child.kv_connector for child in children)}; remove one of them"
         )
+    for child in children:
+        if child.kv_connector == DIRECT_CONNECTOR:
+            _check_pull(child)
     flag = (
         f"--kv-disk {cache.disk_path}"
         if list(names) == [DISK_CONNECTOR]

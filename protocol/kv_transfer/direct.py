@@ -15,6 +15,9 @@ SOCKETS: Final = "sockets"
 NIXL: Final = "nixl"
 """The values of `transport` in the connector's extra configuration: how blocks travel."""
 
+EARLIER: Final = -1
+"""The epoch of a request that has ended, of whose blocks only those are fetched that are still offered."""
+
 MAX_NAME_CHARS: Final = 256
 MAX_KEYS: Final = 64
 """The maximum number of blocks that one message requests."""
@@ -31,11 +34,26 @@ def request_name(client_index: int, request_index: int, arrival_time: float) -> 
     return f"{client_index}.{request_index}.{arrival_time!r}"
 
 
+class PullSettings(msgspec.Struct, frozen=True):
+    """The settings in `kv_connector_extra_config` by which prefill servers fetch blocks of earlier turns.
+
+    Attributes:
+        bidirectional_kv_xfer: True if servers that generate offer their blocks, and servers that prefill fetch them.
+        kv_recompute_threshold: The number of tokens below which a prefill server computes them instead.
+    """
+
+    bidirectional_kv_xfer: bool = False
+    kv_recompute_threshold: Annotated[int, msgspec.Meta(ge=0)] = 64
+
+
+ONE_WAY: Final = PullSettings()
+
+
 class DirectSource(msgspec.Struct, array_like=True, gc=False, frozen=True):
     """The request whose blocks are fetched: its `name`, and where it is or was computed.
 
     If `replica` is not -1, that is a replica of this engine. Otherwise it is the engine whose first worker listens at
-    `host` and `port`. `epoch` is that of the replica's core, 0 if unknown.
+    `host` and `port`. `epoch` is that of the replica's core, 0 if unknown, or `EARLIER`.
     """
 
     name: str
@@ -98,7 +116,7 @@ class FetchBlocks(msgspec.Struct, tag="fetch", array_like=True, gc=False, frozen
     takes_staged: bool = False
     """True if the peer can read blocks that are staged for NIXL."""
     epoch: int = 0
-    """The epoch of the core that computes the request; 0 if it has computed it."""
+    """The epoch of the core that computes the request; 0 if it has computed it, and `EARLIER` if it has ended."""
 
 
 class FetchEnded(msgspec.Struct, tag="ended", array_like=True, gc=False, frozen=True):

@@ -42,6 +42,19 @@ def child_configs(config: KVTransferConfig) -> list[KVTransferConfig]:
     return msgspec.convert(connectors, list[KVTransferConfig])
 
 
+def with_ports_of_core(config: KVTransferConfig, core_index: int) -> KVTransferConfig:
+    """Return the configuration in which each port is that of the first worker of a core, instead of core 0."""
+    extra = config.kv_connector_extra_config
+    if config.kv_connector == MULTI_CONNECTOR:
+        children = [with_ports_of_core(child, core_index) for child in child_configs(config)]
+        extra = {**extra, "connectors": msgspec.to_builtins(children)}
+        return msgspec.structs.replace(config, kv_connector_extra_config=extra)
+    num_workers = extra.get("num_workers")
+    if not config.kv_port or not isinstance(num_workers, int):
+        return config
+    return msgspec.structs.replace(config, kv_port=config.kv_port + core_index * num_workers)
+
+
 def find_connector(config: KVTransferConfig | None, name: str) -> KVTransferConfig | None:
     """Return the configuration of the connector with this name, or None."""
     if config is None:

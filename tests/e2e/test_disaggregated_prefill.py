@@ -49,9 +49,12 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
         limits = ("--max-model-len", "512", "--enable-prompt-tokens-details")
         return Server(default_model(), *limits, *flags, wait=False)
 
+    both_ways = {"kv_connector_extra_config": {"bidirectional_kv_xfer": True}}
     with (
-        start(kv_role="kv_producer", kv_port=free_ports("127.0.0.1", 1)) as prefill,
-        start(kv_role="kv_consumer") as recomputing,
+        start(kv_role="kv_producer", kv_port=free_ports("127.0.0.1", 1), **both_ways) as prefill,
+        start(
+            kv_role="kv_consumer", kv_port=free_ports("127.0.0.1", 1), **both_ways
+        ) as recomputing,
         start(kv_role="kv_consumer", kv_load_failure_policy="fail") as failing,
     ):
         servers = Servers(prefill, recomputing, failing)
@@ -109,6 +112,34 @@ def test_answers_through_the_proxy_equal_those_of_one_server(servers: Servers) -
     for server in servers:
         assert_nothing_is_held(server)
     assert servers.recomputing.metric("engine:kv_transfer_failed_loads_total") == 0
+
+
+def test_a_prefill_server_fetches_the_answer_of_the_turn_before(servers: Servers) -> None:
+    body = body_for(21) | {"max_tokens": 80}
+    prefill = {"max_tokens": 1, "kv_transfer_params": REMOTE_DECODE}
+    status, answer = servers.prefill.post("/v1/completions", body | prefill)
+    assert status == 200
+    params = {"kv_transfer_params": answer["kv_transfer_params"]}
+    status, answer = servers.recomputing.post("/v1/completions", body | params)
+    assert (status, cached_tokens(answer)) == (200, NUM_WHOLE)
+    params = answer["kv_transfer_params"]
+    # The key and the value of the last token have not been computed.
+    assert params["remote_num_tokens"] == NUM_TOKENS + 80 - 1
+    prompt = [*body["prompt"], *answer["choices"][0]["token_ids"], 5, 6, 7]
+    again = body | {"prompt": prompt, "max_tokens": 1, "kv_transfer_params": params}
+    status, first = servers.prefill.post("/v1/completions", again)
+    assert (status, cached_tokens(first)) == (200, (NUM_TOKENS + 80 - 1) // 16 * 16)
+    params = {"kv_transfer_params": first["kv_transfer_params"]}
+    status, answer = servers.recomputing.post("/v1/completions", again | params)
+    assert (status, cached_tokens(answer)) == (200, len(prompt) // 16 * 16)
+    assert answer["choices"][0]["token_ids"] == first["choices"][0]["token_ids"]
+    status, alone = servers.failing.post(
+        "/v1/completions", body | {"prompt": prompt, "max_tokens": 1}
+    )
+    assert (status, cached_tokens(alone)) == (200, 0)
+    assert alone["choices"][0]["token_ids"] == first["choices"][0]["token_ids"]
+    for server in servers:
+        assert_nothing_is_held(server)
 
 
 def test_a_prefill_server_that_is_killed_in_between_costs_time_only(servers: Servers) -> None:

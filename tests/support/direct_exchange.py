@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from engine.core.scheduler.scheduler import Scheduler
 from engine.protocol.arrays import int32_bytes, int32_view
-from engine.protocol.kv_transfer.direct import DirectCommands, DirectFetch
+from engine.protocol.kv_transfer.direct import EARLIER, DirectCommands, DirectFetch
 from engine.protocol.worker_messages import KVConnectorOutput
 
 
@@ -85,7 +85,12 @@ class Exchange:
                     self._kv_cache[block][:] = found[1]
                     self.num_fetched += 1
                     del left[0]
-                elif peer is None or is_lost or fetch.source.name in peer.ended:
+                elif (
+                    peer is None
+                    or is_lost
+                    or fetch.source.name in peer.ended
+                    or fetch.source.epoch == EARLIER
+                ):
                     self._end(fetch, left)
                     break
                 else:

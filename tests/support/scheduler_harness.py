@@ -61,6 +61,7 @@ class Harness:
         prefix_hash: PrefixHash = PrefixHash.SHA256,
         log_kv_events: bool = False,
         connector: ModelConnector | None = None,
+        kv_role: str = "kv_both",
         load_failure_policy: LoadFailurePolicy = LoadFailurePolicy.RECOMPUTE,
         transfer_timeout_s: float = 1000.0,
         load_timeout_s: float = 1000.0,
@@ -85,6 +86,7 @@ class Harness:
         self.grammar = ModelGrammar(vocab_size, forces=self.config.async_scheduling)
         self.kv_transfer = connector and KVTransferConfig(
             "model",
+            kv_role,  # type: ignore[arg-type]
             kv_load_failure_policy=load_failure_policy,
             transfer_timeout_s=transfer_timeout_s,
             load_timeout_s=load_timeout_s,

@@ -23,6 +23,7 @@ from ...protocol.kv_transfer.direct import (
     DirectFetch,
     DirectReport,
     DirectSource,
+    PullSettings,
 )
 from ...protocol.worker_messages import KVConnectorOutput
 from ..device.waking_queue import WakingQueue
@@ -121,7 +122,9 @@ class DirectConnector(KVConnector):
     def _listen(self, context: ConnectorContext) -> None:
         transfer = context.transfer
         addresses = [self._config.kv_address(context.core_index, context.rank)]
-        if self._key is not None and transfer.kv_port and transfer.kv_role != "kv_consumer":
+        pull = msgspec.convert(transfer.kv_connector_extra_config, PullSettings)
+        offers = transfer.kv_role != "kv_consumer" or pull.bidirectional_kv_xfer
+        if self._key is not None and transfer.kv_port and offers:
             admit_clients(self._context, self._key)
             number = context.core_index * self._config.parallel.workers_per_core + context.rank
             host = f"[{transfer.kv_ip}]" if ":" in transfer.kv_ip else transfer.kv_ip

@@ -12,11 +12,14 @@ from ....protocol.arrays import int32_bytes
 from ....protocol.config import KVTransferConfig
 from ....protocol.kv_transfer.direct import (
     DIRECT_CONNECTOR,
+    EARLIER,
     MAX_NAME_CHARS,
+    ONE_WAY,
     DirectCommands,
     DirectFetch,
     DirectReport,
     DirectSource,
+    PullSettings,
     request_name,
 )
 from ....protocol.messages import FinishReason
@@ -37,19 +40,31 @@ class DirectTransfer(BlockConnector):
     the other replica has fetched them. The same holds for a request that moves to another replica. A request with
     `do_remote_prefill` fetches its blocks, even while the other replica is still computing them.
 
+    If `pull` says that transfers are bidirectional, a request that another engine has prefilled tells its client where
+    its blocks are, output included. With the next turn of the conversation, the client passes this on to the engine
+    that prefills, which fetches what is left of them. They are not held in the meantime.
+
     Args:
         role: `kv_producer` to offer blocks, `kv_consumer` to fetch them, `kv_both` for both.
         engine_id: The name of this engine in the answers to requests.
         host: The address at which other engines reach the workers; "" if they cannot.
         port: The port of the first worker.
+        pull: The settings for blocks of earlier turns.
     """
 
     def __init__(
-        self, role: str = "kv_both", engine_id: str = "", host: str = "", port: int = 0
+        self,
+        role: str = "kv_both",
+        engine_id: str = "",
+        host: str = "",
+        port: int = 0,
+        pull: PullSettings = ONE_WAY,
     ) -> None:
-        self._offers = role != "kv_consumer"
+        self._offers = role != "kv_consumer" or pull.bidirectional_kv_xfer
         self._fetches = role != "kv_producer"
+        self._pull = pull
         self._engine_id, self._host, self._port = engine_id, host, port
+        self._block_size = 1
         self._step = 1
         """The number of the next step."""
         self._find_block: Callable[[bytes], int | None] = lambda key: None
@@ -63,9 +78,9 @@ class DirectTransfer(BlockConnector):
         self._commands = DirectCommands()
         self._counts: Counter[str] = Counter()
 
-    def observe_pool(self, find_block: Callable[[bytes], int | None]) -> None:
-        """Receive the function that returns the block with a given content key."""
-        self._find_block = find_block
+    def observe_pool(self, find_block: Callable[[bytes], int | None], block_size: int) -> None:
+        """Receive the function that returns the block with a given content key, and the tokens in a block."""
+        self._find_block, self._block_size = find_block, block_size
 
     # Changes of the prefix cache
 
@@ -108,21 +123,43 @@ class DirectTransfer(BlockConnector):
     # Calls about requests
 
     def find_blocks(self, request: Request, keys: Sequence[bytes]) -> bytes:
-        """Return 1 for every key if the request was prefilled by another replica, else b"".
+        """Return 1 for every block that another replica has computed, or b"" if there is none.
 
         That replica may lack a block after all, which is known only when the block is fetched.
         """
         params = request.kv_transfer_params
-        if not self._fetches or not params or params.get("do_remote_prefill") is not True:
+        if not params:
             return b""
-        return b"\1" * len(keys) if _source_of(params) is not None else b""
+        if self._fetches and params.get("do_remote_prefill") is True:
+            return b"\1" * len(keys) if _source_of(params) is not None else b""
+        if self._pull.bidirectional_kv_xfer and _names_earlier_turn(params):
+            return self._find_earlier(request, keys, params)
+        return b""
+
+    def _find_earlier(
+        self, request: Request, keys: Sequence[bytes], params: Mapping[str, object]
+    ) -> bytes:
+        """Return 1 for each block of the turn before, unless they are too few to be worth a transfer."""
+        num_tokens = params.get("remote_num_tokens")
+        num_blocks = num_tokens // self._block_size if isinstance(num_tokens, int) else 0
+        digests = request.block_hashes[:num_blocks]
+        if not digests:
+            return b""
+        size, earlier = len(digests[0]), set(digests)
+        mask = bytes(key[:size] in earlier for key in keys)
+        num_missing = len({key[:size] for key in keys} & earlier)
+        is_worthwhile = num_missing * self._block_size >= self._pull.kv_recompute_threshold
+        return mask if num_missing and is_worthwhile else b""
 
     def load_blocks(
         self, request: Request, keys: Sequence[bytes], block_ids: Sequence[int]
     ) -> None:
         """Fetch blocks with the next step's metadata."""
-        source = _source_of(request.kv_transfer_params or {})
+        params = request.kv_transfer_params or {}
+        source = _source_of(params)
         assert source is not None
+        if _names_earlier_turn(params):
+            source = msgspec.structs.replace(source, epoch=EARLIER)
         self._fetching.add(request.transfer_id)
         self._commands.fetches.append(
             DirectFetch(request.transfer_id, source, list(keys), int32_bytes(list(block_ids)))
@@ -133,30 +170,43 @@ class DirectTransfer(BlockConnector):
     ) -> RequestEnd:
         """Hold the blocks of a request that another replica continues.
 
-        The answer tells the client where to fetch them.
+        The answer tells the client where to fetch them, and also where those are that the next turn may need.
         """
         params = request.kv_transfer_params or {}
         is_moved = reason is FinishReason.MOVED
         if params:
             self._end_fetch(request, params)
-        if not self._offers or not (is_moved or params.get("do_remote_decode") is True):
+        if not self._offers:
             return RequestEnd()
-        name = _name_of(request, {} if is_moved else params)
         is_whole = is_moved or reason in (FinishReason.STOP, FinishReason.LENGTH)
+        if not (is_moved or params.get("do_remote_decode") is True):
+            if not (self._pull.bidirectional_kv_xfer and params and self._host and is_whole):
+                return RequestEnd()
+            return RequestEnd(
+                False, self._describe(request, block_ids, _name_of(request, {}), False)
+            )
+        name = _name_of(request, {} if is_moved else params)
         if not (is_whole and block_ids and request.status is RUNNING):
             self._ends.append((name, -1, self._step))
             return RequestEnd()
         self._ends.append((name, request.transfer_id, self._step))
+        return RequestEnd(True, self._describe(request, block_ids, name, True))
+
+    def _describe(
+        self, request: Request, block_ids: Sequence[int], name: str, is_prefill: bool
+    ) -> dict[str, object]:
+        """Return the parameters of a request that fetches the blocks of this one, as vLLM's proxies pass them on."""
         answer: dict[str, object] = {
-            "do_remote_prefill": True,
-            "do_remote_decode": False,
+            "do_remote_prefill": is_prefill,
+            "do_remote_decode": not is_prefill,
             "remote_engine_id": self._engine_id,
-            "remote_block_ids": list(block_ids),
+            "remote_block_ids": [list(block_ids)],
             "remote_request_id": name,
+            "remote_num_tokens": request.num_held_tokens,
         }
         if self._host:
             answer |= {"remote_host": self._host, "remote_port": self._port}
-        return RequestEnd(True, answer)
+        return answer
 
     def _end_fetch(self, request: Request, params: Mapping[str, object]) -> None:
         """Let the source release the blocks of a request that ended without fetching them."""
@@ -238,9 +288,18 @@ _NO_COMMANDS: Final = DirectCommands()
 def _name_of(request: Request, params: Mapping[str, object]) -> str:
     """Return the name under which another replica fetches the blocks of a request."""
     name = params.get("remote_request_id")
-    if isinstance(name, str) and 0 < len(name) <= MAX_NAME_CHARS:
+    if (
+        isinstance(name, str)
+        and 0 < len(name) <= MAX_NAME_CHARS
+        and not _names_earlier_turn(params)
+    ):
         return name
     return request_name(*request.key, request.arrival_time)
+
+
+def _names_earlier_turn(params: Mapping[str, object]) -> bool:
+    """Return whether a request to be prefilled names an engine with blocks of the turn before."""
+    return params.get("do_remote_decode") is True and params.get("remote_host") is not None
 
 
 def _source_of(params: Mapping[str, object]) -> DirectSource | None:
@@ -265,6 +324,7 @@ def _create(config: KVTransferConfig) -> DirectTransfer:
         config.engine_id or "",
         config.kv_ip if config.kv_port else "",
         config.kv_port,
+        msgspec.convert(config.kv_connector_extra_config, PullSettings),
     )
 
 

@@ -118,10 +118,10 @@ class MultiConnector(BlockConnector):
         for each in self.connectors:
             each.transfer_expired(transfer_id)
 
-    def observe_pool(self, find_block: Callable[[bytes], int | None]) -> None:
-        """Forward the function to all connectors."""
+    def observe_pool(self, find_block: Callable[[bytes], int | None], block_size: int) -> None:
+        """Forward the function and the block size to all connectors."""
         for each in self.connectors:
-            each.observe_pool(find_block)
+            each.observe_pool(find_block, block_size)
 
     def blocks_cached(self, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
         """Forward the notification to all connectors."""

@@ -44,7 +44,7 @@ class StoreTier(BlockConnector):
         self._counts: Counter[str] = Counter()
         self._is_off = False
 
-    def observe_pool(self, find_block: Callable[[bytes], int | None]) -> None:
+    def observe_pool(self, find_block: Callable[[bytes], int | None], block_size: int) -> None:
         """Receive the function that returns the block with a given content key."""
         self._find_block = find_block
 

@@ -24,6 +24,7 @@ class _TransferParams(msgspec.Struct, omit_defaults=True):
     remote_request_id: str | None = None
     remote_host: str | None = None
     remote_port: int | str | None = None
+    remote_num_tokens: int | None = None
 
 
 def transfer_params(value: Any, config: EngineConfig) -> dict[str, object] | None:

@@ -8,6 +8,7 @@ import pytest
 from engine.core.kv_cache.connectors.direct_transfer import DirectTransfer
 from engine.protocol.config import LoadFailurePolicy
 from engine.protocol.kv_cache_groups import FULL_ATTENTION, AttentionKind, KVCacheGroup
+from engine.protocol.kv_transfer.direct import ONE_WAY, PullSettings
 from engine.protocol.messages import EventKind, FinishReason
 from support.client_view import ClientView, Key
 from support.direct_exchange import Exchange
@@ -22,8 +23,9 @@ WINDOWED = (KVCacheGroup(), KVCacheGroup(AttentionKind.SLIDING_WINDOW, 8))
 class Pair:
     """A prefill replica and a decode replica, whose workers exchange blocks."""
 
-    def __init__(self, seed: int = 0, **limits: object) -> None:
+    def __init__(self, seed: int = 0, pull: PullSettings = ONE_WAY, **limits: object) -> None:
         self.rng = random.Random(seed)
+        self._pull = pull
         self._limits = limits
         self.replicas: list[RecordedHarness] = []
         self.exchanges: list[Exchange] = []
@@ -36,7 +38,9 @@ class Pair:
         self.num_prompts = 0
 
     def _start(self) -> tuple[RecordedHarness, Exchange]:
-        harness = RecordedHarness(connector=DirectTransfer(), **self._limits)
+        # A host, as opposed to a replica, stands for the decode replica.
+        connector = DirectTransfer(host="decode", port=1, pull=self._pull)
+        harness = RecordedHarness(connector=connector, **self._limits)
         exchange = Exchange(harness.worker.kv_cache, self.peers, self.rng)
         harness.worker.transfers = exchange
         return harness, exchange
@@ -132,7 +136,9 @@ def test_blocks_are_held_until_they_are_fetched_or_the_time_is_over():
         harness.step()
     params = harness.received[source].finished.kv_transfer_params
     assert params is not None and params["do_remote_prefill"] is True
-    assert params["remote_request_id"] == name and len(params["remote_block_ids"]) == 5
+    assert params["remote_request_id"] == name and [
+        len(blocks) for blocks in params["remote_block_ids"]
+    ] == [5]
     pool = harness.scheduler.kv_cache_manager.pool
     assert pool.num_free == pool.num_blocks - 1 - 5
     pair.decode(20, name)
@@ -167,6 +173,53 @@ def test_a_request_that_ends_without_a_fetch_lets_its_blocks_go():
     pair.replicas[DECODE].abort(key)
     pair.drain()
     assert not pair.exchanges[PREFILL].held
+
+
+@pytest.mark.parametrize("groups", [FULL_ATTENTION, WINDOWED], ids=["full", "windows"])
+@pytest.mark.parametrize("threshold", [16, 17])
+def test_the_next_turn_is_computed_from_the_blocks_of_the_turn_before(threshold, groups):
+    pair = Pair(pull=PullSettings(True, threshold), groups=groups, transfer_timeout_s=50.0)
+    params, history = answer_first_turn(pair)
+    assert params["remote_num_tokens"] == 39 and not params["do_remote_prefill"]
+    key = pair.replicas[PREFILL].add([*history, 1, 2, 3, 4, 5], 1, kv_transfer_params=params)
+    while not pair.exchanges[PREFILL].held:
+        pair.turn()
+    received = pair.replicas[PREFILL].received[key]
+    # The first replica has the blocks of its own prompt. The transfer of 16 tokens is worth it, or is not.
+    assert received.events[1].num_cached_tokens == (36 if threshold == 16 else 20)
+    answer = received.finished.kv_transfer_params
+    assert answer is not None and answer["do_remote_prefill"]
+    assert answer["remote_request_id"] != params["remote_request_id"]
+    pair.drain()
+    replay(pair.replicas[PREFILL].dump())
+
+
+@pytest.mark.parametrize("policy", LoadFailurePolicy)
+@pytest.mark.parametrize("change", ["text", "restart"])
+def test_blocks_of_the_turn_before_that_are_gone_are_computed(change, policy):
+    pull, role = PullSettings(True, 1), "kv_producer"
+    pair = Pair(pull=pull, kv_role=role, load_failure_policy=policy, transfer_timeout_s=50.0)
+    params, history = answer_first_turn(pair)
+    if change == "restart":
+        pair.restart(DECODE)
+    else:
+        # The client has changed the third block of the answer.
+        history[20 + 8] += 1
+    key = pair.replicas[PREFILL].add(history, 1, kv_transfer_params=params)
+    pair.drain()
+    received = pair.replicas[PREFILL].received[key]
+    assert received.reason is FinishReason.LENGTH
+    assert received.events[1].num_cached_tokens == (20 if change == "restart" else 28)
+
+
+def answer_first_turn(pair: Pair) -> tuple[dict[str, object], list[int]]:
+    """Return where the blocks of a prompt of 20 tokens and its answer of 20 tokens are, and these tokens."""
+    _, name = pair.prefill(prompt := list(range(30, 50)))
+    key = pair.decode(prompt, name, max_tokens=20)
+    pair.drain()
+    received = pair.replicas[DECODE].received[key]
+    assert received.finished.kv_transfer_params is not None
+    return received.finished.kv_transfer_params, [*prompt, *received.token_ids]
 
 
 @pytest.mark.parametrize("is_lost", [False, True], ids=["aborted", "client lost"])

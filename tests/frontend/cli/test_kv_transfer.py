@@ -22,7 +22,7 @@ from engine.protocol.config import (
     ParallelConfig,
 )
 from engine.protocol.errors import ConfigError
-from engine.protocol.kv_transfer.multi import child_configs
+from engine.protocol.kv_transfer.multi import child_configs, find_connector, with_ports_of_core
 
 NO_DISK = CacheConfig()
 CONFIG = EngineConfig("/run", 1, ModelConfig("m", "p", "t", ("m",), "llama", 9, 9, (2,)))
@@ -43,6 +43,11 @@ def make(
 def multi(*connectors: dict[str, Any]) -> dict[str, Any]:
     extra = {"connectors": list(connectors)}
     return {"kv_connector": "MultiConnector", "kv_connector_extra_config": extra}
+
+
+def pulling(**extra: int) -> dict[str, Any]:
+    extra = {"bidirectional_kv_xfer": True, **extra}
+    return {"kv_connector": "direct", "kv_connector_extra_config": extra}
 
 
 def names(config: KVTransferConfig | None) -> list[str]:
@@ -109,6 +114,8 @@ def test_the_connector_to_lmcache_names_the_extra_that_it_needs() -> None:
         (lambda: make(None, roles="decode=2"), "at least one prefill"),
         (lambda: make(None, roles="chef=2"), "no role 'chef'"),
         (lambda: make({"kv_connector": "direct"}, device=Device.NULL), "--device null"),
+        (lambda: make(pulling()), "bidirectional_kv_xfer needs a kv_port"),
+        (lambda: make(pulling(kv_recompute_threshold=-1)), r">= 0 .*kv_recompute_threshold"),
         (
             lambda: make({"kv_connector": "direct"}, CacheConfig(enable_prefix_caching=False)),
             "needs prefix caching",
@@ -120,6 +127,24 @@ def test_contradictory_kv_transfer_options_are_rejected(
 ) -> None:
     with pytest.raises((ConfigError, ValueError), match=message):
         problem()
+
+
+def test_each_core_names_the_ports_of_its_own_workers() -> None:
+    direct = {"kv_connector": "direct", "kv_port": 5600}
+    for fields in (
+        direct,
+        multi(direct, {"kv_connector": "disk", "kv_connector_extra_config": {"path": "/a"}}),
+    ):
+        given, _ = make_kv_transfer(
+            PARSERS["kv_transfer"](json.dumps(fields)),
+            NO_DISK,
+            ParallelConfig(tensor_parallel_size=2),
+            Device.CPU,
+        )
+        assert given is not None
+        for core, port in ((0, 5600), (1, 5602), (2, 5604)):
+            config = find_connector(with_ports_of_core(given, core), "direct")
+            assert config is not None and config.kv_port == port
 
 
 def test_kv_transfer_params_accept_only_fields_that_proxies_send() -> None:
