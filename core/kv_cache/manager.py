@@ -127,13 +127,15 @@ class KVCacheManager:
             return found
         return Prefix(found, found.num_blocks * self.block_size, found.num_present)
 
-    def claim_blocks(self, request: Request, prefix: Prefix, num_tokens: int) -> Claim | None:
+    def claim_blocks(
+        self, request: Request, prefix: Prefix, num_tokens: int, num_left: int = 0
+    ) -> Claim | None:
         """Hold the cached blocks of `prefix`, and claim free blocks so that the request can hold `num_tokens` tokens.
 
-        Return None, and hold nothing, if too few blocks are free.
+        Return None, and hold nothing, if fewer than `num_left` blocks would be left free.
         """
         pool, found = self.pool, prefix.blocks
-        num_free = pool.num_free - self._num_claimed
+        num_free = pool.num_free - self._num_claimed - num_left
         num_blocks = num_new = -(-num_tokens // self.block_size)
         if found.num_blocks or not self.tables.is_simple:
             num_new = self.tables.count_new(request, found, num_blocks)

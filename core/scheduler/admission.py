@@ -9,7 +9,7 @@ from ...protocol.config import SchedulerConfig
 from ...protocol.file_identity import LoraAdapter
 from ...protocol.worker_messages import NewRequestData
 from ..kv_cache.cached_prefix import Deferred
-from ..kv_cache.manager import Prefix
+from ..kv_cache.manager import Claim, Prefix
 from ..state.batch import ScheduledRow
 from ..state.request import Request
 from .features.encoder_inputs import EncoderInputs, EncoderPlan
@@ -113,6 +113,8 @@ class Admission:
         self._encoders = encoders
         self._num_lookahead_tokens = drafts.num_lookahead_tokens if drafts is not None else 0
         self._delay = delay
+        self._num_left_free = int(config.watermark * self._manager.pool.num_blocks)
+        """The number of blocks that an admission leaves free while other requests run."""
         self._starts_singly = (
             transfers is not None
             or lifecycle.tenants is not None
@@ -178,7 +180,8 @@ class Admission:
         lacking = (
             manager.count_needed(request, prefix.blocks, num_tokens, without) + plan.growth.total
         )
-        return lacking <= manager.pool.num_free
+        num_left = self._num_left_free if len(self._running) > len(without) else 0
+        return lacking + num_left <= manager.pool.num_free
 
     def _first_chunk(self, wanted: int, budget: int, share: int) -> int:
         """Return how many tokens a request may start with; 0 if it must wait for a larger budget."""
@@ -325,7 +328,7 @@ class Admission:
         num_tokens = num_computed + granted
         if self._num_lookahead_tokens:
             num_tokens = self._with_lookahead(request, num_tokens)
-        claim = manager.claim_blocks(request, prefix, num_tokens)
+        claim = self._claim(request, prefix, num_tokens, bool(room.starts))
         if claim is None:
             if room.starts:
                 # Starting the requests allocated free blocks, which may have been part of this prefix, so look it up
@@ -359,6 +362,14 @@ class Admission:
         room.num_partial += is_partial
         room.num_long += is_long
         return None
+
+    def _claim(
+        self, request: Request, prefix: Prefix, num_tokens: int, has_starts: bool = False
+    ) -> Claim | None:
+        """Claim blocks for a request. While others run, leave some free, so that these can grow without preemption."""
+        others_run = has_starts or len(self._running) > 0
+        num_left = self._num_left_free if others_run else 0
+        return self._manager.claim_blocks(request, prefix, num_tokens, num_left)
 
     def _fit_encoder_inputs(
         self, room: _Room, encoders: EncoderPlan, request: Request, num_computed: int, granted: int
@@ -452,7 +463,7 @@ class Admission:
         Return the reason to stop admitting if its blocks do not fit.
         """
         num_tokens = prefix.num_tokens + num_external
-        claim = self._manager.claim_blocks(request, prefix, num_tokens)
+        claim = self._claim(request, prefix, num_tokens)
         if claim is None:
             return self._make_room(request)
         self._manager.allocate_claimed([claim])
@@ -464,7 +475,7 @@ class Admission:
         self, transfers: KVTransfers, request: Request, prefix: Prefix, longer: Prefix
     ) -> AdmissionStop | None:
         """Let the first request wait while a `BlockConnector` loads the blocks by which `longer` exceeds `prefix`."""
-        claim = self._manager.claim_blocks(request, longer, longer.num_tokens)
+        claim = self._claim(request, longer, longer.num_tokens)
         if claim is None:
             return self._make_room(request)
         self._manager.allocate_claimed([claim])

@@ -230,6 +230,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     scheduler_delay_factor: Annotated[
         float, option("Delay between admissions, as a multiple of the prefill time", ge=0, le=1000)
     ] = 0.0
+    watermark: Annotated[
+        float,
+        option("Fraction of the KV cache kept free for running requests at admissions", ge=0, le=1),
+    ] = 0.0
     priority_preemption: Annotated[
         bool, option("With the priority policy, preempt running requests of lower priority")
     ] = False

@@ -91,6 +91,7 @@ def random_harness(rng: random.Random, make_harness: Callable[..., H] = Harness)
         max_num_partial_prefills=rng.choice((0, 0, 1, 3)),
         max_long_partial_prefills=rng.choice((0, 1)),
         scheduler_delay_factor=rng.choice((0.0, 0.0, 0.5, 3.0)),
+        watermark=rng.choice((0.0, 0.0, 0.1, 0.5)),
         prefill_step_ms=rng.choice((0.0, 1.0, 3_000.0)),
         max_loras=(max_loras := rng.choice((1, 2))),
         max_cpu_loras=rng.choice((8, max_loras)),

@@ -156,7 +156,7 @@ _UNKNOWN_HERE: Final = """
 --speculative-ngram-external-corpus-max-tokens --speculative-ngram-external-corpus-path
 --speculative-ngram-external-sam-budget --strip-thinking-cache --tokenizer-metrics-custom-labels-header
 --tool-strict-level --tools-runtime --unified-cache-external-linker-backend --unified-cache-external-linker-config
---uno-lora-path --watermark --watermark-config --weight-transfer-config --worker-extension-cls -dc
+--uno-lora-path --watermark-config --weight-transfer-config --worker-extension-cls -dc
 """
 
 INSTEAD: Final[dict[str, str]] = {

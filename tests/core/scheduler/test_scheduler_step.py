@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from engine.core.scheduler.queues.admission_stop import AdmissionStop
 from engine.core.scheduler.scheduler import Scheduler
 from engine.protocol.arrays import int32_view
 from engine.protocol.config import CacheConfig, SchedulerConfig
@@ -122,6 +123,21 @@ def test_1_5_admission_stops_at_the_first_request_that_does_not_fit():
         for key in (large, small)
     ]
     assert starts[0] <= starts[1]
+
+
+@pytest.mark.parametrize(("watermark", "num_running"), [(0.0, 2), (0.25, 2), (0.4, 1)])
+def test_1_5_an_admission_leaves_blocks_free_for_running_requests(watermark, num_running):
+    harness = Harness(num_blocks=8, block_size=4, watermark=watermark)
+    harness.add([1] * 8, 3)
+    second = harness.add([2] * 12, 3)
+    assert len(scheduled(harness)) == num_running
+    if num_running == 1:
+        assert harness.scheduler.why_waiting(harness.request(second)) is AdmissionStop.BLOCKS
+    harness.drain()
+    # A request that needs every block runs alone.
+    key = harness.add([3] * 26, 3)
+    harness.drain()
+    assert len(harness.received[key].token_ids) == 3
 
 
 def test_1_5_without_chunked_prefill_a_prompt_over_the_remaining_budget_waits():
