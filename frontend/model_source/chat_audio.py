@@ -133,6 +133,9 @@ _MAX_WINDOWS: Final = {
 }
 """The processors of Audio Flamingo 3, Music Flamingo, Qwen2-Audio and Gemma drop the rest of an audio clip."""
 
+_TOKENS: Final = {"ultravox": PLACEHOLDERS, "voxtral": ("[AUDIO]",)}
+"""The texts of tokens that may stand for audio where the config does not have its id: the first that exists."""
+
 _MIN_SAMPLES: Final = {"qwen3_asr": 8000}
 """Qwen3-ASR's processor fills shorter clips with silence, because very short clips confuse the model."""
 
@@ -144,7 +147,11 @@ _VIBEVOICE: Final[dict[str, Any]] = {
 
 
 def read_chat_audio(
-    path: Path, config: ConfigFields, text: ConfigFields, mmproj: Mmproj | None = None
+    path: Path,
+    config: ConfigFields,
+    text: ConfigFields,
+    mmproj: Mmproj | None = None,
+    tokenizer: Path | None = None,
 ) -> ChatAudioConfig | None:
     """Return the settings with which the model reads audio clips; None if it reads none.
 
@@ -153,6 +160,7 @@ def read_chat_audio(
         config: The config of the checkpoint.
         text: The text decoder's section of the config.
         mmproj: The file with the towers of a GGUF model.
+        tokenizer: The directory of the tokenizer.json, if another one than that of the checkpoint.
 
     Raises:
         CheckpointError: A field is missing or invalid.
@@ -163,13 +171,13 @@ def read_chat_audio(
     if not path.is_dir() and mmproj is None:
         return None
     return ChatAudioConfig(
-        token_id=_read_token(path, section, text.integer("vocab_size")),
+        token_id=_read_token(tokenizer or path, section, text.integer("vocab_size")),
         tower=audio_tower_spec(config, text.integer("hidden_size")),
         framing=_FRAMING.get(kind, Framing.FILLED),
         max_windows=_MAX_WINDOWS.get(kind, 0),
         min_samples=_MIN_SAMPLES.get(kind, 0),
         speech=_SPEECH.get(kind),
-        marks=_read_marks(path, config),
+        marks=_read_marks(tokenizer or path, config),
         times=_read_times(path, kind),
         mark="<|audio|>" if kind == "ultravox" else "",
         around=("", "") if mmproj is None else mmproj.around_clip,
@@ -177,20 +185,16 @@ def read_chat_audio(
     )
 
 
-def _read_token(path: Path, section: ConfigFields, vocab_size: int) -> int:
+def _read_token(tokenizer: Path, section: ConfigFields, vocab_size: int) -> int:
     """Return the placeholder token of audio."""
     has_id = section.get("audio_token_id") is not None
-    if not has_id and section.text("model_type", "") == "ultravox":
-        # The field in the config is the id of a word.
-        tokenizer = TokenizerConfig(path)
-        ids = (tokenizer.added_token_id(text) for text in PLACEHOLDERS)
-        if (
-            found := next((id_ for id_ in ids if id_ is not None and id_ < vocab_size), None)
-        ) is not None:
-            return found
-        raise CheckpointError(
-            path, f"the tokenizer has none of the tokens {', '.join(PLACEHOLDERS)}"
-        )
+    if not has_id and (texts := _TOKENS.get(section.text("model_type", ""))) is not None:
+        # Ultravox has a field in its config, which is the id of a word.
+        found = TokenizerConfig(tokenizer)
+        for id_ in map(found.added_token_id, texts):
+            if id_ is not None and id_ < vocab_size:
+                return id_
+        raise CheckpointError(tokenizer, f"the tokenizer has none of the tokens {', '.join(texts)}")
     name = "audio_token_id" if has_id else "audio_token_index"
     return section.integer(name, minimum=0, maximum=vocab_size - 1)
 

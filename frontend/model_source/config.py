@@ -190,7 +190,7 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
     chat_audio = None
     if options.model_impl is not ModelImpl.TRANSFORMERS:
         files = path if mmproj is None or mmproj.is_file() else mmproj
-        chat_audio = read_chat_audio(files, config, text, towers_beside)
+        chat_audio = read_chat_audio(files, config, text, towers_beside, tokenizer_directory)
     images = None
     if options.model_impl is not ModelImpl.TRANSFORMERS:
         images = read_image_processor(

@@ -22,7 +22,7 @@ from .conversion.tokenizer_model import convert_tokenizer_model, tokenizer_model
 from .conversion.vocabulary import convert_vocabulary, vocabulary_files
 from .conversion.world import convert_world, world_files
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 """Increase this when the output of `convert` changes, so that older conversions are ignored."""
 
 _FORMATS = (

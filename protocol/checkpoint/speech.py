@@ -200,7 +200,9 @@ def read_audio_processor(
     processor = ConfigFields.read_if_present(path / "preprocessor_config.json")
     # transformers 5 stores all processors in one file.
     joined = ConfigFields.read_if_present(path / "processor_config.json")
-    processor = processor if processor.config else joined.first_section("feature_extractor")
+    if not processor.config:
+        # Mistral's own format has these settings in the config.
+        processor = (joined if joined.config else config).first_section("feature_extractor")
     return read_audio(processor, config, generation)
 
 

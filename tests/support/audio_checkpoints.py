@@ -21,11 +21,13 @@ from support.gemma_audio import (
 )
 from support.grid_configs import RADIO_PROCESSOR, nemotron_omni_config
 from support.image_marks import GEMMA_MARKS
+from support.mistral_files import write_mistral_files
 from support.omni import omni_config, write_omni
 from support.own_code.ultravox import PLACEHOLDER, ultravox_directory
 from support.qwen_checkpoints import END, IMAGE, START, VIDEO
 from support.tiny_checkpoints import DECODER_SIZES, sentencepiece_tokenizer
 from torch.nn.functional import pad
+from transformers.models.whisper.modeling_whisper import sinusoids
 
 NUM_MEL_BINS = 16
 WAVE_HOP = 320
@@ -39,9 +41,9 @@ MODELS = (
     *("gemma3n", "gemma4", "gemma4_unified"),
     *("audioflamingo3", "granite_speech_plus", "musicflamingo"),
     *("fun_asr_nano", "moss_transcribe_diarize", "vibevoice_asr", "nemotron_h_omni"),
-    *("ultravox", "ultravox 0.4"),
+    *("ultravox", "ultravox 0.4", "voxtral mistral"),
 )
-"""Kinds of models. "qwen3_asr thinker" has the layout of Qwen's own checkpoints, others have that of transformers."""
+"""Kinds of models. "thinker" is the layout of Qwen's own checkpoints, "mistral" that of Mistral's own."""
 
 OMNI_MODELS = ("qwen2_5_omni", "qwen3_omni")
 """Kinds of models that read images as well as audio, in the layout of Qwen's own checkpoints."""
@@ -65,6 +67,7 @@ PARTS["vibevoice_asr"] = PARTS["fun_asr_nano"]
 PARTS["moss_transcribe_diarize"] = PARTS["qwen3_asr"]
 PARTS["qwen3_omni"] = PARTS["qwen2_5_omni"] = PARTS["qwen3_asr"]
 PARTS["qwen3_asr thinker"] = PARTS["qwen3_asr"]
+PARTS["voxtral mistral"] = PARTS["voxtral"]
 PARTS["gemma4_unified"] = PARTS["gemma4"]
 PARTS["granite_speech_plus"] = PARTS["granite_speech"]
 PARTS["ultravox"] = PARTS["ultravox 0.4"] = ("<|start|>", PLACEHOLDER)
@@ -81,7 +84,7 @@ def audio_directory(directory: Path, kind: str) -> tuple[Path, Any]:
         tokenizer.init_kwargs |= {f"{name}_token": mark for name, mark in GEMMA_MARKS.items()}
     if kind == "nemotron_h_omni":
         tokenizer.add_tokens(["<image>", "<img>", "</img>"], special_tokens=True)
-    tokenizer.add_tokens("[TRANSCRIBE]" if kind == "voxtral" else "<asr_text>")
+    tokenizer.add_tokens("[TRANSCRIBE]" if kind.startswith("voxtral") else "<asr_text>")
     # Their processors add the tokens around a clip.
     is_bare = kind.startswith(("gemma", "musicflamingo", "nemotron", "ultravox"))
     part = MARKS[kind] if is_bare else "".join(PARTS[kind])
@@ -306,6 +309,12 @@ def audio_directory(directory: Path, kind: str) -> tuple[Path, Any]:
             if name.endswith(("_min", "_max")):
                 # Bounds that some values exceed.
                 buffer.fill_(1.5 if name.endswith("max") else -1.5)
+    if kind == "voxtral mistral":
+        positions = model.model.audio_tower.embed_positions.weight
+        positions.data = sinusoids(*positions.shape)
+        write_mistral_files(model, directory)
+        tokenizer.save_pretrained(directory)
+        return directory, model
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     if kind in OMNI_MODELS:

@@ -32,6 +32,25 @@ _NAMES = (
     (r"^multi_modal_projector\.patch_merger\.", "patch_merger."),
     (r"^multi_modal_projector\.norm\.", "pre_mm_projector_norm."),
 )
+_AUDIO_LAYER = r"^(whisper_encoder\.transformer\.layers\.\d+\.)"
+_AUDIO_NAMES = (
+    (r"^audio_tower\.layers\.", "whisper_encoder.transformer.layers."),
+    (r"^audio_tower\.(layer_)?norm\.", "whisper_encoder.transformer.norm."),
+    (r"^audio_tower\.conv1\.", "whisper_encoder.conv_layers.0."),
+    (r"^audio_tower\.conv2\.", "whisper_encoder.conv_layers.1."),
+    (r"^audio_tower\.embedder\.conv1\.", "whisper_encoder.conv_layers.0.conv."),
+    (r"^audio_tower\.embedder\.conv2\.", "whisper_encoder.conv_layers.1.conv."),
+    (r"^multi_modal_projector\.linear_1\.", "audio_language_projection.0."),
+    (r"^multi_modal_projector\.linear_2\.", "audio_language_projection.2."),
+    (_AUDIO_LAYER + r"self_attn\.([qkv])_proj\.", r"\1attention.w\2."),
+    (_AUDIO_LAYER + r"self_attn\.o(ut)?_proj\.", r"\1attention.wo."),
+    (_AUDIO_LAYER + r"self_attn_layer_norm\.", r"\1attention_norm."),
+    (_AUDIO_LAYER + r"final_layer_norm\.", r"\1ffn_norm."),
+    (_AUDIO_LAYER + r"fc([12])\.", r"\1feed_forward.w\2."),
+    (r"^layers(.*)\.ada_rms_norm\.linear1\.", r"layers\1.ada_rms_norm_t_cond.0."),
+    (r"^layers(.*)\.ada_rms_norm\.linear2\.", r"layers\1.ada_rms_norm_t_cond.2."),
+)
+_AUDIO_PARTS = re.compile(r"whisper_encoder\.|audio_language_projection\.|tok_embeddings\.")
 _LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
@@ -44,24 +63,38 @@ def write_mistral_files(model: Any, path: Path, *, num_files: int = 1, fp8: str 
         }
     config = model.config.to_dict()
     text, vision = config.get("text_config", config), config.get("vision_config")
+    audio = config.get("audio_config")
+    is_causal = config["model_type"] == "voxtral_realtime"
     found: dict[str, torch.Tensor] = {}
     for name, tensor in _unstacked(tensors).items():
         other = name
-        for pattern, replacement in _NAMES:
+        for pattern, replacement in (_NAMES[0], *(_AUDIO_NAMES if audio else ()), *_NAMES[1:]):
             other = re.sub(pattern, replacement, other)
+        if "embed_positions" in other:
+            # The sinusoids of Whisper, which Mistral's files do not have.
+            continue
+        if audio and _AUDIO_PARTS.match(other):
+            prefix = (
+                "mm_streams_embeddings.embedding_module" if is_causal else "mm_whisper_embeddings"
+            )
+            other = f"{prefix}.{other}"
         if text["model_type"] == "mistral4":
             other = re.sub(r"\.feed_forward\.(gate|experts|shared_experts)\.", r".\1.", other)
         part = re.search(r"\.attention\.w([qk])\.", other)
         # Latent attention rotates alternating rows in both formats.
-        if part and text["model_type"] != "mistral4":
+        is_rotated = is_causal or "whisper_encoder" not in other
+        if part and is_rotated and text["model_type"] != "mistral4":
             section = vision if other.startswith("vision") else text
+            section = audio if "whisper_encoder" in other else section
             count = section["num_attention_heads"]
             if part[1] == "k":
                 count = section.get("num_key_value_heads") or count
-            halves = tensor.view(count, 2, -1, tensor.shape[1])
+            halves = tensor.view(count, 2, -1, *tensor.shape[1:])
             tensor = halves.transpose(1, 2).reshape(tensor.shape)
         found[other] = tensor.contiguous()
     params = _params(config, text, vision)
+    if audio:
+        params |= _audio_params(config, audio, is_causal=is_causal)
     if fp8:
         params["quantization"] = {"qformat_weight": "fp8_e4m3", "qscheme_act": fp8}
         found = _quantized(found, fp8)
@@ -152,6 +185,36 @@ def _params(
                 "add_pre_mm_projector_layer_norm": True,
             }
     return params
+
+
+def _audio_params(
+    config: dict[str, Any], audio: dict[str, Any], *, is_causal: bool
+) -> dict[str, Any]:
+    encoder: dict[str, Any] = {
+        "audio_encoding_args": {
+            "sampling_rate": 16_000,
+            "num_mel_bins": audio["num_mel_bins"],
+            "hop_length": 160,
+            "window_size": 400,
+        },
+        "dim": audio["hidden_size"],
+        "n_layers": audio["num_hidden_layers"],
+        "hidden_dim": audio["intermediate_size"],
+        "n_heads": audio["num_attention_heads"],
+        "head_dim": audio.get("head_dim", 64),
+        "max_source_positions": None if is_causal else audio["max_source_positions"],
+    }
+    downsample = {"downsample_factor": config.get("downsample_factor", 4)}
+    params: dict[str, Any] = {}
+    if is_causal:
+        params = {"ada_rms_norm_t_cond": True, "ada_rms_norm_t_cond_dim": 32}
+        encoder["audio_encoding_args"]["global_log_mel_max"] = 1.5
+        encoder |= {"causal": True, "pos_embed": "rope", "ffn_type": "swiglu"}
+        encoder |= {"norm_type": "rms_norm", "norm_eps": audio["rms_norm_eps"]}
+        encoder |= {"sliding_window": audio["sliding_window"]}
+        encoder |= {"rope_theta": audio["rope_parameters"]["rope_theta"]}
+    whisper = {"encoder_args": encoder, "downsample_args": downsample}
+    return params | {"multimodal": {"whisper_model_args": whisper}}
 
 
 def _unstacked(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

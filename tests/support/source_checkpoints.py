@@ -18,6 +18,7 @@ from engine.protocol.arrays import int32_bytes
 from engine.protocol.encoder_inputs.inputs import EncoderInput
 from engine.protocol.encoder_inputs.payloads import AudioPayload, TextPayload
 from safetensors.torch import load_file, save_file
+from support.mistral_files import write_mistral_files
 from torch.nn.functional import pad
 
 VOCAB_SIZE = 97
@@ -440,10 +441,10 @@ def moonshine_directory(directory: Path, kind: str = "moonshine") -> tuple[Path,
     return path, model
 
 
-def realtime_directory(directory: Path) -> tuple[Path, Any]:
+def realtime_directory(directory: Path, *, has_own_format: bool = False) -> tuple[Path, Any]:
     """Write a Voxtral Realtime with a tokenizer. Return its directory and transformers' model.
 
-    The windows of both parts are shorter than a clip of two seconds.
+    The windows of both parts are shorter than a clip of two seconds. Mistral's own format has no other files.
     """
     marks = ("<s>", "</s>", "[STREAMING_PAD]", "[STREAMING_WORD]")
     ids = write_letters(directory, marks, "</s>")
@@ -469,6 +470,9 @@ def realtime_directory(directory: Path) -> tuple[Path, Any]:
     ).eval()
     for name, parameter in model.named_parameters():
         torch.nn.init.normal_(parameter, 0.7 if "norm." in name else 0, 0.2)
+    if has_own_format:
+        write_mistral_files(model, directory)
+        return directory, model
     model.save_pretrained(directory)
     transformers.VoxtralRealtimeFeatureExtractor(feature_size=16).save_pretrained(directory)
     return directory, model

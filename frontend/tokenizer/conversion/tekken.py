@@ -149,6 +149,7 @@ _CHAT_TEMPLATE: Final = """\
 {%- if loop.previtem is defined and loop.previtem.type == 'text' %}{{ '\\n\\n' }}{% endif %}
 {{- part.text }}
 {%- elif part.type in ('image', 'image_url') %}{{ '[IMG]' }}
+{%- elif part.type == 'audio' %}{{ '[BEGIN_AUDIO][AUDIO]' }}
 {%- endif %}
 {%- endfor %}
 {%- endif %}

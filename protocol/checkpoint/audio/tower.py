@@ -139,6 +139,7 @@ def audio_tower_spec(fields: ConfigFields, output_size: int) -> AnyAudioSpec:
         silence="skipped" if has_mean else "kept",
         projection_size=0 if is_omni or kind == "qwen2_audio" else output_size,
         projection_activation=fields.text("projector_hidden_act", "silu" if is_moss else "gelu"),
+        has_sinusoids=audio.text("pos_embed", "") == "sinusoidal",
         has_projection_bias=(has_mean or is_moss) and fields.boolean("projector_bias", True),
     )
     if is_moss:

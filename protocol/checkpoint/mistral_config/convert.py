@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from ..config_fields import ConfigFields
+from .audio import with_audio
 from .images import with_images
 
 _NAMES: Final = {
@@ -52,10 +53,6 @@ def convert_params(params: ConfigFields) -> ConfigFields:
     for name in ("lora", "moe_lora"):
         if params.get(name) is not None:
             raise params.error(f"{name} is not supported; merge the adapter into the weights")
-    if params.get("multimodal") is not None:
-        raise params.error(
-            "multimodal is not supported in this format; use the files with a config.json, which Mistral publishes too"
-        )
     config: dict[str, Any] = {other: params.integer(name) for name, other in _NAMES.items()}
     heads = params.integer("n_heads")
     config |= _IDS | {
@@ -73,7 +70,7 @@ def convert_params(params: ConfigFields) -> ConfigFields:
     config |= _kind(params)
     if (quantization := _quantization(params)) is not None:
         config["quantization_config"] = quantization
-    return ConfigFields(with_images(params, config), params.path)
+    return ConfigFields(with_audio(params, config) or with_images(params, config), params.path)
 
 
 def _kind(params: ConfigFields) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from engine.frontend.chat.detection import choose_formats
+from engine.frontend.chat.messages import AUDIO_PART
 from engine.frontend.chat.template import ChatTemplate
 from engine.frontend.tokenizer.load import load_tokenizer
 from engine.protocol.config import FrontendConfig
@@ -190,6 +191,9 @@ def test_prompts_have_the_format_of_the_version(tmp_path: Path, version: str) ->
         special_tokens={"bos_token": "<s>", "eos_token": "</s>"},
     )
     assert template.render(CHAT, tools=TOOLS) == PROMPTS[version]
+    parts = [AUDIO_PART, {"type": "text", "text": "W?"}]
+    heard = template.render([{"role": "user", "content": parts}])
+    assert heard == "<s>[INST][BEGIN_AUDIO][AUDIO]W?[/INST]"
     formats = choose_formats(FrontendConfig(), template)
     assert formats.tool_calls.name == "mistral"
     assert formats.reasoning.name == ("mistral" if version == "v13" else None)

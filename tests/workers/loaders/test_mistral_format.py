@@ -94,7 +94,10 @@ def test_files_of_transformers_come_before_those_of_mistral(tmp_path: Path) -> N
     ("changes", "mentioned"),
     [
         ({"model_type": "mamba"}, "model_type must be 'transformer', got 'mamba'"),
-        ({"multimodal": {"whisper_model_args": {}}}, "multimodal is not supported"),
+        (
+            {"multimodal": {"whisper_model_args": {}}},
+            "multimodal.whisper_model_args.encoder_args is missing",
+        ),
         ({"lora": {"rank": 64}}, "lora is not supported"),
         ({"n_heads": None}, "n_heads is missing"),
         ({"quantization": {"qformat_weight": "int3"}}, "quantization.qformat_weight must be"),

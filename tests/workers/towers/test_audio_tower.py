@@ -20,6 +20,7 @@ from engine.frontend.tokenizer.load import load_tokenizer
 from engine.frontend.tokenizer.tokenizer import Tokenizer
 from engine.protocol.checkpoint.config_fields import ConfigFields
 from engine.protocol.checkpoint.field_names import text_section
+from engine.protocol.checkpoint.files import read_model_config
 from engine.protocol.checkpoint.speech import read_audio_processor
 from engine.protocol.config.frontend import FrontendConfig
 from engine.protocol.encoder_inputs.payloads import AudioPayload
@@ -51,7 +52,7 @@ def tone(seed: int, seconds: float) -> np.ndarray:
 def chat_audio(path: Path, executor: ThreadExecutor) -> tuple[ChatAudio, Tokenizer]:
     """Return what a frontend uses to put audio clips into prompts of this model."""
     tokenizer = load_tokenizer(str(path))
-    config = ConfigFields.read(path / "config.json")
+    config = read_model_config(path)
     text = text_section(config)
     assert text is not None
     clips = read_chat_audio(path, config, text)
@@ -120,9 +121,12 @@ def test_damaged_audio_is_an_error(model: Any) -> None:
 
 
 @pytest.mark.parametrize("load", [load_decoder, load_native_decoder])
-def test_outputs_of_a_growing_clip_are_added_to_all_tokens(tmp_path: Path, load: Any) -> None:
-    path, reference = realtime_directory(tmp_path)
-    config = ConfigFields.read(path / "config.json")
+@pytest.mark.parametrize("has_own_format", [False, True])
+def test_outputs_of_a_growing_clip_are_added_to_all_tokens(
+    tmp_path: Path, load: Any, has_own_format: bool
+) -> None:
+    path, reference = realtime_directory(tmp_path, has_own_format=has_own_format)
+    config = read_model_config(path)
     audio = read_audio_processor(path, config, ConfigFields({}, path))
     assert audio is not None and audio.added is not None
     samples = tone(0, 2.34)

@@ -7,6 +7,7 @@ from typing import Final
 
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ....protocol.checkpoint.field_names import text_section
+from ....protocol.checkpoint.mistral_config.audio import NAMES as AUDIO_NAMES
 from ....protocol.checkpoint.vision.pixtral import OWN_NAMES
 from ..tensor_names import TensorNames, translate_names
 from .safetensors_file import SafetensorsFile
@@ -43,7 +44,9 @@ _FILE_NAMES: Final[TensorNames] = (
 )
 """The names of a whole model."""
 
-_ROTATED: Final = re.compile(r"(vision_tower\.)?.*\.(q|k)_proj\.(weight|bias|weight_scale)")
+_ROTATED: Final = re.compile(
+    r"(?:(vision|audio)_tower\.)?.*\.(q|k)_proj\.(weight|bias|weight_scale)"
+)
 
 
 class _InterleavedHeads:
@@ -54,24 +57,28 @@ class _InterleavedHeads:
 
     def __init__(self, config: ConfigFields) -> None:
         text, vision = text_section(config) or config, config.section("vision_config")
-        self._shapes: dict[tuple[bool, str], tuple[int, int]] = {}
+        self._shapes: dict[tuple[str | None, str], tuple[int, int]] = {}
         # Latent attention rotates alternating rows in both formats.
         if text.get("kv_lora_rank") is None:
             heads = text.integer("num_attention_heads")
             size = text.integer("head_dim", text.integer("hidden_size") // heads)
-            self._shapes[False, "q"] = heads, size
-            self._shapes[False, "k"] = text.integer("num_key_value_heads", heads), size
+            self._shapes[None, "q"] = heads, size
+            self._shapes[None, "k"] = text.integer("num_key_value_heads", heads), size
         if vision is not None:
             heads = vision.integer("num_attention_heads", 16)
             size = vision.integer("hidden_size", 1024) // heads
-            self._shapes |= dict.fromkeys(((True, "q"), (True, "k")), (heads, size))
+            self._shapes |= dict.fromkeys((("vision", "q"), ("vision", "k")), (heads, size))
+        audio = config.section("audio_config")
+        if audio is not None and audio.get("head_dim") is not None:
+            shape = audio.integer("num_attention_heads"), audio.integer("head_dim")
+            self._shapes |= dict.fromkeys((("audio", "q"), ("audio", "k")), shape)
 
     def count(self, name: str, shape: tuple[int, ...]) -> int:
         """Return the number of interleaved heads in a tensor of this name and shape; 0 if it has none."""
         found = _ROTATED.fullmatch(name)
         if found is None or not shape:
             return 0
-        count, size = self._shapes.get((found[1] is not None, found[2]), (0, 0))
+        count, size = self._shapes.get((found[1], found[2]), (0, 0))
         # A scale of a whole matrix, or of a block of rows, has no rows of heads.
         return count if shape[0] == count * size and size % 2 == 0 else 0
 
@@ -79,7 +86,8 @@ class _InterleavedHeads:
 def mistral_tensors(file: SafetensorsFile, config: ConfigFields) -> dict[str, StoredTensor]:
     """Return the tensors of a file of a model with this config, by transformers' names and in its order."""
     heads = _InterleavedHeads(config)
-    names = translate_names(file.names, _FILE_NAMES)
+    kind = config.text("model_type", "")
+    names = translate_names(file.names, (*AUDIO_NAMES.get(kind, ()), *_FILE_NAMES))
     return {
         name: StoredTensor(file, stored, num_heads=heads.count(name, file.shape(stored)))
         for name, stored in names.items()
