@@ -109,8 +109,10 @@ _FRAMING: Final = {
     "embedding_gemma2": Framing.LEADING,
     "gemma4_unified": Framing.SAMPLES,
     "audioflamingo3": Framing.WINDOWS,
+    "midashenglm": Framing.DECIBELS,
     "musicflamingo": Framing.WINDOWS,
     "fun_asr_nano": Framing.STACKED,
+    "funaudiochat": Framing.PADDED,
     "nemotron_h_omni": Framing.NORMED,
     "glmasr": Framing.WINDOWS,
     "moss_transcribe_diarize": Framing.WINDOWS,
@@ -123,21 +125,30 @@ _FRAMING: Final = {
     "ultravox": Framing.CLIP,
 }
 _MAX_WINDOWS: Final = {
+    # 300 s, as in its processor.
+    "funaudiochat": 150,
     "audioflamingo3": 20,
     "musicflamingo": 40,
     **dict.fromkeys(("gemma3n", "gemma4", "embedding_gemma2"), 1),
     **dict.fromkeys(("granite_speech", "granite_speech_plus"), 1),
     "qwen2_audio": 1,
     # Their encoders read a clip as a whole.
-    **dict.fromkeys(("fun_asr_nano", "nemotron_h_omni"), 1),
+    **dict.fromkeys(("fun_asr_nano", "midashenglm", "nemotron_h_omni"), 1),
 }
 """The processors of Audio Flamingo 3, Music Flamingo, Qwen2-Audio and Gemma drop the rest of an audio clip."""
 
-_TOKENS: Final = {"ultravox": PLACEHOLDERS, "voxtral": ("[AUDIO]",)}
+_TOKENS: Final = {
+    "midashenglm": ("<|AUDIO|>",),
+    "ultravox": PLACEHOLDERS,
+    "voxtral": ("[AUDIO]",),
+}
 """The texts of tokens that may stand for audio where the config does not have its id: the first that exists."""
 
-_MIN_SAMPLES: Final = {"qwen3_asr": 8000}
-"""Qwen3-ASR's processor fills shorter clips with silence, because very short clips confuse the model."""
+_MIN_SAMPLES: Final = {"qwen3_asr": 8000, "funaudiochat": 400, "midashenglm": 3200}
+"""Processors fill shorter clips with silence, Qwen3-ASR's because very short clips confuse the model."""
+
+_AROUND: Final = dict.fromkeys(("funaudiochat", "midashenglm"), ("<|audio_bos|>", "<|audio_eos|>"))
+"""The texts around a clip's tokens if the chat template reads only text."""
 
 
 _VIBEVOICE: Final[dict[str, Any]] = {
@@ -180,7 +191,7 @@ def read_chat_audio(
         marks=_read_marks(tokenizer or path, config),
         times=_read_times(path, kind),
         mark="<|audio|>" if kind == "ultravox" else "",
-        around=("", "") if mmproj is None else mmproj.around_clip,
+        around=_AROUND.get(kind, ("", "")) if mmproj is None else mmproj.around_clip,
         **(_VIBEVOICE if kind == "vibevoice_asr" else {}),
     )
 

@@ -86,7 +86,10 @@ LENGTH_FIELDS = (
     "n_ctx",
     "model_max_length",
 )
-TOWER_FIELDS = ("vision_config", "vit_config", "audio_config", "encoder_config", "embd_layer")
+TOWER_FIELDS = (
+    *("vision_config", "vit_config", "embd_layer"),
+    *("audio_config", "audio_encoder_config", "encoder_config"),
+)
 """Names of the fields with the towers of a model."""
 
 SAMPLING_FIELDS = {

@@ -86,6 +86,7 @@ _HEADS: Final = (
     "InternVLChatModel",
     "LMHeadModel",
     "MTModel",
+    "MiDashengLMModel",
     "POINTSV15ChatModel",
     "Qwen2_5OmniModel",
     "UltravoxModel",

@@ -7,7 +7,9 @@ from typing import Final, Literal
 
 import msgspec
 
-from .audio_tower import AnyAudioSpec
+from .audio.tower import (
+    AnyAudioSpec,
+)
 
 
 class Framing(enum.StrEnum):
@@ -20,6 +22,7 @@ class Framing(enum.StrEnum):
     the clip before two frames of silence, which have no features. `STACKED`: the clip, whose frames are joined in
     sevens, of which neighbors share one (Fun-ASR-Nano). `WAVE`: none, because the samples of parts are
     read, at a level of -25 dB (VibeVoice ASR). `NORMED`: the clip, whose features are normed (Nemotron Omni).
+    `DECIBELS`: the clip, whose features are decibels (MiDashengLM).
     """
 
     CLIP = "clip"
@@ -33,6 +36,7 @@ class Framing(enum.StrEnum):
     STACKED = "stacked"
     WAVE = "wave"
     NORMED = "normed"
+    DECIBELS = "decibels"
 
 
 _HOPS: Final = {Framing.PAIRS: 320, Framing.STACKED: 960, Framing.WAVE: 1}

@@ -23,6 +23,7 @@ from support.grid_configs import RADIO_PROCESSOR, nemotron_omni_config
 from support.image_marks import GEMMA_MARKS
 from support.mistral_files import write_mistral_files
 from support.omni import omni_config, write_omni
+from support.own_code.audio_models import OWN_CODE, audio_model_directory, own_model
 from support.own_code.ultravox import PLACEHOLDER, ultravox_directory
 from support.qwen_checkpoints import END, IMAGE, START, VIDEO
 from support.tiny_checkpoints import DECODER_SIZES, sentencepiece_tokenizer
@@ -42,6 +43,7 @@ MODELS = (
     *("audioflamingo3", "granite_speech_plus", "musicflamingo"),
     *("fun_asr_nano", "moss_transcribe_diarize", "vibevoice_asr", "nemotron_h_omni"),
     *("ultravox", "ultravox 0.4", "voxtral mistral"),
+    *("funaudiochat add", "funaudiochat replace", "midashenglm"),
 )
 """Kinds of models. "thinker" is the layout of Qwen's own checkpoints, "mistral" that of Mistral's own."""
 
@@ -67,6 +69,8 @@ PARTS["vibevoice_asr"] = PARTS["fun_asr_nano"]
 PARTS["moss_transcribe_diarize"] = PARTS["qwen3_asr"]
 PARTS["qwen3_omni"] = PARTS["qwen2_5_omni"] = PARTS["qwen3_asr"]
 PARTS["qwen3_asr thinker"] = PARTS["qwen3_asr"]
+PARTS["funaudiochat add"] = PARTS["funaudiochat replace"] = PARTS["qwen2_audio"]
+PARTS["midashenglm"] = PARTS["qwen2_audio"]
 PARTS["voxtral mistral"] = PARTS["voxtral"]
 PARTS["gemma4_unified"] = PARTS["gemma4"]
 PARTS["granite_speech_plus"] = PARTS["granite_speech"]
@@ -109,6 +113,9 @@ def audio_directory(directory: Path, kind: str) -> tuple[Path, Any]:
         written = ultravox_directory(directory, tokenizer, text, tower, is_last=is_last)
         extractor(kind).save_pretrained(directory)
         return written
+    if kind.startswith(OWN_CODE):
+        model = own_model(kind, text, mark, NUM_MEL_BINS)
+        return audio_model_directory(directory, model, tokenizer)
     if kind == "gemma3n":
         marks = tokenizer.convert_tokens_to_ids(list(PARTS[kind]))
         written = gemma3n_directory(directory, tokenizer, NUM_MEL_BINS, marks)
@@ -375,8 +382,10 @@ def extractor(kind: str) -> Any:
     )
 
 
-def reference_inputs(kind: str, clips: list[np.ndarray]) -> dict[str, torch.Tensor]:
+def reference_inputs(kind: str, clips: list[np.ndarray]) -> dict[str, Any]:
     """Return the inputs of transformers' model for audio clips of 16 kHz, as its processor makes them."""
+    if kind.startswith(OWN_CODE):
+        return {"clips": clips}
     if kind == "gemma3n":
         found = [extractor(kind)(clip, return_tensors="pt") for clip in clips]
         return {"input_features": [each["input_features"][0] for each in found]}

@@ -5,7 +5,9 @@ from typing import Literal
 import msgspec
 
 from ...protocol.checkpoint.vision.read import AnyVisionSpec
-from ...protocol.config.audio_tower import AnyAudioSpec
+from ...protocol.config.audio.tower import (
+    AnyAudioSpec,
+)
 from ...protocol.config.images.settings import SpanKind
 from ..loaders.row_factors import RowFactors
 from .activations import Activation

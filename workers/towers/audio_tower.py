@@ -14,19 +14,23 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...protocol.config.audio_tower import (
+from ...protocol.config.audio.samples import (
+    FrameSpec,
+    SamplesSpec,
+    StreamingSpec,
+    WaveSpec,
+)
+from ...protocol.config.audio.tower import (
     AnyAudioSpec,
     AudioTowerSpec,
     CausalSpec,
     ConformerSpec,
     FastConformerSpec,
-    FrameSpec,
     MemorySpec,
+    OutputGroups,
     OutputTimes,
-    SamplesSpec,
-    StreamingSpec,
+    PatchesSpec,
     UniversalSpeechSpec,
-    WaveSpec,
 )
 from ...protocol.encoder_inputs.payloads import AudioPayload
 from ...protocol.errors import EngineError
@@ -38,6 +42,7 @@ from .audio import (
     fast_conformer,
     frames,
     memory,
+    patches,
     samples,
     streaming,
     universal,
@@ -80,6 +85,8 @@ class AudioTower:
             self._encode = memory.MemoryEncoder(
                 spec, source.weights(memory.MARKER), source.checkpoint
             )
+        elif isinstance(spec, PatchesSpec):
+            self._encode = patches.PatchEncoder(spec, source.weights(patches.MARKER))
         elif isinstance(spec, SamplesSpec):
             self._encode = samples.SamplesEncoder(spec, source)
         elif isinstance(spec, WaveSpec):
@@ -183,6 +190,9 @@ class _WhisperTower:
         )
         self._norm = tensors.read_layer_norm("audio_tower.layer_norm", size, _NORM_EPS)
         self._project = _read_projection(spec, tensors, source.checkpoint)
+        self._join: Callable[[Tensor], Tensor] | None = None
+        if spec.groups is not None:
+            self._join = _read_groups(spec.groups, spec.output_size, tensors)
 
     def __call__(self, features_CN: Tensor, window: int) -> Tensor:
         spec = self._spec
@@ -205,7 +215,28 @@ class _WhisperTower:
         x_KD = self._norm(pairs.mean(1))
         if spec.times is not None:
             x_KD = _rotate_by_times(x_KD, spec.times, window, spec.num_outputs(spec.num_frames))
-        return self._project(x_KD)
+        x_KD = self._project(x_KD)
+        return x_KD if self._join is None else self._join(x_KD)
+
+
+def _read_groups(
+    groups: OutputGroups, size: int, tensors: VisionWeights
+) -> Callable[[Tensor], Tensor]:
+    """Return the function that joins the outputs of each group."""
+    prefix, count = "audio_groups.", groups.size
+    matching = tensors.read_linear(f"{prefix}continual_output_matching", size, size, has_bias=False)
+    added: Tensor | float = 0.0
+    if groups.added_row is not None:
+        row = tensors.read_rows(
+            f"{prefix}embed_tokens.weight", [groups.added_row], groups.num_codes, size
+        )
+        added = tensors.read_linear(f"{prefix}output_matching", size, size, has_bias=False)(row[0])
+
+    def join(x_KD: Tensor) -> Tensor:
+        filled = F.pad(x_KD, (0, 0, 0, -len(x_KD) % count)).view(-1, count, size)
+        return matching(filled.mean(1)) + added
+
+    return join
 
 
 def _read_projection(

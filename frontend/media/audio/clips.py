@@ -12,7 +12,14 @@ import numpy as np
 import numpy.typing as npt
 
 from ....protocol.arrays import Float32Array, float32_bytes
-from ....protocol.config.audio_tower import FRAMES_AFTER, AudioTowerSpec, WaveSpec
+from ....protocol.checkpoint.config_fields import MAX_INTEGER
+from ....protocol.config.audio.samples import (
+    WaveSpec,
+)
+from ....protocol.config.audio.tower import (
+    FRAMES_AFTER,
+    AudioTowerSpec,
+)
 from ....protocol.config.chat_audio import ChatAudioConfig, Framing
 from ....protocol.encoder_inputs.inputs import EncoderInput
 from ....protocol.encoder_inputs.payloads import AudioPayload
@@ -26,6 +33,7 @@ from .log_mel import (
     STACKED,
     ClipFrames,
     clip_log_mel,
+    decibels,
     level,
     log_mel,
     normed_log_mel,
@@ -37,6 +45,9 @@ _CLIP_FRAMES: Final[dict[Framing, ClipFrames]] = {
     Framing.EMPHASIZED: EMPHASIZED,
     Framing.LEADING: LEADING,
 }
+
+_SPEECH_TOKEN: Final = 640
+"""The samples of a speech token of Fun-Audio-Chat."""
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -69,12 +80,13 @@ def prepare_clip(samples: Float32Array, config: ChatAudioConfig, where: str) -> 
     knows_window = isinstance(tower, WaveSpec)
     if isinstance(tower, AudioTowerSpec):
         knows_window = tower.times is not None
+    most = _max_outputs(samples, config)
     for window, (features, num_frames) in enumerate(_windows(samples, config)):
-        size = config.tower.num_outputs(num_frames)
+        size = min(config.tower.num_outputs(num_frames), most)
+        most -= size
         if not size:
-            raise ParameterError(
-                where, f"is too short: it has {len(samples)} samples at {config.rate} Hz"
-            )
+            # The rest of the clip is shorter than an embedding.
+            continue
         needed = _needed(features, num_frames, size, config)
         inputs.append(_encoder_input(*needed, window * knows_window))
     if not inputs:
@@ -82,6 +94,15 @@ def prepare_clip(samples: Float32Array, config: ChatAudioConfig, where: str) -> 
             where, f"is too short: it has {len(samples)} samples at {config.rate} Hz"
         )
     return PreparedAudio(inputs, seconds)
+
+
+def _max_outputs(samples: Float32Array, config: ChatAudioConfig) -> int:
+    """Return the maximum number of embeddings of a clip."""
+    tower = config.tower
+    if not isinstance(tower, AudioTowerSpec) or tower.groups is None:
+        return MAX_INTEGER
+    # Fun-Audio-Chat counts the speech tokens of a clip, which take 40 ms each.
+    return -(-max(1, len(samples) // _SPEECH_TOKEN) // tower.groups.size)
 
 
 def _windows(samples: Float32Array, config: ChatAudioConfig) -> Iterator[tuple[Float32Array, int]]:
@@ -113,6 +134,11 @@ def _windows(samples: Float32Array, config: ChatAudioConfig) -> Iterator[tuple[F
         return
     if config.framing is Framing.NORMED:
         features = normed_log_mel(samples, tower.num_mel_bins, has_dither=False)
+        yield features, features.shape[1]
+        return
+    if config.framing is Framing.DECIBELS:
+        # The last frame of the longest clip is read by no output.
+        features = decibels(samples, tower.num_mel_bins)[:, : tower.num_frames]
         yield features, features.shape[1]
         return
     if (frames := _CLIP_FRAMES.get(config.framing)) is not None:
@@ -153,7 +179,7 @@ def _needed(
         # Beyond the window, the convolutions read zeros.
         num_read = 2 * tower.num_rows(num_frames) + FRAMES_AFTER
         features = np.pad(features, ((0, 0), (0, FRAMES_AFTER)))[:, :num_read]
-    return features, size, 0
+    return features, size, size * (size < tower.num_outputs(num_frames))
 
 
 def _encoder_input(

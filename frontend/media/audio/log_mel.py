@@ -15,6 +15,9 @@ HOP: Final = 160
 WINDOW: Final = 400
 """Samples per second, samples from a frame to the next, and samples per frame."""
 
+_DECIBELS: Final = 120.0
+"""The range of MiDashengLM's features."""
+
 _PAIRED_FFT: Final = 512
 """Samples of the Fourier transform of Granite Speech and Cohere Transcribe, whose frames are filled with zeros."""
 
@@ -255,6 +258,27 @@ def stacked_log_mel(samples: Float32Array, num_mel_bins: int) -> Float32Array:
     chosen = (first + np.arange(STACKED)).clip(0, len(features) - 1)
     stacked: Float32Array = features[chosen].reshape(num_rows, -1).T.astype(np.float32)
     return stacked
+
+
+def decibels(samples: Float32Array, num_mel_bins: int) -> Float32Array:
+    """Return mel features in decibels, as MiDashengLM's encoder computes them.
+
+    Args:
+        samples: The samples at `RATE`, float32 [N] in [-1, 1], more than half of a frame.
+        num_mel_bins: The number of features per frame.
+
+    Returns:
+        The features, float32 [num_mel_bins, 1 + N // HOP].
+    """
+    padded = np.pad(samples, _PAIRED_FFT // 2, mode="reflect")
+    frames = np.lib.stride_tricks.sliding_window_view(padded, _PAIRED_FFT)[::HOP]
+    window = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(_PAIRED_FFT) / _PAIRED_FFT)
+    spectrum = np.fft.rfft(frames * window.astype(np.float32), axis=1)
+    power = (spectrum.real**2 + spectrum.imag**2).astype(np.float32, copy=False)
+    filters = _htk_filters(num_mel_bins, _PAIRED_FFT, 0.0, _MAX_HZ).astype(np.float32)
+    features = 10 * np.log10(np.maximum(power @ filters, np.float32(_FLOOR))).T
+    limited: Float32Array = np.maximum(features, features.max() - np.float32(_DECIBELS))
+    return limited
 
 
 class ClipFrames(NamedTuple):

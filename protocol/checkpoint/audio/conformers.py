@@ -7,7 +7,11 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
-from ...config.audio_tower import ConformerSpec, FixedOutputs, UniversalSpeechSpec
+from ...config.audio.tower import (
+    ConformerSpec,
+    FixedOutputs,
+    UniversalSpeechSpec,
+)
 from ..config_fields import ConfigFields
 from ..vision.granite import query_former
 from .fields import MAX_POSITIONS, Channels, read_size

@@ -6,7 +6,10 @@ from typing import Annotated
 
 import msgspec
 
-from ...config.audio_tower import WaveEncoder, WaveSpec
+from ...config.audio.samples import (
+    WaveEncoder,
+    WaveSpec,
+)
 from ..config_fields import ConfigFields
 from .fields import MAX_POSITIONS
 

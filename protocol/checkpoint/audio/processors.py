@@ -7,7 +7,13 @@ from typing import Final
 
 import msgspec
 
-from ...config.audio_tower import ConformerSpec, FastConformerSpec, SamplesSpec
+from ...config.audio.samples import (
+    SamplesSpec,
+)
+from ...config.audio.tower import (
+    ConformerSpec,
+    FastConformerSpec,
+)
 from ...config.model import AudioProcessorConfig, SpeechKind
 from ..config_fields import ConfigFields
 from .fields import read_token

@@ -7,7 +7,12 @@ from typing import Annotated, Final
 
 import msgspec
 
-from ...config.audio_tower import FastConformerSpec, StreamingSpec
+from ...config.audio.samples import (
+    StreamingSpec,
+)
+from ...config.audio.tower import (
+    FastConformerSpec,
+)
 from ..config_fields import ConfigFields
 from .fields import MAX_POSITIONS, Channels, read_num_heads
 

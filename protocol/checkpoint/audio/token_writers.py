@@ -6,10 +6,12 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
-from ...config.audio_tower import (
+from ...config.audio.samples import (
+    SamplesSpec,
+)
+from ...config.audio.tower import (
     ConformerSpec,
     FastConformerSpec,
-    SamplesSpec,
 )
 from ...config.model import SpeechKind
 from ...config.token_decoders import CtcSpec, TransducerSpec

@@ -6,21 +6,25 @@ from typing import Final
 
 import msgspec
 
-from ...config.audio_tower import (
+from ...config.audio.samples import (
+    FrameSpec,
+)
+from ...config.audio.tower import (
     AnyAudioSpec,
     AudioChunks,
     AudioRotary,
     AudioTowerSpec,
     CausalSpec,
-    FrameSpec,
     MemoryAdaptor,
     MemorySpec,
+    OutputGroups,
     OutputTimes,
 )
 from ..config_fields import ConfigFields
 from .conformers import conformer_spec, gemma3n_spec, gemma4_spec
 from .convolutions import wave_spec
 from .fields import MAX_POSITIONS, read_num_heads, read_size
+from .patches import patches_spec
 from .speech_encoders import nemotron_omni_spec
 
 _THINKER: Final = "thinker_config"
@@ -30,10 +34,14 @@ _MODEL_TYPES: Final = (
     *("granite_speech", "granite_speech_plus", "audioflamingo3", "musicflamingo"),
     *("moss_transcribe_diarize", "fun_asr_nano", "vibevoice_asr"),
     *("gemma3n", "gemma4", "gemma4_unified", "embedding_gemma2", "voxtral_realtime"),
-    *("nemotron_h_omni", "ultravox"),
+    *("nemotron_h_omni", "ultravox", "funaudiochat", "midashenglm"),
 )
 
-_SECTIONS: Final = {"granite": "encoder_config", "vibevoice": "acoustic_tokenizer_encoder_config"}
+_SECTIONS: Final = {
+    "granite": "encoder_config",
+    "midashenglm": "audio_encoder_config",
+    "vibevoice": "acoustic_tokenizer_encoder_config",
+}
 """The section of the encoder, if it has another name than that of other models."""
 
 _PART_FRAMES: Final = 250
@@ -51,8 +59,12 @@ def audio_section(fields: ConfigFields) -> ConfigFields:
 def has_audio_tower(fields: ConfigFields) -> bool:
     """Return whether a model with this config has an audio tower that Engine supports."""
     kind = fields.text("model_type", "")
-    name = _SECTIONS.get(kind.partition("_")[0], "audio_config")
-    return kind in _MODEL_TYPES and audio_section(fields).section(name) is not None
+    section = audio_section(fields).section(_section_name(kind))
+    return kind in _MODEL_TYPES and section is not None
+
+
+def _section_name(kind: str) -> str:
+    return _SECTIONS.get(kind.partition("_")[0], "audio_config")
 
 
 def audio_tower_spec(fields: ConfigFields, output_size: int) -> AnyAudioSpec:
@@ -70,7 +82,9 @@ def audio_tower_spec(fields: ConfigFields, output_size: int) -> AnyAudioSpec:
         return conformer_spec(fields, output_size)
     if kind == "vibevoice_asr":
         return wave_spec(fields, output_size)
-    audio = audio_section(fields).required_section("audio_config")
+    audio = audio_section(fields).required_section(_section_name(kind))
+    if kind == "midashenglm":
+        return patches_spec(fields, audio, output_size)
     if kind == "gemma3n":
         return gemma3n_spec(fields, audio, output_size)
     if kind == "gemma4_unified":
@@ -110,7 +124,7 @@ def audio_tower_spec(fields: ConfigFields, output_size: int) -> AnyAudioSpec:
     intermediate_size = read_size(audio, "encoder_ffn_dim", "intermediate_size", 5120)
     num_positions_name = "max_position_embeddings" if kind == "glmasr" else "max_source_positions"
     num_positions = audio.integer(num_positions_name, 1500, maximum=MAX_POSITIONS)
-    is_omni = kind == "qwen2_5_omni_thinker"
+    is_omni = kind in ("qwen2_5_omni_thinker", "funaudiochat")
     rows_per_output, has_mean = (
         2,
         is_omni or kind in ("qwen2_audio", "audioflamingo3", "musicflamingo"),
@@ -147,7 +161,8 @@ def audio_tower_spec(fields: ConfigFields, output_size: int) -> AnyAudioSpec:
             spec, silence="filling", projection_norm_eps=_text_norm_eps(fields)
         )
     if is_omni:
-        return _with_short_windows(spec, audio)
+        spec = _with_short_windows(spec, audio)
+        return _with_groups(spec, audio) if kind == "funaudiochat" else spec
     if kind == "musicflamingo":
         return _with_times(spec, fields)
     return _with_rotary(spec, audio) if kind == "glmasr" else spec
@@ -241,6 +256,22 @@ def _with_short_windows(spec: AudioTowerSpec, audio: ConfigFields) -> AudioTower
             (r"\baudio_tower\.proj\.", "multi_modal_projector.linear."),
         ),
     )
+
+
+def _with_groups(spec: AudioTowerSpec, audio: ConfigFields) -> AudioTowerSpec:
+    """Return the tower of Fun-Audio-Chat, whose outputs are joined, and which also has a table of speech tokens.
+
+    The speech tokens of all clips are padding, as in vLLM.
+    """
+    mode = audio.choice("continuous_features_mode", ("add", "replace"), "add")
+    num_codes = audio.integer("codebook_size", 6565, maximum=MAX_POSITIONS)
+    padding = audio.integer("pad_token_id", 0, minimum=0, maximum=num_codes - 1)
+    size = audio.integer("group_size", 5, maximum=64)
+    if spec.num_outputs(spec.num_frames) % size:
+        raise audio.wrong("group_size", f"a divisor of {spec.num_outputs(spec.num_frames)}", size)
+    groups = OutputGroups(size, num_codes, padding if mode == "add" else None)
+    names = ((r"\baudio_tower\.", "audio_groups."), (r"\bcontinuous_audio_tower\.", "audio_tower."))
+    return msgspec.structs.replace(spec, groups=groups, tensor_names=(*names, *spec.tensor_names))
 
 
 def _with_times(spec: AudioTowerSpec, fields: ConfigFields) -> AudioTowerSpec:

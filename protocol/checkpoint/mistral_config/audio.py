@@ -66,11 +66,11 @@ def with_audio(params: ConfigFields, text: dict[str, Any]) -> dict[str, Any] | N
     for name, needed in _FEATURES.items():
         features.require(name, needed, default=needed)
     rows = whisper.first_section("downsample_args").integer("downsample_factor", _ROWS_PER_OUTPUT)
-    tower = {other: encoder.integer(name) for name, other in _TOWER_FIELDS.items()}
+    tower: dict[str, Any] = {other: encoder.integer(name) for name, other in _TOWER_FIELDS.items()}
     tower["num_mel_bins"] = features.integer("num_mel_bins", 128)
     is_causal = encoder.boolean("causal", False)
     name = "VoxtralRealtime" if is_causal else "Voxtral"
-    config = {
+    config: dict[str, Any] = {
         "model_type": "voxtral_realtime" if is_causal else "voxtral",
         "architectures": [f"{name}ForConditionalGeneration"],
         "text_config": text,
@@ -90,8 +90,8 @@ def with_audio(params: ConfigFields, text: dict[str, Any]) -> dict[str, Any] | N
         if (num_positions := encoder.optional_integer("max_source_positions")) is not None:
             tower["max_source_positions"] = num_positions
         return config
-    for name, needed in (("pos_embed", "rope"), ("ffn_type", "swiglu"), ("norm_type", "rms_norm")):
-        encoder.require(name, needed, default=needed)
+    for name, kind in (("pos_embed", "rope"), ("ffn_type", "swiglu"), ("norm_type", "rms_norm")):
+        encoder.require(name, kind, default=kind)
     params.require("ada_rms_norm_t_cond", True)
     text["model_type"] = "voxtral_realtime_text"
     tower |= {

@@ -66,8 +66,13 @@ def chat_audio(path: Path, executor: ThreadExecutor) -> tuple[ChatAudio, Tokeniz
 @pytest.mark.parametrize("load", [load_decoder, load_native_decoder])
 def test_logits_equal_those_of_transformers(model: Any, load: Any) -> None:
     kind, path, reference = model
-    # One clip is shorter than a window, one has an odd number of frames, and others have several windows.
-    lengths = (0.7, 1.515, 2.0) if kind in ("qwen2_audio", "gemma3n") else (0.7, 5.1, 2.0, 1.2345)
+    # One clip is shorter than a window, one has an odd number of frames, others have several windows, and the last one
+    # has a little more than one.
+    more = (5.1, 2.0, 1.2345, 2.005)
+    if kind == "musicflamingo":
+        # Its class in transformers fails for the last one.
+        more = more[:3]
+    lengths = (0.7, 1.515, 2.0) if kind in ("qwen2_audio", "gemma3n") else (0.7, *more)
     clips = [tone(seed, seconds) for seed, seconds in enumerate(lengths)]
     executor = ThreadExecutor()
     places, tokenizer = chat_audio(path, executor)

@@ -32,7 +32,9 @@ from ....protocol.checkpoint.speech import with_decoder_fields
 from ....protocol.checkpoint.vision.grid import GridVisionSpec
 from ....protocol.checkpoint.vision.llama import TilesVisionSpec
 from ....protocol.checkpoint.vision.read import has_vision, vision_spec
-from ....protocol.config.audio_tower import CausalSpec
+from ....protocol.config.audio.tower import (
+    CausalSpec,
+)
 from ....protocol.errors import CheckpointError
 from ...layers.spec import ModelSpec
 from ...layers.specs.experts import ExpertsSpec
@@ -119,6 +121,7 @@ _SAME_FAMILY = {
     "granite4_vision_text": "granite",
     "granite_docling_text": "granite",
     "kimi_k2": "deepseek_v3",
+    "qwen2_5_omni_text": "qwen2",
     "qwen3_asr_text": "qwen3",
 }
 """Model types of checkpoints that have the same spec as another model type."""
@@ -143,6 +146,7 @@ _WITH_ANY_DECODER = {
     "Exaone4_5_ForConditionalGeneration",
     "FastVlmForConditionalGeneration",
     "FunAsrNanoForConditionalGeneration",
+    "FunAudioChatForConditionalGeneration",
     "FuyuForCausalLM",
     "GlmAsrForConditionalGeneration",
     "GotOcr2ForConditionalGeneration",
@@ -173,6 +177,7 @@ _WITH_ANY_DECODER = {
     "LlavaOnevisionForConditionalGeneration",
     "MantisForConditionalGeneration",
     "NemotronH_Omni_Reasoning_V3",
+    "MiDashengLMModel",
     "MiniCPMOcrForConditionalGeneration",
     "MiniCPMV",
     "MiniCPMV4_6ForConditionalGeneration",
@@ -213,6 +218,8 @@ _DECODERS = {
     "audioflamingo3": "qwen2",
     "musicflamingo": "qwen2",
     "fun_asr_nano": "qwen3",
+    "funaudiochat": "qwen2",
+    "midashenglm": "qwen2",
     "moss_transcribe_diarize": "qwen3",
     "pointsv1.5_chat": "qwen2",
     "granite_speech": "granite",
@@ -318,7 +325,9 @@ def model_spec(config: Mapping[str, Any], path: str | PathLike[str]) -> ModelSpe
             spec = _without_axes(spec)
     if has_audio_tower(whole):
         tower = audio_tower_spec(whole, spec.hidden_size)
-        spec = replace(spec, audio_encoder=tower)
+        # A tower may have tables like those of a decoder.
+        dropped = (r".*\baudio_tower\..*", "")
+        spec = replace(spec, audio_encoder=tower, tensor_names=(dropped, *spec.tensor_names))
         if isinstance(tower, CausalSpec):
             spec = speech.with_delay(spec, tower)
         if spec.encoder is None:

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ....protocol.config.audio_tower import CausalSpec
+from ....protocol.config.audio.tower import (
+    CausalSpec,
+)
 from ...loaders import Checkpoint
 from ..rotary import PatchRotary, PatchRotation
 from ..weights import VisionWeights, find_activation

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ....protocol.config.audio_tower import ConformerSpec
+from ....protocol.config.audio.tower import (
+    ConformerSpec,
+)
 from ...loaders import Checkpoint
 from ..projections.query_former import QueryFormer
 from ..weights import Linear, VisionWeights

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ....protocol.config.audio_tower import FastConformerSpec
+from ....protocol.config.audio.tower import (
+    FastConformerSpec,
+)
 from ...loaders import Checkpoint
 from ..weights import Linear, VisionWeights, activation, find_activation
 from .token_decoders import TokenDecoder, read_token_decoder

@@ -8,7 +8,9 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional as F
 
-from ....protocol.config.audio_tower import FrameSpec
+from ....protocol.config.audio.samples import (
+    FrameSpec,
+)
 from ..weights import VisionWeights
 
 _NAME = "embed_audio.embedding_projection"

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ....protocol.config.audio_tower import MemorySpec
+from ....protocol.config.audio.tower import (
+    MemorySpec,
+)
 from ...loaders import Checkpoint
 from ..weights import Norm, VisionWeights, attend, find_activation
 from .stems import sinusoids

@@ -8,7 +8,9 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional as F
 
-from ....protocol.config.audio_tower import SamplesSpec
+from ....protocol.config.audio.samples import (
+    SamplesSpec,
+)
 from ..image_tower import TowerSource
 from ..layers import LayersSpec, LayerWeights, Patches
 from ..weights import Linear, VisionWeights, find_activation

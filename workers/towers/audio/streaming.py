@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ....protocol.config.audio_tower import StreamingSpec
+from ....protocol.config.audio.samples import (
+    StreamingSpec,
+)
 from ...loaders import Checkpoint
 from ..weights import Linear, Norm, VisionWeights, find_activation
 

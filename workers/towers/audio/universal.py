@@ -13,7 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ....protocol.config.audio_tower import FixedOutputs, UniversalSpeechSpec
+from ....protocol.config.audio.tower import (
+    FixedOutputs,
+    UniversalSpeechSpec,
+)
 from ..weights import Linear, Norm, VisionWeights
 from .stems import sinusoids
 

@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ....protocol.config.audio_tower import WaveEncoder, WaveSpec
+from ....protocol.config.audio.samples import (
+    WaveEncoder,
+    WaveSpec,
+)
 from ...loaders import Checkpoint
 from ..weights import VisionWeights, find_activation
 

@@ -18,7 +18,10 @@ from .....protocol.checkpoint.audio.speech_encoders import (
 from .....protocol.checkpoint.audio.token_writers import with_encoder_fields, writer_spec
 from .....protocol.checkpoint.config_fields import ConfigFields
 from .....protocol.checkpoint.speech import max_source_positions
-from .....protocol.config.audio_tower import AnyAudioSpec, CausalSpec
+from .....protocol.config.audio.tower import (
+    AnyAudioSpec,
+    CausalSpec,
+)
 from ....layers.layer_spec import LayerSpec
 from ....layers.read_rope import read_rope
 from ....layers.spec import ModelSpec, SourceSpec

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from typing import Final, Literal, TypeAlias
 
 import msgspec
 
-from .query_former import QueryFormerSpec
-from .token_decoders import CtcSpec, TransducerSpec
+from ..query_former import QueryFormerSpec
+from ..token_decoders import CtcSpec, TransducerSpec
+from .bases import LayeredSpec
+from .samples import FrameSpec, SamplesSpec, StreamingSpec, WaveSpec
 
 FRAMES_AFTER: Final = 2
 """Frames after the last computed row of an audio clip that the convolutions still read."""
@@ -44,6 +45,18 @@ class OutputTimes(msgspec.Struct, frozen=True):
     seconds: float
 
 
+class OutputGroups(msgspec.Struct, frozen=True):
+    """The change of `size` neighboring outputs to one: a matrix multiplies their mean (Fun-Audio-Chat).
+
+    Zeros complete the last group. A row of a table with `num_codes` rows, multiplied by another matrix, is added to
+    each output unless `added_row` is None.
+    """
+
+    size: int
+    num_codes: int = 0
+    added_row: int | None = None
+
+
 class AudioTowerSpec(msgspec.Struct, frozen=True, tag=True):
     """Whisper's encoder (arXiv 2212.04356), followed by a projection to the decoder's hidden size.
 
@@ -70,6 +83,7 @@ class AudioTowerSpec(msgspec.Struct, frozen=True, tag=True):
             activation is "swiglu". "" for other projections.
         tensor_names: Replacements that translate a checkpoint's names to Whisper's.
         times: The rotation of outputs by their times in the clip, before they are projected; None for none.
+        groups: The change of several outputs to one after the projection; None for none.
     """
 
     num_mel_bins: int
@@ -94,6 +108,7 @@ class AudioTowerSpec(msgspec.Struct, frozen=True, tag=True):
     has_projection_bias: bool = True
     tensor_names: tuple[tuple[str, str], ...] = ()
     times: OutputTimes | None = None
+    groups: OutputGroups | None = None
 
     @property
     def warm_frames(self) -> int:
@@ -119,36 +134,8 @@ class AudioTowerSpec(msgspec.Struct, frozen=True, tag=True):
         num_rows = self.num_rows(num_frames)
         if self.silence == "filling" or self.join == "fill":
             num_rows += -num_rows % self.rows_per_output
-        return num_rows // self.rows_per_output
-
-
-class UnpaddedSpec(msgspec.Struct, frozen=True):
-    """The base of encoders that read clips without silence after them."""
-
-    @property
-    def frames_after(self) -> int:
-        """The number of frames at the end of a clip for which no row is computed."""
-        return 0
-
-    @property
-    def warm_frames(self) -> int:
-        """The number of frames to warm up with; 0 for the maximum."""
-        return 0
-
-    @property
-    def silence(self) -> Literal["skipped"]:
-        """The treatment of silence after a clip, of which there is none."""
-        return "skipped"
-
-
-class LayeredSpec(UnpaddedSpec, frozen=True):
-    """The sizes of the layers of such an encoder, of its inputs (`num_frames` at most) and of its outputs."""
-
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_frames: int
-    output_size: int
+        size = 1 if self.groups is None else self.groups.size
+        return -(-(num_rows // self.rows_per_output) // size)
 
 
 class ConformerSpec(LayeredSpec, frozen=True, tag=True):
@@ -239,22 +226,6 @@ class UniversalSpeechSpec(LayeredSpec, frozen=True, tag=True):
         return -(-num_frames // (4 * self.rows_per_output))
 
 
-class FrameSpec(UnpaddedSpec, frozen=True, tag=True):
-    """A norm without weights and a matrix, which make an output of each frame of samples (Gemma 4's unified models).
-
-    The features of a frame are its `num_mel_bins` samples. A clip is read in parts of `num_frames` frames.
-    """
-
-    num_mel_bins: int
-    num_frames: int
-    norm_eps: float
-    output_size: int
-
-    def num_outputs(self, num_frames: int) -> int:
-        """Return the number of outputs for the frames of a part."""
-        return num_frames
-
-
 class FastConformerSpec(LayeredSpec, frozen=True, tag=True):
     """A Fast Conformer (arXiv 2305.05084), and a projection of its outputs unless `has_projection` is false (Canary).
 
@@ -283,29 +254,6 @@ class FastConformerSpec(LayeredSpec, frozen=True, tag=True):
     def num_outputs(self, num_frames: int) -> int:
         """Return the number of outputs for the frames of a clip, and the maximum number with a `decoder`."""
         return -(-(num_frames + self.has_last_row) >> self.num_halvings)
-
-
-class SamplesSpec(LayeredSpec, frozen=True, tag=True):
-    """The encoder of wav2vec 2.0 (arXiv 2006.11477) with norms before its blocks, which OmniASR has.
-
-    `convolutions` (channels, kernel size, stride) read samples. Positions are a convolution over `position_rows` rows
-    in `position_groups` groups.
-    """
-
-    convolutions: tuple[tuple[int, int, int], ...]
-    intermediate_size: int
-    position_rows: int
-    position_groups: int
-    activation: str
-    norm_eps: float
-    decoder: CtcSpec
-    num_mel_bins: int = 0
-
-    def num_outputs(self, num_frames: int) -> int:
-        """Return the maximum number of tokens for the samples of a clip."""
-        for _, kernel_size, stride in self.convolutions:
-            num_frames = max(0, (num_frames - kernel_size) // stride + 1)
-        return num_frames
 
 
 class MemoryAdaptor(msgspec.Struct, frozen=True):
@@ -346,104 +294,6 @@ class MemorySpec(LayeredSpec, frozen=True, tag=True):
         return num_frames
 
 
-class WaveEncoder(msgspec.Struct, frozen=True):
-    """A causal convolutional encoder of samples, as in VibeVoice's tokenizers (arXiv 2508.19205).
-
-    Each stage has `depths` blocks: a depthwise convolution with `kernel_size` taps and an MLP, `expansion` times as
-    wide. Between two stages, a convolution doubles the channels and reads every `ratios`th row. The first stage has
-    `num_filters` channels.
-    """
-
-    num_filters: int
-    kernel_size: int
-    ratios: tuple[int, ...]
-    depths: tuple[int, ...]
-    expansion: int
-    hidden_size: int
-    activation: str
-    norm_eps: float
-
-    @property
-    def hop(self) -> int:
-        """The number of samples of an output."""
-        return math.prod(self.ratios)
-
-    @property
-    def outputs_before(self) -> int:
-        """The number of earlier outputs whose samples an output depends on."""
-        taps = self.kernel_size - 1
-        rows = 1 + taps + self.depths[-1] * taps
-        for ratio, depth in zip(self.ratios[::-1], self.depths[-2::-1], strict=True):
-            rows = (rows + 1) * ratio + depth * taps
-        return -(-(rows + taps) // self.hop) - 1
-
-
-class WaveSpec(UnpaddedSpec, frozen=True, tag=True):
-    """Two encoders of samples, whose projected outputs are added (VibeVoice ASR).
-
-    A clip is read in parts of `part_outputs` outputs, each after the samples of `outputs_before` earlier ones.
-    """
-
-    acoustic: WaveEncoder
-    semantic: WaveEncoder
-    part_outputs: int
-    output_size: int
-
-    @property
-    def num_mel_bins(self) -> int:
-        """The number of features per frame, which is 0 because the encoders read samples."""
-        return 0
-
-    @property
-    def outputs_before(self) -> int:
-        """The number of outputs before a part whose samples it contains."""
-        return max(self.acoustic.outputs_before, self.semantic.outputs_before)
-
-    @property
-    def num_frames(self) -> int:
-        """The maximum number of samples of a part."""
-        return (self.outputs_before + self.part_outputs) * self.acoustic.hop
-
-    @property
-    def warm_frames(self) -> int:
-        """The number of samples to warm up with."""
-        return 2 * self.acoustic.hop
-
-    def num_outputs(self, num_frames: int) -> int:
-        """Return the number of outputs for the samples of a part."""
-        return -(-num_frames // self.acoustic.hop)
-
-
-class StreamingSpec(UnpaddedSpec, frozen=True, tag=True):
-    """An encoder that reads frames of `frame_size` samples (Moonshine Streaming).
-
-    Two convolutions halve the number of frames. Each layer has a window: the rows up to a row, and those from it on,
-    that it attends to, both with the row itself.
-    """
-
-    frame_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    windows: tuple[tuple[int, int], ...]
-    num_frames: int
-    max_positions: int
-    activation: str
-    has_bias: bool
-    output_size: int
-
-    @property
-    def num_mel_bins(self) -> int:
-        """The number of features per frame, which is 0 because the encoder reads samples."""
-        return 0
-
-    def num_outputs(self, num_frames: int) -> int:
-        """Return the number of outputs for the samples of a clip."""
-        return -(-num_frames // (4 * self.frame_size))
-
-
 class CausalSpec(LayeredSpec, frozen=True, tag=True):
     """A causal encoder, whose outputs are added to the embeddings of all tokens (Voxtral Realtime).
 
@@ -475,6 +325,31 @@ class CausalSpec(LayeredSpec, frozen=True, tag=True):
         return num_frames // self.frames_per_output
 
 
+class PatchesSpec(LayeredSpec, frozen=True, tag=True):
+    """Transformer layers over patches of `frames_per_patch` frames, which MiDashengLM has (arXiv 2508.03983).
+
+    Patches attend within windows of `window` patches, each with positions from 0. Two matrices make an output of
+    `patches_per_output` neighboring patches.
+    """
+
+    num_mel_bins: int
+    intermediate_size: int
+    frames_per_patch: int
+    window: int
+    patches_per_output: int
+    has_qkv_bias: bool
+    has_layer_scale: bool
+
+    @property
+    def warm_frames(self) -> int:
+        """The number of frames to warm up with, which is a window."""
+        return min(self.num_frames, self.window * self.frames_per_patch)
+
+    def num_outputs(self, num_frames: int) -> int:
+        """Return the number of outputs for the frames of a clip."""
+        return num_frames // self.frames_per_patch // self.patches_per_output
+
+
 AnyAudioSpec: TypeAlias = (
     AudioTowerSpec
     | ConformerSpec
@@ -482,6 +357,7 @@ AnyAudioSpec: TypeAlias = (
     | FrameSpec
     | FastConformerSpec
     | MemorySpec
+    | PatchesSpec
     | SamplesSpec
     | WaveSpec
     | StreamingSpec

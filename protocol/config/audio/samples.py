@@ -1,0 +1,147 @@
+"""Encoders that read samples instead of features."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from ..token_decoders import CtcSpec
+from .bases import LayeredSpec, UnpaddedSpec
+
+
+class FrameSpec(UnpaddedSpec, frozen=True, tag=True):
+    """A norm without weights and a matrix, which make an output of each frame of samples (Gemma 4's unified models).
+
+    The features of a frame are its `num_mel_bins` samples. A clip is read in parts of `num_frames` frames.
+    """
+
+    num_mel_bins: int
+    num_frames: int
+    norm_eps: float
+    output_size: int
+
+    def num_outputs(self, num_frames: int) -> int:
+        """Return the number of outputs for the frames of a part."""
+        return num_frames
+
+
+class SamplesSpec(LayeredSpec, frozen=True, tag=True):
+    """The encoder of wav2vec 2.0 (arXiv 2006.11477) with norms before its blocks, which OmniASR has.
+
+    `convolutions` (channels, kernel size, stride) read samples. Positions are a convolution over `position_rows` rows
+    in `position_groups` groups.
+    """
+
+    convolutions: tuple[tuple[int, int, int], ...]
+    intermediate_size: int
+    position_rows: int
+    position_groups: int
+    activation: str
+    norm_eps: float
+    decoder: CtcSpec
+    num_mel_bins: int = 0
+
+    def num_outputs(self, num_frames: int) -> int:
+        """Return the maximum number of tokens for the samples of a clip."""
+        for _, kernel_size, stride in self.convolutions:
+            num_frames = max(0, (num_frames - kernel_size) // stride + 1)
+        return num_frames
+
+
+class WaveEncoder(msgspec.Struct, frozen=True):
+    """A causal convolutional encoder of samples, as in VibeVoice's tokenizers (arXiv 2508.19205).
+
+    Each stage has `depths` blocks: a depthwise convolution with `kernel_size` taps and an MLP, `expansion` times as
+    wide. Between two stages, a convolution doubles the channels and reads every `ratios`th row. The first stage has
+    `num_filters` channels.
+    """
+
+    num_filters: int
+    kernel_size: int
+    ratios: tuple[int, ...]
+    depths: tuple[int, ...]
+    expansion: int
+    hidden_size: int
+    activation: str
+    norm_eps: float
+
+    @property
+    def hop(self) -> int:
+        """The number of samples of an output."""
+        return math.prod(self.ratios)
+
+    @property
+    def outputs_before(self) -> int:
+        """The number of earlier outputs whose samples an output depends on."""
+        taps = self.kernel_size - 1
+        rows = 1 + taps + self.depths[-1] * taps
+        for ratio, depth in zip(self.ratios[::-1], self.depths[-2::-1], strict=True):
+            rows = (rows + 1) * ratio + depth * taps
+        return -(-(rows + taps) // self.hop) - 1
+
+
+class WaveSpec(UnpaddedSpec, frozen=True, tag=True):
+    """Two encoders of samples, whose projected outputs are added (VibeVoice ASR).
+
+    A clip is read in parts of `part_outputs` outputs, each after the samples of `outputs_before` earlier ones.
+    """
+
+    acoustic: WaveEncoder
+    semantic: WaveEncoder
+    part_outputs: int
+    output_size: int
+
+    @property
+    def num_mel_bins(self) -> int:
+        """The number of features per frame, which is 0 because the encoders read samples."""
+        return 0
+
+    @property
+    def outputs_before(self) -> int:
+        """The number of outputs before a part whose samples it contains."""
+        return max(self.acoustic.outputs_before, self.semantic.outputs_before)
+
+    @property
+    def num_frames(self) -> int:
+        """The maximum number of samples of a part."""
+        return (self.outputs_before + self.part_outputs) * self.acoustic.hop
+
+    @property
+    def warm_frames(self) -> int:
+        """The number of samples to warm up with."""
+        return 2 * self.acoustic.hop
+
+    def num_outputs(self, num_frames: int) -> int:
+        """Return the number of outputs for the samples of a part."""
+        return -(-num_frames // self.acoustic.hop)
+
+
+class StreamingSpec(UnpaddedSpec, frozen=True, tag=True):
+    """An encoder that reads frames of `frame_size` samples (Moonshine Streaming).
+
+    Two convolutions halve the number of frames. Each layer has a window: the rows up to a row, and those from it on,
+    that it attends to, both with the row itself.
+    """
+
+    frame_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    windows: tuple[tuple[int, int], ...]
+    num_frames: int
+    max_positions: int
+    activation: str
+    has_bias: bool
+    output_size: int
+
+    @property
+    def num_mel_bins(self) -> int:
+        """The number of features per frame, which is 0 because the encoder reads samples."""
+        return 0
+
+    def num_outputs(self, num_frames: int) -> int:
+        """Return the number of outputs for the samples of a clip."""
+        return -(-num_frames // (4 * self.frame_size))

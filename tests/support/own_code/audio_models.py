@@ -1,0 +1,248 @@
+"""Models that read audio clips and have no class in transformers, as their authors publish them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.audio_utils import mel_filter_bank
+from transformers.modeling_outputs import CausalLMOutput
+from transformers.models.whisper.modeling_whisper import WhisperEncoderLayer, sinusoids
+
+
+class AudioModel(nn.Module):
+    """A decoder that reads the outputs of a tower in place of a token. `config` is that of the checkpoint."""
+
+    def __init__(self, config: dict[str, Any], token: int) -> None:
+        super().__init__()
+        self.checkpoint_config = config
+        self.token = token
+
+    @property
+    def text_model(self) -> Any:
+        """The decoder."""
+        return self.language_model
+
+    def encode(self, samples: np.ndarray) -> Tensor:
+        """Return the outputs of the tower for a clip of 16 kHz."""
+        raise NotImplementedError
+
+    def forward(self, input_ids: Tensor, clips: Any = ()) -> CausalLMOutput:
+        """Return the logits of a prompt with clips."""
+        embeds = self.text_model.get_input_embeddings()(input_ids).clone()
+        if len(clips):
+            embeds[input_ids == self.token] = torch.cat([self.encode(x) for x in clips])
+        return CausalLMOutput(logits=self.text_model(inputs_embeds=embeds).logits)
+
+    @torch.inference_mode()
+    def generate(self, input_ids: Tensor, max_new_tokens: int, **inputs: Any) -> Tensor:
+        """Return the prompt and the most probable tokens after it."""
+        for _ in range(max_new_tokens):
+            logits = self(input_ids, **inputs).logits
+            input_ids = torch.cat((input_ids, logits[:, -1:].argmax(-1)), 1)
+        return input_ids
+
+
+def audio_model_directory(
+    directory: Path, model: AudioModel, tokenizer: Any
+) -> tuple[Path, AudioModel]:
+    """Write a model with random weights. Return its directory and the model."""
+    model = model.float().eval()
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.15)
+        for name, buffer in model.named_buffers():
+            if "running_" in name:
+                buffer.uniform_(0.5, 1.5)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(model.checkpoint_config))
+    tensors = {name: x.contiguous().clone() for name, x in model.state_dict().items()}
+    save_file(tensors, directory / "model.safetensors")
+    tokenizer.save_pretrained(directory)
+    return directory, model
+
+
+def _whisper_features(samples: np.ndarray, size: int) -> Tensor:
+    """Return the features [size, frames] of a clip before silence."""
+    extract = transformers.WhisperFeatureExtractor(feature_size=size, chunk_length=10)
+    options = {"padding": "max_length", "return_attention_mask": True, "return_tensors": "pt"}
+    found = extract(samples, sampling_rate=16_000, **options)
+    return found["input_features"][0][:, : int(found["attention_mask"].sum())]
+
+
+def _whisper_layers(size: int, inner: int) -> nn.ModuleList:
+    sizes = {"d_model": size, "encoder_attention_heads": 4, "encoder_ffn_dim": inner}
+    config = transformers.WhisperConfig(**sizes, attn_implementation="eager")
+    return nn.ModuleList(WhisperEncoderLayer(config) for _ in range(2))
+
+
+def _apply(layers: nn.ModuleList, x_PD: Tensor) -> Tensor:
+    for layer in layers:
+        found = layer(x_PD[None], None)
+        x_PD = (found[0] if isinstance(found, tuple) else found).reshape(x_PD.shape)
+    return x_PD
+
+
+class FunAudioChat(AudioModel):
+    """Fun-Audio-Chat: chunks of two seconds in Whisper's layers, whose pooled outputs are joined in groups of five."""
+
+    def __init__(self, text: dict[str, Any], token: int, num_mel_bins: int, mode: str) -> None:
+        size = text["hidden_size"]
+        audio = {
+            "num_mel_bins": num_mel_bins,
+            "d_model": 32,
+            "encoder_layers": 2,
+            "encoder_attention_heads": 4,
+            "encoder_ffn_dim": 48,
+            "n_window": 100,
+            "output_dim": size,
+            "group_size": 5,
+            "codebook_size": 11,
+            "pad_token_id": 7,
+            "continuous_features_mode": mode,
+        }
+        decoder = transformers.Qwen3Config(**text, head_dim=16)
+        super().__init__(
+            {
+                "architectures": ["FunAudioChatForConditionalGeneration"],
+                "model_type": "funaudiochat",
+                "audio_config": audio,
+                "text_config": decoder.to_dict(),
+                "audio_token_index": token,
+            },
+            token,
+        )
+        self.mode, self.size, self.num_mel_bins = mode, size, num_mel_bins
+        self.continuous_audio_tower = tower = nn.Module()
+        tower.conv1 = nn.Conv1d(num_mel_bins, 32, 3, padding=1)
+        tower.conv2 = nn.Conv1d(32, 32, 3, stride=2, padding=1)
+        tower.layers = _whisper_layers(32, 48)
+        tower.ln_post = nn.LayerNorm(32)
+        tower.proj = nn.Linear(32, size)
+        self.audio_tower = codes = nn.Module()
+        codes.embed_tokens = nn.Embedding(11, size)
+        codes.output_matching = nn.Linear(size, size, bias=False)
+        codes.continual_output_matching = nn.Linear(size, size, bias=False)
+        self.language_model = transformers.Qwen3ForCausalLM(decoder)
+
+    def encode(self, samples: np.ndarray) -> Tensor:
+        """Return the outputs of the tower for a clip of 16 kHz."""
+        tower, codes = self.continuous_audio_tower, self.audio_tower
+        chunks = []
+        for chunk in _whisper_features(samples, self.num_mel_bins).split(200, 1):
+            x = F.gelu(tower.conv2(F.gelu(tower.conv1(chunk[None]))))[0].T
+            chunks.append(_apply(tower.layers, x + sinusoids(100, 32)[: len(x)]))
+        pooled = F.avg_pool1d(torch.cat(chunks).T[None], 2)[0].T
+        num_tokens = max(1, len(samples) // 640)
+        # The tokens of a clip, which are padding, are filled up to a multiple of five.
+        length = -(-num_tokens // 5) * 5
+        x = tower.proj(tower.ln_post(pooled))[:length]
+        x = F.pad(x, (0, 0, 0, length - len(x))).view(-1, 5, self.size).mean(1)
+        x = codes.continual_output_matching(x)
+        if self.mode == "replace":
+            return x
+        tokens = codes.embed_tokens(torch.full((len(x), 5), 7)).mean(1)
+        return codes.output_matching(tokens) + x
+
+
+class MiDasheng(AudioModel):
+    """MiDashengLM: transformer layers over patches of four frames, five of which are projected to an output."""
+
+    def __init__(self, text: dict[str, Any], token: int, num_mel_bins: int) -> None:
+        size, layers = text["hidden_size"], 2
+        audio = {
+            "embed_dim": 32,
+            "depth": layers,
+            "num_heads": 4,
+            "mlp_ratio": 1.5,
+            "init_values": 0.1,
+            "n_mels": num_mel_bins,
+            "patch_size": [num_mel_bins, 4],
+            "patch_stride": [num_mel_bins, 4],
+            "target_length": 204,
+        }
+        decoder = transformers.Qwen2Config(**text)
+        nested = decoder.to_dict() | {"model_type": "qwen2_5_omni_text"}
+        config = {"architectures": ["MiDashengLMModel"], "model_type": "midashenglm"}
+        super().__init__(config | {"audio_encoder_config": audio, "text_config": nested}, token)
+        self.num_mel_bins = num_mel_bins
+        self.audio_encoder = encoder = nn.Module()
+        encoder.init_bn = nn.BatchNorm2d(num_mel_bins)
+        encoder.patch_embed = nn.Module()
+        encoder.patch_embed.proj = nn.Conv2d(1, 32, (num_mel_bins, 4), (num_mel_bins, 4))
+        encoder.time_pos_embed = nn.Parameter(torch.empty(1, 32, 1, 51))
+        encoder.freq_pos_embed = nn.Parameter(torch.empty(1, 32, 1, 1))
+        encoder.blocks = nn.ModuleList(_Block(32, 48) for _ in range(layers))
+        encoder.norm = nn.LayerNorm(32, 1e-6)
+        self.audio_projector = nn.Module()
+        self.audio_projector.net = nn.Sequential(
+            nn.Linear(5 * 32, size), nn.GELU(), nn.Linear(size, size)
+        )
+        self.decoder = transformers.Qwen2ForCausalLM(decoder)
+
+    @property
+    def text_model(self) -> Any:
+        """The decoder."""
+        return self.decoder
+
+    def encode(self, samples: np.ndarray) -> Tensor:
+        """Return the outputs of the tower for a clip of 16 kHz."""
+        encoder = self.audio_encoder
+        filters = mel_filter_bank(257, self.num_mel_bins, 0, 8000, 16_000, None, "htk")
+        wave = torch.from_numpy(samples)
+        spectrum = torch.stft(wave, 512, 160, window=torch.hann_window(512), return_complex=True)
+        power = torch.from_numpy(filters).float().T @ spectrum.abs() ** 2
+        decibels = 10 * power.clamp(min=1e-10).log10()
+        x = torch.maximum(decibels, decibels.max() - 120)
+        x = encoder.init_bn(x[None, :, None]).transpose(1, 2)
+        x = encoder.patch_embed.proj(x)
+        is_seen = torch.arange(x.shape[-1]) < len(samples) // 640
+        parts = []
+        for part, mask in zip(x.split(51, -1), is_seen.split(51), strict=True):
+            part = part + encoder.time_pos_embed[..., : part.shape[-1]] + encoder.freq_pos_embed
+            rows = part.flatten(2).transpose(1, 2)
+            for block in encoder.blocks:
+                rows = block(rows, mask)
+            parts.append(encoder.norm(rows))
+        rows = torch.cat(parts, 1)[0]
+        rows = rows[: len(rows) // 5 * 5].reshape(-1, 5 * 32)
+        return self.audio_projector.net(rows)
+
+
+class _Block(nn.Module):
+    def __init__(self, size: int, inner: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = (nn.LayerNorm(size, 1e-6) for _ in range(2))
+        self.attn = nn.Module()
+        self.attn.qkv, self.attn.proj = nn.Linear(size, 3 * size), nn.Linear(size, size)
+        self.ls1, self.ls2 = nn.Module(), nn.Module()
+        self.ls1.gamma, self.ls2.gamma = (nn.Parameter(torch.empty(size)) for _ in range(2))
+        self.mlp = nn.Module()
+        self.mlp.fc1, self.mlp.fc2 = nn.Linear(size, inner), nn.Linear(inner, size)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = self.attn.qkv(self.norm1(x)).view(1, x.shape[1], 3, 4, -1).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[None, None, None])
+        attended = self.attn.proj(attended.transpose(1, 2).flatten(2))
+        x = x + self.ls1.gamma * attended
+        return x + self.ls2.gamma * self.mlp.fc2(F.gelu(self.mlp.fc1(self.norm2(x))))
+
+
+OWN_CODE = ("funaudiochat", "midashenglm")
+"""The beginnings of the kinds of these models."""
+
+
+def own_model(kind: str, text: dict[str, Any], token: int, num_mel_bins: int) -> AudioModel:
+    """Return the model of a kind, whose `token` stands for the outputs of its tower."""
+    name, _, variant = kind.partition(" ")
+    if name == "midashenglm":
+        return MiDasheng(text, token, num_mel_bins)
+    return FunAudioChat(text, token, num_mel_bins, variant)
