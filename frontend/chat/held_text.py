@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 
-def find_first(text: str, markers: Sequence[str]) -> tuple[int, str] | None:
-    """Return the position and text of the first of `markers` in `text`; the longest if several start there."""
-    found = [(at, -len(m), m) for m in markers if (at := text.find(m)) >= 0]
+def find_first(text: str, markers: Sequence[str], start: int = 0) -> tuple[int, str] | None:
+    """Return the position and text of the first of `markers` from `start`; the longest if several are there."""
+    found = [(at, -len(m), m) for m in markers if (at := text.find(m, start)) >= 0]
     if not found:
         return None
     at, _, marker = min(found)

@@ -196,7 +196,7 @@ CASES: list[tuple[str, str, str | None, list[tuple[str, str]]]] = [
     (
         "pythonic",
         "See [f(x=1)] and [1]:\n[write(path='a'), g(x=2)] done [write(",
-        "See [f(x=1)] and [1]: done [write(",
+        "See [f(x=1)] and [1]:\n done [write(",
         [("write", '{"path": "a"}'), ("g", '{"x": 2}')],
     ),
     ("pythonic", "See [write(1)] x", "See [write(1)] x", []),
@@ -209,7 +209,7 @@ CASES: list[tuple[str, str, str | None, list[tuple[str, str]]]] = [
     ("pythonic", "(a) [b]", "(a) [b]", []),
     ("pythonic", "[1, 2]", "[1, 2]", []),
     ("lfm2", "Hm. <|tool_call_start|>[f(a='x', b=[1]), g()]<|tool_call_end|>Done."
-     '<|tool_call_start|>[{"name": "h", "arguments": {"c": 1}}]<|tool_call_end|>', "Hm.Done.",
+     '<|tool_call_start|>[{"name": "h", "arguments": {"c": 1}}]<|tool_call_end|>', "Hm. Done.",
      [("f", '{"a": "x", "b": [1]}'), ("g", "{}"), ("h", '{"c": 1}')]),
     ("lfm2", "<|tool_call_start|>[1, 2]<|tool_call_end|>", "<|tool_call_start|>[1, 2]<|tool_call_end|>",
      []),
@@ -379,7 +379,7 @@ CASES: list[tuple[str, str, str | None, list[tuple[str, str]]]] = [
      [("f", '{"a": "b"}')]),
     ("openai", '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>', None,
      [("f", '{"a": 1}')]),
-    ("phi4_mini_json", 'Ok functools[{"name": "f", "arguments": {"a": [1]}}, {"name": "g", "arguments": {}}] .', "Ok .",
+    ("phi4_mini_json", 'Ok functools[{"name": "f", "arguments": {"a": [1]}}, {"name": "g", "arguments": {}}] .', "Ok  .",
      [("f", '{"a": [1]}'), ("g", "{}")]),
     ("phi4_mini_json", "import functools[5] or functools", "import functools[5] or functools", []),
     ("internlm", 'Ok <|action_start|><|plugin|>{"name": "f", "parameters": {"a": 1}}<|action_end|>', "Ok",
@@ -474,7 +474,7 @@ CASES: list[tuple[str, str, str | None, list[tuple[str, str]]]] = [
         None,
         [("api.write", '{"a": {"b": [1]}}')],
     ),
-    ("plamo3", "Before. " + PLAMO % ("f", '{"a": 1}') + " after", "Before. after", [("f", '{"a": 1}')]),
+    ("plamo3", "Before. " + PLAMO % ("f", '{"a": 1}') + " after", "Before.  after", [("f", '{"a": 1}')]),
     (
         "deepseek_v41",
         '<｜DSML｜ calls>\n<｜DSML｜ invoke name="f">\n<｜DSML｜ parameter name="a" string="true">1</｜DSML｜ parameter>\n'

@@ -305,7 +305,7 @@ FORMATS: Final[dict[ToolCallParserName, CallFormat]] = {
         ("<|function_call|>", "function call<|role_sep|>"), (JsonObject(),), "<|message_sep|>"
     ),
     "xlam": CallFormat(
-        ("<tool_call>", "[TOOL_CALLS]"),
+        ("<tool_call>", "[TOOL_CALLS]", "```json"),
         (JsonObject(needs_arguments=True),),
         "</tool_call>",
         bare=True,
@@ -326,6 +326,7 @@ FORMATS: Final[dict[ToolCallParserName, CallFormat]] = {
                 first=('">',),
             ),
             before="<｜tool_call_begin｜>",
+            lead="function<｜tool_sep｜>",
             prefix='<steptml:invoke name="',
             ends=("<｜tool_call_end｜>",),
         ),

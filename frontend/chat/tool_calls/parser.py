@@ -27,7 +27,7 @@ class CallParser:
     `new_id` creates IDs for calls to which the model gives none; None creates random IDs.
 
     A call is emitted once it is certain to be one. Text after an opening marker that is not a call becomes content.
-    Whitespace next to a call is dropped.
+    Whitespace before a call is dropped unless it is between two pieces of content.
     """
 
     def __init__(
@@ -44,6 +44,8 @@ class CallParser:
         self._buffer = ""
         # Consumed text, which becomes content if it turns out not to be a call.
         self._raw: list[str] = []
+        self._has_content = False
+        self._spaces = ""  # Whitespace after content and before calls. It becomes content if more content follows.
         self._num_calls = 0
         self._calls_in_block = 0
         self._is_bare = False  # Whether the block has no opening marker.
@@ -81,7 +83,7 @@ class CallParser:
         self._raw.clear()
         self._state = _State.TEXT
         self._reader = None
-        self._delta.content = held
+        self._add_content(held)
         return self._delta
 
     # Each `_read_...` step consumes text or changes the state. It returns False if it needs more text to do so.
@@ -89,6 +91,12 @@ class CallParser:
     def _consume(self, count: int) -> str:
         taken, self._buffer = self._buffer[:count], self._buffer[count:]
         return taken
+
+    def _add_content(self, text: str) -> None:
+        if text:
+            self._delta.content += self._spaces + text
+            self._spaces = ""
+            self._has_content = True
 
     def _read_start(self) -> bool:
         text = self._buffer.lstrip()
@@ -104,11 +112,11 @@ class CallParser:
         openings = self._openings
         found = find_first(self._buffer, openings)
         if found is None:
-            self._delta.content += self._consume(start_of_held(self._buffer, openings))
+            self._add_content(self._consume(start_of_held(self._buffer, openings)))
             return False
         at, opening = found
         spaces = at - len(self._buffer[:at].rstrip())
-        self._delta.content += self._consume(at - spaces)
+        self._add_content(self._consume(at - spaces))
         is_call = any(syntax.before == opening for syntax in self.format.calls)
         if is_call or opening not in self.format.openings:
             opening = ""  # The model omitted the opening of the block.
@@ -155,7 +163,7 @@ class CallParser:
         if self._calls_in_block and self.format.closing and not self._is_bare:
             self._state = _State.REST
         else:
-            self._delta.content += "".join(self._raw)
+            self._add_content("".join(self._raw))
             self._state = _State.TEXT
         self._raw.clear()
 
@@ -216,6 +224,9 @@ class CallParser:
         self._delta.tool_calls.append(
             ToolCallDelta(self._num_calls, call_id or self.new_id(), name, "")
         )
+        if self._has_content and not self._calls_in_block:
+            text = "".join(self._raw)
+            self._spaces += text[: len(text) - len(text.lstrip())]
         self._num_calls += 1
         self._calls_in_block += 1
         self._is_emitted = True

@@ -7,6 +7,13 @@ from typing import Final
 
 _BEGINNING: Final = re.compile(r"[A-Za-z_][\w.]*\s*(?P<rest>\(?)")
 _STRUCTURE: Final = re.compile(r"""[()\[\]{}"']""")
+_PIECES: Final = re.compile(
+    r"""(?P<string>"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')|(?<![\w.])0+(?=[1-9]\d*(?![\w.]))""",
+    re.DOTALL,
+)
+"""A string, or the zeros before an integer, which Python permits only without them."""
+_ESCAPES: Final = {"\n": "\\n", "\r": "\\r", "\0": "\\0"}
+"""Characters that models write into strings -> the notation that Python demands."""
 _JSON_CONSTANTS: Final = {"true": True, "false": False, "null": None}
 
 
@@ -83,24 +90,34 @@ class PythonCall:
         return False
 
 
-class _JsonConstants(ast.NodeTransformer):
-    """Replaces JSON constants, which models sometimes write, with Python's constants."""
+class _JsonValues(ast.NodeTransformer):
+    """Replaces JSON constants, which models sometimes write, with Python's constants, and sets with lists."""
+
+    def visit_Set(self, node: ast.Set) -> ast.expr:
+        return ast.List([self.visit(item) for item in node.elts], ast.Load())
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(_JSON_CONSTANTS[node.id]) if node.id in _JSON_CONSTANTS else node
 
 
+def _as_python(piece: re.Match[str]) -> str:
+    text = piece["string"] or ""
+    for character, escaped in _ESCAPES.items():
+        text = text.replace(character, escaped)
+    return text
+
+
 def _parse_call(source: str) -> tuple[str, str] | None:
     """Return the name and the JSON arguments if `source` is a call with keyword arguments; None otherwise."""
     try:
-        call = ast.parse(source, mode="eval").body
+        call = ast.parse(_PIECES.sub(_as_python, source), mode="eval").body
         if not isinstance(call, ast.Call) or call.args:
             return None
         arguments = {}
         for keyword in call.keywords:
             if keyword.arg is None:
                 return None
-            arguments[keyword.arg] = ast.literal_eval(_JsonConstants().visit(keyword.value))
+            arguments[keyword.arg] = ast.literal_eval(_JsonValues().visit(keyword.value))
         text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
         return ast.unparse(call.func), text.encode(errors="replace").decode()
     except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):

@@ -107,6 +107,7 @@ class NamedCall:
     """The syntax `before prefix NAME suffix after ARGUMENTS end`.
 
     Attributes:
+        lead: The text before the prefix. Models may omit it.
         prefix: The text before the name. Models may omit it.
         suffix: A regular expression for text after the name. Models may omit it.
         after: The text between the name and the arguments.
@@ -118,6 +119,7 @@ class NamedCall:
 
     arguments: JsonNotation | GemmaNotation | TaggedNotation | ElementNotation = JsonNotation()
     before: str = ""
+    lead: str = ""
     prefix: str = ""
     suffix: str = ""
     writes_suffix: bool = False
@@ -135,12 +137,17 @@ class NamedCall:
     @cached_property
     def header(self) -> re.Pattern[str]:
         """The regular expression for everything before the arguments."""
+        lead = rf"(?:{re.escape(self.lead)}\s*)?" if self.lead else ""
         prefix = rf"(?:{re.escape(self.prefix.strip())}\s*)?" if self.prefix else ""
+        if self.prefix.endswith(":"):
+            prefix += ":?"
         suffix = f"(?:{self.suffix})?" if self.suffix else ""
         after = re.escape(self.after.strip())
         if self.is_after_optional and after:
             after = f"(?:{after})?"
-        return re.compile(rf"\s*(?P<id>{prefix}(?P<name>[\w.\-/:]*?[\w.\-/]){suffix})\s*{after}\s*")
+        return re.compile(
+            rf"\s*{lead}(?P<id>{prefix}(?P<name>[\w.\-/:]*?[\w.\-/]){suffix})\s*{after}\s*"
+        )
 
     def reader(self, markers: tuple[str, ...], functions: Mapping[str, Parameters]) -> CallReader:
         """Return a reader for one call."""
@@ -216,11 +223,13 @@ class CallFormat:
     def openings_with(self, functions: Collection[str]) -> tuple[str, ...]:
         """Return the texts that open a block.
 
-        A bare list of Python calls within a text must begin with a call of one of the `functions`.
+        Bare calls within a text must begin with the name of one of the `functions`.
         """
-        if not self.bare or not any(isinstance(call, PythonExpression) for call in self.calls):
+        if not self.bare:
             return self.openings
-        return (*self.openings, *(f"[{name}(" for name in functions))
+        is_python = any(isinstance(call, PythonExpression) for call in self.calls)
+        bare = "[{}(" if is_python else '{{"name": "{}"'
+        return (*self.openings, *(bare.format(name) for name in functions))
 
     @cached_property
     def ignored(self) -> tuple[str, ...]:

@@ -1,9 +1,10 @@
 """Read arguments that are written one by one between tags, as in XML."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from ..held_text import may_begin, start_of_marker
+from ..held_text import find_first, may_begin, start_of_marker
 from .json_calls import JsonArguments
 from .stepwise_arguments import StepwiseArguments
 from .tools import Parameters
@@ -58,7 +59,7 @@ class TaggedArguments(StepwiseArguments):
     """Reads arguments between `tags`. Strings are emitted as they arrive, other values once they are complete.
 
     `markers` end arguments that are still open. The end tag of a value counts only if another tag follows, so that
-    values may contain the end tag's text.
+    values may contain the end tag's text. If a line break separates values from tags, models may omit the end tag.
     """
 
     def __init__(self, tags: Tags, markers: tuple[str, ...], parameters: Parameters) -> None:
@@ -67,6 +68,7 @@ class TaggedArguments(StepwiseArguments):
         self._markers = markers
         self._after_value = (tags.key_before, *filter(None, (tags.end,)), *markers)
         self._parameters = parameters
+        self._unclosed = _texts_after_unclosed_values(tags, markers, parameters)
         self._position = 0  # how far an open value has been searched for its end
         self._state = _State.START
         self._types: frozenset[str] = frozenset()
@@ -172,8 +174,11 @@ class TaggedArguments(StepwiseArguments):
         if self._tags.is_escaped:
             key = key.replace("&quot;", '"').replace("&amp;", "&")
         self._types = types_of(self._parameters, key)
-        if is_string is not None:
-            self._types = frozenset(("string",)) if is_string else self._types - {"string"}
+        if is_string is False:
+            self._types = self._types - {"string"}
+        elif is_string and ("string" in self._types or not self._types):
+            # Models also declare values to be strings whose schema allows no string.
+            self._types = frozenset(("string",))
         self._is_string = self._types == {"string"}
         self._json.append(f'{"{" if self._is_empty else ", "}"{json_string(key)}": ')
         self._is_empty = False
@@ -205,10 +210,12 @@ class TaggedArguments(StepwiseArguments):
         return True
 
     def _read_value(self) -> bool:
-        end_tag = self._value_end
-        while (at := self._buffer.find(end_tag, self._position)) >= 0:
-            after = self._buffer[at + len(end_tag) :].lstrip()
-            if after.startswith(self._after_value):
+        ends = (self._value_end, *self._unclosed)
+        while (found := find_first(self._buffer, ends, self._position)) is not None:
+            at, marker = found
+            is_closed = marker == self._value_end
+            after = self._buffer[at + (len(marker) if is_closed else 0) :].lstrip()
+            if not is_closed or after.startswith(self._after_value):
                 self._close_value(self._buffer[:at])
                 self._buffer = after
                 self._state = _State.BETWEEN
@@ -217,7 +224,7 @@ class TaggedArguments(StepwiseArguments):
                 self._emit_value(at)
                 return False
             self._position = at + 1
-        self._emit_value(start_of_marker(self._buffer, (end_tag,)))
+        self._emit_value(max(self._position, start_of_marker(self._buffer, ends)))
         return False
 
     def _emit_value(self, end: int) -> None:
@@ -237,3 +244,17 @@ class TaggedArguments(StepwiseArguments):
             self._json.append(f'{json_string(text)}"')
         else:
             self._json.append(json_value(text, self._types))
+
+
+def _texts_after_unclosed_values(
+    tags: Tags, markers: tuple[str, ...], parameters: Parameters
+) -> tuple[str, ...]:
+    """Return the texts that end a value without an end tag: the tag of another parameter, and the end of the call."""
+    if not tags.has_newlines:
+        return ()
+    properties = parameters.get("properties")
+    names = properties if isinstance(properties, Mapping) else ()
+    return (
+        *(f"\n{tags.key_before}{name}{tags.key_after}" for name in names),
+        *(f"\n{tags.end}\n{marker}" for marker in markers),
+    )

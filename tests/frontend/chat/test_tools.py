@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.call_texts import CASES, FUNCTIONS
 from support.examples import examples
+from support.loose_call_texts import CASES as LOOSE_CASES
 
 
-@pytest.mark.parametrize(("parser", "text", "content", "calls"), CASES)
+@pytest.mark.parametrize(("parser", "text", "content", "calls"), CASES + LOOSE_CASES)
 def test_calls_are_found_in_a_whole_text(parser, text, content, calls) -> None:
     assert stream(parser, [text]) == (content, calls)
 
@@ -46,7 +47,7 @@ def cut(text: str, sizes: list[int]) -> list[str]:
     return pieces
 
 
-@pytest.mark.parametrize(("parser", "text", "content", "calls"), CASES)
+@pytest.mark.parametrize(("parser", "text", "content", "calls"), CASES + LOOSE_CASES)
 def test_calls_are_found_however_the_text_is_split(parser, text, content, calls) -> None:
     splits = [list(text), *([text[:at], text[at:]] for at in range(1, len(text)))]
     for pieces in splits:
