@@ -36,6 +36,7 @@ from .dialects.gemini import routes as gemini
 from .dialects.ollama_answer import error_body as ollama_error
 from .dialects.sglang.routes import routes as sglang_routes
 from .dialects.sglang.scores import ScoreRoute
+from .dialects.sglang.sessions import Sessions
 from .dialects.tgi.routes import routes as tgi_routes
 from .dialects.vertex import vertex_routes
 from .dialects.vllm.derender import Derender
@@ -133,6 +134,7 @@ def make_routes(serving: Serving) -> list[Route]:
     scores = Scores(serving, intake, pooling)
     completions = Completions(serving, intake)
     chat_records = ChatRecords(serving.store)
+    sessions = Sessions(serving, intake)
     messages = anthropic.Messages(serving, intake)
     batch_records = BatchRecords(serving.store)
     batch_executor = BatchExecutor(serving, batch_records, files)
@@ -217,8 +219,8 @@ def make_routes(serving: Serving) -> list[Route]:
         *message_batch_routes(serving, intake, batch_records, files, batch_executor),
         *gemini.routes(serving, intake, embeddings),
         *ollama.routes(serving, intake, loras, embeddings),
-        *sglang_routes(serving, intake, management, embeddings, weights),
-        *tgi_routes(serving, intake),
+        *sglang_routes(serving, intake, management, embeddings, weights, sessions),
+        *tgi_routes(serving, intake, sessions),
         Route(
             whisper_cpp.PATH,
             whisper_cpp.Inference(serving, intake, transcriptions, translations),

@@ -148,6 +148,8 @@ ROUTE_DESCRIPTIONS: Final[dict[str, tuple[str, str]]] = {
     "/generate_stream": (CLIENTS, "Stream the completion of a text (TGI)."),
     "/info": (CLIENTS, "Describe the model and the limits of the server (TGI)."),
     "/chat_tokenize": (CLIENTS, "Return the prompt of a conversation and its tokens (TGI)."),
+    "/open_session": (CLIENTS, "Open a session, in which prompts continue others (SGLang)."),
+    "/close_session": (CLIENTS, "Close a session (SGLang)."),
     "/encode": (CLIENTS, "Embed one or more texts or lists of token ids (SGLang)."),
     "/parse_function_call": (CLIENTS, "Return the tool calls in a text (SGLang)."),
     "/separate_reasoning": (CLIENTS, "Return the reasoning in a text, and the rest (SGLang)."),

@@ -43,7 +43,7 @@ REFUSED: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
     "return_hidden_states": (_NOT_SUPPORTED, (False,)),
     "return_routed_experts": (_NOT_SUPPORTED, (False,)),
     "return_entropy": (_NOT_SUPPORTED, (False,)),
-    "session_params": ("is not supported; every prefix is cached", ({},)),
+    "session_params": ("is not supported; use /generate", ({},)),
     "beam_width": ("is not supported; use use_beam_search of /v1/completions", (1,)),
     "max_thinking_tokens": (
         "is not supported; use thinking_token_budget of /v1/chat/completions",

@@ -43,6 +43,20 @@ class SglangSampling(PlainSampling, kw_only=True):
     watermark: Any = None
 
 
+class SglangSessionParams(msgspec.Struct, kw_only=True):
+    """The place of a request within a session."""
+
+    id: str | None = None
+    # The ID of the finished request whose tokens this one continues.
+    rid: str | None = None
+    # The number of these tokens that are kept; if negative, how many at the end are dropped.
+    offset: Int | None = None
+    # True to forget all requests of the session, unless `rid` names one.
+    replace: bool | None = None
+    # True to continue the prompt of the request `rid` without its output.
+    drop_previous_output: bool | None = None
+
+
 class SglangInput(msgspec.Struct, kw_only=True):
     """The fields that requests to generate and to embed share."""
 
@@ -98,6 +112,7 @@ class SglangGenerateRequest(SglangInput, kw_only=True):
     # Cached prefixes are shared only by requests with the same key.
     extra_key: str | list[str] | None = None
     cache_salt: str | list[str] | None = None
+    session_params: SglangSessionParams | None = None
     # The replica.
     routed_dp_rank: Int | None = None
     data_parallel_rank: Int | None = None
@@ -123,7 +138,7 @@ class SglangGenerateRequest(SglangInput, kw_only=True):
 
     # Rejected, because an answer that ignores them would be wrong.
     rejected: ClassVar[str] = (
-        "return_hidden_states return_routed_experts return_entropy session_params "
+        "return_hidden_states return_routed_experts return_entropy "
         "custom_logit_processor watermark max_thinking_tokens return_sampling_mask "
         "sampling_logprobs_mode return_flat_raw_top_logprobs "
         "return_flat_raw_output_top_logprobs return_flat_raw_top_logprobs_b64 "
@@ -131,6 +146,26 @@ class SglangGenerateRequest(SglangInput, kw_only=True):
         "token_indices_to_pool bootstrap_host bootstrap_port "
         "bootstrap_room bootstrap_pair_key decode_tp_size disagg_prefill_dp_rank"
     )
+
+
+class SglangOpenSessionRequest(msgspec.Struct, kw_only=True):
+    """The body of `POST /open_session`."""
+
+    # A random ID if absent.
+    session_id: str | None = None
+    # True if each request continues the one before.
+    streaming: bool | None = None
+    # Seconds without a request after which the session is closed.
+    timeout: float | None = None
+
+    # Accepted because clients send it; it has no effect.
+    capacity_of_str_len: Int | None = None
+
+
+class SglangCloseSessionRequest(msgspec.Struct, kw_only=True):
+    """The body of `POST /close_session`."""
+
+    session_id: str = ""
 
 
 class SglangAbortRequest(msgspec.Struct, kw_only=True):

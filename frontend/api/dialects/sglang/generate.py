@@ -8,43 +8,71 @@ from functools import cached_property, partial
 from itertools import islice
 from typing import Any
 
-from starlette.types import Receive
+import numpy as np
+import numpy.typing as npt
+from starlette.types import Receive, Scope, Send
 
 from .....protocol.sampling_params import SamplingParams
-from ....client.engine_client import Delta, PositionLogprobs, Sequence
-from ....http.errors import bad_request, renaming, wrong
+from ....client.engine_client import Delta, PositionLogprobs, RequestGroup, Sequence
+from ....http.errors import bad_request, json_response, renaming, wrong
 from ....http.json_pieces import EncodedJSON, encode_list, join_lists
-from ...answer import PromptAnswer
+from ...answer import Answer, PromptAnswer
+from ...bodies.intake import Intake
 from ...bodies.request_memory import MemoryLease
 from ...endpoint import NewAnswer
-from ...generation import REQUEST_ID, PreparedPrompt, raise_if_failed
+from ...generation import (
+    REQUEST_ID,
+    PreparedPrompt,
+    raise_if_failed,
+    read_outputs,
+    wait_for_end,
+)
 from ...logprobs import Json
 from ...prompts import BYTES_PER_TOKEN_ID, Prompt, parse_prompts
 from ...receipts.meta_info import TokenEntries, meta_info
 from ...routes.completions import Completions, NewPromptAnswer
 from ...schema import CompletionRequest
 from ...schema.sglang import SglangGenerateRequest
-from ...streaming.event_stream import OPENAI_STREAM, ChunkEncoder, event
+from ...serving import Serving
+from ...streaming.event_stream import OPENAI_STREAM, ChunkEncoder, EventStream, event
 from ...structured.constraint import Constraint
 from .embeds import embedded_prompts
 from .request import DEFAULT_MAX_TOKENS, SglangPrompt, assign_ids, translate, verify_repeated
+from .sessions import Sessions
 
 
 class SglangGenerate(Completions):
-    """The endpoint that completes texts or token ids."""
+    """The endpoint that completes texts or token ids.
+
+    A request within a session is stored before its client receives the end.
+    """
 
     body_schema = SglangGenerateRequest
     default_max_tokens = DEFAULT_MAX_TOKENS
+
+    def __init__(self, serving: Serving, intake: Intake, sessions: Sessions) -> None:
+        super().__init__(serving, intake)
+        self._sessions = sessions
 
     @property
     def answer_type(self) -> NewPromptAnswer:
         """The class that writes answers."""
         return SglangAnswer
 
-    async def _translate(
-        self, body: SglangGenerateRequest, size: int, lease: MemoryLease
+    async def receive(
+        self, scope: Scope, receive: Receive, lease: MemoryLease
     ) -> tuple[CompletionRequest, int]:
-        return translate(body), size
+        """Return the request and the size of its body in bytes.
+
+        Raises:
+            APIError: The body is too large or invalid, or its session does not exist (4xx).
+        """
+        body, size = await self._intake.receive(scope, receive, SglangGenerateRequest, lease)
+        request = translate(body)
+        if body.session_params is not None:
+            owner = scope["state"]["owner"]
+            request.turn = await self._sessions.find_turn(body.session_params, request, owner)
+        return request, size
 
     async def prepare(
         self, request: CompletionRequest, body_size: int, receive: Receive
@@ -80,6 +108,54 @@ class SglangGenerate(Completions):
                 lease.count_media(prompt.num_image_bytes)
                 await asyncio.sleep(0)
         return prompts, partial(self.answer_type, self._serving, request, prompts)
+
+    async def reply(
+        self,
+        answer: Answer[CompletionRequest],
+        group: RequestGroup,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
+        """Answer a request within a session."""
+        assert isinstance(answer, SglangAnswer)
+        prompt = answer.prompt_of(sequence := group.sequences[0])
+        turn, rid = answer.request.turn, answer.id_of(sequence)
+
+        async def save(output: Delta) -> None:
+            await self._sessions.save_turn(turn, rid, prompt.token_ids, output)
+
+        if answer.request.stream:
+            chunks = answer.chunks()
+
+            async def before_end() -> None:
+                if (output := chunks.ended(sequence.position)) is not None:
+                    await save(output)
+
+            stream = EventStream(
+                send, scope["state"]["connection"], self._serving.config.frontend.max_silence_s
+            )
+            await stream.run(receive, group, chunks, before_end)
+            return
+        await wait_for_end(group, receive)
+        outputs = read_outputs(group, shows_abort=True)
+        await save(outputs[0])
+        await json_response(answer.whole(outputs))(scope, receive, send)
+
+    def _fit(
+        self,
+        prompt: Prompt,
+        request: CompletionRequest,
+        params: SamplingParams,
+        start_token_ids: npt.NDArray[np.int32] | None,
+    ) -> PreparedPrompt:
+        assert isinstance(request, SglangPrompt)
+        if request.turn is not None and len(history := request.turn.history):
+            is_text, new = prompt.text is not None, prompt.token_ids
+            if is_text and len(new) and new[0] == self._serving.tokenizer.bos_token_id:
+                new = new[1:]
+            prompt.token_ids, prompt.text = np.concatenate((history, new)), None
+        return super()._fit(prompt, request, params, start_token_ids)
 
     def _params(self, request: CompletionRequest, constraint: Constraint | None) -> SamplingParams:
         assert isinstance(request, SglangPrompt)
@@ -158,7 +234,7 @@ class SglangAnswer(PromptAnswer):
         if request.only_computes_prompt:
             text, token_ids = "", []
         meta = meta_info(
-            self._id(sequence),
+            self.id_of(sequence),
             sequence,
             newest,
             len(token_ids),
@@ -217,7 +293,8 @@ class SglangAnswer(PromptAnswer):
         # SGLang counts the token that ends the reasoning.
         return count + (0 < count < len(token_ids))
 
-    def _id(self, sequence: Sequence) -> str:
+    def id_of(self, sequence: Sequence) -> str:
+        """Return the ID of the answer with the output of a sequence."""
         prompt, output = divmod(sequence.position, self.request.num_outputs)
         own_id = self.envelope["id"] + (f"_{prompt}" if prompt else "")
         chosen = self.request.request_ids[prompt] if self.request.request_ids else own_id
@@ -259,6 +336,14 @@ class SglangChunks(ChunkEncoder):
     def __init__(self, answer: SglangAnswer) -> None:
         self._answer = answer
         self._outputs: dict[int, tuple[str, list[int], dict[str, EncodedJSON]]] = {}
+        self._has_ended: set[int] = set()
+
+    def ended(self, position: int) -> Delta | None:
+        """Return the whole output of the sequence at a position; None if it has not ended."""
+        if position not in self._has_ended:
+            return None
+        text, token_ids, _ = self._outputs[position]
+        return Delta(text, token_ids)
 
     def encode(self, sequence: Sequence) -> bytes:
         """Return the event for the new output."""
@@ -275,5 +360,7 @@ class SglangChunks(ChunkEncoder):
         for name, new in answer.logprobs(sequence, delta).items():
             lists[name] = join_lists([lists[name], new]) if name in lists else new
         self._outputs[position] = text, token_ids, lists
+        if delta.finish_reason is not None:
+            self._has_ended.add(position)
         result = answer.result(sequence, text, token_ids, delta, lists)
         return event(result if answer.num_sequences == 1 else result | {"index": position})

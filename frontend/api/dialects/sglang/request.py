@@ -51,7 +51,7 @@ class SglangPrompt(CompletionRequest, kw_only=True):
     token `first_logprob`; there are none if it is negative. `request_ids` has one id for each prompt. If prompts have
     parameters of their own, `parts` has the request for each prompt, and `place` is the end of the parameters' names.
     If `requires_reasoning`, the tokens of the reasoning are counted. `embeds` replace the tokens. Each prompt has the
-    `media`.
+    `media`. `turn` is the place within a session; None outside of sessions.
     """
 
     prompts_param: str = "text"
@@ -67,6 +67,7 @@ class SglangPrompt(CompletionRequest, kw_only=True):
     embeds: Any = None
     embeds_shape: list[int] | None = None
     media: Any = None
+    turn: Any = None
 
     def sent_name(self, name: str) -> str:
         """Return the name of a field in SGLang's API."""

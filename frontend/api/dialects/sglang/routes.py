@@ -16,6 +16,7 @@ from ...serving import Serving
 from .encode import SglangEncode
 from .operations import SglangAborts, SglangDescription
 from .parsers import SglangParsers
+from .sessions import Sessions
 
 WEIGHT_VERSION_PATHS: Final = ("/weight_version", "/get_weight_version", "/weight_info")
 """SGLang's paths of the route that names the weights, and vLLM's."""
@@ -27,12 +28,15 @@ def routes(
     management: Management,
     embeddings: Embeddings,
     weights: Weights,
+    sessions: Sessions,
 ) -> list[Route]:
     """Return all routes except `/generate`, which is also one of Text Generation Inference."""
     description, parsers = SglangDescription(serving), SglangParsers(serving, intake)
     pauses, sleep = Pauses(serving, intake), Sleep(serving, intake)
     return [
         Route("/encode", SglangEncode(intake, embeddings).encode, methods=["POST", "PUT"]),
+        Route("/open_session", sessions.open, methods=["POST"]),
+        Route("/close_session", sessions.close, methods=["POST"]),
         Route("/parse_function_call", parsers.parse_calls, methods=["POST"]),
         Route("/separate_reasoning", parsers.separate_reasoning, methods=["POST"]),
         *(Route(path, description.model) for path in ("/model_info", "/get_model_info")),

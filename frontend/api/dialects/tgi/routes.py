@@ -15,8 +15,10 @@ from starlette.types import Receive, Scope, Send
 from ..... import __version__
 from .....protocol.errors import ParameterError
 from .....protocol.sampling_params import MAX_N, MAX_STOP_STRINGS
+from ....client.engine_client import RequestGroup
 from ....http.errors import APIError, bad_request, json_response
 from ....http.json_pieces import encode_list
+from ...answer import Answer
 from ...bodies.intake import Intake, reads
 from ...bodies.request_memory import MemoryLease
 from ...durable.records import replay_body
@@ -31,7 +33,8 @@ from ...schema.dialects.tgi import TgiRequest
 from ...schema.sglang import SglangGenerateRequest
 from ...serving import Serving
 from ..sglang.generate import SglangGenerate
-from ..sglang.request import translate as translate_sglang
+from ..sglang.request import SglangPrompt
+from ..sglang.sessions import Sessions
 from .answer import TgiAnswer
 from .request import TgiError, TgiPrompt, translate
 from .tokens import simple_tokens
@@ -81,9 +84,9 @@ class GenerateRoute(Endpoint[CompletionRequest]):
     body_schema = SglangGenerateRequest | TgiRequest
     id_prefix = SglangGenerate.id_prefix
 
-    def __init__(self, serving: Serving, intake: Intake) -> None:
+    def __init__(self, serving: Serving, intake: Intake, sessions: Sessions) -> None:
         super().__init__(serving, intake)
-        self._sglang = SglangGenerate(serving, intake)
+        self._sglang = SglangGenerate(serving, intake, sessions)
         self._tgi = TgiGenerate(serving, intake)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, lease: MemoryLease) -> None:
@@ -102,8 +105,7 @@ class GenerateRoute(Endpoint[CompletionRequest]):
         scope["state"]["is_tgi"] = is_tgi = "inputs" in names
         again = replay_body(body, receive)
         if not is_tgi:
-            sglang, size = await self._intake.receive(scope, again, SglangGenerateRequest, lease)
-            return translate_sglang(sglang), size
+            return await self._sglang.receive(scope, again, lease)
         tgi, size = await self._intake.receive(scope, again, TgiRequest, lease)
         return translate(tgi, stream=False, is_compatible=False), size
 
@@ -119,6 +121,20 @@ class GenerateRoute(Endpoint[CompletionRequest]):
     ) -> tuple[list[PreparedPrompt], NewAnswer[CompletionRequest]]:
         """Return the encoded prompts, and the constructor of the answer."""
         return await self._endpoint_of(request).prepare(request, body_size, receive)
+
+    async def _reply(
+        self,
+        answer: Answer[CompletionRequest],
+        group: RequestGroup,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
+        request = answer.request
+        if isinstance(request, SglangPrompt) and request.turn is not None:
+            await self._sglang.reply(answer, group, scope, receive, send)
+        else:
+            await super()._reply(answer, group, scope, receive, send)
 
 
 def _tgi_error(error: APIError | ParameterError) -> APIError:
@@ -183,12 +199,12 @@ class TgiDescription:
         return await serving.executor.run(len(token_ids), encode)
 
 
-def routes(serving: Serving, intake: Intake) -> list[Route]:
+def routes(serving: Serving, intake: Intake, sessions: Sessions) -> list[Route]:
     """Return all routes except `/tokenize`."""
     description = TgiDescription(serving, intake)
     return [
         Route("/", TgiRoot(serving, intake), methods=["POST"]),
-        Route("/generate", GenerateRoute(serving, intake), methods=["POST", "PUT"]),
+        Route("/generate", GenerateRoute(serving, intake, sessions), methods=["POST", "PUT"]),
         Route("/generate_stream", TgiStream(serving, intake), methods=["POST"]),
         Route("/info", description.info),
         Route("/chat_tokenize", description.tokenize_chat, methods=["POST"]),
