@@ -398,19 +398,27 @@ def _speculation(
     from ..model_source.source import find_checkpoint
     from ..supervisor.console import Console
 
-    options = ModelOptions(model=speculative.model, download_dir=download_dir)
+    options = ModelOptions(
+        model=speculative.model, revision=speculative.revision, download_dir=download_dir
+    )
     _, path = find_checkpoint(options, Console())
     method = speculative.method
     if method is ProposerMethod.DRAFT_MODEL:
         method = _method_of_checkpoint(Path(path)) or method
-    return msgspec.structs.replace(speculative, method=method, model=os.path.abspath(path))
+    return msgspec.structs.replace(
+        speculative, method=method, model=os.path.abspath(path), revision=None
+    )
 
 
 _METHODS_OF_HEADS: Final = {
     "MuseGlimmerAssistant": ProposerMethod.DFLASH,
     "DFlash": ProposerMethod.DFLASH,
     "Assistant": ProposerMethod.MTP,
+    "DSpark": ProposerMethod.DFLASH,
     "Eagle3": ProposerMethod.EAGLE3,
+    "PEagle": ProposerMethod.EAGLE3,
+    "Peagle": ProposerMethod.EAGLE3,
+    "Eagle": ProposerMethod.EAGLE,
 }
 """Parts of the names of architectures that are heads, for configurations without a method, as in vLLM."""
 

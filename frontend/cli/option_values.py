@@ -208,18 +208,21 @@ def _replica_roles(text: str) -> tuple[ReplicaRole, ...]:
 
 
 def _speculative(text: str) -> SpeculativeConfig | None:
-    """Return the settings of speculative decoding, or None if they disable it.
-
-    Two fields are accepted and ignored: `prompt_lookup_max`, because the longest match is always used, and
-    `draft_tensor_parallel_size`, because every rank runs the whole draft model or head.
-    """
+    """Return the settings of speculative decoding, or None if they disable it."""
     fields = parse_object(text)
-    for ignored in ("prompt_lookup_max", "draft_tensor_parallel_size"):
-        fields.pop(ignored, None)
+    for name, value in list(fields.items()):
+        if name in _NEEDLESS:
+            del fields[name]
+        elif name in _LOSSLESS:
+            if value not in (None, *_LOSSLESS[name]):
+                allowed = " or ".join(map(json.dumps, (*_LOSSLESS[name], None)))
+                raise ValueError(f"{name} must be {allowed}, got {json.dumps(value)}: {_EXACT}")
+            del fields[name]
     method = fields.setdefault("method", "draft_model" if "model" in fields else "ngram")
-    if isinstance(method, str) and method.endswith("_mtp"):
+    if isinstance(method, str):
         # vLLM's older method names contain the model family, such as deepseek_mtp.
-        method = fields["method"] = ProposerMethod.MTP.value
+        method = "mtp" if method.endswith("_mtp") else _METHODS.get(method, method)
+        fields["method"] = method
     # This is checked before decoding, so that the error names the method instead of one of its fields.
     if method not in list(ProposerMethod):
         raise ValueError(
@@ -234,8 +237,54 @@ def _speculative(text: str) -> SpeculativeConfig | None:
             "same tokenizer, or a head for this model), 'mtp' may have it (an assistant, or a file with the layer), and other methods "
             f"must not; got {text}"
         )
+    if "revision" in fields and "model" not in fields:
+        raise ValueError(f"revision needs the field model, got {text}")
+    if chosen in _NUM_DRAFTS:
+        fields.setdefault("num_speculative_tokens", _NUM_DRAFTS[chosen])
     config: SpeculativeConfig = _convert(fields, SpeculativeConfig)
     return config if config.num_speculative_tokens else None
+
+
+_METHODS: Final = {"dspark": "dflash", "ngram_gpu": "ngram", "peagle": "eagle3"}
+"""vLLM's name of a method -> Engine's method that does the same, or reads the same heads."""
+
+_NUM_DRAFTS: Final = {
+    ProposerMethod.SUFFIX: 16,
+    ProposerMethod.DRAFT_MODEL: 5,
+    ProposerMethod.EAGLE: 3,
+    ProposerMethod.EAGLE3: 3,
+    ProposerMethod.MTP: 1,
+    ProposerMethod.DFLASH: 7,
+}
+"""The number of drafts of a configuration that does not say how many."""
+
+_NEEDLESS: Final = frozenset(
+    {
+        *("attention_backend", "enforce_eager", "kv_cache_dtype", "max_model_len", "moe_backend"),
+        *("code_revision", "draft_load_config", "quantization", "draft_lm_head_quantization"),
+        *("disable_eagle_block_drop", "disable_lookahead_block_hashes"),
+        *("disable_padded_drafter_batch", "index_share_for_mtp_iteration"),
+        *("draft_sample_method", "enable_adaptive_verification", "parallel_drafting"),
+        *("dspark_draft_topk", "xpress_topc", "prompt_lookup_max"),
+        *("draft_tensor_parallel_size", "use_local_argmax_reduction"),
+        "num_speculative_tokens_per_batch_size",
+    }
+)
+"""Fields of vLLM that have no effect: they tune its kernels, or say what a checkpoint says or what is always so.
+
+The longest match is always used, every rank runs the whole draft model or head, and the number of drafts follows the
+batch size.
+"""
+
+_LOSSLESS: Final[dict[str, tuple[Any, ...]]] = {
+    "rejection_sample_method": ("standard", "block"),
+    "synthetic_acceptance_length": (),
+    "synthetic_acceptance_rates": (),
+    "use_heterogeneous_vocab": (False,),
+}
+"""Fields of vLLM -> the values that change no answer and need nothing that Engine does not have."""
+
+_EXACT: Final = "drafts have the model's tokens and never change an answer; remove the field"
 
 
 def _dotted_name(text: str) -> str:

@@ -97,7 +97,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     hidden states. EAGLE heads have their own checkpoint. For `mtp`, the model's checkpoint contains the layer, or
     `model` is a file with that layer, or the assistant of a Gemma 4, a small model that also reads the model's KV
     cache. `dflash` (arXiv 2602.06036) runs layers that propose several tokens in one pass, from the hidden states of
-    all tokens.
+    all tokens. It also reads heads of DSpark.
 
     Attributes:
         num_speculative_tokens: The maximum number of proposed tokens per step. The scheduler may use fewer for a
@@ -106,6 +106,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
             If false, it is always the maximum.
         prompt_lookup_min: The minimum number of tokens that must match.
         model: The directory or file of the draft model, the head or the assistant.
+        revision: The branch, tag or commit of a `model` on the hub.
         suffix_decoding_max_tree_depth: The length in tokens above which a longer match counts no more.
         suffix_decoding_max_cached_requests: The number of earlier answers that are searched; 0 searches only the
             request's own tokens.
@@ -118,6 +119,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     adaptive: bool = True
     prompt_lookup_min: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2
     model: str | None = None
+    revision: str | None = None
     suffix_decoding_max_tree_depth: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 64
     suffix_decoding_max_cached_requests: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 10_000
     suffix_decoding_max_spec_factor: Annotated[float, msgspec.Meta(gt=0, le=64)] = 1.0

@@ -16,7 +16,10 @@ from support.draft_heads import (
     write_dflash,
     write_eagle3_head,
 )
+from support.dspark_heads import dspark
+from support.eagle_heads import parallel_eagle
 from support.mixed_streams import Streams, undisturbed_answers
+from support.prediction_layers import mimo2_mtp
 from support.server import Server, assert_nothing_is_held
 from support.tiny_checkpoints import (
     layers_directory,
@@ -86,9 +89,30 @@ def dflash_of_recurrent_model_in_two_stages(path: Path) -> tuple[Path, list[str]
     return model, ["-pp", "2"], fields
 
 
+def dspark_on_two_ranks(path: Path) -> tuple[Path, list[str], dict[str, Any]]:
+    """Return a model, flags, and the fields that choose its DSpark head."""
+    head = dspark(path)
+    return path, ["-tp", "2"], {"method": "dspark", "model": head.speculative.model}
+
+
+def peagle_in_two_stages(path: Path) -> tuple[Path, list[str], dict[str, Any]]:
+    """Return a model, flags, and the fields that choose a head that computes all drafts in one pass."""
+    head = parallel_eagle(path)
+    return path, ["-pp", "2"], {"method": "eagle3", "model": head.speculative.model}
+
+
+def mtp_of_mimo2(path: Path) -> tuple[Path, list[str], dict[str, Any]]:
+    """Return a model with two kinds of layers, flags, and the fields that choose its prediction layer."""
+    mimo2_mtp(path)
+    return path, ["-tp", "2"], {"method": "mimo_v2_mtp"}
+
+
 @pytest.mark.parametrize(
     "make",
     [
+        dspark_on_two_ranks,
+        peagle_in_two_stages,
+        mtp_of_mimo2,
         dflash_of_recurrent_model_on_two_ranks,
         dflash_of_recurrent_model_in_two_stages,
         eagle3_on_two_ranks,
@@ -129,10 +153,16 @@ def test_drafting_heads_do_not_change_answers(tmp_path: Path, make: Any) -> None
     assert answers({"num_speculative_tokens": 3, "adaptive": False, **fields}) == expected
 
 
-@pytest.mark.parametrize("make", [dflash_of_recurrent_model_in_two_stages, eagle3_in_two_stages])
-def test_answers_continue_after_a_worker_of_the_first_stage_was_killed(
-    tmp_path: Path, make: Any
-) -> None:
+@pytest.mark.parametrize(
+    "make",
+    [
+        dspark_on_two_ranks,
+        peagle_in_two_stages,
+        dflash_of_recurrent_model_in_two_stages,
+        eagle3_in_two_stages,
+    ],
+)
+def test_answers_continue_after_a_worker_was_killed(tmp_path: Path, make: Any) -> None:
     path, flags, fields = make(tmp_path)
     config = json.dumps({"num_speculative_tokens": 3, "adaptive": False, **fields})
     requests = [

@@ -404,19 +404,24 @@ def dflash_hidden_states(
     head: transformers.PreTrainedModel,
     tokens: list[int],
     count: int,
+    *,
+    from_last: bool = False,
 ) -> torch.Tensor:
-    """Return the hidden states of a DFlash head for `count` drafts after all tokens, [count, D]."""
-    config = head.config
+    """Return the hidden states of a DFlash head for `count` drafts after all tokens, [count, D].
+
+    The first draft is predicted by a mask token, or by the last token if `from_last`.
+    """
+    config, num_masks = head.config, count - from_last
     states = model.model(torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states
-    block = torch.tensor([[tokens[-1], *[config.mask_token_id] * count]])
-    begin, end = len(tokens) - 1, len(tokens) + count
+    block = torch.tensor([[tokens[-1], *[config.mask_token_id] * num_masks]])
+    begin, end = len(tokens) - 1, len(tokens) + num_masks
     keys, queries = torch.arange(end), torch.arange(begin, end)[:, None]
     sees = (keys > queries - config.sliding_window) | (keys >= begin)
-    masks = [torch.zeros(count + 1, end), torch.where(sees, 0.0, -torch.inf)]
+    masks = [torch.zeros(num_masks + 1, end), torch.where(sees, 0.0, -torch.inf)]
     kinds = ("full_attention", "sliding_attention")
     outputs = head(
         noise_embeds=model.get_input_embeddings()(block),
         context_hidden_states=torch.cat([states[i + 1] for i in config.target_layer_ids], -1),
         attention_mask={kind: mask[None, None] for kind, mask in zip(kinds, masks, strict=True)},
     )
-    return outputs.last_hidden_state[0, 1:]
+    return outputs.last_hidden_state[0, num_masks + 1 - count :]

@@ -12,7 +12,7 @@ import transformers
 from engine.protocol.config import ProposerMethod, SpeculativeConfig
 from safetensors.torch import save_file
 from support.draft_heads import EAGLE3_LAYER, Eagle3, Fusion, randomize
-from support.models_with_heads import EXPERTS, Head, run_layer, write_model
+from support.models_with_heads import EXPERTS, NUM_DRAFTS, Head, run_layer, write_model
 from support.tiny_checkpoints import QWEN3
 from torch import Tensor, nn
 from transformers.models.cohere import modeling_cohere as cohere
@@ -325,7 +325,34 @@ def _write_eagle3(
     )
 
 
+def parallel_eagle(path: Path) -> Head:
+    """A P-EAGLE head: an EAGLE-3 head that computes all drafts in one pass."""
+    model = write_model(path, "Qwen3Config", "Qwen3ForCausalLM", {"num_hidden_layers": 6})
+    layer = {**EAGLE3_LAYER, "draft_vocab_size": 120}
+    head = Eagle3(layer, model.config)
+    mask_1E = torch.randn(1, 3 * SIZE)
+    fields = {
+        "architectures": ["PeagleLlamaForCausalLM"],
+        "vocab_size": model.config.vocab_size,
+        "pard_token": 7,
+    }
+    tensors = head.weights | head.mapping | {"mask_hidden": mask_1E}
+    made = _write_eagle3(path, model, layer | fields, tensors, head, (2, 3, 3))
+
+    @torch.no_grad()
+    def drafts(tokens: list[int]) -> list[int]:
+        outputs = model.model(torch.tensor([tokens[:-1]]), output_hidden_states=True)
+        states = torch.cat([outputs.hidden_states[layer][0] for layer in made.layers], 1)
+        masks = mask_1E.expand(NUM_DRAFTS - 1, -1)
+        ids = torch.tensor([*tokens[1:], *[7] * (NUM_DRAFTS - 1)])
+        inputs = model.get_input_embeddings()(ids), head.project(torch.cat((states, masks)))
+        logits = head.logits(head.run(*inputs)[0][-NUM_DRAFTS:])
+        return head.token_ids[logits.argmax(1)].tolist()
+
+    return made._replace(drafts=drafts, logits=None)
+
+
 EAGLE_HEADS = [
     *(eagle_of_cohere, eagle_of_mistral, eagle_of_llama4, eagle_of_minicpm, eagle_of_deepseek),
-    *(eagle3_of_qwen3, eagle3_without_inner_states, eagle3_of_deepseek),
+    *(eagle3_of_qwen3, eagle3_without_inner_states, eagle3_of_deepseek, parallel_eagle),
 ]

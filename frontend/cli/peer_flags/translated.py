@@ -77,12 +77,15 @@ _NUM_PROPOSED: Final = "--speculative-config.num_speculative_tokens"
 
 _METHODS: Final = {
     "DFLASH": ProposerMethod.DFLASH,
+    "DSPARK": ProposerMethod.DFLASH,
     "EAGLE": ProposerMethod.EAGLE,
     "EAGLE3": ProposerMethod.EAGLE3,
+    "FROZEN_KV_MTP": ProposerMethod.MTP,
     "NEXTN": ProposerMethod.MTP,
     "NGRAM": ProposerMethod.NGRAM,
     "STANDALONE": ProposerMethod.DRAFT_MODEL,
     "draft-dflash": ProposerMethod.DFLASH,
+    "draft-dspark": ProposerMethod.DFLASH,
     "draft-eagle3": ProposerMethod.EAGLE3,
     "draft-mtp": ProposerMethod.MTP,
     "draft-simple": ProposerMethod.DRAFT_MODEL,

@@ -242,6 +242,17 @@ def test_flags_accept_the_spellings_of_other_servers(
             ],
         ),
         (["--speculative-config", '{"num_speculative_tokens": 4, "k": 1}'], ["unknown field `k`"]),
+        (
+            ["--speculative-config", '{"num_speculative_tokens": 4, "revision": "a"}'],
+            ["revision needs the field model"],
+        ),
+        (
+            [
+                "--speculative-config",
+                '{"num_speculative_tokens": 4, "rejection_sample_method": "fly"}',
+            ],
+            ["rejection_sample_method", '"standard" or "block"', '"fly"', "remove the field"],
+        ),
         (["-tp", "0"], ["-tp", "between 1 and 1024", "got 0"]),
         (["--data-parallel-size=0"], ["--data-parallel-size", "between 1 and 256", "got 0"]),
         (["--logprobs-mode=processed_logprobs"], ["--logprobs-mode", "must be raw_logprobs"]),

@@ -51,7 +51,40 @@ def test_speculation_is_on_by_default_where_supported(tmp_path: Path) -> None:
             assert drafts(*argv, "--speculative-config", fields) == SpeculativeConfig(
                 3, ProposerMethod.MTP, model=str(assistant)
             )
-    for architecture in ("DFlashDraftModel", "DFlashSpeculator", "MuseGlimmerAssistantModel"):
-        (assistant / "config.json").write_text(json.dumps({"architectures": [architecture]}))
-        found = drafts("--device=cpu", "--speculative-config", fields)
-        assert found is not None and found.method is ProposerMethod.DFLASH
+    heads = {
+        ProposerMethod.DFLASH: "DFlashDraftModel DFlashSpeculator MuseGlimmerAssistantModel Qwen3DSparkModel",
+        ProposerMethod.EAGLE3: "LlamaForCausalLMEagle3 Eagle3DeepseekV2ForCausalLM PeagleQwen3ForCausalLM",
+        ProposerMethod.EAGLE: "EagleLlamaForCausalLM EagleDeepSeekMTPModel",
+    }
+    for method, architectures in heads.items():
+        for architecture in architectures.split():
+            (assistant / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+            found = drafts("--device=cpu", "--speculative-config", fields)
+            assert found is not None and found.method is method, architecture
+
+
+def test_fields_of_vllm_that_change_no_answer_are_accepted() -> None:
+    def read(**fields: object) -> SpeculativeConfig | None:
+        text = json.dumps({"model": "d", **fields})
+        found: SpeculativeConfig | None = parse_settings(("--speculative-config", text), {})[
+            "scheduler"
+        ]["speculative"]
+        return found
+
+    expected = SpeculativeConfig(3, ProposerMethod.EAGLE3, model="d")
+    accepted = {
+        "rejection_sample_method": "block",
+        "use_heterogeneous_vocab": False,
+        "synthetic_acceptance_length": None,
+        "parallel_drafting": True,
+        "enforce_eager": True,
+        "quantization": "fp8",
+        "num_speculative_tokens_per_batch_size": [[1, 4, 3]],
+    }
+    assert read(method="eagle3", num_speculative_tokens=3, **accepted) == expected
+    # Without a number, there are as many as usual for the method.
+    assert read(method="eagle3") == expected
+    assert read(method="dspark") == SpeculativeConfig(7, ProposerMethod.DFLASH, model="d")
+    assert read(method="eagle", revision="a") == SpeculativeConfig(
+        3, ProposerMethod.EAGLE, model="d", revision="a"
+    )

@@ -206,7 +206,10 @@ def test_dflash_heads_that_cannot_be_served_are_refused(tmp_path: Path) -> None:
     config = json.loads(file.read_text())
     own = config["dflash_config"]
     for fields, reason in (
-        ({"architectures": ["DFlash2DraftModel"]}, "'DFlash2DraftModel' is not a DFlash head"),
+        (
+            {"architectures": ["DFlash2DraftModel"]},
+            "'DFlash2DraftModel' is not a DFlash or DSpark head",
+        ),
         ({"dflash_config": own | {"target_layer_ids": [0, 9]}}, r"0 to 5.*\[0, 9\]"),
         ({"dflash_config": own | {"mask_token_id": 9999}}, "mask_token_id.*9999"),
         ({"block_size": 1}, "block_size.*1"),

@@ -1,28 +1,61 @@
-"""A head that proposes a block of drafts in one pass: DFlash (arXiv 2602.06036).
+"""A head that proposes a block of drafts in one pass: DFlash (arXiv 2602.06036) or DSpark.
 
 Each layer has keys and values of the known tokens, computed from the model's hidden states when the model computes the
-tokens. To propose, the layers run once for a block: the last token, which the model has not computed yet, and a mask
-token for each draft. The tokens of the block attend to all known tokens and to each other.
+tokens. To propose, the layers run once for a block: the last token, which the model has not computed yet, and mask
+tokens. The tokens of the block attend to all known tokens and to each other. In DFlash, a mask token predicts the token
+in its place. In DSpark, each token predicts the next one, and a Markov head makes it depend on the draft before it.
 
-Shapes: S slots of a step, T tokens, D hidden size.
+Shapes: S slots of a step, T tokens, R drafts, D hidden size, E elements of a token's hidden states, V tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
+from torch import Tensor
 
-from ....protocol.arrays import Int64Array
+from ....protocol.arrays import Int32Array, Int64Array
+from ....protocol.config import EngineConfig
+from ...attention import PagedAttention
 from ...batch import even_requests, plan_chunks
+from ...cpu.decoder import NativeDecoder
 from ...cpu.drafts import Drafts
-from ...device.dtypes import on_host
+from ...device.dtypes import as_tensor, on_host
 from ...device.transfers import to_device
+from ...layers.parallel.shard import ModelShard
+from ...layers.spec import ModelSpec
+from ...loaders import Checkpoint
+from ...models.decoder import Decoder
 from .computed import ComputedRows
 from .draft_head import DraftHead
+from .markov import MarkovHead
 
 
 class BlockHead(DraftHead):
     """A head that proposes a block of drafts in one pass. With tensor parallelism, each rank has the whole head."""
+
+    def _load(
+        self,
+        config: EngineConfig,
+        spec: ModelSpec,
+        shard: ModelShard,
+        attention: PagedAttention,
+        checkpoint: Checkpoint,
+        on_progress: Callable[[int, int], None],
+    ) -> NativeDecoder | Decoder:
+        self._markov: MarkovHead | None = None
+        if self._layout.has_markov:
+            self._markov = MarkovHead(
+                checkpoint,
+                self._layout.tensor_names,
+                self._dtype,
+                self._device,
+                self._num_threads,
+                self._name,
+            )
+        return super()._load(config, spec, shard, attention, checkpoint, on_progress)
 
     @torch.inference_mode()
     def propose(self, computed: ComputedRows, drafts: Drafts, *, samples: bool) -> int:
@@ -65,21 +98,25 @@ class BlockHead(DraftHead):
         )
 
     def _widths(self, slots_S: Int64Array) -> Int64Array:
-        """Return the number of mask tokens of each slot's block. The drafts depend on it."""
+        """Return the number of drafts of each slot's block. They depend on it."""
         lengths_S = self._num_tokens[slots_S].astype(np.int64)
-        most = min(self._num_drafts, self._layout.block_size - 1)
+        most = min(self._num_drafts, self._layout.max_drafts)
         most_S = np.minimum(most, self._batch.max_model_len - 1 - lengths_S).astype(np.int32)
-        # The block contains an entry for the last draft.
-        widths_S = self._target_cache.limit_proposals(most_S, lengths_S, num_unwritten=0)
+        # The block contains an entry for the last draft, unless the token before it predicts it.
+        widths_S = self._target_cache.limit_proposals(
+            most_S, lengths_S, num_unwritten=int(self._layout.predicts_from_last)
+        )
         return widths_S.astype(np.int64)
 
     def _draft_block(self, slots_S: Int64Array, limits_S: Int64Array, widths_S: Int64Array) -> None:
         """Run the head for a block of each slot, and write the first `limits_S` of the drafts."""
         lengths_S = self._num_tokens[slots_S].astype(np.int64)
-        plan = plan_chunks(slots_S, lengths_S - 1, 1 + widths_S)
+        first = 0 if self._layout.predicts_from_last else 1
+        counts_S = first + widths_S
+        plan = plan_chunks(slots_S, lengths_S - 1, counts_S)
         if not self._layout.is_causal:
-            ranges_S2 = np.stack((lengths_S - 1, lengths_S + widths_S), 1).astype(np.int32)
-            plan.visible_T2 = ranges_S2.repeat(1 + widths_S, 0)
+            ranges_S2 = np.stack((lengths_S - 1, lengths_S - 1 + counts_S), 1).astype(np.int32)
+            plan.visible_T2 = ranges_S2.repeat(counts_S, 0)
         starts_S = plan.query_start_loc[:-1].astype(np.int64)
         tokens = self._batch.host_token_ids_NL
         ids_T = np.full(len(plan.slots_T), self._layout.mask_token_id, tokens.dtype)
@@ -94,11 +131,52 @@ class BlockHead(DraftHead):
         kept_TE = self._model.kept_hidden_TE
         assert kept_TE is not None
         numbers = np.arange(limits_S.sum()) - np.repeat(np.cumsum(limits_S) - limits_S, limits_S)
-        rows = np.repeat(starts_S + 1, limits_S) + numbers
+        rows = np.repeat(starts_S + first, limits_S) + numbers
         slots = np.repeat(slots_S, limits_S).astype(np.int32)
         columns = (np.repeat(lengths_S, limits_S) + numbers).astype(np.int32)
-        chosen = self._choose(kept_TE[to_device(rows, self._device)], slots, columns)
-        tokens[slots, columns] = on_host(chosen)
+        outputs_RE = kept_TE[to_device(rows, self._device)]
+        if self._markov is not None:
+            self._choose_in_order(self._markov, outputs_RE, slots, columns, limits_S)
+            return
+        tokens[slots, columns] = on_host(self._choose(outputs_RE, slots, columns))
+
+    def _choose_in_order(
+        self,
+        markov: MarkovHead,
+        outputs_RE: Tensor,
+        slots_R: Int32Array,
+        columns_R: Int32Array,
+        limits_S: Int64Array,
+    ) -> None:
+        """Choose `limits_S` drafts of each slot one after the other, and write them to these columns."""
+        tokens = self._batch.host_token_ids_NL
+        hidden_RD = outputs_RE[:, : self._layout.spec.hidden_size]
+        ids_C, logits_RC = self._logits(hidden_RD, slots_R)
+        count = min(logits_RC.shape[1], markov.num_tokens)
+        rows_S = np.cumsum(limits_S) - limits_S
+        state_SR = markov.begin(len(rows_S))
+        for index in range(int(limits_S.max())):
+            goes_on_S = limits_S > index
+            rows_S, limits_S = rows_S[goes_on_S], limits_S[goes_on_S]
+            state_SR = state_SR[to_device(goes_on_S, self._device)]
+            now_S = rows_S + index
+            at_S = to_device(now_S, self._device)
+            slots_S, columns_S = slots_R[now_S], columns_R[now_S]
+            previous_S = to_device(tokens[slots_S, columns_S - 1], self._device)
+            bias_SV, state_SR = markov.bias(previous_S, hidden_RD[at_S], state_SR)
+            logits_SC = logits_RC[at_S]
+            logits_SC[:, :count] += bias_SV[:, :count]
+            chosen_S = self._target.choose_among(ids_C, logits_SC, slots_S, columns_S)
+            tokens[slots_S, columns_S] = on_host(chosen_S)
+
+    def _logits(self, hidden_RD: Tensor, slots_R: Int32Array) -> tuple[Tensor, Tensor]:
+        """Return tokens [C], and their logits [R, C] for hidden states after the head's final norm."""
+        if self._token_ids is not None:
+            return self._token_ids, as_tensor(self._model.compute_logits(hidden_RD))
+        if isinstance(self._target, Decoder):
+            hidden_RD = hidden_RD.to(self._target.hidden_dtype)
+        logits_RC = as_tensor(self._target.compute_logits(hidden_RD, slots_R))
+        return torch.arange(logits_RC.shape[1], device=logits_RC.device), logits_RC
 
     @torch.inference_mode()
     def warm_up(self, num_tokens: int) -> None:

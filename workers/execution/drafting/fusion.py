@@ -6,7 +6,6 @@ Shapes: T tokens, D hidden size of the head, E elements of the hidden states tha
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -15,10 +14,10 @@ from torch import Tensor
 from ....protocol.errors import ConfigError
 from ...loaders import Checkpoint
 from ...loaders.tensor_names import translate_names
-from ..source.products import NativeProduct
 from .head_target import HeadTarget
 from .layouts import head_layout
 from .layouts.head_layout import HeadLayout
+from .product import Product, read_product
 
 
 class Fusion:
@@ -51,7 +50,7 @@ class Fusion:
         name: str,
     ) -> None:
         self._layout, self._target, self._embed = layout, target, embed
-        self._dtype, self._device, self._num_threads = dtype, device, num_threads
+        self._device = device
         self._size, self._eps = layout.spec.hidden_size, layout.spec.norm_eps
         self._target_size = target.spec.hidden_size
         stored = translate_names(checkpoint.names(), layout.tensor_names)
@@ -65,13 +64,19 @@ class Fusion:
             weight = read(name)
             return None if weight is None else weight + layout.spec.norm_weight_offset
 
-        self._project_back: Callable[[Tensor], Tensor] | None = None
+        self._project_back: Product | None = None
         # The size of the embeddings and hidden states that are combined.
         size = self._size
         if head_layout.OUTPUT_PROJECTION in stored:
             size = self._target_size
-            self._project_back = self._read_product(
-                checkpoint, stored[head_layout.OUTPUT_PROJECTION], (size, self._size), name
+            self._project_back = read_product(
+                checkpoint,
+                stored[head_layout.OUTPUT_PROJECTION],
+                (size, self._size),
+                dtype,
+                device,
+                num_threads,
+                name,
             )
         self._state_size = size
         if head_layout.EMBEDDING not in stored and size != self._target_size:
@@ -80,13 +85,13 @@ class Fusion:
                 "the head has no embedding; use a head for this model"
             )
         width = target.kept_width - self._target_size
-        self._project: Callable[[Tensor], Tensor] | None = None
+        self._project: Product | None = None
         if layout.reads_kept or not layout.projects_states:
             if head_layout.PROJECTION not in stored:
                 raise checkpoint.missing("fc.weight")
             shape = self._size, width if layout.projects_states else size + self._target_size
-            self._project = self._read_product(
-                checkpoint, stored[head_layout.PROJECTION], shape, name
+            self._project = read_product(
+                checkpoint, stored[head_layout.PROJECTION], shape, dtype, device, num_threads, name
             )
         self._states_norm = norm(head_layout.STATES_NORM)
         state_norms = [
@@ -95,28 +100,16 @@ class Fusion:
             if (weight := norm(head_layout.STATE_NORM.format(i))) is not None
         ]
         self._state_norms_ND = torch.stack(state_norms) if state_norms else None
+        self._mask_states = read(head_layout.MASK_STATES)
         self._bias = read(head_layout.PROJECTION_BIAS)
         self._embedding_norm = norm(head_layout.EMBEDDING_NORM)
         self._hidden_norm = norm(head_layout.HIDDEN_NORM)
         self._embedding_VD: Tensor | None = None
+        self._embedding_scale = layout.spec.rounded_embedding_scale(dtype)
         if head_layout.EMBEDDING in stored:
             embedding_VD = checkpoint.tensor(stored[head_layout.EMBEDDING], dtype).to(device)
             if not self._equals_target(embedding_VD):
                 self._embedding_VD = embedding_VD
-
-    def _read_product(
-        self, checkpoint: Checkpoint, stored: str, shape: tuple[int, int], name: str
-    ) -> Callable[[Tensor], Tensor]:
-        """Return the product with a stored matrix, which must have this shape."""
-        matrix = checkpoint.tensor(stored, self._dtype)
-        if matrix.shape != shape:
-            raise ConfigError(
-                f"{name}: the projection has the shape {tuple(matrix.shape)}, not {shape}; use a head for "
-                "this model"
-            )
-        if self._num_threads:
-            return NativeProduct(matrix, self._num_threads)
-        return partial(_project, matrix.to(self._device))
 
     def _equals_target(self, embedding_VD: Tensor) -> bool:
         """Return whether the head's embedding equals the model's, judged by samples.
@@ -127,13 +120,14 @@ class Fusion:
             return False
         count = min(len(embedding_VD), self._target.spec.vocab_size)
         ids = torch.linspace(0, count - 1, min(count, 256)).int().to(embedding_VD.device)
-        return torch.equal(embedding_VD[ids].float(), self._embed(ids))
+        return torch.equal(embedding_VD[ids].float() * self._embedding_scale, self._embed(ids))
 
     def embed(self, ids_T: Tensor) -> Tensor:
         """Return the embeddings of tokens, float32 [T, D]."""
         if self._embedding_VD is None:
             return self._embed(ids_T)
-        return self._embedding_VD[ids_T.clamp(max=len(self._embedding_VD) - 1)].float()
+        ids_T = ids_T.clamp(max=len(self._embedding_VD) - 1)
+        return self._embedding_VD[ids_T].float() * self._embedding_scale
 
     def read_target(self, hidden_TE: Tensor) -> Tensor:
         """Return the part of the model's kept hidden states that the head reads, [T, D]."""
@@ -147,6 +141,13 @@ class Fusion:
             normed_TND = F.rms_norm(states_TND, weights_ND.shape[1:], eps=self._eps) * weights_ND
             states = normed_TND.flatten(1)
         return self._projected(states)
+
+    def read_mask(self) -> Tensor:
+        """Return what the head reads in place of the unknown hidden states of a token, [1, D]."""
+        assert self._mask_states is not None
+        states_1E = self._mask_states.reshape(1, -1)
+        unread = states_1E.new_zeros((1, self._target_size))
+        return self.read_target(torch.cat((unread, states_1E), dim=1))
 
     def read_context(self, hidden_TE: Tensor) -> Tensor:
         """Return the projection of the model's kept hidden states after its norm, [T, D]."""
@@ -184,11 +185,6 @@ class Fusion:
             return x_TK
         projected_TD = self._project(x_TK)
         return projected_TD if self._bias is None else projected_TD + self._bias
-
-
-def _project(matrix: Tensor, x_TK: Tensor) -> Tensor:
-    """Return the product in float32. Sums are rounded to the dtype of the matrix."""
-    return F.linear(x_TK.to(matrix.dtype), matrix).float()
 
 
 def _norm(x_TD: Tensor, weight_D: Tensor | None, eps: float) -> Tensor:

@@ -19,6 +19,7 @@ from .block_head import BlockHead
 from .draft_head import DraftHead, method_name
 from .head_target import head_target
 from .layouts.read import read_layout
+from .parallel_head import ParallelHead
 from .shared_cache_head import SharedCacheHead
 
 
@@ -63,7 +64,11 @@ def load_head(
     if layout.reads_cache:
         # The layout of a KV cache in torch is another one than that of a native program.
         return SharedCacheHead(*parts, in_torch=not isinstance(target, NativeDecoder))
-    kind = BlockHead if layout.block_size else DraftHead
+    kind = DraftHead
+    if layout.block_size:
+        kind = BlockHead
+    elif layout.is_parallel:
+        kind = ParallelHead
     return kind(*parts, in_torch=in_torch)
 
 

@@ -1,8 +1,8 @@
-"""The layout of DFlash heads (arXiv 2602.06036), which propose a block of tokens in one pass.
+"""The layout of DFlash heads (arXiv 2602.06036) and of DSpark heads, which propose a block of tokens in one pass.
 
 Such a head has a few layers like those of Qwen3. Their keys and values of the known tokens come from hidden states of
-the model, which `fc` combines into one vector per token. The block begins with the last token, followed by a mask token
-for each draft.
+the model, which `fc` combines into one vector per token. The block begins with the last token, followed by mask tokens.
+A DSpark head also has a Markov head, by which a draft depends on the one before it.
 """
 
 from __future__ import annotations
@@ -16,24 +16,54 @@ from .....protocol.errors import CheckpointError
 from ....layers.spec import ModelSpec
 from ....loaders import Checkpoint
 from ....models.families import model_spec
-from .head_layout import TOKEN_OFFSETS, HeadLayout, headless
+from .head_layout import TOKEN_OFFSETS, HeadLayout, headless, read_mask_token
 
-_ARCHITECTURES: Final = ("DFlashDraftModel", "DFlashSpeculator", "MuseGlimmerAssistantModel")
+_DFLASH: Final = (
+    "DFlashDraftModel",
+    "DFlashSpeculator",
+    "DFlashMuseGlimmerAssistantModel",
+    "MuseGlimmerAssistantModel",
+)
+_DSPARK: Final = (
+    "DSparkDraftModel",
+    "DSparkSpeculator",
+    "Lfm2DSparkDraftModel",
+    "Qwen3DSparkModel",
+    "Qwen3OmniDSparkModel",
+)
+
+_START: Final = r"^(?:model\.)?"
+_PARTS: Final = (
+    (_START + r"(?:encoder\.)?fc\.", "projection."),
+    (_START + r"(?:hidden_norm|encoder\.output_norm_enc)\.", "hidden_norm."),
+    (_START + r"embed_tokens\.", "embedding."),
+    (_START + r"markov_head\.markov_w1\.", "markov.vectors."),
+    (_START + r"markov_head\.markov_w2\.", "markov.matrix."),
+    (_START + r"markov_head\.gate_proj\.", "markov.gate."),
+    (_START + r"markov_head\.joint_proj\.", "markov.state."),
+    (_START + r"d2t$", TOKEN_OFFSETS),
+)
+_OUTSIDE: Final = (
+    _START
+    + r"(?:(?:(?:encoder\.)?(?:fc|hidden_norm|output_norm_enc|embed_tokens)|markov_head|confidence_head)\..*"
+    r"|mask_embedding|d2t|t2d)$"
+)
 
 
 def read_block(target: ModelSpec, checkpoint: Checkpoint) -> HeadLayout:
-    """Return the layout of a DFlash head: that of its authors, of the library Speculators, or of Muse Glimmer.
+    """Return the layout of a head: that of its authors, of the library Speculators, or of Muse Glimmer.
 
     Raises:
         CheckpointError: The checkpoint has another architecture, or a field of its config is wrong.
     """
     fields = ConfigFields(checkpoint.config, checkpoint.config_path)
     architecture = str((checkpoint.config.get("architectures") or [""])[0])
-    if architecture not in _ARCHITECTURES:
+    has_markov = architecture in _DSPARK
+    if not has_markov and architecture not in _DFLASH:
         raise CheckpointError(
             checkpoint.path,
-            f"the architecture {architecture!r} is not a DFlash head ({', '.join(_ARCHITECTURES)}); use another head, "
-            "or another method in --speculative-config",
+            f"the architecture {architecture!r} is not a DFlash or DSpark head ({', '.join(_DFLASH + _DSPARK)}); use "
+            "another head, or another method in --speculative-config",
         )
     own = fields.first_section("dflash_config")
     of_layers: dict[str, Any] = dict(checkpoint.config)
@@ -50,7 +80,6 @@ def read_block(target: ModelSpec, checkpoint: Checkpoint) -> HeadLayout:
         "layer_types": None,
     }
     spec = model_spec(of_layers, fields.path)
-    outside = r"^(model\.)?((encoder\.)?(fc|hidden_norm|output_norm_enc|embed_tokens)\..*|d2t|t2d)$"
     spec = replace(
         headless(spec),
         layers=tuple(
@@ -58,33 +87,30 @@ def read_block(target: ModelSpec, checkpoint: Checkpoint) -> HeadLayout:
             for layer, window in zip(spec.layers, windows, strict=True)
         ),
         has_head=has_head,
+        rope_order=spec.rope_order if _rotates_halves(fields) else "interleaved",
         tensor_names=(
-            (outside, ""),
+            (_OUTSIDE, ""),
             (r"^(model\.)?(?!lm_head\.)(?=.)", "model."),
             *spec.tensor_names,
         ),
     )
-    mask = own.get("mask_token_id", fields.get("mask_token_id"))
-    sizes = fields.with_values(
-        {
-            "block_size": own.get("block_size", fields.get("block_size", 16)),
-            "mask_token_id": mask,
-        }
-    )
+    sizes = fields.with_values({"block_size": own.get("block_size", fields.get("block_size", 16))})
     return HeadLayout(
         spec,
-        (
-            (r"^(model\.)?(encoder\.)?fc\.", "projection."),
-            (r"^(model\.)?(hidden_norm|encoder\.output_norm_enc)\.", "hidden_norm."),
-            (r"^(model\.)?embed_tokens\.", "embedding."),
-            (r"^(model\.)?d2t$", TOKEN_OFFSETS),
-        ),
+        _PARTS,
         reads_kept=True,
         projects_states=True,
-        block_size=sizes.integer("block_size", minimum=2),
-        mask_token_id=sizes.integer("mask_token_id", minimum=0, maximum=target.vocab_size - 1),
+        block_size=sizes.integer("block_size", minimum=2 - has_markov),
+        mask_token_id=read_mask_token(fields, target.vocab_size),
         is_causal=own.boolean("causal", fields.boolean("is_causal", False)),
+        # Heads of the library Speculators say so if the last token predicts; those of DSpark's authors always do.
+        predicts_from_last=has_markov and fields.boolean("sample_from_anchor", section is None),
+        has_markov=has_markov,
     )
+
+
+def _rotates_halves(fields: ConfigFields) -> bool:
+    return fields.boolean("rope_is_neox_style", fields.boolean("is_neox_style", True))
 
 
 def _windows(fields: ConfigFields, own: ConfigFields) -> list[int | None]:

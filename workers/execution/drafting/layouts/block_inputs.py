@@ -1,4 +1,4 @@
-"""The layers of a model whose hidden states a DFlash head reads."""
+"""The layers of a model whose hidden states a DFlash or DSpark head reads."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from .....protocol.checkpoint.config_fields import ConfigFields
 
 
 def read_block_inputs(fields: ConfigFields, num_layers: int) -> Sequence[int]:
-    """Return the layers of a model with `num_layers` layers whose inputs a DFlash head reads.
+    """Return the layers of a model with `num_layers` layers whose inputs a DFlash or DSpark head reads.
 
     Raises:
         CheckpointError: The config names layers that the model does not have.
     """
     own = fields.first_section("dflash_config")
     name, read, offset = "target_layer_ids", own.get("target_layer_ids"), 1
-    if read is None:
-        read = fields.get(name)
+    for other in ("target_layer_ids", "dspark_target_layer_ids"):
+        if read is None:
+            name, read = other, fields.get(other)
     if read is None:
         # The config of the library Speculators counts the hidden states, beginning with the embedding.
         name, read, offset = (

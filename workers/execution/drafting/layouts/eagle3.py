@@ -1,6 +1,7 @@
 """The layout of EAGLE-3 heads (arXiv 2503.01840): layers of Llama, Qwen3 or DeepSeek-V3 that read inner hidden states.
 
-In heads trained with the library Speculators, the fields of the layer are in a section of the config.
+In heads trained with the library Speculators, the fields of the layer are in a section of the config. P-EAGLE heads are
+EAGLE-3 heads with hidden states for unknown tokens, with which one pass computes all drafts.
 """
 
 from __future__ import annotations
@@ -13,14 +14,15 @@ from msgspec.structs import replace
 
 from .....protocol.checkpoint.config_fields import ConfigFields
 from .....protocol.errors import CheckpointError
+from ....layers.spec import ModelSpec
 from ....layers.specs.norm_names import NormNames
 from ....loaders import Checkpoint
 from ....models.families import model_spec
-from .head_layout import TOKEN_OFFSETS, HeadLayout, headless
+from .head_layout import MASK_STATES, TOKEN_OFFSETS, HeadLayout, headless, read_mask_token
 
 _NAMES: Final = re.compile(
     r"(Llama|Qwen\w*)ForCausalLMEagle3|Eagle3(Llama|Qwen\w*|MiniMaxM2|Deepseek\w*)ForCausalLM|Eagle3Speculator|"
-    r"Eagle3DraftModel|"
+    r"Eagle3DraftModel|P[Ee]agle\w*|"
 )
 _LAYER: Final = r"^(?:model\.)?(?:midlayer|layers\.0)\."
 _PARTS: Final = (
@@ -30,19 +32,20 @@ _PARTS: Final = (
     (r"^(model\.)?input_norm\.", "states_norm."),
     (r"^(model\.)?fc_norm\.", "state_norms."),
     (r"^(model\.)?embed_tokens\.", "embedding."),
+    (r"^(model\.)?mask_hidden$", MASK_STATES),
     (r"^(model\.)?d2t$", TOKEN_OFFSETS),
 )
 _OUTSIDE: Final = (
     rf"{_LAYER}(input_layernorm|hidden_norm)\..*"
-    r"|^(model\.)?((fc|input_norm|fc_norm|embed_tokens)\..*|d2t|t2d)$"
+    r"|^(model\.)?((fc|input_norm|fc_norm|embed_tokens)\..*|mask_hidden|d2t|t2d)$"
 )
 
 
-def read_eagle3(checkpoint: Checkpoint) -> HeadLayout:
+def read_eagle3(target: ModelSpec, checkpoint: Checkpoint) -> HeadLayout:
     """Return the layout of an EAGLE-3 head.
 
     Raises:
-        CheckpointError: The checkpoint has another architecture.
+        CheckpointError: The checkpoint has another architecture, or a field of its config is wrong.
     """
     config: dict[str, Any] = dict(checkpoint.config)
     fields = ConfigFields(config, checkpoint.config_path)
@@ -81,13 +84,18 @@ def read_eagle3(checkpoint: Checkpoint) -> HeadLayout:
             *spec.tensor_names,
         ),
     )
+    is_parallel = any(name.endswith("mask_hidden") for name in stored)
+    # Heads of Speculators add their output to the normed hidden state by default, except P-EAGLE heads.
+    adds_to_normed = section is not None and not is_parallel
     return HeadLayout(
         spec,
         _PARTS,
         reads_kept=_reads_inner_states(fields),
         returns_normed=fields.boolean("norm_output", False),
         projects_states=True,
-        adds_to_normed=fields.boolean("norm_before_residual", section is not None),
+        adds_to_normed=fields.boolean("norm_before_residual", adds_to_normed),
+        is_parallel=is_parallel,
+        mask_token_id=read_mask_token(fields, target.vocab_size) if is_parallel else 0,
     )
 
 

@@ -12,6 +12,7 @@ from typing import Final
 import msgspec
 from msgspec.structs import replace
 
+from .....protocol.checkpoint.config_fields import ConfigFields
 from ....layers.spec import ModelSpec
 from ....loaders.tensor_names import TensorNames
 
@@ -23,6 +24,13 @@ PROJECTION_BIAS: Final = "projection.bias"
 OUTPUT_PROJECTION: Final = "output_projection.weight"
 STATES_NORM: Final = "states_norm.weight"
 STATE_NORM: Final = "state_norms.{}.weight"
+MASK_STATES: Final = "mask_states"
+MARKOV_VECTORS: Final = "markov.vectors.weight"
+MARKOV_MATRIX: Final = "markov.matrix.weight"
+MARKOV_GATE: Final = "markov.gate.weight"
+MARKOV_GATE_BIAS: Final = "markov.gate.bias"
+MARKOV_STATE: Final = "markov.state.weight"
+MARKOV_STATE_BIAS: Final = "markov.state.bias"
 TOKEN_OFFSETS: Final = "token_offsets"
 
 
@@ -45,9 +53,13 @@ class HeadLayout(msgspec.Struct, frozen=True):
     may have another hidden size than the model, and an output projection between the two. If `num_chosen_clusters` is
     not 0, it computes only the logits of that many clusters of tokens.
 
+    If it `is_parallel`, the head computes all drafts in one pass: the first as above, and the others from the token
+    `mask_token_id` and stored hidden states, in place of those that are unknown.
+
     If `block_size` is not 0, the head predicts up to that many tokens in one pass, including the last known one, from
     `mask_token_id` in place of the others. Its layers have keys and values of the projected hidden states. Tokens of
-    the block attend to each other, unless `is_causal`.
+    the block attend to each other, unless `is_causal`. If `predicts_from_last`, the last known token predicts the first
+    draft, and each mask token the draft after its own place. If it `has_markov`, drafts depend on those before them.
     """
 
     spec: ModelSpec
@@ -59,9 +71,17 @@ class HeadLayout(msgspec.Struct, frozen=True):
     adds_to_normed: bool = False
     reads_cache: bool = False
     num_chosen_clusters: int = 0
+    is_parallel: bool = False
     block_size: int = 0
     mask_token_id: int = 0
     is_causal: bool = False
+    predicts_from_last: bool = False
+    has_markov: bool = False
+
+    @property
+    def max_drafts(self) -> int:
+        """The maximum number of drafts of a block."""
+        return self.block_size - 1 + self.predicts_from_last
 
 
 def headless(spec: ModelSpec) -> ModelSpec:
@@ -75,4 +95,19 @@ def headless(spec: ModelSpec) -> ModelSpec:
         encoder=None,
         added_after=(),
         score_head=None,
+    )
+
+
+def read_mask_token(fields: ConfigFields, vocab_size: int) -> int:
+    """Return the token that stands for unknown ones in a head that computes several drafts in one pass.
+
+    Raises:
+        CheckpointError: The config does not name it, or it is not one of `vocab_size` tokens.
+    """
+    own = fields.first_section("dflash_config")
+    names = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
+    given = [own.get("mask_token_id"), *map(fields.get, names)]
+    token = next((token for token in given if token is not None), None)
+    return fields.with_values({"mask_token_id": token}).integer(
+        "mask_token_id", minimum=0, maximum=vocab_size - 1
     )

@@ -30,7 +30,7 @@ def read_layout(
         case ProposerMethod.DFLASH:
             return read_block(target, checkpoint)
         case ProposerMethod.EAGLE3:
-            return read_eagle3(checkpoint)
+            return read_eagle3(target, checkpoint)
     return read_eagle(checkpoint)
 
 
