@@ -47,6 +47,11 @@ template <int kSums, int kRows, int kColumns>
 ENGINE_TILE void dot_tiles() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSums), "i"(kRows), "i"(kColumns));
 }
+// sums[m][n] += rows[m] * columns[n], where the elements are four signed bytes (TDPBSSD).
+template <int kSums, int kRows, int kColumns>
+ENGINE_TILE void dot_signed_tiles() {
+  asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSums), "i"(kRows), "i"(kColumns));
+}
 
 // Calls f with each number below `count`, at most four, as a compile-time constant.
 template <class Function>

@@ -6,6 +6,7 @@
 
 #include "linear/activation_groups.h"
 #include "linear/kernels.h"
+#include "runtime/buffer.h"
 #include "isa/target.h"
 
 namespace engine::ENGINE_TARGET {
