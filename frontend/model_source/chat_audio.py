@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
 from ...protocol.checkpoint.audio.tower import audio_section, audio_tower_spec, has_audio_tower
 from ...protocol.checkpoint.config_fields import ConfigFields
 from ...protocol.checkpoint.gguf_config.mmproj.audio import PLACEHOLDERS
@@ -75,6 +77,9 @@ _GEMMA4: Final = SpeechFormat(
 )
 _SPEECH: Final = {
     "audioflamingo3": SpeechFormat(instruction="Transcribe the input speech.", follows=True),
+    "fireredasr2": SpeechFormat(
+        prompt="<|im_start|>user\n{audio}请转写音频为文字<|im_end|>\n<|im_start|>assistant\n"
+    ),
     "fun_asr_nano": SpeechFormat(
         languages={"en": "英文", "ja": "日文", "zh": "中文"},
         has_parts=True,
@@ -111,6 +116,7 @@ _FRAMING: Final = {
     "audioflamingo3": Framing.WINDOWS,
     "midashenglm": Framing.DECIBELS,
     "musicflamingo": Framing.WINDOWS,
+    "fireredasr2": Framing.KALDI,
     "fun_asr_nano": Framing.STACKED,
     "funaudiochat": Framing.PADDED,
     "nemotron_h_omni": Framing.NORMED,
@@ -133,18 +139,24 @@ _MAX_WINDOWS: Final = {
     **dict.fromkeys(("granite_speech", "granite_speech_plus"), 1),
     "qwen2_audio": 1,
     # Their encoders read a clip as a whole.
-    **dict.fromkeys(("fun_asr_nano", "midashenglm", "nemotron_h_omni"), 1),
+    **dict.fromkeys(("fireredasr2", "fun_asr_nano", "midashenglm", "nemotron_h_omni"), 1),
 }
 """The processors of Audio Flamingo 3, Music Flamingo, Qwen2-Audio and Gemma drop the rest of an audio clip."""
 
 _TOKENS: Final = {
+    "fireredasr2": ("<|AUDIO|>",),
     "midashenglm": ("<|AUDIO|>",),
     "ultravox": PLACEHOLDERS,
     "voxtral": ("[AUDIO]",),
 }
 """The texts of tokens that may stand for audio where the config does not have its id: the first that exists."""
 
-_MIN_SAMPLES: Final = {"qwen3_asr": 8000, "funaudiochat": 400, "midashenglm": 3200}
+_MIN_SAMPLES: Final = {
+    "qwen3_asr": 8000,
+    "funaudiochat": 400,
+    "midashenglm": 3200,
+    "fireredasr2": 1040,
+}
 """Processors fill shorter clips with silence, Qwen3-ASR's because very short clips confuse the model."""
 
 _AROUND: Final = dict.fromkeys(("funaudiochat", "midashenglm"), ("<|audio_bos|>", "<|audio_eos|>"))
@@ -190,6 +202,7 @@ def read_chat_audio(
         speech=_SPEECH.get(kind),
         marks=_read_marks(tokenizer or path, config),
         times=_read_times(path, kind),
+        norms=_read_norms(path, kind),
         mark="<|audio|>" if kind == "ultravox" else "",
         around=_AROUND.get(kind, ("", "")) if mmproj is None else mmproj.around_clip,
         **(_VIBEVOICE if kind == "vibevoice_asr" else {}),
@@ -250,3 +263,19 @@ def _read_times(path: Path, kind: str) -> TimeMarks | None:
         return None
     times = TimeMarks(processor.positive("audio_tokens_per_second", 12.5), seconds)
     return times if times.num_outputs else None
+
+
+def _read_norms(path: Path, kind: str) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
+    """Return the means of FireRedASR2's features, and the factors of the differences from them."""
+    if kind != "fireredasr2":
+        return None
+    processor = ConfigFields.read_if_present(path / "preprocessor_config.json")
+    found = processor.get("means"), processor.get("inverse_std_variences")
+    try:
+        means, scales = msgspec.convert(found, tuple[tuple[float, ...], tuple[float, ...]])
+    except msgspec.ValidationError:
+        means = scales = ()
+    count = processor.integer("num_mel_bins", 80)
+    if not len(means) == len(scales) == count:
+        raise processor.wrong("means", f"{count} numbers, as inverse_std_variences", found[0])
+    return means, scales

@@ -157,6 +157,10 @@ _OF_ARCHITECTURE: Final[dict[str, Callable[[ConfigFields], dict[str, Any]]]] = {
     "DeepseekOCR2ForCausalLM": _deepseek_ocr2,
     "DeepseekV3BidirectionalModel": lambda _: {"is_causal": False},
     "EmbeddingGemmaModel": lambda _: {"use_bidirectional_attention": True},
+    "FireRedASR2ForConditionalGeneration": lambda fields: {
+        "model_type": "fireredasr2",
+        "text_config": {**fields.config, "model_type": "qwen2"},
+    },
     "LlamaForClassification": lambda fields: {
         "num_labels": fields.get("num_labels", fields.get("classification_out_size"))
     },

@@ -22,7 +22,8 @@ class Framing(enum.StrEnum):
     the clip before two frames of silence, which have no features. `STACKED`: the clip, whose frames are joined in
     sevens, of which neighbors share one (Fun-ASR-Nano). `WAVE`: none, because the samples of parts are
     read, at a level of -25 dB (VibeVoice ASR). `NORMED`: the clip, whose features are normed (Nemotron Omni).
-    `DECIBELS`: the clip, whose features are decibels (MiDashengLM).
+    `DECIBELS`: the clip, whose features are decibels (MiDashengLM). `KALDI`: the clip, with Kaldi's features
+    (FireRedASR2).
     """
 
     CLIP = "clip"
@@ -37,6 +38,7 @@ class Framing(enum.StrEnum):
     WAVE = "wave"
     NORMED = "normed"
     DECIBELS = "decibels"
+    KALDI = "kaldi"
 
 
 _HOPS: Final = {Framing.PAIRS: 320, Framing.STACKED: 960, Framing.WAVE: 1}
@@ -53,6 +55,7 @@ class SpeechFormat(msgspec.Struct, frozen=True):
     language.
 
     Attributes:
+        prompt: The whole prompt, if the checkpoint's chat template does not write it, with "{audio}" for the clip.
         languages: The code of each language that may be given -> its name in instructions and answers; empty if the
             model always detects the language itself.
         instruction: The text of the message.
@@ -69,6 +72,7 @@ class SpeechFormat(msgspec.Struct, frozen=True):
         turns: The format of answers that are turns with times and speakers; "" for other answers.
     """
 
+    prompt: str = ""
     languages: dict[str, str] = {}
     instruction: str = ""
     follows: bool = False
@@ -133,6 +137,7 @@ class ChatAudioConfig(msgspec.Struct, frozen=True):
         duration_mark: The text in prompts that stands for the seconds of a clip; "" for none.
         times: The times that the processor adds among a clip's tokens; None for none.
         mark: The text that represents a clip in prompts; "" for that of the placeholder token.
+        norms: The mean of each feature, and the factors of the differences from it; None if they are read as they are.
         around: The texts before and after a clip's tokens in prompts of chat templates that read only text.
     """
 
@@ -148,6 +153,7 @@ class ChatAudioConfig(msgspec.Struct, frozen=True):
     around: tuple[str, str] = ("", "")
     rate: int = 16_000
     duration_mark: str = ""
+    norms: tuple[tuple[float, ...], tuple[float, ...]] | None = None
 
     @property
     def window_samples(self) -> int:

@@ -182,18 +182,21 @@ def test_answers_equal_those_of_transformers(model: Model, server: Server) -> No
     assert_nothing_is_held(server)
 
 
-def test_tensor_parallel_models_hear_under_memory_pressure_and_crashes(tmp_path: Path) -> None:
-    voxtral = Model(tmp_path, "voxtral")
+@pytest.mark.parametrize("kind", ["voxtral", "voxtral mistral", "funaudiochat add", "midashenglm"])
+def test_tensor_parallel_models_hear_under_memory_pressure_and_crashes(
+    tmp_path: Path, kind: str
+) -> None:
+    model = Model(tmp_path, kind)
     small = ("--max-num-batched-tokens", "20", "--max-num-seqs", "4", "--max-model-len", "200")
     blocks = ("--num-gpu-blocks-override", "16", "--encoder-cache-size", "60")
     dumps = ("--dump-dir", str(tmp_path / "dumps"))
-    with Server(str(voxtral.path), *FLAGS, *small, *blocks, *dumps, "-tp", "2") as server:
-        voxtral.check_all(server, [0, 1, 2, 3, 0])
+    with Server(str(model.path), *FLAGS, *small, *blocks, *dumps, "-tp", "2") as server:
+        model.check_all(server, [0, 1, 2, 3, 0])
         status, dumped = server.post("/debug/dump", {})
         assert status == 200
         assert replay(dumped["files"]) == 0
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            answers = pool.submit(voxtral.check_all, server, [0, 2, 3, 1])
+            answers = pool.submit(model.check_all, server, [0, 2, 3, 1])
             server.child("worker 0").kill()
             answers.result()
         server.wait_until_whole()

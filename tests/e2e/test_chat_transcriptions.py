@@ -49,9 +49,16 @@ class Reference:
 
     @torch.inference_mode()
     def text(
-        self, samples: np.ndarray, num_tokens: int, *, before: str = "", text: str = "", answer: str
+        self,
+        samples: np.ndarray,
+        num_tokens: int,
+        *,
+        before: str = "",
+        text: str = "",
+        answer: str = "",
+        prompt: str = "",
     ) -> str:
-        """Return the transcript in a conversation whose clip has `num_tokens` embeddings."""
+        """Return the transcript in a conversation whose clip has `num_tokens` embeddings, or after a `prompt`."""
         content: Any = [{"type": "audio"}, *([{"type": "text", "text": text}] if text else [])]
         if self.kind == "granite_speech":
             content = MARKS[self.kind] + text
@@ -60,7 +67,7 @@ class Reference:
         messages: list[Any] = [{"role": "user", "content": content}]
         if before:
             messages.insert(0, {"role": "system", "content": before})
-        prompt = self._tokenizer.apply_chat_template(
+        prompt = prompt or self._tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True
         )
         tokens = MARKS[self.kind] * num_tokens
@@ -73,10 +80,10 @@ class Reference:
         prompt = prompt.replace(MARKS[self.kind], tokens) + answer
         ids = self._tokenizer.encode(prompt, add_special_tokens=False, return_tensors="pt")
         inputs = reference_inputs(self.kind, [samples])
-        if self.kind == "gemma3n":
+        if self.kind in ("gemma3n", "fireredasr2"):
             # This reference is no model of transformers, but a module with its parts.
-            found = ids
-            while found.shape[1] < GEMMA_LEN and int(found[0, -1]) != self._tokenizer.eos_token_id:
+            found, most = ids, GEMMA_LEN if self.kind == "gemma3n" else MAX_MODEL_LEN
+            while found.shape[1] < most and int(found[0, -1]) != self._tokenizer.eos_token_id:
                 logits = self.model(found, **inputs).logits[0, -1]
                 found = torch.cat((found, logits.argmax()[None, None]), 1)
         else:
@@ -229,6 +236,32 @@ def test_fun_asr_nano_gets_the_language_as_a_part_across_a_crash_of_a_worker(
         assert len(verbose.segments) >= 2
         with pytest.raises(openai.BadRequestError, match="is too short"):
             create(model="tiny", file=clip(2, 0.02)[1])
+        assert_nothing_is_held(server)
+
+
+def test_fireredasr_transcribes_in_its_own_prompt_across_a_crash_of_a_worker(
+    tmp_path: Path,
+) -> None:
+    reference = Reference(tmp_path, "fireredasr2")
+    samples, file = clip(3, 3.3)
+    # The server needs no chat template for it.
+    (reference.path / "chat_template.jinja").unlink()
+    question = f"{MARKS['fireredasr2']}\u8bf7\u8f6c\u5199\u97f3\u9891\u4e3a\u6587\u5b57"
+    prompt = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+    # Four of 328 frames become a row, and two rows an embedding.
+    expected = reference.text(samples, 41, prompt=prompt)
+    with Server(str(reference.path), *FLAGS, "-tp", "2") as server:
+        create = transcriptions(server).transcriptions.create
+        limit = {"max_completion_tokens": 24}
+        events = iter(create(model="tiny", file=file, stream=True, extra_body=limit))
+        parts = [next(events)]
+        server.child("worker 0").kill()
+        *_, done = [*parts, *events]
+        # Later tokens of this text are almost equally probable.
+        assert (done.text, len(done.text) > 60) == (expected[: len(done.text)], True)
+        server.wait_until_whole()
+        with pytest.raises(openai.BadRequestError, match="detects the language itself"):
+            create(model="tiny", file=file, language="zh")
         assert_nothing_is_held(server)
 
 

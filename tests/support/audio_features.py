@@ -19,8 +19,19 @@ def granite_features(clip: np.ndarray, num_mel_bins: int) -> torch.Tensor:
     return torch.from_numpy(features[: 2 * pairs].reshape(pairs, -1)).float()
 
 
+def kaldi_features(clip: np.ndarray, num_mel_bins: int) -> torch.Tensor:
+    """Return the features [frames, mel bins] of Kaldi for samples with the range of 16-bit integers."""
+    return _kaldi(clip * 32768.0, num_mel_bins, "povey")
+
+
 def stacked_features(clip: np.ndarray, num_mel_bins: int) -> torch.Tensor:
     """Return the features [rows, 7 * mel bins] of transformers' extractor, which itself needs torchaudio."""
+    frames = _kaldi(clip, num_mel_bins, "hamming")
+    padded = torch.cat((frames[:1].expand(3, -1), frames, frames[-1:].expand(9, -1)))
+    return torch.stack([padded[i : i + 7].flatten() for i in range(0, len(frames), 6)])
+
+
+def _kaldi(clip: np.ndarray, num_mel_bins: int, window: str) -> torch.Tensor:
     filters = mel_filter_bank(
         257,
         num_mel_bins,
@@ -32,7 +43,7 @@ def stacked_features(clip: np.ndarray, num_mel_bins: int) -> torch.Tensor:
     )
     found = spectrogram(
         clip.astype(np.float64),
-        window_function(400, "hamming", periodic=False),
+        window_function(400, window, periodic=False),
         400,
         160,
         fft_length=512,
@@ -44,6 +55,4 @@ def stacked_features(clip: np.ndarray, num_mel_bins: int) -> torch.Tensor:
         log_mel="log",
         mel_floor=1.192092955078125e-07,
     )
-    frames = torch.from_numpy(found.T).float()
-    padded = torch.cat((frames[:1].expand(3, -1), frames, frames[-1:].expand(9, -1)))
-    return torch.stack([padded[i : i + 7].flatten() for i in range(0, len(frames), 6)])
+    return torch.from_numpy(found.T).float()

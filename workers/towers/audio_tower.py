@@ -30,6 +30,7 @@ from ...protocol.config.audio.tower import (
     OutputGroups,
     OutputTimes,
     PatchesSpec,
+    RelativeConformerSpec,
     UniversalSpeechSpec,
 )
 from ...protocol.encoder_inputs.payloads import AudioPayload
@@ -43,6 +44,7 @@ from .audio import (
     frames,
     memory,
     patches,
+    relative_conformer,
     samples,
     streaming,
     universal,
@@ -85,6 +87,9 @@ class AudioTower:
             self._encode = memory.MemoryEncoder(
                 spec, source.weights(memory.MARKER), source.checkpoint
             )
+        elif isinstance(spec, RelativeConformerSpec):
+            weights = source.weights(relative_conformer.MARKER)
+            self._encode = relative_conformer.RelativeConformer(spec, weights)
         elif isinstance(spec, PatchesSpec):
             self._encode = patches.PatchEncoder(spec, source.weights(patches.MARKER))
         elif isinstance(spec, SamplesSpec):

@@ -34,6 +34,7 @@ from .log_mel import (
     ClipFrames,
     clip_log_mel,
     decibels,
+    kaldi_log_mel,
     level,
     log_mel,
     normed_log_mel,
@@ -134,6 +135,13 @@ def _windows(samples: Float32Array, config: ChatAudioConfig) -> Iterator[tuple[F
         return
     if config.framing is Framing.NORMED:
         features = normed_log_mel(samples, tower.num_mel_bins, has_dither=False)
+        yield features, features.shape[1]
+        return
+    if config.framing is Framing.KALDI:
+        features = kaldi_log_mel(samples, tower.num_mel_bins)
+        if config.norms is not None:
+            mean, scale = (np.array(each, np.float32)[:, None] for each in config.norms)
+            features = (features - mean) * scale
         yield features, features.shape[1]
         return
     if config.framing is Framing.DECIBELS:

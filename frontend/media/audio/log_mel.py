@@ -241,17 +241,10 @@ def stacked_log_mel(samples: Float32Array, num_mel_bins: int) -> Float32Array:
     Returns:
         The features of the frames of each row, float32 [STACKED * num_mel_bins, rows].
     """
-    if len(samples) < WINDOW:
-        return np.zeros((STACKED * num_mel_bins, 0), np.float32)
-    frames = np.lib.stride_tricks.sliding_window_view(samples, WINDOW)[::HOP]
-    frames = frames - frames.mean(1, keepdims=True)
-    previous = np.hstack((frames[:, :1], frames[:, :-1]))
     window = 0.54 - 0.46 * np.cos(2 * np.pi * np.arange(WINDOW) / (WINDOW - 1))
-    emphasized = (frames - np.float32(_EMPHASIS) * previous) * window.astype(np.float32)
-    spectrum = np.fft.rfft(emphasized, _PAIRED_FFT, axis=1)
-    power = (spectrum.real**2 + spectrum.imag**2).astype(np.float32, copy=False)
-    filters = _kaldi_filters(num_mel_bins)
-    features = np.log(np.maximum(power @ filters, np.finfo(np.float32).eps))
+    features = _kaldi_log_mel(samples, num_mel_bins, window)
+    if not len(features):
+        return np.zeros((STACKED * num_mel_bins, 0), np.float32)
     # Rows are centered at every sixth frame. The first and the last frame are repeated.
     num_rows = -(-len(features) // _STACKED_STRIDE)
     first = _STACKED_STRIDE * np.arange(num_rows)[:, None] - STACKED // 2
@@ -279,6 +272,37 @@ def decibels(samples: Float32Array, num_mel_bins: int) -> Float32Array:
     features = 10 * np.log10(np.maximum(power @ filters, np.float32(_FLOOR))).T
     limited: Float32Array = np.maximum(features, features.max() - np.float32(_DECIBELS))
     return limited
+
+
+def kaldi_log_mel(samples: Float32Array, num_mel_bins: int) -> Float32Array:
+    """Return log-mel features with Kaldi's own window, of samples that have the range of 16-bit integers.
+
+    Args:
+        samples: The samples at `RATE`, float32 [N] in [-1, 1].
+        num_mel_bins: The number of features per frame.
+
+    Returns:
+        The features, float32 [num_mel_bins, frames].
+    """
+    hann = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(WINDOW) / (WINDOW - 1))
+    return _kaldi_log_mel(samples * np.float32(1 << 15), num_mel_bins, hann**0.85).T
+
+
+def _kaldi_log_mel(
+    samples: Float32Array, num_mel_bins: int, window: npt.NDArray[np.float64]
+) -> Float32Array:
+    """Return Kaldi's log-mel features, float32 [frames, num_mel_bins]."""
+    if len(samples) < WINDOW:
+        return np.zeros((0, num_mel_bins), np.float32)
+    frames = np.lib.stride_tricks.sliding_window_view(samples, WINDOW)[::HOP]
+    frames = frames - frames.mean(1, keepdims=True)
+    previous = np.hstack((frames[:, :1], frames[:, :-1]))
+    emphasized = (frames - np.float32(_EMPHASIS) * previous) * window.astype(np.float32)
+    spectrum = np.fft.rfft(emphasized, _PAIRED_FFT, axis=1)
+    power = (spectrum.real**2 + spectrum.imag**2).astype(np.float32, copy=False)
+    filters = _kaldi_filters(num_mel_bins)
+    features: Float32Array = np.log(np.maximum(power @ filters, np.finfo(np.float32).eps))
+    return features
 
 
 class ClipFrames(NamedTuple):

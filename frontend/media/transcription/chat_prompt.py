@@ -38,7 +38,7 @@ class ChatPrompts:
         audio: ChatAudioConfig,
         speech: SpeechFormat,
         tokenizer: Tokenizer,
-        template: ChatTemplate,
+        template: ChatTemplate | None,
         guard: SpecialTokenGuard,
     ) -> None:
         self._speech = speech
@@ -76,6 +76,8 @@ class ChatPrompts:
         is_translated = options.task is Task.TRANSLATE
         name = speech.languages[language] if language else ""
         clip = PreparedAudio(list(inputs), seconds)
+        if speech.prompt:
+            return self._place(speech.prompt.format(audio=AUDIO_MARK), clip)
         if speech.has_parts:
             content: Any = self._parts(options, name)
             return self._encode([{"role": "user", "content": content}], "", clip)
@@ -111,7 +113,11 @@ class ChatPrompts:
         self, messages: list[Any], answer: str, clip: PreparedAudio
     ) -> tuple[list[int], list[EncoderInput]]:
         """Return the tokens of a conversation with the beginning of an answer, and its encoder inputs."""
-        text = self._template.render(messages, self._guard) + answer
+        assert self._template is not None
+        return self._place(self._template.render(messages, self._guard) + answer, clip)
+
+    def _place(self, text: str, clip: PreparedAudio) -> tuple[list[int], list[EncoderInput]]:
+        """Return the tokens of a prompt, and its encoder inputs."""
         _, token_ids, placed = self._places.encode(
             text,
             [clip],

@@ -380,7 +380,7 @@ def make_transcriber(
     audio = model.chat_audio
     assert audio is not None
     assert audio.speech is not None
-    if template is None:
+    if template is None and not audio.speech.prompt:
         return None
     prompts = ChatPrompts(model, audio, audio.speech, tokenizer, template, guard)
     return Transcriber(speech, prompts, audio, tokenizer, executor, urls)

@@ -10,9 +10,7 @@ import msgspec
 from ...config.audio.samples import (
     StreamingSpec,
 )
-from ...config.audio.tower import (
-    FastConformerSpec,
-)
+from ...config.audio.tower import FastConformerSpec, RelativeConformerSpec
 from ..config_fields import ConfigFields
 from .fields import MAX_POSITIONS, Channels, read_num_heads
 
@@ -151,4 +149,31 @@ def streaming_spec(fields: ConfigFields) -> StreamingSpec:
         activation=encoder.text("hidden_act", "gelu"),
         has_bias=encoder.boolean("attention_bias", False),
         output_size=fields.integer("hidden_size", 320),
+    )
+
+
+def relative_conformer_spec(
+    fields: ConfigFields, audio: ConfigFields, output_size: int
+) -> RelativeConformerSpec:
+    """Return the encoder of FireRedASR2.
+
+    Raises:
+        CheckpointError: A field is missing or invalid.
+    """
+    hidden_size = audio.integer("d_model", maximum=MAX_POSITIONS)
+    heads = audio.with_values({"num_attention_heads": audio.get("n_head")})
+    kernel_size = audio.integer("kernel_size", 33, maximum=1023)
+    if kernel_size % 2 == 0:
+        raise audio.wrong("kernel_size", "odd", kernel_size)
+    return RelativeConformerSpec(
+        num_mel_bins=audio.integer("idim", 80, minimum=7, maximum=1024),
+        hidden_size=hidden_size,
+        intermediate_size=4 * hidden_size,
+        num_layers=audio.integer("n_layers_enc", maximum=1024),
+        num_heads=read_num_heads(heads, hidden_size, 20),
+        num_frames=3000,
+        conv_channels=32,
+        kernel_size=kernel_size,
+        rows_per_output=fields.integer("encoder_downsample_rate", 2, maximum=64),
+        output_size=output_size,
     )

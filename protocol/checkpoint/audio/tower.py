@@ -25,7 +25,7 @@ from .conformers import conformer_spec, gemma3n_spec, gemma4_spec
 from .convolutions import wave_spec
 from .fields import MAX_POSITIONS, read_num_heads, read_size
 from .patches import patches_spec
-from .speech_encoders import nemotron_omni_spec
+from .speech_encoders import nemotron_omni_spec, relative_conformer_spec
 
 _THINKER: Final = "thinker_config"
 _MODEL_TYPES: Final = (
@@ -34,10 +34,11 @@ _MODEL_TYPES: Final = (
     *("granite_speech", "granite_speech_plus", "audioflamingo3", "musicflamingo"),
     *("moss_transcribe_diarize", "fun_asr_nano", "vibevoice_asr"),
     *("gemma3n", "gemma4", "gemma4_unified", "embedding_gemma2", "voxtral_realtime"),
-    *("nemotron_h_omni", "ultravox", "funaudiochat", "midashenglm"),
+    *("nemotron_h_omni", "ultravox", "funaudiochat", "midashenglm", "fireredasr2"),
 )
 
 _SECTIONS: Final = {
+    "fireredasr2": "audio_encoder_conf",
     "granite": "encoder_config",
     "midashenglm": "audio_encoder_config",
     "vibevoice": "acoustic_tokenizer_encoder_config",
@@ -83,6 +84,8 @@ def audio_tower_spec(fields: ConfigFields, output_size: int) -> AnyAudioSpec:
     if kind == "vibevoice_asr":
         return wave_spec(fields, output_size)
     audio = audio_section(fields).required_section(_section_name(kind))
+    if kind == "fireredasr2":
+        return relative_conformer_spec(fields, audio, output_size)
     if kind == "midashenglm":
         return patches_spec(fields, audio, output_size)
     if kind == "gemma3n":

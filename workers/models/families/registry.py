@@ -145,6 +145,7 @@ _WITH_ANY_DECODER = {
     "Emu3ForConditionalGeneration",
     "Exaone4_5_ForConditionalGeneration",
     "FastVlmForConditionalGeneration",
+    "FireRedASR2ForConditionalGeneration",
     "FunAsrNanoForConditionalGeneration",
     "FunAudioChatForConditionalGeneration",
     "FuyuForCausalLM",

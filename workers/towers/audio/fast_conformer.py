@@ -5,7 +5,7 @@ Shapes: C features of a frame, N frames, P rows, D hidden size, H heads, K head 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -81,7 +81,7 @@ class FastConformer:
             zeros_D = torch.zeros_like(x_PD[:1])
             bias_D = zeros_D if self._input.bias is None else self._input.bias[None]
             x_PD = torch.cat((x_PD, bias_D * self._spec.input_scale))
-        positions_FD = _positions(len(x_PD), self._spec.hidden_size).to(x_PD)
+        positions_FD = distance_embeddings(len(x_PD), self._spec.hidden_size).to(x_PD)
         for layer in self._layers:
             x_PD = layer(x_PD, positions_FD, num_read)
         if self._decoder is not None:
@@ -89,12 +89,47 @@ class FastConformer:
         return x_PD if self._output is None else self._output(x_PD)
 
 
-def _positions(num_rows: int, size: int) -> Tensor:
+def distance_embeddings(num_rows: int, size: int) -> Tensor:
     """Return the embeddings [F, size] of distances from `num_rows` - 1 down to 1 - `num_rows`."""
     distances = torch.arange(num_rows - 1, -num_rows, -1).float()
     frequencies = 1.0 / _MAX_WAVELENGTH ** (torch.arange(0, size, 2).float() / size)
     angles = distances[:, None] * frequencies
     return torch.stack((angles.sin(), angles.cos()), 2).flatten(1)
+
+
+def attend_by_distance(
+    qkv: Sequence[Tensor],
+    distances_FD: Tensor,
+    content_H1K: Tensor,
+    position_H1K: Tensor,
+    *,
+    num_read: int,
+) -> Tensor:
+    """Return the attention output [P, D] of rows whose scores depend on their distances (arXiv 1901.02860).
+
+    Args:
+        qkv: The queries, keys and values [P, D].
+        distances_FD: The keys of the distances in the order of `distance_embeddings`.
+        content_H1K: What is added to the queries of keys.
+        position_H1K: What is added to the queries of distances.
+        num_read: The number of rows that other rows read. The others read all rows alike.
+    """
+    heads = (len(content_H1K), -1)
+    q_HPK, k_HPK, v_HPK = (x.unflatten(1, heads).transpose(0, 1) for x in qkv)
+    distances_HFK = distances_FD.unflatten(1, heads).transpose(0, 1)
+    near_HPF = (q_HPK + position_H1K) @ distances_HFK.transpose(1, 2)
+    num_rows = q_HPK.shape[1]
+    rows = torch.arange(num_rows, device=q_HPK.device)
+    index_PP = num_rows - 1 - rows[:, None] + rows
+    near_HPP = near_HPF.gather(2, index_PP.expand(len(near_HPF), -1, -1))
+    scores_HPP = near_HPP * q_HPK.shape[2] ** -0.5
+    unread = torch.finfo(scores_HPP.dtype).min
+    scores_HPP[:, num_read:] = unread
+    scores_HPP[:, :, num_read:] = unread
+    out_HPK = F.scaled_dot_product_attention(
+        q_HPK + content_H1K, k_HPK, v_HPK, attn_mask=scores_HPP
+    )
+    return out_HPK.transpose(0, 1).flatten(1)
 
 
 class _Projection:
@@ -164,27 +199,16 @@ class _Layer:
         return down(self._activation(up(x_PD)))
 
     def _attend(self, x_PD: Tensor, positions_FD: Tensor, num_read: int) -> Tensor:
-        heads = (self._spec.num_heads, -1)
-        q_HPK, k_HPK, v_HPK = (
-            linear(x_PD).unflatten(1, heads).transpose(0, 1) for linear in self._qkv
+        qkv = [linear(x_PD) for linear in self._qkv]
+        return self._output(
+            attend_by_distance(
+                qkv,
+                self._distances(positions_FD),
+                self._content_H1K,
+                self._position_H1K,
+                num_read=num_read,
+            )
         )
-        distances_HFK = self._distances(positions_FD).unflatten(1, heads).transpose(0, 1)
-        near_HPF = (q_HPK + self._position_H1K) @ distances_HFK.transpose(1, 2)
-        rows = torch.arange(len(x_PD), device=x_PD.device)
-        index_PP = len(x_PD) - 1 - rows[:, None] + rows
-        near_HPP = near_HPF.gather(2, index_PP.expand(len(near_HPF), -1, -1))
-        scores_HPP = near_HPP * q_HPK.shape[2] ** -0.5
-        # Other rows do not read the last one, which reads all rows alike.
-        unread = torch.finfo(scores_HPP.dtype).min
-        scores_HPP[:, num_read:] = unread
-        scores_HPP[:, :, num_read:] = unread
-        out_HPK = F.scaled_dot_product_attention(
-            q_HPK + self._content_H1K,
-            k_HPK,
-            v_HPK,
-            attn_mask=scores_HPP,
-        )
-        return self._output(out_HPK.transpose(0, 1).flatten(1))
 
     def _convolve(self, x_PD: Tensor, num_read: int) -> Tensor:
         x_DP = F.glu(self._up(x_PD), 1).T
