@@ -293,6 +293,11 @@ _USUAL: dict[str, dict[str, Any]] = {
     },
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 16},
     "jais": {"hidden_act": "swiglu"},
+    "jet_nemotron": {
+        "model_type": "jet_nemotron",
+        "layer_types": ["jet", "attn"] * 16,
+        "efficient_attention_config": {"jet": {"num_heads": 12, "head_dim": 96}},
+    },
     "k2_horizon": {"layernorm_num_groups": 2},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 16},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
@@ -329,6 +334,7 @@ _USUAL: dict[str, dict[str, Any]] = {
         "moe_num_primary_experts": 64,
         "moe_num_active_primary_experts": 6,
     },
+    "xverse": {"num_experts": 64, "moe_top_k": 6},
     "step3_text": {"moe_intermediate_size": 5120, "share_expert_dim": 5120},
     **{
         name: {

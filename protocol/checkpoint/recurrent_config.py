@@ -28,6 +28,7 @@ from .recurrent_layers import (
     nominal_heads,
 )
 from .rwkv_config import READERS as RWKV_READERS
+from .state_spaces.jet import read_jet_block
 from .state_spaces.mamba import (
     read_falcon_h1,
     read_mamba1,
@@ -269,6 +270,7 @@ _READERS: Final[dict[str, _Reader]] = {
     **dict.fromkeys(("mamba", "falcon_mamba", "jamba"), _MAMBA1),
     "rwkv": read_rwkv4,
     "xlstm": read_xlstm,
+    "jet_nemotron": _with_silu(read_jet_block),
     "mamba2": _with_silu(read_pure_mamba2),
     "plamo2": read_plamo2,
     "granitemoehybrid": _MAMBA2,

@@ -21,6 +21,7 @@ from typing import ClassVar, Final, TypeAlias
 
 import msgspec
 
+from .state_spaces.jet import JetBlock
 from .state_spaces.rwkv4 import Rwkv4
 from .state_spaces.state_size import SEGMENT, StateSize
 from .state_spaces.xlstm import MatrixLstm
@@ -451,6 +452,7 @@ MixerLayer: TypeAlias = (
     | Rwkv7
     | RgLru
     | MatrixLstm
+    | JetBlock
 )
 """The layers that are a block of their own, beside attention or instead of it."""
 

@@ -38,8 +38,10 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
     """True if layers have `alibi_slopes_H` or other biases by distance."""
     rounds_alibi: bool = False
     """True if the slopes are for the positions of keys; see `ModelSpec`."""
+    has_alibi_roots: bool = False
+    """True if the slopes are for the square roots of distances."""
     has_distance_biases: bool = False
-    """True if layers have biases by distance other than slopes."""
+    """True if layers have biases by distance other than slopes for distances or positions."""
     latent_rank: int = 0
     """If not 0, the cache has only keys, and their first `latent_rank` elements are the values."""
     is_causal: bool = True
@@ -71,6 +73,7 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
         # All layers may differ from the model's defaults, as in a Gemma 4 with only full attention.
         common = of_layers[0] if of_layers and not is_shared else model
         has_biases = bool(model.num_distance_buckets or model.relative_biases or model.disentangled)
+        has_biases |= model.has_alibi_roots
         return cls(
             num_heads=len(shard.heads(common)),
             num_kv_heads=len(shard.kv_heads(common)),
@@ -80,6 +83,7 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
             device=device,
             reads_distances=bool(model.alibi_slopes) or has_biases,
             rounds_alibi=model.rounds_alibi,
+            has_alibi_roots=model.has_alibi_roots,
             has_distance_biases=has_biases,
             latent_rank=0 if model.latent is None else model.latent.kv_rank,
             index_dim=model.index_dim,

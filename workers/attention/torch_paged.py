@@ -366,7 +366,10 @@ class TorchPagedAttention(AttentionBackend):
             rounded = slopes.bfloat16() * distance.bfloat16()
             return (mask - rounded.float() * layer.scale).to(mask.dtype)
         # Later keys, which only encoders see, have negative distances.
-        return (mask - slopes * distance.abs()).to(mask.dtype)
+        distance = distance.abs()
+        if self.spec.has_alibi_roots:
+            distance = distance.float().sqrt()
+        return (mask - slopes * distance).to(mask.dtype)
 
     def _query_biases(self, distance: Tensor, biases_RHE: Tensor) -> Tensor:
         """Return each row's bias for each key [N, M, L], given the distances [M, L] or [N, 1, L]."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ...protocol.checkpoint.recurrent_layers import Rwkv6, Rwkv7
+from ...protocol.checkpoint.state_spaces.jet import JetBlock
 from ...protocol.checkpoint.state_spaces.rwkv4 import Rwkv4
 from ...protocol.checkpoint.state_spaces.xlstm import MatrixLstm
 from ..layers.spec import ModelSpec
@@ -50,6 +51,9 @@ def unsupported_features(spec: ModelSpec) -> list[str]:
         "queries of low rank without latent attention": spec.query_rank > 0,
         "LSTMs with matrices (xLSTM)": any(
             isinstance(layer.recurrent, MatrixLstm) for layer in spec.layers
+        ),
+        "convolutions of values with taps of each token (Jet-Nemotron)": any(
+            isinstance(layer.recurrent, JetBlock) for layer in spec.layers
         ),
         "mixtures of two tokens' hidden states (RWKV)": any(
             isinstance(layer.recurrent, Rwkv4 | Rwkv6 | Rwkv7) for layer in spec.layers

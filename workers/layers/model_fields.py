@@ -188,6 +188,8 @@ class ModelFields(msgspec.Struct, frozen=True, kw_only=True):
     """The factor of each query head on the distance to a key, which is subtracted (ALiBi, arXiv 2108.12409)."""
     rounds_alibi: bool = False
     """True if factor times position, a product of bfloat16 numbers, is added before scaling instead (Falcon)."""
+    has_alibi_roots: bool = False
+    """True if the square root of the distance is used instead (Step 1)."""
     num_distance_buckets: int = 0
     """The number of buckets of distances, for each of which a query head adds a number (T5, arXiv 1910.10683)."""
     has_layer_distance_biases: bool = False

@@ -53,19 +53,24 @@ def with_fused_qkv(tensors: Tensors) -> Tensors:
 
 def with_alibi(reference: transformers.PreTrainedModel) -> None:
     """Make a Llama with six heads use ALiBi instead of rotations, and rows of unit length in its head."""
+    with_slopes(reference, power=1.0)
+    head = reference.lm_head.weight.data
+    head.copy_(torch.nn.functional.normalize(head))
+
+
+def with_slopes(reference: transformers.PreTrainedModel, power: float) -> None:
+    """Subtract a power of the distance to a key from scores, times the head's slope, instead of rotating."""
     reference.model.rotary_emb.inv_freq.zero_()
     slopes = torch.tensor([2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3])
 
     def add_mask(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         positions = torch.arange(args[0].shape[1])
         distances = positions[:, None] - positions
-        mask = -slopes[:, None, None] * distances.abs()
+        mask = -slopes[:, None, None] * distances.abs() ** power
         mask.masked_fill_(distances < 0, torch.finfo(torch.float32).min)
         return args, kwargs | {"attention_mask": mask[None]}
 
     reference.register_forward_pre_hook(add_mask, with_kwargs=True)
-    head = reference.lm_head.weight.data
-    head.copy_(torch.nn.functional.normalize(head))
 
 
 def with_layer_norms(reference: transformers.PreTrainedModel) -> None:

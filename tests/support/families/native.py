@@ -116,6 +116,7 @@ NATIVE = [
     "Rnj1",
     "SmallThinker",
     "Solar",
+    "Step1",
     "Step3p7",
     "xglm",
     "zamba",

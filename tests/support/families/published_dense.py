@@ -343,6 +343,18 @@ PUBLISHED_DENSE = {
         },
         prepare=changes.with_means_of_states,
     ),
+    "Step1": Published(
+        "llama2",
+        {"num_key_value_heads": 2},
+        {
+            "model_type": "step1",
+            "num_key_value_heads": None,
+            "num_attention_groups": 2,
+            "max_position_embeddings": None,
+            "max_seq_len": 256,
+        },
+        prepare=functools.partial(changes.with_slopes, power=0.5),
+    ),
     "TeleChat2": Published(
         "llama-biases",
         # The base is 1e4 * 7 ** (12 / 10), because texts of 64 tokens were the first to train with.

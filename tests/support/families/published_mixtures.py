@@ -34,6 +34,13 @@ def _as_k2_horizon(reference: transformers.PreTrainedModel) -> None:
         layer.self_attn.q_norm, layer.self_attn.k_norm = _HeadNorms(6), _HeadNorms(2)
 
 
+def _with_own_matrices(tensors: changes.Tensors) -> changes.Tensors:
+    """Store every matrix apart."""
+    stored = changes.with_ling_matrices(tensors)
+    own = {name: weight for name, weight in tensors.items() if "self_attn" in name}
+    return {name: weight for name, weight in stored.items() if "qkv_proj" not in name} | own
+
+
 def _with_own_keys(reference: transformers.PreTrainedModel) -> None:
     """Let the tokens of a prompt choose experts by their own logits, as single tokens do."""
 
@@ -181,5 +188,34 @@ MIXTURES = {
         "ling2",
         {"n_group": 1, "topk_group": 1, "partial_rotary_factor": 1.0},
         {"model_type": "param2moe", "score_function": "sigmoid", "n_group": None},
+    ),
+    # A Granite without multipliers has the layers of an XVERSE-MoE.
+    "XverseMoe": Published(
+        "granite-moe-shared",
+        {
+            "intermediate_size": 40,
+            "shared_intermediate_size": 80,
+            "attention_multiplier": 8**-0.5,
+            "embedding_multiplier": 1.0,
+            "residual_multiplier": 1.0,
+            "logits_scaling": 1.0,
+            "tie_word_embeddings": False,
+        },
+        {
+            "model_type": "xverse",
+            "num_local_experts": None,
+            "num_experts_per_tok": None,
+            "shared_intermediate_size": None,
+            "num_experts": 4,
+            "moe_top_k": 2,
+            "num_shared_experts": 2,
+            "norm_topk_prob": True,
+        },
+        (
+            (r"block_sparse_moe\.router\.layer", "mlp.router"),
+            (r"block_sparse_moe\.", "mlp."),
+            (r"shared_mlp\.", "mlp.shared_experts."),
+        ),
+        _with_own_matrices,
     ),
 }

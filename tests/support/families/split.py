@@ -226,9 +226,11 @@ _PUBLISHED_SIZES: dict[str, dict[str, Any]] = {
     "MiniCPMSALA": {"head_dim": 128},
     "OpenELM": {},
     "SmallThinker": {},
+    "Step1": {},
     "Solar": {},
 }
-_RWKV = {
+_IN_TORCH = {
+    "JetNemotron": {"head_dim": 128},
     "rwkv6": {"hidden_size": 96, "num_hidden_layers": 5, "num_heads": 6},
     "rwkv7": {"hidden_size": 96, "num_hidden_layers": 5, "head_dim": 16},
 }
@@ -236,4 +238,4 @@ _RWKV = {
 
 def published_sizes(backend: CPUBackend) -> dict[str, dict[str, Any]]:
     """Return the sizes of families without a class in transformers that this backend supports."""
-    return _PUBLISHED_SIZES if backend is CPUBackend.NATIVE else _PUBLISHED_SIZES | _RWKV
+    return _PUBLISHED_SIZES if backend is CPUBackend.NATIVE else _PUBLISHED_SIZES | _IN_TORCH

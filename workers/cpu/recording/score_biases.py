@@ -63,7 +63,8 @@ def read_biases(blocks: BlockRecorder, max_distance: int, prefix: str = "") -> F
             biases_HE = rounded_HE.float() * spec.attention_scale
         else:
             # Later keys, which only encoders see, are as far away as earlier ones.
-            biases_HE = -slopes_H1 * distances_E.abs()
+            away_E = distances_E.abs()
+            biases_HE = -slopes_H1 * (away_E.sqrt() if spec.has_alibi_roots else away_E)
     else:
         biases_BH = read_distance_biases(spec, blocks.weights, prefix)
         biases_BH = biases_BH[:, heads.start : heads.stop]

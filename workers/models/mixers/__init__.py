@@ -14,12 +14,14 @@ from ....protocol.checkpoint.recurrent_layers import (
     Rwkv7,
     ShortConvolution,
 )
+from ....protocol.checkpoint.state_spaces.jet import JetBlock
 from ....protocol.checkpoint.state_spaces.rwkv4 import Rwkv4
 from ....protocol.checkpoint.state_spaces.xlstm import MatrixLstm
 from ...layers.parallel.tensor_parallel import TensorParallel
 from ..layer_source import LayerSource
 from ..weights import WeightReader
 from .gated_delta_net import GatedDeltaNetMixer
+from .jet_block import JetBlockMixer
 from .kimi_delta_attention import KimiDeltaAttentionMixer
 from .lightning_attention import LightningAttentionMixer
 from .mamba1 import Mamba1Mixer
@@ -42,6 +44,7 @@ _MIXERS: dict[type[MixerLayer], type[Mixer]] = {
     LightningAttention: LightningAttentionMixer,
     RgLru: RgLruMixer,
     MatrixLstm: MatrixLstmMixer,
+    JetBlock: JetBlockMixer,
     Rwkv4: Rwkv4Mixer,
     Rwkv6: Rwkv6Mixer,
     Rwkv7: Rwkv7Mixer,

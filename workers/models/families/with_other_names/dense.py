@@ -401,6 +401,18 @@ def _teleflm(fields: ConfigFields) -> ModelSpec:
     )
 
 
+def _step1(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a Step 1, the decoder of Step-Audio, which has ALiBi with square roots of distances."""
+    heads = fields.integer("num_attention_groups", fields.integer("num_key_value_heads", 1))
+    fields = fields.with_values({"num_key_value_heads": heads})
+    return llama(
+        fields,
+        layers=uniform_layers(fields, None),
+        alibi_slopes=alibi_slopes(fields),
+        has_alibi_roots=True,
+    )
+
+
 FAMILIES = (
     Family("AquilaForCausalLM", "aquila", llama),
     Family("AquilaModel", "aquila", llama),
@@ -427,5 +439,6 @@ FAMILIES = (
     Family("TeleChat3ForCausalLM", "telechat3", llama),
     Family("Telechat3ForCausalLM", "telechat3", llama),
     Family("TeleFLMForCausalLM", "teleflm", _teleflm),
+    Family("Step1ForCausalLM", "step1", _step1),
     Family("XverseForCausalLM", "xverse", llama),
 )

@@ -269,6 +269,20 @@ def _k2_horizon(fields: ConfigFields) -> ModelSpec:
     return with_experts(spec, experts, has_sparse_step(fields), tensor_names=names)
 
 
+def _xverse_moe(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of an XVERSE-MoE, or of a dense XVERSE, which has the same model type."""
+    if fields.get("num_experts") is None:
+        return llama(fields)
+    size = fields.integer("intermediate_size")
+    experts = read_experts(
+        fields.with_defaults(num_experts_per_tok=fields.integer("moe_top_k", 6)),
+        intermediate_size="intermediate_size",
+        renormalizes=fields.boolean("norm_topk_prob", False),
+        shared_intermediate_size=size * fields.integer("num_shared_experts", 0, minimum=0),
+    )
+    return with_experts(llama(fields), experts, tensor_names=((r"\.mlp\.router\.", ".mlp.gate."),))
+
+
 FAMILIES = (
     Family("ArcticForCausalLM", "arctic", _arctic),
     Family("GptOssPuzzleForCausalLM", "gpt_oss_puzzle", _gpt_oss_puzzle),
@@ -277,4 +291,5 @@ FAMILIES = (
     Family("JetMoeForCausalLM", "jetmoe", _jetmoe),
     Family("K2HorizonForCausalLM", "k2_horizon", _k2_horizon),
     Family("Step3TextForCausalLM", "step3_text", _step3),
+    Family("XverseMoeForCausalLM", "xverse", _xverse_moe),
 )
