@@ -286,6 +286,10 @@ _USUAL: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 6},
     "deepseek_vl_v2": {"use_mla": False, "n_routed_experts": 64, "num_experts_per_tok": 6},
     "esm": {"vocab_size": 33, "position_embedding_type": "rotary"},
+    "gigachat3_5": {
+        "model_type": "gigachat3_5",
+        "layer_types": ["linear_attention", "attention"] * 16,
+    },
     "glm4_moe": {"head_dim": 128},
     "glm4v_moe": {"head_dim": 128},
     "gpt_oss_puzzle": {

@@ -160,6 +160,19 @@ def _read_gated_delta_net(fields: ConfigFields) -> GatedDeltaNet:
     )
 
 
+def _read_gigachat(fields: ConfigFields) -> GatedDeltaNet:
+    fields = fields.with_defaults(
+        linear_num_key_heads=8, linear_num_value_heads=16, output_gate_type="sigmoid"
+    )
+    return msgspec.structs.replace(
+        _read_gated_delta_net(fields),
+        is_interleaved=True,
+        has_interleaved_steps=True,
+        norm_offset=float("zero_centered" in fields.text("linear_gating_type", "").lower()),
+        norm_factor=fields.positive("linear_sigmoid_gate_scale", 2.0),
+    )
+
+
 def _read_ngrams(fields: ConfigFields) -> NgramConvolution | None:
     if not fields.get("ple_layer_ids"):
         return None
@@ -283,6 +296,7 @@ _READERS: Final[dict[str, _Reader]] = {
     **dict.fromkeys(_GATED_DELTA_NETS, _with_silu(_read_gated_delta_net)),
     "alice_ai": _with_silu(_read_alice_ai),
     "bailing_hybrid": _with_silu(_read_ling_hybrid),
+    "gigachat3_5": _with_silu(_read_gigachat),
     "glm5_next": _GLM5_NEXT,
     "glm5_next_text": _GLM5_NEXT,
     "minicpm_sala": read_minicpm_lightning,

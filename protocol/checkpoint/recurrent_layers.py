@@ -163,6 +163,7 @@ class GatedDeltaNet(msgspec.Struct, frozen=True, tag=True):
     the projections to queries, keys, values and gates are stored key head by key head. `has_interleaved_steps` says the
     same about the projections to strengths and time steps. If `has_tiled_heads`, value head i uses key head i modulo
     their number; otherwise consecutive value heads share one. The gate is a sigmoid if `has_sigmoid_gate`, else SiLU.
+    The weights of the outputs' norm are (stored weight + `norm_offset`) * `norm_factor` (GigaChat 3.5).
     With `ngrams`, every layer has a state for a convolution over embeddings of n-grams, which some layers have.
     """
 
@@ -178,6 +179,8 @@ class GatedDeltaNet(msgspec.Struct, frozen=True, tag=True):
     has_tiled_heads: bool = False
     norm_eps: float | None = None
     has_sigmoid_gate: bool = False
+    norm_offset: float = 0.0
+    norm_factor: float = 1.0
     ngrams: NgramConvolution | None = None
 
     @property

@@ -262,6 +262,7 @@ class NativeMixer(structs.Mixer):
         prefix = self._prefix
         heads = gated_delta_net.head_runs(layer, tensor_parallel)
         num_heads = sum(map(len, heads))
+        norm_V = self._weights.read_elements(f"{prefix}norm.weight", layer.value_dim).numpy()
         return {
             "num_heads": num_heads,
             "num_groups": len(tensor_parallel.part(layer.num_key_heads)),
@@ -274,7 +275,7 @@ class NativeMixer(structs.Mixer):
             "gates_before_norm": False,
             "has_tiled_heads": layer.has_tiled_heads,
             "strength": 2.0 if layer.has_negative_eigenvalues else 1.0,
-            "norm": self._weights.vector(f"{prefix}norm.weight", layer.value_dim),
+            "norm": (norm_V + layer.norm_offset) * layer.norm_factor,
             **self._decay(layer.num_heads, *heads),
         }
 

@@ -48,6 +48,8 @@ def unsupported_features(spec: ModelSpec) -> list[str]:
             spec.dropped_token is not None and spec.num_positions > 0
         ),
         "layer norms of heads beside other norms": spec.qk_norm_bias and spec.norm_kind == "rms",
+        "gates of norms of latent vectors": spec.norm_gate is not None
+        and spec.norm_gate.has_latent_gates,
         "queries of low rank without latent attention": spec.query_rank > 0,
         "LSTMs with matrices (xLSTM)": any(
             isinstance(layer.recurrent, MatrixLstm) for layer in spec.layers

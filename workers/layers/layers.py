@@ -103,18 +103,21 @@ class AffineNorm(LayerNorm):
 
 
 class GatedNorm(RMSNorm):
-    """Root-mean-square norm whose result x is multiplied by sigmoid(up(silu(down(x))))."""
+    """Root-mean-square norm whose result x is multiplied by factor * sigmoid(up(silu(down(x))))."""
 
-    __slots__ = ("down", "up")
+    __slots__ = ("down", "factor", "up")
 
-    def __init__(self, weight: Tensor, eps: float, down: Linear, up: Linear) -> None:
+    def __init__(
+        self, weight: Tensor, eps: float, down: Linear, up: Linear, factor: float = 1.0
+    ) -> None:
         super().__init__(weight, eps)
-        self.down, self.up = down, up
+        self.down, self.up, self.factor = down, up, factor
 
     def __call__(self, x: Tensor) -> Any:
         """Return the gated norm of `x`."""
         y = super().__call__(x)
-        return (y * torch.sigmoid(self.up(F.silu(self.down(y))).float())).to(y.dtype)
+        gate = torch.sigmoid(self.up(F.silu(self.down(y))).float())
+        return (y * (gate if self.factor == 1.0 else gate * self.factor)).to(y.dtype)
 
 
 _SMALLEST_NORM = 1e-6

@@ -22,6 +22,8 @@ from ..layers.layers import (
     RMSNorm,
 )
 from ..layers.spec import ModelSpec
+from ..layers.specs.norm_gate import NormGateSpec
+from .layer_source import LayerSource
 from .weights import WeightReader
 
 
@@ -49,14 +51,7 @@ def read_norm(
     size, offset = spec.hidden_size, spec.norm_offset(name)
     eps = spec.hidden_norm_eps(name)
     if spec.norm_gate is not None and spec.norm_gate.applies(name):
-        down, up = (
-            kernels.linear(weights.read_matrix(f"{name}.gate.{part}.weight", *shape))
-            for part, shape in (
-                ("down", (spec.norm_gate.rank, size)),
-                ("up", (size, spec.norm_gate.rank)),
-            )
-        )
-        return GatedNorm(weights.read_vector(f"{name}.weight", size), eps, down, up)
+        return read_gated_norm(spec, spec.norm_gate, weights, name, size, eps, kernels)
     if offset is None:
         weight_D = torch.ones(size, device=weights.device)
     else:
@@ -70,6 +65,38 @@ def read_norm(
     bias_D = weights.read_vector(f"{name}.bias", size) if spec.has_norm_bias(name) else None
     kind = LayerNorm if spec.norm_kind == "layer" else AffineNorm
     return kind(weight_D, eps, bias_D)
+
+
+def read_gated_norm(
+    spec: ModelSpec,
+    gate: NormGateSpec,
+    weights: WeightReader,
+    name: str,
+    size: int,
+    eps: float,
+    kernels: LayerKernels,
+    factor: float = 1.0,
+) -> GatedNorm:
+    """Return the norm called `name` over `size` elements, whose result is multiplied by a gate and by `factor`."""
+    down, up = (
+        kernels.linear(weights.read_matrix(f"{name}.gate.{part}.weight", *shape))
+        for part, shape in (("down", (gate.rank, size)), ("up", (size, gate.rank)))
+    )
+    weight = weights.read_vector(f"{name}.weight", size)
+    if offset := spec.norm_offset(name):
+        weight = weight + offset
+    return GatedNorm(weight, eps, down, up, gate.factor * factor)
+
+
+def read_latent_norm(
+    source: LayerSource, name: str, size: int, eps: float, factor: float = 1.0
+) -> RMSNorm:
+    """Return the norm called `name` of a vector of latent attention, whose result is multiplied by `factor`."""
+    spec, weights, prefix, _, kernels = source
+    gate = spec.norm_gate
+    if gate is not None and gate.has_latent_gates:
+        return read_gated_norm(spec, gate, weights, f"{prefix}{name}", size, eps, kernels, factor)
+    return RMSNorm(weights.read_vector(f"{prefix}{name}.weight", size) * factor, eps)
 
 
 def read_stream_norm(spec: ModelSpec, weights: WeightReader, name: str) -> HeadNorm:

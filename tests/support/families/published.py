@@ -17,6 +17,7 @@ from support.families.alice_ai import (
     with_own_convolutions,
 )
 from support.families.dense import LLAMA3
+from support.families.gigachat import GIGACHAT
 from support.families.jet import JET
 from support.families.kimi_k3 import K3_CONFIG, as_kimi_k3, with_towers
 from support.families.published_dense import PUBLISHED_DENSE
@@ -224,6 +225,7 @@ PUBLISHED = {
         },
         {"model_type": "minicpm", "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 16},
     ),
+    "GigaChat35": GIGACHAT,
     "JetNemotron": JET,
     "MiniCPMSALA": SALA,
     "InternLM2": Published(

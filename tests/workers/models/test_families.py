@@ -35,7 +35,15 @@ pytestmark = pytest.mark.slow
 torch.set_num_threads(1)
 
 NUM_TOKENS = 60
-FROM_PUBLISHED = ("Glm5Next", "JetNemotron", "KimiK3", "MiniCPMSALA", "MistralLarge4", "Step1")
+FROM_PUBLISHED = (
+    "GigaChat35",
+    "Glm5Next",
+    "JetNemotron",
+    "KimiK3",
+    "MiniCPMSALA",
+    "MistralLarge4",
+    "Step1",
+)
 """Families that transformers has no class for, whose cached states or keys have layouts of their own."""
 
 

@@ -16,3 +16,8 @@ class NormNames(msgspec.Struct, frozen=True):
     """The norm of the sum of attention's input and output, which replaces the output. Only where norms are applied to
     the stream.
     """
+
+    @property
+    def of_blocks(self) -> tuple[str | None, ...]:
+        """The names of the norms of the inputs and outputs of attention and MLP."""
+        return self.attention_input, self.attention_output, self.mlp_input, self.mlp_output

@@ -70,7 +70,7 @@ from .with_images import deepseek as deepseek_ocr
 from .with_other_names import dense as other_dense
 from .with_other_names import mixtures as other_mixtures
 from .with_other_names import plamo
-from .with_states import jet_nemotron, minicpm_sala
+from .with_states import gigachat, jet_nemotron, minicpm_sala
 
 FAMILIES = (
     *deepseek_v4.FAMILIES,
@@ -108,6 +108,7 @@ FAMILIES = (
     *other_dense.FAMILIES,
     *other_mixtures.FAMILIES,
     *plamo.FAMILIES,
+    *gigachat.FAMILIES,
     *jet_nemotron.FAMILIES,
     *minicpm_sala.FAMILIES,
 )

@@ -26,6 +26,7 @@ from ...layers.specs.latent import LatentSpec
 from ..attention import read_sinks, rotary_order, scale_queries
 from ..indexers.keys import Indexer
 from ..layer_source import LayerSource
+from ..norms import read_latent_norm
 from ..weights import Rows, WeightReader
 from .log_scales import LogScales
 
@@ -76,9 +77,8 @@ class LatentAttention:
             rows += gates
         if latent.query_rank is not None:
             self._queries = source.read_rows(queries, latent.query_inputs)
-            self._query_norm = RMSNorm(
-                weights.read_vector(f"{prefix}q_a_layernorm.weight", latent.query_rank),
-                latent.norm_eps,
+            self._query_norm = read_latent_norm(
+                source, "q_a_layernorm", latent.query_rank, latent.norm_eps
             )
         columns = layer.input_size or spec.hidden_size
         self.qkv = source.read_rows(rows, columns, has_biases=spec.qkv_bias)
@@ -92,10 +92,8 @@ class LatentAttention:
             self._sizes.append(len(rows[-1].part))
         self._key_norm: RMSNorm | None = None
         if self._has_keys:
-            self._key_norm = RMSNorm(
-                weights.read_vector(f"{prefix}kv_a_layernorm.weight", latent.kv_rank)
-                * latent.multiplier,
-                latent.norm_eps,
+            self._key_norm = read_latent_norm(
+                source, "kv_a_layernorm", latent.kv_rank, latent.norm_eps, latent.multiplier
             )
         self._rotated_norm: RMSNorm | None = None
         if self._has_keys and latent.norms_rotated_key:

@@ -37,7 +37,8 @@ class GatedDeltaNetMixer(Mixer):
             for name in ("A_log", "dt_bias")
         )
         self._a_H = -log_decay_H.exp()
-        self._norm_V = weights.read_vector(f"{prefix}norm.weight", layer.value_dim)
+        weight_V = weights.read_vector(f"{prefix}norm.weight", layer.value_dim)
+        self._norm_V = (weight_V + layer.norm_offset) * layer.norm_factor
         self._norm_eps = spec.norm_eps if layer.norm_eps is None else layer.norm_eps
         self._gate = torch.sigmoid if layer.has_sigmoid_gate else F.silu
 
