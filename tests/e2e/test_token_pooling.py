@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -212,8 +213,37 @@ def test_senseless_limits_of_parts_are_refused(config: dict[str, Any], message: 
         change_pooler(PoolerConfig(), config)
 
 
-LAYOUTS = {"pylate": False, "sentence-transformers": True, "first": False, "windows": False}
+LAYOUTS = {
+    "pylate": False,
+    "sentence-transformers": True,
+    "first": False,
+    "jina": False,
+    "windows": False,
+}
 """Layout of a ColBERT -> whether tokens attend to those that fill a query."""
+
+
+def in_flash_format(encoder: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors of Jina's XLM-RoBERTa with the names of jina-colbert-v2."""
+    names = {
+        r"embeddings\.LayerNorm": "emb_ln",
+        r"layers\.(\d+)\.post_attention_layernorm": r"encoder.layers.\1.norm1",
+        r"layers\.(\d+)\.post_mlp_layernorm": r"encoder.layers.\1.norm2",
+        r"layers\.(\d+)\.self_attn\.o_proj": r"encoder.layers.\1.mixer.out_proj",
+        r"layers\.(\d+)\.mlp": r"encoder.layers.\1.mlp",
+    }
+    tensors: dict[str, torch.Tensor] = {}
+    stored = encoder.state_dict()
+    for name, tensor in stored.items():
+        if name.endswith((".q_proj.weight", ".q_proj.bias")):
+            parts = [stored[name.replace("q_proj", f"{part}_proj")] for part in "qkv"]
+            start, kind = name.split(".self_attn.q_proj.")
+            tensors[f"roberta.encoder.{start}.mixer.Wqkv.{kind}"] = torch.cat(parts)
+        elif "k_proj" not in name and "v_proj" not in name:
+            for pattern, replacement in names.items():
+                name = re.sub(f"^{pattern}", replacement, name)
+            tensors[f"roberta.{name}"] = tensor
+    return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
 
 def colbert_directory(path: Path, layout: str, size: int) -> tuple[Any, torch.nn.Linear]:
@@ -233,12 +263,21 @@ def colbert_directory(path: Path, layout: str, size: int) -> tuple[Any, torch.nn
         names = ("pad_token_id", "cls_token_id", "sep_token_id", "bos_token_id", "eos_token_id")
         config = transformers.ModernBertConfig(**sizes | dict.fromkeys(names, 3))
         bert = transformers.ModernBertModel(config).eval()
+    if layout == "jina":
+        sizes = {"hidden_size": size, "intermediate_size": 96, "num_hidden_layers": 2}
+        sizes |= {"num_attention_heads": 4, "vocab_size": len(tokenizer), "pad_token_id": 3}
+        config = transformers.JinaEmbeddingsV3Config(**sizes)
+        bert = transformers.JinaEmbeddingsV3Model(config).eval()
     bert.resize_token_embeddings(len(tokenizer))
-    if layout == "first":
+    if layout in ("first", "jina"):
         tensors = {f"bert.{name}": tensor for name, tensor in bert.state_dict().items()}
+        fields = bert.config.to_dict() | {"architectures": ["HF_ColBERT"]}
+        if layout == "jina":
+            tensors = in_flash_format(bert)
+            fields |= {"model_type": "xlm-roberta", "position_embedding_type": "rotary"}
+            fields |= {"rotary_emb_base": fields.pop("rope_parameters")["rope_theta"]}
         tensors["linear.weight"] = dense.weight.detach()
         save_file(tensors, path / "model.safetensors")
-        fields = bert.config.to_dict() | {"architectures": ["HF_ColBERT"]}
         (path / "config.json").write_text(json.dumps(fields, default=str))
         metadata = {"query_token_id": "[Q] ", "doc_token_id": "[D] ", "query_maxlen": 12}
         metadata |= {"doc_maxlen": 20, "dim": 16, "attend_to_mask_tokens": False}
@@ -296,7 +335,7 @@ def test_a_model_for_late_interaction_reranks_by_maxsim(tmp_path: Path, layout: 
     expected = [
         float((vectors(query, True) @ vectors(text, False).T).amax(1).sum()) for text in documents
     ]
-    backend = "torch" if layout == "first" else "native"
+    backend = "torch" if layout in ("first", "jina") else "native"
     flags = ("--served-model-name", "colbert", "--cpu-backend", backend)
     with Server(str(tmp_path), *flags) as server:
         status, answer = server.post("/v1/rerank", {"query": query, "documents": documents})

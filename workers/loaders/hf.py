@@ -88,6 +88,7 @@ _STACKINGS = {
     ),
     "llama4": _Stacking(is_transposed=True),
     "llama4_text": _Stacking(is_transposed=True),
+    "openai_privacy_filter": _Stacking(is_transposed=True),
     "qwen3_vl_moe": _Stacking(is_transposed=True),
     "qwen3_vl_moe_text": _Stacking(is_transposed=True),
 }

@@ -31,6 +31,7 @@ MODELS = {
     "RobertaForSequenceClassification": ({}, 0),
     "XLMRobertaForSequenceClassification": ({"num_labels": 1}, 0),
     "DistilBertForSequenceClassification": (DISTILBERT, 0),
+    "GPT2ForSequenceClassification": (GPT2, -1),
     "AlbertForSequenceClassification": ({"embedding_size": 32}, 0),
     "ConvBertForSequenceClassification": ({"embedding_size": 48}, 0),
     "DebertaForSequenceClassification": (
@@ -74,6 +75,11 @@ MODELS = {
     "NomicBertForTokenClassification": ({"type_vocab_size": 2}, slice(None)),
     "LlamaForTokenClassification": ({"num_labels": 1}, slice(None)),
     "GPT2ForTokenClassification": (GPT2, slice(None)),
+    "RobertaForTokenClassification": ({}, slice(None)),
+    "OpenAIPrivacyFilterForTokenClassification": (
+        {"head_dim": 8, "num_key_value_heads": 2, "num_local_experts": 5, "sliding_window": 6},
+        slice(None),
+    ),
 }
 """Architecture -> differences of its config, and the rows of the hidden states that the head reads."""
 

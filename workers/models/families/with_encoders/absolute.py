@@ -155,7 +155,8 @@ def _encoder_spec(fields: ConfigFields, **differences: Any) -> ModelSpec:
     return base_spec(fields, uniform_layers(fields, None), **bert | differences)
 
 
-def _bert(fields: ConfigFields) -> ModelSpec:
+def bert(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a BERT (arXiv 1810.04805)."""
     fields = fields.with_defaults(
         hidden_act="gelu", rms_norm_eps=1e-12, max_position_embeddings=512
     )
@@ -168,7 +169,7 @@ def _bert(fields: ConfigFields) -> ModelSpec:
 
 def _electra(fields: ConfigFields) -> ModelSpec:
     """Return the spec of an ELECTRA, a BERT whose embeddings may have another size (arXiv 2003.10555)."""
-    spec, size = _bert(fields), fields.integer("embedding_size", 128)
+    spec, size = bert(fields), fields.integer("embedding_size", 128)
     return replace(
         spec,
         embedding_size=None if size == spec.hidden_size else size,
@@ -185,7 +186,7 @@ def _albert(fields: ConfigFields) -> ModelSpec:
     num_groups = fields.integer("num_hidden_groups", 1, maximum=count)
     groups = [i * num_groups // count for i in range(count)]
     first_layers = [groups.index(group) for group in range(num_groups)]
-    spec = _bert(fields)
+    spec = bert(fields)
     layers = tuple(
         replace(layer, weights=None if first_layers[group] == i else first_layers[group])
         for i, (layer, group) in enumerate(zip(spec.layers, groups, strict=True))
@@ -207,7 +208,7 @@ def _ernie(fields: ConfigFields) -> ModelSpec:
     """Return the spec of an ERNIE, a BERT that may add the embedding of a task, always the first one."""
     has_tasks = fields.boolean("use_task_id", False)
     return replace(
-        _bert(fields),
+        bert(fields),
         num_tasks=fields.integer("task_type_vocab_size", 3) if has_tasks else 0,
         tensor_names=((r"embeddings\.task_type_embeddings\.", "embed_tasks."), *BERT_NAMES),
     )
@@ -216,7 +217,7 @@ def _ernie(fields: ConfigFields) -> ModelSpec:
 def _rembert(fields: ConfigFields) -> ModelSpec:
     """Return the spec of a RemBERT, a BERT whose embeddings have another size (arXiv 2010.12821)."""
     return replace(
-        _bert(fields),
+        bert(fields),
         embedding_size=fields.integer("input_embedding_size", 256),
         has_head=False,
         tensor_names=_REMBERT_NAMES,
@@ -251,7 +252,7 @@ def _mobilebert(fields: ConfigFields) -> ModelSpec:
     fields = fields.with_defaults(hidden_act="relu", intermediate_size=512)
     heads = fields.integer("num_attention_heads")
     return replace(
-        _bert(fields.with_values({"head_dim": size // heads})),
+        bert(fields.with_values({"head_dim": size // heads})),
         embedding_size=fields.integer("embedding_size", 128),
         joins_neighbors=True,
         norm_kind="affine",
@@ -271,7 +272,8 @@ def positions_after_padding(fields: ConfigFields) -> tuple[ConfigFields, int]:
     return fields.with_values({"max_position_embeddings": count}), offset
 
 
-def _roberta(fields: ConfigFields) -> ModelSpec:
+def roberta(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a RoBERTa (arXiv 1907.11692), whose positions begin after that of padding."""
     fields = fields.with_defaults(hidden_act="gelu", rms_norm_eps=1e-12, type_vocab_size=2)
     fields, offset = positions_after_padding(fields)
     return _encoder_spec(
@@ -341,7 +343,7 @@ def _jina2(fields: ConfigFields) -> ModelSpec:
 def _bert_splade(fields: ConfigFields) -> ModelSpec:
     head = r"^cls\.predictions\."
     return with_splade_head(
-        _bert(fields),
+        bert(fields),
         fields,
         dense=rf"{head}transform\.dense\.",
         norm=rf"{head}transform\.LayerNorm\.",
@@ -351,7 +353,7 @@ def _bert_splade(fields: ConfigFields) -> ModelSpec:
 
 def _roberta_splade(fields: ConfigFields) -> ModelSpec:
     return with_splade_head(
-        _roberta(fields),
+        roberta(fields),
         fields,
         dense=r"^lm_head\.dense\.",
         norm=r"^lm_head\.layer_norm\.",
@@ -373,8 +375,7 @@ FAMILIES = (
     *encoder_families(
         "Albert", "albert", _albert, HeadNames(r"^(.*\.)?pooler\.", r"^classifier\.")
     ),
-    *encoder_families("Bert", "bert", _bert, AFTER_POOLER),
-    Family("HF_ColBERT", "bert", _bert),
+    *encoder_families("Bert", "bert", bert, AFTER_POOLER),
     Family("BertSpladeSparseEmbeddingModel", "bert", _bert_splade),
     *encoder_families("DistilBert", "distilbert", _distilbert, _DISTILBERT_HEAD),
     Family("DistilBertSpladeSparseEmbeddingModel", "distilbert", _distilbert_splade),
@@ -383,10 +384,10 @@ FAMILIES = (
     *encoder_families("MobileBert", "mobilebert", _mobilebert, AFTER_POOLER),
     *encoder_families("Ernie", "ernie", _ernie, AFTER_POOLER),
     *encoder_families("RemBert", "rembert", _rembert, AFTER_POOLER),
-    *encoder_families("Roberta", "roberta", _roberta, WITH_OWN_DENSE),
+    *encoder_families("Roberta", "roberta", roberta, WITH_OWN_DENSE),
     Family("RobertaSpladeSparseEmbeddingModel", "roberta", _roberta_splade),
-    *encoder_families("XLMRoberta", "xlm-roberta", _roberta, WITH_OWN_DENSE),
-    Family(BGE_M3, "xlm-roberta", _roberta),
+    *encoder_families("XLMRoberta", "xlm-roberta", roberta, WITH_OWN_DENSE),
+    Family(BGE_M3, "xlm-roberta", roberta),
     Family("XLMRobertaSpladeSparseEmbeddingModel", "xlm-roberta", _roberta_splade),
     *encoder_families("JinaBert", "jina_bert", _jina2, AFTER_POOLER),
     *encoder_families("MPNet", "mpnet", _mpnet, WITH_OWN_DENSE),

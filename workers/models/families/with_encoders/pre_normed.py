@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from msgspec.structs import replace
+
 from .....protocol.checkpoint.config_fields import ConfigFields
 from ....layers.read_rope import read_rope
 from ....layers.spec import ModelSpec
 from ..common import Family, base_spec, head_dim, uniform_layers
+from ..experts import gpt_oss
 from .absolute import BERT_NAMES, POST_NORMED, positions_after_padding
 from .heads import AFTER_POOLER, WITH_OWN_DENSE, encoder_families
 
@@ -129,7 +132,18 @@ def _esmc(fields: ConfigFields) -> ModelSpec:
     )
 
 
+def _privacy_filter(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of OpenAI's Privacy Filter, a gpt-oss whose tokens attend to their neighbors on both sides."""
+    count = fields.layer_count("num_hidden_layers")
+    window = 1 + fields.integer("sliding_window", 128)
+    spec = gpt_oss(
+        fields.with_values({"sliding_window": window, "layer_types": ["sliding_attention"] * count})
+    )
+    return replace(spec, is_causal=False, rope_order="interleaved", tie_word_embeddings=True)
+
+
 FAMILIES: tuple[Family, ...] = (
+    Family("OpenAIPrivacyFilterModel", "openai_privacy_filter", _privacy_filter),
     *encoder_families("Esm", "esm", _esm, WITH_OWN_DENSE),
     *encoder_families("Esmc", "esmc", _esmc, WITH_OWN_DENSE),
     *encoder_families("MegatronBert", "megatron-bert", _megatron_bert, AFTER_POOLER),

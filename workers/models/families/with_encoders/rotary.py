@@ -23,7 +23,7 @@ from ..common import (
 )
 from ..experts import with_experts
 from ..llama import llama
-from .absolute import BERT_NAMES, POST_NORMED
+from .absolute import BERT_NAMES, POST_NORMED, bert, roberta
 from .heads import (
     AFTER_POOLER,
     WITH_OWN_DENSE,
@@ -293,6 +293,18 @@ def _jina3(fields: ConfigFields) -> ModelSpec:
     return _post_normed(fields, 20_000.0, tensor_names=_JINA_NAMES)
 
 
+def _first_colbert(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of the encoder of a ColBERT in its first layout: BERT, XLM-RoBERTa, or Jina's with rotations."""
+    if fields.text("model_type", "bert") != "xlm-roberta":
+        return bert(fields)
+    if fields.get("position_embedding_type") != "rotary":
+        return roberta(fields)
+    theta = fields.positive("rotary_emb_base", 10_000.0)
+    return _jina3(
+        fields.with_values({"position_embedding_type": None}).with_defaults(rope_theta=theta)
+    )
+
+
 def _roformer(fields: ConfigFields) -> ModelSpec:
     """Return the spec of a RoFormer, a BERT whose embeddings may have another size (arXiv 2104.09864)."""
     fields.require("is_decoder", False)
@@ -401,6 +413,7 @@ FAMILIES = (
     *encoder_families("NomicBert", "nomic_bert", _nomic, AFTER_POOLER),
     *encoder_families("New", "new", _gte, AFTER_POOLER),
     *encoder_families("Gte", "gte", _gte, AFTER_POOLER),
+    Family("HF_ColBERT", "bert", _first_colbert),
     *encoder_families("JinaEmbeddingsV3", "jina_embeddings_v3", _jina3, WITH_OWN_DENSE),
     *encoder_families("NeoBERT", "neobert", _neobert, HeadNames(r"^dense\.", r"^classifier\.")),
     *encoder_families("RoFormer", "roformer", _roformer, WITH_OWN_GELU_DENSE),
