@@ -26,7 +26,7 @@ from ..http.errors import APIError, bad_request, echo, json_response, unavailabl
 from ..http.middleware import add_middleware
 from .children import Child, Children, State
 from .names import find_name
-from .proxy import is_websocket, pass_on, pass_on_websocket
+from .proxy import Connections, is_websocket, pass_on, pass_on_websocket
 
 PROBES: Final = ("/health", "/v1/health", "/livez", "/readyz", "/ping")
 
@@ -48,6 +48,7 @@ class RouterApp:
 
     def __init__(self, children: Children, config: FrontendConfig) -> None:
         self._children = children
+        self._connections = Connections()
         self._max_bytes = config.max_body_bytes
         self._memory = RequestMemory(max(config.max_request_memory, 2 * config.max_body_bytes))
         self._created = int(time.time())
@@ -86,7 +87,9 @@ class RouterApp:
                         self._children, candidates[0], scope, send, size, new_lease
                     )
                 else:
-                    await pass_on(self._children, candidates, body, scope, receive, send)
+                    await pass_on(
+                        self._children, self._connections, candidates, body, scope, receive, send
+                    )
             except EngineError as error:
                 raise unavailable(str(error), RETRY_S) from None
 

@@ -19,6 +19,8 @@ from .children import Child, Children
 logger = logging.getLogger(__name__)
 
 RETRY_S: Final = 1.0
+MAX_IDLE: Final = 128
+"""Maximum number of unused connections to one server."""
 PIECE_BYTES: Final = 1 << 16
 
 _OF_CONNECTION: Final = frozenset(
@@ -43,6 +45,7 @@ _Headers = list[tuple[bytes, bytes]]
 
 async def pass_on(
     children: Children,
+    connections: Connections,
     candidates: Sequence[Child],
     body: bytes,
     scope: Scope,
@@ -59,8 +62,10 @@ async def pass_on(
 
     async def answer() -> None:
         for child in candidates:
-            async with children.use(child), _open(child, scope, body) as answered:
-                response = await answered.read_head()
+            async with (
+                children.use(child),
+                connections.ask(child, scope, body) as (response, answered),
+            ):
                 if response.status_code == 404 and child is not candidates[-1]:
                     continue
                 await _send_back(response, answered, scope, send)
@@ -69,24 +74,48 @@ async def pass_on(
     await while_connected(receive, answer())
 
 
-class _Answer:
-    """The answer of a model's server."""
+class Connection:
+    """A connection to a model's server, for one request after another."""
 
-    def __init__(self, reader: asyncio.StreamReader, parser: h11.Connection) -> None:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
-        self._parser = parser
+        self._writer = writer
+        self._parser = h11.Connection(h11.CLIENT)
 
-    async def read_head(self) -> h11.Response:
-        """Return the status and the headers."""
-        while True:
-            event = await self._next()
-            if isinstance(event, h11.Response):
-                return event
+    @property
+    def is_open(self) -> bool:
+        """False if the server has closed the connection."""
+        return not self._reader.at_eof() and not self._writer.is_closing()
+
+    async def ask(self, request: h11.Request, body: bytes) -> h11.Response:
+        """Send a request, and return the status and the headers of the answer.
+
+        Raises:
+            OSError: The server has closed the connection.
+            h11.ProtocolError: It has closed the connection, or its answer is invalid.
+        """
+        for part in (request, h11.Data(body), h11.EndOfMessage()):
+            self._writer.write(self._parser.send(part) or b"")
+        await self._writer.drain()
+        while not isinstance(event := await self._next(), h11.Response):
+            pass
+        return event
 
     async def read_body(self) -> AsyncIterator[bytes]:
-        """Yield the pieces of the body."""
+        """Yield the pieces of the answer's body."""
         while isinstance(event := await self._next(), h11.Data):
             yield bytes(event.data)
+
+    def end_request(self) -> bool:
+        """Prepare for the next request. Return whether that is possible, because the answer was read to its end."""
+        if self._parser.our_state is not h11.DONE or self._parser.their_state is not h11.DONE:
+            return False
+        self._parser.start_next_cycle()
+        return self.is_open
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._writer.close()
 
     async def _next(self) -> object:
         while (event := self._parser.next_event()) is h11.NEED_DATA:
@@ -94,31 +123,80 @@ class _Answer:
         return event
 
 
-@asynccontextmanager
-async def _open(child: Child, scope: Scope, body: bytes) -> AsyncIterator[_Answer]:
-    """Send a request to a model's server, whose connection is closed at the end of this context."""
-    parser = h11.Connection(h11.CLIENT)
-    headers = _headers_for(scope)
-    if body or scope["method"] not in ("GET", "HEAD", "DELETE"):
-        headers.append((b"content-length", b"%d" % len(body)))
-    request = h11.Request(method=scope["method"], target=_target(scope), headers=headers)
-    try:
-        reader, writer = await asyncio.open_unix_connection(child.socket)
+class Connections:
+    """The open connections to the servers of all models, which requests use one after another."""
+
+    def __init__(self) -> None:
+        self._idle: dict[str, list[Connection]] = {}
+
+    @asynccontextmanager
+    async def ask(
+        self, child: Child, scope: Scope, body: bytes
+    ) -> AsyncIterator[tuple[h11.Response, Connection]]:
+        """Send a request to a model's server. Its answer must be read before the end of this context.
+
+        Raises:
+            APIError: The server has ended (503).
+        """
+        headers = _headers_for(scope)
+        if body or scope["method"] not in ("GET", "HEAD", "DELETE"):
+            headers.append((b"content-length", b"%d" % len(body)))
+        request = h11.Request(method=scope["method"], target=_target(scope), headers=headers)
+        connection = None
         try:
-            for part in (request, h11.Data(body), h11.EndOfMessage()):
-                writer.write(parser.send(part) or b"")
-            await writer.drain()
-            yield _Answer(reader, parser)
+            response, connection = await self._answer(child.socket, request, body)
+            yield response, connection
+            self._keep(child.socket, connection)
+            connection = None
+        except (OSError, h11.ProtocolError) as error:
+            child.notice_exit()
+            raise unavailable(
+                f"the server of the model {child.model.name} has ended: {error}", RETRY_S
+            ) from error
         finally:
-            writer.close()
-    except (OSError, h11.ProtocolError) as error:
-        child.notice_exit()
-        raise unavailable(
-            f"the server of the model {child.model.name} has ended: {error}", RETRY_S
-        ) from error
+            if connection is not None:
+                connection.close()
+
+    async def _answer(
+        self, socket: str, request: h11.Request, body: bytes
+    ) -> tuple[h11.Response, Connection]:
+        while (idle := self._take_idle(socket)) is not None:
+            # The server may close a connection at the moment at which it is used again.
+            with suppress(OSError, h11.ProtocolError):
+                return await self._ask_or_close(idle, request, body), idle
+        new = Connection(*await asyncio.open_unix_connection(socket))
+        return await self._ask_or_close(new, request, body), new
+
+    async def _ask_or_close(
+        self, connection: Connection, request: h11.Request, body: bytes
+    ) -> h11.Response:
+        try:
+            return await connection.ask(request, body)
+        except BaseException:
+            connection.close()
+            raise
+
+    def _take_idle(self, socket: str) -> Connection | None:
+        idle = self._idle.get(socket, [])
+        while idle:
+            connection = idle.pop()
+            if connection.is_open:
+                return connection
+            connection.close()
+        return None
+
+    def _keep(self, socket: str, connection: Connection) -> None:
+        idle = self._idle.setdefault(socket, [])
+        for each in [each for each in idle if not each.is_open]:
+            idle.remove(each)
+            each.close()
+        if connection.end_request() and len(idle) < MAX_IDLE:
+            idle.append(connection)
+        else:
+            connection.close()
 
 
-async def _send_back(response: h11.Response, answer: _Answer, scope: Scope, send: Send) -> None:
+async def _send_back(response: h11.Response, answer: Connection, scope: Scope, send: Send) -> None:
     headers = [(k, v) for k, v in response.headers if k not in _NOT_RETURNED]
     if b"content-length" not in dict(headers):
         scope["state"]["connection"].begin_stream()

@@ -107,6 +107,19 @@ def test_models_are_loaded_and_unloaded_on_request(router: RouterServer) -> None
     assert http.get("/readyz").status_code == 200
 
 
+def test_connections_to_a_model_are_used_again(router: RouterServer) -> None:
+    def sockets() -> set[str]:
+        """Return the open sockets of the router."""
+        found = Path(f"/proc/{router.process.pid}/fd").iterdir()
+        return {link for each in found if (link := str(each.readlink())).startswith("socket:")}
+
+    client = router.client()
+    complete(client, "small")
+    before = sockets()
+    assert len({complete(client, "small") for _ in range(3)}) == 1
+    assert sockets() == before
+
+
 def test_websockets_reach_the_model(router: RouterServer) -> None:
     url = router.url.replace("http", "ws") + "/v1/responses?model=small"
     headers = {"authorization": "Bearer key"}
