@@ -5,6 +5,7 @@ A page has a marker `<!-- generated: NAME -->` for each table, and the function 
 
 from __future__ import annotations
 
+import collections
 import os
 import re
 import subprocess
@@ -217,10 +218,10 @@ def _metrics() -> str:
             epoch=0,
             model=ModelConfig(**{name: required.get(name, "") for name in fields}),
             cache=CacheConfig(host_gib=1.0),
-            frontend=FrontendConfig(metrics_compat=("vllm",)),
+            frontend=FrontendConfig(metrics_compat=("vllm", "sglang", "llama.cpp")),
         )
         families = list(Metrics(config).collect())
-    rows: dict[str, list[tuple[str, ...]]] = {"engine": [], "vllm": []}
+    rows: dict[str, list[tuple[str, ...]]] = collections.defaultdict(list)
     for family in families:
         name = family.name + ("_total" if family.type == "counter" else "")
         labels = {label for sample in family.samples for label in sample.labels}
@@ -229,14 +230,22 @@ def _metrics() -> str:
         meaning = family.documentation
         rows[name.partition(":")[0]].append((f"`{name}`", family.type, shown, meaning))
     head = ("series", "kind", "other labels", "meaning")
-    shared = "## vLLM's names\n\nPublished as well with `--metrics-compat vllm`.\n\n"
+    others = (
+        ("vLLM", "vllm", "vllm"),
+        ("SGLang", "sglang", "sglang"),
+        ("llama.cpp", "llama.cpp", "llamacpp"),
+    )
     shown = (reason for reason in FinishReason if reason is not FinishReason.MOVED)
     reasons = ", ".join(f"`{reason.name.lower()}`" for reason in shown)
     return "\n\n".join(
         (
             _table(head, rows["engine"]),
             f"`finished_reason` is one of {reasons}.",
-            shared + _table(head, rows["vllm"]),
+            *(
+                f"## {server}'s names\n\nPublished as well with `--metrics-compat {option}`.\n\n"
+                + _table(head, rows[prefix])
+                for server, option, prefix in others
+            ),
         )
     )
 

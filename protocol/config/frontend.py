@@ -211,7 +211,7 @@ class FrontendConfig(msgspec.Struct, frozen=True):
     allowed_origins: Annotated[
         tuple[str, ...],
         option(
-            "Origins of web pages that may call the API",
+            "Origins of web pages that may call; localhost: local pages",
             "--cors-origins",
             metavar="ORIGIN",
             parse="origins",
@@ -447,7 +447,8 @@ class FrontendConfig(msgspec.Struct, frozen=True):
         ),
     ] = None
     metrics_compat: Annotated[
-        tuple[Literal["vllm"], ...], logging("Also publish metrics under another server's names")
+        tuple[Literal["vllm", "sglang", "llama.cpp"], ...],
+        logging("Also publish metrics under another server's names"),
     ] = ()
     otlp_traces_endpoint: Annotated[
         str | None,

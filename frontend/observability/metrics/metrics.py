@@ -45,6 +45,7 @@ from .names import (
     WAITING_REASONS,
     CounterValue,
 )
+from .peer_names import PEERS, PeerNames
 from .process_metrics import restart_family
 from .store_metrics import store_families
 
@@ -321,6 +322,9 @@ class Metrics(Collector):
                 counters |= VLLM_HOST_COUNTERS
             yield from self._families("vllm", cores, GAUGES | OLD_GAUGES, counters)
             yield from self._histograms("vllm", cores, OLD_HISTOGRAMS)
+        for name in self._config.frontend.metrics_compat:
+            if name in PEERS:
+                yield from self._peer_families(PEERS[name], cores)
 
     def describe(self) -> Iterator[Family]:
         """Yield nothing, because the families depend on the configuration."""
@@ -383,6 +387,17 @@ class Metrics(Collector):
         if self._config.model.enable_lora:
             yield lora_family(prefix, self._config, cores)
 
+    def _peer_families(self, names: PeerNames, cores: list[CoreMetrics]) -> Iterator[Family]:
+        for kind, families in (
+            (GaugeMetricFamily, names.gauges),
+            (CounterMetricFamily, names.counters),
+        ):
+            for name, (documentation, value_of) in families.items():
+                yield self._family(
+                    kind, f"{names.prefix}:{name}", documentation, map(value_of, cores)
+                )
+        yield from self._histograms(names.prefix, cores, names.histograms)
+
     def _family(
         self, kind: type[ScalarFamily], name: str, documentation: str, values: Iterable[float]
     ) -> ScalarFamily:
@@ -408,7 +423,7 @@ class Metrics(Collector):
         return family
 
     def _histograms(
-        self, prefix: str, cores: list[CoreMetrics], names: dict[str, str]
+        self, prefix: str, cores: list[CoreMetrics], names: Mapping[str, str]
     ) -> Iterator[Family]:
         """Yield histograms under other names; `names` maps the current names to them."""
         for name, source in names.items():

@@ -50,7 +50,9 @@ def value(samples: Samples, name: str, engine: str = "0", **labels: str) -> floa
 
 
 def with_compat(config: EngineConfig) -> EngineConfig:
-    frontend = msgspec.structs.replace(config.frontend, metrics_compat=("vllm",))
+    frontend = msgspec.structs.replace(
+        config.frontend, metrics_compat=("vllm", "sglang", "llama.cpp")
+    )
     return msgspec.structs.replace(config, frontend=frontend)
 
 
@@ -198,6 +200,22 @@ def test_gauges_show_the_latest_value_of_each_core_and_counters_add_up(tmp_path:
         )
         metrics.record_stats(0, stats, time.monotonic())
     samples = scrape(metrics)
+    for name, number in {
+        "sglang:num_running_reqs": 2,
+        "sglang:num_queue_reqs": 4,
+        "sglang:token_usage": 0.5,
+        "sglang:cache_hit_rate": 0.32,
+        "sglang:cached_tokens_total": 64,
+        "sglang:num_retracted_requests_total": 2,
+        "sglang:spec_accept_rate": 7 / 12,
+        "sglang:queue_time_seconds_count": 0,
+        "llamacpp:requests_processing": 2,
+        "llamacpp:requests_deferred": 4,
+        "llamacpp:n_decode_total": 4,
+        "llamacpp:spec_decode_num_draft_tokens_total": 24,
+        "llamacpp:predicted_tokens_seconds": 0,
+    }.items():
+        assert value(samples, name) == pytest.approx(number), name
     for prefix in ("engine", "vllm"):
         assert value(samples, f"{prefix}:num_requests_running") == 2
         assert value(samples, f"{prefix}:num_requests_running", engine="1") == 1
