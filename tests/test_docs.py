@@ -11,6 +11,7 @@ import yaml
 from engine.frontend.cli.completion.tree import read_commands
 from engine.frontend.cli.options import FLAGS
 from engine.frontend.cli.peer_flags.accepted import PEER_FLAGS
+from engine.frontend.cli.peer_flags.translated import TRANSLATIONS
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -78,7 +79,7 @@ def script_flags() -> frozenset[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_page_names_existing_flags(page: Path) -> None:
-    known = {*FLAGS, *PEER_FLAGS, *FOREIGN_FLAGS, *command_flags(), *script_flags()}
+    known = {*FLAGS, *PEER_FLAGS, *TRANSLATIONS, *FOREIGN_FLAGS, *command_flags(), *script_flags()}
     text = re.sub(r"https?://\S+", "", page.read_text())
     assert not sorted(set(FLAG.findall(text)) - known)
 

@@ -338,7 +338,7 @@ def _existing_file(text: str) -> str:
 def _origins(text: str) -> tuple[str, ...]:
     origins = tuple(parse_list(text))
     for origin in origins:
-        if origin not in ("auto", "*", "null") and "://" not in origin:
+        if origin not in ("auto", "localhost", "*", "null") and "://" not in origin:
             raise ValueError(f"must be an origin such as https://example.com, got {origin!r}")
     return origins
 

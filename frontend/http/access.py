@@ -245,16 +245,19 @@ class Access:
 class Origins(CORSMiddleware):
     """ASGI middleware that allows web pages from the allowed origins to call the server, except its operator routes.
 
-    `auto` allows every origin; if the server listens on a loopback address, only pages from this machine.
+    `auto` allows every origin; if the server listens on a loopback address, only pages from this machine, as
+    `localhost` does everywhere.
     """
 
     def __init__(self, app: ASGIApp, config: FrontendConfig, *, is_loopback: bool) -> None:
         origins = config.allowed_origins
-        is_auto = origins == ("auto",)
+        if origins == ("auto",):
+            origins = ("localhost" if is_loopback else "*",)
+        allows_local = "localhost" in origins
         super().__init__(
             app,
-            allow_origins=([] if is_loopback else ["*"]) if is_auto else origins,
-            allow_origin_regex=LOCAL_PAGES if is_auto and is_loopback else None,
+            allow_origins=[each for each in origins if each != "localhost"],
+            allow_origin_regex=LOCAL_PAGES if allows_local else None,
             allow_methods=config.allowed_methods,
             allow_headers=config.allowed_headers,
             allow_credentials=config.allow_credentials,

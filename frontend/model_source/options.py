@@ -41,9 +41,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     served_model_name: Annotated[
         tuple[str, ...],
-        option(
-            "Names that clients may use; responses show the first", "--alias -a", metavar="NAME"
-        ),
+        option("Names that clients may use; responses show the first", metavar="NAME"),
     ] = ()
     tokenizer: Annotated[
         str | None,
@@ -159,8 +157,6 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
                 "--repeat-penalty": "repetition_penalty",
                 "--presence-penalty": "presence_penalty",
                 "--frequency-penalty": "frequency_penalty",
-                "--predict": "max_new_tokens",
-                "--n-predict": "max_new_tokens",
             },
         ),
     ] = {}

@@ -461,6 +461,9 @@ class LoadLoraRequest(msgspec.Struct, kw_only=True):
     lora_path: str | None = None
     load_inplace: bool | None = None
 
+    # Accepted because clients send it; it has no effect.
+    is_3d_lora_weight: bool | None = None
+
 
 class UnloadLoraRequest(msgspec.Struct, kw_only=True):
     """The body of `POST /v1/unload_lora_adapter`. `lora_int_id` is ignored."""

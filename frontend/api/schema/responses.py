@@ -86,6 +86,7 @@ class ResponsesRequest(ResponseFields, kw_only=True):
     background_options: dict[str, Any] | None = None
     session_id: str | None = None
     moderation: Any = None
+    spaces_between_special_tokens: bool | None = None
 
 
 class ResponseCreateRequest(ResponsesRequest, kw_only=True):

@@ -237,7 +237,8 @@ _WITH_VALUE: Final = """
 --speculative-draft-window-size --speculative-dspark-block-size --speculative-dspark-confidence-sts-path
 --speculative-dspark-sps-table-path --swa-prefix-tails --video-ffmpeg-dir --ui-config --ui-config-file --webui-config
 --webui-config-file -Cbd -Cd -Crd -ctkd -ctvd -lcd -lcs -ncmoed -ngld -otd
---draft-min --draft-n-min --draft-p-min --draft-p-split
+--draft-min --draft-n-min --draft-p-min --draft-p-split --fp4-gemm-runner-backend --fp8-gemm-runner-backend
+--mmproj-device -mmdev
 -C -Cb -Cr -Crb -O -ac -cc -cms -cram -ctxcp -dt -fit -fitc -fitt -lm -lzm -mg -ot -sm -sps -tb -tbd -td -ts -ub
 """
 

@@ -139,6 +139,7 @@ _UNKNOWN_HERE: Final = """
 --disaggregation-enable-kv-checksum --dllm-algorithm --dllm-algorithm-config --ds-channel-config-path
 --ds-heavy-channel-num --ds-heavy-channel-type --ds-heavy-token-num --ds-sparse-decode-threshold --dwdp-size
 --ec-manager-config --elastic-ep-initial-size --elastic-ep-join-mode --elastic-ep-join-rank-offset
+--ep-join-mode --ep-join-rank-offset
 --enable-double-sparsity --enable-flexkv --enable-hisparse --enable-pd-role-switch --enable-return-indexer-topk
 --enable-return-routed-experts --enable-streaming-session --enable-unified-cache-external-linker --enable-watermark
 --encoder-bootstrap-port --encoder-register-urls --engram-config --experts-shared-outer-loras --flexkv-config-file
@@ -155,7 +156,8 @@ _UNKNOWN_HERE: Final = """
 --spec-synth-rates --spec-trace-dir --speculative-draft-model-revision
 --speculative-ngram-external-corpus-max-tokens --speculative-ngram-external-corpus-path
 --speculative-ngram-external-sam-budget --strip-thinking-cache --tokenizer-metrics-custom-labels-header
---tool-strict-level --tools-runtime --unified-cache-external-linker-backend --unified-cache-external-linker-config
+--tool-strict-level --tools-runtime --stat-loggers --unified-cache-external-linker-backend
+--unified-cache-external-linker-config
 --uno-lora-path --watermark-config --weight-transfer-config --worker-extension-cls -dc
 """
 

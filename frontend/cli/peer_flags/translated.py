@@ -63,6 +63,19 @@ def _tokens_after_the_last(value: str) -> list[str]:
     return [_NUM_PROPOSED, str(int(value) - 1)]
 
 
+def _max_tokens(value: str) -> list[str]:
+    """Return the limit of output tokens. In llama.cpp, -1 is none, and -2 the end of the context."""
+    if value in ("-1", "-2"):
+        return []
+    if not value.isdecimal() or int(value) < 1:
+        raise ValueError(f"must be an integer of at least 1, or -1 for no limit, got {value!r}")
+    return ["--override-generation-config.max_new_tokens", value]
+
+
+def _names(value: str) -> list[str]:
+    return ["--served-model-name", *(name.strip() for name in value.split(","))]
+
+
 def _level(value: str) -> list[str]:
     """Return the log level for a verbosity of llama.cpp: 0 is only output, 4 and more are for debugging."""
     levels = {"0": "critical", "1": "error", "2": "warning", "3": "info"}
@@ -112,6 +125,8 @@ _EXPERTS: Final = Translation(
     "--enable-expert-parallel",
 )
 _ADDRESS: Final = Translation(True, _address, "--master-addr HOST --master-port PORT")
+_MAX_TOKENS: Final = Translation(True, _max_tokens, "--override-generation-config.max_new_tokens …")
+_NAMES: Final = Translation(True, _names, "--served-model-name …")
 _PLAIN_TEXT: Final = ["--reasoning-parser", "none"]
 
 TRANSLATIONS: Final[dict[str, Translation]] = {
@@ -138,6 +153,8 @@ TRANSLATIONS: Final[dict[str, Translation]] = {
     ),
     "--speculative-num-steps": _entry(_NUM_PROPOSED),
     # llama.cpp
+    "--alias": _NAMES,
+    "-a": _NAMES,
     "--cache-type-k": _CACHE_TYPE,
     "--cache-type-v": _CACHE_TYPE,
     "-ctk": _CACHE_TYPE,
@@ -164,6 +181,8 @@ TRANSLATIONS: Final[dict[str, Translation]] = {
     "--verbosity": Translation(True, _level, "--log-level …"),
     "-lv": Translation(True, _level, "--log-level …"),
     "-v": _fixed("--log-level", "debug"),
+    "--n-predict": _MAX_TOKENS,
+    "--predict": _MAX_TOKENS,
     "--no-cache-prompt": _fixed("--no-enable-prefix-caching"),
     "--no-mmproj": _fixed("--mmproj", "none"),
     "--no-mmproj-auto": _fixed("--mmproj", "none"),

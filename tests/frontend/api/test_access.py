@@ -190,7 +190,7 @@ def test_api_keys_share_the_prefix_cache_if_allowed_or_single() -> None:
 
 def test_web_pages_may_use_only_the_given_methods_and_headers() -> None:
     with FrontendProcess(
-        allowed_origins=("http://page.example",),
+        allowed_origins=("http://page.example", "localhost"),
         allowed_methods=("GET",),
         allowed_headers=("x-mine",),
         allow_credentials=True,
@@ -208,6 +208,9 @@ def test_web_pages_may_use_only_the_given_methods_and_headers() -> None:
             response = frontend.http.options(COMPLETIONS, headers=asked | preflight)
             assert response.status_code == code, response.text
             assert response.headers["access-control-allow-credentials"] == "true"
+        for origin, code in (("https://[::1]:3000", 200), ("http://localhost.example", 400)):
+            local = asked | {"origin": origin, "access-control-request-method": "GET"}
+            assert frontend.http.options(COMPLETIONS, headers=local).status_code == code
         assert {frontend.http.get(path).status_code for path in ("/docs", "/openapi.json")} == {404}
         assert frontend.http.get("/metrics").headers["content-encoding"] == "gzip"
 

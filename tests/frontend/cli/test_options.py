@@ -56,7 +56,7 @@ def value_of(option: Option, file: str) -> Any:
         "media_io": {"video": {"fps": 2.0}},
         "idle_time": 2.5,
         "kv_events": {"topic": "t"},
-        "origins": ["https://a.example", "*"],
+        "origins": ["https://a.example", "localhost", "*"],
         "otlp_endpoint": "http://localhost:4318/v1/traces",
         "kv_transfer": {"kv_connector": "a", "kv_role": "kv_both"},
         "per_replica": 2.5,
