@@ -7,9 +7,14 @@ from typing import Any, Final
 
 import msgspec
 
-from ...protocol.checkpoint.audio.tower import audio_section, audio_tower_spec, has_audio_tower
+from ...protocol.checkpoint.audio.tower import (
+    NEMOTRON_OMNI,
+    audio_section,
+    audio_tower_spec,
+    has_audio_tower,
+)
 from ...protocol.checkpoint.config_fields import ConfigFields
-from ...protocol.checkpoint.gguf_config.mmproj.audio import PLACEHOLDERS
+from ...protocol.checkpoint.gguf_config.mmproj.audio import LFM2_PLACEHOLDERS, PLACEHOLDERS
 from ...protocol.checkpoint.gguf_config.mmproj.fields import Mmproj
 from ...protocol.config.chat_audio import (
     ChatAudioConfig,
@@ -119,7 +124,7 @@ _FRAMING: Final = {
     "fireredasr2": Framing.KALDI,
     "fun_asr_nano": Framing.STACKED,
     "funaudiochat": Framing.PADDED,
-    "nemotron_h_omni": Framing.NORMED,
+    **dict.fromkeys(("lfm2_audio", *NEMOTRON_OMNI), Framing.NORMED),
     "glmasr": Framing.WINDOWS,
     "moss_transcribe_diarize": Framing.WINDOWS,
     "granite_speech": Framing.PAIRS,
@@ -139,12 +144,15 @@ _MAX_WINDOWS: Final = {
     **dict.fromkeys(("granite_speech", "granite_speech_plus"), 1),
     "qwen2_audio": 1,
     # Their encoders read a clip as a whole.
-    **dict.fromkeys(("fireredasr2", "fun_asr_nano", "midashenglm", "nemotron_h_omni"), 1),
+    **dict.fromkeys(("fireredasr2", "fun_asr_nano", "lfm2_audio", "midashenglm"), 1),
+    **dict.fromkeys(NEMOTRON_OMNI, 1),
 }
 """The processors of Audio Flamingo 3, Music Flamingo, Qwen2-Audio and Gemma drop the rest of an audio clip."""
 
 _TOKENS: Final = {
     "fireredasr2": ("<|AUDIO|>",),
+    # Its clips have no token in texts.
+    "lfm2_audio": LFM2_PLACEHOLDERS,
     "midashenglm": ("<|AUDIO|>",),
     "ultravox": PLACEHOLDERS,
     "voxtral": ("[AUDIO]",),
@@ -225,7 +233,7 @@ def _read_token(tokenizer: Path, section: ConfigFields, vocab_size: int) -> int:
 
 def _read_marks(path: Path, config: ConfigFields) -> ClipMarks | None:
     kind = config.text("model_type")
-    if kind == "nemotron_h_omni":
+    if kind in NEMOTRON_OMNI:
         begin, end = (_added_token(path, text) for text in ("<so_start>", "<so_end>"))
         return ClipMarks(begin, end)
     if kind == "musicflamingo":

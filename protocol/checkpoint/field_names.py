@@ -139,6 +139,10 @@ _MODEL_TYPES: Final[dict[str, Callable[[ConfigFields], dict[str, Any]]]] = {
     "camembert": lambda _: {"model_type": "roberta"},
     "data2vec-text": lambda _: {"model_type": "roberta"},
     "glmga": lambda _: {"model_type": "glm46v"},
+    "lfm2_audio": lambda fields: {
+        "audio_config": fields.get("encoder"),
+        "text_config": {**fields.first_section("lfm").config, "model_type": "lfm2"},
+    },
     "llama_bidirec": _bidirectional,
     "minimax_m1": _minimax,
     "minimax_text_01": _minimax,

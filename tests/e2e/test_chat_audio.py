@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from support.audio_checkpoints import MARKS, OMNI_MODELS, audio_directory, reference_inputs
 from support.gguf_audio import write_audio_mmproj
 from support.gguf_gemma import write_gemma
+from support.gguf_hybrid import write_hybrid
 from support.gguf_qwen import write_decoder, write_tower
 from support.gguf_writer import write_gguf
 from support.grid_models import reference_inputs as grid_inputs
@@ -230,7 +231,9 @@ def _with_gemma4_marks(directory: Path) -> Any:
     return transformers.AutoTokenizer.from_pretrained(directory)
 
 
-@pytest.mark.parametrize("kind", ["gemma4", "glmasr", "ultravox", "voxtral", *OMNI_MODELS])
+@pytest.mark.parametrize(
+    "kind", ["gemma4", "glmasr", "lfm2_audio", "ultravox", "voxtral", *OMNI_MODELS]
+)
 def test_gguf_models_read_audio_with_the_mmproj_file_beside_them(tmp_path: Path, kind: str) -> None:
     model = Model(tmp_path / "model", kind)
     tokenizer = transformers.AutoTokenizer.from_pretrained(model.path)
@@ -247,6 +250,8 @@ def test_gguf_models_read_audio_with_the_mmproj_file_beside_them(tmp_path: Path,
         images = write_mmproj(tmp_path / "images", model.model, kind)
     elif kind == "ultravox":
         write_gguf(path, model.model.language_model, tokenizer)
+    elif kind == "lfm2_audio":
+        write_hybrid(path, model.model.lfm, tokenizer)
     else:
         # It shows no parts of messages, so the server adds the token before a clip.
         tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"

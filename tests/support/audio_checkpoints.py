@@ -44,6 +44,7 @@ MODELS = (
     *("fun_asr_nano", "moss_transcribe_diarize", "vibevoice_asr", "nemotron_h_omni"),
     *("ultravox", "ultravox 0.4", "voxtral mistral"),
     *("funaudiochat add", "funaudiochat replace", "midashenglm", "fireredasr2"),
+    "lfm2_audio",
 )
 """Kinds of models. "thinker" is the layout of Qwen's own checkpoints, "mistral" that of Mistral's own."""
 
@@ -70,6 +71,7 @@ PARTS["moss_transcribe_diarize"] = PARTS["qwen3_asr"]
 PARTS["qwen3_omni"] = PARTS["qwen2_5_omni"] = PARTS["qwen3_asr"]
 PARTS["qwen3_asr thinker"] = PARTS["qwen3_asr"]
 PARTS["funaudiochat add"] = PARTS["funaudiochat replace"] = PARTS["qwen2_audio"]
+PARTS["lfm2_audio"] = ("<|start|>", "<|reserved_4|>")
 PARTS["fireredasr2"] = PARTS["midashenglm"] = PARTS["qwen2_audio"]
 PARTS["voxtral mistral"] = PARTS["voxtral"]
 PARTS["gemma4_unified"] = PARTS["gemma4"]

@@ -18,6 +18,8 @@ PROJECTORS = {
     "gemma4_unified": "gemma4ua",
     "glmasr": "glma",
     "granite_speech": "granite_speech",
+    "lfm2_audio": "lfm2a",
+    "nemotron_h_omni": "parakeet",
     "qwen2_5_omni": "qwen2a",
     "qwen2_audio": "qwen2a",
     "qwen3_asr": "qwen3a",
@@ -40,7 +42,10 @@ def write_audio_mmproj(path: Path, model: Any, kind: str, images: Path | None = 
     `images` is an mmproj file with the model's vision tower, whose content is written, too.
     """
     config: Any = None
-    if kind != "granite_speech":
+    is_fast = kind in ("lfm2_audio", "nemotron_h_omni")
+    if kind == "lfm2_audio":
+        config = model.conformer.config
+    elif kind != "granite_speech":
         config = model.audio_tower.config if kind == "ultravox" else model.config.audio_config
     writer = GGUFWriter(path, "clip")
     projector = PROJECTORS[kind]
@@ -70,6 +75,8 @@ def write_audio_mmproj(path: Path, model: Any, kind: str, images: Path | None = 
         writer.add_uint32("clip.audio.projector.stack_factor", STACK)
     if kind == "granite_speech":
         _write_granite(writer, model)
+    if is_fast:
+        _write_fast(writer, model, config, is_nemotron=kind == "nemotron_h_omni")
     names = get_tensor_name_map(MODEL_ARCH.MMPROJ, 4)
     rules = _NAMES
     if kind.startswith("qwen3"):
@@ -77,7 +84,11 @@ def write_audio_mmproj(path: Path, model: Any, kind: str, images: Path | None = 
     elif kind == "gemma4":
         rules = (*_NAMES, *_GEMMA4)
     for name, tensor in model.state_dict().items():
-        if kind == "granite_speech" or not re.search(r"audio|multi_modal_projector", name):
+        if (
+            is_fast
+            or kind == "granite_speech"
+            or not re.search(r"audio|multi_modal_projector", name)
+        ):
             continue
         for pattern, replacement in rules:
             name = re.sub(pattern, replacement, name)
@@ -112,6 +123,68 @@ def write_audio_mmproj(path: Path, model: Any, kind: str, images: Path | None = 
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+_FAST_LAYER = r"^(a\.blk\.\d+\.)"
+_FAST = (
+    (r"^.*projection\.norm\.|^.*embed_audio\.layer_norm\.", "mm.a.norm_pre."),
+    (r"^.*embed_audio\.linear_", "mm.a.mlp."),
+    (r"^audio_adapter\.model\.", "mm.a.mlp."),
+    (r"^.*(audio_tower|conformer)\.", ""),
+    (r"^subsampling\.layers\.", "a.conv1d."),
+    (r"^subsampling\.linear\.", "a.pre_encode.out."),
+    (r"^layers\.", "a.blk."),
+    (_FAST_LAYER + r"self_attn\.([qkv])_proj", r"\1attn_\2"),
+    (_FAST_LAYER + r"self_attn\.o_proj", r"\1attn_out"),
+    (_FAST_LAYER + r"self_attn\.relative_k_proj", r"\1linear_pos"),
+    (_FAST_LAYER + r"self_attn\.bias_", r"\1pos_bias_"),
+    (_FAST_LAYER + r"norm_feed_forward1", r"\1ffn_norm"),
+    (_FAST_LAYER + r"norm_feed_forward2", r"\1ffn_norm_1"),
+    (_FAST_LAYER + r"feed_forward1\.linear1", r"\1ffn_up"),
+    (_FAST_LAYER + r"feed_forward1\.linear2", r"\1ffn_down"),
+    (_FAST_LAYER + r"feed_forward2\.linear1", r"\1ffn_up_1"),
+    (_FAST_LAYER + r"feed_forward2\.linear2", r"\1ffn_down_1"),
+    (_FAST_LAYER + r"norm_self_att", r"\1ln1"),
+    (_FAST_LAYER + r"norm_out", r"\1ln2"),
+    (_FAST_LAYER + r"conv\.norm\.running_", r"\1conv_norm_"),
+    (_FAST_LAYER + r"conv\.norm", r"\1conv_norm"),
+    (_FAST_LAYER + r"conv\.depthwise_conv", r"\1conv_dw"),
+    (_FAST_LAYER + r"conv\.pointwise_conv", r"\1conv_pw"),
+)
+"""Patterns of names of Fast Conformers and their replacements."""
+
+
+def _write_fast(writer: GGUFWriter, model: Any, config: Any, *, is_nemotron: bool) -> None:
+    """Write the sizes and the tensors of the tower of Nemotron Omni or LFM2-Audio."""
+    if is_nemotron:
+        writer.add_uint32("clip.audio.subsampling_factor", config.subsampling_factor)
+        writer.add_uint32("clip.audio.conv_kernel_size", config.conv_kernel_size)
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        if "batches" in name or not re.search(r"audio_tower|conformer|embed_audio|adapter", name):
+            continue
+        for pattern, replacement in _FAST:
+            name = re.sub(pattern, replacement, name)
+        tensors[name] = tensor.float()
+    for name, tensor in tensors.items():
+        if name.startswith("a.conv1d.") and name.endswith("bias"):
+            tensor = tensor.view(1, -1, 1, 1) if is_nemotron else tensor[:, None, None]
+        elif ".conv_pw" in name and name.endswith("weight"):
+            tensor = tensor.squeeze(2)
+        elif ".conv_dw.weight" in name:
+            tensor = (
+                tensor.view(1, 1, *tensor.squeeze(1).shape) if is_nemotron else tensor.squeeze(1)
+            )
+        elif "conv_norm" in name and not is_nemotron:
+            # The statistics are in the weight and the bias.
+            prefix = name.split("conv_norm")[0] + "conv_norm"
+            scale = tensors[f"{prefix}.weight"] / (tensors[f"{prefix}_var"] + 1e-5).sqrt()
+            if name.endswith((".weight", ".bias")):
+                shift = tensors[f"{prefix}.bias"] - tensors[f"{prefix}_mean"] * scale
+                tensor = scale if name.endswith("weight") else shift
+            else:
+                continue
+        writer.add_tensor(name, tensor.contiguous().numpy())
 
 
 def _write_granite(writer: GGUFWriter, model: Any) -> None:

@@ -106,7 +106,7 @@ def write_hybrid(
 ) -> Path:
     """Write `model` to `path` as F32, with a table of n-grams of type `table_type` if it is given, and return it.
 
-    A `tokenizer` belongs to a model that reads images.
+    A `tokenizer` belongs to a model that reads images or audio.
     """
     config = model.config
     architecture = ARCHITECTURES[config.model_type]
@@ -116,8 +116,9 @@ def write_hybrid(
     writer.add_type("model")
     add_hyperparameters(writer, config)
     if tokenizer is not None:
-        writer.add_rope_dimension_sections([*config.rope_parameters["mrope_section"], 0])
-        add_tokenizer(writer, tokenizer, config.vocab_size, "gpt-2")
+        if sections := config.rope_parameters.get("mrope_section"):
+            writer.add_rope_dimension_sections([*sections, 0])
+        add_tokenizer(writer, tokenizer, config.vocab_size, "gpt-2" if sections else "llama")
     if num_prediction_layers:
         writer.add_nextn_predict_layers(num_prediction_layers)
     for name, weight in tensors_of(model):

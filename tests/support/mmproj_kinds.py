@@ -135,6 +135,8 @@ _LEFT_OUT = (
     "model.vqmodel",
     "model.generation",
     "model.vision_tower.head",
+    "sound_encoder.",
+    "sound_projection.",
 )
 _OF_OTHERS = ("video_embedder", ".layer_scale1", ".layer_scale2", "summary_idxs")
 

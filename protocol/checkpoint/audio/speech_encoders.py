@@ -30,8 +30,19 @@ _COHERE_NAMES: Final = (
 )
 
 
+_NEMO_FIELDS: Final = {
+    "subsampling": "dw_striding",
+    "causal_downsampling": False,
+    "reduction": None,
+    "self_attention_model": "rel_pos",
+    "att_context_size": [-1, -1],
+    "conv_norm_type": "batch_norm",
+    "feat_out": -1,
+}
+"""Fields of NeMo's configs, and the only values that are read."""
+
 _OMNI_FRAMES: Final = 30_000
-"""The maximum length of a clip of Nemotron Omni: 300 s. It has no windows, because all rows attend to each other."""
+"""The maximum length of a clip of Nemotron Omni and LFM2-Audio: 300 s. All its rows attend to each other."""
 
 _OMNI_NAMES: Final = (
     (r"^audio_tower\.", "sound_encoder.encoder."),
@@ -109,6 +120,45 @@ def nemotron_omni_spec(
         has_projection_bias=encoder.boolean("projection_bias", False),
         has_last_row=True,
         tensor_names=_OMNI_NAMES,
+    )
+
+
+def lfm2_audio_spec(
+    fields: ConfigFields, audio: ConfigFields, output_size: int
+) -> FastConformerSpec:
+    """Return the encoder of LFM2-Audio, whose fields have the names of NeMo's configs.
+
+    Raises:
+        CheckpointError: A field is missing or invalid.
+    """
+    for name, needed in _NEMO_FIELDS.items():
+        audio.require(name, needed, default=needed)
+    size = audio.integer("d_model", 512, maximum=MAX_POSITIONS)
+    encoder = {
+        "num_mel_bins": audio.get("feat_in", 128),
+        "hidden_size": size,
+        "intermediate_size": size * audio.integer("ff_expansion_factor", 4, maximum=64),
+        "num_hidden_layers": audio.get("n_layers", 17),
+        "num_attention_heads": audio.get("n_heads", 8),
+        "conv_kernel_size": audio.get("conv_kernel_size", 9),
+        "subsampling_factor": audio.get("subsampling_factor", 8),
+        "subsampling_conv_channels": audio.get("subsampling_conv_channels", 256),
+        "scale_input": audio.boolean("xscaling", False),
+    }
+    own = fields.with_values({"encoder_config": encoder, "hidden_size": output_size})
+    return msgspec.structs.replace(
+        fast_conformer_spec(own),
+        num_frames=_OMNI_FRAMES,
+        projection_size=fields.integer("adapter_hidden_size", output_size, maximum=MAX_POSITIONS),
+        projection_activation="gelu",
+        has_projection_bias=True,
+        tensor_names=(
+            (r"^conformer\.", "encoder."),
+            (r"^audio_adapter\.model\.0\.", "projection.norm."),
+            (r"^audio_adapter\.model\.1\.", "projection.linear1."),
+            (r"^audio_adapter\.model\.3\.", "projection.linear2."),
+            *_COHERE_NAMES,
+        ),
     )
 
 

@@ -25,7 +25,7 @@ from .conformers import conformer_spec, gemma3n_spec, gemma4_spec
 from .convolutions import wave_spec
 from .fields import MAX_POSITIONS, read_num_heads, read_size
 from .patches import patches_spec
-from .speech_encoders import nemotron_omni_spec, relative_conformer_spec
+from .speech_encoders import lfm2_audio_spec, nemotron_omni_spec, relative_conformer_spec
 
 _THINKER: Final = "thinker_config"
 _MODEL_TYPES: Final = (
@@ -35,7 +35,11 @@ _MODEL_TYPES: Final = (
     *("moss_transcribe_diarize", "fun_asr_nano", "vibevoice_asr"),
     *("gemma3n", "gemma4", "gemma4_unified", "embedding_gemma2", "voxtral_realtime"),
     *("nemotron_h_omni", "ultravox", "funaudiochat", "midashenglm", "fireredasr2"),
+    *("lfm2_audio", "NemotronH_Nano_VL_V2"),
 )
+
+NEMOTRON_OMNI: Final = ("nemotron_h_omni", "NemotronH_Nano_VL_V2")
+"""Model types of Nemotron Omni. mmproj files describe its vision tower like the older one without audio."""
 
 _SECTIONS: Final = {
     "fireredasr2": "audio_encoder_conf",
@@ -84,6 +88,8 @@ def audio_tower_spec(fields: ConfigFields, output_size: int) -> AnyAudioSpec:
     if kind == "vibevoice_asr":
         return wave_spec(fields, output_size)
     audio = audio_section(fields).required_section(_section_name(kind))
+    if kind == "lfm2_audio":
+        return lfm2_audio_spec(fields, audio, output_size)
     if kind == "fireredasr2":
         return relative_conformer_spec(fields, audio, output_size)
     if kind == "midashenglm":
@@ -99,7 +105,7 @@ def audio_tower_spec(fields: ConfigFields, output_size: int) -> AnyAudioSpec:
         )
     if kind in ("gemma4", "embedding_gemma2"):
         return gemma4_spec(fields, audio, output_size)
-    if kind == "nemotron_h_omni":
+    if kind in NEMOTRON_OMNI:
         return nemotron_omni_spec(fields, audio, output_size)
     if kind == "fun_asr_nano":
         return _memory_spec(fields, audio, output_size)

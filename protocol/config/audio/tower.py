@@ -231,7 +231,8 @@ class FastConformerSpec(LayeredSpec, frozen=True, tag=True):
 
     `num_halvings` convolutions halve the frames and features. Rows attend to all rows, with embeddings of their
     distances. With a `decoder`, its outputs are tokens (Parakeet). If `projection_size` is not 0, the projection is a
-    norm and two matrices with this many elements in between (Nemotron Omni). With `has_last_row`, a clip whose frames
+    norm and two matrices with this many elements in between (Nemotron Omni). The norm is a layer norm if the activation
+    between them is "gelu" (LFM2-Audio). With `has_last_row`, a clip whose frames
     fill all rows has one row more, of silence, that others do not read.
     """
 
@@ -246,6 +247,7 @@ class FastConformerSpec(LayeredSpec, frozen=True, tag=True):
     has_conv_bias: bool
     has_projection: bool = True
     projection_size: int = 0
+    projection_activation: Literal["relu2", "gelu"] = "relu2"
     has_projection_bias: bool = False
     has_last_row: bool = False
     tensor_names: tuple[tuple[str, str], ...] = ()

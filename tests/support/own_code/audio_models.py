@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from transformers.models.whisper.modeling_whisper import WhisperEncoderLayer, si
 
 class AudioModel(nn.Module):
     """A decoder that reads the outputs of a tower in place of a token. `config` is that of the checkpoint."""
+
+    published_names: tuple[tuple[str, str], ...] = ()
+    """Replacements that translate the names of parameters to those of the checkpoint."""
 
     def __init__(self, config: dict[str, Any], token: int) -> None:
         super().__init__()
@@ -57,7 +61,11 @@ def audio_model_directory(
                 buffer.uniform_(0.5, 1.5)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(model.checkpoint_config))
-    tensors = {name: x.contiguous().clone() for name, x in model.state_dict().items()}
+    tensors = {}
+    for name, x in model.state_dict().items():
+        for pattern, replacement in model.published_names:
+            name = re.sub(pattern, replacement, name)
+        tensors[name] = x.contiguous().clone()
     save_file(tensors, directory / "model.safetensors")
     tokenizer.save_pretrained(directory)
     if isinstance(model, FireRed):
@@ -281,6 +289,78 @@ class FireRed(AudioModel):
         return projector.linear2(F.relu(projector.linear1(x)))
 
 
+class Lfm2Audio(AudioModel):
+    """LFM2-Audio without the parts that speak: NeMo's Fast Conformer and an adapter."""
+
+    published_names = (
+        (r"^conformer\.subsampling\.layers\.", "conformer.pre_encode.conv."),
+        (r"^conformer\.subsampling\.linear\.", "conformer.pre_encode.out."),
+        (r"\.self_attn\.([qkv])_proj\.", r".self_attn.linear_\1."),
+        (r"^(conformer.*\.self_attn\.)o_proj\.", r"\1linear_out."),
+        (r"\.self_attn\.relative_k_proj\.", ".self_attn.linear_pos."),
+        (r"\.self_attn\.bias_", ".self_attn.pos_bias_"),
+        (r"\.conv\.norm\.", ".conv.batch_norm."),
+        (r"^lfm(.*\.self_attn\.)linear_([qkv])\.", r"lfm\1\2_proj."),
+    )
+
+    def __init__(self, text: dict[str, Any], token: int, num_mel_bins: int) -> None:
+        size = text["hidden_size"]
+        audio = {
+            "feat_in": num_mel_bins,
+            "d_model": 32,
+            "ff_expansion_factor": 2,
+            "n_layers": 2,
+            "n_heads": 4,
+            "conv_kernel_size": 5,
+            "subsampling_conv_channels": 8,
+            "xscaling": False,
+        }
+        layers = ["conv", "full_attention", "conv"]
+        decoder = transformers.Lfm2Config(
+            **text | {"num_hidden_layers": 3, "block_auto_adjust_ff_dim": False},
+            layer_types=layers,
+        )
+        super().__init__(
+            {
+                "architectures": ["Lfm2AudioForConditionalGeneration"],
+                "model_type": "lfm2_audio",
+                "encoder": audio,
+                "lfm": decoder.to_dict(),
+                "adapter_hidden_size": 40,
+            },
+            token,
+        )
+        config = transformers.ParakeetEncoderConfig(
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            conv_kernel_size=5,
+            subsampling_conv_channels=8,
+            num_mel_bins=num_mel_bins,
+            scale_input=False,
+        )
+        self.num_mel_bins = num_mel_bins
+        self.conformer = transformers.ParakeetEncoder(config)
+        self.audio_adapter = nn.Module()
+        self.audio_adapter.model = nn.Sequential(
+            nn.LayerNorm(32), nn.Linear(32, 40), nn.GELU(), nn.Linear(40, size)
+        )
+        self.lfm = transformers.Lfm2ForCausalLM(decoder)
+
+    @property
+    def text_model(self) -> Any:
+        """The decoder."""
+        return self.lfm
+
+    def encode(self, samples: np.ndarray) -> Tensor:
+        """Return the outputs of the tower for a clip of 16 kHz."""
+        extract = transformers.ParakeetFeatureExtractor(self.num_mel_bins)
+        found = extract(samples, sampling_rate=16_000, return_tensors="pt")
+        features = found["input_features"][:, : int(found["attention_mask"].sum())]
+        return self.audio_adapter.model(self.conformer(features).last_hidden_state[0])
+
+
 class _ConformerBlock(nn.Module):
     def __init__(self, size: int, kernel: int) -> None:
         super().__init__()
@@ -342,7 +422,7 @@ class _ConformerBlock(nn.Module):
         return found.fc(torch.einsum("hij,jhd->ihd", weights, v).reshape(1, length, size))
 
 
-OWN_CODE = ("fireredasr2", "funaudiochat", "midashenglm")
+OWN_CODE = ("fireredasr2", "funaudiochat", "lfm2_audio", "midashenglm")
 """The beginnings of the kinds of these models."""
 
 
@@ -351,6 +431,8 @@ def own_model(kind: str, text: dict[str, Any], token: int, num_mel_bins: int) ->
     name, _, variant = kind.partition(" ")
     if name == "fireredasr2":
         return FireRed(text, token, num_mel_bins)
+    if name == "lfm2_audio":
+        return Lfm2Audio(text, token, num_mel_bins)
     if name == "midashenglm":
         return MiDasheng(text, token, num_mel_bins)
     return FunAudioChat(text, token, num_mel_bins, variant)

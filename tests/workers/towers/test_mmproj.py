@@ -11,6 +11,7 @@ from engine.frontend.model_source.images.read import read_image_processor
 from engine.protocol.checkpoint.audio.tower import audio_tower_spec
 from engine.protocol.checkpoint.config_fields import ConfigFields
 from engine.protocol.checkpoint.field_names import fields_of_part
+from engine.protocol.checkpoint.files import read_model_config
 from engine.protocol.checkpoint.gguf import GGUFFile
 from engine.protocol.checkpoint.gguf_config.mmproj.read import read_mmproj
 from engine.protocol.checkpoint.vision.read import vision_spec
@@ -434,13 +435,16 @@ def test_audio_towers_of_mmproj_files_equal_those_of_checkpoints(kind, tmp_path)
         images = write_mmproj(tmp_path / "images.gguf", model, kind)
     elif kind == "gemma4_unified":
         images = write_unified_mmproj(tmp_path / "images.gguf", model)
+    elif kind == "nemotron_h_omni":
+        images = write_mmproj_of_kind(tmp_path / "images.gguf", path, kind)
     file = write_audio_mmproj(tmp_path / "mmproj-tiny.gguf", model, kind, images)
     tokens = [*TOKENS, *PARTS[kind]]
-    text = json.loads((path / "config.json").read_text())
-    text = text.get("thinker_config", text)["text_config"]
+    if kind == "nemotron_h_omni":
+        tokens.append("<image>")
+    config = read_model_config(path)
+    text = (config.section("thinker_config") or config).required_section("text_config").config
     found = read_mmproj(GGUFFile(file), _decoder(tmp_path / "tiny.gguf", tokens), text)
     assert tokens[found.config["audio_token_id"]] == PARTS[kind][1]
-    config = ConfigFields.read(path / "config.json")
     config = config.with_values(fields_of_part(config))
     fields = ConfigFields(found.config, file)
     specs = [audio_tower_spec(each, text["hidden_size"]) for each in (fields, config)]

@@ -107,11 +107,53 @@ _GRANITE: Final = _Names(
     },
     "encoder.layers",
 )
+_FAST: Final = _Names(
+    {
+        **{f"a.conv1d.{i}": f"encoder.subsampling.layers.{i}" for i in (0, 2, 3, 5, 6)},
+        "a.pre_encode.out": "encoder.subsampling.linear",
+        **{f"mm.a.mlp.{i}": f"projection.linear{i}" for i in (1, 2)},
+        "mm.a.norm_pre": "projection.norm",
+    },
+    {
+        **{f"attn_{x}": f"self_attn.{x}_proj" for x in "qkv"},
+        "attn_out": "self_attn.o_proj",
+        "conv_dw": "conv.depthwise_conv",
+        "conv_norm": "conv.norm",
+        "conv_norm_mean": "conv.norm.running_mean",
+        "conv_norm_var": "conv.norm.running_var",
+        "conv_pw1": "conv.pointwise_conv1",
+        "conv_pw2": "conv.pointwise_conv2",
+        **{
+            f"ffn_{ours}{end}": f"feed_forward{number}.{theirs}"
+            for number, end in ((1, ""), (2, "_1"))
+            for ours, theirs in (("down", "linear2"), ("up", "linear1"))
+        },
+        "ffn_norm": "norm_feed_forward1",
+        "ffn_norm_1": "norm_feed_forward2",
+        "linear_pos": "self_attn.relative_k_proj",
+        "ln1": "norm_self_att",
+        "ln2": "norm_out",
+        "norm_conv": "norm_conv",
+        "pos_bias_u": "self_attn.bias_u",
+        "pos_bias_v": "self_attn.bias_v",
+    },
+    "encoder.layers",
+)
+_LFM2: Final = _FAST._replace(
+    outside={
+        **_FAST.outside,
+        "mm.a.mlp.0": "projection.norm",
+        "mm.a.mlp.1": "projection.linear1",
+        "mm.a.mlp.3": "projection.linear2",
+    }
+)
 _OTHERS: Final = {
     "gemma4a": _UNIVERSAL,
     "gemma4ua": _UNIVERSAL,
     "glma": _GLM_ASR,
     "granite_speech": _GRANITE,
+    "lfm2a": _LFM2,
+    "parakeet": _FAST,
 }
 _PLAIN: Final = "per_dim_scale"
 """The end of names that have no suffix, such as ".weight", in a Hugging Face checkpoint."""

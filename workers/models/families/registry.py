@@ -170,6 +170,7 @@ _WITH_ANY_DECODER = {
     "KimiK3ForConditionalGeneration",
     "KimiVLForConditionalGeneration",
     "Kimi_K25ForConditionalGeneration",
+    "Lfm2AudioForConditionalGeneration",
     "Lfm2VlForConditionalGeneration",
     "Lfm3VlForConditionalGeneration",
     "LightOnOCRForConditionalGeneration",

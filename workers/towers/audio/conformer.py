@@ -92,7 +92,7 @@ class _ConformerLayer:
         self._taps = tensors.read(
             f"{prefix}conv.depth_conv.conv.weight", channels, 1, spec.kernel_size
         )
-        self._batch_norm = _read_batch_norm(tensors, f"{prefix}conv.batch_norm.", channels)
+        self._batch_norm = read_batch_norm(tensors, f"{prefix}conv.batch_norm.", channels)
         self._down = linear("conv.down_conv", size, channels)
         self._norm = tensors.read_layer_norm(f"{prefix}post_norm", size, _NORM_EPS)
 
@@ -135,7 +135,7 @@ class _ConformerLayer:
         return self._down(x[0].T)
 
 
-def _read_batch_norm(tensors: VisionWeights, prefix: str, size: int) -> list[Tensor]:
+def read_batch_norm(tensors: VisionWeights, prefix: str, size: int) -> list[Tensor]:
     """Return the mean, the variance, the weight and the bias, each of shape [size]."""
     weight, bias = (tensors.read(prefix + name, size) for name in ("weight", "bias"))
     if f"{prefix}running_mean" in tensors:

@@ -6,6 +6,7 @@ Shapes: C features of a frame, N frames, P rows, D hidden size, H heads, K head 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from ....protocol.config.audio.tower import (
 )
 from ...loaders import Checkpoint
 from ..weights import Linear, VisionWeights, activation, find_activation
+from .conformer import read_batch_norm
 from .token_decoders import TokenDecoder, read_token_decoder
 
 _NORM_EPS = 1e-5
@@ -138,12 +140,13 @@ class _Projection:
     def __init__(self, spec: FastConformerSpec, tensors: VisionWeights) -> None:
         size, inner = spec.hidden_size, spec.projection_size
         has_bias = spec.has_projection_bias
-        self._norm = tensors.read_rms_norm("projection.norm", size, _NORM_EPS)
+        kind: Literal["rms", "layer"] = "rms" if spec.projection_activation == "relu2" else "layer"
+        self._norm = tensors.read_norm("projection.norm", size, kind, _NORM_EPS)
         self._first = tensors.read_linear("projection.linear1", inner, size, has_bias=has_bias)
         self._second = tensors.read_linear(
             "projection.linear2", spec.output_size, inner, has_bias=has_bias
         )
-        self._activation = activation("relu2")
+        self._activation = activation(spec.projection_activation)
 
     def __call__(self, x_PD: Tensor) -> Tensor:
         return self._second(self._activation(self._first(self._norm(x_PD))))
@@ -181,10 +184,7 @@ class _Layer:
         self._taps_bias: Tensor | None = None
         if has_bias:
             self._taps_bias = tensors.read(f"{prefix}conv.depthwise_conv.bias", size)
-        self._batch_norm = [
-            tensors.read(f"{prefix}conv.norm.{name}", size)
-            for name in ("running_mean", "running_var", "weight", "bias")
-        ]
+        self._batch_norm = read_batch_norm(tensors, f"{prefix}conv.norm.", size)
         self._down = linear("conv.pointwise_conv2", size, size, has_bias=has_bias)
 
     def __call__(self, x_PD: Tensor, positions_FD: Tensor, num_read: int) -> Tensor:

@@ -131,6 +131,48 @@ def _ultravox(audio: Audio) -> Mmproj:
     return found
 
 
+def _nemotron_omni(audio: Audio) -> Mmproj:
+    tower = {
+        "hidden_size": audio.integer("embedding_length"),
+        "intermediate_size": audio.integer("feed_forward_length"),
+        "num_hidden_layers": audio.layer_count("block_count"),
+        "num_attention_heads": audio.integer("attention.head_count"),
+        "num_mel_bins": audio.integer("num_mel_bins"),
+        "conv_kernel_size": audio.integer("conv_kernel_size"),
+        "subsampling_factor": audio.integer("subsampling_factor"),
+        "subsampling_conv_channels": audio.num_channels("a.conv1d.0.weight"),
+        "attention_bias": audio.has_tensor("a.blk.0.attn_q.bias"),
+        "convolution_bias": audio.has_tensor("a.blk.0.conv_pw1.bias"),
+        "projection_hidden_size": audio.num_rows("mm.a.mlp.1.weight"),
+        "projection_bias": audio.has_tensor("mm.a.mlp.1.bias"),
+    }
+    return Mmproj({"audio_config": tower, "audio_token_id": audio.token_id("<so_embedding>")})
+
+
+def _lfm2_audio(audio: Audio) -> Mmproj:
+    hidden_size = audio.integer("embedding_length")
+    return Mmproj(
+        {
+            "model_type": "lfm2_audio",
+            "architectures": ["Lfm2AudioForConditionalGeneration"],
+            "audio_config": {
+                "feat_in": audio.integer("num_mel_bins"),
+                "d_model": hidden_size,
+                "ff_expansion_factor": audio.num_rows("a.blk.0.ffn_up.weight") // hidden_size,
+                "n_layers": audio.layer_count("block_count"),
+                "n_heads": audio.integer("attention.head_count"),
+                "conv_kernel_size": audio.num_columns("a.blk.0.conv_dw.weight"),
+                "subsampling_conv_channels": audio.num_channels("a.conv1d.0.weight"),
+            },
+            "adapter_hidden_size": audio.num_rows("mm.a.mlp.1.weight"),
+            "audio_token_id": audio.token_id(*LFM2_PLACEHOLDERS),
+        }
+    )
+
+
+LFM2_PLACEHOLDERS: Final = ("<|audio_pad|>", "<|reserved_4|>", "<|reserved_0|>", "<unk>")
+"""Tokens that may represent audio in LFM2-Audio, whose processor has none for it: the first that exists."""
+
 PLACEHOLDERS: Final = (
     "<|audio|>",
     "<|reserved_special_token_0|>",
@@ -190,6 +232,7 @@ AudioReader: TypeAlias = Callable[[Audio], Mmproj]
 AUDIO_KINDS: Final[dict[str, AudioReader]] = {
     "glma": _glm_asr,
     "granite_speech": _granite_speech,
+    "lfm2a": _lfm2_audio,
     "musicflamingo": _audio_flamingo,
     "qwen2a": _qwen2_audio,
     "qwen3a": _qwen3_asr,
@@ -201,6 +244,7 @@ AUDIO_KINDS: Final[dict[str, AudioReader]] = {
 BESIDE_IMAGES: Final[dict[str, AudioReader]] = {
     "gemma4a": _gemma4,
     "gemma4ua": _gemma4_unified,
+    "parakeet": _nemotron_omni,
     "qwen2a": _qwen2_5_omni,
     "qwen3a": _qwen3_omni,
 }
