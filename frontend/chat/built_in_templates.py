@@ -202,6 +202,7 @@ BUILT_IN_TEMPLATES: Final = {
     "deepseek_v4": _DEEPSEEK_V4.strip(),
     "florence2": _FLORENCE2.strip(),
     "kimi_k3": _KIMI_K3.strip(),
+    "openvla": _CONTENTS,
     "siglip": _CONTENTS,
     "siglip_text_model": _CONTENTS,
 }

@@ -97,7 +97,7 @@ def process_image(image: Image.Image, config: AnyImageProcessor, num_images: int
         return anyres(image, config, num_images)
     if isinstance(config, RowsProcessor):
         return tiles_with_rows(image, config, num_images)
-    if isinstance(config, OverlapsProcessor) and num_images > 1:
+    if isinstance(config, OverlapsProcessor) and num_images > 1 and not config.pads:
         raise ValueError(
             f"it reads one image a prompt, not {num_images}, because the tokens of all images attend to each other"
         )

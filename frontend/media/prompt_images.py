@@ -100,8 +100,9 @@ class PromptImages:
         self._videos = videos
         token = _token(tokenizer, config.token_id)
         self._mark = config.mark or token
-        self._start_id = tokenizer.token_to_id(config.after_images) if config.after_images else None
-        patterns = [re.escape(self._mark), MEDIA_MARK]
+        start = config.after_images or config.prompt_start
+        self._start_id = tokenizer.token_to_id(start) if start else None
+        patterns = [re.escape(self._mark).replace(r"\{\}", r"\d+"), MEDIA_MARK]
         self._token_ids = [config.token_id]
         self._token_ids += config.mark_ids
         self._video_token = token_of_video = ""
@@ -184,8 +185,12 @@ class PromptImages:
         if texts:
             texts[-1] += config.after_images
             text += config.prompt_end
+        if texts and config.prompt_start:
+            text = self._place.sub("", text).removeprefix(config.prompt_start)
+            text = "".join((config.prompt_start, *texts, text))
+            texts = []
         each = iter(texts)
-        text = self._place.sub(lambda _: next(each), text)
+        text = self._place.sub(lambda _: next(each), text) if texts else text
         if joint := config.joint:
             text = re.sub(
                 rf"{re.escape(joint)}(?=[^\s<])", f"{joint} ", text.replace(2 * joint, joint)
@@ -193,8 +198,10 @@ class PromptImages:
         return text
 
     def drop_start(self, token_ids: Sequence[int]) -> Sequence[int]:
-        """Return a prompt without its first token, if the model's format puts this token after the images."""
+        """Return a prompt without its first token, if the format puts it elsewhere, or the prompt has it twice."""
         starts = self._start_id is not None and token_ids[:1] == [self._start_id]
+        if self._config.prompt_start:
+            starts = starts and token_ids[1:2] == [self._start_id]
         return token_ids[1:] if starts else token_ids
 
     def inputs(

@@ -401,7 +401,7 @@ def read_text_config(fields: ConfigFields) -> ConfigFields | None:
     if fields.get("model_type") == "mllama" and fields.section("vision_config") is not None:
         size = text.integer("vocab_size", 128_256) + NUM_IMAGE_TOKENS
         text = text.with_values({"vocab_size": size})
-    if fields.get("model_type") == "molmo2":
+    if fields.get("model_type") in ("molmo", "molmo2"):
         size = text.integer("vocab_size", 151_936) + text.integer("additional_vocab_size", 128)
         text = text.with_values({"vocab_size": size})
     sizes = zip(_SIZES, _NESTED_SIZES.get(text.text("model_type", ""), ()), strict=False)

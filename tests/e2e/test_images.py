@@ -59,7 +59,7 @@ def server(grid: Model) -> Iterator[Server]:
     [
         ("smolvlm", ()),
         ("internvl", ("--cpu-backend", "torch", "-tp", "2")),
-        ("internvl_chat", ("-tp", "2")),
+        *((kind, ("-tp", "2")) for kind in ("internvl_chat", "llava_next-published")),
     ],
 )
 def test_answers_equal_those_of_transformers(

@@ -20,7 +20,8 @@ from engine.frontend.media.video_files import open_video
 from engine.frontend.model_source.images.read import read_image_processor
 from engine.frontend.model_source.images.videos import read_video_processor
 from engine.protocol.checkpoint.config_fields import ConfigFields
-from engine.protocol.checkpoint.field_names import text_section, with_common_names
+from engine.protocol.checkpoint.field_names import read_text_config, text_section, with_common_names
+from engine.protocol.checkpoint.files import read_model_config
 from engine.protocol.config.images.details import SlicesProcessor
 from engine.protocol.config.videos import VideoProcessor
 from PIL import Image
@@ -35,9 +36,12 @@ from support.own_code.dots_ocr import dots_ocr
 from support.own_code.glm4v import Glm4vModel, glm4v_9b
 from support.own_code.isaac import IsaacModel, isaac
 from support.own_code.keye import KeyeModel, keye
+from support.own_code.known_towers import sarashina2
 from support.own_code.minicpm import minicpmv, write_minicpmv_mmproj
 from support.own_code.mobilevlm import mobilevlm, write_mobilevlm_mmproj
 from support.own_code.model import OwnCodeModel
+from support.own_code.molmo import TEXTS, Molmo, molmo
+from support.own_code.openvla import openvla
 from support.own_code.ovis2_5 import ovis2_5
 from support.own_code.perception_lm import perception_lm
 from support.own_code.phi3_v import phi3_v
@@ -64,7 +68,7 @@ IDEFICS2_MARKS = ["<image>", "<fake_token_around_image>"]
 MODELS: dict[
     str,
     tuple[
-        Callable[..., OwnCodeModel | GridModel | KeyeModel | IsaacModel | Glm4vModel],
+        Callable[..., OwnCodeModel | GridModel | KeyeModel | IsaacModel | Glm4vModel | Molmo],
         str,
         str,
         list[str],
@@ -77,6 +81,12 @@ MODELS: dict[
     "glm4v_9b": (glm4v_9b, GLM_MARKS[0], GLM_MARK, GLM_MARKS),
     "idefics2": (partial(grid_model, kind="idefics2"), "<image>", "<image>", IDEFICS2_MARKS),
     "isaac": (isaac, "<|image_pad|>", "<image>", ["<|image_pad|>"]),
+    "janus": (
+        partial(grid_model, kind="janus-published"),
+        "<image_placeholder>",
+        "<image_placeholder>",
+        ["<image_placeholder>", "<begin_of_image>", "<end_of_image>"],
+    ),
     "keye": (keye, "<|image_pad|>", "<|image_pad|>", ["<|image_pad|>"]),
     "keye1.5": (
         partial(keye, is_later=True),
@@ -90,12 +100,14 @@ MODELS: dict[
         "(<image>./</image>)",
         ["<image>", "</image>", "<slice>", "</slice>", "<image_id>", "</image_id>"],
     ),
+    "molmo": (partial(molmo, max_crops=2), "<im_patch>", "<|image|>", [*TEXTS]),
     "nemotron_h_omni": (
         partial(grid_model, kind="nemotron_h_omni"),
         "<image>",
         "<image>",
         ["<image>", "<img>", "</img>"],
     ),
+    "openvla": (openvla, "<PAD>", "<image>", ["<PAD>"]),
     "ovis2_5": (ovis2_5, "<|image_pad|>", "<image>", ["<|image_pad|>"]),
     "ovis2_6": (
         partial(ovis2_5, architecture="Ovis2_6_MoeForCausalLM"),
@@ -105,6 +117,7 @@ MODELS: dict[
     ),
     "perception_lm": (perception_lm, "<|image|>", "<|image|>", ["<|image|>"]),
     "phi3_v": (phi3_v, "<|image|>", "<|image|>", ["<|image|>"]),
+    "sarashina2": (sarashina2, "<|file|>", "<|file|>", ["<|file|>"]),
     "step3p7": (partial(grid_model, kind="step3p7"), "<im_patch>", "<im_patch>", STEP_MARKS),
     "video_llama_3": (partial(grid_model, kind="video_llama_3"), "<image>", "<image>", ["<image>"]),
     "youtu_vl": (
@@ -227,8 +240,8 @@ def _check(
     model: Any, directory: Path, chats: Sequence[Sequence[Any]], answers: Sequence[dict[str, Any]]
 ) -> None:
     """Compare the answers to chats, each of which was asked several times, with the model's own."""
-    config = ConfigFields.read(directory / "config.json")
-    text = text_section(config) or with_common_names(config)
+    config = read_model_config(directory)
+    text = read_text_config(config) or with_common_names(config)
     processor = read_image_processor(directory, config, text, {})
     assert processor is not None
     for index, parts in enumerate(chats):

@@ -164,7 +164,7 @@ def test_texts_are_translated_with_the_tokenizers_of_two_languages(tmp_path: Pat
 
 def test_chats_with_images_equal_those_of_transformers(tmp_path: Path) -> None:
     """The source is an image and the question for the task. The request is preempted and resumed."""
-    path, model, processor = florence2_directory(tmp_path)
+    path, model, processor = florence2_directory(tmp_path, is_published=True)
     flags = ("--max-model-len", "64", "--inject-preemption", "0.1", "--cpu-backend", "torch")
     with Server(str(path), *FLAGS, *flags) as server:
         image, task = picture(0, 90, 60), "<CAPTION>"

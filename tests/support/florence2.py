@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import tokenizers
 import torch
 import transformers
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 SIDE = 72
@@ -26,7 +28,53 @@ _DEVIATIONS = (
 """Patterns of parameters, and the standard deviations with which answers depend on images and prompts."""
 
 
-def florence2_directory(directory: Path) -> tuple[Path, Any, Any]:
+_PUBLISHED_NAMES = (
+    (r"^lm_head\.", "language_model.lm_head."),
+    (r"^model\.language_model\.", "language_model.model."),
+    (r"^model\.vision_tower\.", "vision_tower."),
+    (r"^(vision_tower\.convs\.\d+)\.conv\.", r"\1.proj."),
+    (r"(_block\.conv[12])\.", r"\1.fn.dw."),
+    (r"(spatial_block\.)norm1\.", r"\1window_attn.norm."),
+    (r"(channel_block\.)norm1\.", r"\1channel_attn.norm."),
+    (r"\.(window|channel)_attn\.(?!norm)", r".\1_attn.fn."),
+    (r"\.ffn\.", ".ffn.fn.net."),
+    (r"_block\.norm2\.", "_block.ffn.norm."),
+    (r"^model\.multi_modal_projector\.image_projection\.weight$", "image_projection"),
+    (r"^model\.multi_modal_projector\.image_position_embed\.", "image_pos_embed."),
+    (r"^model\.multi_modal_projector\.", ""),
+)
+
+
+def _as_published(directory: Path) -> None:
+    """Give a model the format of Microsoft."""
+    config = json.loads((directory / "config.json").read_text())
+    vision = config["vision_config"]
+    vision |= {
+        "model_type": "davit",
+        "dim_embed": vision.pop("embed_dim"),
+        "image_feature_source": ["spatial_avg_pool", "temporal_avg_pool"],
+        "image_pos_embed": {
+            "type": "learned_abs_2d",
+            "max_pos_embeddings": vision.pop("max_position_embeddings"),
+        },
+        "visual_temporal_embedding": {
+            "type": "COSINE",
+            "max_temporal_embeddings": vision.pop("max_temporal_embeddings"),
+        },
+    }
+    config["text_config"]["model_type"] = "florence2_language"
+    del config["image_token_id"]
+    (directory / "config.json").write_text(json.dumps(config))
+    file, stored = directory / "model.safetensors", {}
+    for name, tensor in load_file(file).items():
+        for pattern, replacement in _PUBLISHED_NAMES:
+            name = re.sub(pattern, replacement, name)
+        stored[name] = tensor.t().contiguous() if name == "image_projection" else tensor
+    assert "vision_tower.blocks.0.0.spatial_block.window_attn.fn.qkv.weight" in stored
+    save_file(stored, file)
+
+
+def florence2_directory(directory: Path, *, is_published: bool = False) -> tuple[Path, Any, Any]:
     """Write a model and its processor. Return the directory, and both as transformers' objects.
 
     Windows of the tower are completed by zeros. The last tokens are parts of words.
@@ -82,6 +130,8 @@ def florence2_directory(directory: Path) -> tuple[Path, Any, Any]:
     model.save_pretrained(directory)
     processor.save_pretrained(directory)
     fast.save_pretrained(directory)
+    if is_published:
+        _as_published(directory)
     return directory, model, processor
 
 

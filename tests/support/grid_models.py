@@ -51,7 +51,8 @@ class GridModel(NamedTuple):
 def grid_model(path: Path, kind: str, *, vocab_size: int, image_token: int) -> GridModel:
     """Write a model with this vocabulary."""
     return GridModel(
-        write_grid_model(path, kind, vocab_size=vocab_size, image_token=image_token), kind
+        write_grid_model(path, kind, vocab_size=vocab_size, image_token=image_token),
+        kind.removesuffix("-published"),
     )
 
 

@@ -31,7 +31,7 @@ class Model:
     """A checkpoint, and transformers' greedy answers to the prompts that the server made."""
 
     def __init__(self, directory: Path, kind: str) -> None:
-        self.kind = kind
+        self.kind = kind.removesuffix("-published")
         self.path, self.model = vision_directory(directory, kind)
         self._answers: dict[int, list[int]] = {}
 

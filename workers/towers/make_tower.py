@@ -17,9 +17,10 @@ from ...protocol.checkpoint.vision.deepseek import (
 from ...protocol.checkpoint.vision.gemma import PatchVisionSpec
 from ...protocol.checkpoint.vision.grid import GridVisionSpec
 from ...protocol.checkpoint.vision.llama import TilesVisionSpec
+from ...protocol.checkpoint.vision.pairs.prismatic import PairVisionSpec
 from ...protocol.checkpoint.vision.read import AnyVisionSpec
 from ...protocol.checkpoint.vision.spec import VisionSpec
-from ...protocol.checkpoint.vision.tiled.molmo import PooledVisionSpec
+from ...protocol.checkpoint.vision.tiled.molmo import PaddedVisionSpec, PooledVisionSpec
 from .convolutional.codes import CodesTower
 from .convolutional.davit import DavitTower
 from .convolutional.fastvit import FastVitTower
@@ -31,6 +32,7 @@ from .query_tower import QueryTower
 from .sam_tower import SamTower
 from .tiles.crops_tower import CropsTower
 from .tiles.joined_tower import JoinedTower
+from .tiles.pair_tower import PairTower
 from .tiles.pooled_tower import PooledTower
 from .tiles.rows_tower import RowsTower
 from .tiles.tiles_tower import TilesTower
@@ -45,8 +47,10 @@ _TOWERS: Final[dict[type[AnyVisionSpec], Callable[[Any, TowerSource], ImageTower
     DavitSpec: DavitTower,
     TilesVisionSpec: TilesTower,
     PooledVisionSpec: PooledTower,
+    PaddedVisionSpec: PooledTower,
     CodesVisionSpec: CodesTower,
     SamVisionSpec: SamTower,
+    PairVisionSpec: PairTower,
     PatchVisionSpec: PatchTower,
 }
 """The class of towers for each class of specs but `VisionSpec`."""

@@ -56,6 +56,11 @@ class VisionTower(ImageTower):
         self._class_D: Tensor | None = None
         if spec.has_class_token:
             self._class_D = tensors.read("embeddings.class_embedding", size)
+        self._registers_KD: Tensor | None = None
+        if spec.num_registers:
+            first_1D = tensors.read("embeddings.class_embedding", 1, size)
+            others_KD = tensors.read("embeddings.registers", spec.num_registers - 1, size)
+            self._registers_KD = torch.cat((first_1D, others_KD))
         self._positions: Tensor | None = None
         name = "embeddings.position_embedding.weight"
         if spec.positions not in ("axes", None):
@@ -247,6 +252,8 @@ class VisionTower(ImageTower):
             x_PD = x_PD + self._positions[F.pad(at, (0, len(x_PD) - len(at)))]
         elif self._positions is not None:
             x_PD = x_PD + self._positions
+        if self._registers_KD is not None:
+            x_PD = torch.cat((self._registers_KD.to(x_PD.dtype), x_PD))
         if self._pre_norm is not None:
             x_PD = self._pre_norm(x_PD)
         places_P2: Tensor | None = None
@@ -270,6 +277,7 @@ class VisionTower(ImageTower):
             x_PD = self._post_norm(x_PD)
         if spec.has_class_token and not spec.keeps_class_token:
             x_PD = x_PD[1:]
+        x_PD = x_PD[spec.num_registers :]
         if fine_PC is not None:
             x_PD = torch.cat((x_PD, fine_PC), 1)
         outputs = self._project(x_PD, row_length)

@@ -70,6 +70,8 @@ def canvas(image: Image.Image, config: CanvasProcessor) -> Parts:
     if config.splits and config.max_tiles > 1:
         if config.least_scale:
             grids = [least_scale(*image.size, side, config.max_tiles)]
+        elif config.counts_area:
+            grids = [_best_area(*image.size, config)]
         else:
             least = 1 if config.is_double else config.min_tiles
             grids = [best_canvas(*image.size, side, least, config.max_tiles)]
@@ -219,6 +221,21 @@ def least_scale(width: int, height: int, side: int, max_tiles: int) -> tuple[int
     scales = [min(columns * side / width, rows * side / height) for columns, rows in grids]
     enlarging = [scale for scale in scales if scale >= 1]
     return grids[scales.index(min(enlarging) if enlarging else max(scales))]
+
+
+def _best_area(width: int, height: int, config: CanvasProcessor) -> tuple[int, int]:
+    """Return the columns and rows of the grid with a similar aspect ratio that has enough of the image's pixels."""
+    sides, aspect = range(1, config.max_tiles + 1), width / height
+    counts = range(config.min_tiles, config.max_tiles + 1)
+    grids = [(columns, rows) for columns in sides for rows in sides if columns * rows in counts]
+    grids.sort(key=lambda grid: grid[0] * grid[1])
+
+    def fit(grid: tuple[int, int]) -> float:
+        own = grid[0] / grid[1]
+        share = min(grid[0] * grid[1] * config.side**2 / (width * height), 0.6)
+        return share * min(own / aspect, aspect / own)
+
+    return max(grids, key=fit)
 
 
 def split(image: Image.Image, side: int) -> list[list[Image.Image]]:

@@ -1,4 +1,4 @@
-"""Images that are read as a whole and as a canvas of overlapping tiles (Molmo 2)."""
+"""Images that are read as a whole and as a canvas of overlapping tiles (Molmo)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from PIL import Image
 
 from ....protocol.config.images.tiles import OverlapsProcessor
 from ....protocol.encoder_inputs.payloads import ImagePayload
-from .pixels import Parts, Tile
+from .pixels import Parts, Tile, make_tile, resize
 
 
 def overlaps(image: Image.Image, config: OverlapsProcessor) -> Parts:
@@ -19,17 +19,35 @@ def overlaps(image: Image.Image, config: OverlapsProcessor) -> Parts:
     side, overlap = config.side, config.side - config.window
     columns, rows = best_tiling(image.width - overlap, image.height - overlap, config)
     width, height = (count * config.window + overlap for count in (columns, rows))
-    pixels = np.asarray(image)
-    whole, canvas = (
-        ImagePayload(*size, _resized(pixels, *size), config.scale, config.mean, config.std)
-        for size in ((side, side), (width, height))
-    )
+    fit = _padded if config.pads else _stretched
+    whole, canvas = (fit(image, *size, config) for size in ((side, side), (width, height)))
     _, whole_id, canvas_id, end_id = config.mark_ids
     ids = [whole_id, *_row_ids(side, side, config, config.ends_whole_rows), end_id]
     ids += [canvas_id, *_row_ids(width, height, config, config.ends_rows), end_id]
     texts = dict(zip(config.mark_ids, config.mark_texts, strict=True)) | {config.token_id: ""}
     payload = msgspec.structs.replace(whole, fine=canvas, token_ids=np.array(ids, "<i4").tobytes())
     return [Tile(payload, len(ids), texts=tuple(texts[each] for each in ids))]
+
+
+def _stretched(
+    image: Image.Image, width: int, height: int, config: OverlapsProcessor
+) -> ImagePayload:
+    pixels = _resized(np.asarray(image), width, height)
+    return ImagePayload(width, height, pixels, config.scale, config.mean, config.std)
+
+
+def _padded(image: Image.Image, width: int, height: int, config: OverlapsProcessor) -> ImagePayload:
+    """Return the image in the middle of black margins. Its size is computed in float32, as by the model's own code."""
+    scale = min(
+        np.float32(new) / np.float32(old)
+        for new, old in zip((width, height), image.size, strict=True)
+    )
+    x, y = (max(1, int(np.float32(length) * scale)) for length in image.size)
+    canvas = Image.new("RGB", (width, height))
+    canvas.paste(resize(image, x, y, config), ((width - x) // 2, (height - y) // 2))
+    tile = make_tile(canvas, config)
+    assert isinstance(tile.payload, ImagePayload)
+    return msgspec.structs.replace(tile.payload, original_width=x, original_height=y)
 
 
 def most_outputs(config: OverlapsProcessor) -> int:

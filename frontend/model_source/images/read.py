@@ -55,20 +55,23 @@ from .single import (
     single,
     square,
     square_between_marks,
+    square_for_two,
 )
 from .source import ProcessorSource
 from .tiled.cohere import aya_vision, cohere2_vision
 from .tiled.internvl import (
     IMAGE_CONTEXT,
+    area_canvas,
     canvas,
     described_canvas,
     double_canvas,
     labeled_canvas,
+    numbered_canvas,
     views,
     views_with_rows,
 )
 from .tiled.minicpm import slices, slices_of_queries
-from .tiled.molmo import overlaps
+from .tiled.molmo import overlaps, padded_overlaps
 from .tiled.ovis import cover
 from .tiled.perception import whole_first
 from .tiled.phi4 import bands, crops
@@ -84,6 +87,7 @@ _TOKEN_TEXTS: Final = {
     "h2ovl_chat": IMAGE_CONTEXT,
     "internvl_chat": IMAGE_CONTEXT,
     "isaac": "<|image_pad|>",
+    "Llama_Nemotron_Nano_VL": "<image>",
     "minicpmo": "<unk>",
     "minicpmv": "<unk>",
     "NVLM_D": "<|vision_pad|>",
@@ -102,6 +106,7 @@ _WITHOUT_FILE: Final = (
     "internvl_chat",
     "isaac",
     "NVLM_D",
+    "openvla",
     "step3_vl",
     "step3p7",
 )
@@ -241,6 +246,7 @@ _READERS: Final[dict[str, _Reader]] = {
     "dots_ocr": resize,
     "dots_vlm": resize,
     "embedding_gemma2": gemma4,
+    "eagle_2_5_vl": numbered_canvas,
     "ernie4_5_moe_vl": resize_own_mark,
     "ernie4_5_vl_moe": resize_many,
     "exaone4_5": resize,
@@ -278,6 +284,7 @@ _READERS: Final[dict[str, _Reader]] = {
     "lfm2_vl": thumbnail,
     "lfm3_vl": resize,
     "lighton_ocr": lighton_ocr,
+    "Llama_Nemotron_Nano_VL": area_canvas,
     "llama4": tiles,
     "llava": single,
     "llava_next": anyres,
@@ -296,12 +303,14 @@ _READERS: Final[dict[str, _Reader]] = {
     "mllama": mosaic,
     "mobilevlm": padded_square,
     "modernvbert": grid,
+    "molmo": padded_overlaps,
     "molmo2": overlaps,
     "muse_glimmer": muse,
     "muse_spark": muse,
     "nemotron_h_omni": resize_whole_patches,
     "NVLM_D": labeled_canvas,
     "opencua": resize,
+    "openvla": square_for_two,
     "ovis2": cover,
     "ovis2_5": resize_words,
     "paddleocr_vl": resize_rounded,

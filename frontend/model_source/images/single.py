@@ -10,10 +10,11 @@ from ....protocol.checkpoint.vision.convolutional.codes import CodesVisionSpec
 from ....protocol.checkpoint.vision.convolutional.davit import DavitSpec
 from ....protocol.checkpoint.vision.convolutional.fastvit import FastVitSpec
 from ....protocol.checkpoint.vision.deepseek import SamVisionSpec
+from ....protocol.checkpoint.vision.pairs.prismatic import PairVisionSpec
 from ....protocol.checkpoint.vision.spec import MAX_SIDE, VisionSpec
 from ....protocol.config.images.single import CropProcessor, LongestProcessor, SquareProcessor
 from ....protocol.config.images.sized import FitProcessor
-from .fields import BICUBIC, CLIP_VALUES, LANCZOS, side_of_tile, sides
+from .fields import BICUBIC, CLIP_VALUES, IMAGENET_VALUES, LANCZOS, side_of_tile, sides
 from .pixtral import pixtral
 from .source import ProcessorSource
 
@@ -96,6 +97,24 @@ def square_between_marks(source: ProcessorSource, vision: VisionSpec) -> SquareP
         mark_ids=(config.integer("boi_token_id"), config.integer("eoi_token_id")),
         mark_texts=(start, end),
     )
+
+
+def square_for_two(source: ProcessorSource, vision: PairVisionSpec) -> SquareProcessor:
+    """Return the processor of OpenVLA, whose file has values for both towers, and whose images precede the text."""
+    fields, side = source.fields, vision.image_size
+    fields.require("image_resize_strategy", "resize-naive")
+    fields.require("input_sizes", [[3, side, side]] * 2, ", as in the vision towers")
+    own: dict[str, object] = {}
+    for name, second in (("mean", vision.mean), ("std", vision.std)):
+        given = fields.get(f"{name}s")
+        if given is not None:
+            if not isinstance(given, list) or len(given) != 2 or given[1] != list(second):
+                raise fields.wrong(f"{name}s", f"two lists, the second of which is {second}", given)
+            own[f"image_{name}"] = given[0]
+    values = IMAGENET_VALUES | source.with_values(own).pixel_values(BICUBIC)
+    sizes = {"output_size": vision.output_size, "num_outputs": vision.num_outputs}
+    start = source.special_token("bos_token", "<s>")
+    return SquareProcessor(**values | sizes, side=side, prompt_start=start)
 
 
 def square(source: ProcessorSource, vision: DavitSpec) -> SquareProcessor:

@@ -6,17 +6,23 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from ..config_fields import ConfigFields
+from .florence import florence2
 from .janus import multi_modality
 from .llava import llava, phi4
+from .molmo import molmo
+from .openvla import openvla
 from .renamed import dots_vlm, interns2
 
 _READERS: Final[dict[str, Callable[[ConfigFields, str], dict[str, Any]]]] = {
     "DotsVLMForCausalLM": dots_vlm,
+    "Florence2ForConditionalGeneration": florence2,
     "InternS2PreviewForConditionalGeneration": interns2,
     "LlavaLlamaForCausalLM": llava,
     "LlavaMistralForCausalLM": llava,
     "LlavaQwenForCausalLM": llava,
+    "MolmoForCausalLM": molmo,
     "MultiModalityCausalLM": multi_modality,
+    "OpenVLAForActionPrediction": openvla,
     "Phi4ForCausalLMV": phi4,
 }
 

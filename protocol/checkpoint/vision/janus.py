@@ -82,10 +82,7 @@ def deepseek_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) ->
     )
 
 
-_PUBLISHED_NAMES: Final = (
-    (r"^aligner\.layers\.0\.", "multi_modal_projector.linear_1."),
-    (r"^aligner\.layers\.2\.", "multi_modal_projector.linear_2."),
-    (r"^vision_model\.vision_tower\.", "vision_tower."),
+TIMM_NAMES: Final = (
     (r"^vision_tower\.patch_embed\.proj\.", "vision_tower.embeddings.patch_embedding."),
     (r"^vision_tower\.pos_embed$", "vision_tower.embeddings.position_embedding.weight"),
     (r"^vision_tower\.norm\.", "vision_tower.post_layernorm."),
@@ -94,4 +91,12 @@ _PUBLISHED_NAMES: Final = (
     (r"^(vision_tower\..*)\.attn\.proj\.", r"\1.self_attn.out_proj."),
     (r"^(vision_tower\..*)\.attn\.qkv\.", r"\1.self_attn.qkv."),
 )
-"""The names of DeepSeek's own files, whose tower is timm's."""
+"""Translates the names of towers in timm."""
+
+_PUBLISHED_NAMES: Final = (
+    (r"^aligner\.layers\.0\.", "multi_modal_projector.linear_1."),
+    (r"^aligner\.layers\.2\.", "multi_modal_projector.linear_2."),
+    (r"^vision_model\.vision_tower\.", "vision_tower."),
+    *TIMM_NAMES,
+)
+"""The names of DeepSeek's own files."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from msgspec.structs import replace
+
 from ..config_fields import ConfigFields
 from ..field_names import text_section
 from .grid import GridVisionSpec, read_layers
@@ -156,6 +158,20 @@ def nemotron_omni(fields: ConfigFields, vision: ConfigFields, output_size: int) 
         merger_inner=fields.integer("projector_hidden_size", 4096),
         has_merger_biases=False,
         tensor_names=_RADIO_NAMES,
+    )
+
+
+def nemotron_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
+    """Return the tower of Llama Nemotron Nano VL: that of Nemotron Omni with another projection."""
+    own = vision.with_defaults(
+        max_img_size=vision.first_section("args").get("cpe_max_size", vision.get("max_resolution"))
+    )
+    fields.require("ps_version", "v2")
+    return replace(
+        nemotron_omni(fields.with_values({"model_type": "NemotronH_Nano_VL_V2"}), own, output_size),
+        merger_norm_kind="layer",
+        merger_activation="gelu",
+        has_merger_biases=True,
     )
 
 

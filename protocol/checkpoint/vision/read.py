@@ -72,13 +72,14 @@ from .merged import (
     step3,
     video_llama3,
 )
-from .muse import inkling2, muse, nemotron_omni, youtu_vl
+from .muse import inkling2, muse, nemotron_omni, nemotron_vl, youtu_vl
+from .pairs.prismatic import PairVisionSpec, openvla
 from .pixtral import mistral_large4, pixtral
 from .spec import VisionSpec
 from .tiled.cohere import aya_vision, cohere2_vision
-from .tiled.internvl import internvl, internvl_chat, nvlm_d, qianfan_ocr
+from .tiled.internvl import eagle2_5, internvl, internvl_chat, nvlm_d, qianfan_ocr
 from .tiled.minicpm import minicpm_ocr, minicpmv, minicpmv4_6, minicpmv4_7
-from .tiled.molmo import PooledVisionSpec, molmo2
+from .tiled.molmo import PooledVisionSpec, molmo, molmo2
 from .tiled.ovis import ovis2, ovis2_5
 from .tiled.perception import perception_lm
 from .tiled.phi4 import phi3_v, phi4_multimodal
@@ -94,6 +95,7 @@ AnyVisionSpec: TypeAlias = (
     | DavitSpec
     | TilesVisionSpec
     | PooledVisionSpec
+    | PairVisionSpec
     | PatchVisionSpec
     | CodesVisionSpec
 )
@@ -140,8 +142,10 @@ def _section(fields: ConfigFields) -> ConfigFields | None:
 _KINDS: Final = {
     "BeeForConditionalGeneration": "bee",
     "DeepseekOCRForCausalLM": "deepseek_ocr",
+    "Eagle2_5_VLForConditionalGeneration": "eagle_2_5_vl",
     "HCXVisionV2ForCausalLM": "hyperclovax_vision_v2",
     "LightOnOCRForConditionalGeneration": "lighton_ocr",
+    "Llama_Nemotron_Nano_VL": "Llama_Nemotron_Nano_VL",
     "MantisForConditionalGeneration": "mantis",
     "NemotronH_Omni_Reasoning_V3": "nemotron_h_omni",
     "OpenCUAForConditionalGeneration": "opencua",
@@ -174,6 +178,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "dots_ocr": dots_ocr,
     "dots_vlm": dots_ocr,
     "embedding_gemma2": gemma4,
+    "eagle_2_5_vl": eagle2_5,
     "ernie4_5_moe_vl": ernie4_5_vl,
     "ernie4_5_vl_moe": ernie4_5_vl,
     "exaone4_5": exaone4_5,
@@ -215,6 +220,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "lfm2_vl": lfm2_vl,
     "lfm3_vl": lfm3_vl,
     "lighton_ocr": pixtral,
+    "Llama_Nemotron_Nano_VL": nemotron_vl,
     "llama4": llama4,
     "llava": llava,
     "llava_next": llava_next,
@@ -233,12 +239,14 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "mllama": mllama,
     "mobilevlm": mobilevlm,
     "modernvbert": modernvbert,
+    "molmo": molmo,
     "molmo2": molmo2,
     "muse_glimmer": muse,
     "muse_spark": muse,
     "nemotron_h_omni": nemotron_omni,
     "NVLM_D": nvlm_d,
     "opencua": opencua,
+    "openvla": openvla,
     "ovis2": ovis2,
     "ovis2_5": ovis2_5,
     "paddleocr_vl": paddleocr_vl,

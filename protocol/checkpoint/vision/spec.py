@@ -134,6 +134,8 @@ class VisionSpec(msgspec.Struct, frozen=True):
             factors.
         has_class_token: True if there is a class token, as in CLIP (arXiv 2103.00020). With one, rows and columns are
             counted from 1, and the class token is not rotated.
+        num_registers: The number of learned rows before the patches, of which the first is the class token. They have
+            no positions, and their outputs are not used (DINOv2 with registers, arXiv 2309.16588).
         has_class_last: True if the position of the class token is stored last.
         has_flat_patches: True if the checkpoint stores the patch projection with two dimensions.
         has_channels_last: True if the pixels of a patch are stored pixel by pixel, else channel by channel.
@@ -272,6 +274,7 @@ class VisionSpec(msgspec.Struct, frozen=True):
     standardizes: bool = False
     has_class_token: bool = False
     keeps_class_token: bool = False
+    num_registers: int = 0
     has_class_last: bool = False
     has_patch_bias: bool = True
     has_flat_patches: bool = False

@@ -33,7 +33,7 @@ class ImageProcessorConfig(msgspec.Struct, frozen=True, kw_only=True):
             first layers (DeepStack).
         num_outputs: The number of embeddings per tile; the maximum per image if it depends on the image's size.
         resample: The resampling filter, as a value of Pillow's `Resampling`.
-        mark: The text that represents an image in prompts; if empty, the text of `token_id`.
+        mark: The text that represents an image in prompts; if empty, the text of `token_id`. A number may replace {}.
         start: The text before an image, or before each tile if all tiles are alike.
         end: The text after an image or tile with `start`.
         number_start: The text before the number of an image in its prompt, which precedes the image. If it is empty,
@@ -44,6 +44,7 @@ class ImageProcessorConfig(msgspec.Struct, frozen=True, kw_only=True):
         mark_ids: Tokens around an image, or in it, whose embeddings the encoder computes, too.
         mark_texts: The texts of these tokens.
         after_images: The text after the last image. Prompts with it have all of their images at the beginning.
+        prompt_start: If not empty, a prompt with images begins with this text and all of its images.
         prompt_end: The text at the end of a prompt with images.
         stands_alone: True if a request has one image instead of a text, because the model embeds both separately.
         background: The color behind transparent pixels: white, or squares of 8 pixels in two grays (Inkling 2).
@@ -66,6 +67,7 @@ class ImageProcessorConfig(msgspec.Struct, frozen=True, kw_only=True):
     mark_ids: tuple[int, ...] = ()
     mark_texts: tuple[str, ...] = ()
     after_images: str = ""
+    prompt_start: str = ""
     prompt_end: str = ""
     stands_alone: bool = False
     background: Background = "white"

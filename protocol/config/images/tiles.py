@@ -22,11 +22,12 @@ class CanvasProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="canv
     """Splits an image into a grid of tiles with a similar aspect ratio, and adds a small copy of the whole image.
 
     The grid has `min_tiles` to `max_tiles` tiles of `side` x `side` pixels. If `least_scale` is true, the grid is
-    chosen for the smallest change of scale instead. If `splits` is false, only the small copy is used. In the prompt, a
-    tile follows `tile_label`, in which its number replaces {}, the whole image follows `whole_label`, and each is
+    chosen for the smallest change of scale instead. If `counts_area` is true, larger grids are preferred until they
+    have six tenths of the image's pixels (Eagle 2.5). If `splits` is false, only the small copy is used. In the prompt,
+    a tile follows `tile_label`, in which its number replaces {}, the whole image follows `whole_label`, and each is
     followed by `tile_end`. If `is_double` is true, an image alone in its prompt is also split into a grid of at least 3
-    tiles whose numbers of columns and rows do not divide those of the first grid, which precedes the others (H2OVL).
-    If `has_whole_first` is true, the grid enlarges the image most, and tiles follow the copy (Perception LM).
+    tiles whose numbers of columns and rows do not divide those of the first grid, which precedes the others (H2OVL). If
+    `has_whole_first` is true, the grid enlarges the image most, and tiles follow the copy (Perception LM).
     """
 
     side: int
@@ -34,6 +35,7 @@ class CanvasProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="canv
     min_tiles: int = 1
     max_tiles: int = 1
     least_scale: bool = False
+    counts_area: bool = False
     has_whole_first: bool = False
     is_double: bool = False
     tile_label: str = ""
@@ -172,7 +174,8 @@ class OverlapsProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="ov
     Tiles have `side` x `side` pixels, and neighbors are `window` pixels apart. Squares of `unit` x `unit` pixels make
     one embedding, also at the edges. Rows end with a token of their own: those of the canvas if `ends_rows`, and those
     of the whole image if `ends_whole_rows`. The marks are the tokens at the end of a row, at the start of the whole
-    image, at the start of the canvas, and at the end of both. An image is the only one of its prompt.
+    image, at the start of the canvas, and at the end of both. If `pads`, images keep their shape, in the middle of
+    black margins (Molmo 1). Otherwise an image is the only one of its prompt.
     """
 
     side: int
@@ -181,3 +184,4 @@ class OverlapsProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="ov
     max_tiles: int
     ends_rows: bool = True
     ends_whole_rows: bool = True
+    pads: bool = False

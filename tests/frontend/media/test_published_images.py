@@ -14,8 +14,10 @@ from engine.protocol.checkpoint.config_fields import ConfigFields
 from engine.protocol.checkpoint.field_names import text_section
 from engine.protocol.errors import CheckpointError
 from PIL import Image
+from support.own_code.known_towers import eagle2_5
 from support.own_code.minicpm import minicpmv
 from support.own_code.youtu import youtu_vl
+from support.tiny_checkpoints import sentencepiece_tokenizer
 from support.vision_checkpoints import vision_directory
 
 pytestmark = pytest.mark.slow
@@ -91,6 +93,26 @@ def test_tiles_of_nvlm_have_names_and_those_of_h2ovl_two_grids(tmp_path):
         np.testing.assert_array_equal(found, expected)
     several = process_image(_image(64, 64), config, 2)
     assert sum(isinstance(part, Tile) for part in several) == 1
+
+
+def test_images_of_eagle_have_numbers_and_enough_tiles(tmp_path):
+    tokenizer = sentencepiece_tokenizer()
+    marks = ["<IMG_CONTEXT>", "<img>", "</img>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": marks})
+    tokenizer.save_pretrained(tmp_path)
+    image_token = tokenizer.convert_tokens_to_ids(marks[0])
+    eagle2_5(tmp_path, vocab_size=len(tokenizer), image_token=image_token)
+    config = _read(tmp_path)
+    places = PromptImages(config, load_tokenizer(tmp_path))
+    reader = MediaReader(places.reader_config)
+    images = [reader.prepare_image(_image(*size), 2) for size in ((16, 16), (70, 70))]
+    tile = 4 * marks[0]
+    found = places.expand("the <image-1> quick\n<image-2>fox", images)
+    first, second = f"<image 1><img>{tile}</img>", f"<image 2><img>{5 * tile}</img>"
+    assert found == f"the {first} quick\n{second}fox"
+    # InternVL, which compares aspect ratios only, would read a square of this size as a whole.
+    for size, count in (((20, 20), 1), ((24, 24), 5), ((100, 20), 5), ((60, 30), 3)):
+        assert len(_tiles(_image(*size), config)) == count
 
 
 def test_images_of_mantis_have_numbers(tmp_path):

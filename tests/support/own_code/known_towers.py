@@ -1,4 +1,4 @@
-"""Models of whose parts transformers has the tower and the decoder: POINTS 1.5, Sarashina2-Vision and Phi-4's."""
+"""Models of which transformers has the tower and the decoder, but not the projection between them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import transformers
 from engine.protocol.encoder_inputs.payloads import ImagePayload
+from safetensors.torch import load_file, save_file
 from support.own_code.model import OwnCodeModel, fill, normalized, write
 from support.tiny_checkpoints import DECODER_SIZES
 from torch import Tensor, nn
@@ -140,4 +141,106 @@ def phi4_siglip(directory: Path, *, vocab_size: int = 96, image_token: int = 95)
         "model.mm_projector.": projection,
     }
     write(directory, config, parts, {"image_processor_type": "Siglip2ImageProcessorNoUpscale"})
+    return OwnCodeModel(decoder, lambda images: [encode(each) for each in images], image_token)
+
+
+def _shuffled(x: Tensor, side: int) -> Tensor:
+    """Return the rows of each square of 2 x 2 patches after each other."""
+    return x.view(side // 2, 2, side // 2, 2, -1).transpose(1, 2).flatten(2).flatten(0, 1)
+
+
+def _normed_mlp(output: int) -> nn.Sequential:
+    norm = nn.LayerNorm(4 * _SIZE)
+    return nn.Sequential(norm, nn.Linear(4 * _SIZE, 56), nn.GELU(), nn.Linear(56, output))
+
+
+def nemotron_vl(directory: Path, *, vocab_size: int = 96, image_token: int = 95) -> OwnCodeModel:
+    """Write a Llama Nemotron Nano VL, whose tower is a RADIO."""
+    text = _text(vocab_size)
+    decoder = transformers.LlamaForCausalLM(transformers.LlamaConfig(**text))
+    sizes = {
+        "hidden_size": _SIZE,
+        "mlp_ratio": 1.5,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 3,
+        "patch_size": _PATCH,
+    }
+    config = transformers.RadioConfig(
+        **sizes,
+        max_img_size=24,
+        num_cls_tokens=2,
+        num_registers=1,
+        _attn_implementation="eager",
+    )
+    tower = transformers.RadioModel(config)
+    tower.make_preprocessor_external()
+    mlp = _normed_mlp(text["hidden_size"])
+    fill(decoder, tower, mlp)
+    with torch.no_grad():
+        for name, parameter in tower.named_parameters():
+            if "layer_scale" in name:
+                parameter.fill_(1.0)
+    published = {
+        "architectures": ["Llama_Nemotron_Nano_VL"],
+        "model_type": "Llama_Nemotron_Nano_VL",
+        "downsample_ratio": 0.5,
+        "force_image_size": 16,
+        "projector_hidden_size": 56,
+        "ps_version": "v2",
+        "vit_hidden_size": _SIZE,
+        "llm_config": text | {"architectures": ["LlamaForCausalLM"]},
+        "vision_config": sizes | {"args": {"cpe_max_size": 24}},
+    }
+    tower.save_pretrained(directory)
+    own = load_file(directory / "model.safetensors")
+    processor = {"image_size": 16, "max_num_tiles": 4, "use_thumbnail": True}
+    write(directory, published, {"language_model.": decoder, "mlp1.": mlp}, processor)
+    file = directory / "model.safetensors"
+    save_file(load_file(file) | {f"vision_model.{name}": x for name, x in own.items()}, file)
+
+    def encode(payload: ImagePayload) -> Tensor:
+        found: Tensor = mlp(_shuffled(tower(normalized(payload)[None]).features[0], 4))
+        return found
+
+    return OwnCodeModel(decoder, lambda images: [encode(each) for each in images], image_token)
+
+
+def eagle2_5(directory: Path, *, vocab_size: int = 96, image_token: int = 95) -> OwnCodeModel:
+    """Write an Eagle 2.5, whose tower is a SigLIP."""
+    text = _text(vocab_size)
+    decoder = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**text))
+    sizes = {
+        "model_type": "siglip_vision_model",
+        "hidden_size": _SIZE,
+        "intermediate_size": 80,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 3,
+        "image_size": 16,
+        "patch_size": _PATCH,
+        "vision_use_head": False,
+    }
+    tower = transformers.SiglipVisionModel(transformers.SiglipVisionConfig(**sizes))
+    mlp = _normed_mlp(text["hidden_size"])
+    mlp[1], mlp[3] = nn.Linear(4 * _SIZE, 64), nn.Linear(64, 64)
+    fill(decoder, tower, mlp)
+    published = {
+        "architectures": ["Eagle2_5_VLForConditionalGeneration"],
+        "model_type": "eagle_2_5_vl",
+        "downsample_ratio": 0.5,
+        "force_image_size": 16,
+        "image_token_index": image_token,
+        "max_dynamic_patch": 4,
+        "select_layer": -1,
+        "text_config": text | {"model_type": "qwen2"},
+        "vision_config": sizes,
+    }
+    parts = {"language_model.": decoder, "vision_model.vision_model.": tower, "mlp1.": mlp}
+    processor = {"size": {"height": 16, "width": 16}, "use_thumbnail": True}
+    write(directory, published, parts, processor)
+
+    def encode(payload: ImagePayload) -> Tensor:
+        states = tower(normalized(payload)[None]).last_hidden_state
+        found: Tensor = mlp(_shuffled(states[0], 4))
+        return found
+
     return OwnCodeModel(decoder, lambda images: [encode(each) for each in images], image_token)

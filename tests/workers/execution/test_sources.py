@@ -138,8 +138,9 @@ def test_alignments_are_the_attention_of_transformers_heads(tmp_path, backend):
     steps.run(slots=[0], removed=[1])
 
 
-def test_images_replace_tokens_of_a_source(tmp_path):
-    path, model, processor = florence2_directory(tmp_path)
+@pytest.mark.parametrize("is_published", [False, True])
+def test_images_replace_tokens_of_a_source(tmp_path, is_published):
+    path, model, processor = florence2_directory(tmp_path, is_published=is_published)
     size = model.config.text_config.vocab_size
     steps = Steps(path, size, block_size=16, **BACKENDS["native"])
     prompts, pictures = ("<CAPTION>", "a cat"), (picture(1, 90, 60), picture(2, 50, 80))

@@ -35,9 +35,10 @@ from support.own_code.deepseek_vl2 import deepseek_vl2
 from support.own_code.dots_ocr import dots_ocr
 from support.own_code.glm4v import glm4v_9b
 from support.own_code.isaac import isaac
-from support.own_code.known_towers import phi4_siglip, points, sarashina2
+from support.own_code.known_towers import eagle2_5, nemotron_vl, phi4_siglip, points, sarashina2
 from support.own_code.minicpm import minicpmv
 from support.own_code.model import OwnCodeModel
+from support.own_code.openvla import openvla
 from support.own_code.ovis2_5 import ovis2_5
 from support.own_code.perception_lm import perception_lm
 from support.own_code.phi3_v import phi3_v
@@ -54,6 +55,9 @@ MODELS: dict[str, Callable[[Path], OwnCodeModel]] = {
     "deepseek_vl2-latent": partial(deepseek_vl2, is_latent=True),
     "dots_ocr": dots_ocr,
     "dots_ocr-vlm": partial(dots_ocr, is_vlm=True),
+    "eagle2_5": eagle2_5,
+    "nemotron_vl": nemotron_vl,
+    "openvla": openvla,
     "ovis2_5": ovis2_5,
     "ovis2_5-moe": partial(ovis2_5, architecture="Ovis2_6_MoeForCausalLM"),
     "ovis2_5-next": partial(ovis2_5, architecture="Ovis2_6_NextForCausalLM"),
@@ -75,7 +79,10 @@ PLACEHOLDERS = {
     "deepseek_ocr": "<image>",
     "deepseek_vl2": "<image>",
     "dots_ocr": "<|imgpad|>",
+    "eagle2_5": "<IMG_CONTEXT>",
     "minicpmv": "<unk>",
+    "nemotron_vl": "<image>",
+    "openvla": "<PAD>",
     "ovis2_5": "<|image_pad|>",
     "perception_lm": "<|image|>",
     "phi3_v": "<|image|>",

@@ -33,7 +33,7 @@ class DavitTower(ImageTower):
     def __init__(self, spec: DavitSpec, source: TowerSource) -> None:
         super().__init__(source, spec.output_size)
         self.spec = spec
-        tensors, inputs = source.weights(_MARKER), 3
+        tensors, inputs = source.weights(_MARKER, spec.tensor_names), 3
         self._activation = find_activation(source.checkpoint, spec.activation)
         self._steps: list[Block] = []
         for index, stage in enumerate(spec.stages):
@@ -41,7 +41,7 @@ class DavitTower(ImageTower):
             for number in range(stage.depth):
                 self._steps += self._block(tensors, f"blocks.{index}.{number}.", stage)
             inputs = stage.size
-        names = source.weights(f"{_PROJECTION}image_projection.weight")
+        names = source.weights(f"{_PROJECTION}image_projection.weight", spec.tensor_names)
         half = inputs // 2
         self._rows, self._columns = (
             names.read(
@@ -54,9 +54,14 @@ class DavitTower(ImageTower):
         self._time = names.read_rows(
             f"{_PROJECTION}visual_temporal_embed.pos_idx_to_embed", (0,), spec.num_times, inputs
         )
-        self._project: Linear = names.read_linear(
-            f"{_PROJECTION}image_projection", spec.output_size, inputs, has_bias=False
-        )
+        shape = spec.output_size, inputs
+        if spec.has_transposed_projection:
+            matrix = names.read(f"{_PROJECTION}image_projection.weight", *shape[::-1])
+            self._project = Linear(matrix.t().contiguous())
+        else:
+            self._project = names.read_linear(
+                f"{_PROJECTION}image_projection", *shape, has_bias=False
+            )
         self._norm: Norm = names.read_layer_norm(
             f"{_PROJECTION}image_proj_norm", spec.output_size, _NORM_EPS
         )

@@ -1,4 +1,4 @@
-"""A vision tower that pools the patches of an image and of overlapping tiles by attention (Molmo 2).
+"""A vision tower that pools the patches of an image and of overlapping tiles by attention (Molmo).
 
 Shapes: H rows and W columns of patches, D elements of their features, M squares of patches, S patches of a square, N
 heads, K head dimension, T tokens of an image.
@@ -57,6 +57,11 @@ class PooledTower(ImageTower):
             f"{_MLP}down_proj", spec.output_size, middle, has_bias=False
         )
         self._activation = find_activation(source.checkpoint, spec.activation)
+        # The rows for patches that show the image, and for those that are margins, whole or in part.
+        self._margins_3D: Tensor | None = None
+        if spec.has_margins:
+            margins = source.weights("pad_embed", names).read("pad_embed", 2, inputs)
+            self._margins_3D = F.pad(margins, (0, 0, 1, 0))
         embedding = source.weights("embed_tokens.weight", names)
         ids = sorted(set(spec.token_ids))
         self._ids = torch.tensor(ids)
@@ -79,7 +84,10 @@ class PooledTower(ImageTower):
             length < side or (length - side) % step for length in (fine.width, fine.height)
         ):
             raise EngineError(f"the canvas must have {side} pixels and multiples of {step} more")
-        features = torch.cat((self._features(image), self._features(fine)))
+        kinds_KHW = None if self._margins_3D is None else self._find_margins(fine)
+        features = torch.cat(
+            (self._features(image, kinds_KHW), self._features(fine, kinds_KHW, start=1))
+        )
         ids_T = torch.frombuffer(bytearray(image.token_ids), dtype=torch.int32)
         is_feature_T = ids_T == self.spec.token_ids[0]
         if int(is_feature_T.sum()) != len(features) or not torch.isin(ids_T, self._ids).all():
@@ -88,11 +96,33 @@ class PooledTower(ImageTower):
         embeddings = self._embeddings_D[rows_T.to(self._device)]
         return embeddings.index_add(0, is_feature_T.nonzero()[:, 0].to(self._device), features)
 
-    def _features(self, image: ImagePayload) -> Tensor:
-        """Return the features [M, output size] of an image that consists of one or several tiles."""
-        return self._project(self._pool(self._patches(image)))
+    def _find_margins(self, canvas: ImagePayload) -> Tensor:
+        """Return for each patch of the whole image and of each tile which stored row is added to it, [K, H, W].
 
-    def _patches(self, image: ImagePayload) -> Tensor:
+        The whole image has the margins of the first tile, and each tile those of the next one, as in training. All
+        patches of the last tile count as margins in part.
+        """
+        size, step = self.spec.tower.patch_size, self.spec.window
+        shown = torch.zeros(canvas.height, canvas.width)
+        height, width = canvas.original_height, canvas.original_width
+        top, left = (canvas.height - height) // 2, (canvas.width - width) // 2
+        shown[top : top + height, left : left + width] = 1
+        shares = F.avg_pool2d(shown[None], size)[0]
+        kinds = torch.where(shares == 0, 1, torch.where(shares < 1, 2, 0))
+        side = self.spec.num_patches
+        tiles = kinds.unfold(0, side, step).unfold(1, side, step).flatten(0, 1)
+        return torch.cat((tiles, torch.full_like(tiles[:1], 2))).to(self._device)
+
+    def _features(
+        self, image: ImagePayload, kinds_KHW: Tensor | None = None, start: int = 0
+    ) -> Tensor:
+        """Return the features [M, output size] of an image that consists of one or several tiles.
+
+        `kinds_KHW` are the kinds of its patches, of which those from `start` on are read.
+        """
+        return self._project(self._pool(self._patches(image, kinds_KHW, start)))
+
+    def _patches(self, image: ImagePayload, kinds_KHW: Tensor | None, start: int) -> Tensor:
         """Return the features of patches, [H, W, D]. Each patch is read in the tile that has it in its middle."""
         pixels = normalized_pixels(image, self._device, self._dtype)[0]
         side, per_side = self.spec.tower.image_size, self.spec.num_patches
@@ -109,6 +139,9 @@ class PooledTower(ImageTower):
             for left in lefts:
                 tile = pixels[:, top : top + side, left : left + side]
                 features = self._tower.encode_pixels(tile).unflatten(0, (per_side, per_side))
+                if self._margins_3D is not None and kinds_KHW is not None:
+                    features = features + self._margins_3D[kinds_KHW[start]]
+                    start += 1
                 tiles.append(features[own(top, tops), own(left, lefts)])
             rows.append(torch.cat(tiles, 1))
         return torch.cat(rows)

@@ -10,6 +10,7 @@ import msgspec
 
 from .....protocol.checkpoint.config_fields import ConfigFields
 from .....protocol.checkpoint.vision.deepseek import NUM_QUERIES, JoinedVisionSpec, QueryVisionSpec
+from .....protocol.checkpoint.vision.grid import GridVisionSpec
 from .....protocol.checkpoint.vision.spec import MAX_SIDE, VisionSpec
 from .....protocol.config.images.details import ViewsProcessor
 from .....protocol.config.images.tiles import CanvasProcessor
@@ -78,6 +79,51 @@ def labeled_canvas(source: ProcessorSource, vision: VisionSpec) -> CanvasProcess
         end="</Image>",
         tile_label="<tile_{}>",
         whole_label="<tile_global_thumbnail>",
+    )
+
+
+def area_canvas(source: ProcessorSource, vision: GridVisionSpec) -> CanvasProcessor:
+    """Return the processor of Llama Nemotron Nano VL, whose grids cover at least a part of an image's area."""
+    fields, unit = source.fields, vision.unit
+    fields.require("use_thumbnail", True)
+    side = fields.integer("image_size", source.config.integer("force_image_size", 512))
+    if side % unit:
+        raise fields.wrong("image_size", f"a multiple of {unit}", side)
+    return CanvasProcessor(
+        **CLIP_VALUES | source.pixel_values(BICUBIC),
+        output_size=vision.output_size,
+        num_outputs=(side // unit) ** 2,
+        side=side,
+        max_tiles=fields.integer("max_num_tiles", 12, maximum=MAX_TILES),
+        counts_area=True,
+        start="<img>",
+        end="</img>",
+    )
+
+
+def numbered_canvas(source: ProcessorSource, vision: VisionSpec) -> CanvasProcessor:
+    """Return the processor of Eagle 2.5, whose prompts number images and name them by their numbers."""
+    fields, config = source.fields, source.config
+    fields.require("use_thumbnail", True)
+    fields.require("pad_during_tiling", False)
+    half = {f"image_{name}": [0.5] * 3 for name in ("mean", "std")}
+    least, most = (
+        config.integer(f"{name}_dynamic_patch", default, maximum=MAX_TILES)
+        for name, default in (("min", 1), ("max", 12))
+    )
+    least = fields.integer("min_dynamic_tiles", least, maximum=MAX_TILES)
+    return CanvasProcessor(
+        **source.with_defaults(**half).values(vision, BICUBIC),
+        side=vision.image_size,
+        min_tiles=least,
+        max_tiles=fields.integer("max_dynamic_tiles", most, minimum=least, maximum=MAX_TILES),
+        counts_area=True,
+        mark="<image-{}>",
+        number_start="<image ",
+        number_end=">",
+        first_number=1,
+        start="<img>",
+        end="</img>",
     )
 
 

@@ -1,6 +1,8 @@
-"""Read the image processor of Molmo 2."""
+"""Read the image processors of Molmo 1 and 2."""
 
 from __future__ import annotations
+
+from typing import Final
 
 from msgspec.structs import replace
 
@@ -8,7 +10,7 @@ from .....protocol.checkpoint.config_fields import ConfigFields
 from .....protocol.checkpoint.vision.tiled.molmo import MARGINS, POOL_SIDE, PooledVisionSpec
 from .....protocol.config.images.tiles import OverlapsProcessor
 from ....media.layouts.overlaps import most_outputs
-from ..fields import BILINEAR, side_of_tile, sides
+from ..fields import BILINEAR, CLIP_VALUES, side_of_tile, sides
 from ..source import MAX_TILES, ProcessorSource
 
 _TEXTS = ("<im_col>", "<low_res_im_start>", "<im_start>", "<im_end>")
@@ -27,6 +29,8 @@ def overlaps(source: ProcessorSource, vision: PooledVisionSpec) -> OverlapsProce
     tokens = ConfigFields.read_if_present(source.path / "processor_config.json")
     ends = tokens.boolean("image_use_col_tokens", True)
     marks = list(zip(_TEXTS, vision.token_ids[1:], strict=True))
+    if vision.has_margins:
+        marks[1] = marks[2]
     if not tokens.boolean("use_single_crop_start_token", True):
         marks[1] = marks[2]
     config = OverlapsProcessor(
@@ -44,3 +48,25 @@ def overlaps(source: ProcessorSource, vision: PooledVisionSpec) -> OverlapsProce
         ends_whole_rows=tokens.boolean("use_single_crop_col_tokens", ends),
     )
     return replace(config, num_outputs=most_outputs(config))
+
+
+def padded_overlaps(source: ProcessorSource, vision: PooledVisionSpec) -> OverlapsProcessor:
+    """Return the processor of Molmo 1, which keeps the shape of an image, and puts all images before the text."""
+    fields, tower = source.fields, vision.tower
+    sizes = {
+        "base_image_input_size": [tower.image_size] * 2,
+        "image_patch_size": tower.patch_size,
+        "image_token_length_w": vision.num_patches // POOL_SIDE,
+        "image_token_length_h": vision.num_patches // POOL_SIDE,
+    }
+    for name, needed in sizes.items():
+        fields.require(name, needed, ", as in the vision tower")
+    own = source.with_defaults(
+        max_crops=12, **{f"image_{name}": values for name, values in _CLIP_LISTS.items()}
+    ).with_values({"size": None, "patch_size": None, "resample": BILINEAR})
+    start = source.special_token("bos_token", source.special_token("eos_token"))
+    config = replace(overlaps(own, vision), pads=True, prompt_start=start)
+    return replace(config, num_outputs=most_outputs(config))
+
+
+_CLIP_LISTS: Final = {name: list(values) for name, values in CLIP_VALUES.items()}

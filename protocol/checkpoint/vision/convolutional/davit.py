@@ -49,6 +49,7 @@ class DavitSpec(TowerSpec, frozen=True):
         qkv_bias: True if queries, keys and values have biases.
         num_positions: The maximum number of places in each direction.
         num_times: The number of rows of the table of times, of which the first is that of images.
+        has_transposed_projection: True if the rows of the last product are stored as columns.
     """
 
     stages: tuple[DavitStage, ...]
@@ -59,6 +60,8 @@ class DavitSpec(TowerSpec, frozen=True):
     num_positions: int
     num_times: int
     output_size: int
+    has_transposed_projection: bool = False
+    tensor_names: tuple[tuple[str, str], ...] = ()
 
     def num_places(self, side: int) -> int:
         """Return the number of places in each direction for an image of so many pixels; 0 if it is too small."""
@@ -110,12 +113,29 @@ def florence2(fields: ConfigFields, vision: ConfigFields, output_size: int) -> D
         num_positions=vision.integer("max_position_embeddings", 50, maximum=MAX_SIDE),
         num_times=vision.integer("max_temporal_embeddings", 100, maximum=1 << 16),
         output_size=output_size,
+        has_transposed_projection=vision.boolean("has_transposed_projection", False),
+        tensor_names=_PUBLISHED_NAMES,
     )
     if not spec.num_places(MAX_SIDE):
         raise vision.wrong(
             "patch_size", f"sizes that leave a part of {MAX_SIDE} pixels", list(kernels)
         )
     return spec
+
+
+_PUBLISHED_NAMES: Final = (
+    (r"^(vision_tower\.convs\.\d+)\.proj\.", r"\1.conv."),
+    (r"(_block\.conv[12])\.fn\.dw\.", r"\1."),
+    (r"\.(window|channel)_attn\.norm\.", ".norm1."),
+    (r"\.(window|channel)_attn\.fn\.", r".\1_attn."),
+    (r"\.ffn\.norm\.", ".norm2."),
+    (r"\.ffn\.fn\.net\.", ".ffn."),
+    (r"^image_projection$", "multi_modal_projector.image_projection.weight"),
+    (r"^image_proj_norm\.", "multi_modal_projector.image_proj_norm."),
+    (r"^image_pos_embed\.", "multi_modal_projector.image_position_embed."),
+    (r"^visual_temporal_embed\.", "multi_modal_projector.visual_temporal_embed."),
+)
+"""Translates the names of Microsoft's files. Those of transformers stay as they are."""
 
 
 def _integers(vision: ConfigFields, name: str, default: tuple[int, ...]) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from ...config_fields import ConfigFields
 from ..fields import Sizes, check_factor, feature_layers, read_sizes
+from ..gemma import siglip
 from ..spec import VisionSpec
 
 _SIZES: Final = Sizes(448, 14, 1024, 4096, num_heads=16, num_layers=24, activation="gelu")
@@ -85,6 +86,24 @@ def nvlm_d(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Visi
     inner = fields.required_section("llm_config").integer("intermediate_size", 29_568)
     spec = internvl_chat(fields, vision, output_size)
     return replace(spec, projection_bias=False, adapter_size=inner)
+
+
+def eagle2_5(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:
+    """Return the tower of Eagle 2.5 (arXiv 2504.15271), a SigLIP with InternVL's projection."""
+    side = vision.integer("image_size", 448)
+    fields.require("force_image_size", side, ", as in vision_config.image_size")
+    fields.require("select_layer", -1)
+    factor = round(1 / fields.positive("downsample_ratio", 0.5))
+    spec = siglip(
+        vision.with_defaults(image_size=side, patch_size=14),
+        output_size,
+        projection="mlp",
+        merge_factor=factor,
+        has_projection_norm=True,
+        tensor_names=_PUBLISHED_NAMES,
+    )
+    check_factor(fields, "downsample_ratio 1 /", factor, spec.image_size // spec.patch_size)
+    return spec
 
 
 _PUBLISHED_NAMES: Final = (

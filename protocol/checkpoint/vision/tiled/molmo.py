@@ -1,8 +1,10 @@
-"""Read the vision tower of Molmo 2, whose patches are pooled by attention."""
+"""Read the vision towers of Molmo 1 and 2, whose patches are pooled by attention."""
 
 from __future__ import annotations
 
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
+
+from msgspec.structs import asdict, replace
 
 from ....config.images.settings import SpanKind
 from ...config_fields import ConfigFields
@@ -16,7 +18,7 @@ POOL_SIDE: Final = 2
 
 
 class PooledVisionSpec(TowerSpec, frozen=True):
-    """The tower of Molmo 2: a vision transformer, and an adapter that pools its patches by attention.
+    """The tower of a Molmo: a vision transformer, and an adapter that pools its patches by attention.
 
     It reads an image as a whole and as a canvas of tiles, which overlap. Each square of patches becomes one feature:
     the mean of the patches attends to them. A gated MLP projects the features. They are added to the embedding of the
@@ -44,6 +46,8 @@ class PooledVisionSpec(TowerSpec, frozen=True):
     vocab_size: int
     token_ids: tuple[int, int, int, int, int]
     output_size: int
+    has_margins: ClassVar[bool] = False
+    """True if stored rows are added to the features of patches that are margins."""
     span_kind: ClassVar[SpanKind | None] = SpanKind.IMAGE
 
     @property
@@ -55,6 +59,13 @@ class PooledVisionSpec(TowerSpec, frozen=True):
     def window(self) -> int:
         """The distance of neighboring tiles in patches."""
         return self.num_patches - sum(MARGINS)
+
+
+class PaddedVisionSpec(PooledVisionSpec, frozen=True):
+    """The tower of Molmo 1, whose images have margins, and whose tokens attend to earlier ones only."""
+
+    has_margins: ClassVar[bool] = True
+    span_kind: ClassVar[SpanKind | None] = None
 
 
 def molmo2(fields: ConfigFields, vision: ConfigFields, output_size: int) -> PooledVisionSpec:
@@ -100,6 +111,30 @@ def molmo2(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Pool
     if spec.window < 1:
         raise vision.wrong("image_size", f"more than {sum(MARGINS)} patches", image_size)
     return spec
+
+
+def molmo(fields: ConfigFields, vision: ConfigFields, output_size: int) -> PaddedVisionSpec:
+    """Return the tower of Molmo 1: a CLIP whose images have margins."""
+    text = fields.required_section("text_config")
+    adapter: dict[str, Any] = {
+        name: vision.get(name) for name in ("hidden_size", "num_attention_heads", "head_dim")
+    }
+    adapter |= {
+        "num_key_value_heads": vision.get("num_attention_heads"),
+        "text_hidden_size": output_size,
+        "intermediate_size": text.integer("intermediate_size"),
+        "vit_layers": fields.get("vit_layers", [-2, -9]),
+    }
+    own = {"hidden_act": "quick_gelu", "layer_norm_eps": 1e-5}
+    values = {"num_key_value_heads": vision.get("num_attention_heads")}
+    vision = vision.with_defaults(**own).with_values(values)
+    spec = molmo2(fields.with_values({"adapter_config": adapter}), vision, output_size)
+    if spec.num_patches % POOL_SIDE:
+        raise vision.wrong(
+            "image_size", f"an even number of patches of {spec.tower.patch_size}", spec.num_patches
+        )
+    tower = replace(spec.tower, has_class_token=True, has_patch_bias=False, has_pre_norm=True)
+    return PaddedVisionSpec(**asdict(spec) | {"tower": tower})
 
 
 def _heads(section: ConfigFields) -> tuple[int, int]:
@@ -158,6 +193,8 @@ _NAMES: Final = (
     (r"\.attention_norm\.", ".layer_norm1."),
     (r"\.ffn_norm\.", ".layer_norm2."),
     (r"vision_tower\.layers\.", "vision_tower.encoder.layers."),
+    (r"vision_tower\.class_embedding$", "vision_tower.embeddings.class_embedding"),
+    (r"vision_tower\.pre_ln\.", "vision_tower.pre_layrnorm."),
     (r"vision_tower\.patch_embedding\.", "vision_tower.embeddings.patch_embedding."),
     (
         r"vision_tower\.positional_embedding$",

@@ -53,7 +53,10 @@ _SINUSOIDS: Final = (
     (r"^(model\.)?(en|de)coder\.embed_positions\..*", ""),
 )
 _BESIDE_IMAGES: Final = (
-    (r"^(model\.)?(vision_tower|multi_modal_projector)\..*", ""),
+    (
+        r"^(model\.)?(vision_tower|multi_modal_projector|image_proj\w*|image_pos_embed|visual_temporal_embed)\b.*",
+        "",
+    ),
     (r"^(model\.)?language_model\.", ""),
 )
 _T5_LAYER_NAMES: Final = (

@@ -1,4 +1,4 @@
-"""Molmo 2, whose decoder is like Qwen 3 or OLMo 2."""
+"""Molmo 1 and 2, whose decoders are like Qwen 2, Qwen 3 or OLMo 2."""
 
 from __future__ import annotations
 
@@ -23,6 +23,9 @@ _PREFIX = "model.language_model."
 _NAMES = (
     (r"^model\.transformer\.wte\.embedding$", f"{_PREFIX}embed_tokens.weight"),
     (r"^model\.transformer\.ln_f\.", f"{_PREFIX}norm."),
+    (r"^model\.transformer\.ff_out\.", "lm_head."),
+    (r"^(model\.transformer\.blocks\.\d+\.)(att_proj|attn_out|[qk]_norm)", r"\1self_attn.\2"),
+    (r"^(model\.transformer\.blocks\.\d+\.)(ff_proj|ff_out)", r"\1mlp.\2"),
     (_LAYER, rf"{_PREFIX}layers.\1."),
     (r"\.self_attn\.att_proj\.", ".self_attn.qkv_proj."),
     (r"\.self_attn\.attn_out\.", ".self_attn.o_proj."),
@@ -31,15 +34,16 @@ _NAMES = (
     (r"\.mlp\.ff_proj\.", ".mlp.up_gate_proj."),
     (r"\.mlp\.ff_out\.", ".mlp.down_proj."),
 )
-"""The names of published checkpoints. Those of transformers stay as they are."""
+"""The names of published checkpoints, of which those of Molmo 1 come first. Those of transformers stay as they are."""
 
 
 def _molmo2(fields: ConfigFields) -> ModelSpec:
     """Return the spec of the decoder. The model never writes the last tokens of the vocabulary."""
     fields = fields.with_defaults(**_DEFAULTS)
     kind = fields.text("qk_norm_type", "qwen3")
-    if kind not in ("qwen3", "olmo"):
-        raise fields.wrong("qk_norm_type", "'qwen3' or 'olmo'", kind)
+    norm_kinds = {"qwen3": "head", "olmo": "full", "none": None}
+    if kind not in norm_kinds:
+        raise fields.wrong("qk_norm_type", f"one of {', '.join(norm_kinds)}", kind)
     norms = NormNames()
     if fields.boolean("norm_after", False):
         norms = NormNames(
@@ -52,7 +56,7 @@ def _molmo2(fields: ConfigFields) -> ModelSpec:
         fields,
         _layers(fields),
         norms=norms,
-        qk_norm="head" if kind == "qwen3" else "full",
+        qk_norm=norm_kinds[kind],
         qkv_bias=fields.boolean("attention_bias", fields.boolean("qkv_bias", False)),
         num_unsampled=fields.integer("additional_vocab_size", 128),
         # Transformers never ties them, whatever the config says.
@@ -74,4 +78,7 @@ def _layers(fields: ConfigFields) -> tuple[LayerSpec, ...]:
     return tuple(LayerSpec(ropes[index in scaled]) for index in range(num_layers))
 
 
-FAMILIES = (Family("Molmo2ForConditionalGeneration", "molmo2", _molmo2),)
+FAMILIES = (
+    Family("MolmoForCausalLM", "molmo", _molmo2),
+    Family("Molmo2ForConditionalGeneration", "molmo2", _molmo2),
+)

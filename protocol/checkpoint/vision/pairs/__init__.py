@@ -1,0 +1,1 @@
+"""Vision towers that consist of two transformers, both of which read the whole image."""
