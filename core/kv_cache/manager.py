@@ -117,6 +117,10 @@ class KVCacheManager:
             return Prefix(CachedPrefix(num_blocks, blocks), num_tokens, 0, is_reserved=True)
         return Prefix(found, num_tokens, found.num_present)
 
+    def count_shared_tokens(self, request: Request) -> int:
+        """Return how many first tokens of a request have cached keys and values, whether they have a state or not."""
+        return self.prefix_cache.count_shared_blocks(request) * self.block_size
+
     def find_longer_prefix(
         self, request: Request, prefix: Prefix, find_external: FindExternal
     ) -> Prefix | Deferred | None:

@@ -47,6 +47,10 @@ class PrefixCache:
         self._groups = groups
         self._block_size = block_size
         self._is_simple = [group.kind for group in groups] == [AttentionKind.FULL]
+        kinds = [group.kind for group in groups]
+        windows = (AttentionKind.FULL, AttentionKind.SLIDING_WINDOW, AttentionKind.CHUNKED_LOCAL)
+        self._token_group = next((kinds.index(kind) for kind in windows if kind in kinds), None)
+        """A group with a block for every block of tokens; full attention, if there is any."""
         self.enabled = enabled
         self._events = events
         self._hash_blocks = hash_blocks
@@ -78,6 +82,13 @@ class PrefixCache:
             digests[:limit],
             self._pool.get_cached_block if self._cpu_offload is None else self._lookup,
         )
+
+    def count_shared_blocks(self, request: Request) -> int:
+        """Return how many first blocks of a request are cached in a group that has a block for each of them."""
+        group = self._token_group
+        if group is None or not request.root_hash or not self.may_read(request):
+            return 0
+        return len(self._pool.find_cached_blocks(group_keys(request.block_hashes, group)))
 
     def find_longer_prefix(
         self, request: Request, num_blocks: int, find_external: FindExternal

@@ -317,7 +317,8 @@ class Admission:
         if not granted:
             return end_if_none
         if self._checkpoints.are_in_use:
-            granted = self._checkpoints.cut(num_computed, granted, request.num_tokens)
+            num_shared = request.num_shared_tokens = manager.count_shared_tokens(request)
+            granted = self._checkpoints.cut(num_computed, granted, request.num_tokens, num_shared)
         is_partial = granted < wanted
         is_long = is_partial and limits.is_long(request.num_tokens)
         if is_partial and limits.are_at_limit(room.num_partial):

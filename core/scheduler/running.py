@@ -216,7 +216,8 @@ class RunningScheduler:
         for slot, num_tokens in self._running.prefilling.items():
             for row in (slots == slot).nonzero()[0].tolist():
                 start, count = int(computed[row]), int(granted[row])
-                cut[row] = self._checkpoints.cut(start, count, num_tokens)
+                num_shared = self._running[slot].num_shared_tokens
+                cut[row] = self._checkpoints.cut(start, count, num_tokens, num_shared)
         return cut
 
     def _is_prefilling(self, slots: SlotArray) -> BoolArray:

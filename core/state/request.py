@@ -70,6 +70,7 @@ class Request:
         num_cached_tokens: The number of tokens that the first admission found in the cache; -1 before.
         num_loaded_tokens: The part of them that a KV connector loaded while the request waited.
         num_held_tokens: The number of first tokens whose keys and values the blocks of a request hold at its end.
+        num_shared_tokens: The number of first tokens of a prompt that earlier requests had too, if states are cached.
         num_reserved_tokens: The number of first tokens whose blocks are held while the request waits.
         num_charged_tokens: The number of first tokens for which the tenant has been charged.
         computes_locally: True if no more blocks are loaded for the request.
@@ -115,6 +116,7 @@ class Request:
         "num_loaded_tokens",
         "num_prompt_tokens",
         "num_reserved_tokens",
+        "num_shared_tokens",
         "num_tokens",
         "output_token_ids",
         "params",
@@ -187,7 +189,7 @@ class Request:
         self.is_corrupted = False
         self.has_untrusted_blocks = False
         self.computes_locally = False
-        self.num_reserved_tokens = 0
+        self.num_reserved_tokens = self.num_shared_tokens = 0
         self.num_charged_tokens = 0
         self.prompt_logprobs: list[TokenLogprobs] | None = None
 

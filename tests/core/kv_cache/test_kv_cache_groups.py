@@ -135,6 +135,20 @@ def test_3_7_a_state_is_cached_only_where_a_step_ended():
     assert num_cached(harness, longer) == 20
 
 
+@pytest.mark.parametrize("groups", [(FULL, STATE), (STATE, SLIDING, FULL), (SLIDING, STATE)])
+@pytest.mark.parametrize("num_chunk_tokens", [8, 64])
+def test_prompts_after_the_second_continue_after_a_common_system_prompt(groups, num_chunk_tokens):
+    harness = Harness(block_size=4, groups=groups, max_num_batched_tokens=num_chunk_tokens)
+    system = [9] * 26
+    keys = []
+    for number in range(4):
+        keys.append(harness.add([*system, *[number] * 11], 2))
+        harness.drain()
+    # The first prompt has no state there, and the second one stores it.
+    found = [num_cached(harness, key) for key in keys]
+    assert found == [0, 24 if num_chunk_tokens == 8 else 0, 24, 24]
+
+
 def test_3_7_a_state_is_not_shared_within_the_step_that_computes_it():
     harness = Harness(block_size=4, groups=(STATE,))
     harness.add(8, 1)
