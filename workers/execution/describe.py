@@ -29,7 +29,7 @@ def describe_machine() -> dict[str, Any]:
     cores = usable_cores()
     found: dict[str, Any] = {
         "cores": cores,
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "instruction_set": None,
         "native_error": None,
         "gpus": [],

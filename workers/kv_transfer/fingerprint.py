@@ -66,7 +66,7 @@ def cache_fingerprint(config: EngineConfig, model: FingerprintedModel, rank: int
         (device, config.device.batch_invariant),
         (instruction_set(), _hash_file(os.fspath(LIBRARY_PATH)))
         if is_native
-        else torch.__version__,
+        else str(torch.__version__),
     )
     return hashlib.sha256(b"engine.kv.v1" + msgspec.msgpack.encode(facts)).digest()
 
