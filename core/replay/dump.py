@@ -108,7 +108,9 @@ def make_dump(log: EventLog, setup: Setup, *, reason: str, wall_time: float, now
     setup = msgspec.structs.replace(
         setup,
         config=redact_config(setup.config, pseudonyms),
-        cache_config=msgspec.structs.replace(setup.cache_config, disk_path=None),
+        cache_config=msgspec.structs.replace(
+            setup.cache_config, disk_path=None, encoder_disk_path=None
+        ),
         kv_transfer=setup.kv_transfer and redact_kv_transfer(setup.kv_transfer),
     )
     problem = log.problem

@@ -347,8 +347,9 @@ def _make_cache_config(
         given["block_size"] = max(rounded, unit)
     if isinstance(given.get("host_gib"), PerReplica):
         given["host_gib"] /= parallel.workers_per_core
-    if given.get("disk_path") is not None:
-        given["disk_path"] = os.path.abspath(os.path.expanduser(given["disk_path"]))
+    for name in ("disk_path", "encoder_disk_path"):
+        if given.get(name) is not None:
+            given[name] = os.path.abspath(os.path.expanduser(given[name]))
     return CacheConfig(**given)
 
 

@@ -167,6 +167,23 @@ class CacheConfig(msgspec.Struct, frozen=True):
             ge=0.001,
         ),
     ] = 10.0
+    encoder_disk_path: Annotated[
+        str | None,
+        option(
+            "Directory for the outputs of the encoder of images and audio",
+            name="--encoder-disk",
+            metavar="PATH",
+        ),
+    ] = None
+    encoder_disk_gib: Annotated[
+        float,
+        option(
+            "Maximum size of the --encoder-disk directory, in GiB",
+            name="--encoder-disk-gib",
+            metavar="GIB",
+            ge=0.001,
+        ),
+    ] = 10.0
     kv_transfer: Annotated[
         KVTransferConfig | None,
         option(

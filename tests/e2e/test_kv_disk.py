@@ -1,4 +1,4 @@
-"""Blocks of the KV cache on disk outlive all processes."""
+"""Blocks of the KV cache, and outputs of encoders, on disk outlive all processes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support.image_models import Model
 from support.program import wait_until
-from support.server import Server, assert_nothing_is_held, default_model
+from support.server import DEVICE, Server, assert_nothing_is_held, default_model
 
 PROMPTS = [f"{name} once upon a time. " * 20 for name in ("Anna", "Bert", "Cleo")]
 
@@ -59,3 +60,19 @@ def test_prompts_are_found_on_disk_after_all_processes_were_killed(
 def num_stored(server: Server) -> float:
     """Return how many blocks of bfloat16 were stored, which a server also counts while it is idle."""
     return server.metric("engine:kv_disk_written_bytes_total") / BLOCK_BYTES
+
+
+def test_outputs_of_the_encoder_survive_a_restart(tmp_path: Path) -> None:
+    model = Model(tmp_path, "idefics3")
+    flags = ("--dtype", "float32", "--device", DEVICE, "--served-model-name", "tiny")
+    stored: list[dict[Path, tuple[int, int]]] = []
+    for _ in range(2):
+        with Server(str(model.path), *flags, "--encoder-disk", str(tmp_path / "outputs")) as server:
+            model.check_all(server, [0, 1, 2])
+        files = {path: path.stat() for path in (tmp_path / "outputs").rglob("*.sealed")}
+        stored.append({path: (each.st_ino, each.st_mtime_ns) for path, each in files.items()})
+    before, after = stored
+    assert before.keys() == after.keys() and len(before) > 3
+    # Each file was read, and none was written again.
+    assert all(after[path][0] == number for path, (number, _) in before.items())
+    assert all(after[path][1] > time for path, (_, time) in before.items())

@@ -80,12 +80,15 @@ def load_model(
     if source is not None or is_encoded:
         # Imported here, because it needs torch, and few models have an encoder.
         from .inputs.encoder_loader import load_source_encoder, load_towers
+        from .inputs.stored_encoder import store_outputs
 
         dtype = torch_dtype(configured_dtype(config.model.dtype))
         if source is not None and source.encoder is not None:
             model.encoder = load_source_encoder(config, source, model, checkpoint, dtype)
         if is_encoded:
-            model.encoder = load_towers(config, model.spec, checkpoint, torch_device(device), dtype)
+            on = torch_device(device)
+            towers = load_towers(config, model.spec, checkpoint, on, dtype)
+            model.encoder = store_outputs(config, towers, model.spec, on, dtype)
     return model
 
 

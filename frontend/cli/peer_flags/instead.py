@@ -45,8 +45,7 @@ _REASONS: Final[dict[str, str]] = {
     "--attention-data-parallel-size --attn-dp-size --enable-dp-attention": _REPLICAS_MULTIPLY,
     "--attention-context-parallel-size --attn-cp-size --dcp-size --enable-prefill-context-parallel "
     "--enable-prefill-cp --enable-nsa-prefill-context-parallel": "use --tensor-parallel-size or --pipeline-parallel-size",
-    "--disaggregation-bootstrap-port --disaggregation-transfer-backend --disaggregation-ib-device "
-    "--ec-transfer-config": _ROLES,
+    "--disaggregation-bootstrap-port --disaggregation-transfer-backend --disaggregation-ib-device": _ROLES,
     "--rpc": "use --nnodes N, --node-rank R and --master-addr HOST",
     # Devices and memory
     "--device-ids --list-devices -dev --spec-draft-device --device-draft -devd": _GPUS,

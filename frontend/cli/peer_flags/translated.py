@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
+
+import msgspec
 
 from ....protocol.config import ProposerMethod
 from ....protocol.errors import ConfigError
@@ -84,6 +86,30 @@ def _level(value: str) -> list[str]:
     return ["--log-level", levels.get(value, "debug")]
 
 
+def _encoder_outputs(value: str) -> list[str]:
+    """Return the directory of vLLM's connector for outputs of encoders. Engine's servers both read and write it."""
+    try:
+        config = msgspec.json.decode(value, type=_ECTransferConfig)
+    except msgspec.MsgspecError as error:
+        raise ValueError(
+            f"must be a JSON object with ec_connector, {error}, got {value!r}"
+        ) from None
+    path = config.ec_connector_extra_config.get("shared_storage_path")
+    if config.ec_connector not in _SHARED_STORAGE or not isinstance(path, str):
+        raise ValueError(
+            f"ec_connector must be {' or '.join(_SHARED_STORAGE)}, with a shared_storage_path in "
+            f"ec_connector_extra_config, got {value!r}"
+        )
+    return ["--encoder-disk", path]
+
+
+class _ECTransferConfig(msgspec.Struct):
+    ec_connector: str
+    ec_connector_extra_config: dict[str, Any] = {}
+
+
+_SHARED_STORAGE: Final = ("ECExampleConnector", "ECSharedStorageConnector")
+
 _METHOD: Final = "--speculative-config.method"
 _MODEL: Final = "--speculative-config.model"
 _NUM_PROPOSED: Final = "--speculative-config.num_speculative_tokens"
@@ -134,6 +160,7 @@ TRANSLATIONS: Final[dict[str, Translation]] = {
     "--spec-method": _entry(_METHOD),
     "--spec-model": _entry(_MODEL),
     "--spec-tokens": _entry(_NUM_PROPOSED),
+    "--ec-transfer-config": Translation(True, _encoder_outputs, "--encoder-disk …"),
     # SGLang
     "--dist-init-addr": _ADDRESS,
     "--nccl-init-addr": _ADDRESS,

@@ -326,6 +326,11 @@ DRAFT = {"method": "eagle3", "model": "d", "num_speculative_tokens": 3}
             "kv_cache_dtype": "int8", "enable_prefix_caching": False
         }),
         ("--sampling-defaults openai -s -1", "model", {"generation_config": "vllm", "seed": 0}),
+        (
+            'm --ec-transfer-config {"ec_connector":"ECExampleConnector","ec_role":"ec_both",'
+            '"ec_connector_extra_config":{"shared_storage_path":"/outputs"}}',
+            "cache", {"encoder_disk_path": "/outputs"},
+        ),
         ("--pooling cls", "model", {"pooler_config": {"pooling_type": "CLS"}}),
         ("--presence-penalty 0.5", "model", {"override_generation_config": {"presence_penalty": 0.5}}),
         ("--tool-call-parser step3p5 --reasoning-parser step3", "frontend", {
