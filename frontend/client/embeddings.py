@@ -120,13 +120,13 @@ def finish_vectors(
     normalize: bool | None,
     kind: PoolingKind | None = None,
 ) -> Vector:
-    """Return vectors [..., D], truncated to `dimensions` and then normalized; by default as the model was trained.
+    """Return vectors [..., D], truncated to `dimensions` and then normalized; by default as the pooler says.
 
     Weights of tokens are returned unchanged.
     """
     if kind is PoolingKind.WEIGHTS:
         return vectors
-    vectors = vectors[..., :dimensions]
+    vectors = vectors[..., : dimensions or pooler.dimensions or None]
     if not (pooler.normalize if normalize is None else normalize):
         return vectors
     norms = np.sqrt(np.square(vectors, dtype=np.float64).sum(-1, keepdims=True))
@@ -170,7 +170,12 @@ def similarities(vectors: Sequence[Vector], num_first: int, pooler: PoolerConfig
 
 
 def class_scores(scores: Vector, classifier: ClassifierConfig, *, activate: bool | None) -> Vector:
-    """Return the class probabilities for scores [..., L]; with `activate` False the scores themselves."""
+    """Return the class probabilities for scores [..., L]; with `activate` False the scores themselves.
+
+    Scores are first shifted and scaled as the classifier says.
+    """
+    if (classifier.logit_mean, classifier.logit_sigma) != (0.0, 1.0):
+        scores = (scores - np.float32(classifier.logit_mean)) / np.float32(classifier.logit_sigma)
     if activate is False or classifier.activation is Activation.IDENTITY:
         return scores
     wide = scores.astype(np.float64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Final
 
@@ -24,6 +25,7 @@ _KINDS: Final = {
 _SPLIT_KINDS: Final = (PoolingKind.CLS, PoolingKind.LAST, PoolingKind.MEAN)
 """The poolings of texts that may be embedded in parts."""
 
+_TASKS: Final = ("embed", "classify", "token_embed", "token_classify")
 _KIND_FIELDS: Final = ("pooling_type", "seq_pooling_type", "tok_pooling_type")
 _FIELDS: Final = (
     *_KIND_FIELDS,
@@ -31,7 +33,13 @@ _FIELDS: Final = (
     "use_activation",
     "enable_chunked_processing",
     "max_embed_len",
+    "dimensions",
+    "task",
+    "logit_mean",
+    "logit_sigma",
+    "enable_flash_late_interaction",
 )
+"""Fields of vLLM's pooler config. The last one has no effect, because it chooses a kernel of vLLM."""
 
 _MAX_EMBED_LEN: Final = 1 << 20
 """The default of `max_embed_len`."""
@@ -55,6 +63,17 @@ def change_pooler(pooler: PoolerConfig, changes: Mapping[str, object]) -> Pooler
                 f"pooling_type in --pooler-config must be one of {', '.join(_KINDS)}, got {name!r}"
             )
         kind = _KINDS[str(name)]
+    if (task := changes.get("task")) is not None:
+        if task not in _TASKS:
+            raise ConfigError(
+                f"task in --pooler-config must be one of {', '.join(_TASKS)}, got {task!r}"
+            )
+        if str(task).startswith("token_"):
+            kind = PoolingKind.ALL
+        elif kind is PoolingKind.ALL:
+            raise ConfigError(
+                f"task {task!r} in --pooler-config needs a vector of each text, but the pooling is ALL; use 'token_{task}'"
+            )
     token_id = changes.get("step_tag_id")
     if token_id is not None:
         if type(token_id) is not int or token_id < 0 or kind is not PoolingKind.ALL:
@@ -73,9 +92,32 @@ def change_pooler(pooler: PoolerConfig, changes: Mapping[str, object]) -> Pooler
             f"use_activation in --pooler-config must be true or false, got {normalize!r}"
         )
     changed = msgspec.structs.replace(
-        pooler, kind=kind, normalize=normalize, step_token_id=step_token_id
+        pooler,
+        kind=kind,
+        normalize=normalize,
+        step_token_id=step_token_id,
+        dimensions=_dimensions(pooler, changes),
     )
     return msgspec.structs.replace(changed, max_embed_len=_max_embed_len(changed, changes))
+
+
+def _dimensions(pooler: PoolerConfig, changes: Mapping[str, object]) -> int:
+    """Return the length to which embeddings are truncated by default; 0 for their whole length."""
+    size, length = pooler.hidden_size, changes.get("dimensions")
+    if length is None:
+        return 0
+    allowed = (*pooler.lengths, size) if pooler.lengths else range(1, size + 1)
+    if type(length) is not int or length not in allowed:
+        raise ConfigError(
+            f"dimensions in --pooler-config must be {_one_of(pooler.lengths, size)}, got {length!r}"
+        )
+    return length
+
+
+def _one_of(lengths: tuple[int, ...], size: int) -> str:
+    if not lengths:
+        return f"between 1 and {size}"
+    return " or ".join(map(str, sorted({*lengths, size})))
 
 
 def _max_embed_len(pooler: PoolerConfig, changes: Mapping[str, object]) -> int:
@@ -109,7 +151,28 @@ def _max_embed_len(pooler: PoolerConfig, changes: Mapping[str, object]) -> int:
 def change_classifier(
     classifier: ClassifierConfig | None, changes: Mapping[str, object]
 ) -> ClassifierConfig | None:
-    """Return a classification head whose scores stay as they are if `--pooler-config` says so."""
-    if classifier is None or changes.get("use_activation") is not False:
-        return classifier
-    return msgspec.structs.replace(classifier, activation=Activation.IDENTITY)
+    """Return a classification head with the changes of `--pooler-config` to its scores.
+
+    Raises:
+        ConfigError: A value is not a number, or scores would be divided by 0.
+    """
+    if classifier is None:
+        return None
+    mean, sigma = _number(changes, "logit_mean", 0.0), _number(changes, "logit_sigma", 1.0)
+    if not sigma:
+        raise ConfigError("logit_sigma in --pooler-config must not be 0")
+    activation = classifier.activation
+    if changes.get("use_activation") is False:
+        activation = Activation.IDENTITY
+    return msgspec.structs.replace(
+        classifier, activation=activation, logit_mean=mean, logit_sigma=sigma
+    )
+
+
+def _number(changes: Mapping[str, object], name: str, default: float) -> float:
+    value = changes.get(name)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ConfigError(f"{name} in --pooler-config must be a number, got {value!r}")
+    return value

@@ -108,6 +108,7 @@ class PoolerConfig(msgspec.Struct, frozen=True):
         prompts: Name -> text that is put before an input.
         default_prompt: The name of the prompt for requests that name none; "" for no prompt.
         lengths: The lengths to which clients may truncate an embedding (`dimensions`); empty if any is permitted.
+        dimensions: The length to which embeddings are truncated for clients that give none; 0 for their whole length.
         step_token_id: The token that ends each step of an answer. If all tokens are pooled, only the results of these
             tokens are returned. -1 for the results of all tokens.
         text_changes: The tokens that are added to texts to embed (late interaction); None if there are none.
@@ -131,6 +132,7 @@ class PoolerConfig(msgspec.Struct, frozen=True):
     other_dense: dict[PoolingKind, tuple[DenseConfig, ...]] = {}
     skipped_token_ids: dict[PoolingKind, tuple[int, ...]] = {}
     max_embed_len: int = 0
+    dimensions: int = 0
 
 
 class Activation(enum.StrEnum):
@@ -150,12 +152,16 @@ class ClassifierConfig(msgspec.Struct, frozen=True):
         pair_template: The template for pairs of texts, unless `--chat-template` gives another; "" if they are joined
             by the tokenizer.
         pair_end: The tokens after the prompt of a template.
+        logit_mean: The number that is subtracted from scores before the activation.
+        logit_sigma: The number by which they are divided then.
     """
 
     labels: tuple[str, ...]
     activation: Activation
     pair_template: str = ""
     pair_end: tuple[int, ...] = ()
+    logit_mean: float = 0.0
+    logit_sigma: float = 1.0
 
 
 class SpeechKind(enum.StrEnum):

@@ -14,9 +14,9 @@ import pytest
 import torch
 import transformers
 from engine.frontend.client.engine_client import EngineDead
-from engine.frontend.model_source.pooler import change_pooler
+from engine.frontend.model_source.pooler import change_classifier, change_pooler
 from engine.frontend.offline.llm import LLM
-from engine.protocol.config.model import PoolerConfig
+from engine.protocol.config.model import Activation, ClassifierConfig, PoolerConfig
 from engine.protocol.errors import CheckpointError, ConfigError, ParameterError
 from safetensors.torch import save_file
 from support.server import Server, assert_nothing_is_held
@@ -206,11 +206,17 @@ def long_texts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         ({"enable_chunked_processing": 1}, "must be true or false, got 1"),
         ({"enable_chunked_processing": True, "max_embed_len": 0}, "got 0"),
         ({"enable_chunked_processing": True, "pooling_type": "ALL"}, "one vector of a text"),
+        ({"dimensions": 17}, "between 1 and 16, got 17"),
+        ({"task": "plugin"}, "must be one of embed, .*'plugin'"),
+        ({"task": "embed", "pooling_type": "ALL"}, "use 'token_embed'"),
+        ({"logit_sigma": 0}, "logit_sigma .* must not be 0"),
+        ({"logit_mean": "1"}, "must be a number, got '1'"),
     ],
 )
-def test_senseless_limits_of_parts_are_refused(config: dict[str, Any], message: str) -> None:
+def test_senseless_fields_of_the_pooler_are_refused(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        change_pooler(PoolerConfig(), config)
+        change_pooler(PoolerConfig(hidden_size=16), config)
+        change_classifier(ClassifierConfig(("a",), Activation.SIGMOID), config)
 
 
 LAYOUTS = {
