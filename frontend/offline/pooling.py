@@ -252,6 +252,11 @@ class PoolingMethods:
         """
         model = self._engine.config.model
         verify_compares(model)
+        if model.pooler.ranking is not None:
+            raise ParameterError(
+                "text_1",
+                "is read with all texts in one prompt by this model; use the server's /v1/rerank",
+            )
         if use_activation is None and pooling_params is not None:
             use_activation = pooling_params.activates
         firsts, seconds = _as_texts(text_1), _as_texts(text_2)

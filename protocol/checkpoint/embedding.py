@@ -28,7 +28,9 @@ from .late_interaction import (
     QUERY,
     has_late_interaction,
     named_token,
+    ranks_lists,
     read_first_colbert,
+    read_list_ranker,
     read_multi_vector,
     read_pylate,
 )
@@ -173,8 +175,10 @@ def text_spans(fields: ConfigFields) -> SpanKind | None:
 def has_head(fields: ConfigFields) -> bool:
     """Return whether a checkpoint has an output projection, that is, was not saved as a base model."""
     names = fields.texts("architectures")
-    return not retrieves_images(fields) and not any(
-        name.endswith("Model") and not name.endswith(_HEADS) for name in names
+    return (
+        not retrieves_images(fields)
+        and not ranks_lists(fields)
+        and not any(name.endswith("Model") and not name.endswith(_HEADS) for name in names)
     )
 
 
@@ -217,6 +221,8 @@ def _read_files(path: Path, config: ConfigFields, whole: ConfigFields) -> Embedd
         return EmbeddingFiles(read_image_retriever(path, config, whole))
     if (beside := text_beside_images(config)) is not None:
         return EmbeddingFiles(beside(path, config, whole))
+    if ranks_lists(config):
+        return EmbeddingFiles(read_list_ranker(path, config))
     if has_late_interaction(config):
         return _first_colbert(path, hidden_size)
     if is_classifier(config) or not (path / "modules.json").is_file():

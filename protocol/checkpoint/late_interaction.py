@@ -1,7 +1,8 @@
 """Read how models for late interaction change queries and documents, in any of three layouts of files.
 
 PyLate writes its settings to config_sentence_transformers.json, sentence-transformers to the files of its modules, and
-the first ColBERT (`HF_ColBERT`) to artifact.metadata.
+the first ColBERT (`HF_ColBERT`) to artifact.metadata. For jina-reranker-v3, all documents and the query are in one
+prompt.
 """
 
 from __future__ import annotations
@@ -10,11 +11,22 @@ import string
 from pathlib import Path
 from typing import Final
 
-from ..config.model import TextChangesConfig
+from ..config.model import (
+    DenseActivation,
+    DenseConfig,
+    PoolerConfig,
+    RankingConfig,
+    TextChangesConfig,
+)
+from ..pooling_params import PoolingKind
 from .config_fields import ConfigFields
+from .files import find_tensor
 
 FIRST_COLBERT: Final = "HF_ColBERT"
 """The architecture of checkpoints whose last dense layer is in the file of the encoder."""
+
+LIST_RANKER: Final = "JinaForRanking"
+"""The architecture of models that read all documents of a query in one prompt."""
 
 QUERY: Final = "query"
 DOCUMENT: Final = "document"
@@ -31,6 +43,34 @@ _PUNCTUATION: Final = tuple(string.punctuation)
 def has_late_interaction(config: ConfigFields) -> bool:
     """Return whether a checkpoint has the layout of the first ColBERT."""
     return FIRST_COLBERT in config.texts("architectures")
+
+
+def ranks_lists(config: ConfigFields) -> bool:
+    """Return whether a model reads all documents of a query in one prompt."""
+    return LIST_RANKER in config.texts("architectures")
+
+
+def read_list_ranker(path: Path, config: ConfigFields) -> PoolerConfig:
+    """Return the pooling of a model that reads all documents of a query in one prompt.
+
+    Raises:
+        CheckpointError: The file of its projector is missing.
+    """
+    hidden_size, size = config.integer("hidden_size"), config.integer("embedding_size", 512)
+    sizes = ((0, hidden_size, hidden_size // 2), (2, hidden_size // 2, size))
+    dense = tuple(
+        DenseConfig(
+            str(find_tensor(path, f"projector.{i}.weight")),
+            inputs,
+            outputs,
+            False,
+            DenseActivation.IDENTITY if i else DenseActivation.RELU,
+            f"projector.{i}",
+        )
+        for i, inputs, outputs in sizes
+    )
+    ranking = RankingConfig("<|embed_token|>", "<|rerank_token|>")
+    return PoolerConfig(PoolingKind.ALL, False, size, dense, ranking=ranking)
 
 
 def read_first_colbert(path: Path) -> tuple[int, TextChangesConfig]:

@@ -97,6 +97,17 @@ class TextChangesConfig(msgspec.Struct, frozen=True):
         return self.expanded_length > 0 and not self.attends_to_expansion
 
 
+class RankingConfig(msgspec.Struct, frozen=True):
+    """How a model scores all documents of a query, which it reads in one prompt.
+
+    A score is the cosine of the vectors of two tokens: `document_token`, which follows a document, and `query_token`,
+    which follows the query.
+    """
+
+    document_token: str
+    query_token: str
+
+
 class PoolerConfig(msgspec.Struct, frozen=True):
     """The way in which a text's hidden states become one embedding.
 
@@ -117,6 +128,7 @@ class PoolerConfig(msgspec.Struct, frozen=True):
         skipped_token_ids: A kind of result -> the tokens whose results are left out.
         max_embed_len: The maximum number of tokens of a text that is embedded in parts, if it is longer than the model
             reads; 0 if such texts are refused.
+        ranking: How it scores all documents of a query at once; None if it does not.
     """
 
     kind: PoolingKind = PoolingKind.LAST
@@ -133,6 +145,7 @@ class PoolerConfig(msgspec.Struct, frozen=True):
     skipped_token_ids: dict[PoolingKind, tuple[int, ...]] = {}
     max_embed_len: int = 0
     dimensions: int = 0
+    ranking: RankingConfig | None = None
 
 
 class Activation(enum.StrEnum):

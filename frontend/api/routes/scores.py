@@ -14,6 +14,7 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ....protocol.config.model import RankingConfig
 from ...client.embeddings import (
     DOCUMENT,
     QUERY,
@@ -37,6 +38,7 @@ from ..prompts import Prompt, verify_num_sequences
 from ..schema import ComparisonFields, InputFields, RerankRequest, ScoreRequest
 from ..serving import Serving
 from .embeddings import usage_of
+from .ranking import ranking_prompts, ranking_scores
 
 Comparable: TypeAlias = str | dict[str, Any]
 """A text, or an object with a `text` or the parts of a message as `content`."""
@@ -140,6 +142,8 @@ class Scores:
             kwargs = {"instruction": request.instruction} | (kwargs or {})
         await self._shorten(left, request.max_tokens_per_query, "max_tokens_per_query")
         await self._shorten(right, request.max_tokens_per_doc, "max_tokens_per_doc")
+        if (ranking := model.pooler.ranking) is not None:
+            return await self._rank(http, request, ranking, left, right, kwargs or {}, answer)
         if kwargs and template is None:
             raise bad_request(
                 "chat_template_kwargs",
@@ -196,6 +200,33 @@ class Scores:
             pairs,
             model.pooler.kind,
             lambda group: answer(group, self._class_scores(group, request.use_activation)),
+        )
+
+    async def _rank(
+        self,
+        http: Request,
+        request: ComparisonFields,
+        ranking: RankingConfig,
+        left: list[Prompt],
+        right: list[Prompt],
+        kwargs: dict[str, Any],
+        answer: Callable[[RequestGroup, list[float]], Response],
+    ) -> Response:
+        """Score each text of `right` in a prompt with all others."""
+        serving = self._serving
+        serving.verify_tokenizer("documents")
+        if request.truncate_prompt_tokens is not None:
+            raise bad_request(
+                "truncate_prompt_tokens",
+                "must be omitted, because this model reads all documents in one prompt; use max_tokens_per_doc",
+            )
+        prompts = ranking_prompts(ranking, left, right, kwargs.get("instruction"))
+        return await self._pooling.run(
+            http,
+            request,
+            prompts,
+            serving.config.model.pooler.kind,
+            lambda group: answer(group, ranking_scores(ranking, group, prompts, serving.tokenizer)),
         )
 
     async def _render(self, each: Prompt, request: ComparisonFields, size: int) -> None:

@@ -253,6 +253,11 @@ def granite(fields: ConfigFields) -> ModelSpec:
     )
 
 
+def _qwen3_ranking(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of jina-reranker-v3, a Qwen3 whose file also has the dense layers after the pooling."""
+    return replace(qwen3(fields), tensor_names=((r"^(projector|lm_head)\..*", ""),))
+
+
 FAMILIES = (
     Family("Cosmos3OmniForConditionalGeneration", "cosmos3_omni", _cosmos3_omni),
     Family("Emu3ForCausalLM", "emu3_text_model", _emu3),
@@ -284,6 +289,7 @@ FAMILIES = (
     Family("Qwen2VLForConditionalGeneration", "qwen2_vl", qwen2),
     Family("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", qwen2),
     Family("Qwen3ForCausalLM", "qwen3", qwen3),
+    Family("JinaForRanking", "qwen3-ranking", _qwen3_ranking),
     Family("Qwen3VLForConditionalGeneration", "qwen3_vl", _qwen3_vl),
     Family("SmolLM3ForCausalLM", "smollm3", smollm3),
 )
