@@ -13,7 +13,13 @@ from typing import Final
 
 import numpy as np
 
-from ...protocol.arrays import Int32Array, Int64Array, contains, int32_bytes, int32_view
+from ...protocol.arrays import (
+    Int32Array,
+    Int64Array,
+    contains,
+    int32_pairs,
+    int32_view,
+)
 from ...protocol.block_hash import HashBlocks, PlacedInput
 from ...protocol.messages import EngineCoreOutputs
 from ...protocol.worker_messages import SchedulerOutput
@@ -206,7 +212,7 @@ class EventLog:
             event = recent[index]
             positions = hits[owners == index]
             starts = ends[index] - event.num_tokens
-            event.stops = int32_bytes(np.stack((positions - starts, token_ids[positions]), 1))
+            event.stops = int32_pairs(positions - starts, token_ids[positions])
 
     def _find_stops(self, token_ids: Int32Array) -> Int64Array:
         """Return the positions of tokens at which some request of this segment stops."""

@@ -207,9 +207,17 @@ class ClientOutputs:
     def _split_counted(
         self, sampling: Batch, token_ids: bytes, counts: Int64Array, now: float
     ) -> dict[int, EngineCoreOutputs]:
+        outputs: dict[int, EngineCoreOutputs] = {}
+        clients = sampling.clients
+        if len(clients) == 1:
+            [rows] = clients
+            message = self._outboxes[rows.client_index].flush(
+                self._core_index, now, rows.request_indices, token_ids
+            )
+            message.num_tokens = int32_bytes(counts)
+            return {rows.client_index: message}
         row_of_token = np.repeat(np.arange(len(counts)), counts)
-        outputs = {}
-        for rows in sampling.clients:
+        for rows in clients:
             is_included = np.zeros(len(counts), np.bool_)
             is_included[rows.positions] = True
             message = self._outboxes[rows.client_index].flush(

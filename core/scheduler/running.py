@@ -97,7 +97,10 @@ class RunningScheduler:
             drafts = self._drafts.count_drafts(slots, is_decoding, room - needed)
             # Drafts get only the tokens that all requests leave unused.
             spare = max(self._max_num_batched_tokens - int(needed.sum()), 0)
-            wanted = needed + np.clip(spare - (np.cumsum(drafts) - drafts), 0, drafts)
+            if int(drafts.sum()) <= spare:
+                wanted = needed + drafts
+            else:
+                wanted = needed + np.clip(spare - (np.cumsum(drafts) - drafts), 0, drafts)
         granted, share, most_of_prompts = self._limit(slots, wanted)
         encoders = None
         if self._encoders.are_in_use:

@@ -28,7 +28,7 @@ from ..state.batch import Batch, ScheduledRow, StepInFlight
 from ..state.request import Request
 from .features.poison_isolation import CrashSuspects
 from .features.speculative import Drafts
-from .features.verification import cut_after_stops, subtract_rejections
+from .features.verification import VerifiedDrafts, cut_after_stops, subtract_rejections
 from .kv_transfers import KVTransfers
 from .lifecycle import End, RequestLifecycle
 
@@ -102,7 +102,7 @@ class StepResults:
         self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput, now: float
     ) -> tuple[StepInFlight, dict[int, EngineCoreOutputs]]:
         """Apply the output of the oldest step. Return that step, and the messages to each client."""
-        step = self._pop(scheduler_output, output)
+        step, verified = self._pop(scheduler_output, output)
         if step.progress:
             self._clients.record_progress(step.progress, now)
         if self._drafts is not None:
@@ -110,15 +110,15 @@ class StepResults:
             if len(step.sampling) == len(step.batch) and not step.prefilled:
                 # All requests decoded.
                 num_drafts = len(output.sampled_token_ids) // 4 - len(step.batch)
-                if step.num_drafts is not None:
-                    num_drafts = int(_num_verified(output, step.num_drafts).sum())
+                if verified is not None:
+                    num_drafts = int(verified.num_verified.sum())
                 self._drafts.record_step(step.step, len(step.batch) + num_drafts, output)
         is_reported = step.has_prefill or step.step % STEPS_PER_REPORT == 0 or not self._in_flight
         make_stats = self._lifecycle.make_stats if is_reported else None
         if not self._is_plain(step, output) or not self._slots.append_deferred(
             step.sampling.slots, output.sampled_token_ids
         ):
-            return step, self._take_rows(step, output, now, make_stats)
+            return step, self._take_rows(step, output, verified, now, make_stats)
         self._lifecycle.step_tokens.append(len(step.sampling))
         return step, self._clients.make_step_outputs(
             step.sampling, output.sampled_token_ids, None, now, make_stats
@@ -145,6 +145,7 @@ class StepResults:
         self,
         step: StepInFlight,
         output: ModelRunnerOutput,
+        verified: VerifiedDrafts | None,
         now: float,
         make_stats: Callable[[], SchedulerStats] | None,
     ) -> dict[int, EngineCoreOutputs]:
@@ -157,9 +158,8 @@ class StepResults:
             self._lifecycle.fail_requests(failed)
         sampling, num_drafts = step.sampling, step.num_drafts
         counts = num_verified = None
-        if num_drafts is not None:
-            counts = _num_sampled(output, len(num_drafts))
-            num_verified = _num_verified(output, num_drafts)
+        if verified is not None:
+            counts, num_verified = verified
         alive_positions = np.arange(len(sampling))
         late: list[LateRow] = []
         if self._lifecycle.in_flight.preempted:
@@ -278,8 +278,10 @@ class StepResults:
         if self._drafts is not None and batch is not None and step == drafts.step:
             self._drafts.store_late_drafts(batch, drafts)
 
-    def _pop(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> StepInFlight:
-        """Remove and return the step that an output belongs to.
+    def _pop(
+        self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput
+    ) -> tuple[StepInFlight, VerifiedDrafts | None]:
+        """Remove and return the step that an output belongs to, and what became of its drafts if it had any.
 
         Raises:
             EngineError: The output belongs to another step, or its arrays have the wrong shape.
@@ -291,14 +293,10 @@ class StepResults:
                 f"expected step {step.step if step else 'none'}"
             )
         num_tokens = len(output.sampled_token_ids) // 4
+        verified = None
         if step.num_drafts is not None:
-            counts = _num_sampled(output, len(step.num_drafts))
-            if (
-                len(counts) != len(step.num_drafts)
-                or counts.sum() != num_tokens
-                or (counts < 1).any()
-                or (counts > _num_verified(output, step.num_drafts) + 1).any()
-            ):
+            verified = counts, _ = VerifiedDrafts.from_output(output, step.num_drafts)
+            if not verified.is_valid(len(step.num_drafts), num_tokens):
                 raise EngineError(
                     f"step {step.step} returned {counted(num_tokens, 'token')}, {counts.tolist()} for rows "
                     f"with {step.num_drafts.tolist()} drafts"
@@ -307,7 +305,7 @@ class StepResults:
             raise EngineError(
                 f"step {step.step} returned {counted(num_tokens, 'token')} for {counted(len(step.sampling), 'row')}"
             )
-        return self._in_flight.popleft()
+        return self._in_flight.popleft(), verified
 
     def _take_row_reports(
         self, step: StepInFlight, output: ModelRunnerOutput, cut: dict[int, int]
@@ -456,25 +454,6 @@ def _find_end(request: Request, token_id: int, num_output: int, is_full: bool) -
     if request.stops_at(token_id, num_output):
         return request, _STOP, None if token_id in request.eos_token_ids else token_id, ""
     return (request, _LENGTH, None, "") if is_full else None
-
-
-def _num_sampled(output: ModelRunnerOutput, num_rows: int) -> Int64Array:
-    """Return the number of sampled tokens per row: those in the output, or 1 per row if it has no counts."""
-    if not output.num_sampled:
-        return np.ones(num_rows, np.int64)
-    return int32_view(output.num_sampled).astype(np.int64)
-
-
-def _num_verified(output: ModelRunnerOutput, num_drafts: Int64Array) -> Int64Array:
-    """Return the number of verified drafts per row. Raises EngineError if it exceeds `num_drafts`."""
-    if not output.num_verified:
-        return num_drafts
-    num_verified = int32_view(output.num_verified).astype(np.int64)
-    if len(num_verified) != len(num_drafts) or (num_verified > num_drafts).any():
-        raise EngineError(
-            f"step {output.step} verified {num_verified.tolist()} drafts of rows with {num_drafts.tolist()}"
-        )
-    return num_verified
 
 
 def _first_positions(row: RowLogprobs, count: int) -> RowLogprobs:

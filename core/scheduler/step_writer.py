@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from ...protocol.arrays import BoolArray, Int32Array, Int64Array, int32_bytes
+from ...protocol.arrays import BoolArray, Int32Array, Int64Array, int32_bytes, int32_pairs
 from ...protocol.messages import SchedulerStats
 from ...protocol.worker_messages import SchedulerOutput
 from ..kv_cache.manager import KVCacheManager
@@ -79,7 +79,7 @@ class StepWriter:
         drafts = draft_token_ids = draft_limits = b""
         if num_drafts is not None and self._drafts is not None:
             drafted = num_drafts.nonzero()[0]
-            drafts = int32_bytes(np.stack((drafted, num_drafts[drafted]), 1))
+            drafts = int32_pairs(drafted, num_drafts[drafted])
             taken = self._drafts.take_drafts(slots, num_drafts)
             draft_token_ids = taken.tobytes()
             draft_limits = self._drafts.limits.take_changes(slots)
@@ -111,7 +111,7 @@ class StepWriter:
             new_requests=admitted.requests,
             block_updates=self._manager.tables.take_updates(),
             slots=None if is_same else batch.slot_bytes,
-            chunks=int32_bytes(np.stack((chunked, granted[chunked]), 1)) if len(chunked) else b"",
+            chunks=int32_pairs(chunked, granted[chunked]) if len(chunked) else b"",
             grammar_slots=int32_bytes([row.request.slot for row in constrained])
             if constrained
             else b"",

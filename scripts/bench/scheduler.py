@@ -24,18 +24,19 @@ import msgspec
 import numpy as np
 from engine.core.replay.frozen_state import FrozenState
 from engine.core.replay.recorder import RecordedScheduler, Setup
-from engine.protocol.arrays import int32_bytes
+from engine.protocol.arrays import int32_bytes, int32_view
 from engine.protocol.block_hash import hash_blocks, root_hash
-from engine.protocol.config import CacheConfig, SchedulerConfig
+from engine.protocol.config import CacheConfig, SchedulerConfig, SpeculativeConfig
 from engine.protocol.messages import EngineCoreOutputs, EngineCoreRequest, FinishReason
 from engine.protocol.sampling_params import SamplingParams
-from engine.protocol.worker_messages import ModelRunnerOutput, SchedulerOutput
+from engine.protocol.worker_messages import DraftTokenIds, ModelRunnerOutput, SchedulerOutput
 from side_by_side.child import Child
 
 BLOCK_SIZE = 16
 VOCAB_SIZE = 32_000
 EOS = VOCAB_SIZE - 1
 TURNS = 5
+NUM_DRAFTS = 4
 
 RECORDED = True
 """True if the scheduler records its event log, as it always does in the core."""
@@ -49,10 +50,20 @@ decode_outputs = msgspec.msgpack.Decoder(EngineCoreOutputs).decode
 class Loop:
     """The core's work for each step, with a worker that answers immediately."""
 
-    def __init__(self, num_seqs: int, num_tokens: int, budget: int | None = None) -> None:
+    def __init__(
+        self,
+        num_seqs: int,
+        num_tokens: int,
+        budget: int | None = None,
+        speculative: SpeculativeConfig | None = None,
+    ) -> None:
         num_blocks = num_seqs * (num_tokens // BLOCK_SIZE + 1) + 2
         setup = Setup(
-            SchedulerConfig(max_num_seqs=num_seqs, max_num_batched_tokens=budget or 1 << 30),
+            SchedulerConfig(
+                max_num_seqs=num_seqs,
+                max_num_batched_tokens=budget or 1 << 30,
+                speculative=speculative,
+            ),
             CacheConfig(block_size=BLOCK_SIZE),
             max_model_len=num_tokens,
             vocab_size=VOCAB_SIZE,
@@ -97,16 +108,45 @@ class Loop:
 
     def take(self) -> None:
         step, num_sampling = self.in_flight.popleft()
-        result = ModelRunnerOutput(step.step, self.tokens[:num_sampling].tobytes())
-        result = decode_result(encode(result))
+        result = decode_result(encode(self.result(step, num_sampling)))
         for outputs in self.scheduler.update_from_output(step, result, 0.0).values():
             frame = encode(outputs)
             self.output_bytes = len(frame)
             decode_outputs(frame)
 
+    def result(self, step: SchedulerOutput, num_sampling: int) -> ModelRunnerOutput:
+        return ModelRunnerOutput(step.step, self.tokens[:num_sampling].tobytes())
+
     def run(self) -> None:
         self.send()
         self.take()
+
+
+class DraftLoop(Loop):
+    """A loop in which every request has drafts. Every second request accepts half of them."""
+
+    def __init__(self, num_seqs: int, num_tokens: int) -> None:
+        super().__init__(num_seqs, num_tokens, None, SpeculativeConfig(NUM_DRAFTS, adaptive=False))
+
+    def result(self, step: SchedulerOutput, num_sampling: int) -> ModelRunnerOutput:
+        slots = np.arange(num_sampling)
+        drafts = int32_view(step.drafts).reshape(-1, 2)
+        num_drafts = np.zeros(num_sampling, np.int64)
+        num_drafts[drafts[:, 0]] = drafts[:, 1]
+        counts = 1 + np.where(slots % 2, np.minimum(num_drafts, NUM_DRAFTS // 2), 0)
+        proposed = np.zeros(num_sampling * NUM_DRAFTS, np.int32)
+        return ModelRunnerOutput(
+            step.step,
+            np.zeros(int(counts.sum()), np.int32).tobytes(),
+            num_sampled=int32_bytes(counts) if len(drafts) else b"",
+            drafts=DraftTokenIds(
+                step.step,
+                int32_bytes(slots),
+                int32_bytes(np.full(num_sampling, NUM_DRAFTS)),
+                proposed.tobytes(),
+            ),
+            seconds=0.01,
+        )
 
 
 def time_each(
@@ -156,6 +196,21 @@ def decode_repeatedly(num_seqs: int, steps: int, prompt: int) -> dict[str, Any]:
         **summary(times),
         "step_bytes": loop.step_bytes,
         "output_bytes": loop.output_bytes,
+    }
+
+
+def decode_with_drafts(num_seqs: int, steps: int, prompt: int) -> dict[str, Any]:
+    num_tokens = (steps + 100) * (NUM_DRAFTS + 1)
+    loop = DraftLoop(num_seqs, prompt + BLOCK_SIZE + num_tokens)
+    for index in range(num_seqs):
+        loop.add(prompt + index % BLOCK_SIZE, num_tokens)
+    loop.send()
+    for _ in range(20):
+        loop.run()
+    return {
+        "case": f"decode with {NUM_DRAFTS} drafts",
+        "running": num_seqs,
+        **summary(time_each(loop.run, steps)),
     }
 
 
@@ -292,6 +347,8 @@ def main() -> None:
         return
     for num_seqs in map(int, args.running.split(",")):
         report(decode_repeatedly(num_seqs, args.steps, args.prompt))
+    for num_seqs in (1, 64, 256):
+        report(decode_with_drafts(num_seqs, args.steps, args.prompt))
     report(churn(1024, args.steps, 100))
     report(many_waiting(256, args.steps, 100_000))
     report(long_prompt(32_768, 50))

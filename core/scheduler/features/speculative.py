@@ -92,7 +92,7 @@ class Drafts:
             is_recent = self._newest_step - self._drafted_step[slots] < RECENT_STEPS
             expected = np.where(is_recent, self.limits.largest(slots), 0)
             counts = np.maximum(np.maximum(counts, expected), self._num_forced[slots])
-        return np.clip(np.where(is_known, counts, 0), 0, room)
+        return np.maximum(np.minimum(np.where(is_known, counts, 0), room), 0)
 
     def take_drafts(self, slots: SlotArray, counts: Int64Array) -> Int32Array:
         """Return the first `counts` drafts of each slot for a step, and discard the others."""
@@ -200,22 +200,33 @@ class Drafts:
         slots = int32_view(drafts.slots).astype(np.intp)
         counts = int32_view(drafts.num_tokens).astype(np.int64)
         token_ids = int32_view(drafts.token_ids)
-        if len(slots) != len(counts) or (counts < 0).any() or counts.sum() != len(token_ids):
+        num_tokens = int(counts.sum())
+        if len(slots) != len(counts) or num_tokens != len(token_ids) or (counts < 0).any():
             raise EngineError(
                 f"step {drafts.step} returned {len(token_ids)} drafts, "
                 f"{counts.tolist()} for slots {slots.tolist()}"
             )
         levels = int32_view(drafts.levels) if drafts.levels else np.zeros(len(slots), np.int32)
-        first = np.cumsum(counts) - counts
-        is_usable = contains(batch.slots[batch.is_alive(state)].tolist(), slots)
+        is_usable = batch.is_alive(state)
+        if drafts.slots != batch.slot_bytes:
+            is_usable = contains(batch.slots[is_usable].tolist(), slots)
         if not self._uses_placeholders:
             is_usable &= self._are_usable(slots)
-        slots, counts, first = slots[is_usable], counts[is_usable], first[is_usable]
-        levels = levels[is_usable]
-        columns = np.arange(self._max_drafts)
-        is_filled = columns < counts[:, None]
-        rows = np.zeros(is_filled.shape, np.int32)
-        rows[is_filled] = token_ids[(first[:, None] + columns)[is_filled]]
+        shape = len(slots), self._max_drafts
+        if (
+            num_tokens == len(slots) * self._max_drafts
+            and counts.max(initial=0) <= self._max_drafts
+        ):
+            rows = token_ids.reshape(shape)
+        else:
+            columns = np.arange(self._max_drafts)
+            is_filled = columns < counts[:, None]
+            first = np.cumsum(counts) - counts
+            rows = np.zeros(shape, np.int32)
+            rows[is_filled] = token_ids[(first[:, None] + columns)[is_filled]]
+        if not is_usable.all():
+            slots, counts, levels = slots[is_usable], counts[is_usable], levels[is_usable]
+            rows = rows[is_usable]
         self._token_ids[slots] = rows
         self._num_tokens[slots] = np.minimum(counts, self._max_drafts)
         self.limits.set_levels(slots, levels)

@@ -6,8 +6,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ....protocol.arrays import Int32Array, Int64Array
+from ....protocol.arrays import Int32Array, Int64Array, int32_view
+from ....protocol.errors import EngineError
 from ....protocol.messages import SpecDecodingStats
+from ....protocol.worker_messages import ModelRunnerOutput
 from ...state.batch import Batch
 from ...state.running_requests import RunningRequests
 
@@ -21,6 +23,42 @@ class SampledTokens(NamedTuple):
     token_ids: Int32Array
     counts: Int64Array
     cut: dict[int, int]
+
+
+class VerifiedDrafts(NamedTuple):
+    """The number of sampled tokens and of verified drafts per row of a step."""
+
+    counts: Int64Array
+    num_verified: Int64Array
+
+    @classmethod
+    def from_output(cls, output: ModelRunnerOutput, num_drafts: Int64Array) -> VerifiedDrafts:
+        """Return the numbers in an output. Without them, each row has one token, and all drafts were verified.
+
+        Raises:
+            EngineError: More drafts were verified than scheduled.
+        """
+        counts: Int64Array = np.ones(len(num_drafts), np.int64)
+        if output.num_sampled:
+            counts = int32_view(output.num_sampled).astype(np.int64)
+        num_verified = num_drafts
+        if output.num_verified:
+            num_verified = int32_view(output.num_verified).astype(np.int64)
+            if len(num_verified) != len(num_drafts) or (num_verified > num_drafts).any():
+                raise EngineError(
+                    f"step {output.step} verified {num_verified.tolist()} drafts of rows with {num_drafts.tolist()}"
+                )
+        return cls(counts, num_verified)
+
+    def is_valid(self, num_rows: int, num_tokens: int) -> bool:
+        """Return whether each row has a token, at most one more than its verified drafts, and `num_tokens` in all."""
+        counts, num_verified = self
+        return (
+            len(counts) == num_rows
+            and int(counts.sum()) == num_tokens
+            and int(counts.min(initial=1)) >= 1
+            and not (counts > num_verified + 1).any()
+        )
 
 
 def subtract_rejections(
@@ -41,14 +79,19 @@ def subtract_rejections(
     num_computed[slots] -= rejected
     num_expected[slots] -= rejected
     accepted = counts[num_verified > 0] - 1
+    if not len(accepted):
+        return
     stats.num_drafts += len(accepted)
     stats.num_draft_tokens += int(num_verified.sum())
     stats.num_accepted_tokens += int(accepted.sum())
-    for position in range(int(num_verified.max(initial=0))):
-        if position == len(stats.num_accepted_tokens_per_pos):
-            stats.num_accepted_tokens_per_pos.append(0)
-        num_accepted = np.count_nonzero(accepted > position)
-        stats.num_accepted_tokens_per_pos[position] += int(num_accepted)
+    per_position = stats.num_accepted_tokens_per_pos
+    per_position += [0] * (int(num_verified.max()) - len(per_position))
+    # Rows with more than `position` accepted drafts.
+    num_rows = 0
+    by_count = np.bincount(accepted).tolist()
+    for position in range(len(by_count) - 2, -1, -1):
+        num_rows += by_count[position + 1]
+        per_position[position] += num_rows
 
 
 def cut_after_stops(
@@ -56,11 +99,14 @@ def cut_after_stops(
 ) -> SampledTokens:
     """Drop the tokens after the first one that finishes a request."""
     state, slots = running.slots, sampling.slots
+    may_stop = state.may_stop(token_ids)
+    if not may_stop.any():
+        return SampledTokens(token_ids, counts, {})
     row_of_token = np.repeat(np.arange(len(counts)), counts)
     last = np.cumsum(counts) - 1
     is_inner = np.ones(len(token_ids), np.bool_)
     is_inner[last] = False
-    candidates = (state.may_stop(token_ids) & is_inner).nonzero()[0]
+    candidates = (may_stop & is_inner).nonzero()[0]
     first = last + 1 - counts
     cut: dict[int, int] = {}
     for position in candidates.tolist():
