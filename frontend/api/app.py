@@ -53,6 +53,7 @@ from .openapi import describe_routes
 from .pooling import Pooling
 from .realtime.client_secrets import ClientSecrets
 from .realtime.session import Realtime
+from .responses.mcp.messages import McpMessages
 from .responses.routes import response_routes
 from .routes.chat_batch import ChatBatch
 from .routes.completions import Completions
@@ -135,7 +136,7 @@ def make_routes(serving: Serving) -> list[Route]:
     completions = Completions(serving, intake)
     chat_records = ChatRecords(serving.store)
     sessions = Sessions(serving, intake)
-    messages = anthropic.Messages(serving, intake)
+    messages = McpMessages(serving, intake)
     batch_records = BatchRecords(serving.store)
     batch_executor = BatchExecutor(serving, batch_records, files)
     serving.when_ready.append(batch_executor.start)

@@ -228,14 +228,15 @@ def decode_input(arguments: str) -> Any:
     return decoded if isinstance(decoded, dict) else {}
 
 
-def _event(kind: str, **fields: object) -> bytes:
+def message_event(kind: str, **fields: object) -> bytes:
+    """Return an event of a stream."""
     content = encode_whole({"type": kind, **fields})
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), content)
 
 
 MESSAGES_STREAM: Final = StreamFormat(
     content_type=b"text/event-stream; charset=utf-8",
-    keep_alive=_event("ping"),
+    keep_alive=message_event("ping"),
     done=b"",
     encode_error=lambda error: b"event: error\ndata: %b\n\n" % encode_whole(error_body(error, "")),
     has_ids=True,
@@ -253,12 +254,12 @@ class MessageChunks(BlockChunks):
         self._num_blocks = 0
 
     def _begin(self, events: list[bytes]) -> None:
-        events.append(_event("message_start", message=self._message.message([])))
+        events.append(message_event("message_start", message=self._message.message([])))
 
     def _end(self, delta: Delta, events: list[bytes]) -> None:
         ending, usage = self._message.ending(delta), self._message.token_counts()
-        events.append(_event("message_delta", delta=ending, usage=usage))
-        events.append(_event("message_stop"))
+        events.append(message_event("message_delta", delta=ending, usage=usage))
+        events.append(message_event("message_stop"))
 
     def _write(self, message: MessageDelta, delta: Delta, events: list[bytes]) -> None:
         if message.reasoning:
@@ -279,10 +280,12 @@ class MessageChunks(BlockChunks):
             return
         self._close(events)
         self._open = wanted
-        events.append(_event("content_block_start", index=self._num_blocks, content_block=block))
+        events.append(
+            message_event("content_block_start", index=self._num_blocks, content_block=block)
+        )
 
     def _add(self, delta: Json, events: list[bytes]) -> None:
-        events.append(_event("content_block_delta", index=self._num_blocks, delta=delta))
+        events.append(message_event("content_block_delta", index=self._num_blocks, delta=delta))
 
     def _close(self, events: list[bytes]) -> None:
         if not self._open[0]:
@@ -290,5 +293,5 @@ class MessageChunks(BlockChunks):
         if self._open[0] == "thinking":
             self._add({"type": "signature_delta", "signature": ""}, events)
         self._open = ("", 0)
-        events.append(_event("content_block_stop", index=self._num_blocks))
+        events.append(message_event("content_block_stop", index=self._num_blocks))
         self._num_blocks += 1

@@ -55,6 +55,8 @@ def translate_messages(body: MessagesRequest) -> ChatCompletionRequest:
     """
     if body.messages is None:
         raise bad_request("messages", "is required")
+    if body.mcp_servers:
+        raise bad_request("mcp_servers", "is not supported here; send it to /v1/messages")
     if body.thread is not None:
         # Clients recognize this code, and send the whole conversation instead.
         problem = "is not supported; send the whole conversation"

@@ -27,6 +27,8 @@ class MessagesRequest(msgspec.Struct, kw_only=True):
     output_config: dict[str, Any] | None = None
     output_format: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None
+    # Servers whose tools the server calls itself, if it was started with them.
+    mcp_servers: list[dict[str, Any]] | None = None
 
     # Fields of Engine, as in chat completions.
     priority: Int | None = None
@@ -35,8 +37,7 @@ class MessagesRequest(msgspec.Struct, kw_only=True):
 
     # Rejected, because an answer that ignores them would be wrong.
     rejected: ClassVar[str] = (
-        "mcp_servers container compaction kv_transfer_params ec_transfer_params vllm_xargs "
-        "watermarking"
+        "container compaction kv_transfer_params ec_transfer_params vllm_xargs watermarking"
     )
     thread: dict[str, Any] | None = None
 

@@ -62,7 +62,6 @@ REFUSED: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
     "bootstrap_pair_key": (_TRANSFER, ()),
     "decode_tp_size": (_TRANSFER, ()),
     "disagg_prefill_dp_rank": (_TRANSFER, ()),
-    "mcp_servers": ("is not supported; this server runs no tools itself", ([],)),
     "container": ("is not supported; this server runs no tools itself", ()),
     "compaction": ("is not supported; ask for a summary in a message", ()),
     "_debug_render_only": (

@@ -310,7 +310,7 @@ def test_text_of_pdf_is_bounded() -> None:
             'messages[0].content[0].type must be text, image, document, search_result or tool_result, got "pdf"',
         ),
         ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools[0].type must be"),
-        ({"mcp_servers": [{"type": "url"}]}, "mcp_servers is not supported"),
+        ({"mcp_servers": [{"type": "url"}]}, "--mcp-servers"),
         ({"vllm_xargs": {"a": 1}}, "vllm_xargs is not supported"),
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools is not allowed"),
         ({"cache_salt": ""}, "cache_salt"),

@@ -246,3 +246,101 @@ def test_only_chosen_tools_are_shown(client: openai.OpenAI) -> None:
             model=MODEL, input=call("weather__wait", {"seconds": 0}), tools=[chosen]
         )
         assert "mcp_call" not in [item.type for item in answer.output]
+
+
+SERVER: dict[str, Any] = {"type": "url", "name": LABEL, "authorization_token": "secret"}
+
+
+def send(frontend: FrontendProcess, text: Any, **fields: Any) -> Any:
+    body = {"model": MODEL, "max_tokens": 400, "mcp_servers": [SERVER], **fields}
+    messages = text if isinstance(text, list) else [{"role": "user", "content": text}]
+    return frontend.post("/v1/messages", messages=messages, **body)
+
+
+def test_tools_are_called_in_messages(frontend: FrontendProcess, weather: WeatherServer) -> None:
+    weather.calls.clear()
+    weather.tokens.clear()
+    message = send(frontend, ASK).json()
+    first, use, result, answer = message["content"]
+    assert (first["type"], first["text"]) == ("text", "Let me look.")
+    assert (use["type"], use["name"], use["server_name"]) == ("mcp_tool_use", "forecast", LABEL)
+    assert use["input"] == {"city": "Oslo"}
+    text = [{"type": "text", "text": OUTPUT}]
+    shown = {
+        "type": "mcp_tool_result",
+        "tool_use_id": use["id"],
+        "is_error": False,
+        "content": text,
+    }
+    assert result == shown
+    assert (answer["text"], message["stop_reason"]) == (OUTPUT, "end_turn")
+    assert message["usage"]["output_tokens"] > len(OUTPUT.split())
+    assert weather.calls == ["Oslo"] and set(weather.tokens) == {"Bearer secret"}
+
+    stream = send(frontend, ASK, stream=True).text
+    events = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: ")]
+    kinds = [event["type"] for event in events]
+    ends = ["message_start", "message_delta", "message_stop"]
+    assert [kind for kind in kinds if kind.startswith("message")] == ends
+    starts = [event for event in events if event["type"] == "content_block_start"]
+    assert [event["index"] for event in starts] == [0, 1, 2, 3]
+    kinds = [event["content_block"]["type"] for event in starts]
+    assert kinds == ["text", "mcp_tool_use", "mcp_tool_result", "text"]
+    pieces = [
+        each["delta"]["partial_json"]
+        for each in events
+        if each.get("index") == 1 and "delta" in each
+    ]
+    assert json.loads("".join(pieces)) == use["input"]
+
+    # The model reads the calls and their results in the next message.
+    history = [
+        {"role": "user", "content": ASK},
+        {"role": "assistant", "content": message["content"]},
+    ]
+    again = send(frontend, [*history, {"role": "user", "content": "And now?"}])
+    assert [block["text"] for block in again.json()["content"]] == ["And now?"]
+
+
+def test_messages_choose_tools_of_servers(
+    frontend: FrontendProcess, weather: WeatherServer
+) -> None:
+    weather.calls.clear()
+    toolset = {"type": "mcp_toolset", "mcp_server_name": LABEL}
+    for fields in (
+        {"tools": [toolset | {"default_config": {"enabled": False}}]},
+        {"tools": [toolset | {"configs": {"forecast": {"enabled": False}}}]},
+        {"mcp_servers": [SERVER | {"tool_configuration": {"allowed_tools": ["wait"]}}]},
+    ):
+        [*_, last] = send(frontend, ASK, **fields).json()["content"]
+        assert last["type"] != "text" or OUTPUT not in last["text"]
+    assert not weather.calls
+    failed = send(frontend, call("weather__fail", {})).json()["content"]
+    assert failed[1]["is_error"] and "no data" in failed[1]["content"][0]["text"]
+    # A tool of the client waits for the client.
+    tool = {"name": "own", "input_schema": {"type": "object"}}
+    both = send(frontend, f"{call('own', {})}{call('weather__wait', {'seconds': 0})}", tools=[tool])
+    kinds = [block["type"] for block in both.json()["content"]]
+    assert kinds == ["tool_use", "mcp_tool_use", "mcp_tool_result"]
+    assert both.json()["stop_reason"] == "tool_use"
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "shown"),
+    [
+        ({"mcp_servers": [{"name": "other"}]}, 400, "mcp_servers[0].name"),
+        ({"mcp_servers": [{"name": LABEL, "url": "http://a"}]}, 400, "mcp_servers[0].url"),
+        ({"mcp_servers": [SERVER | {"type": "stdio"}]}, 400, "mcp_servers[0].type"),
+        ({"mcp_servers": [{"name": "absent"}]}, 424, "absent"),
+        (
+            {"tools": [{"type": "mcp_toolset", "mcp_server_name": "b"}]},
+            400,
+            "tools[0].mcp_server_name",
+        ),
+    ],
+)
+def test_servers_of_messages_must_be_known(
+    frontend: FrontendProcess, fields: dict, status: int, shown: str
+) -> None:
+    refused = send(frontend, "x", **fields)
+    assert refused.status_code == status and shown in refused.json()["error"]["message"]
