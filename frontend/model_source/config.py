@@ -23,6 +23,7 @@ from ...protocol.checkpoint.field_names import (
     fields_of_part,
     read_text_config,
     with_common_names,
+    with_known_architectures,
 )
 from ...protocol.checkpoint.files import (
     SOURCE_TOKENIZER,
@@ -137,6 +138,9 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
         CheckpointError: The checkpoint cannot be served.
     """
     use_hub_token(options.hf_token)
+    options = msgspec.structs.replace(
+        options, hf_overrides=with_known_architectures(options.hf_overrides)
+    )
     name, path = find_checkpoint(options, console)
     served_names = options.served_model_name or (name,)
     loras = find_loras(options, served_names, console)

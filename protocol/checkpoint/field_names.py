@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from .config_fields import ConfigFields
@@ -68,6 +68,8 @@ _ARCHITECTURES: Final = {
     "VoyageQwen3BidirectionalEmbedModel": "Qwen3Model",
     "XllmForCausalLM": "K2HorizonForCausalLM",
     "YiVLForCausalLM": "LlamaForCausalLM",
+    "Qwen3ASRRealtimeGeneration": "Qwen3ASRForConditionalGeneration",
+    "VoxtralRealtimeGeneration": "VoxtralRealtimeForConditionalGeneration",
 }
 """Other names of architectures in published configs and in the registries of other servers."""
 
@@ -185,6 +187,14 @@ _OF_ARCHITECTURE: Final[dict[str, Callable[[ConfigFields], dict[str, Any]]]] = {
 
 _OWN_NEMOTRON: Final = ("nemotron_h_omni", "NemotronH_Nano_VL_V2")
 """Model types of Nemotron's that read images, whose fields are known as they are."""
+
+
+def with_known_architectures(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the overrides of a config's fields with the names of architectures that transformers has."""
+    found = dict(overrides)
+    if isinstance(names := overrides.get("architectures"), list):
+        found["architectures"] = [_ARCHITECTURES.get(str(name), name) for name in names]
+    return found
 
 
 def with_known_names(fields: ConfigFields) -> ConfigFields:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 from pathlib import Path
@@ -19,6 +20,7 @@ from support import realtime
 from support.audio_checkpoints import MARKS, audio_directory, reference_inputs
 from support.lora_adapters import write_adapter
 from support.server import DEVICE, Server, assert_nothing_is_held
+from websockets.sync.client import connect
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.sampled
@@ -144,6 +146,50 @@ def test_qwen3_asr_transcribes_across_a_crash_of_a_worker(tmp_path: Path) -> Non
                 create(model="tiny", file=file, **fields)
         with pytest.raises(openai.BadRequestError, match="cannot translate"):
             audio.translations.create(model="tiny", file=file)
+        assert_nothing_is_held(server)
+
+
+def test_vllms_realtime_clients_get_text_while_audio_arrives_across_a_crash(
+    tmp_path: Path,
+) -> None:
+    reference = Reference(tmp_path, "qwen3_asr")
+    pcm = realtime.to_pcm(clip(4, 21.0)[0])
+    names = ("--hf-overrides", '{"architectures": ["Qwen3ASRRealtimeGeneration"]}')
+    with (
+        Server(str(reference.path), *FLAGS, *names, "-tp", "2") as server,
+        connect(server.url.replace("http", "ws", 1) + "/v1/realtime") as socket,
+    ):
+        assert json.loads(socket.recv(20))["type"] == "session.created"
+
+        def send(**event: Any) -> None:
+            socket.send(json.dumps(event))
+
+        def run(*, is_killed: bool) -> tuple[str, str]:
+            send(type="input_audio_buffer.commit")
+            for start in range(0, len(pcm), 8192):
+                audio = base64.b64encode(pcm[start : start + 8192]).decode()
+                send(type="input_audio_buffer.append", audio=audio)
+            # The first parts are transcribed before the utterance ends.
+            found = [json.loads(socket.recv(60))]
+            if is_killed:
+                server.child("worker 0").kill()
+            send(type="input_audio_buffer.commit", final=True)
+            while found[-1]["type"] == "transcription.delta":
+                found.append(json.loads(socket.recv(60)))
+            assert found[-1]["type"] == "transcription.done"
+            usage = found[-1]["usage"]
+            # Three windows of at most 100 embeddings.
+            assert usage["prompt_tokens"] > 270
+            assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+            return "".join(each["delta"] for each in found[:-1]), found[-1]["text"]
+
+        send(type="session.update", model="tiny", language="en")
+        text, whole = run(is_killed=False)
+        assert whole == text.strip() != ""
+        assert run(is_killed=True) == (text, whole)
+        send(type="input_audio_buffer.commit", final=True)
+        assert json.loads(socket.recv(20))["code"] == "input_audio_buffer_commit_empty"
+        server.wait_until_whole()
         assert_nothing_is_held(server)
 
 

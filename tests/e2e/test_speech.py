@@ -258,6 +258,26 @@ def test_whisper_cpps_route_is_served(server: Server, client: openai.OpenAI) -> 
         assert named in refused.json()["error"]
 
 
+def test_streams_have_vllms_chunks_if_its_fields_are_given(server: Server) -> None:
+    files = {"file": ("fox.flac", (FIXTURES / "fox.flac").read_bytes())}
+    form = {"model": "tiny", "stream": "true", "stream_include_usage": "true"}
+    form["stream_continuous_usage_stats"] = "true"
+    answer = httpx.post(f"{server.url}/v1/audio/transcriptions", data=form, files=files, timeout=60)
+    *lines, done = answer.text.removesuffix("\n\n").split("\n\n")
+    assert done == "data: [DONE]"
+    *chunks, last = (json.loads(line.removeprefix("data: ")) for line in lines)
+    text = "".join(each["choices"][0]["delta"]["content"] for each in chunks)
+    assert text.strip() == HEARD["fox.flac"]
+    assert {each["object"] for each in (*chunks, last)} == {"transcription.chunk"}
+    assert [each["choices"][0]["finish_reason"] for each in chunks[-2:]] == [None, "stop"]
+    generated = [each["usage"]["completion_tokens"] for each in (*chunks, last)]
+    assert generated == sorted(generated) and generated[0] < generated[-1]
+    assert last["choices"] == [] and last["usage"]["prompt_tokens"] >= 2
+    form = {"model": "tiny", "stream": "true", "stream_include_usage": "false"}
+    answer = httpx.post(f"{server.url}/v1/audio/transcriptions", data=form, files=files, timeout=60)
+    assert '"finish_reason":"stop"' in answer.text and "usage" not in answer.text
+
+
 def test_vllms_realtime_clients_are_served(server: Server) -> None:
     with connect(server.url.replace("http", "ws", 1) + "/v1/realtime") as socket:
         created = json.loads(socket.recv(20))

@@ -22,7 +22,7 @@ from ...http.deadline import read_deadline
 from ...http.errors import APIError, bad_request, internal_error, wrong
 from ...http.websocket import Message, WebSocket, WebSocketClosed, open_websocket
 from ...media.audio.live_samples import ClipDropped, LiveSamples
-from ...media.transcription.options import verify_transcribes
+from ...media.transcription.options import SpeechModel, verify_transcribes
 from ..bodies.body import BodyDecoder, make_decoder
 from ..bodies.intake import Intake
 from ..routes.transcriptions import Plan, Transcriptions
@@ -39,6 +39,7 @@ from ..serving import Serving
 from .audio import PCM, Found, InputBuffer, Utterance
 from .client_secrets import session_of
 from .events import Events, VLLMEvents, send_created
+from .parts import UtteranceParts
 from .settings import Settings, make_plan
 
 logger = logging.getLogger(__name__)
@@ -65,13 +66,18 @@ class _Kind(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """An utterance that is to be transcribed. `held` is closed when it was transcribed."""
+    """An utterance that is to be transcribed. `held` is closed when it was transcribed.
+
+    With `parts`, it is one of them, and the last one if `is_last`.
+    """
 
     id: str
     clip: Utterance | LiveSamples
     request: TranscriptionRequest
     plan: Plan
     held: ExitStack
+    parts: UtteranceParts | None
+    is_last: bool
 
 
 class Realtime:
@@ -100,13 +106,13 @@ class Realtime:
         # Azure's clients call the model a deployment.
         model = query.get("model") or query.get("deployment") or serving.served_name
         serving.verify_model(model)
-        rate = verify_transcribes(serving.config.model).sampling_rate
+        speech = verify_transcribes(serving.config.model)
         settings = Settings.default(model)
         if (given := session_of(dict(scope["headers"]))) is not None:
             settings = settings.updated(given)
         max_bytes = serving.config.frontend.max_body_bytes
         with await open_websocket(scope, send, max_bytes, self._intake.lease) as socket:
-            session = _Session(serving, self._transcriptions, socket, scope, settings, rate)
+            session = _Session(serving, self._transcriptions, socket, scope, settings, speech)
             await session.run(self._decoders)
 
 
@@ -124,7 +130,7 @@ class _Session:
         socket: WebSocket,
         handshake: Scope,
         settings: Settings,
-        rate: int,
+        speech: SpeechModel,
     ) -> None:
         self._serving = serving
         self._transcriptions = transcriptions
@@ -133,8 +139,10 @@ class _Session:
         self._settings = settings
         self._events = Events(socket)
         self._id = f"sess_{uuid.uuid4().hex}"
-        max_samples = int(serving.config.frontend.max_audio_s * rate)
-        self._buffer = InputBuffer(rate, max_samples)
+        max_samples = int(serving.config.frontend.max_audio_s * speech.sampling_rate)
+        self._buffer = InputBuffer(speech.sampling_rate, max_samples)
+        self._speech = speech
+        self._parts: UtteranceParts | None = None
         self._num_counted = 0
         self._next_id = _new_item_id()
         self._previous_id: str | None = None
@@ -182,6 +190,7 @@ class _Session:
                 case _:
                     self._take_all()
                     self._drop_live()
+                    self._parts = None
                     self._events.send("input_audio_buffer.cleared")
         except ParameterError as error:
             self._events.send_error(bad_request(error.param, error.problem), event_id)
@@ -214,8 +223,11 @@ class _Session:
         self._count_buffer(buffer.num_samples)
         for found in all_found:
             await self._report(found)
-        if self._transcriptions.is_live and len(new := buffer.read_new()):
-            await self._read_live(new)
+        if self._transcriptions.is_live:
+            if len(new := buffer.read_new()):
+                await self._read_live(new)
+        elif isinstance(self._events, VLLMEvents) and self._settings.detection is None:
+            await self._read_parts(buffer.read_new())
 
     async def _report(self, found: Found) -> None:
         milliseconds = found.position * 1000 // self._buffer.rate
@@ -259,8 +271,21 @@ class _Session:
         item_id, self._next_id = self._next_id, _new_item_id()
         self._events.send_committed(item_id, self._previous_id)
         self._previous_id = item_id
-        if live is None:
-            await self._enqueue(item_id, Utterance(samples), samples.nbytes)
+        if live is not None:
+            return
+        parts, self._parts = self._parts, None
+        if parts is not None:
+            for part in parts.append(samples[num_read:]):
+                await self._enqueue(item_id, Utterance(part), part.nbytes, parts)
+            samples = parts.finish()
+        await self._enqueue(item_id, Utterance(samples), samples.nbytes, parts, is_last=True)
+
+    async def _read_parts(self, samples: Float32Array) -> None:
+        """Let the parts be transcribed that are complete after the next samples of the utterance that is arriving."""
+        if self._parts is None:
+            self._parts = UtteranceParts(self._speech)
+        for part in self._parts.append(samples):
+            await self._enqueue(self._next_id, Utterance(part), part.nbytes, self._parts)
 
     async def _read_live(self, samples: Float32Array) -> None:
         """Transcribe the next samples of the utterance that is arriving."""
@@ -277,8 +302,16 @@ class _Session:
             self._live.drop()
             self._live = None
 
-    async def _enqueue(self, item_id: str, clip: Utterance | LiveSamples, num_bytes: int) -> bool:
-        """Let an utterance be transcribed. Return False if the session has no transcription."""
+    async def _enqueue(
+        self,
+        item_id: str,
+        clip: Utterance | LiveSamples,
+        num_bytes: int,
+        parts: UtteranceParts | None = None,
+        *,
+        is_last: bool = False,
+    ) -> bool:
+        """Let an utterance or a part of it be transcribed. Return False if the session has no transcription."""
         request = self._settings.request()
         if request is None:
             return False
@@ -288,7 +321,7 @@ class _Session:
             held.enter_context(self._socket.turn())
             held.enter_context(self._counted(num_bytes))
             plan = make_plan(self._transcriptions, request)
-            item = _Item(item_id, clip, request, plan, held.pop_all())
+            item = _Item(item_id, clip, request, plan, held.pop_all(), parts, is_last)
         try:
             await self._waiting.put(item)
         except BaseException:
@@ -333,6 +366,7 @@ class _Session:
             nonlocal is_first
             text = text.lstrip() if is_first else text
             if text:
+                text = item.parts.join(text) if is_first and item.parts else text
                 is_first = False
                 rendered = render(logprobs) if has_logprobs else None
                 self._events.send_delta(item.id, text, rendered)
@@ -340,6 +374,10 @@ class _Session:
 
         work = self._transcriptions.work(open_clip, item.plan, item.request, scope, deadline)
         transcript = await work(on_text)
+        if item.parts is not None:
+            transcript = item.parts.add(transcript)
+            if not item.is_last:
+                return
         rendered = render(transcript.logprobs) if has_logprobs else None
         self._events.send_text(item.id, transcript, rendered)
 

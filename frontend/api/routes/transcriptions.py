@@ -39,6 +39,7 @@ from ..schema import SamplingFields
 from ..schema.audio import TranscriptionRequest, TranslationRequest
 from ..serving import Serving
 from ..streaming.text_events import TextEvents
+from ..streaming.transcription_chunks import TranscriptionChunks
 
 # Few models transcribe, so only their frontends import these modules at run time.
 if TYPE_CHECKING:
@@ -141,10 +142,12 @@ class Transcriptions:
         plan = self.plan(request)
         file = await self._read_file(sent)
         sent.lease.count_media(len(file))
-        work = self.work(partial(self._open_file, file), plan, request, scope, sent.deadline)
+        chunks = self._chunks(request, scope)
+        open_clip = partial(self._open_file, file)
+        work = self.work(open_clip, plan, request, scope, sent.deadline, chunks)
         serving.verify_serving()
         if request.stream:
-            await while_connected(receive, self._stream(plan, work, scope, send))
+            await while_connected(receive, self._stream(plan, work, chunks, scope, send))
             return
         transcript = await while_connected(receive, work(None))
         size = len(transcript.text) + len(transcript.logprobs)
@@ -158,8 +161,12 @@ class Transcriptions:
         request: TranslationRequest,
         scope: Scope,
         deadline: float,
+        chunks: TranscriptionChunks | None = None,
     ) -> Work:
-        """Return the function that transcribes a clip until the deadline in CLOCK_MONOTONIC seconds."""
+        """Return the function that transcribes a clip until the deadline in CLOCK_MONOTONIC seconds.
+
+        The tokens of prompts are counted in `chunks`, if it is given.
+        """
         transcriber = self._transcriber
         assert transcriber is not None
         engine = self._serving.engine
@@ -175,6 +182,8 @@ class Transcriptions:
             num_prompt_tokens += sum(
                 each[0].num_prompt_tokens for each in group.outputs_by_prompt()
             )
+            if chunks is not None:
+                chunks.num_prompt_tokens = num_prompt_tokens
             return group
 
         async def work(
@@ -324,6 +333,7 @@ class Transcriptions:
         self,
         plan: Plan,
         work: Work,
+        chunks: TranscriptionChunks | None,
         scope: Scope,
         send: Send,
     ) -> None:
@@ -339,6 +349,9 @@ class Transcriptions:
                 if not text:
                     return
                 is_first = False
+                if chunks is not None:
+                    await events.write(chunks.write(text, len(logprobs)))
+                    return
                 content: Json = {"type": "transcript.text.delta", "delta": text}
                 if plan.has_logprobs:
                     content["logprobs"] = self.render_logprobs(logprobs)
@@ -350,10 +363,27 @@ class Transcriptions:
                 await events.write(segments.render(speaker, start, end, text))
 
             transcript = await work(on_text, on_turn if plan.options.has_speakers else None)
+            if chunks is not None:
+                for chunk in chunks.end(transcript.num_generated_tokens):
+                    await events.write(chunk)
+                return
             done: Json = {"type": "transcript.text.done", "text": transcript.text}
             if plan.has_logprobs:
                 done["logprobs"] = self.render_logprobs(transcript.logprobs)
             await events.write(done | {"usage": usage_of(transcript)})
+
+    def _chunks(self, request: TranslationRequest, scope: Scope) -> TranscriptionChunks | None:
+        """Return the chunks of vLLM's streams; None if the client does not use its fields."""
+        usage, continuous = request.stream_include_usage, request.stream_continuous_usage_stats
+        if not request.stream or (usage is None and continuous is None):
+            return None
+        return TranscriptionChunks(
+            "transcription" if self._task is Task.TRANSCRIBE else "translation",
+            scope["state"]["request_id"],
+            request.model or self._serving.served_name,
+            has_usage=bool(usage),
+            is_continuous=bool(continuous),
+        )
 
     def _whole(self, transcript: Transcript, plan: Plan) -> Response:
         match plan.response_format:

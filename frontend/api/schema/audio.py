@@ -23,6 +23,9 @@ class TranslationRequest(SamplingFields, kw_only=True):
     # The tokens of each window, as in vLLM.
     max_completion_tokens: Int | None = None
     stream: bool | None = None
+    # A stream has vLLM's chunks if one of these is given.
+    stream_include_usage: bool | None = None
+    stream_continuous_usage_stats: bool | None = None
     priority: Int | None = None
     # The tenant. Ignored if the server has several API keys.
     user: str | None = None

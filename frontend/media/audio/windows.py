@@ -51,7 +51,7 @@ class Windows:
 
     def __init__(self, clip: Samples, rate: int, max_seconds: float) -> None:
         self._clip = clip
-        self._frame = round(FRAME_S * rate)
+        self._rate = rate
         self._max_samples = int(max_seconds * rate)
         self._kept = np.zeros(0, np.float32)
         self._start = 0
@@ -73,26 +73,28 @@ class Windows:
             return None
         size = len(self._kept)
         if size > self._max_samples:
-            size = self._find_cut()
+            size = find_cut(self._kept, self._max_samples, self._rate)
         window = Window(self._start, self._kept[:size])
         self._kept = self._kept[size:]
         self._start += size
         return window
 
-    def _find_cut(self) -> int:
-        """Return the position of the quietest place, where the power of the frames around it is lowest."""
-        first = int(self._max_samples * (1 - SEARCH_SHARE))
-        searched = self._kept[first : self._max_samples]
-        num_frames = len(searched) // self._frame
-        if num_frames <= _QUIET_FRAMES:
-            return self._max_samples
-        # Compare decibels, so that a single loud frame does not hide the quiet frames around it.
-        power = frame_decibels(searched, self._frame)
-        around = np.convolve(power, np.full(_QUIET_FRAMES, 1 / _QUIET_FRAMES), mode="valid")
-        # If several places are equally quiet, use the middle one, because the next word may begin right after the last.
-        quietest = np.flatnonzero(around <= around.min() + 1e-6)
-        middle = int(quietest[len(quietest) // 2]) + _QUIET_FRAMES // 2
-        return first + middle * self._frame + self._frame // 2
+
+def find_cut(samples: Float32Array, max_samples: int, rate: int) -> int:
+    """Return the position in the last third of a window where the power of the frames around it is lowest."""
+    frame = round(FRAME_S * rate)
+    first = int(max_samples * (1 - SEARCH_SHARE))
+    searched = samples[first:max_samples]
+    num_frames = len(searched) // frame
+    if num_frames <= _QUIET_FRAMES:
+        return max_samples
+    # Compare decibels, so that a single loud frame does not hide the quiet frames around it.
+    power = frame_decibels(searched, frame)
+    around = np.convolve(power, np.full(_QUIET_FRAMES, 1 / _QUIET_FRAMES), mode="valid")
+    # If several places are equally quiet, use the middle one, because the next word may begin right after the last.
+    quietest = np.flatnonzero(around <= around.min() + 1e-6)
+    middle = int(quietest[len(quietest) // 2]) + _QUIET_FRAMES // 2
+    return first + middle * frame + frame // 2
 
 
 def frame_decibels(samples: Float32Array, frame: int) -> Float32Array:
