@@ -296,6 +296,13 @@ def pad_limited(source: ProcessorSource, vision: GridVisionSpec) -> PadProcessor
     )
 
 
+def pad_named(source: ProcessorSource, vision: GridVisionSpec) -> PadProcessor:
+    """Return the processor of LocateAnything, which is Kimi-VL's with prompts that name images by their numbers."""
+    half = {f"image_{name}": [0.5] * 3 for name in ("mean", "std")}
+    found = pad_limited(source.with_defaults(pad_input=True, **half), vision)
+    return msgspec.structs.replace(found, mark="<image-{}>", start="<img>", end="</img>")
+
+
 def pad_whole(source: ProcessorSource, vision: GridVisionSpec) -> PadProcessor:
     """Return the processor of Inkling 2, which keeps the size of images.
 

@@ -1,4 +1,4 @@
-"""Read the vision towers of Muse Glimmer and Youtu-VL, with windows in most layers, of Inkling 2 and Nemotron Omni."""
+"""Read the vision towers of Muse Glimmer, Youtu-VL, Inkling 2 and of NVIDIA's models."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from ..config_fields import ConfigFields
 from ..field_names import text_section
 from .grid import GridVisionSpec, read_layers
-from .merged import SIGLIP_NAMES, merged_sizes, siglip_fields
+from .merged import SIGLIP_NAMES, kimi_k25, merged_sizes, siglip_fields
 
 _NORM_EPS: Final = 1e-5
 
@@ -158,6 +158,24 @@ def nemotron_omni(fields: ConfigFields, vision: ConfigFields, output_size: int) 
         merger_inner=fields.integer("projector_hidden_size", 4096),
         has_merger_biases=False,
         tensor_names=_RADIO_NAMES,
+    )
+
+
+def locate_anything(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
+    """Return the tower of LocateAnything, which is Kimi-VL's with a projection that norms whole squares."""
+    fields.require("mlp_connector_layers", 2)
+    spec = kimi_k25(fields, vision, output_size)
+    return replace(
+        spec,
+        merger_norm="squares",
+        merger_inner=output_size,
+        tensor_names=(
+            (r"^vision_model\.", "vision_tower."),
+            *spec.tensor_names,
+            (r"^mlp1\.0\.", "vision_tower.merger.norm."),
+            (r"^mlp1\.1\.", "vision_tower.merger.fc1."),
+            (r"^mlp1\.3\.", "vision_tower.merger.fc2."),
+        ),
     )
 
 

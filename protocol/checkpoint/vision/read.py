@@ -72,7 +72,7 @@ from .merged import (
     step3,
     video_llama3,
 )
-from .muse import inkling2, muse, nemotron_omni, nemotron_vl, youtu_vl
+from .muse import inkling2, locate_anything, muse, nemotron_omni, nemotron_vl, youtu_vl
 from .pairs.prismatic import PairVisionSpec, openvla
 from .pixtral import mistral_large4, pixtral
 from .spec import VisionSpec
@@ -146,6 +146,7 @@ _KINDS: Final = {
     "HCXVisionV2ForCausalLM": "hyperclovax_vision_v2",
     "LightOnOCRForConditionalGeneration": "lighton_ocr",
     "Llama_Nemotron_Nano_VL": "Llama_Nemotron_Nano_VL",
+    "LocateAnythingForConditionalGeneration": "locateanything",
     "MantisForConditionalGeneration": "mantis",
     "NemotronH_Omni_Reasoning_V3": "nemotron_h_omni",
     "OpenCUAForConditionalGeneration": "opencua",
@@ -227,6 +228,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "llava_next_video": llava_next,
     "llava_onevision": llava_onevision,
     "llavaonevision1_5": llava_onevision1_5,
+    "locateanything": locate_anything,
     "mantis": llava,
     "minimax_m3_vl": minimax_m3,
     "minicpm_ocr": minicpm_ocr,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -244,3 +245,83 @@ def eagle2_5(directory: Path, *, vocab_size: int = 96, image_token: int = 95) ->
         return found
 
     return OwnCodeModel(decoder, lambda images: [encode(each) for each in images], image_token)
+
+
+def locate_anything(
+    directory: Path, *, vocab_size: int = 96, image_token: int = 95
+) -> OwnCodeModel:
+    """Write a LocateAnything, whose tower is a MoonViT."""
+    text = _text(vocab_size)
+    decoder = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**text))
+    sizes = {
+        "hidden_size": _SIZE,
+        "intermediate_size": 80,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 3,
+        "patch_size": _PATCH,
+    }
+    own = transformers.Kimi_K25Config(
+        text_config={"model_type": "qwen2"} | text,
+        vision_config=sizes | {"pos_emb_height": 6, "pos_emb_width": 6},
+    ).vision_config
+    tower = transformers.AutoModel.from_config(own, attn_implementation="eager")
+    mlp = _normed_mlp(text["hidden_size"])
+    mlp[1], mlp[3] = nn.Linear(4 * _SIZE, 64), nn.Linear(64, 64)
+    fill(decoder, tower, mlp)
+    published = {
+        "architectures": ["LocateAnythingForConditionalGeneration"],
+        "model_type": "locateanything",
+        "image_token_index": image_token,
+        "text_config": text | {"model_type": "qwen2"},
+        "vision_config": sizes
+        | {
+            "model_type": "moonvit",
+            "init_pos_emb_height": 6,
+            "init_pos_emb_width": 6,
+            "merge_kernel_size": [2, 2],
+        },
+    }
+    stored = _moonvit_names(tower.state_dict())
+    processor = {"patch_size": _PATCH, "merge_kernel_size": [2, 2], "in_token_limit": 60}
+    write(directory, published, {"language_model.": decoder, "mlp1.": mlp}, processor)
+    file = directory / "model.safetensors"
+    save_file(load_file(file) | {f"vision_model.{name}": x for name, x in stored.items()}, file)
+
+    def encode(payload: ImagePayload) -> Tensor:
+        rows, columns = payload.height // _PATCH, payload.width // _PATCH
+        cells = normalized(payload).view(3, rows, _PATCH, columns, _PATCH)
+        patches = cells.permute(1, 3, 0, 2, 4).reshape(-1, 3, _PATCH, _PATCH)
+        states = tower(patches, torch.tensor([[1, rows, columns]]))
+        found: Tensor = mlp(states.pooler_output.flatten(1))
+        return found
+
+    return OwnCodeModel(decoder, lambda images: [encode(each) for each in images], image_token)
+
+
+def _moonvit_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of a MoonViT with the names in its authors' files."""
+    found = {}
+    for name, tensor in tensors.items():
+        if ".attn.q_proj." in name:
+            q, k, v = (tensors[name.replace(".q_", f".{each}_")] for each in "qkv")
+            # Elements that are rotated together are neighbors.
+            q, k = (x.unflatten(0, (4, 2, -1)).transpose(1, 2).flatten(0, 2) for x in (q, k))
+            name, tensor = name.replace("attn.q_proj", "wqkv"), torch.cat((q, k, v))
+        elif re.search(r"\.attn\.[kv]_proj\.", name):
+            continue
+        for pattern, replacement in _MOONVIT_NAMES:
+            name = re.sub(pattern, replacement, name)
+        found[name] = tensor
+    return found
+
+
+_MOONVIT_NAMES = (
+    (r"\.norm1\.", ".norm0."),
+    (r"\.norm2\.", ".norm1."),
+    (r"\.fc1\.", ".fc0."),
+    (r"\.fc2\.", ".fc1."),
+    (r"\.attn\.proj\.", ".wo."),
+    (r"^layers\.", "encoder.blocks."),
+    (r"^final_layernorm\.", "encoder.final_layernorm."),
+    (r"^patch_embed\.pos_emb\.\w+$", "patch_embed.pos_emb.weight"),
+)

@@ -35,7 +35,14 @@ from support.own_code.deepseek_vl2 import deepseek_vl2
 from support.own_code.dots_ocr import dots_ocr
 from support.own_code.glm4v import glm4v_9b
 from support.own_code.isaac import isaac
-from support.own_code.known_towers import eagle2_5, nemotron_vl, phi4_siglip, points, sarashina2
+from support.own_code.known_towers import (
+    eagle2_5,
+    locate_anything,
+    nemotron_vl,
+    phi4_siglip,
+    points,
+    sarashina2,
+)
 from support.own_code.minicpm import minicpmv
 from support.own_code.model import OwnCodeModel
 from support.own_code.openvla import openvla
@@ -56,6 +63,7 @@ MODELS: dict[str, Callable[[Path], OwnCodeModel]] = {
     "dots_ocr": dots_ocr,
     "dots_ocr-vlm": partial(dots_ocr, is_vlm=True),
     "eagle2_5": eagle2_5,
+    "locate_anything": locate_anything,
     "nemotron_vl": nemotron_vl,
     "openvla": openvla,
     "ovis2_5": ovis2_5,
@@ -80,6 +88,7 @@ PLACEHOLDERS = {
     "deepseek_vl2": "<image>",
     "dots_ocr": "<|imgpad|>",
     "eagle2_5": "<IMG_CONTEXT>",
+    "locate_anything": "<IMG_CONTEXT>",
     "minicpmv": "<unk>",
     "nemotron_vl": "<image>",
     "openvla": "<PAD>",

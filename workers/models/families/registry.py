@@ -181,6 +181,7 @@ _WITH_ANY_DECODER = {
     "LlavaNextForConditionalGeneration",
     "LlavaNextVideoForConditionalGeneration",
     "LlavaOnevisionForConditionalGeneration",
+    "LocateAnythingForConditionalGeneration",
     "MantisForConditionalGeneration",
     "NemotronH_Omni_Reasoning_V3",
     "MiDashengLMModel",
