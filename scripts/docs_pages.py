@@ -311,6 +311,7 @@ _USUAL: dict[str, dict[str, Any]] = {
         "layer_types": ["jet", "attn"] * 16,
         "efficient_attention_config": {"jet": {"num_heads": 12, "head_dim": 96}},
     },
+    "iquest_q1": {"num_hidden_layers": 88},
     "k2_horizon": {"layernorm_num_groups": 2},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 16},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},

@@ -41,7 +41,7 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
     has_alibi_roots: bool = False
     """True if the slopes are for the square roots of distances."""
     has_distance_biases: bool = False
-    """True if layers have biases by distance other than slopes for distances or positions."""
+    """True if layers have biases by distance other than slopes for distances or positions, or a token's own sinks."""
     latent_rank: int = 0
     """If not 0, the cache has only keys, and their first `latent_rank` elements are the values."""
     is_causal: bool = True
@@ -73,7 +73,7 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
         # All layers may differ from the model's defaults, as in a Gemma 4 with only full attention.
         common = of_layers[0] if of_layers and not is_shared else model
         has_biases = bool(model.num_distance_buckets or model.relative_biases or model.disentangled)
-        has_biases |= model.has_alibi_roots
+        has_biases |= model.has_alibi_roots or model.has_sink_keys
         return cls(
             num_heads=len(shard.heads(common)),
             num_kv_heads=len(shard.kv_heads(common)),

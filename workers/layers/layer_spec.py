@@ -49,6 +49,8 @@ class LayerSpec(msgspec.Struct, frozen=True):
     """True if the output projection has a bias, even if those of other layers have none."""
     has_value_projection: bool = True
     """True if values have a projection. Otherwise, they are the projected keys."""
+    replaces_stream: bool = False
+    """True if the norm of attention's input replaces the residual stream (IQuest Q1)."""
     has_sinks: bool = True
     """True if the heads of this layer have sinks; models without sinks ignore it."""
     kv_source: int | None = None

@@ -204,6 +204,8 @@ class ModelFields(msgspec.Struct, frozen=True, kw_only=True):
     """True if each query head has a score without a value in every softmax."""
     projects_sinks: bool = False
     """True if that score is a projection of the hidden state."""
+    has_sink_keys: bool = False
+    """True if that score is the product of the query and a stored key of the key/value head (IQuest Q1)."""
 
     # Outputs of heads.
 

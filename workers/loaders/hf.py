@@ -86,6 +86,12 @@ _STACKINGS = {
     **dict.fromkeys(
         ("gpt_oss", "gpt_oss_puzzle"), _Stacking(is_transposed=True, is_interleaved=True)
     ),
+    "iquest_q1": _Stacking(
+        names=(
+            (r"\.experts\.fc$", ".experts.gate_up_proj"),
+            (r"\.experts\.proj$", ".experts.down_proj"),
+        )
+    ),
     "llama4": _Stacking(is_transposed=True),
     "llama4_text": _Stacking(is_transposed=True),
     "openai_privacy_filter": _Stacking(is_transposed=True),

@@ -29,7 +29,14 @@ from .mlp import DividedNorm
 from .positions.disentangled import read_distance_scores
 from .positions.distance_biases import biases_by_distance
 from .positions.relative_biases import RelativeBiases
-from .projections import LowRankQueries, SeparateProjections, sink_rows, tap_rows
+from .projections import (
+    LowRankQueries,
+    SeparateProjections,
+    read_sink_keys,
+    read_sinks,
+    sink_rows,
+    tap_rows,
+)
 from .weights import Rows, WeightReader
 
 
@@ -116,6 +123,7 @@ class Attention:
             self._full_norm = FullNorm(spec, weights, prefix, shard)
         elif spec.qk_norm is not None and not (spec.qk_norm == "unit" and layer.rope is None):
             self._head_norm = head_norm(spec, layer, weights, prefix, shard)
+        self._sink_keys = read_sink_keys(spec, weights, prefix, kv_heads)
         self._value_norm: HeadNorm | None = None
         if spec.has_value_norm:
             ones_GK = torch.ones(len(kv_heads), spec.head_dim, device=weights.device)
@@ -178,6 +186,11 @@ class Attention:
             qk_THK, head_norm = head_norm(qk_THK), None
         if self._query_scaling is not None:
             qk_THK = self._scaled(qk_THK, positions_T, self._query_scaling)
+        if self._sink_keys is not None:
+            qk_THK = qk_THK if head_norm is None else head_norm(qk_THK)
+            qk_THK = qk_THK if tables is None else apply_rotary(qk_THK, tables)
+            head_norm = tables = None
+            layer = replace(layer, sinks_TH=self._sink_keys.scores(qk_THK[:, :num_heads]))
         if self._stores:
             attended_THK = self._backend.forward_projected(
                 qk_THK, v_TGK, head_norm, tables, kv_cache, attn_metadata, layer, index
@@ -376,15 +389,6 @@ def rotary_order(order: RopeOrder, rotary_dim: int) -> Tensor:
     if order == "interleaved":
         return rows_R.view(rotary_dim // 2, 2).T.flatten()
     return rows_R.roll(rotary_dim // 2) if order == "swapped" else rows_R
-
-
-def read_sinks(
-    spec: ModelSpec, layer: LayerSpec, weights: WeightReader, prefix: str, heads: range
-) -> Tensor | None:
-    """Return the additional score of each of these heads, or None if the layer has none."""
-    if not (spec.has_sinks and layer.has_sinks):
-        return None
-    return weights.read_vector(f"{prefix}sinks", spec.num_heads, heads)
 
 
 def _alibi_slopes(spec: ModelSpec, heads: range, device: torch.device) -> Tensor | None:

@@ -143,6 +143,7 @@ class DecoderLayer:
         self.shortcut_TD: Tensor | None = None
         self.previous: DecoderLayer | None = None
         """The layer before this one, if the output of its experts is added after this one."""
+        self._replaces_stream = layer.replaces_stream
         self._routes_input = layer.experts is not None and layer.experts.routes_input
         if not layer.has_mlp:
             return
@@ -179,7 +180,13 @@ class DecoderLayer:
         """Add the previous block's output to the stream `x_TD`. Return the output to be added next, if any."""
         input_TD: Tensor | None = None
         if self.cache_groups:
-            x = added(x_TD, block_TD, self._spec, self._attention_input_norm)
+            x = added(
+                x_TD,
+                block_TD,
+                self._spec,
+                self._attention_input_norm,
+                replaces_stream=self._replaces_stream,
+            )
             if self._routes_input:
                 input_TD = x_TD.clone()
             if self._reads_input:

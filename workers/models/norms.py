@@ -27,9 +27,19 @@ from .layer_source import LayerSource
 from .weights import WeightReader
 
 
-def added(x_TD: Tensor, block_TD: Tensor | None, spec: ModelSpec, norm: RMSNorm | None) -> Any:
-    """Add a block's output to the residual stream in place. Return the stream, normed if there is a norm."""
-    if norm is not None and spec.interpolates_blocks:
+def added(
+    x_TD: Tensor,
+    block_TD: Tensor | None,
+    spec: ModelSpec,
+    norm: RMSNorm | None,
+    *,
+    replaces_stream: bool = False,
+) -> Any:
+    """Add a block's output to the residual stream in place. Return the stream, normed if there is a norm.
+
+    If it `replaces_stream`, the norm changes the stream itself.
+    """
+    if norm is not None and (spec.interpolates_blocks or replaces_stream):
         if block_TD is not None:
             x_TD.add_(block_TD)
         return x_TD.copy_(norm(x_TD))

@@ -1,6 +1,6 @@
-"""The rows of attention's first products beside queries, keys, values and gates, and products of separate inputs.
+"""The rows of attention's first products beside queries, keys, values and gates, separate inputs, and sinks.
 
-Shapes: T tokens of a step, D hidden size, F outputs.
+Shapes: T tokens of a step, D hidden size, F outputs, H query and G key/value heads, Q queries of one, K head size.
 """
 
 from __future__ import annotations
@@ -16,7 +16,39 @@ from ..layers.parallel.shard import ModelShard
 from ..layers.parallel.tensor_parallel import elements
 from ..layers.spec import ModelSpec
 from .layer_source import LayerSource
-from .weights import Rows
+from .weights import Rows, WeightReader
+
+
+def read_sinks(
+    spec: ModelSpec, layer: LayerSpec, weights: WeightReader, prefix: str, heads: range
+) -> Tensor | None:
+    """Return the additional score of each of these heads, or None if the layer has none."""
+    if not (spec.has_sinks and layer.has_sinks):
+        return None
+    return weights.read_vector(f"{prefix}sinks", spec.num_heads, heads)
+
+
+class SinkKeys:
+    """The keys of sinks, which have no values: one [G, K] for each key/value head."""
+
+    def __init__(self, keys_GK: Tensor, scale: float) -> None:
+        self._keys_GK, self._scale = keys_GK, scale
+
+    def scores(self, q_THK: Tensor) -> Tensor:
+        """Return the scores of queries, after their norm and rotation, float32 [T, H]."""
+        q_TGQK = q_THK.float().unflatten(1, (len(self._keys_GK), -1))
+        return (q_TGQK * self._keys_GK.unsqueeze(1)).sum(-1).flatten(1) * self._scale
+
+
+def read_sink_keys(
+    spec: ModelSpec, weights: WeightReader, prefix: str, kv_heads: range
+) -> SinkKeys | None:
+    """Return the keys of the sinks of these key/value heads; None if sinks have no keys."""
+    if not spec.has_sink_keys:
+        return None
+    keys_E = weights.read_elements(f"{prefix}sink_k", spec.num_kv_heads * spec.head_dim)
+    keys_GK = keys_E.view(spec.num_kv_heads, -1)[kv_heads.start : kv_heads.stop]
+    return SinkKeys(keys_GK, spec.attention_scale)
 
 
 def sink_rows(spec: ModelSpec, prefix: str, heads: range) -> list[Rows]:

@@ -8,6 +8,7 @@ from support.families import changes
 from support.families.arctic import ARCTIC
 from support.families.grok import GROK
 from support.families.grove import GROVE
+from support.families.iquest import IQUEST_Q1
 from support.families.ling import LING_2_5, as_ling_2_5, without_gates
 from support.families.maple import MAPLE
 from support.families.published_form import Published
@@ -80,6 +81,7 @@ MIXTURES = {
     "Grok1": GROK,
     "GroveMoe": GROVE,
     "GptOssPuzzle": PUZZLE,
+    "IQuestQ1": IQUEST_Q1,
     "K2Horizon": Published(
         "glm4-moe",
         {

@@ -38,6 +38,7 @@ NUM_TOKENS = 60
 FROM_PUBLISHED = (
     "GigaChat35",
     "Glm5Next",
+    "IQuestQ1",
     "JetNemotron",
     "KimiK3",
     "MiniCPMSALA",

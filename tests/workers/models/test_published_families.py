@@ -39,7 +39,15 @@ pytestmark = pytest.mark.slow
 torch.set_num_threads(1)
 
 NUM_TOKENS = 60
-IN_TORCH = ("Chameleon", "Doge", "GigaChat35", "IQuestLoopCoder", "JetNemotron", "Step3Text")
+IN_TORCH = (
+    "Chameleon",
+    "Doge",
+    "GigaChat35",
+    "IQuestQ1",
+    "IQuestLoopCoder",
+    "JetNemotron",
+    "Step3Text",
+)
 """Families for which there are no native programs."""
 
 

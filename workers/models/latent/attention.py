@@ -23,10 +23,11 @@ from ...layers.parallel.tensor_parallel import elements
 from ...layers.rope import RotaryTables, apply_rotary
 from ...layers.spec import ModelSpec
 from ...layers.specs.latent import LatentSpec
-from ..attention import read_sinks, rotary_order, scale_queries
+from ..attention import rotary_order, scale_queries
 from ..indexers.keys import Indexer
 from ..layer_source import LayerSource
 from ..norms import read_latent_norm
+from ..projections import read_sinks
 from ..weights import Rows, WeightReader
 from .log_scales import LogScales
 

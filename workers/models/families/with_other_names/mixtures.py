@@ -283,11 +283,97 @@ def _xverse_moe(fields: ConfigFields) -> ModelSpec:
     return with_experts(llama(fields), experts, tensor_names=((r"\.mlp\.router\.", ".mlp.gate."),))
 
 
+_IQUEST_BLOCK = ("full_attention", *["sliding_attention"] * 3)
+
+
+def _iquest_q1(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of an IQuest Q1. Each layer but the first replaces the residual stream by its norm."""
+    for name in ("first_layer_attn_out_scale", "first_layer_ffn_out_scale", "attn_out_scale"):
+        fields.require(name, 1.0)
+    fields.require("mlp_only_layers", [0])
+    fields.require("use_over_encoding", False)
+    size, window = fields.integer("head_dim", 128), fields.integer("sliding_window", 4096)
+    fields = fields.with_defaults(
+        num_key_value_heads=8,
+        head_dim=size,
+        max_position_embeddings=524_288,
+        moe_intermediate_size=fields.integer("intermediate_size", 1536),
+    )
+    experts = read_experts(fields, 256, 8, scale=fields.positive("ffn_out_scale", 0.53881590608))
+    rotated = {"partial_rotary_factor": fields.integer("rotary_dim", 32, maximum=size) / size}
+    full = read_rope(fields.with_values(rotated), size, theta=1_000_000.0, partial=True)
+    local = read_rope(
+        fields.with_values(
+            rotated
+            | {
+                "rope_theta": fields.positive("swa_rope_theta", 10_000.0),
+                "rope_parameters": None,
+                "rope_scaling": None,
+            }
+        ),
+        size,
+        partial=True,
+    )
+    plain = read_layer_numbers(fields, "no_rope_layers") or set()
+    norms = NormNames("attention_norm", "attn_out_norm", "feed_forward_norm")
+    layers = []
+    for i, slides in enumerate(_iquest_windows(fields)):
+        rope = local if slides else full
+        layers.append(
+            LayerSpec(
+                None if i in plain else rope,
+                window if slides else None,
+                replaces_stream=i > 0,
+                norms=norms if i else replace(norms, mlp_output="ffn_out_norm"),
+            )
+        )
+    dense = fields.integer("dense_intermediate_size", 12_288)
+    spec = base_spec(
+        fields.with_values({"intermediate_size": dense}),
+        tuple(layers),
+        norms=norms,
+        qk_norm="head",
+        has_sink_keys=fields.boolean("enable_sink_attention", True),
+        attention_scale=fields.optional_positive("softmax_scale") or size**-0.5,
+        logits_divisor=1 / fields.positive("logit_scale", 1.0),
+    )
+    return with_experts(
+        spec,
+        experts,
+        lambda i: i > 0,
+        tensor_names=(
+            (r"\.mlp\.router\.", ".mlp.gate."),
+            (r"^mtp_layers\..*", ""),
+        ),
+    )
+
+
+def _iquest_windows(fields: ConfigFields) -> list[bool]:
+    """Return for each layer whether it has a window: the first layers, a repeated block, and the last layers."""
+    count = fields.layer_count("num_hidden_layers")
+    if not (
+        fields.boolean("use_hybrid_layers", True) and fields.boolean("use_sliding_window", True)
+    ):
+        return [False] * count
+    kinds = [
+        *fields.get("first_layers_types", ["full_attention"]),
+        *fields.get("hybrid_layers_types_block", _IQUEST_BLOCK)
+        * fields.integer("num_hybrid_layers_block", 21, minimum=0),
+        *fields.get("last_layers_types", ["full_attention"] * 3),
+    ]
+    if len(kinds) != count or not {"full_attention", "sliding_attention"}.issuperset(kinds):
+        raise fields.wrong(
+            "hybrid_layers_types_block", f"such that there are types of {count} layers", kinds
+        )
+    return [kind == "sliding_attention" for kind in kinds]
+
+
 FAMILIES = (
     Family("ArcticForCausalLM", "arctic", _arctic),
     Family("GptOssPuzzleForCausalLM", "gpt_oss_puzzle", _gpt_oss_puzzle),
     Family("Grok1ForCausalLM", "grok-1", _grok),
     Family("GroveMoeForCausalLM", "grove_moe", _grove),
+    Family("IQuestQ1ForCausalLM", "iquest_q1", _iquest_q1),
     Family("JetMoeForCausalLM", "jetmoe", _jetmoe),
     Family("K2HorizonForCausalLM", "k2_horizon", _k2_horizon),
     Family("Step3TextForCausalLM", "step3_text", _step3),
