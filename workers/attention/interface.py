@@ -73,7 +73,7 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
         # All layers may differ from the model's defaults, as in a Gemma 4 with only full attention.
         common = of_layers[0] if of_layers and not is_shared else model
         has_biases = bool(model.num_distance_buckets or model.relative_biases or model.disentangled)
-        has_biases |= model.has_alibi_roots or model.has_sink_keys
+        has_biases |= model.has_alibi_roots or model.num_sink_keys > 0
         return cls(
             num_heads=len(shard.heads(common)),
             num_kv_heads=len(shard.kv_heads(common)),

@@ -50,7 +50,8 @@ def unsupported_features(spec: ModelSpec) -> list[str]:
         "layer norms of heads beside other norms": spec.qk_norm_bias and spec.norm_kind == "rms",
         "gates of norms of latent vectors": spec.norm_gate is not None
         and spec.norm_gate.has_latent_gates,
-        "sinks with keys": spec.has_sink_keys,
+        "norms of keys alone": spec.qk_norm == "only keys",
+        "sinks with keys": spec.num_sink_keys > 0,
         "norms that replace the residual stream": any(x.replaces_stream for x in spec.layers),
         "queries of low rank without latent attention": spec.query_rank > 0,
         "LSTMs with matrices (xLSTM)": any(

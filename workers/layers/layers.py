@@ -138,6 +138,21 @@ class HeadNorm:
         return normed_THK.mul_(self.weight_HK).to(x_THK.dtype)
 
 
+class KeyNorm(HeadNorm):
+    """A norm of the heads after the first `num_queries` ones, which stay unchanged."""
+
+    __slots__ = ("num_queries",)
+
+    def __init__(self, weight_GK: Tensor, eps: float, num_queries: int) -> None:
+        super().__init__(weight_GK, eps)
+        self.num_queries = num_queries
+
+    def __call__(self, x_THK: Tensor) -> Tensor:
+        """Return the queries, and the normed keys."""
+        q_THK, k_TGK = x_THK.tensor_split((self.num_queries,), 1)
+        return torch.cat((q_THK, super().__call__(k_TGK)), 1)
+
+
 class HeadBound(HeadNorm):
     """Divides each head, after its product with the weight, so that its norm is at most `bound`."""
 

@@ -155,13 +155,17 @@ class ModelFields(msgspec.Struct, frozen=True, kw_only=True):
 
     # Queries and keys: their norms and positions.
 
-    qk_norm: Literal["head", "keys", "each head", "unit", "scaled", "full", "bounded"] | None = None
+    qk_norm: (
+        Literal["head", "keys", "only keys", "each head", "unit", "scaled", "full", "bounded"]
+        | None
+    ) = None
     """The norms of queries and keys.
 
     "head" is a norm of each head, with weights that heads share; "keys" has them for keys only, and "each head" has
-    separate weights. "unit" has no weights, and is only in layers with a rotary embedding. "scaled" has no weights,
-    but a factor for each key head. "full" is one norm of all heads. "bounded" limits the norm of each query, after a
-    factor for each element, and of each key to `head_bound` (Inkling 2).
+    separate weights. With "only keys", queries have no norm at all (openPangu Pro MoE V2). "unit" has no weights, and
+    is only in layers with a rotary embedding. "scaled" has no weights, but a factor for each key head. "full" is one
+    norm of all heads. "bounded" limits the norm of each query, after a factor for each element, and of each key to
+    `head_bound` (Inkling 2).
     """
     qk_norm_bias: bool = False
     """True if the norms of queries and keys have biases."""
@@ -204,8 +208,13 @@ class ModelFields(msgspec.Struct, frozen=True, kw_only=True):
     """True if each query head has a score without a value in every softmax."""
     projects_sinks: bool = False
     """True if that score is a projection of the hidden state."""
-    has_sink_keys: bool = False
-    """True if that score is the product of the query and a stored key of the key/value head (IQuest Q1)."""
+    num_sink_keys: int = 0
+    """The number of stored keys of each key/value head whose scores are in every softmax; 0 without such keys.
+
+    If only keys are normed, these keys are normed as well.
+    """
+    has_sink_values: bool = False
+    """True if these keys have values. Values then have fewer elements than keys."""
 
     # Outputs of heads.
 

@@ -17,17 +17,18 @@ from torch.nn import functional as F
 
 from ..attention import AttentionBackend, AttentionLayer
 from ..layers.layer_spec import LayerSpec
-from ..layers.layers import HeadBound, HeadLayerNorm, HeadNorm, LayerNorm, RMSNorm
+from ..layers.layers import HeadBound, HeadLayerNorm, HeadNorm, KeyNorm
 from ..layers.parallel.shard import ModelShard
 from ..layers.parallel.tensor_parallel import elements
 from ..layers.rope import QueryScaling, RotaryTables, apply_rotary
 from ..layers.spec import ModelSpec
 from ..layers.specs.latent import RopeOrder
+from .attention_kinds.full_norm import FullNorm
 from .indexers.blocks import BlockIndexer, MeanIndexer
 from .layer_source import LayerSource
 from .mlp import DividedNorm
 from .positions.disentangled import read_distance_scores
-from .positions.distance_biases import biases_by_distance
+from .positions.distance_biases import biases_by_distance, read_slopes
 from .positions.relative_biases import RelativeBiases
 from .projections import (
     LowRankQueries,
@@ -63,7 +64,7 @@ class Attention:
             layer.window,
             spec.attention_softcap,
             kv_scales,
-            alibi_slopes_H=_alibi_slopes(spec, heads, weights.device),
+            alibi_slopes_H=read_slopes(spec, heads, weights.device),
             sinks_H=read_sinks(spec, layer, weights, prefix, heads),
             distance_biases_HE=biases_by_distance(spec, weights, prefix, heads),
             is_sparse=spec.block_indexer is not None and layer.chooses_keys,
@@ -123,7 +124,7 @@ class Attention:
             self._full_norm = FullNorm(spec, weights, prefix, shard)
         elif spec.qk_norm is not None and not (spec.qk_norm == "unit" and layer.rope is None):
             self._head_norm = head_norm(spec, layer, weights, prefix, shard)
-        self._sink_keys = read_sink_keys(spec, weights, prefix, kv_heads)
+        self._sink_keys = read_sink_keys(spec, weights, prefix, kv_heads, _rope_order(spec, layer))
         self._value_norm: HeadNorm | None = None
         if spec.has_value_norm:
             ones_GK = torch.ones(len(kv_heads), spec.head_dim, device=weights.device)
@@ -131,7 +132,7 @@ class Attention:
         # The backend's kernels can fuse only an RMS norm with the rotation. Queries are scaled after their norm.
         self._has_separate_norm = self._head_norm is not None and (
             spec.rotates_before_norm
-            or isinstance(self._head_norm, HeadBound | HeadLayerNorm)
+            or isinstance(self._head_norm, HeadBound | HeadLayerNorm | KeyNorm)
             or layer.query_scaling is not None
         )
 
@@ -186,11 +187,13 @@ class Attention:
             qk_THK, head_norm = head_norm(qk_THK), None
         if self._query_scaling is not None:
             qk_THK = self._scaled(qk_THK, positions_T, self._query_scaling)
+        sinks = None
         if self._sink_keys is not None:
             qk_THK = qk_THK if head_norm is None else head_norm(qk_THK)
             qk_THK = qk_THK if tables is None else apply_rotary(qk_THK, tables)
             head_norm = tables = None
-            layer = replace(layer, sinks_TH=self._sink_keys.scores(qk_THK[:, :num_heads]))
+            sinks = self._sink_keys.of_queries(qk_THK[:, :num_heads])
+            v_TGK, layer = sinks.marked(v_TGK), replace(layer, sinks_TH=sinks.scores_TH)
         if self._stores:
             attended_THK = self._backend.forward_projected(
                 qk_THK, v_TGK, head_norm, tables, kv_cache, attn_metadata, layer, index
@@ -199,6 +202,8 @@ class Attention:
             q_THK = qk_THK if head_norm is None else head_norm(qk_THK)
             q_THK = q_THK if tables is None else apply_rotary(q_THK, tables)
             attended_THK = self._backend.attend(q_THK, kv_cache, attn_metadata, layer)
+        if sinks is not None:
+            attended_THK = sinks.complete(attended_THK)
         if self._norms_heads:
             shape = (self._output_dim,)
             normed_THK = torch.rms_norm(attended_THK.float(), shape, None, self._norm_eps)
@@ -391,12 +396,6 @@ def rotary_order(order: RopeOrder, rotary_dim: int) -> Tensor:
     return rows_R.roll(rotary_dim // 2) if order == "swapped" else rows_R
 
 
-def _alibi_slopes(spec: ModelSpec, heads: range, device: torch.device) -> Tensor | None:
-    if not spec.alibi_slopes:
-        return None
-    return torch.tensor(spec.alibi_slopes[heads.start : heads.stop], device=device)
-
-
 def head_norm(
     spec: ModelSpec, layer: LayerSpec, weights: WeightReader, prefix: str, shard: ModelShard
 ) -> HeadNorm:
@@ -408,6 +407,10 @@ def head_norm(
         of_keys_GK = torch.ones(len(shard.kv_heads(spec)), size, device=weights.device)
         return HeadBound(torch.cat((weight_HK, of_keys_GK)), spec.head_bound)
     order_K = _rope_order(spec, layer).to(weights.device)
+    if spec.qk_norm == "only keys":
+        weight_K = weights.read_vector(f"{prefix}k_norm.weight", spec.head_dim)[order_K]
+        of_keys_GK = weight_K.expand(len(shard.kv_heads(spec)), -1)
+        return KeyNorm(of_keys_GK, spec.norm_eps, len(shard.heads(spec)))
 
     def offset(name: str) -> float | None:
         has_weights = spec.qk_norm not in ("unit", "scaled")
@@ -460,44 +463,3 @@ def _read_each_head(
         [weights.read_vector(f"{prefix}{i}.{kind}", spec.head_dim) for i in range(count)]
     )
     return all_HK[heads.start : heads.stop]
-
-
-def read_full_norm(spec: ModelSpec, weights: WeightReader, prefix: str, num_heads: int) -> RMSNorm:
-    """Return the norm of the elements of all heads."""
-    size = num_heads * spec.head_dim
-    weight_E = weights.read_vector(f"{prefix}weight", size) + spec.norm_weight_offset
-    if spec.norm_kind == "rms":
-        return RMSNorm(weight_E, spec.norm_eps)
-    bias_E = weights.read_vector(f"{prefix}bias", size) if spec.qk_norm_bias else None
-    return LayerNorm(weight_E, spec.norm_eps, bias_E)
-
-
-class FullNorm:
-    """Norms over all query heads together, and over all key heads together, across ranks."""
-
-    def __init__(
-        self, spec: ModelSpec, weights: WeightReader, prefix: str, shard: ModelShard
-    ) -> None:
-        self._shard = shard
-        self._spec = spec
-        self._num_heads = (len(shard.heads(spec)), len(shard.kv_heads(spec)))
-        self._q_norm, self._k_norm = (
-            read_full_norm(spec, weights, f"{prefix}{name}.", heads)
-            for name, heads in (("q_norm", spec.num_heads), ("k_norm", spec.num_kv_heads))
-        )
-
-    def __call__(self, qk_THK: Tensor) -> Tensor:
-        """Return this rank's queries and keys [T, H + G, K], normed over the heads of all ranks."""
-        q_THK, k_TGK = qk_THK.split(self._num_heads, 1)
-        q_THK = self._norm(self._q_norm, q_THK, self._spec.num_heads)
-        k_TGK = self._norm(self._k_norm, k_TGK, self._spec.num_kv_heads)
-        return torch.cat((q_THK, k_TGK), 1)
-
-    def _norm(self, norm: RMSNorm, x_THK: Tensor, num_heads: int) -> Tensor:
-        """Norm the heads of all ranks, and return this rank's heads."""
-        tensor_parallel = self._shard.tensor_parallel
-        # If several ranks share the same heads, count these only once.
-        step = max(1, tensor_parallel.size // num_heads)
-        all_THK = torch.cat(tuple(tensor_parallel.stack(x_THK)[::step]), 1)
-        own = tensor_parallel.part(num_heads)
-        return norm(all_THK.flatten(1)).view_as(all_THK)[:, own.start : own.stop]

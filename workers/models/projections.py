@@ -1,9 +1,13 @@
 """The rows of attention's first products beside queries, keys, values and gates, separate inputs, and sinks.
 
-Shapes: T tokens of a step, D hidden size, F outputs, H query and G key/value heads, Q queries of one, K head size.
+Shapes: T tokens of a step, D hidden size, F outputs, H query and G key/value heads, Q queries of one,
+N sinks, K elements of a key, V of a value.
 """
 
 from __future__ import annotations
+
+import math
+from typing import NamedTuple
 
 import torch
 from msgspec.structs import replace
@@ -28,27 +32,82 @@ def read_sinks(
     return weights.read_vector(f"{prefix}sinks", spec.num_heads, heads)
 
 
+class Sinks(NamedTuple):
+    """The keys of sinks for the queries of a step.
+
+    `scores_TH` are logarithms of the sums of their exponentiated scores, float32. `shares_TGQN` are their parts of
+    these sums, and `values_GNV` their values, or None without values.
+    """
+
+    scores_TH: Tensor
+    shares_TGQN: Tensor
+    values_GNV: Tensor | None
+
+    def marked(self, v_TGK: Tensor) -> Tensor:
+        """Return values with a 1 after their last element, if sinks have values.
+
+        The attended element is the sum of the weights of all other keys.
+        """
+        if self.values_GNV is None:
+            return v_TGK
+        v_TGK = v_TGK.clone()
+        v_TGK[..., self.values_GNV.shape[-1]] = 1.0
+        return v_TGK
+
+    def complete(self, attended_THK: Tensor) -> Tensor:
+        """Return the outputs of heads, to which the weighted values of sinks are added."""
+        if self.values_GNV is None:
+            return attended_THK
+        size = self.values_GNV.shape[-1]
+        weight_TH1 = 1 - attended_THK[..., size : size + 1].float()
+        # One product for each sink, whose order does not depend on the number of tokens.
+        mean_TGQV = torch.zeros(())
+        for share_TGQ, value_GV in zip(
+            self.shares_TGQN.unbind(-1), self.values_GNV.unbind(1), strict=True
+        ):
+            mean_TGQV = share_TGQ.unsqueeze(-1) * value_GV.unsqueeze(1) + mean_TGQV
+        added_THV = weight_TH1 * mean_TGQV.flatten(1, 2)
+        return (attended_THK[..., :size] + added_THV).to(attended_THK.dtype)
+
+
 class SinkKeys:
-    """The keys of sinks, which have no values: one [G, K] for each key/value head."""
+    """The keys of sinks [G, N, K], and their values [G, N, V] or None."""
 
-    def __init__(self, keys_GK: Tensor, scale: float) -> None:
-        self._keys_GK, self._scale = keys_GK, scale
+    def __init__(self, keys_GNK: Tensor, values_GNV: Tensor | None, scale: float) -> None:
+        self._keys_GNK, self._values_GNV, self._scale = keys_GNK, values_GNV, scale
 
-    def scores(self, q_THK: Tensor) -> Tensor:
-        """Return the scores of queries, after their norm and rotation, float32 [T, H]."""
-        q_TGQK = q_THK.float().unflatten(1, (len(self._keys_GK), -1))
-        return (q_TGQK * self._keys_GK.unsqueeze(1)).sum(-1).flatten(1) * self._scale
+    def of_queries(self, q_THK: Tensor) -> Sinks:
+        """Return the sinks of queries, after their norm and rotation."""
+        q_TGQK = q_THK.float().unflatten(1, (len(self._keys_GNK), -1)) * self._scale
+        scores_TGQN = torch.stack(
+            [(q_TGQK * key_GK.unsqueeze(1)).sum(-1) for key_GK in self._keys_GNK.unbind(1)], -1
+        )
+        total_TGQ1 = scores_TGQN.logsumexp(-1, keepdim=True)
+        shares_TGQN = (scores_TGQN - total_TGQ1).exp()
+        return Sinks(total_TGQ1.flatten(1), shares_TGQN, self._values_GNV)
 
 
 def read_sink_keys(
-    spec: ModelSpec, weights: WeightReader, prefix: str, kv_heads: range
+    spec: ModelSpec, weights: WeightReader, prefix: str, kv_heads: range, order_K: Tensor
 ) -> SinkKeys | None:
-    """Return the keys of the sinks of these key/value heads; None if sinks have no keys."""
-    if not spec.has_sink_keys:
+    """Return the keys of the sinks of these key/value heads; None if sinks have no keys.
+
+    `order_K` has the index in the checkpoint of each element of a key.
+    """
+    if not spec.num_sink_keys:
         return None
-    keys_E = weights.read_elements(f"{prefix}sink_k", spec.num_kv_heads * spec.head_dim)
-    keys_GK = keys_E.view(spec.num_kv_heads, -1)[kv_heads.start : kv_heads.stop]
-    return SinkKeys(keys_GK, spec.attention_scale)
+
+    def read(name: str, size: int) -> Tensor:
+        shape = spec.num_sink_keys, spec.num_kv_heads, size
+        all_NGX = weights.read_elements(f"{prefix}{name}", math.prod(shape)).view(shape)
+        return all_NGX[:, kv_heads.start : kv_heads.stop].transpose(0, 1).contiguous()
+
+    keys_GNK = read("sink_k", spec.head_dim)
+    if spec.qk_norm == "only keys":
+        weight_K = weights.read_vector(f"{prefix}k_norm.weight", spec.head_dim)
+        keys_GNK = torch.rms_norm(keys_GNK, (spec.head_dim,), weight_K, spec.norm_eps)
+    values_GNV = read("sink_v", spec.output_dim) if spec.has_sink_values else None
+    return SinkKeys(keys_GNK[..., order_K.to(weights.device)], values_GNV, spec.attention_scale)
 
 
 def sink_rows(spec: ModelSpec, prefix: str, heads: range) -> list[Rows]:

@@ -11,6 +11,7 @@ from support.families.grove import GROVE
 from support.families.iquest import IQUEST_Q1
 from support.families.ling import LING_2_5, as_ling_2_5, without_gates
 from support.families.maple import MAPLE
+from support.families.pangu_pro import PANGU_PRO_V2
 from support.families.published_form import Published
 from support.families.puzzle import PUZZLE
 from support.families.smallthinker import SMALLTHINKER
@@ -118,6 +119,7 @@ MIXTURES = {
         prepare=_as_k2_horizon,
     ),
     "Maple": MAPLE,
+    "PanguProMoEV2": PANGU_PRO_V2,
     "MiMoV2": Published(
         "mimo-v2",
         {},

@@ -230,6 +230,7 @@ _PUBLISHED_SIZES: dict[str, dict[str, Any]] = {
     "Solar": {},
 }
 _IN_TORCH = {
+    "PanguProMoEV2": {},
     "IQuestQ1": {},
     "GigaChat35": {"kv_lora_rank": 160},
     "JetNemotron": {"head_dim": 128},

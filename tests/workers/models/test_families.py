@@ -43,6 +43,7 @@ FROM_PUBLISHED = (
     "KimiK3",
     "MiniCPMSALA",
     "MistralLarge4",
+    "PanguProMoEV2",
     "Step1",
 )
 """Families that transformers has no class for, whose cached states or keys have layouts of their own."""

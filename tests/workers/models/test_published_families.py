@@ -40,6 +40,7 @@ torch.set_num_threads(1)
 
 NUM_TOKENS = 60
 IN_TORCH = (
+    "PanguProMoEV2",
     "Chameleon",
     "Doge",
     "GigaChat35",

@@ -17,7 +17,8 @@ from ...layers.rope import RopeSpec
 from ...layers.spec import ModelSpec
 from ...layers.specs.block_indexer import BlockIndexerSpec
 from ...layers.specs.norm_names import NormNames
-from ...models.attention import head_norm, head_norm_eps, qkv_rows, read_full_norm
+from ...models.attention import head_norm, head_norm_eps, qkv_rows
+from ...models.attention_kinds.full_norm import read_full_norm
 from ...models.cross_attention import cross_rows
 from ...models.indexers.blocks import block_index_rows, mean_index_rows
 from ...models.positions.relative_biases import RelativeBiases

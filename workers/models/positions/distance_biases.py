@@ -14,6 +14,13 @@ from ...layers.spec import ModelSpec
 from ..weights import WeightReader
 
 
+def read_slopes(spec: ModelSpec, heads: range, device: torch.device) -> Tensor | None:
+    """Return the slopes of these heads' ALiBi, or None without ALiBi."""
+    if not spec.alibi_slopes:
+        return None
+    return torch.tensor(spec.alibi_slopes[heads.start : heads.stop], device=device)
+
+
 def biases_by_distance(
     spec: ModelSpec, weights: WeightReader, prefix: str, heads: range
 ) -> Tensor | None:

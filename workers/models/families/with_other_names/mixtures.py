@@ -17,7 +17,16 @@ from ..common import (
     read_layer_numbers,
     uniform_layers,
 )
-from ..experts import MIXTRAL_NAMES, gpt_oss, has_sparse_step, read_experts, with_experts
+from ..experts import (
+    MIXTRAL_NAMES,
+    deepseek_experts,
+    first_dense,
+    gpt_oss,
+    has_sparse_step,
+    read_experts,
+    unused_layers,
+    with_experts,
+)
 from ..llama import llama, qwen_layers
 
 _PUZZLE_NAMES = (
@@ -333,7 +342,7 @@ def _iquest_q1(fields: ConfigFields) -> ModelSpec:
         tuple(layers),
         norms=norms,
         qk_norm="head",
-        has_sink_keys=fields.boolean("enable_sink_attention", True),
+        num_sink_keys=int(fields.boolean("enable_sink_attention", True)),
         attention_scale=fields.optional_positive("softmax_scale") or size**-0.5,
         logits_divisor=1 / fields.positive("logit_scale", 1.0),
     )
@@ -368,6 +377,66 @@ def _iquest_windows(fields: ConfigFields) -> list[bool]:
     return [kind == "sliding_attention" for kind in kinds]
 
 
+def _pangu_pro(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of an openPangu Pro MoE V2, in which all tokens attend to stored keys as well."""
+    rotated, plain = fields.integer("qk_rope_dim"), fields.integer("qk_nope_dim")
+    size, value_dim = rotated + plain, fields.integer("v_channels")
+    has_values = fields.boolean("param_sink_with_value", False)
+    if value_dim >= size and has_values:
+        raise fields.wrong("v_channels", f"less than qk_rope_dim + qk_nope_dim {size}", value_dim)
+    bias = fields.boolean("attention_bias", fields.boolean("bias", False))
+    fields = fields.with_defaults(rms_norm_eps=1e-5, n_shared_experts=0).with_values(
+        {"head_dim": size, "partial_rotary_factor": rotated / size}
+    )
+    rope = read_rope(fields, size, partial=True)
+    windows = fields.get("interleaved_sliding_window")
+    windows = windows if isinstance(windows, list) else [windows]
+    if not windows or not all(each is None or type(each) is int for each in windows):
+        raise fields.wrong("interleaved_sliding_window", "a window or a list of windows", windows)
+    norms = NormNames()
+    if fields.boolean("sandwich_norm", False):
+        norms = NormNames(
+            attention_output="post_attention_layernorm",
+            mlp_input="pre_mlp_layernorm",
+            mlp_output="post_mlp_layernorm",
+        )
+    spec = base_spec(
+        fields,
+        tuple(
+            LayerSpec(rope, window if window and window > 0 else None)
+            for i in range(fields.layer_count("num_hidden_layers"))
+            for window in [windows[i % len(windows)]]
+        ),
+        norms=norms,
+        value_dim=None if value_dim == size else value_dim,
+        rope_order="interleaved",
+        qk_norm="only keys",
+        qkv_bias=fields.boolean("qkv_bias", bias),
+        attention_output_bias=bias,
+        mlp_bias=fields.boolean("mlp_bias", False),
+        num_sink_keys=fields.integer("param_sink_number", 0, minimum=0),
+        has_sink_values=has_values,
+    )
+    experts = replace(
+        deepseek_experts(fields),
+        num_groups=1,
+        num_groups_per_token=1,
+        has_correction_bias=fields.boolean("router_enable_expert_bias", False),
+    )
+    return with_experts(
+        spec,
+        experts,
+        first_dense(fields, 1),
+        tensor_names=(
+            (r"\.mlp\.e_score_correction_bias$", ".mlp.gate.e_score_correction_bias"),
+            (r"\.k_layernorm\.", ".k_norm."),
+            (r"\.param_sink_key$", ".sink_k"),
+            (r"\.param_sink_value$", ".sink_v"),
+            *unused_layers(fields),
+        ),
+    )
+
+
 FAMILIES = (
     Family("ArcticForCausalLM", "arctic", _arctic),
     Family("GptOssPuzzleForCausalLM", "gpt_oss_puzzle", _gpt_oss_puzzle),
@@ -376,6 +445,7 @@ FAMILIES = (
     Family("IQuestQ1ForCausalLM", "iquest_q1", _iquest_q1),
     Family("JetMoeForCausalLM", "jetmoe", _jetmoe),
     Family("K2HorizonForCausalLM", "k2_horizon", _k2_horizon),
+    Family("PanguProMoEV2ForCausalLM", "PanguProMoE", _pangu_pro),
     Family("Step3TextForCausalLM", "step3_text", _step3),
     Family("XverseMoeForCausalLM", "xverse", _xverse_moe),
 )
