@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from engine.protocol.config import ProposerMethod, SpeculativeConfig
 from safetensors.torch import load_file
 from support.draft_heads import Fusion, add_tensors, randomize
-from support.families.experts import EXPERTS, LATENT
+from support.families.experts import EXPERTS, GROUPS, LATENT
 from support.families.recurrent import NEMOTRON_H
 from support.models_with_heads import Head, run_layer, write_model
 from support.tiny_checkpoints import QWEN3
@@ -68,7 +68,7 @@ def write_prediction_layer(
         out = norm(run(donor, fusion(embedded_TD, hidden_TD, has_hidden_first=False)))
         return out, out
 
-    has_states = family == "NemotronH"
+    has_states = family in ("BailingHybrid", "NemotronH")
     return Head(
         model,
         path,
@@ -98,6 +98,36 @@ def hunyuan3_mtp(path: Path) -> Head:
         fields,
         names,
         lambda donor, x: run_layer(donor.model.layers[2], donor.model.rotary_emb, x),
+    )
+
+
+def ling3_mtp(path: Path) -> Head:
+    """The layer of Ling 3, which has latent attention, in a model that begins with a recurrent layer."""
+    start = "model.layers.4."
+    names = Names(
+        *(start + part for part in ("enorm", "hnorm", "eh_proj", "final_layernorm")),
+        {r"model\.layers\.3\.": start},
+    )
+    fields = LATENT | GROUPS
+    fields |= {
+        "q_lora_rank": None,
+        "head_dim": 14,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 4,
+        "layer_group_size": 2,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "num_nextn_predict_layers": 1,
+        "tie_word_embeddings": False,
+    }
+    return write_prediction_layer(
+        path,
+        "BailingHybrid",
+        fields,
+        names,
+        lambda donor, x: run_layer(donor.model.layers[3], donor.model.rotary_emb, x),
     )
 
 
@@ -279,5 +309,5 @@ def ernie_mtp(path: Path) -> Head:
 
 
 PREDICTION_LAYERS = [
-    *(hunyuan3_mtp, exaone_mtp, mimo2_mtp, longcat_mtp, nemotron_h_mtp, ernie_mtp),
+    *(hunyuan3_mtp, ling3_mtp, exaone_mtp, mimo2_mtp, longcat_mtp, nemotron_h_mtp, ernie_mtp),
 ]

@@ -45,7 +45,7 @@ class _Names(msgspec.Struct, frozen=True):
 def _layouts(num_layers: int, architecture: str) -> tuple[_Names, ...]:
     """Return the known layouts. GGUF files have the first one for all families."""
     return (
-        # Ling 2 and Hunyuan 3.
+        # Ling 2, Ling 3 and Hunyuan 3.
         _Names(
             start=rf"layers\.{num_layers}\.",
             embedding_norm="enorm",
@@ -163,14 +163,14 @@ def _layout(target: ModelSpec, stored: Collection[str], names: _Names) -> HeadLa
         names.hidden_norm: "hidden_norm.",
         names.projection: "projection.",
     }
-    layer = _layer(target, names, has_experts=_has(stored, names, r".*\.experts\..*"))
+    index, layer = _layer(target, names, has_experts=_has(stored, names, r".*\.experts\..*"))
     renamed = {names.final_norm: "model.norm."}
     if names.norms is not None:
         norms = layer.norms or target.norms
         for stored_name, name in zip(
             names.norms, (norms.attention_input, norms.mlp_input), strict=True
         ):
-            renamed[stored_name] = f"model.layers.0.{name}."
+            renamed[stored_name] = f"model.layers.{index}.{name}."
     spec = replace(
         headless(target),
         layers=(layer,),
@@ -183,8 +183,10 @@ def _layout(target: ModelSpec, stored: Collection[str], names: _Names) -> HeadLa
                 for part, name in renamed.items()
                 if part is not None
             ),
-            (rf"{start}{names.layer}", "model.layers.0."),
+            # The model may have other names in layers of other kinds.
+            (rf"{start}{names.layer}", f"model.layers.{index}."),
             *(() if names.is_plain else target.tensor_names),
+            (rf"(^|\.)layers\.{index}\.", r"\1layers.0."),
         ),
     )
     return HeadLayout(
@@ -196,24 +198,25 @@ def _layout(target: ModelSpec, stored: Collection[str], names: _Names) -> HeadLa
     )
 
 
-def _layer(target: ModelSpec, names: _Names, *, has_experts: bool) -> LayerSpec:
+def _layer(target: ModelSpec, names: _Names, *, has_experts: bool) -> tuple[int, LayerSpec]:
     """Return the last layer of a model that has attention and no recurrent state, with experts or without.
 
-    In models whose layers have either attention or experts, the returned layer has both.
+    Also return its index. In models whose layers have either attention or experts, the returned layer has both.
     """
-    layers = [
-        layer
-        for layer in target.layers
+    indices = [
+        i
+        for i, layer in enumerate(target.layers)
         if layer.attends
         and layer.recurrent is None
         and (layer.window is not None or not names.has_window)
     ]
-    layer = replace(layers[-1] if layers else target.layers[-1], kv_source=None)
+    index = indices[-1] if indices else len(target.layers) - 1
+    layer = replace(target.layers[index], kv_source=None)
     if not layer.has_mlp:
         layer = replace(layer, has_mlp=True, norms=NormNames())
     if not has_experts:
-        return replace(layer, experts=None)
+        return index, replace(layer, experts=None)
     if layer.experts is None:
         mixtures = [layer.experts for layer in target.layers if layer.experts is not None]
         layer = replace(layer, experts=mixtures[-1] if mixtures else None)
-    return layer
+    return index, layer
