@@ -245,8 +245,8 @@ class Hub(Generic[In]):
 class StatusReporter:
     """Reports the stages of this process to the supervisor.
 
-    `run` terminates `context`, so that the process does not exit before the supervisor has the last report. If it is
-    called, `context` must have no other sockets.
+    `run` terminates `context` and closes its sockets, so that the process does not exit before the supervisor has the
+    last report.
 
     `is_ready` is true once any reporter of this process has reported the stage READY.
     """
@@ -255,7 +255,7 @@ class StatusReporter:
 
     def __init__(self, context: zmq.Context[Any], config: EngineConfig, process: str) -> None:
         self._process = process
-        self._context = context
+        self.context = context
         self._socket = _open_socket(context, zmq.PUSH)
         self._socket.set(zmq.LINGER, 1000)
         self._socket.connect(config.supervisor_address())
@@ -292,7 +292,7 @@ class StatusReporter:
             return 1
         finally:
             self.close()
-            self._context.term()
+            self.context.destroy()
         return 0
 
     def close(self) -> None:

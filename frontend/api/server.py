@@ -140,13 +140,13 @@ class Frontend:
         tokenizer = load_tokenizer(config.model.verified_tokenizer_path())
         tokenizer.move_long_texts()
         journal = ParseJournal(journal_path(config.run_dir, f"frontend {client_index}"))
-        self._engine = EngineClient(config, client_index, tokenizer, journal)
+        self._engine = EngineClient(config, client_index, tokenizer, journal, reporter.context)
         templates = _model_templates(config, tokenizer)
         formats = prepare_formats(config.frontend, templates)
         if client_index == 0 and config.epoch == FIRST_EPOCH:
             logger.info("chat formats: %s", formats)
             _warn_of_hidden_tools(config, templates)
-        self._store = StoreClient(config, client_index)
+        self._store = StoreClient(config, client_index, reporter.context)
         self._serving = Serving(config, tokenizer, templates, formats, self._engine, self._store)
         self._tracer = self._serving.tracer = make_tracer(config, client_index)
         store = self._store

@@ -116,6 +116,7 @@ class EngineClient:
         client_index: int,
         tokenizer: Tokenizer,
         journal: ParseJournal | None = None,
+        context: zmq.Context[Any] | None = None,
     ) -> None:
         self.draining = False
         self.dead_reason: str | None = None
@@ -131,7 +132,7 @@ class EngineClient:
         self.resume_outputs = self._output.resume
         self.finish_as_reported = self._output.finish_as_reported
         self.groups = GroupFactory(config, tokenizer, self._input, self._output.wake_soon)
-        self._context: zmq.Context[Any] = zmq.Context()
+        self._context: zmq.Context[Any] = context or zmq.Context.instance()
         self.cores: list[CoreConnection] = []
         self._router = router = Router(self.cores, self.metrics, config.scheduler.max_num_seqs)
         sequences = self._output.sequences
@@ -219,7 +220,6 @@ class EngineClient:
         if self.watch is not None:
             self.watch.close()
             self.watch = None
-        self._context.term()
         self.executor.close()
 
     def fail(self, reason: str) -> None:

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from typing import Any, Final, TypeVar
 
 import uvloop
+import zmq
 
 from ...protocol.config import EngineConfig
 from ..cli.arguments import Settings
@@ -56,7 +57,9 @@ class LocalEngine:
             resources.callback(self._loop.close)
             resources.callback(thread.join)
             resources.callback(self._loop.call_soon_threadsafe, self._loop.stop)
-            self.client = EngineClient(self.config, 0, self.tokenizer)
+            context: zmq.Context[Any] = zmq.Context()
+            resources.callback(context.term)
+            self.client = EngineClient(self.config, 0, self.tokenizer, context=context)
             resources.callback(lambda: self.run(self._stop()))
             self._supervisor: Supervisor | None = None
             self._watcher: asyncio.Task[None] | None = None

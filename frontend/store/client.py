@@ -125,11 +125,13 @@ class StoreClient:
         on_objects: Called when the number of objects has changed.
     """
 
-    def __init__(self, config: EngineConfig, client_index: int) -> None:
+    def __init__(
+        self, config: EngineConfig, client_index: int, context: zmq.Context[Any] | None = None
+    ) -> None:
         self.state = StoreState()
         self._address = config.store_address()
         self._identity = b"frontend%d" % client_index
-        self._context: zmq.Context[Any] = zmq.Context()
+        self._context: zmq.Context[Any] = context or zmq.Context.instance()
         self._peer: AsyncPeer[FromStore] | None = None
         self._wire: Peer[FromStore] | None = None
         self._connected = asyncio.Event()
@@ -352,7 +354,6 @@ class StoreClient:
                 pending.reply.set_exception(StoreError("the server is shutting down"))
         if self._peer is not None:
             self._peer.close()
-        self._context.term()
 
     async def _call(self, make_call: Callable[[int], StoreCall], size: int = 0) -> Any:
         """Send a call and return its reply. If the store crashes meanwhile, send the call again.

@@ -112,6 +112,12 @@ def test_an_operator_aborts_requests_by_their_id(server: Server) -> None:
             assert len(choice["token_ids"]) == answer["usage"]["completion_tokens"] < 4000
 
 
+def test_a_frontend_leaves_most_descriptors_to_connections() -> None:
+    """With `ulimit -n 100`, 40 connections are accepted beside those that are reserved for probes."""
+    with Server("--device", "null") as server:
+        assert server.child("frontend 0").num_fds() < 40
+
+
 def test_the_worker_does_not_load_torch(server: Server) -> None:
     worker: psutil.Process = server.child("worker 0")
     assert not [file.path for file in worker.memory_maps() if "torch" in file.path]
