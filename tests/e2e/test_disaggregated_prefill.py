@@ -138,6 +138,21 @@ def test_a_prefill_server_fetches_the_answer_of_the_turn_before(servers: Servers
     )
     assert (status, cached_tokens(alone)) == (200, 0)
     assert alone["choices"][0]["token_ids"] == first["choices"][0]["token_ids"]
+    chat = {
+        "messages": [{"role": "user", "content": "Tell a tale."}],
+        "max_tokens": 4,
+        "stream": True,
+        "kv_transfer_params": REMOTE_DECODE | {"do_remote_decode": False, "remote_engine_id": "a"},
+    }
+    completion = again | params | {"stream": True}
+    for path, streamed in (("completions", completion), ("chat/completions", chat)):
+        url = f"{servers.recomputing.url}/v1/{path}"
+        with httpx.stream("POST", url, json=streamed, timeout=120) as response:
+            lines = [line for line in response.iter_lines() if line.startswith("data: {")]
+        chunks = [json.loads(line.removeprefix("data: ")) for line in lines]
+        assert ["kv_transfer_params" in chunk for chunk in chunks] == [
+            chunk["choices"][0]["finish_reason"] is not None for chunk in chunks
+        ]
     for server in servers:
         assert_nothing_is_held(server)
 

@@ -125,6 +125,8 @@ class Chunks(ABC, Generic[AnswerT]):
     def chunk(self, choice: Json, **more: object) -> bytes:
         """Return the event with one choice."""
         chunk = self._answer.envelope | {"choices": [choice]} | more
+        if choice.get("finish_reason") is not None:
+            chunk |= self._answer.transfer()
         if self._include_usage:
             chunk["usage"] = self._usage
         return event(chunk)
