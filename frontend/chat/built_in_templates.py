@@ -207,13 +207,3 @@ BUILT_IN_TEMPLATES: Final = {
     "siglip_text_model": _CONTENTS,
 }
 """Model type -> the template. Markers are those that the model was trained with; the explanation of tools is ours."""
-
-NAMED_TEMPLATES: Final = {
-    "chatml": (
-        "{% for message in messages %}"
-        "{{ '<|im_start|>' ~ message.role ~ '\n' ~ message.content ~ '<|im_end|>\n' }}"
-        "{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-    ),
-}
-"""Name for `--chat-template`, as in llama.cpp -> the template."""

@@ -20,9 +20,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ...protocol.config.frontend import ContentFormat
 from ...protocol.errors import EngineError
-from .built_in_templates import NAMED_TEMPLATES
 from .generic_tools import write_tools_as_text
 from .messages import AUDIO_PART, Message, TemplateTraits, normalize_messages
+from .named_templates import NAMED_TEMPLATES
 from .special_tokens import SpecialTokenGuard
 
 MAX_RENDER_SECONDS = 10.0

@@ -41,11 +41,11 @@ class Tokenization:
         serving.verify_model(request.model)
         given = [
             name
-            for name in ("prompt", "content", "messages", "inputs")
+            for name in ("prompt", "content", "messages", "inputs", "text")
             if getattr(request, name) is not None
         ]
         if len(given) != 1:
-            message = "exactly one of prompt, content, messages and inputs is required"
+            message = "exactly one of prompt, content, messages, inputs and text is required"
             raise APIError(400, message, param="prompt")
         [name] = given
         serving.verify_tokenizer(name)
@@ -85,6 +85,8 @@ class Tokenization:
             answer["token_strs"] = None
             if request.return_token_strs:
                 answer["token_strs"] = show(serving.tokenizer.id_to_token)
+            if request.text is not None:
+                answer["token_strings"] = show(lambda token: serving.tokenizer.decode([token]))
             return json_response(answer)
 
         return await serving.executor.run(sum(counts), encode)

@@ -420,6 +420,8 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     add_special: bool | None = None
     with_pieces: bool | None = None
     parse_special: bool | None = None
+    # The field of Cohere: a text whose answer also has `token_strings`.
+    text: str | None = None
     # The field of TGI: a text whose tokens are returned with their places.
     inputs: str | None = None
     messages: list[dict[str, Any]] | None = None

@@ -121,3 +121,10 @@ def test_cohere_error_has_a_message(
     refused = chat(frontend, "Hi", **fields)
     assert (refused.status_code, sorted(refused.json())) == (status, ["id", "message"])
     assert refused.json()["message"].startswith(problem)
+
+
+def test_cohere_text_is_tokenized(frontend: FrontendProcess) -> None:
+    body = {"model": MODEL, "text": "Hello world"}
+    answer = frontend.http.post("/v1/tokenize", json=body, headers=HEADERS).json()
+    assert answer["tokens"] == list(frontend.tokenizer.encode("Hello world"))
+    assert "".join(answer["token_strings"]) == "Hello world"

@@ -390,6 +390,37 @@ def test_chat_template_option_is_a_file_or_the_template_itself(tmp_path) -> None
 
 
 @pytest.mark.parametrize(
+    ("name", "prompt"),
+    [
+        (
+            "llama3",
+            "<s><|start_header_id|>system<|end_header_id|>\n\nS<|eot_id|><|start_header_id|>user<|end_header_id|>\n\n"
+            "U<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\nA<|eot_id|>"
+            "<|start_header_id|>user<|end_header_id|>\n\nV<|eot_id|>"
+            "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        ),
+        (
+            "gemma",
+            "<s><start_of_turn>user\nS\n\nU<end_of_turn>\n<start_of_turn>model\nA<end_of_turn>\n"
+            "<start_of_turn>user\nV<end_of_turn>\n<start_of_turn>model\n",
+        ),
+        ("llama2-sys", "<s>[INST] <<SYS>>\nS\n<</SYS>>\n\n U  [/INST]A</s>[INST] V [/INST]"),
+        ("mistral-v3", "<s>[INST] S\n\n U [/INST] A</s>[INST] V[/INST]"),
+        ("vicuna", "<s>S\n\nUSER:  U \nASSISTANT: A</s>\nUSER: V\nASSISTANT:"),
+        (
+            "chatglm4",
+            "[gMASK]<sop><|system|>\nS<|user|>\n U <|assistant|>\nA<|user|>\nV<|assistant|>\n",
+        ),
+    ],
+)
+def test_templates_have_the_names_of_llama_cpp(name: str, prompt: str) -> None:
+    template = ChatTemplate(load_chat_template(name), special_tokens={"bos_token": "<s>"})
+    texts = ("system", "S"), ("user", " U "), ("assistant", "A"), ("user", "V")
+    messages = [{"role": role, "content": text} for role, text in texts]
+    assert template.render(messages) == prompt
+
+
+@pytest.mark.parametrize(
     ("shown", "expected"),
     [("<audio>", "user: <audio>Who is it?"), ("", f"user: {AUDIO_MARK}Who is it?")],
 )
