@@ -125,6 +125,7 @@ _FRAMING: Final = {
     "fun_asr_nano": Framing.STACKED,
     "funaudiochat": Framing.PADDED,
     **dict.fromkeys(("lfm2_audio", *NEMOTRON_OMNI), Framing.NORMED),
+    "moss_audio": Framing.CLIP,
     "glmasr": Framing.WINDOWS,
     "moss_transcribe_diarize": Framing.WINDOWS,
     "granite_speech": Framing.PAIRS,
@@ -167,6 +168,9 @@ _MIN_SAMPLES: Final = {
 }
 """Processors fill shorter clips with silence, Qwen3-ASR's because very short clips confuse the model."""
 
+_MARKS: Final = {"moss_audio": "<|audio_bos|><|AUDIO|><|audio_eos|>", "ultravox": "<|audio|>"}
+"""The texts of clips in prompts that are no tokens."""
+
 _AROUND: Final = dict.fromkeys(("funaudiochat", "midashenglm"), ("<|audio_bos|>", "<|audio_eos|>"))
 """The texts around a clip's tokens if the chat template reads only text."""
 
@@ -202,16 +206,20 @@ def read_chat_audio(
     if not path.is_dir() and mmproj is None:
         return None
     return ChatAudioConfig(
-        token_id=_read_token(tokenizer or path, section, text.integer("vocab_size")),
+        token_id=_read_token(
+            tokenizer or path,
+            _moss_processor(path) if kind == "moss_audio" else section,
+            text.integer("vocab_size"),
+        ),
         tower=audio_tower_spec(config, text.integer("hidden_size")),
         framing=_FRAMING.get(kind, Framing.FILLED),
         max_windows=_MAX_WINDOWS.get(kind, 0),
         min_samples=_MIN_SAMPLES.get(kind, 0),
         speech=_SPEECH.get(kind),
-        marks=_read_marks(tokenizer or path, config),
+        marks=_read_marks(path if kind == "moss_audio" else tokenizer or path, config),
         times=_read_times(path, kind),
         norms=_read_norms(path, kind),
-        mark="<|audio|>" if kind == "ultravox" else "",
+        mark=_MARKS.get(kind, ""),
         around=_AROUND.get(kind, ("", "")) if mmproj is None else mmproj.around_clip,
         **(_VIBEVOICE if kind == "vibevoice_asr" else {}),
     )
@@ -236,6 +244,13 @@ def _read_marks(path: Path, config: ConfigFields) -> ClipMarks | None:
     if kind in NEMOTRON_OMNI:
         begin, end = (_added_token(path, text) for text in ("<so_start>", "<so_end>"))
         return ClipMarks(begin, end)
+    if kind == "moss_audio":
+        processor = _moss_processor(path)
+        return ClipMarks(
+            processor.integer("audio_start_id", 151_669, minimum=0),
+            processor.integer("audio_end_id", 151_670, minimum=0),
+            are_unnamed=True,
+        )
     if kind == "musicflamingo":
         return ClipMarks(
             config.integer("audio_bos_token_id", 151_670, minimum=0),
@@ -262,7 +277,9 @@ def _added_token(path: Path, text: str) -> int:
 
 
 def _read_times(path: Path, kind: str) -> TimeMarks | None:
-    """Return the times that the processor of MOSS-Transcribe-Diarize adds to a clip."""
+    """Return the times that the processors of MOSS add to a clip."""
+    if kind == "moss_audio" and _moss_processor(path).boolean("enable_time_marker", False):
+        return TimeMarks(12.5, 2)
     if kind != "moss_transcribe_diarize":
         return None
     processor = ConfigFields.read_if_present(path / "processor_config.json")
@@ -287,3 +304,11 @@ def _read_norms(path: Path, kind: str) -> tuple[tuple[float, ...], tuple[float, 
     if not len(means) == len(scales) == count:
         raise processor.wrong("means", f"{count} numbers, as inverse_std_variences", found[0])
     return means, scales
+
+
+def _moss_processor(path: Path) -> ConfigFields:
+    """Return the settings of MOSS-Audio's processor."""
+    joined = ConfigFields.read_if_present(path / "processor_config.json")
+    other = ConfigFields.read_if_present(path / "preprocessor_config.json")
+    found = joined if joined.config else other
+    return found.with_values({"audio_token_id": found.get("audio_token_id", 151_654)})

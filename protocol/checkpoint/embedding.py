@@ -89,6 +89,7 @@ _HEADS: Final = (
     "LMHeadModel",
     "MTModel",
     "MiDashengLMModel",
+    "MossAudioModel",
     "POINTSV15ChatModel",
     "Qwen2_5OmniModel",
     "UltravoxModel",

@@ -114,12 +114,14 @@ class ClipMarks(msgspec.Struct, frozen=True):
         end_token_id: The token after them.
         has_end_output: True if the clip's last embedding replaces that of the token after it.
         margin: The text before and after these tokens.
+        are_unnamed: True if the tokenizer does not have these tokens.
     """
 
     begin_token_id: int
     end_token_id: int
     has_end_output: bool = False
     margin: str = ""
+    are_unnamed: bool = False
 
 
 class ChatAudioConfig(msgspec.Struct, frozen=True):

@@ -183,7 +183,9 @@ def test_answers_equal_those_of_transformers(model: Model, server: Server) -> No
     assert_nothing_is_held(server)
 
 
-@pytest.mark.parametrize("kind", ["voxtral", "voxtral mistral", "funaudiochat add", "midashenglm"])
+@pytest.mark.parametrize(
+    "kind", ["voxtral", "voxtral mistral", "funaudiochat add", "midashenglm", "moss_audio"]
+)
 def test_tensor_parallel_models_hear_under_memory_pressure_and_crashes(
     tmp_path: Path, kind: str
 ) -> None:

@@ -23,7 +23,8 @@ from support.grid_configs import RADIO_PROCESSOR, nemotron_omni_config
 from support.image_marks import GEMMA_MARKS
 from support.mistral_files import write_mistral_files
 from support.omni import omni_config, write_omni
-from support.own_code.audio_models import OWN_CODE, audio_model_directory, own_model
+from support.own_code.audio_model import audio_model_directory
+from support.own_code.audio_models import OWN_CODE, own_model
 from support.own_code.ultravox import PLACEHOLDER, ultravox_directory
 from support.qwen_checkpoints import END, IMAGE, START, VIDEO
 from support.tiny_checkpoints import DECODER_SIZES, sentencepiece_tokenizer
@@ -44,7 +45,7 @@ MODELS = (
     *("fun_asr_nano", "moss_transcribe_diarize", "vibevoice_asr", "nemotron_h_omni"),
     *("ultravox", "ultravox 0.4", "voxtral mistral"),
     *("funaudiochat add", "funaudiochat replace", "midashenglm", "fireredasr2"),
-    "lfm2_audio",
+    *("lfm2_audio", "moss_audio"),
 )
 """Kinds of models. "thinker" is the layout of Qwen's own checkpoints, "mistral" that of Mistral's own."""
 
@@ -71,6 +72,7 @@ PARTS["moss_transcribe_diarize"] = PARTS["qwen3_asr"]
 PARTS["qwen3_omni"] = PARTS["qwen2_5_omni"] = PARTS["qwen3_asr"]
 PARTS["qwen3_asr thinker"] = PARTS["qwen3_asr"]
 PARTS["funaudiochat add"] = PARTS["funaudiochat replace"] = PARTS["qwen2_audio"]
+PARTS["moss_audio"] = ("<|start|>", "<|vision_pad|>")
 PARTS["lfm2_audio"] = ("<|start|>", "<|reserved_4|>")
 PARTS["fireredasr2"] = PARTS["midashenglm"] = PARTS["qwen2_audio"]
 PARTS["voxtral mistral"] = PARTS["voxtral"]
@@ -78,6 +80,7 @@ PARTS["gemma4_unified"] = PARTS["gemma4"]
 PARTS["granite_speech_plus"] = PARTS["granite_speech"]
 PARTS["ultravox"] = PARTS["ultravox 0.4"] = ("<|start|>", PLACEHOLDER)
 MARKS = {kind: parts[1] for kind, parts in PARTS.items()}
+MARKS["moss_audio"] = "<|audio_bos|><|AUDIO|><|audio_eos|>"
 MARKS["ultravox"] = MARKS["ultravox 0.4"] = "<|audio|>"
 
 
@@ -92,7 +95,7 @@ def audio_directory(directory: Path, kind: str) -> tuple[Path, Any]:
         tokenizer.add_tokens(["<image>", "<img>", "</img>"], special_tokens=True)
     tokenizer.add_tokens("[TRANSCRIBE]" if kind.startswith("voxtral") else "<asr_text>")
     # Their processors add the tokens around a clip.
-    is_bare = kind.startswith(("gemma", "musicflamingo", "nemotron", "ultravox"))
+    is_bare = kind.startswith(("gemma", "moss_audio", "musicflamingo", "nemotron", "ultravox"))
     part = MARKS[kind] if is_bare else "".join(PARTS[kind])
     if kind == "vibevoice_asr":
         part = f"<|AUDIO_DURATION|> seconds {part}"
@@ -109,7 +112,7 @@ def audio_directory(directory: Path, kind: str) -> tuple[Path, Any]:
     }
     text = {"vocab_size": len(tokenizer), "rope_theta": 10_000.0} | DECODER_SIZES | ids
     tower = {"num_mel_bins": NUM_MEL_BINS, "max_source_positions": 50 * WINDOW_S}
-    mark = tokenizer.convert_tokens_to_ids(MARKS[kind])
+    mark = tokenizer.convert_tokens_to_ids(PARTS[kind][1])
     if kind.startswith("ultravox"):
         is_last = kind.endswith("0.4")
         written = ultravox_directory(directory, tokenizer, text, tower, is_last=is_last)

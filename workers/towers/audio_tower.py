@@ -194,6 +194,11 @@ class _WhisperTower:
             ),
         )
         self._norm = tensors.read_layer_norm("audio_tower.layer_norm", size, _NORM_EPS)
+        self._mlps: list[Callable[[Tensor], Tensor]] = []
+        if spec.gated_size:
+            names = ("audio_adapter", *(f"audio_mergers.{i}" for i in range(len(spec.read_layers))))
+            self._mlps = [_read_gated_mlp(spec, tensors, name) for name in names]
+            return
         self._project = _read_projection(spec, tensors, source.checkpoint)
         self._join: Callable[[Tensor], Tensor] | None = None
         if spec.groups is not None:
@@ -205,11 +210,16 @@ class _WhisperTower:
             # The last frame is silent, and so are those that follow it up to the end of the window.
             missing = (0, spec.num_frames - features_CN.shape[1])
             features_CN = F.pad(features_CN, missing, mode="replicate")
-        x_PD = self._stem(features_CN)
+        x_PD = self._stem(features_CN, window)
         places_P2: Tensor | None = None
         if spec.rotary is not None:
             places_P2 = torch.arange(len(x_PD), device=x_PD.device)[:, None].expand(-1, 2)
-        x_PD = self._layers(x_PD, Patches(places_P2))[spec.num_layers]
+        features = self._layers(x_PD, Patches(places_P2))
+        x_PD = features[spec.num_layers]
+        if spec.gated_size:
+            found = [self._norm(x_PD), *(features[layer] for layer in spec.read_layers)]
+            projected = (mlp(x) for mlp, x in zip(self._mlps, found, strict=True))
+            return torch.cat(list(projected), 1)
         joined = spec.rows_per_output
         if spec.join == "fill":
             rows_PD = F.pad(self._norm(x_PD), (0, 0, 0, -len(x_PD) % joined))
@@ -222,6 +232,18 @@ class _WhisperTower:
             x_KD = _rotate_by_times(x_KD, spec.times, window, spec.num_outputs(spec.num_frames))
         x_KD = self._project(x_KD)
         return x_KD if self._join is None else self._join(x_KD)
+
+
+def _read_gated_mlp(
+    spec: AudioTowerSpec, tensors: VisionWeights, name: str
+) -> Callable[[Tensor], Tensor]:
+    size, inner = spec.hidden_size, spec.gated_size
+    gate, up = (
+        tensors.read_linear(f"{name}.{each}_proj", inner, size, has_bias=False)
+        for each in ("gate", "up")
+    )
+    down = tensors.read_linear(f"{name}.down_proj", spec.output_size, inner, has_bias=False)
+    return lambda x_PD: down(F.silu(gate(x_PD)) * up(x_PD))
 
 
 def _read_groups(
@@ -320,7 +342,7 @@ def _layers_spec(spec: AudioTowerSpec) -> LayersSpec:
         intermediate_size=spec.intermediate_size,
         num_heads=spec.num_heads,
         head_dim=spec.hidden_size // spec.num_heads,
-        feature_layers=(spec.num_layers,),
+        feature_layers=tuple(sorted({*spec.read_layers, spec.num_layers})),
         activation=spec.activation,
         norm_eps=_NORM_EPS,
         rotary=_rotary(spec),

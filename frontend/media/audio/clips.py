@@ -80,7 +80,7 @@ def prepare_clip(samples: Float32Array, config: ChatAudioConfig, where: str) -> 
     tower = config.tower
     knows_window = isinstance(tower, WaveSpec)
     if isinstance(tower, AudioTowerSpec):
-        knows_window = tower.times is not None
+        knows_window = tower.knows_window
     most = _max_outputs(samples, config)
     for window, (features, num_frames) in enumerate(_windows(samples, config)):
         size = min(config.tower.num_outputs(num_frames), most)
@@ -217,7 +217,12 @@ class AudioPlaces:
         self._times = config.times
         self._around = config.around
         self._duration_mark = config.duration_mark
-        if (marks := config.marks) is not None:
+        self._ends: tuple[int, int] | None = None
+        if (marks := config.marks) is not None and marks.are_unnamed:
+            # The placeholder stands for both until the prompt is encoded.
+            self._before = self._after = self._token
+            self._ends = marks.begin_token_id, marks.end_token_id
+        elif marks is not None:
             self._before = marks.margin + self._text_of(marks.begin_token_id, "boa_token_id")
             self._after = self._text_of(marks.end_token_id, "eoa_token_id") + marks.margin
             if marks.has_end_output:
@@ -264,7 +269,24 @@ class AudioPlaces:
                 text = text.replace(self._duration_mark, f"{clip.seconds:.2f}", 1)
         each = iter(clips)
         text, token_ids = encode(self._place.sub(lambda place: self._fill(place, each), text))
+        if self._ends is not None:
+            token_ids = self._with_ends(token_ids, clips, self._ends)
         return text, token_ids, self._place_inputs(token_ids, clips)
+
+    def _with_ends(
+        self, token_ids: Sequence[int], clips: Sequence[PreparedAudio], ends: tuple[int, int]
+    ) -> Sequence[int]:
+        """Return a prompt in which the first and the last placeholder of each clip are its begin and end tokens."""
+        replaced = np.array(token_ids, np.int32)
+        positions = np.flatnonzero(replaced == self._token_ids[0])
+        start = 0
+        for clip in clips:
+            count = clip.num_outputs + 2
+            if start + count > len(positions):
+                break
+            replaced[positions[start]], replaced[positions[start + count - 1]] = ends
+            start += count
+        return [int(token) for token in replaced]
 
     def _fill(self, place: re.Match[str], clips: Iterator[PreparedAudio]) -> str:
         """Return the text that replaces the place of the next clip."""

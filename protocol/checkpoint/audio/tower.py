@@ -35,7 +35,7 @@ _MODEL_TYPES: Final = (
     *("moss_transcribe_diarize", "fun_asr_nano", "vibevoice_asr"),
     *("gemma3n", "gemma4", "gemma4_unified", "embedding_gemma2", "voxtral_realtime"),
     *("nemotron_h_omni", "ultravox", "funaudiochat", "midashenglm", "fireredasr2"),
-    *("lfm2_audio", "NemotronH_Nano_VL_V2"),
+    *("lfm2_audio", "NemotronH_Nano_VL_V2", "moss_audio"),
 )
 
 NEMOTRON_OMNI: Final = ("nemotron_h_omni", "NemotronH_Nano_VL_V2")
@@ -120,6 +120,8 @@ def audio_tower_spec(fields: ConfigFields, output_size: int) -> AnyAudioSpec:
             d_model=1280, encoder_layers=32, encoder_attention_heads=20, encoder_ffn_dim=5120
         )
         return _chunked_spec(sizes, output_size)
+    if kind == "moss_audio":
+        return _moss_audio_spec(fields, audio, output_size)
     is_moss = kind == "moss_transcribe_diarize"
     if is_moss:
         audio = audio.with_defaults(
@@ -245,6 +247,49 @@ def _chunked_spec(audio: ConfigFields, output_size: int) -> AudioTowerSpec:
             (r"\baudio_tower\.ln_post\.", "audio_tower.layer_norm."),
             # The names of Qwen's own checkpoints.
             (r"\baudio_tower\.proj([12])\.", r"multi_modal_projector.linear_\1."),
+        ),
+    )
+
+
+def _moss_audio_spec(fields: ConfigFields, audio: ConfigFields, output_size: int) -> AudioTowerSpec:
+    """Return the tower of MOSS-Audio: chunks of four seconds, whose rows attend within them."""
+    hidden_size = audio.integer("d_model", 1280, maximum=MAX_POSITIONS)
+    audio.require("output_dim", hidden_size, ", d_model", default=1280)
+    num_layers = audio.integer("encoder_layers", 32, maximum=1024)
+    num_frames = 2 * audio.integer("n_window", 200, maximum=MAX_POSITIONS)
+    if num_frames % 8:
+        raise audio.wrong("n_window", "a multiple of 4", num_frames // 2)
+    name = "deepstack_encoder_layer_indexes"
+    layers = [8, 16, 24] if audio.get(name, ()) == () else audio.integers(name)
+    if (most := fields.optional_integer("deepstack_num_inject_layers")) is not None:
+        layers = layers[:most]
+    if any(not 0 <= layer < num_layers for layer in layers):
+        raise audio.wrong(name, f"layers below {num_layers}", layers)
+    return AudioTowerSpec(
+        num_mel_bins=audio.integer("num_mel_bins", 128, maximum=1024),
+        hidden_size=hidden_size,
+        intermediate_size=audio.integer("encoder_ffn_dim", 5120, maximum=MAX_POSITIONS),
+        num_layers=num_layers,
+        num_heads=read_num_heads(audio, hidden_size, 20),
+        num_frames=num_frames,
+        activation=audio.text("activation_function", "gelu"),
+        output_size=output_size,
+        join="stack",
+        rows_per_output=1,
+        silence="skipped",
+        chunks=AudioChunks(
+            num_frames,
+            audio.integer("downsample_hidden_size", 480, maximum=MAX_POSITIONS),
+            has_bias=True,
+            fills_first=False,
+        ),
+        gated_size=fields.integer("adapter_hidden_size", 8192, maximum=MAX_POSITIONS),
+        read_layers=tuple(layer + 1 for layer in layers),
+        tensor_names=(
+            (r"^audio_encoder\.conv(\d)\.", r"audio_tower.conv2d\1."),
+            (r"^audio_encoder\.stem_proj\.", "audio_tower.conv_out."),
+            (r"^audio_encoder\.", "audio_tower."),
+            (r"^deepstack_audio_merger_list\.", "audio_mergers."),
         ),
     )
 

@@ -18,11 +18,14 @@ FRAMES_AFTER: Final = 2
 class AudioChunks(msgspec.Struct, frozen=True):
     """Three convolutions over frames and features, each of which halves both (Qwen3-ASR, arXiv 2601.21337).
 
-    They read chunks of `num_frames` frames separately, and each chunk's rows have their own positions from 0.
+    They read chunks of `num_frames` frames separately, and each chunk's rows have their own positions from 0. The last
+    chunk is filled with zeros, unless it is the only one of a clip and `fills_first` is false (MOSS-Audio).
     """
 
     num_frames: int
     num_channels: int
+    has_bias: bool = False
+    fills_first: bool = True
 
 
 class AudioRotary(msgspec.Struct, frozen=True):
@@ -84,6 +87,10 @@ class AudioTowerSpec(msgspec.Struct, frozen=True, tag=True):
         tensor_names: Replacements that translate a checkpoint's names to Whisper's.
         times: The rotation of outputs by their times in the clip, before they are projected; None for none.
         groups: The change of several outputs to one after the projection; None for none.
+        gated_size: The intermediate size of a gated MLP that projects outputs instead of matrices (MOSS-Audio); 0 for
+            matrices.
+        read_layers: The tower's layers, from 1, whose outputs are projected as well. The decoder adds them after its
+            first layers, one after each.
     """
 
     num_mel_bins: int
@@ -109,6 +116,18 @@ class AudioTowerSpec(msgspec.Struct, frozen=True, tag=True):
     tensor_names: tuple[tuple[str, str], ...] = ()
     times: OutputTimes | None = None
     groups: OutputGroups | None = None
+    gated_size: int = 0
+    read_layers: tuple[int, ...] = ()
+
+    @property
+    def added_after(self) -> tuple[int, ...]:
+        """The decoder's layers, from 0, after which the parts of an output but the first are added."""
+        return tuple(range(len(self.read_layers)))
+
+    @property
+    def knows_window(self) -> bool:
+        """True if outputs depend on the number of the window in its clip."""
+        return self.times is not None or (self.chunks is not None and not self.chunks.fills_first)
 
     @property
     def warm_frames(self) -> int:

@@ -2,99 +2,24 @@
 
 from __future__ import annotations
 
-import json
-import re
-from pathlib import Path
+import threading
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
-from safetensors.torch import save_file
-from support.audio_features import kaldi_features
+from support.own_code.audio_model import (
+    AudioModel,
+    apply_layers,
+    whisper_features,
+    whisper_layers,
+)
+from support.own_code.fireredasr import FireRed
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.audio_utils import mel_filter_bank
 from transformers.modeling_outputs import CausalLMOutput
-from transformers.models.whisper.modeling_whisper import WhisperEncoderLayer, sinusoids
-
-
-class AudioModel(nn.Module):
-    """A decoder that reads the outputs of a tower in place of a token. `config` is that of the checkpoint."""
-
-    published_names: tuple[tuple[str, str], ...] = ()
-    """Replacements that translate the names of parameters to those of the checkpoint."""
-
-    def __init__(self, config: dict[str, Any], token: int) -> None:
-        super().__init__()
-        self.checkpoint_config = config
-        self.token = token
-
-    @property
-    def text_model(self) -> Any:
-        """The decoder."""
-        return self.language_model
-
-    def encode(self, samples: np.ndarray) -> Tensor:
-        """Return the outputs of the tower for a clip of 16 kHz."""
-        raise NotImplementedError
-
-    def forward(self, input_ids: Tensor, clips: Any = ()) -> CausalLMOutput:
-        """Return the logits of a prompt with clips."""
-        embeds = self.text_model.get_input_embeddings()(input_ids).clone()
-        if len(clips):
-            embeds[input_ids == self.token] = torch.cat([self.encode(x) for x in clips])
-        return CausalLMOutput(logits=self.text_model(inputs_embeds=embeds).logits)
-
-
-def audio_model_directory(
-    directory: Path, model: AudioModel, tokenizer: Any
-) -> tuple[Path, AudioModel]:
-    """Write a model with random weights. Return its directory and the model."""
-    model = model.float().eval()
-    torch.manual_seed(5)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0, 0.15)
-        for name, buffer in model.named_buffers():
-            if "running_" in name:
-                buffer.uniform_(0.5, 1.5)
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(model.checkpoint_config))
-    tensors = {}
-    for name, x in model.state_dict().items():
-        for pattern, replacement in model.published_names:
-            name = re.sub(pattern, replacement, name)
-        tensors[name] = x.contiguous().clone()
-    save_file(tensors, directory / "model.safetensors")
-    tokenizer.save_pretrained(directory)
-    if isinstance(model, FireRed):
-        names = ("means", "inverse_std_variences")
-        found = dict(zip(names, (model.means.tolist(), model.factors.tolist()), strict=True))
-        found["num_mel_bins"] = model.num_mel_bins
-        (directory / "preprocessor_config.json").write_text(json.dumps(found))
-    return directory, model
-
-
-def _whisper_features(samples: np.ndarray, size: int) -> Tensor:
-    """Return the features [size, frames] of a clip before silence."""
-    extract = transformers.WhisperFeatureExtractor(feature_size=size, chunk_length=10)
-    options = {"padding": "max_length", "return_attention_mask": True, "return_tensors": "pt"}
-    found = extract(samples, sampling_rate=16_000, **options)
-    return found["input_features"][0][:, : int(found["attention_mask"].sum())]
-
-
-def _whisper_layers(size: int, inner: int) -> nn.ModuleList:
-    sizes = {"d_model": size, "encoder_attention_heads": 4, "encoder_ffn_dim": inner}
-    config = transformers.WhisperConfig(**sizes, attn_implementation="eager")
-    return nn.ModuleList(WhisperEncoderLayer(config) for _ in range(2))
-
-
-def _apply(layers: nn.ModuleList, x_PD: Tensor) -> Tensor:
-    for layer in layers:
-        found = layer(x_PD[None], None)
-        x_PD = (found[0] if isinstance(found, tuple) else found).reshape(x_PD.shape)
-    return x_PD
+from transformers.models.whisper.modeling_whisper import sinusoids
 
 
 class FunAudioChat(AudioModel):
@@ -130,7 +55,7 @@ class FunAudioChat(AudioModel):
         self.continuous_audio_tower = tower = nn.Module()
         tower.conv1 = nn.Conv1d(num_mel_bins, 32, 3, padding=1)
         tower.conv2 = nn.Conv1d(32, 32, 3, stride=2, padding=1)
-        tower.layers = _whisper_layers(32, 48)
+        tower.layers = whisper_layers(32, 48)
         tower.ln_post = nn.LayerNorm(32)
         tower.proj = nn.Linear(32, size)
         self.audio_tower = codes = nn.Module()
@@ -143,9 +68,9 @@ class FunAudioChat(AudioModel):
         """Return the outputs of the tower for a clip of 16 kHz."""
         tower, codes = self.continuous_audio_tower, self.audio_tower
         chunks = []
-        for chunk in _whisper_features(samples, self.num_mel_bins).split(200, 1):
+        for chunk in whisper_features(samples, self.num_mel_bins).split(200, 1):
             x = F.gelu(tower.conv2(F.gelu(tower.conv1(chunk[None]))))[0].T
-            chunks.append(_apply(tower.layers, x + sinusoids(100, 32)[: len(x)]))
+            chunks.append(apply_layers(tower.layers, x + sinusoids(100, 32)[: len(x)]))
         pooled = F.avg_pool1d(torch.cat(chunks).T[None], 2)[0].T
         num_tokens = max(1, len(samples) // 640)
         # The tokens of a clip, which are padding, are filled up to a multiple of five.
@@ -242,53 +167,6 @@ class _Block(nn.Module):
         return x + self.ls2.gamma * self.mlp.fc2(F.gelu(self.mlp.fc1(self.norm2(x))))
 
 
-class FireRed(AudioModel):
-    """FireRedASR2: a conformer whose queries, keys and values have their own norms."""
-
-    def __init__(self, text: dict[str, Any], token: int, num_mel_bins: int) -> None:
-        size, layers, inner = text["hidden_size"], 2, 32
-        encoder = {"idim": num_mel_bins, "n_layers_enc": layers, "n_head": 4, "d_model": inner}
-        decoder = transformers.Qwen2Config(**text)
-        names = {"architectures": ["FireRedASR2ForConditionalGeneration"], "model_type": "qwen2"}
-        conf = {"audio_encoder_conf": encoder | {"kernel_size": 5}, "encoder_downsample_rate": 2}
-        super().__init__(decoder.to_dict() | names | conf, token)
-        self.num_mel_bins = num_mel_bins
-        random = np.random.default_rng(3)
-        self.means, self.factors = (
-            random.uniform(4, 8, num_mel_bins),
-            random.uniform(0.2, 0.4, num_mel_bins),
-        )
-        self.encoder = nn.Module()
-        self.encoder.input_preprocessor = stem = nn.Module()
-        stem.conv = nn.Sequential(
-            nn.Conv2d(1, 32, 3, 2), nn.ReLU(), nn.Conv2d(32, 32, 3, 2), nn.ReLU()
-        )
-        stem.out = nn.Linear(32 * (((num_mel_bins - 1) // 2 - 1) // 2), inner)
-        self.encoder.layer_stack = nn.ModuleList(_ConformerBlock(inner, 5) for _ in range(layers))
-        self.encoder_projector = nn.Module()
-        self.encoder_projector.linear1 = nn.Linear(2 * inner, size)
-        self.encoder_projector.linear2 = nn.Linear(size, size)
-        self.llm = transformers.Qwen2ForCausalLM(decoder)
-
-    @property
-    def text_model(self) -> Any:
-        """The decoder."""
-        return self.llm
-
-    def encode(self, samples: np.ndarray) -> Tensor:
-        """Return the outputs of the tower for a clip of 16 kHz."""
-        x = kaldi_features(samples, self.num_mel_bins).double()
-        x = ((x - torch.from_numpy(self.means)) * torch.from_numpy(self.factors)).float()
-        stem = self.encoder.input_preprocessor
-        x = stem.conv(F.pad(x, (0, 0, 0, 6))[None, None])
-        x = stem.out(x.transpose(1, 2).flatten(2))
-        for block in self.encoder.layer_stack:
-            x = block(x)
-        x = x[0, : x.shape[1] // 2 * 2].reshape(-1, 2 * x.shape[2])
-        projector = self.encoder_projector
-        return projector.linear2(F.relu(projector.linear1(x)))
-
-
 class Lfm2Audio(AudioModel):
     """LFM2-Audio without the parts that speak: NeMo's Fast Conformer and an adapter."""
 
@@ -361,68 +239,125 @@ class Lfm2Audio(AudioModel):
         return self.audio_adapter.model(self.conformer(features).last_hidden_state[0])
 
 
-class _ConformerBlock(nn.Module):
-    def __init__(self, size: int, kernel: int) -> None:
-        super().__init__()
+class MossAudio(AudioModel):
+    """MOSS-Audio: chunks of 200 frames, whose hidden states the decoder also adds after its first layers."""
 
-        def mlp() -> nn.Module:
+    published_names = (
+        (r"^language_model\.lm_head\.", "lm_head."),
+        (r"^language_model\.model\.", "language_model."),
+    )
+
+    def __init__(self, text: dict[str, Any], token: int, num_mel_bins: int) -> None:
+        size = text["hidden_size"]
+        audio = {
+            "num_mel_bins": num_mel_bins,
+            "d_model": 32,
+            "output_dim": 32,
+            "encoder_layers": 2,
+            "encoder_attention_heads": 4,
+            "encoder_ffn_dim": 48,
+            "downsample_hidden_size": 6,
+            "n_window": 100,
+            "deepstack_encoder_layer_indexes": [0, 1],
+        }
+        decoder = transformers.Qwen3Config(**text, head_dim=16)
+        super().__init__(
+            {
+                "architectures": ["MossAudioModel"],
+                "model_type": "moss_audio",
+                "audio_config": audio,
+                "language_config": decoder.to_dict(),
+                "adapter_hidden_size": 40,
+            },
+            token,
+        )
+        self.num_mel_bins = num_mel_bins
+        self.lock = threading.Lock()
+        self.audio_encoder = encoder = nn.Module()
+        for number, columns in ((1, 1), (2, 6), (3, 6)):
+            setattr(encoder, f"conv{number}", nn.Conv2d(columns, 6, 3, 2, 1))
+        encoder.stem_proj = nn.Linear(6 * -(-num_mel_bins // 8), 32)
+        encoder.layers = whisper_layers(32, 48)
+        encoder.layer_norm = nn.LayerNorm(32)
+
+        def gated() -> nn.Module:
             found = nn.Module()
-            found.net = nn.Sequential(
-                nn.LayerNorm(size),
-                nn.Linear(size, 4 * size),
-                nn.SiLU(),
-                nn.Identity(),
-                nn.Linear(4 * size, size),
-            )
+            found.gate_proj, found.up_proj = (nn.Linear(32, 40, bias=False) for _ in range(2))
+            found.down_proj = nn.Linear(40, size, bias=False)
             return found
 
-        self.ffn1, self.ffn2 = mlp(), mlp()
-        self.mhsa = attention = nn.Module()
-        for name in ("w_qs", "w_ks", "w_vs", "fc", "linear_pos"):
-            setattr(attention, name, nn.Linear(size, size, bias=False))
-        for name in "qkv":
-            setattr(attention, f"layer_norm_{name}", nn.LayerNorm(size))
-        for name in "uv":
-            setattr(attention, f"pos_bias_{name}", nn.Parameter(torch.empty(4, size // 4)))
-        self.conv = convolution = nn.Module()
-        convolution.pre_layer_norm = nn.LayerNorm(size)
-        convolution.pointwise_conv1 = nn.Conv1d(size, 4 * size, 1, bias=False)
-        convolution.depthwise_conv = nn.Conv1d(
-            2 * size, 2 * size, kernel, padding=kernel // 2, groups=2 * size, bias=False
-        )
-        convolution.batch_norm = nn.LayerNorm(2 * size)
-        convolution.pointwise_conv2 = nn.Conv1d(2 * size, size, 1, bias=False)
-        self.layer_norm = nn.LayerNorm(size)
+        self.audio_adapter = gated()
+        self.deepstack_audio_merger_list = nn.ModuleList(gated() for _ in range(2))
+        self.language_model = transformers.Qwen3ForCausalLM(decoder)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + 0.5 * self.ffn1.net(x)
-        x = x + self._attend(x)
-        found = self.conv
-        y = F.glu(found.pointwise_conv1(found.pre_layer_norm(x).transpose(1, 2)), 1)
-        y = F.silu(found.batch_norm(found.depthwise_conv(y).transpose(1, 2)))
-        x = x + found.pointwise_conv2(y.transpose(1, 2)).transpose(1, 2)
-        return self.layer_norm(x + 0.5 * self.ffn2.net(x))
+    def other_files(self) -> dict[str, Any]:
+        """Return the names and contents of the checkpoint's other files."""
+        # The tokenizer has no tokens for the begin and the end of a clip.
+        found = {"audio_token_id": self.token, "audio_start_id": 5, "audio_end_id": 6}
+        return {"processor_config.json": found | {"enable_time_marker": True}}
 
-    def _attend(self, x: Tensor) -> Tensor:
-        found, length, size = self.mhsa, x.shape[1], x.shape[2]
-        q, k, v = (
-            getattr(found, f"w_{name}s")(getattr(found, f"layer_norm_{name}")(x)[0]).view(
-                length, 4, -1
-            )
-            for name in "qkv"
-        )
-        scores = torch.einsum("ihd,jhd->hij", q + found.pos_bias_u, k)
-        frequencies = 10_000 ** (-torch.arange(0, size, 2) / size)
-        for i in range(length):
-            angles = (i - torch.arange(length)[:, None]) * frequencies
-            near = found.linear_pos(torch.stack((angles.sin(), angles.cos()), 2).flatten(1))
-            near = near.view(length, 4, -1)
-            scores[:, i] += torch.einsum("hd,jhd->hj", q[i] + found.pos_bias_v, near)
-        weights = (scores / (size // 4) ** 0.5).softmax(2)
-        return found.fc(torch.einsum("hij,jhd->ihd", weights, v).reshape(1, length, size))
+    def encode_all(self, samples: np.ndarray) -> list[Tensor]:
+        """Return the outputs for the embeddings and for the first two layers."""
+        encoder = self.audio_encoder
+        extract = transformers.WhisperFeatureExtractor(feature_size=self.num_mel_bins)
+        options = {"padding": False, "truncation": False, "return_tensors": "pt"}
+        features = extract(samples, sampling_rate=16_000, **options)["input_features"][0]
+        features = features[:, : len(samples) // 160]
+        chunks = features.split(200, 1)
+        found: list[list[Tensor]] = [[], [], []]
+        for chunk in chunks:
+            length = chunk.shape[1]
+            x = F.pad(chunk, (0, chunks[0].shape[1] - length))[None, None]
+            for number in (1, 2, 3):
+                x = F.gelu(getattr(encoder, f"conv{number}")(x))
+            x = encoder.stem_proj(x.permute(0, 3, 1, 2).flatten(2))[0][: -(-length // 8)]
+            x = x + sinusoids(25, 32)[: len(x)]
+            for index, layer in enumerate(encoder.layers):
+                x = apply_layers(nn.ModuleList([layer]), x)
+                found[1 + index].append(x)
+            found[0].append(encoder.layer_norm(x))
+        mlps = (self.audio_adapter, *self.deepstack_audio_merger_list)
+        return [
+            mlp.down_proj(F.silu(mlp.gate_proj(x)) * mlp.up_proj(x))
+            for mlp, x in zip(mlps, map(torch.cat, found), strict=True)
+        ]
+
+    def forward(self, input_ids: Tensor, clips: Any = ()) -> CausalLMOutput:
+        """Return the logits of a prompt with clips."""
+        # Threads of a test share the hooks.
+        with self.lock:
+            return self._forward(input_ids, clips)
+
+    def _forward(self, input_ids: Tensor, clips: Any) -> CausalLMOutput:
+        model = self.language_model
+        embeds = model.get_input_embeddings()(input_ids).clone()
+        is_audio = input_ids == self.token
+        hooks = []
+        if len(clips):
+            parts = [torch.cat(x) for x in zip(*map(self.encode_all, clips), strict=True)]
+            embeds[is_audio] = parts[0]
+
+            def adding(part: Tensor) -> Any:
+                def add(_: Any, __: Any, output: Any) -> Any:
+                    states = output[0] if isinstance(output, tuple) else output
+                    states = states.clone()
+                    states[is_audio] += part
+                    return (states, *output[1:]) if isinstance(output, tuple) else states
+
+                return add
+
+            hooks = [
+                layer.register_forward_hook(adding(part))
+                for layer, part in zip(model.model.layers, parts[1:], strict=False)
+            ]
+        try:
+            return CausalLMOutput(logits=model(inputs_embeds=embeds).logits)
+        finally:
+            for hook in hooks:
+                hook.remove()
 
 
-OWN_CODE = ("fireredasr2", "funaudiochat", "lfm2_audio", "midashenglm")
+OWN_CODE = ("fireredasr2", "funaudiochat", "lfm2_audio", "midashenglm", "moss_audio")
 """The beginnings of the kinds of these models."""
 
 
@@ -431,6 +366,8 @@ def own_model(kind: str, text: dict[str, Any], token: int, num_mel_bins: int) ->
     name, _, variant = kind.partition(" ")
     if name == "fireredasr2":
         return FireRed(text, token, num_mel_bins)
+    if name == "moss_audio":
+        return MossAudio(text, token, num_mel_bins)
     if name == "lfm2_audio":
         return Lfm2Audio(text, token, num_mel_bins)
     if name == "midashenglm":

@@ -32,9 +32,7 @@ from ....protocol.checkpoint.speech import with_decoder_fields
 from ....protocol.checkpoint.vision.grid import GridVisionSpec
 from ....protocol.checkpoint.vision.llama import TilesVisionSpec
 from ....protocol.checkpoint.vision.read import has_vision, vision_spec
-from ....protocol.config.audio.tower import (
-    CausalSpec,
-)
+from ....protocol.config.audio.tower import AudioTowerSpec, CausalSpec
 from ....protocol.errors import CheckpointError
 from ...layers.spec import ModelSpec
 from ...layers.specs.experts import ExpertsSpec
@@ -190,6 +188,7 @@ _WITH_ANY_DECODER = {
     "MiniCPMV4_6ForConditionalGeneration",
     "MobileLlamaForCausalLM",
     "Mistral3ForConditionalGeneration",
+    "MossAudioModel",
     "MossTranscribeDiarizeForConditionalGeneration",
     "MusicFlamingoForConditionalGeneration",
     "OpenCUAForConditionalGeneration",
@@ -336,6 +335,13 @@ def model_spec(config: Mapping[str, Any], path: str | PathLike[str]) -> ModelSpe
         # A tower may have tables like those of a decoder.
         dropped = (r".*\baudio_tower\..*", "")
         spec = replace(spec, audio_encoder=tower, tensor_names=(dropped, *spec.tensor_names))
+        if isinstance(tower, AudioTowerSpec) and tower.added_after:
+            if len(tower.added_after) > len(spec.layers):
+                raise whole.error(
+                    f"the audio tower has outputs for layer {len(tower.added_after)}, "
+                    f"but the decoder has {len(spec.layers)} layers"
+                )
+            spec = replace(spec, added_after=tower.added_after)
         if isinstance(tower, CausalSpec):
             spec = speech.with_delay(spec, tower)
         if spec.encoder is None:

@@ -24,8 +24,8 @@ _MAX_WAVELENGTH = 10_000
 class Stem(Protocol):
     """Turns the features of a window into rows."""
 
-    def __call__(self, features_CN: Tensor) -> Tensor:
-        """Return the rows [P, D] that the tower's layers read."""
+    def __call__(self, features_CN: Tensor, window: int) -> Tensor:
+        """Return the rows [P, D] that the tower's layers read, for a window of this number in its clip."""
 
 
 def make_stem(spec: AudioTowerSpec, tensors: VisionWeights) -> Stem:
@@ -69,7 +69,7 @@ class FrameStem:
                 "audio_tower.embed_positions.weight", spec.num_frames // 2, size
             )
 
-    def __call__(self, features_CN: Tensor) -> Tensor:
+    def __call__(self, features_CN: Tensor, window: int) -> Tensor:
         """Return the rows [P, D] that the tower's layers read."""
         x_DN = features_CN[None]
         for stride, (weight, bias) in enumerate(self._convolutions, 1):
@@ -94,21 +94,27 @@ class ChunkStem:
         ]
         num_features = -(-spec.num_mel_bins // 8)
         self._project = tensors.read_linear(
-            "audio_tower.conv_out", spec.hidden_size, channels * num_features, has_bias=False
+            "audio_tower.conv_out",
+            spec.hidden_size,
+            channels * num_features,
+            has_bias=chunks.has_bias,
         )
         positions = sinusoids(torch.arange(-(-chunks.num_frames // 8)), spec.hidden_size)
         self._positions_PD = positions.to(self._project.weight)
 
-    def __call__(self, features_CN: Tensor) -> Tensor:
+    def __call__(self, features_CN: Tensor, window: int) -> Tensor:
         """Return the rows [P, D] that the tower's layers read."""
         num_rows = self._spec.num_rows(features_CN.shape[1])
         length = self._chunks.num_frames
+        if not (window or self._chunks.fills_first):
+            length = min(length, features_CN.shape[1])
         # The last chunk is filled with zeros, whose rows are not returned.
         filled_CN = F.pad(features_CN, (0, -features_CN.shape[1] % length))
         x = filled_CN.unflatten(1, (-1, length)).transpose(0, 1)[:, None]
         for weight, bias in self._convolutions:
             x = F.gelu(F.conv2d(x, weight, bias, stride=2, padding=1))
-        rows = self._project(x.permute(0, 3, 1, 2).flatten(2)) + self._positions_PD
+        rows = self._project(x.permute(0, 3, 1, 2).flatten(2))
+        rows = rows + self._positions_PD[: rows.shape[1]]
         return rows.flatten(0, 1)[:num_rows]
 
 
