@@ -17,6 +17,7 @@ from engine.protocol.errors import CheckpointError, ConfigError
 from engine.workers.execution import torch_loader
 from safetensors.torch import load_file, save_file
 from support.draft_heads import dflash_hidden_states
+from support.dspark_heads import DSPARK_HEADS
 from support.eagle_heads import EAGLE_HEADS
 from support.graph_attention import GraphTorchPaged
 from support.host_accelerator import HostAccelerator
@@ -43,7 +44,7 @@ PROMPT = list(range(20, 37))
 
 @pytest.fixture(
     scope="module",
-    params=[*HEADS, *EAGLE_HEADS, *PREDICTION_LAYERS],
+    params=[*HEADS, *EAGLE_HEADS, *PREDICTION_LAYERS, *DSPARK_HEADS],
     ids=lambda make: make.__name__,
 )
 def head(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Head:

@@ -136,7 +136,16 @@ class BlockHead(DraftHead):
         columns = (np.repeat(lengths_S, limits_S) + numbers).astype(np.int32)
         outputs_RE = kept_TE[to_device(rows, self._device)]
         if self._markov is not None:
-            self._choose_in_order(self._markov, outputs_RE, slots, columns, limits_S)
+            # Logits take much memory. There are at most as many rows of them as in a step without drafts.
+            count = max(1, self._batch.num_slots // int(limits_S.max()))
+            ends = np.cumsum(limits_S)
+            for first_slot in range(0, len(limits_S), count):
+                own_S = limits_S[first_slot : first_slot + count]
+                end = int(ends[first_slot + len(own_S) - 1])
+                part = slice(end - int(own_S.sum()), end)
+                self._choose_in_order(
+                    self._markov, outputs_RE[part], slots[part], columns[part], own_S
+                )
             return
         tokens[slots, columns] = on_host(self._choose(outputs_RE, slots, columns))
 
