@@ -145,6 +145,26 @@ def test_a_chat_reuses_the_state_of_its_previous_turn(served) -> None:
         assert usage["prompt_tokens_details"]["cached_tokens"] >= 64, usage
 
 
+@pytest.mark.parametrize("kind", ["delta net", "mamba", "convolution"])
+def test_prompts_share_the_state_after_a_common_beginning(tmp_path: Path, kind: str) -> None:
+    path, model = layers_directory(tmp_path, kind)
+    rng = random.Random(7)
+    shared = [rng.randrange(4, 300) for _ in range(290)]
+    prompts = [shared + [rng.randrange(4, 300) for _ in range(150)] for _ in range(4)]
+    found = []
+    with Server(str(path), "--dtype", "float32", "--enable-prompt-tokens-details") as server:
+        for prompt in prompts:
+            body = {"prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+            status, answer = server.post("/v1/completions", body | {"return_token_ids": True})
+            assert status == 200, answer
+            tokens = answer["choices"][0]["token_ids"]
+            assert tokens == likely_tokens(model, prompt, tokens)
+            found.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+        assert_nothing_is_held(server)
+    # The first prompt has no state there, and the second one stores it.
+    assert found[:2] == [0, 0] and found[2] == found[3] > 150
+
+
 def test_a_stream_goes_on_after_the_core_was_killed(served) -> None:
     server, _ = served
     prompt = "the old tower " * 30
