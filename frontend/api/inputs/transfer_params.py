@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 
@@ -24,7 +24,7 @@ class _TransferParams(msgspec.Struct, omit_defaults=True):
     remote_request_id: str | None = None
     remote_host: str | None = None
     remote_port: int | str | None = None
-    remote_num_tokens: int | None = None
+    remote_num_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
 
 
 def transfer_params(value: Any, config: EngineConfig) -> dict[str, object] | None:

@@ -157,6 +157,7 @@ def test_kv_transfer_params_accept_only_fields_that_proxies_send() -> None:
         {"do_remote_prefill": 1},
         {"do_remote_prefill": True, "do_remote_decode": True},
         {"remote_host": "x" * 300},
+        {"do_remote_decode": True, "remote_num_tokens": -1},
     ):
         with pytest.raises(APIError):
             transfer_params(value, config)
