@@ -28,7 +28,7 @@ from engine.protocol.errors import ParameterError
 from engine.protocol.sampling_params import SamplingParams
 from PIL import Image
 from support.gguf_writer import write_gguf
-from support.image_models import CHATS, Model
+from support.image_models import CHATS, PUBLISHED_MODELS, Model
 from support.image_processors import image_processor
 from support.image_requests import NUM_TOKENS, ask_together, chat, data_url, picture
 from support.mllama import mllama_directory, next_logprobs
@@ -59,7 +59,7 @@ def server(grid: Model) -> Iterator[Server]:
     [
         ("smolvlm", ()),
         ("internvl", ("--cpu-backend", "torch", "-tp", "2")),
-        *((kind, ("-tp", "2")) for kind in ("internvl_chat", "llava_next-published")),
+        *((kind, ("-tp", "2")) for kind in ("internvl_chat", *PUBLISHED_MODELS)),
     ],
 )
 def test_answers_equal_those_of_transformers(

@@ -18,6 +18,7 @@ TOKEN_TYPES = {
     "gemma4": "mm_token_type_ids",
     "gemma4_unified": "mm_token_type_ids",
 }
+PUBLISHED_MODELS = ("llava_next-published", "llava_onevision-published")
 CHATS = [
     ("the quick", picture(1, 200, 150), "brown fox", picture(2, 64, 64), "jumps"),
     ("the quick", picture(1, 200, 150), "brown fox", picture(3, 64, 64), "jumps"),

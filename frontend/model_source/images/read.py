@@ -159,6 +159,7 @@ def read_image_processor(
     if read not in (cover, pages):
         # The processors of InternVL and DeepSeek-OCR 2 ignore this field of the file.
         processor = processor.with_values({"crop_to_patches": None})
+    processor = processor.with_values(config.first_section("image_limits").config)
     fields = processor.with_values(dict(overrides))
     found = read(ProcessorSource(path, fields, config, tokens, token_id), vision)
     mark = config.text("image_mark", "")

@@ -116,7 +116,8 @@ def _read(
     path: Path, config: ConfigFields, text: ConfigFields, overrides: Mapping[str, object]
 ) -> AnyVideoProcessor | None:
     model_type = config.text("model_type", "")
-    if not (has_vision(config) and path.is_dir()):
+    # In the formats of LLaVA's authors and the like, prompts have no marks of videos.
+    if not (has_vision(config) and path.is_dir()) or config.get("image_mark") is not None:
         return None
     found = _video_fields(path)
     if found is None:

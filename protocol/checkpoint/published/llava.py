@@ -146,6 +146,9 @@ def _processor(side: int, is_clip: bool) -> dict[str, Any]:
     }
 
 
+_PARTS: Final = ("image_newline", "mm_projector", "vision_resampler", "vision_tower")
+
+
 def _place(*tokens: str) -> dict[str, Any]:
     """Return the fields for the place of an image in a prompt.
 
@@ -153,7 +156,7 @@ def _place(*tokens: str) -> dict[str, Any]:
     """
     return {
         "image_mark": "<image>",
-        "image_parts": ["image_newline", "mm_projector", "vision_resampler", "vision_tower"],
+        "image_parts": [f"model.{name}" for name in _PARTS],
         "image_token_id": None,
         "image_token_index": None,
         "image_token_texts": ["<image>", *tokens, "<unk>", "<|endoftext|>"],

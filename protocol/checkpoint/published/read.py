@@ -11,9 +11,10 @@ from .janus import multi_modality
 from .llava import llava, phi4
 from .molmo import molmo
 from .openvla import openvla
-from .renamed import dots_vlm, interns2
+from .renamed import alpamayo2, dots_vlm, interns2
 
 _READERS: Final[dict[str, Callable[[ConfigFields, str], dict[str, Any]]]] = {
+    "Alpamayo2Super": alpamayo2,
     "DotsVLMForCausalLM": dots_vlm,
     "Florence2ForConditionalGeneration": florence2,
     "InternS2PreviewForConditionalGeneration": interns2,
@@ -32,8 +33,8 @@ def published_fields(fields: ConfigFields) -> dict[str, Any]:
 
     `image_token_texts` are the tokens that may stand for images, of which the tokenizer has the first or a later one.
     `image_mark` is the text that stands for an image in prompts, if it is not the token's. `image_processor` has the
-    fields of an image processor whose file is missing or omits them. `image_parts` are the names of the decoder's parts
-    that belong to the tower.
+    fields of an image processor whose file is missing or omits them, and `image_limits` those that replace the file's.
+    `image_parts` are the names of parts that do not belong to the decoder, although their tensors look like its own.
 
     Raises:
         CheckpointError: A field is missing or invalid.

@@ -23,6 +23,31 @@ def dots_vlm(fields: ConfigFields, architecture: str) -> dict[str, Any]:
     }
 
 
+def alpamayo2(fields: ConfigFields, architecture: str) -> dict[str, Any]:
+    """Return the fields of the Qwen3-VL in an Alpamayo 2, which also has an expert that is not served.
+
+    The model reads tokens of trajectories, and never writes them.
+    """
+    own = fields.required_section("vlm_config")
+    ids = fields.first_section("traj_ids")
+    text = dict(own.required_section("text_config").config)
+    firsts = [ids.integer(f"{name}_id0", -1, minimum=-1) for name in ("history", "future")]
+    if min(firsts) >= 0:
+        sizes = {"history": 1000, "future": 3000}
+        count = sum(fields.integer(f"{name}_vocab_size", size) for name, size in sizes.items())
+        text["silent_tokens"] = [min(firsts), min(firsts) + count]
+    least = fields.integer("min_pixels", 163_840)
+    limits = {"shortest_edge": least, "longest_edge": fields.integer("max_pixels", 196_608)}
+    return {
+        **own.config,
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "model_type": "qwen3_vl",
+        "text_config": text,
+        "image_parts": ["expert"],
+        "image_limits": {"size": limits, "min_pixels": None, "max_pixels": None},
+    }
+
+
 def interns2(fields: ConfigFields, architecture: str) -> dict[str, Any]:
     """Return the fields of Intern-S2 Preview, which is a Qwen3.5 with experts; its time series are not read."""
     text = {**fields.required_section("text_config").config, "model_type": "qwen3_5_moe_text"}

@@ -1,5 +1,6 @@
 """Qwen-VL and GLM models give the logits of transformers, with several images of any size and videos."""
 
+import json
 import random
 
 import numpy as np
@@ -13,6 +14,7 @@ from engine.frontend.media.video_files import open_video
 from engine.frontend.model_source.images.read import read_image_processor
 from engine.frontend.model_source.images.videos import read_video_processor
 from engine.protocol.checkpoint.config_fields import ConfigFields
+from engine.protocol.checkpoint.files import read_model_config
 from engine.protocol.encoder_inputs.inputs import EncoderGrid, EncoderInput
 from engine.protocol.encoder_inputs.payloads import ImagePayload
 from engine.protocol.errors import EngineError
@@ -22,6 +24,7 @@ from engine.workers.towers.image_tower import TowerSource
 from engine.workers.towers.make_tower import make_tower
 from engine.workers.towers.placed import Placed
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from support.decoders import CPU, TOWER_LAYERS, Runner, load_decoder, load_native_decoder
 from support.qwen_checkpoints import (
     FRAMES,
@@ -206,3 +209,40 @@ def test_images_that_do_not_fit_the_patches_are_refused(model):
     ones = (1.0, 1.0, 1.0)
     with pytest.raises(EngineError, match="has 1 frames of 8 x 4 pixels, but the model reads"):
         tower(ImagePayload(8, 4, bytes(96), 1 / 255, ones, ones))
+
+
+def test_alpamayo_is_the_model_in_its_config_and_writes_no_trajectories(tmp_path):
+    path, reference = qwen_directory(tmp_path, "qwen3_vl")
+    config = json.loads((path / "config.json").read_text())
+    published = {
+        "architectures": ["Alpamayo2Super"],
+        "model_type": "alpamayo2_super",
+        "vlm_config": config,
+        "traj_ids": {"history_id0": 20, "future_id0": 23},
+        "history_vocab_size": 3,
+        "future_vocab_size": 4,
+        "min_pixels": 4 * UNIT**2,
+        "max_pixels": 9 * UNIT**2,
+    }
+    (path / "config.json").write_text(json.dumps(published))
+    file = path / "model.safetensors"
+    stored = {f"vlm.{name}": tensor for name, tensor in load_file(file).items()}
+    expert = {"expert.layers.0.self_attn.q_proj.weight": torch.zeros(1, 1)}
+    save_file(stored | expert | {"expert.embed_tokens.weight": torch.zeros(1, 1)}, file)
+    known = read_model_config(path)
+    processor = read_image_processor(path, known, known.section("text_config"), {})
+    limits = processor.min_pixels, processor.max_pixels
+    assert limits == (4 * UNIT**2, 9 * UNIT**2)
+    prompt = [1, 21, 5, 9, 25, 3]
+    with torch.inference_mode():
+        expected = reference(input_ids=torch.tensor([prompt])).logits[0]
+    for load in (load_decoder, load_native_decoder):
+        found = Runner(load(path, max_model_len=64), 1, max_tokens=64).step({0: prompt})[0].clone()
+        assert found[:, 20:27].max() < -1e20
+        found[:, 20:27] = expected[:, 20:27]
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+        tower = make_tower(
+            load(path, max_model_len=64).spec.encoder,
+            TowerSource(open_checkpoint(path), CPU, torch.float32),
+        )
+        tower.warm_up()

@@ -158,7 +158,11 @@ def _qwen2_5_omni(fields: ConfigFields) -> ModelSpec:
 
 
 def _qwen3_vl(fields: ConfigFields) -> ModelSpec:
-    return qwen3(interleaved_axes(fields))
+    spec = qwen3(interleaved_axes(fields))
+    if fields.get("silent_tokens") is None:
+        return spec
+    first, end = fields.integers("silent_tokens")
+    return replace(spec, silent_tokens=(first, end))
 
 
 def _isaac(fields: ConfigFields) -> ModelSpec:

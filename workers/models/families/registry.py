@@ -324,7 +324,7 @@ def model_spec(config: Mapping[str, Any], path: str | PathLike[str]) -> ModelSpe
                 f"the vision tower has outputs for layer {last + 1}, but the decoder has {len(spec.layers)} layers"
             )
         # In published formats, the tower may be a part of the decoder.
-        own = [(rf"^model\.{name}\b.*", "") for name in whole.texts("image_parts")]
+        own = [(rf"^{re.escape(name)}\b.*", "") for name in whole.texts("image_parts")]
         spec = replace(
             spec, added_after=encoder.added_after, tensor_names=(*own, *spec.tensor_names)
         )
