@@ -12,6 +12,7 @@ from engine.frontend.model_source.images.read import read_image_processor
 from engine.frontend.tokenizer.load import load_tokenizer
 from engine.protocol.checkpoint.config_fields import ConfigFields
 from engine.protocol.checkpoint.field_names import text_section
+from engine.protocol.checkpoint.files import read_model_config
 from engine.protocol.errors import CheckpointError
 from PIL import Image
 from support.own_code.known_towers import eagle2_5
@@ -113,6 +114,43 @@ def test_images_of_eagle_have_numbers_and_enough_tiles(tmp_path):
     # InternVL, which compares aspect ratios only, would read a square of this size as a whole.
     for size, count in (((20, 20), 1), ((24, 24), 5), ((100, 20), 5), ((60, 30), 3)):
         assert len(_tiles(_image(*size), config)) == count
+
+
+def test_llava_in_its_authors_format_needs_no_file_of_a_processor(tmp_path):
+    path, _ = vision_directory(tmp_path, "llava_next-published")
+    (path / "preprocessor_config.json").unlink()
+    (path / "processor_config.json").unlink()
+    fields = json.loads((path / "config.json").read_text())
+
+    def read(**values):
+        (path / "config.json").write_text(json.dumps(fields | values))
+        config = read_model_config(path)
+        return read_image_processor(path, config, text_section(config), {})
+
+    # Grids are given as the width and the height.
+    found = read(image_grid_pinpoints=[[64, 128], [192, 64]])
+    assert (found.side, found.grids, found.mark) == (64, ((1, 2), (3, 1)), "<image>")
+    assert found.mean == (0.48145466, 0.4578275, 0.40821073)
+    square = read(image_aspect_ratio="pad")
+    assert (square.side, square.pads, square.num_outputs) == (64, True, 64)
+    crop = read(image_aspect_ratio=None)
+    assert (crop.side, crop.shortest_edge) == (64, 64)
+    texts = {
+        "mm_vision_tower must be one of clip-vit": {
+            "vision_config": None,
+            "mm_vision_tower": "google/vit-base-patch16-224",
+        },
+        "mm_projector_type must be 'mlp2x_gelu'": {"mm_projector_type": "linear"},
+        "mm_patch_merge_type must be 'spatial_unpad'": {"mm_patch_merge_type": "flat"},
+        "image_grid_pinpoints must be a list": {"image_grid_pinpoints": "anything"},
+    }
+    for message, values in texts.items():
+        with pytest.raises(CheckpointError, match=message):
+            read(**values)
+    config = fields | {"vision_config": None}
+    (path / "config.json").write_text(json.dumps(config))
+    vision = read_model_config(path).required_section("vision_config")
+    assert (vision.get("image_size"), vision.get("hidden_size")) == (336, 1024)
 
 
 def test_images_of_mantis_have_numbers(tmp_path):
