@@ -29,6 +29,11 @@ def attention_backend(spec: AttentionSpec, name: BackendName | None = None) -> D
             f"the attention backend {name} does not support sparse attention; remove --batch-invariant, or set "
             "--max-model-len to the number of tokens that the model's indexer chooses"
         )
+    if spec.has_distance_biases and name != "torch_paged":
+        raise ConfigError(
+            f"the attention backend {name} does not support scores or sinks that depend on distances or queries, as "
+            "this model has them; remove --batch-invariant"
+        )
     return _backend_class(name)(spec)
 
 

@@ -61,11 +61,9 @@ class Sinks(NamedTuple):
         size = self.values_GNV.shape[-1]
         weight_TH1 = 1 - attended_THK[..., size : size + 1].float()
         # One product for each sink, whose order does not depend on the number of tokens.
-        mean_TGQV = torch.zeros(())
-        for share_TGQ, value_GV in zip(
-            self.shares_TGQN.unbind(-1), self.values_GNV.unbind(1), strict=True
-        ):
-            mean_TGQV = share_TGQ.unsqueeze(-1) * value_GV.unsqueeze(1) + mean_TGQV
+        pairs = zip(self.shares_TGQN.unbind(-1), self.values_GNV.unbind(1), strict=True)
+        first_TGQV, *others = (x.unsqueeze(-1) * value_GV.unsqueeze(1) for x, value_GV in pairs)
+        mean_TGQV = sum(others, first_TGQV)
         added_THV = weight_TH1 * mean_TGQV.flatten(1, 2)
         return (attended_THK[..., :size] + added_THV).to(attended_THK.dtype)
 

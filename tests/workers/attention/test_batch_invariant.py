@@ -59,6 +59,20 @@ def test_latent_attention_is_rejected():
         attention_backend(spec, "triton_batch_invariant")
 
 
+def test_biases_that_the_kernels_do_not_add_are_rejected():
+    spec = AttentionSpec(
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=32,
+        has_distance_biases=True,
+        block_size=16,
+        dtype=torch.float32,
+        device=DEVICE,
+    )
+    with pytest.raises(ConfigError, match=r"distances or queries.*--batch-invariant"):
+        attention_backend(spec, "triton_batch_invariant")
+
+
 def test_decodes_in_a_graph_equal_those_of_any_step():
     """A captured step has a row of padding."""
     case = PagedCase(
