@@ -171,6 +171,7 @@ _OF_ARCHITECTURE: Final[dict[str, Callable[[ConfigFields], dict[str, Any]]]] = {
         "model_type": "fireredasr2",
         "text_config": {**fields.config, "model_type": "qwen2"},
     },
+    "Lfm2BidirectionalModel": lambda _: {"is_causal": False},
     "LlamaForClassification": lambda fields: {
         "num_labels": fields.get("num_labels", fields.get("classification_out_size"))
     },

@@ -51,6 +51,7 @@ def unsupported_features(spec: ModelSpec) -> list[str]:
         "gates of norms of latent vectors": spec.norm_gate is not None
         and spec.norm_gate.has_latent_gates,
         "norms of keys alone": spec.qk_norm == "only keys",
+        "convolutions of neighbors": any(layer.neighbors for layer in spec.layers),
         "sinks with keys": spec.num_sink_keys > 0,
         "norms that replace the residual stream": any(x.replaces_stream for x in spec.layers),
         "queries of low rank without latent attention": spec.query_rank > 0,

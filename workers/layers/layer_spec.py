@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ...protocol.checkpoint.recurrent_layers import RecurrentLayer
+from ...protocol.checkpoint.recurrent_layers import RecurrentLayer, ShortConvolution
 from .rope import QueryScaling, RopeSpec
 from .shared_block import Restart, SharedBlock
 from .specs.compressed import Compression
@@ -88,6 +88,9 @@ class LayerSpec(msgspec.Struct, frozen=True):
     """The KV-cache group of its state."""
     shared_block: SharedBlock | None = None
     """The block of layers with shared weights that the attention is a part of. Only in recurrent layers."""
+
+    neighbors: ShortConvolution | None = None
+    """A convolution instead of attention that reads tokens on both sides, in an encoder without states (LFM2)."""
 
     # MLP, experts and norms.
 

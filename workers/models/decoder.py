@@ -42,6 +42,7 @@ from .layer_kinds.convolved import ConvolvedLayer, MixedHeadsLayer
 from .layer_kinds.hyper_connections import HyperLayer, Reducer, read_reducer
 from .layer_kinds.image_reader import ImageReaderLayer
 from .layer_kinds.input_convolution import InputConvolutionLayer
+from .layer_kinds.neighbors import NeighborsLayer
 from .layer_kinds.normed_stream import NormedStreamLayer
 from .layer_kinds.parallel import ParallelLayer
 from .layer_kinds.stream_attention import StreamAttention
@@ -437,6 +438,8 @@ def _layer_kind(spec: ModelSpec, layer: LayerSpec) -> type[DecoderLayer]:
         return ConvolvedLayer
     if layer.input_convolution is not None:
         return InputConvolutionLayer
+    if layer.neighbors is not None:
+        return NeighborsLayer
     if spec.norms_stream:
         return NormedStreamLayer
     return ParallelLayer if spec.is_parallel else DecoderLayer

@@ -1,5 +1,6 @@
 """Every encoder gives the hidden states of transformers, whatever shares the step."""
 
+import functools
 import json
 import random
 import re
@@ -108,6 +109,11 @@ MODELS = {
         | {"q_lora_rank": 20, "kv_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
         | {"v_head_dim": 12, "head_dim": 8, "rope_interleave": True},
     ),
+    "lfm2-bidirectional": (
+        "Lfm2Model",
+        {"is_causal": False, "num_key_value_heads": 2, "block_auto_adjust_ff_dim": False}
+        | {"layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 3},
+    ),
     "voyage": ("Qwen3Model", {"is_causal": False, "num_key_value_heads": 2, "head_dim": 16}),
     "embedding-gemma": (
         "Gemma3TextModel",
@@ -127,6 +133,7 @@ MODELS = {
 PUBLISHED_AS = {
     "deepseek-v3-bidirectional": "DeepseekV3BidirectionalModel",
     "embedding-gemma": "EmbeddingGemmaModel",
+    "lfm2-bidirectional": "Lfm2BidirectionalModel",
     "voyage": "VoyageQwen3BidirectionalEmbedModel",
 }
 """The architecture of published files, by the name of a family; by default that of transformers."""
@@ -149,9 +156,17 @@ WITH_KNOWN_PARTS = (
 
 IN_TORCH = {
     *("albert", "albert-groups", "convbert", "deberta", "deberta-v2", "deberta-v2-own-projections"),
-    *("electra-small", "esm-1b", "mobilebert", "rembert", "roformer-small"),
+    *("electra-small", "esm-1b", "lfm2-bidirectional", "mobilebert", "rembert", "roformer-small"),
 }
 """The families that native programs do not compute."""
+
+
+def _convolve_neighbors(module, hidden_states, **_others):
+    gate, output_gate, x = module.in_proj(hidden_states).mT.chunk(3, -2)
+    convolved = torch.nn.functional.conv1d(
+        gate * x, module.conv.weight, module.conv.bias, padding=1, groups=len(module.conv.weight)
+    )
+    return module.out_proj((output_gate * convolved).mT)
 
 
 @pytest.fixture(
@@ -177,6 +192,9 @@ def models(request, tmp_path_factory):
     reference.save_pretrained(path)
     # The config of a saved Gemma has a smaller window.
     reference = model_class.from_pretrained(path, attn_implementation="eager")
+    for layer in reference.layers if key == "lfm2-bidirectional" else ():
+        if hasattr(layer, "conv"):
+            layer.conv.forward = functools.partial(_convolve_neighbors, layer.conv)
     if key in PUBLISHED_AS:
         config = json.loads((path / "config.json").read_text())
         config = {k: v for k, v in config.items() if k not in ("is_causal", "architectures")}

@@ -117,7 +117,8 @@ def layer_indices(fields: ConfigFields, name: str) -> list[int] | None:
     return None if indices is None else list(indices)
 
 
-def _lfm2(fields: ConfigFields, layers: tuple[LayerSpec, ...] | None = None) -> ModelSpec:
+def lfm2(fields: ConfigFields, layers: tuple[LayerSpec, ...] | None = None) -> ModelSpec:
+    """Return the spec of an LFM2, with other layers if they are given."""
     fields = fields.with_defaults(
         tie_word_embeddings=fields.boolean("tie_embedding", True),
         rms_norm_eps=fields.number("norm_eps", 1e-5),
@@ -167,7 +168,7 @@ def _lfm3(fields: ConfigFields) -> ModelSpec:
         read_rope_of_layer_type(fields, kind, size, theta=theta)
         for kind, theta in (("full_attention", 1_000_000.0), ("sliding_attention", 10_000.0))
     )
-    spec = _lfm2(fields, layers_with_windows(fields, local, full))
+    spec = lfm2(fields, layers_with_windows(fields, local, full))
     norms = spec.norms
     if fields.boolean("use_sandwich_norm", True):
         norms = replace(norms, attention_output="post_operator_norm", mlp_output="post_ffn_norm")
@@ -247,7 +248,7 @@ def _qwen3_5_vl(fields: ConfigFields) -> ModelSpec:
 def _lfm2_moe(fields: ConfigFields) -> ModelSpec:
     fields = fields.with_values({"block_auto_adjust_ff_dim": False})
     first = fields.integer("num_dense_layers", 2, minimum=0)
-    spec = _lfm2(fields.with_defaults(num_key_value_heads=8, tie_embedding=True))
+    spec = lfm2(fields.with_defaults(num_key_value_heads=8, tie_embedding=True))
     experts = read_experts(
         fields.with_defaults(moe_intermediate_size=1792),
         32,
@@ -481,7 +482,7 @@ FAMILIES = (
     Family("FalconH1ForCausalLM", "falcon_h1", _falcon_h1),
     Family("GraniteMoeHybridForCausalLM", "granitemoehybrid", _granite_hybrid),
     Family("LaraMiniForCausalLM", "lara_mini", _lara_mini),
-    Family("Lfm2ForCausalLM", "lfm2", _lfm2),
+    Family("Lfm2ForCausalLM", "lfm2", lfm2),
     Family("Lfm3ForCausalLM", "lfm3", _lfm3),
     Family("NemotronHForCausalLM", "nemotron_h", _nemotron_h),
     Family("NemotronHPuzzleForCausalLM", "nemotron_h_puzzle", _nemotron_h_puzzle),

@@ -68,9 +68,11 @@ from .with_images import deepseek as deepseek_ocr
 from .with_other_names import dense as other_dense
 from .with_other_names import mixtures as other_mixtures
 from .with_other_names import plamo
-from .with_states import gigachat, jet_nemotron, minicpm_sala
+from .with_states import gigachat, jet_nemotron, lfm2_encoder, minicpm_sala
 
 FAMILIES = (
+    # Without an architecture, the model type means the decoder, which comes later.
+    *lfm2_encoder.FAMILIES,
     *deepseek_v4.FAMILIES,
     *delta_attention.FAMILIES,
     *experts.FAMILIES,
