@@ -1,4 +1,7 @@
-"""The chat templates that `--chat-template` chooses by llama.cpp's names, for models that are published without one."""
+"""The chat templates that `--chat-template` chooses by llama.cpp's names, for models that are published without one.
+
+As in llama.cpp, prompts begin with BOS if the model's tokenizer adds it to texts.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +72,7 @@ class _Form(NamedTuple):
         return (_TEMPLATE % values).strip()
 
 
-def _roles(before: str, after: str, *, start: str = '""', trims: bool = False) -> _Form:
+def _roles(before: str, after: str, *, start: str = _BOS, trims: bool = False) -> _Form:
     """Return a form in which a text with the role, in place of `{}`, is before each message."""
     user, assistant, system = (
         (before.format(role), after) for role in ("user", "assistant", "system")
@@ -91,7 +94,6 @@ _EXAONE: Final = _Form(
     ("[|user|]", "\n"),
     ("[|assistant|]", "[|endofturn|]\n"),
     ("[|system|]", "[|endofturn|]\n"),
-    start='""',
     trims=True,
 )
 _GRANITE: Final = _roles("<|start_of_role|>{}<|end_of_role|>", "<|end_of_text|>\n")
@@ -103,10 +105,8 @@ _FORMS: Final[dict[str, _Form]] = {
     "chatml": _roles("<|im_start|>{}\n", "<|im_end|>\n"),
     "llama2": _inst(("[INST] ", " [/INST]"), "", ("", "\n")),
     "llama2-sys": _inst(("[INST] ", " [/INST]"), "", _SYS),
-    "llama3": _roles(
-        "<|start_header_id|>{}<|end_header_id|>\n\n", "<|eot_id|>", start=_BOS, trims=True
-    ),
-    "llama4": _roles("<|header_start|>{}<|header_end|>\n\n", "<|eot|>", start=_BOS, trims=True),
+    "llama3": _roles("<|start_header_id|>{}<|end_header_id|>\n\n", "<|eot_id|>", trims=True),
+    "llama4": _roles("<|header_start|>{}<|header_end|>\n\n", "<|eot|>", trims=True),
     "mistral-v1": _inst((" [INST] ", " [/INST]"), " ", _PARAGRAPH),
     "mistral-v3": _inst(("[INST] ", "[/INST]"), " ", _PARAGRAPH),
     "mistral-v3-tekken": _inst(("[INST]", "[/INST]"), "", _PARAGRAPH),
@@ -116,7 +116,7 @@ _FORMS: Final[dict[str, _Form]] = {
     "mistral-v7-tekken": _inst(
         ("[INST]", "[/INST]"), "", ("[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"), merges=False
     ),
-    "phi3": _roles("<|{}|>\n", "<|end|>\n", start=_BOS),
+    "phi3": _roles("<|{}|>\n", "<|end|>\n"),
     "phi4": _roles("<|im_start|>{}<|im_sep|>", "<|im_end|>"),
     "falcon3": _roles("<|{}|>\n", "\n"),
     "zephyr": _roles("<|{}|>\n", "<|endoftext|>\n"),

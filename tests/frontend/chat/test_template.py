@@ -2,6 +2,7 @@
 
 import json
 import time
+from pathlib import Path
 
 import pytest
 import tokenizers
@@ -433,3 +434,19 @@ def test_a_clip_is_marked_in_the_text_if_the_template_does_not_show_it(shown, ex
     content = [AUDIO_PART, {"type": "text", "text": "Who is it?"}]
     template = ChatTemplate(source)
     assert template.render([{"role": "user", "content": content}]) == expected
+
+
+@pytest.mark.parametrize("adds", [True, False])
+def test_named_templates_begin_as_texts_do(tmp_path: Path, adds: bool) -> None:
+    backend = tokenizers.Tokenizer(models.WordLevel({"<s>": 0, "a": 1}, unk_token="a"))
+    backend.add_special_tokens(["<s>"])
+    backend.decoder = decoders.ByteLevel()
+    if adds:
+        pieces = [("<s>", 0)]
+        backend.post_processor = tokenizers.processors.TemplateProcessing(
+            "<s> $A", special_tokens=pieces
+        )
+    template = ModelTemplates(Tokenizer(backend, tmp_path, bos_token="<s>"), "llama3").choose(False)
+    assert template is not None
+    prompt = template.render([{"role": "user", "content": "a"}])
+    assert prompt.startswith("<s><|start_header_id|>" if adds else "<|start_header_id|>user")
