@@ -406,6 +406,7 @@ def dflash_hidden_states(
     count: int,
     *,
     from_last: bool = False,
+    is_causal: bool = False,
 ) -> torch.Tensor:
     """Return the hidden states of a DFlash head for `count` drafts after all tokens, [count, D].
 
@@ -417,6 +418,8 @@ def dflash_hidden_states(
     begin, end = len(tokens) - 1, len(tokens) + num_masks
     keys, queries = torch.arange(end), torch.arange(begin, end)[:, None]
     sees = (keys > queries - config.sliding_window) | (keys >= begin)
+    if is_causal:
+        sees &= keys <= queries
     masks = [torch.zeros(num_masks + 1, end), torch.where(sees, 0.0, -torch.inf)]
     kinds = ("full_attention", "sliding_attention")
     outputs = head(

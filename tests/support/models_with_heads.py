@@ -366,6 +366,12 @@ def dflash_with_windows(path: Path) -> Head:
     return make_dflash(path, kinds, has_published_names=False)
 
 
+def dflash_with_causal_windows(path: Path) -> Head:
+    """A DFlash head whose layers all have a window, in which tokens of a block do not attend to later ones."""
+    kinds = ["sliding_attention"] * 3
+    return make_dflash(path, kinds, has_published_names=True, is_causal=True)
+
+
 def dflash_of_speculators(path: Path) -> Head:
     """A DFlash head in the layout of Speculators, with an output projection of its own."""
     kinds = ["full_attention"] * 3
@@ -373,7 +379,12 @@ def dflash_of_speculators(path: Path) -> Head:
 
 
 def make_dflash(
-    path: Path, layer_types: list[str], *, has_published_names: bool, has_vocabulary: bool = False
+    path: Path,
+    layer_types: list[str],
+    *,
+    has_published_names: bool,
+    has_vocabulary: bool = False,
+    is_causal: bool = False,
 ) -> Head:
     model = write_model(path, "Qwen3Config", "Qwen3ForCausalLM", {"num_hidden_layers": 6})
     directory = path / "head"
@@ -384,7 +395,7 @@ def make_dflash(
         matrix = load_file(directory / "model.safetensors")["lm_head.weight"]
 
     def drafts(tokens: list[int]) -> list[int]:
-        hidden_TD = dflash_hidden_states(model, made, tokens, NUM_DRAFTS)
+        hidden_TD = dflash_hidden_states(model, made, tokens, NUM_DRAFTS, is_causal=is_causal)
         return token_ids[(hidden_TD @ matrix.T).argmax(1)].tolist()
 
     return Head(
@@ -403,4 +414,5 @@ HEADS = [
     *(glm_mtp, deepseek_mtp, mimo_mtp, qwen3_5_mtp),
     *(glm_mtp_in_gguf, deepseek_mtp_in_gguf, qwen3_5_mtp_in_gguf, qwen3_5_mtp_in_own_gguf),
     *(assistant, unified_assistant, dflash, dflash_with_windows, dflash_of_speculators),
+    dflash_with_causal_windows,
 ]

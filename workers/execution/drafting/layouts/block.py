@@ -32,6 +32,7 @@ _DSPARK: Final = (
     "Qwen3OmniDSparkModel",
 )
 
+_WINDOW: Final = "sliding_attention"
 _START: Final = r"^(?:model\.)?"
 _PARTS: Final = (
     (_START + r"(?:encoder\.)?fc\.", "projection."),
@@ -102,11 +103,22 @@ def read_block(target: ModelSpec, checkpoint: Checkpoint) -> HeadLayout:
         projects_states=True,
         block_size=sizes.integer("block_size", minimum=2 - has_markov),
         mask_token_id=read_mask_token(fields, target.vocab_size),
-        is_causal=own.boolean("causal", fields.boolean("is_causal", False)),
+        is_causal=own.boolean(
+            "causal", fields.boolean("is_causal", _has_causal_windows(fields, architecture))
+        ),
         # Heads of the library Speculators say so if the last token predicts; those of DSpark's authors always do.
         predicts_from_last=has_markov and fields.boolean("sample_from_anchor", section is None),
         has_markov=has_markov,
     )
+
+
+def _has_causal_windows(fields: ConfigFields, architecture: str) -> bool:
+    """Return whether the head was trained with causal attention, as heads are whose layers all have a window.
+
+    Heads with windows in some layers had causal attention in these layers only, which is not reproduced here.
+    """
+    kinds = fields.get("layer_types")
+    return architecture == "DFlashDraftModel" and bool(kinds) and set(kinds) == {_WINDOW}
 
 
 def _rotates_halves(fields: ConfigFields) -> bool:
@@ -117,12 +129,12 @@ def _windows(fields: ConfigFields, own: ConfigFields) -> list[int | None]:
     """Return the window of each layer, or None."""
     count = fields.layer_count("num_hidden_layers")
     kinds = fields.per_layer("layer_types", count) or ["full_attention"] * count
-    if own.boolean("use_swa", False) and "sliding_attention" not in kinds:
-        kinds = ["sliding_attention"] * count
-    if "sliding_attention" not in kinds:
+    if own.boolean("use_swa", False) and _WINDOW not in kinds:
+        kinds = [_WINDOW] * count
+    if _WINDOW not in kinds:
         return [None] * count
     given = fields.with_values(
         {"sliding_window": own.get("swa_window_size", fields.get("sliding_window"))}
     )
     size = given.integer("sliding_window")
-    return [size if kind == "sliding_attention" else None for kind in kinds]
+    return [size if kind == _WINDOW else None for kind in kinds]
