@@ -19,7 +19,7 @@ from typing import Final, NamedTuple, TypeAlias
 from ...protocol.config import KVTransferConfig
 from ...protocol.errors import ConfigError
 from ...protocol.kv_events import KVCacheEvent
-from ...protocol.messages import FinishReason
+from ...protocol.messages import EngineCoreRequest, FinishReason
 from ...protocol.worker_messages import SchedulerOutput
 from ..state.request import Request
 
@@ -50,7 +50,8 @@ class KVConnector(ABC):
     """The scheduler side of a KV connector, called between steps.
 
     An exception fails the request concerned. Methods that concern no single request must not raise:
-    `build_connector_meta`, `needs_step`, `receive`, `transfer_expired`, `take_events` and `take_stats`.
+    `build_connector_meta`, `needs_step`, `receive`, `request_refused`, `transfer_expired`, `take_events` and
+    `take_stats`.
 
     If `polls_workers`, the workers get empty steps while a transfer is in progress and nothing is computed, so that
     they can report its end in their outputs. Otherwise they send such reports on their own, without a step.
@@ -105,6 +106,9 @@ class KVConnector(ABC):
         The blocks of a running request hold its first `request.num_held_tokens` tokens.
         """
         return RequestEnd()
+
+    def request_refused(self, message: EngineCoreRequest) -> None:  # noqa: B027
+        """Handle a request that the scheduler refused, for example because its queue is full."""
 
     def transfer_expired(self, transfer_id: int) -> None:  # noqa: B027
         """Handle the timeout of a transfer whose blocks were kept.

@@ -108,6 +108,7 @@ class RecordedKVConnector(KVConnector, ExternalDependency):
     is_ready = forwarded(KVConnector.is_ready, to="connector")
     is_flushed = forwarded(KVConnector.is_flushed, to="connector")
     receive = forwarded(KVConnector.receive, to="connector")
+    request_refused = forwarded(KVConnector.request_refused, to="connector")
     take_events = forwarded(KVConnector.take_events, to="connector")
     take_stats = forwarded(KVConnector.take_stats, to="connector")
     shutdown = forwarded(KVConnector.shutdown, to="connector")

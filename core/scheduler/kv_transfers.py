@@ -80,6 +80,7 @@ class KVTransfers:
         self._load_timeout_s = config.load_timeout_s
         self._lifecycle = lifecycle
         self._manager = manager = lifecycle.manager
+        lifecycle.refusals.on_refusal = connector.request_refused
         if self.blocks is None and not (manager.tables.is_simple and manager.cpu_offload is None):
             raise ConfigError(
                 f"kv_connector={config.kv_connector!r} supports only full attention without CPU "

@@ -122,7 +122,7 @@ class RequestLifecycle:
         self._num_arrivals = 0
         self._num_queued_tokens = 0
         self._rate = AdmissionRate()
-        self._refusals = Refusals(requirements, clients, tenants, self._rate)
+        self.refusals = Refusals(requirements, clients, tenants, self._rate)
         self.deadlines = Deadlines()
         self.blocked = BlockedRequest(manager.pool)
 
@@ -140,7 +140,7 @@ class RequestLifecycle:
             return None
         # The first `max_num_seqs` requests do not count as queued, even before they get slots.
         num_queued = max(len(self.requests) - self._max_num_seqs, 0)
-        if self._refusals.refuse(client_index, message, num_queued, self._num_queued_tokens):
+        if self.refusals.refuse(client_index, message, num_queued, self._num_queued_tokens):
             return None
         request = Request(client_index, message, self._num_arrivals, now)
         self._num_arrivals += 1

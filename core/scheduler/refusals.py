@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ...protocol.messages import EngineCoreRequest, FinishedRequest, FinishReason
 from .client_outputs import ClientOutputs
 from .limits import Refusal, Requirements
@@ -18,6 +20,8 @@ class Refusals:
         tenants: TenantLimits | None,
         rate: AdmissionRate,
     ) -> None:
+        self.on_refusal: Callable[[EngineCoreRequest], None] = lambda message: None
+        """Called with each request that is refused."""
         self._requirements = requirements
         self._clients = clients
         self._tenants = tenants
@@ -58,4 +62,5 @@ class Refusals:
             trace_headers=message.trace_headers,
         )
         self._clients.finish_request(client_index, finished)
+        self.on_refusal(message)
         return True

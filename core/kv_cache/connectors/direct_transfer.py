@@ -22,12 +22,15 @@ from ....protocol.kv_transfer.direct import (
     PullSettings,
     request_name,
 )
-from ....protocol.messages import FinishReason
+from ....protocol.messages import EngineCoreRequest, FinishReason
 from ....protocol.worker_messages import SchedulerOutput
 from ...state.request import RUNNING, Request
 from ..connector import BlockConnector, RequestEnd, register_connector
 
 _MAX_PORT: Final = 65535
+
+NO_TRANSFER: Final = -1
+"""The transfer id of a fetch that no request waits for."""
 
 _decode_report = msgspec.msgpack.Decoder(DirectReport).decode
 _encode = msgspec.msgpack.Encoder().encode
@@ -217,6 +220,14 @@ class DirectTransfer(BlockConnector):
             if source is not None:
                 # A fetch of zero blocks completes immediately, and the source is notified of it.
                 self._commands.fetches.append(DirectFetch(request.transfer_id, source, [], b""))
+
+    def request_refused(self, message: EngineCoreRequest) -> None:
+        """Let the source release the blocks of a request that will not fetch them."""
+        params = message.kv_transfer_params or {}
+        if self._fetches and params.get("do_remote_prefill") is True:
+            source = _source_of(params)
+            if source is not None:
+                self._commands.fetches.append(DirectFetch(NO_TRANSFER, source, [], b""))
 
     def transfer_expired(self, transfer_id: int) -> None:
         """Report to the workers that the blocks are no longer held for a fetch."""

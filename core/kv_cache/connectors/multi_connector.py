@@ -17,7 +17,7 @@ from ....protocol.kv_transfer.multi import (
     MultiReport,
     child_configs,
 )
-from ....protocol.messages import FinishReason
+from ....protocol.messages import EngineCoreRequest, FinishReason
 from ....protocol.worker_messages import SchedulerOutput
 from ...state.request import Request
 from ..connector import BlockConnector, RequestEnd, create_connector, register_connector
@@ -112,6 +112,11 @@ class MultiConnector(BlockConnector):
             raise ValueError("several connectors hold blocks of the same request")
         params = (end.params for end in ends if end.params is not None)
         return RequestEnd(any(end.delays_free for end in ends), next(params, None))
+
+    def request_refused(self, message: EngineCoreRequest) -> None:
+        """Forward the refusal to all connectors."""
+        for each in self.connectors:
+            each.request_refused(message)
 
     def transfer_expired(self, transfer_id: int) -> None:
         """Forward the timeout to all connectors."""

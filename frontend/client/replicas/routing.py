@@ -77,6 +77,10 @@ class Router:
             new_sequences[core.core_index] += 1
             new_tokens[core.core_index] += len(request.prompt_token_ids) // 4
             routed.append(core)
+        params = requests[0].kv_transfer_params if requests else None
+        if params and params.get("do_remote_prefill"):
+            # If the core refuses the request, it also lets the server that holds the request's blocks release them.
+            return routed
         for core_index, count in new_sequences.items():
             try:
                 self._cores[core_index].load.check(count, new_tokens[core_index])

@@ -175,6 +175,19 @@ def test_a_request_that_ends_without_a_fetch_lets_its_blocks_go():
     assert not pair.exchanges[PREFILL].held
 
 
+def test_a_refused_request_lets_its_blocks_go():
+    pair = Pair(transfer_timeout_s=1e6, max_num_seqs=1, max_num_queued_reqs=1)
+    _, name = pair.prefill(20)
+    while not pair.exchanges[PREFILL].held:
+        pair.replicas[PREFILL].step()
+    for _ in range(2):
+        pair.replicas[DECODE].add([9] * 5, 30)
+    key = pair.decode(20, name)
+    pair.drain()
+    assert pair.replicas[DECODE].received[key].reason is FinishReason.REJECTED
+    assert not pair.exchanges[PREFILL].held
+
+
 @pytest.mark.parametrize("groups", [FULL_ATTENTION, WINDOWED], ids=["full", "windows"])
 @pytest.mark.parametrize("threshold", [16, 17])
 def test_the_next_turn_is_computed_from_the_blocks_of_the_turn_before(threshold, groups):
