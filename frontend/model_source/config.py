@@ -89,7 +89,7 @@ LENGTH_FIELDS = (
 )
 TOWER_FIELDS = (
     *("vision_config", "vit_config", "embd_layer"),
-    *("audio_config", "audio_encoder_config", "encoder_config"),
+    *("audio_config", "audio_encoder_conf", "audio_encoder_config", "encoder_config"),
 )
 """Names of the fields with the towers of a model."""
 

@@ -141,10 +141,6 @@ _MODEL_TYPES: Final[dict[str, Callable[[ConfigFields], dict[str, Any]]]] = {
     "camembert": lambda _: {"model_type": "roberta"},
     "data2vec-text": lambda _: {"model_type": "roberta"},
     "glmga": lambda _: {"model_type": "glm46v"},
-    "lfm2_audio": lambda fields: {
-        "audio_config": fields.get("encoder"),
-        "text_config": {**fields.first_section("lfm").config, "model_type": "lfm2"},
-    },
     "llama_bidirec": _bidirectional,
     "minimax_m1": _minimax,
     "minimax_text_01": _minimax,
@@ -170,6 +166,11 @@ _OF_ARCHITECTURE: Final[dict[str, Callable[[ConfigFields], dict[str, Any]]]] = {
     "FireRedASR2ForConditionalGeneration": lambda fields: {
         "model_type": "fireredasr2",
         "text_config": {**fields.config, "model_type": "qwen2"},
+    },
+    "Lfm2AudioForConditionalGeneration": lambda fields: {
+        "model_type": "lfm2_audio",
+        "audio_config": fields.get("encoder"),
+        "text_config": {**fields.first_section("lfm").config, "model_type": "lfm2"},
     },
     "Lfm2BidirectionalModel": lambda _: {"is_causal": False},
     "LlamaForClassification": lambda fields: {

@@ -146,10 +146,15 @@ def lfm2_audio_spec(
         "scale_input": audio.boolean("xscaling", False),
     }
     own = fields.with_values({"encoder_config": encoder, "hidden_size": output_size})
+    name = "adapter_hidden_dims"
+    try:
+        (inner,) = msgspec.convert(fields.get(name, [output_size]), tuple[Channels])
+    except msgspec.ValidationError:
+        raise fields.wrong(name, "a list of one number", fields.get(name)) from None
     return msgspec.structs.replace(
         fast_conformer_spec(own),
         num_frames=_OMNI_FRAMES,
-        projection_size=fields.integer("adapter_hidden_size", output_size, maximum=MAX_POSITIONS),
+        projection_size=inner,
         projection_activation="gelu",
         has_projection_bias=True,
         tensor_names=(

@@ -201,10 +201,9 @@ class Lfm2Audio(AudioModel):
         super().__init__(
             {
                 "architectures": ["Lfm2AudioForConditionalGeneration"],
-                "model_type": "lfm2_audio",
                 "encoder": audio,
                 "lfm": decoder.to_dict(),
-                "adapter_hidden_size": 40,
+                "adapter_hidden_dims": [40],
             },
             token,
         )

@@ -164,7 +164,7 @@ def _lfm2_audio(audio: Audio) -> Mmproj:
                 "conv_kernel_size": audio.num_columns("a.blk.0.conv_dw.weight"),
                 "subsampling_conv_channels": audio.num_channels("a.conv1d.0.weight"),
             },
-            "adapter_hidden_size": audio.num_rows("mm.a.mlp.1.weight"),
+            "adapter_hidden_dims": [audio.num_rows("mm.a.mlp.1.weight")],
             "audio_token_id": audio.token_id(*LFM2_PLACEHOLDERS),
         }
     )
