@@ -21,6 +21,7 @@ from gguf import (
 from gguf.constants import MODEL_ARCH_NAMES
 from safetensors.torch import load_file
 from support.families.published_dense import HEADS, KV_HEADS, SIZES
+from support.families.published_mixtures import with_k2_heads
 from support.gguf_writer import interleaved
 from torch import Tensor
 
@@ -283,7 +284,7 @@ def _with_stacked_horizons(tensors: dict[str, Tensor], config: dict[str, Any]) -
     pattern = r"model\.layers\.(\d+)\.mlp\.gate\.bias"
     return {
         re.sub(pattern, r"blk.\1.exp_probs_b.bias", name): weight
-        for name, weight in _with_stacked_maple(tensors, config).items()
+        for name, weight in _with_stacked_maple(with_k2_heads(tensors), config).items()
     }
 
 

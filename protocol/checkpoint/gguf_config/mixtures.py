@@ -350,6 +350,7 @@ MIXTURES: Final[dict[str, Translate]] = {
         _k2_horizon_experts,
         layernorm_num_groups=integer("attention.group_norm_groups", 1),
         rope_head_dim=rotary_dim,
+        rope_is_contiguous=lambda _: True,
         query_key_norm=has("blk.0.attn_q_norm.weight"),
         attention_gate_func=lambda fields: (
             "softplus" if fields.has_tensor("blk.0.attn_gate.weight") else None

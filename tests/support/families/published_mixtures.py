@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import transformers
 from support.families import changes
@@ -51,6 +53,26 @@ def _with_own_keys(reference: transformers.PreTrainedModel) -> None:
 
     for layer in reference.model.layers:
         layer.mlp.router_gate.register_forward_hook(reorder)
+
+
+_PLACES = torch.tensor([*range(4), *range(8, 12), *range(4, 8), *range(12, 16)])
+"""The places of a head's elements in the files of a K2-Horizon. The first eight are rotated."""
+
+
+def with_k2_heads(tensors: changes.Tensors, *, is_stored: bool = True) -> changes.Tensors:
+    """Change the order of a head's elements to that of a K2-Horizon's files, or from it if it `is_stored`."""
+    changed = {}
+    for name, weight in tensors.items():
+        if ".q_" in name or ".k_" in name:
+            heads = weight.unflatten(0, (-1, 16))
+            own = heads.clone()
+            if is_stored:
+                own = heads[:, _PLACES]
+            else:
+                own[:, _PLACES] = heads
+            weight = own.flatten(0, 1)
+        changed[name] = weight
+    return changed
 
 
 MIXTURES = {
@@ -116,6 +138,7 @@ MIXTURES = {
             "router_score_func": "sigmoid",
         },
         ((r"mlp\.gate\.e_score_correction_bias", "mlp.gate.bias"),),
+        functools.partial(with_k2_heads, is_stored=False),
         prepare=_as_k2_horizon,
     ),
     "Maple": MAPLE,

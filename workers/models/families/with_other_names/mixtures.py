@@ -7,6 +7,7 @@ from msgspec.structs import replace
 from .....protocol.checkpoint.config_fields import ConfigFields
 from ....layers.layer_spec import LayerSpec
 from ....layers.read_rope import read_rope
+from ....layers.rope import ProportionalScaling, RopeSpec
 from ....layers.spec import ModelSpec
 from ....layers.specs.norm_names import NormNames
 from ..common import (
@@ -251,12 +252,10 @@ def _k2_horizon(fields: ConfigFields) -> ModelSpec:
         raise fields.wrong(
             "layernorm_num_groups", f"a divisor of hidden_size {hidden_size}", num_groups
         )
-    rotated = fields.integer("rope_head_dim", size, maximum=size)
-    partial = fields.with_values({"partial_rotary_factor": rotated / size})
     has_norms = fields.boolean("query_key_norm", False)
     spec = llama(
         fields,
-        layers=uniform_layers(fields, read_rope(partial, size, partial=True)),
+        layers=uniform_layers(fields, _k2_rope(fields, size)),
         norm_groups=num_groups,
         qk_norm="each head" if has_norms else None,
     )
@@ -293,6 +292,23 @@ def _xverse_moe(fields: ConfigFields) -> ModelSpec:
 
 
 _IQUEST_BLOCK = ("full_attention", *["sliding_attention"] * 3)
+
+
+def _k2_rope(fields: ConfigFields, size: int) -> RopeSpec:
+    """Return a K2-Horizon's rotation of `rope_head_dim` elements of a head: the first ones of both halves.
+
+    In GGUF files, they are the first ones of the head.
+    """
+    rotated = fields.integer("rope_head_dim", size, maximum=size)
+    if rotated == size or fields.boolean("rope_is_contiguous", False):
+        partial = fields.with_values({"partial_rotary_factor": rotated / size})
+        return read_rope(partial, size, partial=True)
+    rope = read_rope(fields, size)
+    if rope.scaling is not None:
+        raise fields.wrong("rope_head_dim", f"head_dim {size} with a scaling of positions", rotated)
+    # The frequencies are those of heads with as many elements as are rotated.
+    scaling = ProportionalScaling(rotated // 2, 1.0)
+    return replace(rope, theta=rope.theta ** (size / rotated), scaling=scaling)
 
 
 def _iquest_q1(fields: ConfigFields) -> ModelSpec:
