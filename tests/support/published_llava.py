@@ -29,6 +29,24 @@ _LLAVA_NAMES = (
     (r"^(model\.)?multi_modal_projector\.linear_2\.", "model.mm_projector.2."),
     (r"^image_newline$", "model.image_newline"),
 )
+_SAM_NAMES = (
+    (r"^model\.high_res_vision_model\.vision_encoder\.", "high."),
+    (r"^model\.high_res_vision_neck\.", "high.neck_hd."),
+    (r"^model\.high_res_vision_proj\.conv1\.", "high.downsamples.0."),
+    (r"^model\.high_res_vision_proj\.conv2\.", "high.downsamples.1."),
+    (r"^model\.high_res_vision_alpha$", "high.hd_alpha_downsamples"),
+    (r"^high\.patch_embed\.projection\.", "high.patch_embed.proj."),
+    (r"^high\.layers\.(\d+)\.layer_norm", r"high.blocks.\1.norm"),
+    (r"^high\.layers\.", "high.blocks."),
+    (r"^(high\.neck\w*)\.conv1\.", r"\1.0."),
+    (r"^(high\.neck\w*)\.layer_norm1\.", r"\1.1."),
+    (r"^(high\.neck\w*)\.conv2\.", r"\1.2."),
+    (r"^(high\.neck\w*)\.layer_norm2\.", r"\1.3."),
+    (r"^high\.", "vision_model.vision_tower_high.vision_tower."),
+    (r"^model\.aligner\.vision_proj\.", "aligner.low_up_proj."),
+    (r"^model\.aligner\.high_res_vision_proj\.", "aligner.high_up_proj."),
+    (r"^model\.aligner\.proj\.", "aligner.layers.1."),
+)
 _JANUS_NAMES = (
     (r"^model\.language_model\.", "language_model.model."),
     (r"^lm_head\.", "language_model.lm_head."),
@@ -39,6 +57,7 @@ _JANUS_NAMES = (
     (r"(vision_tower\..*)\.layer_norm([12])\.", r"\1.norm\2."),
     (r"(vision_tower\..*)\.self_attn\.(projection_layer|out_proj)\.", r"\1.attn.proj."),
     (r"(vision_tower\.)post_layernorm\.", r"\1norm."),
+    *_SAM_NAMES,
     (r"^model\.aligner\.(fc1|linear1)\.", "aligner.layers.0."),
     (r"^model\.aligner\.(hidden_layers\.0|linear2)\.", "aligner.layers.2."),
 )
@@ -79,7 +98,7 @@ def as_deepseek(directory: Path) -> None:
     inner = vision.get("intermediate_size", 0) / vision["hidden_size"]
     sizes["mlp_ratio"] = vision.get("mlp_ratio", inner)
     fixed = {"model_name": "siglip_large_patch16_384", "select_feature": "same", "select_layer": -1}
-    aligner = {"depth": 2, "n_embed": config["text_config"]["hidden_size"]}
+    aligner: dict[str, Any] = {"depth": 2, "n_embed": config["text_config"]["hidden_size"]}
     published: dict[str, Any] = {
         "architectures": ["MultiModalityCausalLM"],
         "model_type": "multi_modality",
@@ -92,12 +111,26 @@ def as_deepseek(directory: Path) -> None:
     }
     if config["model_type"] == "janus":
         published["gen_vision_config"] = {"cls": "VQ-16", "params": {}}
+    is_hybrid = config["model_type"] == "deepseek_vl_hybrid"
+    if is_hybrid:
+        sam = config["high_res_vision_config"]
+        names = ("hidden_size", "num_attention_heads", "num_hidden_layers", "image_size")
+        names += ("patch_size", "output_channels", "window_size", "global_attn_indexes")
+        high = {name: sam[name] for name in names} | fixed | {"model_name": "sam_b_downsample"}
+        high["mlp_ratio"] = sam["mlp_dim"] / sam["hidden_size"]
+        params = {"concat_type": "tuple", "low_res_cfg": sizes | fixed, "high_res_cfg": high}
+        published["vision_config"] = {"cls": "HybridVisionTower", "params": params}
+        aligner["projector_type"] = "low_high_hybrid_split_mlp_gelu"
+        published["aligner_config"]["params"] = aligner
     (directory / "config.json").write_text(json.dumps(published))
     if not (directory / "tokenizer.json").exists():
         added = {config["image_token_id"]: {"content": "<image_placeholder>"}}
         tokenizer = json.dumps({"added_tokens_decoder": added})
         (directory / "tokenizer_config.json").write_text(tokenizer)
-    _rename(directory, _JANUS_NAMES)
+    names = _JANUS_NAMES
+    if is_hybrid:
+        names += ((r"^vision_model\.vision_tower\.", "vision_model.vision_tower_low.vision_tower."),)
+    _rename(directory, names)
 
 
 def _rename(directory: Path, names: tuple[tuple[str, str], ...]) -> None:

@@ -60,17 +60,6 @@ def deepseek_vl_hybrid(fields: ConfigFields, vision: ConfigFields, output_size: 
     )
 
 
-_HYBRID_NAMES: Final = (
-    (r"^(model\.)?high_res_vision_model\.vision_encoder\.", "sam."),
-    (r"^(model\.)?high_res_vision_neck\.", "sam.early_neck."),
-    (r"^(model\.)?high_res_vision_proj\.", "sam.proj."),
-    (r"^(model\.)?high_res_vision_alpha$", "sam.early_factor"),
-    (r"^(model\.)?aligner\.high_res_vision_proj\.", "multi_modal_projector.fine."),
-    (r"^(model\.)?aligner\.vision_proj\.", "multi_modal_projector.linear_1."),
-    (r"^(model\.)?aligner\.proj\.", "multi_modal_projector.linear_2."),
-)
-
-
 def deepseek_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:
     """Return the tower of DeepSeek-VL (arXiv 2403.05525), a SigLIP."""
     return replace(
@@ -100,3 +89,31 @@ _PUBLISHED_NAMES: Final = (
     *TIMM_NAMES,
 )
 """The names of DeepSeek's own files."""
+
+_HYBRID_NAMES: Final = (
+    (r"^(model\.)?high_res_vision_model\.vision_encoder\.", "sam."),
+    (r"^(model\.)?high_res_vision_neck\.", "sam.early_neck."),
+    (r"^(model\.)?high_res_vision_proj\.", "sam.proj."),
+    (r"^(model\.)?high_res_vision_alpha$", "sam.early_factor"),
+    (r"^(model\.)?aligner\.high_res_vision_proj\.", "multi_modal_projector.fine."),
+    (r"^(model\.)?aligner\.vision_proj\.", "multi_modal_projector.linear_1."),
+    (r"^(model\.)?aligner\.proj\.", "multi_modal_projector.linear_2."),
+    # DeepSeek's own files.
+    (r"^vision_model\.vision_tower_high\.vision_tower\.", "sam."),
+    (r"^sam\.patch_embed\.proj\.", "sam.patch_embed.projection."),
+    (r"^sam\.blocks\.(\d+)\.norm", r"sam.layers.\1.layer_norm"),
+    (r"^sam\.blocks\.", "sam.layers."),
+    (r"^sam\.neck_hd\.", "sam.early_neck."),
+    (r"^(sam\.(?:early_)?neck)\.0\.", r"\1.conv1."),
+    (r"^(sam\.(?:early_)?neck)\.1\.", r"\1.layer_norm1."),
+    (r"^(sam\.(?:early_)?neck)\.2\.", r"\1.conv2."),
+    (r"^(sam\.(?:early_)?neck)\.3\.", r"\1.layer_norm2."),
+    (r"^sam\.downsamples\.0\.", "sam.proj.conv1."),
+    (r"^sam\.downsamples\.1\.", "sam.proj.conv2."),
+    (r"^sam\.hd_alpha_downsamples$", "sam.early_factor"),
+    (r"^aligner\.high_up_proj\.", "multi_modal_projector.fine."),
+    (r"^aligner\.low_up_proj\.", "multi_modal_projector.linear_1."),
+    (r"^aligner\.layers\.1\.", "multi_modal_projector.linear_2."),
+    (r"^vision_model\.vision_tower_low\.vision_tower\.", "vision_tower."),
+    *TIMM_NAMES,
+)

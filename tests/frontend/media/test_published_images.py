@@ -15,6 +15,7 @@ from engine.protocol.checkpoint.field_names import text_section
 from engine.protocol.checkpoint.files import read_model_config
 from engine.protocol.errors import CheckpointError
 from PIL import Image
+from support.grid_models import write_grid_model
 from support.own_code.known_towers import eagle2_5
 from support.own_code.minicpm import minicpmv
 from support.own_code.youtu import youtu_vl
@@ -151,6 +152,18 @@ def test_llava_in_its_authors_format_needs_no_file_of_a_processor(tmp_path):
     (path / "config.json").write_text(json.dumps(config))
     vision = read_model_config(path).required_section("vision_config")
     assert (vision.get("image_size"), vision.get("hidden_size")) == (336, 1024)
+
+
+def test_deepseek_vl_in_its_own_format_normalizes_in_its_towers(tmp_path):
+    write_grid_model(tmp_path, "deepseek_vl_hybrid-published")
+    # The file describes the larger square only.
+    file = {"image_size": 64, "min_size": 5, "do_normalize": False, "image_mean": [0.4, 0.5, 0.6]}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(file))
+    config = read_model_config(tmp_path)
+    found = read_image_processor(tmp_path, config, text_section(config), {})
+    assert (found.side, found.mean, found.resample) == (24, (0.5, 0.5, 0.5), 2)
+    assert (found.fine.side, found.fine.margin, found.fine.resample) == (64, (122, 116, 104), 3)
+    assert found.fine.mean == (0.48145466, 0.4578275, 0.40821073)
 
 
 def test_images_of_mantis_have_numbers(tmp_path):

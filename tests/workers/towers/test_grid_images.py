@@ -54,6 +54,7 @@ torch.set_num_threads(1)
         *SQUARE_MODELS,
         "janus-published",
         "deepseek_vl-published",
+        "deepseek_vl_hybrid-published",
         "apertus1p5",
         "chameleon",
         "video_llama_3",
