@@ -72,8 +72,8 @@ from .options import CHECKPOINT_QUANTIZATIONS, ModelOptions, ResolvedModel, use_
 from .pooler import change_classifier, change_pooler
 from .source import (
     find_checkpoint,
-    find_decoder,
-    find_mmproj,
+    find_part,
+    find_towers,
     find_tokenizer,
     find_tokenizer_directory,
 )
@@ -150,14 +150,14 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
     if part := fields_of_part(checkpoint_config):
         checkpoint_config = checkpoint_config.with_values(part)
         options = msgspec.structs.replace(options, hf_overrides=part | options.hf_overrides)
-    mmproj = None if options.language_model_only else find_mmproj(options, path)
     whole_config = checkpoint_config.with_values(options.hf_overrides)
+    mmproj = find_towers(options, path, whole_config, console)
     if model_kind(whole_config) == "ultravox" and (
         decoder := whole_config.text("text_model_id", "")
     ):
         # The checkpoint has only the tower, and its config names the decoder.
         towers_path = path
-        path = find_decoder(decoder, options, console)
+        path = find_part(decoder, options, console)
         reader = _read_gguf if path.suffix == ".gguf" else _read_directory
         checkpoint_config, generation, eos = reader(path, tokenizer_path)
         overrides: dict[str, Any] = options.hf_overrides | {"text_model_id": None}

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from ...protocol.checkpoint.files import has_model_config
+from ...protocol.checkpoint.config_fields import ConfigFields
+from ...protocol.checkpoint.files import has_model_config, read_tensor_names
 from ...protocol.config import LoadFormat
 from ...protocol.errors import CheckpointError, ConfigError
 from ..supervisor.console import Console
@@ -18,6 +19,7 @@ from .options import ModelOptions
 
 _HUB_NAME = re.compile(r"(?P<repo>[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*)(?::(?P<gguf>.+))?")
 _SPLIT_NAME = re.compile(r"(.*)-\d{5}-of-\d{5}\.gguf")
+_TOWER_TENSOR = re.compile(r"\bembeddings\.patch_embedding\.weight$")
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
 
 
@@ -62,8 +64,8 @@ def find_checkpoint(options: ModelOptions, console: Console) -> tuple[str, Path]
     )
 
 
-def find_decoder(name: str, options: ModelOptions, console: Console) -> Path:
-    """Return the checkpoint of the decoder that a model's config names: a directory or a `.gguf` file.
+def find_part(name: str, options: ModelOptions, console: Console) -> Path:
+    """Return the checkpoint of a part that a model's config names: a directory or a `.gguf` file.
 
     Raises:
         ConfigError: It does not exist.
@@ -134,6 +136,45 @@ def find_mmproj(options: ModelOptions, checkpoint: Path) -> Path | None:
         return None
     name = choose_mmproj(path.name for path in checkpoint.parent.iterdir())
     return None if name is None else checkpoint.parent / name
+
+
+def find_towers(
+    options: ModelOptions, checkpoint: Path, config: ConfigFields, console: Console
+) -> Path | None:
+    """Return the file with the towers of a GGUF model, or the directory with a tower that the checkpoint omits.
+
+    Raises:
+        ConfigError: The file does not exist, or the model is not a GGUF file.
+        CheckpointError: The files of the model and of its tower lack the tower's weights.
+    """
+    if options.language_model_only:
+        return None
+    tower = config.text("vision_tower_name", "")
+    if not tower or checkpoint.suffix == ".gguf":
+        return find_mmproj(options, checkpoint)
+    return _find_tower(tower, checkpoint, options, console)
+
+
+def _find_tower(name: str, checkpoint: Path, options: ModelOptions, console: Console) -> Path | None:
+    """Return the directory of the named tower; None if the checkpoint has its weights."""
+    if options.load_format == LoadFormat.DUMMY or _has_tower(checkpoint):
+        return None
+    reason = "which has no such weights in .safetensors files"
+    try:
+        found = find_part(name, options, console)
+        if found.is_dir() and _has_tower(found):
+            return found
+    except (CheckpointError, ConfigError) as error:
+        reason = f"which cannot be used: {error}"
+    raise CheckpointError(
+        checkpoint,
+        f"the files lack the weights of the vision tower; mm_vision_tower names {name}, {reason}; "
+        "set it to a directory that has them, or use --language-model-only",
+    )
+
+
+def _has_tower(checkpoint: Path) -> bool:
+    return any(map(_TOWER_TENSOR.search, read_tensor_names(checkpoint)))
 
 
 def _local_checkpoint(path: Path, needs_config_only: bool) -> Path:

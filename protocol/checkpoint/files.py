@@ -6,12 +6,15 @@ import re
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
 from ..errors import CheckpointError
 from .config_fields import ConfigFields
 from .field_names import text_section, with_known_names
 from .mistral_config.convert import convert_params
 
 _SPLIT_GGUF: Final = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")
+_MAX_HEADER_BYTES: Final = 100_000_000
 SOURCE_TOKENIZER: Final = "source_tokenizer.json"
 """The tokenizer of sources of an encoder-decoder model, if another one than that of its answers."""
 
@@ -114,6 +117,24 @@ def find_tensor(path: Path, name: str) -> Path:
     if not file.is_file():
         raise CheckpointError(file, "is missing; download it")
     return file
+
+
+def read_tensor_names(directory: Path) -> list[str]:
+    """Return the names of the tensors in a directory with safetensors files."""
+    index = ConfigFields.read_if_present(directory / "model.safetensors.index.json")
+    if weights := index.first_section("weight_map").config:
+        return [*weights]
+    names: list[str] = []
+    for path in find_safetensors(directory):
+        if path.suffix == ".safetensors":
+            with path.open("rb") as file:
+                size = int.from_bytes(file.read(8), "little")
+                header = file.read(min(size, _MAX_HEADER_BYTES))
+            try:
+                names += msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+            except msgspec.DecodeError:
+                raise CheckpointError(path, "its header is damaged; download it again") from None
+    return names
 
 
 def find_tokenizer_files(directory: Path) -> list[Path]:

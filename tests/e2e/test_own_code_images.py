@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,18 +18,23 @@ from engine.frontend.media.layouts.frames import fit_frames, frames
 from engine.frontend.media.layouts.pixels import Tile
 from engine.frontend.media.processor import process_image
 from engine.frontend.media.video_files import open_video
+from engine.frontend.model_source.config import resolve_model
 from engine.frontend.model_source.images.read import read_image_processor
 from engine.frontend.model_source.images.videos import read_video_processor
+from engine.frontend.model_source.options import ModelOptions
+from engine.frontend.supervisor.console import Console
 from engine.protocol.checkpoint.config_fields import ConfigFields
 from engine.protocol.checkpoint.field_names import read_text_config, text_section, with_common_names
 from engine.protocol.checkpoint.files import read_model_config
 from engine.protocol.config.images.details import SlicesProcessor
 from engine.protocol.config.videos import VideoProcessor
+from engine.protocol.errors import CheckpointError
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from support.gguf_grid import write_grid_decoder
 from support.gguf_writer import write_gguf
 from support.grid_models import GridModel, grid_model
-from support.image_models import CHATS
+from support.image_models import CHATS, Model
 from support.image_requests import ask_together, chat, data_url, picture
 from support.own_code.deepseek_ocr import deepseek_ocr, write_deepseek_mmproj
 from support.own_code.deepseek_vl2 import deepseek_vl2
@@ -264,3 +270,25 @@ def _check(
         # All tokens are checked at once, each after those that the server wrote.
         logits = model.logits([*prompt, *written], images)[len(prompt) - 1 : -1]
         assert logits.argmax(-1).tolist() == list(written)
+
+
+def test_the_tower_of_llava_may_be_another_checkpoint(tmp_path: Path) -> None:
+    model = Model(tmp_path / "model", "llava_next-published")
+    tower = tmp_path / "tower"
+    tower.mkdir()
+    (tower / "config.json").write_text('{"model_type": "clip_vision_model"}')
+    prefix, file = "model.vision_tower.vision_tower.", model.path / "model.safetensors"
+    tensors = load_file(file)
+    own = {name: x for name, x in tensors.items() if not name.startswith(prefix)}
+    save_file(own, file)
+    moved = {name.removeprefix(prefix): tensors[name] for name in tensors.keys() - own.keys()}
+    config = json.loads((model.path / "config.json").read_text())
+    config["mm_vision_tower"] = str(tower)
+    (model.path / "config.json").write_text(json.dumps(config))
+    options = ModelOptions(model=str(model.path))
+    with pytest.raises(CheckpointError, match=f"lack the weights.* names {tower}, which cannot"):
+        resolve_model(options, Console())
+    save_file(moved, tower / "model.safetensors")
+    flags = ("--dtype", "float32", "--device", DEVICE, "--served-model-name", "tiny")
+    with Server(str(model.path), *flags) as server:
+        model.check_all(server, [0, 1, 2])

@@ -61,6 +61,7 @@ def llava(fields: ConfigFields, architecture: str) -> dict[str, Any]:
             "projector_hidden_act": "gelu",
             "multimodal_projector_bias": True,
             "image_processor": _processor(side, is_clip),
+            "vision_tower_name": fields.text("mm_vision_tower", ""),
         }
         | layout
         | _place()

@@ -26,6 +26,7 @@ from ...layers.parallel.dimensions import model_dimensions
 from ...layers.parallel.shard import ModelShard
 from ...layers.spec import ModelSpec, SourceSpec
 from ...loaders import Checkpoint
+from ...loaders.joined import JoinedCheckpoint
 from ...loaders.mmproj import MmprojCheckpoint
 from ...loaders.open_checkpoint import open_checkpoint
 from ...models.decoder import Decoder
@@ -92,6 +93,9 @@ def load_towers(
     if config.model.mmproj:
         path = Path(config.model.mmproj)
         beside = open_checkpoint(path) if path.is_dir() else MmprojCheckpoint(path)
+        if spec.encoder is not None and path.is_dir():
+            # The checkpoint of the decoder has the projection.
+            beside = JoinedCheckpoint(beside, checkpoint)
         source = source._replace(checkpoint=beside)
     audio = None if spec.audio_encoder is None else AudioTower(spec.audio_encoder, source)
     if spec.encoder is None:
