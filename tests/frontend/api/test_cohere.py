@@ -76,6 +76,22 @@ def test_cohere_stream_has_the_same_message(frontend: FrontendProcess) -> None:
         assert kinds.count(start) == kinds.count(end) == 2
 
 
+def test_cohere_stream_is_lines_for_clients_that_accept_only_json(
+    frontend: FrontendProcess,
+) -> None:
+    body = {"model": MODEL, "messages": user(ANSWER), "tools": TOOLS, "stream": True}
+    body["max_tokens"] = num_tokens(frontend, ANSWER)
+    kinds = []
+    for accepted in ("application/json", "application/json, text/event-stream", "*/*"):
+        headers = HEADERS | {"Accept": accepted}
+        kinds.append(frontend.http.post("/v2/chat", json=body, headers=headers))
+    lines, *others = kinds
+    assert lines.headers["content-type"] == "application/stream+json"
+    found = [json.loads(line)["type"] for line in lines.text.splitlines()]
+    for other in others:
+        assert [event["type"] for event in events_of(other)] == found
+
+
 def test_cohere_conversation_reaches_the_template(frontend: FrontendProcess) -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": "{}"}}
     document = {"id": "d", "data": {"title": "Sky"}}

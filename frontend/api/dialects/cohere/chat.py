@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Final
 
+from starlette.types import Receive, Scope
+
 from ....chat import MessageDelta, ToolCallDelta
 from ....client.engine_client import Delta
 from ....http.errors import APIError, expect
+from ....http.json_pieces import encode_whole
 from ...bodies.request_memory import MemoryLease
 from ...logprobs import Json
 from ...routes.chat_completions import ChatAnswer, ChatCompletions
@@ -14,7 +17,7 @@ from ...schema import ChatCompletionRequest
 from ...schema.cohere import CohereChatRequest
 from ...streaming.event_stream import StreamFormat, event
 from ..dialect import BlockChunks
-from .chat_request import translate_chat
+from .chat_request import CohereChat, translate_chat
 
 PATHS: Final = ("/v2/chat", "/cohere/v2/chat")
 
@@ -34,6 +37,14 @@ class CohereChats(ChatCompletions):
     def answer_type(self) -> type[ChatAnswer]:
         """The class that writes answers."""
         return CohereAnswer
+
+    async def _receive(
+        self, scope: Scope, receive: Receive, lease: MemoryLease
+    ) -> tuple[ChatCompletionRequest, int]:
+        request, size = await super()._receive(scope, receive, lease)
+        assert isinstance(request, CohereChat)
+        request.reads_lines = _reads_lines(scope)
+        return request, size
 
     async def _translate(
         self, body: CohereChatRequest, size: int, lease: MemoryLease
@@ -120,43 +131,70 @@ def _call(call: ToolCallDelta) -> Json:
     return {"id": call.id, "type": "function", "function": function}
 
 
-def _event(kind: str, **fields: object) -> bytes:
-    return event({"type": kind, **fields})
+def _reads_lines(scope: Scope) -> bool:
+    """Return whether the client accepts JSON, and nothing that includes server-sent events."""
+    accepted = b",".join(value for name, value in scope["headers"] if name == b"accept")
+    kinds = [kind.partition(b";")[0].strip() for kind in accepted.split(b",")]
+    return b"application/json" in kinds and not {b"*/*", b"text/*", _EVENTS} & set(kinds)
 
 
-def _message_event(kind: str, index: int, **fields: object) -> bytes:
-    return _event(kind, index=index, delta={"message": fields})
+def _line(content: object) -> bytes:
+    return encode_whole(content) + b"\n"
 
+
+def _error(error: APIError) -> Json:
+    """Return the end of a stream. The clients have no event for errors; they read the reason there."""
+    delta = {"finish_reason": "ERROR", "error": error.message}
+    return {"type": "message-end", "delta": delta}
+
+
+_EVENTS: Final = b"text/event-stream"
 
 _STREAM: Final = StreamFormat(
-    content_type=b"text/event-stream; charset=utf-8",
+    content_type=_EVENTS + b"; charset=utf-8",
     keep_alive=b": keep-alive\n\n",
     done=b"data: [DONE]\n\n",
-    # The clients have no event for errors; they read the reason at the end.
-    encode_error=lambda error: _event(
-        "message-end", delta={"finish_reason": "ERROR", "error": error.message}
-    ),
+    encode_error=lambda error: event(_error(error)),
+)
+_LINES: Final = StreamFormat(
+    content_type=b"application/stream+json",
+    # Clients decode every line as an object.
+    keep_alive=b"",
+    done=b"",
+    encode_error=lambda error: _line(_error(error)),
 )
 
 
 class CohereChunks(BlockChunks):
     """Writes the events of a message. A block or a call ends when another one starts."""
 
-    format = _STREAM
-
     def __init__(self, answer: CohereAnswer) -> None:
         super().__init__(answer)
+        request = answer.request
+        self._writes_lines = isinstance(request, CohereChat) and request.reads_lines
+        self._encode = _line if self._writes_lines else event
         self._cohere = answer
         self._num_blocks = 0
+
+    @property
+    def format(self) -> StreamFormat:
+        """The format around the events."""
+        return _LINES if self._writes_lines else _STREAM
+
+    def _event(self, kind: str, **fields: object) -> bytes:
+        return self._encode({"type": kind, **fields})
+
+    def _message_event(self, kind: str, index: int, **fields: object) -> bytes:
+        return self._event(kind, index=index, delta={"message": fields})
 
     def _begin(self, events: list[bytes]) -> None:
         empty = {"role": "assistant", "content": [], "tool_plan": "", "tool_calls": []}
         start = {"message": empty | {"citations": []}}
-        events.append(_event("message-start", id=self._cohere.envelope["id"], delta=start))
+        events.append(self._event("message-start", id=self._cohere.envelope["id"], delta=start))
 
     def _end(self, delta: Delta, events: list[bytes]) -> None:
         answer_id = self._cohere.envelope["id"]
-        events.append(_event("message-end", id=answer_id, delta=self._cohere.ending(delta)))
+        events.append(self._event("message-end", id=answer_id, delta=self._cohere.ending(delta)))
 
     def _write(self, message: MessageDelta, delta: Delta, events: list[bytes]) -> None:
         logprobs = self._cohere.logprobs(delta)
@@ -167,15 +205,17 @@ class CohereChunks(BlockChunks):
                 fields["delta"] = {"message": {"content": {kind: text}}}
                 if logprobs is not None:
                     fields["logprobs"] = logprobs
-                events.append(_event("content-delta", **fields))
+                events.append(self._event("content-delta", **fields))
         for call in message.tool_calls:
             if self._open != ("tool-call", call.index):
                 self._close(events)
                 self._open = ("tool-call", call.index)
-                events.append(_message_event("tool-call-start", call.index, tool_calls=_call(call)))
+                events.append(
+                    self._message_event("tool-call-start", call.index, tool_calls=_call(call))
+                )
             elif call.arguments:
                 piece = {"function": {"arguments": call.arguments}}
-                events.append(_message_event("tool-call-delta", call.index, tool_calls=piece))
+                events.append(self._message_event("tool-call-delta", call.index, tool_calls=piece))
 
     def _enter_block(self, kind: str, events: list[bytes]) -> None:
         """Open a block of this type, unless it is already open."""
@@ -185,12 +225,12 @@ class CohereChunks(BlockChunks):
         self._open = (kind, self._num_blocks)
         self._num_blocks += 1
         block = {"type": kind, kind: ""}
-        events.append(_message_event("content-start", self._open[1], content=block))
+        events.append(self._message_event("content-start", self._open[1], content=block))
 
     def _close(self, events: list[bytes]) -> None:
         kind, index = self._open
         self._open = ("", 0)
         if kind == "tool-call":
-            events.append(_event("tool-call-end", index=index))
+            events.append(self._event("tool-call-end", index=index))
         elif kind:
-            events.append(_event("content-end", index=index))
+            events.append(self._event("content-end", index=index))

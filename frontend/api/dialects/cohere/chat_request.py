@@ -19,7 +19,13 @@ _CHOICES = {"REQUIRED": "required", "NONE": "none"}
 
 
 class CohereChat(ChatCompletionRequest, kw_only=True):
-    """A chat completion request from Cohere's API."""
+    """A chat completion request from Cohere's API.
+
+    Attributes:
+        reads_lines: True if the client reads a stream as lines of JSON instead of server-sent events.
+    """
+
+    reads_lines: bool = False
 
     def sent_name(self, name: str) -> str:
         """Return the name of a field in Cohere's API."""
