@@ -179,7 +179,7 @@ def write_last_layer(path: Path, model: Any, layer: nn.Module, rope: nn.Module) 
 
     def run(embedded_TD: Tensor, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
         out = run_layer(layer, rope, fusion(embedded_TD, hidden_TD, has_hidden_first=False))
-        return norm(out), out
+        return norm(out), norm(out) if config.model_type == "deepseek_v3" else out
 
     parts = (layer, fusion, norm)
     return Head(model, path, SpeculativeConfig(3, ProposerMethod.MTP), run, modules=parts)

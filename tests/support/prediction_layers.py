@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import torch
+import transformers
 from engine.protocol.config import ProposerMethod, SpeculativeConfig
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support.draft_heads import Fusion, add_tensors, randomize
-from support.families.experts import EXPERTS, GROUPS, LATENT
+from support.families.experts import EXPERTS, GROUPS, LATENT, WITH_EXPERTS
+from support.families.indexers import WITH_INDEXERS
+from support.families.multimodal import MULTIMODAL
 from support.families.recurrent import NEMOTRON_H
 from support.models_with_heads import Head, run_layer, write_model
-from support.tiny_checkpoints import QWEN3
+from support.tiny_checkpoints import QWEN3, sentencepiece_tokenizer
 from torch import Tensor, nn
 from transformers.models.llama import modeling_llama as llama
 
@@ -37,9 +43,14 @@ def write_prediction_layer(
     fields: dict[str, Any],
     names: Names,
     run: Callable[[Any, Tensor], Tensor],
+    *,
+    returns_normed: bool = True,
+    norm_offset: float = 0.0,
+    config: str | None = None,
+    has_embedding: bool = False,
 ) -> Head:
     """Write a model with a layer that has the weights of layers of a second model, which `run` computes."""
-    kind = f"{family}Config", f"{family}ForCausalLM"
+    kind = f"{config or family}Config", f"{family}ForCausalLM"
     model = write_model(path, *kind, fields)
     donor = write_model(path / "donor", *kind, fields)
     randomize(donor)
@@ -59,14 +70,15 @@ def write_prediction_layer(
                 break
     for name, tensor in fusion.state_dict().items():
         part, rest = name.split(".")
-        tensors[f"{getattr(names, part)}.{rest}"] = tensor
+        offset = norm_offset if part.endswith("norm") else 0.0
+        tensors[f"{getattr(names, part)}.{rest}"] = tensor - offset
     if names.norm:
-        tensors[f"{names.norm}.weight"] = norm.weight.detach()
+        tensors[f"{names.norm}.weight"] = norm.weight.detach() - norm_offset
     add_tensors(path, tensors)
 
     def predict(embedded_TD: Tensor, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
-        out = norm(run(donor, fusion(embedded_TD, hidden_TD, has_hidden_first=False)))
-        return out, out
+        out = run(donor, fusion(embedded_TD, hidden_TD, has_hidden_first=False))
+        return norm(out), norm(out) if returns_normed else out
 
     has_states = family in ("BailingHybrid", "NemotronH")
     return Head(
@@ -74,6 +86,7 @@ def write_prediction_layer(
         path,
         SpeculativeConfig(3, ProposerMethod.MTP),
         predict,
+        embed=donor.get_input_embeddings() if has_embedding else None,
         has_states=has_states,
         block_size=96 if has_states else 16,
     )
@@ -308,6 +321,167 @@ def ernie_mtp(path: Path) -> Head:
     )
 
 
+def glm5_mtp(path: Path) -> Head:
+    """The layer of GLM-5, which chooses keys itself, in a model whose last layer does not."""
+    start = "model.layers.3."
+    names = Names(
+        *(start + part for part in ("enorm", "hnorm", "eh_proj", "shared_head.norm")),
+        {r"model\.layers\.1\.": start, r"lm_head\.": f"{start}shared_head.head."},
+    )
+    _, fields = WITH_INDEXERS["glm5"]
+    fields |= {
+        "indexer_types": ["full", "full", "shared"],
+        "num_nextn_predict_layers": 1,
+        "tie_word_embeddings": False,
+    }
+    return write_prediction_layer(
+        path,
+        "GlmMoeDsa",
+        fields,
+        names,
+        lambda donor, x: run_layer(donor.model.layers[1], donor.model.rotary_emb, x),
+    )
+
+
+def minimax3_mtp(path: Path) -> Head:
+    """The layer of MiniMax-M3, which chooses blocks of keys."""
+    start = "model.mtp.layers.0."
+    names = Names(
+        *(start + part for part in ("enorm", "hnorm", "eh_proj", "final_layernorm")),
+        {r"(model\.)?(language_model\.)?layers\.2\.": f"{start}transformer_layer."},
+    )
+    _, fields = WITH_EXPERTS["minimax-m3"]
+    return write_prediction_layer(
+        path,
+        "MiniMaxM3VL",
+        fields | {"tie_word_embeddings": False},
+        names,
+        lambda donor, x: run_layer(donor.model.layers[2], donor.model.rotary_emb, x),
+        returns_normed=False,
+        norm_offset=1.0,
+        config="MiniMaxM3VLText",
+    )
+
+
+def dots3_mtp(path: Path) -> Head:
+    """The layer of Dots3-Note, which has a window, and an embedding of its own."""
+    start = "model.layers.5."
+    names = Names(
+        *(start + part for part in ("enorm", "hnorm", "eh_proj", "shared_head.norm")),
+        {
+            r"(model\.)?(language_model\.)?layers\.3\.": start,
+            r"(model\.)?(language_model\.)?embed_tokens\.": "model.mtp.embed_tokens.",
+        },
+    )
+    _, fields = WITH_EXPERTS["dots3-note"]
+    fields |= {
+        "num_key_value_heads": 4,
+        "mlp_layer_types": ["dense", *["sparse"] * 4],
+        "tie_word_embeddings": False,
+    }
+
+    def run(donor: Any, x_TD: Tensor) -> Tensor:
+        rope = donor.model.rotary_emb
+        return run_layer(
+            donor.model.layers[3],
+            lambda x, positions: rope(x, positions, "sliding_attention"),
+            x_TD,
+            9,
+        )
+
+    return write_prediction_layer(
+        path, "Dots3Note", fields, names, run, config="Dots3NoteText", has_embedding=True
+    )
+
+
+def step3_mtp(path: Path) -> Head:
+    """The layer of Step 3.5, which has a window and an output projection of its own."""
+    model, donor = (_step3_text(path / name) for name in (".", "donor"))
+    start = "model.layers.5."
+    config = model.config
+    fusion = Fusion(SIZE, has_norms=True)
+    norm = llama.LlamaRMSNorm(SIZE, config.rms_norm_eps)
+    head = nn.Linear(SIZE, config.vocab_size, bias=False)
+    for module in (donor.model, fusion, norm, head):
+        randomize(module)
+    for module in (fusion.embedding_norm, fusion.hidden_norm):
+        module.variance_epsilon = config.rms_norm_eps
+    layer = donor.model.layers[3]
+    tensors = {f"{start}transformer.{name}": tensor for name, tensor in layer.state_dict().items()}
+    tensors |= {
+        f"{start}enorm.weight": fusion.embedding_norm.weight.detach() - 1,
+        f"{start}hnorm.weight": fusion.hidden_norm.weight.detach() - 1,
+        f"{start}eh_proj.weight": fusion.projection.weight.detach(),
+        f"{start}transformer.shared_head.norm.weight": norm.weight.detach() - 1,
+        f"{start}transformer.shared_head.output.weight": head.weight.detach(),
+    }
+    add_tensors(path, tensors)
+
+    def run(embedded_TD: Tensor, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
+        rope = donor.model.rotary_emb
+        out = run_layer(
+            layer,
+            lambda x, positions: rope(x, positions, "sliding_attention"),
+            fusion(embedded_TD, hidden_TD, has_hidden_first=False),
+            9,
+        )
+        return norm(out), out
+
+    return Head(
+        model,
+        path,
+        SpeculativeConfig(3, ProposerMethod.MTP),
+        run,
+        logits=head,
+        token_ids=torch.arange(config.vocab_size),
+    )
+
+
+def _step3_text(path: Path) -> Any:
+    """Write the text of a Step 3.5 with the fields of one layer more than it has. Return its modules."""
+    tokenizer = sentencepiece_tokenizer()
+    _, fields = MULTIMODAL["Step3p7"]
+    fields = QWEN3 | fields | {"vocab_size": len(tokenizer), "tie_word_embeddings": False}
+    config = transformers.Step3p7Config(
+        vision_config={"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1},
+        text_config=fields | {"model_type": "step3p5"},
+    )
+    whole = transformers.Step3p7ForConditionalGeneration(config).float()
+    randomize(whole)
+    path.mkdir(exist_ok=True)
+    whole.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    tensors = load_file(path / "model.safetensors")
+    text = {
+        name.replace("language_model.", ""): x for name, x in tensors.items() if "visi" not in name
+    }
+    save_file(text, path / "model.safetensors")
+    lists = {
+        "layer_types": "sliding_attention",
+        "swiglu_limits": 0.0,
+        "swiglu_limits_shared": 0.3,
+        "rope_theta": 5e5,
+        "partial_rotary_factors": 1.0,
+    }
+    written = fields | {name: [*fields[name], last] for name, last in lists.items()}
+    written |= {
+        "architectures": ["Step3p5ForCausalLM"],
+        "model_type": "step3p5",
+        "num_nextn_predict_layers": 1,
+        "mlp_layer_types": None,
+        "moe_layers_enum": "1,2,4",
+    }
+    (path / "config.json").write_text(json.dumps(written))
+    return SimpleNamespace(
+        config=whole.config.text_config,
+        model=whole.model.language_model,
+        lm_head=whole.lm_head,
+        get_input_embeddings=whole.get_input_embeddings,
+        generate=whole.generate,
+    )
+
+
 PREDICTION_LAYERS = [
     *(hunyuan3_mtp, ling3_mtp, exaone_mtp, mimo2_mtp, longcat_mtp, nemotron_h_mtp, ernie_mtp),
+    *(glm5_mtp, minimax3_mtp, dots3_mtp, step3_mtp),
 ]

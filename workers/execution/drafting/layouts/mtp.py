@@ -6,7 +6,8 @@ A layer is like the last layer of the model that attends, with experts only if i
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from typing import Any, Final
 
 import msgspec
 from msgspec.structs import replace
@@ -16,6 +17,7 @@ from ....layers.layer_spec import LayerSpec
 from ....layers.spec import ModelSpec
 from ....layers.specs.norm_names import NormNames
 from ....loaders import Checkpoint
+from ....models.families import model_spec
 from .head_layout import HeadLayout, headless
 
 
@@ -24,7 +26,10 @@ class _Names(msgspec.Struct, frozen=True):
 
     `start` matches the beginning of all names, and `layer` that of the decoder layer's names after it. `norms` match
     the names of the layer's norms for attention and for the MLP if they are not those of the model. `others` match
-    copies of tensors of the model. If `is_plain`, the layer has common names even if those of the model differ.
+    copies of tensors of the model, and `head` an output projection of the layer's own. `embedding` matches the whole
+    name of an embedding of its own. If `is_plain`, the layer has
+    common names even if those of the model differ. If `is_described`, the fields of the config that list layers also
+    describe this one.
     """
 
     start: str
@@ -33,6 +38,8 @@ class _Names(msgspec.Struct, frozen=True):
     projection: str
     final_norm: str | None = None
     others: str = "embed_tokens"
+    head: str | None = None
+    embedding: str | None = None
     layer: str = ""
     norms: tuple[str, str] | None = None
     is_plain: bool = False
@@ -40,6 +47,13 @@ class _Names(msgspec.Struct, frozen=True):
     reads_kept: bool = False
     returns_normed: bool = False
     has_window: bool = False
+    is_described: bool = False
+
+
+_RETURNS_NORMED: Final = (
+    *("Deepseek", "Dots3Note", "Glm5Next", "GlmMoeDsa", "Qwen3Next", "Qwen3_5"),
+)
+"""Architectures whose layers read the hidden states of the draft before after their final norm."""
 
 
 def _layouts(num_layers: int, architecture: str) -> tuple[_Names, ...]:
@@ -55,7 +69,18 @@ def _layouts(num_layers: int, architecture: str) -> tuple[_Names, ...]:
             others=r"embed_tokens|shared_head\.head",
             returns_normed=True,
         ),
-        # DeepSeek-V3, GLM-4.5 and openPangu.
+        # Step 3.5, whose layers have output projections of their own.
+        _Names(
+            start=rf"layers\.{num_layers}\.",
+            layer=r"(?:transformer\.)?",
+            embedding_norm="enorm",
+            hidden_norm="hnorm",
+            projection="eh_proj",
+            final_norm=r"(?:transformer\.)?shared_head\.norm",
+            head=r"(?:transformer\.)?shared_head\.output",
+            is_described=True,
+        ),
+        # DeepSeek-V3, GLM-4.5, GLM-5, Dots3-Note and openPangu.
         _Names(
             start=rf"layers\.{num_layers}\.",
             embedding_norm="enorm",
@@ -63,7 +88,9 @@ def _layouts(num_layers: int, architecture: str) -> tuple[_Names, ...]:
             projection="eh_proj",
             final_norm=r"shared_head\.norm",
             others=r"embed_tokens|shared_head\.head",
-            returns_normed=architecture.startswith(("Qwen3Next", "Qwen3_5")),
+            returns_normed=architecture.startswith(_RETURNS_NORMED),
+            embedding=r"mtp\.embed_tokens",
+            has_window=architecture.startswith("Dots3Note"),
         ),
         # MiMo.
         _Names(
@@ -87,6 +114,15 @@ def _layouts(num_layers: int, architecture: str) -> tuple[_Names, ...]:
             others="embed_tokens|lm_head",
             returns_normed=True,
             has_window=architecture.startswith("ExaoneMo"),
+        ),
+        # MiniMax-M3.
+        _Names(
+            start=r"mtp\.layers\.0\.",
+            layer=r"transformer_layer\.",
+            embedding_norm="enorm",
+            hidden_norm="hnorm",
+            projection="eh_proj",
+            final_norm="final_layernorm",
         ),
         # MiMo-V2, whose layer has a window.
         _Names(
@@ -141,14 +177,27 @@ def read_mtp(target: ModelSpec, checkpoint: Checkpoint) -> HeadLayout:
     stored = checkpoint.names()
     architecture = str((checkpoint.config.get("architectures") or [""])[0])
     for names in _layouts(len(target.layers), architecture):
-        needed = (names.embedding_norm, names.projection, names.final_norm)
-        if all(_has(stored, names, rf"{part}\.weight") for part in needed if part is not None):
+        needed = (names.embedding_norm, names.projection, names.final_norm, names.head)
+        if _has(stored, names, f"{names.layer}.+") and all(
+            _has(stored, names, rf"{part}\.weight") for part in needed if part is not None
+        ):
+            if names.is_described:
+                config = _with_one_layer_more(checkpoint.config, len(target.layers))
+                target = model_spec(config, checkpoint.config_path)
             return _layout(target, stored, names)
     raise CheckpointError(
         checkpoint.path,
         "no multi-token prediction layer with a known layout was found; use another method in "
         "--speculative-config",
     )
+
+
+def _with_one_layer_more(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+    """Return a config in which the layer behind the last of `num_layers` is the last."""
+    text = config.get("text_config")
+    if isinstance(text, dict):
+        return {**config, "text_config": _with_one_layer_more(text, num_layers)}
+    return {**config, "num_hidden_layers": num_layers + 1}
 
 
 def _has(stored: Collection[str], names: _Names, pattern: str) -> bool:
@@ -163,8 +212,11 @@ def _layout(target: ModelSpec, stored: Collection[str], names: _Names) -> HeadLa
         names.hidden_norm: "hidden_norm.",
         names.projection: "projection.",
     }
-    index, layer = _layer(target, names, has_experts=_has(stored, names, r".*\.experts\..*"))
-    renamed = {names.final_norm: "model.norm."}
+    index, layer = _layer(target, names, has_experts=_has(stored, names, r".*\.(experts|moe)\..*"))
+    if any(each.chooses_keys for each in target.layers):
+        has_indexer = _has(stored, names, r".*\.(indexer\.|index_).*")
+        layer = replace(layer, chooses_keys=has_indexer)
+    renamed = {names.final_norm: "model.norm.", names.head: "lm_head."}
     if names.norms is not None:
         norms = layer.norms or target.norms
         for stored_name, name in zip(
@@ -175,6 +227,7 @@ def _layout(target: ModelSpec, stored: Collection[str], names: _Names) -> HeadLa
         headless(target),
         layers=(layer,),
         has_final_norm=names.final_norm is not None,
+        has_head=names.head is not None,
         tensor_names=(
             (rf"^(?!(.*\.)?{names.start}).*", ""),
             (rf"{start}(?:{'|'.join(parts)}|{names.others})\..*", ""),
@@ -189,9 +242,10 @@ def _layout(target: ModelSpec, stored: Collection[str], names: _Names) -> HeadLa
             (rf"(^|\.)layers\.{index}\.", r"\1layers.0."),
         ),
     )
+    own = [] if names.embedding is None else [(rf"^(?:.*\.)?{names.embedding}\.", "embedding.")]
     return HeadLayout(
         spec,
-        tuple((rf"{start}{part}\.", name) for part, name in parts.items()),
+        (*((rf"{start}{part}\.", name) for part, name in parts.items()), *own),
         has_hidden_first=names.has_hidden_first,
         reads_kept=names.reads_kept,
         returns_normed=names.returns_normed,
