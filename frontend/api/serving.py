@@ -107,6 +107,7 @@ class Serving:
         self.served_name = config.model.served_names[0]
         limit = config.frontend.default_sampling.get("max_tokens")
         self.max_tokens_limit = None if limit is None else int(limit)
+        self.default_max_tokens = config.frontend.default_max_tokens or None
         self._fingerprint = _fingerprint(config)
         self.executor = engine.executor
         self.recent_prompts = RecentPrompts()

@@ -273,6 +273,14 @@ class FrontendConfig(msgspec.Struct, frozen=True):
             le=86400,
         ),
     ] = 30.0
+    default_max_tokens: Annotated[
+        int,
+        option(
+            "Maximum output tokens of requests that set none",
+            ge=0,
+            default_text="0: the rest of the context, or what the API specifies",
+        ),
+    ] = 0
     default_deadline_s: Annotated[
         float, option("Deadline in seconds for requests without X-Request-Timeout; 0: none", ge=0)
     ] = 0.0
@@ -315,11 +323,7 @@ class FrontendConfig(msgspec.Struct, frozen=True):
     ] = False
     chat_template: Annotated[
         str | None,
-        chat(
-            "Chat template or a file with one, replacing the model's",
-            "--chat-template-file",
-            metavar="TEMPLATE",
-        ),
+        chat("Chat template or a file with one, replacing the model's", metavar="TEMPLATE"),
     ] = None
     trust_request_chat_template: Annotated[
         bool, chat("Let requests bring their own `chat_template`")

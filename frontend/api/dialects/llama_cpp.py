@@ -249,12 +249,12 @@ class LlamaDescription:
         # Some models have no chat template.
         with contextlib.suppress(APIError):
             source = serving.chat_template(with_tools=False).source
-        request = LlamaPrompt(max_tokens=UNLIMITED)
+        request = LlamaPrompt(max_tokens=serving.default_max_tokens or UNLIMITED)
         defaults = sampling_params(
             request,
             defaults=serving.config.frontend.default_sampling,
             vocab_size=model.vocab_size,
-            max_tokens=UNLIMITED,
+            max_tokens=request.max_tokens,
             logprobs=None,
             constraint=None,
         )

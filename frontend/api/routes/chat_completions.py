@@ -136,7 +136,7 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
             np.asarray(chat.token_ids, np.int32),
             "messages",
             max_tokens=None if self.cuts_max_tokens else params.max_tokens,
-            default_max_tokens=params.max_tokens,
+            default_max_tokens=params.max_tokens or serving.default_max_tokens,
             max_tokens_limit=serving.max_tokens_limit,
             truncate=truncate,
             truncation_side=request.truncation_side,

@@ -171,9 +171,11 @@ class Completions(Endpoint[CompletionRequest]):
     ) -> PreparedPrompt:
         source, token_ids = self._serving.config.model.source_text, prompt.token_ids
         truncate, inputs = request.truncate_prompt_tokens, prompt.encoder_inputs
-        default = None if request.max_tokens == UNLIMITED else self.default_max_tokens
+        default = self._serving.default_max_tokens
         if self.cuts_max_tokens:
-            default = params.max_tokens
+            default = params.max_tokens or default
+        elif default is None and request.max_tokens != UNLIMITED:
+            default = self.default_max_tokens
         size, has_media = len(token_ids), prompt.given_media is not None
         if has_media and truncate is not None and 0 <= truncate < size:
             raise bad_request(

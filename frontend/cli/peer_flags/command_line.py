@@ -17,6 +17,10 @@ def without_peer_flags(argv: Sequence[str]) -> Iterator[str]:
         ConfigError: A flag of another server has a value with another meaning than Engine's behavior, or needs another
             command line.
     """
+    for argument in argv:
+        flag = _normalized(argument.partition("=")[0])
+        if flag in TRANSLATIONS:
+            yield from TRANSLATIONS[flag].defaults
     index = 0
     while index < len(argv):
         argument = argv[index]
@@ -64,7 +68,8 @@ def peer_arguments(name: str, value: object, where: str = "") -> list[str] | Non
         if value is not None:
             check_value(flag, str(value), where)
     elif flag in TRANSLATIONS:
-        return [] if is_off else translate(flag, str(value))
+        meaning = TRANSLATIONS[flag]
+        return [] if is_off else [*meaning.defaults, *translate(flag, str(value))]
     elif flag in INSTEAD:
         if not is_off:
             raise not_here(where or flag)

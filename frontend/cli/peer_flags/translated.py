@@ -20,11 +20,13 @@ class Translation(NamedTuple):
         takes_value: False if the flag is a switch.
         translate: Returns Engine's arguments for the flag's value. Raises ValueError for a value without counterpart.
         shown: Engine's arguments as the documentation shows them.
+        defaults: Arguments that the flag implies if the command line does not contradict them.
     """
 
     takes_value: bool
     translate: Callable[[str], list[str]]
     shown: str
+    defaults: tuple[str, ...] = ()
 
 
 def _fixed(*arguments: str) -> Translation:
@@ -66,12 +68,12 @@ def _tokens_after_the_last(value: str) -> list[str]:
 
 
 def _max_tokens(value: str) -> list[str]:
-    """Return the limit of output tokens. In llama.cpp, -1 is none, and -2 the end of the context."""
+    """Return the default limit of output tokens. In llama.cpp, -1 is none, and -2 the end of the context."""
     if value in ("-1", "-2"):
         return []
     if not value.isdecimal() or int(value) < 1:
         raise ValueError(f"must be an integer of at least 1, or -1 for no limit, got {value!r}")
-    return ["--override-generation-config.max_new_tokens", value]
+    return ["--default-max-tokens", value]
 
 
 def _names(value: str) -> list[str]:
@@ -151,8 +153,9 @@ _EXPERTS: Final = Translation(
     "--enable-expert-parallel",
 )
 _ADDRESS: Final = Translation(True, _address, "--master-addr HOST --master-port PORT")
-_MAX_TOKENS: Final = Translation(True, _max_tokens, "--override-generation-config.max_new_tokens …")
+_MAX_TOKENS: Final = Translation(True, _max_tokens, "--default-max-tokens …")
 _NAMES: Final = Translation(True, _names, "--served-model-name …")
+_THINKS: Final = ("--reasoning", "on")
 _PLAIN_TEXT: Final = ["--reasoning-parser", "none"]
 
 TRANSLATIONS: Final[dict[str, Translation]] = {
@@ -208,6 +211,13 @@ TRANSLATIONS: Final[dict[str, Translation]] = {
     "--verbosity": Translation(True, _level, "--log-level …"),
     "-lv": Translation(True, _level, "--log-level …"),
     "-v": _fixed("--log-level", "debug"),
+    "--chat-template-file": Translation(
+        True,
+        lambda value: ["--chat-template", value],
+        f"--chat-template … {' '.join(_THINKS)}",
+        # llama.cpp defines the variable for every template, and without it some of its files close the reasoning.
+        defaults=_THINKS,
+    ),
     "--n-predict": _MAX_TOKENS,
     "--predict": _MAX_TOKENS,
     "--no-cache-prompt": _fixed("--no-enable-prefix-caching"),

@@ -218,6 +218,22 @@ def test_max_new_tokens_of_the_generation_config_limits_every_request(
         assert echoed["usage"]["completion_tokens"] == 0
 
 
+def test_default_max_tokens_limits_requests_that_set_none() -> None:
+    with FrontendProcess(default_max_tokens=3) as frontend:
+        settings = frontend.http.get("/props").json()["default_generation_settings"]
+        assert settings["params"]["n_predict"] == 3
+        messages = [{"role": "user", "content": PROMPT}]
+        for path, name, prompt in (
+            ("/v1/completions", "max_tokens", {"prompt": PROMPT}),
+            ("/v1/chat/completions", "max_tokens", {"messages": messages}),
+            ("/completion", "n_predict", {"prompt": PROMPT}),
+        ):
+            for asked, num_tokens in (({}, 3), ({name: 5}, 5)):
+                answer = frontend.post(path, **prompt, **asked).json()
+                usage = answer.get("usage", {})
+                assert usage.get("completion_tokens", answer.get("tokens_predicted")) == num_tokens
+
+
 def test_stop_strings_end_the_text(frontend: FrontendProcess) -> None:
     [choice] = frontend.complete(PROMPT, stop="ee fo", max_tokens=50)["choices"]
     assert choice["text"] == "One two thr"

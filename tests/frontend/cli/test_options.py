@@ -285,10 +285,24 @@ def test_python_keywords_set_options() -> None:
     ("argv", "section", "field", "value"),
     [
         (
-            ["--temp", "0.7", "--override-generation-config", '{"top_k": 20}', "--n-predict", "9"],
+            ["--temp", "0.7", "--override-generation-config", '{"top_k": 20}', "--min-p", "0.1"],
             "model",
             "override_generation_config",
-            {"temperature": 0.7, "top_k": 20, "max_new_tokens": 9},
+            {"temperature": 0.7, "top_k": 20, "min_p": 0.1},
+        ),
+        (["--n-predict", "9"], "frontend", "default_max_tokens", 9),
+        (["--chat-template-file", "a.jinja"], "frontend", "chat_template", "a.jinja"),
+        (
+            ["--chat-template-file", "a.jinja"],
+            "frontend",
+            "default_chat_template_kwargs",
+            {"enable_thinking": True},
+        ),
+        (
+            ["--reasoning", "off", "--chat-template-file", "a.jinja"],
+            "frontend",
+            "default_chat_template_kwargs",
+            {"enable_thinking": False},
         ),
         (
             ["--chat-template-kwargs", '{"a": 1}', "--reasoning", "off"],
@@ -299,8 +313,8 @@ def test_python_keywords_set_options() -> None:
         (["--reasoning", "auto"], "frontend", "default_chat_template_kwargs", {}),
     ],
 )
-def test_flags_of_llama_cpp_set_entries_of_an_object(
-    argv: list[str], section: str, field: str, value: dict[str, object]
+def test_flags_of_llama_cpp_set_options_and_entries_of_objects(
+    argv: list[str], section: str, field: str, value: object
 ) -> None:
     assert parse_settings(argv, {})[section][field] == value
 
