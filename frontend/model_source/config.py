@@ -73,9 +73,9 @@ from .pooler import change_classifier, change_pooler
 from .source import (
     find_checkpoint,
     find_part,
-    find_towers,
     find_tokenizer,
     find_tokenizer_directory,
+    find_towers,
 )
 
 LENGTH_FIELDS = (

@@ -155,7 +155,9 @@ def find_towers(
     return _find_tower(tower, checkpoint, options, console)
 
 
-def _find_tower(name: str, checkpoint: Path, options: ModelOptions, console: Console) -> Path | None:
+def _find_tower(
+    name: str, checkpoint: Path, options: ModelOptions, console: Console
+) -> Path | None:
     """Return the directory of the named tower; None if the checkpoint has its weights."""
     if options.load_format == LoadFormat.DUMMY or _has_tower(checkpoint):
         return None

@@ -43,6 +43,7 @@ from support.own_code.glm4v import Glm4vModel, glm4v_9b
 from support.own_code.isaac import IsaacModel, isaac
 from support.own_code.keye import KeyeModel, keye
 from support.own_code.known_towers import sarashina2
+from support.own_code.ling3_vl import ling3_vl
 from support.own_code.minicpm import minicpmv, write_minicpmv_mmproj
 from support.own_code.mobilevlm import mobilevlm, write_mobilevlm_mmproj
 from support.own_code.model import OwnCodeModel
@@ -70,6 +71,8 @@ STEP_MARKS = [
 CHAMELEON_MARKS = ["<image>", "<racm3:break>", "<eoss>"]
 GLM_MARKS = ["<|endoftext|>", "<|begin_of_image|>", "<|end_of_image|>"]
 GLM_MARK = "<|begin_of_image|><|endoftext|><|end_of_image|>"
+LING_MARK = "<|vision_start|><|image_pad|><|vision_end|>"
+LING_MARKS = ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>"]
 IDEFICS2_MARKS = ["<image>", "<fake_token_around_image>"]
 MODELS: dict[
     str,
@@ -100,6 +103,7 @@ MODELS: dict[
         "<|image_pad|>",
         ["<|image_pad|>"],
     ),
+    "ling3_vl": (ling3_vl, "<|image_pad|>", LING_MARK, LING_MARKS),
     "minicpmv": (
         partial(minicpmv, version="2.6"),
         "<unk>",
@@ -148,8 +152,8 @@ CHATS_WITH_VIDEOS = [*CHATS, ("sphinx of", VIDEO, "black quartz", picture(2, 64,
 def test_answers_survive_preemption_and_a_killed_worker(tmp_path: Path, kind: str) -> None:
     chats = CHATS_WITH_VIDEOS if kind in ("minicpmv", "ovis2_5") else CHATS
     model, _ = _write(tmp_path, kind)
-    # Layers with windows have blocks of their own.
-    blocks = "26" if kind == "step3p7" else "14"
+    # Layers with windows have blocks of their own, and those of models with states are larger.
+    blocks = {"ling3_vl": "9", "step3p7": "26"}.get(kind, "14")
     flags = ("--dtype", "float32", "--device", DEVICE, "--served-model-name", "tiny", "-tp", "2")
     memory = ("--max-num-batched-tokens", "40", "--max-num-seqs", "4", "--max-model-len", "200")
     with (

@@ -44,6 +44,14 @@ def resize(source: ProcessorSource, vision: GridVisionSpec) -> ResizeProcessor:
     )
 
 
+def resize_before_lines(source: ProcessorSource, vision: GridVisionSpec) -> ResizeProcessor:
+    """Return the processor of Ling 3, in whose prompts a line ends after each image."""
+    start, end = "<|vision_start|>", "<|vision_end|>"
+    return msgspec.structs.replace(
+        resize(source, vision), mark=f"{start}<|image_pad|>{end}", start=start, end=f"{end}\n"
+    )
+
+
 def resize_frames(source: ProcessorSource, vision: GridVisionSpec) -> ResizeProcessor:
     """Return the processor of LLaVA-OneVision 1.5, whose patches have one frame, also if its file says two."""
     return resize(source.with_values({"temporal_patch_size": vision.frames_per_patch}), vision)

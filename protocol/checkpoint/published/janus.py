@@ -44,9 +44,7 @@ def multi_modality(fields: ConfigFields, architecture: str) -> dict[str, Any]:
     vision = towers.required_section("low_res_cfg") if is_hybrid else towers
     aligner = fields.required_section("aligner_config").required_section("params")
     aligner.require("depth", 2)
-    aligner.require(
-        "projector_type", "low_high_hybrid_split_mlp_gelu" if is_hybrid else "mlp_gelu"
-    )
+    aligner.require("projector_type", "low_high_hybrid_split_mlp_gelu" if is_hybrid else "mlp_gelu")
     sizes = _tower_sizes(vision, _TOWER, _SIZES)
     inner = int(sizes.integer("hidden_size") * sizes.positive("mlp_ratio"))
     side = vision.integer("image_size", 384)

@@ -11,10 +11,11 @@ from .janus import multi_modality
 from .llava import llava, phi4
 from .molmo import molmo
 from .openvla import openvla
-from .renamed import alpamayo2, dots_vlm, interns2
+from .renamed import alpamayo2, dots_vlm, interns2, ling3_vl
 
 _READERS: Final[dict[str, Callable[[ConfigFields, str], dict[str, Any]]]] = {
     "Alpamayo2Super": alpamayo2,
+    "BailingMoeV3VLForConditionalGeneration": ling3_vl,
     "DotsVLMForCausalLM": dots_vlm,
     "Florence2ForConditionalGeneration": florence2,
     "InternS2PreviewForConditionalGeneration": interns2,

@@ -48,6 +48,18 @@ def alpamayo2(fields: ConfigFields, architecture: str) -> dict[str, Any]:
     }
 
 
+def ling3_vl(fields: ConfigFields, architecture: str) -> dict[str, Any]:
+    """Return the fields of Ling 3 with images, whose rotary axes are not in the section of the decoder."""
+    text = fields.required_section("text_config")
+    axes = {"mrope_section": fields.get("mrope_section", text.get("mrope_section", [12, 10, 10]))}
+    rope = {**text.first_section("rope_parameters").config, **axes}
+    return {
+        "model_type": "bailing_moe_v3_vl",
+        "text_config": {**text.config, "model_type": "bailing_hybrid", "rope_parameters": rope},
+        "image_parts": ["model.visual", "linear_proj", "model.linear_proj"],
+    }
+
+
 def interns2(fields: ConfigFields, architecture: str) -> dict[str, Any]:
     """Return the fields of Intern-S2 Preview, which is a Qwen3.5 with experts; its time series are not read."""
     text = {**fields.required_section("text_config").config, "model_type": "qwen3_5_moe_text"}

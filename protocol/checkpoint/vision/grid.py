@@ -306,6 +306,22 @@ def qwen3_5(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Gri
     return qwen3_vl(fields, without, output_size)
 
 
+def ling3_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
+    """Return the tower of Ling 3, which is Qwen3-VL's without DeepStack and with a narrower projection."""
+    vision.require("deepstack_visual_indexes", [], default=[])
+    own = vision.with_values({"out_hidden_size": output_size, "deepstack_visual_indexes": []})
+    return replace(
+        qwen3_vl(fields, own, output_size),
+        merger_inner=output_size,
+        tensor_names=(
+            (r"^model\.visual\.", "visual."),
+            (r"^(model\.)?linear_proj\.0\.", "visual.merger.fc1."),
+            (r"^(model\.)?linear_proj\.2\.", "visual.merger.fc2."),
+            *_NAMES,
+        ),
+    )
+
+
 def glm4v(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
     """Return the tower of GLM-4.1V and GLM-4.5V."""
     vision.require("out_hidden_size", output_size, _OUTPUT_SIZE, default=3584)

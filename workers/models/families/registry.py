@@ -134,6 +134,7 @@ _WITHOUT_CLASS = {"exaone", "internlm3", "iquestcoder", "sarvam_mla", "sarvam_mo
 _WITH_ANY_DECODER = {
     "AudioFlamingo3ForConditionalGeneration",
     "AyaVisionForConditionalGeneration",
+    "BailingMoeV3VLForConditionalGeneration",
     "BeeForConditionalGeneration",
     "Blip2ForConditionalGeneration",
     "ColIdefics3",
