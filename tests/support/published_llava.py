@@ -129,7 +129,9 @@ def as_deepseek(directory: Path) -> None:
         (directory / "tokenizer_config.json").write_text(tokenizer)
     names = _JANUS_NAMES
     if is_hybrid:
-        names += ((r"^vision_model\.vision_tower\.", "vision_model.vision_tower_low.vision_tower."),)
+        names += (
+            (r"^vision_model\.vision_tower\.", "vision_model.vision_tower_low.vision_tower."),
+        )
     _rename(directory, names)
 
 
