@@ -18,6 +18,7 @@ from support.draft_heads import (
 )
 from support.dspark_heads import dspark
 from support.eagle_heads import parallel_eagle
+from support.layered_heads import minimax3_layers
 from support.mixed_streams import Streams, undisturbed_answers
 from support.prediction_layers import mimo2_mtp
 from support.server import Server, assert_nothing_is_held
@@ -107,10 +108,17 @@ def mtp_of_mimo2(path: Path) -> tuple[Path, list[str], dict[str, Any]]:
     return path, ["-tp", "2"], {"method": "mimo_v2_mtp"}
 
 
+def layers_on_two_ranks(path: Path) -> tuple[Path, list[str], dict[str, Any]]:
+    """Return a model with three prediction layers, flags, and the fields that choose them."""
+    minimax3_layers(path)
+    return path, ["-tp", "2"], {"method": "mtp", "num_speculative_tokens": 4}
+
+
 @pytest.mark.parametrize(
     "make",
     [
         dspark_on_two_ranks,
+        layers_on_two_ranks,
         peagle_in_two_stages,
         mtp_of_mimo2,
         dflash_of_recurrent_model_on_two_ranks,
@@ -157,6 +165,7 @@ def test_drafting_heads_do_not_change_answers(tmp_path: Path, make: Any) -> None
     "make",
     [
         dspark_on_two_ranks,
+        layers_on_two_ranks,
         peagle_in_two_stages,
         dflash_of_recurrent_model_in_two_stages,
         eagle3_in_two_stages,

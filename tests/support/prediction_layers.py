@@ -438,7 +438,7 @@ def step3_mtp(path: Path) -> Head:
 
 
 def _step3_text(path: Path) -> Any:
-    """Write the text of a Step 3.5 with the fields of one layer more than it has. Return its modules."""
+    """Write the text of a Step 3.5 with the fields of three layers more than it has. Return its modules."""
     tokenizer = sentencepiece_tokenizer()
     _, fields = MULTIMODAL["Step3p7"]
     fields = QWEN3 | fields | {"vocab_size": len(tokenizer), "tie_word_embeddings": False}
@@ -463,7 +463,7 @@ def _step3_text(path: Path) -> Any:
         "rope_theta": 5e5,
         "partial_rotary_factors": 1.0,
     }
-    written = fields | {name: [*fields[name], last] for name, last in lists.items()}
+    written = fields | {name: [*fields[name], *[last] * 3] for name, last in lists.items()}
     written |= {
         "architectures": ["Step3p5ForCausalLM"],
         "model_type": "step3p5",

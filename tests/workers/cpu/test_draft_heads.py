@@ -21,6 +21,7 @@ from support.dspark_heads import DSPARK_HEADS
 from support.eagle_heads import EAGLE_HEADS
 from support.graph_attention import GraphTorchPaged
 from support.host_accelerator import HostAccelerator
+from support.layered_heads import LAYERED_HEADS
 from support.models_with_heads import (
     HEADS,
     NUM_DRAFTS,
@@ -44,7 +45,7 @@ PROMPT = list(range(20, 37))
 
 @pytest.fixture(
     scope="module",
-    params=[*HEADS, *EAGLE_HEADS, *PREDICTION_LAYERS, *DSPARK_HEADS],
+    params=[*HEADS, *EAGLE_HEADS, *PREDICTION_LAYERS, *LAYERED_HEADS, *DSPARK_HEADS],
     ids=lambda make: make.__name__,
 )
 def head(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Head:

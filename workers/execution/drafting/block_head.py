@@ -91,7 +91,7 @@ class BlockHead(DraftHead):
         )
         plan = plan_chunks(slots_S, begins_S.astype(np.int64), counts_S)
         self._model.store_keys(
-            self._fusion.read_context(computed.hidden_TE[rows_T]),
+            self.fusion.read_context(computed.hidden_TE[rows_T]),
             to_device(plan.positions_T, self._device),
             self._cache.layers,
             self._cache.attention_metadata(self._batch, plan),
@@ -121,7 +121,7 @@ class BlockHead(DraftHead):
         tokens = self._batch.host_token_ids_NL
         ids_T = np.full(len(plan.slots_T), self._layout.mask_token_id, tokens.dtype)
         ids_T[starts_S] = tokens[slots_S, lengths_S - 1]
-        inputs_TD = self._fusion.embed(to_device(ids_T, self._device))
+        inputs_TD = self.fusion.embed(to_device(ids_T, self._device))
         self._model.forward(
             inputs_TD.to(self._dtype) if self._in_torch else inputs_TD,
             to_device(plan.positions_T, self._device),
@@ -147,7 +147,7 @@ class BlockHead(DraftHead):
                     self._markov, outputs_RE[part], slots[part], columns[part], own_S
                 )
             return
-        tokens[slots, columns] = on_host(self._choose(outputs_RE, slots, columns))
+        tokens[slots, columns] = on_host(self.choose(outputs_RE, slots, columns))
 
     def _choose_in_order(
         self,
@@ -200,7 +200,7 @@ class BlockHead(DraftHead):
                 ComputedRows(plan.slots_S, plan.num_computed_S, counts_S, starts_S, hidden_TE)
             )
             metadata = self._cache.attention_metadata(self._batch, plan)
-            inputs_TD = self._fusion.no_states(count)
+            inputs_TD = self.fusion.no_states(count)
             self._model.forward(
                 inputs_TD.to(self._dtype) if self._in_torch else inputs_TD,
                 to_device(plan.positions_T, self._device),

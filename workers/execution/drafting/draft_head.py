@@ -91,7 +91,7 @@ class DraftHead:
         self._device = torch_device(target.attention.device) if in_torch else torch.device("cpu")
         self._num_threads = 0 if in_torch else count_threads(config)
         spec, shard, attention = self._arrange(config)
-        self._fusion = Fusion(
+        self.fusion = Fusion(
             layout, checkpoint, target, embed, dtype, self._device, self._num_threads, self._name
         )
         self._model = self._load(config, spec, shard, attention, checkpoint, on_progress)
@@ -223,8 +223,8 @@ class DraftHead:
         counts_S, begins_S = rows.counts_S, rows.begins_S
         offsets_T = np.arange(counts_S.sum()) - np.repeat(np.cumsum(counts_S) - counts_S, counts_S)
         rows_T = to_device(np.repeat(rows.rows_S, counts_S) + offsets_T, self._device)
-        hidden_TD = self._fusion.read_target(computed.hidden_TE[rows_T])
-        outputs_TE = self._run(rows.slots_S, begins_S, counts_S, hidden_TD)
+        hidden_TD = self.fusion.read_target(computed.hidden_TE[rows_T])
+        outputs_TE = self.run(rows.slots_S, begins_S, counts_S, hidden_TD)
         limits_S = self._limits(drafts, rows.slots_S)
         wants_S = limits_S > 0
         if not samples or not wants_S.any():
@@ -264,18 +264,18 @@ class DraftHead:
             if index:
                 goes_on_S = limits_S > index
                 slots_S, limits_S = slots_S[goes_on_S], limits_S[goes_on_S]
-                hidden_SD = self._fusion.read_own(outputs_SE[to_device(goes_on_S, self._device)])
+                hidden_SD = self.fusion.read_own(outputs_SE[to_device(goes_on_S, self._device)])
                 outputs_SE = self._continue(slots_S, index, hidden_SD)
             positions_S = (self._num_tokens[slots_S] + index).astype(np.int32)
-            chosen_S = self._choose(outputs_SE, slots_S.astype(np.int32), positions_S)
+            chosen_S = self.choose(outputs_SE, slots_S.astype(np.int32), positions_S)
             tokens[slots_S, positions_S] = on_host(chosen_S)
 
     def _continue(self, slots_S: Int64Array, index: int, hidden_SD: Tensor) -> Tensor:
         """Run the head for the last of `index` drafts of each slot, and return its hidden states [S, E]."""
         begins_S = self._num_tokens[slots_S].astype(np.int64) + index - 2
-        return self._run(slots_S, begins_S, np.ones_like(slots_S), hidden_SD)
+        return self.run(slots_S, begins_S, np.ones_like(slots_S), hidden_SD)
 
-    def _choose(self, outputs_SE: Tensor, slots_S: Int32Array, positions_S: Int32Array) -> Tensor:
+    def choose(self, outputs_SE: Tensor, slots_S: Int32Array, positions_S: Int32Array) -> Tensor:
         """Return the draft tokens [S] at these positions, chosen from the head's hidden states `outputs_SE`."""
         normed_SD = outputs_SE[:, : self._layout.spec.hidden_size]
         if self._token_ids is None:
@@ -283,12 +283,21 @@ class DraftHead:
         logits_SC = as_tensor(self._model.compute_logits(normed_SD))
         return self._target.choose_among(self._token_ids, logits_SC, slots_S, positions_S)
 
-    def _run(
-        self, slots_S: SlotArray, begins_S: SlotArray, counts_S: SlotArray, hidden_TD: Tensor
+    def run(
+        self,
+        slots_S: SlotArray,
+        begins_S: SlotArray,
+        counts_S: SlotArray,
+        hidden_TD: Tensor,
+        distance: int = 1,
     ) -> Tensor:
-        """Run the head at `counts_S` positions per slot, from `begins_S` on. Return its hidden states [T, E]."""
+        """Run the head at `counts_S` positions per slot, from `begins_S` on. Return its hidden states [T, E].
+
+        At each position it reads the token `distance` positions later.
+        """
         plan = plan_chunks(slots_S, begins_S, counts_S)
-        following_T = self._batch.host_token_ids_NL[plan.slots_T, plan.positions_T + 1]
+        places_T = np.minimum(plan.positions_T + distance, self._batch.max_model_len - 1)
+        following_T = self._batch.host_token_ids_NL[plan.slots_T, places_T]
         metadata = self._cache.attention_metadata(self._batch, plan)
         return self._run_layers(plan, following_T, hidden_TD, self._cache.layers, metadata)
 
@@ -301,8 +310,8 @@ class DraftHead:
         metadata: Sequence[Any],
     ) -> Tensor:
         """Run the head's layers for the tokens `following_T`, after those of `plan`. Return hidden states [T, E]."""
-        embedded_TD = self._fusion.embed(to_device(following_T, self._device))
-        inputs = self._fusion.fuse(embedded_TD, hidden_TD)
+        embedded_TD = self.fusion.embed(to_device(following_T, self._device))
+        inputs = self.fusion.fuse(embedded_TD, hidden_TD)
         self._model.forward(
             inputs.to(self._dtype) if self._in_torch else inputs,
             to_device(plan.positions_T, self._device),
@@ -318,8 +327,8 @@ class DraftHead:
         for count in (num_tokens, 1):
             plan = even_requests(count, -(-count // (self._batch.max_model_len - 1)))
             counts_S = np.diff(plan.query_start_loc)
-            hidden_TD = self._fusion.no_states(count)
-            self._run(plan.slots_S, plan.num_computed_S, counts_S, hidden_TD)
+            hidden_TD = self.fusion.no_states(count)
+            self.run(plan.slots_S, plan.num_computed_S, counts_S, hidden_TD)
 
 
 def _group_to_follow(groups: Sequence[KVCacheGroup]) -> tuple[int, int | None] | None:

@@ -18,6 +18,7 @@ from .assistant import is_assistant, read_assistant
 from .block_head import BlockHead
 from .draft_head import DraftHead, method_name
 from .head_target import head_target
+from .layered_head import LayeredHead
 from .layouts.read import read_layout
 from .parallel_head import ParallelHead
 from .shared_cache_head import SharedCacheHead
@@ -65,7 +66,9 @@ def load_head(
         # The layout of a KV cache in torch is another one than that of a native program.
         return SharedCacheHead(*parts, in_torch=not isinstance(target, NativeDecoder))
     kind = DraftHead
-    if layout.block_size:
+    if layout.later:
+        kind = LayeredHead
+    elif layout.block_size:
         kind = BlockHead
     elif layout.is_parallel:
         kind = ParallelHead

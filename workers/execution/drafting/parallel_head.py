@@ -41,19 +41,19 @@ class ParallelHead(DraftHead):
         numbers_T = np.arange(ends_S[-1]) - np.repeat(ends_S - counts_S, counts_S)
         is_known_T = numbers_T < np.repeat(rows.counts_S, counts_S)
         sources_T = np.where(is_known_T, np.repeat(rows.rows_S, counts_S) + numbers_T, 0)
-        hidden_TD = self._fusion.read_target(computed.hidden_TE[to_device(sources_T, self._device)])
-        hidden_TD[to_device(~is_known_T, self._device)] = self._fusion.read_mask()
+        hidden_TD = self.fusion.read_target(computed.hidden_TE[to_device(sources_T, self._device)])
+        hidden_TD[to_device(~is_known_T, self._device)] = self.fusion.read_mask()
         tokens = self._batch.host_token_ids_NL
         lengths_S = self._num_tokens[rows.slots_S].astype(np.int64)
         slots, columns, _ = _following(rows.slots_S, lengths_S, num_masks_S)
         tokens[slots, columns] = self._layout.mask_token_id
-        outputs_TE = self._run(rows.slots_S, rows.begins_S, counts_S, hidden_TD)
+        outputs_TE = self.run(rows.slots_S, rows.begins_S, counts_S, hidden_TD)
         if not limits_S.any():
             return 0
         slots, columns, numbers = _following(rows.slots_S, lengths_S, limits_S)
         last = np.repeat(ends_S - num_masks_S - 1, limits_S)
         outputs_RE = outputs_TE[to_device(last + numbers, self._device)]
-        chosen_R = self._choose(outputs_RE, slots.astype(np.int32), columns.astype(np.int32))
+        chosen_R = self.choose(outputs_RE, slots.astype(np.int32), columns.astype(np.int32))
         tokens[slots, columns] = on_host(chosen_R)
         has_drafts_S = limits_S > 0
         drafts.add_found(rows.slots_S[has_drafts_S], limits_S[has_drafts_S].astype(np.int32))

@@ -85,7 +85,7 @@ class SharedCacheHead(DraftHead):
         assert computed.hidden_TE is not None
         slots_S, limits_S = rows.slots_S[wants_S], limits_S[wants_S]
         last_S = to_device((rows.rows_S + rows.counts_S - 1)[wants_S], self._device)
-        hidden_SD = self._fusion.read_target(computed.hidden_TE[last_S])
+        hidden_SD = self.fusion.read_target(computed.hidden_TE[last_S])
         self._draft(slots_S, limits_S, self._continue(slots_S, 0, hidden_SD))
         drafts.add_found(slots_S, limits_S.astype(np.int32))
         return int(limits_S.max())
@@ -96,17 +96,24 @@ class SharedCacheHead(DraftHead):
             slots_S, lengths_S - 2, np.ones_like(slots_S), lengths_S + index - 1, hidden_SD
         )
 
-    def _choose(self, outputs_SE: Tensor, slots_S: Int32Array, positions_S: Int32Array) -> Tensor:
+    def choose(self, outputs_SE: Tensor, slots_S: Int32Array, positions_S: Int32Array) -> Tensor:
+        """Return the draft tokens [S] at these positions, chosen among the best clusters of tokens if there are any."""
         if self._clusters is None:
-            return super()._choose(outputs_SE, slots_S, positions_S)
+            return super().choose(outputs_SE, slots_S, positions_S)
         ids_SX, logits_SX = self._clusters.logits(outputs_SE[:, : self._layout.spec.hidden_size])
         return self._target.choose_among(ids_SX, logits_SX, slots_S, positions_S)
 
-    def _run(
-        self, slots_S: SlotArray, begins_S: SlotArray, counts_S: SlotArray, hidden_TD: Tensor
+    def run(
+        self,
+        slots_S: SlotArray,
+        begins_S: SlotArray,
+        counts_S: SlotArray,
+        hidden_TD: Tensor,
+        distance: int = 1,
     ) -> Tensor:
+        """Run the head for the tokens `distance` positions later. Return its hidden states [T, E]."""
         plan = plan_chunks(slots_S, begins_S, counts_S)
-        return self._run_at(slots_S, begins_S, counts_S, plan.positions_T + 1, hidden_TD)
+        return self._run_at(slots_S, begins_S, counts_S, plan.positions_T + distance, hidden_TD)
 
     def _run_at(
         self,

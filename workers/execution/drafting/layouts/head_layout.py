@@ -60,6 +60,8 @@ class HeadLayout(msgspec.Struct, frozen=True):
     `mask_token_id` in place of the others. Its layers have keys and values of the projected hidden states. Tokens of
     the block attend to each other, unless `is_causal`. If `predicts_from_last`, the last known token predicts the first
     draft, and each mask token the draft after its own place. If it `has_markov`, drafts depend on those before them.
+
+    The heads in `later` are for the second draft and later ones. Each reads the hidden states of the one before it.
     """
 
     spec: ModelSpec
@@ -77,6 +79,7 @@ class HeadLayout(msgspec.Struct, frozen=True):
     is_causal: bool = False
     predicts_from_last: bool = False
     has_markov: bool = False
+    later: tuple[HeadLayout, ...] = ()
 
     @property
     def max_drafts(self) -> int:

@@ -56,12 +56,16 @@ _RETURNS_NORMED: Final = (
 """Architectures whose layers read the hidden states of the draft before after their final norm."""
 
 
-def _layouts(num_layers: int, architecture: str) -> tuple[_Names, ...]:
-    """Return the known layouts. GGUF files have the first one for all families."""
+def _layouts(num_layers: int, architecture: str, index: int = 0) -> tuple[_Names, ...]:
+    """Return the known layouts of the layer for the draft `index`. GGUF files have the first one for all families.
+
+    Layouts that are the same for all drafts have one layer.
+    """
+    number = num_layers + index
     return (
         # Ling 2, Ling 3 and Hunyuan 3.
         _Names(
-            start=rf"layers\.{num_layers}\.",
+            start=rf"layers\.{number}\.",
             embedding_norm="enorm",
             hidden_norm="hnorm",
             projection="eh_proj",
@@ -71,7 +75,7 @@ def _layouts(num_layers: int, architecture: str) -> tuple[_Names, ...]:
         ),
         # Step 3.5, whose layers have output projections of their own.
         _Names(
-            start=rf"layers\.{num_layers}\.",
+            start=rf"layers\.{number}\.",
             layer=r"(?:transformer\.)?",
             embedding_norm="enorm",
             hidden_norm="hnorm",
@@ -82,7 +86,7 @@ def _layouts(num_layers: int, architecture: str) -> tuple[_Names, ...]:
         ),
         # DeepSeek-V3, GLM-4.5, GLM-5, Dots3-Note and openPangu.
         _Names(
-            start=rf"layers\.{num_layers}\.",
+            start=rf"layers\.{number}\.",
             embedding_norm="enorm",
             hidden_norm="hnorm",
             projection="eh_proj",
@@ -94,7 +98,7 @@ def _layouts(num_layers: int, architecture: str) -> tuple[_Names, ...]:
         ),
         # MiMo.
         _Names(
-            start=r"mtp_layers\.0\.",
+            start=rf"mtp_layers\.{index}\.",
             embedding_norm="token_layernorm",
             hidden_norm="hidden_layernorm",
             projection="input_proj",
@@ -117,7 +121,7 @@ def _layouts(num_layers: int, architecture: str) -> tuple[_Names, ...]:
         ),
         # MiniMax-M3.
         _Names(
-            start=r"mtp\.layers\.0\.",
+            start=rf"mtp\.layers\.{index}\.",
             layer=r"transformer_layer\.",
             embedding_norm="enorm",
             hidden_norm="hnorm",
@@ -126,7 +130,7 @@ def _layouts(num_layers: int, architecture: str) -> tuple[_Names, ...]:
         ),
         # MiMo-V2, whose layer has a window.
         _Names(
-            start=r"mtp\.layers\.0\.",
+            start=rf"mtp\.layers\.{index}\.",
             embedding_norm="enorm",
             hidden_norm="hnorm",
             projection="eh_proj",
@@ -160,31 +164,33 @@ def _layouts(num_layers: int, architecture: str) -> tuple[_Names, ...]:
         # ERNIE 4.5.
         _Names(
             start="mtp_",
-            layer=r"block\.0\.",
-            embedding_norm=r"emb_norm\.0",
-            hidden_norm=r"hidden_norm\.0",
-            projection=r"linear_proj\.0",
+            layer=rf"block\.{index}\.",
+            embedding_norm=rf"emb_norm\.{index}",
+            hidden_norm=rf"hidden_norm\.{index}",
+            projection=rf"linear_proj\.{index}",
         ),
     )
 
 
-def read_mtp(target: ModelSpec, checkpoint: Checkpoint) -> HeadLayout:
-    """Return the layout of the multi-token-prediction layer in a model's checkpoint.
+def read_mtp(target: ModelSpec, checkpoint: Checkpoint, num_drafts: int) -> HeadLayout:
+    """Return the layout of the layers for multi-token prediction in a model's checkpoint, at most `num_drafts`.
 
     Raises:
         CheckpointError: The checkpoint has no such layer, or none with a known layout.
     """
-    stored = checkpoint.names()
+    count = len(target.layers)
     architecture = str((checkpoint.config.get("architectures") or [""])[0])
-    for names in _layouts(len(target.layers), architecture):
-        needed = (names.embedding_norm, names.projection, names.final_norm, names.head)
-        if _has(stored, names, f"{names.layer}.+") and all(
-            _has(stored, names, rf"{part}\.weight") for part in needed if part is not None
-        ):
-            if names.is_described:
-                config = _with_one_layer_more(checkpoint.config, len(target.layers))
-                target = model_spec(config, checkpoint.config_path)
-            return _layout(target, stored, names)
+    by_draft = [_layouts(count, architecture, index) for index in range(num_drafts)]
+    for first, *others in zip(*by_draft, strict=True):
+        if not _is_stored(checkpoint.names(), first):
+            continue
+        found = [first]
+        for names in others:
+            if names in found or not _is_stored(checkpoint.names(), names):
+                break
+            found.append(names)
+        layouts = [_read_layer(target, checkpoint, names, i) for i, names in enumerate(found)]
+        return replace(layouts[0], later=tuple(layouts[1:]))
     raise CheckpointError(
         checkpoint.path,
         "no multi-token prediction layer with a known layout was found; use another method in "
@@ -192,12 +198,26 @@ def read_mtp(target: ModelSpec, checkpoint: Checkpoint) -> HeadLayout:
     )
 
 
-def _with_one_layer_more(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
-    """Return a config in which the layer behind the last of `num_layers` is the last."""
+def _is_stored(stored: Collection[str], names: _Names) -> bool:
+    needed = (names.embedding_norm, names.projection, names.final_norm, names.head)
+    return _has(stored, names, f"{names.layer}.+") and all(
+        _has(stored, names, rf"{part}\.weight") for part in needed if part is not None
+    )
+
+
+def _read_layer(target: ModelSpec, checkpoint: Checkpoint, names: _Names, index: int) -> HeadLayout:
+    if names.is_described:
+        config = _with_layers(checkpoint.config, len(target.layers) + index + 1)
+        target = model_spec(config, checkpoint.config_path)
+    return _layout(target, checkpoint.names(), names)
+
+
+def _with_layers(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+    """Return the config of a model with another number of layers."""
     text = config.get("text_config")
     if isinstance(text, dict):
-        return {**config, "text_config": _with_one_layer_more(text, num_layers)}
-    return {**config, "num_hidden_layers": num_layers + 1}
+        return {**config, "text_config": _with_layers(text, num_layers)}
+    return {**config, "num_hidden_layers": num_layers}
 
 
 def _has(stored: Collection[str], names: _Names, pattern: str) -> bool:

@@ -26,7 +26,7 @@ def read_layout(
     """
     match speculative.method:
         case ProposerMethod.MTP:
-            return read_mtp(target, checkpoint)
+            return read_mtp(target, checkpoint, speculative.num_speculative_tokens)
         case ProposerMethod.DFLASH:
             return read_block(target, checkpoint)
         case ProposerMethod.EAGLE3:
