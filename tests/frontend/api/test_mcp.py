@@ -302,6 +302,15 @@ def test_tools_are_called_in_messages(frontend: FrontendProcess, weather: Weathe
     assert [block["text"] for block in again.json()["content"]] == ["And now?"]
 
 
+def test_a_message_names_the_tool_of_a_server(frontend: FrontendProcess) -> None:
+    for name in ("forecast", "weather__forecast"):
+        choice = {"type": "tool", "name": name}
+        use, *_ = send(frontend, '{"city": "Oslo"}', tool_choice=choice).json()["content"]
+        assert (use["type"], use["name"]) == ("mcp_tool_use", "forecast")
+    refused = send(frontend, "Hi", tool_choice={"type": "tool", "name": "none"})
+    assert refused.status_code == 400 and "tool_choice" in refused.json()["error"]["message"]
+
+
 def test_messages_choose_tools_of_servers(
     frontend: FrontendProcess, weather: WeatherServer
 ) -> None:

@@ -429,6 +429,12 @@ def test_requests_of_a_session_continue_earlier_ones(frontend: FrontendProcess) 
     assert ask(" three", "c", rid="a", drop_previous_output=True) == "One three"
     assert ask(" four", "d", rid="a", offset=1) == "One four"
     assert ask(" six", "e", rid="b").startswith(first + " two")
+    # A request that replaces those after an earlier one deletes them, and those that continue them.
+    assert ask(" seven", "g", rid="a", replace=True) == first + " seven"
+    for rid in ("b", "c", "e"):
+        params = {"id": "s", "rid": rid}
+        assert frontend.post("/generate", text="x", session_params=params).status_code == 400
+    assert ask(" eight", "h", rid="g").startswith(first + " seven")
     assert ask("New", "f", replace=True) == "New"
     for rid in ("a", "none"):
         params = {"id": "s", "rid": rid}

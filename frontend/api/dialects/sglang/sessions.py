@@ -50,12 +50,30 @@ class Session(msgspec.Struct):
 
 
 class Turn(msgspec.Struct):
-    """A request within a session, and the tokens that it continues."""
+    """A request within a session.
+
+    Attributes:
+        session_id: The ID of the session.
+        session: The session.
+        owner: The owner of the session.
+        continues: The ID of the request that it continues; "" for none.
+        history: The tokens that it continues.
+    """
 
     session_id: str
     session: Session
     owner: str
+    continues: str
     history: npt.NDArray[np.int32]
+
+
+class FinishedTurn(msgspec.Struct, array_like=True):
+    """A finished request as the store has it, with the tokens of its prompt and of its output."""
+
+    rid: str
+    continues: str
+    prompt: bytes
+    output: bytes
 
 
 class Sessions:
@@ -114,18 +132,21 @@ class Sessions:
             rid = session.latest
         elif params.replace and not rid:
             await self._turns.delete_children(session_id, owner)
-        prompt, output = np.empty(0, np.int32), np.empty(0, np.int32)
+        history = np.empty(0, np.int32)
         if rid:
             data = await self._turns.find_data(_key(session_id, rid), owner)
             if data is None:
                 raise bad_request(
                     "session_params.rid", f"names no finished request of the session: {echo(rid)}"
                 )
-            prompt, output = _decode(data)
-        history = prompt if params.drop_previous_output else np.concatenate((prompt, output))
+            turn = _decode(data)
+            text = turn.prompt if params.drop_previous_output else turn.prompt + turn.output
+            history = np.frombuffer(text, "<i4").astype(np.int32)
+            if params.replace:
+                await self._delete_later(session_id, rid, owner)
         if params.offset:
             history = history[: params.offset]
-        return Turn(session_id, session, owner, history)
+        return Turn(session_id, session, owner, rid, history)
 
     async def save_turn(
         self, turn: Turn, rid: str, prompt: npt.NDArray[np.int32], output: Delta
@@ -137,7 +158,8 @@ class Sessions:
         """
         if await self._find(turn.session_id, turn.owner) is None:
             return
-        data = _encode(prompt, np.asarray(output.token_ids, np.int32))
+        finished = FinishedTurn(rid, turn.continues, _bytes_of(prompt), _bytes_of(output.token_ids))
+        data = msgspec.msgpack.encode(finished)
         key = _key(turn.session_id, rid)
         await self._turns.put(key, data, turn.owner, parent=turn.session_id)
         if turn.session.is_streaming and turn.session.latest not in ("", rid):
@@ -156,6 +178,21 @@ class Sessions:
             return None
         return session
 
+    async def _delete_later(self, session_id: str, rid: str, owner: str) -> None:
+        """Delete the requests that continue this one, and those that continue them."""
+        parts, _ = await self._turns.read_parts(session_id, owner)
+        children: dict[str, list[str]] = {}
+        for part in parts:
+            turn = _decode(part)
+            children.setdefault(turn.continues, []).append(turn.rid)
+        # A request with the ID of an earlier one may have replaced what it continues.
+        later = children.pop(rid, [])
+        while later:
+            child = later.pop()
+            later += children.pop(child, [])
+            if child != rid:
+                await self._turns.delete(_key(session_id, child), owner)
+
     async def _delete(self, session_id: str, owner: str) -> None:
         await self._sessions.delete(session_id, owner)
         await self._turns.delete_children(session_id, owner)
@@ -165,12 +202,9 @@ def _key(session_id: str, rid: str) -> str:
     return f"{session_id}/{rid}"
 
 
-def _encode(prompt: npt.NDArray[np.int32], output: npt.NDArray[np.int32]) -> bytes:
-    return np.concatenate(([len(prompt)], prompt, output)).astype("<i4").tobytes()
+def _bytes_of(token_ids: npt.ArrayLike) -> bytes:
+    return np.asarray(token_ids, "<i4").tobytes()
 
 
-def _decode(data: bytes) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """Return the tokens of a request's prompt and of its output."""
-    tokens = np.frombuffer(data, "<i4").astype(np.int32)
-    end = 1 + int(tokens[0])
-    return tokens[1:end], tokens[end:]
+def _decode(data: bytes) -> FinishedTurn:
+    return msgspec.msgpack.decode(data, type=FinishedTurn)

@@ -184,7 +184,7 @@ class _Turns:
                 if function["description"]:
                     tool["description"] = function["description"]
                 tools.append(tool)
-        choice = self._body.tool_choice
+        choice = self._choice(tools)
         if not is_first and choice is not None and choice.get("type") in ("any", "tool"):
             # Else the model would have to call tools for ever.
             choice = {**choice, "type": "auto"}
@@ -199,6 +199,16 @@ class _Turns:
             mcp_servers=None,
             stream=True,
         )
+
+    def _choice(self, tools: list[Json]) -> Json | None:
+        """Return the choice of a tool, whose name may be that of a server's tool if no other tool has it."""
+        choice = self._body.tool_choice
+        if choice is None or any(tool.get("name") == choice.get("name") for tool in tools):
+            return choice
+        names = [
+            shown for shown, (_, name) in self._functions.items() if name == choice.get("name")
+        ]
+        return {**choice, "name": names[0]} if len(names) == 1 else choice
 
     async def _run_turn(self, messages: list[Json], number: int, write: Write) -> Json:
         """Add the content of a turn, and return the fields that describe why it ended."""
