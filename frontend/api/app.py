@@ -40,7 +40,7 @@ from .dialects.sglang.sessions import Sessions
 from .dialects.tgi.routes import routes as tgi_routes
 from .dialects.vertex import vertex_routes
 from .dialects.vllm.derender import Derender
-from .dialects.vllm.render import ChatRender, CompletionRender
+from .dialects.vllm.render import ChatRender, CompletionRender, MessagesRender
 from .dialects.vllm.routes import routes as vllm_routes
 from .docs_page import HEADERS, render_docs
 from .durable.recovery import Recovery
@@ -197,6 +197,7 @@ def make_routes(serving: Serving) -> list[Route]:
             methods=["POST"],
         ),
         Route("/v1/messages", messages, methods=["POST"]),
+        Route("/v1/messages/render", MessagesRender(serving, intake), methods=["POST"]),
         Route(
             "/v1/messages/{id}/events",
             Events(serving, messages, anthropic.recorded_id),
@@ -220,7 +221,7 @@ def make_routes(serving: Serving) -> list[Route]:
         *message_batch_routes(serving, intake, batch_records, files, batch_executor),
         *gemini.routes(serving, intake, embeddings),
         *ollama.routes(serving, intake, loras, embeddings),
-        *sglang_routes(serving, intake, management, embeddings, weights, sessions),
+        *sglang_routes(serving, intake, management, embeddings, weights, sessions, loras),
         *tgi_routes(serving, intake, sessions),
         Route(
             whisper_cpp.PATH,
@@ -245,7 +246,10 @@ def make_routes(serving: Serving) -> list[Route]:
             methods=["POST"],
         ),
         Route("/pooling", embeddings.pool, methods=["POST"]),
-        Route("/classify", embeddings.classify, methods=["POST"]),
+        *(
+            Route(f"{prefix}/classify", embeddings.classify, methods=["POST"])
+            for prefix in ("/v1", "")
+        ),
         Route("/tokenizer_info", tokenization.tokenizer_info),
         *(
             Route(prefix + path, handler, methods=["POST"])

@@ -24,6 +24,8 @@ ROUTE_DESCRIPTIONS: Final[dict[str, tuple[str, str]]] = {
         CLIENTS,
         "Return the token ids and parameters of a conversation (vLLM).",
     ),
+    "/v1/messages/render": (CLIENTS, "The same for a conversation in Anthropic's format."),
+    "/v1/responses/render": (CLIENTS, "The same for a response."),
     "/v1/completions/derender": (CLIENTS, "Write a completion from generated token ids (vLLM)."),
     "/v1/chat/completions/derender": (CLIENTS, "Write an answer from generated token ids (vLLM)."),
     "/v1/responses": (
@@ -74,6 +76,7 @@ ROUTE_DESCRIPTIONS: Final[dict[str, tuple[str, str]]] = {
         "Return the embedding, or the probabilities of the classes, of each input.",
     ),
     "/classify": (CLIENTS, "Return the class of each input; needs a classification head."),
+    "/v1/classify": (CLIENTS, "The same as /classify (SGLang)."),
     "/v1/messages": (CLIENTS, "Answer a conversation (Anthropic's Messages API)."),
     "/v1/messages/{id}/events": (
         CLIENTS,
@@ -209,6 +212,8 @@ ROUTE_DESCRIPTIONS: Final[dict[str, tuple[str, str]]] = {
         OPERATORS,
         "Remove a LoRA adapter; needs --allow-runtime-lora-updating.",
     ),
+    "/load_lora_adapter": (OPERATORS, "The same as /v1/load_lora_adapter, in JSON (SGLang)."),
+    "/unload_lora_adapter": (OPERATORS, "The same as /v1/unload_lora_adapter, in JSON (SGLang)."),
     "/debug/dump": (OPERATORS, "Write the event log of every core; needs --dump-dir."),
     "/debug/kv-cache": (OPERATORS, "Return the states of the KV-cache blocks of each replica."),
     "/debug/requests": (OPERATORS, "List the running and the recently ended requests."),

@@ -54,6 +54,8 @@ OPERATOR_PATHS: Final = frozenset(
         "/release_memory_occupation",
         "/resume_memory_occupation",
         "/update_weights_from_disk",
+        "/load_lora_adapter",
+        "/unload_lora_adapter",
         "/collective_rpc",
         "/resume",
         "/pause_generation",

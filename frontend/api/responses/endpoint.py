@@ -69,6 +69,27 @@ class Responses(ChatCompletions):
         self.runs = BackgroundRuns(states, serving)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, lease: MemoryLease) -> None:
+        exchange, size, deadline = await self._begin(scope, receive, lease)
+        body = exchange.body
+        if not body.background:
+            if has_mcp(body.tools):
+                await self._answer_in_turns(exchange, scope, receive, send, deadline)
+            else:
+                await self._answer_now(exchange, size, scope, receive, send, lease, deadline)
+            return
+        with renaming(partial(sent_name, body, exchange.places)):
+            queued = describe_response(self._serving, exchange, "queued")
+            run = BackgroundRun(exchange, queued, scope["state"])
+            await self.runs.start(run, self._run)
+        if body.stream:
+            await send_events(read_run(run, 0), scope, receive, send)
+        else:
+            await json_response(run.response | {"status": "queued"})(scope, receive, send)
+
+    async def _begin(
+        self, scope: Scope, receive: Receive, lease: MemoryLease
+    ) -> tuple[Exchange, int, float]:
+        """Read a request. Return the new response, the bytes of the body, and the deadline."""
         serving, state = self._serving, scope["state"]
         deadline = read_deadline(scope, serving.config.frontend.default_deadline_s)
         kept: KeptResponses | None = state.get(KEPT)
@@ -78,21 +99,22 @@ class Responses(ChatCompletions):
             verify_message(body)
         serving.verify_model(body.model)
         serving.verify_serving()
-        exchange = await self._states.begin(body, state["owner"], kept)
-        if has_mcp(body.tools) and not body.background:
-            await self._answer_in_turns(exchange, scope, receive, send, deadline)
-            return
-        with renaming(partial(sent_name, body, exchange.places)):
-            if not body.background:
-                request, size = await self._translate_exchange(exchange, size)
-                await self._generate(scope, receive, send, lease, request, size, deadline)
-                return
-            run = BackgroundRun(exchange, describe_response(serving, exchange, "queued"), state)
-            await self.runs.start(run, self._run)
-        if body.stream:
-            await send_events(read_run(run, 0), scope, receive, send)
-        else:
-            await json_response(run.response | {"status": "queued"})(scope, receive, send)
+        return await self._states.begin(body, state["owner"], kept), size, deadline
+
+    async def _answer_now(
+        self,
+        exchange: Exchange,
+        size: int,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        lease: MemoryLease,
+        deadline: float,
+    ) -> None:
+        """Answer a request in one turn of the model."""
+        with renaming(partial(sent_name, exchange.body, exchange.places)):
+            request, size = await self._translate_exchange(exchange, size)
+            await self._generate(scope, receive, send, lease, request, size, deadline)
 
     async def _answer_in_turns(
         self,

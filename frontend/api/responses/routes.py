@@ -5,6 +5,7 @@ from __future__ import annotations
 from starlette.routing import Route
 
 from ..bodies.intake import Intake
+from ..dialects.vllm.render import ResponsesRender
 from ..files.storage import FileStorage
 from ..serving import Serving
 from .compaction import Compaction
@@ -28,6 +29,7 @@ def response_routes(serving: Serving, intake: Intake, files: FileStorage) -> lis
             InputTokens(serving, intake, states).count,
             methods=["POST"],
         ),
+        Route("/responses/render", ResponsesRender(serving, intake, states), methods=["POST"]),
         Route("/responses/compact", Compaction(serving, intake, states), methods=["POST"]),
         Route("/responses/{id}", stored, methods=["GET", "DELETE"]),
         Route("/responses/{id}/cancel", stored.cancel, methods=["POST"]),

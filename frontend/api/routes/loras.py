@@ -1,9 +1,10 @@
-"""`POST /v1/load_lora_adapter` and `POST /v1/unload_lora_adapter`, for operators."""
+"""Routes for operators that load and unload LoRA adapters: `/v1/load_lora_adapter` and others."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable
 from typing import Final
 
 import numpy as np
@@ -14,7 +15,7 @@ from ....protocol.errors import CheckpointError, ConfigError
 from ....protocol.file_identity import LoraAdapter
 from ....protocol.sampling_params import SamplingParams
 from ...client.engine_client import ReplicaUnavailable, SequenceRequest
-from ...http.errors import APIError, bad_request, echo, unavailable
+from ...http.errors import APIError, bad_request, echo, json_response, unavailable
 from ...model_source.lora import find_adapter
 from ...supervisor.console import Console
 from ..bodies.intake import Intake
@@ -92,6 +93,30 @@ class Loras:
         if not await asyncio.to_thread(self._serving.loras.remove, name):
             raise APIError(404, f"The LoRA adapter {echo(name)} does not exist", param="lora_name")
         return Response(f"Success: LoRA adapter '{name}' removed successfully.")
+
+    @accepts(LoadLoraRequest)
+    async def load_like_sglang(self, http: Request) -> Response:
+        """Load an adapter, and list all adapters."""
+        return await self._list_after(self.load(http))
+
+    @accepts(UnloadLoraRequest)
+    async def unload_like_sglang(self, http: Request) -> Response:
+        """Remove an adapter, and list the others."""
+        return await self._list_after(self.unload(http))
+
+    async def _list_after(self, change: Awaitable[Response]) -> Response:
+        status, problem = 200, None
+        try:
+            await change
+        except APIError as error:
+            # SGLang's answer to a request that cannot be fulfilled.
+            if error.status not in (400, 404):
+                raise
+            status, problem = 400, error.message
+        paths = {adapter.name: adapter.path for adapter in self._serving.loras}
+        return json_response(
+            {"success": problem is None, "error_message": problem, "loaded_adapters": paths}, status
+        )
 
     async def _find(self, name: str, path: str) -> LoraAdapter:
         model = self._serving.config.model

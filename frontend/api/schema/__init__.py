@@ -103,6 +103,8 @@ class GenerationRequest(CommonFields, kw_only=True):
     # Tokens per chunk of a stream after the first one, if it is more than the server's `--stream-interval`.
     stream_interval: Int | None = None
     return_token_ids: bool | None = None
+    # Of the routes that render; others ignore it.
+    return_token_offsets: bool | None = None
     # Adds SGLang's field `sglext`, which says where the cached tokens were.
     return_cached_tokens_details: bool | None = None
     truncate_prompt_tokens: Int | None = None
@@ -366,7 +368,7 @@ class PoolingRequest(EmbeddingRequest, kw_only=True):
 
 
 class ClassificationRequest(InputFields, kw_only=True):
-    """The body of `POST /classify`."""
+    """The body of `POST /classify` and `POST /v1/classify`."""
 
     use_activation: bool | None = None
 
@@ -463,8 +465,9 @@ class LoadLoraRequest(msgspec.Struct, kw_only=True):
     lora_path: str | None = None
     load_inplace: bool | None = None
 
-    # Accepted because clients send it; it has no effect.
+    # Accepted because clients send them; they have no effect.
     is_3d_lora_weight: bool | None = None
+    pinned: bool | None = None
 
 
 class UnloadLoraRequest(msgspec.Struct, kw_only=True):

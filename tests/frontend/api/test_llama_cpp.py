@@ -362,9 +362,17 @@ def test_a_scaled_adapter_answers_for_the_base_model(tmp_path: Path) -> None:
         def set_scales(*scales: dict) -> Any:
             return frontend.http.post("/lora-adapters", json=list(scales))
 
+        paths: dict[str, str] = {}
         for name in ("first", "second"):
             body = {"lora_name": name, "lora_path": str(tmp_path)}
-            assert frontend.post("/v1/load_lora_adapter", **body).status_code == 200
+            # SGLang's path of the route lists the adapters.
+            loaded = frontend.post("/load_lora_adapter", **body, pinned=True)
+            paths |= {name: str(tmp_path)}
+            answer = {"success": True, "error_message": None, "loaded_adapters": paths}
+            assert (loaded.status_code, loaded.json()) == (200, answer)
+        refused = frontend.post("/load_lora_adapter", **body)
+        assert (refused.status_code, refused.json()["success"]) == (400, False)
+        assert "already been loaded" in refused.json()["error_message"]
         base, chosen = fingerprint(), fingerprint(lora=[{"id": 1, "scale": 1}])
         assert listed() == [0.0, 0.0] and chosen == fingerprint(model="second") != base
         assert set_scales({"id": 0, "scale": 0}, {"id": 1, "scale": 0.5}).json() == {

@@ -12,6 +12,7 @@ from support.frontend_process import FrontendProcess
 pytestmark = pytest.mark.slow
 
 GENERATE = "/inference/v1/generate"
+MCP_TOOL = {"type": "mcp", "server_label": "a", "server_url": "http://127.0.0.1:9/mcp"}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 
 
@@ -89,8 +90,42 @@ def test_each_prompt_of_a_completion_is_rendered(frontend: FrontendProcess) -> N
 
 
 @pytest.mark.parametrize(
+    ("path", "prompt", "limit"),
+    [
+        ("/v1/messages", {"messages": user("When?"), "system": "Be kind."}, "max_tokens"),
+        ("/v1/responses", {"input": "When?", "instructions": "Be kind."}, "max_output_tokens"),
+    ],
+)
+def test_other_formats_of_conversations_are_rendered_like_a_chat(
+    frontend: FrontendProcess, path: str, prompt: dict[str, Any], limit: str
+) -> None:
+    messages = [{"role": "system", "content": "Be kind."}, *user("When?")]
+    chat = post(frontend, "/v1/chat/completions/render", messages=messages, max_tokens=3)
+    rendered = post(frontend, f"{path}/render", **prompt, **{limit: 3})
+    assert rendered["token_ids"] == chat["token_ids"]
+    assert rendered["sampling_params"] == chat["sampling_params"]
+
+
+def test_rendered_tokens_have_their_places_in_the_text(frontend: FrontendProcess) -> None:
+    text = "Grüße 😀, One two"
+    [rendered] = post(frontend, "/v1/completions/render", prompt=text, return_token_offsets=True)
+    places = rendered["token_offsets"]
+    assert len(places) == len(rendered["token_ids"])
+    assert (places[0][0], places[-1][1]) == (0, len(text))
+    assert text[slice(*places[-1])] == " two"
+    chat = post(
+        frontend, "/v1/chat/completions/render", messages=user(text), return_token_offsets=True
+    )
+    assert len(chat["token_offsets"]) == len(chat["token_ids"])
+    [ids] = post(frontend, "/v1/completions/render", prompt=[5, 6], return_token_offsets=True)
+    assert ids["token_offsets"] is None
+
+
+@pytest.mark.parametrize(
     ("path", "fields", "param"),
     [
+        ("/v1/responses/render", {"input": 5}, "input"),
+        ("/v1/responses/render", {"input": "a", "tools": [MCP_TOOL]}, "tools"),
         ("/v1/chat/completions/render", {"messages": []}, "messages"),
         ("/v1/chat/completions/render", {"messages": user("a"), "top_p": 2}, "top_p"),
         ("/v1/completions/render", {"prompt": "a", "use_beam_search": True}, "use_beam_search"),

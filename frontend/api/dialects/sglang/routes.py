@@ -11,6 +11,7 @@ from ...control.pause import Pauses
 from ...control.sleep import Sleep
 from ...control.weights import Weights
 from ...routes.embeddings import Embeddings
+from ...routes.loras import Loras
 from ...routes.management import Management
 from ...serving import Serving
 from .encode import SglangEncode
@@ -29,6 +30,7 @@ def routes(
     embeddings: Embeddings,
     weights: Weights,
     sessions: Sessions,
+    loras: Loras,
 ) -> list[Route]:
     """Return all routes except `/generate`, which is also one of Text Generation Inference."""
     description, parsers = SglangDescription(serving), SglangParsers(serving, intake)
@@ -55,5 +57,7 @@ def routes(
             weights.update_like_sglang,
             methods=["POST"],
         ),
+        Route("/load_lora_adapter", loras.load_like_sglang, methods=["POST"]),
+        Route("/unload_lora_adapter", loras.unload_like_sglang, methods=["POST"]),
         Route("/abort_request", SglangAborts(serving, intake).abort, methods=["POST"]),
     ]

@@ -1,7 +1,7 @@
-"""vLLM's `/v1/chat/completions/render` and `/v1/completions/render`, which return the prompts of a request.
+"""vLLM's routes that end in `/render`, which return the prompts of a request.
 
 The answer is a body of `/inference/v1/generate`, so that one server can render requests that another one computes.
-The fields are those of vLLM 0.32.
+The fields are those of vLLM 0.33.
 """
 
 from __future__ import annotations
@@ -21,11 +21,14 @@ from ...durable.keeper import Keeper
 from ...endpoint import Endpoint
 from ...generation import PreparedPrompt, find_request_id, verify_priority, verify_streaming
 from ...logprobs import Json
+from ...responses.endpoint import Responses
+from ...responses.mcp.tools import has_mcp
 from ...routes.chat_completions import ChatCompletions
 from ...routes.completions import Completions
 from ...schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from ...schema.vllm import VllmSampling
 from ...serving import ANY_OUTPUT
+from ..anthropic import Messages
 
 _COPIED: Final = sorted({*VllmSampling.__struct_fields__} & {*SamplingParams.__struct_fields__})
 
@@ -85,7 +88,7 @@ class _Render(Endpoint[Request], Generic[Request]):
         return {
             "request_id": request_id,
             "token_ids": prompt.token_ids.tolist(),
-            "token_offsets": None,
+            "token_offsets": self._offsets(prompt) if request.return_token_offsets else None,
             "assistant_tokens_mask": None,
             "features": _features(prompt),
             "content_parts": None,
@@ -102,11 +105,41 @@ class _Render(Endpoint[Request], Generic[Request]):
             "ec_transfer_params": None,
         }
 
+    def _offsets(self, prompt: PreparedPrompt) -> list[tuple[int, int]] | None:
+        """Return the characters of each token, from start to end; None if the tokens are not those of a text."""
+        if prompt.text is None or prompt.encoder_inputs:
+            return None
+        for add_special_tokens in (True, False):
+            token_ids, places = self._serving.tokenizer.encode_with_places(
+                prompt.text, add_special_tokens
+            )
+            if token_ids == prompt.token_ids.tolist():
+                return places
+        return None
+
 
 class ChatRender(_Render[ChatCompletionRequest], ChatCompletions):
     """The prompt of a conversation."""
 
     is_list = False
+
+
+class MessagesRender(_Render[ChatCompletionRequest], Messages):
+    """The prompt of a conversation in Anthropic's format."""
+
+    is_list = False
+
+
+class ResponsesRender(_Render[ChatCompletionRequest], Responses):
+    """The prompt of a response."""
+
+    is_list = False
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, lease: MemoryLease) -> None:
+        exchange, size, deadline = await self._begin(scope, receive, lease)
+        if has_mcp(exchange.body.tools):
+            raise bad_request("tools", "of MCP servers are part of no prompt before the first turn")
+        await self._answer_now(exchange, size, scope, receive, send, lease, deadline)
 
 
 class CompletionRender(_Render[CompletionRequest], Completions):
