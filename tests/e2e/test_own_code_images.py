@@ -48,6 +48,7 @@ from support.own_code.minicpm import minicpmv, write_minicpmv_mmproj
 from support.own_code.mobilevlm import mobilevlm, write_mobilevlm_mmproj
 from support.own_code.model import OwnCodeModel
 from support.own_code.molmo import TEXTS, Molmo, molmo
+from support.own_code.onevision2 import onevision2
 from support.own_code.openvla import openvla
 from support.own_code.ovis2_5 import ovis2_5
 from support.own_code.perception_lm import perception_lm
@@ -117,6 +118,7 @@ MODELS: dict[
         "<image>",
         ["<image>", "<img>", "</img>"],
     ),
+    "onevision2": (onevision2, "<|image_pad|>", "<|image_pad|>", ["<|image_pad|>"]),
     "openvla": (openvla, "<PAD>", "<image>", ["<PAD>"]),
     "ovis2_5": (ovis2_5, "<|image_pad|>", "<image>", ["<|image_pad|>"]),
     "ovis2_6": (

@@ -62,6 +62,10 @@ class NativeLayers:
             raise NotSupportedNatively(
                 "native tower programs do not support clamped MLPs without a gate"
             )
+        if spec.rotary is not None and spec.rotary.order == "crossed":
+            raise NotSupportedNatively(
+                "native tower programs rotate both elements of a pair equally"
+            )
         self._attention = NativeAttention(
             AttentionSpec(
                 num_heads=spec.num_heads,

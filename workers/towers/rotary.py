@@ -34,12 +34,23 @@ class PatchRotary(msgspec.Struct, frozen=True):
     * "thirds" (MiniMax M3): one part. Equally many pairs follow the frame, the row and the column, with equal
       frequencies. All patches have frame 0, and the remaining pairs are not rotated. Checkpoints store the elements of
       heads in `stored_order`.
+    * "crossed" (LLaVA-OneVision 2): each pair is a part. An eighth of the angles follows the frame, which is 0, and the
+      others follow the row and then the column, with equal frequencies. There are half as many angles as elements, and
+      an element has the angle of its index. So the elements of a pair have different angles: this is no rotation.
     * "sequence" (DeepSeek-OCR 2): one part, in which all pairs follow the row, with the frequencies of decoders. With
       `num_rotated` (GLM-ASR), only the first elements of a head are rotated, which checkpoints store in `stored_order`.
     """
 
     order: Literal[
-        "mixed", "halves", "pairs", "joined", "columns first", "alternating", "thirds", "sequence"
+        "mixed",
+        "halves",
+        "pairs",
+        "joined",
+        "columns first",
+        "alternating",
+        "thirds",
+        "crossed",
+        "sequence",
     ]
     theta: float
     head_dim: int
@@ -51,7 +62,7 @@ class PatchRotary(msgspec.Struct, frozen=True):
     @property
     def num_parts(self) -> int:
         """The number of parts of a head."""
-        if self.order in ("pairs", "alternating"):
+        if self.order in ("pairs", "alternating", "crossed"):
             return self.head_dim // 2
         return 2 if self.order == "halves" else 1
 
@@ -63,6 +74,8 @@ class PatchRotary(msgspec.Struct, frozen=True):
             return (COLUMN, ROW) * (half // 2)
         if self.order == "sequence":
             return (ROW,) * half
+        if self.order == "crossed":
+            return (ROW,) * (5 * half // 8) + (COLUMN,) * (3 * half // 8)
         if self.order == "thirds":
             third = self.head_dim // 6
             return (ROW,) * 2 * third + (COLUMN,) * third + (ROW,) * (half - 3 * third)
@@ -86,6 +99,10 @@ class PatchRotary(msgspec.Struct, frozen=True):
             third, zeros = size // 6, torch.zeros(size // 2)
             own = 1.0 / self.theta ** (torch.arange(0, 2 * third, 2).float() / (2 * third))
             return torch.cat((zeros[:third], own, own, zeros[3 * third :]))
+        if self.order == "crossed":
+            count = 3 * size // 16
+            own = 1.0 / self.theta ** (torch.arange(count).float() / count)
+            return torch.cat((torch.zeros(size // 8), own, own))
         frequencies = 1.0 / self.theta ** (torch.arange(0, size // 2, 2).float() / (size // 2))
         frequencies = frequencies * self.place_scale
         if self.order == "alternating":
@@ -114,13 +131,19 @@ class PatchRotary(msgspec.Struct, frozen=True):
         angles = places_P2.float()[:, list(self.axes)] * self.frequencies().to(device)
         if self.first_angles:
             angles = torch.where(places_P2[:, :1] < 0, angles.new_tensor(self.first_angles), angles)
-        angles = angles.unflatten(1, (1, self.num_parts, -1))
+        if self.order == "crossed":
+            angles = angles.repeat(1, 2).unflatten(1, (1, self.num_parts, 2, 1))
+        else:
+            angles = angles.unflatten(1, (1, self.num_parts, 1, -1))
         dtype = torch.float32 if self.in_float32 else dtype
         return PatchRotation(angles.cos().to(dtype), angles.sin().to(dtype))
 
 
 class PatchRotation(NamedTuple):
-    """The cosines and sines of the angles by which a head's elements are rotated, [P, 1, parts, K / (2 * parts)]."""
+    """The cosines and sines of the angles by which a head's elements are rotated, [P, 1, parts, 1, K / (2 * parts)].
+
+    The fourth dimension is 2 if the elements of a pair have different angles.
+    """
 
     cos: Tensor
     sin: Tensor
@@ -128,9 +151,8 @@ class PatchRotation(NamedTuple):
     def apply(self, x_PHK: Tensor) -> Tensor:
         """Return the rotated queries or keys."""
         parts = x_PHK.to(self.cos.dtype).unflatten(-1, (self.cos.shape[2], 2, -1))
-        first, second = parts[..., 0, :], parts[..., 1, :]
-        rotated = (first * self.cos - second * self.sin, second * self.cos + first * self.sin)
-        return torch.stack(rotated, -2).flatten(-3).to(x_PHK.dtype)
+        turned = torch.stack((-parts[..., 1, :], parts[..., 0, :]), -2)
+        return (parts * self.cos + turned * self.sin).flatten(-3).to(x_PHK.dtype)
 
 
 def grid_places(num_rows: int, num_columns: int, device: torch.device) -> Tensor:

@@ -53,7 +53,7 @@ def resize_before_lines(source: ProcessorSource, vision: GridVisionSpec) -> Resi
 
 
 def resize_frames(source: ProcessorSource, vision: GridVisionSpec) -> ResizeProcessor:
-    """Return the processor of LLaVA-OneVision 1.5, whose patches have one frame, also if its file says two."""
+    """Return the processor of LLaVA-OneVision 1.5 and 2, whose patches have one frame, also if its file says two."""
     return resize(source.with_values({"temporal_patch_size": vision.frames_per_patch}), vision)
 
 

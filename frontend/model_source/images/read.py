@@ -294,6 +294,7 @@ _READERS: Final[dict[str, _Reader]] = {
     "llava_next": anyres,
     "llava_next_video": anyres,
     "llava_onevision": anyres,
+    "llava_onevision2": resize_frames,
     "llavaonevision1_5": resize_frames,
     "locateanything": pad_named,
     "mantis": numbered,

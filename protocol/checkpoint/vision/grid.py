@@ -54,8 +54,9 @@ class GridVisionSpec(msgspec.Struct, frozen=True):
         rotary: The order of a head's angles: those of the row before those of the column ("joined"), the other way
             around ("columns first"; with "pairs", neighboring elements are rotated together), or alternating, beginning
             with the column, where neighboring elements are rotated together, too ("alternating"). With "thirds"
-            (MiniMax M3), a third of a head each is rotated by the frame, the row and the column. None if there is no
-            rotation.
+            (MiniMax M3), a third of a head each is rotated by the frame, the row and the column. With "crossed"
+            (LLaVA-OneVision 2), neighbors are mixed by two angles, which follow the row, the column or neither. None if
+            there is no rotation.
         has_axes: True if the decoder's positions have three coordinates, else one.
         patch_layout: The stored form of the patch projection: as a convolution with all dimensions, or with two
             dimensions, of which the second is ordered by "pixels", "frames" or "channels" first.
@@ -130,7 +131,9 @@ class GridVisionSpec(msgspec.Struct, frozen=True):
     num_kv_heads: int = 0
     conv_layers: tuple[int, ...] = ()
     conv_size: int = 0
-    rotary: Literal["joined", "columns first", "pairs", "alternating", "thirds"] | None = "joined"
+    rotary: (
+        Literal["joined", "columns first", "pairs", "alternating", "thirds", "crossed"] | None
+    ) = "joined"
     has_axes: bool = True
     patch_layout: Literal["convolution", "pixels", "frames", "channels"] = "convolution"
     merger_norm: Literal["patches", "squares"] | None = "patches"

@@ -10,6 +10,8 @@ from msgspec.structs import replace
 from ..config_fields import ConfigFields
 from .fields import Sizes, check_factor, feature_layers, read_sizes
 from .gemma import SIGLIP_SIZES, siglip
+from .grid import GridVisionSpec
+from .merged import merged_sizes
 from .pixtral import pixtral
 from .spec import VisionSpec
 
@@ -171,3 +173,41 @@ def r_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Vision
             (r"(.*multi_modal_projector)\.pre_norm\.", r"\1.layer_norm."),
         ),
     )
+
+
+def llava_onevision2(
+    fields: ConfigFields, vision: ConfigFields, output_size: int
+) -> GridVisionSpec:
+    """Return the tower of LLaVA-OneVision 2, which reads images of any size."""
+    sizes = merged_sizes(
+        vision, vision.integer("patch_size", 14, maximum=256), 1024, 4096, num_layers=24
+    )
+    size, num_heads = sizes["hidden_size"], sizes["num_heads"]
+    if size % (32 * num_heads):
+        needed = f"a multiple of 32 times num_attention_heads {num_heads}"
+        raise vision.wrong("hidden_size", needed, size)
+    theta = vision.positive("rope_theta", sizes["rope_theta"], above=1)
+    return GridVisionSpec(
+        **sizes | {"has_patch_bias": False, "has_final_norm": False, "rope_theta": theta},
+        merge_size=vision.integer("spatial_merge_size", 2, maximum=16),
+        activation="gelu",
+        output_size=output_size,
+        norm_eps=vision.positive("layer_norm_eps", 1e-6),
+        has_patch_norm=True,
+        rotary="crossed",
+        has_axes=False,
+        tensor_names=_ONEVISION2_NAMES,
+    )
+
+
+_ONEVISION2_NAMES: Final = (
+    (r"^(model\.)?visual\.", "visual."),
+    (r"^visual\.embeddings\.patch_embedding\.", "visual.patch_embed.proj."),
+    (r"^visual\.layernorm_pre\.", "visual.patch_norm."),
+    (r"^visual\.encoder\.layers\.", "visual.blocks."),
+    (r"^(visual\.blocks\..*)\.layer_norm", r"\1.norm"),
+    (r"^(visual\.blocks\..*)\.self_attn\.", r"\1.attn."),
+    (r"^visual\.merger\.ln_q\.", "visual.merger.norm."),
+    (r"^visual\.merger\.mlp\.0\.", "visual.merger.fc1."),
+    (r"^visual\.merger\.mlp\.2\.", "visual.merger.fc2."),
+)

@@ -45,6 +45,7 @@ from support.own_code.known_towers import (
 )
 from support.own_code.minicpm import minicpmv
 from support.own_code.model import OwnCodeModel
+from support.own_code.onevision2 import onevision2
 from support.own_code.openvla import openvla
 from support.own_code.ovis2_5 import ovis2_5
 from support.own_code.perception_lm import perception_lm
@@ -65,6 +66,7 @@ MODELS: dict[str, Callable[[Path], OwnCodeModel]] = {
     "eagle2_5": eagle2_5,
     "locate_anything": locate_anything,
     "nemotron_vl": nemotron_vl,
+    "onevision2": onevision2,
     "openvla": openvla,
     "ovis2_5": ovis2_5,
     "ovis2_5-moe": partial(ovis2_5, architecture="Ovis2_6_MoeForCausalLM"),
@@ -91,6 +93,7 @@ PLACEHOLDERS = {
     "locate_anything": "<IMG_CONTEXT>",
     "minicpmv": "<unk>",
     "nemotron_vl": "<image>",
+    "onevision2": "<|image_pad|>",
     "openvla": "<PAD>",
     "ovis2_5": "<|image_pad|>",
     "perception_lm": "<|image|>",
@@ -132,9 +135,11 @@ def test_logits_equal_those_of_the_authors_code(
     prompt += [rng.randrange(90) for _ in range(5)]
     expected = reference.logits(prompt, images)
     decoder = load(tmp_path, max_model_len=2048)
+    # Native programs do not have its rotation.
+    make_layers = TOWER_LAYERS[load_decoder if kind == "onevision2" else load]
     tower = make_tower(
         decoder.spec.encoder,
-        TowerSource(open_checkpoint(tmp_path), CPU, torch.float32, make_layers=TOWER_LAYERS[load]),
+        TowerSource(open_checkpoint(tmp_path), CPU, torch.float32, make_layers=make_layers),
     )
     encoded = torch.cat([tower(payload) for payload in payloads])
     is_image = np.array(prompt) == reference.image_token

@@ -120,6 +120,7 @@ _BY_MODEL_TYPE = {
 }
 _SAME_FAMILY = {
     "LLaVAOneVision1_5_text": "qwen3",
+    "llava_onevision2_text": "qwen3",
     "granite4_vision_text": "granite",
     "granite_docling_text": "granite",
     "kimi_k2": "deepseek_v3",
@@ -181,6 +182,7 @@ _WITH_ANY_DECODER = {
     "LlavaForConditionalGeneration",
     "LlavaNextForConditionalGeneration",
     "LlavaNextVideoForConditionalGeneration",
+    "LlavaOnevision2ForConditionalGeneration",
     "LlavaOnevisionForConditionalGeneration",
     "LocateAnythingForConditionalGeneration",
     "MantisForConditionalGeneration",
