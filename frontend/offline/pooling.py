@@ -37,6 +37,7 @@ from ..client.embeddings import (
     verify_embeds_texts,
 )
 from ..client.engine_client import SequenceRequest
+from .list_ranking import ListPrompts, score_in_lists
 from .local_engine import LocalEngine
 from .loras import LoraChoice, OfflineLoras
 from .outputs import (
@@ -234,6 +235,9 @@ class PoolingMethods:
         A model with a classification head of one class reads both texts together. For any other model, the score is the
         similarity of the texts' embeddings: their cosine, or MaxSim if each token has an embedding.
 
+        A model that ranks lists reads one first text and all second texts in one prompt. `instruction` in
+        `chat_template_kwargs` becomes a part of it.
+
         If the model reads images, a text may be a mapping with `content`: the parts of a message.
 
         Args:
@@ -252,11 +256,6 @@ class PoolingMethods:
         """
         model = self._engine.config.model
         verify_compares(model)
-        if model.pooler.ranking is not None:
-            raise ParameterError(
-                "text_1",
-                "is read with all texts in one prompt by this model; use the server's /v1/rerank",
-            )
         if use_activation is None and pooling_params is not None:
             use_activation = pooling_params.activates
         firsts, seconds = _as_texts(text_1), _as_texts(text_2)
@@ -264,6 +263,13 @@ class PoolingMethods:
             raise ParameterError(
                 "text_1",
                 f"must have one text, or as many as text_2 ({len(seconds)}), got {len(firsts)}",
+            )
+        if (ranking := model.pooler.ranking) is not None:
+            return score_in_lists(
+                ListPrompts(ranking, self._prompts, self._engine.tokenizer),
+                (firsts, seconds),
+                (chat_template_kwargs or {}).get("instruction"),
+                lambda prompts: self._pool(prompts, lora_request, use_tqdm),
             )
         if model.classifier is None:
             prompts = [

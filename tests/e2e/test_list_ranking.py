@@ -98,5 +98,13 @@ def test_documents_are_ranked_in_one_prompt(tmp_path: Path) -> None:
             )
             assert status == 400 and words in answer["error"]["message"], answer
         assert_nothing_is_held(server)
-    with LLM(str(tmp_path)) as llm, pytest.raises(ParameterError, match="/v1/rerank"):
-        llm.score(query, DOCUMENTS)
+    with LLM(str(tmp_path), dtype="float32", max_model_len=4096) as llm:
+        chosen = {"instruction": "prefer tea"}
+        ranked = llm.score(query, DOCUMENTS, chat_template_kwargs=chosen)
+        expected = scores(query, DOCUMENTS, "prefer tea")
+        np.testing.assert_allclose([each.outputs.score for each in ranked], expected, atol=1e-4)
+        pairs = llm.score([query, "tea"], DOCUMENTS[:2])
+        expected = [scores(query, DOCUMENTS[:1])[0], scores("tea", DOCUMENTS[1:2])[0]]
+        np.testing.assert_allclose([each.outputs.score for each in pairs], expected, atol=1e-4)
+        with pytest.raises(ParameterError, match=r"text_2.*must be texts"):
+            llm.score(query, [{"content": [{"type": "text", "text": "a"}]}])

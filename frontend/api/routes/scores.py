@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ....protocol.config.model import RankingConfig
+from ...chat.list_ranking import ranking_scores
 from ...client.embeddings import (
     DOCUMENT,
     QUERY,
@@ -38,7 +39,7 @@ from ..prompts import Prompt, verify_num_sequences
 from ..schema import ComparisonFields, InputFields, RerankRequest, ScoreRequest
 from ..serving import Serving
 from .embeddings import usage_of
-from .ranking import ranking_prompts, ranking_scores
+from .ranking import ranking_prompts
 
 Comparable: TypeAlias = str | dict[str, Any]
 """A text, or an object with a `text` or the parts of a message as `content`."""
@@ -226,8 +227,20 @@ class Scores:
             request,
             prompts,
             serving.config.model.pooler.kind,
-            lambda group: answer(group, ranking_scores(ranking, group, prompts, serving.tokenizer)),
+            lambda group: answer(group, self._list_scores(group, ranking, prompts)),
         )
+
+    def _list_scores(
+        self, group: RequestGroup, ranking: RankingConfig, prompts: list[Prompt]
+    ) -> list[float]:
+        rows = (
+            (
+                each.token_ids,
+                np.frombuffer(sequence.pooled, np.float32).reshape(len(each.token_ids), -1),
+            )
+            for each, sequence in zip(prompts, group.sequences, strict=True)
+        )
+        return ranking_scores(ranking, rows, self._serving.tokenizer)
 
     async def _render(self, each: Prompt, request: ComparisonFields, size: int) -> None:
         """Give a prompt with images the tokens that the model's chat template makes of them, as a user's message."""
