@@ -11,7 +11,7 @@ import torch
 import transformers
 from engine.protocol.config import ProposerMethod, SpeculativeConfig
 from safetensors.torch import save_file
-from support.draft_heads import EAGLE3_LAYER, Eagle3, Fusion, randomize
+from support.draft_heads import EAGLE3_LAYER, Eagle3, Fusion, add_tensors, randomize
 from support.models_with_heads import EXPERTS, NUM_DRAFTS, Head, run_layer, write_model
 from support.tiny_checkpoints import QWEN3
 from torch import Tensor, nn
@@ -101,6 +101,31 @@ def eagle_of_cohere(path: Path) -> Head:
         config,
         fusion=fusion,
         norm=norm,
+    )
+
+
+def eagle_with_vocabulary(path: Path) -> Head:
+    """A head with a layer of Llama, and an output projection in place of the model's."""
+    config = _sizes(transformers.LlamaConfig)
+    modules = {
+        "layer": llama.LlamaDecoderLayer(config, 0),
+        "rope": llama.LlamaRotaryEmbedding(config),
+    }
+    head = write_eagle_of(
+        path,
+        "EagleLlamaForCausalLM",
+        modules,
+        {"names": _NAMES},
+        config,
+        fusion=Fusion(SIZE, has_norms=False),
+    )
+    count = head.model.config.vocab_size
+    matrix = 0.2 * torch.randn(count, SIZE)
+    add_tensors(path / "head", {"lm_head.weight": matrix})
+    written = json.loads((path / "head" / "config.json").read_text()) | {"vocab_size": count}
+    (path / "head" / "config.json").write_text(json.dumps(written))
+    return head._replace(
+        logits=lambda hidden_TD: hidden_TD @ matrix.T, token_ids=torch.arange(count)
     )
 
 
@@ -354,5 +379,11 @@ def parallel_eagle(path: Path) -> Head:
 
 EAGLE_HEADS = [
     *(eagle_of_cohere, eagle_of_mistral, eagle_of_llama4, eagle_of_minicpm, eagle_of_deepseek),
-    *(eagle3_of_qwen3, eagle3_without_inner_states, eagle3_of_deepseek, parallel_eagle),
+    *(
+        eagle_with_vocabulary,
+        eagle3_of_qwen3,
+        eagle3_without_inner_states,
+        eagle3_of_deepseek,
+        parallel_eagle,
+    ),
 ]
