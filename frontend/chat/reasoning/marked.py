@@ -321,6 +321,7 @@ REASONING_FORMATS: Final[dict[ReasoningParserName, ReasoningFormat]] = {
     "k2_horizon": ReasoningFormat(
         starts=("<ifm|think>", "<ifm|think_fast>", "<ifm|think_faster>"),
         ends=("</ifm|think>", "</ifm|think_fast>", "</ifm|think_faster>"),
+        calls=("<ifm|tool_calls>",),
     ),
     "granite": ReasoningFormat(
         starts=("Here is my thought process:", "Here's my thought process:"),
@@ -328,7 +329,7 @@ REASONING_FORMATS: Final[dict[ReasoningParserName, ReasoningFormat]] = {
     ),
     "mistral": ReasoningFormat(("[THINK]",), ("[/THINK]",), calls=("[TOOL_CALLS]",)),
     "kimi_vl": ReasoningFormat(("◁think▷",), ("◁/think▷",)),
-    "seed_oss": ReasoningFormat(("<seed:think>",), ("</seed:think>",)),
+    "seed_oss": ReasoningFormat(("<seed:think>",), ("</seed:think>",), calls=("<seed:tool_call>",)),
     "gemma4": ReasoningFormat(
         ("<|channel>thought\n", "<|channel>thought", "<|channel>"),
         ("<channel|>",),

@@ -69,6 +69,8 @@ CASES = [
         "A `<tool_call>`, a <tool_call> b",
         "A",
     ),
+    ("k2_horizon", "<ifm|think>", "Hmm<ifm|tool_calls>", "Hmm", "<ifm|tool_calls>"),
+    ("seed_oss", "<seed:think>", "Hmm\n<seed:tool_call>a", "Hmm", "<seed:tool_call>a"),
     ("kimi_k2", OPEN, "Hmm<|tool_calls_section_begin|>", "Hmm", "<|tool_calls_section_begin|>"),
     (
         "cohere_command3",
