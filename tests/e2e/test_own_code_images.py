@@ -49,6 +49,7 @@ from support.own_code.mobilevlm import mobilevlm, write_mobilevlm_mmproj
 from support.own_code.model import OwnCodeModel
 from support.own_code.molmo import TEXTS, Molmo, molmo
 from support.own_code.onevision2 import onevision2
+from support.own_code.openpangu_vl import openpangu_vl
 from support.own_code.openvla import openvla
 from support.own_code.ovis2_5 import ovis2_5
 from support.own_code.perception_lm import perception_lm
@@ -119,6 +120,7 @@ MODELS: dict[
         ["<image>", "<img>", "</img>"],
     ),
     "onevision2": (onevision2, "<|image_pad|>", "<|image_pad|>", ["<|image_pad|>"]),
+    "openpangu_vl": (openpangu_vl, "[unused19]", "[unused19]", ["[unused19]"]),
     "openvla": (openvla, "<PAD>", "<image>", ["<PAD>"]),
     "ovis2_5": (ovis2_5, "<|image_pad|>", "<image>", ["<|image_pad|>"]),
     "ovis2_6": (

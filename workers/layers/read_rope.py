@@ -18,7 +18,13 @@ from .rope import (
     YarnScaling,
 )
 
-_TRAINED = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
+_TRAINED = (
+    "rope_theta",
+    "partial_rotary_factor",
+    "mrope_section",
+    "mrope_interleaved",
+    "mrope_balanced",
+)
 _SUPPORTED = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 
 
@@ -111,8 +117,9 @@ def _read_axes(parameters: ConfigFields, num_frequencies: int) -> tuple[int, ...
     """Return the axis of each frequency; empty if positions have one dimension.
 
     The frequencies of an axis are consecutive. If they are interleaved, the axes alternate until one has all of its
-    frequencies, and the remaining frequencies belong to time. Four axes (Hunyuan-OCR) are the token's index, the
-    column, the row, and the number of the image.
+    frequencies, and the remaining frequencies belong to time. If they are balanced (openPangu-VL), each frequency
+    belongs to the axis that has the smallest part of its own so far and not the one before. Four axes (Hunyuan-OCR) are
+    the token's index, the column, the row, and the number of the image.
     """
     counts = parameters.get("mrope_section")
     if counts is None:
@@ -134,7 +141,22 @@ def _read_axes(parameters: ConfigFields, num_frequencies: int) -> tuple[int, ...
         return tuple(axis for axis, count in zip(axes, counts, strict=True) for _ in range(count))
     if len(counts) == 4:
         raise parameters.wrong("mrope_section", "three numbers if they are interleaved", counts)
+    if parameters.boolean("mrope_balanced", False):
+        if sum(counts) != num_frequencies or not all(counts):
+            needed = f"positive numbers whose sum is {num_frequencies}"
+            raise parameters.wrong("mrope_section", needed, counts)
+        return _balanced_axes(counts)
     return tuple(i % 3 if i // 3 < counts[i % 3] else 0 for i in range(num_frequencies))
+
+
+def _balanced_axes(counts: list[int]) -> tuple[int, ...]:
+    """Return the axis of each frequency, of which the last one belongs to time."""
+    limits, found = [counts[0] - 1, *counts[1:]], list[int]()
+    while len(found) < sum(limits):
+        left = [axis for axis in range(3) if found.count(axis) < limits[axis]]
+        others = [axis for axis in left if axis not in found[-1:]]
+        found.append(min(others or left, key=lambda axis: found.count(axis) / limits[axis]))
+    return (*found, TIME_AXIS)
 
 
 def _read_scaling(

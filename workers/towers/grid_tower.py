@@ -20,7 +20,7 @@ from .conv_layer import ConvLayer
 from .image_tower import ImageTower, TowerSource, black_image
 from .layers import Layers, LayersSpec, LayerWeights, MakeLayers, Patches, Windows
 from .pixels import normalized_pixels
-from .projections.mergers import Merger, read_marks, read_merger
+from .projections.mergers import Merger, SummedMergers, read_marks, read_merger
 from .rotary import PatchRotary
 from .weights import Linear, Norm, VisionWeights, check_activation
 
@@ -98,7 +98,9 @@ class GridTower(ImageTower):
         self._final_norm: Norm | None = None
         if spec.has_final_norm:
             self._final_norm = tensors.read_norm("final_norm", size, spec.norm_kind, outer_eps)
-        self._merge = read_merger(spec, tensors, source.checkpoint)
+        self._summed = SummedMergers(spec, tensors) if spec.summed_layers else None
+        if self._summed is None:
+            self._merge = read_merger(spec, tensors, source.checkpoint)
         self._marks_MD = read_marks(spec, tensors) if spec.num_words else None
         self._deepstack = {
             layer: Merger(spec, tensors, f"deepstack_merger_list.{i}.", norm="squares")
@@ -178,7 +180,12 @@ class GridTower(ImageTower):
             side = spec.frame_merge
             cells = last_PD.view(rows // side, side, columns // side, side, -1)
             last_PD, columns = cells.mean((1, 3)).flatten(0, 1), columns // side
-        merged = [self._merge(last_PD, columns)]
+        if self._summed is None:
+            merged = [self._merge(last_PD, columns)]
+        else:
+            assert self._final_norm is not None
+            normed = [self._final_norm(features[layer]) for layer in spec.summed_layers]
+            merged = [self._summed(normed, columns)]
         merged += [
             merge(features[layer], columns) for layer, merge in sorted(self._deepstack.items())
         ]
@@ -292,7 +299,7 @@ def _layers_spec(spec: GridVisionSpec, indices: range, rotary: PatchRotary | Non
         intermediate_size=spec.intermediate_size,
         num_heads=spec.num_heads,
         head_dim=spec.hidden_size // spec.num_heads,
-        feature_layers=tuple(sorted({*spec.deepstack_layers, len(indices)})),
+        feature_layers=tuple(sorted({*spec.deepstack_layers, *spec.summed_layers, len(indices)})),
         activation=spec.activation,
         norm_kind=spec.norm_kind,
         norm_eps=spec.norm_eps,

@@ -316,6 +316,7 @@ _READERS: Final[dict[str, _Reader]] = {
     "nemotron_h_omni": resize_whole_patches,
     "NVLM_D": labeled_canvas,
     "opencua": resize,
+    "openpangu_vl": resize,
     "openvla": square_for_two,
     "ovis2": cover,
     "ovis2_5": resize_words,

@@ -11,7 +11,7 @@ from .janus import multi_modality
 from .llava import llava, phi4
 from .molmo import molmo
 from .openvla import openvla
-from .renamed import alpamayo2, dots_vlm, interns2, ling3_vl
+from .renamed import alpamayo2, dots_vlm, interns2, ling3_vl, openpangu_vl
 
 _READERS: Final[dict[str, Callable[[ConfigFields, str], dict[str, Any]]]] = {
     "Alpamayo2Super": alpamayo2,
@@ -24,6 +24,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, str], dict[str, Any]]]] = {
     "LlavaQwenForCausalLM": llava,
     "MolmoForCausalLM": molmo,
     "MultiModalityCausalLM": multi_modality,
+    "OpenPanguVLForConditionalGeneration": openpangu_vl,
     "OpenVLAForActionPrediction": openvla,
     "Phi4ForCausalLMV": phi4,
 }

@@ -60,6 +60,23 @@ def ling3_vl(fields: ConfigFields, architecture: str) -> dict[str, Any]:
     }
 
 
+def openpangu_vl(fields: ConfigFields, architecture: str) -> dict[str, Any]:
+    """Return the fields of openPangu-VL, whose decoder's fields may be those of the whole config."""
+    own = fields.section("text_config")
+    text = nested(fields, "PanguEmbedded") if own is None else own.config
+    values: dict[str, Any] = {"model_type": "PanguEmbedded"}
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = text.get(name)
+        if isinstance(rope, dict) and rope.get("mrope_interleaved"):
+            values[name] = rope | {"mrope_balanced": True, "rope_type": "default", "type": None}
+    return {
+        "model_type": "openpangu_vl",
+        "text_config": {**text, **values},
+        "image_parts": ["visual", "model.visual"],
+        "image_token_texts": ["[unused19]"],
+    }
+
+
 def interns2(fields: ConfigFields, architecture: str) -> dict[str, Any]:
     """Return the fields of Intern-S2 Preview, which is a Qwen3.5 with experts; its time series are not read."""
     text = {**fields.required_section("text_config").config, "model_type": "qwen3_5_moe_text"}

@@ -83,6 +83,9 @@ class GridVisionSpec(msgspec.Struct, frozen=True):
             except in `full_layers`.
         deepstack_layers: Layers, counted from 1, whose outputs have their own projections. The decoder adds these to
             its hidden states after its first layers, in the order of the tower's layers.
+        summed_layers: Layers, counted from 1, whose outputs are normed like those of the last one and have their own
+            projections to `middle_size` elements, in this order. The sum of these is activated by SiLU and multiplied
+            by a matrix (openPangu-VL).
         frame_merge: The side of the square of patches of a video's frame whose mean becomes one output (VideoLLaMA 3).
         has_class_token: True if there is a learned row before the patches, whose output is not used. Rows and columns
             are then counted from 1.
@@ -152,6 +155,7 @@ class GridVisionSpec(msgspec.Struct, frozen=True):
     window_size: int = 0
     full_layers: tuple[int, ...] = ()
     deepstack_layers: tuple[int, ...] = ()
+    summed_layers: tuple[int, ...] = ()
     frame_merge: int = 1
     has_class_token: bool = False
     has_class_angles: bool = False

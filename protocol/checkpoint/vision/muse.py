@@ -1,4 +1,4 @@
-"""Read the vision towers of Muse Glimmer, Youtu-VL, Inkling 2 and of NVIDIA's models."""
+"""Read the vision towers of Muse Glimmer, Youtu-VL, Inkling 2, openPangu-VL and of NVIDIA's models."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from ..config_fields import ConfigFields
 from ..field_names import text_section
-from .grid import GridVisionSpec, read_layers
+from .grid import GridVisionSpec, qwen2_5_vl, read_layers
 from .merged import SIGLIP_NAMES, kimi_k25, merged_sizes, siglip_fields
 
 _NORM_EPS: Final = 1e-5
@@ -161,6 +161,31 @@ def nemotron_omni(fields: ConfigFields, vision: ConfigFields, output_size: int) 
     )
 
 
+def openpangu_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
+    """Return the tower of openPangu-VL: Qwen2.5-VL's, of which several layers are projected and added up."""
+    middle_size = vision.integer("out_hidden_size", 3584)
+    spec = qwen2_5_vl(fields, vision, middle_size)
+    chosen = vision.get("mm_unit_vision_select_layer", [-1, -3])
+    if not (
+        isinstance(chosen, list)
+        and chosen
+        and all(type(i) is int and -spec.num_layers <= i < 0 for i in chosen)
+        and max(chosen) == -1
+    ):
+        needed = f"numbers from -{spec.num_layers} to -1, which is one of them"
+        raise vision.wrong("mm_unit_vision_select_layer", needed, chosen)
+    return replace(
+        spec,
+        output_size=output_size,
+        middle_size=middle_size,
+        norm_eps=vision.positive("rms_norm_eps", 1e-6),
+        has_gate=spec.activation == "silu",
+        has_final_norm=True,
+        summed_layers=tuple(spec.num_layers + 1 + i for i in sorted(chosen, reverse=True)),
+        tensor_names=_PANGU_NAMES,
+    )
+
+
 def locate_anything(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
     """Return the tower of LocateAnything, which is Kimi-VL's with a projection that norms whole squares."""
     fields.require("mlp_connector_layers", 2)
@@ -201,6 +226,14 @@ _NAMES: Final = (
     (r"vision_tower\.layers\.", "vision_tower.blocks."),
     (r"vision_adapter\.", "vision_tower.merger."),
     (r"vision_projection\.", "vision_tower.merger.fc3."),
+)
+_PANGU_NAMES: Final = (
+    (r"^(model\.)?visual\.", "visual."),
+    (r"^visual\.final_layernorm\.", "visual.final_norm."),
+    (r"^visual\.vision_projection\.fc1\.", "visual.summed_project."),
+    (r"^visual\.merger\.(\d+)\.ln_q\.", r"visual.summed_mergers.\1.norm."),
+    (r"^visual\.merger\.(\d+)\.mlp\.0\.", r"visual.summed_mergers.\1.fc1."),
+    (r"^visual\.merger\.(\d+)\.mlp\.2\.", r"visual.summed_mergers.\1.fc2."),
 )
 _YOUTU_NAMES: Final = (
     (r"^siglip2\.", "visual."),

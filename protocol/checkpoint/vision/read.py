@@ -74,7 +74,15 @@ from .merged import (
     step3,
     video_llama3,
 )
-from .muse import inkling2, locate_anything, muse, nemotron_omni, nemotron_vl, youtu_vl
+from .muse import (
+    inkling2,
+    locate_anything,
+    muse,
+    nemotron_omni,
+    nemotron_vl,
+    openpangu_vl,
+    youtu_vl,
+)
 from .pairs.prismatic import PairVisionSpec, openvla
 from .pixtral import mistral_large4, pixtral
 from .spec import VisionSpec
@@ -252,6 +260,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "nemotron_h_omni": nemotron_omni,
     "NVLM_D": nvlm_d,
     "opencua": opencua,
+    "openpangu_vl": openpangu_vl,
     "openvla": openvla,
     "ovis2": ovis2,
     "ovis2_5": ovis2_5,

@@ -197,6 +197,7 @@ _WITH_ANY_DECODER = {
     "MossTranscribeDiarizeForConditionalGeneration",
     "MusicFlamingoForConditionalGeneration",
     "OpenCUAForConditionalGeneration",
+    "OpenPanguVLForConditionalGeneration",
     "OpenVLAForActionPrediction",
     "Ovis2ForConditionalGeneration",
     "Ovis2_5",

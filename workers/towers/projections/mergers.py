@@ -6,10 +6,11 @@ output.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -89,6 +90,23 @@ class Merger:
         else:
             x = self._norm(x_PD).reshape(-1, self._size)
         return self._third(self._second(self._activation(self._first(x))))
+
+
+class SummedMergers:
+    """Projects the patches of several layers, and projects the activated sum again."""
+
+    def __init__(self, spec: GridVisionSpec, tensors: VisionWeights) -> None:
+        own = replace(spec, output_size=spec.middle_size, middle_size=0)
+        self._mergers = [
+            Merger(own, tensors, f"summed_mergers.{i}.", norm=spec.merger_norm)
+            for i in range(len(spec.summed_layers))
+        ]
+        self._project = tensors.read_linear("summed_project", spec.output_size, spec.middle_size)
+
+    def __call__(self, layers: Sequence[Tensor], num_columns: int) -> Tensor:
+        """Return the projected cells [C, output size] of the layers' patches [P, D]."""
+        parts = [merge(x, num_columns) for merge, x in zip(self._mergers, layers, strict=True)]
+        return self._project(F.silu(torch.stack(parts).sum(0)))
 
 
 class _GatedMerger:
