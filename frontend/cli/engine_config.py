@@ -286,7 +286,8 @@ def _make_scheduler_config(
         given.setdefault("max_num_encoder_input_tokens", step)
         kept = max(step, _KEPT_EMBEDDINGS, several * encoder_outputs)
         given.setdefault("encoder_cache_size", kept)
-    max_loras = given.get("max_loras", limits.max_loras)
+    num_tasks = 1 if model.default_lora is None else len(model.loras)
+    max_loras = given.setdefault("max_loras", max(limits.max_loras, num_tasks))
     max_cpu_loras = given.setdefault(
         "max_cpu_loras", max(max_loras, len(model.loras), _LOADED_LORAS)
     )

@@ -67,7 +67,7 @@ from ..tokenizer.conversion.world import world_eos
 from .chat_audio import read_chat_audio
 from .images.read import read_image_processor
 from .images.videos import read_video_processor
-from .lora import find_loras, find_media_lora, with_own_adapter
+from .lora import find_loras, find_media_lora, find_task_lora, with_own_adapters
 from .options import CHECKPOINT_QUANTIZATIONS, ModelOptions, ResolvedModel, use_hub_token
 from .pooler import change_classifier, change_pooler
 from .source import (
@@ -143,7 +143,6 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
     )
     name, path = find_checkpoint(options, console)
     served_names = options.served_model_name or (name,)
-    loras = find_loras(options, served_names, console)
     tokenizer_path = find_tokenizer(options, path, console)
     reader = _read_gguf if path.suffix == ".gguf" else _read_directory
     checkpoint_config, generation, eos = reader(path, tokenizer_path)
@@ -182,7 +181,8 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
         checkpoint_config.with_values(options.hf_overrides), options, tokenizer_directory
     )
     config = checkpoint_config.with_values(overrides)
-    options = with_own_adapter(options, path, config)
+    options = with_own_adapters(options, path, config)
+    loras = find_loras(options, served_names, console)
     has_one = tokenizer_directory and not (tokenizer_directory / SOURCE_TOKENIZER).is_file()
     if has_one and has_source_vocabulary(config):
         raise config.error(
@@ -250,6 +250,7 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
             classifier=change_classifier(read_classifier(text), options.pooler_config),
             enable_lora=options.enable_lora,
             loras=loras,
+            default_lora=find_task_lora(loras, config),
             media_lora=find_media_lora(options, loras, console, modality),
             download_dir=options.download_dir,
             max_lora_rank=options.max_lora_rank,

@@ -40,6 +40,7 @@ IGNORED_FILES = ("*/*", _MISTRAL_FILES)
 PREFERRED_QUANTS = ("Q4_K_M", "Q8_0")
 _NESTED_FILE = re.compile(
     r"\d+_\w+/(config\.json|model\.safetensors)|additional_chat_templates/[^/]+\.jinja"
+    r"|adapters/[^/]+/adapter_(config\.json|model\.safetensors)"
 )
 # Different versions of huggingface-hub use different HTTP libraries.
 _HTTPError = errors.HTTPError  # type: ignore[attr-defined]
@@ -113,7 +114,7 @@ def fetch_adapter(
 def _is_read(name: str) -> bool:
     """Return whether a file in a repository with safetensors belongs to the checkpoint.
 
-    Other folders than those of sentence-transformers' modules and of chat templates hold other formats.
+    Other folders than those of sentence-transformers' modules, chat templates and adapters hold other formats.
     """
     if "/" in name:
         return _NESTED_FILE.fullmatch(name) is not None

@@ -1,18 +1,22 @@
-"""Find the LoRA adapters of `--lora-modules`, and adapters that are added while the server runs."""
+"""Find the LoRA adapters of flags and checkpoints, and adapters that are added while the server runs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
 from ...protocol.checkpoint.audio.tower import has_audio_tower
 from ...protocol.checkpoint.config_fields import ConfigFields
+from ...protocol.checkpoint.field_names import TASK_ADAPTERS
 from ...protocol.errors import ConfigError
 from ...protocol.file_identity import ADAPTER_FILES, LoraAdapter
 from ..supervisor.console import Console
 from .options import ModelOptions
+
+_DEFAULT_TASK: Final = "retrieval"
 
 
 class _Module(msgspec.Struct):
@@ -77,26 +81,59 @@ def find_media_lora(
     )
 
 
-def with_own_adapter(options: ModelOptions, path: Path, config: ConfigFields) -> ModelOptions:
-    """Return the options with the adapter for audio that is in the directory of a checkpoint (Granite Speech).
+def find_task_lora(loras: Sequence[LoraAdapter], config: ConfigFields) -> LoraAdapter | None:
+    """Return the adapter of requests that name no task, of a model with adapters for tasks (jina-embeddings-v5).
 
-    They are unchanged if there is none, or if `--default-mm-loras` names another.
+    It is chosen by `jina_task` in `--hf-overrides`, as in vLLM.
 
     Raises:
-        CheckpointError: The config of the adapter is invalid.
+        ConfigError: There is no adapter for the task.
     """
+    tasks = config.texts(TASK_ADAPTERS)
+    if not tasks:
+        return None
+    task = config.text("jina_task", _DEFAULT_TASK)
+    if task not in tasks:
+        raise ConfigError(
+            f"--hf-overrides: jina_task must be one of {', '.join(tasks)}, got {task!r}"
+        )
+    return next(adapter for adapter in loras if adapter.name == task)
+
+
+def with_own_adapters(options: ModelOptions, path: Path, config: ConfigFields) -> ModelOptions:
+    """Return the options with the adapters that are in the directory of a checkpoint.
+
+    These are one for each task (jina-embeddings-v5), or one for audio (Granite Speech) unless `--default-mm-loras`
+    names another.
+
+    Raises:
+        CheckpointError: An adapter is missing, or its config is invalid.
+    """
+    if tasks := config.texts(TASK_ADAPTERS):
+        directories = [path / "adapters" / task for task in tasks]
+        modules = [f"{task}={each}" for task, each in zip(tasks, directories, strict=True)]
+        return msgspec.structs.replace(
+            options,
+            enable_lora=True,
+            lora_modules=(*modules, *options.lora_modules),
+            max_lora_rank=max(options.max_lora_rank, *map(_rank, directories)),
+        )
     has_own = config.get("has_lora_adapter") and (path / ADAPTER_FILES[1]).is_file()
     if options.default_mm_loras or not has_own or not has_audio_tower(config):
         return options
-    fields = ConfigFields.read(path / ADAPTER_FILES[0])
-    ranks = fields.section("rank_pattern") or ConfigFields({}, fields.path)
-    rank = max(fields.integer("r"), *(ranks.integer(name) for name in ranks.config), 0)
     return msgspec.structs.replace(
         options,
         enable_lora=True,
         default_mm_loras={"audio": str(path)},
-        max_lora_rank=max(rank, options.max_lora_rank),
+        max_lora_rank=max(options.max_lora_rank, _rank(path)),
     )
+
+
+def _rank(path: Path) -> int:
+    """Return the highest rank in the config of the adapter in a directory."""
+    fields = ConfigFields.read(path / ADAPTER_FILES[0])
+    ranks = fields.section("rank_pattern") or ConfigFields({}, fields.path)
+    return max(fields.integer("r"), *(ranks.integer(name) for name in ranks.config), 0)
 
 
 def find_adapter(

@@ -42,12 +42,13 @@ _decode = msgspec.msgpack.Decoder(_File).decode
 
 
 class LoraRegistry:
-    """The adapters by name. Initially these are the adapters of `--lora-modules`, which clients choose by name."""
+    """The adapters by name, which clients choose. Initially these are the adapters of flags and of the checkpoint."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._path = Path(config.run_dir) / "loras"
         self._loras = {adapter.name: adapter for adapter in config.model.loras}
-        self._scales: dict[str, float] = {}
+        default = config.model.default_lora
+        self._scales: dict[str, float] = {} if default is None else {default.name: 1.0}
         self._served_names = config.model.served_names
         self._stamp: tuple[int, int] | None = None
 
@@ -75,7 +76,10 @@ class LoraRegistry:
 
     @property
     def scales(self) -> list[tuple[LoraAdapter, float]]:
-        """Each adapter, with its scale for requests for the base model: 0 unless `set_scales` changed it."""
+        """Each adapter, with its scale for requests for the base model.
+
+        Unless `set_scales` changed it, it is 1 for the default adapter and 0 for all others.
+        """
         self._refresh()
         return [(adapter, self._scales.get(name, 0.0)) for name, adapter in self._loras.items()]
 

@@ -60,13 +60,13 @@ class OfflineLoras:
         ]
 
     def find(self, choice: LoraChoice) -> LoraAdapter | None:
-        """Return the chosen adapter.
+        """Return the chosen adapter, or that of the model's task if none is chosen.
 
         Raises:
             ParameterError: There is no such adapter, or it cannot be read.
         """
         if not choice:
-            return None
+            return self._config.default_lora
         if isinstance(choice, str):
             if choice not in self._by_name:
                 raise ParameterError(

@@ -21,6 +21,7 @@ from .audio.token_writers import writes_tokens
 from .beside_images import text_beside_images
 from .classification import classifies_tokens, is_classifier
 from .config_fields import ConfigFields
+from .field_names import TASK_ADAPTERS
 from .files import find_tensor
 from .image_retrieval import read_image_retriever, retrieves_images
 from .late_interaction import (
@@ -237,8 +238,10 @@ def _read_files(path: Path, config: ConfigFields, whole: ConfigFields) -> Embedd
         layers = _dense_of_gguf(path, config)
         size = layers[-1].out_features if layers else hidden_size
         return EmbeddingFiles(PoolerConfig(kind, True, size, layers, lengths=lengths))
-    # Without a module that pools, each token has a vector, as in models for late interaction.
-    kind, normalizes = PoolingKind.ALL, False
+    # Without a module that pools, each token has a vector, as in models for late interaction. The module of a model
+    # with adapters for tasks pools as well.
+    pools = config.get(TASK_ADAPTERS) is not None
+    kind, normalizes = PoolingKind.LAST if pools else PoolingKind.ALL, pools
     dense: list[DenseConfig] = []
     mask: ConfigFields | None = None
     for module in _modules(path / "modules.json"):

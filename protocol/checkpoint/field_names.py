@@ -8,6 +8,9 @@ from typing import Any, Final
 from .config_fields import ConfigFields
 from .published.read import published_fields
 
+TASK_ADAPTERS: Final = "task_adapters"
+"""The config field with the names of the tasks for which a checkpoint has LoRA adapters, in its folder `adapters`."""
+
 _ARCHITECTURES: Final = {
     "BailingMoEForCausalLM": "BailingMoeForCausalLM",
     "BertForPreTraining": "BertForMaskedLM",
@@ -113,6 +116,16 @@ def _nemotron_omni(fields: ConfigFields) -> dict[str, Any]:
     return found | {"model_type": "nemotron_h_omni"}
 
 
+def _jina_v5(fields: ConfigFields) -> dict[str, Any]:
+    """Return the fields of the model without its adapters, a Qwen3 (small) or an encoder, EuroBERT (nano)."""
+    is_decoder = fields.boolean("is_decoder", True)
+    return {
+        "architectures": ["Qwen3Model" if is_decoder else "EuroBertModel"],
+        "model_type": "qwen3" if is_decoder else "eurobert",
+        TASK_ADAPTERS: fields.texts("task_names"),
+    }
+
+
 def _minimax(fields: ConfigFields) -> dict[str, Any]:
     fields.require("postnorm", True)
     fields.require("shared_intermediate_size", 0)
@@ -167,6 +180,7 @@ _OF_ARCHITECTURE: Final[dict[str, Callable[[ConfigFields], dict[str, Any]]]] = {
         "model_type": "fireredasr2",
         "text_config": {**fields.config, "model_type": "qwen2"},
     },
+    "JinaEmbeddingsV5Model": _jina_v5,
     "Lfm2AudioForConditionalGeneration": lambda fields: {
         "model_type": "lfm2_audio",
         "audio_config": fields.get("encoder"),

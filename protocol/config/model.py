@@ -348,6 +348,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
         classifier: The model's classification head, if it has one. Such a model only classifies.
         enable_lora: True if requests may use LoRA adapters.
         loras: The LoRA adapters that are served from startup on.
+        default_lora: The LoRA adapter of requests that choose no other.
         media_lora: The LoRA adapter of requests with images or audio that choose no other.
         download_dir: The directory of downloads from the hub; None for the default.
         max_lora_rank: The highest rank of an adapter.
@@ -388,6 +389,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
     classifier: ClassifierConfig | None = None
     enable_lora: bool = False
     loras: tuple[LoraAdapter, ...] = ()
+    default_lora: LoraAdapter | None = None
     media_lora: LoraAdapter | None = None
     download_dir: str | None = None
     max_lora_rank: int = 16

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -89,3 +90,75 @@ def test_a_decoder_classifies_and_embeds_with_an_adapter(tmp_path: Path) -> None
                 hidden = each.model(torch.tensor([ids])).last_hidden_state[0, -1]
             expected = torch.nn.functional.normalize(hidden, dim=0).numpy()
             np.testing.assert_allclose(answer["data"][0]["embedding"], expected, atol=1e-5)
+
+
+TASKS = ("retrieval", "text-matching", "clustering")
+
+
+def task_directory(path: Path, kind: str) -> tuple[Any, dict[str, Any]]:
+    """Write a tiny jina-embeddings-v5, and return its tokenizer and the model of each task."""
+    tokenizer = sentencepiece_tokenizer()
+    model = random_model(f"{kind}Config", f"{kind}Model", QWEN3, tokenizer)
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    fields = {"architectures": ["JinaEmbeddingsV5Model"], "model_type": "jina_embeddings_v5"}
+    fields |= {"task_names": TASKS} | ({} if kind == "Qwen3" else {"is_decoder": False})
+    config = path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | fields))
+    module = {"idx": 0, "name": "transformer", "path": "", "type": "custom_st.Transformer"}
+    (path / "modules.json").write_text(json.dumps([module | {"kwargs": ["task"]}]))
+    prompts = {"query": "Query: ", "document": "Document: "}
+    prompts_file = path / "config_sentence_transformers.json"
+    prompts_file.write_text(json.dumps({"prompts": prompts, "default_prompt_name": "document"}))
+    # The ranks are higher than the default of --max-lora-rank.
+    return tokenizer, {
+        task: write_adapter(path / "adapters" / task, model, seed, r=20)
+        for seed, task in enumerate(TASKS)
+    }
+
+
+def embedded(model: Any, tokenizer: Any, text: str) -> np.ndarray:
+    """Return the normalized last hidden state of transformers."""
+    with torch.inference_mode():
+        hidden = model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0, -1]
+    return torch.nn.functional.normalize(hidden, dim=0).numpy()
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+@pytest.mark.parametrize("kind", ["Qwen3", "EuroBert"])
+def test_a_model_with_adapters_for_tasks_embeds_for_the_task_that_is_named(
+    tmp_path: Path, kind: str, backend: str
+) -> None:
+    tokenizer, models = task_directory(tmp_path / "jina", kind)
+    flags = ("--dtype", "float32", "--cpu-backend", backend, "--served-model-name", "jina")
+    with Server(str(tmp_path / "jina"), *flags) as server:
+        _, listed = server.get("/v1/models")
+        assert [each["id"] for each in listed["data"]] == ["jina", *TASKS]
+        found = []
+        for name, task in [("jina", "retrieval"), *zip(TASKS, TASKS, strict=True)]:
+            for prompt, prefix in (("query", "Query: "), (None, "Document: ")):
+                body = {"model": name, "input": QUERY, "prompt_name": prompt}
+                status, answer = server.post("/v1/embeddings", body)
+                assert status == 200 and answer["model"] == name, answer
+                found.append(embedded(models[task], tokenizer, prefix + QUERY))
+                vector = answer["data"][0]["embedding"]
+                np.testing.assert_allclose(vector, found[-1], atol=1e-5)
+        assert len(np.unique(np.round(found, 3), axis=0)) == 2 * len(TASKS)
+
+
+def test_the_task_of_requests_that_name_none_can_be_chosen(tmp_path: Path) -> None:
+    path = tmp_path / "jina"
+    tokenizer, models = task_directory(path, "Qwen3")
+    chosen: dict[str, Any] = {"dtype": "float32", "hf_overrides": {"jina_task": "clustering"}}
+    with LLM(str(path), **chosen) as llm:
+        for lora, task in ((None, "clustering"), ("retrieval", "retrieval")):
+            (output,) = llm.embed(QUERY, lora_request=lora)
+            expected = embedded(models[task], tokenizer, f"Document: {QUERY}")
+            np.testing.assert_allclose(output.outputs.embedding, expected, atol=1e-5)
+    with pytest.raises(
+        EngineError, match=r"jina_task must be one of retrieval, .* got 'separation'"
+    ):
+        LLM(str(path), hf_overrides={"jina_task": "separation"})
+    (path / "adapters" / "clustering" / "adapter_model.safetensors").unlink()
+    with pytest.raises(EngineError, match=r"clustering: .* has no adapter_model.safetensors"):
+        LLM(str(path))

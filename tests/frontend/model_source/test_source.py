@@ -283,6 +283,10 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
     touch(full / "1_Pooling", "config.json", "README.md")
     touch(full / "2_Dense", "config.json", "model.safetensors", "pytorch_model.bin")
     touch(full / "additional_chat_templates", "tools.jinja")
+    (full / "adapters").mkdir()
+    touch(
+        full / "adapters" / "task", "adapter_config.json", "adapter_model.safetensors", "README.md"
+    )
     touch(root / "org" / "mistral", "params.json", "tekken.json", "consolidated.safetensors")
     quants = root / "org" / "quants"
     quants.mkdir()
@@ -299,6 +303,7 @@ def test_a_checkpoint_from_the_hub_is_fetched_once_and_served_offline(hub: Hub) 
     assert tokenizer == path
     assert sorted(str(p.relative_to(path)) for p in path.rglob("*") if p.is_file()) == [
         *["1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors"],
+        *["adapters/task/adapter_config.json", "adapters/task/adapter_model.safetensors"],
         *["additional_chat_templates/tools.jinja", "chat_template.jinja", "config.json"],
         *["model.safetensors", "sparse_linear.pt", "tokenizer.json", "tokenizer_config.json"],
     ]
