@@ -118,7 +118,8 @@ def openpangu_vl(directory: Path, *, vocab_size: int = 96, image_token: int = 95
     config = text | {
         "architectures": ["OpenPanguVLForConditionalGeneration"],
         "model_type": "openpangu_vl",
-        "bias": True,
+        "attention_bias": True,
+        "qkv_bias": True,
         "image_token_id": image_token,
         "rope_scaling": rope | {"rope_type": "default"},
         "vision_config": vision | {"mm_unit_vision_select_layer": [-1, -3]},

@@ -323,6 +323,16 @@ def _with_bias(fields: ConfigFields) -> ModelSpec:
     return llama(fields, qkv_bias=has_biases, attention_output_bias=has_biases)
 
 
+def _pangu(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of an openPangu Embedded, whose biases have three fields."""
+    has_biases = fields.boolean("attention_bias", False) or fields.boolean("bias", False)
+    return llama(
+        fields,
+        qkv_bias=fields.boolean("qkv_bias", has_biases),
+        attention_output_bias=has_biases,
+    )
+
+
 def _orion(fields: ConfigFields) -> ModelSpec:
     return llama(fields, norm_kind="layer", norm_bias=True)
 
@@ -431,7 +441,7 @@ FAMILIES = (
     Family("MaincoderForCausalLM", "maincoder", _maincoder),
     Family("OpenELMForCausalLM", "openelm", _openelm),
     Family("OrionForCausalLM", "orion", _orion),
-    Family("PanguEmbeddedForCausalLM", "PanguEmbedded", _with_bias),
+    Family("PanguEmbeddedForCausalLM", "PanguEmbedded", _pangu),
     Family("PLMForCausalLM", "plm", _plm),
     Family("QWenLMHeadModel", "qwen", _qwen),
     Family("Spark2_5ForCausalLM", "spark2_5", _spark),
