@@ -11,9 +11,17 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import load_file
 from support.draft_heads import add_tensors
-from support.models_with_heads import Head
-from support.prediction_layers import glm5_mtp, hunyuan3_mtp, minimax3_mtp, step3_mtp
-from torch import Tensor
+from support.families.indexers import WITH_INDEXERS
+from support.models_with_heads import Head, run_layer
+from support.prediction_layers import (
+    Names,
+    glm5_mtp,
+    hunyuan3_mtp,
+    minimax3_mtp,
+    step3_mtp,
+    write_prediction_layer,
+)
+from torch import Tensor, nn
 
 
 class _Layer(NamedTuple):
@@ -100,4 +108,40 @@ def minimax3_layers(path: Path) -> Head:
     return _with_layers(path, minimax3_mtp, start, lambda index: f"model.mtp.layers.{index}.", 3)
 
 
-LAYERED_HEADS = [step3_layers, hunyuan3_layers, glm5_layers, minimax3_layers]
+class _OneStream(nn.Module):
+    """A layer of Hy4 without hyper-connections."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor, **inputs: Any) -> Tensor:
+        layer = self.layer
+        x = x + layer.self_attn(hidden_states=layer.input_layernorm(x), **inputs)[0]
+        return x + layer.mlp(layer.post_attention_layernorm(x))
+
+
+def hy4_mtp(path: Path) -> Head:
+    """The layer of Hy4, which has one residual stream and chooses keys, in a model with three streams."""
+    start = "model.mtp_layers.0."
+    names = Names(
+        *(start + part for part in ("enorm", "hnorm", "eh_proj", "final_layernorm")),
+        {r"model\.layers\.2\.(?!.*hc)": start},
+    )
+    _, fields = WITH_INDEXERS["hy4"]
+    return write_prediction_layer(
+        path,
+        "HYV4",
+        fields | {"tie_word_embeddings": False},
+        names,
+        lambda donor, x: run_layer(_OneStream(donor.model.layers[2]), donor.model.rotary_emb, x),
+    )
+
+
+def hy4_layers(path: Path) -> Head:
+    """Two layers of Hy4."""
+    start = r"model\.mtp_layers\.0\."
+    return _with_layers(path, hy4_mtp, start, lambda index: f"model.mtp_layers.{index}.", 2)
+
+
+LAYERED_HEADS = [hy4_layers, step3_layers, hunyuan3_layers, glm5_layers, minimax3_layers]

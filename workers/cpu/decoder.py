@@ -95,7 +95,7 @@ class NativeDecoder:
         num_threads: int | None = None,
         loras: LoraAdapters | None = None,
         places_embeddings: bool = False,
-        kept_layers: Sequence[int] = (),
+        kept_layers: Sequence[int] | None = None,
         stores_keys: bool = False,
     ) -> None:
         self.is_foreign = False
@@ -170,7 +170,8 @@ class NativeDecoder:
             self._program.join_experts(shard.expert_group)
         self._embedding: NativeProgram | None = None
         if self.kept_width and recorder.embedding is not None:
-            self._embedding = NativeProgram(model_shape(spec, shard, attention, 1), spec.norm_eps)
+            single = replace(spec, hyper_connections=None, attention_residuals=None)
+            self._embedding = NativeProgram(model_shape(single, shard, attention, 1), spec.norm_eps)
             scale = spec.rounded_embedding_scale(weights.any_dtype)
             self._embedding.add_op("embed", parts=[recorder.embedding], scale=scale)
             self._embedding.add_op("final_norm")

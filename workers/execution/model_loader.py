@@ -126,7 +126,7 @@ def _load_decoder(
         raise ConfigError("--enable-prompt-embeds needs Engine's own layers; remove --model-impl")
     if config.model.enable_lora and foreign is not None:
         raise ConfigError("--enable-lora needs Engine's own layers; remove --model-impl")
-    kept_layers: Sequence[int] = ()
+    kept_layers: Sequence[int] | None = None
     speculative = config.scheduler.speculative
     if speculative is not None and speculative.method.reads_hidden_states:
         from .drafting.layouts.read import find_kept_layers
@@ -225,7 +225,7 @@ def _load_native(
     attention: AttentionSpec,
     parallel: ParallelState,
     on_progress: ProgressCallback,
-    kept_layers: Sequence[int],
+    kept_layers: Sequence[int] | None,
 ) -> NativeDecoder | None:
     """Return the model as a native program; None if that is not supported and not required."""
     if is_torch_loaded():

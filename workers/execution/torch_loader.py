@@ -35,7 +35,7 @@ def load_in_torch(
     parallel: ParallelState,
     on_progress: ProgressCallback,
     loras: LoraAdapters | None,
-    kept_layers: Sequence[int],
+    kept_layers: Sequence[int] | None,
 ) -> TorchDecoder:
     """Load the layers of a model. If `foreign`, a model of transformers, is given, load its layers instead of Engine's.
 

@@ -91,7 +91,7 @@ class Decoder(TorchDecoder):
         kernels: LayerKernels | None = None,
         on_progress: ProgressCallback | None = None,
         loras: LoraAdapters | None = None,
-        kept_layers: Sequence[int] = (),
+        kept_layers: Sequence[int] | None = None,
     ) -> None:
         kernels = kernels or LayerKernels()
         shard = shard or ModelShard.whole(spec)
@@ -225,12 +225,12 @@ class Decoder(TorchDecoder):
             return self._kept.joined(sent_TE, kept)
         if self._last_streams is not None:
             x_TD = self._last_streams.reduce(x_TD)
-            return x_TD if self._norm is None else self._norm(x_TD)
-        count = len(self.spec.layers)
-        if count in self._kept.layers:
-            kept[count] = self._layer_input(x_TD, block_TD)
-        x_TD = added(x_TD, block_TD, self.spec, self._norm)
-        if self._kept.layers:
+            x_TD = x_TD if self._norm is None else self._norm(x_TD)
+        else:
+            if (count := len(self.spec.layers)) in self._kept.layers:
+                kept[count] = self._layer_input(x_TD, block_TD)
+            x_TD = added(x_TD, block_TD, self.spec, self._norm)
+        if self.kept_width:
             states = (x_TD, *(kept[index] for index in self._kept.layers))
             self.kept_hidden_TE = torch.cat([each.float() for each in states], 1)
         return x_TD

@@ -22,19 +22,19 @@ class NativeKeptInputs(KeptInputs):
     In other stages, the inputs of the stage's own kept layers follow what the layers receive and send.
     """
 
-    def __init__(self, spec: ModelSpec, shard: ModelShard, layers: Sequence[int]) -> None:
+    def __init__(self, spec: ModelSpec, shard: ModelShard, layers: Sequence[int] | None) -> None:
         super().__init__(spec, shard, layers)
         self._sent_width = spec.hidden_size
         if not shard.is_last:
             self._sent_width = spec.stage_width(shard.layers.stop)
-        self._places = [(layer, place * self._size) for place, layer in enumerate(layers, 1)]
+        self._places = [(layer, place * self._size) for place, layer in enumerate(self.layers, 1)]
         self._first_own = max(self._own_received_width, self._sent_width)
         self.columns: list[tuple[int, int]] = []
         """The layers whose inputs the program of this stage writes, each with its first column."""
         if shard.is_last:
             self.columns = [each for each in self._places if each[0] not in self.received]
         else:
-            own = sorted({layer for layer in layers if layer in shard.layers})
+            own = sorted({layer for layer in self.layers if layer in shard.layers})
             self.columns = [(x, self._first_own + i * self._size) for i, x in enumerate(own)]
         own_width = self.kept_width or self._first_own + len(self.columns) * self._size
         self._width = max(own_width, self._own_received_width)

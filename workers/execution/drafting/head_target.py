@@ -21,9 +21,12 @@ def head_target(model: Model, method: str) -> HeadTarget:
         method: The name of the head in error messages.
 
     Raises:
-        ConfigError: The model's layers are those of transformers, or have several hidden states for a token.
+        ConfigError: The model's layers are those of transformers, or the head reads inputs of layers that have several
+            hidden states for a token.
     """
-    if not isinstance(model, NativeDecoder | Decoder) or model.spec.num_streams:
+    if not isinstance(model, NativeDecoder | Decoder) or (
+        model.spec.num_streams and model.kept_width > model.spec.hidden_size
+    ):
         raise ConfigError(
             f"{method} needs a model with Engine's own layers and one hidden state per token; use another method"
         )

@@ -24,19 +24,20 @@ class KeptInputs:
         spec: The model.
         shard: The part of the model that the stage computes.
         layers: The layers whose inputs the head reads, in its order; the number of layers means the final norm's input.
+            None if there is no head. A head may read only the normed hidden states.
     """
 
-    def __init__(self, spec: ModelSpec, shard: ModelShard, layers: Sequence[int]) -> None:
-        self.layers = layers
+    def __init__(self, spec: ModelSpec, shard: ModelShard, layers: Sequence[int] | None) -> None:
+        self.layers = layers or ()
         self._size = spec.hidden_size
         self._own_received_width = spec.stage_width(shard.layers.start)
-        self.received = sorted({layer for layer in layers if layer < shard.layers.start})
+        self.received = sorted({layer for layer in self.layers if layer < shard.layers.start})
         """The kept layers of earlier stages."""
         self.received_width = self._own_received_width + len(self.received) * spec.hidden_size
         """The number of elements of a token that this stage receives, unless it is the first one."""
         self.kept_width = 0
         """The number of elements of a token that the last stage keeps for the head; 0 in other stages."""
-        if layers and shard.is_last:
+        if layers is not None and shard.is_last:
             self.kept_width = (1 + len(layers)) * spec.hidden_size
 
     def split(self, received: Tensor) -> tuple[Tensor, dict[int, Tensor]]:

@@ -73,6 +73,16 @@ def _layouts(num_layers: int, architecture: str, index: int = 0) -> tuple[_Names
             others=r"embed_tokens|shared_head\.head",
             returns_normed=True,
         ),
+        # Hy4, whose layer has one residual stream.
+        _Names(
+            start=rf"mtp_layers\.{index}\.",
+            embedding_norm="enorm",
+            hidden_norm="hnorm",
+            projection="eh_proj",
+            final_norm="final_layernorm",
+            others=r"embed_tokens|shared_head\.head",
+            returns_normed=True,
+        ),
         # Step 3.5, whose layers have output projections of their own.
         _Names(
             start=rf"layers\.{number}\.",
@@ -246,6 +256,8 @@ def _layout(target: ModelSpec, stored: Collection[str], names: _Names) -> HeadLa
     spec = replace(
         headless(target),
         layers=(layer,),
+        hyper_connections=None,
+        attention_residuals=None,
         has_final_norm=names.final_norm is not None,
         has_head=names.head is not None,
         tensor_names=(

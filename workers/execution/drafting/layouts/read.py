@@ -37,12 +37,14 @@ def read_layout(
 def find_kept_layers(speculative: SpeculativeConfig, target: ModelSpec) -> Sequence[int]:
     """Return the model's layers whose inputs the head reads; the number of layers means the final norm.
 
+    In a model with several residual streams, a head reads only the normed hidden states.
+
     Raises:
         CheckpointError: The head's config names layers that the model does not have.
     """
     count = len(target.layers)
     if not speculative.method.reads_inner_states or speculative.model is None:
-        return (count,)
+        return () if target.hyper_connections or target.attention_residuals else (count,)
     checkpoint = open_checkpoint(speculative.model)
     fields = ConfigFields(checkpoint.config, checkpoint.config_path)
     if speculative.method is ProposerMethod.DFLASH:
