@@ -310,8 +310,9 @@ def _check_deadline(context: Context) -> None:
 
 
 @jinja2.pass_context
-def _timed(context: Context, iterable: Iterable[Any]) -> Iterator[Any]:
-    for item in iterable:
+def _timed(context: Context, iterable: Iterable[Any] | None) -> Iterator[Any]:
+    # Templates for chats with tools loop over them without a test, but without tools there is no list.
+    for item in () if iterable is None else iterable:
         _check_deadline(context)
         yield item
 

@@ -136,6 +136,14 @@ def test_continue_final_message_ends_with_its_text(source: str, text: str) -> No
     assert prompt.endswith(text.strip() if source is HEADERS_AND_TOOLS else text)
 
 
+def test_a_template_may_loop_over_tools_in_chats_without_any() -> None:
+    template = ChatTemplate("{% for tool in tools %}[{{ tool.function.name }}]{% endfor %}Hi")
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    messages = [{"role": "user", "content": "Hi"}]
+    assert template.render(messages) == "Hi"
+    assert template.render(messages, tools=[tool]) == "[f]Hi"
+
+
 def test_continue_final_message_requires_visible_text() -> None:
     template = ChatTemplate(CHATML)
     with pytest.raises(ChatTemplateError, match="cannot both be true"):
