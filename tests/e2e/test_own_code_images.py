@@ -98,6 +98,12 @@ MODELS: dict[
         "<image_placeholder>",
         ["<image_placeholder>", "<begin_of_image>", "<end_of_image>"],
     ),
+    "deepseek_vl_hybrid": (
+        partial(grid_model, kind="deepseek_vl_hybrid-published"),
+        "<image_placeholder>",
+        "<image_placeholder>",
+        ["<image_placeholder>"],
+    ),
     "keye": (keye, "<|image_pad|>", "<|image_pad|>", ["<|image_pad|>"]),
     "keye1.5": (
         partial(keye, is_later=True),
