@@ -20,6 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ...protocol.config.frontend import ContentFormat
 from ...protocol.errors import EngineError
+from .bare_tools import BARE_TOOLS, complete_tools
 from .generic_tools import write_tools_as_text
 from .messages import AUDIO_PART, Message, TemplateTraits, normalize_messages
 from .named_templates import NAMED_TEMPLATES
@@ -71,6 +72,7 @@ class ChatTemplate:
         self._traits = self._probe(content_format)
         self.shows_tools = self._probe_tools()
         """True if prompts depend on the tools of the request."""
+        self._completes_tools = self.shows_tools and self._fails_with_bare_tools()
         self._describes_tools = False
         self._reads_system = True
 
@@ -122,6 +124,8 @@ class ChatTemplate:
             except RecursionError as error:
                 raise ChatTemplateError("tools are nested too deeply; use fewer levels") from error
             tools = None
+        elif tools and self._completes_tools:
+            tools = complete_tools(tools)
         if continue_final_message:
             _mark_end(normalized)
         prompt = self._render(
@@ -205,6 +209,11 @@ class ChatTemplate:
             if with_tools is not None and with_tools != self._try_render(messages):
                 return True
         return False
+
+    def _fails_with_bare_tools(self) -> bool:
+        """Return whether the template reads descriptions and parameters that a tool does not have."""
+        chat = normalize_messages([{"role": "user", "content": "e"}], self._traits)
+        return any(self._try_render(chat, [tool]) is None for tool in BARE_TOOLS)
 
     def _probe_system(self) -> bool:
         """Return whether the template has a system role."""
@@ -344,8 +353,20 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+        default=_as_list,
     )
+
+
+def _as_list(value: Any) -> list[Any]:
+    """Return the elements of what filters such as `map` return."""
+    if isinstance(value, Iterator):
+        return list(value)
+    raise TypeError(f"{type(value).__name__} is not JSON serializable")
 
 
 def _environment() -> _BoundedEnvironment:

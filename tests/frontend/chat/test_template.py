@@ -144,6 +144,42 @@ def test_a_template_may_loop_over_tools_in_chats_without_any() -> None:
     assert template.render(messages, tools=[tool]) == "[f]Hi"
 
 
+@pytest.mark.parametrize(
+    ("source", "function", "expected"),
+    [
+        # A template that needs no descriptions gets the tool as it was sent.
+        (
+            "{{ tools | tojson }}",
+            {"name": "f"},
+            '[{"type": "function", "function": {"name": "f"}}]',
+        ),
+        ("{{ tools[0].function.description ~ '!' }}", {"name": "f"}, "!"),
+        ("{{ tools[0].function.description + '!' }}", {"name": "f"}, "!"),
+        ("{{ tools[0].function.description + '!' }}", {"name": "f", "description": "d"}, "d!"),
+        (
+            "{{ tools[0].function.parameters.properties | tojson }}",
+            {"name": "f", "description": "d"},
+            "{}",
+        ),
+        (
+            "{% for p in tools[0].function.parameters.properties.values() %}"
+            "{{ p.type + p.description }}{% endfor %}",
+            {"name": "f", "parameters": {"properties": {"a": {"type": "string"}}}},
+            "string",
+        ),
+        (
+            "{{ tools | map(attribute='function') | tojson }}",
+            {"name": "f"},
+            '[{"name": "f"}]',
+        ),
+    ],
+)
+def test_a_tool_may_lack_what_the_template_reads(source: str, function: dict, expected: str):
+    template = ChatTemplate("{% if tools %}" + source + "{% endif %}")
+    tools = [{"type": "function", "function": function}]
+    assert template.render([{"role": "user", "content": "Hi"}], tools=tools) == expected
+
+
 def test_continue_final_message_requires_visible_text() -> None:
     template = ChatTemplate(CHATML)
     with pytest.raises(ChatTemplateError, match="cannot both be true"):
