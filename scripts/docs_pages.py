@@ -327,6 +327,7 @@ _USUAL: dict[str, dict[str, Any]] = {
         name: {"layer_types": ["full_attention"] * 3 + ["minimax_m3_sparse"] * 57}
         for name in ("minimax_m3", "minimax_m3_vl", "minimax_m3_vl_text")
     },
+    "longcat_flash_ngram": {"ngram_vocab_size_ratio": 78},
     "minicpm_sala": {
         "model_type": "minicpm_sala",
         "mixer_types": ["minicpm4", "lightning-attn"],
@@ -380,6 +381,7 @@ _SAME_CONFIG = {
     "ernie4_5_moe_vl": "ernie4_5_vl_moe",
     "gpt_oss_puzzle": "gpt_oss",
     "grove_moe": "qwen3_moe",
+    "longcat_flash_ngram": "longcat_flash",
     "mimo": "qwen2",
     "mimo_v2": "mimo_v2_flash",
     "minimax_m3": "minimax_m3_vl_text",

@@ -121,6 +121,8 @@ class Runner:
                 states = torch.full(shape_of_states, 255, dtype=torch.uint8, device=device)
                 self.kv_caches.append(states)
         self.computed = [0] * num_requests
+        self.texts = [[] for _ in range(num_requests)]
+        """The tokens of the requests."""
         self.spans = None
         """The spans of the requests, whose slots are their numbers."""
 
@@ -138,6 +140,7 @@ class Runner:
             blocks = self.blocks[request][: -(-end // self.block_size)]
             scheduled.append(Scheduled(self.computed[request], len(tokens), blocks))
             self.computed[request] = end
+            self.texts[request] += tokens
         batch = attention_batch(scheduled, self.block_size)
         device, spec = self.decoder.attention.device, self.decoder.spec
         if self.spans is not None:
@@ -155,6 +158,14 @@ class Runner:
                 zip(spec.windows_by_group, spec.recurrent_by_group, strict=True)
             )
         ]
+        if count := spec.num_earlier_tokens:
+            self.decoder.earlier_TW = torch.tensor(
+                [
+                    ([-1] * count + self.texts[request])[end : end + count][::-1]
+                    for request, tokens in chunks.items()
+                    for end in range(self.computed[request] - len(tokens), self.computed[request])
+                ]
+            )
         return self.decoder.forward(
             torch.tensor([token for tokens in chunks.values() for token in tokens]).to(device),
             positions(scheduled).to(device),

@@ -385,6 +385,12 @@ class PersistentBatch:
             return self._host_token_ids_NL[plan.slots_T, plan.positions_T]
         return self.token_ids_NL[self._index(plan.slots_T, plan.positions_T)]
 
+    def earlier_tokens(self, plan: StepPlan, count: int) -> Int32Array:
+        """Return the `count` tokens before each of a step, int32 [T, count], the last one first; -1 for none."""
+        columns = plan.positions_T[:, None] - np.arange(1, count + 1)
+        found = self.host_token_ids_NL[plan.slots_T[:, None], np.maximum(columns, 0)]
+        return np.where(columns < 0, np.int32(-1), found)
+
     def tokens_at(self, slot: int, begin: int, end: int) -> AnyArray:
         """Return the tokens of a slot at these positions, int32 [end - begin]: a tensor on the device, or an array."""
         token_ids = self.token_ids_NL[slot, begin:end]

@@ -26,6 +26,7 @@ def unsupported_features(spec: ModelSpec) -> list[str]:
         ),
         "layers that also attend to the keys of earlier ones": spec.loop_window > 0,
         "bottlenecks of layers": spec.bottleneck is not None,
+        "embeddings of n-grams of tokens": spec.averaged_ngrams is not None,
         "biases of keys": spec.has_key_biases,
         "differential attention": any(layer.difference is not None for layer in spec.layers),
         "convolutions beside attention": spec.num_span_taps > 0,

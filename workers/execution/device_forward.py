@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import torch
 
+from ...protocol.errors import ConfigError
 from ..attention import CapturableAttention
 from ..batch import PersistentBatch, StepPlan, even_requests
 from ..device.cuda_graphs import GraphRecorder, SizedGraphs, chunk_sizes, decode_sizes
@@ -61,6 +62,10 @@ class DeviceForward:
         self._kv_cache = kv_cache
         self._pipeline = pipeline
         batch.mirror_block_tables()
+        if model.spec.num_earlier_tokens and batch.keeps_tokens_on_host:
+            raise ConfigError(
+                "this model reads earlier tokens, which needs them on the GPU; remove --speculative-config"
+            )
         loras = model.loras
         self._buffers = StepBuffers(
             batch,
@@ -192,6 +197,13 @@ class DeviceForward:
             self._model.kept_hidden_TE = results.pop(0)
         return results
 
+    def _earlier_tokens(self, step: DeviceStep, count: int) -> torch.Tensor:
+        """Return the `count` tokens before each, [T, count], the last one first; -1 for none."""
+        distance_W = torch.arange(1, count + 1, device=step.token_index_T.device)
+        index_TW = (step.token_index_T[:, None] - distance_W).clamp(min=0)
+        found_TW = self._batch.token_ids_NL.view(-1)[index_TW]
+        return found_TW.masked_fill(step.positions_T[:, None] < distance_W, -1)
+
     def _build_captured(self, step: DeviceStep, max_queries: int) -> list[Any]:
         self._buffers.gather_block_tables(step)
         return self._kv_cache.captured_metadata(step.groups, max_queries)
@@ -203,6 +215,8 @@ class DeviceForward:
             inputs = step.input_ids_T
         else:
             inputs = self._batch.token_ids_NL.view(-1).index_select(0, step.token_index_T)
+            if count := self._model.spec.num_earlier_tokens:
+                self._model.earlier_TW = self._earlier_tokens(step, count)
         self._model.rotary_T3 = step.rotary_T3
         if self._model.loras is not None:
             self._model.loras.device_number_T = step.adapters_T

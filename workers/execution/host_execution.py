@@ -287,6 +287,10 @@ class HostExecution:
         # The first stage starts from tokens, the others from the hidden states of the previous stage.
         if self._shard.is_first:
             inputs = self._array(self._batch.input_ids(plan))
+            if count := self._model.spec.num_earlier_tokens:
+                assert not isinstance(self._model, NativeDecoder)
+                earlier_TW = self._batch.earlier_tokens(plan, count)
+                self._model.earlier_TW = torch.from_numpy(earlier_TW)
         else:
             shape = (len(plan.positions_T), self._model.received_width)
             inputs = self._pipeline.receive_hidden(

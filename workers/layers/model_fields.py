@@ -21,7 +21,7 @@ from .specs.disentangled import DisentangledSpec
 from .specs.experts import SoftCaps
 from .specs.hyper import HyperConnectionsSpec
 from .specs.latent import LatentSpec, RopeOrder
-from .specs.ngram import NgramSpec
+from .specs.ngram import AveragedNgramSpec, NgramSpec
 from .specs.norm_gate import NormGateSpec
 from .specs.norm_names import NormNames
 from .specs.pair_experts import PairExpertsSpec
@@ -85,6 +85,8 @@ class ModelFields(msgspec.Struct, frozen=True, kw_only=True):
     """The number of embeddings of tasks, the first of which is added to those of token types; 0 without tasks."""
     ngrams: NgramSpec | None = None
     """Embeddings of n-grams, which are added at some layers."""
+    averaged_ngrams: AveragedNgramSpec | None = None
+    """Embeddings of n-grams, which are averaged with those of tokens."""
     per_layer_inputs: PerLayerInputsSpec | None = None
     """Vectors of each token for each layer."""
     encoder: AnyVisionSpec | None = None

@@ -111,6 +111,11 @@ class ModelSpec(ModelFields, frozen=True, kw_only=True):
         return rounded(self.embedding_scale, dtype)
 
     @property
+    def num_earlier_tokens(self) -> int:
+        """The number of tokens before each that the embedding reads."""
+        return 0 if self.averaged_ngrams is None else self.averaged_ngrams.longest - 1
+
+    @property
     def embedding_width(self) -> int:
         """The number of elements of a token's embedding."""
         return self.embedding_size or self.hidden_size

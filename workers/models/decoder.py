@@ -240,7 +240,7 @@ class Decoder(TorchDecoder):
         received_TE: Tensor | None = None
         layer_inputs: Sequence[Tensor] = ()
         if self._embedding is not None:
-            x_TD = self._embedding.forward(inputs, positions_T, self.placed)
+            x_TD = self._embedding.forward(inputs, positions_T, self.placed, self.earlier_TW)
             if self._layer_inputs is not None:
                 layer_inputs = self._layer_inputs.of_tokens(inputs, x_TD, self.placed)
             x_TD = self._embedding.expand(x_TD)

@@ -56,6 +56,9 @@ class TorchDecoder(ABC):
     rotary_T3: Tensor | None = None
     """The rotary positions of the current step, integers [T, 3]; None if they equal the token positions."""
 
+    earlier_TW: Tensor | None = None
+    """The `ModelSpec.num_earlier_tokens` before each token of the step, the last one first; negative for none."""
+
     reads_T1: Tensor | None = None
     """A mask of the step's tokens that read images by cross attention, bool [T, 1]; None if none does."""
 

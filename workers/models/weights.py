@@ -33,6 +33,7 @@ ProgressCallback = Callable[[int, int], None]
 _FIRST_OUTPUT = "layers.0.self_attn.o_proj.weight"
 _FIRST_STAGE = (
     *("embed_positions.", "embed_token_types.", "embed_tasks.", "embed_norm."),
+    "embed_ngram",
     *("embed_scale", "embed_bias", "embed_tokens_per_layer."),
     "per_layer_",
     "altup_projections.",

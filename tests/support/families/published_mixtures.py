@@ -12,6 +12,7 @@ from support.families.grok import GROK
 from support.families.grove import GROVE
 from support.families.iquest import IQUEST_Q1
 from support.families.ling import LING_2_5, as_ling_2_5, without_gates
+from support.families.longcat import LONGCAT_NGRAM
 from support.families.maple import MAPLE
 from support.families.pangu_pro import PANGU_PRO_V2
 from support.families.published_form import Published
@@ -105,6 +106,7 @@ MIXTURES = {
     "GroveMoe": GROVE,
     "GptOssPuzzle": PUZZLE,
     "IQuestQ1": IQUEST_Q1,
+    "LongcatFlashNgram": LONGCAT_NGRAM,
     "K2Horizon": Published(
         "glm4-moe",
         {

@@ -232,6 +232,7 @@ _PUBLISHED_SIZES: dict[str, dict[str, Any]] = {
 _IN_TORCH = {
     "PanguProMoEV2": {},
     "IQuestQ1": {},
+    "LongcatFlashNgram": {},
     "GigaChat35": {"kv_lora_rank": 160},
     "JetNemotron": {"head_dim": 128},
     "rwkv6": {"hidden_size": 96, "num_hidden_layers": 5, "num_heads": 6},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,6 +15,7 @@ from engine.protocol.sampling_params import SamplingParams
 from engine.workers.attention.torch_paged import TorchPagedAttention
 from engine.workers.execution import torch_loader
 from support.families import SMALL, make_reference, save_reference
+from support.families.published import save_published
 from support.graph_attention import GraphTorchPaged
 from support.host_accelerator import HostAccelerator
 from support.taped_graphs import TapedGraphs
@@ -102,6 +104,15 @@ def test_graphs_of_other_models_give_the_results_of_steps_without_graphs(
     graphs = Steps(tmp_path, vocab_size, device=SOME_STEPS, accelerator=accelerator, **blocks)
     assert [random_steps(graphs, vocab_size, seed) for seed in range(2)] == expected
     assert accelerator.graphs.num_replayed > 20
+
+
+def test_embeddings_of_ngrams_read_the_earlier_tokens_of_a_request(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    save_published("LongcatFlashNgram", tmp_path)
+    vocab_size = SMALL["vocab_size"]
+    expected = random_steps(Steps(tmp_path, vocab_size, device=EAGER), vocab_size, 1)
+    device = Steps(tmp_path, vocab_size, device=EAGER, accelerator=HostAccelerator())
+    assert random_steps(device, vocab_size, 1) == expected
 
 
 def test_graphs_larger_than_all_slots_are_not_captured(checkpoint, monkeypatch) -> None:

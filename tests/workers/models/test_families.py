@@ -41,6 +41,7 @@ FROM_PUBLISHED = (
     "IQuestQ1",
     "JetNemotron",
     "KimiK3",
+    "LongcatFlashNgram",
     "MiniCPMSALA",
     "MistralLarge4",
     "PanguProMoEV2",

@@ -47,6 +47,7 @@ IN_TORCH = (
     "IQuestQ1",
     "IQuestLoopCoder",
     "JetNemotron",
+    "LongcatFlashNgram",
     "Step3Text",
 )
 """Families for which there are no native programs."""

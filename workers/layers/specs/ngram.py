@@ -72,6 +72,31 @@ class NgramSpec(msgspec.Struct, frozen=True):
         return [2 * (_mixed(base + _GOLDEN * (i + 1)) % half) + 1 for i in range(self.longest)]
 
 
+class AveragedNgramSpec(msgspec.Struct, frozen=True):
+    """The embeddings of n-grams that are averaged with that of the token (LongCat-Flash-Lite).
+
+    For each length from 2 to `longest`, the last tokens have `num_heads` embeddings. Each has a table of its own, and a
+    product that makes it as large as a hidden state. Table i has `smallest_table` + 2 * i rows. The row of an n-gram is
+    the number with its tokens as digits, in the base of the vocabulary's size, modulo the number of rows.
+
+    An n-gram has no tokens up to an earlier `end_id`.
+    """
+
+    longest: int
+    num_heads: int
+    smallest_table: int
+    end_id: int
+
+    @property
+    def num_tables(self) -> int:
+        """The number of embeddings of a token."""
+        return (self.longest - 1) * self.num_heads
+
+    def num_rows(self, table: int) -> int:
+        """Return the number of rows of the table with this index."""
+        return self.smallest_table + 2 * table
+
+
 def _mixed(state: int) -> int:
     """Return the number that the generator SplitMix64 computes in this state."""
     bits = (state + _GOLDEN) & _MASK

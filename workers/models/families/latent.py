@@ -415,7 +415,7 @@ def _minicpm3(fields: ConfigFields) -> ModelSpec:
     )
 
 
-def _longcat(fields: ConfigFields) -> ModelSpec:
+def longcat(fields: ConfigFields) -> ModelSpec:
     """Return the spec of a LongCat-Flash. Each of its layers has two attentions and MLPs, and is two layers here."""
     count = fields.layer_count("num_layers")
     hidden_size = fields.integer("hidden_size")
@@ -484,7 +484,7 @@ FAMILIES = (
     Family("Glm4MoeLiteForCausalLM", "glm4_moe_lite", _glm4_moe_lite),
     Family("HYV4ForCausalLM", "hy_v4", _hy4),
     Family("HYV4VLForConditionalGeneration", "hy_v4_vl", _hy4_vl),
-    Family("LongcatFlashForCausalLM", "longcat_flash", _longcat),
+    Family("LongcatFlashForCausalLM", "longcat_flash", longcat),
     Family("MiniCPM3ForCausalLM", "minicpm3", _minicpm3),
     Family("Mistral4ForCausalLM", "mistral4", _mistral4),
     Family("PanguUltraMoEForCausalLM", "pangu_ultra_moe", _pangu_ultra),

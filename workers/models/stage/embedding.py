@@ -21,6 +21,7 @@ from ..layer_kinds.altup import Streams
 from ..layer_source import LayerSource
 from ..lora.adapters import LoraAdapters
 from ..lora.vocabulary import embedding_changes
+from ..ngrams.averaged import AveragedNgrams
 from ..norms import read_norm
 from ..positions.neighbors import neighbor_rows
 from ..positions.table import read_positions
@@ -84,6 +85,9 @@ class TokenEmbedding:
             parallel,
             None if changes is None else changes.apply_in_step,
         )
+        self._ngrams: AveragedNgrams | None = None
+        if spec.averaged_ngrams is not None:
+            self._ngrams = AveragedNgrams(spec.averaged_ngrams, source)
         self._scale = spec.rounded_embedding_scale(weights.dtype)
         self._norm: RMSNorm | None = None
         if spec.has_embedding_norm:
@@ -108,9 +112,21 @@ class TokenEmbedding:
         if spec.altup is not None:
             self._streams = Streams(spec, spec.altup, weights, "altup_projections", source.kernels)
 
-    def forward(self, ids_T: Tensor, positions_T: Tensor, placed: Placed | None) -> Tensor:
-        """Return the embeddings [T, D]. The encoder outputs in `placed` replace those of their tokens."""
+    def forward(
+        self,
+        ids_T: Tensor,
+        positions_T: Tensor,
+        placed: Placed | None,
+        earlier_TW: Tensor | None = None,
+    ) -> Tensor:
+        """Return the embeddings [T, D]. The encoder outputs in `placed` replace those of their tokens.
+
+        `earlier_TW` are the W tokens before each that the embedding reads; negative where there is none.
+        """
         x_TD = self._with_type(ids_T, positions_T)
+        if self._ngrams is not None:
+            assert earlier_TW is not None
+            x_TD = self._ngrams.average(x_TD, ids_T, earlier_TW)
         if self._scale != 1.0:
             x_TD *= self._scale
         if self._spec.dropped_token is not None:

@@ -9,6 +9,7 @@ from ....layers.layer_spec import LayerSpec
 from ....layers.read_rope import read_rope
 from ....layers.rope import ProportionalScaling, RopeSpec
 from ....layers.spec import ModelSpec
+from ....layers.specs.ngram import AveragedNgramSpec
 from ....layers.specs.norm_names import NormNames
 from ..common import (
     Family,
@@ -28,6 +29,7 @@ from ..experts import (
     unused_layers,
     with_experts,
 )
+from ..latent import longcat
 from ..llama import llama, qwen_layers
 
 _PUZZLE_NAMES = (
@@ -453,6 +455,34 @@ def _pangu_pro(fields: ConfigFields) -> ModelSpec:
     )
 
 
+def _longcat_ngram(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a LongCat-Flash-Lite, a LongCat-Flash that also embeds n-grams."""
+    spec = longcat(fields)
+    ratio = fields.positive("ngram_vocab_size_ratio")
+    ngrams = AveragedNgramSpec(
+        longest=fields.integer("emb_neighbor_num", 4, minimum=2),
+        num_heads=fields.integer("emb_split_num", 4),
+        smallest_table=int(ratio * spec.vocab_size) + 1,
+        end_id=fields.integer("eos_token_id", 2, minimum=0),
+    )
+    if spec.hidden_size % ngrams.num_tables:
+        raise fields.error(
+            f"hidden_size {spec.hidden_size} must be a multiple of emb_neighbor_num - 1 times emb_split_num, "
+            f"{ngrams.num_tables}"
+        )
+    return replace(
+        spec,
+        averaged_ngrams=ngrams,
+        tensor_names=(
+            (r"\.ngram_embeddings\.embedders\.", ".embed_ngrams."),
+            (r"\.ngram_embeddings\.post_projs\.", ".embed_ngram_projections."),
+            # The embedding, which the model also has under its own name.
+            (r".*\.ngram_embeddings\.word_embeddings\..*", ""),
+            *spec.tensor_names,
+        ),
+    )
+
+
 FAMILIES = (
     Family("ArcticForCausalLM", "arctic", _arctic),
     Family("GptOssPuzzleForCausalLM", "gpt_oss_puzzle", _gpt_oss_puzzle),
@@ -461,6 +491,7 @@ FAMILIES = (
     Family("IQuestQ1ForCausalLM", "iquest_q1", _iquest_q1),
     Family("JetMoeForCausalLM", "jetmoe", _jetmoe),
     Family("K2HorizonForCausalLM", "k2_horizon", _k2_horizon),
+    Family("LongcatFlashNgramForCausalLM", "longcat_flash_ngram", _longcat_ngram),
     Family("PanguProMoEV2ForCausalLM", "PanguProMoE", _pangu_pro),
     Family("Step3TextForCausalLM", "step3_text", _step3),
     Family("XverseMoeForCausalLM", "xverse", _xverse_moe),
