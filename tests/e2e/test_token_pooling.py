@@ -48,12 +48,34 @@ def token_classifier(path: Path) -> Any:
     return model
 
 
+def privacy_filter(path: Path) -> Any:
+    """Write a Privacy Filter of OpenAI with few experts, and return transformers' model."""
+    tokenizer = sentencepiece_tokenizer()
+    tokenizer.save_pretrained(path)
+    sizes = {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 6}
+    config = transformers.OpenAIPrivacyFilterConfig(
+        **QWEN3 | sizes, num_labels=4, vocab_size=len(tokenizer), pad_token_id=0, eos_token_id=1
+    )
+    torch.manual_seed(3)
+    model = transformers.OpenAIPrivacyFilterForTokenClassification._from_config(
+        config, attn_implementation="eager"
+    ).eval()
+    for parameter in filter(lambda each: each.requires_grad, model.parameters()):
+        torch.nn.init.normal_(parameter, 0.1, 0.2)
+    model.save_pretrained(path)
+    return model
+
+
+@pytest.mark.parametrize("make", [token_classifier, privacy_filter])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_an_encoder_classifies_each_token_of_a_text(tmp_path: Path, backend: str) -> None:
-    model = token_classifier(tmp_path)
+def test_an_encoder_classifies_each_token_of_a_text(
+    tmp_path: Path, backend: str, make: Any
+) -> None:
+    model = make(tmp_path)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     texts = ["seven wizards", "the quick brown fox jumps over the lazy dog", "tea"]
-    with Server(str(tmp_path), "--cpu-backend", backend) as server:
+    flags = ("--cpu-backend", backend, "--dtype", "float32")
+    with Server(str(tmp_path), *flags) as server:
         found = pool(server, input=texts)
         scores = pool(server, input=texts, task="token_classify", use_activation=False)
         assert np.array_equal(pool(server, input=texts[1])[0], found[1])
@@ -65,15 +87,16 @@ def test_an_encoder_classifies_each_token_of_a_text(tmp_path: Path, backend: str
             status, answer = server.post(path, body)
             assert status == 400 and words in answer["error"]["message"], answer
         assert_nothing_is_held(server)
-    with LLM(str(tmp_path), cpu_backend=backend) as llm:
+    with LLM(str(tmp_path), cpu_backend=backend, dtype="float32") as llm:
         outputs = llm.encode(texts)
         assert [output.outputs.data for output in outputs] == [each.tolist() for each in found]
         with pytest.raises(ParameterError, match="classifies each token"):
             llm.classify("tea")
     for text, probabilities, logits in zip(texts, found, scores, strict=True):
+        names = {"input_ids", "token_type_ids"} if make is token_classifier else {"input_ids"}
         encoded = tokenizer(text, return_tensors="pt", return_token_type_ids=True)
         with torch.inference_mode():
-            expected = model(**encoded).logits[0]
+            expected = model(**{name: encoded[name] for name in names}).logits[0]
         np.testing.assert_allclose(logits, expected, atol=1e-4)
         np.testing.assert_allclose(probabilities, expected.softmax(-1), atol=1e-5)
 
