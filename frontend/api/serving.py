@@ -16,6 +16,7 @@ from ... import __version__
 from ...protocol.config import EngineConfig
 from ...protocol.file_identity import LoraAdapter
 from ...protocol.grammars.process import GrammarProcesses
+from ...protocol.pooling_params import PoolingKind
 from ...protocol.sampling_params import GrammarKind, SamplingParams, StructuredOutput
 from ...protocol.supervisor_messages import Stage
 from ..chat import (
@@ -304,7 +305,9 @@ class Serving:
                 param="messages",
             )
         if template is None and not self.config.model.generates:
-            uses = "classify" if self.config.model.classifier is not None else "v1/embeddings"
+            model = self.config.model
+            uses = "classify" if model.classifier is not None else "v1/embeddings"
+            uses = "pooling" if model.pooler.kind is PoolingKind.ALL else uses
             raise APIError(
                 400,
                 f"this model has no chat template and generates no text; use /{uses} with texts",

@@ -83,6 +83,7 @@ def test_an_encoder_classifies_each_token_of_a_text(
             ("/classify", {"input": "tea"}, "classifies each token"),
             ("/v1/score", {"text_1": "a", "text_2": "b"}, "classifies each token"),
             ("/pooling", {"input": "tea", "task": "classify"}, 'must be "token_classify"'),
+            ("/pooling", {"messages": [{"role": "user", "content": "a"}]}, "use /pooling with"),
         ):
             status, answer = server.post(path, body)
             assert status == 400 and words in answer["error"]["message"], answer
