@@ -149,16 +149,17 @@ def find_towers(
     """
     if options.language_model_only:
         return None
-    tower = config.text("vision_tower_name", "")
+    field = config.text("vision_tower_field", "")
+    tower = config.text(field, "") if field else ""
     if not tower or checkpoint.suffix == ".gguf":
         return find_mmproj(options, checkpoint)
-    return _find_tower(tower, checkpoint, options, console)
+    return _find_tower(field, tower, checkpoint, options, console)
 
 
 def _find_tower(
-    name: str, checkpoint: Path, options: ModelOptions, console: Console
+    field: str, name: str, checkpoint: Path, options: ModelOptions, console: Console
 ) -> Path | None:
-    """Return the directory of the named tower; None if the checkpoint has its weights."""
+    """Return the directory of the tower that a field of the config names; None if the checkpoint has its weights."""
     if options.load_format == LoadFormat.DUMMY or _has_tower(checkpoint):
         return None
     reason = "which has no such weights in .safetensors files"
@@ -170,8 +171,8 @@ def _find_tower(
         reason = f"which cannot be used: {error}"
     raise CheckpointError(
         checkpoint,
-        f"the files lack the weights of the vision tower; mm_vision_tower names {name}, {reason}; "
-        "set it to a directory that has them, or use --language-model-only",
+        f"the files lack the weights of the vision tower; {field} names {name}, {reason}; "
+        f"""use --hf-overrides '{{"{field}": "DIRECTORY"}}' with one that has them, or --language-model-only""",
     )
 
 

@@ -290,7 +290,6 @@ def test_the_tower_of_llava_may_be_another_checkpoint(tmp_path: Path) -> None:
     model = Model(tmp_path / "model", "llava_next-published")
     tower = tmp_path / "tower"
     tower.mkdir()
-    (tower / "config.json").write_text('{"model_type": "clip_vision_model"}')
     prefix, file = "model.vision_tower.vision_tower.", model.path / "model.safetensors"
     tensors = load_file(file)
     own = {name: x for name, x in tensors.items() if not name.startswith(prefix)}
@@ -298,6 +297,8 @@ def test_the_tower_of_llava_may_be_another_checkpoint(tmp_path: Path) -> None:
     moved = {name.removeprefix(prefix): tensors[name] for name in tensors.keys() - own.keys()}
     config = json.loads((model.path / "config.json").read_text())
     config["mm_vision_tower"] = str(tower)
+    sections = {"model_type": "clip", "vision_config": config.pop("vision_config")}
+    (tower / "config.json").write_text(json.dumps(sections))
     (model.path / "config.json").write_text(json.dumps(config))
     options = ModelOptions(model=str(model.path))
     with pytest.raises(CheckpointError, match=f"lack the weights.* names {tower}, which cannot"):
@@ -306,3 +307,5 @@ def test_the_tower_of_llava_may_be_another_checkpoint(tmp_path: Path) -> None:
     flags = ("--dtype", "float32", "--device", DEVICE, "--served-model-name", "tiny")
     with Server(str(model.path), *flags) as server:
         model.check_all(server, [0, 1, 2])
+    with Server(str(model.path), *flags, "--language-model-only") as server:
+        assert server.post("/v1/chat/completions", chat("the tower"))[0] == 200

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any, Final
 
 from ..config_fields import ConfigFields
@@ -61,7 +62,7 @@ def llava(fields: ConfigFields, architecture: str) -> dict[str, Any]:
             "projector_hidden_act": "gelu",
             "multimodal_projector_bias": True,
             "image_processor": _processor(side, is_clip),
-            "vision_tower_name": fields.text("mm_vision_tower", ""),
+            "vision_tower_field": "mm_vision_tower",
         }
         | layout
         | _place()
@@ -92,11 +93,15 @@ def phi4(fields: ConfigFields, architecture: str) -> dict[str, Any]:
 
 
 def _tower(fields: ConfigFields) -> ConfigFields:
-    """Return the section of the vision tower, which the config may have although its authors name it only."""
+    """Return the fields of the vision tower, which may be a directory or, beside its name, a section of the config."""
     own = fields.section("vision_config")
     if own is not None:
         return own
     name = fields.text("mm_vision_tower")
+    file = Path(name) / "config.json"
+    if file.is_file():
+        found = ConfigFields.read(file)
+        return found.section("vision_config") or found
     sizes = _TOWERS.get(name.rsplit("/", 1)[-1])
     if sizes is None:
         raise fields.wrong("mm_vision_tower", f"one of {', '.join(_TOWERS)}", name)

@@ -36,8 +36,8 @@ def published_fields(fields: ConfigFields) -> dict[str, Any]:
     `image_token_texts` are the tokens that may stand for images, of which the tokenizer has the first or a later one.
     `image_mark` is the text that stands for an image in prompts, if it is not the token's. `image_processor` has the
     fields of an image processor whose file is missing or omits them, and `image_limits` those that replace the file's.
-    `vision_tower_name` is the checkpoint of the tower, which the model's own may omit. `image_parts` are the names of
-    parts that do not belong to the decoder, although their tensors look like its own.
+    `vision_tower_field` is the field that names the checkpoint of the tower, which the model's own may omit.
+    `image_parts` are the names of parts that do not belong to the decoder, although their tensors look like its own.
 
     Raises:
         CheckpointError: A field is missing or invalid.

@@ -313,6 +313,9 @@ def model_spec(config: Mapping[str, Any], path: str | PathLike[str]) -> ModelSpe
             )
     for mixture in {layer.experts for layer in spec.layers if layer.experts is not None}:
         _check_groups(fields, mixture)
+    # In published formats, the tower may be a part of the decoder.
+    own = [(rf"^{re.escape(name)}\b.*", "") for name in whole.texts("image_parts")]
+    spec = replace(spec, tensor_names=(*own, *spec.tensor_names))
     if has_vision(whole):
         encoder = vision_spec(whole, spec.hidden_size)
         if spec.source is not None and spec.source.encoder is not None:
@@ -329,11 +332,7 @@ def model_spec(config: Mapping[str, Any], path: str | PathLike[str]) -> ModelSpe
             raise whole.error(
                 f"the vision tower has outputs for layer {last + 1}, but the decoder has {len(spec.layers)} layers"
             )
-        # In published formats, the tower may be a part of the decoder.
-        own = [(rf"^{re.escape(name)}\b.*", "") for name in whole.texts("image_parts")]
-        spec = replace(
-            spec, added_after=encoder.added_after, tensor_names=(*own, *spec.tensor_names)
-        )
+        spec = replace(spec, added_after=encoder.added_after)
         if not encoder.has_axes:
             spec = _without_axes(spec)
     if has_audio_tower(whole):
