@@ -6,12 +6,16 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load_file
-from support.draft_heads import add_tensors
+import transformers
+from engine.protocol.config import ProposerMethod, SpeculativeConfig
+from safetensors.torch import load_file, save_file
+from support.draft_heads import Fusion, add_tensors, randomize
 from support.families.indexers import WITH_INDEXERS
+from support.families.recurrent import GROUPED_KEYS
 from support.models_with_heads import Head, run_layer
 from support.prediction_layers import (
     Names,
@@ -21,7 +25,9 @@ from support.prediction_layers import (
     step3_mtp,
     write_prediction_layer,
 )
+from support.tiny_checkpoints import QWEN3, sentencepiece_tokenizer
 from torch import Tensor, nn
+from transformers.models.llama import modeling_llama as llama
 
 
 class _Layer(NamedTuple):
@@ -144,4 +150,75 @@ def hy4_layers(path: Path) -> Head:
     return _with_layers(path, hy4_mtp, start, lambda index: f"model.mtp_layers.{index}.", 2)
 
 
-LAYERED_HEADS = [hy4_layers, step3_layers, hunyuan3_layers, glm5_layers, minimax3_layers]
+def glm5_next_mtp(path: Path) -> Head:
+    """The layer of GLM-5.3-Flash, which has one residual stream, in a model with recurrent layers and three streams."""
+    model, donor = (_glm5_next_text(path / name) for name in (".", "donor"))
+    start, config, size = "model.layers.4.", model.config, model.config.hidden_size
+    fusion = Fusion(size, has_norms=True)
+    norm = llama.LlamaRMSNorm(size, config.rms_norm_eps)
+    for module in (fusion, norm):
+        randomize(module)
+    for module in (fusion.embedding_norm, fusion.hidden_norm):
+        module.variance_epsilon = config.rms_norm_eps
+    tensors = {
+        re.sub(r"^.*layers\.3\.", start, name): tensor
+        for name, tensor in load_file(donor.path / "model.safetensors").items()
+        if re.match(r"^.*layers\.3\.(?!.*hc)", name)
+    }
+    tensors |= {
+        f"{start}enorm.weight": fusion.embedding_norm.weight.detach(),
+        f"{start}hnorm.weight": fusion.hidden_norm.weight.detach(),
+        f"{start}eh_proj.weight": fusion.projection.weight.detach(),
+        f"{start}shared_head.norm.weight": norm.weight.detach(),
+    }
+    add_tensors(path, tensors)
+    layer = _OneStream(donor.model.layers[3])
+
+    def run(embedded_TD: Tensor, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
+        fused_TD = fusion(embedded_TD, hidden_TD, has_hidden_first=False)
+        mask = torch.ones((1, len(fused_TD)), dtype=torch.bool)
+        out = norm(layer(fused_TD[None], attention_mask=mask, position_embeddings=None)[0])
+        return out, out
+
+    speculative = SpeculativeConfig(3, ProposerMethod.MTP)
+    return Head(model, path, speculative, run, has_states=True, block_size=96)
+
+
+def _glm5_next_text(path: Path) -> Any:
+    """Write the text of a GLM-5.3-Flash. Return its modules and its path."""
+    tokenizer = sentencepiece_tokenizer()
+    fields = QWEN3 | GROUPED_KEYS | {"num_key_value_heads": 4, "vocab_size": len(tokenizer)}
+    fields |= {"tie_word_embeddings": False, "num_nextn_predict_layers": 1, "pad_token_id": 0}
+    config = transformers.Glm5NextConfig(text_config=fields, vision_config={"depth": 1})
+    whole = transformers.Glm5NextForConditionalGeneration(config).float()
+    randomize(whole)
+    path.mkdir(exist_ok=True)
+    whole.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    tensors = {
+        name.replace("language_model.", ""): tensor
+        for name, tensor in load_file(path / "model.safetensors").items()
+        if "visual" not in name
+    }
+    save_file(tensors, path / "model.safetensors")
+    written = whole.config.text_config.to_dict()
+    written |= {"architectures": ["Glm5NextForCausalLM"], "model_type": "glm5_next_text"}
+    (path / "config.json").write_text(json.dumps(written))
+    return SimpleNamespace(
+        config=whole.config.text_config,
+        model=whole.model.language_model,
+        lm_head=whole.lm_head,
+        get_input_embeddings=whole.get_input_embeddings,
+        generate=whole.generate,
+        path=path,
+    )
+
+
+LAYERED_HEADS = [
+    glm5_next_mtp,
+    hy4_layers,
+    step3_layers,
+    hunyuan3_layers,
+    glm5_layers,
+    minimax3_layers,
+]
