@@ -201,6 +201,7 @@ ROUTE_DESCRIPTIONS: Final[dict[str, tuple[str, str]]] = {
     "/release_memory_occupation": (OPERATORS, "The same as /sleep with mode=keep (SGLang)."),
     "/resume_memory_occupation": (OPERATORS, "The same as /wake_up (SGLang)."),
     "/update_weights_from_disk": (OPERATORS, "Load other weights of the model (SGLang)."),
+    "/update_weight_version": (OPERATORS, "Give the weights another name (SGLang)."),
     "/collective_rpc": (OPERATORS, "Load other weights of the model by reload_weights (vLLM)."),
     "/pause_generation": (OPERATORS, "Pause generation in a mode of SGLang's."),
     "/continue_generation": (OPERATORS, "The same as /resume (SGLang)."),

@@ -52,6 +52,7 @@ from ..tokenizer.stop_patterns import verify_patterns
 from ..tokenizer.tokenizer import Tokenizer
 from .bodies.disconnection import while_connected
 from .bodies.request_memory import RequestMemory
+from .control.weight_names import WeightNames
 from .infill import InfillFormat, find_infill_format
 from .receipts.recent_prompts import RecentPrompts
 from .structured.constraint import Constraint
@@ -110,6 +111,7 @@ class Serving:
         self.max_tokens_limit = None if limit is None else int(limit)
         self.default_max_tokens = config.frontend.default_max_tokens or None
         self._fingerprint = _fingerprint(config)
+        self.weight_version = WeightNames(config.run_dir, engine).find
         self.executor = engine.executor
         self.recent_prompts = RecentPrompts()
         self.loras = LoraRegistry(config)
@@ -247,10 +249,6 @@ class Serving:
         """The fingerprint of the model without adapters."""
         weights_id = self.engine.cores[0].weights[0]
         return f"{self._fingerprint}-{weights_id}" if weights_id else self._fingerprint
-
-    def weight_version(self, replica: int = 0) -> str:
-        """Return the name that a client gave to the weights of a replica when it updated them."""
-        return self.engine.cores[replica].weights[1] or "default"
 
     def find_fingerprint(self, name: str | None, scales: Sequence[LoraScale] | None = None) -> str:
         """Return the `system_fingerprint` of a model. An adapter's fingerprint includes its name and content.

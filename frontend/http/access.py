@@ -54,6 +54,7 @@ OPERATOR_PATHS: Final = frozenset(
         "/release_memory_occupation",
         "/resume_memory_occupation",
         "/update_weights_from_disk",
+        "/update_weight_version",
         "/load_lora_adapter",
         "/unload_lora_adapter",
         "/collective_rpc",

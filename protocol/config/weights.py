@@ -40,7 +40,7 @@ class ReplacedWeights(msgspec.Struct, array_like=True, frozen=True):
     def apply(self, model: ModelConfig) -> ModelConfig:
         """Return the configuration of a model with these weights."""
         if self.update_id == NO_UPDATE:
-            return model
+            return msgspec.structs.replace(model, weight_version=self.version)
         content = msgspec.msgpack.encode([(file.size, file.content) for file in self.files])
         return msgspec.structs.replace(
             model,
@@ -92,6 +92,14 @@ class WeightsFiles:
         except OSError:
             self.end()
             raise
+
+    def rename(self, version: str) -> None:
+        """Give the current weights another name.
+
+        Raises:
+            OSError: The file cannot be written; nothing has changed.
+        """
+        _write(self.current, msgspec.structs.replace(self.read_current(), version=version))
 
     def end(self) -> None:
         """Record that every replica has loaded the current weights."""

@@ -109,6 +109,8 @@ def test_all_replicas_get_the_weights_and_keep_them(
     assert server.get("/weight_info")[1] == {"weight_version": "step-7"}
     other = server.post("/v1/completions", {"prompt": [5], "max_tokens": 1})[1]
     assert other["system_fingerprint"] != fingerprint["system_fingerprint"]
+    assert server.post("/update_weight_version", {"new_version": "step-8"})[0] == 200
+    assert generate(server)["meta_info"]["weight_version"] == "step-8"
     for title in ("worker 0", "core 1", "supervisor", "frontend 0"):
         server.child(title).kill()
         server.wait_until_whole()

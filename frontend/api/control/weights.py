@@ -15,7 +15,7 @@ from ...http.errors import APIError, bad_request, json_response, redact, unavail
 from ...http.shown_values import cut
 from ...model_source.weights import find_weights
 from ..bodies.intake import Intake, reads
-from ..schema.sglang import SglangWeightsRequest
+from ..schema.sglang import SglangVersionRequest, SglangWeightsRequest
 from ..schema.vllm import VllmCallRequest
 from ..serving import Serving
 from .pause import Pauses
@@ -24,7 +24,7 @@ MAX_SHOWN_PATH: Final = 200
 """Maximum characters of a path in an error message."""
 
 MAX_PATH: Final = 1024
-"""Maximum length of a path in characters."""
+"""Maximum length of a path, and of the name of weights, in characters."""
 
 
 class Weights:
@@ -54,6 +54,27 @@ class Weights:
             return json_response({"success": False, "message": redact(str(error))}, 400)
         message = "The weights were updated."
         return json_response({"success": True, "message": message, "num_paused_requests": 0})
+
+    @reads(SglangVersionRequest)
+    async def rename_like_sglang(
+        self, http: Request, body: SglangVersionRequest, size: int
+    ) -> Response:
+        """Give the weights another name, by default after aborting all requests."""
+        version = body.new_version
+        if not 0 < len(version) <= MAX_PATH or not version.isprintable():
+            raise wrong("new_version", f"1 to {MAX_PATH} visible characters", version)
+        self._serving.verify_serving()
+        try:
+            if body.abort_all_requests is not False:
+                await self._serving.engine.calls.abort_requests("")
+            async with self._lock:
+                if self._files.is_updating:
+                    raise EngineError("the weights are being updated; retry later")
+                await asyncio.to_thread(self._files.rename, version)
+        except (EngineError, OSError) as error:
+            return json_response({"success": False, "message": redact(str(error))}, 400)
+        message = "The weights were renamed."
+        return json_response({"success": True, "message": message, "new_version": version})
 
     @reads(VllmCallRequest)
     async def call_like_vllm(self, http: Request, body: VllmCallRequest, size: int) -> Response:

@@ -209,6 +209,14 @@ class SglangWeightsRequest(msgspec.Struct, kw_only=True):
     manifest: dict[str, Any] | None = None
 
 
+class SglangVersionRequest(msgspec.Struct, kw_only=True):
+    """The body of `POST /update_weight_version`."""
+
+    new_version: str = ""
+    # False to let unfinished requests go on; their answers have the new name.
+    abort_all_requests: bool | None = None
+
+
 class SglangEncodeRequest(SglangInput, kw_only=True):
     """The body of `POST /encode`. A list of texts, or of lists of token ids, gets a list of answers."""
 

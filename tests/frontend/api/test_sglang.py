@@ -346,6 +346,14 @@ def test_clients_can_probe_the_server(frontend: FrontendProcess) -> None:
         assert server["internal_states"][0]["num_requests_waiting"] == 0
     for path in ("/weight_version", "/get_weight_version", "/weight_info"):
         assert frontend.http.get(path).json() == {"weight_version": "default"}
+    for name in ("step-7", "default"):
+        renamed = frontend.post("/update_weight_version", new_version=name)
+        assert (renamed.json()["success"], renamed.json()["new_version"]) == (True, name)
+        assert frontend.http.get("/weight_version").json() == {"weight_version": name}
+        answer = generate(frontend, text=TEXT, sampling={"max_new_tokens": 1})
+        assert answer["meta_info"]["weight_version"] == name
+    refused = frontend.post("/update_weight_version", abort_all_requests=False)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "new_version")
     [load] = frontend.http.get("/v1/loads").json()["loads"]
     assert (load["dp_rank"], load["max_total_num_tokens"]) == (0, server["max_total_num_tokens"])
     [older] = frontend.http.get("/get_load").json()

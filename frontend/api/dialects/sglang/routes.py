@@ -57,6 +57,7 @@ def routes(
             weights.update_like_sglang,
             methods=["POST"],
         ),
+        Route("/update_weight_version", weights.rename_like_sglang, methods=["POST"]),
         Route("/load_lora_adapter", loras.load_like_sglang, methods=["POST"]),
         Route("/unload_lora_adapter", loras.unload_like_sglang, methods=["POST"]),
         Route("/abort_request", SglangAborts(serving, intake).abort, methods=["POST"]),
