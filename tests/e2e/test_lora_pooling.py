@@ -144,6 +144,23 @@ def test_a_model_with_adapters_for_tasks_embeds_for_the_task_that_is_named(
                 vector = answer["data"][0]["embedding"]
                 np.testing.assert_allclose(vector, found[-1], atol=1e-5)
         assert len(np.unique(np.round(found, 3), axis=0)) == 2 * len(TASKS)
+        for task, prefix in (
+            ("retrieval.query", "Query: "),
+            ("retrieval.passage", "Document: "),
+            ("clustering", "Document: "),
+        ):
+            body = {"model": "jina", "input": QUERY, "task": task}
+            status, answer = server.post("/v1/embeddings", body)
+            assert status == 200, answer
+            expected = embedded(models[task.partition(".")[0]], tokenizer, prefix + QUERY)
+            np.testing.assert_allclose(answer["data"][0]["embedding"], expected, atol=1e-5)
+        for changed, code, reason in (
+            ({"task": "separation"}, 400, "task must be one of retrieval, "),
+            ({"model": "clustering"}, 400, "task cannot be used with the adapter"),
+            ({"model": "other"}, 404, "does not exist"),
+        ):
+            status, answer = server.post("/v1/embeddings", body | changed)
+            assert status == code and reason in answer["error"]["message"], answer
 
 
 def test_the_task_of_requests_that_name_none_can_be_chosen(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from functools import partial
 from itertools import islice
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from starlette.requests import Request
@@ -30,7 +31,7 @@ from ...client.embeddings import (
     verify_embeds_texts,
 )
 from ...client.engine_client import RequestGroup
-from ...http.errors import bad_request, bytes_response, json_response, renaming
+from ...http.errors import bad_request, bytes_response, echo, json_response, renaming
 from ...http.json_pieces import encode_list
 from ...media.sources.media_options import parse_media_options
 from ..bodies.intake import Intake, reads
@@ -65,6 +66,9 @@ DTYPES: Final = {
 BYTE_ORDERS: Final = {"native": "=", "little": "<", "big": ">"}
 """`endianness` -> the code of the byte order in NumPy."""
 
+_PROMPTS: Final = {"": None, "query": "query", "passage": "document"}
+"""The end of a `task` in Jina's API -> the name of the prompt."""
+
 
 class Embeddings:
     """The routes that return a vector or a class for each input."""
@@ -77,11 +81,36 @@ class Embeddings:
     @reads(EmbeddingRequest)
     async def embed(self, http: Request, request: EmbeddingRequest, body_size: int) -> Response:
         """Return an embedding of each input."""
+        request = self._for_task(request)
 
         def answer(group: RequestGroup, vectors: Iterator[Vector], lengths: list[int]) -> Response:
             return self._vectors(request, "embd", ("embedding", "embedding"), group, vectors)
 
         return await self.run(http, request, body_size, answer)
+
+    def _for_task(self, request: EmbeddingRequest) -> EmbeddingRequest:
+        """Return the request with the adapter and the prompt of its task, if the model has adapters for tasks.
+
+        Raises:
+            APIError: The model has no adapter for the task (400), or is not served (404).
+        """
+        model, given = self._serving.config.model, request.task
+        if given is None or model.default_lora is None:
+            return request
+        self._serving.verify_model(request.model)
+        if request.model and request.model not in model.served_names:
+            raise bad_request(
+                "task", f"cannot be used with the adapter {echo(request.model)} as model"
+            )
+        tasks = [each.name for each in model.loras]
+        task, _, side = given.partition(".")
+        if task not in tasks or side not in _PROMPTS:
+            raise bad_request(
+                "task",
+                f"must be one of {', '.join(tasks)}, which may end with .query or .passage, got {echo(given)}",
+            )
+        prompt_name = _PROMPTS[side] or request.prompt_name
+        return msgspec.structs.replace(request, model=task, prompt_name=prompt_name)
 
     async def run(
         self,

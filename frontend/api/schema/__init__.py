@@ -359,12 +359,12 @@ class EmbeddingRequest(InputFields, kw_only=True):
 
     # The name of one of the model's prompts, whose text is put before every input.
     prompt_name: str | None = None
+    # For `/pooling` the vectors to return, as in vLLM; otherwise the use of the embeddings, as in Jina's API.
+    task: str | None = None
 
 
 class PoolingRequest(EmbeddingRequest, kw_only=True):
     """The body of `POST /pooling`."""
-
-    task: str | None = None
 
 
 class ClassificationRequest(InputFields, kw_only=True):
