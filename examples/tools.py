@@ -36,6 +36,7 @@ answer = client.chat.completions.create(
     tools=TOOLS,
     # A model with tool calls in its chat template decides by itself ("auto"). This works with every model.
     tool_choice="required",
+    parallel_tool_calls=False,
     max_tokens=100,
     temperature=0,
 )

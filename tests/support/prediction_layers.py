@@ -329,7 +329,7 @@ def glm5_mtp(path: Path) -> Head:
         {r"model\.layers\.1\.": start, r"lm_head\.": f"{start}shared_head.head."},
     )
     _, fields = WITH_INDEXERS["glm5"]
-    fields |= {
+    fields = fields | {
         "indexer_types": ["full", "full", "shared"],
         "num_nextn_predict_layers": 1,
         "tie_word_embeddings": False,
@@ -374,7 +374,7 @@ def dots3_mtp(path: Path) -> Head:
         },
     )
     _, fields = WITH_EXPERTS["dots3-note"]
-    fields |= {
+    fields = fields | {
         "num_key_value_heads": 4,
         "mlp_layer_types": ["dense", *["sparse"] * 4],
         "tie_word_embeddings": False,
