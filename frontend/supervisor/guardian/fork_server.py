@@ -254,6 +254,9 @@ def _fork_again(request: _ForkRequest, fds: list[int], pids_fd: int) -> NoReturn
     """Fork the process that runs the program, write its ID, and exit."""
     code = 1
     try:
+        if 0 in request.fds:
+            # A supervisor that starts meanwhile recognizes the process by its standard input.
+            os.dup2(fds[1 + request.fds.index(0)], 0)
         if pid := os.fork():
             os.write(pids_fd, b"%d" % pid)
             code = 0
