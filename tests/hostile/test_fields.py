@@ -98,7 +98,7 @@ SAMPLES: Final[dict[str, list[Any]]] = {
 """Valid objects and lists, in each place of which a wrong value is put."""
 
 
-STOPPING = ("/pause_generation", "/release_memory_occupation")
+STOPPING = ("/pause_generation", "/release_memory_occupation", "/update_weight_version")
 """Routes that stop all streams, for example if their field is null. The bodies of those that end it have the same."""
 
 LOADING = {"/update_weights_from_disk": "model_path", "/collective_rpc": "method"}

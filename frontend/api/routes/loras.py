@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Final
 
 import numpy as np
@@ -97,26 +97,28 @@ class Loras:
     @accepts(LoadLoraRequest)
     async def load_like_sglang(self, http: Request) -> Response:
         """Load an adapter, and list all adapters."""
-        return await self._list_after(self.load(http))
+        return await self._list_after(self.load, http)
 
     @accepts(UnloadLoraRequest)
     async def unload_like_sglang(self, http: Request) -> Response:
         """Remove an adapter, and list the others."""
-        return await self._list_after(self.unload(http))
+        return await self._list_after(self.unload, http)
 
-    async def _list_after(self, change: Awaitable[Response]) -> Response:
-        status, problem = 200, None
+    async def _list_after(
+        self, change: Callable[[Request], Awaitable[Response]], http: Request
+    ) -> Response:
+        self.verify_allowed()
+        status, answer = 200, {"success": True, "error_message": None}
         try:
-            await change
+            await change(http)
         except APIError as error:
             # SGLang's answer to a request that cannot be fulfilled.
             if error.status not in (400, 404):
                 raise
-            status, problem = 400, error.message
+            status = 400
+            answer = error.body | {"success": False, "error_message": error.message}
         paths = {adapter.name: adapter.path for adapter in self._serving.loras}
-        return json_response(
-            {"success": problem is None, "error_message": problem, "loaded_adapters": paths}, status
-        )
+        return json_response(answer | {"loaded_adapters": paths}, status)
 
     async def _find(self, name: str, path: str) -> LoraAdapter:
         model = self._serving.config.model
