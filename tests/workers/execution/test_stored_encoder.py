@@ -50,6 +50,15 @@ def test_outputs_are_computed_once_for_all_servers_with_the_same_fingerprint(tmp
     assert all(path.stat().st_mode & 0o077 == 0 for path in files(tmp_path))
 
 
+def test_any_outputs_are_found_again(tmp_path):
+    encoder = Spelling()
+    for _ in range(2):
+        store = stored(tmp_path, encoder)
+        for number in range(600):
+            store.encode(bytes(divmod(number, 256)))
+    assert encoder.num_calls == 600
+
+
 @pytest.mark.parametrize("damage", ["empty", "cut", "changed", "head"])
 def test_damaged_files_are_replaced(tmp_path, damage):
     encoder = Spelling()

@@ -35,12 +35,15 @@ _DTYPES: Final = {str(dtype): dtype for dtype in (torch.float32, torch.float16, 
 
 
 class _Head(msgspec.Struct, array_like=True):
-    """The beginning of a file: dtype and shape of the outputs, and the CRC-32 of their bytes, which follow."""
+    """The beginning of a file: shape of the outputs, the CRC-32 of their bytes, which follow, and the dtype.
 
-    dtype: str
+    The text is last, because zeros fill the rest of the beginning, and a number may end in one.
+    """
+
     num_rows: int
     size: int
     checksum: int
+    dtype: str
 
 
 _HEAD_BYTES: Final = 64
@@ -138,7 +141,7 @@ class StoredEncoder:
 def _pack(outputs: torch.Tensor) -> bytes:
     data = outputs.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
     rows, size = outputs.shape
-    head = _Head(str(outputs.dtype), rows, size, zlib.crc32(data))
+    head = _Head(rows, size, zlib.crc32(data), str(outputs.dtype))
     return msgspec.msgpack.encode(head).ljust(_HEAD_BYTES, b"\0") + data
 
 
