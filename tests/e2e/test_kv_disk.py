@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 from pathlib import Path
 
 import psutil
@@ -76,3 +78,26 @@ def test_outputs_of_the_encoder_survive_a_restart(tmp_path: Path) -> None:
     # Each file was read, and none was written again.
     assert all(after[path][0] == number for path, (number, _) in before.items())
     assert all(after[path][1] > time for path, (_, time) in before.items())
+
+
+def test_requests_are_answered_while_the_directory_of_outputs_hangs(tmp_path: Path) -> None:
+    model = Model(tmp_path, "idefics3")
+    outputs = tmp_path / "outputs"
+    flags = ("--dtype", "float32", "--device", DEVICE, "--served-model-name", "tiny")
+    with Server(str(model.path), *flags, "--encoder-disk", str(outputs)) as server:
+        model.check_all(server, [0])
+    paths = list(outputs.rglob("*.sealed"))
+    for path in paths:
+        # Opening a named pipe to read it blocks until another process writes to it.
+        path.unlink()
+        os.mkfifo(path)
+    with (
+        (outputs / "lock").open("w") as lock,
+        Server(str(model.path), *flags, "--encoder-disk", str(outputs)) as server,
+    ):
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        model.check_all(server, [0, 1, 2])
+        assert all(path.is_fifo() for path in outputs.rglob("*.sealed"))
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        wait_until(lambda: len(list(outputs.rglob("*.sealed"))) > len(paths), what="outputs")
+        assert_nothing_is_held(server)

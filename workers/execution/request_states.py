@@ -209,7 +209,9 @@ class RequestStates:
         return Grammar(slots, np.cumsum(num_rows) - num_rows, bitmask.reshape(num_rows.sum(), -1))
 
     def close(self) -> None:
-        """Receive all tokens that the last stage has sent."""
+        """Receive all tokens that the last stage has sent, and complete the writes of encoder outputs."""
+        if self.encoders is not None:
+            self.encoders.close()
         if self._token_feed is not None:
             self._token_feed.close()
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import shutil
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from engine.protocol.errors import ConfigError
-from engine.workers.execution.inputs.stored_encoder import StoredEncoder
+from engine.workers.execution.inputs.stored_encoder import WRITTEN_BYTES, StoredEncoder
 
 GIB = 1 << 30
 CPU = torch.device("cpu")
@@ -23,14 +29,29 @@ class Spelling:
 
     def encode(self, data: bytes) -> torch.Tensor:
         self.num_calls += 1
-        return torch.tensor(list(data)).view(-1, 2).to(self._dtype)
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(-1, 2).to(self._dtype)
 
     def warm_up(self) -> None:
         """Do nothing."""
 
 
-def stored(root: Path, encoder: Spelling, limit: int = GIB, fingerprint: bytes = b"f" * 32):
-    return StoredEncoder(encoder, str(root), limit, fingerprint, CPU)
+@contextlib.contextmanager
+def stored(
+    root: Path,
+    encoder: Spelling,
+    limit: int = GIB,
+    fingerprint: bytes = b"f" * 32,
+    min_wait_s: float = 60.0,
+) -> Iterator[StoredEncoder]:
+    """Yield an encoder with this directory. At the end, all outputs are written."""
+    store = StoredEncoder(encoder, str(root), limit, fingerprint, CPU, min_wait_s=min_wait_s)
+    yield store
+    store.close()
+
+
+def encode(root: Path, encoder: Spelling, data: bytes, **options: Any) -> torch.Tensor:
+    with stored(root, encoder, **options) as store:
+        return store.encode(data)
 
 
 def files(root: Path) -> list[Path]:
@@ -42,10 +63,10 @@ def test_outputs_are_computed_once_for_all_servers_with_the_same_fingerprint(tmp
     first, second, other = Spelling(dtype), Spelling(dtype), Spelling(dtype)
     for encoder in (first, second):
         for data in (b"abcd", b"efghij", b"abcd"):
-            outputs = stored(tmp_path, encoder).encode(data)
+            outputs = encode(tmp_path, encoder, data)
             assert outputs.dtype == dtype
             assert outputs.equal(Spelling(dtype).encode(data))
-    stored(tmp_path, other, fingerprint=b"g" * 32).encode(b"abcd")
+    encode(tmp_path, other, b"abcd", fingerprint=b"g" * 32)
     assert [each.num_calls for each in (first, second, other)] == [2, 0, 1]
     assert all(path.stat().st_mode & 0o077 == 0 for path in files(tmp_path))
 
@@ -53,16 +74,16 @@ def test_outputs_are_computed_once_for_all_servers_with_the_same_fingerprint(tmp
 def test_any_outputs_are_found_again(tmp_path):
     encoder = Spelling()
     for _ in range(2):
-        store = stored(tmp_path, encoder)
-        for number in range(600):
-            store.encode(bytes(divmod(number, 256)))
+        with stored(tmp_path, encoder) as store:
+            for number in range(600):
+                store.encode(bytes(divmod(number, 256)))
     assert encoder.num_calls == 600
 
 
 @pytest.mark.parametrize("damage", ["empty", "cut", "changed", "head"])
 def test_damaged_files_are_replaced(tmp_path, damage):
     encoder = Spelling()
-    stored(tmp_path, encoder).encode(b"abcd")
+    encode(tmp_path, encoder, b"abcd")
     (path,) = files(tmp_path)
     content = path.read_bytes()
     damaged = {
@@ -73,37 +94,104 @@ def test_damaged_files_are_replaced(tmp_path, damage):
     }
     path.write_bytes(damaged[damage])
     for _ in range(2):
-        assert stored(tmp_path, encoder).encode(b"abcd").tolist() == [[97, 98], [99, 100]]
+        assert encode(tmp_path, encoder, b"abcd").tolist() == [[97, 98], [99, 100]]
     assert encoder.num_calls == 2
     assert path.read_bytes() == content
 
 
 def test_the_least_recently_used_outputs_are_deleted_first(tmp_path):
     encoder = Spelling()
-    store = stored(tmp_path, encoder, limit=3 * (64 + 16))
+    limit = 3 * (64 + 16)
     for number, data in enumerate((b"aaaa", b"bbbb", b"cccc", b"aaaa", b"dddd")):
-        store.encode(data)
+        encode(tmp_path, encoder, data, limit=limit)
         # Give the file that was just written or read the time `number`.
         for path in files(tmp_path):
             if path.stat().st_mtime > 1000:
                 os.utime(path, (number, number))
     assert (len(files(tmp_path)), encoder.num_calls) == (3, 4)
-    store.encode(b"aaaa")
+    encode(tmp_path, encoder, b"aaaa", limit=limit)
     assert encoder.num_calls == 4
-    store.encode(b"bbbb")
+    encode(tmp_path, encoder, b"bbbb", limit=limit)
     assert encoder.num_calls == 5
 
 
 def test_without_the_directory_outputs_are_computed(tmp_path, caplog):
     encoder = Spelling()
-    store = stored(tmp_path / "a", encoder)
-    for path in (tmp_path / "a").iterdir():
-        path.rmdir()
-    (tmp_path / "a").rmdir()
-    for _ in range(2):
-        assert store.encode(b"ab").tolist() == [[97, 98]]
+    with stored(tmp_path / "a", encoder) as store:
+        shutil.rmtree(tmp_path / "a")
+        for data in (b"ab", b"cd"):
+            assert store.encode(data).tolist() == [list(data)]
     assert encoder.num_calls == 2
     assert len(caplog.records) == 1
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"--encoder-disk .*file"):
-        stored(tmp_path / "file" / "b", encoder)
+        encode(tmp_path / "file" / "b", encoder, b"ab")
+
+
+def test_outputs_that_wait_to_be_written_are_not_computed_again(tmp_path):
+    encoder = Spelling()
+    with stored(tmp_path, encoder) as store, hanging_writes(tmp_path):
+        for _ in range(2):
+            assert store.encode(b"abcd").tolist() == [[97, 98], [99, 100]]
+        assert not files(tmp_path)
+    assert encoder.num_calls == 1
+    assert len(files(tmp_path)) == 1
+
+
+def test_only_a_bounded_number_of_bytes_waits_to_be_written(tmp_path):
+    encoder, size = Spelling(), WRITTEN_BYTES // 24 * 2
+    with stored(tmp_path, encoder) as store, hanging_writes(tmp_path):
+        for number in range(5):
+            store.encode(bytes([number]) * size)
+    assert encoder.num_calls == 5
+    assert len(files(tmp_path)) == 3
+
+
+def test_an_encoder_does_not_wait_for_a_directory_that_hangs(tmp_path):
+    """Opening a named pipe to read it blocks until another process opens it to write."""
+    encoder = Spelling()
+    inputs = [bytes([number, number]) for number in range(20)]
+    with stored(tmp_path, encoder) as store:
+        for data in inputs:
+            store.encode(data)
+    contents = {path: path.read_bytes() for path in files(tmp_path)}
+    for path in contents:
+        path.unlink()
+        os.mkfifo(path)
+    with stored(tmp_path, encoder, min_wait_s=0.2) as store:
+        start = time.monotonic()
+        for data in inputs:
+            store.expect(data)
+        for data in inputs:
+            assert store.encode(data).tolist() == [list(data)]
+        # Waiting for each file would take 4 s.
+        assert time.monotonic() - start < 2
+        assert encoder.num_calls == 40
+        for path, content in contents.items():
+            feed_pipe(path, content)
+        # When the reads have ended, files are read again.
+        deadline = time.monotonic() + 20
+        number = 0
+        while encoder.num_calls == 40 + number:
+            assert time.monotonic() < deadline
+            number += 1
+            store.encode(inputs[number % 20])
+
+
+def feed_pipe(path: Path, content: bytes) -> None:
+    """Replace a named pipe by a file, and let its readers read the content."""
+    pipe = path.rename(path.with_suffix(".pipe"))
+    path.write_bytes(content)
+    # Without a reader, opening it fails.
+    with contextlib.suppress(OSError):
+        fd = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+        os.write(fd, content)
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def hanging_writes(root: Path) -> Iterator[None]:
+    """Hold the lock of the directory, for which writes wait."""
+    with (root / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

@@ -6,7 +6,7 @@ Shapes: T tokens of a step, D hidden size.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -27,6 +27,7 @@ from ...layers.spec import ModelSpec
 from ...models.encoder import Encoder
 from ...towers.placed import Placed
 from .clip_parts import ClipParts
+from .stored_encoder import StoredEncoder
 
 _DTYPES: Final = ("float32", "float16", "bfloat16")
 
@@ -44,6 +45,7 @@ class Encoders:
         self, encoder: Encoder | None, spec: ModelSpec, device: torch.device | HostDevice
     ) -> None:
         self._encoder = encoder
+        self._stored = encoder if isinstance(encoder, StoredEncoder) else None
         self._hidden_size = spec.hidden_size
         # The outputs for later layers are all zero for audio and for embeddings that the client sent.
         self._padding = len(spec.added_after) * spec.hidden_size
@@ -69,6 +71,18 @@ class Encoders:
                 last = new.encoder_inputs[-1]
                 self._inputs[new.slot] = new.encoder_inputs
                 self._ends[new.slot] = last.position + last.num_tokens
+                self._expect(
+                    item
+                    for item in new.encoder_inputs
+                    if item.position + item.num_tokens > new.num_computed_tokens
+                )
+
+    def _expect(self, inputs: Iterable[EncoderInput]) -> None:
+        """Start to read the stored outputs of inputs that will be encoded."""
+        if self._stored is not None:
+            for item in inputs:
+                if not item.embeddings and item.content_hash not in self._outputs:
+                    self._stored.expect(item.data)
 
     def remove_request(self, slot: int) -> None:
         """Discard the inputs of a slot."""
@@ -90,7 +104,9 @@ class Encoders:
             self._ends[slot] = inputs[-1].position + inputs[-1].num_tokens
         for content_hash in work.freed_hashes:
             del self._outputs[content_hash]
-        for slot, index in int32_view(work.computed).reshape(-1, 2).tolist():
+        computed = int32_view(work.computed).reshape(-1, 2).tolist()
+        self._expect(self._inputs[slot][index] for slot, index in computed)
+        for slot, index in computed:
             inputs = self._inputs[slot]
             item = inputs[index]
             if self._clips is not None:
@@ -131,6 +147,11 @@ class Encoders:
         """Encode a dummy input, because kernels are prepared on first use."""
         if self._encoder is not None:
             self._encoder.warm_up()
+
+    def close(self) -> None:
+        """Complete the writes of outputs."""
+        if self._stored is not None:
+            self._stored.close()
 
     def find_result(self, slot: int) -> torch.Tensor | None:
         """Return the output that is the result of a slot's request; None if it has a text instead of an image."""

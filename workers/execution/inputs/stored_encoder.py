@@ -6,8 +6,9 @@ import contextlib
 import hashlib
 import logging
 import os
-import tempfile
-import zlib
+import queue
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -20,9 +21,9 @@ from ....protocol.config import EngineConfig, LoadFormat
 from ....protocol.config.audio.tower import CausalSpec
 from ....protocol.errors import ConfigError
 from ...cpu.library import LIBRARY_PATH, instruction_set
-from ...kv_transfer.disk.directory import SEALED_SUFFIX, SharedDirectory
 from ...layers.spec import ModelSpec
 from ...models.encoder import Encoder
+from .output_files import OutputFiles
 
 logger = logging.getLogger(__name__)
 
@@ -31,30 +32,51 @@ GIB: Final = 1 << 30
 NUMERICS_VERSION: Final = 1
 """Version of the numerics of encoders in torch; increase it whenever the outputs for the same input change."""
 
-_DTYPES: Final = {str(dtype): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16)}
+NUM_READERS: Final = 4
+
+MAX_READS: Final = 8
+"""Maximum number of reads in progress, and of outputs that were read and are not needed yet."""
+
+MIN_WAIT_S: Final = 0.25
+"""Seconds to wait for a file at least. The maximum is the time that the encoder took for the previous input."""
+
+WRITTEN_BYTES: Final = 64 << 20
+"""Maximum size of the outputs that wait to be written. While more would wait, new outputs are not stored."""
+
+CLOSE_S: Final = 5.0
+"""Seconds that the worker, when it exits, waits for outputs to be written."""
+
+_NICENESS: Final = 10
 
 
-class _Head(msgspec.Struct, array_like=True):
-    """The beginning of a file: shape of the outputs, the CRC-32 of their bytes, which follow, and the dtype.
+class _Read:
+    """A read in progress. When `ended` is set, `outputs` are those of the file, or None without one."""
 
-    The text is last, because zeros fill the rest of the beginning, and a number may end in one.
-    """
-
-    num_rows: int
-    size: int
-    checksum: int
-    dtype: str
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.ended = threading.Event()
+        self.outputs: torch.Tensor | None = None
 
 
-_HEAD_BYTES: Final = 64
-_decode = msgspec.msgpack.Decoder(_Head).decode
+class _Write:
+    """Outputs that wait to be written. On a GPU, they are complete after `event`."""
+
+    def __init__(self, name: str, outputs: torch.Tensor) -> None:
+        self.name, self.outputs = name, outputs
+        self.event: torch.cuda.Event | None = None
+        if outputs.is_cuda:
+            self.event = torch.cuda.Event()
+            self.event.record()
 
 
 class StoredEncoder:
     """An encoder that reads outputs from a directory if they are there, and otherwise computes and writes them.
 
-    A file that is damaged is deleted, and its outputs are computed. After an error of the file system, the directory is
-    not used any more.
+    Threads read and write the files. A step waits for a file for at most as long as the encoder takes. While a file is
+    late, steps wait for no other file. After an error of the file system, the directory is not used any more.
+
+    Args:
+        min_wait_s: Seconds to wait for a file even if the encoder takes less time.
 
     Raises:
         ConfigError: The directory cannot be used.
@@ -67,35 +89,126 @@ class StoredEncoder:
         limit_bytes: int,
         fingerprint: bytes,
         device: torch.device,
+        *,
+        min_wait_s: float = MIN_WAIT_S,
     ) -> None:
         self._encoder = encoder
         self._root = root
         self._device = device
+        self._min_wait_s = min_wait_s
+        self._encoder_s = 0.0
         self._is_off = False
+        self._mutex = threading.Lock()
+        """Lock for `_is_off`, `_in_progress`, `_unwritten` and `_unwritten_bytes`."""
         try:
-            self._directory = SharedDirectory(Path(root), limit_bytes)
-            self._path = self._directory.fingerprint_directory(fingerprint)
+            self._files = OutputFiles(Path(root), limit_bytes, fingerprint)
         except OSError as error:
             raise ConfigError(f"--encoder-disk {root}: {error.strerror}") from error
+        self._reads: dict[str, _Read] = {}
+        """Reads whose outputs are not needed yet."""
+        self._late: list[_Read] = []
+        """Reads that took longer than a step waits."""
+        self._in_progress = 0
+        self._to_read: queue.SimpleQueue[_Read] = queue.SimpleQueue()
+        self._unwritten: dict[str, torch.Tensor] = {}
+        self._unwritten_bytes = 0
+        self._to_write: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
+        self._writer = threading.Thread(target=self._write, name="encoder writer", daemon=True)
+        self._writer.start()
+        for _ in range(NUM_READERS):
+            threading.Thread(target=self._read, name="encoder reader", daemon=True).start()
+
+    # Called by the worker's main thread
+
+    def expect(self, data: bytes) -> None:
+        """Start to read the outputs for the data of an input that will soon be encoded."""
+        self._expect(_name_of(data))
+
+    def _expect(self, name: str) -> None:
+        if name in self._reads or name in self._unwritten or self._is_slow():
+            return
+        with self._mutex:
+            if self._is_off or self._in_progress >= MAX_READS:
+                return
+            self._in_progress += 1
+        if len(self._reads) >= MAX_READS:
+            del self._reads[next(iter(self._reads))]
+        self._reads[name] = read = _Read(name)
+        self._to_read.put(read)
 
     def encode(self, data: bytes) -> torch.Tensor:
         """Return the outputs [rows, D] for the data of one input."""
-        if self._is_off:
-            return self._encoder.encode(data)
-        path = self._path / (hashlib.sha256(data).hexdigest() + SEALED_SUFFIX)
-        found = None
-        with self._turning_off():
-            found = self._read(path)
+        name = _name_of(data)
+        with self._mutex:
+            unwritten = self._unwritten.get(name)
+        if unwritten is not None:
+            return unwritten
+        self._expect(name)
+        found = self._await(self._reads.pop(name, None))
         if found is not None:
-            return found
+            return found.to(self._device)
+        start = time.monotonic()
         outputs = self._encoder.encode(data)
-        with self._turning_off():
-            self._write(path, outputs)
+        self._encoder_s = time.monotonic() - start
+        self._store(name, outputs)
         return outputs
+
+    def _is_slow(self) -> bool:
+        """Return whether a read is in progress that was late."""
+        self._late = [read for read in self._late if not read.ended.is_set()]
+        return bool(self._late)
+
+    def _await(self, read: _Read | None) -> torch.Tensor | None:
+        if read is None:
+            return None
+        wait_s = 0.0 if self._is_slow() else max(self._encoder_s, self._min_wait_s)
+        if not read.ended.wait(wait_s):
+            self._late.append(read)
+            return None
+        return read.outputs
+
+    def _store(self, name: str, outputs: torch.Tensor) -> None:
+        """Queue outputs for writing, unless too many wait."""
+        size = outputs.nbytes
+        with self._mutex:
+            if self._is_off or self._unwritten_bytes + size > WRITTEN_BYTES:
+                return
+            self._unwritten[name] = outputs
+            self._unwritten_bytes += size
+        self._to_write.put(_Write(name, outputs))
 
     def warm_up(self) -> None:
         """Encode a dummy input, because kernels are prepared on first use."""
         self._encoder.warm_up()
+
+    def close(self) -> None:
+        """Write waiting outputs for at most a few seconds."""
+        self._to_write.put(None)
+        self._writer.join(CLOSE_S)
+
+    # The threads
+
+    def _read(self) -> None:
+        while True:
+            read = self._to_read.get()
+            with self._turning_off():
+                read.outputs = self._files.read(read.name)
+            with self._mutex:
+                self._in_progress -= 1
+            read.ended.set()
+
+    def _write(self) -> None:
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        while (write := self._to_write.get()) is not None:
+            if write.event is not None:
+                write.event.synchronize()
+            with self._turning_off():
+                if not self._is_off:
+                    self._files.write(write.name, write.outputs)
+            with self._mutex:
+                del self._unwritten[write.name]
+                self._unwritten_bytes -= write.outputs.nbytes
 
     @contextlib.contextmanager
     def _turning_off(self) -> Iterator[None]:
@@ -103,61 +216,18 @@ class StoredEncoder:
         try:
             yield
         except OSError as error:
-            self._is_off = True
-            logger.warning(
-                "outputs of the encoder are no longer kept in %s: %s", self._root, error.strerror
-            )
-
-    def _read(self, path: Path) -> torch.Tensor | None:
-        try:
-            content = bytearray(path.read_bytes())
-        except FileNotFoundError:
-            return None
-        outputs = _unpack(content)
-        if outputs is None:
-            path.unlink(missing_ok=True)
-            return None
-        # The least recently used files are deleted first.
-        with contextlib.suppress(FileNotFoundError):
-            os.utime(path)
-        return outputs.to(self._device)
-
-    def _write(self, path: Path, outputs: torch.Tensor) -> None:
-        content = _pack(outputs)
-        with self._directory.making_room(len(content)) as has_room:
-            if not has_room:
-                return
-            # Readers see the whole file, or none.
-            with tempfile.NamedTemporaryFile(dir=self._path, delete=False) as file:
-                try:
-                    file.write(content)
-                    file.flush()
-                    os.replace(file.name, path)
-                except OSError:
-                    os.unlink(file.name)
-                    raise
+            with self._mutex:
+                was_off, self._is_off = self._is_off, True
+            if not was_off:
+                logger.warning(
+                    "outputs of the encoder are no longer kept in %s: %s",
+                    self._root,
+                    error.strerror,
+                )
 
 
-def _pack(outputs: torch.Tensor) -> bytes:
-    data = outputs.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
-    rows, size = outputs.shape
-    head = _Head(rows, size, zlib.crc32(data), str(outputs.dtype))
-    return msgspec.msgpack.encode(head).ljust(_HEAD_BYTES, b"\0") + data
-
-
-def _unpack(content: bytearray) -> torch.Tensor | None:
-    """Return the outputs in a file's content, or None if it is damaged."""
-    data = memoryview(content)[_HEAD_BYTES:]
-    try:
-        head = _decode(bytes(content[:_HEAD_BYTES]).rstrip(b"\0"))
-    except msgspec.MsgspecError:
-        return None
-    dtype = _DTYPES.get(head.dtype)
-    if dtype is None or len(data) != head.num_rows * head.size * dtype.itemsize:
-        return None
-    if not len(data) or zlib.crc32(data) != head.checksum:
-        return None
-    return torch.frombuffer(data, dtype=dtype).view(head.num_rows, head.size)
+def _name_of(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def store_outputs(
