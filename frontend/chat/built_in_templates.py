@@ -193,6 +193,27 @@ _CHAMELEON: Final = """
 {%- endfor %}
 """
 
+_MOONDREAM: Final = """
+{%- for message in messages %}
+    {%- set found = namespace(images="", text="") %}
+    {%- if message.content is string %}{% set found.text = message.content %}
+    {%- else %}
+        {%- for part in message.content or [] %}
+            {%- if part.type == "text" %}{% set found.text = found.text ~ part.text %}
+            {%- else %}{% set found.images = found.images ~ "<image>" %}{% endif %}
+        {%- endfor %}
+    {%- endif %}
+    {%- if loop.first %}{{ "<|endoftext|>" ~ found.images }}{% endif %}
+    {%- set words = found.text.split() %}
+    {%- if message.role == "assistant" %}{{ found.text }}
+    {%- elif words and words[0] in ("caption", "describe") and words | length < 3 %}
+        {{- "<|md_reserved_0|>describe<|md_reserved_1|>" ~ (words[1] or "normal") ~ "<|md_reserved_2|>" }}
+    {%- else %}
+        {{- "<|md_reserved_0|>query<|md_reserved_1|>" ~ found.text ~ "<|md_reserved_2|>" }}
+    {%- endif %}
+{%- endfor %}
+"""
+
 BUILT_IN_TEMPLATES: Final = {
     "chameleon": _CHAMELEON.strip(),
     "clip": _CONTENTS,
@@ -202,6 +223,7 @@ BUILT_IN_TEMPLATES: Final = {
     "deepseek_v4": _DEEPSEEK_V4.strip(),
     "florence2": _FLORENCE2.strip(),
     "kimi_k3": _KIMI_K3.strip(),
+    "moondream": _MOONDREAM.strip(),
     "openvla": _CONTENTS,
     "siglip": _CONTENTS,
     "siglip_text_model": _CONTENTS,

@@ -43,11 +43,12 @@ from ...protocol.config.images.tiles import (
     PagesProcessor,
     RowsProcessor,
     TilesProcessor,
+    WindowsProcessor,
 )
 from .layouts.anyres import anyres, tiles_with_rows
 from .layouts.covers import cover
 from .layouts.grids import bands, canvas, crops, grid, views
-from .layouts.overlaps import overlaps
+from .layouts.overlaps import overlaps, windows
 from .layouts.pages import pages
 from .layouts.pixels import Parts
 from .layouts.resized import cornered, padded, resized
@@ -84,6 +85,7 @@ _LAYOUTS: Final[dict[type[Any], Callable[[Image.Image, Any], Parts]]] = {
     ThumbnailProcessor: thumbnail,
     TilesProcessor: tiles,
     ViewsProcessor: views,
+    WindowsProcessor: windows,
 }
 
 
@@ -97,7 +99,8 @@ def process_image(image: Image.Image, config: AnyImageProcessor, num_images: int
         return anyres(image, config, num_images)
     if isinstance(config, RowsProcessor):
         return tiles_with_rows(image, config, num_images)
-    if isinstance(config, OverlapsProcessor) and num_images > 1 and not config.pads:
+    is_only = isinstance(config, OverlapsProcessor) and not config.pads
+    if num_images > 1 and (is_only or isinstance(config, WindowsProcessor)):
         raise ValueError(
             f"it reads one image a prompt, not {num_images}, because the tokens of all images attend to each other"
         )

@@ -48,6 +48,7 @@ from support.own_code.minicpm import minicpmv, write_minicpmv_mmproj
 from support.own_code.mobilevlm import mobilevlm, write_mobilevlm_mmproj
 from support.own_code.model import OwnCodeModel
 from support.own_code.molmo import TEXTS, Molmo, molmo
+from support.own_code.moondream import Moondream, moondream
 from support.own_code.onevision2 import onevision2
 from support.own_code.openpangu_vl import openpangu_vl
 from support.own_code.openvla import openvla
@@ -75,11 +76,15 @@ GLM_MARKS = ["<|endoftext|>", "<|begin_of_image|>", "<|end_of_image|>"]
 GLM_MARK = "<|begin_of_image|><|endoftext|><|end_of_image|>"
 LING_MARK = "<|vision_start|><|image_pad|><|vision_end|>"
 LING_MARKS = ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>"]
+MOONDREAM_MARK = "<|endoftext|><image>"
 IDEFICS2_MARKS = ["<image>", "<fake_token_around_image>"]
 MODELS: dict[
     str,
     tuple[
-        Callable[..., OwnCodeModel | GridModel | KeyeModel | IsaacModel | Glm4vModel | Molmo],
+        Callable[
+            ...,
+            OwnCodeModel | GridModel | KeyeModel | IsaacModel | Glm4vModel | Molmo | Moondream,
+        ],
         str,
         str,
         list[str],
@@ -119,6 +124,14 @@ MODELS: dict[
         ["<image>", "</image>", "<slice>", "</slice>", "<image_id>", "</image_id>"],
     ),
     "molmo": (partial(molmo, max_crops=2), "<im_patch>", "<|image|>", [*TEXTS]),
+    # It has the template that comes with Engine.
+    "moondream": (moondream, "<|endoftext|>", "", ["<|endoftext|>"]),
+    "moondream2": (
+        partial(moondream, is_third=False),
+        "<|endoftext|>",
+        MOONDREAM_MARK,
+        ["<|endoftext|>"],
+    ),
     "nemotron_h_omni": (
         partial(grid_model, kind="nemotron_h_omni"),
         "<image>",
@@ -155,17 +168,20 @@ ONLY_IN_GGUF = {"mobilevlm": (mobilevlm, "<unk>", "<unk>", list[str]())}
 
 FRAMES = [picture(6, 90, 60), picture(7, 90, 60)]
 VIDEO = {"type": "video", "video": [data_url(frame) for frame in FRAMES]}
+CHATS_WITH_ONE_IMAGE = [CHATS[2], ("sphinx of", picture(8, 130, 70), "quartz"), CHATS[4]] * 2
 CHATS_WITH_VIDEOS = [*CHATS, ("sphinx of", VIDEO, "black quartz", picture(2, 64, 64))]
 
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_answers_survive_preemption_and_a_killed_worker(tmp_path: Path, kind: str) -> None:
     chats = CHATS_WITH_VIDEOS if kind in ("minicpmv", "ovis2_5") else CHATS
-    model, _ = _write(tmp_path, kind)
     # Layers with windows have blocks of their own, and those of models with states are larger.
-    blocks = {"ling3_vl": "9", "step3p7": "26"}.get(kind, "14")
+    blocks, length = {"ling3_vl": "9", "step3p7": "26"}.get(kind, "14"), "200"
+    if kind.startswith("moondream"):
+        chats, blocks, length = CHATS_WITH_ONE_IMAGE, "8", "100"
+    model, _ = _write(tmp_path, kind)
     flags = ("--dtype", "float32", "--device", DEVICE, "--served-model-name", "tiny", "-tp", "2")
-    memory = ("--max-num-batched-tokens", "40", "--max-num-seqs", "4", "--max-model-len", "200")
+    memory = ("--max-num-batched-tokens", "40", "--max-num-seqs", "4", "--max-model-len", length)
     with (
         Server(str(tmp_path), *flags, *memory, "--num-gpu-blocks-override", blocks) as server,
         concurrent.futures.ThreadPoolExecutor(1) as pool,
@@ -238,9 +254,10 @@ def _write(directory: Path, kind: str) -> tuple[Any, Any]:
         write = partial(minicpmv, version="4.0")
     tokenizer = sentencepiece_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": marks})
-    tokenizer.chat_template = CHAT_TEMPLATE.replace("<image>", mark).replace(
-        "<video>", mark.replace("image", "video")
-    )
+    if mark:
+        tokenizer.chat_template = CHAT_TEMPLATE.replace("<image>", mark).replace(
+            "<video>", mark.replace("image", "video")
+        )
     tokenizer.save_pretrained(directory)
     image_token = tokenizer.convert_tokens_to_ids(placeholder)
     return write(directory, vocab_size=len(tokenizer), image_token=image_token), tokenizer

@@ -25,6 +25,7 @@ def unsupported_features(spec: ModelSpec) -> list[str]:
             and (spec.head_dim % 16 != 0 or spec.compressed.indexer.head_dim % 2 != 0)
         ),
         "layers that also attend to the keys of earlier ones": spec.loop_window > 0,
+        "factors of queries and values for each token": spec.has_token_scales,
         "bottlenecks of layers": spec.bottleneck is not None,
         "embeddings of n-grams of tokens": spec.averaged_ngrams is not None,
         "biases of keys": spec.has_key_biases,

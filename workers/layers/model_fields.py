@@ -247,6 +247,8 @@ class ModelFields(msgspec.Struct, frozen=True, kw_only=True):
 
     In the cache, it is the first element of the key after the last one of the value.
     """
+    has_token_scales: bool = False
+    """True if queries and values have factors that depend on the token and on its position (Moondream 3)."""
     loop_window: int = 0
     """The window of layers with the weights of earlier ones, which also attend to all keys of these; 0 for no window.
 

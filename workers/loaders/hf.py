@@ -44,7 +44,7 @@ class _Stacking(msgspec.Struct, frozen=True):
     rows of gate and up projections alternate. Some families have files in both orders. For these, `hidden_size`
     decides: a matrix with that size where [outputs, inputs] would have it is not transposed. If `num_experts` is not 0,
     a tensor has the matrices of that many experts one below the other, those of the last product transposed. The rules
-    are for names that `names` have translated.
+    are for names that `names` have translated, and of tensors with three dimensions also `stacked_names`.
     """
 
     is_transposed: bool = False
@@ -52,6 +52,7 @@ class _Stacking(msgspec.Struct, frozen=True):
     hidden_size: int | None = None
     num_experts: int = 0
     names: TensorNames = ()
+    stacked_names: TensorNames = ()
 
     def transposes(self, module: str, shape: Sequence[int]) -> bool:
         """Return whether the matrices of a module, stacked with this shape, are stored as [inputs, outputs]."""
@@ -94,6 +95,8 @@ _STACKINGS = {
     ),
     "llama4": _Stacking(is_transposed=True),
     "llama4_text": _Stacking(is_transposed=True),
+    # The MLPs of the first layers have the same names.
+    "moondream": _Stacking(stacked_names=((r"\.mlp\.fc([12])\.", r".mlp.experts.fc\1."),)),
     "openai_privacy_filter": _Stacking(is_transposed=True),
     "qwen3_vl_moe": _Stacking(is_transposed=True),
     "qwen3_vl_moe_text": _Stacking(is_transposed=True),
@@ -268,7 +271,9 @@ class HFCheckpoint(Checkpoint):
 
 def _tensors_of(file: SafetensorsFile, stored: str, stacking: _Stacking) -> dict[str, StoredTensor]:
     """Return the tensor with this name, or each expert's part of a tensor that has all experts."""
-    name = next(iter(translate_names([stored], stacking.names)), None)
+    is_stack = len(file.shape(stored)) == 3
+    names = stacking.names + (stacking.stacked_names if is_stack else ())
+    name = next(iter(translate_names([stored], names)), None)
     if name is None:
         return {}
     rows_of = _STACKED_ROWS.fullmatch(name) if stacking.num_experts else None

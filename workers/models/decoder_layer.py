@@ -23,6 +23,7 @@ from .attention_kinds.experts import ExpertAttention
 from .attention_kinds.key_biases import KeyBiasAttention
 from .attention_kinds.loops import LoopAttention
 from .attention_kinds.spans import SpanAttention
+from .attention_kinds.token_scales import ScaledAttention
 from .compressed.attention import CompressedAttention
 from .cross_attention import CrossAttention
 from .experts.mixture import Experts, ExpertsBesideMLP
@@ -44,6 +45,7 @@ AnyAttention: TypeAlias = (
     | KeyBiasAttention
     | LatentAttention
     | LoopAttention
+    | ScaledAttention
     | SpanAttention
 )
 
@@ -60,6 +62,8 @@ def _attention(layer: LayerSpec, source: LayerSource, backend: DeviceAttention) 
         return LoopAttention(layer, source, calls)
     if spec.has_key_biases:
         return KeyBiasAttention(layer, source, calls)
+    if spec.has_token_scales:
+        return ScaledAttention(layer, source, calls)
     if spec.num_span_taps:
         return SpanAttention(layer, source, calls)
     if spec.num_attention_experts:

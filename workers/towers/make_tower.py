@@ -21,6 +21,7 @@ from ...protocol.checkpoint.vision.pairs.prismatic import PairVisionSpec
 from ...protocol.checkpoint.vision.read import AnyVisionSpec
 from ...protocol.checkpoint.vision.spec import VisionSpec
 from ...protocol.checkpoint.vision.tiled.molmo import PaddedVisionSpec, PooledVisionSpec
+from ...protocol.checkpoint.vision.tiled.moondream import WindowsVisionSpec
 from .convolutional.codes import CodesTower
 from .convolutional.davit import DavitTower
 from .convolutional.fastvit import FastVitTower
@@ -36,6 +37,7 @@ from .tiles.pair_tower import PairTower
 from .tiles.pooled_tower import PooledTower
 from .tiles.rows_tower import RowsTower
 from .tiles.tiles_tower import TilesTower
+from .tiles.windows_tower import WindowsTower
 from .vision_tower import VisionTower
 
 _TOWERS: Final[dict[type[AnyVisionSpec], Callable[[Any, TowerSource], ImageTower]]] = {
@@ -52,6 +54,7 @@ _TOWERS: Final[dict[type[AnyVisionSpec], Callable[[Any, TowerSource], ImageTower
     SamVisionSpec: SamTower,
     PairVisionSpec: PairTower,
     PatchVisionSpec: PatchTower,
+    WindowsVisionSpec: WindowsTower,
 }
 """The class of towers for each class of specs but `VisionSpec`."""
 

@@ -1,15 +1,16 @@
-"""Images that are read as a whole and as a canvas of overlapping tiles (Molmo)."""
+"""Images that are read as a whole and as a canvas of overlapping tiles (Molmo, Moondream)."""
 
 from __future__ import annotations
 
 import itertools
+import math
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from ....protocol.config.images.tiles import OverlapsProcessor
+from ....protocol.config.images.tiles import OverlapsProcessor, WindowsProcessor
 from ....protocol.encoder_inputs.payloads import ImagePayload
 from .pixels import Parts, Tile, make_tile, resize
 
@@ -27,6 +28,40 @@ def overlaps(image: Image.Image, config: OverlapsProcessor) -> Parts:
     texts = dict(zip(config.mark_ids, config.mark_texts, strict=True)) | {config.token_id: ""}
     payload = msgspec.structs.replace(whole, fine=canvas, token_ids=np.array(ids, "<i4").tobytes())
     return [Tile(payload, len(ids), texts=tuple(texts[each] for each in ids))]
+
+
+def windows(image: Image.Image, config: WindowsProcessor) -> Parts:
+    """Return the whole image with the canvas as a larger copy of it, whose patches are reduced to those of one tile."""
+    overlap = config.side - config.window
+    columns, rows = _windows(image.width - overlap, image.height - overlap, config)
+    width, height = (count * config.window + overlap for count in (columns, rows))
+    canvas = make_tile(resize(image, width, height, config), config).payload
+    whole = make_tile(resize(image, config.side, config.side, config), config)
+    assert isinstance(canvas, ImagePayload)
+    return [whole._replace(payload=msgspec.structs.replace(whole.payload, fine=canvas))]
+
+
+def _windows(width: int, height: int, config: WindowsProcessor) -> tuple[int, int]:
+    """Return the columns and rows of tiles, as Moondream's own code chooses them.
+
+    The width and the height do not count the pixels that tiles share, so that they may be 0 or negative.
+    """
+    step, most = config.window, config.max_tiles
+    if min(width, height) <= step:
+        return 1, 1
+    least = [math.ceil(length / step) for length in (width, height)]
+    if math.prod(least) > most:
+        share = math.sqrt(most / math.prod(least))
+        columns, rows = (max(1, math.floor(count * share)) for count in least)
+        return columns, rows
+    columns = max(math.floor(math.sqrt(most * width / height)), least[0])
+    rows = max(math.floor(math.sqrt(most * height / width)), least[1])
+    if columns * rows > most:
+        if columns > rows:
+            columns = most // rows
+        else:
+            rows = most // columns
+    return max(1, columns), max(1, rows)
 
 
 def _stretched(

@@ -74,6 +74,7 @@ from .tiled.internvl import (
 )
 from .tiled.minicpm import slices, slices_of_queries
 from .tiled.molmo import overlaps, padded_overlaps
+from .tiled.moondream import windows
 from .tiled.ovis import cover
 from .tiled.perception import whole_first
 from .tiled.phi4 import bands, crops
@@ -311,6 +312,7 @@ _READERS: Final[dict[str, _Reader]] = {
     "modernvbert": grid,
     "molmo": padded_overlaps,
     "molmo2": overlaps,
+    "moondream": windows,
     "muse_glimmer": muse,
     "muse_spark": muse,
     "nemotron_h_omni": resize_whole_patches,

@@ -10,6 +10,7 @@ from .florence import florence2
 from .janus import multi_modality
 from .llava import llava, phi4
 from .molmo import molmo
+from .moondream import moondream
 from .openvla import openvla
 from .renamed import alpamayo2, dots_vlm, interns2, ling3_vl, openpangu_vl
 
@@ -19,10 +20,12 @@ _READERS: Final[dict[str, Callable[[ConfigFields, str], dict[str, Any]]]] = {
     "DotsVLMForCausalLM": dots_vlm,
     "Florence2ForConditionalGeneration": florence2,
     "InternS2PreviewForConditionalGeneration": interns2,
+    "HfMoondream": moondream,
     "LlavaLlamaForCausalLM": llava,
     "LlavaMistralForCausalLM": llava,
     "LlavaQwenForCausalLM": llava,
     "MolmoForCausalLM": molmo,
+    "Moondream3ForCausalLM": moondream,
     "MultiModalityCausalLM": multi_modality,
     "OpenPanguVLForConditionalGeneration": openpangu_vl,
     "OpenVLAForActionPrediction": openvla,

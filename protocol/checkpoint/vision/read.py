@@ -90,6 +90,7 @@ from .tiled.cohere import aya_vision, cohere2_vision
 from .tiled.internvl import eagle2_5, internvl, internvl_chat, nvlm_d, qianfan_ocr
 from .tiled.minicpm import minicpm_ocr, minicpmv, minicpmv4_6, minicpmv4_7
 from .tiled.molmo import PooledVisionSpec, molmo, molmo2
+from .tiled.moondream import WindowsVisionSpec, moondream
 from .tiled.ovis import ovis2, ovis2_5
 from .tiled.perception import perception_lm
 from .tiled.phi4 import phi3_v, phi4_multimodal
@@ -106,6 +107,7 @@ AnyVisionSpec: TypeAlias = (
     | TilesVisionSpec
     | PooledVisionSpec
     | PairVisionSpec
+    | WindowsVisionSpec
     | PatchVisionSpec
     | CodesVisionSpec
 )
@@ -255,6 +257,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "modernvbert": modernvbert,
     "molmo": molmo,
     "molmo2": molmo2,
+    "moondream": moondream,
     "muse_glimmer": muse,
     "muse_spark": muse,
     "nemotron_h_omni": nemotron_omni,

@@ -33,6 +33,7 @@ from .tiles import (
     PagesProcessor,
     RowsProcessor,
     TilesProcessor,
+    WindowsProcessor,
 )
 
 AnyImageProcessor: TypeAlias = (
@@ -63,4 +64,5 @@ AnyImageProcessor: TypeAlias = (
     | SlicesProcessor
     | TilesProcessor
     | ViewsProcessor
+    | WindowsProcessor
 )

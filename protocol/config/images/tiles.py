@@ -185,3 +185,15 @@ class OverlapsProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="ov
     ends_rows: bool = True
     ends_whole_rows: bool = True
     pads: bool = False
+
+
+class WindowsProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="windows"):
+    """Resizes an image to one tile, and to a canvas of up to `max_tiles` tiles, which overlap (Moondream).
+
+    Tiles have `side` x `side` pixels, and neighbors are `window` pixels apart. The canvas is about as wide, compared to
+    its height, as the image. An image is the only one of its prompt.
+    """
+
+    side: int
+    window: int
+    max_tiles: int

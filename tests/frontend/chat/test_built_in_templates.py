@@ -186,3 +186,16 @@ def test_questions_of_chameleon_end_with_a_separator(tmp_path: Path) -> None:
     prompt = built_in(tmp_path, "chameleon").render([QUESTION, ANSWER, QUESTION])
     separator = "<reserved08706>"
     assert prompt == f"{BOS}2 + 2?{separator}4{EOS}2 + 2?{separator}"
+
+
+def test_moondream_answers_questions_and_writes_captions(tmp_path: Path) -> None:
+    template = built_in(tmp_path, "moondream")
+    start = "<|endoftext|>"
+    for text, length in (("caption", "normal"), ("describe short", "short")):
+        assert template.render([{"role": "user", "content": text}]) == (
+            f"{start}<|md_reserved_0|>describe<|md_reserved_1|>{length}<|md_reserved_2|>"
+        )
+    assert template.render([QUESTION, {"role": "assistant", "content": "4"}, QUESTION]) == (
+        f"{start}<|md_reserved_0|>query<|md_reserved_1|>2 + 2?<|md_reserved_2|>4"
+        "<|md_reserved_0|>query<|md_reserved_1|>2 + 2?<|md_reserved_2|>"
+    )

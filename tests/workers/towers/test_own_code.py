@@ -24,6 +24,7 @@ from engine.protocol.config.videos import VideoProcessor
 from engine.protocol.encoder_inputs.inputs import EncoderInput
 from engine.protocol.encoder_inputs.payloads import ImagePayload
 from engine.workers.batch.rotary_positions import RotaryPositions
+from engine.workers.batch.spans import Spans
 from engine.workers.loaders.open_checkpoint import open_checkpoint
 from engine.workers.towers.image_tower import TowerSource
 from engine.workers.towers.make_tower import make_tower
@@ -45,6 +46,7 @@ from support.own_code.known_towers import (
 )
 from support.own_code.minicpm import minicpmv
 from support.own_code.model import OwnCodeModel
+from support.own_code.moondream import Moondream, moondream
 from support.own_code.onevision2 import onevision2
 from support.own_code.openvla import openvla
 from support.own_code.ovis2_5 import ovis2_5
@@ -57,7 +59,7 @@ from support.own_code.youtu import youtu_vl
 pytestmark = pytest.mark.slow
 
 torch.set_num_threads(1)
-MODELS: dict[str, Callable[[Path], OwnCodeModel]] = {
+MODELS: dict[str, Callable[[Path], OwnCodeModel | Moondream]] = {
     "deepseek_ocr": deepseek_ocr,
     "deepseek_vl2": deepseek_vl2,
     "deepseek_vl2-latent": partial(deepseek_vl2, is_latent=True),
@@ -65,6 +67,8 @@ MODELS: dict[str, Callable[[Path], OwnCodeModel]] = {
     "dots_ocr-vlm": partial(dots_ocr, is_vlm=True),
     "eagle2_5": eagle2_5,
     "locate_anything": locate_anything,
+    "moondream": moondream,
+    "moondream-2": partial(moondream, is_third=False),
     "nemotron_vl": nemotron_vl,
     "onevision2": onevision2,
     "openvla": openvla,
@@ -92,6 +96,7 @@ PLACEHOLDERS = {
     "eagle2_5": "<IMG_CONTEXT>",
     "locate_anything": "<IMG_CONTEXT>",
     "minicpmv": "<unk>",
+    "moondream": "<|endoftext|>",
     "nemotron_vl": "<image>",
     "onevision2": "<|image_pad|>",
     "openvla": "<PAD>",
@@ -107,6 +112,10 @@ PLACEHOLDERS = {
 }
 
 
+WITHOUT_PROGRAM = {"moondream"}
+"""Models whose decoders native programs do not compute."""
+
+
 @pytest.mark.parametrize("load", [load_decoder, load_native_decoder])
 @pytest.mark.parametrize("kind", MODELS)
 def test_logits_equal_those_of_the_authors_code(
@@ -120,12 +129,13 @@ def test_logits_equal_those_of_the_authors_code(
     processor = read_image_processor(tmp_path, config, text_section(config) or config, {})
     assert processor is not None
     rng = random.Random(3)
-    prompt, images, payloads = [1], [], []
+    prompt, images, payloads, inputs = [1], [], [], []
     for seed, size in enumerate([(30, 21), (9, 90), (100, 44), (200, 180)]):
         pixels = np.random.default_rng(seed).integers(0, 256, (*size[::-1], 3), np.uint8)
         tiles = []
         for part in process_image(Image.fromarray(pixels), processor):
             if isinstance(part, Tile):
+                inputs.append(EncoderInput(len(prompt), part.num_outputs, b"", seed))
                 prompt += [reference.image_token] * part.num_outputs
                 tiles.append(part.payload)
                 payloads.append(part.payload)
@@ -134,7 +144,8 @@ def test_logits_equal_those_of_the_authors_code(
         images.append(tiles)
     prompt += [rng.randrange(90) for _ in range(5)]
     expected = reference.logits(prompt, images)
-    decoder = load(tmp_path, max_model_len=2048)
+    make = load_decoder if kind in WITHOUT_PROGRAM else load
+    decoder = make(tmp_path, max_model_len=2048)
     # Native programs do not have its rotation.
     make_layers = TOWER_LAYERS[load_decoder if kind == "onevision2" else load]
     tower = make_tower(
@@ -146,9 +157,12 @@ def test_logits_equal_those_of_the_authors_code(
     rows = np.where(is_image, np.cumsum(is_image) - 1, -1).astype(np.int32)
     assert len(encoded) == is_image.sum()
     runner = Runner(decoder, 1, max_tokens=2048)
-    found = []
-    # The first chunk ends within an image.
-    for start, end in ((0, 4), (4, len(prompt))):
+    found, first = [], 4
+    if decoder.spec.span_kind is not None:
+        runner.spans, first = Spans(decoder.spec.span_kind), 1
+        runner.spans.add_request(0, len(prompt), inputs)
+    # The first chunk ends within an image, unless its tokens attend to each other.
+    for start, end in ((0, first), (first, len(prompt))):
         decoder.placed = Placed(rows[start:end].copy(), encoded)
         found.append(runner.step({0: prompt[start:end]})[0])
     torch.testing.assert_close(torch.cat(found), expected, atol=1e-4, rtol=1e-4)

@@ -43,8 +43,9 @@ def record_head(blocks: BlockRecorder, embedding: PackedWeight | None) -> None:
     bias = None
     if spec.head_bias:
         bias = weights.read_head_bias(spec.vocab_size, part).float().numpy()
-    elif spec.num_unsampled or any(spec.silent_tokens):
-        bias = unsampled_bias(spec, part).numpy()
+    if spec.num_unsampled or any(spec.silent_tokens):
+        never = unsampled_bias(spec, part).numpy()
+        bias = never if bias is None else bias + never
     blocks.program.add_op(
         "head",
         input_kind=head.activation_kind.for_whole_rows,

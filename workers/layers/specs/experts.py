@@ -5,6 +5,8 @@ from typing import Literal
 
 import msgspec
 
+from ..activations import Activation
+
 SMALLEST_SUM = 1e-20
 """Added to a sum of scores before dividing by it, so that the result is finite, as in the DeepSeek models."""
 
@@ -80,6 +82,8 @@ class ExpertsSpec(msgspec.Struct, frozen=True):
     """True if the projections of experts have biases."""
     scales_inputs: bool = False
     """True if the weights multiply the inputs of the experts instead of their outputs."""
+    gate_activation: Activation | None = None
+    """The activation of the experts' gates, which multiply up projections plus 1; None for experts like the MLP."""
     has_sum_bias: bool = False
     """True if a stored bias is added to the sum of the experts' outputs."""
     has_expert_scales: bool = False

@@ -5,10 +5,13 @@ Shapes: A rows, ordered by expert, e experts, I and O elements of an expert's in
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
+from ...layers.activations import ACTIVATIONS
 from ...layers.specs.experts import ExpertsSpec
 from ...loaders.quantization.matrix import Weight
 from ..layer_source import LayerSource
@@ -38,7 +41,9 @@ class ExpertMatrices:
         self.are_all = step == 1 and not placement.elsewhere and not experts.num_identities
         total, elements = experts.size_in(mixture), placement.elements[mixture]
         size = experts.latent_size or spec.hidden_size
-        names = ["gate_proj", "up_proj"] if spec.has_gate else ["up_proj"]
+        activation = experts.gate_activation
+        has_gate = spec.has_gate or activation is not None
+        names = ["gate_proj", "up_proj"] if has_gate else ["up_proj"]
         adapted_gate_up: list[list[AdaptedMatrix]] = []
         adapted_down: list[list[AdaptedMatrix]] = []
         gate_up: list[Weight] = []
@@ -71,11 +76,13 @@ class ExpertMatrices:
         self._gate_up = kernels.grouped_linear(gate_up, gate_up_biases)
         # Only one of the ranks that share an expert adds its bias.
         self._down = kernels.grouped_linear(down, down_biases if placement.adds_bias else [])
-        self._activation = (
-            gated_activation(kernels, spec, experts.gate_limit)
-            if spec.has_gate
-            else kernels.activation(spec.activation)
-        )
+        self._activation: Callable[[Tensor], Any]
+        if activation is not None:
+            self._activation = partial(_times_next, ACTIVATIONS[activation])
+        elif spec.has_gate:
+            self._activation = gated_activation(kernels, spec, experts.gate_limit)
+        else:
+            self._activation = kernels.activation(spec.activation)
 
     def places(self, experts: Tensor) -> Tensor:
         """Return the places of experts among these; `count` for other experts."""
@@ -101,3 +108,9 @@ class ExpertMatrices:
         if self._down_changes is not None and changed is not None:
             self._down_changes.add(outputs_AO, activated_AF, *changed)
         return outputs_AO
+
+
+def _times_next(activate: Callable[[Tensor], Tensor], gate_up_AF: Tensor) -> Tensor:
+    """Return the activated gates times the up projections plus 1."""
+    gate_AF, up_AF = gate_up_AF.chunk(2, -1)
+    return activate(gate_AF) * (up_AF + 1)

@@ -63,7 +63,7 @@ from .with_encoders import (
     rotary,
     speech,
 )
-from .with_images import aria, dots3, ernie, minicpm, mistral, mllama, molmo, muse
+from .with_images import aria, dots3, ernie, minicpm, mistral, mllama, molmo, moondream, muse
 from .with_images import deepseek as deepseek_ocr
 from .with_other_names import dense as other_dense
 from .with_other_names import mixtures as other_mixtures
@@ -104,6 +104,7 @@ FAMILIES = (
     *mistral.FAMILIES,
     *mllama.FAMILIES,
     *molmo.FAMILIES,
+    *moondream.FAMILIES,
     *muse.FAMILIES,
     *other_dense.FAMILIES,
     *other_mixtures.FAMILIES,

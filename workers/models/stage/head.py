@@ -44,7 +44,8 @@ class OutputHead:
         else:
             head = weights.read_head(*vocabulary, part, spec.num_unused_embeddings)
         if spec.num_unsampled or any(spec.silent_tokens):
-            bias_v = unsampled_bias(spec, part).to(weights.device, weights.dtype)
+            never_v = unsampled_bias(spec, part).to(weights.device, weights.dtype)
+            bias_v = never_v if bias_v is None else bias_v + never_v
         self._dense: Linear | None = None
         if spec.head_dense_bias is not None:
             size = spec.hidden_size

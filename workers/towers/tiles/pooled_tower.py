@@ -6,6 +6,7 @@ heads, K head dimension, T tokens of an image.
 
 from __future__ import annotations
 
+import itertools
 from typing import Final
 
 import torch
@@ -20,6 +21,7 @@ from ..image_tower import ImageTower, TowerSource, black_image, wrong_size
 from ..pixels import normalized_pixels
 from ..vision_tower import VisionTower
 from ..weights import Linear, find_activation
+from .windows import join_windows
 
 _POOLING: Final = "image_pooling_2d."
 _MLP: Final = "image_projector."
@@ -123,28 +125,19 @@ class PooledTower(ImageTower):
         return self._project(self._pool(self._patches(image, kinds_KHW, start)))
 
     def _patches(self, image: ImagePayload, kinds_KHW: Tensor | None, start: int) -> Tensor:
-        """Return the features of patches, [H, W, D]. Each patch is read in the tile that has it in its middle."""
+        """Return the features of patches, [H, W, D]."""
         pixels = normalized_pixels(image, self._device, self._dtype)[0]
         side, per_side = self.spec.tower.image_size, self.spec.num_patches
         step = self.spec.window * self.spec.tower.patch_size
-        tops, lefts = (range(0, length - side + 1, step) for length in pixels.shape[1:])
+        numbers = itertools.count(start)
 
-        def own(start: int, starts: range) -> slice:
-            before = MARGINS[0] if start != starts[0] else 0
-            return slice(before, per_side - (MARGINS[1] if start != starts[-1] else 0))
+        def encode(tile: Tensor) -> Tensor:
+            features = self._tower.encode_pixels(tile).unflatten(0, (per_side, per_side))
+            if self._margins_3D is not None and kinds_KHW is not None:
+                features = features + self._margins_3D[kinds_KHW[next(numbers)]]
+            return features
 
-        rows = []
-        for top in tops:
-            tiles = []
-            for left in lefts:
-                tile = pixels[:, top : top + side, left : left + side]
-                features = self._tower.encode_pixels(tile).unflatten(0, (per_side, per_side))
-                if self._margins_3D is not None and kinds_KHW is not None:
-                    features = features + self._margins_3D[kinds_KHW[start]]
-                    start += 1
-                tiles.append(features[own(top, tops), own(left, lefts)])
-            rows.append(torch.cat(tiles, 1))
-        return torch.cat(rows)
+        return join_windows(pixels, side, step, MARGINS, encode)
 
     def _pool(self, x_HWD: Tensor) -> Tensor:
         """Return the pooled features [M, D] of each square of patches, some of which are incomplete."""
