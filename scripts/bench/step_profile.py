@@ -67,7 +67,7 @@ class Decoding:
         steps: int,
         speculative: SpeculativeConfig | None = None,
     ) -> None:
-        max_model_len = -(-(context + steps + 1) // BLOCK_SIZE) * BLOCK_SIZE
+        max_model_len = -(-(context + steps + 2) // BLOCK_SIZE) * BLOCK_SIZE
         resolved = resolve_model(ModelOptions(model=model, max_model_len=max_model_len), Console())
         config = EngineConfig(
             "",
