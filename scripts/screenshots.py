@@ -17,8 +17,8 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
 from playwright.sync_api import Page, expect, sync_playwright  # noqa: E402
-from support.server import Server, default_model  # noqa: E402
-from support.web_browser import WebPage, launch_chromium  # noqa: E402
+from support.servers.server import Server, default_model  # noqa: E402
+from support.servers.web_browser import WebPage, launch_chromium  # noqa: E402
 
 QUESTIONS = ("What is gravity?", "Write a Python function that adds two numbers.")
 

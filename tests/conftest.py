@@ -19,12 +19,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 # Recompiling the package would take half of the start time of each server that a test starts.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-from support.triton_interpreter import interpret_without_gpu  # noqa: E402
+from support.gpu.triton_interpreter import interpret_without_gpu  # noqa: E402
 
 # Else each client of httpx or openai would load all certificates of the system, which takes 40 ms.
 ssl.create_default_context = cache(ssl.create_default_context)
 
-pytest_plugins = ["support.forked_processes", "support.sampled_cases", "pytester"]
+pytest_plugins = ["support.suite.forked_processes", "support.suite.sampled_cases", "pytester"]
 
 # Triton reads this only once, and many parts of torch load Triton.
 interpret_without_gpu()

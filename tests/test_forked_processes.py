@@ -42,7 +42,7 @@ def test_every_test_is_reported_once_whatever_happens_to_its_process(
 ) -> None:
     support = Path(__file__).parent
     pytester.makeconftest(
-        f"import sys; sys.path.insert(0, {str(support)!r})\npytest_plugins = ['support.forked_processes']"
+        f"import sys; sys.path.insert(0, {str(support)!r})\npytest_plugins = ['support.suite.forked_processes']"
     )
     pytester.makepyfile(test_one=FILE, test_two=FILE)
     result = pytester.runpytest_subprocess("--processes=3", "-p", "no:cacheprovider", "-ra")

@@ -319,9 +319,9 @@ def test_no_rooms_import_each_other_in_a_circle(part: str) -> None:
 
 
 def test_no_folder_is_crowded() -> None:
-    sources = [path for path in (ROOT / "workers/cpu/csrc").rglob("*.*") if path.is_file()]
-    modules = [path for path in MODULES if not path.stem.startswith("__")]
-    counts = Counter(folder_of(path) for path in (*modules, *sources))
+    files = [path for path in (ROOT / "workers/cpu/csrc").rglob("*.*") if path.is_file()]
+    files += [*MODULES, *(ROOT / "tests").rglob("*.py")]
+    counts = Counter(folder_of(path) for path in files if not path.stem.startswith("__"))
     crowded = {folder: n for folder, n in counts.items() if n > MAX_FILES_OF_FOLDER}
     assert not crowded
 

@@ -24,7 +24,7 @@ from contextlib import contextmanager
 
 from engine.frontend.cli.bench.client import Answer, Endpoint, ask
 from side_by_side.clients import free_port
-from support.server import COMMAND, default_model
+from support.servers.server import COMMAND, default_model
 
 CONTEXT = 8192
 START_TIMEOUT_S = 300.0

@@ -38,9 +38,19 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
-from support.all_kinds import SPEECH_FLAGS, Request, answers, model_requests, speech_requests
-from support.all_kinds import write_model as write_vision_model
-from support.conversations import (
+from support.checkpoints.source import WINDOW_S, multilingual_whisper, realtime_directory
+from support.checkpoints.tiny import layers_directory, mixture_directory
+from support.processes.faults import ENVIRONMENT, FAULTS
+from support.processes.program import wait_until
+from support.requests.all_kinds import (
+    SPEECH_FLAGS,
+    Request,
+    answers,
+    model_requests,
+    speech_requests,
+)
+from support.requests.all_kinds import write_model as write_vision_model
+from support.requests.conversations import (
     background_response,
     batch,
     claude_stream,
@@ -49,12 +59,8 @@ from support.conversations import (
     response_on_socket,
     tool_response,
 )
-from support.faults import ENVIRONMENT, FAULTS
-from support.mixed_streams import WITHOUT_LOGPROBS, Streams, bodies
-from support.program import wait_until
-from support.server import Server, default_model, title_of
-from support.source_checkpoints import WINDOW_S, multilingual_whisper, realtime_directory
-from support.tiny_checkpoints import layers_directory, mixture_directory
+from support.requests.mixed_streams import WITHOUT_LOGPROBS, Streams, bodies
+from support.servers.server import Server, default_model, title_of
 
 ALL_REPLICAS = "all replicas"
 """A victim that is no process: the model is unloaded and loaded again."""

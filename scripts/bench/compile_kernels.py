@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from support.triton_compile import KernelResources, compile_for_hopper
+from support.gpu.triton_compile import KernelResources, compile_for_hopper
 
 TESTS = Path(__file__).parents[2] / "tests" / "workers"
 LAUNCHERS = (TESTS / "cuda" / "test_compile.py", TESTS / "attention" / "launch_triton_paged.py")

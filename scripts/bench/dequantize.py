@@ -16,7 +16,7 @@ import torch
 from engine.frontend.tokenizer.converted import converted_directory
 from engine.workers.loaders import open_checkpoint
 from safetensors.torch import save_file
-from support.server import default_model
+from support.servers.server import default_model
 
 
 def main() -> None:

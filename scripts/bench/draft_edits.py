@@ -38,7 +38,7 @@ from engine.protocol.worker_messages import NewRequestData
 from engine.workers.batch import PersistentBatch
 from engine.workers.cpu.drafts import Drafts
 from step_profile import Decoding
-from support.server import default_model
+from support.servers.server import default_model
 
 MODULES: Final = ("argparse", "configparser", "mailbox", "csv", "shlex", "tarfile", "ftplib")
 ADDED_LINES: Final = ("if not self._closed:", "assert value is not None", "self._lock.acquire()")

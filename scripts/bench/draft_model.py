@@ -21,7 +21,7 @@ from typing import Any, Final
 import torch
 import transformers
 from drafts import NO_DRAFTS, measure_requests
-from support.server import Server
+from support.servers.server import Server
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 MODEL: Final = "drafts"

@@ -29,7 +29,7 @@ from typing import Any, Final
 
 import aiohttp
 import uvloop
-from support.server import Server
+from support.servers.server import Server
 
 MODEL: Final = "drafts"
 NO_DRAFTS: Final = ["--speculative-config", '{"num_speculative_tokens": 0}']

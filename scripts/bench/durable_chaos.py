@@ -21,9 +21,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from support.durable_engine import DurableEngine
-from support.returning_streams import TIMEOUT_S, ReturningStreams
-from support.server import assert_nothing_is_held, default_model
+from support.requests.returning_streams import TIMEOUT_S, ReturningStreams
+from support.servers.durable_engine import DurableEngine
+from support.servers.server import assert_nothing_is_held, default_model
 
 FAULTS: dict[str, Callable[[DurableEngine], None]] = {
     "frontend 0": lambda engine: engine.server.child("frontend 0").kill(),

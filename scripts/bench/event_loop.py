@@ -6,7 +6,7 @@ The worker computes nothing (`--device null`). Each kind of request is sent seve
 `/livez` every 5 ms. A row shows the round whose longest pause was shortest, because other programs on the machine can
 only lengthen it. Times are in milliseconds: the longest pause of the loop, the CPU time of its thread and of garbage
 collections, the time by which all pauses together exceeded the limit, and the longest wait of a client. The frontend
-measures its pauses itself, by `tests/support/loop_pauses`.
+measures its pauses itself, by `tests/support/processes/customizations/loop_pauses`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from support.faults import environment_with
-from support.longest_wait import longest_wait
-from support.server import Server, default_model
+from support.processes.faults import environment_with
+from support.requests.longest_wait import longest_wait
+from support.servers.server import Server, default_model
 
 LIMIT_MS = 20.0
 """The longest pause, in milliseconds, that a request may cause."""

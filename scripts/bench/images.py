@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from engine import LLM, SamplingParams
 from PIL import Image
-from support.image_processors import image_processor
-from support.vision_checkpoints import vision_directory
+from support.media.image_processors import image_processor
+from support.vision.checkpoints import vision_directory
 
 TOWER = {
     "hidden_size": 768,

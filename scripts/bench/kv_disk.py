@@ -20,8 +20,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from support.program import wait_until
-from support.server import Server, default_model
+from support.processes.program import wait_until
+from support.servers.server import Server, default_model
 
 TURNS = 20
 NUM_OUTPUT_TOKENS = 16

@@ -27,7 +27,7 @@ from engine.frontend.cli.bench.datasets import Session, Turn
 from engine.workers.loaders.open_checkpoint import open_checkpoint
 from safetensors.torch import save_file
 from side_by_side.rounds import alternate
-from support.server import Server, default_model
+from support.servers.server import Server, default_model
 
 
 def write_adapter(directory: Path, shapes: dict[str, tuple[int, ...]], rank: int) -> None:

@@ -24,7 +24,7 @@ from side_by_side.points import DEFAULT_POINTS, POINTS
 from side_by_side.roofline import measure_machine
 from side_by_side.running import run
 from side_by_side.table import make_table
-from support.server import default_model
+from support.servers.server import default_model
 
 MEMORY = "memory"
 

@@ -37,8 +37,8 @@ from engine.workers.loaders.gguf import GGUFCheckpoint
 from engine.workers.models.decoder import Decoder
 from engine.workers.models.families import model_spec
 from numpy.typing import NDArray
-from support.quantizers import quantize
-from support.server import default_model
+from support.gguf.quantizers import quantize
+from support.servers.server import default_model
 from torch import Tensor
 
 CODE_MODULES = ("argparse", "json.decoder", "textwrap", "heapq", "http.client")

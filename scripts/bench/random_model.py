@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from gguf import GGUFWriter, RopeScalingType
 from side_by_side.random_gguf import RandomTensors, add_tokenizer, write_gguf
-from support.server import default_model
+from support.servers.server import default_model
 
 
 @dataclass(frozen=True)

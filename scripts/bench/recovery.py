@@ -14,9 +14,9 @@ import statistics
 import sys
 import time
 
-from support.mixed_streams import Streams
-from support.program import wait_until
-from support.server import Server, default_model
+from support.processes.program import wait_until
+from support.requests.mixed_streams import Streams
+from support.servers.server import Server, default_model
 
 IN_TRANSIT_S = 0.05
 """Seconds after a kill in which arriving tokens had been sent before it."""

@@ -18,9 +18,9 @@ import threading
 import time
 from collections.abc import Callable
 
-from support.mixed_streams import Streams
-from support.program import wait_until
-from support.server import Server, default_model
+from support.processes.program import wait_until
+from support.requests.mixed_streams import Streams
+from support.servers.server import Server, default_model
 
 PREFILL = "0"
 ROLES = ("--replica-roles", "prefill=1,decode=1")

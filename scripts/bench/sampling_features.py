@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import uvloop
 from drafts import MODEL, NO_DRAFTS, answer_all, prose
-from support.server import Server, title_of
+from support.servers.server import Server, title_of
 from token_cost import cpu_ns
 
 SAMPLING_FEATURES: Final[dict[str, dict[str, Any]]] = {

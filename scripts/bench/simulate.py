@@ -30,7 +30,7 @@ from engine.core.simulation.step_time import StepSample, StepTimeModel, fit, mea
 from engine.core.simulation.trace import TraceRequest
 from engine.frontend.cli.bench.client import Answer, Endpoint, run_sessions
 from engine.frontend.cli.bench.datasets import Session, Turn
-from support.server import Server, default_model
+from support.servers.server import Server, default_model
 
 VOCABULARY = range(1000, 40_000)
 

@@ -11,7 +11,7 @@ import argparse
 import sys
 import time
 
-from support.traffic import run_traffic
+from support.scheduler.traffic import run_traffic
 
 
 def main() -> None:

@@ -39,8 +39,8 @@ from numpy.typing import NDArray
 from side_by_side.child import Child, Skipped
 from side_by_side.clients import run_clients
 from side_by_side.wheels import find_in_wheel
-from support.ctranslate2_whisper import convert
-from support.server import Server
+from support.audio.ctranslate2_whisper import convert
+from support.servers.server import Server
 
 SENTENCES: Final = Path(__file__).parent / "side_by_side" / "sentences.txt"
 RATE: Final = 16_000

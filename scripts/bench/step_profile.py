@@ -31,7 +31,7 @@ from engine.workers.loaders import open_checkpoint
 from side_by_side.contenders import engine_contender
 from side_by_side.points import Point
 from side_by_side.running import run
-from support.server import default_model
+from support.servers.server import default_model
 
 BLOCK_SIZE = 16
 PREFILL_TOKENS = 2048

@@ -27,7 +27,7 @@ from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from typing import Any
 
-from support.server import Server, title_of
+from support.servers.server import Server, title_of
 
 PROMPT_TOKENS = 16
 FIRST_ORDINARY_ID = 300

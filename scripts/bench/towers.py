@@ -33,8 +33,8 @@ from engine.workers.towers.layers import TorchLayers
 from engine.workers.towers.make_tower import make_tower
 from PIL import Image
 from side_by_side.rounds import alternate
-from support.qwen_checkpoints import QWEN_MODELS, qwen_directory, qwen_image_processor
-from support.vision_checkpoints import vision_directory
+from support.vision.checkpoints import vision_directory
+from support.vision.qwen import QWEN_MODELS, qwen_directory, qwen_image_processor
 
 CPU = torch.device("cpu")
 

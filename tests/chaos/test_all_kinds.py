@@ -10,9 +10,9 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from support.all_kinds import answers, model_requests, write_model
-from support.program import wait_until
-from support.server import Server, assert_nothing_is_held
+from support.processes.program import wait_until
+from support.requests.all_kinds import answers, model_requests, write_model
+from support.servers.server import Server, assert_nothing_is_held
 
 torch.set_num_threads(1)
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import psutil
 import pytest
-from support.durable_engine import DurableEngine
-from support.program import has_ended, wait_until
-from support.returning_streams import ReturningStream, ReturningStreams
-from support.server import Server, assert_nothing_is_held, default_model
+from support.processes.program import has_ended, wait_until
+from support.requests.returning_streams import ReturningStream, ReturningStreams
+from support.servers.durable_engine import DurableEngine
+from support.servers.server import Server, assert_nothing_is_held, default_model
 
 ARGS = ("--device", "null", "--null-step-ms", "20", "--max-model-len", "2048")
 

@@ -10,11 +10,11 @@ from typing import Any
 import psutil
 import pytest
 from safetensors.torch import load_file
-from support.faults import ENVIRONMENT, fail
-from support.mixed_streams import Streams, bodies, undisturbed_answers
-from support.program import wait_until
-from support.server import Server, assert_nothing_is_held
-from support.tiny_checkpoints import mixture_directory
+from support.checkpoints.tiny import mixture_directory
+from support.processes.faults import ENVIRONMENT, fail
+from support.processes.program import wait_until
+from support.requests.mixed_streams import Streams, bodies, undisturbed_answers
+from support.servers.server import Server, assert_nothing_is_held
 
 pytestmark = pytest.mark.rotated
 

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.mixed_streams import Streams, undisturbed_answers
-from support.program import wait_until
-from support.server import Server, assert_nothing_is_held
-from support.source_checkpoints import source_directory
-from support.tiny_checkpoints import layers_directory
+from support.checkpoints.source import source_directory
+from support.checkpoints.tiny import layers_directory
+from support.processes.program import wait_until
+from support.requests.mixed_streams import Streams, undisturbed_answers
+from support.servers.server import Server, assert_nothing_is_held
 
 SAMPLING = {"stream": True, "temperature": 0.8, "ignore_eos": True, "return_token_ids": True}
 

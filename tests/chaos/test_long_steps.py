@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from support.server import Server, default_model
+from support.servers.server import Server, default_model
 
 STEP_MS, HEARTBEAT_TIMEOUT_S = 4000, 2
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from support.faults import ENVIRONMENT, damage
-from support.mixed_streams import WITHOUT_LOGPROBS, Streams, bodies
-from support.server import Server, assert_nothing_is_held, default_model, wait_until
+from support.processes.faults import ENVIRONMENT, damage
+from support.requests.mixed_streams import WITHOUT_LOGPROBS, Streams, bodies
+from support.servers.server import Server, assert_nothing_is_held, default_model, wait_until
 
 # Without logits, there are no log-probabilities and no constraints.
 CHANGES = {**WITHOUT_LOGPROBS, "structured_outputs": None, "max_tokens": 200}

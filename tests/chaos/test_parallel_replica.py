@@ -10,11 +10,11 @@ from typing import Any
 
 import psutil
 import pytest
-from support.faults import ENVIRONMENT, fail
-from support.mixed_streams import WITHOUT_LOGPROBS, Streams, bodies, undisturbed_answers
-from support.program import wait_until
-from support.server import Server, assert_nothing_is_held
-from support.tiny_checkpoints import mixture_directory, qwen3_directory
+from support.checkpoints.tiny import mixture_directory, qwen3_directory
+from support.processes.faults import ENVIRONMENT, fail
+from support.processes.program import wait_until
+from support.requests.mixed_streams import WITHOUT_LOGPROBS, Streams, bodies, undisturbed_answers
+from support.servers.server import Server, assert_nothing_is_held
 
 # No log-probabilities, because their last digits depend on the batch where torch multiplies.
 REQUESTS = [{**body, **WITHOUT_LOGPROBS, "max_tokens": 200} for body in bodies(10)]

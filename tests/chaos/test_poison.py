@@ -7,11 +7,11 @@ from typing import Any
 
 import openai
 import pytest
-from support.faults import environment_with
-from support.mixed_streams import Streams
-from support.program import wait_until
-from support.server import Server, assert_nothing_is_held
-from support.shallow_model import shallow_model
+from support.checkpoints.shallow_model import shallow_model
+from support.processes.faults import environment_with
+from support.processes.program import wait_until
+from support.requests.mixed_streams import Streams
+from support.servers.server import Server, assert_nothing_is_held
 
 pytestmark = pytest.mark.rotated
 

@@ -7,9 +7,9 @@ from http.client import HTTPException
 from typing import Any
 
 import pytest
-from support.faults import environment_with
-from support.program import wait_until
-from support.server import Server, default_model
+from support.processes.faults import environment_with
+from support.processes.program import wait_until
+from support.servers.server import Server, default_model
 
 GOOD = {"prompt": [5, 6], "max_tokens": 2}
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import psutil
 import pytest
-from support.faults import ENVIRONMENT, exhaust_memory, fail
-from support.mixed_streams import Streams, bodies, undisturbed_answers
-from support.program import wait_until
-from support.server import Server, assert_nothing_is_held
-from support.shallow_model import shallow_model
+from support.checkpoints.shallow_model import shallow_model
+from support.processes.faults import ENVIRONMENT, exhaust_memory, fail
+from support.processes.program import wait_until
+from support.requests.mixed_streams import Streams, bodies, undisturbed_answers
+from support.servers.server import Server, assert_nothing_is_held
 from websockets.sync.client import connect
 
 REQUESTS = bodies(10)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from support.program import wait_until
-from support.server import Server, assert_nothing_is_held, default_model
+from support.processes.program import wait_until
+from support.servers.server import Server, assert_nothing_is_held, default_model
 
 
 def test_a_second_crash_fails_only_the_suspected_request_that_ran() -> None:

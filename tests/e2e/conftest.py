@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import openai
 import pytest
-from support.server import Server, default_model
+from support.servers.server import Server, default_model
 
 MODEL_NAME = "smollm2"
 

@@ -16,7 +16,7 @@ import pytest
 from support.hostile.client import make_request
 from support.hostile.target import NUM_THREADS, Attack, Route, Target
 from support.hostile.values import LARGE, LARGEST, NESTED, SMALL
-from support.sampled_cases import Sampled
+from support.suite.sampled_cases import Sampled
 
 IS_FULL: Final = bool(os.environ.get("ENGINE_HOSTILE_FULL"))
 """Each field of each schema gets every value, which takes an hour."""

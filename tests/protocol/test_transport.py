@@ -29,7 +29,7 @@ from engine.protocol.transport import (
 )
 from hypothesis import HealthCheck, assume, given
 from hypothesis import strategies as st
-from support.examples import examples
+from support.suite.examples import examples
 
 TIMEOUT_MS = 5000
 

@@ -33,7 +33,7 @@ from engine.protocol.worker_messages import (
     WorkerMessage,
     WorkerReady,
 )
-from support.processes import eventually
+from support.processes.waiting import eventually
 
 pytestmark = pytest.mark.slow
 

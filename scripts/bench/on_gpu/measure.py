@@ -28,7 +28,7 @@ from on_gpu.reporting import Reporter, Skipped, Spoiled, add_done
 from on_gpu.shapes import SHAPES, TINY_SHAPES, Shape
 from on_gpu.stepping import Stepping
 from on_gpu.weights import write_weights
-from support.server import COMMAND, Server
+from support.servers.server import COMMAND, Server
 
 GIB = 1024**3
 

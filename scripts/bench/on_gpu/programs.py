@@ -26,14 +26,22 @@ TESTS = (
 )
 TINY_TESTS = ("tests/workers/cuda/test_rotary_tables.py",)
 REQUESTS = tuple(
-    f"tests/e2e/test_{name}.py"
-    for name in (
-        *("images", "qwen_images", "speech_models", "lora", "source_text", "chat_audio"),
-        *("prompt_embeds", "beam_search", "token_pooling", "classification", "image_embeddings"),
-        *("chat_transcriptions", "lora_pooling", "layer_kinds", "draft_heads"),
-    )
+    f"tests/e2e/{room}/test_{name}.py"
+    for room, names in {
+        "text": (
+            "beam_search",
+            "draft_heads",
+            "layer_kinds",
+            "lora",
+            "prompt_embeds",
+            "source_text",
+        ),
+        "pooling": ("classification", "image_embeddings", "lora_pooling", "token_pooling"),
+        "media": ("chat_audio", "chat_transcriptions", "images", "qwen_images", "speech_models"),
+    }.items()
+    for name in names
 )
-TINY_REQUESTS = ("tests/e2e/test_prompt_embeds.py",)
+TINY_REQUESTS = ("tests/e2e/text/test_prompt_embeds.py",)
 WITHOUT_GPU = "not compile and not hopper and not launches"
 """Tests that need no GPU, of which some take minutes, are not run."""
 

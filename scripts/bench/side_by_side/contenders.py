@@ -21,7 +21,7 @@ from pathlib import Path
 from engine.frontend.model_source.config import resolve_model
 from engine.frontend.model_source.options import ModelOptions
 from engine.frontend.supervisor.console import Console
-from support.server import default_model
+from support.servers.server import default_model
 
 MIB = 1 << 20
 ENGINE_KV_CACHE_BYTES = 1024 * MIB

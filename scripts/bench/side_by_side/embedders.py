@@ -16,8 +16,8 @@ import psutil
 import transformers
 from engine import LLM
 from gguf import PoolingType
-from support.gguf_bert import write_bert
-from support.server import Server
+from support.gguf.bert import write_bert
+from support.servers.server import Server
 
 from .child import Child, Skipped
 from .clients import free_port, run_clients

@@ -6,7 +6,7 @@ import pytest
 from engine.core.kv_cache import block_lifetimes
 from engine.core.kv_cache.block_pool import BlockPool
 from engine.protocol.arrays import float32_view
-from support.scheduler_harness import Harness
+from support.scheduler.harness import Harness
 
 
 @pytest.fixture

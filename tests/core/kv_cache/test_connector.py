@@ -14,8 +14,8 @@ from engine.protocol.arrays import int32_view
 from engine.protocol.config import KVTransferConfig, LoadFailurePolicy
 from engine.protocol.errors import ConfigError
 from engine.protocol.messages import EventKind, FinishReason
-from support.model_connector import ModelConnector
-from support.scheduler_harness import Harness
+from support.scheduler.harness import Harness
+from support.scheduler.model_connector import ModelConnector
 
 
 def load(num_tokens: int, *, is_async: bool = False) -> ModelConnector:
@@ -114,7 +114,7 @@ def test_8_1_connectors_are_loaded_by_name_or_by_module():
         ConfigError, match=r"kv_connector='absent' is not known; registered: .*by-name"
     ):
         create_connector(KVTransferConfig("absent"))
-    here = "support.model_connector"
+    here = "support.scheduler.model_connector"
     by_module = KVTransferConfig("ConfiguredConnector", kv_connector_module_path=here)
     assert isinstance(create_connector(by_module), KVConnector)
     for name, path in (("Absent", here), ("Transfer", here), ("Absent", "support.absent")):

@@ -8,7 +8,7 @@ from engine.protocol.arrays import int32_view
 from engine.protocol.config import PreemptionMode, SchedulingPolicy
 from engine.protocol.kv_cache_groups import AttentionKind, KVCacheGroup
 from engine.protocol.messages import EventKind, FinishReason
-from support.scheduler_harness import Harness
+from support.scheduler.harness import Harness
 
 
 def num_cached(harness: Harness, key: tuple[int, int]) -> int:

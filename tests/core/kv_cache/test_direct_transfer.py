@@ -10,9 +10,9 @@ from engine.protocol.config import LoadFailurePolicy
 from engine.protocol.kv_cache_groups import FULL_ATTENTION, AttentionKind, KVCacheGroup
 from engine.protocol.kv_transfer.direct import ONE_WAY, PullSettings
 from engine.protocol.messages import EventKind, FinishReason
-from support.client_view import ClientView, Key
-from support.direct_exchange import Exchange
-from support.recorded_harness import RecordedHarness, replay
+from support.scheduler.client_view import ClientView, Key
+from support.scheduler.direct_exchange import Exchange
+from support.scheduler.recorded_harness import RecordedHarness, replay
 
 pytestmark = pytest.mark.slow
 

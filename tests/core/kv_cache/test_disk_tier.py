@@ -11,11 +11,11 @@ from engine.core.kv_cache.connectors.disk_tier import DiskTier
 from engine.core.kv_cache.connectors.multi_connector import MultiConnector
 from engine.protocol.kv_transfer.multi import MultiReport
 from engine.protocol.kv_transfer.store import StoreReport
-from support.examples import share
-from support.model_disks import ModelDisks
-from support.recorded_harness import RecordedHarness
-from support.scheduler_harness import Harness
-from support.traffic import Traffic, random_harness
+from support.scheduler.harness import Harness
+from support.scheduler.model_disks import ModelDisks
+from support.scheduler.recorded_harness import RecordedHarness
+from support.scheduler.traffic import Traffic, random_harness
+from support.suite.examples import share
 
 KEYS = [b"%032d" % number for number in range(3)]
 

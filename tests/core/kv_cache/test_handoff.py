@@ -13,8 +13,8 @@ from engine.protocol.arrays import int32_bytes
 from engine.protocol.encoder_inputs.inputs import EncoderInput
 from engine.protocol.kv_cache_groups import AttentionKind, KVCacheGroup
 from engine.protocol.worker_messages import HeldRequest
-from support.recorded_harness import RecordedHarness, replay
-from support.scheduler_harness import Harness
+from support.scheduler.harness import Harness
+from support.scheduler.recorded_harness import RecordedHarness, replay
 
 WINDOWED = KVCacheGroup(AttentionKind.SLIDING_WINDOW, 9)
 WINDOW = (KVCacheGroup(), WINDOWED)

@@ -10,8 +10,8 @@ from engine.protocol.encoder_inputs.inputs import EncoderInput
 from engine.protocol.errors import ConfigError
 from engine.protocol.kv_cache_groups import AttentionKind, KVCacheGroup
 from engine.protocol.messages import EventKind, FinishReason
-from support.model_connector import ModelConnector
-from support.scheduler_harness import Harness
+from support.scheduler.harness import Harness
+from support.scheduler.model_connector import ModelConnector
 
 FULL = KVCacheGroup()
 SLIDING = KVCacheGroup(AttentionKind.SLIDING_WINDOW, 8)

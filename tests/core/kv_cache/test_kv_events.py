@@ -18,8 +18,8 @@ from engine.protocol.kv_events import (
     BlockStored,
     KVEventBatch,
 )
-from support.scheduler_harness import Harness
-from support.traffic import Traffic
+from support.scheduler.harness import Harness
+from support.scheduler.traffic import Traffic
 
 pytestmark = pytest.mark.slow
 

@@ -16,7 +16,7 @@ from engine.protocol.kv_transfer.store import (
     StoreReport,
 )
 from engine.protocol.worker_messages import KVConnectorOutput
-from support.recorded_harness import RecordedHarness, replay
+from support.scheduler.recorded_harness import RecordedHarness, replay
 
 WINDOWED = (KVCacheGroup(), KVCacheGroup(AttentionKind.SLIDING_WINDOW, 8))
 

@@ -15,7 +15,7 @@ from engine.protocol.kv_cache_groups import FULL_ATTENTION, AttentionKind, KVCac
 from engine.protocol.kv_transfer.multi import MultiCommands
 from engine.protocol.messages import FinishReason
 from engine.protocol.worker_messages import KVConnectorOutput, SchedulerOutput
-from support.scheduler_harness import Harness
+from support.scheduler.harness import Harness
 
 PROMPT = [*range(1, 18)]
 """Four blocks and one token."""

@@ -11,8 +11,8 @@ from engine.protocol.config import PrefixHash
 from engine.protocol.messages import EngineCoreRequest, EventKind
 from engine.protocol.pooling_params import PoolingKind, PoolingParams
 from engine.protocol.sampling_params import SamplingParams
-from support.recorded_harness import RecordedHarness, replay
-from support.scheduler_harness import Harness
+from support.scheduler.harness import Harness
+from support.scheduler.recorded_harness import RecordedHarness, replay
 
 
 def num_cached(harness: Harness, key: tuple[int, int]) -> int:

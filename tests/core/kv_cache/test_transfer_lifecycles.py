@@ -7,9 +7,9 @@ from engine.core.kv_cache.connector import ExternalMatch
 from engine.core.state.request import Request, RequestStatus
 from engine.protocol.config import LoadFailurePolicy
 from engine.protocol.messages import EventKind, FinishReason
-from support.client_view import Key
-from support.model_connector import ModelConnector
-from support.scheduler_harness import Harness
+from support.scheduler.client_view import Key
+from support.scheduler.harness import Harness
+from support.scheduler.model_connector import ModelConnector
 
 LOADED, OTHER = 1, 2
 """Requests with this seed are loaded, or computed."""

@@ -17,8 +17,8 @@ from engine.protocol import messages, sampling_params, worker_messages
 from engine.protocol.config import SchedulingPolicy, SpeculativeConfig
 from engine.protocol.encoder_inputs.inputs import EncoderInput
 from engine.protocol.sampling_params import GrammarKind, StructuredOutput
-from support.recorded_harness import RecordedHarness, replay
-from support.recorded_traffic import SMALL_SEGMENT, contended, record
+from support.scheduler.recorded_harness import RecordedHarness, replay
+from support.scheduler.recorded_traffic import SMALL_SEGMENT, contended, record
 
 pytestmark = pytest.mark.slow
 

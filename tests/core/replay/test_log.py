@@ -33,12 +33,12 @@ from engine.protocol.config import KVTransferConfig, SpeculativeConfig
 from engine.protocol.messages import FinishReason
 from engine.protocol.sampling_params import GrammarKind, StructuredOutput
 from engine.protocol.worker_messages import DraftTokenIds, ModelRunnerOutput
-from support.model_connector import ModelConnector
-from support.reachable import reachable
-from support.recorded_harness import RecordedHarness, replay
-from support.recorded_traffic import SMALL_SEGMENT, contended, record
-from support.scheduler_harness import Harness
-from support.traffic import Traffic, random_harness
+from support.scheduler.harness import Harness
+from support.scheduler.model_connector import ModelConnector
+from support.scheduler.recorded_harness import RecordedHarness, replay
+from support.scheduler.recorded_traffic import SMALL_SEGMENT, contended, record
+from support.scheduler.traffic import Traffic, random_harness
+from support.suite.reachable import reachable
 
 pytestmark = pytest.mark.slow
 

@@ -7,8 +7,8 @@ import pytest
 from engine.core.replay.events import AddRequest, Update
 from engine.protocol.encoder_inputs.inputs import EncoderInput
 from engine.protocol.sampling_params import GrammarKind, StructuredOutput
-from support.recorded_harness import RecordedHarness, replay
-from support.recorded_traffic import SMALL_SEGMENT
+from support.scheduler.recorded_harness import RecordedHarness, replay
+from support.scheduler.recorded_traffic import SMALL_SEGMENT
 
 
 def test_memory_is_bounded_and_the_latest_events_are_kept():

@@ -21,8 +21,8 @@ from engine.protocol.config import SchedulingPolicy
 from engine.protocol.encoder_inputs.inputs import EncoderInput
 from engine.protocol.messages import EventKind, FinishReason
 from engine.protocol.sampling_params import GrammarKind, StructuredOutput
-from support.model_connector import ModelConnector
-from support.recorded_harness import RecordedHarness
+from support.scheduler.model_connector import ModelConnector
+from support.scheduler.recorded_harness import RecordedHarness
 
 
 def timeline_of(harness: RecordedHarness, key: tuple[int, int]) -> str:

@@ -12,7 +12,7 @@ from engine.protocol.arrays import float32_view, int32_bytes
 from engine.protocol.messages import SchedulerStats, SpecDecodingStats
 from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.worker_messages import NewRequestData, SchedulerOutput
-from support.scheduler_harness import Harness
+from support.scheduler.harness import Harness
 
 
 def admitted(slot: int, index: int) -> NewRequestData:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine.protocol.kv_cache_groups import AttentionKind, KVCacheGroup
 from engine.protocol.worker_messages import SchedulerOutput
-from support.scheduler_harness import Harness
+from support.scheduler.harness import Harness
 
 SHARED = list(range(1, 17))
 

@@ -9,8 +9,8 @@ from engine.protocol.messages import EventKind, FinishReason
 from engine.protocol.worker_messages import SchedulerOutput
 from hypothesis import given
 from hypothesis import strategies as st
-from support.examples import examples
-from support.recorded_harness import PlanningScheduler, RecordedHarness, replay
+from support.scheduler.recorded_harness import PlanningScheduler, RecordedHarness, replay
+from support.suite.examples import examples
 
 
 class CountingScheduler(Scheduler):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from engine.core.scheduler import scheduler as scheduler_module
 from engine.core.state.request import RequestStatus
-from support.scheduler_harness import Harness
+from support.scheduler.harness import Harness
 
 
 def busy() -> Harness:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from engine.protocol.arrays import int32_view
 from engine.protocol.config import SpeculativeConfig
-from support.model_worker import propose_by_chance
-from support.scheduler_harness import Harness
+from support.scheduler.harness import Harness
+from support.scheduler.model_worker import propose_by_chance
 
 VOCAB_SIZE = 64
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from engine.protocol.errors import ConfigError
-from support.scheduler_harness import Harness, admissions
+from support.scheduler.harness import Harness, admissions
 
 
 def batches(harness: Harness, num_steps: int) -> list[list[int]]:

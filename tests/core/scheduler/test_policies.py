@@ -13,9 +13,9 @@ from engine.protocol.config import SchedulingPolicy
 from engine.protocol.encoder_inputs.inputs import EncoderInput
 from engine.protocol.messages import EngineCoreRequest, EventKind, FinishReason
 from engine.protocol.sampling_params import SamplingParams
-from support.client_view import Key
-from support.reachable import reachable
-from support.scheduler_harness import Harness, admissions, preempted
+from support.scheduler.client_view import Key
+from support.scheduler.harness import Harness, admissions, preempted
+from support.suite.reachable import reachable
 
 # fcfs, priority
 

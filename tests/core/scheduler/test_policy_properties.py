@@ -6,9 +6,9 @@ import pytest
 from engine.protocol.config import SchedulingPolicy
 from hypothesis import example, given
 from hypothesis import strategies as st
-from support.client_view import Key
-from support.examples import examples
-from support.scheduler_harness import Harness
+from support.scheduler.client_view import Key
+from support.scheduler.harness import Harness
+from support.suite.examples import examples
 
 pytestmark = pytest.mark.slow
 

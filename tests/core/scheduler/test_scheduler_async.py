@@ -6,8 +6,8 @@ import pytest
 from engine.core.kv_cache.connector import ExternalMatch
 from engine.protocol.arrays import int32_view
 from engine.protocol.messages import EventKind, FinishReason
-from support.model_connector import ModelConnector
-from support.scheduler_harness import Harness
+from support.scheduler.harness import Harness
+from support.scheduler.model_connector import ModelConnector
 
 
 def test_6_1_tokens_covered_by_placeholders_are_not_scheduled_again():

@@ -9,25 +9,31 @@ from engine.core.scheduler.scheduler import Scheduler
 from engine.core.scheduler.scheduler_class import load_scheduler_class
 from engine.core.simulation.__main__ import main as simulate_command
 from engine.protocol.errors import ConfigError
-from support.custom_schedulers import EverySecondCall, Wrapper
-from support.recorded_harness import RecordedHarness, replay
+from support.scheduler.custom_schedulers import EverySecondCall, Wrapper
+from support.scheduler.recorded_harness import RecordedHarness, replay
 
-OWN = "support.custom_schedulers.EverySecondCall"
+OWN = "support.scheduler.custom_schedulers.EverySecondCall"
 
 
 def test_a_class_is_loaded_by_its_name():
     assert load_scheduler_class(None) is Scheduler
     assert load_scheduler_class(OWN) is EverySecondCall
-    assert load_scheduler_class("support.custom_schedulers.Wrapper") is Wrapper
+    assert load_scheduler_class("support.scheduler.custom_schedulers.Wrapper") is Wrapper
 
 
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
         ("no.such.Class", r"cannot be loaded: ModuleNotFoundError.*PYTHONPATH"),
-        ("support.custom_schedulers.Nothing", "cannot be loaded: AttributeError"),
-        ("support.custom_schedulers.NOT_A_CLASS", "is not a subclass of .*SchedulerInterface"),
-        ("support.custom_schedulers.Incomplete", "does not implement add_client, .*schedule"),
+        ("support.scheduler.custom_schedulers.Nothing", "cannot be loaded: AttributeError"),
+        (
+            "support.scheduler.custom_schedulers.NOT_A_CLASS",
+            "is not a subclass of .*SchedulerInterface",
+        ),
+        (
+            "support.scheduler.custom_schedulers.Incomplete",
+            "does not implement add_client, .*schedule",
+        ),
     ],
 )
 def test_a_class_that_is_no_scheduler_is_rejected(name, problem):

@@ -22,16 +22,23 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
-from support.examples import examples, share
-from support.growing import grow, part
-from support.model_connector import (
+from support.scheduler.growing import grow, part
+from support.scheduler.model_connector import (
     ChanceEncoderCache,
     chance_connector,
     find_bad_blocks_by_chance,
 )
-from support.model_worker import propose_by_chance
-from support.recorded_harness import PlanningScheduler, RecordedHarness, replay
-from support.traffic import HYBRIDS, SALTS, Traffic, proposers, random_harness, run_traffic
+from support.scheduler.model_worker import propose_by_chance
+from support.scheduler.recorded_harness import PlanningScheduler, RecordedHarness, replay
+from support.scheduler.traffic import (
+    HYBRIDS,
+    SALTS,
+    Traffic,
+    proposers,
+    random_harness,
+    run_traffic,
+)
+from support.suite.examples import examples, share
 
 VOCAB_SIZE = 32
 JSON = StructuredOutput(GrammarKind.JSON_OBJECT)

@@ -12,9 +12,9 @@ from engine.protocol.messages import EventKind, FinishReason
 from engine.protocol.pooling_params import PoolingKind, PoolingParams
 from engine.protocol.sampling_params import GrammarKind, StructuredOutput
 from engine.protocol.worker_messages import ModelRunnerOutput, RowLogprobs
-from support.model_worker import propose_by_chance
-from support.recorded_harness import RecordedHarness, replay
-from support.scheduler_harness import Harness
+from support.scheduler.harness import Harness
+from support.scheduler.model_worker import propose_by_chance
+from support.scheduler.recorded_harness import RecordedHarness, replay
 
 
 def generated(prompt: list[int], max_tokens: int) -> list[int]:

@@ -10,7 +10,7 @@ from engine.protocol.arrays import int32_view
 from engine.protocol.config import CacheConfig, SchedulerConfig
 from engine.protocol.errors import ConfigError
 from engine.protocol.messages import EventKind, FinishReason
-from support.scheduler_harness import Harness
+from support.scheduler.harness import Harness
 
 
 def scheduled(harness: Harness) -> dict[int, int]:

@@ -28,8 +28,8 @@ from engine.core.simulation.trace import TraceRequest, read_trace, trace_from_du
 from engine.protocol.arrays import float32_bytes
 from engine.protocol.config import CacheConfig, SchedulerConfig, SchedulingPolicy, SpeculativeConfig
 from engine.protocol.errors import ConfigError, EngineError
-from support.model_worker import propose_by_chance
-from support.recorded_harness import RecordedHarness
+from support.scheduler.model_worker import propose_by_chance
+from support.scheduler.recorded_harness import RecordedHarness
 
 pytestmark = pytest.mark.slow
 

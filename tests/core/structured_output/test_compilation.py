@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from engine.core.structured_output.manager import StructuredOutputManager
 from engine.protocol.sampling_params import GrammarKind, StructuredOutput
-from support.grammars import await_events
-from support.program import wait_until
+from support.chat.grammars import await_events
+from support.processes.program import wait_until
 
 V = 49_152
 EOS = 2

@@ -18,8 +18,8 @@ from engine.protocol.grammars.matcher import (
 )
 from engine.protocol.sampling_params import GrammarKind, StructuredOutput
 from llguidance import LLTokenizer
-from support.engine_fixtures import smollm2_tokenizer
-from support.grammars import SMOLLM2_EOS, verify_structured_output
+from support.chat.grammars import SMOLLM2_EOS, verify_structured_output
+from support.servers.engine_fixtures import smollm2_tokenizer
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ from engine.core.structured_output.isolated_grammars import IsolatedGrammar, Iso
 from engine.frontend.tokenizer.converted import tokenizer_json_path
 from engine.protocol.grammars.process import GrammarProcesses
 from engine.protocol.sampling_params import GrammarKind, StructuredOutput
-from support.server import default_model, title_of
+from support.servers.server import default_model, title_of
 
 pytestmark = pytest.mark.slow
 

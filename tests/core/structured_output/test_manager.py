@@ -15,7 +15,7 @@ from engine.frontend.tokenizer.load import load_tokenizer
 from engine.protocol.errors import ParameterError
 from engine.protocol.grammars.grammar import MAX_ERROR_LENGTH, MAX_SPEC_LENGTH
 from engine.protocol.sampling_params import FreeReasoning, GrammarKind, StructuredOutput
-from support.grammars import await_events, verify_structured_output
+from support.chat.grammars import await_events, verify_structured_output
 
 pytestmark = pytest.mark.slow
 

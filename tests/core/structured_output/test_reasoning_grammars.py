@@ -15,7 +15,7 @@ from engine.core.structured_output.manager import StructuredOutputManager
 from engine.frontend.tokenizer.converted import tokenizer_json_path
 from engine.frontend.tokenizer.load import load_tokenizer
 from engine.protocol.sampling_params import FreeReasoning, GrammarKind, StructuredOutput
-from support.server import default_model
+from support.servers.server import default_model
 
 pytestmark = pytest.mark.slow
 

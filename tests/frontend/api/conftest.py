@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
-from support.frontend_process import FrontendProcess, sound_frontend
+from support.servers.frontend_process import FrontendProcess, sound_frontend
 
 if TYPE_CHECKING:
     import openai

@@ -7,8 +7,8 @@ from engine.frontend.chat import FORMATS, CallParser, call_rules, reasoning_pars
 from engine.protocol.grammars.grammar import grammar_text
 from engine.protocol.sampling_params import GrammarKind, StructuredOutput
 from llguidance import LLMatcher, LLTokenizer
-from support.call_texts import PLAMO
-from support.engine_fixtures import smollm2_tokenizer
+from support.chat.call_texts import PLAMO
+from support.servers.engine_fixtures import smollm2_tokenizer
 
 TOKENIZER = smollm2_tokenizer()
 LL_TOKENIZER = LLTokenizer(TOKENIZER.path.read_text(encoding="utf-8"))

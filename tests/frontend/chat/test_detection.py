@@ -7,7 +7,7 @@ import re
 import pytest
 from engine.frontend.chat import CallParser, ChatOutputParser, ChatTemplate, choose_formats
 from engine.protocol.config.frontend import FrontendConfig
-from support.call_texts import PLAMO
+from support.chat.call_texts import PLAMO
 
 TEMPLATE = (
     "{%% if tools %%}{{ tools | tojson }}{%% endif %%}"

@@ -10,7 +10,7 @@ from engine.frontend.tokenizer.tokenizer import Tokenizer
 from engine.protocol.sampling_params import GrammarKind, StructuredOutput
 from hypothesis import given
 from hypothesis import strategies as st
-from support.examples import examples
+from support.suite.examples import examples
 from tokenizers import decoders, models, pre_tokenizers
 
 OPEN = "user\nhi\nassistant\n<think>\n"

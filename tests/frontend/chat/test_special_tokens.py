@@ -15,8 +15,8 @@ from engine.frontend.tokenizer.tokenizer import Tokenizer
 from engine.protocol.errors import ParameterError
 from hypothesis import given
 from hypothesis import strategies as st
-from support.engine_fixtures import smollm2_tokenizer
-from support.examples import examples
+from support.servers.engine_fixtures import smollm2_tokenizer
+from support.suite.examples import examples
 from tokenizers import decoders, models
 
 CHATML = (

@@ -7,9 +7,9 @@ import pytest
 from engine.frontend.chat import FORMATS, CallParser
 from hypothesis import given
 from hypothesis import strategies as st
-from support.call_texts import CASES, FUNCTIONS
-from support.examples import examples
-from support.loose_call_texts import CASES as LOOSE_CASES
+from support.chat.call_texts import CASES, FUNCTIONS
+from support.chat.loose_call_texts import CASES as LOOSE_CASES
+from support.suite.examples import examples
 
 
 @pytest.mark.parametrize(("parser", "text", "content", "calls"), CASES + LOOSE_CASES)

@@ -9,7 +9,7 @@ import pytest
 from engine.frontend.cli.fork import ForkFailed, run_in_fork
 from engine.frontend.supervisor.signals import StopRequested, StopSignals
 from engine.protocol.errors import ConfigError
-from support.processes import eventually, is_running
+from support.processes.waiting import eventually, is_running
 
 
 class Answer(msgspec.Struct):

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 from engine.frontend.cli.status import status
-from support.frontend_process import FrontendProcess
+from support.servers.frontend_process import FrontendProcess
 
 pytestmark = pytest.mark.slow
 

@@ -21,9 +21,9 @@ from engine.protocol.messages import (
     ReplicaLost,
 )
 from engine.protocol.transport import Peer
-from support.client_requests import PROMPT, request
-from support.echo_core import EchoCore
-from support.engine_fixtures import (
+from support.requests.client_requests import PROMPT, request
+from support.servers.echo_core import EchoCore
+from support.servers.engine_fixtures import (
     connected,
     drive,
     engine_config,
@@ -33,7 +33,7 @@ from support.engine_fixtures import (
     read_step,
     until,
 )
-from support.two_replicas import TwoReplicas
+from support.servers.two_replicas import TwoReplicas
 
 pytestmark = pytest.mark.slow
 

@@ -22,9 +22,9 @@ from engine.protocol.messages import AbortRequests, AddRequests, ClientHello, En
 from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.supervisor_messages import EngineStatus, ReplicaInfo, ReplicaState
 from engine.protocol.transport import StatusPublisher
-from support.client_requests import PROMPT, request
-from support.echo_core import EchoCore
-from support.engine_fixtures import (
+from support.requests.client_requests import PROMPT, request
+from support.servers.echo_core import EchoCore
+from support.servers.engine_fixtures import (
     MAX_MODEL_LEN,
     connected,
     drive,

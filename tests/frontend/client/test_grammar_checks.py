@@ -11,8 +11,8 @@ from engine.frontend.client.grammar_checks import GrammarChecks
 from engine.protocol.errors import UnavailableError
 from engine.protocol.grammars.process import GrammarProcesses
 from engine.protocol.sampling_params import GrammarKind, StructuredOutput
-from support.engine_fixtures import smollm2_tokenizer
-from support.grammars import SMOLLM2_EOS
+from support.chat.grammars import SMOLLM2_EOS
+from support.servers.engine_fixtures import smollm2_tokenizer
 
 
 def test_cores_prepare_while_the_first_grammar_is_checked() -> None:

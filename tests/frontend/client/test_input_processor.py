@@ -14,7 +14,7 @@ from engine.protocol.config import EngineConfig
 from engine.protocol.errors import ParameterError
 from engine.protocol.messages import EngineCoreRequest
 from engine.protocol.sampling_params import GrammarKind, SamplingParams, StructuredOutput
-from support.engine_fixtures import MAX_MODEL_LEN, engine_config, smollm2_tokenizer
+from support.servers.engine_fixtures import MAX_MODEL_LEN, engine_config, smollm2_tokenizer
 
 CONFIG = engine_config(Path("unused"))
 

@@ -27,7 +27,12 @@ from engine.protocol.messages import (
 from engine.protocol.sampling_params import RepetitionDetectionParams, SamplingParams
 from hypothesis import given
 from hypothesis import strategies as st
-from support.engine_fixtures import engine_config, on_event_loop, read_next, smollm2_tokenizer
+from support.servers.engine_fixtures import (
+    engine_config,
+    on_event_loop,
+    read_next,
+    smollm2_tokenizer,
+)
 
 TEXT = "Once there was a naïve café 🙂 owner. She said: STOP here, or STOP there?\n\nUser: no"
 TOKENS = smollm2_tokenizer().encode(TEXT)

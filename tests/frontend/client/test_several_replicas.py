@@ -16,9 +16,9 @@ from engine.protocol.kv_transfer.direct import request_name
 from engine.protocol.messages import AbortRequests, ReplicaLoadUpdate
 from engine.protocol.routing.choice import HEADROOM
 from engine.protocol.supervisor_messages import ReplicaState
-from support.client_requests import PROMPT, request
-from support.echo_core import EchoCore
-from support.engine_fixtures import (
+from support.requests.client_requests import PROMPT, request
+from support.servers.echo_core import EchoCore
+from support.servers.engine_fixtures import (
     drive,
     engine_config,
     on_event_loop,
@@ -27,7 +27,7 @@ from support.engine_fixtures import (
     smollm2_tokenizer,
     until,
 )
-from support.two_replicas import TwoReplicas
+from support.servers.two_replicas import TwoReplicas
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ from engine.frontend.media.frame_sampling import Sampling
 from engine.frontend.media.video_files import open_video
 from engine.protocol.config.videos import VideoProcessor
 from engine.protocol.errors import ParameterError
-from support.video_files import FPS, brightness, write_video
+from support.media.video_files import FPS, brightness, write_video
 
 av = pytest.importorskip("av")
 

@@ -27,10 +27,10 @@ from engine.protocol.config.images.sized import ResizeProcessor
 from engine.protocol.config.videos import VideoProcessor
 from engine.protocol.errors import ParameterError, UnavailableError
 from PIL import Image
-from support.faults import exhaust_memory
-from support.image_requests import data_url, picture
-from support.processes import eventually, is_running
-from support.video_files import write_video
+from support.media.image_requests import data_url, picture
+from support.media.video_files import write_video
+from support.processes.faults import exhaust_memory
+from support.processes.waiting import eventually, is_running
 
 pytestmark = pytest.mark.slow
 

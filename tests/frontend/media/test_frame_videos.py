@@ -24,9 +24,9 @@ from engine.frontend.tokenizer.load import load_tokenizer
 from engine.protocol.checkpoint.config_fields import ConfigFields
 from engine.protocol.checkpoint.field_names import text_section
 from PIL import Image
-from support.image_marks import GEMMA_MARKS, INTERNVL_MARKS, image_mark
-from support.image_processors import image_processor
-from support.vision_checkpoints import vision_directory
+from support.media.image_marks import GEMMA_MARKS, INTERNVL_MARKS, image_mark
+from support.media.image_processors import image_processor
+from support.vision.checkpoints import vision_directory
 from transformers.models.gemma4_unified.processing_gemma4_unified import (
     get_aspect_ratio_preserving_size,
 )

@@ -28,9 +28,8 @@ from engine.protocol.checkpoint.field_names import text_section
 from engine.protocol.errors import CheckpointError, ParameterError
 from msgspec.structs import replace
 from PIL import Image
-from support.grid_configs import image_config
-from support.grid_models import write_grid_model
-from support.image_marks import (
+from support.checkpoints.tiny import sentencepiece_tokenizer
+from support.media.image_marks import (
     ANYRES_MODELS,
     GEMMA_MARKS,
     GEMMA_MODELS,
@@ -39,9 +38,10 @@ from support.image_marks import (
     SIZED_MODELS,
     image_mark,
 )
-from support.image_processors import image_processor, image_processor_class
-from support.tiny_checkpoints import sentencepiece_tokenizer
-from support.vision_checkpoints import vision_directory
+from support.media.image_processors import image_processor, image_processor_class
+from support.vision.checkpoints import vision_directory
+from support.vision.grid_configs import image_config
+from support.vision.grid_models import write_grid_model
 from transformers.models.llama4.processing_llama4 import Llama4Processor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 

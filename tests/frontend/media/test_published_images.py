@@ -15,12 +15,12 @@ from engine.protocol.checkpoint.field_names import text_section
 from engine.protocol.checkpoint.files import read_model_config
 from engine.protocol.errors import CheckpointError
 from PIL import Image
-from support.grid_models import write_grid_model
+from support.checkpoints.tiny import sentencepiece_tokenizer
 from support.own_code.known_towers import eagle2_5
-from support.own_code.minicpm import minicpmv
-from support.own_code.youtu import youtu_vl
-from support.tiny_checkpoints import sentencepiece_tokenizer
-from support.vision_checkpoints import vision_directory
+from support.own_code.own_towers.minicpm import minicpmv
+from support.own_code.own_towers.youtu import youtu_vl
+from support.vision.checkpoints import vision_directory
+from support.vision.grid_models import write_grid_model
 
 pytestmark = pytest.mark.slow
 

@@ -35,9 +35,9 @@ from engine.protocol.config.images.details import (
 )
 from engine.protocol.config.images.tiles import CoverProcessor, MosaicProcessor
 from PIL import Image, ImageOps
-from support.image_marks import COHERE_MARKS
-from support.own_code.perception_lm import perception_lm
-from support.vision_checkpoints import vision_directory
+from support.media.image_marks import COHERE_MARKS
+from support.own_code.own_towers.perception_lm import perception_lm
+from support.vision.checkpoints import vision_directory
 from transformers.models.cohere2_vision.processing_cohere2_vision import Cohere2VisionProcessor
 from transformers.models.deepseek_ocr2.image_processing_pil_deepseek_ocr2 import (
     DeepseekOcr2ImageProcessorPil,

@@ -29,7 +29,7 @@ from engine.protocol.checkpoint.config_fields import ConfigFields
 from engine.protocol.config.videos import VideoProcessor
 from engine.protocol.errors import ParameterError
 from PIL import Image
-from support.qwen_checkpoints import END, IMAGE, START, UNIT, VIDEO, qwen_directory
+from support.vision.qwen import END, IMAGE, START, UNIT, VIDEO, qwen_directory
 from transformers.models.glm4v.processing_glm4v import Glm4vProcessor
 from transformers.models.glm46v.processing_glm46v import Glm46VProcessor
 from transformers.models.lfm3_vl.processing_lfm3_vl import Lfm3VlProcessor

@@ -19,7 +19,7 @@ from engine.frontend.model_source.options import ModelOptions
 from engine.frontend.model_source.source import find_checkpoint, find_mmproj
 from engine.frontend.supervisor.console import Console
 from engine.protocol.errors import CheckpointError, ConfigError
-from support.fake_hub import COMMIT, fake_hub
+from support.servers.fake_hub import COMMIT, fake_hub
 
 pytestmark = pytest.mark.slow
 

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 from engine.frontend.store.client import StoreClient, StoreError, UnknownObject
 from engine.protocol.config import EngineConfig, StoreConfig
-from support.engine_fixtures import engine_config, on_event_loop, opened
-from support.store_thread import StoreThread
+from support.servers.engine_fixtures import engine_config, on_event_loop, opened
+from support.servers.store_thread import StoreThread
 
 MEBI = 1 << 20
 

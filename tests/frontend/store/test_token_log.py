@@ -16,7 +16,7 @@ from engine.frontend.store.token_log import TokenLog
 from engine.protocol.messages import EngineCoreOutputs, EngineCoreRequest
 from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.store.requests import LogEntry, LogTokens
-from support.engine_fixtures import on_event_loop
+from support.servers.engine_fixtures import on_event_loop
 
 
 def ints(*values: int) -> bytes:

@@ -17,7 +17,7 @@ from engine.frontend.supervisor.child import Child
 from engine.frontend.supervisor.launcher import Launcher
 from engine.frontend.supervisor.local_process import ProcessSpec, Role
 from engine.protocol.supervisor_messages import Heartbeat, Stage
-from support.program import wait_until
+from support.processes.program import wait_until
 
 
 @pytest.fixture

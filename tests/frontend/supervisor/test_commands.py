@@ -11,8 +11,15 @@ from engine.frontend.supervisor.supervisor import Supervisor
 from engine.protocol.config import RecoveryConfig
 from engine.protocol.supervisor_messages import Heartbeat, ProcessStatus, ReplicaAction, Stage
 from engine.protocol.transport import encode
-from support.processes import eventually, is_running
-from support.supervised import ALL_READY, TWO_REPLICAS, Operator, events, lives, supervisor_of
+from support.processes.supervised import (
+    ALL_READY,
+    TWO_REPLICAS,
+    Operator,
+    events,
+    lives,
+    supervisor_of,
+)
+from support.processes.waiting import eventually, is_running
 
 pytestmark = pytest.mark.slow
 

@@ -43,10 +43,10 @@ from engine.protocol.supervisor_messages import (
     Stage,
 )
 from engine.protocol.transport import Peer
-from support.machines import Machine, free_ports, program
-from support.processes import is_running
-from support.program import Program
-from support.server import default_model
+from support.processes.machines import Machine, free_ports, program
+from support.processes.program import Program
+from support.processes.waiting import is_running
+from support.servers.server import default_model
 
 pytestmark = pytest.mark.slow
 

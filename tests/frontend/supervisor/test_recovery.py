@@ -11,7 +11,7 @@ from engine.frontend.supervisor.recovery import RecoveryUnit
 from engine.protocol.supervisor_messages import Heartbeat, Stage
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from support.examples import examples
+from support.suite.examples import examples
 
 MAX_RESTARTS = 3
 

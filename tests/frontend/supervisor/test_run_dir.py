@@ -9,7 +9,7 @@ import pytest
 from engine.frontend.supervisor.run_dir import MAX_SOCKET_PATH_BYTES, RunDirectory
 from engine.protocol.config import CONFIG_FILE
 from engine.protocol.errors import ConfigError
-from support.engine_fixtures import engine_config
+from support.servers.engine_fixtures import engine_config
 
 HOLDER = """
 import sys, time

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.processes import eventually, is_running
-from support.supervised import ALL_READY, events
+from support.processes.supervised import ALL_READY, events
+from support.processes.waiting import eventually, is_running
 
 pytestmark = pytest.mark.slow
 
 
-SUPPORT = Path(__file__).parents[2] / "support"
+PROCESSES = Path(__file__).parents[2] / "support" / "processes"
 
 
 class SupervisorProcess:
@@ -29,7 +29,7 @@ class SupervisorProcess:
         prepare: Callable[[], object] | None = None,
     ) -> None:
         self.directory = directory
-        command = [sys.executable, str(SUPPORT / "supervise_stand_ins.py")]
+        command = [sys.executable, str(PROCESSES / "supervise_stand_ins.py")]
         command += [str(directory), str(shutdown_timeout_s)]
         command += [f"{name}={behavior}" for name, behavior in behaviors.items()]
         self.popen = subprocess.Popen(

@@ -22,10 +22,9 @@ from engine.frontend.supervisor.supervisor import ProcessFailed, Supervisor
 from engine.protocol.config import ParallelConfig, RecoveryConfig
 from engine.protocol.supervisor_messages import ProcessStatus, Stage
 from msgspec.structs import replace
-from support.open_contexts import open_contexts
-from support.processes import eventually, is_running
-from support.stand_ins import make_config, make_specs
-from support.supervised import (
+from support.processes.open_contexts import open_contexts
+from support.processes.stand_ins import make_config, make_specs
+from support.processes.supervised import (
     ALL_READY,
     TWO_OF_ALL,
     TWO_REPLICAS,
@@ -34,6 +33,7 @@ from support.supervised import (
     lives,
     supervisor_of,
 )
+from support.processes.waiting import eventually, is_running
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ from engine.frontend.tokenizer.load import load_tokenizer
 from engine.frontend.tokenizer.tokenizer import Tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
-from support.examples import examples
+from support.suite.examples import examples
 
 
 @pytest.fixture(scope="module")

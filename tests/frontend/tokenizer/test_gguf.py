@@ -14,7 +14,7 @@ from engine.protocol.errors import CheckpointError
 from gguf import GGUFReader, GGUFWriter
 from hypothesis import given
 from hypothesis import strategies as st
-from support.examples import examples
+from support.suite.examples import examples
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 pytestmark = pytest.mark.slow

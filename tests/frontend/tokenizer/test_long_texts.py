@@ -7,8 +7,8 @@ import tokenizers
 from engine.frontend.tokenizer.load import load_tokenizer
 from engine.frontend.tokenizer.long_texts import LONG_TEXT
 from engine.frontend.tokenizer.text_pieces import PIECE, encode_text
-from support.processes import running_children
-from support.server import default_model
+from support.processes.waiting import running_children
+from support.servers.server import default_model
 
 pytestmark = pytest.mark.slow
 

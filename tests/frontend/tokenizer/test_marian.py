@@ -8,7 +8,7 @@ import pytest
 from engine.frontend.tokenizer.load import load_tokenizer
 from engine.frontend.tokenizer.tokenizer import Tokenizer
 from engine.protocol.errors import CheckpointError
-from support.marian_files import sentencepiece_file, write_marian_tokenizer
+from support.checkpoints.marian_files import sentencepiece_file, write_marian_tokenizer
 
 SOURCE = {
     "▁": -3.0,

@@ -10,7 +10,7 @@ import pytest
 import transformers
 from engine.frontend.tokenizer.load import load_tokenizer
 from engine.protocol.errors import CheckpointError
-from support.marian_files import sentencepiece_file
+from support.checkpoints.marian_files import sentencepiece_file
 from tokenizers import BertWordPieceTokenizer, ByteLevelBPETokenizer
 
 TEXT = "The quick brown fox's 12 tales, and the slow\n\ndog's 345 tails. Ünïcödé 日本 the fox "

@@ -13,7 +13,7 @@ from gguf.constants import GGML_QUANT_SIZES
 from gguf.constants import GGMLQuantizationType as ReferenceType
 from hypothesis import given
 from hypothesis import strategies as st
-from support.examples import examples
+from support.suite.examples import examples
 
 
 def smollm2() -> Path:

@@ -1,7 +1,7 @@
 """The layers of other families that the tests of parallel workers split."""
 
-from .experts import BLOCKS_OF_KEYS
-from .split import DENSE_HEAD
+from support.families.experts import BLOCKS_OF_KEYS
+from support.families.split import DENSE_HEAD
 
 MIXED = {
     "num_key_value_heads": 12,

@@ -17,8 +17,8 @@ from typing import Final
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from support.lost_time import lost_time_s
-from support.program import descendants
+from support.processes.lost_time import lost_time_s
+from support.processes.program import descendants
 
 NUM_STREAMS: Final = 3
 MAX_TOKENS: Final = 100

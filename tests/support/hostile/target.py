@@ -18,7 +18,7 @@ import psutil
 from support.hostile import stream_monitor
 from support.hostile.check_answer import find_fault
 from support.hostile.client import HTTPClient, make_request
-from support.server import Server, default_model
+from support.servers.server import Server, default_model
 
 MAX_PAUSE_S: Final = 0.5
 """Longest pause of other streams."""

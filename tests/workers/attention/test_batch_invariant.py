@@ -4,8 +4,8 @@ import pytest
 import torch
 from engine.protocol.errors import ConfigError
 from engine.workers.attention import AttentionLayer, AttentionSpec, DeviceBatch, attention_backend
-from support.paged_attention import OneSequence, PagedCase
-from support.triton_interpreter import interpret_without_gpu
+from support.gpu.triton_interpreter import interpret_without_gpu
+from support.workers.paged_attention import OneSequence, PagedCase
 
 DEVICE = interpret_without_gpu()
 pytestmark = [

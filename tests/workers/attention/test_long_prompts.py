@@ -5,8 +5,8 @@ import torch
 from engine.workers.attention import AttentionLayer, AttentionSpec
 from engine.workers.attention.library_prompts import LibraryPrompts, find_fault, library_prompts
 from engine.workers.attention.long_prompts import LongPromptAttention, LongPromptMetadata
-from support.paged_attention import PagedCase
-from support.triton_interpreter import interpret_without_gpu
+from support.gpu.triton_interpreter import interpret_without_gpu
+from support.workers.paged_attention import PagedCase
 from torch.nn.attention import SDPBackend
 
 DEVICE = interpret_without_gpu()

@@ -8,9 +8,9 @@ from engine.workers.attention import AttentionLayer, AttentionSpec, attention_ba
 from engine.workers.attention.torch_paged import TorchPagedAttention
 from hypothesis import given
 from hypothesis import strategies as st
-from support.batches import Scheduled, attention_batch
-from support.examples import examples
-from support.paged_attention import SPAN_CASES, SPECIAL_LAYERS, run, special_case
+from support.suite.examples import examples
+from support.workers.batches import Scheduled, attention_batch
+from support.workers.paged_attention import SPAN_CASES, SPECIAL_LAYERS, run, special_case
 
 torch.set_num_threads(1)
 

@@ -19,12 +19,15 @@ from engine.workers.layers.rope import RopeSpec, RotaryEmbedding
 from engine.workers.models.decoder import Decoder
 from hypothesis import given
 from hypothesis import strategies as st
-from support import triton_launches
-from support.batches import Scheduled, attention_batch
-from support.decoders import Runner
-from support.examples import examples
-from support.native_decoders import ROPE, latent_spec, small_spec
-from support.paged_attention import (
+from support.checkpoints.random import random_checkpoint
+from support.gpu import triton_launches
+from support.gpu.triton_compile import compile_for_hopper
+from support.gpu.triton_interpreter import interpret_without_gpu
+from support.suite.examples import examples
+from support.workers.batches import Scheduled, attention_batch
+from support.workers.decoders import Runner
+from support.workers.native_decoders import ROPE, latent_spec, small_spec
+from support.workers.paged_attention import (
     SPAN_CASES,
     SPECIAL_LAYERS,
     OneSequence,
@@ -33,9 +36,6 @@ from support.paged_attention import (
     run,
     special_case,
 )
-from support.random_checkpoints import random_checkpoint
-from support.triton_compile import compile_for_hopper
-from support.triton_interpreter import interpret_without_gpu
 
 DEVICE = interpret_without_gpu()
 # Rows of a tile without queries are 0 / 0, for which numpy warns.

@@ -21,6 +21,6 @@ except NotSupportedNatively:
 def best_isa_afterwards() -> Iterator[None]:
     yield
     # Imported here, because it needs the library.
-    from support.isas import BEST_ISA, select_isa
+    from support.workers.isas import BEST_ISA, select_isa
 
     select_isa(BEST_ISA)

@@ -21,8 +21,8 @@ from engine.workers.cpu.packing import (
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from support.examples import examples
-from support.isas import ISAS, select_isa
+from support.suite.examples import examples
+from support.workers.isas import ISAS, select_isa
 
 Bits = NDArray[np.uint16]
 Floats = NDArray[np.float32]

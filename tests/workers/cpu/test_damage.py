@@ -11,10 +11,10 @@ from engine.protocol.checkpoint.gguf import GGMLQuantizationType as SourceType
 from engine.protocol.errors import CheckpointError
 from engine.workers.cpu.packing import WeightFormat, WeightMemory, allocate_packed, pack_rows
 from engine.workers.layers.layer_spec import LayerSpec
-from support.decoders import Runner
-from support.isas import ISAS, select_isa
-from support.native_decoders import ROPE, native_decoder, small_spec, torch_decoder
-from support.random_checkpoints import random_checkpoint
+from support.checkpoints.random import random_checkpoint
+from support.workers.decoders import Runner
+from support.workers.isas import ISAS, select_isa
+from support.workers.native_decoders import ROPE, native_decoder, small_spec, torch_decoder
 
 pytestmark = pytest.mark.slow
 

@@ -20,8 +20,10 @@ from engine.workers.layers.specs.latent import LatentSpec
 from engine.workers.layers.specs.norm_names import NormNames
 from engine.workers.loaders.open_checkpoint import open_checkpoint
 from engine.workers.models.families import model_spec
-from support.decoders import Runner
-from support.native_decoders import (
+from support.checkpoints.random import random_checkpoint
+from support.checkpoints.tiny import qwen3_directory
+from support.workers.decoders import Runner
+from support.workers.native_decoders import (
     BLOCK_SIZE,
     ROPE,
     forward_and_sample,
@@ -30,9 +32,7 @@ from support.native_decoders import (
     small_spec,
     torch_decoder,
 )
-from support.random_checkpoints import random_checkpoint
-from support.sampler_rows import tokens_of
-from support.tiny_checkpoints import qwen3_directory
+from support.workers.sampler_rows import tokens_of
 
 pytestmark = pytest.mark.slow
 

@@ -10,9 +10,9 @@ from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.worker_messages import NewRequestData, SchedulerOutput
 from engine.workers.batch import PersistentBatch
 from engine.workers.cpu.decoder import NativeDecoder
-from support.native_decoders import BLOCK_SIZE, native_decoder, small_spec
-from support.tiny_checkpoints import gemma3_gguf
-from support.worker_steps import GREEDY, Steps
+from support.checkpoints.tiny import gemma3_gguf
+from support.workers.native_decoders import BLOCK_SIZE, native_decoder, small_spec
+from support.workers.worker_steps import GREEDY, Steps
 
 torch.set_num_threads(1)
 

@@ -12,12 +12,12 @@ from engine.workers.layers.specs.norm_names import NormNames
 from engine.workers.loaders.open_checkpoint import open_checkpoint
 from engine.workers.models.families import model_spec
 from msgspec.structs import replace
-from support.decoders import Runner
-from support.gguf_writer import write_gguf
-from support.isas import ISAS, select_isa
-from support.native_decoders import ROPE, native_decoder, small_spec, torch_decoder
-from support.random_checkpoints import random_checkpoint
-from support.tiny_checkpoints import random_model, sentencepiece_tokenizer
+from support.checkpoints.random import random_checkpoint
+from support.checkpoints.tiny import random_model, sentencepiece_tokenizer
+from support.gguf.writer import write_gguf
+from support.workers.decoders import Runner
+from support.workers.isas import ISAS, select_isa
+from support.workers.native_decoders import ROPE, native_decoder, small_spec, torch_decoder
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from engine.workers.cpu.build_native import INSTRUCTION_SETS, SUBJECTS, kernel_targets
 from engine.workers.cpu.library import instruction_set
-from support.isas import ISA_NAMES, ISAS, select_isa
+from support.workers.isas import ISA_NAMES, ISAS, select_isa
 
 ROOT = Path(__file__).parents[3]
 LIST = ROOT / INSTRUCTION_SETS

@@ -8,10 +8,16 @@ import pytest
 import torch
 from engine.workers.layers.layer_spec import LayerSpec
 from engine.workers.layers.rope import RopeSpec
-from support.batches import Scheduled, attention_batch, positions
-from support.isas import FUSED_WITHOUT_BF16, ISAS, PORTABLE, select_isa
-from support.native_decoders import BLOCK_SIZE, ROPE, latent_spec, native_decoder, small_spec
-from support.random_checkpoints import random_checkpoint
+from support.checkpoints.random import random_checkpoint
+from support.workers.batches import Scheduled, attention_batch, positions
+from support.workers.isas import FUSED_WITHOUT_BF16, ISAS, PORTABLE, select_isa
+from support.workers.native_decoders import (
+    BLOCK_SIZE,
+    ROPE,
+    latent_spec,
+    native_decoder,
+    small_spec,
+)
 
 pytestmark = pytest.mark.slow
 

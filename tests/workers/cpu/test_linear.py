@@ -19,9 +19,9 @@ from engine.workers.cpu.packing import (
 from engine.workers.loaders.dequantize import dequantize
 from hypothesis import given
 from hypothesis import strategies as st
-from support.examples import examples
-from support.isas import AMX, ISAS, PORTABLE, select_isa
-from support.packed_matrices import (
+from support.suite.examples import examples
+from support.workers.isas import AMX, ISAS, PORTABLE, select_isa
+from support.workers.packed_matrices import (
     EXACT,
     FLOAT8,
     FLOAT8_GROUP,

@@ -15,10 +15,10 @@ from engine.workers.loaders.checkpoint import Checkpoint
 from engine.workers.models.decoder import Decoder
 from engine.workers.models.lora.adapters import LoraAdapters, load_at_start
 from safetensors.torch import save_file
-from support.batches import Scheduled, attention_batch, positions
-from support.isas import ISAS, select_isa
-from support.native_decoders import BLOCK_SIZE, native_decoder, small_spec, torch_decoder
-from support.random_checkpoints import random_checkpoint
+from support.checkpoints.random import random_checkpoint
+from support.workers.batches import Scheduled, attention_batch, positions
+from support.workers.isas import ISAS, select_isa
+from support.workers.native_decoders import BLOCK_SIZE, native_decoder, small_spec, torch_decoder
 
 pytestmark = pytest.mark.slow
 

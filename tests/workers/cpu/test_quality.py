@@ -9,9 +9,9 @@ import transformers
 from engine.protocol.checkpoint.gguf import GGMLQuantizationType as T
 from engine.workers.loaders import open_checkpoint
 from engine.workers.models.families import model_spec
-from support.decoders import Runner
-from support.gguf_writer import write_gguf
-from support.native_decoders import native_decoder, torch_decoder
+from support.gguf.writer import write_gguf
+from support.workers.decoders import Runner
+from support.workers.native_decoders import native_decoder, torch_decoder
 from torch import Tensor
 
 pytestmark = pytest.mark.slow

@@ -11,10 +11,10 @@ from engine.protocol.sampling_params import SAMPLERS, DryParams, SamplingParams
 from engine.workers.cpu.decoder import NativeDecoder
 from hypothesis import given
 from hypothesis import strategies as st
-from support.examples import examples
-from support.isas import ISAS, select_isa
-from support.native_decoders import forward_and_sample, native_decoder, small_spec
-from support.sampler_rows import Rows, tokens_of
+from support.suite.examples import examples
+from support.workers.isas import ISAS, select_isa
+from support.workers.native_decoders import forward_and_sample, native_decoder, small_spec
+from support.workers.sampler_rows import Rows, tokens_of
 
 VOCAB_SIZES = (97, 4096, 5003)
 NUM_ROWS = 40

@@ -19,7 +19,7 @@ from engine.workers.loaders.gguf import GGUFCheckpoint
 from engine.workers.models.weights import Rows
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
-from support.quantized_checkpoints import quantize_directory
+from support.checkpoints.quantized import quantize_directory
 
 F = WeightFormat
 

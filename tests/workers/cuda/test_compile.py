@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import pytest
-from support.triton_compile import KernelResources, compile_for_hopper
-from support.wgmma_operands import overwritten_operands
+from support.gpu.triton_compile import KernelResources, compile_for_hopper
+from support.gpu.wgmma_operands import overwritten_operands
 
 if TYPE_CHECKING:
     import torch

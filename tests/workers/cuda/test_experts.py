@@ -10,9 +10,9 @@ from engine.workers.cuda.experts.choosing import router_logits
 from engine.workers.cuda.experts.ordering import order_choices
 from engine.workers.cuda.layers import TritonKernels
 from engine.workers.layers.expert_order import order_by_expert
-from support.decoders import CPU, Runner, load_decoder
 from support.families import make_reference, save_reference
-from support.triton_interpreter import interpret_without_gpu
+from support.gpu.triton_interpreter import interpret_without_gpu
+from support.workers.decoders import CPU, Runner, load_decoder
 
 pytestmark = pytest.mark.slow
 

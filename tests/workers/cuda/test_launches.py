@@ -20,9 +20,9 @@ from engine.workers.cuda.layers import TritonKernels
 from engine.workers.execution import torch_loader
 from engine.workers.execution.model_runner import ModelRunner
 from engine.workers.loaders import DummyCheckpoint
-from support.host_accelerator import HostAccelerator
-from support.launches import META, launches
-from support.taped_graphs import TapedGraphs
+from support.gpu.host_accelerator import HostAccelerator
+from support.gpu.launches import META, launches
+from support.gpu.taped_graphs import TapedGraphs
 
 QWEN3 = {
     "model_type": "qwen3",

@@ -9,17 +9,17 @@ from engine.protocol.checkpoint.gguf import GGMLQuantizationType
 from engine.workers.cuda.experts.grouped_linear import GroupedLinear
 from engine.workers.cuda.layers import TritonKernels
 from engine.workers.cuda.quantized.linear import QuantizedLinear
-from support.decoders import CPU, Runner, load_decoder
-from support.gguf_writer import write_gguf
-from support.quantized_checkpoints import quantize_directory
-from support.reachable import reachable
-from support.tiny_checkpoints import (
+from support.checkpoints.quantized import quantize_directory
+from support.checkpoints.tiny import (
     gemma3_gguf,
     qwen3_directory,
     random_model,
     sentencepiece_tokenizer,
 )
-from support.triton_interpreter import interpret_without_gpu
+from support.gguf.writer import write_gguf
+from support.gpu.triton_interpreter import interpret_without_gpu
+from support.suite.reachable import reachable
+from support.workers.decoders import CPU, Runner, load_decoder
 
 pytestmark = pytest.mark.slow
 

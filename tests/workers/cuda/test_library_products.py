@@ -11,7 +11,7 @@ from engine.workers.cuda.quantized.library_products import (
     has_block_product,
     library_product,
 )
-from support.triton_interpreter import interpret_without_gpu
+from support.gpu.triton_interpreter import interpret_without_gpu
 
 DEVICE = interpret_without_gpu()
 

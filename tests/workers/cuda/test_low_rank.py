@@ -3,7 +3,7 @@
 import pytest
 import torch
 from engine.workers.layers.low_rank import Factors, TorchLowRank
-from support.triton_interpreter import interpret_without_gpu
+from support.gpu.triton_interpreter import interpret_without_gpu
 
 pytestmark = pytest.mark.slow
 

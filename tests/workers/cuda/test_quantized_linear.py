@@ -8,8 +8,8 @@ from engine.workers.cuda.quantized.linear import QuantizedLinear
 from engine.workers.cuda.quantized.plane_matrix import can_keep
 from engine.workers.loaders.quantization.matrix import ActivationScheme, QuantizedMatrix, merge_rows
 from msgspec.structs import replace
-from support.launches import launches
-from support.triton_interpreter import interpret_without_gpu
+from support.gpu.launches import launches
+from support.gpu.triton_interpreter import interpret_without_gpu
 from torch import Tensor
 
 pytestmark = pytest.mark.slow

@@ -4,7 +4,7 @@ import pytest
 import torch
 from engine.workers.cuda.rotary_tables import rotary_tables
 from engine.workers.layers.rope import RopeSpec, RotaryEmbedding, YarnScaling
-from support.triton_interpreter import interpret_without_gpu
+from support.gpu.triton_interpreter import interpret_without_gpu
 
 DEVICE = interpret_without_gpu()
 

@@ -7,7 +7,7 @@ from engine.workers.cuda.gated_activation import GATED_ACTIVATIONS, gated_activa
 from engine.workers.cuda.layers import TritonKernels
 from engine.workers.cuda.norm import rms_norm
 from engine.workers.layers.layers import gated_by
-from support.triton_interpreter import interpret_without_gpu
+from support.gpu.triton_interpreter import interpret_without_gpu
 
 pytestmark = pytest.mark.slow
 

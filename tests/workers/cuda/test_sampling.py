@@ -16,9 +16,9 @@ from engine.workers.layers.layers import LayerKernels
 from engine.workers.sampling.random import Stream, uniforms
 from hypothesis import given
 from hypothesis import strategies as st
-from support.examples import examples
-from support.sampler_rows import Rows
-from support.triton_interpreter import interpret_without_gpu
+from support.gpu.triton_interpreter import interpret_without_gpu
+from support.suite.examples import examples
+from support.workers.sampler_rows import Rows
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from engine.workers.device.cuda_graphs import SizedGraphs, chunk_sizes, decode_sizes, unowned
-from support.taped_graphs import TapedGraphs
+from support.gpu.taped_graphs import TapedGraphs
 
 
 @pytest.mark.parametrize("largest", [1, 2, 3, 8, 9, 64, 100, 256, 300, 512, 700])

@@ -10,7 +10,7 @@ from engine.workers.device.cpu_offload import staging_bytes
 from engine.workers.device.errors import explaining_device_errors
 from engine.workers.device.memory import count_kv_blocks
 from engine.workers.device.memory_profile import GIB, MemoryProfile, profile_memory
-from support.host_accelerator import HostAccelerator
+from support.gpu.host_accelerator import HostAccelerator
 
 PROFILE = MemoryProfile(
     total=80 * GIB,

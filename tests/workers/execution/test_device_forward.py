@@ -14,13 +14,13 @@ from engine.protocol.errors import EngineError
 from engine.protocol.sampling_params import SamplingParams
 from engine.workers.attention.torch_paged import TorchPagedAttention
 from engine.workers.execution import torch_loader
+from support.checkpoints.tiny import gemma3_gguf
 from support.families import SMALL, make_reference, save_reference
 from support.families.published import save_published
-from support.graph_attention import GraphTorchPaged
-from support.host_accelerator import HostAccelerator
-from support.taped_graphs import TapedGraphs
-from support.tiny_checkpoints import gemma3_gguf
-from support.worker_steps import Steps
+from support.gpu.graph_attention import GraphTorchPaged
+from support.gpu.host_accelerator import HostAccelerator
+from support.gpu.taped_graphs import TapedGraphs
+from support.workers.worker_steps import Steps
 
 pytestmark = pytest.mark.slow
 

@@ -15,9 +15,9 @@ from engine.protocol.config import CPUBackend, DeviceConfig
 from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.worker_messages import EncoderWork
 from PIL import Image
-from support.host_accelerator import HostAccelerator
-from support.mllama import IMAGE, IMAGE_ID, NUM_TOKENS, mllama_directory, next_logprobs
-from support.worker_steps import Steps
+from support.gpu.host_accelerator import HostAccelerator
+from support.vision.mllama import IMAGE, IMAGE_ID, NUM_TOKENS, mllama_directory, next_logprobs
+from support.workers.worker_steps import Steps
 
 pytestmark = pytest.mark.slow
 

@@ -11,11 +11,11 @@ from engine.protocol.pooling_params import PoolingKind, PoolingParams
 from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.worker_messages import NewRequestData, SchedulerOutput
 from engine.workers.execution import torch_loader
+from support.checkpoints.tiny import qwen3_directory
 from support.families import SMALL, make_reference, save_reference
-from support.graph_attention import GraphTorchPaged
-from support.host_accelerator import HostAccelerator
-from support.tiny_checkpoints import qwen3_directory
-from support.worker_steps import Steps, output_of
+from support.gpu.graph_attention import GraphTorchPaged
+from support.gpu.host_accelerator import HostAccelerator
+from support.workers.worker_steps import Steps, output_of
 
 pytestmark = pytest.mark.slow
 

@@ -27,7 +27,7 @@ from engine.workers.device.transfers import DownloadedOutput
 from engine.workers.execution import torch_loader
 from engine.workers.execution.model_runner import ModelRunner
 from engine.workers.loaders import DummyCheckpoint
-from support.host_accelerator import HostAccelerator
+from support.gpu.host_accelerator import HostAccelerator
 
 pytestmark = pytest.mark.slow
 

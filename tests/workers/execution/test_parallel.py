@@ -17,7 +17,10 @@ from engine.protocol.config import CPUBackend, ParallelConfig, ProposerMethod, S
 from engine.protocol.errors import RunDirectoryError
 from engine.workers.execution.parallel_state import join_replica
 from engine.workers.loaders import open_checkpoint
-from support.draft_heads import GEMMA4, write_eagle3_head
+from support.checkpoints.quantized import quantize_directory
+from support.checkpoints.tiny import random_model, sentencepiece_tokenizer
+from support.drafts.draft_heads import GEMMA4, write_eagle3_head
+from support.drafts.models_with_heads import dflash, eagle3, write_model
 from support.families import make_multimodal
 from support.families.compressed import HASHED
 from support.families.experts import GATED
@@ -38,11 +41,8 @@ from support.families.split import (
     published_sizes,
 )
 from support.families.split_layers import NATIVE_LAYERS, OTHER_LAYERS
-from support.gguf_writer import write_gguf
-from support.models_with_heads import dflash, eagle3, write_model
-from support.quantized_checkpoints import quantize_directory
-from support.replica import NUM_TOKENS, RankResult, Served, run_replica, timeouts, workload
-from support.tiny_checkpoints import random_model, sentencepiece_tokenizer
+from support.gguf.writer import write_gguf
+from support.workers.replica import NUM_TOKENS, RankResult, Served, run_replica, timeouts, workload
 
 pytestmark = pytest.mark.slow
 

@@ -24,9 +24,9 @@ from engine.workers.cuda.layers import TritonKernels
 from engine.workers.execution import torch_loader
 from engine.workers.execution.model_runner import ModelRunner
 from engine.workers.loaders import DummyCheckpoint
-from support.host_accelerator import HostAccelerator
-from support.launches import META, launches
-from support.live_memory import LiveMemory
+from support.gpu.host_accelerator import HostAccelerator
+from support.gpu.launches import META, launches
+from support.workers.live_memory import LiveMemory
 
 MODEL: dict[str, Any] = {
     "model_type": "qwen3",

@@ -17,11 +17,7 @@ from engine.protocol.pooling_params import PoolingKind, PoolingParams
 from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.worker_messages import EncoderWork, ModelRunnerOutput
 from PIL import Image
-from support.florence2 import SIDE, florence2_directory, next_logprobs
-from support.gguf_t5 import write_t5
-from support.host_accelerator import HostAccelerator
-from support.image_requests import picture
-from support.source_checkpoints import (
+from support.checkpoints.source import (
     MODELS,
     SPEECH,
     VOCAB_SIZE,
@@ -31,7 +27,11 @@ from support.source_checkpoints import (
     source_directory,
     write_generation,
 )
-from support.worker_steps import Steps
+from support.gguf.t5 import write_t5
+from support.gpu.host_accelerator import HostAccelerator
+from support.media.image_requests import picture
+from support.vision.florence2 import SIDE, florence2_directory, next_logprobs
+from support.workers.worker_steps import Steps
 from transformers.models.whisper.generation_whisper import _median_filter
 
 pytestmark = pytest.mark.slow

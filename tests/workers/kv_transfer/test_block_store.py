@@ -15,7 +15,7 @@ from engine.workers.kv_transfer.disk.block_store import BlockStore
 from engine.workers.kv_transfer.disk.directory import SharedDirectory
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from support.examples import examples
+from support.suite.examples import examples
 
 BLOCK_BYTES = 200
 LIMIT = 80_000

@@ -23,7 +23,7 @@ from engine.workers.kv_transfer import block_server
 from engine.workers.kv_transfer.block_memory import BlockMemory
 from engine.workers.kv_transfer.connector import ConnectorContext
 from engine.workers.kv_transfer.direct_connector import DirectConnector
-from support.program import wait_until
+from support.processes.program import wait_until
 
 NUM_BLOCKS, PAGE_BYTES, NUM_PAGES = 96, 64, 3
 KEYS = [b"%032d" % number for number in range(NUM_BLOCKS)]

@@ -16,7 +16,7 @@ from engine.protocol.worker_messages import KVConnectorOutput
 from engine.workers.kv_transfer.block_memory import BlockMemory
 from engine.workers.kv_transfer.connector import ConnectorContext
 from engine.workers.kv_transfer.disk.disk_connector import DiskConnector
-from support.program import wait_until
+from support.processes.program import wait_until
 
 KEYS = [b"%032d" % number for number in range(6)]
 

@@ -19,8 +19,8 @@ from gguf.constants import GGMLQuantizationType as ReferenceType
 from gguf.quants import dequantize as reference_dequantize
 from hypothesis import given
 from hypothesis import strategies as st
-from support.examples import examples
-from support.gguf_writer import write_gguf
+from support.gguf.writer import write_gguf
+from support.suite.examples import examples
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 pytestmark = pytest.mark.slow

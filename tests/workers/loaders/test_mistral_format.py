@@ -9,9 +9,9 @@ import torch
 from engine.protocol.checkpoint.files import read_model_config
 from engine.protocol.errors import CheckpointError
 from engine.workers.loaders import open_checkpoint
-from support.decoders import Runner, load_decoder, load_native_decoder
+from support.checkpoints.mistral_files import write_mistral_files
 from support.families import expected_logits, make_reference, prompt
-from support.mistral_files import write_mistral_files
+from support.workers.decoders import Runner, load_decoder, load_native_decoder
 
 torch.set_num_threads(1)
 

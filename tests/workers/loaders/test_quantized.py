@@ -10,7 +10,7 @@ import torch
 from engine.protocol.errors import CheckpointError
 from engine.workers.loaders import open_checkpoint
 from safetensors.torch import load_file, save_file
-from support.quantized_checkpoints import BLOCK, FORMATS, GROUP, quantize_directory
+from support.checkpoints.quantized import BLOCK, FORMATS, GROUP, quantize_directory
 from torch import Tensor
 
 torch.set_num_threads(1)

@@ -6,9 +6,9 @@ import pytest
 import torch
 from engine.workers.layers.activations import ACTIVATIONS, NAMES_IN_CONFIGS
 from engine.workers.layers.layer_spec import LayerSpec
-from support.decoders import Runner
-from support.native_decoders import ROPE, native_decoder, small_spec, torch_decoder
-from support.random_checkpoints import random_checkpoint
+from support.checkpoints.random import random_checkpoint
+from support.workers.decoders import Runner
+from support.workers.native_decoders import ROPE, native_decoder, small_spec, torch_decoder
 from transformers.activations import ACT2FN
 
 WITH_PARAMETERS = {"prelu", "xielu"}

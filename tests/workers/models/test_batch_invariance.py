@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 import transformers
-from support.decoders import Runner, load_decoder
 from support.families import make_reference
+from support.workers.decoders import Runner, load_decoder
 
 pytestmark = pytest.mark.slow
 

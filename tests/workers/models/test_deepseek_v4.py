@@ -7,9 +7,9 @@ import pytest
 import torch
 from engine.protocol.errors import ConfigError
 from safetensors.torch import load_file, save_file
-from support.decoders import Runner, load_decoder
+from support.checkpoints.quantized import FORMATS
 from support.families import assert_same, expected_logits, make_reference, prompt
-from support.quantized_checkpoints import FORMATS
+from support.workers.decoders import Runner, load_decoder
 
 pytestmark = pytest.mark.slow
 

@@ -10,10 +10,10 @@ import torch
 import transformers
 from engine.workers.cpu.library import NotSupportedNatively
 from gguf import PoolingType
-from support.decoders import Runner, load_decoder, load_native_decoder
-from support.gguf_bert import write_bert, write_embedding_gemma, write_rotary_encoder
-from support.gguf_t5 import write_t5
-from support.published_encoders import PUBLISHED_ENCODERS, save_encoder, write_encoder
+from support.checkpoints.published_encoders import PUBLISHED_ENCODERS, save_encoder, write_encoder
+from support.gguf.bert import write_bert, write_embedding_gemma, write_rotary_encoder
+from support.gguf.t5 import write_t5
+from support.workers.decoders import Runner, load_decoder, load_native_decoder
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ import torch
 import transformers
 from engine.protocol.checkpoint.gguf import GGMLQuantizationType
 from safetensors.torch import load_file, save_file
-from support.decoders import Runner, load_decoder, load_native_decoder
+from support.checkpoints.quantized import FORMATS, quantize_directory
 from support.families import (
     CONFIGS,
     SMALL,
@@ -26,8 +26,8 @@ from support.families.experts import LONG
 from support.families.multimodal import MULTIMODAL
 from support.families.native import NATIVE
 from support.families.published import LING, PUBLISHED, save_published
-from support.gguf_writer import write_gguf
-from support.quantized_checkpoints import FORMATS, quantize_directory
+from support.gguf.writer import write_gguf
+from support.workers.decoders import Runner, load_decoder, load_native_decoder
 from transformers.models.mllama import MllamaTextConfig
 
 pytestmark = pytest.mark.slow

@@ -7,9 +7,9 @@ import pytest
 import torch
 from engine.protocol.errors import CheckpointError
 from engine.workers.loaders import open_checkpoint
-from support.decoders import Runner, load_decoder, load_native_decoder
 from support.families import expected_logits, make_multimodal, make_reference, prompt
-from support.gguf_tensors import write_tensors
+from support.gguf.tensors import write_tensors
+from support.workers.decoders import Runner, load_decoder, load_native_decoder
 
 torch.set_num_threads(1)
 

@@ -16,7 +16,7 @@ from engine.workers.layers.rope import LinearScaling
 from engine.workers.layers.specs.experts import ExpertsSpec
 from engine.workers.models.families import model_spec
 from support.families import SMALL
-from support.grid_configs import nemotron_omni_config
+from support.vision.grid_configs import nemotron_omni_config
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

@@ -5,8 +5,8 @@ from itertools import product
 
 import pytest
 import torch
-from support.decoders import Runner, load_native_decoder
 from support.families import CONFIGS, make_multimodal, make_reference, prompt
+from support.workers.decoders import Runner, load_native_decoder
 
 pytestmark = pytest.mark.slow
 

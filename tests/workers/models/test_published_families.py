@@ -11,7 +11,7 @@ from engine.workers.batch.spans import Spans
 from engine.workers.cpu.packing import PackedWeight, WeightMemory
 from gguf import GGMLQuantizationType
 from safetensors.torch import load_file, save_file
-from support.decoders import Runner, load_decoder, load_native_decoder
+from support.checkpoints.quantized import FORMATS, quantize_directory
 from support.families import (
     assert_same,
     expected_logits,
@@ -23,15 +23,15 @@ from support.families import (
 from support.families.experts import LONG
 from support.families.multimodal import MULTIMODAL
 from support.families.published import PUBLISHED, save_published
-from support.gguf_gemma import write_gemma
-from support.gguf_hybrid import write_hybrid
-from support.gguf_published import write_published
-from support.gguf_saved import write_saved
-from support.gguf_streams import write_streams
-from support.gguf_writer import write_gguf
-from support.quantized_checkpoints import FORMATS, quantize_directory
-from support.quantizers import quantize
-from support.reachable import reachable
+from support.gguf.gemma import write_gemma
+from support.gguf.hybrid import write_hybrid
+from support.gguf.published import write_published
+from support.gguf.quantizers import quantize
+from support.gguf.saved import write_saved
+from support.gguf.streams import write_streams
+from support.gguf.writer import write_gguf
+from support.suite.reachable import reachable
+from support.workers.decoders import Runner, load_decoder, load_native_decoder
 from torch import Tensor
 
 pytestmark = pytest.mark.slow

@@ -15,11 +15,11 @@ from engine.workers.models.families import model_spec
 from engine.workers.models.layer_source import LayerSource
 from engine.workers.models.mixers import StateBatch, make_mixer
 from engine.workers.models.weights import weight_reader
-from support.batches import Scheduled, attention_batch
-from support.decoders import Runner, load_decoder, load_native_decoder
+from support.checkpoints.tiny import RECURRENT, layers_directory
 from support.families import assert_same, expected_logits, prompt
-from support.families.rwkv import RWKV, save_rwkv, write_rwkv
-from support.tiny_checkpoints import RECURRENT, layers_directory
+from support.families.published.rwkv import RWKV, save_rwkv, write_rwkv
+from support.workers.batches import Scheduled, attention_batch
+from support.workers.decoders import Runner, load_decoder, load_native_decoder
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,7 @@ import torch
 import transformers
 from engine.workers.cpu.library import NotSupportedNatively
 from safetensors.torch import load_file, save_file
-from support.decoders import Runner, load_decoder, load_native_decoder
+from support.workers.decoders import Runner, load_decoder, load_native_decoder
 
 pytestmark = pytest.mark.slow
 

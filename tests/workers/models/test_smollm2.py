@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from engine.workers.loaders.open_checkpoint import open_checkpoint
-from support.decoders import Runner, load_decoder
+from support.workers.decoders import Runner, load_decoder
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ from engine.workers.attention import AttentionSpec, attention_backend
 from engine.workers.layers.parallel.shard import ModelShard
 from engine.workers.models.kv_cache_groups import group_layers
 from engine.workers.models.transformers_decoder import TransformersDecoder, TransformersModel
-from support.decoders import CPU, Runner
+from support.workers.decoders import CPU, Runner
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ from engine.protocol.errors import CheckpointError
 from engine.workers.loaders.open_checkpoint import open_checkpoint
 from engine.workers.models.weights import WeightReader
 from safetensors.torch import load_file, save_file
-from support.decoders import Runner, load_decoder
+from support.workers.decoders import Runner, load_decoder
 
 torch.set_num_threads(1)
 

@@ -4,8 +4,8 @@ from functools import cache
 import pytest
 import torch
 from engine.workers.cpu.decoder import NativeDecoder
-from support.native_decoders import native_decoder, small_spec
-from support.sampler_rows import NewRows, Rows
+from support.workers.native_decoders import native_decoder, small_spec
+from support.workers.sampler_rows import NewRows, Rows
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,8 @@ from engine.protocol.arrays import int32_bytes, int32_view
 from engine.protocol.sampling_params import DryParams, SamplingParams
 from hypothesis import given
 from hypothesis import strategies as st
-from support.examples import examples
-from support.sampler_rows import NewRows
+from support.suite.examples import examples
+from support.workers.sampler_rows import NewRows
 
 pytestmark = pytest.mark.slow
 

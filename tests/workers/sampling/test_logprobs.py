@@ -5,7 +5,7 @@ import pytest
 import torch
 from engine.protocol.arrays import float32_view, int32_view
 from engine.protocol.sampling_params import SamplingParams
-from support.sampler_rows import NewRows
+from support.workers.sampler_rows import NewRows
 
 V = 301
 

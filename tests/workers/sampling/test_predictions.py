@@ -5,7 +5,7 @@ import pytest
 import torch
 from engine.protocol.sampling_params import SamplingParams
 from engine.workers.sampling import TorchSampler
-from support.sampler_rows import Rows
+from support.workers.sampler_rows import Rows
 
 pytestmark = pytest.mark.slow
 

@@ -13,8 +13,8 @@ from engine.workers.sampling import Grammar
 from engine.workers.sampling.masks import pack_bitmask
 from hypothesis import given
 from hypothesis import strategies as st
-from support.examples import examples
-from support.sampler_rows import NewRows
+from support.suite.examples import examples
+from support.workers.sampler_rows import NewRows
 
 pytestmark = pytest.mark.slow
 

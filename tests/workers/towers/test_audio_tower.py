@@ -32,9 +32,9 @@ from engine.workers.models.families import model_spec
 from engine.workers.towers.audio_tower import AudioTower
 from engine.workers.towers.image_tower import TowerSource
 from engine.workers.towers.placed import Placed
-from support.audio_checkpoints import MARKS, MODELS, audio_directory, reference_logits
-from support.decoders import CPU, TOWER_LAYERS, Runner, load_decoder, load_native_decoder
-from support.source_checkpoints import realtime_directory, realtime_features
+from support.audio.checkpoints import MARKS, MODELS, audio_directory, reference_logits
+from support.checkpoints.source import realtime_directory, realtime_features
+from support.workers.decoders import CPU, TOWER_LAYERS, Runner, load_decoder, load_native_decoder
 
 torch.set_num_threads(1)
 

@@ -25,10 +25,10 @@ from engine.workers.towers.make_tower import make_tower
 from engine.workers.towers.placed import Placed
 from gguf import GGUFWriter
 from PIL import Image
-from support.decoders import CPU, Runner, load_decoder, load_native_decoder
-from support.fast_vlm import fast_vlm_directory
-from support.gemma3n import NUM_IMAGE_TOKENS, gemma3n_directory
-from support.own_code.mobilevlm import mobilevlm, write_mobilevlm_mmproj
+from support.own_code.own_towers.mobilevlm import mobilevlm, write_mobilevlm_mmproj
+from support.vision.fast_vlm import fast_vlm_directory
+from support.vision.gemma3n import NUM_IMAGE_TOKENS, gemma3n_directory
+from support.workers.decoders import CPU, Runner, load_decoder, load_native_decoder
 
 pytestmark = pytest.mark.slow
 

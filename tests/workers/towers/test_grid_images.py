@@ -18,8 +18,7 @@ from engine.workers.towers.image_tower import TowerSource
 from engine.workers.towers.make_tower import make_tower
 from engine.workers.towers.placed import Placed
 from PIL import Image
-from support.decoders import CPU, TOWER_LAYERS, Runner, load_decoder, load_native_decoder
-from support.grid_configs import (
+from support.vision.grid_configs import (
     IMAGE_TOKEN,
     INKLING_MODELS,
     MARKS,
@@ -30,7 +29,8 @@ from support.grid_configs import (
     SIZES,
     SQUARE_MODELS,
 )
-from support.grid_models import reference_inputs, write_grid_model
+from support.vision.grid_models import reference_inputs, write_grid_model
+from support.workers.decoders import CPU, TOWER_LAYERS, Runner, load_decoder, load_native_decoder
 
 pytestmark = pytest.mark.slow
 

@@ -23,10 +23,10 @@ from engine.workers.towers.make_tower import make_tower
 from engine.workers.towers.pixels import normalized_pixels
 from engine.workers.towers.placed import Placed
 from PIL import Image
-from support.decoders import CPU, TOWER_LAYERS, Runner, load_native_decoder
-from support.grid_configs import IMAGE_TOKEN, PATCH
-from support.grid_models import write_grid_model
-from support.own_code.ovis2_5 import ovis2_5
+from support.own_code.own_towers.ovis2_5 import ovis2_5
+from support.vision.grid_configs import IMAGE_TOKEN, PATCH
+from support.vision.grid_models import write_grid_model
+from support.workers.decoders import CPU, TOWER_LAYERS, Runner, load_native_decoder
 from transformers.models.nemotron_h_omni.processing_nemotron_h_omni import (
     NemotronH_Omni_Reasoning_V3Processor,
 )

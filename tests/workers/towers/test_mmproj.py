@@ -28,19 +28,17 @@ from engine.workers.towers.tiles.joined_tower import JoinedTower
 from engine.workers.towers.vision_tower import VisionTower
 from gguf import GGUFWriter
 from msgspec.structs import replace
-from support.audio_checkpoints import OMNI_MODELS, PARTS, audio_directory
-from support.gemma3n import gemma3n_directory
-from support.gguf_audio import PROJECTORS as AUDIO_PROJECTORS
-from support.gguf_audio import write_audio_mmproj
-from support.gguf_grid import DECODERS as GRID_DECODERS
-from support.gguf_grid import PROJECTORS as GRID_PROJECTORS
-from support.gguf_grid import write_grid_tower
-from support.gguf_qwen import PROJECTORS as QWEN_PROJECTORS
-from support.gguf_qwen import write_tower
-from support.grid_models import write_grid_model
-from support.mmproj_kinds import PROJECTORS as KINDS
-from support.mmproj_kinds import write_mmproj_of_kind
-from support.mmproj_writer import (
+from support.audio.checkpoints import OMNI_MODELS, PARTS, audio_directory
+from support.mmproj.audio import PROJECTORS as AUDIO_PROJECTORS
+from support.mmproj.audio import write_audio_mmproj
+from support.mmproj.grid import DECODERS as GRID_DECODERS
+from support.mmproj.grid import PROJECTORS as GRID_PROJECTORS
+from support.mmproj.grid import write_grid_tower
+from support.mmproj.kinds import PROJECTORS as KINDS
+from support.mmproj.kinds import write_mmproj_of_kind
+from support.mmproj.qwen import PROJECTORS as QWEN_PROJECTORS
+from support.mmproj.qwen import write_tower
+from support.mmproj.writer import (
     PROJECTORS,
     write_kimi_mmproj,
     write_lfm2_mmproj,
@@ -48,12 +46,14 @@ from support.mmproj_writer import (
     write_phi4_mmproj,
     write_unified_mmproj,
 )
-from support.own_code.deepseek_ocr import deepseek_ocr, write_deepseek_mmproj
-from support.own_code.dots_ocr import dots_ocr, write_dots_mmproj
-from support.own_code.minicpm import minicpmv, write_minicpmv_mmproj
-from support.own_code.youtu import write_youtu_mmproj, youtu_vl
-from support.qwen_checkpoints import UNIT, qwen_directory
-from support.vision_checkpoints import TILE, vision_directory
+from support.own_code.known_towers.deepseek_ocr import deepseek_ocr, write_deepseek_mmproj
+from support.own_code.own_towers.dots_ocr import dots_ocr, write_dots_mmproj
+from support.own_code.own_towers.minicpm import minicpmv, write_minicpmv_mmproj
+from support.own_code.own_towers.youtu import write_youtu_mmproj, youtu_vl
+from support.vision.checkpoints import TILE, vision_directory
+from support.vision.gemma3n import gemma3n_directory
+from support.vision.grid_models import write_grid_model
+from support.vision.qwen import UNIT, qwen_directory
 
 pytestmark = pytest.mark.slow
 

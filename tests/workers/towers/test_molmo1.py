@@ -18,9 +18,9 @@ from engine.workers.towers.image_tower import TowerSource
 from engine.workers.towers.make_tower import make_tower
 from engine.workers.towers.placed import Placed
 from PIL import Image
-from support.decoders import CPU, TOWER_LAYERS, Runner, load_decoder, load_native_decoder
-from support.own_code.molmo import TEXTS, molmo
-from support.tiny_checkpoints import sentencepiece_tokenizer
+from support.checkpoints.tiny import sentencepiece_tokenizer
+from support.own_code.own_towers.molmo import TEXTS, molmo
+from support.workers.decoders import CPU, TOWER_LAYERS, Runner, load_decoder, load_native_decoder
 from torch.nn import functional as F
 
 pytestmark = pytest.mark.slow

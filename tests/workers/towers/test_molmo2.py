@@ -20,8 +20,8 @@ from engine.workers.towers.image_tower import TowerSource
 from engine.workers.towers.make_tower import make_tower
 from engine.workers.towers.placed import Placed
 from PIL import Image
-from support.decoders import CPU, TOWER_LAYERS, Runner, load_decoder, load_native_decoder
-from support.molmo_images import MARKS, OLMO, PATCH, molmo2_directory, reference_images
+from support.vision.molmo import MARKS, OLMO, PATCH, molmo2_directory, reference_images
+from support.workers.decoders import CPU, TOWER_LAYERS, Runner, load_decoder, load_native_decoder
 
 pytestmark = pytest.mark.slow
 

@@ -30,12 +30,6 @@ from engine.workers.towers.image_tower import TowerSource
 from engine.workers.towers.make_tower import make_tower
 from engine.workers.towers.placed import Placed
 from PIL import Image
-from support.decoders import CPU, TOWER_LAYERS, Runner, load_decoder, load_native_decoder
-from support.own_code.deepseek_ocr import deepseek_ocr
-from support.own_code.deepseek_vl2 import deepseek_vl2
-from support.own_code.dots_ocr import dots_ocr
-from support.own_code.glm4v import glm4v_9b
-from support.own_code.isaac import isaac
 from support.own_code.known_towers import (
     eagle2_5,
     locate_anything,
@@ -44,17 +38,23 @@ from support.own_code.known_towers import (
     points,
     sarashina2,
 )
-from support.own_code.minicpm import minicpmv
+from support.own_code.known_towers.deepseek_ocr import deepseek_ocr
+from support.own_code.known_towers.deepseek_vl2 import deepseek_vl2
+from support.own_code.known_towers.isaac import isaac
+from support.own_code.known_towers.step_vl import step_vl
 from support.own_code.model import OwnCodeModel
-from support.own_code.moondream import Moondream, moondream
-from support.own_code.onevision2 import onevision2
-from support.own_code.openvla import openvla
-from support.own_code.ovis2_5 import ovis2_5
-from support.own_code.perception_lm import perception_lm
-from support.own_code.phi3_v import phi3_v
-from support.own_code.rice import rice
-from support.own_code.step_vl import step_vl
-from support.own_code.youtu import youtu_vl
+from support.own_code.own_towers.dots_ocr import dots_ocr
+from support.own_code.own_towers.glm4v import glm4v_9b
+from support.own_code.own_towers.minicpm import minicpmv
+from support.own_code.own_towers.moondream import Moondream, moondream
+from support.own_code.own_towers.onevision2 import onevision2
+from support.own_code.own_towers.openvla import openvla
+from support.own_code.own_towers.ovis2_5 import ovis2_5
+from support.own_code.own_towers.perception_lm import perception_lm
+from support.own_code.own_towers.phi3_v import phi3_v
+from support.own_code.own_towers.rice import rice
+from support.own_code.own_towers.youtu import youtu_vl
+from support.workers.decoders import CPU, TOWER_LAYERS, Runner, load_decoder, load_native_decoder
 
 pytestmark = pytest.mark.slow
 

@@ -26,12 +26,12 @@ from engine.workers.towers.make_tower import make_tower
 from engine.workers.towers.placed import Placed
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from support.decoders import CPU, TOWER_LAYERS, Runner, load_decoder, load_native_decoder
+from support.checkpoints.lora_adapters import write_adapter
+from support.checkpoints.tiny import sentencepiece_tokenizer
 from support.families import SMALL
-from support.lora_adapters import write_adapter
-from support.server import default_model
-from support.tiny_checkpoints import sentencepiece_tokenizer
-from support.vision_checkpoints import CHAT_TEMPLATE
+from support.servers.server import default_model
+from support.vision.checkpoints import CHAT_TEMPLATE
+from support.workers.decoders import CPU, TOWER_LAYERS, Runner, load_decoder, load_native_decoder
 from torch.nn import functional as F
 from transformers import BatchFeature
 

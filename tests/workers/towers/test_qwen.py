@@ -25,8 +25,7 @@ from engine.workers.towers.make_tower import make_tower
 from engine.workers.towers.placed import Placed
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from support.decoders import CPU, TOWER_LAYERS, Runner, load_decoder, load_native_decoder
-from support.qwen_checkpoints import (
+from support.vision.qwen import (
     FRAMES,
     GLM_MODELS,
     IMAGE_MODELS,
@@ -38,6 +37,7 @@ from support.qwen_checkpoints import (
     rotary_positions,
     video_patches,
 )
+from support.workers.decoders import CPU, TOWER_LAYERS, Runner, load_decoder, load_native_decoder
 
 pytestmark = pytest.mark.slow
 

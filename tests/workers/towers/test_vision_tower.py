@@ -22,14 +22,14 @@ from engine.workers.towers.image_tower import TowerSource
 from engine.workers.towers.make_tower import make_tower
 from engine.workers.towers.placed import Placed
 from PIL import Image
-from support.decoders import CPU, TOWER_LAYERS, Runner, load_decoder, load_native_decoder
-from support.image_marks import ANYRES_MODELS, GEMMA_MODELS, MODELS, SIZED_MODELS
-from support.image_models import TOKEN_TYPES
-from support.image_processors import image_processor
-from support.normed_projector import NORMED_MODELS
-from support.published_internvl import VARIANTS
-from support.published_llava import PUBLISHED_MODELS
-from support.vision_checkpoints import TILE, TOWER_SIZES, vision_directory
+from support.media.image_marks import ANYRES_MODELS, GEMMA_MODELS, MODELS, SIZED_MODELS
+from support.media.image_processors import image_processor
+from support.vision.checkpoints import TILE, TOWER_SIZES, vision_directory
+from support.vision.models import TOKEN_TYPES
+from support.vision.normed_projector import NORMED_MODELS
+from support.vision.published_internvl import VARIANTS
+from support.vision.published_llava import PUBLISHED_MODELS
+from support.workers.decoders import CPU, TOWER_LAYERS, Runner, load_decoder, load_native_decoder
 
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,7 @@ from engine.frontend.media.audio.decode import AudioReader
 from engine.frontend.media.audio.resample import Resampler
 from engine.frontend.media.audio.windows import Windows
 from engine.protocol.errors import ParameterError
-from support.video_files import write_video
+from support.media.video_files import write_video
 
 RATE = 16_000
 

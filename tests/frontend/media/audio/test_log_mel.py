@@ -13,8 +13,8 @@ from engine.frontend.media.audio.log_mel import (
     normed_log_mel,
     paired_log_mel,
 )
-from support.audio_checkpoints import NUM_MEL_BINS
-from support.audio_features import granite_features
+from support.audio.checkpoints import NUM_MEL_BINS
+from support.media.audio_features import granite_features
 from transformers import (
     CohereAsrFeatureExtractor,
     Gemma3nAudioFeatureExtractor,

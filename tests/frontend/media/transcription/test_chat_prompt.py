@@ -19,7 +19,7 @@ from engine.frontend.tokenizer.load import load_tokenizer
 from engine.protocol.checkpoint.config_fields import ConfigFields
 from engine.protocol.encoder_inputs.inputs import EncoderInput
 from engine.protocol.errors import ParameterError
-from support.audio_checkpoints import audio_directory
+from support.audio.checkpoints import audio_directory
 
 TEMPLATE = '{% for m in messages %}{{ m.role }}:{{ "<|audio_pad|>" if m.role == "user" else m.content }} {% endfor %}'
 

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
-from support.engine_fixtures import (
+from support.servers.engine_fixtures import (
     MAX_MODEL_LEN,
     connected,
     drive,

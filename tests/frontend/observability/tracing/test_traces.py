@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
-from support.frontend_process import MODEL, FrontendProcess, sound_frontend
-from support.otlp_collector import Collector, attributes_of
+from support.servers.frontend_process import MODEL, FrontendProcess, sound_frontend
+from support.servers.otlp_collector import Collector, attributes_of
 
 pytestmark = pytest.mark.slow
 

@@ -5,7 +5,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from support.forked import ForkedProcess
+from support.processes.forked import ForkedProcess
 
 pytestmark = pytest.mark.slow
 

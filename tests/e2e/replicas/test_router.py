@@ -1,0 +1,193 @@
+"""`engine router`: several models at one address, which are loaded when they are needed."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import openai
+import psutil
+import pytest
+import yaml
+from support.processes.program import has_ended, wait_until
+from support.servers.server import Server, default_model
+from websockets.sync.client import connect
+
+pytestmark = pytest.mark.rotated
+
+PROMPT = "One two three"
+
+
+class RouterServer(Server):
+    """A router with the models of `small` and `other`, which are equal, and of `absent`, which does not exist."""
+
+    def __init__(self, directory: Path, *flags: str) -> None:
+        options = {"model": default_model(), "max-model-len": 512}
+        content = {
+            "defaults": {"api-key": ["key"], "disable-log-stats": True},
+            "models": {"small": options, "other": options, "absent": {"model": "/absent"}},
+        }
+        (directory / "models.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+        self._file = str(directory / "models.yaml")
+        super().__init__(*flags, wait=False)
+        self.wait_for("routing to")
+
+    def command(self, args: tuple[str, ...]) -> list[str]:
+        return ["router", self._file, *args, "--port", "0"]
+
+    @property
+    def url(self) -> str:
+        return re.search(r"routing to .* at (http\S+)", self.log)[1].rstrip("/")
+
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="key", max_retries=0, timeout=120)
+
+    def states(self) -> dict[str, str]:
+        models = self.client().models.list()
+        return {model.id: model.status["value"] for model in models}  # type: ignore[attr-defined]
+
+
+@pytest.fixture(scope="module")
+def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterServer]:
+    with RouterServer(tmp_path_factory.mktemp("router")) as server:
+        yield server
+
+
+def complete(client: openai.OpenAI, model: str) -> str:
+    fields = {"ignore_eos": True}
+    answer = client.completions.create(
+        model=model, prompt=PROMPT, max_tokens=8, temperature=0, extra_body=fields
+    )
+    assert answer.model == model
+    return answer.choices[0].text
+
+
+def test_models_take_turns(router: RouterServer) -> None:
+    client = router.client()
+    with ThreadPoolExecutor(6) as pool:
+        texts = list(pool.map(lambda name: complete(client, name), ["small", "other"] * 3))
+    assert len(set(texts)) == 1
+    states = router.states()
+    assert sorted(states.values()) == ["loaded", "unloaded", "unloaded"], states
+    # Requests that wait for the same model are answered together.
+    assert router.log.count("router: loading") == 2
+    with pytest.raises(openai.NotFoundError, match="available models: small, other, absent"):
+        complete(client, "missing")
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=f"{router.url}/v1", api_key="wrong").models.list()
+    with pytest.raises(openai.InternalServerError, match="the model absent does not load"):
+        complete(client, "absent")
+    assert router.states()["absent"] == "failed"
+    assert complete(client, "small") == texts[0]
+
+
+def test_objects_are_found_without_the_name_of_their_model(router: RouterServer) -> None:
+    client = router.client()
+    response = client.responses.create(model="other", input=PROMPT, max_output_tokens=2)
+    assert client.responses.retrieve(response.id).model == "other"
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve("resp_" + "0" * 32)
+
+
+def test_models_are_loaded_and_unloaded_on_request(router: RouterServer) -> None:
+    http = httpx.Client(base_url=router.url, headers={"x-api-key": "key"}, timeout=120)
+    assert http.post("/models/load", json={"model": "small"}).json() == {"success": True}
+    assert [each["name"] for each in http.get("/api/ps").json()["models"]] == ["small"]
+    assert "engine:num_requests_running" in http.get("/metrics?model=small").text
+    assert 'engine:router_model_loaded{model_name="small"} 1' in http.get("/metrics").text
+    assert http.post("/models/unload", json={"model": "small"}).json() == {"success": True}
+    assert http.get("/api/ps").json()["models"] == []
+    assert http.post("/models/load", json={}).status_code == 400
+    assert http.get("/v1/models/small").json()["status"]["value"] == "unloaded"
+    assert http.get("/readyz").status_code == 200
+
+
+def test_connections_to_a_model_are_used_again(router: RouterServer) -> None:
+    def sockets() -> set[str]:
+        """Return the open sockets of the router."""
+        found = Path(f"/proc/{router.process.pid}/fd").iterdir()
+        return {link for each in found if (link := str(each.readlink())).startswith("socket:")}
+
+    client = router.client()
+    complete(client, "small")
+    before = sockets()
+    assert len({complete(client, "small") for _ in range(3)}) == 1
+    assert sockets() == before
+
+
+def test_websockets_reach_the_model(router: RouterServer) -> None:
+    url = router.url.replace("http", "ws") + "/v1/responses?model=small"
+    headers = {"authorization": "Bearer key"}
+    create = {"type": "response.create", "model": "small", "input": "Hi", "max_output_tokens": 4}
+    with connect(url, additional_headers=headers, open_timeout=120) as socket:
+        for _ in range(2):
+            socket.send(json.dumps(create))
+            kinds = []
+            while not kinds or kinds[-1].partition(".")[2] not in ("completed", "incomplete"):
+                kinds.append(json.loads(socket.recv(timeout=60))["type"])
+            assert kinds[0] == "response.created"
+
+
+def test_a_stream_ends_before_its_model_is_unloaded(router: RouterServer) -> None:
+    client = router.client()
+    fields = {"ignore_eos": True}
+    with (
+        client.completions.create(
+            model="small", prompt=PROMPT, max_tokens=300, stream=True, extra_body=fields
+        ) as stream,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        next(iter(stream))
+        text = pool.submit(complete, client, "other")
+        wait_until(lambda: router.states()["small"] == "unloaded", what="small is to be unloaded")
+        chunks = list(stream)
+        assert chunks[-1].choices[0].finish_reason == "length"
+        assert text.result()
+
+
+def test_a_client_that_leaves_ends_its_request(router: RouterServer) -> None:
+    client = router.client()
+    fields = {"ignore_eos": True}
+    stream = client.completions.create(
+        model="small", prompt=PROMPT, max_tokens=400, stream=True, extra_body=fields
+    )
+    next(iter(stream))
+    stream.close()
+    idle = 'num_requests_running{engine="0",model_name="small"} 0.0'
+    headers = {"x-api-key": "key"}
+    url = f"{router.url}/metrics?model=small"
+    wait_until(lambda: idle in httpx.get(url, headers=headers).text, what="the request has ended")
+
+
+def test_a_crashed_model_is_loaded_again(router: RouterServer) -> None:
+    client = router.client()
+    complete(client, "small")
+    guardians = [c for c in psutil.Process(router.process.pid).children() if c.is_running()]
+    for guardian in guardians:
+        guardian.kill()
+    wait_until(lambda: router.states()["small"] == "failed", what="the exit was noticed")
+    assert complete(client, "small")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_the_models_end_with_the_router(tmp_path: Path, number: signal.Signals) -> None:
+    with RouterServer(tmp_path, "--models-max", "2", "--idle-seconds", "3") as router:
+        client = router.client()
+        complete(client, "other")
+        fields = {"ignore_eos": True}
+        stream = client.completions.create(
+            model="small", prompt=PROMPT, max_tokens=200, stream=True, extra_body=fields
+        )
+        next(iter(stream))
+        wait_until(lambda: router.states()["other"] == "unloaded", what="other was idle")
+        children = router.find_children()
+        router.process.send_signal(number)
+        if number == signal.SIGTERM:
+            assert list(stream)[-1].choices[0].finish_reason == "length"
+            assert router.process.wait(60) == 0
+        wait_until(lambda: all(map(has_ended, children)), 60, what="no process is left")

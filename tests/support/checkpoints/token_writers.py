@@ -1,0 +1,110 @@
+"""Tiny random encoders that write tokens, as files on disk."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from support.audio.checkpoints import NUM_MEL_BINS
+from support.checkpoints.source import MODELS, write_letters
+from support.media.audio_features import granite_features
+
+GRANITE, OMNIASR = "granite", "omniasr"
+
+
+def writer_directory(directory: Path, kind: str) -> tuple[Path, Any]:
+    """Write a Parakeet ("CTC", "RNNT" or "TDT") a Granite Speech 5 or an OmniASR with a tokenizer.
+
+    Return its directory and transformers' model.
+    """
+    ids = write_letters(directory, ("<pad>", "<blank>"), "<pad>")
+    vocab_size = 1 + max(ids.values())
+    has_ctc = kind in ("CTC", GRANITE, OMNIASR)
+    # CTC has no token for padding beside the blank.
+    special = {"pad_token_id": ids["<pad>"]} | (
+        {"pad_token_id": ids["<blank>"]} if has_ctc else {"blank_token_id": ids["<blank>"]}
+    )
+    name = f"Parakeet{{}}{kind}"
+    encoder = MODELS["canary"][1]["encoder_config"] | {"scale_input": True}
+    if kind == GRANITE:
+        name = "GraniteSpeech5{}CTC"
+        encoder = {
+            "model_type": "granite_speech5_encoder",
+            "vocab_size": vocab_size,
+            "num_mel_bins": 16,
+            "hidden_size": 32,
+            "intermediate_size": 40,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "context_size": 21,
+            "max_position_embeddings": 32,
+            "subsample_layers": [0, 2],
+        }
+    section = "encoder_config"
+    if kind == OMNIASR:
+        name, section = "OmniASR{}CTC", "audio_config"
+        special["blank_token_id"] = ids["<blank>"]
+        encoder = {
+            "model_type": "omniasr_audio",
+            "hidden_size": 32,
+            "conv_dim": [8, 12, 16],
+            "conv_kernel": [10, 8, 4],
+            "conv_stride": [8, 8, 5],
+            "num_attention_heads": 4,
+            "num_hidden_layers": 3,
+            "intermediate_size": 40,
+            "num_conv_pos_embeddings": 8,
+            "num_conv_pos_embedding_groups": 4,
+        }
+    config = getattr(transformers, name.format("") + "Config")(
+        vocab_size=vocab_size,
+        **{section: encoder},
+        **special,
+        **({} if has_ctc else {"decoder_hidden_size": 24}),
+    )
+    torch.manual_seed(0)
+    model_class = getattr(transformers, name.format("For"))
+    model = model_class._from_config(config, attn_implementation="eager").eval()
+    for parameter_name, parameter in model.named_parameters():
+        if not re.search(r"norm\w*\.weight|bias$", parameter_name):
+            torch.nn.init.normal_(parameter, 0, 0.5)
+    for buffer_name, buffer in model.named_buffers():
+        if "running_" in buffer_name:
+            torch.nn.init.uniform_(buffer, 0.5, 1.5)
+    with torch.no_grad():
+        # Most rows have no token, as those of speech.
+        head = model.ctc_head if has_ctc else model.joint.head
+        head.bias[ids["<blank>"]] += 3
+    if not has_ctc:
+        model.generation_config.decoder_start_token_id = ids["<blank>"]
+    model.save_pretrained(directory)
+    fields = {"feature_size": 16, "sampling_rate": 16_000, "hop_length": 160, "n_fft": 512}
+    if kind == GRANITE:
+        fields = {"num_mel_bins": 16, **fields}
+    (directory / "preprocessor_config.json").write_text(json.dumps(fields))
+    return directory, model
+
+
+def features(kind: str, samples: np.ndarray) -> dict[str, torch.Tensor]:
+    """Return the features of transformers' extractor, which for Granite Speech 5 needs torchaudio."""
+    if kind == OMNIASR:
+        extractor = transformers.OmniASRFeatureExtractor()
+        return dict(extractor(samples, sampling_rate=16_000, return_tensors="pt"))
+    if kind != GRANITE:
+        extractor = transformers.ParakeetFeatureExtractor(feature_size=16)
+        return dict(extractor(samples, sampling_rate=16_000, return_tensors="pt"))
+    num_frames = 2 * -(-(len(samples) // 160) // 2)
+    filled = np.pad(samples, (0, max(0, (num_frames - 1) * 160 + 1 - len(samples))))
+    frames = granite_features(filled[: (num_frames - 1) * 160 + 159], NUM_MEL_BINS).reshape(
+        num_frames, -1
+    )
+    # compute_deltas of torchaudio: the slope of the line through three frames.
+    padded = torch.cat((frames[:1], frames, frames[-1:]))
+    deltas = (padded[2:] - padded[:-2]) / 2
+    rows = torch.cat((frames, deltas), 1).reshape(1, num_frames // 2, -1)
+    return {"input_features": rows, "attention_mask": torch.ones(rows.shape[:2])}

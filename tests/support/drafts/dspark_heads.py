@@ -1,0 +1,154 @@
+"""DSpark heads, with reference implementations."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from engine.protocol.config import ProposerMethod, SpeculativeConfig
+from safetensors.torch import load_file
+from support.drafts.draft_heads import (
+    add_dflash_vocabulary,
+    add_tensors,
+    dflash_hidden_states,
+    write_dflash,
+)
+from support.drafts.models_with_heads import NUM_DRAFTS, Head, write_model
+from torch import Tensor
+
+RANK, SIZE = 16, 64
+
+
+def write_markov_head(
+    directory: Path, kind: str, num_tokens: int, num_drafts: int, **fields: Any
+) -> Callable[[Tensor, int, bool], Tensor]:
+    """Turn a DFlash head into a DSpark head. Return the bias of its logits.
+
+    It is a function of a draft's hidden state, of the token before it, and of whether it is the first of its block.
+    """
+    file = directory / "config.json"
+    config = json.loads(file.read_text())
+    config |= {
+        "architectures": ["DSparkSpeculator" if fields else "Qwen3DSparkModel"],
+        "markov_rank": RANK,
+        "markov_head_type": kind,
+        "enable_confidence_head": True,
+        **fields,
+    }
+    file.write_text(json.dumps(config))
+    weights = {
+        "markov_w1": torch.randn(num_tokens, RANK),
+        "markov_w2": torch.randn(num_drafts, RANK),
+    }
+    if kind == "gated":
+        weights["gate_proj"] = 0.2 * torch.randn(RANK, SIZE + RANK)
+    if kind == "rnn":
+        weights["joint_proj"] = 0.2 * torch.randn(3 * RANK, SIZE + 2 * RANK)
+    tensors = {f"markov_head.{name}.weight": each for name, each in weights.items()}
+    biases = {name: torch.randn(len(weights[name])) for name in weights if name.endswith("_proj")}
+    tensors |= {f"markov_head.{name}.bias": each for name, each in biases.items()}
+    tensors["confidence_head.proj.weight"] = torch.zeros(1, SIZE + RANK)
+    tensors["confidence_head.proj.bias"] = torch.zeros(1)
+    add_tensors(directory, tensors)
+    state = torch.zeros(RANK)
+
+    def bias(hidden_D: Tensor, previous: int, is_first: bool) -> Tensor:
+        nonlocal state
+        state = torch.zeros(RANK) if is_first else state
+        vector = weights["markov_w1"][previous]
+        if kind == "gated":
+            inputs = torch.cat((hidden_D, vector))
+            vector = (weights["gate_proj"] @ inputs + biases["gate_proj"]).sigmoid() * vector
+        if kind == "rnn":
+            inputs = torch.cat((state, vector, hidden_D))
+            joint = weights["joint_proj"] @ inputs + biases["joint_proj"]
+            gate, candidate, output = joint.chunk(3)
+            state = gate.sigmoid() * state + (1 - gate.sigmoid()) * candidate.tanh()
+            vector = output.tanh()
+        return weights["markov_w2"] @ vector
+
+    return bias
+
+
+def make_dspark(path: Path, kind: str, *, of_speculators: bool = False) -> Head:
+    model = write_model(path, "Qwen3Config", "Qwen3ForCausalLM", {"num_hidden_layers": 6})
+    directory = path / "head"
+    made = write_dflash(directory, ["full_attention"] * 3)
+    vocab_size = model.config.vocab_size
+    token_ids, matrix = torch.arange(vocab_size), model.lm_head.weight
+    fields = {}
+    if of_speculators:
+        token_ids = add_dflash_vocabulary(directory, model.config)
+        matrix = load_file(directory / "model.safetensors")["lm_head.weight"]
+        fields = {"sample_from_anchor": False}
+    bias = write_markov_head(directory, kind, vocab_size, len(token_ids), **fields)
+
+    @torch.no_grad()
+    def drafts(tokens: list[int]) -> list[int]:
+        hidden_TD = dflash_hidden_states(
+            model, made, tokens, NUM_DRAFTS, from_last=not of_speculators
+        )
+        found = tokens[-1:]
+        for index, hidden_D in enumerate(hidden_TD):
+            logits = matrix @ hidden_D + bias(hidden_D, found[-1], index == 0)
+            found.append(int(token_ids[logits.argmax()]))
+        return found[1:]
+
+    return Head(
+        model,
+        path,
+        SpeculativeConfig(3, ProposerMethod.DFLASH, model=str(directory)),
+        lambda embedded_TD, hidden_TD: (embedded_TD, hidden_TD),
+        layers=(1, 3),
+        drafts=drafts,
+        modules=made,
+    )
+
+
+def dspark_with_pairs(path: Path) -> Head:
+    """A DSpark head as published for LFM2, whose rotation pairs neighbors."""
+    head = make_dspark(path, "vanilla")
+    directory = path / "head"
+    file = directory / "config.json"
+    fields = {"architectures": ["Lfm2DSparkDraftModel"], "rope_is_neox_style": False}
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+    tensors = load_file(directory / "model.safetensors")
+    for name, tensor in tensors.items():
+        if re.search(r"self_attn\.[qk]_(proj|norm)\.weight", name):
+            halves = tensor.unflatten(0, (-1, 2, 8))
+            tensors[name] = halves.transpose(1, 2).flatten(0, 2).contiguous()
+    add_tensors(directory, tensors)
+    return head
+
+
+def dspark(path: Path) -> Head:
+    """A DSpark head as published by its authors, whose last token predicts."""
+    return make_dspark(path, "vanilla")
+
+
+def dspark_with_gates(path: Path) -> Head:
+    """A DSpark head with gates in its Markov head."""
+    return make_dspark(path, "gated")
+
+
+def dspark_with_states(path: Path) -> Head:
+    """A DSpark head with a recurrent Markov head."""
+    return make_dspark(path, "rnn")
+
+
+def dspark_of_speculators(path: Path) -> Head:
+    """A DSpark head in the layout of Speculators, whose mask tokens predict, with a vocabulary of its own."""
+    return make_dspark(path, "vanilla", of_speculators=True)
+
+
+DSPARK_HEADS = [
+    dspark,
+    dspark_with_pairs,
+    dspark_with_gates,
+    dspark_with_states,
+    dspark_of_speculators,
+]

@@ -1,0 +1,81 @@
+"""Ling 3 with images, made of the tower of transformers' Qwen3-VL and the decoder of Ling 3."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from engine.protocol.encoder_inputs.payloads import ImagePayload
+from safetensors.torch import load_file, save_file
+from support.families import make_reference
+from support.own_code.known_towers.keye import KeyeModel, Rotary
+from support.own_code.model import fill, normalized, write
+from torch import Tensor, nn
+from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen
+
+_PATCH, _SIZE, _SECTIONS = 4, 48, (2, 1, 1)
+
+
+class _Merger(nn.Module):
+    """The norm of patches, which is all that remains of the tower's projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(_SIZE, 1e-6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x).view(-1, 4 * _SIZE)
+
+
+def ling3_vl(directory: Path, *, vocab_size: int = 96, image_token: int = 95) -> KeyeModel:
+    """Write a Ling 3 that reads images."""
+    decoder = make_reference("ling3", vocab_size=vocab_size, max_position_embeddings=2048)
+    # Answers have no images.
+    decoder.lm_head.weight.data[image_token].zero_()
+    size = decoder.config.hidden_size
+    decoder.model.rotary_emb = Rotary(decoder.model.rotary_emb.inv_freq, _SECTIONS)
+    vision = {
+        "depth": 3,
+        "hidden_size": _SIZE,
+        "intermediate_size": 80,
+        "num_heads": 4,
+        "num_position_embeddings": 36,
+        "patch_size": _PATCH,
+        "deepstack_visual_indexes": [],
+    }
+    made = qwen.Qwen3VLVisionConfig(**vision, _attn_implementation="eager")
+    tower = qwen.Qwen3VLVisionModel(made)
+    tower.merger = _Merger()
+    projection = nn.Sequential(nn.Linear(4 * _SIZE, size), nn.GELU(), nn.Linear(size, size))
+    fill(tower, projection)
+
+    def encode(payload: ImagePayload) -> Tensor:
+        rows, columns = payload.height // _PATCH, payload.width // _PATCH
+        cells = normalized(payload).view(3, rows // 2, 2, _PATCH, columns // 2, 2, _PATCH)
+        patches = cells.permute(1, 4, 2, 5, 0, 3, 6)[:, :, :, :, :, None].expand(
+            -1, -1, -1, -1, -1, 2, -1, -1
+        )
+        grid = torch.tensor([[1, rows, columns]])
+        found: Tensor = projection(tower(patches.reshape(rows * columns, -1), grid).pooler_output)
+        return found
+
+    text: dict[str, Any] = decoder.config.to_dict()
+    del text["architectures"]
+    config = {
+        "architectures": ["BailingMoeV3VLForConditionalGeneration"],
+        "model_type": "bailing_moe_v3_vl",
+        "image_token_id": image_token,
+        "mrope_section": [*_SECTIONS],
+        "text_config": text | {"gated_attention_proj_granularity_type": "head_wise"},
+        "vision_config": vision,
+    }
+    processor = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": _PATCH}
+    processor |= {"merge_size": 2, "temporal_patch_size": 2, "min_pixels": 256}
+    processor |= {"max_pixels": 64 * 60}
+    decoder.save_pretrained(directory)
+    file = directory / "model.safetensors"
+    own = load_file(file)
+    write(directory, config, {"model.visual.": tower, "linear_proj.": projection}, processor)
+    save_file(own | load_file(file), file)
+    return KeyeModel(decoder, encode, image_token)

@@ -1,0 +1,223 @@
+"""Requests that take several messages: WebSockets, lines of JSON, batches, and responses in the background.
+
+Each is a function that returns what a client has read, without IDs and times, so that it can be compared.
+"""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Final, TypeAlias
+from urllib.parse import urlsplit
+
+import numpy as np
+from support.requests import realtime
+from support.servers.server import Server
+from websockets.sync.client import connect
+
+PATIENCE_S: Final = 120.0
+"""Seconds for several recoveries in a row, on a slow machine."""
+_PAUSE_S: Final = 0.1
+_TURN: Final = {"max_output_tokens": 40, "temperature": 0, "ignore_eos": True}
+TOOL: Final[dict[str, Any]] = {
+    "name": "look_out",
+    "parameters": {
+        "type": "object",
+        "properties": {"place": {"type": "string", "maxLength": 12}, "days": {"enum": [1, 2]}},
+        "required": ["place", "days"],
+        "additionalProperties": False,
+    },
+}
+
+Conversation: TypeAlias = Callable[[Server], Any]
+
+
+class Refused(Exception):
+    """The server answered with an error."""
+
+
+def open_websocket(server: Server, path: str) -> Any:
+    return connect(server.url.replace("http", "ws", 1) + path, max_size=None, open_timeout=60)
+
+
+def response_on_socket(server: Server) -> list[Any]:
+    """Return the texts of two turns of a response that is not stored."""
+    found: list[Any] = []
+    previous = None
+    with open_websocket(server, "/v1/responses") as socket:
+        for text in ("the quick", "brown fox"):
+            fields = {"input": text, "store": False, "previous_response_id": previous, **_TURN}
+            socket.send(json.dumps({"type": "response.create", "model": "tiny", **fields}))
+            deltas = ""
+            while (event := json.loads(socket.recv(PATIENCE_S)))["type"] not in (
+                *("response.completed", "response.incomplete", "response.failed", "error"),
+            ):
+                deltas += event.get("delta", "")
+            if event["type"] != "response.incomplete":
+                raise Refused(event)
+            previous = event["response"]["id"]
+            found.append((deltas, _output_of(event["response"])))
+    return found
+
+
+def background_response(server: Server) -> Any:
+    """Return the output of a response that runs in the background."""
+    fields = {"input": "seven wizards", "background": True, "seed": 5, **_TURN, "temperature": 1.0}
+    _, response = _checked(server.post("/v1/responses", {"model": "tiny", **fields}))
+    while response["status"] in ("queued", "in_progress"):
+        time.sleep(_PAUSE_S)
+        _, response = _checked(_get_persistently(server, f"/v1/responses/{response['id']}"))
+    return response["status"], _output_of(response)
+
+
+def tool_response(server: Server) -> Any:
+    """Return the output of a response that must call a tool."""
+    tools = [{"type": "function", **TOOL}]
+    fields = {"input": "brew tea", "tools": tools, "tool_choice": "required"}
+    answer = server.post("/v1/responses", {"model": "tiny", **fields, **_TURN})
+    return _output_of(_checked(answer)[1])
+
+
+def _output_of(response: dict[str, Any]) -> Any:
+    return [
+        {key: item[key] for key in ("type", "content", "name", "arguments") if key in item}
+        for item in response["output"]
+    ]
+
+
+def batch(server: Server) -> Any:
+    """Return the results of a batch, whose file is deleted afterwards."""
+    bodies = [
+        {"model": model, "prompt": [9, 8, seed], "seed": seed, "max_tokens": 20, "ignore_eos": True}
+        for seed, model in enumerate(("tiny", "one", "two"))
+    ]
+    lines = [
+        json.dumps({"custom_id": str(at), "method": "POST", "url": "/v1/completions", "body": body})
+        for at, body in enumerate(bodies)
+    ]
+    part = '--part\r\ncontent-disposition: form-data; name="{}"{}\r\n\r\n{}\r\n'
+    form = part.format("purpose", "", "batch") + part.format(
+        "file", '; filename="a.jsonl"', "\n".join(lines)
+    )
+    headers = {"content-type": "multipart/form-data; boundary=part"}
+    _, file = _checked(server.post("/v1/files", f"{form}--part--\r\n".encode(), headers=headers))
+    fields = {"endpoint": "/v1/completions", "completion_window": "24h"}
+    _, job = _checked(server.post("/v1/batches", {"input_file_id": file["id"], **fields}))
+    while not job.get("output_file_id"):
+        if job["status"] in ("failed", "expired", "cancelled") or job.get("error_file_id"):
+            raise Refused(job)
+        time.sleep(_PAUSE_S)
+        _, job = _checked(_get_persistently(server, f"/v1/batches/{job['id']}"))
+    _, text = _checked(_get_persistently(server, f"/v1/files/{job['output_file_id']}/content"))
+    results = [json.loads(line) for line in _lines(text)]
+    return sorted(
+        (each["custom_id"], each["response"]["body"]["choices"][0]["text"]) for each in results
+    )
+
+
+def _lines(text: Any) -> list[str]:
+    return text.splitlines() if isinstance(text, str) else [json.dumps(text)]
+
+
+def ollama_chat(server: Server) -> str:
+    """Return the text of lines of JSON in Ollama's format."""
+    options = {"num_predict": 40, "temperature": 0, "ignore_eos": True}
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "brew tea"}]}
+    text = ""
+    for line in _stream(server, "/api/chat", body | {"options": options}):
+        event = json.loads(line)
+        if "error" in event:
+            raise Refused(event)
+        text += event["message"]["content"]
+        if event["done"]:
+            return text
+    raise OSError("the stream was cut")
+
+
+def claude_stream(server: Server) -> str:
+    """Return the text of a stream in Anthropic's format."""
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "brew tea"}]}
+    fields = {"max_tokens": 40, "temperature": 0, "ignore_eos": True, "stream": True}
+    text = ""
+    for line in _stream(server, "/v1/messages", body | fields):
+        if not line.startswith(b"data: "):
+            continue
+        event = json.loads(line[6:])
+        if event["type"] == "error":
+            raise Refused(event)
+        text += event.get("delta", {}).get("text", "")
+        if event["type"] == "message_stop":
+            return text
+    raise OSError("the stream was cut")
+
+
+def _stream(server: Server, path: str, body: dict[str, Any]) -> Iterator[bytes]:
+    parts = urlsplit(server.url)
+    connection = http.client.HTTPConnection(
+        parts.hostname or "", parts.port or 0, timeout=PATIENCE_S
+    )
+    try:
+        headers = {"content-type": "application/json"}
+        connection.request("POST", path, json.dumps(body), headers)
+        response = connection.getresponse()
+        if response.status != 200:
+            raise Refused(response.status, response.read())
+        yield from response
+    finally:
+        connection.close()
+
+
+def make_live_session(samples: np.ndarray) -> Conversation:
+    """Return a session that transcribes the samples twice, each time in two halves."""
+
+    def live_session(server: Server) -> list[str]:
+        pcm = realtime.to_pcm(samples)
+        half = len(pcm) // 4 * 2
+        texts: list[str] = []
+        with open_websocket(server, "/v1/realtime?model=tiny") as socket:
+
+            def read(end: str) -> Any:
+                while (event := json.loads(socket.recv(PATIENCE_S)))["type"] != end:
+                    if event["type"].endswith((".failed", "error")):
+                        raise Refused(event)
+                return event
+
+            read("session.created")
+            settings = realtime.session_of(model="tiny")
+            socket.send(json.dumps({"type": "session.update", "session": settings}))
+            read("session.updated")
+            for _ in range(2):
+                for piece in (pcm[:half], pcm[half:]):
+                    audio = base64.b64encode(piece).decode()
+                    socket.send(json.dumps({"type": "input_audio_buffer.append", "audio": audio}))
+                    time.sleep(_PAUSE_S)
+                socket.send(json.dumps({"type": "input_audio_buffer.commit"}))
+                end = read("conversation.item.input_audio_transcription.completed")
+                texts.append(end["transcript"])
+        return texts
+
+    return live_session
+
+
+def _get_persistently(server: Server, path: str) -> tuple[int, Any]:
+    """Return an answer of a server with a store, whose frontends may be restarted meanwhile."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            status, answer = server.get(path)
+        except (OSError, http.client.HTTPException):
+            if time.monotonic() > deadline:
+                raise
+        else:
+            if status != 503 or time.monotonic() > deadline:
+                return status, answer
+        time.sleep(_PAUSE_S)
+
+
+def _checked(answer: tuple[int, Any]) -> tuple[int, Any]:
+    if answer[0] != 200:
+        raise Refused(*answer)
+    return answer
