@@ -23,7 +23,7 @@ from ....protocol.config.audio.tower import (
 from ....protocol.config.chat_audio import ChatAudioConfig, Framing
 from ....protocol.encoder_inputs.inputs import EncoderInput
 from ....protocol.encoder_inputs.payloads import AudioPayload
-from ....protocol.errors import ConfigError, ParameterError
+from ....protocol.errors import ConfigError, ParameterError, counted
 from ...chat.messages import AUDIO_MARK
 from ...tokenizer.tokenizer import Tokenizer
 from .log_mel import (
@@ -91,10 +91,20 @@ def prepare_clip(samples: Float32Array, config: ChatAudioConfig, where: str) -> 
         needed = _needed(features, num_frames, size, config)
         inputs.append(_encoder_input(*needed, window * knows_window))
     if not inputs:
+        found = counted(len(samples), "sample")
         raise ParameterError(
-            where, f"is too short: it has {len(samples)} samples at {config.rate} Hz"
+            where,
+            f"is too short: it has {found} at {config.rate} Hz, and about {_fewest_samples(config)} are needed",
         )
     return PreparedAudio(inputs, seconds)
+
+
+def _fewest_samples(config: ChatAudioConfig) -> int:
+    """Return the number of samples of the frames that make one embedding."""
+    tower = config.tower
+    numbers = range(1, tower.num_frames + 1)
+    num_frames = next((number for number in numbers if tower.num_outputs(number)), 1)
+    return num_frames * config.window_samples // tower.num_frames
 
 
 def _max_outputs(samples: Float32Array, config: ChatAudioConfig) -> int:

@@ -370,7 +370,11 @@ def test_offline_callers_pass_arrays(model: Model) -> None:
     ("part", "field", "message"),
     [
         ({"data": encoded(clip(1, 2.1))}, ".data", "is 2.1 s long, but at most 2 s are allowed"),
-        ({"data": encoded(clip(1, 0.01))}, ".data", "is too short: it has 160 samples"),
+        (
+            {"data": encoded(clip(1, 0.01))},
+            ".data",
+            "is too short: it has 160 samples at 16000 Hz, and about 320 are needed",
+        ),
         ({"data": encoded(clip(1, 1.0))[:2000]}, ".data", "is truncated"),
         ({"data": "aGVsbG8="}, ".data", "is not an audio file that can be read"),
         ({"data": "!!"}, ".data", "is not valid base64"),
