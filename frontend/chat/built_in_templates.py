@@ -214,6 +214,25 @@ _MOONDREAM: Final = """
 {%- endfor %}
 """
 
+_NEMOTRON_PARSE: Final = """
+{%- set found = namespace(images="", text="") %}
+{%- for message in messages %}
+    {%- if message.content is string %}{% set found.text = found.text ~ message.content %}
+    {%- else %}
+        {%- for part in message.content or [] %}
+            {%- if part.type == "text" %}{% set found.text = found.text ~ part.text %}
+            {%- else %}{% set found.images = found.images ~ "<image>" %}{% endif %}
+        {%- endfor %}
+    {%- endif %}
+{%- endfor %}
+{%- set text = found.text | trim %}
+{%- if text.startswith("</s>") %}{% set text = text[4:] %}
+{%- elif not text.startswith("<s>") %}
+    {%- set text = "<s>" ~ (text or "<predict_bbox><predict_classes><output_markdown>") %}
+{%- endif %}
+{{- (found.images or "</s>") ~ text }}
+"""
+
 BUILT_IN_TEMPLATES: Final = {
     "chameleon": _CHAMELEON.strip(),
     "clip": _CONTENTS,
@@ -224,6 +243,7 @@ BUILT_IN_TEMPLATES: Final = {
     "florence2": _FLORENCE2.strip(),
     "kimi_k3": _KIMI_K3.strip(),
     "moondream": _MOONDREAM.strip(),
+    "nemotron_parse": _NEMOTRON_PARSE.strip(),
     "openvla": _CONTENTS,
     "siglip": _CONTENTS,
     "siglip_text_model": _CONTENTS,

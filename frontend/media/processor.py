@@ -20,6 +20,7 @@ from ...protocol.config.images.single import (
     CropProcessor,
     LongestProcessor,
     MarginProcessor,
+    PageProcessor,
     SquareProcessor,
 )
 from ...protocol.config.images.sized import (
@@ -53,7 +54,7 @@ from .layouts.pages import pages
 from .layouts.pixels import Parts
 from .layouts.resized import cornered, padded, resized
 from .layouts.scans import cuts, pan_and_scan
-from .layouts.single import crop, in_square, longest, quarters, square
+from .layouts.single import crop, in_square, longest, on_page, quarters, square
 from .layouts.sized import fit, fit_budget, fit_ratio
 from .layouts.slices import slices
 from .layouts.thumbnails import thumbnail
@@ -75,6 +76,7 @@ _LAYOUTS: Final[dict[type[Any], Callable[[Image.Image, Any], Parts]]] = {
     MosaicProcessor: mosaic,
     OverlapsProcessor: overlaps,
     PadProcessor: padded,
+    PageProcessor: on_page,
     PagesProcessor: pages,
     PanScanProcessor: pan_and_scan,
     QuartersProcessor: quarters,
@@ -100,6 +102,8 @@ def process_image(image: Image.Image, config: AnyImageProcessor, num_images: int
     if isinstance(config, RowsProcessor):
         return tiles_with_rows(image, config, num_images)
     is_only = isinstance(config, OverlapsProcessor) and not config.pads
+    if num_images > 1 and isinstance(config, PageProcessor):
+        raise ValueError(f"it reads one page a prompt, not {num_images}")
     if num_images > 1 and (is_only or isinstance(config, WindowsProcessor)):
         raise ValueError(
             f"it reads one image a prompt, not {num_images}, because the tokens of all images attend to each other"

@@ -25,6 +25,11 @@ def unsupported_features(spec: ModelSpec) -> list[str]:
             and (spec.head_dim % 16 != 0 or spec.compressed.indexer.head_dim % 2 != 0)
         ),
         "layers that also attend to the keys of earlier ones": spec.loop_window > 0,
+        "attention to images beside attention to tokens": (
+            spec.source is not None
+            and spec.source.are_images
+            and any(layer.reads_source and layer.attends for layer in spec.layers)
+        ),
         "factors of queries and values for each token": spec.has_token_scales,
         "bottlenecks of layers": spec.bottleneck is not None,
         "embeddings of n-grams of tokens": spec.averaged_ngrams is not None,

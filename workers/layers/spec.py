@@ -22,14 +22,16 @@ class SourceSpec(msgspec.Struct, frozen=True):
     """The encoder of an encoder-decoder model, which computes at most `max_positions` outputs.
 
     Without an `encoder`, a tower computes outputs of size `output_size`. If they `are_images`, layers that read them
-    do not attend to tokens, norm queries and keys, gate their outputs, and skip tokens without an image before them.
-    With `convolutions`, it reads `num_inputs` features of each audio frame. If `has_positions`, outputs have a table.
+    skip tokens without an image before them. Such layers that do not attend to tokens gate their outputs. If
+    `has_norms`, queries and keys of cross attention are normed. With `convolutions`, it reads `num_inputs` features of
+    each audio frame. If `has_positions`, outputs have a table.
     """
 
     encoder: "ModelSpec | None"
     max_positions: int
     output_size: int = 0
     are_images: bool = False
+    has_norms: bool = False
     convolutions: tuple[ConvolutionSpec, ...] = ()
     num_inputs: int = 0
     has_positions: bool = False

@@ -40,7 +40,7 @@ class CrossAttention:
         self.recorder: QueryRecorder | None = None
         self.reads_T1: Tensor | None = None
         self._norms: list[RMSNorm] = []
-        if spec.source.are_images:
+        if spec.source.has_norms:
             names = (f"{prefix}{name}_norm.weight" for name in "qk")
             vectors = (weights.read_vector(name, spec.head_dim) for name in names)
             self._norms = [RMSNorm(vector_K, spec.norm_eps) for vector_K in vectors]
@@ -70,7 +70,7 @@ class CrossAttention:
         self._backend.store(k_EGK, v_EGK, kv_cache, metadata, self._layer)
 
     def forward(self, x: Any, kv_cache: Tensor, metadata: Any) -> Tensor:
-        """Return the output [T, D]."""
+        """Return the output [T, D], also for tokens without anything to read."""
         q_THK = self.queries(x).unflatten(-1, (-1, self._head_dim))
         if self._norms:
             q_THK = self._norms[0](q_THK)

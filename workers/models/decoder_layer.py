@@ -94,6 +94,7 @@ class DecoderLayer:
         self.rope = layer.rope
         self.cache_groups = layer.cache_groups
         self._reads_input = layer.input_size > 0
+        self._reads_images = spec.source is not None and spec.source.are_images
         self._spec = spec
         self._attention: AnyAttention | None = None
         self._mixer: Mixer | None = None
@@ -200,11 +201,13 @@ class DecoderLayer:
                 block_TD = self._attention_output_norm(block_TD)
             if self._attention_gate is not None:
                 block_TD = self._attention_gate.scale(x_TD, block_TD)
-            if self.cross is not None:
+            if self.cross is not None and not (self._reads_images and self.cross.reads_T1 is None):
                 x = added(x_TD, block_TD, self._spec, self._cross_input_norm)
                 block_TD = self.cross.forward(x, *step.caches[-1])
                 if self._cross_output_norm is not None:
                     block_TD = self._cross_output_norm(block_TD)
+                if self._reads_images and self.cross.reads_T1 is not None:
+                    block_TD = block_TD.masked_fill(~self.cross.reads_T1, 0)
         if self._mlp is None and self.shortcut is None:
             return block_TD
         x = added(x_TD, block_TD, self._spec, self._mlp_input_norm)

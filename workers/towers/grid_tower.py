@@ -17,10 +17,10 @@ from ...protocol.checkpoint.vision.grid import GridVisionSpec
 from ...protocol.encoder_inputs.payloads import ImagePayload
 from ...protocol.errors import EngineError
 from .conv_layer import ConvLayer
-from .image_tower import ImageTower, TowerSource, black_image
+from .image_tower import ImageTower, TowerSource, black_image, wrong_size
 from .layers import Layers, LayersSpec, LayerWeights, MakeLayers, Patches, Windows
 from .pixels import normalized_pixels
-from .projections.mergers import Merger, SummedMergers, read_marks, read_merger
+from .projections.mergers import Merger, PageSummary, SummedMergers, read_marks, read_merger
 from .rotary import PatchRotary
 from .weights import Linear, Norm, VisionWeights, check_activation
 
@@ -101,6 +101,7 @@ class GridTower(ImageTower):
         self._summed = SummedMergers(spec, tensors) if spec.summed_layers else None
         if self._summed is None:
             self._merge = read_merger(spec, tensors, source.checkpoint)
+        self._summary = PageSummary(spec, spec.page, tensors) if spec.page is not None else None
         self._marks_MD = read_marks(spec, tensors) if spec.num_words else None
         self._deepstack = {
             layer: Merger(spec, tensors, f"deepstack_merger_list.{i}.", norm="squares")
@@ -125,6 +126,11 @@ class GridTower(ImageTower):
 
     def warm_up(self) -> None:
         """Encode a black image."""
+        if (page := self.spec.page) is not None:
+            pixels = bytes(3 * page.width * page.height)
+            image = replace(black_image(1), width=page.width, height=page.height, pixels=pixels)
+            self(image)
+            return
         side = self.spec.unit * _WARM_UP_OUTPUTS
         self(replace(black_image(side), original_width=side, original_height=side))
 
@@ -132,6 +138,11 @@ class GridTower(ImageTower):
         """Return the outputs [K, elements] of an image: an embedding, then its parts for the decoder's first layers."""
         spec = self.spec
         unit, most = spec.unit, self._max_frames
+        if spec.page is not None and (image.width, image.height) != (
+            spec.page.width,
+            spec.page.height,
+        ):
+            raise wrong_size(image, f"{spec.page.width} x {spec.page.height}")
         if image.width % unit or image.height % unit or not 0 < image.num_frames <= most:
             raise EngineError(
                 f"an image has {image.num_frames} frames of {image.width} x {image.height} pixels, but the "
@@ -190,6 +201,8 @@ class GridTower(ImageTower):
             merge(features[layer], columns) for layer, merge in sorted(self._deepstack.items())
         ]
         outputs = torch.cat(merged, -1)
+        if self._summary is not None:
+            outputs = torch.cat((outputs, self._summary(x_PD)))
         if self._marks_MD is not None:
             before, after = image.marks if image.is_frame else _AROUND_IMAGE
             parts = self._marks_MD[list(before)], outputs, self._marks_MD[list(after)]

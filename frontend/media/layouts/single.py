@@ -11,6 +11,7 @@ from ....protocol.config.images.single import (
     CropProcessor,
     LongestProcessor,
     MarginProcessor,
+    PageProcessor,
     SquareProcessor,
 )
 from ....protocol.config.images.sized import QuartersProcessor
@@ -43,6 +44,21 @@ def in_square(image: Image.Image, config: MarginProcessor) -> Parts:
         payload = msgspec.structs.replace(tile.payload, fine=squares[0].payload)
         tile = tile._replace(payload=payload)
     return [config.start, tile, config.end]
+
+
+def on_page(image: Image.Image, config: PageProcessor) -> Parts:
+    """Return the image in the middle of a white page, for cross attention. Sizes are rounded down."""
+    width, height = image.size
+    ratio = width / height
+    if height > config.height:
+        width, height = int(config.height * ratio), config.height
+    if width > config.width:
+        width, height = config.width, int(config.width / ratio)
+    if (width, height) != image.size:
+        image = resize(image, max(width, 1), max(height, 1), config)
+    page = Image.new("RGB", (config.width, config.height), "white")
+    page.paste(image, ((config.width - image.width) // 2, (config.height - image.height) // 2))
+    return [make_tile(page, config)._replace(is_read=True)]
 
 
 def crop(image: Image.Image, config: CropProcessor) -> Parts:

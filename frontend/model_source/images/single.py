@@ -10,11 +10,17 @@ from ....protocol.checkpoint.vision.convolutional.codes import CodesVisionSpec
 from ....protocol.checkpoint.vision.convolutional.davit import DavitSpec
 from ....protocol.checkpoint.vision.convolutional.fastvit import FastVitSpec
 from ....protocol.checkpoint.vision.deepseek import SamVisionSpec
+from ....protocol.checkpoint.vision.grid import GridVisionSpec
 from ....protocol.checkpoint.vision.pairs.prismatic import PairVisionSpec
 from ....protocol.checkpoint.vision.spec import MAX_SIDE, VisionSpec
-from ....protocol.config.images.single import CropProcessor, LongestProcessor, SquareProcessor
+from ....protocol.config.images.single import (
+    CropProcessor,
+    LongestProcessor,
+    PageProcessor,
+    SquareProcessor,
+)
 from ....protocol.config.images.sized import FitProcessor
-from .fields import BICUBIC, CLIP_VALUES, IMAGENET_VALUES, LANCZOS, side_of_tile, sides
+from .fields import BICUBIC, BILINEAR, CLIP_VALUES, IMAGENET_VALUES, LANCZOS, side_of_tile, sides
 from .pixtral import pixtral
 from .source import ProcessorSource
 
@@ -115,6 +121,17 @@ def square_for_two(source: ProcessorSource, vision: PairVisionSpec) -> SquarePro
     sizes = {"output_size": vision.output_size, "num_outputs": vision.num_outputs}
     start = source.special_token("bos_token", "<s>")
     return SquareProcessor(**values | sizes, side=side, prompt_start=start)
+
+
+def page(source: ProcessorSource, vision: GridVisionSpec) -> PageProcessor:
+    """Return the processor of Nemotron Parse."""
+    assert vision.page is not None
+    sizes = {"output_size": vision.output_size, "num_outputs": vision.num_page_outputs}
+    return PageProcessor(
+        **CLIP_VALUES | sizes | source.pixel_values(BILINEAR),
+        width=vision.page.width,
+        height=vision.page.height,
+    )
 
 
 def square(source: ProcessorSource, vision: DavitSpec) -> SquareProcessor:

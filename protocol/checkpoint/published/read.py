@@ -11,6 +11,7 @@ from .janus import multi_modality
 from .llava import llava, phi4
 from .molmo import molmo
 from .moondream import moondream
+from .nemotron_parse import nemotron_parse
 from .openvla import openvla
 from .renamed import alpamayo2, dots_vlm, interns2, ling3_vl, openpangu_vl
 
@@ -27,6 +28,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, str], dict[str, Any]]]] = {
     "MolmoForCausalLM": molmo,
     "Moondream3ForCausalLM": moondream,
     "MultiModalityCausalLM": multi_modality,
+    "NemotronParseForConditionalGeneration": nemotron_parse,
     "OpenPanguVLForConditionalGeneration": openpangu_vl,
     "OpenVLAForActionPrediction": openvla,
     "Phi4ForCausalLMV": phi4,

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from ...config.images.settings import SpanKind
 from ..config_fields import ConfigFields
-from .spec import MAX_SIDE
+from .spec import MAX_SIDE, PageSpec
 
 
 class GridVisionSpec(msgspec.Struct, frozen=True):
@@ -93,6 +93,7 @@ class GridVisionSpec(msgspec.Struct, frozen=True):
             columns are then counted from 0 (LLaVA-OneVision 1.5).
         has_registers: True if there is a table of learned rows before the patches, whose outputs are not used.
         has_layer_scales: True if stored factors multiply the output of each block.
+        page: If not None, all images have one size, and the projection joins neighbors of a row.
         margin: If not None, the value, from 0 to 255 for others, of all pixels in the margins of an image.
         expert_tokens: The decoder's tokens that have experts of their own, because they belong to images.
         span_kind: Always None, because the decoder is causal.
@@ -161,6 +162,7 @@ class GridVisionSpec(msgspec.Struct, frozen=True):
     has_class_angles: bool = False
     has_registers: bool = False
     has_layer_scales: bool = False
+    page: PageSpec | None = None
     margin: float | None = None
     expert_tokens: tuple[int, ...] = ()
     span_kind: ClassVar[SpanKind | None] = None
@@ -170,6 +172,14 @@ class GridVisionSpec(msgspec.Struct, frozen=True):
     def added_after(self) -> tuple[int, ...]:
         """The decoder's layers, from 0, after which the outputs of `deepstack_layers` are added."""
         return tuple(range(len(self.deepstack_layers)))
+
+    @property
+    def num_page_outputs(self) -> int:
+        """The number of embeddings of a page; 0 for other images."""
+        if (page := self.page) is None:
+            return 0
+        rows, columns = page.height // self.patch_size, page.width // self.patch_size
+        return rows * (columns // page.columns_per_output) + 1
 
     @property
     def unit(self) -> int:

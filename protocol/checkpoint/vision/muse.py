@@ -10,6 +10,7 @@ from ..config_fields import ConfigFields
 from ..field_names import text_section
 from .grid import GridVisionSpec, qwen2_5_vl, read_layers
 from .merged import SIGLIP_NAMES, kimi_k25, merged_sizes, siglip_fields
+from .spec import MAX_SIDE, PageSpec
 
 _NORM_EPS: Final = 1e-5
 
@@ -161,6 +162,21 @@ def nemotron_omni(fields: ConfigFields, vision: ConfigFields, output_size: int) 
     )
 
 
+def nemotron_parse(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
+    """Return the tower of Nemotron Parse, a C-RADIO that reads whole pages."""
+    radio = nemotron_omni(
+        fields.with_values({"downsample_ratio": 1.0, "text_config": {}}), vision, output_size
+    )
+    height, width = vision.integers("page_size")
+    page = PageSpec(height, width, tuple(vision.integers("summary")))
+    least = radio.patch_size * page.columns_per_output
+    if not all(least <= side <= MAX_SIDE for side in (height, width)):
+        raise vision.wrong("page_size", f"sides from {least} to {MAX_SIDE} pixels", [height, width])
+    return replace(
+        radio, frames_per_tubelet=0, page=page, tensor_names=(*_PARSE_NAMES, *_RADIO_NAMES)
+    )
+
+
 def openpangu_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
     """Return the tower of openPangu-VL: Qwen2.5-VL's, of which several layers are projected and added up."""
     middle_size = vision.integer("out_hidden_size", 3584)
@@ -258,6 +274,10 @@ _INKLING_NAMES: Final = (
     (r"^(visual\.blocks\..*)\.self_attn\.", r"\1.attn."),
     (r"^visual\.(proj_in|merger\.linear_1)\.", "visual.merger.fc1."),
     (r"^visual\.(proj_out|merger\.linear_2)\.", "visual.merger.fc2."),
+)
+_PARSE_NAMES: Final = (
+    (r"^encoder\.model_encoder\.", "vision_model."),
+    (r"^encoder\.(conv[12]|layer_norm[123]|sum_proj)\.", r"visual.merger.\1."),
 )
 _RADIO_NAMES: Final = (
     (

@@ -96,6 +96,20 @@ class WindowsSpec(msgspec.Struct, frozen=True):
     begins_with_zeros: bool
 
 
+class PageSpec(msgspec.Struct, frozen=True):
+    """Pages of `height` x `width` pixels, which cross attention reads (Nemotron Parse).
+
+    A matrix and a norm change each patch, and others join `columns_per_output` neighbors of a row. Patches beyond them
+    at the end of a row are not used. The last output is a matrix and a norm of the outputs of learned rows before the
+    patches, whose numbers are `summary`.
+    """
+
+    height: int
+    width: int
+    summary: tuple[int, ...]
+    columns_per_output: int = 4
+
+
 class PerceiverSpec(msgspec.Struct, frozen=True):
     """The projection "perceiver": a gated MLP for each patch, and `num_layers` layers with learned queries.
 

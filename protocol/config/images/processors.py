@@ -11,7 +11,13 @@ from .details import (
     ThumbnailProcessor,
     ViewsProcessor,
 )
-from .single import CropProcessor, LongestProcessor, MarginProcessor, SquareProcessor
+from .single import (
+    CropProcessor,
+    LongestProcessor,
+    MarginProcessor,
+    PageProcessor,
+    SquareProcessor,
+)
 from .sized import (
     BudgetProcessor,
     CornerProcessor,
@@ -49,6 +55,7 @@ AnyImageProcessor: TypeAlias = (
     | MosaicProcessor
     | OverlapsProcessor
     | CanvasProcessor
+    | PageProcessor
     | PagesProcessor
     | PanScanProcessor
     | QuartersProcessor

@@ -46,3 +46,13 @@ class LongestProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="lon
 
     side: int
     least: int
+
+
+class PageProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="page"):
+    """Shrinks an image to at most `width` x `height` pixels, and puts it in the middle of a white page of this size.
+
+    Cross attention reads the page, whose token is at the start of the prompt (Nemotron Parse).
+    """
+
+    width: int
+    height: int

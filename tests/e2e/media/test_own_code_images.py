@@ -49,6 +49,7 @@ from support.own_code.own_towers.minicpm import minicpmv, write_minicpmv_mmproj
 from support.own_code.own_towers.mobilevlm import mobilevlm, write_mobilevlm_mmproj
 from support.own_code.own_towers.molmo import TEXTS, Molmo, molmo
 from support.own_code.own_towers.moondream import Moondream, moondream
+from support.own_code.own_towers.nemotron_parse import NemotronParse, nemotron_parse
 from support.own_code.own_towers.onevision2 import onevision2
 from support.own_code.own_towers.openvla import openvla
 from support.own_code.own_towers.ovis2_5 import ovis2_5
@@ -83,7 +84,14 @@ MODELS: dict[
     tuple[
         Callable[
             ...,
-            OwnCodeModel | GridModel | KeyeModel | IsaacModel | Glm4vModel | Molmo | Moondream,
+            OwnCodeModel
+            | GridModel
+            | KeyeModel
+            | IsaacModel
+            | Glm4vModel
+            | Molmo
+            | Moondream
+            | NemotronParse,
         ],
         str,
         str,
@@ -138,6 +146,7 @@ MODELS: dict[
         "<image>",
         ["<image>", "<img>", "</img>"],
     ),
+    "nemotron_parse": (nemotron_parse, "</s>", "", ["</s>"]),
     "onevision2": (onevision2, "<|image_pad|>", "<|image_pad|>", ["<|image_pad|>"]),
     "openpangu_vl": (openpangu_vl, "[unused19]", "[unused19]", ["[unused19]"]),
     "openvla": (openvla, "<PAD>", "<image>", ["<PAD>"]),
@@ -176,9 +185,10 @@ CHATS_WITH_VIDEOS = [*CHATS, ("sphinx of", VIDEO, "black quartz", picture(2, 64,
 def test_answers_survive_preemption_and_a_killed_worker(tmp_path: Path, kind: str) -> None:
     chats = CHATS_WITH_VIDEOS if kind in ("minicpmv", "ovis2_5") else CHATS
     # Layers with windows have blocks of their own, and those of models with states are larger.
-    blocks, length = {"ling3_vl": "9", "step3p7": "26"}.get(kind, "14"), "200"
-    if kind.startswith("moondream"):
-        chats, blocks, length = CHATS_WITH_ONE_IMAGE, "8", "100"
+    others = {"ling3_vl": "9", "moondream": "8", "moondream2": "8", "step3p7": "26"}
+    blocks, length = others.get(kind, "14"), "200"
+    if kind.startswith(("moondream", "nemotron_parse")):
+        chats, length = CHATS_WITH_ONE_IMAGE, "100"
     model, _ = _write(tmp_path, kind)
     flags = ("--dtype", "float32", "--device", DEVICE, "--served-model-name", "tiny", "-tp", "2")
     memory = ("--max-num-batched-tokens", "40", "--max-num-seqs", "4", "--max-model-len", length)

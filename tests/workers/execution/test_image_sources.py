@@ -7,15 +7,19 @@ import numpy as np
 import pytest
 import torch
 from engine.frontend.media.media_reader import MediaReader
+from engine.frontend.media.processor import process_image
 from engine.frontend.media.prompt_images import PromptImages
 from engine.frontend.model_source.images.read import read_image_processor
 from engine.protocol.arrays import float32_view, int32_bytes, int32_view
 from engine.protocol.checkpoint.config_fields import ConfigFields
+from engine.protocol.checkpoint.field_names import read_text_config
+from engine.protocol.checkpoint.files import read_model_config
 from engine.protocol.config import CPUBackend, DeviceConfig
 from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.worker_messages import EncoderWork
 from PIL import Image
 from support.gpu.host_accelerator import HostAccelerator
+from support.own_code.own_towers.nemotron_parse import nemotron_parse
 from support.vision.mllama import IMAGE, IMAGE_ID, NUM_TOKENS, mllama_directory, next_logprobs
 from support.workers.worker_steps import Steps
 
@@ -46,10 +50,13 @@ def saved(tmp_path_factory):
 
 
 class _Tokenizer:
-    """A tokenizer with one known token."""
+    """A tokenizer with some known tokens."""
+
+    def __init__(self, tokens):
+        self._tokens = tokens
 
     def id_to_token(self, token_id):
-        return IMAGE if token_id == IMAGE_ID else None
+        return self._tokens.get(token_id)
 
 
 def _pictures(sizes):
@@ -64,7 +71,7 @@ def _inputs(path, prompt, pictures):
     config = ConfigFields.read(path / "config.json")
     text = config.section("text_config").with_values({"vocab_size": NUM_TOKENS + 8})
     processor = read_image_processor(path, config, text, {})
-    images = PromptImages(processor, _Tokenizer())
+    images = PromptImages(processor, _Tokenizer({IMAGE_ID: IMAGE}))
     reader = MediaReader(images.reader_config)
     prepared = [reader.prepare_image(picture, len(pictures)) for picture in pictures]
     assert [image.text for image in prepared] == [IMAGE] * len(pictures)
@@ -123,3 +130,40 @@ def test_logits_equal_those_of_transformers(saved, backend):
     chunks = [(0, len(texts[0]) - 8)]
     begin = {"removed": [0], "new": [again], "encoders": work((0, 1), (0, 2))}
     check(steps.run(slots=[0, 1, 2], chunks=chunks, **begin), [0, 1, 2])
+
+
+@pytest.mark.parametrize("backend", ["torch", "device"])
+def test_layers_read_pages_beside_tokens(tmp_path, backend):
+    model, size = nemotron_parse(tmp_path), 96
+    config = read_model_config(tmp_path)
+    text = read_text_config(config)
+    processor = read_image_processor(tmp_path, config, text, {})
+    places = PromptImages(processor, _Tokenizer({model.image_token: "</s>"}))
+    steps = Steps(tmp_path, size, block_size=16, max_model_len=128, **BACKENDS[backend])
+    # A page that is larger, one that is smaller, and none.
+    payloads, inputs, texts = [], [], []
+    for slot, sizes in enumerate([[(90, 110)], [(17, 5)], []]):
+        pictures = _pictures(sizes)
+        prepared = [MediaReader(places.reader_config).prepare_image(each) for each in pictures]
+        texts.append([model.image_token, 5 + slot, 9, 11, 7])
+        inputs.append(places.inputs(texts[-1], prepared) if prepared else [])
+        tiles = [part for each in pictures for part in process_image(each, processor)]
+        payloads.append([[tile.payload] for tile in tiles])
+
+    def check(output, slots):
+        tokens = int32_view(output.sampled_token_ids).tolist()
+        for slot, token, row in zip(slots, tokens, output.logprobs, strict=True):
+            found = np.empty(size, np.float32)
+            found[int32_view(row.token_ids)] = float32_view(row.logprobs)
+            expected = model.logits(texts[slot], payloads[slot])[-1].log_softmax(-1)
+            np.testing.assert_allclose(found, expected, atol=1e-4)
+            texts[slot].append(token)
+
+    new = [steps.new(slot, texts[slot], SCORED, inputs=inputs[slot]) for slot in range(3)]
+    work = EncoderWork(computed=int32_bytes([0, 0, 1, 0]))
+    check(
+        steps.run(slots=[0, 1, 2], chunks=[(0, 3), (1, 5), (2, 5)], new=new, encoders=work), [1, 2]
+    )
+    check(steps.run(slots=[0, 1, 2], chunks=[(0, 2)]), [0, 1, 2])
+    for _ in range(4):
+        check(steps.run(slots=[0, 1, 2]), [0, 1, 2])

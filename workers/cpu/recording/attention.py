@@ -415,7 +415,7 @@ class AttentionRecorder:
     def _cross_norms(self, prefix: str) -> tuple[QKNorm, Floats | None, Floats | None]:
         """Return the kind of the norms of cross attention's queries and keys, and their weights."""
         spec = self._spec
-        if spec.source is None or not spec.source.are_images:
+        if spec.source is None or not spec.source.has_norms:
             return QKNorm.NONE, None, None
         query_norm, key_norm = (
             self._weights.vector(f"{prefix}cross_attn.{name}_norm.weight", spec.head_dim)

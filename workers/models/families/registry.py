@@ -326,6 +326,8 @@ def model_spec(config: Mapping[str, Any], path: str | PathLike[str]) -> ModelSpe
             raise whole.error("mrope_section is missing, which images need")
         if isinstance(encoder, TilesVisionSpec):
             spec = mllama.with_images(spec, encoder)
+        if isinstance(encoder, GridVisionSpec) and encoder.page is not None:
+            spec = encoder_decoders.with_pages(spec, encoder)
         if isinstance(encoder, GridVisionSpec) and encoder.expert_tokens:
             spec = ernie.with_images(spec, encoder.expert_tokens)
         if max(encoder.added_after, default=-1) >= len(spec.layers):

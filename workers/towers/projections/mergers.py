@@ -15,10 +15,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ....protocol.checkpoint.vision.grid import GridVisionSpec
+from ....protocol.checkpoint.vision.spec import PageSpec
 from ...loaders import Checkpoint
 from ..layers import limited
 from ..weights import Linear, VisionWeights, activation, find_activation
 
+_PAGE_EPS = 1e-6
 _GLM_NORM_EPS = 1e-5
 _OUTPUT_NORM_EPS = 1e-5
 _NUM_MARKS = 4
@@ -42,6 +44,8 @@ def read_merger(
         return _FramedMerger(spec, tensors, checkpoint)
     if spec.newlines == "plain":
         return _NewlineMerger(spec, tensors, checkpoint)
+    if spec.page is not None:
+        return _PageMerger(spec, spec.page, tensors)
     if spec.has_third_matrix:
         return _ElementMerger(spec, tensors)
     if spec.num_words:
@@ -222,6 +226,40 @@ class _ConvolvedMerger:
         for weight, bias in self._convolutions:
             x = F.conv2d(x[None], weight, bias, stride=2, padding=1)[0]
         return self._project(x.flatten(1).T)
+
+
+class _PageMerger:
+    """Projects each patch, and then neighbors of a row together, each time with a norm (Nemotron Parse)."""
+
+    def __init__(self, spec: GridVisionSpec, page: PageSpec, tensors: VisionWeights) -> None:
+        size, self._count = spec.output_size, page.columns_per_output
+        first = tensors.read("merger.conv1.weight", size, spec.hidden_size, 1)
+        self._first = Linear(first[..., 0].contiguous(), tensors.read("merger.conv1.bias", size))
+        joined = tensors.read("merger.conv2.weight", size, size, 1, self._count)
+        self._second = Linear(joined[:, :, 0].transpose(1, 2).flatten(1).contiguous())
+        self._norms = [
+            tensors.read_layer_norm(f"merger.layer_norm{i}", size, _PAGE_EPS) for i in (1, 2)
+        ]
+
+    def __call__(self, x_PD: Tensor, num_columns: int) -> Tensor:
+        rows = self._norms[0](self._first(x_PD)).unflatten(0, (-1, num_columns))
+        used = rows[:, : num_columns // self._count * self._count]
+        joined = used.unflatten(1, (-1, self._count)).flatten(2).flatten(0, 1)
+        return self._norms[1](self._second(joined))
+
+
+class PageSummary:
+    """Projects the outputs of learned rows before the patches of a page, side by side, to one output."""
+
+    def __init__(self, spec: GridVisionSpec, page: PageSpec, tensors: VisionWeights) -> None:
+        size, self._rows = spec.output_size, list(page.summary)
+        inputs = len(self._rows) * spec.hidden_size
+        self._project = tensors.read_linear("merger.sum_proj", size, inputs)
+        self._norm = tensors.read_layer_norm("merger.layer_norm3", size, _PAGE_EPS)
+
+    def __call__(self, x_RD: Tensor) -> Tensor:
+        """Return the output [1, output size]."""
+        return self._norm(self._project(x_RD[self._rows].flatten()[None]))
 
 
 class _FramesMerger:

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from .....protocol.checkpoint.config_fields import ConfigFields
 from .....protocol.checkpoint.speech import max_source_positions, source_vocab_size
+from .....protocol.checkpoint.vision.grid import GridVisionSpec
 from .....protocol.checkpoint.vision.read import AnyVisionSpec
 from ....layers.spec import ModelSpec, SourceSpec
 from ....layers.specs.norm_names import NormNames
@@ -103,6 +104,18 @@ def with_images(spec: ModelSpec, tower: AnyVisionSpec) -> ModelSpec:
     return replace(spec, source=replace(spec.source, encoder=encoder))
 
 
+def with_pages(spec: ModelSpec, tower: GridVisionSpec) -> ModelSpec:
+    """Return the spec of a decoder whose layers read a page that a tower encodes."""
+    source = SourceSpec(
+        None,
+        are_images=True,
+        max_positions=tower.num_page_outputs,
+        output_size=tower.output_size,
+    )
+    layers = tuple(replace(layer, reads_source=True) for layer in spec.layers)
+    return replace(spec, layers=layers, source=source)
+
+
 def bart_fields(fields: ConfigFields) -> tuple[ConfigFields, ConfigFields]:
     """Return the fields of the decoder and those of the encoder."""
     fields = fields.with_defaults(
@@ -181,6 +194,21 @@ def _florence2(fields: ConfigFields) -> ModelSpec:
     encoder = replace(encoder, tensor_names=(*_BESIDE_IMAGES, *encoder.tensor_names))
     source = replace(source, encoder=encoder)
     return replace(spec, source=source, tensor_names=(*_BESIDE_IMAGES, *spec.tensor_names))
+
+
+def _nemotron_parse(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of the decoder of a Nemotron Parse: an mBART's without positions."""
+    fields = fields.with_defaults(
+        rms_norm_eps=1e-5,
+        hidden_act=fields.text("activation_function", "gelu"),
+        max_position_embeddings=9000,
+    )
+    return bart_spec(
+        fields,
+        has_embedding_norm=True,
+        # Others read several tokens at once.
+        tensor_names=((r"^decoder\.(embed_positions|extra_\w+)\..*", ""), *_BART_DECODER_NAMES),
+    )
 
 
 def _mvp(fields: ConfigFields) -> ModelSpec:
@@ -358,6 +386,7 @@ FAMILIES = (
     Family("MBartForConditionalGeneration", "mbart", _bart_model),
     Family("MT5ForConditionalGeneration", "mt5", _mt5),
     Family("MvpForConditionalGeneration", "mvp", _mvp),
+    Family("NemotronParseForConditionalGeneration", "nemotron_parse", _nemotron_parse),
     Family("PegasusForConditionalGeneration", "pegasus", _pegasus),
     Family("PLBartForConditionalGeneration", "plbart", _plbart),
     Family("T5ForConditionalGeneration", "t5", _t5),

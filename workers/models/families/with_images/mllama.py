@@ -50,6 +50,7 @@ def with_images(spec: ModelSpec, tower: TilesVisionSpec) -> ModelSpec:
     source = SourceSpec(
         None,
         are_images=True,
+        has_norms=True,
         max_positions=_MAX_IMAGES * tower.num_outputs,
         output_size=tower.output_size,
     )
