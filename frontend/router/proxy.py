@@ -150,8 +150,9 @@ class Connections:
             connection = None
         except (OSError, h11.ProtocolError) as error:
             child.notice_exit()
+            problem = "closed the connection before the end of its answer"
             raise unavailable(
-                f"the server of the model {child.model.name} has ended: {error}", RETRY_S
+                f"the server of the model {child.model.name} {problem}", RETRY_S
             ) from error
         finally:
             if connection is not None:
@@ -264,7 +265,10 @@ def is_websocket(scope: Scope) -> bool:
 
 
 def _headers_for(scope: Scope) -> _Headers:
-    headers = [(k, v) for k, v in scope["headers"] if k not in _NOT_SENT]
+    """Return the headers of a client's request without blanks around values, and with a host, which HTTP/1.0 omits."""
+    headers = [(k, v.strip()) for k, v in scope["headers"] if k not in _NOT_SENT]
+    if not any(name == b"host" for name, _ in headers):
+        headers.append((b"host", b"localhost"))
     return [*headers, (b"x-request-id", scope["state"]["request_id"].encode())]
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import re
 import signal
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 import openai
@@ -118,6 +120,25 @@ def test_connections_to_a_model_are_used_again(router: RouterServer) -> None:
     before = sockets()
     assert len({complete(client, "small") for _ in range(3)}) == 1
     assert sockets() == before
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        "POST /v1/completions HTTP/1.0",
+        "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncookie: a=b; c=d; ",
+    ],
+)
+def test_requests_of_unusual_clients_reach_the_model(router: RouterServer, head: str) -> None:
+    """A client of HTTP/1.0 sends no host, and a header may have blanks after its value."""
+    address = urlsplit(router.url)
+    body = json.dumps({"model": "small", "prompt": PROMPT, "max_tokens": 1})
+    with socket.create_connection((address.hostname, address.port), 120) as connection:
+        fields = f"content-type: application/json\r\ncontent-length: {len(body)}"
+        end = "authorization: Bearer key\r\nconnection: close"
+        connection.sendall(f"{head}\r\n{fields}\r\n{end}\r\n\r\n{body}".encode())
+        with connection.makefile("rb") as answer:
+            assert answer.readline().split()[1] == b"200", answer.read()
 
 
 def test_websockets_reach_the_model(router: RouterServer) -> None:
