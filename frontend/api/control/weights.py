@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Final
 
 from starlette.requests import Request
@@ -11,6 +12,7 @@ from starlette.responses import Response
 from ....protocol.config.weights import ReplacedWeights, WeightsFiles
 from ....protocol.errors import CheckpointError, ConfigError, EngineError
 from ....protocol.messages import PauseMode
+from ....protocol.supervisor_messages import Stage
 from ...http.errors import APIError, bad_request, json_response, redact, unavailable, wrong
 from ...http.shown_values import cut
 from ...model_source.weights import find_weights
@@ -23,6 +25,12 @@ from .pause import Pauses
 MAX_SHOWN_PATH: Final = 200
 """Maximum characters of a path in an error message."""
 
+RESUME_S: Final = 10.0
+"""Maximum seconds for which the answer to an update waits until generation has been resumed."""
+
+RESUME_POLL_S: Final = 0.2
+"""Seconds between attempts to resume generation after an update."""
+
 MAX_PATH: Final = 1024
 """Maximum length of a path, and of the name of weights, in characters."""
 
@@ -32,6 +40,9 @@ class Weights:
 
     Frontends keep the tokenizer. Requests that arrive meanwhile wait. If a worker cannot load the weights, all get the
     previous ones again.
+
+    Generation is paused for an update. A file in the run directory names each frontend that has to resume it, so that
+    its successor does so if it crashes.
     """
 
     def __init__(self, serving: Serving, intake: Intake) -> None:
@@ -40,6 +51,8 @@ class Weights:
         self._intake = intake
         self._files = WeightsFiles(serving.config.run_dir)
         self._lock = asyncio.Lock()
+        self._resuming: asyncio.Task[None] | None = None
+        serving.when_ready.append(self._continue_for_predecessor)
 
     @reads(SglangWeightsRequest)
     async def update_like_sglang(
@@ -93,6 +106,11 @@ class Weights:
         return json_response({"results": [None] * self._serving.num_replicas})
 
     @property
+    def _pause_mark(self) -> Path:
+        serving = self._serving
+        return Path(serving.config.run_dir, f"weights.pause.{serving.engine.client_index}")
+
+    @property
     def _served_path(self) -> str:
         return self._files.read_current().path or self._serving.config.model.path
 
@@ -103,18 +121,44 @@ class Weights:
 
         Raises:
             EngineError: The weights were not loaded.
+            APIError: Some replicas could not be paused (503).
         """
         self._serving.verify_serving()
         engine = self._serving.engine
         async with self._lock:
             pauses = not engine.sleep.is_asleep and not engine.calls.is_paused()
-            if pauses:
-                await self._pauses.pause_all(mode, clear_cache=mode is not PauseMode.KEEP)
+            resumes = pauses and not stays_paused
+            if resumes:
+                try:
+                    await asyncio.to_thread(self._pause_mark.touch)
+                except OSError as error:
+                    raise EngineError(f"the run directory cannot be written: {error}") from error
             try:
+                if pauses:
+                    await self._pauses.pause_all(mode, clear_cache=mode is not PauseMode.KEEP)
                 await engine.sleep.load_weights(self._files, weights)
             finally:
-                if pauses and not stays_paused:
-                    await self._pauses.resume_all()
+                if resumes:
+                    self._resuming = asyncio.create_task(self._resume())
+                    await asyncio.wait({self._resuming}, timeout=RESUME_S)
+
+    async def _continue_for_predecessor(self) -> None:
+        """Resume generation if this frontend replaces one that crashed during an update."""
+        if self._pause_mark.exists():
+            self._resuming = asyncio.create_task(self._resume())
+
+    async def _resume(self) -> None:
+        """Resume generation on all replicas, and wait for those that restart."""
+        while self._serving.stage is Stage.READY:
+            try:
+                if not self._files.is_updating:
+                    await self._serving.engine.calls.resume()
+                    break
+            except EngineError:
+                # A replica is not up. Its next core would be paused, because the frontends say so.
+                pass
+            await asyncio.sleep(RESUME_POLL_S)
+        self._pause_mark.unlink(missing_ok=True)
 
     async def _find(self, path: str, param: str, version: str) -> ReplacedWeights:
         """Return the weights at a path, or on the hub.

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import socket
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from engine import LLM, SamplingParams
@@ -196,19 +199,42 @@ def test_llm_loads_weights(first: Path, second: Path) -> None:
         assert generated(llm) == expected
 
 
+def is_updating(server: Server) -> bool:
+    return any(each["state"] == "waking" for each in server.get("/replicas")[1]["replicas"])
+
+
 @pytest.mark.parametrize("title", ["supervisor", "worker 1", "core 0"])
 def test_an_update_outlives_a_killed_process(
     server: Server, first: Path, second: Path, pool: ThreadPoolExecutor, title: str
 ) -> None:
     before = tokens(server)
     updated = pool.submit(update, server, second)
-    wait_until(
-        lambda: any(each["state"] == "waking" for each in server.get("/replicas")[1]["replicas"]),
-        what="the update begins",
-    )
+    wait_until(lambda: is_updating(server), what="the update begins")
     server.child(title).kill()
     updated.result()
     server.wait_until_whole()
     assert tokens(server) != before
+    update(server, first)
+    assert tokens(server) == before
+
+
+def test_generation_is_resumed_after_the_frontend_of_an_update_was_killed(
+    server: Server, first: Path, second: Path
+) -> None:
+    before = tokens(server)
+    url = urlsplit(server.url)
+    with socket.create_connection((url.hostname, url.port)) as client:
+        body = json.dumps({"model_path": str(second)})
+        head = f"POST {UPDATE} HTTP/1.0\r\ncontent-type: application/json\r\n"
+        client.sendall(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())
+        wait_until(lambda: is_updating(server), what="the update begins")
+        port = client.getsockname()[1]
+        for title in ("frontend 0", "frontend 1"):
+            frontend = server.child(title)
+            if any(each.raddr and each.raddr.port == port for each in frontend.net_connections()):
+                frontend.kill()
+        assert client.recv(1) == b"", "its frontend was not found"
+    server.wait_until_whole()
+    assert all(each != before for each in (tokens(server) for _ in range(4)))
     update(server, first)
     assert tokens(server) == before
