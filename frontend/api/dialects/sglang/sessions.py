@@ -199,7 +199,8 @@ class Sessions:
 
 
 def _key(session_id: str, rid: str) -> str:
-    return f"{session_id}/{rid}"
+    # The ID of a request has no line break, so that different pairs have different keys.
+    return f"{session_id}\n{rid}"
 
 
 def _bytes_of(token_ids: npt.ArrayLike) -> bytes:

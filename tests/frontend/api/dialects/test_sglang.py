@@ -455,6 +455,15 @@ def test_requests_of_a_session_continue_earlier_ones(frontend: FrontendProcess) 
     assert refused.json()["error"]["param"] == "session_params.id"
 
 
+def test_sessions_with_similar_ids_have_different_requests(frontend: FrontendProcess) -> None:
+    for session_id in ("s", "s/a"):
+        assert frontend.post("/open_session", session_id=session_id).status_code == 200
+    generate(frontend, text="One", rid="a/b", session_params={"id": "s"})
+    params = {"id": "s/a", "rid": "b"}
+    refused = frontend.post("/generate", text="x", session_params=params)
+    assert refused.json()["error"]["param"] == "session_params.rid"
+
+
 def test_requests_of_a_streaming_session_follow_each_other(frontend: FrontendProcess) -> None:
     session = frontend.post("/open_session", streaming=True).json()
     prompts: list[list[int]] = []
