@@ -93,7 +93,11 @@ def _with_disk(children: list[KVTransferConfig], cache: CacheConfig) -> CacheCon
 
 def _with_workers(config: KVTransferConfig, parallel: ParallelConfig) -> KVTransferConfig:
     """Return a connector's configuration, completed with the fields that describe this engine."""
-    extra = {**config.kv_connector_extra_config, "num_workers": parallel.workers_per_core}
+    extra = {
+        **config.kv_connector_extra_config,
+        "num_workers": parallel.workers_per_core,
+        "tp_size": parallel.tensor_parallel_size,
+    }
     engine_id = config.engine_id or f"{socket.gethostname()}-{os.getpid()}"
     return msgspec.structs.replace(config, kv_connector_extra_config=extra, engine_id=engine_id)
 

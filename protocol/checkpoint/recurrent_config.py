@@ -23,7 +23,6 @@ from .recurrent_layers import (
     LightningAttention,
     NgramConvolution,
     RecurrentLayer,
-    RgLru,
     ShortConvolution,
     nominal_heads,
 )
@@ -38,6 +37,7 @@ from .state_spaces.mamba import (
     read_pure_mamba2,
     read_zamba2,
 )
+from .state_spaces.rg_lru import RgLru
 from .state_spaces.rwkv4 import read_rwkv4
 from .state_spaces.xlstm import read_xlstm
 

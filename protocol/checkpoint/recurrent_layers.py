@@ -19,11 +19,10 @@ from __future__ import annotations
 import math
 from typing import ClassVar, Final, TypeAlias
 
-import msgspec
-
 from .state_spaces.jet import JetBlock
+from .state_spaces.rg_lru import RgLru
 from .state_spaces.rwkv4 import Rwkv4
-from .state_spaces.state_size import SEGMENT, StateSize
+from .state_spaces.state_size import SEGMENT, LayerWithState, StatePart, StateParts
 from .state_spaces.xlstm import MatrixLstm
 
 SHORT_SEGMENT: Final = 8
@@ -37,7 +36,7 @@ NUM_TOKEN_DIGITS: Final = 3
 """Number of elements that hold a token id, one for each digit of base 256, which every dtype has exactly."""
 
 
-class ShortConvolution(msgspec.Struct, frozen=True, tag=True):
+class ShortConvolution(LayerWithState, frozen=True, tag=True):
     """A gated short convolution (LFM2)."""
 
     segment: ClassVar[int] = SHORT_SEGMENT
@@ -50,12 +49,14 @@ class ShortConvolution(msgspec.Struct, frozen=True, tag=True):
         """Number of parts that can be divided equally among ranks."""
         return self.channels
 
-    def state_size(self, ranks: int) -> StateSize:
-        """Return the size of the state in one of `ranks` workers."""
-        return StateSize(0, self.segment - 1 + self.kernel - 1, self.channels // ranks)
+    @property
+    def state_parts(self) -> StateParts:
+        """See `LayerWithState`."""
+        inputs = (StatePart(self.channels, 1),)
+        return StateParts((), self.segment - 1 + self.kernel - 1, inputs)
 
 
-class Mamba1(msgspec.Struct, frozen=True, tag=True):
+class Mamba1(LayerWithState, frozen=True, tag=True):
     """A Mamba layer (Gu and Dao, 2023, arXiv 2312.00752).
 
     Each channel has a state of `state_size_per_channel` elements. The time step is a product of a vector of `step_rank`
@@ -87,13 +88,19 @@ class Mamba1(msgspec.Struct, frozen=True, tag=True):
             return self.channels // self.head_dim
         return self.channels if self.num_heads == 1 else self.num_heads
 
-    def state_size(self, ranks: int) -> StateSize:
-        """Return the size of the state in one of `ranks` workers."""
-        channels = self.channels // ranks
-        return StateSize(channels * self.state_size_per_channel, self.kernel - 1, channels)
+    @property
+    def state_parts(self) -> StateParts:
+        """See `LayerWithState`."""
+        units = self.num_units
+        width = self.channels // units
+        return StateParts(
+            (StatePart(units, width * self.state_size_per_channel),),
+            self.kernel - 1,
+            (StatePart(units, width),),
+        )
 
 
-class Mamba2(msgspec.Struct, frozen=True, tag=True):
+class Mamba2(LayerWithState, frozen=True, tag=True):
     """A Mamba-2 layer (Dao and Gu, 2024, arXiv 2405.21060).
 
     Groups of heads share B and C, of `state_size_per_head` elements. After the gate, the output is normed in
@@ -123,18 +130,23 @@ class Mamba2(msgspec.Struct, frozen=True, tag=True):
         """Number of parts that can be divided equally among ranks."""
         return self.num_heads if self.num_groups == 1 else self.num_groups
 
-    def state_size(self, ranks: int) -> StateSize:
-        """Return the size of the state in one of `ranks` workers."""
-        heads = self.num_heads // ranks
-        groups = max(1, self.num_groups // ranks)
-        return StateSize(
-            heads * self.head_dim * self.state_size_per_head,
+    @property
+    def state_parts(self) -> StateParts:
+        """See `LayerWithState`."""
+        states = StatePart(self.num_groups, self.state_size_per_head)
+        return StateParts(
+            (StatePart(self.num_heads, self.head_dim * self.state_size_per_head),),
             SEGMENT - 1 + self.kernel - 1,
-            heads * self.head_dim + 2 * groups * self.state_size_per_head + heads,
+            (
+                StatePart(self.num_heads, self.head_dim),
+                states,
+                states,
+                StatePart(self.num_heads, 1),
+            ),
         )
 
 
-class NgramConvolution(msgspec.Struct, frozen=True, tag=True):
+class NgramConvolution(LayerWithState, frozen=True, tag=True):
     """The convolution over embeddings of n-grams (Qwen4), beside a layer's recurrent part.
 
     It reads `taps` tokens at distances of `ngram_size`. A stored input has `channels` elements, which all ranks have,
@@ -151,12 +163,14 @@ class NgramConvolution(msgspec.Struct, frozen=True, tag=True):
         """Number of tokens from the first to the last one that a token reads."""
         return (max(self.taps, 2) - 1) * self.ngram_size + 1
 
-    def state_size(self, ranks: int) -> StateSize:
-        """Return the size of the state in one of `ranks` workers."""
-        return StateSize(0, SEGMENT - 1 + self.kernel - 1, self.channels + NUM_TOKEN_DIGITS)
+    @property
+    def state_parts(self) -> StateParts:
+        """See `LayerWithState`."""
+        inputs = (StatePart(1, self.channels + NUM_TOKEN_DIGITS),)
+        return StateParts((), SEGMENT - 1 + self.kernel - 1, inputs)
 
 
-class GatedDeltaNet(msgspec.Struct, frozen=True, tag=True):
+class GatedDeltaNet(LayerWithState, frozen=True, tag=True):
     """A gated delta net (Yang et al., 2024, arXiv 2412.06464).
 
     Several value heads share one key head. Keys have `key_dim` elements and values `value_dim`. If `is_interleaved`,
@@ -188,18 +202,23 @@ class GatedDeltaNet(msgspec.Struct, frozen=True, tag=True):
         """Number of parts that can be divided equally among ranks."""
         return self.num_key_heads
 
-    def state_size(self, ranks: int) -> StateSize:
-        """Return the size of the state in one of `ranks` workers."""
-        heads, key_heads = self.num_heads // ranks, max(1, self.num_key_heads // ranks)
-        return StateSize(
-            heads * self.key_dim * self.value_dim,
+    @property
+    def state_parts(self) -> StateParts:
+        """See `LayerWithState`."""
+        # Ranks divide tiled heads in such a way that each of them has the key heads of its value heads.
+        runs = self.num_heads // self.num_key_heads if self.has_tiled_heads else 1
+        units = self.num_heads // runs
+        keys = StatePart(self.num_key_heads, self.key_dim)
+        numbers = StatePart(units, 1, runs)
+        return StateParts(
+            (StatePart(units, self.key_dim * self.value_dim, runs),),
             SEGMENT - 1 + self.kernel - 1,
-            2 * key_heads * self.key_dim + heads * self.value_dim + 2 * heads,
-            None if self.ngrams is None else self.ngrams.state_size(ranks),
+            (keys, keys, StatePart(units, self.value_dim, runs), numbers, numbers),
+            None if self.ngrams is None else self.ngrams.state_parts,
         )
 
 
-class _EqualHeads(msgspec.Struct, frozen=True):
+class _EqualHeads(LayerWithState, frozen=True):
     """A layer in which keys and values of a head have `head_dim` elements."""
 
     segment: ClassVar[int] = SEGMENT
@@ -229,13 +248,14 @@ class KimiDeltaAttention(_EqualHeads, frozen=True, tag=True):
         """True if gates are computed from projections to `head_dim` elements."""
         return self.is_low_rank and not self.has_full_gates
 
-    def state_size(self, ranks: int) -> StateSize:
-        """Return the size of the state in one of `ranks` workers."""
-        heads = self.num_heads // ranks
-        return StateSize(
-            heads * self.head_dim**2,
+    @property
+    def state_parts(self) -> StateParts:
+        """See `LayerWithState`."""
+        heads = StatePart(self.num_heads, self.head_dim)
+        return StateParts(
+            (StatePart(self.num_heads, self.head_dim**2),),
             SEGMENT - 1 + self.kernel - 1,
-            heads * (4 * self.head_dim + 1),
+            (heads, heads, heads, StatePart(self.num_heads, 1), heads),
         )
 
 
@@ -266,10 +286,12 @@ class LightningAttention(_EqualHeads, frozen=True, tag=True):
         """Number of tokens in a convolution, of which there is none."""
         return 1
 
-    def state_size(self, ranks: int) -> StateSize:
-        """Return the size of the state in one of `ranks` workers."""
-        heads = self.num_heads // ranks
-        return StateSize(heads * self.head_dim**2, SEGMENT - 1, 3 * heads * self.head_dim)
+    @property
+    def state_parts(self) -> StateParts:
+        """See `LayerWithState`."""
+        heads = StatePart(self.num_heads, self.head_dim)
+        recurrent = (StatePart(self.num_heads, self.head_dim**2),)
+        return StateParts(recurrent, SEGMENT - 1, (heads,) * 3)
 
 
 class Rwkv7(_EqualHeads, frozen=True, tag=True):
@@ -299,17 +321,22 @@ class Rwkv7(_EqualHeads, frozen=True, tag=True):
         """Number of elements of a hidden state, and of all heads."""
         return self.num_heads * self.head_dim
 
-    def state_size(self, ranks: int) -> StateSize:
-        """Return the size of the state in one of `ranks` workers.
+    @property
+    def state_parts(self) -> StateParts:
+        """See `LayerWithState`.
 
         The inputs are the hidden state, which every rank has; queries, decays, keys, values and rates of the rank's
         heads; and the hidden state that the MLP reads.
         """
-        heads = self.num_heads // ranks
-        return StateSize(
-            heads * self.head_dim**2,
+        hidden = StatePart(1, self.hidden_size)
+        return StateParts(
+            (StatePart(self.num_heads, self.head_dim**2),),
             SEGMENT - 1 + self.kernel - 1,
-            (1 + self.shifts_mlp) * self.hidden_size + 5 * heads * self.head_dim,
+            (
+                hidden,
+                *(StatePart(self.num_heads, self.head_dim),) * 5,
+                *(hidden,) * self.shifts_mlp,
+            ),
         )
 
 
@@ -348,46 +375,23 @@ class Rwkv6(_EqualHeads, frozen=True, tag=True):
         """True if the MLP reads a mixture of two hidden states, too."""
         return not self.reads_own
 
-    def state_size(self, ranks: int) -> StateSize:
-        """Return the size of the state in one of `ranks` workers. See `Rwkv7.state_size`; there are no rates."""
-        heads = self.num_heads // ranks
-        return StateSize(
-            heads * self.key_dim * self.head_dim,
+    @property
+    def state_parts(self) -> StateParts:
+        """See `Rwkv7.state_parts`; there are no rates."""
+        hidden = StatePart(1, self.hidden_size)
+        return StateParts(
+            (StatePart(self.num_heads, self.key_dim * self.head_dim),),
             SEGMENT - 1 + self.kernel - 1,
-            (1 + self.shifts_mlp) * self.hidden_size + heads * (3 * self.key_dim + self.head_dim),
+            (
+                hidden,
+                *(StatePart(self.num_heads, self.key_dim),) * 3,
+                StatePart(self.num_heads, self.head_dim),
+                *(hidden,) * self.shifts_mlp,
+            ),
         )
 
 
-class RgLru(msgspec.Struct, frozen=True, tag=True):
-    """A real-gated linear recurrent unit (Griffin, De et al., 2024, arXiv 2402.19427), after a convolution.
-
-    Each channel has one number as its state. The gates of its input and of its decay are products of a matrix for each
-    of `num_blocks` blocks of channels.
-    """
-
-    # As in `Mamba1`, gates are products of a token's convolved input.
-    segment: ClassVar[int] = 1
-    channels: int
-    num_blocks: int
-    kernel: int
-
-    @property
-    def num_units(self) -> int:
-        """Number of parts that can be divided equally among ranks."""
-        return self.num_blocks
-
-    @property
-    def block_size(self) -> int:
-        """Number of channels in a block."""
-        return self.channels // self.num_blocks
-
-    def state_size(self, ranks: int) -> StateSize:
-        """Return the size of the state in one of `ranks` workers."""
-        channels = self.channels // ranks
-        return StateSize(channels, self.kernel - 1, channels)
-
-
-class _AttentionConvolutions(msgspec.Struct, frozen=True):
+class _AttentionConvolutions(LayerWithState, frozen=True):
     """Short convolutions in a layer with attention, whose heads of keys and values have `head_dim` elements."""
 
     segment: ClassVar[int] = SHORT_SEGMENT
@@ -413,10 +417,15 @@ class InnerConvolutions(_AttentionConvolutions, frozen=True, tag=True):
     is_scaled: bool = False
     is_dynamic: bool = False
 
-    def state_size(self, ranks: int) -> StateSize:
-        """Return the size of the state in one of `ranks` workers."""
-        channels = 2 * max(1, self.num_kv_heads // ranks) * self.head_dim + 2 * self.hidden_size
-        return StateSize(0, self.segment - 1 + self.kernel - 1, channels)
+    @property
+    def state_parts(self) -> StateParts:
+        """See `LayerWithState`."""
+        heads, hidden = (
+            StatePart(self.num_kv_heads, self.head_dim),
+            StatePart(1, self.hidden_size),
+        )
+        num_inputs = self.segment - 1 + self.kernel - 1
+        return StateParts((), num_inputs, (heads, heads, hidden, hidden), native_tables=(2, 1, 1))
 
 
 class HeadConvolutions(_AttentionConvolutions, frozen=True, tag=True):
@@ -436,11 +445,12 @@ class HeadConvolutions(_AttentionConvolutions, frozen=True, tag=True):
         """Number of tokens on which the queries and keys of a token depend."""
         return self.channel_kernel + self.head_kernel - 1
 
-    def state_size(self, ranks: int) -> StateSize:
-        """Return the size of the state in one of `ranks` workers."""
-        heads, kv_heads = (max(1, n // ranks) for n in (self.num_heads, self.num_kv_heads))
-        channels = (heads + 2 * kv_heads) * self.head_dim
-        return StateSize(0, self.segment - 1 + self.kernel - 1, channels)
+    @property
+    def state_parts(self) -> StateParts:
+        """See `LayerWithState`."""
+        heads = StatePart(self.num_kv_heads, self.head_dim)
+        inputs = (StatePart(self.num_heads, self.head_dim), heads, heads)
+        return StateParts((), self.segment - 1 + self.kernel - 1, inputs, native_tables=(2, 1))
 
 
 MixerLayer: TypeAlias = (

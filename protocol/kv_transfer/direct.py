@@ -19,10 +19,15 @@ EARLIER: Final = -1
 """The epoch of a request that has ended, of whose blocks only those are fetched that are still offered."""
 
 MAX_NAME_CHARS: Final = 256
+MAX_REFUSAL_CHARS: Final = 400
+MAX_TP_SIZE: Final = 64
+"""The maximum number of tensor-parallel ranks of another server."""
+
 MAX_KEYS: Final = 64
 """The maximum number of blocks that one message requests."""
 
 _Name: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)]
+_Rank: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_TP_SIZE)]
 _Key: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=64)]
 
 
@@ -53,7 +58,8 @@ class DirectSource(msgspec.Struct, array_like=True, gc=False, frozen=True):
     """The request whose blocks are fetched: its `name`, and where it is or was computed.
 
     If `replica` is not -1, that is a replica of this engine. Otherwise it is the engine whose first worker listens at
-    `host` and `port`. `epoch` is that of the replica's core, 0 if unknown, or `EARLIER`.
+    `host` and `port`. `epoch` is that of the replica's core, 0 if unknown, or `EARLIER`. `tp_size` is the number of its
+    tensor-parallel ranks, 0 if it is equal.
     """
 
     name: str
@@ -61,6 +67,7 @@ class DirectSource(msgspec.Struct, array_like=True, gc=False, frozen=True):
     host: str = ""
     port: int = 0
     epoch: int = 0
+    tp_size: int = 0
 
 
 class DirectFetch(msgspec.Struct, array_like=True, gc=False, frozen=True):
@@ -117,12 +124,21 @@ class FetchBlocks(msgspec.Struct, tag="fetch", array_like=True, gc=False, frozen
     """True if the peer can read blocks that are staged for NIXL."""
     epoch: int = 0
     """The epoch of the core that computes the request; 0 if it has computed it, and `EARLIER` if it has ended."""
+    block_size: int = 0
+    """The number of tokens in the peer's blocks."""
+    tp_rank: _Rank = 0
+    tp_size: _Rank = 0
+    """The peer's tensor-parallel rank and their number if it needs only its part of blocks; 0 for whole blocks."""
 
 
 class FetchEnded(msgspec.Struct, tag="ended", array_like=True, gc=False, frozen=True):
-    """The end of a fetch: the blocks of a request were fetched, or will not be."""
+    """The end of a fetch: the blocks of a request were fetched, or will not be.
+
+    `num_readers` workers in all fetch blocks of this request from the receiver.
+    """
 
     name: _Name
+    num_readers: _Rank = 1
 
 
 class BlocksRead(msgspec.Struct, tag="read", array_like=True, gc=False, frozen=True):
@@ -138,21 +154,23 @@ FetchMessage: TypeAlias = FetchBlocks | FetchEnded | BlocksRead
 
 
 class StagedBlock(msgspec.Struct, array_like=True, gc=False, frozen=True):
-    """A block that a peer may read by NIXL: its address in the sender's memory, and the CRC-32 of its bytes."""
+    """A block that a peer may read by NIXL: the address of `size` bytes in the sender's memory, and their CRC-32."""
 
     ticket: int
     address: int
     checksum: int
+    size: int
 
 
 class BlockFetched(msgspec.Struct, array_like=True, gc=False, frozen=True):
     """The answer for the key at `index` of a `FetchBlocks`.
 
     If `is_found`, a frame with the bytes of the block follows. If the block is `staged`, the frame is the metadata of
-    the NIXL agent that has it, and a `BlocksRead` answers.
+    the NIXL agent that has it, and a `BlocksRead` answers. `refusal` says why the peer can get no blocks at all.
     """
 
     number: int
     index: int
     is_found: bool
     staged: StagedBlock | None = None
+    refusal: Annotated[str, msgspec.Meta(max_length=MAX_REFUSAL_CHARS)] = ""

@@ -123,6 +123,19 @@ class AttentionLayer(msgspec.Struct, frozen=True):
     """True if tokens attend only to the keys that an indexer last chose in the step."""
 
 
+class HeadRegion(msgspec.Struct, frozen=True):
+    """Heads in a layer's part of a block: an array [`count`, heads, `unit_elements`], from `first_element` on.
+
+    Ranks divide `num_heads` heads. Index keys are one head, which all ranks have.
+    """
+
+    first_element: int
+    count: int
+    stride_elements: int
+    num_heads: int
+    unit_elements: int
+
+
 class IndexQueries(msgspec.Struct, frozen=True):
     """The index keys of a step's tokens, and the index queries by which these choose keys for each key/value head.
 
@@ -179,6 +192,21 @@ class PagedAttention(ABC):
 
         It must be allocated with zeros.
         """
+
+    def head_regions(self, num_kv_heads: int) -> list[HeadRegion]:
+        """Return the heads in a layer's part of a block, and its index keys.
+
+        Args:
+            num_kv_heads: The key/value heads of all ranks.
+        """
+        num_parts = 1 if self.spec.latent_rank else 2
+        head_elements = self.block_size * self.head_dim
+        own_elements = self.num_kv_heads * head_elements
+        regions = [HeadRegion(0, num_parts, own_elements, num_kv_heads, head_elements)]
+        if self.spec.index_dim and not self.spec.latent_rank:
+            first = num_parts * own_elements
+            regions.append(HeadRegion(first, 1, head_elements, 1, head_elements))
+        return regions
 
     @property
     def elements_of_layer(self) -> int:

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ..attention.interface import AttentionSpec, PagedAttention
+from ..attention.interface import AttentionSpec, HeadRegion, PagedAttention
 from ..batch import AttentionBatch
 from ..device.dtypes import dtype_name
 from ..layers.window import Window
@@ -83,6 +83,17 @@ class NativeAttention(PagedAttention):
             return (num_blocks, self.elements_of_layer + index_elements)
         padded = self._padded(self.head_dim)
         return (num_blocks, self._num_parts, self.num_kv_heads, self.block_size, padded)
+
+    def head_regions(self, num_kv_heads: int) -> list[HeadRegion]:
+        """See `PagedAttention.head_regions`. The keys and values of a head follow each other."""
+        spec = self.spec
+        head_elements = self._elements(1, self.head_dim)
+        own_elements = self.elements_of_layer
+        regions = [HeadRegion(0, 1, own_elements, num_kv_heads, head_elements)]
+        if spec.index_dim and not spec.latent_rank:
+            index_elements = self.block_size * self._padded(spec.index_dim)
+            regions.append(HeadRegion(own_elements, 1, index_elements, 1, index_elements))
+        return regions
 
     @property
     def elements_of_layer(self) -> int:

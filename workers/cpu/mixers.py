@@ -22,9 +22,9 @@ from ...protocol.checkpoint.recurrent_layers import (
     Mamba1,
     Mamba2,
     MixerLayer,
-    RgLru,
     ShortConvolution,
 )
+from ...protocol.checkpoint.state_spaces.rg_lru import RgLru
 from ..layers.parallel.shard import ModelShard
 from ..layers.parallel.tensor_parallel import TensorParallel, elements
 from ..layers.spec import ModelSpec

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import msgspec
@@ -14,6 +14,7 @@ import torch
 from msgspec.structs import replace
 
 from ...protocol.arrays import Int32Array, Int64Array
+from ...protocol.checkpoint.state_spaces.state_size import StatePart, StateParts
 from ...protocol.errors import ConfigError
 from ...protocol.kv_cache_groups import AttentionKind
 from ...protocol.worker_messages import SchedulerOutput
@@ -24,7 +25,9 @@ from ..device import host_memory
 from ..device.cpu_offload import CPUOffloadCache
 from ..device.dtypes import AnyArray, HostDevice, on_host, torch_device, torch_dtype
 from ..kv_transfer.block_memory import BlockMemory
+from ..kv_transfer.block_regions import Region
 from ..layers.layer_spec import LayerSpec, windows_by_group
+from ..layers.spec import ModelSpec
 from ..models.kv_cache_groups import kv_cache_groups
 from ..models.mixers import StateBatch
 from .model_loader import Model
@@ -48,7 +51,7 @@ class KVCache:
         self.layers: list[AnyArray] = []
         self.memory: BlockMemory | None = None
         """The memory of all blocks as bytes, once it is allocated."""
-        self._attention = model.attention
+        self._attention, self._model = model.attention, model
         self._device = device
         own_layers = model.spec.layers[model.shard.layers.start : model.shard.layers.stop]
         self._group_of_cache = [group for layer in own_layers for group in layer.cache_groups]
@@ -131,6 +134,105 @@ class KVCache:
             self._population = host_memory.Population([on_host(memory) for memory in memories])
         if num_host_blocks:
             self._cpu_offload = CPUOffloadCache(num_host_blocks, pages)
+
+    def regions(self) -> list[Region]:
+        """Return the parts of a block that tensor-parallel ranks divide, including followers that are copied.
+
+        The cache must be allocated.
+        """
+        regions = self._own_regions()
+        num_pages = self._num_tensors
+        for number, other in enumerate(self._followers):
+            memory = other.memory
+            if memory is not None and memory.page_bytes == self._page_bytes:
+                regions += [
+                    replace(each, name=f"{number}.{each.name}", page=num_pages + each.page)
+                    for each in other.regions()
+                ]
+                num_pages += memory.num_pages
+        return regions
+
+    def _own_regions(self) -> list[Region]:
+        model, size = self._model, self._page_bytes
+        if model.spec.compressed is not None:
+            # All ranks have all of a block that several layers share.
+            own = f"{model.shard.layers.start}-{model.shard.layers.stop}"
+            return [
+                Region(f"{own}.{group}.{page}", group, page, 0, (1,), (size,), 1, size)
+                for group in sorted(set(self._group_of_cache))
+                for page in range(self._num_tensors)
+            ]
+        regions: dict[tuple[int, int, int], list[Region]] = {}
+        caches = iter(zip(self._group_of_cache, self._places, strict=True))
+        for index in model.shard.layers:
+            layer = model.spec.layers[index]
+            for group in layer.cache_groups:
+                _, place = next(caches)
+                name = f"{index}.{group}"
+                if layer.recurrent is not None and group == layer.state_group:
+                    parts = layer.recurrent.state_parts
+                    found = self._state_regions(name, group, place.tensor, parts)
+                else:
+                    found = self._head_regions(name, group, place, model.spec.for_layer(layer))
+                # A layer may read the cache of another one.
+                regions.setdefault((group, place.tensor, place.first_element), found)
+        return [region for found in regions.values() for region in found if region.counts[0]]
+
+    def _head_regions(self, name: str, group: int, place: _Place, layer: ModelSpec) -> list[Region]:
+        item = self._attention.dtype.itemsize
+        attention = self._attention.for_layer(layer, self._model.shard)
+        return [
+            Region(
+                f"{name}.{number}",
+                group,
+                place.tensor,
+                (place.first_element + each.first_element) * item,
+                (each.count,),
+                (each.stride_elements * item,),
+                each.num_heads,
+                each.unit_elements * item,
+            )
+            for number, each in enumerate(attention.head_regions(layer.num_kv_heads))
+        ]
+
+    def _state_regions(
+        self, name: str, group: int, page: int, parts: StateParts, offset: int = 0
+    ) -> list[Region]:
+        ranks = self._model.shard.tensor_parallel.size
+        item = self._model.hidden_dtype.itemsize
+        regions: list[Region] = []
+
+        def add(part: StatePart, rows: int, row_bytes: int, element_bytes: int) -> None:
+            nonlocal offset
+            run_bytes = part.num_elements(ranks) // part.runs * element_bytes
+            regions.append(
+                Region(
+                    f"{name}.{len(regions)}",
+                    group,
+                    page,
+                    offset,
+                    (rows, part.runs),
+                    (row_bytes, run_bytes),
+                    part.units,
+                    part.width * element_bytes,
+                )
+            )
+            offset += part.runs * run_bytes
+
+        for part in parts.recurrent:
+            add(part, 1, 0, 4)
+        is_native = isinstance(self._attention, NativeAttention)
+        tables = (is_native and parts.native_tables) or (len(parts.inputs),)
+        inputs, first = iter(parts.inputs), offset
+        for num_parts in tables:
+            offset, table = first, list(islice(inputs, num_parts))
+            row_bytes = sum(part.num_elements(ranks) for part in table) * item
+            for part in table:
+                add(part, parts.num_inputs, row_bytes, item)
+            first += parts.num_inputs * row_bytes
+        if parts.beside is not None:
+            regions += self._state_regions(f"{name}.beside", group, page, parts.beside, first)
+        return regions
 
     def announce_blocks(self, output: SchedulerOutput) -> None:
         """Let the memory be populated in time for the blocks that a step assigns to requests."""

@@ -14,8 +14,9 @@ from ...protocol.worker_messages import HeldRequest, ModelRunnerOutput, Schedule
 from ..cpu.decoder import NativeDecoder
 from ..device.dtypes import HostDevice, configured_dtype, torch_device, torch_dtype
 from ..device.errors import explaining_device_errors
+from ..kv_transfer.block_regions import BlockRegions
 from ..kv_transfer.connector import ConnectorContext, KVConnector, create_connector
-from ..kv_transfer.fingerprint import cache_fingerprint
+from ..kv_transfer.fingerprint import cache_fingerprint, divided_fingerprint
 from ..loaders import Checkpoint
 from ..models.lora.lora_loader import LoraLoader
 from .host_execution import HostExecution
@@ -166,8 +167,15 @@ class ModelRunner:
         transfer, memory = self._config.kv_transfer, self.kv_cache.memory
         if transfer is not None and memory is not None:
             fingerprint = cache_fingerprint(self._config, self._model, self._rank)
+            tensor_parallel = self._model.shard.tensor_parallel
+            regions = BlockRegions(
+                self.kv_cache.regions(),
+                tensor_parallel.rank,
+                tensor_parallel.size,
+                divided_fingerprint(self._config, self._model, self._rank),
+            )
             context = ConnectorContext(
-                self._config, transfer, self._core_index, self._rank, memory, fingerprint
+                self._config, transfer, self._core_index, self._rank, memory, fingerprint, regions
             )
             self.connector = create_connector(context)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Callable
 from functools import partial
@@ -25,8 +26,12 @@ from ...protocol.kv_transfer.direct import (
 from ...protocol.transport import UNREADABLE
 
 if TYPE_CHECKING:
+    from .block_format import BlockFormat
     from .block_memory import Fence
+    from .block_regions import PeerRank
     from .nixl_staging import NixlStaging
+
+logger = logging.getLogger(__name__)
 
 MAX_REQUESTED: Final = 32
 """Maximum number of blocks per transfer that are requested and have not arrived."""
@@ -54,14 +59,37 @@ _decode = msgspec.msgpack.Decoder(BlockFetched).decode
 _encode = msgspec.msgpack.Encoder().encode
 
 
+class JointTransfer:
+    """A fetch from several workers, each of which has a part of every block.
+
+    Attributes:
+        num_left: The number of transfers in progress.
+        missing: The blocks of which a part could not be fetched.
+    """
+
+    def __init__(self, num_transfers: int) -> None:
+        self.num_left = num_transfers
+        self.missing: set[int] = set()
+
+
 class Transfer:
     """A fetch in progress.
 
     Attributes:
         missing: The block numbers that have not arrived, by their position in the fetch.
+        source: The rank of which parts of blocks are fetched; None to fetch whole blocks.
+        joint: The fetch that this transfer is a part of.
     """
 
-    def __init__(self, fetch: DirectFetch, generation: int, fence: Fence) -> None:
+    def __init__(
+        self,
+        fetch: DirectFetch,
+        generation: int,
+        fence: Fence,
+        source: PeerRank | None = None,
+        joint: JointTransfer | None = None,
+    ) -> None:
+        self.source, self.joint = source, joint
         self.transfer_id = fetch.transfer_id
         self.name, self.epoch = fetch.source.name, fetch.source.epoch
         self.generation = generation
@@ -78,7 +106,7 @@ class Transfer:
 
 
 Write = Callable[[Transfer, int, memoryview], None]
-"""A function that writes the bytes of a received block to the KV cache."""
+"""A function that writes the bytes of the received block at a position of a transfer to the KV cache."""
 
 Secure = Callable[["zmq.Socket[bytes]", str], None]
 """A function that prepares a socket for a connection to an address."""
@@ -126,7 +154,7 @@ class BlockClient:
     def __init__(
         self,
         context: zmq.Context[Any],
-        fingerprint: bytes,
+        format: BlockFormat,
         secure: Secure,
         write: Write,
         end: End,
@@ -134,7 +162,9 @@ class BlockClient:
         staging: NixlStaging | None = None,
     ) -> None:
         self._context = context
-        self._fingerprint = fingerprint
+        self._format = format
+        self._refused: dict[str, str] = {}
+        """The last refusals, by address."""
         self._secure = secure
         self._write = write
         self._end = end
@@ -177,13 +207,17 @@ class BlockClient:
             keys = transfer.keys[first : first + KEYS_PER_MESSAGE]
             number = next(connection.numbers)
             connection.requests[number] = transfer, first
+            fingerprint, rank, size = self._format.describe_reader(transfer.source)
             message = FetchBlocks(
                 number,
                 transfer.name,
-                self._fingerprint,
+                fingerprint,
                 keys,
                 self._staging is not None,
                 transfer.epoch,
+                self._format.block_size,
+                rank,
+                size,
             )
             connection.socket.send(_encode(message))
             transfer.num_requested += len(keys)
@@ -214,12 +248,23 @@ class BlockClient:
             return
         transfer.last_progress = time.monotonic()
         if not (answer.is_found and len(data) == 1):
+            if answer.refusal:
+                self._log_refusal(connection.address, answer.refusal)
             self._finish(connection, transfer)
         elif answer.staged is None:
             self._store(connection, transfer, position, data[0].buffer)
         elif self._staging is not None:
             arrived = partial(self._end_read, connection, transfer, position, answer.staged)
             self._staging.read(data[0].bytes, answer.staged, arrived)
+
+    def _log_refusal(self, address: str, refusal: str) -> None:
+        """Log a refusal, once for each peer and reason."""
+        if self._refused.get(address) == refusal:
+            return
+        if len(self._refused) >= MAX_CONNECTIONS:
+            del self._refused[next(iter(self._refused))]
+        self._refused[address] = refusal
+        logger.warning("no KV-cache blocks can be fetched from %s: %s", address, refusal)
 
     def _end_read(
         self,
@@ -245,7 +290,7 @@ class BlockClient:
         self, connection: _Connection, transfer: Transfer, position: int, data: memoryview
     ) -> None:
         """Write a block to the KV cache, and request the next ones."""
-        self._write(transfer, transfer.missing[position], data)
+        self._write(transfer, position, data)
         del transfer.missing[position]
         if transfer.missing:
             self._request(connection, transfer)
@@ -260,7 +305,8 @@ class BlockClient:
             for number, request in connection.requests.items()
             if request[0] is not transfer
         }
-        connection.socket.send(_encode(FetchEnded(transfer.name)))
+        _, _, num_ranks = self._format.describe_reader(transfer.source)
+        connection.socket.send(_encode(FetchEnded(transfer.name, max(num_ranks, 1))))
         self._end(transfer)
 
     def _lose(self, connection: _Connection) -> None:

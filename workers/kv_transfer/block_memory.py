@@ -5,7 +5,7 @@ Shapes: N blocks, L cache tensors (the layers of a group), P bytes of one block 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -36,6 +36,7 @@ class BlockMemory:
         self.block_bytes = self.num_pages * self.page_bytes
         self._host_pages: list[NDArray[np.uint8]] = []
         self._stream: torch.cuda.Stream | None = None
+        self._copy_1B: NDArray[np.uint8] | None = None
         if is_on_host:
             self._host_pages = [on_host(page) for page in pages]
         elif pages[0].device.type == "cuda":
@@ -122,6 +123,26 @@ class BlockMemory:
             for layer, cache_NP in enumerate(self._pages):
                 cache_NP.index_copy_(0, blocks_k, arrived_kLP[:, layer])
         self._stream.synchronize()
+
+    def clear(self, blocks: Sequence[int], fence: Fence) -> None:
+        """After `fence`, fill blocks that no later step uses with zeros. May be called from any thread."""
+        self.write(blocks, np.zeros((len(blocks), self.block_bytes), np.uint8), fence)
+
+    def change(self, block: int, change: Callable[[list[memoryview]], None], fence: Fence) -> None:
+        """Let a function change the L parts of a block that no step uses. Called by one thread at a time."""
+        if self._stream is None or fence is None:
+            change(self.views(block))
+            return
+        copy_1B = self.host_buffer(1) if self._copy_1B is None else self._copy_1B
+        self._copy_1B = copy_1B
+        self.copy_out(block, copy_1B, fence)
+        change(self.parts(memoryview(copy_1B[0])))
+        self.write([block], copy_1B, fence)
+
+    def parts(self, data: memoryview) -> list[memoryview]:
+        """Return the L parts of a block, given all of its bytes."""
+        size = self.page_bytes
+        return [data[start : start + size] for start in range(0, self.block_bytes, size)]
 
     def synchronize(self) -> None:
         """Wait until all that `read` copies has arrived."""

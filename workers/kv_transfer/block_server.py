@@ -19,6 +19,8 @@ from ...protocol.kv_transfer.direct import (
     FetchMessage,
 )
 from ...protocol.transport import UNREADABLE
+from .block_format import BlockFormat
+from .block_regions import PeerRank
 from .offered_blocks import OfferedBlocks
 
 if TYPE_CHECKING:
@@ -48,6 +50,8 @@ class _Waiter(NamedTuple):
     takes_staged: bool
     since: float
     """The time of the request, of `time.monotonic`; infinity if the core of its epoch is still running."""
+    reader: PeerRank | None
+    """The rank that reads a part of the block; None if it reads the whole block."""
 
 
 class BlockServer:
@@ -57,17 +61,19 @@ class BlockServer:
     """
 
     def __init__(
-        self, offered: OfferedBlocks, fingerprint: bytes, staging: NixlStaging | None = None
+        self, offered: OfferedBlocks, format: BlockFormat, staging: NixlStaging | None = None
     ) -> None:
         self._offered = offered
+        self._format = format
         self._staging = staging
-        self._fingerprint = fingerprint
         self.sockets: list[zmq.Socket[bytes]] = []
         self.num_bytes_sent = 0
         self._waiting: dict[bytes, list[_Waiter]] = {}
         self._num_waiting = 0
-        self._ended: OrderedDict[str, None] = OrderedDict()
-        self._fetched: OrderedDict[str, None] = OrderedDict()
+        self._ended: OrderedDict[str, int] = OrderedDict()
+        self._fetched: OrderedDict[str, int] = OrderedDict()
+        self._num_ends: OrderedDict[str, int] = OrderedDict()
+        """The number of readers that have ended their fetch of a request, which others have not."""
         self._held: dict[str, int] = {}
         self._epoch = 0
 
@@ -95,7 +101,7 @@ class BlockServer:
         except (ValueError, *UNREADABLE):
             return []
         if isinstance(message, FetchEnded):
-            return self._end_fetch(message.name)
+            return self._end_fetch(message)
         if isinstance(message, BlocksRead):
             if self._staging is not None:
                 self._staging.release(message.tickets)
@@ -104,17 +110,25 @@ class BlockServer:
         return []
 
     def _answer(self, socket: zmq.Socket[bytes], identity: bytes, message: FetchBlocks) -> None:
-        is_same = message.fingerprint == self._fingerprint
+        refusal = self._format.find_refusal(message)
+        reader = PeerRank(message.tp_rank, message.tp_size) if message.tp_size else None
         is_over = message.name in self._ended or message.epoch not in (0, self._epoch)
         since = math.inf if message.epoch else time.monotonic()
         for index, key in enumerate(message.keys):
             waiter = _Waiter(
-                socket, identity, message.number, index, message.name, message.takes_staged, since
+                socket,
+                identity,
+                message.number,
+                index,
+                message.name,
+                message.takes_staged,
+                since,
+                reader,
             )
-            if is_same and self._send(waiter, key):
+            if not refusal and self._send(waiter, key):
                 continue
-            if not is_same or is_over or self._num_waiting >= MAX_AWAITED:
-                self._send_missing(waiter)
+            if refusal or is_over or self._num_waiting >= MAX_AWAITED:
+                self._send_missing(waiter, refusal)
             else:
                 self._waiting.setdefault(key, []).append(waiter)
                 self._num_waiting += 1
@@ -123,9 +137,11 @@ class BlockServer:
         data = self._offered.read(key)
         if data is None:
             return False
+        if waiter.reader is not None:
+            data = self._format.part_of(key, data, waiter.reader)
         self.num_bytes_sent += len(data)
         staged = None
-        if waiter.takes_staged and self._staging is not None:
+        if waiter.takes_staged and self._staging is not None and data:
             staged = self._staging.stage(data)
             if staged is not None:
                 data = self._staging.metadata
@@ -133,8 +149,8 @@ class BlockServer:
         waiter.socket.send_multipart((waiter.identity, head, data), copy=False)
         return True
 
-    def _send_missing(self, waiter: _Waiter) -> None:
-        head = _encode(BlockFetched(waiter.number, waiter.position, False))
+    def _send_missing(self, waiter: _Waiter, refusal: str = "") -> None:
+        head = _encode(BlockFetched(waiter.number, waiter.position, False, refusal=refusal))
         waiter.socket.send_multipart((waiter.identity, head))
 
     def add_offered(self, keys: Iterable[bytes]) -> None:
@@ -198,7 +214,12 @@ class BlockServer:
         self._num_waiting = 0
         self._held.clear()
 
-    def _end_fetch(self, name: str) -> list[int]:
+    def _end_fetch(self, message: FetchEnded) -> list[int]:
+        name = message.name
+        num_ends = self._num_ends.pop(name, 0) + 1
+        if num_ends < message.num_readers:
+            _record_name(self._num_ends, name, num_ends)
+            return []
         transfer_id = self._held.pop(name, None)
         if transfer_id is not None:
             return [transfer_id]
@@ -206,7 +227,7 @@ class BlockServer:
         return []
 
 
-def _record_name(names: OrderedDict[str, None], name: str) -> None:
-    names[name] = None
+def _record_name(names: OrderedDict[str, int], name: str, count: int = 1) -> None:
+    names[name] = count
     if len(names) > MAX_RECORDED:
         names.popitem(last=False)

@@ -20,6 +20,7 @@ from ...protocol.worker_messages import KVConnectorOutput
 if TYPE_CHECKING:
     # Imported only for types, because a worker without a model does not use torch, which takes a second to import.
     from .block_memory import BlockMemory
+    from .block_regions import BlockRegions
 
 
 class ConnectorContext(msgspec.Struct, frozen=True):
@@ -34,6 +35,7 @@ class ConnectorContext(msgspec.Struct, frozen=True):
             them.
         fingerprint: A hash of everything besides its content key that determines the bytes of a block: weights, layout
             and numerics. Blocks may be exchanged only between workers with equal fingerprints.
+        regions: The parts of a block that servers with other numbers of tensor-parallel ranks divide in another way.
     """
 
     config: EngineConfig
@@ -42,6 +44,7 @@ class ConnectorContext(msgspec.Struct, frozen=True):
     rank: int
     memory: BlockMemory
     fingerprint: bytes
+    regions: BlockRegions | None = None
 
 
 class KVConnector(ABC):

@@ -27,13 +27,15 @@ from ...protocol.kv_transfer.direct import (
 )
 from ...protocol.worker_messages import KVConnectorOutput
 from ..device.waking_queue import WakingQueue
-from .block_client import BlockClient, Transfer
+from .block_client import BlockClient, JointTransfer, Transfer
+from .block_format import BlockFormat
+from .block_regions import PeerRank
 from .block_server import BlockServer
 from .connector import ConnectorContext, KVConnector, register_connector
 from .offered_blocks import OfferedBlocks
 
 if TYPE_CHECKING:
-    from .block_memory import BlockMemory
+    from .block_memory import BlockMemory, Fence
     from .nixl_staging import NixlStaging
 
 logger = logging.getLogger(__name__)
@@ -86,14 +88,18 @@ class DirectConnector(KVConnector):
         extra = transfer.kv_connector_extra_config
         self.staging = self._create_staging(extra)
         """The memory through which NIXL moves blocks; None if sockets do it."""
-        self._server = BlockServer(self._offered, context.fingerprint, self.staging)
+        self._regions = context.regions
+        format = BlockFormat(
+            self._memory, context.fingerprint, self._config.cache.block_size, context.regions
+        )
+        self._server = BlockServer(self._offered, format, self.staging)
         self._listen(context)
         patience_s = extra.get("fetch_timeout_s", PATIENCE_S)
         if not isinstance(patience_s, int | float):
             raise ConfigError(f"fetch_timeout_s must be a number of seconds, got {patience_s!r}")
         self._client = BlockClient(
             self._context,
-            context.fingerprint,
+            format,
             self._secure,
             self._write,
             self._end,
@@ -170,7 +176,7 @@ class DirectConnector(KVConnector):
         if fetches:
             fence, generation = self._memory.fence(), self._generation
             for fetch in fetches:
-                self._actions.put(partial(self._fetch, fetch, Transfer(fetch, generation, fence)))
+                self._actions.put(partial(self._fetch, fetch, generation, fence))
 
     def take_reports(self) -> list[KVConnectorOutput]:
         """Return the reports since the last call."""
@@ -248,8 +254,28 @@ class DirectConnector(KVConnector):
             with self._writes:
                 self._put(KVConnectorOutput(finished_sending=transfer_ids))
 
-    def _fetch(self, fetch: DirectFetch, transfer: Transfer) -> None:
-        address = self._address_of(fetch.source)
+    def _fetch(self, fetch: DirectFetch, generation: int, fence: Fence) -> None:
+        size = fetch.source.tp_size
+        if size in (0, self._config.parallel.tensor_parallel_size):
+            transfer = Transfer(fetch, generation, fence)
+            self._start(transfer, self._address_of(fetch.source, self._rank))
+            return
+        stage = self._rank // self._config.parallel.tensor_parallel_size
+        joint = JointTransfer(size)
+        if fetch.keys:
+            with self._writes:
+                if generation == self._generation:
+                    self._memory.clear(int32_view(fetch.block_ids).tolist(), fence)
+        for rank in range(size):
+            source = PeerRank(rank, size)
+            part = fetch
+            if self._regions is None or not self._regions.has_part_of(source):
+                # The source waits until all ranks have ended their fetches.
+                part = DirectFetch(fetch.transfer_id, fetch.source, [], b"")
+            transfer = Transfer(part, generation, fence, source, joint)
+            self._start(transfer, self._address_of(fetch.source, stage * size + rank))
+
+    def _start(self, transfer: Transfer, address: str | None) -> None:
         try:
             if address is not None:
                 self._client.fetch(address, transfer)
@@ -258,36 +284,50 @@ class DirectConnector(KVConnector):
             logger.warning("cannot fetch blocks from %s: %s", address, error.strerror)
         self._end(transfer)
 
-    def _address_of(self, source: DirectSource) -> str | None:
-        """Return the address of the worker with this rank at a source, or None if it cannot have one."""
+    def _address_of(self, source: DirectSource, rank: int) -> str | None:
+        """Return the address of the worker `rank` at a source, or None if it cannot have one."""
         parallel = self._config.parallel
         if source.replica >= 0:
             if source.replica >= parallel.data_parallel_size:
                 return None
-            return self._config.kv_address(source.replica, self._rank)
+            return self._config.kv_address(source.replica, rank)
         if self._key is None:
             return None
         host = f"[{source.host}]" if ":" in source.host else source.host
-        return f"tcp://{host}:{source.port + self._rank}"
+        return f"tcp://{host}:{source.port + rank}"
 
-    def _write(self, transfer: Transfer, block: int, data: memoryview) -> None:
+    def _write(self, transfer: Transfer, position: int, data: memoryview) -> None:
         """Write a received block, unless another core has taken over since its fetch began."""
+        key, block = transfer.keys[position], transfer.missing[position]
         with self._writes:
             if transfer.generation != self._generation:
                 return
-            if len(data) != self._memory.block_bytes:
+            source, regions = transfer.source, self._regions
+            if source is not None and regions is not None:
+                self._memory.change(
+                    block, lambda parts: regions.write(key, parts, source, data), transfer.fence
+                )
+            elif len(data) != self._memory.block_bytes:
                 raise ValueError(f"{len(data)} bytes received for a block")
-            self._memory.write([block], np.frombuffer(data, np.uint8)[None], transfer.fence)
+            else:
+                self._memory.write([block], np.frombuffer(data, np.uint8)[None], transfer.fence)
             self._num_bytes_received += len(data)
 
     def _end(self, transfer: Transfer) -> None:
+        missing, joint = list(transfer.missing.values()), transfer.joint
+        if joint is not None:
+            joint.num_left -= 1
+            joint.missing.update(missing)
+            if joint.num_left:
+                return
+            missing = sorted(joint.missing)
         with self._writes:
             if transfer.generation == self._generation:
-                self._num_errors += bool(transfer.missing)
+                self._num_errors += bool(missing)
                 self._put(
                     KVConnectorOutput(
                         finished_recving=[transfer.transfer_id],
-                        invalid_block_ids=int32_bytes(list(transfer.missing.values())),
+                        invalid_block_ids=int32_bytes(missing),
                     )
                 )
 

@@ -46,10 +46,34 @@ def cache_fingerprint(config: EngineConfig, model: FingerprintedModel, rank: int
 
     If fingerprints are equal, blocks with equal content keys have equal bytes, on any machine.
     """
+    parallel = config.parallel
+    shape = model.attention.kv_cache_shape(1)
+    sizes = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size, rank)
+    facts = _facts(config, model, shape, sizes)
+    return hashlib.sha256(b"engine.kv.v1" + msgspec.msgpack.encode(facts)).digest()
+
+
+def divided_fingerprint(config: EngineConfig, model: FingerprintedModel, rank: int) -> bytes:
+    """Return the fingerprint of the blocks of all tensor-parallel ranks of a pipeline stage, 32 bytes.
+
+    It does not depend on their number. With different numbers, the bytes of a block are equal but for rounding errors.
+    """
+    parallel = config.parallel
+    stage = rank // parallel.tensor_parallel_size
+    facts = _facts(config, model, (), (parallel.pipeline_parallel_size, stage))
+    return hashlib.sha256(b"engine.kv.divided.v1" + msgspec.msgpack.encode(facts)).digest()
+
+
+def _facts(
+    config: EngineConfig,
+    model: FingerprintedModel,
+    cache_shape: tuple[int, ...],
+    sizes: tuple[int, ...],
+) -> tuple[object, ...]:
     attention, parallel = model.attention, config.parallel
     is_native = isinstance(attention, NativeAttention)
     device = "cpu" if attention.device.type == "cpu" else torch.cuda.get_device_name()
-    facts = (
+    return (
         NUMERICS_VERSION,
         [file.content for file in config.model.weight_files],
         config.model.seed if config.model.load_format is LoadFormat.DUMMY else None,
@@ -58,9 +82,9 @@ def cache_fingerprint(config: EngineConfig, model: FingerprintedModel, rank: int
         _describe_head(config),
         type(model).__name__,
         type(attention).__name__,
-        (attention.kv_cache_shape(1), str(attention.dtype), config.cache.block_size),
+        (cache_shape, str(attention.dtype), config.cache.block_size),
         str(model.hidden_dtype),
-        (parallel.tensor_parallel_size, parallel.pipeline_parallel_size, rank),
+        sizes,
         parallel.data_parallel_size if parallel.enable_expert_parallel else 0,
         config.cache.prefix_hash.value,
         (device, config.device.batch_invariant),
@@ -68,7 +92,6 @@ def cache_fingerprint(config: EngineConfig, model: FingerprintedModel, rank: int
         if is_native
         else str(torch.__version__),
     )
-    return hashlib.sha256(b"engine.kv.v1" + msgspec.msgpack.encode(facts)).digest()
 
 
 def _describe_head(config: EngineConfig) -> tuple[str, list[bytes]] | None:

@@ -32,9 +32,9 @@ Arrived: TypeAlias = Callable[[memoryview | None], None]
 class _Read:
     """A read that NIXL performs."""
 
-    def __init__(self, handle: Any, slot: int, checksum: int, arrived: Arrived) -> None:
+    def __init__(self, handle: Any, slot: int, staged: StagedBlock, arrived: Arrived) -> None:
         self.handle, self.slot = handle, slot
-        self.checksum, self.arrived = checksum, arrived
+        self.staged, self.arrived = staged, arrived
 
 
 class NixlStaging:
@@ -96,9 +96,9 @@ class NixlStaging:
         if not self._free_to_send:
             return None
         slot, ticket = self._free_to_send.pop(), next(self._tickets)
-        self._slots_kB[slot] = np.frombuffer(data, np.uint8)
+        self._slots_kB[slot, : len(data)] = np.frombuffer(data, np.uint8)
         self._staged[ticket] = slot, time.monotonic()
-        return StagedBlock(ticket, self._address(slot), zlib.crc32(data))
+        return StagedBlock(ticket, self._address(slot), zlib.crc32(data), len(data))
 
     def release(self, tickets: Sequence[int]) -> None:
         """Free the slots of blocks that a peer has read, or no longer needs."""
@@ -125,10 +125,12 @@ class NixlStaging:
                 self._free_to_read.append(slot)
                 arrived(None)
                 continue
-            self._reads.append(_Read(handle, slot, staged.checksum, arrived))
+            self._reads.append(_Read(handle, slot, staged, arrived))
 
     def _post(self, metadata: bytes, staged: StagedBlock, slot: int) -> Any:
-        agent, size = self._agent, self._slots_kB.shape[1]
+        agent, size = self._agent, staged.size
+        if not 0 < size <= self._slots_kB.shape[1]:
+            raise ValueError(f"a peer has staged {size} bytes")
         name = agent.add_remote_agent(metadata)
         local = agent.get_xfer_descs([(self._address(slot), size, 0)], "DRAM")
         remote = agent.get_xfer_descs([(staged.address, size, 0)], "DRAM")
@@ -148,8 +150,8 @@ class NixlStaging:
             if state == "PROC":
                 self._reads.append(read)
                 continue
-            data = memoryview(self._slots_kB[read.slot])
-            is_right = state == "DONE" and zlib.crc32(data) == read.checksum
+            data = memoryview(self._slots_kB[read.slot])[: read.staged.size]
+            is_right = state == "DONE" and zlib.crc32(data) == read.staged.checksum
             self.num_bytes_read += len(data) * is_right
             read.arrived(data if is_right else None)
             self._free_to_read.append(read.slot)

@@ -52,6 +52,7 @@ class DirectTransfer(BlockConnector):
         engine_id: The name of this engine in the answers to requests.
         host: The address at which other engines reach the workers; "" if they cannot.
         port: The port of the first worker.
+        tp_size: The number of tensor-parallel ranks of the workers.
         pull: The settings for blocks of earlier turns.
     """
 
@@ -62,7 +63,9 @@ class DirectTransfer(BlockConnector):
         host: str = "",
         port: int = 0,
         pull: PullSettings = ONE_WAY,
+        tp_size: int = 1,
     ) -> None:
+        self._tp_size = tp_size
         self._offers = role != "kv_consumer" or pull.bidirectional_kv_xfer
         self._fetches = role != "kv_producer"
         self._pull = pull
@@ -208,7 +211,11 @@ class DirectTransfer(BlockConnector):
             "remote_num_tokens": request.num_held_tokens,
         }
         if self._host:
-            answer |= {"remote_host": self._host, "remote_port": self._port}
+            answer |= {
+                "remote_host": self._host,
+                "remote_port": self._port,
+                "tp_size": self._tp_size,
+            }
         return answer
 
     def _end_fetch(self, request: Request, params: Mapping[str, object]) -> None:
@@ -325,17 +332,21 @@ def _source_of(params: Mapping[str, object]) -> DirectSource | None:
     if isinstance(port, str) and port.isdecimal():
         port = int(port)
     if isinstance(host, str) and host and isinstance(port, int) and 0 < port <= _MAX_PORT:
-        return DirectSource(name, -1, host, port)
+        size = params.get("tp_size")
+        return DirectSource(name, -1, host, port, tp_size=size if isinstance(size, int) else 0)
     return None
 
 
 def _create(config: KVTransferConfig) -> DirectTransfer:
+    tp_size = config.kv_connector_extra_config.get("tp_size", 1)
+    assert isinstance(tp_size, int)
     return DirectTransfer(
         config.kv_role,
         config.engine_id or "",
         config.kv_ip if config.kv_port else "",
         config.kv_port,
         msgspec.convert(config.kv_connector_extra_config, PullSettings),
+        tp_size,
     )
 
 

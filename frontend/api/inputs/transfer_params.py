@@ -7,6 +7,7 @@ from typing import Annotated, Any, Final
 import msgspec
 
 from ....protocol.config import EngineConfig
+from ....protocol.kv_transfer.direct import MAX_TP_SIZE
 from ...http.errors import APIError, bad_request, echo
 
 FIELD: Final = "kv_transfer_params"
@@ -25,6 +26,7 @@ class _TransferParams(msgspec.Struct, omit_defaults=True):
     remote_host: str | None = None
     remote_port: int | str | None = None
     remote_num_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    tp_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_TP_SIZE)] | None = None
 
 
 def transfer_params(value: Any, config: EngineConfig) -> dict[str, object] | None:

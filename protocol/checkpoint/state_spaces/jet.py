@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import msgspec
-
 from ..config_fields import ConfigFields
-from .state_size import SEGMENT, StateSize
+from .state_size import SEGMENT, LayerWithState, StatePart, StateParts
 
 
-class JetBlock(msgspec.Struct, frozen=True, tag=True):
+class JetBlock(LayerWithState, frozen=True, tag=True):
     """A gated delta net whose values are convolved with taps of each token (Gu et al., 2025, arXiv 2508.15884).
 
     Keys have `key_dim` elements and values `value_dim`. A product of `tap_rank` elements, which is a product of the
@@ -30,16 +28,21 @@ class JetBlock(msgspec.Struct, frozen=True, tag=True):
         """Number of parts that can be divided equally among ranks."""
         return self.num_heads
 
-    def state_size(self, ranks: int) -> StateSize:
-        """Return the size of the state in one of `ranks` workers.
+    @property
+    def state_parts(self) -> StateParts:
+        """See `LayerWithState`.
 
         The inputs are values before their convolution, queries, keys, convolved values, strengths and time steps.
         """
-        heads = self.num_heads // ranks
-        return StateSize(
-            heads * self.key_dim * self.value_dim,
+        keys, values = (
+            StatePart(self.num_heads, self.key_dim),
+            StatePart(self.num_heads, self.value_dim),
+        )
+        numbers = StatePart(self.num_heads, 1)
+        return StateParts(
+            (StatePart(self.num_heads, self.key_dim * self.value_dim),),
             SEGMENT - 1 + self.kernel - 1,
-            heads * (2 * self.key_dim + 2 * self.value_dim + 2),
+            (values, keys, keys, values, numbers, numbers),
         )
 
 

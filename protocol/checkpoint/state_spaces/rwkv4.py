@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import msgspec
-
 from ..config_fields import ConfigFields
-from .state_size import StateSize
+from .state_size import LayerWithState, StatePart, StateParts
 
 
-class Rwkv4(msgspec.Struct, frozen=True, tag=True):
+class Rwkv4(LayerWithState, frozen=True, tag=True):
     """The time mixing of RWKV-4 (Peng et al., 2023, arXiv 2305.13048): means of values, weighted by keys and ages.
 
     A channel has a numerator, a denominator and the logarithm of their scale as its state. The stored inputs are the
@@ -29,9 +27,11 @@ class Rwkv4(msgspec.Struct, frozen=True, tag=True):
         """Number of parts that can be divided equally among ranks."""
         return self.num_channels
 
-    def state_size(self, ranks: int) -> StateSize:
-        """Return the size of the state in one of `ranks` workers."""
-        return StateSize(3 * (self.num_channels // ranks), self.kernel - 1, 2 * self.hidden_size)
+    @property
+    def state_parts(self) -> StateParts:
+        """See `LayerWithState`."""
+        recurrent = (StatePart(self.num_channels, 1, runs=3),)
+        return StateParts(recurrent, self.kernel - 1, (StatePart(1, 2 * self.hidden_size),))
 
 
 def read_rwkv4(fields: ConfigFields) -> Rwkv4:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import msgspec
-
 from ..config_fields import ConfigFields
-from .state_size import StateSize
+from .state_size import LayerWithState, StatePart, StateParts
 
 
-class MatrixLstm(msgspec.Struct, frozen=True, tag=True):
+class MatrixLstm(LayerWithState, frozen=True, tag=True):
     """An LSTM whose memory is a matrix for each head (mLSTM, Beck et al., 2024, arXiv 2405.04517).
 
     Keys have `key_dim` elements and values `value_dim`. A head also has a sum of keys and the logarithm of the scale of
@@ -32,10 +30,11 @@ class MatrixLstm(msgspec.Struct, frozen=True, tag=True):
         """Number of parts that can be divided equally among ranks."""
         return self.num_heads
 
-    def state_size(self, ranks: int) -> StateSize:
-        """Return the size of the state in one of `ranks` workers."""
+    @property
+    def state_parts(self) -> StateParts:
+        """See `LayerWithState`."""
         numbers = self.key_dim * self.value_dim + self.key_dim + 1
-        return StateSize(self.num_heads // ranks * numbers, 0, 1)
+        return StateParts((StatePart(self.num_heads, numbers),), 0, (StatePart(1, 1),))
 
 
 def read_xlstm(fields: ConfigFields) -> MatrixLstm:

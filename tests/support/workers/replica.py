@@ -28,6 +28,7 @@ from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.worker_messages import NewRequestData, SchedulerOutput
 from engine.workers.execution.model_runner import ModelRunner
 from engine.workers.execution.parallel_state import join_replica, leave_replica
+from engine.workers.kv_transfer.block_regions import Region
 from engine.workers.loaders import open_checkpoint
 from support.gpu.host_accelerator import HostAccelerator
 from support.workers.worker_steps import output_of
@@ -77,6 +78,11 @@ class RankResult:
     bytes_read: int
     block_bytes: int
     drafts: list[list[int]]
+    blocks: list[list[bytes]]
+    """The parts of each block after the last step."""
+    groups: list[int]
+    """The KV-cache group of each block that the workload uses."""
+    regions: list[Region]
 
 
 def run_replica(
@@ -178,8 +184,21 @@ def _rank(
                 for row in (*output.prompt_logprobs, *output.logprobs):
                     logprobs += float32_view(row.logprobs).tolist()
             runner.close()
+            memory = runner.kv_cache.memory
+            assert memory is not None
+            blocks_per_row = MAX_MODEL_LEN // block_size
+            groups = [0, *np.repeat(range(num_groups), blocks_per_row).tolist() * NUM_SLOTS]
             results.append(
-                RankResult(tokens, logprobs, checkpoint.bytes_read, runner.block_bytes, drafts)
+                RankResult(
+                    tokens,
+                    logprobs,
+                    checkpoint.bytes_read,
+                    runner.block_bytes,
+                    drafts,
+                    [[bytes(x) for x in memory.views(block)] for block in range(len(groups))],
+                    groups,
+                    runner.kv_cache.regions(),
+                )
             )
         pipe.send(results)
         pipe.recv()

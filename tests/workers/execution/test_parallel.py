@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 import torch
 from engine.protocol.arrays import int32_view
+from engine.protocol.block_hash import HASH_BYTES
 from engine.protocol.checkpoint.gguf import GGMLQuantizationType
 from engine.protocol.config import CPUBackend, ParallelConfig, ProposerMethod, SpeculativeConfig
 from engine.protocol.errors import RunDirectoryError
 from engine.workers.execution.parallel_state import join_replica
+from engine.workers.kv_transfer.block_regions import BlockRegions
 from engine.workers.loaders import open_checkpoint
 from support.checkpoints.quantized import quantize_directory
 from support.checkpoints.tiny import random_model, sentencepiece_tokenizer
@@ -148,6 +150,34 @@ def assert_equal(ranks: list[RankResult], expected: RankResult, parallel: Parall
     # The ranks of the last stage agree; the others return no tokens.
     assert all(rank.tokens == output.tokens for rank in ranks[parallel.output_rank :])
     assert not any(any(rank.tokens) for rank in ranks[: parallel.output_rank])
+    assert_equal_blocks(ranks, expected, parallel.tensor_parallel_size)
+
+
+def assert_equal_blocks(ranks: list[RankResult], expected: RankResult, size: int) -> None:
+    """Check that each rank's blocks are what the only worker would send to it, and that it would get its own back.
+
+    A layer may have another group, or its stage may combine layers in another way.
+    """
+    whole = {(region.name, region.group): region for region in expected.regions}
+    for number, result in enumerate(ranks):
+        regions = [region for region in result.regions if (region.name, region.group) in whole]
+        own = BlockRegions(regions, number % size, size, b"")
+        alone = BlockRegions([whole[x.name, x.group] for x in regions], 0, 1, b"")
+        assert own.fingerprint == alone.fingerprint
+        # Padding is written to block 0.
+        for block, group in enumerate(result.groups[1:], 1):
+            key = bytes(HASH_BYTES) + bytes([group])
+            sent = alone.read(key, views_of(expected.blocks[block]), own.own)
+            found = own.read(key, views_of(result.blocks[block]), own.own)
+            floats = (np.frombuffer(data, np.float32) for data in (found, sent))
+            assert np.allclose(*floats, rtol=1e-3, atol=1e-3), (block, group)
+            back = [memoryview(bytearray(len(part))) for part in result.blocks[block]]
+            own.write(key, back, alone.own, memoryview(sent))
+            assert own.read(key, back, own.own) == sent
+
+
+def views_of(parts: list[bytes]) -> list[memoryview]:
+    return [memoryview(part) for part in parts]
 
 
 def bytes_that_ranks_read(path: Path, parallel: ParallelConfig) -> int:

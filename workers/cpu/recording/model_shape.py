@@ -14,9 +14,9 @@ from ....protocol.checkpoint.recurrent_layers import (
     Mamba1,
     Mamba2,
     RecurrentLayer,
-    RgLru,
     ShortConvolution,
 )
+from ....protocol.checkpoint.state_spaces.rg_lru import RgLru
 from ...device.dtypes import dtype_name
 from ...layers.layer_spec import LayerSpec
 from ...layers.parallel.shard import ModelShard

@@ -9,12 +9,12 @@ from ....protocol.checkpoint.recurrent_layers import (
     Mamba1,
     Mamba2,
     MixerLayer,
-    RgLru,
     Rwkv6,
     Rwkv7,
     ShortConvolution,
 )
 from ....protocol.checkpoint.state_spaces.jet import JetBlock
+from ....protocol.checkpoint.state_spaces.rg_lru import RgLru
 from ....protocol.checkpoint.state_spaces.rwkv4 import Rwkv4
 from ....protocol.checkpoint.state_spaces.xlstm import MatrixLstm
 from ...layers.parallel.tensor_parallel import TensorParallel

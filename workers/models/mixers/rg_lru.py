@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ....protocol.checkpoint.recurrent_layers import RgLru
+from ....protocol.checkpoint.state_spaces.rg_lru import RgLru
 from ...layers.parallel.tensor_parallel import TensorParallel, elements
 from ..layer_source import LayerSource
 from ..weights import Rows, WeightReader
