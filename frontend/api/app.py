@@ -25,8 +25,10 @@ from .control.replicas import Replicas
 from .control.weights import Weights
 from .decisions.endpoint import Decisions
 from .decisions.system_one import SystemOne
-from .dialects import anthropic, llama_cpp, mistral, ollama, text_embeddings, whisper_cpp
-from .dialects.anthropic_batches import message_batch_routes
+from .dialects import llama_cpp, mistral, ollama, text_embeddings, whisper_cpp
+from .dialects.anthropic import messages as anthropic
+from .dialects.anthropic.batches import message_batch_routes
+from .dialects.anthropic.mcp import McpMessages, McpTokenCounter
 from .dialects.azure import deployment_routes
 from .dialects.cohere import chat as cohere_chat
 from .dialects.cohere.embed import CohereEmbeddings
@@ -53,7 +55,6 @@ from .openapi import describe_routes
 from .pooling import Pooling
 from .realtime.client_secrets import ClientSecrets
 from .realtime.session import Realtime
-from .responses.mcp.messages import McpMessages
 from .responses.routes import response_routes
 from .routes.chat_batch import ChatBatch
 from .routes.completions import Completions
@@ -205,7 +206,7 @@ def make_routes(serving: Serving) -> list[Route]:
         ),
         Route(
             "/v1/messages/count_tokens",
-            anthropic.TokenCounter(serving, intake).count,
+            McpTokenCounter(serving, intake).count,
             methods=["POST"],
         ),
         Route(

@@ -14,7 +14,7 @@ from ...http.json_pieces import encode_whole
 from ..logprobs import Json
 from ..routes.chat_completions import ChatAnswer
 from ..streaming.event_stream import StreamFormat
-from .anthropic import decode_input
+from .anthropic.messages import decode_input
 from .dialect import DialectChunks
 
 

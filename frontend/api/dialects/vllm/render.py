@@ -28,7 +28,7 @@ from ...routes.completions import Completions
 from ...schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from ...schema.vllm import VllmSampling
 from ...serving import ANY_OUTPUT
-from ..anthropic import Messages
+from ..anthropic.messages import Messages
 
 _COPIED: Final = sorted({*VllmSampling.__struct_fields__} & {*SamplingParams.__struct_fields__})
 

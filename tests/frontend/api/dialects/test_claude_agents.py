@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import httpx
 import pytest
-from engine.frontend.api.dialects.anthropic_tools import CLIENT_TOOLS
+from engine.frontend.api.dialects.anthropic.tools import CLIENT_TOOLS
 from support.chat.shown_prompts import ANSWER
 from support.requests.dialects import KEY, TOOLS, claude_client, dialect_frontend, options
 from support.servers.frontend_process import MODEL, FrontendProcess

@@ -353,3 +353,36 @@ def test_servers_of_messages_must_be_known(
 ) -> None:
     refused = send(frontend, "x", **fields)
     assert refused.status_code == status and shown in refused.json()["error"]["message"]
+
+
+def test_batches_of_messages_call_tools(frontend: FrontendProcess, weather: WeatherServer) -> None:
+    weather.calls.clear()
+    message = {"model": MODEL, "max_tokens": 400, "mcp_servers": [SERVER]}
+    message["messages"] = [{"role": "user", "content": ASK}]
+    url = "/v1/messages/batches"
+    batch = frontend.post(url, requests=[{"custom_id": "a", "params": message}]).json()
+
+    def has_ended() -> bool:
+        shown = frontend.http.get(f"{url}/{batch['id']}").json()
+        return bool(shown["processing_status"] == "ended")
+
+    wait_until(has_ended, what="the batch ends")
+    [line] = frontend.http.get(f"{url}/{batch['id']}/results").text.splitlines()
+    content = json.loads(line)["result"]["message"]["content"]
+    assert [part["type"] for part in content] == ["text", "mcp_tool_use", "mcp_tool_result", "text"]
+    assert content[-1]["text"] == OUTPUT and weather.calls == ["Oslo"]
+
+
+def test_tools_of_servers_are_counted(weather: WeatherServer) -> None:
+    def count(**fields: Any) -> int:
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], **fields}
+        answer = frontend.post("/v1/messages/count_tokens", **body)
+        assert answer.status_code == 200, answer.text
+        return int(answer.json()["input_tokens"])
+
+    template = ECHO_TEMPLATE + "{{ tools | tojson if tools else '' }}<|im_end|>"
+    with sound_frontend(**options(weather) | {"chat_template": template}) as frontend:
+        config = {"default_config": {"enabled": False}, "configs": {"forecast": {"enabled": True}}}
+        toolset = {"type": "mcp_toolset", "mcp_server_name": LABEL, **config}
+        one = count(mcp_servers=[SERVER], tools=[toolset])
+        assert count(mcp_servers=[SERVER]) > one > count()

@@ -8,23 +8,23 @@ from typing import Any, Final
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...chat import MessageDelta
-from ...client.engine_client import Delta
-from ...http.errors import APIError, bad_request, expect, json_response
-from ...http.json_pieces import encode_whole
-from ...media.documents.pdf import MAX_CHARACTERS
-from ..bodies.intake import Intake
-from ..bodies.request_memory import MemoryLease
-from ..logprobs import Json
-from ..openapi import accepts
-from ..prompts import ContextExceededError
-from ..routes.chat_completions import ChatAnswer, ChatCompletions, render_request
-from ..schema import ChatCompletionRequest
-from ..schema.anthropic import MessagesRequest
-from ..serving import Serving
-from ..streaming.event_stream import StreamFormat
-from .anthropic_request import find_pdfs, translate_messages
-from .dialect import BlockChunks
+from ....chat import MessageDelta
+from ....client.engine_client import Delta
+from ....http.errors import APIError, bad_request, expect, json_response
+from ....http.json_pieces import encode_whole
+from ....media.documents.pdf import MAX_CHARACTERS
+from ...bodies.intake import Intake
+from ...bodies.request_memory import MemoryLease
+from ...logprobs import Json
+from ...openapi import accepts
+from ...prompts import ContextExceededError
+from ...routes.chat_completions import ChatAnswer, ChatCompletions, render_request
+from ...schema import ChatCompletionRequest
+from ...schema.anthropic import MessagesRequest
+from ...serving import Serving
+from ...streaming.event_stream import StreamFormat
+from ..dialect import BlockChunks
+from .request import find_pdfs, translate_messages
 
 PATH: Final = "/v1/messages"
 
@@ -129,12 +129,16 @@ class TokenCounter:
             body, size = await self._intake.receive(
                 http.scope, http.receive, MessagesRequest, lease
             )
+            body = await self._complete(body)
             size += await replace_pdfs(serving, body, size, lease)
             request = await serving.executor.run(size, lambda: translate_messages(body))
             serving.verify_model(request.model)
             serving.verify_tokenizer("messages")
             chat = await render_request(serving, request, size)
             return json_response({"input_tokens": len(chat.token_ids)})
+
+    async def _complete(self, body: MessagesRequest) -> MessagesRequest:
+        return body
 
 
 class MessagesAnswer(ChatAnswer):

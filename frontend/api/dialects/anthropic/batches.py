@@ -11,19 +11,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ...http.errors import APIError, bad_request, echo, expect, json_response
-from ..batches.executor import BatchExecutor
-from ..batches.lines import MESSAGES, find_errors, parse_line, split_lines
-from ..batches.records import ENDED, BatchRecords
-from ..bodies.intake import Intake, reads
-from ..files.storage import FileStorage
-from ..logprobs import Json
-from ..schema.anthropic import MessageBatchRequest
-from ..schema.files import BatchRequest
-from ..serving import Serving
-from ..stored.pages import parse_page
-from ..stored.records import Page, key_of, owner_of
-from .anthropic import error_body
+from ....http.errors import APIError, bad_request, echo, expect, json_response
+from ...batches.executor import BatchExecutor
+from ...batches.lines import MESSAGES, find_errors, parse_line, split_lines
+from ...batches.records import ENDED, BatchRecords
+from ...bodies.intake import Intake, reads
+from ...files.storage import FileStorage
+from ...logprobs import Json
+from ...schema.anthropic import MessageBatchRequest
+from ...schema.files import BatchRequest
+from ...serving import Serving
+from ...stored.pages import parse_page
+from ...stored.records import Page, key_of, owner_of
+from .messages import error_body
 
 MAX_PAGE: Final = 1000
 _PREFIX: Final = "msg"

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from ...http.errors import expect, wrong
-from ..logprobs import Json
+from ....http.errors import expect, wrong
+from ...logprobs import Json
 
 _POINT: Final = {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 2}
 _TEXT: Final = {"type": "string"}

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
-from ...http.errors import bad_request, expect, wrong
-from ..logprobs import Json
-from ..schema import ChatCompletionRequest
-from ..schema.anthropic import MessagesRequest
-from .anthropic_tools import CLIENT_TOOLS, client_tool
+from ....http.errors import bad_request, expect, wrong
+from ...logprobs import Json
+from ...schema import ChatCompletionRequest
+from ...schema.anthropic import MessagesRequest
+from .tools import CLIENT_TOOLS, client_tool
 
 MAX_USER_CHARACTERS: Final = 256
 

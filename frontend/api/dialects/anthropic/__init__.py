@@ -1,0 +1,1 @@
+"""Anthropic's Messages API: messages, their batches, and tools of MCP servers."""
