@@ -21,7 +21,7 @@ from ..client.text_changes import TextChanges
 from ..http.deadline import read_deadline
 from ..http.errors import APIError, bad_request, redact, renamer, renaming, wrong
 from ..tokenizer.token_ids import truncate
-from .chat_prompt import render_chat, verify_template_kwargs
+from .chats.prompt import render_chat, verify_template_kwargs
 from .generation import (
     PreparedPrompt,
     find_origin,

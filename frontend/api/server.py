@@ -39,7 +39,7 @@ from ..supervisor.parse_journal import ParseJournal, journal_path
 from ..tokenizer.load import load_tokenizer
 from ..tokenizer.tokenizer import Tokenizer
 from .app import create_app
-from .chat_prompt import RESERVED_VARIABLES
+from .chats.prompt import RESERVED_VARIABLES
 from .serving import Serving
 
 logger = logging.getLogger(__name__)

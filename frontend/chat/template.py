@@ -15,6 +15,7 @@ import jinja2
 import jinja2.ext
 from jinja2 import nodes
 from jinja2.exceptions import SecurityError
+from jinja2.meta import find_undeclared_variables
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -69,6 +70,7 @@ class ChatTemplate:
             raise ChatTemplateError(
                 f"the chat template is not valid, line {error.lineno}: {error.message}"
             ) from error
+        self._reads_functions = "functions" in find_undeclared_variables(_ENVIRONMENT.parse(source))
         self._traits = self._probe(content_format)
         self.shows_tools = self._probe_tools()
         """True if prompts depend on the tools of the request."""
@@ -153,6 +155,8 @@ class ChatTemplate:
 
     def _render(self, more: Mapping[str, Any], **variables: Any) -> str:
         limit = {_DEADLINE: time.monotonic() + MAX_RENDER_SECONDS}
+        if self._reads_functions:
+            more = {**_firefunction_variables(variables["tools"]), **more}
         try:
             return self._template.render({**self._special_tokens, **more, **variables, **limit})
         except jinja2.TemplateError as error:
@@ -238,6 +242,16 @@ class ChatTemplate:
             )
         except ChatTemplateError:
             return None
+
+
+def _firefunction_variables(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, str]:
+    """Return the variables that Firefunction's template reads instead of `tools`.
+
+    The time has only its date, so that prompts of a day share their prefix.
+    """
+    functions = [tool.get("function", tool) for tool in tools or ()]
+    shown = _tojson(functions, indent=4) if functions else ""
+    return {"functions": shown, "datetime": _strftime_now("%Y-%m-%d")}
 
 
 def load_chat_template(argument: str) -> str:

@@ -17,7 +17,7 @@ from ...tokenizer.tokenizer import Tokenizer
 from ..answer import Answer
 from ..bodies.intake import Intake
 from ..bodies.request_memory import MemoryLease
-from ..chat_prompt import RenderedChat
+from ..chats.prompt import RenderedChat
 from ..endpoint import NewAnswer
 from ..generation import PreparedPrompt
 from ..logprobs import Json

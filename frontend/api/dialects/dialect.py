@@ -7,8 +7,8 @@ from abc import abstractmethod
 from ...chat import MessageDelta
 from ...client.engine_client import Delta, Sequence
 from ...client.sequence_io import TOKENS_AT_ONCE
+from ..chats.answer import ChatAnswer, ChatChoice
 from ..generation import raise_if_failed
-from ..routes.chat_completions import ChatAnswer, ChatChoice
 from ..streaming.event_stream import ChunkEncoder
 
 

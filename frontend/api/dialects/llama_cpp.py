@@ -28,7 +28,7 @@ from ...http.errors import (
 from ...http.json_pieces import encode_list
 from ..bodies.intake import Intake, reads
 from ..bodies.request_memory import MemoryLease
-from ..chat_prompt import RenderedChat
+from ..chats.prompt import RenderedChat
 from ..generation import PreparedPrompt
 from ..infill import require_infill
 from ..inputs.given_media import LLAMA_MARKER

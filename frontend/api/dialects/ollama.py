@@ -24,7 +24,7 @@ from ...http.errors import APIError, bad_request, echo, json_response, renaming
 from ...http.json_pieces import encode_list
 from ..bodies.intake import Intake, reads
 from ..bodies.request_memory import MemoryLease
-from ..chat_prompt import RenderedChat
+from ..chats.prompt import RenderedChat
 from ..infill import require_infill
 from ..logprobs import Json
 from ..prompts import verify_num_characters

@@ -11,8 +11,8 @@ from ...chat import ToolCallDelta
 from ...client.engine_client import Delta, Sequence
 from ...http.errors import APIError
 from ...http.json_pieces import encode_whole
+from ..chats.answer import ChatAnswer
 from ..logprobs import Json
-from ..routes.chat_completions import ChatAnswer
 from ..streaming.event_stream import StreamFormat
 from .anthropic.messages import decode_input
 from .dialect import DialectChunks

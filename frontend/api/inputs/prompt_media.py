@@ -13,7 +13,7 @@ from ....protocol.errors import ParameterError, counted
 from ...chat import ChatTemplateError
 from ...chat.messages import AUDIO_MARK, AUDIO_PART, MEDIA_MARK
 from ...http.errors import bad_request, renaming
-from ..chat_prompt import video_hashes
+from ..chats.prompt import video_hashes
 from ..prompts import ContextExceededError, Prompt
 from ..serving import Serving
 from .given_media import GivenMedia

@@ -10,11 +10,11 @@ from ...chat import ToolCallDelta
 from ...client.engine_client import Delta, Sequence
 from ...http.errors import APIError
 from ...http.json_pieces import encode_whole
+from ..chats.answer import ChatAnswer
 from ..dialects.dialect import DialectChunks
 from ..generation import raise_if_failed
 from ..logprobs import Json
 from ..receipts.timings import llama_prompt_timings, llama_timings
-from ..routes.chat_completions import ChatAnswer
 from ..serving import Serving
 from ..streaming.event_stream import OPENAI_STREAM, ChunkEncoder, StreamFormat
 from ..streaming.progress import ProgressChunks

@@ -12,9 +12,10 @@ from ...http.deadline import read_deadline
 from ...http.errors import renaming
 from ..bodies.intake import Intake
 from ..bodies.request_memory import MemoryLease
-from ..chat_prompt import RenderedChat
+from ..chats.answer import ChatAnswer
+from ..chats.prompt import RenderedChat
 from ..logprobs import Json
-from ..routes.chat_completions import ChatAnswer, ChatCompletions, ChatPlan
+from ..routes.chat_completions import ChatCompletions, ChatPlan
 from ..schema import ChatCompletionRequest
 from ..schema.responses import CompactRequest
 from ..serving import Serving

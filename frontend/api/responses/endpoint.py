@@ -16,7 +16,7 @@ from ..answer import Answer
 from ..bodies.disconnection import while_connected
 from ..bodies.intake import Intake, reads
 from ..bodies.request_memory import MemoryLease
-from ..chat_prompt import RenderedChat
+from ..chats.prompt import RenderedChat
 from ..durable.records import RequestRecord
 from ..durable.recovery import NothingToContinue, StartGroup
 from ..generation import read_outputs, wait_for_end

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from ...http.errors import APIError
-from ..chat_prompt import RenderedChat
+from ..chats.prompt import RenderedChat
 from ..schema import ChatCompletionRequest
 
 _TOO_LONG = "context_length_exceeded"

@@ -12,7 +12,7 @@ from ....protocol.encoder_inputs.inputs import EncoderInput
 from ....protocol.sampling_params import SamplingParams
 from ...client.encoder_inputs import answer_start, text_source, without_bad_words
 from ...http.errors import bad_request, wrong
-from ..chat_prompt import RenderedChat
+from ..chats.prompt import RenderedChat
 from ..prompts import (
     BYTES_PER_TOKEN_ID,
     ContextExceededError,

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from ...http.errors import APIError, bad_request, json_response, wrong
 from ...http.json_pieces import EncodedJSON, encode_list
 from ..bodies.intake import Intake, reads
-from ..chat_prompt import render_chat
+from ..chats.prompt import render_chat
 from ..dialects.tgi.tokens import simple_tokens
 from ..prompts import parse_token_ids, verify_num_sequences
 from ..schema import DetokenizeRequest, TokenizeRequest

@@ -13,10 +13,11 @@ from ...http.errors import APIError, echo, json_response
 from ...http.json_pieces import encode_whole
 from ..answer import Answer
 from ..bodies.intake import Intake
+from ..chats.answer import ChatAnswer, ChatChunks
 from ..endpoint import NewAnswer, identify
 from ..generation import PreparedPrompt, read_outputs, wait_for_end
 from ..logprobs import Json
-from ..routes.chat_completions import ChatAnswer, ChatChunks, ChatCompletions
+from ..routes.chat_completions import ChatCompletions
 from ..schema import ChatCompletionRequest
 from ..serving import Serving
 from ..stored.metadata import verify_metadata

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from datetime import date
 
 import pytest
 from engine.frontend.chat import CallParser, ChatOutputParser, ChatTemplate, choose_formats
@@ -99,6 +101,29 @@ def chosen(source: str, **options) -> tuple[str | None, str | None]:
     formats = choose_formats(FrontendConfig(**options), ChatTemplate(source))
     assert str(formats).startswith(f"tool calls: {formats.tool_calls.name or 'none'} (")
     return formats.tool_calls.name, formats.reasoning.name
+
+
+FIREFUNCTION = (
+    "{{ 'Functions: ' + functions + '\nToday is ' + datetime }}{% for m in messages %}{{ m.content or '' }}"
+    "{% if m.tool_calls %} functools[{% for c in m.tool_calls %}"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}{% endfor %}]'
+    "{% endif %}{% endfor %}"
+)
+"""A template that reads tools as Firefunction's does: as text, in variables of its own."""
+
+
+def test_a_template_may_read_tools_as_text() -> None:
+    assert chosen(FIREFUNCTION)[0] == "phi4_mini_json"
+    template = ChatTemplate(FIREFUNCTION)
+    assert template.shows_tools
+    function = {"name": "f", "parameters": {"type": "object"}}
+    messages = [{"role": "user", "content": "!"}]
+    prompt = template.render(messages, tools=[{"type": "function", "function": function}])
+    text, day = re.fullmatch(
+        r"Functions: (.*)\nToday is (\d{4}-\d\d-\d\d)!", prompt, re.DOTALL
+    ).groups()
+    assert json.loads(text) == [function] and date.fromisoformat(day)
+    assert template.render(messages, datetime="noon") == "Functions: \nToday is noon!"
 
 
 @pytest.mark.parametrize("name", CALLS)

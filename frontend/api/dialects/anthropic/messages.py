@@ -15,10 +15,11 @@ from ....http.json_pieces import encode_whole
 from ....media.documents.pdf import MAX_CHARACTERS
 from ...bodies.intake import Intake
 from ...bodies.request_memory import MemoryLease
+from ...chats.answer import ChatAnswer
 from ...logprobs import Json
 from ...openapi import accepts
 from ...prompts import ContextExceededError
-from ...routes.chat_completions import ChatAnswer, ChatCompletions, render_request
+from ...routes.chat_completions import ChatCompletions, render_request
 from ...schema import ChatCompletionRequest
 from ...schema.anthropic import MessagesRequest
 from ...serving import Serving

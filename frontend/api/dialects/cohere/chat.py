@@ -11,8 +11,9 @@ from ....client.engine_client import Delta
 from ....http.errors import APIError, expect
 from ....http.json_pieces import encode_whole
 from ...bodies.request_memory import MemoryLease
+from ...chats.answer import ChatAnswer
 from ...logprobs import Json
-from ...routes.chat_completions import ChatAnswer, ChatCompletions
+from ...routes.chat_completions import ChatCompletions
 from ...schema import ChatCompletionRequest
 from ...schema.cohere import CohereChatRequest
 from ...streaming.event_stream import StreamFormat, event

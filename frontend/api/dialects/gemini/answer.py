@@ -7,8 +7,8 @@ from typing import Final
 from ....client.engine_client import Delta, Sequence
 from ....http.errors import APIError
 from ....http.json_pieces import encode_whole
+from ...chats.answer import ChatAnswer, ChatChoice
 from ...logprobs import Json
-from ...routes.chat_completions import ChatAnswer, ChatChoice
 from ...streaming.event_stream import StreamFormat, event
 from ..dialect import DialectChunks
 from ..ollama_answer import CallCollector

@@ -18,7 +18,8 @@ from ....http.errors import bad_request, json_response, renamer, renaming
 from ....http.json_pieces import encode_list
 from ...bodies.intake import Intake, reads
 from ...bodies.request_memory import MemoryLease
-from ...routes.chat_completions import ChatAnswer, ChatCompletions, render_request
+from ...chats.answer import ChatAnswer
+from ...routes.chat_completions import ChatCompletions, render_request
 from ...routes.embeddings import Embeddings
 from ...schema import ChatCompletionRequest, EmbeddingRequest
 from ...schema.gemini import (

@@ -23,10 +23,11 @@ from ....client.engine_client import Delta
 from ....http.errors import bad_request, expect, json_response, renaming, wrong
 from ...bodies.body import BodyDecoder, make_decoder
 from ...bodies.intake import Intake, reads
+from ...chats.answer import ChatAnswer, ChatChoice
 from ...generation import PreparedPrompt
 from ...logprobs import Json, LogprobsRenderer
 from ...prompts import parse_token_ids, verify_num_sequences
-from ...routes.chat_completions import ChatAnswer, ChatChoice, render_request
+from ...routes.chat_completions import render_request
 from ...schema import ChatCompletionRequest, CompletionRequest
 from ...schema.vllm import (
     VllmChatDerenderRequest,
@@ -37,6 +38,7 @@ from ...schema.vllm import (
 )
 from ...serving import Serving
 from ...tools.tool_choice import ToolChoice, ToolMode, parse_tool_choice
+from .stream_state import Piece, chunk_usage, next_state
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -57,20 +59,6 @@ class _Chat:
     envelope: Json
     prompt_ids: list[int] | None
     skips_special: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """A chunk of a stream, with the text before it and its own."""
-
-    choice: VllmGeneratedChoice
-    known_ids: list[int]
-    known_text: str
-    text: str
-
-    @property
-    def token_ids(self) -> list[int]:
-        return list(self.choice.token_ids or ())
 
 
 class Derender:
@@ -241,9 +229,9 @@ class Derender:
             calls = choice.called_tools
             ending = choice.ending(delta) | {"logprobs": self._chat_logprobs(given)}
             choices.append({"index": given.index or 0, "delta": fields} | ending)
-        usage = _chunk_usage(response, body.prompt_tokens)
+        usage = chunk_usage(response, body.prompt_tokens)
         chunk = chat.envelope | {"choices": choices} | usage
-        return {"chunk": chunk, "stream_state": _next_state(state, piece, calls)}
+        return {"chunk": chunk, "stream_state": next_state(state, piece, calls)}
 
     async def _stream_completion(self, body: VllmCompletionDerenderRequest, size: int) -> Response:
         """Return one chunk of a completion, and the state for the next one."""
@@ -272,8 +260,8 @@ class Derender:
                 found = {"index": piece.choice.index or 0, "text": piece.text, "logprobs": shown}
                 choices = [found | ending]
             envelope = self._envelope(body.model, response, "text_completion")
-            chunk = envelope | {"choices": choices} | _chunk_usage(response, num_prompt)
-            following = _next_state(state, piece, False) | {"logprob_text_offset": num_shown}
+            chunk = envelope | {"choices": choices} | chunk_usage(response, num_prompt)
+            following = next_state(state, piece, False) | {"logprob_text_offset": num_shown}
             return {"chunk": chunk, "stream_state": following}
 
         return json_response(await self._serving.executor.run(size, write))
@@ -286,7 +274,7 @@ class Derender:
         skips_special: bool,
         request: ChatCompletionRequest | CompletionRequest,
         where: str,
-    ) -> _Piece | None:
+    ) -> Piece | None:
         """Return the text of a chunk; None if the chunk has no choice.
 
         Raises:
@@ -322,7 +310,7 @@ class Derender:
             text = self._text(
                 msgspec.structs.replace(choice, token_ids=ids), before, skips_special, True
             )
-        return _Piece(choice, known, known_text, text[len(known_text) :])
+        return Piece(choice, known, known_text, text[len(known_text) :])
 
     def _text_so_far(self, ids: list[int], before: list[int], skips_special: bool) -> str:
         """Return the text of tokens without the bytes of an incomplete last character."""
@@ -452,38 +440,6 @@ class Derender:
             "completion_tokens": num_output,
             "total_tokens": num_prompt + num_output,
         }
-
-
-def _next_state(state: VllmStreamState, piece: _Piece | None, calls_tools: bool) -> Json:
-    """Return the state that the client sends with the next chunk."""
-    ids, lengths = list(state.output_token_ids or ()), list(state.output_chunk_lens or ())
-    if piece is not None and piece.token_ids:
-        ids += piece.token_ids
-        lengths.append(len(piece.token_ids))
-    following = msgspec.structs.replace(
-        state,
-        output_token_ids=ids,
-        output_chunk_lens=lengths,
-        role_sent=bool(state.role_sent) or piece is not None,
-        tools_streamed=bool(state.tools_streamed) or calls_tools,
-    )
-    # vLLM accepts no nulls.
-    return {
-        name: value for name, value in msgspec.to_builtins(following).items() if value is not None
-    }
-
-
-def _chunk_usage(response: VllmGenerated, num_prompt: int | None) -> Json:
-    """Return the fields of a chunk with the usage of its response, if it has one."""
-    if (given := response.usage) is None:
-        return {}
-    counts = [
-        expect(given.get(name) or 0, int, f"generate_chunk.usage.{name}", "an integer")
-        for name in ("prompt_tokens", "completion_tokens")
-    ]
-    prompt = counts[0] if num_prompt is None else num_prompt
-    usage = {"prompt_tokens": prompt, "completion_tokens": counts[1]}
-    return {"usage": usage | {"total_tokens": prompt + counts[1]}}
 
 
 def _entries(choice: VllmGeneratedChoice) -> list[Any]:

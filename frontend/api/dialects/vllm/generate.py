@@ -20,7 +20,7 @@ from ....http.errors import bad_request, renamer, renaming, wrong
 from ....http.json_pieces import encode_list
 from ...answer import PromptAnswer
 from ...bodies.request_memory import MemoryLease
-from ...chat_prompt import MARKED_TOKENS
+from ...chats.prompt import MARKED_TOKENS
 from ...generation import PreparedPrompt
 from ...logprobs import Json, finite
 from ...prompts import Prompt

@@ -70,6 +70,25 @@ def test_reasoning_is_separated_from_content(thinking: FrontendProcess) -> None:
     assert all("reasoning" not in e["choices"][0]["delta"] for e in sse_events(response.text))
 
 
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [("<think>Let me see.", "Let me see."), ("<think>Let me see.</think>Four.", "Four.")],
+)
+def test_reasoning_alone_becomes_the_content_if_that_is_asked(
+    thinking: FrontendProcess, text: str, content: str
+) -> None:
+    kwargs = {"force_nonempty_content": True}
+    options = {"messages": user(text), "max_tokens": num_tokens(thinking, text)}
+    options["chat_template_kwargs"] = kwargs
+    message = chat(thinking, **options)["choices"][0]["message"]
+    reasoning = None if content == "Let me see." else "Let me see."
+    assert (message["content"], message["reasoning"]) == (content, reasoning)
+    response = thinking.post("/v1/chat/completions", stream=True, **options)
+    deltas = [event["choices"][0]["delta"] for event in sse_events(response.text)]
+    assert "".join(d.get("content") or "" for d in deltas) == content
+    assert "".join(d.get("reasoning") or "" for d in deltas) == "Let me see."
+
+
 @pytest.mark.slow
 def test_reasoning_may_precede_structural_tags(thinking: FrontendProcess) -> None:
     text = "<think>Let me see.</think>It is <n>4</n>."

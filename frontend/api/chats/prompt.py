@@ -9,20 +9,20 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Final
 
-from ...protocol.encoder_inputs.inputs import EncoderInput
-from ...protocol.errors import ParameterError
-from ..chat import ChatTemplate, ChatTemplateError
-from ..http.errors import APIError, bad_request, redact
-from ..media.sources.media_options import parse_media_options, sglang_fields
-from .inputs.files import read_files
-from .prompts import (
+from ....protocol.encoder_inputs.inputs import EncoderInput
+from ....protocol.errors import ParameterError
+from ...chat import ChatTemplate, ChatTemplateError
+from ...http.errors import APIError, bad_request, redact
+from ...media.sources.media_options import parse_media_options, sglang_fields
+from ..inputs.files import read_files
+from ..prompts import (
     BYTES_PER_TOKEN_ID,
     max_characters,
     parse_token_ids,
     verify_num_characters,
 )
-from .schema import ChatCompletionRequest, TokenizeRequest
-from .serving import Serving
+from ..schema import ChatCompletionRequest, TokenizeRequest
+from ..serving import Serving
 
 logger = logging.getLogger(__name__)
 

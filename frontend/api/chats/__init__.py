@@ -1,0 +1,1 @@
+"""Chats: prompts, and answers in the format of OpenAI."""

@@ -1,0 +1,289 @@
+"""The answers of `/v1/chat/completions`: parsing of the output, whole bodies, and chunks of streams."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from ...chat import ChatOutputParser, MessageDelta, ToolParser
+from ...chat.messages import text_of_content
+from ...client.engine_client import Delta, Sequence
+from ..answer import Answer, Outputs
+from ..generation import PreparedPrompt, matched_stop
+from ..logprobs import Json
+from ..receipts.meta_info import choice_meta_info
+from ..schema import ChatCompletionRequest
+from ..serving import Serving
+from ..streaming.chunks import Chunks
+from ..streaming.event_stream import ChunkEncoder
+from ..tools.call_writer import CallWriter
+from ..tools.forced_calls import ForcedCallParser, NamedCall, RequiredCalls
+from ..tools.tool_choice import ToolChoice, ToolMode
+
+
+class _Substitute:
+    """Replaces an empty content by the reasoning, for requests with vLLM's `force_nonempty_content`.
+
+    A model that ends at its token limit may have written only reasoning. Clients that read only the content then get
+    this text. In a stream, whose reasoning was already sent, the last chunk repeats it as content.
+    """
+
+    def __init__(self, request: ChatCompletionRequest) -> None:
+        kwargs = request.chat_template_kwargs or {}
+        self._is_wanted = kwargs.get("force_nonempty_content") is True
+        self._is_stream = bool(request.stream)
+        self._reasoning: list[str] = []
+
+    def apply(self, message: MessageDelta, *, is_end: bool) -> None:
+        """Change the last delta, or the whole message, if there was no content and no tool call."""
+        if not self._is_wanted:
+            return
+        self._reasoning.append(message.reasoning)
+        if message.content.strip() or message.tool_calls:
+            self._is_wanted = False
+        elif is_end:
+            message.content = "".join(self._reasoning)
+            if not self._is_stream:
+                message.reasoning = ""
+
+
+class ChatChoice:
+    """One sequence of a chat, and the parsers of its output."""
+
+    def __init__(self, answer: ChatAnswer, index: int) -> None:
+        serving, prompt = answer.serving, answer.prompt
+        self.index = index
+        self._answer = answer
+        is_constrained = prompt.params.structured_output is not None
+        self._reasoning = None
+        if answer.request.separate_reasoning is not False:
+            text = prompt.text or ""
+            self._reasoning = serving.new_reasoning_parser(text, constrained=is_constrained)
+        self._held_reasoning = ""
+        self._substitute = _Substitute(answer.request) if self._reasoning is not None else None
+        self._parser = ChatOutputParser(self._reasoning, self._new_tool_parser(answer.tools))
+        self.is_plain = self._reasoning is None and answer.tools.mode is ToolMode.NONE
+        self.calls = CallWriter(answer.tools)
+        self.called_tools = False
+        self._token_ids: list[int] = []
+
+    def _new_tool_parser(self, tools: ToolChoice) -> ToolParser | None:
+        # If another frontend continues the stream, the calls must have the same IDs.
+        new_id = self._answer.serving.call_ids(f"{self._answer.envelope['id']} {self.index}")
+        match tools.mode:
+            case ToolMode.NAMED:
+                call = NamedCall(tools.name, new_id, is_input=tools.writes_input)
+                return ForcedCallParser(call)
+            case ToolMode.REQUIRED:
+                return ForcedCallParser(RequiredCalls(new_id))
+            case ToolMode.AUTO:
+                return self._answer.serving.new_tool_parser(tools.functions, new_id)
+            case ToolMode.NONE:
+                return None
+
+    @property
+    def num_reasoning_tokens(self) -> int | None:
+        """The number of reasoning tokens; None if reasoning is not separated from content."""
+        if self._reasoning is None:
+            return None
+        return self._reasoning.num_reasoning_tokens(self._token_ids, self._answer.serving.tokenizer)
+
+    def read(self, delta: Delta) -> MessageDelta:
+        """Return the message fields that a piece of the text adds: a delta of a stream, or the whole text.
+
+        A call that was cut off has the arguments that the model wrote before.
+        """
+        is_end = delta.finish_reason is not None
+        message = self._parser.feed(delta.text, is_end)
+        if self._reasoning is not None:
+            self._token_ids += delta.token_ids
+            if self._substitute is not None:
+                self._substitute.apply(message, is_end=is_end)
+            self._show_reasoning(message, is_end=is_end)
+        if not self._answer.tools.is_parallel:
+            message.tool_calls = [call for call in message.tool_calls if call.index == 0]
+        message.tool_calls = self.calls.translate(message.tool_calls, is_end=is_end)
+        self.called_tools |= bool(message.tool_calls)
+        return message
+
+    def _show_reasoning(self, message: MessageDelta, *, is_end: bool) -> None:
+        """Remove the reasoning from a message, or hold it back until it is complete, if the request asks for that."""
+        request = self._answer.request
+        if request.include_reasoning is False:
+            message.reasoning = ""
+        elif request.stream_reasoning is False:
+            self._held_reasoning += message.reasoning
+            message.reasoning = ""
+            if is_end or message.content or message.tool_calls:
+                message.reasoning, self._held_reasoning = self._held_reasoning, ""
+
+    def ending(self, delta: Delta) -> Json:
+        """Return all fields of a choice except its message or delta."""
+        request = self._answer.request
+        reason = delta.finish_reason
+        if reason == "stop" and self.called_tools and self._answer.tools.mode is not ToolMode.NAMED:
+            reason = "function_call" if self._answer.tools.is_legacy else "tool_calls"
+        choice: Json = {"logprobs": None, "finish_reason": reason, "stop_reason": delta.stop_reason}
+        if reason is not None:
+            choice["matched_stop"] = matched_stop(delta)
+        if request.logprobs and delta.logprobs is not None:
+            lists_chosen = bool(request.logprob_token_ids)
+            renderer = self._answer.renderer
+            choice["logprobs"] = renderer.chat(delta.logprobs, lists_chosen=lists_chosen)
+        if request.return_token_ids:
+            choice["token_ids"] = delta.token_ids
+        elif not request.stream:
+            choice["token_ids"] = None
+        return choice
+
+
+class ChatAnswer(Answer[ChatCompletionRequest]):
+    """The answer to one conversation, in OpenAI's format. Other dialects override `whole` and `chunks`."""
+
+    shows_abort = True
+
+    def __init__(
+        self,
+        serving: Serving,
+        request: ChatCompletionRequest,
+        tools: ToolChoice,
+        prompt: PreparedPrompt,
+        group: Outputs,
+        envelope: Json,
+    ) -> None:
+        super().__init__(serving, request, group, envelope)
+        self.tools = tools
+        self.role = serving.config.frontend.response_role
+        if request.continue_final_message and request.messages:
+            self.role = request.messages[-1]["role"]
+        self.echoed = _echoed(request, self.role)
+        self.prompt = prompt
+        self.choices = [ChatChoice(self, i) for i in range(len(group.sequences))]
+
+    def usage(self) -> Json:
+        """Return the final usage, including reasoning tokens."""
+        counts = [choice.num_reasoning_tokens for choice in self.choices]
+        known = [count for count in counts if count is not None]
+        counts_of_all = self._count_usage(
+            reasoning_tokens=sum(known) if known else None,
+            predicts=self.request.prediction is not None,
+        )
+        return counts_of_all | self.receipt()
+
+    def whole(self, outputs: list[Delta]) -> Json:
+        """Return the complete response body."""
+        choices = self.render_choices(
+            outputs,
+            lambda index, position: self._whole_choice(
+                index, self.choices[position], outputs[position]
+            ),
+        )
+        answer = self.envelope | {"choices": choices}
+        answer["usage"] = self.usage()
+        answer |= {"prompt_logprobs": None, "prompt_token_ids": None}
+        if self.request.prompt_logprobs is not None:
+            positions = self._group.sequences[0].iterate_prompt_logprobs()
+            answer["prompt_logprobs"] = self.renderer.prompt(positions)
+        if self.request.return_token_ids:
+            answer["prompt_token_ids"] = self.prompt.token_ids.tolist()
+        if self.request.return_prompt_text:
+            answer["prompt_text"] = self.prompt.text
+        return answer | self.timing() | self.transfer() | self.extension()
+
+    def _whole_choice(self, index: int, choice: ChatChoice, output: Delta) -> Json:
+        message = self._message(choice, output)
+        whole = {"index": index, "message": message} | choice.ending(output)
+        if self.request.return_prompt_token_ids:
+            whole["prompt_token_ids"] = self.prompt.token_ids.tolist()
+        if self.request.return_meta_info:
+            sequence = self._group.sequences[choice.index]
+            version = self.serving.weight_version(sequence.core_index)
+            whole["meta_info"] = choice_meta_info(
+                self.envelope["id"], sequence, output, self.renderer, version
+            )
+        return whole
+
+    def chunks(self) -> ChunkEncoder:
+        """Return the encoder that writes the response as stream chunks."""
+        return ChatChunks(self).with_progress()
+
+    def _message(self, choice: ChatChoice, output: Delta) -> Json:
+        delta = choice.read(output)
+        content = self.echoed + delta.content
+        message: Json = {"role": self.role, "content": content, "refusal": None}
+        if delta.tool_calls:
+            message["content"] = content or None
+            message |= choice.calls.whole(delta.tool_calls)
+        # Clients with reasoning support read these fields even if there is no reasoning.
+        return message | (_reasoning(delta) if self.serving.separates_reasoning else {})
+
+
+def _reasoning(delta: MessageDelta) -> Json:
+    """Return the reasoning under both field names that clients read."""
+    reasoning = delta.reasoning or None
+    return {"reasoning": reasoning, "reasoning_content": reasoning}
+
+
+def _echoed(request: ChatCompletionRequest, role: str) -> str:
+    """Return the text that `echo` puts before the answer: the last message, if it has the same role as the answer."""
+    if not (request.echo and request.messages) or request.messages[-1].get("role") != role:
+        return ""
+    return text_of_content(request.messages[-1].get("content"))
+
+
+class ChatChunks(Chunks[ChatAnswer]):
+    """Writes the chunks of a chat."""
+
+    __slots__ = ("_without_role",)
+    _empty_choice: ClassVar[Json] = {"delta": {}, "logprobs": None}
+
+    def __init__(self, answer: ChatAnswer) -> None:
+        request = answer.request
+        super().__init__(
+            answer,
+            len(answer.choices),
+            is_plain=answer.choices[0].is_plain
+            and not (request.logprobs or request.return_token_ids),
+            before=b'"delta":{"content":',
+            after=b"}",
+        )
+        self._without_role = set(range(len(answer.choices)))
+
+    def encode(self, sequence: Sequence) -> bytes:
+        """Return the events for the new output of a sequence, after the one with its role."""
+        if sequence.position not in self._without_role:
+            return super().encode(sequence)
+        self._without_role.remove(sequence.position)
+        return self._opening(sequence.position) + super().encode(sequence)
+
+    def _render(self, sequence: Sequence) -> bytes:
+        """Return the chunk with the new output; b"" while the parsers hold it back."""
+        delta = self.read(sequence)
+        index = sequence.position
+        choice = self._answer.choices[index]
+        message = choice.read(delta)
+        ending = choice.ending(delta)
+        has_output = message or delta.finish_reason or ending["logprobs"] or "token_ids" in ending
+        if not has_output:
+            return b""
+        content: Json = {"content": message.content} if message.content else {}
+        if message.reasoning:
+            content |= _reasoning(message)
+        if message.tool_calls:
+            content |= choice.calls.pieces(message.tool_calls)
+        return self.chunk({"index": index, "delta": content} | ending)
+
+    def _opening(self, index: int) -> bytes:
+        """Return the chunk with the role, and the chunk with the echoed text if there is one."""
+        answer = self._answer
+        # A helper that joins deltas gets the message of a whole answer, which has no content beside forced calls.
+        delta = {"role": answer.role, "content": None if answer.tools.constraint else ""}
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        more: Json = {}
+        if answer.request.return_token_ids:
+            more["prompt_token_ids"] = answer.prompt.token_ids.tolist()
+        if answer.request.return_prompt_text:
+            more["prompt_text"] = answer.prompt.text
+        role = self.chunk(choice, **more)
+        if not answer.echoed:
+            return role
+        return role + self.chunk(choice | {"delta": {"content": answer.echoed}})
