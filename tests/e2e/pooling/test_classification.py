@@ -149,6 +149,7 @@ def test_texts_are_classified(tmp_path: Path) -> None:
             np.testing.assert_allclose(entry["probs"], probabilities, atol=1e-5)
             assert entry["label"] == ("good", "bad", "neither")[int(np.argmax(probabilities))]
             assert entry["num_classes"] == 3
+        assert server.post("/v1/classify", {"input": DOCUMENTS})[1]["data"] == answer["data"]
         status, pooled = server.post("/pooling", {"input": DOCUMENTS})
         assert [e["data"] for e in pooled["data"]] == [e["probs"] for e in answer["data"]]
         status, answer = server.post("/v1/score", {"text_1": "a", "text_2": "b"})
