@@ -225,6 +225,7 @@ def generation_settings(params: SamplingParams, request: LlamaPrompt) -> Json:
         "frequency_penalty": params.frequency_penalty,
         "stop": list(params.stop),
         "ignore_eos": params.ignore_eos,
+        "logit_bias": [{"token": t, "bias": bias} for t, bias in (params.logit_bias or {}).items()],
         "n_probs": params.logprobs or 0,
         "post_sampling_probs": params.processed_logprobs,
         "stream": bool(request.stream),

@@ -34,13 +34,21 @@ def token_ids(frontend: FrontendProcess, text: str) -> list[int]:
 
 def test_completion_counts_its_tokens_and_says_why_it_ended(frontend: FrontendProcess) -> None:
     ids = token_ids(frontend, TEXT)
-    answer = complete(frontend, TEXT, n_predict=len(ids), return_tokens=True, temperature=-1)
+    answer = complete(
+        frontend,
+        TEXT,
+        n_predict=len(ids),
+        return_tokens=True,
+        temperature=-1,
+        logit_bias=[[7, -1.5]],
+    )
     assert (answer["content"], answer["tokens"]) == (TEXT, ids)
     assert (answer["stop"], answer["stop_type"], answer["truncated"]) == (True, "limit", False)
     assert answer["tokens_predicted"] == answer["tokens_evaluated"] == len(ids)
     assert (answer["prompt"], answer["has_new_line"]) == (TEXT, True)
     settings = answer["generation_settings"]
     assert (settings["n_predict"], settings["temperature"]) == (len(ids), 0.0)
+    assert settings["logit_bias"] == [{"token": 7, "bias": -1.5}]
     timings = answer["timings"]
     assert timings["prompt_n"] + timings["cache_n"] == timings["predicted_n"] == len(ids)
 
