@@ -385,10 +385,16 @@ def _speculation(
     stages, it prevents that a step is queued before the tokens of the previous one are known.
     """
     if "speculative" not in given:
-        return DEFAULT_SPECULATION if num_stages == 1 and not has_gpu(device) else None
+        is_free = num_stages == 1 and not has_gpu(device) and device is not Device.NULL
+        return DEFAULT_SPECULATION if is_free else None
     speculative: SpeculativeConfig | None = given["speculative"]
     if speculative is None:
         return None
+    if device is Device.NULL:
+        raise ConfigError(
+            "--speculative-config needs a model that verifies drafts, and --device null has none; "
+            "remove one of the two flags"
+        )
     if num_stages > 1 and has_gpu(device):
         raise ConfigError(
             f"--speculative-config on GPUs needs --pipeline-parallel-size 1 (given: {num_stages}); remove "
