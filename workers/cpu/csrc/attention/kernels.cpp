@@ -1,5 +1,6 @@
 // The attention kernels of one instruction set.
 #include "attention/attention.h"
+#include "runtime/last_cache.h"
 #include "runtime/rounding.h"
 #include "isa/target.h"
 

@@ -31,6 +31,12 @@ ptrdiff_t find_last_cache_bytes() {
 
 }  // namespace
 
+#if defined(__x86_64__)
+const bool kFetchesToSecondLevel = (__builtin_cpu_init(), __builtin_cpu_is("amd"));
+#else
+const bool kFetchesToSecondLevel = false;
+#endif
+
 ptrdiff_t last_cache_bytes() {
   static const ptrdiff_t bytes = find_last_cache_bytes();
   return bytes;
