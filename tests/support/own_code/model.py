@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import transformers
 from engine.protocol.encoder_inputs.payloads import ImagePayload
 from safetensors.torch import save_file
+from support.checkpoints.tiny import DECODER_SIZES
 from torch import Tensor, nn
 
 
@@ -65,3 +67,81 @@ def write(
     save_file(tensors, directory / "model.safetensors")
     (directory / "config.json").write_text(json.dumps(config))
     (directory / "preprocessor_config.json").write_text(json.dumps(processor))
+
+
+def decoder_sizes(vocab_size: int) -> dict[str, Any]:
+    """Return the sizes of a decoder without shared embeddings, whose heads have 16 elements."""
+    others = {"vocab_size": vocab_size, "tie_word_embeddings": False, "head_dim": 16}
+    return DECODER_SIZES | others
+
+
+def write_beside_qwen3(
+    directory: Path,
+    tower: nn.Module,
+    config: Mapping[str, Any],
+    *,
+    vocab_size: int,
+    patch_size: int,
+) -> OwnCodeModel:
+    """Write a tower that reads images of any size, and a Qwen3 beside it, whose section `config` completes."""
+    text = decoder_sizes(vocab_size) | {"rope_theta": 5e6}
+    decoder = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**text))
+    fill(decoder)
+    processor = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "min_pixels": (2 * patch_size) ** 2 * 4,
+        "max_pixels": (2 * patch_size) ** 2 * 60,
+        "patch_size": patch_size,
+        "merge_size": 2,
+        "temporal_patch_size": 1,
+    }
+    parts = {
+        "model.language_model.": decoder.model,
+        "lm_head.": decoder.lm_head,
+        "model.visual.": tower,
+    }
+    section = {"text_config": text | config["text_config"]}
+    write(directory, {**config, **section}, parts, processor)
+    return OwnCodeModel(
+        decoder,
+        lambda images: [tower(normalized(each)) for each in images],
+        config["image_token_id"],
+    )
+
+
+class VitBlock(nn.Module):
+    """A layer of a tower, which rotates queries and keys by `turn`. Its norms and its attention have these names."""
+
+    def __init__(
+        self,
+        size: int,
+        num_heads: int,
+        eps: float,
+        turn: Callable[[Tensor, Tensor], Tensor],
+        norms: tuple[str, str] = ("norm1", "norm2"),
+        attention: str = "attn",
+    ) -> None:
+        super().__init__()
+        self._names, self._num_heads, self._turn = (*norms, attention), num_heads, turn
+        for name in norms:
+            self.add_module(name, nn.LayerNorm(size, eps))
+        parts = {"qkv": nn.Linear(size, 3 * size), "proj": nn.Linear(size, size)}
+        self.add_module(attention, nn.ModuleDict(parts))
+        self.mlp = nn.ModuleDict({"fc1": nn.Linear(size, 80), "fc2": nn.Linear(80, size)})
+
+    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
+        first, second, attention = (self.get_submodule(name) for name in self._names)
+        assert isinstance(attention, nn.ModuleDict)
+        heads = attention["qkv"](first(x)).view(len(x), 3, self._num_heads, -1)
+        q, k, v = heads.permute(1, 2, 0, 3)
+        q, k = self._turn(q, angles), self._turn(k, angles)
+        attended = nn.functional.scaled_dot_product_attention(q, k, v)
+        x = x + attention["proj"](attended.transpose(0, 1).flatten(1))
+        found: Tensor = x + self.mlp["fc2"](nn.functional.gelu(self.mlp["fc1"](second(x))))
+        return found
+
+
+def joined_squares(x: Tensor, columns: int) -> Tensor:
+    """Return the patches [P, D] of an image, 2 x 2 of which are joined in a row, [P / 4, 4 * D]."""
+    squares = x.view(-1, 2, columns // 2, 2, x.shape[1])
+    return squares.transpose(1, 2).flatten(2).flatten(0, 1)

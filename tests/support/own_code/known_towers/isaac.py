@@ -2,71 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 import transformers
 from engine.protocol.encoder_inputs.payloads import ImagePayload
-from support.own_code.known_towers.keye import Rotary
-from support.own_code.model import fill, normalized, write
+from support.own_code.known_towers.keye import KeyeModel, Rotary
+from support.own_code.model import decoder_sizes, fill, normalized, write
 from torch import Tensor, nn
 
-_PATCH, _SIZE, _SECTIONS = 4, 48, (4, 2, 2)
+_PATCH, _SIZE, _AXES = 4, 48, (0, 0, 0, 0, 1, 1, 2, 2)
 
 
-class IsaacModel(NamedTuple):
-    """The decoder, whose positions have three coordinates, and the function that makes an image's embeddings."""
+class IsaacModel(KeyeModel):
+    """The model, each of whose images is one moment of the decoder's positions."""
 
-    decoder: Any
-    encode: Callable[[ImagePayload], Tensor]
-    image_token: int
-
-    @torch.inference_mode()
-    def logits(self, tokens: Sequence[int], images: Sequence[Sequence[ImagePayload]]) -> Tensor:
-        """Return the logits [T, V] of a prompt with images, each of which is one encoder input."""
-        payloads = [payload for [payload] in images]
+    def positions(self, tokens: Sequence[int], payloads: Sequence[ImagePayload]) -> Tensor:
+        """Return the coordinates [3, T] of the tokens' positions."""
         unit = 2 * _PATCH
         grids = iter([(each.height // unit, each.width // unit) for each in payloads])
-        positions: list[tuple[int, int, int]] = []
+        found: list[tuple[int, int, int]] = []
         time = 0
-        while len(positions) < len(tokens):
-            if tokens[len(positions)] == self.image_token:
-                # An image is one moment.
+        while len(found) < len(tokens):
+            if tokens[len(found)] == self.image_token:
                 rows, columns = next(grids)
-                positions += [
-                    (time, row, column) for row in range(rows) for column in range(columns)
-                ]
+                found += [(time, row, column) for row in range(rows) for column in range(columns)]
             else:
-                positions.append((time,) * 3)
+                found.append((time,) * 3)
             time += 1
-        self.decoder.model.rotary_emb.positions = torch.from_numpy(np.array(positions).T.copy())
-        ids = torch.tensor([tokens])
-        embeddings = self.decoder.get_input_embeddings()(ids).clone()
-        if payloads:
-            rows = torch.cat([self.encode(payload) for payload in payloads])
-            embeddings[ids == self.image_token] = rows
-        logits: Tensor = self.decoder(inputs_embeds=embeddings).logits[0]
-        return logits
+        return torch.tensor(found).T
 
 
 def isaac(directory: Path, *, vocab_size: int = 96, image_token: int = 95) -> IsaacModel:
     """Write an Isaac."""
-    text: dict[str, Any] = {
-        "vocab_size": vocab_size,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 2048,
-        "tie_word_embeddings": False,
-    }
+    text = decoder_sizes(vocab_size)
     decoder: Any = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**text))
-    decoder.model.rotary_emb = Rotary(decoder.model.rotary_emb.inv_freq, _SECTIONS)
+    decoder.model.rotary_emb = Rotary(decoder.model.rotary_emb.inv_freq, _AXES)
     vision = {
         "hidden_size": _SIZE,
         "intermediate_size": 80,

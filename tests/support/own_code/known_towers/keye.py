@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from engine.protocol.encoder_inputs.payloads import ImagePayload
-from support.own_code.model import fill, normalized, write
+from support.own_code.model import decoder_sizes, fill, normalized, write
 from support.vision.qwen import rotary_positions
 from torch import Tensor, nn
 
-_PATCH, _SECTIONS = 4, (2, 3, 3)
+_PATCH, _AXES = 4, (0, 0, 1, 1, 1, 2, 2, 2)
 
 
 class KeyeModel(NamedTuple):
@@ -28,13 +28,7 @@ class KeyeModel(NamedTuple):
     def logits(self, tokens: Sequence[int], images: Sequence[Sequence[ImagePayload]]) -> Tensor:
         """Return the logits [T, V] of a prompt with images, each of which is one encoder input."""
         payloads = [payload for [payload] in images]
-        unit = 2 * _PATCH
-        grids = [(1, each.height // unit, each.width // unit) for each in payloads]
-        config = SimpleNamespace(
-            vision_config=None, image_token_id=self.image_token, video_token_id=-1
-        )
-        rotary = self.decoder.model.rotary_emb
-        rotary.positions = rotary_positions(config, list(tokens), grids)[:, 0]
+        self.decoder.model.rotary_emb.positions = self.positions(tokens, payloads)
         ids = torch.tensor([tokens])
         embeddings = self.decoder.get_input_embeddings()(ids).clone()
         if payloads:
@@ -43,21 +37,28 @@ class KeyeModel(NamedTuple):
         logits: Tensor = self.decoder(inputs_embeds=embeddings).logits[0]
         return logits
 
+    def positions(self, tokens: Sequence[int], payloads: Sequence[ImagePayload]) -> Tensor:
+        """Return the coordinates [3, T] of the tokens' positions, as those of Qwen2-VL."""
+        unit = 2 * _PATCH
+        grids = [(1, each.height // unit, each.width // unit) for each in payloads]
+        config = SimpleNamespace(
+            vision_config=None, image_token_id=self.image_token, video_token_id=-1
+        )
+        return rotary_positions(config, list(tokens), grids)[:, 0]
+
 
 class Rotary(nn.Module):
-    """Rotates sections of heads by the coordinates of `positions` [3, T], as Qwen2-VL does."""
+    """Rotates each frequency of heads by the coordinate of `positions` [3, T] that `axes` names."""
 
     positions: Tensor
 
-    def __init__(self, frequencies: Tensor, sections: tuple[int, int, int]) -> None:
+    def __init__(self, frequencies: Tensor, axes: Sequence[int]) -> None:
         super().__init__()
-        self.frequencies, self.sections = frequencies, sections
+        self.frequencies, self.axes = frequencies, list(axes)
 
     def forward(self, x: Tensor, position_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        angles = self.positions[..., None] * self.frequencies
-        parts = angles.split(self.sections, -1)
-        chosen = torch.cat([part[axis] for axis, part in enumerate(parts)], -1)[None]
-        chosen = torch.cat((chosen, chosen), -1)
+        angles = (self.positions[self.axes].T * self.frequencies)[None]
+        chosen = torch.cat((angles, angles), -1)
         return chosen.cos(), chosen.sin()
 
 
@@ -65,19 +66,9 @@ def keye(
     directory: Path, *, vocab_size: int = 96, image_token: int = 95, is_later: bool = False
 ) -> KeyeModel:
     """Write a Keye-VL, or a Keye-VL 1.5 if `is_later`."""
-    text: dict[str, Any] = {
-        "vocab_size": vocab_size,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 2048,
-        "tie_word_embeddings": False,
-    }
+    text = decoder_sizes(vocab_size)
     decoder: Any = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**text))
-    decoder.model.rotary_emb = Rotary(decoder.model.rotary_emb.inv_freq, _SECTIONS)
+    decoder.model.rotary_emb = Rotary(decoder.model.rotary_emb.inv_freq, _AXES)
     vision = {
         "hidden_size": 48,
         "intermediate_size": 80,
@@ -121,7 +112,7 @@ def keye(
         "architectures": [f"{name}ForConditionalGeneration"],
         "model_type": name,
         "image_token_id": image_token,
-        "rope_scaling": {"type": "default", "mrope_section": list(_SECTIONS)},
+        "rope_scaling": {"type": "default", "mrope_section": list(_AXES)},
         "vision_config": vision,
     }
     processor = {"image_processor_type": "KeyeImageProcessor", "patch_size": _PATCH}

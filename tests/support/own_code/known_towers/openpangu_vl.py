@@ -8,29 +8,14 @@ from typing import Any
 import torch
 import transformers
 from engine.protocol.encoder_inputs.payloads import ImagePayload
-from support.own_code.known_towers.keye import KeyeModel
-from support.own_code.model import fill, normalized, write
+from support.own_code.known_towers.keye import KeyeModel, Rotary
+from support.own_code.model import decoder_sizes, fill, normalized, write
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as qwen
 
 _PATCH, _SIZE, _MIDDLE, _SECTIONS = 4, 48, 40, [2, 3, 3]
 _AXES = [0, 1, 2, 1, 2, 1, 2, 0]
-
-
-class _Rotary(nn.Module):
-    """Rotates each frequency of heads by a coordinate of `positions` [3, T]."""
-
-    positions: Tensor
-
-    def __init__(self, frequencies: Tensor) -> None:
-        super().__init__()
-        self.frequencies = frequencies
-
-    def forward(self, x: Tensor, position_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        angles = (self.positions[_AXES].T * self.frequencies)[None]
-        angles = torch.cat((angles, angles), -1)
-        return angles.cos(), angles.sin()
 
 
 class _Part(nn.Module):
@@ -71,21 +56,11 @@ class _Tower(nn.Module):
 
 def openpangu_vl(directory: Path, *, vocab_size: int = 96, image_token: int = 95) -> KeyeModel:
     """Write an openPangu-VL."""
-    text: dict[str, Any] = {
-        "vocab_size": vocab_size,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 2048,
-        "tie_word_embeddings": False,
-    }
+    text = decoder_sizes(vocab_size)
     decoder: Any = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(**text, attention_bias=True)
     )
-    decoder.model.rotary_emb = _Rotary(decoder.model.rotary_emb.inv_freq)
+    decoder.model.rotary_emb = Rotary(decoder.model.rotary_emb.inv_freq, _AXES)
     vision = {
         "depth": 4,
         "hidden_act": "silu",

@@ -3,35 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
-import transformers
-from support.checkpoints.tiny import DECODER_SIZES
-from support.own_code.model import OwnCodeModel, fill, normalized, write
+from support.own_code.model import (
+    OwnCodeModel,
+    VitBlock,
+    fill,
+    joined_squares,
+    write_beside_qwen3,
+)
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 _PATCH, _SIZE, _HEADS = 4, 48, 4
-
-
-class _Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = (nn.LayerNorm(_SIZE, 1e-5) for _ in range(2))
-        self.attn = nn.ModuleDict(
-            {"qkv": nn.Linear(_SIZE, 3 * _SIZE), "proj": nn.Linear(_SIZE, _SIZE)}
-        )
-        self.mlp = nn.ModuleDict({"fc1": nn.Linear(_SIZE, 80), "fc2": nn.Linear(80, _SIZE)})
-
-    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
-        q, k, v = self.attn["qkv"](self.norm1(x)).view(len(x), 3, _HEADS, -1).permute(1, 2, 0, 3)
-        q, k = (_rotated(each, angles) for each in (q, k))
-        attended = F.scaled_dot_product_attention(q, k, v).transpose(0, 1).flatten(1)
-        x = x + self.attn["proj"](attended)
-        inner = F.gelu(self.mlp["fc1"](self.norm2(x)))
-        found: Tensor = x + self.mlp["fc2"](inner)
-        return found
 
 
 def _rotated(x: Tensor, angles: Tensor) -> Tensor:
@@ -55,7 +38,7 @@ class _Tower(nn.Module):
         self.class_embedding = nn.Parameter(torch.zeros(_SIZE))
         self.class_pos_emb = nn.Parameter(torch.zeros(1, _SIZE // _HEADS // 2))
         self.pre_layernorm = nn.LayerNorm(_SIZE, 1e-5)
-        self.blocks = nn.ModuleList(_Block() for _ in range(3))
+        self.blocks = nn.ModuleList(VitBlock(_SIZE, _HEADS, 1e-5, _rotated) for _ in range(3))
         self.merger = _Merger()
 
     def forward(self, pixels: Tensor) -> Tensor:
@@ -68,22 +51,14 @@ class _Tower(nn.Module):
         x = self.pre_layernorm(torch.cat((self.class_embedding[None], x.flatten(1).T)))
         for block in self.blocks:
             x = block(x, angles)
-        squares = self.merger.ln_q(x[1:]).view(rows // 2, 2, columns // 2, 2, _SIZE)
-        found: Tensor = self.merger.mlp(squares.transpose(1, 2).flatten(2).flatten(0, 1))
+        found: Tensor = self.merger.mlp(joined_squares(self.merger.ln_q(x[1:]), columns))
         return found
 
 
 def rice(directory: Path, *, vocab_size: int = 96, image_token: int = 95) -> OwnCodeModel:
     """Write a LLaVA-OneVision 1.5 as its authors publish it."""
-    text: dict[str, Any] = DECODER_SIZES | {
-        "vocab_size": vocab_size,
-        "tie_word_embeddings": False,
-        "head_dim": 16,
-        "rope_theta": 5e6,
-    }
-    decoder = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**text))
     tower = _Tower()
-    fill(decoder, tower)
+    fill(tower)
     with torch.no_grad():
         tower.class_pos_emb.normal_(0, 2)
     vision = {
@@ -103,23 +78,7 @@ def rice(directory: Path, *, vocab_size: int = 96, image_token: int = 95) -> Own
         "image_token_id": image_token,
         "video_token_id": image_token - 1,
         "vocab_size": vocab_size,
-        "text_config": text | {"model_type": "LLaVAOneVision1_5_text"},
+        "text_config": {"model_type": "LLaVAOneVision1_5_text"},
         "vision_config": vision,
     }
-    processor = {
-        "image_processor_type": "Qwen2VLImageProcessor",
-        "min_pixels": 8 * 8 * 4,
-        "max_pixels": 8 * 8 * 60,
-        "patch_size": _PATCH,
-        "merge_size": 2,
-        "temporal_patch_size": 1,
-    }
-    parts = {
-        "model.language_model.": decoder.model,
-        "lm_head.": decoder.lm_head,
-        "model.visual.": tower,
-    }
-    write(directory, config, parts, processor)
-    return OwnCodeModel(
-        decoder, lambda images: [tower(normalized(each)) for each in images], image_token
-    )
+    return write_beside_qwen3(directory, tower, config, vocab_size=vocab_size, patch_size=_PATCH)
