@@ -14,7 +14,7 @@ from support.own_code.model import decoder_sizes, fill, normalized, write
 from support.vision.qwen import rotary_positions
 from torch import Tensor, nn
 
-_PATCH, _AXES = 4, (0, 0, 1, 1, 1, 2, 2, 2)
+_PATCH, _SECTIONS, _AXES = 4, (2, 3, 3), (0, 0, 1, 1, 1, 2, 2, 2)
 
 
 class KeyeModel(NamedTuple):
@@ -112,7 +112,7 @@ def keye(
         "architectures": [f"{name}ForConditionalGeneration"],
         "model_type": name,
         "image_token_id": image_token,
-        "rope_scaling": {"type": "default", "mrope_section": list(_AXES)},
+        "rope_scaling": {"type": "default", "mrope_section": list(_SECTIONS)},
         "vision_config": vision,
     }
     processor = {"image_processor_type": "KeyeImageProcessor", "patch_size": _PATCH}

@@ -14,7 +14,7 @@ from support.own_code.model import fill, normalized, write
 from torch import Tensor, nn
 from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen
 
-_PATCH, _SIZE, _SECTIONS = 4, 48, (2, 1, 1)
+_PATCH, _SIZE, _SECTIONS, _AXES = 4, 48, (2, 1, 1), (0, 0, 1, 2)
 
 
 class _Merger(nn.Module):
@@ -34,7 +34,7 @@ def ling3_vl(directory: Path, *, vocab_size: int = 96, image_token: int = 95) ->
     # Answers have no images.
     decoder.lm_head.weight.data[image_token].zero_()
     size = decoder.config.hidden_size
-    decoder.model.rotary_emb = Rotary(decoder.model.rotary_emb.inv_freq, _SECTIONS)
+    decoder.model.rotary_emb = Rotary(decoder.model.rotary_emb.inv_freq, _AXES)
     vision = {
         "depth": 3,
         "hidden_size": _SIZE,
