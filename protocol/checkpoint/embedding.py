@@ -203,6 +203,9 @@ def read_embedding_files(path: Path, config: ConfigFields, whole: ConfigFields) 
         return msgspec.structs.replace(
             files, pooler=msgspec.structs.replace(pooler, chat_template=template)
         )
+    if whole.text("model_type", "") == "llama_nemotron_vl" and not _has_template(path):
+        pooler = msgspec.structs.replace(files.pooler, chat_template=_NEMOTRON_TEMPLATE)
+        return msgspec.structs.replace(files, pooler=pooler)
     if projection := config.text(PROJECTION, ""):
         pooler = _with_projection(path, config, projection, files.pooler)
         return msgspec.structs.replace(files, pooler=pooler)
@@ -321,6 +324,17 @@ def _parts_template(path: Path, whole: ConfigFields) -> str:
         f"{{% if p.type == 'text' %}}{{{{ p.text }}}}{found}{{% endif %}}"
         "{% endfor %}{% endif %}{% endfor %}"
     )
+
+
+_NEMOTRON_TEMPLATE: Final = (
+    "{% for m in messages %}"
+    "{{ {'query': 'query: ', 'document': 'passage: '}.get(m.role, '') }}"
+    "{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for p in m.content %}{% if p.type == 'image' %}{{ '<image> ' }}{% endif %}{% endfor %}"
+    "{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}"
+    "{% endif %}{% endfor %}"
+)
+"""The chat template of Llama Nemotron Embed VL, whose prompts begin with their images."""
 
 
 def _first_colbert(path: Path, hidden_size: int) -> EmbeddingFiles:

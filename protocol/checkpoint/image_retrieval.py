@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 from ..config.model import DenseActivation, DenseConfig, PoolerConfig, TextChangesConfig
 from ..pooling_params import PoolingKind
 from .config_fields import ConfigFields
-from .files import find_tensor
+from .files import find_tensor, read_tensor_names
 from .late_interaction import DOCUMENT, QUERY
 
 _NUM_ADDED: Final = 10
@@ -43,6 +43,7 @@ _COLIDEFICS: Final = _Retriever(
     "linear",
 )
 _IN_TRANSFORMERS: Final = "embedding_proj_layer"
+_SIZE_FIELDS: Final = ("embedding_dim", "embed_dim", "dims", "dim", "projection_dim", "colbert_dim")
 _RETRIEVERS: Final = {
     "ColIdefics3": _COLIDEFICS,
     "ColModernVBertForRetrieval": _COLIDEFICS._replace(
@@ -58,6 +59,10 @@ _RETRIEVERS: Final = {
     "ColQwen2_5": _COLQWEN,
     "ColQwen3": _COLQWEN._replace(size=320),
     "ColQwen3_5": _COLQWEN,
+    "OpsColQwen3Model": _COLQWEN._replace(
+        prefix="Query: ",
+        page=_COLQWEN.page.removesuffix("<|endoftext|>") + "<|im_start|>assistant\n<|endoftext|>",
+    ),
 }
 """Architecture -> the model's texts and matrix."""
 
@@ -81,14 +86,19 @@ def read_image_retriever(path: Path, config: ConfigFields, whole: ConfigFields) 
     found = next(_RETRIEVERS[n] for n in whole.texts("architectures") if n in _RETRIEVERS)
     processor = ConfigFields.read_if_present(path / "processor_config.json")
     page = processor.text("visual_prompt_prefix", found.page)
-    size = whole.integer("embedding_dim", whole.integer("dim", found.size))
+    page += processor.text("visual_prompt_suffix", "")
+    sizes = (whole.optional_integer(name) for name in _SIZE_FIELDS)
+    size = next((size for size in sizes if size is not None), found.size)
+    names = read_tensor_names(path)
+    is_named = f"{_IN_TRANSFORMERS}.weight" in names
+    matrix = _IN_TRANSFORMERS if is_named else found.matrix
     dense = DenseConfig(
-        str(find_tensor(path, f"{found.matrix}.weight")),
+        str(find_tensor(path, f"{matrix}.weight")),
         config.integer("hidden_size"),
         size,
-        True,
+        f"{matrix}.bias" in names,
         DenseActivation.IDENTITY,
-        found.matrix,
+        matrix,
     )
     return PoolerConfig(
         PoolingKind.ALL,

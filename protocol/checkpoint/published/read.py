@@ -13,15 +13,25 @@ from .molmo import molmo
 from .moondream import moondream
 from .nemotron_parse import nemotron_parse
 from .openvla import openvla
-from .renamed import alpamayo2, dots_vlm, interns2, ling3_vl, openpangu_vl
+from .renamed import (
+    alpamayo2,
+    colqwen3,
+    dots_vlm,
+    interns2,
+    ling3_vl,
+    llama_nemotron_vl,
+    openpangu_vl,
+)
 
 _READERS: Final[dict[str, Callable[[ConfigFields, str], dict[str, Any]]]] = {
     "Alpamayo2Super": alpamayo2,
     "BailingMoeV3VLForConditionalGeneration": ling3_vl,
+    "ColQwen3": colqwen3,
     "DotsVLMForCausalLM": dots_vlm,
     "Florence2ForConditionalGeneration": florence2,
     "InternS2PreviewForConditionalGeneration": interns2,
     "HfMoondream": moondream,
+    "LlamaNemotronVLModel": llama_nemotron_vl,
     "LlavaLlamaForCausalLM": llava,
     "LlavaMistralForCausalLM": llava,
     "LlavaQwenForCausalLM": llava,
@@ -31,6 +41,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, str], dict[str, Any]]]] = {
     "NemotronParseForConditionalGeneration": nemotron_parse,
     "OpenPanguVLForConditionalGeneration": openpangu_vl,
     "OpenVLAForActionPrediction": openvla,
+    "OpsColQwen3Model": colqwen3,
     "Phi4ForCausalLMV": phi4,
 }
 

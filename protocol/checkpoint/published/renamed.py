@@ -14,6 +14,11 @@ def nested(fields: ConfigFields, kind: str) -> dict[str, Any]:
     return own | {"model_type": kind}
 
 
+def colqwen3(fields: ConfigFields, architecture: str) -> dict[str, Any]:
+    """Return the fields of a Qwen3-VL that retrieves pages, whose model type may be its authors' own."""
+    return {"model_type": "qwen3_vl"}
+
+
 def dots_vlm(fields: ConfigFields, architecture: str) -> dict[str, Any]:
     """Return the fields of dots.vlm1, which has the tower of dots.ocr and the decoder of DeepSeek-V3."""
     return {
@@ -57,6 +62,20 @@ def ling3_vl(fields: ConfigFields, architecture: str) -> dict[str, Any]:
         "model_type": "bailing_moe_v3_vl",
         "text_config": {**text.config, "model_type": "bailing_hybrid", "rope_parameters": rope},
         "image_parts": ["model.visual", "linear_proj", "model.linear_proj"],
+    }
+
+
+def llama_nemotron_vl(fields: ConfigFields, architecture: str) -> dict[str, Any]:
+    """Return the fields of Llama Nemotron Embed VL, whose decoder's tokens attend to later ones."""
+    text = fields.required_section("llm_config")
+    pooling = fields.text("pooling", text.text("pooling", "avg"))
+    if pooling not in (kinds := {"avg": "mean", "cls": "cls", "last": "last"}):
+        raise fields.wrong("pooling", "'avg', 'cls' or 'last'", pooling)
+    values = {"model_type": "llama", "is_causal": False, "classifier_pooling": kinds[pooling]}
+    return {
+        "model_type": "llama_nemotron_vl",
+        "image_token_id": fields.get("img_context_token_id"),
+        "text_config": {**text.config, **values},
     }
 
 

@@ -236,6 +236,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "lfm3_vl": lfm3_vl,
     "lighton_ocr": pixtral,
     "Llama_Nemotron_Nano_VL": nemotron_vl,
+    "llama_nemotron_vl": eagle2_5,
     "llama4": llama4,
     "llava": llava,
     "llava_next": llava_next,

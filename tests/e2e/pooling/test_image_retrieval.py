@@ -14,7 +14,12 @@ import pytest
 import soundfile
 import torch
 import transformers
+from engine.frontend.media.layouts.pixels import Tile
+from engine.frontend.media.processor import process_image
+from engine.frontend.model_source.images.read import read_image_processor
 from engine.frontend.offline.llm import LLM
+from engine.protocol.checkpoint.field_names import text_section
+from engine.protocol.checkpoint.files import read_model_config
 from safetensors.torch import save_file
 from support.audio.checkpoints import PARTS, reference_inputs
 from support.audio.gemma import IMAGE_PROCESSOR, gemma4_config
@@ -22,6 +27,7 @@ from support.checkpoints.tiny import sentencepiece_tokenizer
 from support.media.image_marks import GEMMA_MARKS
 from support.media.image_processors import image_processor
 from support.media.image_requests import data_url, picture
+from support.own_code.known_towers import llama_nemotron_vl
 from support.servers.server import Server, assert_nothing_is_held
 from support.vision.checkpoints import TEXT_SIZES, TOWER_SIZES, vision_directory
 from support.vision.qwen import qwen_directory, qwen_image_processor
@@ -30,7 +36,6 @@ from tokenizers.processors import TemplateProcessing
 pytestmark = pytest.mark.sampled
 
 ADDED = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<pad>", "<|begin_of_text|>", "[CLS]"]
-QWEN_PAGE = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>Describe the image.<|im_end|><|endoftext|>"
 QUERIES = {
     "colpali": "Question: {}" + "<pad>" * 10 + "\n",
     "colqwen2": "Query: {}" + "<|endoftext|>" * 10 + "\n",
@@ -39,16 +44,25 @@ QUERIES = {
     "ColIdefics3": "{}" + "<end_of_utterance>" * 10,
     "ColQwen3": "{}" + "<|endoftext|>" * 10,
     "ColQwen3_5": "{}" + "<|endoftext|>" * 10,
+    "ColQwen3-tomoro": "{}" + "<|endoftext|>" * 10,
+    "OpsColQwen3Model": "Query: {}" + "<|endoftext|>" * 10,
 }
-"""Model -> its form of a query. The names of models of colpali-engine are those of their architectures."""
+"""Model -> its form of a query. The names of others than transformers' models begin with their architectures."""
 BASES = {"colpali": "paligemma", "colqwen2": "qwen2_vl", "colqwen2-2.5": "qwen2_5_vl"}
 BASES |= {"ColQwen3": "qwen3_vl", "ColQwen3_5": "qwen3_5"}
+BASES |= {"ColQwen3-tomoro": "qwen3_vl", "OpsColQwen3Model": "qwen3_vl"}
 MATRICES = {
     "ColIdefics3": ("model.", "linear", 128),
     "ColQwen3": ("", "custom_text_proj", 320),
     "ColQwen3_5": ("", "custom_text_proj", 128),
+    "ColQwen3-tomoro": ("vlm.model.", "embedding_proj_layer", 24),
+    "OpsColQwen3Model": ("", "custom_text_proj", 64),
 }
-"""Model of colpali-engine -> the prefix of its tensors, and the name and the size of its matrix."""
+"""Other model -> the prefix of its tensors, and the name and the size of its matrix."""
+FIELDS = {
+    "ColQwen3-tomoro": {"model_type": "colqwen3", "embed_dim": 24},
+    "OpsColQwen3Model": {"model_type": "ops_colqwen3", "dims": 64},
+}
 
 
 class Retriever:
@@ -83,7 +97,7 @@ class Retriever:
         if kind in MATRICES:
             model = transformers.AutoModel.from_config(config)
             prefix, matrix, size = MATRICES[kind]
-            linear = torch.nn.Linear(TEXT_SIZES["hidden_size"], size)
+            linear = torch.nn.Linear(TEXT_SIZES["hidden_size"], size, bias=kind not in FIELDS)
         else:
             name = {"colpali": "ColPali", "colmodernvbert": "ColModernVBert"}.get(kind, "ColQwen2")
             whole = getattr(transformers, f"{name}Config")(vlm_config=config, embedding_dim=16)
@@ -99,7 +113,8 @@ class Retriever:
             save_file(
                 {name: x.contiguous() for name, x in tensors.items()}, path / "model.safetensors"
             )
-            fields = json.loads((path / "config.json").read_text()) | {"architectures": [kind]}
+            fields = json.loads((path / "config.json").read_text()) | FIELDS.get(kind, {})
+            fields["architectures"] = [kind.partition("-")[0]]
             (path / "config.json").write_text(json.dumps(fields))
         if kind == "colqwen2-2.5":
             file = path / "processor_config.json"
@@ -128,7 +143,7 @@ class Retriever:
         return self.vectors(self.tokenizer(QUERIES[self.kind].format(text))["input_ids"])
 
 
-@pytest.mark.parametrize(("kind", "backend"), zip(QUERIES, ("native", "torch") * 4, strict=False))
+@pytest.mark.parametrize(("kind", "backend"), zip(QUERIES, ("native", "torch") * 5, strict=False))
 def test_queries_and_pages_have_the_vectors_of_transformers(
     tmp_path: Path, kind: str, backend: str
 ) -> None:
@@ -249,3 +264,46 @@ def test_texts_images_and_audio_have_the_vectors_of_embedding_gemma_2(
         expected = torch.nn.functional.normalize(mean, dim=0)
         vector = answer["data"][0]["embedding"]
         np.testing.assert_allclose(vector, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("flags", [("-tp", "2"), ("--cpu-backend", "torch")])
+def test_pages_and_queries_have_the_vectors_of_llama_nemotron_embed(
+    tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    tokenizer = sentencepiece_tokenizer()
+    marks = ["<IMG_CONTEXT>", "<img>", "</img>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": marks})
+    tokenizer.save_pretrained(tmp_path)
+    mark, start, end = marks
+    token = tokenizer.convert_tokens_to_ids(mark)
+    model = llama_nemotron_vl(tmp_path, vocab_size=len(tokenizer), image_token=token)
+    config = read_model_config(tmp_path)
+    text = text_section(config)
+    assert text is not None
+    processor = read_image_processor(tmp_path, config, text, {})
+    assert processor is not None
+    # Four tiles and the whole image.
+    image = picture(3, 60, 60)
+    payloads = [x.payload for x in process_image(image, processor) if isinstance(x, Tile)]
+    assert len(payloads) == 5
+    part = {"type": "image_url", "image_url": {"url": data_url(image)}}
+    said = {"type": "text", "text": "brew tea"}
+    whole = f"{start}{mark * 20}{end}"
+    asked: list[tuple[str, list[Any], str]] = [
+        ("query", [said], "query: brew tea"),
+        ("document", [said, part], f"passage: {whole} brew tea"),
+        ("user", [part], f"{whole} "),
+    ]
+    with Server(str(tmp_path), "--dtype", "float32", *flags) as server:
+        for index, (role, content, prompt) in enumerate(asked):
+            body = {"messages": [{"role": role, "content": content}]}
+            status, answer = server.post("/v1/embeddings", body)
+            assert status == 200, answer
+            ids = tokenizer(prompt)["input_ids"]
+            mean = model.mean_state(ids, [payloads] if start in prompt else [])
+            expected = torch.nn.functional.normalize(mean, dim=0)
+            vector = answer["data"][0]["embedding"]
+            np.testing.assert_allclose(vector, expected, atol=1e-4)
+            if index == 0:
+                server.child("worker 0").kill()
+        assert_nothing_is_held(server)

@@ -26,13 +26,27 @@ class OwnCodeModel(NamedTuple):
     @torch.inference_mode()
     def logits(self, tokens: Sequence[int], images: Sequence[Sequence[ImagePayload]]) -> Tensor:
         """Return the logits [T, V] of a prompt with images, each of which is a list of encoder inputs."""
+        logits: Tensor = self.decoder(inputs_embeds=self.embeddings(tokens, images)).logits[0]
+        return logits
+
+    @torch.inference_mode()
+    def mean_state(self, tokens: Sequence[int], images: Sequence[Sequence[ImagePayload]]) -> Tensor:
+        """Return the mean of the last hidden states [D] of tokens, each of which attends to all."""
+        mask = torch.zeros(1, 1, len(tokens), len(tokens))
+        states = self.decoder(
+            inputs_embeds=self.embeddings(tokens, images), attention_mask=mask
+        ).last_hidden_state[0]
+        mean: Tensor = states.mean(0)
+        return mean
+
+    def embeddings(self, tokens: Sequence[int], images: Sequence[Sequence[ImagePayload]]) -> Tensor:
+        """Return the embeddings [1, T, D] of a prompt with images."""
         ids = torch.tensor([tokens])
         embeddings = self.decoder.get_input_embeddings()(ids).clone()
         rows = [row for image in images for row in self.encode(image)]
         if rows:
             embeddings[ids == self.image_token] = torch.cat(rows)
-        logits: Tensor = self.decoder(inputs_embeds=embeddings).logits[0]
-        return logits
+        return embeddings
 
 
 def normalized(payload: ImagePayload) -> Tensor:

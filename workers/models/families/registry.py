@@ -179,6 +179,7 @@ _WITH_ANY_DECODER = {
     "Lfm3VlForConditionalGeneration",
     "LightOnOCRForConditionalGeneration",
     "LightOnOcrForConditionalGeneration",
+    "LlamaNemotronVLModel",
     "Llama_Nemotron_Nano_VL",
     "LlavaForConditionalGeneration",
     "LlavaNextForConditionalGeneration",

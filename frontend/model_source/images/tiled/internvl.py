@@ -101,6 +101,33 @@ def area_canvas(source: ProcessorSource, vision: GridVisionSpec) -> CanvasProces
     )
 
 
+def half_canvas(source: ProcessorSource, vision: VisionSpec) -> CanvasProcessor:
+    """Return the processor of Llama Nemotron Embed VL, whose config or processor_config.json describes it."""
+    half = {f"image_{name}": [0.5] * 3 for name in ("mean", "std")}
+    processor = ConfigFields.read_if_present(source.path / "processor_config.json")
+    fields = source.config.with_values({**processor.config, **source.fields.config})
+    splits = fields.boolean("dynamic_image_size", True)
+    least, most = (
+        fields.integer(
+            f"{name}_input_tiles",
+            fields.integer(f"{name}_dynamic_patch", 1, maximum=MAX_TILES),
+            maximum=MAX_TILES,
+        )
+        for name in ("min", "max")
+    )
+    return CanvasProcessor(
+        **source.with_defaults(**half).values(vision, BICUBIC),
+        side=vision.image_size,
+        splits=splits,
+        min_tiles=least,
+        max_tiles=max(least, most),
+        counts_area=True,
+        mark="<image>",
+        start="<img>",
+        end="</img>",
+    )
+
+
 def numbered_canvas(source: ProcessorSource, vision: VisionSpec) -> CanvasProcessor:
     """Return the processor of Eagle 2.5, whose prompts number images and name them by their numbers."""
     fields, config = source.fields, source.config

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -206,45 +208,74 @@ def nemotron_vl(directory: Path, *, vocab_size: int = 96, image_token: int = 95)
     return OwnCodeModel(decoder, lambda images: [encode(each) for each in images], image_token)
 
 
+class _SiglipWithMLP:
+    """A SigLIP, whose squares of patches an MLP joins, and their names in a checkpoint."""
+
+    def __init__(self) -> None:
+        self.sizes = {
+            "model_type": "siglip_vision_model",
+            "hidden_size": _SIZE,
+            "intermediate_size": 80,
+            "num_attention_heads": 4,
+            "num_hidden_layers": 3,
+            "image_size": 16,
+            "patch_size": _PATCH,
+            "vision_use_head": False,
+        }
+        self.tower = transformers.SiglipVisionModel(transformers.SiglipVisionConfig(**self.sizes))
+        self.mlp = _normed_mlp(64)
+        self.mlp[1], self.mlp[3] = nn.Linear(4 * _SIZE, 64), nn.Linear(64, 64)
+        self.fields = {
+            "downsample_ratio": 0.5,
+            "force_image_size": 16,
+            "select_layer": -1,
+            "vision_config": self.sizes,
+        }
+
+    def encode(self, images: Sequence[ImagePayload]) -> list[Tensor]:
+        states = [self.tower(normalized(each)[None]).last_hidden_state[0] for each in images]
+        return [self.mlp(_shuffled(each, 4)) for each in states]
+
+
 def eagle2_5(directory: Path, *, vocab_size: int = 96, image_token: int = 95) -> OwnCodeModel:
     """Write an Eagle 2.5, whose tower is a SigLIP."""
     text = _text(vocab_size)
     decoder = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**text))
-    sizes = {
-        "model_type": "siglip_vision_model",
-        "hidden_size": _SIZE,
-        "intermediate_size": 80,
-        "num_attention_heads": 4,
-        "num_hidden_layers": 3,
-        "image_size": 16,
-        "patch_size": _PATCH,
-        "vision_use_head": False,
-    }
-    tower = transformers.SiglipVisionModel(transformers.SiglipVisionConfig(**sizes))
-    mlp = _normed_mlp(text["hidden_size"])
-    mlp[1], mlp[3] = nn.Linear(4 * _SIZE, 64), nn.Linear(64, 64)
-    fill(decoder, tower, mlp)
-    published = {
+    vision = _SiglipWithMLP()
+    fill(decoder, vision.tower, vision.mlp)
+    published = vision.fields | {
         "architectures": ["Eagle2_5_VLForConditionalGeneration"],
         "model_type": "eagle_2_5_vl",
-        "downsample_ratio": 0.5,
-        "force_image_size": 16,
         "image_token_index": image_token,
         "max_dynamic_patch": 4,
-        "select_layer": -1,
         "text_config": text | {"model_type": "qwen2"},
-        "vision_config": sizes,
     }
-    parts = {"language_model.": decoder, "vision_model.vision_model.": tower, "mlp1.": mlp}
+    parts = {"language_model.": decoder, "vision_model.vision_model.": vision.tower}
     processor = {"size": {"height": 16, "width": 16}, "use_thumbnail": True}
-    write(directory, published, parts, processor)
+    write(directory, published, parts | {"mlp1.": vision.mlp}, processor)
+    return OwnCodeModel(decoder, vision.encode, image_token)
 
-    def encode(payload: ImagePayload) -> Tensor:
-        states = tower(normalized(payload)[None]).last_hidden_state
-        found: Tensor = mlp(_shuffled(states[0], 4))
-        return found
 
-    return OwnCodeModel(decoder, lambda images: [encode(each) for each in images], image_token)
+def llama_nemotron_vl(
+    directory: Path, *, vocab_size: int = 96, image_token: int = 95
+) -> OwnCodeModel:
+    """Write a Llama Nemotron Embed VL, which has Eagle's tower."""
+    text = _text(vocab_size)
+    decoder = transformers.LlamaModel(transformers.LlamaConfig(**text))
+    vision = _SiglipWithMLP()
+    fill(decoder, vision.tower, vision.mlp)
+    published = vision.fields | {
+        "architectures": ["LlamaNemotronVLModel"],
+        "model_type": "llama_nemotron_vl",
+        "img_context_token_id": image_token,
+        "max_input_tiles": 2,
+        "llm_config": text | {"model_type": "llama_bidirec", "pooling": "avg"},
+    }
+    parts = {"language_model.": decoder, "vision_model.": vision.tower, "mlp1.": vision.mlp}
+    write(directory, published, parts, {})
+    (directory / "preprocessor_config.json").unlink()
+    (directory / "processor_config.json").write_text(json.dumps({"max_input_tiles": 4}))
+    return OwnCodeModel(decoder, vision.encode, image_token)
 
 
 def locate_anything(
