@@ -316,8 +316,6 @@ async def render_input(
     """
     serving.verify_tokenizer(param)
     is_encoder = serving.config.model.is_encoder
-    # The tokenizer of an encoder, not its template, adds the special tokens.
-    adds = is_encoder if request.add_special_tokens is None else request.add_special_tokens
     chat = await render_chat(
         serving,
         ChatCompletionRequest(
@@ -332,7 +330,9 @@ async def render_input(
         ),
         body_size,
         tools=(),
-        add_special_tokens=adds,
+        add_special_tokens=bool(request.add_special_tokens),
+        # The tokenizer of an encoder, not its template, adds the special tokens.
+        for_encoder=is_encoder and request.add_special_tokens is None,
     )
     token_ids = np.array(chat.token_ids, np.int32)
     if is_encoder and not chat.encoder_inputs:

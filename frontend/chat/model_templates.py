@@ -13,6 +13,7 @@ from ...protocol.config.frontend import ContentFormat
 from ..tokenizer.tokenizer import Tokenizer
 from .built_in_templates import BUILT_IN_TEMPLATES
 from .named_templates import NAMED_TEMPLATES
+from .special_tokens import adds_bos
 from .template import ChatTemplate, load_chat_template
 
 _USED = ("default", "tool_use")
@@ -51,7 +52,7 @@ class ModelTemplates:
             "eos_token": tokenizer.eos_token,
             "pad_token": tokenizer.pad_token,
         }
-        if instead in NAMED_TEMPLATES and not _adds_bos(tokenizer):
+        if instead in NAMED_TEMPLATES and not adds_bos(tokenizer):
             tokens["bos_token"] = None
         start = tokenizer.bos_token or tokenizer.eos_token
         if instead is None and start is not None and architecture in _WITHOUT_START:
@@ -100,9 +101,3 @@ class ModelTemplates:
         """Return the tool-use template if `with_tools` and there is one, else the default one, which may be None."""
         default = self._by_name.get("default")
         return self._by_name.get("tool_use", default) if with_tools else default
-
-
-def _adds_bos(tokenizer: Tokenizer) -> bool:
-    """Return whether texts begin with BOS if they are encoded with special tokens."""
-    first = [*tokenizer.encode("", add_special_tokens=True)][:1]
-    return bool(first) and first[0] == tokenizer.bos_token_id

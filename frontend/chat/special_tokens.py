@@ -104,6 +104,16 @@ class SpecialTokenGuard:
             raise ParameterError("messages", str(error)) from None
         return _MARKS_IN_OUTPUT.sub("", prompt), token_ids
 
+    def encode_whole(self, prompt: str) -> tuple[str, Sequence[int]]:
+        """Return the text and the tokens of an encoder's prompt, to which its tokenizer adds the special tokens.
+
+        The first of them may also have been written by the template. It is not added twice.
+        """
+        start = self._tokenizer.bos_token
+        if start and prompt.startswith(start) and adds_bos(self._tokenizer):
+            prompt = prompt.removeprefix(start)
+        return self.encode(prompt, add_special_tokens=True)
+
     def _protect(self, value: Any, where: str, own: Collection[str]) -> Any:
         if isinstance(value, str):
             return self._protect_text(value, where, own)
@@ -172,3 +182,9 @@ def _any_of(tokens: Collection[str]) -> str:
             followers.setdefault(token[0], []).append(token[1:])
     branches = [re.escape(first) + _any_of(rests) for first, rests in followers.items()]
     return f"(?:{'|'.join(branches)})" + ("?" if "" in tokens else "")
+
+
+def adds_bos(tokenizer: Tokenizer) -> bool:
+    """Return whether texts begin with BOS if they are encoded with special tokens."""
+    first = [*tokenizer.encode("", add_special_tokens=True)][:1]
+    return bool(first) and first[0] == tokenizer.bos_token_id

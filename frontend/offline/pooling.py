@@ -369,11 +369,11 @@ class PoolingMethods:
         # The tokenizer of an encoder, not its template, adds the special tokens.
         is_encoder = self._engine.config.model.is_encoder
         if is_encoder and not media:
-            return self._prompts.encode_pooled(text, "", role)
+            return self._prompts.encode_pooled(self._special_tokens.encode_whole(text)[0], "", role)
+        if is_encoder:
+            return self._prompts.encode_text(text, media, self._special_tokens.encode_whole)
         return self._prompts.encode_text(
-            text,
-            media,
-            lambda text: self._special_tokens.encode(text, add_special_tokens=is_encoder),
+            text, media, lambda text: self._special_tokens.encode(text, add_special_tokens=False)
         )
 
     def _encode_pair(

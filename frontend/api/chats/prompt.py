@@ -60,11 +60,13 @@ async def render_chat(
     *,
     tools: Sequence[dict[str, Any]],
     add_special_tokens: bool = False,
+    for_encoder: bool = False,
     template_kwargs: dict[str, Any] | None = None,
 ) -> RenderedChat:
     """Apply the chat template and encode the result.
 
-    Templates write their own special tokens, so by default the tokenizer adds none.
+    Templates write their own special tokens, so by default the tokenizer adds none. It adds those that are missing
+    in a prompt `for_encoder`.
 
     Raises:
         APIError: The request does not fit the template, or the prompt is too long (400).
@@ -133,6 +135,8 @@ async def render_chat(
             verify_num_characters(len(text), "messages", max_model_len)
 
             def encode(text: str) -> tuple[str, Sequence[int]]:
+                if for_encoder:
+                    return serving.special_tokens.encode_whole(text)
                 return serving.special_tokens.encode(text, add_special_tokens)
 
             if serving.media is None:

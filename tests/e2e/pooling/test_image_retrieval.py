@@ -18,6 +18,7 @@ from engine.frontend.media.layouts.pixels import Tile
 from engine.frontend.media.processor import process_image
 from engine.frontend.model_source.images.read import read_image_processor
 from engine.frontend.offline.llm import LLM
+from engine.protocol.checkpoint.embedding import read_embedding_files
 from engine.protocol.checkpoint.field_names import text_section
 from engine.protocol.checkpoint.files import read_model_config
 from safetensors.torch import save_file
@@ -266,13 +267,16 @@ def test_texts_images_and_audio_have_the_vectors_of_embedding_gemma_2(
         np.testing.assert_allclose(vector, expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("flags", [("-tp", "2"), ("--cpu-backend", "torch")])
+@pytest.mark.parametrize("flags", [("-tp", "2"), ("--cpu-backend", "torch", "--chat-template")])
 def test_pages_and_queries_have_the_vectors_of_llama_nemotron_embed(
     tmp_path: Path, flags: tuple[str, ...]
 ) -> None:
     tokenizer = sentencepiece_tokenizer()
     marks = ["<IMG_CONTEXT>", "<img>", "</img>"]
     tokenizer.add_special_tokens({"additional_special_tokens": marks})
+    bos = ("<bos>", tokenizer.convert_tokens_to_ids("<bos>"))
+    post = TemplateProcessing(single="<bos> $A", special_tokens=[bos])
+    tokenizer.backend_tokenizer.post_processor = post
     tokenizer.save_pretrained(tmp_path)
     mark, start, end = marks
     token = tokenizer.convert_tokens_to_ids(mark)
@@ -294,6 +298,12 @@ def test_pages_and_queries_have_the_vectors_of_llama_nemotron_embed(
         ("document", [said, part], f"passage: {whole} brew tea"),
         ("user", [part], f"{whole} "),
     ]
+    if "--chat-template" in flags:
+        # A template that begins with BOS, as vLLM's for this model, which the tokenizer does not repeat.
+        template = read_embedding_files(tmp_path, text, config).pooler.chat_template
+        file = tmp_path / "own.jinja"
+        file.write_text("{{ bos_token }}" + template)
+        flags += (str(file),)
     with Server(str(tmp_path), "--dtype", "float32", *flags) as server:
         for index, (role, content, prompt) in enumerate(asked):
             body = {"messages": [{"role": role, "content": content}]}
