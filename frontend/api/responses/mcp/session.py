@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
@@ -162,18 +162,16 @@ class McpSession:
 
     async def _connect(self, tool: McpTool) -> Client:
         if tool.label not in self._clients:
-            # The library takes half a second to import, and most servers call no tools.
-            from httpx2 import AsyncClient
-            from mcp import Client
-            from mcp.client.streamable_http import streamable_http_client
-
-            http = await self._stack.enter_async_context(
-                AsyncClient(headers=tool.headers, timeout=CALL_S)
-            )
-            transport: Any = streamable_http_client(tool.url, http_client=http)
-            client = Client(transport, read_timeout_seconds=CALL_S)
-            self._clients[tool.label] = await self._stack.enter_async_context(client)
+            open_client = await asyncio.to_thread(_import_library)
+            self._clients[tool.label] = await open_client(tool, self._stack, CALL_S)
         return self._clients[tool.label]
+
+
+def _import_library() -> Callable[[McpTool, AsyncExitStack, float], Awaitable[Client]]:
+    """Import the library, which takes half a second and which few servers need."""
+    from .connection import open_client
+
+    return open_client
 
 
 def _text_of(parts: Iterable[Any]) -> str:

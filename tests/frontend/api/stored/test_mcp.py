@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gzip
 import json
+import re
 import socket
 import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import openai
@@ -82,24 +86,53 @@ class WeatherServer:
         self._thread.join()
 
 
+class _Flood(BaseHTTPRequestHandler):
+    """Answers requests for /compressed with 64 MiB in few bytes, and others with 64 MiB."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        answer = bytes(64 << 20)
+        self.send_response(200)
+        self.send_header("content-type", "application/json")
+        if self.path == "/compressed":
+            answer = gzip.compress(answer)
+            self.send_header("content-encoding", "gzip")
+        self.end_headers()
+        with contextlib.suppress(OSError):
+            self.wfile.write(answer)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def flood() -> Iterator[str]:
+    """The address of a server whose answers are too large."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Flood) as server:
+        threading.Thread(target=server.serve_forever).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
 @pytest.fixture(scope="module")
 def weather() -> Iterator[WeatherServer]:
     with WeatherServer() as server:
         yield server
 
 
-def options(weather: WeatherServer) -> dict[str, Any]:
+def options(weather: WeatherServer, **servers: str) -> dict[str, Any]:
     return {
         "tool_call_parser": "hermes",
         "max_model_len": 1024,
         "chat_template": ECHO_TEMPLATE + "<|im_end|>",
-        "mcp_servers": {LABEL: weather.url, "absent": "http://127.0.0.1:9/mcp"},
+        "mcp_servers": {LABEL: weather.url, "absent": "http://127.0.0.1:9/mcp", **servers},
     }
 
 
 @pytest.fixture(scope="module")
-def frontend(weather: WeatherServer) -> Iterator[FrontendProcess]:
-    with sound_frontend(**options(weather)) as process:
+def frontend(weather: WeatherServer, flood: str) -> Iterator[FrontendProcess]:
+    servers = {"flood": flood, "compressed": f"{flood}/compressed"}
+    with sound_frontend(**options(weather, **servers)) as process:
         yield process
 
 
@@ -237,6 +270,16 @@ def test_wrong_tools_are_refused(
     with pytest.raises(openai.APIStatusError) as caught:
         client.responses.create(model=MODEL, input="a", tools=[TOOL | tool])
     assert (caught.value.status_code, caught.value.param) == (status, param)
+
+
+@pytest.mark.parametrize(
+    ("label", "problem"),
+    [("flood", "the answer has more than 8388608 bytes"), ("compressed", "is compressed (gzip)")],
+)
+def test_answers_of_servers_have_a_limit(client: openai.OpenAI, label: str, problem: str) -> None:
+    with pytest.raises(openai.APIStatusError, match=re.escape(problem)) as caught:
+        client.responses.create(model=MODEL, input="a", tools=[TOOL | {"server_label": label}])
+    assert caught.value.status_code == 424
 
 
 def test_only_chosen_tools_are_shown(client: openai.OpenAI) -> None:
