@@ -1,4 +1,4 @@
-"""Run traffic of many kinds on real servers, and crash or stop a random process, or let all sleep, every few seconds.
+"""Run traffic of many kinds on real servers, and crash, stop or reload random processes every few seconds.
 
     scripts/bench/run chaos --minutes 30 --every 20
     scripts/bench/run chaos --sides model speech live --setup tensor
@@ -6,10 +6,10 @@
 Each side is a server with its requests. `streams` continues texts with the features that a crash could affect, and has
 clients that disconnect. `model` has a small random model that reads images, adapters and a store: it answers chats with
 and without images, tools and adapters, completions, beams, constrained output, prompts of embeddings, embeddings,
-reranking, batches, responses in the background and on WebSockets, and streams in the formats of Ollama and Anthropic.
-`speech` transcribes files and realtime sessions with a small random Whisper, and `live` sessions with a small random
-Voxtral, which writes while the audio arrives. `delta net`, `mamba` and `experts` are streams on small random models
-with recurrent layers or experts.
+reranking, batches, responses in the background and on WebSockets, sessions, adapters that are loaded for one request,
+and streams in the formats of Ollama and Anthropic. `speech` transcribes files and realtime sessions with a small random
+Whisper, and `live` sessions with a small random Voxtral, which writes while the audio arrives. The other sides are
+streams on small random models with recurrent layers, experts, or heads that draft.
 
 Traffic comes in waves of all requests. Every answer must equal the one from before any fault. Connections of `streams`
 may break only at a frontend that was disturbed; the clients of the other sides retry then. After each wave, every block
@@ -28,7 +28,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -40,9 +40,12 @@ import psutil
 import torch
 from support.checkpoints.source import WINDOW_S, multilingual_whisper, realtime_directory
 from support.checkpoints.tiny import layers_directory, mixture_directory
+from support.drafts.layered_heads import minimax3_layers
+from support.drafts.models_with_heads import Head, eagle
 from support.processes.faults import ENVIRONMENT, FAULTS
 from support.processes.program import wait_until
 from support.requests.all_kinds import (
+    ADAPTERS,
     SPEECH_FLAGS,
     Request,
     answers,
@@ -54,16 +57,18 @@ from support.requests.conversations import (
     background_response,
     batch,
     claude_stream,
+    make_adapter_use,
     make_live_session,
     ollama_chat,
     response_on_socket,
+    session,
     tool_response,
 )
 from support.requests.mixed_streams import WITHOUT_LOGPROBS, Streams, bodies
 from support.servers.server import Server, default_model, title_of
 
 ALL_REPLICAS = "all replicas"
-"""A victim that is no process: the model is unloaded and loaded again."""
+"""A victim that is no process: the model is unloaded and loaded again, or its weights are updated to the same ones."""
 
 HARMS_CHILDREN = ("out of memory",)
 """Faults that are not for the supervisor, because its children inherit the limit of memory."""
@@ -77,8 +82,17 @@ WINDOWS_OF_CLIP = 3
 NUM_TALKS = 4
 TALK_SAMPLES = 30_000
 
+NGRAMS = {"method": "ngram", "num_speculative_tokens": 3}
 ROLES = ("--replica-roles", "prefill=1,decode=1", "--remote-prefill-tokens", "16")
-LAYERS = ("delta net", "mamba", "experts")
+LAYERS: dict[str, Callable[[Path], tuple[Path, dict[str, Any]]]] = {
+    "delta net": lambda path: (layers_directory(path, "delta net")[0], NGRAMS),
+    "mamba": lambda path: (layers_directory(path, "mamba")[0], NGRAMS),
+    "experts": lambda path: (mixture_directory(path)[0], NGRAMS),
+    "eagle": lambda path: _with_head(eagle(path)),
+    "prediction layers": lambda path: _with_head(minimax3_layers(path)),
+}
+"""The models of sides, and what drafts for them."""
+
 SIDES = ("streams", "model", "speech", "live", *LAYERS)
 SETUPS: dict[str, tuple[str, ...]] = {
     "one": (),
@@ -94,16 +108,18 @@ SETUPS: dict[str, tuple[str, ...]] = {
 COMMON_FLAGS = ("--max-restarts", "50", "--heartbeat-timeout", "3")
 LAYER_FLAGS = (
     *("--dtype", "float32", "--max-num-batched-tokens", "64", "--num-gpu-blocks-override", "100"),
-    *("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}'),
+    *("--watermark", "0.1"),
 )
 STREAM_FLAGS = ("--max-model-len", "512", "--api-server-count", "2")
 STORE_FLAGS = ("--store", "DIRECTORY/store.db", "--resume-grace", "60")
+MODEL_FLAGS = ("--allow-runtime-lora-updating", "--encoder-disk", "DIRECTORY/embeddings")
 LIVE_FLAGS = ("--max-num-batched-tokens", "24", "--max-num-seqs", "8")
 CONVERSATIONS: list[Request] = [
     response_on_socket,
     background_response,
     tool_response,
     batch,
+    session,
     ollama_chat,
     claude_stream,
 ]
@@ -153,9 +169,7 @@ class Havoc:
             if title == "supervisor" and fault in HARMS_CHILDREN:
                 continue
             if title == ALL_REPLICAS:
-                self.faults[f"{title} slept"] += 1
-                self._server.post("/sleep?mode=keep", b"")
-                self._server.post("/wake_up", b"")
+                self._reload()
             victims = [c for c in self._server.find_children() if title_of(c) == title]
             for victim in victims:
                 self.faults[f"{title} {fault}"] += 1
@@ -164,6 +178,16 @@ class Havoc:
                     self._harm_frontend(victim, fault)
                 else:
                     FAULTS[fault](victim)
+
+    def _reload(self) -> None:
+        """Let all replicas sleep and wake, or load their weights again."""
+        if self._rng.random() < 0.5:
+            self.faults[f"{ALL_REPLICAS} slept"] += 1
+            self._server.post("/sleep?mode=keep", b"")
+            self._server.post("/wake_up", b"")
+            return
+        self.faults[f"{ALL_REPLICAS} loaded weights"] += 1
+        self._server.post("/collective_rpc", {"method": "reload_weights"})
 
     def _harm_frontend(self, victim: psutil.Process, fault: str) -> None:
         """Stop a frontend, so that it accepts no more clients, record the ports of its clients, and apply the fault."""
@@ -289,6 +313,12 @@ class StreamsSide(Side):
             yield answer, "connection" in answer and stream.port in havoc.ports
 
 
+def _with_head(head: Head) -> tuple[Path, dict[str, Any]]:
+    """Return the path of a model, and the fields that choose its head."""
+    fields = {"method": head.speculative.method, "model": head.speculative.model}
+    return head.path, {name: str(value) for name, value in fields.items() if value}
+
+
 def _name_of(request: Any) -> str:
     if isinstance(request, dict):
         return str(request["prompt"])
@@ -310,18 +340,19 @@ def make_sides(args: argparse.Namespace, directory: Path) -> Iterator[Side]:
             yield StreamsSide(name, server, bodies(args.streams))
             continue
         if name in LAYERS:
-            path = directory / name.replace(" ", "_")
-            make = mixture_directory if name == "experts" else partial(layers_directory, kind=name)
-            flags = [str(make(path)[0]), *LAYER_FLAGS, *STREAM_FLAGS, *setup, *COMMON_FLAGS]
+            path, drafts = LAYERS[name](directory / name.replace(" ", "_"))
+            flags = [str(path), *LAYER_FLAGS, "--speculative-config", json.dumps(drafts)]
+            flags += [*STREAM_FLAGS, *setup, *COMMON_FLAGS]
             server = start(*(flag.replace("DIRECTORY", str(path)) for flag in flags))
             # The last digits of log-probabilities depend on the batch where torch multiplies.
             texts = [{**body, **WITHOUT_LOGPROBS} for body in bodies(args.streams)]
             yield StreamsSide(name, server, texts)
             continue
         if name == "model":
-            flags = [*write_vision_model(directory), *STORE_FLAGS, *setup]
+            flags = [*write_vision_model(directory), *STORE_FLAGS, *MODEL_FLAGS, *setup]
             flags = [flag.replace("DIRECTORY", str(directory)) for flag in flags]
-            requests = [*model_requests(), *CONVERSATIONS]
+            own = make_adapter_use(directory / ADAPTERS[0])
+            requests = [*model_requests(), *CONVERSATIONS, own]
         elif name == "speech":
             whisper, _ = multilingual_whisper(directory / "whisper")
             flags = [str(whisper), *SPEECH_FLAGS]

@@ -8,8 +8,10 @@ from __future__ import annotations
 import base64
 import http.client
 import json
+import secrets
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Final, TypeAlias
 from urllib.parse import urlsplit
 
@@ -137,6 +139,39 @@ def ollama_chat(server: Server) -> str:
     raise OSError("the stream was cut")
 
 
+def session(server: Server) -> list[list[int]]:
+    """Return the tokens of requests that each continue the one before, in SGLang's format."""
+    _, session_id = _checked(server.post("/open_session", {}))
+    params = {"max_new_tokens": 20, "temperature": 0, "ignore_eos": True}
+    found: list[list[int]] = []
+    previous: dict[str, str] = {}
+    for turn in range(3):
+        fields = {"input_ids": [9, 8, turn + 5], "rid": str(turn), "sampling_params": params}
+        body = fields | {"session_params": {"id": session_id, **previous}}
+        _, answer = _checked(server.post("/generate", body))
+        found.append(answer["output_ids"])
+        previous = {"rid": str(turn)}
+    _checked(server.post("/close_session", {"session_id": session_id}))
+    return found
+
+
+def make_adapter_use(path: Path) -> Conversation:
+    """Return a use of an adapter that is loaded for it and unloaded afterwards."""
+
+    def adapter_use(server: Server) -> str:
+        name = f"adapter-{secrets.token_hex(4)}"
+        body = {"lora_name": name, "lora_path": str(path), "load_inplace": True}
+        # While no replica is up, none loads it.
+        _checked(_persistently(lambda: server.post("/v1/load_lora_adapter", body)))
+        fields = {"prompt": [9, 8, 7], "max_tokens": 30, "temperature": 0, "ignore_eos": True}
+        _, answer = _checked(server.post("/v1/completions", {"model": name, **fields}))
+        _checked(server.post("/v1/unload_lora_adapter", {"lora_name": name}))
+        text: str = answer["choices"][0]["text"]
+        return text
+
+    return adapter_use
+
+
 def claude_stream(server: Server) -> str:
     """Return the text of a stream in Anthropic's format."""
     body = {"model": "tiny", "messages": [{"role": "user", "content": "brew tea"}]}
@@ -203,11 +238,16 @@ def make_live_session(samples: np.ndarray) -> Conversation:
 
 
 def _get_persistently(server: Server, path: str) -> tuple[int, Any]:
-    """Return an answer of a server with a store, whose frontends may be restarted meanwhile."""
+    """Return an answer of a server with a store."""
+    return _persistently(lambda: server.get(path))
+
+
+def _persistently(ask: Callable[[], tuple[int, Any]]) -> tuple[int, Any]:
+    """Return an answer of a server whose processes may be restarted meanwhile."""
     deadline = time.monotonic() + PATIENCE_S
     while True:
         try:
-            status, answer = server.get(path)
+            status, answer = ask()
         except (OSError, http.client.HTTPException):
             if time.monotonic() > deadline:
                 raise
