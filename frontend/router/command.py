@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import signal
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -18,6 +17,7 @@ from ..cli.parsers import add_option, command_parser
 from ..http.server import HTTPServer
 from ..supervisor.console import Console, reports_errors
 from ..supervisor.listener import Listener, is_loopback
+from ..supervisor.run_dir import ROUTER_FILE, RunDirectory
 from .app import create_app
 from .children import Children
 from .models_file import RouterConfig, read_models
@@ -57,13 +57,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = read_models(parsed.file, own)
     name_process("router")
     configure_logging("router", config.frontend.log_level, config.frontend.log_format)
-    with (
-        tempfile.TemporaryDirectory(prefix="engine-router-") as directory,
-        Listener(config.frontend) as listener,
-    ):
+    with RunDirectory() as directory, Listener(config.frontend) as listener:
+        Path(directory.path, ROUTER_FILE).touch()
         names = ", ".join(model.name for model in config.models)
         Console().line(f"routing to {names} at {listener.url}")
-        asyncio.run(_route(config, parsed, Path(directory), listener))
+        asyncio.run(_route(config, parsed, Path(directory.path), listener))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The directory that holds the sockets of one running engine."""
+"""The directory that holds the sockets of one running engine or router."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from ...protocol.config import CONFIG_FILE
 from ...protocol.errors import ConfigError
 
 PREFIX = "engine-"
+ROUTER_FILE = "router"
+"""A file in the directory of a router, which has no configuration of an engine."""
 MAX_SOCKET_PATH_BYTES = 107
 _LONGEST_SOCKET_NAME = f"{PREFIX}xxxxxxxx/core9999.workers"
 
@@ -46,7 +48,7 @@ class RunDirectory:
 
 
 def run_directories() -> list[Path]:
-    """Return the run directories of this user's engines, including the directories of engines that have exited."""
+    """Return the run directories of this user's engines and routers, including those of ones that have exited."""
     return [path for path in _base_directory().glob(f"{PREFIX}????????") if _looks_like_ours(path)]
 
 
@@ -112,4 +114,4 @@ def _looks_like_ours(path: Path) -> bool:
         names = os.listdir(path)
     except OSError:
         return False
-    return not names or CONFIG_FILE in names
+    return not names or CONFIG_FILE in names or ROUTER_FILE in names

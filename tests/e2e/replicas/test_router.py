@@ -16,6 +16,7 @@ import openai
 import psutil
 import pytest
 import yaml
+from engine.frontend.supervisor.run_dir import RunDirectory
 from support.processes.program import has_ended, wait_until
 from support.servers.server import Server, default_model
 from websockets.sync.client import connect
@@ -196,7 +197,11 @@ def test_a_crashed_model_is_loaded_again(router: RouterServer) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_the_models_end_with_the_router(tmp_path: Path, number: signal.Signals) -> None:
+def test_the_models_end_with_the_router(
+    tmp_path: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("XDG_RUNTIME_DIR", "TMPDIR"):
+        monkeypatch.setenv(name, str(tmp_path))
     with RouterServer(tmp_path, "--models-max", "2", "--idle-seconds", "3") as router:
         client = router.client()
         complete(client, "other")
@@ -212,3 +217,5 @@ def test_the_models_end_with_the_router(tmp_path: Path, number: signal.Signals) 
             assert list(stream)[-1].choices[0].finish_reason == "length"
             assert router.process.wait(60) == 0
         wait_until(lambda: all(map(has_ended, children)), 60, what="no process is left")
+    with RunDirectory() as other:
+        assert [str(path) for path in tmp_path.glob("engine-*")] == [other.path]
