@@ -30,7 +30,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,7 @@ from support.servers.server import Server, default_model, title_of
 ALL_REPLICAS = "all replicas"
 """A victim that is no process: the model is unloaded and loaded again, or its weights are updated to the same ones."""
 
-HARMS_CHILDREN = ("out of memory",)
+LACKS_MEMORY = ("out of memory",)
 """Faults that are not for the supervisor, because its children inherit the limit of memory."""
 
 RECOVERY_S = 60.0
@@ -104,6 +104,9 @@ SETUPS: dict[str, tuple[str, ...]] = {
     "roles": ROLES,
 }
 """Additional flags of the servers with small models for text and images."""
+
+COMMON_BEGINNING = "This is the preface of all chapters. " * 5
+"""A text after which models with recurrent layers keep their states."""
 
 COMMON_FLAGS = ("--max-restarts", "50", "--heartbeat-timeout", "3")
 LAYER_FLAGS = (
@@ -141,7 +144,8 @@ class Havoc:
         self.faults: Counter[str] = Counter()
         self.ports: set[int] = set()
         """Ports of the clients whose frontend was crashed or stopped."""
-        self.num_frontend_faults = 0
+        self.num_refusals = 0
+        """Number of faults after which clients may have to repeat requests: of frontends, and lacks of memory."""
 
     def __enter__(self) -> Havoc:
         self._thread.start()
@@ -166,13 +170,16 @@ class Havoc:
             if not is_ready(self._server):
                 continue
             title, fault = self._rng.choice(self._titles), self._rng.choice(list(FAULTS))
-            if title == "supervisor" and fault in HARMS_CHILDREN:
+            if title == "supervisor" and fault in LACKS_MEMORY:
                 continue
             if title == ALL_REPLICAS:
-                self._reload()
+                # A frontend may still be harmed.
+                with suppress(OSError, http.client.HTTPException):
+                    self._reload()
             victims = [c for c in self._server.find_children() if title_of(c) == title]
             for victim in victims:
                 self.faults[f"{title} {fault}"] += 1
+                self.num_refusals += fault in LACKS_MEMORY
                 print(f"{time.strftime('%X')} {title} {fault}", file=sys.stderr, flush=True)
                 if title.startswith("frontend"):
                     self._harm_frontend(victim, fault)
@@ -191,7 +198,7 @@ class Havoc:
 
     def _harm_frontend(self, victim: psutil.Process, fault: str) -> None:
         """Stop a frontend, so that it accepts no more clients, record the ports of its clients, and apply the fault."""
-        self.num_frontend_faults += 1
+        self.num_refusals += 1
         victim.suspend()
         self._note_clients(victim)
         FAULTS[fault](victim)
@@ -245,7 +252,7 @@ class Side:
         self.server = server
         self._requests = requests
         self._undisturbed: list[Any] = []
-        self._num_frontend_faults = 0
+        self._num_refusals = 0
 
     def start(self) -> None:
         """Answer all requests, twice, while nothing is harmed."""
@@ -268,10 +275,10 @@ class Side:
         self, requests: list[Any], havoc: Havoc, rng: random.Random
     ) -> Iterator[tuple[Any, bool]]:
         """Yield each answer, and whether its connection may break."""
-        harmed = self._num_frontend_faults
-        # A frontend may be disturbed only after a while.
-        self._num_frontend_faults = havoc.num_frontend_faults
-        may_retry = lambda: havoc.num_frontend_faults > harmed  # noqa: E731
+        harmed = self._num_refusals
+        # A process may be disturbed only after a while.
+        self._num_refusals = havoc.num_refusals
+        may_retry = lambda: havoc.num_refusals > harmed  # noqa: E731
         for answer in answers(self.server, requests, may_retry):
             yield answer, False
 
@@ -346,6 +353,8 @@ def make_sides(args: argparse.Namespace, directory: Path) -> Iterator[Side]:
             server = start(*(flag.replace("DIRECTORY", str(path)) for flag in flags))
             # The last digits of log-probabilities depend on the batch where torch multiplies.
             texts = [{**body, **WITHOUT_LOGPROBS} for body in bodies(args.streams)]
+            for text in texts[::2]:
+                text["prompt"] = COMMON_BEGINNING + text["prompt"]
             yield StreamsSide(name, server, texts)
             continue
         if name == "model":
