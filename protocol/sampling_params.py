@@ -39,6 +39,8 @@ SAMPLERS: Final = ("top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "te
 PLAIN_ORDER: Final = ("temperature", "typ_p", "top_k", "min_p", "top_p")
 """The order of the samplers for requests that use none of the others, and do not choose another order."""
 
+PENALTIES: Final = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+
 MAX_N: Final = 128
 MAX_PATTERN_SIZE: Final = 1024
 """Maximum tokens of a repeated pattern that is searched for."""
@@ -318,6 +320,26 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, gc=False):
         for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             if count is not None:
                 _verify_logprobs(name, count, vocab_size, max_logprobs)
+
+    def verify_for_blocks(self) -> None:
+        """Raise ParameterError for the first parameter that a block-diffusion model cannot apply.
+
+        These parameters depend on the tokens before each token, which such a model does not know when it chooses the
+        token.
+        """
+        defaults = SamplingParams()
+        for name in (*PENALTIES, "dry", "bad_words", "structured_output", "prompt_logprobs"):
+            if getattr(self, name) != getattr(defaults, name):
+                raise ParameterError(
+                    "structured_outputs" if name == "structured_output" else name,
+                    "is not supported by block-diffusion models, which choose the tokens of a block "
+                    "in any order; remove it",
+                )
+        if self.processed_logprobs:
+            raise ParameterError(
+                "logprobs",
+                "are those of the model for block-diffusion models; remove the request for processed ones",
+            )
 
     def verify_lists(self, *, vocab_size: int) -> None:
         """Verify the parameters that are lists, whose check takes time in proportion to their length."""

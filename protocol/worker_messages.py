@@ -89,7 +89,8 @@ class SchedulerOutput(msgspec.Struct, tag="step", array_like=True, omit_defaults
       null block 0 replaces a block that no later token needs.
     * `slots` int32[S] is the batch in order; None if it has not changed. Each slot computes one token, except those in
       `chunks`. A slot samples a token if its chunk reaches its last known token; the worker appends the sampled token.
-    * `chunks` int32[k, 2] are rows (position in the batch, number of tokens).
+    * `chunks` int32[k, 2] are rows (position in the batch, number of tokens). In a block-diffusion model, a chunk that
+      passes the last known token ends with the block that the slot denoises.
     * `grammar_slots` int32 sample only after this step's `GrammarOutput` has arrived.
     * `kv_connector_metadata` is from the scheduler side of the KV connector to the worker side.
     * `drafts` int32[k, 2] are rows (position in the batch, number of drafts). The drafts are the last tokens of that
@@ -273,7 +274,8 @@ class ModelRunnerOutput(
 
     * `sampled_token_ids` int32 has one token per batch row that sampled, in batch order. Rows with `pooling_params`
       sample token 0.
-    * `num_sampled` int32 has the number of tokens per row if drafts were verified; otherwise it is empty.
+    * `num_sampled` int32 has the number of tokens per row if drafts were verified or blocks denoised; otherwise it is
+      empty. A row whose block still has masks has none.
     * `num_verified` int32 is the number of verified drafts per row; empty if all scheduled drafts were verified.
     * `nan_slots` int32 had NaNs in their logits.
     * `failed_slots` are pairs (slot, reason) for rows in which no token can be chosen. Their computed KV entries are

@@ -380,6 +380,7 @@ _SAME_CONFIG = {
     "colqwen2": "qwen2_vl",
     "ernie4_5_moe_vl": "ernie4_5_vl_moe",
     "gpt_oss_puzzle": "gpt_oss",
+    "llada2_moe": "sarvam_moe",
     "grove_moe": "qwen3_moe",
     "longcat_flash_ngram": "longcat_flash",
     "mimo": "qwen2",
@@ -393,6 +394,8 @@ _SAME_CONFIG = {
     "plm": "deepseek_v2",
     "qwen3_omni_moe": "qwen3_moe",
     "qwen3_omni_moe_thinker": "qwen3_moe",
+    "sdar": "qwen3",
+    "sdar_moe": "qwen3_moe",
     "youtu_vl": "youtu",
 }
 """For each model type that transformers does not have, one that it has; Llama's for all others."""

@@ -80,6 +80,7 @@ class KVHandoff:
         manager = self._manager
         tables = manager.reserved[request.transfer_id]
         num_tokens = min(held_blocks.num_tokens, request.num_tokens - 1)
+        num_tokens -= num_tokens % manager.token_unit
         num_whole, num_more = divmod(num_tokens, manager.block_size)
         growing = [
             (group, table)

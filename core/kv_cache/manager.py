@@ -71,7 +71,10 @@ class KVCacheManager:
         preemption_mode: PreemptionMode = PreemptionMode.AUTO,
         events: KVEventLog | None = None,
         hash_blocks: HashBlocks,
+        token_unit: int = 1,
     ) -> None:
+        self.token_unit = token_unit
+        """The number of a request's tokens that are always computed together."""
         self.cpu_offload = CPUOffload(num_host_blocks) if num_host_blocks else None
         self._preemption_mode = preemption_mode
         self._not_offloaded: set[int] = set()
@@ -113,6 +116,7 @@ class KVCacheManager:
             blocks = tables if self.tables.is_simple else tuple(map(_held_tail, tables))
             # Compute the last token in any case, because its output is needed.
             num_tokens = min(request.num_reserved_tokens, request.num_tokens - 1)
+            num_tokens -= num_tokens % self.token_unit
             num_blocks = max(map(len, tables))
             return Prefix(CachedPrefix(num_blocks, blocks), num_tokens, 0, is_reserved=True)
         return Prefix(found, num_tokens, found.num_present)

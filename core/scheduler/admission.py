@@ -173,7 +173,8 @@ class Admission:
         if budget <= 0 or not (self._running.slots.num_free or without):
             return False
         prefix = manager.find_prefix(request)
-        granted = self._first_chunk(request.num_tokens - prefix.num_tokens, budget, plan.share)
+        wanted = self._running.end_of_prefill(request) - prefix.num_tokens
+        granted = self._first_chunk(wanted, budget, plan.share)
         if not granted:
             return False
         num_tokens = self._with_lookahead(request, prefix.num_tokens + granted)
@@ -185,9 +186,10 @@ class Admission:
 
     def _first_chunk(self, wanted: int, budget: int, share: int) -> int:
         """Return how many tokens a request may start with; 0 if it must wait for a larger budget."""
-        if self._config.enable_chunked_prefill:
-            return min(self._partial_prefills.cap(wanted, share), budget)
-        return wanted if wanted <= budget else 0
+        if not self._config.enable_chunked_prefill:
+            return wanted if wanted <= budget else 0
+        granted = min(self._partial_prefills.cap(wanted, share), budget)
+        return granted - granted % self._config.token_unit
 
     def admit(
         self, plan: RunningPlan, max_admitted: int, now: float, suspect: Request | None = None
@@ -305,7 +307,7 @@ class Admission:
             if request.is_finished:
                 return None
         num_computed = prefix.num_tokens + num_external
-        granted = wanted = request.num_tokens - num_computed
+        granted = wanted = self._running.end_of_prefill(request) - num_computed
         if wanted > room.budget or wanted > room.share:
             granted = self._first_chunk(wanted, room.budget, room.share)
         end_if_none = AdmissionStop.TOKENS

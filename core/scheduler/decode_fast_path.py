@@ -57,8 +57,8 @@ class DecodeFastPath:
     def is_possible(config: SchedulerConfig, lifecycle: RequestLifecycle) -> bool:
         """Return whether the configuration allows repeated steps.
 
-        It does not if blocks are copied or loaded, drafts need blocks, decoding requests are split into micro-batches,
-        or preemption is injected.
+        It does not if blocks are copied or loaded, drafts need blocks, decoding requests are split into micro-batches
+        or compute blocks of tokens, or preemption is injected.
         """
         speculative, manager = config.speculative, lifecycle.manager
         return (
@@ -67,6 +67,7 @@ class DecodeFastPath:
             and lifecycle.transfers is None
             and (speculative is None or speculative.num_lookahead_tokens == 0)
             and config.num_micro_batches == 1
+            and config.diffusion is None
             and not config.inject_preemption
         )
 

@@ -289,10 +289,10 @@ class RequestLifecycle:
             self._rate.record_admission(request.queued_at, now)
             if self.tenants is not None:
                 self.tenants.record_start(request.tenant, request.queued_at, now)
-        self.running.add_requests(
+        num_certain = self.running.add_requests(
             requests, num_computed, list(map(self.max_output_tokens, requests))
         )
-        self.manager.assign_slots(claims, num_computed)
+        self.manager.assign_slots(claims, num_certain)
         self.queue.record_scheduled(requests, num_cached)
         self.clients.record_events(requests, _SCHEDULED, now)
         return [

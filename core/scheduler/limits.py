@@ -107,7 +107,9 @@ class Requirements(msgspec.Struct, frozen=True):
                 block_size,
                 max_model_len,
                 max_uncertain_tokens,
-            ),
+            )
+            # The last token of a block is computed.
+            - (config.diffusion is not None),
             reads_images=reads_images,
             max_source_size=min(max_source_size, config.encoder_cache_capacity)
             if reads_images

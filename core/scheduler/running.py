@@ -74,6 +74,7 @@ class RunningScheduler:
         self._checkpoints = checkpoints
         self._encoders = encoders
         self._drafts = drafts
+        self._diffusion = lifecycle.running.diffusion
         self._micro_batches = micro_batches
 
     def plan(self, without: Sequence[int] = ()) -> RunningPlan:
@@ -89,8 +90,11 @@ class RunningScheduler:
             slots = slots[~contains(without, slots)]
         computed = state.num_computed_tokens[slots]
         most = state.max_computed_tokens[slots]
-        needed = wanted = np.minimum(state.num_expected_tokens[slots], most)
-        needed -= computed
+        if self._diffusion is None:
+            needed = wanted = np.minimum(state.num_expected_tokens[slots], most)
+            needed -= computed
+        else:
+            needed = wanted = self._diffusion.count_needed(slots)
         if self._drafts is not None and self._may_verify():
             is_decoding = (needed == 1) & ~self._is_prefilling(slots)
             room = self._manager.tables.limit_growth(slots, computed + needed, most) - computed
@@ -118,8 +122,12 @@ class RunningScheduler:
             granted = fitted
         if self._checkpoints.are_in_use and self._running.prefilling:
             granted = self._end_on_blocks(slots, computed, granted)
+        if self._diffusion is not None:
+            granted = self._diffusion.whole_blocks(granted)
         computed += granted
         to_hold = computed
+        if self._diffusion is not None:
+            computed = self._diffusion.count_certain(computed, (granted > 0) & (granted == needed))
         if self._drafts is not None:
             to_hold = np.minimum(computed + self._drafts.num_lookahead_tokens, most)
         growth = self._manager.tables.plan_growth(slots, to_hold)
@@ -175,7 +183,8 @@ class RunningScheduler:
         budget = self._max_num_batched_tokens
         if not num_decodes or not self._may_split:
             return budget
-        return self._partial_prefills.pace.limit_tokens(budget)
+        most = self._partial_prefills.pace.limit_tokens(budget)
+        return most if self._diffusion is None else max(most, self._diffusion.block_size)
 
     def _count_joining(self) -> int:
         """Return how many waiting prompts may start in the step; 0 if prompts do not share it."""
@@ -240,11 +249,14 @@ class RunningScheduler:
         if self._drafts is not None:
             num_expected[slots] += plan.num_drafts(samples)
         self._manager.tables.apply_growth(plan.growth)
+        sampling: set[int] = set()
+        if self._running.prefilling and self._diffusion is not None:
+            sampling.update(slots[samples].tolist())
         for slot, num_prefill_tokens in list(self._running.prefilling.items()):
             request = self._running[slot]
             num_computed = int(state.num_computed_tokens[slot])
             self._manager.cache_blocks(request, num_computed)
-            if num_computed >= num_prefill_tokens:
+            if slot in sampling or (self._diffusion is None and num_computed >= num_prefill_tokens):
                 self._running.complete_prefill(request)
         return samples
 

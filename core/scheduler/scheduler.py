@@ -112,8 +112,9 @@ class Scheduler(SchedulerInterface):
             preemption_mode=config.preemption_mode,
             events=self._kv_events,
             hash_blocks=hash_blocks or block_hasher(cache_config.prefix_hash),
+            token_unit=config.token_unit,
         )
-        self._running = RunningRequests(self.slots, config.max_num_seqs)
+        self._running = RunningRequests(self.slots, config.max_num_seqs, config.diffusion)
         self._queue = make_queue(config, self._running)
         self._grammars = Grammars(structured_output, vocab_size)
         self._clients = ClientOutputs(core_index)
@@ -297,9 +298,8 @@ class Scheduler(SchedulerInterface):
             self._growing.vacate_idle_slot(now)
             self._encoders.release_computed(self.slots.num_computed_tokens)
         if self.kv_cache_manager.tables.has_windows:
-            may_be_rejected = self._drafts is not None
             self.kv_cache_manager.free_unseen_blocks(
-                self._running.order, may_be_rejected=may_be_rejected
+                self._running.order, may_be_rejected=self._drafts is not None
             )
         plan, has_preempted = self._fit(
             self._running_scheduler.plan(self._slots_except(suspect)), now, suspect

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Final, NamedTuple
 
+import msgspec
 import numpy as np
 
 from ...protocol.arrays import Int32Array, Int64Array, int32_view
@@ -28,7 +29,12 @@ from ..state.batch import Batch, ScheduledRow, StepInFlight
 from ..state.request import Request
 from .features.poison_isolation import CrashSuspects
 from .features.speculative import Drafts
-from .features.verification import VerifiedDrafts, cut_after_stops, subtract_rejections
+from .features.verification import (
+    VerifiedDrafts,
+    cut_after_stops,
+    cut_at_limits,
+    subtract_rejections,
+)
 from .kv_transfers import KVTransfers
 from .lifecycle import End, RequestLifecycle
 
@@ -59,6 +65,7 @@ class StepResults:
         self._lifecycle = lifecycle
         self._running = lifecycle.running
         self._slots = lifecycle.running.slots
+        self._diffusion = lifecycle.running.diffusion
         self._clients = lifecycle.clients
         self._drafts = drafts
         self._transfers = transfers
@@ -176,7 +183,21 @@ class StepResults:
                     counts, num_drafts = counts[alive], num_drafts[alive]
                     num_verified = num_verified[alive]
         cut: dict[int, int] = {}
-        if counts is not None and num_drafts is not None and num_verified is not None:
+        if self._diffusion is not None and counts is not None:
+            self._diffusion.apply_counts(sampling.slots, counts)
+            got = counts > 0
+            sampling, counts, alive_positions = (
+                sampling.select(got),
+                counts[got],
+                alive_positions[got],
+            )
+            sampled = cut_after_stops(self._running, sampling, token_ids, counts)
+            token_ids, counts, cut = cut_at_limits(self._running, sampling, sampled)
+            requests = {*map(self._running.__getitem__, sampling.slots.tolist())}
+            requests.update(row.request for row in late)
+            prefilled = self._diffusion.take_prefilled(step.prefilled, requests)
+            step = msgspec.structs.replace(step, prefilled=prefilled)
+        elif counts is not None and num_drafts is not None and num_verified is not None:
             if self._lifecycle.stats.spec_decoding is None:
                 self._lifecycle.stats.spec_decoding = SpecDecodingStats()
             stats = self._lifecycle.stats.spec_decoding
@@ -259,6 +280,8 @@ class StepResults:
             start, count = position, 1
             if counts is not None:
                 start, count = int(counts[:position].sum()), int(counts[position])
+                if not count:
+                    continue
             num_output = request.num_tokens - request.num_prompt_tokens
             most = self._lifecycle.max_output_tokens(request)
             end: End | None = None
@@ -296,7 +319,8 @@ class StepResults:
         verified = None
         if step.num_drafts is not None:
             verified = counts, _ = VerifiedDrafts.from_output(output, step.num_drafts)
-            if not verified.is_valid(len(step.num_drafts), num_tokens):
+            least = 1 if self._diffusion is None else 0
+            if not verified.is_valid(len(step.num_drafts), num_tokens, least):
                 raise EngineError(
                     f"step {step.step} returned {counted(num_tokens, 'token')}, {counts.tolist()} for rows "
                     f"with {step.num_drafts.tolist()} drafts"

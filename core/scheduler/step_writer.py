@@ -86,6 +86,11 @@ class StepWriter:
             constrained = self._constrained_rows_with_drafts(sampling, num_drafts[samples], taken)
         else:
             constrained = self._constrained_rows(sampling)
+        if self._running.diffusion is not None:
+            # A pass reports any number of the tokens that its block lacks.
+            num_drafts = self._running.diffusion.count_masks(sampling.slots) - 1
+        elif num_drafts is not None:
+            num_drafts = num_drafts[samples] if drafts else None
         prefilled = self._running.take_completed_prefills()
         has_prefill = bool(prefilled or self._running.prefilling)
         in_flight = StepInFlight(
@@ -98,7 +103,7 @@ class StepWriter:
             has_prefill,
             plan.num_prompt_tokens + sum(admitted.granted),
             admitted.loading,
-            num_drafts[samples] if num_drafts is not None and drafts else None,
+            num_drafts,
             self._find_progress(),
         )
         chunked = (granted != 1).nonzero()[0]

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ...protocol.config.diffusion import BlockDiffusion
 from ...protocol.file_identity import LoraAdapter
 from .batch import ScheduledRow
+from .diffusion_blocks import DiffusionBlocks
 from .request import Request
 from .slots import SlotArray, Slots, as_array
 
@@ -15,11 +17,15 @@ from .slots import SlotArray, Slots, as_array
 class RunningRequests:
     """Tracks the admission order of `slots`, which requests are prefilling, and which slots the workers must clear.
 
-    `prefilling` maps a slot to the number of tokens that its request had when it was admitted.
+    `prefilling` maps a slot to the number of tokens that its request had when it was admitted. `diffusion` are the
+    blocks of a block-diffusion model; None for other models.
     """
 
-    def __init__(self, slots: Slots, max_num_seqs: int) -> None:
+    def __init__(
+        self, slots: Slots, max_num_seqs: int, diffusion: BlockDiffusion | None = None
+    ) -> None:
         self.slots = slots
+        self.diffusion = None if diffusion is None else DiffusionBlocks(diffusion, slots)
         self.prefilling: dict[int, int] = {}
         self.num_constrained = 0
         self.num_reporting = 0
@@ -58,20 +64,29 @@ class RunningRequests:
             order = self._order[: self._num_ordered]
         return order
 
+    def end_of_prefill(self, request: Request) -> int:
+        """Return how many tokens of a waiting request are computed by the step in which it first samples."""
+        num_tokens = request.num_tokens
+        return num_tokens if self.diffusion is None else self.diffusion.end_of_pass(num_tokens)
+
     def add_requests(
         self,
         requests: Sequence[Request],
         num_computed_tokens: list[int],
         max_output_tokens: list[int],
-    ) -> None:
+    ) -> list[int]:
         """Give requests slots, at the end of the order of admission.
 
-        A step that computes all tokens of a request also samples one more token. `max_output_tokens` includes the
-        output tokens that the requests already have.
+        Return how many of the computed tokens of each are certain. A step that computes all tokens of a request also
+        samples one more token. `max_output_tokens` includes the output tokens that the requests already have.
         """
         num_tokens = as_array([request.num_tokens for request in requests])
         num_computed = as_array(num_computed_tokens)
-        is_prefilled = num_computed == num_tokens
+        if self.diffusion is None:
+            is_prefilled = num_computed == num_tokens
+        else:
+            is_prefilled = num_computed > num_tokens
+            num_computed = self.diffusion.count_certain(num_computed, is_prefilled)
         slots = self.slots.allocate_slots(
             requests, num_computed, num_tokens + is_prefilled, as_array(max_output_tokens)
         )
@@ -87,6 +102,8 @@ class RunningRequests:
                 self._completed_prefills.append(ScheduledRow(request, request.num_admissions))
             else:
                 self.prefilling[request.slot] = request.num_tokens
+        certain: list[int] = num_computed.tolist()
+        return certain
 
     def remove_requests(self, requests: Sequence[Request]) -> None:
         """Free the slots of requests."""

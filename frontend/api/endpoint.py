@@ -110,8 +110,7 @@ class Endpoint(ABC, Generic[Request]):
         nearest = recent.find_nearest(owner, first.token_ids) if request.include_receipt else None
         recent.add(owner, first.token_ids)
         start = partial(submit, serving, request, prompts, request_id, origin)
-        max_logprobs = serving.config.frontend.max_logprobs
-        beams = beam_search_params(request, prompts, max_logprobs)
+        beams = beam_search_params(request, prompts, serving.config)
         if beams is None:
             keeper = keeper or Keeper(serving, scope, is_on=False)
             record = keeper.make_record(

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from starlette.types import Receive, Scope
 
+from ...protocol.config import EngineConfig
 from ...protocol.encoder_inputs.inputs import EncoderInput
 from ...protocol.errors import NO_ADAPTER_MEMORY, POISON_REQUEST
 from ...protocol.file_identity import LoraAdapter
@@ -164,7 +165,7 @@ def verify_streaming(request: GenerationRequest) -> None:
 
 
 def beam_search_params(
-    request: GenerationRequest, prompts: list[PreparedPrompt], max_logprobs: int
+    request: GenerationRequest, prompts: list[PreparedPrompt], config: EngineConfig
 ) -> BeamSearchParams | None:
     """Return the parameters of a beam search, or None if the request does not ask for one.
 
@@ -186,7 +187,7 @@ def beam_search_params(
     penalty = 1.0 if request.length_penalty is None else request.length_penalty
     search = BeamSearchParams(params.n, max_tokens, params.ignore_eos, penalty)
     with renaming(renamer({"beam_width": "n"})):
-        search.verify(max_logprobs)
+        search.verify(config)
     return search
 
 

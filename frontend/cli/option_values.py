@@ -25,6 +25,7 @@ from ...protocol.config import (
     ReplicaRole,
     SpeculativeConfig,
 )
+from ...protocol.config.diffusion import DenoisingConfig
 from ...protocol.kv_transfer.direct import DIRECT_CONNECTOR, NIXL
 from ...protocol.kv_transfer.store import DISK_CONNECTOR, LMCACHE_CONNECTOR
 
@@ -207,6 +208,21 @@ def _replica_roles(text: str) -> tuple[ReplicaRole, ...]:
     return tuple(roles)
 
 
+def _denoising_file(text: str) -> DenoisingConfig:
+    """Return the settings in a YAML file, or in a JSON object."""
+    if text.startswith("{"):
+        config: DenoisingConfig = _convert(parse_object(text), DenoisingConfig)
+        return config
+    import yaml
+
+    try:
+        content = yaml.safe_load(Path(text).read_text()) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"cannot read {text!r}: {error}") from None
+    config = _convert(content, DenoisingConfig)
+    return config
+
+
 def _speculative(text: str) -> SpeculativeConfig | None:
     """Return the settings of speculative decoding, or None if they disable it."""
     fields = parse_object(text)
@@ -374,6 +390,7 @@ def _idle_time(text: str) -> float | None:
 
 PARSERS: Final[dict[str, Callable[[str], Any]]] = {
     "api_keys_in_file": _api_keys_in_file,
+    "denoising_file": _denoising_file,
     "dotted_name": _dotted_name,
     "dotted_names": _dotted_names,
     "file": _existing_file,

@@ -15,6 +15,7 @@ from typing import Final
 import numpy as np
 
 from ...protocol.arrays import Int32Array
+from ...protocol.config import EngineConfig
 from ...protocol.errors import EngineError, ParameterError
 from ...protocol.messages import FinishReason
 from ...protocol.sampling_params import SamplingParams
@@ -48,11 +49,14 @@ class BeamSearchParams:
     ignore_eos: bool = False
     length_penalty: float = 1.0
 
-    def verify(self, max_logprobs: int) -> None:
-        """Raise ParameterError for an invalid parameter.
-
-        `max_logprobs` is the value of `--max-logprobs`; -1 for no limit.
-        """
+    def verify(self, config: EngineConfig) -> None:
+        """Raise ParameterError for an invalid parameter."""
+        max_logprobs = config.frontend.max_logprobs
+        if config.model.diffusion is not None:
+            raise ParameterError(
+                "use_beam_search",
+                "is not supported by block-diffusion models, which choose the tokens of a block in any order",
+            )
         most = max_logprobs // 2 if max_logprobs >= 0 else MAX_BEAM_WIDTH
         if not 1 <= self.beam_width <= min(most, MAX_BEAM_WIDTH):
             raise ParameterError(

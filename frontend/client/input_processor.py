@@ -145,6 +145,8 @@ class InputProcessor:
             else self._max_tokens(num_prompt_tokens, params.max_tokens),
             seed=self._seeds.draw() if params.seed is None else params.seed,
         )
+        if self._model.diffusion is not None and request.pooling is None:
+            request.params.verify_for_blocks()
         params.verify_numbers(vocab_size=self._model.vocab_size, max_logprobs=self._max_logprobs)
         params.repetition_detection = None
         return EngineCoreRequest(
@@ -173,6 +175,9 @@ class InputProcessor:
                 "prompt",
                 f"cannot be continued: {name} is a speech model; use /v1/audio/transcriptions",
             )
+        if not generates and self._model.diffusion is not None:
+            name = self._model.served_names[0]
+            raise ParameterError("input", f"cannot be embedded: {name} is a block-diffusion model")
         if generates and not self._model.generates:
             name = self._model.served_names[0]
             if self._model.classifier is not None:

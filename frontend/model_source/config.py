@@ -65,6 +65,7 @@ from ..supervisor.console import Console
 from ..tokenizer.config import TokenizerConfig
 from ..tokenizer.conversion.world import world_eos
 from .chat_audio import read_chat_audio
+from .diffusion import read_block_diffusion
 from .images.read import read_image_processor
 from .images.videos import read_video_processor
 from .lora import find_loras, find_media_lora, find_task_lora, with_own_adapters
@@ -265,6 +266,7 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
             audio=read_audio_processor(path, config, generation),
             chat_audio=chat_audio,
             source_text=read_source_text(config, generation),
+            diffusion=read_block_diffusion(text),
         ),
         default_sampling=_default_sampling(options, generation),
         size_bytes=_size_bytes(path),

@@ -278,7 +278,7 @@ class LLM(PoolingMethods, ControlMethods):
             ParameterError: A prompt or parameter is invalid.
             EngineError: A step of the search failed.
         """
-        params.verify(self._engine.config.frontend.max_logprobs)
+        params.verify(self._engine.config)
         wanted = [self._prompts.encode(prompt) for prompt in as_list(prompts)]
         loras = self._loras.find_each(lora_request, [bool(each.encoder_inputs) for each in wanted])
         return self._engine.run(self._beam_search(wanted, params, loras))

@@ -11,6 +11,7 @@ import msgspec
 from ..file_identity import FileIdentity, LoraAdapter, verify_files
 from ..pooling_params import PoolingKind, PoolingParams
 from .chat_audio import ChatAudioConfig
+from .diffusion import BlockDiffusion
 from .images.processors import AnyImageProcessor
 from .images.settings import SpanKind
 from .videos import AnyVideoProcessor
@@ -362,6 +363,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
         audio: The audio features of a speech model (transcription); None for other models.
         chat_audio: The audio processor of a chat model; None if it reads no audio clips.
         source_text: The settings of a text-to-text encoder-decoder model; None for other models.
+        diffusion: The blocks of a block-diffusion model; None for other models.
     """
 
     model: str
@@ -402,6 +404,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
     audio: AudioProcessorConfig | None = None
     chat_audio: ChatAudioConfig | None = None
     source_text: SourceTextConfig | None = None
+    diffusion: BlockDiffusion | None = None
 
     @property
     def reads_source(self) -> bool:

@@ -7,6 +7,7 @@ from typing import Annotated, Final
 
 import msgspec
 
+from .diffusion import BlockDiffusion, DenoisingAlgorithm, DenoisingConfig
 from .option import option
 
 
@@ -158,6 +159,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
         encoder_cache_size: Maximum encoder embeddings kept; 0 means `max_num_batched_tokens`.
         disable_chunked_mm_input: True if all positions of an encoder input are computed in one step.
         num_micro_batches: Number of groups of decoding requests that take turns, one for each pipeline stage.
+        diffusion: The blocks of a block-diffusion model; None for a model that generates token by token.
     """
 
     policy: Annotated[
@@ -299,6 +301,19 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
             ),
         ),
     ] = None
+    dllm_algorithm: Annotated[
+        DenoisingAlgorithm,
+        option("Algorithm that denoises the blocks of a block-diffusion model"),
+    ] = DenoisingAlgorithm.LOW_CONFIDENCE
+    dllm_algorithm_config: Annotated[
+        DenoisingConfig,
+        option(
+            "YAML file with settings of --dllm-algorithm, such as threshold",
+            parse="denoising_file",
+            default_text="threshold 0.95; 0.5 for JointThreshold",
+        ),
+    ] = DenoisingConfig()
+    diffusion: BlockDiffusion | None = None
     scheduler_cls: Annotated[
         str | None,
         option(
@@ -317,6 +332,11 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     def encoder_cache_capacity(self) -> int:
         """The maximum number of encoder embeddings kept in the encoder cache."""
         return self.encoder_cache_size or self.max_num_batched_tokens
+
+    @property
+    def token_unit(self) -> int:
+        """The number of a request's tokens that are computed together: 1, or those of a block of a diffusion model."""
+        return 1 if self.diffusion is None else self.diffusion.block_size
 
     @property
     def max_steps_in_flight(self) -> int:

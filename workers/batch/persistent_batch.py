@@ -24,7 +24,7 @@ from ..device.dtypes import AnyArray, HostDevice, on_host, torch_device
 from ..device.transfers import to_device
 from ..layers.window import Window
 from .rotary_positions import RotaryPositions
-from .spans import Spans, VisibleStarts
+from .spans import Spans, VisibleStarts, visible_in_blocks
 
 SlotArray: TypeAlias = Int32Array | Int64Array
 
@@ -141,7 +141,8 @@ class PersistentBatch:
     Token ids are on the device, so that sampled tokens never have to leave it, or with `keeps_tokens_on_host` on the
     host, where drafts are looked up. `rotary` has the rotary positions, if a model has several per token,
     which may count the images (`numbers_images`).
-    `source_sizes` has the maximum number of encoder outputs for each cross-attention group.
+    `source_sizes` has the maximum number of encoder outputs for each cross-attention group. `diffusion_block` is the
+    number of tokens of a block in a block-diffusion model; a step computes whole blocks.
     """
 
     def __init__(
@@ -157,6 +158,7 @@ class PersistentBatch:
         span_kind: SpanKind | None = None,
         source_sizes: Mapping[int, int] = MappingProxyType({}),
         keeps_tokens_on_host: bool = False,
+        diffusion_block: int = 0,
     ) -> None:
         blocks_per_row = -(-max_model_len // block_size) + 1
         self.source_sizes = source_sizes
@@ -196,6 +198,7 @@ class PersistentBatch:
             self.rotary = RotaryPositions(num_slots, numbers_images=numbers_images)
         self._spans = None if span_kind is None else Spans(span_kind)
         self._visible_starts = VisibleStarts()
+        self._diffusion_block = diffusion_block
         self._spans_need_windows = span_kind is SpanKind.IMAGE_IN_WINDOWS
         self._slots_S: Int32Array = np.zeros(0, np.int32)
         self._requests: dict[int, tuple[tuple[int, int], float]] = {}
@@ -313,13 +316,20 @@ class PersistentBatch:
             positions_T = np.arange(len(slots_T), dtype=np.int32)
             positions_T += np.repeat(num_computed_S - query_start_loc[:-1], num_scheduled_S)
         seq_lens_S = num_computed_S + num_scheduled_S
-        self.num_computed_tokens[slots_S] = seq_lens_S
-        sampling_rows = np.flatnonzero(seq_lens_S == self.num_tokens[slots_S]).astype(np.int32)
+        if self._diffusion_block:
+            samples_S = seq_lens_S > self.num_tokens[slots_S]
+            self.num_computed_tokens[slots_S] = seq_lens_S - self._diffusion_block * samples_S
+        else:
+            samples_S = seq_lens_S == self.num_tokens[slots_S]
+            self.num_computed_tokens[slots_S] = seq_lens_S
+        sampling_rows = np.flatnonzero(samples_S).astype(np.int32)
         rotary_T3 = None
         if self.rotary is not None:
             rotary_T3 = self.rotary.of_step(slots_S, query_start_loc, positions_T)
         visible_T2: Int32Array | None = None
-        if self._spans is not None and output.chunks:
+        if self._diffusion_block:
+            visible_T2 = visible_in_blocks(positions_T, self._diffusion_block)
+        elif self._spans is not None and output.chunks:
             visible_T2 = self._spans.visible_tokens(slots_S, query_start_loc, positions_T)
         elif output.chunks:
             visible_T2 = self._visible_starts.visible_tokens(slots_S, query_start_loc, seq_lens_S)

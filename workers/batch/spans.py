@@ -25,6 +25,12 @@ _AUDIO: Final = msgspec.msgpack.encode(AudioPayload(0, 0, b""))[: len("[]AudioPa
 """The beginning of the data of audio clips, whose tokens attend only to earlier ones."""
 
 
+def visible_in_blocks(positions_T: Int32Array, block_size: int) -> Int32Array:
+    """Return the range of positions that each token attends to, as `Spans` does, if each block is a span."""
+    ends_T = positions_T - positions_T % block_size + block_size
+    return np.stack((positions_T, ends_T), 1).astype(np.int32)
+
+
 class VisibleStarts:
     """The requests in a worker's slots whose tokens attend only to the first ones, in a model that is not causal."""
 

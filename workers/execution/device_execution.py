@@ -29,6 +29,7 @@ from ..device.transfers import DownloadedOutput, to_device
 from ..models.torch_decoder import TorchDecoder
 from ..sampling import Grammar, SamplerOutput
 from ..sampling.masks import pack_bitmask
+from .denoising.denoising import Denoising
 from .device_forward import DeviceForward
 from .drafting.drafting import Drafting
 from .kv_cache import KVCache
@@ -56,6 +57,7 @@ class DeviceExecution:
         accelerator: Accelerator,
         speculative: SpeculativeConfig | None = None,
         draft_model: DraftModel | DraftHead | None = None,
+        denoising: Denoising | None = None,
     ) -> None:
         self._model = model
         self._shard = model.shard
@@ -69,6 +71,7 @@ class DeviceExecution:
         self._has_cpu_offload = bool(config.cache.host_gib)
         self._speculative = speculative
         self._draft_model = draft_model
+        self._denoising = denoising
         self._drafting: Drafting | None = None
         self._forward = DeviceForward(
             model,
@@ -205,6 +208,12 @@ class DeviceExecution:
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput, await_grammar: GrammarSource) -> StepResult:
         """Queue a step on the device. Return its output, which may be pending."""
+        if self._denoising is not None:
+            plan = self._batch.plan(output)
+            if not len(plan.slots_S):
+                return ModelRunnerOutput(output.step)
+            self._denoising.begin(output, plan)
+            return self._denoising.finish(output, plan, self._forward(plan).hidden_TD)
         if self._drafting is None:
             return self._queue(output, self._batch.plan(output), await_grammar)
         await_grammar = partial(self._drafting.await_grammar, await_grammar)

@@ -20,6 +20,7 @@ from ..cpu.decoding import NativeDecoding
 from ..cpu.drafts import Drafts, count_predictions
 from ..device.dtypes import AnyArray, as_tensor, torch_dtype
 from ..sampling import SamplerOutput, SamplingMetadata
+from .denoising.denoising import Denoising
 from .drafting.computed import ComputedRows
 from .drafting.drafting import Drafting, count_drafts, find_drafts, tokens_by_row
 from .drafting.verification import plan_verification
@@ -52,6 +53,7 @@ class HostExecution:
         pipeline: Pipeline,
         speculative: SpeculativeConfig | None = None,
         draft_model: DraftModel | DraftHead | None = None,
+        denoising: Denoising | None = None,
     ) -> None:
         self._model = model
         self._shard = model.shard
@@ -63,6 +65,7 @@ class HostExecution:
         self._decoding: NativeDecoding | None = None
         self._drafting: Drafting | None = None
         self._draft_model = draft_model
+        self._denoising = denoising
         # The rows of the last step, if `_decoding` ran it, else None.
         self._decoded_rows: SamplingMetadata | None = None
 
@@ -118,6 +121,8 @@ class HostExecution:
 
     def execute(self, output: SchedulerOutput, await_grammar: GrammarSource) -> ModelRunnerOutput:
         """Compute a step and return its output."""
+        if self._denoising is not None:
+            return self._denoise(self._denoising, output)
         if self._speculative is not None and not self._shard.is_last:
             # The number of tokens of a slot depends on the drafts that the last stage accepted.
             self._requests.await_tokens(self._batch.slots_of(output))
@@ -201,6 +206,14 @@ class HostExecution:
         if not self._shard.is_first:
             self._pipeline.send_tokens(as_tensor(tokens_by_row(result, plan)), has_drafts=True)
         return result
+
+    @torch.inference_mode()
+    def _denoise(self, denoising: Denoising, output: SchedulerOutput) -> ModelRunnerOutput:
+        plan = self._batch.plan(output)
+        if not len(plan.slots_S):
+            return ModelRunnerOutput(output.step)
+        denoising.begin(output, plan)
+        return denoising.finish(output, plan, self._forward(plan))
 
     def close(self) -> None:
         """Do nothing, because nothing is open."""

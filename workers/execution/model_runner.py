@@ -19,6 +19,7 @@ from ..kv_transfer.connector import ConnectorContext, KVConnector, create_connec
 from ..kv_transfer.fingerprint import cache_fingerprint, divided_fingerprint
 from ..loaders import Checkpoint
 from ..models.lora.lora_loader import LoraLoader
+from .denoising.denoising import Denoising
 from .host_execution import HostExecution
 from .kv_cache import KVCache
 from .model_loader import Model, load_model
@@ -78,7 +79,8 @@ class ModelRunner:
             pipeline,
             len(kv_cache.groups),
             device,
-            keeps_tokens_on_host=accelerator is not None and speculative is not None,
+            keeps_tokens_on_host=accelerator is not None
+            and not (speculative is None and config.scheduler.diffusion is None),
         )
         self._model, self.kv_cache, self._requests = model, kv_cache, requests
         self._sources: Sources | ImageSources | None = None
@@ -120,9 +122,12 @@ class ModelRunner:
                 on_progress,
                 in_torch=accelerator is not None,
             )
+        denoising: Denoising | None = None
+        if (diffusion := config.scheduler.diffusion) is not None:
+            denoising = Denoising(config.scheduler, diffusion, model, requests)
         if accelerator is None:
             self._execution = HostExecution(
-                model, requests, kv_cache, pipeline, speculative, self._draft_model
+                model, requests, kv_cache, pipeline, speculative, self._draft_model, denoising
             )
         else:
             from ..models.torch_decoder import TorchDecoder
@@ -138,6 +143,7 @@ class ModelRunner:
                 accelerator,
                 speculative,
                 self._draft_model,
+                denoising,
             )
 
     @property

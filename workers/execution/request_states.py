@@ -21,6 +21,7 @@ from ..device.dtypes import AnyArray, HostDevice
 from ..layers.rope import INDEX_AXIS
 from ..models.dense_layers import DenseLayers
 from ..sampling import Grammar, SamplerOutput
+from .denoising.candidates import with_logprobs
 from .inputs.encoders import Encoders
 from .model_loader import Model
 from .outputs.pooling import Head, Pooling, mark_second_segments
@@ -49,7 +50,7 @@ class RequestStates:
     ) -> None:
         num_slots = config.scheduler.max_num_seqs
         self._shard = model.shard
-        source = model.spec.source
+        source, diffusion = model.spec.source, config.scheduler.diffusion
         self.batch = PersistentBatch(
             num_slots,
             config.model.max_model_len,
@@ -63,7 +64,9 @@ class RequestStates:
             if source is None
             else dict.fromkeys(model.spec.cross_groups, source.max_positions),
             keeps_tokens_on_host=keeps_tokens_on_host,
+            diffusion_block=0 if diffusion is None else diffusion.block_size,
         )
+        self._is_diffusion = diffusion is not None
         self.sampler = model.make_sampler(self.batch)
         scorer = None
         if isinstance(model, NativeDecoder):
@@ -115,10 +118,10 @@ class RequestStates:
                 continue
             tokens = int32_view(new.token_ids)
             prompt, generated = np.split(tokens, [new.num_prompt_tokens])
-            self.sampler.add_request(
-                new.slot, new.sampling_params, prompt, new.eos_token_ids, generated
-            )
             params = new.sampling_params
+            if self._is_diffusion:
+                params = with_logprobs(params)
+            self.sampler.add_request(new.slot, params, prompt, new.eos_token_ids, generated)
             if params.prompt_logprobs is not None and not len(generated):
                 self.prompt_logprobs.add_request(new.slot, params)
 

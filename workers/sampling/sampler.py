@@ -35,7 +35,7 @@ class Grammar(NamedTuple):
     bitmask_NK: Int32Array
 
 
-_NOTHING_ALLOWED_MESSAGE: Final = (
+NOTHING_ALLOWED_MESSAGE: Final = (
     "no token satisfies all of the request's constraints (allowed_token_ids, bad_words, min_tokens, "
     "structured output)"
 )
@@ -106,7 +106,7 @@ class SamplerOutput:
     def failed_slots(self) -> list[tuple[int, str]]:
         """Pairs (slot, reason) for slots whose constraints allowed no token."""
         slots = self._slots_with(NOTHING_ALLOWED).tolist()
-        return [(slot, _NOTHING_ALLOWED_MESSAGE) for slot in slots]
+        return [(slot, NOTHING_ALLOWED_MESSAGE) for slot in slots]
 
     def _slots_with(self, mark: int) -> Int64Array:
         """Return the slots that have this mark instead of a token."""

@@ -50,13 +50,16 @@ class VerifiedDrafts(NamedTuple):
                 )
         return cls(counts, num_verified)
 
-    def is_valid(self, num_rows: int, num_tokens: int) -> bool:
-        """Return whether each row has a token, at most one more than its verified drafts, and `num_tokens` in all."""
+    def is_valid(self, num_rows: int, num_tokens: int, least: int = 1) -> bool:
+        """Return whether the rows have `num_tokens` in all.
+
+        Each must have at least `least` of them, and at most one more than its verified drafts.
+        """
         counts, num_verified = self
         return (
             len(counts) == num_rows
             and int(counts.sum()) == num_tokens
-            and int(counts.min(initial=1)) >= 1
+            and int(counts.min(initial=least)) >= least
             and not (counts > num_verified + 1).any()
         )
 
@@ -124,3 +127,20 @@ def cut_after_stops(
     )
     offsets = np.arange(len(token_ids)) - first[row_of_token]
     return SampledTokens(token_ids[offsets < kept[row_of_token]], kept, cut)
+
+
+def cut_at_limits(
+    running: RunningRequests, sampling: Batch, sampled: SampledTokens
+) -> SampledTokens:
+    """Drop the tokens of blocks after the maximum number of output tokens of their requests."""
+    state, slots = running.slots, sampling.slots
+    token_ids, counts, cut = sampled
+    most = state.max_output_tokens[slots] - state.num_output_tokens[slots]
+    kept = np.minimum(counts, most)
+    if (kept == counts).all():
+        return sampled
+    starts = np.cumsum(counts) - counts
+    is_kept = np.arange(len(token_ids)) - np.repeat(starts, counts) < np.repeat(kept, counts)
+    shortened = (kept < counts).nonzero()[0]
+    cut = cut | dict(zip(slots[shortened].tolist(), kept[shortened].tolist(), strict=True))
+    return SampledTokens(token_ids[is_kept], kept, cut)

@@ -37,6 +37,7 @@ class PartialPrefills:
         self._budget = config.max_num_batched_tokens
         self._chunk = config.long_prefill_token_threshold
         self._long = self._chunk or max(1, int(max_model_len * DEFAULT_LONG_SHARE))
+        self._unit = config.token_unit
         self._whole_blocks = cache_config.block_size if cache_config.enable_prefix_caching else 1
 
     def is_long(self, num_tokens: int) -> bool:
@@ -65,7 +66,7 @@ class PartialPrefills:
         share = self._budget
         if self.max_num:
             num_sharing = max(num_prefilling, min(self.max_num, num_prefilling + num_joining), 1)
-            share = max(1, num_tokens // num_sharing)
+            share = max(self._unit, num_tokens // num_sharing)
         return min(share, self._chunk) if self._chunk else share
 
     def cap(self, wanted: int, share: int) -> int:

@@ -135,7 +135,7 @@ _UNKNOWN_HERE: Final = """
 --debug-tensor-dump-layers --debug-tensor-dump-output-folder --decoupled-spec-bind-endpoint
 --decoupled-spec-connect-endpoints --decoupled-spec-rank --decoupled-spec-role --decrypted-config-file
 --decrypted-draft-config-file --delete-ckpt-after-loading --diffusion-config --disaggregation-decode-enable-radix-cache
---disaggregation-enable-kv-checksum --dllm-algorithm --dllm-algorithm-config --ds-channel-config-path
+--disaggregation-enable-kv-checksum --ds-channel-config-path
 --ds-heavy-channel-num --ds-heavy-channel-type --ds-heavy-token-num --ds-sparse-decode-threshold --dwdp-size
 --ec-manager-config --elastic-ep-initial-size --elastic-ep-join-mode --elastic-ep-join-rank-offset
 --ep-join-mode --ep-join-rank-offset

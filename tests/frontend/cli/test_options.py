@@ -50,6 +50,7 @@ def error_of(capsys: pytest.CaptureFixture[str], *argv: str, **environ: str) -> 
 def value_of(option: Option, file: str) -> Any:
     """Return a value that differs from the default, as a file may have it."""
     by_parser: dict[str, Any] = {
+        "denoising_file": {"threshold": 0.5},
         "dotted_name": "a.B",
         "dotted_names": ["a.B", "a.c"],
         "mcp_servers": {"a": "http://localhost:1"},

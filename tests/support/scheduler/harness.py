@@ -40,6 +40,7 @@ from engine.protocol.pooling_params import PoolingParams
 from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.worker_messages import GrammarOutput, SchedulerOutput
 from support.scheduler.client_view import REFUSED, ClientView, Key, adapter, run_alone
+from support.scheduler.diffusion_worker import DiffusionWorker
 from support.scheduler.model_connector import ModelConnector
 from support.scheduler.model_grammar import ModelGrammar
 from support.scheduler.model_worker import ModelWorker, Row
@@ -112,7 +113,7 @@ class Harness:
             num_uncertain += speculative.num_lookahead_tokens
         self.max_total_tokens = min(
             max_model_len,
-            1
+            (self.config.diffusion is None)
             + max_request_tokens(
                 groups,
                 num_blocks - 1,
@@ -122,7 +123,7 @@ class Harness:
                 num_uncertain,
             ),
         )
-        self.worker = ModelWorker(
+        self.worker = (DiffusionWorker if self.config.diffusion else ModelWorker)(
             num_blocks=num_blocks,
             block_size=block_size,
             vocab_size=vocab_size,
@@ -431,9 +432,7 @@ class Harness:
         assert len(loras) <= self.config.max_loras
         assert ref_counts.tolist() == manager.pool.ref_counts
         assert manager.pool.num_free == np.count_nonzero(ref_counts[1:] == 0)
-        config = self.config
-        encoder_cache_size = config.encoder_cache_size or config.max_num_batched_tokens
-        assert sum(self.worker.encoder_cache.values()) <= encoder_cache_size
+        assert sum(self.worker.encoder_cache.values()) <= self.config.encoder_cache_capacity
         if self.worker.is_idle and not scheduler.has_finished_requests():
             assert self.worker.rows.keys() == running.keys()
             for slot, row in self.worker.rows.items():
@@ -451,7 +450,9 @@ class Harness:
                     if rejecting is row
                 )
                 num_computed = scheduler.slots.num_computed_tokens[slot]
-                assert row.num_computed_tokens == num_computed - rejected
+                assert row.num_computed_tokens == num_computed - rejected * (
+                    not self.config.diffusion
+                )
                 num_expected = scheduler.slots.num_expected_tokens[slot]
                 assert len(row.token_ids) == num_expected - rejected
                 output = scheduler.slots.output_token_ids(slot).tolist()
@@ -462,10 +463,8 @@ class Harness:
         scheduler = self.scheduler
         assert not scheduler.has_requests() and not self._in_flight
         assert scheduler.get_request_counts() == (0, 0)
-        assert (
-            scheduler.kv_cache_manager.pool.num_free
-            == scheduler.kv_cache_manager.pool.num_blocks - 1
-        )
+        pool = scheduler.kv_cache_manager.pool
+        assert pool.num_free == pool.num_blocks - 1
         assert not self.worker.rows
         assert not scheduler.kv_cache_manager.reserved
         assert not self.grammar.num_accepted

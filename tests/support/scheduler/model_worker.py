@@ -217,31 +217,7 @@ class ModelWorker:
     def _execute(
         self, step: SchedulerOutput, masks: dict[int, np.ndarray] | None
     ) -> ModelRunnerOutput:
-        assert step.step == self.step + 1
-        self.step = step.step
-        self._copy_blocks(step)
-        self._load_loras(step)
-        for slot in int32_view(step.removed_slots).tolist():
-            del self.rows[slot]
-        for data in step.new_requests:
-            assert data.slot not in self.rows, "a slot with a request was given away"
-            assert len(data.block_ids) == len(self.groups)
-            lora_name = self.loras[data.lora_number] if data.lora_number >= 0 else ""
-            self.rows[data.slot] = Row(data, self.table_width, lora_name)
-        for group, slot, index, block in int32_view(step.block_updates).reshape(-1, 4).tolist():
-            table = self.rows[slot].block_tables[group]
-            assert (table[index] == 0) != (block == 0), "a block was replaced"
-            table[index] = block
-        if step.slots is not None:
-            self.batch = int32_view(step.slots).tolist()
-        assert len(set(self.batch)) == len(self.batch)
-        counts = dict.fromkeys(range(len(self.batch)), 1)
-        chunks = int32_view(step.chunks).reshape(-1, 2).tolist()
-        assert all(count > 1 for _, count in chunks)
-        counts.update(chunks)
-        self._fill_encoder_cache(step)
-        for data in step.new_requests:
-            self._fill_cross_blocks(self.rows[data.slot])
+        counts = self._apply(step)
         scheduled_drafts = dict(int32_view(step.drafts).reshape(-1, 2).tolist())
         for position, count in scheduled_drafts.items():
             counts[position] -= count
@@ -289,6 +265,35 @@ class ModelWorker:
             prediction_counts=int32_bytes(predictions),
             seconds=1e-3 * (9 + len(sampled)),
         )
+
+    def _apply(self, step: SchedulerOutput) -> dict[int, int]:
+        """Apply a step's changes. Return how many tokens each row of the batch computes, drafts included."""
+        assert step.step == self.step + 1
+        self.step = step.step
+        self._copy_blocks(step)
+        self._load_loras(step)
+        for slot in int32_view(step.removed_slots).tolist():
+            del self.rows[slot]
+        for data in step.new_requests:
+            assert data.slot not in self.rows, "a slot with a request was given away"
+            assert len(data.block_ids) == len(self.groups)
+            lora_name = self.loras[data.lora_number] if data.lora_number >= 0 else ""
+            self.rows[data.slot] = Row(data, self.table_width, lora_name)
+        for group, slot, index, block in int32_view(step.block_updates).reshape(-1, 4).tolist():
+            table = self.rows[slot].block_tables[group]
+            assert (table[index] == 0) != (block == 0), "a block was replaced"
+            table[index] = block
+        if step.slots is not None:
+            self.batch = int32_view(step.slots).tolist()
+        assert len(set(self.batch)) == len(self.batch)
+        counts = dict.fromkeys(range(len(self.batch)), 1)
+        chunks = int32_view(step.chunks).reshape(-1, 2).tolist()
+        assert all(count > 1 for _, count in chunks)
+        counts.update(chunks)
+        self._fill_encoder_cache(step)
+        for data in step.new_requests:
+            self._fill_cross_blocks(self.rows[data.slot])
+        return counts
 
     def take_lora_answers(self) -> list[tuple[int, str | None]]:
         """Return the number of each adapter that was loaded since the last call, and the error."""

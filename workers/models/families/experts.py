@@ -167,7 +167,8 @@ def _qwen2_moe(fields: ConfigFields) -> ModelSpec:
     return with_experts(spec, experts, has_sparse_step(fields), tensor_names=SHARED_EXPERT_NAMES)
 
 
-def _qwen3_moe(fields: ConfigFields) -> ModelSpec:
+def qwen3_moe(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a Qwen 3 with experts."""
     fields = fields.with_defaults(moe_intermediate_size=768, num_key_value_heads=4)
     experts = read_experts(fields, 128, 8, renormalizes=fields.boolean("norm_topk_prob", False))
     layers = qwen_layers(fields, lambda _: True)
@@ -178,12 +179,12 @@ def _qwen3_moe(fields: ConfigFields) -> ModelSpec:
 def _qwen3_vl_moe(fields: ConfigFields) -> ModelSpec:
     # The weights of the chosen experts always sum to 1, whatever the config says.
     fields = fields.with_values({"norm_topk_prob": True})
-    return _qwen3_moe(interleaved_axes(fields.with_defaults(num_key_value_heads=16)))
+    return qwen3_moe(interleaved_axes(fields.with_defaults(num_key_value_heads=16)))
 
 
 def _qwen3_omni(fields: ConfigFields) -> ModelSpec:
     fields = fields.with_values({"norm_topk_prob": True})
-    spec = _qwen3_moe(interleaved_axes(fields))
+    spec = qwen3_moe(interleaved_axes(fields))
     return replace(spec, tensor_names=WITHOUT_TALKER)
 
 
@@ -492,7 +493,7 @@ FAMILIES = (
     Family("MixtralForCausalLM", "mixtral", _mixtral),
     Family("OlmoeForCausalLM", "olmoe", _olmoe),
     Family("Qwen2MoeForCausalLM", "qwen2_moe", _qwen2_moe),
-    Family("Qwen3MoeForCausalLM", "qwen3_moe", _qwen3_moe),
+    Family("Qwen3MoeForCausalLM", "qwen3_moe", qwen3_moe),
     Family("Qwen3OmniMoeForConditionalGeneration", "qwen3_omni_moe", _qwen3_omni),
     Family("Qwen3OmniMoeThinkerForConditionalGeneration", "qwen3_omni_moe_thinker", _qwen3_omni),
     Family("Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe", _qwen3_vl_moe),

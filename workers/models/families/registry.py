@@ -39,6 +39,7 @@ from ...layers.specs.experts import ExpertsSpec
 from . import (
     deepseek_v4,
     delta_attention,
+    diffusion,
     experts,
     gemma,
     gpt,
@@ -75,6 +76,7 @@ FAMILIES = (
     *lfm2_encoder.FAMILIES,
     *deepseek_v4.FAMILIES,
     *delta_attention.FAMILIES,
+    *diffusion.FAMILIES,
     *experts.FAMILIES,
     *gemma.FAMILIES,
     *gpt.FAMILIES,

@@ -180,7 +180,8 @@ def _sarvam_moe(fields: ConfigFields) -> ModelSpec:
     )
 
 
-def _ling2(fields: ConfigFields) -> ModelSpec:
+def ling2(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a Ling 2."""
     return _fused(
         fields.with_defaults(moe_intermediate_size=512, n_group=8, topk_group=4), theta=600_000.0
     )
@@ -189,7 +190,7 @@ def _ling2(fields: ConfigFields) -> ModelSpec:
 def _param2(fields: ConfigFields) -> ModelSpec:
     """Return the spec of a Param2, a Ling 2 without groups of experts whose heads are rotated as a whole."""
     fields.require("score_function", "sigmoid")
-    return _ling2(fields.with_defaults(n_group=1, topk_group=1))
+    return ling2(fields.with_defaults(n_group=1, topk_group=1))
 
 
 def _ling(fields: ConfigFields) -> ModelSpec:
@@ -389,7 +390,7 @@ def _smallthinker(fields: ConfigFields) -> ModelSpec:
 
 FAMILIES = (
     Family("BailingMoeForCausalLM", "bailing_moe", _ling),
-    Family("BailingMoeV2ForCausalLM", "bailing_moe_v2", _ling2),
+    Family("BailingMoeV2ForCausalLM", "bailing_moe_v2", ling2),
     Family("BeamForCausalLM", "beam", _beam),
     Family("ExaoneMoEForCausalLM", "exaone_moe", _exaone_moe),
     Family("ExaoneMoeForCausalLM", "exaone_moe", _exaone_moe),

@@ -1,0 +1,153 @@
+"""Recognize block-diffusion models, and fit the settings of the server to their blocks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+
+from ...protocol.checkpoint.config_fields import ConfigFields
+from ...protocol.config import CacheConfig, Device, KVTransferConfig, ModelImpl
+from ...protocol.config.diffusion import BlockDiffusion, DenoisingConfig
+from ...protocol.errors import ConfigError
+from ...protocol.kv_transfer.store import DISK_CONNECTOR
+from ...protocol.sampling_params import PENALTIES
+from .options import ResolvedModel
+
+_DEFAULTS: Final = {
+    "llada2_moe": BlockDiffusion(32, 156895),
+    "sdar": BlockDiffusion(4, 151669),
+    "sdar_moe": BlockDiffusion(4, 151669),
+}
+"""Model type -> the blocks of models whose config does not describe them, as in SGLang."""
+
+_OPTIONS: Final = {
+    "dllm_algorithm": "--dllm-algorithm",
+    "dllm_algorithm_config": "--dllm-algorithm-config",
+}
+
+_MIN_TOKENS_PER_STEP: Final = 2
+"""Blocks of a request in a step: the last one, whose keys and values are computed, and the one that is denoised."""
+
+
+def read_block_diffusion(text: ConfigFields) -> BlockDiffusion | None:
+    """Return the blocks of a model, or None if it generates token by token.
+
+    Raises:
+        CheckpointError: The mask token is outside of the vocabulary.
+    """
+    default = _DEFAULTS.get(str(text.get("model_type")))
+    if default is None:
+        return None
+    mask = text.integer("mask_token_id", default.mask_token_id, minimum=0)
+    if mask >= text.integer("vocab_size"):
+        raise text.error(
+            f"mask_token_id {mask} is outside the vocabulary of {text.integer('vocab_size')} tokens; "
+            "set it with --hf-overrides"
+        )
+    return BlockDiffusion(text.integer("block_size", default.block_size, minimum=2), mask)
+
+
+def fit_model(
+    resolved: ResolvedModel, scheduler: Mapping[str, Any], device: Device
+) -> ResolvedModel:
+    """Return the model with the blocks that `--dllm-algorithm-config` asks for, and a length of whole blocks.
+
+    Penalties that the checkpoint recommends do not apply. The null device generates token by token.
+
+    Raises:
+        ConfigError: The settings are for a block-diffusion model, and this is none, or they do not fit.
+    """
+    model = resolved.config
+    blocks = model.diffusion
+    if blocks is None:
+        for field, flag in _OPTIONS.items():
+            if field in scheduler:
+                raise ConfigError(
+                    f"{flag}: {model.served_names[0]} ({model.architecture}) is not a block-diffusion model; "
+                    f"remove the flag. These models are: {', '.join(_DEFAULTS)}"
+                )
+        return resolved
+    if device is Device.NULL:
+        return msgspec.structs.replace(
+            resolved, config=msgspec.structs.replace(model, diffusion=None)
+        )
+    if model.model_impl is ModelImpl.TRANSFORMERS:
+        raise ConfigError(
+            f"--model-impl transformers cannot denoise the blocks of {model.served_names[0]}; remove the flag"
+        )
+    if model.enable_prompt_embeds:
+        raise ConfigError(
+            "--enable-prompt-embeds is not supported for block-diffusion models; remove the flag"
+        )
+    settings: DenoisingConfig = scheduler.get("dllm_algorithm_config", DenoisingConfig())
+    size = settings.block_size or blocks.block_size
+    length = model.max_model_len - model.max_model_len % size
+    if not length:
+        raise ConfigError(
+            f"--max-model-len {model.max_model_len} is below the {size} tokens of a block; raise it"
+        )
+    blocks = msgspec.structs.replace(blocks, block_size=size)
+    sampling = resolved.default_sampling
+    return msgspec.structs.replace(
+        resolved,
+        config=msgspec.structs.replace(model, max_model_len=length, diffusion=blocks),
+        default_sampling={name: sampling[name] for name in sampling if name not in PENALTIES},
+    )
+
+
+def fit_scheduler(given: dict[str, Any], blocks: BlockDiffusion, num_stages: int) -> None:
+    """Set the scheduler's settings for a block-diffusion model.
+
+    Raises:
+        ConfigError: A given setting contradicts the blocks.
+    """
+    size = blocks.block_size
+    if num_stages > 1:
+        raise ConfigError(
+            f"--pipeline-parallel-size {num_stages} is not supported for block-diffusion models; use "
+            "--tensor-parallel-size"
+        )
+    if given.get("speculative") is not None:
+        raise ConfigError(
+            "--speculative-config is not supported for block-diffusion models, which generate several tokens "
+            "in a pass; remove the flag"
+        )
+    if given.get("enable_chunked_prefill") is False:
+        raise ConfigError(
+            "--no-enable-chunked-prefill is not supported for block-diffusion models; remove the flag"
+        )
+    for field in ("max_num_batched_tokens", "long_prefill_token_threshold"):
+        if 0 < given.get(field, 0) < _MIN_TOKENS_PER_STEP * size:
+            raise ConfigError(
+                f"--{field.replace('_', '-')} {given[field]} must be at least "
+                f"{_MIN_TOKENS_PER_STEP * size}, two blocks of the model; raise it"
+            )
+    # A pass can only follow when the previous one has ended, so no step is scheduled ahead.
+    given.update(diffusion=blocks, speculative=None, async_scheduling=False)
+
+
+def fit_cache(given: dict[str, Any], blocks: BlockDiffusion) -> None:
+    """Let each block of the KV cache hold whole blocks of the model, because a token's keys depend on all of its block.
+
+    Raises:
+        ConfigError: The given size is no multiple of the model's blocks.
+    """
+    size = given.get("block_size")
+    if size is None:
+        given["block_size"] = math.lcm(CacheConfig().block_size, blocks.block_size)
+    elif size % blocks.block_size:
+        raise ConfigError(
+            f"--block-size {size} must be a multiple of the model's blocks of {blocks.block_size} tokens"
+        )
+
+
+def check_transfer(config: KVTransferConfig | None) -> None:
+    """Raise ConfigError for a KV connector that may load parts of blocks, which only servers exchange."""
+    if config is not None and config.kv_connector != DISK_CONNECTOR:
+        raise ConfigError(
+            f"the KV connector {config.kv_connector} (--kv-transfer-config, --replica-roles) is not supported for "
+            "block-diffusion models; remove the flag"
+        )
