@@ -7,14 +7,15 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from ....protocol.encoder_inputs.inputs import EncoderInput
 from ....protocol.errors import ParameterError
 from ...chat import ChatTemplate, ChatTemplateError
-from ...http.errors import APIError, bad_request, redact
+from ...http.errors import APIError, bad_request, expect, redact
 from ...media.sources.media_options import parse_media_options, sglang_fields
 from ..inputs.files import read_files
+from ..logprobs import Json
 from ..prompts import (
     BYTES_PER_TOKEN_ID,
     max_characters,
@@ -51,6 +52,13 @@ class RenderedChat:
     token_ids: Sequence[int]
     encoder_inputs: list[EncoderInput]
     video_hashes: frozenset[bytes] = frozenset()
+
+
+class GivenTokenIds(NamedTuple):
+    """A prompt that the client encoded, and the name of its field."""
+
+    name: str
+    token_ids: list[Any]
 
 
 async def render_chat(
@@ -196,20 +204,47 @@ MARKED_TOKENS = 256
 """Number of tokens at the end of a prompt among which a template may open the reasoning."""
 
 
-async def read_token_ids(serving: Serving, request: ChatCompletionRequest) -> RenderedChat:
+def find_token_ids(request: ChatCompletionRequest) -> GivenTokenIds | None:
+    """Return the tokens that replace the conversation; None if it is rendered.
+
+    vLLM's routers forward the tokens that another engine has computed in `kv_transfer_params`. As in vLLM, `echo` and
+    media need the conversation all the same.
+
+    Raises:
+        APIError: A field needs a chat template (400).
+    """
+    if (given := request.prompt_token_ids) is not None:
+        name = "prompt_token_ids"
+        for other in _OF_TEMPLATES:
+            if getattr(request, other):
+                raise bad_request(other, f"has no effect on {name}; send one of them")
+        return GivenTokenIds(name, given)
+    given = (request.kv_transfer_params or {}).get("prompt_token_ids")
+    if given is None or request.echo or any(map(_has_media, request.messages or ())):
+        return None
+    return GivenTokenIds("kv_transfer_params.prompt_token_ids", given)
+
+
+def _has_media(message: Json) -> bool:
+    content = message.get("content")
+    parts = content if isinstance(content, list) else []
+    return any(isinstance(part, dict) and part.get("type", "text") != "text" for part in parts)
+
+
+async def read_token_ids(serving: Serving, given: GivenTokenIds) -> RenderedChat:
     """Return a conversation that the client rendered and encoded. `text` is only the end of the prompt.
 
     Raises:
-        APIError: A token is not in the vocabulary, or a field needs a chat template (400).
+        APIError: A token is not in the vocabulary (400).
     """
-    name = "prompt_token_ids"
-    for other in _OF_TEMPLATES:
-        if getattr(request, other):
-            raise bad_request(other, f"has no effect on {name}; send one of them")
+    expect(given.token_ids, list, given.name, "an array")
     vocab_size = serving.config.model.vocab_size
-    given = request.prompt_token_ids or []
     token_ids = await serving.executor.run(
-        len(given) * BYTES_PER_TOKEN_ID, parse_token_ids, given, name, vocab_size
+        len(given.token_ids) * BYTES_PER_TOKEN_ID,
+        parse_token_ids,
+        given.token_ids,
+        given.name,
+        vocab_size,
     )
     text = serving.tokenizer.decode(token_ids[-MARKED_TOKENS:].tolist())
     return RenderedChat(text, token_ids.tolist(), [])

@@ -56,6 +56,9 @@ def _verify(request: ChatCompletionRequest) -> None:
     for name in ("tools", "functions", "prompt_token_ids"):
         if getattr(request, name):
             raise bad_request(name, "is not supported for batches; use /v1/chat/completions")
+    if "prompt_token_ids" in (request.kv_transfer_params or {}):
+        name = "kv_transfer_params.prompt_token_ids"
+        raise bad_request(name, "is not supported for batches; use /v1/chat/completions")
     if request.num_outputs != 1:
         raise wrong("n", "1 for batches", request.num_outputs)
 

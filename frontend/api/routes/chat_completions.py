@@ -16,7 +16,7 @@ from ...client.engine_client import RequestGroup
 from ...http.errors import bad_request, wrong
 from ..answer import Answer
 from ..chats.answer import ChatAnswer
-from ..chats.prompt import RenderedChat, read_token_ids, render_chat
+from ..chats.prompt import RenderedChat, find_token_ids, read_token_ids, render_chat
 from ..endpoint import Endpoint, NewAnswer
 from ..generation import PreparedPrompt
 from ..logprobs import Json
@@ -176,8 +176,8 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
         Raises:
             APIError: The conversation is invalid or too long (400).
         """
-        if request.prompt_token_ids is not None:
-            return await read_token_ids(self._serving, request)
+        if (given := find_token_ids(request)) is not None:
+            return await read_token_ids(self._serving, given)
         return await render_chat(
             self._serving,
             request,

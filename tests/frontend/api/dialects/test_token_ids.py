@@ -207,3 +207,24 @@ def test_a_request_that_cannot_be_rendered_is_refused(frontend: FrontendProcess)
     ):
         response = frontend.post(path, **fields)
         assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+def test_a_chat_has_the_tokens_that_a_router_forwards(frontend: FrontendProcess) -> None:
+    """Routers of vLLM send them with the messages, to the server that continues a prefill."""
+
+    def ask(ids: Any, path: str = "/v1/chat/completions", **fields: Any) -> Any:
+        body: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+        body |= {"return_token_ids": True, "kv_transfer_params": {"prompt_token_ids": ids}}
+        return frontend.post(path, **body | fields).json()
+
+    assert ask(PROMPT)["prompt_token_ids"] == PROMPT
+    # These need the messages.
+    rendered = ask(None)["prompt_token_ids"]
+    assert rendered != PROMPT and ask(PROMPT, echo=True)["prompt_token_ids"] == rendered
+    name = "kv_transfer_params.prompt_token_ids"
+    for ids, problem in (("x", "an array"), ([10**9], "token id"), (["a"], "token id")):
+        error = ask(ids)["error"]
+        assert error["param"].startswith(name) and problem in error["message"], error
+    many = [[{"role": "user", "content": "Hi"}]]
+    error = ask(PROMPT, "/v1/chat/completions/batch", messages=many)["error"]
+    assert error["param"] == name and "batches" in error["message"]
