@@ -65,7 +65,7 @@ class ClusterKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return msgspec.json.format(msgspec.json.encode(self)) + b"\n"
 
     def secure_server(self, socket: zmq.Socket[Any]) -> None:
-        """From the next bind on, let `socket` admit only clients with this key. Its context needs `admit_clients`."""
+        """Admit only clients with this key to `socket`, from its next bind on. Its context needs `admit_clients`."""
         socket.set(zmq.CURVE_SERVER, 1)
         socket.set(zmq.CURVE_SECRETKEY, self.server_secret.encode())
 

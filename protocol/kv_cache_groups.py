@@ -85,7 +85,7 @@ class KVCacheGroup(msgspec.Struct, array_like=True, omit_defaults=True, frozen=T
             case AttentionKind.FULL:
                 return num_blocks
             case AttentionKind.SLIDING_WINDOW | AttentionKind.CHUNKED_LOCAL:
-                # The window of a token at a block boundary, and what one step computes after up to a block of tokens.
+                # The blocks that the window of a token at a block boundary covers, and the blocks that one step adds.
                 num_new = min(max_step_tokens, num_tokens)
                 num_visible = -(-(self.size - 1) // block_size)
                 return min(num_blocks, num_visible + -(-(num_new - 1) // block_size) + 1)

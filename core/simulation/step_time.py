@@ -237,7 +237,7 @@ def _features(loads: Float64Array) -> Float64Array:
 
 
 def _solve(features: Float64Array, seconds: Float64Array) -> Float64Array:
-    """Return the coefficients with the least squares of relative errors."""
+    """Return the coefficients that minimize the sum of squared relative errors."""
     scale: Float64Array = features.max(0)
     scale[scale == 0] = 1
     weights = 1 / np.maximum(seconds, max(float(np.median(seconds)), 1e-9))

@@ -292,7 +292,7 @@ class Requests:
         claimed: list[ClaimedRequest] = []
         run = self.sessions[session].run
         orphans = [request for request in self.live.orphans if request.run in ("", run)]
-        # The records of those from a journal may not be committed yet.
+        # Requests that were read from a journal may not be committed yet.
         orphans = [request for request in orphans if request not in self._begun]
         size = 0
         for request in orphans[: max(call.limit, 1)]:

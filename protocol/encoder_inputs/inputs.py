@@ -47,7 +47,7 @@ class EncoderInput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
     data: bytes = b""
     """The content, which only the workers can decode (see `payloads`), or the embeddings themselves."""
     row_length: int = 0
-    """If not 0, the token after each so many embeddings keeps its own."""
+    """If not 0, the token after each `row_length` embeddings, such as a line break, keeps its own embedding."""
     grid: EncoderGrid | None = None
     """The grid of the embeddings, if positions have three coordinates."""
     embeddings: str = ""

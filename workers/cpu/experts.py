@@ -165,7 +165,7 @@ class NativeExperts(structs.ExpertLayer):
 
 
 def _check(experts: ExpertsSpec) -> None:
-    """Raise an error if there is a bias of the sum, or too few experts for the number that a token chooses."""
+    """Raise NotSupportedNatively if the sum has a bias, or if a token chooses more experts than its groups have."""
     if experts.has_sum_bias:
         raise NotSupportedNatively("the native CPU backend has no bias of the sum of experts")
     group_size, rest = divmod(experts.num_experts + experts.num_identities, experts.num_groups)

@@ -66,7 +66,7 @@ class ModelFields(msgspec.Struct, frozen=True, kw_only=True):
     has_embedding_norm: bool = False
     """True if embeddings are normed."""
     places_after_norm: bool = False
-    """True if only embeddings of tokens are normed: encoder outputs replace embeddings after the norm."""
+    """True if embeddings of images and audio replace those of tokens after the norm, so they are not normed."""
     num_unused_embeddings: int = 0
     """The number of last rows of the embedding that belong to no token."""
     num_positions: int = 0
@@ -193,9 +193,9 @@ class ModelFields(msgspec.Struct, frozen=True, kw_only=True):
     alibi_slopes: tuple[float, ...] = ()
     """The factor of each query head on the distance to a key, which is subtracted (ALiBi, arXiv 2108.12409)."""
     rounds_alibi: bool = False
-    """True if factor times position, a product of bfloat16 numbers, is added before scaling instead (Falcon)."""
+    """True if ALiBi is rounded to bfloat16 and added before scores are scaled (Falcon)."""
     has_alibi_roots: bool = False
-    """True if the square root of the distance is used instead (Step 1)."""
+    """True if ALiBi uses the square root of the distance instead of the distance (Step 1)."""
     num_distance_buckets: int = 0
     """The number of buckets of distances, for each of which a query head adds a number (T5, arXiv 1910.10683)."""
     has_layer_distance_biases: bool = False

@@ -58,7 +58,7 @@ class FactoredCheckpoint(Checkpoint):
         self.place = checkpoint.place
         self._rules: dict[str, tuple[list[str], RowFactors]] = {}
         self.vectors: set[str] = set()
-        """The names, as `factors` call them, of vectors that are not read for themselves."""
+        """The names of vectors that are only factors of matrices. The checkpoint does not return them as tensors."""
         for rule in factors:
             for name in names:
                 vectors = rule.names_of_vector(name)

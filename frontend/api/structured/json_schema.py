@@ -30,7 +30,7 @@ _KNOWN_FORMATS = frozenset(
 
 
 def prepare_schema(schema: Schema, *, is_strict: bool) -> Schema:
-    """Return a copy of a schema with closed objects, without unenforceable keywords that only narrow it.
+    """Return a copy of a schema whose objects allow no other properties, without keywords that cannot be enforced.
 
     A strict schema loses unknown formats and `uniqueItems`, which client libraries add automatically. For any other
     schema, `lenient` makes the compiler ignore keywords that it cannot enforce.

@@ -155,7 +155,7 @@ def _connect_to_any(found: Sequence[_Found], end: float) -> socket.socket:
             problem = error
             continue
         try:
-            # The addresses after it also get a share of the time.
+            # The remaining time is divided equally among this address and those after it.
             plain.settimeout(_remaining(end) / (len(found) - index))
             plain.connect(address)
             return plain

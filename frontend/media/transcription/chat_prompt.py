@@ -149,7 +149,7 @@ class ChatPrompts:
         )
 
     def read_answer(self, token_ids: Sequence[int]) -> Answer:
-        """Return the parts of an answer that the model began itself."""
+        """Return the language that the model wrote first, and the number of tokens before the text."""
         if self._mark_id is None or self._mark_id not in token_ids:
             return Answer("", 0)
         start = list(token_ids).index(self._mark_id)

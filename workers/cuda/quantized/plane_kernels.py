@@ -1,4 +1,4 @@
-"""Kernels for matrices of any number of bits, or of floats, which `plane_matrix.py` launches.
+"""Kernels that multiply with quantized matrices of any number of bits; `plane_matrix.py` launches them.
 
 Shapes: T tokens, O output and D input features, G groups of a row.
 """

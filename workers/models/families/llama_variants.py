@@ -47,7 +47,7 @@ GLM_AXES = 8, 12, 12
 
 
 def _apertus_1_5(fields: ConfigFields) -> ModelSpec:
-    # The codes of images and audio are only inputs.
+    # The model reads the codes of images and audio, but never generates them.
     num_unused = fields.integer("num_unused_embeddings", 0, minimum=0)
     return replace(_apertus(fields), num_unused_embeddings=num_unused)
 

@@ -61,7 +61,7 @@ class TokenShiftLayer(DecoderLayer):
         return self._mixer
 
     def forward(self, x_TD: Tensor, block_TD: Tensor | None, step: LayerStep) -> Tensor | None:
-        """Do as `DecoderLayer.forward`, with the state also of the MLP."""
+        """Compute the layer as `DecoderLayer.forward` does. The MLP has a state, too."""
         self._state = step.caches[-1]
         return super().forward(x_TD, block_TD, step)
 

@@ -69,7 +69,7 @@ _COHERE_DECODER_NAMES: Final = (
     (r"\.layer_norm_1\.", ".input_layernorm."),
     (r"\.layer_norm_2\.", ".post_attention_layernorm."),
     (r"\.layer_norm_3\.", ".final_layernorm."),
-    # Those of transformers.
+    # The names of transformers.
     (r"^decoder\.", ""),
     (r"^pos_emb\.", "embed_positions."),
     (r"^embedding_layernorm\.", "embed_norm."),
