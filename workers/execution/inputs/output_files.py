@@ -14,7 +14,7 @@ import torch
 
 from ...kv_transfer.disk.directory import SEALED_SUFFIX, SharedDirectory
 
-_DTYPES: Final = {str(dtype): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16)}
+_DTYPES: Final = ("torch.float32", "torch.float16", "torch.bfloat16")
 
 
 class _Head(msgspec.Struct, array_like=True):
@@ -106,8 +106,10 @@ def _unpack(content: bytearray) -> torch.Tensor | None:
         head = _decode(bytes(content[:_HEAD_BYTES]).rstrip(b"\0"))
     except msgspec.MsgspecError:
         return None
-    dtype = _DTYPES.get(head.dtype)
-    if dtype is None or len(data) != head.num_rows * head.size * dtype.itemsize:
+    if head.dtype not in _DTYPES:
+        return None
+    dtype: torch.dtype = getattr(torch, head.dtype.removeprefix("torch."))
+    if len(data) != head.num_rows * head.size * dtype.itemsize:
         return None
     if not len(data) or zlib.crc32(data) != head.checksum:
         return None
