@@ -47,7 +47,8 @@ def read_block_diffusion(text: ConfigFields) -> BlockDiffusion | None:
             f"mask_token_id {mask} is outside the vocabulary of {text.integer('vocab_size')} tokens; "
             "set it with --hf-overrides"
         )
-    return BlockDiffusion(text.integer("block_size", default.block_size, minimum=2), mask)
+    shares = text.get("expert_capacity") is not None
+    return BlockDiffusion(text.integer("block_size", default.block_size, minimum=2), mask, shares)
 
 
 def fit_model(
@@ -84,6 +85,11 @@ def fit_model(
         )
     settings: DenoisingConfig = scheduler.get("dllm_algorithm_config", DenoisingConfig())
     size = settings.block_size or blocks.block_size
+    if blocks.shares_experts and size != blocks.block_size:
+        raise ConfigError(
+            f"--dllm-algorithm-config: block_size {size} must be {blocks.block_size}, because the tokens of a block "
+            "share their experts (expert_capacity)"
+        )
     length = model.max_model_len - model.max_model_len % size
     if not length:
         raise ConfigError(

@@ -47,7 +47,9 @@ class BlockDiffusion(msgspec.Struct, frozen=True):
     """The blocks of a model: block n has the tokens from position n * `block_size` on.
 
     A token attends to all tokens of its own block and of earlier ones. Unknown tokens of a block are `mask_token_id`.
+    If `shares_experts`, the tokens of a block choose among the same experts, so its size cannot be changed.
     """
 
     block_size: int
     mask_token_id: int
+    shares_experts: bool = False

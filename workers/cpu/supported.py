@@ -38,6 +38,9 @@ def unsupported_features(spec: ModelSpec) -> list[str]:
         "convolutions beside attention": spec.num_span_taps > 0,
         "convolutions of a layer's input": any(layer.input_convolution for layer in spec.layers),
         "attention that compares tokens with distances": spec.disentangled is not None,
+        "experts that the tokens of a block share": any(
+            layer.experts is not None and layer.experts.block_size for layer in spec.layers
+        ),
         "experts that pairs of keys choose": spec.pair_experts is not None,
         "experts that project queries": spec.num_attention_experts > 0,
         "embeddings of another size than hidden states": spec.embedding_size is not None,

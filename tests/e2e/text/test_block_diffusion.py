@@ -25,6 +25,7 @@ MAKERS = {
     "sdar": sdar,
     "sdar moe": lambda path, size: sdar(path, size, has_experts=True),
     "llada2": llada2,
+    "llada2 with shared experts": lambda path, size: llada2(path, size, capacity=4),
 }
 
 
@@ -77,6 +78,7 @@ def prompts_of(seed: int, count: int) -> list[list[int]]:
         ("sdar moe", 4, 0.3, ("--max-num-batched-tokens", "64", "--kv-host-gib", "0.01")),
         ("llada2", 32, 0.1, ("--max-num-batched-tokens", "64")),
         ("llada2", 16, 0.2, ("--tensor-parallel-size", "2")),
+        ("llada2 with shared experts", 8, 0.2, ("--max-num-batched-tokens", "24")),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),
 )

@@ -6,7 +6,7 @@ The loop computes the whole sequence in every pass, with a mask that hides later
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -137,7 +137,7 @@ def sdar(directory: Path, block_size: int = 4, *, has_experts: bool = False) -> 
     return DiffusionModel(model, block_size)
 
 
-def llada2(directory: Path, block_size: int = 8) -> DiffusionModel:
+def llada2(directory: Path, block_size: int = 8, capacity: int | None = None) -> DiffusionModel:
     """Write an LLaDA 2. GLM-4.5 has the same layers under other names."""
     tokenizer = sentencepiece_tokenizer()
     settings = QWEN3 | {
@@ -183,8 +183,30 @@ def llada2(directory: Path, block_size: int = 8) -> DiffusionModel:
         "block_size": block_size,
         "mask_token_id": MASK,
     }
+    if capacity is not None:
+        config["expert_capacity"] = capacity
+        for layer in model.model.layers[1:]:
+            layer.mlp.gate.forward = _route_blocks(layer.mlp.gate, block_size, capacity)
     (directory / "config.json").write_text(json.dumps(config))
     return DiffusionModel(model, block_size)
+
+
+def _route_blocks(gate: Any, block_size: int, capacity: int) -> Callable[[torch.Tensor], Any]:
+    """Return the choice of experts of SGLang's `block_topk_triton`."""
+
+    def route(x_1TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        logits_TE = x_1TD.flatten(0, -2).float() @ gate.weight.float().T
+        experts, weights = [], []
+        for scores in logits_TE.sigmoid().split(block_size):
+            corrected = scores + gate.e_score_correction_bias
+            allowed = corrected.max(0).values.topk(capacity).indices.sort().values
+            chosen = allowed[corrected[:, allowed].topk(3).indices]
+            weight = scores.gather(1, chosen)
+            experts.append(chosen)
+            weights.append(2.5 * weight / weight.sum(1, keepdim=True))
+        return logits_TE, torch.cat(weights), torch.cat(experts)
+
+    return route
 
 
 _NAMES = (

@@ -73,6 +73,10 @@ class ExpertsSpec(msgspec.Struct, frozen=True):
     num_groups_per_token: int = 1
     group_score: Literal["best", "best two"] = "best"
     """The score of a group: that of its best expert, or the sum of its best two."""
+    block_size: int = 0
+    """The number of tokens of a block that share their experts, in a block-diffusion model; 0 if none do."""
+    num_experts_per_block: int = 0
+    """The number of experts among which the tokens of a block choose: those with the highest scores of any token."""
     has_correction_bias: bool = False
     """True if a stored bias is added to the scores, for the choice only."""
     corrects_logits: bool = False

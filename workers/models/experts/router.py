@@ -128,6 +128,8 @@ class Router:
             choice_TE = choice_TE + self._correction_ME[row]
         if spec.num_groups > 1:
             choice_TE = self._within_best_groups(choice_TE)
+        if spec.block_size:
+            choice_TE = self._within_blocks(choice_TE)
         if self._experts_VC is None:
             num_free = spec.num_experts_per_token - spec.num_always
             experts_TC = choice_TE.topk(num_free, -1).indices
@@ -185,3 +187,16 @@ class Router:
         best = group_scores.topk(spec.num_groups_per_token, -1).indices
         is_outside = torch.ones_like(group_scores, dtype=torch.bool).scatter_(-1, best, False)
         return groups.masked_fill(is_outside.unsqueeze(-1), -torch.inf).flatten(-2)
+
+    def _within_blocks(self, choice_TE: Tensor) -> Tensor:
+        """Return the scores, with minus infinity for experts that are not among the best of the token's block."""
+        spec = self._spec
+        num_tokens = len(choice_TE)
+        # Only warm-ups have parts of blocks.
+        missing = -num_tokens % spec.block_size
+        padded_TE = F.pad(choice_TE, (0, 0, 0, missing), value=-torch.inf)
+        best_BE = padded_TE.unflatten(0, (-1, spec.block_size)).amax(1)
+        best = best_BE.topk(spec.num_experts_per_block, -1).indices
+        is_outside_BE = torch.ones_like(best_BE, dtype=torch.bool).scatter_(-1, best, False)
+        is_outside_TE = is_outside_BE.repeat_interleave(spec.block_size, 0)[:num_tokens]
+        return choice_TE.masked_fill(is_outside_TE, -torch.inf)
