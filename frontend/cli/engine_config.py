@@ -311,10 +311,14 @@ def _make_scheduler_config(
             f"--max-num-seqs, which is {config.max_num_seqs}; raise the first or lower the second"
         )
     if not chunked and config.max_num_batched_tokens < max_model_len:
+        why = (
+            "when --no-enable-chunked-prefill is given"
+            if chunks
+            else "because this model reads a whole text in one step"
+        )
         raise ConfigError(
             f"--max-num-batched-tokens {config.max_num_batched_tokens} must be at least --max-model-len, "
-            f"which is {max_model_len}, when --no-enable-chunked-prefill is given; raise the first or lower "
-            "the second"
+            f"which is {max_model_len}, {why}; raise the first or lower the second"
         )
     return config
 

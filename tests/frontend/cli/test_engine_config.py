@@ -11,6 +11,7 @@ from engine.frontend.cli.engine_config import make_engine_config
 from engine.frontend.model_source.options import ResolvedModel
 from engine.protocol.checkpoint.model_dimensions import ModelDimensions
 from engine.protocol.config import Device, EngineConfig, ModelConfig, PrefixHash
+from engine.protocol.config.images.settings import SpanKind
 from engine.protocol.errors import ConfigError
 
 pytestmark = pytest.mark.slow
@@ -56,6 +57,12 @@ def test_step_limits_are_checked_against_each_other() -> None:
         configure(
             *["--no-enable-chunked-prefill", "--max-num-batched-tokens", "512"], max_model_len=1000
         )
+    whole_model = ModelConfig(
+        *("m", "/m", "/m", ("m",), "llama", 32, 1000, (0,)), span_kind=SpanKind.PROMPT
+    )
+    settings = parse_settings(["--max-num-batched-tokens", "512"], {})
+    with pytest.raises(ConfigError, match=r"1000, because this model reads a whole text"):
+        make_engine_config(settings, ResolvedModel(whole_model, {}, 0, None), "/run")
 
 
 @pytest.mark.parametrize(
