@@ -1,7 +1,8 @@
-"""Measure the memory of this machine, within the limits of this process's control groups."""
+"""Measure the memory of this machine, within the limits of this process and of its control groups."""
 
 from __future__ import annotations
 
+import resource
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,8 +22,17 @@ def total_bytes(cgroups: Path = CGROUPS) -> int:
 
 
 def available_bytes(cgroups: Path = CGROUPS) -> int:
-    """Return the free memory in bytes: the least that the machine and each control group of this process have left."""
-    return _least(psutil.virtual_memory().available, _left_of, cgroups)
+    """Return the free memory in bytes: the least that the machine, each control group and `ulimit -v` have left."""
+    of_machine = min(psutil.virtual_memory().available, _addresses_left())
+    return _least(of_machine, _left_of, cgroups)
+
+
+def _addresses_left() -> int:
+    """Return the bytes that this process may still allocate."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return sys.maxsize
+    return max(0, limit - psutil.Process().memory_info().vms)
 
 
 def _least(of_machine: int, of_group: Callable[[Path], int], cgroups: Path) -> int:

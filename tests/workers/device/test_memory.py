@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -86,6 +88,15 @@ def test_the_memory_limit_of_a_control_group_is_used(tmp_path: Path) -> None:
     assert limit("9000") == 9000 - 5000 + 400 + 600
     assert limit("2000") == 0
     assert limit("max") > 10**6
+
+
+def test_the_limit_of_the_address_space_is_used() -> None:
+    """With `ulimit -v`, a cache of a quarter of the machine's memory could not be allocated."""
+    limit = psutil.Process().memory_info().vms + 2**30
+    command = "from engine.protocol.machine.memory import available_bytes; print(available_bytes())"
+    limited = f"ulimit -v {limit // 1024}; exec {sys.executable} -c '{command}'"
+    found = subprocess.run(["bash", "-c", limited], check=True, capture_output=True, text=True)
+    assert int(found.stdout) < limit
 
 
 def test_the_memory_limit_of_a_version_1_control_group_is_used(tmp_path: Path) -> None:
