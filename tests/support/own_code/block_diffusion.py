@@ -160,11 +160,16 @@ def llada2(directory: Path, block_size: int = 8, capacity: int | None = None) ->
         },
     }
     model = random_model("Glm4MoeConfig", "Glm4MoeForCausalLM", settings, tokenizer)
-    # Otherwise masks at neighboring positions are equally confident, up to rounding.
+    # Otherwise masks at neighboring positions are equally confident, and experts hardly matter.
     with torch.no_grad():
-        model.lm_head.weight *= 8
+        model.lm_head.weight *= 24
         for layer in model.model.layers:
-            layer.self_attn.o_proj.weight *= 4
+            layer.self_attn.o_proj.weight *= 8
+            layer.self_attn.q_norm.weight *= 6
+            layer.self_attn.k_norm.weight *= 6
+            for name, parameter in layer.mlp.named_parameters():
+                if not name.startswith("gate."):
+                    parameter *= 4
     tokenizer.save_pretrained(directory)
     save_file(_published(model.state_dict()), directory / "model.safetensors")
     config = {name: value for name, value in settings.items() if not name.startswith("n_")}
