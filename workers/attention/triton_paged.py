@@ -30,7 +30,7 @@ from ...protocol.errors import ConfigError
 from ..batch import AttentionBatch
 from ..layers.layers import HeadNorm
 from ..layers.rope import RotaryTables
-from ..layers.window import Chunk, Window
+from ..layers.window import Chunk, SpanLayers, Window
 from .interface import (
     AttentionLayer,
     AttentionSpec,
@@ -79,7 +79,7 @@ class TritonPagedMetadata(msgspec.Struct, frozen=True):
     splits: dict[Window | None, WorkList]
     prefill_tiles: WorkList | None = None
     visible: Tensor | None = None  # [T, 2], as in `AttentionBatch`
-    spans_need_windows: bool = False
+    span_layers: SpanLayers = SpanLayers.ALL
 
 
 class TritonPagedAttention(CapturableAttention):
@@ -168,7 +168,7 @@ class TritonPagedAttention(CapturableAttention):
             else {},
             prefill_tiles=WorkList(prefill_tiles, num_tiles) if num_tiles else None,
             visible=visible_T2 if len(visible) else None,
-            spans_need_windows=batch.spans_need_windows,
+            span_layers=batch.span_layers,
         )
 
     def build_captured(
@@ -378,7 +378,7 @@ class TritonPagedAttention(CapturableAttention):
             layer.kv_scales_2G,
             layer.alibi_slopes_H,
             layer.sinks_H,
-            None if metadata.spans_need_windows and layer.window is None else metadata.visible,
+            metadata.visible if metadata.span_layers.include(layer.window) else None,
             layer.scale,
             layer.scale if self.spec.rounds_alibi else None,
             q_THK.stride(0),

@@ -22,9 +22,9 @@ from ...protocol.config.images.settings import SpanKind
 from ...protocol.worker_messages import HeldRequest, SchedulerOutput
 from ..device.dtypes import AnyArray, HostDevice, on_host, torch_device
 from ..device.transfers import to_device
-from ..layers.window import Window
+from ..layers.window import SpanLayers, Window
 from .rotary_positions import RotaryPositions
-from .spans import Spans, VisibleStarts, visible_in_blocks
+from .spans import Spans, VisibleStarts, span_layers, visible_in_blocks
 
 SlotArray: TypeAlias = Int32Array | Int64Array
 
@@ -37,7 +37,7 @@ class AttentionBatch(msgspec.Struct, frozen=True):
     each token attends to all of them. `block_table` may be wider than needed; entries past the sequence are not read.
     `slot_mapping` is the place of each token's keys and values: block id * block size + offset. `visible` is the result
     of `visible_tokens` of `Spans`, or of `VisibleStarts` in a model that is not causal.
-    If `spans_need_windows`, only layers with a window apply it.
+    Only `span_layers` apply it.
     """
 
     query_start_loc: NDArray[np.int32]  # [S + 1]
@@ -45,11 +45,11 @@ class AttentionBatch(msgspec.Struct, frozen=True):
     block_table: NDArray[np.int32]  # [S, B]
     slot_mapping: NDArray[np.int32]  # [T]
     visible: NDArray[np.int32] | None = None  # [T, 2]
-    spans_need_windows: bool = False
+    span_layers: SpanLayers = SpanLayers.ALL
 
     def visible_in(self, window: Window | None) -> NDArray[np.int32] | None:
         """Return `visible` if layers with this window apply it, else None."""
-        return None if self.spans_need_windows and window is None else self.visible
+        return self.visible if self.span_layers.include(window) else None
 
 
 class StepPlan(msgspec.Struct):
@@ -70,6 +70,7 @@ class StepPlan(msgspec.Struct):
     sampling_rows: Int32Array
     rotary_T3: Int32Array | None = None
     visible_T2: Int32Array | None = None
+    span_layers: SpanLayers = SpanLayers.ALL
 
     @property
     def logit_rows(self) -> Int32Array:
@@ -92,6 +93,7 @@ class StepPlan(msgspec.Struct):
                 np.zeros(int(samples), np.int32),
                 None if self.rotary_T3 is None else self.rotary_T3[tokens],
                 None if self.visible_T2 is None else self.visible_T2[tokens],
+                self.span_layers,
             )
 
 
@@ -199,7 +201,7 @@ class PersistentBatch:
         self._spans = None if span_kind is None else Spans(span_kind)
         self._visible_starts = VisibleStarts()
         self._diffusion_block = diffusion_block
-        self._spans_need_windows = span_kind is SpanKind.IMAGE_IN_WINDOWS
+        self._span_layers = span_layers(span_kind)
         self._slots_S: Int32Array = np.zeros(0, np.int32)
         self._requests: dict[int, tuple[tuple[int, int], float]] = {}
 
@@ -343,6 +345,7 @@ class PersistentBatch:
             sampling_rows,
             rotary_T3,
             visible_T2,
+            self._span_layers,
         )
 
     def num_drafts(self, output: SchedulerOutput) -> Int32Array:
@@ -379,7 +382,7 @@ class PersistentBatch:
                     block_table=block_table[plan.slots_S, :width],
                     slot_mapping=self.slot_mapping(plan, group),
                     visible=None if reads_source else plan.visible_T2,
-                    spans_need_windows=self._spans_need_windows,
+                    span_layers=plan.span_layers,
                 )
             )
         return batches

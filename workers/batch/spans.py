@@ -17,6 +17,7 @@ from ...protocol.arrays import Int32Array
 from ...protocol.config.images.settings import SpanKind
 from ...protocol.encoder_inputs.inputs import EncoderInput
 from ...protocol.encoder_inputs.payloads import AudioPayload
+from ..layers.window import SpanLayers
 
 LIMITS: Final = 2**31 - 1
 """A first position that tells attention kernels that only the end of the range limits the tokens in the window."""
@@ -29,6 +30,11 @@ def visible_in_blocks(positions_T: Int32Array, block_size: int) -> Int32Array:
     """Return the range of positions that each token attends to, as `Spans` does, if each block is a span."""
     ends_T = positions_T - positions_T % block_size + block_size
     return np.stack((positions_T, ends_T), 1).astype(np.int32)
+
+
+def span_layers(kind: SpanKind | None) -> SpanLayers:
+    """Return the layers in which the tokens of spans of this kind attend to later tokens of their span."""
+    return SpanLayers.WITH_WINDOW if kind is SpanKind.IMAGE_IN_WINDOWS else SpanLayers.ALL
 
 
 class VisibleStarts:

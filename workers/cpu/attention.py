@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ..attention.interface import AttentionSpec, HeadRegion, PagedAttention
 from ..batch import AttentionBatch
 from ..device.dtypes import dtype_name
-from ..layers.window import Window
+from ..layers.window import SpanLayers, Window
 from .library import NotSupportedNatively
 
 KV_FORMATS = {"bfloat16": 0, "float16": 1, "float32": 2, "int8": 3}
@@ -30,7 +30,7 @@ class NativeAttentionMetadata(msgspec.Struct, frozen=True):
     block_table: NDArray[np.int32]
     slot_mapping: NDArray[np.int32]
     visible: NDArray[np.int32] | None
-    spans_need_windows: bool
+    span_layers: SpanLayers
 
 
 class NativeAttention(PagedAttention):
@@ -122,5 +122,5 @@ class NativeAttention(PagedAttention):
             np.ascontiguousarray(batch.block_table, np.int32),
             np.ascontiguousarray(batch.slot_mapping, np.int32),
             None if batch.visible is None else np.ascontiguousarray(batch.visible, np.int32),
-            batch.spans_need_windows,
+            batch.span_layers,
         )

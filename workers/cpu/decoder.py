@@ -455,7 +455,7 @@ class NativeDecoder:
             step.rotary = rotary_T3.ctypes.data
         visible = attn_metadata[0].visible
         step.visible = None if visible is None else visible.ctypes.data
-        step.spans_need_windows = attn_metadata[0].spans_need_windows
+        step.span_layers = attn_metadata[0].span_layers
         if not self._program.run(step):
             raise ValueError(
                 f"token ids must be in [0, {self.spec.num_token_ids}), "

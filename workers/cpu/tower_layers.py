@@ -18,6 +18,7 @@ from torch import Tensor
 from ..attention.interface import AttentionSpec
 from ..device.device import usable_cores
 from ..layers.activations import NAMES_IN_CONFIGS
+from ..layers.window import SpanLayers
 from ..towers.layers import LayersSpec, LayerWeights, Patches
 from ..towers.rotary import PatchRotary
 from ..towers.weights import Linear, Norm
@@ -128,7 +129,7 @@ class NativeLayers:
             kv_caches=(ctypes.c_void_p * 1)(cache.data_ptr()),
             hidden=features_PF.data_ptr(),
             hidden_stride=features_PF.shape[1],
-            spans_need_windows=patches.visible_P2 is None,
+            span_layers=SpanLayers.WITH_WINDOW if patches.visible_P2 is None else SpanLayers.ALL,
         )
         rotary_P3 = visible_P2 = None
         if patches.places_P2 is not None:

@@ -1,5 +1,7 @@
 """The tokens to which a token attends."""
 
+from enum import IntEnum
+
 import msgspec
 
 
@@ -32,3 +34,18 @@ def first_visible(position: int, window: Window | None) -> int:
     if isinstance(window, Chunk):
         return max((position // window.size + 1 - window.num_chunks) * window.size, 0)
     return max(position + 1 - window, 0)
+
+
+class SpanLayers(IntEnum):
+    """The layers in which the tokens of a step attend to the ranges of positions that the step gives for them.
+
+    In other layers, a token attends to those before it. The values are those of `span_layers` of the native library.
+    """
+
+    ALL = 0
+    WITH_WINDOW = 1
+    WITHOUT_WINDOW = 2
+
+    def include(self, window: Window | None) -> bool:
+        """Return whether layers with this window are among them."""
+        return self is SpanLayers.ALL or (self is SpanLayers.WITH_WINDOW) == (window is not None)

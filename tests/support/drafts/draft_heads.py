@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -406,25 +407,28 @@ def dflash_hidden_states(
     count: int,
     *,
     from_last: bool = False,
-    is_causal: bool = False,
+    causal_kinds: Collection[str] = (),
 ) -> torch.Tensor:
     """Return the hidden states of a DFlash head for `count` drafts after all tokens, [count, D].
 
-    The first draft is predicted by a mask token, or by the last token if `from_last`.
+    The first draft is predicted by a mask token, or by the last token if `from_last`. Attention is causal in layers of
+    `causal_kinds`.
     """
     config, num_masks = head.config, count - from_last
     states = model.model(torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states
     block = torch.tensor([[tokens[-1], *[config.mask_token_id] * num_masks]])
     begin, end = len(tokens) - 1, len(tokens) + num_masks
     keys, queries = torch.arange(end), torch.arange(begin, end)[:, None]
-    sees = (keys > queries - config.sliding_window) | (keys >= begin)
-    if is_causal:
-        sees &= keys <= queries
-    masks = [torch.zeros(num_masks + 1, end), torch.where(sees, 0.0, -torch.inf)]
-    kinds = ("full_attention", "sliding_attention")
+    sees = {
+        "full_attention": torch.ones(num_masks + 1, end, dtype=torch.bool),
+        "sliding_attention": (keys > queries - config.sliding_window) | (keys >= begin),
+    }
+    for kind in causal_kinds:
+        sees[kind] &= keys <= queries
+    masks = {kind: torch.where(seen, 0.0, -torch.inf)[None, None] for kind, seen in sees.items()}
     outputs = head(
         noise_embeds=model.get_input_embeddings()(block),
         context_hidden_states=torch.cat([states[i + 1] for i in config.target_layer_ids], -1),
-        attention_mask={kind: mask[None, None] for kind, mask in zip(kinds, masks, strict=True)},
+        attention_mask=masks,
     )
     return outputs.last_hidden_state[0, num_masks + 1 - count :]

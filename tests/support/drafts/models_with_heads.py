@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -369,7 +369,13 @@ def dflash_with_windows(path: Path) -> Head:
 def dflash_with_causal_windows(path: Path) -> Head:
     """A DFlash head whose layers all have a window, in which tokens of a block do not attend to later ones."""
     kinds = ["sliding_attention"] * 3
-    return make_dflash(path, kinds, has_published_names=True, is_causal=True)
+    return make_dflash(path, kinds, has_published_names=True, causal_kinds=kinds[:1])
+
+
+def dflash_with_some_causal_windows(path: Path) -> Head:
+    """A DFlash head as published for Gemma 4: attention is causal only in the layers that have a window."""
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    return make_dflash(path, kinds, has_published_names=True, causal_kinds=kinds[:1])
 
 
 def dflash_of_speculators(path: Path) -> Head:
@@ -384,7 +390,7 @@ def make_dflash(
     *,
     has_published_names: bool,
     has_vocabulary: bool = False,
-    is_causal: bool = False,
+    causal_kinds: Collection[str] = (),
 ) -> Head:
     model = write_model(path, "Qwen3Config", "Qwen3ForCausalLM", {"num_hidden_layers": 6})
     directory = path / "head"
@@ -395,7 +401,7 @@ def make_dflash(
         matrix = load_file(directory / "model.safetensors")["lm_head.weight"]
 
     def drafts(tokens: list[int]) -> list[int]:
-        hidden_TD = dflash_hidden_states(model, made, tokens, NUM_DRAFTS, is_causal=is_causal)
+        hidden_TD = dflash_hidden_states(model, made, tokens, NUM_DRAFTS, causal_kinds=causal_kinds)
         return token_ids[(hidden_TD @ matrix.T).argmax(1)].tolist()
 
     return Head(
@@ -415,4 +421,5 @@ HEADS = [
     *(glm_mtp_in_gguf, deepseek_mtp_in_gguf, qwen3_5_mtp_in_gguf, qwen3_5_mtp_in_own_gguf),
     *(assistant, unified_assistant, dflash, dflash_with_windows, dflash_of_speculators),
     dflash_with_causal_windows,
+    dflash_with_some_causal_windows,
 ]

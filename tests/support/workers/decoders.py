@@ -6,8 +6,8 @@ from functools import partial
 
 import numpy as np
 import torch
-from engine.protocol.config.images.settings import SpanKind
 from engine.workers.attention import AttentionSpec, attention_backend
+from engine.workers.batch.spans import span_layers
 from engine.workers.cpu.attention import NativeAttention
 from engine.workers.cpu.decoder import NativeDecoder
 from engine.workers.cpu.tower_layers import NativeLayers
@@ -148,7 +148,7 @@ class Runner:
             batch = replace(
                 batch,
                 visible=self.spans.visible_tokens(*places),
-                spans_need_windows=spec.span_kind is SpanKind.IMAGE_IN_WINDOWS,
+                span_layers=span_layers(spec.span_kind),
             )
         metadata = [
             self.attention_by_group.get(group, self.decoder.attention).build(batch, windows)

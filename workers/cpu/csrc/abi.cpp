@@ -139,7 +139,7 @@ std::string describe() {
          token_ids, max_model_len, num_prompt_tokens, num_tokens, grammar, grammar_words, logprobs, slots, positions)
   STRUCT(Step, num_tokens, num_sequences, num_logit_rows, wants_all_hidden, input_ids, positions, query_start_loc,
          table_rows, groups, kv_caches, hidden, hidden_stride, logit_rows, logits, tokens, sampling, adapters, placed,
-         encoded, encoded_stride, rotary, visible, spans_need_windows, source_lens, source_queries)
+         encoded, encoded_stride, rotary, visible, span_layers, source_lens, source_queries)
   STRUCT(Suffixes, context_length, longest_match, drafts_per_match, least_share, num_buckets, history_buckets, heads,
          previous, num_indexed, source_distance, source_length, history_size, history_begin, history_end,
          history_tokens, history_previous, history_heads)

@@ -114,7 +114,8 @@ class BlockHead(DraftHead):
         first = 0 if self._layout.predicts_from_last else 1
         counts_S = first + widths_S
         plan = plan_chunks(slots_S, lengths_S - 1, counts_S)
-        if not self._layout.is_causal:
+        if self._layout.mutual_layers is not None:
+            plan.span_layers = self._layout.mutual_layers
             ranges_S2 = np.stack((lengths_S - 1, lengths_S - 1 + counts_S), 1).astype(np.int32)
             plan.visible_T2 = ranges_S2.repeat(counts_S, 0)
         starts_S = plan.query_start_loc[:-1].astype(np.int64)

@@ -50,10 +50,10 @@ from .head_target import HeadTarget
 from .layouts.head_layout import HeadLayout
 
 
-class DraftHead:
-    """The drafting head of a worker. With tensor parallelism, each rank has the whole head.
+class HeadSource(NamedTuple):
+    """The checkpoint and the model that a head is made from.
 
-    Args:
+    Attributes:
         config: The configuration of the engine.
         target: The model.
         target_cache: Its KV cache.
@@ -63,25 +63,31 @@ class DraftHead:
         dtype: The dtype of float weights.
         on_progress: Called with (loaded bytes, total bytes).
         in_torch: If true, the head runs in torch on the device of the model, else natively.
+    """
+
+    config: EngineConfig
+    target: HeadTarget
+    target_cache: KVCache
+    checkpoint: Checkpoint
+    layout: HeadLayout
+    embed: Callable[[Tensor], Tensor]
+    dtype: torch.dtype
+    on_progress: Callable[[int, int], None]
+    in_torch: bool
+
+
+class DraftHead:
+    """The drafting head of a worker. With tensor parallelism, each rank has the whole head.
 
     Raises:
         CheckpointError: The head's files are damaged.
         ConfigError: The head does not fit the model.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        target: HeadTarget,
-        target_cache: KVCache,
-        checkpoint: Checkpoint,
-        layout: HeadLayout,
-        embed: Callable[[Tensor], Tensor],
-        dtype: torch.dtype,
-        on_progress: Callable[[int, int], None],
-        *,
-        in_torch: bool = False,
-    ) -> None:
+    def __init__(self, source: HeadSource) -> None:
+        config, target, target_cache, checkpoint, layout, embed, dtype, on_progress, in_torch = (
+            source
+        )
         speculative = config.scheduler.speculative
         assert speculative is not None
         self._name, self._num_drafts = method_name(config), speculative.num_speculative_tokens

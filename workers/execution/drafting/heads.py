@@ -16,7 +16,7 @@ from ..kv_cache import KVCache
 from ..model_loader import Model
 from .assistant import is_assistant, read_assistant
 from .block_head import BlockHead
-from .draft_head import DraftHead, method_name
+from .draft_head import DraftHead, HeadSource, method_name
 from .head_target import head_target
 from .layered_head import LayeredHead
 from .layouts.read import read_layout
@@ -61,18 +61,21 @@ def load_head(
         layout = read_assistant(target.spec, checkpoint)
     else:
         layout = read_layout(speculative, target.spec, checkpoint)
-    parts = (config, target, target_cache, checkpoint, layout, embed, dtype, on_progress)
-    if layout.reads_cache:
-        # The layout of a KV cache in torch is another one than that of a native program.
-        return SharedCacheHead(*parts, in_torch=not isinstance(target, NativeDecoder))
     kind = DraftHead
-    if layout.later:
+    if layout.reads_cache:
+        kind = SharedCacheHead
+        # The layout of a KV cache in torch is another one than that of a native program.
+        in_torch = not isinstance(target, NativeDecoder)
+    elif layout.later:
         kind = LayeredHead
     elif layout.block_size:
         kind = BlockHead
     elif layout.is_parallel:
         kind = ParallelHead
-    return kind(*parts, in_torch=in_torch)
+    source = HeadSource(
+        config, target, target_cache, checkpoint, layout, embed, dtype, on_progress, in_torch
+    )
+    return kind(source)
 
 
 def _read_embedding(

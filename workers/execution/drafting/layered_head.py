@@ -12,7 +12,6 @@ Shapes: S slots of a step, T tokens, N slots, H kept positions, D hidden size, E
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -20,55 +19,22 @@ import torch
 from torch import Tensor
 
 from ....protocol.arrays import Int32Array, Int64Array
-from ....protocol.config import EngineConfig
 from ....protocol.worker_messages import SchedulerOutput
 from ...batch import PersistentBatch
 from ...cpu.drafts import Drafts
 from ...device.dtypes import on_host
 from ...device.transfers import to_device
-from ...loaders import Checkpoint
-from ..kv_cache import KVCache
 from .computed import ComputedRows
-from .draft_head import DraftHead
-from .head_target import HeadTarget
-from .layouts.head_layout import HeadLayout
+from .draft_head import DraftHead, HeadSource
 
 
 class LayeredHead(DraftHead):
-    """A head with several layers, of which this object is the first. With tensor parallelism, each rank has all.
+    """A head with several layers, of which this object is the first. With tensor parallelism, each rank has all."""
 
-    The arguments are those of `DraftHead`.
-    """
-
-    def __init__(
-        self,
-        config: EngineConfig,
-        target: HeadTarget,
-        target_cache: KVCache,
-        checkpoint: Checkpoint,
-        layout: HeadLayout,
-        embed: Callable[[Tensor], Tensor],
-        dtype: torch.dtype,
-        on_progress: Callable[[int, int], None],
-        *,
-        in_torch: bool = False,
-    ) -> None:
-        def load(own: HeadLayout) -> DraftHead:
-            parts = (config, target, target_cache, checkpoint, own, embed, dtype, on_progress)
-            return DraftHead(*parts, in_torch=in_torch)
-
-        super().__init__(
-            config,
-            target,
-            target_cache,
-            checkpoint,
-            layout,
-            embed,
-            dtype,
-            on_progress,
-            in_torch=in_torch,
-        )
-        self._layers: list[DraftHead] = [self, *map(load, layout.later)]
+    def __init__(self, source: HeadSource) -> None:
+        super().__init__(source)
+        others = (DraftHead(source._replace(layout=own)) for own in source.layout.later)
+        self._layers: list[DraftHead] = [self, *others]
 
     def use_batch(self, batch: PersistentBatch, num_blocks: int) -> None:
         """Prepare to draft for the requests of `batch`."""

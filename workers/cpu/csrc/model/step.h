@@ -36,11 +36,12 @@ struct Step {
   const int32_t* placed;  // [num_tokens], the row of `encoded` in place of each token or -1; null if none has one
   const float* encoded;   // [rows, encoded_stride], outputs of encoders, which begin with a hidden state
   int64_t encoded_stride;
-  const int32_t* rotary;       // [num_tokens, 3], positions on three axes; null if they all equal `positions`
-  const int32_t* visible;      // [num_tokens][2], the first position that each token sees even outside its window,
-                               // and the end of its range; null if each token sees positions up to its own. If the
-                               // first is after the token, the end limits the window instead
-  int32_t spans_need_windows;  // only layers with a window follow `visible`
+  const int32_t* rotary;   // [num_tokens, 3], positions on three axes; null if they all equal `positions`
+  const int32_t* visible;  // [num_tokens][2], the first position that each token sees even outside its window,
+                           // and the end of its range; null if each token sees positions up to its own. If the
+                           // first is after the token, the end limits the window instead
+  int32_t span_layers;     // the layers that follow `visible`, as in Python's SpanLayers: 0 for all, 1 for those with
+                           // a window, 2 for those without
   const int32_t*
       source_lens;        // [num_sequences], or of the rows `table_rows`: the outputs of an encoder that each reads
   float* source_queries;  // receives the queries to sources, [layers that read them, num_tokens, query elements]; or
@@ -108,7 +109,8 @@ struct Slice {
 
   // Returns the range to which a token of the step attends in layers with this window, as in AttentionTask::visible.
   const int32_t* visible(int token, int window) const {
-    return step.visible && (window || !step.spans_need_windows) ? step.visible + 2 * token : nullptr;
+    bool follows = step.span_layers == 0 || (step.span_layers == 1) == (window != 0);
+    return step.visible && follows ? step.visible + 2 * token : nullptr;
   }
 
   // Returns the position after a sequence's last token in the step.

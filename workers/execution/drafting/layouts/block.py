@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from .....protocol.checkpoint.config_fields import ConfigFields
 from .....protocol.errors import CheckpointError
 from ....layers.spec import ModelSpec
+from ....layers.window import SpanLayers
 from ....loaders import Checkpoint
 from ....models.families import model_spec
 from .head_layout import TOKEN_OFFSETS, HeadLayout, headless, read_mask_token
@@ -103,22 +104,29 @@ def read_block(target: ModelSpec, checkpoint: Checkpoint) -> HeadLayout:
         projects_states=True,
         block_size=sizes.integer("block_size", minimum=2 - has_markov),
         mask_token_id=read_mask_token(fields, target.vocab_size),
-        is_causal=own.boolean(
-            "causal", fields.boolean("is_causal", _has_causal_windows(fields, architecture))
-        ),
+        mutual_layers=_mutual_layers(fields, own, architecture),
         # Heads of the library Speculators say so if the last token predicts; those of DSpark's authors always do.
         predicts_from_last=has_markov and fields.boolean("sample_from_anchor", section is None),
         has_markov=has_markov,
     )
 
 
-def _has_causal_windows(fields: ConfigFields, architecture: str) -> bool:
-    """Return whether the head was trained with causal attention, as heads are whose layers all have a window.
+def _mutual_layers(fields: ConfigFields, own: ConfigFields, architecture: str) -> SpanLayers | None:
+    """Return the layers in which the tokens of a block attend to each other; None if attention is causal in all.
 
-    Heads with windows in some layers had causal attention in these layers only, which is not reproduced here.
+    If the config does not say it, layers that it lists with a window are causal, in heads of the method's authors.
     """
-    kinds = fields.get("layer_types")
-    return architecture == "DFlashDraftModel" and bool(kinds) and set(kinds) == {_WINDOW}
+    for section, name, causal in (
+        (fields, "is_causal", True),
+        (own, "causal", True),
+        (fields, "sliding_window_non_causal", False),
+    ):
+        if section.get(name) is not None:
+            return None if section.boolean(name, False) is causal else SpanLayers.ALL
+    kinds = set(fields.get("layer_types") or ())
+    if architecture != "DFlashDraftModel" or _WINDOW not in kinds:
+        return SpanLayers.ALL
+    return None if kinds == {_WINDOW} else SpanLayers.WITHOUT_WINDOW
 
 
 def _rotates_halves(fields: ConfigFields) -> bool:

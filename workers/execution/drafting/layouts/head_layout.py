@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from .....protocol.checkpoint.config_fields import ConfigFields
 from ....layers.spec import ModelSpec
+from ....layers.window import SpanLayers
 from ....loaders.tensor_names import TensorNames
 
 EMBEDDING: Final = "embedding.weight"
@@ -58,8 +59,9 @@ class HeadLayout(msgspec.Struct, frozen=True):
 
     If `block_size` is not 0, the head predicts up to that many tokens in one pass, including the last known one, from
     `mask_token_id` in place of the others. Its layers have keys and values of the projected hidden states. Tokens of
-    the block attend to each other, unless `is_causal`. If `predicts_from_last`, the last known token predicts the first
-    draft, and each mask token the draft after its own place. If it `has_markov`, drafts depend on those before them.
+    the block attend to each other in `mutual_layers`, and in others to those before them. If `predicts_from_last`, the
+    last known token predicts the first draft, and each mask token the draft after its own place. If it `has_markov`,
+    drafts depend on those before them.
 
     The heads in `later` are for the second draft and later ones. Each reads the hidden states of the one before it.
     """
@@ -76,7 +78,7 @@ class HeadLayout(msgspec.Struct, frozen=True):
     is_parallel: bool = False
     block_size: int = 0
     mask_token_id: int = 0
-    is_causal: bool = False
+    mutual_layers: SpanLayers | None = SpanLayers.ALL
     predicts_from_last: bool = False
     has_markov: bool = False
     later: tuple[HeadLayout, ...] = ()

@@ -63,19 +63,9 @@ def _layouts(num_layers: int, architecture: str, index: int = 0) -> tuple[_Names
     """
     number = num_layers + index
     return (
-        # Ling 2, Ling 3 and Hunyuan 3.
+        # Ling 2, Ling 3, Hunyuan 3, and Hy4, whose layer has one residual stream.
         _Names(
-            start=rf"layers\.{number}\.",
-            embedding_norm="enorm",
-            hidden_norm="hnorm",
-            projection="eh_proj",
-            final_norm="final_layernorm",
-            others=r"embed_tokens|shared_head\.head",
-            returns_normed=True,
-        ),
-        # Hy4, whose layer has one residual stream.
-        _Names(
-            start=rf"mtp_layers\.{index}\.",
+            start=rf"(?:layers\.{number}|mtp_layers\.{index})\.",
             embedding_norm="enorm",
             hidden_norm="hnorm",
             projection="eh_proj",
