@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 from engine.protocol.cluster_key import ClusterKey
-from support.machines import free_ports
-from support.program import wait_until
-from support.server import Server, assert_nothing_is_held
-from support.tiny_checkpoints import layers_directory, qwen3_directory
+from support.checkpoints.tiny import layers_directory, qwen3_directory
+from support.processes.machines import free_ports
+from support.processes.program import wait_until
+from support.servers.server import Server, assert_nothing_is_held
 
 NUM_TOKENS = 450
 FLAGS = (
