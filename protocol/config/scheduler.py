@@ -185,7 +185,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
         int,
         option(
             "Maximum tokens per step",
-            "--chunked-prefill-size --max-num-tokens --batch-size -b",
+            "--max-num-tokens --batch-size -b",
             ge=1,
             on_cpu=512,
             default_text="2048; 8192 on a GPU of 70 GiB or more; 512 on a CPU",

@@ -67,6 +67,13 @@ def _tokens_after_the_last(value: str) -> list[str]:
     return [_NUM_PROPOSED, str(int(value) - 1)]
 
 
+def _chunk_size(value: str) -> list[str]:
+    """Return the maximum number of tokens of a step. In SGLang, -1 computes each prompt in one step."""
+    if value == "-1":
+        return ["--no-enable-chunked-prefill"]
+    return ["--max-num-batched-tokens", value]
+
+
 def _max_tokens(value: str) -> list[str]:
     """Return the default limit of output tokens. In llama.cpp, -1 is none, and -2 the end of the context."""
     if value in ("-1", "-2"):
@@ -170,6 +177,9 @@ TRANSLATIONS: Final[dict[str, Translation]] = {
     "--ep": _EXPERTS,
     "--ep-size": _EXPERTS,
     "--expert-parallel-size": _EXPERTS,
+    "--chunked-prefill-size": Translation(
+        True, _chunk_size, "--max-num-batched-tokens …; -1: --no-enable-chunked-prefill"
+    ),
     "--disable-overlap-schedule": _fixed("--no-async-scheduling"),
     "--enable-lmcache": _fixed("--kv-transfer-config.kv_connector", LMCACHE_CONNECTOR),
     "--sampling-defaults": _choice(

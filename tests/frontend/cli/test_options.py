@@ -292,6 +292,7 @@ def test_python_keywords_set_options() -> None:
             {"temperature": 0.7, "top_k": 20, "min_p": 0.1},
         ),
         (["--n-predict", "9"], "frontend", "default_max_tokens", 9),
+        (["--chunked-prefill-size", "-1"], "scheduler", "enable_chunked_prefill", False),
         (["--chat-template-file", "a.jinja"], "frontend", "chat_template", "a.jinja"),
         (
             ["--chat-template-file", "a.jinja"],
