@@ -21,6 +21,7 @@ from .attention import Attention
 from .attention_kinds.differential import DifferentialAttention
 from .attention_kinds.experts import ExpertAttention
 from .attention_kinds.key_biases import KeyBiasAttention
+from .attention_kinds.kind import AttentionKind
 from .attention_kinds.loops import LoopAttention
 from .attention_kinds.spans import SpanAttention
 from .attention_kinds.token_scales import ScaledAttention
@@ -38,15 +39,7 @@ from .norms import added, read_norm
 from .per_layer_inputs import PerLayerBlock
 
 AnyAttention: TypeAlias = (
-    Attention
-    | CompressedAttention
-    | DifferentialAttention
-    | ExpertAttention
-    | KeyBiasAttention
-    | LatentAttention
-    | LoopAttention
-    | ScaledAttention
-    | SpanAttention
+    Attention | AttentionKind | CompressedAttention | LatentAttention | LoopAttention
 )
 
 

@@ -15,15 +15,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ....protocol.errors import ConfigError
-from ...attention import AttentionBackend, AttentionLayer
+from ...attention import AttentionBackend
 from ...layers.layer_spec import LayerSpec
 from ...layers.parallel.tensor_parallel import elements
-from ...layers.rope import RotaryTables
 from ..layer_source import LayerSource
 from ..weights import Rows
+from .kind import Attend, AttentionKind
 
 
-class DifferentialAttention:
+class DifferentialAttention(AttentionKind):
     """Attention whose second half of heads is subtracted from the first, times a trained number.
 
     The differences are normed without weights.
@@ -33,10 +33,9 @@ class DifferentialAttention:
     """
 
     def __init__(self, layer: LayerSpec, source: LayerSource, backend: AttentionBackend) -> None:
+        super().__init__(layer, source, backend)
         spec, weights, prefix, shard, _ = source
         assert layer.difference is not None
-        self._backend = backend.for_layer(spec, shard)
-        self._layer = AttentionLayer(spec.attention_scale, layer.window)
         self._size, self._eps = spec.head_dim // 2, spec.norm_eps
         kv_heads, num_pairs = shard.kv_heads(spec), spec.num_kv_heads // 2
         if len(kv_heads) % 2:
@@ -81,29 +80,13 @@ class DifferentialAttention:
         self._share = first - second + layer.difference
         self._scale = 1 - layer.difference
 
-    def forward(
-        self,
-        x_TD: Any,
-        positions_T: Tensor,
-        tables: RotaryTables | None,
-        kv_cache: Tensor,
-        attn_metadata: Any,
-    ) -> Tensor:
-        """Return the attention output [T, D] of a layer."""
+    def _compute(self, x_TD: Any, positions_T: Tensor, attend: Attend) -> Tensor:
         qkv_THN = self.qkv(x_TD).unflatten(-1, (-1, self._size))
         num_both = self._num_heads + self._num_kv_heads
         qk_THN, v_TGN = qkv_THN.split((num_both, self._num_kv_heads), 1)
         qk_THK = F.pad(qk_THN, (0, self._size))
         v_TPK = v_TGN.unflatten(1, (-1, 2)).flatten(2)
-        attended_THK = self._backend.forward_projected(
-            qk_THK,
-            v_TPK.repeat_interleave(2, 1),
-            None,
-            tables,
-            kv_cache,
-            attn_metadata,
-            self._layer,
-        )
+        attended_THK = attend(qk_THK, v_TPK.repeat_interleave(2, 1))
         first_TPRK, second_TPRK = attended_THK.unflatten(1, (-1, 2, self._group)).float().unbind(2)
         difference_TPRK = first_TPRK - self._share * second_TPRK
         normed_TPRK = F.rms_norm(difference_TPRK, (2 * self._size,), None, self._eps)

@@ -6,23 +6,21 @@ expert, G key/value heads of this shard, H = G * C query heads, K head dimension
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from ....protocol.errors import ConfigError
-from ...attention import AttentionBackend, AttentionLayer
+from ...attention import AttentionBackend
 from ...layers.layer_spec import LayerSpec
 from ...layers.parallel.tensor_parallel import elements
-from ...layers.rope import RotaryTables
 from ...layers.specs.experts import ExpertsSpec
 from ..experts.router import Router
 from ..layer_source import LayerSource
 from ..weights import Rows
+from .kind import Attend, AttentionKind
 
 
-class ExpertAttention:
+class ExpertAttention(AttentionKind):
     """Attention in which each expert that a token chooses gives one query for each key/value head (JetMoe).
 
     All experts of a layer read the same keys and values. The output is the sum of the experts' outputs, times their
@@ -32,14 +30,10 @@ class ExpertAttention:
         ConfigError: More ranks than key/value heads divide the layer.
     """
 
-    qkv = None
-    """None, so that a norm before the attention does not round its output: the router needs exact values."""
-
     def __init__(self, layer: LayerSpec, source: LayerSource, backend: AttentionBackend) -> None:
+        super().__init__(layer, source, backend)
         spec, weights, prefix, shard, kernels = source
-        self._kernels, self._tensor_parallel = kernels, shard.tensor_parallel
-        self._backend = backend.for_layer(spec, shard)
-        self._layer = AttentionLayer(spec.attention_scale, layer.window)
+        self._kernels = kernels
         self._head_dim = spec.head_dim
         heads, self._count = shard.kv_heads(spec), spec.num_attention_experts
         self._num_chosen = spec.num_heads // spec.num_kv_heads
@@ -70,15 +64,7 @@ class ExpertAttention:
         )
         self._bias_D = weights.read_vector(f"{prefix}experts.bias", hidden)
 
-    def forward(
-        self,
-        x_TD: Tensor,
-        positions_T: Tensor,
-        tables: RotaryTables | None,
-        kv_cache: Tensor,
-        attn_metadata: Any,
-    ) -> Tensor:
-        """Return the attention output [T, D] of a layer."""
+    def _compute(self, x_TD: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
         kv_THK = self._keys_and_values(x_TD).unflatten(-1, (-1, self._head_dim))
         k_TGK, v_TGK = kv_THK.chunk(2, 1)
         experts_TC, weights_TC = self._router(x_TD, None)
@@ -89,9 +75,7 @@ class ExpertAttention:
         )
         # The query heads of one key/value head are next to each other.
         q_THK = q_TCGK.transpose(1, 2).flatten(1, 2)
-        attended_THK = self._backend.forward_projected(
-            torch.cat((q_THK, k_TGK), 1), v_TGK, None, tables, kv_cache, attn_metadata, self._layer
-        )
+        attended_THK = attend(torch.cat((q_THK, k_TGK), 1), v_TGK)
         attended_TGCK = attended_THK.unflatten(1, (-1, self._num_chosen))
         attended_AF = attended_TGCK.transpose(1, 2).flatten(0, 1).flatten(1)[order.choice_A]
         y_AD = self._outputs(attended_AF, order.ends_E)

@@ -14,26 +14,24 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...attention import AttentionBackend, AttentionLayer
+from ...attention import AttentionBackend
 from ...layers.layer_spec import LayerSpec
 from ...layers.layers import HeadNorm
 from ...layers.parallel.tensor_parallel import elements
-from ...layers.rope import RotaryTables
 from ..layer_source import LayerSource
+from .kind import Attend, AttentionKind
 
 
-class KeyBiasAttention:
+class KeyBiasAttention(AttentionKind):
     """Attention with norms of queries and keys, and a bias for each key: exp(a * softplus(projection of its values)).
 
     The projection reads the values of all heads.
     """
 
     def __init__(self, layer: LayerSpec, source: LayerSource, backend: AttentionBackend) -> None:
+        super().__init__(layer, source, backend)
         spec, weights, prefix, shard, _ = source
-        self._backend = backend.for_layer(spec, shard)
-        self._layer = AttentionLayer(spec.attention_scale, layer.window)
         self._size, self._num_added = spec.output_dim, spec.head_dim - spec.output_dim
-        self._tensor_parallel = shard.tensor_parallel
         heads, kv_heads = shard.heads(spec), shard.kv_heads(spec)
         self._num_heads, self._num_kv_heads = len(heads), len(kv_heads)
         # If several ranks share the same heads, these are read only once.
@@ -62,15 +60,7 @@ class KeyBiasAttention:
         )
         self._rate_G = weights.read_vector(f"{prefix}A", spec.num_kv_heads, kv_heads)
 
-    def forward(
-        self,
-        x_TD: Any,
-        positions_T: Tensor,
-        tables: RotaryTables | None,
-        kv_cache: Tensor,
-        attn_metadata: Any,
-    ) -> Tensor:
-        """Return the attention output [T, D] of a layer."""
+    def _compute(self, x_TD: Any, positions_T: Tensor, attend: Attend) -> Tensor:
         qkv_THN = self.qkv(x_TD).unflatten(-1, (-1, self._size))
         num_both = self._num_heads + self._num_kv_heads
         qk_THN, v_TGN = qkv_THN.split((num_both, self._num_kv_heads), 1)
@@ -81,7 +71,5 @@ class KeyBiasAttention:
         qk_THK, v_TGK = F.pad(self._norm(qk_THN), padding), F.pad(v_TGN, padding)
         qk_THK[:, : self._num_heads, self._size] = 1.0
         qk_THK[:, self._num_heads :, self._size] = biases_TG.to(qk_THK.dtype)
-        attended_THK = self._backend.forward_projected(
-            qk_THK, v_TGK, None, tables, kv_cache, attn_metadata, self._layer
-        )
+        attended_THK = attend(qk_THK, v_TGK)
         return self._output(attended_THK[..., : self._size].flatten(1))

@@ -5,34 +5,27 @@ Shapes: T tokens of a step, D hidden size, H heads of this shard, K head dimensi
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from ...attention import AttentionBackend, AttentionLayer
+from ...attention import AttentionBackend
 from ...layers.layer_spec import LayerSpec
 from ...layers.parallel.tensor_parallel import elements
-from ...layers.rope import RotaryTables
 from ..layer_source import LayerSource
 from ..positions.neighbors import neighbor_rows
 from ..weights import Rows
+from .kind import Attend, AttentionKind
 
 
-class SpanAttention:
+class SpanAttention(AttentionKind):
     """Heads that attend, and as many heads that sum the values near a token, with weights that depend on the token.
 
     These weights are the softmax of a projection of the token's query, times a convolution of the hidden states.
     """
 
-    qkv = None
-    """None, so that a norm before the attention does not round its output."""
-
     def __init__(self, layer: LayerSpec, source: LayerSource, backend: AttentionBackend) -> None:
+        super().__init__(layer, source, backend)
         spec, weights, prefix, shard, kernels = source
-        self._backend = backend.for_layer(spec, shard)
-        self._layer = AttentionLayer(spec.attention_scale, layer.window)
-        self._tensor_parallel = shard.tensor_parallel
         self._head_dim, self._num_taps = spec.head_dim, spec.num_span_taps
         heads, hidden = shard.heads(spec), spec.hidden_size
         total, part = spec.num_heads * spec.head_dim, elements(heads, spec.head_dim)
@@ -54,23 +47,13 @@ class SpanAttention:
         both = [part, range(total + part.start, total + part.stop)]
         self._output = source.read_columns("o_proj", hidden, 2 * total, both, has_bias=True)
 
-    def forward(
-        self,
-        x_TD: Tensor,
-        positions_T: Tensor,
-        tables: RotaryTables | None,
-        kv_cache: Tensor,
-        attn_metadata: Any,
-    ) -> Tensor:
-        """Return the attention output [T, D] of a layer."""
+    def _compute(self, x_TD: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
         q_TF, k_TF, v_TF = self._qkv(x_TD).chunk(3, -1)
         q_THK, k_THK, v_THK, near_THK = (
             each.unflatten(-1, (-1, self._head_dim))
             for each in (q_TF, k_TF, v_TF, self._values(x_TD))
         )
-        attended_THK = self._backend.forward_projected(
-            torch.cat((q_THK, k_THK), 1), v_THK, None, tables, kv_cache, attn_metadata, self._layer
-        )
+        attended_THK = attend(torch.cat((q_THK, k_THK), 1), v_THK)
         weights_THW = self._weights(x_TD, q_TF, positions_T)
         summed_THK = torch.zeros_like(near_THK, dtype=torch.float32)
         for tap, offset in enumerate(self._offsets):

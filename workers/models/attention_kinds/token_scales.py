@@ -6,21 +6,19 @@ E elements of the queries, keys and values of all heads.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ....protocol.errors import ConfigError
-from ...attention import AttentionBackend, AttentionLayer
+from ...attention import AttentionBackend
 from ...layers.layer_spec import LayerSpec
 from ...layers.parallel.tensor_parallel import elements
-from ...layers.rope import RotaryTables
 from ..layer_source import LayerSource
+from .kind import Attend, AttentionKind
 
 
-class ScaledAttention:
+class ScaledAttention(AttentionKind):
     """Attention to values that are scaled, by queries that are scaled before their rotation.
 
     A head's factor is the tanh of a product of the queries, keys and values of all heads, plus 0.5 and the sigmoid of
@@ -30,19 +28,15 @@ class ScaledAttention:
         ConfigError: More ranks than key/value heads divide the layer.
     """
 
-    qkv = None
-    """None, so that a norm before the attention does not round its output."""
-
     def __init__(self, layer: LayerSpec, source: LayerSource, backend: AttentionBackend) -> None:
+        super().__init__(layer, source, backend)
         spec, weights, prefix, shard, kernels = source
         if spec.num_kv_heads % shard.tensor_parallel.size:
             raise ConfigError(
                 f"--tensor-parallel-size {shard.tensor_parallel.size}: it must divide {spec.num_kv_heads}, the number "
                 "of key/value heads"
             )
-        self._backend = backend.for_layer(spec, shard)
-        self._layer = AttentionLayer(spec.attention_scale, layer.window)
-        self._tensor_parallel, self._head_dim = shard.tensor_parallel, spec.head_dim
+        self._head_dim = spec.head_dim
         heads, kv_heads, size = shard.heads(spec), shard.kv_heads(spec), spec.head_dim
         self._counts = (len(heads), len(kv_heads), len(kv_heads))
         counts = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
@@ -68,23 +62,13 @@ class ScaledAttention:
             is_adapted=True,
         )
 
-    def forward(
-        self,
-        x_TD: Tensor,
-        positions_T: Tensor,
-        tables: RotaryTables | None,
-        kv_cache: Tensor,
-        attn_metadata: Any,
-    ) -> Tensor:
-        """Return the attention output [T, D] of a layer."""
+    def _compute(self, x_TD: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
         qkv_THK = self._qkv(x_TD).unflatten(-1, (-1, self._head_dim))
         q_THK, k_TGK, v_TGK = qkv_THK.split(self._counts, 1)
         q_factors_TH, v_factors_TG = self._scales(qkv_THK, positions_T).split(self._counts[:2], 1)
         q_THK = (q_THK * q_factors_TH[..., None]).to(qkv_THK.dtype)
         v_TGK = (v_TGK * v_factors_TG[..., None]).to(qkv_THK.dtype)
-        attended_THK = self._backend.forward_projected(
-            torch.cat((q_THK, k_TGK), 1), v_TGK, None, tables, kv_cache, attn_metadata, self._layer
-        )
+        attended_THK = attend(torch.cat((q_THK, k_TGK), 1), v_TGK)
         return self._output(attended_THK.flatten(1))
 
     def _scales(self, qkv_THK: Tensor, positions_T: Tensor) -> Tensor:

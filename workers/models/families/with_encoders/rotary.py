@@ -276,13 +276,9 @@ def _gte(fields: ConfigFields) -> ModelSpec:
     fields = fields.with_defaults(
         rms_norm_eps=1e-12, hidden_act="gelu", type_vocab_size=1, max_position_embeddings=8192
     )
-    for name, expected in (
-        ("position_embedding_type", "rope"),
-        ("layer_norm_type", "layer_norm"),
-        ("logn_attention_scale", False),
-    ):
-        if fields.get(name, expected) != expected:
-            raise fields.error(f"{name} {fields.get(name)!r} is not supported; use {expected!r}")
+    fields.require("position_embedding_type", "rope")
+    fields.require("layer_norm_type", "layer_norm")
+    fields.require("logn_attention_scale", False)
     return _post_normed(fields, 160_000.0, has_gate=True, mlp_bias=False, mlp_output_bias=True)
 
 
