@@ -51,7 +51,7 @@ class LowConfidence:
         """Return what a pass fixes. A block without masks is complete."""
         is_fixed_RB = _most_confident(blocks, self._threshold)
         is_open_RB: BoolArray = blocks.is_mask_RB & ~is_fixed_RB
-        is_open_R: BoolArray = is_open_RB.any(1)
+        is_open_R: BoolArray = np.any(is_open_RB, axis=1)
         return Chosen(is_fixed_RB, ~is_open_R)
 
 
