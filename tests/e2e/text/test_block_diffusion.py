@@ -98,20 +98,30 @@ def test_tokens_of_preempted_requests_equal_those_of_the_published_loop(
         assert_nothing_is_held(server)
 
 
-@pytest.mark.parametrize(("threshold", "edit", "most_edits"), [(0.02, 0.0, 16), (0.9, 0.0, 1)])
+@pytest.mark.parametrize(
+    ("threshold", "edit", "most_edits", "penalty"),
+    [(0.02, 0.0, 16, 0.0), (0.9, 0.0, 1, 0.0), (0.02, 0.0, 4, 3.0)],
+)
 def test_tokens_are_edited_as_in_the_published_loop(
-    tmp_path: Path, threshold: float, edit: float, most_edits: int
+    tmp_path: Path, threshold: float, edit: float, most_edits: int, penalty: float
 ) -> None:
     model = sdar(tmp_path, 8)
-    settings = {"threshold": threshold, "edit_threshold": edit, "max_post_edit_steps": most_edits}
+    settings = {
+        "threshold": threshold,
+        "edit_threshold": edit,
+        "max_post_edit_steps": most_edits,
+        "penalty_lambda": penalty,
+    }
     given = ("--dllm-algorithm", "JointThreshold", "--dllm-algorithm-config", json.dumps(settings))
     prompts = prompts_of(9, 8)
     with Server(str(tmp_path), *FLAGS, *given, "--inject-preemption", "0.05") as server:
         served = Served(server, model, threshold)
         with concurrent.futures.ThreadPoolExecutor(len(prompts)) as pool:
             answers = list(pool.map(partial(served.tokens, count=30), prompts))
-    expected = [model.edit(prompt, 30, threshold, edit, most_edits) for prompt in prompts]
+    expected = [model.edit(prompt, 30, threshold, edit, most_edits, penalty) for prompt in prompts]
     assert answers == expected
+    if penalty:
+        assert answers != [model.edit(p, 30, threshold, edit, most_edits) for p in prompts]
     assert answers != [model.generate(prompt, 30, threshold).token_ids for prompt in prompts]
 
 

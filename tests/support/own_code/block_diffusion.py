@@ -46,7 +46,13 @@ class DiffusionModel(NamedTuple):
 
     @torch.inference_mode()
     def edit(
-        self, prompt: Sequence[int], max_tokens: int, threshold: float, edit: float, most_edits: int
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        threshold: float,
+        edit: float,
+        most_edits: int,
+        penalty: float = 0.0,
     ) -> list[int]:
         """Denoise block after block like JointThreshold of SGLang."""
         known = list(prompt)
@@ -56,7 +62,9 @@ class DiffusionModel(NamedTuple):
             is_mask = is_new = torch.arange(start, start + self.block_size) >= len(known)
             num_edits = 0
             while True:
-                probabilities = self.logits(known[:start] + block.tolist())[start:].softmax(-1)
+                logits = self.logits(known[:start] + block.tolist())[start:]
+                logits[torch.arange(1, self.block_size), block[:-1]] -= penalty
+                probabilities = logits.softmax(-1)
                 probabilities[:, MASK] = 0
                 confidence, chosen = probabilities.max(-1)
                 changed = is_mask & (confidence > threshold)
