@@ -33,6 +33,7 @@ from .dialects.azure import deployment_routes
 from .dialects.cohere import chat as cohere_chat
 from .dialects.cohere.embed import CohereEmbeddings
 from .dialects.gemini import answer as gemini_answer
+from .dialects.gemini import interaction_answer, interactions
 from .dialects.gemini import models as gemini_models
 from .dialects.gemini import routes as gemini
 from .dialects.ollama_answer import error_body as ollama_error
@@ -55,7 +56,9 @@ from .openapi import describe_routes
 from .pooling import Pooling
 from .realtime.client_secrets import ClientSecrets
 from .realtime.session import Realtime
+from .responses.endpoint import Responses
 from .responses.routes import response_routes
+from .responses.states import ResponseStates
 from .routes.chat_batch import ChatBatch
 from .routes.completions import Completions
 from .routes.embeddings import Embeddings
@@ -78,6 +81,10 @@ ERROR_BODIES: Final = {
     anthropic.PATH: anthropic.error_body,
     f"{anthropic.PATH}/": anthropic.error_body,
     **dict.fromkeys(cohere_chat.PATHS, cohere_chat.error_body),
+    **dict.fromkeys(
+        (place for path in interactions.PATHS for place in (path, f"{path}/")),
+        interaction_answer.error_body,
+    ),
     **dict.fromkeys((gemini.PATH, *gemini.METHODS), gemini_answer.error_body),
     ollama.PATH: ollama_error,
     whisper_cpp.PATH: ollama_error,
@@ -130,6 +137,8 @@ def make_routes(serving: Serving) -> list[Route]:
     intake = Intake(serving)
     loras = Loras(serving, intake)
     files = FileStorage(serving.store)
+    states = ResponseStates(serving.store, files, serving.config.frontend.max_body_bytes)
+    responses = Responses(serving, intake, states)
     tokenization = Tokenization(serving, intake)
     pooling = Pooling(serving)
     embeddings = Embeddings(serving, intake, pooling)
@@ -156,7 +165,7 @@ def make_routes(serving: Serving) -> list[Route]:
         Route("/completions/{id}/events", Events(serving, completions), methods=["GET"]),
         Route("/chat/completions", chat_completions, methods=["POST"]),
         Route("/chat/completions/{id}/events", Events(serving, chat_completions), methods=["GET"]),
-        *response_routes(serving, intake, files),
+        *response_routes(serving, intake, states, responses),
         Route("/responses", ResponsesSocket(serving, intake), methods=["GET"]),
         Route("/decisions", Decisions(serving, intake), methods=["POST"]),
         Route("/systemone", SystemOne(serving, intake), methods=["POST"]),
@@ -221,6 +230,7 @@ def make_routes(serving: Serving) -> list[Route]:
         Route("/v1/streams/lookup", streams.look_up, methods=["POST"]),
         *message_batch_routes(serving, intake, batch_records, files, batch_executor),
         *gemini.routes(serving, intake, embeddings),
+        *interactions.routes(serving, intake, states, responses.runs),
         *ollama.routes(serving, intake, loras, embeddings),
         *sglang_routes(serving, intake, management, embeddings, weights, sessions, loras),
         *tgi_routes(serving, intake, sessions),

@@ -87,6 +87,15 @@ ROUTE_DESCRIPTIONS: Final[dict[str, tuple[str, str]]] = {
     "/v1/messages/batches/{id}": (CLIENTS, "Describe or delete a batch (Anthropic)."),
     "/v1/messages/batches/{id}/cancel": (CLIENTS, "Cancel a batch (Anthropic)."),
     "/v1/messages/batches/{id}/results": (CLIENTS, "Return the results of a batch (Anthropic)."),
+    **{
+        f"{prefix}/interactions{path}": (CLIENTS, description)
+        for prefix in ("/v1beta", "/v1")
+        for path, description in (
+            ("", "Create an interaction (Gemini)."),
+            ("/{id}", "Read a stored interaction or its events, or delete it (Gemini)."),
+            ("/{id}/cancel", "Cancel an interaction that runs in the background (Gemini)."),
+        )
+    },
     "/v1beta/models": (CLIENTS, "List the served models (Gemini)."),
     "/v1beta/models/{name}": (CLIENTS, "Describe one served model (Gemini)."),
     **{

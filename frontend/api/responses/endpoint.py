@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from functools import partial
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -59,7 +60,7 @@ logger = logging.getLogger(__name__)
 class Responses(ChatCompletions):
     """The routes of OpenAI's Responses API."""
 
-    body_schema = ResponsesRequest
+    body_schema: type[msgspec.Struct] = ResponsesRequest
     cuts_max_tokens = True
     answer_type = ResponsesAnswer
 
@@ -92,14 +93,22 @@ class Responses(ChatCompletions):
         """Read a request. Return the new response, the bytes of the body, and the deadline."""
         serving, state = self._serving, scope["state"]
         deadline = read_deadline(scope, serving.config.frontend.default_deadline_s)
-        kept: KeptResponses | None = state.get(KEPT)
+        body, size = await self._read(scope, receive, lease)
+        serving.verify_model(body.model)
+        serving.verify_serving()
+        exchange = await self._states.begin(body, state["owner"], state.get(KEPT))
+        return exchange, size, deadline
+
+    async def _read(
+        self, scope: Scope, receive: Receive, lease: MemoryLease
+    ) -> tuple[ResponsesRequest, int]:
+        """Return the body of a request and its size in bytes. Dialects translate it."""
+        kept: KeptResponses | None = scope["state"].get(KEPT)
         schema = ResponsesRequest if kept is None else ResponseCreateRequest
         body, size = await self._intake.receive(scope, receive, schema, lease)
         if isinstance(body, ResponseCreateRequest):
             verify_message(body)
-        serving.verify_model(body.model)
-        serving.verify_serving()
-        return await self._states.begin(body, state["owner"], kept), size, deadline
+        return body, size
 
     async def _answer_now(
         self,

@@ -6,7 +6,6 @@ from starlette.routing import Route
 
 from ..bodies.intake import Intake
 from ..dialects.vllm.render import ResponsesRender
-from ..files.storage import FileStorage
 from ..serving import Serving
 from .compaction import Compaction
 from .conversations import Conversations
@@ -15,10 +14,10 @@ from .states import ResponseStates
 from .stored import StoredResponses
 
 
-def response_routes(serving: Serving, intake: Intake, files: FileStorage) -> list[Route]:
+def response_routes(
+    serving: Serving, intake: Intake, states: ResponseStates, responses: Responses
+) -> list[Route]:
     """Return the routes of responses and conversations."""
-    states = ResponseStates(serving.store, files, serving.config.frontend.max_body_bytes)
-    responses = Responses(serving, intake, states)
     stored = StoredResponses(states, responses.runs)
     conversations = Conversations(serving, intake, states)
     one, items = "/conversations/{id}", "/conversations/{id}/items"

@@ -111,6 +111,12 @@ REFUSED: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
     "extra_args": (_NOT_SUPPORTED, ({},)),
     "routed_experts_prompt_start": (_NOT_SUPPORTED, (0,)),
     "trace_decode_token_ids": (_NOT_SUPPORTED, ()),
+    "agent": ("is not supported; this server runs models, not agents: send model", ()),
+    "agent_config": ("is not supported; this server runs models, not agents", ({},)),
+    "cached_content": ("is not supported; send the content in input", ("",)),
+    "continuation_token": ("is not supported; use previous_interaction_id", ("",)),
+    "environment": ("is not supported; this server runs no tools", ({}, "")),
+    "webhook_config": ("is not supported; use background and get", ({},)),
     "features": (_MEDIA, ()),
     "content_parts": (_MEDIA, ([],)),
     # The values of forms are texts.

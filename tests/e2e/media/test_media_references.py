@@ -1,4 +1,7 @@
-"""Conversations refer to media that earlier ones have named, and rendered ones have hashes and places of media."""
+"""Conversations refer to media that earlier ones have named, and rendered ones have hashes and places of media.
+
+The media of an interaction are those of a chat.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import pytest
 from engine import LLM, SamplingParams
 from engine.protocol.errors import ParameterError
 from support.media.image_requests import NUM_TOKENS, chat, data_url, picture
+from support.media.video_files import write_video
 from support.servers.server import DEVICE, Server
 from support.vision.models import Model
 
@@ -30,6 +34,23 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 def server(model: Model) -> Iterator[Server]:
     with Server(str(model.path), *FLAGS, *SEVERAL) as server:
         yield server
+
+
+def test_media_of_an_interaction_give_the_prompt_of_a_chat(server: Server) -> None:
+    image, movie = data_url(picture(7, 100, 70)), write_video("mp4", "libx264", 45, (24, 40))
+    clip = f"data:video/mp4;base64,{base64.b64encode(movie).decode()}"
+    for kind, url in (("image", image), ("video", clip)):
+        part = {"type": f"{kind}_url", f"{kind}_url": {"url": url}}
+        status, expected = server.post(PATH, chat(part, "fox"), headers=ONE)
+        assert status == 200, expected
+        head, _, data = url.partition(";base64,")
+        given = [{"type": kind, "mime_type": head.removeprefix("data:"), "data": data}]
+        config = {"max_output_tokens": 8}
+        given.append({"type": "text", "text": "fox"})
+        body = {"model": "tiny", "input": given, "generation_config": config}
+        status, answer = server.post("/v1beta/interactions", body, headers=ONE)
+        assert status == 200, answer
+        assert answer["usage"]["total_input_tokens"] == len(expected["prompt_token_ids"])
 
 
 def test_rendered_chats_have_the_hashes_and_places_of_media(server: Server) -> None:

@@ -85,6 +85,11 @@ def _find_fault_of_error(answer: Answer, field: str, path: str) -> str:
             if not isinstance(error, str) or len(body) > 1:
                 return f"an error object of another shape: {start!r}"
             error = {"message": error, "type": "", "param": None, "code": None}
+        elif "/interactions" in path:
+            if set(error) != {"code", "message"}:
+                return f"an error object of another shape: {start!r}"
+            error = {"message": error["message"], "type": error["code"], "param": None}
+            error["code"] = None
         elif _METHOD_OF_GEMINI.search(path):
             if set(error) != {"code", "message", "status"}:
                 return f"an error object of another shape: {start!r}"

@@ -85,6 +85,7 @@ BASES: Final[dict[str, bytes]] = {
     "state": b'"Hi"',
     "contents": b'[{"parts": [{"text": "Hi"}]}]',
     "generationConfig": b'{"maxOutputTokens": 1}',
+    "generation_config": b'{"max_output_tokens": 1}',
     "generate_response": b'{"choices": [{"token_ids": [1]}]}',
     "generate_responses": b'[{"choices": [{"token_ids": [1]}]}]',
 }

@@ -30,8 +30,13 @@ _STATUSES: Final = {
 
 def error_body(error: APIError, request_id: str) -> Json:
     """Return the body of an error in Google's format."""
-    status = _STATUSES.get(error.status, "INTERNAL")
+    status = error_status(error)
     return {"error": {"code": error.status, "message": error.message, "status": status}}
+
+
+def error_status(error: APIError) -> str:
+    """Return Google's name for the status of an error."""
+    return _STATUSES.get(error.status, "INTERNAL")
 
 
 class GeminiAnswer(ChatAnswer):
