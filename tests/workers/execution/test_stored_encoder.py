@@ -7,6 +7,7 @@ import fcntl
 import os
 import shutil
 import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -71,13 +72,14 @@ def test_outputs_are_computed_once_for_all_servers_with_the_same_fingerprint(tmp
     assert all(path.stat().st_mode & 0o077 == 0 for path in files(tmp_path))
 
 
-def test_any_outputs_are_found_again(tmp_path):
+def test_outputs_whose_checksum_ends_in_zero_are_found_again(tmp_path):
     encoder = Spelling()
+    inputs = (bytes(divmod(number, 256)) for number in range(1 << 16))
+    data = next(each for each in inputs if zlib.crc32(encoder.encode(each).numpy()) % 256 == 0)
+    encoder.num_calls = 0
     for _ in range(2):
-        with stored(tmp_path, encoder) as store:
-            for number in range(600):
-                store.encode(bytes(divmod(number, 256)))
-    assert encoder.num_calls == 600
+        encode(tmp_path, encoder, data)
+    assert encoder.num_calls == 1
 
 
 @pytest.mark.parametrize("damage", ["empty", "cut", "changed", "head"])
