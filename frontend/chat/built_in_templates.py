@@ -148,7 +148,24 @@ _DEEPSEEK_VL2: Final = """
 {%- if add_generation_prompt %}{{ "<|Assistant|>:" }}{% endif %}
 """
 
-_FLORENCE2: Final = """
+_PARTS: Final = """
+{%- macro images_in(messages) %}
+    {%- for message in messages if message.content is not string %}
+        {%- for part in message.content or [] if part.type != "text" %}{{ "<image>" }}{% endfor %}
+    {%- endfor %}
+{%- endmacro %}
+{%- macro text_in(messages) %}
+    {%- for message in messages %}
+        {%- if message.content is string %}{{ message.content }}
+        {%- else %}{% for part in message.content or [] if part.type == "text" %}{{ part.text }}{% endfor %}{% endif %}
+    {%- endfor %}
+{%- endmacro %}
+"""
+"""Macros that return the marks of the images in messages, and their text."""
+
+_FLORENCE2: Final = (
+    _PARTS
+    + """
 {%- set tasks = {
     "<OCR>": "What is the text in the image?",
     "<OCR_WITH_REGION>": "What is the text in the image, with regions?",
@@ -168,23 +185,15 @@ _FLORENCE2: Final = """
     "<REGION_TO_DESCRIPTION>": "What does the region INPUT describe?",
     "<REGION_TO_OCR>": "What text is in the region INPUT?"
 } %}
-{%- set found = namespace(images="", text="") %}
-{%- for message in messages %}
-    {%- if message.content is string %}{% set found.text = found.text ~ message.content %}
-    {%- else %}
-        {%- for part in message.content or [] %}
-            {%- if part.type == "text" %}{% set found.text = found.text ~ part.text %}
-            {%- else %}{% set found.images = found.images ~ "<image>" %}{% endif %}
-        {%- endfor %}
-    {%- endif %}
-{%- endfor %}
-{%- set text = tasks[found.text | trim] or found.text %}
+{%- set given = text_in(messages) %}
+{%- set text = tasks[given | trim] or given %}
 {%- set chosen = namespace(text=text) %}
 {%- for task, question in tasks_with_input.items() if task in text %}
     {%- set chosen.text = question | replace("INPUT", text | replace(task, "") | trim) %}
 {%- endfor %}
-{{- found.images ~ bos_token ~ chosen.text ~ eos_token }}
+{{- images_in(messages) ~ bos_token ~ chosen.text ~ eos_token }}
 """
+)
 
 _CHAMELEON: Final = """
 {{- bos_token }}
@@ -193,45 +202,34 @@ _CHAMELEON: Final = """
 {%- endfor %}
 """
 
-_MOONDREAM: Final = """
+_MOONDREAM: Final = (
+    _PARTS
+    + """
+{{- "<|endoftext|>" ~ images_in(messages[:1]) }}
 {%- for message in messages %}
-    {%- set found = namespace(images="", text="") %}
-    {%- if message.content is string %}{% set found.text = message.content %}
-    {%- else %}
-        {%- for part in message.content or [] %}
-            {%- if part.type == "text" %}{% set found.text = found.text ~ part.text %}
-            {%- else %}{% set found.images = found.images ~ "<image>" %}{% endif %}
-        {%- endfor %}
-    {%- endif %}
-    {%- if loop.first %}{{ "<|endoftext|>" ~ found.images }}{% endif %}
-    {%- set words = found.text.split() %}
-    {%- if message.role == "assistant" %}{{ found.text }}
+    {%- set text = text_in([message]) %}
+    {%- set words = text.split() %}
+    {%- if message.role == "assistant" %}{{ text }}
     {%- elif words and words[0] in ("caption", "describe") and words | length < 3 %}
         {{- "<|md_reserved_0|>describe<|md_reserved_1|>" ~ (words[1] or "normal") ~ "<|md_reserved_2|>" }}
     {%- else %}
-        {{- "<|md_reserved_0|>query<|md_reserved_1|>" ~ found.text ~ "<|md_reserved_2|>" }}
+        {{- "<|md_reserved_0|>query<|md_reserved_1|>" ~ text ~ "<|md_reserved_2|>" }}
     {%- endif %}
 {%- endfor %}
 """
+)
 
-_NEMOTRON_PARSE: Final = """
-{%- set found = namespace(images="", text="") %}
-{%- for message in messages %}
-    {%- if message.content is string %}{% set found.text = found.text ~ message.content %}
-    {%- else %}
-        {%- for part in message.content or [] %}
-            {%- if part.type == "text" %}{% set found.text = found.text ~ part.text %}
-            {%- else %}{% set found.images = found.images ~ "<image>" %}{% endif %}
-        {%- endfor %}
-    {%- endif %}
-{%- endfor %}
-{%- set text = found.text | trim %}
+_NEMOTRON_PARSE: Final = (
+    _PARTS
+    + """
+{%- set text = text_in(messages) | trim %}
 {%- if text.startswith("</s>") %}{% set text = text[4:] %}
 {%- elif not text.startswith("<s>") %}
     {%- set text = "<s>" ~ (text or "<predict_bbox><predict_classes><output_markdown>") %}
 {%- endif %}
-{{- (found.images or "</s>") ~ text }}
+{{- (images_in(messages) or "</s>") ~ text }}
 """
+)
 
 BUILT_IN_TEMPLATES: Final = {
     "chameleon": _CHAMELEON.strip(),
