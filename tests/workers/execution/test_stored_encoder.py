@@ -9,6 +9,7 @@ import shutil
 import time
 import zlib
 from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def stored(
 
 def encode(root: Path, encoder: Spelling, data: bytes, **options: Any) -> torch.Tensor:
     with stored(root, encoder, **options) as store:
-        return store.encode(data)
+        return store.encode(data, sha256(data).digest())
 
 
 def files(root: Path) -> list[Path]:
@@ -122,7 +123,7 @@ def test_without_the_directory_outputs_are_computed(tmp_path, caplog):
     with stored(tmp_path / "a", encoder) as store:
         shutil.rmtree(tmp_path / "a")
         for data in (b"ab", b"cd"):
-            assert store.encode(data).tolist() == [list(data)]
+            assert store.encode(data, sha256(data).digest()).tolist() == [list(data)]
     assert encoder.num_calls == 2
     assert len(caplog.records) == 1
     (tmp_path / "file").write_text("")
@@ -134,7 +135,7 @@ def test_outputs_that_wait_to_be_written_are_not_computed_again(tmp_path):
     encoder = Spelling()
     with stored(tmp_path, encoder) as store, hanging_writes(tmp_path):
         for _ in range(2):
-            assert store.encode(b"abcd").tolist() == [[97, 98], [99, 100]]
+            assert store.encode(b"abcd", b"h").tolist() == [[97, 98], [99, 100]]
         assert not files(tmp_path)
     assert encoder.num_calls == 1
     assert len(files(tmp_path)) == 1
@@ -144,7 +145,7 @@ def test_only_a_bounded_number_of_bytes_waits_to_be_written(tmp_path):
     encoder, size = Spelling(), WRITTEN_BYTES // 24 * 2
     with stored(tmp_path, encoder) as store, hanging_writes(tmp_path):
         for number in range(5):
-            store.encode(bytes([number]) * size)
+            store.encode(bytes([number]) * size, bytes([number]))
     assert encoder.num_calls == 5
     assert len(files(tmp_path)) == 3
 
@@ -155,7 +156,7 @@ def test_an_encoder_does_not_wait_for_a_directory_that_hangs(tmp_path):
     inputs = [bytes([number, number]) for number in range(20)]
     with stored(tmp_path, encoder) as store:
         for data in inputs:
-            store.encode(data)
+            store.encode(data, sha256(data).digest())
     contents = {path: path.read_bytes() for path in files(tmp_path)}
     for path in contents:
         path.unlink()
@@ -163,9 +164,9 @@ def test_an_encoder_does_not_wait_for_a_directory_that_hangs(tmp_path):
     with stored(tmp_path, encoder, min_wait_s=0.2) as store:
         start = time.monotonic()
         for data in inputs:
-            store.expect(data)
+            store.expect(sha256(data).digest())
         for data in inputs:
-            assert store.encode(data).tolist() == [list(data)]
+            assert store.encode(data, sha256(data).digest()).tolist() == [list(data)]
         # Waiting for each file would take 4 s.
         assert time.monotonic() - start < 2
         assert encoder.num_calls == 40
@@ -177,7 +178,7 @@ def test_an_encoder_does_not_wait_for_a_directory_that_hangs(tmp_path):
         while encoder.num_calls == 40 + number:
             assert time.monotonic() < deadline
             number += 1
-            store.encode(inputs[number % 20])
+            store.encode(inputs[number % 20], sha256(inputs[number % 20]).digest())
 
 
 def feed_pipe(path: Path, content: bytes) -> None:

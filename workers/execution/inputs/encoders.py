@@ -82,7 +82,7 @@ class Encoders:
         if self._stored is not None:
             for item in inputs:
                 if not item.embeddings and item.content_hash not in self._outputs:
-                    self._stored.expect(item.data)
+                    self._stored.expect(item.content_hash)
 
     def remove_request(self, slot: int) -> None:
         """Discard the inputs of a slot."""
@@ -125,7 +125,11 @@ class Encoders:
                 raise EngineError(
                     "an encoder input has no embeddings, and the model has no encoder"
                 )
-            return self._with_later_layers(self._encoder.encode(item.data))
+            if self._stored is not None:
+                rows = self._stored.encode(item.data, item.content_hash)
+            else:
+                rows = self._encoder.encode(item.data)
+            return self._with_later_layers(rows)
         dtype: torch.dtype | None = None
         if item.embeddings in _DTYPES:
             dtype = getattr(torch, item.embeddings)

@@ -120,11 +120,9 @@ class StoredEncoder:
 
     # Called by the worker's main thread
 
-    def expect(self, data: bytes) -> None:
-        """Start to read the outputs for the data of an input that will soon be encoded."""
-        self._expect(_name_of(data))
-
-    def _expect(self, name: str) -> None:
+    def expect(self, content_hash: bytes) -> None:
+        """Start to read the outputs of an input that will soon be encoded."""
+        name = content_hash.hex()
         if name in self._reads or name in self._unwritten or self._is_slow():
             return
         with self._mutex:
@@ -136,14 +134,16 @@ class StoredEncoder:
         self._reads[name] = read = _Read(name)
         self._to_read.put(read)
 
-    def encode(self, data: bytes) -> torch.Tensor:
-        """Return the outputs [rows, D] for the data of one input."""
-        name = _name_of(data)
+    def encode(self, data: bytes, content_hash: bytes = b"") -> torch.Tensor:
+        """Return the outputs [rows, D] for the data of one input. Without its hash they are not kept."""
+        if not content_hash:
+            return self._encoder.encode(data)
+        name = content_hash.hex()
         with self._mutex:
             unwritten = self._unwritten.get(name)
         if unwritten is not None:
             return unwritten
-        self._expect(name)
+        self.expect(content_hash)
         found = self._await(self._reads.pop(name, None))
         if found is not None:
             return found.to(self._device)
@@ -224,10 +224,6 @@ class StoredEncoder:
                     self._root,
                     error.strerror,
                 )
-
-
-def _name_of(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
 
 
 def store_outputs(
