@@ -65,9 +65,6 @@ class AudioTower:
     """The tower described by `spec` and its projection, in torch, with the layers that `make_layers` returns.
 
     It computes one window at a time, so that results do not depend on other audio clips.
-
-    Raises:
-        CheckpointError: A tensor is missing or has another shape.
     """
 
     def __init__(self, spec: AnyAudioSpec, source: TowerSource) -> None:

@@ -42,11 +42,7 @@ def layers_spec(spec: VisionSpec) -> LayersSpec:
 
 
 def read_layer(spec: VisionSpec, tensors: VisionWeights, prefix: str) -> LayerWeights:
-    """Return the weights of a layer.
-
-    Raises:
-        CheckpointError: A tensor is missing or has another shape.
-    """
+    """Return the weights of a layer."""
     size, num_inner, has_bias = spec.hidden_size, spec.intermediate_size, spec.product_bias
     attended_size = spec.num_heads * spec.size_of_heads
 

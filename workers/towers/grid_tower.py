@@ -36,11 +36,7 @@ class _WindowOrder(NamedTuple):
 
 
 class GridTower(ImageTower):
-    """The tower described by `spec` and its projection, in torch, with the layers that `make_layers` returns.
-
-    Raises:
-        CheckpointError: A tensor is missing or has another shape.
-    """
+    """The tower described by `spec` and its projection, in torch, with the layers that `make_layers` returns."""
 
     def __init__(self, spec: GridVisionSpec, source: TowerSource) -> None:
         size = spec.output_size * (1 + len(spec.deepstack_layers))

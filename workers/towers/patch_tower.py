@@ -19,11 +19,7 @@ _PREFIX = "embed_vision."
 
 
 class PatchTower(ImageTower):
-    """The projection described by `spec`, in torch.
-
-    Raises:
-        CheckpointError: A tensor is missing or has another shape.
-    """
+    """The projection described by `spec`, in torch."""
 
     def __init__(self, spec: PatchVisionSpec, source: TowerSource) -> None:
         super().__init__(source, spec.output_size)

@@ -19,11 +19,7 @@ from .weights import Linear, VisionWeights, check_activation
 
 
 class QueryTower(ImageTower):
-    """The tower described by `spec`: an image encoder in torch, and a reader with the layers of `make_layers`.
-
-    Raises:
-        CheckpointError: A tensor is missing or has another shape.
-    """
+    """The tower described by `spec`: an image encoder in torch, and a reader with the layers of `make_layers`."""
 
     def __init__(self, spec: QueryVisionSpec, source: TowerSource) -> None:
         super().__init__(source, spec.output_size)

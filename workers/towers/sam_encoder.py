@@ -19,11 +19,7 @@ _NECK_EPS = 1e-6
 
 
 class SamEncoder:
-    """Turns the normalized pixels of an image into features, in torch.
-
-    Raises:
-        CheckpointError: A tensor is missing or has another shape.
-    """
+    """Turns the normalized pixels of an image into features, in torch."""
 
     def __init__(self, spec: SamSpec, tensors: VisionWeights) -> None:
         self.spec = spec

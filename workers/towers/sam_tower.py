@@ -15,11 +15,7 @@ _PROJECTION = "multi_modal_projector"
 
 
 class SamTower(ImageTower):
-    """The tower described by `spec`, in torch.
-
-    Raises:
-        CheckpointError: A tensor is missing or has another shape.
-    """
+    """The tower described by `spec`, in torch."""
 
     def __init__(self, spec: SamVisionSpec, source: TowerSource) -> None:
         super().__init__(source, spec.output_size)

@@ -29,11 +29,7 @@ from .weights import check_activation
 
 
 class VisionTower(ImageTower):
-    """The tower described by `spec` and its projection, in torch, with the layers that `make_layers` returns.
-
-    Raises:
-        CheckpointError: A tensor is missing or has another shape.
-    """
+    """The tower described by `spec` and its projection, in torch, with the layers that `make_layers` returns."""
 
     def __init__(self, spec: VisionSpec, source: TowerSource) -> None:
         super().__init__(source, spec.output_size)

@@ -27,9 +27,6 @@ class AudioStem:
     """Convolutions over the features or samples of an audio clip, and the embeddings of positions.
 
     `make_product` makes the products of the convolutions, by default in torch.
-
-    Raises:
-        CheckpointError: A tensor is missing or has another shape.
     """
 
     def __init__(

@@ -37,11 +37,7 @@ class CausalState(NamedTuple):
 
 
 class CausalEncoder:
-    """The encoder and the projection of its outputs.
-
-    Raises:
-        CheckpointError: A tensor is missing or has another shape.
-    """
+    """The encoder and the projection of its outputs."""
 
     def __init__(self, spec: CausalSpec, tensors: VisionWeights, checkpoint: Checkpoint) -> None:
         self._spec = spec

@@ -23,11 +23,7 @@ MARKER = "encoder.input_linear.weight"
 
 
 class Conformer:
-    """The conformer and the projector.
-
-    Raises:
-        CheckpointError: A tensor is missing or has another shape.
-    """
+    """The conformer and the projector."""
 
     def __init__(self, spec: ConformerSpec, tensors: VisionWeights, checkpoint: Checkpoint) -> None:
         self._spec = spec

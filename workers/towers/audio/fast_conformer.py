@@ -26,11 +26,7 @@ MARKER = "encoder.subsampling.linear.weight"
 
 
 class FastConformer:
-    """The conformer and the projection, if there is one.
-
-    Raises:
-        CheckpointError: A tensor is missing or has another shape.
-    """
+    """The conformer and the projection, if there is one."""
 
     def __init__(
         self, spec: FastConformerSpec, tensors: VisionWeights, checkpoint: Checkpoint

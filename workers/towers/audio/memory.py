@@ -20,11 +20,7 @@ MARKER = "audio_tower.layers.0.self_attn.fsmn.conv.weight"
 
 
 class MemoryEncoder:
-    """The layers that `spec` describes.
-
-    Raises:
-        CheckpointError: A tensor is missing or has another shape.
-    """
+    """The layers that `spec` describes."""
 
     def __init__(self, spec: MemorySpec, tensors: VisionWeights, checkpoint: Checkpoint) -> None:
         self._input_scale = spec.hidden_size**0.5

@@ -20,11 +20,7 @@ _INPUT_NORM_EPS: Final = 1e-5
 
 
 class PatchEncoder:
-    """The layers and the projection that `spec` describes.
-
-    Raises:
-        CheckpointError: A tensor is missing or has another shape.
-    """
+    """The layers and the projection that `spec` describes."""
 
     def __init__(self, spec: PatchesSpec, tensors: VisionWeights) -> None:
         self._spec = spec

@@ -23,11 +23,7 @@ _NORM_EPS: Final = 1e-5
 
 
 class RelativeConformer:
-    """The conformer and the projection that `spec` describes.
-
-    Raises:
-        CheckpointError: A tensor is missing or has another shape.
-    """
+    """The conformer and the projection that `spec` describes."""
 
     def __init__(self, spec: RelativeConformerSpec, tensors: VisionWeights) -> None:
         self._spec = spec

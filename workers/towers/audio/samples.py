@@ -22,11 +22,7 @@ MARKER = "audio_tower.subsampling.projection.weight"
 
 
 class SamplesEncoder:
-    """The encoder and its decoder. Layers are computed by what the source makes of them.
-
-    Raises:
-        CheckpointError: A tensor is missing or has another shape.
-    """
+    """The encoder and its decoder. Layers are computed by what the source makes of them."""
 
     def __init__(self, spec: SamplesSpec, source: TowerSource) -> None:
         self._spec = spec

@@ -29,11 +29,7 @@ class Stem(Protocol):
 
 
 def make_stem(spec: AudioTowerSpec, tensors: VisionWeights) -> Stem:
-    """Return the stem of a tower.
-
-    Raises:
-        CheckpointError: A tensor is missing or has another shape.
-    """
+    """Return the stem of a tower."""
     if spec.chunks is not None:
         return ChunkStem(spec, spec.chunks, tensors)
     return FrameStem(spec, tensors)

@@ -22,11 +22,7 @@ MARKER = "encoder.embedder.linear.weight"
 
 
 class StreamingEncoder:
-    """The encoder, the positions of its outputs and their projection.
-
-    Raises:
-        CheckpointError: A tensor is missing or has another shape.
-    """
+    """The encoder, the positions of its outputs and their projection."""
 
     def __init__(self, spec: StreamingSpec, tensors: VisionWeights, checkpoint: Checkpoint) -> None:
         self._spec = spec

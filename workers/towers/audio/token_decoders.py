@@ -37,11 +37,7 @@ def read_token_decoder(
     checkpoint: Checkpoint,
     head: str = "ctc_head",
 ) -> TokenDecoder:
-    """Return the decoder that reads the rows of an encoder. `head` is the name of the matrix of CTC.
-
-    Raises:
-        CheckpointError: A tensor is missing or has another shape.
-    """
+    """Return the decoder that reads the rows of an encoder. `head` is the name of the matrix of CTC."""
     if isinstance(decoder, CtcSpec):
         return _Ctc(decoder, tensors.read_linear(head, decoder.vocab_size, hidden_size))
     return _Transducer(decoder, hidden_size, tensors, checkpoint)

@@ -26,11 +26,7 @@ MARKER = f"{_STEM}conv_0.conv.weight"
 
 
 class UniversalSpeech:
-    """The conformer and the projection of its outputs.
-
-    Raises:
-        CheckpointError: A tensor is missing or has another shape.
-    """
+    """The conformer and the projection of its outputs."""
 
     def __init__(self, spec: UniversalSpeechSpec, tensors: VisionWeights) -> None:
         self._spec = spec

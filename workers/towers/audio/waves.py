@@ -24,11 +24,7 @@ _PROJECTION_EPS: Final = 1e-6
 
 
 class WaveEncoders:
-    """Both encoders, and the sum of their projected outputs.
-
-    Raises:
-        CheckpointError: A tensor is missing or has another shape.
-    """
+    """Both encoders, and the sum of their projected outputs."""
 
     def __init__(self, spec: WaveSpec, tensors: VisionWeights, checkpoint: Checkpoint) -> None:
         self._spec = spec

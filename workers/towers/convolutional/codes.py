@@ -21,11 +21,7 @@ _TABLE = "embed_tokens.weight"
 
 
 class CodesTower(ImageTower):
-    """The encoder described by `spec`, in float32, because its codes change with small errors.
-
-    Raises:
-        CheckpointError: A tensor is missing or has another shape.
-    """
+    """The encoder described by `spec`, in float32, because its codes change with small errors."""
 
     def __init__(self, spec: CodesVisionSpec, source: TowerSource) -> None:
         super().__init__(source, spec.output_size)

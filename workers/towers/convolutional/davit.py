@@ -24,11 +24,7 @@ _PROJECTION: Final = "multi_modal_projector."
 
 
 class DavitTower(ImageTower):
-    """The tower described by `spec` and its projection.
-
-    Raises:
-        CheckpointError: A tensor is missing or has another shape.
-    """
+    """The tower described by `spec` and its projection."""
 
     def __init__(self, spec: DavitSpec, source: TowerSource) -> None:
         super().__init__(source, spec.output_size)

@@ -27,11 +27,7 @@ _PROJECTION: Final = "multi_modal_projector."
 
 
 class FastVitTower(ImageTower):
-    """The tower described by `spec` and its projection.
-
-    Raises:
-        CheckpointError: A tensor is missing or has another shape.
-    """
+    """The tower described by `spec` and its projection."""
 
     def __init__(self, spec: FastVitSpec, source: TowerSource) -> None:
         super().__init__(source, spec.output_size)

@@ -18,11 +18,7 @@ from .mobilenet_blocks import read_block, read_inverted, read_norm, read_stem
 
 
 class MobileNetTower(ImageTower):
-    """The tower described by `spec` and its projection.
-
-    Raises:
-        CheckpointError: A tensor is missing or has another shape.
-    """
+    """The tower described by `spec` and its projection."""
 
     def __init__(self, spec: ConvVisionSpec, source: TowerSource) -> None:
         super().__init__(source, spec.output_size)

@@ -35,22 +35,14 @@ class _Normed:
 
 
 def read_stem(tensors: VisionWeights, size: int) -> Block:
-    """Return the first convolution, from the pixels [height, width, 3] of an image to `size` channels.
-
-    Raises:
-        CheckpointError: A tensor is missing or has another shape.
-    """
+    """Return the first convolution, from the pixels [height, width, 3] of an image to `size` channels."""
     weight = tensors.read("conv_stem.conv.weight", size, 3, 3, 3)
     stem = Convolution(weight, tensors.read("conv_stem.conv.bias", size), 2)
     return _Normed(stem, read_norm(tensors, "conv_stem.bn", size), activates=True)
 
 
 def read_block(tensors: VisionWeights, prefix: str, block: ConvBlock) -> Block:
-    """Return a block, which may add its inputs to its outputs.
-
-    Raises:
-        CheckpointError: A tensor is missing or has another shape.
-    """
+    """Return a block, which may add its inputs to its outputs."""
     kinds: dict[str, Callable[[VisionWeights, str, ConvBlock], Block]] = {
         "edge": _edge,
         "inverted": read_inverted,

@@ -24,11 +24,7 @@ _PATH = f"{_PREFIX}coarse."
 def read_connector(
     spec: VisionSpec, checkpoint: Checkpoint, read: Callable[[str], VisionWeights]
 ) -> Callable[[Tensor, int], Tensor]:
-    """Return the projection of the features of several layers, of which those of the last layer come last.
-
-    Raises:
-        CheckpointError: A tensor is missing or has another shape.
-    """
+    """Return the projection of the features of several layers, of which those of the last layer come last."""
     tensors = read(f"{_PREFIX}ln_in.weight")
     inner, factor = spec.hidden_size, spec.merge_factor
     size, merged = spec.output_size // (1 + len(spec.added_after)), inner * factor**2

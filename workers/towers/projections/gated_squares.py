@@ -22,11 +22,7 @@ _NORM_EPS = 1e-5
 def read_gated_squares(
     spec: VisionSpec, checkpoint: Checkpoint, read: Callable[[str], VisionWeights]
 ) -> Callable[[Tensor, int], Tensor]:
-    """Return the projection: a convolution of squares, a product, a norm and a gated MLP, between stored embeddings.
-
-    Raises:
-        CheckpointError: A tensor is missing or has another shape.
-    """
+    """Return the projection: a convolution of squares, a product, a norm and a gated MLP, between stored embeddings."""
     weights, size, side = read(f"{_NAME}conv.weight"), spec.output_size, spec.merge_factor
 
     def product(name: str, rows: int, columns: int) -> Linear:

@@ -32,9 +32,6 @@ def read_merger(
     """Return the function that projects the last layer's patches [P, D] to cells [C, output size].
 
     Its second argument is the number of cells per row.
-
-    Raises:
-        CheckpointError: A tensor is missing or has another shape.
     """
     if spec.merger_size:
         return _GatedMerger(spec, tensors, checkpoint)

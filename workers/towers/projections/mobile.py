@@ -21,11 +21,7 @@ _NORM_EPS = 1e-5
 def read_convolved_mlp(
     spec: VisionSpec, checkpoint: Checkpoint, read: Callable[[str], VisionWeights]
 ) -> Callable[[Tensor, int], Tensor]:
-    """Return the projection of MobileVLM (arXiv 2312.16886): an MLP, and two blocks of convolutions.
-
-    Raises:
-        CheckpointError: A tensor is missing or has another shape.
-    """
+    """Return the projection of MobileVLM (arXiv 2312.16886): an MLP, and two blocks of convolutions."""
     weights = read(f"{_MLP}linear_1.weight")
     mlp = _mlp(spec, weights)
     blocks = [
@@ -45,11 +41,7 @@ def read_convolved_mlp(
 def read_pooled_mlp(
     spec: VisionSpec, checkpoint: Checkpoint, read: Callable[[str], VisionWeights]
 ) -> Callable[[Tensor, int], Tensor]:
-    """Return the projection of MobileVLM V2 (arXiv 2402.03766): an MLP, means of squares, and a convolution.
-
-    Raises:
-        CheckpointError: A tensor is missing or has another shape.
-    """
+    """Return the projection of MobileVLM V2 (arXiv 2402.03766): an MLP, means of squares, and a convolution."""
     weights, size = read(f"{_MLP}linear_1.weight"), spec.output_size
     mlp = _mlp(spec, weights)
     kernel = weights.read(f"{_MLP}depthwise.weight", size, 1, 3, 3)

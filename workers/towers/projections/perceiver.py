@@ -21,11 +21,7 @@ _PREFIX = "connector.perceiver_resampler."
 def read_perceiver(
     spec: VisionSpec, checkpoint: Checkpoint, read: Callable[[str], VisionWeights]
 ) -> Callable[[Tensor, int], Tensor]:
-    """Return the projection.
-
-    Raises:
-        CheckpointError: A tensor is missing or has another shape.
-    """
+    """Return the projection."""
     perceiver, size = spec.perceiver, spec.output_size
     assert perceiver is not None
     weights = read(f"{_PREFIX}latents")

@@ -35,11 +35,7 @@ WORDS: Final = "visual_embeddings_table.weight"
 
 
 def read_projection(spec: VisionSpec, source: TowerSource) -> Projection:
-    """Return the projection that `spec.projection` names.
-
-    Raises:
-        CheckpointError: A tensor is missing or has another shape.
-    """
+    """Return the projection that `spec.projection` names."""
 
     def read(marker: str) -> VisionWeights:
         return source.weights(marker, spec.tensor_names)

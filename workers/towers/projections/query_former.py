@@ -16,11 +16,7 @@ from ..weights import Linear, VisionWeights, attend, find_activation
 
 
 class QueryFormer:
-    """The norm of the queries and the layers that `spec` describes.
-
-    Raises:
-        CheckpointError: A tensor is missing or has another shape.
-    """
+    """The norm of the queries and the layers that `spec` describes."""
 
     def __init__(
         self, spec: QueryFormerSpec, tensors: VisionWeights, prefix: str, checkpoint: Checkpoint
@@ -42,11 +38,7 @@ class QueryFormer:
 def read_former(
     spec: VisionSpec, checkpoint: Checkpoint, read: Callable[[str], VisionWeights]
 ) -> Callable[[Tensor, int], Tensor]:
-    """Return the projection "former", in which learned queries read the patches of an image.
-
-    Raises:
-        CheckpointError: A tensor is missing or has another shape.
-    """
+    """Return the projection "former", in which learned queries read the patches of an image."""
     assert spec.former is not None
     weights = read("query_tokens")
     size = spec.former.size

@@ -23,11 +23,7 @@ _NORM_EPS = 1e-6
 def read_window_queries(
     spec: VisionSpec, checkpoint: Checkpoint, read: Callable[[str], VisionWeights]
 ) -> Callable[[Tensor, int], Tensor]:
-    """Return the projection that `spec.windows` describes.
-
-    Raises:
-        CheckpointError: A tensor is missing or has another shape.
-    """
+    """Return the projection that `spec.windows` describes."""
     windows, size = spec.windows, spec.output_size // (1 + len(spec.added_after))
     assert windows is not None
     parts = [

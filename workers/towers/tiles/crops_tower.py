@@ -27,9 +27,6 @@ class CropsTower(ImageTower):
     Features are those of 2 x 2 patches, or their means. Each row of features ends with a learned one, and another one
     separates the features of the tiles, without those of margins, from the features of the whole image. An MLP projects
     them all.
-
-    Raises:
-        CheckpointError: A tensor is missing or has another shape.
     """
 
     def __init__(self, spec: VisionSpec, source: TowerSource) -> None:

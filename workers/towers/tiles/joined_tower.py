@@ -23,11 +23,7 @@ from .anyres import end_rows, place_tiles
 
 
 class JoinedTower(ImageTower):
-    """The tower described by `spec`: an image encoder in torch, and a reader with the layers of `make_layers`.
-
-    Raises:
-        CheckpointError: A tensor is missing or has another shape.
-    """
+    """The tower described by `spec`: an image encoder in torch, and a reader with the layers of `make_layers`."""
 
     def __init__(self, spec: JoinedVisionSpec, source: TowerSource) -> None:
         super().__init__(source, spec.output_size)

@@ -18,11 +18,7 @@ from ..vision_tower import VisionTower
 
 
 class PairTower(ImageTower):
-    """The towers described by `spec`, with the layers of `make_layers`, and the projection of their features.
-
-    Raises:
-        CheckpointError: A tensor is missing or has another shape.
-    """
+    """The towers described by `spec`, with the layers of `make_layers`, and the projection of their features."""
 
     def __init__(self, spec: PairVisionSpec, source: TowerSource) -> None:
         super().__init__(source, spec.output_size)

@@ -28,11 +28,7 @@ _MLP: Final = "image_projector."
 
 
 class PooledTower(ImageTower):
-    """The tower described by `spec`, with the layers that `make_layers` returns.
-
-    Raises:
-        CheckpointError: A tensor is missing or has another shape.
-    """
+    """The tower described by `spec`, with the layers that `make_layers` returns."""
 
     def __init__(self, spec: PooledVisionSpec, source: TowerSource) -> None:
         super().__init__(source, spec.output_size)

@@ -15,11 +15,7 @@ from .anyres import end_rows, place_tiles
 
 
 class RowsTower(ImageTower):
-    """The tower described by `spec`, with the layers that `make_layers` returns.
-
-    Raises:
-        CheckpointError: A tensor is missing or has another shape.
-    """
+    """The tower described by `spec`, with the layers that `make_layers` returns."""
 
     def __init__(self, spec: VisionSpec, source: TowerSource) -> None:
         super().__init__(source, spec.output_size)

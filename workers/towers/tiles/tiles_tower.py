@@ -25,11 +25,7 @@ _OUTER_EPS = 1e-5
 
 
 class TilesTower(ImageTower):
-    """The tower described by `spec` and its projection, in torch, with the layers that `make_layers` returns.
-
-    Raises:
-        CheckpointError: A tensor is missing or has another shape.
-    """
+    """The tower described by `spec` and its projection, in torch, with the layers that `make_layers` returns."""
 
     def __init__(self, spec: TilesVisionSpec, source: TowerSource) -> None:
         super().__init__(source, spec.output_size)

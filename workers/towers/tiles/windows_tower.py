@@ -25,11 +25,7 @@ _MLP: Final = "projector."
 
 
 class WindowsTower(ImageTower):
-    """The tower described by `spec`, with the layers that `make_layers` returns.
-
-    Raises:
-        CheckpointError: A tensor is missing or has another shape.
-    """
+    """The tower described by `spec`, with the layers that `make_layers` returns."""
 
     def __init__(self, spec: WindowsVisionSpec, source: TowerSource) -> None:
         super().__init__(source, spec.output_size)
