@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from msgspec.structs import replace
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -40,7 +39,8 @@ class GridTower(ImageTower):
 
     def __init__(self, spec: GridVisionSpec, source: TowerSource) -> None:
         size = spec.output_size * (1 + len(spec.deepstack_layers))
-        super().__init__(source, size, max(spec.frames_per_patch, spec.frames_per_tubelet))
+        max_frames = max(spec.frames_per_patch, spec.frames_per_tubelet)
+        super().__init__(source, size, spec.unit * _WARM_UP_OUTPUTS, max_frames)
         self.spec = spec
         tensors = source.weights("patch_embed.proj.weight", spec.tensor_names)
         size, patch_size = spec.hidden_size, spec.patch_size
@@ -120,15 +120,9 @@ class GridTower(ImageTower):
                 found.append(make_layers(part, weights))
         return found
 
-    def warm_up(self) -> None:
-        """Encode a black image."""
-        if (page := self.spec.page) is not None:
-            pixels = bytes(3 * page.width * page.height)
-            image = replace(black_image(1), width=page.width, height=page.height, pixels=pixels)
-            self(image)
-            return
-        side = self.spec.unit * _WARM_UP_OUTPUTS
-        self(replace(black_image(side), original_width=side, original_height=side))
+    def _black_image(self) -> ImagePayload:
+        page = self.spec.page
+        return super()._black_image() if page is None else black_image(page.width, page.height)
 
     def _encode(self, image: ImagePayload) -> Tensor:
         """Return the outputs [K, elements] of an image: an embedding, then its parts for the decoder's first layers."""

@@ -49,11 +49,12 @@ class ImageTower(ABC):
     Args:
         source: The weights of the tower, with their device and dtype.
         size: The number of elements of an output.
+        side: The side of the square image to warm up with.
         max_frames: The maximum number of frames that it reads together.
     """
 
-    def __init__(self, source: TowerSource, size: int, max_frames: int = 1) -> None:
-        self._size, self._max_frames = size, max_frames
+    def __init__(self, source: TowerSource, size: int, side: int, max_frames: int = 1) -> None:
+        self._size, self._side, self._max_frames = size, side, max_frames
         self._device, self._dtype = source.device, source.dtype
         self._num_threads = source.num_threads
 
@@ -78,19 +79,31 @@ class ImageTower(ABC):
         with torch_threads(self._device, self._num_threads):
             return self._encode(image)
 
-    @abstractmethod
     def warm_up(self) -> None:
         """Encode a black image."""
+        self(self._black_image())
+
+    def _black_image(self) -> ImagePayload:
+        return black_image(self._side)
 
     @abstractmethod
     def _encode(self, image: ImagePayload) -> Tensor:
         """Return the outputs [K, size] of an image, or raise the error of `wrong_size`."""
 
 
-def black_image(side: int) -> ImagePayload:
-    """Return a square image to warm up with."""
-    ones = (1.0, 1.0, 1.0)
-    return ImagePayload(side, side, bytes(3 * side * side), 1.0, ones, ones)
+def black_image(width: int, height: int = 0) -> ImagePayload:
+    """Return an image to warm up with, which is square by default."""
+    height, ones = height or width, (1.0, 1.0, 1.0)
+    pixels = bytes(3 * width * height)
+    return ImagePayload(
+        width, height, pixels, 1.0, ones, ones, original_width=width, original_height=height
+    )
+
+
+def verify_square(image: ImagePayload, side: int) -> None:
+    """Raise EngineError unless an image has this side."""
+    if (image.width, image.height) != (side, side):
+        raise wrong_size(image, f"{side} x {side}")
 
 
 def wrong_size(image: ImagePayload, needed: str) -> EngineError:

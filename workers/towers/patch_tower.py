@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from ...protocol.checkpoint.vision.gemma import PatchVisionSpec
 from ...protocol.encoder_inputs.payloads import ImagePayload
-from .image_tower import ImageTower, TowerSource, black_image, wrong_size
+from .image_tower import ImageTower, TowerSource, wrong_size
 from .pixels import normalized_pixels, split_patches
 from .weights import Linear, Norm
 
@@ -22,7 +22,7 @@ class PatchTower(ImageTower):
     """The projection described by `spec`, in torch."""
 
     def __init__(self, spec: PatchVisionSpec, source: TowerSource) -> None:
-        super().__init__(source, spec.output_size)
+        super().__init__(source, spec.output_size, spec.side_factor)
         self.spec = spec
         tensors = source.weights(f"{_PREFIX}patch_dense.weight", spec.tensor_names)
         size, num_pixels = spec.hidden_size, 3 * spec.side_factor**2
@@ -41,10 +41,6 @@ class PatchTower(ImageTower):
         self._output = tensors.read_linear(
             f"{_PREFIX}embedding_projection", spec.output_size, size, has_bias=False
         )
-
-    def warm_up(self) -> None:
-        """Encode a black image."""
-        self(black_image(self.spec.side_factor))
 
     def _encode(self, image: ImagePayload) -> Tensor:
         spec, side = self.spec, self.spec.side_factor

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...protocol.checkpoint.vision.deepseek import NUM_QUERIES, QueryVisionSpec
 from ...protocol.encoder_inputs.payloads import ImagePayload
-from .image_tower import ImageTower, TowerSource, black_image, wrong_size
+from .image_tower import ImageTower, TowerSource, wrong_size
 from .layers import LayersSpec, LayerWeights, Patches
 from .pixels import normalized_pixels
 from .rotary import PatchRotary
@@ -22,7 +22,7 @@ class QueryTower(ImageTower):
     """The tower described by `spec`: an image encoder in torch, and a reader with the layers of `make_layers`."""
 
     def __init__(self, spec: QueryVisionSpec, source: TowerSource) -> None:
-        super().__init__(source, spec.output_size)
+        super().__init__(source, spec.output_size, spec.sam.image_size)
         self.spec = spec
         for activation in (spec.sam.activation, spec.reader_activation):
             check_activation(source.checkpoint, activation)
@@ -46,10 +46,6 @@ class QueryTower(ImageTower):
             "multi_modal_projector", spec.output_size, size
         )
         self._separator_D = read("view_separator").read("view_separator", spec.output_size)
-
-    def warm_up(self) -> None:
-        """Encode a black image."""
-        self(black_image(self.spec.sam.image_size))
 
     def _encode(self, image: ImagePayload) -> Tensor:
         """Return the embeddings [K, output size] of a tile, or of a whole image and the separator after it."""

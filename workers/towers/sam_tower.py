@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ...protocol.checkpoint.vision.deepseek import SamVisionSpec
 from ...protocol.encoder_inputs.payloads import ImagePayload
-from .image_tower import ImageTower, TowerSource, black_image, wrong_size
+from .image_tower import ImageTower, TowerSource, verify_square
 from .pixels import normalized_pixels
 from .sam_encoder import SamEncoder
 from .weights import check_activation
@@ -18,7 +18,7 @@ class SamTower(ImageTower):
     """The tower described by `spec`, in torch."""
 
     def __init__(self, spec: SamVisionSpec, source: TowerSource) -> None:
-        super().__init__(source, spec.output_size)
+        super().__init__(source, spec.output_size, spec.image_size)
         self.spec = spec
         check_activation(source.checkpoint, spec.sam.activation)
         tensors = source.weights("patch_embed.projection.weight", _NAMES)
@@ -27,14 +27,8 @@ class SamTower(ImageTower):
             _PROJECTION, spec.output_size, spec.output_size
         )
 
-    def warm_up(self) -> None:
-        """Encode a black image."""
-        self(black_image(self.spec.image_size))
-
     def _encode(self, image: ImagePayload) -> Tensor:
-        side = self.spec.image_size
-        if (image.width, image.height) != (side, side):
-            raise wrong_size(image, f"{side} x {side}")
+        verify_square(image, self.spec.image_size)
         pixels = normalized_pixels(image, self._device, self._dtype)[0]
         return self._project(self._encode_image(pixels))
 

@@ -17,7 +17,7 @@ from ...protocol.checkpoint.vision.spec import VisionSpec
 from ...protocol.encoder_inputs.payloads import ImagePayload
 from ...protocol.errors import EngineError
 from .clip_layers import layers_spec, read_layer
-from .image_tower import ImageTower, TowerSource, black_image, wrong_size
+from .image_tower import ImageTower, TowerSource, black_image, verify_square, wrong_size
 from .layers import Layers, Patches
 from .pixels import normalized_pixels, split_patches
 from .projections.projection import WORDS, read_projection
@@ -32,7 +32,10 @@ class VisionTower(ImageTower):
     """The tower described by `spec` and its projection, in torch, with the layers that `make_layers` returns."""
 
     def __init__(self, spec: VisionSpec, source: TowerSource) -> None:
-        super().__init__(source, spec.output_size)
+        side = spec.side_factor if spec.max_outputs else spec.image_size
+        if spec.query_counts:
+            side = spec.query_counts[0][0] * spec.patch_size
+        super().__init__(source, spec.output_size, side)
         self.spec = spec
         check_activation(source.checkpoint, spec.activation)
         tensors = source.weights("embeddings.patch_embedding.weight", spec.tensor_names)
@@ -121,14 +124,11 @@ class VisionTower(ImageTower):
             if spec.windows is not None and spec.windows.begins_with_zeros:
                 self._newline_D[: len(newline_D)] = 0
 
-    def warm_up(self) -> None:
-        """Encode a black image."""
-        spec = self.spec
-        side = spec.side_factor if spec.max_outputs else spec.image_size
-        if spec.query_counts:
-            side = spec.query_counts[0][0] * spec.patch_size
-        fine = None if spec.fine is None else black_image(spec.fine.image_size)
-        self(replace(black_image(side), original_width=side, original_height=side, fine=fine))
+    def _black_image(self) -> ImagePayload:
+        fine = self.spec.fine
+        return replace(
+            super()._black_image(), fine=None if fine is None else black_image(fine.image_size)
+        )
 
     def _check_size(self, image: ImagePayload) -> None:
         spec, side = self.spec, self.spec.image_size
@@ -150,8 +150,7 @@ class VisionTower(ImageTower):
             if image.fine is None or (image.fine.width, image.fine.height) != (fine, fine):
                 raise EngineError(f"the larger copy of an image must have {fine} x {fine} pixels")
         if not spec.max_outputs:
-            if (image.width, image.height) != (side, side):
-                raise wrong_size(image, f"{side} x {side}")
+            verify_square(image, side)
             return
         factor = spec.side_factor
         num_outputs = image.width // factor * (image.height // factor)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ....protocol.checkpoint.vision.convolutional.codes import NUM_GROUPS, CodesVisionSpec
 from ....protocol.encoder_inputs.payloads import ImagePayload
-from ..image_tower import ImageTower, TowerSource, black_image, wrong_size
+from ..image_tower import ImageTower, TowerSource, wrong_size
 from ..pixels import normalized_pixels
 from ..weights import VisionWeights
 
@@ -24,7 +24,7 @@ class CodesTower(ImageTower):
     """The encoder described by `spec`, in float32, because its codes change with small errors."""
 
     def __init__(self, spec: CodesVisionSpec, source: TowerSource) -> None:
-        super().__init__(source, spec.output_size)
+        super().__init__(source, spec.output_size, spec.unit)
         self.spec = spec
         exact = source._replace(dtype=torch.float32)
         tensors = exact.weights(f"{_PREFIX}encoder.conv_in.weight", spec.tensor_names)
@@ -58,10 +58,6 @@ class CodesTower(ImageTower):
             # The code at the smallest distance has the largest product, less half of its own squared length.
             self._codes.bias = self._codes.weight.square().sum(-1) / -2
         self._embeddings = source.weights(_TABLE)
-
-    def warm_up(self) -> None:
-        """Encode a black image."""
-        self(black_image(self.spec.unit))
 
     def _encode(self, image: ImagePayload) -> Tensor:
         spec, unit = self.spec, self.spec.unit

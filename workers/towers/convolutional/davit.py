@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from ....protocol.checkpoint.vision.convolutional.davit import DavitSpec, DavitStage
 from ....protocol.encoder_inputs.payloads import ImagePayload
-from ..image_tower import ImageTower, TowerSource, black_image, wrong_size
+from ..image_tower import ImageTower, TowerSource, wrong_size
 from ..pixels import normalized_pixels
 from ..weights import Linear, Norm, VisionWeights, find_activation
 from .convolution import Block, Convolution, chained
@@ -27,7 +27,10 @@ class DavitTower(ImageTower):
     """The tower described by `spec` and its projection."""
 
     def __init__(self, spec: DavitSpec, source: TowerSource) -> None:
-        super().__init__(source, spec.output_size)
+        side = 1
+        while not spec.num_places(side):
+            side *= 2
+        super().__init__(source, spec.output_size, side)
         self.spec = spec
         tensors, inputs = source.weights(_MARKER, spec.tensor_names), 3
         self._activation = find_activation(source.checkpoint, spec.activation)
@@ -61,13 +64,6 @@ class DavitTower(ImageTower):
         self._norm: Norm = names.read_layer_norm(
             f"{_PROJECTION}image_proj_norm", spec.output_size, _NORM_EPS
         )
-
-    def warm_up(self) -> None:
-        """Encode a black image."""
-        side = 1
-        while not self.spec.num_places(side):
-            side *= 2
-        self(black_image(side))
 
     def _encode(self, image: ImagePayload) -> Tensor:
         most = self.spec.num_positions

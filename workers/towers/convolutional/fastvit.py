@@ -16,7 +16,7 @@ from ....protocol.checkpoint.vision.convolutional.fastvit import (
     FastVitSpec,
 )
 from ....protocol.encoder_inputs.payloads import ImagePayload
-from ..image_tower import ImageTower, TowerSource, black_image, wrong_size
+from ..image_tower import ImageTower, TowerSource, verify_square
 from ..pixels import normalized_pixels
 from ..weights import Linear, VisionWeights, find_activation
 from .convolution import Block, Convolution, chained
@@ -30,7 +30,7 @@ class FastVitTower(ImageTower):
     """The tower described by `spec` and its projection."""
 
     def __init__(self, spec: FastVitSpec, source: TowerSource) -> None:
-        super().__init__(source, spec.output_size)
+        super().__init__(source, spec.output_size, spec.image_size)
         self.spec = spec
         tensors = source.weights(_MARKER)
         self._steps = [*_stem(tensors, spec.sizes[0])]
@@ -46,14 +46,8 @@ class FastVitTower(ImageTower):
         )
         self._projection = (first, find_activation(source.checkpoint, spec.activation), second)
 
-    def warm_up(self) -> None:
-        """Encode a black image."""
-        self(black_image(self.spec.image_size))
-
     def _encode(self, image: ImagePayload) -> Tensor:
-        side = self.spec.image_size
-        if image.width != side or image.height != side:
-            raise wrong_size(image, f"{side} x {side}")
+        verify_square(image, self.spec.image_size)
         pixels = normalized_pixels(image, self._device, self._dtype)[0]
         features = chained(self._steps, pixels.permute(1, 2, 0).contiguous())
         return chained(self._projection, features.flatten(0, 1))

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ....protocol.checkpoint.vision.convolutional.mobilenet import ConvBlock, ConvVisionSpec
 from ....protocol.encoder_inputs.payloads import ImagePayload
-from ..image_tower import ImageTower, TowerSource, black_image, wrong_size
+from ..image_tower import ImageTower, TowerSource, wrong_size
 from ..pixels import normalized_pixels
 from ..weights import Norm
 from .mobilenet_blocks import read_block, read_inverted, read_norm, read_stem
@@ -21,7 +21,7 @@ class MobileNetTower(ImageTower):
     """The tower described by `spec` and its projection."""
 
     def __init__(self, spec: ConvVisionSpec, source: TowerSource) -> None:
-        super().__init__(source, spec.output_size)
+        super().__init__(source, spec.output_size, 16 * spec.output_side)
         self.spec = spec
         tensors = source.weights("conv_stem.conv.weight")
         self._stem = read_stem(tensors, spec.stem_size)
@@ -46,10 +46,6 @@ class MobileNetTower(ImageTower):
         )
         table = projection.read(name, spec.vocab_size, size)
         self._end_1D = self._projected(norm("hard_embedding_norm")(table[spec.end_row][None]))
-
-    def warm_up(self) -> None:
-        """Encode a black image."""
-        self(black_image(16 * self.spec.output_side))
 
     def _encode(self, image: ImagePayload) -> Tensor:
         """Return the embeddings [outputs, output size] of an image and of the token after it."""

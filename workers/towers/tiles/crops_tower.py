@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from ....protocol.checkpoint.vision.spec import VisionSpec
 from ....protocol.encoder_inputs.payloads import ImagePayload
 from ....protocol.errors import EngineError
-from ..image_tower import ImageTower, TowerSource, black_image
+from ..image_tower import ImageTower, TowerSource
 from ..pixels import normalized_pixels
 from ..vision_tower import VisionTower
 from ..weights import find_activation
@@ -30,7 +30,7 @@ class CropsTower(ImageTower):
     """
 
     def __init__(self, spec: VisionSpec, source: TowerSource) -> None:
-        super().__init__(source, spec.output_size)
+        super().__init__(source, spec.output_size, spec.image_size)
         self.spec = spec
         size = spec.hidden_size * (spec.merge_factor**2 if spec.projection == "squares" else 1)
         self._tower = VisionTower(replace(spec, has_crops=False, output_size=size), source)
@@ -42,11 +42,6 @@ class CropsTower(ImageTower):
         self._up = tensors.read_linear(f"{_PREFIX}img_projection_up", output, size)
         self._activation = find_activation(source.checkpoint, spec.projection_activation)
         self._down = tensors.read_linear(f"{_PREFIX}img_projection_down", output, output)
-
-    def warm_up(self) -> None:
-        """Encode a black image."""
-        side = self.spec.image_size
-        self(replace(black_image(side), original_width=side, original_height=side))
 
     def _encode(self, image: ImagePayload) -> Tensor:
         spec, side = self.spec, self.spec.image_size

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from ....protocol.checkpoint.vision.deepseek import JoinedVisionSpec
 from ....protocol.encoder_inputs.payloads import ImagePayload
 from ..clip_layers import layers_spec, read_layer
-from ..image_tower import ImageTower, TowerSource, black_image, wrong_size
+from ..image_tower import ImageTower, TowerSource, wrong_size
 from ..layers import Patches
 from ..pixels import normalized_pixels
 from ..query_tower import NAMES
@@ -26,7 +26,7 @@ class JoinedTower(ImageTower):
     """The tower described by `spec`: an image encoder in torch, and a reader with the layers of `make_layers`."""
 
     def __init__(self, spec: JoinedVisionSpec, source: TowerSource) -> None:
-        super().__init__(source, spec.output_size)
+        super().__init__(source, spec.output_size, spec.sam.image_size)
         self.spec = spec
         reader = spec.reader
         for activation in (spec.sam.activation, reader.activation):
@@ -52,10 +52,6 @@ class JoinedTower(ImageTower):
         self._newline_D, self._separator_D = (
             read(name).read(name, spec.output_size) for name in ("image_newline", "view_separator")
         )
-
-    def warm_up(self) -> None:
-        """Encode a black image."""
-        self(black_image(self.spec.sam.image_size))
 
     def _encode(self, image: ImagePayload) -> Tensor:
         """Return the embeddings [K, output size] of a grid of tiles, or of a whole image and the separator after it."""

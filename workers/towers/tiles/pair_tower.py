@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from ....protocol.checkpoint.vision.pairs.prismatic import PairVisionSpec
 from ....protocol.encoder_inputs.payloads import ImagePayload
-from ..image_tower import ImageTower, TowerSource, black_image, wrong_size
+from ..image_tower import ImageTower, TowerSource, verify_square
 from ..pixels import normalized_pixels
 from ..vision_tower import VisionTower
 
@@ -21,7 +21,7 @@ class PairTower(ImageTower):
     """The towers described by `spec`, with the layers of `make_layers`, and the projection of their features."""
 
     def __init__(self, spec: PairVisionSpec, source: TowerSource) -> None:
-        super().__init__(source, spec.output_size)
+        super().__init__(source, spec.output_size, spec.image_size)
         self.spec = spec
         self._towers = [VisionTower(each, source) for each in spec.towers]
         tensors = source.weights("projector.fc1.weight")
@@ -32,15 +32,9 @@ class PairTower(ImageTower):
             for number, shape in enumerate(sizes, 1)
         ]
 
-    def warm_up(self) -> None:
-        """Encode a black image."""
-        self(black_image(self.spec.image_size))
-
     def _encode(self, image: ImagePayload) -> Tensor:
         """Return the embeddings [P, D] of an image."""
-        side = self.spec.image_size
-        if (image.width, image.height) != (side, side):
-            raise wrong_size(image, f"{side} x {side}")
+        verify_square(image, self.spec.image_size)
         images = image, replace(image, mean=self.spec.mean, std=self.spec.std)
         features = [
             tower.encode_pixels(normalized_pixels(each, self._device, self._dtype)[0])

@@ -17,7 +17,7 @@ from ....protocol.checkpoint.vision.tiled.molmo import MARGINS, POOL_SIDE, Poole
 from ....protocol.encoder_inputs.payloads import ImagePayload
 from ....protocol.errors import EngineError
 from ...device.torch_threads import torch_threads
-from ..image_tower import ImageTower, TowerSource, black_image, wrong_size
+from ..image_tower import ImageTower, TowerSource, verify_square
 from ..pixels import normalized_pixels
 from ..vision_tower import VisionTower
 from ..weights import Linear, find_activation
@@ -31,7 +31,7 @@ class PooledTower(ImageTower):
     """The tower described by `spec`, with the layers that `make_layers` returns."""
 
     def __init__(self, spec: PooledVisionSpec, source: TowerSource) -> None:
-        super().__init__(source, spec.output_size)
+        super().__init__(source, spec.output_size, spec.tower.image_size)
         self.spec = spec
         names = spec.tower.tensor_names
         self._tower = VisionTower(spec.tower, source)
@@ -70,13 +70,12 @@ class PooledTower(ImageTower):
     def warm_up(self) -> None:
         """Encode a black image."""
         with torch.inference_mode(), torch_threads(self._device, self._num_threads):
-            self._features(black_image(self.spec.tower.image_size))
+            self._features(self._black_image())
 
     def _encode(self, image: ImagePayload) -> Tensor:
         """Return the embeddings [T, output size] of the tokens of an image."""
         side, fine = self.spec.tower.image_size, image.fine
-        if (image.width, image.height) != (side, side):
-            raise wrong_size(image, f"{side} x {side}")
+        verify_square(image, side)
         step = self.spec.window * self.spec.tower.patch_size
         if fine is None or any(
             length < side or (length - side) % step for length in (fine.width, fine.height)

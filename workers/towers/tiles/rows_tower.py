@@ -18,7 +18,7 @@ class RowsTower(ImageTower):
     """The tower described by `spec`, with the layers that `make_layers` returns."""
 
     def __init__(self, spec: VisionSpec, source: TowerSource) -> None:
-        super().__init__(source, spec.output_size)
+        super().__init__(source, spec.output_size, spec.image_size)
         self.spec = spec
         self._tower = VisionTower(spec, source)
         # The name of the other one is misspelled in all checkpoints.
@@ -27,11 +27,8 @@ class RowsTower(ImageTower):
             for name in ("image_newline", "view_seperator")
         )
 
-    def warm_up(self) -> None:
-        """Encode a black image."""
-        side = self.spec.image_size
-        pixels = bytes(6 * side**2)
-        self(replace(black_image(side), height=2 * side, pixels=pixels, grid_columns=1))
+    def _black_image(self) -> ImagePayload:
+        return replace(black_image(self._side, 2 * self._side), grid_columns=1)
 
     def _encode(self, image: ImagePayload) -> Tensor:
         """Return the embeddings [K, output size] of the whole image, a separator and the grid of tiles."""

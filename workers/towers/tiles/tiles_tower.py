@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from ....protocol.checkpoint.vision.llama import TilesVisionSpec
 from ....protocol.encoder_inputs.payloads import ImagePayload
-from ..image_tower import ImageTower, TowerSource, black_image, wrong_size
+from ..image_tower import ImageTower, TowerSource, wrong_size
 from ..layers import LayersSpec, LayerWeights, Patches
 from ..pixels import normalized_pixels, split_patches
 from ..weights import Linear, VisionWeights, check_activation
@@ -28,7 +28,7 @@ class TilesTower(ImageTower):
     """The tower described by `spec` and its projection, in torch, with the layers that `make_layers` returns."""
 
     def __init__(self, spec: TilesVisionSpec, source: TowerSource) -> None:
-        super().__init__(source, spec.output_size)
+        super().__init__(source, spec.output_size, spec.image_size)
         self.spec = spec
         check_activation(source.checkpoint, spec.activation)
         tensors = source.weights("gated_positional_embedding.embedding")
@@ -74,9 +74,8 @@ class TilesTower(ImageTower):
             name, spec.output_size, size * (1 + len(spec.feature_layers))
         )
 
-    def warm_up(self) -> None:
-        """Encode a black image."""
-        self(replace(black_image(self.spec.image_size), grid_columns=1))
+    def _black_image(self) -> ImagePayload:
+        return replace(super()._black_image(), grid_columns=1)
 
     def _encode(self, image: ImagePayload) -> Tensor:
         """Return the outputs [K, output size] of an image, tile by tile."""

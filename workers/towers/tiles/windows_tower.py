@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from ....protocol.checkpoint.vision.tiled.moondream import WindowsVisionSpec
 from ....protocol.encoder_inputs.payloads import ImagePayload
 from ....protocol.errors import EngineError
-from ..image_tower import ImageTower, TowerSource, black_image, wrong_size
+from ..image_tower import ImageTower, TowerSource, verify_square
 from ..pixels import normalized_pixels
 from ..vision_tower import VisionTower
 from ..weights import find_activation
@@ -28,7 +28,7 @@ class WindowsTower(ImageTower):
     """The tower described by `spec`, with the layers that `make_layers` returns."""
 
     def __init__(self, spec: WindowsVisionSpec, source: TowerSource) -> None:
-        super().__init__(source, spec.output_size)
+        super().__init__(source, spec.output_size, spec.tower.image_size)
         self.spec = spec
         names, size = spec.tower.tensor_names, spec.tower.hidden_size
         self._tower = VisionTower(spec.tower, source)
@@ -41,16 +41,14 @@ class WindowsTower(ImageTower):
             "embed_tokens.weight", [spec.start_id], spec.vocab_size, spec.output_size
         )
 
-    def warm_up(self) -> None:
-        """Encode a black image."""
-        whole = black_image(self.spec.tower.image_size)
-        self(replace(whole, fine=whole))
+    def _black_image(self) -> ImagePayload:
+        whole = super()._black_image()
+        return replace(whole, fine=whole)
 
     def _encode(self, image: ImagePayload) -> Tensor:
         """Return the embedding of the first token, and those of the patches of the whole image."""
         side, fine = self.spec.tower.image_size, image.fine
-        if (image.width, image.height) != (side, side):
-            raise wrong_size(image, f"{side} x {side}")
+        verify_square(image, side)
         step = self.spec.window * self.spec.tower.patch_size
         if fine is None or any(
             length < side or (length - side) % step for length in (fine.width, fine.height)
