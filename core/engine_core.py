@@ -152,11 +152,7 @@ class EngineCore:
             self._stats_log = StatsLog(core_index, interval_s, time.monotonic())
 
     def run(self) -> None:
-        """Allocate the KV cache, then serve until `STOP_PROCESS`.
-
-        Raises:
-            EngineError: The replica failed.
-        """
+        """Allocate the KV cache, then serve until `STOP_PROCESS`. Raise EngineError if the replica failed."""
         self._status.report(Stage.STARTING)
         try:
             memory = self._workers.await_kv_cache(

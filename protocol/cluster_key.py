@@ -46,11 +46,7 @@ class ClusterKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return cls(*(key.decode() for key in pairs))
 
     def save(self, path: str) -> None:
-        """Write the key to a new file with mode 0600.
-
-        Raises:
-            ConfigError: The file exists or cannot be written.
-        """
+        """Write the key to a new file with mode 0600. Raise ConfigError if the file exists or cannot be written."""
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         except FileExistsError:
@@ -77,11 +73,7 @@ class ClusterKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def load_cluster_key(path: str) -> ClusterKey:
-    """Read a key file.
-
-    Raises:
-        ConfigError: The file cannot be read, is readable by everyone, or is not a key.
-    """
+    """Read a key file. Raise ConfigError if the file cannot be read, is readable by everyone, or is not a key."""
     try:
         with open(path, "rb") as file:
             if os.fstat(file.fileno()).st_mode & stat.S_IROTH:

@@ -41,11 +41,7 @@ class FileIdentity(msgspec.Struct, frozen=True, array_like=True):
 def identify_files(
     paths: Iterable[str | PathLike[str]], hash_content: HashContent
 ) -> tuple[FileIdentity, ...]:
-    """Return the current identities of files.
-
-    Raises:
-        CheckpointError: A file cannot be read.
-    """
+    """Return the current identities of files. Raise CheckpointError if a file cannot be read."""
     return tuple(_identify(Path(path), hash_content) for path in paths)
 
 
@@ -136,11 +132,7 @@ class LoraAdapter(msgspec.Struct, array_like=True, gc=False, frozen=True):
         return LoraAdapter(self.name, self.path, _scaled_version(self.version, scale), scale)
 
     def verify(self) -> None:
-        """Check that the files are unchanged.
-
-        Raises:
-            CheckpointError: They are missing, or have changed.
-        """
+        """Check that the files are unchanged. Raise CheckpointError if they are missing, or have changed."""
         if _scaled_version(_hash_files(Path(self.path)), self.scale) != self.version:
             raise CheckpointError(
                 self.path,

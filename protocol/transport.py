@@ -81,11 +81,7 @@ class FrameTooLarge(EngineError):
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    """Return the frame of a message.
-
-    Raises:
-        FrameTooLarge: The frame is larger than `MAX_FRAME_BYTES`.
-    """
+    """Return the frame of a message. Raise FrameTooLarge if the frame is larger than `MAX_FRAME_BYTES`."""
     frame = _encode(message)
     if len(frame) > MAX_FRAME_BYTES:
         raise FrameTooLarge(len(frame))

@@ -203,11 +203,7 @@ _BUILT_IN: Final = {
 
 
 def register_connector(name: str, factory: ConnectorFactory) -> None:
-    """Register a connector under a name.
-
-    Raises:
-        ValueError: The name is taken.
-    """
+    """Register a connector under a name. Raise ValueError if the name is taken."""
     if name in _FACTORIES:
         raise ValueError(f"KV connector {name!r} is already registered")
     _FACTORIES[name] = factory

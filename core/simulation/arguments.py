@@ -130,11 +130,7 @@ def list_of(parse: Callable[[str], T]) -> Callable[[str], list[T]]:
 
 
 def positive(text: str) -> int:
-    """Return an integer of at least 1.
-
-    Raises:
-        ValueError: The text is not such an integer.
-    """
+    """Return an integer of at least 1. Raise ValueError if the text is not such an integer."""
     value = int(text)
     if value < 1:
         raise ValueError(f"must be at least 1, got {value}")

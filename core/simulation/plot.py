@@ -19,11 +19,7 @@ SHARES: Float64Array = np.linspace(0.0, 100.0, 201)
 
 
 def write_plot(path: str, image: str) -> None:
-    """Write an image to the file of `--plot`.
-
-    Raises:
-        EngineError: It cannot be written.
-    """
+    """Write an image to the file of `--plot`. Raise EngineError if it cannot be written."""
     try:
         Path(path).write_text(image, encoding="utf-8")
     except OSError as error:

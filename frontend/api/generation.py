@@ -268,11 +268,7 @@ def _find_data_parallel_rank(scope: Scope, request: HasUser, num_replicas: int) 
 
 
 def verify_priority(priority: int | None) -> int:
-    """Return the priority of a request, by default 0.
-
-    Raises:
-        APIError: It is too large (400).
-    """
+    """Return the priority of a request, by default 0. Raise APIError 400 if it is too large."""
     if priority is not None and not -(2**31) <= priority < 2**31:
         raise bad_request("priority", f"must fit in 32 bits, got {priority}")
     return priority or 0
@@ -422,11 +418,7 @@ class ClientWatch:
 
 
 async def wait_for_end(group: RequestGroup, receive: Receive) -> None:
-    """Wait until every sequence has finished.
-
-    Raises:
-        ClientDisconnected: The client closed the connection first.
-    """
+    """Wait until every sequence has finished. Raise ClientDisconnected if the client closed the connection first."""
     with ClientWatch(receive, group) as watch:
         await group.wait_for_end()
         if watch.disconnected:

@@ -247,9 +247,5 @@ ROUTE_DESCRIPTIONS: Final[dict[str, tuple[str, str]]] = {
 
 
 def describe_route(path: str) -> tuple[str, str]:
-    """Return the group and the description of a route.
-
-    Raises:
-        KeyError: The route has no description.
-    """
+    """Return the group and the description of a route. Raise KeyError if the route has no description."""
     return ROUTE_DESCRIPTIONS.get(f"/v1{path}") or ROUTE_DESCRIPTIONS[path]

@@ -372,11 +372,7 @@ class Frontend:
 
 
 def uvicorn_config(app: ASGIApp, frontend: FrontendConfig) -> Config:
-    """Return the configuration of the HTTP server.
-
-    Raises:
-        ConfigError: The files for TLS do not belong together.
-    """
+    """Return the configuration of the HTTP server. Raise ConfigError if the files for TLS do not belong together."""
     config = Config(
         app,
         http=Connection,

@@ -209,11 +209,7 @@ class Serving:
         )
 
     def verify_model(self, name: str | None) -> None:
-        """Verify that a model is served here.
-
-        Raises:
-            APIError: The model is not served (404).
-        """
+        """Verify that a model is served here. Raise APIError 404 if the model is not served."""
         self.find_lora(name)
 
     @property
@@ -290,11 +286,7 @@ class Serving:
             raise bad_request(param, f"needs a tokenizer, and {NO_TOKENIZER}; {instead}")
 
     def chat_template(self, with_tools: bool) -> ChatTemplate:
-        """Return the chat template.
-
-        Raises:
-            APIError: The model has none (400).
-        """
+        """Return the chat template. Raise APIError 400 if the model has none."""
         template = self.templates.choose(with_tools)
         if template is None and self.config.model.audio is not None:
             raise APIError(

@@ -211,11 +211,7 @@ def verify_embeds_texts(model: ModelConfig) -> None:
 
 
 def verify_classifies(model: ModelConfig) -> ClassifierConfig:
-    """Return the classification head of a model.
-
-    Raises:
-        ParameterError: The model has none.
-    """
+    """Return the classification head of a model. Raise ParameterError if the model has none."""
     if model.classifier is None:
         raise ParameterError(
             "model",

@@ -170,11 +170,7 @@ class WebSocket:
         return self._num_turns > 0
 
     async def receive(self) -> Message:
-        """Return the next message.
-
-        Raises:
-            WebSocketClosed: The WebSocket is closed.
-        """
+        """Return the next message. Raise WebSocketClosed if the WebSocket is closed."""
         while not self._messages:
             if not self.is_open:
                 raise WebSocketClosed
@@ -191,11 +187,7 @@ class WebSocket:
             self._flush()
 
     async def wait_until_writable(self) -> None:
-        """Wait while the client does not read.
-
-        Raises:
-            WebSocketClosed: The WebSocket is closed.
-        """
+        """Wait while the client does not read. Raise WebSocketClosed if the WebSocket is closed."""
         if self.is_paused:
             writable = asyncio.Event()
             self.on_writable = writable.set

@@ -83,11 +83,7 @@ class Child:
             self._is_idle.set()
 
     async def wait_until_loaded(self) -> None:
-        """Wait until the model is loaded, and count a request.
-
-        Raises:
-            EngineError: It does not load.
-        """
+        """Wait until the model is loaded, and count a request. Raise EngineError if it does not load."""
         loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(loaded)
         try:

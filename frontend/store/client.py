@@ -185,22 +185,14 @@ class StoreClient:
         )
 
     async def get(self, kind: str, object_id: str, *, owner: str) -> StoredObject | None:
-        """Return an object; None if it does not exist.
-
-        Raises:
-            StoreError: The store does not answer.
-        """
+        """Return an object; None if it does not exist. Raise StoreError if the store does not answer."""
         reply: ObjectReply = await self._call(
             lambda call_id: GetObject(call_id, kind, object_id, owner)
         )
         return reply.objects[0] if reply.objects else None
 
     async def delete(self, kind: str, object_id: str, *, owner: str) -> bool:
-        """Delete an object. Return whether it existed.
-
-        Raises:
-            StoreError: The store cannot write.
-        """
+        """Delete an object. Return whether it existed. Raise StoreError if the store cannot write."""
         reply: ObjectReply = await self._call(
             lambda call_id: DeleteObject(call_id, kind, object_id, owner)
         )
@@ -277,11 +269,7 @@ class StoreClient:
         return attachment
 
     async def is_unfinished(self, request_id: str, owner: str) -> bool:
-        """Return whether a request is recorded and has not ended.
-
-        Raises:
-            StoreError: The store does not answer.
-        """
+        """Return whether a request is recorded and has not ended. Raise StoreError if the store does not answer."""
         has_ended: list[bool] = []
 
         def look(update: RequestUpdate) -> None:
@@ -338,11 +326,7 @@ class StoreClient:
         self._send(LeaveDuty(name))
 
     async def claim(self, limit: int) -> Sequence[ClaimedRequest]:
-        """Take over up to `limit` requests whose frontend has exited.
-
-        Raises:
-            StoreError: The store does not answer.
-        """
+        """Take over up to `limit` requests whose frontend has exited. Raise StoreError if the store does not answer."""
         reply: ClaimReply = await self._call(lambda call_id: ClaimRequests(call_id, limit))
         return reply.requests
 

@@ -107,11 +107,7 @@ class Nodes:
     def __init__(
         self, context: zmq.Context[Any], config: EngineConfig, report: Callable[[str], None]
     ) -> None:
-        """Listen for nodes.
-
-        Raises:
-            ConfigError: The address of node 0 does not belong to this machine or is in use.
-        """
+        """Listen for nodes. Raise ConfigError if the address of node 0 does not belong to this machine or is in use."""
         self._config = config
         self._welcome = NodeWelcome(PROTOCOL_VERSION, msgspec.msgpack.encode(config))
         self._report = report

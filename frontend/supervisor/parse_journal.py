@@ -68,11 +68,7 @@ class ParseJournal:
 
 
 def _map(path: Path) -> mmap.mmap:
-    """Return the empty file at `path` as memory.
-
-    Raises:
-        OSError: It cannot be created.
-    """
+    """Return the empty file at `path` as memory. Raise OSError if it cannot be created."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         # Without space for it, a later write to the memory would end the process.

@@ -173,11 +173,7 @@ _DECODER_FIELDS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
 
 
 def max_source_positions(fields: ConfigFields) -> int:
-    """Return the maximum number of encoder outputs.
-
-    Raises:
-        CheckpointError: A field is missing or invalid.
-    """
+    """Return the maximum number of encoder outputs. Raise CheckpointError if a field is missing or invalid."""
     kind = fields.text("model_type")
     if kind in _SPEECH:
         return read_audio(ConfigFields({}, fields.path), fields).max_source_positions

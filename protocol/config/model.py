@@ -459,10 +459,6 @@ class ModelConfig(msgspec.Struct, frozen=True):
         return self.tokenizer_path != ""
 
     def verified_tokenizer_path(self) -> str:
-        """Return `tokenizer_path`.
-
-        Raises:
-            CheckpointError: One of its files changed after the server started.
-        """
+        """Return `tokenizer_path`. Raise CheckpointError if one of its files changed after the server started."""
         verify_files(self.tokenizer_files)
         return self.tokenizer_path

@@ -61,11 +61,7 @@ class _StructuralTag(msgspec.Struct, frozen=True):
 
 
 def grammar_text(structured_output: StructuredOutput) -> str:
-    """Return the grammar in llguidance's notation.
-
-    Raises:
-        ParameterError: The specification cannot be read.
-    """
+    """Return the grammar in llguidance's notation. Raise ParameterError if the specification cannot be read."""
     spec = structured_output.spec
     if len(spec) > MAX_SPEC_LENGTH:
         raise ParameterError(

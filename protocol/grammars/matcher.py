@@ -117,11 +117,7 @@ class GrammarState(msgspec.Struct):
 
 
 def load_grammar_tokenizer(path: str, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
-    """Load a tokenizer.json file, or the one in a directory.
-
-    Raises:
-        EngineError: There is no tokenizer.json.
-    """
+    """Load a tokenizer.json file, or the one in a directory. Raise EngineError if there is no tokenizer.json."""
     # Imported here so that only processes that use grammars load the library.
     from llguidance import LLTokenizer
 

@@ -35,11 +35,7 @@ class SharedContent:
             self._fd = None
 
     def read(self, size: int) -> bytes:
-        """Return the next `size` bytes.
-
-        Raises:
-            EOFError: Fewer bytes are left.
-        """
+        """Return the next `size` bytes. Raise EOFError if fewer bytes are left."""
         data = b"" if self._fd is None else os.pread(self._fd, size, self._offset)
         if len(data) != size:
             raise EOFError(f"the content ends {size - len(data)} bytes early")

@@ -87,11 +87,7 @@ class AdapterTable:
         self._installed: dict[int, PackedChange | None] = {}
 
     def pack(self, changes: Sequence[Change | None]) -> PackedChange:
-        """Return the factors of an adapter, padded to a common rank.
-
-        Raises:
-            ValueError: A number is too large.
-        """
+        """Return the factors of an adapter, padded to a common rank. Raise ValueError if a number is too large."""
         lows = [low if isinstance(low, LowRank) else None for low in changes]
         rank = _padded(max(len(low.down_RI) for low in lows if low is not None))
         downs = torch.zeros(len(lows), rank, self._num_inputs)

@@ -39,11 +39,7 @@ def native_library() -> ctypes.CDLL:
 
 
 def load_library(path: str) -> ctypes.CDLL:
-    """Load the native library at `path`.
-
-    Raises:
-        StaleNativeLibrary: It was built from other sources.
-    """
+    """Load the native library at `path`. Raise StaleNativeLibrary if it was built from other sources."""
     library = ctypes.CDLL(path)
     check_description(describe(library, path), DESCRIPTION, path)
     declare_functions(library)
@@ -51,11 +47,7 @@ def load_library(path: str) -> ctypes.CDLL:
 
 
 def describe(library: ctypes.CDLL, path: str) -> str:
-    """Return the library's description of its structs, enums and functions.
-
-    Raises:
-        StaleNativeLibrary: It has none.
-    """
+    """Return the library's description of its structs, enums and functions. Raise StaleNativeLibrary if it has none."""
     try:
         export = library.engine_abi
     except AttributeError:

@@ -202,11 +202,7 @@ class NativeProgram:
         self._library.engine_program_join_experts(self._handle, ctypes.byref(self._exchange))
 
     def join_round(self) -> None:
-        """Compute rows of other replicas, which chose experts of this rank.
-
-        Raises:
-            RuntimeError: A rank is lost.
-        """
+        """Compute rows of other replicas, which chose experts of this rank. Raise RuntimeError if a rank is lost."""
         assert self._exchange is not None
         self._library.engine_program_join_round(self._handle)
         self._exchange.raise_if_failed()

@@ -71,11 +71,7 @@ class ImageTower(ABC):
 
     @torch.inference_mode()
     def __call__(self, image: ImagePayload) -> Tensor:
-        """Return the outputs [K, size] of an image.
-
-        Raises:
-            EngineError: The tower cannot read images of this size.
-        """
+        """Return the outputs [K, size] of an image. Raise EngineError if the tower cannot read images of this size."""
         with torch_threads(self._device, self._num_threads):
             return self._encode(image)
 

@@ -60,11 +60,7 @@ _TOWERS: Final[dict[type[AnyVisionSpec], Callable[[Any, TowerSource], ImageTower
 
 
 def make_tower(spec: AnyVisionSpec, source: TowerSource) -> ImageTower:
-    """Return the tower described by `spec`.
-
-    Raises:
-        CheckpointError: A tensor is missing or has another shape.
-    """
+    """Return the tower described by `spec`. Raise CheckpointError if a tensor is missing or has another shape."""
     if not isinstance(spec, VisionSpec):
         return _TOWERS[type(spec)](spec, source)
     if spec.has_rows:

@@ -87,11 +87,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, num_heads: int) -> Tensor:
 
 
 def find_activation(checkpoint: Checkpoint, name: str) -> Callable[[Tensor], Tensor]:
-    """Return the activation with this name.
-
-    Raises:
-        CheckpointError: The name is unknown.
-    """
+    """Return the activation with this name. Raise CheckpointError if the name is unknown."""
     check_activation(checkpoint, name)
     return activation(name)
 

@@ -191,11 +191,7 @@ class Drafts:
         )
 
     def store_drafts(self, batch: Batch, drafts: DraftTokenIds) -> None:
-        """Store the drafts proposed after a step.
-
-        Raises:
-            EngineError: The arrays do not match each other.
-        """
+        """Store the drafts proposed after a step. Raise EngineError if the arrays do not match each other."""
         state = self._slots
         slots = int32_view(drafts.slots).astype(np.intp)
         counts = int32_view(drafts.num_tokens).astype(np.int64)

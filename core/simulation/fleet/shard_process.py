@@ -31,11 +31,7 @@ class ShardProcess:
         self._send((arrivals, until))
 
     def wait(self) -> Report:
-        """Wait for the end of the run, and return its report.
-
-        Raises:
-            EngineError: The run failed.
-        """
+        """Wait for the end of the run, and return its report. Raise EngineError if the run failed."""
         report = self._receive()
         assert isinstance(report, Report)
         return report

@@ -88,11 +88,7 @@ class BatchRecords:
         await self._batches.put(batch["id"], batch, owner, parent=_list_of(batch["endpoint"]))
 
     async def get(self, identifier: str, owner: str) -> Json:
-        """Return the description of a batch.
-
-        Raises:
-            APIError: The batch does not exist (404).
-        """
+        """Return the description of a batch. Raise APIError 404 if the batch does not exist."""
         batch: Json = await self._batches.get(identifier, owner)
         if batch["status"] in ENDED:
             return batch

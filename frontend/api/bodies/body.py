@@ -236,11 +236,7 @@ class InvocationDecoder(BodyDecoder[GenerationRequest]):
         self._find_kind = msgspec.json.Decoder(_Kind).decode
 
     def decode(self, body: bytes) -> GenerationRequest:
-        """Return the decoded body.
-
-        Raises:
-            APIError: The body is invalid (400).
-        """
+        """Return the decoded body. Raise APIError 400 if the body is invalid."""
         try:
             is_chat = bytes(self._find_kind(body).messages) not in (b"", b"null")
         except (msgspec.MsgspecError, ValueError, RecursionError):

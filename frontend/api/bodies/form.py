@@ -56,11 +56,7 @@ def _content_type(scope: Scope) -> str:
 
 
 def find_boundary(scope: Scope) -> bytes:
-    """Return the boundary between the parts of a form.
-
-    Raises:
-        APIError: There is no boundary (400).
-    """
+    """Return the boundary between the parts of a form. Raise APIError 400 if there is no boundary."""
     match = _BOUNDARY.match(_content_type(scope))
     if match is None:
         raise APIError(400, "the Content-Type multipart/form-data needs a boundary")

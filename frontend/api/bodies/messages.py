@@ -191,11 +191,7 @@ def _pack_texts(request: Any, decoded: Decoded) -> None:
 
 
 def unpack(reply: bytes | bytearray) -> Any:
-    """Return the request of a reply, with its token ids as numpy arrays.
-
-    Raises:
-        APIError: The body was rejected.
-    """
+    """Return the request of a reply, with its token ids as numpy arrays. Raise APIError if the body was rejected."""
     decoded = _decode_reply(reply)
     if isinstance(decoded, Refused):
         raise APIError(decoded.status, decoded.message, param=decoded.param, code=decoded.code)

@@ -28,11 +28,7 @@ class RequestMemory:
         return MemoryLease(self)
 
     def count_arriving(self, num_bytes: int) -> None:
-        """Count a part of a body that is arriving.
-
-        Raises:
-            APIError: There is not enough memory (503).
-        """
+        """Count a part of a body that is arriving. Raise APIError 503 if there is not enough memory."""
         others = self.num_bytes - self._num_arriving
         if self._num_arriving + num_bytes > self._limit // 2 or (
             others + self._num_arriving + num_bytes > self._limit
@@ -42,11 +38,7 @@ class RequestMemory:
         self._num_arriving += num_bytes
 
     def count(self, num_bytes: int) -> None:
-        """Count memory of a request that has arrived.
-
-        Raises:
-            APIError: There is not enough memory (503).
-        """
+        """Count memory of a request that has arrived. Raise APIError 503 if there is not enough memory."""
         if self.num_bytes + num_bytes > self._limit:
             raise self._full()
         self.num_bytes += num_bytes
@@ -78,11 +70,7 @@ class MemoryLease:
         self._is_complete = False
 
     def count_bytes(self, num_bytes: int) -> None:
-        """Count a part of the body.
-
-        Raises:
-            APIError: There is not enough memory (503).
-        """
+        """Count a part of the body. Raise APIError 503 if there is not enough memory."""
         self._num_bytes += num_bytes
         if self._num_bytes > FREE_BYTES:
             uncounted = self._num_bytes - self._num_counted

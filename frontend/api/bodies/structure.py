@@ -52,11 +52,7 @@ class BodyStructure:
         self._escape = b""
 
     def count_elements(self, data: bytes) -> None:
-        """Count the elements of the next part of the text.
-
-        Raises:
-            APIError: A limit is exceeded (400).
-        """
+        """Count the elements of the next part of the text. Raise APIError 400 if a limit is exceeded."""
         for start in range(0, len(data), _PIECE_BYTES):
             self._count_piece(data[start : start + _PIECE_BYTES])
 

@@ -93,11 +93,7 @@ class Replicas:
 
 
 def parse_rank(text: str, param: str, num_replicas: int) -> int:
-    """Return the number of a replica.
-
-    Raises:
-        APIError: The text is not the number of a replica (400).
-    """
+    """Return the number of a replica. Raise APIError 400 if the text is not the number of a replica."""
     if text.isascii() and text.isdigit() and len(text) < 10 and int(text) < num_replicas:
         return int(text)
     raise wrong(param, f"an integer from 0 to {num_replicas - 1}", text)

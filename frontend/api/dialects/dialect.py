@@ -22,11 +22,7 @@ class DialectChunks(ChunkEncoder):
         self._max_tokens = 1 if answer.request.tools else TOKENS_AT_ONCE
 
     def read(self, sequence: Sequence) -> Delta:
-        """Return the new output of a sequence.
-
-        Raises:
-            APIError: The sequence failed.
-        """
+        """Return the new output of a sequence. Raise APIError if the sequence failed."""
         delta = sequence.read_some(self._max_tokens)
         raise_if_failed(delta)
         return delta

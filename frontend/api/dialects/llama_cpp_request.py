@@ -66,11 +66,7 @@ class LlamaPrompt(CompletionRequest, kw_only=True):
 
 
 def translate(body: LlamaFields, tokenizer: Tokenizer) -> LlamaPrompt:
-    """Return the body translated to a completion request.
-
-    Raises:
-        APIError: A field is invalid or not supported (400).
-    """
+    """Return the body translated to a completion request. Raise APIError 400 if a field is invalid or not supported."""
     fields: Json = {name: getattr(body, name) for name in _PLAIN}
     n_predict = body.n_predict if body.n_predict is not None else body.max_tokens
     if n_predict is None or n_predict < 0:

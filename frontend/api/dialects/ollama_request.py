@@ -84,11 +84,7 @@ class OllamaPrompt(ChatCompletionRequest, kw_only=True):
 
 
 def translate_chat(body: OllamaChatRequest, model: str | None) -> OllamaPrompt:
-    """Return the body translated to a chat completion request for `model`.
-
-    Raises:
-        APIError: A field is invalid (400).
-    """
+    """Return the body translated to a chat completion request for `model`. Raise APIError 400 if a field is invalid."""
     calls: deque[str] = deque()
     messages = [
         _message(message, f"messages[{i}]", calls) for i, message in enumerate(body.messages or ())

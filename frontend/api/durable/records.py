@@ -56,11 +56,7 @@ _decode: Final = msgspec.msgpack.Decoder(RequestRecord).decode
 
 
 def decode_record(data: bytes) -> RequestRecord:
-    """Return the record of a request.
-
-    Raises:
-        APIError: The record was written by an incompatible version (410).
-    """
+    """Return the record of a request. Raise APIError 410 if the record was written by an incompatible version."""
     try:
         return _decode(data)
     except msgspec.DecodeError:

@@ -57,11 +57,7 @@ def read_page(query: QueryParams) -> tuple[Page, bool]:
 
 
 def read_ids(query: QueryParams) -> list[str]:
-    """Return the files that a query names, each once.
-
-    Raises:
-        APIError: There are too many (400).
-    """
+    """Return the files that a query names, each once. Raise APIError 400 if there are too many."""
     ids = list(dict.fromkeys(query.getlist("ids") + query.getlist("ids[]")))
     if len(ids) > MAX_IDS:
         raise bad_request("ids", f"must have at most {MAX_IDS} entries, got {len(ids)}")

@@ -91,11 +91,7 @@ class FileStorage:
         return file
 
     async def get(self, identifier: str, owner: str) -> Json:
-        """Return the description of a file.
-
-        Raises:
-            APIError: The file does not exist, or has expired (404).
-        """
+        """Return the description of a file. Raise APIError 404 if the file does not exist, or has expired."""
         file: Json = await self._files.get(identifier, owner)
         if has_expired(file):
             await self.delete(identifier, owner)
@@ -120,11 +116,7 @@ class FileStorage:
         return existed
 
     async def read_parts(self, file: Json, owner: str) -> AsyncIterator[bytes]:
-        """Yield the content of a file in parts.
-
-        Raises:
-            APIError: The store has deleted a part to make room (404).
-        """
+        """Yield the content of a file in parts. Raise APIError 404 if the store has deleted a part to make room."""
         num_bytes = number = 0
         while num_bytes < file["bytes"]:
             part = await self._parts.find_data(f"{file['id']}/{number:06}", owner)
@@ -135,11 +127,7 @@ class FileStorage:
             yield part
 
     async def read(self, identifier: str, owner: str) -> bytes:
-        """Return the whole content of a file.
-
-        Raises:
-            APIError: The file does not exist (404).
-        """
+        """Return the whole content of a file. Raise APIError 404 if the file does not exist."""
         file = await self.get(identifier, owner)
         return b"".join([part async for part in self.read_parts(file, owner)])
 

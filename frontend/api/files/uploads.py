@@ -42,11 +42,7 @@ class UploadStorage:
         self.parts = FileStorage(store, "upload.part", "The part", id_prefix="part_")
 
     async def put(self, upload: Json, owner: str) -> None:
-        """Store an upload, or replace it.
-
-        Raises:
-            APIError: The store does not answer (503).
-        """
+        """Store an upload, or replace it. Raise APIError 503 if the store does not answer."""
         await self._uploads.put(upload["id"], upload, owner)
 
     async def get_pending(self, identifier: str, owner: str) -> Json:

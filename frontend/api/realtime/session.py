@@ -386,11 +386,7 @@ class _Session:
         self._buffer.configure(settings.format, settings.rate, settings.detection)
 
     def _count_buffer(self, num_samples: int) -> None:
-        """Count the memory of the buffer.
-
-        Raises:
-            APIError: There is no room for it (503).
-        """
+        """Count the memory of the buffer. Raise APIError 503 if there is no room for it."""
         memory = self._serving.request_memory
         num_bytes = num_samples * _BYTES_PER_SAMPLE
         if num_bytes > self._num_counted:

@@ -115,11 +115,7 @@ class ResponsesAnswer(ChatAnswer):
         return self.finish(builder, output)
 
     def without_output(self, outputs: list[Delta]) -> Json:
-        """Return the response to a request that only prepares the next one.
-
-        Raises:
-            APIError: The sequence failed.
-        """
+        """Return the response to a request that only prepares the next one. Raise APIError if the sequence failed."""
         raise_if_failed(outputs[0])
         response = self.describe("completed")
         counts = self.token_counts()

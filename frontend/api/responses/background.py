@@ -243,11 +243,7 @@ class BackgroundRuns:
             run.is_recorded.set()
 
     async def resume(self, run: BackgroundRun, generate: Generate) -> None:
-        """Continue a run until its end.
-
-        Raises:
-            APIError: The engine did not accept the run.
-        """
+        """Continue a run until its end. Raise APIError if the engine does not accept it."""
         run.is_recorded.set()
         await self._run(run, generate)
         await run.accepted

@@ -174,11 +174,7 @@ def is_client_tool(tool: Json) -> bool:
 
 
 def as_function(tool: Json, where: str) -> Json:
-    """Return a client tool as a function.
-
-    Raises:
-        APIError: A shell runs in a container of OpenAI (400).
-    """
+    """Return a client tool as a function. Raise APIError 400 if a shell runs in a container of OpenAI."""
     known = CLIENT_TOOLS[tool["type"]]
     about, parameters = known.about, known.parameters
     if known.kind == TOOL_SEARCH:

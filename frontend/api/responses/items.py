@@ -140,11 +140,7 @@ class MessageBuilder:
         """The last message, if the model wrote it and the next item may be added to it."""
 
     def add_items(self, items: Iterable[Json], param: str) -> None:
-        """Translate items.
-
-        Raises:
-            APIError: A field is invalid (400).
-        """
+        """Translate items. Raise APIError 400 if a field is invalid."""
         for i, item in enumerate(items):
             self._add_item(item, f"{param}[{i}]")
 

@@ -92,11 +92,7 @@ class Tokenization:
         return await serving.executor.run(sum(counts), encode)
 
     async def _encode(self, request: TokenizeRequest, name: str) -> list[Sequence[int]]:
-        """Return the token ids of each text in a field.
-
-        Raises:
-            APIError: The texts are too long or too many (400).
-        """
+        """Return the token ids of each text in a field. Raise APIError 400 if the texts are too long or too many."""
         given: str | list[str] = getattr(request, name)
         texts = [given] if isinstance(given, str) else given
         verify_num_sequences(len(texts), name)

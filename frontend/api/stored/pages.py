@@ -14,11 +14,7 @@ from .records import Page, not_found
 def parse_page(
     query: QueryParams, *, default: int = 20, most: int = 100, order: str = "desc"
 ) -> Page:
-    """Return the page that a query requests.
-
-    Raises:
-        APIError: A parameter is invalid (400).
-    """
+    """Return the page that a query requests. Raise APIError 400 if a parameter is invalid."""
     text = query.get("limit", str(default))
     if not (text.isascii() and text.isdigit() and len(text) < 9 and 1 <= int(text) <= most):
         raise wrong("limit", f"between 1 and {most}", text)

@@ -63,11 +63,7 @@ class Records:
             await self._store.put(self._kind, identifier, data, owner=owner, parent=parent)
 
     async def find(self, identifier: str, owner: str) -> Any:
-        """Return a record, or None if it does not exist.
-
-        Raises:
-            APIError: The store does not answer (503).
-        """
+        """Return a record, or None if it does not exist. Raise APIError 503 if the store does not answer."""
         data = await self.find_data(identifier, owner)
         return None if data is None else _decode(data)
 
@@ -93,20 +89,12 @@ class Records:
         return record
 
     async def delete(self, identifier: str, owner: str) -> bool:
-        """Delete a record. Return whether it existed.
-
-        Raises:
-            APIError: The store does not answer (503).
-        """
+        """Delete a record. Return whether it existed. Raise APIError 503 if the store does not answer."""
         with _translate_errors():
             return await self._store.delete(self._kind, identifier, owner=owner)
 
     async def delete_children(self, parent: str, owner: str) -> None:
-        """Delete all records with this parent.
-
-        Raises:
-            APIError: The store does not answer (503).
-        """
+        """Delete all records with this parent. Raise APIError 503 if the store does not answer."""
         with _translate_errors():
             await self._store.delete_children(self._kind, parent, owner=owner)
 

@@ -82,11 +82,7 @@ class ChatRecords:
         return messages
 
     async def update(self, entry: ChatEntry, owner: str) -> None:
-        """Replace the entry of a chat completion.
-
-        Raises:
-            APIError: The store does not answer (503).
-        """
+        """Replace the entry of a chat completion. Raise APIError 503 if the store does not answer."""
         await self._entries.put(entry.id, entry, owner)
 
     async def delete(self, identifier: str, owner: str) -> None:

@@ -107,11 +107,7 @@ class Chunks(ABC, Generic[AnswerT]):
         """Return the events for output that does not fit the template."""
 
     def read(self, sequence: Sequence) -> Delta:
-        """Return the new output of a sequence.
-
-        Raises:
-            APIError: The sequence failed.
-        """
+        """Return the new output of a sequence. Raise APIError if the sequence failed."""
         num_before = sequence.num_read_tokens
         delta = sequence.read_some()
         if self._usage is not None:

@@ -91,11 +91,7 @@ class ChunkEncoder(Protocol):
         """The format around the chunks."""
 
     def encode(self, sequence: Sequence) -> bytes:
-        """Return the chunks of a sequence; b"" if its output needs none.
-
-        Raises:
-            APIError: The sequence failed.
-        """
+        """Return the chunks of a sequence; b"" if its output needs none. Raise APIError if the sequence failed."""
 
     def closing(self) -> bytes:
         """Return the chunks between the last output and the end of the stream, by default none."""

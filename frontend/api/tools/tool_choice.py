@@ -62,11 +62,7 @@ class ToolChoice:
 
 
 def parse_tool_choice(request: ChatCompletionRequest) -> ToolChoice:
-    """Return the tool calls that the answer may have.
-
-    Raises:
-        APIError: The tools or the choice are invalid (400).
-    """
+    """Return the tool calls that the answer may have. Raise APIError 400 if the tools or the choice are invalid."""
     tools = parse_tools(request)
     is_legacy = bool(request.functions)
     param, choice = _choice_of(request, is_legacy)

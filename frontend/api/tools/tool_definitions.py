@@ -63,11 +63,7 @@ def encode_schema(schema: dict[str, Any], is_strict: bool) -> StructuredOutput:
 
 
 def parse_tools(request: ChatCompletionRequest) -> dict[str, Tool]:
-    """Return the tools by name.
-
-    Raises:
-        APIError: A tool is invalid (400).
-    """
+    """Return the tools by name. Raise APIError 400 if a tool is invalid."""
     if request.functions:
         if request.tools:
             raise bad_request("functions", "cannot be combined with tools")

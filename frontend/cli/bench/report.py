@@ -98,11 +98,7 @@ def write_plot(file_name: str, points: Sequence[tuple[str, Figures]]) -> None:
 
 
 def write_comparison(file_name: str, names: Sequence[str], medians: Sequence[Figures]) -> None:
-    """Draw the medians of several servers side by side.
-
-    Raises:
-        EngineError: The file cannot be written.
-    """
+    """Draw the medians of several servers side by side. Raise EngineError if the file cannot be written."""
     groups = {
         "tokens per second": ("output_throughput",),
         "milliseconds": tuple(

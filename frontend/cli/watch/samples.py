@@ -63,11 +63,7 @@ class Rates(msgspec.Struct):
 
 
 def read_sample(text: str, at: float | None = None) -> Sample:
-    """Parse the text of /metrics.
-
-    Raises:
-        ValueError: The text has no series of an inference server.
-    """
+    """Parse the text of /metrics. Raise ValueError if the text has no series of an inference server."""
     sample = Sample(time.monotonic() if at is None else at, {}, {}, {})
     for family in text_string_to_metric_families(text):
         for name, labels, value, *_ in family.samples:

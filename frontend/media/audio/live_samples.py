@@ -38,11 +38,7 @@ class LiveSamples:
         self.end()
 
     async def __aiter__(self) -> AsyncIterator[Float32Array]:
-        """Yield the pieces until the end.
-
-        Raises:
-            ClipDropped: The clip was dropped.
-        """
+        """Yield the pieces until the end. Raise ClipDropped if the clip was dropped."""
         while (piece := await self._pieces.get()) is not None and not self._is_dropped:
             yield piece
         if self._is_dropped:

@@ -58,11 +58,7 @@ class Windows:
         self._is_ended = False
 
     def next_window(self) -> Window | None:
-        """Return the next window; None after the last.
-
-        Raises:
-            ParameterError: The clip is damaged or too long.
-        """
+        """Return the next window; None after the last. Raise ParameterError if the clip is damaged or too long."""
         # One more sample shows whether this is the last window.
         missing = self._max_samples + 1 - len(self._kept)
         if missing > 0 and not self._is_ended:

@@ -75,11 +75,7 @@ class _Process:
     def exchange(
         self, request: Request, content: Sequence[bytes | memoryview]
     ) -> tuple[Reply, SharedContent]:
-        """Send a request and its content, and return the reply and its content.
-
-        Raises:
-            _Lost: The process ended.
-        """
+        """Send a request and its content, and return the reply and its content. Raise _Lost if the process ended."""
         self._num_files += not isinstance(request, ReadSamples)
         # Normally the kernel ends the process before this limit.
         self._connection.settimeout(self._limits.wall_s + _GRACE_S)

@@ -166,11 +166,7 @@ def _connect_to_any(found: Sequence[_Found], end: float) -> socket.socket:
 
 
 def _remaining(end: float) -> float:
-    """Return the seconds until `end`.
-
-    Raises:
-        TimeoutError: The time is over.
-    """
+    """Return the seconds until `end`. Raise TimeoutError if the time is over."""
     seconds = end - time.monotonic()
     if seconds <= 0:
         raise TimeoutError(f"it takes more than {TIMEOUT_S:g} s")

@@ -150,11 +150,7 @@ def _half_context_s(audio: ChatAudioConfig, max_model_len: int) -> float:
 
 
 def verify_transcribes(model: ModelConfig) -> SpeechModel:
-    """Return the abilities of a model that transcribes.
-
-    Raises:
-        ParameterError: The model does not transcribe.
-    """
+    """Return the abilities of a model that transcribes. Raise ParameterError if the model does not transcribe."""
     found = speech_model(model)
     if found is None:
         reads_speech = model.audio is not None or model.chat_audio is not None
@@ -204,11 +200,7 @@ def parse_languages(given: Sequence[str], model: SpeechModel) -> tuple[str, ...]
 
 
 def verify_options(options: TranscriptionOptions, model: SpeechModel) -> None:
-    """Verify options that depend on the model.
-
-    Raises:
-        ParameterError: The model does not support an option.
-    """
+    """Verify options that depend on the model. Raise ParameterError if the model does not support an option."""
     if options.task is Task.TRANSLATE and not model.translates:
         raise ParameterError("model", "writes only the spoken language; it cannot translate")
     if model.needs_language and not options.language:

@@ -172,11 +172,7 @@ def read_image_processor(
 
 
 def image_token_id(path: Path, config: ConfigFields, vocab_size: int) -> int:
-    """Return the placeholder token of images.
-
-    Raises:
-        CheckpointError: The config or the tokenizer lacks it.
-    """
+    """Return the placeholder token of images. Raise CheckpointError if the config or the tokenizer lacks it."""
     named = _TOKEN_TEXTS.get(model_kind(config))
     texts = config.texts("image_token_texts") or ([] if named is None else [named])
     # The configs of GGUF models have the id.

@@ -72,11 +72,7 @@ def tekken_files(directory: Path) -> list[Path]:
 
 
 def convert_tekken(directory: Path) -> dict[str, dict[str, Any]]:
-    """Return the contents of tokenizer.json and tokenizer_config.json.
-
-    Raises:
-        CheckpointError: The file is damaged.
-    """
+    """Return the contents of tokenizer.json and tokenizer_config.json. Raise CheckpointError if the file is damaged."""
     path = directory / _TEKKEN
     try:
         tekken = msgspec.json.decode(path.read_bytes(), type=_Tekken)

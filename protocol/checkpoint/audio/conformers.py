@@ -41,11 +41,7 @@ _GEMMA4_NAMES: Final = (
 
 
 def conformer_spec(fields: ConfigFields, output_size: int) -> ConformerSpec:
-    """Return the tower of Granite Speech.
-
-    Raises:
-        CheckpointError: A field is missing or invalid.
-    """
+    """Return the tower of Granite Speech. Raise CheckpointError if a field is missing or invalid."""
     encoder = fields.required_section("encoder_config")
     queries = fields.section("projector_config") or fields.with_values({})
     hidden_size = read_size(encoder, "hidden_dim", "hidden_size", 1024)
@@ -93,11 +89,7 @@ def conformer_spec(fields: ConfigFields, output_size: int) -> ConformerSpec:
 def gemma3n_spec(
     fields: ConfigFields, audio: ConfigFields, output_size: int
 ) -> UniversalSpeechSpec:
-    """Return the tower of Gemma 3n.
-
-    Raises:
-        CheckpointError: A field is missing or invalid.
-    """
+    """Return the tower of Gemma 3n. Raise CheckpointError if a field is missing or invalid."""
     for name, each in (("sscp_conv_kernel_size", 3), ("sscp_conv_stride_size", 2)):
         if (found := audio.get(name)) is not None and list(map(list, found)) != [[each, each]] * 2:
             raise audio.wrong(name, f"[[{each}, {each}], [{each}, {each}]]", found)
@@ -133,11 +125,7 @@ def gemma3n_spec(
 
 
 def gemma4_spec(fields: ConfigFields, audio: ConfigFields, output_size: int) -> UniversalSpeechSpec:
-    """Return the tower of Gemma 4.
-
-    Raises:
-        CheckpointError: A field is missing or invalid.
-    """
+    """Return the tower of Gemma 4. Raise CheckpointError if a field is missing or invalid."""
     channels = _conv_channels(audio, "subsampling_conv_channels")
     if channels[0] % 4:
         raise audio.wrong("subsampling_conv_channels", "first a multiple of 4", channels)

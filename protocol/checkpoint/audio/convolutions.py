@@ -17,11 +17,7 @@ _Number = Annotated[int, msgspec.Meta(ge=1, le=1024)]
 
 
 def wave_spec(fields: ConfigFields, output_size: int) -> WaveSpec:
-    """Return the encoders of VibeVoice ASR.
-
-    Raises:
-        CheckpointError: A field is missing or invalid.
-    """
+    """Return the encoders of VibeVoice ASR. Raise CheckpointError if a field is missing or invalid."""
     acoustic = _encoder(fields.required_section("acoustic_tokenizer_encoder_config"), 64)
     semantic = _encoder(fields.required_section("semantic_tokenizer_encoder_config"), 128)
     if acoustic.hop != semantic.hop:

@@ -21,11 +21,7 @@ def read_size(
 
 
 def read_num_heads(audio: ConfigFields, hidden_size: int, default: int) -> int:
-    """Return the number of attention heads.
-
-    Raises:
-        CheckpointError: They do not divide the hidden size.
-    """
+    """Return the number of attention heads. Raise CheckpointError if they do not divide the hidden size."""
     num_heads = read_size(audio, "encoder_attention_heads", "num_attention_heads", default)
     if hidden_size % num_heads:
         raise audio.error(

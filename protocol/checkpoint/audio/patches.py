@@ -25,11 +25,7 @@ _MAX_FRAMES: Final = 30_000
 
 
 def patches_spec(fields: ConfigFields, audio: ConfigFields, output_size: int) -> PatchesSpec:
-    """Return the encoder of MiDashengLM.
-
-    Raises:
-        CheckpointError: A field is missing or invalid.
-    """
+    """Return the encoder of MiDashengLM. Raise CheckpointError if a field is missing or invalid."""
     for name, needed in _FEATURES.items():
         audio.require(name, needed, default=needed)
     num_mel_bins = audio.integer("n_mels", 64, maximum=1024)

@@ -52,11 +52,7 @@ _OMNI_NAMES: Final = (
 
 
 def canary_encoder_spec(fields: ConfigFields) -> FastConformerSpec:
-    """Return the encoder of Canary.
-
-    Raises:
-        CheckpointError: A field is missing or invalid.
-    """
+    """Return the encoder of Canary. Raise CheckpointError if a field is missing or invalid."""
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 32}
     spec = fast_conformer_spec(fields, **sizes)
     if spec.hidden_size != spec.output_size:
@@ -168,11 +164,7 @@ def lfm2_audio_spec(
 
 
 def streaming_spec(fields: ConfigFields) -> StreamingSpec:
-    """Return the encoder of Moonshine Streaming.
-
-    Raises:
-        CheckpointError: A field is missing or invalid.
-    """
+    """Return the encoder of Moonshine Streaming. Raise CheckpointError if a field is missing or invalid."""
     encoder = fields.section("encoder_config") or ConfigFields({}, fields.path, "encoder_config.")
     encoder.require("sample_rate", 16_000, default=16_000)
     hidden_size = encoder.integer("hidden_size", 320, maximum=MAX_POSITIONS)
@@ -210,11 +202,7 @@ def streaming_spec(fields: ConfigFields) -> StreamingSpec:
 def relative_conformer_spec(
     fields: ConfigFields, audio: ConfigFields, output_size: int
 ) -> RelativeConformerSpec:
-    """Return the encoder of FireRedASR2.
-
-    Raises:
-        CheckpointError: A field is missing or invalid.
-    """
+    """Return the encoder of FireRedASR2. Raise CheckpointError if a field is missing or invalid."""
     hidden_size = audio.integer("d_model", maximum=MAX_POSITIONS)
     heads = audio.with_values({"num_attention_heads": audio.get("n_head")})
     kernel_size = audio.integer("kernel_size", 33, maximum=1023)

@@ -84,11 +84,7 @@ def with_encoder_fields(fields: ConfigFields) -> ConfigFields:
 
 
 def writer_spec(fields: ConfigFields) -> ConformerSpec | FastConformerSpec | SamplesSpec:
-    """Return the encoder of a model that writes tokens.
-
-    Raises:
-        CheckpointError: A field is missing or invalid.
-    """
+    """Return the encoder of a model that writes tokens. Raise CheckpointError if a field is missing or invalid."""
     if fields.text("model_type") == SpeechKind.GRANITE_CTC:
         return granite_spec(fields)
     if fields.text("model_type") == SpeechKind.OMNIASR_CTC:
@@ -97,11 +93,7 @@ def writer_spec(fields: ConfigFields) -> ConformerSpec | FastConformerSpec | Sam
 
 
 def omniasr_spec(fields: ConfigFields) -> SamplesSpec:
-    """Return the encoder of OmniASR.
-
-    Raises:
-        CheckpointError: A field is missing or invalid.
-    """
+    """Return the encoder of OmniASR. Raise CheckpointError if a field is missing or invalid."""
     fields = with_encoder_fields(fields)
     audio = fields.section("audio_config") or ConfigFields({}, fields.path, "audio_config.")
     audio.require("conv_bias", True, default=True)
@@ -145,11 +137,7 @@ def _numbers(audio: ConfigFields, name: str, default: list[int]) -> tuple[int, .
 
 
 def granite_spec(fields: ConfigFields) -> ConformerSpec:
-    """Return the encoder of Granite Speech 5.
-
-    Raises:
-        CheckpointError: A field is missing or invalid.
-    """
+    """Return the encoder of Granite Speech 5. Raise CheckpointError if a field is missing or invalid."""
     fields = with_encoder_fields(fields)
     vocab_size = fields.integer("vocab_size")
     fields.require("tie_word_embeddings", True, default=True)
@@ -204,11 +192,7 @@ def granite_spec(fields: ConfigFields) -> ConformerSpec:
 
 
 def parakeet_spec(fields: ConfigFields) -> FastConformerSpec:
-    """Return the encoder of Parakeet.
-
-    Raises:
-        CheckpointError: A field is missing or invalid.
-    """
+    """Return the encoder of Parakeet. Raise CheckpointError if a field is missing or invalid."""
     fields = with_encoder_fields(fields)
     spec = fast_conformer_spec(fields, **_SIZES)
     decoder = _decoder(fields)

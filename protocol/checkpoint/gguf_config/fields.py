@@ -49,11 +49,7 @@ class ModelFields(GGUFFields):
         return any(self.has_tensor(f"blk.{i}.{name}") for i in range(self.num_layers))
 
     def floats(self, tensor_name: str) -> list[float]:
-        """Return the elements of a float32 tensor.
-
-        Raises:
-            CheckpointError: There is no such tensor.
-        """
+        """Return the elements of a float32 tensor. Raise CheckpointError if there is no such tensor."""
         tensor = self.gguf.tensors.get(tensor_name)
         if tensor is None or tensor.ggml_type is not GGMLQuantizationType.F32:
             raise CheckpointError(self.gguf.path, f"there is no F32 tensor {tensor_name!r}")

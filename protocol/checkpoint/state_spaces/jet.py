@@ -47,11 +47,7 @@ class JetBlock(LayerWithState, frozen=True, tag=True):
 
 
 def read_jet_block(fields: ConfigFields) -> JetBlock:
-    """Return the recurrent layer of a Jet-Nemotron.
-
-    Raises:
-        CheckpointError: A field is missing or invalid.
-    """
+    """Return the recurrent layer of a Jet-Nemotron. Raise CheckpointError if a field is missing or invalid."""
     own = fields.first_section("efficient_attention_config").first_section("jet")
     key_dim = own.integer("head_dim")
     heads, value_dim = own.integer("num_heads"), int(key_dim * own.positive("expand_v", 2.0))

@@ -80,11 +80,7 @@ def declare_functions(library: ctypes.CDLL) -> None:
 
 
 def check_description(actual: str, expected: str, path: str) -> None:
-    """Check that the library's description of itself equals `expected`.
-
-    Raises:
-        StaleNativeLibrary: They differ.
-    """
+    """Check that the library's description of itself equals `expected`. Raise StaleNativeLibrary if they differ."""
     if actual == expected:
         return
     built, needed = set(actual.splitlines()), set(expected.splitlines())

@@ -329,11 +329,7 @@ class BlockStore:
         self._remove_segments(list(self._segments.values()))
 
     def close(self) -> None:
-        """Seal the segment that is being written, and close all files.
-
-        Raises:
-            OSError: The disk is full or failing.
-        """
+        """Seal the segment that is being written, and close all files. Raise OSError if the disk is full or failing."""
         try:
             if self._tail is not None:
                 self._seal_tail()
@@ -457,11 +453,7 @@ _MAX_PARTS: Final = 1024
 
 
 def _write_all(fd: int, parts: Sequence[bytes | memoryview], offset: int) -> None:
-    """Write all parts at `offset`, one after the other.
-
-    Raises:
-        OSError: The disk is full or failing.
-    """
+    """Write all parts at `offset`, one after the other. Raise OSError if the disk is full or failing."""
     data = [memoryview(part).cast("B") for part in parts]
     while data:
         written = os.pwritev(fd, data, offset)

@@ -109,11 +109,7 @@ class LMCacheStore:
         self._call(self._destroy)
 
     def _call(self, function: Callable[..., T], *args: object) -> T:
-        """Return the result of a call.
-
-        Raises:
-            OSError: The call failed, or did not return in time.
-        """
+        """Return the result of a call. Raise OSError if the call failed, or did not return in time."""
         try:
             return self._calls.call(self._timeout_s, function, *args)
         except OSError:

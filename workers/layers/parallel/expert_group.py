@@ -171,11 +171,7 @@ class _Messages:
         return self._last_invitation
 
     def await_order(self) -> int:
-        """Wait for the next message of the leader, and return it.
-
-        Raises:
-            RuntimeError: A rank is lost.
-        """
+        """Wait for the next message of the leader, and return it. Raise RuntimeError if a rank is lost."""
         with self._changed:
             while not self._orders:
                 if self._error is not None:

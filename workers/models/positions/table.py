@@ -26,11 +26,7 @@ def check_num_positions(spec: ModelSpec, max_model_len: int) -> None:
 
 
 def read_positions(spec: ModelSpec, weights: WeightReader, max_model_len: int) -> Tensor:
-    """Return the table [P, D].
-
-    Raises:
-        ConfigError: A sequence may be longer than the table.
-    """
+    """Return the table [P, D]. Raise ConfigError if a sequence may be longer than the table."""
     check_num_positions(spec, max_model_len)
     num_rows = spec.num_positions + spec.position_offset
     if spec.sinusoids is not None:

@@ -126,11 +126,7 @@ class _Turns:
         self._num_calls = 0
 
     async def run(self, write: Write) -> Json:
-        """Return the finished message.
-
-        Raises:
-            APIError: A turn failed, or a server does not answer (424).
-        """
+        """Return the finished message. Raise APIError 424 if a turn failed, or a server does not answer."""
         messages = plain_messages(self._body.messages or ())
         async with self._tools.session() as session:
             await self._tools.list_functions(session)

@@ -108,11 +108,7 @@ class CohereEmbeddings:
         return given[0]
 
     def _translate(self, body: CohereEmbedRequest) -> EmbeddingRequest:
-        """Return the body translated to a request for embeddings.
-
-        Raises:
-            APIError: `input_type` is unknown (400).
-        """
+        """Return the body translated to a request for embeddings. Raise APIError 400 if `input_type` is unknown."""
         verify_choice("input_type", body.input_type, list(_PROMPTS))
         verify_choice("truncate", body.truncate, ("NONE", "START", "END"))
         prompts = self._serving.config.model.pooler.prompts

@@ -34,20 +34,12 @@ class ContentReader:
         self._num_calls = 0
 
     def add_system(self, content: Any, where: str) -> None:
-        """Add the instructions.
-
-        Raises:
-            APIError: They are not texts (400).
-        """
+        """Add the instructions. Raise APIError 400 if they are not texts."""
         parts = [self._media(part, place) for part, place in _parts_of(content, where)]
         self.messages.append({"role": "system", "content": parts})
 
     def add_contents(self, contents: Any, where: str) -> None:
-        """Add the turns of a conversation, or one turn, or a text.
-
-        Raises:
-            APIError: A part is invalid (400).
-        """
+        """Add the turns of a conversation, or one turn, or a text. Raise APIError 400 if a part is invalid."""
         if not isinstance(contents, list):
             contents = [contents]
         for i, content in enumerate(contents):
@@ -140,11 +132,7 @@ class ContentReader:
 
 
 def text_of(content: Any, where: str) -> str:
-    """Return the joined texts of a content.
-
-    Raises:
-        APIError: It has parts other than texts (400).
-    """
+    """Return the joined texts of a content. Raise APIError 400 if it has parts other than texts."""
     texts = []
     for part, place in _parts_of(content, where):
         texts.append(expect(part.get("text"), str, f"{place}.text", "a string"))

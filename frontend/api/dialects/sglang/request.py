@@ -79,11 +79,7 @@ class SglangPrompt(CompletionRequest, kw_only=True):
 
 
 def translate(body: SglangGenerateRequest) -> SglangPrompt:
-    """Return the body translated to a completion request.
-
-    Raises:
-        APIError: A field is invalid or not supported (400).
-    """
+    """Return the body translated to a completion request. Raise APIError 400 if a field is invalid or not supported."""
     param, prompt = _find_prompt(body)
     is_list = _is_list(param, prompt)
     parts = [

@@ -98,11 +98,7 @@ class Derender:
     async def _read_chat(
         self, body: VllmChatDerenderRequest, response: VllmGenerated, size: int
     ) -> _Chat:
-        """Return the request of an answer.
-
-        Raises:
-            APIError: It is invalid (400).
-        """
+        """Return the request of an answer. Raise APIError 400 if it is invalid."""
         serving = self._serving
         request = await self._decode(self._chats, body.chat_request, "chat_request", size)
         text, prompt_ids = "", body.prompt_token_ids

@@ -174,11 +174,7 @@ def choose_tool(choice: Any, tools: Mapping[str, McpTool]) -> Any:
 
 
 def read_arguments(text: str) -> dict[str, Any]:
-    """Return the arguments of a call.
-
-    Raises:
-        ValueError: They are not a JSON object.
-    """
+    """Return the arguments of a call. Raise ValueError if they are not a JSON object."""
     try:
         arguments = msgspec.json.decode(text or "{}", type=dict[str, Any])
     except (msgspec.MsgspecError, RecursionError) as error:

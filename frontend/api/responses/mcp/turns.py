@@ -89,11 +89,7 @@ class Turn:
         self.has_begun.set()
 
     async def events(self, work: asyncio.Task[None]) -> AsyncIterator[Json]:
-        """Yield the events until `work` has ended.
-
-        Raises:
-            APIError: The turn failed before its first event.
-        """
+        """Yield the events until `work` has ended. Raise APIError if the turn failed before its first event."""
         work.add_done_callback(lambda task: self._changed.set())
         while True:
             self._changed.clear()

@@ -45,19 +45,11 @@ class Tower(GGUFFields):
         return name in self.gguf.tensors
 
     def num_rows(self, name: str) -> int:
-        """Return the number of rows of a matrix.
-
-        Raises:
-            CheckpointError: The file has no such matrix.
-        """
+        """Return the number of rows of a matrix. Raise CheckpointError if the file has no such matrix."""
         return self._shape(name, 2, "matrix")[0]
 
     def num_columns(self, name: str) -> int:
-        """Return the number of columns of a matrix.
-
-        Raises:
-            CheckpointError: The file has no such matrix.
-        """
+        """Return the number of columns of a matrix. Raise CheckpointError if the file has no such matrix."""
         return self._shape(name, 2, "matrix")[1]
 
     def num_channels(self, name: str, dimension: int = 0) -> int:
@@ -75,11 +67,7 @@ class Tower(GGUFFields):
         return tensor.shape
 
     def integers(self, name: str) -> list[int]:
-        """Return a list of integers.
-
-        Raises:
-            CheckpointError: The file has no such list.
-        """
+        """Return a list of integers. Raise CheckpointError if the file has no such list."""
         values = self.config.get(self.prefix + name)
         if not isinstance(values, np.ndarray) or values.dtype.kind not in "iu":
             raise self.wrong(name, "a list of integers", values)
