@@ -150,7 +150,7 @@ def parse_mixed(
         for i, part in enumerate(parts):
             if isinstance(part, str):
                 token_ids += encode(part, i == 0)
-            elif 0 <= part < vocab_size:
+            elif isinstance(part, int) and 0 <= part < vocab_size:
                 token_ids.append(part)
             else:
                 raise wrong(f"{param}[{i}]", f"a token id in [0, {vocab_size})", part)

@@ -44,6 +44,7 @@ _PLAIN_WORDS = {
 _OUT_OF_RANGE = ("Number out of range", "Integer value out of range")
 _NOT_BASE64 = "Invalid base64 encoded string"
 _UNKNOWN = re.compile(r"unknown field `(.*)`", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(.*)`", re.DOTALL)
 
 
 class ClientDisconnected(Exception):
@@ -284,6 +285,8 @@ def _invalid(message: str, body: bytes) -> APIError:
     match = _AT.match(message)
     assert match
     problem, path = match[1], match[2]
+    if missing := _MISSING.fullmatch(problem):
+        return bad_request(f"{path}.{missing[1]}".removeprefix("."), "is required")
     if not path:
         return APIError(400, f"the request body must be a JSON object: {problem}")
     got = ""

@@ -91,7 +91,7 @@ def normalize_input(
         first: The number of the first item among those with the same owner.
 
     Raises:
-        APIError: A reference has no identifier (400).
+        APIError: A type is not a string, or a reference has no identifier (400).
     """
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
@@ -104,6 +104,7 @@ def _normalize(item: Json, where: str, owner_id: str, index: int) -> Json:
     kind = item.get("type")
     if kind is None:
         kind = "message" if "role" in item else "item_reference"
+    expect(kind, str, f"{where}.type", "a string")
     normalized = item | {"type": kind}
     if kind == "message":
         content = item.get("content")
@@ -115,7 +116,7 @@ def _normalize(item: Json, where: str, owner_id: str, index: int) -> Json:
             normalized["content"] = [part]
     if kind != "item_reference":
         if not isinstance(item.get("id"), str):
-            normalized["id"] = item_id(str(kind), owner_id, index)
+            normalized["id"] = item_id(kind, owner_id, index)
         if kind not in ("reasoning", "compaction"):
             normalized["status"] = item.get("status") or "completed"
     elif not isinstance(item.get("id"), str):

@@ -78,10 +78,7 @@ def parse_tools(request: ChatCompletionRequest) -> dict[str, Tool]:
 
 def tools_for_template(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
     """Return the tools of a tokenization request in the format that templates read."""
-    return [
-        _parse_custom(tool, f"tools[{i}]").shown if tool.get("type") == "custom" else tool
-        for i, tool in enumerate(tools or ())
-    ]
+    return [_parse_tool(tool, f"tools[{i}]").shown for i, tool in enumerate(tools or ())]
 
 
 def _parse_tool(tool: dict[str, Any], where: str) -> Tool:

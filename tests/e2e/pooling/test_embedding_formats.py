@@ -89,6 +89,7 @@ def test_inputs_are_read_in_the_formats_of_llama_cpp(server: Server) -> None:
         ({"input": ["a", {"content": [{"type": "x"}]}]}, "input[1].content[0].type", "messages"),
         ({"input": ["a", {"text": "a"}]}, "input[1].prompt_string", "must be a string"),
         ({"input": [[5, "a"], ["a", 10_000_000]]}, "input[1][1]", "must be a token id in [0, "),
+        ({"input": [5, "a", {}]}, "input[2]", "must be a token id in [0, "),
         ({"input": ["a"] * 400, "encoding_format": "bytes"}, "encoding_format", '"bytes_only"'),
     ],
 )

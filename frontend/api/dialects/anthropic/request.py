@@ -240,7 +240,8 @@ def _input_part(block: Any, where: str) -> Json:
             texts = [
                 _text_block(part, f"{where}.content[{i}]")["text"] for i, part in enumerate(found)
             ]
-            return {"type": "text", "text": "\n".join([block.get("title") or "", *texts]).strip()}
+            title = "" if block.get("title") is None else _string(block, "title", where)
+            return {"type": "text", "text": "\n".join([title, *texts]).strip()}
         case kind:
             raise wrong(
                 f"{where}.type", "text, image, document, search_result or tool_result", kind

@@ -78,6 +78,8 @@ def translate(body: GeminiRequest, model: str, *, streams: bool) -> ChatCompleti
         if (value := get(config, sent)) is not None:
             kind, words = _TYPES.get(name, ((int, float), "a number"))
             fields[name] = expect(value, kind, f"{_CONFIG}.{sent}", words)  # type: ignore[arg-type]
+    for i, text in enumerate(fields.get("stop", ())):
+        expect(text, str, f"{_CONFIG}.stopSequences[{i}]", "a string")
     reader = ContentReader()
     if body.system is not None:
         is_snake = body.snake_system is not None

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import msgspec
 
-from ....http.errors import bad_request
+from ....http.errors import bad_request, wrong
 from ...logprobs import Json
 from ...prompts import verify_num_sequences
 from ...schema.sglang import SglangGenerateRequest
@@ -44,13 +44,16 @@ def split(
         is_list: True if it is a list of prompts.
 
     Raises:
-        APIError: A parameter has too few or too many values (400).
+        APIError: A parameter has too few or too many values, or prompts differ in type (400).
     """
     lists: Json = {}
     count = len(prompts) if is_list else 1
     verify_num_sequences(count, param)
     if not count:
         raise bad_request(param, "must not be an empty array")
+    for i, prompt in enumerate(prompts if is_list else ()):
+        if type(prompt) is not type(prompts[0]):
+            raise wrong(f"{param}[{i}]", "a prompt of the same type as the first", prompt)
     # The media of a single prompt may be a list.
     for name in (*_NAMES, *(MEDIA_FIELDS if is_list else ())):
         values = getattr(body, name)

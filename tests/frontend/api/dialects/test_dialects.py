@@ -317,6 +317,17 @@ def test_text_of_pdf_is_bounded() -> None:
             {"messages": [{"role": "user", "content": [{"type": "pdf"}]}]},
             'messages[0].content[0].type must be text, image, document, search_result or tool_result, got "pdf"',
         ),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [{"type": "search_result", "title": 1, "content": []}],
+                    }
+                ]
+            },
+            "messages[0].content[0].title must be a string, got 1",
+        ),
         ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools[0].type must be"),
         ({"mcp_servers": [{"type": "url"}]}, "--mcp-servers"),
         ({"vllm_xargs": {"a": 1}}, "vllm_xargs is not supported"),

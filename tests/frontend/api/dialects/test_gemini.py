@@ -160,6 +160,7 @@ def test_gemini_models_are_shown_to_googles_clients(frontend: FrontendProcess) -
         ({"contents": [{"parts": [{}]}]}, 400, "contents[0].parts[0] must have text"),
         ({"tools": [{"googleSearch": {}}]}, 400, "tools[0] must be functionDeclarations"),
         ({"generationConfig": {"topP": "x"}}, 400, "generationConfig.topP must be a number"),
+        ({"generationConfig": {"stopSequences": [1]}}, 400, "generationConfig.stopSequences[0]"),
         ({"generationConfig": {"topP": 7}}, 400, "generationConfig.topP must"),
         ({"cachedContent": "x"}, 400, "cachedContent names no stored content"),
     ],

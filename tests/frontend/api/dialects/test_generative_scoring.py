@@ -138,6 +138,7 @@ def test_decisions_have_the_probabilities_of_all_options(
         ({"questions": [QUESTIONS[0] | {"instructions": [{}]}]}, "questions[0].instructions[0]"),
         ({"questions": [QUESTIONS[1] | {"choices": [{"value": "a"}]}]}, "questions[0].choices"),
         ({"questions": [QUESTIONS[1] | {"choices": [{"value": "a"}] * 2}]}, "questions[0].choices"),
+        ({"questions": [QUESTIONS[1] | {"choices": [{}]}]}, "questions[0].choices[0].value"),
         ({"questions": [*QUESTIONS[:2], {"type": "score"}]}, "questions[2]"),
         ({"questions": [QUESTIONS[2] | {"levels": None}]}, "questions[0].levels"),
     ],

@@ -269,6 +269,7 @@ def test_clients_choose_ids_and_replicas(frontend: FrontendProcess) -> None:
         ({"text": ["a", "b"], "top_logprobs_num": [1]}, "top_logprobs_num"),
         ({"text": ["a", "b"], "lora_path": [None, "c"]}, "lora_path[1]"),
         ({"text": None, "input_embeds": [[0.5, 0.5]]}, "input_embeds"),
+        ({"text": None, "input_ids": [[1], 2], "rid": ["a", "b"]}, "input_ids[1]"),
         ({"image_data": "x"}, "image_data"),
         ({"audio_data": ["x"]}, "audio_data"),
         ({"video_data": [3]}, "video_data[0]"),

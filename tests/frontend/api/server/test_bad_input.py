@@ -287,6 +287,7 @@ def test_unknown_fields_are_ignored_unless_strict(frontend: FrontendProcess) -> 
         ({"prompt": "a" * (2**22 + 1)}, "prompt"),
         ({"messages": [{}]}, "messages[0].role"),
         ({"messages": USER, "media_io_kwargs": {"image": {}}}, "media_io_kwargs"),
+        ({"messages": USER, "tools": [{"function": None}]}, "tools[0].function"),
         ({"messages": USER, "media_io_kwargs": {"video": 1}}, "media_io_kwargs.video"),
         (
             {"messages": USER, "mm_processor_kwargs": {"use_audio_in_video": 1}},
