@@ -15,6 +15,7 @@ from ...protocol.errors import CheckpointError
 from ..cache_directory import cache_directories
 from .conversion.encoder_pieces import convert_encoder_pieces, encoder_pieces_files
 from .conversion.kimi import convert_kimi, kimi_files
+from .conversion.letters import convert_letters, letters_files
 from .conversion.marian import convert_marian, marian_files
 from .conversion.plamo import convert_plamo, plamo_files
 from .conversion.tekken import convert_tekken, tekken_files
@@ -32,6 +33,7 @@ _FORMATS = (
     (kimi_files, convert_kimi),
     (tokenizer_model_files, convert_tokenizer_model),
     (vocabulary_files, convert_vocabulary),
+    (letters_files, convert_letters),
     (world_files, convert_world),
     (plamo_files, convert_plamo),
 )

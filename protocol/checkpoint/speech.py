@@ -16,11 +16,11 @@ from .audio.processors import (
     canary_processor,
     cohere_processor,
     granite_processor,
-    omniasr_processor,
     parakeet_processor,
+    samples_processor,
 )
 from .audio.speech_encoders import streaming_spec
-from .audio.token_writers import WRITING, with_encoder_fields, writes_tokens
+from .audio.token_writers import SAMPLES, WRITING, with_encoder_fields, writes_tokens
 from .audio.tower import CAUSAL_PART, audio_tower_spec
 from .config_fields import MAX_INTEGER, ConfigFields
 
@@ -390,7 +390,7 @@ _READERS: Final = {
     SpeechKind.VOXTRAL_REALTIME: _voxtral_realtime,
     **dict.fromkeys(WRITING, parakeet_processor),
     SpeechKind.GRANITE_CTC: granite_processor,
-    SpeechKind.OMNIASR_CTC: omniasr_processor,
+    **dict.fromkeys(SAMPLES, samples_processor),
 }
 
 

@@ -183,7 +183,7 @@ class SpeechKind(enum.StrEnum):
 
     Whisper's prompt has tokens for language and task; Moonshine's is a single start token. Only the language changes
     Cohere Transcribe's, and the languages of speech and text change Canary's. Voxtral Realtime's is always the same.
-    Parakeet, Granite Speech 5 and OmniASR have no decoder that reads a prompt.
+    Parakeet, Granite Speech 5, wav2vec 2.0 and its successors have no decoder that reads a prompt.
     """
 
     WHISPER = "whisper"
@@ -197,6 +197,10 @@ class SpeechKind(enum.StrEnum):
     PARAKEET_TDT = "parakeet_tdt"
     GRANITE_CTC = "granite_speech5_ctc"
     OMNIASR_CTC = "omniasr_ctc"
+    WAV2VEC2 = "wav2vec2"
+    HUBERT = "hubert"
+    UNISPEECH = "unispeech"
+    UNISPEECH_SAT = "unispeech-sat"
 
 
 class AddedAudioConfig(msgspec.Struct, frozen=True):
@@ -251,6 +255,7 @@ class AudioProcessorConfig(msgspec.Struct, frozen=True):
         languages: The codes of the languages that may be given for such a prompt.
         max_tokens_per_second: The maximum number of text tokens per second of audio; 0 for no limit.
         added: The way in which outputs are added to tokens; None if the decoder reads them by cross attention.
+        variance_term: The number that is added to the variance of standardized samples; 0 if they are not standardized.
         writes_tokens: True if the encoder's outputs are the tokens of the text and their times (see `TOKEN_FIELDS`).
     """
 
@@ -279,6 +284,7 @@ class AudioProcessorConfig(msgspec.Struct, frozen=True):
     prompt: tuple[str, ...] = ()
     languages: tuple[str, ...] = ()
     added: AddedAudioConfig | None = None
+    variance_term: float = 0.0
     writes_tokens: bool = False
 
     @property

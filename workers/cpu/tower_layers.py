@@ -174,7 +174,9 @@ class _Recorder:
         self._program.add_op("embed")
         for number, weights in enumerate(layers, 1):
             self._record_attention(number, weights)
+            self._record_sum_norm(weights.attention_norm)
             self._record_mlp(weights)
+            self._record_sum_norm(weights.mlp_norm)
             if number in spec.feature_layers:
                 column = spec.feature_layers.index(number) * spec.hidden_size
                 self._program.add_op("keep_hidden", first_column=column)
@@ -234,9 +236,14 @@ class _Recorder:
             )
         self._record_output(down, weights.mlp_output_norm, spec.intermediate_size)
 
+    def _record_sum_norm(self, norm: Norm | None) -> None:
+        """Record the norm of the residual stream in place, if norms follow the sums."""
+        if self._spec.norms_sums and norm is not None:
+            self._program.add_op("norm", vectors=_vectors(norm))
+
     def _record_norm(self, norm: Norm | None) -> None:
-        """Record the norm of the residual stream, whose result the next products read."""
-        vectors = [None, None] if norm is None else _vectors(norm)
+        """Record the norm of the residual stream, whose result the next products read, unless norms follow the sums."""
+        vectors = [None, None] if norm is None or self._spec.norms_sums else _vectors(norm)
         self._program.add_op("quantize", activation_kind=_F32, vectors=vectors)
 
     def _record_products(

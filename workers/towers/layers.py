@@ -35,6 +35,8 @@ class Patches(NamedTuple):
 class LayersSpec(msgspec.Struct, frozen=True):
     """Layers of attention and an MLP, each after an optional norm. Optional parts exist if there are weights for them.
 
+    If `norms_sums`, these norms follow the sums with the inputs instead.
+
     The features are the hidden states after each of `feature_layers`, counted from 1; the largest is the last layer. If
     there are windows, patches attend within them, except in `full_layers`. Norms of queries and keys are over all heads
     together ("full") or per head ("head"). If `has_value_norm`, values are divided by their root mean square. If
@@ -59,6 +61,7 @@ class LayersSpec(msgspec.Struct, frozen=True):
     has_gate: bool = False
     clips_products: bool = False
     gate_limit: float = 0.0
+    norms_sums: bool = False
 
     @property
     def num_layers(self) -> int:
@@ -138,6 +141,11 @@ class _TorchLayer:
         mask_PP: Tensor | None,
     ) -> Tensor:
         weights = self._weights
+        if self._spec.norms_sums:
+            assert weights.attention_norm is not None
+            assert weights.mlp_norm is not None
+            x_PD = weights.attention_norm(x_PD + self._attend(x_PD, rotation, windows, mask_PP))
+            return weights.mlp_norm(x_PD + self._mlp(x_PD))
         normed = x_PD if weights.attention_norm is None else weights.attention_norm(x_PD)
         output = self._attend(normed, rotation, windows, mask_PP)
         if weights.attention_output_norm is not None:

@@ -216,10 +216,12 @@ def _pairs(features: Float32Array) -> Float32Array:
     return paired
 
 
-def standardized(samples: Float32Array) -> Float32Array:
-    """Return samples with the mean 0 and the deviation 1, equal to those of `OmniASRFeatureExtractor`."""
+def standardized(samples: Float32Array, variance_term: float) -> Float32Array:
+    """Return samples with the mean 0 and the deviation 1, equal to those of `Wav2Vec2FeatureExtractor`."""
     centered = samples - samples.mean()
-    scaled: Float32Array = centered / np.sqrt(np.square(centered).mean() + np.float32(1e-5))
+    scaled: Float32Array = centered / np.sqrt(
+        np.square(centered).mean() + np.float32(variance_term)
+    )
     return scaled
 
 

@@ -328,12 +328,14 @@ class Transcriber:
             # The encoder makes at least one output.
             samples = np.pad(samples, (0, max(0, audio.least_samples - len(samples))))
         num_frames, features = len(samples), samples
-        if audio.kind is SpeechKind.OMNIASR_CTC:
-            features = standardized(samples)
+        if audio.variance_term:
+            features = standardized(samples, audio.variance_term)
         elif audio.kind is SpeechKind.GRANITE_CTC:
             features = paired_log_mel_changes(samples, audio.num_mel_bins // 4)
             num_frames = features.shape[1]
-        elif audio.kind in (SpeechKind.COHERE, SpeechKind.CANARY) or audio.writes_tokens:
+        elif audio.num_mel_bins and (
+            audio.kind in (SpeechKind.COHERE, SpeechKind.CANARY) or audio.writes_tokens
+        ):
             has_dither = audio.kind is SpeechKind.COHERE
             features = normed_log_mel(samples, audio.num_mel_bins, has_dither=has_dither)
             num_frames = features.shape[1]

@@ -18,7 +18,7 @@ from ...config.model import AudioProcessorConfig, SpeechKind
 from ..config_fields import ConfigFields
 from .fields import read_token
 from .speech_encoders import canary_encoder_spec, fast_conformer_spec
-from .token_writers import GRANITE_STACKED, granite_spec, omniasr_spec, parakeet_spec
+from .token_writers import GRANITE_STACKED, granite_spec, parakeet_spec, samples_spec
 
 _SECONDS: Final = 30.0
 """The maximum length of a window, up to which Cohere Transcribe's processor does not split a clip; also of others."""
@@ -98,16 +98,18 @@ def granite_processor(
     )
 
 
-def omniasr_processor(
+def samples_processor(
     processor: ConfigFields, config: ConfigFields, generation: ConfigFields
 ) -> AudioProcessorConfig:
-    """Return the audio preprocessing of OmniASR."""
+    """Return the audio preprocessing of OmniASR, or of wav2vec 2.0."""
     processor.require("sampling_rate", 16_000, default=16_000)
-    processor.require("do_normalize", True, default=True)
-    encoder = omniasr_spec(config)
+    encoder, kind = samples_spec(config), SpeechKind(config.text("model_type"))
+    variance_term = 1e-5 if kind is SpeechKind.OMNIASR_CTC else 1e-7
     convolutions = [(size, stride, 0) for _, size, stride in encoder.convolutions]
     return msgspec.structs.replace(
-        _unpadded(SpeechKind.OMNIASR_CTC, encoder, 1, convolutions), writes_tokens=True
+        _unpadded(kind, encoder, 1, convolutions),
+        variance_term=variance_term * processor.boolean("do_normalize", True),
+        writes_tokens=True,
     )
 
 

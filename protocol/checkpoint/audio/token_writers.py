@@ -1,8 +1,8 @@
-"""Read the configs of encoders that write the tokens of a text: Parakeet, Granite Speech 5 and OmniASR."""
+"""Read the configs of encoders that write the tokens of a text: Parakeet, Granite Speech 5 and wav2vec 2.0."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
@@ -21,8 +21,17 @@ from .speech_encoders import fast_conformer_spec
 
 _Duration = Annotated[int, msgspec.Meta(ge=0, le=MAX_POSITIONS)]
 
+WAV2VEC2: Final = frozenset(
+    {SpeechKind.HUBERT, SpeechKind.UNISPEECH, SpeechKind.UNISPEECH_SAT, SpeechKind.WAV2VEC2}
+)
+"""Kinds of models with the layout of transformers' Wav2Vec2ForCTC."""
+
+SAMPLES: Final = WAV2VEC2 | {SpeechKind.OMNIASR_CTC}
+"""Kinds of models that read samples."""
+
 WRITING: Final = frozenset(
     {
+        *WAV2VEC2,
         SpeechKind.GRANITE_CTC,
         SpeechKind.OMNIASR_CTC,
         SpeechKind.PARAKEET_CTC,
@@ -41,6 +50,7 @@ _VOCABULARIES: Final = {
     SpeechKind.PARAKEET_CTC: 1025,
     SpeechKind.PARAKEET_RNNT: 8193,
     SpeechKind.PARAKEET_TDT: 8193,
+    **dict.fromkeys(WAV2VEC2, 32),
 }
 GRANITE_STACKED: Final = 4
 """The features of a row of Granite Speech 5 for each mel bin: those of two frames, and their changes."""
@@ -69,6 +79,15 @@ _SIZES: Final[dict[str, Any]] = {
     "num_hidden_layers": 24,
     "scale_input": True,
 }
+_OMNIASR_SIZES: Final[dict[str, Any]] = {
+    "conv_bias": True,
+    "do_stable_layer_norm": True,
+    "feat_extract_norm": "layer",
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 24,
+}
 
 
 def writes_tokens(fields: ConfigFields) -> bool:
@@ -87,41 +106,56 @@ def writer_spec(fields: ConfigFields) -> ConformerSpec | FastConformerSpec | Sam
     """Return the encoder of a model that writes tokens. Raise CheckpointError if a field is missing or invalid."""
     if fields.text("model_type") == SpeechKind.GRANITE_CTC:
         return granite_spec(fields)
-    if fields.text("model_type") == SpeechKind.OMNIASR_CTC:
-        return omniasr_spec(fields)
+    if fields.text("model_type") in SAMPLES:
+        return samples_spec(fields)
     return parakeet_spec(fields)
 
 
-def omniasr_spec(fields: ConfigFields) -> SamplesSpec:
-    """Return the encoder of OmniASR. Raise CheckpointError if a field is missing or invalid."""
+def samples_spec(fields: ConfigFields) -> SamplesSpec:
+    """Return the encoder of OmniASR or wav2vec 2.0. Raise CheckpointError if a field is missing or invalid."""
     fields = with_encoder_fields(fields)
-    audio = fields.section("audio_config") or ConfigFields({}, fields.path, "audio_config.")
-    audio.require("conv_bias", True, default=True)
-    hidden_size = audio.integer("hidden_size", 1024, maximum=MAX_POSITIONS)
+    is_omniasr = fields.text("model_type") == SpeechKind.OMNIASR_CTC
+    audio, blank_name = fields, "pad_token_id"
+    if is_omniasr:
+        audio = fields.section("audio_config") or ConfigFields({}, fields.path, "audio_config.")
+        audio = audio.with_defaults(**_OMNIASR_SIZES)
+        blank_name = "blank_token_id"
+    else:
+        audio.require("conv_pos_batch_norm", False)
+        audio.require("add_adapter", False)
+        audio.require("adapter_attn_dim", None)
+    hidden_size = audio.integer("hidden_size", 768, maximum=MAX_POSITIONS)
     rows = audio.integer("num_conv_pos_embeddings", 128, maximum=1024)
-    if rows % 2:
-        raise audio.wrong("num_conv_pos_embeddings", "even", rows)
     groups = audio.divisor("num_conv_pos_embedding_groups", hidden_size, 16)
     channels = _numbers(audio, "conv_dim", [512] * 7)
     kernels = _numbers(audio, "conv_kernel", [10, 3, 3, 3, 3, 2, 2])
     strides = _numbers(audio, "conv_stride", [5, 2, 2, 2, 2, 2, 2])
     if not len(channels) == len(kernels) == len(strides):
         raise audio.wrong("conv_dim", f"{len(kernels)} numbers, as conv_kernel", channels)
+    norm: Literal["layer", "group"] = "layer"
+    if audio.choice("feat_extract_norm", ("layer", "group"), "group") == "group":
+        norm = "group"
+    activation = audio.text("hidden_act", "gelu")
+    audio.require("feat_extract_activation", activation)
     vocab_size = fields.integer("vocab_size")
-    blank = fields.integer("blank_token_id", 0, minimum=0, maximum=vocab_size - 1)
+    blank = fields.integer(blank_name, 0, minimum=0, maximum=vocab_size - 1)
     return SamplesSpec(
         convolutions=tuple(zip(channels, kernels, strides, strict=True)),
         hidden_size=hidden_size,
-        intermediate_size=audio.integer("intermediate_size", 4096, maximum=MAX_POSITIONS),
-        num_layers=audio.integer("num_hidden_layers", 24, maximum=1024),
-        num_heads=audio.divisor("num_attention_heads", hidden_size, 16),
+        intermediate_size=audio.integer("intermediate_size", 3072, maximum=MAX_POSITIONS),
+        num_layers=audio.integer("num_hidden_layers", 12, maximum=1024),
+        num_heads=audio.divisor("num_attention_heads", hidden_size, 12),
         num_frames=480_000,
         position_rows=rows,
         position_groups=groups,
-        activation=audio.text("hidden_act", "gelu"),
+        activation=activation,
         norm_eps=audio.positive("layer_norm_eps", 1e-5),
         output_size=hidden_size,
         decoder=CtcSpec(vocab_size, blank),
+        conv_norm=norm,
+        has_conv_bias=audio.boolean("conv_bias", False),
+        has_input_norm=audio.boolean("feat_proj_layer_norm", True),
+        norms_sums=not audio.boolean("do_stable_layer_norm", False),
     )
 
 

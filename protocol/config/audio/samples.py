@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import msgspec
 
@@ -27,10 +28,11 @@ class FrameSpec(UnpaddedSpec, frozen=True, tag=True):
 
 
 class SamplesSpec(LayeredSpec, frozen=True, tag=True):
-    """The encoder of wav2vec 2.0 (arXiv 2006.11477) with norms before its blocks, which OmniASR has.
+    """The encoder of wav2vec 2.0 (arXiv 2006.11477), which HuBERT, UniSpeech and OmniASR have as well.
 
-    `convolutions` (channels, kernel size, stride) read samples. Positions are a convolution over `position_rows` rows
-    in `position_groups` groups.
+    `convolutions` (channels, kernel size, stride) read samples. Their norm is over the channels of each output
+    ("layer"), or only the first has one, over the outputs of each channel ("group"). Positions are a convolution over
+    `position_rows` rows in `position_groups` groups. If `norms_sums`, the norms of layers follow their sums.
     """
 
     convolutions: tuple[tuple[int, int, int], ...]
@@ -40,6 +42,10 @@ class SamplesSpec(LayeredSpec, frozen=True, tag=True):
     activation: str
     norm_eps: float
     decoder: CtcSpec
+    conv_norm: Literal["layer", "group"] = "layer"
+    has_conv_bias: bool = True
+    has_input_norm: bool = True
+    norms_sums: bool = False
     num_mel_bins: int = 0
 
     def num_outputs(self, num_frames: int) -> int:

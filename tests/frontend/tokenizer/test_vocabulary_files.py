@@ -157,6 +157,11 @@ def test_a_sentencepiece_model_of_deberta_is_read(tmp_path: Path, lowercase: boo
             "not consecutive",
         ),
         ({"vocab.txt": "a"}, {"tokenizer_class": "BertTokenizer"}, "there is no token '\\[UNK\\]'"),
+        (
+            {"vocab.json": '{"eng": {"a": 1}}'},
+            {"tokenizer_class": "Wav2Vec2CTCTokenizer"},
+            "not a vocabulary of letters",
+        ),
         ({"tokenizer.model": "x"}, {}, "not a model of SentencePiece"),
         (
             {"tokenizer.model": "x"},

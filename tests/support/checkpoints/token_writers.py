@@ -15,16 +15,32 @@ from support.checkpoints.source import MODELS, write_letters
 from support.media.audio_features import granite_features
 
 GRANITE, OMNIASR = "granite", "omniasr"
+WAV2VEC2, HUBERT = "Wav2Vec2", "Hubert"
+CTC_KINDS = ("CTC", GRANITE, OMNIASR, WAV2VEC2, HUBERT)
+
+_SAMPLES = {
+    "hidden_size": 32,
+    "conv_dim": [8, 12, 16],
+    "conv_kernel": [10, 8, 4],
+    "conv_stride": [8, 8, 5],
+    "num_attention_heads": 4,
+    "num_hidden_layers": 3,
+    "intermediate_size": 40,
+    "num_conv_pos_embeddings": 8,
+    "num_conv_pos_embedding_groups": 4,
+}
 
 
 def writer_directory(directory: Path, kind: str) -> tuple[Path, Any]:
-    """Write a Parakeet ("CTC", "RNNT" or "TDT") a Granite Speech 5 or an OmniASR with a tokenizer.
+    """Write a Parakeet ("CTC", "RNNT" or "TDT") or a model of another kind with a tokenizer.
 
     Return its directory and transformers' model.
     """
+    if kind in (WAV2VEC2, HUBERT):
+        return _letter_writer(directory, kind)
     ids = write_letters(directory, ("<pad>", "<blank>"), "<pad>")
     vocab_size = 1 + max(ids.values())
-    has_ctc = kind in ("CTC", GRANITE, OMNIASR)
+    has_ctc = kind in CTC_KINDS
     # CTC has no token for padding beside the blank.
     special = {"pad_token_id": ids["<pad>"]} | (
         {"pad_token_id": ids["<blank>"]} if has_ctc else {"blank_token_id": ids["<blank>"]}
@@ -49,18 +65,7 @@ def writer_directory(directory: Path, kind: str) -> tuple[Path, Any]:
     if kind == OMNIASR:
         name, section = "OmniASR{}CTC", "audio_config"
         special["blank_token_id"] = ids["<blank>"]
-        encoder = {
-            "model_type": "omniasr_audio",
-            "hidden_size": 32,
-            "conv_dim": [8, 12, 16],
-            "conv_kernel": [10, 8, 4],
-            "conv_stride": [8, 8, 5],
-            "num_attention_heads": 4,
-            "num_hidden_layers": 3,
-            "intermediate_size": 40,
-            "num_conv_pos_embeddings": 8,
-            "num_conv_pos_embedding_groups": 4,
-        }
+        encoder = {"model_type": "omniasr_audio", **_SAMPLES}
     config = getattr(transformers, name.format("") + "Config")(
         vocab_size=vocab_size,
         **{section: encoder},
@@ -70,9 +75,7 @@ def writer_directory(directory: Path, kind: str) -> tuple[Path, Any]:
     torch.manual_seed(0)
     model_class = getattr(transformers, name.format("For"))
     model = model_class._from_config(config, attn_implementation="eager").eval()
-    for parameter_name, parameter in model.named_parameters():
-        if not re.search(r"norm\w*\.weight|bias$", parameter_name):
-            torch.nn.init.normal_(parameter, 0, 0.5)
+    _spread(model)
     for buffer_name, buffer in model.named_buffers():
         if "running_" in buffer_name:
             torch.nn.init.uniform_(buffer, 0.5, 1.5)
@@ -90,10 +93,46 @@ def writer_directory(directory: Path, kind: str) -> tuple[Path, Any]:
     return directory, model
 
 
+def _spread(model: torch.nn.Module) -> None:
+    """Draw the weights of matrices again, so that outputs differ."""
+    for name, parameter in model.named_parameters():
+        if not re.search(r"norm\w*\.weight|bias$", name):
+            torch.nn.init.normal_(parameter, 0, 0.5)
+
+
+def _letter_writer(directory: Path, kind: str) -> tuple[Path, Any]:
+    """Write a wav2vec 2.0, or a HuBERT with norms before its layers, and a tokenizer of letters."""
+    tokens = ["<pad>", "|", *("ABCDEFGHIJ" if kind == HUBERT else "abcdefghij")]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    (directory / "vocab.json").write_text(json.dumps(vocabulary))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"do_lower_case": kind == HUBERT}))
+    has_layer_norms = {
+        "feat_extract_norm": "layer",
+        "conv_bias": True,
+        "do_stable_layer_norm": True,
+    }
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=len(tokens), **_SAMPLES, **(has_layer_norms if kind == HUBERT else {})
+    )
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForCTC")(config).eval()
+    _spread(model)
+    with torch.no_grad():
+        model.lm_head.bias[0] += 3
+    model.save_pretrained(directory)
+    (directory / "preprocessor_config.json").write_text(
+        json.dumps({"do_normalize": kind != HUBERT})
+    )
+    return directory, model
+
+
 def features(kind: str, samples: np.ndarray) -> dict[str, torch.Tensor]:
     """Return the features of transformers' extractor, which for Granite Speech 5 needs torchaudio."""
     if kind == OMNIASR:
         extractor = transformers.OmniASRFeatureExtractor()
+        return dict(extractor(samples, sampling_rate=16_000, return_tensors="pt"))
+    if kind in (WAV2VEC2, HUBERT):
+        extractor = transformers.Wav2Vec2FeatureExtractor(do_normalize=kind != HUBERT)
         return dict(extractor(samples, sampling_rate=16_000, return_tensors="pt"))
     if kind != GRANITE:
         extractor = transformers.ParakeetFeatureExtractor(feature_size=16)

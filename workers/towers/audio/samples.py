@@ -1,10 +1,11 @@
-"""The encoder of wav2vec 2.0 and a decoder of its rows (OmniASR).
+"""The encoder of wav2vec 2.0 and a decoder of its rows.
 
 Shapes: C channels, N samples or outputs of a convolution, P rows, D hidden size, R written tokens.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -13,11 +14,21 @@ from ....protocol.config.audio.samples import (
 )
 from ..image_tower import TowerSource
 from ..layers import LayersSpec, LayerWeights, Patches
-from ..weights import Linear, VisionWeights, find_activation
+from ..weights import Linear, Norm, VisionWeights, find_activation
 from .token_decoders import read_token_decoder
 
 _CONV_NORM_EPS = 1e-5
-_NAMES = ((r"^model\.", ""),)
+_NAMES = (
+    (r"^model\.", ""),
+    # The names of transformers' Wav2Vec2ForCTC, whose model has the name of its kind.
+    (r"^\w+\.feature_extractor\.", "audio_tower.subsampling."),
+    (r"^\w+\.feature_projection\.", "audio_tower.subsampling."),
+    (r"^\w+\.encoder\.pos_conv_embed\.", "audio_tower.encode_positions."),
+    (r"^\w+\.encoder\.", "audio_tower."),
+    (r"\.parametrizations\.weight\.original0$", ".weight_g"),
+    (r"\.parametrizations\.weight\.original1$", ".weight_v"),
+    (r"^lm_head\.", "ctc_head."),
+)
 MARKER = "audio_tower.subsampling.projection.weight"
 
 
@@ -28,23 +39,17 @@ class SamplesEncoder:
         self._spec = spec
         tensors = source.weights(MARKER, _NAMES)
         self._activation = find_activation(source.checkpoint, spec.activation)
-        self._convolutions = []
-        inputs = 1
-        for index, (channels, kernel_size, stride) in enumerate(spec.convolutions):
-            name = f"audio_tower.subsampling.conv_layers.{index}"
-            weight = tensors.read(f"{name}.conv.weight", channels, inputs, kernel_size)
-            bias = tensors.read(f"{name}.conv.bias", channels)
-            norm = tensors.read_layer_norm(f"{name}.layer_norm", channels, _CONV_NORM_EPS)
-            self._convolutions.append((weight, bias, stride, norm))
-            inputs = channels
-        size = spec.hidden_size
+        self._convolutions = [
+            _Convolution(spec, tensors, index) for index in range(len(spec.convolutions))
+        ]
+        size, inputs = spec.hidden_size, spec.convolutions[-1][0]
         name = "audio_tower.subsampling"
-        self._input_norm = tensors.read_layer_norm(f"{name}.layer_norm", inputs, spec.norm_eps)
+        self._input_norm: Norm | None = None
+        if spec.has_input_norm:
+            self._input_norm = tensors.read_layer_norm(f"{name}.layer_norm", inputs, spec.norm_eps)
         self._input = tensors.read_linear(f"{name}.projection", size, inputs)
-        name = "audio_tower.encode_positions.conv"
-        shape = size, size // spec.position_groups, spec.position_rows
-        self._positions = tensors.read(f"{name}.weight", *shape)
-        self._positions_bias = tensors.read(f"{name}.bias", size)
+        self._positions = _read_positions(spec, tensors)
+        self._positions_bias = tensors.read("audio_tower.encode_positions.conv.bias", size)
         self._layers = source.make_layers(
             LayersSpec(
                 hidden_size=size,
@@ -54,6 +59,7 @@ class SamplesEncoder:
                 feature_layers=(spec.num_layers,),
                 activation=spec.activation,
                 norm_eps=spec.norm_eps,
+                norms_sums=spec.norms_sums,
             ),
             (_read_layer(spec, tensors, index) for index in range(spec.num_layers)),
         )
@@ -63,18 +69,59 @@ class SamplesEncoder:
     def __call__(self, samples_1N: Tensor) -> Tensor:
         """Return the tokens [R, `TOKEN_FIELDS`]."""
         x_CN = samples_1N
-        for weight, bias, stride, norm in self._convolutions:
-            x_CN = F.conv1d(x_CN[None], weight, bias, stride)[0]
-            x_CN = self._activation(norm(x_CN.T)).T
-        x_PD = self._input(self._input_norm(x_CN.T))
+        for convolution in self._convolutions:
+            x_CN = self._activation(convolution(x_CN))
+        x_PC = x_CN.T
+        x_PD = self._input(x_PC if self._input_norm is None else self._input_norm(x_PC))
         groups, padding = self._spec.position_groups, self._spec.position_rows // 2
         positions = F.conv1d(
             x_PD.T[None], self._positions, self._positions_bias, padding=padding, groups=groups
         )
         # A kernel of even size makes one row too many.
-        x_PD = x_PD + self._activation(positions[0, :, :-1]).T
+        x_PD = x_PD + self._activation(positions[0, :, : len(x_PD)]).T
+        if self._spec.norms_sums:
+            x_PD = self._norm(x_PD)
         x_PD = self._layers(x_PD, Patches())[self._spec.num_layers]
-        return self._decoder(self._norm(x_PD))
+        return self._decoder(x_PD if self._spec.norms_sums else self._norm(x_PD))
+
+
+class _Convolution:
+    """A convolution over samples or the outputs of another, and its norm."""
+
+    def __init__(self, spec: SamplesSpec, tensors: VisionWeights, index: int) -> None:
+        channels, kernel_size, self._stride = spec.convolutions[index]
+        inputs = spec.convolutions[index - 1][0] if index else 1
+        name = f"audio_tower.subsampling.conv_layers.{index}"
+        self._weight = tensors.read(f"{name}.conv.weight", channels, inputs, kernel_size)
+        self._bias: Tensor | None = None
+        if spec.has_conv_bias:
+            self._bias = tensors.read(f"{name}.conv.bias", channels)
+        self._is_layer_normed = spec.conv_norm == "layer"
+        self._norm: Norm | None = None
+        if self._is_layer_normed or index == 0:
+            self._norm = tensors.read_layer_norm(f"{name}.layer_norm", channels, _CONV_NORM_EPS)
+
+    def __call__(self, x_CN: Tensor) -> Tensor:
+        """Return the normed outputs [C, N]."""
+        x_CN = F.conv1d(x_CN[None], self._weight, self._bias, self._stride)[0]
+        if self._norm is None:
+            return x_CN
+        if self._is_layer_normed:
+            return self._norm(x_CN.T).T
+        norm = self._norm
+        return F.group_norm(x_CN[None], len(x_CN), norm.weight, norm.bias, norm.eps)[0]
+
+
+def _read_positions(spec: SamplesSpec, tensors: VisionWeights) -> Tensor:
+    """Return the weights of the convolution that makes positions, which may be stored as directions and lengths."""
+    name, size = "audio_tower.encode_positions.conv.weight", spec.hidden_size
+    shape = size, size // spec.position_groups, spec.position_rows
+    if f"{name}_v" not in tensors:
+        return tensors.read(name, *shape)
+    lengths = tensors.read(f"{name}_g", 1, 1, spec.position_rows)
+    directions = tensors.read(f"{name}_v", *shape)
+    norms: Tensor = torch.linalg.vector_norm(directions, dim=(0, 1), keepdim=True)
+    return directions * (lengths / norms)
 
 
 def _read_layer(spec: SamplesSpec, tensors: VisionWeights, index: int) -> LayerWeights:

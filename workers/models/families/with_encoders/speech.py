@@ -1,7 +1,7 @@
 """Families of models that transcribe speech.
 
-Voxtral Realtime is a decoder. Parakeet, Granite Speech 5 and OmniASR are encoders alone. The others are encoder-decoder
-models.
+Voxtral Realtime is a decoder. Parakeet, Granite Speech 5 and wav2vec 2.0 are encoders alone. The others are
+encoder-decoder models.
 """
 
 from __future__ import annotations
@@ -289,6 +289,7 @@ FAMILIES = (
     Family("CanaryForConditionalGeneration", "canary", _canary),
     Family("CohereAsrForConditionalGeneration", "cohere_asr", _cohere_asr),
     Family("GraniteSpeech5ForCTC", "granite_speech5_ctc", _token_writer),
+    Family("HubertForCTC", "hubert", _token_writer),
     Family(
         "MoonshineStreamingForConditionalGeneration", "moonshine_streaming", _moonshine_streaming
     ),
@@ -297,6 +298,9 @@ FAMILIES = (
     Family("ParakeetForCTC", "parakeet_ctc", _token_writer),
     Family("ParakeetForRNNT", "parakeet_rnnt", _token_writer),
     Family("ParakeetForTDT", "parakeet_tdt", _token_writer),
+    Family("UniSpeechForCTC", "unispeech", _token_writer),
+    Family("UniSpeechSatForCTC", "unispeech-sat", _token_writer),
     Family("VoxtralRealtimeForConditionalGeneration", "voxtral_realtime", _voxtral_realtime),
+    Family("Wav2Vec2ForCTC", "wav2vec2", _token_writer),
     Family("WhisperForConditionalGeneration", "whisper", _whisper),
 )
