@@ -13,6 +13,7 @@ from typing import Any
 from huggingface_hub import HfApi, constants, errors, snapshot_download
 from tqdm.std import tqdm
 
+from ...protocol.checkpoint.files import PART_FOLDERS
 from ...protocol.checkpoint.sparse import TOKEN_VECTORS_FILE, TOKEN_WEIGHTS_FILE
 from ...protocol.errors import CheckpointError, ConfigError
 from ..supervisor.console import Console
@@ -76,8 +77,9 @@ def fetch_checkpoint(
         if gguf is None and any(name.endswith(".safetensors") for name in names):
             wanted = [name for name in names if _is_read(name)]
             if not any(fnmatch(name, "*.safetensors") and "/" not in name for name in wanted):
-                # The repository has the model only in Mistral's own format.
-                wanted += [name for name in names if fnmatch(name, _MISTRAL_FILES)]
+                # The repository has the model only in Mistral's own format, or its parts in folders.
+                others = (_MISTRAL_FILES, *(f"{name}/*.safetensors*" for name in PART_FOLDERS))
+                wanted += [name for name in names if any(fnmatch(name, each) for each in others)]
             if with_code:
                 wanted += [name for name in names if fnmatch(name, "*.py") and "/" not in name]
             return _snapshot(repo, wanted, (), revision, cache_dir, console)

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from ...protocol.checkpoint.config_fields import ConfigFields
-from ...protocol.checkpoint.files import has_model_config, read_tensor_names
+from ...protocol.checkpoint.files import find_safetensors, has_model_config, read_tensor_names
 from ...protocol.config import LoadFormat
 from ...protocol.errors import CheckpointError, ConfigError
 from ..supervisor.console import Console
@@ -192,7 +192,7 @@ def _local_checkpoint(path: Path, needs_config_only: bool) -> Path:
         raise CheckpointError(path, "not a model; use a checkpoint's directory or a .gguf file")
     ggufs = _gguf_checkpoints(path)
     if has_model_config(path):
-        if needs_config_only or any(path.glob("*.safetensors")):
+        if needs_config_only or find_safetensors(path):
             return path
         if not ggufs:
             raise CheckpointError(path, _missing_weights(path))

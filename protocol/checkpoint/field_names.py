@@ -27,6 +27,7 @@ _ARCHITECTURES: Final = {
     "Data2VecTextForSequenceClassification": "RobertaForSequenceClassification",
     "Data2VecTextForTokenClassification": "RobertaForTokenClassification",
     "Data2VecTextModel": "RobertaModel",
+    "Cosmos3ForConditionalGeneration": "Cosmos3OmniForConditionalGeneration",
     "DeepseekOCR2ForCausalLM": "DeepseekOcr2ForConditionalGeneration",
     "DeepseekV3BidirectionalModel": "DeepseekV3Model",
     "DeepseekVL2ForCausalLM": "DeepseekVLV2ForCausalLM",

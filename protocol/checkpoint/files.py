@@ -85,22 +85,34 @@ def _find_quantization(fields: ConfigFields, directory: Path) -> dict[str, Any] 
     return None
 
 
+PART_FOLDERS: Final = ("transformer", "vision_encoder")
+"""The folders of a decoder and its tower in a directory in the layout of diffusers (Cosmos 3)."""
+
+
+def _list_safetensors(directory: Path) -> list[Path]:
+    """Return all safetensors files of a model, and their indexes. Those of its parts may be in folders of their own."""
+    found = [*directory.glob("*.safetensors*")]
+    if not any(file.suffix == ".safetensors" for file in found):
+        for name in PART_FOLDERS:
+            found += (directory / name).glob("*.safetensors*")
+    return sorted(file for file in found if file.is_file())
+
+
 def find_safetensors(directory: Path) -> list[Path]:
     """Return the files with a model's weights in a directory, and their index.
 
     A directory with weights in the format of transformers may also have Mistral's, and LoRA adapters.
     """
     others = ("adapter_",) if is_in_mistral_format(directory) else ("consolidated", "adapter_")
-    files = directory.glob("*.safetensors*")
-    return sorted(file for file in files if file.is_file() and not file.name.startswith(others))
+    return [file for file in _list_safetensors(directory) if not file.name.startswith(others)]
 
 
 def find_weight_files(path: Path) -> list[Path]:
     """Return the files that a worker reads from the checkpoint at `path`, a directory or a `.gguf` file."""
     if path.is_dir():
         others = (_CONFIG, _PARAMS, *_QUANTIZATION_FILES)
-        names = [*(path / name for name in others), *path.glob("*.safetensors*")]
-        return sorted(name for name in names if name.is_file())
+        found = [file for name in others if (file := path / name).is_file()]
+        return sorted([*found, *_list_safetensors(path)])
     if split := _SPLIT_GGUF.fullmatch(path.name):
         return sorted(path.parent.glob(f"{split[1]}-*-of-{split[2]}.gguf"))
     return [path]

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from ...protocol.checkpoint.config_fields import ConfigFields
 from ...protocol.checkpoint.field_names import text_section
 from ...protocol.checkpoint.files import (
+    PART_FOLDERS,
     find_safetensors,
     is_in_mistral_format,
     read_model_config,
@@ -321,7 +322,12 @@ def _expected_shards(index: Path) -> dict[str, Path]:
         raise CheckpointError(index, "there is no 'weight_map'; download it again")
     expected = {}
     for name, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file:
+        folder, _, name = str(file).rpartition("/")
+        if (
+            not isinstance(file, str)
+            or Path(name).name != name
+            or folder not in ("", *PART_FOLDERS)
+        ):
             raise CheckpointError(index, f"{file!r} is not the name of a file in this directory")
         expected[name] = index.parent / file
     return expected

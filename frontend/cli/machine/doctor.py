@@ -15,6 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from .... import __version__
+from ....protocol.checkpoint.files import find_safetensors
 from ....protocol.errors import EngineError
 from ....protocol.machine.memory import available_bytes, total_bytes
 from ...supervisor.console import format_bytes, reports_errors
@@ -149,7 +150,7 @@ def _describe_machine() -> dict[str, Any]:
 
 def _size_of(path: Path) -> int:
     """Return the size of a model's weights in bytes: of a file, or of all weight files in a directory."""
-    files = [path] if path.is_file() else [*path.glob("*.safetensors")] or [*path.glob("*.gguf")]
+    files = [path] if path.is_file() else find_safetensors(path) or [*path.glob("*.gguf")]
     if not files or not path.exists():
         raise EngineError(
             f"{path}: is neither a file nor a directory with .safetensors or .gguf files"

@@ -288,6 +288,10 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
         full / "adapters" / "task", "adapter_config.json", "adapter_model.safetensors", "README.md"
     )
     touch(root / "org" / "mistral", "params.json", "tekken.json", "consolidated.safetensors")
+    touch(root / "org" / "parts", "config.json")
+    for folder in ("transformer", "vision_encoder", "vae"):
+        (root / "org" / "parts" / folder).mkdir()
+        touch(root / "org" / "parts" / folder, "config.json", "model.safetensors")
     quants = root / "org" / "quants"
     quants.mkdir()
     touch(quants, "m-Q4_K_M.gguf", "m-Q8_0.gguf", "mmproj-m-F32.gguf", "mmproj-m-F16.gguf")
@@ -310,6 +314,10 @@ def test_a_checkpoint_from_the_hub_is_fetched_once_and_served_offline(hub: Hub) 
     _, own, _ = hub.find("org/mistral")
     assert sorted(p.name for p in own.iterdir()) == [
         *("consolidated.safetensors", "params.json", "tekken.json")
+    ]
+    _, own, _ = hub.find("org/parts")
+    assert sorted(str(p.relative_to(own)) for p in own.rglob("*") if p.is_file()) == [
+        *("config.json", "transformer/model.safetensors", "vision_encoder/model.safetensors")
     ]
     hub.requested.clear()
     assert hub.find("org/full") == (name, path, path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from functools import partial
 from importlib import import_module
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 import transformers
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from support.checkpoints.tiny import sentencepiece_tokenizer
 from support.families.indexers import HY4
 from support.families.recurrent import GROUPED_KEYS, NGRAMS, QWEN4
@@ -168,6 +170,21 @@ _NAMES = {
 }
 
 
+def _split_parts(directory: Path) -> None:
+    """Put the weights of a Cosmos 3 into the folders of its decoder and its tower, as NVIDIA publishes them."""
+    tensors = load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    config = json.loads((directory / "config.json").read_text())
+    config["architectures"] = ["Cosmos3ForConditionalGeneration"]
+    (directory / "config.json").write_text(json.dumps(config))
+    is_text = re.compile(r"(layers|embed_tokens|norm|lm_head)\.")
+    for folder, belongs in (("transformer", True), ("vision_encoder", False)):
+        (directory / folder).mkdir()
+        part = {name: x for name, x in tensors.items() if bool(is_text.match(name)) is belongs}
+        assert part
+        save_file(part, directory / folder / "model.safetensors")
+
+
 def qwen_directory(
     directory: Path, kind: str, tower: Mapping[str, Any] | None = None
 ) -> tuple[Path, Any]:
@@ -255,6 +272,8 @@ def qwen_directory(
         for parameter in model.parameters():
             parameter.normal_(0, 0.15)
     model.save_pretrained(directory)
+    if kind == "cosmos3_omni":
+        _split_parts(directory)
     tokenizer.save_pretrained(directory)
     processor = {
         "image_mean": [0.48145466, 0.4578275, 0.40821073],

@@ -29,6 +29,7 @@ WITHOUT_TALKER: TensorNames = ((r"^(talker|token2wav|code2wav)\..*", ""),)
 
 
 _COSMOS3_NAMES: TensorNames = (
+    (r".*_quantizer\..*", ""),
     (r".*\.(add_[qkv]_proj|to_add_out|norm_added_[qk])\..*", ""),
     (r".*moe_gen.*", ""),
     (r"^(blocks|merger|patch_embed|pos_embed|deepstack_merger_list|time_embedder)\..*", ""),
