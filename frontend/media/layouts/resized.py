@@ -28,10 +28,10 @@ _SCALE_DECREASE: Final = 0.02
 def resized(image: Image.Image, config: ResizeProcessor) -> Parts:
     """Return the image in the valid size that is closest to its own."""
     size = image.size
-    if config.grows == "floor":
-        size = grown_size(*size, config.unit)
-    elif config.grows == "round":
-        size = grown_rounded(*size, config.unit)
+    if config.grows in ("floor", "round"):
+        grow = grown_size if config.grows == "floor" else grown_rounded
+        size = grow(*size, config.unit)
+        check_ratio(*size, image.size)
     if config.grows == "scaled":
         size = _scaled(*size, config)
     elif config.grows == "stepped":
@@ -226,9 +226,10 @@ def fit_size(
     return max(unit, sides[0]), max(unit, sides[1])
 
 
-def check_ratio(width: int, height: int) -> None:
-    """Raise ValueError if the aspect ratio of an image is above the maximum."""
+def check_ratio(width: int, height: int, given: tuple[int, int] | None = None) -> None:
+    """Raise ValueError if the aspect ratio of an image is above the maximum. The error names the `given` size."""
     if max(width, height) / min(width, height) > MAX_RATIO:
+        width, height = given or (width, height)
         raise ValueError(
             f"it has {width} x {height} pixels, and one side may be at most {MAX_RATIO} times as long as the other"
         )
