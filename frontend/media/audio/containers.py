@@ -21,6 +21,10 @@ _CODECS: Final = {
     "opus": "Opus",
     "libopus": "Opus",
     "vorbis": "Vorbis",
+    **dict.fromkeys(
+        (f"pcm_{kind}{order}e" for kind in ("s16", "s24", "s32", "f32", "f64") for order in "lb"),
+        "PCM",
+    ),
 }
 """FFmpeg's names of the accepted decoders, and the names of their codecs."""
 
