@@ -22,6 +22,7 @@ from .batches.records import BatchRecords
 from .batches.routes import batch_routes
 from .bodies.intake import Intake
 from .control.replicas import Replicas
+from .control.weight_transfer import WeightTransfer
 from .control.weights import Weights
 from .decisions.endpoint import Decisions
 from .decisions.system_one import SystemOne
@@ -240,6 +241,7 @@ def make_routes(serving: Serving) -> list[Route]:
             methods=["POST"],
         ),
         *vllm_routes(serving, intake, weights),
+        *WeightTransfer(serving, intake, weights).routes(),
         *vertex_routes(serving, intake, management),
         Route("/v2/rerank", scores.rerank, methods=["POST"]),
         *(

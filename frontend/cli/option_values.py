@@ -26,6 +26,7 @@ from ...protocol.config import (
     SpeculativeConfig,
 )
 from ...protocol.config.diffusion import DenoisingConfig
+from ...protocol.config.weights import WeightTransferConfig
 from ...protocol.kv_transfer.direct import DIRECT_CONNECTOR, NIXL
 from ...protocol.kv_transfer.store import DISK_CONNECTOR, LMCACHE_CONNECTOR
 
@@ -135,6 +136,15 @@ def _kv_transfer(text: str) -> KVTransferConfig:
     if "kv_connector" not in fields:
         raise ValueError(f'needs a field such as {{"kv_connector": "direct"}}, got {text}')
     config: KVTransferConfig = _convert(fields, KVTransferConfig)
+    return config
+
+
+def _weight_transfer(text: str) -> WeightTransferConfig:
+    """Return the settings of weights that a trainer sends."""
+    fields = parse_object(text)
+    if (backend := fields.get("backend", "nccl")) != "gloo":
+        raise ValueError(f'backend must be "gloo", which also works with GPUs, got {backend!r}')
+    config: WeightTransferConfig = _convert(fields, WeightTransferConfig)
     return config
 
 
@@ -404,6 +414,7 @@ PARSERS: Final[dict[str, Callable[[str], Any]]] = {
     "per_replica": _per_replica,
     "replica_roles": _replica_roles,
     "speculative": _speculative,
+    "weight_transfer": _weight_transfer,
 }
 """`OptionSpec.parse` -> the parser, for syntaxes that a field's type does not imply."""
 

@@ -14,6 +14,7 @@ from .parser_names import (
     TOOL_CALL_PARSERS_OF_SGLANG,
     TOOL_CALL_PARSERS_OF_VLLM,
 )
+from .weights import WeightTransferConfig
 
 chat = partial(option, group="chat")
 logging = partial(option, group="logging")
@@ -165,6 +166,13 @@ class FrontendConfig(msgspec.Struct, frozen=True):
             variable="VLLM_ALLOW_RUNTIME_LORA_UPDATING",
         ),
     ] = False
+    weight_transfer_config: Annotated[
+        WeightTransferConfig | None,
+        option(
+            "Let trainers send weights to this server: {backend: gloo, timeout_s}",
+            parse="weight_transfer",
+        ),
+    ] = None
     skip_model_name_validation: Annotated[
         bool,
         option(

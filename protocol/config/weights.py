@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import os
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final, Literal
 
 import msgspec
 
@@ -18,6 +18,18 @@ from .model import ModelConfig
 
 NO_UPDATE: Final = ""
 """The ID of the weights of the start."""
+
+
+class WeightTransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The settings of weights that a trainer sends.
+
+    Attributes:
+        backend: The backend of torch.distributed.
+        timeout_s: Maximum seconds to wait for the trainer, when it joins and before each broadcast.
+    """
+
+    backend: Literal["gloo"]
+    timeout_s: Annotated[float, msgspec.Meta(gt=0, le=86400)] = 300.0
 
 
 class ReplacedWeights(msgspec.Struct, array_like=True, frozen=True):
@@ -69,6 +81,10 @@ class WeightsFiles:
     def read_current(self) -> ReplacedWeights:
         """Return the weights that replicas load when they start."""
         return _read(self.current)
+
+    def read_previous(self) -> ReplacedWeights:
+        """Return the weights to which replicas return if they cannot load the current ones."""
+        return _read(self.previous)
 
     def read_failed(self) -> ReplacedWeights:
         """Return the last weights that could not be loaded."""

@@ -149,6 +149,9 @@ class HFCheckpoint(Checkpoint):
         for file in dict.fromkeys(expected.values()) if expected else _weight_files(path, stem):
             shard = SafetensorsFile(file)
             for name in shard.names:
+                if expected.get(name, file) != file:
+                    # The index names another file for it.
+                    continue
                 if _RANK_FILE.fullmatch(file.name):
                     seen.add(name)
                     of_ranks.setdefault(name, []).append(StoredTensor(shard, name))

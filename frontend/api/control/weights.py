@@ -105,6 +105,16 @@ class Weights:
             raise unavailable(message, self._serving.retry_after_s) from error
         return json_response({"results": [None] * self._serving.num_replicas})
 
+    async def load(self, path: str, version: str) -> None:
+        """Load weights that a trainer has sent. Unfinished requests continue with them.
+
+        Raises:
+            EngineError: They were not loaded.
+            APIError: They belong to another model (400), or some replicas could not be paused (503).
+        """
+        weights = await self._find(path, "weights", version)
+        await self._update(weights, PauseMode.KEEP, stays_paused=False)
+
     @property
     def _pause_mark(self) -> Path:
         serving = self._serving

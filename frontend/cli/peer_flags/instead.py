@@ -157,7 +157,7 @@ _UNKNOWN_HERE: Final = """
 --speculative-ngram-external-sam-budget --strip-thinking-cache --tokenizer-metrics-custom-labels-header
 --tool-strict-level --tools-runtime --stat-loggers --unified-cache-external-linker-backend
 --unified-cache-external-linker-config
---uno-lora-path --watermark-config --weight-transfer-config --worker-extension-cls -dc
+--uno-lora-path --watermark-config --worker-extension-cls -dc
 """
 
 INSTEAD: Final[dict[str, str]] = {

@@ -143,6 +143,8 @@ def test_weights_that_cannot_be_loaded_leave_the_old_ones(
         assert answer["error"]["param"] == "model_path"
     status, answer = server.post("/collective_rpc", {"method": "launch"})
     assert (status, answer["error"]["param"]) == (400, "method")
+    status, answer = server.post("/start_weight_update", b"")
+    assert status == 403 and "--weight-transfer-config" in answer["error"]["message"]
 
 
 def start(server: Server, pool: ThreadPoolExecutor) -> list[Future[dict[str, Any]]]:

@@ -63,6 +63,7 @@ def value_of(option: Option, file: str) -> Any:
         "per_replica": 2.5,
         "replica_roles": ["prefill", "decode"],
         "speculative": {"num_speculative_tokens": 3},
+        "weight_transfer": {"backend": "gloo", "timeout_s": 2.0},
     }
     if option.spec.parse:
         return by_parser.get(option.spec.parse, file)

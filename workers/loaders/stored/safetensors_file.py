@@ -33,7 +33,7 @@ class SafetensorsFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         try:
             # The library checks the header and the size of the file.
             with safe_open(path, framework="np"):
@@ -78,4 +78,4 @@ class SafetensorsFile:
     @cached_property
     def in_torch(self) -> Any:
         """The file as the safetensors library opens it for torch."""
-        return safe_open(self._path, framework="pt")
+        return safe_open(self.path, framework="pt")

@@ -1,0 +1,1 @@
+"""Weights that arrive while an engine serves."""

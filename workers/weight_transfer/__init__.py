@@ -1,0 +1,1 @@
+"""A process that receives new weights from a trainer through torch.distributed."""
