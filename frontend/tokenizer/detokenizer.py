@@ -111,6 +111,15 @@ class IncrementalDetokenizer:
             text = self._append_until_stop(stop_strings, token_ids[:protected], False)
             return text + self._append_until_stop(stop_strings, token_ids[protected:], finished)
 
+        if len(token_ids) > 1 and stop_strings.needs_tokens:
+            text = ""
+            for number, token_id in enumerate(token_ids, 1):
+                is_end = finished and number == len(token_ids)
+                text += self._append_until_stop(stop_strings, (token_id,), is_end)
+                if self.stop_reason is not None:
+                    break
+            return text
+
         tail, strips = self._tail, self._strips
         piece = self._decode(token_ids)
         text = self._held + piece

@@ -1,7 +1,8 @@
 """Find the first match of regular expressions in a text that arrives in pieces, in bounded time for each character.
 
-The expressions have the syntax of Python's `re` without anchors, look-around, back-references and flags. All of them
-become one automaton, so no expression can make a search slow: it follows all its paths at once.
+The expressions have the syntax of Python's `re` without look-around, back-references, flags, and anchors except one: a
+`$` at the end requires that the match ends with a token. All of them become one automaton, so no expression can make a
+search slow: it follows all its paths at once.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ _ATOM: Final = re.compile(rf"{_ESCAPE}|\[\^?\]?(?:{_ESCAPE}|[^\]\\])*\]|[^\\()|*
 """An expression for one character: an escape, a class, or a character that stands for itself, or the dot."""
 _GROUP: Final = re.compile(r"\((?:\?:|\?P<\w+>|(?!\?))")
 _REPEAT: Final = re.compile(r"(?:[*+?]|\{(\d{0,5}),(\d{0,5})\}|\{(\d{1,5})\})\??")
+_END: Final = re.compile(r"(?:\$|\\[Zz])(?=\||\Z)")
+"""An anchor at the end of an expression or of one of its alternatives."""
 
 
 class _Part(NamedTuple):
@@ -47,14 +50,18 @@ _NOTHING: Final = _Part(0, 0, True)
 
 
 class _Automaton:
-    """Glushkov's automaton of several expressions: a position for each character that they match."""
+    """Glushkov's automaton of several expressions: a position for each character that they match.
+
+    Attributes:
+        anchored: The positions where a match ends only if a token ends there.
+    """
 
     def __init__(self, expressions: tuple[str, ...]) -> None:
         self._positions: dict[re.Pattern[str], int] = {}
         """The positions of each expression for one character."""
         self._next: list[int] = []
         self._words: list[tuple[int, str]] = []
-        self._first = 0
+        self._first = self.anchored = 0
         for expression in expressions:
             self._text, self._at = expression, 0
             part = self._alternatives(0)
@@ -64,11 +71,14 @@ class _Automaton:
                 raise self._error("must not match the empty text")
             self._first |= part.first
             self._words.append((part.last, expression))
-        self._steps: dict[tuple[int, str], tuple[int, str | None]] = {}
+        self._steps: dict[tuple[int, str, bool], tuple[int, str | None]] = {}
 
-    def step(self, states: int, character: str) -> tuple[int, str | None]:
-        """Return the positions after one more character, and the expression that matches there, if one does."""
-        key = states, character
+    def step(self, states: int, character: str, *, is_last: bool) -> tuple[int, str | None]:
+        """Return the positions after one more character, and the expression that matches there, if one does.
+
+        `is_last` is set for the last character of a token.
+        """
+        key = states, character, is_last
         found = self._steps.get(key)
         if found is None:
             wanted = self._first
@@ -78,7 +88,8 @@ class _Automaton:
             for pattern, positions in self._positions.items():
                 if wanted & positions and pattern.fullmatch(character):
                     reached |= wanted & positions
-            word = next((word for last, word in self._words if reached & last), None)
+            counts = reached if is_last else reached & ~self.anchored
+            word = next((word for last, word in self._words if counts & last), None)
             if len(self._steps) >= _CACHED_STEPS:
                 self._steps.clear()
             found = self._steps[key] = reached, word
@@ -102,6 +113,13 @@ class _Automaton:
     def _sequence(self, depth: int) -> _Part:
         whole = _NOTHING
         while self._at < len(self._text) and self._text[self._at] not in "|)":
+            if not depth and (end := _END.match(self._text, self._at)) is not None:
+                if end[0] == "$":
+                    # It also matches before a line feed at the end.
+                    whole = self._join(whole, self._position("\n")._replace(is_empty=True))
+                self.anchored |= whole.last
+                self._at = end.end()
+                break
             whole = self._join(whole, self._repeated(depth))
         return whole
 
@@ -155,14 +173,19 @@ class _Automaton:
         atom = _ATOM.match(self._text, self._at)
         if atom is None:
             raise self._error("has an anchor, a look-around, or another part that cannot be used")
+        part = self._position(atom[0])
+        self._at = atom.end()
+        return part
+
+    def _position(self, atom: str) -> _Part:
+        """Add a position for an expression for one character."""
         try:
-            pattern = re.compile(atom[0])
+            pattern = re.compile(atom)
         except re.error as error:
             raise self._error(f"is invalid ({error})") from None
         position = len(self._next)
         if position >= MAX_POSITIONS:
             raise self._error(f"must match at most {MAX_POSITIONS} characters")
-        self._at = atom.end()
         self._positions[pattern] = self._positions.get(pattern, 0) | 1 << position
         self._next.append(0)
         return _Part(1 << position, 1 << position, False)
@@ -211,6 +234,11 @@ class StopPatterns:
         self._states = 0
 
     @property
+    def needs_tokens(self) -> bool:
+        """True if each piece must be the text of one token."""
+        return self._automaton.anchored != 0
+
+    @property
     def num_possible(self) -> int:
         """The number of characters at the end of the text that may begin a match of a string."""
         return self._strings.num_possible
@@ -222,7 +250,8 @@ class StopPatterns:
         """
         found = self._strings.find(piece, is_protected=is_protected)
         for end, character in enumerate(piece if found is None else piece[: found.end - 1], 1):
-            self._states, word = self._automaton.step(self._states, character)
+            is_last = end == len(piece)
+            self._states, word = self._automaton.step(self._states, character, is_last=is_last)
             if word is not None and not is_protected:
                 return Match(end, end, word)
         return found

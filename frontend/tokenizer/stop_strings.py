@@ -71,6 +71,9 @@ _automaton = lru_cache(maxsize=_CACHED_AUTOMATA)(_Automaton)
 class StopStrings:
     """The matching state of one text. The match that ends first wins. If several end there, the longest wins."""
 
+    needs_tokens: Final = False
+    """True if each piece must be the text of one token."""
+
     __slots__ = ("_automaton", "_node")
 
     def __init__(self, strings: tuple[str, ...]) -> None:

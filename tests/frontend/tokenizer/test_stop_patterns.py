@@ -23,14 +23,24 @@ EXPRESSIONS = st.recursive(
 )
 
 
-@given(EXPRESSIONS, st.text("ab1.é\n", max_size=12), st.integers(1, 3))
-def test_a_text_ends_with_the_first_complete_match(expression: str, text: str, size: int) -> None:
+@given(
+    EXPRESSIONS,
+    st.sampled_from(["", "$", r"\Z"]),
+    st.text("ab1.é\n", max_size=12),
+    st.integers(1, 3),
+)
+def test_a_text_ends_with_the_first_complete_match(
+    expression: str, anchor: str, text: str, size: int
+) -> None:
+    expression += anchor
     try:
         state = StopPatterns((), (expression,))
     except ParameterError:
         assert re.compile(expression).match("") is not None
         return
-    expected = next((n for n in range(len(text) + 1) if re.search(expression, text[:n])), None)
+    ends = range(0, len(text) + size, size) if anchor else range(len(text) + 1)
+    texts = [text[:end] for end in ends]
+    expected = next((len(each) for each in texts if re.search(expression, each)), None)
     found = None
     for begin in range(0, len(text), size):
         if (match := state.find(text[begin : begin + size])) is not None:
@@ -46,6 +56,9 @@ def test_a_text_ends_with_the_first_complete_match(expression: str, text: str, s
         ("(a", r"has a \( without \)"),
         ("a)", r"has a \) without \("),
         ("^a", "an anchor"),
+        ("(a$)", "an anchor"),
+        ("$a", "an anchor"),
+        ("a*$", "must not match the empty text"),
         (r"a\b", "an anchor"),
         ("(?=a)b", "an anchor"),
         (r"(a)\1", "an anchor"),

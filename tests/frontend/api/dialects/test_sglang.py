@@ -212,12 +212,13 @@ def test_one_prompt_of_a_list_is_aborted(slow_frontend: FrontendProcess) -> None
         ("A taxi has 4x9", "A taxi has 4x", "[0-9]x"),
         ("The sky was blue 4x", "The sky was ", "blue"),
         ("The sky is blue", "The sky is", "is"),
+        ("One! Two", "One!", r"[.!?]\s*$"),
     ],
 )
 def test_a_match_of_an_expression_ends_the_text(
     frontend: FrontendProcess, text: str, answer: str, matched: str
 ) -> None:
-    sampling = {"max_new_tokens": 16, "stop_regex": ["[0-9]x", "is"], "stop": "blue"}
+    sampling = {"max_new_tokens": 16, "stop_regex": ["[0-9]x", "is", r"[.!?]\s*$"], "stop": "blue"}
     result = generate(frontend, text=text, sampling=sampling)
     assert result["text"] == answer
     assert result["meta_info"]["finish_reason"] == {"type": "stop", "matched": matched}
