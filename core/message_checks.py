@@ -215,7 +215,9 @@ def _are_valid_places(item: EncoderInput, num_tokens: int) -> bool:
 
 def _is_valid_vector(row: RowVector, max_num_seqs: int) -> bool:
     # The result is empty if an encoder writes no tokens.
-    return 0 <= row.slot < max_num_seqs and len(row.vector) % 4 == 0
+    return (
+        0 <= row.slot < max_num_seqs and len(row.vector) % 4 == 0 and 0 <= row.first <= _MAX_INT32
+    )
 
 
 def _is_valid_row(row: RowLogprobs, vocab_size: int) -> bool:

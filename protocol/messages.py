@@ -357,10 +357,11 @@ class TokenLogprobs(msgspec.Struct, array_like=True, gc=False, frozen=True):
 
 
 class PooledVector(msgspec.Struct, array_like=True, gc=False, frozen=True):
-    """The result of a request with `pooling_params`: `vector` float32[D]."""
+    """The result of a request with `pooling_params`, float32[D], or hidden states from position `first` on."""
 
     request_index: int
     vector: F32
+    first: int = 0
 
 
 class KVConnectorStats(msgspec.Struct, array_like=True, gc=False):
@@ -395,9 +396,8 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     `prefix_cache_hits` includes `cpu_offload_hits`, the tokens from the CPU KV offload. `step_tokens` int32 has one
     entry per step that generated tokens: their number, plus the prompt tokens of requests that got their first token.
     `num_prompt_tokens` counts only these prompt tokens. `num_block_preemptions` is the number of preemptions for lack
-    of blocks. `running_loras` and `waiting_loras` are the sorted names of adapters of running and waiting requests.
-
-    The block times are float32 seconds for a sample of cached blocks: the lifetimes of evicted blocks, their idle times
+    of blocks. `running_loras` and `waiting_loras` are the sorted names of adapters of running and waiting requests. The
+    block times are float32 seconds for a sample of cached blocks: the lifetimes of evicted blocks, their idle times
     before eviction, and the idle times of reused blocks.
     """
 

@@ -144,6 +144,29 @@ class RepetitionDetectionParams(msgspec.Struct, frozen=True, gc=False):
             _integer(f"{name}.min_count", self.min_count, 2, None)
 
 
+class StatesOf(StrEnum):
+    """The tokens of a request whose hidden states are returned.
+
+    PROMPT returns those of the prompt, and ALL also those of the output but its last token, which is not computed. LAST
+    returns those of the last computed token.
+    """
+
+    PROMPT = "prompt"
+    ALL = "all"
+    LAST = "last"
+
+
+class ReturnedStates(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The hidden states that a request returns: in its answer or, if `in_file`, in a file.
+
+    `path` is the file; the frontend chooses one if it is empty.
+    """
+
+    tokens: StatesOf
+    path: str = ""
+    in_file: bool = False
+
+
 class DryParams(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """A penalty for tokens that would continue a repetition, as in llama.cpp and text-generation-webui ("DRY").
 
@@ -231,6 +254,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, gc=False):
         prompt_candidates: More tokens that are reported after them, other ones for each prompt token; None for none.
         reports_progress: True if the core reports each computed part of the prompt.
         repetition_detection: The repetitions that end the output; None for none.
+        returned_states: The tokens whose hidden states are returned; None for none. Only the frontend sets it.
     """
 
     max_tokens: int | None = None
@@ -273,6 +297,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, gc=False):
     prompt_candidates: PromptCandidates | None = None
     reports_progress: bool = False
     repetition_detection: RepetitionDetectionParams | None = None
+    returned_states: ReturnedStates | None = None
 
     @property
     def sampler_order(self) -> tuple[str, ...]:

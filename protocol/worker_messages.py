@@ -215,10 +215,11 @@ class RowLogprobs(msgspec.Struct, array_like=True, gc=False, frozen=True):
 
 
 class RowVector(msgspec.Struct, array_like=True, gc=False, frozen=True):
-    """The pooled vector of the request in `slot`, as in `PooledVector`."""
+    """The pooled vector, or hidden states, of the request in `slot`, as in `PooledVector`."""
 
     slot: int
     vector: F32
+    first: int = 0
 
 
 class DraftTokenIds(
@@ -282,7 +283,7 @@ class ModelRunnerOutput(
       valid.
     * `prediction_counts` int32[k, 3] are rows (slot, accepted drafts, rejected drafts) of drafts from a client's
       prediction.
-    * `pooled` has the vectors of rows with `pooling_params`.
+    * `pooled` has the vectors of rows with `pooling_params`, and the states of those with `returned_states`.
     * `seconds` is the duration of the step without the draft model, and `draft_seconds` that of the draft model.
     * `draft_passes` is the number of forward passes of the draft model. Each proposed one token, or all, for some of
       the rows.

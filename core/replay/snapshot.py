@@ -22,7 +22,7 @@ import numpy as np
 
 from ...protocol.block_hash import HASH_BYTES
 from ...protocol.errors import EngineError
-from ...protocol.sampling_params import SamplingParams, StructuredOutput
+from ...protocol.sampling_params import ReturnedStates, SamplingParams, StructuredOutput
 from .frozen_state import (
     ATOMS,
     CONTENT,
@@ -188,7 +188,7 @@ def expand_digests(numbers: bytes) -> bytes:
 
 def without_content(params: SamplingParams) -> SamplingParams:
     """Return the sampling parameters that the scheduler reads; the others get their defaults."""
-    grammar = params.structured_output
+    grammar, states = params.structured_output, params.returned_states
     return SamplingParams(
         max_tokens=params.max_tokens,
         min_tokens=params.min_tokens,
@@ -197,6 +197,7 @@ def without_content(params: SamplingParams) -> SamplingParams:
         logprobs=params.logprobs,
         prompt_logprobs=params.prompt_logprobs,
         reports_progress=params.reports_progress,
+        returned_states=states and ReturnedStates(states.tokens),
         structured_output=grammar
         and StructuredOutput(grammar.kind, is_isolated=grammar.is_isolated),
     )
@@ -275,7 +276,7 @@ class _Describer:
         return Array(copy.dtype.str, copy.shape, copy.tobytes())
 
     def _params(self, value: SamplingParams) -> Node:
-        grammar = value.structured_output
+        grammar, states = value.structured_output, value.returned_states
         read = (
             value.max_tokens,
             value.min_tokens,
@@ -284,6 +285,7 @@ class _Describer:
             value.logprobs,
             value.prompt_logprobs,
             value.reports_progress,
+            states and states.tokens,
             grammar and (grammar.kind, grammar.is_isolated),
         )
         node = self._params_nodes.get(read)

@@ -355,7 +355,8 @@ class StepResults:
         for vector in output.pooled:
             if (request := owners.get(vector.slot)) is not None:
                 outbox = self._clients[request.client_index]
-                outbox.pooled.append(PooledVector(request.request_index, vector.vector))
+                index = request.request_index
+                outbox.pooled.append(PooledVector(index, vector.vector, vector.first))
         predictions = int32_view(output.prediction_counts).reshape(-1, 3).tolist()
         for slot, num_accepted, num_rejected in predictions:
             if (request := owners.get(slot)) is not None:

@@ -16,6 +16,7 @@ from ...protocol.arrays import Int32Array, int32_view
 from ...protocol.block_hash import HASH_BYTES, PlacedInput
 from ...protocol.encoder_inputs.inputs import EncoderInput
 from ...protocol.messages import EngineCoreRequest, TokenLogprobs
+from ...protocol.sampling_params import StatesOf
 
 RequestKey: TypeAlias = tuple[int, int]
 """(client_index, request_index): unique among live requests."""
@@ -203,7 +204,13 @@ class Request:
         """True if the result needs the hidden state of every token, so that no cached or loaded prefix may be used."""
         if self.pooling_params is not None:
             return self.pooling_params.computes_whole_prompt
-        return self.params.prompt_logprobs is not None and not self.has_sampled
+        states = self.params.returned_states
+        if states is not None and states.tokens is StatesOf.ALL:
+            return True
+        reads_prompt = self.params.prompt_logprobs is not None or (
+            states is not None and states.tokens is StatesOf.PROMPT
+        )
+        return reads_prompt and not self.has_sampled
 
     @property
     def source_size(self) -> int:

@@ -39,6 +39,7 @@ from .generation import (
     verify_streaming,
     wait_for_end,
 )
+from .inputs.hidden_states import num_answer_bytes
 from .logprobs import Json
 from .receipts.receipt import ReceiptSource
 from .serving import Serving
@@ -105,6 +106,8 @@ class Endpoint(ABC, Generic[Request]):
         prompts, new_answer = await self._prepare(request, body_size, receive)
         verify_streamed_logprobs(request, prompts, serving)
         lease.count_media(sum(prompt.num_image_bytes * prompt.params.n for prompt in prompts))
+        wanted = ((prompt.params, len(prompt.token_ids)) for prompt in prompts)
+        lease.count_media(num_answer_bytes(wanted, serving.config))
         request_id, recent = find_request_id(request, state), serving.recent_prompts
         first, owner = prompts[0], origin.cache_owner
         nearest = recent.find_nearest(owner, first.token_ids) if request.include_receipt else None

@@ -332,7 +332,8 @@ async def sequence_requests(
     scales = request.lora if isinstance(request, GenerationRequest) else None
     lora = serving.find_lora(request.model, scales)
     transfer = transfer_params(getattr(request, "kv_transfer_params", None), serving.config)
-    if transfer is not None and len(prompts) * n > 1:
+    states = prompts[0].params.returned_states
+    if (transfer or (states and states.path)) and len(prompts) * n > 1:
         raise bad_request("kv_transfer_params", "needs one prompt and n=1")
     if request.cache_salt == "":
         # A client that computes salts would otherwise share its cache with everybody.

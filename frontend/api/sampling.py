@@ -6,6 +6,7 @@ from typing import Any, Final, TypeVar
 
 from ...protocol.sampling_params import MAX_LOGIT_BIASES, MAX_N, SAMPLERS, DryParams, SamplingParams
 from ..http.errors import bad_request, echo, wrong
+from .inputs.hidden_states import returned_states
 from .schema import UNLIMITED, GenerationRequest
 from .structured.constraint import Constraint
 
@@ -147,6 +148,7 @@ def sampling_params(
         bad_words=tuple(request.bad_words or ()),
         allowed_token_ids=optional_tuple(request.allowed_token_ids),
         logit_bias=_logit_bias(request.logit_bias),
+        returned_states=returned_states(request),
     )
 
 

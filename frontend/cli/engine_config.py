@@ -41,7 +41,7 @@ from ...protocol.file_identity import identify_files
 from ..model_source.diffusion import check_transfer, fit_cache, fit_model, fit_scheduler
 from ..model_source.options import ModelOptions, ResolvedModel
 from .arguments import Settings
-from .kv_transfer import make_kv_transfer
+from .kv_transfer import make_kv_transfer, most_tokens_with_states, with_hidden_states
 from .machine.gpu_memory import smallest_gpu_memory
 from .option_values import PerReplica
 from .options import cpu_defaults
@@ -75,6 +75,7 @@ def make_engine_config(settings: Settings, model: ResolvedModel, run_dir: str) -
         ConfigError: Two settings contradict each other; the message names both flags.
     """
     device = DeviceConfig(**settings["device"])
+    settings = with_hidden_states(settings)
     model = fit_model(model, settings["scheduler"], device.device)
     parallel = _as_first_node(make_parallel_config(settings))
     cache = _make_cache_config(settings, parallel, model, device.device)
@@ -287,7 +288,13 @@ def _make_scheduler_config(
     if encoder_outputs and given.get("disable_chunked_mm_input"):
         # A step must have space for an image's tokens and one token of every other request.
         needed = max(needed, encoder_outputs + given["max_num_seqs"])
-    given.setdefault("max_num_batched_tokens", max(limits.max_num_batched_tokens, needed))
+    most = most_tokens_with_states(given["hidden_states"], model, given["speculative"], device)
+    num_tokens = max(min(limits.max_num_batched_tokens, most), needed)
+    if given.setdefault("max_num_batched_tokens", num_tokens) > most:
+        raise ConfigError(
+            f"--max-num-batched-tokens {given['max_num_batched_tokens']} must be at most {most} with "
+            "--hidden-states, because the states of a step are sent in one message"
+        )
     if encoder_outputs:
         several = _KEPT_SOURCES if model.reads_source else 1
         step = max(given["max_num_batched_tokens"], encoder_outputs)

@@ -1,19 +1,36 @@
-"""Build the configuration of the KV connectors from `--kv-transfer-config`, `--kv-disk` and `--replica-roles`."""
+"""Build the configuration of the KV connectors from `--kv-transfer-config`, `--kv-disk` and `--replica-roles`.
+
+Also build that of hidden states that requests return, because vLLM configures their files as a connector.
+"""
 
 from __future__ import annotations
 
 import os
 import socket
+import sys
+import tempfile
 from collections.abc import Iterator
 from typing import Any, Final
 
 import msgspec
 
-from ...protocol.config import CacheConfig, Device, KVTransferConfig, ParallelConfig, ReplicaRole
+from ...protocol.config import (
+    CacheConfig,
+    Device,
+    HiddenStatesConfig,
+    KVTransferConfig,
+    ModelConfig,
+    ParallelConfig,
+    ReplicaRole,
+    SpeculativeConfig,
+)
+from ...protocol.config.hidden_states import MAX_STEP_BYTES, STATES_CONNECTOR, StatesMode
 from ...protocol.errors import ConfigError
 from ...protocol.kv_transfer.direct import DIRECT_CONNECTOR, PullSettings
 from ...protocol.kv_transfer.multi import MULTI_CONNECTOR, child_configs
 from ...protocol.kv_transfer.store import DISK_CONNECTOR
+from .arguments import Settings
+from .option_values import EXTRACTS
 
 HELD_S: Final = 60.0
 """Seconds for which a prefill replica keeps the blocks of a request that no other replica fetches."""
@@ -55,6 +72,88 @@ def make_kv_transfer(
         kv_connector_extra_config={"connectors": msgspec.to_builtins(children)},
     )
     return combined, cache
+
+
+def with_hidden_states(settings: Settings) -> Settings:
+    """Return the settings with `--hidden-states` in place of vLLM's method and connector that save hidden states.
+
+    Raises:
+        ConfigError: Only one of the two is given, or the connector's settings are invalid.
+    """
+    scheduler, cache = dict(settings["scheduler"]), dict(settings["cache"])
+    states: HiddenStatesConfig | None = scheduler.get("hidden_states")
+    extracts = isinstance(scheduler.get("speculative"), HiddenStatesConfig)
+    if extracts:
+        states = scheduler.pop("speculative")
+    given: KVTransferConfig | None = cache.get("kv_transfer")
+    children = [] if given is None else list(_flatten(given))
+    own = [child for child in children if child.kv_connector == STATES_CONNECTOR]
+    if own and (states is None or not states.layers):
+        raise ConfigError(
+            f"--kv-transfer-config: {STATES_CONNECTOR} needs the layers: --speculative-config with the method "
+            f"{EXTRACTS!r} and eagle_aux_hidden_state_layer_ids"
+        )
+    if extracts and not own:
+        raise ConfigError(
+            f"--speculative-config: the method {EXTRACTS!r} needs --kv-transfer-config with the connector "
+            f"{STATES_CONNECTOR}; for states in answers use --hidden-states"
+        )
+    if own and states is not None and given is not None:
+        others = [child for child in children if child.kv_connector != STATES_CONNECTOR]
+        extra = {"connectors": msgspec.to_builtins(others)}
+        cache["kv_transfer"] = (
+            msgspec.structs.replace(
+                given, kv_connector=MULTI_CONNECTOR, kv_connector_extra_config=extra
+            )
+            if others
+            else None
+        )
+        states = _with_directory(states, own[0].kv_connector_extra_config)
+    if states is not None and states.directory is not None:
+        directory = os.path.abspath(os.path.expanduser(states.directory))
+        states = msgspec.structs.replace(states, directory=directory)
+    return {**settings, "scheduler": scheduler | {"hidden_states": states}, "cache": cache}
+
+
+def _with_directory(states: HiddenStatesConfig, extra: dict[str, object]) -> HiddenStatesConfig:
+    """Return the hidden states with the settings of vLLM's connector."""
+    names = ("allow_custom_save_path", "use_synchronization_lock")
+    fields = {name: extra[name] for name in names if name in extra}
+    fields["directory"] = extra.get("shared_storage_path", tempfile.gettempdir())
+    try:
+        return msgspec.convert(msgspec.to_builtins(states) | fields, HiddenStatesConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"--kv-transfer-config: kv_connector_extra_config: {error}") from None
+
+
+def most_tokens_with_states(
+    states: HiddenStatesConfig | None,
+    model: ModelConfig,
+    speculative: SpeculativeConfig | None,
+    device: Device,
+) -> int:
+    """Return the maximum number of tokens of a step whose hidden states fit into a message.
+
+    Raises:
+        ConfigError: The model cannot return hidden states.
+    """
+    if states is None:
+        return sys.maxsize
+    if device is Device.NULL:
+        raise ConfigError("--hidden-states needs a model, and --device null has none; remove it")
+    if model.diffusion is not None or not model.generates:
+        raise ConfigError(
+            "--hidden-states needs a model that generates token by token; other models return the states of texts "
+            "from /pooling with the task token_embed"
+        )
+    if states.layers and speculative is not None and speculative.method.reads_hidden_states:
+        raise ConfigError(
+            f"--hidden-states with layers cannot be used with --speculative-config with the method "
+            f"{speculative.method.value!r}, which reads those of other layers; remove one of them"
+        )
+    if states.mode is StatesMode.LAST and not states.directory:
+        return sys.maxsize
+    return max(1, MAX_STEP_BYTES // (4 * max(1, states.row_size(model.hidden_size))))
 
 
 def _flatten(config: KVTransferConfig) -> Iterator[KVTransferConfig]:

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from ...protocol.config import (
+    HiddenStatesConfig,
     KVEventsConfig,
     KVTransferConfig,
     MediaReading,
@@ -233,9 +234,35 @@ def _denoising_file(text: str) -> DenoisingConfig:
     return config
 
 
-def _speculative(text: str) -> SpeculativeConfig | None:
-    """Return the settings of speculative decoding, or None if they disable it."""
+def _hidden_states(text: str) -> HiddenStatesConfig:
+    states: HiddenStatesConfig = _convert(parse_object(text), HiddenStatesConfig)
+    if not states.layers:
+        return states
+    # The order of the states is that of the layers, as in vLLM.
+    return msgspec.structs.replace(states, layers=tuple(sorted(set(states.layers))))
+
+
+def _extracted_states(fields: dict[str, Any]) -> HiddenStatesConfig:
+    """Return the hidden states that vLLM's method `extract_hidden_states` extracts."""
+    found: Any = fields
+    for name in ("draft_model_config", "hf_config", "eagle_aux_hidden_state_layer_ids"):
+        found = found.get(name) if isinstance(found, dict) else None
+    if not isinstance(found, list) or not found:
+        raise ValueError(
+            f"method {EXTRACTS!r} needs the layers, such as "
+            '{"draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1, 2]}}}'
+        )
+    return _hidden_states(json.dumps({"layers": found}))
+
+
+def _speculative(text: str) -> SpeculativeConfig | HiddenStatesConfig | None:
+    """Return the settings of speculative decoding, or None if they disable it.
+
+    vLLM's method `extract_hidden_states` proposes nothing. Its result are the hidden states that requests return.
+    """
     fields = parse_object(text)
+    if fields.get("method") == EXTRACTS:
+        return _extracted_states(fields)
     for name, value in list(fields.items()):
         if name in _NEEDLESS:
             del fields[name]
@@ -270,6 +297,8 @@ def _speculative(text: str) -> SpeculativeConfig | None:
     config: SpeculativeConfig = _convert(fields, SpeculativeConfig)
     return config if config.num_speculative_tokens else None
 
+
+EXTRACTS: Final = "extract_hidden_states"
 
 _METHODS: Final = {"dspark": "dflash", "ngram_gpu": "ngram", "peagle": "eagle3"}
 """vLLM's name of a method -> Engine's method that does the same, or reads the same heads."""
@@ -404,6 +433,7 @@ PARSERS: Final[dict[str, Callable[[str], Any]]] = {
     "dotted_name": _dotted_name,
     "dotted_names": _dotted_names,
     "file": _existing_file,
+    "hidden_states": _hidden_states,
     "idle_time": _idle_time,
     "kv_events": _kv_events,
     "kv_transfer": _kv_transfer,

@@ -14,10 +14,18 @@ import numpy.typing as npt
 
 from ...protocol.arrays import Int32Array, int32_bytes
 from ...protocol.config import EngineConfig
+from ...protocol.config.hidden_states import StatesMode
 from ...protocol.errors import ParameterError, counted
 from ...protocol.grammars.grammar import PARAM as STRUCTURED_OUTPUTS
 from ...protocol.messages import EngineCoreRequest
-from ...protocol.sampling_params import MAX_SEED, DryParams, SamplingParams, StructuredOutput
+from ...protocol.sampling_params import (
+    MAX_SEED,
+    DryParams,
+    ReturnedStates,
+    SamplingParams,
+    StatesOf,
+    StructuredOutput,
+)
 from ..http.shown_values import echo
 from ..tokenizer.absent import NO_TOKENIZER
 from ..tokenizer.breakers import Breakers
@@ -59,6 +67,7 @@ class InputProcessor:
     ) -> None:
         self._model = config.model
         self._max_logprobs = config.frontend.max_logprobs
+        self._hidden_states = config.scheduler.hidden_states
         self._tokenizer = tokenizer
         self._executor = executor
         self._default_max_tokens = config.frontend.default_sampling.get("max_tokens")
@@ -144,6 +153,7 @@ class InputProcessor:
             if request.pooling is not None
             else self._max_tokens(num_prompt_tokens, params.max_tokens),
             seed=self._seeds.draw() if params.seed is None else params.seed,
+            returned_states=None if request.pooling or request.is_warm_up else self._states(params),
         )
         if self._model.diffusion is not None and request.pooling is None:
             request.params.verify_for_blocks()
@@ -239,6 +249,30 @@ class InputProcessor:
                 f"the prompt has {num_prompt_tokens}, so at most {remaining} can be generated",
             )
         return given
+
+    def _states(self, params: SamplingParams) -> ReturnedStates | None:
+        """Return the hidden states that a sequence returns: the given ones, or those that the server always writes."""
+        states, returned = self._hidden_states, params.returned_states
+        if states is None or states.directory is None:
+            if returned is None or returned.in_file:
+                return None
+            needed = StatesMode.LAST if returned.tokens is StatesOf.LAST else StatesMode.FULL
+            if states is None or needed not in (states.mode, StatesMode.LAST):
+                problem = f'needs the server option --hidden-states \'{{"mode": "{needed}"}}\''
+                raise ParameterError("return_hidden_states", problem)
+            return returned
+        if returned is None:
+            return ReturnedStates(StatesOf.PROMPT, in_file=True)
+        if not returned.in_file:
+            problem = "is not supported, because this server writes hidden states to files"
+            raise ParameterError("return_hidden_states", problem)
+        if returned.path and not states.allow_custom_save_path:
+            problem = "needs allow_custom_save_path in the server's kv_connector_extra_config"
+            raise ParameterError("kv_transfer_params.hidden_states_path", problem)
+        if returned.path and not os.path.isabs(returned.path):
+            problem = f"must be an absolute path, got {returned.path!r}"
+            raise ParameterError("kv_transfer_params.hidden_states_path", problem)
+        return returned
 
     async def _bad_words(self, params: SamplingParams) -> TokenSequences:
         words = params.bad_words

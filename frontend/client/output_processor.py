@@ -27,6 +27,7 @@ from ...protocol.messages import (
 from ..observability.metrics.metrics import Metrics
 from ..observability.metrics.names import REJECTIONS
 from ..observability.tracing.request_trace import Recovery, end_recovery
+from .groups.hidden_states import end_states
 from .groups.recent_requests import RecentRequest, RecentRequests
 from .replicas.core_load import CoreLoad
 from .request_group import RequestGroup, Sequence
@@ -122,8 +123,12 @@ class OutputProcessor:
             if (sequence := self.sequences.get(message.request_index)) is not None:
                 sequence.prompt_logprob_messages.append(message)
         for vector in outputs.pooled:
-            if (sequence := self.sequences.get(vector.request_index)) is not None:
+            if (sequence := self.sequences.get(vector.request_index)) is None:
+                continue
+            if sequence.states is None:
                 sequence.pooled = vector.vector
+            else:
+                sequence.states.add(vector.first, vector.vector)
         for request_index, num_accepted, num_rejected in predictions:
             if (sequence := self.sequences.get(request_index)) is not None:
                 sequence.num_accepted_predictions += num_accepted
@@ -180,6 +185,8 @@ class OutputProcessor:
         sequence.finish_reason = reason
         sequence.stop_reason = stop_reason
         sequence.error = error
+        if sequence.states is not None:
+            end_states(sequence, reason)
         sequence.finish_time = time.monotonic()
         self._leave_queue(sequence)
         sequence.load.record_finished(sequence.routing_keys)

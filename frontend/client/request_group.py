@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Callable, Iterator
-from itertools import chain
+from itertools import chain, islice
 from typing import Final
 
 import msgspec
@@ -18,6 +18,7 @@ from ...protocol.messages import EngineCoreRequest, FinishReason, TokenLogprobs
 from ...protocol.sampling_params import SamplingParams
 from ..observability.tracing.request_trace import Recovery, RequestTrace
 from ..tokenizer.detokenizer import IncrementalDetokenizer
+from .groups.hidden_states import CollectedStates, complete_states
 from .groups.recording import Recording
 from .groups.repetition import REPETITION, RepetitionSearch
 from .logprobs import Logprobs, PositionLogprobs, iterate_logprobs
@@ -36,15 +37,13 @@ class Sequence:
 
     Attributes:
         token_ids: All generated tokens. The reader is woken when their number reaches `wake_at`.
-        scheduler_time: Seconds of scheduler time while the sequence ran; 0.0 if the frontend ended it.
-        core_time: CPU-core or GPU seconds that the tokens took; 0.0 if the frontend ended it.
+        scheduler_time, core_time: Seconds of the scheduler, and of CPU cores or GPUs; 0.0 if the frontend ended it.
         epoch: The epoch of the core that the sequence was last sent to; 0 for none.
         routing_keys: Keys of the prompt blocks and of the LoRA adapter, if there are several replicas.
         was_accepted: True if a core has confirmed the sequence.
         num_drafted_tokens: Generated tokens that were accepted drafts.
         num_losses: Replicas lost while computing the sequence, since it was last cleared of suspicion.
-        num_accepted_predictions: Tokens of the client's prediction that were drafted and accepted.
-        num_rejected_predictions: Tokens of the client's prediction that were drafted and rejected.
+        num_accepted_predictions, num_rejected_predictions: Drafted tokens of the client's prediction.
         recoveries: The core crashes that the sequence survived.
         num_silent_crashes: Consecutive cores that exited with the sequence, without a token of it or a final message.
         is_pinned: True if the client chose the replica.
@@ -95,6 +94,7 @@ class Sequence:
         "routing_keys",
         "scheduled_time",
         "scheduler_time",
+        "states",
         "stop_reason",
         "token_ids",
         "trace_headers",
@@ -139,6 +139,7 @@ class Sequence:
         self.first_token_time = self.last_token_time = self.finish_time = self.retry_after_s = 0.0
         self._detokenizer = detokenizer
         self._text, self.pooled = "", b""
+        self.states: CollectedStates | None = None
 
     def assign(self, core_index: int, load: CoreLoad, routing_keys: list[int]) -> None:
         """Set the core that computes the sequence."""
@@ -217,10 +218,10 @@ class Sequence:
 
     def lose_outputs(self) -> bool:
         """Record that outputs were lost. Return True if it is the second time without a new token in between."""
-        is_stuck = self.num_generated_tokens == self._num_tokens_when_lost
+        before = self._num_tokens_when_lost
         if self.scheduled_time:
             self._num_tokens_when_lost = self.num_generated_tokens
-        return is_stuck
+        return self.num_generated_tokens == before
 
     def _record_progress(self) -> None:
         """Store the generated tokens in the request. A suspect runs alone, so a new token clears it."""
@@ -228,8 +229,7 @@ class Sequence:
         if self.has_progressed:
             self.num_silent_crashes = 0
             if request.is_suspect:
-                request.is_suspect = False
-                self.num_losses = 0
+                request.is_suspect, self.num_losses = False, 0
         request.output_token_ids = self.token_ids.tobytes()
 
     @property
@@ -238,9 +238,8 @@ class Sequence:
 
         The list is complete once the first token has been read.
         """
-        if self.params.prompt_logprobs is None:
-            return None
-        return list(self.iterate_prompt_logprobs())
+        has_any = self.params.prompt_logprobs is not None
+        return list(self.iterate_prompt_logprobs()) if has_any else None
 
     def iterate_prompt_logprobs(self) -> Iterator[PositionLogprobs | None]:
         """Yield the entries of `prompt_logprobs` one by one, because the whole list needs much more memory."""
@@ -249,9 +248,11 @@ class Sequence:
 
     @property
     def weight(self) -> int:
-        """The approximate size of the response in elements: the sequence, its tokens, and its logprob entries."""
+        """The approximate size of the response in elements, such as tokens and logprob entries."""
         messages = chain(self.logprobs, self.prompt_logprob_messages)
-        return 1 + len(self.token_ids) + sum(len(message.token_ids) // 4 for message in messages)
+        num_others = sum(len(message.token_ids) // 4 for message in messages)
+        num_others += 0 if self.states is None else self.states.num_values
+        return 1 + len(self.token_ids) + num_others
 
     def find_end(self, reported: FinishReason | None) -> tuple[FinishReason, str] | None:
         """Return the finish reason and stop reason if new tokens complete a stop string or a repetition.
@@ -281,10 +282,8 @@ class Sequence:
         text = self.read_text(UNLIMITED)
         logprobs = None
         if self.params.logprobs is not None:
-            messages, self.logprobs = self.logprobs, []
-            logprobs = Logprobs(messages, len(token_ids))
-        reason = self.finish_reason
-        if reason is None:
+            logprobs, self.logprobs = Logprobs(self.logprobs, len(token_ids)), []
+        if (reason := self.finish_reason) is None:
             return Delta(text, token_ids, logprobs)
         ending = (str(reason), self.stop_reason, self.error, self.retry_after_s)
         return Delta(text, token_ids, logprobs, *ending)
@@ -339,8 +338,7 @@ class Sequence:
         self.wake_at = num_tokens + self.group.stream_interval
         self.has_updates = False
         text, self._text = self._text, ""
-        detokenizer = self._detokenizer
-        if detokenizer is None:
+        if (detokenizer := self._detokenizer) is None:
             return text
         if self.finish_reason is None:
             if detokenizer.num_tokens == num_tokens - 1:
@@ -414,10 +412,9 @@ class RequestGroup:
 
     def outputs_by_prompt(self) -> Iterator[list[Sequence]]:
         """Yield the sequences of each prompt, in the order of the prompts."""
-        start = 0
+        sequences = iter(self.sequences)
         for count in self._num_outputs:
-            yield self.sequences[start : start + count]
-            start += count
+            yield list(islice(sequences, count))
 
     async def wait_for_updates(self) -> list[Sequence]:
         """Wait for new output. Return the sequences to read, or [] when all have finished and were returned.
@@ -450,6 +447,7 @@ class RequestGroup:
             sequence.wake_at = UNLIMITED
         while self.num_unfinished:
             await self._wait()
+        await complete_states(self.sequences)
         self.updates = []
 
     def read_all(self) -> list[Delta]:
@@ -478,9 +476,11 @@ class RequestGroup:
         self.num_unfinished -= 1
         if self.recording is not None:
             self.recording.record_end(sequence.position)
-        if not self.num_unfinished and self.deadline_timer is not None:
+        if self.num_unfinished:
+            return
+        if self.deadline_timer is not None:
             self.deadline_timer.cancel()
-        if not self.num_unfinished and self.trace is not None:
+        if self.trace is not None:
             self.trace.record_group(self)
 
     def wake_soon(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from ...protocol.arrays import Float32Array
 from ..client.engine_client import Delta, RequestGroup
+from ..client.groups.hidden_states import StatesInMemory
 from ..client.logprobs import PositionLogprobs
 from ..client.prompt_candidates import candidate_scores, without_candidates
 from ..tokenizer.tokenizer import Tokenizer
@@ -74,7 +75,11 @@ def _no_text(_: Iterable[int]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One of the n outputs of a prompt. `error` is the reason if `finish_reason` is "error" or "ignored"."""
+    """One of the n outputs of a prompt. `error` is the reason if `finish_reason` is "error" or "ignored".
+
+    `hidden_states` are those of prompt and output but its last token, float32 [tokens, elements], or of one token with
+    "last"; None unless they were asked for.
+    """
 
     index: int
     text: str
@@ -83,6 +88,7 @@ class CompletionOutput:
     finish_reason: str | None
     stop_reason: int | str | None
     error: str | None
+    hidden_states: Float32Array | None = None
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -117,6 +123,7 @@ class RequestOutput:
     """The outputs of one prompt. `prompt` is None if it was given as token IDs.
 
     `prompt_token_id_logprobs` are the scores of candidates, float32 [rows, candidates], if they were asked for.
+    `kv_transfer_params` has the path of the prompt's hidden states, if the engine writes them.
     """
 
     request_id: str
@@ -127,6 +134,7 @@ class RequestOutput:
     num_cached_tokens: int
     metrics: RequestMetrics
     prompt_token_id_logprobs: Float32Array | None = None
+    kv_transfer_params: dict[str, object] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,12 +292,16 @@ def request_output(
                 delta.finish_reason,
                 delta.stop_reason,
                 delta.error,
+                states.rows() if isinstance(states, StatesInMemory) else None,
             )
-            for index, delta in enumerate(deltas)
+            for index, (delta, states) in enumerate(
+                zip(deltas, (sequence.states for sequence in group.sequences), strict=True)
+            )
         ],
         num_cached_tokens=group.sequences[0].num_cached_tokens,
         metrics=_request_metrics(group),
         prompt_token_id_logprobs=scores,
+        kv_transfer_params=group.sequences[0].kv_transfer_params,
     )
 
 

@@ -11,6 +11,8 @@ import numpy as np
 
 from ...protocol import sampling_params
 from ...protocol.errors import ParameterError, counted
+from ...protocol.sampling_params import ReturnedStates, StatesOf
+from ..client.groups.hidden_states import PARAM, states_in_file
 from ..client.prompt_candidates import candidate_rows
 from ..http.shown_values import echo
 from ..tokenizer.token_ids import truncate
@@ -31,6 +33,14 @@ class _NamesOfVllm(type(msgspec.Struct)):  # type: ignore[misc]
     def __call__(cls, *args: Any, **given: Any) -> Any:
         for name in _WITHOUT_EFFECT:
             given.pop(name, None)
+        if states := given.pop("return_hidden_states", None):
+            given["returned_states"] = ReturnedStates(
+                StatesOf.LAST if states == "last" else StatesOf.ALL
+            )
+        for name, value in (given.pop("extra_args", None) or {}).items():
+            if name != PARAM:
+                raise ParameterError(f"extra_args.{name}", f"is not supported; use {PARAM}")
+            given["returned_states"] = states_in_file(value)
         if "structured_outputs" in given:
             given["structured_output"] = given.pop("structured_outputs")
         start = given.pop("prompt_logprob_start", None) or 0
@@ -48,7 +58,8 @@ class SamplingParams(sampling_params.SamplingParams, metaclass=_NamesOfVllm, gc=
     """Sampling parameters of `LLM`: those of the engine, of which some may also have vLLM's names.
 
     `structured_outputs` is `structured_output`. `flat_logprobs`, `output_kind`, `skip_clone`,
-    `skip_reading_prefix_cache` and `spaces_between_special_tokens` have no effect.
+    `skip_reading_prefix_cache` and `spaces_between_special_tokens` have no effect. `extra_args` may have
+    `kv_transfer_params` about files of hidden states. `return_hidden_states`, SGLang's name, is True or "last".
 
     `prompt_logprob_token_ids` may have a list of token IDs for each token of the prompt from the index
     `prompt_logprob_start` + 1 on. `prompt_token_id_logprobs` of the output are their log-probabilities.

@@ -56,7 +56,9 @@ def take_logprobs(messages: list[TokenLogprobs], num_positions: int) -> list[Tok
 
 
 def is_recordable(params: SamplingParams) -> bool:
-    """Return whether a request asks for few enough log-probabilities to be recorded."""
+    """Return whether a request asks for few enough log-probabilities to be recorded, and for no hidden states."""
+    if params.returned_states is not None:
+        return False
     wanted = (
         (params.logprobs or 0, params.logprob_token_ids),
         (params.prompt_logprobs or 0, params.prompt_logprob_token_ids),

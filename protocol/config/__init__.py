@@ -15,6 +15,7 @@ from ..errors import RunDirectoryError
 from .cache import CacheConfig, KVEventsConfig, KVTransferConfig, LoadFailurePolicy, PrefixHash
 from .device import CPUBackend, Device, DeviceConfig
 from .frontend import FrontendConfig, MediaReading
+from .hidden_states import HiddenStatesConfig
 from .model import LoadFormat, ModelConfig, ModelImpl
 from .parallel import ExecutorBackend, ParallelConfig, ReplicaRole
 from .recovery import RecoveryConfig
@@ -39,6 +40,7 @@ __all__ = [
     "EngineConfig",
     "ExecutorBackend",
     "FrontendConfig",
+    "HiddenStatesConfig",
     "KVEventsConfig",
     "KVTransferConfig",
     "LoadFailurePolicy",

@@ -8,6 +8,7 @@ from typing import Annotated, Final
 import msgspec
 
 from .diffusion import BlockDiffusion, DenoisingAlgorithm, DenoisingConfig
+from .hidden_states import HiddenStatesConfig
 from .option import option
 
 
@@ -299,6 +300,14 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
                 f"{DEFAULT_SPECULATION.num_speculative_tokens} tokens from repeated text; off on a GPU or "
                 "with -pp"
             ),
+        ),
+    ] = None
+    hidden_states: Annotated[
+        HiddenStatesConfig | None,
+        option(
+            'Hidden states that requests may return: {"mode": "full"}',
+            parse="hidden_states",
+            default_text="none",
         ),
     ] = None
     dllm_algorithm: Annotated[

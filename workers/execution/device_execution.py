@@ -262,6 +262,7 @@ class DeviceExecution:
             return ModelRunnerOutput(output.step)
         self._requests.prompt_logprobs.collect(plan, hidden_TD, self._batch)
         pooled = self._requests.pooling.collect(plan, hidden_TD)
+        states = self._requests.hidden_states.collect(plan, hidden_TD)
         step = forwarded.step
         if self._requests.pooling.is_pending:
             samples_R = ~self._requests.pooling.find(slots_R)
@@ -295,6 +296,15 @@ class DeviceExecution:
                 sampled.fetch(download)
             if pooled is not None:
                 pooled.fetch(download)
-        if pooled is None:
-            return DownloadedOutput(output.step, download, make_output)
-        return DownloadedOutput(output.step, download, lambda: pooled.add_to(make_output()))
+            if states is not None:
+                states.fetch(download)
+
+        def finish() -> ModelRunnerOutput:
+            result = make_output()
+            if pooled is not None:
+                pooled.add_to(result)
+            if states is not None:
+                states.add_to(result)
+            return result
+
+        return DownloadedOutput(output.step, download, finish)

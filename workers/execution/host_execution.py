@@ -25,6 +25,7 @@ from .drafting.computed import ComputedRows
 from .drafting.drafting import Drafting, count_drafts, find_drafts, tokens_by_row
 from .drafting.verification import plan_verification
 from .kv_cache import KVCache
+from .outputs.hidden_states import StepStates
 from .outputs.pooling import Pooled
 from .request_states import RequestStates, has_chunks
 from .runner import GrammarSource
@@ -230,8 +231,10 @@ class HostExecution:
             return ModelRunnerOutput(output.step)
         prompt_logprobs = self._requests.prompt_logprobs
         pooled: Pooled | None = None
-        if output.grammar_slots or prompt_logprobs.is_pending or self._requests.pooling.is_pending:
+        states: StepStates | None = None
+        if output.grammar_slots or self._requests.has_reports:
             hidden_TD = self._forward(plan)
+            states = self._requests.hidden_states.collect(plan, hidden_TD)
             prompt_logprobs.collect(plan, hidden_TD, self._batch)
             pooled = self._requests.pooling.collect(plan, hidden_TD)
             samples_R = ~self._requests.pooling.find(slots_R)
@@ -250,6 +253,8 @@ class HostExecution:
             result.drafts = self._drafting.follow(output, plan, slots_R)
         if pooled is not None:
             pooled.add_to(result)
+        if states is not None:
+            states.add_to(result)
         if output.drafts:
             result.num_verified = bytes(len(result.sampled_token_ids))
         return result
@@ -268,6 +273,9 @@ class HostExecution:
     def _rows_to_decode(self, output: SchedulerOutput) -> SamplingMetadata | None:
         """Return the batch rows if every slot of the step computes only its last token and drafts, else None."""
         if (self._decoding is None and self._drafting is None) or has_chunks(output):
+            return None
+        if self._decoding is not None and self._requests.hidden_states.is_pending:
+            # The program that decodes and samples keeps no hidden states for this.
             return None
         rows = self._decoded_rows
         if output.slots is None and rows is not None and rows.is_current:

@@ -10,7 +10,13 @@ import torch
 from msgspec.structs import replace
 
 from ...protocol.checkpoint.model_dimensions import check_parallel
-from ...protocol.config import FIRST_EPOCH, CPUBackend, EngineConfig, ModelImpl
+from ...protocol.config import (
+    FIRST_EPOCH,
+    CPUBackend,
+    EngineConfig,
+    HiddenStatesConfig,
+    ModelImpl,
+)
 from ...protocol.errors import CheckpointError, ConfigError
 from ..attention import AttentionSpec
 from ..cpu.attention import NativeAttention
@@ -132,6 +138,9 @@ def _load_decoder(
         from .drafting.layouts.read import find_kept_layers
 
         kept_layers = find_kept_layers(speculative, spec)
+    states = config.scheduler.hidden_states
+    if states is not None and states.layers:
+        kept_layers = _verified_layers(states, described, is_foreign=foreign is not None)
     if is_native and foreign is None:
         native = _load_native(
             config, spec, checkpoint, attention, parallel, on_progress, kept_layers
@@ -153,6 +162,23 @@ def _load_decoder(
         loras,
         kept_layers,
     )
+
+
+def _verified_layers(
+    states: HiddenStatesConfig, spec: ModelSpec, *, is_foreign: bool
+) -> Sequence[int]:
+    """Return the layers whose inputs are returned. Raises ConfigError if the model cannot return them."""
+    if is_foreign or spec.num_streams:
+        raise ConfigError(
+            "hidden states of layers need a model with Engine's own layers and one hidden state per token; leave out "
+            f"layers {list(states.layers)} to return the normed hidden states"
+        )
+    if (last := max(states.layers)) > len(spec.layers):
+        raise ConfigError(
+            f"the hidden states of layer {last} do not exist: layers are 0 to {len(spec.layers)}, and the last one "
+            "stands for the input of the final norm"
+        )
+    return states.layers
 
 
 def _new_loras(config: EngineConfig) -> LoraAdapters | None:

@@ -24,6 +24,7 @@ from ..sampling import Grammar, SamplerOutput
 from .denoising.candidates import with_logprobs
 from .inputs.encoders import Encoders
 from .model_loader import Model
+from .outputs.hidden_states import HiddenStates
 from .outputs.pooling import Head, Pooling, mark_second_segments
 from .outputs.prompt_logprobs import POSITIONS_AT_ONCE, PromptLogprobs
 from .pipeline import Pipeline, TokenFeed
@@ -75,6 +76,9 @@ class RequestStates:
         self._spec = model.spec
         self.loras = model.loras
         self.pooling = Pooling(_pooling_head(model, DenseLayers.read(config.model, device)))
+        states = config.scheduler.hidden_states
+        keeps_layers = states is not None and bool(states.layers)
+        self.hidden_states = HiddenStates(model, keeps_layers=keeps_layers)
         self.encoders: Encoders | None = None
         accepts_embeddings = config.model.enable_prompt_embeds and self._shard.is_first
         if model.encoder is not None or accepts_embeddings:
@@ -122,6 +126,9 @@ class RequestStates:
             if self._is_diffusion:
                 params = with_logprobs(params)
             self.sampler.add_request(new.slot, params, prompt, new.eos_token_ids, generated)
+            if params.returned_states is not None:
+                wanted = params.returned_states.tokens
+                self.hidden_states.add_request(new.slot, wanted, new.num_prompt_tokens)
             if params.prompt_logprobs is not None and not len(generated):
                 self.prompt_logprobs.add_request(new.slot, params)
 
@@ -140,6 +147,7 @@ class RequestStates:
         self.sampler.remove_request(slot)
         self.prompt_logprobs.remove_request(slot)
         self.pooling.remove_request(slot)
+        self.hidden_states.remove_request(slot)
         if self.encoders is not None:
             self.encoders.remove_request(slot)
 
@@ -155,6 +163,15 @@ class RequestStates:
             return slots_S
         is_reading = self.encoders.are_read(slots_S, self.batch.num_computed_tokens)
         return None if is_reading else slots_S
+
+    @property
+    def has_reports(self) -> bool:
+        """True if a request reads the hidden states of steps for more than sampling."""
+        return (
+            self.prompt_logprobs.is_pending
+            or self.pooling.is_pending
+            or self.hidden_states.is_pending
+        )
 
     def await_tokens(self, slots_S: Int32Array) -> None:
         """Wait until the tokens of these slots have arrived from the last stage."""

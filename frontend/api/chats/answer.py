@@ -9,6 +9,7 @@ from ...chat.messages import text_of_content
 from ...client.engine_client import Delta, Sequence
 from ..answer import Answer, Outputs
 from ..generation import PreparedPrompt, matched_stop
+from ..inputs.hidden_states import last_states
 from ..logprobs import Json
 from ..receipts.meta_info import choice_meta_info
 from ..schema import ChatCompletionRequest
@@ -194,6 +195,7 @@ class ChatAnswer(Answer[ChatCompletionRequest]):
         whole = {"index": index, "message": message} | choice.ending(output)
         if self.request.return_prompt_token_ids:
             whole["prompt_token_ids"] = self.prompt.token_ids.tolist()
+        whole |= last_states(self._group.sequences[choice.index])
         if self.request.return_meta_info:
             sequence = self._group.sequences[choice.index]
             version = self.serving.weight_version(sequence.core_index)

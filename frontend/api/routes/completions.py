@@ -21,6 +21,7 @@ from ..answer import Answer, Outputs, PromptAnswer
 from ..endpoint import Endpoint, NewAnswer
 from ..generation import PreparedPrompt, matched_stop
 from ..infill import require_infill
+from ..inputs.hidden_states import last_states
 from ..inputs.prompt_embeds import parse_prompt_embeds
 from ..inputs.prompt_media import encode_with_media
 from ..logprobs import CompletionLogprobs, Json, LogprobsRenderer
@@ -283,6 +284,7 @@ class _Choice:
             choice["prompt_logprobs"] = self._renderer.prompt(
                 self._sequence.iterate_prompt_logprobs()
             )
+        choice |= last_states(self._sequence)
         if not request.stream:
             for name in _ALWAYS_PRESENT:
                 choice.setdefault(name, None)

@@ -107,6 +107,8 @@ class GenerationRequest(CommonFields, kw_only=True):
     return_token_offsets: bool | None = None
     # Adds SGLang's field `sglext`, which says where the cached tokens were.
     return_cached_tokens_details: bool | None = None
+    # Adds the hidden states of the last token to each choice, as SGLang does: true, or "last".
+    return_hidden_states: bool | str | None = None
     truncate_prompt_tokens: Int | None = None
     truncation_side: str | None = None
     add_special_tokens: bool | None = None
@@ -164,7 +166,7 @@ class GenerationRequest(CommonFields, kw_only=True):
         "mirostat suffix "
         "prompt_embeds early_stopping return_weight_versions "
         "return_spec_tokens_details images_config watermark watermarking media_io_kwargs "
-        "ec_transfer_params return_hidden_states return_routed_experts custom_params "
+        "ec_transfer_params return_routed_experts custom_params "
         "session_params routed_experts_start_len bootstrap_host bootstrap_port bootstrap_room "
         "disagg_prefill_dp_rank"
     )

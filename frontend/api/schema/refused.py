@@ -40,7 +40,6 @@ REFUSED: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
     "previous_input_messages": ("is not supported; send items in input", ()),
     "custom_params": (_NOT_SUPPORTED, ({},)),
     "input_embeds": ("is not supported; send prompt_embeds to /v1/completions", ()),
-    "return_hidden_states": (_NOT_SUPPORTED, (False,)),
     "return_routed_experts": (_NOT_SUPPORTED, (False,)),
     "return_entropy": (_NOT_SUPPORTED, (False,)),
     "session_params": ("is not supported; use /generate", ({},)),

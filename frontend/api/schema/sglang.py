@@ -105,6 +105,8 @@ class SglangGenerateRequest(SglangInput, kw_only=True):
     return_prompt_token_ids: bool | None = None
     # True to count the tokens of the reasoning.
     require_reasoning: bool | None = None
+    # The hidden states of all tokens, or with "last" those of the last one.
+    return_hidden_states: bool | str | list[bool | str] | None = None
     # The ids of the answers. The id of a single prompt is also the ID of the request.
     rid: str | list[str] | None = None
     # The name of an adapter.
@@ -138,7 +140,7 @@ class SglangGenerateRequest(SglangInput, kw_only=True):
 
     # Rejected, because an answer that ignores them would be wrong.
     rejected: ClassVar[str] = (
-        "return_hidden_states return_routed_experts return_entropy "
+        "return_routed_experts return_entropy "
         "custom_logit_processor watermark max_thinking_tokens return_sampling_mask "
         "sampling_logprobs_mode return_flat_raw_top_logprobs "
         "return_flat_raw_output_top_logprobs return_flat_raw_top_logprobs_b64 "

@@ -102,8 +102,8 @@ _REASONS: Final[dict[str, str]] = {
     "--reasoning-config --enable-strict-thinking": "set thinking_token_budget in requests",
     "--incremental-streaming-output": "read the new part of each text of /generate, or use /v1/completions",
     "--reasoning-effort-map --interleave-mm-strings --reasoning-preserve --no-reasoning-preserve": "use --chat-template",
-    "--enable-return-hidden-states --return-hidden-states-mode --enable-return-aux-hidden-states "
-    "--return-aux-hidden-state-layer-ids": "use /v1/embeddings of a pooling model",
+    "--enable-return-aux-hidden-states --return-aux-hidden-state-layer-ids": "use --hidden-states with layers; "
+    "layer N+1 is what SGLang's layer N returns",
     "--multi-item-scoring-delimiter --enable-mis": "use /v1/score with several texts, which share their prefix",
     "--no-prefill-assistant": "end conversations with a user's message",
     "--encoder-only --language-only --mm-encoder-only --encoder-urls": "serve the whole model with one engine serve",

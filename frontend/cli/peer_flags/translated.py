@@ -185,6 +185,8 @@ TRANSLATIONS: Final[dict[str, Translation]] = {
     "--sampling-defaults": _choice(
         {"model": ["--generation-config", "auto"], "openai": ["--generation-config", "vllm"]}
     ),
+    "--enable-return-hidden-states": _fixed("--hidden-states.mode", "full"),
+    "--return-hidden-states-mode": _entry("--hidden-states.mode"),
     "--speculative-algorithm": _ALGORITHM,
     "--speculative-draft-model": _entry(_MODEL),
     "--speculative-draft-model-path": _entry(_MODEL),

@@ -15,6 +15,7 @@ from ...tokenizer.tokenizer import Tokenizer
 from ..input_processor import InputProcessor
 from ..request_group import RequestGroup, Sequence
 from ..sequence_io import SEQUENCES_AT_ONCE, SequenceRequest
+from .hidden_states import StatesFactory
 
 
 class GroupFactory:
@@ -34,6 +35,7 @@ class GroupFactory:
         self._tokenizer = tokenizer
         self._input = input_processor
         self._wake_soon = wake_soon
+        self._states = StatesFactory(config)
 
     def new_group(
         self,
@@ -116,7 +118,9 @@ class GroupFactory:
                 skip_special_tokens=params.skip_special_tokens,
                 min_tokens=params.min_tokens,
             )
-        return Sequence(request, params, len(prompt), detokenizer)
+        sequence = Sequence(request, params, len(prompt), detokenizer)
+        sequence.states = self._states.collect(request.sampling_params, len(prompt))
+        return sequence
 
 
 def count_outputs(sequences: list[SequenceRequest]) -> list[int]:

@@ -124,6 +124,7 @@ class RemotePrefill:
         if (
             request.pooling_params is not None
             or request.sampling_params.prompt_logprobs is not None
+            or request.sampling_params.returned_states is not None
             or request.encoder_inputs
             or request.kv_transfer_params is not None
             or request.is_resubmitted

@@ -10,7 +10,7 @@ from engine.protocol.block_hash import block_hasher
 from engine.protocol.config import PrefixHash
 from engine.protocol.messages import EngineCoreRequest, EventKind
 from engine.protocol.pooling_params import PoolingKind, PoolingParams
-from engine.protocol.sampling_params import SamplingParams
+from engine.protocol.sampling_params import ReturnedStates, SamplingParams, StatesOf
 from support.scheduler.harness import Harness
 from support.scheduler.recorded_harness import RecordedHarness, replay
 
@@ -239,6 +239,16 @@ def test_a_pooled_prompt_reads_cached_prefixes_unless_it_needs_every_token(
     key = harness.add(20, 1, pooling_params=pooling)
     harness.drain()
     assert num_cached(harness, key) == (0 if computes_whole_prompt else 16)
+
+
+@pytest.mark.parametrize("tokens", StatesOf)
+def test_a_request_reads_no_cached_prefix_whose_hidden_states_it_returns(tokens):
+    harness = Harness(block_size=4)
+    harness.add(20, 1)
+    harness.drain()
+    key = harness.add(20, 9, returned_states=ReturnedStates(tokens))
+    harness.drain()
+    assert num_cached(harness, key) == (16 if tokens is StatesOf.LAST else 0)
 
 
 def test_without_prefix_caching_nothing_is_found():

@@ -16,7 +16,7 @@ from engine.core.replay.events import AddRequest, Schedule
 from engine.protocol import messages, sampling_params, worker_messages
 from engine.protocol.config import SchedulingPolicy, SpeculativeConfig
 from engine.protocol.encoder_inputs.inputs import EncoderInput
-from engine.protocol.sampling_params import GrammarKind, StructuredOutput
+from engine.protocol.sampling_params import GrammarKind, ReturnedStates, StatesOf, StructuredOutput
 from support.scheduler.recorded_harness import RecordedHarness, replay
 from support.scheduler.recorded_traffic import SMALL_SEGMENT, contended, record
 
@@ -111,6 +111,7 @@ def test_a_dump_contains_no_text_or_tokens_of_users():
             predicted=prompt[::-1],
             structured_output=None,
             stop=(secrets[3],),
+            returned_states=ReturnedStates(StatesOf.ALL, f"/{secrets[3]}", in_file=True),
             bad_words=(secrets[4],),
             logit_bias={200_003: 1.0},
             bad_words_token_ids=((200_003,),),
@@ -149,7 +150,7 @@ def test_a_dump_contains_no_text_or_tokens_of_users():
         (EncoderInput, 13),
         (worker_messages.EncoderWork, 5),
         (worker_messages.DraftTokenIds, 5),
-        (sampling_params.SamplingParams, 40),
+        (sampling_params.SamplingParams, 41),
     ],
 )
 def test_every_new_field_gets_a_redaction_decision(struct, num_fields):

@@ -55,6 +55,7 @@ def value_of(option: Option, file: str) -> Any:
         "dotted_names": ["a.B", "a.c"],
         "mcp_servers": {"a": "http://localhost:1"},
         "media_io": {"video": {"fps": 2.0}},
+        "hidden_states": {"layers": [1, 2]},
         "idle_time": 2.5,
         "kv_events": {"topic": "t"},
         "origins": ["https://a.example", "localhost", "*"],

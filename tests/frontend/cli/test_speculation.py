@@ -7,9 +7,47 @@ import pytest
 from engine.frontend.cli.arguments import parse_settings
 from engine.frontend.cli.engine_config import make_engine_config
 from engine.frontend.model_source.options import ResolvedModel
-from engine.protocol.config import ModelConfig, ProposerMethod, SpeculativeConfig
+from engine.protocol.config import (
+    HiddenStatesConfig,
+    ModelConfig,
+    ProposerMethod,
+    SpeculativeConfig,
+)
+from engine.protocol.config.hidden_states import StatesMode
 from engine.protocol.config.scheduler import DEFAULT_SPECULATION
 from engine.protocol.errors import CheckpointError, ConfigError
+
+
+def test_hidden_states_are_configured_as_in_vllm_and_sglang() -> None:
+    def states(*argv: str) -> HiddenStatesConfig | None:
+        model = ModelConfig("m", "/m", "/m", ("m",), "llama", 32, 8192, (0,), hidden_size=4096)
+        config = make_engine_config(
+            parse_settings(["--device=cpu", *argv], {}), ResolvedModel(model, {}, 0, None), "/run"
+        )
+        assert config.kv_transfer is None
+        return config.scheduler.hidden_states
+
+    hf_config = {"eagle_aux_hidden_state_layer_ids": [9, 2, 2]}
+    method = {"method": "extract_hidden_states", "draft_model_config": {"hf_config": hf_config}}
+    extract = f"--speculative-config={json.dumps(method)}"
+    extra = {"shared_storage_path": "/x/y", "use_synchronization_lock": False}
+    connector = {"kv_connector": "ExampleHiddenStatesConnector", "kv_connector_extra_config": extra}
+    transfer = f"--kv-transfer-config={json.dumps(connector)}"
+    assert states() is None
+    assert states("--enable-return-hidden-states") == HiddenStatesConfig()
+    assert states("--return-hidden-states-mode=last") == HiddenStatesConfig(StatesMode.LAST)
+    found = states(extract, transfer)
+    assert found == HiddenStatesConfig(
+        layers=(2, 9), directory="/x/y", use_synchronization_lock=False
+    )
+    for argv, problem in (
+        ([extract], "needs --kv-transfer-config"),
+        ([transfer], "needs the layers"),
+        (["--hidden-states={}", "--max-num-batched-tokens=8193"], "must be at most 8192"),
+        (["--hidden-states={}", "--device=null"], "needs a model"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            states(*argv)
 
 
 def test_speculation_is_on_by_default_where_supported(tmp_path: Path) -> None:

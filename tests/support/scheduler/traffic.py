@@ -16,7 +16,7 @@ from engine.protocol.config import (
 )
 from engine.protocol.encoder_inputs.inputs import EncoderInput
 from engine.protocol.kv_cache_groups import FULL_ATTENTION, AttentionKind, KVCacheGroup
-from engine.protocol.sampling_params import GrammarKind, StructuredOutput
+from engine.protocol.sampling_params import GrammarKind, ReturnedStates, StatesOf, StructuredOutput
 from support.scheduler.harness import Harness
 from support.scheduler.model_connector import (
     ChanceEncoderCache,
@@ -148,6 +148,11 @@ class Traffic:
             stop_token_ids=rng.choice(((), (7, 9))),
             min_tokens=rng.choice((0, 0, 1)),
             ignore_eos=rng.random() < 0.1,
+            returned_states=(
+                ReturnedStates(rng.choice(list(StatesOf)), in_file=True)
+                if rng.random() < 0.1
+                else None
+            ),
             structured_output=(
                 StructuredOutput(GrammarKind.JSON_OBJECT, is_isolated=rng.random() < 0.3)
                 if rng.random() < 0.15

@@ -12,6 +12,7 @@ from engine.protocol.config import (
     CacheConfig,
     DeviceConfig,
     EngineConfig,
+    HiddenStatesConfig,
     ModelConfig,
     SchedulerConfig,
     SpeculativeConfig,
@@ -53,6 +54,7 @@ class Steps:
         speculative: SpeculativeConfig | None = None,
         audio: AudioProcessorConfig | None = None,
         num_slots: int = 4,
+        hidden_states: HiddenStatesConfig | None = None,
     ) -> None:
         name = str(path)
         model = ModelConfig(
@@ -65,7 +67,10 @@ class Steps:
             model,
             CacheConfig(block_size=block_size),
             SchedulerConfig(
-                max_num_seqs=num_slots, max_num_batched_tokens=64, speculative=speculative
+                max_num_seqs=num_slots,
+                max_num_batched_tokens=64,
+                speculative=speculative,
+                hidden_states=hidden_states,
             ),
             device=device or DeviceConfig(),
         )

@@ -329,6 +329,7 @@ def _draft_config(config: EngineConfig, path: str, backend: CPUBackend) -> Engin
     return msgspec.structs.replace(
         config,
         model=model,
+        scheduler=msgspec.structs.replace(config.scheduler, hidden_states=None),
         parallel=ParallelConfig(),
         device=msgspec.structs.replace(
             config.device, cpu_backend=backend, threads=count_threads(config)

@@ -128,6 +128,9 @@ class Drafting:
         starts_S, counts_S = plan.query_start_loc[:-1], int32_view(result.num_sampled)
         hidden_TE = self._model.kept_hidden_TE
         computed = ComputedRows(plan.slots_S, plan.num_computed_S, counts_S, starts_S, hidden_TE)
+        states = self._requests.hidden_states.collect(plan, hidden_TD, counts_S)
+        if states is not None:
+            states.add_to(result)
         self.run_draft_model(computed, samples=True)
         result.drafts = self.drafts.get_found(output.step)
         return result

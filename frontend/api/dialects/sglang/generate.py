@@ -27,6 +27,7 @@ from ...generation import (
     read_outputs,
     wait_for_end,
 )
+from ...inputs.hidden_states import all_states
 from ...logprobs import Json
 from ...prompts import BYTES_PER_TOKEN_ID, Prompt, parse_prompts
 from ...receipts.meta_info import TokenEntries, meta_info
@@ -241,6 +242,7 @@ class SglangAnswer(PromptAnswer):
             self.serving.weight_version(sequence.core_index),
             only_prompt=request.only_computes_prompt,
         )
+        meta |= all_states(sequence)
         meta["reasoning_tokens"] = self._count_reasoning(request, sequence, token_ids)
         result: Json = {"text": text, "output_ids": token_ids, "meta_info": meta | logprobs}
         if request.return_token_ids:

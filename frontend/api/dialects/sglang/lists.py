@@ -16,6 +16,7 @@ from .media import MEDIA_FIELDS
 _NAMES: Final = (
     "sampling_params",
     "return_logprob",
+    "return_hidden_states",
     "logprob_start_len",
     "top_logprobs_num",
     "token_ids_logprob",

@@ -5,7 +5,7 @@ The API is described at https://docs.sglang.ai/basic_usage/sampling_params.html.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import msgspec
 
@@ -158,6 +158,7 @@ def _translate(body: SglangGenerateRequest, param: str, place: str) -> SglangPro
         data_parallel_rank=body.data_parallel_rank,
         routed_dp_rank=body.routed_dp_rank,
         return_token_ids=body.return_prompt_token_ids,
+        return_hidden_states=cast("bool | str | None", body.return_hidden_states),
         user=body.user,
         prompts_param=param + place,
         only_computes_prompt=max_tokens == 0,
