@@ -29,7 +29,8 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     finally:
         for each in (task, watch):
             each.cancel()
-        await asyncio.wait({task, watch})
+        # Work that fails while it is cancelled is of no interest to a client that has left.
+        await asyncio.gather(task, watch, return_exceptions=True)
 
 
 async def _disconnection(receive: Receive) -> None:

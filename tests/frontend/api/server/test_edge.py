@@ -7,6 +7,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from engine.frontend.api.bodies.body import ClientDisconnected
+from engine.frontend.api.bodies.disconnection import while_connected
 from engine.frontend.api.edge import Edge
 from engine.frontend.http.access import Access
 from engine.frontend.http.errors import echo, redact
@@ -62,3 +64,20 @@ def test_echoed_values_are_truncated() -> None:
     assert echo({"a": 1}) == '{"a":1}'
     assert len(echo("x" * 10**6)) < MAX_SHOWN + 50
     assert echo(2**200).startswith("16069")
+
+
+def test_work_that_fails_after_its_client_has_left_is_not_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def receive() -> Any:
+        return {"type": "http.disconnect"}
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise ConnectionError("closed")
+
+    with pytest.raises(ClientDisconnected):
+        asyncio.run(while_connected(receive, work()))
+    assert not caplog.records
