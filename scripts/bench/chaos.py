@@ -3,13 +3,14 @@
     scripts/bench/run chaos --minutes 30 --every 20
     scripts/bench/run chaos --sides model speech live --setup tensor
 
-Each side is a server with its requests. `streams` continues texts with the features that a crash could affect, and has
-clients that disconnect. `model` has a small random model that reads images, adapters and a store: it answers chats with
-and without images, tools and adapters, completions, beams, constrained output, prompts of embeddings, embeddings,
-reranking, batches, responses in the background and on WebSockets, sessions, adapters that are loaded for one request,
-and streams in the formats of Ollama and Anthropic. `speech` transcribes files and realtime sessions with a small random
-Whisper, and `live` sessions with a small random Voxtral, which writes while the audio arrives. The other sides are
-streams on small random models with recurrent layers, experts, or heads that draft.
+Each side is a server with its requests. `streams` continues texts with the features that a crash could affect, and
+has clients that disconnect. `model` has a small random model that reads images, adapters and a store: it answers
+chats with and without images, tools and adapters, completions, beams, constrained output, prompts of embeddings,
+embeddings, reranking, batches, responses in the background and on WebSockets, interactions whose streams are
+continued, sessions, adapters that are loaded for one request, and streams in the formats of Ollama and Anthropic.
+`speech` transcribes files and realtime sessions with a small random Whisper, and `live` sessions with a small random
+Voxtral, which writes while the audio arrives. The other sides are streams on small random models with recurrent
+layers, experts, heads that draft, or blocks that are denoised.
 
 Traffic comes in waves of all requests. Every answer must equal the one from before any fault. Connections of `streams`
 may break only at a frontend that was disturbed; the clients of the other sides retry then. After each wave, every block
@@ -42,6 +43,7 @@ from support.checkpoints.source import WINDOW_S, multilingual_whisper, realtime_
 from support.checkpoints.tiny import layers_directory, mixture_directory
 from support.drafts.layered_heads import minimax3_layers
 from support.drafts.models_with_heads import Head, eagle
+from support.own_code.block_diffusion import llada2
 from support.processes.faults import ENVIRONMENT, FAULTS
 from support.processes.program import wait_until
 from support.requests.all_kinds import (
@@ -57,6 +59,7 @@ from support.requests.conversations import (
     background_response,
     batch,
     claude_stream,
+    interaction,
     make_adapter_use,
     make_live_session,
     ollama_chat,
@@ -90,8 +93,12 @@ LAYERS: dict[str, Callable[[Path], tuple[Path, dict[str, Any]]]] = {
     "experts": lambda path: (mixture_directory(path)[0], NGRAMS),
     "eagle": lambda path: _with_head(eagle(path)),
     "prediction layers": lambda path: _with_head(minimax3_layers(path)),
+    "diffusion": lambda path: _with_blocks(path),
 }
 """The models of sides, and what drafts for them."""
+
+NEEDS_ORDER = ("repetition_penalty", "structured_outputs", "bad_words", "dry_multiplier")
+"""Fields that block-diffusion models refuse."""
 
 SIDES = ("streams", "model", "speech", "live", *LAYERS)
 SETUPS: dict[str, tuple[str, ...]] = {
@@ -120,6 +127,7 @@ LIVE_FLAGS = ("--max-num-batched-tokens", "24", "--max-num-seqs", "8")
 CONVERSATIONS: list[Request] = [
     response_on_socket,
     background_response,
+    interaction,
     tool_response,
     batch,
     session,
@@ -295,7 +303,8 @@ class Side:
                 name = f"{time.strftime('%X')} {self.name} {_name_of(self._requests[index])}"
                 print(f"{name}: {answer}\ninstead of\n{expected}", file=sys.stderr)
         wave["leaks"] = int(not becomes_idle(self.server))
-        if not wave["leaks"]:
+        # A frontend may be harmed at this moment. The next wave reads the same counter.
+        with suppress(OSError, http.client.HTTPException):
             wave["violations"] = int(self.server.metric("engine:invariant_violations_total"))
         return wave
 
@@ -326,6 +335,12 @@ def _with_head(head: Head) -> tuple[Path, dict[str, Any]]:
     return head.path, {name: str(value) for name, value in fields.items() if value}
 
 
+def _with_blocks(path: Path) -> tuple[Path, dict[str, Any]]:
+    """Write a model that fills blocks. Return its path; nothing drafts for it."""
+    llada2(path)
+    return path, {}
+
+
 def _name_of(request: Any) -> str:
     if isinstance(request, dict):
         return str(request["prompt"])
@@ -348,13 +363,16 @@ def make_sides(args: argparse.Namespace, directory: Path) -> Iterator[Side]:
             continue
         if name in LAYERS:
             path, drafts = LAYERS[name](directory / name.replace(" ", "_"))
-            flags = [str(path), *LAYER_FLAGS, "--speculative-config", json.dumps(drafts)]
-            flags += [*STREAM_FLAGS, *setup, *COMMON_FLAGS]
+            flags = [str(path), *LAYER_FLAGS, *STREAM_FLAGS, *setup, *COMMON_FLAGS]
+            if drafts:
+                flags += ["--speculative-config", json.dumps(drafts)]
             server = start(*(flag.replace("DIRECTORY", str(path)) for flag in flags))
             # The last digits of log-probabilities depend on the batch where torch multiplies.
             texts = [{**body, **WITHOUT_LOGPROBS} for body in bodies(args.streams)]
             for text in texts[::2]:
                 text["prompt"] = COMMON_BEGINNING + text["prompt"]
+            if name == "diffusion":
+                texts = [text for text in texts if not any(map(text.get, NEEDS_ORDER))]
             yield StreamsSide(name, server, texts)
             continue
         if name == "model":

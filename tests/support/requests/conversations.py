@@ -11,6 +11,7 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 from urllib.parse import urlsplit
@@ -73,6 +74,36 @@ def background_response(server: Server) -> Any:
         time.sleep(_PAUSE_S)
         _, response = _checked(_get_persistently(server, f"/v1/responses/{response['id']}"))
     return response["status"], _output_of(response)
+
+
+def interaction(server: Server) -> Any:
+    """Return the text of an interaction in the background, whose stream is continued whenever it breaks."""
+    fields = {"input": "brown fox", "background": True, "store": True, "stream": True}
+    config = {"max_output_tokens": 120, "temperature": 0}
+    lines = _stream(
+        server, "/v1beta/interactions", {"model": "tiny", **fields, "generation_config": config}
+    )
+    created = _event(next(line for line in lines if line.startswith(b"data: ")))
+    path = f"/v1beta/interactions/{created['interaction']['id']}"
+    last, text = created["event_id"], ""
+    while True:
+        with suppress(OSError, http.client.HTTPException):
+            for line in lines:
+                if not line.startswith(b"data: {"):
+                    continue
+                event = _event(line)
+                if event["event_type"] == "error":
+                    raise Refused(event)
+                last = event["event_id"]
+                text += event.get("delta", {}).get("text", "")
+                if event["event_type"] == "interaction.completed":
+                    return text, event["interaction"]["status"]
+        time.sleep(_PAUSE_S)
+        lines = _stream(server, f"{path}?stream=true&last_event_id={last}", None)
+
+
+def _event(line: bytes) -> Any:
+    return json.loads(line.removeprefix(b"data: "))
 
 
 def tool_response(server: Server) -> Any:
@@ -189,15 +220,18 @@ def claude_stream(server: Server) -> str:
     raise OSError("the stream was cut")
 
 
-def _stream(server: Server, path: str, body: dict[str, Any]) -> Iterator[bytes]:
+def _stream(server: Server, path: str, body: dict[str, Any] | None) -> Iterator[bytes]:
     parts = urlsplit(server.url)
     connection = http.client.HTTPConnection(
         parts.hostname or "", parts.port or 0, timeout=PATIENCE_S
     )
     try:
         headers = {"content-type": "application/json"}
-        connection.request("POST", path, json.dumps(body), headers)
+        method = "GET" if body is None else "POST"
+        connection.request(method, path, json.dumps(body) if body else None, headers)
         response = connection.getresponse()
+        if response.status == 503:
+            raise OSError("no replica is up")
         if response.status != 200:
             raise Refused(response.status, response.read())
         yield from response
