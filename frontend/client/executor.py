@@ -39,8 +39,8 @@ class ThreadExecutor:
         self, journal: ParseJournal | None = None, num_short_threads: int = NUM_THREADS
     ) -> None:
         self._journal = journal
-        self._short = _start_threads("short", num_short_threads)
-        self._long = _start_threads("long", NUM_THREADS)
+        self._short = start_threads("short", num_short_threads)
+        self._long = start_threads("long", NUM_THREADS)
         self.num_waiting_characters = 0
 
     def close(self) -> None:
@@ -90,7 +90,7 @@ class ThreadExecutor:
             self._journal.end_parsing(slot)
 
 
-def _start_threads(kind: str, number: int) -> ThreadPoolExecutor:
+def start_threads(kind: str, number: int) -> ThreadPoolExecutor:
     """Start all threads immediately, because it may be impossible later if memory is short."""
     threads = ThreadPoolExecutor(number, thread_name_prefix=f"{kind} work")
     all_run = threading.Barrier(number)

@@ -1,47 +1,51 @@
-"""`python -m engine.frontend.tokenizer.long_text_process DIRECTORY`: encodes long texts for a frontend.
-
-It reads texts from standard input one at a time and writes their token IDs to standard output. It exits when standard
-input ends, which happens when its frontend exits.
-"""
+"""`python -m engine.frontend.tokenizer.long_text_process FD DIRECTORY`: forks processes that encode long texts."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import resource
+import os
+import socket
 import sys
 from array import array
+from typing import Final
 
-from ...protocol.process import ignore_stop_signals, name_process
+import msgspec
+
+from ...protocol.isolation.channel import receive, send
+from ...protocol.isolation.fork_server import Serve, run_fork_server
 from .load import load_tokenizer
-from .long_texts import HEAD, MAX_MEMORY_BYTES, REPLY
+from .long_texts import MAX_MEMORY_BYTES, Encode, Encoded
+
+_decode: Final = msgspec.msgpack.Decoder(Encode).decode
+
+
+def _load(directory: str) -> Serve:
+    tokenizer = load_tokenizer(directory)
+    literal_encoder = functools.cache(tokenizer.literal_encoder)
+
+    def serve(client: socket.socket) -> None:
+        while (received := receive(client)) is not None:
+            request = _decode(received[0])
+            with received[1] as content:
+                text = content.read(request.size).decode()
+            encoder = literal_encoder() if request.special_is_text else tokenizer
+            try:
+                token_ids = array("i", encoder.encode(text, request.add_special_tokens)).tobytes()
+            except ValueError as error:
+                send(client, Encoded(error=str(error)), ())
+            else:
+                send(client, Encoded(len(token_ids)), (token_ids,))
+        os._exit(0)
+
+    return serve
 
 
 def main() -> None:
-    """Encode texts until standard input ends."""
-    [directory] = sys.argv[1:]
-    name_process("long texts")
-    ignore_stop_signals()
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
-    tokenizer = load_tokenizer(directory)
-    literal_encoder = functools.cache(tokenizer.literal_encoder)
-    texts, replies = sys.stdin.buffer, sys.stdout.buffer
-    while head := texts.read(HEAD.size):
-        add_special_tokens, special_is_text, size = HEAD.unpack(head)
-        text = texts.read(size)
-        if len(text) < size:
-            return
-        is_error = False
-        encoder = literal_encoder() if special_is_text else tokenizer
-        try:
-            reply = array("i", encoder.encode(text.decode(), add_special_tokens)).tobytes()
-        except ValueError as error:
-            is_error, reply = True, str(error).encode()
-        replies.write(REPLY.pack(is_error, len(reply)))
-        replies.write(reply)
-        replies.flush()
+    """Serve sockets until the process that started this one exits."""
+    fd, directory = sys.argv[1:]
+    run_fork_server(
+        socket.socket(fileno=int(fd)), "long texts", lambda: _load(directory), MAX_MEMORY_BYTES
+    )
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from array import array
 from collections.abc import Iterator
 from functools import cache
@@ -13,6 +12,7 @@ from typing import Any, Final, TypeAlias
 import msgspec
 import numpy as np
 
+from ....protocol.isolation.messages import Exited
 from ...http.errors import APIError
 from .. import schema
 from ..schema import CompletionRequest
@@ -21,11 +21,19 @@ from ..schema.refused import WITHOUT_EFFECT
 from ..schema.responses import ConversationRequest, ResponseFields
 from ..schema.stored import MetadataRequest
 
-HEAD: Final = struct.Struct("<BQQ")
-"""Header of a body: the index of its schema in `SCHEMAS`, its number of values, and its number of bytes."""
 
-LENGTH: Final = struct.Struct("<Q")
-"""Header of a reply: its number of bytes."""
+class Decode(msgspec.Struct, tag=1, array_like=True):
+    """A request to decode the content, JSON with `num_values` values and `size` bytes, into `SCHEMAS[schema]`."""
+
+    schema: int
+    num_values: int
+    size: int
+
+
+class Answer(msgspec.Struct, tag=2, array_like=True):
+    """The answer, whose content is a `Reply` of this size in bytes."""
+
+    size: int
 
 
 def _find_schemas() -> Iterator[type[msgspec.Struct]]:
@@ -44,10 +52,6 @@ MAX_CPU_S: Final = 5
 
 MAX_MEMORY_BYTES: Final = 1 << 30
 """Maximum memory for decoding one body, in bytes."""
-
-
-OUT_OF_MEMORY: Final = 3
-"""Exit code of a process that needed more memory for a body than the limit."""
 
 
 LONG_TEXT: Final = 1 << 20
@@ -88,6 +92,9 @@ class Refused(msgspec.Struct, tag=1, array_like=True):
 
 Reply: TypeAlias = Decoded | Refused
 
+decode_request: Final = msgspec.msgpack.Decoder(Decode).decode
+decode_answer: Final = msgspec.msgpack.Decoder(Answer | Exited).decode
+
 _encode = msgspec.msgpack.Encoder().encode
 _decode_reply = msgspec.msgpack.Decoder(Decoded | Refused).decode
 
@@ -95,6 +102,17 @@ _decode_reply = msgspec.msgpack.Decoder(Decoded | Refused).decode
 @cache
 def _decoder(schema: int) -> msgspec.msgpack.Decoder[Any]:
     return msgspec.msgpack.Decoder(SCHEMAS[schema])
+
+
+def too_complex(reason: str) -> APIError:
+    """Return the error for a body that exceeds a limit."""
+    problem = f"the request body {reason}; send less in one request"
+    return APIError(400, problem, code="body_too_complex")
+
+
+def too_large() -> APIError:
+    """Return the error for a body that needs too much memory."""
+    return too_complex(f"needs more than {MAX_MEMORY_BYTES >> 20} MiB of memory to decode")
 
 
 def encode_reply(reply: Reply) -> bytes:
@@ -162,7 +180,7 @@ def _pack_texts(request: Any, decoded: Decoded) -> None:
         if isinstance(value, str) and len(value) > LONG_TEXT:
             starts = range(0, len(value), PIECE)
             texts.append([memoryview(value[at : at + PIECE].encode()) for at in starts])
-            return msgspec.msgpack.Ext(_TEXT, LENGTH.pack(len(texts) - 1))
+            return msgspec.msgpack.Ext(_TEXT, (len(texts) - 1).to_bytes(8, "little"))
         if isinstance(value, dict):
             return {key: move(item) for key, item in value.items()}
         return [move(item) for item in value] if isinstance(value, list) else value

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import signal
-import socket
-import threading
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, TypeAlias
 
 import msgspec
 import numpy as np
 
 from ....protocol.arrays import Float32Array
-from ....protocol.errors import ParameterError, UnavailableError
-from ....protocol.isolation.channel import SharedContent, receive, send
-from ....protocol.isolation.messages import Exited, may_be_innocent
-from ....protocol.isolation.processes import MAX_TRIES, IsolatedProcesses, is_idle
+from ....protocol.errors import ParameterError
+from ....protocol.isolation.channel import SharedContent
+from ....protocol.isolation.pool import Lost, PooledProcess, ProcessPool
+from ....protocol.isolation.processes import MAX_TRIES
 from ..frame_sampling import Sampling
 from ..media_reader import PreparedImage, ReaderConfig
 from ..sources.processor_fields import ProcessorField
@@ -32,7 +29,6 @@ from .messages import (
     ReadVideo,
     Refused,
     Reply,
-    Request,
     Setup,
     Source,
     decode_reply,
@@ -41,65 +37,12 @@ from .messages import (
 _MAX_SKIPPED: Final = 1 << 20
 """Maximum samples, already returned by an earlier process, that are skipped at once."""
 
-MAX_FILES: Final = 100
-"""Number of files after which a process is replaced, which bounds the memory that it keeps."""
-
 DEFAULT_LIMITS: Final = DecoderLimits()
 
 _GRACE_S: Final = 5.0
 
-
-class _Lost(Exception):
-    """Raised if a process ended before it replied. `may_be_innocent` is true if the file may not be the reason."""
-
-    def __init__(self, problem: str, *, may_be_innocent: bool) -> None:
-        super().__init__(problem)
-        self.may_be_innocent = may_be_innocent
-
-
-class _Process:
-    """One process, which decodes files one after another."""
-
-    def __init__(self, connection: socket.socket, limits: DecoderLimits) -> None:
-        self._connection = connection
-        self._limits = limits
-        self._num_files = 0
-
-    @property
-    def is_reusable(self) -> bool:
-        return self._num_files < MAX_FILES and is_idle(self._connection)
-
-    def close(self) -> None:
-        self._connection.close()
-
-    def exchange(
-        self, request: Request, content: Sequence[bytes | memoryview]
-    ) -> tuple[Reply, SharedContent]:
-        """Send a request and its content, and return the reply and its content. Raise _Lost if the process ended."""
-        self._num_files += not isinstance(request, ReadSamples)
-        # Normally the kernel ends the process before this limit.
-        self._connection.settimeout(self._limits.wall_s + _GRACE_S)
-        exited: Exited | None = None
-        try:
-            # If the process has ended, its signal can still be received.
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                send(self._connection, request, content)
-            # The fork server reports how a process ended, unless the fork server has ended as well.
-            if (received := receive(self._connection)) is not None:
-                with contextlib.suppress(msgspec.MsgspecError):
-                    reply = decode_reply(received[0])
-                    if not isinstance(reply, Exited):
-                        return reply, received[1]
-                    exited = reply
-                received[1].close()
-        except TimeoutError:
-            exited = Exited(signal.SIGALRM)
-        except OSError:
-            pass
-        raise _Lost(
-            self._limits.describe_exit(None if exited is None else exited.signal),
-            may_be_innocent=may_be_innocent(exited),
-        )
+Decoder: TypeAlias = PooledProcess[Reply]
+"""A process that decodes files one after another."""
 
 
 class IsolatedAudio:
@@ -110,7 +53,7 @@ class IsolatedAudio:
 
     def __init__(self, pool: MediaProcesses, data: bytes, opening: OpenAudio) -> None:
         self._pool, self._data, self._opening = pool, data, opening
-        self._process: _Process | None = pool.open_process(data, opening)
+        self._process: Decoder | None = pool.open_process(data, opening)
         self._num_read = 0
         self._num_decoded = 0
         """Number of samples that the current process has decoded."""
@@ -127,11 +70,11 @@ class IsolatedAudio:
         while self._process is not None and samples is None:
             try:
                 samples = self._read_from(self._process, num_samples)
-            except _Lost as error:
+            except Lost as error:
                 self.close()
                 self._num_losses += 1
                 if not error.may_be_innocent or self._num_losses == MAX_TRIES:
-                    raise ParameterError(self._opening.where, str(error)) from None
+                    raise self._pool.refuse(self._opening.where, error) from None
                 self._process = self._pool.open_process(self._data, self._opening)
                 self._num_decoded = 0
         if samples is None:
@@ -143,7 +86,7 @@ class IsolatedAudio:
             self._process = None
         return samples
 
-    def _read_from(self, process: _Process, num_samples: int) -> Float32Array:
+    def _read_from(self, process: Decoder, num_samples: int) -> Float32Array:
         """Return the samples after those that were read, although this process may not have decoded these yet."""
         kept: list[Float32Array] = []
         wanted = self._num_read + num_samples
@@ -157,7 +100,7 @@ class IsolatedAudio:
                 break
         return kept[0] if len(kept) == 1 else np.concatenate(kept)
 
-    def _decode(self, process: _Process, num_samples: int) -> Float32Array:
+    def _decode(self, process: Decoder, num_samples: int) -> Float32Array:
         where = self._opening.where
         reply, content = process.exchange(ReadSamples(where, num_samples), ())
         try:
@@ -174,12 +117,10 @@ class IsolatedAudio:
             self._process = None
 
 
-class MediaProcesses:
+class MediaProcesses(ProcessPool[Reply]):
     """A pool of processes that decode media. It is thread-safe.
 
-    A file that crashes its process, or takes too long or too much memory, fails only its own request. A process may
-    also be killed or stopped for another reason, and so may the process that forks them. Then the file is sent to a
-    new process, a few times.
+    A file that crashes its process, or takes too long or too much memory, fails only its own request.
 
     Args:
         reader: The processor of the model's images; None if it reads only audio clips.
@@ -191,20 +132,14 @@ class MediaProcesses:
     ) -> None:
         self._limits = limits
         setup = msgspec.json.encode(Setup(reader, limits)).decode()
-        self._processes = IsolatedProcesses(f"{__package__}.decoder_process", lambda: [setup])
-        self._lock = threading.Lock()
-        self._idle: list[_Process] = []
-
-    def start(self) -> None:
-        """Start the processes. Raise OSError if the system refuses."""
-        self._processes.start()
-
-    def close(self) -> None:
-        """End all processes. No file can be decoded afterwards."""
-        self._processes.close()
-        with self._lock:
-            while self._idle:
-                self._idle.pop().close()
+        super().__init__(
+            f"{__package__}.decoder_process",
+            lambda: [setup],
+            decode_reply,
+            # Normally the kernel ends the process before this limit.
+            limits.wall_s + _GRACE_S,
+            MAX_PROCESSES,
+        )
 
     def read_image(
         self,
@@ -257,15 +192,8 @@ class MediaProcesses:
             ParameterError: The document cannot be read, or has more than `max_characters` characters.
         """
         request = ReadDocument(where, len(data), max_characters)
-        process, reply, content = self._exchange(request, [data])
-        try:
-            with content:
-                return content.read(_expect(reply, DocumentText).size).decode()
-        except EOFError as error:
-            process.close()
-            raise ParameterError(where, f"cannot be decoded: {error}") from None
-        finally:
-            self.put_back(process)
+        with self._exchanged(request, [data]) as (reply, content):
+            return content.read(_expect(reply, DocumentText).size).decode()
 
     def open_audio(self, data: bytes, opening: OpenAudio) -> IsolatedAudio:
         """Return an audio clip, which occupies a process until it is closed.
@@ -275,13 +203,16 @@ class MediaProcesses:
         """
         return IsolatedAudio(self, data, msgspec.structs.replace(opening, size=len(data)))
 
-    def open_process(self, data: bytes, opening: OpenAudio) -> _Process:
+    def open_process(self, data: bytes, opening: OpenAudio) -> Decoder:
         """Return a process that has opened an audio clip.
 
         Raises:
             ParameterError: The clip cannot be read, or is too long.
         """
-        process, reply, content = self._exchange(opening, [data])
+        try:
+            process, reply, content = self.occupy(opening.where, opening, [data])
+        except Lost as error:
+            raise self.refuse(opening.where, error) from None
         content.close()
         try:
             _expect(reply, Opened)
@@ -290,67 +221,30 @@ class MediaProcesses:
             raise
         return process
 
-    def put_back(self, process: _Process) -> None:
-        """Keep an idle process for the next file, or end it if there are enough."""
-        if process.is_reusable:
-            with self._lock:
-                if len(self._idle) < MAX_PROCESSES:
-                    self._idle.append(process)
-                    return
-        process.close()
-
     def _prepare(self, request: ReadImage | ReadVideo, parts: list[bytes]) -> PreparedImage:
-        process, reply, content = self._exchange(request, parts)
-        try:
-            with content:
-                prepared = _expect(reply, Prepared)
-                inputs = [
-                    msgspec.structs.replace(item, data=content.read(size))
-                    for item, size in zip(prepared.inputs, prepared.sizes, strict=True)
-                ]
-        except EOFError as error:
-            process.close()
-            raise ParameterError(request.where, f"cannot be decoded: {error}") from None
-        finally:
-            self.put_back(process)
+        with self._exchanged(request, parts) as (reply, content):
+            prepared = _expect(reply, Prepared)
+            inputs = [
+                msgspec.structs.replace(item, data=content.read(size))
+                for item, size in zip(prepared.inputs, prepared.sizes, strict=True)
+            ]
         return PreparedImage(prepared.text, inputs, prepared.is_video)
 
-    def _exchange(
-        self,
-        request: ReadImage | ReadVideo | OpenAudio | ReadDocument,
-        parts: Sequence[bytes | memoryview],
-    ) -> tuple[_Process, Reply, SharedContent]:
-        process = self._take_idle() or self._start(request.where)
-        num_tries = 1
-        while True:
-            try:
-                return process, *process.exchange(request, parts)
-            except _Lost as error:
-                process.close()
-                if not error.may_be_innocent or num_tries == MAX_TRIES:
-                    raise ParameterError(request.where, str(error)) from None
-                process = self._start(request.where)
-                num_tries += 1
-            except BaseException:
-                process.close()
-                raise
-
-    def _take_idle(self) -> _Process | None:
-        with self._lock:
-            while self._idle:
-                process = self._idle.pop()
-                if process.is_reusable:
-                    return process
-                process.close()
-        return None
-
-    def _start(self, where: str) -> _Process:
+    @contextlib.contextmanager
+    def _exchanged(
+        self, request: ReadImage | ReadVideo | ReadDocument, parts: Sequence[bytes]
+    ) -> Iterator[tuple[Reply, SharedContent]]:
         try:
-            return _Process(self._processes.spawn(), self._limits)
-        except OSError as error:
-            raise UnavailableError(
-                f"cannot start a process to decode {where}: {error.strerror or error}; retry later"
-            ) from None
+            with self.exchange(request.where, request, parts) as exchanged:
+                yield exchanged
+        except Lost as error:
+            raise self.refuse(request.where, error) from None
+        except EOFError as error:
+            raise ParameterError(request.where, f"cannot be decoded: {error}") from None
+
+    def refuse(self, where: str, error: Lost) -> ParameterError:
+        """Return the error for a file whose process ended."""
+        return ParameterError(where, self._limits.describe_exit(error.signal))
 
 
 def _describe(source: str | bytes | Sequence[str], parts: Sequence[bytes]) -> Source:

@@ -261,7 +261,7 @@ def test_a_file_without_a_process_may_be_sent_again(monkeypatch: pytest.MonkeyPa
     with limited() as pool:
         with monkeypatch.context() as patch:
             patch.setattr(sys, "executable", "/removed/python")
-            with pytest.raises(UnavailableError, match=r"to decode messages\[0\].*; retry later"):
+            with pytest.raises(UnavailableError, match=r"to read messages\[0\].*; retry later"):
                 pool.read_image(file, WHERE, 1)
         assert pool.read_image(file, WHERE, 1).num_outputs == 1
 

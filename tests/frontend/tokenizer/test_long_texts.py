@@ -36,7 +36,8 @@ def test_long_texts_have_the_tokens_of_the_library(unit: str) -> None:
         assert list(moved.literal_encoder().encode(text, False)) == literal
         for child in running_children():
             if "long texts" in " ".join(child.cmdline()):
-                child.kill()
+                for process in (*child.children(), child):
+                    process.kill()
 
 
 class CountingTokenizer:
