@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import socket
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from queue import SimpleQueue
 from typing import Final
-
-import msgspec
 
 from ...protocol.errors import EngineError
 from ...protocol.grammars.messages import (
@@ -19,11 +16,11 @@ from ...protocol.grammars.messages import (
     Compile,
     Failed,
     Mask,
+    Reply,
     decode_reply,
 )
-from ...protocol.grammars.messages import Request as Message
 from ...protocol.grammars.process import GrammarProcesses, describe_exit
-from ...protocol.isolation.messages import LENGTH_BYTES, Exited, frame, may_be_innocent
+from ...protocol.isolation.pool import Lost, PooledProcess
 from ...protocol.isolation.processes import MAX_TRIES
 from ...protocol.sampling_params import StructuredOutput
 
@@ -55,7 +52,7 @@ class IsolatedGrammar:
         self._num_losses = 0
         """Number of processes that ended since the last answer."""
         self._messages: SimpleQueue[Advance | None] = SimpleQueue()
-        self._process: socket.socket | None = None
+        self._process: PooledProcess[Reply] | None = None
         self._lock = threading.Lock()
 
     def accept(self, token_ids: Sequence[int]) -> bool:
@@ -69,8 +66,7 @@ class IsolatedGrammar:
         with self._lock:
             self.is_closed = True
             if self._process is not None:
-                with contextlib.suppress(OSError):
-                    self._process.shutdown(socket.SHUT_RDWR)
+                self._process.interrupt()
         self._messages.put(None)
 
     def run(self) -> None:
@@ -82,40 +78,45 @@ class IsolatedGrammar:
             while True:
                 try:
                     return self._serve()
-                except _Lost as lost:
+                except Lost as lost:
                     self._num_losses += 1
-                    if self._num_losses == MAX_TRIES or not may_be_innocent(lost.exited):
-                        return self.fail(f"the grammar {describe_exit(lost.exited)}")
-        except (OSError, EngineError, msgspec.MsgspecError) as error:
+                    if self._num_losses == MAX_TRIES or not lost.may_be_innocent:
+                        return self.fail(f"the grammar {describe_exit(lost.signal)}")
+        except (OSError, EngineError) as error:
             self.fail(f"cannot be used: {error}")
 
     def _serve(self) -> None:
-        """Serve the grammar by a new process. Raise _Lost if it ends before the grammar is closed."""
-        with self._processes.spawn() as process:
+        """Serve the grammar by a new process. Raise Lost if it ends before the grammar is closed."""
+        process: PooledProcess[Reply] = PooledProcess(
+            self._processes.spawn(),
+            decode_reply,
+            # Normally the kernel ends the process before this limit.
+            2 * MAX_WALL_S,
+        )
+        with closing(process):
             with self._lock:
                 if self.is_closed:
                     return
                 self._process = process
-            # Normally the kernel ends the process before this limit.
-            process.settimeout(2 * MAX_WALL_S)
             try:
-                reply = _ask(process, self._compile)
+                reply, _ = process.exchange(self._compile)
                 if self._token_ids and isinstance(reply, Mask):
-                    reply = _ask(process, Advance(self._token_ids))
+                    reply, _ = process.exchange(Advance(self._token_ids))
                 self._take(reply)
                 while not self.error and (message := self._messages.get()) is not None:
                     self._token_ids += message.token_ids
-                    self._take(_ask(process, message))
-            except _Lost:
+                    self._take(process.exchange(message)[0])
+            except Lost:
                 if not self.is_closed:
                     raise
             finally:
                 with self._lock:
                     self._process = None
 
-    def _take(self, reply: Mask | Failed) -> None:
+    def _take(self, reply: Reply) -> None:
         if isinstance(reply, Failed):
             return self.fail(reply.reason)
+        assert isinstance(reply, Mask)
         self._num_losses = 0
         self.mask = reply.bits
         self._report(self)
@@ -173,34 +174,3 @@ def start_threads(count: int, name: str, stack_bytes: int = 0) -> ThreadPoolExec
     finally:
         threading.stack_size(size)
     return threads
-
-
-class _Lost(Exception):
-    """Raised if a process ended instead of replying; `exited` is None if the reason is unknown."""
-
-    def __init__(self, exited: Exited | None) -> None:
-        super().__init__(exited)
-        self.exited = exited
-
-
-def _ask(process: socket.socket, message: Message) -> Mask | Failed:
-    """Return the reply of a process. Raise _Lost if it ends."""
-    body = b""
-    # If the process has ended, how it ended can still be received.
-    with contextlib.suppress(ConnectionError):
-        process.sendall(frame(message))
-    with contextlib.suppress(ConnectionError):
-        header = _receive(process, LENGTH_BYTES)
-        body = _receive(process, int.from_bytes(header, "big"))
-    reply = decode_reply(body) if body else None
-    if isinstance(reply, Mask | Failed):
-        return reply
-    raise _Lost(reply if isinstance(reply, Exited) else None)
-
-
-def _receive(process: socket.socket, size: int) -> bytes:
-    """Return `size` bytes from the process, or b"" if it has exited."""
-    received = b""
-    while len(received) < size and (piece := process.recv(size - len(received))):
-        received += piece
-    return received if len(received) == size else b""

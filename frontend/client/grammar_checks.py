@@ -119,7 +119,7 @@ class GrammarChecks:
                 exited = reply
                 if not may_be_innocent(exited):
                     break
-        return Verdict(describe_exit(exited))
+        return Verdict(describe_exit(None if exited is None else exited.signal))
 
     async def _start(self) -> _Checker:
         self._prepare_cores()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Sequence
 
-from ..isolation.messages import Exited
 from ..isolation.processes import IsolatedProcesses
 from .messages import CHECK_STACK_BYTES, MAX_CPU_S, MAX_MEMORY_BYTES, MAX_WALL_S
 
@@ -31,9 +30,9 @@ class GrammarProcesses(IsolatedProcesses):
         super().__init__(f"{__package__}.fork_server", arguments)
 
 
-def describe_exit(exited: Exited | None) -> str:
-    """Return which limit a grammar process exceeded when it was lost, or None if the cause is unknown."""
-    match exited.signal if exited is not None else None:
+def describe_exit(signum: int | None) -> str:
+    """Return which limit a grammar process exceeded that was ended by this signal, or for an unknown reason."""
+    match signum:
         case signal.SIGPROF:
             return f"takes more than {MAX_CPU_S} s of processor time; use a smaller one"
         case signal.SIGALRM:

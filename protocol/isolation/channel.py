@@ -44,7 +44,10 @@ class SharedContent:
 
 
 def send(to: socket.socket, message: msgspec.Struct, content: Iterable[bytes | memoryview]) -> None:
-    """Send a message and its content. Raise OSError if the receiver has exited."""
+    """Send a message and its content, if it has any. Raise OSError if the receiver has exited."""
+    if content == ():
+        to.sendall(frame(message))
+        return
     fd = os.memfd_create("content")
     try:
         for part in content:

@@ -62,6 +62,11 @@ class PooledProcess(Generic[Reply]):
         """End the process."""
         self._connection.close()
 
+    def interrupt(self) -> None:
+        """Let an exchange in another thread fail immediately."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+
     def exchange(
         self, message: msgspec.Struct, content: Iterable[bytes | memoryview] = ()
     ) -> tuple[Reply, SharedContent]:
