@@ -172,7 +172,7 @@ def make_routes(serving: Serving) -> list[Route]:
         Route("/systemone", SystemOne(serving, intake), methods=["POST"]),
         *file_routes(serving, intake, files),
         *upload_routes(serving, intake, files, UploadStorage(serving.store)),
-        *batch_routes(serving, intake, batch_records, files, batch_executor),
+        *batch_routes(intake, batch_records, files, batch_executor),
         Route("/embeddings", embeddings.embed, methods=["POST"]),
         Route("/score", ScoreRoute(serving, intake, scores), methods=["POST"]),
         Route("/rerank", scores.rerank, methods=["POST"]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
@@ -17,30 +17,21 @@ from ...protocol.config import EngineConfig
 from ...protocol.file_identity import LoraAdapter
 from ...protocol.grammars.process import GrammarProcesses
 from ...protocol.pooling_params import PoolingKind
-from ...protocol.sampling_params import GrammarKind, SamplingParams, StructuredOutput
+from ...protocol.sampling_params import SamplingParams, StructuredOutput
 from ...protocol.supervisor_messages import Stage
 from ..chat import (
-    CallFormat,
-    CallIds,
-    CallParser,
     ChatFormats,
     ChatTemplate,
     ModelTemplates,
     PairTemplate,
-    Parameters,
-    ReasoningParser,
     SpecialTokenGuard,
-    call_rules,
-    openai_call_id,
-    text_or_calls,
 )
-from ..chat.reasoning import has_special_tokens
 from ..chat.stable_prefix import StablePrefix
 from ..client.engine_client import EngineClient
 from ..client.grammar_checks import GrammarChecks
 from ..client.sequence_io import is_accepted
 from ..client.text_changes import TextChanges
-from ..http.errors import APIError, bad_request, echo, renaming, unavailable, wrong
+from ..http.errors import APIError, bad_request, echo, renaming, unavailable
 from ..media.documents.reader import DocumentReader
 from ..media.find_media import find_chat_media
 from ..media.transcription.options import speech_model
@@ -52,6 +43,7 @@ from ..tokenizer.stop_patterns import verify_patterns
 from ..tokenizer.tokenizer import Tokenizer
 from .bodies.disconnection import while_connected
 from .bodies.request_memory import RequestMemory
+from .chats.formats import AnswerFormats
 from .control.weight_names import WeightNames
 from .infill import InfillFormat, find_infill_format
 from .receipts.recent_prompts import RecentPrompts
@@ -62,9 +54,6 @@ if TYPE_CHECKING:
 
 MAX_NAMED: Final = 32
 """Maximum number of model names in an error message."""
-
-ANY_OUTPUT: Final = StructuredOutput(GrammarKind.LARK, "start: TEXT\nTEXT: /(.|\\n)*/")
-"""A grammar for any text."""
 
 
 class Serving:
@@ -100,12 +89,10 @@ class Serving:
         self.stage = Stage.STARTING
         self.is_retired = False
         self.detail = "waiting for the model"
-        self._call_format = formats.call_format
-        self.describes_tools = formats.describes_tools
-        self._reasoning_parser = formats.reasoning_parser
+        self.formats = AnswerFormats(formats, tokenizer)
         self.stable_prefix = StablePrefix(config.frontend.stable_prefix)
         policy = config.frontend.special_tokens_in_text
-        self.special_tokens = SpecialTokenGuard(tokenizer, policy, self._own_marks())
+        self.special_tokens = SpecialTokenGuard(tokenizer, policy, self.formats.find_marks())
         self.served_name = config.model.served_names[0]
         limit = config.frontend.default_sampling.get("max_tokens")
         self.max_tokens_limit = None if limit is None else int(limit)
@@ -152,16 +139,6 @@ class Serving:
         for part in (self.media, self.transcriber):
             if part is not None:
                 part.close()
-
-    def _own_marks(self) -> set[str]:
-        """Return the texts with which the model marks reasoning and tool calls."""
-        marks: set[str] = set()
-        reasoning = self.new_reasoning_parser("")
-        if reasoning is not None:
-            marks.update(reasoning.marks)
-        if self._call_format is not None:
-            marks.update(self._call_format.markers)
-        return marks
 
     def enter_stage(self, stage: Stage, detail: str) -> None:
         """Enter the next stage."""
@@ -319,107 +296,10 @@ class Serving:
         given = self.templates.choose(False) if is_given else None
         return PairTemplate.find(self.config.model.classifier, given, self.special_tokens)
 
-    @property
-    def call_format(self) -> CallFormat:
-        """The format of the model's tool calls.
-
-        Raises:
-            APIError: The server was started without one (400).
-        """
-        if self._call_format is None:
-            raise APIError(
-                400,
-                "tool_choice auto needs a tool-call parser, but the server was started with "
-                "--tool-call-parser none: start it with a parser, or use tool_choice required, none or a "
-                "named function",
-                param="tools",
-            )
-        return self._call_format
-
     @cached_property
     def infill_format(self) -> InfillFormat | None:
         """The format in which the model fills in the middle of a text; None if it cannot."""
         return find_infill_format(self.tokenizer) if self.config.model.has_tokenizer else None
-
-    @property
-    def calls_tools(self) -> bool:
-        """True if the model's tool calls have a known format."""
-        return self._call_format is not None
-
-    def call_ids(self, seed: str) -> CallIds:
-        """Return the IDs of the calls in one text; equal seeds give equal IDs."""
-        return CallIds(self._call_format.new_id if self._call_format else openai_call_id, seed)
-
-    def new_tool_parser(self, functions: Mapping[str, Parameters], call_ids: CallIds) -> CallParser:
-        """Return a parser for the calls of these functions in one answer.
-
-        Raises:
-            APIError: The server was started without one (400).
-        """
-        return CallParser(self.call_format, functions, call_ids)
-
-    def call_rules(self, names: Sequence[str], *, parallel: bool) -> str:
-        """Return grammar rules for the model's calls of these functions."""
-        return call_rules(self.call_format, names, self.tokenizer, parallel=parallel)
-
-    def limit_calls(self, names: Sequence[str], *, parallel: bool) -> Constraint:
-        """Return the constraint that allows calls of these tools only."""
-        grammar = text_or_calls(self.call_format, names, self.tokenizer, parallel=parallel)
-        return Constraint("tool_choice", StructuredOutput(GrammarKind.LARK, grammar))
-
-    def new_reasoning_parser(
-        self, prompt: str, *, constrained: bool = False
-    ) -> ReasoningParser | None:
-        """Return a reasoning parser for the answer to `prompt`; None if the server was started without one."""
-        if self._reasoning_parser is None:
-            return None
-        return self._reasoning_parser(prompt, constrained=constrained)
-
-    @property
-    def separates_reasoning(self) -> bool:
-        """True if answers separate reasoning from content."""
-        return self._reasoning_parser is not None
-
-    @property
-    def has_special_reasoning_marks(self) -> bool:
-        """True if special tokens in the text are the only marks of reasoning."""
-        parser = self.new_reasoning_parser("")
-        return parser is not None and has_special_tokens(parser.marks, self.tokenizer)
-
-    @cached_property
-    def can_limit_reasoning(self) -> bool:
-        """True if the number of reasoning tokens can be limited."""
-        parser = self.new_reasoning_parser("")
-        return parser is not None and parser.can_limit(self.tokenizer)
-
-    def verify_reasoning_limit(self, limit: int | None, param: str) -> int:
-        """Return the maximum number of reasoning tokens that a field `param` sets; -1 for no limit.
-
-        Raises:
-            APIError: The limit is below -1, or the server cannot enforce it (400).
-        """
-        if limit is None or limit == -1:
-            return -1
-        if limit < 0:
-            raise wrong(param, "at least 0, or -1 for no limit", limit)
-        if not self.can_limit_reasoning:
-            problem = "needs a model whose end-of-reasoning token is known to the server; omit it"
-            raise bad_request(param, problem)
-        return limit
-
-    def constrain_after_reasoning(
-        self, constraint: StructuredOutput | None, prompt: str, max_tokens: int = -1
-    ) -> StructuredOutput | None:
-        """Return the constraint on the answer to `prompt`, changed so that it applies only after the reasoning.
-
-        If `max_tokens` is not -1, the reasoning has at most `max_tokens` tokens.
-        """
-        if constraint is None and max_tokens >= 0:
-            constraint = ANY_OUTPUT
-        if constraint is None or self._reasoning_parser is None:
-            return constraint
-        parser = self._reasoning_parser(prompt)
-        return parser.allow_reasoning_before(constraint, self.tokenizer, max_tokens)
 
     @property
     def is_open(self) -> bool:

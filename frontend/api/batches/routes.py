@@ -10,7 +10,6 @@ from ...http.errors import APIError, bad_request, echo, json_response, wrong
 from ..bodies.intake import Intake, reads
 from ..files.storage import FileStorage, read_expiry
 from ..schema.files import BatchRequest
-from ..serving import Serving
 from ..stored.metadata import verify_metadata
 from ..stored.pages import list_body, parse_page
 from ..stored.records import key_of, owner_of
@@ -24,7 +23,6 @@ class Batches:
 
     def __init__(
         self,
-        serving: Serving,
         intake: Intake,
         records: BatchRecords,
         files: FileStorage,
@@ -84,14 +82,13 @@ class Batches:
 
 
 def batch_routes(
-    serving: Serving,
     intake: Intake,
     records: BatchRecords,
     files: FileStorage,
     executor: BatchExecutor,
 ) -> list[Route]:
     """Return the routes of OpenAI's batches."""
-    batches = Batches(serving, intake, records, files, executor)
+    batches = Batches(intake, records, files, executor)
     return [
         Route("/batches", batches.list),
         Route("/batches", batches.create, methods=["POST"]),

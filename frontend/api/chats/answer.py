@@ -58,7 +58,7 @@ class ChatChoice:
         self._reasoning = None
         if answer.request.separate_reasoning is not False:
             text = prompt.text or ""
-            self._reasoning = serving.new_reasoning_parser(text, constrained=is_constrained)
+            self._reasoning = serving.formats.new_reasoning_parser(text, constrained=is_constrained)
         self._held_reasoning = ""
         self._substitute = _Substitute(answer.request) if self._reasoning is not None else None
         self._parser = ChatOutputParser(self._reasoning, self._new_tool_parser(answer.tools))
@@ -69,7 +69,9 @@ class ChatChoice:
 
     def _new_tool_parser(self, tools: ToolChoice) -> ToolParser | None:
         # If another frontend continues the stream, the calls must have the same IDs.
-        new_id = self._answer.serving.call_ids(f"{self._answer.envelope['id']} {self.index}")
+        new_id = self._answer.serving.formats.call_ids(
+            f"{self._answer.envelope['id']} {self.index}"
+        )
         match tools.mode:
             case ToolMode.NAMED:
                 call = NamedCall(tools.name, new_id, is_input=tools.writes_input)
@@ -77,7 +79,7 @@ class ChatChoice:
             case ToolMode.REQUIRED:
                 return ForcedCallParser(RequiredCalls(new_id))
             case ToolMode.AUTO:
-                return self._answer.serving.new_tool_parser(tools.functions, new_id)
+                return self._answer.serving.formats.new_tool_parser(tools.functions, new_id)
             case ToolMode.NONE:
                 return None
 
@@ -216,7 +218,7 @@ class ChatAnswer(Answer[ChatCompletionRequest]):
             message["content"] = content or None
             message |= choice.calls.whole(delta.tool_calls)
         # Clients with reasoning support read these fields even if there is no reasoning.
-        return message | (_reasoning(delta) if self.serving.separates_reasoning else {})
+        return message | (_reasoning(delta) if self.serving.formats.separates_reasoning else {})
 
 
 def _reasoning(delta: MessageDelta) -> Json:

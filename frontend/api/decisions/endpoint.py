@@ -81,7 +81,7 @@ class Decisions(ChatCompletions):
     ) -> RenderedChat:
         """Return the prompt up to the first token of the answer, without reasoning."""
         chat = await super()._render(plan, request, size)
-        parser = self._serving.new_reasoning_parser(chat.text)
+        parser = self._serving.formats.new_reasoning_parser(chat.text)
         start = "" if parser is None else parser.answer_start
         if start:
             token_ids = self._serving.tokenizer.encode(start, False)

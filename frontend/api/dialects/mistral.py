@@ -120,8 +120,8 @@ class MistralModels:
         capabilities = {
             "completion_chat": completes,
             "completion_fim": completes and serving.infill_format is not None,
-            "function_calling": completes and serving.calls_tools,
-            "reasoning": completes and serving.separates_reasoning,
+            "function_calling": completes and serving.formats.calls_tools,
+            "reasoning": completes and serving.formats.separates_reasoning,
             "vision": reads_images(serving),
             "audio": completes and reads_audio(serving),
             "audio_transcription": task_of(serving.config.model) is Task.TRANSCRIPTION,

@@ -53,8 +53,8 @@ def list_for_ollama(serving: Serving) -> list[str]:
     task = task_of(serving.config.model)
     completes = task is Task.COMPLETION
     has = {
-        "tools": completes and serving.calls_tools,
-        "thinking": completes and serving.separates_reasoning,
+        "tools": completes and serving.formats.calls_tools,
+        "thinking": completes and serving.formats.separates_reasoning,
         "vision": reads_images(serving),
         "audio": reads_audio(serving),
         "insert": completes and serving.infill_format is not None,

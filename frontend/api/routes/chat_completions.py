@@ -94,13 +94,15 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
         max_reasoning_tokens = self._max_reasoning_tokens(request, tools)
         if tools.mode is ToolMode.AUTO:
             # A model that was not trained to call tools would write calls that no parser recognizes.
-            is_limited = tools.is_limited or max_reasoning_tokens >= 0 or serving.describes_tools
+            is_limited = (
+                tools.is_limited or max_reasoning_tokens >= 0 or serving.formats.describes_tools
+            )
             constraint = await self._constrain_auto(tools, asked_for, receive, is_limited)
         params = self._params(request, tools, constraint)
         serving.verify_sampling(params)
         params.structured_output = await serving.verify_constraint(constraint, receive)
         after_reasoning = None
-        if request.reasoning_control and serving.can_limit_reasoning:
+        if request.reasoning_control and serving.formats.can_limit_reasoning:
             given = params.structured_output
             after_reasoning = await constraint_after_reasoning(serving, given, tools, receive)
         predicted = await encode_prediction(serving, request.prediction)
@@ -111,9 +113,9 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
         """Return the limit of reasoning tokens; -1 for none."""
         serving, limit = self._serving, request.thinking_token_budget
         if limit is not None:
-            return serving.verify_reasoning_limit(limit, "thinking_token_budget")
+            return serving.formats.verify_reasoning_limit(limit, "thinking_token_budget")
         effort = EFFORT_TOKENS.get(request.reasoning_effort or "")
-        if effort is None or not serving.can_limit_reasoning:
+        if effort is None or not serving.formats.can_limit_reasoning:
             return -1
         source = request.chat_template or serving.chat_template(bool(tools.shown)).source
         return -1 if "reasoning_effort" in source else effort
@@ -140,7 +142,7 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
         params = msgspec.structs.replace(
             params,
             max_tokens=max_tokens,
-            structured_output=serving.constrain_after_reasoning(
+            structured_output=serving.formats.constrain_after_reasoning(
                 params.structured_output, chat.text, plan.max_reasoning_tokens
             ),
         )
@@ -198,10 +200,14 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
         if constraint is not None and verified is not None:
             verified = msgspec.structs.replace(verified, is_isolated=False)
             constraint = replace(constraint, structured_output=verified)
-            rules = self._serving.call_rules(tuple(tools.functions), parallel=tools.is_parallel)
+            rules = self._serving.formats.call_rules(
+                tuple(tools.functions), parallel=tools.is_parallel
+            )
             return allow_calls(constraint, rules)
         if is_limited:
-            return self._serving.limit_calls(tuple(tools.functions), parallel=tools.is_parallel)
+            return self._serving.formats.limit_calls(
+                tuple(tools.functions), parallel=tools.is_parallel
+            )
         return None
 
     def _params(
@@ -222,10 +228,10 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
             constraint=constraint,
         )
         if tools.mode is ToolMode.AUTO:
-            _ = self._serving.call_format  # Raises APIError if there is none.
+            _ = self._serving.formats.call_format  # Raises APIError if there is none.
             # Some models mark calls with special tokens, which the parser must see in the text.
             params.skip_special_tokens = False
-        if self._serving.has_special_reasoning_marks:
+        if self._serving.formats.has_special_reasoning_marks:
             params.skip_special_tokens = False
         return params
 

@@ -10,8 +10,9 @@ from starlette.types import Receive
 from ....protocol.sampling_params import StructuredOutput
 from ...client.engine_client import Sequence
 from ..answer import Outputs
+from ..chats.formats import ANY_OUTPUT
 from ..generation import PreparedPrompt
-from ..serving import ANY_OUTPUT, Serving
+from ..serving import Serving
 from ..tools.tool_choice import ToolChoice, ToolMode
 
 
@@ -25,7 +26,7 @@ async def constraint_after_reasoning(
         ClientDisconnected: The client disconnected while the grammar was checked.
     """
     if constraint is None and tools.mode is ToolMode.AUTO:
-        rules = serving.limit_calls(tuple(tools.functions), parallel=tools.is_parallel)
+        rules = serving.formats.limit_calls(tuple(tools.functions), parallel=tools.is_parallel)
         constraint = await serving.verify_constraint(rules, receive)
     return constraint or ANY_OUTPUT
 
@@ -59,7 +60,7 @@ def _end(serving: Serving, prompt: PreparedPrompt, sequence: Sequence) -> bool:
     The sequence continues with a grammar in which the end of the reasoning follows its tokens. Its core gets it again
     as after a crash, with the tokens so far, so that the client receives every token once.
     """
-    parser = serving.new_reasoning_parser(prompt.text or "")
+    parser = serving.formats.new_reasoning_parser(prompt.text or "")
     if parser is None or prompt.after_reasoning is None or sequence.finished:
         return False
     constraint = parser.end_after(sequence.token_ids, prompt.after_reasoning, serving.tokenizer)

@@ -109,7 +109,7 @@ class Messages(ChatCompletions):
             raise bad_request("max_tokens", "is required")
         request = translate_messages(body)
         limit = (body.thinking or {}).get("budget_tokens")
-        if limit is not None and self._serving.can_limit_reasoning:
+        if limit is not None and self._serving.formats.can_limit_reasoning:
             expect(limit, int, "thinking.budget_tokens", "an integer")
             request.thinking_token_budget = limit
         return request

@@ -57,7 +57,7 @@ class CohereChats(ChatCompletions):
 
         request = await serving.executor.run(size, translate_chat, body, shows_documents)
         limit = (body.thinking or {}).get("token_budget")
-        if limit is not None and serving.can_limit_reasoning:
+        if limit is not None and serving.formats.can_limit_reasoning:
             expect(limit, int, "thinking.token_budget", "an integer")
             request.thinking_token_budget = limit
         return request, size

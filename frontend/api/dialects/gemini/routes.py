@@ -112,7 +112,7 @@ class GeminiChats(ChatCompletions):
         assert match is not None, "a route without the name of a model"
         method = partial(translate, streams=match["method"] == STREAMS)
         request = await self._serving.executor.run(size, method, body, match["model"])
-        if self._serving.can_limit_reasoning:
+        if self._serving.formats.can_limit_reasoning:
             request.thinking_token_budget = thinking_budget(body)
         return request, size
 

@@ -288,7 +288,7 @@ class SglangAnswer(PromptAnswer):
         if not request.requires_reasoning:
             return 0
         text = self.prompt_of(sequence).text or ""
-        parser = self.serving.new_reasoning_parser(text, constrained=False)
+        parser = self.serving.formats.new_reasoning_parser(text, constrained=False)
         if parser is None:
             return 0
         count = parser.num_reasoning_tokens(token_ids, self.serving.tokenizer)

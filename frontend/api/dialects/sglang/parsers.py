@@ -80,11 +80,11 @@ class SglangParsers:
         verify_choice("tool_call_parser", name, tuple(_CALL_FORMATS))
         if name is not None:
             return _CALL_FORMATS[name]
-        if not self._serving.calls_tools:
+        if not self._serving.formats.calls_tools:
             raise bad_request(
                 "tool_call_parser", "is required, because this server parses no calls"
             )
-        return self._serving.call_format
+        return self._serving.formats.call_format
 
 
 def _parse_calls(text: str, format: CallFormat, tools: dict[str, Tool]) -> Json:

@@ -109,7 +109,7 @@ class Derender:
                 text = rendered.text
                 prompt_ids = list(rendered.token_ids) if prompt_ids is None else prompt_ids
 
-        shows_special = serving.has_special_reasoning_marks or tools.mode is ToolMode.AUTO
+        shows_special = serving.formats.has_special_reasoning_marks or tools.mode is ToolMode.AUTO
         skips = request.skip_special_tokens is not False and not shows_special
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         envelope = self._envelope(body.model, response, kind)

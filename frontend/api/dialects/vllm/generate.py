@@ -113,7 +113,7 @@ class VllmGenerate(Completions):
             user=body.user,
             shows_text=body.output_mode == "text",
             reasons_first=body.reasoning_ended is False,
-            max_reasoning_tokens=self._serving.verify_reasoning_limit(
+            max_reasoning_tokens=self._serving.formats.verify_reasoning_limit(
                 params.thinking_token_budget, f"sampling_params.{_BUDGET}"
             ),
         )
@@ -154,7 +154,7 @@ class VllmGenerate(Completions):
             return prepared
         serving, limit = self._serving, request.max_reasoning_tokens
         text = serving.tokenizer.decode(prompt.token_ids[-MARKED_TOKENS:].tolist())
-        prepared.params.structured_output = serving.constrain_after_reasoning(
+        prepared.params.structured_output = serving.formats.constrain_after_reasoning(
             prepared.params.structured_output, text, limit
         )
         return prepared

@@ -17,6 +17,7 @@ from .....protocol.sampling_params import GrammarKind, SamplingParams, Structure
 from ....http.errors import bad_request, json_response
 from ...answer import Request
 from ...bodies.request_memory import MemoryLease
+from ...chats.formats import ANY_OUTPUT
 from ...durable.keeper import Keeper
 from ...endpoint import Endpoint
 from ...generation import PreparedPrompt, find_request_id, verify_priority, verify_streaming
@@ -27,7 +28,6 @@ from ...routes.chat_completions import ChatCompletions
 from ...routes.completions import Completions
 from ...schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from ...schema.vllm import VllmSampling
-from ...serving import ANY_OUTPUT
 from ..anthropic.messages import Messages
 
 _COPIED: Final = sorted({*VllmSampling.__struct_fields__} & {*SamplingParams.__struct_fields__})
