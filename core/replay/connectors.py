@@ -16,6 +16,7 @@ import msgspec
 from ...protocol.errors import EngineError
 from ...protocol.messages import FinishReason
 from ...protocol.worker_messages import SchedulerOutput
+from ..forwarded import forwarded
 from ..kv_cache.connector import BlockConnector, ExternalMatch, KVConnector, RequestEnd
 from ..scheduler.features.encoder_cache_connector import EncoderCacheConnector
 from ..state.external_dependency import ExternalDependency
@@ -29,7 +30,6 @@ from .events import (
     Matched,
     NeedsStep,
 )
-from .forwarded import forwarded
 from .log import EventLog
 
 NO_TRANSFER: Final = -1

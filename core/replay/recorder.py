@@ -35,6 +35,7 @@ from ...protocol.worker_messages import (
     SchedulerOutput,
     WorkerMemory,
 )
+from ..forwarded import forwarded
 from ..kv_cache.connector import BlockConnector, KVConnector, create_connector
 from ..scheduler.features.encoder_cache_connector import EncoderCacheConnector
 from ..scheduler.features.grammars import GrammarBackend
@@ -63,7 +64,6 @@ from .events import (
     UpdateDrafts,
     without_tokens,
 )
-from .forwarded import forwarded
 from .log import EVENT_BYTES, LATE_FACTOR, EventLog, RecordedGrammars
 
 S = TypeVar("S", bound=SchedulerInterface)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -17,8 +17,9 @@ from ....protocol.kv_transfer.multi import (
     MultiReport,
     child_configs,
 )
-from ....protocol.messages import EngineCoreRequest, FinishReason
+from ....protocol.messages import FinishReason
 from ....protocol.worker_messages import SchedulerOutput
+from ...forwarded import forwarded_to_all
 from ...state.request import Request
 from ..connector import BlockConnector, RequestEnd, create_connector, register_connector
 
@@ -113,46 +114,11 @@ class MultiConnector(BlockConnector):
         params = (end.params for end in ends if end.params is not None)
         return RequestEnd(any(end.delays_free for end in ends), next(params, None))
 
-    def request_refused(self, message: EngineCoreRequest) -> None:
-        """Forward the refusal to all connectors."""
-        for each in self.connectors:
-            each.request_refused(message)
-
-    def transfer_expired(self, transfer_id: int) -> None:
-        """Forward the timeout to all connectors."""
-        for each in self.connectors:
-            each.transfer_expired(transfer_id)
-
-    def observe_pool(self, find_block: Callable[[bytes], int | None], block_size: int) -> None:
-        """Forward the function and the block size to all connectors."""
-        for each in self.connectors:
-            each.observe_pool(find_block, block_size)
-
-    def blocks_cached(self, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
-        """Forward the notification to all connectors."""
-        for each in self.connectors:
-            each.blocks_cached(keys, block_ids)
-
-    def block_evicted(self, key: bytes, block_id: int) -> None:
-        """Forward the notification to all connectors."""
-        for each in self.connectors:
-            each.block_evicted(key, block_id)
-
-    def copy_dropped(self, key: bytes, block_id: int) -> None:
-        """Forward the notification to all connectors."""
-        for each in self.connectors:
-            each.copy_dropped(key, block_id)
-
     def blocks_removed(self, keys: Iterable[bytes]) -> None:
         """Forward the notification to all connectors."""
         keys = list(keys)
         for each in self.connectors:
             each.blocks_removed(keys)
-
-    def cache_cleared(self) -> None:
-        """Forward the notification to all connectors."""
-        for each in self.connectors:
-            each.cache_cleared()
 
     def needs_step(self) -> bool:
         """Return whether any connector has metadata for the workers."""
@@ -193,10 +159,14 @@ class MultiConnector(BlockConnector):
                 counts[name] += count  # type: ignore[assignment]
         return dict(counts)
 
-    def shutdown(self) -> None:
-        """Shut all connectors down."""
-        for each in self.connectors:
-            each.shutdown()
+    request_refused = forwarded_to_all(BlockConnector.request_refused, to="connectors")
+    transfer_expired = forwarded_to_all(BlockConnector.transfer_expired, to="connectors")
+    observe_pool = forwarded_to_all(BlockConnector.observe_pool, to="connectors")
+    blocks_cached = forwarded_to_all(BlockConnector.blocks_cached, to="connectors")
+    block_evicted = forwarded_to_all(BlockConnector.block_evicted, to="connectors")
+    copy_dropped = forwarded_to_all(BlockConnector.copy_dropped, to="connectors")
+    cache_cleared = forwarded_to_all(BlockConnector.cache_cleared, to="connectors")
+    shutdown = forwarded_to_all(BlockConnector.shutdown, to="connectors")
 
 
 def _create(config: KVTransferConfig) -> MultiConnector:
