@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any, Final, TypeAlias
 
 import msgspec
 import torch
@@ -37,20 +38,18 @@ from ...protocol.encoder_inputs.payloads import AudioPayload
 from ...protocol.errors import EngineError
 from ..device.torch_threads import torch_threads
 from ..loaders import Checkpoint
-from .audio import (
-    causal,
-    conformer,
-    fast_conformer,
-    frames,
-    memory,
-    patches,
-    relative_conformer,
-    samples,
-    streaming,
-    universal,
-    waves,
-)
+from .audio import causal
+from .audio.conformer import Conformer
+from .audio.fast_conformer import FastConformer
+from .audio.frames import FrameProjection
+from .audio.memory import MemoryEncoder
+from .audio.patches import PatchEncoder
+from .audio.relative_conformer import RelativeConformer
+from .audio.samples import SamplesEncoder
 from .audio.stems import make_stem, stem_marker
+from .audio.streaming import StreamingEncoder
+from .audio.universal import UniversalSpeech
+from .audio.waves import WaveEncoders
 from .image_tower import TowerSource
 from .layers import LayersSpec, LayerWeights, Patches
 from .rotary import PatchRotary
@@ -71,42 +70,7 @@ class AudioTower:
         self.spec = spec
         self._device, self._dtype = source.device, source.dtype
         self._num_threads = source.num_threads
-        self._encode: (
-            Callable[[Tensor], Tensor] | _WhisperTower | waves.WaveEncoders | causal.CausalEncoder
-        )
-        if isinstance(spec, ConformerSpec):
-            weights = source.weights(conformer.MARKER, spec.tensor_names)
-            self._encode = conformer.Conformer(spec, weights, source.checkpoint)
-        elif isinstance(spec, FastConformerSpec):
-            weights = source.weights(fast_conformer.MARKER, spec.tensor_names)
-            self._encode = fast_conformer.FastConformer(spec, weights, source.checkpoint)
-        elif isinstance(spec, MemorySpec):
-            self._encode = memory.MemoryEncoder(
-                spec, source.weights(memory.MARKER), source.checkpoint
-            )
-        elif isinstance(spec, RelativeConformerSpec):
-            weights = source.weights(relative_conformer.MARKER)
-            self._encode = relative_conformer.RelativeConformer(spec, weights)
-        elif isinstance(spec, PatchesSpec):
-            self._encode = patches.PatchEncoder(spec, source.weights(patches.MARKER))
-        elif isinstance(spec, SamplesSpec):
-            self._encode = samples.SamplesEncoder(spec, source)
-        elif isinstance(spec, WaveSpec):
-            weights = source.weights(waves.MARKER)
-            self._encode = waves.WaveEncoders(spec, weights, source.checkpoint)
-        elif isinstance(spec, StreamingSpec):
-            weights = source.weights(streaming.MARKER)
-            self._encode = streaming.StreamingEncoder(spec, weights, source.checkpoint)
-        elif isinstance(spec, CausalSpec):
-            weights = source.weights(causal.MARKER)
-            self._encode = causal.CausalEncoder(spec, weights, source.checkpoint)
-        elif isinstance(spec, FrameSpec):
-            self._encode = frames.FrameProjection(spec, source.weights(frames.MARKER))
-        elif isinstance(spec, UniversalSpeechSpec):
-            weights = source.weights(universal.MARKER, spec.tensor_names)
-            self._encode = universal.UniversalSpeech(spec, weights)
-        else:
-            self._encode = _WhisperTower(spec, source)
+        self._encode = _ENCODERS[type(spec)](spec, source)
 
     @torch.inference_mode()
     def encode(self, data: bytes) -> Tensor:
@@ -117,7 +81,7 @@ class AudioTower:
         """
         clip, features_CN = self._read(data)
         with torch_threads(self._device, self._num_threads):
-            if isinstance(self._encode, _WhisperTower | waves.WaveEncoders):
+            if isinstance(self._encode, _WhisperTower | WaveEncoders):
                 outputs_KD = self._encode(features_CN, clip.window)
             elif isinstance(self._encode, causal.CausalEncoder):
                 outputs_KD, _ = self._encode(features_CN, None)
@@ -370,3 +334,23 @@ def _read_layer(spec: AudioTowerSpec, tensors: VisionWeights, prefix: str) -> La
         up=tensors.read_linear(f"{prefix}fc1", inner, size),
         down=tensors.read_linear(f"{prefix}fc2", size, inner),
     )
+
+
+_Encoder: TypeAlias = (
+    Callable[[Tensor], Tensor] | _WhisperTower | WaveEncoders | causal.CausalEncoder
+)
+_ENCODERS: Final[dict[type, Callable[[Any, TowerSource], _Encoder]]] = {
+    AudioTowerSpec: _WhisperTower,
+    CausalSpec: causal.CausalEncoder,
+    ConformerSpec: Conformer,
+    FastConformerSpec: FastConformer,
+    FrameSpec: FrameProjection,
+    MemorySpec: MemoryEncoder,
+    PatchesSpec: PatchEncoder,
+    RelativeConformerSpec: RelativeConformer,
+    SamplesSpec: SamplesEncoder,
+    StreamingSpec: StreamingEncoder,
+    UniversalSpeechSpec: UniversalSpeech,
+    WaveSpec: WaveEncoders,
+}
+"""The class of encoders for each class of specs."""

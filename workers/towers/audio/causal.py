@@ -16,10 +16,11 @@ from ....protocol.config.audio.tower import (
     CausalSpec,
 )
 from ...loaders import Checkpoint
+from ..image_tower import TowerSource
 from ..rotary import PatchRotary, PatchRotation
 from ..weights import VisionWeights, find_activation
 
-MARKER: Final = "audio_tower.embedder.conv1.weight"
+_MARKER: Final = "audio_tower.embedder.conv1.weight"
 _KERNEL: Final = 3
 
 
@@ -39,7 +40,8 @@ class CausalState(NamedTuple):
 class CausalEncoder:
     """The encoder and the projection of its outputs."""
 
-    def __init__(self, spec: CausalSpec, tensors: VisionWeights, checkpoint: Checkpoint) -> None:
+    def __init__(self, spec: CausalSpec, source: TowerSource) -> None:
+        tensors, checkpoint = source.weights(_MARKER), source.checkpoint
         self._spec = spec
         size, output = spec.hidden_size, spec.output_size
         self._convolutions = [

@@ -14,18 +14,20 @@ from ....protocol.config.audio.tower import (
     ConformerSpec,
 )
 from ...loaders import Checkpoint
+from ..image_tower import TowerSource
 from ..projections.query_former import QueryFormer
 from ..weights import Linear, VisionWeights
 from .token_decoders import read_token_decoder
 
 _NORM_EPS = 1e-5
-MARKER = "encoder.input_linear.weight"
+_MARKER = "encoder.input_linear.weight"
 
 
 class Conformer:
     """The conformer and the projector."""
 
-    def __init__(self, spec: ConformerSpec, tensors: VisionWeights, checkpoint: Checkpoint) -> None:
+    def __init__(self, spec: ConformerSpec, source: TowerSource) -> None:
+        tensors, checkpoint = source.weights(_MARKER, spec.tensor_names), source.checkpoint
         self._spec = spec
         size, classes = spec.hidden_size, spec.num_classes
         self._input = tensors.read_linear("encoder.input_linear", size, spec.num_mel_bins)

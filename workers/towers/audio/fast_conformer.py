@@ -16,21 +16,21 @@ from ....protocol.config.audio.tower import (
     FastConformerSpec,
 )
 from ...loaders import Checkpoint
+from ..image_tower import TowerSource
 from ..weights import Linear, VisionWeights, activation, find_activation
 from .conformer import read_batch_norm
 from .token_decoders import TokenDecoder, read_token_decoder
 
 _NORM_EPS = 1e-5
 _MAX_WAVELENGTH = 10_000.0
-MARKER = "encoder.subsampling.linear.weight"
+_MARKER = "encoder.subsampling.linear.weight"
 
 
 class FastConformer:
     """The conformer and the projection, if there is one."""
 
-    def __init__(
-        self, spec: FastConformerSpec, tensors: VisionWeights, checkpoint: Checkpoint
-    ) -> None:
+    def __init__(self, spec: FastConformerSpec, source: TowerSource) -> None:
+        tensors, checkpoint = source.weights(_MARKER, spec.tensor_names), source.checkpoint
         self._spec = spec
         self._convolutions: list[tuple[Tensor, Tensor, int, bool]] = []
         channels = spec.conv_channels

@@ -11,10 +11,10 @@ from torch.nn import functional as F
 from ....protocol.config.audio.samples import (
     FrameSpec,
 )
-from ..weights import VisionWeights
+from ..image_tower import TowerSource
 
 _NAME = "embed_audio.embedding_projection"
-MARKER = f"{_NAME}.weight"
+_MARKER = f"{_NAME}.weight"
 
 
 class FrameProjection:
@@ -24,7 +24,8 @@ class FrameProjection:
         CheckpointError: The matrix is missing or has another shape.
     """
 
-    def __init__(self, spec: FrameSpec, tensors: VisionWeights) -> None:
+    def __init__(self, spec: FrameSpec, source: TowerSource) -> None:
+        tensors = source.weights(_MARKER)
         self._eps = spec.norm_eps
         self._output = tensors.read_linear(
             _NAME, spec.output_size, spec.num_mel_bins, has_bias=False

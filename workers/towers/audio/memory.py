@@ -13,16 +13,18 @@ from ....protocol.config.audio.tower import (
     MemorySpec,
 )
 from ...loaders import Checkpoint
+from ..image_tower import TowerSource
 from ..weights import Norm, VisionWeights, attend, find_activation
 from .stems import sinusoids
 
-MARKER = "audio_tower.layers.0.self_attn.fsmn.conv.weight"
+_MARKER = "audio_tower.layers.0.self_attn.fsmn.conv.weight"
 
 
 class MemoryEncoder:
     """The layers that `spec` describes."""
 
-    def __init__(self, spec: MemorySpec, tensors: VisionWeights, checkpoint: Checkpoint) -> None:
+    def __init__(self, spec: MemorySpec, source: TowerSource) -> None:
+        tensors, checkpoint = source.weights(_MARKER), source.checkpoint
         self._input_scale = spec.hidden_size**0.5
         projector, adaptor = "multi_modal_projector.", spec.adaptor
         self._layers = [

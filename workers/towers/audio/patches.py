@@ -1,4 +1,4 @@
-"""Transformer layers over patches of features (MiDashengLM), in torch.
+"""Transformer layers over patches of features (MiDashengLM).
 
 Shapes: C features of a frame, N frames, P patches, D hidden size.
 """
@@ -12,9 +12,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ....protocol.config.audio.tower import PatchesSpec
+from ..image_tower import TowerSource
+from ..layers import LayersSpec, LayerWeights, Patches
 from ..weights import Linear, VisionWeights
 
-MARKER: Final = "audio_encoder.patch_embed.proj.weight"
+_MARKER: Final = "audio_encoder.patch_embed.proj.weight"
 _NORM_EPS: Final = 1e-6
 _INPUT_NORM_EPS: Final = 1e-5
 
@@ -22,8 +24,9 @@ _INPUT_NORM_EPS: Final = 1e-5
 class PatchEncoder:
     """The layers and the projection that `spec` describes."""
 
-    def __init__(self, spec: PatchesSpec, tensors: VisionWeights) -> None:
+    def __init__(self, spec: PatchesSpec, source: TowerSource) -> None:
         self._spec = spec
+        tensors = source.weights(_MARKER)
         size, count, prefix = spec.hidden_size, spec.num_mel_bins, "audio_encoder."
         scale, bias, mean, variance = (
             tensors.read(f"{prefix}init_bn.{name}", count)
@@ -39,9 +42,18 @@ class PatchEncoder:
         times = tensors.read(f"{prefix}time_pos_embed", 1, size, 1, spec.window)
         heights = tensors.read(f"{prefix}freq_pos_embed", 1, size, 1, 1)
         self._positions_PD = (times + heights)[0, :, 0].T
-        self._layers = [
-            _Layer(spec, tensors, f"{prefix}blocks.{index}.") for index in range(spec.num_layers)
-        ]
+        self._layers = source.make_layers(
+            LayersSpec(
+                hidden_size=size,
+                intermediate_size=spec.intermediate_size,
+                num_heads=spec.num_heads,
+                head_dim=size // spec.num_heads,
+                feature_layers=(spec.num_layers,),
+                activation="gelu",
+                norm_eps=_NORM_EPS,
+            ),
+            (_read_layer(spec, tensors, f"{prefix}blocks.{i}.") for i in range(spec.num_layers)),
+        )
         self._norm = tensors.read_layer_norm(f"{prefix}norm", size, _NORM_EPS)
         rows = spec.patches_per_output
         self._first = tensors.read_linear("audio_projector.net.0", spec.output_size, rows * size)
@@ -55,19 +67,20 @@ class PatchEncoder:
         num_patches, rest = divmod(features_CN.shape[1], spec.frames_per_patch)
         x_CN = features_CN * self._scale_C1 + self._shift_C1
         x_CN = x_CN[:, : num_patches * spec.frames_per_patch]
-        patches = x_CN.unflatten(1, (-1, spec.frames_per_patch)).transpose(0, 1)
-        x_PD = self._patch(patches.flatten(1))
+        frames = x_CN.unflatten(1, (-1, spec.frames_per_patch)).transpose(0, 1)
+        x_PD = self._patch(frames.flatten(1))
         # The first frame begins before the clip. So the frames of one patch more than the samples fill are complete.
         has_last = rest > 0
         outputs = []
         for start in range(0, num_patches, spec.window):
             part_PD = x_PD[start : start + spec.window]
             part_PD = part_PD + self._positions_PD[: len(part_PD)]
-            is_seen: Tensor | None = None
-            if start + len(part_PD) == num_patches and not has_last and len(part_PD) > 1:
-                is_seen = torch.arange(len(part_PD), device=part_PD.device) < len(part_PD) - 1
-            for layer in self._layers:
-                part_PD = layer(part_PD, is_seen)
+            num_seen = len(part_PD)
+            if start + num_seen == num_patches and not has_last and num_seen > 1:
+                num_seen -= 1
+            visible_P2 = torch.tensor([[0, num_seen]], device=part_PD.device)
+            patches = Patches(visible_P2=visible_P2.expand(len(part_PD), 2).contiguous())
+            [part_PD] = self._layers(part_PD, patches).values()
             outputs.append(self._norm(part_PD))
         x_PD = torch.cat(outputs)
         rows = spec.patches_per_output
@@ -75,30 +88,19 @@ class PatchEncoder:
         return self._second(F.gelu(self._first(joined)))
 
 
-class _Layer:
-    def __init__(self, spec: PatchesSpec, tensors: VisionWeights, prefix: str) -> None:
-        size, inner = spec.hidden_size, spec.intermediate_size
-        self._num_heads = spec.num_heads
-        self._before_attention, self._before_mlp = (
-            tensors.read_layer_norm(f"{prefix}norm{number}", size, _NORM_EPS) for number in (1, 2)
-        )
-        self._qkv = tensors.read_linear(
-            f"{prefix}attn.qkv", 3 * size, size, has_bias=spec.has_qkv_bias
-        )
-        self._output = tensors.read_linear(f"{prefix}attn.proj", size, size)
-        self._up = tensors.read_linear(f"{prefix}mlp.fc1", inner, size)
-        self._down = tensors.read_linear(f"{prefix}mlp.fc2", size, inner)
-        if spec.has_layer_scale:
-            for number, linear in ((1, self._output), (2, self._down)):
-                linear.scale_outputs(tensors.read(f"{prefix}ls{number}.gamma", size))
-
-    def __call__(self, x_PD: Tensor, is_seen: Tensor | None) -> Tensor:
-        """Return the hidden states. Patches attend to those that are seen; None for all."""
-        q, k, v = (
-            x.unflatten(1, (self._num_heads, -1)).transpose(0, 1)
-            for x in self._qkv(self._before_attention(x_PD)).chunk(3, 1)
-        )
-        mask = None if is_seen is None else is_seen.expand(len(x_PD), -1)
-        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        x_PD = x_PD + self._output(attended.transpose(0, 1).flatten(1))
-        return x_PD + self._down(F.gelu(self._up(self._before_mlp(x_PD))))
+def _read_layer(spec: PatchesSpec, tensors: VisionWeights, prefix: str) -> LayerWeights:
+    size, inner = spec.hidden_size, spec.intermediate_size
+    qkv = tensors.read_linear(f"{prefix}attn.qkv", 3 * size, size, has_bias=spec.has_qkv_bias)
+    weights = LayerWeights(
+        attention_norm=tensors.read_layer_norm(f"{prefix}norm1", size, _NORM_EPS),
+        qkv=[qkv],
+        output=tensors.read_linear(f"{prefix}attn.proj", size, size),
+        mlp_norm=tensors.read_layer_norm(f"{prefix}norm2", size, _NORM_EPS),
+        gate=None,
+        up=tensors.read_linear(f"{prefix}mlp.fc1", inner, size),
+        down=tensors.read_linear(f"{prefix}mlp.fc2", size, inner),
+    )
+    if spec.has_layer_scale:
+        for number, linear in ((1, weights.output), (2, weights.down)):
+            linear.scale_outputs(tensors.read(f"{prefix}ls{number}.gamma", size))
+    return weights

@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ....protocol.config.audio.tower import RelativeConformerSpec
+from ..image_tower import TowerSource
 from ..weights import VisionWeights
 from .fast_conformer import attend_by_distance, distance_embeddings
 
-MARKER: Final = "encoder.input_preprocessor.conv.0.weight"
+_MARKER: Final = "encoder.input_preprocessor.conv.0.weight"
 _KERNEL: Final = 3
 _FRAMES_AFTER: Final = 6
 """The silent frames after a clip, which complete its last row."""
@@ -25,7 +26,8 @@ _NORM_EPS: Final = 1e-5
 class RelativeConformer:
     """The conformer and the projection that `spec` describes."""
 
-    def __init__(self, spec: RelativeConformerSpec, tensors: VisionWeights) -> None:
+    def __init__(self, spec: RelativeConformerSpec, source: TowerSource) -> None:
+        tensors = source.weights(_MARKER)
         self._spec = spec
         size, channels, prefix = spec.hidden_size, spec.conv_channels, "encoder."
         name = f"{prefix}input_preprocessor"

@@ -29,7 +29,7 @@ _NAMES = (
     (r"\.parametrizations\.weight\.original1$", ".weight_v"),
     (r"^lm_head\.", "ctc_head."),
 )
-MARKER = "audio_tower.subsampling.projection.weight"
+_MARKER = "audio_tower.subsampling.projection.weight"
 
 
 class SamplesEncoder:
@@ -37,7 +37,7 @@ class SamplesEncoder:
 
     def __init__(self, spec: SamplesSpec, source: TowerSource) -> None:
         self._spec = spec
-        tensors = source.weights(MARKER, _NAMES)
+        tensors = source.weights(_MARKER, _NAMES)
         self._activation = find_activation(source.checkpoint, spec.activation)
         self._convolutions = [
             _Convolution(spec, tensors, index) for index in range(len(spec.convolutions))

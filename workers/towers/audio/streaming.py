@@ -13,18 +13,20 @@ from ....protocol.config.audio.samples import (
     StreamingSpec,
 )
 from ...loaders import Checkpoint
+from ..image_tower import TowerSource
 from ..weights import Linear, Norm, VisionWeights, find_activation
 
 _NORM_EPS = 1e-5
 _FRAME_EPS = 1e-6
 _KERNEL = 5
-MARKER = "encoder.embedder.linear.weight"
+_MARKER = "encoder.embedder.linear.weight"
 
 
 class StreamingEncoder:
     """The encoder, the positions of its outputs and their projection."""
 
-    def __init__(self, spec: StreamingSpec, tensors: VisionWeights, checkpoint: Checkpoint) -> None:
+    def __init__(self, spec: StreamingSpec, source: TowerSource) -> None:
+        tensors, checkpoint = source.weights(_MARKER), source.checkpoint
         self._spec = spec
         size, name = spec.hidden_size, "encoder.embedder."
         self._scale = tensors.read(f"{name}comp.log_k", 1).exp()

@@ -17,18 +17,20 @@ from ....protocol.config.audio.tower import (
     FixedOutputs,
     UniversalSpeechSpec,
 )
+from ..image_tower import TowerSource
 from ..weights import Linear, Norm, VisionWeights
 from .stems import sinusoids
 
 _ROW_NORM_EPS = 1e-6
 _STEM = "audio_tower.subsample_conv_projection."
-MARKER = f"{_STEM}conv_0.conv.weight"
+_MARKER = f"{_STEM}conv_0.conv.weight"
 
 
 class UniversalSpeech:
     """The conformer and the projection of its outputs."""
 
-    def __init__(self, spec: UniversalSpeechSpec, tensors: VisionWeights) -> None:
+    def __init__(self, spec: UniversalSpeechSpec, source: TowerSource) -> None:
+        tensors = source.weights(_MARKER, spec.tensor_names)
         self._spec = spec
         self._convolutions: list[tuple[Tensor, Tensor]] = []
         num_features = spec.num_mel_bins

@@ -16,9 +16,10 @@ from ....protocol.config.audio.samples import (
     WaveSpec,
 )
 from ...loaders import Checkpoint
+from ..image_tower import TowerSource
 from ..weights import VisionWeights, find_activation
 
-MARKER: Final = "acoustic_tokenizer_encoder.stem.conv.conv.weight"
+_MARKER: Final = "acoustic_tokenizer_encoder.stem.conv.conv.weight"
 _OUTPUTS_AT_ONCE: Final = 16
 _PROJECTION_EPS: Final = 1e-6
 
@@ -26,7 +27,8 @@ _PROJECTION_EPS: Final = 1e-6
 class WaveEncoders:
     """Both encoders, and the sum of their projected outputs."""
 
-    def __init__(self, spec: WaveSpec, tensors: VisionWeights, checkpoint: Checkpoint) -> None:
+    def __init__(self, spec: WaveSpec, source: TowerSource) -> None:
+        tensors, checkpoint = source.weights(_MARKER), source.checkpoint
         self._spec = spec
         self._samples_at_once = _OUTPUTS_AT_ONCE * spec.acoustic.hop
         self._encoders = [
