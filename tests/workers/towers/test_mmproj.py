@@ -23,9 +23,6 @@ from engine.workers.towers.audio_tower import AudioTower
 from engine.workers.towers.grid_tower import GridTower
 from engine.workers.towers.image_tower import TowerSource
 from engine.workers.towers.make_tower import make_tower
-from engine.workers.towers.patch_tower import PatchTower
-from engine.workers.towers.tiles.joined_tower import JoinedTower
-from engine.workers.towers.vision_tower import VisionTower
 from gguf import GGUFWriter
 from msgspec.structs import replace
 from support.audio.checkpoints import OMNI_MODELS, PARTS, audio_directory
@@ -81,28 +78,54 @@ def _decoder(path, tokens=TOKENS, architecture="llama"):
     return GGUFFile(path)
 
 
+def _read(file, text, decoder):
+    """Return the metadata of a file, and its fields."""
+    found = read_mmproj(GGUFFile(file), decoder, text)
+    return found, ConfigFields(found.config, file)
+
+
+def _assert_same_spec(fields, config, size):
+    """Return the spec of a tower, which is the same from a file as from a checkpoint."""
+    specs = [vision_spec(each, size) for each in (fields, config)]
+    assert specs[0] == specs[1]
+    return specs[0]
+
+
+def _assert_same_processor(file, found, path, config, options=None, **own):
+    """Compare the processors of images but for the token of images, and fields that only the file has."""
+    fields = ConfigFields(found.config, file)
+    section = config.section("text_config") or config
+    stored = read_image_processor(path, config, section, {})
+    read = read_image_processor(file, fields, fields.section("text_config"), options or {}, found)
+    values = {name: getattr(stored, name) for name in ("token_id", *own)}
+    assert replace(read, **values) == stored
+
+
+def _assert_same_outputs(file, path, spec, width, height, mean=0.5, std=0.5, expected=None):
+    """Compare the outputs for an image. The checkpoint's tower has the spec `expected`, if given."""
+    pixels = np.random.default_rng(1).integers(0, 256, (height, width, 3), np.uint8).tobytes()
+    image = ImagePayload(width, height, pixels, 1 / 255, (mean,) * 3, (std,) * 3)
+    outputs = [
+        make_tower(each, TowerSource(checkpoint, CPU, torch.float32))(image)
+        for each, checkpoint in (
+            (spec, MmprojCheckpoint(file)),
+            (expected or spec, open_checkpoint(path)),
+        )
+    ]
+    torch.testing.assert_close(*outputs, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("kind", PROJECTORS)
 def test_towers_of_mmproj_files_equal_those_of_checkpoints(kind, tmp_path):
     path, model = vision_directory(tmp_path / "model", kind)
     file = write_mmproj(tmp_path / "mmproj-tiny.gguf", model, kind)
     text = model.config.text_config.to_dict()
-    found = read_mmproj(GGUFFile(file), _decoder(tmp_path / "tiny.gguf"), text)
-    spec = vision_spec(ConfigFields(found.config, file), text["hidden_size"])
-    stored = ConfigFields.read(path / "config.json")
-    expected = vision_spec(stored, text["hidden_size"])
-    same = {
-        "image_size": spec.image_size,
-        "max_outputs": spec.max_outputs,
-        "norm_eps": spec.norm_eps,
-    }
+    _, fields = _read(file, text, _decoder(tmp_path / "tiny.gguf"))
+    spec = vision_spec(fields, text["hidden_size"])
+    expected = vision_spec(ConfigFields.read(path / "config.json"), text["hidden_size"])
+    same = {name: getattr(spec, name) for name in ("image_size", "max_outputs", "norm_eps")}
     assert replace(expected, **same) == spec
-    pixels = np.random.default_rng(1).integers(0, 256, (TILE, TILE, 3), np.uint8).tobytes()
-    image = ImagePayload(TILE, TILE, pixels, 1 / 255, (0.5,) * 3, (0.5,) * 3)
-    outputs = [
-        VisionTower(spec, TowerSource(checkpoint, CPU, torch.float32))(image)
-        for checkpoint in (MmprojCheckpoint(file), open_checkpoint(path))
-    ]
-    torch.testing.assert_close(*outputs, rtol=0, atol=1e-6)
+    _assert_same_outputs(file, path, spec, TILE, TILE)
 
 
 @pytest.mark.parametrize("kind", QWEN_PROJECTORS)
@@ -110,64 +133,47 @@ def test_towers_of_qwen_files_equal_those_of_checkpoints(kind, tmp_path):
     path, model = qwen_directory(tmp_path / "model", kind)
     file = write_tower(tmp_path / "mmproj-tiny.gguf", model, path)
     text = model.config.text_config.to_dict()
-    found = read_mmproj(GGUFFile(file), _decoder(tmp_path / "tiny.gguf"), text)
-    spec = vision_spec(ConfigFields(found.config, file), text["hidden_size"])
+    _, fields = _read(file, text, _decoder(tmp_path / "tiny.gguf"))
+    spec = vision_spec(fields, text["hidden_size"])
     expected = vision_spec(ConfigFields.read(path / "config.json"), text["hidden_size"])
     deepstack = tuple(sorted(expected.deepstack_layers))
-    pixels = np.random.default_rng(1).integers(0, 256, (4 * UNIT, 5 * UNIT, 3), np.uint8)
-    image = ImagePayload(5 * UNIT, 4 * UNIT, pixels.tobytes(), 1 / 255, (0.5,) * 3, (0.5,) * 3)
     assert replace(expected, deepstack_layers=deepstack) == spec
-    outputs = [
-        GridTower(each, TowerSource(checkpoint, CPU, torch.float32))(image)
-        for each, checkpoint in (
-            (spec, MmprojCheckpoint(file)),
-            (expected, open_checkpoint(path)),
-        )
-    ]
-    torch.testing.assert_close(*outputs, rtol=0, atol=1e-6)
+    _assert_same_outputs(file, path, spec, 5 * UNIT, 4 * UNIT, expected=expected)
 
 
 def test_projections_of_unified_gemma4_files_equal_those_of_checkpoints(tmp_path):
     path, model = vision_directory(tmp_path / "model", "gemma4_unified")
     file = write_unified_mmproj(tmp_path / "mmproj-tiny.gguf", model)
     text = model.config.text_config.to_dict()
-    found = read_mmproj(GGUFFile(file), _decoder(tmp_path / "tiny.gguf"), text)
+    _, fields = _read(file, text, _decoder(tmp_path / "tiny.gguf"))
     config = ConfigFields.read(path / "config.json")
-    specs = [
-        vision_spec(each, text["hidden_size"])
-        for each in (ConfigFields(found.config, file), config)
-    ]
-    assert specs[0] == specs[1]
-    side = specs[0].side_factor
-    pixels = np.random.default_rng(1).integers(0, 256, (2 * side, 3 * side, 3), np.uint8)
-    image = ImagePayload(3 * side, 2 * side, pixels.tobytes(), 1 / 255, (0.0,) * 3, (1.0,) * 3)
-    outputs = [
-        PatchTower(specs[0], TowerSource(checkpoint, CPU, torch.float32))(image)
-        for checkpoint in (MmprojCheckpoint(file), open_checkpoint(path))
-    ]
-    torch.testing.assert_close(*outputs, rtol=0, atol=1e-6)
+    spec = _assert_same_spec(fields, config, text["hidden_size"])
+    _assert_same_outputs(file, path, spec, 3 * spec.side_factor, 2 * spec.side_factor, 0.0, 1.0)
 
 
-def test_towers_of_lfm2_files_equal_those_of_checkpoints(tmp_path):
-    model = write_grid_model(tmp_path, "lfm2_vl")
-    file = write_lfm2_mmproj(tmp_path / "mmproj-tiny.gguf", model)
-    config = ConfigFields.read(tmp_path / "config.json")
+_GRID = {
+    "exaone4_5": (lambda file, model, path: write_tower(file, model, path), {}),
+    "kimi_k25": (lambda file, model, path: write_kimi_mmproj(file, path), {}),
+    "kimi_vl": (lambda file, model, path: write_kimi_mmproj(file, path), {"in_token_limit": 60}),
+    "lfm2_vl": (
+        lambda file, model, path: write_lfm2_mmproj(file, model),
+        {"tile_size": 16, "max_tiles": 4, "min_image_tokens": 4, "max_image_tokens": 20},
+    ),
+}
+"""The function that writes the file, and the options that the file lacks, by kind."""
+
+
+@pytest.mark.parametrize("kind", _GRID)
+def test_towers_of_files_with_grids_equal_those_of_checkpoints(kind, tmp_path):
+    write, options = _GRID[kind]
+    model = write_grid_model(tmp_path, kind)
+    file = write(tmp_path / "mmproj-tiny.gguf", model, tmp_path)
     text = model.config.text_config.to_dict()
-    found = read_mmproj(GGUFFile(file), _decoder(tmp_path / "tiny.gguf"), text)
-    fields = ConfigFields(found.config, file)
-    specs = [vision_spec(each, text["hidden_size"]) for each in (fields, config)]
-    assert specs[0] == specs[1]
-    options = {"tile_size": 16, "max_tiles": 4, "min_image_tokens": 4, "max_image_tokens": 20}
-    stored = read_image_processor(tmp_path, config, config.section("text_config"), {})
-    read = read_image_processor(file, fields, fields.section("text_config"), options, found)
-    assert replace(read, token_id=stored.token_id) == stored
-    pixels = np.random.default_rng(1).integers(0, 256, (24, 40, 3), np.uint8).tobytes()
-    image = ImagePayload(40, 24, pixels, 1 / 255, (0.5,) * 3, (0.5,) * 3)
-    outputs = [
-        GridTower(specs[0], TowerSource(checkpoint, CPU, torch.float32))(image)
-        for checkpoint in (MmprojCheckpoint(file), open_checkpoint(tmp_path))
-    ]
-    torch.testing.assert_close(*outputs, rtol=0, atol=1e-6)
+    config = ConfigFields.read(tmp_path / "config.json")
+    found, fields = _read(file, text, _decoder(tmp_path / "tiny.gguf"))
+    spec = _assert_same_spec(fields, config, text["hidden_size"])
+    _assert_same_processor(file, found, tmp_path, config, options)
+    _assert_same_outputs(file, tmp_path, spec, 40, 24)
 
 
 @pytest.mark.parametrize("size", [(40, 24), (24, 24), (60, 8)])
@@ -191,9 +197,8 @@ def test_tower_of_a_phi4_file_equals_that_of_transformers(size, tmp_path):
     write_phi4_mmproj(file, tower, projection)
     text = {"model_type": "phi3", "hidden_size": 64, "vocab_size": 4}
     decoder = _decoder(tmp_path / "tiny.gguf", ["a", "<|endoftext|>", "<|dummy_0|>"], "phi3")
-    found = read_mmproj(GGUFFile(file), decoder, text)
+    found, fields = _read(file, text, decoder)
     assert found.config["image_token_id"] == 2
-    fields = ConfigFields(found.config, file)
     processor = read_image_processor(file, fields, fields.section("text_config"), {}, found)
     assert (processor.unit, processor.min_pixels, processor.max_pixels) == (4, 256, 2048)
     width, height = size
@@ -215,28 +220,6 @@ def test_tower_of_a_phi4_file_equals_that_of_transformers(size, tmp_path):
     torch.testing.assert_close(written, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["kimi_vl", "kimi_k25"])
-def test_towers_of_kimi_files_equal_those_of_checkpoints(kind, tmp_path):
-    text = write_grid_model(tmp_path, kind).config.text_config.to_dict()
-    file = write_kimi_mmproj(tmp_path / "mmproj-tiny.gguf", tmp_path)
-    config = ConfigFields.read(tmp_path / "config.json")
-    found = read_mmproj(GGUFFile(file), _decoder(tmp_path / "tiny.gguf"), text)
-    fields = ConfigFields(found.config, file)
-    specs = [vision_spec(each, text["hidden_size"]) for each in (fields, config)]
-    assert specs[0] == specs[1]
-    options = {"in_token_limit": 60} if kind == "kimi_vl" else {}
-    stored = read_image_processor(tmp_path, config, config.section("text_config"), {})
-    read = read_image_processor(file, fields, fields.section("text_config"), options, found)
-    assert replace(read, token_id=stored.token_id) == stored
-    pixels = np.random.default_rng(1).integers(0, 256, (24, 40, 3), np.uint8).tobytes()
-    image = ImagePayload(40, 24, pixels, 1 / 255, (0.5,) * 3, (0.5,) * 3)
-    outputs = [
-        GridTower(specs[0], TowerSource(checkpoint, CPU, torch.float32))(image)
-        for checkpoint in (MmprojCheckpoint(file), open_checkpoint(tmp_path))
-    ]
-    torch.testing.assert_close(*outputs, rtol=0, atol=1e-6)
-
-
 _OWN_CODE = {
     "dots_ocr": (dots_ocr, write_dots_mmproj, "<|imgpad|>"),
     "youtu_vl": (youtu_vl, write_youtu_mmproj, "<|image_pad|>"),
@@ -250,59 +233,20 @@ def test_towers_of_files_equal_those_of_checkpoints_of_authors(kind, tmp_path):
     file = tmp_path / "mmproj-tiny.gguf"
     write_file(file, tmp_path)
     config = ConfigFields.read(tmp_path / "config.json")
-    decoder = _decoder(tmp_path / "tiny.gguf", ["a", token])
-    found = read_mmproj(GGUFFile(file), decoder, {"hidden_size": 64, "vocab_size": 96})
-    fields = ConfigFields(found.config, file)
-    specs = [vision_spec(each, 64) for each in (fields, config)]
-    assert specs[0] == specs[1]
-    stored = read_image_processor(tmp_path, config, config, {})
-    read = read_image_processor(file, fields, fields.section("text_config"), {}, found)
-    assert replace(read, token_id=stored.token_id) == stored
-    pixels = np.random.default_rng(1).integers(0, 256, (24, 40, 3), np.uint8).tobytes()
-    image = ImagePayload(40, 24, pixels, 1 / 255, (0.5,) * 3, (0.5,) * 3)
-    outputs = [
-        GridTower(specs[0], TowerSource(checkpoint, CPU, torch.float32))(image)
-        for checkpoint in (MmprojCheckpoint(file), open_checkpoint(tmp_path))
-    ]
-    torch.testing.assert_close(*outputs, rtol=0, atol=1e-6)
-
-
-def test_towers_of_exaone_files_equal_those_of_checkpoints(tmp_path):
-    model = write_grid_model(tmp_path, "exaone4_5")
-    file = write_tower(tmp_path / "mmproj-tiny.gguf", model, tmp_path)
-    text = model.config.text_config.to_dict()
-    found = read_mmproj(GGUFFile(file), _decoder(tmp_path / "tiny.gguf"), text)
-    config = ConfigFields.read(tmp_path / "config.json")
-    fields = ConfigFields(found.config, file)
-    specs = [vision_spec(each, text["hidden_size"]) for each in (fields, config)]
-    assert specs[0] == specs[1]
-    stored = read_image_processor(tmp_path, config, config.section("text_config"), {})
-    read = read_image_processor(file, fields, fields.section("text_config"), {}, found)
-    assert replace(read, token_id=stored.token_id) == stored
-    pixels = np.random.default_rng(1).integers(0, 256, (24, 40, 3), np.uint8).tobytes()
-    image = ImagePayload(40, 24, pixels, 1 / 255, (0.5,) * 3, (0.5,) * 3)
-    outputs = [
-        GridTower(specs[0], TowerSource(checkpoint, CPU, torch.float32))(image)
-        for checkpoint in (MmprojCheckpoint(file), open_checkpoint(tmp_path))
-    ]
-    torch.testing.assert_close(*outputs, rtol=0, atol=1e-6)
+    text = {"hidden_size": 64, "vocab_size": 96}
+    found, fields = _read(file, text, _decoder(tmp_path / "tiny.gguf", ["a", token]))
+    spec = _assert_same_spec(fields, config, 64)
+    _assert_same_processor(file, found, tmp_path, config)
+    _assert_same_outputs(file, tmp_path, spec, 40, 24)
 
 
 def test_towers_of_deepseek_ocr_files_equal_those_of_checkpoints(tmp_path):
     deepseek_ocr(tmp_path)
     file = tmp_path / "mmproj-tiny.gguf"
     write_deepseek_mmproj(file, tmp_path)
-    config = ConfigFields.read(tmp_path / "config.json")
-    found = read_mmproj(GGUFFile(file), _decoder(tmp_path / "tiny.gguf"), {"hidden_size": 64})
-    specs = [vision_spec(each, 64) for each in (ConfigFields(found.config, file), config)]
-    assert specs[0] == specs[1]
-    pixels = np.random.default_rng(1).integers(0, 256, (64, 64, 3), np.uint8).tobytes()
-    image = ImagePayload(64, 64, pixels, 1 / 255, (0.5,) * 3, (0.5,) * 3)
-    outputs = [
-        JoinedTower(specs[0], TowerSource(checkpoint, CPU, torch.float32))(image)
-        for checkpoint in (MmprojCheckpoint(file), open_checkpoint(tmp_path))
-    ]
-    torch.testing.assert_close(*outputs, rtol=0, atol=1e-6)
+    _, fields = _read(file, {"hidden_size": 64}, _decoder(tmp_path / "tiny.gguf"))
+    spec = _assert_same_spec(fields, ConfigFields.read(tmp_path / "config.json"), 64)
+    _assert_same_outputs(file, tmp_path, spec, 64, 64)
 
 
 @pytest.mark.parametrize("version", ["2.5", "2.6"])
@@ -312,21 +256,13 @@ def test_towers_of_minicpm_files_equal_those_of_checkpoints(version, tmp_path):
     write_minicpmv_mmproj(file, tmp_path)
     config = ConfigFields.read(tmp_path / "config.json")
     decoder = _decoder(tmp_path / "tiny.gguf", ["a", "<unk>"])
-    found = read_mmproj(GGUFFile(file), decoder, {"hidden_size": 256, "vocab_size": 2})
-    fields = ConfigFields(found.config, file)
-    specs = [vision_spec(each, 256) for each in (fields, config)]
-    assert specs[0] == specs[1]
+    found, fields = _read(file, {"hidden_size": 256, "vocab_size": 2}, decoder)
+    spec = _assert_same_spec(fields, config, 256)
     tokenizer = {"added_tokens_decoder": {"1": {"content": "<unk>"}}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer))
     stored = read_image_processor(tmp_path, config, config, {"max_slice_nums": 9})
     assert read_image_processor(file, fields, fields.section("text_config"), {}, found) == stored
-    pixels = np.random.default_rng(1).integers(0, 256, (24, 36, 3), np.uint8).tobytes()
-    image = ImagePayload(36, 24, pixels, 1 / 255, (0.5,) * 3, (0.5,) * 3)
-    outputs = [
-        VisionTower(specs[0], TowerSource(checkpoint, CPU, torch.float32))(image)
-        for checkpoint in (MmprojCheckpoint(file), open_checkpoint(tmp_path))
-    ]
-    torch.testing.assert_close(*outputs, rtol=0, atol=1e-6)
+    _assert_same_outputs(file, tmp_path, spec, 36, 24)
 
 
 @pytest.mark.parametrize("kind", GRID_PROJECTORS)
@@ -338,26 +274,15 @@ def test_towers_of_glm_and_paddle_files_equal_those_of_checkpoints(kind, tmp_pat
     decoder = _decoder(
         tmp_path / "tiny.gguf", [*TOKENS, "<|IMAGE_PLACEHOLDER|>"], GRID_DECODERS[kind]
     )
-    found = read_mmproj(GGUFFile(file), decoder, text)
-    fields = ConfigFields(found.config, file)
-    specs = [vision_spec(each, text["hidden_size"]) for each in (fields, config)]
-    assert specs[0] == specs[1]
-    stored = read_image_processor(path, config, config.section("text_config"), {})
+    found, fields = _read(file, text, decoder)
+    spec = _assert_same_spec(fields, config, text["hidden_size"])
     # The files of GLM do not have the limits of an image.
     limits = {}
     if kind not in ("glm5_next", "paddleocr_vl"):
         limits = {"size": {"shortest_edge": 8 * UNIT**2, "longest_edge": 200 * UNIT**2}}
-    read = read_image_processor(file, fields, fields.section("text_config"), limits, found)
     # The files have the statistics as float32.
-    values = {name: getattr(stored, name) for name in ("token_id", "mean", "std")}
-    assert replace(read, **values) == stored
-    pixels = np.random.default_rng(1).integers(0, 256, (4 * UNIT, 5 * UNIT, 3), np.uint8)
-    image = ImagePayload(5 * UNIT, 4 * UNIT, pixels.tobytes(), 1 / 255, (0.5,) * 3, (0.5,) * 3)
-    outputs = [
-        GridTower(specs[0], TowerSource(checkpoint, CPU, torch.float32))(image)
-        for checkpoint in (MmprojCheckpoint(file), open_checkpoint(path))
-    ]
-    torch.testing.assert_close(*outputs, rtol=0, atol=1e-6)
+    _assert_same_processor(file, found, path, config, limits, mean=None, std=None)
+    _assert_same_outputs(file, path, spec, 5 * UNIT, 4 * UNIT)
 
 
 _KINDS = {
@@ -406,23 +331,14 @@ def test_towers_of_other_files_equal_those_of_checkpoints(kind, tmp_path):
     text = (config.section("text_config") or config).config
     file = write_mmproj_of_kind(tmp_path / "mmproj-tiny.gguf", tmp_path, kind)
     decoder = _decoder(tmp_path / "tiny.gguf", ["<end_of_image>", token])
-    found = read_mmproj(GGUFFile(file), decoder, text)
+    found, fields = _read(file, text, decoder)
     assert 1 in (found.config.get("image_token_id"), found.config.get("image_token_index"))
-    fields = ConfigFields(found.config, file)
     specs = [vision_spec(each, text["hidden_size"]) for each in (fields, config)]
     if kind == "muse_glimmer":
         specs[0] = replace(specs[0], frames_per_patch=2)
     assert specs[0] == specs[1]
-    specs[0] = vision_spec(fields, text["hidden_size"])
-    pixels = np.random.default_rng(1).integers(0, 256, (height, width, 3), np.uint8).tobytes()
-    image = ImagePayload(width, height, pixels, 1 / 255, (0.5,) * 3, (0.5,) * 3)
-    outputs = [
-        make_tower(spec, TowerSource(checkpoint, CPU, torch.float32))(image)
-        for spec, checkpoint in zip(
-            specs, (MmprojCheckpoint(file), open_checkpoint(tmp_path)), strict=True
-        )
-    ]
-    torch.testing.assert_close(*outputs, rtol=0, atol=1e-6)
+    spec = vision_spec(fields, text["hidden_size"])
+    _assert_same_outputs(file, tmp_path, spec, width, height, expected=specs[1])
 
 
 @pytest.mark.parametrize("kind", AUDIO_PROJECTORS)
