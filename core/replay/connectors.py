@@ -16,10 +16,10 @@ import msgspec
 from ...protocol.errors import EngineError
 from ...protocol.messages import FinishReason
 from ...protocol.worker_messages import SchedulerOutput
-from ..forwarded import forwarded
 from ..kv_cache.connector import BlockConnector, ExternalMatch, KVConnector, RequestEnd
 from ..scheduler.features.encoder_cache_connector import EncoderCacheConnector
 from ..state.external_dependency import ExternalDependency
+from ..state.forwarded import forwarded
 from ..state.request import Request
 from .events import (
     Answer,

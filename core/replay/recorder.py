@@ -35,13 +35,13 @@ from ...protocol.worker_messages import (
     SchedulerOutput,
     WorkerMemory,
 )
-from ..forwarded import forwarded
 from ..kv_cache.connector import BlockConnector, KVConnector, create_connector
 from ..scheduler.features.encoder_cache_connector import EncoderCacheConnector
 from ..scheduler.features.grammars import GrammarBackend
 from ..scheduler.interface import SchedulerInterface
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.scheduler_class import load_scheduler_class
+from ..state.forwarded import forwarded
 from ..state.request import RequestKey
 from .connectors import RecordedEncoderCacheConnector, record_connector
 from .content import growth_without_content, report_without_content, request_without_content

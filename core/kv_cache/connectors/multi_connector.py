@@ -19,7 +19,7 @@ from ....protocol.kv_transfer.multi import (
 )
 from ....protocol.messages import FinishReason
 from ....protocol.worker_messages import SchedulerOutput
-from ...forwarded import forwarded_to_all
+from ...state.forwarded import forwarded_to_all
 from ...state.request import Request
 from ..connector import BlockConnector, RequestEnd, create_connector, register_connector
 
