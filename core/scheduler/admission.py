@@ -189,7 +189,7 @@ class Admission:
         if not self._config.enable_chunked_prefill:
             return wanted if wanted <= budget else 0
         granted = min(self._partial_prefills.cap(wanted, share), budget)
-        return granted - granted % self._config.token_unit
+        return self._running.passes.fit(granted, wanted)
 
     def admit(
         self, plan: RunningPlan, max_admitted: int, now: float, suspect: Request | None = None

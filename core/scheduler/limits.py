@@ -105,11 +105,12 @@ class Requirements(msgspec.Struct, frozen=True):
                 num_blocks,
                 max(config.max_num_batched_tokens, max_uncertain_tokens),
                 block_size,
-                max_model_len,
+                max_model_len + config.canvas_size,
                 max_uncertain_tokens,
             )
-            # The last token of a block is computed.
-            - (config.diffusion is not None),
+            - config.canvas_size
+            # The last token of a block of masks is computed.
+            - (config.token_unit > 1),
             reads_images=reads_images,
             max_source_size=min(max_source_size, config.encoder_cache_capacity)
             if reads_images

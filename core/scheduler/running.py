@@ -74,7 +74,7 @@ class RunningScheduler:
         self._checkpoints = checkpoints
         self._encoders = encoders
         self._drafts = drafts
-        self._diffusion = lifecycle.running.diffusion
+        self._passes = lifecycle.running.passes
         self._micro_batches = micro_batches
 
     def plan(self, without: Sequence[int] = ()) -> RunningPlan:
@@ -90,11 +90,7 @@ class RunningScheduler:
             slots = slots[~contains(without, slots)]
         computed = state.num_computed_tokens[slots]
         most = state.max_computed_tokens[slots]
-        if self._diffusion is None:
-            needed = wanted = np.minimum(state.num_expected_tokens[slots], most)
-            needed -= computed
-        else:
-            needed = wanted = self._diffusion.count_needed(slots)
+        needed = wanted = self._passes.count_needed(slots, computed, most)
         if self._drafts is not None and self._may_verify():
             is_decoding = (needed == 1) & ~self._is_prefilling(slots)
             room = self._manager.tables.limit_growth(slots, computed + needed, most) - computed
@@ -122,12 +118,10 @@ class RunningScheduler:
             granted = fitted
         if self._checkpoints.are_in_use and self._running.prefilling:
             granted = self._end_on_blocks(slots, computed, granted)
-        if self._diffusion is not None:
-            granted = self._diffusion.whole_blocks(granted)
+        granted = self._passes.fit(granted, needed)
         computed += granted
         to_hold = computed
-        if self._diffusion is not None:
-            computed = self._diffusion.count_certain(computed, (granted > 0) & (granted == needed))
+        computed = self._passes.count_certain(computed, (granted > 0) & (granted == needed))
         if self._drafts is not None:
             to_hold = np.minimum(computed + self._drafts.num_lookahead_tokens, most)
         growth = self._manager.tables.plan_growth(slots, to_hold)
@@ -183,8 +177,7 @@ class RunningScheduler:
         budget = self._max_num_batched_tokens
         if not num_decodes or not self._may_split:
             return budget
-        most = self._partial_prefills.pace.limit_tokens(budget)
-        return most if self._diffusion is None else max(most, self._diffusion.block_size)
+        return max(self._partial_prefills.pace.limit_tokens(budget), self._passes.smallest)
 
     def _count_joining(self) -> int:
         """Return how many waiting prompts may start in the step; 0 if prompts do not share it."""
@@ -249,14 +242,13 @@ class RunningScheduler:
         if self._drafts is not None:
             num_expected[slots] += plan.num_drafts(samples)
         self._manager.tables.apply_growth(plan.growth)
-        sampling: set[int] = set()
-        if self._running.prefilling and self._diffusion is not None:
-            sampling.update(slots[samples].tolist())
-        for slot, num_prefill_tokens in list(self._running.prefilling.items()):
+        if not self._running.prefilling:
+            return samples
+        sampling = {*slots[samples].tolist()}
+        for slot in list(self._running.prefilling):
             request = self._running[slot]
-            num_computed = int(state.num_computed_tokens[slot])
-            self._manager.cache_blocks(request, num_computed)
-            if slot in sampling or (self._diffusion is None and num_computed >= num_prefill_tokens):
+            self._manager.cache_blocks(request, int(state.num_computed_tokens[slot]))
+            if slot in sampling:
                 self._running.complete_prefill(request)
         return samples
 

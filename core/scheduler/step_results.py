@@ -26,6 +26,7 @@ from ...protocol.worker_messages import (
     SchedulerOutput,
 )
 from ..state.batch import Batch, ScheduledRow, StepInFlight
+from ..state.diffusion_blocks import BlockPasses
 from ..state.request import Request
 from .features.poison_isolation import CrashSuspects
 from .features.speculative import Drafts
@@ -65,7 +66,7 @@ class StepResults:
         self._lifecycle = lifecycle
         self._running = lifecycle.running
         self._slots = lifecycle.running.slots
-        self._diffusion = lifecycle.running.diffusion
+        self._passes = lifecycle.running.passes
         self._clients = lifecycle.clients
         self._drafts = drafts
         self._transfers = transfers
@@ -183,19 +184,16 @@ class StepResults:
                     counts, num_drafts = counts[alive], num_drafts[alive]
                     num_verified = num_verified[alive]
         cut: dict[int, int] = {}
-        if self._diffusion is not None and counts is not None:
-            self._diffusion.apply_counts(sampling.slots, counts)
+        if isinstance(self._passes, BlockPasses) and counts is not None:
+            self._passes.apply_counts(sampling.slots, counts)
             got = counts > 0
-            sampling, counts, alive_positions = (
-                sampling.select(got),
-                counts[got],
-                alive_positions[got],
-            )
+            sampling, counts = sampling.select(got), counts[got]
+            alive_positions = alive_positions[got]
             sampled = cut_after_stops(self._running, sampling, token_ids, counts)
             token_ids, counts, cut = cut_at_limits(self._running, sampling, sampled)
             requests = {*map(self._running.__getitem__, sampling.slots.tolist())}
             requests.update(row.request for row in late)
-            prefilled = self._diffusion.take_prefilled(step.prefilled, requests)
+            prefilled = self._passes.take_prefilled(step.prefilled, requests)
             step = msgspec.structs.replace(step, prefilled=prefilled)
         elif counts is not None and num_drafts is not None and num_verified is not None:
             if self._lifecycle.stats.spec_decoding is None:
@@ -319,7 +317,7 @@ class StepResults:
         verified = None
         if step.num_drafts is not None:
             verified = counts, _ = VerifiedDrafts.from_output(output, step.num_drafts)
-            least = 1 if self._diffusion is None else 0
+            least = self._passes.min_new_tokens
             if not verified.is_valid(len(step.num_drafts), num_tokens, least):
                 raise EngineError(
                     f"step {step.step} returned {counted(num_tokens, 'token')}, {counts.tolist()} for rows "

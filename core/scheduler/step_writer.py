@@ -86,11 +86,10 @@ class StepWriter:
             constrained = self._constrained_rows_with_drafts(sampling, num_drafts[samples], taken)
         else:
             constrained = self._constrained_rows(sampling)
-        if self._running.diffusion is not None:
-            # A pass reports any number of the tokens that its block lacks.
-            num_drafts = self._running.diffusion.count_masks(sampling.slots) - 1
-        elif num_drafts is not None:
+        if num_drafts is not None:
             num_drafts = num_drafts[samples] if drafts else None
+        else:
+            num_drafts = self._running.passes.count_extra(sampling.slots)
         prefilled = self._running.take_completed_prefills()
         has_prefill = bool(prefilled or self._running.prefilling)
         in_flight = StepInFlight(

@@ -1,68 +1,65 @@
 """Plan the passes of block-diffusion models, which fill whole blocks of tokens (arXiv 2503.09573).
 
-A pass of a request computes its known tokens that are not computed yet, and its current block: known tokens and masks
-up to the next block boundary. The workers keep what passes have fixed in the block, and report its tokens when it is
-full. The keys and values of a block depend on all of its tokens. So those of the current block count only once its
-tokens are known and have been computed again, together with the next block.
+A pass of a request computes its known tokens that are not computed yet, and its current block. The workers keep what
+passes have fixed in the block, and report its tokens when it is full. The keys and values of a block depend on all of
+its tokens. So those of the current block count only once its tokens are known and have been computed again, together
+with the next block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterable
-from typing import overload
 
 import numpy as np
 
 from ...protocol.arrays import BoolArray, Int64Array
-from ...protocol.config.diffusion import BlockDiffusion
 from .batch import ScheduledRow
+from .passes import Count, Passes
 from .request import Request
 from .slots import SlotArray, Slots
 
 
-class DiffusionBlocks:
-    """The arithmetic of blocks, and the requests that have not got their first block.
+class BlockPasses(Passes):
+    """Passes over blocks of masks, which begin at multiples of the block size.
 
-    `num_computed_tokens` of a slot is always a multiple of the block size.
+    The first block of an answer contains the last tokens of the prompt. `num_computed_tokens` of a slot is always a
+    multiple of the block size.
     """
 
-    def __init__(self, config: BlockDiffusion, slots: Slots) -> None:
-        self.block_size = config.block_size
-        self._slots = slots
+    min_new_tokens = 0
+
+    def __init__(self, block_size: int, slots: Slots) -> None:
+        super().__init__(slots)
+        self.smallest = self.block_size = block_size
         self._without_tokens: list[ScheduledRow] = []
+        """The rows of requests that have not got their first block."""
 
-    @overload
-    def end_of_pass(self, num_known: int) -> int: ...
-    @overload
-    def end_of_pass(self, num_known: Int64Array) -> Int64Array: ...
-    def end_of_pass(self, num_known: int | Int64Array) -> int | Int64Array:
-        """Return the end of the block that a request with `num_known` tokens fills next."""
-        return num_known - num_known % self.block_size + self.block_size
+    def find_end(self, num_tokens: Count) -> Count:
+        """Return the end of the block that a request with `num_tokens` known ones fills next."""
+        return num_tokens - num_tokens % self.block_size + self.block_size
 
-    def count_needed(self, slots: SlotArray) -> Int64Array:
+    def count_needed(self, slots: SlotArray, computed: Int64Array, most: Int64Array) -> Int64Array:
         """Return how many tokens a pass of each slot computes; 0 if its last pass is in flight."""
-        state = self._slots
-        known = state.num_known_tokens(slots)
-        is_idle = state.num_expected_tokens[slots] == known
-        needed = self.end_of_pass(known) - state.num_computed_tokens[slots]
-        return np.where(is_idle, needed, 0)
+        known = self.slots.num_known_tokens(slots)
+        is_idle = self.slots.num_expected_tokens[slots] == known
+        return np.where(is_idle, self.find_end(known) - computed, 0)
 
-    def whole_blocks(self, granted: Int64Array) -> Int64Array:
+    def fit(self, granted: Count, needed: Count) -> Count:
         """Reduce granted tokens to whole blocks."""
         return granted - granted % self.block_size
 
     def count_certain(self, computed: Int64Array, samples: BoolArray) -> Int64Array:
-        """Return how many of the `computed` tokens of each row are certain: those before the block of a pass."""
+        """Return how many of the first `computed` tokens are before the block of a pass."""
         return np.where(samples, computed - self.block_size, computed)
 
-    def count_masks(self, slots: SlotArray) -> Int64Array:
-        """Return how many tokens the current block of each slot lacks."""
-        known = self._slots.num_known_tokens(slots)
-        return self.end_of_pass(known) - known
+    def count_extra(self, slots: SlotArray) -> Int64Array:
+        """Return how many tokens beside one the current block of each slot lacks."""
+        known = self.slots.num_known_tokens(slots)
+        return self.find_end(known) - known - 1
 
     def apply_counts(self, slots: SlotArray, counts: Int64Array) -> None:
         """Record that passes of these slots ended, with `counts` new tokens each."""
-        self._slots.num_expected_tokens[slots] += counts - 1
+        self.slots.num_expected_tokens[slots] += counts - 1
 
     def take_prefilled(
         self, rows: Iterable[ScheduledRow], sampled: Container[Request]
@@ -71,3 +68,16 @@ class DiffusionBlocks:
         waiting = [row for row in (*self._without_tokens, *rows) if row.is_awaited]
         self._without_tokens = [row for row in waiting if row.request not in sampled]
         return [row for row in waiting if row.request in sampled]
+
+
+class CanvasPasses(BlockPasses):
+    """Passes over canvases, which begin after the last known token. The tokens before one can be computed in parts."""
+
+    def find_end(self, num_tokens: Count) -> Count:
+        """Return the end of the canvas that a request with `num_tokens` known ones fills next."""
+        return num_tokens + self.block_size
+
+    def fit(self, granted: Count, needed: Count) -> Count:
+        """Reduce granted tokens to those before the canvas, unless they are the whole pass."""
+        excess = granted - (needed - self.block_size)
+        return granted - (granted < needed) * (excess > 0) * excess

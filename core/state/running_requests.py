@@ -9,7 +9,8 @@ import numpy as np
 from ...protocol.config.diffusion import BlockDiffusion
 from ...protocol.file_identity import LoraAdapter
 from .batch import ScheduledRow
-from .diffusion_blocks import DiffusionBlocks
+from .diffusion_blocks import BlockPasses, CanvasPasses
+from .passes import Passes
 from .request import Request
 from .slots import SlotArray, Slots, as_array
 
@@ -17,15 +18,14 @@ from .slots import SlotArray, Slots, as_array
 class RunningRequests:
     """Tracks the admission order of `slots`, which requests are prefilling, and which slots the workers must clear.
 
-    `prefilling` maps a slot to the number of tokens that its request had when it was admitted. `diffusion` are the
-    blocks of a block-diffusion model; None for other models.
+    `prefilling` maps a slot to the number of tokens that its request had when it was admitted.
     """
 
     def __init__(
         self, slots: Slots, max_num_seqs: int, diffusion: BlockDiffusion | None = None
     ) -> None:
         self.slots = slots
-        self.diffusion = None if diffusion is None else DiffusionBlocks(diffusion, slots)
+        self.passes = _make_passes(diffusion, slots)
         self.prefilling: dict[int, int] = {}
         self.num_constrained = 0
         self.num_reporting = 0
@@ -66,8 +66,7 @@ class RunningRequests:
 
     def end_of_prefill(self, request: Request) -> int:
         """Return how many tokens of a waiting request are computed by the step in which it first samples."""
-        num_tokens = request.num_tokens
-        return num_tokens if self.diffusion is None else self.diffusion.end_of_pass(num_tokens)
+        return self.passes.find_end(request.num_tokens)
 
     def add_requests(
         self,
@@ -82,11 +81,8 @@ class RunningRequests:
         """
         num_tokens = as_array([request.num_tokens for request in requests])
         num_computed = as_array(num_computed_tokens)
-        if self.diffusion is None:
-            is_prefilled = num_computed == num_tokens
-        else:
-            is_prefilled = num_computed > num_tokens
-            num_computed = self.diffusion.count_certain(num_computed, is_prefilled)
+        is_prefilled = num_computed == self.passes.find_end(num_tokens)
+        num_computed = self.passes.count_certain(num_computed, is_prefilled)
         slots = self.slots.allocate_slots(
             requests, num_computed, num_tokens + is_prefilled, as_array(max_output_tokens)
         )
@@ -135,3 +131,10 @@ class RunningRequests:
         """Return the requests that completed their prefill since the last call."""
         completed, self._completed_prefills = self._completed_prefills, []
         return completed
+
+
+def _make_passes(diffusion: BlockDiffusion | None, slots: Slots) -> Passes:
+    if diffusion is None:
+        return Passes(slots)
+    kind = BlockPasses if diffusion.renoising is None else CanvasPasses
+    return kind(diffusion.block_size, slots)

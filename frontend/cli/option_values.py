@@ -219,18 +219,25 @@ def _replica_roles(text: str) -> tuple[ReplicaRole, ...]:
     return tuple(roles)
 
 
-def _denoising_file(text: str) -> DenoisingConfig:
-    """Return the settings in a YAML file, or in a JSON object."""
-    if text.startswith("{"):
-        config: DenoisingConfig = _convert(parse_object(text), DenoisingConfig)
-        return config
-    import yaml
+_DENOISING_SECTIONS: Final = ("sampler_config", "stopping_config", "temperature_schedule")
 
-    try:
-        content = yaml.safe_load(Path(text).read_text()) or {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"cannot read {text!r}: {error}") from None
-    config = _convert(content, DenoisingConfig)
+
+def _denoising_file(text: str) -> DenoisingConfig:
+    """Return the settings in a YAML file, or in a JSON object, which may be in sections as for SGLang."""
+    if text.startswith("{"):
+        content: Any = parse_object(text)
+    else:
+        import yaml
+
+        try:
+            content = yaml.safe_load(Path(text).read_text()) or {}
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise ValueError(f"cannot read {text!r}: {error}") from None
+    if isinstance(content, dict):
+        sections = [content.pop(name, None) for name in _DENOISING_SECTIONS]
+        for section in sections:
+            content |= section if isinstance(section, dict) else {}
+    config: DenoisingConfig = _convert(content, DenoisingConfig)
     return config
 
 

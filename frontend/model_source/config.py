@@ -266,7 +266,7 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
             audio=read_audio_processor(path, config, generation),
             chat_audio=chat_audio,
             source_text=read_source_text(config, generation),
-            diffusion=read_block_diffusion(text),
+            diffusion=read_block_diffusion(config, text, generation),
         ),
         default_sampling=_default_sampling(options, generation),
         size_bytes=_size_bytes(path),

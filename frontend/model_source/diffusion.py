@@ -10,7 +10,12 @@ import msgspec
 
 from ...protocol.checkpoint.config_fields import ConfigFields
 from ...protocol.config import CacheConfig, Device, KVTransferConfig, ModelImpl
-from ...protocol.config.diffusion import BlockDiffusion, DenoisingConfig
+from ...protocol.config.diffusion import (
+    BlockDiffusion,
+    DenoisingAlgorithm,
+    DenoisingConfig,
+    Renoising,
+)
 from ...protocol.errors import ConfigError
 from ...protocol.kv_transfer.store import DISK_CONNECTOR
 from ...protocol.sampling_params import PENALTIES
@@ -23,6 +28,9 @@ _DEFAULTS: Final = {
 }
 """Model type -> the blocks of models whose config does not describe them, as in SGLang."""
 
+_CANVASES: Final = "diffusion_gemma"
+"""The model type of models whose blocks are canvases of random tokens."""
+
 _OPTIONS: Final = {
     "dllm_algorithm": "--dllm-algorithm",
     "dllm_algorithm_config": "--dllm-algorithm-config",
@@ -32,12 +40,19 @@ _MIN_TOKENS_PER_STEP: Final = 2
 """Blocks of a request in a step: the last one, whose keys and values are computed, and the one that is denoised."""
 
 
-def read_block_diffusion(text: ConfigFields) -> BlockDiffusion | None:
+def read_block_diffusion(
+    config: ConfigFields, text: ConfigFields, generation: ConfigFields
+) -> BlockDiffusion | None:
     """Return the blocks of a model, or None if it generates token by token.
 
+    `generation` may have settings for passes.
+
     Raises:
-        CheckpointError: The mask token is outside of the vocabulary.
+        CheckpointError: The mask token is outside of the vocabulary, or a setting is invalid.
     """
+    if config.get("model_type") == _CANVASES:
+        size = config.integer("canvas_length", 256, minimum=2)
+        return BlockDiffusion(size, renoising=_read_renoising(generation))
     default = _DEFAULTS.get(str(text.get("model_type")))
     if default is None:
         return None
@@ -49,6 +64,18 @@ def read_block_diffusion(text: ConfigFields) -> BlockDiffusion | None:
         )
     shares = text.get("expert_capacity") is not None
     return BlockDiffusion(text.integer("block_size", default.block_size, minimum=2), mask, shares)
+
+
+def _read_renoising(generation: ConfigFields) -> Renoising:
+    sampler = generation.first_section("sampler_config").config
+    found = {**generation.config, **sampler}
+    known = {
+        name: found[name] for name in Renoising.__struct_fields__ if found.get(name) is not None
+    }
+    try:
+        return msgspec.convert(known, Renoising)
+    except msgspec.ValidationError as error:
+        raise generation.error(str(error)) from None
 
 
 def fit_model(
@@ -68,7 +95,7 @@ def fit_model(
             if field in scheduler:
                 raise ConfigError(
                     f"{flag}: {model.served_names[0]} ({model.architecture}) is not a block-diffusion model; "
-                    f"remove the flag. These models are: {', '.join(_DEFAULTS)}"
+                    f"remove the flag. These models are: {', '.join((*_DEFAULTS, _CANVASES))}"
                 )
         return resolved
     if device is Device.NULL:
@@ -84,24 +111,38 @@ def fit_model(
             "--enable-prompt-embeds is not supported for block-diffusion models; remove the flag"
         )
     settings: DenoisingConfig = scheduler.get("dllm_algorithm_config", DenoisingConfig())
+    blocks = _with_settings(blocks, settings)
     size = settings.block_size or blocks.block_size
     if blocks.shares_experts and size != blocks.block_size:
         raise ConfigError(
             f"--dllm-algorithm-config: block_size {size} must be {blocks.block_size}, because the tokens of a block "
             "share their experts (expert_capacity)"
         )
-    length = model.max_model_len - model.max_model_len % size
+    blocks = msgspec.structs.replace(blocks, block_size=size)
+    length = model.max_model_len - model.max_model_len % blocks.token_unit
     if not length:
         raise ConfigError(
             f"--max-model-len {model.max_model_len} is below the {size} tokens of a block; raise it"
         )
-    blocks = msgspec.structs.replace(blocks, block_size=size)
     sampling = resolved.default_sampling
     return msgspec.structs.replace(
         resolved,
         config=msgspec.structs.replace(model, max_model_len=length, diffusion=blocks),
         default_sampling={name: sampling[name] for name in sampling if name not in PENALTIES},
     )
+
+
+def _with_settings(blocks: BlockDiffusion, settings: DenoisingConfig) -> BlockDiffusion:
+    """Return blocks with the settings that `--dllm-algorithm-config` gives for canvases."""
+    if blocks.renoising is None:
+        return blocks
+    renoising = settings.change(blocks.renoising)
+    if renoising.t_max < renoising.t_min:
+        raise ConfigError(
+            f"--dllm-algorithm-config: t_max {renoising.t_max:g} must be at least t_min, which is "
+            f"{renoising.t_min:g}"
+        )
+    return msgspec.structs.replace(blocks, renoising=renoising)
 
 
 def fit_scheduler(given: dict[str, Any], blocks: BlockDiffusion, num_stages: int) -> None:
@@ -111,6 +152,14 @@ def fit_scheduler(given: dict[str, Any], blocks: BlockDiffusion, num_stages: int
         ConfigError: A given setting contradicts the blocks.
     """
     size = blocks.block_size
+    renoise = DenoisingAlgorithm.GEMMA4_RENOISE
+    algorithm = given.setdefault(
+        "dllm_algorithm", DenoisingAlgorithm.LOW_CONFIDENCE if blocks.renoising is None else renoise
+    )
+    if (algorithm is renoise) != (blocks.renoising is not None):
+        others = [each for each in DenoisingAlgorithm if each is not renoise]
+        needed = renoise if blocks.renoising is not None else " or ".join(others)
+        raise ConfigError(f"--dllm-algorithm {algorithm} does not fit the model; use {needed}")
     if num_stages > 1:
         raise ConfigError(
             f"--pipeline-parallel-size {num_stages} is not supported for block-diffusion models; use "
@@ -143,8 +192,8 @@ def fit_cache(given: dict[str, Any], blocks: BlockDiffusion) -> None:
     """
     size = given.get("block_size")
     if size is None:
-        given["block_size"] = math.lcm(CacheConfig().block_size, blocks.block_size)
-    elif size % blocks.block_size:
+        given["block_size"] = math.lcm(CacheConfig().block_size, blocks.token_unit)
+    elif size % blocks.token_unit:
         raise ConfigError(
             f"--block-size {size} must be a multiple of the model's blocks of {blocks.block_size} tokens"
         )

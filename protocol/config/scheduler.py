@@ -319,7 +319,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
         option(
             "YAML file with settings of --dllm-algorithm, such as threshold",
             parse="denoising_file",
-            default_text="threshold 0.95; 0.5 for JointThreshold",
+            default_text="those of the algorithm and the checkpoint",
         ),
     ] = DenoisingConfig()
     diffusion: BlockDiffusion | None = None
@@ -344,8 +344,13 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
 
     @property
     def token_unit(self) -> int:
-        """The number of a request's tokens that are computed together: 1, or those of a block of a diffusion model."""
-        return 1 if self.diffusion is None else self.diffusion.block_size
+        """The number of a request's tokens that are computed together: 1, or those of a block of masks."""
+        return 1 if self.diffusion is None else self.diffusion.token_unit
+
+    @property
+    def canvas_size(self) -> int:
+        """The number of tokens that a step computes after the last known one of a request; 0 without canvases."""
+        return 0 if self.diffusion is None else self.diffusion.canvas_size
 
     @property
     def max_steps_in_flight(self) -> int:

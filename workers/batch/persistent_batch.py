@@ -18,13 +18,14 @@ import torch
 from numpy.typing import NDArray
 
 from ...protocol.arrays import Int32Array, Int64Array, int32_bytes, int32_view
+from ...protocol.config.diffusion import BlockDiffusion
 from ...protocol.config.images.settings import SpanKind
 from ...protocol.worker_messages import HeldRequest, SchedulerOutput
 from ..device.dtypes import AnyArray, HostDevice, on_host, torch_device
 from ..device.transfers import to_device
 from ..layers.window import SpanLayers, Window
 from .rotary_positions import RotaryPositions
-from .spans import Spans, VisibleStarts, span_layers, visible_in_blocks
+from .spans import Spans, VisibleStarts, span_layers, visible_in_blocks, visible_in_canvases
 
 SlotArray: TypeAlias = Int32Array | Int64Array
 
@@ -143,8 +144,8 @@ class PersistentBatch:
     Token ids are on the device, so that sampled tokens never have to leave it, or with `keeps_tokens_on_host` on the
     host, where drafts are looked up. `rotary` has the rotary positions, if a model has several per token,
     which may count the images (`numbers_images`).
-    `source_sizes` has the maximum number of encoder outputs for each cross-attention group. `diffusion_block` is the
-    number of tokens of a block in a block-diffusion model; a step computes whole blocks.
+    `source_sizes` has the maximum number of encoder outputs for each cross-attention group. `diffusion` are the blocks
+    of a block-diffusion model, and `canvas_window` is the window of layers with one, if its blocks are canvases.
     """
 
     def __init__(
@@ -160,8 +161,11 @@ class PersistentBatch:
         span_kind: SpanKind | None = None,
         source_sizes: Mapping[int, int] = MappingProxyType({}),
         keeps_tokens_on_host: bool = False,
-        diffusion_block: int = 0,
+        diffusion: BlockDiffusion | None = None,
+        canvas_window: int = 0,
     ) -> None:
+        if diffusion is not None:
+            max_model_len += diffusion.canvas_size
         blocks_per_row = -(-max_model_len // block_size) + 1
         self.source_sizes = source_sizes
         self.num_slots = num_slots
@@ -200,7 +204,8 @@ class PersistentBatch:
             self.rotary = RotaryPositions(num_slots, numbers_images=numbers_images)
         self._spans = None if span_kind is None else Spans(span_kind)
         self._visible_starts = VisibleStarts()
-        self._diffusion_block = diffusion_block
+        self._diffusion = diffusion
+        self._canvas_window = canvas_window
         self._span_layers = span_layers(span_kind)
         self._slots_S: Int32Array = np.zeros(0, np.int32)
         self._requests: dict[int, tuple[tuple[int, int], float]] = {}
@@ -318,9 +323,9 @@ class PersistentBatch:
             positions_T = np.arange(len(slots_T), dtype=np.int32)
             positions_T += np.repeat(num_computed_S - query_start_loc[:-1], num_scheduled_S)
         seq_lens_S = num_computed_S + num_scheduled_S
-        if self._diffusion_block:
+        if self._diffusion is not None:
             samples_S = seq_lens_S > self.num_tokens[slots_S]
-            self.num_computed_tokens[slots_S] = seq_lens_S - self._diffusion_block * samples_S
+            self.num_computed_tokens[slots_S] = seq_lens_S - self._diffusion.block_size * samples_S
         else:
             samples_S = seq_lens_S == self.num_tokens[slots_S]
             self.num_computed_tokens[slots_S] = seq_lens_S
@@ -329,8 +334,8 @@ class PersistentBatch:
         if self.rotary is not None:
             rotary_T3 = self.rotary.of_step(slots_S, query_start_loc, positions_T)
         visible_T2: Int32Array | None = None
-        if self._diffusion_block:
-            visible_T2 = visible_in_blocks(positions_T, self._diffusion_block)
+        if self._diffusion is not None:
+            visible_T2 = self._visible_in_diffusion(self._diffusion, slots_T, positions_T)
         elif self._spans is not None and output.chunks:
             visible_T2 = self._spans.visible_tokens(slots_S, query_start_loc, positions_T)
         elif output.chunks:
@@ -347,6 +352,14 @@ class PersistentBatch:
             visible_T2,
             self._span_layers,
         )
+
+    def _visible_in_diffusion(
+        self, blocks: BlockDiffusion, slots_T: Int32Array, positions_T: Int32Array
+    ) -> Int32Array:
+        if not blocks.canvas_size:
+            return visible_in_blocks(positions_T, blocks.block_size)
+        num_known_T = self.num_tokens[slots_T]
+        return visible_in_canvases(positions_T, num_known_T, blocks.block_size, self._canvas_window)
 
     def num_drafts(self, output: SchedulerOutput) -> Int32Array:
         """Return how many drafts of each slot of the last plan the step may verify, int32 [N]."""

@@ -32,6 +32,20 @@ def visible_in_blocks(positions_T: Int32Array, block_size: int) -> Int32Array:
     return np.stack((positions_T, ends_T), 1).astype(np.int32)
 
 
+def visible_in_canvases(
+    positions_T: Int32Array, num_known_T: Int32Array, size: int, window: int
+) -> Int32Array:
+    """Return the range of positions that each token attends to, as `Spans` does, if `size` tokens are a canvas.
+
+    A canvas begins after the last of a request's known tokens, which attend to earlier ones. The tokens of a canvas
+    attend to all of it, and to those before it that the first one has in its window.
+    """
+    is_canvas_T = positions_T >= num_known_T
+    firsts_T = np.where(is_canvas_T, np.maximum(num_known_T + 1 - window, 0), positions_T)
+    ends_T = np.where(is_canvas_T, num_known_T + size, positions_T + 1)
+    return np.stack((firsts_T, ends_T), 1).astype(np.int32)
+
+
 def span_layers(kind: SpanKind | None) -> SpanLayers:
     """Return the layers in which the tokens of spans of this kind attend to later tokens of their span."""
     return SpanLayers.WITH_WINDOW if kind is SpanKind.IMAGE_IN_WINDOWS else SpanLayers.ALL

@@ -24,6 +24,7 @@ def unsupported_features(spec: ModelSpec) -> list[str]:
             spec.compressed is not None
             and (spec.head_dim % 16 != 0 or spec.compressed.indexer.head_dim % 2 != 0)
         ),
+        "canvases that a pass changes by what it predicts": spec.self_conditioning_size > 0,
         "layers that also attend to the keys of earlier ones": spec.loop_window > 0,
         "attention to images beside attention to tokens": (
             spec.source is not None

@@ -41,8 +41,10 @@ def count_kv_blocks(
     cache = config.cache
     num_uncertain = config.scheduler.max_uncertain_tokens
     max_step_tokens = max(config.scheduler.max_num_batched_tokens, num_uncertain)
+    canvas_size = config.scheduler.canvas_size
+    max_tokens = config.model.max_model_len + canvas_size
     blocks_per_request = max_request_blocks(
-        groups, config.model.max_model_len, max_step_tokens, cache.block_size, num_uncertain
+        groups, max_tokens, max_step_tokens, cache.block_size, num_uncertain
     )
     useful = blocks_per_request * config.scheduler.max_num_seqs + 1
     if config.model.is_encoder:
@@ -71,9 +73,10 @@ def count_kv_blocks(
             max(num_blocks - 1, 0),
             max_step_tokens,
             cache.block_size,
-            config.model.max_model_len,
+            max_tokens,
             num_uncertain,
         )
+        fits = max(fits - canvas_size, 0)
         needed = (blocks_per_request + 1) * block_bytes
         raise ConfigError(
             f"{origin} holds a KV cache of {fits} tokens, but a request may have "

@@ -29,7 +29,7 @@ from ..device.transfers import DownloadedOutput, to_device
 from ..models.torch_decoder import TorchDecoder
 from ..sampling import Grammar, SamplerOutput
 from ..sampling.masks import pack_bitmask
-from .denoising.denoising import Denoising
+from .denoising.denoiser import Denoiser
 from .device_forward import DeviceForward
 from .drafting.drafting import Drafting
 from .kv_cache import KVCache
@@ -57,7 +57,7 @@ class DeviceExecution:
         accelerator: Accelerator,
         speculative: SpeculativeConfig | None = None,
         draft_model: DraftModel | DraftHead | None = None,
-        denoising: Denoising | None = None,
+        denoising: Denoiser | None = None,
     ) -> None:
         self._model = model
         self._shard = model.shard

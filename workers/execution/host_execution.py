@@ -20,7 +20,7 @@ from ..cpu.decoding import NativeDecoding
 from ..cpu.drafts import Drafts, count_predictions
 from ..device.dtypes import AnyArray, as_tensor, torch_dtype
 from ..sampling import SamplerOutput, SamplingMetadata
-from .denoising.denoising import Denoising
+from .denoising.denoiser import Denoiser
 from .drafting.computed import ComputedRows
 from .drafting.drafting import Drafting, count_drafts, find_drafts, tokens_by_row
 from .drafting.verification import plan_verification
@@ -54,7 +54,7 @@ class HostExecution:
         pipeline: Pipeline,
         speculative: SpeculativeConfig | None = None,
         draft_model: DraftModel | DraftHead | None = None,
-        denoising: Denoising | None = None,
+        denoising: Denoiser | None = None,
     ) -> None:
         self._model = model
         self._shard = model.shard
@@ -209,7 +209,7 @@ class HostExecution:
         return result
 
     @torch.inference_mode()
-    def _denoise(self, denoising: Denoising, output: SchedulerOutput) -> ModelRunnerOutput:
+    def _denoise(self, denoising: Denoiser, output: SchedulerOutput) -> ModelRunnerOutput:
         plan = self._batch.plan(output)
         if not len(plan.slots_S):
             return ModelRunnerOutput(output.step)

@@ -19,6 +19,7 @@ from ..kv_transfer.connector import ConnectorContext, KVConnector, create_connec
 from ..kv_transfer.fingerprint import cache_fingerprint, divided_fingerprint
 from ..loaders import Checkpoint
 from ..models.lora.lora_loader import LoraLoader
+from .denoising.denoiser import Denoiser
 from .denoising.denoising import Denoising
 from .host_execution import HostExecution
 from .kv_cache import KVCache
@@ -122,9 +123,17 @@ class ModelRunner:
                 on_progress,
                 in_torch=accelerator is not None,
             )
-        denoising: Denoising | None = None
-        if (diffusion := config.scheduler.diffusion) is not None:
+        denoising: Denoiser | None = None
+        if (diffusion := config.scheduler.diffusion) is None:
+            pass
+        elif diffusion.renoising is None:
             denoising = Denoising(config.scheduler, diffusion, model, requests)
+        else:
+            from ..models.decoder import Decoder
+            from .denoising.canvases import CanvasDenoising
+
+            assert isinstance(model, Decoder)
+            denoising = CanvasDenoising(diffusion, diffusion.renoising, model, requests)
         if accelerator is None:
             self._execution = HostExecution(
                 model, requests, kv_cache, pipeline, speculative, self._draft_model, denoising

@@ -65,9 +65,10 @@ class RequestStates:
             if source is None
             else dict.fromkeys(model.spec.cross_groups, source.max_positions),
             keeps_tokens_on_host=keeps_tokens_on_host,
-            diffusion_block=0 if diffusion is None else diffusion.block_size,
+            diffusion=diffusion,
+            canvas_window=model.spec.longest_window,
         )
-        self._is_diffusion = diffusion is not None
+        self._has_masks = diffusion is not None and not diffusion.canvas_size
         self.sampler = model.make_sampler(self.batch)
         scorer = None
         if isinstance(model, NativeDecoder):
@@ -123,7 +124,7 @@ class RequestStates:
             tokens = int32_view(new.token_ids)
             prompt, generated = np.split(tokens, [new.num_prompt_tokens])
             params = new.sampling_params
-            if self._is_diffusion:
+            if self._has_masks:
                 params = with_logprobs(params)
             self.sampler.add_request(new.slot, params, prompt, new.eos_token_ids, generated)
             if params.returned_states is not None:

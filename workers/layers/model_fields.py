@@ -67,6 +67,11 @@ class ModelFields(msgspec.Struct, frozen=True, kw_only=True):
     """True if embeddings are normed."""
     places_after_norm: bool = False
     """True if embeddings of images and audio replace those of tokens after the norm, so they are not normed."""
+    self_conditioning_size: int = 0
+    """The size of an MLP that changes the embeddings of a canvas by what the last pass predicted; 0 without canvases.
+
+    Layers then have other layer scales for tokens before a canvas.
+    """
     num_unused_embeddings: int = 0
     """The number of last rows of the embedding that belong to no token."""
     num_positions: int = 0

@@ -54,6 +54,13 @@ class ModelSpec(ModelFields, frozen=True, kw_only=True):
         return self.text_spans if self.encoder is None else self.encoder.span_kind
 
     @property
+    def longest_window(self) -> int:
+        """The largest number of tokens in a window of a layer; 0 without windows."""
+        return max(
+            (layer.window for layer in self.layers if isinstance(layer.window, int)), default=0
+        )
+
+    @property
     def tells_segments(self) -> bool:
         """True if the second text of a pair has its own token type. Only classification heads read pairs."""
         return self.num_token_types > 1 and ScoreHeadSpec.reads_pairs(self.score_head)

@@ -60,6 +60,7 @@ from .stage.head import OutputHead
 from .stage.kept_inputs import KeptInputs
 from .stage.layer_inputs import read_layer_inputs
 from .stage.passed_state import PassedState
+from .stage.self_conditioning import SelfConditioning
 from .torch_decoder import TorchDecoder
 from .weights import ProgressCallback, WeightReader, weight_reader
 
@@ -121,6 +122,7 @@ class Decoder(TorchDecoder):
         self._embedding: TokenEmbedding | None = None
         if embeds and embedding_vD is not None:
             self._embedding = TokenEmbedding(source, embedding_vD, loras, max_model_len)
+        self._conditioning = SelfConditioning(source) if spec.self_conditioning_size else None
         self._layer_inputs = read_layer_inputs(source)
         layers = spec.layers[shard.layers.start : shard.layers.stop]
         self._width = spec.stage_width(len(spec.layers))
@@ -193,6 +195,7 @@ class Decoder(TorchDecoder):
             for layer in self._layers:
                 if layer.cross is not None:
                     layer.cross.reads_T1 = self.reads_T1
+        is_canvas_T1 = None if self.canvases is None else self.canvases.mask(len(x_TD))
         block_TD, caches = None, iter(kv_caches)
         num_own = len(self._layers)
         own, rest = layer_inputs[:num_own], layer_inputs[num_own:]
@@ -215,6 +218,7 @@ class Decoder(TorchDecoder):
                     [(next(caches), attn_metadata[group]) for group in described.cache_groups],
                     inputs_TP,
                     described.weights is not None,
+                    is_canvas_T1,
                 ),
             )
             if index in added_after:
@@ -241,6 +245,8 @@ class Decoder(TorchDecoder):
         layer_inputs: Sequence[Tensor] = ()
         if self._embedding is not None:
             x_TD = self._embedding.forward(inputs, positions_T, self.placed, self.earlier_TW)
+            if self._conditioning is not None and self.canvases is not None:
+                x_TD = self._conditioning.apply(x_TD, self.canvases)
             if self._layer_inputs is not None:
                 layer_inputs = self._layer_inputs.of_tokens(inputs, x_TD, self.placed)
             x_TD = self._embedding.expand(x_TD)
@@ -298,6 +304,15 @@ class Decoder(TorchDecoder):
         """
         assert self._embedding is not None
         return self._embedding.base_rows(ids_T)
+
+    @torch.inference_mode()
+    def mix_embeddings(self, probabilities_KV: Tensor) -> Tensor:
+        """Return the mean embeddings [K, D] of the tokens of distributions, as `embed` returns them.
+
+        All tensor-parallel ranks must call this with the same probabilities at the same time.
+        """
+        assert self._embedding is not None
+        return self._embedding.mix(probabilities_KV)
 
     @torch.inference_mode()
     def choose_tokens(

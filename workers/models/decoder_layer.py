@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 
 from ...protocol.checkpoint.recurrent_layers import ConvolvedAttention
@@ -135,6 +136,8 @@ class DecoderLayer:
         self._scale_1: Tensor | None = None
         if spec.has_layer_scales:
             self._scale_1 = weights.read(f"{prefix}layer_scalar", 1)
+        if spec.self_conditioning_size:
+            self._scale_before_canvas_1 = weights.read(f"{prefix}scale_before_canvas", 1)
         self._beside: ExpertsBesideMLP | None = None
         self._mlp: MLP | Experts | PairExperts | None = None
         self.shortcut: Experts | None = None
@@ -227,7 +230,10 @@ class DecoderLayer:
             block_TD = self._per_layer.forward(x_TD, step.own_TP)
         if self._scale_1 is None:
             return block_TD
-        added(x_TD, block_TD, self._spec, None).mul_(self._scale_1)
+        scale = self._scale_1
+        if step.is_canvas_T1 is not None:
+            scale = torch.where(step.is_canvas_T1, scale, self._scale_before_canvas_1)
+        added(x_TD, block_TD, self._spec, None).mul_(scale)
         return None
 
     def _feed(self, x_TD: Any, inputs_TP: Tensor | None) -> Tensor:

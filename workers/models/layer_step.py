@@ -17,7 +17,8 @@ class LayerStep(NamedTuple):
     """The positions of the tokens, the tables of the layer's rotary embedding, its caches, and its own input.
 
     `caches` are the tensors and the metadata of the layer's KV-cache groups. `own_TP` is an input that only this layer
-    gets, if it gets one. `is_repeated` is true if the layer was already computed for the same tokens.
+    gets, if it gets one. `is_repeated` is true if the layer was already computed for the same tokens. `is_canvas_T1`
+    are the tokens of canvases, bool [T, 1]; None in models without canvases.
     """
 
     positions_T: Tensor
@@ -25,3 +26,4 @@ class LayerStep(NamedTuple):
     caches: Sequence[tuple[Tensor, Any]]
     own_TP: Tensor | None
     is_repeated: bool = False
+    is_canvas_T1: Tensor | None = None

@@ -24,6 +24,7 @@ from .cross_attention import QueryRecorder
 from .encoder import Encoder
 from .lora.adapters import LoraAdapters
 from .score_head import ScoreHead
+from .stage.self_conditioning import Canvases
 
 
 class TorchDecoder(ABC):
@@ -58,6 +59,9 @@ class TorchDecoder(ABC):
 
     earlier_TW: Tensor | None = None
     """The `ModelSpec.num_earlier_tokens` before each token of the step, the last one first; negative for none."""
+
+    canvases: Canvases | None = None
+    """The canvases of the current step; None in models without canvases."""
 
     reads_T1: Tensor | None = None
     """A mask of the step's tokens that read images by cross attention, bool [T, 1]; None if none does."""

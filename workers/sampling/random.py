@@ -32,6 +32,7 @@ class Stream(IntEnum):
 
     TOKEN = 0
     XTC = 1
+    CANVAS = 2
 
 
 def philox(counter: Uint64Array, key: Uint64Array) -> Uint64Array:

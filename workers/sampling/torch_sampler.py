@@ -114,11 +114,22 @@ class TorchSampler(Sampler):
         self, logits_SV: torch.Tensor, slots_S: Int32Array, positions_S: Int32Array
     ) -> torch.Tensor:
         """Return the tokens, int64 [S], that `sample` would choose without a grammar, without recording them."""
-        metadata = self.describe(slots_S)
         logits_SV = logits_SV.contiguous()
-        changes = self._change(logits_SV, metadata, positions_S)
+        self.change(logits_SV, slots_S, positions_S)
+        return self.choose(logits_SV, slots_S, positions_S).clip(0)
+
+    def change(self, logits_SV: torch.Tensor, slots_S: Int32Array, positions_S: Int32Array) -> None:
+        """Apply the changes that the requests ask for to contiguous logits, in place."""
+        self._change(logits_SV, self.describe(slots_S), positions_S)
+
+    def choose(
+        self, logits_SV: torch.Tensor, slots_S: Int32Array, positions_S: Int32Array
+    ) -> torch.Tensor:
+        """Return the tokens or marks, int64 [S], for changed logits, which are overwritten."""
+        metadata = self.describe(slots_S)
+        changes = self._changes_for(metadata) if metadata.changes_logits else None
         self._apply_samplers(logits_SV, changes, metadata, positions_S)
-        return self._choose(logits_SV, metadata, positions_S).clip(0)
+        return self._choose(logits_SV, metadata, positions_S)
 
     def _change(
         self, logits_SV: torch.Tensor, metadata: SamplingMetadata, positions_S: Int32Array

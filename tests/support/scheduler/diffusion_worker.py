@@ -1,7 +1,8 @@
-"""A worker without a model that fills blocks of masks.
+"""Workers without a model that fill blocks of masks, or canvases.
 
-The "KV entry" of a position is a fingerprint of all tokens up to the end of its block, because it depends on them. A
-pass writes other entries for the block that it denoises. The tokens of a block are those of `ModelWorker`.
+The "KV entry" of a position is a fingerprint of the tokens on which it depends: those up to the end of its block, or up
+to itself before a canvas. A pass writes other entries for the block that it denoises. The tokens of a block are those
+of `ModelWorker`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from engine.protocol.arrays import int32_bytes
+from engine.protocol.config.diffusion import BlockDiffusion
 from engine.protocol.worker_messages import ModelRunnerOutput, SchedulerOutput
 from support.scheduler.model_worker import ModelWorker, Row, choose_token
 
@@ -38,11 +40,11 @@ class DiffusionWorker(ModelWorker):
         for position, slot in enumerate(self.batch):
             row, count = self.rows[slot], counts[position]
             start = row.num_computed_tokens
-            assert not start % self.unit and not count % self.unit
+            self._check_chunk(start, count)
             num_prompt = min(start + count, row.num_prompt_tokens)
             self.num_prompt_tokens_computed += max(num_prompt - start, 0)
             known = len(row.token_ids)
-            end = known - known % self.unit
+            end = self._block_start(known)
             samples = start + count > known
             assert start + count == end + self.unit if samples else start + count <= end
             certain = end if samples else start + count
@@ -66,6 +68,12 @@ class DiffusionWorker(ModelWorker):
             kv_connector_output=self.transfers.end_step(),
         )
 
+    def _check_chunk(self, start: int, count: int) -> None:
+        assert not start % self.unit and not count % self.unit
+
+    def _block_start(self, known: int) -> int:
+        return known - known % self.unit
+
     def _entry(self, row: Row, index: int) -> int:
         return row.fingerprints[index - index % self.unit + self.unit - 1]
 
@@ -78,3 +86,23 @@ class DiffusionWorker(ModelWorker):
         for _ in range(count):
             row.append(choose_token(row.fingerprints[-1], self.vocab_size))
         return row.token_ids[-count:]
+
+
+class CanvasWorker(DiffusionWorker):
+    """Fills canvases, which begin after the last known token."""
+
+    def _check_chunk(self, start: int, count: int) -> None:
+        assert count
+
+    def _block_start(self, known: int) -> int:
+        return known
+
+    def _entry(self, row: Row, index: int) -> int:
+        return row.fingerprints[index]
+
+
+def worker_class(diffusion: BlockDiffusion | None) -> type[ModelWorker]:
+    """Return the class of workers for a model with these blocks; None if it generates token by token."""
+    if diffusion is None:
+        return ModelWorker
+    return DiffusionWorker if diffusion.renoising is None else CanvasWorker

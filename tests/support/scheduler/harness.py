@@ -40,10 +40,10 @@ from engine.protocol.pooling_params import PoolingParams
 from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.worker_messages import GrammarOutput, SchedulerOutput
 from support.scheduler.client_view import REFUSED, ClientView, Key, adapter, run_alone
-from support.scheduler.diffusion_worker import DiffusionWorker
+from support.scheduler.diffusion_worker import worker_class
 from support.scheduler.model_connector import ModelConnector
 from support.scheduler.model_grammar import ModelGrammar
-from support.scheduler.model_worker import ModelWorker, Row
+from support.scheduler.model_worker import Row
 
 
 class Harness:
@@ -113,17 +113,18 @@ class Harness:
             num_uncertain += speculative.num_lookahead_tokens
         self.max_total_tokens = min(
             max_model_len,
-            (self.config.diffusion is None)
+            (self.config.token_unit == 1)
             + max_request_tokens(
                 groups,
                 num_blocks - 1,
                 max(self.config.max_num_batched_tokens, num_uncertain),
                 block_size,
-                max_model_len,
+                max_model_len + self.config.canvas_size,
                 num_uncertain,
-            ),
+            )
+            - self.config.canvas_size,
         )
-        self.worker = (DiffusionWorker if self.config.diffusion else ModelWorker)(
+        self.worker = worker_class(self.config.diffusion)(
             num_blocks=num_blocks,
             block_size=block_size,
             vocab_size=vocab_size,

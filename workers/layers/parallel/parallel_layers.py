@@ -76,6 +76,13 @@ class VocabParallelEmbedding:
         """Return the embeddings [T, D] of tokens, summed over the ranks, without `change`."""
         return self._sum(input_ids_T, None)
 
+    def mix(self, probabilities_KV: Tensor) -> Tensor:
+        """Return the mean embeddings [K, D] of the tokens of distributions, summed over the ranks, without `change`."""
+        assert isinstance(self._weight_vD, Tensor)
+        part = self._vocabulary
+        probabilities_Kv = probabilities_KV[:, part.start : part.stop].to(self._weight_vD.dtype)
+        return self._tensor_parallel.sum(probabilities_Kv @ self._weight_vD)
+
     def _sum(self, input_ids_T: Tensor, change: Callable[[Tensor, Tensor], None] | None) -> Tensor:
         if self._tensor_parallel.size == 1:
             return self._own_rows(input_ids_T, change)

@@ -1,4 +1,4 @@
-"""Block-diffusion families, which fill blocks of masks. Their layers are those of models that generate by tokens."""
+"""Block-diffusion families. Their layers are those of models that generate by tokens."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from ....protocol.checkpoint.config_fields import ConfigFields
 from ...layers.spec import ModelSpec
 from .common import Family
 from .experts import qwen3_moe
+from .gemma import gemma4
 from .llama import qwen3
 from .sigmoid_experts import ling2
 
@@ -45,7 +46,38 @@ def _llada2(fields: ConfigFields) -> ModelSpec:
     return replace(spec, layers=layers)
 
 
+def _diffusion_gemma(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a DiffusionGemma, a Gemma 4 with experts whose tokens in canvases attend to each other.
+
+    A context encoder and a decoder of canvases share all weights but the scales of layers.
+    """
+    spec = gemma4(
+        fields.with_defaults(final_logit_softcapping=30.0).with_values(
+            {
+                "enable_moe_block": True,
+                "attention_k_eq_v": True,
+                "hidden_size_per_layer_input": 0,
+                "num_kv_shared_layers": 0,
+                "use_double_wide_mlp": False,
+            }
+        )
+    )
+    size = fields.optional_integer("self_conditioning_size") or fields.integer("intermediate_size")
+    encoder = r"\.encoder\.language_model\."
+    return replace(
+        spec,
+        self_conditioning_size=size,
+        unit_norms=(*spec.unit_norms, "post_norm"),
+        tensor_names=(
+            (rf"{encoder}(layers\.\d+)\.layer_scalar$", r".decoder.\1.scale_before_canvas"),
+            (rf".*{encoder}.*", ""),
+            *spec.tensor_names,
+        ),
+    )
+
+
 FAMILIES = (
+    Family("DiffusionGemmaForBlockDiffusion", "diffusion_gemma", _diffusion_gemma),
     Family("LLaDA2MoeModelLM", "llada2_moe", _llada2),
     Family("SDARForCausalLM", "sdar", qwen3),
     Family("SDARMoeForCausalLM", "sdar_moe", qwen3_moe),

@@ -302,7 +302,8 @@ def _gemma3n(fields: ConfigFields) -> ModelSpec:
     return _gemma_with_shared_layers(fields, layers, per_layer_inputs=per_layer_inputs, altup=altup)
 
 
-def _gemma4(fields: ConfigFields) -> ModelSpec:
+def gemma4(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a Gemma 4."""
     fields = fields.with_defaults(**_GEMMA4_DEFAULTS)
     num_layers = fields.layer_count("num_hidden_layers")
     slides = sliding_layers(fields, lambda i: (i + 1) % 6 != 0)
@@ -363,7 +364,7 @@ def _gemma4(fields: ConfigFields) -> ModelSpec:
 
 
 def _gemma4_unified(fields: ConfigFields) -> ModelSpec:
-    return _gemma4(fields.with_defaults(**_GEMMA4_UNIFIED_DEFAULTS))
+    return gemma4(fields.with_defaults(**_GEMMA4_UNIFIED_DEFAULTS))
 
 
 def _embedding_gemma2(fields: ConfigFields) -> ModelSpec:
@@ -373,7 +374,7 @@ def _embedding_gemma2(fields: ConfigFields) -> ModelSpec:
     # The window extends as far after a token as before it.
     window = fields.integer("sliding_window") + 1
     text = fields.with_values({"sliding_window": window, "hidden_size_per_layer_input": 0})
-    spec = _gemma4(text)
+    spec = gemma4(text)
     return replace(
         spec,
         per_layer_inputs=inputs,
@@ -460,8 +461,8 @@ FAMILIES = (
     Family("Gemma3ForConditionalGeneration", "gemma3", _gemma3),
     Family("Gemma3nForCausalLM", "gemma3n_text", _gemma3n),
     Family("Gemma3nForConditionalGeneration", "gemma3n", _gemma3n),
-    Family("Gemma4ForCausalLM", "gemma4_text", _gemma4),
-    Family("Gemma4ForConditionalGeneration", "gemma4", _gemma4),
+    Family("Gemma4ForCausalLM", "gemma4_text", gemma4),
+    Family("Gemma4ForConditionalGeneration", "gemma4", gemma4),
     Family("Gemma4UnifiedForCausalLM", "gemma4_unified_text", _gemma4_unified),
     Family("Gemma4UnifiedForConditionalGeneration", "gemma4_unified", _gemma4_unified),
     Family("EmbeddingGemma2Model", "embedding_gemma2", _embedding_gemma2),

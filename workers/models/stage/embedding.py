@@ -159,6 +159,10 @@ class TokenEmbedding:
         """Return the scaled embeddings, float32 [T, E], without those of adapters, types and positions."""
         return self._embed.base_rows(ids_T).float() * self._scale
 
+    def mix(self, probabilities_KV: Tensor) -> Tensor:
+        """Return the mean scaled embeddings [K, E] of the tokens of distributions, without those of adapters."""
+        return self._embed.mix(probabilities_KV) * self._scale
+
     def _with_type(self, ids_T: Tensor, positions_T: Tensor) -> Tensor:
         if self._first_type_D is None:
             return self._embed(ids_T)

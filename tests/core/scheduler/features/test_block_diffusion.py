@@ -6,7 +6,7 @@ import random
 
 import pytest
 from engine.protocol.config import PreemptionMode, SchedulingPolicy
-from engine.protocol.config.diffusion import BlockDiffusion
+from engine.protocol.config.diffusion import BlockDiffusion, Renoising
 from engine.protocol.messages import EventKind
 from support.scheduler.diffusion_worker import DiffusionWorker
 from support.scheduler.harness import Harness
@@ -14,16 +14,21 @@ from support.scheduler.recorded_harness import RecordedHarness, replay
 
 UNIT = DiffusionWorker.unit
 BLOCKS = BlockDiffusion(UNIT, 1)
+CANVASES = BlockDiffusion(UNIT, renoising=Renoising())
+KINDS = pytest.mark.parametrize("kind", [BLOCKS, CANVASES], ids=["blocks", "canvases"])
 
 
-def make_harness(**settings: object) -> Harness:
-    return Harness(diffusion=BLOCKS, block_size=8, async_scheduling=False, **settings)
+def make_harness(kind: BlockDiffusion = BLOCKS, **settings: object) -> Harness:
+    return Harness(diffusion=kind, block_size=8, async_scheduling=False, **settings)
 
 
+@KINDS
 @pytest.mark.parametrize("prompt", range(1, 10))
 @pytest.mark.parametrize("max_tokens", [1, 3, 4, 9])
-def test_a_request_gets_whole_blocks_up_to_its_limit(prompt: int, max_tokens: int) -> None:
-    harness = make_harness()
+def test_a_request_gets_whole_blocks_up_to_its_limit(
+    kind: BlockDiffusion, prompt: int, max_tokens: int
+) -> None:
+    harness = make_harness(kind)
     key = harness.add(prompt, max_tokens)
     received = harness.received[key]
     sizes = []
@@ -33,7 +38,7 @@ def test_a_request_gets_whole_blocks_up_to_its_limit(prompt: int, max_tokens: in
         sizes.append(len(received.token_ids) - before)
     harness.check_empty()
     sizes = [size for size in sizes if size]
-    first = min(UNIT - prompt % UNIT, max_tokens)
+    first = min(UNIT if kind is CANVASES else UNIT - prompt % UNIT, max_tokens)
     rest = max_tokens - first
     assert sizes == [first, *[UNIT] * (rest // UNIT), *filter(None, [rest % UNIT])]
     assert received.num_events(EventKind.FIRST_TOKEN) == 1
@@ -51,11 +56,12 @@ def test_a_block_of_an_answer_is_cached_once_it_is_computed_with_the_next() -> N
     harness.drain()
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_random_traffic_gives_the_same_tokens_and_replays(seed: int) -> None:
+@KINDS
+@pytest.mark.parametrize("seed", range(30))
+def test_random_traffic_gives_the_same_tokens_and_replays(kind: BlockDiffusion, seed: int) -> None:
     rng = random.Random(seed)
     harness = RecordedHarness(
-        diffusion=BLOCKS,
+        diffusion=kind,
         async_scheduling=False,
         max_in_flight=rng.choice((1, 2)),
         block_size=UNIT * rng.choice((1, 2, 4)),
@@ -100,10 +106,11 @@ def test_random_traffic_gives_the_same_tokens_and_replays(seed: int) -> None:
     replay(harness.dump())
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_the_next_core_continues_with_the_computed_blocks(seed: int) -> None:
+@KINDS
+@pytest.mark.parametrize("seed", range(15))
+def test_the_next_core_continues_with_the_computed_blocks(kind: BlockDiffusion, seed: int) -> None:
     rng = random.Random(seed)
-    harness = make_harness(num_blocks=80)
+    harness = make_harness(kind, num_blocks=80)
     prompts = [[number] * length for number, length in enumerate((1, 7, 8, 23, 40))]
     for prompt in prompts:
         harness.add(prompt, 30)
