@@ -31,6 +31,7 @@ from .groups.hidden_states import end_states
 from .groups.recent_requests import RecentRequest, RecentRequests
 from .replicas.core_load import CoreLoad
 from .request_group import RequestGroup, Sequence
+from .sequence_io import FastStream
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,9 @@ WAKE_S: Final = 0.005
 
 One turn of a reader takes up to `WRITE_S`.
 """
+
+STREAMS_AT_ONCE: Final = 256
+"""Number of streams that are written before other callbacks run; takes about 2 ms."""
 
 MAX_DELIVERY_TIMES: Final = 32
 """Maximum delivery times that are kept until the next request."""
@@ -78,6 +82,8 @@ class OutputProcessor:
         self._recent_requests = RecentRequests()
         self._metrics = metrics
         self._abort = abort
+        self._streamed: deque[Sequence] = deque()
+        """The sequences whose streams write new output before their readers are woken."""
         self._woken: deque[RequestGroup] = deque()
         self._is_wake_scheduled = False
         self._delivery_times: deque[float] = deque(maxlen=MAX_DELIVERY_TIMES)
@@ -259,24 +265,27 @@ class OutputProcessor:
 
     def _schedule_wake(self, sequences: list[Sequence]) -> None:
         """Schedule a wake-up of the sequences' readers, for after the whole message has been applied."""
-        woken = self._woken
         for sequence in sequences:
-            group = sequence.group
-            if not sequence.has_updates:
-                sequence.has_updates = True
-                group.updates.append(sequence)
-            if not group.is_woken:
-                woken.append(group)
-                group.is_woken = True
-        if woken:
+            is_new = not sequence.has_updates
+            sequence.has_updates = True
+            if sequence.fast_stream is None:
+                if is_new:
+                    sequence.group.updates.append(sequence)
+                self._wake(sequence.group)
+            elif is_new:
+                self._streamed.append(sequence)
+        if sequences:
             self._schedule_readers()
 
     def wake_soon(self, group: RequestGroup) -> None:
         """Wake a group's reader after the other pending callbacks."""
+        self._wake(group)
+        self._schedule_readers()
+
+    def _wake(self, group: RequestGroup) -> None:
         if not group.is_woken:
             self._woken.append(group)
             group.is_woken = True
-        self._schedule_readers()
 
     def resume(self) -> None:
         """Wake the readers although a callback that should have done it has failed."""
@@ -294,7 +303,12 @@ class OutputProcessor:
         self._is_wake_scheduled = False
         end = time.monotonic() + WAKE_S
         since = self._unsent_since
+        streamed = self._streamed
         try:
+            if streamed:
+                self._write_streamed()
+                if since:
+                    self._delivery_times.append(time.monotonic() - since)
             while self._woken:
                 group = self._woken.popleft()
                 group.is_woken = False
@@ -309,10 +323,28 @@ class OutputProcessor:
                     break
         finally:
             # The other readers are woken although one has failed.
-            if self._woken:
+            if streamed or self._woken:
                 self._schedule_readers()
-        if not self._woken:
+        if not (streamed or self._woken):
             self._unsent_since = 0.0
+
+    def _write_streamed(self) -> None:
+        """Write the new output of up to `STREAMS_AT_ONCE` streams, or pass it to their readers.
+
+        All is encoded before the first write, which wakes up the client's process.
+        """
+        encoded: list[tuple[FastStream, bytes]] = []
+        for _ in range(min(len(self._streamed), STREAMS_AT_ONCE)):
+            sequence = self._streamed.popleft()
+            stream = sequence.fast_stream
+            body = None if stream is None else stream.encode_text()
+            if stream is None or body is None:
+                sequence.group.updates.append(sequence)
+                self._wake(sequence.group)
+            else:
+                encoded.append((stream, body))
+        for stream, body in encoded:
+            stream.write_text(body)
 
     def _find_rows(self, outputs: EngineCoreOutputs) -> _Rows:
         rows = self._last_rows.get(outputs.core_index)

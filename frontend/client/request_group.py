@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain, islice
 from typing import Final
 
@@ -23,7 +24,7 @@ from .groups.recording import Recording
 from .groups.repetition import REPETITION, RepetitionSearch
 from .logprobs import Logprobs, PositionLogprobs, iterate_logprobs
 from .replicas.core_load import CoreLoad
-from .sequence_io import LOGPROBS_AT_ONCE, TOKENS_AT_ONCE, UNLIMITED, Delta
+from .sequence_io import LOGPROBS_AT_ONCE, TOKENS_AT_ONCE, UNLIMITED, Delta, FastStream
 
 SUSPICIOUS_SILENT_CRASHES: Final = 2
 """Number of silent core crashes after which a sequence is computed alone."""
@@ -36,6 +37,7 @@ class Sequence:
     measures the others.
 
     Attributes:
+        fast_stream: Called with new output before the group's reader, if it is set.
         token_ids: All generated tokens. The reader is woken when their number reaches `wake_at`.
         scheduler_time, core_time: Seconds of the scheduler, and of CPU cores or GPUs; 0.0 if the frontend ended it.
         epoch: The epoch of the core that the sequence was last sent to; 0 for none.
@@ -52,7 +54,6 @@ class Sequence:
 
     __slots__ = (
         "_detokenizer",
-        "_num_read",
         "_num_tokens_when_lost",
         "_repetition",
         "_text",
@@ -61,6 +62,7 @@ class Sequence:
         "core_time",
         "epoch",
         "error",
+        "fast_stream",
         "finish_reason",
         "finish_time",
         "first_token_time",
@@ -81,6 +83,7 @@ class Sequence:
         "num_losses",
         "num_preemptions",
         "num_prompt_tokens",
+        "num_read_tokens",
         "num_rejected_predictions",
         "num_silent_crashes",
         "params",
@@ -124,7 +127,7 @@ class Sequence:
         self.is_watched = bool(params.stop or params.stop_regex) or self._repetition is not None
         self.recoveries: tuple[Recovery, ...] = ()
         self.group: RequestGroup
-        self.position = self._num_read = 0
+        self.position = self.num_read_tokens = 0
         self.token_ids = array("i")
         self.wake_at = 1
         self.logprobs: list[TokenLogprobs] = []
@@ -140,6 +143,7 @@ class Sequence:
         self._detokenizer = detokenizer
         self._text, self.pooled = "", b""
         self.states: CollectedStates | None = None
+        self.fast_stream: FastStream | None = None
 
     def assign(self, core_index: int, load: CoreLoad, routing_keys: list[int]) -> None:
         """Set the core that computes the sequence."""
@@ -164,11 +168,6 @@ class Sequence:
     def num_generated_tokens(self) -> int:
         """The number of generated tokens."""
         return len(self.token_ids)
-
-    @property
-    def num_read_tokens(self) -> int:
-        """The number of tokens that the reader has received."""
-        return self._num_read
 
     def resubmission(self, request_index: int) -> EngineCoreRequest:
         """Return the request for the remaining tokens, for a core that has not received the sequence before."""
@@ -234,15 +233,12 @@ class Sequence:
 
     @property
     def prompt_logprobs(self) -> list[PositionLogprobs | None] | None:
-        """One entry per prompt token, None for the first; None if they were not requested.
-
-        The list is complete once the first token has been read.
-        """
-        has_any = self.params.prompt_logprobs is not None
-        return list(self.iterate_prompt_logprobs()) if has_any else None
+        """All entries of `iterate_prompt_logprobs`; None if they were not requested."""
+        is_wanted = self.params.prompt_logprobs is not None
+        return list(self.iterate_prompt_logprobs()) if is_wanted else None
 
     def iterate_prompt_logprobs(self) -> Iterator[PositionLogprobs | None]:
-        """Yield the entries of `prompt_logprobs` one by one, because the whole list needs much more memory."""
+        """Yield one entry per prompt token, None for the first, once the first token of the output was read."""
         yield None
         yield from iterate_logprobs(self.prompt_logprob_messages)
 
@@ -278,7 +274,7 @@ class Sequence:
 
     def read(self) -> Delta:
         """Return all output since the last read, and mark it as read."""
-        token_ids = self.token_ids[self._num_read :].tolist()
+        token_ids = self.token_ids[self.num_read_tokens :].tolist()
         text = self.read_text(UNLIMITED)
         logprobs = None
         if self.params.logprobs is not None:
@@ -298,7 +294,7 @@ class Sequence:
             num_entries = 1 + params.logprobs + len(params.logprob_token_ids)
             is_limited = params.logprobs >= 0  # -1 requests the whole vocabulary.
             limit = min(limit, max(1, LOGPROBS_AT_ONCE // num_entries) if is_limited else 1)
-        if len(self.token_ids) - self._num_read > limit:
+        if len(self.token_ids) - self.num_read_tokens > limit:
             return self._read_part(limit)
         return self.read()
 
@@ -310,11 +306,13 @@ class Sequence:
             while num_positions < num_tokens and num_messages < len(self.logprobs):
                 num_positions += self.logprobs[num_messages].num_positions
                 num_messages += 1
-            num_tokens = min(num_positions or num_tokens, len(self.token_ids) - self._num_read)
+            num_tokens = min(
+                num_positions or num_tokens, len(self.token_ids) - self.num_read_tokens
+            )
             logprobs = Logprobs(self.logprobs[:num_messages], num_tokens)
             del self.logprobs[:num_messages]
-        start = self._num_read
-        end = self._num_read = start + num_tokens
+        start = self.num_read_tokens
+        end = self.num_read_tokens = start + num_tokens
         text, self._text = self._text, ""
         detokenizer = self._detokenizer
         is_end = self.finish_reason is FinishReason.STOP and end == len(self.token_ids)
@@ -332,21 +330,30 @@ class Sequence:
         sequence again for the rest.
         """
         num_tokens = len(self.token_ids)
-        if num_tokens - self._num_read > max_tokens:
+        if num_tokens - self.num_read_tokens > max_tokens:
             return self._read_part(max_tokens).text
-        self._num_read = num_tokens
+        self.num_read_tokens = num_tokens
         self.wake_at = num_tokens + self.group.stream_interval
         self.has_updates = False
         text, self._text = self._text, ""
         if (detokenizer := self._detokenizer) is None:
             return text
         if self.finish_reason is None:
-            if detokenizer.num_tokens == num_tokens - 1:
-                return text + detokenizer.append_one(self.token_ids[-1])
             return text + detokenizer.append(self.token_ids[detokenizer.num_tokens :])
         self._detokenizer = None
         new = self._tokens_with_text(detokenizer, self.finish_reason is FinishReason.STOP)
         return text + detokenizer.append(new, finished=True)
+
+    def read_as_json(self) -> bytes | None:
+        """Return the text of one new token as JSON without quotes; None if another method must read the new output."""
+        token_ids, detokenizer = self.token_ids, self._detokenizer
+        num_tokens = len(token_ids)
+        is_one = num_tokens - self.num_read_tokens == 1 and self.finish_reason is None
+        text = detokenizer.append_as_json(token_ids[-1]) if is_one and detokenizer else None
+        if text is not None:
+            self.num_read_tokens, self.has_updates = num_tokens, False
+            self.wake_at = num_tokens + self.group.stream_interval
+        return text
 
     def _tokens_with_text(
         self, detokenizer: IncrementalDetokenizer, ended_by_token: bool
@@ -362,14 +369,13 @@ class RequestGroup:
     """The sequences of one request, with `num_outputs` of them per prompt.
 
     A group has one reader: a task that calls `wait_for_updates` or `result`, or the callback `on_update`. The callback
-    calls `take_updates`, and returns True to be called again, because it could not process all updates.
+    calls `take_updates`, and returns True to be called again. `wake_soon` schedules a turn of the reader.
     """
 
     __slots__ = (
         "_num_outputs",
         "_on_abort",
         "_waiter",
-        "_wake_soon",
         "deadline_timer",
         "is_woken",
         "num_unfinished",
@@ -380,6 +386,7 @@ class RequestGroup:
         "stream_interval",
         "trace",
         "updates",
+        "wake_soon",
     )
 
     def __init__(
@@ -402,7 +409,7 @@ class RequestGroup:
         self.is_woken = False
         self._waiter: asyncio.Future[None] | None = None
         self._on_abort = on_abort
-        self._wake_soon = wake_soon
+        self.wake_soon = partial(wake_soon, self)
         self.deadline_timer: asyncio.TimerHandle | None = None
         self.recording: Recording | None = None
         self.trace: RequestTrace | None = None
@@ -483,10 +490,6 @@ class RequestGroup:
         if self.trace is not None:
             self.trace.record_group(self)
 
-    def wake_soon(self) -> None:
-        """Schedule a turn of the reader."""
-        self._wake_soon(self)
-
     def wake(self) -> None:
         """Wake the waiting reader task."""
         if self._waiter is not None and not self._waiter.done():
@@ -494,7 +497,4 @@ class RequestGroup:
 
     async def _wait(self) -> None:
         self._waiter = asyncio.get_running_loop().create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
+        await self._waiter

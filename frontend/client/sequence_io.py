@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
@@ -94,6 +94,16 @@ class Delta(msgspec.Struct, gc=False):
     stop_reason: int | str | None = None
     error: str | None = None
     retry_after_s: float = 0.0
+
+
+class FastStream(Protocol):
+    """Writes the new output of one sequence without the reader of its group."""
+
+    def encode_text(self) -> bytes | None:
+        """Return the new output encoded; None, without reading it, if the group's reader must write it."""
+
+    def write_text(self, body: bytes) -> None:
+        """Write encoded output, which may be empty. This raises nothing."""
 
 
 def params_for_output(params: SamplingParams, j: int) -> SamplingParams:

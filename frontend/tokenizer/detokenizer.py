@@ -30,6 +30,7 @@ class IncrementalDetokenizer:
         "_bytes_of",
         "_held",
         "_include_stop",
+        "_json",
         "_min_tokens",
         "_stop_strings",
         "_strips",
@@ -52,6 +53,7 @@ class IncrementalDetokenizer:
     ) -> None:
         self._bytes_of = tokenizer.bytes_by_id(skip_special_tokens).__getitem__
         self._texts = tokenizer.text_by_id(skip_special_tokens)
+        self._json = tokenizer.json_by_id(skip_special_tokens)
         self._stop_strings: StopStrings | StopPatterns | None = None
         if stop_regex:
             self._stop_strings = StopPatterns(tuple(stop), tuple(stop_regex))
@@ -80,14 +82,16 @@ class IncrementalDetokenizer:
         self.num_tokens += len(token_ids)
         return self._decode(token_ids)
 
-    def append_one(self, token_id: int) -> str:
-        """Append one token; faster than `append` if the token's text does not depend on its neighbors."""
-        text = None
-        if not (self._stop_strings or self._tail or self._strips):
-            text = self._texts[token_id]
-        if text is None:
-            return self.append((token_id,))
-        self.num_tokens += 1
+    def append_as_json(self, token_id: int) -> bytes | None:
+        """Append one token and return its text as JSON without quotes.
+
+        If its text depends on other tokens, return None and do not append it.
+        """
+        if self._tail or self._strips or self._stop_strings is not None:
+            return None
+        text = self._json[token_id]
+        if text is not None:
+            self.num_tokens += 1
         return text
 
     def _decode(self, token_ids: Sequence[int]) -> str:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import msgspec
+
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -131,4 +133,17 @@ class TokenTexts(dict[int, str | None]):
         data = self._token_bytes[token_id]
         text, consumed = utf_8_decode(data, "replace", False)
         self[token_id] = whole = text if consumed == len(data) else None
+        return whole
+
+
+class TokenJson(dict[int, bytes | None]):
+    """Token ID -> text as JSON without quotes, filled on first use; None if the bytes are not whole characters."""
+
+    def __init__(self, texts: TokenTexts) -> None:
+        super().__init__()
+        self._texts = texts
+
+    def __missing__(self, token_id: int) -> bytes | None:
+        text = self._texts[token_id]
+        self[token_id] = whole = None if text is None else msgspec.json.encode(text)[1:-1]
         return whole

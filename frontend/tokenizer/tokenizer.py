@@ -15,7 +15,7 @@ from ...protocol.checkpoint.config_fields import ConfigFields
 from .long_texts import LONG_TEXT, LongTexts
 from .text_pairs import PairJoiner
 from .text_pieces import encode_text
-from .token_bytes import TokenBytes, TokenTexts, parse_decoding
+from .token_bytes import TokenBytes, TokenJson, TokenTexts, parse_decoding
 
 
 class Tokenizer:
@@ -68,6 +68,8 @@ class Tokenizer:
         self._pair_joiner: PairJoiner | None = None
         self._texts = TokenTexts(self._bytes)
         self._visible_texts = TokenTexts(self._visible_bytes)
+        self._json = TokenJson(self._texts)
+        self._visible_json = TokenJson(self._visible_texts)
 
     def read_config(self) -> dict[str, Any]:
         """Return the fields of tokenizer_config.json; none if the model has no such file."""
@@ -133,6 +135,10 @@ class Tokenizer:
     def text_by_id(self, skip_special_tokens: bool) -> Mapping[int, str | None]:
         """Return a mapping from token ID to text; None if the text depends on adjacent tokens."""
         return self._visible_texts if skip_special_tokens else self._texts
+
+    def json_by_id(self, skip_special_tokens: bool) -> Mapping[int, bytes | None]:
+        """Return the mapping of `text_by_id` with the texts as JSON without quotes."""
+        return self._visible_json if skip_special_tokens else self._json
 
     def bytes_by_id(self, skip_special_tokens: bool) -> Mapping[int, bytes]:
         """Return a mapping from token ID to the bytes that the token adds to a text."""

@@ -242,14 +242,9 @@ class ChatChunks(Chunks[ChatAnswer]):
 
     def __init__(self, answer: ChatAnswer) -> None:
         request = answer.request
-        super().__init__(
-            answer,
-            len(answer.choices),
-            is_plain=answer.choices[0].is_plain
-            and not (request.logprobs or request.return_token_ids),
-            before=b'"delta":{"content":',
-            after=b"}",
-        )
+        is_plain = answer.choices[0].is_plain
+        has_more = not is_plain or request.logprobs or request.return_token_ids
+        super().__init__(answer, None if has_more else (b'"delta":{"content":"', b'"}'))
         self._without_role = set(range(len(answer.choices)))
 
     def encode(self, sequence: Sequence) -> bytes:

@@ -77,7 +77,7 @@ class _FimAnswer(PromptAnswer):
         return self.envelope | {"choices": choices, "usage": self.usage()}
 
     def chunks(self) -> ChunkEncoder:
-        return _Chunks(self, self.num_sequences, is_plain=False, before=b"", after=b"")
+        return _Chunks(self)
 
 
 class _Chunks(Chunks[_FimAnswer]):

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from starlette.types import Scope
 
 from ...client.engine_client import RequestGroup, Sequence
 from ...http.errors import wrong
-from ..streaming.chunks import Chunks
-from ..streaming.event_stream import ChunkEncoder, StreamFormat
+from ..streaming.event_stream import ChunkEncoder, StreamFormat, Template
 
 HEADER: Final = "Last-Event-ID"
 _HEADER: Final = HEADER.lower().encode()
@@ -70,37 +68,30 @@ class IdentifiedChunks:
 
     The ID encodes how much of each sequence the client has after that event. Earlier events of the same piece have no
     ID, so a client that is disconnected between them gets the whole piece again.
-
-    Attributes:
-        encode: Returns the chunks of a sequence; b"" if its output needs none.
     """
 
-    __slots__ = ("_chunks", "_counts", "_start", "encode")
+    __slots__ = ("_chunks", "_counts", "_start")
 
     def __init__(self, chunks: ChunkEncoder, answer_id: str, group: RequestGroup) -> None:
         self._chunks = chunks
         self._start = b"id: %b:" % answer_id.encode()
         self._counts = [_count_of(sequence) for sequence in group.sequences]
-        is_single = len(group.sequences) == 1
-        self.encode: Callable[[Sequence], bytes] = self._encode
-        if (
-            is_single
-            and isinstance(chunks, Chunks)
-            and chunks.identify_plain(self._start, self._identify_events)
-        ):
-            self.encode = chunks.encode
 
     @property
     def format(self) -> StreamFormat:
         """The format of the stream around the chunks."""
         return self._chunks.format
 
-    def _encode(self, sequence: Sequence) -> bytes:
-        return self._identify_events(sequence, self._chunks.encode(sequence))
-
-    def _identify_events(self, sequence: Sequence, body: bytes) -> bytes:
+    def encode(self, sequence: Sequence) -> bytes:
+        """Return the chunks of a sequence; b"" if its output needs none."""
+        body = self._chunks.encode(sequence)
         self._counts[sequence.position] = _count_of(sequence)
         return self._identify(body, b".".join(self._counts)) if body else body
+
+    def template(self) -> Template | None:
+        """Return the parts of a chunk with text only, after the start of its ID."""
+        template = self._chunks.template()
+        return template and Template(b"\n" + template.before, template.after, self._start)
 
     def closing(self) -> bytes:
         """Return the chunks between the last output and the end of the stream."""

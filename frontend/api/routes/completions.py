@@ -358,13 +358,8 @@ class _Chunks(Chunks[_Answer]):
 
     def __init__(self, answer: _Answer) -> None:
         request = answer.request
-        super().__init__(
-            answer,
-            answer.num_sequences,
-            is_plain=not (request.echo or request.logprobs is not None or request.return_token_ids),
-            before=b'"text":',
-            after=b"",
-        )
+        has_more = request.echo or request.logprobs is not None or request.return_token_ids
+        super().__init__(answer, None if has_more else (b'"text":"', b'"'))
 
     def _render(self, sequence: Sequence) -> bytes:
         delta = self.read(sequence)

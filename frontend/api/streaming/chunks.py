@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from functools import cache
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -13,11 +12,8 @@ from ..answer import Answer
 from ..generation import raise_if_failed
 from ..logprobs import Json
 from ..receipts.timings import llama_prompt_timings
-from .event_stream import OPENAI_STREAM, ChunkEncoder, event
+from .event_stream import OPENAI_STREAM, ChunkEncoder, Template, event
 from .progress import ProgressChunks
-
-Identify = Callable[[Sequence, bytes], bytes]
-"""Adds an event ID to the events of a sequence."""
 
 AnswerT = TypeVar("AnswerT", bound=Answer[Any])
 
@@ -25,18 +21,14 @@ AnswerT = TypeVar("AnswerT", bound=Answer[Any])
 class Chunks(ABC, Generic[AnswerT]):
     """Encodes the chunks of an answer, with usage if the request asks for it.
 
-    If a choice has nothing but new text (`is_plain`), its chunk is filled into a template, which is made once per
-    request: the text is inserted between `before` and `after`.
+    If a choice has nothing but new text, the text is filled into a chunk that is made once per request.
+    `text_parts` are the bytes before and after the text in such a choice; None if every choice has more.
     """
 
     __slots__ = (
         "_answer",
-        "_heads",
-        "_id_start",
-        "_identify_last",
         "_include_usage",
-        "_is_plain",
-        "_tail",
+        "_text_parts",
         "_uncounted_prompts",
         "_usage",
     )
@@ -45,15 +37,7 @@ class Chunks(ABC, Generic[AnswerT]):
     _empty_choice: ClassVar[Json]
     """The fields for the output of a choice that has none."""
 
-    def __init__(
-        self,
-        answer: AnswerT,
-        num_choices: int,
-        *,
-        is_plain: bool,
-        before: bytes,
-        after: bytes,
-    ) -> None:
+    def __init__(self, answer: AnswerT, text_parts: tuple[bytes, bytes] | None = None) -> None:
         self._answer = answer
         options = answer.request.stream_options
         is_forced = answer.serving.config.frontend.force_include_usage
@@ -64,43 +48,27 @@ class Chunks(ABC, Generic[AnswerT]):
         if self._include_usage and is_continuous:
             self._usage = answer.usage_so_far()
             self._uncounted_prompts = answer.first_positions()
-        self._is_plain = is_plain and self._usage is None
-        envelope = b"data: " + encode_whole(answer.envelope)[:-1]
-        self._heads = [
-            b'%b,"choices":[{"index":%d,%b' % (envelope, index, before)
-            for index in range(num_choices)
-        ]
-        self._tail = _plain_tail(after, self._include_usage)
-        self._id_start = b""
-        self._identify_last: Identify | None = None
+        self._text_parts: list[tuple[bytes, bytes]] = []
+        if text_parts is not None and self._usage is None:
+            before, after = text_parts
+            envelope = encode_whole(answer.envelope)[:-1]
+            tail = _plain_tail(after, self._include_usage)
+            self._text_parts = [
+                (b'data: %b,"choices":[{"index":%d,%b' % (envelope, index, before), tail)
+                for index in range(answer.num_sequences)
+            ]
 
-    def identify_plain(self, start: bytes, identify_last: Identify) -> bool:
-        """Begin plain chunks with an event ID: `start` and the number of tokens read.
-
-        `identify_last` adds an ID to the events at the end of the sequence. Return False if no chunk is plain.
-
-        Call this only for answers with one sequence.
-        """
-        if not self._is_plain:
-            return False
-        self._id_start, self._identify_last = start, identify_last
-        self._heads = [b"\n" + head for head in self._heads]
-        return True
+    def template(self) -> Template | None:
+        """Return the parts of a chunk with text only, if there are such chunks and the answer has one choice."""
+        return Template(*self._text_parts[0]) if len(self._text_parts) == 1 else None
 
     def encode(self, sequence: Sequence) -> bytes:
         """Return the events for the new output of a sequence."""
-        if not self._is_plain or sequence.finish_reason is not None:
-            body = self._render(sequence)
-            return body if self._identify_last is None else self._identify_last(sequence, body)
+        if not self._text_parts or sequence.finish_reason is not None:
+            return self._render(sequence)
+        before, after = self._text_parts[sequence.position]
         text = sequence.read_text()
-        if not text:
-            return b""
-        head = self._heads[sequence.position]
-        if self._id_start:
-            # One expression is faster than adding an ID to the finished chunk.
-            number = b"%d" % sequence.num_read_tokens
-            return b"".join((self._id_start, number, head, encode_whole(text), self._tail))
-        return b"".join((head, encode_whole(text), self._tail))
+        return b"".join((before, encode_whole(text)[1:-1], after)) if text else b""
 
     @abstractmethod
     def _render(self, sequence: Sequence) -> bytes:

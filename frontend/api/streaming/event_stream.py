@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from starlette.types import Message, Receive, Send
 
@@ -83,6 +83,17 @@ OPENAI_STREAM: Final = StreamFormat(
 )
 
 
+class Template(NamedTuple):
+    """A chunk that has nothing but text, as JSON without quotes, between `before` and `after`.
+
+    If `id_start` is set, it and the number of tokens that were read come before the chunk.
+    """
+
+    before: bytes
+    after: bytes
+    id_start: bytes = b""
+
+
 class ChunkEncoder(Protocol):
     """Encodes the new output of sequences as chunks of a stream."""
 
@@ -92,6 +103,13 @@ class ChunkEncoder(Protocol):
 
     def encode(self, sequence: Sequence) -> bytes:
         """Return the chunks of a sequence; b"" if its output needs none. Raise APIError if the sequence failed."""
+
+    def template(self) -> Template | None:
+        """Return the parts of a chunk with the text of the only sequence, by default None: `encode` writes each chunk.
+
+        Chunks after the sequence's first output, and before its end, are filled into it.
+        """
+        return None
 
     def closing(self) -> bytes:
         """Return the chunks between the last output and the end of the stream, by default none."""
@@ -126,12 +144,12 @@ class EventStream:
     __slots__ = (
         "_chunks",
         "_connection",
-        "_encode_one",
         "_ended",
         "_group",
         "_keep_alive_s",
         "_send",
         "_started",
+        "_template",
         "_was_silent",
         "_write_chunk",
     )
@@ -162,7 +180,8 @@ class EventStream:
         Raises:
             APIError: The request failed before anything was written.
         """
-        self._group, self._chunks, self._encode_one = group, chunks, chunks.encode
+        self._group, self._chunks = group, chunks
+        self._template = chunks.template()
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         try:
             with ClientWatch(receive, group, lambda: self._end(None)) as watch:
@@ -216,7 +235,7 @@ class EventStream:
             group.wake_soon()
             await self._ended
         finally:
-            group.on_update = connection.on_writable = None
+            self._detach()
             keep_alive.cancel()
 
     def _write_updates(self) -> bool:
@@ -224,25 +243,45 @@ class EventStream:
         if self._connection.is_paused:
             return False
         group = self._group
-        updates = group.updates
         try:
-            # One sequence is by far the most common case, so it needs no further calls and no other list.
-            body = (
-                self._encode_one(updates.pop())
-                if len(updates) == 1
-                else self._encode(group.take_updates())
-            )
-            if body:
+            if body := self._encode(group.take_updates()):
                 self._was_silent = False
                 self._write_chunk(body)
+                if self._template is not None and group.sequences[0].num_read_tokens:
+                    group.sequences[0].fast_stream = self
         except Exception as error:
             self._end(error)
             return False
         if group.updates:
             return True
-        if not group.num_unfinished:
+        # Output that the stream itself will still try to write is not in `updates`.
+        if not group.num_unfinished and not group.sequences[0].has_updates:
             self._end(None)
         return False
+
+    def encode_text(self) -> bytes | None:
+        """Return the template with the text of a new token; None if `encode` must return the new output."""
+        sequence = self._group.sequences[0]
+        try:
+            if self._connection.is_paused or (text := sequence.read_as_json()) is None:
+                return None
+        except Exception as error:
+            self._end(error)
+            return b""
+        assert self._template is not None
+        before, after, id_start = self._template
+        if text and id_start:
+            return b"".join((id_start, b"%d" % sequence.num_read_tokens, before, text, after))
+        return b"".join((before, text, after)) if text else b""
+
+    def write_text(self, body: bytes) -> None:
+        """Write what `encode_text` has returned."""
+        try:
+            if body:
+                self._was_silent = False
+                self._write_chunk(body)
+        except Exception as error:
+            self._end(error)
 
     def _encode(self, update: list[Sequence]) -> bytes:
         """Return the events of the first of these sequences. Give the others back to the group after `WRITE_S`.
@@ -250,7 +289,7 @@ class EventStream:
         Raises:
             APIError: A sequence failed.
         """
-        encode = self._encode_one
+        encode = self._chunks.encode
         if len(update) == 1:
             return encode(update[0])
         end = time.monotonic() + WRITE_S
@@ -264,13 +303,17 @@ class EventStream:
 
     def _end(self, error: Exception | None) -> None:
         """Stop writing immediately, although the task of `run` may resume later."""
-        self._group.on_update = self._connection.on_writable = None
+        self._detach()
         if self._ended.done():
             return
         if error is None:
             self._ended.set_result(None)
         else:
             self._ended.set_exception(error)
+
+    def _detach(self) -> None:
+        self._group.on_update = self._connection.on_writable = None
+        self._group.sequences[0].fast_stream = None
 
     async def _keep_alive(self) -> None:
         """Send something during silence, because proxies close silent connections."""

@@ -10,7 +10,7 @@ from ..logprobs import Json
 from .event_stream import ChunkEncoder, StreamFormat
 
 
-class ProgressChunks:
+class ProgressChunks(ChunkEncoder):
     """Writes events with the progress of prompts, before the chunks of another encoder.
 
     The first event of a prompt shows its cached tokens. One more follows each part that was computed.

@@ -196,7 +196,7 @@ class TokenAnswer(PromptAnswer):
 
     def chunks(self) -> _Chunks:
         """Return the encoder of a stream."""
-        return _Chunks(self, self.num_sequences, is_plain=False, before=b"", after=b"")
+        return _Chunks(self)
 
     def prompt_fields(self, sequence: Sequence) -> Json:
         """Return the token ids of the prompt if the request asks for them; else {}."""

@@ -17,7 +17,12 @@ import httpx
 import pytest
 import uvloop
 from engine.frontend.api.generation import raise_if_failed
-from engine.frontend.api.streaming.event_stream import OPENAI_STREAM, EventStream
+from engine.frontend.api.streaming.event_stream import (
+    OPENAI_STREAM,
+    ChunkEncoder,
+    EventStream,
+    Template,
+)
 from engine.frontend.client.engine_client import Sequence, SequenceRequest
 from engine.frontend.http.connection import Connection
 from engine.frontend.http.late_timers import LATE_S
@@ -342,7 +347,7 @@ def test_a_failure_before_the_first_token_has_its_status(
     assert frontend.complete(PROMPT, max_tokens=1)["choices"]
 
 
-class _Texts:
+class _Texts(ChunkEncoder):
     """An encoder that returns the text itself."""
 
     format = OPENAI_STREAM
@@ -433,9 +438,17 @@ async def test_a_rejection_after_the_headers_contains_a_retry_time(tmp_path: Pat
     assert done == b"data: [DONE]"
 
 
+class _Filled(_Texts):
+    """An encoder whose chunks are templates without any other content."""
+
+    def template(self) -> Template:
+        return Template(b"", b"")
+
+
+@pytest.mark.parametrize("encoder", [_Texts, _Filled])
 @on_event_loop
 async def test_unread_output_is_sent_as_one_chunk_when_the_client_reads_again(
-    tmp_path: Path,
+    tmp_path: Path, encoder: type[_Texts]
 ) -> None:
     sent: list[dict[str, Any]] = []
 
@@ -445,24 +458,24 @@ async def test_unread_output_is_sent_as_one_chunk_when_the_client_reads_again(
     async def receive() -> Any:
         await asyncio.Event().wait()
 
-    prompt = smollm2_tokenizer().encode(PROMPT)
+    prompt = smollm2_tokenizer().encode(PROMPT * 20)
     async with connected(engine_config(tmp_path)) as (client, core):
         request = SequenceRequest(prompt, SamplingParams(max_tokens=len(prompt)))
         group = await client.submit([request], request_id="r")
         connection = _Chunks()
         stream = EventStream(send, connection)
-        running = asyncio.create_task(stream.run(receive, group, _Texts()))
+        running = asyncio.create_task(stream.run(receive, group, encoder()))
         await advance_until(lambda: bool(core.requests), core.receive)
-        core.step()
-        await advance_until(lambda: bool(connection.written), core.receive)
+        await advance_until(lambda: len(connection.written) > 2, core.step)
         connection.is_paused = True
+        num_written = len(connection.written)
         await advance_until(lambda: not group.num_unfinished, core.step)
-        assert len(connection.written) == 1 and not running.done()
+        assert len(connection.written) == num_written and not running.done()
         connection.is_paused = False
         assert connection.on_writable is not None
         connection.on_writable()
         await running
         assert connection.on_writable is None
-        assert len(connection.written) == 2
-        assert b"".join(connection.written).decode() == PROMPT
+        assert len(connection.written) == num_written + 1
+        assert b"".join(connection.written).decode() == PROMPT * 20
         assert [message.get("body") for message in sent] == [None, b"data: [DONE]\n\n"]
