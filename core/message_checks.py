@@ -185,7 +185,7 @@ def are_below(limit: int, array: bytes) -> bool:
 
 @lru_cache(maxsize=16)
 def _for_every_number(count: int, *numbers: int) -> list[int]:
-    """Return integers that hold each of `numbers` (32 bits) repeated `count` times."""
+    """Return, for each of `numbers`, an integer that consists of `count` copies of its 32 bits."""
     return [int.from_bytes(number.to_bytes(4, "little") * count, "little") for number in numbers]
 
 

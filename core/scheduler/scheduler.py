@@ -189,7 +189,7 @@ class Scheduler(SchedulerInterface):
     # Requests and clients
 
     def add_client(self, client_index: int) -> None:
-        """Prepare to send outputs to a client, which shows an idle core until it gets statistics."""
+        """Prepare to send outputs to a client, which considers the core idle until it gets statistics."""
         self._clients.add_client(client_index)
         self.lifecycle.reported_counts = 0, 0
 

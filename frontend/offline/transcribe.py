@@ -28,7 +28,7 @@ def make_parser() -> argparse.ArgumentParser:
         "FILE... --model MODEL [flags]",
         takes_serve_flags=True,
     )
-    parser.add_argument("files", nargs="+", metavar="FILE", help="Audio files")
+    parser.add_argument("files", nargs="+", metavar="FILE", help="Audio files to transcribe")
     about = "Speech model, such as a Whisper checkpoint"
     add_option(parser, "--model", about, "MODEL", required=True)
     add_option(parser, "--language", "Spoken language (default: detected)", "CODE")

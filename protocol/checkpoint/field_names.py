@@ -389,10 +389,10 @@ _OF_WHOLE: Final = ("architectures", "dtype", "torch_dtype", "transformers_versi
 
 
 def fields_of_part(config: ConfigFields) -> dict[str, Any]:
-    """Return the fields of the part of a model that reads, which replace those of the whole model.
+    """Return the config of the part of a model that Engine serves, without fields of the whole model.
 
-    The part extends to all of the model but its last matrix (ColPali), or all but the parts that speak (Qwen-Omni). {}
-    for a model without such a part.
+    ColPali has another matrix after this part, and Qwen-Omni has other parts that speak. For all other models, return
+    {}.
     """
     name = _PART_SECTIONS.get(config.text("model_type", ""))
     section = None if name is None else config.section(name)

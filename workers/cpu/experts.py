@@ -213,7 +213,7 @@ class NativeExpertExchange(structs.ExpertExchange):
             raise self._error
 
     def _keep_errors_of(self, calls: list[Callable[..., int]]) -> None:
-        """Catch errors that are raised before the first line of a callback runs, as signal handlers may do."""
+        """Catch errors that signal handlers raise before the first line of a callback, where no `try` catches them."""
         report = sys.unraisablehook
 
         def keep(unraisable: Any) -> None:

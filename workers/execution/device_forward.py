@@ -191,7 +191,7 @@ class DeviceForward:
         return [] if kept_TE is None else [kept_TE]
 
     def _without_kept(self, results: list[torch.Tensor], num_tokens: int) -> list[torch.Tensor]:
-        """Return the first rows of a graph's results, after giving the hidden states that it kept to the model."""
+        """Return the first rows of a graph's results. Kept hidden states are moved from the results to the model."""
         results = [x[:num_tokens] for x in results]
         if self._model.kept_width:
             self._model.kept_hidden_TE = results.pop(0)

@@ -58,7 +58,7 @@ class ModelFields(msgspec.Struct, frozen=True, kw_only=True):
     embedding_size: int | None = None
     """The number of elements of embeddings that a linear layer makes hidden states of; None for the hidden size."""
     joins_neighbors: bool = False
-    """True if that layer reads the embeddings of the next token, the token and the one before it, side by side."""
+    """True if that linear layer reads the embeddings of the next, the current and the previous token side by side."""
     embedding_scale: float = 1.0
     """A factor on embeddings."""
     dropped_token: int | None = None
@@ -114,7 +114,7 @@ class ModelFields(msgspec.Struct, frozen=True, kw_only=True):
     norm_bias: bool = False
     """True if norms have biases."""
     final_norm_bias: bool = True
-    """True if the final norm has a bias if norms have biases."""
+    """False if the final norm has no bias even where other norms have one."""
     has_norm_weights: bool = True
     """True if norms have weights. Without, they have no biases, either."""
     norm_weight_offset: float = 0.0

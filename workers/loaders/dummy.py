@@ -17,7 +17,7 @@ STANDARD_DEVIATION = 0.02
 
 
 class DummyCheckpoint(Checkpoint):
-    """A Hugging Face directory with a `config.json`."""
+    """A Hugging Face directory whose `config.json` is read, and whose weights are random (`--load-format dummy`)."""
 
     def __init__(self, path: str | PathLike[str]) -> None:
         path = Path(path)

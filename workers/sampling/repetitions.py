@@ -28,10 +28,10 @@ _ANY: Final = -2
 
 
 class RepetitionRows(msgspec.Struct):
-    """The rows of a batch with the penalty. All but `host_slots_D` and the lengths is on the device.
+    """The rows of a batch with the penalty. All arrays but `host_slots_D` are on the device.
 
     `is_breaker_DV` is true for breakers of one token. `breakers_DBM` has the others, aligned right and padded with a
-    mark that equals any token; a breaker of such marks only is none.
+    mark that matches any token. A row of such marks only stands for no breaker.
     """
 
     host_slots_D: Int64Array

@@ -19,7 +19,7 @@ def make_parser() -> argparse.ArgumentParser:
         "looks for such scripts: for bash ~/.local/share/bash-completion/completions/engine, for zsh a "
         "file _engine in a directory of $fpath, for fish ~/.config/fish/completions/engine.fish.",
     )
-    parser.add_argument("shell", choices=SHELLS, help="The shell")
+    parser.add_argument("shell", choices=SHELLS, help="Shell that the script is for")
     return parser
 
 

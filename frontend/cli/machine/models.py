@@ -29,7 +29,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add_switch(parser, "--json", "Print one JSON object per model")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    remove = commands.add_parser("rm", help="remove models", description="Remove models.")
+    remove = commands.add_parser(
+        "rm", help="Remove models from the caches", description="Remove models."
+    )
     remove.add_argument(
         "names", metavar="NAME", nargs="+", help="Model names, as engine models prints them"
     )

@@ -231,7 +231,7 @@ class CoreConnection:
         self._schedule_flush()
 
     def send_if_ready(self, message: ClientMessage) -> None:
-        """Send a message that only a core which is up needs."""
+        """Send a message if the core is up. Otherwise drop it, because the next core does not need it."""
         if self.ready:
             self._peer.send(message)
 

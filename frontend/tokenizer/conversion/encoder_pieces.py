@@ -49,7 +49,7 @@ def convert_encoder_pieces(directory: Path) -> dict[str, dict[str, Any]]:
         settings.named(**(_ALBERT_NAMED if path.name == _ALBERT else _NAMED)),
     )
     if not model.is_unigram:
-        raise CheckpointError(path, "not a unigram model of SentencePiece, which is needed")
+        raise CheckpointError(path, "must be a unigram model of SentencePiece")
     vocabulary = [(piece.text, piece.score) for piece in model.pieces]
     tokens = [text for text, _ in vocabulary]
     # The mask follows the vocabulary, and older directories have no file that names it.

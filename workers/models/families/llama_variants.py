@@ -122,7 +122,7 @@ def _domyn_edge(fields: ConfigFields) -> ModelSpec:
 
 
 def _is_window(value: Any) -> bool:
-    """Return whether the value says how many tokens before and after its own a token attends to; -1 are all."""
+    """Return whether the value is a window: the numbers of tokens before (-1 for all) and after (0) that are read."""
     if not isinstance(value, list) or len(value) != 2 or value[1] != 0:
         return False
     return type(value[0]) is int and (value[0] > 0 or value[0] == -1)

@@ -57,7 +57,7 @@ def _matrix(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Projecti
 
 def _mlp(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Projection:
     weights = read(f"{_MLP}linear_1.weight")
-    norm = _norm_ofsquares(spec, weights)
+    norm = _norm_of_squares(spec, weights)
     mlp = _two_products(spec, checkpoint, weights, _merged_size(spec))
     return lambda x_PD, num_columns: mlp(norm(side_by_side(x_PD, num_columns, spec.merge_factor)))
 
@@ -107,7 +107,7 @@ def _joined(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Projecti
 
 def _gated_mlp(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Projection:
     weights, inner = read(f"{_MLP}linear_1.weight"), spec.adapter_size
-    norm = _norm_ofsquares(spec, weights)
+    norm = _norm_of_squares(spec, weights)
     first = weights.read_linear(f"{_MLP}linear_1", 2 * inner, _merged_size(spec))
     second = weights.read_linear(f"{_MLP}linear_2", spec.output_size, inner)
 
@@ -118,7 +118,7 @@ def _gated_mlp(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Proje
     return project
 
 
-def _norm_ofsquares(spec: VisionSpec, weights: VisionWeights) -> Callable[[Tensor], Tensor]:
+def _norm_of_squares(spec: VisionSpec, weights: VisionWeights) -> Callable[[Tensor], Tensor]:
     """Return the norm of the merged rows, or the identity if there is none."""
     if not spec.has_projection_norm:
         return lambda x: x

@@ -36,7 +36,7 @@ _FIRST_NAMES = (
 
 
 def _comparisons(fields: ConfigFields) -> set[str]:
-    """Return which comparisons with distances there are: "c2p" of queries, "p2c" of keys."""
+    """Return the kinds of products with distances that change scores: "c2p" of queries, "p2c" of keys."""
     found = fields.get("pos_att_type")
     names = found.lower().split("|") if isinstance(found, str) else found or []
     kinds = {name.strip() for name in names if isinstance(name, str)}

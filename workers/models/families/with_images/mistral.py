@@ -96,8 +96,7 @@ def _with_sources(fields: ConfigFields, layers: tuple[LayerSpec, ...]) -> tuple[
             if source != expected:
                 raise fields.wrong(
                     f"kv_source_layers[{i}]",
-                    f"{i}, or the last layer before it whose keys others share and that has a rotary embedding if "
-                    f"layer {i} has one, which is {expected}",
+                    f"{i} for keys of its own, or {expected}, the last earlier layer with keys of the same kind",
                     source,
                 )
             shared[i] = replace(layer, kv_source=source)

@@ -301,7 +301,7 @@ def _openelm(fields: ConfigFields) -> ModelSpec:
 
 
 def _openelm_sizes(fields: ConfigFields, count: int) -> list[int]:
-    """Return the size of each layer's MLP: a multiple of the divisor that is not much below the factor says."""
+    """Return the size of each layer's MLP: its factor times the hidden size, as a multiple of the divisor."""
     divisor, hidden_size = fields.integer("ffn_dim_divisor", 256), fields.integer("hidden_size")
     sizes = []
     for factor in fields.positives("ffn_multipliers", count):
@@ -338,7 +338,7 @@ def _orion(fields: ConfigFields) -> ModelSpec:
 
 
 def _qwen(fields: ConfigFields) -> ModelSpec:
-    """Return the spec of the first Qwen. Attention to more tokens than in training would scale queries."""
+    """Return the spec of the first Qwen, limited to its trained length, beyond which it would scale queries."""
     fields.require("no_bias", True)
     fields.require("rotary_pct", 1.0)
     width = fields.integer("intermediate_size", minimum=2)
