@@ -325,10 +325,10 @@ def _expected_shards(index: Path) -> dict[str, Path]:
         raise CheckpointError(index, "there is no 'weight_map'; download it again")
     expected = {}
     for name, file in weight_map.items():
-        folder, _, name = str(file).rpartition("/")
+        folder, _, file_name = str(file).rpartition("/")
         if (
             not isinstance(file, str)
-            or Path(name).name != name
+            or Path(file_name).name != file_name
             or folder not in ("", *PART_FOLDERS)
         ):
             raise CheckpointError(index, f"{file!r} is not the name of a file in this directory")
