@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from .messages import MEDIA_MARK
+
 _DEEPSEEK_V4: Final = """
 {%- set thinks = thinking if thinking is defined else enable_thinking is not defined or enable_thinking %}
 {%- set turns = namespace(last_question=-1, is_open=false) %}
@@ -231,6 +233,12 @@ _NEMOTRON_PARSE: Final = (
 """
 )
 
+# The text of messages is left out. A template that does not show it gets the marks of images in strings.
+_IMAGES: Final = f"""
+{{%- set text = messages | map(attribute="content") | join %}}
+{{{{- text | select("equalto", "{MEDIA_MARK}") | join or raise_exception("send an image, whose text is read") }}}}
+"""
+
 BUILT_IN_TEMPLATES: Final = {
     "chameleon": _CHAMELEON.strip(),
     "clip": _CONTENTS,
@@ -245,5 +253,6 @@ BUILT_IN_TEMPLATES: Final = {
     "openvla": _CONTENTS,
     "siglip": _CONTENTS,
     "siglip_text_model": _CONTENTS,
+    "trocr": _IMAGES.strip(),
 }
 """Model type -> the template. Markers are those that the model was trained with; the explanation of tools is ours."""

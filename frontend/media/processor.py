@@ -102,7 +102,8 @@ def process_image(image: Image.Image, config: AnyImageProcessor, num_images: int
     if isinstance(config, RowsProcessor):
         return tiles_with_rows(image, config, num_images)
     is_only = isinstance(config, OverlapsProcessor) and not config.pads
-    if num_images > 1 and isinstance(config, PageProcessor):
+    is_page = isinstance(config, SquareProcessor) and config.is_read
+    if num_images > 1 and (is_page or isinstance(config, PageProcessor)):
         raise ValueError(f"it reads one page a prompt, not {num_images}")
     if num_images > 1 and (is_only or isinstance(config, WindowsProcessor)):
         raise ValueError(

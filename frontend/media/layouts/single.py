@@ -29,7 +29,8 @@ def square(image: Image.Image, config: SquareProcessor) -> Parts:
         grid = EncoderGrid(config.grid_side, config.grid_side, margin=1, is_moment=True)
         before, after = ((text,) for text in config.mark_texts)
         return [tile._replace(grid=grid, before=before, after=after)]
-    return [config.start, tile._replace(after=config.mark_texts), config.end]
+    tile = tile._replace(after=config.mark_texts, is_read=config.is_read)
+    return [config.start, tile, config.end]
 
 
 def in_square(image: Image.Image, config: MarginProcessor) -> Parts:

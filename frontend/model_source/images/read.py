@@ -54,6 +54,7 @@ from .single import (
     numbered,
     padded_square,
     page,
+    read_square,
     repeated,
     single,
     square,
@@ -349,6 +350,7 @@ _READERS: Final[dict[str, _Reader]] = {
     "step3p7": cuts,
     "phi4_siglip": resize_patches,
     "video_llama_3": resize_patches,
+    "trocr": read_square,
     "vipllava": single,
     "youtu_vl": resize_stepped,
 }

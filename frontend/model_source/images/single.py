@@ -20,7 +20,16 @@ from ....protocol.config.images.single import (
     SquareProcessor,
 )
 from ....protocol.config.images.sized import FitProcessor
-from .fields import BICUBIC, BILINEAR, CLIP_VALUES, IMAGENET_VALUES, LANCZOS, side_of_tile, sides
+from .fields import (
+    BICUBIC,
+    BILINEAR,
+    CLIP_VALUES,
+    HALF_VALUES,
+    IMAGENET_VALUES,
+    LANCZOS,
+    side_of_tile,
+    sides,
+)
 from .pixtral import pixtral
 from .source import ProcessorSource
 
@@ -132,6 +141,15 @@ def page(source: ProcessorSource, vision: GridVisionSpec) -> PageProcessor:
         width=vision.page.width,
         height=vision.page.height,
     )
+
+
+def read_square(source: ProcessorSource, vision: VisionSpec) -> SquareProcessor:
+    """Return the processor of TrOCR, in whose file one number is the length of both sides."""
+    size = source.fields.get("size")
+    both = {"height": size, "width": size} if isinstance(size, int) else size
+    source = source.with_values({"size": both})
+    common = HALF_VALUES | source.values(vision, BILINEAR)
+    return SquareProcessor(**common, side=source.tile_side(vision), is_read=True)
 
 
 def square(source: ProcessorSource, vision: DavitSpec) -> SquareProcessor:

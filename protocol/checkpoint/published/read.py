@@ -22,6 +22,7 @@ from .renamed import (
     llama_nemotron_vl,
     openpangu_vl,
 )
+from .trocr import trocr
 
 _READERS: Final[dict[str, Callable[[ConfigFields, str], dict[str, Any]]]] = {
     "Alpamayo2Super": alpamayo2,
@@ -43,6 +44,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, str], dict[str, Any]]]] = {
     "OpenVLAForActionPrediction": openvla,
     "OpsColQwen3Model": colqwen3,
     "Phi4ForCausalLMV": phi4,
+    "VisionEncoderDecoderModel": trocr,
 }
 
 

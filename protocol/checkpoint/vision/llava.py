@@ -28,6 +28,26 @@ _GLM_NAMES: Final = (
     (r"^(vision\.encoder\..*)\.post_attention_layernorm\.", r"\1.output_norm2."),
     (r"^vision\.(boi|conv|eoi|linear_proj)\b", r"multi_modal_projector.\1"),
 )
+_VIT_SIZES: Final = Sizes(224, 16, 768, 3072, 12, 12, "gelu", 1e-12)
+_VIT_NAMES: Final = (
+    (r"^enc_to_dec_proj\.", "connector.modality_projection.proj."),
+    (r"^encoder\.embeddings\.cls_token$", "encoder.embeddings.class_embedding"),
+    (r"^encoder\.embeddings\.position_embeddings$", "encoder.embeddings.position_embedding.weight"),
+    (
+        r"^encoder\.embeddings\.patch_embeddings\.projection\.",
+        "encoder.embeddings.patch_embedding.",
+    ),
+    (r"^encoder\.layernorm\.", "encoder.post_layernorm."),
+    (r"^encoder\.encoder\.layer\.(\d+)\.", r"encoder.encoder.layers.\1."),
+    (r"^(encoder\..*)\.attention\.attention\.query\.", r"\1.self_attn.q_proj."),
+    (r"^(encoder\..*)\.attention\.attention\.key\.", r"\1.self_attn.k_proj."),
+    (r"^(encoder\..*)\.attention\.attention\.value\.", r"\1.self_attn.v_proj."),
+    (r"^(encoder\..*)\.attention\.output\.dense\.", r"\1.self_attn.out_proj."),
+    (r"^(encoder\..*)\.intermediate\.dense\.", r"\1.mlp.fc1."),
+    (r"^(encoder\..*)\.output\.dense\.", r"\1.mlp.fc2."),
+    (r"^(encoder\..*)\.layernorm_before\.", r"\1.layer_norm1."),
+    (r"^(encoder\..*)\.layernorm_after\.", r"\1.layer_norm2."),
+)
 _PUBLISHED_NAMES: Final = (
     (r"^model\.mm_projector\.0\.", "multi_modal_projector.linear_1."),
     (r"^model\.mm_projector\.2\.", "multi_modal_projector.linear_2."),
@@ -56,6 +76,23 @@ def siglip_alone(fields: ConfigFields, vision: ConfigFields, output_size: int) -
     vision.require("vision_use_head", True)
     spec = siglip(vision, 0, projection="probe")
     return replace(spec, output_size=spec.hidden_size, projection_activation=spec.activation)
+
+
+def trocr(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:
+    """Return the tower of TrOCR, a vision transformer (arXiv 2010.11929) whose outputs cross attention reads."""
+    sizes = read_sizes(vision, _VIT_SIZES)
+    is_projected = vision.boolean("is_projected", False)
+    return VisionSpec(
+        **sizes,
+        output_size=output_size if is_projected else sizes["hidden_size"],
+        projection="matrix" if is_projected else "none",
+        is_read=True,
+        has_class_token=True,
+        keeps_class_token=True,
+        has_post_norm=True,
+        qkv_bias=vision.boolean("qkv_bias", True),
+        tensor_names=_VIT_NAMES,
+    )
 
 
 def llava(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:

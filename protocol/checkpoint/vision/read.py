@@ -56,6 +56,7 @@ from .llava import (
     mobilevlm,
     r_vl,
     siglip_alone,
+    trocr,
     vipllava,
 )
 from .merged import (
@@ -292,6 +293,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "step3p7": step3,
     "phi4_siglip": phi4_siglip,
     "video_llama_3": video_llama3,
+    "trocr": trocr,
     "vipllava": vipllava,
     "youtu_vl": youtu_vl,
 }

@@ -195,11 +195,13 @@ class VisionSpec(msgspec.Struct, frozen=True):
             parts count in `output_size`.
         span_kind: Which of the decoder's tokens attend to later tokens.
         fine: The encoder of a larger copy of the image, whose features the projection "joined" reads, too.
+        is_read: True if cross attention reads the embeddings, which then replace no tokens (TrOCR).
         has_axes: True if the decoder's positions have three coordinates (MiniCPM-V 4.7, GLM-4V 9B), else one.
         tensor_names: Translates the checkpoint's tensor names to CLIP's, as in `ModelSpec`.
 
     The projections are:
 
+    * "none": the features themselves (TrOCR, arXiv 2109.10282)
     * "matrix": one product (Idefics3, arXiv 2408.12637)
     * "mlp": two products with an activation in between (LLaVA, arXiv 2310.03744)
     * "mlp mean": as "mlp" for each patch, and then the means. If the factor does not divide the patches of a side,
@@ -249,6 +251,7 @@ class VisionSpec(msgspec.Struct, frozen=True):
     norm_eps: float
     output_size: int
     projection: Literal[
+        "none",
         "matrix",
         "mlp",
         "mlp mean",
@@ -330,6 +333,7 @@ class VisionSpec(msgspec.Struct, frozen=True):
     num_queries: int = 0
     added_after: tuple[int, ...] = ()
     span_kind: SpanKind | None = None
+    is_read: bool = False
     has_axes: bool = False
     tensor_names: tuple[tuple[str, str], ...] = ()
 
@@ -352,6 +356,11 @@ class VisionSpec(msgspec.Struct, frozen=True):
     def num_patches(self) -> int:
         """The number of patches of a square image."""
         return (self.image_size // self.patch_size) ** 2
+
+    @property
+    def num_page_outputs(self) -> int:
+        """The number of embeddings of an image that cross attention reads; 0 for other images."""
+        return self.num_outputs if self.is_read else 0
 
     @property
     def num_outputs(self) -> int:

@@ -10,12 +10,13 @@ class SquareProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="squa
 
     If `pads` is true, the image is first placed in the middle of a square of the mean color. If `grid_side` is not 0,
     the embeddings are a grid with this side, which is one moment of the decoder's positions, between those of two
-    marks (GLM-4V 9B).
+    marks (GLM-4V 9B). If `is_read`, cross attention reads them, and no token is replaced (TrOCR).
     """
 
     side: int
     pads: bool = False
     grid_side: int = 0
+    is_read: bool = False
 
 
 class CropProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="crop"):

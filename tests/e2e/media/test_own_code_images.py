@@ -55,6 +55,7 @@ from support.own_code.own_towers.openvla import openvla
 from support.own_code.own_towers.ovis2_5 import ovis2_5
 from support.own_code.own_towers.perception_lm import perception_lm
 from support.own_code.own_towers.phi3_v import phi3_v
+from support.own_code.own_towers.trocr import TrOcr, trocr
 from support.own_code.own_towers.youtu import write_youtu_mmproj, youtu_vl
 from support.servers.server import DEVICE, Server, assert_nothing_is_held
 from support.vision.checkpoints import CHAT_TEMPLATE
@@ -91,7 +92,8 @@ MODELS: dict[
             | Glm4vModel
             | Molmo
             | Moondream
-            | NemotronParse,
+            | NemotronParse
+            | TrOcr,
         ],
         str,
         str,
@@ -161,6 +163,7 @@ MODELS: dict[
     "phi3_v": (phi3_v, "<|image|>", "<|image|>", ["<|image|>"]),
     "sarashina2": (sarashina2, "<|file|>", "<|file|>", ["<|file|>"]),
     "step3p7": (partial(grid_model, kind="step3p7"), "<im_patch>", "<im_patch>", STEP_MARKS),
+    "trocr": (trocr, "</s>", "", ["</s>"]),
     "video_llama_3": (partial(grid_model, kind="video_llama_3"), "<image>", "<image>", ["<image>"]),
     "youtu_vl": (
         partial(youtu_vl, max_patches=240),
@@ -187,11 +190,15 @@ def test_answers_survive_preemption_and_a_killed_worker(tmp_path: Path, kind: st
     # Layers with windows have blocks of their own, and those of models with states are larger.
     others = {"ling3_vl": "9", "moondream": "8", "moondream2": "8", "step3p7": "26"}
     blocks, length = others.get(kind, "14"), "200"
-    if kind.startswith(("moondream", "nemotron_parse")):
+    if kind.startswith(("moondream", "nemotron_parse", "trocr")):
         chats, length = CHATS_WITH_ONE_IMAGE, "100"
     model, _ = _write(tmp_path, kind)
     flags = ("--dtype", "float32", "--device", DEVICE, "--served-model-name", "tiny", "-tp", "2")
-    memory = ("--max-num-batched-tokens", "40", "--max-num-seqs", "4", "--max-model-len", length)
+    memory = ["--max-num-batched-tokens", "40", "--max-num-seqs", "4", "--max-model-len", length]
+    if kind == "trocr":
+        # It reads images alone, and its texts are too short to need another block.
+        chats = [each for each in chats if any(isinstance(x, Image.Image) for x in each)]
+        memory += ["--inject-preemption", "0.2"]
     with (
         Server(str(tmp_path), *flags, *memory, "--num-gpu-blocks-override", blocks) as server,
         concurrent.futures.ThreadPoolExecutor(1) as pool,

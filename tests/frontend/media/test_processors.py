@@ -25,7 +25,6 @@ from engine.frontend.model_source.images.read import read_image_processor
 from engine.frontend.tokenizer.load import load_tokenizer
 from engine.protocol.checkpoint.config_fields import ConfigFields
 from engine.protocol.checkpoint.field_names import text_section
-from engine.protocol.config.images.sized import ResizeProcessor
 from engine.protocol.errors import CheckpointError, ParameterError
 from msgspec.structs import replace
 from PIL import Image
@@ -56,13 +55,6 @@ SIZES = [(64, 64), (30, 20), (200, 150), (151, 333), (1000, 40), (7, 900), (1, 1
 def model(request, tmp_path_factory):
     path, _ = vision_directory(tmp_path_factory.mktemp("model"), request.param)
     return request.param, path
-
-
-def test_an_error_names_the_size_of_an_image_before_it_grows():
-    limits = {"unit": 8, "min_pixels": 64, "max_pixels": 4096, "num_outputs": 64}
-    config = ResizeProcessor(token_id=1, output_size=8, resample=3, grows="round", **limits)
-    with pytest.raises(ValueError, match="it has 3000 x 5 pixels, and one side"):
-        process_image(Image.new("RGB", (3000, 5)), config)
 
 
 def _image(width, height):

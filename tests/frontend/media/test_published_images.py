@@ -4,6 +4,8 @@ import json
 
 import numpy as np
 import pytest
+import torch
+import transformers
 from engine.frontend.media.layouts.pixels import Tile
 from engine.frontend.media.media_reader import MediaReader
 from engine.frontend.media.processor import process_image
@@ -13,11 +15,14 @@ from engine.frontend.tokenizer.load import load_tokenizer
 from engine.protocol.checkpoint.config_fields import ConfigFields
 from engine.protocol.checkpoint.field_names import text_section
 from engine.protocol.checkpoint.files import read_model_config
+from engine.protocol.config.images.sized import ResizeProcessor
 from engine.protocol.errors import CheckpointError
 from PIL import Image
 from support.checkpoints.tiny import sentencepiece_tokenizer
 from support.own_code.known_towers import eagle2_5
+from support.own_code.model import normalized
 from support.own_code.own_towers.minicpm import minicpmv
+from support.own_code.own_towers.trocr import trocr
 from support.own_code.own_towers.youtu import youtu_vl
 from support.vision.checkpoints import vision_directory
 from support.vision.grid_models import write_grid_model
@@ -61,6 +66,26 @@ def test_models_that_read_images_unlike_internvl_are_refused(tmp_path):
         (path / "config.json").write_text(json.dumps(fields | {name: value}))
         with pytest.raises(CheckpointError, match=name):
             _read(path)
+
+
+def test_an_error_names_the_size_of_an_image_before_it_grows():
+    limits = {"unit": 8, "min_pixels": 64, "max_pixels": 4096, "num_outputs": 64}
+    config = ResizeProcessor(token_id=1, output_size=8, resample=3, grows="round", **limits)
+    with pytest.raises(ValueError, match="it has 3000 x 5 pixels, and one side"):
+        process_image(Image.new("RGB", (3000, 5)), config)
+
+
+@pytest.mark.parametrize("size", [(24, 24), (130, 70), (5, 90)])
+def test_squares_of_trocr_equal_those_of_transformers(tmp_path, size):
+    trocr(tmp_path)
+    config = read_model_config(tmp_path)
+    processor = read_image_processor(tmp_path, config, text_section(config), {})
+    [tile] = _tiles(_image(*size), processor)
+    reference = transformers.ViTImageProcessorPil.from_pretrained(tmp_path)
+    expected = reference(_image(*size), return_tensors="pt")["pixel_values"][0]
+    torch.testing.assert_close(normalized(tile), expected, atol=1e-6, rtol=0)
+    with pytest.raises(ValueError, match="one page a prompt, not 2"):
+        process_image(_image(*size), processor, 2)
 
 
 def test_tiles_of_nvlm_have_names_and_those_of_h2ovl_two_grids(tmp_path):

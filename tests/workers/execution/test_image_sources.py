@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import msgspec
 import numpy as np
 import pytest
 import torch
+from engine.frontend.media.layouts.pixels import Tile
 from engine.frontend.media.media_reader import MediaReader
 from engine.frontend.media.processor import process_image
 from engine.frontend.media.prompt_images import PromptImages
@@ -20,6 +23,7 @@ from engine.protocol.worker_messages import EncoderWork
 from PIL import Image
 from support.gpu.host_accelerator import HostAccelerator
 from support.own_code.own_towers.nemotron_parse import nemotron_parse
+from support.own_code.own_towers.trocr import trocr
 from support.vision.mllama import IMAGE, IMAGE_ID, NUM_TOKENS, mllama_directory, next_logprobs
 from support.workers.worker_steps import Steps
 
@@ -133,8 +137,9 @@ def test_logits_equal_those_of_transformers(saved, backend):
 
 
 @pytest.mark.parametrize("backend", ["torch", "device"])
-def test_layers_read_pages_beside_tokens(tmp_path, backend):
-    model, size = nemotron_parse(tmp_path), 96
+@pytest.mark.parametrize("write", [nemotron_parse, trocr, partial(trocr, is_projected=True)])
+def test_layers_read_pages_beside_tokens(tmp_path, write, backend):
+    model, size = write(tmp_path), 96
     config = read_model_config(tmp_path)
     text = read_text_config(config)
     processor = read_image_processor(tmp_path, config, text, {})
@@ -147,8 +152,8 @@ def test_layers_read_pages_beside_tokens(tmp_path, backend):
         prepared = [MediaReader(places.reader_config).prepare_image(each) for each in pictures]
         texts.append([model.image_token, 5 + slot, 9, 11, 7])
         inputs.append(places.inputs(texts[-1], prepared) if prepared else [])
-        tiles = [part for each in pictures for part in process_image(each, processor)]
-        payloads.append([[tile.payload] for tile in tiles])
+        parts = [part for each in pictures for part in process_image(each, processor)]
+        payloads.append([[part.payload] for part in parts if isinstance(part, Tile)])
 
     def check(output, slots):
         tokens = int32_view(output.sampled_token_ids).tolist()

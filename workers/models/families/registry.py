@@ -32,6 +32,7 @@ from ....protocol.checkpoint.speech import with_decoder_fields
 from ....protocol.checkpoint.vision.grid import GridVisionSpec
 from ....protocol.checkpoint.vision.llama import TilesVisionSpec
 from ....protocol.checkpoint.vision.read import has_vision, vision_spec
+from ....protocol.checkpoint.vision.spec import VisionSpec
 from ....protocol.config.audio.tower import AudioTowerSpec, CausalSpec
 from ....protocol.errors import CheckpointError
 from ...layers.spec import ModelSpec
@@ -329,7 +330,7 @@ def model_spec(config: Mapping[str, Any], path: str | PathLike[str]) -> ModelSpe
             raise whole.error("mrope_section is missing, which images need")
         if isinstance(encoder, TilesVisionSpec):
             spec = mllama.with_images(spec, encoder)
-        if isinstance(encoder, GridVisionSpec) and encoder.page is not None:
+        if isinstance(encoder, GridVisionSpec | VisionSpec) and encoder.num_page_outputs:
             spec = encoder_decoders.with_pages(spec, encoder)
         if isinstance(encoder, GridVisionSpec) and encoder.expert_tokens:
             spec = ernie.with_images(spec, encoder.expert_tokens)

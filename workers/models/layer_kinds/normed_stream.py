@@ -22,9 +22,12 @@ class NormedStreamLayer(DecoderLayer):
         if self._attention_sum_norm is not None:
             block_TD = self._attention_sum_norm(block_TD + x_TD)
         self._add_and_norm(x_TD, block_TD, self._attention_output_norm)
-        if self.cross is not None:
+        if self.cross is not None and not (self._reads_images and self.cross.reads_T1 is None):
             block_TD = self.cross.forward(x_TD, *step.caches[-1])
+            before_TD = x_TD.clone() if self._reads_images else x_TD
             self._add_and_norm(x_TD, block_TD, self._cross_output_norm)
+            if self._reads_images and self.cross.reads_T1 is not None:
+                x_TD.copy_(x_TD.where(self.cross.reads_T1, before_TD))
         self._add_and_norm(x_TD, self._mlp.forward(x_TD), self._mlp_output_norm)
 
     def _add_and_norm(self, x_TD: Tensor, block_TD: Tensor, norm: RMSNorm | None) -> None:

@@ -307,6 +307,7 @@ def _merged_size(spec: VisionSpec) -> int:
 
 
 _KINDS: Final[dict[str, Callable[[VisionSpec, Checkpoint, _Reader], Projection]]] = {
+    "none": lambda spec, checkpoint, read: lambda x_PD, num_columns: x_PD,
     "matrix": _matrix,
     "adapter": _adapter,
     "queries": _queries,

@@ -13,6 +13,7 @@ from .....protocol.checkpoint.config_fields import ConfigFields
 from .....protocol.checkpoint.speech import max_source_positions, source_vocab_size
 from .....protocol.checkpoint.vision.grid import GridVisionSpec
 from .....protocol.checkpoint.vision.read import AnyVisionSpec
+from .....protocol.checkpoint.vision.spec import VisionSpec
 from ....layers.spec import ModelSpec, SourceSpec
 from ....layers.specs.norm_names import NormNames
 from ....layers.specs.positions import Sinusoids
@@ -104,8 +105,8 @@ def with_images(spec: ModelSpec, tower: AnyVisionSpec) -> ModelSpec:
     return replace(spec, source=replace(spec.source, encoder=encoder))
 
 
-def with_pages(spec: ModelSpec, tower: GridVisionSpec) -> ModelSpec:
-    """Return the spec of a decoder whose layers read a page that a tower encodes."""
+def with_pages(spec: ModelSpec, tower: GridVisionSpec | VisionSpec) -> ModelSpec:
+    """Return the spec of a decoder whose layers read a page or an image that a tower encodes."""
     source = SourceSpec(
         None,
         are_images=True,
@@ -208,6 +209,27 @@ def _nemotron_parse(fields: ConfigFields) -> ModelSpec:
         has_embedding_norm=True,
         # Others read several tokens at once.
         tensor_names=((r"^decoder\.(embed_positions|extra_\w+)\..*", ""), *_BART_DECODER_NAMES),
+    )
+
+
+def _trocr(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of the decoder of a TrOCR: a BART's."""
+    fields = fields.with_defaults(
+        rms_norm_eps=1e-5, hidden_act=fields.text("activation_function", "gelu")
+    )
+    learned = fields.boolean("use_learned_position_embeddings", True)
+    return bart_spec(
+        fields,
+        num_positions=fields.integer("max_position_embeddings", 512),
+        position_offset=2 if learned else fields.integer("pad_token_id", 1, minimum=0) + 1,
+        sinusoids=None if learned else "by last",
+        has_embedding_norm=fields.boolean("layernorm_embedding", True),
+        tensor_names=(
+            (r"^decoder\.output_projection\.", "lm_head."),
+            (r"^decoder\.model\.", ""),
+            *_BART_DECODER_NAMES,
+        ),
+        **_POST_NORMED,
     )
 
 
@@ -392,4 +414,5 @@ FAMILIES = (
     Family("T5ForConditionalGeneration", "t5", _t5),
     Family("T5GemmaForConditionalGeneration", "t5gemma", _t5gemma),
     Family("UMT5ForConditionalGeneration", "umt5", _umt5),
+    Family("TrOCRForConditionalGeneration", "trocr", _trocr),
 )

@@ -1,0 +1,78 @@
+"""TrOCR of transformers, whose decoder reads an image by cross attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from engine.protocol.encoder_inputs.payloads import ImagePayload
+from support.own_code.model import fill, normalized
+from torch import Tensor
+
+_SIDE = 24
+
+
+class TrOcr:
+    """The encoder and the decoder."""
+
+    def __init__(self, model: Any, image_token: int) -> None:
+        self.model, self.image_token = model, image_token
+
+    @torch.inference_mode()
+    def logits(self, tokens: Sequence[int], images: Sequence[Sequence[ImagePayload]]) -> Tensor:
+        """Return the logits of a text, which reads the image of `images`, if there is one."""
+        states = None
+        for [payload] in images:
+            states = self.model.encoder(normalized(payload)[None]).last_hidden_state
+            if self.is_projected:
+                states = self.model.enc_to_dec_proj(states)
+        found: Tensor = self.model.decoder(
+            torch.tensor([tokens]), encoder_hidden_states=states, use_cache=False
+        ).logits[0]
+        return found
+
+    @property
+    def is_projected(self) -> bool:
+        """True if the hidden states of the encoder are projected to the size of the decoder's."""
+        return hasattr(self.model, "enc_to_dec_proj")
+
+
+def trocr(
+    directory: Path, *, vocab_size: int = 96, image_token: int = 2, is_projected: bool = False
+) -> TrOcr:
+    """Write a TrOCR, whose texts begin with `image_token`. If projected, its positions are not learned."""
+    encoder = transformers.ViTConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=48,
+        image_size=_SIDE,
+        patch_size=4,
+        qkv_bias=is_projected,
+    )
+    decoder = transformers.TrOCRConfig(
+        vocab_size=vocab_size,
+        d_model=48,
+        decoder_layers=2,
+        decoder_attention_heads=4,
+        decoder_ffn_dim=80,
+        max_position_embeddings=256,
+        cross_attention_hidden_size=None if is_projected else 32,
+        use_learned_position_embeddings=not is_projected,
+        scale_embedding=is_projected,
+        activation_function="relu" if is_projected else "gelu",
+        pad_token_id=1,
+        decoder_start_token_id=image_token,
+        eos_token_id=image_token,
+    )
+    config = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(
+        encoder, decoder, decoder_start_token_id=image_token
+    )
+    model = transformers.VisionEncoderDecoderModel(config=config)
+    fill(model)
+    model.save_pretrained(directory)
+    transformers.ViTImageProcessorPil(size=_SIDE).save_pretrained(directory)
+    return TrOcr(model, image_token)
