@@ -25,7 +25,7 @@ from engine.frontend.model_source.images.source import ProcessorSource
 from engine.protocol.checkpoint.config_fields import ConfigFields
 from engine.protocol.config.images.details import ViewsProcessor
 from engine.protocol.config.images.single import MarginProcessor
-from engine.protocol.config.images.sized import PadProcessor
+from engine.protocol.config.images.sized import PadProcessor, ResizeProcessor
 from engine.protocol.config.images.tiles import BandsProcessor, RowsProcessor
 from msgspec.structs import replace
 from PIL import Image, ImageOps
@@ -312,3 +312,10 @@ def test_images_of_phi3_equal_those_of_its_authors():
         assert tile.num_outputs == rows * 3 * (columns * 3 + 1) + 1 + 3 * 4 <= config.num_outputs
     with pytest.raises(ValueError, match="the longer side may be at most 640 times"):
         process_image(_picture(1, 700), config)
+
+
+def test_an_error_names_the_size_of_an_image_before_it_grows():
+    limits = {"unit": 8, "min_pixels": 64, "max_pixels": 4096, "num_outputs": 64}
+    config = ResizeProcessor(token_id=1, output_size=8, resample=3, grows="round", **limits)
+    with pytest.raises(ValueError, match="it has 3000 x 5 pixels, and one side"):
+        process_image(Image.new("RGB", (3000, 5)), config)
