@@ -1,15 +1,10 @@
 """Images and prompts are processed exactly as by transformers."""
 
-import ast
 import json
-import math
-from collections import defaultdict
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 import transformers
 from engine.frontend.media.decode import to_rgb
 from engine.frontend.media.layouts.pixels import Tile
@@ -42,7 +37,6 @@ from support.media.image_processors import image_processor, image_processor_clas
 from support.vision.checkpoints import vision_directory
 from support.vision.grid_configs import image_config
 from support.vision.grid_models import write_grid_model
-from transformers.models.llama4.processing_llama4 import Llama4Processor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 pytestmark = pytest.mark.slow
@@ -320,64 +314,6 @@ def test_gemma4_must_have_positions_for_the_longest_image(tmp_path):
     path, _ = vision_directory(tmp_path, "gemma4")
     with pytest.raises(CheckpointError, match="max_soft_tokens must be at most 128 for position"):
         _read(path, max_soft_tokens=140)
-
-
-@pytest.mark.parametrize("fills", [False, True])
-def test_tiles_of_llama4_equal_those_of_transformers(fills, tmp_path):
-    path, _ = vision_directory(tmp_path, "llama4")
-    config = _read(path, resize_to_max_canvas=fills)
-    known = _llama4_functions()
-    side = config.side
-    tile_of = SimpleNamespace(height=side, width=side)
-    grids = torch.tensor(known["find_supported_resolutions"](config.max_tiles, tile_of))
-    for size in (*SIZES, (128, 128), (129, 64), (65, 63)):
-        image = _image(*size)
-        shape = image.height, image.width
-        canvas = known["get_best_fit"](shape, grids, resize_to_max_canvas=fills).tolist()
-        most = canvas
-        if not fills:
-            most = [min(max(own, side), whole) for own, whole in zip(shape, canvas, strict=True)]
-        height, width = known["get_max_res_without_distortion"](shape, most)
-        # Its images are resized by torchvision, which rounds as Pillow does up to one step.
-        expected = np.zeros((*canvas, 3), np.uint8)
-        resized = image.resize((max(width, 1), max(height, 1)), Image.Resampling.BILINEAR)
-        expected[: resized.height, : resized.width] = resized
-        rows, columns = canvas[0] // side, canvas[1] // side
-        tiles = (
-            expected.reshape(rows, side, columns, side, 3).swapaxes(1, 2).reshape(-1, side, side, 3)
-        )
-        whole = [np.asarray(image.resize((side, side), Image.Resampling.BILINEAR))]
-        found = [
-            np.frombuffer(tile.pixels, np.uint8).reshape(side, side, 3)
-            for tile in _tiles(image, config)
-        ]
-        np.testing.assert_array_equal(found, [*tiles, *(whole if rows * columns > 1 else [])])
-        places = PromptImages(config, load_tokenizer(path))
-        prepared = MediaReader(places.reader_config).prepare_image(image)
-        num_outputs = config.num_outputs
-        text = Llama4Processor._prompt_split_image(None, (rows, columns), num_outputs)
-        assert prepared.text == text
-        assert prepared.num_outputs == len(found) * num_outputs
-
-
-def _llama4_functions():
-    """Return the functions of the module of a processor, whose class needs torchvision."""
-    directory = Path(transformers.__file__).parent / "models/llama4"
-    tree = ast.parse((directory / "image_processing_llama4.py").read_text())
-    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
-    names = {
-        "torch": torch,
-        "math": math,
-        "defaultdict": defaultdict,
-        "lru_cache": lambda **_: _same,
-    }
-    names |= {"SizeDict": object}
-    exec("\n".join(map(ast.unparse, functions)), names)
-    return names
-
-
-def _same(function):
-    return function
 
 
 def test_prompts_of_apertus_have_sizes_and_separators_of_rows(tmp_path):
