@@ -118,7 +118,9 @@ class OutputProcessor:
         ended = int32_list(outputs.finished_set)
         scheduler_times = _times(outputs.scheduler_times, len(ended))
         core_times = _times(outputs.core_times, len(ended))
-        predictions = int32_view(outputs.prediction_counts).reshape(-1, 3).tolist()
+        # Most messages have only tokens, and numpy takes long if it is called once per step.
+        counts = outputs.prediction_counts
+        predictions = int32_view(counts).reshape(-1, 3).tolist() if counts else []
         events = [event for group in outputs.events for event in group.split()]
         for event in events:
             self._apply_event(event)
@@ -475,7 +477,7 @@ def _token_ids(outputs: EngineCoreOutputs, num_rows: int) -> list[int]:
 
 def _times(data: F32, num_ended: int) -> list[float]:
     """Return the seconds of each finished request. Raise ValueError if their number does not match."""
-    seconds: list[float] = float32_view(data).tolist()
+    seconds: list[float] = float32_view(data).tolist() if data else []
     if seconds and len(seconds) != num_ended:
         raise ValueError(f"{len(seconds)} times for {num_ended} finished requests")
     return seconds
