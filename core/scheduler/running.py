@@ -121,7 +121,7 @@ class RunningScheduler:
         granted = self._passes.fit(granted, needed)
         computed += granted
         to_hold = computed
-        computed = self._passes.count_certain(computed, (granted > 0) & (granted == needed))
+        computed = self._passes.count_certain(computed, granted, needed)
         if self._drafts is not None:
             to_hold = np.minimum(computed + self._drafts.num_lookahead_tokens, most)
         growth = self._manager.tables.plan_growth(slots, to_hold)

@@ -12,7 +12,7 @@ from collections.abc import Container, Iterable
 
 import numpy as np
 
-from ...protocol.arrays import BoolArray, Int64Array
+from ...protocol.arrays import Int64Array
 from .batch import ScheduledRow
 from .passes import Count, Passes
 from .request import Request
@@ -48,9 +48,12 @@ class BlockPasses(Passes):
         """Reduce granted tokens to whole blocks."""
         return granted - granted % self.block_size
 
-    def count_certain(self, computed: Int64Array, samples: BoolArray) -> Int64Array:
+    def count_certain(
+        self, computed: Int64Array, granted: Int64Array, needed: Int64Array
+    ) -> Int64Array:
         """Return how many of the first `computed` tokens are before the block of a pass."""
-        return np.where(samples, computed - self.block_size, computed)
+        is_pass = (granted > 0) & (granted == needed)
+        return np.where(is_pass, computed - self.block_size, computed)
 
     def count_extra(self, slots: SlotArray) -> Int64Array:
         """Return how many tokens beside one the current block of each slot lacks."""

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from ...protocol.arrays import BoolArray, Int64Array
+from ...protocol.arrays import Int64Array
 from .slots import SlotArray, Slots
 
 Count = TypeVar("Count", int, Int64Array)
@@ -40,8 +40,10 @@ class Passes:
         """Reduce granted tokens to numbers that a step can compute, given those of a whole pass."""
         return granted
 
-    def count_certain(self, computed: Int64Array, samples: BoolArray) -> Int64Array:
-        """Return how many of the first `computed` tokens have final keys, given which rows are whole passes."""
+    def count_certain(
+        self, computed: Int64Array, granted: Int64Array, needed: Int64Array
+    ) -> Int64Array:
+        """Return how many of the first `computed` tokens have final keys, if `granted` of them are computed now."""
         return computed
 
     def count_extra(self, slots: SlotArray) -> Int64Array | None:

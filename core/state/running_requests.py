@@ -81,8 +81,9 @@ class RunningRequests:
         """
         num_tokens = as_array([request.num_tokens for request in requests])
         num_computed = as_array(num_computed_tokens)
-        is_prefilled = num_computed == self.passes.find_end(num_tokens)
-        num_computed = self.passes.count_certain(num_computed, is_prefilled)
+        ends = self.passes.find_end(num_tokens)
+        is_prefilled = num_computed == ends
+        num_computed = self.passes.count_certain(num_computed, num_computed, ends)
         slots = self.slots.allocate_slots(
             requests, num_computed, num_tokens + is_prefilled, as_array(max_output_tokens)
         )
