@@ -17,10 +17,13 @@ CHECKPOINT_QUANTIZATIONS = {
     "awq_marlin": "awq",
     "gptq": "gptq",
     "gptq_marlin": "gptq",
+    "auto-round": "auto-round",
     "bitnet": "bitnet",
     "bitsandbytes": "bitsandbytes",
     "fp8": "fp8",
     "mxfp4": "mxfp4",
+    "mxfp8": "mxfp8",
+    "quark": "quark",
     "modelopt": "modelopt",
     "compressed-tensors": "compressed-tensors",
 }

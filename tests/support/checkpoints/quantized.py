@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from support.checkpoints.bitsandbytes import eight_bits, four_bits
 from torch import Tensor
 
 GROUP = 32
@@ -78,8 +79,9 @@ def _integers(
 
 def _pack(fields: Tensor, bits: int) -> Tensor:
     """Pack neighbors in the last dimension into int32 words, with the first one in the lowest bits."""
-    count = 32 // bits
-    words = fields.unflatten(-1, (-1, count)) << torch.arange(0, 32, bits)
+    places = torch.arange(bits)
+    each_bit = (fields.unsqueeze(-1) >> places & 1).flatten(-2)
+    words = each_bit.unflatten(-1, (-1, 32)) << torch.arange(32)
     return words.sum(-1).to(torch.uint32).view(torch.int32)
 
 
@@ -208,6 +210,25 @@ def _compressed(
     }
 
 
+def _auto_round(w_OD: Tensor) -> Stored:
+    """Store wide matrices with four bits, and high ones with eight, as exceptions of AutoRound's configs say."""
+    bits = 4 if w_OD.shape[0] < w_OD.shape[1] else 8
+    return _gptq(bits, symmetric=True, act_order=False)(w_OD)
+
+
+def _quark(w_OD: Tensor) -> Stored:
+    """Store wide matrices with four bits, and high ones with eight."""
+    if w_OD.shape[0] < w_OD.shape[1]:
+        return _packed_minifloats("mxfp4", "weight")(w_OD)
+    return _float8(lambda x_OD: x_OD.abs().max() / 448)(w_OD)
+
+
+def _exponents(w_OD: Tensor) -> Stored:
+    """Store MXFP8 as compressed-tensors and ModelOpt do."""
+    tensors, meaning_OD = _mxfp8(w_OD)
+    return {"weight": tensors["weight"], "weight_scale": tensors["weight_scale_inv"]}, meaning_OD
+
+
 def _gptq_config(bits: int, **others: Any) -> dict[str, Any]:
     return {"quant_method": "gptq", "bits": bits, "group_size": GROUP, **others}
 
@@ -289,69 +310,17 @@ def _bitnet(w_OD: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     return {"weight": packed, "weight_scale": scale}, q_OD * scale
 
 
-_NF4 = torch.tensor(
-    [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
-     -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
-     0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
-     0.7229568362236023, 1.0]
-)  # fmt: skip
-_FP4 = torch.tensor([0, 1 / 192, 2 / 3, 1, 1 / 3, 1 / 2, 1 / 6, 1 / 4])
-
-
-def _bnb_four_bits(kind: str, *, is_nested: bool) -> Callable[[Tensor], Stored]:
-    """Store blocks of 64 codes, whose factors may be bytes in blocks of 256."""
-
-    def store(w_OD: Tensor) -> Stored:
-        codebook = _NF4 if kind == "nf4" else torch.cat((_FP4, -_FP4))
-        blocks = torch.nn.functional.pad(w_OD.flatten(), (0, -w_OD.numel() % 64)).view(-1, 64)
-        absmax = blocks.abs().amax(1)
-        state = {"quant_type": kind, "blocksize": 64, "dtype": "float32", "shape": [*w_OD.shape]}
-        tensors = {"weight.quant_map": codebook, "weight.absmax": absmax}
-        if is_nested:
-            offset = float(absmax.mean())
-            nested = torch.nn.functional.pad(absmax - offset, (0, -len(absmax) % 256)).view(-1, 256)
-            largest, levels = nested.abs().amax(1), torch.linspace(-1, 1, 256)
-            indices = (nested.unsqueeze(2) / largest[:, None, None] - levels).abs().argmin(2)
-            factors = levels[indices] * largest.unsqueeze(1) + offset
-            absmax = factors.flatten()[: len(absmax)]
-            tensors |= {
-                "weight.absmax": indices.flatten()[: len(absmax)].to(torch.uint8),
-                "weight.nested_absmax": largest,
-                "weight.nested_quant_map": levels,
-            }
-            state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset}
-        codes = (blocks.unsqueeze(2) / absmax[:, None, None] - codebook).abs().argmin(2)
-        meaning = (codebook[codes] * absmax.unsqueeze(1)).flatten()[: w_OD.numel()]
-        codes = codes.flatten()[: w_OD.numel()].to(torch.uint8)
-        tensors["weight"] = (codes[::2] << 4 | codes[1::2]).unsqueeze(1)
-        text = json.dumps(state).encode()
-        tensors[f"weight.quant_state.bitsandbytes__{kind}"] = torch.tensor(list(text)).byte()
-        return tensors, meaning.view_as(w_OD)
-
-    return store
-
-
-def _bnb_eight_bits(w_OD: Tensor) -> Stored:
-    largest_O = w_OD.abs().amax(1)
-    q_OD = (w_OD * 127 / largest_O.unsqueeze(1)).round()
-    row_layout = torch.tensor(0, dtype=torch.uint8)
-    tensors = {"weight": q_OD.to(torch.int8), "SCB": largest_O, "weight_format": row_layout}
-    return tensors, q_OD * largest_O.unsqueeze(1) / 127
-
-
 _BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 
 FORMATS = {
-    "bnb-nf4": Format(_BNB, _bnb_four_bits("nf4", is_nested=False)),
+    "bnb-nf4": Format(_BNB, four_bits("nf4", is_nested=False)),
     "bnb-nf4-nested": Format(
-        _BNB | {"bnb_4bit_use_double_quant": True}, _bnb_four_bits("nf4", is_nested=True)
+        _BNB | {"bnb_4bit_use_double_quant": True}, four_bits("nf4", is_nested=True)
     ),
-    "bnb-fp4": Format(
-        _BNB | {"bnb_4bit_quant_type": "fp4"}, _bnb_four_bits("fp4", is_nested=False)
-    ),
+    "bnb-fp4": Format(_BNB | {"bnb_4bit_quant_type": "fp4"}, four_bits("fp4", is_nested=False)),
     "bnb-int8": Format(
         {"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False},
-        _bnb_eight_bits,
+        eight_bits,
     ),
     "bitnet": Format({"quant_method": "bitnet", "linear_class": "autobitlinear"}, _bitnet),
     "mxfp4": Format({"quant_method": "mxfp4"}, _mxfp4),
@@ -398,6 +367,41 @@ FORMATS = {
         _gptq_config(8, sym=True, checkpoint_format="gptq_v2"),
         _gptq(8, symmetric=True, act_order=False, v2=True),
     ),
+    **{
+        f"gptq-{bits}": Format(
+            _gptq_config(bits, sym=False), _gptq(bits, symmetric=False, act_order=False)
+        )
+        for bits in (2, 3)
+    },
+    "auto-round": Format(
+        {
+            "quant_method": "auto-round",
+            "packing_format": "auto_round:auto_gptq",
+            "bits": 4,
+            "group_size": GROUP,
+            "sym": True,
+            "extra_config": {"model.layers.0.mlp.down_proj": {"bits": 8}},
+        },
+        _auto_round,
+    ),
+    "quark": Format(
+        {
+            "quant_method": "quark",
+            "export": {"pack_method": "reorder", "kv_cache_group": []},
+            "global_quant_config": {
+                "weight": {"dtype": "fp4", "qscheme": "per_group", "group_size": 32},
+                "input_tensors": {"dtype": "fp4", "qscheme": "per_group", "is_dynamic": True},
+            },
+            "layer_quant_config": {
+                "*down_proj": {
+                    "weight": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"},
+                    "input_tensors": {"dtype": "fp8_e4m3", "is_dynamic": True},
+                }
+            },
+        },
+        _quark,
+    ),
+    "mxfp8": Format({"quant_method": "mxfp8", "ignored_layers": ["lm_head"]}, _exponents),
     "fp8": Format(
         {"quant_method": "fp8", "activation_scheme": "dynamic"},
         _float8(lambda w_OD: w_OD.abs().max() / 448),

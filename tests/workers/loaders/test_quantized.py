@@ -15,7 +15,7 @@ from torch import Tensor
 
 torch.set_num_threads(1)
 
-ROWS, COLUMNS = 80, 96
+ROWS, COLUMNS = 64, 96
 NAME = "model.layers.0.mlp.up_proj.weight"
 
 
@@ -56,6 +56,7 @@ def test_quantized_module_reads_as_one_dequantized_tensor(directory: Path, name:
         ("gptq", "quantize_config.json", {"bits": 4, "group_size": GROUP, "sym": True}),
         ("awq", "quant_config.json", {"w_bit": 4, "q_group_size": GROUP, "version": "GEMM"}),
         ("modelopt-nvfp4", "hf_quant_config.json", {"quantization": {"quant_algo": "NVFP4"}}),
+        ("mxfp8", "hf_quant_config.json", {"quantization": {"quant_algo": "MXFP8"}}),
         ("fp8", "config.json", {"text_config": {"quantization_config": FORMATS["fp8"].config}}),
         ("compressed-fp8", "config.json", {"quantization_config": {"quant_method": "fbgemm_fp8"}}),
     ],
@@ -135,7 +136,15 @@ def test_an_invalid_group_order_is_rejected(
     [
         ({"quant_method": "bitsandbytes"}, "bitsandbytes without load_in_4bit or load_in_8bit"),
         ({"bits": 4}, "an unnamed method"),
-        ({"quant_method": "gptq", "bits": 3}, "gptq with bits 3"),
+        ({"quant_method": "gptq", "bits": 5}, "gptq with bits 5"),
+        (
+            {"quant_method": "auto-round", "packing_format": "auto_round:llm_compressor"},
+            "packing_format 'llm_compressor'",
+        ),
+        (
+            {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "uint4"}}},
+            "quark with weights of dtype 'uint4'",
+        ),
         ({"quant_method": "awq", "version": "gemv"}, "version 'gemv'"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2'"),
         ({"quant_method": "fp8", "weight_block_size": 128}, "weight_block_size 128"),
@@ -154,8 +163,8 @@ def test_an_invalid_group_order_is_rejected(
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ'"),
         (
             {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION",
-             "quantized_layers": {"lm_head": {"quant_algo": "MXFP8"}}},
-            "quant_algo 'MXFP8' of lm_head",
+             "quantized_layers": {"lm_head": {"quant_algo": "W4A8_AWQ"}}},
+            "quant_algo 'W4A8_AWQ' of lm_head",
         ),
     ],
 )  # fmt: skip
@@ -182,7 +191,7 @@ def test_a_config_that_contradicts_the_weights_is_rejected(directory: Path) -> N
     ("name", "tensor"),
     [
         ("awq", "qzeros"),
-        ("gptq", "scales"),
+        ("gptq", "qzeros"),
         ("fp8-blocks", "weight_scale_inv"),
         ("bnb-nf4", "weight.absmax"),
         ("bnb-nf4-nested", "weight.nested_quant_map"),

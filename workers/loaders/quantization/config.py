@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from ....protocol.checkpoint.config_fields import ConfigFields
 from .awq import AWQScheme
@@ -16,6 +16,16 @@ from .packed_minifloats import PackedMinifloatScheme
 from .scheme import ALL_MODULES, ModuleSchemes, QuantizationScheme, UnsupportedScheme
 from .ternary import TernaryScheme
 
+_MXFP8: Final = Float8Scheme(ActivationScheme.GROUP, (1, 32))
+_MODELOPT: Final[dict[str, QuantizationScheme]] = {
+    "FP8": Float8Scheme(ActivationScheme.STATIC, None),
+    "FP8_PER_CHANNEL_PER_TOKEN": Float8Scheme(ActivationScheme.TOKEN, None),
+    "MXFP8": _MXFP8,
+    "NVFP4": PackedMinifloatScheme("nvfp4", "weight", "weight_scale_2"),
+    "W4A16_NVFP4": PackedMinifloatScheme("nvfp4", "weight", "weight_scale_2"),
+}
+"""The schemes of ModelOpt's algorithms."""
+
 
 def quantization_schemes(config: ConfigFields) -> ModuleSchemes:
     """Return the schemes of the modules. Raise `UnsupportedScheme` with the reason if one is not supported."""
@@ -28,15 +38,21 @@ def _scheme(config: ConfigFields) -> QuantizationScheme:
     method = config.get("quant_method")
     if method == "fp8":
         return _fp8(config)
+    if method == "mxfp8":
+        return _MXFP8
     if method == "fbgemm_fp8":
         return Float8Scheme(ActivationScheme.TOKEN, None)
+    if method in ("auto-round", "auto_round", "intel/auto-round", "inc"):
+        return _auto_round(config)
+    if method == "quark":
+        return _quark(config)
     if method == "awq":
         return AWQScheme(config)
     if method == "gptq":
         return GPTQScheme(config)
     if method == "mxfp4":
         return MXFP4Scheme()
-    if method == "modelopt":
+    if isinstance(method, str) and method.startswith("modelopt"):
         return _modelopt(config)
     if method == "bitsandbytes":
         return bitsandbytes_scheme(config)
@@ -70,10 +86,8 @@ def _fp8(config: ConfigFields) -> QuantizationScheme:
 
 def _modelopt(config: ConfigFields) -> QuantizationScheme:
     algorithm = config.get("quant_algo") or config.first_section("quantization").get("quant_algo")
-    if algorithm == "NVFP4":
-        return PackedMinifloatScheme("nvfp4", "weight", "weight_scale_2")
-    if algorithm == "FP8":
-        return Float8Scheme(ActivationScheme.STATIC, None)
+    if algorithm in _MODELOPT:
+        return _MODELOPT[algorithm]
     if algorithm == "MIXED_PRECISION":
         source = config if config.get("quantized_layers") else config.first_section("quantization")
         return _modelopt_mixed(source.first_section("quantized_layers"))
@@ -81,12 +95,50 @@ def _modelopt(config: ConfigFields) -> QuantizationScheme:
 
 
 def _modelopt_mixed(modules: ConfigFields) -> QuantizationScheme:
-    """Return the scheme of modules of which each has one of two algorithms. Their tensors show which one."""
+    """Return the scheme of modules of which each has one of several algorithms. Their tensors show which one."""
     for name in modules.config:
         algorithm = modules.required_section(name).get("quant_algo")
-        if algorithm not in ("FP8", "NVFP4", "W4A16_NVFP4"):
+        if algorithm not in _MODELOPT.keys() - {"FP8_PER_CHANNEL_PER_TOKEN"}:
             raise UnsupportedScheme(f"modelopt with quant_algo {algorithm!r} of {name}")
     return Float8Scheme(ActivationScheme.STATIC, None, BESIDE_STATIC)
+
+
+def _auto_round(config: ConfigFields) -> QuantizationScheme:
+    """Return the scheme of AutoRound's checkpoints, which have the tensors of another tool."""
+    packing = str(config.get("packing_format", "auto_round:auto_gptq")).removeprefix("auto_round:")
+    kind, group_size = config.get("data_type", "int"), config.get("group_size")
+    if kind in ("fp", "fp8") and packing == "fp8":
+        return Float8Scheme(ActivationScheme.GROUP, _pair("auto-round", "group_size", group_size))
+    if kind == "int" and "gptq" in packing:
+        return GPTQScheme(config)
+    if kind == "int" and "awq" in packing:
+        return AWQScheme(config)
+    raise UnsupportedScheme(f"auto-round with data_type {kind!r} and packing_format {packing!r}")
+
+
+def _quark(config: ConfigFields) -> QuantizationScheme:
+    """Return the scheme of Quark's checkpoints. Their tensors show which modules have four bits."""
+    sections = [config.first_section("global_quant_config")]
+    layers = config.first_section("layer_quant_config")
+    sections += [layers.required_section(name) for name in layers.config if "output" not in name]
+    activations = ActivationScheme.NONE
+    for section in sections:
+        weight = section.first_section("weight")
+        kind, scheme = weight.get("dtype"), weight.get("qscheme")
+        known = (
+            (None, None),
+            ("fp8_e4m3", "per_tensor"),
+            ("fp8_e4m3", "per_channel"),
+            ("fp4", "per_group"),
+        )
+        if (kind, scheme) not in known or (kind == "fp4" and weight.get("group_size") != 32):
+            raise UnsupportedScheme(f"quark with weights of dtype {kind!r} and qscheme {scheme!r}")
+        if kind == "fp8_e4m3" and activations is ActivationScheme.NONE:
+            inputs = section.first_section("input_tensors")
+            if inputs.config:
+                is_dynamic = inputs.boolean("is_dynamic", True)
+                activations = ActivationScheme.TOKEN if is_dynamic else ActivationScheme.STATIC
+    return Float8Scheme(activations, None, {"U8": PackedMinifloatScheme("mxfp4", "weight")})
 
 
 def _compressed_tensors(config: ConfigFields) -> ModuleSchemes:
@@ -113,6 +165,8 @@ def _of_group(group: ConfigFields, stored_as: object) -> QuantizationScheme:
         return PackedMinifloatScheme("nvfp4", "weight_packed", "weight_global_scale")
     if stored_as == "mxfp4-pack-quantized":
         return PackedMinifloatScheme("mxfp4", "weight_packed")
+    if stored_as == "mxfp8-quantized" and weights.get("group_size", 32) == 32:
+        return _MXFP8
     if not weights.config or stored_as not in (
         "float-quantized",
         "int-quantized",

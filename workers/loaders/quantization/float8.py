@@ -7,7 +7,7 @@ With static activations, there is also one number `input_scale`.
 
 DeepSeek-V4 has experts of four bits among such modules: `weight` int8 [O, D / 2] has two elements in a byte, and
 `scale` one power of two for each 32 columns of a row. Those of MiMo-V2.6 have uint8, and scales called `weight_scale`.
-ModelOpt's mixed precision has NVFP4 among such modules.
+ModelOpt's mixed precision has NVFP4 among such modules, and also MXFP8, in groups of 32 columns.
 
 The matrix of MiMo-V2.5 for queries, keys and values consists of parts of equal heights, one below the other, and each
 part has blocks of its own. The number of stored scales shows the height.
@@ -30,6 +30,8 @@ from .packed_minifloats import PackedMinifloatScheme
 from .scheme import ColumnGroups, QuantizationScheme, StoredModule, shape_of
 
 _MAX_PARTS: Final = 64
+_POWER_GROUP: Final = (1, 32)
+"""The rows and columns that share a scale of MXFP8."""
 _FourBits: TypeAlias = Mapping[str, PackedMinifloatScheme]
 _BESIDE_BLOCKS: Final[_FourBits] = {
     "I8": PackedMinifloatScheme("mxfp4", "weight", scale="scale"),
@@ -47,7 +49,14 @@ class Float8Scheme(QuantizationScheme):
 
     marker = "weight"
     companions = frozenset(
-        {"weight_scale", "weight_scale_2", "weight_scale_inv", "scale", "input_scale"}
+        {
+            "weight_scale",
+            "weight_scale_2",
+            "weight_scale_inv",
+            "scale",
+            "input_scale",
+            "output_scale",
+        }
     )
 
     def __init__(
@@ -71,21 +80,24 @@ class Float8Scheme(QuantizationScheme):
         """Read these rows and columns of a module's matrix."""
         if (four_bits := self._four_bits.get(module.dtype("weight") or "")) is not None:
             return four_bits.matrix(module, rows, columns)
-        shape = self.matrix_shape(module)
+        shape, block_size = self.matrix_shape(module), self._block_size
+        activations = self._activations
+        if module.dtype("weight_scale") == "U8":
+            block_size, activations = _POWER_GROUP, ActivationScheme.GROUP
         weight_OD = module.read("weight", shape, rows, columns)
-        if self._block_size is None:
+        if block_size is None:
             scale_OG, group_size = self._scale_of_rows(module, shape[0], rows), len(columns)
         else:
-            scale_OG, group_size = self._scale_of_blocks(module, shape, rows, columns)
+            scale_OG, group_size = _scale_of_blocks(module, shape, block_size, rows, columns)
         input_scale = None
-        if self._activations is ActivationScheme.STATIC:
+        if activations is ActivationScheme.STATIC:
             input_scale = float(_number(module, "input_scale"))
         return QuantizedMatrix(
             weight_OD,
             None,
             scale_OG,
             group_size,
-            activations=self._activations,
+            activations=activations,
             input_scale=input_scale,
         )
 
@@ -98,26 +110,30 @@ class Float8Scheme(QuantizationScheme):
             return scale.reshape(-1, 1)
         return _number(module, "weight_scale").expand(len(rows), 1)
 
-    def _scale_of_blocks(
-        self, module: StoredModule, shape: tuple[int, int], rows: range, columns: range
-    ) -> tuple[Tensor, int]:
-        assert self._block_size is not None
-        block_rows, block_columns = self._block_size
-        names = ("weight_scale_inv", "scale")
-        name = next((name for name in names if module.has(name)), "weight_scale")
-        groups = ColumnGroups.from_part(columns, block_columns, shape[1])
-        height = _height_of_parts(shape[0], block_rows, module.shape(name))
-        per_part = -(-height // block_rows)
 
-        def block_of(row: Any) -> Any:
-            return row // height * per_part + row % height // block_rows
+def _scale_of_blocks(
+    module: StoredModule,
+    shape: tuple[int, int],
+    block_size: tuple[int, int],
+    rows: range,
+    columns: range,
+) -> tuple[Tensor, int]:
+    block_rows, block_columns = block_size
+    names = ("weight_scale_inv", "scale")
+    name = next((name for name in names if module.has(name)), "weight_scale")
+    groups = ColumnGroups.from_part(columns, block_columns, shape[1])
+    height = _height_of_parts(shape[0], block_rows, module.shape(name))
+    per_part = -(-height // block_rows)
 
-        first, last = block_of(rows.start), block_of(max(rows.start, rows.stop - 1))
-        num_blocks = (shape[0] // height * per_part, -(-shape[1] // block_columns))
-        blocks = module.read(name, num_blocks, range(first, last + 1), groups.stored)
-        scales = 2 * halves_of_powers(blocks) if blocks.dtype is torch.uint8 else blocks.float()
-        scale_OG = scales[block_of(torch.arange(rows.start, rows.stop)) - first]
-        return groups.expand(scale_OG), groups.size
+    def block_of(row: Any) -> Any:
+        return row // height * per_part + row % height // block_rows
+
+    first, last = block_of(rows.start), block_of(max(rows.start, rows.stop - 1))
+    num_blocks = (shape[0] // height * per_part, -(-shape[1] // block_columns))
+    blocks = module.read(name, num_blocks, range(first, last + 1), groups.stored)
+    scales = 2 * halves_of_powers(blocks) if blocks.dtype is torch.uint8 else blocks.float()
+    scale_OG = scales[block_of(torch.arange(rows.start, rows.stop)) - first]
+    return groups.expand(scale_OG), groups.size
 
 
 def _height_of_parts(num_rows: int, block_rows: int, stored: tuple[int, ...] | None) -> int:

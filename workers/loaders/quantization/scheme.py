@@ -18,9 +18,10 @@ from torch import Tensor
 from .matrix import QuantizedMatrix
 
 SUPPORTED = (
-    "fp8 (per tensor, per channel, in blocks), awq (gemm, 4 bits), bitnet (packed), bitsandbytes (NF4, FP4, 8 bits), gptq (4 and 8 bits), mxfp4, modelopt (NVFP4, FP8, both) and "
-    "compressed-tensors (float-quantized, int-quantized, pack-quantized with 4 and 8 bits, nvfp4-pack-quantized, "
-    "mxfp4-pack-quantized, and mixtures of these)"
+    "fp8 (per tensor, per channel, in blocks), auto-round (as gptq, awq or fp8), awq (gemm, 4 bits), bitnet (packed), "
+    "bitsandbytes (NF4, FP4, 8 bits), gptq (2, 3, 4 and 8 bits), mxfp4, mxfp8, modelopt (NVFP4, FP8, MXFP8, and "
+    "mixtures of these), quark (FP8, MXFP4) and compressed-tensors (float-quantized, int-quantized, pack-quantized "
+    "with 4 and 8 bits, nvfp4-pack-quantized, mxfp4-pack-quantized, mxfp8-quantized, and mixtures of these)"
 )
 """The alternatives that error messages suggest if a scheme is not supported."""
 
@@ -142,11 +143,18 @@ def within(part: range, size: int) -> slice:
 
 
 def unpack_bytes(words: Tensor, bits: int) -> Tensor:
-    """Split int32 words [R, n] into fields of 4 or 8 bits, lowest first: uint8 [R, n * 32 / bits]."""
+    """Split int32 words [R, n] into fields of up to 8 bits, lowest first: uint8 [R, n * 32 / bits].
+
+    A field of 3 bits may continue in the next word.
+    """
     as_bytes = words.reshape(-1).view(torch.uint8).view(len(words), 4 * words.shape[1])
     if bits == 8:
         return as_bytes
-    return torch.stack((as_bytes & 15, as_bytes >> 4), -1).flatten(-2)
+    if bits == 4:
+        return torch.stack((as_bytes & 15, as_bytes >> 4), -1).flatten(-2)
+    places = torch.arange(8, dtype=torch.uint8, device=words.device)
+    each_bit = (as_bytes.unsqueeze(-1) >> places & 1).flatten(-2)
+    return (each_bit.unflatten(-1, (-1, bits)) << places[:bits]).sum(-1, dtype=torch.uint8)
 
 
 class ColumnGroups(msgspec.Struct, frozen=True):
