@@ -85,10 +85,17 @@ def prefill(server: Server, body: dict[str, Any]) -> dict[str, Any]:
     return {"kv_transfer_params": params}
 
 
-@pytest.mark.parametrize("kind", MODELS)
-def test_tokens_equal_those_of_one_server_in_both_directions(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "transport"), [*((kind, "sockets") for kind in MODELS), ("hybrid", "nixl")]
+)
+def test_tokens_equal_those_of_one_server_in_both_directions(
+    tmp_path: Path, kind: str, transport: str
+) -> None:
+    if transport == "nixl":
+        pytest.importorskip("nixl")
     make, size, flags = MODELS[kind]
-    with servers_of(tmp_path, make, flags, (*flags, "-tp", str(size))) as servers:
+    extra = {"kv_connector_extra_config": {"transport": transport}}
+    with servers_of(tmp_path, make, flags, (*flags, "-tp", str(size)), **extra) as servers:
         for number, (source, target) in enumerate((servers, servers[::-1])):
             for first in (10 + number, 20 + number):
                 body = body_for(first)
