@@ -41,14 +41,15 @@ K3_CONFIG = {
 }
 
 
-def as_kimi_k3(reference: transformers.PreTrainedModel) -> None:
-    """Make a Kimi Linear compute what Kimi K3 does."""
+def as_kimi_k3(reference: transformers.PreTrainedModel, *, has_residuals: bool = True) -> None:
+    """Make a Kimi Linear compute what Kimi K3 does, or only what each of its layers does."""
     torch.manual_seed(1)
     model, config, residuals = reference.model, reference.config, Residuals(reference.config)
     size, linear = config.hidden_size, new_linear
 
     for index, layer in enumerate(model.layers):
-        residuals.replace_forward(layer, layer.self_attn, index, "self_attention")
+        if has_residuals:
+            residuals.replace_forward(layer, layer.self_attn, index, "self_attention")
         _add_gates(layer.self_attn, config, linear)
         mlps = [layer.mlp]
         if isinstance(layer.mlp, kimi_linear.KimiLinearMoE):
@@ -65,7 +66,8 @@ def as_kimi_k3(reference: transformers.PreTrainedModel) -> None:
             mlps = [moe.shared_experts]
         for mlp in mlps:
             mlp.forward = partial(_mlp, mlp)
-    residuals.install(model, "output_attn")
+    if has_residuals:
+        residuals.install(model, "output_attn")
 
 
 def _add_gates(attention: nn.Module, config: Any, linear: Callable[[int, int], nn.Linear]) -> None:

@@ -64,7 +64,7 @@ def read_block(target: ModelSpec, checkpoint: Checkpoint) -> HeadLayout:
     if not has_markov and architecture not in _DFLASH:
         raise CheckpointError(
             checkpoint.path,
-            f"the architecture {architecture!r} is not a DFlash or DSpark head ({', '.join(_DFLASH + _DSPARK)}); use "
+            f"heads of the architecture {architecture!r} are not supported, only {', '.join(_DFLASH + _DSPARK)}; use "
             "another head, or another method in --speculative-config",
         )
     own = fields.first_section("dflash_config")

@@ -50,6 +50,12 @@ class _Names(msgspec.Struct, frozen=True):
     is_described: bool = False
 
 
+_NOT_SUPPORTED: Final = {
+    "Inkling": "the prediction layers of Inkling have convolutions, whose states a rejected draft cannot restore",
+    "Qwen4": "the prediction layer of Qwen4 reads all residual streams of the model, which are not kept",
+}
+"""Beginnings of architectures -> the reason why their layers are not supported."""
+
 _RETURNS_NORMED: Final = (
     *("Deepseek", "Dots3Note", "Glm5Next", "GlmMoeDsa", "Qwen3Next", "Qwen3_5"),
 )
@@ -84,7 +90,7 @@ def _layouts(num_layers: int, architecture: str, index: int = 0) -> tuple[_Names
             head=r"(?:transformer\.)?shared_head\.output",
             is_described=True,
         ),
-        # DeepSeek-V3, GLM-4.5, GLM-5, Dots3-Note and openPangu.
+        # DeepSeek-V3, GLM-4.5, GLM-5, Dots3-Note, openPangu and Kimi K3.
         _Names(
             start=rf"layers\.{number}\.",
             embedding_norm="enorm",
@@ -107,7 +113,7 @@ def _layouts(num_layers: int, architecture: str, index: int = 0) -> tuple[_Names
             reads_kept=True,
             returns_normed=True,
         ),
-        # Qwen3-Next, Qwen3.5 and K-EXAONE.
+        # Qwen3-Next, Qwen3.5, K-EXAONE and EXAONE 4.5.
         _Names(
             start=r"mtp\.",
             layer=r"layers\.0\.",
@@ -117,7 +123,7 @@ def _layouts(num_layers: int, architecture: str, index: int = 0) -> tuple[_Names
             final_norm="norm",
             others="embed_tokens|lm_head",
             returns_normed=True,
-            has_window=architecture.startswith("ExaoneMo"),
+            has_window=architecture.startswith(("ExaoneMo", "Exaone4_5")),
         ),
         # MiniMax-M3.
         _Names(
@@ -191,11 +197,9 @@ def read_mtp(target: ModelSpec, checkpoint: Checkpoint, num_drafts: int) -> Head
             found.append(names)
         layouts = [_read_layer(target, checkpoint, names, i) for i, names in enumerate(found)]
         return replace(layouts[0], later=tuple(layouts[1:]))
-    raise CheckpointError(
-        checkpoint.path,
-        "no multi-token prediction layer with a known layout was found; use another method in "
-        "--speculative-config",
-    )
+    reasons = (why for start, why in _NOT_SUPPORTED.items() if architecture.startswith(start))
+    reason = next(reasons, "no multi-token prediction layer with a known layout was found")
+    raise CheckpointError(checkpoint.path, f"{reason}; use another method in --speculative-config")
 
 
 def _is_stored(stored: Collection[str], names: _Names) -> bool:
