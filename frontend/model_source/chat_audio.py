@@ -91,6 +91,10 @@ _SPEECH: Final = {
         has_context=True,
         reads_keywords=True,
     ),
+    "funasr": SpeechFormat(
+        prompt="<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+        "<|im_start|>user\n语音转写：{audio}<|im_end|>\n<|im_start|>assistant\n"
+    ),
     "gemma3n": SpeechFormat(
         languages=_NAMES,
         instruction="Transcribe this audio[ into {language}]: {audio}",
@@ -122,7 +126,7 @@ _FRAMING: Final = {
     "midashenglm": Framing.DECIBELS,
     "musicflamingo": Framing.WINDOWS,
     "fireredasr2": Framing.KALDI,
-    "fun_asr_nano": Framing.STACKED,
+    **dict.fromkeys(("fun_asr_nano", "funasr"), Framing.STACKED),
     "funaudiochat": Framing.PADDED,
     **dict.fromkeys(("lfm2_audio", *NEMOTRON_OMNI), Framing.NORMED),
     "moss_audio": Framing.CLIP,
@@ -145,13 +149,13 @@ _MAX_WINDOWS: Final = {
     **dict.fromkeys(("granite_speech", "granite_speech_plus"), 1),
     "qwen2_audio": 1,
     # Their encoders read a clip as a whole.
-    **dict.fromkeys(("fireredasr2", "fun_asr_nano", "lfm2_audio", "midashenglm"), 1),
+    **dict.fromkeys(("fireredasr2", "fun_asr_nano", "funasr", "lfm2_audio", "midashenglm"), 1),
     **dict.fromkeys(NEMOTRON_OMNI, 1),
 }
 """The processors of Audio Flamingo 3, Music Flamingo, Qwen2-Audio and Gemma drop the rest of an audio clip."""
 
 _TOKENS: Final = {
-    "fireredasr2": ("<|AUDIO|>",),
+    **dict.fromkeys(("fireredasr2", "funasr"), ("<|AUDIO|>",)),
     # Its clips have no token in texts.
     "lfm2_audio": LFM2_PLACEHOLDERS,
     "midashenglm": ("<|AUDIO|>",),

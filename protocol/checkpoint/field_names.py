@@ -181,6 +181,10 @@ _OF_ARCHITECTURE: Final[dict[str, Callable[[ConfigFields], dict[str, Any]]]] = {
         "model_type": "fireredasr2",
         "text_config": {**fields.config, "model_type": "qwen2"},
     },
+    "FunASRForConditionalGeneration": lambda fields: {
+        "model_type": "funasr",
+        "text_config": {**fields.config, "model_type": "qwen3"},
+    },
     "JinaEmbeddingsV5Model": _jina_v5,
     "Lfm2AudioForConditionalGeneration": lambda fields: {
         "model_type": "lfm2_audio",

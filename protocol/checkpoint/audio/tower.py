@@ -15,8 +15,6 @@ from ...config.audio.tower import (
     AudioRotary,
     AudioTowerSpec,
     CausalSpec,
-    MemoryAdaptor,
-    MemorySpec,
     OutputGroups,
     OutputTimes,
 )
@@ -24,6 +22,7 @@ from ..config_fields import ConfigFields
 from .conformers import conformer_spec, gemma3n_spec, gemma4_spec
 from .convolutions import wave_spec
 from .fields import MAX_POSITIONS, read_num_heads, read_size
+from .memory import memory_spec, published_memory_spec
 from .patches import patches_spec
 from .speech_encoders import lfm2_audio_spec, nemotron_omni_spec, relative_conformer_spec
 
@@ -34,7 +33,7 @@ _MODEL_TYPES: Final = (
     *("granite_speech", "granite_speech_plus", "audioflamingo3", "musicflamingo"),
     *("moss_transcribe_diarize", "fun_asr_nano", "vibevoice_asr"),
     *("gemma3n", "gemma4", "gemma4_unified", "embedding_gemma2", "voxtral_realtime"),
-    *("nemotron_h_omni", "ultravox", "funaudiochat", "midashenglm", "fireredasr2"),
+    *("nemotron_h_omni", "ultravox", "funaudiochat", "midashenglm", "fireredasr2", "funasr"),
     *("lfm2_audio", "NemotronH_Nano_VL_V2", "moss_audio"),
 )
 
@@ -43,6 +42,7 @@ NEMOTRON_OMNI: Final = ("nemotron_h_omni", "NemotronH_Nano_VL_V2")
 
 _SECTIONS: Final = {
     "fireredasr2": "audio_encoder_conf",
+    "funasr": "audio_encoder_conf",
     "granite": "encoder_config",
     "midashenglm": "audio_encoder_config",
     "vibevoice": "acoustic_tokenizer_encoder_config",
@@ -108,7 +108,9 @@ def audio_tower_spec(fields: ConfigFields, output_size: int) -> AnyAudioSpec:
     if kind in NEMOTRON_OMNI:
         return nemotron_omni_spec(fields, audio, output_size)
     if kind == "fun_asr_nano":
-        return _memory_spec(fields, audio, output_size)
+        return memory_spec(fields, audio, output_size)
+    if kind == "funasr":
+        return published_memory_spec(fields, audio, output_size)
     if kind == "voxtral_realtime":
         return _causal_spec(fields, audio, output_size)
     if kind == "ultravox":
@@ -370,39 +372,6 @@ def _causal_spec(fields: ConfigFields, audio: ConfigFields, output_size: int) ->
         num_frames=2 * rows * CAUSAL_PART,
         output_size=output_size,
         delay=fields.integer("default_num_delay_tokens", 6, maximum=64),
-    )
-
-
-def _memory_spec(fields: ConfigFields, audio: ConfigFields, output_size: int) -> MemorySpec:
-    """Return the encoder of Fun-ASR-Nano."""
-    audio.require("num_stacked_frames", 7)
-    adaptor = fields.section("adaptor_config") or fields.with_values({})
-    adaptor.require("hidden_size", output_size, ", the decoder's hidden_size", default=1024)
-    num_layers = audio.integer("num_hidden_layers", 70, maximum=1024)
-    num_after = audio.integer("num_timestamp_prediction_layers", 20, minimum=0, maximum=num_layers)
-    hidden_size = audio.integer("hidden_size", 512, maximum=MAX_POSITIONS)
-    return MemorySpec(
-        num_mel_bins=7 * audio.integer("num_mel_bins", 80, maximum=1024),
-        hidden_size=hidden_size,
-        intermediate_size=audio.integer("intermediate_size", 2048, maximum=MAX_POSITIONS),
-        num_layers=num_layers,
-        num_heads=read_num_heads(audio, hidden_size, 4),
-        # The position of the first row is 1.
-        num_frames=audio.integer("max_position_embeddings", 2049, maximum=MAX_POSITIONS) - 1,
-        normed_layers=(num_layers - num_after - 1, num_layers - 1),
-        kernel_size=audio.integer("fsmn_kernel_size", 11, maximum=1023),
-        activation=audio.text("hidden_act", "relu"),
-        norm_eps=audio.positive("layer_norm_eps", 1e-5),
-        projection_size=adaptor.integer("projector_hidden_size", 2048, maximum=MAX_POSITIONS),
-        projection_activation=adaptor.text("projector_hidden_act", "relu"),
-        adaptor=MemoryAdaptor(
-            intermediate_size=adaptor.integer("intermediate_size", 256, maximum=MAX_POSITIONS),
-            num_layers=adaptor.integer("num_hidden_layers", 2, minimum=0, maximum=1024),
-            num_heads=read_num_heads(adaptor, output_size, 8),
-            activation=adaptor.text("hidden_act", "relu"),
-            norm_eps=adaptor.positive("layer_norm_eps", 1e-5),
-        ),
-        output_size=output_size,
     )
 
 

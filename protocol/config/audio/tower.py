@@ -292,7 +292,8 @@ class MemorySpec(LayeredSpec, frozen=True, tag=True):
 
     The memory is a depthwise convolution of the values. A row is made of `num_mel_bins` features. The first layer
     changes the size of rows, and the layers `normed_layers` norm their outputs. Two matrices and the layers of an
-    adaptor follow.
+    adaptor follow. The number of rows, halved `num_halvings` times, is that of the outputs that are read, the first
+    ones. `tensor_names` translates the checkpoint's names, as in `ModelSpec`.
     """
 
     num_mel_bins: int
@@ -304,6 +305,8 @@ class MemorySpec(LayeredSpec, frozen=True, tag=True):
     projection_size: int
     projection_activation: str
     adaptor: MemoryAdaptor
+    num_halvings: int = 0
+    tensor_names: tuple[tuple[str, str], ...] = ()
 
     @property
     def warm_frames(self) -> int:
@@ -312,7 +315,7 @@ class MemorySpec(LayeredSpec, frozen=True, tag=True):
 
     def num_outputs(self, num_frames: int) -> int:
         """Return the number of outputs for the rows of a clip."""
-        return num_frames
+        return -(-num_frames // (1 << self.num_halvings))
 
 
 class CausalSpec(LayeredSpec, frozen=True, tag=True):

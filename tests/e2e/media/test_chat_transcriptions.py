@@ -82,7 +82,7 @@ class Reference:
         prompt = prompt.replace(MARKS[self.kind], tokens) + answer
         ids = self._tokenizer.encode(prompt, add_special_tokens=False, return_tensors="pt")
         inputs = reference_inputs(self.kind, [samples])
-        if self.kind in ("gemma3n", "fireredasr2"):
+        if self.kind in ("gemma3n", "fireredasr2", "funasr"):
             # This reference is no model of transformers, but a module with its parts.
             found, most = ids, GEMMA_LEN if self.kind == "gemma3n" else MAX_MODEL_LEN
             while found.shape[1] < most and int(found[0, -1]) != self._tokenizer.eos_token_id:
@@ -285,17 +285,28 @@ def test_fun_asr_nano_gets_the_language_as_a_part_across_a_crash_of_a_worker(
         assert_nothing_is_held(server)
 
 
-def test_fireredasr_transcribes_in_its_own_prompt_across_a_crash_of_a_worker(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("kind", "question", "num_tokens"),
+    [
+        # Four of 328 frames become a row, and two rows an embedding.
+        ("fireredasr2", "user\n<|AUDIO|>\u8bf7\u8f6c\u5199\u97f3\u9891\u4e3a\u6587\u5b57", 41),
+        # Six of 328 frames become a row, and the first eighth of the rows are read.
+        (
+            "funasr",
+            "system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n\u8bed\u97f3\u8f6c\u5199\uff1a<|AUDIO|>",
+            7,
+        ),
+    ],
+)
+def test_models_transcribe_in_prompts_of_their_own_across_a_crash_of_a_worker(
+    tmp_path: Path, kind: str, question: str, num_tokens: int
 ) -> None:
-    reference = Reference(tmp_path, "fireredasr2")
+    reference = Reference(tmp_path, kind)
     samples, file = clip(3, 3.3)
     # The server needs no chat template for it.
     (reference.path / "chat_template.jinja").unlink()
-    question = f"{MARKS['fireredasr2']}\u8bf7\u8f6c\u5199\u97f3\u9891\u4e3a\u6587\u5b57"
-    prompt = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
-    # Four of 328 frames become a row, and two rows an embedding.
-    expected = reference.text(samples, 41, prompt=prompt)
+    prompt = f"<|im_start|>{question}<|im_end|>\n<|im_start|>assistant\n"
+    expected = reference.text(samples, num_tokens, prompt=prompt)
     with Server(str(reference.path), *FLAGS, "-tp", "2") as server:
         create = transcriptions(server).transcriptions.create
         limit = {"max_completion_tokens": 24}
@@ -304,7 +315,7 @@ def test_fireredasr_transcribes_in_its_own_prompt_across_a_crash_of_a_worker(
         server.child("worker 0").kill()
         *_, done = [*parts, *events]
         # Later tokens of this text are almost equally probable.
-        assert (done.text, len(done.text) > 60) == (expected[: len(done.text)], True)
+        assert (done.text, len(done.text) > 30) == (expected[: len(done.text)], True)
         server.wait_until_whole()
         with pytest.raises(openai.BadRequestError, match="detects the language itself"):
             create(model="tiny", file=file, language="zh")

@@ -45,7 +45,7 @@ MODELS = (
     *("fun_asr_nano", "moss_transcribe_diarize", "vibevoice_asr", "nemotron_h_omni"),
     *("ultravox", "ultravox 0.4", "voxtral mistral"),
     *("funaudiochat add", "funaudiochat replace", "midashenglm", "fireredasr2"),
-    *("lfm2_audio", "moss_audio"),
+    *("lfm2_audio", "moss_audio", "funasr"),
 )
 """Kinds of models. "thinker" is the layout of Qwen's own checkpoints, "mistral" that of Mistral's own."""
 
@@ -74,7 +74,7 @@ PARTS["qwen3_asr thinker"] = PARTS["qwen3_asr"]
 PARTS["funaudiochat add"] = PARTS["funaudiochat replace"] = PARTS["qwen2_audio"]
 PARTS["moss_audio"] = ("<|start|>", "<|vision_pad|>")
 PARTS["lfm2_audio"] = ("<|start|>", "<|reserved_4|>")
-PARTS["fireredasr2"] = PARTS["midashenglm"] = PARTS["qwen2_audio"]
+PARTS["fireredasr2"] = PARTS["funasr"] = PARTS["midashenglm"] = PARTS["qwen2_audio"]
 PARTS["voxtral mistral"] = PARTS["voxtral"]
 PARTS["gemma4_unified"] = PARTS["gemma4"]
 PARTS["granite_speech_plus"] = PARTS["granite_speech"]

@@ -155,6 +155,7 @@ _WITH_ANY_DECODER = {
     "Exaone4_5_ForConditionalGeneration",
     "FastVlmForConditionalGeneration",
     "FireRedASR2ForConditionalGeneration",
+    "FunASRForConditionalGeneration",
     "FunAsrNanoForConditionalGeneration",
     "FunAudioChatForConditionalGeneration",
     "FuyuForCausalLM",

@@ -24,7 +24,8 @@ class MemoryEncoder:
     """The layers that `spec` describes."""
 
     def __init__(self, spec: MemorySpec, source: TowerSource) -> None:
-        tensors, checkpoint = source.weights(_MARKER), source.checkpoint
+        tensors, checkpoint = source.weights(_MARKER, spec.tensor_names), source.checkpoint
+        self._spec = spec
         self._input_scale = spec.hidden_size**0.5
         projector, adaptor = "multi_modal_projector.", spec.adaptor
         self._layers = [
@@ -74,7 +75,7 @@ class MemoryEncoder:
         x = self._second(self._activation(self._first(x)))
         for layer in self._last_layers:
             x = layer(x)
-        return x
+        return x[: self._spec.num_outputs(len(x))]
 
 
 class _Layer:
@@ -98,7 +99,12 @@ class _Layer:
         self._num_heads, self._kernel_size = num_heads, kernel_size
         self._is_residual = inputs == size
         self._activation = find_activation(checkpoint, activation)
-        self._qkv = [tensors.read_linear(f"{attention}{name}_proj", size, inputs) for name in "qkv"]
+        if f"{attention}qkv_proj.weight" in tensors:
+            self._qkv = tensors.read_linear(f"{attention}qkv_proj", 3 * size, inputs).split(3)
+        else:
+            self._qkv = [
+                tensors.read_linear(f"{attention}{name}_proj", size, inputs) for name in "qkv"
+            ]
         self._output = tensors.read_linear(f"{attention}o_proj", size, size)
         self._taps: Tensor | None = None
         if kernel_size:

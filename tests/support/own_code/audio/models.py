@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import transformers
 from support.own_code.audio.fireredasr import FireRed
+from support.own_code.audio.funasr import FunAsr
 from support.own_code.audio.model import (
     AudioModel,
     apply_layers,
@@ -356,7 +357,7 @@ class MossAudio(AudioModel):
                 hook.remove()
 
 
-OWN_CODE = ("fireredasr2", "funaudiochat", "lfm2_audio", "midashenglm", "moss_audio")
+OWN_CODE = ("fireredasr2", "funasr", "funaudiochat", "lfm2_audio", "midashenglm", "moss_audio")
 """The beginnings of the kinds of these models."""
 
 
@@ -365,6 +366,8 @@ def own_model(kind: str, text: dict[str, Any], token: int, num_mel_bins: int) ->
     name, _, variant = kind.partition(" ")
     if name == "fireredasr2":
         return FireRed(text, token, num_mel_bins)
+    if name == "funasr":
+        return FunAsr(text, token)
     if name == "moss_audio":
         return MossAudio(text, token, num_mel_bins)
     if name == "lfm2_audio":
