@@ -17,7 +17,7 @@ HEAD_BYTES: Final = 1 << 20
 SAMPLE_BYTES: Final = 4096
 """Size in bytes of each sample. Hashing whole files would take seconds per gigabyte."""
 SAMPLES_PER_FILE: Final = 1024
-SAMPLES_PER_TENSOR: Final = 16
+SAMPLES_PER_TENSOR: Final = 4
 """Samples of each tensor, also of small ones: a revision may differ in norms or biases only."""
 
 _MAX_HEADER_BYTES: Final = 100_000_000
@@ -30,7 +30,7 @@ class _Tensor(msgspec.Struct):
 def hash_content(path: Path) -> bytes:
     """Return a hash of a file's size and head, and of evenly spread samples of the file and each tensor, 32 bytes.
 
-    Tensors of safetensors and GGUF files are found. Tensors of up to 64 KiB, and files of up to 4 MiB, are hashed
+    Tensors of safetensors and GGUF files are found. Tensors of up to 16 KiB, and files of up to 4 MiB, are hashed
     completely.
 
     Raises:

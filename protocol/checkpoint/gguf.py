@@ -25,6 +25,8 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 MAX_DIMS = 4
+_PIECE_BYTES = 1 << 20
+"""Bytes of an array of strings in which lengths are found together."""
 _SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _DAMAGED = "the file is truncated or damaged; download it again"
 
@@ -168,29 +170,59 @@ class GGUFTensor(msgspec.Struct, frozen=True):
 
 
 class _UndecodedStrings(msgspec.Struct, frozen=True):
+    """An array of strings. ``starts`` has the position of the length of each, and of the end of the last."""
+
     buffer: mmap.mmap
-    position: int
-    count: int
+    starts: npt.NDArray[np.int64]
+
+    @property
+    def count(self) -> int:
+        return len(self.starts) - 1
 
     def decode(self) -> list[str]:
-        buffer, position, strings = self.buffer, self.position, []
-        for _ in range(self.count):
-            (length,) = _u64(buffer, position)
-            position += 8 + length
-            strings.append(buffer[position - length : position].decode(errors="replace"))
-        return strings
+        return self._decode(self.starts[:-1], self.starts[1:])
 
     def select(self, indices: Sequence[int]) -> list[str]:
-        """Return the strings at ascending indices. Strings behind the last index are not read."""
-        buffer, position, index, strings = self.buffer, self.position, 0, []
-        for wanted in indices:
-            for _ in range(wanted - index):
-                position += 8 + _u64(buffer, position)[0]
-            (length,) = _u64(buffer, position)
-            position += 8 + length
-            strings.append(buffer[position - length : position].decode(errors="replace"))
-            index = wanted + 1
-        return strings
+        """Return the strings at some indices, without decoding the others."""
+        selected = np.array(indices, np.int64)
+        return self._decode(self.starts[selected], self.starts[selected + 1])
+
+    def _decode(self, starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> list[str]:
+        buffer, pairs = self.buffer, zip((starts + 8).tolist(), ends.tolist(), strict=True)
+        return [buffer[start:end].decode(errors="replace") for start, end in pairs]
+
+
+def _find_strings(buffer: mmap.mmap, position: int, count: int) -> npt.NDArray[np.int64]:
+    """Return where each of ``count`` strings and the last one's end are. An end outside the buffer is the last value.
+
+    A length below 256 is a byte before seven zeros, which text has not. All of them in a piece of the buffer are found
+    together, and each is checked: it must be where the string before ends. Other strings are stepped over.
+    """
+    found = [np.array([position])]
+    num_steps = 1
+    while count and position + 8 <= len(buffer):
+        size = min(len(buffer) - position, _PIECE_BYTES, 32 * count + 8)
+        piece = np.frombuffer(buffer, np.uint8, size, position)
+        is_zero = piece == 0
+        two = is_zero[1:-1] & is_zero[2:]
+        four = two[:-2] & two[2:]
+        lengths_at = np.flatnonzero(four[:-3] & four[3:])
+        ends = lengths_at + 8 + piece[lengths_at]
+        is_right = np.append(lengths_at[:1] == 0, lengths_at[1:] == ends[:-1])
+        num_right = len(is_right) if is_right.all() else int(is_right.argmin())
+        ends = ends[: min(num_right, count)] + position
+        # The number of steps doubles, so that few pieces are read if many strings are of another kind.
+        steps: list[int] = []
+        end = int(ends[-1]) if len(ends) else position
+        for _ in range(min(num_steps, count - len(ends))):
+            if end + 8 > len(buffer):
+                break
+            end = min(end + 8 + _u64(buffer, end)[0], len(buffer) + 1)
+            steps.append(end)
+        num_steps *= 2
+        found += ends, np.array(steps, np.int64)
+        position, count = end, count - len(ends) - len(steps)
+    return np.concatenate(found)
 
 
 class GGUFMetadata(Mapping[str, Any]):
@@ -274,15 +306,12 @@ class _HeaderParser:
 
     def strings(self, count: int, what: str) -> _UndecodedStrings:
         self.need(8 * count, what)
-        start = position = self.position
-        buffer, end = self.buffer, len(self.buffer) - 8
-        for _ in range(count):
-            if position > end:
-                break
-            position += 8 + _u64(buffer, position)[0]
-        self.need(position - start, what)
-        self.position = position
-        return _UndecodedStrings(buffer, start, count)
+        starts = _find_strings(self.buffer, self.position, count)
+        if len(starts) <= count:
+            self.need(len(self.buffer), what)
+        self.need(int(starts[-1]) - self.position, what)
+        self.position = int(starts[-1])
+        return _UndecodedStrings(self.buffer, starts)
 
     def value_type(self, what: str) -> _ValueType:
         number = self.u32(what)
