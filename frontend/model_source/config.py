@@ -36,7 +36,6 @@ from ...protocol.checkpoint.gguf import GGUFFile
 from ...protocol.checkpoint.gguf_config.convert import gguf_to_hf_config
 from ...protocol.checkpoint.gguf_config.fields import GGUFFields
 from ...protocol.checkpoint.gguf_config.mmproj.fields import Mmproj
-from ...protocol.checkpoint.gguf_config.mmproj.read import read_mmproj
 from ...protocol.checkpoint.model_dimensions import (
     DEFAULTS_OF_GEMMA3,
     EXPERT_COUNTS,
@@ -62,12 +61,9 @@ from ...protocol.errors import CheckpointError, ConfigError, ParameterError
 from ...protocol.file_identity import identify_files
 from ...protocol.sampling_params import SamplingParams
 from ..supervisor.console import Console
-from ..tokenizer.config import TokenizerConfig
-from ..tokenizer.conversion.world import world_eos
+from ..tokenizer.eos import gguf_eos, tokenizer_eos
 from .chat_audio import read_chat_audio
 from .diffusion import read_block_diffusion
-from .images.read import read_image_processor
-from .images.videos import read_video_processor
 from .lora import find_loras, find_media_lora, find_task_lora, with_own_adapters
 from .options import CHECKPOINT_QUANTIZATIONS, ModelOptions, ResolvedModel, use_hub_token
 from .pooler import change_classifier, change_pooler
@@ -171,6 +167,8 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
         options = msgspec.structs.replace(options, hf_overrides=options.hf_overrides | towers)
     towers_beside: Mmproj | None = None
     if mmproj is not None and mmproj.suffix == ".gguf":
+        from ...protocol.checkpoint.gguf_config.mmproj.read import read_mmproj
+
         towers_beside = read_mmproj(GGUFFile(mmproj), GGUFFile(path), checkpoint_config.config)
         options = msgspec.structs.replace(
             options, hf_overrides={**towers_beside.config, **options.hf_overrides}
@@ -199,11 +197,16 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
     if options.model_impl is not ModelImpl.TRANSFORMERS:
         files = path if mmproj is None or mmproj.is_file() else mmproj
         chat_audio = read_chat_audio(files, config, text, towers_beside, tokenizer_directory)
-    images = None
-    if options.model_impl is not ModelImpl.TRANSFORMERS:
+    images = videos = None
+    if options.model_impl is not ModelImpl.TRANSFORMERS and has_vision(config):
+        # Late imports, because a model without vision needs none of their modules.
+        from .images.read import read_image_processor
+        from .images.videos import read_video_processor
+
         images = read_image_processor(
             path, config, text, options.mm_processor_kwargs, towers_beside
         )
+        videos = read_video_processor(path, config, text, options.mm_processor_kwargs)
     modality = "image" if images is not None else "audio" if chat_audio is not None else None
     kind = model_kind(config)
     return ResolvedModel(
@@ -258,9 +261,7 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
             hidden_size=text.optional_integer("hidden_size") or 0,
             enable_prompt_embeds=options.enable_prompt_embeds,
             images=images,
-            videos=None
-            if options.model_impl is ModelImpl.TRANSFORMERS
-            else read_video_processor(path, config, text, options.mm_processor_kwargs),
+            videos=videos,
             span_kind=_span_kind(options, config, text),
             mmproj=str(mmproj or ""),
             audio=read_audio_processor(path, config, generation),
@@ -338,7 +339,7 @@ def _read_gguf(path: Path, tokenizer_path: Path) -> tuple[ConfigFields, ConfigFi
     return (
         ConfigFields(gguf_to_hf_config(gguf), path),
         ConfigFields(generation, path),
-        _gguf_eos(gguf) if tokenizer_path == path else _tokenizer_eos(tokenizer_path),
+        gguf_eos(gguf) if tokenizer_path == path else tokenizer_eos(tokenizer_path),
     )
 
 
@@ -348,7 +349,7 @@ def _read_directory(
     return (
         read_model_config(path),
         ConfigFields.read_if_present(path / "generation_config.json"),
-        _tokenizer_eos(tokenizer_path),
+        tokenizer_eos(tokenizer_path),
     )
 
 
@@ -426,23 +427,6 @@ def _length_limit(config: ConfigFields) -> int | None:
     if kind == "yarn":
         limit = rope.integer("original_max_position_embeddings", limit)
     return int(min(limit * factor, MAX_INTEGER))
-
-
-def _tokenizer_eos(path: Path) -> list[int]:
-    """Return the ids of the tokenizer's end tokens; [] if its files are missing or do not name one."""
-    if path.suffix == ".gguf":
-        return _gguf_eos(GGUFFile(path))
-    directory = path if path.is_dir() else path.parent
-    config = TokenizerConfig(directory)
-    text = config.named_tokens.get("eos_token")
-    if ids := world_eos(directory, text):
-        return ids
-    id_ = None if text is None else config.added_token_id(text)
-    return [] if id_ is None else [id_]
-
-
-def _gguf_eos(gguf: GGUFFile) -> list[int]:
-    return GGUFFields(gguf.metadata, gguf.path, "tokenizer.ggml.").token_ids("eos_token_id")
 
 
 def _default_sampling(options: ModelOptions, generation: ConfigFields) -> dict[str, float | int]:

@@ -13,31 +13,9 @@ import msgspec
 from ...protocol.checkpoint.gguf import GGUFFile
 from ...protocol.errors import CheckpointError
 from ..cache_directory import cache_directories
-from .conversion.encoder_pieces import convert_encoder_pieces, encoder_pieces_files
-from .conversion.kimi import convert_kimi, kimi_files
-from .conversion.letters import convert_letters, letters_files
-from .conversion.marian import convert_marian, marian_files
-from .conversion.plamo import convert_plamo, plamo_files
-from .conversion.tekken import convert_tekken, tekken_files
-from .conversion.tokenizer_model import convert_tokenizer_model, tokenizer_model_files
-from .conversion.vocabulary import convert_vocabulary, vocabulary_files
-from .conversion.world import convert_world, world_files
 
 FORMAT_VERSION = 5
 """Increase this when the output of `convert` changes, so that older conversions are ignored."""
-
-_FORMATS = (
-    (marian_files, convert_marian),
-    (encoder_pieces_files, convert_encoder_pieces),
-    (tekken_files, convert_tekken),
-    (kimi_files, convert_kimi),
-    (tokenizer_model_files, convert_tokenizer_model),
-    (vocabulary_files, convert_vocabulary),
-    (letters_files, convert_letters),
-    (world_files, convert_world),
-    (plamo_files, convert_plamo),
-)
-"""For each format, the functions that find the files of its tokenizer in a directory, and that convert it."""
 
 _DIGEST = "sha256"
 _HASHED_BYTES = 64 * 1024
@@ -71,10 +49,12 @@ def converted_directory(path: Path) -> Path:
         directory = cache / key
         if _is_whole(directory):
             return directory
+    # Late imports, because each file is converted once.
     if path.is_dir():
-        converted = next(convert for find, convert in _FORMATS if find(path))(path)
+        from .conversion.formats import FORMATS
+
+        converted = next(convert for find, convert in FORMATS if find(path))(path)
     else:
-        # A late import, because each file is converted once.
         from .conversion.gguf import convert
 
         tokenizer, config = convert(path, GGUFFile(path).metadata)
@@ -92,7 +72,12 @@ def converted_directory(path: Path) -> Path:
 
 def _other_files(path: Path) -> list[Path]:
     """Return the files of a tokenizer that is converted; none if `path` is a file or has no such tokenizer."""
-    return next(filter(None, (find(path) for find, _ in _FORMATS)), [])
+    if not path.is_dir():
+        return []
+    # A late import, because most models have a tokenizer.json or are a GGUF file.
+    from .conversion.formats import FORMATS
+
+    return next(filter(None, (find(path) for find, _ in FORMATS)), [])
 
 
 def _is_whole(directory: Path) -> bool:

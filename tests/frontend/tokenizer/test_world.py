@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 
 import pytest
-from engine.frontend.model_source.config import _tokenizer_eos
+from engine.frontend.tokenizer.eos import tokenizer_eos
 from engine.frontend.tokenizer.load import load_tokenizer
 from engine.protocol.errors import CheckpointError
 from gguf import GGUFWriter, TokenType
@@ -95,7 +95,7 @@ def test_the_named_end_token_has_the_id_of_the_vocabulary(tmp_path: Path) -> Non
         0,
         *longest_tokens("in"),
     ]
-    assert _tokenizer_eos(tmp_path) == [two_lines, 0]
+    assert tokenizer_eos(tmp_path) == [two_lines, 0]
 
 
 def test_a_file_may_name_the_chat_template_of_llama_cpp(tmp_path: Path) -> None:
