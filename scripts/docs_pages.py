@@ -140,8 +140,9 @@ def _commands() -> str:
 
 def _document() -> dict[str, Any]:
     """Return the OpenAPI document of a server with default settings and a classifier, which has the most routes."""
-    from engine.frontend.api.app import make_routes
     from engine.frontend.api.openapi import describe_routes
+    from engine.frontend.api.route_tables.first import FirstRoutes
+    from engine.frontend.api.route_tables.others import make_routes
     from engine.protocol.config import FrontendConfig
     from engine.protocol.config.model import Activation, ClassifierConfig
 
@@ -160,7 +161,8 @@ def _document() -> dict[str, Any]:
         store=None,
         when_ready=[],
     )
-    return describe_routes(make_routes(serving))
+    first = FirstRoutes(serving)
+    return describe_routes([*first.routes, *make_routes(serving, first)])
 
 
 def _routes() -> str:

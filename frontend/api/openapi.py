@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar, get_args
 
 import msgspec
-from starlette.routing import Route
 
 from ... import __version__
 from ..http.access import is_open
+from ..http.routing import Route
 from .route_descriptions import describe_route
 from .schema.refused import with_refused
 
@@ -60,7 +60,7 @@ def _success(route: Route) -> dict[str, Any]:
 
 def describe_routes(routes: Sequence[Route]) -> dict[str, Any]:
     """Return an OpenAPI 3.1 document with every route, method, path parameter and body schema."""
-    routes = [route for route in routes if route.include_in_schema]
+    routes = [route for route in routes if route.in_schema]
     schemas = [_body_schemas(route) for route in routes]
     bodies = list(dict.fromkeys(schema for route_schemas in schemas for schema in route_schemas))
     types = [with_refused(schema) for schema in bodies]
@@ -68,15 +68,15 @@ def describe_routes(routes: Sequence[Route]) -> dict[str, Any]:
     reference_of = dict(zip(bodies, references, strict=True))
     paths: dict[str, dict[str, Any]] = {}
     for route, route_schemas in zip(routes, schemas, strict=True):
-        group, summary = describe_route(route.path_format)
+        group, summary = describe_route(route.template)
         operation: dict[str, Any] = {
             "tags": [group],
             "summary": summary,
             "responses": _success(route),
         }
-        if all(is_open(route.path_format, method) for method in route.methods or {"GET"}):
+        if all(is_open(route.template, method) for method in route.methods or {"GET"}):
             operation["security"] = []
-        if names := sorted(route.param_convertors):
+        if names := sorted(route.parameters):
             operation["parameters"] = [
                 {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
                 for name in names
@@ -91,7 +91,7 @@ def describe_routes(routes: Sequence[Route]) -> dict[str, Any]:
             operation["requestBody"] = {"required": True, "content": content}
         methods = (route.methods or {"GET"}) - {"HEAD"}
         for method in sorted(methods):
-            paths.setdefault(route.path_format, {})[method.lower()] = operation
+            paths.setdefault(route.template, {})[method.lower()] = operation
     return {
         "openapi": "3.1.0",
         "info": {"title": "Engine", "version": __version__},

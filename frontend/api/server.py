@@ -38,7 +38,7 @@ from ..supervisor.listener import is_loopback
 from ..supervisor.parse_journal import ParseJournal, journal_path
 from ..tokenizer.load import load_tokenizer
 from ..tokenizer.tokenizer import Tokenizer
-from .app import create_app
+from .app import App
 from .chats.prompt import RESERVED_VARIABLES
 from .serving import Serving
 
@@ -154,7 +154,7 @@ class Frontend:
         engine.metrics.watch_store(lambda: store.state)
         engine.metrics.watch_unfinished(lambda: engine.num_inflight)
         self._engine.output_log = self._store.log
-        self._app = create_app(self._serving, is_loopback=is_loopback(listener))
+        self._app = App(self._serving, is_loopback=is_loopback(listener))
         self._stop = asyncio.Event()
         self._retired = asyncio.Event()
 
@@ -228,6 +228,8 @@ class Frontend:
         gc.enable()
         self._num_blocks = sys.getallocatedblocks()
         self._enter(Stage.READY, "")
+        await self._app.load_routes()
+        gc.freeze()
         self._app.recovery.start()
         self._serving.start_decoders()
         for work in self._serving.when_ready:

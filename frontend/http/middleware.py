@@ -7,7 +7,6 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.types import ASGIApp
 
 from ...protocol.errors import ConfigError
@@ -32,6 +31,9 @@ def add_middleware(app: ASGIApp, names: Sequence[str]) -> ASGIApp:
             middleware = cast("Callable[[ASGIApp], ASGIApp]", found)
             app = middleware(app)
         elif inspect.iscoroutinefunction(found):
+            # A late import, because few servers have such a function.
+            from starlette.middleware.base import BaseHTTPMiddleware
+
             app = BaseHTTPMiddleware(app, dispatch=found)
         else:
             raise ConfigError(

@@ -15,12 +15,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ... import __version__
 from ...protocol.config import FrontendConfig
 from ...protocol.errors import EngineError
-from ..api.app import ERROR_BODIES
 from ..api.bodies.body import read_body
 from ..api.bodies.request_memory import RequestMemory
 from ..api.dialects.ollama import API_VERSION
 from ..api.edge import Edge
 from ..api.logprobs import Json
+from ..api.route_tables.others import ERROR_BODIES
 from ..http.access import Access, Origins
 from ..http.errors import APIError, bad_request, echo, json_response, unavailable
 from ..http.middleware import add_middleware

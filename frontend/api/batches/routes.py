@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from ...http.errors import APIError, bad_request, echo, json_response, wrong
+from ...http.routing import Route
 from ..bodies.intake import Intake, reads
 from ..files.storage import FileStorage, read_expiry
 from ..schema.files import BatchRequest

@@ -6,7 +6,6 @@ from typing import Final
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from ....protocol.errors import EngineError
 from ....protocol.weights.transfer import (
@@ -22,6 +21,7 @@ from ....protocol.weights.transfer import (
 )
 from ...client.replicas.weight_receiver import WeightReceiver
 from ...http.errors import APIError, bad_request, json_response, redact, wrong
+from ...http.routing import Route
 from ..bodies.intake import Intake, reads
 from ..schema.dialects.weight_transfer import (
     GroupFields,

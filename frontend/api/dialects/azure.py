@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from typing import Final
 
 from starlette._utils import get_route_path
-from starlette.routing import Route
 from starlette.types import Scope
 
 from ...http.access import DEPLOYMENTS
+from ...http.routing import Route
 
 PATHS: Final = (
     "/chat/completions",

@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from .... import __version__
 from ....protocol.sampling_params import SamplingParams
@@ -26,6 +25,7 @@ from ...http.errors import (
     unavailable,
 )
 from ...http.json_pieces import encode_list
+from ...http.routing import Route
 from ..bodies.intake import Intake, reads
 from ..bodies.request_memory import MemoryLease
 from ..chats.prompt import RenderedChat

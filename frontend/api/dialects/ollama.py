@@ -13,7 +13,6 @@ from typing import Final
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from .... import __version__
 from ....protocol.file_identity import LoraAdapter
@@ -22,6 +21,7 @@ from ...client.embeddings import Vector
 from ...client.engine_client import RequestGroup
 from ...http.errors import APIError, bad_request, echo, json_response, renaming
 from ...http.json_pieces import encode_list
+from ...http.routing import Route
 from ..bodies.intake import Intake, reads
 from ..bodies.request_memory import MemoryLease
 from ..chats.prompt import RenderedChat

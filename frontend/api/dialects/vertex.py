@@ -14,10 +14,10 @@ from typing import Any, Final
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from ...http.access import vertex_path
 from ...http.errors import bad_request, echo, json_response
+from ...http.routing import Route
 from ..batches.internal_call import call_route
 from ..bodies.disconnection import while_connected
 from ..bodies.intake import Intake, reads
@@ -137,7 +137,7 @@ def vertex_routes(serving: Serving, intake: Intake, management: Management) -> l
     # The paths that Vertex AI has chosen are not in the description of the API.
     if path := vertex_path("AIP_PREDICT_ROUTE"):
         handler = predictions.predict
-        routes.append(Route(path, handler, methods=["POST"], include_in_schema=False))
+        routes.append(Route(path, handler, methods=["POST"], in_schema=False))
     if path := vertex_path("AIP_HEALTH_ROUTE"):
-        routes.append(Route(path, management.health, include_in_schema=False))
+        routes.append(Route(path, management.health, in_schema=False))
     return routes

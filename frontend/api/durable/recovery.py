@@ -7,12 +7,11 @@ import contextlib
 import logging
 import time
 from array import array
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, runtime_checkable
 
 import msgspec
-from starlette.routing import compile_path
 
 from ....protocol.errors import POISON_REQUEST, counted
 from ....protocol.messages import FinishReason
@@ -21,6 +20,7 @@ from ...client.engine_client import RequestGroup
 from ...client.engine_client import Sequence as GeneratedSequence
 from ...client.groups.recording import Recording
 from ...http.errors import APIError, internal_error
+from ...http.routing import Router
 from ...observability.tracing.request_trace import current_trace
 from ...store.client import StoreError
 from ..generation import Origin, PreparedPrompt, submit
@@ -47,6 +47,7 @@ StartGroup = Callable[[Any, list[PreparedPrompt]], Awaitable[RequestGroup]]
 """Submits a request that was prepared again."""
 
 
+@runtime_checkable
 class Continuable(Protocol):
     """An endpoint that can continue its recorded requests."""
 
@@ -75,14 +76,12 @@ class NothingToContinue(Exception):
 class Recovery:
     """Claims recorded requests from the store, and continues each after its last recorded token.
 
-    `endpoints` maps the paths of routes to their endpoints.
+    `router` has the endpoints that recorded requests.
     """
 
-    def __init__(self, serving: Serving, endpoints: Mapping[str, Continuable]) -> None:
+    def __init__(self, serving: Serving, router: Router) -> None:
         self._serving = serving
-        self._endpoints = endpoints
-        # Some paths have the name of a model in them.
-        self._patterns = [(compile_path(path)[0], path) for path in endpoints if "{" in path]
+        self._router = router
         self._is_claiming = False
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -157,8 +156,10 @@ class Recovery:
         The record may be unreadable, so the endpoint is determined from the request's ID.
         """
         with contextlib.suppress(APIError):
-            for endpoint in self._endpoints.values():
-                if await endpoint.record_failure(claimed.request_id, claimed.owner, error):
+            for endpoint in dict.fromkeys(route.endpoint for route in self._router.routes):
+                if isinstance(endpoint, Continuable) and await endpoint.record_failure(
+                    claimed.request_id, claimed.owner, error
+                ):
                     return None
         return error.message
 
@@ -166,8 +167,8 @@ class Recovery:
         if claimed.num_starts > MAX_STARTS:
             raise APIError(500, POISON_REQUEST)
         record = decode_record(claimed.record)
-        matching = (path for pattern, path in self._patterns if pattern.match(record.path))
-        endpoint = self._endpoints.get(next(matching, record.path))
+        endpoints = (found.route.endpoint for found in self._router.find(record.path))
+        endpoint = next((each for each in endpoints if isinstance(each, Continuable)), None)
         if endpoint is None:
             raise APIError(
                 410, "the server was restarted with another version; send the request again"

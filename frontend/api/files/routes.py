@@ -7,10 +7,10 @@ from typing import Final
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
-from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from ...http.errors import APIError, bad_request, json_response, renamer, renaming, wrong
+from ...http.routing import Route
 from ..bodies.form import FormDecoder
 from ..bodies.intake import Intake
 from ..schema.files import FileRequest

@@ -10,10 +10,10 @@ from typing import Final
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from ...http.errors import APIError, bad_request, json_response, wrong
+from ...http.routing import Route
 from ...store.client import StoreClient
 from ..bodies.form import FormDecoder
 from ..bodies.intake import Intake, reads

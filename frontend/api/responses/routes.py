@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from starlette.routing import Route
-
+from ...http.routing import Route
 from ..bodies.intake import Intake
 from ..dialects.vllm.render import ResponsesRender
 from ..serving import Serving

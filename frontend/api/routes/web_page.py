@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+from functools import cached_property
 from html import escape
 from pathlib import Path
 from typing import Final
 
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
-from starlette.routing import Route
 
 from ...http.access import WEB_PATHS
+from ...http.routing import Route
 
 BUNDLE: Final = Path(__file__).parents[2] / "web" / "bundle"
 
@@ -46,7 +47,6 @@ class WebFile:
 
     def __init__(self, content: bytes, media_type: str, vary: str = "Accept-Encoding") -> None:
         self._content = content
-        self._compressed = gzip.compress(content, mtime=0)
         self._media_type = media_type
         self._etag = hashlib.sha256(content).hexdigest()[:32]
         self._headers = {
@@ -59,6 +59,10 @@ class WebFile:
             "Vary": vary,
             "X-Content-Type-Options": "nosniff",
         }
+
+    @cached_property
+    def _compressed(self) -> bytes:
+        return gzip.compress(self._content, mtime=0)
 
     async def get(self, request: Request) -> Response:
         """Return the file; 304 without a body if the client has it."""

@@ -9,10 +9,10 @@ import msgspec
 from starlette.datastructures import QueryParams
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from ...http.errors import bad_request, json_response
 from ...http.json_pieces import EncodedJSON
+from ...http.routing import Route
 from ..bodies.intake import Intake, reads
 from ..logprobs import Json
 from ..schema.stored import MetadataRequest

@@ -9,9 +9,9 @@ from typing import Any, Final
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from ....http.errors import APIError, bad_request, echo, expect, json_response
+from ....http.routing import Route
 from ...batches.executor import BatchExecutor
 from ...batches.lines import MESSAGES, find_errors, parse_line, split_lines
 from ...batches.records import ENDED, BatchRecords

@@ -9,10 +9,10 @@ from urllib.parse import urlencode
 
 import msgspec
 from starlette.requests import Request
-from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from ....http.errors import bad_request, json_response, renaming, wrong
+from ....http.routing import Route
 from ...bodies.intake import Intake
 from ...bodies.request_memory import MemoryLease
 from ...logprobs import Json

@@ -9,13 +9,13 @@ from typing import Any, Final
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import Receive, Scope
 
 from ....client.embeddings import Vector
 from ....client.engine_client import RequestGroup
 from ....http.errors import bad_request, json_response, renamer, renaming
 from ....http.json_pieces import encode_list
+from ....http.routing import Route
 from ...bodies.intake import Intake, reads
 from ...bodies.request_memory import MemoryLease
 from ...chats.answer import ChatAnswer

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from starlette.routing import Route
-
+from ....http.routing import Route
 from ...bodies.intake import Intake
 from ...control.pause import Pauses
 from ...control.sleep import Sleep

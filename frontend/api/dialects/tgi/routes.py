@@ -9,7 +9,6 @@ from typing import ClassVar
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from ..... import __version__
@@ -18,6 +17,7 @@ from .....protocol.sampling_params import MAX_N, MAX_STOP_STRINGS
 from ....client.engine_client import RequestGroup
 from ....http.errors import APIError, bad_request, json_response
 from ....http.json_pieces import encode_list
+from ....http.routing import Route
 from ...answer import Answer
 from ...bodies.intake import Intake, reads
 from ...bodies.request_memory import MemoryLease

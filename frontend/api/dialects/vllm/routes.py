@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from ....http.errors import bad_request, json_response
+from ....http.routing import Route
 from ...bodies.intake import Intake, reads
 from ...control.pause import Pauses
 from ...control.sleep import Sleep
