@@ -31,7 +31,7 @@ COMMANDS: Final = {
     "serve": Command(
         "[MODEL] [flags]",
         "serve a model over HTTP; see engine serve --help",
-        ".serve",
+        ".start",
         "serve",
     ),
     "chat": Command(

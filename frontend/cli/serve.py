@@ -15,9 +15,10 @@ from ...protocol.process import name_process
 from ..model_source.options import ModelOptions, ResolvedModel, use_hub_token
 from ..supervisor.console import Console, StartupProgress, format_bytes
 from ..supervisor.engine_processes import engine_processes
-from ..supervisor.guardian.fork_server import ForkServer, start_fork_servers
+from ..supervisor.guardian.fork_server import ForkServer, stop_fork_servers
 from ..supervisor.guardian.guardian import Guardian, become_subreaper
 from ..supervisor.guardian.link import GuardianLink, Notice
+from ..supervisor.guardian.open_files import raise_open_file_limit
 from ..supervisor.guardian.service_manager import notify_service_manager
 from ..supervisor.handover import HandoverRequested, HandoverSocket, ServedEngine
 from ..supervisor.listener import Listener
@@ -30,14 +31,17 @@ from .engine_config import make_engine_config, make_frontend_config
 from .fork import run_in_fork
 from .join import serve_headless
 from .launch_options import LaunchOptions
-from .open_files import raise_open_file_limit
 from .peer_flags.command_line import flags_without_effect
 
 __all__ = ["make_parser", "serve"]
 
 
-def serve(argv: Sequence[str]) -> int:
+def serve(argv: Sequence[str], fork_servers: dict[str, ForkServer]) -> int:
     """Serve until a stop signal. Return the exit code; invalid arguments exit with code 2.
+
+    Args:
+        argv: The arguments of `engine serve`.
+        fork_servers: Program -> the fork server of its processes.
 
     Returns:
         0 after SIGTERM, SIGINT or SIGHUP; 1 after a failure; 128 + the signal number if a second signal ended the
@@ -51,7 +55,7 @@ def serve(argv: Sequence[str]) -> int:
         warn_of_unread_variables(console)
         if flags := flags_without_effect(argv):
             console.line(f"flags without effect in Engine: {', '.join(flags)}")
-        _serve(argv, settings, console, signals)
+        _serve(argv, settings, fork_servers, console, signals)
 
     return run_supervisor(run)
 
@@ -96,9 +100,16 @@ def _run_to_exit_code(run: Callable[[], None], console: Console) -> int:
     return 0
 
 
-def _serve(argv: Sequence[str], settings: Settings, console: Console, signals: StopSignals) -> None:
+def _serve(
+    argv: Sequence[str],
+    settings: Settings,
+    fork_servers: dict[str, ForkServer],
+    console: Console,
+    signals: StopSignals,
+) -> None:
     launch = LaunchOptions(**settings["launch"])
     if launch.headless:
+        stop_fork_servers(fork_servers)
         serve_headless(launch, settings, console, signals)
         return
     if launch.node_rank:
@@ -107,7 +118,7 @@ def _serve(argv: Sequence[str], settings: Settings, console: Console, signals: S
         )
     frontend = make_frontend_config(settings)
     console.line(f"engine {__version__}")
-    with start_fork_servers() as fork_servers, Listener(frontend) as listener:
+    with Listener(frontend) as listener:
         settings["frontend"]["port"] = listener.port
         try:
             model = resolve_model(settings, console, signals)
@@ -159,9 +170,7 @@ def serve_model(
         }
         # Nodes on other machines could not continue with another supervisor.
         if config.parallel.is_distributed:
-            for server in fork_servers.values():
-                server.close()
-            fork_servers.clear()
+            stop_fork_servers(fork_servers)
         if not fork_servers or not become_subreaper():
             _supervise(
                 config,

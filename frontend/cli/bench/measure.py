@@ -9,7 +9,7 @@ from typing import Final
 import uvloop
 
 from ....protocol.errors import ConfigError, EngineError
-from ..open_files import raise_open_file_limit
+from ...supervisor.guardian.open_files import raise_open_file_limit
 from ..remote.target import Target
 from .arrivals import arrival_times
 from .client import Answer, Endpoint, run_sessions

@@ -42,8 +42,14 @@ MODULES: Final = (
 )
 """The module that each program of each fork server needs, in the order in which the programs start."""
 
-COMMON_MODULE: Final = "numpy"
-"""A large module that all programs need."""
+COMMON_MODULES: Final = (
+    "numpy",
+    "engine.protocol.transport",
+    "engine.protocol.checkpoint.gguf",
+    "engine.protocol.encoder_inputs.payloads",
+    "engine.protocol.grammars.process",
+)
+"""Modules that programs of both fork servers need, which share their memory."""
 
 QUIET_S: Final = 0.1
 """Seconds without a request after which another module is loaded, once there has been a request."""
@@ -161,30 +167,39 @@ def _is_stopped(pid: int) -> bool:
 
 @contextlib.contextmanager
 def start_fork_servers() -> Iterator[dict[str, ForkServer]]:
-    """Start the fork servers of an engine, and return the one of each program.
+    """Start the fork servers of an engine, and return the one of each program. They exit with the context.
 
     There are none except on Linux, because they need a guardian, which an engine does not have elsewhere.
     """
     servers: dict[str, ForkServer] = {}
     if sys.platform == "linux":
-        _import_common_module()
+        _import_common_modules()
         for modules in MODULES:
             servers |= dict.fromkeys(modules, ForkServer.start(modules))
     try:
         yield servers
     finally:
-        for server in servers.values():
-            server.close()
+        stop_fork_servers(servers)
 
 
-def _import_common_module() -> None:
-    """Import the module that all programs need, so that they share its memory."""
+def stop_fork_servers(servers: dict[str, ForkServer]) -> None:
+    """Stop the fork servers and remove them from the dictionary. They may still be importing modules."""
+    for server in set(servers.values()):
+        server.close()
+        os.kill(server.pid, signal.SIGKILL)
+    servers.clear()
+
+
+def _import_common_modules() -> None:
     environment = dict(os.environ)
     # Threads would not exist in a forked process.
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
-    importlib.import_module(COMMON_MODULE)
+    for name in COMMON_MODULES:
+        importlib.import_module(name)
     os.environ.clear()
     os.environ.update(environment)
+    # Its first decoder evaluates the annotations, which is most of the time in which a process reads its configuration.
+    msgspec.msgpack.Decoder(EngineConfig)
 
 
 def run_fork_server(requests: socket.socket, modules: Mapping[str, str]) -> NoReturn:
@@ -236,8 +251,6 @@ def _prepare(requests: socket.socket) -> None:
         # A file in the current directory must not shadow a module.
         del sys.path[0]
     gc.disable()
-    # Its first decoder evaluates the annotations, which is most of the time in which a process reads its configuration.
-    msgspec.msgpack.Decoder(EngineConfig)
 
 
 def _fork(request: _ForkRequest, fds: list[int], pids: tuple[int, int]) -> None:

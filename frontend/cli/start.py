@@ -1,0 +1,35 @@
+"""The entry of `engine serve`, which starts the fork servers before it imports what serves."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ...protocol.process import name_process
+from ..supervisor.guardian.fork_server import start_fork_servers
+from ..supervisor.guardian.open_files import raise_open_file_limit
+
+if TYPE_CHECKING:
+    import argparse
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    from .arguments import make_parser
+
+    return make_parser()
+
+
+def serve(argv: Sequence[str]) -> int:
+    """Serve until a stop signal, and return the exit code."""
+    name_process("supervisor")
+    raise_open_file_limit()
+    gc.disable()
+    with start_fork_servers() as fork_servers:
+        # A late import, because the fork servers import modules meanwhile.
+        from .serve import serve
+
+        gc.freeze()
+        gc.enable()
+        return serve(argv, fork_servers)
