@@ -62,7 +62,7 @@ class Edge:
         is_open: Callable[[], bool] = lambda: True,
     ) -> None:
         self._app = app
-        self._error_bodies = error_bodies or {}
+        self._error_bodies = {} if error_bodies is None else error_bodies
         self._access = access
         self._root_path = root_path.rstrip("/")
         self._is_open = is_open
