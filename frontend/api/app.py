@@ -73,7 +73,8 @@ class App:
 
 
 def _import_others() -> ModuleType:
-    # A late import, because it takes a third of the time of all imports of a frontend.
+    # Late imports, because they take a third of the time of all imports of a frontend.
+    from ..observability.metrics import exposition  # noqa: F401 - the first scrape needs it
     from .route_tables import others
 
     return others

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from ....protocol.config import EngineConfig
 from ....protocol.messages import CoreReady, FinishReason, SchedulerStats
+from ....protocol.store.messages import StoreState
+from ....protocol.supervisor_messages import EngineStatus
 from .histogram import Histogram
 
 logger = logging.getLogger(__name__)
@@ -136,3 +138,19 @@ def _read(path: Path) -> list[CoreMetrics] | None:
         return _decode(path.read_bytes())
     except FileNotFoundError:
         return None
+
+
+class Counts(NamedTuple):
+    """The sum over all frontends for each core, and the state of the engine's processes.
+
+    Attributes:
+        cores: The counts for each core.
+        are_up: For each core, True while its replica can compute.
+        status: The status of all processes.
+        store: The state of the store.
+    """
+
+    cores: list[CoreMetrics]
+    are_up: list[bool]
+    status: EngineStatus
+    store: StoreState

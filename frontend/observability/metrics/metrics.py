@@ -1,57 +1,32 @@
-"""The Prometheus metrics of one engine.
-
-Everything is counted once, in `CoreMetrics`. A scrape adds the counts of all frontends and renders them under
-`engine:` and, if enabled, under vLLM's names, which have the same meaning and buckets.
-"""
+"""The metrics of one engine. Everything is counted once in `CoreMetrics`, and a scrape adds those of all frontends."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from operator import itemgetter
-from typing import Final, Protocol
-
-from prometheus_client import CollectorRegistry, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-from prometheus_client.exposition import choose_encoder
-from prometheus_client.registry import Collector
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Final, Protocol
 
 from ....protocol.arrays import float32_view, int32_list
 from ....protocol.config import EngineConfig
-from ....protocol.kv_transfer.multi import find_connector
-from ....protocol.kv_transfer.store import DISK_CONNECTOR, LMCACHE_CONNECTOR
 from ....protocol.messages import CoreReady, FinishReason, SchedulerStats
 from ....protocol.store.messages import StoreState
 from ....protocol.supervisor_messages import EngineStatus
-from .core_metrics import CoreMetrics, SharedMetrics
+from .core_metrics import CoreMetrics, Counts, SharedMetrics
 from .histogram import Histogram, decimal_bounds
-from .info_metrics import cache_family, lora_family
 from .names import (
     COUNTERS,
     DISK_COUNTERS,
-    GAUGES,
     HISTOGRAMS,
-    OLD_GAUGES,
-    OLD_HISTOGRAMS,
     OWN_COUNTERS,
-    OWN_GAUGES,
     OWN_HISTOGRAMS,
     REJECTIONS,
     TRANSFER_COUNTERS,
-    VLLM_COUNTERS,
-    VLLM_HOST_COUNTERS,
-    WAITING_REASONS,
-    CounterValue,
 )
-from .peer_names import PEERS, PeerNames
-from .process_metrics import restart_family
-from .store_metrics import store_families
 
-ScalarFamily = GaugeMetricFamily | CounterMetricFamily
-Family = ScalarFamily | HistogramMetricFamily
-
+if TYPE_CHECKING:
+    from .exposition import Exposition
 
 MAX_LORA_LABELS: Final = 1000
 """Maximum number of LoRA adapters with counts of their own; `OTHER_LORAS` counts the rest."""
@@ -84,7 +59,7 @@ class MeasuredSequence(Protocol):
         """The name of the LoRA adapter; "" for the base model."""
 
 
-class Metrics(Collector):
+class Metrics:
     """Records events and renders the metrics for a scrape."""
 
     def __init__(self, config: EngineConfig, client_index: int = 0) -> None:
@@ -102,15 +77,7 @@ class Metrics(Collector):
         self._get_status: Callable[[], EngineStatus] = lambda: EngineStatus([])
         self._get_store_state: Callable[[], StoreState] = StoreState
         self._config = config
-        self._has_store = any(
-            find_connector(config.kv_transfer, name) for name in (DISK_CONNECTOR, LMCACHE_CONNECTOR)
-        )
-        self._model_name = config.model.served_names[0]
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
-        if config.parallel.api_server_count == 1:
-            # A scrape reaches an arbitrary frontend, and metrics of processes cannot be summed over the frontends.
-            ProcessCollector(registry=self._registry)
+        self._exposition: Exposition | None = None
 
     def watch_dropped_frames(self, core_index: int, count: Callable[[], int]) -> None:
         """Use `count` to read how many messages of a core this frontend has dropped."""
@@ -291,44 +258,17 @@ class Metrics(Collector):
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
         """Return the body and content type of a scrape in the format preferred by the Accept header."""
-        encode, content_type = choose_encoder(accept)
-        return encode(self._registry), content_type
+        if self._exposition is None:
+            # A late import, because the first tokens do not need prometheus-client.
+            from .exposition import Exposition
 
-    def collect(self) -> Iterator[Family]:
-        """Yield all metric families, summed over the frontends."""
+            self._exposition = Exposition(self._config, self._count)
+        return self._exposition.render(accept)
+
+    def _count(self) -> Counts:
         cores = self._shared.total(self._recorded())
-        own_counters = {**COUNTERS, **OWN_COUNTERS}
-        if self._has_store:
-            own_counters |= DISK_COUNTERS
-        if self._config.kv_transfer is not None:
-            own_counters |= TRANSFER_COUNTERS
-        yield from self._families("engine", cores, {**GAUGES, **OWN_GAUGES}, _counted(own_counters))
-        yield from self._histograms("engine", cores, {name: name for name in OWN_HISTOGRAMS})
-        if self._config.model.enable_lora:
-            yield self._family_by(
-                CounterMetricFamily,
-                "engine:lora_requests",
-                "Sequences that ended, by LoRA adapter.",
-                "lora_name",
-                [core.num_finished_by_lora for core in cores],
-            )
-        yield self._dropped_frames(cores)
-        yield self._replicas_up(len(cores))
-        yield restart_family(self._model_name, self._get_status().processes)
-        yield from store_families(self._model_name, self._get_store_state())
-        if "vllm" in self._config.frontend.metrics_compat:
-            counters = _counted(COUNTERS) | VLLM_COUNTERS
-            if self._config.cache.host_gib or self._has_store:
-                counters |= VLLM_HOST_COUNTERS
-            yield from self._families("vllm", cores, GAUGES | OLD_GAUGES, counters)
-            yield from self._histograms("vllm", cores, OLD_HISTOGRAMS)
-        for name in self._config.frontend.metrics_compat:
-            if name in PEERS:
-                yield from self._peer_families(PEERS[name], cores)
-
-    def describe(self) -> Iterator[Family]:
-        """Yield nothing, because the families depend on the configuration."""
-        return iter(())
+        are_up = [self._is_up(index) for index in range(len(cores))]
+        return Counts(cores, are_up, self._get_status(), self._get_store_state())
 
     def _recorded(self) -> list[CoreMetrics]:
         for core, before, count in zip(
@@ -337,146 +277,6 @@ class Metrics(Collector):
             core.num_frames_dropped_here = before + count()
         self._cores[0].num_unfinished = self._count_unfinished()
         return self._cores
-
-    def _families(
-        self,
-        prefix: str,
-        cores: list[CoreMetrics],
-        gauges: dict[str, tuple[str, Callable[[SchedulerStats], float]]],
-        counters: dict[str, tuple[str, CounterValue]],
-    ) -> Iterator[Family]:
-        for name, (documentation, value_of) in gauges.items():
-            values = [value_of(core.stats) for core in cores]
-            yield self._family(GaugeMetricFamily, f"{prefix}:{name}", documentation, values)
-        yield self._family_by(
-            GaugeMetricFamily,
-            f"{prefix}:num_requests_waiting_by_reason",
-            "Waiting sequences: for capacity, or deferred until a grammar is compiled or blocks are loaded.",
-            "reason",
-            [{why: count(core.stats) for why, count in WAITING_REASONS.items()} for core in cores],
-        )
-        for name, (documentation, count_of) in counters.items():
-            counts = [count_of(core.counters) for core in cores]
-            yield self._family(CounterMetricFamily, f"{prefix}:{name}", documentation, counts)
-        yield self._family_by(
-            CounterMetricFamily,
-            f"{prefix}:request_success",
-            "Sequences that ended, by reason.",
-            "finished_reason",
-            [{str(why): count for why, count in core.num_finished.items()} for core in cores],
-        )
-        yield self._family_by(
-            CounterMetricFamily,
-            f"{prefix}:spec_decode_num_accepted_tokens_per_pos",
-            "Draft tokens that became output, by their position in the draft.",
-            "position",
-            [
-                {str(position): n for position, n in enumerate(core.num_accepted_per_pos)}
-                for core in cores
-            ],
-        )
-        yield self._family_by(
-            CounterMetricFamily,
-            f"{prefix}:admission_rejections",
-            "Requests that a core refused to queue, by reason.",
-            "reason",
-            [core.num_rejected for core in cores],
-        )
-        yield from self._histograms(prefix, cores, {name: name for name in HISTOGRAMS})
-        yield cache_family(prefix, self._config, cores)
-        if self._config.model.enable_lora:
-            yield lora_family(prefix, self._config, cores)
-
-    def _peer_families(self, names: PeerNames, cores: list[CoreMetrics]) -> Iterator[Family]:
-        for kind, families in (
-            (GaugeMetricFamily, names.gauges),
-            (CounterMetricFamily, names.counters),
-        ):
-            for name, (documentation, value_of) in families.items():
-                yield self._family(
-                    kind, f"{names.prefix}:{name}", documentation, map(value_of, cores)
-                )
-        yield from self._histograms(names.prefix, cores, names.histograms)
-
-    def _family(
-        self, kind: type[ScalarFamily], name: str, documentation: str, values: Iterable[float]
-    ) -> ScalarFamily:
-        """Return a family with one sample per replica."""
-        family = kind(name, documentation, labels=["model_name", "engine"])
-        for index, value in enumerate(values):
-            family.add_metric([self._model_name, str(index)], value)
-        return family
-
-    def _family_by(
-        self,
-        kind: type[ScalarFamily],
-        name: str,
-        documentation: str,
-        label: str,
-        values: Iterable[Mapping[str, float]],
-    ) -> ScalarFamily:
-        """Return a family with one sample per replica and value of `label`."""
-        family = kind(name, documentation, labels=["model_name", "engine", label])
-        for index, by_label in enumerate(values):
-            for label_value, value in by_label.items():
-                family.add_metric([self._model_name, str(index), label_value], value)
-        return family
-
-    def _histograms(
-        self, prefix: str, cores: list[CoreMetrics], names: Mapping[str, str]
-    ) -> Iterator[Family]:
-        """Yield histograms under other names; `names` maps the current names to them."""
-        for name, source in names.items():
-            family = HistogramMetricFamily(
-                f"{prefix}:{name}",
-                (HISTOGRAMS | OWN_HISTOGRAMS)[source][0],
-                labels=["model_name", "engine"],
-            )
-            for index, core in enumerate(cores):
-                histogram = core.histograms[source]
-                family.add_metric(
-                    [self._model_name, str(index)], histogram.cumulative_buckets(), histogram.sum
-                )
-            yield family
-
-    def _dropped_frames(self, cores: list[CoreMetrics]) -> Family:
-        family = self._family_by(
-            CounterMetricFamily,
-            "engine:dropped_frames",
-            "Invalid or duplicate messages, by the process that dropped them.",
-            "process",
-            [
-                {"core": core.num_frames_dropped_there, "frontend": core.num_frames_dropped_here}
-                for core in cores
-            ],
-        )
-        status = self._get_status()
-        num_dropped: Counter[int | None] = Counter()
-        num_dropped_by_store = 0
-        for process in status.processes:
-            if process.name == "store":
-                num_dropped_by_store = process.num_dropped_frames
-            else:
-                num_dropped[process.replica] += process.num_dropped_frames
-        for index in range(len(cores)):
-            family.add_metric([self._model_name, str(index), "worker"], num_dropped[index])
-        # Messages between the supervisor and the frontends belong to no replica. Every frontend reports the same count.
-        family.add_metric([self._model_name, "", "frontend"], num_dropped[None])
-        family.add_metric([self._model_name, "", "store"], num_dropped_by_store)
-        family.add_metric([self._model_name, "", "supervisor"], status.num_dropped_frames)
-        return family
-
-    def _replicas_up(self, num_replicas: int) -> Family:
-        return self._family(
-            GaugeMetricFamily,
-            "engine:replica_up",
-            "1 while the replica's core and workers are ready, else 0.",
-            map(self._is_up, range(num_replicas)),
-        )
-
-
-def _counted(documentation: dict[str, str]) -> dict[str, tuple[str, CounterValue]]:
-    return {name: (text, itemgetter(name)) for name, text in documentation.items()}
 
 
 def _new_core_metrics(config: EngineConfig) -> CoreMetrics:
