@@ -6,7 +6,6 @@ import asyncio
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
@@ -117,8 +116,7 @@ class Origin(NamedTuple):
     trace_headers: dict[str, str] | None = None
 
 
-@dataclass(slots=True)
-class PreparedPrompt:
+class PreparedPrompt(msgspec.Struct):
     """A prompt with verified parameters; `text` is None if the request gave token ids.
 
     `predicted_token_ids` is the client's prediction of the output; None without one. With `pooling`, no tokens are
@@ -133,7 +131,7 @@ class PreparedPrompt:
     text: str | None = None
     predicted_token_ids: npt.NDArray[np.int32] | None = None
     pooling: PoolingParams | None = None
-    encoder_inputs: list[EncoderInput] = field(default_factory=list)
+    encoder_inputs: list[EncoderInput] = msgspec.field(default_factory=list)
     request_id: str = ""
     after_reasoning: StructuredOutput | None = None
     video_hashes: frozenset[bytes] = frozenset()

@@ -6,8 +6,9 @@ They are for models that were trained to fill in the middle (arXiv 2207.14255).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from ..http.errors import bad_request
 from ..tokenizer.tokenizer import Tokenizer
@@ -66,8 +67,7 @@ _PREFIX_SHARE: Final = 0.75
 """The share of a prompt that its prefix may take if prefix and suffix are too long."""
 
 
-@dataclass(frozen=True, slots=True)
-class InfillFormat:
+class InfillFormat(msgspec.Struct, frozen=True):
     """The fill-in-the-middle prompt format of one model.
 
     `parts` are token ids, with `PREFIX` and `SUFFIX` where these texts are inserted. `end_ids` are the tokens that end

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -30,8 +30,7 @@ CHARACTERS_PER_TOKEN = 8
 """Characters allowed per token of a very long context. In every language a token has fewer on average."""
 
 
-@dataclass(slots=True)
-class Prompt:
+class Prompt(msgspec.Struct):
     """One prompt. `text` is None if it was given as token ids; `param` names it in errors.
 
     `instruction` is put before a text that is embedded; None for the model's default. With `second` the prompt is a
@@ -51,7 +50,7 @@ class Prompt:
     second: str | None = None
     second_param: str = ""
     second_segment: int = 0
-    encoder_inputs: list[EncoderInput] = field(default_factory=list)
+    encoder_inputs: list[EncoderInput] = msgspec.field(default_factory=list)
     role: str = ""
     num_visible: int = 0
     keeps_T: npt.NDArray[np.bool_] | None = None

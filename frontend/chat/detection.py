@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Final, Generic, TypeAlias, TypeVar
+
+import msgspec
 
 from ...protocol.config.frontend import (
     FrontendConfig,
@@ -92,16 +93,14 @@ REASONING_MARKERS: Final[Sequence[tuple[str, ReasoningParserName]]] = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Choice(Generic[_Name]):
+class Choice(msgspec.Struct, Generic[_Name], frozen=True):
     """The name of a chosen format (None if there is none), and the reason for the choice."""
 
     name: _Name | None
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class ChatFormats:
+class ChatFormats(msgspec.Struct, frozen=True):
     """The formats in which a model writes tool calls and reasoning.
 
     Attributes:

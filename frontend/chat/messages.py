@@ -2,8 +2,9 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
+
+import msgspec
 
 from ...protocol.errors import ParameterError
 from ..http.shown_values import echo
@@ -42,8 +43,7 @@ CUSTOM_INPUT: Final = "input"
 """The parameter name of the function that represents a custom tool."""
 
 
-@dataclass(frozen=True, slots=True)
-class TemplateTraits:
+class TemplateTraits(msgspec.Struct, frozen=True):
     """The features that a chat template supports. A template that supports neither form of content gets strings."""
 
     reads_strings: bool

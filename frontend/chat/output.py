@@ -1,18 +1,17 @@
 """Split a model's generated text into reasoning, content and tool calls."""
 
-from dataclasses import dataclass, field
+import msgspec
 
 from .detection import ReasoningParser
 from .tool_calls import ToolCallDelta, ToolParser
 
 
-@dataclass(slots=True)
-class MessageDelta:
+class MessageDelta(msgspec.Struct):
     """The reasoning, content and tool calls that a piece of text adds to a message."""
 
     reasoning: str = ""
     content: str = ""
-    tool_calls: list[ToolCallDelta] = field(default_factory=list)
+    tool_calls: list[ToolCallDelta] = msgspec.field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.reasoning or self.content or self.tool_calls)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import enum
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from types import NoneType
 from typing import Any, Final, Literal, TypeGuard, get_args, get_origin
 
@@ -61,8 +60,7 @@ _TITLES: Final = {
 _MEBI: Final = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Option:
+class Option(msgspec.Struct, frozen=True):
     """One option, which sets one field of one configuration section.
 
     Attributes:

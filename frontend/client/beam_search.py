@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
 from typing import Final
 
+import msgspec
 import numpy as np
 
 from ...protocol.arrays import Int32Array
@@ -33,8 +33,7 @@ MAX_LENGTH_PENALTY: Final = 10
 _EXPECTED: Final = ("stop", "length")
 
 
-@dataclass(frozen=True, slots=True)
-class BeamSearchParams:
+class BeamSearchParams(msgspec.Struct, frozen=True):
     """The parameters of a search.
 
     Attributes:
@@ -73,8 +72,7 @@ class BeamSearchParams:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class _Beam:
+class _Beam(msgspec.Struct, frozen=True):
     token_ids: tuple[int, ...]
     logprob: float
     has_ended: bool = False
@@ -190,7 +188,7 @@ class BeamSearch:
             temperature=0.0, max_tokens=1, logprobs=2 * self._params.beam_width, detokenize=False
         )
         requests = [
-            replace(
+            msgspec.structs.replace(
                 wanted,
                 prompt_token_ids=np.concatenate((prompt, np.array(beam.token_ids, np.int32))),
                 params=params,

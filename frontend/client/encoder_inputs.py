@@ -8,7 +8,6 @@ Shapes: T tokens, D hidden size.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from hashlib import sha256
 from typing import Final
 
@@ -31,8 +30,7 @@ MAX_INPUT_TOKENS: Final = 256
 """Maximum tokens of one encoder input. Several inputs let a step compute a part of the prompt."""
 
 
-@dataclass(frozen=True, slots=True)
-class Embeddings:
+class Embeddings(msgspec.Struct, frozen=True):
     """A tensor of one of `DTYPES`: its little-endian numbers in row-major order."""
 
     dtype: str

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, TypeAlias
 
 import msgspec
@@ -35,8 +34,7 @@ is_accepted: ContextVar[bool] = ContextVar("is_accepted", default=False)
 TokenIds: TypeAlias = npt.NDArray[np.integer[Any]] | Iterable[int]
 
 
-@dataclass(slots=True)
-class SequenceRequest:
+class SequenceRequest(msgspec.Struct):
     """One prompt with one set of sampling parameters.
 
     Attributes:
@@ -69,7 +67,7 @@ class SequenceRequest:
     predicted_token_ids: npt.NDArray[np.int32] | None = None
     pooling: PoolingParams | None = None
     lora: LoraAdapter | None = None
-    encoder_inputs: list[EncoderInput] = field(default_factory=list)
+    encoder_inputs: list[EncoderInput] = msgspec.field(default_factory=list)
     is_open: bool = False
     kv_transfer_params: dict[str, object] | None = None
     request_id: str = ""

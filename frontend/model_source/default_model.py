@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -29,8 +28,7 @@ RAW_PROGRESS_SINCE = (24, 1)
 _COPY_BYTES = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class PackagedModel:
+class PackagedModel(msgspec.Struct, frozen=True):
     """A model file that is distributed in a wheel.
 
     Attributes:

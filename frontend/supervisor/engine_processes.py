@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from ...protocol.config import EngineConfig
 from .local_process import ProcessSpec, Role

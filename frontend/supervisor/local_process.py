@@ -8,9 +8,10 @@ import os
 import signal
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
+
+import msgspec
 
 from .guardian.link import GuardianLink
 
@@ -34,8 +35,7 @@ class Role(enum.Enum):
     STORE = enum.auto()
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessSpec:
+class ProcessSpec(msgspec.Struct, frozen=True):
     """A process to start.
 
     Attributes:
@@ -54,7 +54,7 @@ class ProcessSpec:
     pass_fds: tuple[int, ...] = ()
     replica: int = 0
     node: int | None = None
-    env: Mapping[str, str] = field(default_factory=dict)
+    env: Mapping[str, str] = msgspec.field(default_factory=dict)
 
 
 def _num_oom_kills() -> int | None:

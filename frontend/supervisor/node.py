@@ -13,12 +13,12 @@ import os
 import signal
 import socket
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 import zmq
+from msgspec.structs import replace
 
 from ...protocol.checkpoint.content_hash import hash_content
 from ...protocol.checkpoint.files import find_weight_files

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+import msgspec
 import tokenizers
 
 
-@dataclass(frozen=True, slots=True)
-class TextPair:
+class TextPair(msgspec.Struct, frozen=True):
     """The tokens of two texts. Tokens from index `second_segment` on have token type 1; 0 means that none has."""
 
     token_ids: list[int]

@@ -6,7 +6,6 @@ A token may contain a part of a character. So the text of several tokens is the 
 import re
 from codecs import utf_8_decode
 from collections.abc import Callable, Container
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -44,8 +43,7 @@ def _word_piece_bytes(prefix: str, token: str) -> bytes:
     return f" {token}".encode()
 
 
-@dataclass(frozen=True, slots=True)
-class Decoding:
+class Decoding(msgspec.Struct, frozen=True):
     """The rules that convert a vocabulary's tokens to text."""
 
     to_bytes: Callable[[str], bytes]

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
 from typing import Any, Final, Generic, TypeVar
@@ -51,8 +50,7 @@ class ClientDisconnected(Exception):
     """The client closed the connection before its request was complete."""
 
 
-@dataclass(slots=True)
-class Body:
+class Body(msgspec.Struct):
     """A request body, in the pieces in which it arrived.
 
     `num_values` is 0 for a body of at most `FREE_BYTES`, whose values are not counted.

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Final, NamedTuple
+
+import msgspec
 
 from ....protocol.encoder_inputs.inputs import EncoderInput
 from ....protocol.errors import ParameterError
@@ -41,8 +42,7 @@ _FIELD = re.compile(
 )
 
 
-@dataclass(slots=True)
-class RenderedChat:
+class RenderedChat(msgspec.Struct):
     """A prompt as text and as token ids, with the images or audio that replace some of the tokens.
 
     `video_hashes` are the content hashes of the encoder inputs that are parts of videos.

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 from starlette.types import Receive
 
 from ...client.engine_client import Delta

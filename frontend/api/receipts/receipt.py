@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
+
+import msgspec
 
 from ...chat.messages import text_of_content
 from ...client.engine_client import Sequence as GeneratedSequence
@@ -18,8 +19,7 @@ COMPARED_TOKENS: Final = 16
 """Number of tokens after the first difference that are compared character by character."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReceiptSource:
+class ReceiptSource(msgspec.Struct, frozen=True):
     """The data of a receipt that does not come from the outputs.
 
     Attributes:

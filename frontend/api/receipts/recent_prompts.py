@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from typing import Final
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -16,8 +16,7 @@ MAX_TOKENS: Final = 1 << 20
 """Maximum total tokens of the stored prompts (4 MiB)."""
 
 
-@dataclass(frozen=True, slots=True)
-class NearestPrompt:
+class NearestPrompt(msgspec.Struct, frozen=True):
     """The earlier prompt with the longest common prefix, which has `num_common` tokens."""
 
     token_ids: TokenIds

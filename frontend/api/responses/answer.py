@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from typing import Any, Final
+
+from msgspec.structs import replace
 
 from ...chat import ToolCallDelta
 from ...client.engine_client import Delta, Sequence

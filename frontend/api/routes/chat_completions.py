@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Final
 
@@ -34,8 +33,7 @@ EFFORT_TOKENS: Final = {"none": 0, "minimal": 256, "low": 1024, "medium": 8192}
 """`reasoning_effort` -> maximum reasoning tokens, for models whose chat template does not read the effort."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChatPlan:
+class ChatPlan(msgspec.Struct, frozen=True):
     """The verified fields of a request, except its conversation.
 
     `params` are verified, but their `max_tokens` depends on the prompt. `max_reasoning_tokens` is -1 for no limit.
@@ -199,7 +197,7 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
         verified = await self._serving.verify_constraint(constraint, receive)
         if constraint is not None and verified is not None:
             verified = msgspec.structs.replace(verified, is_isolated=False)
-            constraint = replace(constraint, structured_output=verified)
+            constraint = msgspec.structs.replace(constraint, structured_output=verified)
             rules = self._serving.formats.call_rules(
                 tuple(tools.functions), parallel=tools.is_parallel
             )

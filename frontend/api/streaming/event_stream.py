@@ -10,9 +10,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
+import msgspec
 from starlette.types import Message, Receive, Send
 
 from ...client.engine_client import RequestGroup, Sequence
@@ -42,8 +42,7 @@ def error_with_retry(error: APIError) -> dict[str, object]:
     return body
 
 
-@dataclass(frozen=True, slots=True)
-class StreamFormat:
+class StreamFormat(msgspec.Struct, frozen=True):
     """The parts of a stream that surround its chunks, in the format of a dialect.
 
     Attributes:

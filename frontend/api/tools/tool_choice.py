@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, Final
+
+import msgspec
 
 from ...chat import Parameters
 from ...http.errors import bad_request, echo, reject_deep_nesting, wrong
@@ -32,8 +33,7 @@ class ToolMode(enum.Enum):
     NAMED = enum.auto()
 
 
-@dataclass(frozen=True, slots=True)
-class ToolChoice:
+class ToolChoice(msgspec.Struct, frozen=True):
     """The tool calls that an answer may have.
 
     Attributes:
@@ -51,7 +51,7 @@ class ToolChoice:
 
     mode: ToolMode
     name: str = ""
-    functions: Mapping[str, Parameters] = field(default_factory=dict)
+    functions: Mapping[str, Parameters] = msgspec.field(default_factory=dict)
     constraint: Constraint | None = None
     shown: tuple[dict[str, Any], ...] = ()
     custom: frozenset[str] = frozenset()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -21,8 +20,7 @@ _ANNOTATIONS = {"type", "title", "description", "$schema"}
 """Schema keywords that do not describe parameters."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tool:
+class Tool(msgspec.Struct, frozen=True):
     """A function with parameters, or a custom tool, which is a function whose only parameter is a text.
 
     Attributes:

@@ -4,7 +4,6 @@ import json
 import re
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import accumulate, groupby
 from typing import Final
@@ -17,8 +16,7 @@ from ...tokenizer.tokenizer import Tokenizer
 from ..held_text import find_first, may_begin, start_of_held
 
 
-@dataclass(frozen=True, slots=True)
-class ReasoningFormat:
+class ReasoningFormat(msgspec.Struct, frozen=True):
     """A format in which reasoning is the text between the first of `starts` and the first of `ends`.
 
     Attributes:
@@ -34,8 +32,7 @@ class ReasoningFormat:
     answer: tuple[str, str] = ("", "")
 
 
-@dataclass(slots=True)
-class ReasoningDelta:
+class ReasoningDelta(msgspec.Struct):
     """The reasoning and content that a piece of text adds to a message."""
 
     reasoning: str = ""

@@ -1,8 +1,9 @@
 """Read arguments that are written as nested elements, each named by its tags."""
 
-from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
+
+import msgspec
 
 from ..held_text import find_first, may_begin, start_of_marker
 from .stepwise_arguments import StepwiseArguments
@@ -12,8 +13,7 @@ from .values import json_string, json_value, schema_of, types_of_schema
 _LONGEST_NAME = 512
 
 
-@dataclass(slots=True)
-class _Element:
+class _Element(msgspec.Struct):
     """An open element. Its `schema` is None if that is unknown, and `bracket` is "" unless it has elements."""
 
     name: str

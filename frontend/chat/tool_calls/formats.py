@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Final
+
+from msgspec.structs import replace
 
 from ....protocol.config.frontend import ToolCallParserName
 from .json_calls import CallKeys

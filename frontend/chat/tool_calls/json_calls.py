@@ -1,13 +1,13 @@
 """Read calls and arguments that are JSON objects."""
 
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from .json_scanner import JsonObjectScanner, decode_string
 
 
-@dataclass(frozen=True, slots=True)
-class CallKeys:
+class CallKeys(msgspec.Struct, frozen=True):
     """The keys of the members of a call.
 
     Attributes:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
 from functools import cached_property
 from random import Random
 from typing import Final, TypeAlias
+
+import msgspec
 
 from .element_arguments import ElementArguments
 from .gemma_arguments import GemmaArguments
@@ -19,8 +20,7 @@ from .tools import ArgumentsReader, CallReader, Parameters, openai_call_id
 _LONGEST_HEADER: Final = 256
 
 
-@dataclass(frozen=True)
-class JsonObject:
+class JsonObject(msgspec.Struct, frozen=True):
     """The syntax `{"name": NAME, "arguments": {...}}`, with the names of members in `keys`."""
 
     keys: CallKeys = NAME_AND_ARGUMENTS
@@ -35,8 +35,7 @@ class JsonObject:
         return JsonCall(markers, self.keys, needs_arguments=self.needs_arguments)
 
 
-@dataclass(frozen=True)
-class PythonExpression:
+class PythonExpression(msgspec.Struct, frozen=True):
     """The syntax `NAME(key=value, ...)`."""
 
     before: str = ""
@@ -48,8 +47,7 @@ class PythonExpression:
         return PythonCall()
 
 
-@dataclass(frozen=True)
-class JsonNotation:
+class JsonNotation(msgspec.Struct, frozen=True):
     """Arguments that are a JSON object."""
 
     first: tuple[str, ...] = ("{",)
@@ -59,8 +57,7 @@ class JsonNotation:
         return JsonArguments(markers)
 
 
-@dataclass(frozen=True)
-class GemmaNotation:
+class GemmaNotation(msgspec.Struct, frozen=True):
     """Arguments in Gemma's notation, with strings between two `quote` markers."""
 
     quote: str
@@ -71,8 +68,7 @@ class GemmaNotation:
         return GemmaArguments(self.quote, markers)
 
 
-@dataclass(frozen=True)
-class TaggedNotation:
+class TaggedNotation(msgspec.Struct, frozen=True):
     """Arguments between tags. They begin with one of the texts in `first`."""
 
     tags: Tags
@@ -83,8 +79,7 @@ class TaggedNotation:
         return TaggedArguments(self.tags, markers, parameters)
 
 
-@dataclass(frozen=True)
-class ElementNotation:
+class ElementNotation(msgspec.Struct, frozen=True):
     """Arguments as nested elements. Their tags, and the tag `end`, have `mark` before them."""
 
     mark: str
@@ -102,8 +97,7 @@ class ElementNotation:
         return ElementArguments(self.mark, self.start, end, markers, parameters)
 
 
-@dataclass(frozen=True)
-class NamedCall:
+class NamedCall(msgspec.Struct, frozen=True, dict=True):
     """The syntax `before prefix NAME suffix after ARGUMENTS end`.
 
     Attributes:
@@ -201,8 +195,7 @@ class _NamedCallReader:
         return "" if self._arguments is None else self._arguments.finish()
 
 
-@dataclass(frozen=True)
-class CallFormat:
+class CallFormat(msgspec.Struct, frozen=True, dict=True):
     """A format in which calls are written in blocks `opening call call ... closing`.
 
     Brackets, commas and whitespace between calls are optional.
@@ -218,7 +211,7 @@ class CallFormat:
     calls: tuple[CallSyntax, ...]
     closing: str | None = None
     bare: bool = False
-    new_id: Callable[[Random], str] = field(default=openai_call_id)
+    new_id: Callable[[Random], str] = msgspec.field(default=openai_call_id)
 
     def openings_with(self, functions: Collection[str]) -> tuple[str, ...]:
         """Return the texts that open a block.

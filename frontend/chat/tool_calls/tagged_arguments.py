@@ -1,8 +1,9 @@
 """Read arguments that are written one by one between tags, as in XML."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import Enum, auto
+
+import msgspec
 
 from ..held_text import find_first, may_begin, start_of_marker
 from .json_calls import JsonArguments
@@ -13,8 +14,7 @@ from .values import json_string, json_value, types_of
 _LONGEST_KEY = 512
 
 
-@dataclass(frozen=True, slots=True)
-class Tags:
+class Tags(msgspec.Struct, frozen=True):
     """The form `start (key_before KEY key_after VALUE value_end)* end`, with whitespace between the tags.
 
     Values of string parameters are plain text; values of all other parameters are JSON.

@@ -9,15 +9,15 @@ from __future__ import annotations
 import random
 import string
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+import msgspec
 
 Parameters = Mapping[str, Any]
 """The JSON schema of a function's parameters."""
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCallDelta:
+class ToolCallDelta(msgspec.Struct, frozen=True):
     """A piece of call number `index`: first its id and name, then pieces of its arguments."""
 
     index: int
@@ -26,12 +26,11 @@ class ToolCallDelta:
     arguments: str = ""
 
 
-@dataclass(slots=True)
-class ToolDelta:
+class ToolDelta(msgspec.Struct):
     """The content and tool calls that a piece of text adds to a message."""
 
     content: str = ""
-    tool_calls: list[ToolCallDelta] = field(default_factory=list)
+    tool_calls: list[ToolCallDelta] = msgspec.field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.content or self.tool_calls)

@@ -6,10 +6,11 @@ import asyncio
 import math
 from collections import abc
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final, Protocol, TypeAlias
 
 import numpy as np
+from msgspec.structs import replace
 
 from ....protocol.arrays import float32_view
 from ....protocol.encoder_inputs.inputs import EncoderInput

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from typing import Final
 
 import numpy as np
+from msgspec.structs import replace
 
 from ....protocol.config.model import AddedAudioConfig
 from ....protocol.encoder_inputs.inputs import EncoderInput

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final
+
+import msgspec
 
 from ....protocol.config import ModelConfig
 from ....protocol.config.chat_audio import ChatAudioConfig
@@ -31,8 +32,7 @@ class Task(StrEnum):
     TRANSLATE = "translate"
 
 
-@dataclass(frozen=True, slots=True)
-class TranscriptionOptions:
+class TranscriptionOptions(msgspec.Struct, frozen=True):
     """The options of a transcription.
 
     Attributes:
@@ -58,7 +58,7 @@ class TranscriptionOptions:
     keywords: tuple[str, ...] = ()
     temperature: float = 0.0
     seed: int | None = None
-    sampling: Mapping[str, Any] = field(default_factory=dict)
+    sampling: Mapping[str, Any] = msgspec.field(default_factory=dict)
     max_tokens: int | None = None
     has_segments: bool = False
     has_words: bool = False
@@ -71,8 +71,7 @@ class TranscriptionOptions:
         return f"{self.prompt} {', '.join(self.keywords)}".strip()
 
 
-@dataclass(frozen=True, slots=True)
-class SpeechModel:
+class SpeechModel(msgspec.Struct, frozen=True):
     """The abilities of a model that transcribes.
 
     Attributes:

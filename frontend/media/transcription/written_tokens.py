@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Final
 
 import numpy as np
+from msgspec.structs import replace
 
 from ....protocol.arrays import float32_view
 from ....protocol.config.model import TOKEN_FIELDS, AudioProcessorConfig

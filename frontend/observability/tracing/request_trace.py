@@ -9,8 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol
+
+import msgspec
 
 from ....protocol.messages import FinishReason
 from ....protocol.sampling_params import SamplingParams
@@ -57,8 +58,7 @@ class TracedGroup(Protocol):
         """Yield the sequences of each prompt."""
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceRecord:
+class SequenceRecord(msgspec.Struct, frozen=True):
     """The recorded data of a sequence. See `TracedSequence`."""
 
     core_index: int
@@ -77,11 +77,10 @@ class SequenceRecord:
     @classmethod
     def from_sequence(cls, sequence: TracedSequence) -> SequenceRecord:
         """Return the record of a finished sequence."""
-        return cls(*(getattr(sequence, name) for name in cls.__slots__))
+        return cls(*(getattr(sequence, name) for name in cls.__struct_fields__))
 
 
-@dataclass(slots=True)
-class RequestTrace:
+class RequestTrace(msgspec.Struct):
     """The trace of one request.
 
     It is exported when the response and all of its groups of sequences have ended. Groups that begin later, such as
@@ -104,7 +103,7 @@ class RequestTrace:
     path: str = ""
     request_id: str = ""
     status: int = 0
-    start_time: float = field(default_factory=time.monotonic)
+    start_time: float = msgspec.field(default_factory=time.monotonic)
     end_time: float = 0.0
     lora_name: str = ""
     params: SamplingParams | None = None
@@ -114,9 +113,9 @@ class RequestTrace:
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     first_token_time: float = 0.0
-    finish_reasons: list[str] = field(default_factory=list)
-    errors: list[str] = field(default_factory=list)
-    sequences: list[SequenceRecord] = field(default_factory=list)
+    finish_reasons: list[str] = msgspec.field(default_factory=list)
+    errors: list[str] = msgspec.field(default_factory=list)
+    sequences: list[SequenceRecord] = msgspec.field(default_factory=list)
     num_unfinished: int = 1
     """The number of groups that have not ended, plus 1 for the response."""
 

@@ -1,7 +1,6 @@
 """Requests of the engine client to several replicas."""
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +15,7 @@ from engine.protocol.kv_transfer.direct import request_name
 from engine.protocol.messages import AbortRequests, ReplicaLoadUpdate
 from engine.protocol.routing.choice import HEADROOM
 from engine.protocol.supervisor_messages import ReplicaState
+from msgspec.structs import replace
 from support.requests.client_requests import PROMPT, request
 from support.servers.echo_core import EchoCore
 from support.servers.engine_fixtures import (

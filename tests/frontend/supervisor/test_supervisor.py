@@ -1,6 +1,5 @@
 """Life cycle of an engine's processes, with small real processes in place of the large ones."""
 
-import dataclasses
 import math
 import os
 import re
@@ -131,8 +130,7 @@ def test_failed_restart_is_retried(run_dir: str, tmp_path: Path, name: str) -> N
     program.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     program.chmod(0o755)
     specs = [
-        dataclasses.replace(spec, argv=(str(program), *spec.argv[1:]))
-        for spec in make_specs(config, ALL_READY)
+        replace(spec, argv=(str(program), *spec.argv[1:])) for spec in make_specs(config, ALL_READY)
     ]
     messages: list[str] = []
     with Supervisor(config, specs, on_recovery=messages.append) as supervisor:
