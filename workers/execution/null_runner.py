@@ -24,6 +24,7 @@ from ...protocol.arrays import (
 from ...protocol.config import EngineConfig
 from ...protocol.file_identity import LoraAdapter
 from ...protocol.kv_cache_groups import FULL_ATTENTION, max_request_blocks
+from ...protocol.pooling_params import PoolingKind
 from ...protocol.worker_messages import (
     HeldRequest,
     ModelRunnerOutput,
@@ -74,7 +75,7 @@ class NullRunner:
         self._seeds = np.zeros(num_slots, np.int64)
         self._logprobs: dict[int, Int32Array] = {}
         self._prompt_logprobs: dict[int, tuple[Int32Array, Int32Array]] = {}
-        self._pooled: dict[int, Int32Array] = {}
+        self._pooled: dict[int, Float32Array] = {}
         self._slots_S: Int32Array = np.zeros(0, np.int32)
         self._idle_from = 0.0
         self.connector: KVConnector | None = None
@@ -121,7 +122,9 @@ class NullRunner:
             self._prompt_logprobs.pop(slot, None)
             self._pooled.pop(slot, None)
             if new.pooling_params is not None:
-                self._pooled[slot] = tokens
+                vector, kind = made_up_vector(tokens), new.pooling_params.kind
+                is_by_token = kind in (PoolingKind.ALL, PoolingKind.WEIGHTS)
+                self._pooled[slot] = np.tile(vector, len(tokens)) if is_by_token else vector
             if params.logprobs is not None:
                 self._logprobs[slot] = self._alternatives(params.logprobs, params.logprob_token_ids)
             # The first token of a prompt has no log-probability.
@@ -143,8 +146,8 @@ class NullRunner:
         if self._logprobs or self._prompt_logprobs:
             self._add_logprobs(result, slots_R, token_ids)
         for slot in slots_R.tolist():
-            if (prompt := self._pooled.pop(slot, None)) is not None:
-                result.pooled.append(RowVector(slot, float32_bytes(made_up_vector(prompt))))
+            if (vectors := self._pooled.pop(slot, None)) is not None:
+                result.pooled.append(RowVector(slot, float32_bytes(vectors)))
         return NullOutput(result, self._idle_from)
 
     def _follow_grammars(

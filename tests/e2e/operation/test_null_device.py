@@ -98,6 +98,12 @@ def test_logprobs_and_grammars_are_supported(server: Server) -> None:
     assert "restarting" not in server.log
 
 
+def test_texts_and_tokens_have_vectors(server: Server) -> None:
+    for task, dimensions in (("embed", 1), ("token_embed", 2)):
+        status, answer = server.post("/pooling", {"input": [5, 6, 7], "task": task})
+        assert (status, np.ndim(answer["data"][0]["data"])) == (200, dimensions)
+
+
 def test_an_operator_aborts_requests_by_their_id(server: Server) -> None:
     with ThreadPoolExecutor(3) as pool:
         ids = ("one", "two", "two")
