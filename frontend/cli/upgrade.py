@@ -12,6 +12,7 @@ import enum
 import os
 import selectors
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -39,6 +40,11 @@ from .serve import (
 
 MEMORY_FACTOR: Final = 1.5
 """Free memory that a second engine needs (packed weights, KV cache, processes), as a multiple of its weights' size."""
+
+
+REPLACEMENT_S: Final = 10.0
+"""Maximum seconds to wait for the supervisor that replaces a crashed one."""
+POLL_S: Final = 0.05
 
 
 class Overlap(enum.StrEnum):
@@ -152,7 +158,7 @@ def _take_over(
 
     def finish() -> None:
         if is_together:
-            predecessor.take()
+            _take(predecessor)
             listener.own_path()
         on_ready()
 
@@ -185,16 +191,27 @@ def _has_memory_for_both(settings: Settings, model: ResolvedModel) -> bool:
     return MEMORY_FACTOR * model.size_bytes < available_bytes()
 
 
+def _take(predecessor: Predecessor) -> None:
+    """Let the old server stop accepting connections, even if its supervisor is just being replaced."""
+    deadline = time.monotonic() + REPLACEMENT_S
+    while not predecessor.take() and predecessor.is_running() and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+
+
 def _wait_for_exit(predecessor: Predecessor, signals: StopSignals) -> bool:
     """Wait until the old server has exited. Return False if a stop signal arrives first."""
-    with selectors.DefaultSelector() as selector:
-        selector.register(predecessor.fd, selectors.EVENT_READ)
-        selector.register(signals.fd, selectors.EVENT_READ)
-        try:
-            selector.select()
-            signals.raise_if_received()
-        except StopRequested:
-            return False
+    while predecessor.is_running():
+        with selectors.DefaultSelector() as selector:
+            selector.register(predecessor.fd, selectors.EVENT_READ)
+            selector.register(signals.fd, selectors.EVENT_READ)
+            try:
+                selector.select()
+                signals.raise_if_received()
+            except StopRequested:
+                return False
+        # A supervisor that replaces another one may not know of this successor.
+        predecessor.take()
+        time.sleep(POLL_S)
     return True
 
 

@@ -3,13 +3,13 @@
 A serving engine listens on a Unix socket in its run directory. Whoever connects receives one line of JSON, a
 `ServedEngine`, together with the descriptor of the listening socket. The successor answers with the line `take` to ask
 the engine to stop accepting connections. The engine then finishes its requests and exits, which closes the connection.
-If a successor closes the connection before it has sent `take`, the engine continues to serve.
+If a successor closes the connection before it has sent `take`, the engine continues to serve. If the engine's supervisor
+crashes, the successor connects to the one that replaces it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import select
 import socket
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from typing import Final
 import msgspec
 
 from ...protocol.errors import EngineError
-from .run_dir import run_directories
+from .run_dir import is_in_use, run_directories
 
 SOCKET_NAME: Final = "handover"
 
@@ -129,42 +129,70 @@ class Predecessor:
     `listener` is the listening socket, which both processes have open.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
-        """Receive the greeting.
+    def __init__(self, directory: Path) -> None:
+        """Connect to the engine with this run directory.
 
         Raises:
             OSError: The engine sent no greeting.
             msgspec.DecodeError: The greeting is invalid.
         """
-        connection.settimeout(GREETING_S)
-        greeting, descriptors, _, _ = socket.recv_fds(connection, MAX_GREETING_BYTES, 1)
-        if not descriptors:
-            raise OSError("the engine sent no listening socket")
-        self._connection = connection
-        self.listener = socket.socket(fileno=descriptors[0])
-        while not greeting.endswith(b"\n"):
-            piece = connection.recv(MAX_GREETING_BYTES)
-            if not piece:
-                raise OSError("the engine closed the connection")
-            greeting += piece
-        self.engine = msgspec.json.decode(greeting, type=ServedEngine)
-        connection.settimeout(None)
+        self._directory = directory
+        self._connection, self.listener, self.engine = _connect(directory)
 
     @property
     def fd(self) -> int:
-        """A descriptor that is readable once the engine has exited."""
+        """A descriptor that is readable once the supervisor of the engine has exited."""
         return self._connection.fileno()
 
-    def take(self) -> None:
-        """Ask the engine to stop accepting connections, and to exit when its requests have ended."""
-        # The engine may have exited meanwhile; then there is nothing to take.
-        with contextlib.suppress(OSError):
+    def is_running(self) -> bool:
+        """Return whether the engine runs. If its supervisor has exited, another one may take its place."""
+        return is_in_use(self._directory)
+
+    def take(self) -> bool:
+        """Ask the engine to stop accepting connections, and to exit when its requests have ended.
+
+        Return False if no supervisor receives that.
+        """
+        try:
             self._connection.sendall(TAKE)
+        except OSError:
+            try:
+                connection, listener, _ = _connect(self._directory)
+            except (OSError, msgspec.DecodeError):
+                return False
+            listener.close()
+            self._connection.close()
+            self._connection = connection
+            return self.take()
+        return True
 
     def close(self) -> None:
         """Close this process's descriptors. Before `take`, the engine continues to serve."""
         self._connection.close()
         self.listener.close()
+
+
+def _connect(directory: Path) -> tuple[socket.socket, socket.socket, ServedEngine]:
+    """Return a connection to an engine, its listening socket, and its greeting."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(GREETING_S)
+        connection.connect(str(directory / SOCKET_NAME))
+        greeting, descriptors, _, _ = socket.recv_fds(connection, MAX_GREETING_BYTES, 1)
+        if not descriptors:
+            raise OSError("the engine sent no listening socket")
+        listener = socket.socket(fileno=descriptors[0])
+        while not greeting.endswith(b"\n"):
+            piece = connection.recv(MAX_GREETING_BYTES)
+            if not piece:
+                raise OSError("the engine closed the connection")
+            greeting += piece
+        engine = msgspec.json.decode(greeting, type=ServedEngine)
+        connection.settimeout(None)
+    except BaseException:
+        connection.close()
+        raise
+    return connection, listener, engine
 
 
 def find_predecessor(*, pid: int | None = None, url_end: str | None = None) -> Predecessor:
@@ -198,10 +226,5 @@ def find_predecessor(*, pid: int | None = None, url_end: str | None = None) -> P
 
 def _running_engines() -> Iterator[Predecessor]:
     for directory in run_directories():
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connection.settimeout(GREETING_S)
-        try:
-            connection.connect(os.path.join(directory, SOCKET_NAME))
-            yield Predecessor(connection)
-        except (OSError, msgspec.DecodeError):
-            connection.close()
+        with contextlib.suppress(OSError, msgspec.DecodeError):
+            yield Predecessor(directory)

@@ -52,6 +52,14 @@ def run_directories() -> list[Path]:
     return [path for path in _base_directory().glob(f"{PREFIX}????????") if _looks_like_ours(path)]
 
 
+def is_in_use(path: Path) -> bool:
+    """Return whether the engine or router of a run directory runs, or one of its frontends."""
+    lock = _try_lock(path)
+    if lock is not None:
+        os.close(lock)
+    return lock is None and path.exists()
+
+
 def _base_directory() -> Path:
     candidates = [os.environ.get("XDG_RUNTIME_DIR"), os.environ.get("TMPDIR"), "/tmp"]
     for candidate in candidates:

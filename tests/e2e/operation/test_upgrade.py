@@ -83,6 +83,9 @@ def test_streams_and_connections_outlive_an_upgrade(
         streams.wait_for_events(1)
         with Upgrade("--served-model-name", "newer", env=run_env) as new:
             with Requests(old.url) as requests:
+                new.wait_for("in place of")
+                # The supervisor that replaces this one hands the socket over.
+                old.child("supervisor").kill()
                 new.wait_for("ready at")
                 assert f"ready at {old.url}" in new.log
                 wait_until(lambda: models_at(old.url) == ["newer"], what="the new server answers")
