@@ -3,8 +3,8 @@
 A serving engine listens on a Unix socket in its run directory. Whoever connects receives one line of JSON, a
 `ServedEngine`, together with the descriptor of the listening socket. The successor answers with the line `take` to ask
 the engine to stop accepting connections. The engine then finishes its requests and exits, which closes the connection.
-If a successor closes the connection before it has sent `take`, the engine continues to serve. If the engine's supervisor
-crashes, the successor connects to the one that replaces it.
+If a successor closes the connection before it has sent `take`, the engine continues to serve. After a crash of the
+supervisor, the successor connects to the one that replaces it.
 """
 
 from __future__ import annotations

@@ -37,6 +37,14 @@ _HOSTED: Final = (
 )
 """Types of items for tools that OpenAI's servers ran. They are left out: the answers after them have their results."""
 
+_MCP_TEXTS: Final = {
+    "mcp_list_tools": ("server_label",),
+    "mcp_approval_request": ("server_label", "name", "arguments"),
+    "mcp_approval_response": ("approval_request_id",),
+}
+"""Type of an item -> its texts that are required."""
+
+
 _SUMMARY: Final = "Summary of the conversation before this message:"
 
 _PART_TYPES: Final = (
@@ -91,7 +99,7 @@ def normalize_input(
         first: The number of the first item among those with the same owner.
 
     Raises:
-        APIError: A type is not a string, or a reference has no identifier (400).
+        APIError: A type or a field of a tool of an MCP server is invalid, or a reference has no identifier (400).
     """
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
@@ -105,6 +113,7 @@ def _normalize(item: Json, where: str, owner_id: str, index: int) -> Json:
     if kind is None:
         kind = "message" if "role" in item else "item_reference"
     expect(kind, str, f"{where}.type", "a string")
+    _verify_mcp(item, kind, where)
     normalized = item | {"type": kind}
     if kind == "message":
         content = item.get("content")
@@ -122,6 +131,19 @@ def _normalize(item: Json, where: str, owner_id: str, index: int) -> Json:
     elif not isinstance(item.get("id"), str):
         raise wrong(f"{where}.id", "the id of an item", item.get("id"))
     return normalized
+
+
+def _verify_mcp(item: Json, kind: str, where: str) -> None:
+    """Verify the fields of an item of an MCP server that are read before the items become messages."""
+    for name in _MCP_TEXTS.get(kind, ()):
+        _string(item, name, where)
+    if kind == "mcp_call" and item.get("approval_request_id") is not None:
+        _string(item, "approval_request_id", where)
+    if kind == "mcp_list_tools":
+        tools = expect(item.get("tools") or [], list, f"{where}.tools", "an array")
+        for i, tool in enumerate(tools):
+            place = f"{where}.tools[{i}]"
+            _string(expect(tool, dict, place, "an object"), "name", place)
 
 
 class MessageBuilder:

@@ -224,6 +224,16 @@ def test_shells_in_containers_are_refused(frontend: FrontendProcess) -> None:
         ({"input": None}, "input", "input is required"),
         ({"input": [{"role": "tool", "content": ""}]}, "input[0].role", "input[0].role must be"),
         ({"input": [{"type": {}}]}, "input[0].type", "input[0].type must be a string, got {}"),
+        (
+            {"input": [{"type": "mcp_list_tools", "server_label": "s", "tools": [{"name": {}}]}]},
+            "input[0].tools[0].name",
+            "must be a string, got {}",
+        ),
+        (
+            {"input": [{"type": "mcp_call", "approval_request_id": {}}]},
+            "input[0].approval_request_id",
+            "must be a string, got {}",
+        ),
         ({"input": [{"role": "user", "content": 5}]}, "input[0].content", "must be"),
         ({"input": [{"type": "computer_call", "id": "x"}]}, "input[0].type", "computer_call"),
         ({"input": [{"type": "additional_tools", "tools": [5]}]}, "input[0].tools[0]", "an object"),
