@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from datetime import UTC, datetime
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -61,8 +62,10 @@ class SglangDescription:
         return json_response(self._describe_model())
 
     async def server(self, http: Request) -> Response:
-        """Return the properties of the server, among them the load of each replica."""
+        """Return the properties of the server, among them the load of each replica, or vLLM's configuration."""
         serving = self._serving
+        if http.query_params.get("config_format") == "json":
+            return json_response({"vllm_config": self._describe_for_vllm()})
         config, load = serving.config, serving.engine.metrics.read_load()
         return json_response(
             self._describe_model()
@@ -108,6 +111,32 @@ class SglangDescription:
     async def weights(self, http: Request) -> Response:
         """Return the name of the weights."""
         return json_response({"weight_version": self._serving.weight_version()})
+
+    def _describe_for_vllm(self) -> Json:
+        """Return the fields of vLLM's configuration that trainers read."""
+        config = self._serving.config
+        parallel, model = config.parallel, config.model
+        transfer = config.frontend.weight_transfer_config
+        return {
+            "model_config": {
+                "model": model.model,
+                "dtype": "torch." + model.dtype.replace("auto", "bfloat16"),
+                "max_model_len": model.max_model_len,
+                "logprobs_mode": "raw_logprobs",
+            },
+            "parallel_config": {
+                "tensor_parallel_size": parallel.tensor_parallel_size,
+                "pipeline_parallel_size": parallel.pipeline_parallel_size,
+                "data_parallel_size": parallel.data_parallel_size,
+            },
+            "lora_config": {
+                "max_lora_rank": model.max_lora_rank,
+                "max_loras": config.scheduler.max_loras,
+            }
+            if model.enable_lora
+            else None,
+            "weight_transfer_config": msgspec.to_builtins(transfer),
+        }
 
     def _loads(self) -> list[Json]:
         metrics, scheduler = self._serving.engine.metrics, self._serving.config.scheduler

@@ -346,6 +346,10 @@ def test_clients_can_probe_the_server(frontend: FrontendProcess) -> None:
         assert (server["served_model_name"], server["context_length"]) == ("echo", 512)
         assert server["max_total_num_tokens"] == NUM_BLOCKS * server["page_size"]
         assert server["internal_states"][0]["num_requests_waiting"] == 0
+        vllm = frontend.http.get(f"{prefix}server_info?config_format=json").json()["vllm_config"]
+        assert vllm["model_config"]["max_model_len"] == 512
+        assert vllm["parallel_config"]["data_parallel_size"] == 1
+        assert (vllm["lora_config"], vllm["weight_transfer_config"]) == (None, None)
     for path in ("/weight_version", "/get_weight_version", "/weight_info"):
         assert frontend.http.get(path).json() == {"weight_version": "default"}
     for name in ("step-7", "default"):
