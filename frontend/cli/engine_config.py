@@ -38,7 +38,7 @@ from ...protocol.config.images.tiles import MosaicProcessor
 from ...protocol.config.scheduler import DEFAULT_SPECULATION
 from ...protocol.errors import ConfigError, counted
 from ...protocol.file_identity import identify_files
-from ..model_source.diffusion import check_transfer, fit_cache, fit_model, fit_scheduler
+from ..model_source import diffusion
 from ..model_source.options import ModelOptions, ResolvedModel
 from .arguments import Settings
 from .kv_transfer import make_kv_transfer, most_tokens_with_states, with_hidden_states
@@ -76,7 +76,7 @@ def make_engine_config(settings: Settings, model: ResolvedModel, run_dir: str) -
     """
     device = DeviceConfig(**settings["device"])
     settings = with_hidden_states(settings)
-    model = fit_model(model, settings["scheduler"], device.device)
+    model = diffusion.fit_model(model, settings["scheduler"], device.device)
     parallel = _as_first_node(make_parallel_config(settings))
     cache = _make_cache_config(settings, parallel, model, device.device)
     _check_prefix_hash(cache)
@@ -97,7 +97,7 @@ def make_engine_config(settings: Settings, model: ResolvedModel, run_dir: str) -
         settings["cache"].get("kv_transfer"), cache, parallel, device.device
     )
     if model.config.diffusion is not None:
-        check_transfer(kv_transfer)
+        diffusion.check_transfer(kv_transfer)
     frontend = make_frontend_config(settings, model.default_sampling)
     if model.config.enable_prompt_embeds and (
         model.config.span_kind is not None or model.config.reads_source
@@ -252,7 +252,7 @@ def _make_scheduler_config(
     encoder_outputs, max_model_len = _encoder_outputs(model), model.max_model_len
     given: dict[str, Any] = dict(settings["scheduler"], num_micro_batches=num_stages)
     if model.diffusion is not None:
-        fit_scheduler(given, model.diffusion, num_stages)
+        diffusion.fit_scheduler(given, model.diffusion, num_stages)
     if model.is_encoder:
         given["speculative"] = None
     # If attention is bidirectional, the whole sequence and all of its images are computed in one step.
@@ -284,7 +284,7 @@ def _make_scheduler_config(
     given.setdefault("max_num_seqs", max_num_seqs)
     needed = max(given["max_num_seqs"], 0 if chunked else max_model_len)
     if model.diffusion is not None:
-        needed *= model.diffusion.block_size
+        needed = diffusion.count_step_tokens(model.diffusion, needed)
     if encoder_outputs and given.get("disable_chunked_mm_input"):
         # A step must have space for an image's tokens and one token of every other request.
         needed = max(needed, encoder_outputs + given["max_num_seqs"])
@@ -366,7 +366,7 @@ def _make_cache_config(
         rounded = 1 << (needed - 1).bit_length() if has_gpu(device) else -(-needed // unit) * unit
         given["block_size"] = max(rounded, unit)
     if model.config.diffusion is not None:
-        fit_cache(given, model.config.diffusion)
+        diffusion.fit_cache(given, model.config.diffusion)
     if isinstance(given.get("host_gib"), PerReplica):
         given["host_gib"] /= parallel.workers_per_core
     for name in ("disk_path", "encoder_disk_path"):

@@ -36,6 +36,9 @@ _OPTIONS: Final = {
     "dllm_algorithm_config": "--dllm-algorithm-config",
 }
 
+_CANVASES_AT_ONCE: Final = 32
+"""Default number of canvases in a step. They are large enough to use a device well."""
+
 _MIN_TOKENS_PER_STEP: Final = 2
 """Blocks of a request in a step: the last one, whose keys and values are computed, and the one that is denoised."""
 
@@ -182,6 +185,13 @@ def fit_scheduler(given: dict[str, Any], blocks: BlockDiffusion, num_stages: int
             )
     # A pass can only follow when the previous one has ended, so no step is scheduled ahead.
     given.update(diffusion=blocks, speculative=None, async_scheduling=False)
+
+
+def count_step_tokens(blocks: BlockDiffusion, num_seqs: int) -> int:
+    """Return how many tokens a step has by default: a block for each request, or for some if they are canvases."""
+    return (
+        min(num_seqs, _CANVASES_AT_ONCE) if blocks.canvas_size else num_seqs
+    ) * blocks.block_size
 
 
 def fit_cache(given: dict[str, Any], blocks: BlockDiffusion) -> None:

@@ -355,10 +355,12 @@ class PersistentBatch:
 
     def _visible_in_diffusion(
         self, blocks: BlockDiffusion, slots_T: Int32Array, positions_T: Int32Array
-    ) -> Int32Array:
+    ) -> Int32Array | None:
         if not blocks.canvas_size:
             return visible_in_blocks(positions_T, blocks.block_size)
         num_known_T = self.num_tokens[slots_T]
+        if (positions_T < num_known_T).all():
+            return None
         return visible_in_canvases(positions_T, num_known_T, blocks.block_size, self._canvas_window)
 
     def num_drafts(self, output: SchedulerOutput) -> Int32Array:

@@ -115,8 +115,9 @@ class CanvasDenoising:
         settings, num_passes = self._settings, int(self._num_passes_N[slot])
         positions_B = self._first_N[slot] + np.arange(self._size, dtype=np.int32)
         slots_B = np.full(self._size, slot, np.int32)
-        raw_BV = self._model.compute_logits(hidden_BD, slots_B)
-        logits_BV = raw_BV.clone()
+        logits_BV = self._model.compute_logits(hidden_BD, slots_B)
+        wanted = self._sampler.describe(slots_B).logprobs
+        raw_BV = None if wanted is None else logits_BV.clone()
         self._sampler.change(logits_BV, slots_B, positions_B)
         left = 1 - num_passes / settings.max_denoising_steps
         logits_BV /= settings.t_min + (settings.t_max - settings.t_min) * left
@@ -126,7 +127,9 @@ class CanvasDenoising:
         chosen = self._sampler.choose(logits_BV, slots_B, self._draws(slot))
         candidates_B = on_host(chosen).astype(np.int32)
         likely_B = on_host(likely).astype(np.int32)
-        entropy_B = on_host(torch.special.entr(probabilities_BV).sum(-1))
+        # A few rows at once, because the temporary result has the size of their logits.
+        entropies = [torch.special.entr(rows).sum(-1) for rows in probabilities_BV.split(32)]
+        entropy_B = on_host(torch.cat(entropies))
         earlier_PB = self._earlier_NPB[slot]
         is_stable = bool((earlier_PB == likely_B).all())
         earlier_PB[:-1], earlier_PB[-1:] = earlier_PB[1:].copy(), likely_B
@@ -136,8 +139,7 @@ class CanvasDenoising:
         ):
             self._write(slot, likely_B)
             self._predicted.pop(slot, None)
-            wanted = self._sampler.describe(slots_B).logprobs
-            if wanted is not None:
+            if wanted is not None and raw_BV is not None:
                 logprobs = compute_logprobs(raw_BV, likely, max(wanted.num_top), wanted.listed_RK)
                 result.logprobs += logprobs.rows([slot], wanted.counts[:1], [self._size])
             return int(candidates_B.min()), True
