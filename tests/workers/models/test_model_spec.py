@@ -246,9 +246,13 @@ def test_a_nested_decoder_may_omit_the_sizes_that_are_defaults_in_transformers(k
     [
         (
             {"architectures": ["BltForCausalLM"]},
-            "model: the architecture BltForCausalLM is not supported; supported are ",
+            "model: the architecture BltForCausalLM is not supported; all ",
         ),
         ({"architectures": ["BltForSequenceClassification"]}, "BltForSequenceClassification"),
+        (
+            {"architectures": ["Wav2Vec2ForPreTraining"]},
+            "not supported; similar ones are Wav2Vec2ForCTC",
+        ),
         ({"architectures": ["BambaForCausalLM"]}, "model_type 'llama' does not match the"),
         (
             {"architectures": None, "model_type": "blt"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from difflib import get_close_matches
 from os import PathLike
 from typing import Any
 
@@ -440,10 +441,16 @@ def _family(fields: ConfigFields) -> Family:
         model_type = fields.text("model_type", "")
         found = _BY_MODEL_TYPE.get(_SAME_FAMILY.get(model_type, model_type))
     if found is None:
-        named = ", ".join(architectures) or f"of model_type {fields.get('model_type')!r}"
+        kind = fields.get("model_type")
+        named = ", ".join(architectures) or f"of model_type {kind!r}"
+        # The part of a name before "For" is that of the family.
+        families = {name.partition("For")[0]: name for name in sorted(_BY_ARCHITECTURE)}
+        wanted = architectures[0].partition("For")[0] if architectures else str(kind)
+        similar = [families[name] for name in get_close_matches(wanted, families, cutoff=0.7)]
+        hint = f"similar ones are {', '.join(similar)}; " if similar else ""
         raise UnknownArchitecture(
             fields.path,
-            f"the architecture {named} is not supported; "
-            f"supported are {', '.join(sorted(_BY_ARCHITECTURE))}",
+            f"the architecture {named} is not supported; {hint}"
+            f"all {len(_BY_ARCHITECTURE)} that are supported are in docs/reference/models.md",
         )
     return found
