@@ -155,6 +155,16 @@ def test_an_invalid_group_order_is_rejected(
         ),
         ({"quant_method": "compressed-tensors", "config_groups": {}}, "without config_groups"),
         (
+            FORMATS["compressed-int4"].config | {"transform_config": {"config_groups": {"R4": {
+                "apply": [{"location": "weight_input"}, {"location": "input"}]}}}},
+            "with transforms of location 'input'",
+        ),
+        (
+            FORMATS["compressed-int4"].config
+            | {"sparsity_config": {"format": "sparse-24-bitmask"}},
+            "sparsity_config.format 'sparse-24-bitmask'",
+        ),
+        (
             {"quant_method": "compressed-tensors", "format": "naive-quantized",
              "config_groups": {"group_0": {"targets": ["re:.*["], "weights": {
                  "num_bits": 8, "type": "float", "strategy": "tensor"}}}},

@@ -145,6 +145,17 @@ def _compressed_tensors(config: ConfigFields) -> ModuleSchemes:
     groups = config.first_section("config_groups")
     if not groups.config:
         raise UnsupportedScheme("compressed-tensors without config_groups")
+    if (form := config.first_section("sparsity_config").get("format", "dense")) != "dense":
+        raise UnsupportedScheme(f"compressed-tensors with sparsity_config.format {form!r}")
+    transforms = config.first_section("transform_config").first_section("config_groups")
+    for name in transforms.config:
+        for place in transforms.required_section(name).get("apply") or ():
+            location = place.get("location") if isinstance(place, dict) else place
+            # Transforms of weights were applied before they were stored. Others change activations.
+            if location not in ("weight_input", "weight_output"):
+                raise UnsupportedScheme(
+                    f"compressed-tensors with transforms of location {location!r}"
+                )
     schemes = []
     for name in groups.config:
         group = groups.required_section(name)
