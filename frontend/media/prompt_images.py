@@ -103,6 +103,9 @@ class PromptImages:
         start = config.after_images or config.prompt_start
         self._start_id = tokenizer.token_to_id(start) if start else None
         patterns = [re.escape(self._mark).replace(r"\{\}", r"\d+"), MEDIA_MARK]
+        if config.start and self._mark == f"{config.start}{token}{config.end.rstrip()}":
+            # Ling 3 also reads the token without the texts around it.
+            patterns.append(re.escape(token))
         self._token_ids = [config.token_id]
         self._token_ids += config.mark_ids
         self._video_token = token_of_video = ""

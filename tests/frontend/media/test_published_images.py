@@ -20,6 +20,7 @@ from engine.protocol.errors import CheckpointError
 from PIL import Image
 from support.checkpoints.tiny import sentencepiece_tokenizer
 from support.own_code.known_towers import eagle2_5
+from support.own_code.known_towers.ling3_vl import ling3_vl
 from support.own_code.model import normalized
 from support.own_code.own_towers.minicpm import minicpmv
 from support.own_code.own_towers.trocr import trocr
@@ -73,6 +74,24 @@ def test_an_error_names_the_size_of_an_image_before_it_grows():
     config = ResizeProcessor(token_id=1, output_size=8, resample=3, grows="round", **limits)
     with pytest.raises(ValueError, match="it has 3000 x 5 pixels, and one side"):
         process_image(Image.new("RGB", (3000, 5)), config)
+
+
+def test_the_image_token_of_ling_may_have_no_texts_around_it(tmp_path):
+    tokenizer = sentencepiece_tokenizer()
+    start, token, end = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"
+    tokenizer.add_special_tokens({"additional_special_tokens": [start, token, end]})
+    tokenizer.save_pretrained(tmp_path)
+    ling3_vl(
+        tmp_path, image_token=tokenizer.convert_tokens_to_ids(token), vocab_size=len(tokenizer)
+    )
+    config = read_model_config(tmp_path)
+    processor = read_image_processor(tmp_path, config, text_section(config), {})
+    places = PromptImages(processor, load_tokenizer(tmp_path))
+    images = [MediaReader(places.reader_config).prepare_image(_image(16, 16))] * 2
+    prompt = f"a{start}{token}{end}b{token}c"
+    assert places.in_order(prompt, images) == images
+    expanded = f"{start}{4 * token}{end}\n"
+    assert places.expand(prompt, images) == f"a{expanded}b{expanded}c"
 
 
 @pytest.mark.parametrize("size", [(24, 24), (130, 70), (5, 90)])
