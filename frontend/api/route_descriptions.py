@@ -202,6 +202,7 @@ ROUTE_DESCRIPTIONS: Final[dict[str, tuple[str, str]]] = {
     "/resume": (OPERATORS, "Resume generation on all replicas (vLLM)."),
     "/is_paused": (OPERATORS, "Return whether generation is paused (vLLM)."),
     "/sleep": (OPERATORS, "Unload the model on all replicas; requests wait (vLLM)."),
+    "/release_kv_cache_memory": (OPERATORS, "Unload the model after a sleep of level 0 (vLLM)."),
     "/wake_up": (OPERATORS, "Load the model again (vLLM)."),
     "/is_sleeping": (
         OPERATORS,

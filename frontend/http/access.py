@@ -51,6 +51,7 @@ OPERATOR_PATHS: Final = frozenset(
         "/pause",
         "/sleep",
         "/wake_up",
+        "/release_kv_cache_memory",
         "/release_memory_occupation",
         "/resume_memory_occupation",
         "/update_weights_from_disk",

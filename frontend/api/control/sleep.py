@@ -42,12 +42,19 @@ class Sleep:
         if level not in LEVELS:
             raise wrong("level", f"one of {', '.join(LEVELS)}", level)
         await self._sleep(read_mode(request), unloads=level != "0")
-        return Response()
+        return json_response({"status": "sleeping", "level": int(level)})
 
     async def wake_up(self, request: Request) -> Response:
         """Load the model again. Answer when it is loaded."""
-        await self._wake(request.query_params.getlist("tags"))
-        return Response()
+        tags = request.query_params.getlist("tags")
+        await self._wake(tags)
+        status = "sleeping" if self._serving.engine.calls.is_paused() else "awake"
+        return json_response({"status": status, "tags": tags or None})
+
+    async def release_kv_cache(self, request: Request) -> Response:
+        """Unload the model after a sleep of level 0, which keeps it in memory."""
+        await self._sleep(PauseMode.KEEP, unloads=True)
+        return json_response({"status": "kv_cache_released"})
 
     async def is_sleeping(self, request: Request) -> Response:
         """Return whether the model is unloaded or generation is paused."""

@@ -230,7 +230,8 @@ def wait_until_asleep(server: Server) -> None:
 def test_kept_requests_continue_after_the_sleep(server: Server, pool: ThreadPoolExecutor) -> None:
     expected = tokens(start(server, pool))
     running = start_running(server, pool)
-    post(server, "/sleep?level=2&mode=keep")
+    assert post(server, "/sleep?level=0&mode=keep") == {"status": "sleeping", "level": 0}
+    assert post(server, "/release_kv_cache_memory") == {"status": "kv_cache_released"}
     titles = {title_of(child).split()[0] for child in server.find_children()}
     assert not titles & {"core", "worker"} and states(server) == {"sleeping"}
     wait_until_asleep(server)
@@ -239,7 +240,8 @@ def test_kept_requests_continue_after_the_sleep(server: Server, pool: ThreadPool
     assert server.get("/health")[0] == 200 and server.get("/readyz")[0] == 503
     server.child("supervisor").kill()
     late = start(server, pool)
-    post(server, "/wake_up?tags=weights")
+    woken = post(server, "/wake_up?tags=weights")
+    assert woken == {"status": "sleeping", "tags": ["weights"]}
     assert server.get("/is_sleeping") == (200, {"is_sleeping": True})
     assert not any(each.done() for each in running + late)
     post(server, "/resume_memory_occupation", {"tags": ["kv_cache"]})

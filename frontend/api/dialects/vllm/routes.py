@@ -42,6 +42,7 @@ def routes(serving: Serving, intake: Intake, weights: Weights) -> list[Route]:
         Route("/resume", pauses.resume, methods=["POST"]),
         Route("/is_paused", pauses.is_paused),
         Route("/sleep", sleep.sleep, methods=["POST"]),
+        Route("/release_kv_cache_memory", sleep.release_kv_cache, methods=["POST"]),
         Route("/wake_up", sleep.wake_up, methods=["POST"]),
         Route("/is_sleeping", sleep.is_sleeping),
         Route("/collective_rpc", weights.call_like_vllm, methods=["POST"]),
