@@ -8,17 +8,8 @@ from typing import Any
 
 import msgspec
 
-from ...protocol.checkpoint.classification import TOKEN_IDS, TOKENS, read_classifier
 from ...protocol.checkpoint.config_fields import MAX_INTEGER, ConfigFields
 from ...protocol.checkpoint.content_hash import hash_content
-from ...protocol.checkpoint.embedding import (
-    OFFSET_POSITIONS,
-    find_sparse_head,
-    has_head,
-    is_encoder,
-    read_embedding_files,
-    text_spans,
-)
 from ...protocol.checkpoint.field_names import (
     fields_of_part,
     read_text_config,
@@ -40,6 +31,15 @@ from ...protocol.checkpoint.model_dimensions import (
     DEFAULTS_OF_GEMMA3,
     EXPERT_COUNTS,
     ModelDimensions,
+)
+from ...protocol.checkpoint.pooling.classification import TOKEN_IDS, TOKENS, read_classifier
+from ...protocol.checkpoint.pooling.embedding import (
+    OFFSET_POSITIONS,
+    find_sparse_head,
+    has_head,
+    is_encoder,
+    read_embedding_files,
+    text_spans,
 )
 from ...protocol.checkpoint.recurrent_config import (
     DEFAULT_LENGTH,

@@ -14,7 +14,7 @@ from huggingface_hub import HfApi, constants, errors, snapshot_download
 from tqdm.std import tqdm
 
 from ...protocol.checkpoint.files import PART_FOLDERS
-from ...protocol.checkpoint.sparse import TOKEN_VECTORS_FILE, TOKEN_WEIGHTS_FILE
+from ...protocol.checkpoint.pooling.sparse import TOKEN_VECTORS_FILE, TOKEN_WEIGHTS_FILE
 from ...protocol.errors import CheckpointError, ConfigError
 from ..supervisor.console import Console
 from .mmproj_names import choose_mmproj

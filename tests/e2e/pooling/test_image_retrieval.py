@@ -18,9 +18,9 @@ from engine.frontend.media.layouts.pixels import Tile
 from engine.frontend.media.processor import process_image
 from engine.frontend.model_source.images.read import read_image_processor
 from engine.frontend.offline.llm import LLM
-from engine.protocol.checkpoint.embedding import read_embedding_files
 from engine.protocol.checkpoint.field_names import text_section
 from engine.protocol.checkpoint.files import read_model_config
+from engine.protocol.checkpoint.pooling.embedding import read_embedding_files
 from safetensors.torch import save_file
 from support.audio.checkpoints import PARTS, reference_inputs
 from support.audio.gemma import IMAGE_PROCESSOR, gemma4_config

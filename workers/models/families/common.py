@@ -7,8 +7,8 @@ from typing import Any, Literal, NamedTuple
 
 from msgspec.structs import replace
 
-from ....protocol.checkpoint.classification import TOKEN_IDS, read_num_labels
 from ....protocol.checkpoint.config_fields import ConfigFields
+from ....protocol.checkpoint.pooling.classification import TOKEN_IDS, read_num_labels
 from ...layers.activations import NAMES_IN_CONFIGS
 from ...layers.layer_spec import LayerSpec
 from ...layers.rope import QueryScaling, RopeSpec

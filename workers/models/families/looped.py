@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from ....protocol.checkpoint.config_fields import MAX_LAYERS, ConfigFields
-from ....protocol.checkpoint.embedding import text_spans
+from ....protocol.checkpoint.pooling.embedding import text_spans
 from ...layers.layer_spec import LayerSpec
 from ...layers.read_rope import read_rope, read_rope_of_layer_type
 from ...layers.shared_block import Restart

@@ -11,7 +11,13 @@ from typing import Any
 from msgspec.structs import replace
 
 from ....protocol.checkpoint.audio.tower import audio_tower_spec, has_audio_tower
-from ....protocol.checkpoint.classification import (
+from ....protocol.checkpoint.config_fields import ConfigFields
+from ....protocol.checkpoint.field_names import (
+    read_text_config,
+    text_section,
+    with_common_names,
+)
+from ....protocol.checkpoint.pooling.classification import (
     CLASSIFIER_SUFFIX,
     TOKEN_CLASSIFIER_SUFFIX,
     TOKEN_IDS,
@@ -21,14 +27,8 @@ from ....protocol.checkpoint.classification import (
     is_classifier,
     is_reward_model,
 )
-from ....protocol.checkpoint.config_fields import ConfigFields
-from ....protocol.checkpoint.embedding import attends_to_all, has_head
-from ....protocol.checkpoint.field_names import (
-    read_text_config,
-    text_section,
-    with_common_names,
-)
-from ....protocol.checkpoint.sparse import SPLADE_SUFFIX
+from ....protocol.checkpoint.pooling.embedding import attends_to_all, has_head
+from ....protocol.checkpoint.pooling.sparse import SPLADE_SUFFIX
 from ....protocol.checkpoint.speech import with_decoder_fields
 from ....protocol.checkpoint.vision.grid import GridVisionSpec
 from ....protocol.checkpoint.vision.llama import TilesVisionSpec

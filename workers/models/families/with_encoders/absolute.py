@@ -7,7 +7,7 @@ from typing import Any, Final
 from msgspec.structs import replace
 
 from .....protocol.checkpoint.config_fields import ConfigFields
-from .....protocol.checkpoint.sparse import BGE_M3
+from .....protocol.checkpoint.pooling.sparse import BGE_M3
 from ....layers.spec import ModelSpec
 from ....layers.specs.bottleneck import BottleneckSpec
 from ....layers.specs.norm_names import NormNames

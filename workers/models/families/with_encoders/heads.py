@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final, Literal, NamedTuple
 
-from .....protocol.checkpoint.classification import CLASSIFIER_SUFFIX
 from .....protocol.checkpoint.config_fields import ConfigFields
-from .....protocol.checkpoint.sparse import (
+from .....protocol.checkpoint.pooling.classification import CLASSIFIER_SUFFIX
+from .....protocol.checkpoint.pooling.sparse import (
     SPLADE_LOGARITHMS,
     SPLADE_REDUCTION,
     SPLADE_REDUCTIONS,

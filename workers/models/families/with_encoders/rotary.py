@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .....protocol.checkpoint.config_fields import ConfigFields
-from .....protocol.checkpoint.embedding import LATE
+from .....protocol.checkpoint.pooling.embedding import LATE
 from ....layers.layer_spec import LayerSpec
 from ....layers.read_rope import read_rope, read_rope_of_layer_type
 from ....layers.spec import ModelSpec

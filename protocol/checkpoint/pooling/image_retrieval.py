@@ -10,10 +10,10 @@ import json
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from ..config.model import DenseActivation, DenseConfig, PoolerConfig, TextChangesConfig
-from ..pooling_params import PoolingKind
-from .config_fields import ConfigFields
-from .files import find_tensor, read_tensor_names
+from ...config.model import DenseActivation, DenseConfig, PoolerConfig, TextChangesConfig
+from ...pooling_params import PoolingKind
+from ..config_fields import ConfigFields
+from ..files import find_tensor, read_tensor_names
 from .late_interaction import DOCUMENT, QUERY
 
 _NUM_ADDED: Final = 10

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from ..config.model import Activation, ClassifierConfig
-from .config_fields import ConfigFields
+from ...config.model import Activation, ClassifierConfig
+from ..config_fields import ConfigFields
 
 CLASSIFIER_SUFFIX: Final = "ForSequenceClassification"
 """The suffix of the architecture name of every model with a classification head for a text."""

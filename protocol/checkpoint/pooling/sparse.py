@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from .config_fields import ConfigFields
+from ..config_fields import ConfigFields
 
 SPLADE_SUFFIX: Final = "SpladeSparseEmbeddingModel"
 """The suffix of the architecture name of models with a sparse head, as in vLLM."""

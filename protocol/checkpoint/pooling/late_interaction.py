@@ -11,16 +11,16 @@ import string
 from pathlib import Path
 from typing import Final
 
-from ..config.model import (
+from ...config.model import (
     DenseActivation,
     DenseConfig,
     PoolerConfig,
     RankingConfig,
     TextChangesConfig,
 )
-from ..pooling_params import PoolingKind
-from .config_fields import ConfigFields
-from .files import find_tensor
+from ...pooling_params import PoolingKind
+from ..config_fields import ConfigFields
+from ..files import find_tensor
 
 FIRST_COLBERT: Final = "HF_ColBERT"
 """The architecture of checkpoints whose last dense layer is in the file of the encoder."""

@@ -8,21 +8,22 @@ from typing import Any, Final
 
 import msgspec
 
-from ..config.images.settings import SpanKind
-from ..config.model import (
+from ...config.images.settings import SpanKind
+from ...config.model import (
     DenseActivation,
     DenseConfig,
     PoolerConfig,
     TextChangesConfig,
 )
-from ..errors import CheckpointError
-from ..pooling_params import PoolingKind
-from .audio.token_writers import writes_tokens
+from ...errors import CheckpointError
+from ...pooling_params import PoolingKind
+from ..audio.token_writers import writes_tokens
+from ..config_fields import ConfigFields
+from ..field_names import TASK_ADAPTERS
+from ..files import find_tensor
+from ..speech import is_t5_encoder
 from .beside_images import text_beside_images
 from .classification import classifies_tokens, is_classifier
-from .config_fields import ConfigFields
-from .field_names import TASK_ADAPTERS
-from .files import find_tensor
 from .image_retrieval import read_image_retriever, retrieves_images
 from .late_interaction import (
     DOCUMENT,
@@ -42,7 +43,6 @@ from .sparse import (
     is_sparse,
     sparse_fields,
 )
-from .speech import is_t5_encoder
 
 _ENCODERS: Final = frozenset(
     {

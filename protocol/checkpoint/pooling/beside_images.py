@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, TypeAlias
 
-from ..config.model import DenseActivation, DenseConfig, PoolerConfig, TextChangesConfig
-from ..pooling_params import PoolingKind
-from .config_fields import ConfigFields
-from .files import find_tensor
+from ...config.model import DenseActivation, DenseConfig, PoolerConfig, TextChangesConfig
+from ...pooling_params import PoolingKind
+from ..config_fields import ConfigFields
+from ..files import find_tensor
 from .late_interaction import named_token
 
 _Reader: TypeAlias = Callable[[Path, ConfigFields, ConfigFields], PoolerConfig]
