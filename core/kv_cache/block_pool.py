@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
@@ -58,19 +59,20 @@ class BlockPool:
         self._on_evict = on_evict
         self.listener: BlockListener | None = None
         """Receives every change of the cached content, or None."""
-        self.ref_counts = [0] * num_blocks
+        # The event log copies these numbers. Copying a list would read each of its objects.
+        self.ref_counts = array("q", [0]) * num_blocks
         self.lifetimes = BlockLifetimes(self.ref_counts)
         self.num_changes = 0
         """Increases whenever an allocation that failed might now succeed."""
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
         self._copies: dict[bytes, list[int]] = {}
-        self._blank = list(range(num_blocks - 1, NULL_BLOCK, -1))
+        self._blank = array("q", range(num_blocks - 1, NULL_BLOCK, -1))
         # Entry i of `_freed` has the serial number `_first_serial` + i. An entry becomes stale when its block is held
         # or freed again, so that holding an evictable block needs no search in `_freed`.
         self._freed: deque[int] = deque()
         self._first_serial = 0
-        self._serial_of = [-1] * num_blocks
+        self._serial_of = array("q", [-1]) * num_blocks
         self._num_evictable = 0
 
     @property
@@ -115,7 +117,7 @@ class BlockPool:
         `count` must not exceed `num_free`.
         """
         blank = self._blank
-        blocks = blank[: -count - 1 : -1]
+        blocks = blank[: -count - 1 : -1].tolist()
         del blank[len(blank) - len(blocks) :]
         if len(blocks) < count:
             self._evict(count - len(blocks), blocks)
@@ -129,7 +131,7 @@ class BlockPool:
         ref_counts = self.ref_counts
         for block in blocks:
             ref_counts[block] += 1
-        self._blank = [block for block in self._blank if not ref_counts[block]]
+        self._blank = array("q", [block for block in self._blank if not ref_counts[block]])
 
     def get_cached_block(self, digest: bytes) -> int | None:
         """Return the block with this content hash, or None."""
@@ -249,7 +251,9 @@ class BlockPool:
         """Remove all cached content. Return False, and change nothing, while any block is held."""
         if self.num_free != self.num_blocks - 1:
             return False
-        self._blank += [block for block, digest in enumerate(self._hash_of) if digest is not None]
+        self._blank.extend(
+            block for block, digest in enumerate(self._hash_of) if digest is not None
+        )
         self._hash_of = [None] * self.num_blocks
         self._block_of.clear()
         self._copies.clear()

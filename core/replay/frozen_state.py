@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import dis
 import enum
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
 from functools import cache
 from itertools import chain, pairwise
 from operator import attrgetter
@@ -173,18 +175,18 @@ class FrozenState:
         """Copy lists, sets and dictionaries, and yield their items if these must be visited."""
         new = self._add_new(items)
         empty = _EMPTY[type(items[0])]
-        copy = type(empty)
-        copies = [copy(item) if item else empty for item in new.values()]
+        kind = type(empty)
+        copies = [kind(item) if item else empty for item in new.values()]
         self._copies.update(zip(new, copies, strict=True))
         for held in filter(None, copies):
             if _may_refer(held):
                 yield list(held)
-            if copy is dict and _may_refer(held.values()):
+            if kind is dict and _may_refer(held.values()):
                 yield list(held.values())
 
     def freeze_arrays(self, items: Sequence[Any]) -> Iterator[Sequence[Any]]:
         """Copy arrays."""
-        self._copies.update((key, item.copy()) for key, item in self._add_new(items).items())
+        self._copies.update((key, copy(item)) for key, item in self._add_new(items).items())
         yield ()
 
     def freeze_values(self, items: Sequence[Any]) -> Iterator[Sequence[Any]]:
@@ -296,7 +298,7 @@ def _find_freezer(kind: type) -> Freezer | None:
         return FrozenState.freeze_requests
     if kind in _EMPTY:
         return FrozenState.freeze_containers
-    if kind is np.ndarray:
+    if kind is np.ndarray or kind is array:
         return FrozenState.freeze_arrays
     if issubclass(kind, tuple | frozenset):
         return FrozenState.freeze_values

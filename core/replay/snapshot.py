@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 import inspect
 import re
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from functools import cache, cached_property
@@ -74,7 +75,7 @@ class GroupKey(msgspec.Struct, tag=10, array_like=True, gc=False, frozen=True):
 
 
 class Array(msgspec.Struct, tag=4, array_like=True, gc=False, frozen=True):
-    """A numpy array: its dtype, shape and raw bytes."""
+    """A numpy array: its dtype, shape and raw bytes. The dtype "q" means an `array` of that type."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -220,6 +221,7 @@ class _Describer:
             set: lambda value: self._shared(3, value),
             frozenset: lambda value: Sequence(4, self._nodes(value)),
             np.ndarray: self._array,
+            array: self._array,
             SamplingParams: self._params,
         }
 
@@ -269,10 +271,12 @@ class _Describer:
         copy = self._state.get_copy(value)
         return Mapping(kind, self._nodes(copy.keys()), self._nodes(copy.values()))
 
-    def _array(self, value: np.ndarray[Any, Any]) -> Node:
+    def _array(self, value: np.ndarray[Any, Any] | array[int]) -> Node:
         if not self._is_new(value):
             return self._ref(value)
         copy = self._state.get_copy(value)
+        if type(copy) is array:
+            return Array(copy.typecode, (len(copy),), copy.tobytes())
         return Array(copy.dtype.str, copy.shape, copy.tobytes())
 
     def _params(self, value: SamplingParams) -> Node:
@@ -370,12 +374,16 @@ class _Restorer:
                 return expand_digests(numbers)
             case GroupKey(number, group):
                 return expand_digests(number) + bytes((group,))
+            case Array("q", _, data):
+                target = given if type(given) is array and self._may_use(given) else array("q")
+                target[:] = array("q", data)
+                return self._register(target)
             case Array(dtype, shape, data):
-                array = np.frombuffer(data, dtype).reshape(shape)
+                values = np.frombuffer(data, dtype).reshape(shape)
                 if type(given) is np.ndarray and given.shape == shape and self._may_use(given):
-                    given[...] = array
+                    given[...] = values
                     return self._register(given)
-                return self._register(array.copy())
+                return self._register(values.copy())
             case Sequence(kind, items):
                 return self._build_sequence(_SEQUENCES[kind], items, given)
             case Mapping(kind, keys, values):

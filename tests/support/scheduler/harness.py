@@ -431,7 +431,7 @@ class Harness:
                 np.add.at(ref_counts, [block for block in table if block], 1)
         loras = {request.lora for request in running.values() if request.lora is not None}
         assert len(loras) <= self.config.max_loras
-        assert ref_counts.tolist() == manager.pool.ref_counts
+        assert ref_counts.tolist() == manager.pool.ref_counts.tolist()
         assert manager.pool.num_free == np.count_nonzero(ref_counts[1:] == 0)
         assert sum(self.worker.encoder_cache.values()) <= self.config.encoder_cache_capacity
         if self.worker.is_idle and not scheduler.has_finished_requests():
