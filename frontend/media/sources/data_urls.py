@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 from typing import Final
+from urllib.parse import unquote
 
 from ....protocol.errors import ParameterError
 from ...http.shown_values import echo
@@ -36,7 +37,8 @@ def read_data_url(url: str, where: str) -> bytes:
     header, comma, content = url.partition(",")
     if not comma or not header.lower().endswith(";base64"):
         raise ParameterError(where, "must be a base64 data URL: data:image/png;base64,…")
-    return read_base64(content, where)
+    # As in all URLs, characters may be written as their codes.
+    return read_base64(unquote(content) if "%" in content else content, where)
 
 
 def read_base64(text: str, where: str) -> bytes:
