@@ -15,6 +15,13 @@ from .specs.norm_names import NormNames
 from .window import Window
 
 
+class BlockConvolution(msgspec.Struct, frozen=True):
+    """Convolutions of `num_taps` tokens over a block, with coefficients for groups of `group_size` channels."""
+
+    num_taps: int
+    group_size: int
+
+
 class LayerSpec(msgspec.Struct, frozen=True):
     """The properties that differ between layers. Those that are None or not given are as in the model."""
 
@@ -112,6 +119,8 @@ class LayerSpec(msgspec.Struct, frozen=True):
     output_norm_eps: tuple[float, float] | None = None
     """The epsilons of the norms of `attention_output` and `mlp_output`."""
 
+    block_convolution: BlockConvolution | None = None
+    """Convolutions before and after attention and MLP, in a head that reads blocks of tokens (DFlash 2)."""
     input_convolution: InputConvolution | None = None
     """A convolution that is added to the layer's output, in an encoder whose norms follow its blocks."""
 

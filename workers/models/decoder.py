@@ -37,6 +37,7 @@ from .layer_kinds.attention_residuals import (
     AttentionResidualLayer,
     ConvolvedResidualLayer,
 )
+from .layer_kinds.block_convolution import BlockConvolvedLayer
 from .layer_kinds.bottleneck import BottleneckLayer
 from .layer_kinds.convolved import ConvolvedLayer, MixedHeadsLayer
 from .layer_kinds.hyper_connections import HyperLayer, Reducer, read_reducer
@@ -219,6 +220,7 @@ class Decoder(TorchDecoder):
                     inputs_TP,
                     described.weights is not None,
                     is_canvas_T1,
+                    self.places_T1,
                 ),
             )
             if index in added_after:
@@ -451,6 +453,8 @@ def _layer_kind(spec: ModelSpec, layer: LayerSpec) -> type[DecoderLayer]:
         return ConvolvedResidualLayer if has_convolutions else AttentionResidualLayer
     if has_convolutions:
         return ConvolvedLayer
+    if layer.block_convolution is not None:
+        return BlockConvolvedLayer
     if layer.input_convolution is not None:
         return InputConvolutionLayer
     if layer.neighbors is not None:

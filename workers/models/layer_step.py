@@ -18,7 +18,8 @@ class LayerStep(NamedTuple):
 
     `caches` are the tensors and the metadata of the layer's KV-cache groups. `own_TP` is an input that only this layer
     gets, if it gets one. `is_repeated` is true if the layer was already computed for the same tokens. `is_canvas_T1`
-    are the tokens of canvases, bool [T, 1]; None in models without canvases.
+    are the tokens of canvases, bool [T, 1]; None in models without canvases. `places_T1` are the places of tokens in
+    their blocks, in heads whose layers read them.
     """
 
     positions_T: Tensor
@@ -27,3 +28,4 @@ class LayerStep(NamedTuple):
     own_TP: Tensor | None
     is_repeated: bool = False
     is_canvas_T1: Tensor | None = None
+    places_T1: Tensor | None = None

@@ -60,6 +60,8 @@ class TorchDecoder(ABC):
     earlier_TW: Tensor | None = None
     """The `ModelSpec.num_earlier_tokens` before each token of the step, the last one first; negative for none."""
 
+    places_T1: Tensor | None = None
+    """The places of the current step's tokens in their blocks, in heads whose layers read them."""
     canvases: Canvases | None = None
     """The canvases of the current step; None in models without canvases."""
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from ....protocol.arrays import Int32Array, Int64Array
 from ....protocol.config import EngineConfig
 from ...attention import PagedAttention
-from ...batch import even_requests, plan_chunks
+from ...batch import StepPlan, even_requests, plan_chunks
 from ...cpu.decoder import NativeDecoder
 from ...cpu.drafts import Drafts
 from ...device.dtypes import as_tensor, on_host
@@ -31,6 +31,7 @@ from ...models.decoder import Decoder
 from .computed import ComputedRows
 from .draft_head import DraftHead
 from .markov import MarkovHead
+from .selector import CandidateSelector
 
 
 class BlockHead(DraftHead):
@@ -54,6 +55,15 @@ class BlockHead(DraftHead):
                 self._device,
                 self._num_threads,
                 self._name,
+            )
+        self._selector: CandidateSelector | None = None
+        if self._layout.num_candidates:
+            self._selector = CandidateSelector(
+                checkpoint,
+                self._layout.tensor_names,
+                self._layout.num_candidates,
+                self._layout.logits_scale,
+                self._device,
             )
         return super()._load(config, spec, shard, attention, checkpoint, on_progress)
 
@@ -122,13 +132,7 @@ class BlockHead(DraftHead):
         tokens = self._batch.host_token_ids_NL
         ids_T = np.full(len(plan.slots_T), self._layout.mask_token_id, tokens.dtype)
         ids_T[starts_S] = tokens[slots_S, lengths_S - 1]
-        inputs_TD = self.fusion.embed(to_device(ids_T, self._device))
-        self._model.forward(
-            inputs_TD.to(self._dtype) if self._in_torch else inputs_TD,
-            to_device(plan.positions_T, self._device),
-            self._cache.layers,
-            self._cache.attention_metadata(self._batch, plan),
-        )
+        self._run_blocks(self.fusion.embed(to_device(ids_T, self._device)), plan)
         kept_TE = self._model.kept_hidden_TE
         assert kept_TE is not None
         numbers = np.arange(limits_S.sum()) - np.repeat(np.cumsum(limits_S) - limits_S, limits_S)
@@ -136,7 +140,7 @@ class BlockHead(DraftHead):
         slots = np.repeat(slots_S, limits_S).astype(np.int32)
         columns = (np.repeat(lengths_S, limits_S) + numbers).astype(np.int32)
         outputs_RE = kept_TE[to_device(rows, self._device)]
-        if self._markov is not None:
+        if self._markov is not None or self._selector is not None:
             # Logits take much memory. There are at most as many rows of them as in a step without drafts.
             count = max(1, self._batch.num_slots // int(limits_S.max()))
             ends = np.cumsum(limits_S)
@@ -144,15 +148,27 @@ class BlockHead(DraftHead):
                 own_S = limits_S[first_slot : first_slot + count]
                 end = int(ends[first_slot + len(own_S) - 1])
                 part = slice(end - int(own_S.sum()), end)
-                self._choose_in_order(
-                    self._markov, outputs_RE[part], slots[part], columns[part], own_S
-                )
+                self._choose_in_order(outputs_RE[part], slots[part], columns[part], own_S)
             return
         tokens[slots, columns] = on_host(self.choose(outputs_RE, slots, columns))
 
+    def _run_blocks(self, inputs_TD: Tensor, plan: StepPlan) -> None:
+        """Run the head for the chunks of a plan, each of which is a block."""
+        if isinstance(self._model, Decoder):
+            starts_T = np.repeat(plan.query_start_loc[:-1], np.diff(plan.query_start_loc))
+            places_T = np.arange(len(starts_T)) - starts_T
+            self._model.places_T1 = to_device(places_T[:, None], self._device)
+        if self._in_torch:
+            inputs_TD = inputs_TD.to(self._dtype)
+        self._model.forward(
+            inputs_TD if self._layout.input_scale == 1 else inputs_TD * self._layout.input_scale,
+            to_device(plan.positions_T, self._device),
+            self._cache.layers,
+            self._cache.attention_metadata(self._batch, plan),
+        )
+
     def _choose_in_order(
         self,
-        markov: MarkovHead,
         outputs_RE: Tensor,
         slots_R: Int32Array,
         columns_R: Int32Array,
@@ -161,22 +177,28 @@ class BlockHead(DraftHead):
         """Choose `limits_S` drafts of each slot one after the other, and write them to these columns."""
         tokens = self._batch.host_token_ids_NL
         hidden_RD = outputs_RE[:, : self._layout.spec.hidden_size]
-        ids_C, logits_RC = self._logits(hidden_RD, slots_R)
-        count = min(logits_RC.shape[1], markov.num_tokens)
+        ids, logits_RC = self._logits(hidden_RD, slots_R)
+        if self._selector is not None:
+            ids, logits_RC = self._selector.candidates(ids, logits_RC)
         rows_S = np.cumsum(limits_S) - limits_S
-        state_SR = markov.begin(len(rows_S))
+        state_SR = None if self._markov is None else self._markov.begin(len(rows_S))
         for index in range(int(limits_S.max())):
             goes_on_S = limits_S > index
             rows_S, limits_S = rows_S[goes_on_S], limits_S[goes_on_S]
-            state_SR = state_SR[to_device(goes_on_S, self._device)]
             now_S = rows_S + index
             at_S = to_device(now_S, self._device)
             slots_S, columns_S = slots_R[now_S], columns_R[now_S]
             previous_S = to_device(tokens[slots_S, columns_S - 1], self._device)
-            bias_SV, state_SR = markov.bias(previous_S, hidden_RD[at_S], state_SR)
-            logits_SC = logits_RC[at_S]
-            logits_SC[:, :count] += bias_SV[:, :count]
-            chosen_S = self._target.choose_among(ids_C, logits_SC, slots_S, columns_S)
+            logits_SC, ids_SC = logits_RC[at_S], ids
+            if self._selector is not None:
+                ids_SC = ids[at_S]
+                logits_SC += self._selector.bias(previous_S, hidden_RD[at_S], ids_SC)
+            elif self._markov is not None and state_SR is not None:
+                state_SR = state_SR[to_device(goes_on_S, self._device)]
+                bias_SV, state_SR = self._markov.bias(previous_S, hidden_RD[at_S], state_SR)
+                count = min(logits_RC.shape[1], self._markov.num_tokens)
+                logits_SC[:, :count] += bias_SV[:, :count]
+            chosen_S = self._target.choose_among(ids_SC, logits_SC, slots_S, columns_S)
             tokens[slots_S, columns_S] = on_host(chosen_S)
 
     def _logits(self, hidden_RD: Tensor, slots_R: Int32Array) -> tuple[Tensor, Tensor]:
@@ -200,11 +222,4 @@ class BlockHead(DraftHead):
             self._store(
                 ComputedRows(plan.slots_S, plan.num_computed_S, counts_S, starts_S, hidden_TE)
             )
-            metadata = self._cache.attention_metadata(self._batch, plan)
-            inputs_TD = self.fusion.no_states(count)
-            self._model.forward(
-                inputs_TD.to(self._dtype) if self._in_torch else inputs_TD,
-                to_device(plan.positions_T, self._device),
-                self._cache.layers,
-                metadata,
-            )
+            self._run_blocks(self.fusion.no_states(count), plan)

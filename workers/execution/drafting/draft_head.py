@@ -34,7 +34,7 @@ from ...cpu.decoder import NativeDecoder
 from ...cpu.drafts import Drafts
 from ...cpu.library import NotSupportedNatively
 from ...device.device import count_threads
-from ...device.dtypes import AnyArray, as_tensor, on_host, torch_device
+from ...device.dtypes import AnyArray, HostDtype, as_tensor, on_host, torch_device
 from ...device.transfers import to_device
 from ...layers.parallel.shard import ModelShard
 from ...layers.spec import ModelSpec
@@ -136,11 +136,15 @@ class DraftHead:
                 "another method"
             )
         shard = ModelShard.whole(spec)
+        dtype = self._target.attention.dtype
+        if self._in_torch and isinstance(dtype, HostDtype):
+            # The caches of a native program may have dtypes that torch's attention does not read.
+            dtype = self._dtype
         attention = AttentionSpec.from_model(
             spec,
             shard,
             block_size=config.cache.block_size,
-            dtype=self._target.attention.dtype,
+            dtype=dtype,
             device=self._device,
         )
         if self._in_torch:

@@ -70,6 +70,8 @@ def load_head(
         kind = LayeredHead
     elif layout.block_size:
         kind = BlockHead
+        # Native programs have no operation for convolutions over blocks.
+        in_torch = in_torch or any(layer.block_convolution for layer in layout.spec.layers)
     elif layout.is_parallel:
         kind = ParallelHead
     source = HeadSource(

@@ -16,6 +16,7 @@ from engine.protocol.config import CPUBackend, DeviceConfig, ProposerMethod, Spe
 from engine.protocol.errors import CheckpointError, ConfigError
 from engine.workers.execution import torch_loader
 from safetensors.torch import load_file, save_file
+from support.drafts.dflash2_heads import dflash2
 from support.drafts.draft_heads import dflash_hidden_states
 from support.drafts.dspark_heads import DSPARK_HEADS
 from support.drafts.eagle_heads import EAGLE_HEADS
@@ -53,6 +54,7 @@ PROMPT = list(range(20, 37))
         *LAYERED_HEADS,
         *DSPARK_HEADS,
         *MULTIMODAL_LAYERS,
+        dflash2,
     ],
     ids=lambda make: make.__name__,
 )
@@ -218,8 +220,8 @@ def test_dflash_heads_that_cannot_be_served_are_refused(tmp_path: Path) -> None:
     own = config["dflash_config"]
     for fields, reason in (
         (
-            {"architectures": ["DFlash2DraftModel"]},
-            "architecture 'DFlash2DraftModel' are not supported",
+            {"architectures": ["DFlash2BeamDraftModel"]},
+            "architecture 'DFlash2BeamDraftModel' are not supported",
         ),
         ({"dflash_config": own | {"target_layer_ids": [0, 9]}}, r"0 to 5.*\[0, 9\]"),
         ({"dflash_config": own | {"mask_token_id": 9999}}, "mask_token_id.*9999"),

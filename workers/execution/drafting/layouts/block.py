@@ -2,7 +2,8 @@
 
 Such a head has a few layers like those of Qwen3. Their keys and values of the known tokens come from hidden states of
 the model, which `fc` combines into one vector per token. The block begins with the last token, followed by mask tokens.
-A DSpark head also has a Markov head, by which a draft depends on the one before it.
+A DSpark head also has a Markov head, by which a draft depends on the one before it. A DFlash 2 head has a selector for
+that, and convolutions over the block in its layers.
 """
 
 from __future__ import annotations
@@ -13,13 +14,16 @@ from msgspec.structs import replace
 
 from .....protocol.checkpoint.config_fields import ConfigFields
 from .....protocol.errors import CheckpointError
+from ....layers.layer_spec import BlockConvolution
 from ....layers.spec import ModelSpec
 from ....layers.window import SpanLayers
 from ....loaders import Checkpoint
 from ....models.families import model_spec
 from .head_layout import TOKEN_OFFSETS, HeadLayout, headless, read_mask_token
 
+_DFLASH2: Final = "DFlash2DraftModel"
 _DFLASH: Final = (
+    _DFLASH2,
     "DFlashDraftModel",
     "DFlashSpeculator",
     "DFlashMuseGlimmerAssistantModel",
@@ -43,11 +47,12 @@ _PARTS: Final = (
     (_START + r"markov_head\.markov_w2\.", "markov.matrix."),
     (_START + r"markov_head\.gate_proj\.", "markov.gate."),
     (_START + r"markov_head\.joint_proj\.", "markov.state."),
+    (_START + r"candidate_selector\.", "selector."),
     (_START + r"d2t$", TOKEN_OFFSETS),
 )
 _OUTSIDE: Final = (
     _START
-    + r"(?:(?:(?:encoder\.)?(?:fc|hidden_norm|output_norm_enc|embed_tokens)|markov_head|confidence_head)\..*"
+    + r"(?:(?:(?:encoder\.)?(?:fc|hidden_norm|output_norm_enc|embed_tokens)|markov_head|confidence_head|candidate_selector)\..*"
     r"|mask_embedding|d2t|t2d)$"
 )
 
@@ -74,6 +79,8 @@ def read_block(target: ModelSpec, checkpoint: Checkpoint) -> HeadLayout:
     stored = checkpoint.names()
     has_head = any(name.endswith("lm_head.weight") for name in stored)
     vocab_size = fields.get("draft_vocab_size") if has_head else None
+    is_second = architecture == _DFLASH2
+    convolution = _convolution(own, fields.integer("hidden_size")) if is_second else None
     windows = _windows(ConfigFields(of_layers, fields.path), own)
     of_layers |= {
         "architectures": ["Qwen3ForCausalLM"],
@@ -85,7 +92,7 @@ def read_block(target: ModelSpec, checkpoint: Checkpoint) -> HeadLayout:
     spec = replace(
         headless(spec),
         layers=tuple(
-            replace(layer, window=window)
+            replace(layer, window=window, block_convolution=convolution)
             for layer, window in zip(spec.layers, windows, strict=True)
         ),
         has_head=has_head,
@@ -108,7 +115,20 @@ def read_block(target: ModelSpec, checkpoint: Checkpoint) -> HeadLayout:
         # Heads of the library Speculators say so if the last token predicts; those of DSpark's authors always do.
         predicts_from_last=has_markov and fields.boolean("sample_from_anchor", section is None),
         has_markov=has_markov,
+        num_candidates=own.integer("selector_top_k") if is_second else 0,
+        logits_scale=own.number("output_multiplier", 1.0),
+        input_scale=own.number("input_embedding_scale", 1.0),
     )
+
+
+def _convolution(own: ConfigFields, hidden_size: int) -> BlockConvolution:
+    """Return the convolutions of the layers of a DFlash 2."""
+    if own.get("final_logit_softcapping"):
+        raise own.wrong("final_logit_softcapping", "0", own.get("final_logit_softcapping"))
+    size = own.integer("conv_group_size")
+    if hidden_size % size:
+        raise own.wrong("conv_group_size", f"a divisor of hidden_size={hidden_size}", size)
+    return BlockConvolution(own.integer("conv_kernel_size"), size)
 
 
 def _mutual_layers(fields: ConfigFields, own: ConfigFields, architecture: str) -> SpanLayers | None:
@@ -124,7 +144,7 @@ def _mutual_layers(fields: ConfigFields, own: ConfigFields, architecture: str) -
         if section.get(name) is not None:
             return None if section.boolean(name, False) is causal else SpanLayers.ALL
     kinds = set(fields.get("layer_types") or ())
-    if architecture != "DFlashDraftModel" or _WINDOW not in kinds:
+    if architecture not in ("DFlashDraftModel", _DFLASH2) or _WINDOW not in kinds:
         return SpanLayers.ALL
     return None if kinds == {_WINDOW} else SpanLayers.WITHOUT_WINDOW
 

@@ -1,0 +1,65 @@
+"""The selector of DFlash 2, which lets each draft of a block depend on the draft before it.
+
+It chooses among the most likely tokens of each draft, and adds to their logits a product of vectors: one of the token
+before, one of the draft's hidden state, and one of the candidate.
+
+Shapes: S slots, R rank, K candidates, D hidden size, N drafts, C tokens with logits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ....protocol.errors import CheckpointError
+from ...loaders import Checkpoint
+from ...loaders.tensor_names import TensorNames, translate_names
+from .layouts import head_layout
+
+
+class CandidateSelector:
+    """The selector of a block of drafts.
+
+    Args:
+        checkpoint: The head's checkpoint.
+        tensor_names: Translates the names of its tensors to those of `head_layout`.
+        num_candidates: The number of tokens among which a draft is chosen.
+        logits_scale: The factor of their logits.
+        device: The device of the head.
+
+    Raises:
+        CheckpointError: A tensor is missing.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        tensor_names: TensorNames,
+        num_candidates: int,
+        logits_scale: float,
+        device: torch.device,
+    ) -> None:
+        stored = translate_names(checkpoint.names(), tensor_names)
+
+        def read(name: str) -> Tensor:
+            if name not in stored:
+                raise CheckpointError(checkpoint.path, f"there is no tensor candidate_{name}")
+            return checkpoint.tensor(stored[name], torch.float32).to(device)
+
+        self._num_candidates, self._scale = num_candidates, logits_scale
+        self._before_VR, self._after_VR = (
+            read(head_layout.SELECTOR_BEFORE),
+            read(head_layout.SELECTOR_AFTER),
+        )
+        self._projection_RD = read(head_layout.SELECTOR_PROJECTION)
+
+    def candidates(self, ids_C: Tensor, logits_NC: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the candidates of each draft [N, K], and their logits."""
+        count = min(self._num_candidates, logits_NC.shape[1])
+        logits_NK, chosen_NK = (logits_NC * self._scale).topk(count)
+        return ids_C[chosen_NK], logits_NK
+
+    def bias(self, previous_S: Tensor, hidden_SD: Tensor, ids_SK: Tensor) -> Tensor:
+        """Return what is added to the logits of candidates after the tokens `previous_S`, [S, K]."""
+        vectors_SR = self._before_VR[previous_S] * (hidden_SD.float() @ self._projection_RD.T)
+        return torch.einsum("sr,skr->sk", vectors_SR, self._after_VR[ids_SK])
