@@ -85,6 +85,8 @@ class VllmGenerate(Completions):
         params = body.sampling_params or VllmSampling()
         if params.stop and params.detokenize is False:
             raise bad_request("sampling_params.stop", "needs detokenize=true")
+        if body.output_mode == "text" and params.detokenize is False:
+            raise bad_request("sampling_params.detokenize", 'must be true with output_mode "text"')
         verify_supported(params, _REFUSED, "sampling_params.")
         if not body.token_ids:
             raise bad_request("token_ids", "must be an array of at least one token id")
