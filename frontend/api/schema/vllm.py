@@ -145,6 +145,8 @@ class VllmGenerated(msgspec.Struct, kw_only=True):
     prompt_logprobs: Any = None
     kv_transfer_params: Any = None
     metrics: dict[str, Any] | None = None
+    # Returned if the request of the answer has `return_token_ids`.
+    prompt_token_ids: list[Int] | None = None
     # In the chunks of a stream.
     usage: dict[str, Any] | None = None
 

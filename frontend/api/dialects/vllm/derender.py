@@ -91,7 +91,8 @@ class Derender:
                 self._chat_choice(chat, i, choice, before) for i, choice in enumerate(choices)
             ]
             usage = self._usage(body.prompt_tokens or 0, choices)
-            return chat.envelope | {"choices": written, "usage": usage} | _rest(response)
+            answer = chat.envelope | _prompt_ids(chat.request, response)
+            return answer | {"choices": written, "usage": usage} | _rest(response)
 
         return json_response(await serving.executor.run(size, write))
 
@@ -226,7 +227,8 @@ class Derender:
             ending = choice.ending(delta) | {"logprobs": self._chat_logprobs(given)}
             choices.append({"index": given.index or 0, "delta": fields} | ending)
         usage = chunk_usage(response, body.prompt_tokens)
-        chunk = chat.envelope | {"choices": choices} | usage
+        prompt_ids = _prompt_ids(request, response)
+        chunk = chat.envelope | prompt_ids | {"choices": choices} | usage
         return {"chunk": chunk, "stream_state": next_state(state, piece, calls)}
 
     async def _stream_completion(self, body: VllmCompletionDerenderRequest, size: int) -> Response:
@@ -442,6 +444,13 @@ def _entries(choice: VllmGeneratedChoice) -> list[Any]:
     content = (choice.logprobs or {}).get("content") or []
     entries: list[Any] = expect(content, list, "logprobs.content", "an array")
     return entries
+
+
+def _prompt_ids(request: ChatCompletionRequest, response: VllmGenerated) -> Json:
+    """Return the token ids of the prompt if the request asks for them and the response has them; else {}."""
+    if not request.return_token_ids or response.prompt_token_ids is None:
+        return {}
+    return {"prompt_token_ids": response.prompt_token_ids}
 
 
 def _rest(response: VllmGenerated | None) -> Json:

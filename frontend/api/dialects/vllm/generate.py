@@ -165,7 +165,9 @@ class VllmGenerate(Completions):
         assert isinstance(request, TokenPrompt)
         mode = "text" if request.shows_text else "tokens"
         envelope = super()._envelope(request, answer_id, created)
-        return envelope | {"request_id": answer_id, "output_mode": mode}
+        # The ID by which the request can be aborted.
+        request_id = request.request_id or answer_id.removeprefix(f"{self.id_prefix}-")
+        return envelope | {"request_id": request_id, "output_mode": mode}
 
     def object_name(self, request: CompletionRequest) -> str:
         """Return the value of the response's field `object`."""

@@ -153,6 +153,7 @@ def test_derendered_chat_is_the_answer_of_the_request(thinking: FrontendProcess)
     text = f"<think>\nLet me see.\n</think>\n\nIt is late.{call}"
     ids = thinking.tokenizer.encode(text, False)
     request = {"messages": user("When?"), "tools": [TIME], "max_tokens": len(ids)}
+    request["return_token_ids"] = True
     answer = post(
         thinking,
         "/v1/chat/completions/derender",
@@ -167,10 +168,12 @@ def test_derendered_chat_is_the_answer_of_the_request(thinking: FrontendProcess)
                     }
                 ]
             },
-        ),
+        )
+        | {"prompt_token_ids": [5, 6]},
         chat_request=request,
         prompt_tokens=10,
     )
+    assert answer["prompt_token_ids"] == [5, 6]
     [choice] = answer["choices"]
     message = choice["message"]
     assert message["reasoning"].strip() == "Let me see."

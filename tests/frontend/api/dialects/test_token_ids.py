@@ -155,6 +155,10 @@ def test_requests_are_aborted_by_their_ids(slow_frontend: FrontendProcess) -> No
     path = "/inference/v1/abort_requests"
     params = {"max_tokens": 490, "ignore_eos": True}
     body = {"token_ids": PROMPT, "sampling_params": params, "request_id": "mine"}
+    short = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 1}}
+    assert slow_frontend.post(PATH, **short | {"request_id": "mine"}).json()["request_id"] == "mine"
+    answer = slow_frontend.post(PATH, **short)
+    assert answer.json()["request_id"] == answer.headers["x-request-id"]
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(slow_frontend.post, PATH, **body)
         while slow_frontend.post(path, request_ids=["other", "mine"]).json() == {"aborted": 0}:
