@@ -345,11 +345,11 @@ class Sequence:
         return text + detokenizer.append(new, finished=True)
 
     def read_as_json(self) -> bytes | None:
-        """Return the text of one new token as JSON without quotes; None if another method must read the new output."""
-        token_ids, detokenizer = self.token_ids, self._detokenizer
-        num_tokens = len(token_ids)
-        is_one = num_tokens - self.num_read_tokens == 1 and self.finish_reason is None
-        text = detokenizer.append_as_json(token_ids[-1]) if is_one and detokenizer else None
+        """Return the new text as JSON without quotes; None if another method must read the new output."""
+        detokenizer, num_tokens = self._detokenizer, len(self.token_ids)
+        new = self.token_ids[self.num_read_tokens :]
+        is_few = len(new) <= TOKENS_AT_ONCE and self.finish_reason is None
+        text = detokenizer.append_as_json(new) if is_few and detokenizer else None
         if text is not None:
             self.num_read_tokens, self.has_updates = num_tokens, False
             self.wake_at = num_tokens + self.group.stream_interval

@@ -82,17 +82,18 @@ class IncrementalDetokenizer:
         self.num_tokens += len(token_ids)
         return self._decode(token_ids)
 
-    def append_as_json(self, token_id: int) -> bytes | None:
-        """Append one token and return its text as JSON without quotes.
+    def append_as_json(self, token_ids: Sequence[int]) -> bytes | None:
+        """Append tokens and return their text as JSON without quotes.
 
-        If its text depends on other tokens, return None and do not append it.
+        If the text of one depends on other tokens, return None and append none.
         """
         if self._tail or self._strips or self._stop_strings is not None:
             return None
-        text = self._json[token_id]
-        if text is not None:
-            self.num_tokens += 1
-        return text
+        texts = [text for each in token_ids if (text := self._json[each]) is not None]
+        if len(texts) < len(token_ids):
+            return None
+        self.num_tokens += len(texts)
+        return b"".join(texts)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         if len(token_ids) == 1 and not self._tail and not self._strips:

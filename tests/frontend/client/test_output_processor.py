@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -114,12 +116,27 @@ def whole(deltas: list[Delta]) -> Delta:
     )
 
 
-def read_available(group: RequestGroup) -> list[tuple[int, Delta]]:
-    return [(sequence.position, sequence.read()) for sequence in group.take_updates()]
+Read = Callable[[Sequence], Delta]
+
+
+def read_available(group: RequestGroup, read: Read = Sequence.read) -> list[tuple[int, Delta]]:
+    return [(sequence.position, read(sequence)) for sequence in group.take_updates()]
+
+
+def read_json_if_possible(sequence: Sequence) -> Delta:
+    start = sequence.num_read_tokens
+    text = sequence.read_as_json()
+    if text is None:
+        return sequence.read()
+    return Delta(json.loads(b'"%b"' % text), sequence.token_ids[start:].tolist())
 
 
 async def generate(
-    params: SamplingParams, steps: list[list[int]], end: FinishedRequest, reads: set[int]
+    params: SamplingParams,
+    steps: list[list[int]],
+    end: FinishedRequest,
+    reads: set[int],
+    read: Read = Sequence.read,
 ) -> tuple[Delta, Harness]:
     """Feed one sequence step by step, reading after the steps in `reads` and at the end."""
     harness = Harness()
@@ -129,8 +146,8 @@ async def generate(
         last = number == len(steps) - 1
         harness.feed({0: tokens}, *([end] if last else []))
         if number in reads:
-            deltas += [delta for _, delta in read_available(group)]
-    deltas += [delta for _, delta in read_available(group)]
+            deltas += [delta for _, delta in read_available(group, read)]
+    deltas += [delta for _, delta in read_available(group, read)]
     assert await read_next(group) == []
     return whole(deltas), harness
 
@@ -144,12 +161,13 @@ def splits(draw: st.DrawFn) -> tuple[list[list[int]], set[int]]:
     return steps, draw(st.sets(st.integers(0, len(steps))))
 
 
-@given(splits())
+@pytest.mark.parametrize("read", [Sequence.read, read_json_if_possible])
+@given(split=splits())
 @on_event_loop
-async def test_text_and_tokens_do_not_depend_on_steps_or_reads(split: Any) -> None:
+async def test_text_and_tokens_do_not_depend_on_steps_or_reads(split: Any, read: Read) -> None:
     steps, reads = split
     end = finished(0, FinishReason.LENGTH)
-    delta, harness = await generate(SamplingParams(), steps, end, reads)
+    delta, harness = await generate(SamplingParams(), steps, end, reads, read)
     assert delta == Delta(TEXT, TOKENS, None, "length")
     assert harness.aborted == []
 
