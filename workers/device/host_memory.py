@@ -32,6 +32,13 @@ def allocate(num_bytes: int) -> NDArray[np.uint8]:
     return np.frombuffer(memory, np.uint8)[:num_bytes]
 
 
+def allocate_together(count: int, num_bytes: int) -> list[NDArray[np.uint8]]:
+    """Return buffers of zeros, each uint8 [num_bytes], that share huge pages. Each starts at a small page."""
+    size = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = allocate(count * size)
+    return [memory[i * size :][:num_bytes] for i in range(count)]
+
+
 class Population:
     """Allocates the pages of buffers in a thread, the beginnings of all buffers first.
 

@@ -112,9 +112,7 @@ class KVCache:
         """Allocate the cache and, if `num_host_blocks` is not 0, the CPU offload."""
         self.num_blocks = num_blocks
         shape = self._attention.kv_cache_shape(num_blocks)
-        memories = [
-            _zeros(num_blocks * self._page_bytes, self._device) for _ in range(self._num_tensors)
-        ]
+        memories = _zeros(self._num_tensors, num_blocks * self._page_bytes, self._device)
         tensors = [memory.view(self._element_type) for memory in memories]
         pages = [memory.reshape(num_blocks, self._page_bytes) for memory in memories]
         for other in self._followers:
@@ -420,10 +418,10 @@ def attention_by_group(layers: Sequence[LayerSpec], model: Model) -> list[PagedA
     return [by_group.get(group, model.attention) for group in range(num_groups)]
 
 
-def _zeros(num_bytes: int, device: torch.device | HostDevice) -> AnyArray:
-    """Return zeros, uint8 [num_bytes], as a numpy array if `device` is a `HostDevice`."""
-    if isinstance(device, HostDevice):
-        return host_memory.allocate(num_bytes)
-    if device.type == "cpu":
-        return torch.from_numpy(host_memory.allocate(num_bytes))
-    return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+def _zeros(count: int, num_bytes: int, device: torch.device | HostDevice) -> list[AnyArray]:
+    """Return arrays of zeros, each uint8 [num_bytes], of numpy if `device` is a `HostDevice`."""
+    if not isinstance(device, HostDevice) and device.type != "cpu":
+        return [torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(count)]
+    # In memory of its own, each layer would take up to 2 MiB more than it needs.
+    memories = host_memory.allocate_together(count, num_bytes)
+    return memories if isinstance(device, HostDevice) else [torch.from_numpy(x) for x in memories]
