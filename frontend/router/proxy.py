@@ -12,7 +12,7 @@ import h11
 from starlette.types import Receive, Scope, Send
 
 from ..api.bodies.disconnection import while_connected
-from ..http.errors import unavailable
+from ..http.errors import APIError, unavailable
 from ..http.websocket import INTERNAL_ERROR, OFFER, Lease, WebSocketClosed, open_websocket
 from .children import Child, Children
 
@@ -218,7 +218,7 @@ async def pass_on_websocket(
     """Connect the WebSocket of a client with one of a model's server.
 
     Raises:
-        APIError: The handshake is not valid (400, 426), or the server does not accept it.
+        APIError: The handshake is not valid (400, 426), the server does not accept it, or it has ended (503).
         EngineError: The model does not load.
     """
     # A late import, because few clients open WebSockets.
@@ -233,7 +233,10 @@ async def pass_on_websocket(
             inner = await unix_connect(
                 child.socket, url, additional_headers=wanted, max_size=None, compression=None
             )
-        except (OSError, InvalidStatus) as error:
+        except InvalidStatus as error:
+            problem = f"the model {child.model.name} accepts no WebSocket here: {error}"
+            raise APIError(error.response.status_code, problem) from error
+        except OSError as error:
             raise unavailable(
                 f"the model {child.model.name} accepts no WebSocket: {error}", RETRY_S
             ) from error

@@ -19,6 +19,7 @@ import yaml
 from engine.frontend.supervisor.run_dir import RunDirectory
 from support.processes.program import has_ended, wait_until
 from support.servers.server import Server, default_model
+from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
 pytestmark = pytest.mark.rotated
@@ -153,6 +154,9 @@ def test_websockets_reach_the_model(router: RouterServer) -> None:
             while not kinds or kinds[-1].partition(".")[2] not in ("completed", "incomplete"):
                 kinds.append(json.loads(socket.recv(timeout=60))["type"])
             assert kinds[0] == "response.created"
+    nowhere = url.replace("responses", "nowhere")
+    with pytest.raises(InvalidStatus, match="404"):
+        connect(nowhere, additional_headers=headers, open_timeout=120)
 
 
 def test_a_stream_ends_before_its_model_is_unloaded(router: RouterServer) -> None:
