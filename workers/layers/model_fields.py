@@ -319,6 +319,8 @@ class ModelFields(msgspec.Struct, frozen=True, kw_only=True):
 
     The number a of each element is the absolute value of a stored gate, divided by the temperature.
     """
+    adds_embeddings: bool = False
+    """True if a layer ends with the addition of the tokens' embeddings, times a stored number."""
     has_layer_scales: bool = False
     """True if a layer's output is multiplied by a stored number."""
     altup: AltUpSpec | None = None

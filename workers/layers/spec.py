@@ -173,7 +173,7 @@ class ModelSpec(ModelFields, frozen=True, kw_only=True):
         """Return the number of elements that a pipeline stage with layers from `first_layer` on receives per token."""
         per_layer = 0 if self.per_layer_inputs is None else self.per_layer_inputs.size
         inputs = sum(per_layer + layer.input_size for layer in self.layers[first_layer:])
-        inputs += self.hidden_size * (first_layer <= self.last_shared_block)
+        inputs += self.hidden_size * (first_layer <= self.last_embedding_layer)
         inputs += NUM_TOKEN_DIGITS * (first_layer <= self.last_token_layer)
         inputs += passed_size(layer.experts for layer in self.layers[first_layer:])
         inputs += self.hidden_size * (self.shares_values and 0 < first_layer < len(self.layers))
@@ -199,8 +199,10 @@ class ModelSpec(ModelFields, frozen=True, kw_only=True):
         return streams.num_streams if streams else 0
 
     @property
-    def last_shared_block(self) -> int:
-        """The index of the last layer that uses a shared block, or -1. Layers up to it get the tokens' embeddings."""
+    def last_embedding_layer(self) -> int:
+        """The index of the last layer that reads the tokens' embeddings, or -1. Layers up to it get them."""
+        if self.adds_embeddings:
+            return len(self.layers) - 1
         return max((i for i, layer in enumerate(self.layers) if layer.shared_block), default=-1)
 
     @property

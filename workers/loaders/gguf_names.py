@@ -308,6 +308,13 @@ _LAYER_MODULES_OF_ARCHITECTURE = {
     "rwkv7": _RWKV7_MODULES,
     "arwkv7": _RWKV7_MODULES,
     "spark2_5": _GATED_MODULES,
+    "talkie": _LAYER_MODULES
+    | {
+        "attn_q_norm": "self_attn.key_scale",
+        "attn_output.scale": "self_attn.o_proj.gain",
+        "ffn_down.scale": "mlp.down_proj.gain",
+        "layer_output_scale": "embedding_scale",
+    },
     "step35": _GATED_MODULES,
     "falcon": _LAYER_MODULES | {"attn_norm_2": "ln_attn"},
     "glm4": _FUSED_MLP
@@ -358,6 +365,7 @@ _PLAIN_NAMES = {
     "channel_mix_lerp_r": "mlp.x_r",
 }
 _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.((?:(?:shortconv|indexer)\.)?\w+)\.(weight|bias)")
+_LAYER_SCALE = re.compile(r"blk\.(\d+)\.(\w+\.scale)")
 _PREDICTION_TENSOR = re.compile(
     r"blk\.(\d+)\.nextn\.(eh_proj|enorm|hnorm|embed_tokens|shared_head_(?:head|norm))\.weight"
 )
@@ -398,6 +406,8 @@ def hf_name(name: str, architecture: str) -> str | None:
     layer_modules = _LAYER_MODULES_OF_ARCHITECTURE.get(architecture, _LAYER_MODULES)
     if (match := _LAYER_TENSOR.fullmatch(name)) and match[2] in layer_modules:
         return f"model.layers.{match[1]}.{layer_modules[match[2]]}.{match[3]}"
+    if (match := _LAYER_SCALE.fullmatch(name)) and match[2] in layer_modules:
+        return f"model.layers.{match[1]}.{layer_modules[match[2]]}"
     if match := _PLAIN_TENSOR.fullmatch(name):
         return f"model.layers.{match[1]}.{_PLAIN_NAMES[match[2]]}"
     if match := _PREDICTION_TENSOR.fullmatch(name):

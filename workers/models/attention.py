@@ -427,7 +427,8 @@ def head_norm(
             if offset(name) is None:
                 part_HK = torch.ones(len(heads), spec.head_dim, device=weights.device)
                 if spec.qk_norm == "scaled" and name == "k_norm":
-                    part_HK *= weights.read_vector(f"{prefix}key_scale", count, heads)[:, None]
+                    scale_H = weights.read_elements(f"{prefix}key_scale", count)
+                    part_HK *= scale_H[heads.start : heads.stop, None]
             elif spec.qk_norm == "each head":
                 part_HK = _read_each_head(weights, f"{prefix}{name}.", kind, count, heads, spec)
             else:

@@ -138,6 +138,9 @@ class DecoderLayer:
             self._scale_1 = weights.read(f"{prefix}layer_scalar", 1)
         if spec.self_conditioning_size:
             self._scale_before_canvas_1 = weights.read(f"{prefix}scale_before_canvas", 1)
+        self._embedding_scale_1: Tensor | None = None
+        if spec.adds_embeddings:
+            self._embedding_scale_1 = weights.read_elements(f"{prefix}embedding_scale", 1)
         self._beside: ExpertsBesideMLP | None = None
         self._mlp: MLP | Experts | PairExperts | None = None
         self.shortcut: Experts | None = None
@@ -228,6 +231,9 @@ class DecoderLayer:
         if self._per_layer is not None and step.own_TP is not None:
             added(x_TD, block_TD, self._spec, None)
             block_TD = self._per_layer.forward(x_TD, step.own_TP)
+        if self._embedding_scale_1 is not None and step.own_TP is not None:
+            added(x_TD, block_TD, self._spec, None)
+            return step.own_TP * self._embedding_scale_1.to(step.own_TP.dtype)
         if self._scale_1 is None:
             return block_TD
         scale = self._scale_1

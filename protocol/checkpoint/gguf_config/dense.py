@@ -431,6 +431,12 @@ DENSE: Final[dict[str, Translate]] = {
         multi_query=lambda fields: fields.integer("attention.head_count_kv", 1) < fields.num_heads,
         has_grouped_qkv=False,
     ),
+    "talkie": declared(
+        "talkie",
+        "TalkieForCausalLM",
+        logit_scale=positive("logit_scale", 1.0),
+        rotates_inversely=False,
+    ),
     "spark2_5": declared(
         "spark2_5",
         "Spark2_5ForCausalLM",

@@ -220,6 +220,8 @@ TWO_MIXTURES = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 6, 4]},
 }
 _PUBLISHED_SIZES: dict[str, dict[str, Any]] = {
+    # Every stage needs the embeddings of tokens.
+    "Talkie": {},
     "KimiK3": {"kv_lora_rank": 160},
     "AliceAI": {"head_dim": 128},
     "BailingMoeV2_5": {"kv_lora_rank": 256},

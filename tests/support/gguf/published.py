@@ -133,10 +133,12 @@ def write_published(directory: Path, architecture: str) -> Path:
     if architecture == "nanbeige":
         writer.add_uint32("nanbeige.num_loops", config["num_loops"])
         writer.add_bool("nanbeige.skip_loop_final_norm", config["skip_loop_final_norm"])
-    eps = config.get("rms_norm_eps", 1e-6)
+    eps = config.get("rms_norm_eps", 2.0**-23 if architecture == "talkie" else 1e-6)
     is_layer_norm = architecture in _WITH_LAYER_NORMS
     (writer.add_layer_norm_eps if is_layer_norm else writer.add_layer_norm_rms_eps)(eps)
     tensors = load_file(directory / "model.safetensors")
+    if architecture == "talkie":
+        writer.add_logit_scale(tensors.pop("lm_head_gain.w_g").item())
     if (change := _CHANGES.get(architecture)) is not None:
         tensors = change(tensors, dict(config))
     # The package gguf does not know these.
@@ -145,6 +147,7 @@ def write_published(directory: Path, architecture: str) -> Path:
         "maple": "qwen3moe",
         "nanbeige": "llama",
         "spark2_5": "afmoe",
+        "talkie": "llama",
     }.get(architecture, architecture)
     arch = next(arch for arch, text in MODEL_ARCH_NAMES.items() if text == known)
     # For Arctic, the package changes the names that all architectures share.
@@ -194,6 +197,35 @@ def _with_neighbors(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[
         for kind, heads in (("q", "num_attention_heads"), ("k", "num_key_value_heads")):
             if f".{kind}_proj." in name:
                 changed[name] = interleaved(weight, config[heads])
+    return changed
+
+
+def _as_talkie(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Tensor]:
+    """Rename tensors, and change the signs of rows, so that rotations have the usual direction."""
+    names = {
+        "attn.attn_query.weight": "attn_q.weight",
+        "attn.attn_key.weight": "attn_k.weight",
+        "attn.attn_value.weight": "attn_v.weight",
+        "attn.attn_resid.weight": "attn_output.weight",
+        "attn.head_gain.head_g": "attn_q_norm.weight",
+        "mlp.mlp_gate.weight": "ffn_gate.weight",
+        "mlp.mlp_linear.weight": "ffn_up.weight",
+        "mlp.mlp_resid.weight": "ffn_down.weight",
+        "attn_gain.a_g": "attn_output.scale",
+        "mlp_gain.a_g": "ffn_down.scale",
+        "embed_skip.a_g": "layer_output_scale.weight",
+    }
+    changed = {}
+    for name, weight in tensors.items():
+        if not (match := re.fullmatch(r"model\.blocks\.(\d+)\.(.*)", name)):
+            changed[name.replace("model.embed.", "model.embed_tokens.")] = weight
+            continue
+        if match[2].startswith(("attn.attn_query", "attn.attn_key")):
+            first, second = weight.unflatten(0, (config["num_attention_heads"], 2, -1)).unbind(1)
+            weight = torch.stack((first, -second), 1).flatten(0, 2)
+        changed[f"blk.{match[1]}.{names[match[2]]}"] = (
+            weight.unsqueeze(-1) if "head_g" in name else weight
+        )
     return changed
 
 
@@ -354,6 +386,7 @@ _CHANGES: dict[str, Callable[[dict[str, Tensor], dict[str, Any]], dict[str, Tens
     "plamo3": _with_whole_norms,
     "refact": _with_own_projections,
     "smallthinker": _with_stacked_experts,
+    "talkie": _as_talkie,
     "spark2_5": _with_known_names,
 }
 """Architecture -> the function that changes its tensors as the converter does."""

@@ -124,6 +124,7 @@ def test_architectures_may_have_the_names_of_other_servers(name, architecture, t
         ("QWen", "qwen", {}),
         ("SmallThinker", "smallthinker", {}),
         ("Spark2_5", "spark2_5", {"attention_bias": False}),
+        ("Talkie", "talkie", {}),
     ],
 )
 def test_gguf_files_of_these_families_give_the_same_logits(

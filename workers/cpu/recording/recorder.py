@@ -182,7 +182,7 @@ class Recorder:
             program.add_op("scale_add", vectors=[factor, None, bias * factor])
         if self._layer_inputs is not None:
             self._layer_inputs.record()
-        if spec.last_shared_block >= 0:
+        if spec.last_embedding_layer >= 0:
             program.add_op("keep_inputs")
         if spec.last_token_layer >= 0:
             program.add_op("keep_token")
@@ -308,6 +308,9 @@ class Recorder:
         if spec.has_layer_scales:
             scale = self._weights.vector(f"{prefix}layer_scalar", 1).item()
             program.add_op("scale", scale=scale)
+        if spec.adds_embeddings:
+            scale = self._weights.vector(f"{prefix}embedding_scale", 1).item()
+            program.add_op("add_kept", scale=scale)
 
     def _record_mixing(
         self,

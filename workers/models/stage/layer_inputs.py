@@ -44,8 +44,8 @@ def read_layer_inputs(source: LayerSource) -> LayerInputs | None:
     spec, first_layer = source.spec, source.shard.layers.start
     if spec.per_layer_inputs is not None or any(layer.input_size for layer in spec.layers):
         return _OwnInputs(source)
-    if spec.last_shared_block >= 0:
-        return _Embeddings(spec.last_shared_block + 1 - first_layer)
+    if spec.last_embedding_layer >= 0:
+        return _Embeddings(spec.last_embedding_layer + 1 - first_layer)
     if spec.last_token_layer >= 0:
         return _TokenIds(spec.last_token_layer + 1 - first_layer)
     return None

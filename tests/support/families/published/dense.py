@@ -13,6 +13,7 @@ from support.families.published import changes
 from support.families.published.form import Published
 from support.families.published.loops import IQUEST_LOOP
 from support.families.published.plamo import PLAMO
+from support.families.published.talkie import TALKIE
 from torch import nn
 
 _ROTARY = {"rope_type": "default", "rope_theta": 1e4}
@@ -292,6 +293,7 @@ PUBLISHED_DENSE = {
         prepare=_without_gates,
     ),
     **PLAMO,
+    "Talkie": TALKIE,
     "Spark2_5": Published(
         "laguna",
         {

@@ -216,7 +216,7 @@ enum class OpKind : int32_t {
   quantize_sum = 49,  // activations[0] = residual + block, normed by vectors[0]
 
   // Where a pass through layers begins that are computed several times, whose kept states are inputs:
-  add_kept = 55,  // residual += vectors[0], or the inputs from `first_column` on if that is null
+  add_kept = 55,  // residual += scale * vectors[0], or the inputs from `first_column` on if that is null
 
   // For routers that pass their results on to the router of the next layer:
   chain_columns = 70,  // inputs = the first `num_columns` of the projection, + vectors[0] * inputs if that is not null;

@@ -182,7 +182,7 @@ void Program::run_row(const Op& op, const Rows& rows, int row) {
       return void(std::copy_n(rows.residual(row), hidden_size, inputs_.row(row) + op.first_column));
     case OpKind::add_kept: {
       const float* kept = op.vectors[0] ? op.vectors[0] : inputs_.row(row) + op.first_column;
-      return kernels.add_scaled(rows.residual(row), kept, 1.0f, hidden_size);
+      return kernels.add_scaled(rows.residual(row), kept, op.scale, hidden_size);
     }
     case OpKind::add_shortcut:
       return kernels.add_scaled(rows.residual(row), rows.shortcut(row), op.scale, hidden_size);

@@ -72,6 +72,23 @@ _SPARK_NAMES = (
     (r"\.self_attn\.g_proj\.", ".self_attn.gate_proj."),
     (r"\.self_attn\.out_proj\.", ".self_attn.o_proj."),
 )
+_TALKIE_NAMES = (
+    (r"(^|\.)embed(\.weight)?$", r"\1embed_tokens.weight"),
+    (r"(^|\.)lm_head$", r"\1lm_head.weight"),
+    (r"(^|\.)lm_head_gain\.w_g$", r"\1lm_head.gain"),
+    (r"(^|\.)blocks\.", r"\1layers."),
+    (r"\.embed_skip\.a_g$", ".embedding_scale"),
+    (r"\.attn\.head_gain\.head_g$", ".self_attn.key_scale"),
+    (r"\.attn_gain\.a_g$", ".self_attn.o_proj.gain"),
+    (r"\.mlp_gain\.a_g$", ".mlp.down_proj.gain"),
+    (r"\.attn\.attn_(q|k|v)[a-z]+\.", r".self_attn.\1_proj."),
+    (r"\.attn\.attn_resid\.", ".self_attn.o_proj."),
+    (r"\.mlp\.mlp_linear\.", ".mlp.up_proj."),
+    (r"\.mlp\.mlp_gate\.", ".mlp.gate_proj."),
+    (r"\.mlp\.mlp_resid\.", ".mlp.down_proj."),
+    # Those of GGUF files.
+    (r"\.(key_scale|embedding_scale)\.weight$", r".\1"),
+)
 _TELECHAT2_NAMES = (
     (r"(^|\.)word_embeddings\.", r"\1embed_tokens."),
     (r"(^|\.)word_embeddings_layernorm\.", r"\1embed_norm."),
@@ -423,6 +440,31 @@ def _step1(fields: ConfigFields) -> ModelSpec:
     )
 
 
+def _talkie(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a Talkie: a Llama whose norms have no weights, and that rotates in the other direction.
+
+    Each layer ends with the addition of the embedding. Rotations of GGUF files have the usual direction.
+    """
+    heads = fields.integer("num_attention_heads")
+    if fields.integer("num_key_value_heads", heads) != heads:
+        raise fields.error(f"num_key_value_heads must be num_attention_heads, which is {heads}")
+    spec = llama(
+        fields.with_defaults(rms_norm_eps=2.0**-23),
+        has_norm_weights=False,
+        has_embedding_norm=True,
+        qk_norm="scaled",
+        adds_embeddings=True,
+        logits_divisor=1 / fields.positive("logit_scale", 1.0),
+        row_factors=(
+            RowFactors(r"_proj\.weight$", "_proj.gain"),
+            RowFactors(r"^lm_head\.weight$", "lm_head.gain"),
+        ),
+        tensor_names=_TALKIE_NAMES,
+    )
+    is_inverse = fields.boolean("rotates_inversely", True)
+    return replace(spec, rope_order="swapped" if is_inverse else "half")
+
+
 FAMILIES = (
     Family("AquilaForCausalLM", "aquila", llama),
     Family("AquilaModel", "aquila", llama),
@@ -445,6 +487,7 @@ FAMILIES = (
     Family("PLMForCausalLM", "plm", _plm),
     Family("QWenLMHeadModel", "qwen", _qwen),
     Family("Spark2_5ForCausalLM", "spark2_5", _spark),
+    Family("TalkieForCausalLM", "talkie", _talkie),
     Family("TeleChat2ForCausalLM", "telechat", _telechat2),
     Family("TeleChat3ForCausalLM", "telechat3", llama),
     Family("Telechat3ForCausalLM", "telechat3", llama),
