@@ -282,7 +282,7 @@ def _invalid(message: str, body: bytes) -> APIError:
         return bad_request(name, "is not a known field")
     match = _AT.match(message)
     assert match
-    problem, path = match[1], match[2]
+    problem, path = match[1], match[2] or ""
     if missing := _MISSING.fullmatch(problem):
         return bad_request(f"{path}.{missing[1]}".removeprefix("."), "is required")
     if not path:
