@@ -209,9 +209,12 @@ def is_updating(server: Server) -> bool:
 def test_an_update_outlives_a_killed_process(
     server: Server, first: Path, second: Path, pool: ThreadPoolExecutor, title: str
 ) -> None:
-    before = tokens(server)
+    before, earlier = tokens(server), server.child(title)
     updated = pool.submit(update, server, second)
     wait_until(lambda: is_updating(server), what="the update begins")
+    if title != "supervisor":
+        # The update ends the earlier process, which may exit before it can be killed.
+        wait_until(lambda: server.child(title) != earlier, what="its successor has started")
     server.child(title).kill()
     updated.result()
     server.wait_until_whole()
