@@ -49,13 +49,13 @@ def test_tokens_of_preempted_requests_equal_those_of_the_published_loop(
     tmp_path: Path, bound: float, flags: tuple[str, ...]
 ) -> None:
     model = diffusion_gemma(tmp_path)
-    prompts = prompts_of(3, 8)
+    prompts = prompts_of(3, 6)
     settings = json.dumps({"sampler_config": {"entropy_bound": bound}})
-    given = (*flags, "--dllm-algorithm-config", settings, "--inject-preemption", "0.05")
+    given = (*flags, "--dllm-algorithm-config", settings, "--inject-preemption", "0.1")
     with Server(str(tmp_path), *FLAGS, *given) as server:
         with concurrent.futures.ThreadPoolExecutor(len(prompts)) as pool:
             pending = [
-                pool.submit(ask, server, prompt, 19, seed=seed)
+                pool.submit(ask, server, prompt, 14, seed=seed)
                 for seed, prompt in enumerate(prompts)
             ]
             answers = [future.result()["token_ids"] for future in pending]
@@ -63,7 +63,7 @@ def test_tokens_of_preempted_requests_equal_those_of_the_published_loop(
         assert server.metric("engine:prefix_cache_hits_total") > 0
         assert_nothing_is_held(server)
     found = [
-        model.generate(prompt, 19, seed, entropy_bound=bound) for seed, prompt in enumerate(prompts)
+        model.generate(prompt, 14, seed, entropy_bound=bound) for seed, prompt in enumerate(prompts)
     ]
     assert answers == [each.token_ids for each in found]
     # Some canvases are complete before the last pass.
