@@ -11,10 +11,13 @@ no such place, as in a text of one word or with a tokenizer that has no words, t
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final, NamedTuple
 
 import tokenizers
+
+from ...protocol.errors import ParameterError
 
 PIECE: Final = 1 << 18
 """Number of characters of a piece. Texts that are not longer are encoded as a whole."""
@@ -37,11 +40,16 @@ class EncodedText(NamedTuple):
 def encode_text(
     backend: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool
 ) -> EncodedText:
-    """Return the tokens of a text, which is encoded in pieces if it is long."""
+    """Return the tokens of a text, which is encoded in pieces if it is long.
+
+    Raises:
+        ParameterError: The vocabulary lacks some of the text.
+    """
     pieces = _encode_pieces(backend, text) if len(text) > PIECE else None
     added = _added_tokens(backend) if pieces is not None and add_special_tokens else ([], [])
     if pieces is None or added is None:
-        [encoding] = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        with _named_errors():
+            [encoding] = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         mask: list[int] = encoding.special_tokens_mask
         if 0 not in mask:
             return EncodedText(encoding.ids, len(mask), 0)
@@ -54,9 +62,11 @@ def _encode_pieces(backend: tokenizers.Tokenizer, text: str) -> array[int] | Non
     """Return the tokens of a text without special tokens; None if its pieces cannot be joined."""
     token_ids: array[int] = array("i")
     step = PIECE - OVERLAP
-    piece, first = _encode(backend, text[:PIECE]), 0
+    piece, first = encode_with_offsets(backend, text[:PIECE], add_special_tokens=False), 0
     for start in range(step, len(text) - OVERLAP, step):
-        following = _encode(backend, text[start : start + PIECE])
+        following = encode_with_offsets(
+            backend, text[start : start + PIECE], add_special_tokens=False
+        )
         joint = _find_joint(piece, following, step)
         if joint is None:
             return None
@@ -67,10 +77,27 @@ def _encode_pieces(backend: tokenizers.Tokenizer, text: str) -> array[int] | Non
     return token_ids
 
 
-def _encode(backend: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
+def encode_with_offsets(
+    backend: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool
+) -> tokenizers.Encoding:
+    """Return the tokens of a text, which is encoded as a whole.
+
+    Raises:
+        ParameterError: The vocabulary lacks some of the text.
+    """
     # `encode_batch_fast` does not compute offsets.
-    [encoding] = backend.encode_batch([text], add_special_tokens=False)
+    with _named_errors():
+        [encoding] = backend.encode_batch([text], add_special_tokens=add_special_tokens)
     return encoding
+
+
+@contextmanager
+def _named_errors() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        # The library has no class of its own. A vocabulary without an unknown token lacks some texts.
+        raise ParameterError("prompt", f"cannot be tokenized: {error}") from None
 
 
 def _find_joint(

@@ -14,7 +14,7 @@ import tokenizers
 from ...protocol.checkpoint.config_fields import ConfigFields
 from .long_texts import LONG_TEXT, LongTexts
 from .text_pairs import PairJoiner
-from .text_pieces import encode_text
+from .text_pieces import encode_text, encode_with_offsets
 from .token_bytes import TokenBytes, TokenJson, TokenTexts, parse_decoding
 
 
@@ -86,7 +86,7 @@ class Tokenizer:
         """Return the token IDs of `text`. Special tokens in the text are recognized.
 
         Raises:
-            ParameterError: The text is long and needs too much memory.
+            ParameterError: The vocabulary lacks some of the text, or the text is long and needs too much memory.
         """
         if self._long_texts is not None and len(text) > LONG_TEXT:
             return self._long_texts.encode(text, add_special_tokens=add_special_tokens)
@@ -97,8 +97,9 @@ class Tokenizer:
         self, text: str, add_special_tokens: bool = True
     ) -> tuple[list[int], list[tuple[int, int]]]:
         """Return the token IDs of `text`, and the characters of each: start and end, equal for special tokens."""
-        # `encode_batch_fast` does not compute offsets.
-        [found] = self._prompt_backend.encode_batch([text], add_special_tokens=add_special_tokens)
+        found = encode_with_offsets(
+            self._prompt_backend, text, add_special_tokens=add_special_tokens
+        )
         return found.ids, found.offsets
 
     def encode_output(self, text: str) -> Sequence[int]:

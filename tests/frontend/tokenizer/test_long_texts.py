@@ -1,4 +1,4 @@
-"""Long texts get the tokens of the library from another process and in pieces, also after that process was killed."""
+"""Long texts get the tokens of the library from another process and in pieces; texts without tokens are refused."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import tokenizers
 from engine.frontend.tokenizer.load import load_tokenizer
 from engine.frontend.tokenizer.long_texts import LONG_TEXT
 from engine.frontend.tokenizer.text_pieces import PIECE, encode_text
+from engine.protocol.errors import ParameterError
 from support.processes.waiting import running_children
 from support.servers.server import default_model
 
@@ -67,3 +68,10 @@ def test_special_tokens_surround_the_pieces_of_a_text() -> None:
     assert list(encoded.token_ids) == backend.encode(text).ids
     assert (encoded.num_before, encoded.num_after) == (1, 1)
     assert counting.longest == PIECE < len(text)
+
+
+def test_text_that_a_vocabulary_lacks_is_refused_by_name() -> None:
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}))
+    for text in ("b", "b" * (PIECE + 1)):
+        with pytest.raises(ParameterError, match=r"^prompt cannot be tokenized: WordLevel"):
+            encode_text(backend, text, add_special_tokens=True)
