@@ -187,6 +187,8 @@ def stop_fork_servers(servers: dict[str, ForkServer]) -> None:
     for server in set(servers.values()):
         server.close()
         os.kill(server.pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(server.pid, 0)
     servers.clear()
 
 
