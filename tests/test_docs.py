@@ -25,7 +25,7 @@ FOREIGN_FLAGS = {
     "--key", "--lora", "--max-seq-len-to-capture", "--mlock", "--no-mmap", "--no-python",
     "--nproc-per-node", "--num-blocks", "--out", "--outtype", "--overlap", "--plot", "--policy",
     "--prompt-name", "--provider", "--rope-scaling", "--rope-theta", "--shm-size", "--signal",
-    "--slot-save-path", "--step-time", "--task", "--weight-format", "--why",
+    "--step-time", "--task", "--weight-format", "--why",
 }  # fmt: skip
 """Flags of other programs, in examples and comparisons."""
 

@@ -53,7 +53,7 @@ _REASONS: Final[dict[str, str]] = {
     "--max-total-tokens": _KV_SIZE,
     "--kv-cache-dtype-skip-layers": "use --kv-cache-dtype auto",
     "--hicache-ratio --hicache-size --hicache-host-memory-fraction": _HOST_CACHE,
-    "--hicache-storage-backend --hicache-storage-backend-extra-config --slot-save-path": _DISK,
+    "--hicache-storage-backend --hicache-storage-backend-extra-config": _DISK,
     "--offload-backend --offload-params --cpu-offload-params --offload-mode --offload-num-in-group "
     "--offload-prefetch-step --cpu-moe -cmoe --n-cpu-moe -ncmoe --n-cpu-ffn -ncffn --kt-method --kt-weight-path "
     "--kt-cpuinfer --kt-num-gpu-experts --kt-threadpool-count": _SMALLER,

@@ -245,6 +245,7 @@ TRANSLATIONS: Final[dict[str, Translation]] = {
     "--reasoning-format": _choice(
         {"auto": [], "deepseek": [], "deepseek-legacy": [], "none": _PLAIN_TEXT}
     ),
+    "--slot-save-path": _entry("--kv-disk"),
     "--skip-chat-parsing": _fixed("--tool-call-parser", "none", *_PLAIN_TEXT),
 }
 """Flag of another server -> its meaning."""

@@ -144,6 +144,7 @@ def test_model_may_be_positional_or_a_flag(capsys: pytest.CaptureFixture[str]) -
         (["--served-model-name", "a", "b"], "model", "served_model_name", ("a", "b")),
         (["--alias", "a, b"], "model", "served_model_name", ("a", "b")),
         (["-a", "a", "b"], "model", "served_model_name", ("a", "b")),
+        (["--slot-save-path", "a"], "cache", "disk_path", "a"),
         (["--kv-cache-memory-bytes", "4GiB"], "cache", "kv_cache_memory_bytes", 4 << 30),
         (["--kv-cache-memory-bytes", "4GB"], "cache", "kv_cache_memory_bytes", 4 * 10**9),
         (["--mem-fraction-static", "0.5"], "cache", "gpu_memory_utilization", 0.5),
