@@ -7,7 +7,6 @@ run time.
 from __future__ import annotations
 
 import fcntl
-import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +21,10 @@ from ...protocol.file_identity import LoraAdapter
 
 MAX_ADAPTERS: Final = 10_000
 """Maximum number of adapters. Only a few are loaded at a time."""
+
+
+MAX_SCALE: Final = 1000.0
+"""Maximum absolute scale of an adapter. Much larger ones overflow, so that outputs are NaN."""
 
 
 class LoraScale(msgspec.Struct):
@@ -116,8 +119,11 @@ class LoraRegistry:
                     f"{param}[{i}].id",
                     f"must be below {len(adapters)}, the number of adapters, got {each.id}",
                 )
-            if not math.isfinite(each.scale):
-                raise ParameterError(f"{param}[{i}].scale", f"must be finite, got {each.scale}")
+            if not abs(each.scale) <= MAX_SCALE:
+                raise ParameterError(
+                    f"{param}[{i}].scale",
+                    f"must be between {-MAX_SCALE:g} and {MAX_SCALE:g}, got {each.scale:g}",
+                )
             found[adapters[each.id]] = each.scale
         found = {name: scale for name, scale in found.items() if scale}
         if len(found) > 1:

@@ -393,6 +393,7 @@ def test_a_scaled_adapter_answers_for_the_base_model(tmp_path: Path) -> None:
         for scales, param in (
             ([{"id": 0, "scale": 1}, {"id": 1, "scale": 1}], "scales"),
             ([{"id": 2, "scale": 1}], "scales[0].id"),
+            ([{"id": 1, "scale": -1000.1}], "scales[0].scale"),
         ):
             refused = set_scales(*scales)
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
