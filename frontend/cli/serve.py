@@ -18,7 +18,7 @@ from ..supervisor.engine_processes import engine_processes
 from ..supervisor.guardian.fork_server import ForkServer, stop_fork_servers
 from ..supervisor.guardian.guardian import Guardian, become_subreaper
 from ..supervisor.guardian.link import GuardianLink, Notice
-from ..supervisor.guardian.open_files import raise_open_file_limit
+from ..supervisor.guardian.open_files import raise_open_file_limit, verify_open_file_limit
 from ..supervisor.guardian.service_manager import notify_service_manager
 from ..supervisor.handover import HandoverRequested, HandoverSocket, ServedEngine
 from ..supervisor.listener import Listener
@@ -107,6 +107,7 @@ def _serve(
     console: Console,
     signals: StopSignals,
 ) -> None:
+    verify_open_file_limit()
     launch = LaunchOptions(**settings["launch"])
     if launch.headless:
         stop_fork_servers(fork_servers)
@@ -156,6 +157,7 @@ def serve_model(
         config = make_engine_config(settings, model, run_dir.path)
         config = msgspec.structs.replace(config, takes_over=on_ready is not None)
         specs = engine_processes(config, config.save(), listener.socket.fileno(), run_dir.lock_fd)
+        verify_open_file_limit(len(specs))
         engine = ServedEngine(__version__, os.getpid(), listener.url, arguments, os.getcwd())
 
         def become_ready() -> None:

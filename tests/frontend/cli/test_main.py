@@ -379,6 +379,16 @@ def test_port_in_use_prints_one_line() -> None:
     assert "--port" in last
 
 
+@pytest.mark.parametrize(("limit", "flags"), [(12, ""), (63, ""), (64, "-dp 2")])
+def test_too_low_limit_on_open_files_prints_one_line(limit: int, flags: str) -> None:
+    command = f'ulimit -n {limit}; exec "$@" --port 0 {flags}'
+    arguments = ["sh", "-c", command, "sh", *ENGINE, "serve"]
+    result = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith(f"engine: error: the limit on open files (ulimit -n) is {limit}, but")
+
+
 def test_ignored_variables_are_reported_with_the_closest_option(tmp_path: Path) -> None:
     env = {
         "VLLM_PORT": "1",
