@@ -60,8 +60,9 @@ QRWKV6_CONFIG = RWKV6_CONFIG | {
     "shifts_mlp": False,
     "hidden_act": "silu",
     "rms_norm_eps": 1e-5,
-    "hidden_size": 48,
-    "num_heads": 6,
+    # On AVX-512, torch computes the gates of the last elements of other widths in another way.
+    "hidden_size": 64,
+    "num_heads": 8,
     "num_key_value_heads": 2,
     "head_dim": 8,
     "expand_k": 1.0,
