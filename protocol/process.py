@@ -8,6 +8,7 @@ without a guardian.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import logging
 import os
@@ -30,6 +31,8 @@ ORPHANED_EXIT_CODE = 3
 """Exit code of a process whose engine has lost its guardian."""
 
 
+_PR_SET_PDEATHSIG: Final = 1
+
 STOP_PROCESS: Final = signal.SIGVTALRM
 """The signal by which a supervisor stops one of its processes.
 
@@ -51,6 +54,13 @@ def ignore_stop_signals() -> None:
 def name_process(name: str) -> None:
     """Set the process title that `ps` shows."""
     setproctitle.setproctitle(f"engine: {name}")
+
+
+def send_when_parent_exits(signum: int) -> bool:
+    """Let the kernel send this process a signal when the thread that started it exits. Return whether that works."""
+    return sys.platform == "linux" and bool(
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0) == 0
+    )
 
 
 def exit_with_parent(run_dir: str, sockets: Iterable[str] = ()) -> None:

@@ -88,7 +88,7 @@ class IsolatedGrammar:
     def _serve(self) -> None:
         """Serve the grammar by a new process. Raise Lost if it ends before the grammar is closed."""
         process: PooledProcess[Reply] = PooledProcess(
-            self._processes.spawn(),
+            self._processes,
             decode_reply,
             # Normally the kernel ends the process before this limit.
             2 * MAX_WALL_S,

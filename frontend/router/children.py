@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import enum
 import logging
 import signal
@@ -17,6 +16,7 @@ from typing import Final
 import yaml
 
 from ...protocol.errors import EngineError
+from ...protocol.process import send_when_parent_exits
 from .models_file import RoutedModel
 
 logger = logging.getLogger(__name__)
@@ -24,8 +24,6 @@ logger = logging.getLogger(__name__)
 READY_POLL_S: Final = 0.1
 WATCH_S: Final = 1.0
 """Seconds between checks for idle models, and for servers that have exited."""
-
-_PR_SET_PDEATHSIG: Final = 1
 
 
 class State(enum.StrEnum):
@@ -260,7 +258,7 @@ class Children:
 
 def _end_with_router() -> None:
     """Let the server drain if the router is killed."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    send_when_parent_exits(signal.SIGTERM)
 
 
 async def _is_ready(path: str) -> bool:

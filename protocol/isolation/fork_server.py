@@ -3,7 +3,7 @@
 It loads everything that the processes need once, so that a fork takes only milliseconds. For each socket that arrives
 it forks a child, which sends a greeting. When a child exits, its client receives the signal that ended it. A child that
 is stopped is killed, because its client would wait for it. The program exits together with the process that started
-it, and each child exits when its socket is closed.
+it, and each child when its socket is closed or the program exits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import socket
 from collections.abc import Callable
 from typing import TypeAlias
 
-from ..process import ignore_stop_signals, name_process
+from ..process import ignore_stop_signals, name_process, send_when_parent_exits
 from .limits import limit_memory
 from .messages import GREETING, Exited, frame
 
@@ -74,6 +74,8 @@ class _ForkServer:
         if pid:
             return pid
         try:
+            # A child that is stopped cannot exit by itself.
+            send_when_parent_exits(signal.SIGKILL)
             for other in (self._control, *self._clients.values()):
                 other.close()
             signal.set_wakeup_fd(-1)

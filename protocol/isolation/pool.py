@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import select
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, Generic, TypeVar
 
@@ -15,7 +17,7 @@ import msgspec
 from ..errors import UnavailableError
 from .channel import SharedContent, receive, send
 from .messages import Exited, may_be_innocent
-from .processes import MAX_TRIES, IsolatedProcesses, is_idle
+from .processes import LOOK_S, MAX_TRIES, IsolatedProcesses, is_idle
 
 Reply = TypeVar("Reply")
 
@@ -38,16 +40,17 @@ class Lost(Exception):
 
 
 class PooledProcess(Generic[Reply]):
-    """One process. `decode` decodes its replies, and the report of its exit."""
+    """One new process of `processes`. `decode` decodes its replies, and the report of its exit."""
 
     def __init__(
         self,
-        connection: socket.socket,
+        processes: IsolatedProcesses,
         decode: Callable[[bytes], Reply | Exited],
         timeout_s: float | None,
     ) -> None:
-        connection.settimeout(timeout_s)
-        self._connection, self._decode, self._timeout_s = connection, decode, timeout_s
+        self._processes, self._decode, self._timeout_s = processes, decode, timeout_s
+        self._connection = processes.spawn()
+        self._connection.settimeout(timeout_s)
         self.num_uses = 0
 
     @property
@@ -76,6 +79,7 @@ class PooledProcess(Generic[Reply]):
             # If the process has ended, its signal can still be received.
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 send(self._connection, message, content)
+            self._await_reply()
             # The fork server reports how a process ended, unless the fork server has ended as well.
             if (received := receive(self._connection)) is not None:
                 with contextlib.suppress(msgspec.MsgspecError):
@@ -89,6 +93,20 @@ class PooledProcess(Generic[Reply]):
         except OSError:
             pass
         raise Lost(exited)
+
+    def _await_reply(self) -> None:
+        """Wait for a reply. Raise TimeoutError if it takes too long, and ConnectionError if nobody watches the process.
+
+        A fork server that is stopped reports no exits, and kills no stopped processes.
+        """
+        poll = select.poll()
+        poll.register(self._connection, select.POLLIN)
+        deadline = None if self._timeout_s is None else time.monotonic() + self._timeout_s
+        while not poll.poll(LOOK_S * 1000):
+            if self._processes.is_stopped:
+                raise ConnectionError("the fork server is stopped")
+            if deadline is not None and time.monotonic() > deadline:
+                raise TimeoutError
 
 
 class ProcessPool(IsolatedProcesses, Generic[Reply]):
@@ -189,7 +207,7 @@ class ProcessPool(IsolatedProcesses, Generic[Reply]):
 
     def _new_process(self, what: str) -> PooledProcess[Reply]:
         try:
-            return PooledProcess(self.spawn(), self._decode, self._timeout_s)
+            return PooledProcess(self, self._decode, self._timeout_s)
         except OSError as error:
             raise UnavailableError(
                 f"cannot start a process to read {what}: {error.strerror or error}; retry later"

@@ -17,8 +17,8 @@ from .messages import GREETING
 START_S: Final = 30.0
 """Seconds within which a fork server must load everything and fork a process."""
 
-_LOOK_S: Final = 0.5
-"""Seconds between two looks at a fork server that has not forked yet."""
+LOOK_S: Final = 0.5
+"""Seconds between two looks at a fork server during which nothing arrives."""
 
 MAX_TRIES: Final = 3
 """Maximum number of processes that get an input, if they end for reasons that may not be its fault."""
@@ -55,6 +55,12 @@ class IsolatedProcesses:
             with contextlib.suppress(ConnectionError, TimeoutError):
                 return self._spawn()
         return self._spawn()
+
+    @property
+    def is_stopped(self) -> bool:
+        """True if the fork server is stopped."""
+        with self._lock:
+            return self._fork_server is not None and _is_stopped(self._fork_server)
 
     def _spawn(self) -> socket.socket:
         own, other = socket.socketpair()
@@ -114,7 +120,7 @@ def _await_greeting(process: socket.socket, fork_server: subprocess.Popen[bytes]
         ConnectionAbortedError: The process has exited.
     """
     deadline = time.monotonic() + START_S
-    process.settimeout(_LOOK_S)
+    process.settimeout(LOOK_S)
     while True:
         try:
             greeting = process.recv(1)

@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping
 from typing import Final, NoReturn
 
 from ....protocol.errors import EngineError
+from ....protocol.process import send_when_parent_exits
 from .fork_server import MODULES, ForkServer
 from .heartbeat import SupervisorHeartbeat
 from .lifeline import Lifeline
@@ -43,7 +44,6 @@ LOOKS_PER_TIMEOUT: Final = 5
 MAX_REMEMBERED_EXITS: Final = 1000
 """Maximum exits of processes that are kept for the next supervisor."""
 
-_PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
 
 
@@ -54,7 +54,7 @@ class GuardianFailed(EngineError):
 def become_subreaper() -> bool:
     """Make this process the next parent of processes whose parent exits. Return False if the system cannot do this."""
     is_possible = sys.platform == "linux" and os.path.isdir("/proc/self/fd")
-    return is_possible and _set_process_option(_PR_SET_CHILD_SUBREAPER, 1)
+    return is_possible and bool(ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0)
 
 
 class Guardian:
@@ -247,7 +247,7 @@ def _begin_child(guardian: int) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     # Ctrl-C at the terminal reaches only the guardian, which forwards it.
     os.setpgid(0, 0)
-    is_tied = _set_process_option(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    is_tied = send_when_parent_exits(signal.SIGKILL)
     if not is_tied or os.getppid() != guardian:
         os._exit(FAULT)
 
@@ -262,9 +262,3 @@ def _run_child(supervise: Callable[[GuardianLink], int], link: GuardianLink) -> 
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-
-
-def _set_process_option(option: int, value: int) -> bool:
-    """Call prctl(2). Return whether it succeeded."""
-    result: int = ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
-    return result == 0

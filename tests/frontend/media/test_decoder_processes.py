@@ -245,11 +245,14 @@ def test_a_file_outlives_a_decoder_but_not_several(signum: signal.Signals) -> No
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_fork_server_is_replaced(signum: signal.Signals) -> None:
     others, data = decoders(), audio_file(30_000)
-    with limited() as pool, closing(pool.open_audio(data, OpenAudio("file", 16_000, 60.0))):
+    with limited() as pool, closing(pool.open_audio(data, OpenAudio("file", 16_000, 60.0))) as clip:
         [child] = decoders(others)
         parent = child.parent()
         assert parent is not None
-        parent.send_signal(signum)
+        for process in (parent, child):
+            process.send_signal(signum)
+        assert len(clip.read(1000)) >= 1000
+        assert eventually(lambda: not is_running(child.pid))
         assert pool.read_image(file_of(picture(1, 30, 30)), WHERE, 1).num_outputs == 1
         last = decoders(others)
     for process in last:
