@@ -176,6 +176,11 @@ class RecoveryUnit:
             leader.signal(STOP_PROCESS)
             leader.kill_at = now + SLEEP_S
 
+    @property
+    def has_slept(self) -> bool:
+        """True if the unit sleeps, or has been woken while followers of its stopped leader had yet to exit."""
+        return self.is_asleep or self.leader.name not in self.children
+
     def wake(self, now: float) -> None:
         """Start every process again, once those that exit have exited."""
         self.is_asleep = False

@@ -428,7 +428,7 @@ class Supervisor:
     def _on_exit(self, unit: RecoveryUnit, child: Child) -> None:
         child.is_known_dead = True
         self._close_exit_fd(child)
-        if child.spec.role in self._ending or unit.is_asleep:
+        if child.spec.role in self._ending or unit.has_slept:
             return
         deadline = time.monotonic() + (0.0 if child.was_killed else FINAL_ERROR_S)
         while child.stage is not Stage.FAILED and time.monotonic() < deadline:
