@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from ...protocol.process import name_process
-from ..supervisor.guardian.fork_server import start_fork_servers
+from ..supervisor.guardian.fork_server import ForkServer, start_fork_servers
 from ..supervisor.guardian.open_files import raise_open_file_limit
 
 if TYPE_CHECKING:
@@ -26,7 +27,10 @@ def serve(argv: Sequence[str]) -> int:
     name_process("supervisor")
     raise_open_file_limit()
     gc.disable()
-    with start_fork_servers() as fork_servers:
+    servers: AbstractContextManager[dict[str, ForkServer]] = nullcontext({})
+    if not any(argument == "-h" or argument.startswith("--help") for argument in argv):
+        servers = start_fork_servers()
+    with servers as fork_servers:
         # A late import, because the fork servers import modules meanwhile.
         from .serve import serve
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -40,7 +41,7 @@ def test_token_ids_are_continued_as_in_completions(frontend: FrontendProcess) ->
     ).json()
     [choice], [expected] = answer["choices"], completion["choices"]
     assert answer["output_mode"] == "tokens" and "text" not in choice
-    assert answer["request_id"].startswith("generate-tokens-")
+    assert re.fullmatch("[0-9a-f]{32}", answer["request_id"])
     assert answer["prompt_token_ids"] == PROMPT and answer["usage"] == completion["usage"]
     assert answer["prompt_logprobs"] == expected["prompt_logprobs"]
     for name in ("token_ids", "finish_reason", "stop_reason"):
