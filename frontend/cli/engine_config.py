@@ -282,6 +282,7 @@ def _make_scheduler_config(
             )
         max_num_seqs = min(max_num_seqs, _ADDED_CLIPS)
     given.setdefault("max_num_seqs", max_num_seqs)
+    given.setdefault("prefill_step_ms", limits.prefill_step_ms)
     needed = max(given["max_num_seqs"], 0 if chunked else max_model_len)
     if model.diffusion is not None:
         needed = diffusion.count_step_tokens(model.diffusion, needed)

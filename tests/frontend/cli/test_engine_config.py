@@ -8,6 +8,7 @@ import pytest
 from engine.frontend.cli import engine_config
 from engine.frontend.cli.arguments import parse_settings
 from engine.frontend.cli.engine_config import make_engine_config
+from engine.frontend.cli.options import cpu_defaults
 from engine.frontend.model_source.options import ResolvedModel
 from engine.protocol.checkpoint.model_dimensions import ModelDimensions
 from engine.protocol.config import Device, EngineConfig, ModelConfig, PrefixHash
@@ -29,7 +30,9 @@ def test_settings_become_engine_config(monkeypatch: pytest.MonkeyPatch) -> None:
     config = configure("--device", "cpu", "--port", "1", "--block-size", "32", "--threads", "2")
     assert config.device.device is Device.CPU
     assert config.device.threads == 2
-    assert (config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens) == (64, 512)
+    defaults = {"max_num_seqs": 64, "max_num_batched_tokens": 512, "prefill_step_ms": 150}
+    assert {name: getattr(config.scheduler, name) for name in defaults} == defaults
+    assert cpu_defaults("scheduler") == defaults
     assert (config.frontend.port, config.cache.block_size) == (1, 32)
     assert config.frontend.default_sampling == {"top_p": 0.9}
     for gib, limits in ((0, (256, 2048)), (24, (256, 2048)), (79, (1024, 8192))):
