@@ -243,7 +243,7 @@ ROUTE_DESCRIPTIONS: Final[dict[str, tuple[str, str]]] = {
     "/debug/requests/{id}": (OPERATORS, "Explain what happened to a request; needs --dump-dir."),
     "/": (
         CLIENTS,
-        "Show the web page to browsers, and a greeting to other clients; POST completes a text (TGI).",
+        "Show the web page to browsers, and a greeting to others; POST completes (TGI) or embeds texts (TEI).",
     ),
     "/web/app.js": (CLIENTS, "Return the program of the web page."),
     "/web/app.css": (CLIENTS, "Return the style of the web page."),

@@ -20,7 +20,7 @@ from ..control.weight_transfer import WeightTransfer
 from ..control.weights import Weights
 from ..decisions.endpoint import Decisions
 from ..decisions.system_one import SystemOne
-from ..dialects import llama_cpp, mistral, ollama, text_embeddings, whisper_cpp
+from ..dialects import llama_cpp, mistral, ollama, whisper_cpp
 from ..dialects.anthropic import messages as anthropic
 from ..dialects.anthropic.batches import message_batch_routes
 from ..dialects.anthropic.mcp import McpMessages, McpTokenCounter
@@ -35,6 +35,8 @@ from ..dialects.ollama_answer import error_body as ollama_error
 from ..dialects.sglang.routes import routes as sglang_routes
 from ..dialects.sglang.scores import ScoreRoute
 from ..dialects.sglang.sessions import Sessions
+from ..dialects.text_embeddings import TextEmbeddings
+from ..dialects.tgi.routes import TgiRoot
 from ..dialects.tgi.routes import routes as tgi_routes
 from ..dialects.vertex import vertex_routes
 from ..dialects.vllm.derender import Derender
@@ -141,6 +143,16 @@ def make_routes(serving: Serving, first: FirstRoutes) -> list[Route]:
         Route("/realtime", Realtime(serving, intake, transcriptions), methods=["GET"]),
         Route("/realtime/client_secrets", secrets.create, methods=["POST"]),
     ]
+    text_embeddings = TextEmbeddings(intake, embeddings)
+    root: TgiRoot | PoolingInvocations
+    invocations: Invocations | PoolingInvocations
+    if serving.config.model.generates:
+        root = TgiRoot(serving, intake)
+        invocations = Invocations(serving, intake, completions, chat_completions)
+    else:
+        root = invocations = PoolingInvocations(
+            serving, intake, embeddings, scores, text_embeddings
+        )
     # Both routes that load weights share one lock.
     weights = Weights(serving, intake)
     streams = ConversationStreams(serving, intake)
@@ -148,13 +160,8 @@ def make_routes(serving: Serving, first: FirstRoutes) -> list[Route]:
         *llama_cpp.routes(serving, intake, management, embeddings),
         *with_v1(openai_routes),
         *deployment_routes([*first.openai_routes, *openai_routes]),
-        Route(
-            "/invocations",
-            Invocations(serving, intake, completions, chat_completions)
-            if serving.config.model.generates
-            else PoolingInvocations(serving, intake, embeddings, scores),
-            methods=["POST"],
-        ),
+        Route("/", root, methods=["POST"]),
+        Route("/invocations", invocations, methods=["POST"]),
         Route("/v1/messages", messages, methods=["POST"]),
         Route("/v1/messages/render", MessagesRender(serving, intake), methods=["POST"]),
         Route(
@@ -201,11 +208,7 @@ def make_routes(serving: Serving, first: FirstRoutes) -> list[Route]:
             CohereEmbeddings(serving, intake, embeddings).embed,
             methods=["POST"],
         ),
-        Route(
-            "/embed",
-            text_embeddings.TextEmbeddings(intake, embeddings).embed,
-            methods=["POST"],
-        ),
+        Route("/embed", text_embeddings.embed, methods=["POST"]),
         Route("/pooling", embeddings.pool, methods=["POST"]),
         *(
             Route(f"{prefix}/classify", embeddings.classify, methods=["POST"])

@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from ..bodies.intake import Intake
 from ..bodies.request_memory import MemoryLease
+from ..dialects.text_embeddings import TextEmbeddings
 from ..durable.records import replay_body
 from ..endpoint import Endpoint, NewAnswer
 from ..generation import PreparedPrompt
@@ -24,6 +25,7 @@ from ..schema import (
     RerankRequest,
     ScoreRequest,
 )
+from ..schema.text_embeddings import TextEmbeddingsRequest
 from ..serving import Serving
 from .chat_completions import ChatCompletions
 from .completions import Completions
@@ -75,17 +77,32 @@ class Invocations(Endpoint[GenerationRequest]):
 
 
 class PoolingInvocations:
-    """The same route for a model that does not generate: scores, rankings, classes or embeddings."""
+    """The same route for a model that does not generate: scores, rankings, classes or embeddings.
 
-    body_schema = EmbeddingRequest | ClassificationRequest | ScoreRequest | RerankRequest
+    `POST /` of Text Embeddings Inference has such a body too.
+    """
+
+    body_schema = (
+        EmbeddingRequest
+        | ClassificationRequest
+        | ScoreRequest
+        | RerankRequest
+        | TextEmbeddingsRequest
+    )
 
     def __init__(
-        self, serving: Serving, intake: Intake, embeddings: Embeddings, scores: Scores
+        self,
+        serving: Serving,
+        intake: Intake,
+        embeddings: Embeddings,
+        scores: Scores,
+        texts: TextEmbeddings,
     ) -> None:
         self._serving = serving
         self._intake = intake
         self._embeddings = embeddings
         self._scores = scores
+        self._texts = texts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request to the route that its fields belong to."""
@@ -99,6 +116,8 @@ class PoolingInvocations:
             return self._scores.rerank
         if names & SCORE_FIELDS:
             return self._scores.score
+        if "inputs" in names:
+            return self._texts.embed
         is_classifier = self._serving.config.model.classifier is not None
         return self._embeddings.classify if is_classifier else self._embeddings.embed
 

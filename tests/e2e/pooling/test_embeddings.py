@@ -204,7 +204,8 @@ def test_cohere_embeds_texts_as_numbers_and_bits(
 
 
 def test_text_embeddings_inference_embeds_texts(server: Server, vectors: list[list[float]]) -> None:
-    assert server.post("/embed", {"inputs": list(TEXTS)}) == (200, vectors)
+    for path in ("/embed", "/", "/invocations"):
+        assert server.post(path, {"inputs": list(TEXTS)}) == (200, vectors)
     assert server.post("/embed", {"inputs": TEXTS[0], "model": None}) == (200, vectors[:1])
     assert [each["embedding"] for each in server.post("/encode", {"text": TEXTS})[1]] == vectors
     status, answer = server.post("/encode", {"text": "a", "image_data": "x"})

@@ -200,10 +200,9 @@ class TgiDescription:
 
 
 def routes(serving: Serving, intake: Intake, sessions: Sessions) -> list[Route]:
-    """Return all routes except `/tokenize`."""
+    """Return all routes except `/` and `/tokenize`."""
     description = TgiDescription(serving, intake)
     return [
-        Route("/", TgiRoot(serving, intake), methods=["POST"]),
         Route("/generate", GenerateRoute(serving, intake, sessions), methods=["POST", "PUT"]),
         Route("/generate_stream", TgiStream(serving, intake), methods=["POST"]),
         Route("/info", description.info),
