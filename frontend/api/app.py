@@ -44,7 +44,12 @@ class App:
         self.recovery = Recovery(serving, self._router)
         access = Access(frontend, is_loopback=is_loopback)
         edge: ASGIApp = Edge(
-            self._router, access, frontend.root_path, self._error_bodies, lambda: serving.is_open
+            self._router,
+            access,
+            frontend.root_path,
+            self._error_bodies,
+            lambda: serving.is_open,
+            lambda path: any(self._router.find(path)),
         )
         edge = LoadReports(edge, serving.engine.metrics.read_load)
         if serving.tracer is not None:

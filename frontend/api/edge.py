@@ -50,7 +50,8 @@ class Edge:
     Every response carries `x-request-id`, and every failure becomes an error body. An unexpected exception is logged
     with the request ID, and only that ID is sent to the client. `error_bodies` maps path prefixes of dialects to the
     functions that write their errors; all other errors have OpenAI's format. Requests that begin while the server
-    `is_open` are accepted: a shutdown that begins later does not reject their work.
+    `is_open` are accepted: a shutdown that begins later does not reject their work. A path for which `has_route` is
+    false is answered with 404, even if the body has the wrong content type.
     """
 
     def __init__(
@@ -60,12 +61,14 @@ class Edge:
         root_path: str,
         error_bodies: Mapping[str, ErrorBody] | None = None,
         is_open: Callable[[], bool] = lambda: True,
+        has_route: Callable[[str], bool] = lambda path: True,
     ) -> None:
         self._app = app
         self._error_bodies = {} if error_bodies is None else error_bodies
         self._access = access
         self._root_path = root_path.rstrip("/")
         self._is_open = is_open
+        self._has_route = has_route
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request. If the server stops before that, close the connection."""
@@ -116,6 +119,8 @@ class Edge:
             return
         except APIError as error:
             answer = error
+            if error.status == 415 and not self._has_route(get_route_path(scope)):
+                answer = _routing_error(HTTPException(404), scope)
         except ParameterError as error:
             answer = bad_request(error.param, error.problem)
         except (StoreError, UnavailableError) as error:

@@ -225,13 +225,14 @@ def test_unknown_model_is_rejected(frontend: FrontendProcess, client: openai.Ope
 
 
 def test_unknown_routes_and_methods_are_rejected(frontend: FrontendProcess) -> None:
-    for method, path, status in (
-        ("GET", "/nowhere", 404),
-        ("POST", "/v1/images/generations", 404),
-        ("GET", COMPLETIONS, 405),
-        ("DELETE", "/v1/models", 405),
+    for method, path, form, status in (
+        ("GET", "/nowhere", None, 404),
+        ("POST", "/v1/images/generations", None, 404),
+        ("POST", "/v1/images/edits", {"image": b"x"}, 404),
+        ("GET", COMPLETIONS, None, 405),
+        ("DELETE", "/v1/models", None, 405),
     ):
-        response = frontend.http.request(method, path)
+        response = frontend.http.request(method, path, files=form)
         assert response.status_code == status
         assert path in error_of(response)["message"]
 
