@@ -218,10 +218,10 @@ class ChatAnswer(Answer[ChatCompletionRequest]):
             message["content"] = content or None
             message |= choice.calls.whole(delta.tool_calls)
         # Clients with reasoning support read these fields even if there is no reasoning.
-        return message | (_reasoning(delta) if self.serving.formats.separates_reasoning else {})
+        return message | (show_reasoning(delta) if self.serving.formats.separates_reasoning else {})
 
 
-def _reasoning(delta: MessageDelta) -> Json:
+def show_reasoning(delta: MessageDelta) -> Json:
     """Return the reasoning under both field names that clients read."""
     reasoning = delta.reasoning or None
     return {"reasoning": reasoning, "reasoning_content": reasoning}
@@ -266,7 +266,7 @@ class ChatChunks(Chunks[ChatAnswer]):
             return b""
         content: Json = {"content": message.content} if message.content else {}
         if message.reasoning:
-            content |= _reasoning(message)
+            content |= show_reasoning(message)
         if message.tool_calls:
             content |= choice.calls.pieces(message.tool_calls)
         return self.chunk({"index": index, "delta": content} | ending)

@@ -96,8 +96,11 @@ class VllmGenerateRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    # "tokens" or "text", which adds the text and gives log-probabilities as in chats.
+    # "tokens", "text", which adds the text and gives log-probabilities as in chats, or "derender", which adds the
+    # message of a chat.
     output_mode: str | None = None
+    # With "derender", the fields of the chat by which the message is parsed.
+    parse_context: dict[str, Any] | None = None
     # True to return the token ids of the prompt.
     return_token_ids: bool | None = None
     priority: Int | None = None

@@ -23,7 +23,7 @@ from ....client.engine_client import Delta
 from ....http.errors import bad_request, expect, json_response, renaming, wrong
 from ...bodies.body import BodyDecoder, make_decoder
 from ...bodies.intake import Intake, reads
-from ...chats.answer import ChatAnswer, ChatChoice
+from ...chats.answer import show_reasoning
 from ...generation import PreparedPrompt
 from ...logprobs import Json, LogprobsRenderer
 from ...prompts import parse_token_ids, verify_num_sequences
@@ -37,7 +37,8 @@ from ...schema.vllm import (
     VllmStreamState,
 )
 from ...serving import Serving
-from ...tools.tool_choice import ToolChoice, ToolMode, parse_tool_choice
+from ...tools.tool_choice import ToolMode, parse_tool_choice
+from .message import Conversation
 from .stream_state import Piece, chunk_usage, next_state
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -49,14 +50,9 @@ _SEED_TOKENS: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
-class _Chat:
-    """The request of an answer, as far as the parsers of the answer need it."""
+class _Chat(Conversation):
+    """A conversation whose answer is decoded here."""
 
-    serving: Serving
-    request: ChatCompletionRequest
-    tools: ToolChoice
-    prompt: PreparedPrompt
-    envelope: Json
     prompt_ids: list[int] | None
     skips_special: bool
 
@@ -179,22 +175,11 @@ class Derender:
     def _chat_choice(
         self, chat: _Chat, index: int, given: VllmGeneratedChoice, before: list[int]
     ) -> Json:
-        # The parsers read nothing else of an answer.
-        choice = ChatChoice(cast(ChatAnswer, chat), index)
         stops = chat.request.include_stop_str_in_output
         text = self._text(given, before, chat.skips_special, stops)
         reason = given.finish_reason or "stop"
         delta = Delta(text, list(given.token_ids or ()), None, reason, given.stop_reason)
-        found = choice.read(delta)
-        message: Json = {"role": "assistant", "content": found.content or None, "refusal": None}
-        if not found.tool_calls:
-            message["content"] = found.content
-        else:
-            message |= choice.calls.whole(found.tool_calls)
-        reasoning = found.reasoning or None
-        message |= {"reasoning": reasoning, "reasoning_content": reasoning}
-        ending = choice.ending(delta) | {"logprobs": self._chat_logprobs(given)}
-        return {"index": index, "message": message} | ending
+        return chat.whole_choice(index, delta) | {"logprobs": self._chat_logprobs(given)}
 
     def _chat_chunk(
         self,
@@ -210,7 +195,7 @@ class Derender:
         calls = False
         if piece is not None:
             given = piece.choice
-            choice = ChatChoice(cast(ChatAnswer, chat), given.index or 0)
+            choice = chat.new_choice(given.index or 0)
             if piece.known_ids:
                 choice.read(Delta(piece.known_text, piece.known_ids, None, None, None))
             reason = given.finish_reason
@@ -220,7 +205,7 @@ class Derender:
             if found.content:
                 fields["content"] = found.content
             if found.reasoning:
-                fields |= {"reasoning": found.reasoning, "reasoning_content": found.reasoning}
+                fields |= show_reasoning(found)
             if found.tool_calls:
                 fields |= choice.calls.pieces(found.tool_calls)
             calls = choice.called_tools

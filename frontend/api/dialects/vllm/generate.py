@@ -1,7 +1,7 @@
 """vLLM's `/inference/v1/generate`, which continues token ids and returns token ids.
 
 Programs for reinforcement learning use it, because tokens may differ after they are decoded and encoded again. The
-fields are those of vLLM 0.32 with `--enable-scale-out`.
+fields are those of vLLM 0.33 with `--enable-scale-out`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import base64
 import io
 from typing import ClassVar, Final
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -19,20 +20,27 @@ from ....client.prompt_candidates import candidate_scores, parse_candidates, wit
 from ....http.errors import bad_request, renamer, renaming, wrong
 from ....http.json_pieces import encode_list
 from ...answer import PromptAnswer
+from ...bodies.body import make_decoder
+from ...bodies.intake import Intake
 from ...bodies.request_memory import MemoryLease
 from ...chats.prompt import MARKED_TOKENS
 from ...generation import PreparedPrompt
 from ...logprobs import Json, finite
 from ...prompts import Prompt
 from ...routes.completions import Completions, NewPromptAnswer
-from ...schema import UNLIMITED, CompletionRequest
+from ...schema import UNLIMITED, ChatCompletionRequest, CompletionRequest
 from ...schema.refused import REFUSED, verify_supported
 from ...schema.vllm import VllmGenerateRequest, VllmSampling
+from ...serving import Serving
 from ...streaming.chunks import Chunks
 from ...structured.constraint import Constraint
+from ...tools.tool_choice import ToolChoice, parse_tool_choice
+from .message import Conversation
 
 COPIED: Final = sorted({*VllmSampling.__struct_fields__} & {*CompletionRequest.__struct_fields__})
 """The sampling parameters that have the same name and meaning in completion requests."""
+
+_OUTPUT_MODES: Final = ("tokens", "text", "derender")
 
 _BUDGET: Final = "thinking_token_budget"
 
@@ -52,10 +60,19 @@ _NEUTRAL: Final = {
 """The defaults of sampling parameters. Those of the model's publisher do not apply, as in vLLM."""
 
 
-class TokenPrompt(CompletionRequest, kw_only=True):
-    """A completion request from `/inference/v1/generate`. If `shows_text`, the answer has text besides tokens."""
+class _Chat(msgspec.Struct):
+    """A conversation, by which an answer is parsed."""
 
-    shows_text: bool = False
+    request: ChatCompletionRequest
+    tools: ToolChoice
+
+
+class TokenPrompt(CompletionRequest, kw_only=True):
+    """A completion request from `/inference/v1/generate`."""
+
+    output_mode: str = "tokens"
+    # The conversation of the output mode "derender".
+    chat: _Chat | None = None
     # True if a constraint applies only after the reasoning.
     reasons_first: bool = False
     # Maximum tokens of the reasoning; -1 for no limit.
@@ -74,6 +91,10 @@ class VllmGenerate(Completions):
     body_schema = VllmGenerateRequest
     id_prefix = "generate-tokens"
 
+    def __init__(self, serving: Serving, intake: Intake) -> None:
+        super().__init__(serving, intake)
+        self._chats = make_decoder(ChatCompletionRequest, strict=True)
+
     @property
     def answer_type(self) -> NewPromptAnswer:
         """The class that writes answers."""
@@ -85,13 +106,17 @@ class VllmGenerate(Completions):
         params = body.sampling_params or VllmSampling()
         if params.stop and params.detokenize is False:
             raise bad_request("sampling_params.stop", "needs detokenize=true")
-        if body.output_mode == "text" and params.detokenize is False:
-            raise bad_request("sampling_params.detokenize", 'must be true with output_mode "text"')
+        mode = body.output_mode or "tokens"
+        if mode not in _OUTPUT_MODES:
+            raise wrong("output_mode", '"tokens", "text" or "derender"', mode)
+        if mode != "tokens":
+            self._serving.verify_tokenizer("output_mode", 'send "tokens"')
+            if params.detokenize is False:
+                name = "sampling_params.detokenize"
+                raise bad_request(name, f'must be true with output_mode "{mode}"')
         verify_supported(params, _REFUSED, "sampling_params.")
         if not body.token_ids:
             raise bad_request("token_ids", "must be an array of at least one token id")
-        if body.output_mode not in (None, "tokens", "text"):
-            raise wrong("output_mode", '"tokens" or "text"', body.output_mode)
         fields = {name: getattr(params, name) for name in COPIED}
         for name, value in _NEUTRAL.items():
             if fields[name] is None:
@@ -113,7 +138,8 @@ class VllmGenerate(Completions):
             request_id=body.request_id,
             data_parallel_rank=body.data_parallel_rank,
             user=body.user,
-            shows_text=body.output_mode == "text",
+            output_mode=mode,
+            chat=await self._read_chat(body, size) if mode == "derender" else None,
             reasons_first=body.reasoning_ended is False,
             max_reasoning_tokens=self._serving.formats.verify_reasoning_limit(
                 params.thinking_token_budget, f"sampling_params.{_BUDGET}"
@@ -135,6 +161,26 @@ class VllmGenerate(Completions):
                 )
         return prompt, size
 
+    async def _read_chat(self, body: VllmGenerateRequest, size: int) -> _Chat:
+        """Return the conversation by which an answer is parsed.
+
+        Raises:
+            APIError: `parse_context` is missing or invalid, or the answer is a stream (400).
+        """
+        formats, given = self._serving.formats, body.parse_context
+        if body.stream:
+            raise bad_request("stream", 'must be false with output_mode "derender"')
+        has_calls = formats.calls_tools and not formats.describes_tools
+        if given is None and (formats.separates_reasoning or has_calls):
+            raise bad_request("parse_context", "is required; send what the render route returned")
+        fields = {"tool_choice": "none"} | (given or {})
+        fields.pop("history_tool_call_cnt", None)
+        with renaming("parse_context.{}".format):
+            encoded = msgspec.json.encode(fields)
+            request = await self._serving.executor.run(size, self._chats.decode, encoded)
+            tools = await self._serving.grammar_checks.run(size, parse_tool_choice, request)
+        return _Chat(request, tools)
+
     def _params(self, request: CompletionRequest, constraint: Constraint | None) -> SamplingParams:
         assert isinstance(request, TokenPrompt)
         params = super()._params(request, constraint)
@@ -155,7 +201,7 @@ class VllmGenerate(Completions):
         if not request.reasons_first and request.max_reasoning_tokens < 0:
             return prepared
         serving, limit = self._serving, request.max_reasoning_tokens
-        text = serving.tokenizer.decode(prompt.token_ids[-MARKED_TOKENS:].tolist())
+        text = _end_of(prompt, serving)
         prepared.params.structured_output = serving.formats.constrain_after_reasoning(
             prepared.params.structured_output, text, limit
         )
@@ -163,11 +209,10 @@ class VllmGenerate(Completions):
 
     def _envelope(self, request: CompletionRequest, answer_id: str, created: int) -> Json:
         assert isinstance(request, TokenPrompt)
-        mode = "text" if request.shows_text else "tokens"
         envelope = super()._envelope(request, answer_id, created)
         # The ID by which the request can be aborted.
         request_id = request.request_id or answer_id.removeprefix(f"{self.id_prefix}-")
-        return envelope | {"request_id": request_id, "output_mode": mode}
+        return envelope | {"request_id": request_id, "output_mode": request.output_mode}
 
     def object_name(self, request: CompletionRequest) -> str:
         """Return the value of the response's field `object`."""
@@ -217,15 +262,25 @@ class TokenAnswer(PromptAnswer):
             "token_ids": output.token_ids,
             "logprobs": None,
         }
-        if self.request.shows_text:
+        mode, chat = self.request.output_mode, self.request.chat
+        if mode == "text":
             choice["text"] = output.text
         if output.logprobs is not None:
             choice["logprobs"] = (
-                self.renderer.chat(output.logprobs)
-                if self.request.shows_text
-                else {"content": encode_list(map(self._position, output.logprobs), at_once=1)}
+                {"content": encode_list(map(self._position, output.logprobs), at_once=1)}
+                if mode == "tokens"
+                else self.renderer.chat(output.logprobs)
             )
-        return choice
+        if chat is None:
+            return choice
+        [prompt] = self._prompts
+        prompt = msgspec.structs.replace(prompt, text=_end_of(prompt, self.serving))
+        conversation = Conversation(self.serving, chat.request, chat.tools, prompt, self.envelope)
+        if chat.request.include_reasoning is False:
+            # They would show the reasoning.
+            choice |= {"token_ids": None, "logprobs": None}
+        shown = {name: choice[name] for name in ("token_ids", "logprobs")}
+        return conversation.whole_choice(index, output) | shown
 
     def _position(self, position: PositionLogprobs) -> Json:
         entry = _entry(position.token_id, position.logprob, position.rank)
@@ -247,6 +302,11 @@ class _Chunks(Chunks[TokenAnswer]):
         first = sequence.num_read_tokens == len(delta.token_ids)
         more = answer.prompt_fields(sequence) if first else {}
         return self.chunk(answer.choice(sequence.position, delta), **more)
+
+
+def _end_of(prompt: Prompt | PreparedPrompt, serving: Serving) -> str:
+    """Return the end of a prompt, which shows if the answer begins with reasoning."""
+    return serving.tokenizer.decode(prompt.token_ids[-MARKED_TOKENS:].tolist())
 
 
 def _entry(token_id: int, logprob: float, rank: int | None) -> Json:

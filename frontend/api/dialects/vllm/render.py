@@ -103,6 +103,7 @@ class _Render(Endpoint[Request], Generic[Request]):
             "priority": verify_priority(request.priority),
             "kv_transfer_params": request.kv_transfer_params,
             "ec_transfer_params": None,
+            "parse_context": _parse_context(request),
         }
 
     def _offsets(self, prompt: PreparedPrompt) -> list[tuple[int, int]] | None:
@@ -176,6 +177,20 @@ def _constraint(output: StructuredOutput) -> Json:
     if output.kind is GrammarKind.CHOICE:
         spec = msgspec.json.decode(spec)
     return {_SPEC_NAMES[output.kind]: spec}
+
+
+def _parse_context(request: GenerationRequest) -> Json | None:
+    """Return the fields of a chat by which its answer is parsed."""
+    if not isinstance(request, ChatCompletionRequest):
+        return None
+    choice = request.tool_choice or ("auto" if request.tools else "none")
+    return {
+        "tools": request.tools,
+        "tool_choice": choice,
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
+        "include_reasoning": request.include_reasoning is not False,
+        "chat_template_kwargs": request.chat_template_kwargs or {},
+    }
 
 
 def _features(prompt: PreparedPrompt) -> Json | None:

@@ -68,10 +68,14 @@ def test_a_rendered_chat_is_generated_like_the_chat(
     rendered = post(thinking, "/v1/chat/completions/render", **body)
     assert rendered["token_ids"] == chat["prompt_token_ids"]
     assert rendered["request_id"].startswith("chatcmpl-") and rendered["features"] is None
-    answer = post(thinking, GENERATE, **rendered)
-    assert last_params(thinking) == expected
-    outputs = [choice["token_ids"] for choice in answer["choices"]]
-    assert outputs == [choice["token_ids"] for choice in chat["choices"]]
+    answer = post(thinking, GENERATE, **rendered | {"output_mode": "derender"})
+    assert last_params(thinking) == expected and answer["output_mode"] == "derender"
+    for choice, asked in zip(answer["choices"], chat["choices"], strict=True):
+        assert choice["token_ids"] == asked["token_ids"]
+        for each in (choice, asked):
+            for call in each["message"].get("tool_calls", ()):
+                del call["id"]
+        assert choice == asked
 
 
 def test_each_prompt_of_a_completion_is_rendered(frontend: FrontendProcess) -> None:
@@ -174,7 +178,21 @@ def test_derendered_chat_is_the_answer_of_the_request(thinking: FrontendProcess)
         prompt_tokens=10,
     )
     assert answer["prompt_token_ids"] == [5, 6]
+    # The echo core generates the prompt.
+    params = {"max_tokens": len(ids), "skip_special_tokens": False}
+    fields = {"token_ids": ids, "sampling_params": params, "output_mode": "derender"}
+    context = {"tools": [TIME], "tool_choice": "auto", "history_tool_call_cnt": 0}
+    inline = post(thinking, GENERATE, parse_context=context, **fields)
     [choice] = answer["choices"]
+    for name in ("reasoning", "content"):
+        assert inline["choices"][0]["message"][name] == choice["message"][name]
+    hidden = post(thinking, GENERATE, parse_context={"include_reasoning": False}, **fields)
+    assert hidden["choices"][0]["token_ids"] is None
+    assert "It is late.<tool_call>" in hidden["choices"][0]["message"]["content"]
+    for wrong in ({"parse_context": {"no": 1}}, {}, {"parse_context": {"tool_choice": "auto"}}):
+        refused = thinking.post(GENERATE, **fields | wrong)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"].startswith("parse_context")
     message = choice["message"]
     assert message["reasoning"].strip() == "Let me see."
     assert message["content"].strip() == "It is late."

@@ -115,6 +115,7 @@ def test_sampling_has_the_defaults_of_vllm(frontend: FrontendProcess) -> None:
             "sampling_params.prompt_logprob_start",
         ),
         ({"output_mode": "audio"}, "output_mode"),
+        ({"output_mode": "derender", "stream": True}, "stream"),
         (
             {"output_mode": "text", "sampling_params": {"detokenize": False}},
             "sampling_params.detokenize",
