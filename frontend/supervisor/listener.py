@@ -88,8 +88,8 @@ def _listen_tcp(host: str, port: int, slow_client_s: float) -> socket.socket:
         )
     except (socket.gaierror, UnicodeError):
         raise ConfigError(
-            f"cannot listen on host {host!r}: it is not an address of this machine; "
-            "use --host 127.0.0.1, or --host 0.0.0.0 for all interfaces"
+            f"cannot listen on host {host!r}: it is not one address of this machine; use --host 127.0.0.1, "
+            "--host :: for all interfaces, with IPv4 and IPv6, or --uds PATH for a Unix socket"
         ) from None
     # "localhost" may be ::1 first, but clients also write 127.0.0.1.
     family, kind, protocol, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)

@@ -29,7 +29,7 @@ def test_port_in_use_error_names_port_and_remedy() -> None:
             Listener(config)
 
 
-@pytest.mark.parametrize("host", ["no.such.host.invalid", "192.0.2.1"])
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "192.0.2.1", "127.0.0.1,::1", "a.sock"])
 def test_foreign_host_error_names_host_and_remedy(host: str) -> None:
     with pytest.raises(ConfigError, match=f"{host}.*--host 127.0.0.1"):
         Listener(FrontendConfig(host=host, port=0))
