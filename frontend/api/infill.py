@@ -161,7 +161,9 @@ def _find_tokens(tokenizer: Tokenizer, names: Iterable[str]) -> tuple[int, ...]:
     return tuple(token_id for token_id in found if token_id is not None)
 
 
-def require_infill(found: InfillFormat | None, param: str = "suffix") -> InfillFormat:
+def require_infill(
+    found: InfillFormat | None, param: str = "suffix", remedy: str = "omit suffix"
+) -> InfillFormat:
     """Return `found`, the format of the model. `param` is the field that needs it.
 
     Raises:
@@ -170,7 +172,6 @@ def require_infill(found: InfillFormat | None, param: str = "suffix") -> InfillF
     if found is None:
         raise bad_request(
             param,
-            f"needs a model that can fill in the middle, but this model's vocabulary has no tokens for that; "
-            f"omit {param}",
+            f"needs a model that can fill in the middle, but this model's vocabulary has no tokens for that; {remedy}",
         )
     return found

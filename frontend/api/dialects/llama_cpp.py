@@ -120,7 +120,7 @@ class LlamaCompletions(Completions):
             APIError: The model does not fill in the middle, or a text is too long (400).
         """
         serving = self._serving
-        infill = require_infill(serving.infill_format, "input_suffix")
+        infill = require_infill(serving.infill_format, "input_suffix", "use /completion")
         limit = serving.config.model.max_model_len
         files = infill_files(body)
         prefix, suffix = (body.input_prefix or "") + (body.prompt or ""), body.input_suffix or ""

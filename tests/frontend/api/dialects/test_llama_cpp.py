@@ -273,7 +273,8 @@ def test_errors_name_the_field(frontend: FrontendProcess, fields: dict, param: s
 
 def test_infill_needs_a_model_that_fills_in_the_middle(frontend: FrontendProcess) -> None:
     response = frontend.post("/infill", input_prefix="a", input_suffix="b")
-    assert response.status_code == 400 and "fill in the middle" in response.text
+    assert response.status_code == 400
+    assert "fill in the middle" in response.text and "use /completion" in response.text
 
 
 def test_tokenize_and_detokenize(frontend: FrontendProcess) -> None:
