@@ -135,9 +135,10 @@ def _from_response_format(response_format: dict[str, Any]) -> StructuredOutput |
     if kind == "text":
         return None
     if kind == "json_object":
-        # `schema` is an extension of llama.cpp. Without it, or if it is empty, any object is valid.
-        if schema := response_format.get("schema"):
-            return json_schema(schema, "response_format.schema")
+        # llama.cpp's clients send a `schema`, and TGI's a `value`. Without one, any object is valid.
+        for name in ("schema", "value"):
+            if schema := response_format.get(name):
+                return json_schema(schema, f"response_format.{name}")
         return StructuredOutput(GrammarKind.JSON_OBJECT)
     if kind == "json_schema":
         named = response_format.get("json_schema")

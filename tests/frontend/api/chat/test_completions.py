@@ -436,10 +436,13 @@ LENIENT = '"x-guidance":{"lenient":true}}'
         ({"structured_outputs": {"regex": "a+"}}, "regex", "a+"),
         ({"structured_outputs": {"choice": ["yes", "no"]}}, "choice", '["yes","no"]'),
         ({"structured_outputs": {"grammar": 'start: "x"'}}, "grammar", 'start: "x"'),
-        (
-            {"response_format": {"type": "json_object", "schema": {"type": "array"}}},
-            "json_schema",
-            '{"type":"array",' + LENIENT,
+        *(
+            (
+                {"response_format": {"type": "json_object", name: {"type": "array"}}},
+                "json_schema",
+                '{"type":"array",' + LENIENT,
+            )
+            for name in ("schema", "value")
         ),
         ({"response_format": {"type": "json_object", "schema": {}}}, "json_object", ""),
         ({"regex": "a+"}, "regex", "a+"),
