@@ -59,6 +59,8 @@ class Management:
             # These are the field names of Anthropic's API.
             "type": "model",
             "display_name": name,
+            "max_input_tokens": model.max_model_len,
+            "max_tokens": model.max_model_len,
             "created_at": datetime.fromtimestamp(self._created, UTC).isoformat(),
             # These are the field names of llama.cpp's API.
             "aliases": [] if adapter is not None else list(model.served_names),

@@ -364,7 +364,7 @@ def test_claude_client_sees_its_own_kinds_of_errors(
     stranger = anthropic.Anthropic(base_url=claude.base_url, api_key="wrong", max_retries=0)
     with pytest.raises(anthropic.AuthenticationError, match="x-api-key"):
         stranger.messages.create(model=MODEL, max_tokens=4, messages=user("Hi"))
-    assert MODEL in [model.id for model in claude.models.list()]
+    assert {model.id: model.max_input_tokens for model in claude.models.list()}[MODEL] == 1024
 
 
 def test_ollama_chat_has_message_calls_and_counts(
