@@ -263,17 +263,20 @@ def test_the_largest_values_in_every_field_get_a_clear_answer(
 
 @pytest.mark.parametrize("body", [b"", b"null", b"[]", b"1", b'"', b"{", b"\xff", b"{}" * 2])
 def test_bodies_that_are_no_object_are_rejected(target: Target, body: bytes) -> None:
+    # The first of two objects may lack a field.
+    named = "body" if body != b"{}" * 2 else ""
     attacks = [
         Attack(
             f"{route.method} {route.path} {body!r}",
             partial(make_request, route.method, route.path, body),
             # A route without a body may refuse the request for another reason.
-            "body" if route.schema else "Content-Type" * (route.method == "POST"),
+            named if route.schema else "Content-Type" * (route.method == "POST"),
             route.path,
             may_succeed=not route.schema,
         )
         for route in target.routes
         # A pause or sleep without a mode ends all streams, whatever its body.
-        if "{" not in route.path and route.path not in ("/pause", "/sleep")
+        if "{" not in route.path
+        and route.path not in ("/pause", "/sleep", "/release_kv_cache_memory")
     ]
     assert_no_faults(target.find_faults(attacks))

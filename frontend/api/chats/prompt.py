@@ -214,7 +214,7 @@ def find_token_ids(request: ChatCompletionRequest) -> GivenTokenIds | None:
         APIError: A field needs a chat template (400).
     """
     if (given := request.prompt_token_ids) is not None:
-        name = "prompt_token_ids"
+        name = request.sent_name("prompt_token_ids")
         for other in _OF_TEMPLATES:
             if getattr(request, other):
                 raise bad_request(other, f"has no effect on {name}; send one of them")

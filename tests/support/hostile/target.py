@@ -88,6 +88,15 @@ BASES: Final[dict[str, bytes]] = {
     "generation_config": b'{"max_output_tokens": 1}',
     "generate_response": b'{"choices": [{"token_ids": [1]}]}',
     "generate_responses": b'[{"choices": [{"token_ids": [1]}]}]',
+    "init_info": b'{"master_address": "a", "master_port": 1, "world_size": 2}',
+    "update_info": b"{}",
+    "backend": b'"gloo"',
+    "master_address": b'"a"',
+    "master_port": b"1",
+    "world_size": b"2",
+    "names": b"[]",
+    "dtypes": b"[]",
+    "shapes": b"[]",
 }
 """Fields that make a body whole, as far as its schema has them."""
 
@@ -167,6 +176,9 @@ class Route:
         if "input_ids" in self.fields and field != "input_ids":
             # Of SGLang's bodies only; other schemas have another `text`.
             members["text"] = b'"Hi"'
+        if "truncate_size" in self.fields:
+            # The name of a tensor.
+            members["name"] = b'"Hi"'
         members[field] = value
         pairs = (json.dumps(name).encode() + b": " + text for name, text in members.items())
         return b"{" + b", ".join(pairs) + b"}"
