@@ -203,6 +203,7 @@ def _fields() -> str:
 
 def _metrics() -> str:
     import msgspec
+    from engine.frontend.observability.metrics.exposition import Exposition
     from engine.frontend.observability.metrics.metrics import Metrics
     from engine.protocol.config import CacheConfig, EngineConfig, FrontendConfig, ModelConfig
     from engine.protocol.messages import FinishReason
@@ -222,7 +223,7 @@ def _metrics() -> str:
             cache=CacheConfig(host_gib=1.0),
             frontend=FrontendConfig(metrics_compat=("vllm", "sglang", "llama.cpp")),
         )
-        families = list(Metrics(config).collect())
+        families = list(Exposition(config, Metrics(config).count).collect())
     rows: dict[str, list[tuple[str, ...]]] = collections.defaultdict(list)
     for family in families:
         name = family.name + ("_total" if family.type == "counter" else "")
@@ -296,6 +297,7 @@ _USUAL: dict[str, dict[str, Any]] = {
     "deepseek_ocr2": {"num_experts_per_tok": 6},
     "deepseek_v2": {"num_experts_per_tok": 6},
     "deepseek_vl_v2": {"use_mla": False, "n_routed_experts": 64, "num_experts_per_tok": 6},
+    "diffusion_gemma": {"num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704},
     "esm": {"vocab_size": 33, "position_embedding_type": "rotary"},
     "gigachat3_5": {
         "model_type": "gigachat3_5",
@@ -359,6 +361,7 @@ _USUAL: dict[str, dict[str, Any]] = {
         "moe_num_primary_experts": 64,
         "moe_num_active_primary_experts": 6,
     },
+    "trocr": {"num_hidden_layers": 12, "num_attention_heads": 16, "intermediate_size": 4096},
     "xverse": {"num_experts": 64, "moe_top_k": 6},
     "step3_text": {"moe_intermediate_size": 5120, "share_expert_dim": 5120},
     **{

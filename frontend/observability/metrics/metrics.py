@@ -262,10 +262,11 @@ class Metrics:
             # A late import, because the first tokens do not need prometheus-client.
             from .exposition import Exposition
 
-            self._exposition = Exposition(self._config, self._count)
+            self._exposition = Exposition(self._config, self.count)
         return self._exposition.render(accept)
 
-    def _count(self) -> Counts:
+    def count(self) -> Counts:
+        """Return the counts of all frontends."""
         cores = self._shared.total(self._recorded())
         are_up = [self._is_up(index) for index in range(len(cores))]
         return Counts(cores, are_up, self._get_status(), self._get_store_state())

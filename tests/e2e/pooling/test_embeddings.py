@@ -259,7 +259,7 @@ def test_invocations_answer_like_the_route_of_the_body(server: Server) -> None:
         assert status == 200, answer
         name = "results" if "results" in expected else "data"
         assert answer[name] == expected[name]
-    for body, param in (({"query": "a"}, "documents"), ({"inputs": "a"}, "input")):
+    for body, param in (({"query": "a"}, "documents"), ({"text": "a"}, "input")):
         status, answer = server.post("/invocations", body)
         assert (status, answer["error"]["param"]) == (400, param)
 
