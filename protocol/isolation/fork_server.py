@@ -64,6 +64,9 @@ class _ForkServer:
             if self._control in readable:
                 data, fds, _, _ = socket.recv_fds(self._control, 1, 1)
                 if not data:
+                    # The children that exit from here on find the wakeup socket closed.
+                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                    signal.set_wakeup_fd(-1)
                     return
                 for fd in fds:
                     client = socket.socket(fileno=fd)
