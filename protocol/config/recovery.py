@@ -27,7 +27,7 @@ class RecoveryConfig(msgspec.Struct, frozen=True):
             "Consecutive unexplained crashes allowed before exit, unless another replica serves",
             ge=0,
         ),
-    ] = 5
+    ] = 10
     sleep_idle_s: (
         Annotated[
             float,
