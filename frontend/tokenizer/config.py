@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
+from typing import TypeAlias
 
 import msgspec
 
@@ -12,6 +13,15 @@ from ...protocol.checkpoint.config_fields import ConfigFields
 from ...protocol.errors import CheckpointError
 
 _NAMED = ("bos_token", "eos_token", "pad_token", "unk_token")
+_LISTS = ("extra_special_tokens", "additional_special_tokens")
+"""The fields with more special tokens, as a list or by name. The second is the older name of the first."""
+
+_DECODER = "added_tokens_decoder"
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+
+
+_Flags: TypeAlias = dict[str, dict[str, bool]]
+"""Text of a token -> the flags that a file has for it."""
 
 
 class _AddedToken(msgspec.Struct):
@@ -31,17 +41,23 @@ class TokenizerConfig:
     Attributes:
         named_tokens: bos_token, eos_token and so on, if present.
         added_tokens: The entries of `added_tokens_decoder`, by ID.
+
+    A tokenizer_config.json with `added_tokens_decoder` is complete. Otherwise, special_tokens_map.json has precedence.
     """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._fields = ConfigFields.read_if_present(directory / "tokenizer_config.json")
+        file = directory / "special_tokens_map.json"
+        is_whole = _DECODER in self._fields.config
+        self._map = ConfigFields({}, file) if is_whole else ConfigFields.read_if_present(file)
         self.named_tokens = dict(self._named_tokens())
         self.added_tokens = sorted(self._added_tokens(), key=lambda added: added[0])
 
-    def adds(self, name: str) -> bool:
-        """Return whether the config adds a named token, such as `bos_token`, to every prompt."""
-        return self._fields.boolean(f"add_{name}", False) and name in self.named_tokens
+    @property
+    def splits_special_tokens(self) -> bool:
+        """Whether special tokens in a text are encoded as ordinary text."""
+        return self._fields.boolean("split_special_tokens", False)
 
     def chat_templates(self) -> dict[str, str]:
         """Return the chat templates by name."""
@@ -76,19 +92,39 @@ class TokenizerConfig:
                 ) from error
             yield from ((token.id, token.content) for token in tokens)
 
+    def special_tokens(self) -> tuple[_Flags, _Flags]:
+        """Return the flags of special tokens that have a name, such as `sep_token`, and of those in lists, by text."""
+        named: _Flags = {}
+        listed: _Flags = {}
+        for name in dict.fromkeys([*self._fields.config, *self._map.config]):
+            fields = self._fields_with(name)
+            if name.endswith("_token") and isinstance(fields.get(name), str | dict):
+                named.update([_token(fields, name)])
+        for fields, name in product((self._fields, self._map), _LISTS):
+            # Only one list is used.
+            found = {} if listed else fields.get(name, {})
+            if isinstance(found, list):
+                each = ConfigFields(
+                    {str(i): x for i, x in enumerate(found)}, fields.path, f"{name}."
+                )
+                listed.update(_token(each, key) for key in each.config)
+            elif found:
+                each = fields.required_section(name)
+                named.update(_token(each, key) for key in each.config)
+        return named, listed
+
+    def _fields_with(self, name: str) -> ConfigFields:
+        return self._map if name in self._map.config else self._fields
+
     def _named_tokens(self) -> Iterator[tuple[str, str]]:
         """Yield the named tokens, each of which is stored as a string or as {"content": ...}."""
-        others = ConfigFields.read_if_present(self._directory / "special_tokens_map.json")
         for name in _NAMED:
-            fields = self._fields if name in self._fields.config else others
-            token = fields.get(name)
-            if isinstance(token, dict):
-                yield name, fields.required_section(name).text("content")
-            elif token is not None:
-                yield name, fields.text(name)
+            fields = self._fields_with(name)
+            if fields.get(name) is not None:
+                yield name, _token(fields, name)[0]
 
     def _added_tokens(self) -> Iterator[tuple[int, ConfigFields]]:
-        listed = self._fields.first_section("added_tokens_decoder")
+        listed = self._fields.first_section(_DECODER)
         for id_ in listed.config:
             if not id_.isdecimal():
                 raise listed.error(f"{listed.prefix}{id_}: {id_!r} is not a token id")
@@ -108,6 +144,19 @@ class TokenizerConfig:
         for index in by_index.config:
             template = by_index.required_section(index)
             yield template.text("name"), template.text("template")
+
+
+def token_flags(token: ConfigFields) -> dict[str, bool]:
+    """Return the flags of an added token that its fields have."""
+    return {flag: token.boolean(flag, False) for flag in _FLAGS if flag in token.config}
+
+
+def _token(fields: ConfigFields, name: str) -> tuple[str, dict[str, bool]]:
+    """Return the text and the flags of a token, which is stored as a string or as {"content": ...}."""
+    if isinstance(fields.get(name), dict):
+        token = fields.required_section(name)
+        return token.text("content"), token_flags(token)
+    return fields.text(name), {"special": True}
 
 
 def _read_text(file: Path) -> str:

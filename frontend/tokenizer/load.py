@@ -3,12 +3,12 @@
 from os import PathLike
 
 import tokenizers
-from tokenizers import AddedToken, processors
+from tokenizers import AddedToken
 
 from ...protocol.checkpoint.files import SOURCE_TOKENIZER
 from ...protocol.errors import CheckpointError
 from .absent import AbsentTokenizer
-from .config import TokenizerConfig
+from .config import TokenizerConfig, token_flags
 from .converted import tokenizer_json_path
 from .tokenizer import Tokenizer
 
@@ -33,7 +33,6 @@ def load_tokenizer(path: str | PathLike[str]) -> Tokenizer:
     named = config.named_tokens
     chat_templates = config.chat_templates()
     _add_tokens(backend, config)
-    _add_bos_and_eos(backend, config)
     source_path = directory / SOURCE_TOKENIZER
     source = tokenizers.Tokenizer.from_file(str(source_path)) if source_path.is_file() else None
     try:
@@ -51,33 +50,22 @@ def load_tokenizer(path: str | PathLike[str]) -> Tokenizer:
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, config: TokenizerConfig) -> None:
-    """Add tokens that tokenizer.json lacks, and mark the named tokens as special, as transformers does."""
-    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
-    for _, token in config.added_tokens:
-        content = token.text("content")
-        if backend.token_to_id(content) is None:
-            present = {flag: token.boolean(flag, False) for flag in flags if flag in token.config}
-            backend.add_tokens([AddedToken(content, **present)])
-    special = {t.content for t in backend.get_added_tokens_decoder().values() if t.special}
-    backend.add_special_tokens(
-        [
-            AddedToken(token, special=True, normalized=False)
-            for token in dict.fromkeys(config.named_tokens.values())
-            if token not in special and backend.token_to_id(token) is not None
-        ]
-    )
+    """Add tokens as transformers does, and change the flags of those that tokenizer.json has as well.
 
-
-def _add_bos_and_eos(backend: tokenizers.Tokenizer, config: TokenizerConfig) -> None:
-    """Apply `add_bos_token` and `add_eos_token` if tokenizer.json has no post-processor."""
-    if backend.post_processor is not None:
-        return
-    before, after = (
-        [config.named_tokens[name]] if config.adds(name) else []
-        for name in ("bos_token", "eos_token")
-    )
-    if before or after:
-        backend.post_processor = processors.TemplateProcessing(
-            single=[*before, "$A", *after],
-            special_tokens=[(token, backend.token_to_id(token)) for token in {*before, *after}],
-        )
+    Unlike in transformers, special tokens that are not in the vocabulary are ignored: no embedding belongs to them.
+    """
+    named, listed = config.special_tokens()
+    present = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+    tokens = {
+        fields.text("content"): AddedToken(fields.text("content"), **token_flags(fields))
+        for _, fields in config.added_tokens
+    }
+    tokens = tokens or dict(present)
+    for content, flags in (listed | named).items():
+        if content not in present and backend.token_to_id(content) is not None:
+            tokens.setdefault(content, AddedToken(content, **flags))
+    for content, token in tokens.items():
+        # A special token remains one.
+        token.special |= content in named or (content in present and present[content].special)
+    backend.add_tokens([*tokens.values()])
+    backend.encode_special_tokens = config.splits_special_tokens

@@ -57,6 +57,9 @@ def parse_decoding(decoder: dict[str, Any] | None) -> Decoding:
     Raises:
         ValueError: The decoder cannot be applied to single tokens.
     """
+    if decoder is None:
+        # The tokens are joined by spaces.
+        return Decoding(lambda token: f" {token}".encode(), strips_leading_space=True)
     replacements: list[tuple[str, str]] = []
     byte_fallback = strips = fused = False
     for step in _steps(decoder):
@@ -89,9 +92,7 @@ def parse_decoding(decoder: dict[str, Any] | None) -> Decoding:
     return Decoding(to_bytes, strips)
 
 
-def _steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
-    if decoder is None:
-        raise ValueError("there is no token decoder")
+def _steps(decoder: dict[str, Any]) -> list[dict[str, Any]]:
     if decoder.get("type") != "Sequence":
         return [decoder]
     return [step for nested in decoder["decoders"] for step in _steps(nested)]

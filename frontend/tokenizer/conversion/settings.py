@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from ....protocol.checkpoint.config_fields import ConfigFields
-from ..config import TokenizerConfig
+from ..config import TokenizerConfig, token_flags
 
 _ADDED: Final = "added_tokens.json"
 _CONFIG: Final = "tokenizer_config.json"
-_FLAGS: Final = ("lstrip", "normalized", "rstrip", "single_word", "special")
 _FILES: Final = (
     *(_CONFIG, "special_tokens_map.json", _ADDED, "chat_template.json", "chat_template.jinja"),
     "config.json",
@@ -52,10 +51,7 @@ class Settings:
 
     def with_flags(self, added: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the added tokens of a tokenizer.json with the flags that tokenizer_config.json has for them."""
-        flags = {
-            id_: {flag: fields.boolean(flag, False) for flag in _FLAGS if flag in fields.config}
-            for id_, fields in self._config.added_tokens
-        }
+        flags = {id_: token_flags(fields) for id_, fields in self._config.added_tokens}
         return [token | flags.get(token["id"], {}) for token in added]
 
     def content(self, named: dict[str, str]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from engine.frontend.tokenizer.load import load_tokenizer
 from engine.frontend.tokenizer.token_bytes import parse_decoding
 from engine.protocol.errors import CheckpointError
 from tokenizers import decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
 
 
 def write_directory(path: Path, config: dict | None = None, **files: str) -> Path:
@@ -60,26 +61,9 @@ def test_added_tokens_of_the_config_are_read(tmp_path: Path) -> None:
     assert tokenizer.vocab_size == 260
 
 
-@pytest.mark.parametrize("add_bos", [True, False])
-@pytest.mark.parametrize("add_eos", [True, False])
-def test_bos_and_eos_of_the_config_are_added(tmp_path: Path, add_bos: bool, add_eos: bool) -> None:
-    path = write_directory(
-        tmp_path,
-        {
-            "bos_token": "<s>",
-            "eos_token": "</s>",
-            "add_bos_token": add_bos,
-            "add_eos_token": add_eos,
-        },
-    )
-    tokenizer = load_tokenizer(path)
-    expected = [256] * add_bos + tokenizer.encode("a", add_special_tokens=False) + [257] * add_eos
-    assert tokenizer.encode("a") == expected
-    assert len(tokenizer.encode("a", add_special_tokens=False)) == 1
-
-
-def test_the_post_processor_of_tokenizer_json_has_precedence(tmp_path: Path) -> None:
-    path = write_directory(tmp_path, {"bos_token": "<s>", "add_bos_token": False})
+def test_the_post_processor_of_tokenizer_json_adds_tokens(tmp_path: Path) -> None:
+    path = write_directory(tmp_path, {"bos_token": "<s>", "add_bos_token": True})
+    assert load_tokenizer(path).encode("a") == [64]
     backend = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
     backend.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", 256)]
@@ -87,6 +71,7 @@ def test_the_post_processor_of_tokenizer_json_has_precedence(tmp_path: Path) -> 
     backend.enable_truncation(3)
     backend.enable_padding(length=3)
     backend.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text('{"bos_token": "<s>", "add_bos_token": false}')
     tokenizer = load_tokenizer(path)
     assert tokenizer.encode("abcdef")[0] == 256
     assert (
@@ -94,9 +79,45 @@ def test_the_post_processor_of_tokenizer_json_has_precedence(tmp_path: Path) -> 
     )  # a limit saved with the tokenizer is not a prompt's
 
 
-def test_ids_and_text_equal_those_of_transformers(tmp_path: Path) -> None:
-    from transformers import PreTrainedTokenizerFast
+_STRIPS = {"__type": "AddedToken", "content": "fox", "lstrip": True, "normalized": False}
+_PLAIN = {"content": "fox", "normalized": True, "special": False}
 
+
+@pytest.mark.parametrize(
+    ("config", "files"),
+    [
+        ({"added_tokens_decoder": {"258": _PLAIN | {"lstrip": True}}}, {}),
+        ({"added_tokens_decoder": {"256": {"content": "<s>", "special": False}}}, {}),
+        ({"added_tokens_decoder": {"258": _PLAIN}, "pad_token": "fox"}, {}),
+        ({"added_tokens_decoder": {"258": _PLAIN}, "extra_special_tokens": ["fox"]}, {}),
+        ({"eos_token": "</s>", "sep_token": _STRIPS}, {}),
+        ({"image_token": "fox"}, {}),
+        ({"extra_special_tokens": {"image": "fox"}, "additional_special_tokens": ["</s>"]}, {}),
+        ({"extra_special_tokens": ["fox"], "additional_special_tokens": ["</s>"]}, {}),
+        ({"extra_special_tokens": [], "additional_special_tokens": [_STRIPS]}, {}),
+        ({"eos_token": "<s>"}, {"eos_token": "</s>", "mask_token": _STRIPS}),
+        ({"eos_token": "<s>", "added_tokens_decoder": {}}, {"eos_token": "</s>"}),
+        ({}, {"additional_special_tokens": ["fox", "</s>"]}),
+        ({"additional_special_tokens": ["</s>"]}, {"additional_special_tokens": ["fox"]}),
+        ({"split_special_tokens": True}, {}),
+    ],
+)
+def test_added_and_special_tokens_are_those_of_transformers(
+    tmp_path: Path, config: dict, files: dict
+) -> None:
+    path = write_directory(tmp_path, config, special_tokens_map__json=json.dumps(files))
+    content = json.loads((path / "tokenizer.json").read_text())
+    content["model"]["vocab"]["fox"] = 258
+    (path / "tokenizer.json").write_text(json.dumps(content))
+    ours, theirs = load_tokenizer(path), PreTrainedTokenizerFast.from_pretrained(path)
+    assert (ours.eos_token, ours.pad_token) == (theirs.eos_token, theirs.pad_token)
+    for text in ("a fox b", "<s>a</s> foxes", "A Fox <s>"):
+        ids = ours.encode(text)
+        assert ids == theirs(text).input_ids
+        assert ours.decode(ids, True) == theirs.decode(ids, skip_special_tokens=True)
+
+
+def test_ids_and_text_equal_those_of_transformers(tmp_path: Path) -> None:
     config = {
         "bos_token": "<s>",
         "eos_token": "</s>",
@@ -185,14 +206,15 @@ def test_word_pieces_are_joined() -> None:
         decoders.Metaspace(prepend_scheme="never"),
         decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()]),
         decoders.Sequence([decoders.ByteLevel()]),
+        None,
     ],
 )
 def test_token_decoding_equals_the_tokenizers_library(decoder) -> None:
-    decoding = parse_decoding(json.loads(decoder.__getstate__()))
+    decoding = parse_decoding(None if decoder is None else json.loads(decoder.__getstate__()))
     for tokens in (["▁Hello", "▁world", "!"], ["x", "▁y"], ["<0xE6>", "<0xBC>", "<0xA2>", "a"]):
         text = b"".join(map(decoding.to_bytes, tokens)).decode(errors="replace")
         text = text.removeprefix(" ") if decoding.strips_leading_space else text
         if "<0xE6>" in tokens and "ByteFallback" not in str(decoder):
             assert "<0xE6>" in text
         else:
-            assert text == decoder.decode(tokens)
+            assert text == (" ".join(tokens) if decoder is None else decoder.decode(tokens))
