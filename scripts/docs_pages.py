@@ -366,6 +366,14 @@ _USUAL: dict[str, dict[str, Any]] = {
     "step3_text": {"moe_intermediate_size": 5120, "share_expert_dim": 5120},
     **{
         name: {
+            "moe_intermediate_size": 1280,
+            "num_attention_groups": 4,
+            "sparse_config": {"index_tp_size": 4},
+        }
+        for name in ("step5", "step5_vl")
+    },
+    **{
+        name: {
             "indexer_n_heads": 4,
             "indexer_kv_heads": 1,
             "indexer_head_dim": 128,

@@ -26,7 +26,11 @@ def choose_keys(
     """Return the masks of a step with -inf for the keys that its tokens do not choose, among all stored keys."""
 
     def keys_of(index_pages: Tensor, num_rows: int) -> Tensor:
-        keys = pages.index_select(0, index_pages).view(num_rows, 1, -1, spec.head_dim)
+        # Pages of a block hold the parts of index keys that are longer than the keys of a head.
+        num_parts = 1 if spec.latent_rank else -(-spec.index_dim // spec.head_dim)
+        keys = pages.index_select(0, index_pages)
+        keys = keys.view(num_rows, -1, num_parts, spec.block_size, spec.head_dim)
+        keys = keys.transpose(2, 3).reshape(num_rows, 1, -1, num_parts * spec.head_dim)
         keys = keys[..., -spec.index_dim :].expand(-1, spec.num_kv_heads, -1, -1)
         return keys.flatten(0, 1)
 
@@ -101,14 +105,17 @@ def _choose_whole(
 ) -> Tensor:
     """Return `mask_NML` with -inf for the keys of whole blocks that are not chosen; see `IndexQueries.summarize`."""
     size, num_keys = index.block_size, keys_NLI.shape[1]
-    num_blocks = num_keys // size
+    # A token chooses among the blocks whose last key it sees, or the key after it.
+    own = int(index.keeps_own_block)
+    last = size - 1 + own
+    num_blocks = (num_keys - last + size - 1) // size
     if num_blocks <= index.num_chosen:
         return mask_NML
     end = num_blocks * size
     keys_NBI = summarize(keys_NLI[:, :end].unflatten(1, (-1, size)))
-    scores_NMB = _scores(queries_NMJI, weights_NMJ, keys_NBI, mask_NML[..., size - 1 : end : size])
+    scores_NMB = _scores(queries_NMJI, weights_NMJ, keys_NBI, mask_NML[..., last::size])
     is_chosen_NML = highest(scores_NMB, index.num_chosen).repeat_interleave(size, -1)
-    num_whole_NM1 = (mask_NML == 0).sum(-1, keepdim=True) // size
+    num_whole_NM1 = ((mask_NML == 0).sum(-1, keepdim=True) - own) // size
     is_later_NML = torch.arange(num_keys, device=mask_NML.device) >= num_whole_NM1 * size
     is_chosen_NML = is_later_NML | F.pad(is_chosen_NML, (0, num_keys - end))
     return mask_NML.masked_fill(~is_chosen_NML, -math.inf)

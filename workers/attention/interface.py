@@ -146,7 +146,7 @@ class IndexQueries(msgspec.Struct, frozen=True):
 
     With `summarize`, a block has one index key instead, which this function computes from those of the P tokens of each
     block [N, B, P, I]. A token attends to `num_chosen` of the blocks that end at or before it, and to all keys after
-    the last of these.
+    the last of these. If `keeps_own_block`, it attends to all of its own block, and chooses among those before it.
     """
 
     keys_T1I: Tensor
@@ -156,6 +156,7 @@ class IndexQueries(msgspec.Struct, frozen=True):
     block_size: int = 1
     num_local: int = 0
     summarize: Callable[[Tensor], Tensor] | None = None
+    keeps_own_block: bool = False
 
 
 class DeviceBatch(msgspec.Struct, frozen=True):
@@ -204,8 +205,8 @@ class PagedAttention(ABC):
         own_elements = self.num_kv_heads * head_elements
         regions = [HeadRegion(0, num_parts, own_elements, num_kv_heads, head_elements)]
         if self.spec.index_dim and not self.spec.latent_rank:
-            first = num_parts * own_elements
-            regions.append(HeadRegion(first, 1, head_elements, 1, head_elements))
+            first, count = num_parts * own_elements, -(-self.spec.index_dim // self.head_dim)
+            regions.append(HeadRegion(first, count, head_elements, 1, head_elements))
         return regions
 
     @property

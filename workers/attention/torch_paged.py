@@ -49,9 +49,9 @@ class TorchPagedAttention(AttentionBackend):
         self._num_parts = 1 if spec.latent_rank else 2
         own_pages = self._num_parts * self.num_kv_heads
         self._pages_per_block = spec.tensor_elements // self.head_dim or own_pages
-        has_index_page = bool(spec.index_dim) and not spec.latent_rank
+        num_index_pages = 0 if spec.latent_rank else -(-spec.index_dim // self.head_dim)
         self._own_pages = range(own_pages)
-        self._index_pages = range(own_pages, own_pages + has_index_page)
+        self._index_pages = range(own_pages, own_pages + num_index_pages)
         # The metadata of the last indexer's KV-cache group. Layers of other groups use its choice, too.
         self._chooser: weakref.ref[TorchPagedMetadata] | None = None
 
@@ -231,7 +231,7 @@ class TorchPagedAttention(AttentionBackend):
         is_damaged_T = self._store_rows(self._filled(kv_TGK), kv_cache, metadata.cache_rows)
         if index is None or self.spec.latent_rank:
             return is_damaged_T
-        index_T1K = F.pad(index.keys_T1I, (self.head_dim - self.spec.index_dim, 0))
+        index_T1K = F.pad(index.keys_T1I, (-self.spec.index_dim % self.head_dim, 0))
         return is_damaged_T | self._store_rows(index_T1K, kv_cache, metadata.index_rows)
 
     def _filled(self, x_THK: Tensor) -> Tensor:

@@ -55,6 +55,9 @@ def unsupported_features(spec: ModelSpec) -> list[str]:
             and spec.block_indexer.num_heads > 0
             and spec.block_indexer.head_dim % 4 != 0
         ),
+        "weighted index queries of heads (Step 5)": (
+            spec.block_indexer is not None and spec.block_indexer.heads_per_group > 0
+        ),
         "dropped tokens beside a table of positions": (
             spec.dropped_token is not None and spec.num_positions > 0
         ),

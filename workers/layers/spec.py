@@ -153,7 +153,7 @@ class ModelSpec(ModelFields, frozen=True, kw_only=True):
         num_kv_heads = layer.num_kv_heads or self.num_kv_heads
         num_parts = parts * max(1, num_kv_heads // ranks)
         if self.block_indexer is not None and layer.chooses_keys:
-            num_parts += 1
+            num_parts += -(-self.index_dim // (layer.head_dim or self.head_dim))
         return (num_parts * (layer.head_dim or self.head_dim),)
 
     def tensor_elements(self, ranks: int = 1) -> int:

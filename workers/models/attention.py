@@ -24,7 +24,7 @@ from ..layers.rope import QueryScaling, RotaryTables, apply_rotary
 from ..layers.spec import ModelSpec
 from ..layers.specs.latent import RopeOrder
 from .attention_kinds.full_norm import FullNorm
-from .indexers.blocks import BlockIndexer, MeanIndexer
+from .indexers.blocks import read_block_indexer
 from .layer_source import LayerSource
 from .mlp import DividedNorm
 from .positions.disentangled import read_distance_scores
@@ -84,14 +84,8 @@ class Attention:
         of_sinks, of_taps = sink_rows(spec, prefix, heads), tap_rows(spec, layer, prefix, shard)
         rows += of_sinks + of_taps
         self._extra_sizes = [sum(each.count for each in part) for part in (of_sinks, of_taps)]
-        self._indexer: BlockIndexer | MeanIndexer | None = None
-        if (indexer := spec.block_indexer) is not None and layer.chooses_keys:
-            if indexer.num_heads:
-                assert layer.rope is not None
-                self._indexer = MeanIndexer(spec, indexer, layer.rope, weights, prefix, kv_heads)
-            else:
-                self._indexer = BlockIndexer(spec, indexer, weights, prefix, kv_heads)
-            rows += self._indexer.rows
+        self._indexer = read_block_indexer(spec, layer, weights, prefix, kv_heads)
+        rows += [] if self._indexer is None else self._indexer.rows
         columns = layer.input_size or spec.hidden_size
         self.qkv: Any
         if layer.input_norms:
@@ -166,7 +160,7 @@ class Attention:
             qkv_TF = convolve(qkv_TF, taps_TX)
         if self._indexer is not None:
             qkv_TF, index_TF = qkv_TF.tensor_split((qkv_TF.shape[1] - self._indexer.size,), 1)
-            index = self._indexer.queries(index_TF, tables)
+            index = self._indexer.queries(index_TF, positions_T, tables)
         qkv_THK = qkv_TF.unflatten(-1, (-1, self._head_dim))
         num_values = num_kv_heads if self._has_value_projection else 0
         sizes = [num_heads + num_kv_heads, num_values, *[num_heads] * self._is_gated]

@@ -234,6 +234,7 @@ _PUBLISHED_SIZES: dict[str, dict[str, Any]] = {
 _IN_TORCH = {
     "PanguProMoEV2": {},
     "IQuestQ1": {},
+    "Step5": {},
     "LongcatFlashNgram": {},
     "GigaChat35": {"kv_lora_rank": 160},
     "JetNemotron": {"head_dim": 128},

@@ -46,6 +46,7 @@ FROM_PUBLISHED = (
     "MistralLarge4",
     "PanguProMoEV2",
     "Step1",
+    "Step5",
 )
 """Families that transformers has no class for, whose cached states or keys have layouts of their own."""
 

@@ -49,6 +49,7 @@ IN_TORCH = (
     "JetNemotron",
     "LongcatFlashNgram",
     "Step3Text",
+    "Step5",
 )
 """Families for which there are no native programs."""
 

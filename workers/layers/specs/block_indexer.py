@@ -2,6 +2,8 @@
 
 import msgspec
 
+from ..rope import RopeSpec
+
 
 class BlockIndexerSpec(msgspec.Struct, frozen=True):
     """The indexer of MiniMax Sparse Attention (arXiv 2606.13392), which chooses blocks of keys.
@@ -18,6 +20,11 @@ class BlockIndexerSpec(msgspec.Struct, frozen=True):
     rotation depends on `max_model_len`, the length of the longest sequence that is served. If `num_angles` is not 0,
     positions have three dimensions, so the cosines and sines of a token's angles are stored after its index key. If
     `has_two_matrices`, the checkpoint stores the projections to the queries and to the key apart.
+
+    If `heads_per_group` is not 0 (Step 5), each key/value head has that many index queries and as many weights. A block
+    has one key: a mean of its tokens' index keys, whose weights are the softmax of stored logits for each element. The
+    score of a block is the weighted sum of the positive products of its key. A token attends to its own block, and to
+    `num_chosen` of those before it. `rope` rotates index queries and keys.
     """
 
     head_dim: int
@@ -28,11 +35,13 @@ class BlockIndexerSpec(msgspec.Struct, frozen=True):
     max_model_len: int = 0
     num_angles: int = 0
     has_two_matrices: bool = False
+    heads_per_group: int = 0
+    rope: RopeSpec | None = None
 
     @property
     def key_elements(self) -> int:
-        """The number of elements that the cache has for a token's index key and its rotation."""
-        return self.head_dim + 2 * self.num_angles
+        """The number of elements that the cache has for a token's index key, and for its rotation or its logits."""
+        return self.head_dim * (1 + bool(self.heads_per_group)) + 2 * self.num_angles
 
     @property
     def num_tokens(self) -> int:

@@ -70,7 +70,7 @@ from .with_images import aria, dots3, ernie, minicpm, mistral, mllama, molmo, mo
 from .with_images import deepseek as deepseek_ocr
 from .with_other_names import dense as other_dense
 from .with_other_names import mixtures as other_mixtures
-from .with_other_names import plamo
+from .with_other_names import plamo, step
 from .with_states import gigachat, jet_nemotron, lfm2_encoder, minicpm_sala
 
 FAMILIES = (
@@ -113,6 +113,7 @@ FAMILIES = (
     *other_dense.FAMILIES,
     *other_mixtures.FAMILIES,
     *plamo.FAMILIES,
+    *step.FAMILIES,
     *gigachat.FAMILIES,
     *jet_nemotron.FAMILIES,
     *minicpm_sala.FAMILIES,

@@ -14,7 +14,6 @@ from .common import (
     attention_biases,
     base_spec,
     head_dim,
-    read_layer_numbers,
     read_limits,
     sliding_layers,
     windowed_layers,
@@ -285,9 +284,6 @@ def _mimo_v2_5(fields: ConfigFields) -> ModelSpec:
     return replace(spec, num_qkv_blocks=num_blocks)
 
 
-_GATE = (r"\.self_attn\.g_proj\.", ".self_attn.gate_proj.")
-
-
 def _laguna(fields: ConfigFields) -> ModelSpec:
     """Return the spec of a Laguna. Its layers may have different numbers of query heads."""
     fields = fields.with_defaults(head_dim=128, num_key_value_heads=8, sliding_window=512)
@@ -347,110 +343,11 @@ def _laguna(fields: ConfigFields) -> ModelSpec:
         experts,
         has_listed_experts(fields, lambda i: i > 0),
         tensor_names=(
-            _GATE,
+            (r"\.self_attn\.g_proj\.", ".self_attn.gate_proj."),
             (r"\.mlp\.experts\.e_score_correction_bias$", ".mlp.gate.e_score_correction_bias"),
             (r"\.mlp\.shared_expert\.", ".mlp.shared_experts."),
         ),
     )
-
-
-def _step3(fields: ConfigFields) -> ModelSpec:
-    """Return the spec of a Step 3.5 or 3.7. Its layers with a window may have another number of query heads."""
-    num_layers = fields.layer_count("num_hidden_layers")
-    fields = fields.with_defaults(
-        head_dim=128,
-        num_key_value_heads=fields.integer("num_attention_groups", 8),
-        rms_norm_eps=1e-5,
-        moe_intermediate_size=1280,
-    )
-    fields = _first_layers(fields, num_layers)
-    size = head_dim(fields)
-    slides = sliding_layers(fields, lambda _: False)
-    # The sliding layers' heads are in a separate field, or in a section that replaces fields of the config.
-    own = fields.section("attention_other_setting") or fields
-    num_heads = fields.integer("num_attention_heads")
-    num_local = fields.integer(
-        "num_sliding_attention_heads", own.integer("num_attention_heads", num_heads)
-    )
-    window = fields.integer("sliding_window") if any(slides) else None
-    layers = []
-    for i, sliding in enumerate(slides):
-        kind = "sliding_attention" if sliding else "full_attention"
-        own_fields = _of_layer(fields, i)
-        rope = read_rope_of_layer_type(own_fields, kind, size, theta=10_000.0, partial=True)
-        layers.append(
-            LayerSpec(
-                rope,
-                window if sliding else None,
-                num_heads=num_local if sliding else None,
-            )
-        )
-    spec = base_spec(
-        fields,
-        tuple(layers),
-        qk_norm="head",
-        norm_weight_offset=1.0,
-        attention_scale=fields.positive("query_pre_attn_scalar", size) ** -0.5,
-        gates_attention=True,
-        has_gate_projection=True,
-        has_head_gates=True,
-        **attention_biases(fields),
-    )
-    experts = read_experts(
-        fields,
-        288,
-        fields.integer("moe_top_k", 8),
-        scoring="sigmoid",
-        scale=fields.positive("moe_router_scaling_factor", 1.0),
-        has_correction_bias=True,
-        shared_intermediate_size=fields.integer(
-            "share_expert_dim", fields.integer("share_expert_dims", 1280)
-        ),
-    )
-    sparse = read_layer_numbers(fields, "moe_layers_enum")
-    has_experts = has_listed_experts(fields, lambda i: i >= 3 if sparse is None else i in sparse)
-    names = (
-        _GATE,
-        (r"\.moe\.gate\.", ".mlp.gate."),
-        (r"\.moe\.router_bias$", ".mlp.gate.e_score_correction_bias"),
-        (r"\.moe\.(\d+)\.", r".mlp.experts.\1."),
-        (r"\.share_expert\.", ".mlp.shared_experts."),
-        *unused_layers(fields),
-    )
-    return with_limits(
-        with_experts(spec, experts, has_experts, tensor_names=names),
-        read_limits(fields, "swiglu_limits"),
-        read_limits(fields, "swiglu_limits_shared"),
-    )
-
-
-_PER_LAYER = (
-    "layer_types",
-    "mlp_layer_types",
-    "swiglu_limits",
-    "swiglu_limits_shared",
-    "rope_theta",
-    "partial_rotary_factors",
-)
-
-
-def _first_layers(fields: ConfigFields, num_layers: int) -> ConfigFields:
-    """Return the fields without the entries of layers after the last, which are for multi-token prediction."""
-    values = {name: fields.get(name) for name in _PER_LAYER}
-    return fields.with_values(
-        {name: x[:num_layers] for name, x in values.items() if isinstance(x, list)}
-    )
-
-
-def _of_layer(fields: ConfigFields, index: int) -> ConfigFields:
-    """Return the fields with this layer's entries in place of those lists that describe the rotary embedding."""
-    theta, factors = fields.get("rope_theta"), fields.get("partial_rotary_factors")
-    values = {}
-    if isinstance(theta, list):
-        values["rope_theta"] = theta[index]
-    if isinstance(factors, list):
-        values["partial_rotary_factor"] = factors[index]
-    return fields.with_values(values)
 
 
 FAMILIES = (
@@ -464,6 +361,4 @@ FAMILIES = (
     Family("MellumForCausalLM", "mellum", _mellum),
     Family("MiMoV2FlashForCausalLM", "mimo_v2_flash", _mimo_v2),
     Family("MiMoV2ForCausalLM", "mimo_v2", _mimo_v2_5),
-    Family("Step3p5ForCausalLM", "step3p5", _step3),
-    Family("Step3p7ForConditionalGeneration", "step3p7", _step3),
 )

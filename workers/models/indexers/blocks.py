@@ -1,7 +1,8 @@
 """The indexer of sparse attention by blocks of keys; see `BlockIndexerSpec`.
 
 Shapes: T tokens of a step, G key/value heads of this shard, I elements of an index key, J index queries of a token, N
-sequences for each key/value head, B blocks, P tokens of a block, A angles of a rotation.
+sequences for each key/value head, B blocks, P tokens of a block, A angles of a rotation, C the elements of all index
+queries of a token.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ...attention import IndexQueries
-from ...layers.layers import HeadNorm
+from ...layers.layer_spec import LayerSpec
+from ...layers.layers import HeadNorm, LayerNorm
 from ...layers.parallel.tensor_parallel import elements
 from ...layers.rope import RopeSpec, RotaryEmbedding, RotaryTables, apply_rotary
 from ...layers.spec import ModelSpec
@@ -42,7 +44,9 @@ class BlockIndexer:
         weight_HI = torch.stack([*[query_I] * self._num_heads, key_I])
         self._norm = HeadNorm(weight_HI, spec.norm_eps)
 
-    def queries(self, x_TF: Tensor, tables: RotaryTables | None) -> IndexQueries:
+    def queries(
+        self, x_TF: Tensor, positions_T: Tensor, tables: RotaryTables | None
+    ) -> IndexQueries:
         """Return the index queries and keys, given their part of the projection."""
         x_THI = self._norm(x_TF.unflatten(-1, (-1, self._indexer.head_dim)))
         if tables is not None:
@@ -93,7 +97,9 @@ class MeanIndexer:
             device=weights.device,
         )
 
-    def queries(self, x_TF: Tensor, tables: RotaryTables | None) -> IndexQueries:
+    def queries(
+        self, x_TF: Tensor, positions_T: Tensor, tables: RotaryTables | None
+    ) -> IndexQueries:
         """Return the index queries and keys, given their part of the projection."""
         assert tables is not None
         indexer = self._indexer
@@ -125,6 +131,95 @@ class MeanIndexer:
             tables = self._rope.tables(starts_B * self._indexer.block_size)
         means_NB1I = keys_NBPI.float().mean(2, keepdim=True).to(self._rope.dtype)
         return apply_rotary(self._key_norm(means_NB1I), tables).squeeze(2)
+
+
+class WeightedIndexer:
+    """Computes index keys, whose weighted means represent blocks of keys, and the index queries that choose blocks.
+
+    A rank has the queries of its key/value heads. The layer's projection of hidden states ends with `rows`, which are
+    `size` elements.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        indexer: BlockIndexerSpec,
+        weights: WeightReader,
+        prefix: str,
+        kv_heads: range,
+    ) -> None:
+        size, count = indexer.head_dim, indexer.heads_per_group
+        heads = elements(kv_heads, count)
+        self._indexer, self._sizes = indexer, (len(heads) * size, size, size, len(heads))
+        self.rows = [
+            Rows(f"{prefix}indexer.{name}", total, part, has_bias=False)
+            for name, total, part in (
+                ("q_proj", spec.num_kv_heads * count * size, elements(heads, size)),
+                ("k_proj", size, range(size)),
+                ("gate_proj", size, range(size)),
+                ("weights_proj", spec.num_kv_heads * count, heads),
+            )
+        ]
+        self.size = sum(self._sizes)
+        weight_I = weights.read_vector(f"{prefix}indexer.q_norm.weight", size)
+        self._query_norm = HeadNorm((weight_I + spec.norm_weight_offset)[None], spec.norm_eps)
+        weight_I, bias_I = (
+            weights.read_vector(f"{prefix}indexer.k_norm.{each}", size)
+            for each in ("weight", "bias")
+        )
+        self._key_norm = LayerNorm(weight_I, spec.norm_eps, bias_I)
+        assert indexer.rope is not None
+        self._rope = RotaryEmbedding(
+            indexer.rope,
+            max_model_len=indexer.max_model_len,
+            dtype=weights.dtype,
+            device=weights.device,
+        )
+
+    def queries(
+        self, x_TF: Tensor, positions_T: Tensor, tables: RotaryTables | None
+    ) -> IndexQueries:
+        """Return the index queries and keys, given their part of the projection."""
+        indexer = self._indexer
+        q_TC, k_TI, logits_TI, weights_TJ = x_TF.split(self._sizes, 1)
+        tables = self._rope.tables(positions_T)
+        q_TJI = self._query_norm(q_TC.unflatten(1, (-1, indexer.head_dim)))
+        k_T1I = apply_rotary(self._key_norm(k_TI).unsqueeze(1), tables)
+        groups = (-1, indexer.heads_per_group)
+        return IndexQueries(
+            torch.cat((k_T1I, logits_TI.unsqueeze(1)), -1),
+            apply_rotary(q_TJI, tables).unflatten(1, groups),
+            # A positive factor would not change the order of blocks.
+            weights_TJ.unflatten(1, groups),
+            indexer.num_chosen,
+            indexer.block_size,
+            summarize=weighted_means,
+            keeps_own_block=True,
+        )
+
+
+def weighted_means(keys_NBPI: Tensor, biases: Tensor | float = 0.0) -> Tensor:
+    """Return the key of each block [N, B, I], given the index keys of its tokens, and after them their logits.
+
+    `biases` are added to the logits.
+    """
+    keys_NBPI, logits_NBPI = keys_NBPI.float().chunk(2, -1)
+    return (keys_NBPI * (logits_NBPI + biases).softmax(2)).sum(2)
+
+
+def read_block_indexer(
+    spec: ModelSpec, layer: LayerSpec, weights: WeightReader, prefix: str, kv_heads: range
+) -> BlockIndexer | MeanIndexer | WeightedIndexer | None:
+    """Return the indexer of a layer with keys and values of heads; None if the layer has none."""
+    indexer = spec.block_indexer
+    if indexer is None or not layer.chooses_keys:
+        return None
+    if indexer.heads_per_group:
+        return WeightedIndexer(spec, indexer, weights, prefix, kv_heads)
+    if not indexer.num_heads:
+        return BlockIndexer(spec, indexer, weights, prefix, kv_heads)
+    assert layer.rope is not None
+    return MeanIndexer(spec, indexer, layer.rope, weights, prefix, kv_heads)
 
 
 def mean_index_rows(indexer: BlockIndexerSpec, prefix: str) -> list[Rows]:

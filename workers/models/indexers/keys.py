@@ -18,6 +18,7 @@ from ...layers.specs.latent import IndexerSpec, LatentSpec
 from ..attention import rotary_order
 from ..latent.log_scales import LogScales
 from ..weights import Rows, WeightReader
+from .blocks import weighted_means
 
 
 class Indexer:
@@ -95,8 +96,7 @@ class Indexer:
     def _keys_of_groups(self, keys_NBPI: Tensor) -> Tensor:
         """Return the index key of each group [N, B, I], given the index keys and logits of its tokens."""
         assert self._biases_PI is not None
-        keys_NBPI, logits_NBPI = keys_NBPI.float().chunk(2, -1)
-        return (keys_NBPI * (logits_NBPI + self._biases_PI).softmax(2)).sum(2)
+        return weighted_means(keys_NBPI, self._biases_PI)
 
 
 def index_rows(latent: LatentSpec, indexer: IndexerSpec, prefix: str) -> list[Rows]:

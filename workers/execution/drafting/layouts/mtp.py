@@ -238,7 +238,7 @@ def _layout(target: ModelSpec, stored: Collection[str], names: _Names) -> HeadLa
     }
     index, layer = _layer(target, names, has_experts=_has(stored, names, r".*\.(experts|moe)\..*"))
     if any(each.chooses_keys for each in target.layers):
-        has_indexer = _has(stored, names, r".*\.(indexer\.|index_).*")
+        has_indexer = _has(stored, names, r".*(\.|sparse_)(indexer\.|indexer_|index_).*")
         layer = replace(layer, chooses_keys=has_indexer)
     renamed = {names.final_norm: "model.norm.", names.head: "lm_head."}
     if names.norms is not None:

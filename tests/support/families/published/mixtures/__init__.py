@@ -19,6 +19,7 @@ from support.families.published.mixtures.pangu_pro import PANGU_PRO_V2
 from support.families.published.mixtures.puzzle import PUZZLE
 from support.families.published.mixtures.smallthinker import SMALLTHINKER
 from support.families.published.mixtures.step3 import STEP3
+from support.families.published.mixtures.step5 import STEP5
 from torch import nn
 
 
@@ -213,6 +214,7 @@ MIXTURES = {
     ),
     "SmallThinker": SMALLTHINKER,
     "Step3Text": STEP3,
+    "Step5": STEP5,
     "Param2MoE": Published(
         "ling2",
         {"n_group": 1, "topk_group": 1, "partial_rotary_factor": 1.0},
