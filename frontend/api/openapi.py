@@ -11,7 +11,7 @@ from ... import __version__
 from ..http.access import is_open
 from ..http.routing import Route
 from .route_descriptions import describe_route
-from .schema.refused import with_refused
+from .schema.refused import with_all_fields
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -63,7 +63,7 @@ def describe_routes(routes: Sequence[Route]) -> dict[str, Any]:
     routes = [route for route in routes if route.in_schema]
     schemas = [_body_schemas(route) for route in routes]
     bodies = list(dict.fromkeys(schema for route_schemas in schemas for schema in route_schemas))
-    types = [with_refused(schema) for schema in bodies]
+    types = [with_all_fields(schema) for schema in bodies]
     references, components = msgspec.json.schema_components(types, ref_template=_REFERENCE)
     reference_of = dict(zip(bodies, references, strict=True))
     paths: dict[str, dict[str, Any]] = {}

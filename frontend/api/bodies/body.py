@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import re
 from collections.abc import Callable
 from functools import cached_property
 from hashlib import blake2b
@@ -15,11 +14,11 @@ import msgspec.inspect
 from starlette.types import Receive, Scope
 
 from ...client.executor import request_digest
-from ...http.errors import APIError, bad_request, echo
-from ...http.shown_values import cut
+from ...http.errors import APIError, echo
 from ...supervisor.parse_journal import DIGEST_BYTES
 from ..schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
-from ..schema.refused import refused_fields, verify_supported, with_refused
+from ..schema.refused import ignored_fields, refused_fields, verify_supported, with_all_fields
+from .field_errors import invalid_field
 from .request_memory import MemoryLease
 from .structure import FREE_BYTES, BodyStructure
 
@@ -29,21 +28,6 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 MAX_NAMED_FIELDS: Final = 100
 """Maximum number of unknown fields named in the log, because a client can invent any number."""
-
-_AT = re.compile(r"^(.*?)(?: - at `(?:key in )?\$(.*)`)?$", re.DOTALL)
-_STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+|\.\.\.)\]")
-_PLAIN_WORDS = {
-    "int": "an integer",
-    "float": "a number",
-    "str": "a string",
-    "bool": "a boolean",
-    "array": "an array",
-    "object": "an object",
-}
-_OUT_OF_RANGE = ("Number out of range", "Integer value out of range")
-_NOT_BASE64 = "Invalid base64 encoded string"
-_UNKNOWN = re.compile(r"unknown field `(.*)`", re.DOTALL)
-_MISSING = re.compile(r"Object missing required field `(.*)`", re.DOTALL)
 
 
 class ClientDisconnected(Exception):
@@ -129,7 +113,7 @@ class BodyDecoder(Generic[T]):
         self.schema = schema
         self._strict = strict
         self._refused = refused_fields(schema)
-        self._names = {*schema.__struct_encode_fields__, *self._refused}
+        self._names = {*schema.__struct_encode_fields__, *self._refused, *ignored_fields(schema)}
         self._unknown: set[str] = set()
 
     # The decoders of all schemas would take a tenth of the time in which a frontend starts. So each is made for the
@@ -143,7 +127,7 @@ class BodyDecoder(Generic[T]):
 
     @cached_property
     def _any(self) -> Any:
-        return with_refused(self.schema)
+        return with_all_fields(self.schema)
 
     @cached_property
     def _schema(self) -> Any:
@@ -206,11 +190,11 @@ class BodyDecoder(Generic[T]):
             decoded = msgspec.json.decode(body)
         except (msgspec.MsgspecError, ValueError, RecursionError):
             # The body has numbers that no type can hold, or is not valid JSON after the invalid field.
-            raise _invalid(str(error), body) from None
+            raise invalid_field(str(error), body, kind=self.schema) from None
         try:
             request: T = msgspec.convert(_with_integers(decoded, self._type), self._schema)
         except msgspec.ValidationError as other:
-            raise _invalid(str(other), body) from None
+            raise invalid_field(str(other), body, kind=self.schema) from None
         return request
 
 
@@ -272,70 +256,3 @@ def _with_integers(value: Any, wanted: msgspec.inspect.Type) -> Any:
 def _has_integers(kind: msgspec.inspect.Type) -> bool:
     types = kind.types if isinstance(kind, msgspec.inspect.UnionType) else (kind,)
     return any(isinstance(each, msgspec.inspect.IntType) for each in types)
-
-
-def _invalid(message: str, body: bytes) -> APIError:
-    """Rewrite "Expected `int | null`, got `str` - at `$.n`" as "n must be int or null, got "two""."""
-    if unknown := _UNKNOWN.search(message):
-        # msgspec reports only the name of an unknown field, not its path.
-        name = unknown[1][:100]
-        return bad_request(name, "is not a known field")
-    match = _AT.match(message)
-    assert match
-    problem, path = match[1], match[2] or ""
-    if missing := _MISSING.fullmatch(problem):
-        return bad_request(f"{path}.{missing[1]}".removeprefix("."), "is required")
-    if not path:
-        return APIError(400, f"the request body must be a JSON object: {problem}")
-    got = ""
-    with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
-        # The body may be invalid JSON after the invalid field.
-        path, raw = _locate(path, problem, body)
-        got = f", got {_shown(raw)}"
-    param = path.removeprefix(".")
-    if problem in _OUT_OF_RANGE:
-        return bad_request(param, f"must be a number that fits in 64 bits{got}")
-    if problem == _NOT_BASE64:
-        return bad_request(param, f"must be base64{got}")
-    expected = problem.split(", got ")[0].removeprefix("Expected ").replace("`", "")
-    for word, plain in _PLAIN_WORDS.items():
-        expected = re.sub(rf"\b{word}\b", plain, expected)
-    return bad_request(param, f"must be {expected.replace(' | ', ' or ')}{got}")
-
-
-def _locate(path: str, problem: str, body: bytes) -> tuple[str, msgspec.Raw]:
-    """Return the path with the keys that msgspec omits, and the JSON of the value at that path."""
-    raw = msgspec.Raw(body)
-    exact = ""
-    for key, position in _STEP.findall(path):
-        if position == "...":
-            members = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
-            wanted = float if "float" in problem else Any
-            key = next((k for k, value in members.items() if not _is_valid(value, wanted)), "")
-            if not key:
-                return f"{exact}[...]", raw
-            raw = members[key]
-            exact += f"[{cut(key)}]"
-        elif key:
-            raw = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])[key]
-            exact += f".{key}"
-        else:
-            raw = msgspec.json.decode(raw, type=list[msgspec.Raw])[int(position)]
-            exact += f"[{position}]"
-    return exact, raw
-
-
-def _is_valid(raw: msgspec.Raw, wanted: Any) -> bool:
-    try:
-        msgspec.json.decode(raw, type=wanted)
-    except msgspec.ValidationError:
-        return False
-    return True
-
-
-def _shown(raw: msgspec.Raw) -> str:
-    try:
-        return echo(msgspec.json.decode(raw))
-    except msgspec.ValidationError:
-        # The number is too large for every type.
-        return cut(bytes(raw).decode())

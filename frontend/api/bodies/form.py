@@ -9,7 +9,7 @@ import msgspec
 from starlette.types import Scope
 
 from ...http.errors import APIError, bad_request, echo, wrong
-from ..schema.refused import refused_fields, verify_supported, with_refused
+from ..schema.refused import ignored_fields, refused_fields, verify_supported, with_all_fields
 from .body import Body
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -123,11 +123,12 @@ class FormDecoder(Generic[T]):
     """Converts the values of forms to a schema. With `strict`, unknown fields are refused."""
 
     def __init__(self, schema: type[T], strict: bool) -> None:
-        self._schema = with_refused(schema)
+        self._schema = with_all_fields(schema)
         self._strict = strict
         fields = msgspec.structs.fields(self._schema)
         self._names = {field.encode_name for field in fields}
         self._refused = refused_fields(schema)
+        self._unread = {*self._refused, *ignored_fields(schema)}
         self._lists = {field.encode_name for field in fields if "list" in str(field.type)}
         self._objects = {field.encode_name for field in fields if "dict" in str(field.type)}
 
@@ -154,7 +155,7 @@ class FormDecoder(Generic[T]):
                 continue
             if name in self._lists:
                 found.setdefault(name, []).extend(texts)
-            elif len(texts) > 1 and name not in self._refused:
+            elif len(texts) > 1 and name not in self._unread:
                 raise wrong(name, "one value", len(texts))
             elif texts[0]:
                 found[name] = texts[0]

@@ -15,11 +15,9 @@ import numpy as np
 from ....protocol.isolation.messages import Exited
 from ...http.errors import APIError
 from .. import schema
-from ..schema import CompletionRequest
-from ..schema.files import BatchRequest
-from ..schema.refused import WITHOUT_EFFECT
-from ..schema.responses import ConversationRequest, ResponseFields
-from ..schema.stored import MetadataRequest
+from ..schema import CompletionRequest, GenerationRequest
+from ..schema.refused import ignored_fields
+from ..schema.responses import ResponseFields
 
 
 class Decode(msgspec.Struct, tag=1, array_like=True):
@@ -124,13 +122,10 @@ def pack(request: Any) -> tuple[Decoded, int]:
     """Remove the token ids from a request. Return the message for the rest, and the number of token ids."""
     # The decoder's type may be a subclass that rejects unknown fields.
     schema = next(base for base in type(request).__mro__ if base in SCHEMAS)
-    is_stored = isinstance(
-        request, ResponseFields | ConversationRequest | BatchRequest | MetadataRequest
-    )
-    if not is_stored and not getattr(request, "store", None):
-        for name in WITHOUT_EFFECT:
-            if hasattr(request, name):
-                setattr(request, name, None)
+    for name in ignored_fields(schema):
+        setattr(request, name, None)
+    if isinstance(request, GenerationRequest) and not request.store:
+        request.metadata = None
     decoded = Decoded(SCHEMAS.index(schema), b"")
     num_token_ids = 0
     if isinstance(request, CompletionRequest) and isinstance(request.prompt, list):

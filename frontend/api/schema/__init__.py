@@ -149,16 +149,11 @@ class GenerationRequest(CommonFields, kw_only=True):
     store: bool | None = None
 
     # Accepted because clients send them; they have no effect.
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    prompt_cache_options: dict[str, Any] | None = None
-    moderation: Any = None
-    custom_labels: dict[str, str] | None = None
-    session_id: str | None = None
-    spaces_between_special_tokens: bool | None = None
-    guided_decoding_backend: str | None = None
+    ignored: ClassVar[str] = (
+        "service_tier safety_identifier prompt_cache_key prompt_cache_retention "
+        "prompt_cache_options moderation custom_labels session_id "
+        "spaces_between_special_tokens guided_decoding_backend"
+    )
 
     # Rejected (see `refused.py`), because an answer that ignores them would be wrong.
     rejected: ClassVar[str] = (
@@ -319,9 +314,7 @@ class PoolingFields(msgspec.Struct, kw_only=True):
     request_id: str | None = None
     rid: str | list[str] | None = None
 
-    # Accepted because clients send them; they have no effect.
-    safety_identifier: str | None = None
-    metadata: dict[str, Any] | None = None
+    ignored: ClassVar[str] = "safety_identifier metadata"
     # Padding cannot change a result. Models that were trained with it always get it.
     padding: bool | str | None = None
 
@@ -468,15 +461,15 @@ class LoadLoraRequest(msgspec.Struct, kw_only=True):
     load_inplace: bool | None = None
 
     # Accepted because clients send them; they have no effect.
-    is_3d_lora_weight: bool | None = None
-    pinned: bool | None = None
+    ignored: ClassVar[str] = "is_3d_lora_weight pinned"
 
 
 class UnloadLoraRequest(msgspec.Struct, kw_only=True):
     """The body of `POST /v1/unload_lora_adapter`. `lora_int_id` is ignored."""
 
     lora_name: str | None = None
-    lora_int_id: int | None = None
+
+    ignored: ClassVar[str] = "lora_int_id"
 
 
 UNLIMITED: Final = -1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -64,5 +64,4 @@ class CohereChatRequest(msgspec.Struct, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
     # Accepted because clients send them; they have no effect.
-    citation_options: dict[str, Any] | None = None
-    safety_mode: str | None = None
+    ignored: ClassVar[str] = "citation_options safety_mode"

@@ -47,9 +47,7 @@ class DecisionRequest(msgspec.Struct, kw_only=True):
     user: str | None = None
 
     # Accepted because clients send them; they have no effect.
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_options: dict[str, Any] | None = None
+    ignored: ClassVar[str] = "safety_identifier prompt_cache_key prompt_cache_options"
 
     # Rejected, because only diffusion models can answer questions jointly.
     rejected: ClassVar[str] = "joint"

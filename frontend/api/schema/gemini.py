@@ -27,11 +27,7 @@ class GeminiRequest(msgspec.Struct, kw_only=True):
 
     # Accepted because clients send them; they have no effect.
     model: str | None = None
-    labels: dict[str, str] | None = None
-    safety: list[dict[str, Any]] | None = msgspec.field(name="safetySettings", default=None)
-    snake_safety: list[dict[str, Any]] | None = msgspec.field(name="safety_settings", default=None)
-    service_tier: str | None = msgspec.field(name="serviceTier", default=None)
-    store: bool | None = None
+    ignored: ClassVar[str] = "labels safetySettings safety_settings serviceTier store"
 
     # Rejected, because the content would be missing in the prompt.
     rejected: ClassVar[str] = "cachedContent"
@@ -59,7 +55,7 @@ class GeminiEmbedRequest(msgspec.Struct, kw_only=True):
 
     # Accepted because clients send them; they have no effect.
     model: str | None = None
-    auto_truncate: bool | None = msgspec.field(name="autoTruncate", default=None)
+    ignored: ClassVar[str] = "autoTruncate"
 
 
 class GeminiBatchEmbedRequest(msgspec.Struct, kw_only=True):

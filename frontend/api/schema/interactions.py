@@ -51,5 +51,4 @@ class InteractionRequest(msgspec.Struct, kw_only=True):
     )
 
     # Accepted because clients send them; they have no effect.
-    safety_settings: list[dict[str, Any]] | None = None
-    service_tier: str | None = None
+    ignored: ClassVar[str] = "safety_settings service_tier"

@@ -47,20 +47,11 @@ class LlamaFields(SamplerFields, kw_only=True):
     cache_salt: str | None = None
 
     # Accepted because clients send them; they have no effect.
-    cache_prompt: bool | None = None
-    id_slot: Int | None = None
-    min_keep: Int | None = None
-    n_keep: Int | None = None
-    n_discard: Int | None = None
-    n_indent: Int | None = None
-    n_cache_reuse: Int | None = None
-    t_max_prompt_ms: float | None = None
-    t_max_predict_ms: float | None = None
-    backend_sampling: bool | None = None
-    mirostat_tau: float | None = None
-    mirostat_eta: float | None = None
-    adaptive_target: float | None = None
-    adaptive_decay: float | None = None
+    ignored: ClassVar[str] = (
+        "cache_prompt id_slot min_keep n_keep n_discard n_indent n_cache_reuse "
+        "t_max_prompt_ms t_max_predict_ms backend_sampling mirostat_tau mirostat_eta "
+        "adaptive_target adaptive_decay"
+    )
 
     # Rejected, because an answer that ignores them would be wrong.
     rejected: ClassVar[str] = "mirostat"

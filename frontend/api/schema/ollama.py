@@ -25,8 +25,7 @@ class OllamaFields(msgspec.Struct, kw_only=True):
 
     # Accepted because clients send them; they have no effect. A prompt that is too long is refused, and a full context
     # ends the answer.
-    truncate: bool | None = None
-    shift: bool | None = None
+    ignored: ClassVar[str] = "truncate shift"
 
     # Rejected, because an answer that ignores it would be wrong.
     rejected: ClassVar[str] = "_debug_render_only"
@@ -62,8 +61,7 @@ class OllamaEmbedRequest(msgspec.Struct, kw_only=True):
     dimensions: Int | None = None
 
     # Accepted because clients send them; they have no effect.
-    options: dict[str, Any] | None = None
-    keep_alive: float | str | None = None
+    ignored: ClassVar[str] = "options keep_alive"
 
 
 class OllamaModelRequest(msgspec.Struct, kw_only=True):

@@ -128,19 +128,26 @@ REFUSED: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
 }
 """Rejected field -> the rest of the error message, and the values that are accepted, because they have no effect."""
 
-WITHOUT_EFFECT: Final = ("metadata", "prompt_cache_options", "moderation")
-"""Accepted fields of any size that the server ignores, unless the answer is stored."""
-
 
 def refused_fields(schema: type[msgspec.Struct]) -> list[str]:
     """Return the fields that the schema rejects: those that it or a base names in `rejected`, and none accepts."""
-    found = [name for each in schema.__mro__ for name in vars(each).get("rejected", "").split()]
-    return [name for name in dict.fromkeys(found) if name not in schema.__struct_fields__]
+    return _named(schema, "rejected")
 
 
-def with_refused(schema: type[T]) -> type[T]:
-    """Return the schema with its rejected fields, which may have any value until `verify_supported`."""
-    fields = [(name, Any, None) for name in refused_fields(schema)]
+def ignored_fields(schema: type[msgspec.Struct]) -> list[str]:
+    """Return the fields without an effect: those that the schema or a base names in `ignored`, and none accepts."""
+    return _named(schema, "ignored")
+
+
+def _named(schema: type[msgspec.Struct], attribute: str) -> list[str]:
+    found = [name for each in schema.__mro__ for name in vars(each).get(attribute, "").split()]
+    return [name for name in dict.fromkeys(found) if name not in schema.__struct_encode_fields__]
+
+
+def with_all_fields(schema: type[T]) -> type[T]:
+    """Return the schema with its ignored fields and its rejected ones, which may have any value."""
+    names = dict.fromkeys([*refused_fields(schema), *ignored_fields(schema)])
+    fields = [(name, Any, None) for name in names]
     own = {"__doc__": schema.__doc__}
     found = msgspec.defstruct(schema.__name__, fields, bases=(schema,), namespace=own, kw_only=True)
     return cast(type[T], found)

@@ -26,6 +26,8 @@ class ResponseFields(CommonFields, kw_only=True):
     reasoning: dict[str, Any] | None = None
     text: dict[str, Any] | None = None
     truncation: str | None = None
+    # Repeated in the answer; the prefixes of all prompts are cached.
+    prompt_cache_key: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     # As in a chat.
     mm_processor_kwargs: dict[str, Any] | None = None
@@ -35,14 +37,10 @@ class ResponseFields(CommonFields, kw_only=True):
     rejected: ClassVar[str] = "prompt"
 
     # Accepted because clients send them; they have no effect.
-    access_programs: dict[str, Any] | None = None
-    client_metadata: dict[str, Any] | None = None
-    image: dict[str, Any] | None = None
-    personality: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_options: dict[str, Any] | None = None
-    prompt_cache_retention: str | None = None
-    service_tier: str | None = None
+    ignored: ClassVar[str] = (
+        "access_programs client_metadata image personality prompt_cache_options "
+        "prompt_cache_retention service_tier"
+    )
 
 
 class InputTokensRequest(ResponseFields, kw_only=True):
@@ -83,10 +81,9 @@ class ResponsesRequest(ResponseFields, kw_only=True):
     )
 
     # Accepted because clients send them; they have no effect.
-    background_options: dict[str, Any] | None = None
-    session_id: str | None = None
-    moderation: Any = None
-    spaces_between_special_tokens: bool | None = None
+    ignored: ClassVar[str] = (
+        "background_options session_id moderation spaces_between_special_tokens"
+    )
 
 
 class ResponseCreateRequest(ResponsesRequest, kw_only=True):

@@ -70,13 +70,8 @@ class SglangInput(msgspec.Struct, kw_only=True):
     priority: Int | None = None
     user: str | None = None
 
-    # Accepted because clients send them; they have no effect.
-    modalities: list[str] | None = None
-    log_metrics: bool | None = None
-    routing_key: str | None = None
-    # The server computes its own hashes of media.
-    mm_hashes: Any = None
-    mm_content_hashes: Any = None
+    # Accepted because clients send them; they have no effect. The server computes its own hashes of media.
+    ignored: ClassVar[str] = "modalities log_metrics routing_key mm_hashes mm_content_hashes"
 
     # Rejected, because an answer that ignores them would be wrong.
     rejected: ClassVar[str] = "positional_embed_overrides"
@@ -129,14 +124,10 @@ class SglangGenerateRequest(SglangInput, kw_only=True):
     video_max_dynamic_patch: Int | list[Int | None] | None = None
 
     # Accepted because clients send them; they have no effect.
-    no_logs: bool | None = None
-    background: bool | None = None
-    conversation_id: str | None = None
-    session_id: str | None = None
-    custom_labels: dict[str, str] | None = None
-    kv_hints: Any = None
-    external_trace_header: dict[str, Any] | None = None
-    received_time: float | None = None
+    ignored: ClassVar[str] = (
+        "no_logs background conversation_id session_id custom_labels kv_hints "
+        "external_trace_header received_time"
+    )
 
     # Rejected, because an answer that ignores them would be wrong.
     rejected: ClassVar[str] = (
@@ -161,7 +152,7 @@ class SglangOpenSessionRequest(msgspec.Struct, kw_only=True):
     timeout: float | None = None
 
     # Accepted because clients send it; it has no effect.
-    capacity_of_str_len: Int | None = None
+    ignored: ClassVar[str] = "capacity_of_str_len"
 
 
 class SglangCloseSessionRequest(msgspec.Struct, kw_only=True):
@@ -202,13 +193,10 @@ class SglangWeightsRequest(msgspec.Struct, kw_only=True):
     keep_pause: bool | None = None
 
     # Accepted because clients send them; they have no effect. Caches of the old weights are always cleared.
-    load_format: str | None = None
-    is_async: bool | None = None
-    torch_empty_cache: bool | None = None
-    recapture_cuda_graph: bool | None = None
-    token_step: Int | None = None
-    flush_cache: bool | None = None
-    manifest: dict[str, Any] | None = None
+    ignored: ClassVar[str] = (
+        "load_format is_async torch_empty_cache recapture_cuda_graph token_step flush_cache "
+        "manifest"
+    )
 
 
 class SglangVersionRequest(msgspec.Struct, kw_only=True):
@@ -228,7 +216,7 @@ class SglangEncodeRequest(SglangInput, kw_only=True):
     rid: str | None = None
 
     # Accepted because clients send them; they have no effect.
-    sampling_params: dict[str, Any] | None = None
+    ignored: ClassVar[str] = "sampling_params"
 
     # Rejected, because an answer that ignores them would be wrong.
     rejected: ClassVar[str] = "embed_overrides input_embeds"

@@ -32,7 +32,7 @@ class GenerativeScoringRequest(msgspec.Struct, kw_only=True):
     user: str | None = None
 
     # Accepted because clients send them; they have no effect.
-    request_id: str | None = None
+    ignored: ClassVar[str] = "request_id"
 
     # Rejected, because an answer that ignores them would be wrong.
     rejected: ClassVar[str] = (
@@ -115,9 +115,7 @@ class VllmGenerateRequest(msgspec.Struct, kw_only=True):
     reasoning_ended: bool | None = None
 
     # Accepted because clients send them; they have no effect.
-    token_offsets: Any = None
-    assistant_tokens_mask: Any = None
-    reasoning_parser_kwargs: dict[str, Any] | None = None
+    ignored: ClassVar[str] = "token_offsets assistant_tokens_mask reasoning_parser_kwargs"
 
     # Rejected, because an answer that ignores them would be wrong.
     rejected: ClassVar[str] = "features content_parts ec_transfer_params"
@@ -211,5 +209,4 @@ class VllmCallRequest(msgspec.Struct, kw_only=True):
     kwargs: dict[str, Any] | None = None
 
     # Accepted because clients send them; they have no effect.
-    args: list[Any] | None = None
-    timeout: float | None = None
+    ignored: ClassVar[str] = "args timeout"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import ClassVar
 
 import msgspec
 
@@ -28,5 +28,4 @@ class MistralFimRequest(msgspec.Struct, kw_only=True):
     user: str | None = None
 
     # Accepted because clients send them; they have no effect.
-    metadata: dict[str, Any] | None = None
-    prompt_cache_key: str | None = None
+    ignored: ClassVar[str] = "metadata prompt_cache_key"

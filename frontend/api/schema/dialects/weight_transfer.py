@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 
@@ -87,10 +87,7 @@ class SglangTensorsRequest(msgspec.Struct, kw_only=True):
 
     # Accepted because clients send them; they have no effect. Caches of the old weights are always cleared.
     group_name: str | None = None
-    flush_cache: bool | None = None
-    torch_empty_cache: bool | None = None
-    abort_all_requests: bool | None = None
-    selector: str | None = None
+    ignored: ClassVar[str] = "flush_cache torch_empty_cache abort_all_requests selector"
 
 
 class SglangTensorRequest(msgspec.Struct, kw_only=True):
