@@ -5,23 +5,15 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-import re
+from collections.abc import Iterator
 from typing import Any, Final
 
-from ....http.errors import bad_request, expect, wrong
+from ....http.errors import bad_request, wrong
+from ...bodies.field_errors import read_part
 from ...logprobs import Json
-
-_SNAKE: Final = re.compile("[A-Z]")
+from .schema import Blob, Content, FunctionCall, FunctionResponse, Part, in_camel_case
 
 _KINDS: Final = {"image": "image_url", "audio": "audio_url", "video": "video_url"}
-
-
-def get(fields: Json, name: str) -> Any:
-    """Return the value of a field by its name in camel case or snake case; None if it is absent."""
-    found = fields.get(name)
-    if found is None:
-        found = fields.get(_SNAKE.sub(lambda match: f"_{match[0].lower()}", name))
-    return found
 
 
 class ContentReader:
@@ -35,45 +27,40 @@ class ContentReader:
 
     def add_system(self, content: Any, where: str) -> None:
         """Add the instructions. Raise APIError 400 if they are not texts."""
-        parts = [self._media(part, place) for part, place in _parts_of(content, where)]
+        parts = [_media(part, place) for part, place in _parts_of(_read(content, where), where)]
         self.messages.append({"role": "system", "content": parts})
 
     def add_contents(self, contents: Any, where: str) -> None:
         """Add the turns of a conversation, or one turn, or a text. Raise APIError 400 if a part is invalid."""
-        if not isinstance(contents, list):
-            contents = [contents]
-        for i, content in enumerate(contents):
-            self._add_content(content, f"{where}[{i}]")
+        for i, content in enumerate(contents if isinstance(contents, list) else [contents]):
+            place = f"{where}[{i}]"
+            turn = _read(content, place)
+            if turn.role == "model":
+                self._add_answer(turn, place)
+            else:
+                self._add_turn(turn, place)
 
-    def _add_content(self, content: Any, where: str) -> None:
-        role = content.get("role") if isinstance(content, dict) else None
-        if role not in (None, "", "user", "model", "function"):
-            raise wrong(f"{where}.role", '"user" or "model"', role)
-        if role == "model":
-            self._add_answer(content, where)
-            return
+    def _add_turn(self, content: Content, where: str) -> None:
         parts: list[Json] = []
         for part, place in _parts_of(content, where):
-            result = get(part, "functionResponse")
-            if result is None:
-                parts.append(self._media(part, place))
+            if part.function_response is None:
+                parts.append(_media(part, place))
             else:
-                self._add_result(result, f"{place}.functionResponse")
+                self._add_result(part.function_response, f"{place}.functionResponse")
         if parts:
             self.messages.append({"role": "user", "content": parts})
 
-    def _add_answer(self, content: Json, where: str) -> None:
+    def _add_answer(self, content: Content, where: str) -> None:
         texts: list[Json] = []
         thoughts: list[str] = []
         calls: list[Json] = []
         for part, place in _parts_of(content, where):
-            call, text = get(part, "functionCall"), part.get("text")
-            if call is not None:
-                calls.append(self._call(call, f"{place}.functionCall"))
-            elif part.get("thought"):
-                thoughts += [text] if isinstance(text, str) else []
+            if part.function_call is not None:
+                calls.append(self._call(part.function_call))
+            elif part.thought:
+                thoughts.append(part.text or "")
             else:
-                texts.append(self._media(part, place))
+                texts.append(_media(part, place))
         message: Json = {"role": "assistant", "content": texts or None}
         if thoughts:
             message["reasoning_content"] = "".join(thoughts)
@@ -81,98 +68,81 @@ class ContentReader:
             message["tool_calls"] = calls
         self.messages.append(message)
 
-    def _call(self, call: Any, where: str) -> Json:
-        expect(call, dict, where, "an object")
-        name = expect(call.get("name"), str, f"{where}.name", "a string")
-        arguments = expect(call.get("args") or {}, dict, f"{where}.args", "an object")
-        identifier = call.get("id")
-        if not isinstance(identifier, str) or not identifier:
-            identifier = f"call_{self._num_calls}"
+    def _call(self, call: FunctionCall) -> Json:
+        identifier = call.id or f"call_{self._num_calls}"
         self._num_calls += 1
-        self._open.append((name, identifier))
-        function = {"name": name, "arguments": arguments}
+        self._open.append((call.name, identifier))
+        function = {"name": call.name, "arguments": call.args or {}}
         return {"id": identifier, "type": "function", "function": function}
 
-    def _add_result(self, result: Any, where: str) -> None:
-        expect(result, dict, where, "an object")
-        name = expect(result.get("name"), str, f"{where}.name", "a string")
-        found = result.get("id")
-        if not isinstance(found, str) or not found:
+    def _add_result(self, result: FunctionResponse, where: str) -> None:
+        found = result.id
+        if not found:
             # Older models have no identifiers: results are in the order of the calls.
-            open_calls = [call for call in self._open if call[0] == name]
-            found = open_calls[0][1] if open_calls else name
+            found = next((call[1] for call in self._open if call[0] == result.name), result.name)
         self._open = [call for call in self._open if call[1] != found]
-        response = result.get("response")
-        text = response if isinstance(response, str) else json.dumps(response, ensure_ascii=False)
+        text = result.response
+        if not isinstance(text, str):
+            text = json.dumps(text, ensure_ascii=False)
         content: Any = text
-        if (parts := result.get("parts")) is not None:
-            media = [self._media(part, at) for part, at in _parts_of({"parts": parts}, where)]
+        if result.parts is not None:
+            media = [_media(part, f"{where}.parts[{i}]") for i, part in enumerate(result.parts)]
             content = [{"type": "text", "text": text}, *media]
-        message = {"role": "tool", "tool_call_id": found, "name": name, "content": content}
+        message = {"role": "tool", "tool_call_id": found, "name": result.name, "content": content}
         self.messages.append(message)
-
-    def _media(self, part: Json, where: str) -> Json:
-        """Return the content part for a text, an image, audio, a video or a file."""
-        if isinstance(part.get("text"), str):
-            return {"type": "text", "text": part["text"]}
-        if (code := get(part, "executableCode")) is not None:
-            return {"type": "text", "text": str(expect(code, dict, where, "an object").get("code"))}
-        if (output := get(part, "codeExecutionResult")) is not None:
-            shown = expect(output, dict, where, "an object").get("output")
-            return {"type": "text", "text": str(shown)}
-        if (blob := get(part, "inlineData")) is not None:
-            return _inline(blob, f"{where}.inlineData")
-        if (file := get(part, "fileData")) is not None:
-            place = f"{where}.fileData"
-            kind = _media_type(expect(file, dict, place, "an object"), place)
-            url = expect(get(file, "fileUri"), str, f"{place}.fileUri", "a URL")
-            return _at_url(url, kind, f"{place}.mimeType")
-        expected = "text, inlineData, fileData, functionCall or functionResponse"
-        raise bad_request(where, f"must have {expected}")
 
 
 def text_of(content: Any, where: str) -> str:
     """Return the joined texts of a content. Raise APIError 400 if it has parts other than texts."""
-    texts = []
-    for part, place in _parts_of(content, where):
-        texts.append(expect(part.get("text"), str, f"{place}.text", "a string"))
-    return "\n".join(texts)
+    parts = list(_parts_of(_read(content, where), where))
+    for part, place in parts:
+        if part.text is None:
+            raise wrong(f"{place}.text", "a string", None)
+    return "\n".join(part.text or "" for part, _ in parts)
 
 
-def _parts_of(content: Any, where: str) -> list[tuple[Json, str]]:
-    """Return the parts of a content, and their places. A text is a content with one part."""
+def _read(content: Any, where: str) -> Content:
     if isinstance(content, str):
-        return [({"text": content}, where)]
-    parts = expect(content, dict, where, "an object").get("parts")
-    if isinstance(parts, dict):
-        parts = [parts]
-    expect(parts, list, f"{where}.parts", "an array of parts")
-    found = []
-    for i, part in enumerate(parts or ()):
-        place = f"{where}.parts[{i}]"
-        part = {"text": part} if isinstance(part, str) else part
-        found.append((expect(part, dict, place, "an object"), place))
-    return found
+        return Content(parts=Part(text=content))
+    return read_part(in_camel_case(content), Content, where)
 
 
-def _media_type(fields: Json, where: str) -> str:
-    found: str = expect(get(fields, "mimeType"), str, f"{where}.mimeType", "a string")
-    return found
+def _parts_of(content: Content, where: str) -> Iterator[tuple[Part, str]]:
+    """Yield the parts of a content, and their places."""
+    parts = [content.parts] if isinstance(content.parts, Part) else content.parts
+    for i, part in enumerate(parts):
+        yield Part(text=part) if isinstance(part, str) else part, f"{where}.parts[{i}]"
 
 
-def _inline(blob: Any, where: str) -> Json:
-    media_type = _media_type(expect(blob, dict, where, "an object"), where)
-    data = expect(blob.get("data"), str, f"{where}.data", "a string in base64")
+def _media(part: Part, where: str) -> Json:
+    """Return the content part for a text, an image, audio, a video or a file."""
+    if (code := part.executable_code) is not None:
+        text = str(code.code)
+    elif (result := part.code_execution_result) is not None:
+        text = str(result.output)
+    elif part.text is not None:
+        text = part.text
+    elif (blob := part.inline_data) is not None:
+        return _inline(blob, f"{where}.inlineData")
+    elif (file := part.file_data) is not None:
+        return _at_url(file.file_uri, file.mime_type, f"{where}.fileData.mimeType")
+    else:
+        expected = "text, inlineData, fileData, functionCall or functionResponse"
+        raise bad_request(where, f"must have {expected}")
+    return {"type": "text", "text": text}
+
+
+def _inline(blob: Blob, where: str) -> Json:
     # Google's clients write base64 for URLs.
-    data = data.replace("-", "+").replace("_", "/")
-    if media_type == "application/pdf":
-        return {"type": "file", "file": {"file_data": f"data:{media_type};base64,{data}"}}
-    if media_type.startswith("text/"):
+    data = blob.data.replace("-", "+").replace("_", "/")
+    if blob.mime_type == "application/pdf":
+        return {"type": "file", "file": {"file_data": f"data:{blob.mime_type};base64,{data}"}}
+    if blob.mime_type.startswith("text/"):
         try:
             return {"type": "text", "text": base64.b64decode(data).decode()}
         except (binascii.Error, ValueError):
             raise bad_request(f"{where}.data", "must be UTF-8 text in base64") from None
-    return _at_url(f"data:{media_type};base64,{data}", media_type, f"{where}.mimeType")
+    return _at_url(f"data:{blob.mime_type};base64,{data}", blob.mime_type, f"{where}.mimeType")
 
 
 def _at_url(url: str, media_type: str, where: str) -> Json:

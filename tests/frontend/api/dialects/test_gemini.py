@@ -161,6 +161,8 @@ def test_gemini_models_are_shown_to_googles_clients(frontend: FrontendProcess) -
         ({"tools": [{"googleSearch": {}}]}, 400, "tools[0] must be functionDeclarations"),
         ({"generationConfig": {"topP": "x"}}, 400, "generationConfig.topP must be a number"),
         ({"generationConfig": {"stopSequences": [1]}}, 400, "generationConfig.stopSequences[0]"),
+        ({"generationConfig": {"maxOutputTokens": True}}, 400, "generationConfig.maxOutputTokens"),
+        ({"generationConfig": {"temperature": 10**400}}, 400, "generationConfig.temperature"),
         ({"generationConfig": {"topP": 7}}, 400, "generationConfig.topP must"),
         ({"cachedContent": "x"}, 400, "cachedContent names no stored content"),
     ],
