@@ -2,11 +2,41 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
 from . import Int
+
+
+class ToolChoice(msgspec.Struct, kw_only=True):
+    """The tool calls that the answer may have."""
+
+    type: Literal["auto", "any", "none", "tool"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(msgspec.Struct, kw_only=True):
+    """The settings of reasoning."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Int | None = None
+    display: str | None = None
+
+
+class OutputFormat(msgspec.Struct, kw_only=True):
+    """A JSON schema for the answer."""
+
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(msgspec.Struct, kw_only=True):
+    """The settings of the answer."""
+
+    effort: str | None = None
+    format: OutputFormat | None = None
 
 
 class MessagesRequest(msgspec.Struct, kw_only=True):
@@ -22,10 +52,10 @@ class MessagesRequest(msgspec.Struct, kw_only=True):
     top_p: float | None = None
     top_k: Int | None = None
     tools: list[dict[str, Any]] | None = None
-    tool_choice: dict[str, Any] | None = None
-    thinking: dict[str, Any] | None = None
-    output_config: dict[str, Any] | None = None
-    output_format: dict[str, Any] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
     metadata: dict[str, Any] | None = None
     # Servers whose tools the server calls itself, if it was started with them.
     mcp_servers: list[dict[str, Any]] | None = None
@@ -41,20 +71,12 @@ class MessagesRequest(msgspec.Struct, kw_only=True):
     )
     thread: dict[str, Any] | None = None
 
-    # Accepted because clients send them; they have no effect.
-    betas: list[str] | None = None
-    billing_policy: dict[str, Any] | None = None
-    cache_control: dict[str, Any] | None = None
-    context_management: dict[str, Any] | None = None
-    diagnostics: dict[str, Any] | None = None
-    fallback_credit_token: str | dict[str, Any] | None = None
-    # No model declines a request here.
-    fallbacks: str | list[dict[str, Any]] | None = None
-    inference_geo: str | None = None
-    service_tier: str | None = None
-    speed: str | None = None
-    user_profile_id: str | None = None
-    workspace_id: str | None = None
+    # Accepted because clients send them; they have no effect. No model declines a request here.
+    ignored: ClassVar[str] = (
+        "betas billing_policy cache_control context_management diagnostics "
+        "fallback_credit_token fallbacks inference_geo service_tier speed user_profile_id "
+        "workspace_id"
+    )
 
 
 class MessageBatchRequest(msgspec.Struct, kw_only=True):

@@ -21,7 +21,7 @@ from ...logprobs import Json
 from ...responses.mcp.session import Call, McpSession
 from ...responses.mcp.turns import MAX_CALLS, Turn
 from ...schema import ChatCompletionRequest
-from ...schema.anthropic import MessagesRequest
+from ...schema.anthropic import MessagesRequest, ToolChoice
 from ...streaming.text_events import TextEvents
 from .mcp_tools import RESULT, USE, ServerTools, as_turns, plain_messages
 from .messages import MESSAGES_STREAM, Messages, TokenCounter, decode_input, message_event
@@ -156,11 +156,11 @@ class _Turns:
 
     def _turn_body(self, messages: list[Json], *, is_first: bool) -> MessagesRequest:
         tools, choice = self._tools.functions(), self._tools.choice()
-        if not is_first and choice is not None and choice.get("type") in ("any", "tool"):
+        if not is_first and choice is not None and choice.type in ("any", "tool"):
             # Else the model would have to call tools for ever.
-            choice = {**choice, "type": "auto"}
+            choice = replace(choice, type="auto")
         if self._num_calls >= MAX_CALLS:
-            choice = {"type": "none"}
+            choice = ToolChoice(type="none")
         return replace(
             self._body,
             messages=messages,

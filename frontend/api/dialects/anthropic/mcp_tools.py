@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Final
 
+from msgspec.structs import replace
+
 from ....http.errors import bad_request, echo, expect, renaming
 from ...logprobs import Json
 from ...responses.mcp.session import McpSession
 from ...responses.mcp.tools import MCP, McpTool, parse_tools
-from ...schema.anthropic import MessagesRequest
+from ...schema.anthropic import MessagesRequest, ToolChoice
 
 TOOLSET: Final = "mcp_toolset"
 USE: Final = "mcp_tool_use"
@@ -73,15 +75,13 @@ class ServerTools:
                 tools.append(tool)
         return tools
 
-    def choice(self) -> Json | None:
+    def choice(self) -> ToolChoice | None:
         """Return the choice of a tool, whose name may be that of a server's tool if no other tool has it."""
         choice = self._body.tool_choice
-        if choice is None or any(
-            tool.get("name") == choice.get("name") for tool in self.functions()
-        ):
+        if choice is None or any(tool.get("name") == choice.name for tool in self.functions()):
             return choice
-        names = [shown for shown, (_, name) in self._names.items() if name == choice.get("name")]
-        return {**choice, "name": names[0]} if len(names) == 1 else choice
+        names = [shown for shown, (_, name) in self._names.items() if name == choice.name]
+        return replace(choice, name=names[0]) if len(names) == 1 else choice
 
     def shown_block(self, block: Json) -> Json:
         """Return a block as the client sees it. A call of a server's tool names the server."""

@@ -10,9 +10,8 @@ from starlette.responses import Response
 
 from ....chat import MessageDelta
 from ....client.engine_client import Delta
-from ....http.errors import APIError, bad_request, expect, json_response
+from ....http.errors import APIError, bad_request, json_response, renaming
 from ....http.json_pieces import encode_whole
-from ....media.documents.pdf import MAX_CHARACTERS
 from ...bodies.intake import Intake
 from ...bodies.request_memory import MemoryLease
 from ...chats.answer import ChatAnswer
@@ -25,7 +24,7 @@ from ...schema.anthropic import MessagesRequest
 from ...serving import Serving
 from ...streaming.event_stream import StreamFormat
 from ..dialect import BlockChunks
-from .request import find_pdfs, translate_messages
+from .request import translate_messages
 
 PATH: Final = "/v1/messages"
 
@@ -68,25 +67,6 @@ def error_body(error: APIError, request_id: str) -> Json:
     return body | {"request_id": request_id} if request_id else body
 
 
-async def replace_pdfs(
-    serving: Serving, body: MessagesRequest, size: int, lease: MemoryLease
-) -> int:
-    """Replace the PDF documents of a body by their texts. Return the number of characters of these.
-
-    Raises:
-        APIError: A document cannot be read (400), or there is no room for its text (503).
-    """
-    num_characters = 0
-    for source, where in await serving.executor.run(size, find_pdfs, body):
-        content = source.pop("data")
-        room = MAX_CHARACTERS - num_characters
-        source["data"] = text = await serving.documents.read(content, f"{where}.data", room)
-        source["type"] = "text"
-        num_characters += len(text)
-        lease.count_media(len(text))
-    return num_characters
-
-
 class Messages(ChatCompletions):
     """The route `/v1/messages` of Anthropic's API."""
 
@@ -101,17 +81,14 @@ class Messages(ChatCompletions):
     async def _translate(
         self, body: MessagesRequest, size: int, lease: MemoryLease
     ) -> tuple[ChatCompletionRequest, int]:
-        size += await replace_pdfs(self._serving, body, size, lease)
         return await self._serving.executor.run(size, self._translate_all, body), size
 
     def _translate_all(self, body: MessagesRequest) -> ChatCompletionRequest:
         if body.max_tokens is None:
             raise bad_request("max_tokens", "is required")
         request = translate_messages(body)
-        limit = (body.thinking or {}).get("budget_tokens")
-        if limit is not None and self._serving.formats.can_limit_reasoning:
-            expect(limit, int, "thinking.budget_tokens", "an integer")
-            request.thinking_token_budget = limit
+        if body.thinking is not None and self._serving.formats.can_limit_reasoning:
+            request.thinking_token_budget = body.thinking.budget_tokens
         return request
 
 
@@ -131,11 +108,11 @@ class TokenCounter:
                 http.scope, http.receive, MessagesRequest, lease
             )
             body = await self._complete(body)
-            size += await replace_pdfs(serving, body, size, lease)
             request = await serving.executor.run(size, lambda: translate_messages(body))
             serving.verify_model(request.model)
             serving.verify_tokenizer("messages")
-            chat = await render_request(serving, request, size)
+            with renaming(request.sent_name):
+                chat = await render_request(serving, request, size)
             return json_response({"input_tokens": len(chat.token_ids)})
 
     async def _complete(self, body: MessagesRequest) -> MessagesRequest:
