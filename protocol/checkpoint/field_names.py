@@ -72,6 +72,7 @@ _ARCHITECTURES: Final = {
     "VoyageQwen3BidirectionalEmbedModel": "Qwen3Model",
     "XllmForCausalLM": "K2HorizonForCausalLM",
     "YiVLForCausalLM": "LlamaForCausalLM",
+    "Qwen3ASRForcedAlignerForTokenClassification": "Qwen3ASRForTokenClassification",
     "Qwen3ASRRealtimeGeneration": "Qwen3ASRForConditionalGeneration",
     "VoxtralRealtimeGeneration": "VoxtralRealtimeForConditionalGeneration",
 }
@@ -115,6 +116,18 @@ def _nemotron_omni(fields: ConfigFields) -> dict[str, Any]:
     }
     found = {name: fields.get(name, fields.get(other)) for name, other in names.items()}
     return found | {"model_type": "nemotron_h_omni"}
+
+
+def _qwen3_asr(fields: ConfigFields) -> dict[str, Any]:
+    """Return the fields of a forced aligner, which classifies tokens by their times; none for other models."""
+    num_labels = fields.first_section("thinker_config").get("classify_num")
+    if num_labels is None:
+        return {}
+    return {
+        "architectures": ["Qwen3ASRForTokenClassification"],
+        "num_labels": num_labels,
+        "token_classification_bias": False,
+    }
 
 
 def _jina_v5(fields: ConfigFields) -> dict[str, Any]:
@@ -196,6 +209,10 @@ _OF_ARCHITECTURE: Final[dict[str, Callable[[ConfigFields], dict[str, Any]]]] = {
         "num_labels": fields.get("num_labels", fields.get("classification_out_size"))
     },
     "MistralLarge3ForCausalLM": lambda _: {"model_type": "mistral4"},
+    **dict.fromkeys(
+        ("Qwen3ASRForConditionalGeneration", "Qwen3ASRForcedAlignerForTokenClassification"),
+        _qwen3_asr,
+    ),
     "VoyageQwen3BidirectionalEmbedModel": lambda fields: {
         "is_causal": False,
         "embedding_projection": "linear",

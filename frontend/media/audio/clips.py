@@ -52,6 +52,9 @@ _SPEECH_TOKEN: Final = 640
 
 _encoder = msgspec.msgpack.Encoder()
 
+_MARK_IN_TEXT: Final = re.compile(f"\n{AUDIO_MARK}|{AUDIO_MARK}\n?")
+"""The mark of an audio clip, with the line break between it and a text beside it."""
+
 
 class PreparedAudio:
     """A preprocessed audio clip: its windows, the tokens that its embeddings replace, and its length in seconds."""
@@ -266,6 +269,10 @@ class AudioPlaces:
             ParameterError: The prompt has more or fewer places than there are audio clips.
         """
         num_places = sum(1 for _ in self._place.finditer(text))
+        if num_places > len(clips):
+            # As in vLLM, the tokens in a message's text are the places of its clips.
+            text = _MARK_IN_TEXT.sub("", text, num_places - len(clips))
+            num_places = sum(1 for _ in self._place.finditer(text))
         if num_places != len(clips):
             raise ParameterError(
                 "messages",

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
 from support.audio.gemma import (
     FRAME_SIZE,
     IMAGE_PROCESSOR,
@@ -18,7 +17,7 @@ from support.audio.gemma import (
     gemma4_config,
     gemma4_unified_config,
 )
-from support.audio.omni import omni_config, write_omni
+from support.audio.omni import NUM_TIMES, omni_config, use_own_layout, write_omni
 from support.checkpoints.mistral_files import write_mistral_files
 from support.checkpoints.tiny import DECODER_SIZES, sentencepiece_tokenizer
 from support.media.audio_features import granite_features, stacked_features
@@ -45,9 +44,11 @@ MODELS = (
     *("fun_asr_nano", "moss_transcribe_diarize", "vibevoice_asr", "nemotron_h_omni"),
     *("ultravox", "ultravox 0.4", "voxtral mistral"),
     *("funaudiochat add", "funaudiochat replace", "midashenglm", "fireredasr2"),
-    *("lfm2_audio", "moss_audio", "funasr"),
+    *("lfm2_audio", "moss_audio", "funasr", "qwen3_asr aligner", "qwen3_asr thinker aligner"),
 )
-"""Kinds of models. "thinker" is the layout of Qwen's own checkpoints, "mistral" that of Mistral's own."""
+"""Kinds of models. An "aligner" classifies tokens.
+
+"thinker" is the layout of Qwen's own checkpoints, "mistral" that of Mistral's own."""
 
 OMNI_MODELS = ("qwen2_5_omni", "qwen3_omni")
 """Kinds of models that read images as well as audio, in the layout of Qwen's own checkpoints."""
@@ -70,7 +71,8 @@ PARTS = {
 PARTS["vibevoice_asr"] = PARTS["fun_asr_nano"]
 PARTS["moss_transcribe_diarize"] = PARTS["qwen3_asr"]
 PARTS["qwen3_omni"] = PARTS["qwen2_5_omni"] = PARTS["qwen3_asr"]
-PARTS["qwen3_asr thinker"] = PARTS["qwen3_asr"]
+for _kind in ("thinker", "aligner", "thinker aligner"):
+    PARTS[f"qwen3_asr {_kind}"] = PARTS["qwen3_asr"]
 PARTS["funaudiochat add"] = PARTS["funaudiochat replace"] = PARTS["qwen2_audio"]
 PARTS["moss_audio"] = ("<|start|>", "<|vision_pad|>")
 PARTS["lfm2_audio"] = ("<|start|>", "<|reserved_4|>")
@@ -217,7 +219,11 @@ def audio_directory(directory: Path, kind: str) -> tuple[Path, Any]:
             text_config=text | {"model_type": "qwen3", "head_dim": 16},
             audio_token_id=mark,
         )
-        model = transformers.Qwen3ASRForConditionalGeneration(config)
+        if kind.endswith("aligner"):
+            config.num_labels = NUM_TIMES
+            model = transformers.Qwen3ASRForTokenClassification(config)
+        else:
+            model = transformers.Qwen3ASRForConditionalGeneration(config)
     elif kind in OMNI_MODELS:
         tokenizer.add_special_tokens(
             {"additional_special_tokens": [IMAGE, VIDEO, START, END]},
@@ -338,32 +344,9 @@ def audio_directory(directory: Path, kind: str) -> tuple[Path, Any]:
         (directory / "preprocessor_config.json").write_text(json.dumps(RADIO_PROCESSOR))
     elif not kind.startswith(("granite", "fun_asr", "vibevoice")):
         extractor(kind).save_pretrained(directory)
-    if kind.endswith("thinker"):
-        _use_own_layout(directory)
+    if "thinker" in kind:
+        use_own_layout(directory)
     return directory, model
-
-
-def _use_own_layout(directory: Path) -> None:
-    """Change a Qwen3-ASR from transformers' layout to that of Qwen's own checkpoints."""
-    path = directory / "model.safetensors"
-    changes = (
-        ("model.language_model.", "thinker.model."),
-        ("model.audio_tower.", "thinker.audio_tower."),
-        ("model.multi_modal_projector.linear_", "thinker.audio_tower.proj"),
-    )
-    tensors = {}
-    for name, tensor in load_file(path).items():
-        for old, new in changes:
-            name = name.replace(old, new)
-        tensors[name] = tensor
-    save_file(tensors, path)
-    path = directory / "config.json"
-    config = json.loads(path.read_text())
-    names = ("audio_config", "text_config", "audio_token_id")
-    config["thinker_config"] = {name: config.pop(name) for name in names}
-    mrope = {"mrope_section": [4, 2, 2], "rope_type": "default", "rope_theta": 10_000.0}
-    config["thinker_config"]["text_config"]["rope_parameters"] = mrope
-    path.write_text(json.dumps(config))
 
 
 def extractor(kind: str) -> Any:

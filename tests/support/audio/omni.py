@@ -1,4 +1,4 @@
-"""Tiny random Qwen-Omni models in the layout of Qwen's own checkpoints."""
+"""Tiny random Qwen-Omni and Qwen3-ASR models in the layout of Qwen's own checkpoints."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 PATCH, MERGE = 4, 2
+NUM_TIMES = 20
+"""The number of times that the class of a token can be, in a forced aligner."""
 
 
 def omni_config(
@@ -79,3 +81,31 @@ def write_omni(directory: Path, kind: str) -> None:
         "size": {"shortest_edge": 64, "longest_edge": 4096},
     }
     path.write_text(json.dumps(json.loads(path.read_text()) | images))
+
+
+def use_own_layout(directory: Path) -> None:
+    """Change a Qwen3-ASR from transformers' layout to that of Qwen's own checkpoints."""
+    path = directory / "model.safetensors"
+    changes = (
+        ("model.language_model.", "thinker.model."),
+        ("model.audio_tower.", "thinker.audio_tower."),
+        ("model.multi_modal_projector.linear_", "thinker.audio_tower.proj"),
+        ("score.", "thinker.lm_head."),
+    )
+    tensors = {}
+    for name, tensor in load_file(path).items():
+        for old, new in changes:
+            name = name.replace(old, new)
+        tensors[name] = tensor
+    save_file(tensors, path)
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    names = ("audio_config", "text_config", "audio_token_id")
+    config["thinker_config"] = {name: config.pop(name) for name in names}
+    mrope = {"mrope_section": [4, 2, 2], "rope_type": "default", "rope_theta": 10_000.0}
+    config["thinker_config"]["text_config"]["rope_parameters"] = mrope
+    if config.pop("id2label", None):
+        del config["label2id"]
+        config["thinker_config"]["classify_num"] = NUM_TIMES
+        config["architectures"] = ["Qwen3ASRForConditionalGeneration"]
+    path.write_text(json.dumps(config))

@@ -110,7 +110,10 @@ def test_logits_equal_those_of_transformers(model: Any, load: Any) -> None:
     cuts = [0, inputs[0].position + 3, inputs[-1].position + 2, len(prompt)]
     for start, end in pairwise(cuts):
         decoder.placed = Placed(rows[start:end].copy(), torch.cat(encoded))
-        outputs.append(runner.step({0: prompt[start:end]})[0])
+        if decoder.spec.score_head is None:
+            outputs.append(runner.step({0: prompt[start:end]})[0])
+        else:
+            outputs.append(decoder.score_head(runner.hidden({0: prompt[start:end]})))
     torch.testing.assert_close(torch.cat(outputs), expected, atol=1e-4, rtol=1e-4)
 
 

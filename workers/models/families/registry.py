@@ -20,8 +20,6 @@ from ....protocol.checkpoint.field_names import (
 from ....protocol.checkpoint.pooling.classification import (
     CLASSIFIER_SUFFIX,
     TOKEN_CLASSIFIER_SUFFIX,
-    TOKEN_IDS,
-    TOKENS,
     classifies_tokens,
     find_ranker,
     is_classifier,
@@ -219,6 +217,7 @@ _WITH_ANY_DECODER = {
     "QianfanOCRForConditionalGeneration",
     "Qwen2AudioForConditionalGeneration",
     "Qwen3ASRForConditionalGeneration",
+    "Qwen3ASRForTokenClassification",
     "RForConditionalGeneration",
     "Sarashina2VisionForCausalLM",
     "SmolVLMForConditionalGeneration",
@@ -283,11 +282,6 @@ def model_spec(config: Mapping[str, Any], path: str | PathLike[str]) -> ModelSpe
         values: dict[str, Any] = {"model_type": family.model_type}
         if _WITHOUT_LOGIT_SCALE.intersection(fields.texts("architectures")):
             values["logit_scale"] = 1.0
-        # These fields, of the whole model, make a classifier of its decoder.
-        names = [TOKENS, TOKEN_IDS]
-        if find_ranker(whole) is not None:
-            names.append("architectures")
-        values |= {name: fields.get(name) for name in names if name in fields.config}
         # The head's tensors have no prefix, because they belong to the whole model.
         is_tied = fields.get("tie_word_embeddings")
         if is_tied is not None and has_head(whole):
@@ -308,8 +302,10 @@ def model_spec(config: Mapping[str, Any], path: str | PathLike[str]) -> ModelSpe
     name = "use_bidirectional_attention"
     if spec.is_causal and (config.get(name) or fields.get(name)) not in (None, False, "vision"):
         raise fields.error(f"{name} is not supported for this family; use another model")
-    if is_classifier(fields) and spec.score_head is None:
-        spec = _with_classifier(spec, fields)
+    # The classes of a nested decoder are those of the whole model.
+    classes = whole.with_values({**fields.config, "architectures": whole.get("architectures")})
+    if is_classifier(classes) and spec.score_head is None:
+        spec = _with_classifier(spec, classes)
     if spec.layers and not any(layer.cache_groups for layer in spec.layers):
         raise fields.error("no layer has attention or a recurrent part; use another model")
     sizes = (spec.for_layer(layer) for layer in spec.layers)
@@ -382,7 +378,9 @@ def _with_classifier(spec: ModelSpec, fields: ConfigFields) -> ModelSpec:
         )
     if classifies_tokens(fields):
         has_bias = fields.boolean("token_classification_bias", True)
-        return with_score_head(spec, fields, output=r"^(score|classifier)\.", output_bias=has_bias)
+        # The forced aligner of Qwen's own format has the head of a decoder.
+        names = r"^(score|classifier|(thinker\.)?lm_head)\."
+        return with_score_head(spec, fields, output=names, output_bias=has_bias)
     return with_score_head(spec, fields, output=r"^(score|classification_head)\.")
 
 
