@@ -70,5 +70,5 @@ class PairTemplate:
 
     def encode(self, text: str) -> tuple[str, Sequence[int]]:
         """Return a prompt without the marks of its special tokens, and its tokens."""
-        text, token_ids = self._guard.encode(text, add_special_tokens=False)
+        text, token_ids = self._guard.encode_whole(text)
         return text, [*token_ids, *self._end]

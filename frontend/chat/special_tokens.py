@@ -105,7 +105,7 @@ class SpecialTokenGuard:
         return _MARKS_IN_OUTPUT.sub("", prompt), token_ids
 
     def encode_whole(self, prompt: str) -> tuple[str, Sequence[int]]:
-        """Return the text and the tokens of an encoder's prompt, to which its tokenizer adds the special tokens.
+        """Return the text and the tokens of a prompt to which the tokenizer adds the special tokens.
 
         The first of them may also have been written by the template. It is not added twice.
         """

@@ -356,7 +356,10 @@ def _read_directory(
 def _text_config(config: ConfigFields) -> ConfigFields:
     """Return the language model's section of a config, with the defaults that its family omits."""
     nested = read_text_config(config)
-    text = config if nested is None else config.with_values(nested.config)
+    text = config
+    if nested is not None:
+        names = {"architectures": config.get("architectures")}
+        text = config.with_values({**nested.config, **names})
     text = with_common_names(with_decoder_fields(text))
     is_gemma3 = text.text("model_type").startswith("gemma3")
     return text.with_defaults(**DEFAULTS_OF_GEMMA3) if is_gemma3 else text

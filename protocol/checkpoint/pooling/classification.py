@@ -46,6 +46,18 @@ _RANKERS: Final = {
 }
 """Architecture -> its prompt and score. Such a model has one score, whatever the config says."""
 
+_PAIR_TEMPLATES: Final = {
+    # Images precede the texts, as in the authors' processor.
+    "LlamaNemotronVLForSequenceClassification": (
+        "{% for m in messages %}{% if m.content is not string %}{% for p in m.content %}"
+        "{% if p.type == 'image' %}{{ '<image> ' }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+        "{% for m in messages %}{{ ' \n \n passage:' if m.role == 'document' else 'question:' }}"
+        "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+        "{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+    ),
+}
+"""Architecture -> the prompt of a query and a document, for other models."""
+
 TOKENS: Final = "classifier_from_token"
 """The config field with the tokens, such as "no" and "yes", by which a decoder classifies.
 
@@ -113,7 +125,8 @@ def read_classifier(fields: ConfigFields) -> ClassifierConfig | None:
     )
     activation = _activation(fields, len(names))
     if (ranker := find_ranker(fields)) is None:
-        return ClassifierConfig(names, activation)
+        found = (_PAIR_TEMPLATES.get(name, "") for name in fields.texts("architectures"))
+        return ClassifierConfig(names, activation, next(found, ""))
     return ClassifierConfig(names, activation, ranker.template, ranker.end)
 
 

@@ -21,7 +21,10 @@ _NUM_ADDED: Final = 10
 
 
 class _Retriever(NamedTuple):
-    """The texts around a query, the prompt of a page, and the name and the default size of the matrix of a model."""
+    """The texts around a query, the prompt of a page, and the name and the default size of the matrix of a model.
+
+    Without a prompt, that of the checkpoint's chat template is used. The name is "" for a model without a matrix.
+    """
 
     prefix: str
     suffix: str
@@ -42,14 +45,16 @@ _COLIDEFICS: Final = _Retriever(
     "<|im_start|>User:<image>Describe the image.<end_of_utterance>\nAssistant:",
     "linear",
 )
+_COLMODERNVBERT: Final = _COLIDEFICS._replace(
+    page="<|begin_of_text|>User:<image>Describe the image.<end_of_utterance>\nAssistant:",
+    matrix="custom_text_proj",
+)
 _IN_TRANSFORMERS: Final = "embedding_proj_layer"
 _SIZE_FIELDS: Final = ("embedding_dim", "embed_dim", "dims", "dim", "projection_dim", "colbert_dim")
 _RETRIEVERS: Final = {
     "ColIdefics3": _COLIDEFICS,
-    "ColModernVBertForRetrieval": _COLIDEFICS._replace(
-        page="<|begin_of_text|>User:<image>Describe the image.<end_of_utterance>\nAssistant:",
-        matrix=_IN_TRANSFORMERS,
-    ),
+    "ColModernVBertForRetrieval": _COLMODERNVBERT,
+    "ModernVBertModel": _COLMODERNVBERT,
     "ColPali": _COLPALI,
     "ColPaliForRetrieval": _COLPALI._replace(prefix="Question: ", matrix=_IN_TRANSFORMERS),
     "ColQwen2": _COLQWEN,
@@ -63,6 +68,7 @@ _RETRIEVERS: Final = {
         prefix="Query: ",
         page=_COLQWEN.page.removesuffix("<|endoftext|>") + "<|im_start|>assistant\n<|endoftext|>",
     ),
+    "Qwen3VLNemotronEmbedModel": _Retriever("", "", "", ""),
 }
 """Architecture -> the model's texts and matrix."""
 
@@ -90,26 +96,33 @@ def read_image_retriever(path: Path, config: ConfigFields, whole: ConfigFields) 
     sizes = (whole.optional_integer(name) for name in _SIZE_FIELDS)
     size = next((size for size in sizes if size is not None), found.size)
     names = read_tensor_names(path)
-    is_named = f"{_IN_TRANSFORMERS}.weight" in names
-    matrix = _IN_TRANSFORMERS if is_named else found.matrix
-    dense = DenseConfig(
-        str(find_tensor(path, f"{matrix}.weight")),
-        config.integer("hidden_size"),
-        size,
-        f"{matrix}.bias" in names,
-        DenseActivation.IDENTITY,
-        matrix,
+    dense: tuple[DenseConfig, ...] = ()
+    if found.matrix:
+        choices = (_IN_TRANSFORMERS, f"model.{found.matrix}")
+        matrix = next((name for name in choices if f"{name}.weight" in names), found.matrix)
+        dense = (
+            DenseConfig(
+                str(find_tensor(path, f"{matrix}.weight")),
+                config.integer("hidden_size"),
+                size,
+                f"{matrix}.bias" in names,
+                DenseActivation.IDENTITY,
+                matrix,
+            ),
+        )
+    else:
+        size = config.integer("hidden_size")
+    template = (
+        "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+        f"{{% if p.type == 'image' %}}{{{{ {json.dumps(page)} }}}}{{% else %}}{{{{ p.text }}}}{{% endif %}}"
+        "{% endfor %}{% endif %}{% endfor %}"
     )
     return PoolerConfig(
         PoolingKind.ALL,
         True,
         size,
-        (dense,),
+        dense,
         {QUERY: processor.text("query_prefix", found.prefix), DOCUMENT: ""},
         text_changes=TextChangesConfig(suffixes={QUERY: found.suffix}),
-        chat_template=(
-            "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
-            f"{{% if p.type == 'image' %}}{{{{ {json.dumps(page)} }}}}{{% else %}}{{{{ p.text }}}}{{% endif %}}"
-            "{% endfor %}{% endif %}{% endfor %}"
-        ),
+        chat_template=template if page else "",
     )

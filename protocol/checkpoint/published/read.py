@@ -32,6 +32,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, str], dict[str, Any]]]] = {
     "Florence2ForConditionalGeneration": florence2,
     "InternS2PreviewForConditionalGeneration": interns2,
     "HfMoondream": moondream,
+    "LlamaNemotronVLForSequenceClassification": llama_nemotron_vl,
     "LlamaNemotronVLModel": llama_nemotron_vl,
     "LlavaLlamaForCausalLM": llava,
     "LlavaMistralForCausalLM": llava,
@@ -44,6 +45,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, str], dict[str, Any]]]] = {
     "OpenVLAForActionPrediction": openvla,
     "OpsColQwen3Model": colqwen3,
     "Phi4ForCausalLMV": phi4,
+    "Qwen3VLNemotronEmbedModel": colqwen3,
     "VisionEncoderDecoderModel": trocr,
 }
 

@@ -66,7 +66,7 @@ def ling3_vl(fields: ConfigFields, architecture: str) -> dict[str, Any]:
 
 
 def llama_nemotron_vl(fields: ConfigFields, architecture: str) -> dict[str, Any]:
-    """Return the fields of Llama Nemotron Embed VL, whose decoder's tokens attend to later ones."""
+    """Return the fields of Llama Nemotron Embed or Rerank VL, whose decoder's tokens attend to later ones."""
     text = fields.required_section("llm_config")
     pooling = fields.text("pooling", text.text("pooling", "avg"))
     if pooling not in (kinds := {"avg": "mean", "cls": "cls", "last": "last"}):
@@ -75,6 +75,7 @@ def llama_nemotron_vl(fields: ConfigFields, architecture: str) -> dict[str, Any]
     return {
         "model_type": "llama_nemotron_vl",
         "image_token_id": fields.get("img_context_token_id"),
+        "num_labels": fields.get("num_labels", text.get("num_labels")),
         "text_config": {**text.config, **values},
     }
 

@@ -14,13 +14,7 @@ import pytest
 import soundfile
 import torch
 import transformers
-from engine.frontend.media.layouts.pixels import Tile
-from engine.frontend.media.processor import process_image
-from engine.frontend.model_source.images.read import read_image_processor
 from engine.frontend.offline.llm import LLM
-from engine.protocol.checkpoint.field_names import text_section
-from engine.protocol.checkpoint.files import read_model_config
-from engine.protocol.checkpoint.pooling.embedding import read_embedding_files
 from safetensors.torch import save_file
 from support.audio.checkpoints import PARTS, reference_inputs
 from support.audio.gemma import IMAGE_PROCESSOR, gemma4_config
@@ -28,7 +22,6 @@ from support.checkpoints.tiny import sentencepiece_tokenizer
 from support.media.image_marks import GEMMA_MARKS
 from support.media.image_processors import image_processor
 from support.media.image_requests import data_url, picture
-from support.own_code.known_towers import llama_nemotron_vl
 from support.servers.server import Server, assert_nothing_is_held
 from support.vision.checkpoints import TEXT_SIZES, TOWER_SIZES, vision_directory
 from support.vision.qwen import qwen_directory, qwen_image_processor
@@ -47,22 +40,30 @@ QUERIES = {
     "ColQwen3_5": "{}" + "<|endoftext|>" * 10,
     "ColQwen3-tomoro": "{}" + "<|endoftext|>" * 10,
     "OpsColQwen3Model": "Query: {}" + "<|endoftext|>" * 10,
+    "ModernVBertModel": "{}" + "<end_of_utterance>" * 10,
+    "Qwen3VLNemotronEmbedModel": "{}",
 }
 """Model -> its form of a query. The names of others than transformers' models begin with their architectures."""
 BASES = {"colpali": "paligemma", "colqwen2": "qwen2_vl", "colqwen2-2.5": "qwen2_5_vl"}
 BASES |= {"ColQwen3": "qwen3_vl", "ColQwen3_5": "qwen3_5"}
 BASES |= {"ColQwen3-tomoro": "qwen3_vl", "OpsColQwen3Model": "qwen3_vl"}
+BASES |= {"Qwen3VLNemotronEmbedModel": "qwen3_vl"}
+MODERN = ("colmodernvbert", "ModernVBertModel")
 MATRICES = {
     "ColIdefics3": ("model.", "linear", 128),
     "ColQwen3": ("", "custom_text_proj", 320),
     "ColQwen3_5": ("", "custom_text_proj", 128),
     "ColQwen3-tomoro": ("vlm.model.", "embedding_proj_layer", 24),
+    "ModernVBertModel": ("model.", "model.custom_text_proj", 16),
     "OpsColQwen3Model": ("", "custom_text_proj", 64),
+    "Qwen3VLNemotronEmbedModel": ("", "", 0),
 }
-"""Other model -> the prefix of its tensors, and the name and the size of its matrix."""
+"""Other model -> the prefix of its tensors, and the name and the size of its matrix, if it has one."""
 FIELDS = {
     "ColQwen3-tomoro": {"model_type": "colqwen3", "embed_dim": 24},
+    "ModernVBertModel": {"embedding_dim": 16},
     "OpsColQwen3Model": {"model_type": "ops_colqwen3", "dims": 64},
+    "Qwen3VLNemotronEmbedModel": {"model_type": "qwen3_vl_nemotron_embed"},
 }
 
 
@@ -76,7 +77,7 @@ class Retriever:
         (qwen_directory if self.is_qwen else vision_directory)(path, self.base)
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(path)
         self.tokenizer.add_special_tokens({"additional_special_tokens": ADDED})
-        if kind == "colmodernvbert":
+        if kind in MODERN:
             cls = ("[CLS]", self.tokenizer.convert_tokens_to_ids("[CLS]"))
             self.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
                 single="[CLS] $A", special_tokens=[cls]
@@ -84,7 +85,7 @@ class Retriever:
         self.tokenizer.save_pretrained(path)
         config = transformers.AutoConfig.from_pretrained(path)
         config.get_text_config().vocab_size = len(self.tokenizer)
-        if kind == "colmodernvbert":
+        if kind in MODERN:
             config = transformers.ModernVBertConfig(
                 vision_config=TOWER_SIZES | {"model_type": "siglip_vision_model"},
                 text_config=TEXT_SIZES
@@ -98,7 +99,10 @@ class Retriever:
         if kind in MATRICES:
             model = transformers.AutoModel.from_config(config)
             prefix, matrix, size = MATRICES[kind]
-            linear = torch.nn.Linear(TEXT_SIZES["hidden_size"], size, bias=kind not in FIELDS)
+            linear = torch.nn.Identity()
+            if matrix:
+                has_bias = kind in MODERN or kind not in FIELDS
+                linear = torch.nn.Linear(TEXT_SIZES["hidden_size"], size, bias=has_bias)
         else:
             name = {"colpali": "ColPali", "colmodernvbert": "ColModernVBert"}.get(kind, "ColQwen2")
             whole = getattr(transformers, f"{name}Config")(vlm_config=config, embedding_dim=16)
@@ -144,7 +148,7 @@ class Retriever:
         return self.vectors(self.tokenizer(QUERIES[self.kind].format(text))["input_ids"])
 
 
-@pytest.mark.parametrize(("kind", "backend"), zip(QUERIES, ("native", "torch") * 5, strict=False))
+@pytest.mark.parametrize(("kind", "backend"), zip(QUERIES, ("native", "torch") * 6, strict=False))
 def test_queries_and_pages_have_the_vectors_of_transformers(
     tmp_path: Path, kind: str, backend: str
 ) -> None:
@@ -167,13 +171,11 @@ def test_queries_and_pages_have_the_vectors_of_transformers(
             {
                 "messages": messages,
                 "add_generation_prompt": False,
-                "add_special_tokens": kind == "colmodernvbert",
+                "add_special_tokens": kind in MODERN,
             },
         )
         assert status == 200, shown
-        assert (model.tokenizer.decode(shown["tokens"][:1]) == "[CLS]") is (
-            kind == "colmodernvbert"
-        )
+        assert (model.tokenizer.decode(shown["tokens"][:1]) == "[CLS]") is (kind in MODERN)
         page = model.vectors(shown["tokens"], image)
         np.testing.assert_allclose(pool(messages=messages), page, atol=1e-4)
         text = pool(input="brew tea")
@@ -265,55 +267,3 @@ def test_texts_images_and_audio_have_the_vectors_of_embedding_gemma_2(
         expected = torch.nn.functional.normalize(mean, dim=0)
         vector = answer["data"][0]["embedding"]
         np.testing.assert_allclose(vector, expected, atol=1e-4)
-
-
-@pytest.mark.parametrize("flags", [("-tp", "2"), ("--cpu-backend", "torch", "--chat-template")])
-def test_pages_and_queries_have_the_vectors_of_llama_nemotron_embed(
-    tmp_path: Path, flags: tuple[str, ...]
-) -> None:
-    tokenizer = sentencepiece_tokenizer()
-    marks = ["<IMG_CONTEXT>", "<img>", "</img>"]
-    tokenizer.add_special_tokens({"additional_special_tokens": marks})
-    bos = ("<bos>", tokenizer.convert_tokens_to_ids("<bos>"))
-    post = TemplateProcessing(single="<bos> $A", special_tokens=[bos])
-    tokenizer.backend_tokenizer.post_processor = post
-    tokenizer.save_pretrained(tmp_path)
-    mark, start, end = marks
-    token = tokenizer.convert_tokens_to_ids(mark)
-    model = llama_nemotron_vl(tmp_path, vocab_size=len(tokenizer), image_token=token)
-    config = read_model_config(tmp_path)
-    text = text_section(config)
-    assert text is not None
-    processor = read_image_processor(tmp_path, config, text, {})
-    assert processor is not None
-    # Four tiles and the whole image.
-    image = picture(3, 60, 60)
-    payloads = [x.payload for x in process_image(image, processor) if isinstance(x, Tile)]
-    assert len(payloads) == 5
-    part = {"type": "image_url", "image_url": {"url": data_url(image)}}
-    said = {"type": "text", "text": "brew tea"}
-    whole = f"{start}{mark * 20}{end}"
-    asked: list[tuple[str, list[Any], str]] = [
-        ("query", [said], "query: brew tea"),
-        ("document", [said, part], f"passage: {whole} brew tea"),
-        ("user", [part], f"{whole} "),
-    ]
-    if "--chat-template" in flags:
-        # A template that begins with BOS, as vLLM's for this model, which the tokenizer does not repeat.
-        template = read_embedding_files(tmp_path, text, config).pooler.chat_template
-        file = tmp_path / "own.jinja"
-        file.write_text("{{ bos_token }}" + template)
-        flags += (str(file),)
-    with Server(str(tmp_path), "--dtype", "float32", *flags) as server:
-        for index, (role, content, prompt) in enumerate(asked):
-            body = {"messages": [{"role": role, "content": content}]}
-            status, answer = server.post("/v1/embeddings", body)
-            assert status == 200, answer
-            ids = tokenizer(prompt)["input_ids"]
-            mean = model.mean_state(ids, [payloads] if start in prompt else [])
-            expected = torch.nn.functional.normalize(mean, dim=0)
-            vector = answer["data"][0]["embedding"]
-            np.testing.assert_allclose(vector, expected, atol=1e-4)
-            if index == 0:
-                server.child("worker 0").kill()
-        assert_nothing_is_held(server)

@@ -291,6 +291,7 @@ FAMILIES = (
     Family("ColQwen2_5", "colqwen2", qwen2),
     Family("ColQwen3", "colqwen3", _qwen3_vl),
     Family("OpsColQwen3Model", "ops_colqwen3", _qwen3_vl),
+    Family("Qwen3VLNemotronEmbedModel", "qwen3_vl_nemotron_embed", _qwen3_vl),
     Family("JinaVLForRanking", "qwen2_vl", qwen2),
     Family("Qwen2VLForConditionalGeneration", "qwen2_vl", qwen2),
     Family("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", qwen2),

@@ -257,9 +257,13 @@ def eagle2_5(directory: Path, *, vocab_size: int = 96, image_token: int = 95) ->
 
 
 def llama_nemotron_vl(
-    directory: Path, *, vocab_size: int = 96, image_token: int = 95
+    directory: Path,
+    *,
+    vocab_size: int = 96,
+    image_token: int = 95,
+    score: nn.Linear | None = None,
 ) -> OwnCodeModel:
-    """Write a Llama Nemotron Embed VL, which has Eagle's tower."""
+    """Write a Llama Nemotron Embed VL, which has Eagle's tower, or Rerank VL with the head `score`."""
     text = _text(vocab_size)
     decoder = transformers.LlamaModel(transformers.LlamaConfig(**text))
     vision = _SiglipWithMLP()
@@ -272,6 +276,11 @@ def llama_nemotron_vl(
         "llm_config": text | {"model_type": "llama_bidirec", "pooling": "avg"},
     }
     parts = {"language_model.": decoder, "vision_model.": vision.tower, "mlp1.": vision.mlp}
+    if score is not None:
+        fill(score)
+        published["architectures"] = ["LlamaNemotronVLForSequenceClassification"]
+        published["llm_config"] |= {"architectures": ["LlamaForCausalLM"], "num_labels": 1}
+        parts = {f"model.{name}": part for name, part in parts.items()} | {"score.": score}
     write(directory, published, parts, {})
     (directory / "preprocessor_config.json").unlink()
     (directory / "processor_config.json").write_text(json.dumps({"max_input_tiles": 4}))
