@@ -5,15 +5,22 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from operator import itemgetter
 from typing import Any, Final, Protocol
+
+import numpy as np
 
 from ...protocol.kv_events import MAX_BLOCK_CELLS, BlockState
 from .block_lifetimes import BlockLifetimes
 from .event_log import KVEventLog
+from .gradual_copy import GradualCopy
 
 NULL_BLOCK: Final = 0
 """The number of the null block, which fills unused entries of block tables and is never allocated."""
+
+COPIED_AT_ONCE: Final = 4096
+"""Number of blocks whose content hashes are copied per step for a snapshot. Copying them all would delay the step."""
 
 
 class BlockListener(Protocol):
@@ -65,11 +72,14 @@ class BlockPool:
         self.num_changes = 0
         """Increases whenever an allocation that failed might now succeed."""
         self._hash_of: list[bytes | None] = [None] * num_blocks
+        self._contents_copy: GradualCopy[bytes | None] | None = None
+        """A copy of `_hash_of` that is being made."""
         self._block_of: dict[bytes, int] = {}
         self._copies: dict[bytes, list[int]] = {}
         self._blank = array("q", range(num_blocks - 1, NULL_BLOCK, -1))
         # Entry i of `_freed` has the serial number `_first_serial` + i. An entry becomes stale when its block is held
-        # or freed again, so that holding an evictable block needs no search in `_freed`.
+        # or freed again, so that holding an evictable block needs no search in `_freed`. A block that is neither held
+        # nor evictable has the serial number -1.
         self._freed: deque[int] = deque()
         self._first_serial = 0
         self._serial_of = array("q", [-1]) * num_blocks
@@ -213,6 +223,9 @@ class BlockPool:
         """Make full, held blocks findable. Blocks whose content is cached already become copies."""
         self.num_changes += 1
         block_of, hash_of = self._block_of, self._hash_of
+        if self._contents_copy is not None:
+            for block in blocks:
+                self._contents_copy.keep_item(block, hash_of[block])
         for index, block in enumerate(blocks):
             digest = hashes[index]
             if block_of.setdefault(digest, block) == block:
@@ -237,7 +250,7 @@ class BlockPool:
             if first is None:
                 continue
             for block in (first, *self._copies.pop(digest, ())):
-                self._hash_of[block] = None
+                self._forget_content(block, digest)
                 self.lifetimes.stop_following(block)
                 # This also makes entries stale that date from before the block was held.
                 self._serial_of[block] = -1
@@ -254,10 +267,13 @@ class BlockPool:
         self._blank.extend(
             block for block, digest in enumerate(self._hash_of) if digest is not None
         )
+        # A copy that is being made reads the old list.
         self._hash_of = [None] * self.num_blocks
+        self._contents_copy = None
         self._block_of.clear()
         self._copies.clear()
         self._freed.clear()
+        self._serial_of = array("q", [-1]) * self.num_blocks
         self._num_evictable = 0
         self.lifetimes.reset()
         if self._events is not None:
@@ -266,23 +282,49 @@ class BlockPool:
             self.listener.cache_cleared()
         return True
 
+    def begin_copy(self) -> tuple[list[bytes | None], GradualCopy[bytes | None]]:
+        """Return the list of the content hash of each block, and a copy of it that `continue_copy` completes."""
+        if self._contents_copy is not None:
+            self._contents_copy.copy_items(self.num_blocks)
+        self._contents_copy = GradualCopy(self._hash_of)
+        return self._hash_of, self._contents_copy
+
+    def continue_copy(self) -> None:
+        """Copy some blocks more of a copy that is being made."""
+        if self._contents_copy is not None and self._contents_copy.copy_items(COPIED_AT_ONCE):
+            self._contents_copy = None
+
+    def rebuild(self) -> None:
+        """Compute the fields that are not part of snapshots."""
+        copies = set(chain.from_iterable(self._copies.values()))
+        self._block_of = {
+            digest: block
+            for block, digest in enumerate(self._hash_of)
+            if digest is not None and block not in copies
+        }
+        self._contents_copy = None
+        self._drop_stale()
+
     def _drop_stale(self) -> None:
-        serial_of, ref_counts = self._serial_of, self.ref_counts
-        serials = enumerate(self._freed, self._first_serial)
-        fresh = [
-            block
-            for serial, block in serials
-            if serial_of[block] == serial and not ref_counts[block]
-        ]
-        self._freed.clear()
-        self._freed += fresh
-        for serial, block in enumerate(fresh, self._first_serial):
-            serial_of[block] = serial
+        """Remove the stale entries of `_freed`."""
+        serials = np.frombuffer(self._serial_of, np.int64)
+        is_evictable = (serials >= 0) & (np.frombuffer(self.ref_counts, np.int64) == 0)
+        evictable = is_evictable.nonzero()[0]
+        evictable = evictable[serials[evictable].argsort()]
+        self._freed = deque(evictable.tolist())
+        self._first_serial = 0
+        serials[evictable] = np.arange(len(evictable))
+
+    def _forget_content(self, block: int, digest: bytes) -> None:
+        if self._contents_copy is not None:
+            self._contents_copy.keep_item(block, digest)
+        self._hash_of[block] = None
 
     def _evict(self, count: int, blocks: list[int]) -> None:
         """Evict the `count` least recently freed cached blocks and append them to `blocks`."""
         serial_of, ref_counts, freed = self._serial_of, self.ref_counts, self._freed
         hash_of, block_of, copies = self._hash_of, self._block_of, self._copies
+        gradual = self._contents_copy
         is_watched = (
             self._on_evict is not None or self._events is not None or self.listener is not None
         )
@@ -301,6 +343,9 @@ class BlockPool:
                     continue
                 del block_of[digest]
                 hash_of[block] = None
+                serial_of[block] = -1
+                if gradual is not None:
+                    gradual.keep_item(block, digest)
                 if is_watched:
                     self._report_evicted(digest, block)
             serial += 1
@@ -324,7 +369,7 @@ class BlockPool:
             copies.remove(block)
         if not copies:
             del self._copies[digest]
-        self._hash_of[block] = None
+        self._forget_content(block, digest)
         self._serial_of[block] = -1
         self.lifetimes.stop_following(block)
         if self.listener is not None:

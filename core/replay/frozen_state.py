@@ -7,6 +7,8 @@ relies on two rules:
 * All items of a list, all keys or values of a dictionary, and all values of one field of a class have the same type, or
   are None. So have the items at each position of their tuples.
 * Fields are assigned in `__init__`.
+
+The list of the block pool's contents has an item per block, so it is copied in parts, over several steps.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 import dis
 import enum
 from array import array
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from functools import cache
@@ -29,6 +31,8 @@ import numpy as np
 from ...protocol.encoder_inputs.inputs import EncoderInput
 from ...protocol.messages import EngineCoreRequest, FinishedRequest, RequestEvents, TokenLogprobs
 from ...protocol.sampling_params import SamplingParams
+from ..kv_cache.block_pool import BlockPool
+from ..kv_cache.gradual_copy import GradualCopy
 from ..scheduler.features.speculative import Drafts
 from ..state.batch import ScheduledRow
 from ..state.external_dependency import ExternalDependency
@@ -95,6 +99,11 @@ CONSTANT: Final[dict[type, frozenset[str]]] = {
 APPEND_ONLY: Final[dict[type, frozenset[str]]] = {Request: frozenset({"_block_hashes"})}
 """The lists of each class to which immutable items are only appended, so that capturing the length suffices."""
 
+DERIVED: Final[dict[type, frozenset[str]]] = {
+    BlockPool: frozenset({"_block_of", "_contents_copy", "_freed", "_first_serial"})
+}
+"""The fields of each class that are not captured, because its method `rebuild` computes them from the others."""
+
 _IMMUTABLE: Final = ATOMS | {
     str,
     SamplingParams,
@@ -104,11 +113,12 @@ _IMMUTABLE: Final = ATOMS | {
     TokenLogprobs,
 }
 _NUMBERS: Final = frozenset({bool, int, float})
-_EMPTY: Final[dict[type, Any]] = {list: [], deque: [], set: [], dict: {}, OrderedDict: {}}
-"""Container types, each with the object that represents every empty container of that type."""
+_NO_ITEMS: Final[dict[Any, Any]] = {}
+"""The object that represents every empty container."""
+_CONTAINERS: Final = frozenset({list, deque, set, dict, OrderedDict})
 
-Freezer: TypeAlias = Callable[["FrozenState", Sequence[Any]], Iterator[Sequence[Any]]]
-"""A function that copies the mutable parts of objects of one class, and yields lists of the objects to visit next."""
+Freezer: TypeAlias = Callable[["FrozenState", Sequence[Any]], None]
+"""A function that copies the mutable parts of objects of one class."""
 
 
 class Blank(msgspec.Struct, tag=2, array_like=True, gc=False, frozen=True):
@@ -130,107 +140,135 @@ class FrozenState:
         self._seen: dict[int, Any] = {}
         self._copies: dict[int, Any] = {}
         self._lengths: dict[int, int] = {}
-        self._columns: dict[type, list[list[Any]]] = {}
-        self._rows: dict[int, int] = {}
-        columns: list[Sequence[Any]] = [[root]]
-        while columns:
-            column = columns.pop()
-            kinds = set(map(type, column))
-            for kind in kinds:
-                if (freeze := _find_freezer(kind)) is not None:
-                    is_alike = len(kinds) == 1
-                    alike = column if is_alike else [o for o in column if type(o) is kind]
-                    columns += freeze(self, alike)
+        self._rows: dict[int, tuple[Any, ...]] = {}
+        self._pending: defaultdict[type, list[Any]] = defaultdict(list)
+        self._visit([root])
+        while self._pending:
+            kind, items = self._pending.popitem()
+            _find_freezer(kind)(self, items)  # type: ignore[misc]
 
     def get_copy(self, container: Any) -> Any:
-        """Return a list, dictionary or array as it was when captured; the object itself if it is immutable."""
+        """Return a container or an array as it was when captured; the object itself if it is immutable.
+
+        A list represents a `deque` or a set.
+        """
         length = self._lengths.get(id(container))
         if length is not None:
             return container[:length]
-        return self._copies.get(id(container), container)
+        found = self._copies.get(id(container), container)
+        return found.read() if type(found) is GradualCopy else found
 
     def get_fields(self, instance: Any) -> dict[str, Any]:
         """Return the captured values of an instance's fields, with `Blank` for the fields in `CONTENT`."""
         kind: type = type(instance)
-        names = changing_names(kind)
         row = self._rows.get(id(instance))
         if row is None:
             held = untouched_fields(instance)
         else:
-            held = {n: c[row] for n, c in zip(names, self._columns[kind], strict=True)}
+            held = dict(zip(changing_names(kind), row, strict=True))
         content = CONTENT.get(kind, frozenset())
         found = {}
-        for name in field_names(kind):
+        for name in captured_names(kind):
             value = held[name] if name in held else getattr(instance, name)
             found[name] = blank(value) if name in content else value
         return found
+
+    def take_containers(self, size: int) -> list[dict[Any, Any] | list[Any]]:
+        """Return all containers of more than `size` captured objects, whose last references may be here.
+
+        Remove their items from the last to the first container. Freeing all at once would delay a step.
+        """
+        copies = (
+            held.copied if type(held) is GradualCopy else held for held in self._copies.values()
+        )
+        large = [held for held in copies if type(held) in (list, dict) and len(held) > size]
+        return [self._seen, self._rows, self._copies, *large]
+
+    def _visit(self, items: Sequence[Any]) -> None:
+        """Let objects be frozen, unless they are immutable."""
+        kinds = set(map(type, items))
+        for kind in kinds:
+            if _find_freezer(kind) is not None:
+                self._pending[kind] += (
+                    items if len(kinds) == 1 else [item for item in items if type(item) is kind]
+                )
+
+    def freeze_containers(self, items: Sequence[Any]) -> None:
+        """Copy lists, sets and dictionaries, and visit their items if these may refer to mutable objects."""
+        for item in items:
+            key = id(item)
+            if key in self._seen:
+                continue
+            self._seen[key] = item
+            if not item:
+                self._copies[key] = _NO_ITEMS
+            elif isinstance(item, dict):
+                entries = self._copies[key] = dict(item)
+                for held in (entries, entries.values()):
+                    if _may_refer(held):
+                        self._visit(list(held))
+            else:
+                copied = self._copies[key] = list(item)
+                if _may_refer(copied):
+                    self._visit(copied)
+
+    def freeze_arrays(self, items: Sequence[Any]) -> None:
+        """Copy arrays."""
+        self._copies.update((key, copy(item)) for key, item in self._add_new(items).items())
+
+    def freeze_values(self, items: Sequence[Any]) -> None:
+        """Copy nothing, and visit the items of tuples and frozen sets."""
+        self._visit(list(chain.from_iterable(items)))
+
+    def freeze_constants(self, items: Sequence[Any]) -> None:
+        """Copy nothing, and visit each field of immutable structs."""
+        kind: type = type(items[0])
+        for name in field_names(kind):
+            self._visit(list(map(attrgetter(name), items)))
+
+    def freeze_requests(self, items: Sequence[Request]) -> None:
+        """Copy the fields of requests, except of those that are untouched."""
+        touched = [request for request in items if not request.is_untouched]
+        if touched:
+            self.freeze_rows(touched)
+
+    def freeze_pools(self, items: Sequence[BlockPool]) -> None:
+        """Copy the fields of a pool of blocks, and begin to copy its contents."""
+        for pool in items:
+            if id(pool) not in self._seen:
+                contents, gradual = pool.begin_copy()
+                self._seen[id(contents)] = contents
+                self._copies[id(contents)] = gradual
+                self.freeze_rows([pool])
+
+    def freeze_rows(self, items: Sequence[Any]) -> None:
+        """Copy the fields of objects that may change, and visit those that may refer to mutable objects."""
+        new = self._add_new(items)
+        if not new:
+            return
+        kind: type = type(items[0])
+        rows = list(map(_get_changing(kind), new.values()))
+        self._rows.update(zip(new, rows, strict=True))
+        for index, is_append_only in _visited_fields(kind):
+            if len(rows) == 1 and not is_append_only:
+                value = rows[0][index]
+                value_type: type = type(value)
+                if _find_freezer(value_type) is not None:
+                    self._pending[value_type].append(value)
+            elif type(rows[0][index]) not in _NUMBERS:
+                column = [row[index] for row in rows]
+                if is_append_only:
+                    self._lengths.update(
+                        (id(held), len(held)) for held in column if held is not None
+                    )
+                elif _may_refer(column):
+                    self._visit(column)
 
     def _add_new(self, items: Sequence[Any]) -> dict[int, Any]:
         seen = self._seen
         new = {id(item): item for item in items if id(item) not in seen}
         seen.update(new)
         return new
-
-    def freeze_containers(self, items: Sequence[Any]) -> Iterator[Sequence[Any]]:
-        """Copy lists, sets and dictionaries, and yield their items if these must be visited."""
-        new = self._add_new(items)
-        empty = _EMPTY[type(items[0])]
-        kind = type(empty)
-        copies = [kind(item) if item else empty for item in new.values()]
-        self._copies.update(zip(new, copies, strict=True))
-        for held in filter(None, copies):
-            if _may_refer(held):
-                yield list(held)
-            if kind is dict and _may_refer(held.values()):
-                yield list(held.values())
-
-    def freeze_arrays(self, items: Sequence[Any]) -> Iterator[Sequence[Any]]:
-        """Copy arrays."""
-        self._copies.update((key, copy(item)) for key, item in self._add_new(items).items())
-        yield ()
-
-    def freeze_values(self, items: Sequence[Any]) -> Iterator[Sequence[Any]]:
-        """Copy nothing, and yield the items of tuples and frozen sets."""
-        yield list(chain.from_iterable(items))
-
-    def freeze_constants(self, items: Sequence[Any]) -> Iterator[Sequence[Any]]:
-        """Copy nothing, and yield each field of immutable structs."""
-        kind: type = type(items[0])
-        for name in field_names(kind):
-            yield list(map(attrgetter(name), items))
-
-    def freeze_requests(self, items: Sequence[Request]) -> Iterator[Sequence[Any]]:
-        """Copy the fields of requests, except of those that are untouched."""
-        touched = [request for request in items if not request.is_untouched]
-        return self.freeze_rows(touched) if touched else iter(())
-
-    def freeze_rows(self, items: Sequence[Any]) -> Iterator[Sequence[Any]]:
-        """Copy the fields of objects that may change, field by field, and yield those that must be visited."""
-        new = self._add_new(items)
-        if not new:
-            return
-        seen = self._seen
-        kind: type = type(items[0])
-        skipped = CONTENT.get(kind, frozenset())
-        append_only = APPEND_ONLY.get(kind, frozenset())
-        names = changing_names(kind)
-        columns = self._columns.setdefault(kind, [[] for _ in names])
-        first_row = len(columns[0]) if columns else 0
-        self._rows.update(zip(new, range(first_row, first_row + len(new)), strict=True))
-        if not names:
-            return
-        rows = map(_get_changing(kind), new.values())
-        for name, column, added in zip(names, columns, zip(*rows, strict=True), strict=True):
-            column += added
-            if type(added[0]) in _NUMBERS or name in skipped:
-                continue
-            if len(added) == 1 and id(added[0]) in seen:
-                # Other components refer to it, too.
-                continue
-            if name in append_only:
-                self._lengths.update((id(held), len(held)) for held in added if held is not None)
-            elif _may_refer(added):
-                yield added
 
 
 def is_given(kind: type) -> bool:
@@ -296,7 +334,9 @@ def _find_freezer(kind: type) -> Freezer | None:
         return None
     if kind is Request:
         return FrozenState.freeze_requests
-    if kind in _EMPTY:
+    if kind is BlockPool:
+        return FrozenState.freeze_pools
+    if kind in _CONTAINERS:
         return FrozenState.freeze_containers
     if kind is np.ndarray or kind is array:
         return FrozenState.freeze_arrays
@@ -349,10 +389,25 @@ def _get_changing(kind: type) -> Callable[[Any], tuple[Any, ...]]:
 
 
 @cache
+def captured_names(kind: type) -> tuple[str, ...]:
+    """Return the fields of a class that are captured."""
+    derived = DERIVED.get(kind, frozenset())
+    return tuple(name for name in field_names(kind) if name not in derived)
+
+
+@cache
 def changing_names(kind: type) -> tuple[str, ...]:
-    """Return the fields of a class whose values may change."""
+    """Return the captured fields of a class whose values may change."""
     constant = CONSTANT.get(kind, frozenset())
-    return tuple(name for name in field_names(kind) if name not in constant)
+    return tuple(name for name in captured_names(kind) if name not in constant)
+
+
+@cache
+def _visited_fields(kind: type) -> list[tuple[int, bool]]:
+    """Return the indices in `changing_names` of all fields but user content, and whether each is in `APPEND_ONLY`."""
+    skipped, append_only = CONTENT.get(kind, frozenset()), APPEND_ONLY.get(kind, frozenset())
+    names = enumerate(changing_names(kind))
+    return [(index, name in append_only) for index, name in names if name not in skipped]
 
 
 def untouched_fields(request: Request) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Sequence
 from itertools import chain
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -72,7 +72,13 @@ FEW_STOPS: Final = 16
 """Number of distinct stop tokens up to which each is searched for separately."""
 
 FREED_PER_STEP: Final = 250
-"""Number of events of a dropped segment that are freed per step, because freeing all at once would delay a step."""
+"""Number of objects of a dropped segment that are freed per step, because freeing all at once would delay a step."""
+
+FREED_HASHES_PER_STEP: Final = 4096
+"""Number of block hashes in the initial state of a dropped segment that are freed per step."""
+
+MAX_UNFLUSHED: Final = 8
+"""Number of decisions above which a new segment begins one turn after the last flush, not in the same turn."""
 
 LATE_FACTOR: Final = 2
 """Factor by which a segment may exceed `segment_bytes` before the next one begins even if a step waits for it."""
@@ -116,7 +122,8 @@ class EventLog:
         self._decided: list[tuple[Decided, dict[int, EngineCoreOutputs]]] = []
         """Decisions that are not in the decision hash yet."""
         self._num_recent_bytes = 0
-        self._outdated: list[Event] = []
+        self._outdated: list[dict[Any, Any] | list[Any]] = []
+        """Containers of the objects of a dropped segment."""
         self.problem = ""
         """The error that prevented later states from being captured; empty if there was none."""
 
@@ -146,12 +153,23 @@ class EventLog:
         self.num_bytes += EVENT_BYTES
 
     def add_update(self, event: Update) -> None:
-        """Record the output of a step. Also frees a few events of a dropped segment."""
+        """Record the output of a step. Also frees a few objects of a dropped segment."""
         self.events.append(event)
         self._recent.append(event)
         self._num_recent_bytes += len(event.result.sampled_token_ids)
         if self._outdated:
-            del self._outdated[-FREED_PER_STEP:]
+            self._free_some()
+
+    def _free_some(self) -> None:
+        held = self._outdated[-1]
+        if isinstance(held, dict):
+            for _ in range(min(FREED_PER_STEP, len(held))):
+                held.popitem()
+        else:
+            is_hash = bool(held) and type(held[-1]) in (bytes, type(None))
+            del held[-(FREED_HASHES_PER_STEP if is_hash else FREED_PER_STEP) :]
+        if not held:
+            self._outdated.pop()
 
     def record_step(self, event: Schedule, step: SchedulerOutput | None) -> None:
         """Record the result of `schedule`. The step must not change afterwards."""
@@ -224,6 +242,15 @@ class EventLog:
             is_stop |= token_ids == token_id
         return is_stop.nonzero()[0]
 
+    def end_turn(self, scheduler: Scheduler) -> None:
+        """Begin the next segment if the last one is full. Otherwise do other work for which there is time now."""
+        if self.num_bytes <= self.segment_bytes:
+            scheduler.kv_cache_manager.pool.continue_copy()
+        elif len(self._decided) > MAX_UNFLUSHED:
+            self.flush()
+        else:
+            self.roll_over(scheduler)
+
     def roll_over(self, scheduler: Scheduler) -> None:
         """Begin the next segment with the scheduler's current state, unless capturing it would take too long."""
         requests = scheduler.requests
@@ -240,7 +267,10 @@ class EventLog:
         self.flush()
         self._ends = {request.stop_token_ids for request in requests.values()}
         if len(self.segments) == self.segments.maxlen:
-            self._outdated = self.segments[0].events
+            old = self.segments[0]
+            self._outdated = [old.events]
+            if old.start is not None:
+                self._outdated += old.start.take_containers(FREED_PER_STEP)
         initial_hash = self.decision_hash.value
         self.decision_hash = DecisionHash(initial_hash)
         self.segments.append(Segment(start, start is not None, initial_hash))

@@ -333,8 +333,7 @@ class RecordedScheduler(SchedulerInterface):
 
     def end_turn(self) -> None:
         """Begin a new segment of the log if the last one is full. The workers have a step to run meanwhile."""
-        if self.log.num_bytes > self.log.segment_bytes:
-            self.log.roll_over(self.scheduler)
+        self.log.end_turn(self.scheduler)
         self.scheduler.end_turn()
 
     def update_from_output(

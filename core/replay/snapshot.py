@@ -27,10 +27,12 @@ from ...protocol.sampling_params import ReturnedStates, SamplingParams, Structur
 from .frozen_state import (
     ATOMS,
     CONTENT,
+    DERIVED,
     ROOT,
     Blank,
     FrozenState,
     blank,
+    captured_names,
     field_names,
     find_engine_class,
     is_engine_class,
@@ -425,7 +427,7 @@ class _Restorer:
                 vars(given).pop(name, None)
         else:
             target = kind.__new__(kind)
-            lacking = set(field_names(kind)).difference(names)
+            lacking = set(captured_names(kind)).difference(names)
             if lacking:
                 raise SnapshotError(
                     f"the recorded {kind.__name__} has no {', '.join(sorted(lacking))}: the class has "
@@ -440,6 +442,8 @@ class _Restorer:
                     f"{kind.__name__} no longer has {name}: the class has changed, and only a log that "
                     "begins at startup can be replayed"
                 ) from error
+        if kind in DERIVED:
+            target.rebuild()
         return target
 
     def _container(self, kind: Any, given: Any) -> Any:

@@ -22,7 +22,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from engine.core.replay.frozen_state import FrozenState
 from engine.core.replay.recorder import RecordedScheduler, Setup
 from engine.protocol.arrays import int32_bytes, int32_view
 from engine.protocol.block_hash import hash_blocks, root_hash
@@ -56,8 +55,9 @@ class Loop:
         num_tokens: int,
         budget: int | None = None,
         speculative: SpeculativeConfig | None = None,
+        num_blocks: int = 0,
     ) -> None:
-        num_blocks = num_seqs * (num_tokens // BLOCK_SIZE + 1) + 2
+        num_blocks = num_blocks or num_seqs * (num_tokens // BLOCK_SIZE + 1) + 2
         setup = Setup(
             SchedulerConfig(
                 max_num_seqs=num_seqs,
@@ -307,19 +307,44 @@ def long_prompt(length: int, repeats: int) -> dict[str, Any]:
     }
 
 
-def snapshot(num_running: int, num_waiting: int) -> dict[str, Any]:
-    """Measure capturing the whole state, which the event log does once in some thousand steps, while a step runs."""
-    loop = Loop(num_running, 2048)
-    for _ in range(num_running):
-        loop.add(512, 1024)
-    loop.send()
+def snapshots(num_running: int, num_waiting: int, num_blocks: int, steps: int) -> dict[str, Any]:
+    """Measure the ends of turns, in which the event log captures the state once in some hundred steps.
+
+    Four requests arrive and end per step, and all blocks are cached.
+    """
+    loop = Loop(num_running, 2048, num_blocks=num_blocks)
+    scheduler = loop.scheduler
+    assert isinstance(scheduler, RecordedScheduler)
+    pool = scheduler.scheduler.kv_cache_manager.pool
+    while pool.num_blank > num_running * 8:
+        loop.add(2000, 1)
+        loop.run()
+    lifetime = num_running // 4
+    for index in range(num_running):
+        loop.add(500, 1 + index // 4)
     for _ in range(num_waiting):
-        loop.add(512, 1024)
-    scheduler = getattr(loop.scheduler, "scheduler", loop.scheduler)
+        loop.add(500, lifetime)
+    loop.send()
+    arrivals = iter([loop.request(500, lifetime) for _ in range(4 * (steps + 20))])
+    captures: list[float] = []
+    gc.collect()
+    gc.freeze()
+    for step in range(steps + 20):
+        for _ in range(4):
+            scheduler.add_request(0, next(arrivals), 0.0)
+        loop.run()
+        last = scheduler.log.segments[-1]
+        start = time.perf_counter()
+        scheduler.end_turn()
+        us = (time.perf_counter() - start) * 1e6
+        if scheduler.log.segments[-1] is not last and step > 20:
+            captures.append(us)
+    gc.unfreeze()
     return {
-        "case": f"snapshot with {num_waiting} waiting",
+        "case": f"snapshots of {num_blocks} blocks with {num_waiting} waiting",
         "running": num_running,
-        **summary(time_each(lambda: FrozenState(scheduler), 20)),
+        "number": len(captures),
+        **summary(captures),
     }
 
 
@@ -352,7 +377,8 @@ def main() -> None:
     report(churn(1024, args.steps, 100))
     report(many_waiting(256, args.steps, 100_000))
     report(long_prompt(32_768, 50))
-    report(snapshot(256, 1000))
+    for num_waiting in (0, 1000, 9000):
+        report(snapshots(256, num_waiting, 131_072, 10 * args.steps))
 
 
 def report(result: dict[str, Any]) -> None:
