@@ -21,10 +21,12 @@ CHECKPOINT_QUANTIZATIONS = {
     "bitnet": "bitnet",
     "bitsandbytes": "bitsandbytes",
     "fp8": "fp8",
+    "hqq": "hqq",
     "mxfp4": "mxfp4",
     "mxfp8": "mxfp8",
     "quark": "quark",
     "modelopt": "modelopt",
+    "torchao": "torchao",
     "compressed-tensors": "compressed-tensors",
 }
 """Value of `--quantization` -> the `quant_method` that the checkpoint must have."""

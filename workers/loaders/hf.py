@@ -258,6 +258,11 @@ class HFCheckpoint(Checkpoint):
             tensor = tensor.tensors[0]
         return tensor.file.dtype(tensor.name)
 
+    def stored_text(self, name: str, about: str) -> str | None:
+        """Return the text about something in the header of the file that has a tensor; None without any."""
+        tensor = self._tensor(name)
+        return None if isinstance(tensor, JoinedTensor) else tensor.file.texts.get(about)
+
     def load(
         self, name: str, *parts: range | None, dtype: torch.dtype | None = None
     ) -> torch.Tensor:

@@ -42,6 +42,9 @@ class StoredTensors(Protocol):
     def stored_dtype(self, name: str) -> str:
         """Return the dtype of a stored tensor in safetensors' spelling."""
 
+    def stored_text(self, name: str, about: str) -> str | None:
+        """Return the text about something in the header of the file that has a tensor; None without any."""
+
     def load(self, name: str, *parts: range | None) -> torch.Tensor:
         """Read ranges of a stored tensor's dimensions."""
 
@@ -58,7 +61,7 @@ class QuantizedModules:
         for name in stored:
             module, _, tensor = name.rpartition(".")
             if (scheme := schemes.find(module, tensor, checkpoint.stored_dtype(name))) is not None:
-                found = _stored_module(checkpoint, stored, module)
+                found = _stored_module(checkpoint, stored, module, tensor)
                 self._modules[f"{module}.weight"] = scheme, found
         if not self._modules:
             markers = " or ".join(
@@ -124,7 +127,9 @@ class QuantizedModules:
         return scheme.matrix(module, rows, columns)
 
 
-def _stored_module(checkpoint: StoredTensors, stored: frozenset[str], module: str) -> StoredModule:
+def _stored_module(
+    checkpoint: StoredTensors, stored: frozenset[str], module: str, marker: str
+) -> StoredModule:
     def shape(tensor: str) -> tuple[int, ...] | None:
         name = f"{module}.{tensor}"
         return checkpoint.stored_shape(name) if name in stored else None
@@ -137,7 +142,12 @@ def _stored_module(checkpoint: StoredTensors, stored: frozenset[str], module: st
         return checkpoint.load(f"{module}.{tensor}", *parts)
 
     return StoredModule(
-        module, shape, dtype, load, functools.partial(CheckpointError, checkpoint.path)
+        module,
+        shape,
+        dtype,
+        load,
+        functools.partial(CheckpointError, checkpoint.path),
+        checkpoint.stored_text(f"{module}.{marker}", f"{module}.weight"),
     )
 
 

@@ -7,13 +7,14 @@ and to the matrix that these represent, float32 [O, D].
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from support.checkpoints import minifloats, torchao
 from support.checkpoints.bitsandbytes import eight_bits, four_bits
 from torch import Tensor
 
@@ -28,6 +29,9 @@ Stored = tuple[dict[str, Tensor], Tensor]
 class Format:
     config: dict[str, Any]
     store: Callable[[Tensor], Stored]
+    kind: str = ""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """The class of torchao whose attributes `fields` the header of the file describes."""
 
 
 def quantize_directory(directory: Path, name: str) -> dict[str, Tensor]:
@@ -37,20 +41,23 @@ def quantize_directory(directory: Path, name: str) -> dict[str, Tensor]:
     for file in files:
         file.unlink()
     (directory / "model.safetensors.index.json").unlink(missing_ok=True)
-    stored, meaning = {}, {}
+    stored, meaning, texts = {}, {}, {}
+    form = FORMATS[name]
     for key, tensor in tensors.items():
         module, _, last = key.rpartition(".")
         if last == "weight" and module.endswith("_proj"):
-            parts, meaning[key] = FORMATS[name].store(tensor.float())
+            parts, meaning[key] = form.store(tensor.float())
+            if form.kind:
+                texts[key] = torchao.header(form.kind, tensor, **form.fields)
             stored |= {
                 f"{module}.{part}": x.clone(memory_format=torch.contiguous_format)
                 for part, x in parts.items()
             }
         else:
             stored[key] = meaning[key] = tensor
-    save_file(stored, directory / "model.safetensors")
+    save_file(stored, directory / "model.safetensors", texts or None)
     config = json.loads((directory / "config.json").read_text())
-    config["quantization_config"] = FORMATS[name].config
+    config["quantization_config"] = form.config
     (directory / "config.json").write_text(json.dumps(config))
     return meaning
 
@@ -166,26 +173,6 @@ def _float8_powers(w_OD: Tensor) -> Stored:
     return {"weight": q_OD, "scale": scale.to(torch.float8_e8m0fnu)}, q_OD.float() * scale_OD
 
 
-def _mxfp8(w_OD: Tensor) -> Stored:
-    """Store float8 groups of 32 whose scales are exponents, as transformers does."""
-    groups_OGK = w_OD.unflatten(1, (-1, 32))
-    exponents = (groups_OGK.abs().amax(-1) / 448).log2().ceil().clamp(-127)
-    q_OGK = (groups_OGK / 2 ** exponents.unsqueeze(-1)).to(torch.float8_e4m3fn)
-    meaning_OD = (q_OGK.float() * 2 ** exponents.unsqueeze(-1)).flatten(1)
-    scales = (exponents + 127).to(torch.uint8)
-    return {"weight": q_OGK.flatten(1), "weight_scale_inv": scales}, meaning_OD
-
-
-def _four_bits_beside_float8(w_OD: Tensor) -> Stored:
-    """Store an expert of DeepSeek-V4."""
-    tensors, meaning_OD = _mxfp4(w_OD)
-    codes, scales = tensors["blocks"].flatten(1), tensors["scales"]
-    return {
-        "weight": codes.view(torch.int8),
-        "scale": scales.view(torch.float8_e8m0fnu),
-    }, meaning_OD
-
-
 def _float8_blocks(w_OD: Tensor) -> Stored:
     rows, columns = w_OD.shape
     row_block, column_block = torch.arange(rows) // BLOCK, torch.arange(columns) // BLOCK
@@ -219,14 +206,8 @@ def _auto_round(w_OD: Tensor) -> Stored:
 def _quark(w_OD: Tensor) -> Stored:
     """Store wide matrices with four bits, and high ones with eight."""
     if w_OD.shape[0] < w_OD.shape[1]:
-        return _packed_minifloats("mxfp4", "weight")(w_OD)
+        return minifloats.packed_minifloats("mxfp4", "weight")(w_OD)
     return _float8(lambda x_OD: x_OD.abs().max() / 448)(w_OD)
-
-
-def _exponents(w_OD: Tensor) -> Stored:
-    """Store MXFP8 as compressed-tensors and ModelOpt do."""
-    tensors, meaning_OD = _mxfp8(w_OD)
-    return {"weight": tensors["weight"], "weight_scale": tensors["weight_scale_inv"]}, meaning_OD
 
 
 def _gptq_config(bits: int, **others: Any) -> dict[str, Any]:
@@ -243,60 +224,11 @@ _FLOAT8_POWERS = {
 
 _E4M3 = {"num_bits": 8, "type": "float"}
 
-_E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-
-
-def _mxfp4(w_OD: Tensor) -> Stored:
-    groups_OGN = w_OD.unflatten(1, (-1, 32))
-    exponent_OG1 = (groups_OGN.abs().amax(2, keepdim=True).clamp(min=1e-9) / 6).log2().ceil()
-    scale_OG1 = 2**exponent_OG1
-    codes_OGN = ((groups_OGN / scale_OG1).abs().unsqueeze(-1) - _E2M1).abs().argmin(-1)
-    is_negative = groups_OGN < 0
-    meaning = torch.where(is_negative, -1, 1) * _E2M1[codes_OGN] * scale_OG1
-    codes_OGN = (codes_OGN | is_negative.long() << 3).to(torch.uint8)
-    blocks = codes_OGN[..., ::2] | codes_OGN[..., 1::2] << 4
-    scales = (exponent_OG1.squeeze(2) + 127).to(torch.uint8)
-    return {"blocks": blocks, "scales": scales}, meaning.flatten(1)
-
-
-def _packed_minifloats(kind: str, stored_as: str) -> Callable[[Tensor], Stored]:
-    """Store MXFP4 or NVFP4 as compressed-tensors, ModelOpt or MiMo-V2.6 do."""
-
-    def store(w_OD: Tensor) -> Stored:
-        groups_OGN = w_OD.unflatten(1, (-1, 32 if kind == "mxfp4" else 16))
-        amax_OG1 = groups_OGN.abs().amax(2, keepdim=True).clamp(min=1e-9)
-        factor = w_OD.abs().max() / (6 * 448) if kind == "nvfp4" else torch.tensor(1.0)
-        if kind == "mxfp4":
-            exponent_OG1 = (amax_OG1 / 6).log2().ceil()
-            stored_OG1, scale_OG1 = (exponent_OG1 + 127).to(torch.uint8), 2**exponent_OG1
-        else:
-            stored_OG1 = (amax_OG1 / 6 / factor).to(torch.float8_e4m3fn)
-            scale_OG1 = stored_OG1.float().clamp(min=2**-9) * factor
-        codes_OGN = ((groups_OGN / scale_OG1).abs().unsqueeze(-1) - _E2M1).abs().argmin(-1)
-        sign_OGN = torch.where(groups_OGN < 0, -1, 1)
-        meaning = (
-            sign_OGN
-            * _E2M1[codes_OGN]
-            * (scale_OG1 if kind == "mxfp4" else stored_OG1.float() * factor)
-        )
-        codes_OD = (codes_OGN | (groups_OGN < 0).long() << 3).to(torch.uint8).flatten(1)
-        tensors = {
-            stored_as: codes_OD[:, ::2] | codes_OD[:, 1::2] << 4,
-            "weight_scale": stored_OG1.squeeze(2),
-        }
-        if kind == "nvfp4" and stored_as == "weight":
-            tensors |= {"weight_scale_2": factor, "input_scale": torch.tensor(0.02)}
-        elif kind == "nvfp4":
-            tensors["weight_global_scale"] = (1 / factor).reshape(1)
-        return tensors, meaning.flatten(1)
-
-    return store
-
 
 def _mixed_precision(w_OD: Tensor) -> Stored:
     """Store wide matrices with four bits, and high ones with eight."""
     if w_OD.shape[0] < w_OD.shape[1]:
-        return _packed_minifloats("nvfp4", "weight")(w_OD)
+        return minifloats.packed_minifloats("nvfp4", "weight")(w_OD)
     static = _float8(lambda x_OD: x_OD.abs().max() / 448, input_scale=torch.tensor(0.02))
     return static(w_OD)
 
@@ -310,7 +242,38 @@ def _bitnet(w_OD: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     return {"weight": packed, "weight_scale": scale}, q_OD * scale
 
 
+def _quark_integers(*, is_signed: bool) -> Callable[[Tensor], Stored]:
+    """Store integers in AWQ's order, or signed ones in plain order."""
+
+    def store(w_OD: Tensor) -> Stored:
+        q_OD, _, scale_OG, meaning_OD = _integers(w_OD, 4, symmetric=is_signed)
+        if is_signed:
+            words = {"weight": _pack((q_OD ^ 8).T, 4)}
+        else:
+            stored, _ = _awq(w_OD)
+            words = {"weight": stored["qweight"], "weight_zero_point": stored["qzeros"]}
+        return words | {"weight_scale": scale_OG.T}, meaning_OD
+
+    return store
+
+
+def _block_grid(w_OD: Tensor) -> Stored:
+    """Store float8 blocks of 128 as ModelOpt does."""
+    scale = w_OD.abs().max() / 448
+    grid = scale * torch.ones(-(-w_OD.shape[0] // 128), 1, -(-w_OD.shape[1] // 128), 1)
+    q_OD = (w_OD / scale).to(torch.float8_e4m3fn)
+    return {"weight": q_OD, "weight_scale": grid}, q_OD.float() * scale
+
+
 _BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+
+_TORCHAO = {"quant_method": "torchao"}
+_AUTO_ROUND_MX = {
+    "quant_method": "auto-round",
+    "packing_format": "auto_round:llm_compressor",
+    "data_type": "mx_fp",
+    "group_size": 32,
+}
 
 FORMATS = {
     "bnb-nf4": Format(_BNB, four_bits("nf4", is_nested=False)),
@@ -323,24 +286,24 @@ FORMATS = {
         eight_bits,
     ),
     "bitnet": Format({"quant_method": "bitnet", "linear_class": "autobitlinear"}, _bitnet),
-    "mxfp4": Format({"quant_method": "mxfp4"}, _mxfp4),
+    "mxfp4": Format({"quant_method": "mxfp4"}, minifloats.mxfp4),
     "compressed-mxfp4": Format(
         _compressed(
             "mxfp4-pack-quantized",
             {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32},
         ),
-        _packed_minifloats("mxfp4", "weight_packed"),
+        minifloats.packed_minifloats("mxfp4", "weight_packed"),
     ),
     "compressed-nvfp4": Format(
         _compressed(
             "nvfp4-pack-quantized",
             {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
         ),
-        _packed_minifloats("nvfp4", "weight_packed"),
+        minifloats.packed_minifloats("nvfp4", "weight_packed"),
     ),
     "modelopt-nvfp4": Format(
         {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]},
-        _packed_minifloats("nvfp4", "weight"),
+        minifloats.packed_minifloats("nvfp4", "weight"),
     ),
     "modelopt-mixed": Format(
         {
@@ -384,6 +347,42 @@ FORMATS = {
         },
         _auto_round,
     ),
+    "auto-round-mxfp4": Format(
+        _AUTO_ROUND_MX | {"bits": 4}, minifloats.packed_minifloats("mxfp4", "weight_packed")
+    ),
+    "auto-round-mxfp8": Format(_AUTO_ROUND_MX | {"bits": 8}, minifloats.mxfp8_exponents),
+    "hqq": Format({"quant_method": "hqq"}, torchao.hqq(4, 1)),
+    "hqq-8": Format({"quant_method": "hqq"}, torchao.hqq(8, 1)),
+    "hqq-columns": Format({"quant_method": "hqq"}, torchao.hqq(2, 0)),
+    "modelopt-blocks": Format({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, _block_grid),
+    "torchao-int4": Format(_TORCHAO, torchao.four_bits, "Int4Tensor"),
+    "torchao-awq": Format(_TORCHAO, torchao.with_input_factors, "Int4Tensor"),
+    "torchao-tiles": Format(_TORCHAO, torchao.tiles, "Int4TilePackedTo4dTensor"),
+    "torchao-intx": Format(
+        _TORCHAO,
+        torchao.integers,
+        "IntxUnpackedToInt8Tensor",
+        {"target_dtype": {"_type": "torch.dtype", "_data": "int4"}},
+    ),
+    "torchao-float8": Format(_TORCHAO, torchao.float8, "Float8Tensor", {"block_size": []}),
+    **{
+        f"quark-{name}": Format(
+            {
+                "quant_method": "quark",
+                "export": {"pack_method": "order" if is_signed else "reorder"},
+                "global_quant_config": {
+                    "weight": {
+                        "dtype": name,
+                        "qscheme": "per_group",
+                        "group_size": GROUP,
+                        "symmetric": is_signed,
+                    }
+                },
+            },
+            _quark_integers(is_signed=is_signed),
+        )
+        for name, is_signed in (("int4", True), ("uint4", False))
+    },
     "quark": Format(
         {
             "quant_method": "quark",
@@ -401,7 +400,9 @@ FORMATS = {
         },
         _quark,
     ),
-    "mxfp8": Format({"quant_method": "mxfp8", "ignored_layers": ["lm_head"]}, _exponents),
+    "mxfp8": Format(
+        {"quant_method": "mxfp8", "ignored_layers": ["lm_head"]}, minifloats.mxfp8_exponents
+    ),
     "fp8": Format(
         {"quant_method": "fp8", "activation_scheme": "dynamic"},
         _float8(lambda w_OD: w_OD.abs().max() / 448),
@@ -411,8 +412,8 @@ FORMATS = {
         _float8(lambda w_OD: w_OD.abs().max().reshape(1) / 448, input_scale=torch.tensor([0.02])),
     ),
     "fp8-powers": Format(_FLOAT8_POWERS, _float8_powers),
-    "fp8-mxfp8": Format(_FLOAT8_POWERS | {"weight_block_size": [1, 32]}, _mxfp8),
-    "fp8-four-bits": Format(_FLOAT8_POWERS, _four_bits_beside_float8),
+    "fp8-mxfp8": Format(_FLOAT8_POWERS | {"weight_block_size": [1, 32]}, minifloats.mxfp8),
+    "fp8-four-bits": Format(_FLOAT8_POWERS, minifloats.four_bits_beside_float8),
     "fp8-blocks": Format(
         {
             "quant_method": "fp8",
@@ -424,7 +425,7 @@ FORMATS = {
     ),
     "fp8-mxfp4": Format(
         {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK], "store_dtype": "mxfp4"},
-        _packed_minifloats("mxfp4", "weight"),
+        minifloats.packed_minifloats("mxfp4", "weight"),
     ),
     "compressed-fp8": Format(
         _compressed(

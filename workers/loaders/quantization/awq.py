@@ -1,10 +1,13 @@
 """AWQ: 4-bit integers, packed along the outputs; Lin et al., "AWQ: Activation-aware Weight Quantization" (2023).
 
 The layout is AutoAWQ's `gemm`, with D input and O output features in G groups of inputs: `qweight` int32 [D, O / 8],
-`qzeros` int32 [G, O / 8], `scales` float16 [G, O].
+`qzeros` int32 [G, O / 8], `scales` float16 [G, O]. Quark calls them `weight`, `weight_zero_point` and `weight_scale`.
+Its words may have their outputs in order, and its integers may be signed, without zeros.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -31,6 +34,9 @@ class AWQScheme(QuantizationScheme):
     marker = "qweight"
     marker_dtypes = frozenset({"I32"})
     companions = frozenset({"qzeros", "scales"})
+    _zeros, _scales = "qzeros", "scales"
+    _order: Sequence[int] = _IN_ORDER
+    _is_signed = False
 
     def __init__(self, config: ConfigFields) -> None:
         bits = config.get("bits", config.get("w_bit", 4))
@@ -43,7 +49,7 @@ class AWQScheme(QuantizationScheme):
 
     def matrix_shape(self, module: StoredModule) -> tuple[int, int]:
         """Return the numbers of outputs and inputs of the matrix, (O, D)."""
-        num_columns, num_words = shape_of(module, "qweight")
+        num_columns, num_words = shape_of(module, self.marker)
         return num_words * 8, num_columns
 
     def matrix(self, module: StoredModule, rows: range, columns: range) -> QuantizedMatrix:
@@ -55,16 +61,32 @@ class AWQScheme(QuantizationScheme):
         words, row_slice = covering(rows, 8), within(rows, 8)
 
         def unpacked(words_XO: Tensor) -> Tensor:
-            fields_XO8 = unpack_bytes(words_XO, 4).unflatten(1, (-1, 8))[:, :, _IN_ORDER]
+            fields_XO8 = unpack_bytes(words_XO, 4).unflatten(1, (-1, 8))[:, :, self._order]
             return fields_XO8.flatten(1).T[row_slice].contiguous()
 
-        qweight = module.read("qweight", (num_columns, num_rows // 8), columns, words)
-        qzeros = module.read("qzeros", (num_groups, num_rows // 8), groups.stored, words)
-        scales = module.read("scales", (num_groups, num_rows), groups.stored, rows)
+        values_OD = unpacked(module.read(self.marker, (num_columns, num_rows // 8), columns, words))
+        scales = module.read(self._scales, (num_groups, num_rows), groups.stored, rows)
+        scale_OG, zero_OG = groups.expand(scales.T.contiguous()), None
+        if not self._is_signed:
+            shape = (num_groups, num_rows // 8)
+            zero_OG = groups.expand(unpacked(module.read(self._zeros, shape, groups.stored, words)))
         return QuantizedMatrix(
-            unpacked(qweight),
+            values_OD if zero_OG is not None else values_OD ^ 8,
             4,
-            groups.expand(scales.T.contiguous()),
+            scale_OG,
             groups.size,
-            groups.expand(unpacked(qzeros)),
+            8 if zero_OG is None else zero_OG,
         )
+
+
+class QuarkIntegerScheme(AWQScheme):
+    """The scheme of Quark's 4-bit integers. `is_reordered` says that words have the order of AutoAWQ."""
+
+    marker = "weight"
+    companions = frozenset({"weight_scale", "weight_zero_point"})
+    _zeros, _scales = "weight_zero_point", "weight_scale"
+
+    def __init__(self, weight: ConfigFields, *, is_reordered: bool) -> None:
+        self._group_size = weight.integer("group_size", minimum=-1)
+        self._order = _IN_ORDER if is_reordered else range(8)
+        self._is_signed = weight.boolean("symmetric", False)

@@ -5,20 +5,24 @@ from __future__ import annotations
 from typing import Any, Final
 
 from ....protocol.checkpoint.config_fields import ConfigFields
-from .awq import AWQScheme
+from .awq import AWQScheme, QuarkIntegerScheme
 from .bitsandbytes import bitsandbytes_scheme
 from .compressed_integers import CompressedIntegerScheme
 from .float8 import BESIDE_STATIC, Float8Scheme
 from .gptq import GPTQScheme
+from .hqq import HQQScheme
 from .matrix import ActivationScheme
 from .microscaling import MXFP4Scheme
 from .packed_minifloats import PackedMinifloatScheme
 from .scheme import ALL_MODULES, ModuleSchemes, QuantizationScheme, UnsupportedScheme
 from .ternary import TernaryScheme
+from .torchao import TorchAOScheme
 
 _MXFP8: Final = Float8Scheme(ActivationScheme.GROUP, (1, 32))
 _MODELOPT: Final[dict[str, QuantizationScheme]] = {
     "FP8": Float8Scheme(ActivationScheme.STATIC, None),
+    "FP8_BLOCK_SCALES": Float8Scheme(ActivationScheme.GROUP, (128, 128)),
+    "FP8_PB_WO": Float8Scheme(ActivationScheme.GROUP, (128, 128)),
     "FP8_PER_CHANNEL_PER_TOKEN": Float8Scheme(ActivationScheme.TOKEN, None),
     "MXFP8": _MXFP8,
     "NVFP4": PackedMinifloatScheme("nvfp4", "weight", "weight_scale_2"),
@@ -58,6 +62,10 @@ def _scheme(config: ConfigFields) -> QuantizationScheme:
         return bitsandbytes_scheme(config)
     if method == "bitnet":
         return _bitnet(config)
+    if method == "hqq":
+        return HQQScheme()
+    if method == "torchao":
+        return TorchAOScheme()
     raise UnsupportedScheme("an unnamed method" if method is None else str(method))
 
 
@@ -98,7 +106,7 @@ def _modelopt_mixed(modules: ConfigFields) -> QuantizationScheme:
     """Return the scheme of modules of which each has one of several algorithms. Their tensors show which one."""
     for name in modules.config:
         algorithm = modules.required_section(name).get("quant_algo")
-        if algorithm not in _MODELOPT.keys() - {"FP8_PER_CHANNEL_PER_TOKEN"}:
+        if algorithm not in ("FP8", "MXFP8", "NVFP4", "W4A16_NVFP4"):
             raise UnsupportedScheme(f"modelopt with quant_algo {algorithm!r} of {name}")
     return Float8Scheme(ActivationScheme.STATIC, None, BESIDE_STATIC)
 
@@ -109,6 +117,10 @@ def _auto_round(config: ConfigFields) -> QuantizationScheme:
     kind, group_size = config.get("data_type", "int"), config.get("group_size")
     if kind in ("fp", "fp8") and packing == "fp8":
         return Float8Scheme(ActivationScheme.GROUP, _pair("auto-round", "group_size", group_size))
+    if str(kind).startswith("mx_fp") and packing == "llm_compressor" and group_size == 32:
+        if config.get("bits") == 8:
+            return _MXFP8
+        return PackedMinifloatScheme("mxfp4", "weight_packed")
     if kind == "int" and "gptq" in packing:
         return GPTQScheme(config)
     if kind == "int" and "awq" in packing:
@@ -122,6 +134,8 @@ def _quark(config: ConfigFields) -> QuantizationScheme:
     layers = config.first_section("layer_quant_config")
     sections += [layers.required_section(name) for name in layers.config if "output" not in name]
     activations = ActivationScheme.NONE
+    packing = config.first_section("export").get("pack_method", "reorder")
+    four_bits: dict[str, QuantizationScheme] = {"U8": PackedMinifloatScheme("mxfp4", "weight")}
     for section in sections:
         weight = section.first_section("weight")
         kind, scheme = weight.get("dtype"), weight.get("qscheme")
@@ -130,6 +144,8 @@ def _quark(config: ConfigFields) -> QuantizationScheme:
             ("fp8_e4m3", "per_tensor"),
             ("fp8_e4m3", "per_channel"),
             ("fp4", "per_group"),
+            ("int4", "per_group"),
+            ("uint4", "per_group"),
         )
         if (kind, scheme) not in known or (kind == "fp4" and weight.get("group_size") != 32):
             raise UnsupportedScheme(f"quark with weights of dtype {kind!r} and qscheme {scheme!r}")
@@ -138,7 +154,9 @@ def _quark(config: ConfigFields) -> QuantizationScheme:
             if inputs.config:
                 is_dynamic = inputs.boolean("is_dynamic", True)
                 activations = ActivationScheme.TOKEN if is_dynamic else ActivationScheme.STATIC
-    return Float8Scheme(activations, None, {"U8": PackedMinifloatScheme("mxfp4", "weight")})
+        if kind in ("int4", "uint4"):
+            four_bits["I32"] = QuarkIntegerScheme(weight, is_reordered=packing == "reorder")
+    return Float8Scheme(activations, None, four_bits)
 
 
 def _compressed_tensors(config: ConfigFields) -> ModuleSchemes:

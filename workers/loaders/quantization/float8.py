@@ -2,8 +2,8 @@
 
 A module has `weight` [O, D] in float8, with O output and D input features, and scales in any float type. `weight_scale`
 has one number, or one per output. With blocks, there is one scale per block, in `weight_scale_inv` (which is a factor
-despite its name), `weight_scale` or `scale`. Scales in uint8 are exponents of powers of two with a bias of 127 (MXFP8).
-With static activations, there is also one number `input_scale`.
+despite its name), `weight_scale` or `scale`. ModelOpt stores their grid [R, C] as [R, 1, C, 1]. Scales in uint8 are
+exponents of powers of two with a bias of 127 (MXFP8). With static activations, there is also one number `input_scale`.
 
 DeepSeek-V4 has experts of four bits among such modules: `weight` int8 [O, D / 2] has two elements in a byte, and
 `scale` one power of two for each 32 columns of a row. Those of MiMo-V2.6 have uint8, and scales called `weight_scale`.
@@ -32,7 +32,7 @@ from .scheme import ColumnGroups, QuantizationScheme, StoredModule, shape_of
 _MAX_PARTS: Final = 64
 _POWER_GROUP: Final = (1, 32)
 """The rows and columns that share a scale of MXFP8."""
-_FourBits: TypeAlias = Mapping[str, PackedMinifloatScheme]
+_FourBits: TypeAlias = Mapping[str, QuantizationScheme]
 _BESIDE_BLOCKS: Final[_FourBits] = {
     "I8": PackedMinifloatScheme("mxfp4", "weight", scale="scale"),
     "U8": PackedMinifloatScheme("mxfp4", "weight"),
@@ -53,6 +53,7 @@ class Float8Scheme(QuantizationScheme):
             "weight_scale",
             "weight_scale_2",
             "weight_scale_inv",
+            "weight_zero_point",
             "scale",
             "input_scale",
             "output_scale",
@@ -130,7 +131,12 @@ def _scale_of_blocks(
 
     first, last = block_of(rows.start), block_of(max(rows.start, rows.stop - 1))
     num_blocks = (shape[0] // height * per_part, -(-shape[1] // block_columns))
-    blocks = module.read(name, num_blocks, range(first, last + 1), groups.stored)
+    parts = range(first, last + 1), groups.stored
+    if len(module.shape(name) or ()) == 4:
+        shape_of_all = (num_blocks[0], 1, num_blocks[1], 1)
+        blocks = module.read(name, shape_of_all, parts[0], None, parts[1]).flatten(0, 1).flatten(1)
+    else:
+        blocks = module.read(name, num_blocks, *parts)
     scales = 2 * halves_of_powers(blocks) if blocks.dtype is torch.uint8 else blocks.float()
     scale_OG = scales[block_of(torch.arange(rows.start, rows.stop)) - first]
     return groups.expand(scale_OG), groups.size

@@ -18,9 +18,9 @@ from torch import Tensor
 from .matrix import QuantizedMatrix
 
 SUPPORTED = (
-    "fp8 (per tensor, per channel, in blocks), auto-round (as gptq, awq or fp8), awq (gemm, 4 bits), bitnet (packed), "
-    "bitsandbytes (NF4, FP4, 8 bits), gptq (2, 3, 4 and 8 bits), mxfp4, mxfp8, modelopt (NVFP4, FP8, MXFP8, and "
-    "mixtures of these), quark (FP8, MXFP4) and compressed-tensors (float-quantized, int-quantized, pack-quantized "
+    "fp8 (per tensor, per channel, in blocks), auto-round (as gptq, awq, fp8, MXFP4 or MXFP8), awq (gemm, 4 bits), "
+    "bitnet (packed), bitsandbytes (NF4, FP4, 8 bits), gptq (2, 3, 4 and 8 bits), hqq, mxfp4, mxfp8, modelopt (NVFP4, "
+    "FP8, MXFP8, and mixtures of these), quark (FP8, MXFP4, 4 bits), torchao and compressed-tensors (float-quantized, int-quantized, pack-quantized "
     "with 4 and 8 bits, nvfp4-pack-quantized, mxfp4-pack-quantized, mxfp8-quantized, and mixtures of these)"
 )
 """The alternatives that error messages suggest if a scheme is not supported."""
@@ -41,7 +41,7 @@ class StoredModule(msgspec.Struct, frozen=True):
 
     `shape` and `dtype`, in safetensors' spelling, return None for a tensor that does not exist. `load` reads ranges of
     a tensor's dimensions; None means the whole dimension. `problem` returns the error to raise for an inconsistent
-    module.
+    module. `header` is the text about the module's weight in the header of its file.
     """
 
     name: str
@@ -49,6 +49,7 @@ class StoredModule(msgspec.Struct, frozen=True):
     dtype: Callable[[str], str | None]
     load: Callable[..., Tensor]
     problem: Callable[[str], Exception]
+    header: str | None = None
 
     def has(self, tensor: str) -> bool:
         """Return whether the module has this tensor."""

@@ -26,7 +26,7 @@ _LENGTH_BYTES: Final = 8
 
 
 class SafetensorsFile:
-    """An open file.
+    """An open file. `texts` are those in its header.
 
     Raises:
         CheckpointError: The file is missing, truncated or damaged.
@@ -48,7 +48,7 @@ class SafetensorsFile:
             raise CheckpointError(
                 path, f"the file is truncated or damaged ({error}); download it again"
             ) from error
-        self._header.pop("__metadata__", None)
+        self.texts: dict[str, str] = self._header.pop("__metadata__", None) or {}
         self._start = _LENGTH_BYTES + length
 
     @property
