@@ -5,13 +5,14 @@ Shapes: D hidden size, L labels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..layers.activations import ACTIVATIONS
 from ..layers.layers import LayerNorm
 from ..layers.spec import ModelSpec
 from ..loaders.peft_adapter import Change, LowRank
@@ -19,11 +20,6 @@ from .lora.adapters import LoraAdapters
 from .lora.matrices import HEAD, AdaptedMatrix, AdaptedRows
 from .weights import WeightReader
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "tanh": lambda x: x.tanh(),
-    "relu": F.relu,
-    "gelu": F.gelu,
-}
 _NAMES: Final = ("dense", "norm", "output")
 _ROWS_AT_ONCE: Final = 256
 
@@ -74,7 +70,7 @@ class ScoreHead:
             module = AdaptedRows(HEAD, spec.vocab_size, lambda x: x[chosen])
             parts["output"] = AdaptedMatrix(module, size, replaceable=("weight",))
         self._reduction, self._num_logarithms = head.reduction, head.num_logarithms
-        self._activation = _ACTIVATIONS[head.activation]
+        self._activation = ACTIVATIONS[head.activation]
         self._eps, self._offset = spec.norm_eps, head.offset
         self.parts: Sequence[AdaptedMatrix] = [parts[name] for name in _NAMES if name in parts]
         self._installed: dict[int, dict[str, _Layer]] = {}

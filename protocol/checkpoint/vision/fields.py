@@ -75,6 +75,19 @@ def image_and_patch_size(vision: ConfigFields, image_size: int, patch_size: int)
     return image_size, vision.integer("patch_size", patch_size, maximum=image_size)
 
 
+def require_rotated_pairs(
+    vision: ConfigFields, size: int, num_heads: int, name: str = "num_attention_heads"
+) -> None:
+    """Raise CheckpointError if the elements of a head cannot be rotated, half by a patch's row and half by its column.
+
+    Elements are rotated in pairs.
+    """
+    if size % (4 * num_heads):
+        raise vision.error(
+            f"the hidden size {size} of the vision tower must be a multiple of 4 times {name} {num_heads}"
+        )
+
+
 def head_count(vision: ConfigFields, size: int, default: int) -> int:
     """Return the number of attention heads, checked to divide the hidden size (by default `size`)."""
     num_heads, size = (

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from ...config.images.settings import SpanKind
 from ..config_fields import ConfigFields
+from .fields import require_rotated_pairs
 from .spec import MAX_SIDE, PageSpec
 
 
@@ -468,11 +469,7 @@ def _sizes(vision: ConfigFields, size: int, patch_size: int) -> dict[str, Any]:
     for name in ("in_channels", "in_chans"):
         vision.require(name, 3)
     num_heads = vision.integer("num_heads", 16)
-    # Half of a head is rotated by the row and half by the column, and elements are rotated in pairs.
-    if size % (4 * num_heads):
-        raise vision.error(
-            f"the hidden size {size} of the vision tower must be a multiple of 4 times num_heads {num_heads}"
-        )
+    require_rotated_pairs(vision, size, num_heads, "num_heads")
     rope = vision.first_section("rope_parameters")
     return {
         "patch_size": vision.integer("patch_size", patch_size, maximum=256),
@@ -491,7 +488,8 @@ def read_layers(
     """Return a config's list of layers, which counts from 0, as layers counted from 1."""
     found = vision.get(name, default)
     if not isinstance(found, list) or not all(
-        type(index) is int and 0 <= index < num_layers for index in found
+        type(index) is int and 0 <= index < num_layers and found.count(index) == 1
+        for index in found
     ):
-        raise vision.wrong(name, f"indices of the {num_layers} layers", found)
+        raise vision.wrong(name, f"different indices of the {num_layers} layers", found)
     return tuple(index + 1 for index in found)

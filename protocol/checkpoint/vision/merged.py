@@ -7,7 +7,7 @@ from typing import Any, Final
 from msgspec.structs import replace
 
 from ..config_fields import ConfigFields
-from .fields import head_count, image_and_patch_size
+from .fields import head_count, image_and_patch_size, require_rotated_pairs
 from .grid import GridVisionSpec
 
 
@@ -334,11 +334,7 @@ def merged_sizes(
     """Return the sizes of a tower whose config has the usual names, with these defaults, as keyword arguments."""
     heads = head_count(vision, hidden_size, num_heads)
     size = vision.integer("hidden_size", hidden_size)
-    # Half of a head is rotated by the row and half by the column, and elements are rotated in pairs.
-    if size % (4 * heads):
-        raise vision.error(
-            f"the hidden size {size} of the vision tower must be a multiple of 4 times num_attention_heads {heads}"
-        )
+    require_rotated_pairs(vision, size, heads)
     rope = vision.first_section("rope_parameters")
     layers = vision.with_defaults(num_hidden_layers=num_layers)
     return {

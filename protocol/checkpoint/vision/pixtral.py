@@ -7,7 +7,7 @@ from typing import Final
 from msgspec.structs import replace
 
 from ..config_fields import ConfigFields
-from .fields import Sizes, feature_layers, read_sizes
+from .fields import Sizes, feature_layers, read_sizes, require_rotated_pairs
 from .spec import VisionSpec
 
 
@@ -16,6 +16,7 @@ def pixtral(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Vis
     merges = fields.text("model_type") in ("mistral3", "mistral_large4", "lighton_ocr")
     sizes = read_sizes(vision, _SIZES)
     sizes |= {"feature_layers": feature_layers(fields, sizes, -1), "norm_eps": 1e-5}
+    require_rotated_pairs(vision, sizes["hidden_size"], sizes["num_heads"])
     rope = vision.first_section("rope_parameters")
     factor = fields.integer("spatial_merge_size", 2, maximum=64) if merges else 1
     text = fields.first_section("text_config")

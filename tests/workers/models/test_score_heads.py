@@ -33,7 +33,7 @@ MODELS = {
     "DistilBertForSequenceClassification": (DISTILBERT, 0),
     "GPT2ForSequenceClassification": (GPT2, -1),
     "AlbertForSequenceClassification": ({"embedding_size": 32}, 0),
-    "ConvBertForSequenceClassification": ({"embedding_size": 48}, 0),
+    "ConvBertForSequenceClassification": ({"embedding_size": 48, "hidden_act": "mish"}, 0),
     "DebertaForSequenceClassification": (
         {"relative_attention": True, "pos_att_type": "c2p|p2c"},
         0,
@@ -46,17 +46,18 @@ MODELS = {
         {"intra_bottleneck_size": 24, "embedding_size": 32, "num_attention_heads": 2},
         0,
     ),
-    "RoFormerForSequenceClassification": ({}, 0),
+    "RoFormerForSequenceClassification": ({"hidden_act": "relu"}, 0),
     "UltrabertForSequenceClassification": ({}, 0),
     "DebertaV2ForSequenceClassification": (
-        {"relative_attention": True, "pos_att_type": "c2p", "position_buckets": 16},
+        {"relative_attention": True, "pos_att_type": "c2p", "position_buckets": 16}
+        | {"pooler_hidden_act": "sigmoid"},
         0,
     ),
     "ElectraForSequenceClassification": ({"embedding_size": 32}, 0),
     "Data2VecTextForSequenceClassification": ({}, 0),
     "MPNetForSequenceClassification": ({}, 0),
     "ModernBertForSequenceClassification": (
-        {"classifier_pooling": "mean", "norm_bias": True},
+        {"classifier_pooling": "mean", "norm_bias": True, "classifier_activation": "silu"},
         "mean",
     ),
     "GteForSequenceClassification": ({"type_vocab_size": 1}, 0),
@@ -137,10 +138,14 @@ def test_a_llama_for_classification_has_its_own_names(load, tmp_path):
 
 
 SPARSE = {
-    "Bert": ({}, "max", 1),
-    "DistilBert": (DISTILBERT, "sum", 1),
-    "Roberta": ({}, "max", 2),
-    "ModernBert": ({"norm_bias": True, "decoder_bias": False}, "sum", 2),
+    "Bert": ({"hidden_act": "relu"}, "max", 1),
+    "DistilBert": (DISTILBERT | {"activation": "relu"}, "sum", 1),
+    "Roberta": ({"hidden_act": "relu"}, "max", 2),
+    "ModernBert": (
+        {"norm_bias": True, "decoder_bias": False, "classifier_activation": "tanh"},
+        "sum",
+        2,
+    ),
 }
 """Family -> differences of its config, and how the weights of a text's tokens are combined."""
 

@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from ..activations import Activation
+
 
 class ScoreHeadSpec(msgspec.Struct, frozen=True):
     """A classification head on the pooled hidden state: output(norm(activation(dense(x)))), or output(x).
@@ -24,7 +26,7 @@ class ScoreHeadSpec(msgspec.Struct, frozen=True):
     num_labels: int
     has_dense: bool = False
     dense_bias: bool = True
-    activation: Literal["tanh", "relu", "gelu"] = "tanh"
+    activation: Activation = "tanh"
     has_norm: bool = False
     output_bias: bool = False
     token_ids: tuple[int, ...] = ()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ....protocol.checkpoint.pooling.classification import TOKEN_IDS, read_num_labels
-from ...layers.activations import NAMES_IN_CONFIGS
+from ...layers.activations import ACTIVATIONS, NAMES_IN_CONFIGS, Activation
 from ...layers.layer_spec import LayerSpec
 from ...layers.rope import QueryScaling, RopeSpec
 from ...layers.spec import ModelSpec
@@ -28,11 +28,10 @@ class Family(NamedTuple):
 def base_spec(fields: ConfigFields, layers: tuple[LayerSpec, ...], **differences: Any) -> ModelSpec:
     """Return the spec of a Llama model, changed by `differences`."""
     num_heads, head_size = fields.integer("num_attention_heads"), head_dim(fields)
-    activation = fields.text("hidden_activation", fields.text("hidden_act", "silu"))
-    if activation not in NAMES_IN_CONFIGS:
-        raise fields.error(
-            f"hidden_act {activation!r} is not supported; supported are {', '.join(NAMES_IN_CONFIGS)}"
-        )
+    field = "hidden_act" if fields.get("hidden_activation") is None else "hidden_activation"
+    activation: Activation = "xielu"
+    if fields.get(field) != activation:
+        activation = read_activation(fields, field, "silu")
     llama: dict[str, Any] = {
         "model_type": fields.get("model_type"),
         "vocab_size": fields.integer("vocab_size"),
@@ -46,9 +45,19 @@ def base_spec(fields: ConfigFields, layers: tuple[LayerSpec, ...], **differences
         "norm_eps": fields.number("rms_norm_eps", 1e-6),
         "attention_scale": head_size**-0.5,
         "tie_word_embeddings": fields.boolean("tie_word_embeddings", False),
-        "activation": NAMES_IN_CONFIGS[activation],
+        "activation": activation,
     }
     return ModelSpec(**llama | differences)
+
+
+def read_activation(fields: ConfigFields, name: str, default: str) -> Activation:
+    """Return the activation without parameters that a field names."""
+    found = fields.text(name, default)
+    if (activation := NAMES_IN_CONFIGS.get(found)) not in ACTIVATIONS:
+        raise fields.error(
+            f"{name} {found!r} is not supported; supported are {', '.join(NAMES_IN_CONFIGS)}"
+        )
+    return activation
 
 
 def layer_settings(fields: ConfigFields, same: dict[str, Any], count: int) -> list[dict[str, Any]]:
@@ -73,7 +82,7 @@ def with_score_head(
     output: str,
     dense: str | None = None,
     dense_bias: bool = True,
-    activation: Literal["tanh", "relu", "gelu"] = "tanh",
+    activation: Activation = "tanh",
     norm: str | None = None,
     output_bias: bool = False,
     **differences: Any,

@@ -15,6 +15,7 @@ from ..common import Family, base_spec, uniform_layers
 from ..gpt import alibi_slopes
 from .heads import (
     AFTER_POOLER,
+    WITH_HIDDEN_ACT_DENSE,
     WITH_OWN_DENSE,
     WITH_OWN_GELU_DENSE,
     HeadNames,
@@ -341,10 +342,11 @@ def _jina2(fields: ConfigFields) -> ModelSpec:
 
 
 def _bert_splade(fields: ConfigFields) -> ModelSpec:
-    head = r"^cls\.predictions\."
+    head, spec = r"^cls\.predictions\.", bert(fields)
     return with_splade_head(
-        bert(fields),
+        spec,
         fields,
+        activation=spec.activation,
         dense=rf"{head}transform\.dense\.",
         norm=rf"{head}transform\.LayerNorm\.",
         bias=rf"{head}(?=bias$)",
@@ -362,9 +364,11 @@ def _roberta_splade(fields: ConfigFields) -> ModelSpec:
 
 
 def _distilbert_splade(fields: ConfigFields) -> ModelSpec:
+    spec = _distilbert(fields)
     return with_splade_head(
-        _distilbert(fields),
+        spec,
         fields,
+        activation=spec.activation,
         dense=r"^vocab_transform\.",
         norm=r"^vocab_layer_norm\.",
         bias=r"^vocab_projector\.(?=bias$)",
@@ -380,7 +384,7 @@ FAMILIES = (
     *encoder_families("DistilBert", "distilbert", _distilbert, _DISTILBERT_HEAD),
     Family("DistilBertSpladeSparseEmbeddingModel", "distilbert", _distilbert_splade),
     *encoder_families("Electra", "electra", _electra, WITH_OWN_GELU_DENSE),
-    *encoder_families("ConvBert", "convbert", _convbert, WITH_OWN_GELU_DENSE),
+    *encoder_families("ConvBert", "convbert", _convbert, WITH_HIDDEN_ACT_DENSE),
     *encoder_families("MobileBert", "mobilebert", _mobilebert, AFTER_POOLER),
     *encoder_families("Ernie", "ernie", _ernie, AFTER_POOLER),
     *encoder_families("RemBert", "rembert", _rembert, AFTER_POOLER),

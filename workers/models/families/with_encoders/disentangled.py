@@ -47,11 +47,8 @@ def _comparisons(fields: ConfigFields) -> set[str]:
 
 def _deberta2(fields: ConfigFields) -> ModelSpec:
     """Return the spec of a DeBERTa v2 or v3 (arXiv 2006.03654 and 2111.09543)."""
-    fields = fields.with_defaults(
-        hidden_act="gelu", rms_norm_eps=1e-7, max_position_embeddings=512, pooler_hidden_act="gelu"
-    )
+    fields = fields.with_defaults(hidden_act="gelu", rms_norm_eps=1e-7, max_position_embeddings=512)
     fields.require("embedding_size", fields.integer("hidden_size"), ", the hidden size")
-    fields.require("pooler_hidden_act", "gelu")
     num_positions = fields.integer("max_position_embeddings")
     kinds = _comparisons(fields)
     disentangled = None

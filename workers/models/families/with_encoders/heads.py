@@ -12,19 +12,24 @@ from .....protocol.checkpoint.pooling.sparse import (
     SPLADE_REDUCTION,
     SPLADE_REDUCTIONS,
 )
+from ....layers.activations import Activation
 from ....layers.spec import ModelSpec
-from ..common import Family, with_score_head
+from ..common import Family, read_activation, with_score_head
 
 _NOTHING: Final = "(?!)"
 """A regular expression that matches no name."""
 
 
 class HeadNames(NamedTuple):
-    """Regular expressions for the prefixes of a classification head's dense layer and output projection."""
+    """Regular expressions for the prefixes of a classification head's dense layer and output projection.
+
+    The activation after the dense layer is that of the config field `field`, if there is one, else `activation`.
+    """
 
     dense: str
     output: str
     activation: Literal["tanh", "relu", "gelu"] = "tanh"
+    field: str | None = None
 
 
 AFTER_POOLER: Final = HeadNames(r"^(.*\.)?pooler\.dense\.", r"^classifier\.")
@@ -32,7 +37,8 @@ WITH_OWN_DENSE: Final = HeadNames(r"^classifier\.dense\.", r"^classifier\.out_pr
 
 
 WITH_OWN_GELU_DENSE: Final = HeadNames(r"^classifier\.dense\.", r"^classifier\.out_proj\.", "gelu")
-AFTER_GELU_POOLER: Final = HeadNames(r"^(.*\.)?pooler\.dense\.", r"^classifier\.", "gelu")
+WITH_HIDDEN_ACT_DENSE: Final = WITH_OWN_GELU_DENSE._replace(field="hidden_act")
+AFTER_GELU_POOLER: Final = AFTER_POOLER._replace(activation="gelu", field="pooler_hidden_act")
 
 
 def encoder_families(
@@ -41,7 +47,13 @@ def encoder_families(
     """Return the families of an encoder that is stored alone, for masked tokens, and with a classification head."""
 
     def classifier(fields: ConfigFields) -> ModelSpec:
-        return with_score_head(read_spec(fields), fields, **head._asdict(), output_bias=True)
+        activation: Activation = head.activation
+        if head.field is not None:
+            activation = read_activation(fields, head.field, activation)
+        names = {"dense": head.dense, "output": head.output}
+        return with_score_head(
+            read_spec(fields), fields, activation=activation, output_bias=True, **names
+        )
 
     return (
         Family(f"{name}Model", model_type, read_spec),
@@ -51,7 +63,12 @@ def encoder_families(
 
 
 def with_splade_head(
-    spec: ModelSpec, fields: ConfigFields, *, bias: str | None, **parts: Any
+    spec: ModelSpec,
+    fields: ConfigFields,
+    *,
+    bias: str | None,
+    activation: Activation = "gelu",
+    **parts: Any,
 ) -> ModelSpec:
     """Return a spec whose head makes one weight for each token of the vocabulary (SPLADE, arXiv 2109.10086).
 
@@ -59,6 +76,7 @@ def with_splade_head(
         spec: The spec of the encoder.
         fields: The config of the masked language model.
         bias: A regular expression for the name of the output projection's bias; None if there is none.
+        activation: The activation after the dense layer.
         parts: The dense layer and the norm of the head, as in `with_score_head`.
     """
     fields.require("tie_word_embeddings", True)
@@ -73,6 +91,6 @@ def with_splade_head(
         scores_vocabulary=True,
         reduction=reduction,
         num_logarithms=fields.integer(SPLADE_LOGARITHMS, 1, maximum=2),
-        activation="gelu",
+        activation=activation,
         **parts,
     )

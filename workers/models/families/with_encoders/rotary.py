@@ -16,6 +16,7 @@ from ..common import (
     attention_biases,
     base_spec,
     head_dim,
+    read_activation,
     sliding_layers,
     uniform_layers,
     windowed_layers,
@@ -26,8 +27,8 @@ from ..llama import llama
 from .absolute import BERT_NAMES, POST_NORMED, bert, roberta
 from .heads import (
     AFTER_POOLER,
+    WITH_HIDDEN_ACT_DENSE,
     WITH_OWN_DENSE,
-    WITH_OWN_GELU_DENSE,
     HeadNames,
     encoder_families,
     with_splade_head,
@@ -165,7 +166,7 @@ def _modernbert_decoder_classifier(fields: ConfigFields) -> ModelSpec:
         fields,
         dense=r"^head\.dense\.",
         dense_bias=has_bias,
-        activation="gelu",
+        activation=read_activation(fields, "classifier_activation", "gelu"),
         norm=r"^head\.norm\.",
         output=r"^classifier\.",
         output_bias=has_bias,
@@ -173,15 +174,12 @@ def _modernbert_decoder_classifier(fields: ConfigFields) -> ModelSpec:
 
 
 def _modernbert_classifier(fields: ConfigFields) -> ModelSpec:
-    activation = fields.text("classifier_activation", "gelu")
-    if activation != "gelu":
-        raise fields.error(f"classifier_activation {activation!r} is not supported; use 'gelu'")
     return with_score_head(
         _modernbert(fields),
         fields,
         dense=r"^head\.dense\.",
         dense_bias=fields.boolean("classifier_bias", False),
-        activation="gelu",
+        activation=read_activation(fields, "classifier_activation", "gelu"),
         norm=r"^head\.norm\.",
         output=r"^classifier\.",
         output_bias=True,
@@ -194,6 +192,7 @@ def _modernbert_splade(fields: ConfigFields) -> ModelSpec:
         fields,
         dense=r"^head\.dense\.",
         dense_bias=fields.boolean("classifier_bias", False),
+        activation=read_activation(fields, "classifier_activation", "gelu"),
         norm=r"^head\.norm\.",
         bias=r"^decoder\.(?=bias$)" if fields.boolean("decoder_bias", True) else None,
     )
@@ -412,7 +411,7 @@ FAMILIES = (
     Family("HF_ColBERT", "bert", _first_colbert),
     *encoder_families("JinaEmbeddingsV3", "jina_embeddings_v3", _jina3, WITH_OWN_DENSE),
     *encoder_families("NeoBERT", "neobert", _neobert, HeadNames(r"^dense\.", r"^classifier\.")),
-    *encoder_families("RoFormer", "roformer", _roformer, WITH_OWN_GELU_DENSE),
+    *encoder_families("RoFormer", "roformer", _roformer, WITH_HIDDEN_ACT_DENSE),
     Family("UltrabertModel", "ultrabert", _ultrabert),
     Family("UltrabertForMaskedLM", "ultrabert", _ultrabert),
     Family("UltrabertForSequenceClassification", "ultrabert", _ultrabert_classifier),
