@@ -17,7 +17,7 @@ from engine.protocol.checkpoint.config_fields import ConfigFields
 from engine.protocol.checkpoint.files import read_model_config
 from engine.protocol.encoder_inputs.inputs import EncoderGrid, EncoderInput
 from engine.protocol.encoder_inputs.payloads import ImagePayload
-from engine.protocol.errors import EngineError
+from engine.protocol.errors import CheckpointError, EngineError
 from engine.workers.batch.rotary_positions import RotaryPositions
 from engine.workers.loaders.open_checkpoint import open_checkpoint
 from engine.workers.towers.image_tower import TowerSource
@@ -209,6 +209,22 @@ def test_images_that_do_not_fit_the_patches_are_refused(model):
     ones = (1.0, 1.0, 1.0)
     with pytest.raises(EngineError, match="has 1 frames of 8 x 4 pixels, but the model reads"):
         tower(ImagePayload(8, 4, bytes(96), 1 / 255, ones, ones))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("deepstack_visual_indexes", [1, 2, 1], "must be different indices of the 4 layers"),
+        ("hidden_size", 40, "must be a multiple of 4 times num_heads 4"),
+    ],
+)
+def test_towers_that_cannot_be_computed_are_refused(name, value, message, tmp_path):
+    path, _ = qwen_directory(tmp_path, "qwen3_vl")
+    config = json.loads((path / "config.json").read_text())
+    config["vision_config"][name] = value
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=message):
+        load_decoder(path)
 
 
 def test_alpamayo_is_the_model_in_its_config_and_writes_no_trajectories(tmp_path):
