@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ...protocol.encoder_inputs.inputs import EncoderInput
-from ..http.errors import APIError, bad_request, expect, wrong
+from ..http.errors import APIError, bad_request, wrong
 from ..tokenizer.token_ids import token_id_array
-from .inputs.given_media import GivenMedia, read_prompt_object
+from .inputs.given_media import GivenMedia, read_parts, read_prompt_object
 
 MAX_SEQUENCES = 4096
 """Maximum sequences of one request: prompts times n."""
@@ -105,7 +105,7 @@ def parse_inputs(
     """Return the inputs of a request to embed or classify: prompts, or inputs in one of llama.cpp's formats.
 
     A list with a token id is one input, and may contain texts too. An object has a text in `prompt_string` and its
-    media in `multimodal_data`, or the parts of a text in `content`.
+    media in `multimodal_data`, or the parts of a message in `content`.
 
     Args:
         given: The inputs.
@@ -124,14 +124,14 @@ def parse_inputs(
     found = []
     for i, entry in enumerate(inputs):
         param = name if is_one else f"{name}[{i}]"
-        if isinstance(entry, dict) and "content" not in entry:
-            found.append(parse_object(entry, param))
-            continue
-        text = _parts_text(entry["content"], param) if isinstance(entry, dict) else entry
-        if isinstance(text, str):
-            found.append(_text(text, param))
+        if isinstance(entry, dict):
+            read = read_parts if "content" in entry else read_prompt_object
+            text, media = read(entry, param)
+            found.append(Prompt(param, text, np.empty(0, np.int32), given_media=media))
+        elif isinstance(entry, str):
+            found.append(_text(entry, param))
         else:
-            token_ids = parse_mixed(text, param, vocab_size, encode)
+            token_ids = parse_mixed(entry, param, vocab_size, encode)
             found.append(Prompt(param, None, token_ids))
     return found
 
@@ -165,16 +165,6 @@ def parse_object(given: dict[str, Any], param: str) -> Prompt:
     """
     text, media = read_prompt_object(given, param)
     return Prompt(param, text, np.empty(0, np.int32), given_media=media)
-
-
-def _parts_text(given: Any, param: str) -> str:
-    texts = []
-    for i, part in enumerate(expect(given, list, f"{param}.content", "an array")):
-        place = f"{param}.content[{i}]"
-        if expect(part, dict, place, "an object").get("type") != "text":
-            raise wrong(f"{place}.type", '"text"; media is accepted in messages', part.get("type"))
-        texts.append(expect(part.get("text"), str, f"{place}.text", "a string"))
-    return "".join(texts)
 
 
 def verify_num_sequences(count: int, param: str = "prompt") -> None:

@@ -67,8 +67,33 @@ def read_prompt_object(given: Mapping[str, Any], param: str) -> tuple[str, Given
         )
     names = [f"{where}[{i}]" for i in range(len(files))]
     parts = [_file_part(file, name) for file, name in zip(files, names, strict=True)]
-    media = GivenMedia(where, parts, names, [LLAMA_MARKER] * len(parts))
-    return text, media if parts else None
+    return text, _in_order(where, parts, names)
+
+
+def read_parts(given: Mapping[str, Any], param: str) -> tuple[str, GivenMedia | None]:
+    """Return the text and the media of an input in llama.cpp's format, with the parts of a message in `content`.
+
+    Raises:
+        APIError: A part has the wrong type, or a text has the marker of a file (400).
+    """
+    where = f"{param}.content"
+    text, parts, names = "", [], []
+    for i, part in enumerate(expect(given["content"], list, where, "an array")):
+        name = f"{where}[{i}]"
+        kind = expect(part, dict, name, "an object").get("type")
+        if expect(kind, str, f"{name}.type", "a string") != "text":
+            text += LLAMA_MARKER
+            parts.append(part)
+            names.append(name)
+        elif LLAMA_MARKER in expect(part.get("text"), str, f"{name}.text", "a string"):
+            raise bad_request(f"{name}.text", f"must not contain {LLAMA_MARKER}")
+        else:
+            text += part["text"]
+    return text, _in_order(where, parts, names)
+
+
+def _in_order(param: str, parts: list[Json], names: list[str]) -> GivenMedia | None:
+    return GivenMedia(param, parts, names, [LLAMA_MARKER] * len(parts)) if parts else None
 
 
 def _file_part(file: Any, where: str) -> Json:

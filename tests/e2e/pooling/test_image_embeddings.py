@@ -101,7 +101,12 @@ def test_texts_and_images_have_the_vectors_of_transformers(
         body_of_sglang = {"text": ["<image>", TEXTS[1]], "image_data": [data_url(IMAGES[0]), None]}
         file = data_url(IMAGES[0]).partition(",")[2]
         given = [{"prompt_string": "<__media__>", "multimodal_data": [file]}, TEXTS[1]]
-        for path, body in (("/encode", body_of_sglang), ("/embedding", {"content": given})):
+        parts = [{"content": [image_part(IMAGES[0])]}, TEXTS[1]]
+        for path, body in (
+            ("/encode", body_of_sglang),
+            ("/embedding", {"content": given}),
+            ("/embedding", {"content": parts}),
+        ):
             status, answer = server.post(path, body)
             assert status == 200, answer
             own = [np.ravel(entry["embedding"]) for entry in answer]
