@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Final
 
 from ....protocol.errors import ConfigError
 from .accepted import PEER_FLAGS, SWITCHES, WITH_LIST, has_no_effect
 from .instead import INSTEAD
 from .translated import TRANSLATIONS, translate
+
+_REPOSITORY: Final = ("--hf-repo", "-hf", "-hfr")
+_FILE: Final = ("--hf-file", "-hff")
 
 
 def without_peer_flags(argv: Sequence[str]) -> Iterator[str]:
@@ -17,6 +21,7 @@ def without_peer_flags(argv: Sequence[str]) -> Iterator[str]:
         ConfigError: A flag of another server has a value with another meaning than Engine's behavior, or needs another
             command line.
     """
+    argv = _with_file_of_repository(argv)
     for argument in argv:
         flag = _normalized(argument.partition("=")[0])
         if flag in TRANSLATIONS:
@@ -95,6 +100,23 @@ def check_value(flag: str, value: str, where: str = "") -> None:
 def not_here(flag: str) -> ConfigError:
     """Return the error for a flag of another server that needs another command line."""
     return ConfigError(f"{flag} is a flag of another server; {INSTEAD[_own(flag)]}")
+
+
+def _with_file_of_repository(argv: Sequence[str]) -> list[str]:
+    """Return a command line in which the value of `--hf-repo` names the file of `--hf-file`, as in llama.cpp."""
+    given = list(argv)
+    found: dict[tuple[str, ...], str] = {}
+    for names in (_FILE, _REPOSITORY):
+        for i, argument in enumerate(given):
+            name, equals, value = argument.partition("=")
+            if (flag := _normalized(name)) in names:
+                end = i + 1 if equals else i + 2
+                found[names] = value if equals else _value_at(given, i + 1, flag)
+                del given[i:end]
+                break
+        if names not in found:
+            return list(argv)
+    return [_REPOSITORY[0], f"{found[_REPOSITORY].partition(':')[0]}:{found[_FILE]}", *given]
 
 
 def _own(where: str) -> str:

@@ -65,7 +65,7 @@ _REASONS: Final[dict[str, str]] = {
     "(CPU), or a checkpoint that is quantized already",
     "--rope-scaling --rope-theta --rope-scale --rope-freq-base --rope-freq-scale --yarn-orig-ctx --yarn-ext-factor "
     "--yarn-attn-factor --yarn-beta-slow --yarn-beta-fast --override-kv": _CONFIG_FIELDS,
-    "--hf-file -hff": "use -hf ORG/NAME:FILE.gguf",
+    "--hf-file -hff": "it needs --hf-repo ORG/NAME",
     "--model-url -mu --docker-repo -dr --mmproj-url -mmu": "download the file and pass its path",
     "--lora --lora-scaled --lora-init-without-apply": _ADAPTERS,
     "--max-seq-len-to-capture": "use --max-cudagraph-capture-size, in tokens of a step",

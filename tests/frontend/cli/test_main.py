@@ -164,6 +164,8 @@ def test_model_may_be_positional_or_a_flag(capsys: pytest.CaptureFixture[str]) -
         (["--uvicorn-log-level", "debug"], "frontend", "log_level", "debug"),
         (["--api-server-count", "3"], "parallel", "api_server_count", 3),
         (["-hf", "org/name:Q4_K_M"], "model", "model", "org/name:Q4_K_M"),
+        (["--hf-repo", "a/b:Q8_0", "--hf-file=c.gguf"], "model", "model", "a/b:c.gguf"),
+        (["-hff", "c.gguf", "--port", "1", "-hf", "a/b"], "model", "model", "a/b:c.gguf"),
         (["--seed", "-1"], "model", "seed", 0),
         (["--random-seed", "7"], "model", "seed", 7),
         (["-b", "64"], "scheduler", "max_num_batched_tokens", 64),
