@@ -52,9 +52,13 @@ class VisionTower(ImageTower):
         self._patches_bias: Tensor | None = None
         if spec.has_patch_bias:
             self._patches_bias = tensors.read("embeddings.patch_embedding.bias", size)
-        self._class_D: Tensor | None = None
+        self._class_KD: Tensor | None = None
         if spec.has_class_token:
-            self._class_D = tensors.read("embeddings.class_embedding", size)
+            self._class_KD = tensors.read("embeddings.class_embedding", 1, size)
+        if spec.has_teacher_token:
+            other_1D = tensors.read("embeddings.distillation_token", 1, size)
+            first_1D = tensors.read("embeddings.class_embedding", 1, size)
+            self._class_KD = torch.cat((first_1D, other_1D))
         self._registers_KD: Tensor | None = None
         if spec.num_registers:
             first_1D = tensors.read("embeddings.class_embedding", 1, size)
@@ -63,7 +67,7 @@ class VisionTower(ImageTower):
         self._positions: Tensor | None = None
         name = "embeddings.position_embedding.weight"
         if spec.positions not in ("axes", None):
-            num_positions = spec.num_patches + spec.has_class_token
+            num_positions = spec.num_patches + spec.has_class_token + spec.has_teacher_token
             self._positions = tensors.read(name, num_positions, size)
             if spec.has_class_last:
                 self._positions = self._positions.roll(1, 0)
@@ -232,8 +236,8 @@ class VisionTower(ImageTower):
         x_PD = F.linear(patches, self._patches, self._patches_bias)
         if self._patch_norm is not None:
             x_PD = self._patch_norm(x_PD)
-        if self._class_D is not None:
-            x_PD = torch.cat((self._class_D[None], x_PD))
+        if self._class_KD is not None:
+            x_PD = torch.cat((self._class_KD, x_PD))
         if self._positions is not None and spec.positions == "axes":
             columns, rows = self._positions[0, :num_columns], self._positions[1, :num_rows]
             x_PD = x_PD + (columns + rows[:, None]).flatten(0, 1)
@@ -254,7 +258,7 @@ class VisionTower(ImageTower):
         places_P2: Tensor | None = None
         if spec.rope_theta:
             places_P2 = grid_places(num_rows, num_columns, self._device)
-            if self._class_D is not None:
+            if self._class_KD is not None:
                 places_P2 = F.pad(places_P2 + 1, (0, 0, 1, 0))
         visible_P2: Tensor | None = None
         if order_P is not None and spec.margins == "unseen":

@@ -145,6 +145,7 @@ def page(source: ProcessorSource, vision: GridVisionSpec) -> PageProcessor:
 
 def read_square(source: ProcessorSource, vision: VisionSpec) -> SquareProcessor:
     """Return the processor of TrOCR, in whose file one number is the length of both sides."""
+    source.fields.require("do_center_crop", False)
     size = source.fields.get("size")
     both = {"height": size, "width": size} if isinstance(size, int) else size
     source = source.with_values({"size": both})

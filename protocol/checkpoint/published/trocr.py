@@ -10,7 +10,7 @@ from ..config_fields import ConfigFields
 def trocr(fields: ConfigFields, architecture: str) -> dict[str, Any]:
     """Return the fields of a TrOCR. Raise CheckpointError if it is another encoder and decoder."""
     encoder, decoder = fields.required_section("encoder"), fields.required_section("decoder")
-    encoder.choice("model_type", ("vit",), "vit")
+    encoder.choice("model_type", ("deit", "vit"), "vit")
     decoder.choice("model_type", ("trocr",), "")
     size = decoder.integer("d_model", 1024)
     own = encoder.integer("hidden_size", 768)

@@ -82,6 +82,7 @@ def trocr(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Visio
     """Return the tower of TrOCR, a vision transformer (arXiv 2010.11929) whose outputs cross attention reads."""
     sizes = read_sizes(vision, _VIT_SIZES)
     is_projected = vision.boolean("is_projected", False)
+    is_deit = vision.text("model_type", "vit") == "deit"
     return VisionSpec(
         **sizes,
         output_size=output_size if is_projected else sizes["hidden_size"],
@@ -89,6 +90,7 @@ def trocr(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Visio
         is_read=True,
         has_class_token=True,
         keeps_class_token=True,
+        has_teacher_token=is_deit,
         has_post_norm=True,
         qkv_bias=vision.boolean("qkv_bias", True),
         tensor_names=_VIT_NAMES,

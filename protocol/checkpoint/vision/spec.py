@@ -148,6 +148,7 @@ class VisionSpec(msgspec.Struct, frozen=True):
             factors.
         has_class_token: True if there is a class token, as in CLIP (arXiv 2103.00020). With one, rows and columns are
             counted from 1, and the class token is not rotated.
+        has_teacher_token: True if a second class token follows the first one (DeiT, arXiv 2012.12877).
         num_registers: The number of learned rows before the patches, of which the first is the class token. They have
             no positions, and their outputs are not used (DINOv2 with registers, arXiv 2309.16588).
         has_class_last: True if the position of the class token is stored last.
@@ -291,6 +292,7 @@ class VisionSpec(msgspec.Struct, frozen=True):
     standardizes: bool = False
     has_class_token: bool = False
     keeps_class_token: bool = False
+    has_teacher_token: bool = False
     num_registers: int = 0
     has_class_last: bool = False
     has_patch_bias: bool = True
@@ -378,5 +380,9 @@ class VisionSpec(msgspec.Struct, frozen=True):
             return (-(-(self.image_size // self.patch_size) // self.merge_factor)) ** 2
         if self.projection == "mlp mean":
             return (self.image_size // self.patch_size // self.merge_factor) ** 2
-        num_marks = 2 if self.projection == "gated squares" else int(self.keeps_class_token)
+        num_marks = (
+            2
+            if self.projection == "gated squares"
+            else self.keeps_class_token + self.has_teacher_token
+        )
         return self.num_patches // self.merge_factor**2 + num_marks

@@ -137,7 +137,10 @@ def test_logits_equal_those_of_transformers(saved, backend):
 
 
 @pytest.mark.parametrize("backend", ["torch", "device"])
-@pytest.mark.parametrize("write", [nemotron_parse, trocr, partial(trocr, is_projected=True)])
+@pytest.mark.parametrize(
+    "write",
+    [nemotron_parse, trocr, partial(trocr, is_projected=True), partial(trocr, is_small=True)],
+)
 def test_layers_read_pages_beside_tokens(tmp_path, write, backend):
     model, size = write(tmp_path), 96
     config = read_model_config(tmp_path)

@@ -41,17 +41,25 @@ class TrOcr:
 
 
 def trocr(
-    directory: Path, *, vocab_size: int = 96, image_token: int = 2, is_projected: bool = False
+    directory: Path,
+    *,
+    vocab_size: int = 96,
+    image_token: int = 2,
+    is_projected: bool = False,
+    is_small: bool = False,
 ) -> TrOcr:
-    """Write a TrOCR, whose texts begin with `image_token`. If projected, its positions are not learned."""
-    encoder = transformers.ViTConfig(
+    """Write a TrOCR, whose texts begin with `image_token`. If projected, its positions are not learned.
+
+    The encoder of small ones is a DeiT.
+    """
+    encoder = (transformers.DeiTConfig if is_small else transformers.ViTConfig)(
         hidden_size=32,
         num_hidden_layers=2,
         num_attention_heads=4,
         intermediate_size=48,
         image_size=_SIDE,
         patch_size=4,
-        qkv_bias=is_projected,
+        qkv_bias=is_projected or is_small,
     )
     decoder = transformers.TrOCRConfig(
         vocab_size=vocab_size,
@@ -62,8 +70,8 @@ def trocr(
         max_position_embeddings=256,
         cross_attention_hidden_size=None if is_projected else 32,
         use_learned_position_embeddings=not is_projected,
-        scale_embedding=is_projected,
-        activation_function="relu" if is_projected else "gelu",
+        scale_embedding=is_projected or is_small,
+        activation_function="relu" if is_projected or is_small else "gelu",
         pad_token_id=1,
         decoder_start_token_id=image_token,
         eos_token_id=image_token,
@@ -74,5 +82,9 @@ def trocr(
     model = transformers.VisionEncoderDecoderModel(config=config)
     fill(model)
     model.save_pretrained(directory)
-    transformers.ViTImageProcessorPil(size=_SIDE).save_pretrained(directory)
+    kind = transformers.ViTImageProcessorPil
+    options = {}
+    if is_small:
+        kind, options = transformers.DeiTImageProcessorPil, {"do_center_crop": False}
+    kind(size=_SIDE, **options).save_pretrained(directory)
     return TrOcr(model, image_token)
