@@ -243,7 +243,9 @@ BUILT_IN_TEMPLATES: Final = {
     "chameleon": _CHAMELEON.strip(),
     "clip": _CONTENTS,
     "clip_text_model": _CONTENTS,
-    **dict.fromkeys(("deepseek_ocr", "deepseek_ocr2"), "{{ bos_token }}" + _CONTENTS),
+    **dict.fromkeys(
+        ("deepseek_ocr", "deepseek_ocr2", "unlimited_ocr"), "{{ bos_token }}" + _CONTENTS
+    ),
     "deepseek_vl_v2": _DEEPSEEK_VL2.strip(),
     "deepseek_v4": _DEEPSEEK_V4.strip(),
     "florence2": _FLORENCE2.strip(),

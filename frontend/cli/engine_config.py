@@ -349,8 +349,9 @@ def _make_cache_config(
 ) -> CacheConfig:
     given = dict(settings["cache"])
     given.pop("kv_transfer", None)
-    if model.config.is_encoder or model.config.span_kind is SpanKind.PROMPT:
-        # The keys and values of a prefix depend on the tokens after it, so prefixes cannot be shared.
+    depends = model.config.is_encoder or model.config.span_kind is SpanKind.PROMPT
+    if depends or model.config.has_output_window:
+        # The keys and values of a prefix depend on the tokens after it or on the end of the prompt.
         given["enable_prefix_caching"] = False
     if model.recurrent is not None and "block_size" not in given:
         dtype = model.config.dtype

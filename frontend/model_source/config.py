@@ -41,6 +41,7 @@ from ...protocol.checkpoint.pooling.embedding import (
     read_embedding_files,
     text_spans,
 )
+from ...protocol.checkpoint.published.deepseek import OUTPUT_WINDOW
 from ...protocol.checkpoint.recurrent_config import (
     DEFAULT_LENGTH,
     RecurrentModel,
@@ -263,6 +264,7 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
             images=images,
             videos=videos,
             span_kind=_span_kind(options, config, text),
+            has_output_window=text.get(OUTPUT_WINDOW) is not None,
             mmproj=str(mmproj or ""),
             audio=read_audio_processor(path, config, generation),
             chat_audio=chat_audio,

@@ -364,6 +364,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
         images: The image processor; None if the model reads no images.
         videos: The video processor; None if the model reads no videos.
         span_kind: The spans of a prompt in which tokens attend to later tokens; None for causal attention only.
+        has_output_window: True if output tokens attend to the prompt and to the last output tokens only.
         mmproj: The file with the towers of a GGUF model, or the directory of a model whose decoder is another
             checkpoint; empty if the checkpoint has all tensors.
         audio: The audio features of a speech model (transcription); None for other models.
@@ -406,6 +407,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
     images: AnyImageProcessor | None = None
     videos: AnyVideoProcessor | None = None
     span_kind: SpanKind | None = None
+    has_output_window: bool = False
     mmproj: str = ""
     audio: AudioProcessorConfig | None = None
     chat_audio: ChatAudioConfig | None = None

@@ -20,7 +20,7 @@ from ..layers.layers import HeadNorm
 from ..layers.parallel.shard import ModelShard
 from ..layers.rope import RotaryTables, apply_rotary
 from ..layers.spec import ModelSpec
-from ..layers.window import Window
+from ..layers.window import AfterPrompt, Window
 from .distance_scores import DistanceScores
 
 
@@ -48,6 +48,8 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
     """If false, every token attends to its whole sequence, and a step has all tokens of a sequence or none."""
     index_dim: int = 0
     """The number of elements of an index key: the last ones of a key, or without `latent_rank` after all heads."""
+    has_prompt_windows: bool = False
+    """True if a layer's window is `AfterPrompt`."""
     is_compressed: bool = False
     """True if layers have compressed attention."""
     tensor_elements: int = 0
@@ -88,6 +90,7 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
             latent_rank=0 if model.latent is None else model.latent.kv_rank,
             index_dim=model.index_dim,
             is_causal=model.is_causal,
+            has_prompt_windows=any(isinstance(x.window, AfterPrompt) for x in model.layers),
             is_compressed=model.compressed is not None,
             tensor_elements=model.tensor_elements(ranks)
             if is_shared or model.block_indexer is not None or model.compressed is not None

@@ -20,7 +20,8 @@ def attention_backend(spec: AttentionSpec, name: BackendName | None = None) -> D
     if name is None:
         # The kernels do not support encoders, strides between blocks, distance biases or indexers.
         is_supported = spec.is_causal and not (spec.tensor_elements or spec.has_distance_biases)
-        is_supported = is_supported and not spec.index_dim and spec.device.type == "cuda"
+        is_supported = is_supported and not (spec.index_dim or spec.has_prompt_windows)
+        is_supported = is_supported and spec.device.type == "cuda"
         if is_supported and (backend := _with_library(spec)) is not None:
             return backend
         name = "triton_paged" if is_supported else "torch_paged"
@@ -28,6 +29,10 @@ def attention_backend(spec: AttentionSpec, name: BackendName | None = None) -> D
         raise ConfigError(
             f"the attention backend {name} does not support sparse attention; remove --batch-invariant, or set "
             "--max-model-len to the number of tokens that the model's indexer chooses"
+        )
+    if spec.has_prompt_windows and name != "torch_paged":
+        raise ConfigError(
+            f"the attention backend {name} does not support windows of output tokens alone; remove --batch-invariant"
         )
     if spec.has_distance_biases and name != "torch_paged":
         raise ConfigError(

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..batch import AttentionBatch
-from ..layers.window import Window, first_visible
+from ..layers.window import AfterPrompt, Window, first_visible
 from .chosen_keys import choose_keys
 from .interface import AttentionBackend, AttentionLayer, AttentionSpec, IndexQueries
 from .torch_metadata import DecodeBucket, Masks, Prefill, TorchPagedMetadata
@@ -114,6 +114,9 @@ class TorchPagedAttention(AttentionBackend):
             keys_RL = first_R1 * self.block_size + np.arange(columns_RB.shape[1] * self.block_size)
             hidden_RL = keys_RL >= len_R1
             hidden_RL |= keys_RL < first_keys[bucket, None]
+            if isinstance(window, AfterPrompt):
+                prompt_R1 = _prompt_lengths(batch)[rows, None]
+                hidden_RL |= (keys_RL >= prompt_R1) & (keys_RL < len_R1 - window.size)
             mask_RL = torch.zeros(hidden_RL.shape, dtype=self.dtype)
             mask_RL.masked_fill_(torch.from_numpy(hidden_RL), -math.inf)
             tokens = batch.query_start_loc[rows]
@@ -156,7 +159,12 @@ class TorchPagedAttention(AttentionBackend):
                 slice(start, stop), position, first_key, window, visible_T2[start:stop]
             )
         elif self.spec.is_causal:
-            tiles = self._tiles.causal(slice(start, stop), position, first_key, window)
+            num_prompt_tokens = 0
+            if isinstance(window, AfterPrompt):
+                num_prompt_tokens = int(_prompt_lengths(batch)[request])
+            tiles = self._tiles.causal(
+                slice(start, stop), position, first_key, window, num_prompt_tokens
+            )
         else:
             tiles = self._tiles.bidirectional(slice(start, stop), seq_len, window)
         return Prefill(
@@ -416,6 +424,11 @@ class TorchPagedAttention(AttentionBackend):
         num_heads, num_rows = q_NMK.shape[:2]
         repeats = (num_heads // self.num_kv_heads, num_rows // values_GQ.shape[1])
         return values_GQ.repeat(*repeats).unsqueeze(2)
+
+
+def _prompt_lengths(batch: AttentionBatch) -> NDArray[np.int32]:
+    assert batch.num_prompt_tokens is not None
+    return batch.num_prompt_tokens
 
 
 def _attend(

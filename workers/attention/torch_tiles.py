@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..device.dtypes import torch_device, torch_dtype
-from ..layers.window import Chunk, Window, first_visible
+from ..layers.window import AfterPrompt, Chunk, Window, first_visible
 from .interface import AttentionSpec
 
 _MAX_TILE_QUERIES = 128
@@ -88,7 +88,12 @@ class QueryTiles:
             )
 
     def causal(
-        self, tokens: slice, position: int, first_key: int, window: Window | None
+        self,
+        tokens: slice,
+        position: int,
+        first_key: int,
+        window: Window | None,
+        num_prompt_tokens: int = 0,
     ) -> Iterator[Tile]:
         """Split a prompt's queries into tiles, which limits the number of scores in memory."""
         start = tokens.start
@@ -101,9 +106,12 @@ class QueryTiles:
             keys_start = self._first_key(first, window)
             keys_stop = -(-(first + queries) // self._spec.block_size) * self._spec.block_size
             context = first - keys_start
-            if isinstance(window, Chunk) or self._spec.reads_distances:
+            if isinstance(window, Chunk | AfterPrompt) or self._spec.reads_distances:
                 mask_ML, distance_ML = self._tile_mask(
-                    range(first, first + queries), range(keys_start, keys_stop), window
+                    range(first, first + queries),
+                    range(keys_start, keys_stop),
+                    window,
+                    num_prompt_tokens=num_prompt_tokens,
                 )
                 yield Tile(
                     slice(start, start + queries),
@@ -140,6 +148,7 @@ class QueryTiles:
         keys: range,
         window: Window | None,
         visible_Q2: NDArray[np.int32] | None = None,
+        num_prompt_tokens: int = 0,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the mask and, for ALiBi, the distances [M, L] between queries and keys at these positions."""
         query = torch.arange(queries.start, queries.stop)[:, None]
@@ -149,8 +158,10 @@ class QueryTiles:
         if visible_Q2 is not None:
             visible = torch.from_numpy(visible_Q2)
             first, last = torch.minimum(first, visible[:, :1]), visible[:, 1:] - 1
-        mask = torch.zeros((len(queries), len(keys)), dtype=self._dtype)
-        mask.masked_fill_((key > last) | (key < first), -math.inf)
+        hidden = (key > last) | (key < first)
+        if isinstance(window, AfterPrompt):
+            hidden |= (key >= num_prompt_tokens) & (key <= query - window.size)
+        mask = torch.zeros(hidden.shape, dtype=self._dtype).masked_fill_(hidden, -math.inf)
         mask_ML = mask.repeat_interleave(self._repeats, 0).to(self._device)
         if not self._spec.reads_distances:
             return mask_ML, None

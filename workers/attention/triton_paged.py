@@ -30,7 +30,7 @@ from ...protocol.errors import ConfigError
 from ..batch import AttentionBatch
 from ..layers.layers import HeadNorm
 from ..layers.rope import RotaryTables
-from ..layers.window import Chunk, SpanLayers, Window
+from ..layers.window import AfterPrompt, Chunk, SpanLayers, Window
 from .interface import (
     AttentionLayer,
     AttentionSpec,
@@ -469,12 +469,13 @@ class TritonPagedAttention(CapturableAttention):
         num_keys = max_seq_len
         if window is not None:
             # The first tile may begin before the window.
-            longest = window.longest if isinstance(window, Chunk) else window
+            longest = window.longest if isinstance(window, Chunk) else _window_size(window) or 0
             num_keys = min(max_seq_len, longest + self.decode_tile.keys - 1)
         return min(self.max_splits, -(-num_keys // self.split_keys))
 
 
 def _window_size(window: Window | None) -> int | None:
+    assert not isinstance(window, AfterPrompt), "the registry chooses torch for such windows"
     return window.size if isinstance(window, Chunk) else window
 
 

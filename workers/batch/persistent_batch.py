@@ -38,7 +38,7 @@ class AttentionBatch(msgspec.Struct, frozen=True):
     each token attends to all of them. `block_table` may be wider than needed; entries past the sequence are not read.
     `slot_mapping` is the place of each token's keys and values: block id * block size + offset. `visible` is the result
     of `visible_tokens` of `Spans`, or of `VisibleStarts` in a model that is not causal.
-    Only `span_layers` apply it.
+    Only `span_layers` apply it. `num_prompt_tokens` are those of each request, which `AfterPrompt` windows read.
     """
 
     query_start_loc: NDArray[np.int32]  # [S + 1]
@@ -47,6 +47,7 @@ class AttentionBatch(msgspec.Struct, frozen=True):
     slot_mapping: NDArray[np.int32]  # [T]
     visible: NDArray[np.int32] | None = None  # [T, 2]
     span_layers: SpanLayers = SpanLayers.ALL
+    num_prompt_tokens: NDArray[np.int32] | None = None  # [S]
 
     def visible_in(self, window: Window | None) -> NDArray[np.int32] | None:
         """Return `visible` if layers with this window apply it, else None."""
@@ -398,6 +399,7 @@ class PersistentBatch:
                     slot_mapping=self.slot_mapping(plan, group),
                     visible=None if reads_source else plan.visible_T2,
                     span_layers=plan.span_layers,
+                    num_prompt_tokens=self.num_prompt_tokens[plan.slots_S],
                 )
             )
         return batches

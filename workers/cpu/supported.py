@@ -7,6 +7,7 @@ from ...protocol.checkpoint.state_spaces.jet import JetBlock
 from ...protocol.checkpoint.state_spaces.rwkv4 import Rwkv4
 from ...protocol.checkpoint.state_spaces.xlstm import MatrixLstm
 from ..layers.spec import ModelSpec
+from ..layers.window import AfterPrompt
 from .library import NotSupportedNatively
 
 
@@ -65,6 +66,9 @@ def unsupported_features(spec: ModelSpec) -> list[str]:
         "gates of norms of latent vectors": spec.norm_gate is not None
         and spec.norm_gate.has_latent_gates,
         "norms of keys alone": spec.qk_norm == "only keys",
+        "windows of output tokens alone (Unlimited-OCR)": any(
+            isinstance(layer.window, AfterPrompt) for layer in spec.layers
+        ),
         "convolutions of neighbors": any(layer.neighbors for layer in spec.layers),
         "sinks with keys": spec.num_sink_keys > 0,
         "norms that replace the residual stream": any(x.replaces_stream for x in spec.layers),

@@ -23,13 +23,19 @@ class Chunk(msgspec.Struct, frozen=True):
         return 2 if self.sees_previous else 1
 
 
-Window = int | Chunk
+class AfterPrompt(msgspec.Struct, frozen=True):
+    """A window of output tokens: a token attends to its prompt, and to the last `size` tokens, itself included."""
+
+    size: int
+
+
+Window = int | Chunk | AfterPrompt
 """The number of tokens to which a token attends, itself included, or the chunk within which it attends."""
 
 
 def first_visible(position: int, window: Window | None) -> int:
     """Return the first position to which a token at this position attends."""
-    if window is None:
+    if window is None or isinstance(window, AfterPrompt):
         return 0
     if isinstance(window, Chunk):
         return max((position // window.size + 1 - window.num_chunks) * window.size, 0)

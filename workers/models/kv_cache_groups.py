@@ -17,7 +17,7 @@ from ...protocol.kv_cache_groups import AttentionKind, KVCacheGroup
 from ..layers.layer_spec import LayerSpec
 from ..layers.spec import ModelSpec
 from ..layers.specs.compressed import CompressedSpec
-from ..layers.window import Chunk, Window
+from ..layers.window import AfterPrompt, Chunk
 
 
 class _Attention(NamedTuple):
@@ -26,7 +26,7 @@ class _Attention(NamedTuple):
     In compressed attention, the head dimension is the number of a token's elements in the cache.
     """
 
-    window: Window | None
+    window: int | Chunk | None
     layers_per_tensor: int
     num_kv_heads: int
     head_dim: int
@@ -246,9 +246,9 @@ def _group_order(kind: _Kind) -> tuple[int, ...]:
     return 0, window or 0, *sizes
 
 
-def _limiting_window(layer: LayerSpec, max_model_len: int) -> Window | None:
+def _limiting_window(layer: LayerSpec, max_model_len: int) -> int | Chunk | None:
     window = layer.window
-    if window is None:
+    if window is None or isinstance(window, AfterPrompt):
         return None
     size = window.longest if isinstance(window, Chunk) else window
     return window if size < max_model_len else None

@@ -73,6 +73,7 @@ from .tiled.internvl import (
     labeled_canvas,
     numbered_canvas,
     views,
+    views_of_one,
     views_with_rows,
 )
 from .tiled.minicpm import slices, slices_of_queries
@@ -99,6 +100,7 @@ _TOKEN_TEXTS: Final = {
     "NVLM_D": "<|vision_pad|>",
     "ovis2_5": "<|image_pad|>",
     "phi3_v": "<|image|>",
+    "unlimited_ocr": "<image>",
     "pointsv1.5_chat": "<|image_pad|>",
 }
 """The texts of placeholder tokens whose ids are not in the config, by model type."""
@@ -116,6 +118,7 @@ _WITHOUT_FILE: Final = (
     "openvla",
     "step3_vl",
     "step3p7",
+    "unlimited_ocr",
 )
 """Models whose config or own code describes how images are read, so that there may be no file of a processor."""
 
@@ -351,6 +354,7 @@ _READERS: Final[dict[str, _Reader]] = {
     "phi4_siglip": resize_patches,
     "video_llama_3": resize_patches,
     "trocr": read_square,
+    "unlimited_ocr": views_of_one,
     "vipllava": single,
     "youtu_vl": resize_stepped,
 }

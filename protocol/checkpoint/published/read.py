@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from ..config_fields import ConfigFields
+from .deepseek import unlimited_ocr
 from .florence import florence2
 from .janus import multi_modality
 from .llava import llava, phi4
@@ -46,6 +47,8 @@ _READERS: Final[dict[str, Callable[[ConfigFields, str], dict[str, Any]]]] = {
     "OpsColQwen3Model": colqwen3,
     "Phi4ForCausalLMV": phi4,
     "Qwen3VLNemotronEmbedModel": colqwen3,
+    "UnlimitedOCRForCausalLM": unlimited_ocr,
+    "UnlimitedOcrForConditionalGeneration": unlimited_ocr,
     "VisionEncoderDecoderModel": trocr,
 }
 

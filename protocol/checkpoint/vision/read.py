@@ -292,6 +292,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "step3_vl": step3,
     "step3p7": step3,
     "phi4_siglip": phi4_siglip,
+    "unlimited_ocr": deepseek_ocr,
     "video_llama_3": video_llama3,
     "trocr": trocr,
     "vipllava": vipllava,

@@ -87,13 +87,15 @@ class ViewsProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="views
     Only images with a side above `side` pixels are split, if `splits` is true. The grid has `min_tiles` to `max_tiles`
     tiles of `side` x `side` pixels. The whole image follows in the middle of a square of `whole_side` pixels with the
     color `margin`. Each square of `unit` x `unit` pixels makes one embedding, and there is one more after the whole. If
-    `has_rows` is true, there is also one after each row, and the tiles are one encoder input (DeepSeek-OCR).
+    `has_rows` is true, there is also one after each row, and the tiles are one encoder input (DeepSeek-OCR). With
+    `splits_alone`, only the single image of a prompt is split.
     """
 
     side: int
     whole_side: int
     unit: int
     splits: bool = True
+    splits_alone: bool = False
     min_tiles: int = 1
     max_tiles: int = 1
     margin: tuple[int, int, int] = (0, 0, 0)

@@ -164,6 +164,7 @@ MODELS: dict[
     "sarashina2": (sarashina2, "<|file|>", "<|file|>", ["<|file|>"]),
     "step3p7": (partial(grid_model, kind="step3p7"), "<im_patch>", "<im_patch>", STEP_MARKS),
     "trocr": (trocr, "</s>", "", ["</s>"]),
+    "unlimited_ocr": (partial(deepseek_ocr, window=4), "<image>", "<image>", ["<image>"]),
     "video_llama_3": (partial(grid_model, kind="video_llama_3"), "<image>", "<image>", ["<image>"]),
     "youtu_vl": (
         partial(youtu_vl, max_patches=240),
@@ -300,6 +301,7 @@ def _check(
     assert processor is not None
     for index, parts in enumerate(chats):
         images = []
+        count = sum(isinstance(part, Image.Image) for part in parts)
         for part in parts:
             # A frame is an image without slices.
             pictures, how = [part], processor
@@ -308,7 +310,7 @@ def _check(
             elif part is VIDEO:
                 pictures, how = FRAMES, msgspec.structs.replace(processor, max_slices=1)
             images += [
-                [x.payload for x in process_image(each, how) if isinstance(x, Tile)]
+                [x.payload for x in process_image(each, how, count) if isinstance(x, Tile)]
                 for each in pictures
                 if isinstance(each, Image.Image)
             ]
@@ -316,7 +318,9 @@ def _check(
         [written] = {tuple(answer["choices"][0]["token_ids"]) for answer in same}
         prompt = same[0]["prompt_token_ids"]
         # All tokens are checked at once, each after those that the server wrote.
-        logits = model.logits([*prompt, *written], images)[len(prompt) - 1 : -1]
+        length = len(prompt)
+        limits = {"num_prompt_tokens": length} if getattr(model, "window", 0) else {}
+        logits = model.logits([*prompt, *written], images, **limits)[length - 1 : -1]
         assert logits.argmax(-1).tolist() == list(written)
 
 

@@ -17,16 +17,33 @@ from torch import Tensor, nn
 
 
 class OwnCodeModel(NamedTuple):
-    """The decoder, and the function that turns the encoder inputs of one image into embeddings."""
+    """The decoder, and the function that turns the encoder inputs of one image into embeddings.
+
+    If `window` is not 0, tokens after the prompt attend to it and to the last `window` tokens.
+    """
 
     decoder: Any
     encode: Callable[[Sequence[ImagePayload]], Sequence[Tensor]]
     image_token: int
+    window: int = 0
 
     @torch.inference_mode()
-    def logits(self, tokens: Sequence[int], images: Sequence[Sequence[ImagePayload]]) -> Tensor:
-        """Return the logits [T, V] of a prompt with images, each of which is a list of encoder inputs."""
-        logits: Tensor = self.decoder(inputs_embeds=self.embeddings(tokens, images)).logits[0]
+    def logits(
+        self,
+        tokens: Sequence[int],
+        images: Sequence[Sequence[ImagePayload]],
+        num_prompt_tokens: int = 0,
+    ) -> Tensor:
+        """Return the logits [T, V] of a text with images, each of which is a list of encoder inputs."""
+        mask: Tensor | None = None
+        if self.window:
+            query, key = torch.arange(len(tokens))[:, None], torch.arange(len(tokens))
+            is_seen = (key < num_prompt_tokens) | (key > query - self.window)
+            mask = torch.zeros(len(tokens), len(tokens))
+            mask.masked_fill_((key > query) | ~is_seen, -torch.inf)
+            mask = mask[None, None]
+        embeddings = self.embeddings(tokens, images)
+        logits: Tensor = self.decoder(inputs_embeds=embeddings, attention_mask=mask).logits[0]
         return logits
 
     @torch.inference_mode()

@@ -20,6 +20,7 @@ def attention_batch(requests: Sequence[Scheduled], block_size: int) -> Attention
     """Lay the requests out one after the other."""
     width = max(len(request.blocks) for request in requests)
     block_table = np.zeros((len(requests), width), np.int32)
+    lengths = np.array([r.num_computed + r.num_scheduled for r in requests], np.int32)
     slots = []
     for row, request in zip(block_table, requests, strict=True):
         row[: len(request.blocks)] = request.blocks
@@ -28,9 +29,10 @@ def attention_batch(requests: Sequence[Scheduled], block_size: int) -> Attention
     num_scheduled = [request.num_scheduled for request in requests]
     return AttentionBatch(
         query_start_loc=np.concatenate(([0], np.cumsum(num_scheduled))).astype(np.int32),
-        seq_lens=np.array([r.num_computed + r.num_scheduled for r in requests], np.int32),
+        seq_lens=lengths,
         block_table=block_table,
         slot_mapping=np.concatenate(slots).astype(np.int32),
+        num_prompt_tokens=lengths,
     )
 
 

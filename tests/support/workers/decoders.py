@@ -123,6 +123,8 @@ class Runner:
         self.computed = [0] * num_requests
         self.texts = [[] for _ in range(num_requests)]
         """The tokens of the requests."""
+        self.num_prompt_tokens = None
+        """The length of all prompts; None if all tokens are those of prompts."""
         self.spans = None
         """The spans of the requests, whose slots are their numbers."""
 
@@ -150,6 +152,9 @@ class Runner:
                 visible=self.spans.visible_tokens(*places),
                 span_layers=span_layers(spec.span_kind),
             )
+        if self.num_prompt_tokens is not None:
+            lengths = np.full(len(chunks), self.num_prompt_tokens, np.int32)
+            batch = replace(batch, num_prompt_tokens=lengths)
         metadata = [
             self.attention_by_group.get(group, self.decoder.attention).build(batch, windows)
             if layer is None or self._is_native

@@ -61,6 +61,8 @@ pytestmark = pytest.mark.slow
 torch.set_num_threads(1)
 MODELS: dict[str, Callable[[Path], OwnCodeModel | Moondream]] = {
     "deepseek_ocr": deepseek_ocr,
+    "deepseek_ocr-unlimited": partial(deepseek_ocr, window=3),
+    "deepseek_ocr-unlimited-hf": partial(deepseek_ocr, window=3, is_saved=True),
     "deepseek_vl2": deepseek_vl2,
     "deepseek_vl2-latent": partial(deepseek_vl2, is_latent=True),
     "dots_ocr": dots_ocr,
@@ -112,7 +114,7 @@ PLACEHOLDERS = {
 }
 
 
-WITHOUT_PROGRAM = {"moondream"}
+WITHOUT_PROGRAM = {"moondream", "deepseek_ocr-unlimited", "deepseek_ocr-unlimited-hf"}
 """Models whose decoders native programs do not compute."""
 
 
@@ -143,7 +145,10 @@ def test_logits_equal_those_of_the_authors_code(
                 prompt.append(rng.randrange(90))
         images.append(tiles)
     prompt += [rng.randrange(90) for _ in range(5)]
-    expected = reference.logits(prompt, images)
+    # The tokens after the last image are output.
+    num_prompt = len(prompt) - 5
+    limits = {"num_prompt_tokens": num_prompt} if "unlimited" in kind else {}
+    expected = reference.logits(prompt, images, **limits)
     make = load_decoder if kind in WITHOUT_PROGRAM else load
     decoder = make(tmp_path, max_model_len=2048)
     # Native programs do not have its rotation.
@@ -157,6 +162,7 @@ def test_logits_equal_those_of_the_authors_code(
     rows = np.where(is_image, np.cumsum(is_image) - 1, -1).astype(np.int32)
     assert len(encoded) == is_image.sum()
     runner = Runner(decoder, 1, max_tokens=2048)
+    runner.num_prompt_tokens = num_prompt
     found, first = [], 4
     if decoder.spec.span_kind is not None:
         runner.spans, first = Spans(decoder.spec.span_kind), 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ...layers.rope import QueryScaling
-from ...layers.window import Chunk, Window
+from ...layers.window import AfterPrompt, Chunk, Window
 from ..program import Floats
 
 _SCALING_KINDS = ("steps", "power", "log")
@@ -14,6 +14,7 @@ _SCALING_KINDS = ("steps", "power", "log")
 
 def window_size(window: Window | None) -> int:
     """Return the window as in `AttentionLayer` of csrc/attention/attention.h."""
+    assert not isinstance(window, AfterPrompt), "native programs have no such windows"
     if isinstance(window, Chunk):
         return -(2 * window.size + window.sees_previous)
     return window or 0

@@ -183,7 +183,15 @@ def views(source: ProcessorSource, vision: QueryVisionSpec) -> ViewsProcessor:
     )
 
 
-def views_with_rows(source: ProcessorSource, vision: JoinedVisionSpec) -> ViewsProcessor:
+def views_of_one(source: ProcessorSource, vision: JoinedVisionSpec) -> ViewsProcessor:
+    """Return the processor of Unlimited-OCR, which has more tiles, but none if a prompt has several images."""
+    found = views_with_rows(source, vision, 32)
+    return msgspec.structs.replace(found, splits_alone=True)
+
+
+def views_with_rows(
+    source: ProcessorSource, vision: JoinedVisionSpec, most_tiles: int = 6
+) -> ViewsProcessor:
     """Return the processor of DeepSeek-OCR, whose own code has the sizes."""
     fields, unit = source.fields, vision.sam.unit
     fields.require("crop_to_patches", True)
@@ -197,7 +205,7 @@ def views_with_rows(source: ProcessorSource, vision: JoinedVisionSpec) -> ViewsP
     for name, length in (("tile_size", side), ("size.height", whole)):
         if length % unit:
             raise fields.wrong(name, f"a multiple of {unit}", length)
-    min_tiles, max_tiles = source.tile_counts(2, 6)
+    min_tiles, max_tiles = source.tile_counts(2, most_tiles)
     # A single column has the most ends of rows.
     most = max(
         whole // unit * (whole // unit + 1) + 1, max_tiles * (side // unit) * (side // unit + 1)

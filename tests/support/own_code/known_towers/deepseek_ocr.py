@@ -29,6 +29,7 @@ _SAM: dict[str, Any] = {
     "patch_size": 4,
     "mlp_dim": 48,
 }
+_PROCESSOR = {"tile_size": 48, "size": {"height": 64, "width": 64}, "max_patches": 6}
 TEXT: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -44,13 +45,28 @@ TEXT: dict[str, Any] = {
 }
 
 
-def deepseek_ocr(directory: Path, *, vocab_size: int = 96, image_token: int = 95) -> OwnCodeModel:
-    """Write a DeepSeek-OCR in the format of its authors."""
-    text = TEXT | {"vocab_size": vocab_size}
+def deepseek_ocr(
+    directory: Path,
+    *,
+    vocab_size: int = 96,
+    image_token: int = 95,
+    window: int | None = None,
+    is_saved: bool = False,
+) -> OwnCodeModel:
+    """Write a DeepSeek-OCR in the format of its authors.
+
+    With a `window` of output tokens, it is an Unlimited-OCR, which may be `is_saved` in the format of transformers.
+    """
+    text = (
+        TEXT | {"vocab_size": vocab_size} | ({} if window is None else {"sliding_window": window})
+    )
     model = unlimited_ocr(text, image_token)
     fill(model)
     model.save_pretrained(directory)
-    _write(directory, text)
+    if is_saved:
+        (directory / "preprocessor_config.json").write_text(json.dumps(_PROCESSOR))
+    else:
+        _write(directory, text)
 
     def encode(payloads: Sequence[ImagePayload]) -> list[Tensor]:
         *grids, whole = payloads
@@ -65,7 +81,7 @@ def deepseek_ocr(directory: Path, *, vocab_size: int = 96, image_token: int = 95
         found: list[Tensor] = features.pooler_output
         return found
 
-    return OwnCodeModel(model, encode, image_token)
+    return OwnCodeModel(model, encode, image_token, window or 0)
 
 
 def unlimited_ocr(text: dict[str, Any], image_token: int) -> Any:
@@ -102,7 +118,7 @@ def _write(directory: Path, text: dict[str, Any]) -> None:
     published = {
         "architectures": ["DeepseekOCRForCausalLM"],
         "model_type": "deepseek_vl_v2",
-        "language_config": text
+        "language_config": {name: x for name, x in text.items() if name != "sliding_window"}
         | {
             "topk_method": "greedy",
             "use_mla": False,
@@ -115,9 +131,14 @@ def _write(directory: Path, text: dict[str, Any]) -> None:
         "projector_config": {"projector_type": "linear"},
         "vision_config": {"width": {"clip-l-14-224": _CLIP, "sam_vit_b": _SAM}},
     }
+    if "sliding_window" in text:
+        published |= {
+            "architectures": ["UnlimitedOCRForCausalLM"],
+            "model_type": "unlimited-ocr",
+            "sliding_window": text["sliding_window"],
+        }
     (directory / "config.json").write_text(json.dumps(published))
-    processor = {"tile_size": 48, "size": {"height": 64, "width": 64}}
-    (directory / "preprocessor_config.json").write_text(json.dumps(processor))
+    (directory / "preprocessor_config.json").write_text(json.dumps(_PROCESSOR))
 
 
 def write_deepseek_mmproj(path: Path, checkpoint: Path) -> Path:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from .....protocol.checkpoint.config_fields import ConfigFields
+from .....protocol.checkpoint.published.deepseek import OUTPUT_WINDOW
 from ....layers.spec import ModelSpec
+from ....layers.window import AfterPrompt
 from ..common import Family
 from ..experts import deepseek, has_listed_experts
 from ..latent import deepseek_v2, deepseek_v3
@@ -31,6 +33,13 @@ def _deepseek_ocr(fields: ConfigFields) -> ModelSpec:
     return replace(spec, tensor_names=((_TOWER, ""), *spec.tensor_names))
 
 
+def _unlimited_ocr(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of Unlimited-OCR, whose output tokens attend to the prompt and to the last output tokens."""
+    spec = _deepseek_ocr(fields)
+    window = AfterPrompt(fields.integer(OUTPUT_WINDOW))
+    return replace(spec, layers=tuple(replace(layer, window=window) for layer in spec.layers))
+
+
 def _deepseek_vl2(fields: ConfigFields) -> ModelSpec:
     """Return the spec of DeepSeek-VL2, whose smallest model has no latent attention."""
     if not fields.boolean("use_mla", True):
@@ -43,5 +52,6 @@ def _deepseek_vl2(fields: ConfigFields) -> ModelSpec:
 FAMILIES = (
     Family("DeepseekOCRForCausalLM", "deepseek_ocr", _deepseek_ocr),
     Family("DeepseekVLV2ForCausalLM", "deepseek_vl_v2", _deepseek_vl2),
+    Family("UnlimitedOcrForConditionalGeneration", "unlimited_ocr", _unlimited_ocr),
     Family("DeepseekOcr2ForConditionalGeneration", "deepseek_ocr2", _deepseek_ocr),
 )
