@@ -22,6 +22,9 @@ NULL_BLOCK: Final = 0
 COPIED_AT_ONCE: Final = 4096
 """Number of blocks whose content hashes are copied per step for a snapshot. Copying them all would delay the step."""
 
+FEW_BLOCKS: Final = 32
+"""Number of blocks up to which references are counted block by block."""
+
 
 class BlockListener(Protocol):
     """An observer of the prefix cache's contents, such as a KV connector or the log of KV events."""
@@ -170,18 +173,29 @@ class BlockPool:
         """Return how many of these cached blocks are free. Holding them lowers `num_free` by as much."""
         return _get_items(self.ref_counts, blocks).count(0) if blocks else 0
 
-    def hold_blocks(self, blocks: Sequence[int], num_free: int) -> None:
-        """Add a reference to each of these cached blocks, `num_free` of which are free."""
-        self._num_evictable -= num_free
-        ref_counts = self.ref_counts
-        if num_free == len(blocks):
-            for block in blocks:
-                ref_counts[block] = 1
+    def hold_blocks(self, blocks: Sequence[int], max_free: int) -> bool:
+        """Add a reference to each of these different cached blocks.
+
+        Return False, and change nothing, if more than `max_free` of them are free.
+        """
+        if len(blocks) > FEW_BLOCKS:
+            indices = np.frombuffer(array("q", blocks), np.int64)
+            ref_counts = np.frombuffer(self.ref_counts, np.int64)
+            counts = ref_counts[indices]
+            num_free = len(blocks) - int(np.count_nonzero(counts))
+            if num_free <= max_free:
+                ref_counts[indices] = counts + 1
         else:
-            for block in blocks:
-                ref_counts[block] += 1
+            num_free = self.count_free(blocks)
+            if num_free <= max_free:
+                for block in blocks:
+                    self.ref_counts[block] += 1
+        if num_free > max_free:
+            return False
         if num_free:
+            self._num_evictable -= num_free
             self.lifetimes.record_held()
+        return True
 
     def release_blocks(self, blocks: Sequence[int]) -> None:
         """Remove a reference from each block of a request, given in the order of its tokens.

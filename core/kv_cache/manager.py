@@ -148,10 +148,8 @@ class KVCacheManager:
         if found.num_blocks or not self.tables.is_simple:
             num_new = self.tables.count_new(request, found, num_blocks)
             present = _present_blocks(found)
-            num_revived = pool.count_free(present)
-            if num_new + num_revived > num_free:
+            if num_new > num_free or not pool.hold_blocks(present, num_free - num_new):
                 return None
-            pool.hold_blocks(present, num_revived)
             if self.cpu_offload is not None:
                 self._not_offloaded.difference_update(present)
                 self.cpu_offload.reserve_blocks(
