@@ -33,6 +33,7 @@ from .executor import ThreadExecutor
 from .groups.factory import GroupFactory, count_outputs
 from .groups.reasoning_ends import ReasoningEnds
 from .groups.recording import OutputLog, Recording
+from .groups.send_window import SendWindow
 from .input_processor import InputProcessor, with_constraint
 from .isolation.isolation_queue import IsolationQueue
 from .isolation.poison_cache import PoisonCache
@@ -70,10 +71,7 @@ ENDED_AT_ONCE: Final = 128
 """Maximum number of a request's sequences that are aborted at once, before other tasks run."""
 
 DEADLINE_GRACE_S: Final = 0.25
-"""Seconds after a deadline at which the frontend ends the request itself.
-
-Normally the core ends it, with a more precise message.
-"""
+"""Seconds after a deadline at which the frontend ends the request. The core, which usually does, gives more details."""
 
 MAX_SILENT_CRASHES: Final = 3
 """Maximum silent core crashes that a sequence survives. It fails at the next one."""
@@ -126,7 +124,10 @@ class EngineClient:
         self._tokenizer = tokenizer
         self.executor = ThreadExecutor(journal)
         self._input = InputProcessor(config, tokenizer, self.executor)
-        self._output = OutputProcessor(self.metrics, self._abort_at_core)
+        self._window = SendWindow(
+            config, lambda sequence: self._prefill.send(sequence, self.cores[sequence.core_index])
+        )
+        self._output = OutputProcessor(self.metrics, self._abort_at_core, self._window.record_end)
         self.list_recent_requests = self._output.list_recent_requests
         self.finish_sequence = self._output.finish
         self.resume_outputs = self._output.resume
@@ -230,12 +231,11 @@ class EngineClient:
         if self.output_log is not None:
             # With a store, the next server continues the recorded requests, so they must not end here.
             self.output_log.close()
-        error = EngineDead(reason)
         if self._started is not None and not self._started.done():
-            self._started.set_exception(error)
+            self._started.set_exception(EngineDead(reason))
         self._output.fail_sequences(self._output.sequences.values(), reason)
         for core in self.cores:
-            core.fail_calls(error)
+            core.fail_calls(EngineDead(reason))
 
     async def submit(
         self,
@@ -275,9 +275,8 @@ class EngineClient:
         if begin_recording is not None:
             group.recording = begin_recording(group)
         group.trace = begin_group()
-        for sequence in started:
-            if not is_poison and not sequence.finished:
-                self._prefill.send(sequence, self.cores[sequence.core_index])
+        if not is_poison:
+            self._window.send_group(group)
         self._watch_deadline(group, sequences[0].deadline)
         if is_poison:
             # No core has received this group.
@@ -344,6 +343,7 @@ class EngineClient:
             self._output.finish(sequence, FinishReason.ABORT)
             self._abort_at_core(sequence)
 
+        self._window.drop_group(group)
         self._end_in_turns(group, abort)
 
     def _end_in_turns(self, group: RequestGroup, end: Callable[[Sequence], None]) -> None:
@@ -392,8 +392,7 @@ class EngineClient:
         for sequence in list(self._output.sequences.values()):
             if sequence.core_index == ready.core_index and self._may_continue(sequence):
                 self._resubmit(sequence, self.cores[ready.core_index].lost_time)
-        can_serve = self._config.epoch != FIRST_EPOCH or all(core.ready for core in self.cores)
-        if can_serve:
+        if self._config.epoch != FIRST_EPOCH or all(core.ready for core in self.cores):
             self._end_start()
 
     def _end_start(self) -> None:
@@ -418,6 +417,7 @@ class EngineClient:
         self._end_group(sequence.group, FinishReason.ERROR, POISON_REQUEST)
 
     def _resubmit(self, sequence: Sequence, lost_time: float | None) -> None:
+        self._window.remove_sequence(sequence)
         old_index = sequence.request_index
         self._output.resubmit(sequence, self._indices.next_free(), lost_time)
         if (recording := sequence.group.recording) is not None:

@@ -74,14 +74,20 @@ class _Rows(NamedTuple):
 class OutputProcessor:
     """Owns the unfinished sequences, by request index.
 
-    `abort` is called for a sequence that finished in this process while its core still generates.
+    `abort` is called for a sequence that finished in this process while its core still generates, and `on_end` for each
+    sequence that finished.
     """
 
-    def __init__(self, metrics: Metrics, abort: Callable[[Sequence], None]) -> None:
+    def __init__(
+        self,
+        metrics: Metrics,
+        abort: Callable[[Sequence], None],
+        on_end: Callable[[Sequence], None] = lambda sequence: None,
+    ) -> None:
         self.sequences: dict[int, Sequence] = {}
         self._recent_requests = RecentRequests()
         self._metrics = metrics
-        self._abort = abort
+        self._abort, self._on_end = abort, on_end
         self._streamed: deque[Sequence] = deque()
         """The sequences whose streams write new output before their readers are woken."""
         self._woken: deque[RequestGroup] = deque()
@@ -94,7 +100,7 @@ class OutputProcessor:
         self._last_rows: dict[int, _Rows] = {}
         """The rows of each core's last message, because the next message usually has the same rows.
 
-                An entry is cleared when one of its sequences is removed.
+        An entry is cleared when one of its sequences is removed.
         """
 
     def list_recent_requests(self) -> list[RecentRequest]:
@@ -202,6 +208,7 @@ class OutputProcessor:
         if is_counted:
             self._metrics.record_finished(sequence, reason if outcome is None else outcome)
         sequence.group.record_sequence_end(sequence)
+        self._on_end(sequence)
         if not sequence.group.num_unfinished:
             if is_counted:
                 self._metrics.record_group(sequence.group.outputs_by_prompt())

@@ -19,6 +19,7 @@ from engine.protocol.block_hash import HASH_BYTES, hash_blocks, root_hash
 from engine.protocol.config import PROTOCOL_VERSION, PrefixHash, SchedulerConfig
 from engine.protocol.errors import EngineError, ParameterError
 from engine.protocol.messages import AbortRequests, AddRequests, ClientHello, EngineCoreOutputs
+from engine.protocol.pooling_params import PoolingKind, PoolingParams
 from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.supervisor_messages import EngineStatus, ReplicaInfo, ReplicaState
 from engine.protocol.transport import StatusPublisher
@@ -107,6 +108,33 @@ async def test_requests_of_one_tick_are_sent_in_one_message(tmp_path: Path) -> N
             group.abort()
         await until(lambda: not core.requests, core.receive)
         assert sum(isinstance(message, AbortRequests) for message in core.received) == 1
+
+
+@pytest.mark.parametrize("ends_by", ["step", "abort", "restart"])
+@on_event_loop
+async def test_the_inputs_of_a_large_request_are_sent_a_few_at_a_time(
+    tmp_path: Path, ends_by: str
+) -> None:
+    num_steps = 3
+    config = engine_config(tmp_path, scheduler=SchedulerConfig(max_num_seqs=4))
+    async with connected(config) as (client, core):
+        pooled = msgspec.structs.replace(request(1), pooling=PoolingParams(PoolingKind.MEAN, False))
+        large = await client.submit([pooled] * 50, request_id="large")
+        small = await client.submit([pooled], request_id="small")
+        await until(lambda: len(core.requests) > 4 * num_steps, core.receive)
+        assert core.requests[-1].request_id == "small"
+        assert len(core.requests) == 4 * num_steps + 1
+        if ends_by == "abort":
+            large.abort()
+            await until(lambda: len(core.requests) == 1, core.receive)
+        if ends_by == "restart":
+            core.close()
+            core = opened(EchoCore(config, epoch=8))
+        await drive(core, small.result())
+        reason = "abort" if ends_by == "abort" else "length"
+        ends = [delta.finish_reason for delta in await drive(core, large.result())]
+        assert ends == [reason] * 50
+        assert client.num_inflight == 0
 
 
 @on_event_loop
