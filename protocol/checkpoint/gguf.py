@@ -70,6 +70,7 @@ class GGMLQuantizationType(IntEnum):
     MXFP4 = 39
     NVFP4 = 40
     Q1_0 = 41
+    Q2_0 = 42
 
 
 _T = GGMLQuantizationType
@@ -110,6 +111,7 @@ BLOCK_SIZES: Mapping[GGMLQuantizationType, tuple[int, int]] = {
     _T.MXFP4: (32, 17),
     _T.NVFP4: (64, 36),
     _T.Q1_0: (128, 18),
+    _T.Q2_0: (64, 18),
 }
 """For each type, (elements per block, bytes per block). Blocks run along a tensor's last dimension.
 

@@ -199,6 +199,22 @@ def tq2_0(blocks_Bb: Tensor) -> Unpacked:
     return q.flatten(1).to(torch.int8).unsqueeze(1), _half(blocks_Bb, 64).unsqueeze(2), None
 
 
+def q1_0(blocks_Bb: Tensor) -> Unpacked:
+    """Unpack Q1_0: signs of one bit each."""
+    bits = _view(blocks_Bb, 2, 18).unsqueeze(2) >> torch.arange(8) & 1
+    return (
+        (2 * bits - 1).flatten(1).to(torch.int8).unsqueeze(1),
+        _half(blocks_Bb, 0).unsqueeze(2),
+        None,
+    )
+
+
+def q2_0(blocks_Bb: Tensor) -> Unpacked:
+    """Unpack Q2_0: integers of two bits each, from -1 to 2."""
+    q = (_view(blocks_Bb, 2, 18).unsqueeze(2) >> torch.tensor([0, 2, 4, 6]) & 3) - 1
+    return q.flatten(1).to(torch.int8).unsqueeze(1), _half(blocks_Bb, 0).unsqueeze(2), None
+
+
 def i2_s(blocks_Bb: Tensor) -> Unpacked:
     """Unpack I2_S: ternary elements of two bits each, and the float32 scale of the whole tensor."""
     groups = _view(blocks_Bb, 0, 32).unsqueeze(1)

@@ -271,6 +271,8 @@ BLOCK_TYPES = {
     T.IQ1_M: BlockType(8, 128, _codes("iq1_m")),
     T.TQ1_0: BlockType(4, 8, _codes("tq1_0")),
     T.TQ2_0: BlockType(4, 8, _codes("tq2_0")),
+    T.Q1_0: BlockType(4, 8, _codes("q1_0")),
+    T.Q2_0: BlockType(4, 8, _codes("q2_0")),
     # In formats of 4 bits, zero would not be exact.
     T.I2_S: BlockType(8, 128, _codes("i2_s"), "float32"),
     T.MXFP4: BlockType(5, 16, _codes("mxfp4"), "bfloat16", "mxfp4"),
@@ -284,7 +286,7 @@ Types with codebooks are unpacked to 5 or 8 bits.
 WITH_CODEBOOKS = {
     ggml_type
     for ggml_type in BLOCK_TYPES
-    if ggml_type.name.startswith(("IQ", "TQ", "I2", "MXFP", "NVFP"))
+    if ggml_type.name.startswith(("IQ", "TQ", "I2", "MXFP", "NVFP", "Q1_0", "Q2_0"))
 }
 """Types whose blocks contain indices into tables, which unpacking them on a GPU copies there."""
 

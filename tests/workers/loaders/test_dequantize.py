@@ -24,6 +24,7 @@ SCALES_AT = {
     "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
     "IQ4_NL": (0,), "IQ4_XS": (0,), "IQ3_XXS": (0,), "IQ3_S": (0,), "IQ2_XXS": (0,), "IQ2_XS": (0,),
     "IQ2_S": (0,), "IQ1_S": (0,), "IQ1_M": (54,), "TQ1_0": (52,), "TQ2_0": (64,),
+    "Q1_0": (0,), "Q2_0": (0,),
 }  # fmt: skip
 
 
@@ -49,9 +50,16 @@ def uniform_blocks(ggml_type: GGMLQuantizationType) -> np.ndarray:
 
 
 def reference(raw: np.ndarray, ggml_type: GGMLQuantizationType) -> np.ndarray:
-    """Return the result of the gguf package, float32 ``[rows, columns]``. It does not convert integers."""
+    """Return the result of the gguf package, float32 ``[rows, columns]``, or of ggml where the package has none."""
     if ggml_type is GGMLQuantizationType.I32:
         return raw.view(np.int32).astype(np.float32)
+    if ggml_type.name in ("Q1_0", "Q2_0"):
+        num_bits = 1 if ggml_type.name == "Q1_0" else 2
+        blocks = np.ascontiguousarray(raw).reshape(-1, 18)
+        codes = blocks[:, 2:, None] >> np.arange(0, 8, num_bits) & (1 << num_bits) - 1
+        levels = np.array([-1, 1] if num_bits == 1 else [-1, 0, 1, 2], np.float32)[codes]
+        scales = blocks[:, :2].copy().view(np.float16).astype(np.float32)
+        return (levels.reshape(len(blocks), -1) * scales).reshape(len(raw), -1)
     with np.errstate(all="ignore"):
         values = reference_dequantize(raw.reshape(-1), ReferenceType(ggml_type))
     return values.astype(np.float32).reshape(len(raw), -1)
