@@ -229,12 +229,12 @@ class Decoder(TorchDecoder):
         if not self.shard.is_last:
             sent_TE = self._sent(added(x_TD, block_TD, self.spec, None), rest)
             return self._kept.joined(sent_TE, kept)
+        if (count := len(self.spec.layers)) in self._kept.layers:
+            kept[count] = self._layer_input(x_TD, block_TD)
         if self._last_streams is not None:
             x_TD = self._last_streams.reduce(x_TD)
             x_TD = x_TD if self._norm is None else self._norm(x_TD)
         else:
-            if (count := len(self.spec.layers)) in self._kept.layers:
-                kept[count] = self._layer_input(x_TD, block_TD)
             x_TD = added(x_TD, block_TD, self.spec, self._norm)
         if self.kept_width:
             states = (x_TD, *(kept[index] for index in self._kept.layers))

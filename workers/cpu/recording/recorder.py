@@ -143,6 +143,8 @@ class Recorder:
                 number = 1 + spec.added_after.index(index)
                 program.add_op("add_placed", first_column=number * spec.hidden_size)
         if shard.is_last and streams is not None:
+            if spec.hyper_connections is not None:
+                self._keep_hidden(len(spec.layers), spec.num_streams * spec.hidden_size)
             streams.reduce()
         self._record_outputs()
         if self._store is not None:
@@ -200,7 +202,8 @@ class Recorder:
             )
             program.add_op("head")
             return
-        self._keep_hidden(len(spec.layers))
+        if spec.hyper_connections is None:
+            self._keep_hidden(len(spec.layers))
         if spec.has_head and spec.head_dense_bias is not None:
             record_head_dense(self._blocks)
         elif spec.has_final_norm:
@@ -213,11 +216,11 @@ class Recorder:
         else:
             program.add_op("head")
 
-    def _keep_hidden(self, index: int) -> None:
-        """Record the operation that keeps the input of a layer, if it is one of the kept layers."""
+    def _keep_hidden(self, index: int, width: int = 0) -> None:
+        """Record the operation that keeps the input of a layer, or `width` elements of streams, if they are kept."""
         for kept, column in self._kept_columns:
             if kept == index:
-                self._program.add_op("keep_hidden", first_column=column)
+                self._program.add_op("keep_hidden", first_column=column, num_columns=width)
 
     def _record_restart(self, restart: Restart) -> None:
         """Record the begin of a pass through layers that are computed several times."""

@@ -86,7 +86,14 @@ class Fusion:
             )
         width = target.kept_width - self._target_size
         self._project: Product | None = None
-        if layout.reads_kept or not layout.projects_states:
+        self._project_embedding: Product | None = None
+        if layout.reads_streams:
+            self._state_size, shape = width, (size, size)
+            self._project, self._project_embedding = (
+                read_product(checkpoint, stored[each], shape, dtype, device, num_threads, name)
+                for each in (head_layout.PROJECTION, head_layout.EMBEDDING_PROJECTION)
+            )
+        elif layout.reads_kept or not layout.projects_states:
             if head_layout.PROJECTION not in stored:
                 raise checkpoint.missing("fc.weight")
             shape = self._size, width if layout.projects_states else size + self._target_size
@@ -169,9 +176,13 @@ class Fusion:
         return torch.zeros((num_tokens, self._state_size), device=self._device)
 
     def fuse(self, embedded_TD: Tensor, hidden_TD: Tensor) -> Tensor:
-        """Return the input of the head's layer, [T, D] or [T, 3 D]."""
+        """Return the input of the head's layer, [T, D] or [T, 3 D], or all streams."""
         embedded_TD = _norm(embedded_TD, self._embedding_norm, self._eps)
         normed_TD = _norm(hidden_TD, self._hidden_norm, self._eps)
+        if self._project_embedding is not None:
+            streams = self._projected(normed_TD.reshape(-1, self._size))
+            streams_TND = streams.view(len(embedded_TD), -1, self._size)
+            return (streams_TND + self._project_embedding(embedded_TD).unsqueeze(1)).flatten(1)
         if self._layout.projects_states:
             first_TD = normed_TD if self._layout.adds_to_normed else hidden_TD
             return torch.cat((first_TD, embedded_TD, normed_TD), dim=1)

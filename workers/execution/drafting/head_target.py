@@ -8,6 +8,7 @@ from ....protocol.errors import ConfigError
 from ...cpu.decoder import NativeDecoder
 from ...models.decoder import Decoder
 from ..model_loader import Model
+from .layouts.read import NEEDS_ONE_STREAM
 
 HeadTarget: TypeAlias = NativeDecoder | Decoder
 """A decoder that keeps the hidden states which a head reads."""
@@ -18,16 +19,11 @@ def head_target(model: Model, method: str) -> HeadTarget:
 
     Args:
         model: The model.
-        method: The name of the head in error messages.
+        method: The method of the head.
 
     Raises:
-        ConfigError: The model's layers are those of transformers, or the head reads inputs of layers that have several
-            hidden states for a token.
+        ConfigError: The model's layers are those of transformers.
     """
-    if not isinstance(model, NativeDecoder | Decoder) or (
-        model.spec.num_streams and model.kept_width > model.spec.hidden_size
-    ):
-        raise ConfigError(
-            f"{method} needs a model with Engine's own layers and one hidden state per token; use another method"
-        )
+    if not isinstance(model, NativeDecoder | Decoder):
+        raise ConfigError(NEEDS_ONE_STREAM.format(method))
     return model

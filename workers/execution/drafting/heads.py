@@ -16,7 +16,7 @@ from ..kv_cache import KVCache
 from ..model_loader import Model
 from .assistant import is_assistant, read_assistant
 from .block_head import BlockHead
-from .draft_head import DraftHead, HeadSource, method_name
+from .draft_head import DraftHead, HeadSource
 from .head_target import head_target
 from .layered_head import LayeredHead
 from .layouts.read import read_layout
@@ -51,7 +51,7 @@ def load_head(
     """
     speculative = config.scheduler.speculative
     assert speculative is not None
-    target = head_target(model, method_name(config))
+    target = head_target(model, speculative.method.value)
     embed: Callable[[Tensor], Tensor] = target.embed
     if not model.shard.is_first:
         embed = _read_embedding(target.spec, checkpoint, dtype)
@@ -66,6 +66,9 @@ def load_head(
         kind = SharedCacheHead
         # The layout of a KV cache in torch is another one than that of a native program.
         in_torch = not isinstance(target, NativeDecoder)
+    elif layout.reads_streams:
+        # Native programs do not begin with streams that a head has made.
+        in_torch = True
     elif layout.later:
         kind = LayeredHead
     elif layout.block_size:

@@ -32,6 +32,7 @@ from support.drafts.models_with_heads import (
 )
 from support.drafts.multimodal_layers import MULTIMODAL_LAYERS
 from support.drafts.prediction_layers import PREDICTION_LAYERS
+from support.drafts.stream_layers import qwen4_mtp
 from support.gpu.graph_attention import GraphTorchPaged
 from support.gpu.host_accelerator import HostAccelerator
 from support.workers.native_decoders import BLOCK_SIZE
@@ -55,6 +56,7 @@ PROMPT = list(range(20, 37))
         *DSPARK_HEADS,
         *MULTIMODAL_LAYERS,
         dflash2,
+        qwen4_mtp,
     ],
     ids=lambda make: make.__name__,
 )
@@ -68,7 +70,8 @@ def read_states(head: Head, tokens: list[int]) -> Tensor:
     """Return the hidden states of the model that the head reads of all tokens, [T, E]."""
     model = head.model
     states: list[Tensor] = []
-    norm = model.model.norm_f if hasattr(model.model, "norm_f") else model.model.norm
+    names = ("norm_f", "hyper_connection_mixer", "norm")
+    norm = next(getattr(model.model, name) for name in names if hasattr(model.model, name))
     hook = norm.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0]))
     outputs = model.model(torch.tensor([tokens]), output_hidden_states=True)
     hook.remove()

@@ -21,6 +21,7 @@ EMBEDDING: Final = "embedding.weight"
 EMBEDDING_NORM: Final = "embedding_norm.weight"
 HIDDEN_NORM: Final = "hidden_norm.weight"
 PROJECTION: Final = "projection.weight"
+EMBEDDING_PROJECTION: Final = "embedding_projection.weight"
 PROJECTION_BIAS: Final = "projection.bias"
 OUTPUT_PROJECTION: Final = "output_projection.weight"
 STATES_NORM: Final = "states_norm.weight"
@@ -57,6 +58,9 @@ class HeadLayout(msgspec.Struct, frozen=True):
     may have another hidden size than the model, and an output projection between the two. If `num_chosen_clusters` is
     not 0, it computes only the logits of that many clusters of tokens.
 
+    If it `reads_streams`, the hidden state consists of all residual streams of a model with hyper-connections, normed
+    together. The projection is applied to each of them. The projection of the embedding is added to all.
+
     If it `is_parallel`, the head computes all drafts in one pass: the first as above, and the others from the token
     `mask_token_id` and stored hidden states, in place of those that are unknown.
 
@@ -78,6 +82,7 @@ class HeadLayout(msgspec.Struct, frozen=True):
     projects_states: bool = False
     adds_to_normed: bool = False
     reads_cache: bool = False
+    reads_streams: bool = False
     num_chosen_clusters: int = 0
     is_parallel: bool = False
     block_size: int = 0

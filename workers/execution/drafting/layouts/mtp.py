@@ -27,9 +27,10 @@ class _Names(msgspec.Struct, frozen=True):
     `start` matches the beginning of all names, and `layer` that of the decoder layer's names after it. `norms` match
     the names of the layer's norms for attention and for the MLP if they are not those of the model. `others` match
     copies of tensors of the model, and `head` an output projection of the layer's own. `embedding` matches the whole
-    name of an embedding of its own. If `is_plain`, the layer has
-    common names even if those of the model differ. If `is_described`, the fields of the config that list layers also
-    describe this one.
+    name of an embedding of its own. `mixer` matches the names of the connection after the layer, if the layer reads all
+    streams of the model, and `embedding_projection` the product of the embedding that is added to each. If `is_plain`,
+    the layer has common names even if those of the model differ. If `is_described`, the fields of the config that list
+    layers also describe this one.
     """
 
     start: str
@@ -40,6 +41,8 @@ class _Names(msgspec.Struct, frozen=True):
     others: str = "embed_tokens"
     head: str | None = None
     embedding: str | None = None
+    mixer: str | None = None
+    embedding_projection: str | None = None
     layer: str = ""
     norms: tuple[str, str] | None = None
     is_plain: bool = False
@@ -52,7 +55,6 @@ class _Names(msgspec.Struct, frozen=True):
 
 _NOT_SUPPORTED: Final = {
     "Inkling": "the prediction layers of Inkling have convolutions, whose states a rejected draft cannot restore",
-    "Qwen4": "the prediction layer of Qwen4 reads all residual streams of the model, which are not kept",
 }
 """Beginnings of architectures -> the reason why their layers are not supported."""
 
@@ -124,6 +126,17 @@ def _layouts(num_layers: int, architecture: str, index: int = 0) -> tuple[_Names
             others="embed_tokens|lm_head",
             returns_normed=True,
             has_window=architecture.startswith(("ExaoneMo", "Exaone4_5")),
+        ),
+        # Qwen4.
+        _Names(
+            start=r"mtp\.",
+            layer=rf"layers\.{index}\.",
+            embedding_norm="pre_fc_norm_embedding",
+            hidden_norm="pre_fc_norm_hidden",
+            projection="fc_hidden",
+            embedding_projection="fc_embedding",
+            mixer="hyper_connection_mixer",
+            others=r"embed_tokens|lm_head|shared_head\.head|hyper_connection_mixer\.block_inject_weight",
         ),
         # MiniMax-M3.
         _Names(
@@ -203,7 +216,10 @@ def read_mtp(target: ModelSpec, checkpoint: Checkpoint, num_drafts: int) -> Head
 
 
 def _is_stored(stored: Collection[str], names: _Names) -> bool:
-    needed = (names.embedding_norm, names.projection, names.final_norm, names.head)
+    needed = (
+        *(names.embedding_norm, names.projection, names.final_norm, names.head),
+        names.embedding_projection,
+    )
     return _has(stored, names, f"{names.layer}.+") and all(
         _has(stored, names, rf"{part}\.weight") for part in needed if part is not None
     )
@@ -236,11 +252,17 @@ def _layout(target: ModelSpec, stored: Collection[str], names: _Names) -> HeadLa
         names.hidden_norm: "hidden_norm.",
         names.projection: "projection.",
     }
+    if names.embedding_projection is not None:
+        parts[names.embedding_projection] = "embedding_projection."
     index, layer = _layer(target, names, has_experts=_has(stored, names, r".*\.(experts|moe)\..*"))
     if any(each.chooses_keys for each in target.layers):
         has_indexer = _has(stored, names, r".*(\.|sparse_)(indexer\.|indexer_|index_).*")
         layer = replace(layer, chooses_keys=has_indexer)
-    renamed = {names.final_norm: "model.norm.", names.head: "lm_head."}
+    renamed = {
+        names.final_norm: "model.norm.",
+        names.head: "lm_head.",
+        names.mixer: "model.head_hc.",
+    }
     if names.norms is not None:
         norms = layer.norms or target.norms
         for stored_name, name in zip(
@@ -250,7 +272,8 @@ def _layout(target: ModelSpec, stored: Collection[str], names: _Names) -> HeadLa
     spec = replace(
         headless(target),
         layers=(layer,),
-        hyper_connections=None,
+        hyper_connections=None if names.mixer is None else target.hyper_connections,
+        ngrams=None,
         attention_residuals=None,
         has_final_norm=names.final_norm is not None,
         has_head=names.head is not None,
@@ -273,8 +296,9 @@ def _layout(target: ModelSpec, stored: Collection[str], names: _Names) -> HeadLa
         spec,
         (*((rf"{start}{part}\.", name) for part, name in parts.items()), *own),
         has_hidden_first=names.has_hidden_first,
-        reads_kept=names.reads_kept,
+        reads_kept=names.reads_kept or names.mixer is not None,
         returns_normed=names.returns_normed,
+        reads_streams=names.mixer is not None,
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from .....protocol.checkpoint.config_fields import ConfigFields
 from .....protocol.config import ProposerMethod, SpeculativeConfig
+from .....protocol.errors import ConfigError
 from ....layers.spec import ModelSpec
 from ....loaders import Checkpoint, open_checkpoint
 from .block import read_block
@@ -14,6 +15,11 @@ from .eagle import read_eagle
 from .eagle3 import read_eagle3, read_eagle3_inputs
 from .head_layout import HeadLayout
 from .mtp import read_mtp
+
+NEEDS_ONE_STREAM = (
+    "--speculative-config with method {!r} needs a model with Engine's own layers and one hidden state per token; use "
+    "another method"
+)
 
 
 def read_layout(
@@ -37,15 +43,25 @@ def read_layout(
 def find_kept_layers(speculative: SpeculativeConfig, target: ModelSpec) -> Sequence[int]:
     """Return the model's layers whose inputs the head reads; the number of layers means the final norm.
 
-    In a model with several residual streams, a head reads only the normed hidden states.
+    In a model with several residual streams, a head reads only the normed hidden states. A layer for multi-token
+    prediction whose model has hyper-connections of low rank (Qwen4) reads the streams.
 
     Raises:
         CheckpointError: The head's config names layers that the model does not have.
+        ConfigError: The head reads inputs of layers that have several hidden states for a token.
     """
-    count = len(target.layers)
-    if not speculative.method.reads_inner_states or speculative.model is None:
-        return () if target.hyper_connections or target.attention_residuals else (count,)
-    checkpoint = open_checkpoint(speculative.model)
+    count, hyper, name = len(target.layers), target.hyper_connections, speculative.model
+    if not speculative.method.reads_inner_states or name is None:
+        if hyper is not None and hyper.rank and speculative.method is ProposerMethod.MTP:
+            return (count,)
+        if hyper is not None or target.attention_residuals is not None:
+            return ()
+        name = None
+    if target.num_streams:
+        raise ConfigError(NEEDS_ONE_STREAM.format(speculative.method.value))
+    if name is None:
+        return (count,)
+    checkpoint = open_checkpoint(name)
     fields = ConfigFields(checkpoint.config, checkpoint.config_path)
     if speculative.method is ProposerMethod.DFLASH:
         return read_block_inputs(fields, count)
