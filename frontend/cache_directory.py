@@ -25,7 +25,7 @@ def cache_directories(kind: str) -> list[Path]:
         ConfigError: Other users could write to the directory among the temporary files.
     """
     if configured := os.environ.get("ENGINE_CACHE"):
-        return [Path(configured).expanduser() / kind]
+        return [Path(os.path.expanduser(configured)) / kind]
     try:
         user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError:

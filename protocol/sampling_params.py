@@ -418,7 +418,8 @@ def _integer(name: str, value: int, low: int, high: int | None) -> None:
 
 def _number(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
     too_low = value <= low if open_low else value < low
-    if not math.isfinite(value) or too_low or value > high:
+    # An integer beyond all doubles must be compared first.
+    if too_low or value > high or not math.isfinite(value):
         left = "(" if open_low else "["
         raise ParameterError(name, f"must be in {left}{low:g}, {high:g}], got {value}")
 

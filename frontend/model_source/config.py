@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -438,7 +439,7 @@ def _default_sampling(options: ModelOptions, generation: ConfigFields) -> dict[s
     if options.generation_config == "vllm":
         generation = ConfigFields({}, generation.path)
     elif options.generation_config != "auto":
-        path = Path(options.generation_config).expanduser()
+        path = Path(os.path.expanduser(options.generation_config))
         if not path.exists():
             raise ConfigError(
                 f"--generation-config {path} does not exist; use auto, vllm, or the path of a file or "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -147,8 +148,9 @@ def find_adapter(
         ConfigError: The adapter does not exist.
         CheckpointError: A file of the adapter is missing.
     """
-    directory = Path(path).expanduser().absolute()
-    if not directory.is_dir():
+    # Unlike the methods of paths, these functions accept unknown users and names that are too long.
+    directory = Path(os.path.expanduser(path)).absolute()
+    if not os.path.isdir(directory):
         if path.count("/") != 1 or path.startswith((".", "~", "/")):
             raise ConfigError(f"{param}: {path} is neither a directory nor ORG/NAME on the hub")
         from .hub import fetch_adapter

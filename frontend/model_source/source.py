@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def find_checkpoint(options: ModelOptions, console: Console) -> tuple[str, Path]
         if options.revision is not None:
             raise ConfigError("--revision needs a model on the hub; pass its ORG/NAME")
         return DEFAULT_MODEL.name, find_packaged_model(DEFAULT_MODEL, console)
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))
     if path.exists():
         return model, _local_checkpoint(path, options.load_format == LoadFormat.DUMMY)
     match = _HUB_NAME.fullmatch(model)
@@ -85,7 +86,7 @@ def find_tokenizer(options: ModelOptions, checkpoint: Path, console: Console) ->
         name = options.model
     if name is None:
         return checkpoint
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if path.exists():
         if options.tokenizer_revision is not None:
             raise ConfigError(
@@ -122,7 +123,7 @@ def find_mmproj(options: ModelOptions, checkpoint: Path) -> Path | None:
     if options.mmproj == "none":
         return None
     if options.mmproj:
-        path = Path(options.mmproj).expanduser().absolute()
+        path = Path(os.path.expanduser(options.mmproj)).absolute()
         if checkpoint.suffix != ".gguf":
             raise ConfigError(
                 f"--mmproj {options.mmproj}: only GGUF models have an mmproj file; remove the flag"

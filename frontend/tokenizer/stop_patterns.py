@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Final, NamedTuple
 
 from ...protocol.errors import ParameterError
+from ..http.shown_values import echo
 from .stop_strings import Match, StopStrings
 
 MAX_POSITIONS: Final = 500
@@ -96,7 +97,7 @@ class _Automaton:
         return found
 
     def _error(self, problem: str) -> ParameterError:
-        return ParameterError("stop_regex", f"{problem}, got {self._text!r} at {self._at}")
+        return ParameterError("stop_regex", f"{problem}, got {echo(self._text)} at {self._at}")
 
     def _alternatives(self, depth: int) -> _Part:
         if depth > MAX_NESTING:

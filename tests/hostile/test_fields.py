@@ -94,6 +94,24 @@ SAMPLES: Final[dict[str, list[Any]]] = {
     "video_config": [{"max_pixels": 9, "fps": 1}],
     "media_io_kwargs": [{"video": {"fps": 1, "num_frames": 2}}],
     "metadata": [{"a": "b"}],
+    "options": [{"num_predict": 1, "temperature": 1, "stop": ["a"], "mirostat": 0}],
+    "contents": [
+        [
+            {"role": "user", "parts": [{"text": "Hi"}]},
+            {"role": "model", "parts": [{"functionCall": {"name": "f", "args": {}, "id": "c"}}]},
+            {"parts": [{"functionResponse": {"name": "f", "id": "c", "response": {}}}]},
+        ]
+    ],
+    "generationConfig": [
+        {
+            "maxOutputTokens": 1,
+            "temperature": 1,
+            "stopSequences": ["a"],
+            "responseSchema": {"type": "STRING", "minLength": "1"},
+            "thinkingConfig": {"thinkingBudget": 1, "includeThoughts": True},
+        }
+    ],
+    "system": [[{"type": "text", "text": "Hi"}]],
 }
 """Valid objects and lists, in each place of which a wrong value is put."""
 

@@ -15,7 +15,7 @@ import msgspec
 from ...http.errors import bad_request, echo, expect, wrong
 from ..logprobs import Json
 from ..schema import ChatCompletionRequest
-from ..schema.ollama import OllamaChatRequest, OllamaFields, OllamaGenerateRequest
+from ..schema.ollama import OllamaChatRequest, OllamaFields, OllamaGenerateRequest, OllamaOptions
 
 LATEST: Final = ":latest"
 """The tag that clients append to names without one."""
@@ -142,7 +142,9 @@ def _reason_without_prompt(keep_alive: float | str | None) -> str:
 
 def _common(body: OllamaFields) -> Json:
     """Return all translated fields except the conversation."""
-    fields = _sampling_fields(body.options or {}) | {"stream": body.stream is not False}
+    fields = _sampling_fields(body.options or OllamaOptions()) | {
+        "stream": body.stream is not False
+    }
     if body.format == "json":
         fields["response_format"] = {"type": "json_object"}
     elif isinstance(body.format, dict):
@@ -159,36 +161,19 @@ def _common(body: OllamaFields) -> Json:
     return fields
 
 
-def _sampling_fields(options: Json) -> Json:
-    fields: Json = {}
-    for option, name in _OPTIONS.items():
-        if (value := options.get(option)) is not None:
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not is_number:
-                raise wrong(f"options.{option}", "a number", value)
-            if name in ("top_k", "seed"):
-                if value != int(value) or not -(2**63) <= value < 2**63:
-                    raise wrong(f"options.{option}", "an integer of 64 bits", value)
-                value = int(value)
-            fields[name] = value
-    if options.get("repeat_last_n") == 0:
+def _sampling_fields(options: OllamaOptions) -> Json:
+    fields = {name: getattr(options, option) for option, name in _OPTIONS.items()}
+    if options.repeat_last_n == 0:
         # The penalty applies to no tokens.
         fields["repetition_penalty"] = 1.0
     for option, neutral in _NEUTRAL.items():
-        if options.get(option) not in (None, neutral):
-            place = f"options.{option}"
-            raise bad_request(place, f"is not supported; leave it out, got {echo(options[option])}")
-    if (num_predict := options.get("num_predict")) is not None:
-        if not isinstance(num_predict, int) or isinstance(num_predict, bool):
-            raise wrong("options.num_predict", "an integer", num_predict)
-        # Ollama uses -1 and -2 for as many tokens as fit.
-        fields["max_tokens"] = num_predict if num_predict >= 0 else None
-    if (stop := options.get("stop")) is not None:
-        texts = [stop] if isinstance(stop, str) else stop
-        if not (isinstance(texts, list) and all(isinstance(text, str) for text in texts)):
-            raise wrong("options.stop", "a string or an array of strings", stop)
-        fields["stop"] = texts or None
-    return fields
+        if (value := getattr(options, option)) not in (None, neutral):
+            problem = f"is not supported; leave it out, got {echo(value)}"
+            raise bad_request(f"options.{option}", problem)
+    # Ollama uses -1 and -2 for as many tokens as fit.
+    num_predict = options.num_predict
+    fields["max_tokens"] = None if num_predict is None or num_predict < 0 else num_predict
+    return fields | {"stop": options.stop or None}
 
 
 def _message(message: Json, where: str, calls: deque[str]) -> Json:

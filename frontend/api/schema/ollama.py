@@ -9,12 +9,33 @@ import msgspec
 from . import Int
 
 
+class OllamaOptions(msgspec.Struct, kw_only=True):
+    """The options of a request. Those of Ollama's runner have no effect."""
+
+    temperature: float | None = None
+    top_k: Int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    seed: Int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repeat_penalty: float | None = None
+    repeat_last_n: Int | None = None
+    num_predict: Int | None = None
+    stop: str | list[str] | None = None
+
+    # Rejected unless they have the value without an effect.
+    mirostat: float | None = None
+    tfs_z: float | None = None
+
+
 class OllamaFields(msgspec.Struct, kw_only=True):
     """The fields that chat and completion requests share."""
 
     model: str | None = None
     stream: bool | None = None
-    options: dict[str, Any] | None = None
+    options: OllamaOptions | None = None
     format: str | dict[str, Any] | None = None
     think: bool | str | None = None
     logprobs: bool | None = None

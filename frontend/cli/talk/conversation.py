@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import mimetypes
+import os
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -103,7 +104,7 @@ def image_url(source: str) -> str:
     """
     if source.startswith(("http://", "https://", "data:")):
         return source
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))
     kind, _ = mimetypes.guess_type(path)
     if kind is None or not kind.startswith("image/"):
         raise EngineError(

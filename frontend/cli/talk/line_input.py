@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Final
 
 from ...cache_directory import cache_directory
@@ -97,5 +96,5 @@ def complete_line(line: str, word: str, commands: Iterable[str]) -> list[str]:
         return []
     if " " not in line:
         return [f"{name} " for name in commands if name.startswith(word)]
-    pattern = glob.escape(str(Path(word).expanduser()) if word.startswith("~") else word) + "*"
+    pattern = glob.escape(os.path.expanduser(word)) + "*"
     return [path + "/" if os.path.isdir(path) else path for path in sorted(glob.glob(pattern))]

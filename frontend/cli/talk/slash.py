@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -77,7 +78,7 @@ def _image(conversation: Conversation, argument: str) -> str:
 def _save(conversation: Conversation, argument: str) -> str:
     if not argument:
         raise EngineError("/save needs a file name")
-    path = Path(argument).expanduser()
+    path = Path(os.path.expanduser(argument))
     conversation.save(path)
     return f"saved {counted(len(conversation.messages), 'message')} to {path}"
 

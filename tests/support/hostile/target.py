@@ -54,6 +54,8 @@ SERVER_ARGS: Final = [
     "0.05",
     "--served-model-name",
     "smollm2",
+    "--enable-lora",
+    "--allow-runtime-lora-updating",
 ]
 
 BASES: Final[dict[str, bytes]] = {
@@ -95,6 +97,7 @@ BASES: Final[dict[str, bytes]] = {
     "master_port": b"1",
     "world_size": b"2",
     "names": b"[]",
+    "lora_name": b'"a"',
     "dtypes": b"[]",
     "shapes": b"[]",
 }
@@ -176,6 +179,8 @@ class Route:
         if "input_ids" in self.fields and field != "input_ids":
             # Of SGLang's bodies only; other schemas have another `text`.
             members["text"] = b'"Hi"'
+        if "lora_name" in members:
+            members["lora_path"] = b'"a"'
         if "truncate_size" in self.fields:
             # The name of a tensor.
             members["name"] = b'"Hi"'

@@ -49,6 +49,8 @@ SMALL: Final[dict[str, bytes]] = {
     "template code": b'"{{ [].__class__ }}{% for i in range(10**9) %}{% endfor %}"',
     "format code": b'"%s%n{0.__class__}${jndi:x}"',
     "path": b'"../../../../etc/passwd"',
+    "home of nobody": b'"~nobody-here/a"',
+    "5,000 letters": b'"' + b"a" * 5000 + b'"',
     "empty list": b"[]",
     "list of null": b"[null]",
     "list of empty list": b"[[]]",

@@ -21,6 +21,8 @@ class ContentReader:
 
     def __init__(self) -> None:
         self.messages: list[Json] = []
+        self.places: list[str] = []
+        """The contents of which the messages were parts."""
         # The calls without a result so far: their names and identifiers.
         self._open: list[tuple[str, str]] = []
         self._num_calls = 0
@@ -28,7 +30,11 @@ class ContentReader:
     def add_system(self, content: Any, where: str) -> None:
         """Add the instructions. Raise APIError 400 if they are not texts."""
         parts = [_media(part, place) for part, place in _parts_of(_read(content, where), where)]
-        self.messages.append({"role": "system", "content": parts})
+        self._add({"role": "system", "content": parts}, where)
+
+    def _add(self, message: Json, where: str) -> None:
+        self.messages.append(message)
+        self.places.append(where)
 
     def add_contents(self, contents: Any, where: str) -> None:
         """Add the turns of a conversation, or one turn, or a text. Raise APIError 400 if a part is invalid."""
@@ -48,7 +54,7 @@ class ContentReader:
             else:
                 self._add_result(part.function_response, f"{place}.functionResponse")
         if parts:
-            self.messages.append({"role": "user", "content": parts})
+            self._add({"role": "user", "content": parts}, where)
 
     def _add_answer(self, content: Content, where: str) -> None:
         texts: list[Json] = []
@@ -66,7 +72,7 @@ class ContentReader:
             message["reasoning_content"] = "".join(thoughts)
         if calls:
             message["tool_calls"] = calls
-        self.messages.append(message)
+        self._add(message, where)
 
     def _call(self, call: FunctionCall) -> Json:
         identifier = call.id or f"call_{self._num_calls}"
@@ -89,7 +95,7 @@ class ContentReader:
             media = [_media(part, f"{where}.parts[{i}]") for i, part in enumerate(result.parts)]
             content = [{"type": "text", "text": text}, *media]
         message = {"role": "tool", "tool_call_id": found, "name": result.name, "content": content}
-        self.messages.append(message)
+        self._add(message, where)
 
 
 def text_of(content: Any, where: str) -> str:

@@ -5,6 +5,7 @@ The API is described at https://ai.google.dev/api/generate-content.
 
 from __future__ import annotations
 
+import re
 from typing import Any, Final
 
 import msgspec
@@ -18,6 +19,7 @@ from .parts import ContentReader
 from .schema import GenerationConfig, ThinkingConfig, Tool, ToolConfig, in_camel_case
 
 _CONFIG: Final = "generationConfig"
+_MESSAGE: Final = re.compile(r"messages\b(?:\[(\d+)\])?")
 
 _NAMES: Final = {
     "max_tokens": "max_output_tokens",
@@ -41,12 +43,14 @@ _COUNTS: Final = (
 
 
 class GeminiChat(ChatCompletionRequest, kw_only=True):
-    """A chat completion request from the Gemini API."""
+    """A chat completion request from the Gemini API. `places` are the contents that became the messages."""
+
+    places: list[str] = msgspec.field(default_factory=list)
 
     def sent_name(self, name: str) -> str:
         """Return the name of a field in the Gemini API."""
-        if name == "messages":
-            return "contents"
+        if match := _MESSAGE.match(name):
+            return self.places[int(match[1])] if match[1] else "contents"
         if name == "top_logprobs":
             return f"{_CONFIG}.logprobs"
         return f"{_CONFIG}.{_SENT[_NAMES[name]]}" if name in _NAMES else name
@@ -76,6 +80,7 @@ def translate(body: GeminiRequest, model: str, *, streams: bool) -> ChatCompleti
     return GeminiChat(
         model=model,
         messages=reader.messages,
+        places=reader.places,
         stream=streams,
         tools=tools or None,
         tool_choice=_tool_choice(body.tool_config) if tools else None,

@@ -16,6 +16,7 @@ from support.servers.frontend_process import MODEL, FrontendProcess
 pytestmark = pytest.mark.slow
 
 HEADERS = {"x-goog-api-key": KEY}
+PIXEL = {"mimeType": "image/png", "data": "AAAA"}
 PARAMETERS = {"type": "OBJECT", "properties": {"city": {"type": "STRING", "maxLength": "9"}}}
 TOOLS = [{"functionDeclarations": [{"name": "get_weather", "parameters": PARAMETERS}]}]
 
@@ -158,6 +159,7 @@ def test_gemini_models_are_shown_to_googles_clients(frontend: FrontendProcess) -
         ({"contents": []}, 400, "contents is required"),
         ({"contents": [{"role": "x", "parts": []}]}, 400, "contents[0].role must be"),
         ({"contents": [{"parts": [{}]}]}, 400, "contents[0].parts[0] must have text"),
+        ({"contents": {"parts": {"inlineData": PIXEL}}}, 400, "contents[0] must be"),
         ({"tools": [{"googleSearch": {}}]}, 400, "tools[0] must be functionDeclarations"),
         ({"generationConfig": {"topP": "x"}}, 400, "generationConfig.topP must be a number"),
         ({"generationConfig": {"stopSequences": [1]}}, 400, "generationConfig.stopSequences[0]"),
