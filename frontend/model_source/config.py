@@ -171,10 +171,19 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
     if mmproj is not None and mmproj.suffix == ".gguf":
         from ...protocol.checkpoint.gguf_config.mmproj.read import read_mmproj
 
-        towers_beside = read_mmproj(GGUFFile(mmproj), GGUFFile(path), checkpoint_config.config)
-        options = msgspec.structs.replace(
-            options, hf_overrides={**towers_beside.config, **options.hf_overrides}
-        )
+        try:
+            towers_beside = read_mmproj(GGUFFile(mmproj), GGUFFile(path), checkpoint_config.config)
+        except CheckpointError as error:
+            if options.mmproj:
+                raise
+            console.line(
+                f"serving without {mmproj.name}, which was found beside the model: {error}"
+            )
+            mmproj = None
+        else:
+            options = msgspec.structs.replace(
+                options, hf_overrides={**towers_beside.config, **options.hf_overrides}
+            )
     if sparse := find_sparse_head(path, checkpoint_config):
         options = msgspec.structs.replace(options, hf_overrides=sparse | options.hf_overrides)
     tokenizer_directory = find_tokenizer_directory(options, tokenizer_path)

