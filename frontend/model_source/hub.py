@@ -37,7 +37,9 @@ TOKENIZER_FILES = (
 )
 CHECKPOINT_FILES = ("*.safetensors", TOKEN_VECTORS_FILE, TOKEN_WEIGHTS_FILE, *TOKENIZER_FILES)
 _MISTRAL_FILES = "consolidated*"
-IGNORED_FILES = ("*/*", _MISTRAL_FILES)
+# Those of MMS are for more than a thousand languages.
+_LANGUAGE_FILES = "adapter.*"
+IGNORED_FILES = ("*/*", _MISTRAL_FILES, _LANGUAGE_FILES)
 PREFERRED_QUANTS = ("Q4_K_M", "Q8_0")
 _NESTED_FILE = re.compile(
     r"\d+_\w+/(config\.json|model\.safetensors)|additional_chat_templates/[^/]+\.jinja"

@@ -56,8 +56,35 @@ def read_model_config(directory: Path) -> ConfigFields:
     if is_in_mistral_format(directory):
         return convert_params(ConfigFields.read(directory / _PARAMS))
     fields = with_known_names(ConfigFields.read(directory / _CONFIG))
-    quantization = _find_quantization(fields, directory)
-    return fields.with_values({"quantization_config": quantization}) if quantization else fields
+    values: dict[str, Any] = {}
+    if quantization := _find_quantization(fields, directory):
+        values["quantization_config"] = quantization
+    if (file := find_language_adapter(directory, fields)) is not None:
+        # The vocabulary is that of the language.
+        head = read_header(file).get(_ADAPTER_HEAD)
+        if head is None:
+            raise CheckpointError(file, f"there is no tensor {_ADAPTER_HEAD!r}; download it again")
+        values["vocab_size"] = head.shape[0]
+    return fields.with_values(values) if values else fields
+
+
+_ADAPTER_HEAD: Final = "lm_head.weight"
+
+
+def find_language_adapter(directory: Path, fields: ConfigFields) -> Path | None:
+    """Return the file with the layers of one language that replace those of an MMS (arXiv 2305.13516), if it is there.
+
+    The language is the `target_lang` of the tokenizer.
+    """
+    if fields.get("adapter_attn_dim") is None:
+        return None
+    tokenizer = ConfigFields.read_if_present(directory / "tokenizer_config.json")
+    file = directory / f"{_LANGUAGE}{tokenizer.text('target_lang', '')}.safetensors"
+    return file if file.is_file() else None
+
+
+_LANGUAGE: Final = "adapter."
+"""The beginning of the names of files with the layers of one language."""
 
 
 _QUANTIZATION_FILES: Final = {
@@ -103,7 +130,7 @@ def find_safetensors(directory: Path) -> list[Path]:
 
     A directory with weights in the format of transformers may also have Mistral's, and LoRA adapters.
     """
-    others = ("adapter_",) if is_in_mistral_format(directory) else ("consolidated", "adapter_")
+    others = (_LANGUAGE, "adapter_", "consolidated")[: 2 if is_in_mistral_format(directory) else 3]
     return [file for file in _list_safetensors(directory) if not file.name.startswith(others)]
 
 
@@ -139,14 +166,25 @@ def read_tensor_names(directory: Path) -> list[str]:
     names: list[str] = []
     for path in find_safetensors(directory):
         if path.suffix == ".safetensors":
-            with path.open("rb") as file:
-                size = int.from_bytes(file.read(8), "little")
-                header = file.read(min(size, _MAX_HEADER_BYTES))
-            try:
-                names += msgspec.json.decode(header, type=dict[str, msgspec.Raw])
-            except msgspec.DecodeError:
-                raise CheckpointError(path, "its header is damaged; download it again") from None
+            names += read_header(path)
     return names
+
+
+class _Entry(msgspec.Struct):
+    """A tensor in the header of a safetensors file."""
+
+    shape: tuple[int, ...] = ()
+
+
+def read_header(path: Path) -> dict[str, _Entry]:
+    """Return the tensors of a safetensors file by name. Raise CheckpointError if its header is damaged."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = file.read(min(size, _MAX_HEADER_BYTES))
+    try:
+        return msgspec.json.decode(header, type=dict[str, _Entry])
+    except msgspec.DecodeError:
+        raise CheckpointError(path, "its header is damaged; download it again") from None
 
 
 def find_tokenizer_files(directory: Path) -> list[Path]:

@@ -13,6 +13,7 @@ from ...protocol.checkpoint.config_fields import ConfigFields
 from ...protocol.checkpoint.field_names import text_section
 from ...protocol.checkpoint.files import (
     PART_FOLDERS,
+    find_language_adapter,
     find_safetensors,
     is_in_mistral_format,
     read_model_config,
@@ -163,6 +164,9 @@ class HFCheckpoint(Checkpoint):
                     self._stored |= _tensors_of(shard, name, stacking)
             if is_mistral:
                 self._stored |= mistral_tensors(shard, config)
+        if (adapter := find_language_adapter(path, config)) is not None:
+            shard = SafetensorsFile(adapter)
+            self._stored |= {name: StoredTensor(shard, name) for name in shard.names}
         for name, parts in of_ranks.items():
             dim = 1 if _DIVIDED_COLUMNS.fullmatch(name) else 0
             self._stored[name] = JoinedTensor(tuple(parts), dim)

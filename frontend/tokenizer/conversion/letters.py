@@ -36,12 +36,13 @@ def convert_letters(directory: Path) -> dict[str, dict[str, Any]]:
     """Return the contents of tokenizer.json and tokenizer_config.json.
 
     Raises:
-        CheckpointError: The file is damaged, or has a vocabulary for each language.
+        CheckpointError: The file is damaged, or has vocabularies of languages, but not that of `target_lang`.
     """
     path, settings = directory / _VOCABULARY, Settings(directory)
     fields, named = settings.fields, settings.named(**_NAMED)
     try:
-        ids = msgspec.json.decode(path.read_bytes(), type=dict[str, int])
+        found = msgspec.json.decode(path.read_bytes(), type=dict[str, int | dict[str, int]])
+        ids = msgspec.convert(found.get(fields.text("target_lang", ""), found), dict[str, int])
     except (OSError, ValueError) as error:
         raise CheckpointError(path, f"not a vocabulary of letters: {error}") from error
     special = {*named.values(), *settings.special}

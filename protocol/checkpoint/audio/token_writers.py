@@ -123,7 +123,6 @@ def samples_spec(fields: ConfigFields) -> SamplesSpec:
     else:
         audio.require("conv_pos_batch_norm", False)
         audio.require("add_adapter", False)
-        audio.require("adapter_attn_dim", None)
     hidden_size = audio.integer("hidden_size", 768, maximum=MAX_POSITIONS)
     rows = audio.integer("num_conv_pos_embeddings", 128, maximum=1024)
     groups = audio.divisor("num_conv_pos_embedding_groups", hidden_size, 16)
@@ -137,6 +136,11 @@ def samples_spec(fields: ConfigFields) -> SamplesSpec:
         norm = "group"
     activation = audio.text("hidden_act", "gelu")
     audio.require("feat_extract_activation", activation)
+    norms_sums = not audio.boolean("do_stable_layer_norm", False)
+    adapter_size = 0
+    # As in transformers, layers whose norms follow their sums have no adapters.
+    if not is_omniasr and not norms_sums and audio.get("adapter_attn_dim") is not None:
+        adapter_size = audio.integer("adapter_attn_dim", maximum=MAX_POSITIONS)
     vocab_size = fields.integer("vocab_size")
     blank = fields.integer(blank_name, 0, minimum=0, maximum=vocab_size - 1)
     return SamplesSpec(
@@ -155,7 +159,8 @@ def samples_spec(fields: ConfigFields) -> SamplesSpec:
         conv_norm=norm,
         has_conv_bias=audio.boolean("conv_bias", False),
         has_input_norm=audio.boolean("feat_proj_layer_norm", True),
-        norms_sums=not audio.boolean("do_stable_layer_norm", False),
+        norms_sums=norms_sums,
+        adapter_size=adapter_size,
     )
 
 

@@ -32,7 +32,8 @@ class SamplesSpec(LayeredSpec, frozen=True, tag=True):
 
     `convolutions` (channels, kernel size, stride) read samples. Their norm is over the channels of each output
     ("layer"), or only the first has one, over the outputs of each channel ("group"). Positions are a convolution over
-    `position_rows` rows in `position_groups` groups. If `norms_sums`, the norms of layers follow their sums.
+    `position_rows` rows in `position_groups` groups. If `norms_sums`, the norms of layers follow their sums. If
+    `adapter_size` is not 0, another MLP of this size follows each layer (MMS, arXiv 2305.13516).
     """
 
     convolutions: tuple[tuple[int, int, int], ...]
@@ -46,6 +47,7 @@ class SamplesSpec(LayeredSpec, frozen=True, tag=True):
     has_conv_bias: bool = True
     has_input_norm: bool = True
     norms_sums: bool = False
+    adapter_size: int = 0
     num_mel_bins: int = 0
 
     def num_outputs(self, num_frames: int) -> int:

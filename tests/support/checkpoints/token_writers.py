@@ -10,13 +10,15 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from support.audio.checkpoints import NUM_MEL_BINS
 from support.checkpoints.source import MODELS, write_letters
 from support.media.audio_features import granite_features
 
 GRANITE, OMNIASR = "granite", "omniasr"
-WAV2VEC2, HUBERT = "Wav2Vec2", "Hubert"
-CTC_KINDS = ("CTC", GRANITE, OMNIASR, WAV2VEC2, HUBERT)
+WAV2VEC2, HUBERT, MMS = "Wav2Vec2", "Hubert", "Wav2Vec2 MMS"
+LETTER_KINDS = (WAV2VEC2, HUBERT, MMS)
+CTC_KINDS = ("CTC", GRANITE, OMNIASR, *LETTER_KINDS)
 
 _SAMPLES = {
     "hidden_size": 32,
@@ -36,7 +38,7 @@ def writer_directory(directory: Path, kind: str) -> tuple[Path, Any]:
 
     Return its directory and transformers' model.
     """
-    if kind in (WAV2VEC2, HUBERT):
+    if kind in LETTER_KINDS:
         return _letter_writer(directory, kind)
     ids = write_letters(directory, ("<pad>", "<blank>"), "<pad>")
     vocab_size = 1 + max(ids.values())
@@ -101,25 +103,48 @@ def _spread(model: torch.nn.Module) -> None:
 
 
 def _letter_writer(directory: Path, kind: str) -> tuple[Path, Any]:
-    """Write a wav2vec 2.0, or a HuBERT with norms before its layers, and a tokenizer of letters."""
+    """Write a wav2vec 2.0, or a HuBERT with norms before its layers, and a tokenizer of letters.
+
+    An MMS has the vocabularies and the layers of two languages.
+    """
     tokens = ["<pad>", "|", *("ABCDEFGHIJ" if kind == HUBERT else "abcdefghij")]
-    vocabulary = {token: index for index, token in enumerate(tokens)}
+    vocabulary: dict[str, Any] = {token: index for index, token in enumerate(tokens)}
+    settings: dict[str, Any] = {"do_lower_case": kind == HUBERT}
+    if kind == MMS:
+        vocabulary = {"eng": {"<pad>": 0, "|": 1, "x": 2}, "fra": vocabulary}
+        settings |= {"target_lang": "fra", "tokenizer_class": "Wav2Vec2CTCTokenizer"}
     (directory / "vocab.json").write_text(json.dumps(vocabulary))
-    (directory / "tokenizer_config.json").write_text(json.dumps({"do_lower_case": kind == HUBERT}))
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
     has_layer_norms = {
         "feat_extract_norm": "layer",
         "conv_bias": True,
         "do_stable_layer_norm": True,
     }
-    config = getattr(transformers, f"{kind}Config")(
-        vocab_size=len(tokens), **_SAMPLES, **(has_layer_norms if kind == HUBERT else {})
+    name = kind.split()[0]
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=len(tokens),
+        adapter_attn_dim=6 if kind == MMS else None,
+        **_SAMPLES,
+        **({} if kind == WAV2VEC2 else has_layer_norms),
     )
     torch.manual_seed(0)
-    model = getattr(transformers, f"{kind}ForCTC")(config).eval()
+    model = getattr(transformers, f"{name}ForCTC")(config).eval()
     _spread(model)
     with torch.no_grad():
         model.lm_head.bias[0] += 3
     model.save_pretrained(directory)
+    if kind == MMS:
+        own = re.compile(r".*\.adapter_layer\..*|lm_head\..*")
+        tensors = {name: x for name, x in model.state_dict().items() if own.fullmatch(name)}
+        save_file(tensors, directory / "adapter.fra.safetensors")
+        save_file({"lm_head.weight": torch.zeros(3, 32)}, directory / "adapter.spa.safetensors")
+        # The other tensors are those of another language.
+        stored = load_file(directory / "model.safetensors")
+        stored |= {name: x + 1 for name, x in stored.items() if "adapter_layer" in name}
+        stored |= {"lm_head.weight": torch.ones(3, 32), "lm_head.bias": torch.ones(3)}
+        save_file(stored, directory / "model.safetensors")
+        fields = json.loads((directory / "config.json").read_text()) | {"vocab_size": 3}
+        (directory / "config.json").write_text(json.dumps(fields))
     (directory / "preprocessor_config.json").write_text(
         json.dumps({"do_normalize": kind != HUBERT})
     )
@@ -131,7 +156,7 @@ def features(kind: str, samples: np.ndarray) -> dict[str, torch.Tensor]:
     if kind == OMNIASR:
         extractor = transformers.OmniASRFeatureExtractor()
         return dict(extractor(samples, sampling_rate=16_000, return_tensors="pt"))
-    if kind in (WAV2VEC2, HUBERT):
+    if kind in LETTER_KINDS:
         extractor = transformers.Wav2Vec2FeatureExtractor(do_normalize=kind != HUBERT)
         return dict(extractor(samples, sampling_rate=16_000, return_tensors="pt"))
     if kind != GRANITE:

@@ -5,6 +5,8 @@ Shapes: C channels, N samples or outputs of a convolution, P rows, D hidden size
 
 from __future__ import annotations
 
+from itertools import zip_longest
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -50,19 +52,29 @@ class SamplesEncoder:
         self._input = tensors.read_linear(f"{name}.projection", size, inputs)
         self._positions = _read_positions(spec, tensors)
         self._positions_bias = tensors.read("audio_tower.encode_positions.conv.bias", size)
-        self._layers = source.make_layers(
-            LayersSpec(
-                hidden_size=size,
-                intermediate_size=spec.intermediate_size,
-                num_heads=spec.num_heads,
-                head_dim=size // spec.num_heads,
-                feature_layers=(spec.num_layers,),
-                activation=spec.activation,
-                norm_eps=spec.norm_eps,
-                norms_sums=spec.norms_sums,
-            ),
-            (_read_layer(spec, tensors, index) for index in range(spec.num_layers)),
-        )
+        # Layers between which there are adapters are computed one by one.
+        self._num_at_once = 1 if spec.adapter_size else spec.num_layers
+        firsts = range(0, spec.num_layers, self._num_at_once)
+        self._layers = [
+            source.make_layers(
+                LayersSpec(
+                    hidden_size=size,
+                    intermediate_size=spec.intermediate_size,
+                    num_heads=spec.num_heads,
+                    head_dim=size // spec.num_heads,
+                    feature_layers=(self._num_at_once,),
+                    activation=spec.activation,
+                    norm_eps=spec.norm_eps,
+                    norms_sums=spec.norms_sums,
+                ),
+                (
+                    _read_layer(spec, tensors, index)
+                    for index in range(first, first + self._num_at_once)
+                ),
+            )
+            for first in firsts
+        ]
+        self._adapters = [_Adapter(spec, tensors, index) for index in firsts if spec.adapter_size]
         self._norm = tensors.read_layer_norm("audio_tower.layer_norm", size, spec.norm_eps)
         self._decoder = read_token_decoder(spec.decoder, size, tensors, source.checkpoint)
 
@@ -81,7 +93,10 @@ class SamplesEncoder:
         x_PD = x_PD + self._activation(positions[0, :, : len(x_PD)]).T
         if self._spec.norms_sums:
             x_PD = self._norm(x_PD)
-        x_PD = self._layers(x_PD, Patches())[self._spec.num_layers]
+        for layers, adapter in zip_longest(self._layers, self._adapters):
+            x_PD = layers(x_PD, Patches())[self._num_at_once]
+            if adapter is not None:
+                x_PD = x_PD + adapter(x_PD)
         return self._decoder(x_PD if self._spec.norms_sums else self._norm(x_PD))
 
 
@@ -110,6 +125,21 @@ class _Convolution:
             return self._norm(x_CN.T).T
         norm = self._norm
         return F.group_norm(x_CN[None], len(x_CN), norm.weight, norm.bias, norm.eps)[0]
+
+
+class _Adapter:
+    """The MLP after a layer, which is that of a language."""
+
+    def __init__(self, spec: SamplesSpec, tensors: VisionWeights, index: int) -> None:
+        size, inner = spec.hidden_size, spec.adapter_size
+        prefix = f"audio_tower.layers.{index}.adapter_layer"
+        self._norm = tensors.read_layer_norm(f"{prefix}.norm", size, _CONV_NORM_EPS)
+        self._up = tensors.read_linear(f"{prefix}.linear_1", inner, size)
+        self._down = tensors.read_linear(f"{prefix}.linear_2", size, inner)
+
+    def __call__(self, x_PD: Tensor) -> Tensor:
+        """Return what is added to the outputs [P, D] of the layer."""
+        return self._down(self._up(self._norm(x_PD)).relu())
 
 
 def _read_positions(spec: SamplesSpec, tensors: VisionWeights) -> Tensor:
