@@ -118,6 +118,7 @@ _WITHOUT_FILE: Final = (
     "openvla",
     "step3_vl",
     "step3p7",
+    "step5_vl",
     "unlimited_ocr",
 )
 """Models whose config or own code describes how images are read, so that there may be no file of a processor."""
@@ -351,6 +352,7 @@ _READERS: Final[dict[str, _Reader]] = {
     "smolvlm": grid,
     "step3_vl": cuts,
     "step3p7": cuts,
+    "step5_vl": cuts,
     "phi4_siglip": resize_patches,
     "video_llama_3": resize_patches,
     "trocr": read_square,

@@ -291,6 +291,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "qwen4_exp": qwen3_5,
     "step3_vl": step3,
     "step3p7": step3,
+    "step5_vl": step3,
     "phi4_siglip": phi4_siglip,
     "unlimited_ocr": deepseek_ocr,
     "video_llama_3": video_llama3,

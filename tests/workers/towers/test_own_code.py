@@ -85,6 +85,7 @@ MODELS: dict[str, Callable[[Path], OwnCodeModel | Moondream]] = {
     "rice": rice,
     "sarashina2": sarashina2,
     "step_vl": step_vl,
+    "step_vl-5": partial(step_vl, is_fifth=True),
     "youtu_vl": youtu_vl,
     **{
         f"minicpmv-{version}": partial(minicpmv, version=version)
@@ -114,7 +115,12 @@ PLACEHOLDERS = {
 }
 
 
-WITHOUT_PROGRAM = {"moondream", "deepseek_ocr-unlimited", "deepseek_ocr-unlimited-hf"}
+WITHOUT_PROGRAM = {
+    "moondream",
+    "deepseek_ocr-unlimited",
+    "deepseek_ocr-unlimited-hf",
+    "step_vl-5",
+}
 """Models whose decoders native programs do not compute."""
 
 
