@@ -50,9 +50,13 @@ def encoder_families(
         activation: Activation = head.activation
         if head.field is not None:
             activation = read_activation(fields, head.field, activation)
-        names = {"dense": head.dense, "output": head.output}
         return with_score_head(
-            read_spec(fields), fields, activation=activation, output_bias=True, **names
+            read_spec(fields),
+            fields,
+            dense=head.dense,
+            activation=activation,
+            output=head.output,
+            output_bias=True,
         )
 
     return (
