@@ -35,8 +35,8 @@ def _tagged(opening: str, closing: str, before: str, tags: Tags) -> CallFormat:
     )
 
 
-def _dsml(block: str, mark: str = "｜DSML｜") -> CallFormat:
-    """Return DeepSeek's format with this name of a block, whose tags begin with a mark."""
+def _dsml(block: str, *loose: str, mark: str = "｜DSML｜") -> CallFormat:
+    """Return DeepSeek's format with this name of a block, or a loose one, whose tags begin with a mark."""
     tags = Tags(
         f'<{mark}parameter name="',
         ">",
@@ -47,7 +47,8 @@ def _dsml(block: str, mark: str = "｜DSML｜") -> CallFormat:
         typed=(('" string="true"', True), ('" string="false"', False)),
         may_be_json=True,
     )
-    return _tagged(f"<{mark}{block}>", f"</{mark}{block}>", f'<{mark}invoke name="', tags)
+    format = _tagged(f"<{mark}{block}>", f"</{mark}{block}>", f'<{mark}invoke name="', tags)
+    return replace(format, openings=(*format.openings, *(f"<{mark}{name}>" for name in loose)))
 
 
 _HERMES: Final = CallFormat(("<tool_call>",), (JsonObject(),), "</tool_call>")
@@ -257,9 +258,9 @@ FORMATS: Final[dict[ToolCallParserName, CallFormat]] = {
         ),
     ),
     "deepseek_v32": _dsml("function_calls"),
-    "deepseek_v4": _dsml("tool_calls"),
-    "deepseek_v41": _dsml("calls", "｜DSML｜ "),
-    "gigachat35": _dsml("tool_calls", "｜GCML｜"),
+    "deepseek_v4": _dsml("tool_calls", "toolcalls", "tool"),
+    "deepseek_v41": _dsml("calls", mark="｜DSML｜ "),
+    "gigachat35": _dsml("tool_calls", mark="｜GCML｜"),
     "gemma4": CallFormat(
         ("<|tool_call>",),
         (NamedCall(GemmaNotation('<|"|>'), prefix="call:"),),

@@ -13,6 +13,9 @@ from .values import json_string, json_value, types_of
 
 _LONGEST_KEY = 512
 
+_KEYS_OF_ALL = ("arguments", "input")
+"""Keys under which models may write one JSON object of all arguments, if no parameter has this name."""
+
 
 class Tags(msgspec.Struct, frozen=True):
     """The form `start (key_before KEY key_after VALUE value_end)* end`, with whitespace between the tags.
@@ -27,7 +30,7 @@ class Tags(msgspec.Struct, frozen=True):
         typed: Attribute after a key -> whether it declares the value to be a string.
         is_escaped: True if keys have `&quot;` and `&amp;` in place of these characters.
         wrapping: Texts that models may write around a value, between its tags.
-        may_be_json: True if models may write one JSON object in place of all keys and values.
+        may_be_json: True if models may write one JSON object in place of all keys and values, or under one key.
     """
 
     key_before: str
@@ -76,6 +79,8 @@ class TaggedArguments(StepwiseArguments):
         self._is_empty = True
         self._value_end = tags.value_end
         self._object: JsonArguments | None = None  # Set if the arguments are one JSON object.
+        self._start_of_value = ""  # The held-back JSON before a value.
+        self._may_be_all = False  # Whether the key may be that of all arguments.
         self._steps = {
             _State.START: self._read_start,
             _State.BETWEEN: self._read_between,
@@ -134,9 +139,7 @@ class TaggedArguments(StepwiseArguments):
             self._state = _State.KEY
             return True
         if tags.may_be_json and self._is_empty and text.startswith("{"):
-            self._object = JsonArguments(self._markers)
-            self._state = _State.JSON
-            return True
+            return self._start_json()
         return self._read_end(self._after_value)
 
     def _read_end(self, allowed: tuple[str, ...]) -> bool:
@@ -147,6 +150,11 @@ class TaggedArguments(StepwiseArguments):
         if text.startswith(self._markers):
             return self._end(0)
         return not may_begin(text, allowed) and self._end(0, failed=True)
+
+    def _start_json(self) -> bool:
+        self._object = JsonArguments(self._markers)
+        self._state = _State.JSON
+        return True
 
     def _read_json(self) -> bool:
         assert self._object is not None
@@ -159,7 +167,14 @@ class TaggedArguments(StepwiseArguments):
 
     def _read_json_end(self) -> bool:
         self._buffer = self._buffer.lstrip()
-        return self._read_end((*filter(None, (self._tags.end,)), *self._markers))
+        allowed = (*filter(None, (self._tags.end,)), *self._markers)
+        if self._may_be_all:
+            allowed = (self._tags.value_end, *allowed)
+            if self._buffer.startswith(self._tags.value_end):
+                self._buffer = self._buffer.removeprefix(self._tags.value_end).lstrip()
+                self._may_be_all = False
+                return bool(self._buffer)
+        return self._read_end(allowed)
 
     def _read_key(self) -> bool:
         key, end, rest = self._buffer.partition(self._tags.key_after)
@@ -180,8 +195,16 @@ class TaggedArguments(StepwiseArguments):
             # Models also declare values to be strings whose schema allows no string.
             self._types = frozenset(("string",))
         self._is_string = self._types == {"string"}
-        self._json.append(f'{"{" if self._is_empty else ", "}"{json_string(key)}": ')
-        self._is_empty = False
+        properties = self._parameters.get("properties")
+        self._may_be_all = (
+            self._tags.may_be_json
+            and self._is_empty
+            and key in _KEYS_OF_ALL
+            and isinstance(properties, Mapping)
+            and bool(properties)
+            and key not in properties
+        )
+        self._start_of_value = f'{"{" if self._is_empty else ", "}"{json_string(key)}": '
         self._buffer = rest
         self._state = _State.VALUE_TAG
         return True
@@ -193,6 +216,12 @@ class TaggedArguments(StepwiseArguments):
         return True
 
     def _read_value_start(self) -> bool:
+        if self._may_be_all and (not self._buffer or self._buffer.startswith("{")):
+            return bool(self._buffer) and self._start_json()
+        self._may_be_all = False
+        self._json.append(self._start_of_value)
+        self._start_of_value = ""
+        self._is_empty = False
         start, end = self._tags.wrapping
         is_partial = start.startswith(self._buffer) and self._buffer != start
         if not self._buffer or is_partial:

@@ -35,6 +35,21 @@ CASES: list[tuple[str, str, str | None, list[tuple[str, str]]]] = [
         None,
         [("write", '{"lines": 42, "deep": {"a": 1}}')],
     ),
+    # All arguments as one value, and another name of the block
+    (
+        "deepseek_v4",
+        '<｜DSML｜toolcalls>\n<｜DSML｜invoke name="write">\n<｜DSML｜parameter name="arguments" string="false">'
+        '{"path": "a"}</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜toolcalls>',
+        None,
+        [("write", '{"path": "a"}')],
+    ),
+    (
+        "deepseek_v4",
+        '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="write">\n<｜DSML｜parameter name="input" string="true">'
+        "text</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>",
+        None,
+        [("write", '{"input": "text"}')],
+    ),
     # Text before the name
     (
         "step3",
