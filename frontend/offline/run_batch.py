@@ -130,9 +130,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--output-file {own.output_file} is the input file")
     console = Console()
     lines = list(split_lines(_read(own.input_file)))
-    _verify(lines)
+    if lines:
+        _verify(lines)
     with ExitStack() as stack:
         output = stack.enter_context(_open_output(own.output_file))
+        if not lines:
+            return 0
         if own.url is not None:
             server = _Server(own.url, own.api_key)
         else:

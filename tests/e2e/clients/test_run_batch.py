@@ -80,3 +80,9 @@ def test_the_input_file_is_not_overwritten(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "out.jsonl is the input file" in done.stderr
     assert (tmp_path / "in.jsonl").read_text() == json.dumps(LINES[0])
+
+
+def test_file_without_requests_has_no_answers(tmp_path: Path) -> None:
+    done = run_text(tmp_path, "\n")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out.jsonl").read_text() == ""
