@@ -6,6 +6,7 @@ from typing import Any, Final, TypeVar
 
 from ...protocol.sampling_params import MAX_LOGIT_BIASES, MAX_N, SAMPLERS, DryParams, SamplingParams
 from ..http.errors import bad_request, echo, wrong
+from ..http.numbers import parse_number
 from .inputs.hidden_states import returned_states
 from .schema import UNLIMITED, GenerationRequest
 from .structured.constraint import Constraint
@@ -216,7 +217,7 @@ def _logit_bias(biases: dict[str, float] | None) -> dict[int, float] | None:
         )
     parsed = {}
     for key, bias in biases.items():
-        if not (key.isascii() and key.isdigit() and len(key) <= 10):
+        if (token_id := parse_number(key)) is None:
             raise bad_request("logit_bias", f"keys must be token ids, got {echo(key)}")
-        parsed[int(key)] = bias
+        parsed[token_id] = bias
     return parsed

@@ -113,6 +113,12 @@ def renamer(names: Mapping[str, str]) -> Callable[[str], str]:
     return rename
 
 
+def expect_text(fields: Mapping[str, Any], name: str, where: str) -> str:
+    """Return a field of an object at `where`. Raise APIError 400 if it is not a string."""
+    text: str = expect(fields.get(name), str, f"{where}.{name}", "a string")
+    return text
+
+
 def expect(value: Any, kind: type, param: str, expected: str) -> Any:
     """Return `value` if it is an instance of `kind`.
 

@@ -8,9 +8,10 @@ from typing import Any, Final, Generic, NamedTuple, TypeVar
 import msgspec
 from starlette.types import Scope
 
-from ...http.errors import APIError, bad_request, echo, wrong
+from ...http.errors import APIError, bad_request, wrong
 from ..schema.refused import ignored_fields, refused_fields, verify_supported, with_all_fields
 from .body import Body
+from .field_errors import invalid_field
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -28,7 +29,6 @@ _NAME: Final = re.compile(r';\s*name="((?:[^"\\]|\\.)*)"', re.I)
 _FILE: Final = re.compile(r";\s*filename\*?=", re.I)
 _FILENAME: Final = re.compile(r';\s*filename="((?:[^"\\]|\\.)*)"', re.I)
 _NESTED: Final = re.compile(r"(.+?)\[(\w+)\]")
-_AT: Final = re.compile(r"^(.*?)(?: - at `\$\.([^`]*)`)?$", re.DOTALL)
 
 
 class FormFile(NamedTuple):
@@ -162,13 +162,6 @@ class FormDecoder(Generic[T]):
         try:
             request = msgspec.convert(found, self._schema, strict=False)
         except msgspec.ValidationError as error:
-            match = _AT.match(str(error))
-            field = (match[2] or "") if match else ""
-            kind = match[1] if match else str(error)
-            raise APIError(
-                400,
-                f"{field} is invalid: {kind}, got {echo(found.get(field))}",
-                param=field or None,
-            ) from None
+            raise invalid_field(str(error), msgspec.json.encode(found), kind=self._schema) from None
         verify_supported(request, self._refused)
         return request

@@ -14,6 +14,7 @@ from ....protocol.errors import EngineError
 from ....protocol.supervisor_messages import NEW_ROLES, ReplicaAction, ReplicaInfo, ReplicaState
 from ...client.engine_watch import EngineWatch
 from ...http.errors import APIError, echo, json_response, redact, unavailable, wrong
+from ...http.numbers import parse_number
 from ..serving import Serving
 
 CALL_S: Final = 5.0
@@ -94,8 +95,8 @@ class Replicas:
 
 def parse_rank(text: str, param: str, num_replicas: int) -> int:
     """Return the number of a replica. Raise APIError 400 if the text is not the number of a replica."""
-    if text.isascii() and text.isdigit() and len(text) < 10 and int(text) < num_replicas:
-        return int(text)
+    if (rank := parse_number(text)) is not None and rank < num_replicas:
+        return rank
     raise wrong(param, f"an integer from 0 to {num_replicas - 1}", text)
 
 

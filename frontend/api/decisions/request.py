@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
-from ...http.errors import bad_request, expect, wrong
+from ...http.errors import bad_request, expect_text, wrong
 from ..logprobs import Json
 from ..prompts import verify_num_sequences
 from ..responses.items import MessageBuilder, normalize_input
@@ -129,9 +129,9 @@ def write_conversation(items: list[Json], question: Question, where: str) -> lis
 def _question_part(part: Json, where: str) -> Json:
     match part.get("type"):
         case "input_text":
-            expect(part.get("text"), str, f"{where}.text", "a string")
+            expect_text(part, "text", where)
         case "input_image":
-            expect(part.get("image_url"), str, f"{where}.image_url", "a string")
+            expect_text(part, "image_url", where)
         case "input_json":
             return _json_as_text(part, where)
         case kind:

@@ -20,6 +20,7 @@ from ...http.errors import (
     unavailable,
     wrong,
 )
+from ...http.numbers import parse_number
 from ...model_source.lora_registry import LoraScale
 from ..bodies.intake import Intake, reads
 from ..routes.management import Management
@@ -95,7 +96,8 @@ class LlamaOperations:
     async def act_on_slot(self, http: Request) -> Response:
         """Erase the cache, which is that of all slots."""
         text, action = http.path_params["id"], http.query_params.get("action", "")
-        if not text.isascii() or not text.isdigit() or int(text) >= self._num_slots:
+        slot = parse_number(text)
+        if slot is None or slot >= self._num_slots:
             raise bad_request(
                 "id", f"must be below the number of slots, {self._num_slots}, got {echo(text)}"
             )
@@ -104,7 +106,7 @@ class LlamaOperations:
         if action != "erase":
             raise bad_request("action", f"must be save, restore or erase, got {echo(action)}")
         await self._management.reset_prefix_cache(http)
-        return json_response({"id_slot": int(text)})
+        return json_response({"id_slot": slot})
 
     @reads(LlamaModelRequest)
     async def load(self, http: Request, body: LlamaModelRequest, size: int) -> Response:

@@ -10,7 +10,8 @@ from typing import Any, Final, TypeAlias
 import msgspec
 import numpy as np
 
-from ...http.errors import bad_request, expect, wrong
+from ...http.errors import bad_request, expect, expect_text, wrong
+from ...http.numbers import parse_number
 from ...tokenizer.tokenizer import Tokenizer
 from ..logprobs import Json
 from ..prompts import Prompt, parse_mixed, parse_object, verify_num_sequences
@@ -134,7 +135,7 @@ def infill_files(body: LlamaInfillRequest) -> list[tuple[str, str]]:
     files = []
     for i, entry in enumerate(body.input_extra or ()):
         place = f"input_extra[{i}]"
-        text = expect(entry.get("text"), str, f"{place}.text", "a string")
+        text = expect_text(entry, "text", place)
         name = expect(entry.get("filename", "file"), str, f"{place}.filename", "a string")
         files.append((name, text))
     return files
@@ -184,10 +185,7 @@ def _logit_bias(value: Any, tokenizer: Tokenizer) -> dict[str, float] | None:
             bias = -MAX_BIAS
         if isinstance(bias, bool) or not isinstance(bias, int | float):
             raise wrong(f"{place}[1]", "a number or false", bias)
-        if isinstance(token, str) and not (token.isascii() and token.isdigit()):
-            token_ids = list(tokenizer.encode(token, False))
-        else:
-            token_ids = [int(token)]
-        for token_id in token_ids:
+        number = parse_number(token) if isinstance(token, str) else token
+        for token_id in list(tokenizer.encode(token, False)) if number is None else [number]:
             biases[str(token_id)] = min(max(bias, -MAX_BIAS), MAX_BIAS)
     return biases or None

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 from urllib.parse import quote
 
-from ...http.errors import bad_request, expect, wrong
+from ...http.errors import bad_request, expect, expect_text, wrong
 from ...media.sources.media_options import DEFAULT_OPTIONS, MediaOptions
 from ..logprobs import Json
 
@@ -53,7 +53,7 @@ def read_prompt_object(given: Mapping[str, Any], param: str) -> tuple[str, Given
         APIError: The text or a file has the wrong type, or the text has more or fewer markers than there are files
             (400).
     """
-    text = str(expect(given.get("prompt_string"), str, f"{param}.prompt_string", "a string"))
+    text = str(expect_text(given, "prompt_string", param))
     where = f"{param}.multimodal_data"
     files = given.get("multimodal_data")
     if files is None:
@@ -85,7 +85,7 @@ def read_parts(given: Mapping[str, Any], param: str) -> tuple[str, GivenMedia | 
             text += LLAMA_MARKER
             parts.append(part)
             names.append(name)
-        elif LLAMA_MARKER in expect(part.get("text"), str, f"{name}.text", "a string"):
+        elif LLAMA_MARKER in expect_text(part, "text", name):
             raise bad_request(f"{name}.text", f"must not contain {LLAMA_MARKER}")
         else:
             text += part["text"]

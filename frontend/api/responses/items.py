@@ -9,7 +9,7 @@ from typing import Any, Final, TypeAlias
 
 import msgspec
 
-from ...http.errors import bad_request, expect, wrong
+from ...http.errors import bad_request, expect, expect_text, wrong
 from ...media.sources.processor_fields import LIMITS_OF_PARTS
 from ..inputs.files import translate_file
 from ..inputs.stored_files import media_type_of
@@ -136,14 +136,14 @@ def _normalize(item: Json, where: str, owner_id: str, index: int) -> Json:
 def _verify_mcp(item: Json, kind: str, where: str) -> None:
     """Verify the fields of an item of an MCP server that are read before the items become messages."""
     for name in _MCP_TEXTS.get(kind, ()):
-        _string(item, name, where)
+        expect_text(item, name, where)
     if kind == "mcp_call" and item.get("approval_request_id") is not None:
-        _string(item, "approval_request_id", where)
+        expect_text(item, "approval_request_id", where)
     if kind == "mcp_list_tools":
         tools = expect(item.get("tools") or [], list, f"{where}.tools", "an array")
         for i, tool in enumerate(tools):
             place = f"{where}.tools[{i}]"
-            _string(expect(tool, dict, place, "an object"), "name", place)
+            expect_text(expect(tool, dict, place, "an object"), "name", place)
 
 
 class MessageBuilder:
@@ -177,13 +177,13 @@ class MessageBuilder:
             case "function_call":
                 function = {
                     "name": _tool_name(item, where),
-                    "arguments": _string(item, "arguments", where),
+                    "arguments": expect_text(item, "arguments", where),
                 }
                 self._add_call(item, where, {"type": "function", "function": function})
             case "custom_tool_call":
                 custom = {
                     "name": _tool_name(item, where),
-                    "input": _string(item, "input", where),
+                    "input": expect_text(item, "input", where),
                 }
                 self._add_call(item, where, {"type": "custom", "custom": custom})
             case kind if kind in CALLS:
@@ -207,7 +207,7 @@ class MessageBuilder:
                 pass
             case "compaction":
                 self._open = None
-                summary = _decode_text(_string(item, "encrypted_content", where), where)
+                summary = _decode_text(expect_text(item, "encrypted_content", where), where)
                 self.messages.append({"role": "user", "content": f"{_SUMMARY}\n\n{summary}"})
             case "mcp_list_tools":
                 pass
@@ -217,7 +217,7 @@ class MessageBuilder:
                     output = f"Error: {item.get('error')}"
                 self._add_mcp_call(item, where, output)
             case "mcp_approval_request":
-                self._approvals[_string(item, "id", where)] = item
+                self._approvals[expect_text(item, "id", where)] = item
             case "mcp_approval_response":
                 self._add_refusal(item, where)
             case "function_call_output" | "custom_tool_call_output":
@@ -244,7 +244,7 @@ class MessageBuilder:
 
     def _add_call(self, item: Json, where: str, call: Json) -> None:
         message = self._begin_turn()
-        call["id"] = _string(item, "call_id", where)
+        call["id"] = expect_text(item, "call_id", where)
         message.setdefault("tool_calls", []).append(call)
 
     def _add_client_call(self, item: Json, where: str) -> None:
@@ -258,14 +258,14 @@ class MessageBuilder:
     def _add_mcp_call(self, item: Json, where: str, output: str) -> None:
         """Add a call that this server has run, and its output."""
         fields = item | {"call_id": item["id"], "namespace": item.get("server_label")}
-        arguments = _string(item, "arguments", where)
+        arguments = expect_text(item, "arguments", where)
         function = {"name": _tool_name(fields, where), "arguments": arguments}
         self._add_call(fields, where, {"type": "function", "function": function})
         self._add_output({"call_id": item["id"]}, where, output)
 
     def _add_refusal(self, item: Json, where: str) -> None:
         """Add the call that the client did not approve. One that it approved has an item of its own."""
-        request = self._approvals.get(_string(item, "approval_request_id", where))
+        request = self._approvals.get(expect_text(item, "approval_request_id", where))
         if request is None:
             wanted = "the id of an mcp_approval_request in the input"
             raise wrong(f"{where}.approval_request_id", wanted, item["approval_request_id"])
@@ -277,7 +277,7 @@ class MessageBuilder:
     def _add_output(self, item: Json, where: str, content: str | list[Json]) -> None:
         self._open = None
         message: Json = {"role": "tool", "content": content}
-        message["tool_call_id"] = _string(item, "call_id", where)
+        message["tool_call_id"] = expect_text(item, "call_id", where)
         if isinstance(item.get("name"), str):
             message["name"] = item["name"]
         self.messages.append(message)
@@ -305,12 +305,12 @@ class MessageBuilder:
             part = _with_content(part, file)
         match kind:
             case "input_text" | "output_text" | "text":
-                return {"type": "text", "text": _string(part, "text", where)}
+                return {"type": "text", "text": expect_text(part, "text", where)}
             case "refusal":
-                return {"type": "text", "text": _string(part, "refusal", where)}
+                return {"type": "text", "text": expect_text(part, "refusal", where)}
             case "input_image":
                 limits = {name: part[name] for name in LIMITS_OF_PARTS if name in part}
-                return _image(_string(part, "image_url", where), part.get("detail")) | limits
+                return _image(expect_text(part, "image_url", where), part.get("detail")) | limits
             case "input_video" | "video_url":
                 as_in_chat: Json = part
                 return as_in_chat
@@ -350,9 +350,9 @@ def _agent_message(item: Json, where: str) -> str:
     for i, part in enumerate(parts):
         place = f"{where}.content[{i}]"
         if expect(part, dict, place, "an object").get("type") != "encrypted_content":
-            texts.append(_string(part, "text", place))
+            texts.append(expect_text(part, "text", place))
             continue
-        text = _string(part, "encrypted_content", place)
+        text = expect_text(part, "encrypted_content", place)
         if text.startswith(ENCODED_TEXT):
             text = _decode_text(text, place)
         elif not any(character.isspace() for character in text):
@@ -370,14 +370,14 @@ def _join_texts(parts: Any, where: str) -> str:
     texts = []
     for i, part in enumerate(parts):
         place = f"{where}[{i}]"
-        texts.append(_string(expect(part, dict, place, "an object"), "text", place))
+        texts.append(expect_text(expect(part, dict, place, "an object"), "text", place))
     return "\n\n".join(texts)
 
 
 def _tool_name(item: Json, where: str) -> str:
     """Return the name that the model uses for the tool of a call item."""
     namespace = item.get("namespace")
-    name = _string(item, "name", where)
+    name = expect_text(item, "name", where)
     return full_name(namespace, name) if isinstance(namespace, str) else name
 
 
@@ -386,8 +386,3 @@ def _image(url: str, detail: Any = None) -> Json:
     if isinstance(detail, str):
         image["detail"] = detail
     return {"type": "image_url", "image_url": image}
-
-
-def _string(fields: Json, name: str, where: str) -> str:
-    text: str = expect(fields.get(name), str, f"{where}.{name}", "a string")
-    return text

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
-from ...http.errors import bad_request, echo, expect, wrong
+from ...http.errors import bad_request, echo, expect, expect_text, wrong
 from ..logprobs import Json
 from .client_tools import CLIENT_TOOLS, TOOL_SEARCH, as_function, is_client_tool
 
@@ -109,7 +109,7 @@ def is_left_out(tool: Json) -> bool:
 
 
 def _place_namespace(group: Json, where: str) -> Iterator[PlacedTool]:
-    namespace = expect(group.get("name"), str, f"{where}.name", "a string")
+    namespace = expect_text(group, "name", where)
     about = group.get("description")
     tools = expect(group.get("tools"), list, f"{where}.tools", "an array")
     for i, tool in enumerate(tools):

@@ -10,6 +10,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ...http.errors import APIError, bad_request, echo, json_response, wrong
+from ...http.numbers import parse_number
 from ..logprobs import Json
 from ..stored.pages import cut_page, list_body, parse_page
 from ..stored.records import key_of, not_found
@@ -130,6 +131,6 @@ def _first_event(request: Request) -> int:
     text = request.query_params.get("starting_after")
     if text is None:
         return 0
-    if not (text.isascii() and text.isdigit() and len(text) < 12):
+    if (number := parse_number(text)) is None:
         raise wrong("starting_after", "the sequence_number of an event", text)
-    return int(text) + 1
+    return number + 1

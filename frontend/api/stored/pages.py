@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from starlette.datastructures import QueryParams
 
 from ...http.errors import wrong
+from ...http.numbers import parse_number
 from ..logprobs import Json
 from .records import Page, not_found
 
@@ -16,12 +17,13 @@ def parse_page(
 ) -> Page:
     """Return the page that a query requests. Raise APIError 400 if a parameter is invalid."""
     text = query.get("limit", str(default))
-    if not (text.isascii() and text.isdigit() and len(text) < 9 and 1 <= int(text) <= most):
+    limit = parse_number(text)
+    if limit is None or not 1 <= limit <= most:
         raise wrong("limit", f"between 1 and {most}", text)
     order = query.get("order", order)
     if order not in ("asc", "desc"):
         raise wrong("order", '"asc" or "desc"', order)
-    return Page(int(text), order == "desc", query.get("after", ""))
+    return Page(limit, order == "desc", query.get("after", ""))
 
 
 def cut_page(items: Sequence[Json], page: Page, what: str) -> tuple[list[Json], bool]:

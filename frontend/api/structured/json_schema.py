@@ -17,6 +17,7 @@ from ....protocol.grammars.json_schema import (
     mapping_of,
     schemas_of,
 )
+from ...http.numbers import parse_number
 
 _OPENNESS = (*OTHER_PROPERTIES, "patternProperties")
 _OTHER_PARTS = (*_OPENNESS, "items", "prefixItems", "contains")
@@ -199,9 +200,9 @@ def _resolve(reference: str, root: Schema) -> Any:
     for step in unquote(reference[2:]).split("/"):
         key = step.replace("~1", "/").replace("~0", "~")
         if isinstance(value, list):
-            if not (key.isdecimal() and len(key) < 10):
+            if (position := parse_number(key)) is None:
                 raise LookupError
-            value = value[int(key)]
+            value = value[position]
         elif isinstance(value, dict):
             value = value[key]
         else:

@@ -28,10 +28,13 @@ _CAUSES = (
     "has no classification head",
     "can fill in the middle",
     "is not a speech model",
+    "is neither a directory nor ORG/NAME",
+    "The LoRA adapter",
 )
 """Causes that a refusal may name instead of a field.
 
 Several fields together make the prompt, and a model that lacks what a route needs refuses every request of the route.
+The routes of adapters get names of none.
 """
 
 _METHOD_OF_GEMINI = re.compile(":[A-Za-z]+$")

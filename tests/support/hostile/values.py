@@ -51,6 +51,7 @@ SMALL: Final[dict[str, bytes]] = {
     "path": b'"../../../../etc/passwd"',
     "home of nobody": b'"~nobody-here/a"',
     "5,000 letters": b'"' + b"a" * 5000 + b'"',
+    "text of 5,000 digits": b'"' + b"9" * 5000 + b'"',
     "empty list": b"[]",
     "list of null": b"[null]",
     "list of empty list": b"[[]]",
@@ -101,6 +102,7 @@ NESTED: Final = (
     "integers around a text",
     "empty object",
     "object with long key",
+    "text of 5,000 digits",
     "type that is unknown",
     "600 levels of objects",
 )

@@ -10,7 +10,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ....http.errors import APIError, bad_request, echo, expect, json_response
+from ....http.errors import APIError, bad_request, echo, expect, expect_text, json_response
 from ....http.routing import Route
 from ...batches.executor import BatchExecutor
 from ...batches.lines import MESSAGES, find_errors, parse_line, split_lines
@@ -156,7 +156,7 @@ def _encode_requests(requests: list[Json] | None) -> list[bytes]:
     for i, each in enumerate(requests):
         where = f"requests[{i}]"
         params = expect(each.get("params"), dict, f"{where}.params", "an object")
-        identifier = expect(each.get("custom_id"), str, f"{where}.custom_id", "a string")
+        identifier = expect_text(each, "custom_id", where)
         line = {"custom_id": identifier, "url": MESSAGES, "body": params}
         lines.append(msgspec.json.encode(line))
     _, errors = find_errors(lines, MESSAGES)

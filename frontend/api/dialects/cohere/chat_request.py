@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from ....http.errors import bad_request, expect, wrong
+from ....http.errors import bad_request, expect, expect_text, wrong
 from ...logprobs import Json
 from ...schema import ChatCompletionRequest
 from ...schema.cohere import CohereChatRequest
@@ -96,7 +96,7 @@ def _message(message: Json, where: str) -> Json:
         for i, block in enumerate(blocks):
             place = f"{where}.content[{i}]"
             if expect(block, dict, place, "an object").get("type") == "thinking":
-                thoughts.append(_string(block, "thinking", place))
+                thoughts.append(expect_text(block, "thinking", place))
             else:
                 parts.append(_part(block, place))
         translated["content"] = parts or None
@@ -107,14 +107,14 @@ def _message(message: Json, where: str) -> Json:
         if message.get("tool_calls"):
             translated["tool_calls"] = message["tool_calls"]
     elif role == "tool":
-        translated["tool_call_id"] = _string(message, "tool_call_id", where)
+        translated["tool_call_id"] = expect_text(message, "tool_call_id", where)
     return translated
 
 
 def _part(block: Json, where: str) -> Json:
     match block.get("type"):
         case "text":
-            return {"type": "text", "text": _string(block, "text", where)}
+            return {"type": "text", "text": expect_text(block, "text", where)}
         case "image_url":
             return {"type": "image_url", "image_url": block.get("image_url")}
         case "document":
@@ -172,8 +172,3 @@ def _thinking(thinking: Json | None) -> Json:
     if kind not in ("enabled", "disabled"):
         raise wrong("thinking.type", '"enabled" or "disabled"', kind)
     return {"thinking": {"type": kind}}
-
-
-def _string(fields: Json, name: str, where: str) -> str:
-    text: str = expect(fields.get(name), str, f"{where}.{name}", "a string")
-    return text

@@ -11,7 +11,7 @@ import json
 import re
 from typing import Any, Final
 
-from ....http.errors import bad_request, expect, renamer, wrong
+from ....http.errors import bad_request, expect, expect_text, renamer, wrong
 from ...logprobs import Json
 from ...responses.items import ENCODED_TEXT, encode_text
 from ...schema.interactions import InteractionConfig, InteractionRequest
@@ -142,15 +142,15 @@ def _item(step: Json, where: str) -> Json:
             arguments = expect(step.get("arguments"), dict, f"{where}.arguments", "an object")
             return {
                 "type": "function_call",
-                "call_id": _string(step, "id", where),
-                "name": _string(step, "name", where),
+                "call_id": expect_text(step, "id", where),
+                "name": expect_text(step, "name", where),
                 "arguments": json.dumps(arguments, ensure_ascii=False),
             }
         case "function_result":
             item: Json = {"type": "function_call_output", "output": _result(step, where)}
-            item["call_id"] = _string(step, "call_id", where)
+            item["call_id"] = expect_text(step, "call_id", where)
             if step.get("name") is not None:
-                item["name"] = _string(step, "name", where)
+                item["name"] = expect_text(step, "name", where)
             return item
     expected = f"one of {', '.join((*_STEPS, *_CONTENTS))}, because this server runs no tools"
     raise wrong(f"{where}.type", expected, kind)
@@ -181,13 +181,15 @@ def _reasoning(step: Json, where: str) -> Json:
         [] if parts is None else expect(parts, list, f"{where}.summary", "an array")
     ):
         place = f"{where}.summary[{i}]"
-        text = _string(expect(part, dict, place, "an object"), "text", place)
+        text = expect_text(expect(part, dict, place, "an object"), "text", place)
         summary.append({"type": "summary_text", "text": text})
     item: Json = {"type": "reasoning", "summary": summary}
     signature = step.get("signature")
     if signature is not None:
         try:
-            encoded = base64.b64decode(_string(step, "signature", where), validate=True).decode()
+            encoded = base64.b64decode(
+                expect_text(step, "signature", where), validate=True
+            ).decode()
         except (binascii.Error, ValueError):
             encoded = ""
         if encoded.startswith(ENCODED_TEXT):
@@ -199,7 +201,7 @@ def _part(part: Any, where: str) -> Json:
     """Return the content part for a content."""
     kind = expect(part, dict, where, "an object").get("type")
     if kind == "text":
-        return {"type": "input_text", "text": _string(part, "text", where)}
+        return {"type": "input_text", "text": expect_text(part, "text", where)}
     if kind not in _MEDIA:
         raise wrong(f"{where}.type", f"one of {', '.join(_CONTENTS)}", kind)
     data, uri = part.get("data"), part.get("uri")
@@ -208,11 +210,11 @@ def _part(part: Any, where: str) -> Json:
     if data is None and kind in ("audio", "document"):
         raise wrong(f"{where}.uri", "left out for data, the content in base64", uri)
     if data is None:
-        url = _string(part, "uri", where)
+        url = expect_text(part, "uri", where)
     else:
-        media_type = _string(part, "mime_type", where)
+        media_type = expect_text(part, "mime_type", where)
         # Google's clients may write base64 for URLs.
-        data = _string(part, "data", where).replace("-", "+").replace("_", "/")
+        data = expect_text(part, "data", where).replace("-", "+").replace("_", "/")
         if kind == "audio":
             form = media_type.rpartition("/")[2]
             audio = {"data": data, "format": "mp3" if form == "mpeg" else form}
@@ -230,12 +232,12 @@ def _tool(tool: Json, where: str) -> Json:
     kind = tool.get("type")
     if kind != "function":
         raise wrong(f"{where}.type", '"function", because this server runs no tools', kind)
-    name = _string(tool, "name", where)
+    name = expect_text(tool, "name", where)
     parameters = tool.get("parameters")
     shown = {"type": "object", "properties": {}} if parameters is None else parameters
     found: Json = {"type": kind, "name": name, "parameters": shown}
     if tool.get("description") is not None:
-        found["description"] = _string(tool, "description", where)
+        found["description"] = expect_text(tool, "description", where)
     return found
 
 
@@ -288,8 +290,3 @@ def _format(body: InteractionRequest) -> Json | None:
         expect(schema, dict, f"{where}.schema", "an object")
         return {"type": "json_schema", "name": "output", "schema": schema}
     return {"type": "json_object"} if media_type == _JSON_TYPE else None
-
-
-def _string(fields: Json, name: str, where: str) -> str:
-    text: str = expect(fields.get(name), str, f"{where}.{name}", "a string")
-    return text

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
 from ....http.errors import bad_request, json_response, renaming, wrong
+from ....http.numbers import parse_number
 from ....http.routing import Route
 from ...bodies.intake import Intake
 from ...bodies.request_memory import MemoryLease
@@ -255,6 +256,6 @@ def _read_position(request: Request) -> dict[str, Any]:
         return {}
     if after is None:
         return {"stream": "true"}
-    if not (after.isascii() and after.isdigit() and len(after) < 12):
+    if parse_number(after) is None:
         raise wrong("last_event_id", "the event_id of an event", after)
     return {"stream": "true", "starting_after": after}

@@ -11,6 +11,7 @@ from typing import Any, Final
 import msgspec
 
 from ....http.errors import bad_request, expect, reject_deep_nesting, wrong
+from ....http.numbers import parse_number
 from ...bodies.field_errors import read_part
 from ...logprobs import Json
 from ...schema import ChatCompletionRequest
@@ -180,8 +181,8 @@ def json_schema(schema: Any, where: str) -> Json:
     for name in _COUNTS:
         if (count := given.get(name)) is not None:
             # Google's JSON has 64-bit integers as strings.
-            is_text = isinstance(count, str) and count.isdecimal()
-            found[name] = int(count) if is_text else count
+            number = parse_number(count) if isinstance(count, str) else None
+            found[name] = count if number is None else number
     kind = given.get("type")
     if isinstance(kind, str) and kind.upper() != "TYPE_UNSPECIFIED":
         found["type"] = kind.lower()

@@ -21,6 +21,7 @@ from starlette.responses import Response
 from .....protocol.sampling_params import SamplingParams
 from ....client.engine_client import Delta
 from ....http.errors import bad_request, expect, json_response, renaming, wrong
+from ....http.numbers import parse_number
 from ...bodies.body import BodyDecoder, make_decoder
 from ...bodies.intake import Intake, reads
 from ...chats.answer import show_reasoning
@@ -398,8 +399,7 @@ class Derender:
         fields: Json = expect(entry, dict, "logprobs", "an array of objects")
         token_id, token = fields.get("token_id"), fields.get("token")
         if token_id is None and isinstance(token, str) and token.startswith(_PLACEHOLDER):
-            number = token.removeprefix(_PLACEHOLDER)
-            token_id = int(number) if number.isdecimal() and len(number) < 10 else None
+            token_id = parse_number(token.removeprefix(_PLACEHOLDER))
         logprob = expect(fields.get("logprob"), (int, float), "logprobs", "numbers as logprob")  # type: ignore[arg-type]
         if token_id is None:
             return {"token": str(token), "logprob": logprob, "bytes": fields.get("bytes")}

@@ -29,7 +29,7 @@ from ...logprobs import Json, finite
 from ...prompts import Prompt
 from ...routes.completions import Completions, NewPromptAnswer
 from ...schema import UNLIMITED, ChatCompletionRequest, CompletionRequest
-from ...schema.refused import REFUSED, verify_supported
+from ...schema.refused import verify_supported
 from ...schema.vllm import VllmGenerateRequest, VllmSampling
 from ...serving import Serving
 from ...streaming.chunks import Chunks
@@ -44,7 +44,10 @@ _OUTPUT_MODES: Final = ("tokens", "text", "derender")
 
 _BUDGET: Final = "thinking_token_budget"
 
-_REFUSED: Final = sorted({*VllmSampling.__struct_fields__} & {*REFUSED} - {*COPIED, _BUDGET})
+_REFUSED: Final = (
+    *("extra_args", "watermarking"),
+    *("routed_experts_prompt_start", "trace_decode_token_ids"),
+)
 
 _rename = renamer({"prompt": "token_ids"})
 
