@@ -30,7 +30,7 @@ from .redaction import (
 )
 from .snapshot import Snapshot, SnapshotError, describe
 
-VERSION: Final = 8
+VERSION: Final = 9
 """Version of the format of `Dump`."""
 
 SUFFIX: Final = ".engine-events"

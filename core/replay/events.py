@@ -6,7 +6,7 @@ steps also hold the decision, and the value of the `DecisionHash` after it, whic
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import msgspec
 
@@ -26,6 +26,9 @@ from ...protocol.worker_messages import (
     SchedulerOutput,
 )
 from ..state.request import RequestKey
+
+HASH_BLOCKS: Final = "hash_blocks"
+"""The name of the hash function in an `Answer`."""
 
 
 class ClientReport(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -119,79 +122,23 @@ class MakeStats(msgspec.Struct, tag=9, array_like=True, gc=False):
     """A call of `make_stats`."""
 
 
-class Hashed(msgspec.Struct, tag=10, array_like=True, gc=False):
-    """The answer of the hash function: the digests of full blocks of output.
+class Answer(msgspec.Struct, tag=10, array_like=True, omit_defaults=True, gc=False):
+    """An answer that the scheduler got from the method `call` of something outside of it, or the error that it raised.
 
-    Every `Answer` was given while the scheduler handled the event before it in the log.
+    The scheduler asked while it handled the event before it in the log. `about` is the key or transfer id of a request
+    (see `external.Ask`). For the hash function it is the number of blocks; in a file, numbers replace their digests.
     """
 
-    digests: bytes
-
-
-class GrammarRefused(msgspec.Struct, tag=11, array_like=True, gc=False):
-    """The answer of a grammar that refused a token."""
-
-    key: RequestKey
+    call: str
+    about: int | tuple[int, int]
+    value: bool | int | bytes | tuple[int, bool] | None = None
+    raised: bool = False
 
 
 def without_tokens(drafts: DraftTokenIds) -> DraftTokenIds:
     """Return drafts with their tokens replaced by the number of tokens, an int32."""
     num_tokens = int32_bytes(len(drafts.token_ids) // 4)
     return msgspec.structs.replace(drafts, token_ids=num_tokens)
-
-
-class GrammarAccepts(msgspec.Struct, tag=12, array_like=True, gc=False):
-    """The answer of a grammar that allowed only the first `num_tokens` drafts."""
-
-    key: RequestKey
-    num_tokens: int
-
-
-class GrammarForces(msgspec.Struct, tag=20, array_like=True, gc=False):
-    """The answer of a grammar that forced the next `num_tokens` tokens."""
-
-    key: RequestKey
-    num_tokens: int
-
-
-class Matched(msgspec.Struct, tag=14, array_like=True, omit_defaults=True, gc=False):
-    """The answer of a KV connector: how many tokens it can load, or None if it cannot say yet."""
-
-    transfer_id: int
-    num_tokens: int | None
-    is_async: bool = False
-
-
-class DelaysFree(msgspec.Struct, tag=15, array_like=True, gc=False):
-    """The answer of a KV connector that keeps the blocks of a finished request."""
-
-    transfer_id: int
-
-
-class CacheItemFound(msgspec.Struct, tag=16, array_like=True, gc=False):
-    """The answer of an encoder-cache connector: whether it has the output of an encoder input."""
-
-    transfer_id: int
-    input_index: int
-    found: bool
-
-
-class ConnectorRaised(msgspec.Struct, tag=17, array_like=True, gc=False):
-    """An error that the connector method `call` raised."""
-
-    call: str
-    transfer_id: int
-
-
-class BlocksFound(msgspec.Struct, tag=25, array_like=True, gc=False):
-    """The answer of a `BlockConnector`: a byte for each key, 1 if it can load the block, else 0; None if deferred."""
-
-    transfer_id: int
-    mask: bytes | None
-
-
-class NeedsStep(msgspec.Struct, tag=26, array_like=True, gc=False):
-    """The answer of a KV connector that has metadata for the workers."""
 
 
 class ConnectorReport(msgspec.Struct, tag=27, array_like=True, gc=False):
@@ -235,18 +182,6 @@ class InputsAppended(msgspec.Struct, tag=28, array_like=True, gc=False):
 
 
 Decided: TypeAlias = Schedule | Update | TakeOutputs
-Answer: TypeAlias = (
-    Hashed
-    | GrammarRefused
-    | GrammarAccepts
-    | GrammarForces
-    | Matched
-    | DelaysFree
-    | CacheItemFound
-    | ConnectorRaised
-    | BlocksFound
-    | NeedsStep
-)
 Event: TypeAlias = (
     Decided
     | Answer

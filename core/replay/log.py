@@ -7,7 +7,7 @@ on its own. Only the last two segments are kept, so memory is bounded and one se
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import chain
 from typing import Any, Final
 
@@ -23,20 +23,15 @@ from ...protocol.arrays import (
 from ...protocol.block_hash import HashBlocks, PlacedInput
 from ...protocol.messages import EngineCoreOutputs
 from ...protocol.worker_messages import SchedulerOutput
-from ..scheduler.features.grammars import GrammarBackend
 from ..scheduler.scheduler import Scheduler
-from ..state.external_dependency import ExternalDependency
-from ..state.request import RequestKey
 from .content import EMPTY, result_without_content, step_without_content
 from .decision_hash import DecisionHash
 from .events import (
+    HASH_BLOCKS,
     AddRequest,
+    Answer,
     Decided,
     Event,
-    GrammarAccepts,
-    GrammarForces,
-    GrammarRefused,
-    Hashed,
     Schedule,
     TakeOutputs,
     Update,
@@ -278,49 +273,38 @@ class EventLog:
         # Keep a segment without an initial state short, so that capturing is tried again soon.
         self.num_bytes = 0 if start is not None else self.segment_bytes
 
+    def ask(
+        self,
+        call: str,
+        about: int | tuple[int, int],
+        usual: object,
+        answer: Callable[[], Any],
+        keep: Callable[[Any], Any] = lambda value: value,
+    ) -> Any:
+        """Return `answer()`, and record it unless it is the usual one (see `external.Ask`)."""
+        try:
+            value = answer()
+            kept = keep(value)
+        except Exception:
+            self.add_event(Answer(call, about, raised=True))
+            raise
+        if kept != usual:
+            self.add_event(Answer(call, about, kept))
+            self.num_bytes += len(kept) if isinstance(kept, bytes) else 0
+        return value
+
     def record_hashes(self, hash_blocks: HashBlocks) -> HashBlocks:
         """Return a function that calls `hash_blocks` and records the digests; a replay has no tokens to hash."""
 
         def hash_recorded(
             token_ids: Int32Array, block_size: int, parent: bytes, inputs: Sequence[PlacedInput]
         ) -> bytes:
-            digests = hash_blocks(token_ids, block_size, parent, inputs)
-            self.add_event(Hashed(digests))
-            self.num_bytes += len(digests)
+            digests: bytes = self.ask(
+                HASH_BLOCKS,
+                len(token_ids) // block_size,
+                None,
+                lambda: hash_blocks(token_ids, block_size, parent, inputs),
+            )
             return digests
 
         return hash_recorded
-
-
-class RecordedGrammars(ExternalDependency):
-    """A grammar backend that forwards to another one and records its answers, because a replay has no grammars."""
-
-    def __init__(self, backend: GrammarBackend, log: EventLog) -> None:
-        self._log = log
-        self._backend = backend
-        self.compile = backend.compile
-        self.fill_bitmask = backend.fill_bitmask
-        self.find_error = backend.find_error
-        self.rollback = backend.rollback
-        self.release = backend.release
-
-    def accept_tokens(self, key: RequestKey, token_ids: Sequence[int]) -> bool:
-        """Return whether the grammar accepts the tokens; record a refusal."""
-        accepted = self._backend.accept_tokens(key, token_ids)
-        if not accepted:
-            self._log.add_event(GrammarRefused(key))
-        return accepted
-
-    def num_acceptable(self, key: RequestKey, token_ids: Sequence[int]) -> int:
-        """Return how many of the tokens the grammar accepts, and record the number unless it accepts all."""
-        num_tokens = self._backend.num_acceptable(key, token_ids)
-        if num_tokens < len(token_ids):
-            self._log.add_event(GrammarAccepts(key, num_tokens))
-        return num_tokens
-
-    def forced_tokens(self, key: RequestKey, token_ids: Sequence[int]) -> list[int]:
-        """Return the tokens that the grammar forces next, and record how many there are, if any."""
-        forced = self._backend.forced_tokens(key, token_ids)
-        if forced:
-            self._log.add_event(GrammarForces(key, len(forced)))
-        return forced

@@ -43,7 +43,6 @@ from ..scheduler.scheduler import Scheduler
 from ..scheduler.scheduler_class import load_scheduler_class
 from ..state.forwarded import forwarded
 from ..state.request import RequestKey
-from .connectors import RecordedEncoderCacheConnector, record_connector
 from .content import growth_without_content, report_without_content, request_without_content
 from .events import (
     AddClient,
@@ -64,7 +63,8 @@ from .events import (
     UpdateDrafts,
     without_tokens,
 )
-from .log import EVENT_BYTES, LATE_FACTOR, EventLog, RecordedGrammars
+from .external import AskedEncoderCacheConnector, AskedGrammars, ask_connector
+from .log import EVENT_BYTES, LATE_FACTOR, EventLog
 
 S = TypeVar("S", bound=SchedulerInterface)
 
@@ -217,12 +217,13 @@ class RecordedScheduler(SchedulerInterface):
             polls_workers=kv_connector is None or kv_connector.polls_workers,
         )
         self.scheduler = setup.make_scheduler(
-            structured_output and RecordedGrammars(structured_output, log),
+            structured_output and AskedGrammars(structured_output, log.ask),
             log.record_hashes(block_hasher(setup.cache_config.prefix_hash)),
             log_kv_events,
-            kv_connector=kv_connector and record_connector(kv_connector, log),
+            kv_connector=kv_connector
+            and ask_connector(kv_connector, log.ask, finds_blocks=self.setup.finds_blocks),
             encoder_cache_connector=encoder_cache_connector
-            and RecordedEncoderCacheConnector(encoder_cache_connector, log),
+            and AskedEncoderCacheConnector(encoder_cache_connector, log.ask),
         )
         self.invariant_violations = self.scheduler.invariant_violations
 

@@ -27,12 +27,13 @@ from ...protocol.worker_messages import (
     NewRequestData,
     SchedulerOutput,
 )
+from . import events
 from . import snapshot as state
 from .events import (
     AddRequest,
+    Answer,
     ClientReport,
     Event,
-    Hashed,
     InputsAppended,
     Schedule,
     TakeOutputs,
@@ -111,10 +112,10 @@ def redact_snapshot(snapshot: Snapshot, pseudonyms: Pseudonyms) -> Snapshot:
     return Snapshot(layouts, redact(snapshot.root))
 
 
-def redact_events(events: Iterable[Event], pseudonyms: Pseudonyms) -> list[Event]:
+def redact_events(recorded: Iterable[Event], pseudonyms: Pseudonyms) -> list[Event]:
     """Return the events with user content replaced. The log must have been flushed before."""
     redacted: list[Event] = []
-    for event in events:
+    for event in recorded:
         match event:
             case AddRequest():
                 message = _redact_request(event.message, pseudonyms)
@@ -138,8 +139,8 @@ def redact_events(events: Iterable[Event], pseudonyms: Pseudonyms) -> list[Event
                 event = msgspec.structs.replace(
                     event, reports=[_redact_report(report) for report in event.reports]
                 )
-            case Hashed(digests):
-                event = Hashed(pseudonyms.numbers(digests))
+            case Answer(call=events.HASH_BLOCKS, about=about, value=bytes(digests)):
+                event = Answer(events.HASH_BLOCKS, about, pseudonyms.numbers(digests))
         redacted.append(event)
     return redacted
 

@@ -14,20 +14,13 @@ from ...protocol.arrays import Int32Array, int32_view
 from ...protocol.block_hash import PlacedInput
 from ...protocol.errors import EngineError
 from ...protocol.messages import EngineCoreOutputs
-from ...protocol.sampling_params import StructuredOutput
 from ...protocol.worker_messages import SchedulerOutput
-from ..kv_cache.connector import KVConnector
 from ..scheduler.scheduler import Scheduler
 from ..state.external_dependency import ExternalDependency
-from ..state.request import RequestKey
-from .connectors import (
-    ReplayedBlockConnector,
-    ReplayedEncoderCacheConnector,
-    ReplayedKVConnector,
-)
 from .decision_hash import DecisionHash
 from .dump import DumpSegment
 from .events import (
+    HASH_BLOCKS,
     AddClient,
     AddRequest,
     AdoptBlocks,
@@ -37,11 +30,7 @@ from .events import (
     Event,
     FinishClient,
     FinishRequests,
-    GrammarAccepts,
-    GrammarForces,
     GrammarReady,
-    GrammarRefused,
-    Hashed,
     InputsAppended,
     LoraLoaded,
     MakeStats,
@@ -50,6 +39,13 @@ from .events import (
     TakeOutputs,
     Update,
     UpdateDrafts,
+)
+from .external import (
+    AskedEncoderCacheConnector,
+    AskedGrammars,
+    NoConnector,
+    ask_connector,
+    repeat_answers,
 )
 from .recorder import Setup
 from .redaction import expand_drafts, expand_growth, expand_request, expand_result, redact_step
@@ -99,12 +95,16 @@ class Replayer(ExternalDependency):
         self.num_decisions = 0
         self.reproduced_error = ""
         """The traceback of the error that ended the recording, if the replay raised the same error; else ""."""
+        self._ask = ask = repeat_answers(self._answers)
+        connector = NoConnector(polls_workers=setup.polls_workers)
         self.scheduler = setup.make_scheduler(
-            _ReplayedGrammars(self._answers) if setup.has_grammars else None,
+            AskedGrammars(None, ask) if setup.has_grammars else None,
             self._hash_blocks,
             scheduler_class=scheduler_class,
-            kv_connector=_replayed_connector(setup, self._answers),
-            encoder_cache_connector=ReplayedEncoderCacheConnector(self._answers)
+            kv_connector=ask_connector(connector, ask, finds_blocks=setup.finds_blocks)
+            if setup.kv_transfer is not None
+            else None,
+            encoder_cache_connector=AskedEncoderCacheConnector(None, ask)
             if setup.has_encoder_cache_connector
             else None,
         )
@@ -205,8 +205,7 @@ class Replayer(ExternalDependency):
         if self._answers:
             raise Difference(
                 f"{_place(index, event)}: {len(self._answers)} more answers from external dependencies were "
-                f"recorded here, starting with {type(self._answers[0]).__name__}: "
-                f"{_readable(self._answers[0])}"
+                f"recorded here, starting with {_readable(self._answers[0])}"
             )
         match event:
             case Schedule(_, recorded, decision_hash):
@@ -233,63 +232,13 @@ class Replayer(ExternalDependency):
         parent: bytes,
         inputs: Sequence[PlacedInput] = (),
     ) -> bytes:
-        answer = self._answers[0] if self._answers else None
         num_blocks = len(token_ids) // block_size
-        if isinstance(answer, Hashed) and len(answer.digests) // 4 == num_blocks:
-            self._answers.popleft()
-            return expand_digests(answer.digests)
-        raise Difference(
-            f"a request with {num_blocks} cached blocks of output ended or was preempted"
-        )
-
-
-def _replayed_connector(setup: Setup, answers: deque[Answer]) -> KVConnector | None:
-    if setup.kv_transfer is None:
-        return None
-    replayed = ReplayedBlockConnector if setup.finds_blocks else ReplayedKVConnector
-    return replayed(answers, polls_workers=setup.polls_workers)
-
-
-class _ReplayedGrammars(ExternalDependency):
-    """A grammar backend that accepts all tokens and forces none, unless the recording has another answer."""
-
-    def __init__(self, answers: deque[Answer]) -> None:
-        self._answers = answers
-
-    def compile(self, key: RequestKey, structured_output: StructuredOutput) -> None:
-        pass
-
-    def accept_tokens(self, key: RequestKey, token_ids: Sequence[int]) -> bool:
-        if self._answers and self._answers[0] == GrammarRefused(key):
-            self._answers.popleft()
-            return False
-        return True
-
-    def num_acceptable(self, key: RequestKey, token_ids: Sequence[int]) -> int:
-        answer = self._answers[0] if self._answers else None
-        if isinstance(answer, GrammarAccepts) and answer.key == key:
-            self._answers.popleft()
-            return answer.num_tokens
-        return len(token_ids)
-
-    def forced_tokens(self, key: RequestKey, token_ids: Sequence[int]) -> list[int]:
-        answer = self._answers[0] if self._answers else None
-        if isinstance(answer, GrammarForces) and answer.key == key:
-            self._answers.popleft()
-            return [0] * answer.num_tokens
-        return []
-
-    def rollback(self, key: RequestKey, num_tokens: int) -> bool:
-        return True
-
-    def find_error(self, key: RequestKey) -> str:
-        return ""
-
-    def fill_bitmask(self, keys: Sequence[RequestKey]) -> bytes:
-        return b""
-
-    def release(self, key: RequestKey) -> None:
-        pass
+        digests = self._ask(HASH_BLOCKS, num_blocks, None, lambda: None)
+        if digests is None:
+            raise Difference(
+                f"a request with {num_blocks} cached blocks of output ended or was preempted"
+            )
+        return expand_digests(digests)
 
 
 def _answers_after(events: list[Event], index: int) -> Iterator[Answer]:

@@ -15,7 +15,7 @@ from ...protocol.errors import EngineError
 from ...protocol.messages import EngineCoreRequest
 from ...protocol.sampling_params import SamplingParams
 from ..replay.dump import Dump
-from ..replay.events import AddRequest, Hashed, Update
+from ..replay.events import HASH_BLOCKS, AddRequest, Answer, Update
 from ..replay.redaction import expand_request
 from ..replay.replayer import Replayer
 from ..replay.snapshot import expand_digests
@@ -134,8 +134,10 @@ def _find_outputs(dump: Dump, requests: Sequence[TraceRequest]) -> None:
     generated = {
         digest
         for event in events
-        if isinstance(event, Hashed)
-        for digest in _split(expand_digests(event.digests))
+        if isinstance(event, Answer)
+        and event.call == HASH_BLOCKS
+        and isinstance(event.value, bytes)
+        for digest in _split(expand_digests(event.value))
     }
     following = {
         first: second

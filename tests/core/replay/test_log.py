@@ -260,7 +260,7 @@ def test_a_different_call_of_a_connector_is_reported():
     harness.drain()
     with pytest.raises(
         Difference,
-        match=r"1 more answers from external dependencies .* Matched: transfer_id=0, num_tokens=4",
+        match=r"1 more answers from external dependencies .* call=get_num_new_matched_tokens, about=0, value=\[4; False\]",
     ):
         replay(harness.dump(), Forgetful)
 
