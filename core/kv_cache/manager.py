@@ -42,13 +42,16 @@ class Prefix(msgspec.Struct, frozen=True, gc=False):
 class Claim(msgspec.Struct, gc=False):
     """A claim on `num_new` free blocks, in addition to the cached blocks of `prefix`.
 
-    The request then has `num_blocks` blocks in each group that grows with its tokens.
+    The request then has `num_blocks` blocks in each group that grows with its tokens. After the cached prefix, a KV
+    connector loads `num_external` tokens within the step, and then `num_granted` tokens are computed.
     """
 
     request: Request
     prefix: Prefix
     num_blocks: int
     num_new: int
+    num_external: int = 0
+    num_granted: int = 0
     tables: RequestBlocks = ()
     """The blocks of the request in each group; empty until `allocate_claimed`."""
 

@@ -36,7 +36,7 @@ from ..kv_cache.gradual_copy import GradualCopy
 from ..scheduler.features.speculative import Drafts
 from ..state.batch import ScheduledRow
 from ..state.external_dependency import ExternalDependency
-from ..state.request import Request
+from ..state.request import Request, RequestConstants
 from ..state.slots import Slots
 from ..state.steps_in_flight import PreemptedRow
 
@@ -62,38 +62,7 @@ CONTENT: Final[dict[type, frozenset[str]]] = {
 }
 """The fields of each class with user content, such as prompts and outputs. Decisions depend only on their sizes."""
 
-CONSTANT: Final[dict[type, frozenset[str]]] = {
-    Request: frozenset(
-        {
-            "arrival",
-            "arrival_time",
-            "client_index",
-            "deadline",
-            "eos_token_ids",
-            "first_inputs",
-            "grows",
-            "is_resubmitted",
-            "is_warm_up",
-            "key",
-            "kv_transfer_params",
-            "lora",
-            "num_prompt_tokens",
-            "params",
-            "pooling_params",
-            "predicted_token_ids",
-            "priority",
-            "prompt_block_hashes",
-            "prompt_token_ids",
-            "queued_at",
-            "request_id",
-            "request_index",
-            "root_hash",
-            "stop_token_ids",
-            "tenant",
-            "trace_headers",
-        }
-    )
-}
+CONSTANT: Final[dict[type, frozenset[str]]] = {Request: frozenset(RequestConstants.__slots__)}
 """The fields of each class that are assigned only once, with an immutable value."""
 
 APPEND_ONLY: Final[dict[type, frozenset[str]]] = {Request: frozenset({"_block_hashes"})}

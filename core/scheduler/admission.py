@@ -16,7 +16,7 @@ from .features.encoder_inputs import EncoderInputs, EncoderPlan
 from .features.speculative import Drafts
 from .features.state_checkpoints import StateCheckpoints
 from .kv_transfers import ExternalLoad, KVTransfers
-from .lifecycle import RequestLifecycle, Start
+from .lifecycle import RequestLifecycle
 from .queues.admission_delay import AdmissionDelay
 from .queues.admission_stop import AdmissionStop
 from .queues.partial_prefills import PartialPrefills
@@ -77,7 +77,7 @@ class _Room:
         self.num_sent = 0
         self.num_partial = len(partial)
         self.num_long = sum(partial)
-        self.starts: list[Start] = []
+        self.starts: list[Claim] = []
         self.first_hashes: set[bytes] = set()
         self.admitted = Admissions([], [], [], [])
 
@@ -245,7 +245,7 @@ class Admission:
         queue = self._queue
         if not self._partial_prefills.are_long_at_limit(num_long):
             queue.put_back(WaitReason.LONG_PREFILLS)
-        if self._lifecycle.lora_requests.take_ended_loads():
+        if self._loras.take_ended_loads():
             queue.put_back(WaitReason.LORA_LOADING)
         has_lora_slot = self._has_lora_slot()
         if has_lora_slot:
@@ -348,7 +348,8 @@ class Admission:
         if request.num_reserved_tokens:
             self._lifecycle.reservations.end_reservation(request)
         self._queue.pop_request()
-        room.starts.append(Start(claim, num_external, granted))
+        claim.num_external, claim.num_granted = num_external, granted
+        room.starts.append(claim)
         room.admitted.granted.append(granted)
         room.admitted.samples.append(not is_partial)
         if first_hash is not None:

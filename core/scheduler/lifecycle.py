@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from struct import pack
 from typing import Final, Protocol, TypeAlias
 
-import msgspec
 import numpy as np
 
 from ...protocol.arrays import int32_bytes
@@ -34,7 +33,6 @@ from .client_outputs import ClientOutputs
 from .features.encoder_inputs import EncoderInputs
 from .features.grammars import Grammars
 from .features.lora_cache import LoraCache
-from .features.lora_requests import LoraRequests
 from .features.poison_isolation import PoisonIsolation
 from .features.speculative import Drafts
 from .limits import Requirements
@@ -49,18 +47,6 @@ End: TypeAlias = tuple[Request, FinishReason, int | None, str]
 
 _QUEUED: Final = EventKind.QUEUED
 _SCHEDULED: Final = EventKind.SCHEDULED
-
-
-class Start(msgspec.Struct, frozen=True, gc=False):
-    """An admitted request that is about to get its slot.
-
-    After its cached prefix, a KV connector loads `num_external` tokens within the step, and then `granted` tokens are
-    computed.
-    """
-
-    claim: Claim
-    num_external: int
-    granted: int
 
 
 class Transfers(Protocol):
@@ -115,7 +101,6 @@ class RequestLifecycle:
         self.transfers: Transfers | None = None
         self.in_flight = StepsInFlight()
         self.loras = loras
-        self.lora_requests = LoraRequests(loras)
         self.requirements = requirements
         self._max_total_tokens = requirements.max_total_tokens
         self._max_num_seqs = len(running.slots.requests)
@@ -158,7 +143,7 @@ class RequestLifecycle:
         if request.encoder_inputs:
             self.encoders.are_in_use = True
         if request.lora is not None:
-            self.lora_requests.record_arrival(request.lora)
+            self.loras.record_arrival(request.lora)
         if request.params.structured_output is not None and self.grammars.start(request):
             request.status = RequestStatus.WAITING_FOR_GRAMMAR
             request.is_untouched = False
@@ -214,7 +199,7 @@ class RequestLifecycle:
 
     def end_lora_load(self, number: int, error: str | None) -> None:
         """Queue the requests that waited for a LoRA adapter to load; finish them if loading failed."""
-        adapter = self.lora_requests.end_load(number, is_loaded=error is None)
+        adapter = self.loras.end_load(number, is_loaded=error is None)
         if error is not None and adapter is not None:
             ends: list[End] = [
                 (request, FinishReason.IGNORED, None, error)
@@ -265,19 +250,18 @@ class RequestLifecycle:
             stats.prefix_cache_queries += request.num_tokens - prefix.num_tokens
             stats.prefix_cache_hits += num_external
 
-    def start_requests(self, starts: Sequence[Start], now: float) -> list[NewRequestData]:
+    def start_requests(self, claims: Sequence[Claim], now: float) -> list[NewRequestData]:
         """Give admitted requests their slots and blocks. Return the messages to the workers."""
-        claims = [start.claim for start in starts]
         requests = [claim.request for claim in claims]
         self.manager.allocate_claimed(claims)
         num_cached: list[int] = []
         num_computed: list[int] = []
         token_ids: list[bytes] = []
-        for start, request in zip(starts, requests, strict=True):
-            prefix, num_external = start.claim.prefix, start.num_external
+        for claim in claims:
+            request, prefix, num_external = claim.request, claim.prefix, claim.num_external
             cached = prefix.num_tokens + num_external
             num_cached.append(cached)
-            num_computed.append(cached + start.granted)
+            num_computed.append(cached + claim.num_granted)
             token_ids.append(request.prompt_token_ids + request.output_token_ids)
             self._num_queued_tokens -= request.num_tokens
             if not request.num_admissions:
@@ -441,7 +425,7 @@ class RequestLifecycle:
             if request.num_reserved_tokens:
                 self.reservations.end_reservation(request)
             if request.lora is not None:
-                self.lora_requests.record_end(request.lora)
+                self.loras.record_end(request.lora)
             if request.params.structured_output is not None:
                 self.grammars.release(request)
             if self.poison_isolation.suspects:
@@ -470,7 +454,7 @@ class RequestLifecycle:
         stats.num_waiting = len(self.requests) - num_running
         self.reported_counts = num_running, stats.num_waiting
         stats.num_deferred = stats.num_waiting - len(self.queue)
-        self.lora_requests.write_stats(stats, self.running.loras)
+        self.loras.write_stats(stats, self.running.loras)
         if self.step_tokens:
             # The tokens of a warm-up request are 0.
             stats.step_tokens = int32_bytes([count for count in self.step_tokens if count])

@@ -60,7 +60,40 @@ WAITING: Final = RequestStatus.WAITING
 RUNNING: Final = RequestStatus.RUNNING
 
 
-class Request:
+class RequestConstants:
+    """The fields of a request that are assigned only once, with an immutable value."""
+
+    __slots__ = (
+        "arrival",
+        "arrival_time",
+        "client_index",
+        "deadline",
+        "eos_token_ids",
+        "first_inputs",
+        "grows",
+        "is_resubmitted",
+        "is_warm_up",
+        "key",
+        "kv_transfer_params",
+        "lora",
+        "num_prompt_tokens",
+        "params",
+        "pooling_params",
+        "predicted_token_ids",
+        "priority",
+        "prompt_block_hashes",
+        "prompt_token_ids",
+        "queued_at",
+        "request_id",
+        "request_index",
+        "root_hash",
+        "stop_token_ids",
+        "tenant",
+        "trace_headers",
+    )
+
+
+class Request(RequestConstants):
     """An unfinished request.
 
     Attributes:
@@ -87,56 +120,30 @@ class Request:
 
     __slots__ = (
         "_block_hashes",
-        "arrival",
-        "arrival_time",
         "awaits_mask",
-        "client_index",
         "computes_locally",
-        "deadline",
         "encoder_inputs",
-        "eos_token_ids",
-        "first_inputs",
-        "grows",
         "has_all_inputs",
         "has_grammar",
         "has_sampled",
         "has_untrusted_blocks",
         "is_corrupted",
         "is_finished",
-        "is_resubmitted",
         "is_untouched",
-        "is_warm_up",
-        "key",
-        "kv_transfer_params",
-        "lora",
         "max_tokens",
         "num_admissions",
         "num_cached_tokens",
         "num_charged_tokens",
         "num_held_tokens",
         "num_loaded_tokens",
-        "num_prompt_tokens",
         "num_reserved_tokens",
         "num_shared_tokens",
         "num_tokens",
         "output_token_ids",
-        "params",
-        "pooling_params",
-        "predicted_token_ids",
-        "priority",
-        "prompt_block_hashes",
         "prompt_logprobs",
-        "prompt_token_ids",
-        "queued_at",
         "rank",
-        "request_id",
-        "request_index",
-        "root_hash",
         "slot",
         "status",
-        "stop_token_ids",
-        "tenant",
-        "trace_headers",
     )
 
     def __init__(

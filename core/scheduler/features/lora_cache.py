@@ -1,4 +1,4 @@
-"""Track which LoRA adapters the workers have loaded, and which ones they must load next."""
+"""Track which LoRA adapters the workers have loaded, which ones they must load next, and which ones requests need."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Collection
 
 from ....protocol.file_identity import LoraAdapter
+from ....protocol.messages import SchedulerStats
 from ....protocol.worker_messages import LoraLoad
 
 
@@ -13,8 +14,8 @@ class LoraCache:
     """The LoRA adapters that the workers hold, each under a number below `capacity`.
 
     An adapter that no running request uses stays until its number is needed; the least recently used one is replaced
-    first. An adapter that was loaded for a waiting request is pending until a request that uses it starts. A pending
-    adapter is not replaced and counts toward `max_loras`.
+    first. An adapter that was loaded for a waiting request is pending until a request that uses it starts, or until its
+    last request finishes. A pending adapter is not replaced and counts toward `max_loras`.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -25,6 +26,9 @@ class LoraCache:
         self._loading: dict[LoraAdapter, int] = {}
         self._pending: dict[LoraAdapter, None] = {}
         self._unsent: list[LoraLoad] = []
+        self._num_requests: dict[LoraAdapter, int] = {}
+        """Number of unfinished requests per adapter."""
+        self._has_ended_load = False
 
     @property
     def has_unsent(self) -> bool:
@@ -81,6 +85,7 @@ class LoraCache:
 
     def end_load(self, number: int, *, is_loaded: bool) -> LoraAdapter | None:
         """Record that all workers have answered a load. Return its adapter, or None for an unknown number."""
+        self._has_ended_load = True
         adapter = next((each for each, n in self._loading.items() if n == number), None)
         if adapter is None:
             return None
@@ -96,6 +101,26 @@ class LoraCache:
         """Allow every pending adapter to be replaced."""
         self._pending.clear()
 
-    def release(self, adapter: LoraAdapter) -> None:
-        """Record that no request waits for an adapter anymore, so that it may be replaced."""
-        self._pending.pop(adapter, None)
+    def take_ended_loads(self) -> bool:
+        """Return whether a load has ended since the last call of this method."""
+        has_ended, self._has_ended_load = self._has_ended_load, False
+        return has_ended
+
+    def record_arrival(self, adapter: LoraAdapter) -> None:
+        """Count a request that has arrived."""
+        self._num_requests[adapter] = self._num_requests.get(adapter, 0) + 1
+
+    def record_end(self, adapter: LoraAdapter) -> None:
+        """Count a request that has finished."""
+        self._num_requests[adapter] -= 1
+        if not self._num_requests[adapter]:
+            del self._num_requests[adapter]
+            self._pending.pop(adapter, None)
+
+    def write_stats(self, stats: SchedulerStats, num_running: dict[LoraAdapter, int]) -> None:
+        """Write the adapters of running and waiting requests; `num_running` has the running ones per adapter."""
+        if self._num_requests:
+            counts = self._num_requests.items()
+            waiting = {each.name for each, count in counts if count > num_running.get(each, 0)}
+            stats.running_loras = sorted({lora.name for lora in num_running})
+            stats.waiting_loras = sorted(waiting)
