@@ -50,20 +50,6 @@ class _Room:
     blocks only after the start. `first_hashes` holds, per request, the hash of the first block that it will compute.
     """
 
-    __slots__ = (
-        "admitted",
-        "budget",
-        "encoders",
-        "first_hashes",
-        "now",
-        "num_long",
-        "num_partial",
-        "num_sent",
-        "num_unused",
-        "share",
-        "starts",
-    )
-
     def __init__(self, plan: RunningPlan, most: int, partial: list[bool], now: float) -> None:
         """Start with what `plan` leaves of a step of at most `most` tokens.
 
