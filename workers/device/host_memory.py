@@ -45,7 +45,8 @@ class Population:
     Otherwise the first write to each page waits for its allocation. In a virtual machine whose host had to find the
     memory, 2 MiB took 9 ms. For all layers together, that would stop a server for a third of a second.
 
-    The thread uses a quarter of a CPU core until it is `AHEAD_BYTES` ahead of the pages in use, and then a hundredth.
+    The thread starts with the first use, because it would delay the start of a server. It uses a quarter of a CPU core
+    until it is `AHEAD_BYTES` ahead of the pages in use, and then a hundredth.
     It has normal priority, because the last thread of an exiting process frees its memory: on a busy machine, a
     thread with idle priority delayed the end of a killed worker by half a minute.
     """
@@ -56,10 +57,11 @@ class Population:
         self._wanted = self._ahead
         self._is_behind = threading.Event()
         self.thread = threading.Thread(target=self._run, name="populate", daemon=True)
-        self.thread.start()
 
     def use(self, num_bytes: int) -> None:
         """Announce that the first `num_bytes` of each buffer are about to be written."""
+        if self.thread.ident is None:
+            self.thread.start()
         if num_bytes + self._ahead // 2 > self._wanted:
             self._wanted = num_bytes + self._ahead
             self._is_behind.set()

@@ -13,19 +13,23 @@ def test_buffers_that_are_populated_together_keep_concurrent_writes_and_share_hu
     before = psutil.Process().memory_info().rss
     buffers = host_memory.allocate_together(16, BYTES // 16 + 1)
     assert psutil.Process().memory_info().rss < before + BYTES // 2
-    populating = host_memory.Population(buffers).thread
+    population = host_memory.Population(buffers)
+    population.use(1)
     for buffer in buffers:
         buffer[:: mmap.PAGESIZE] = 7
-    populating.join()
+    population.thread.join()
     # Of its own, each would take two huge pages, 64 MiB in all.
     assert before + BYTES < psutil.Process().memory_info().rss < before + BYTES * 3 // 2
     for buffer in buffers:
         assert np.count_nonzero(buffer) == -(-len(buffer) // mmap.PAGESIZE)
 
 
-def test_populating_allocates_pages_without_writes() -> None:
+def test_populating_begins_with_the_first_use_and_allocates_pages_without_writes() -> None:
     buffer = host_memory.allocate(BYTES)
     before = psutil.Process().memory_info().rss
-    host_memory.Population([buffer]).thread.join()
+    population = host_memory.Population([buffer])
+    assert psutil.Process().memory_info().rss < before + BYTES // 2
+    population.use(1)
+    population.thread.join()
     assert psutil.Process().memory_info().rss > before + BYTES * 0.9
     assert not buffer.any()
