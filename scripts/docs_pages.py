@@ -257,7 +257,7 @@ def _models() -> str:
     """Return a table of model families and their backends, from the default configs of transformers."""
     from engine.workers.cpu.supported import unsupported_features
     from engine.workers.layers.spec import ModelSpec
-    from engine.workers.models.families.registry import FAMILIES, model_spec
+    from engine.workers.models.families.registry import all_families, model_spec
     from transformers import CONFIG_MAPPING, AutoConfig, logging
 
     logging.set_verbosity_error()
@@ -272,7 +272,7 @@ def _models() -> str:
         )
 
     rows = []
-    for family in sorted(FAMILIES, key=lambda family: family.architecture.lower()):
+    for family in sorted(all_families(), key=lambda family: family.architecture.lower()):
         known = family.model_type if family.model_type in CONFIG_MAPPING else "llama"
         config = AutoConfig.for_model(_SAME_CONFIG.get(family.model_type, known)).to_dict()
         config["architectures"] = [family.architecture]

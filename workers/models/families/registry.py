@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
+from importlib import import_module
 from os import PathLike
-from typing import Any
+from typing import Any, Final
 
 from msgspec.structs import replace
 
@@ -36,92 +37,56 @@ from ....protocol.config.audio.tower import AudioTowerSpec, CausalSpec
 from ....protocol.errors import CheckpointError
 from ...layers.spec import ModelSpec
 from ...layers.specs.experts import ExpertsSpec
-from . import (
-    deepseek_v4,
-    delta_attention,
-    diffusion,
-    experts,
-    gemma,
-    gpt,
-    hybrid,
-    latent,
-    layer_normed,
-    llama,
-    llama_variants,
-    looped,
-    sigmoid_experts,
-    state_space,
-    windowed,
-)
 from .common import Family, with_score_head
-from .with_convolutions import inkling, zaya
-from .with_encoders import (
-    absolute,
-    beside_images,
-    disentangled,
-    encoder_decoders,
-    pre_normed,
-    rotary,
-    speech,
-)
-from .with_images import aria, dots3, ernie, minicpm, mistral, mllama, molmo, moondream, muse
-from .with_images import deepseek as deepseek_ocr
-from .with_other_names import dense as other_dense
-from .with_other_names import mixtures as other_mixtures
-from .with_other_names import plamo, step
-from .with_states import gigachat, jet_nemotron, lfm2_encoder, minicpm_sala
 
-FAMILIES = (
-    # Without an architecture, the model type means the decoder, which comes later.
-    *lfm2_encoder.FAMILIES,
-    *deepseek_v4.FAMILIES,
-    *delta_attention.FAMILIES,
-    *diffusion.FAMILIES,
-    *experts.FAMILIES,
-    *gemma.FAMILIES,
-    *gpt.FAMILIES,
-    *hybrid.FAMILIES,
-    *latent.FAMILIES,
-    *layer_normed.FAMILIES,
-    *llama.FAMILIES,
-    *llama_variants.FAMILIES,
-    *looped.FAMILIES,
-    *sigmoid_experts.FAMILIES,
-    *state_space.FAMILIES,
-    *windowed.FAMILIES,
-    *inkling.FAMILIES,
-    *zaya.FAMILIES,
-    *absolute.FAMILIES,
-    *disentangled.FAMILIES,
-    *beside_images.FAMILIES,
-    *encoder_decoders.FAMILIES,
-    *speech.FAMILIES,
-    *pre_normed.FAMILIES,
-    *rotary.FAMILIES,
-    *aria.FAMILIES,
-    *deepseek_ocr.FAMILIES,
-    *dots3.FAMILIES,
-    *ernie.FAMILIES,
-    *minicpm.FAMILIES,
-    *mistral.FAMILIES,
-    *mllama.FAMILIES,
-    *molmo.FAMILIES,
-    *moondream.FAMILIES,
-    *muse.FAMILIES,
-    *other_dense.FAMILIES,
-    *other_mixtures.FAMILIES,
-    *plamo.FAMILIES,
-    *step.FAMILIES,
-    *gigachat.FAMILIES,
-    *jet_nemotron.FAMILIES,
-    *minicpm_sala.FAMILIES,
+_MODULES: Final = (
+    # The default model and most others are found without importing further modules.
+    "llama",
+    "llama_variants",
+    "gemma",
+    "experts",
+    # Without an architecture, the model type lfm2 means this decoder.
+    "hybrid",
+    "with_states.lfm2_encoder",
+    "gpt",
+    "layer_normed",
+    "latent",
+    "sigmoid_experts",
+    "windowed",
+    "state_space",
+    "delta_attention",
+    "deepseek_v4",
+    "diffusion",
+    "looped",
+    "with_encoders.rotary",
+    "with_encoders.absolute",
+    "with_encoders.disentangled",
+    "with_encoders.beside_images",
+    "with_encoders.encoder_decoders",
+    "with_encoders.speech",
+    "with_encoders.pre_normed",
+    "with_convolutions.inkling",
+    "with_convolutions.zaya",
+    "with_images.aria",
+    "with_images.deepseek",
+    "with_images.dots3",
+    "with_images.ernie",
+    "with_images.minicpm",
+    "with_images.mistral",
+    "with_images.mllama",
+    "with_images.molmo",
+    "with_images.moondream",
+    "with_images.muse",
+    "with_other_names.mixtures",
+    "with_other_names.dense",
+    "with_other_names.plamo",
+    "with_other_names.step",
+    "with_states.gigachat",
+    "with_states.jet_nemotron",
+    "with_states.minicpm_sala",
 )
-_BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES}
-_BY_MODEL_TYPE = {
-    family.model_type: family
-    for family in FAMILIES
-    if not family.architecture.endswith((CLASSIFIER_SUFFIX, TOKEN_CLASSIFIER_SUFFIX, SPLADE_SUFFIX))
-}
+"""The modules of all families, in the order in which they are searched."""
+
 _SAME_FAMILY = {
     "LLaVAOneVision1_5_text": "qwen3",
     "llava_onevision2_text": "qwen3",
@@ -324,16 +289,25 @@ def model_spec(config: Mapping[str, Any], path: str | PathLike[str]) -> ModelSpe
     spec = replace(spec, tensor_names=(*own, *spec.tensor_names))
     if has_vision(whole):
         encoder = vision_spec(whole, spec.hidden_size)
+        # Late imports, because a model without these towers needs none of their modules.
         if spec.source is not None and spec.source.encoder is not None:
+            from .with_encoders import encoder_decoders
+
             return encoder_decoders.with_images(spec, encoder)
         spec = replace(spec, encoder=encoder)
         if encoder.has_axes and not spec.rotary_axes:
             raise whole.error("mrope_section is missing, which images need")
         if isinstance(encoder, TilesVisionSpec):
+            from .with_images import mllama
+
             spec = mllama.with_images(spec, encoder)
         if isinstance(encoder, GridVisionSpec | VisionSpec) and encoder.num_page_outputs:
+            from .with_encoders import encoder_decoders
+
             spec = encoder_decoders.with_pages(spec, encoder)
         if isinstance(encoder, GridVisionSpec) and encoder.expert_tokens:
+            from .with_images import ernie
+
             spec = ernie.with_images(spec, encoder.expert_tokens)
         if max(encoder.added_after, default=-1) >= len(spec.layers):
             last = max(encoder.added_after)
@@ -356,6 +330,8 @@ def model_spec(config: Mapping[str, Any], path: str | PathLike[str]) -> ModelSpe
                 )
             spec = replace(spec, added_after=tower.added_after)
         if isinstance(tower, CausalSpec):
+            from .with_encoders import speech
+
             spec = speech.with_delay(spec, tower)
         if spec.encoder is None:
             # The three coordinates of an audio clip's positions are equal, as those of text.
@@ -413,6 +389,31 @@ def _check_groups(fields: ConfigFields, mixture: ExpertsSpec) -> None:
         )
 
 
+def all_families() -> list[Family]:
+    """Import all modules of families, and return the families."""
+    return [family for module in _MODULES for family in _families(module)]
+
+
+def _families(module: str) -> tuple[Family, ...]:
+    """Import a module of families, and return them."""
+    found: tuple[Family, ...] = import_module(f".{module}", __package__).FAMILIES
+    return found
+
+
+def _by_architecture() -> Iterator[dict[str, Family]]:
+    """Yield the families of one module after the other by their architectures. Modules are imported as needed."""
+    for module in _MODULES:
+        yield {family.architecture: family for family in _families(module)}
+
+
+def _by_model_type() -> Iterator[dict[str, Family]]:
+    """Yield the families of one module after the other by their model types. Modules are imported as needed."""
+    others = CLASSIFIER_SUFFIX, TOKEN_CLASSIFIER_SUFFIX, SPLADE_SUFFIX
+    for module in _MODULES:
+        families = _families(module)
+        yield {each.model_type: each for each in families if not each.architecture.endswith(others)}
+
+
 def _family(fields: ConfigFields) -> Family:
     """Return the family for the architecture, else for the model type.
 
@@ -437,21 +438,25 @@ def _family(fields: ConfigFields) -> Family:
         )
         bare = (re.sub(f"{TOKEN_CLASSIFIER_SUFFIX}$", "Model", name) for name in architectures)
         names = (*architectures, *known, *bare)
-        found = next((_BY_ARCHITECTURE[name] for name in names if name in _BY_ARCHITECTURE), None)
+        found = next(
+            (each[name] for name in names for each in _by_architecture() if name in each), None
+        )
     else:
         model_type = fields.text("model_type", "")
-        found = _BY_MODEL_TYPE.get(_SAME_FAMILY.get(model_type, model_type))
+        model_type = _SAME_FAMILY.get(model_type, model_type)
+        found = next((each[model_type] for each in _by_model_type() if model_type in each), None)
     if found is None:
         kind = fields.get("model_type")
         named = ", ".join(architectures) or f"of model_type {kind!r}"
         # The part of a name before "For" is that of the family.
-        families = {name.partition("For")[0]: name for name in sorted(_BY_ARCHITECTURE)}
+        supported = sorted(family.architecture for family in all_families())
+        families = {name.partition("For")[0]: name for name in supported}
         wanted = architectures[0].partition("For")[0] if architectures else str(kind)
         similar = [families[name] for name in get_close_matches(wanted, families, cutoff=0.7)]
         hint = f"similar ones are {', '.join(similar)}; " if similar else ""
         raise UnknownArchitecture(
             fields.path,
             f"the architecture {named} is not supported; {hint}"
-            f"all {len(_BY_ARCHITECTURE)} that are supported are in docs/reference/models.md",
+            f"all {len(supported)} that are supported are in docs/reference/models.md",
         )
     return found
