@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-
-import psutil
+from typing import Final
 
 from .control_groups import CGROUPS, control_groups
 
-_LIMITS = ("memory.max", "memory.limit_in_bytes")
+_PROC: Final = Path("/proc")
+"""The kernel's information. The library psutil reads the same files, but its import would take 4 ms of a start."""
+
+_LIMITS: Final = ("memory.max", "memory.limit_in_bytes")
 """The file names of a control group's memory limit in versions 2 and 1. Version 1 uses a huge number for no limit."""
 
 
 def total_bytes(cgroups: Path = CGROUPS) -> int:
     """Return the machine's memory in bytes, or the lowest limit of this process's control groups if that is smaller."""
-    return _least(psutil.virtual_memory().total, _limit_of, cgroups)
+    return _least(_of_machine("MemTotal"), _limit_of, cgroups)
 
 
 def available_bytes(cgroups: Path = CGROUPS) -> int:
     """Return the free memory in bytes: the least that the machine, each control group and `ulimit -v` have left."""
-    of_machine = min(psutil.virtual_memory().available, _addresses_left())
+    of_machine = min(_of_machine("MemAvailable"), _addresses_left())
     return _least(of_machine, _left_of, cgroups)
+
+
+def _of_machine(name: str) -> int:
+    """Return an amount of the machine's memory in bytes."""
+    amounts = dict(line.split(":") for line in (_PROC / "meminfo").read_text().splitlines())
+    return int(amounts[name].removesuffix("kB")) * 1024
 
 
 def _addresses_left() -> int:
@@ -32,7 +41,8 @@ def _addresses_left() -> int:
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
         return sys.maxsize
-    return max(0, limit - psutil.Process().memory_info().vms)
+    num_pages = int((_PROC / "self/statm").read_text().split()[0])
+    return max(0, limit - num_pages * os.sysconf("SC_PAGE_SIZE"))
 
 
 def _least(of_machine: int, of_group: Callable[[Path], int], cgroups: Path) -> int:
