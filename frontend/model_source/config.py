@@ -55,7 +55,7 @@ from ...protocol.checkpoint.speech import (
     read_source_text,
     with_decoder_fields,
 )
-from ...protocol.checkpoint.vision.read import has_vision, model_kind, vision_spec
+from ...protocol.checkpoint.vision_kind import has_vision, model_kind
 from ...protocol.config import ModelConfig
 from ...protocol.config.images.settings import SpanKind
 from ...protocol.config.model import ModelImpl
@@ -294,6 +294,9 @@ def _span_kind(options: ModelOptions, config: ConfigFields, text: ConfigFields) 
         return None
     if not has_vision(config):
         return text_spans(config)
+    # A late import, because a model without vision needs none of its modules.
+    from ...protocol.checkpoint.vision.read import vision_spec
+
     return vision_spec(config, text.integer("hidden_size")).span_kind
 
 
@@ -304,8 +307,7 @@ def _with_token_ids(
 
     This is `classifier_from_token` in `--hf-overrides`, which makes a classifier of a decoder.
     """
-    tokens = config.texts(TOKENS)
-    if not tokens:
+    if not (tokens := config.texts(TOKENS)):
         return options.hf_overrides
     # A late import, because few models are made a classifier.
     from ..tokenizer.load import load_tokenizer
@@ -370,8 +372,7 @@ def _text_config(config: ConfigFields) -> ConfigFields:
     nested = read_text_config(config)
     text = config
     if nested is not None:
-        names = {"architectures": config.get("architectures")}
-        text = config.with_values({**nested.config, **names})
+        text = config.with_values({**nested.config, "architectures": config.get("architectures")})
     text = with_common_names(with_decoder_fields(text))
     is_gemma3 = text.text("model_type").startswith("gemma3")
     return text.with_defaults(**DEFAULTS_OF_GEMMA3) if is_gemma3 else text

@@ -1,10 +1,11 @@
 """The stored description of a decoder or an encoder: which parts it has, and their sizes."""
 
-from typing import Literal
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from ...protocol.checkpoint.vision.read import AnyVisionSpec
 from ...protocol.config.audio.tower import (
     AnyAudioSpec,
 )
@@ -28,6 +29,10 @@ from .specs.pair_experts import PairExpertsSpec
 from .specs.positions import Sinusoids
 from .specs.relative_biases import RelativeBiasSpec
 from .specs.score_head import ScoreHeadSpec
+
+if TYPE_CHECKING:
+    # Most models need none of the modules of vision towers.
+    from ...protocol.checkpoint.vision.read import AnyVisionSpec
 
 
 class ModelFields(msgspec.Struct, frozen=True, kw_only=True):

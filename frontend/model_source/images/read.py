@@ -11,8 +11,9 @@ import msgspec
 
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ....protocol.checkpoint.gguf_config.mmproj.fields import Mmproj
-from ....protocol.checkpoint.vision.read import has_vision, model_kind, vision_spec
+from ....protocol.checkpoint.vision.read import vision_spec
 from ....protocol.checkpoint.vision.spec import VisionSpec
+from ....protocol.checkpoint.vision_kind import has_vision, model_kind
 from ....protocol.config.images.processors import AnyImageProcessor
 from ....protocol.errors import CheckpointError
 from ...tokenizer.config import TokenizerConfig

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Final, TypeAlias
 
 from ..config_fields import ConfigFields
+from ..vision_kind import model_kind, vision_section
 from .aria import aria
 from .convolutional.codes import CodesVisionSpec, apertus, chameleon
 from .convolutional.davit import DavitSpec, florence2
@@ -115,17 +116,6 @@ AnyVisionSpec: TypeAlias = (
 )
 
 
-def has_vision(fields: ConfigFields) -> bool:
-    """Return whether a model with this config has a vision tower that Engine supports."""
-    return model_kind(fields) in _READERS and _section(fields) is not None
-
-
-def model_kind(fields: ConfigFields) -> str:
-    """Return the model type, or the name of a model whose authors gave it the type of another one."""
-    found = (_KINDS[name] for name in fields.texts("architectures") if name in _KINDS)
-    return next(found, fields.text("model_type", ""))
-
-
 def vision_spec(fields: ConfigFields, output_size: int) -> AnyVisionSpec:
     """Return the vision tower of a model for which `has_vision` is true.
 
@@ -136,43 +126,12 @@ def vision_spec(fields: ConfigFields, output_size: int) -> AnyVisionSpec:
     Raises:
         CheckpointError: A field is missing or invalid.
     """
-    read = _READERS[model_kind(fields)]
-    section = _section(fields) or fields.required_section("vision_config")
+    read = READERS[model_kind(fields)]
+    section = vision_section(fields) or fields.required_section("vision_config")
     return read(fields, section, output_size)
 
 
-def _section(fields: ConfigFields) -> ConfigFields | None:
-    """Return the section of the vision tower.
-
-    In the original configs of Phi, it has no sizes. In those of Molmo 2 and Chameleon, it has another name.
-    """
-    embeddings = fields.section("embd_layer")
-    original = None if embeddings is None else embeddings.section("image_embd_layer")
-    names = ("vision_config", "vit_config", "img_processor", "vq_config")
-    named = (fields.section(name) for name in names)
-    return next((section for section in named if section is not None), original)
-
-
-_KINDS: Final = {
-    "BeeForConditionalGeneration": "bee",
-    "DeepseekOCRForCausalLM": "deepseek_ocr",
-    "Eagle2_5_VLForConditionalGeneration": "eagle_2_5_vl",
-    "HCXVisionV2ForCausalLM": "hyperclovax_vision_v2",
-    "LightOnOCRForConditionalGeneration": "lighton_ocr",
-    "Llama_Nemotron_Nano_VL": "Llama_Nemotron_Nano_VL",
-    "LocateAnythingForConditionalGeneration": "locateanything",
-    "MantisForConditionalGeneration": "mantis",
-    "NemotronH_Omni_Reasoning_V3": "nemotron_h_omni",
-    "OpenCUAForConditionalGeneration": "opencua",
-    "Ovis2_6ForCausalLM": "ovis2_5",
-    "Ovis2_6_MoeForCausalLM": "ovis2_5",
-    "Ovis2_6_NextForCausalLM": "ovis2_5",
-    "RForConditionalGeneration": "r_vl",
-    "StepVLForConditionalGeneration": "step3_vl",
-}
-"""Architectures with the model type or the tower of another architecture, and the names of those models."""
-
-_READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionSpec]]] = {
+READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionSpec]]] = {
     "apertus1p5": apertus,
     "aria": aria,
     "aya_vision": aya_vision,
@@ -299,3 +258,4 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "vipllava": vipllava,
     "youtu_vl": youtu_vl,
 }
+"""Model kind -> the function that reads the vision tower of such a model."""

@@ -229,3 +229,14 @@ def with_limits(
         if layer.experts is not None:
             layers[i] = replace(layer, experts=replace(layer.experts, gate_limit=limit))
     return replace(spec, layers=tuple(layers))
+
+
+def without_axes(spec: ModelSpec) -> ModelSpec:
+    """Return the spec of a decoder whose rotary positions have one coordinate, also for images and audio."""
+    layers = tuple(
+        replace(layer, rope=replace(layer.rope, axes=()))
+        if layer.rope is not None and layer.rope.axes
+        else layer
+        for layer in spec.layers
+    )
+    return replace(spec, layers=layers)

@@ -29,15 +29,12 @@ from ....protocol.checkpoint.pooling.classification import (
 from ....protocol.checkpoint.pooling.embedding import attends_to_all, has_head
 from ....protocol.checkpoint.pooling.sparse import SPLADE_SUFFIX
 from ....protocol.checkpoint.speech import with_decoder_fields
-from ....protocol.checkpoint.vision.grid import GridVisionSpec
-from ....protocol.checkpoint.vision.llama import TilesVisionSpec
-from ....protocol.checkpoint.vision.read import has_vision, vision_spec
-from ....protocol.checkpoint.vision.spec import VisionSpec
+from ....protocol.checkpoint.vision_kind import has_vision
 from ....protocol.config.audio.tower import AudioTowerSpec, CausalSpec
 from ....protocol.errors import CheckpointError
 from ...layers.spec import ModelSpec
 from ...layers.specs.experts import ExpertsSpec
-from .common import Family, with_score_head
+from .common import Family, with_score_head, without_axes
 
 _MODULES: Final = (
     # The default model and most others are found without importing further modules.
@@ -288,35 +285,10 @@ def model_spec(config: Mapping[str, Any], path: str | PathLike[str]) -> ModelSpe
     own = [(rf"^{re.escape(name)}\b.*", "") for name in whole.texts("image_parts")]
     spec = replace(spec, tensor_names=(*own, *spec.tensor_names))
     if has_vision(whole):
-        encoder = vision_spec(whole, spec.hidden_size)
-        # Late imports, because a model without these towers needs none of their modules.
-        if spec.source is not None and spec.source.encoder is not None:
-            from .with_encoders import encoder_decoders
+        # A late import, because a model without vision needs none of its modules.
+        from .with_images.vision_tower import with_vision
 
-            return encoder_decoders.with_images(spec, encoder)
-        spec = replace(spec, encoder=encoder)
-        if encoder.has_axes and not spec.rotary_axes:
-            raise whole.error("mrope_section is missing, which images need")
-        if isinstance(encoder, TilesVisionSpec):
-            from .with_images import mllama
-
-            spec = mllama.with_images(spec, encoder)
-        if isinstance(encoder, GridVisionSpec | VisionSpec) and encoder.num_page_outputs:
-            from .with_encoders import encoder_decoders
-
-            spec = encoder_decoders.with_pages(spec, encoder)
-        if isinstance(encoder, GridVisionSpec) and encoder.expert_tokens:
-            from .with_images import ernie
-
-            spec = ernie.with_images(spec, encoder.expert_tokens)
-        if max(encoder.added_after, default=-1) >= len(spec.layers):
-            last = max(encoder.added_after)
-            raise whole.error(
-                f"the vision tower has outputs for layer {last + 1}, but the decoder has {len(spec.layers)} layers"
-            )
-        spec = replace(spec, added_after=encoder.added_after)
-        if not encoder.has_axes:
-            spec = _without_axes(spec)
+        spec = with_vision(spec, whole)
     if has_audio_tower(whole):
         tower = audio_tower_spec(whole, spec.hidden_size)
         # A tower may have tables like those of a decoder.
@@ -330,12 +302,13 @@ def model_spec(config: Mapping[str, Any], path: str | PathLike[str]) -> ModelSpe
                 )
             spec = replace(spec, added_after=tower.added_after)
         if isinstance(tower, CausalSpec):
+            # A late import, because few models need it.
             from .with_encoders import speech
 
             spec = speech.with_delay(spec, tower)
         if spec.encoder is None:
             # The three coordinates of an audio clip's positions are equal, as those of text.
-            spec = _without_axes(spec)
+            spec = without_axes(spec)
     return spec
 
 
@@ -360,17 +333,6 @@ def _with_classifier(spec: ModelSpec, fields: ConfigFields) -> ModelSpec:
         names = r"^(score|classifier|(thinker\.)?lm_head)\."
         return with_score_head(spec, fields, output=names, output_bias=has_bias)
     return with_score_head(spec, fields, output=r"^(score|classification_head)\.")
-
-
-def _without_axes(spec: ModelSpec) -> ModelSpec:
-    """Return the spec of a decoder whose rotary positions have one coordinate, also for images and audio."""
-    layers = tuple(
-        replace(layer, rope=replace(layer.rope, axes=()))
-        if layer.rope is not None and layer.rope.axes
-        else layer
-        for layer in spec.layers
-    )
-    return replace(spec, layers=layers)
 
 
 def _check_groups(fields: ConfigFields, mixture: ExpertsSpec) -> None:
