@@ -444,11 +444,10 @@ def _speculation(
 _METHODS_OF_HEADS: Final = {
     "MuseGlimmerAssistant": ProposerMethod.DFLASH,
     "DFlash": ProposerMethod.DFLASH,
+    "XPress": ProposerMethod.DFLASH,
     "Assistant": ProposerMethod.MTP,
     "DSpark": ProposerMethod.DFLASH,
-    "Eagle3": ProposerMethod.EAGLE3,
-    "PEagle": ProposerMethod.EAGLE3,
-    "Peagle": ProposerMethod.EAGLE3,
+    **dict.fromkeys(("Eagle3", "PEagle", "Peagle"), ProposerMethod.EAGLE3),
     "Eagle": ProposerMethod.EAGLE,
 }
 """Parts of the names of architectures that are heads, for configurations without a method, as in vLLM."""

@@ -13,7 +13,7 @@ from support.drafts.models_with_heads import NUM_DRAFTS, Head, write_model
 from torch import Tensor, nn
 
 TAPS, GROUP, RANK, CANDIDATES = 3, 16, 8, 5
-EMBEDDING_SCALE, LOGITS_SCALE = 0.5, 1.5
+EMBEDDING_SCALE, LOGITS_SCALE, SOFTCAP = 0.5, 1.5, 2.0
 
 
 class _Convolutions:
@@ -86,6 +86,7 @@ def dflash2(path: Path) -> Head:
         "selector_top_k": CANDIDATES,
         "input_embedding_scale": EMBEDDING_SCALE,
         "output_multiplier": LOGITS_SCALE,
+        "final_logit_softcapping": SOFTCAP,
     }
     (directory / "config.json").write_text(json.dumps(config))
     made.register_forward_pre_hook(
@@ -103,7 +104,8 @@ def dflash2(path: Path) -> Head:
         )
         found = tokens[-1:]
         for hidden_D in hidden_TD:
-            logits, ids = (LOGITS_SCALE * (model.lm_head.weight @ hidden_D)).topk(CANDIDATES)
+            logits, ids = (model.lm_head.weight @ hidden_D).topk(CANDIDATES)
+            logits = LOGITS_SCALE * SOFTCAP * (logits / SOFTCAP).tanh()
             vector = selector["predecessor_codebook"][found[-1]] * (
                 selector["hidden_projection.weight"] @ hidden_D
             )

@@ -3,7 +3,8 @@
 Each layer has keys and values of the known tokens, computed from the model's hidden states when the model computes the
 tokens. To propose, the layers run once for a block: the last token, which the model has not computed yet, and mask
 tokens. The tokens of the block attend to all known tokens and to each other. In DFlash, a mask token predicts the token
-in its place. In DSpark, each token predicts the next one, and a Markov head makes it depend on the draft before it.
+in its place. In DSpark, each token predicts the next one, and a Markov head makes it depend on the draft before it. In
+XPress, a DFlash head, a refiner makes it depend on all drafts before it.
 
 Shapes: S slots of a step, T tokens, R drafts, D hidden size, E elements of a token's hidden states, V tokens.
 """
@@ -30,8 +31,9 @@ from ...loaders import Checkpoint
 from ...models.decoder import Decoder
 from .computed import ComputedRows
 from .draft_head import DraftHead
-from .markov import MarkovHead
-from .selector import CandidateSelector
+from .in_order.markov import MarkovHead
+from .in_order.refiner import BlockStart, Refiner
+from .in_order.selector import CandidateSelector
 
 
 class BlockHead(DraftHead):
@@ -46,9 +48,9 @@ class BlockHead(DraftHead):
         checkpoint: Checkpoint,
         on_progress: Callable[[int, int], None],
     ) -> NativeDecoder | Decoder:
-        self._markov: MarkovHead | None = None
+        self._markov: MarkovHead | Refiner | None = None
         if self._layout.has_markov:
-            self._markov = MarkovHead(
+            self._markov = (Refiner if self._layout.has_refiner else MarkovHead)(
                 checkpoint,
                 self._layout.tensor_names,
                 self._dtype,
@@ -61,8 +63,7 @@ class BlockHead(DraftHead):
             self._selector = CandidateSelector(
                 checkpoint,
                 self._layout.tensor_names,
-                self._layout.num_candidates,
-                self._layout.logits_scale,
+                self._layout,
                 self._device,
             )
         return super()._load(config, spec, shard, attention, checkpoint, on_progress)
@@ -144,13 +145,31 @@ class BlockHead(DraftHead):
             # Logits take much memory. There are at most as many rows of them as in a step without drafts.
             count = max(1, self._batch.num_slots // int(limits_S.max()))
             ends = np.cumsum(limits_S)
+            start = self._begin_blocks(kept_TE, slots_S, counts_S, starts_S)
             for first_slot in range(0, len(limits_S), count):
                 own_S = limits_S[first_slot : first_slot + count]
                 end = int(ends[first_slot + len(own_S) - 1])
                 part = slice(end - int(own_S.sum()), end)
-                self._choose_in_order(outputs_RE[part], slots[part], columns[part], own_S)
+                own = slice(first_slot, first_slot + len(own_S))
+                of_slots = BlockStart(*(each[own] for each in start))
+                self._choose_in_order(outputs_RE[part], slots[part], columns[part], own_S, of_slots)
             return
         tokens[slots, columns] = on_host(self.choose(outputs_RE, slots, columns))
+
+    def _begin_blocks(
+        self, kept_TE: Tensor, slots_S: Int64Array, counts_S: Int64Array, starts_S: Int64Array
+    ) -> BlockStart:
+        """Return what is known of blocks before their drafts, given the hidden states of all their tokens."""
+        hidden_TD = kept_TE[:, : self._layout.spec.hidden_size]
+        blocks_T = to_device(np.repeat(np.arange(len(counts_S)), counts_S), self._device)
+        sums_SD = hidden_TD.new_zeros((len(counts_S), hidden_TD.shape[1]))
+        sums_SD.index_add_(0, blocks_T, hidden_TD)
+        before_S = np.maximum(self._num_tokens[slots_S].astype(np.int64) - 2, 0)
+        return BlockStart(
+            hidden_TD[to_device(starts_S, self._device)],
+            sums_SD / to_device(counts_S, self._device).unsqueeze(1),
+            to_device(self._batch.host_token_ids_NL[slots_S, before_S], self._device),
+        )
 
     def _run_blocks(self, inputs_TD: Tensor, plan: StepPlan) -> None:
         """Run the head for the chunks of a plan, each of which is a block."""
@@ -173,6 +192,7 @@ class BlockHead(DraftHead):
         slots_R: Int32Array,
         columns_R: Int32Array,
         limits_S: Int64Array,
+        start: BlockStart,
     ) -> None:
         """Choose `limits_S` drafts of each slot one after the other, and write them to these columns."""
         tokens = self._batch.host_token_ids_NL
@@ -181,7 +201,7 @@ class BlockHead(DraftHead):
         if self._selector is not None:
             ids, logits_RC = self._selector.candidates(ids, logits_RC)
         rows_S = np.cumsum(limits_S) - limits_S
-        state_SR = None if self._markov is None else self._markov.begin(len(rows_S))
+        state_SR = None if self._markov is None else self._markov.begin(start)
         for index in range(int(limits_S.max())):
             goes_on_S = limits_S > index
             rows_S, limits_S = rows_S[goes_on_S], limits_S[goes_on_S]

@@ -33,6 +33,7 @@ from support.drafts.models_with_heads import (
 from support.drafts.multimodal_layers import MULTIMODAL_LAYERS
 from support.drafts.prediction_layers import PREDICTION_LAYERS
 from support.drafts.stream_layers import qwen4_mtp
+from support.drafts.xpress_heads import xpress
 from support.gpu.graph_attention import GraphTorchPaged
 from support.gpu.host_accelerator import HostAccelerator
 from support.workers.native_decoders import BLOCK_SIZE
@@ -57,6 +58,7 @@ PROMPT = list(range(20, 37))
         *MULTIMODAL_LAYERS,
         dflash2,
         qwen4_mtp,
+        xpress,
     ],
     ids=lambda make: make.__name__,
 )
@@ -223,8 +225,8 @@ def test_dflash_heads_that_cannot_be_served_are_refused(tmp_path: Path) -> None:
     own = config["dflash_config"]
     for fields, reason in (
         (
-            {"architectures": ["DFlash2BeamDraftModel"]},
-            "architecture 'DFlash2BeamDraftModel' are not supported",
+            {"architectures": ["LiLiCorrDraftModel"]},
+            "architecture 'LiLiCorrDraftModel' are not supported",
         ),
         ({"dflash_config": own | {"target_layer_ids": [0, 9]}}, r"0 to 5.*\[0, 9\]"),
         ({"dflash_config": own | {"mask_token_id": 9999}}, "mask_token_id.*9999"),

@@ -3,7 +3,8 @@
 Such a head has a few layers like those of Qwen3. Their keys and values of the known tokens come from hidden states of
 the model, which `fc` combines into one vector per token. The block begins with the last token, followed by mask tokens.
 A DSpark head also has a Markov head, by which a draft depends on the one before it. A DFlash 2 head has a selector for
-that, and convolutions over the block in its layers.
+that, and convolutions over the block in its layers. An XPress head has a refiner, by which a draft depends on all
+drafts before it.
 """
 
 from __future__ import annotations
@@ -19,16 +20,17 @@ from ....layers.spec import ModelSpec
 from ....layers.window import SpanLayers
 from ....loaders import Checkpoint
 from ....models.families import model_spec
-from .head_layout import TOKEN_OFFSETS, HeadLayout, headless, read_mask_token
+from .head_layout import REFINER, TOKEN_OFFSETS, HeadLayout, headless, read_mask_token
 
-_DFLASH2: Final = "DFlash2DraftModel"
+_DFLASH2: Final = ("DFlash2DraftModel", "DFlash2BeamDraftModel")
 _DFLASH: Final = (
-    _DFLASH2,
+    *_DFLASH2,
     "DFlashDraftModel",
     "DFlashSpeculator",
     "DFlashMuseGlimmerAssistantModel",
     "MuseGlimmerAssistantModel",
 )
+_XPRESS: Final = ("DFlashQwen3XPressModel", "Qwen3XPressModel")
 _DSPARK: Final = (
     "DSparkDraftModel",
     "DSparkSpeculator",
@@ -48,11 +50,13 @@ _PARTS: Final = (
     (_START + r"markov_head\.gate_proj\.", "markov.gate."),
     (_START + r"markov_head\.joint_proj\.", "markov.state."),
     (_START + r"candidate_selector\.", "selector."),
+    (_START + r"xpress_head\.", REFINER),
     (_START + r"d2t$", TOKEN_OFFSETS),
 )
 _OUTSIDE: Final = (
     _START
-    + r"(?:(?:(?:encoder\.)?(?:fc|hidden_norm|output_norm_enc|embed_tokens)|markov_head|confidence_head|candidate_selector)\..*"
+    + r"(?:(?:(?:encoder\.)?(?:fc|hidden_norm|output_norm_enc|embed_tokens)|markov_head|confidence_head|candidate_selector"
+    r"|xpress_head)\..*"
     r"|mask_embedding|d2t|t2d)$"
 )
 
@@ -66,11 +70,12 @@ def read_block(target: ModelSpec, checkpoint: Checkpoint) -> HeadLayout:
     fields = ConfigFields(checkpoint.config, checkpoint.config_path)
     architecture = str((checkpoint.config.get("architectures") or [""])[0])
     has_markov = architecture in _DSPARK
-    if not has_markov and architecture not in _DFLASH:
+    has_refiner = architecture in _XPRESS
+    if not (has_markov or has_refiner) and architecture not in _DFLASH:
         raise CheckpointError(
             checkpoint.path,
-            f"heads of the architecture {architecture!r} are not supported, only {', '.join(_DFLASH + _DSPARK)}; use "
-            "another head, or another method in --speculative-config",
+            f"heads of the architecture {architecture!r} are not supported, only "
+            f"{', '.join(_DFLASH + _DSPARK + _XPRESS)}; use another head, or another method in --speculative-config",
         )
     own = fields.first_section("dflash_config")
     of_layers: dict[str, Any] = dict(checkpoint.config)
@@ -79,7 +84,7 @@ def read_block(target: ModelSpec, checkpoint: Checkpoint) -> HeadLayout:
     stored = checkpoint.names()
     has_head = any(name.endswith("lm_head.weight") for name in stored)
     vocab_size = fields.get("draft_vocab_size") if has_head else None
-    is_second = architecture == _DFLASH2
+    is_second = architecture in _DFLASH2
     convolution = _convolution(own, fields.integer("hidden_size")) if is_second else None
     windows = _windows(ConfigFields(of_layers, fields.path), own)
     of_layers |= {
@@ -103,7 +108,11 @@ def read_block(target: ModelSpec, checkpoint: Checkpoint) -> HeadLayout:
             *spec.tensor_names,
         ),
     )
-    sizes = fields.with_values({"block_size": own.get("block_size", fields.get("block_size", 16))})
+    size = own.get("block_size", fields.get("block_size", 16))
+    if has_refiner:
+        fields.require("sample_from_anchor", False)
+        size = fields.get("xpress_block_size", fields.integer("num_speculative_steps", 15) + 1)
+    sizes = fields.with_values({"block_size": size})
     return HeadLayout(
         spec,
         _PARTS,
@@ -114,17 +123,17 @@ def read_block(target: ModelSpec, checkpoint: Checkpoint) -> HeadLayout:
         mutual_layers=_mutual_layers(fields, own, architecture),
         # Heads of the library Speculators say so if the last token predicts; those of DSpark's authors always do.
         predicts_from_last=has_markov and fields.boolean("sample_from_anchor", section is None),
-        has_markov=has_markov,
+        has_markov=has_markov or has_refiner,
+        has_refiner=has_refiner,
         num_candidates=own.integer("selector_top_k") if is_second else 0,
         logits_scale=own.number("output_multiplier", 1.0),
+        logits_softcap=own.optional_number("final_logit_softcapping") or 0.0,
         input_scale=own.number("input_embedding_scale", 1.0),
     )
 
 
 def _convolution(own: ConfigFields, hidden_size: int) -> BlockConvolution:
     """Return the convolutions of the layers of a DFlash 2."""
-    if own.get("final_logit_softcapping"):
-        raise own.wrong("final_logit_softcapping", "0", own.get("final_logit_softcapping"))
     size = own.integer("conv_group_size")
     if hidden_size % size:
         raise own.wrong("conv_group_size", f"a divisor of hidden_size={hidden_size}", size)
@@ -144,7 +153,7 @@ def _mutual_layers(fields: ConfigFields, own: ConfigFields, architecture: str) -
         if section.get(name) is not None:
             return None if section.boolean(name, False) is causal else SpanLayers.ALL
     kinds = set(fields.get("layer_types") or ())
-    if architecture not in ("DFlashDraftModel", _DFLASH2) or _WINDOW not in kinds:
+    if architecture not in ("DFlashDraftModel", *_DFLASH2, *_XPRESS) or _WINDOW not in kinds:
         return SpanLayers.ALL
     return None if kinds == {_WINDOW} else SpanLayers.WITHOUT_WINDOW
 

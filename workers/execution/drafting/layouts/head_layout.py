@@ -33,6 +33,7 @@ MARKOV_GATE: Final = "markov.gate.weight"
 MARKOV_GATE_BIAS: Final = "markov.gate.bias"
 MARKOV_STATE: Final = "markov.state.weight"
 MARKOV_STATE_BIAS: Final = "markov.state.bias"
+REFINER: Final = "refiner."
 SELECTOR_BEFORE: Final = "selector.predecessor_codebook"
 SELECTOR_AFTER: Final = "selector.successor_codebook"
 SELECTOR_PROJECTION: Final = "selector.hidden_projection.weight"
@@ -68,8 +69,9 @@ class HeadLayout(msgspec.Struct, frozen=True):
     `mask_token_id` in place of the others. Its layers have keys and values of the projected hidden states. Tokens of
     the block attend to each other in `mutual_layers`, and in others to those before them. If `predicts_from_last`, the
     last known token predicts the first draft, and each mask token the draft after its own place. If it `has_markov`,
-    drafts depend on those before them. So they do if `num_candidates` is not 0: each is chosen among that many tokens,
-    whose logits are multiplied by `logits_scale`. Embeddings of the block's tokens are multiplied by `input_scale`.
+    drafts depend on those before them: on all if it `has_refiner`, else on the one before. So they do if
+    `num_candidates` is not 0: each is chosen among that many tokens, whose logits are limited to `logits_softcap` if it
+    is not 0, and multiplied by `logits_scale`. Embeddings of the block's tokens are multiplied by `input_scale`.
 
     The heads in `later` are for the second draft and later ones. Each reads the hidden states of the one before it.
     """
@@ -90,8 +92,10 @@ class HeadLayout(msgspec.Struct, frozen=True):
     mutual_layers: SpanLayers | None = SpanLayers.ALL
     predicts_from_last: bool = False
     has_markov: bool = False
+    has_refiner: bool = False
     num_candidates: int = 0
     logits_scale: float = 1.0
+    logits_softcap: float = 0.0
     input_scale: float = 1.0
     later: tuple[HeadLayout, ...] = ()
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ....protocol.errors import CheckpointError
-from ...loaders import Checkpoint
-from ...loaders.tensor_names import TensorNames, translate_names
-from .layouts import head_layout
+from .....protocol.errors import CheckpointError
+from ....loaders import Checkpoint
+from ....loaders.tensor_names import TensorNames, translate_names
+from ..layouts import head_layout
 
 
 class CandidateSelector:
@@ -23,8 +23,7 @@ class CandidateSelector:
     Args:
         checkpoint: The head's checkpoint.
         tensor_names: Translates the names of its tensors to those of `head_layout`.
-        num_candidates: The number of tokens among which a draft is chosen.
-        logits_scale: The factor of their logits.
+        layout: The layout of the head, with the number of tokens among which a draft is chosen.
         device: The device of the head.
 
     Raises:
@@ -35,8 +34,7 @@ class CandidateSelector:
         self,
         checkpoint: Checkpoint,
         tensor_names: TensorNames,
-        num_candidates: int,
-        logits_scale: float,
+        layout: head_layout.HeadLayout,
         device: torch.device,
     ) -> None:
         stored = translate_names(checkpoint.names(), tensor_names)
@@ -46,7 +44,7 @@ class CandidateSelector:
                 raise CheckpointError(checkpoint.path, f"there is no tensor candidate_{name}")
             return checkpoint.tensor(stored[name], torch.float32).to(device)
 
-        self._num_candidates, self._scale = num_candidates, logits_scale
+        self._layout = layout
         self._before_VR, self._after_VR = (
             read(head_layout.SELECTOR_BEFORE),
             read(head_layout.SELECTOR_AFTER),
@@ -55,9 +53,11 @@ class CandidateSelector:
 
     def candidates(self, ids_C: Tensor, logits_NC: Tensor) -> tuple[Tensor, Tensor]:
         """Return the candidates of each draft [N, K], and their logits."""
-        count = min(self._num_candidates, logits_NC.shape[1])
-        logits_NK, chosen_NK = (logits_NC * self._scale).topk(count)
-        return ids_C[chosen_NK], logits_NK
+        layout = self._layout
+        logits_NK, chosen_NK = logits_NC.topk(min(layout.num_candidates, logits_NC.shape[1]))
+        if (limit := layout.logits_softcap) > 0:
+            logits_NK = limit * torch.tanh(logits_NK / limit)
+        return ids_C[chosen_NK], logits_NK * layout.logits_scale
 
     def bias(self, previous_S: Tensor, hidden_SD: Tensor, ids_SK: Tensor) -> Tensor:
         """Return what is added to the logits of candidates after the tokens `previous_S`, [S, K]."""

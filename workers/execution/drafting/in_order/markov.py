@@ -12,11 +12,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ....protocol.errors import ConfigError
-from ...loaders import Checkpoint
-from ...loaders.tensor_names import TensorNames, translate_names
-from .layouts import head_layout
-from .product import Product, read_product
+from .....protocol.errors import ConfigError
+from ....loaders import Checkpoint
+from ....loaders.tensor_names import TensorNames, translate_names
+from ..layouts import head_layout
+from ..product import Product, read_product
+from .refiner import BlockStart
 
 
 class MarkovHead:
@@ -74,11 +75,10 @@ class MarkovHead:
                     f"{name}: a matrix of the Markov head has {len(weight)} rows, not {count * rank}; use another head"
                 )
 
-    def begin(self, num_slots: int) -> Tensor:
+    def begin(self, start: BlockStart) -> Tensor:
         """Return the states [S, R] before the first draft of a block."""
-        return self._vectors_VR.new_zeros(
-            (num_slots, self._vectors_VR.shape[1]), dtype=torch.float32
-        )
+        shape = len(start.previous_S), self._vectors_VR.shape[1]
+        return self._vectors_VR.new_zeros(shape, dtype=torch.float32)
 
     def bias(
         self, previous_S: Tensor, hidden_SD: Tensor, state_SR: Tensor
