@@ -156,6 +156,9 @@ class PromptScorer(NativeSampler):
 
     def __init__(self, max_rows: int, vocab_size: int, program: NativeProgram) -> None:
         super().__init__(PersistentBatch(max_rows, 1, 1, 0, HostDevice()), vocab_size, program)
+        self._state.changes_logits[:] = True
+        rules_TB = np.frombuffer(memoryview(self._rules).cast("B"), np.uint8).reshape(max_rows, -1)
+        self._allowed_T = rules_TB[:, LogitRules.allowed.offset :][:, :8].view(np.uintp)[:, 0]
 
     def __call__(
         self,
@@ -181,9 +184,9 @@ class PromptScorer(NativeSampler):
         words_TK = np.zeros((num_rows, -(-state.vocab_size // 32)), np.uint32)
         bits_T = np.uint32(1) << (next_token_ids_T % 32).astype(np.uint32)
         words_TK[rows, next_token_ids_T // 32] = bits_T
-        grammar = Grammar(rows.astype(np.int32), rows, words_TK.view(np.int32))
+        self._allowed_T[:num_rows] = words_TK.ctypes.data + words_TK.strides[0] * rows
         positions_T = np.zeros(num_rows, np.int32)
-        sampled = self.sample(logits_TV, grammar.slots_G, positions_T, grammar)
+        sampled = self.sample(logits_TV, rows.astype(np.int32), positions_T)
         logprobs = sampled.raw_logprobs
         assert logprobs is not None
         # A token that cannot be chosen has a probability of 0, or its logits contain a NaN.

@@ -110,7 +110,7 @@ class LogprobRows:
         return _to_device(is_processed, self.state), RowParameters.from_state(self.state, slots)
 
     def raw_logits(self, logits_SV: torch.Tensor, will_change: bool) -> torch.Tensor:
-        """Return the rows' logits as the model computed them, copied if `logits_SV` will be changed in place."""
+        """Return the rows' logits before their changes, copied if `logits_SV` will be changed in place."""
         if self.rows is not None:
             return logits_SV[self.rows]
         return logits_SV.clone() if will_change else logits_SV

@@ -77,14 +77,16 @@ class TorchSampler(Sampler):
         logits_SV = logits_SV.contiguous()
         will_change = metadata.changes_logits or grammar is not None
         wanted = metadata.logprobs
-        raw_logits_RV = None if wanted is None else wanted.raw_logits(logits_SV, will_change)
         # Check before masking, which could hide a NaN.
         raw_peak_S = logits_SV.amax(1) if will_change else None
-        changes = self._change(logits_SV, metadata, positions_S)
         if grammar is not None:
             rows_G, bitmask_GK = self._rows_of(metadata.slots_S, grammar)
             limits_GV = token_limits(bitmask_GK, self._vocab_size, self._device)
             limit(logits_SV, self._to_device(rows_G), limits_GV)
+        raw_logits_RV = (
+            None if wanted is None else wanted.raw_logits(logits_SV, metadata.changes_logits)
+        )
+        changes = self._change(logits_SV, metadata, positions_S)
         self._apply_samplers(logits_SV, changes, metadata, positions_S)
         chosen_S = self._choose(logits_SV, metadata, positions_S)
         if raw_peak_S is not None:

@@ -28,7 +28,7 @@ PEER_FLAGS: Final[dict[str, tuple[str, ...]]] = {
     "--enable-server-load-tracking": (),
     "--enable-sleep-mode": (),
     "--exclude-tools-when-tool-choice-none": (),
-    "--flash-attn": ("on", "auto", "1"),
+    "--flash-attn": (),
     "--gpu-id-step": ("1",),
     "--gpu-layers": ("99", "999", "-1", "all", "auto"),
     "--guided-decoding-backend": ("auto", "guidance", "xgrammar", "outlines", "lm-format-enforcer"),
@@ -79,7 +79,7 @@ PEER_FLAGS: Final[dict[str, tuple[str, ...]]] = {
     "-cb": (),
     "-dcp": ("1",),
     "-dpb": ("mp",),
-    "-fa": ("on", "auto", "1"),
+    "-fa": (),
     "-ngl": ("99", "999", "-1", "all", "auto"),
     "-pcp": ("1",),
 }

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from engine.protocol.arrays import int32_view
+from engine.protocol.arrays import float32_view, int32_view
 from engine.protocol.sampling_params import SamplingParams, TranscriptRules
 from engine.workers.sampling import Grammar
 from engine.workers.sampling.masks import pack_bitmask
@@ -332,12 +332,18 @@ def test_a_grammar_restricts_only_its_slots(new_rows: NewRows) -> None:
     logits = logits_of(0, 0, 0)
     batch = new_rows(V)
     for slot in (5, 1, 9):
-        batch.add(slot, greedy())
+        batch.add(slot, greedy(logprobs=3, logit_bias={60: -0.5}))
     free = int(logits[0].argmax())
     bitmask = np.stack([pack_bitmask([50], V), pack_bitmask([96, 60], V)])
-    best = 96 if logits[0, 96] > logits[0, 60] else 60
+    shares = logits[0, [96, 60]].log_softmax(0).sort(descending=True).values.tolist()
+    best = 96 if logits[0, 96] > logits[0, 60] - 0.5 else 60
     output = batch.sample(logits, [5, 1, 9], grammar_of([9, 1], bitmask))
     assert output.token_ids.tolist() == [free, best, 50]
+    # Log-probabilities are those of the tokens that the grammar allows.
+    assert float32_view(output.logprobs[1].logprobs)[1:].tolist() == pytest.approx(
+        [*shares, -np.inf], abs=1e-6
+    )
+    assert float32_view(output.logprobs[2].logprobs).tolist() == [0, 0, -np.inf, -np.inf]
     # The grammar of a slot that has left the batch does not constrain any row.
     output = batch.sample(logits[:1], [5], grammar_of([9, 1], bitmask))
     assert output.token_ids.tolist() == [free]

@@ -76,17 +76,26 @@ int32_t TokenChooser::choose(const SamplingRows& rows, int row, float* logits, f
   const float* raw_logits = logits;
   look_at(logits, maxima);
   const bool is_processed = logprobs && logprobs->is_processed[slot];
-  if (logprobs && !is_processed) write_alternatives(*logprobs, row, slot);
   // Do not change rows with a NaN or an infinity, because the changes could hide it.
-  if (peak_ < INFINITY && (rows.changes_logits[slot] || rows.grammar[slot])) {
+  const bool may_change = peak_ < INFINITY;
+  if (may_change && rows.grammar[slot]) {
+    const int64_t num_drafts_before = rows.positions[row] - rows.num_tokens[slot];
+    changer_.limit(rows.grammar[slot] + num_drafts_before * *rows.grammar_words, logits);
+    kernels().sampling->block_maxima(logits, vocab_size_, maxima);
+    look_at(logits, maxima);
+  }
+  if (logprobs && !is_processed) write_alternatives(*logprobs, row, slot);
+  if (may_change && rows.changes_logits[slot]) {
     if (logprobs && !is_processed) {
       raw_logits_.assign(logits, logits + vocab_size_);
       raw_logits = raw_logits_.data();
     }
-    change(rows, row, logits);
+    changer_.change(rows.rules[slot],
+                    {rows.token_ids + slot * rows.max_model_len, rows.num_prompt_tokens[slot], rows.positions[row]},
+                    logits);
     kernels().sampling->block_maxima(logits, vocab_size_, maxima);
     look_at(logits, maxima);
-    if (rows.changes_logits[slot] && rows.rules[slot].num_samplers && std::isfinite(peak_)) {
+    if (rows.rules[slot].num_samplers && std::isfinite(peak_)) {
       apply_samplers(rows, row, logits);
       kernels().sampling->block_maxima(logits, vocab_size_, maxima);
       look_at(logits, maxima);
@@ -104,18 +113,6 @@ void TokenChooser::look_at(const float* logits, const float* maxima) {
   logits_ = logits;
   maxima_ = maxima;
   peak_ = largest(maxima, num_blocks_);
-}
-
-void TokenChooser::change(const SamplingRows& rows, int row, float* logits) {
-  const int64_t slot = rows.slots[row];
-  if (rows.changes_logits[slot])
-    changer_.change(rows.rules[slot],
-                    {rows.token_ids + slot * rows.max_model_len, rows.num_prompt_tokens[slot], rows.positions[row]},
-                    logits);
-  if (rows.grammar[slot]) {
-    const int64_t num_drafts_before = rows.positions[row] - rows.num_tokens[slot];
-    changer_.limit(rows.grammar[slot] + num_drafts_before * *rows.grammar_words, logits);
-  }
 }
 
 void TokenChooser::apply_samplers(const SamplingRows& rows, int row, float* logits) {

@@ -85,7 +85,6 @@ class TokenChooser {
   static bool larger(const Candidate& a, const Candidate& b) { return a.key > b.key; }
 
   void look_at(const float* logits, const float* maxima);
-  void change(const SamplingRows& rows, int row, float* logits);
   void apply_samplers(const SamplingRows& rows, int row, float* logits);
   int32_t pick(const SamplingRows& rows, int row);
   void write_alternatives(const LogprobRows& logprobs, int row, int64_t slot);
