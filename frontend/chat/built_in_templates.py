@@ -239,7 +239,15 @@ _IMAGES: Final = f"""
 {{{{- text | select("equalto", "{MEDIA_MARK}") | join or raise_exception("send an image, whose text is read") }}}}
 """
 
+# A caption continues the text, which follows the image.
+_CAPTIONS: Final = f"""
+{{%- set text = messages | map(attribute="content") | join %}}
+{{{{- text | select("equalto", "{MEDIA_MARK}") | join or raise_exception("send an image, which is described") }}}}
+{{{{- text | replace("{MEDIA_MARK}", " ") | trim }}}}
+"""
+
 BUILT_IN_TEMPLATES: Final = {
+    "blip": _CAPTIONS.strip(),
     "chameleon": _CHAMELEON.strip(),
     "clip": _CONTENTS,
     "clip_text_model": _CONTENTS,

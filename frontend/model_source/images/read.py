@@ -240,6 +240,7 @@ _READERS: Final[dict[str, _Reader]] = {
     "aya_vision": aya_vision,
     "bailing_moe_v3_vl": resize_before_lines,
     "bee": anyres,
+    "blip": read_square,
     "blip-2": single,
     "chameleon": crop_codes,
     "chatglm": square_between_marks,

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from ..config_fields import ConfigFields
+from .blip import blip
 from .deepseek import unlimited_ocr
 from .florence import florence2
 from .janus import multi_modality
@@ -28,6 +29,7 @@ from .trocr import trocr
 _READERS: Final[dict[str, Callable[[ConfigFields, str], dict[str, Any]]]] = {
     "Alpamayo2Super": alpamayo2,
     "BailingMoeV3VLForConditionalGeneration": ling3_vl,
+    "BlipForConditionalGeneration": blip,
     "ColQwen3": colqwen3,
     "DotsVLMForCausalLM": dots_vlm,
     "Florence2ForConditionalGeneration": florence2,

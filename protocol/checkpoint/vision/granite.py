@@ -41,12 +41,32 @@ def query_former(queries: ConfigFields, read_size: int) -> QueryFormerSpec:
     )
 
 
-_BLIP_SIZES: Final = Sizes(224, 14, 1408, 6144, 16, 39, "gelu")
+_BLIP_SIZES: Final = Sizes(384, 16, 768, 3072, 12, 12, "gelu", 1e-5)
+_BLIP2_SIZES: Final = Sizes(224, 14, 1408, 6144, 16, 39, "gelu")
+_BLIP_NAMES: Final = (
+    (r"\.self_attn\.projection\.", ".self_attn.out_proj."),
+    (r"(embeddings\.position_embedding)$", r"\1.weight"),
+)
+
+
+def blip(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:
+    """Return the tower of BLIP, whose outputs cross attention reads."""
+    sizes = read_sizes(vision, _BLIP_SIZES)
+    return VisionSpec(
+        **sizes,
+        output_size=sizes["hidden_size"],
+        projection="none",
+        is_read=True,
+        has_class_token=True,
+        keeps_class_token=True,
+        has_post_norm=True,
+        tensor_names=_BLIP_NAMES,
+    )
 
 
 def blip2(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:
     """Return the tower of BLIP-2, whose embeddings are the outputs of a Q-Former that reads the patches."""
-    sizes = read_sizes(vision, _BLIP_SIZES)
+    sizes = read_sizes(vision, _BLIP2_SIZES)
     queries = fields.first_section("qformer_config")
     queries.require(
         "encoder_hidden_size", sizes["hidden_size"], ", as in vision_config", default=1408
@@ -61,10 +81,7 @@ def blip2(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Visio
         has_post_norm=True,
         former=query_former(queries, sizes["hidden_size"]),
         num_queries=fields.integer("num_query_tokens", 32, maximum=4096),
-        tensor_names=(
-            (r"\.self_attn\.projection\.", ".self_attn.out_proj."),
-            (r"(embeddings\.position_embedding)$", r"\1.weight"),
-        ),
+        tensor_names=_BLIP_NAMES,
     )
 
 

@@ -22,7 +22,7 @@ from .deepseek import (
     got_ocr2,
 )
 from .gemma import PatchVisionSpec, gemma3, gemma4, gemma4_unified, paligemma
-from .granite import blip2, granite4_vision, granite_docling
+from .granite import blip, blip2, granite4_vision, granite_docling
 from .grid import (
     GridVisionSpec,
     ernie4_5_vl,
@@ -136,6 +136,7 @@ READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionSp
     "aria": aria,
     "aya_vision": aya_vision,
     "bee": bee,
+    "blip": blip,
     "blip-2": blip2,
     "chameleon": chameleon,
     "chatglm": glm4v_9b,

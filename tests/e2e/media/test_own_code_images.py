@@ -43,6 +43,7 @@ from support.own_code.known_towers.keye import KeyeModel, keye
 from support.own_code.known_towers.ling3_vl import ling3_vl
 from support.own_code.known_towers.openpangu_vl import openpangu_vl
 from support.own_code.model import OwnCodeModel
+from support.own_code.own_towers.blip import Blip, blip
 from support.own_code.own_towers.dots_ocr import dots_ocr
 from support.own_code.own_towers.glm4v import Glm4vModel, glm4v_9b
 from support.own_code.own_towers.minicpm import minicpmv, write_minicpmv_mmproj
@@ -86,6 +87,7 @@ MODELS: dict[
         Callable[
             ...,
             OwnCodeModel
+            | Blip
             | GridModel
             | KeyeModel
             | IsaacModel
@@ -100,6 +102,7 @@ MODELS: dict[
         list[str],
     ],
 ] = {
+    "blip": (blip, "</s>", "", ["</s>"]),
     "chameleon": (partial(grid_model, kind="chameleon"), "<image>", "<image>", CHAMELEON_MARKS),
     "deepseek_ocr": (deepseek_ocr, "<image>", "<image>", ["<image>"]),
     "deepseek_vl2": (deepseek_vl2, "<image>", "<image>", ["<image>"]),
@@ -191,13 +194,13 @@ def test_answers_survive_preemption_and_a_killed_worker(tmp_path: Path, kind: st
     # Layers with windows have blocks of their own, and those of models with states are larger.
     others = {"ling3_vl": "9", "moondream": "8", "moondream2": "8", "step3p7": "26"}
     blocks, length = others.get(kind, "14"), "200"
-    if kind.startswith(("moondream", "nemotron_parse", "trocr")):
+    if kind.startswith(("blip", "moondream", "nemotron_parse", "trocr")):
         chats, length = CHATS_WITH_ONE_IMAGE, "100"
     model, _ = _write(tmp_path, kind)
     flags = ("--dtype", "float32", "--device", DEVICE, "--served-model-name", "tiny", "-tp", "2")
     memory = ["--max-num-batched-tokens", "40", "--max-num-seqs", "4", "--max-model-len", length]
-    if kind == "trocr":
-        # It reads images alone, and its texts are too short to need another block.
+    if kind in ("blip", "trocr"):
+        # They read images alone, and their texts are too short to need another block.
         chats = [each for each in chats if any(isinstance(x, Image.Image) for x in each)]
         memory += ["--inject-preemption", "0.2"]
     with (

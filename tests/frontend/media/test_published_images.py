@@ -1,6 +1,7 @@
 """Images of InternVL in its authors' format, and of models like it or LLaVA, have their tiles and texts."""
 
 import json
+from functools import partial
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from support.checkpoints.tiny import sentencepiece_tokenizer
 from support.own_code.known_towers import eagle2_5
 from support.own_code.known_towers.ling3_vl import ling3_vl
 from support.own_code.model import normalized
+from support.own_code.own_towers.blip import blip
 from support.own_code.own_towers.minicpm import minicpmv
 from support.own_code.own_towers.trocr import trocr
 from support.own_code.own_towers.youtu import youtu_vl
@@ -94,14 +96,21 @@ def test_the_image_token_of_ling_may_have_no_texts_around_it(tmp_path):
     assert places.expand(prompt, images) == f"a{expanded}b{expanded}c"
 
 
-@pytest.mark.parametrize("size", [(24, 24), (130, 70), (5, 90)])
-def test_squares_of_trocr_equal_those_of_transformers(tmp_path, size):
-    trocr(tmp_path, is_small=size[0] == 5)
+@pytest.mark.parametrize(
+    ("write", "kind", "size"),
+    [
+        (trocr, "ViT", (24, 24)),
+        (trocr, "ViT", (130, 70)),
+        (partial(trocr, is_small=True), "DeiT", (5, 90)),
+        (blip, "Blip", (70, 40)),
+    ],
+)
+def test_squares_that_are_read_equal_those_of_transformers(tmp_path, write, kind, size):
+    write(tmp_path)
     config = read_model_config(tmp_path)
     processor = read_image_processor(tmp_path, config, text_section(config), {})
     [tile] = _tiles(_image(*size), processor)
-    kind = transformers.DeiTImageProcessorPil if size[0] == 5 else transformers.ViTImageProcessorPil
-    reference = kind.from_pretrained(tmp_path)
+    reference = getattr(transformers, f"{kind}ImageProcessorPil").from_pretrained(tmp_path)
     expected = reference(_image(*size), return_tensors="pt")["pixel_values"][0]
     torch.testing.assert_close(normalized(tile), expected, atol=1e-6, rtol=0)
     with pytest.raises(ValueError, match="one page a prompt, not 2"):

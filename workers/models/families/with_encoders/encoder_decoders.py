@@ -19,6 +19,7 @@ from ....layers.specs.norm_names import NormNames
 from ....layers.specs.positions import Sinusoids
 from ..common import Family, base_spec, uniform_layers
 from ..gemma import gemma2
+from .absolute import BERT_NAMES
 
 BART_LAYER_NAMES: Final = (
     (r"\.encoder_attn_layer_norm\.", ".cross_norm."),
@@ -49,6 +50,18 @@ _BART_ENCODER_NAMES: Final = (
     (r"^(final_logits_bias|lm_head\..*)$", ""),
     (r"^(model\.)?encoder\.", ""),
     *BART_LAYER_NAMES,
+)
+_BLIP_NAMES: Final = (
+    (r"^text_decoder\.cls\.predictions\.decoder\..*", ""),
+    (r"^text_decoder\.cls\.predictions\.bias$", "lm_head.bias"),
+    (r"^text_decoder\.cls\.predictions\.transform\.dense\.", "head_dense."),
+    (r"^text_decoder\.cls\.predictions\.transform\.LayerNorm\.", "head_norm."),
+    (r"^text_decoder\.bert\.", ""),
+    *((rf"\.crossattention\.self\.{x}\w+\.", f".cross_attn.{x}_proj.") for x in "qkv"),
+    (r"\.crossattention\.output\.dense\.", ".cross_attn.o_proj."),
+    (r"\.crossattention\.output\.LayerNorm\.", ".cross_norm."),
+    # The first one drops heads.
+    *BERT_NAMES[1:],
 )
 _SINUSOIDS: Final = (
     # Some checkpoints contain the table, which is the same in all of them.
@@ -229,6 +242,20 @@ def _trocr(fields: ConfigFields) -> ModelSpec:
             (r"^decoder\.model\.", ""),
             *_BART_DECODER_NAMES,
         ),
+        **_POST_NORMED,
+    )
+
+
+def _blip(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of the decoder of a BLIP: a BERT."""
+    fields = fields.with_defaults(rms_norm_eps=fields.positive("layer_norm_eps", 1e-12))
+    return bart_spec(
+        fields,
+        num_positions=fields.integer("max_position_embeddings", 512),
+        has_embedding_norm=True,
+        head_dense_bias=True,
+        head_bias=True,
+        tensor_names=_BLIP_NAMES,
         **_POST_NORMED,
     )
 
@@ -414,5 +441,6 @@ FAMILIES = (
     Family("T5ForConditionalGeneration", "t5", _t5),
     Family("T5GemmaForConditionalGeneration", "t5gemma", _t5gemma),
     Family("UMT5ForConditionalGeneration", "umt5", _umt5),
+    Family("BlipForConditionalGeneration", "blip", _blip),
     Family("TrOCRForConditionalGeneration", "trocr", _trocr),
 )
