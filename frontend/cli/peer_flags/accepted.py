@@ -28,7 +28,6 @@ PEER_FLAGS: Final[dict[str, tuple[str, ...]]] = {
     "--enable-server-load-tracking": (),
     "--enable-sleep-mode": (),
     "--exclude-tools-when-tool-choice-none": (),
-    "--flash-attn": (),
     "--gpu-id-step": ("1",),
     "--gpu-layers": ("99", "999", "-1", "all", "auto"),
     "--guided-decoding-backend": ("auto", "guidance", "xgrammar", "outlines", "lm-format-enforcer"),
@@ -79,7 +78,6 @@ PEER_FLAGS: Final[dict[str, tuple[str, ...]]] = {
     "-cb": (),
     "-dcp": ("1",),
     "-dpb": ("mp",),
-    "-fa": (),
     "-ngl": ("99", "999", "-1", "all", "auto"),
     "-pcp": ("1",),
 }
@@ -169,7 +167,7 @@ _WITH_VALUE: Final = """
 --eplb-min-rebalancing-utilization-threshold --eplb-rebalance-layers-per-chunk --eplb-rebalance-num-iterations
 --expert-balancedness-report-mode --expert-distribution-recorder-buffer-size --expert-distribution-recorder-mode
 --expert-placement-strategy --export-metrics-to-file-dir --fault-tolerance-config --fit --fit-ctx --fit-target
---flashinfer-a2a-dispatch-type --flashinfer-allreduce-fusion-backend --flashinfer-autotune-skip-ops
+--flash-attn --flashinfer-a2a-dispatch-type --flashinfer-allreduce-fusion-backend --flashinfer-autotune-skip-ops
 --flashinfer-mxfp4-moe-precision --forward-pass-metrics-ipc-name --forward-pass-metrics-worker-id
 --fp4-gemm-backend --fp8-gemm-backend --fuseep-mode --gc-warning-threshold-secs --gdn-prefill-backend
 --generation-tokens-buckets --grammar-backend --h11-max-header-count --h11-max-incomplete-event-size
@@ -239,7 +237,7 @@ _WITH_VALUE: Final = """
 --webui-config-file -Cbd -Cd -Crd -ctkd -ctvd -lcd -lcs -ncmoed -ngld -otd
 --draft-min --draft-n-min --draft-p-min --draft-p-split --fp4-gemm-runner-backend --fp8-gemm-runner-backend
 --mmproj-device -mmdev
--C -Cb -Cr -Crb -O -ac -cc -cms -cram -ctxcp -dt -fit -fitc -fitt -lm -lzm -mg -ot -sm -sps -tb -tbd -td -ts -ub
+-C -Cb -Cr -Crb -O -ac -cc -cms -cram -ctxcp -dt -fa -fit -fitc -fitt -lm -lzm -mg -ot -sm -sps -tb -tbd -td -ts -ub
 """
 
 _WITH_LIST: Final = """
