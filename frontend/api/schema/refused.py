@@ -81,7 +81,9 @@ _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
     "length_penalty": ("1", "1.0"),
     "include_stop_str_in_output": ("false", "False", "0"),
 }
-"""Rejected field -> the values without an effect, if they are others than false and empty ones."""
+"""Rejected field -> the values without an effect, if they are others than false and `_EMPTY`."""
+
+_EMPTY: Final = ("", [], {})
 
 
 def refused_fields(schema: type[msgspec.Struct]) -> list[str]:
@@ -114,11 +116,9 @@ def verify_supported(request: msgspec.Struct, names: Iterable[str], where: str =
     `where` is put before the name of the field in the error.
     """
     for name in names:
-        value = getattr(request, name)
-        if name in _NEUTRAL:
-            is_neutral = value in _NEUTRAL[name]
-        else:
-            is_neutral = value is False or value in ("", [], {})
-        if value is not None and not is_neutral:
+        if (value := getattr(request, name)) is None:
+            continue
+        accepted = _NEUTRAL.get(name)
+        if not (value in _EMPTY or value is False if accepted is None else value in accepted):
             problem = _PROBLEMS.get(name, "is not supported; leave it out")
             raise bad_request(where + name, f"{problem}, got {echo(value)}")
