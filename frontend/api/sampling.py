@@ -6,8 +6,8 @@ from typing import Any, Final, TypeVar
 
 from ...protocol.sampling_params import MAX_LOGIT_BIASES, MAX_N, SAMPLERS, DryParams, SamplingParams
 from ..http.errors import bad_request, echo, wrong
-from ..http.numbers import parse_number
 from .inputs.hidden_states import returned_states
+from .numbers import parse_number
 from .schema import UNLIMITED, GenerationRequest
 from .structured.constraint import Constraint
 

@@ -14,7 +14,7 @@ from ....protocol.errors import EngineError
 from ....protocol.supervisor_messages import NEW_ROLES, ReplicaAction, ReplicaInfo, ReplicaState
 from ...client.engine_watch import EngineWatch
 from ...http.errors import APIError, echo, json_response, redact, unavailable, wrong
-from ...http.numbers import parse_number
+from ..numbers import parse_number
 from ..serving import Serving
 
 CALL_S: Final = 5.0

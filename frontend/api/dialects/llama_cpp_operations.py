@@ -20,9 +20,9 @@ from ...http.errors import (
     unavailable,
     wrong,
 )
-from ...http.numbers import parse_number
 from ...model_source.lora_registry import LoraScale
 from ..bodies.intake import Intake, reads
+from ..numbers import parse_number
 from ..routes.management import Management
 from ..schema.llama_cpp import LlamaControlRequest, LlamaModelRequest
 from ..serving import Serving

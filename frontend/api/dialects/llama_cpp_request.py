@@ -11,9 +11,9 @@ import msgspec
 import numpy as np
 
 from ...http.errors import bad_request, expect, expect_text, wrong
-from ...http.numbers import parse_number
 from ...tokenizer.tokenizer import Tokenizer
 from ..logprobs import Json
+from ..numbers import parse_number
 from ..prompts import Prompt, parse_mixed, parse_object, verify_num_sequences
 from ..sampling import PENALTIES_OFF
 from ..schema import UNLIMITED, CompletionRequest, SamplerFields

@@ -10,8 +10,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ...http.errors import APIError, bad_request, echo, json_response, wrong
-from ...http.numbers import parse_number
 from ..logprobs import Json
+from ..numbers import parse_number
 from ..stored.pages import cut_page, list_body, parse_page
 from ..stored.records import key_of, not_found
 from .background import BackgroundRuns

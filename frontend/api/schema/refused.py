@@ -83,7 +83,7 @@ _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
 }
 """Rejected field -> the values without an effect, if they are others than false and `_EMPTY`."""
 
-_EMPTY: Final = ("", [], {})
+_EMPTY: Final[tuple[Any, ...]] = ("", [], {})
 
 
 def refused_fields(schema: type[msgspec.Struct]) -> list[str]:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from starlette.datastructures import QueryParams
 
 from ...http.errors import wrong
-from ...http.numbers import parse_number
 from ..logprobs import Json
+from ..numbers import parse_number
 from .records import Page, not_found
 
 

@@ -17,7 +17,7 @@ from ....protocol.grammars.json_schema import (
     mapping_of,
     schemas_of,
 )
-from ...http.numbers import parse_number
+from ..numbers import parse_number
 
 _OPENNESS = (*OTHER_PROPERTIES, "patternProperties")
 _OTHER_PARTS = (*_OPENNESS, "items", "prefixItems", "contains")

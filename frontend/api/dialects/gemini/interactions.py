@@ -12,11 +12,11 @@ from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
 from ....http.errors import bad_request, json_response, renaming, wrong
-from ....http.numbers import parse_number
 from ....http.routing import Route
 from ...bodies.intake import Intake
 from ...bodies.request_memory import MemoryLease
 from ...logprobs import Json
+from ...numbers import parse_number
 from ...responses.background import BackgroundRuns
 from ...responses.endpoint import Responses
 from ...responses.states import ENDED, ResponseStates

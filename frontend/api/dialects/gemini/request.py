@@ -11,9 +11,9 @@ from typing import Any, Final
 import msgspec
 
 from ....http.errors import bad_request, expect, reject_deep_nesting, wrong
-from ....http.numbers import parse_number
 from ...bodies.field_errors import read_part
 from ...logprobs import Json
+from ...numbers import parse_number
 from ...schema import ChatCompletionRequest
 from ...schema.gemini import GeminiRequest
 from .parts import ContentReader

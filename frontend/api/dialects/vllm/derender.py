@@ -21,12 +21,12 @@ from starlette.responses import Response
 from .....protocol.sampling_params import SamplingParams
 from ....client.engine_client import Delta
 from ....http.errors import bad_request, expect, json_response, renaming, wrong
-from ....http.numbers import parse_number
 from ...bodies.body import BodyDecoder, make_decoder
 from ...bodies.intake import Intake, reads
 from ...chats.answer import show_reasoning
 from ...generation import PreparedPrompt
 from ...logprobs import Json, LogprobsRenderer
+from ...numbers import parse_number
 from ...prompts import parse_token_ids, verify_num_sequences
 from ...routes.chat_completions import render_request
 from ...schema import ChatCompletionRequest, CompletionRequest
