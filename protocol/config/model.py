@@ -198,6 +198,7 @@ class SpeechKind(enum.StrEnum):
     GRANITE_CTC = "granite_speech5_ctc"
     OMNIASR_CTC = "omniasr_ctc"
     WAV2VEC2 = "wav2vec2"
+    DATA2VEC = "data2vec-audio"
     HUBERT = "hubert"
     UNISPEECH = "unispeech"
     UNISPEECH_SAT = "unispeech-sat"

@@ -22,7 +22,13 @@ from .speech_encoders import fast_conformer_spec
 _Duration = Annotated[int, msgspec.Meta(ge=0, le=MAX_POSITIONS)]
 
 WAV2VEC2: Final = frozenset(
-    {SpeechKind.HUBERT, SpeechKind.UNISPEECH, SpeechKind.UNISPEECH_SAT, SpeechKind.WAV2VEC2}
+    {
+        SpeechKind.DATA2VEC,
+        SpeechKind.HUBERT,
+        SpeechKind.UNISPEECH,
+        SpeechKind.UNISPEECH_SAT,
+        SpeechKind.WAV2VEC2,
+    }
 )
 """Kinds of models with the layout of transformers' Wav2Vec2ForCTC."""
 
@@ -124,7 +130,18 @@ def samples_spec(fields: ConfigFields) -> SamplesSpec:
         audio.require("conv_pos_batch_norm", False)
         audio.require("add_adapter", False)
     hidden_size = audio.integer("hidden_size", 768, maximum=MAX_POSITIONS)
-    rows = audio.integer("num_conv_pos_embeddings", 128, maximum=1024)
+    num_position_layers, rows_name, num_rows = 0, "num_conv_pos_embeddings", 128
+    if fields.text("model_type") == SpeechKind.DATA2VEC:
+        num_position_layers = audio.integer(rows_name, 5, maximum=128)
+        rows_name, num_rows = "conv_pos_kernel_size", 19
+        audio = audio.with_values(
+            {
+                "feat_extract_norm": "layer",
+                "feat_proj_layer_norm": True,
+                "do_stable_layer_norm": False,
+            }
+        )
+    rows = audio.integer(rows_name, num_rows, maximum=1024)
     groups = audio.divisor("num_conv_pos_embedding_groups", hidden_size, 16)
     channels = _numbers(audio, "conv_dim", [512] * 7)
     kernels = _numbers(audio, "conv_kernel", [10, 3, 3, 3, 3, 2, 2])
@@ -152,6 +169,7 @@ def samples_spec(fields: ConfigFields) -> SamplesSpec:
         num_frames=480_000,
         position_rows=rows,
         position_groups=groups,
+        num_position_layers=num_position_layers,
         activation=activation,
         norm_eps=audio.positive("layer_norm_eps", 1e-5),
         output_size=hidden_size,

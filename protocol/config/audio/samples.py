@@ -32,7 +32,8 @@ class SamplesSpec(LayeredSpec, frozen=True, tag=True):
 
     `convolutions` (channels, kernel size, stride) read samples. Their norm is over the channels of each output
     ("layer"), or only the first has one, over the outputs of each channel ("group"). Positions are a convolution over
-    `position_rows` rows in `position_groups` groups. If `norms_sums`, the norms of layers follow their sums. If
+    `position_rows` rows in `position_groups` groups, or `num_position_layers` of them, each with a norm without weights
+    after it (data2vec, arXiv 2202.03555). If `norms_sums`, the norms of layers follow their sums. If
     `adapter_size` is not 0, another MLP of this size follows each layer (MMS, arXiv 2305.13516).
     """
 
@@ -47,6 +48,7 @@ class SamplesSpec(LayeredSpec, frozen=True, tag=True):
     has_conv_bias: bool = True
     has_input_norm: bool = True
     norms_sums: bool = False
+    num_position_layers: int = 0
     adapter_size: int = 0
     num_mel_bins: int = 0
 

@@ -16,8 +16,8 @@ from support.checkpoints.source import MODELS, write_letters
 from support.media.audio_features import granite_features
 
 GRANITE, OMNIASR = "granite", "omniasr"
-WAV2VEC2, HUBERT, MMS = "Wav2Vec2", "Hubert", "Wav2Vec2 MMS"
-LETTER_KINDS = (WAV2VEC2, HUBERT, MMS)
+WAV2VEC2, HUBERT, MMS, DATA2VEC = "Wav2Vec2", "Hubert", "Wav2Vec2 MMS", "Data2VecAudio"
+LETTER_KINDS = (WAV2VEC2, HUBERT, MMS, DATA2VEC)
 CTC_KINDS = ("CTC", GRANITE, OMNIASR, *LETTER_KINDS)
 
 _SAMPLES = {
@@ -121,11 +121,13 @@ def _letter_writer(directory: Path, kind: str) -> tuple[Path, Any]:
         "do_stable_layer_norm": True,
     }
     name = kind.split()[0]
+    others: dict[str, Any] = {} if kind == WAV2VEC2 else has_layer_norms
+    if kind == DATA2VEC:
+        others = {"num_conv_pos_embeddings": 2, "conv_pos_kernel_size": 5}
     config = getattr(transformers, f"{name}Config")(
         vocab_size=len(tokens),
         adapter_attn_dim=6 if kind == MMS else None,
-        **_SAMPLES,
-        **({} if kind == WAV2VEC2 else has_layer_norms),
+        **_SAMPLES | others,
     )
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}ForCTC")(config).eval()

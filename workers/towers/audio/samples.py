@@ -50,8 +50,12 @@ class SamplesEncoder:
         if spec.has_input_norm:
             self._input_norm = tensors.read_layer_norm(f"{name}.layer_norm", inputs, spec.norm_eps)
         self._input = tensors.read_linear(f"{name}.projection", size, inputs)
-        self._positions = _read_positions(spec, tensors)
-        self._positions_bias = tensors.read("audio_tower.encode_positions.conv.bias", size)
+        name = "audio_tower.encode_positions"
+        names = [f"{name}.layers.{i}.conv" for i in range(spec.num_position_layers)]
+        self._positions = [
+            (_read_positions(spec, tensors, each), tensors.read(f"{each}.bias", size))
+            for each in names or [f"{name}.conv"]
+        ]
         # Layers between which there are adapters are computed one by one.
         self._num_at_once = 1 if spec.adapter_size else spec.num_layers
         firsts = range(0, spec.num_layers, self._num_at_once)
@@ -86,11 +90,15 @@ class SamplesEncoder:
         x_PC = x_CN.T
         x_PD = self._input(x_PC if self._input_norm is None else self._input_norm(x_PC))
         groups, padding = self._spec.position_groups, self._spec.position_rows // 2
-        positions = F.conv1d(
-            x_PD.T[None], self._positions, self._positions_bias, padding=padding, groups=groups
-        )
-        # A kernel of even size makes one row too many.
-        x_PD = x_PD + self._activation(positions[0, :, : len(x_PD)]).T
+        positions_PD = x_PD
+        for weight, bias in self._positions:
+            found = F.conv1d(positions_PD.T[None], weight, bias, padding=padding, groups=groups)
+            # A kernel of even size makes one row too many.
+            positions_PD = found[0, :, : len(x_PD)].T
+            if self._spec.num_position_layers:
+                positions_PD = F.layer_norm(positions_PD, positions_PD.shape[1:])
+            positions_PD = self._activation(positions_PD)
+        x_PD = x_PD + positions_PD
         if self._spec.norms_sums:
             x_PD = self._norm(x_PD)
         for layers, adapter in zip_longest(self._layers, self._adapters):
@@ -142,9 +150,9 @@ class _Adapter:
         return self._down(self._up(self._norm(x_PD)).relu())
 
 
-def _read_positions(spec: SamplesSpec, tensors: VisionWeights) -> Tensor:
-    """Return the weights of the convolution that makes positions, which may be stored as directions and lengths."""
-    name, size = "audio_tower.encode_positions.conv.weight", spec.hidden_size
+def _read_positions(spec: SamplesSpec, tensors: VisionWeights, convolution: str) -> Tensor:
+    """Return the weights of a convolution that makes positions, which may be stored as directions and lengths."""
+    name, size = f"{convolution}.weight", spec.hidden_size
     shape = size, size // spec.position_groups, spec.position_rows
     if f"{name}_v" not in tensors:
         return tensors.read(name, *shape)

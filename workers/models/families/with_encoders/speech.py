@@ -289,6 +289,7 @@ FAMILIES = (
     Family("CanaryForConditionalGeneration", "canary", _canary),
     Family("CohereAsrForConditionalGeneration", "cohere_asr", _cohere_asr),
     Family("GraniteSpeech5ForCTC", "granite_speech5_ctc", _token_writer),
+    Family("Data2VecAudioForCTC", "data2vec-audio", _token_writer),
     Family("HubertForCTC", "hubert", _token_writer),
     Family(
         "MoonshineStreamingForConditionalGeneration", "moonshine_streaming", _moonshine_streaming
