@@ -58,6 +58,8 @@ def side_of_tile(
     side = fields.integer(name, vision.image_size)
     if side != vision.image_size:
         raise fields.wrong(name, f"{vision.image_size}, as in the vision tower", side)
+    if name == "height":
+        fields.require("width", side, ", as height")
     return side
 
 

@@ -75,6 +75,9 @@ def gemma4_unified(source: ProcessorSource, vision: PatchVisionSpec) -> BudgetPr
 
 
 def _budget(source: ProcessorSource, vision: VisionSpec | PatchVisionSpec) -> BudgetProcessor:
+    tower = source.config.first_section("vision_config")
+    side = tower.integer("pooling_kernel_size", 3)
+    source.fields.require("pooling_kernel_size", side, ", as in vision_config")
     budget = read_budget(source.fields, vision, vision.num_outputs)
     return BudgetProcessor(
         **source.values(vision, BICUBIC) | {"num_outputs": budget},

@@ -28,6 +28,7 @@ def grid(source: ProcessorSource, vision: VisionSpec) -> GridProcessor:
     fields = source.fields
     side = side_of_tile(fields.first_section("max_image_size"), "longest_edge", vision)
     size = fields.first_section("size")
+    size.require("height", None)
     return GridProcessor(
         **source.values(vision, LANCZOS),
         side=side,

@@ -16,8 +16,7 @@ from .source import ProcessorSource
 def margins(source: ProcessorSource, vision: VisionSpec) -> MarginProcessor:
     """Return the processor of DeepSeek-VL."""
     fields = source.fields
-    for name in ("do_resize", "do_pad"):
-        fields.require(name, True)
+    fields.require("do_pad", True)
     common = CLIP_VALUES | source.values(vision, BICUBIC)
     side = source.tile_side(vision)
     return _processor(fields, common, side)

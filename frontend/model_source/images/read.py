@@ -172,6 +172,7 @@ def read_image_processor(
         processor = processor.with_values({"crop_to_patches": None})
     processor = processor.with_values(config.first_section("image_limits").config)
     fields = processor.with_values(dict(overrides))
+    fields.require("do_resize", True)
     found = read(ProcessorSource(path, fields, config, tokens, token_id), vision)
     mark = config.text("image_mark", "")
     return msgspec.structs.replace(found, mark=mark) if mark else found

@@ -84,7 +84,10 @@ def _tile(
     size, crop = sides(source.fields, "size"), sides(source.fields, "crop_size")
     if size.get("shortest_edge") is None:
         side = side_of_tile(size, "height", vision)
+        if source.fields.boolean("do_center_crop", False):
+            side_of_tile(crop, "height", vision)
         return SquareProcessor(**common, side=side)
+    source.fields.require("do_center_crop", True, " if size has a shortest_edge")
     side = side_of_tile(crop, "height", vision)
     return CropProcessor(
         **common,

@@ -278,6 +278,8 @@ def test_invalid_processor_fields_are_named(model):
         match=r"must be (64, as in the vision tower|a positive integer, at most 64)",
     ):
         _read(path, **wrong[kind])
+    with pytest.raises(CheckpointError, match="do_resize must be true"):
+        _read(path, do_resize=False)
     with pytest.raises(CheckpointError, match="image_std must be three numbers"):
         _read(path, image_std=[0.5, 0.0, 0.5])
 
@@ -308,6 +310,22 @@ def test_requests_choose_fields_of_processors(kind, fields, above, tmp_path):
             with_image_fields(config, take_fields(above, "mm_processor_kwargs"))
     with pytest.raises(ParameterError, match="max_pixels is no setting of this model's processor"):
         verify_fields(take_fields({"max_pixels": 9}, "mm_processor_kwargs"), config, None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "message"),
+    [
+        ("llava-clip", {"do_center_crop": False}, "do_center_crop must be true if size has"),
+        ("llava-siglip", {"do_center_crop": True, "crop_size": 32}, "crop_size.height must be 64"),
+        ("llava-siglip", {"size": {"height": 64, "width": 32}}, "size.width must be 64, as height"),
+        ("idefics3", {"size": {"height": 128, "width": 128}}, "size.height must be None, got 128"),
+        ("gemma4", {"pooling_kernel_size": 4}, "pooling_kernel_size must be 2, as in vision_conf"),
+    ],
+)
+def test_other_sizes_are_refused(kind, fields, message, tmp_path):
+    path, _ = vision_directory(tmp_path, kind)
+    with pytest.raises(CheckpointError, match=message):
+        _read(path, **fields)
 
 
 def test_gemma4_must_have_positions_for_the_longest_image(tmp_path):
