@@ -295,6 +295,11 @@ _USUAL: dict[str, dict[str, Any]] = {
     "deepseek": {"n_routed_experts": 64, "num_experts_per_tok": 6},
     "deepseek_ocr": {"n_routed_experts": 64, "num_experts_per_tok": 6},
     "deepseek_ocr2": {"num_experts_per_tok": 6},
+    "unlimited_ocr": {
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 6,
+        "output_window": 128,
+    },
     "deepseek_v2": {"num_experts_per_tok": 6},
     "deepseek_vl_v2": {"use_mla": False, "n_routed_experts": 64, "num_experts_per_tok": 6},
     "diffusion_gemma": {"num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704},

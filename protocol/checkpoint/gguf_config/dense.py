@@ -50,7 +50,9 @@ _MIXTRAL: Final = declared(
     sliding_window=_WINDOW,
 )
 _NO_WINDOW: Final = {"use_sliding_window": False, "sliding_window": None}
-_QWEN2: Final = declared("qwen2", "Qwen2ForCausalLM", **_NO_WINDOW)
+_QWEN2: Final = declared(
+    "qwen2", "Qwen2ForCausalLM", has_qkv_bias=has("blk.0.attn_q.bias"), **_NO_WINDOW
+)
 _OLMO2: Final = declared("olmo2", "Olmo2ForCausalLM")
 _OLMO3: Final = declared(
     "olmo3", "Olmo3ForCausalLM", sliding_window=_WINDOW, layer_types=windows(4)

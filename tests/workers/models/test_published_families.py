@@ -109,6 +109,7 @@ def test_architectures_may_have_the_names_of_other_servers(name, architecture, t
         ("Chameleon", "chameleon", {"num_images": 93}),
         ("CodeShell", "codeshell", {}),
         ("Grok1", "grok", {}),
+        ("KORMo", "qwen2", {}),
         ("GroveMoe", "grovemoe", {}),
         ("InternLM", "pangu-embedded", {}),
         ("JAIS", "jais", {}),

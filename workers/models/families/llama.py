@@ -114,7 +114,17 @@ def qwen_layers(
 
 def qwen2(fields: ConfigFields) -> ModelSpec:
     """Return the spec of a Qwen2 model."""
-    return base_spec(fields, qwen_layers(fields), qkv_bias=True)
+    # The files of KORMo have this family's name, but no biases.
+    has_bias = fields.boolean("has_qkv_bias", True)
+    return base_spec(fields, qwen_layers(fields), qkv_bias=has_bias)
+
+
+def _kormo(fields: ConfigFields) -> ModelSpec:
+    names = (
+        (r"\.pre_attention_layernorm\.", ".input_layernorm."),
+        (r"\.pre_mlp_layernorm\.", ".post_attention_layernorm."),
+    )
+    return llama(fields, tensor_names=names)
 
 
 def _mimo(fields: ConfigFields) -> ModelSpec:
@@ -268,6 +278,7 @@ FAMILIES = (
     Family("Emu3ForCausalLM", "emu3_text_model", _emu3),
     Family("GraniteForCausalLM", "granite", granite),
     Family("IsaacForConditionalGeneration", "isaac", _isaac),
+    Family("KORMoForCausalLM", "kormo", _kormo),
     Family("LlamaForCausalLM", "llama", llama),
     Family("MiMoForCausalLM", "mimo", _mimo),
     Family("MinistralForCausalLM", "ministral", ministral),

@@ -148,6 +148,15 @@ PUBLISHED = {
         changes.without_query_norms,
         prepare=changes.as_domyn_edge,
     ),
+    "KORMo": Published(
+        "llama2",
+        {},
+        {"model_type": "kormo"},
+        (
+            (r"input_layernorm", "pre_attention_layernorm"),
+            (r"post_attention_layernorm", "pre_mlp_layernorm"),
+        ),
+    ),
     "InternLM": Published(
         "llama-biases",
         {"mlp_bias": False},
