@@ -234,6 +234,44 @@ def test_a_damaged_state_of_bitsandbytes_is_rejected(directory: Path) -> None:
         open_checkpoint(directory).tensor(NAME)
 
 
+@pytest.mark.parametrize(
+    ("name", "found", "problem"),
+    [
+        ("torchao-int4", "", "the header does not describe"),
+        ("torchao-int4", '{"_type": "NF4Tensor", "_data": {}}', "is a NF4Tensor of torchao"),
+        ("torchao-int4", '{"_type": "Int4Tensor", "_data": {"block_size": 7}}', "has block_size 7"),
+        (
+            "torchao-intx",
+            '{"_type": "Int8Tensor", "_data": {"target_dtype": {"_data": "uint4"}}}',
+            "has target_dtype 'uint4'",
+        ),
+        (
+            "torchao-tiles",
+            '{"_type": "Int4TilePackedTo4dTensor", "_data": {"shape": [99, 96], "block_size": [1, 32]}}',
+            "does not have the tiles of a matrix of 99 x 96",
+        ),
+    ],
+)
+def test_wrong_headers_of_torchao_are_rejected(
+    directory: Path, name: str, found: str, problem: str
+) -> None:
+    quantize_directory(directory, name)
+    file = directory / "model.safetensors"
+    save_file(load_file(file), file, {NAME: found})
+    with pytest.raises(CheckpointError, match=problem):
+        open_checkpoint(directory).tensor(NAME)
+
+
+@pytest.mark.parametrize(("tensor", "value"), [("group_size", 7), ("nbits", 5), ("axis", 2)])
+def test_wrong_numbers_of_hqq_are_rejected(directory: Path, tensor: str, value: int) -> None:
+    quantize_directory(directory, "hqq")
+    file = directory / "model.safetensors"
+    name = NAME.replace("weight", tensor)
+    save_file(load_file(file) | {name: torch.tensor(value, dtype=torch.int32)}, file)
+    with pytest.raises(CheckpointError, match=str(value)):
+        open_checkpoint(directory).tensor(NAME)
+
+
 def test_the_name_of_a_module_takes_precedence_over_its_class(directory: Path) -> None:
     meaning = quantize_directory(directory, "compressed-int4")
     of_four_bits = FORMATS["compressed-int4"].config

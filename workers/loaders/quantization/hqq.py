@@ -47,12 +47,20 @@ class HQQScheme(QuantizationScheme):
         values = (words >> places.view(-1, 1, 1) & (1 << bits) - 1).flatten(0, 1).to(torch.uint8)
         scale, zero = (module.load(name).float() for name in ("scale", "zero"))
         size = int(module.load("group_size").item()) if module.has("group_size") else shape[1]
+        count = shape[0] * shape[1]
+        # Zeros fill the last block of three bits.
+        num_rows = size if axis == 0 else count // max(size, 1)
+        sizes = (scale.numel(), zero.numel(), values.shape[1] * num_rows)
+        is_whole = size > 0 and count % size == 0 and len(values) >= num_rows
+        if not is_whole or sizes != (count // size, count // size, count):
+            raise module.problem(
+                f"'{module.name}' has groups of {size} that do not fit its tensors"
+            )
         own = slice(rows.start, rows.stop), slice(columns.start, columns.stop)
         if axis == 0:
-            # Zeros fill the last block of three bits.
             values_OD = ((values[:size] - zero) * scale).reshape(shape)[own].contiguous()
             return QuantizedMatrix(values_OD, None, values_OD.new_ones(len(rows), 1), len(columns))
-        values_OD = values[: shape[0] * shape[1] // size].reshape(shape)[own].contiguous()
+        values_OD = values[:num_rows].reshape(shape)[own].contiguous()
         groups = ColumnGroups.from_part(columns, size, shape[1])
         scale_OG, zero_OG = (
             x.reshape(shape[0], -1)[own[0], groups.stored.start : groups.stored.stop]

@@ -48,6 +48,7 @@ _NAMES = {
 _INTEGERS = ("Int8Tensor", "IntxUnpackedToInt8Tensor")
 _TILES = "Int4TilePackedTo4dTensor"
 _TILE_ROWS, _TILE_COLUMNS = 8, 128
+_BITS = {f"int{count}": count for count in range(1, 9)}
 
 
 class TorchAOScheme(QuantizationScheme):
@@ -129,10 +130,11 @@ def _integers(
     rows: range,
     columns: range,
 ) -> QuantizedMatrix:
-    num_bits = 8
     target = fields.get("target_dtype")
-    if isinstance(target, dict):
-        num_bits = int(str(target.get("_data")).removeprefix("int") or 8)
+    name = target.get("_data") if isinstance(target, dict) else "int8"
+    if name not in _BITS:
+        raise module.problem(f"the header has target_dtype {name!r} for '{module.name}.weight'")
+    num_bits = _BITS[name]
     middle = 1 << (num_bits - 1)
     group_size = _group_size(module, fields, shape)
     groups = ColumnGroups.from_part(columns, group_size, shape[1])
@@ -184,8 +186,13 @@ def _tiles(
     module: StoredModule, group_size: int, shape: tuple[int, int], rows: range, columns: range
 ) -> QuantizedMatrix:
     stored = module.shape(_VALUES) or ()
-    if len(stored) != 4 or stored[2:] != (32, 4):
-        raise module.problem(f"'{module.name}.{_VALUES}' has shape {list(stored)}")
+    is_large = len(stored) == 4 and (
+        stored[0] * _TILE_ROWS >= shape[0] and stored[1] * _TILE_COLUMNS >= shape[1]
+    )
+    if not is_large or stored[2:] != (32, 4):
+        raise module.problem(
+            f"'{module.name}.{_VALUES}' does not have the tiles of a matrix of {shape[0]} x {shape[1]}"
+        )
     words = module.read(
         _VALUES, stored, covering(rows, _TILE_ROWS), covering(columns, _TILE_COLUMNS)
     )
@@ -241,6 +248,8 @@ def _renamed(module: StoredModule, fields: dict[str, Any], shape: tuple[int, int
             return x.view(torch.uint8) if x.dtype == torch.float8_e8m0fnu else x
         x = module.load(stored).view(torch.uint8)
         num_rows, num_columns = scale_shape()
+        if x.numel() != -(-num_rows // 128) * -(-num_columns // 4) * 512:
+            raise module.problem(f"'{module.name}.{stored}' has {x.numel()} scales")
         # Tiles have 128 rows and 4 columns: of each 32 rows in order, one after the other.
         tiles = x.reshape(-(-num_rows // 128), -(-num_columns // 4), 32, 4, 4)
         x = tiles.permute(0, 3, 2, 1, 4).reshape(-1, tiles.shape[1] * 4)[:num_rows, :num_columns]
@@ -249,7 +258,10 @@ def _renamed(module: StoredModule, fields: dict[str, Any], shape: tuple[int, int
         return x if module.dtype(stored) == "F8_E8M0" else x.view(torch.float8_e4m3fn)
 
     def scale_shape() -> tuple[int, int]:
-        return shape[0], -(-shape[1] // int(fields.get("block_size") or 1))
+        size = fields.get("block_size")
+        if not (isinstance(size, int) and size > 0):
+            raise module.problem(f"the header has block_size {size!r} for '{module.name}.weight'")
+        return shape[0], -(-shape[1] // size)
 
     def shape_in(tensor: str) -> tuple[int, ...] | None:
         if tensor == "weight_scale" and fields.get("is_swizzled_scales"):
