@@ -29,13 +29,12 @@ EMPTY: Final[list[Any]] = []
 _NO_PARAMS: Final = SamplingParams()
 
 
-def request_without_content(message: EngineCoreRequest) -> EngineCoreRequest:
-    """Return a request without media, and without the parameters that the scheduler does not read."""
-    kept = copy(message)
-    kept.sampling_params = without_content(message.sampling_params)
-    kept.kv_transfer_params = kept.trace_headers = None
-    kept.encoder_inputs = _without_media(message.encoder_inputs)
-    return kept
+def drop_content(message: EngineCoreRequest) -> None:
+    """Remove the media of a recorded request, and the parameters that the scheduler does not read."""
+    message.sampling_params = without_content(message.sampling_params)
+    message.kv_transfer_params = message.trace_headers = None
+    if message.encoder_inputs:
+        message.encoder_inputs = _without_media(message.encoder_inputs)
 
 
 def growth_without_content(message: AppendInputs) -> AppendInputs:
@@ -59,8 +58,6 @@ def result_without_content(result: ModelRunnerOutput) -> ModelRunnerOutput:
 
 def step_without_content(step: SchedulerOutput) -> SchedulerOutput:
     """Return a step without media, and without the parameters that only workers read. Its hash stays the same."""
-    if not (step.new_requests or step.encoders or step.kv_connector_metadata):
-        return step
     kept = copy(step)
     kept.new_requests = list(map(_new_request_without_content, step.new_requests))
     kept.kv_connector_metadata = b""

@@ -24,7 +24,7 @@ from ...protocol.block_hash import HashBlocks, PlacedInput
 from ...protocol.messages import EngineCoreOutputs
 from ...protocol.worker_messages import SchedulerOutput
 from ..scheduler.scheduler import Scheduler
-from .content import EMPTY, result_without_content, step_without_content
+from .content import EMPTY, drop_content, result_without_content, step_without_content
 from .decision_hash import DecisionHash
 from .events import (
     HASH_BLOCKS,
@@ -60,7 +60,7 @@ UNFLUSHED_BYTES: Final = 48 << 10
 """Number of bytes in which decisions and outputs are hashed together.
 
 The core sleeps between steps, so hashing each one separately would reload the code into the CPU caches each time.
-Larger batches would delay a step.
+Larger batches would delay a step. They are hashed at the end of a turn, unless there are too many before.
 """
 
 FEW_STOPS: Final = 16
@@ -113,6 +113,8 @@ class EventLog:
         self.num_bytes = 0
         self._ends: set[Collection[int]] = set()
         """Stop tokens of the requests in this segment."""
+        self._whole: list[AddRequest | Schedule] = []
+        """The latest events from which content that no replay reads was not dropped yet."""
         self._recent: list[Update] = []
         self._decided: list[tuple[Decided, dict[int, EngineCoreOutputs]]] = []
         """Decisions that are not in the decision hash yet."""
@@ -123,21 +125,9 @@ class EventLog:
         """The error that prevented later states from being captured; empty if there was none."""
 
     def add_request(self, event: AddRequest) -> None:
-        """Record an arrival."""
-        message = event.message
+        """Record an arrival. Its message must not change afterwards."""
         self.events.append(event)
-        self.num_bytes += (
-            REQUEST_BYTES
-            + event.num_prompt_bytes
-            + len(message.block_hashes)
-            + len(message.output_token_ids)
-            + len(message.predicted_token_ids)
-            + len(message.request_id)
-            + LISTED_BYTES * len(message.sampling_params.stop_token_ids)
-            + sum(EVENT_BYTES + len(item.places) for item in message.encoder_inputs)
-        )
-        self._ends.add(message.eos_token_ids)
-        self._ends.add(message.sampling_params.stop_token_ids)
+        self._whole.append(event)
 
     def add_event(self, event: Event) -> None:
         """Record an event that is neither an arrival nor a decision.
@@ -168,7 +158,9 @@ class EventLog:
 
     def record_step(self, event: Schedule, step: SchedulerOutput | None) -> None:
         """Record the result of `schedule`. The step must not change afterwards."""
-        event.step = step and step_without_content(step)
+        event.step = step
+        if step is not None and (step.new_requests or step.encoders or step.kv_connector_metadata):
+            self._whole.append(event)
         self._decide(event, {})
 
     def record_outputs(
@@ -192,11 +184,12 @@ class EventLog:
         self._decided.append((event, outputs))
         self.num_bytes += DECISION_BYTES
         self._num_recent_bytes += DECISION_BYTES
-        if self._num_recent_bytes > UNFLUSHED_BYTES:
+        if self._num_recent_bytes > LATE_FACTOR * UNFLUSHED_BYTES:
             self.flush()
 
     def flush(self) -> None:
         """Hash the recent decisions, and drop their sampled tokens except those at which some request stops."""
+        self._drop_content()
         self._num_recent_bytes = 0
         decision_hash = self.decision_hash
         decided, self._decided = self._decided, []
@@ -207,6 +200,28 @@ class EventLog:
                 event.reports = decision_hash.add_outputs(outputs) or EMPTY
             event.decision_hash = decision_hash.value
         self._drop_tokens()
+
+    def _drop_content(self) -> None:
+        """Drop what no replay reads of the latest arrivals and steps, and count the bytes of the arrivals."""
+        whole, self._whole = self._whole, []
+        for event in whole:
+            if isinstance(event, Schedule):
+                event.step = event.step and step_without_content(event.step)
+                continue
+            message = event.message
+            drop_content(message)
+            self._ends.add(message.eos_token_ids)
+            self._ends.add(message.sampling_params.stop_token_ids)
+            self.num_bytes += (
+                REQUEST_BYTES
+                + event.num_prompt_bytes
+                + len(message.block_hashes)
+                + len(message.output_token_ids)
+                + len(message.predicted_token_ids)
+                + len(message.request_id)
+                + LISTED_BYTES * len(message.sampling_params.stop_token_ids)
+                + sum(EVENT_BYTES + len(item.places) for item in message.encoder_inputs)
+            )
 
     def _drop_tokens(self) -> None:
         recent, self._recent = self._recent, []
@@ -238,13 +253,17 @@ class EventLog:
         return is_stop.nonzero()[0]
 
     def end_turn(self, scheduler: Scheduler) -> None:
-        """Begin the next segment if the last one is full. Otherwise do other work for which there is time now."""
-        if self.num_bytes <= self.segment_bytes:
-            scheduler.kv_cache_manager.pool.continue_copy()
-        elif len(self._decided) > MAX_UNFLUSHED:
+        """Begin the next segment if the last one is full. Do other work for which there is time now."""
+        self._drop_content()
+        is_full = self.num_bytes > self.segment_bytes
+        if self._num_recent_bytes > UNFLUSHED_BYTES or (
+            is_full and len(self._decided) > MAX_UNFLUSHED
+        ):
             self.flush()
-        else:
+        elif is_full:
             self.roll_over(scheduler)
+        else:
+            scheduler.kv_cache_manager.pool.continue_copy()
 
     def roll_over(self, scheduler: Scheduler) -> None:
         """Begin the next segment with the scheduler's current state, unless capturing it would take too long."""

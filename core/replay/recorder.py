@@ -43,7 +43,7 @@ from ..scheduler.scheduler import Scheduler
 from ..scheduler.scheduler_class import load_scheduler_class
 from ..state.forwarded import forwarded
 from ..state.request import RequestKey
-from .content import growth_without_content, report_without_content, request_without_content
+from .content import growth_without_content, report_without_content
 from .events import (
     AddClient,
     AddRequest,
@@ -250,9 +250,9 @@ class RecordedScheduler(SchedulerInterface):
         self.scheduler.finish_client(client_index)
 
     def add_request(self, client_index: int, message: EngineCoreRequest, now: float) -> None:
-        """Record and forward the call; content that no replay reads is not recorded."""
-        kept = request_without_content(message)
-        self.log.add_request(AddRequest(client_index, kept, len(message.prompt_token_ids), now))
+        """Record and forward the call. The log drops content that no replay reads at the end of the turn."""
+        num_bytes = len(message.prompt_token_ids)
+        self.log.add_request(AddRequest(client_index, copy(message), num_bytes, now))
         self.scheduler.add_request(client_index, message, now)
 
     def append_inputs(self, client_index: int, message: AppendInputs) -> None:

@@ -58,6 +58,7 @@ def test_content_that_no_replay_reads_is_not_kept(content):
 def test_the_size_of_the_log_includes_what_a_replay_reads(params, size):
     harness = RecordedHarness()
     harness.add(5, 2, **params)
+    harness.scheduler.end_turn()
     assert harness.scheduler.log.num_bytes > size
 
 
