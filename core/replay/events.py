@@ -1,4 +1,4 @@
-"""The inputs and decisions of a scheduler, as one struct per call.
+"""The inputs and decisions of a scheduler, one event per call.
 
 An event is recorded before the scheduler handles it, so the last event may be the one that raised an error. Events of
 steps also hold the decision, and the value of the `DecisionHash` after it, which is empty if the scheduler raised.
@@ -6,7 +6,7 @@ steps also hold the decision, and the value of the `DecisionHash` after it, whic
 
 from __future__ import annotations
 
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import msgspec
 
@@ -40,16 +40,44 @@ class ClientReport(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
     events: list[RequestEvents] = []
 
 
-class AddClient(msgspec.Struct, tag=0, array_like=True, gc=False):
-    """A call of `add_client`."""
+class Call(msgspec.Struct, tag=0, array_like=True, gc=False):
+    """A call of a method in `ARGUMENTS`. Texts, data of connectors and media are not recorded."""
 
-    client_index: int
+    method: str
+    args: tuple[Any, ...]
+
+    @property
+    def now(self) -> float | None:
+        """The time of the call, if it has one."""
+        return self.args[-1] if self.args and isinstance(self.args[-1], float) else None
+
+    def decode_args(self) -> tuple[Any, ...]:
+        """Return the arguments, which a file has as plain data.
+
+        Raises:
+            ValidationError: They do not fit the method, or it is unknown.
+        """
+        if self.method not in ARGUMENTS:
+            raise msgspec.ValidationError(f"unknown method {self.method}")
+        args: tuple[Any, ...] = msgspec.convert(self.args, ARGUMENTS[self.method])
+        return args
 
 
-class FinishClient(msgspec.Struct, tag=1, array_like=True, gc=False):
-    """A call of `finish_client`."""
-
-    client_index: int
+ARGUMENTS: Final[dict[str, Any]] = {
+    "adopt_blocks": tuple[list[HeldRequest]],
+    "end_adoption": tuple[int],
+    "add_client": tuple[int],
+    "finish_client": tuple[int],
+    "append_inputs": tuple[int, AppendInputs],
+    "finish_requests": tuple[list[RequestKey], FinishReason],
+    "grammar_ready": tuple[RequestKey, str | None],
+    "lora_loaded": tuple[int, str | None],
+    "reset_prefix_cache": tuple[bool, float],
+    "make_stats": tuple[()],
+    "update_draft_token_ids": tuple[DraftTokenIds],
+    "update_from_connector": tuple[int, KVConnectorOutput, float],
+}
+"""The types of the arguments of each method that is recorded as a `Call`."""
 
 
 class AddRequest(msgspec.Struct, tag=2, array_like=True, gc=False):
@@ -61,27 +89,6 @@ class AddRequest(msgspec.Struct, tag=2, array_like=True, gc=False):
     client_index: int
     message: EngineCoreRequest
     num_prompt_bytes: int
-    now: float
-
-
-class FinishRequests(msgspec.Struct, tag=3, array_like=True, gc=False):
-    """A call of `finish_requests`."""
-
-    keys: list[RequestKey]
-    reason: FinishReason
-
-
-class GrammarReady(msgspec.Struct, tag=4, array_like=True, gc=False):
-    """A call of `grammar_ready`. `ok` is False if the grammar failed to compile."""
-
-    key: RequestKey
-    ok: bool
-
-
-class ResetPrefixCache(msgspec.Struct, tag=5, array_like=True, gc=False):
-    """A call of `reset_prefix_cache`."""
-
-    reset_running_requests: bool
     now: float
 
 
@@ -118,10 +125,6 @@ class TakeOutputs(msgspec.Struct, tag=8, array_like=True, omit_defaults=True, gc
     decision_hash: bytes = b""
 
 
-class MakeStats(msgspec.Struct, tag=9, array_like=True, gc=False):
-    """A call of `make_stats`."""
-
-
 class Answer(msgspec.Struct, tag=10, array_like=True, omit_defaults=True, gc=False):
     """An answer that the scheduler got from the method `call` of something outside of it, or the error that it raised.
 
@@ -141,61 +144,5 @@ def without_tokens(drafts: DraftTokenIds) -> DraftTokenIds:
     return msgspec.structs.replace(drafts, token_ids=num_tokens)
 
 
-class ConnectorReport(msgspec.Struct, tag=27, array_like=True, gc=False):
-    """A call of `update_from_connector`. The data for the connector is not recorded."""
-
-    rank: int
-    output: KVConnectorOutput
-    now: float
-
-
-class UpdateDrafts(msgspec.Struct, tag=13, array_like=True, gc=False):
-    """A call of `update_draft_token_ids`. The number of tokens replaces the tokens."""
-
-    drafts: DraftTokenIds
-
-
-class AdoptBlocks(msgspec.Struct, tag=18, array_like=True, gc=False):
-    """A call of `adopt_blocks`."""
-
-    held: list[HeldRequest]
-
-
-class EndAdoption(msgspec.Struct, tag=19, array_like=True, gc=False):
-    """A call of `end_adoption`."""
-
-    client_index: int
-
-
-class LoraLoaded(msgspec.Struct, tag=21, array_like=True, gc=False):
-    """A call of `lora_loaded`. `ok` is False if the adapter cannot be used."""
-
-    number: int
-    ok: bool
-
-
-class InputsAppended(msgspec.Struct, tag=28, array_like=True, gc=False):
-    """A call of `append_inputs`. Contents of media are not recorded."""
-
-    client_index: int
-    message: AppendInputs
-
-
 Decided: TypeAlias = Schedule | Update | TakeOutputs
-Event: TypeAlias = (
-    Decided
-    | Answer
-    | AddClient
-    | FinishClient
-    | AddRequest
-    | FinishRequests
-    | GrammarReady
-    | ResetPrefixCache
-    | MakeStats
-    | UpdateDrafts
-    | ConnectorReport
-    | AdoptBlocks
-    | EndAdoption
-    | LoraLoaded
-    | InputsAppended
-)
+Event: TypeAlias = Decided | Answer | Call | AddRequest

@@ -30,6 +30,7 @@ from .events import (
     HASH_BLOCKS,
     AddRequest,
     Answer,
+    Call,
     Decided,
     Event,
     Schedule,
@@ -129,13 +130,10 @@ class EventLog:
         self.events.append(event)
         self._whole.append(event)
 
-    def add_event(self, event: Event) -> None:
-        """Record an event that is neither an arrival nor a decision.
-
-        It may be the answer that a grammar, a connector or the hash function gave to the last event.
-        """
+    def add_event(self, event: Call | Answer, num_bytes: int = 0) -> None:
+        """Record a call or an answer to the last event, with an array of `num_bytes` or other large parts."""
         self.events.append(event)
-        self.num_bytes += EVENT_BYTES
+        self.num_bytes += EVENT_BYTES + num_bytes
 
     def add_update(self, event: Update) -> None:
         """Record the output of a step. Also frees a few objects of a dropped segment."""
@@ -308,8 +306,7 @@ class EventLog:
             self.add_event(Answer(call, about, raised=True))
             raise
         if kept != usual:
-            self.add_event(Answer(call, about, kept))
-            self.num_bytes += len(kept) if isinstance(kept, bytes) else 0
+            self.add_event(Answer(call, about, kept), len(kept) if isinstance(kept, bytes) else 0)
         return value
 
     def record_hashes(self, hash_blocks: HashBlocks) -> HashBlocks:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from copy import copy
-from typing import TypeVar
+from functools import wraps
+from typing import Any, Final, TypeVar, cast
 
 import msgspec
 
@@ -25,11 +26,8 @@ from ...protocol.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
     FinishReason,
-    SchedulerStats,
 )
 from ...protocol.worker_messages import (
-    DraftTokenIds,
-    HeldRequest,
     KVConnectorOutput,
     ModelRunnerOutput,
     SchedulerOutput,
@@ -44,29 +42,14 @@ from ..scheduler.scheduler_class import load_scheduler_class
 from ..state.forwarded import forwarded
 from ..state.request import RequestKey
 from .content import growth_without_content, report_without_content
-from .events import (
-    AddClient,
-    AddRequest,
-    AdoptBlocks,
-    ConnectorReport,
-    EndAdoption,
-    FinishClient,
-    FinishRequests,
-    GrammarReady,
-    InputsAppended,
-    LoraLoaded,
-    MakeStats,
-    ResetPrefixCache,
-    Schedule,
-    TakeOutputs,
-    Update,
-    UpdateDrafts,
-    without_tokens,
-)
+from .events import AddRequest, Call, Schedule, TakeOutputs, Update, without_tokens
 from .external import AskedEncoderCacheConnector, AskedGrammars, ask_connector
 from .log import EVENT_BYTES, LATE_FACTOR, EventLog
 
 S = TypeVar("S", bound=SchedulerInterface)
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+UNRECORDED: Final = "the error was not recorded"
 
 
 class Setup(msgspec.Struct, frozen=True):
@@ -181,6 +164,22 @@ class Setup(msgspec.Struct, frozen=True):
         )
 
 
+def _recorded(method: Method, keep: Callable[..., tuple[Any, ...]] = lambda *args: args) -> Method:
+    """Return a method that records a call, with the arguments that `keep` returns, and forwards it."""
+    name = method.__name__
+
+    @wraps(method, assigned=("__name__", "__doc__"), updated=())
+    def call(self: RecordedScheduler, *args: Any) -> Any:
+        self.log.add_event(Call(name, keep(*args)))
+        return getattr(self.scheduler, name)(*args)
+
+    return cast(Method, call)
+
+
+def _without_text(about: Any, error: str | None) -> tuple[Any, str | None]:
+    return about, error and UNRECORDED
+
+
 class RecordedScheduler(SchedulerInterface):
     """A scheduler that constructs another one, forwards each call to it, and records in `log` what a replay needs.
 
@@ -229,25 +228,16 @@ class RecordedScheduler(SchedulerInterface):
 
     # Inputs
 
-    def adopt_blocks(self, held: Sequence[HeldRequest]) -> None:
-        """Record and forward the call."""
-        self.log.add_event(AdoptBlocks(list(held)))
-        self.scheduler.adopt_blocks(held)
-
-    def end_adoption(self, client_index: int) -> None:
-        """Record and forward the call."""
-        self.log.add_event(EndAdoption(client_index))
-        self.scheduler.end_adoption(client_index)
-
-    def add_client(self, client_index: int) -> None:
-        """Record and forward the call."""
-        self.log.add_event(AddClient(client_index))
-        self.scheduler.add_client(client_index)
-
-    def finish_client(self, client_index: int) -> None:
-        """Record and forward the call."""
-        self.log.add_event(FinishClient(client_index))
-        self.scheduler.finish_client(client_index)
+    adopt_blocks = _recorded(SchedulerInterface.adopt_blocks, lambda held: (list(held),))
+    end_adoption = _recorded(SchedulerInterface.end_adoption)
+    add_client = _recorded(SchedulerInterface.add_client)
+    finish_client = _recorded(SchedulerInterface.finish_client)
+    make_stats = _recorded(SchedulerInterface.make_stats)
+    grammar_ready = _recorded(SchedulerInterface.grammar_ready, _without_text)
+    lora_loaded = _recorded(SchedulerInterface.lora_loaded, _without_text)
+    update_draft_token_ids = _recorded(
+        SchedulerInterface.update_draft_token_ids, lambda drafts: (without_tokens(drafts),)
+    )
 
     def add_request(self, client_index: int, message: EngineCoreRequest, now: float) -> None:
         """Record and forward the call. The log drops content that no replay reads at the end of the turn."""
@@ -257,27 +247,17 @@ class RecordedScheduler(SchedulerInterface):
 
     def append_inputs(self, client_index: int, message: AppendInputs) -> None:
         """Record and forward the call; media contents are not recorded."""
-        self.log.add_event(InputsAppended(client_index, growth_without_content(message)))
-        self.log.num_bytes += sum(EVENT_BYTES + len(item.places) for item in message.inputs)
+        num_bytes = sum(EVENT_BYTES + len(item.places) for item in message.inputs)
+        args = client_index, growth_without_content(message)
+        self.log.add_event(Call("append_inputs", args), num_bytes)
         self.scheduler.append_inputs(client_index, message)
-
-    def grammar_ready(self, key: RequestKey, error: str | None) -> None:
-        """Record and forward the call; the error text is not recorded."""
-        self.log.add_event(GrammarReady(key, error is None))
-        self.scheduler.grammar_ready(key, error)
-
-    def lora_loaded(self, number: int, error: str | None) -> None:
-        """Record and forward the call; the error text is not recorded."""
-        self.log.add_event(LoraLoaded(number, error is None))
-        self.scheduler.lora_loaded(number, error)
 
     def finish_requests(
         self, keys: Iterable[RequestKey], reason: FinishReason, message: str = ""
     ) -> None:
         """Record and forward the call; the message is not recorded."""
         keys = list(keys)
-        self.log.add_event(FinishRequests(keys, reason))
-        self.log.num_bytes += 100 * len(keys)
+        self.log.add_event(Call("finish_requests", (keys, reason)), 100 * len(keys))
         self.scheduler.finish_requests(keys, reason, message)
 
     def find_requests(self, request_id: str) -> list[RequestKey]:
@@ -287,25 +267,15 @@ class RecordedScheduler(SchedulerInterface):
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, now: float = 0.0) -> bool:
         """Record and forward the call."""
-        self.log.add_event(ResetPrefixCache(reset_running_requests, now))
+        self.log.add_event(Call("reset_prefix_cache", (reset_running_requests, now)))
         done = self.scheduler.reset_prefix_cache(reset_running_requests, now)
         self.log.record_result(done)
         return done
 
-    def make_stats(self) -> SchedulerStats:
-        """Record and forward the call."""
-        self.log.add_event(MakeStats())
-        return self.scheduler.make_stats()
-
-    def update_draft_token_ids(self, drafts: DraftTokenIds) -> None:
-        """Record and forward the call; the number of tokens is recorded in place of the tokens."""
-        self.log.add_event(UpdateDrafts(without_tokens(drafts)))
-        self.scheduler.update_draft_token_ids(drafts)
-
     def update_from_connector(self, rank: int, output: KVConnectorOutput, now: float) -> None:
         """Record and forward the call; the connector's data is not recorded."""
-        self.log.add_event(ConnectorReport(rank, report_without_content(output), now))
-        self.log.num_bytes += len(output.invalid_block_ids)
+        args = rank, report_without_content(output), now
+        self.log.add_event(Call("update_from_connector", args), len(output.invalid_block_ids))
         self.scheduler.update_from_connector(rank, output, now)
 
     @property

@@ -32,9 +32,9 @@ from . import snapshot as state
 from .events import (
     AddRequest,
     Answer,
+    Call,
     ClientReport,
     Event,
-    InputsAppended,
     Schedule,
     TakeOutputs,
     Update,
@@ -120,13 +120,10 @@ def redact_events(recorded: Iterable[Event], pseudonyms: Pseudonyms) -> list[Eve
             case AddRequest():
                 message = _redact_request(event.message, pseudonyms)
                 event = msgspec.structs.replace(event, message=message)
-            case InputsAppended(_, message):
-                event = msgspec.structs.replace(
-                    event,
-                    message=msgspec.structs.replace(
-                        message, inputs=_redact_inputs(message.inputs, pseudonyms)
-                    ),
-                )
+            case Call(args=(client_index, AppendInputs() as growth)):
+                inputs = _redact_inputs(growth.inputs, pseudonyms)
+                redacted_growth = msgspec.structs.replace(growth, inputs=inputs)
+                event = Call(event.method, (client_index, redacted_growth))
             case Schedule(step=SchedulerOutput() as step):
                 event = msgspec.structs.replace(event, step=redact_step(step))
             case Update():
@@ -255,7 +252,7 @@ def expand_request(event: AddRequest) -> EngineCoreRequest:
 
 
 def expand_growth(message: AppendInputs) -> AppendInputs:
-    """Return the message of a redacted `InputsAppended` event."""
+    """Return the message of a redacted call of `append_inputs`."""
     return msgspec.structs.replace(message, inputs=_expand_inputs(message.inputs))
 
 

@@ -19,27 +19,7 @@ from ..scheduler.scheduler import Scheduler
 from ..state.external_dependency import ExternalDependency
 from .decision_hash import DecisionHash
 from .dump import DumpSegment
-from .events import (
-    HASH_BLOCKS,
-    AddClient,
-    AddRequest,
-    AdoptBlocks,
-    Answer,
-    ConnectorReport,
-    EndAdoption,
-    Event,
-    FinishClient,
-    FinishRequests,
-    GrammarReady,
-    InputsAppended,
-    LoraLoaded,
-    MakeStats,
-    ResetPrefixCache,
-    Schedule,
-    TakeOutputs,
-    Update,
-    UpdateDrafts,
-)
+from .events import HASH_BLOCKS, AddRequest, Answer, Call, Event, Schedule, TakeOutputs, Update
 from .external import (
     AskedEncoderCacheConnector,
     AskedGrammars,
@@ -159,43 +139,26 @@ class Replayer(ExternalDependency):
     def _handle(self, event: Event) -> Moment:
         scheduler = self.scheduler
         match event:
-            case AddClient(client_index):
-                scheduler.add_client(client_index)
-            case FinishClient(client_index):
-                scheduler.finish_client(client_index)
-            case AdoptBlocks(held):
-                scheduler.adopt_blocks(held)
-            case EndAdoption(client_index):
-                scheduler.end_adoption(client_index)
             case AddRequest(client_index, _, _, now):
                 scheduler.add_request(client_index, expand_request(event), now)
-            case InputsAppended(client_index, message):
-                scheduler.append_inputs(client_index, expand_growth(message))
-            case FinishRequests(keys, reason):
-                scheduler.finish_requests(keys, reason)
-            case GrammarReady(key, ok):
-                scheduler.grammar_ready(key, None if ok else "the grammar could not be compiled")
-            case LoraLoaded(number, ok):
-                scheduler.lora_loaded(number, None if ok else "the adapter could not be loaded")
-            case ResetPrefixCache(reset_running_requests, now):
-                self._decision_hash.add_result(
-                    scheduler.reset_prefix_cache(reset_running_requests, now)
-                )
-            case UpdateDrafts(drafts):
-                scheduler.update_draft_token_ids(expand_drafts(drafts))
-            case ConnectorReport(rank, output, now):
-                scheduler.update_from_connector(rank, output, now)
-            case MakeStats():
-                scheduler.make_stats()
+            case Call(method):
+                args = event.decode_args()
+                if method == "append_inputs":
+                    args = args[0], expand_growth(args[1])
+                elif method == "update_draft_token_ids":
+                    args = (expand_drafts(*args),)
+                result = getattr(scheduler, method)(*args)
+                if method == "reset_prefix_cache":
+                    self._decision_hash.add_result(result)
             case Schedule(now):
                 step = scheduler.schedule(now)
                 if step is not None:
                     self._steps[step.step] = step
                 return Moment(event, step=step)
             case Update(now):
-                result = expand_result(event, self._neutral_token)
-                step = self._steps.pop(result.step, None) or SchedulerOutput(result.step)
-                return Moment(event, outputs=scheduler.update_from_output(step, result, now))
+                output = expand_result(event, self._neutral_token)
+                step = self._steps.pop(output.step, None) or SchedulerOutput(output.step)
+                return Moment(event, outputs=scheduler.update_from_output(step, output, now))
             case TakeOutputs(now):
                 return Moment(event, outputs=scheduler.take_outputs(now))
         return Moment(event)

@@ -15,7 +15,7 @@ from ..scheduler.scheduler import Scheduler
 from ..scheduler.step_rows import StepRows
 from ..state.request import Request, RequestKey, RequestStatus
 from .dump import Dump
-from .events import AddRequest, FinishClient, FinishRequests, ResetPrefixCache, Schedule
+from .events import AddRequest, Call, Schedule
 from .replayer import Moment, Replayer
 from .step_timeline import StepTimeline, TimedStep
 
@@ -136,7 +136,8 @@ class RequestTimeline:
         timed = self._steps.apply_moment(moment, counts)
         if self._is_over:
             return
-        self._now = self._end = getattr(event, "now", self._now)
+        now = getattr(event, "now", None)
+        self._now = self._end = self._now if now is None else now
         if isinstance(event, AddRequest):
             self._record_arrival(event, scheduler)
         if self._request is None:
@@ -301,7 +302,7 @@ class RequestTimeline:
     def _record_preemption(self, event: object, scheduler: Scheduler) -> None:
         self._close_steps()
         why = "no KV-cache blocks were free"
-        if isinstance(event, ResetPrefixCache):
+        if isinstance(event, Call) and event.method == "reset_prefix_cache":
             why = "the prefix cache was reset"
         elif (
             isinstance(event, Schedule) and scheduler.admission_stop is not AdmissionStop.PREEMPTION
@@ -364,7 +365,7 @@ class RequestTimeline:
     def _why_ended(self, event: object) -> str:
         request = self._request
         assert request is not None
-        if isinstance(event, FinishRequests | FinishClient):
+        if isinstance(event, Call) and event.method.startswith("finish"):
             return "aborted by the client or its frontend"
         reason = FinishReason(request.status - RequestStatus.FINISHED_STOPPED)
         if reason is not FinishReason.EXPIRED:
