@@ -151,7 +151,7 @@ class Harness:
         cache, lora = self.scheduler.loras, adapter(name)
         assert lora is not None
         cache.begin_load(lora, ())
-        cache.release(lora)
+        cache.release_all()
         (load,) = cache.take_loads()
         self.worker.loras[load.number] = name
         cache.end_load(load.number, is_loaded=True)
