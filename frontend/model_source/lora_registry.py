@@ -53,6 +53,7 @@ class LoraRegistry:
         default = config.model.default_lora
         self._scales: dict[str, float] = {} if default is None else {default.name: 1.0}
         self._served_names = config.model.served_names
+        self._may_change = config.model.enable_lora
         self._stamp: tuple[int, int] | None = None
 
     def __iter__(self) -> Iterator[LoraAdapter]:
@@ -161,7 +162,9 @@ class LoraRegistry:
             return True
 
     def _refresh(self) -> None:
-        """Read the file again if another frontend has replaced it. Otherwise this takes about a microsecond."""
+        """Read the file again if another frontend has replaced it."""
+        if not self._may_change:
+            return
         try:
             status = os.stat(self._path)
         except FileNotFoundError:

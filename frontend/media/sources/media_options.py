@@ -57,6 +57,8 @@ def parse_media_options(
     Raises:
         ParameterError: A field is unknown or invalid.
     """
+    if not (processor or reader or sglang):
+        return DEFAULT_OPTIONS
     others = sglang or {}
     given, kinds = dict(processor or {}), dict(reader or {})
     sound = given.pop("use_audio_in_video", None)
