@@ -406,6 +406,8 @@ class ClientWatch:
 
     def __exit__(self, *exc: object) -> None:
         self._task.cancel()
+        # The canceled task keeps this object, and with it all objects of the request until a garbage collection.
+        del self._task
         self._group.leave()
 
     async def _watch(self) -> None:

@@ -1,8 +1,9 @@
-"""Unexpected errors: one log entry, and one answer without internal details."""
+"""The ends of requests: unexpected errors, disconnections, and what is freed."""
 
 from __future__ import annotations
 
 import asyncio
+import weakref
 from typing import Any
 
 import msgspec
@@ -10,10 +11,12 @@ import pytest
 from engine.frontend.api.bodies.body import ClientDisconnected
 from engine.frontend.api.bodies.disconnection import while_connected
 from engine.frontend.api.edge import Edge
+from engine.frontend.api.generation import ClientWatch
 from engine.frontend.http.access import Access
 from engine.frontend.http.errors import echo, redact
 from engine.frontend.http.shown_values import MAX_SHOWN
 from engine.protocol.config import FrontendConfig
+from support.servers.engine_fixtures import on_event_loop
 
 
 def ask(app: Any, **headers: str) -> tuple[int, dict[str, str], dict[str, Any]]:
@@ -81,3 +84,25 @@ def test_work_that_fails_after_its_client_has_left_is_not_logged(
     with pytest.raises(ClientDisconnected):
         asyncio.run(while_connected(receive, work()))
     assert not caplog.records
+
+
+@on_event_loop
+async def test_an_ended_request_is_freed_without_a_garbage_collection() -> None:
+    """A cycle would keep the prompt and the output of each request for up to a minute under load."""
+
+    async def receive() -> dict[str, Any]:
+        await asyncio.Event().wait()
+        return {"type": "http.disconnect"}
+
+    class Group:
+        def leave(self) -> None:
+            pass
+
+    group: Any = Group()
+    kept = weakref.ref(group)
+    with ClientWatch(receive, group):
+        await asyncio.sleep(0)
+    del group
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert kept() is None
