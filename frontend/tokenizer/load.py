@@ -1,16 +1,21 @@
 """Load tokenizers from a Hugging Face directory, or from a GGUF file through a cached conversion."""
 
 from os import PathLike
+from typing import Final
 
 import tokenizers
-from tokenizers import AddedToken
+from tokenizers import AddedToken, normalizers
 
+from ...protocol.checkpoint.config_fields import ConfigFields
 from ...protocol.checkpoint.files import SOURCE_TOKENIZER
 from ...protocol.errors import CheckpointError
 from .absent import AbsentTokenizer
 from .config import TokenizerConfig, token_flags
 from .converted import tokenizer_json_path
 from .tokenizer import Tokenizer
+
+_SENTENCES: Final = "sentence_bert_config.json"
+"""The file with the settings of sentence-transformers for texts."""
 
 
 def load_tokenizer(path: str | PathLike[str]) -> Tokenizer:
@@ -33,6 +38,9 @@ def load_tokenizer(path: str | PathLike[str]) -> Tokenizer:
     named = config.named_tokens
     chat_templates = config.chat_templates()
     _add_tokens(backend, config)
+    if ConfigFields.read_if_present(directory / _SENTENCES).boolean("do_lower_case", False):
+        others = () if backend.normalizer is None else (backend.normalizer,)
+        backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *others])
     source_path = directory / SOURCE_TOKENIZER
     source = tokenizers.Tokenizer.from_file(str(source_path)) if source_path.is_file() else None
     try:

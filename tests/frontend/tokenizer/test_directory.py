@@ -117,6 +117,12 @@ def test_added_and_special_tokens_are_those_of_transformers(
         assert ours.decode(ids, True) == theirs.decode(ids, skip_special_tokens=True)
 
 
+def test_texts_are_in_lower_case_if_sentence_transformers_changes_them(tmp_path: Path) -> None:
+    path = write_directory(tmp_path, sentence_bert_config__json='{"do_lower_case": true}')
+    tokenizer = load_tokenizer(path)
+    assert tokenizer.decode(tokenizer.encode("A Fox ÄÉ")) == "a fox äé"
+
+
 def test_ids_and_text_equal_those_of_transformers(tmp_path: Path) -> None:
     config = {
         "bos_token": "<s>",
