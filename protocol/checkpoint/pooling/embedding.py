@@ -247,7 +247,7 @@ def _read_files(path: Path, config: ConfigFields, whole: ConfigFields) -> Embedd
     kind, normalizes = PoolingKind.LAST if pools else PoolingKind.ALL, pools
     dense: list[DenseConfig] = []
     mask: ConfigFields | None = None
-    pooling = ConfigFields({}, path)
+    pools_with = ConfigFields({}, path)
     for module in _modules(path / "modules.json"):
         if module.kind not in _SUPPORTED_MODULES:
             raise CheckpointError(
@@ -261,8 +261,8 @@ def _read_files(path: Path, config: ConfigFields, whole: ConfigFields) -> Embedd
                     path / "modules.json",
                     "a Pooling module after Dense or Normalize is not supported; use another model",
                 )
-            pooling = ConfigFields.read(path / module.path / "config.json")
-            kind = _pooling_kind(pooling)
+            pools_with = ConfigFields.read(path / module.path / "config.json")
+            kind = _pooling_kind(pools_with)
         if module.kind == "Dense":
             if normalizes:
                 raise CheckpointError(
@@ -277,7 +277,7 @@ def _read_files(path: Path, config: ConfigFields, whole: ConfigFields) -> Embedd
             mask = ConfigFields.read_if_present(path / module.path / "config.json")
     prompts = ConfigFields.read_if_present(path / "config_sentence_transformers.json")
     if kind is PoolingKind.MEAN and _prompts(prompts):
-        pooling.require("include_prompt", True, " if the mean is pooled and there are prompts")
+        pools_with.require("include_prompt", True, " if the mean is pooled and there are prompts")
     late: TextChangesConfig | None = None
     if kind is PoolingKind.ALL:
         late = read_pylate(path, prompts) if mask is None else read_multi_vector(path, length, mask)
