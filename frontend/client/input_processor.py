@@ -16,7 +16,7 @@ from ...protocol.arrays import Int32Array, int32_bytes
 from ...protocol.config import EngineConfig
 from ...protocol.config.hidden_states import StatesMode
 from ...protocol.errors import ParameterError, counted
-from ...protocol.grammars.grammar import PARAM as STRUCTURED_OUTPUTS
+from ...protocol.grammars.expressions import PARAM as STRUCTURED_OUTPUTS
 from ...protocol.messages import EngineCoreRequest
 from ...protocol.sampling_params import (
     MAX_SEED,

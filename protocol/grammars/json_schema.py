@@ -46,6 +46,19 @@ def schemas_of(value: object) -> list[Schema]:
     return [entry for entry in entries if isinstance(entry, dict)]
 
 
+def tag_schemas(tag: Any) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield the objects within a structural tag that have a JSON schema, and the name of the field with it."""
+    if isinstance(tag, list):
+        for each in tag:
+            yield from tag_schemas(each)
+    elif isinstance(tag, dict):
+        for name in ("structures", "format", "elements", "tags", "content"):
+            yield from tag_schemas(tag.get(name))
+        for name in ("schema", "json_schema"):
+            if isinstance(tag.get(name), dict):
+                yield tag, name
+
+
 def lenient(schema: Schema) -> Schema:
     """Return the schema marked as lenient: parts of it that cannot be enforced are ignored instead of refused."""
     return schema | {"x-guidance": {"lenient": True} | mapping_of(schema.get("x-guidance"))}
@@ -67,7 +80,7 @@ def drop_bad_patterns(structured_output: StructuredOutput) -> StructuredOutput |
             schemas = [document]
         case GrammarKind.STRUCTURAL_TAG:
             document = msgspec.json.decode(structured_output.spec)
-            schemas = [tag.get("schema") for tag in schemas_of(document["structures"])]
+            schemas = [holder[name] for holder, name in tag_schemas(document)]
         case _:
             return None
     is_bad = cache(lambda pattern: not _compiles(pattern))

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from ....protocol.grammars.grammar import lark_expression
-from ....protocol.grammars.json_schema import lenient, mapping_of
+from ....protocol.grammars.json_schema import lenient, mapping_of, tag_schemas
 from ....protocol.sampling_params import GrammarKind, StructuredOutput
 from ...http.errors import bad_request, reject_deep_nesting, wrong
 from ...http.shown_values import cut
@@ -102,7 +102,7 @@ def json_schema(schema: object, param: str, *, is_strict: bool = False) -> Struc
         return StructuredOutput(GrammarKind.JSON_SCHEMA, _encode(schema).decode())
 
 
-def _decode(text: str, param: str) -> Any:
+def _decode(text: str | bytes, param: str) -> Any:
     """Return the decoded JSON. Raise APIError 400 if the text is not valid JSON."""
     try:
         return msgspec.json.decode(text)
@@ -116,18 +116,11 @@ def _structural_tag(value: dict[str, Any] | str, param: str) -> StructuredOutput
     Its format is checked when it is compiled.
     """
     with reject_deep_nesting(param):
-        tag = _decode(value, param) if isinstance(value, str) else value
-        structures = tag.get("structures") if isinstance(tag, dict) else None
-        if isinstance(structures, list):
-            tag = tag | {"structures": [_prepared_structure(each) for each in structures]}
+        # A copy, because the schemas belong to the request.
+        tag = _decode(value if isinstance(value, str) else _encode(value), param)
+        for holder, name in tag_schemas(tag):
+            holder[name] = lenient(prepare_schema(holder[name], is_strict=False))
         return StructuredOutput(GrammarKind.STRUCTURAL_TAG, _encode(tag).decode())
-
-
-def _prepared_structure(structure: Any) -> Any:
-    schema = structure.get("schema") if isinstance(structure, dict) else None
-    if not isinstance(schema, dict):
-        return structure
-    return structure | {"schema": lenient(prepare_schema(schema, is_strict=False))}
 
 
 def _from_response_format(response_format: dict[str, Any]) -> StructuredOutput | None:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, Final
 
-from ....protocol.grammars.grammar import json_expression
+from ....protocol.grammars.expressions import json_expression
 from ...tokenizer.tokenizer import Tokenizer
 from .json_calls import CallKeys
 from .syntax import (

@@ -6,6 +6,7 @@ import random
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -233,6 +234,58 @@ def test_text_between_structural_tags_is_unconstrained(manager: StructuredOutput
     assert all(EOS in allowed(manager, key) for key in range(len(good)))
 
 
+def form(type_: str, **fields: Any) -> dict[str, Any]:
+    return {"type": type_, **fields}
+
+
+ANY = form("any_text")
+NUMBER = form("json_schema", json_schema={"type": "integer"})
+A = form("tag", begin="<a>", content=NUMBER, end="</a>")
+B = form("tag", begin="<b>", content=ANY, end=["</b>", "<end>"])
+CALLS = {"triggers": ["<a", "<b"], "tags": [A, B]}
+
+
+@pytest.mark.parametrize(
+    ("answer", "good", "bad"),
+    [
+        (form("const_string", value="fox"), ["fox"], ["fo", "foxes"]),
+        (form("regex", pattern="[ab]/c+"), ["a/cc"], ["a/"]),
+        (ANY, ["", "any"], []),
+        (form("sequence", elements=[A, ANY]), ["<a>1</a>", "<a>1</a>b"], ["b"]),
+        (form("or", elements=[A, NUMBER]), ["<a>1</a>", "12"], ["a", "<a>1"]),
+        (form("optional", content=A), ["", "<a>1</a>"], ["<a>1</a><a>1</a>"]),
+        (form("star", content=A), ["", "<a>1</a><a>2</a>"], ["<a>1</a>x"]),
+        (form("plus", content=B), ["<b>x</b>", "<b><end><b>y</b>"], ["", "x"]),
+        (form("triggered_tags", **CALLS), ["x", "x<a>1</a>y<b>z</b>w"], ["x<a>z</a>", "<ax"]),
+        (
+            form("triggered_tags", **CALLS, at_least_one=True),
+            ["<a>1</a>", "<b>x<end>y<a>1</a>"],
+            ["x", "x<a>1</a>"],
+        ),
+        (form("triggered_tags", **CALLS, stop_after_first=True), ["x", "x<a>1</a>"], ["<a>1</a>y"]),
+        (
+            form("tags_with_separator", tags=[A, B], separator=","),
+            ["", "<a>1</a>", "<a>1</a>,<b>x</b>"],
+            [",", "<a>1</a><b>x</b>"],
+        ),
+        (
+            form("tag", begin="[", content=form("triggered_tags", **CALLS), end="]"),
+            ["[x<a>1</a>y]", "[]"],
+            ["x", "[x<a>z</a>]"],
+        ),
+    ],
+)
+def test_forms_of_structural_tags(
+    manager: StructuredOutputManager, answer: dict[str, Any], good: list[str], bad: list[str]
+) -> None:
+    output = tag({"type": "structural_tag", "format": answer})
+    verify_structured_output(output)
+    for key, text in enumerate(good + bad):
+        compiled(manager, output, key)
+        ends = feed(manager, text, key) and EOS in allowed(manager, key)
+        assert ends == (text in good), text
+
+
 BAD = {
     "schema that is not JSON": StructuredOutput(GrammarKind.JSON_SCHEMA, "{"),
     "schema that is a list": schema([]),
@@ -253,7 +306,10 @@ BAD = {
     "tag without trigger": tag(
         {"structures": [{"begin": "<a>", "schema": {}, "end": ""}], "triggers": ["<b"]}
     ),
-    "tag of another format": tag({"type": "structural_tag", "format": {"type": "any_text"}}),
+    "tag with tokens": tag({"type": "structural_tag", "format": {"type": "token", "token": 1}}),
+    "text after free text": tag(
+        {"format": {"type": "sequence", "elements": [{"type": "any_text"}, {"type": "any_text"}]}}
+    ),
     "no tags": tag({"structures": [], "triggers": ["<a"]}),
     "too long": regex("a" * (MAX_SPEC_LENGTH + 1)),
 }

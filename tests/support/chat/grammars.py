@@ -13,7 +13,7 @@ from engine.core.structured_output.manager import StructuredOutputManager
 from engine.frontend.client.executor import ThreadExecutor
 from engine.frontend.client.grammar_checks import GrammarChecks
 from engine.protocol.errors import ParameterError
-from engine.protocol.grammars.grammar import PARAM
+from engine.protocol.grammars.expressions import PARAM
 from engine.protocol.grammars.process import GrammarProcesses
 from engine.protocol.sampling_params import StructuredOutput
 from support.servers.engine_fixtures import smollm2_tokenizer

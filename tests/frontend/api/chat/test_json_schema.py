@@ -86,8 +86,11 @@ def test_unknown_properties_are_not_allowed(
         assert not accepts(tokenizer, output, json.dumps(invented))
     tag = {"begin": "<a>", "schema": schema, "end": "</a>"}
     tags = {"type": "structural_tag", "structures": [tag], "triggers": ["<a>"]}
+    content = {"type": "json_schema", "json_schema": schema}
+    form = {"type": "tag", "begin": "<a>", "content": content, "end": "</a>"}
     for output in (
         constraint(response_format=tags),
+        constraint(response_format={"type": "structural_tag", "format": form}),
         constraint(structured_outputs={"structural_tag": json.dumps(tags)}),
     ):
         assert accepts(tokenizer, output, f"<a>{json.dumps(good)}</a>")
