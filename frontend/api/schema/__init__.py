@@ -12,6 +12,16 @@ from ...model_source.lora_registry import LoraScale
 Int: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 
+class QueueFields(msgspec.Struct, kw_only=True):
+    """The model, and the fields by which requests wait for it and share its prefix cache."""
+
+    model: str | None = None
+    priority: Int | None = None
+    cache_salt: str | None = None
+    # The tenant. Ignored if the server has several API keys.
+    user: str | None = None
+
+
 class StreamOptions(msgspec.Struct, kw_only=True):
     """Options of a streamed response."""
 
@@ -298,17 +308,12 @@ class BatchChatCompletionRequest(ChatCompletionRequest, kw_only=True):
     messages: list[list[dict[str, Any]]] | None = None  # type: ignore[assignment]
 
 
-class PoolingFields(msgspec.Struct, kw_only=True):
+class PoolingFields(QueueFields, kw_only=True):
     """The fields that requests to embed, compare or classify texts share."""
 
-    model: str | None = None
     truncate_prompt_tokens: Int | None = None
     truncation_side: str | None = None
     add_special_tokens: bool | None = None
-    priority: Int | None = None
-    cache_salt: str | None = None
-    # The tenant. Ignored if the server has several API keys.
-    user: str | None = None
 
     # The ID of the request, instead of that of the header X-Request-Id, and SGLang's name for it.
     request_id: str | None = None

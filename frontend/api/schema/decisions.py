@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from . import Int
+from . import QueueFields
 
 
 class DecisionChoice(msgspec.Struct, kw_only=True):
@@ -34,17 +34,12 @@ class DecisionQuestion(msgspec.Struct, kw_only=True):
     levels: list[DecisionLevel] | None = None
 
 
-class DecisionRequest(msgspec.Struct, kw_only=True):
+class DecisionRequest(QueueFields, kw_only=True):
     """The body of `POST /v1/decisions`."""
 
-    model: str | None = None
     # A text, or items of the Responses API. Messages may have parts of type `input_json`.
     input: str | list[dict[str, Any]] | None = None
     questions: list[DecisionQuestion] | None = None
-    priority: Int | None = None
-    cache_salt: str | None = None
-    # The tenant. Ignored if the server has several API keys.
-    user: str | None = None
 
     # Accepted because clients send them; they have no effect.
     ignored: ClassVar[str] = "safety_identifier prompt_cache_key prompt_cache_options"
@@ -53,10 +48,9 @@ class DecisionRequest(msgspec.Struct, kw_only=True):
     rejected: ClassVar[str] = "joint"
 
 
-class SystemOneRequest(msgspec.Struct, kw_only=True):
+class SystemOneRequest(QueueFields, kw_only=True):
     """The body of `POST /v1/systemone`, TypeSafe's form of decisions, which llama.cpp and Ollama also serve."""
 
-    model: str | None = None
     # What the questions are about: a text, messages, or any JSON.
     state: Any = None
     # Name -> question: an object with `type`, `instructions` and `criteria`.
@@ -64,6 +58,3 @@ class SystemOneRequest(msgspec.Struct, kw_only=True):
     # Images as data URLs.
     images: list[str] | None = None
     videos: list[Any] | None = None
-    priority: Int | None = None
-    cache_salt: str | None = None
-    user: str | None = None

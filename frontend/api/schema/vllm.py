@@ -7,16 +7,15 @@ from typing import Any, ClassVar
 import msgspec
 
 from ....protocol.sampling_params import RepetitionDetectionParams
-from . import Int, SamplingFields, StreamOptions
+from . import Int, QueueFields, SamplingFields, StreamOptions
 
 
-class GenerativeScoringRequest(msgspec.Struct, kw_only=True):
+class GenerativeScoringRequest(QueueFields, kw_only=True):
     """The body of `POST /generative_scoring`, and of SGLang's `POST /v1/score`.
 
     Each item gets the probability of a label as the next token.
     """
 
-    model: str | None = None
     query: str | list[Int] | None = None
     items: str | list[str | list[Int]] | None = None
     label_token_ids: list[Int] | None = None
@@ -27,9 +26,6 @@ class GenerativeScoringRequest(msgspec.Struct, kw_only=True):
     item_first: bool | None = None
     # True if the query gets the special tokens of the tokenizer.
     add_special_tokens: bool | None = None
-    priority: Int | None = None
-    cache_salt: str | None = None
-    user: str | None = None
 
     # Accepted because clients send them; they have no effect.
     ignored: ClassVar[str] = "request_id"
@@ -88,12 +84,11 @@ class VllmSampling(SamplingFields, kw_only=True):
     trace_decode_token_ids: Any = None
 
 
-class VllmGenerateRequest(msgspec.Struct, kw_only=True):
+class VllmGenerateRequest(QueueFields, kw_only=True):
     """The body of `POST /inference/v1/generate`."""
 
     token_ids: list[Int] | None = None
     sampling_params: VllmSampling | None = None
-    model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     # "tokens", "text", which adds the text and gives log-probabilities as in chats, or "derender", which adds the
@@ -103,14 +98,11 @@ class VllmGenerateRequest(msgspec.Struct, kw_only=True):
     parse_context: dict[str, Any] | None = None
     # True to return the token ids of the prompt.
     return_token_ids: bool | None = None
-    priority: Int | None = None
-    cache_salt: str | None = None
     kv_transfer_params: dict[str, Any] | None = None
     # The ID of the request, instead of that of the header X-Request-Id.
     request_id: str | None = None
     # The replica, instead of that of the header X-data-parallel-rank.
     data_parallel_rank: Int | None = None
-    user: str | None = None
     # False if a constraint applies only after the reasoning, as rendered conversations say.
     reasoning_ended: bool | None = None
 
