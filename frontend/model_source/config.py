@@ -40,7 +40,6 @@ from ...protocol.checkpoint.pooling.embedding import (
     has_head,
     is_encoder,
     read_embedding_files,
-    text_spans,
 )
 from ...protocol.checkpoint.published.deepseek import OUTPUT_WINDOW
 from ...protocol.checkpoint.recurrent_config import (
@@ -55,9 +54,9 @@ from ...protocol.checkpoint.speech import (
     read_source_text,
     with_decoder_fields,
 )
-from ...protocol.checkpoint.vision_kind import has_vision, model_kind
+from ...protocol.checkpoint.vision_kind import model_kind
+from ...protocol.checkpoint.vision_presence import has_vision
 from ...protocol.config import ModelConfig
-from ...protocol.config.images.settings import SpanKind
 from ...protocol.config.model import ModelImpl
 from ...protocol.errors import CheckpointError, ConfigError, ParameterError
 from ...protocol.file_identity import identify_files
@@ -66,6 +65,7 @@ from ..supervisor.console import Console
 from ..tokenizer.eos import gguf_eos, tokenizer_eos
 from .chat_audio import read_chat_audio
 from .diffusion import read_block_diffusion
+from .images.spans import find_span_kind
 from .lora import find_loras, find_media_lora, find_task_lora, with_own_adapters
 from .options import CHECKPOINT_QUANTIZATIONS, ModelOptions, ResolvedModel, use_hub_token
 from .pooler import change_classifier, change_pooler
@@ -273,7 +273,7 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
             enable_prompt_embeds=options.enable_prompt_embeds,
             images=images,
             videos=videos,
-            span_kind=_span_kind(options, config, text),
+            span_kind=find_span_kind(options, config, text),
             has_output_window=text.get(OUTPUT_WINDOW) is not None,
             mmproj=str(mmproj or ""),
             audio=read_audio_processor(path, config, generation),
@@ -286,18 +286,6 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
         dimensions=_dimensions(text),
         recurrent=_recurrent(text),
     )
-
-
-def _span_kind(options: ModelOptions, config: ConfigFields, text: ConfigFields) -> SpanKind | None:
-    """Return the spans of a prompt in which tokens attend to later tokens; None for causal attention only."""
-    if options.model_impl is ModelImpl.TRANSFORMERS:
-        return None
-    if not has_vision(config):
-        return text_spans(config)
-    # A late import, because a model without vision needs none of its modules.
-    from ...protocol.checkpoint.vision.read import vision_spec
-
-    return vision_spec(config, text.integer("hidden_size")).span_kind
 
 
 def _with_token_ids(

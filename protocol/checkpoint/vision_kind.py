@@ -1,4 +1,4 @@
-"""Find out whether a model has a vision tower, without the modules that read towers."""
+"""Find the kind of a model with a vision tower, and the section of the tower, in a config."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from typing import Final
 
 from .config_fields import ConfigFields
 
-_SECTIONS: Final = ("vision_config", "vit_config", "img_processor", "vq_config")
+EMBEDDINGS: Final = "embd_layer"
+"""The section that contains the tower in the original configs of Phi."""
+
+SECTIONS: Final = ("vision_config", "vit_config", "img_processor", "vq_config")
 """The names of sections of vision towers, in the order of precedence."""
 
 _KINDS: Final = {
@@ -29,16 +32,6 @@ _KINDS: Final = {
 """Architectures with the model type or the tower of another architecture, and the names of those models."""
 
 
-def has_vision(fields: ConfigFields) -> bool:
-    """Return whether a model with this config has a vision tower that Engine supports."""
-    if not any(name in fields.config for name in ("embd_layer", *_SECTIONS)):
-        return False
-    # A late import, because most models have no vision tower and need none of the modules.
-    from .vision.read import READERS
-
-    return model_kind(fields) in READERS and vision_section(fields) is not None
-
-
 def model_kind(fields: ConfigFields) -> str:
     """Return the model type, or the name of a model whose authors gave it the type of another one."""
     found = (_KINDS[name] for name in fields.texts("architectures") if name in _KINDS)
@@ -50,7 +43,7 @@ def vision_section(fields: ConfigFields) -> ConfigFields | None:
 
     In the original configs of Phi, it has no sizes. In those of Molmo 2 and Chameleon, it has another name.
     """
-    embeddings = fields.section("embd_layer")
+    embeddings = fields.section(EMBEDDINGS)
     original = None if embeddings is None else embeddings.section("image_embd_layer")
-    named = (fields.section(name) for name in _SECTIONS)
+    named = (fields.section(name) for name in SECTIONS)
     return next((section for section in named if section is not None), original)

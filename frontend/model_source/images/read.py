@@ -13,7 +13,8 @@ from ....protocol.checkpoint.config_fields import ConfigFields
 from ....protocol.checkpoint.gguf_config.mmproj.fields import Mmproj
 from ....protocol.checkpoint.vision.read import vision_spec
 from ....protocol.checkpoint.vision.spec import VisionSpec
-from ....protocol.checkpoint.vision_kind import has_vision, model_kind
+from ....protocol.checkpoint.vision_kind import model_kind
+from ....protocol.checkpoint.vision_presence import has_vision
 from ....protocol.config.images.processors import AnyImageProcessor
 from ....protocol.errors import CheckpointError
 from ...tokenizer.config import TokenizerConfig

@@ -14,7 +14,8 @@ from ....protocol.checkpoint.vision.gemma import PatchVisionSpec
 from ....protocol.checkpoint.vision.grid import GridVisionSpec
 from ....protocol.checkpoint.vision.read import vision_spec
 from ....protocol.checkpoint.vision.spec import VisionSpec
-from ....protocol.checkpoint.vision_kind import has_vision, model_kind
+from ....protocol.checkpoint.vision_kind import model_kind
+from ....protocol.checkpoint.vision_presence import has_vision
 from ....protocol.config.videos import AnyVideoProcessor, SoundFormat, VideoProcessor
 from ...tokenizer.config import TokenizerConfig
 from .fields import BICUBIC, CLIP_VALUES, pixel_values

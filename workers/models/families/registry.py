@@ -29,7 +29,7 @@ from ....protocol.checkpoint.pooling.classification import (
 from ....protocol.checkpoint.pooling.embedding import attends_to_all, has_head
 from ....protocol.checkpoint.pooling.sparse import SPLADE_SUFFIX
 from ....protocol.checkpoint.speech import with_decoder_fields
-from ....protocol.checkpoint.vision_kind import has_vision
+from ....protocol.checkpoint.vision_presence import has_vision
 from ....protocol.config.audio.tower import AudioTowerSpec, CausalSpec
 from ....protocol.errors import CheckpointError
 from ...layers.spec import ModelSpec
