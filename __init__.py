@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .frontend.client.beam_search import BeamSearchParams
+    from .frontend.client.embeddings import LateChunkingParams
     from .frontend.offline.llm import LLM
     from .frontend.offline.loras import LoRARequest
-    from .frontend.offline.params import LateChunkingParams, PoolingParams, SamplingParams
+    from .frontend.offline.params import PoolingParams, SamplingParams
     from .frontend.offline.structured import StructuredOutputsParams, structured_output
     from .protocol.sampling_params import RepetitionDetectionParams
 
@@ -35,7 +36,7 @@ _MODULES = {
     "BeamSearchParams": ".frontend.client.beam_search",
     "LLM": ".frontend.offline.llm",
     "LoRARequest": ".frontend.offline.loras",
-    "LateChunkingParams": ".frontend.offline.params",
+    "LateChunkingParams": ".frontend.client.embeddings",
     "PoolingParams": ".frontend.offline.params",
     "RepetitionDetectionParams": ".protocol.sampling_params",
     "SamplingParams": ".frontend.offline.params",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from dataclasses import dataclass
+from typing import Annotated, Final
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -13,6 +15,7 @@ from ...protocol.errors import ParameterError
 from ...protocol.pooling_params import PoolingKind
 from ...protocol.sampling_params import SamplingParams
 from ..http.shown_values import echo
+from ..tokenizer.tokenizer import Tokenizer
 
 Vector = npt.NDArray[np.float32]
 
@@ -23,6 +26,73 @@ DOCUMENT: Final = "document"
 
 BY_TOKEN: Final = (PoolingKind.ALL, PoolingKind.WEIGHTS)
 """The kinds of results with a row for each token."""
+
+
+@dataclass(frozen=True, slots=True)
+class LateChunkingParams:
+    """Parameters of late chunking, as in vLLM: a vector for each `chunk_size` tokens of a text, special tokens too.
+
+    The vector is the mean of the tokens' vectors, which depend on the whole text (arXiv 2409.04701).
+    """
+
+    chunk_size: Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
+
+    def __post_init__(self) -> None:
+        """Raise ParameterError if the size is not a positive integer of 63 bits."""
+        size: object = self.chunk_size
+        if not isinstance(size, int) or isinstance(size, bool) or not 0 < size < 1 << 63:
+            raise ParameterError("chunk_size", f"must be a positive integer, got {echo(size)}")
+
+
+@dataclass(frozen=True, slots=True)
+class LateChunk:
+    """A chunk of a text: the first and the last of its tokens plus one, and of its characters.
+
+    `char_range` is None for a chunk of special tokens only.
+    """
+
+    token_range: tuple[int, int]
+    char_range: tuple[int, int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class LateChunkingMetadata:
+    """The chunks of a text of `input_tokens` tokens, in the order of their vectors."""
+
+    chunk_size: int
+    input_tokens: int
+    chunks: list[LateChunk]
+    strategy: str = "fixed_tokens"
+
+    @classmethod
+    def of_text(
+        cls,
+        params: LateChunkingParams,
+        text: str | None,
+        token_ids: Sequence[int],
+        tokenizer: Tokenizer,
+        *,
+        has_special: bool,
+    ) -> LateChunkingMetadata:
+        """Return the chunks of a text with these tokens. `has_special` is True if special tokens are around it.
+
+        Raises:
+            ParameterError: The tokens are not those of the text.
+        """
+        found = tokenizer.encode_with_places(text, has_special) if text else None
+        if found is None or found[0] != list(token_ids):
+            raise ParameterError(
+                "late_chunking_params",
+                "needs a text that is not empty, cut, or changed by the model",
+            )
+        size, places = params.chunk_size, found[1]
+        chunks = []
+        for start in range(0, len(places), size):
+            chunk = places[start : start + size]
+            texts = [place for place in chunk if place[0] < place[1]]
+            characters = (min(texts)[0], max(end for _, end in texts)) if texts else None
+            chunks.append(LateChunk((start, start + len(chunk)), characters))
+        return cls(size, len(places), chunks)
 
 
 def embedding_params() -> SamplingParams:

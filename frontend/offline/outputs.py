@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from ...protocol.arrays import Float32Array
+from ..client.embeddings import LateChunkingMetadata
 from ..client.engine_client import Delta, RequestGroup
 from ..client.groups.hidden_states import StatesInMemory
 from ..client.logprobs import PositionLogprobs
@@ -219,37 +220,6 @@ class PoolingOutput:
     """The result of one text: a vector, or a vector for each token."""
 
     data: list[Any]
-
-
-@dataclass(frozen=True, slots=True)
-class LateChunk:
-    """A chunk of a text: the first and the last of its tokens plus one, and of its characters.
-
-    `char_range` is None for a chunk of special tokens only.
-    """
-
-    token_range: tuple[int, int]
-    char_range: tuple[int, int] | None
-
-
-@dataclass(frozen=True, slots=True)
-class LateChunkingMetadata:
-    """The chunks of a text of `input_tokens` tokens, in the order of their vectors."""
-
-    chunk_size: int
-    input_tokens: int
-    chunks: list[LateChunk]
-
-    @classmethod
-    def from_places(cls, size: int, places: Sequence[tuple[int, int]]) -> LateChunkingMetadata:
-        """Return chunks of `size` tokens, of which `places` are the characters."""
-        chunks = []
-        for start in range(0, len(places), size):
-            chunk = places[start : start + size]
-            texts = [place for place in chunk if place[0] < place[1]]
-            characters = (min(texts)[0], max(end for _, end in texts)) if texts else None
-            chunks.append(LateChunk((start, start + len(chunk)), characters))
-        return cls(size, len(places), chunks)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import numpy as np
 from ...protocol import sampling_params
 from ...protocol.errors import ParameterError, counted
 from ...protocol.sampling_params import ReturnedStates, StatesOf
+from ..client.embeddings import LateChunkingParams
 from ..client.groups.hidden_states import PARAM, states_in_file
 from ..client.prompt_candidates import candidate_rows
 from ..http.shown_values import echo
@@ -64,22 +65,6 @@ class SamplingParams(sampling_params.SamplingParams, metaclass=_NamesOfVllm, gc=
     `prompt_logprob_token_ids` may have a list of token IDs for each token of the prompt from the index
     `prompt_logprob_start` + 1 on. `prompt_token_id_logprobs` of the output are their log-probabilities.
     """
-
-
-@dataclass(frozen=True, slots=True)
-class LateChunkingParams:
-    """Parameters of late chunking, as in vLLM: a vector for each `chunk_size` tokens of a text, special tokens too.
-
-    The vector is the mean of the tokens' vectors, which depend on the whole text (arXiv 2409.04701).
-    """
-
-    chunk_size: int
-
-    def __post_init__(self) -> None:
-        """Raise ParameterError if the size is not positive."""
-        size: object = self.chunk_size
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ParameterError("chunk_size", f"must be a positive integer, got {echo(size)}")
 
 
 @dataclass(frozen=True, slots=True)

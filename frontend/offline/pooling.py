@@ -21,6 +21,7 @@ from ..chat import (
 from ..client.embeddings import (
     DOCUMENT,
     QUERY,
+    LateChunkingMetadata,
     Vector,
     chunk_means,
     class_scores,
@@ -45,7 +46,6 @@ from .outputs import (
     ClassificationRequestOutput,
     EmbeddingOutput,
     EmbeddingRequestOutput,
-    LateChunkingMetadata,
     PoolingOutput,
     PoolingRequestOutput,
     ScoringOutput,
@@ -340,18 +340,17 @@ class PoolingMethods:
         """
         if params.late_chunking_params is None:
             return None
-        name = "late_chunking_params"
         if kind is not PoolingKind.ALL or self._engine.config.model.classifier is not None:
-            raise ParameterError(name, "needs the task token_embed")
+            raise ParameterError("late_chunking_params", "needs the task token_embed")
         adds = self._prompts.tokenization(tokenization_kwargs).add_special_tokens
-        found = None
-        if prompt.text and not prompt.encoder_inputs:
-            found = self._engine.tokenizer.encode_with_places(prompt.text, adds)
-        if found is None or found[0] != prompt.token_ids:
-            raise ParameterError(
-                name, "needs a text that is not empty, cut, or changed by the model"
-            )
-        return LateChunkingMetadata.from_places(params.late_chunking_params.chunk_size, found[1])
+        text = None if prompt.encoder_inputs else prompt.text
+        return LateChunkingMetadata.of_text(
+            params.late_chunking_params,
+            text,
+            prompt.token_ids,
+            self._engine.tokenizer,
+            has_special=adds,
+        )
 
     def _encode_compared(self, given: Comparable, role: str) -> EncodedPrompt:
         """Return a text, or the content of a user's message, to be compared with others.

@@ -18,7 +18,10 @@ from starlette.responses import Response
 
 from ....protocol.pooling_params import PoolingKind
 from ...client.embeddings import (
+    LateChunkingMetadata,
+    LateChunkingParams,
     Vector,
+    chunk_means,
     class_scores,
     find_kind,
     find_prompt,
@@ -80,13 +83,55 @@ class Embeddings:
 
     @reads(EmbeddingRequest)
     async def embed(self, http: Request, request: EmbeddingRequest, body_size: int) -> Response:
-        """Return an embedding of each input."""
+        """Return an embedding of each input, or of each of its chunks."""
         request = self._for_task(request)
+        if request.late_chunking_params is not None:
+            return await self._embed_chunks(http, request, body_size, request.late_chunking_params)
 
         def answer(group: RequestGroup, vectors: Iterator[Vector], lengths: list[int]) -> Response:
             return self._vectors(request, "embd", ("embedding", "embedding"), group, vectors)
 
         return await self.run(http, request, body_size, answer)
+
+    async def _embed_chunks(
+        self,
+        http: Request,
+        request: EmbeddingRequest,
+        body_size: int,
+        params: LateChunkingParams,
+    ) -> Response:
+        """Return an embedding of each chunk of each input, the mean of the vectors of its tokens."""
+        verify_choice("encoding_format", request.encoding_format, ("float",))
+        serving = self._serving
+        pooler = serving.config.model.pooler
+        inputs = await self._embedded_inputs(request, body_size)
+        kind = find_kind("token_embed", serving.config.model)
+
+        def entries(group: RequestGroup) -> Iterator[dict[str, Any]]:
+            for index, (each, sequence) in enumerate(zip(inputs, group.sequences, strict=True)):
+                chunks = LateChunkingMetadata.of_text(
+                    params,
+                    None if each.encoder_inputs else each.text,
+                    each.token_ids.tolist(),
+                    serving.tokenizer,
+                    has_special=request.add_special_tokens is not False,
+                )
+                tokens_TD = np.frombuffer(sequence.pooled, np.float32)
+                vectors = finish_vectors(
+                    chunk_means(tokens_TD.reshape(len(each.token_ids), -1), params.chunk_size),
+                    pooler,
+                    dimensions=request.dimensions,
+                    normalize=_normalizes(request),
+                )
+                yield {
+                    "object": "embedding",
+                    "index": index,
+                    "embedding": vectors.tolist(),
+                    "late_chunking": msgspec.to_builtins(chunks),
+                }
+
+        answer = partial(self._answer, request, "embd", entries)
+        return await self._pooling.run(http, request, inputs, kind, answer)
 
     def _for_task(self, request: EmbeddingRequest) -> EmbeddingRequest:
         """Return the request with the adapter and the prompt of its task, if the model has adapters for tasks.
@@ -149,6 +194,8 @@ class Embeddings:
     @reads(PoolingRequest)
     async def pool(self, http: Request, request: PoolingRequest, body_size: int) -> Response:
         """Return the vector of each input: its embedding, or its class probabilities."""
+        if request.late_chunking_params is not None:
+            raise bad_request("late_chunking_params", "is not supported; use /v1/embeddings")
         model = self._serving.config.model
         kind = find_kind(request.task, model)
         if kind is PoolingKind.WEIGHTS and request.dimensions is not None:
@@ -245,7 +292,7 @@ class Embeddings:
             finish_vectors,
             pooler=model.pooler,
             dimensions=request.dimensions,
-            normalize=request.use_activation if request.normalize is None else request.normalize,
+            normalize=_normalizes(request),
             kind=kind,
         )
         remaining = iter(group.sequences)
@@ -366,6 +413,10 @@ def usage_of(group: RequestGroup) -> dict[str, int]:
     """Return the token usage of a request."""
     num_tokens = sum(sequence.num_prompt_tokens for sequence in group.sequences)
     return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+
+
+def _normalizes(request: EmbeddingRequest) -> bool | None:
+    return request.use_activation if request.normalize is None else request.normalize
 
 
 def _verify_encoding(request: EmbeddingRequest) -> None:

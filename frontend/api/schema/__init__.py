@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Final, TypeAlias
 import msgspec
 
 from ....protocol.sampling_params import RepetitionDetectionParams
+from ...client.embeddings import LateChunkingParams
 from ...model_source.lora_registry import LoraScale
 
 Int: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
@@ -355,7 +356,10 @@ class EmbeddingRequest(InputFields, kw_only=True):
     # vLLM's name of `normalize`, and of the activation of class probabilities.
     use_activation: bool | None = None
 
-    rejected: ClassVar[str] = "lora_path embed_overrides late_chunking_params"
+    # A vector for each chunk of an input, as in vLLM.
+    late_chunking_params: LateChunkingParams | None = None
+
+    rejected: ClassVar[str] = "lora_path embed_overrides"
 
     # The name of one of the model's prompts, whose text is put before every input.
     prompt_name: str | None = None

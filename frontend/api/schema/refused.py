@@ -45,7 +45,6 @@ _PROBLEMS: Final[dict[str, str]] = {
     "extra_key": "is not supported; use cache_salt",
     "include_reasoning": "is not supported; skip the items of type reasoning",
     "early_stopping": "is not supported; a beam search ends when no beam can become better",
-    "late_chunking_params": "is not supported; average the vectors of /pooling with task token_embed",
     "return_token_logprobs": "is not supported; use /v1/completions with logprob_token_ids",
     "return_input_ids_in_sglext": "is not supported; use return_token_ids",
     "return_output_ids_in_sglext": "is not supported; use return_token_ids",

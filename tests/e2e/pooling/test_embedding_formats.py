@@ -1,4 +1,4 @@
-"""Formats of embeddings: vLLM's bytes, and the inputs that llama.cpp's clients send; projections in a model's file."""
+"""Formats of embeddings: vLLM's bytes and chunks, inputs of llama.cpp's clients, and projections in a model's file."""
 
 from __future__ import annotations
 
@@ -67,6 +67,26 @@ def test_the_body_has_the_bytes_of_all_vectors(
             assert metadata["usage"]["prompt_tokens"] and metadata["model"] == "tiny"
 
 
+def test_chunks_of_a_text_have_the_means_of_their_tokens(server: Server) -> None:
+    text = TEXTS[1]
+    body = {"input": text, "use_activation": False}
+    _, tokens = server.post("/pooling", {**body, "task": "token_embed"})
+    tokens_TD = np.array(tokens["data"][0]["data"])
+    status, answer = server.post(
+        "/v1/embeddings", {**body, "late_chunking_params": {"chunk_size": 3}}
+    )
+    assert status == 200, answer
+    [each] = answer["data"]
+    starts = range(0, len(tokens_TD), 3)
+    expected = [tokens_TD[start : start + 3].mean(0) for start in starts]
+    np.testing.assert_allclose(each["embedding"], expected, atol=1e-6)
+    chunks = each["late_chunking"]["chunks"]
+    ranges = [[start, min(start + 3, len(tokens_TD))] for start in starts]
+    assert [chunk["token_range"] for chunk in chunks] == ranges
+    places = [chunk["char_range"] for chunk in chunks if chunk["char_range"] is not None]
+    assert (places[0][0], places[-1][1]) == (0, len(text))
+
+
 def test_inputs_are_read_in_the_formats_of_llama_cpp(server: Server) -> None:
     [vector] = embed(server, TEXTS[0])
     parts = [{"type": "text", "text": "hello "}, {"type": "text", "text": "world"}]
@@ -82,6 +102,10 @@ def test_inputs_are_read_in_the_formats_of_llama_cpp(server: Server) -> None:
     assert [each["embedding"] for each in answer] == [[joined], [vector]]
 
 
+def _chunks(given: str | list[int], params: dict[str, int]) -> dict[str, Any]:
+    return {"input": given, "late_chunking_params": params}
+
+
 @pytest.mark.parametrize(
     ("body", "param", "message"),
     [
@@ -91,6 +115,9 @@ def test_inputs_are_read_in_the_formats_of_llama_cpp(server: Server) -> None:
         ({"input": [[5, "a"], ["a", 10_000_000]]}, "input[1][1]", "must be a token id in [0, "),
         ({"input": [5, "a", {}]}, "input[2]", "must be a token id in [0, "),
         ({"input": ["a"] * 400, "encoding_format": "bytes"}, "encoding_format", '"bytes_only"'),
+        (_chunks("a", {}), "late_chunking_params.chunk_size", "is required"),
+        (_chunks("a", {"chunk_size": 0}), "late_chunking_params.chunk_size", ">= 1, got 0"),
+        (_chunks([5, 6], {"chunk_size": 1}), "late_chunking_params", "needs a text"),
     ],
 )
 def test_bad_input_is_named(server: Server, body: dict[str, Any], param: str, message: str) -> None:

@@ -304,7 +304,6 @@ def test_truncation_keeps_the_special_tokens(server: Server) -> None:
         ({"input": [5, 30522]}, "input[1]", "[0, 30522), got 30522"),
         ({"input": ["a", "b " * 300]}, "input[1]", "302 tokens, and this model reads at most 256"),
         ({"input": "a", "dimensions": 385}, "dimensions", "between 1 and 384, got 385"),
-        ({"input": "a", "late_chunking_params": {}}, "late_chunking_params", "average"),
         (
             {"input": "a", "encoding_format": "int8"},
             "encoding_format",
