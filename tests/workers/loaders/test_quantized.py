@@ -9,6 +9,7 @@ import pytest
 import torch
 from engine.protocol.errors import CheckpointError
 from engine.workers.loaders import open_checkpoint
+from engine.workers.loaders.quantization.matrix import log_dequantized
 from safetensors.torch import load_file, save_file
 from support.checkpoints.quantized import BLOCK, FORMATS, GROUP, quantize_directory
 from torch import Tensor
@@ -221,6 +222,23 @@ def test_an_inconsistent_module_is_rejected(directory: Path, name: str, tensor: 
     save_file(tensors, file)
     with pytest.raises(CheckpointError, match=rf"{tensor.removesuffix('_inv')}.* is missing"):
         open_checkpoint(directory).tensor(NAME)
+
+
+@pytest.mark.parametrize(
+    ("name", "stored_as"),
+    [("bnb-nf4", "bitsandbytes in 4 bits"), ("hqq-columns", "HQQ with axis 0")],
+)
+def test_dequantized_weights_are_logged_once(
+    directory: Path, caplog: pytest.LogCaptureFixture, name: str, stored_as: str
+) -> None:
+    quantize_directory(directory, name)
+    log_dequantized.cache_clear()
+    checkpoint = open_checkpoint(directory)
+    for _ in range(2):
+        checkpoint.quantized(NAME)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"no kernel reads weights of {stored_as}, so they are dequantized at load"
+    ]
 
 
 def test_a_damaged_state_of_bitsandbytes_is_rejected(directory: Path) -> None:

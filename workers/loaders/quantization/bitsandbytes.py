@@ -111,7 +111,7 @@ class CodebookScheme(QuantizationScheme):
         values = module.read("weight.quant_map", (16,)).float()[codes.long()] * factors
         values_OD = values.to(state.dtype).view(len(rows), num_columns)
         values_OD = values_OD[:, columns.start : columns.stop].float().contiguous()
-        return QuantizedMatrix(values_OD, None, values_OD.new_ones(len(rows), 1), len(columns))
+        return QuantizedMatrix.dequantized(values_OD, "bitsandbytes in 4 bits")
 
 
 def _absmax(module: StoredModule, state: _State, num_blocks: int, blocks: range) -> Tensor:

@@ -59,7 +59,7 @@ class HQQScheme(QuantizationScheme):
         own = slice(rows.start, rows.stop), slice(columns.start, columns.stop)
         if axis == 0:
             values_OD = ((values[:size] - zero) * scale).reshape(shape)[own].contiguous()
-            return QuantizedMatrix(values_OD, None, values_OD.new_ones(len(rows), 1), len(columns))
+            return QuantizedMatrix.dequantized(values_OD, "HQQ with axis 0")
         values_OD = values[:num_rows].reshape(shape)[own].contiguous()
         groups = ColumnGroups.from_part(columns, size, shape[1])
         scale_OG, zero_OG = (

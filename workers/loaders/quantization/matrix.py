@@ -5,6 +5,8 @@ Shapes: O output features, D input features, G groups of a row.
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Sequence
 from enum import Enum
 from typing import Literal, TypeAlias
@@ -13,6 +15,8 @@ import msgspec
 import torch
 from msgspec.structs import replace
 from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 
 class ActivationScheme(Enum):
@@ -50,6 +54,12 @@ class QuantizedMatrix(msgspec.Struct, frozen=True):
     input_scale: float | None = None
     minifloats: Literal["mxfp4", "nvfp4"] | None = None
     factor: float = 1.0
+
+    @classmethod
+    def dequantized(cls, values_OD: Tensor, stored_as: str) -> QuantizedMatrix:
+        """Return a matrix of float32 values, whose stored form no kernel reads. Log this once per form."""
+        log_dequantized(stored_as)
+        return cls(values_OD, None, values_OD.new_ones(len(values_OD), 1), values_OD.shape[1])
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -119,6 +129,12 @@ class QuantizedMatrix(msgspec.Struct, frozen=True):
             and (self.offset_OG is None) == (other.offset_OG is None)
             and _are_equal(self.column_order_D, other.column_order_D)
         )
+
+
+@functools.cache
+def log_dequantized(stored_as: str) -> None:
+    """Log that weights in a stored form become floats, once per process and form."""
+    logger.warning("no kernel reads weights of %s, so they are dequantized at load", stored_as)
 
 
 Weight: TypeAlias = Tensor | tuple[QuantizedMatrix, ...]

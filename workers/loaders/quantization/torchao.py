@@ -94,7 +94,7 @@ class TorchAOScheme(QuantizationScheme):
             return found
         factor_D = module.load(pre_scale).flatten()[columns.start : columns.stop].float()
         values_OD = found.dequantize(torch.float32) * factor_D
-        return QuantizedMatrix(values_OD, None, values_OD.new_ones(len(rows), 1), len(columns))
+        return QuantizedMatrix.dequantized(values_OD, "torchao with factors of AWQ")
 
 
 def _description(module: StoredModule) -> tuple[str, dict[str, Any]]:
