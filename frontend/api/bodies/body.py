@@ -18,7 +18,7 @@ from ...http.errors import APIError, echo
 from ...supervisor.parse_journal import DIGEST_BYTES
 from ..schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from ..schema.refused import ignored_fields, refused_fields, verify_supported, with_all_fields
-from .field_errors import invalid_field
+from .conversion import invalid_field, with_integers
 from .request_memory import MemoryLease
 from .structure import FREE_BYTES, BodyStructure
 
@@ -192,7 +192,7 @@ class BodyDecoder(Generic[T]):
             # The body has numbers that no type can hold, or is not valid JSON after the invalid field.
             raise invalid_field(str(error), body, kind=self.schema) from None
         try:
-            request: T = msgspec.convert(_with_integers(decoded, self._type), self._schema)
+            request: T = msgspec.convert(with_integers(decoded, self._type), self._schema)
         except msgspec.ValidationError as other:
             raise invalid_field(str(other), body, kind=self.schema) from None
         return request
@@ -226,33 +226,3 @@ class InvocationDecoder(BodyDecoder[GenerationRequest]):
             # The completion decoder reports the error.
             is_chat = False
         return self._chat.decode(body) if is_chat else self._completion.decode(body)
-
-
-def _with_integers(value: Any, wanted: msgspec.inspect.Type) -> Any:
-    """Return `value` with integral floats converted to integers where `wanted` has integers."""
-    for kind in wanted.types if isinstance(wanted, msgspec.inspect.UnionType) else (wanted,):
-        match kind, value:
-            case msgspec.inspect.IntType(), float() if value.is_integer():
-                return int(value)
-            case msgspec.inspect.ListType(), list():
-                # Most values of a large body are numbers, so they are handled here without a call.
-                has_integers = _has_integers(kind.item_type)
-                return [
-                    (int(item) if has_integers and item.is_integer() else item)
-                    if type(item) is float
-                    else item
-                    if type(item) is int
-                    else _with_integers(item, kind.item_type)
-                    for item in value
-                ]
-            case msgspec.inspect.StructType(), dict():
-                types = {field.encode_name: field.type for field in kind.fields}
-                return {
-                    k: _with_integers(v, types[k]) if k in types else v for k, v in value.items()
-                }
-    return value
-
-
-def _has_integers(kind: msgspec.inspect.Type) -> bool:
-    types = kind.types if isinstance(kind, msgspec.inspect.UnionType) else (kind,)
-    return any(isinstance(each, msgspec.inspect.IntType) for each in types)

@@ -11,7 +11,7 @@ from starlette.types import Scope
 from ...http.errors import APIError, bad_request, wrong
 from ..schema.refused import ignored_fields, refused_fields, verify_supported, with_all_fields
 from .body import Body
-from .field_errors import invalid_field
+from .conversion import invalid_field
 
 T = TypeVar("T", bound=msgspec.Struct)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from ....http.errors import bad_request, expect, wrong
-from ...bodies.field_errors import read_part
+from ...bodies.conversion import read_part
 from ...logprobs import Json
 from ...schema import ChatCompletionRequest
 from ...schema.anthropic import MessagesRequest, OutputConfig, ToolChoice

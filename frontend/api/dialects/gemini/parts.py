@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from ....http.errors import bad_request, wrong
-from ...bodies.field_errors import read_part
+from ...bodies.conversion import read_part
 from ...logprobs import Json
 from .schema import Blob, Content, FunctionCall, FunctionResponse, Part, in_camel_case
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 import msgspec
 
 from ....http.errors import bad_request, expect, reject_deep_nesting, wrong
-from ...bodies.field_errors import read_part
+from ...bodies.conversion import read_part
 from ...logprobs import Json
 from ...numbers import parse_number
 from ...schema import ChatCompletionRequest

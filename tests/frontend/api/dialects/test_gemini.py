@@ -56,7 +56,7 @@ def test_gemini_answer_has_parts_and_usage(frontend: FrontendProcess) -> None:
         ({"maxOutputTokens": 2}, "MAX_TOKENS"),
         ({"stopSequences": [" three"]}, "STOP"),
     ):
-        config |= {"candidateCount": 2, "responseLogprobs": True, "logprobs": 1}
+        config |= {"candidateCount": 2, "topK": 40.0, "responseLogprobs": True, "logprobs": 1}
         first, second = generate(frontend, "One two three", config).json()["candidates"]
         assert first["content"] == {"role": "model", "parts": [{"text": "One two"}]}
         assert (first["finishReason"], second["index"]) == (reason, 1)

@@ -1,4 +1,4 @@
-"""Errors of values that do not fit the types of a schema: they name the field, its value and what was expected."""
+"""Convert values to the types of a schema. Errors name the field, its value and what was expected."""
 
 from __future__ import annotations
 
@@ -45,11 +45,43 @@ def read_part(value: Any, kind: type[T], where: str, hint: str = "") -> T:
         APIError: The part does not fit; the error names the field in it (400).
     """
     try:
-        return msgspec.convert(value, kind)
+        with contextlib.suppress(msgspec.ValidationError):
+            return msgspec.convert(value, kind)
+        return msgspec.convert(with_integers(value, msgspec.inspect.type_info(kind)), kind)
     except msgspec.ValidationError as error:
         raise invalid_field(str(error), msgspec.json.encode(value), where, kind, hint) from None
     except RecursionError:
         raise bad_request(where, "is nested too deeply") from None
+
+
+def with_integers(value: Any, wanted: msgspec.inspect.Type) -> Any:
+    """Return `value` with integral floats converted to integers where `wanted` has integers."""
+    for kind in wanted.types if isinstance(wanted, msgspec.inspect.UnionType) else (wanted,):
+        match kind, value:
+            case msgspec.inspect.IntType(), float() if value.is_integer():
+                return int(value)
+            case msgspec.inspect.ListType(), list():
+                # Most values of a large body are numbers, so they are handled here without a call.
+                has_integers = _has_integers(kind.item_type)
+                return [
+                    (int(item) if has_integers and item.is_integer() else item)
+                    if type(item) is float
+                    else item
+                    if type(item) is int
+                    else with_integers(item, kind.item_type)
+                    for item in value
+                ]
+            case msgspec.inspect.StructType(), dict():
+                types = {field.encode_name: field.type for field in kind.fields}
+                return {
+                    k: with_integers(v, types[k]) if k in types else v for k, v in value.items()
+                }
+    return value
+
+
+def _has_integers(kind: msgspec.inspect.Type) -> bool:
+    types = kind.types if isinstance(kind, msgspec.inspect.UnionType) else (kind,)
+    return any(isinstance(each, msgspec.inspect.IntType) for each in types)
 
 
 def invalid_field(
