@@ -27,6 +27,7 @@ from ...protocol.config.model import SpeechKind
 from ...protocol.errors import CheckpointError
 from ..media.transcription.languages import LANGUAGE_NAMES
 from ..tokenizer.config import TokenizerConfig
+from .audio_features import verify_features
 
 _QWEN3_ASR: Final = SpeechFormat(
     languages={
@@ -209,7 +210,7 @@ def read_chat_audio(
         return None
     if not path.is_dir() and mmproj is None:
         return None
-    return ChatAudioConfig(
+    found = ChatAudioConfig(
         token_id=_read_token(
             tokenizer or path,
             _moss_processor(path) if kind == "moss_audio" else section,
@@ -227,6 +228,8 @@ def read_chat_audio(
         around=_AROUND.get(kind, ("", "")) if mmproj is None else mmproj.around_clip,
         **(_VIBEVOICE if kind == "vibevoice_asr" else {}),
     )
+    verify_features(path, found)
+    return found
 
 
 def _read_token(tokenizer: Path, section: ConfigFields, vocab_size: int) -> int:

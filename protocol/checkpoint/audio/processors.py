@@ -116,6 +116,9 @@ def samples_processor(
 def _common(processor: ConfigFields, encoder: FastConformerSpec) -> AudioProcessorConfig:
     for name, needed in (("sampling_rate", 16_000), ("hop_length", 160), ("n_fft", 512)):
         processor.require(name, needed)
+    processor.require("feature_size", encoder.num_mel_bins)
+    for name, value in (("win_length", 400), ("preemphasis", 0.97)):
+        processor.require(name, value)
     return _unpadded(SpeechKind.COHERE, encoder, 160, [(3, 2, 1)] * encoder.num_halvings)
 
 

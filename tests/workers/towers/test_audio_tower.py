@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from engine.protocol.checkpoint.files import read_model_config
 from engine.protocol.checkpoint.speech import read_audio_processor
 from engine.protocol.config.frontend import FrontendConfig
 from engine.protocol.encoder_inputs.payloads import AudioPayload
-from engine.protocol.errors import EngineError
+from engine.protocol.errors import CheckpointError, EngineError
 from engine.workers.execution.inputs.clip_parts import ClipParts
 from engine.workers.execution.inputs.encoders import output_rows
 from engine.workers.loaders.open_checkpoint import open_checkpoint
@@ -131,6 +132,27 @@ def test_damaged_audio_is_an_error(model: Any) -> None:
             tower.encode(msgspec.msgpack.encode(clip))
     with pytest.raises(EngineError, match="is not an audio clip"):
         tower.encode(b"nothing")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    [
+        ("voxtral", "hop_length", 80),
+        ("voxtral", "feature_size", 80),
+        ("voxtral", "chunk_length", 30),
+        ("qwen3_asr", "n_fft", 512),
+        ("gemma3n", "max_frequency", 8000.0),
+    ],
+)
+def test_other_features_are_refused(tmp_path: Path, kind: str, name: str, value: Any) -> None:
+    path, _ = audio_directory(tmp_path, kind)
+    file = path / "preprocessor_config.json"
+    fields = json.loads(file.read_text()) | {name: value}
+    file.unlink()
+    # The newer of the two files has them in a section.
+    (path / "processor_config.json").write_text(json.dumps({"feature_extractor": fields}))
+    with pytest.raises(CheckpointError, match=f"{name} must be .*, got {value}"):
+        chat_audio(path, ThreadExecutor())
 
 
 @pytest.mark.parametrize("load", [load_decoder, load_native_decoder])
