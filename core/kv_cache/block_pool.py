@@ -14,13 +14,10 @@ import numpy as np
 from ...protocol.kv_events import MAX_BLOCK_CELLS, BlockState
 from .block_lifetimes import BlockLifetimes
 from .event_log import KVEventLog
-from .gradual_copy import GradualCopy
+from .gradual_list import GradualList
 
 NULL_BLOCK: Final = 0
 """The number of the null block, which fills unused entries of block tables and is never allocated."""
-
-COPIED_AT_ONCE: Final = 4096
-"""Number of blocks whose content hashes are copied per step for a snapshot. Copying them all would delay the step."""
 
 FEW_BLOCKS: Final = 32
 """Number of blocks up to which references are counted block by block."""
@@ -74,9 +71,8 @@ class BlockPool:
         self.lifetimes = BlockLifetimes(self.ref_counts)
         self.num_changes = 0
         """Increases whenever an allocation that failed might now succeed."""
-        self._hash_of: list[bytes | None] = [None] * num_blocks
-        self._contents_copy: GradualCopy[bytes | None] | None = None
-        """A copy of `_hash_of` that is being made."""
+        self._contents: GradualList[bytes | None] = GradualList([None] * num_blocks)
+        """The content hash of each block."""
         self._block_of: dict[bytes, int] = {}
         self._copies: dict[bytes, list[int]] = {}
         self._blank = array("q", range(num_blocks - 1, NULL_BLOCK, -1))
@@ -117,7 +113,9 @@ class BlockPool:
         """Return the `BlockState` of every N-th block, for the smallest N that gives at most `max_cells`."""
         step = -(-(self.num_blocks - 1) // max_cells)
         cells = []
-        for count, digest in zip(self.ref_counts[1::step], self._hash_of[1::step], strict=True):
+        for count, digest in zip(
+            self.ref_counts[1::step], self._contents.items[1::step], strict=True
+        ):
             if count:
                 cells.append(BlockState.USED if count == 1 else BlockState.SHARED)
             else:
@@ -152,7 +150,7 @@ class BlockPool:
 
     def get_key(self, block: int) -> bytes | None:
         """Return the content hash under which a block is cached, or None."""
-        return self._hash_of[block]
+        return self._contents.items[block]
 
     def find_cached_blocks(self, hashes: Sequence[bytes]) -> list[int]:
         """Return the blocks of the longest cached prefix of `hashes`."""
@@ -203,7 +201,7 @@ class BlockPool:
         The last blocks become evictable before the first ones, so that shared prefixes stay cached longest.
         """
         self.num_changes += 1
-        ref_counts, hash_of, serial_of = self.ref_counts, self._hash_of, self._serial_of
+        ref_counts, hash_of, serial_of = self.ref_counts, self._contents.items, self._serial_of
         freed, copies = self._freed, self._copies
         first = serial = self._first_serial + len(freed)
         for block in reversed(blocks):
@@ -227,7 +225,7 @@ class BlockPool:
 
     def count_cached(self) -> int:
         """Return `num_cached` plus `num_copies`, recounted block by block to check the invariant."""
-        return self.num_blocks - self._hash_of.count(None)
+        return self.num_blocks - self._contents.items.count(None)
 
     def is_cached(self, digest: bytes) -> bool:
         """Return whether a block with this content hash is cached."""
@@ -236,10 +234,10 @@ class BlockPool:
     def cache_blocks(self, blocks: Sequence[int], hashes: Sequence[bytes]) -> None:
         """Make full, held blocks findable. Blocks whose content is cached already become copies."""
         self.num_changes += 1
-        block_of, hash_of = self._block_of, self._hash_of
-        if self._contents_copy is not None:
+        block_of, hash_of = self._block_of, self._contents.items
+        if self._contents.copy is not None:
             for block in blocks:
-                self._contents_copy.keep_item(block, hash_of[block])
+                self._contents.keep_item(block)
         for index, block in enumerate(blocks):
             digest = hashes[index]
             if block_of.setdefault(digest, block) == block:
@@ -264,7 +262,7 @@ class BlockPool:
             if first is None:
                 continue
             for block in (first, *self._copies.pop(digest, ())):
-                self._forget_content(block, digest)
+                self._contents.replace_item(block, None)
                 self.lifetimes.stop_following(block)
                 # This also makes entries stale that date from before the block was held.
                 self._serial_of[block] = -1
@@ -279,11 +277,9 @@ class BlockPool:
         if self.num_free != self.num_blocks - 1:
             return False
         self._blank.extend(
-            block for block, digest in enumerate(self._hash_of) if digest is not None
+            block for block, digest in enumerate(self._contents.items) if digest is not None
         )
-        # A copy that is being made reads the old list.
-        self._hash_of = [None] * self.num_blocks
-        self._contents_copy = None
+        self._contents.replace_all([None] * self.num_blocks)
         self._block_of.clear()
         self._copies.clear()
         self._freed.clear()
@@ -296,27 +292,14 @@ class BlockPool:
             self.listener.cache_cleared()
         return True
 
-    def begin_copy(self) -> tuple[list[bytes | None], GradualCopy[bytes | None]]:
-        """Return the list of the content hash of each block, and a copy of it that `continue_copy` completes."""
-        if self._contents_copy is not None:
-            self._contents_copy.copy_items(self.num_blocks)
-        self._contents_copy = GradualCopy(self._hash_of)
-        return self._hash_of, self._contents_copy
-
-    def continue_copy(self) -> None:
-        """Copy some blocks more of a copy that is being made."""
-        if self._contents_copy is not None and self._contents_copy.copy_items(COPIED_AT_ONCE):
-            self._contents_copy = None
-
     def rebuild(self) -> None:
         """Compute the fields that are not part of snapshots."""
         copies = set(chain.from_iterable(self._copies.values()))
         self._block_of = {
             digest: block
-            for block, digest in enumerate(self._hash_of)
+            for block, digest in enumerate(self._contents.items)
             if digest is not None and block not in copies
         }
-        self._contents_copy = None
         self._drop_stale()
 
     def _drop_stale(self) -> None:
@@ -329,16 +312,11 @@ class BlockPool:
         self._first_serial = 0
         serials[evictable] = np.arange(len(evictable))
 
-    def _forget_content(self, block: int, digest: bytes) -> None:
-        if self._contents_copy is not None:
-            self._contents_copy.keep_item(block, digest)
-        self._hash_of[block] = None
-
     def _evict(self, count: int, blocks: list[int]) -> None:
         """Evict the `count` least recently freed cached blocks and append them to `blocks`."""
         serial_of, ref_counts, freed = self._serial_of, self.ref_counts, self._freed
-        hash_of, block_of, copies = self._hash_of, self._block_of, self._copies
-        gradual = self._contents_copy
+        hash_of, block_of, copies = self._contents.items, self._block_of, self._copies
+        gradual = self._contents if self._contents.copy is not None else None
         is_watched = (
             self._on_evict is not None or self._events is not None or self.listener is not None
         )
@@ -356,10 +334,10 @@ class BlockPool:
                     serial += 1
                     continue
                 del block_of[digest]
+                if gradual is not None:
+                    gradual.keep_item(block)
                 hash_of[block] = None
                 serial_of[block] = -1
-                if gradual is not None:
-                    gradual.keep_item(block, digest)
                 if is_watched:
                     self._report_evicted(digest, block)
             serial += 1
@@ -383,7 +361,7 @@ class BlockPool:
             copies.remove(block)
         if not copies:
             del self._copies[digest]
-        self._forget_content(block, digest)
+        self._contents.replace_item(block, None)
         self._serial_of[block] = -1
         self.lifetimes.stop_following(block)
         if self.listener is not None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 
 from ...protocol.arrays import int32_bytes
+from .gradual_list import GradualList
 
 
 class CPUOffload:
@@ -18,6 +20,10 @@ class CPUOffload:
         self.num_blocks = num_blocks
         self._num_copied_out = self._num_copied_in = 0
         self._block_of: dict[bytes, int] = {}
+        self._contents: GradualList[bytes | None] = GradualList([None] * num_blocks)
+        """The content of each block, from which with `_used_at` a snapshot's `_block_of` is computed."""
+        self._used_at = array("q", [0]) * num_blocks
+        self._num_uses = 0
         self._free = list(range(num_blocks - 1, -1, -1))
         self._copies_out: list[tuple[int, int]] = []
         self._copies_in: list[tuple[int, int]] = []
@@ -55,13 +61,13 @@ class CPUOffload:
             self._busy.add(block)
             self._copies_out.append((device_block, block))
             self._num_copied_out += 1
-        self._block_of[key] = block
+        self._add(key, block)
 
     def reserve_blocks(self, keys: Iterable[bytes]) -> None:
         """Protect blocks that are about to be loaded from being overwritten in this step."""
         for key in keys:
             block = self._block_of.pop(key)
-            self._block_of[key] = block
+            self._add(key, block)
             self._busy.add(block)
 
     def load_block(self, key: bytes, device_block: int) -> None:
@@ -74,11 +80,13 @@ class CPUOffload:
         for key in keys:
             block = self._block_of.pop(key, None)
             if block is not None:
+                self._contents.replace_item(block, None)
                 self._free.insert(0, block)
 
     def clear(self) -> None:
         """Remove all content."""
         self._block_of.clear()
+        self._contents.replace_all([None] * self.num_blocks)
         self._free = list(range(self.num_blocks - 1, -1, -1))
         self._copies_out.clear()
         self._busy.clear()
@@ -98,6 +106,21 @@ class CPUOffload:
         self._copies_in.clear()
         self._busy.clear()
         return copies
+
+    def rebuild(self) -> None:
+        """Compute the field that is not part of snapshots."""
+        keys = self._contents.items
+        used = (block for block, key in enumerate(keys) if key is not None)
+        order = sorted(used, key=self._used_at.__getitem__)
+        self._block_of = {key: block for block in order if (key := keys[block]) is not None}
+
+    def _add(self, key: bytes, block: int) -> None:
+        """Record the content of a block, which is now the most recently used one."""
+        self._block_of[key] = block
+        if self._contents.items[block] != key:
+            self._contents.replace_item(block, key)
+        self._num_uses += 1
+        self._used_at[block] = self._num_uses
 
     def _take_block(self) -> int | None:
         """Return a block to overwrite: a free one, or the least recently used one."""

@@ -8,7 +8,7 @@ relies on two rules:
   are None. So have the items at each position of their tuples.
 * Fields are assigned in `__init__`.
 
-The list of the block pool's contents has an item per block, so it is copied in parts, over several steps.
+A `GradualList` has an item per block, so it is copied in parts, over several steps.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from ...protocol.encoder_inputs.inputs import EncoderInput
 from ...protocol.messages import EngineCoreRequest, FinishedRequest, RequestEvents, TokenLogprobs
 from ...protocol.sampling_params import SamplingParams
 from ..kv_cache.block_pool import BlockPool
-from ..kv_cache.gradual_copy import GradualCopy
+from ..kv_cache.cpu_offload import CPUOffload
+from ..kv_cache.gradual_list import GradualCopy, GradualList
 from ..scheduler.features.speculative import Drafts
 from ..state.batch import ScheduledRow
 from ..state.external_dependency import ExternalDependency
@@ -69,7 +70,9 @@ APPEND_ONLY: Final[dict[type, frozenset[str]]] = {Request: frozenset({"_block_ha
 """The lists of each class to which immutable items are only appended, so that capturing the length suffices."""
 
 DERIVED: Final[dict[type, frozenset[str]]] = {
-    BlockPool: frozenset({"_block_of", "_contents_copy", "_freed", "_first_serial"})
+    BlockPool: frozenset({"_block_of", "_freed", "_first_serial"}),
+    CPUOffload: frozenset({"_block_of"}),
+    GradualList: frozenset({"copy"}),
 }
 """The fields of each class that are not captured, because its method `rebuild` computes them from the others."""
 
@@ -110,6 +113,7 @@ class FrozenState:
         self._copies: dict[int, Any] = {}
         self._lengths: dict[int, int] = {}
         self._rows: dict[int, tuple[Any, ...]] = {}
+        self._gradual: list[GradualList[Any]] = []
         self._pending: defaultdict[type, list[Any]] = defaultdict(list)
         self._visit([root])
         while self._pending:
@@ -141,6 +145,11 @@ class FrozenState:
             value = held[name] if name in held else getattr(instance, name)
             found[name] = blank(value) if name in content else value
         return found
+
+    def continue_copies(self) -> None:
+        """Copy more of the lists that are copied over several steps."""
+        for held in self._gradual:
+            held.continue_copy()
 
     def take_containers(self, size: int) -> list[dict[Any, Any] | list[Any]]:
         """Return all containers of more than `size` captured objects, whose last references may be here.
@@ -201,14 +210,14 @@ class FrozenState:
         if touched:
             self.freeze_rows(touched)
 
-    def freeze_pools(self, items: Sequence[BlockPool]) -> None:
-        """Copy the fields of a pool of blocks, and begin to copy its contents."""
-        for pool in items:
-            if id(pool) not in self._seen:
-                contents, gradual = pool.begin_copy()
-                self._seen[id(contents)] = contents
-                self._copies[id(contents)] = gradual
-                self.freeze_rows([pool])
+    def freeze_gradual_lists(self, items: Sequence[GradualList[Any]]) -> None:
+        """Begin to copy lists."""
+        for held in items:
+            if id(held) not in self._seen:
+                self._seen[id(held.items)] = held.items
+                self._copies[id(held.items)] = held.begin_copy()
+                self._gradual.append(held)
+                self.freeze_rows([held])
 
     def freeze_rows(self, items: Sequence[Any]) -> None:
         """Copy the fields of objects that may change, and visit those that may refer to mutable objects."""
@@ -303,8 +312,8 @@ def _find_freezer(kind: type) -> Freezer | None:
         return None
     if kind is Request:
         return FrozenState.freeze_requests
-    if kind is BlockPool:
-        return FrozenState.freeze_pools
+    if kind is GradualList:
+        return FrozenState.freeze_gradual_lists
     if kind in _CONTAINERS:
         return FrozenState.freeze_containers
     if kind is np.ndarray or kind is array:

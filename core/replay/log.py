@@ -260,8 +260,8 @@ class EventLog:
             self.flush()
         elif is_full:
             self.roll_over(scheduler)
-        else:
-            scheduler.kv_cache_manager.pool.continue_copy()
+        elif (start := self.segments[-1].start) is not None:
+            start.continue_copies()
 
     def roll_over(self, scheduler: Scheduler) -> None:
         """Begin the next segment with the scheduler's current state, unless capturing it would take too long."""

@@ -10,7 +10,7 @@ from inspect import getattr_static
 
 import msgspec
 import pytest
-from engine.core.kv_cache import block_pool
+from engine.core.kv_cache import gradual_list
 from engine.core.kv_cache.block_pool import BlockPool
 from engine.core.kv_cache.connector import ExternalMatch, RequestEnd
 from engine.core.replay import dump as event_dump
@@ -55,7 +55,7 @@ def test_i6_recorded_traffic_replays_from_the_start(seed):
 @pytest.mark.parametrize("seed", range(20, 40))
 def test_i6_recorded_traffic_replays_from_the_middle(seed, monkeypatch):
     # With few blocks copied per step, the pool changes while its contents are being copied.
-    monkeypatch.setattr(block_pool, "COPIED_AT_ONCE", 1 + seed % 4)
+    monkeypatch.setattr(gradual_list, "COPIED_AT_ONCE", 1 + seed % 4)
     harness = record(seed, SMALL_SEGMENT)
     dump = harness.dump()
     assert all(segment.snapshot is not None for segment in dump.segments)
