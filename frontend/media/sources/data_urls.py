@@ -31,7 +31,8 @@ def read_data_url(url: str, where: str) -> bytes:
     if not is_data_url(url):
         raise ParameterError(
             where,
-            'must be a data URL such as "data:image/png;base64,…", because this server downloads nothing; '
+            'must be a data URL such as "data:image/png;base64,…", because this server downloads nothing '
+            "without --allowed-media-domains; "
             f"got {echo(url[:64])}",
         )
     header, comma, content = url.partition(",")
