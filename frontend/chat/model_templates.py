@@ -47,7 +47,8 @@ class ModelTemplates:
             sources = {"default": BUILT_IN_TEMPLATES[architecture]}
         if instead is not None:
             sources = {"default": load_chat_template(instead)}
-        tokens = {
+        tokens: dict[str, str | None] = {
+            **tokenizer.named_tokens,
             "bos_token": tokenizer.bos_token,
             "eos_token": tokenizer.eos_token,
             "pad_token": tokenizer.pad_token,

@@ -39,7 +39,7 @@ class TokenizerConfig:
     """The fields of tokenizer_config.json and related files. Invalid fields raise CheckpointError.
 
     Attributes:
-        named_tokens: bos_token, eos_token and so on, if present.
+        named_tokens: bos_token, sep_token, image_token and so on, if present.
         added_tokens: The entries of `added_tokens_decoder`, by ID.
 
     A tokenizer_config.json with `added_tokens_decoder` is complete. Otherwise, special_tokens_map.json has precedence.
@@ -51,7 +51,9 @@ class TokenizerConfig:
         file = directory / "special_tokens_map.json"
         is_whole = _DECODER in self._fields.config
         self._map = ConfigFields({}, file) if is_whole else ConfigFields.read_if_present(file)
-        self.named_tokens = dict(self._named_tokens())
+        self.named_tokens = {
+            name: _token(fields, name)[0] for fields, name in self._fields_of_names()
+        }
         self.added_tokens = sorted(self._added_tokens(), key=lambda added: added[0])
 
     @property
@@ -60,8 +62,8 @@ class TokenizerConfig:
         return self._fields.boolean("split_special_tokens", False)
 
     def chat_templates(self) -> dict[str, str]:
-        """Return the chat templates by name."""
-        templates = dict(self._templates_of_config())
+        """Return the chat templates by name. Those in files of their own replace those of tokenizer_config.json."""
+        templates: dict[str, str] = {}
         in_json = ConfigFields.read_if_present(self._directory / "chat_template.json")
         if in_json.get("chat_template") is not None:
             templates["default"] = in_json.text("chat_template")
@@ -69,7 +71,11 @@ class TokenizerConfig:
             templates[file.stem] = _read_text(file)
         if (file := self._directory / "chat_template.jinja").is_file():
             templates["default"] = _read_text(file)
-        return templates
+        own = dict(self._templates_of_config())
+        if not templates:
+            return own
+        # Transformers has no default then.
+        return ({"default": own["default"]} if "default" in own else {}) | templates
 
     def added_token_id(self, text: str) -> int | None:
         """Return the ID of the added token with this text, also of one in tokenizer.json; None if there is none.
@@ -94,12 +100,8 @@ class TokenizerConfig:
 
     def special_tokens(self) -> tuple[_Flags, _Flags]:
         """Return the flags of special tokens that have a name, such as `sep_token`, and of those in lists, by text."""
-        named: _Flags = {}
+        named = dict(_token(fields, name) for fields, name in self._fields_of_names())
         listed: _Flags = {}
-        for name in dict.fromkeys([*self._fields.config, *self._map.config]):
-            fields = self._fields_with(name)
-            if name.endswith("_token") and isinstance(fields.get(name), str | dict):
-                named.update([_token(fields, name)])
         for fields, name in product((self._fields, self._map), _LISTS):
             # Only one list is used.
             found = {} if listed else fields.get(name, {})
@@ -108,20 +110,23 @@ class TokenizerConfig:
                     {str(i): x for i, x in enumerate(found)}, fields.path, f"{name}."
                 )
                 listed.update(_token(each, key) for key in each.config)
-            elif found:
-                each = fields.required_section(name)
-                named.update(_token(each, key) for key in each.config)
         return named, listed
 
     def _fields_with(self, name: str) -> ConfigFields:
         return self._map if name in self._map.config else self._fields
 
-    def _named_tokens(self) -> Iterator[tuple[str, str]]:
-        """Yield the named tokens, each of which is stored as a string or as {"content": ...}."""
-        for name in _NAMED:
+    def _fields_of_names(self) -> Iterator[tuple[ConfigFields, str]]:
+        """Yield the names of tokens and the fields that have them."""
+        for name in dict.fromkeys([*self._fields.config, *self._map.config]):
             fields = self._fields_with(name)
-            if fields.get(name) is not None:
-                yield name, _token(fields, name)[0]
+            value = fields.get(name)
+            is_named = name in _NAMED and value is not None
+            if is_named or (name.endswith("_token") and isinstance(value, str | dict)):
+                yield fields, name
+        for fields, name in product((self._fields, self._map), _LISTS):
+            if fields.get(name) and not isinstance(fields.get(name), list):
+                each = fields.required_section(name)
+                yield from ((each, key) for key in each.config)
 
     def _added_tokens(self) -> Iterator[tuple[int, ConfigFields]]:
         listed = self._fields.first_section(_DECODER)

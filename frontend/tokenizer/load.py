@@ -51,6 +51,7 @@ def load_tokenizer(path: str | PathLike[str]) -> Tokenizer:
             bos_token=named.get("bos_token"),
             eos_token=named.get("eos_token"),
             pad_token=named.get("pad_token"),
+            named_tokens=named,
             chat_templates=chat_templates,
         )
     except ValueError as error:

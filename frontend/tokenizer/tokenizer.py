@@ -25,6 +25,7 @@ class Tokenizer:
 
     Attributes:
         path: The tokenizer.json of the model.
+        named_tokens: Names ("bos_token", "sep_token", "image_token", ...) -> texts of tokens, as in its files.
         chat_templates: Names ("default", "tool_use", ...) -> Jinja sources.
 
     Raises:
@@ -40,6 +41,7 @@ class Tokenizer:
         bos_token: str | None = None,
         eos_token: str | None = None,
         pad_token: str | None = None,
+        named_tokens: Mapping[str, str] | None = None,
         chat_templates: Mapping[str, str] | None = None,
     ) -> None:
         for each in (backend, source or backend):
@@ -54,6 +56,7 @@ class Tokenizer:
         self.bos_token, self.bos_token_id = bos_token, self._named(bos_token)
         self.eos_token, self.eos_token_id = eos_token, self._named(eos_token)
         self.pad_token, self.pad_token_id = pad_token, self._named(pad_token)
+        self.named_tokens = dict(named_tokens or {})
         self.chat_templates = dict(chat_templates or {})
 
         decoder = backend.decoder

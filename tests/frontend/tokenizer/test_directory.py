@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
+from engine.frontend.chat import ModelTemplates
 from engine.frontend.tokenizer.load import load_tokenizer
 from engine.frontend.tokenizer.token_bytes import parse_decoding
 from engine.protocol.errors import CheckpointError
@@ -160,7 +161,23 @@ def test_lists_of_chat_templates_are_read(tmp_path: Path) -> None:
     assert tokenizer.chat_templates == {"default": "plain", "tool_use": "with tools"}
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates" / "rag.jinja").write_text("documents")
-    assert load_tokenizer(tmp_path).chat_templates["rag"] == "documents"
+    assert load_tokenizer(tmp_path).chat_templates == {"default": "plain", "rag": "documents"}
+    (tmp_path / "additional_chat_templates" / "rag.jinja").unlink()
+    (tmp_path / "chat_template.jinja").write_text("newer")
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path).chat_template
+    assert load_tokenizer(tmp_path).chat_templates == {"default": theirs}
+
+
+def test_templates_may_use_all_named_tokens(tmp_path: Path) -> None:
+    source = "{{ bos_token }}|{{ sep_token }}|{{ mask_token }}|{{ image_token }}|{{ boi_token }}"
+    config = {"bos_token": "<s>", "sep_token": {"__type": "AddedToken", "content": "</s>"}}
+    config |= {"image_token": "a", "extra_special_tokens": {"boi_token": "b"}}
+    path = write_directory(tmp_path, config | {"chat_template": source})
+    template = ModelTemplates(load_tokenizer(path)).choose(with_tools=False)
+    messages = [{"role": "user", "content": "x"}]
+    theirs = PreTrainedTokenizerFast.from_pretrained(path)
+    expected = theirs.apply_chat_template(messages, tokenize=False)
+    assert template.render(messages) == expected == "<s>|</s>||a|b"
 
 
 def test_a_missing_chat_template_is_none(tmp_path: Path) -> None:
