@@ -32,14 +32,13 @@ _UNKNOWN = re.compile(r"unknown field `(.*)`", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(.*)`", re.DOTALL)
 
 
-def read_part(value: Any, kind: type[T], where: str, hint: str = "") -> T:
+def read_part(value: Any, kind: type[T], where: str = "") -> T:
     """Return a part of a body, which was decoded without a type, as the struct `kind`.
 
     Args:
         value: The part.
         kind: The struct, or a union of structs that the field `type` tells apart.
         where: The place of the part in the body, for errors.
-        hint: The reason why a choice has no other values, such as ", because this server runs no tools".
 
     Raises:
         APIError: The part does not fit; the error names the field in it (400).
@@ -49,7 +48,7 @@ def read_part(value: Any, kind: type[T], where: str, hint: str = "") -> T:
             return msgspec.convert(value, kind)
         return msgspec.convert(with_integers(value, msgspec.inspect.type_info(kind)), kind)
     except msgspec.ValidationError as error:
-        raise invalid_field(str(error), msgspec.json.encode(value), where, kind, hint) from None
+        raise invalid_field(str(error), msgspec.json.encode(value), where, kind) from None
     except RecursionError:
         raise bad_request(where, "is nested too deeply") from None
 
@@ -84,9 +83,7 @@ def _has_integers(kind: msgspec.inspect.Type) -> bool:
     return any(isinstance(each, msgspec.inspect.IntType) for each in types)
 
 
-def invalid_field(
-    message: str, body: bytes, where: str = "", kind: Any = None, hint: str = ""
-) -> APIError:
+def invalid_field(message: str, body: bytes, where: str = "", kind: Any = None) -> APIError:
     """Rewrite "Expected `int | null`, got `str` - at `$.n`" as "n must be int or null, got "two""."""
     if unknown := _UNKNOWN.search(message):
         # msgspec reports only the name of an unknown field, not its path.
@@ -114,7 +111,7 @@ def invalid_field(
     if choices:
         first = ", ".join(choices[:-1])
         expected = f"{first} or {choices[-1]}" if first else choices[0]
-        return bad_request(param, f"must be {expected}{hint}{got}")
+        return bad_request(param, f"must be {expected}{got}")
     expected = problem.split(", got ")[0].removeprefix("Expected ")
     for word, plain in _PLAIN_WORDS.items():
         expected = re.sub(word, plain, expected)

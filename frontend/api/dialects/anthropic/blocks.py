@@ -170,3 +170,9 @@ class AssistantMessage(msgspec.Struct, kw_only=True, tag_field="role", tag="assi
 
 
 Message: TypeAlias = InputMessage | SystemMessage | AssistantMessage
+
+
+class Conversation(msgspec.Struct):
+    """The messages of a body."""
+
+    messages: list[Message]

@@ -16,6 +16,7 @@ from ...schema.anthropic import MessagesRequest, OutputConfig, ToolChoice
 from .blocks import (
     AssistantMessage,
     Compaction,
+    Conversation,
     Document,
     Image,
     InputBlock,
@@ -80,7 +81,8 @@ def translate_messages(body: MessagesRequest) -> ChatCompletionRequest:
         raise bad_request("thread", problem, code="thread_unsupported_request")
     if body.max_tokens is not None and body.max_tokens < 0:
         raise wrong("max_tokens", "at least 0", body.max_tokens)
-    given = [_read(message, f"messages[{i}]") for i, message in enumerate(body.messages)]
+    known = {"messages": [_with_known_blocks(message) for message in body.messages]}
+    given = read_part(known, Conversation).messages
     messages = [*_system(body.system)]
     for message in given:
         if (summary := _summary_in(message)) is not None:
@@ -122,15 +124,14 @@ def _system(system: str | list[dict[str, Any]] | None) -> list[Json]:
     return [{"role": "system", "content": content}]
 
 
-def _read(message: Json, where: str) -> Message:
-    """Return a message with its blocks."""
+def _with_known_blocks(message: Json) -> Json:
+    """Return a message with one type for all blocks that only Anthropic's servers can use."""
     if message.get("role") == "assistant" and isinstance(blocks := message.get("content"), list):
-        message = message | {"content": [_known(block) for block in blocks]}
-    return read_part(message, Message, where)  # type: ignore[arg-type]
+        return message | {"content": [_known(block) for block in blocks]}
+    return message
 
 
 def _known(block: Any) -> Any:
-    """Return a block with one type for all of those that only Anthropic's servers can use."""
     match block:
         case {"type": str() as kind} if kind in _LEFT_OUT:
             return {"type": _SERVER_BLOCK}

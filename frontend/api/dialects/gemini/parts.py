@@ -11,7 +11,7 @@ from typing import Any, Final
 from ....http.errors import bad_request, wrong
 from ...bodies.conversion import read_part
 from ...logprobs import Json
-from .schema import Blob, Content, FunctionCall, FunctionResponse, Part, in_camel_case
+from .schema import Blob, Content, Contents, FunctionCall, FunctionResponse, Part, in_camel_case
 
 _KINDS: Final = {"image": "image_url", "audio": "audio_url", "video": "video_url"}
 
@@ -36,11 +36,14 @@ class ContentReader:
         self.messages.append(message)
         self.places.append(where)
 
-    def add_contents(self, contents: Any, where: str) -> None:
+    def add_contents(self, contents: Any) -> None:
         """Add the turns of a conversation, or one turn, or a text. Raise APIError 400 if a part is invalid."""
-        for i, content in enumerate(contents if isinstance(contents, list) else [contents]):
-            place = f"{where}[{i}]"
-            turn = _read(content, place)
+        given = contents if isinstance(contents, list) else [contents]
+        turns = read_part(in_camel_case({"contents": given}), Contents).contents
+        for i, turn in enumerate(turns):
+            place = f"contents[{i}]"
+            if isinstance(turn, str):
+                turn = Content(parts=Part(text=turn))
             if turn.role == "model":
                 self._add_answer(turn, place)
             else:

@@ -75,7 +75,7 @@ def translate(body: GeminiRequest, model: str, *, streams: bool) -> ChatCompleti
         reader.add_system(body.system, "system_instruction" if is_snake else "systemInstruction")
     if not body.contents:
         raise bad_request("contents", "is required")
-    reader.add_contents(body.contents, "contents")
+    reader.add_contents(body.contents)
     with reject_deep_nesting("tools"):
         tools = _tools(body.tools or [])
     return GeminiChat(

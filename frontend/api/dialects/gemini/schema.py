@@ -26,9 +26,12 @@ def in_camel_case(value: Any) -> Any:
         return value
     found = {}
     for name, item in value.items():
-        sent = _AFTER_UNDERSCORE.sub(lambda match: match[1].upper(), name)
+        sent = name
+        if "_" in name:
+            sent = _AFTER_UNDERSCORE.sub(lambda match: match[1].upper(), name)
         if sent == name or value.get(sent) is None:
-            found[sent] = item if sent in _OPAQUE else in_camel_case(item)
+            is_whole = isinstance(item, str) or sent in _OPAQUE
+            found[sent] = item if is_whole else in_camel_case(item)
     return found
 
 
@@ -97,6 +100,12 @@ class Content(Fields):
 
     parts: list[Part | str] | Part
     role: Literal["user", "model", "function", ""] | None = None
+
+
+class Contents(Fields):
+    """The turns of a conversation. A turn may be a text."""
+
+    contents: list[Content | str]
 
 
 class ThinkingConfig(Fields):
