@@ -180,6 +180,8 @@ def _windows(samples: Float32Array, config: ChatAudioConfig) -> Iterator[tuple[F
         num_samples += 2 * HOP
     else:
         num_samples = -(-len(samples) // length) * length
+    if not num_frames:
+        return
     features = log_mel(samples, num_samples, tower.num_mel_bins)
     if config.framing is Framing.PADDED:
         features = features[:, :num_frames]

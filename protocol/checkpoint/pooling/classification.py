@@ -20,6 +20,13 @@ _REWARD_LABELS: Final = {
 }
 """Architecture of a reward model, which scores each token -> its number of scores, whatever the config says."""
 
+_ACTIVATIONS: Final = {
+    "Identity": Activation.IDENTITY,
+    "Sigmoid": Activation.SIGMOID,
+    "Softmax": Activation.SOFTMAX,
+}
+"""The class of torch that sentence-transformers applies to scores -> the activation."""
+
 
 class Ranker(NamedTuple):
     """A decoder that scores a query and a document, which may have images.
@@ -138,8 +145,10 @@ def _activation(fields: ConfigFields, num_labels: int) -> Activation:
     trained = fields.section("sentence_transformers")
     name = "" if trained is None else trained.text("activation_fn", "")
     name = name or fields.text("sbert_ce_default_activation_function", "")
-    if name.endswith(".Identity"):
-        return Activation.IDENTITY
-    if name.endswith(".Sigmoid") or num_labels == 1:
-        return Activation.SIGMOID
-    return Activation.SOFTMAX
+    usual = Activation.SIGMOID if num_labels == 1 else Activation.SOFTMAX
+    found = _ACTIVATIONS.get(name.rpartition(".")[2]) if name else usual
+    if found is None:
+        raise fields.error(
+            f"the activation function {name!r} is not supported; supported are {', '.join(_ACTIVATIONS)}"
+        )
+    return usual if found is Activation.SOFTMAX else found

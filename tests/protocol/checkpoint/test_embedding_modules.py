@@ -1,4 +1,4 @@
-"""Modules of sentence-transformers that would change vectors are not ignored."""
+"""The settings of sentence-transformers for vectors and scores are applied or refused."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 from engine.protocol.checkpoint.config_fields import ConfigFields
+from engine.protocol.checkpoint.pooling.classification import read_classifier
 from engine.protocol.checkpoint.pooling.embedding import read_embedding_files
+from engine.protocol.config.model import Activation
 from engine.protocol.errors import CheckpointError
 
 _MEAN = {"pooling_mode_mean_tokens": True}
@@ -42,3 +44,30 @@ def test_other_modules_are_refused(
     config = ConfigFields({"model_type": "bert", "hidden_size": 8}, tmp_path)
     with pytest.raises(CheckpointError, match=message):
         read_embedding_files(tmp_path, config, config)
+
+
+@pytest.mark.parametrize(
+    ("fields", "activation"),
+    [
+        ({"num_labels": 1}, "sigmoid"),
+        ({"num_labels": 3}, "softmax"),
+        ({"num_labels": 3, "problem_type": "multi_label_classification"}, "sigmoid"),
+        ({"num_labels": 1, "problem_type": "regression"}, "identity"),
+        (
+            {"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}},
+            "identity",
+        ),
+        ({"sbert_ce_default_activation_function": "torch.nn.Sigmoid"}, "sigmoid"),
+        ({"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.ReLU"}}, None),
+    ],
+)
+def test_scores_have_the_activation_of_the_config(
+    tmp_path: Path, fields: dict[str, Any], activation: str | None
+) -> None:
+    config = ConfigFields({"architectures": ["BertForSequenceClassification"]} | fields, tmp_path)
+    if activation is None:
+        with pytest.raises(CheckpointError, match=r"activation\.ReLU' is not supported; supported"):
+            read_classifier(config)
+    else:
+        found = read_classifier(config)
+        assert found is not None and found.activation == Activation[activation.upper()]

@@ -15,6 +15,7 @@ import pytest
 import torch
 from engine.frontend.client.executor import ThreadExecutor
 from engine.frontend.media.audio.added_clip import AddedClip
+from engine.frontend.media.audio.clips import prepare_clip
 from engine.frontend.media.chat_audio import ChatAudio
 from engine.frontend.model_source.chat_audio import read_chat_audio
 from engine.frontend.tokenizer.load import load_tokenizer
@@ -25,7 +26,7 @@ from engine.protocol.checkpoint.files import read_model_config
 from engine.protocol.checkpoint.speech import read_audio_processor
 from engine.protocol.config.frontend import FrontendConfig
 from engine.protocol.encoder_inputs.payloads import AudioPayload
-from engine.protocol.errors import CheckpointError, EngineError
+from engine.protocol.errors import CheckpointError, EngineError, ParameterError
 from engine.workers.execution.inputs.clip_parts import ClipParts
 from engine.workers.execution.inputs.encoders import output_rows
 from engine.workers.loaders.open_checkpoint import open_checkpoint
@@ -132,6 +133,20 @@ def test_damaged_audio_is_an_error(model: Any) -> None:
             tower.encode(msgspec.msgpack.encode(clip))
     with pytest.raises(EngineError, match="is not an audio clip"):
         tower.encode(b"nothing")
+
+
+def test_very_short_clips_are_read_or_refused(model: Any) -> None:
+    _, path, _ = model
+    config = read_model_config(path)
+    text = text_section(config)
+    assert text is not None
+    clips = read_chat_audio(path, config, text)
+    assert clips is not None
+    for length in (0, 1, 150, 400):
+        try:
+            assert prepare_clip(np.ones(length, np.float32), clips, "audio").inputs
+        except ParameterError as error:
+            assert "is too short" in str(error)
 
 
 @pytest.mark.parametrize(
