@@ -14,7 +14,7 @@ from ...protocol.checkpoint.gguf import GGUFFile
 from ...protocol.errors import CheckpointError
 from ..cache_directory import cache_directories
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 """Increase this when the output of `convert` changes, so that older conversions are ignored."""
 
 _DIGEST = "sha256"

@@ -98,14 +98,29 @@ def convert_tokenizer_model(directory: Path) -> dict[str, dict[str, Any]]:
         return {"tokenizer.json": tokenizer, "tokenizer_config.json": settings.content(named)}
     before = normalizers(model.charsmap or None, model.removes_spaces)
     tokenizer["normalizer"]["normalizers"][:0] = before
-    adds_often = model.removes_spaces or settings.fields.boolean("legacy", True)
-    if model.adds_space and not adds_often:
-        # The space is put before the whole text only, and not after each special token, too.
+    if model.adds_space and not model.removes_spaces and (scheme := _prepend_scheme(settings)):
         tokenizer["normalizer"]["normalizers"] = before
         tokenizer["pre_tokenizer"] = {
             "type": "Metaspace",
             "replacement": SPACE,
-            "prepend_scheme": "first",
+            "prepend_scheme": scheme,
             "split": False,
         }
+        if scheme == "never":
+            steps = tokenizer["decoder"]["decoders"]
+            tokenizer["decoder"]["decoders"] = [x for x in steps if x["type"] != "Strip"]
     return {"tokenizer.json": tokenizer, "tokenizer_config.json": settings.content(named)}
+
+
+def _prepend_scheme(settings: Settings) -> str | None:
+    """Return where a space is put before parts of a text that do not begin with one; None for SentencePiece's rule.
+
+    Transformers' own class puts it before the whole text only, and not after each special token, unless it is
+    `legacy`. SentencePiece puts it before all parts, also of those that begin with a space.
+    """
+    is_of_transformers = settings.tokenizer_class == "LlamaTokenizer"
+    if is_of_transformers and not settings.fields.boolean("add_prefix_space", True):
+        return "never"
+    if not settings.fields.boolean("legacy", not is_of_transformers):
+        return "first"
+    return "always" if is_of_transformers else None

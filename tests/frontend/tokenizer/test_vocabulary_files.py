@@ -100,20 +100,32 @@ def test_sentencepiece_models_of_albert_and_rembert_are_read(
     assert found == ["[CLS]", *words, "[MASK]", "[SEP]"]
 
 
-@pytest.mark.parametrize(("legacy", "after"), [(True, ["▁", "b"]), (False, ["b"])])
+@pytest.mark.parametrize(
+    ("settings", "before", "after"),
+    [
+        ({"legacy": True}, ["▁ab"], ["▁", "b"]),
+        ({"legacy": False}, ["▁ab"], ["b"]),
+        ({}, ["▁ab"], ["b"]),
+        ({"add_prefix_space": False}, ["a", "b"], ["b"]),
+        ({"tokenizer_class": "YiTokenizer"}, ["▁ab"], ["▁", "b"]),
+    ],
+)
 def test_a_sentencepiece_model_is_read_with_the_tokens_beside_it(
-    tmp_path: Path, legacy: bool, after: list[str]
+    tmp_path: Path, settings: dict[str, Any], before: list[str], after: list[str]
 ) -> None:
     scores = {"▁a": -1.0, "▁ab": -2.0, "b": -3.0, "▁": -4.0, "a": -5.0}
     tokens = ["<unk>", "<s>", "</s>", *scores, "<|x|>"]
     (tmp_path / "tokenizer.model").write_bytes(sentencepiece_file(scores, 2, removes_spaces=False))
     (tmp_path / "added_tokens.json").write_text('{"<|x|>": 8}')
-    config = {"tokenizer_class": "LlamaTokenizer", "legacy": legacy}
+    config = {"tokenizer_class": "LlamaTokenizer"} | settings
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     tokenizer = load_tokenizer(tmp_path)
     assert (tokenizer.bos_token, tokenizer.eos_token_id, tokenizer.vocab_size) == ("<s>", 2, 9)
     found = [tokens[i] for i in tokenizer.encode("ab  a<|x|>b")]
-    assert found == ["<s>", "▁ab", "▁", "▁a", "<|x|>", *after]
+    assert found == ["<s>", *before, "▁", "▁a", "<|x|>", *after]
+    # Transformers' own class puts no space before another one.
+    starts = ["<s>", "▁", "▁ab"] if "tokenizer_class" in settings else ["<s>", "▁ab"]
+    assert [tokens[i] for i in tokenizer.encode(" ab")] == starts
 
 
 def test_a_sentencepiece_model_of_t5_gets_tokens_for_absent_parts(tmp_path: Path) -> None:
