@@ -16,7 +16,8 @@ _NUM_ROWS: Final = 256
 def has_own_head(checkpoint: Checkpoint, tensor_names: TensorNames, vocab_size: int) -> bool:
     """Return whether a checkpoint stores an output projection whose first rows differ from those of the embedding.
 
-    transformers does not tie such a projection, even if the config says so. T5 v1.1 checkpoints have one.
+    transformers does not tie such a projection, even if the config says so. T5 v1.1 checkpoints have one, and tools
+    quantize a copy of the embedding as one.
     """
     stored = translate_names(checkpoint.names(), tensor_names)
     found = [
@@ -29,5 +30,7 @@ def has_own_head(checkpoint: Checkpoint, tensor_names: TensorNames, vocab_size: 
     rows = range(min(_NUM_ROWS, vocab_size))
     embedding, head = (checkpoint.floats(name, part=rows) for name in names)
     if embedding is None or head is None:
-        return False
+        # At least one of them is quantized.
+        values = [checkpoint.tensor(name, part=rows).float() for name in names]
+        return not values[0].equal(values[1])
     return embedding.dtype == head.dtype and not np.array_equal(embedding.values, head.values)

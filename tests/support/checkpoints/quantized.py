@@ -34,8 +34,10 @@ class Format:
     """The class of torchao whose attributes `fields` the header of the file describes."""
 
 
-def quantize_directory(directory: Path, name: str) -> dict[str, Tensor]:
-    """Rewrite a checkpoint's linear modules in the format `name`; return the resulting weights by tensor name."""
+def quantize_directory(
+    directory: Path, name: str, modules: tuple[str, ...] = ("_proj",)
+) -> dict[str, Tensor]:
+    """Rewrite a checkpoint's `modules` in the format `name`; return the resulting weights by tensor name."""
     files = sorted(directory.glob("*.safetensors"))
     tensors = {key: value for file in files for key, value in load_file(file).items()}
     for file in files:
@@ -45,7 +47,7 @@ def quantize_directory(directory: Path, name: str) -> dict[str, Tensor]:
     form = FORMATS[name]
     for key, tensor in tensors.items():
         module, _, last = key.rpartition(".")
-        if last == "weight" and module.endswith("_proj"):
+        if last == "weight" and module.endswith(modules):
             parts, meaning[key] = form.store(tensor.float())
             if form.kind:
                 texts[key] = torchao.header(form.kind, tensor, **form.fields)

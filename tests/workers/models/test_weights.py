@@ -5,28 +5,45 @@ import json
 import pytest
 import torch
 import transformers
+from engine.protocol.config import (
+    CacheConfig,
+    CPUBackend,
+    DeviceConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
 from engine.protocol.errors import CheckpointError
+from engine.workers.execution.model_loader import load_model
+from engine.workers.execution.parallel_state import ParallelState
 from engine.workers.loaders.open_checkpoint import open_checkpoint
 from engine.workers.models.weights import WeightReader
 from safetensors.torch import load_file, save_file
+from support.checkpoints.quantized import quantize_directory
 from support.workers.decoders import Runner, load_decoder
 
 torch.set_num_threads(1)
 
 
-@pytest.fixture
-def path(tmp_path):
+def save_llama(path, vocab_size=20, hidden_size=16, intermediate_size=24):
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=20,
-        hidden_size=16,
-        intermediate_size=24,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
         tie_word_embeddings=False,
     )
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    model = transformers.LlamaForCausalLM(config)
+    model.save_pretrained(path)
+    return model
+
+
+@pytest.fixture
+def path(tmp_path):
+    save_llama(tmp_path)
     return tmp_path
 
 
@@ -139,3 +156,27 @@ def test_scales_without_an_fp8_cache_are_not_unexpected(path):
     names = [f"model.layers.0.self_attn.{name}" for name in ("k_scale", "v_scale")]
     edit_tensors(path, lambda tensors: tensors.update({name: torch.ones(1) for name in names}))
     load_decoder(path)
+
+
+@pytest.mark.parametrize("backend", [CPUBackend.NATIVE, CPUBackend.TORCH])
+@pytest.mark.parametrize("name", ["torchao-int4", "hqq", "quark-int4", "compressed-int4"])
+def test_a_quantized_head_is_read_although_the_config_ties_it(tmp_path, name, backend):
+    """Tools quantize a copy of the embedding as the head, and leave the embedding as it is."""
+    model = save_llama(tmp_path, 64, 64, 64)
+    meaning = quantize_directory(tmp_path, name, ("_proj", "lm_head"))
+    model.load_state_dict(meaning, strict=False)
+    edit_config(tmp_path, tie_word_embeddings=True)
+    config = EngineConfig(
+        "/run",
+        1,
+        ModelConfig("m", "", "", ("m",), "llama", 64, 128, (1,), dtype="float32"),
+        CacheConfig(block_size=16),
+        SchedulerConfig(),
+        device=DeviceConfig(cpu_backend=backend),
+    )
+    checkpoint = open_checkpoint(tmp_path)
+    loaded = load_model(config, torch.device("cpu"), checkpoint, lambda *_: None, ParallelState())
+    logits = Runner(loaded).step({0: list(range(64))})[0]
+    expected = model(torch.arange(64)[None]).logits[0]
+    # The native backend rounds activations to eight bits.
+    assert torch.linalg.norm(logits - expected) <= 0.02 * torch.linalg.norm(expected)
