@@ -74,8 +74,10 @@ class _Render(Endpoint[Request], Generic[Request]):
         def render() -> Json | list[Json]:
             if not self.is_list:
                 return self._request(request, prompts[0], request_id)
+            if len(prompts) == 1:
+                return [self._request(request, prompts[0], request_id)]
             return [
-                self._request(request, prompt, f"{request_id}-{i}" if i else request_id)
+                self._request(request, prompt, f"{request_id}-{i}")
                 for i, prompt in enumerate(prompts)
             ]
 

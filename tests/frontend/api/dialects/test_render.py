@@ -85,7 +85,7 @@ def test_each_prompt_of_a_completion_is_rendered(frontend: FrontendProcess) -> N
     assert [each["token_ids"] for each in rendered] == [
         choice["prompt_token_ids"] for choice in completion["choices"]
     ]
-    assert [each["request_id"] for each in rendered] == ["cmpl-mine", "cmpl-mine-1"]
+    assert [each["request_id"] for each in rendered] == ["cmpl-mine-0", "cmpl-mine-1"]
     for each, choice in zip(rendered, completion["choices"], strict=True):
         assert each["sampling_params"]["max_tokens"] == 16
         assert (each["cache_salt"], each["priority"], each["stream"]) == ("a", 0, True)
