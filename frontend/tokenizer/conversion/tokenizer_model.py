@@ -35,6 +35,9 @@ _CLASSES: Final = (
 )
 """The classes of tokenizers that put the first token before a text and differ only in their vocabularies."""
 
+_LEGACY: Final = {"LlamaTokenizer": False, "CodeLlamaTokenizer": True}
+"""The classes that transformers itself has, and the defaults of their field `legacy`."""
+
 
 def tokenizer_model_files(directory: Path) -> list[Path]:
     """Return the files of a tokenizer in this format; none if the directory has no such tokenizer."""
@@ -115,12 +118,12 @@ def convert_tokenizer_model(directory: Path) -> dict[str, dict[str, Any]]:
 def _prepend_scheme(settings: Settings) -> str | None:
     """Return where a space is put before parts of a text that do not begin with one; None for SentencePiece's rule.
 
-    Transformers' own class puts it before the whole text only, and not after each special token, unless it is
+    Transformers' own classes put it before the whole text only, and not after each special token, unless they are
     `legacy`. SentencePiece puts it before all parts, also of those that begin with a space.
     """
-    is_of_transformers = settings.tokenizer_class == "LlamaTokenizer"
-    if is_of_transformers and not settings.fields.boolean("add_prefix_space", True):
+    kind = settings.tokenizer_class
+    if kind in _LEGACY and not settings.fields.boolean("add_prefix_space", True):
         return "never"
-    if not settings.fields.boolean("legacy", not is_of_transformers):
+    if not settings.fields.boolean("legacy", _LEGACY.get(kind, True)):
         return "first"
-    return "always" if is_of_transformers else None
+    return "always" if kind in _LEGACY else None
