@@ -309,8 +309,23 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, gc=False):
 
     def verify(self, *, vocab_size: int, max_logprobs: int) -> None:
         """Raise ParameterError for the first parameter that is out of range."""
+        self.verify_types()
         self.verify_numbers(vocab_size=vocab_size, max_logprobs=max_logprobs)
         self.verify_lists(vocab_size=vocab_size)
+
+    def verify_types(self) -> None:
+        """Raise ParameterError for the first parameter of another type than its field.
+
+        The core could not decode the message with the request, and would drop it.
+        """
+        try:
+            _decode(_encode(self))
+        except msgspec.ValidationError as error:
+            text, _, path = str(error).replace("`", "").partition(" - at ")
+            name = path.rpartition("$.")[2] or "sampling_params"
+            raise ParameterError(name, f"has the wrong type: {text.lower()}") from None
+        except (TypeError, OverflowError) as error:
+            raise ParameterError("sampling_params", str(error)) from None
 
     def verify_numbers(self, *, vocab_size: int, max_logprobs: int) -> None:
         """Verify the parameters that take constant time to check."""
@@ -408,6 +423,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, gc=False):
                 ("end_token_id", (rules.end_token_id,)),
             ):
                 _token_ids(f"transcript_rules.{name}", token_ids, vocab_size)
+
+
+_encode: Final = msgspec.msgpack.Encoder().encode
+_decode: Final = msgspec.msgpack.Decoder(SamplingParams).decode
 
 
 def _integer(name: str, value: int, low: int, high: int | None) -> None:

@@ -91,6 +91,7 @@ class InputProcessor:
             if i % SEQUENCES_AT_ONCE == 0:
                 await asyncio.sleep(0)
             prompt, params = sequence.prompt_token_ids, sequence.params
+            params.verify_types()
             if id(prompt) not in prompts:
                 token_ids = self._prompt(
                     prompt,

@@ -21,6 +21,10 @@ def test_defaults_and_limits_are_accepted() -> None:
 @pytest.mark.parametrize(
     ("params", "field", "limit"),
     [
+        ({"temperature": "0.7"}, "temperature", "expected float, got str"),
+        ({"max_tokens": True}, "max_tokens", "expected int | null, got bool"),
+        ({"logit_bias": {"5": 1.0}}, "logit_bias", "expected int, got str"),
+        ({"top_k": 10**400}, "sampling_params", "ints"),
         ({"temperature": -0.1}, "temperature", "[0, 100]"),
         ({"temperature": math.nan}, "temperature", "[0, 100]"),
         ({"temperature": math.inf}, "temperature", "[0, 100]"),
