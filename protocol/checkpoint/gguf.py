@@ -25,8 +25,8 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 MAX_DIMS = 4
-_PIECE_BYTES = 1 << 20
-"""Bytes of an array of strings in which lengths are found together."""
+_PIECE_BYTES = 1 << 16
+"""Bytes of an array of strings in which lengths are found together; the arrays of a piece fit in a core's cache."""
 _SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _DAMAGED = "the file is truncated or damaged; download it again"
 
@@ -211,17 +211,18 @@ def _find_strings(buffer: mmap.mmap, position: int, count: int) -> npt.NDArray[n
         lengths_at = np.flatnonzero(four[:-3] & four[3:])
         ends = lengths_at + 8 + piece[lengths_at]
         is_right = np.append(lengths_at[:1] == 0, lengths_at[1:] == ends[:-1])
-        num_right = len(is_right) if is_right.all() else int(is_right.argmin())
+        num_right = len(ends) if is_right.all() else int(is_right.argmin())
+        needs_steps = num_right < max(len(ends), 1)
         ends = ends[: min(num_right, count)] + position
-        # The number of steps doubles, so that few pieces are read if many strings are of another kind.
+        # The number of steps doubles each time, so that few pieces are read if many strings are of another kind.
         steps: list[int] = []
         end = int(ends[-1]) if len(ends) else position
-        for _ in range(min(num_steps, count - len(ends))):
+        for _ in range(min(num_steps * needs_steps, count - len(ends))):
             if end + 8 > len(buffer):
                 break
             end = min(end + 8 + _u64(buffer, end)[0], len(buffer) + 1)
             steps.append(end)
-        num_steps *= 2
+        num_steps <<= needs_steps
         found += ends, np.array(steps, np.int64)
         position, count = end, count - len(ends) - len(steps)
     return np.concatenate(found)
