@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from ...protocol.checkpoint.config_fields import ConfigFields
 from ...protocol.checkpoint.gguf import BLOCK_SIZES, GGMLQuantizationType, GGUFFile, GGUFTensor
 from ...protocol.checkpoint.gguf_config.convert import gguf_to_hf_config
+from ...protocol.checkpoint.pooling.classification import HEAD_PARTS
 from ...protocol.errors import CheckpointError
 from .checkpoint import Checkpoint, Floats, copy_to_host, part_of
 from .dequantize import BLOCK_TYPES, DEQUANTIZABLE, WITH_CODEBOOKS, dequantize, unpack_matrix
@@ -68,6 +69,8 @@ _UNUSED = re.compile(
 )
 # Tensors of layers for multi-token prediction, which only some families read.
 _OF_PREDICTION = re.compile(r"blk\.\d+\.nextn\..*")
+# Tensors of a classification head, which masked language models have in part.
+_OF_SCORE_HEAD = re.compile(r"cls\..*")
 # Norms of these architectures have no weights, but the converter stores factors as weights, which the config contains.
 _UNIT_NORMS = {"muse-glimmer": re.compile(r"blk\.\d+\.attn_[qk]_norm\.weight")}
 _FLOATS: Final = {
@@ -81,7 +84,9 @@ _FLOATS: Final = {
 def _parts(name: str, tensor: GGUFTensor) -> dict[str, GGUFTensor]:
     """Return the tensor by its name, or its parts if it stacks the tensors of all experts or heads."""
     if "{part}" not in name:
-        if name.endswith("shared_expert_gate.weight") and len(tensor.shape) == 1:
+        is_row = name.endswith(("shared_expert_gate.weight", "score_head.output.weight"))
+        is_row = is_row or tensor.name == "cls.weight"
+        if is_row and len(tensor.shape) == 1:
             tensor = replace(tensor, shape=(1, *tensor.shape))
         elif re.search(r"\.(mixer\.([qkv]_)?|ple\.)conv1d\.weight", name) and len(tensor.shape) > 1:
             tensor = replace(tensor, shape=(math.prod(tensor.shape[:-1]), 1, tensor.shape[-1]))
@@ -136,6 +141,8 @@ class GGUFCheckpoint(Checkpoint):
         unused = [_UNUSED, _UNIT_NORMS.get(self._architecture, _UNUSED)]
         if not self.config.get("num_nextn_predict_layers"):
             unused.append(_OF_PREDICTION)
+        if self.config.get(HEAD_PARTS) is None:
+            unused.append(_OF_SCORE_HEAD)
         self._tensors: dict[str, GGUFTensor] = {}
         self._scalars = _activation_parameters(self._gguf)
         for tensor in self._gguf.tensors.values():

@@ -10,6 +10,9 @@ _MODULES = {
     "output_norm": "model.norm",
     "enc.output_norm": "model.norm",
     "output": "lm_head",
+    "cls": "score_head.dense",
+    "cls.norm": "score_head.norm",
+    "cls.output": "score_head.output",
     "output_res_score": "model.head_res_query",
     "output_hc_norm": "model.head_hc.hc_norm",
     "output_hc_down": "model.head_hc.input_mix_weight_down",
@@ -369,7 +372,7 @@ _LAYER_SCALE = re.compile(r"blk\.(\d+)\.(\w+\.scale)")
 _PREDICTION_TENSOR = re.compile(
     r"blk\.(\d+)\.nextn\.(eh_proj|enorm|hnorm|embed_tokens|shared_head_(?:head|norm))\.weight"
 )
-_TENSOR = re.compile(r"((?:enc\.)?\w+)\.(weight|bias)")
+_TENSOR = re.compile(r"((?:enc\.|cls\.)?\w+)\.(weight|bias)")
 _HEAD_STREAMS = re.compile(r"output_hc_(fn|base|scale)\.weight")
 
 

@@ -40,12 +40,13 @@ class ScoreHead:
         assert spec.score_head is not None
         head, size = spec.score_head, spec.hidden_size
         reads_rows = bool(head.token_ids) or head.scores_vocabulary
+        num_rows = 2 if head.takes_difference else head.num_labels
         self._layers: dict[str, _Layer] = {}
         parts: dict[str, AdaptedMatrix] = {}
         wanted = (
             ("dense", head.has_dense, size, size, head.dense_bias),
             ("norm", head.has_norm, size, None, spec.norm_bias),
-            ("output", not reads_rows, head.num_labels, size, head.output_bias),
+            ("output", not reads_rows, num_rows, size, head.output_bias),
         )
         for name, is_there, rows, columns, has_bias in wanted:
             if not is_there:
@@ -57,7 +58,9 @@ class ScoreHead:
             replaceable = ("weight", "bias") if has_bias else ("weight",)
             module = AdaptedRows(f"score_head.{name}", rows, lambda x: x)
             parts[name] = AdaptedMatrix(module, columns, replaceable=replaceable)
-        self._takes_difference = len(head.token_ids) == 2
+        # The row of yes follows that of no in a list of tokens, but precedes it in a GGUF file.
+        is_pair = head.takes_difference or len(head.token_ids) == 2
+        self._yes = int(bool(head.token_ids)) if is_pair else None
         if reads_rows:
             rows_LD = weights.read_token_rows(
                 head.token_ids, spec.vocab_size, size, of_embedding=head.reads_embedding
@@ -140,5 +143,7 @@ class ScoreHead:
             weight, bias = layers["norm"]
             vector_D = LayerNorm(weight, self._eps, bias)(vector_D)
         rows_LD, bias_L = layers["output"]
-        weight_LD = rows_LD[1:] - rows_LD[:1] if self._takes_difference else rows_LD
+        weight_LD = rows_LD
+        if self._yes is not None:
+            weight_LD = (rows_LD[self._yes] - rows_LD[1 - self._yes])[None]
         return F.linear(vector_D, weight_LD, bias_L) + self._offset

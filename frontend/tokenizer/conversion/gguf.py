@@ -11,7 +11,7 @@ import numpy as np
 
 from ....protocol.checkpoint.gguf_config.fields import GGUFFields
 from ....protocol.errors import CheckpointError
-from .parts import added_token, bpe, byte_level, surround, word_pieces
+from .parts import added_token, bpe, byte_level, enclose, surround, word_pieces
 from .plamo import plamo_parts
 from .pretokenizers import PRE_TOKENIZERS, PreTokenizer
 from .sentencepiece import SPACE, unigram_parts
@@ -79,6 +79,8 @@ class _Vocabulary:
         return self.tokens[index] if index is not None and 0 <= index < len(self.tokens) else None
 
 
+_LIKE_ROBERTA: Final = ("jina-v1-en", "jina-v2-code", "roberta-bpe")
+"""Values of `tokenizer.ggml.pre` of tokenizers that separate two texts by two tokens."""
 _NOT_BYTE_LEVEL = ("gemma4", "granite-embed-multi-311m", "sarvam-moe")
 """Values of `tokenizer.ggml.pre` of tokenizers with the model `gpt2` that merge characters instead of bytes."""
 
@@ -138,7 +140,7 @@ def convert(
         "truncation": None,
         "padding": None,
         "added_tokens": _added_tokens(vocabulary),
-        "post_processor": surround(vocabulary.tokens, before, after),
+        "post_processor": _post_processor(vocabulary, before, after),
         **parts,
     }
     config = {
@@ -164,6 +166,21 @@ def _read(path: str | PathLike[str], metadata: Mapping[str, Any]) -> _Vocabulary
     if typed.get("token_type") is None:
         return typed
     return replace(typed, types=typed.numbers("token_type"))
+
+
+def _post_processor(
+    vocabulary: _Vocabulary, before: list[str], after: list[str]
+) -> dict[str, Any] | None:
+    """Return the post-processor, by which encoders also join two texts: like those of BERT, or like RoBERTa's."""
+    fields, tokens = vocabulary.fields, vocabulary.tokens
+    model, pre = fields.text("model", ""), fields.text("pre", "")
+    if before and after and (model == "bert" or after == ["[SEP]"]):
+        return enclose(tokens, *before, *after)
+    has_separator = bool(before and after) and (model == "t5" or pre in _LIKE_ROBERTA)
+    if not vocabulary.flag("add_sep_token", has_separator):
+        return surround(tokens, before, after)
+    separator = vocabulary.special("seperator")
+    return surround(tokens, before, after, after if separator is None else [separator])
 
 
 def _byte_level(vocabulary: _Vocabulary) -> tuple[dict[str, Any], bool, bool]:

@@ -24,9 +24,15 @@ def added_token(index: int, content: str, *, special: bool, rstrip: bool = False
 
 
 def surround(
-    tokens: Sequence[str], before: Sequence[str], after: Sequence[str]
+    tokens: Sequence[str],
+    before: Sequence[str],
+    after: Sequence[str],
+    between: Sequence[str] | None = None,
 ) -> dict[str, Any] | None:
-    """Return the post-processor that puts some of the `tokens` before and after each text; None without any."""
+    """Return the post-processor that puts some of the `tokens` before and after each text; None without any.
+
+    `between` replaces those before a second text.
+    """
     if not before and not after:
         return None
     ids = {token: tokens.index(token) for token in (*before, *after)}
@@ -36,10 +42,11 @@ def surround(
 
     first, second = ({"Sequence": {"id": name, "type_id": i}} for i, name in enumerate("AB"))
     start, end = [special(token) for token in before], [special(token) for token in after]
+    second_start = start if between is None else [special(token) for token in between]
     return {
         "type": "TemplateProcessing",
         "single": [*start, first, *end],
-        "pair": [*start, first, *end, *start, second, *end],
+        "pair": [*start, first, *end, *second_start, second, *end],
         "special_tokens": {
             token: {"id": token, "ids": [i], "tokens": [token]} for token, i in ids.items()
         },

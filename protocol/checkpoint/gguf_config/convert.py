@@ -21,6 +21,7 @@ from .mixtures import MIXTURES
 from .parts import rope_scaling
 from .recurrent import RECURRENT
 from .rwkv import RWKV
+from .score_heads import score_head
 
 ARCHITECTURES: Final[dict[str, Translate]] = {
     **COMPRESSED,
@@ -75,7 +76,7 @@ def gguf_to_hf_config(gguf: GGUFFile) -> dict[str, Any]:
             f"supported are {', '.join(sorted(ARCHITECTURES))}",
         )
     fields = ModelFields(gguf, str(architecture))
-    return _common_config(fields) | complete(fields)
+    return _common_config(fields) | complete(fields) | score_head(fields)
 
 
 def _common_config(fields: ModelFields) -> dict[str, Any]:

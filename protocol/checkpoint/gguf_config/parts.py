@@ -9,6 +9,7 @@ from .fields import ModelFields
 
 MEAN: Final = 1
 CLS: Final = 2
+RANK: Final = 4
 _POOLING: Final = {MEAN: "mean", CLS: "cls"}
 """llama.cpp's numbers for the kinds of pooling."""
 
@@ -251,9 +252,18 @@ def granite(fields: ModelFields) -> dict[str, Any]:
     }
 
 
+def head_pooling(fields: ModelFields) -> str:
+    """Return the pooling before a classification head, "mean" or "cls", which means the last token of a decoder."""
+    default = MEAN if fields.prefix == "modern-bert." else CLS
+    return _POOLING.get(fields.integer("classifier.pooling_type", default, minimum=0), "cls")
+
+
 def read_pooling(fields: ModelFields, default: int) -> str:
     """Return the pooling of an encoder, "mean" or "cls". `default` is llama.cpp's number for it."""
     pooling = fields.integer("pooling_type", default, minimum=0)
+    if pooling == RANK:
+        # The pooling before the classification head is in a field of its own.
+        pooling = default
     if pooling not in _POOLING:
-        raise fields.wrong("pooling_type", "1 (mean) or 2 (cls)", pooling)
+        raise fields.wrong("pooling_type", "1 (mean), 2 (cls) or 4 (rank)", pooling)
     return _POOLING[pooling]

@@ -73,6 +73,13 @@ The logits of these tokens after the prompt are the scores of the classes.
 TOKEN_IDS: Final = "classifier_token_ids"
 """The config field with the ids of these tokens."""
 
+HEAD_PARTS: Final = "score_head"
+"""The config field of a GGUF file with the parts of its classification head besides the projection."""
+YES_OR_NO: Final = "yes_or_no"
+"""The part of a head whose projection has a row for yes and one for no, which are a single class."""
+PAIR_TEMPLATE: Final = "pair_template"
+"""The config field of a GGUF file with the template for a query and a document; "" if the tokenizer joins them."""
+
 MAX_LABELS: Final = 1 << 16
 _DEFAULT_NUM_LABELS: Final = 2
 _PROBLEM_TYPES: Final = {
@@ -84,7 +91,8 @@ _PROBLEM_TYPES: Final = {
 def is_classifier(fields: ConfigFields) -> bool:
     """Return whether a model with this config has a classification head."""
     names = fields.texts("architectures")
-    is_of_text = TOKENS in fields.config or any(name.endswith(CLASSIFIER_SUFFIX) for name in names)
+    has_own_head = TOKENS in fields.config or HEAD_PARTS in fields.config
+    is_of_text = has_own_head or any(name.endswith(CLASSIFIER_SUFFIX) for name in names)
     return is_of_text or classifies_tokens(fields) or find_ranker(fields) is not None
 
 
@@ -133,7 +141,8 @@ def read_classifier(fields: ConfigFields) -> ClassifierConfig | None:
     activation = _activation(fields, len(names))
     if (ranker := find_ranker(fields)) is None:
         found = (_PAIR_TEMPLATES.get(name, "") for name in fields.texts("architectures"))
-        return ClassifierConfig(names, activation, next(found, ""))
+        template = next(found, "") or fields.text(PAIR_TEMPLATE, "")
+        return ClassifierConfig(names, activation, template)
     return ClassifierConfig(names, activation, ranker.template, ranker.end)
 
 

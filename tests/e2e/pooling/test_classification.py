@@ -13,8 +13,11 @@ import torch
 import transformers
 from engine.frontend.offline.llm import LLM
 from engine.protocol.errors import ParameterError
+from gguf import PoolingType
 from support.checkpoints.tiny import qwen3_directory
 from support.checkpoints.words_bert import bert_directory
+from support.gguf.bert import write_bert
+from support.gguf.reranker import write_reranker
 from support.servers.server import Server, assert_nothing_is_held
 
 pytestmark = pytest.mark.sampled
@@ -172,3 +175,37 @@ def test_a_decoder_that_answers_yes_or_no_reranks(tmp_path: Path) -> None:
     with LLM(str(path), dtype="float32", hf_overrides=overrides, chat_template=TEMPLATE) as llm:
         found = llm.score(QUERY, DOCUMENTS, chat_template_kwargs={"instruction": "why"})
     np.testing.assert_allclose([each.outputs.score for each in found], expected, atol=1e-5)
+    template = "<q>{query}<d>{document}why"
+    file = write_reranker(tmp_path / "tiny.gguf", model, tokenizer, yes[0], no[0], template)
+    with LLM(str(file), dtype="float32") as llm:
+        found = llm.score(QUERY, DOCUMENTS)
+    np.testing.assert_allclose([each.outputs.score for each in found], expected, atol=1e-5)
+
+
+def test_a_gguf_file_of_a_cross_encoder_gives_the_same_scores(tmp_path: Path) -> None:
+    source, _ = bert_directory(tmp_path / "bert", 1)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+    torch.manual_seed(3)
+    config = transformers.XLMRobertaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=130,
+        type_vocab_size=1,
+        num_labels=1,
+        pad_token_id=0,
+    )
+    model = transformers.XLMRobertaForSequenceClassification(config).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 0, 0.3)
+    model.save_pretrained(tmp_path / "saved")
+    tokenizer.save_pretrained(tmp_path / "saved")
+    path = write_bert(tmp_path / "tiny.gguf", model, tokenizer, PoolingType.RANK)
+    with LLM(str(tmp_path / "saved")) as llm:
+        expected = [each.outputs.score for each in llm.score(QUERY, DOCUMENTS)]
+    assert max(expected) - min(expected) > 1e-2
+    with LLM(str(path)) as llm:
+        found = [each.outputs.score for each in llm.score(QUERY, DOCUMENTS)]
+    np.testing.assert_allclose(found, expected, atol=1e-5)

@@ -19,7 +19,9 @@ def write_bert(path: Path, model: Any, tokenizer: Any, pooling: PoolingType) -> 
     writer = GGUFWriter(path, "nomic-bert" if is_nomic else "bert")
     if is_nomic:
         writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_context_length(config.max_position_embeddings)
+    # The positions before the first are those of padding.
+    offset = config.pad_token_id + 1 if config.model_type == "xlm-roberta" else 0
+    writer.add_context_length(config.max_position_embeddings - offset)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -27,13 +29,18 @@ def write_bert(path: Path, model: Any, tokenizer: Any, pooling: PoolingType) -> 
     writer.add_layer_norm_eps(config.layer_norm_eps)
     writer.add_causal_attention(False)
     writer.add_pooling_type(pooling)
+    if pooling is PoolingType.RANK:
+        writer.add_classifier_output_labels(list(config.id2label.values()))
     if tokenizer is not None:
         _add_tokenizer(writer, config, tokenizer)
     names = get_tensor_name_map(
         MODEL_ARCH.NOMIC_BERT if is_nomic else MODEL_ARCH.BERT, config.num_hidden_layers
     )
     for name, tensor in _nomic_tensors(model) if is_nomic else model.state_dict().items():
+        name = re.sub(r"^(roberta|bert)\.", "", name)
         if not name.startswith("pooler") and not name.endswith("_ids"):
+            if "position_embeddings" in name:
+                tensor = tensor[offset:]
             gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
             writer.add_tensor(gguf_name, tensor.float().numpy())
     return _written(writer, path)
@@ -100,6 +107,9 @@ _ROTARY_MODULES = {
     "mlp_norm": "ffn_norm",
     "mlp.Wi": "ffn_up",
     "mlp.Wo": "ffn_down",
+    "head.dense": "cls",
+    "head.norm": "cls.norm",
+    "classifier": "cls.output",
 }
 
 
@@ -123,7 +133,10 @@ def write_rotary_encoder(path: Path, model: Any, architecture: str) -> Path:
     writer.add_head_count(config.num_attention_heads)
     writer.add_causal_attention(False)
     writer.add_pooling_type(PoolingType.MEAN)
-    state = model.state_dict()
+    if hasattr(model, "classifier"):
+        kind = PoolingType[config.classifier_pooling.upper()]
+        writer.add_uint32(f"{architecture}.classifier.pooling_type", kind)
+    state = {name.removeprefix("model."): x for name, x in model.state_dict().items()}
     for name, tensor in state.items():
         module, kind = name.rsplit(".", 1)
         layer = re.fullmatch(r"layers\.(\d+)\.(.*)", module)

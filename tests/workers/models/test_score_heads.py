@@ -7,7 +7,9 @@ import pytest
 import torch
 import transformers
 from engine.workers.cpu.library import NotSupportedNatively
+from gguf import PoolingType
 from safetensors.torch import load_file, save_file
+from support.gguf.bert import write_bert, write_rotary_encoder
 from support.workers.decoders import Runner, load_decoder, load_native_decoder
 
 pytestmark = pytest.mark.slow
@@ -114,6 +116,42 @@ def test_scores_equal_those_of_transformers(name, load, tmp_path):
         pooled = hidden.float().mean(0) if row == "mean" else hidden[row].float()
         found = model.score_head(pooled)
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("load", [load_decoder, load_native_decoder])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "XLMRobertaForSequenceClassification",
+        "ModernBertForSequenceClassification",
+        "BertForSequenceClassification",
+    ],
+)
+def test_heads_in_gguf_files_give_the_scores_of_transformers(name, load, tmp_path):
+    model_class = getattr(transformers, name)
+    is_modern = name.startswith("Modern")
+    differences = {"classifier_pooling": "mean"} if is_modern else {"type_vocab_size": 1}
+    # The files of Jina's first rerankers have a projection for one class, called like a dense layer.
+    differences |= {"num_labels": 1 if name.startswith("Bert") else 3}
+    torch.manual_seed(0)
+    reference = model_class(model_class.config_class(**SMALL | differences)).eval()
+    for parameter in reference.parameters():
+        torch.nn.init.normal_(parameter, 0.1, 0.2)
+    path = tmp_path / "tiny.gguf"
+    if is_modern:
+        write_rotary_encoder(path, reference, "modern-bert")
+    else:
+        write_bert(path, reference, None, PoolingType.RANK)
+    model = load(path, max_model_len=200)
+    prompt = [random.Random(1).randrange(2, SMALL["vocab_size"]) for _ in range(30)]
+    hidden = Runner(model, 1).hidden({0: prompt}).float()
+    found = model.score_head(hidden.mean(0) if is_modern else hidden[0])
+    with torch.inference_mode():
+        expected = reference(torch.tensor([prompt])).logits[0]
+        if name.startswith("Bert"):
+            # The converter drops the pooler.
+            expected = reference.classifier(hidden[0])
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("load", [load_decoder, load_native_decoder])

@@ -20,6 +20,8 @@ class ScoreHeadSpec(msgspec.Struct, frozen=True):
     With a `reduction`, the head reads the hidden states of all tokens of a prompt, and the result is the mean, the
     maximum or the sum over the tokens. Before that, log(1 + max(x, 0)) is applied `num_logarithms` times.
 
+    With `takes_difference`, the projection has two rows, which make one: the first minus the second.
+
     `offset` is added to each output.
     """
 
@@ -34,6 +36,7 @@ class ScoreHeadSpec(msgspec.Struct, frozen=True):
     scores_vocabulary: bool = False
     reduction: Literal["mean", "max", "sum"] | None = None
     num_logarithms: int = 0
+    takes_difference: bool = False
     offset: float = 0.0
 
     @staticmethod

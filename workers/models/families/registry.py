@@ -20,7 +20,9 @@ from ....protocol.checkpoint.field_names import (
 )
 from ....protocol.checkpoint.pooling.classification import (
     CLASSIFIER_SUFFIX,
+    HEAD_PARTS,
     TOKEN_CLASSIFIER_SUFFIX,
+    YES_OR_NO,
     classifies_tokens,
     find_ranker,
     is_classifier,
@@ -314,6 +316,20 @@ def model_spec(config: Mapping[str, Any], path: str | PathLike[str]) -> ModelSpe
 
 def _with_classifier(spec: ModelSpec, fields: ConfigFields) -> ModelSpec:
     """Return the spec with the head that transformers gives to every decoder, or a head that reads each token."""
+    if fields.get(HEAD_PARTS) is not None:
+        parts = fields.texts(HEAD_PARTS)
+        has_dense = "dense" in parts
+        return with_score_head(
+            spec,
+            fields,
+            dense=r"^score_head\.dense\." if has_dense else None,
+            dense_bias="dense_bias" in parts,
+            activation="gelu" if fields.text("model_type") == "modernbert" else "tanh",
+            norm=r"^score_head\.norm\." if "norm" in parts else None,
+            output=rf"^score_head\.{'output' if has_dense else '(output|dense)'}\.",
+            output_bias="output_bias" in parts,
+            takes_difference=YES_OR_NO in parts,
+        )
     if "InternLM2ForRewardModel" in fields.texts("architectures"):
         return with_score_head(spec, fields, output=r"^v_head\.")
     ranker = find_ranker(fields)
