@@ -13,6 +13,7 @@ from ..config.audio.tower import (
 from ..config.model import AddedAudioConfig, AudioProcessorConfig, SourceTextConfig, SpeechKind
 from .audio.fields import read_token
 from .audio.processors import (
+    bert_processor,
     canary_processor,
     cohere_processor,
     granite_processor,
@@ -390,6 +391,7 @@ _READERS: Final = {
     SpeechKind.VOXTRAL_REALTIME: _voxtral_realtime,
     **dict.fromkeys(WRITING, parakeet_processor),
     SpeechKind.GRANITE_CTC: granite_processor,
+    SpeechKind.WAV2VEC2_BERT: bert_processor,
     **dict.fromkeys(SAMPLES, samples_processor),
 }
 

@@ -55,6 +55,8 @@ class NativeLayers:
     ) -> None:
         self._spec = spec
         size = spec.num_heads * spec.head_dim
+        if spec.has_score_biases:
+            raise NotSupportedNatively("native tower programs do not add biases to scores")
         if spec.gate_limit and spec.clips_products:
             raise NotSupportedNatively(
                 "native tower programs do not support limits of gates with clipped products"

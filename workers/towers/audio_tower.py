@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ...protocol.config.audio.conformer_layers import CtcConformerSpec
 from ...protocol.config.audio.samples import (
     FrameSpec,
     SamplesSpec,
@@ -40,6 +41,7 @@ from ..device.torch_threads import torch_threads
 from ..loaders import Checkpoint
 from .audio import causal
 from .audio.conformer import Conformer
+from .audio.ctc_conformer import CtcConformer
 from .audio.fast_conformer import FastConformer
 from .audio.frames import FrameProjection
 from .audio.memory import MemoryEncoder
@@ -343,6 +345,7 @@ _ENCODERS: Final[dict[type, Callable[[Any, TowerSource], _Encoder]]] = {
     AudioTowerSpec: _WhisperTower,
     CausalSpec: causal.CausalEncoder,
     ConformerSpec: Conformer,
+    CtcConformerSpec: CtcConformer,
     FastConformerSpec: FastConformer,
     FrameSpec: FrameProjection,
     MemorySpec: MemoryEncoder,

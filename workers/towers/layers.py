@@ -35,7 +35,8 @@ class Patches(NamedTuple):
 class LayersSpec(msgspec.Struct, frozen=True):
     """Layers of attention and an MLP, each after an optional norm. Optional parts exist if there are weights for them.
 
-    If `norms_sums`, these norms follow the sums with the inputs instead.
+    If `norms_sums`, these norms follow the sums with the inputs instead. If `has_score_biases`, numbers that depend on
+    the inputs are added to the scores of attention.
 
     The features are the hidden states after each of `feature_layers`, counted from 1; the largest is the last layer. If
     there are windows, patches attend within them, except in `full_layers`. Norms of queries and keys are over all heads
@@ -62,6 +63,7 @@ class LayersSpec(msgspec.Struct, frozen=True):
     clips_products: bool = False
     gate_limit: float = 0.0
     norms_sums: bool = False
+    has_score_biases: bool = False
 
     @property
     def num_layers(self) -> int:
@@ -75,7 +77,10 @@ class LayersSpec(msgspec.Struct, frozen=True):
 
 
 class LayerWeights(msgspec.Struct):
-    """The weights of a layer. `qkv` is one product, or three if products are clipped."""
+    """The weights of a layer. `qkv` is one product, or three if products are clipped.
+
+    `score_bias` returns what is added to the scores [H, P, P] of inputs [P, D].
+    """
 
     attention_norm: Norm | None
     qkv: list[Linear]
@@ -88,6 +93,7 @@ class LayerWeights(msgspec.Struct):
     key_norm: Norm | None = None
     attention_output_norm: Norm | None = None
     mlp_output_norm: Norm | None = None
+    score_bias: Callable[[Tensor], Tensor] | None = None
 
 
 class Layers(Protocol):
@@ -169,6 +175,7 @@ class _TorchLayer:
         if spec.qk_norm == "full":
             q, k = self._normed(q, k)
         q, k, v = (part.unflatten(-1, (spec.num_heads, -1)) for part in (q, k, v))
+        bias = mask_PP if weights.score_bias is None else weights.score_bias(x_PD)
         if spec.qk_norm == "head":
             q, k = self._normed(q, k)
         if spec.has_value_norm:
@@ -184,7 +191,7 @@ class _TorchLayer:
                 part[window].unflatten(0, (count, length)).transpose(1, 2) for part in (q, k, v)
             )
             out = F.scaled_dot_product_attention(
-                q_HPK, k_HPK, v_HPK, attn_mask=mask_PP, scale=spec.scale
+                q_HPK, k_HPK, v_HPK, attn_mask=bias, scale=spec.scale
             )
             attended.append(out.transpose(1, 2).reshape(count * length, -1))
         return weights.output(attended[0] if len(attended) == 1 else torch.cat(attended))

@@ -210,9 +210,10 @@ class VisionWeights:
             return self.read_rms_norm(name, size, eps)
         return self.read_layer_norm(name, size, eps)
 
-    def read_layer_norm(self, name: str, size: int, eps: float) -> Norm:
+    def read_layer_norm(self, name: str, size: int, eps: float, *, has_bias: bool = True) -> Norm:
         """Return a layer norm."""
-        weight, bias = self.read(f"{name}.weight", size), self.read(f"{name}.bias", size)
+        weight = self.read(f"{name}.weight", size)
+        bias = self.read(f"{name}.bias", size) if has_bias else None
         return Norm(weight, bias, eps, is_rms=False)
 
     def read_rms_norm(self, name: str, size: int, eps: float, offset: float = 0.0) -> Norm:

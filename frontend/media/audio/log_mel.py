@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from ....protocol.arrays import Float32Array
+
+_Float = TypeVar("_Float", bound=np.floating[Any])
 
 RATE: Final = 16_000
 HOP: Final = 160
@@ -34,6 +36,9 @@ _STACKED_MIN_HZ: Final = 20.0
 _LEVEL: Final = 10 ** (-25 / 20)
 _LEVEL_TERM: Final = 1e-6
 """VibeVoice ASR: the level of clips, and a term."""
+
+_PAIR_VARIANCE: Final = 1e-7
+"""Wav2Vec2-BERT: a number that is added to the variance of each feature."""
 
 _MAX_HZ: Final = 8000.0
 _FLOOR: Final = 1e-10
@@ -210,7 +215,7 @@ def _limited_log_mel(samples: Float32Array, num_mel_bins: int, num_frames: int) 
     return limited
 
 
-def _pairs(features: Float32Array) -> Float32Array:
+def _pairs(features: npt.NDArray[Any]) -> Float32Array:
     """Return the rows of each pair, one after the other, as a column."""
     paired: Float32Array = features.reshape(len(features) // 2, -1).T.astype(np.float32)
     return paired
@@ -276,34 +281,54 @@ def decibels(samples: Float32Array, num_mel_bins: int) -> Float32Array:
     return limited
 
 
-def kaldi_log_mel(samples: Float32Array, num_mel_bins: int) -> Float32Array:
+def kaldi_log_mel(samples: npt.NDArray[_Float], num_mel_bins: int) -> npt.NDArray[_Float]:
     """Return log-mel features with Kaldi's own window, of samples that have the range of 16-bit integers.
+
+    Args:
+        samples: The samples at `RATE`, [N] in [-1, 1].
+        num_mel_bins: The number of features per frame.
+
+    Returns:
+        The features [num_mel_bins, frames] in the dtype of the samples.
+    """
+    hann = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(WINDOW) / (WINDOW - 1))
+    return _kaldi_log_mel(samples * samples.dtype.type(1 << 15), num_mel_bins, hann**0.85).T
+
+
+def paired_kaldi_log_mel(samples: Float32Array, num_mel_bins: int) -> Float32Array:
+    """Return standardized log-mel features of pairs of frames, equal to those of `SeamlessM4TFeatureExtractor`.
+
+    A clip without two frames is completed with silence. A last frame without a partner only counts for the means and
+    deviations.
 
     Args:
         samples: The samples at `RATE`, float32 [N] in [-1, 1].
         num_mel_bins: The number of features per frame.
 
     Returns:
-        The features, float32 [num_mel_bins, frames].
+        The features of both frames of each pair, float32 [2 * num_mel_bins, pairs].
     """
-    hann = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(WINDOW) / (WINDOW - 1))
-    return _kaldi_log_mel(samples * np.float32(1 << 15), num_mel_bins, hann**0.85).T
+    filled = np.pad(samples, (0, max(0, WINDOW + HOP - len(samples))))
+    # As in transformers, features are computed in float64, which matters where a clip is silent.
+    features = kaldi_log_mel(filled.astype(np.float64), num_mel_bins).T
+    features = (features - features.mean(0)) / np.sqrt(features.var(0, ddof=1) + _PAIR_VARIANCE)
+    return _pairs(features[: len(features) // 2 * 2])
 
 
 def _kaldi_log_mel(
-    samples: Float32Array, num_mel_bins: int, window: npt.NDArray[np.float64]
-) -> Float32Array:
-    """Return Kaldi's log-mel features, float32 [frames, num_mel_bins]."""
+    samples: npt.NDArray[_Float], num_mel_bins: int, window: npt.NDArray[np.float64]
+) -> npt.NDArray[_Float]:
+    """Return Kaldi's log-mel features [frames, num_mel_bins]."""
     if len(samples) < WINDOW:
-        return np.zeros((0, num_mel_bins), np.float32)
+        return np.zeros((0, num_mel_bins), samples.dtype)
     frames = np.lib.stride_tricks.sliding_window_view(samples, WINDOW)[::HOP]
     frames = frames - frames.mean(1, keepdims=True)
     previous = np.hstack((frames[:, :1], frames[:, :-1]))
-    emphasized = (frames - np.float32(_EMPHASIS) * previous) * window.astype(np.float32)
+    emphasized = (frames - _EMPHASIS * previous) * window.astype(samples.dtype)
     spectrum = np.fft.rfft(emphasized, _PAIRED_FFT, axis=1)
-    power = (spectrum.real**2 + spectrum.imag**2).astype(np.float32, copy=False)
-    filters = _kaldi_filters(num_mel_bins)
-    features: Float32Array = np.log(np.maximum(power @ filters, np.finfo(np.float32).eps))
+    power = (spectrum.real**2 + spectrum.imag**2).astype(samples.dtype, copy=False)
+    filters = _kaldi_filters(num_mel_bins).astype(samples.dtype, copy=False)
+    features: npt.NDArray[_Float] = np.log(np.maximum(power @ filters, np.finfo(np.float32).eps))
     return features
 
 

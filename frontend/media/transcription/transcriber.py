@@ -26,7 +26,13 @@ from ...tokenizer.tokenizer import Tokenizer
 from ..audio.added_clip import AddedClip
 from ..audio.clips import prepare_clip
 from ..audio.live_samples import LiveSamples
-from ..audio.log_mel import log_mel, normed_log_mel, paired_log_mel_changes, standardized
+from ..audio.log_mel import (
+    log_mel,
+    normed_log_mel,
+    paired_kaldi_log_mel,
+    paired_log_mel_changes,
+    standardized,
+)
 from ..audio.windows import Samples, Window, Windows
 from ..decoding.messages import OpenAudio
 from ..decoding.processes import MediaProcesses
@@ -332,6 +338,9 @@ class Transcriber:
             features = standardized(samples, audio.variance_term)
         elif audio.kind is SpeechKind.GRANITE_CTC:
             features = paired_log_mel_changes(samples, audio.num_mel_bins // 4)
+            num_frames = features.shape[1]
+        elif audio.kind is SpeechKind.WAV2VEC2_BERT:
+            features = paired_kaldi_log_mel(samples, audio.num_mel_bins // 2)
             num_frames = features.shape[1]
         elif audio.num_mel_bins and (
             audio.kind in (SpeechKind.COHERE, SpeechKind.CANARY) or audio.writes_tokens

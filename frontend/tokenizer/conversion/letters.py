@@ -13,7 +13,12 @@ from .settings import Settings, settings_files
 
 _VOCABULARY: Final = "vocab.json"
 _CLASS: Final = "Wav2Vec2CTCTokenizer"
-_KINDS: Final = frozenset({"data2vec-audio", "hubert", "unispeech", "unispeech-sat", "wav2vec2"})
+_KINDS: Final = frozenset(
+    {
+        *("data2vec-audio", "hubert", "unispeech", "unispeech-sat"),
+        *("wav2vec2", "wav2vec2-conformer"),
+    }
+)
 """Model types whose tokenizer has this class if no file names it."""
 
 _NAMED: Final = {"bos": "<s>", "eos": "</s>", "unk": "<unk>", "pad": "<pad>"}

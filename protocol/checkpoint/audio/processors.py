@@ -7,18 +7,20 @@ from typing import Final
 
 import msgspec
 
-from ...config.audio.samples import (
-    SamplesSpec,
-)
-from ...config.audio.tower import (
-    ConformerSpec,
-    FastConformerSpec,
-)
+from ...config.audio.tower import FastConformerSpec
 from ...config.model import AudioProcessorConfig, SpeechKind
 from ..config_fields import ConfigFields
+from .ctc_conformers import bert_spec
 from .fields import read_token
 from .speech_encoders import canary_encoder_spec, fast_conformer_spec
-from .token_writers import GRANITE_STACKED, granite_spec, parakeet_spec, samples_spec
+from .token_writers import (
+    GRANITE_STACKED,
+    WriterSpec,
+    granite_spec,
+    parakeet_spec,
+    samples_spec,
+    with_encoder_fields,
+)
 
 _SECONDS: Final = 30.0
 """The maximum length of a window, up to which Cohere Transcribe's processor does not split a clip; also of others."""
@@ -113,6 +115,20 @@ def samples_processor(
     )
 
 
+def bert_processor(
+    processor: ConfigFields, config: ConfigFields, generation: ConfigFields
+) -> AudioProcessorConfig:
+    """Return the audio preprocessing of Wav2Vec2-BERT."""
+    encoder = bert_spec(with_encoder_fields(config))
+    needed = {"sampling_rate": 16_000, "stride": 2, "num_mel_bins": encoder.num_mel_bins // 2}
+    for name, value in needed.items():
+        processor.require(name, value, default=value)
+    # A row has two frames.
+    return msgspec.structs.replace(
+        _unpadded(SpeechKind.WAV2VEC2_BERT, encoder, 320, encoder.convolutions), writes_tokens=True
+    )
+
+
 def _common(processor: ConfigFields, encoder: FastConformerSpec) -> AudioProcessorConfig:
     for name, needed in (("sampling_rate", 16_000), ("hop_length", 160), ("n_fft", 512)):
         processor.require(name, needed)
@@ -124,7 +140,7 @@ def _common(processor: ConfigFields, encoder: FastConformerSpec) -> AudioProcess
 
 def _unpadded(
     kind: SpeechKind,
-    encoder: ConformerSpec | FastConformerSpec | SamplesSpec,
+    encoder: WriterSpec,
     hop_length: int,
     convolutions: Sequence[tuple[int, int, int]],
 ) -> AudioProcessorConfig:

@@ -7,9 +7,8 @@ from typing import Annotated, Final
 
 import msgspec
 
-from ...config.audio.samples import (
-    StreamingSpec,
-)
+from ...config.audio.conformer_layers import ConformerLayers
+from ...config.audio.samples import StreamingSpec
 from ...config.audio.tower import FastConformerSpec, RelativeConformerSpec
 from ..config_fields import ConfigFields
 from .fields import MAX_POSITIONS, Channels, read_num_heads
@@ -55,9 +54,9 @@ def canary_encoder_spec(fields: ConfigFields) -> FastConformerSpec:
     """Return the encoder of Canary. Raise CheckpointError if a field is missing or invalid."""
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 32}
     spec = fast_conformer_spec(fields, **sizes)
-    if spec.hidden_size != spec.output_size:
+    if spec.layers.hidden_size != spec.output_size:
         raise fields.error(
-            f"encoder_config.hidden_size {spec.hidden_size} must be the decoder's hidden_size {spec.output_size}"
+            f"encoder_config.hidden_size {spec.layers.hidden_size} must be the decoder's hidden_size {spec.output_size}"
         )
     return msgspec.structs.replace(spec, has_projection=False)
 
@@ -80,19 +79,21 @@ def fast_conformer_spec(fields: ConfigFields, **defaults: int) -> FastConformerS
     if kernel_size % 2 == 0:
         raise encoder.wrong("conv_kernel_size", "odd", kernel_size)
     return FastConformerSpec(
+        layers=ConformerLayers(
+            hidden_size=hidden_size,
+            intermediate_size=encoder.integer("intermediate_size", 5120, maximum=MAX_POSITIONS),
+            num_layers=encoder.integer("num_hidden_layers", 48, maximum=1024),
+            num_heads=read_num_heads(encoder, hidden_size, 8),
+            kernel_size=kernel_size,
+            activation=encoder.text("hidden_act", "silu"),
+            has_bias=encoder.boolean("attention_bias", True),
+            has_conv_bias=encoder.boolean("convolution_bias", True),
+        ),
         num_mel_bins=encoder.integer("num_mel_bins", 128, minimum=factor, maximum=1024),
-        hidden_size=hidden_size,
-        intermediate_size=encoder.integer("intermediate_size", 5120, maximum=MAX_POSITIONS),
-        num_layers=encoder.integer("num_hidden_layers", 48, maximum=1024),
-        num_heads=read_num_heads(encoder, hidden_size, 8),
         num_frames=3000,
         conv_channels=encoder.integer("subsampling_conv_channels", 256, maximum=MAX_POSITIONS),
         num_halvings=factor.bit_length() - 1,
-        kernel_size=kernel_size,
-        activation=encoder.text("hidden_act", "silu"),
         input_scale=math.sqrt(hidden_size) if encoder.boolean("scale_input", False) else 1.0,
-        has_bias=encoder.boolean("attention_bias", True),
-        has_conv_bias=encoder.boolean("convolution_bias", True),
         output_size=fields.integer("hidden_size", 1024),
         tensor_names=_COHERE_NAMES,
     )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
 import msgspec
 
-from ...config.audio.samples import (
-    SamplesSpec,
-)
+from ...config.audio.conformer_layers import CtcConformerSpec
+from ...config.audio.samples import SamplesSpec
 from ...config.audio.tower import (
     ConformerSpec,
     FastConformerSpec,
@@ -16,6 +15,7 @@ from ...config.audio.tower import (
 from ...config.model import SpeechKind
 from ...config.token_decoders import CtcSpec, TransducerSpec
 from ..config_fields import ConfigFields
+from .ctc_conformers import bert_spec, conformer_layers
 from .fields import MAX_POSITIONS, Channels
 from .speech_encoders import fast_conformer_spec
 
@@ -25,9 +25,12 @@ WAV2VEC2: Final = frozenset(
     {
         SpeechKind.DATA2VEC,
         SpeechKind.HUBERT,
+        SpeechKind.SEW,
         SpeechKind.UNISPEECH,
         SpeechKind.UNISPEECH_SAT,
         SpeechKind.WAV2VEC2,
+        SpeechKind.WAV2VEC2_CONFORMER,
+        SpeechKind.WAVLM,
     }
 )
 """Kinds of models with the layout of transformers' Wav2Vec2ForCTC."""
@@ -43,6 +46,7 @@ WRITING: Final = frozenset(
         SpeechKind.PARAKEET_CTC,
         SpeechKind.PARAKEET_RNNT,
         SpeechKind.PARAKEET_TDT,
+        SpeechKind.WAV2VEC2_BERT,
     }
 )
 """Kinds of models that write tokens without a decoder."""
@@ -56,7 +60,7 @@ _VOCABULARIES: Final = {
     SpeechKind.PARAKEET_CTC: 1025,
     SpeechKind.PARAKEET_RNNT: 8193,
     SpeechKind.PARAKEET_TDT: 8193,
-    **dict.fromkeys(WAV2VEC2, 32),
+    **dict.fromkeys((*WAV2VEC2, SpeechKind.WAV2VEC2_BERT), 32),
 }
 GRANITE_STACKED: Final = 4
 """The features of a row of Granite Speech 5 for each mel bin: those of two frames, and their changes."""
@@ -85,6 +89,11 @@ _SIZES: Final[dict[str, Any]] = {
     "num_hidden_layers": 24,
     "scale_input": True,
 }
+_SEW_SIZES: Final[dict[str, Any]] = {
+    "conv_dim": [64, *[128] * 4, *[256] * 4, *[512] * 4],
+    "conv_stride": [5, *[2, 1] * 6],
+    "conv_kernel": [10, *[3, 1] * 4, *[2, 1] * 2],
+}
 _OMNIASR_SIZES: Final[dict[str, Any]] = {
     "conv_bias": True,
     "do_stable_layer_norm": True,
@@ -108,10 +117,15 @@ def with_encoder_fields(fields: ConfigFields) -> ConfigFields:
     return fields.with_defaults(vocab_size=vocab_size, max_position_embeddings=_PROMPT_TOKENS)
 
 
-def writer_spec(fields: ConfigFields) -> ConformerSpec | FastConformerSpec | SamplesSpec:
+WriterSpec: TypeAlias = ConformerSpec | CtcConformerSpec | FastConformerSpec | SamplesSpec
+
+
+def writer_spec(fields: ConfigFields) -> WriterSpec:
     """Return the encoder of a model that writes tokens. Raise CheckpointError if a field is missing or invalid."""
     if fields.text("model_type") == SpeechKind.GRANITE_CTC:
         return granite_spec(fields)
+    if fields.text("model_type") == SpeechKind.WAV2VEC2_BERT:
+        return bert_spec(with_encoder_fields(fields))
     if fields.text("model_type") in SAMPLES:
         return samples_spec(fields)
     return parakeet_spec(fields)
@@ -120,7 +134,8 @@ def writer_spec(fields: ConfigFields) -> ConformerSpec | FastConformerSpec | Sam
 def samples_spec(fields: ConfigFields) -> SamplesSpec:
     """Return the encoder of OmniASR or wav2vec 2.0. Raise CheckpointError if a field is missing or invalid."""
     fields = with_encoder_fields(fields)
-    is_omniasr = fields.text("model_type") == SpeechKind.OMNIASR_CTC
+    kind = fields.text("model_type")
+    is_omniasr = kind == SpeechKind.OMNIASR_CTC
     audio, blank_name = fields, "pad_token_id"
     if is_omniasr:
         audio = fields.section("audio_config") or ConfigFields({}, fields.path, "audio_config.")
@@ -131,7 +146,7 @@ def samples_spec(fields: ConfigFields) -> SamplesSpec:
         audio.require("add_adapter", False)
     hidden_size = audio.integer("hidden_size", 768, maximum=MAX_POSITIONS)
     num_position_layers, rows_name, num_rows = 0, "num_conv_pos_embeddings", 128
-    if fields.text("model_type") == SpeechKind.DATA2VEC:
+    if kind == SpeechKind.DATA2VEC:
         num_position_layers = audio.integer(rows_name, 5, maximum=128)
         rows_name, num_rows = "conv_pos_kernel_size", 19
         audio = audio.with_values(
@@ -141,6 +156,17 @@ def samples_spec(fields: ConfigFields) -> SamplesSpec:
                 "do_stable_layer_norm": False,
             }
         )
+    elif kind == SpeechKind.SEW:
+        audio = audio.with_defaults(**_SEW_SIZES).with_values(
+            {"feat_proj_layer_norm": True, "do_stable_layer_norm": False}
+        )
+    conformer = num_buckets = None
+    if kind == SpeechKind.WAV2VEC2_CONFORMER:
+        conformer = conformer_layers(audio, hidden_size)
+        audio = audio.with_values({"feat_proj_layer_norm": True, "do_stable_layer_norm": True})
+    elif kind == SpeechKind.WAVLM:
+        audio = audio.with_values({"feat_proj_layer_norm": True, "adapter_attn_dim": None})
+        num_buckets = audio.integer("num_buckets", 320, minimum=4, maximum=MAX_POSITIONS)
     rows = audio.integer(rows_name, num_rows, maximum=1024)
     groups = audio.divisor("num_conv_pos_embedding_groups", hidden_size, 16)
     channels = _numbers(audio, "conv_dim", [512] * 7)
@@ -179,6 +205,12 @@ def samples_spec(fields: ConfigFields) -> SamplesSpec:
         has_input_norm=audio.boolean("feat_proj_layer_norm", True),
         norms_sums=norms_sums,
         adapter_size=adapter_size,
+        num_buckets=num_buckets or 0,
+        max_distance=audio.integer("max_bucket_distance", 800, maximum=MAX_POSITIONS),
+        squeezed_rows=audio.integer("squeeze_factor", 2, maximum=64)
+        if kind == SpeechKind.SEW
+        else 1,
+        conformer=conformer,
     )
 
 
@@ -253,7 +285,7 @@ def parakeet_spec(fields: ConfigFields) -> FastConformerSpec:
     fields = with_encoder_fields(fields)
     spec = fast_conformer_spec(fields, **_SIZES)
     decoder = _decoder(fields)
-    size = decoder.hidden_size if isinstance(decoder, TransducerSpec) else spec.hidden_size
+    size = decoder.hidden_size if isinstance(decoder, TransducerSpec) else spec.layers.hidden_size
     return msgspec.structs.replace(spec, decoder=decoder, has_projection=False, output_size=size)
 
 

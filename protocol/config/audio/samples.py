@@ -9,6 +9,7 @@ import msgspec
 
 from ..token_decoders import CtcSpec
 from .bases import LayeredSpec, UnpaddedSpec
+from .conformer_layers import ConformerLayers
 
 
 class FrameSpec(UnpaddedSpec, frozen=True, tag=True):
@@ -35,6 +36,10 @@ class SamplesSpec(LayeredSpec, frozen=True, tag=True):
     `position_rows` rows in `position_groups` groups, or `num_position_layers` of them, each with a norm without weights
     after it (data2vec, arXiv 2202.03555). If `norms_sums`, the norms of layers follow their sums. If
     `adapter_size` is not 0, another MLP of this size follows each layer (MMS, arXiv 2305.13516).
+
+    If `num_buckets` is not 0, scores have biases of so many ranges of distances up to `max_distance`, which depend on
+    the query (WavLM, arXiv 2110.13900). Layers read the means of `squeezed_rows` rows, and a matrix makes as many of
+    each output (SEW, arXiv 2109.06870). A `conformer` replaces positions and layers (wav2vec2-conformer).
     """
 
     convolutions: tuple[tuple[int, int, int], ...]
@@ -50,6 +55,10 @@ class SamplesSpec(LayeredSpec, frozen=True, tag=True):
     norms_sums: bool = False
     num_position_layers: int = 0
     adapter_size: int = 0
+    num_buckets: int = 0
+    max_distance: int = 0
+    squeezed_rows: int = 1
+    conformer: ConformerLayers | None = None
     num_mel_bins: int = 0
 
     def num_outputs(self, num_frames: int) -> int:

@@ -8,7 +8,8 @@ import msgspec
 
 from ..query_former import QueryFormerSpec
 from ..token_decoders import CtcSpec, TransducerSpec
-from .bases import LayeredSpec
+from .bases import LayeredSpec, UnpaddedSpec
+from .conformer_layers import ConformerLayers, CtcConformerSpec
 from .samples import FrameSpec, SamplesSpec, StreamingSpec, WaveSpec
 
 FRAMES_AFTER: Final = 2
@@ -245,7 +246,7 @@ class UniversalSpeechSpec(LayeredSpec, frozen=True, tag=True):
         return -(-num_frames // (4 * self.rows_per_output))
 
 
-class FastConformerSpec(LayeredSpec, frozen=True, tag=True):
+class FastConformerSpec(UnpaddedSpec, frozen=True, tag=True):
     """A Fast Conformer (arXiv 2305.05084), and a projection of its outputs unless `has_projection` is false (Canary).
 
     `num_halvings` convolutions halve the frames and features. Rows attend to all rows, with embeddings of their
@@ -255,15 +256,13 @@ class FastConformerSpec(LayeredSpec, frozen=True, tag=True):
     fill all rows has one row more, of silence, that others do not read.
     """
 
+    layers: ConformerLayers
     num_mel_bins: int
-    intermediate_size: int
+    num_frames: int
+    output_size: int
     conv_channels: int
     num_halvings: int
-    kernel_size: int
-    activation: str
     input_scale: float
-    has_bias: bool
-    has_conv_bias: bool
     has_projection: bool = True
     projection_size: int = 0
     projection_activation: Literal["relu2", "gelu"] = "relu2"
@@ -395,6 +394,7 @@ class RelativeConformerSpec(LayeredSpec, frozen=True, tag=True):
 AnyAudioSpec: TypeAlias = (
     AudioTowerSpec
     | ConformerSpec
+    | CtcConformerSpec
     | UniversalSpeechSpec
     | FrameSpec
     | FastConformerSpec

@@ -17,7 +17,9 @@ from support.media.audio_features import granite_features
 
 GRANITE, OMNIASR = "granite", "omniasr"
 WAV2VEC2, HUBERT, MMS, DATA2VEC = "Wav2Vec2", "Hubert", "Wav2Vec2 MMS", "Data2VecAudio"
-LETTER_KINDS = (WAV2VEC2, HUBERT, MMS, DATA2VEC)
+CONFORMER, ROTATED = "Wav2Vec2Conformer", "Wav2Vec2Conformer rotary"
+BERT, ADAPTED, WAVLM, SEW = "Wav2Vec2Bert", "Wav2Vec2Bert adapter", "WavLM", "SEW"
+LETTER_KINDS = (*(WAV2VEC2, HUBERT, MMS, DATA2VEC, CONFORMER, ROTATED, BERT, ADAPTED, WAVLM, SEW),)
 CTC_KINDS = ("CTC", GRANITE, OMNIASR, *LETTER_KINDS)
 
 _SAMPLES = {
@@ -95,11 +97,11 @@ def writer_directory(directory: Path, kind: str) -> tuple[Path, Any]:
     return directory, model
 
 
-def _spread(model: torch.nn.Module) -> None:
+def _spread(model: torch.nn.Module, deviation: float = 0.5) -> None:
     """Draw the weights of matrices again, so that outputs differ."""
     for name, parameter in model.named_parameters():
         if not re.search(r"norm\w*\.weight|bias$", name):
-            torch.nn.init.normal_(parameter, 0, 0.5)
+            torch.nn.init.normal_(parameter, 0, deviation)
 
 
 def _letter_writer(directory: Path, kind: str) -> tuple[Path, Any]:
@@ -110,6 +112,8 @@ def _letter_writer(directory: Path, kind: str) -> tuple[Path, Any]:
     tokens = ["<pad>", "|", *("ABCDEFGHIJ" if kind == HUBERT else "abcdefghij")]
     vocabulary: dict[str, Any] = {token: index for index, token in enumerate(tokens)}
     settings: dict[str, Any] = {"do_lower_case": kind == HUBERT}
+    if kind in (BERT, ADAPTED, WAVLM, SEW):
+        settings["tokenizer_class"] = "Wav2Vec2CTCTokenizer"
     if kind == MMS:
         vocabulary = {"eng": {"<pad>": 0, "|": 1, "x": 2}, "fra": vocabulary}
         settings |= {"target_lang": "fra", "tokenizer_class": "Wav2Vec2CTCTokenizer"}
@@ -124,6 +128,16 @@ def _letter_writer(directory: Path, kind: str) -> tuple[Path, Any]:
     others: dict[str, Any] = {} if kind == WAV2VEC2 else has_layer_norms
     if kind == DATA2VEC:
         others = {"num_conv_pos_embeddings": 2, "conv_pos_kernel_size": 5}
+    elif kind == WAVLM:
+        others = {"num_buckets": 12, "max_bucket_distance": 20}
+    elif kind == SEW:
+        others = {"squeeze_factor": 3}
+    elif name == CONFORMER:
+        others = {"position_embeddings_type": "rotary" if kind == ROTATED else "relative"}
+    elif name == BERT:
+        others = {"feature_projection_input_dim": 32}
+        others |= {"left_max_position_embeddings": 6, "right_max_position_embeddings": 3}
+        others |= {"add_adapter": kind == ADAPTED}
     config = getattr(transformers, f"{name}Config")(
         vocab_size=len(tokens),
         adapter_attn_dim=6 if kind == MMS else None,
@@ -131,9 +145,11 @@ def _letter_writer(directory: Path, kind: str) -> tuple[Path, Any]:
     )
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}ForCTC")(config).eval()
-    _spread(model)
+    # Numbers of conformers with larger weights depend on the order of sums.
+    is_conformer = name in (CONFORMER, BERT)
+    _spread(model, 0.3 if is_conformer else 0.5)
     with torch.no_grad():
-        model.lm_head.bias[0] += 3
+        model.lm_head.bias[0] += 1 if is_conformer else 3
     model.save_pretrained(directory)
     if kind == MMS:
         own = re.compile(r".*\.adapter_layer\..*|lm_head\..*")
@@ -147,9 +163,10 @@ def _letter_writer(directory: Path, kind: str) -> tuple[Path, Any]:
         save_file(stored, directory / "model.safetensors")
         fields = json.loads((directory / "config.json").read_text()) | {"vocab_size": 3}
         (directory / "config.json").write_text(json.dumps(fields))
-    (directory / "preprocessor_config.json").write_text(
-        json.dumps({"do_normalize": kind != HUBERT})
-    )
+    settings = {"do_normalize": kind != HUBERT}
+    if name == BERT:
+        settings = {"num_mel_bins": 16, "feature_size": 16, "stride": 2}
+    (directory / "preprocessor_config.json").write_text(json.dumps(settings))
     return directory, model
 
 
@@ -157,6 +174,9 @@ def features(kind: str, samples: np.ndarray) -> dict[str, torch.Tensor]:
     """Return the features of transformers' extractor, which for Granite Speech 5 needs torchaudio."""
     if kind == OMNIASR:
         extractor = transformers.OmniASRFeatureExtractor()
+        return dict(extractor(samples, sampling_rate=16_000, return_tensors="pt"))
+    if kind in (BERT, ADAPTED):
+        extractor = transformers.SeamlessM4TFeatureExtractor(feature_size=16, num_mel_bins=16)
         return dict(extractor(samples, sampling_rate=16_000, return_tensors="pt"))
     if kind in LETTER_KINDS:
         extractor = transformers.Wav2Vec2FeatureExtractor(do_normalize=kind != HUBERT)

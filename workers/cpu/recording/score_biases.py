@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ...models.positions.distance_biases import distance_buckets, read_distance_biases
+from ...models.positions.distance_biases import model_buckets, read_distance_biases
 from ...models.positions.relative_biases import RelativeBiases
 from ..abi import structs
 from ..program import Floats
@@ -68,5 +68,5 @@ def read_biases(blocks: BlockRecorder, max_distance: int, prefix: str = "") -> F
     else:
         biases_BH = read_distance_biases(spec, blocks.weights, prefix)
         biases_BH = biases_BH[:, heads.start : heads.stop]
-        biases_HE = biases_BH.T[:, distance_buckets(distances_E, spec)]
+        biases_HE = biases_BH.T[:, model_buckets(distances_E, spec)]
     return np.ascontiguousarray(biases_HE.numpy() * LOG2_E)

@@ -5,11 +5,10 @@ Shapes: H query heads of this shard, B buckets of distances, E distances.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
+from ...layers.distance_buckets import distance_buckets
 from ...layers.spec import ModelSpec
 from ..weights import WeightReader
 
@@ -30,7 +29,7 @@ def biases_by_distance(
     biases_BH = read_distance_biases(spec, weights, prefix)
     furthest = spec.max_distance
     distances = torch.arange(-furthest, furthest + 1, device=biases_BH.device)
-    buckets_E = distance_buckets(distances, spec)
+    buckets_E = model_buckets(distances, spec)
     return biases_BH[:, heads.start : heads.stop].T[:, buckets_E].contiguous()
 
 
@@ -41,17 +40,8 @@ def read_distance_biases(spec: ModelSpec, weights: WeightReader, prefix: str) ->
     return weights.read_float32(f"{own}distance_biases.weight", *shape)
 
 
-def distance_buckets(distances: Tensor, spec: ModelSpec) -> Tensor:
-    """Return the bucket of each distance from a token to a key (T5, arXiv 1910.10683).
-
-    Without a causal mask, half of the buckets are for keys after the token. In each direction, half of the buckets
-    cover one distance each. The others cover growing ranges, and the last one all distances from `max_distance` on.
-    """
-    num_buckets = spec.num_distance_buckets
-    half = num_buckets if spec.is_causal else num_buckets // 2
-    num_exact = half // 2
-    away = (-distances).clamp(min=0) if spec.is_causal else distances.abs()
-    growth = math.log(spec.max_distance / num_exact)
-    log = torch.log(away.clamp(min=1).float() / num_exact) / growth * (half - num_exact)
-    bucket = torch.where(away < num_exact, away, num_exact + log.long()).clamp(max=half - 1)
-    return bucket if spec.is_causal else bucket + (distances > 0) * half
+def model_buckets(distances: Tensor, spec: ModelSpec) -> Tensor:
+    """Return the bucket of each distance in a model's attention."""
+    return distance_buckets(
+        distances, spec.num_distance_buckets, spec.max_distance, is_causal=spec.is_causal
+    )

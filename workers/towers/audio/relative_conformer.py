@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from ....protocol.config.audio.tower import RelativeConformerSpec
 from ..image_tower import TowerSource
 from ..weights import VisionWeights
-from .fast_conformer import attend_by_distance, distance_embeddings
+from .conformer_layers import attend_by_distance, distance_embeddings
 
 _MARKER: Final = "encoder.input_preprocessor.conv.0.weight"
 _KERNEL: Final = 3

@@ -11,17 +11,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ....protocol.config.audio.samples import (
-    SamplesSpec,
-)
+from ....protocol.checkpoint.audio.ctc_conformers import CONFORMER_NAMES
+from ....protocol.config.audio.samples import SamplesSpec
+from ...layers.distance_buckets import distance_buckets
 from ..image_tower import TowerSource
 from ..layers import LayersSpec, LayerWeights, Patches
 from ..weights import Linear, Norm, VisionWeights, find_activation
+from .conformer_layers import ConformerStack
 from .token_decoders import read_token_decoder
 
 _CONV_NORM_EPS = 1e-5
 _NAMES = (
     (r"^model\.", ""),
+    # The names of SEW.
+    (r"^sew\.layer_norm\.", "audio_tower.subsampling.layer_norm."),
+    (r"^sew\.feature_projection\.", "audio_tower.subsampling.projection."),
     # The names of transformers' Wav2Vec2ForCTC, whose model has the name of its kind.
     (r"^\w+\.feature_extractor\.", "audio_tower.subsampling."),
     (r"^\w+\.feature_projection\.", "audio_tower.subsampling."),
@@ -39,8 +43,13 @@ class SamplesEncoder:
 
     def __init__(self, spec: SamplesSpec, source: TowerSource) -> None:
         self._spec = spec
-        tensors = source.weights(_MARKER, _NAMES)
+        has_conformer = spec.conformer is not None
+        own_names = CONFORMER_NAMES if has_conformer else ()
+        tensors = source.weights(_MARKER, (*_NAMES, *own_names))
         self._activation = find_activation(source.checkpoint, spec.activation)
+        self._norm = tensors.read_layer_norm(
+            "audio_tower.layer_norm", spec.hidden_size, spec.norm_eps
+        )
         self._convolutions = [
             _Convolution(spec, tensors, index) for index in range(len(spec.convolutions))
         ]
@@ -50,6 +59,12 @@ class SamplesEncoder:
         if spec.has_input_norm:
             self._input_norm = tensors.read_layer_norm(f"{name}.layer_norm", inputs, spec.norm_eps)
         self._input = tensors.read_linear(f"{name}.projection", size, inputs)
+        self._decoder = read_token_decoder(spec.decoder, size, tensors, source.checkpoint)
+        self._conformer: ConformerStack | None = None
+        if spec.conformer is not None:
+            name = "audio_tower."
+            self._conformer = ConformerStack(spec.conformer, tensors, source.checkpoint, name)
+            return
         name = "audio_tower.encode_positions"
         names = [f"{name}.layers.{i}.conv" for i in range(spec.num_position_layers)]
         self._positions = [
@@ -70,6 +85,7 @@ class SamplesEncoder:
                     activation=spec.activation,
                     norm_eps=spec.norm_eps,
                     norms_sums=spec.norms_sums,
+                    has_score_biases=spec.num_buckets > 0,
                 ),
                 (
                     _read_layer(spec, tensors, index)
@@ -79,8 +95,11 @@ class SamplesEncoder:
             for first in firsts
         ]
         self._adapters = [_Adapter(spec, tensors, index) for index in firsts if spec.adapter_size]
-        self._norm = tensors.read_layer_norm("audio_tower.layer_norm", size, spec.norm_eps)
-        self._decoder = read_token_decoder(spec.decoder, size, tensors, source.checkpoint)
+        self._expansion: Linear | None = None
+        if spec.squeezed_rows > 1:
+            self._expansion = tensors.read_linear(
+                "audio_tower.upsample.projection", spec.squeezed_rows * size, size
+            )
 
     def __call__(self, samples_1N: Tensor) -> Tensor:
         """Return the tokens [R, `TOKEN_FIELDS`]."""
@@ -89,23 +108,35 @@ class SamplesEncoder:
             x_CN = self._activation(convolution(x_CN))
         x_PC = x_CN.T
         x_PD = self._input(x_PC if self._input_norm is None else self._input_norm(x_PC))
-        groups, padding = self._spec.position_groups, self._spec.position_rows // 2
-        positions_PD = x_PD
-        for weight, bias in self._positions:
-            found = F.conv1d(positions_PD.T[None], weight, bias, padding=padding, groups=groups)
-            # A kernel of even size makes one row too many.
-            positions_PD = found[0, :, : len(x_PD)].T
-            if self._spec.num_position_layers:
-                positions_PD = F.layer_norm(positions_PD, positions_PD.shape[1:])
-            positions_PD = self._activation(positions_PD)
-        x_PD = x_PD + positions_PD
+        if self._conformer is not None:
+            return self._decoder(self._norm(self._conformer(x_PD)))
+        num_rows = len(x_PD)
+        x_PD = self._with_positions(x_PD)
         if self._spec.norms_sums:
             x_PD = self._norm(x_PD)
         for layers, adapter in zip_longest(self._layers, self._adapters):
             x_PD = layers(x_PD, Patches())[self._num_at_once]
             if adapter is not None:
                 x_PD = x_PD + adapter(x_PD)
+        if self._expansion is not None:
+            x_PD = self._activation(self._expansion(x_PD)).reshape(-1, self._spec.hidden_size)
+            x_PD = F.pad(x_PD, (0, 0, 0, num_rows - len(x_PD)))
         return self._decoder(x_PD if self._spec.norms_sums else self._norm(x_PD))
+
+    def _with_positions(self, x_PD: Tensor) -> Tensor:
+        """Return the means of squeezed rows with their positions."""
+        spec, squeezed = self._spec, self._spec.squeezed_rows
+        x_DP = F.pad(x_PD.T, (0, max(0, squeezed - len(x_PD))))
+        means_DP = x_DP if squeezed == 1 else F.avg_pool1d(x_DP[None], squeezed)[0]
+        padding = spec.position_rows // 2
+        for weight, bias in self._positions:
+            x_DP = F.conv1d(x_DP[None], weight, bias, squeezed, padding, 1, spec.position_groups)[0]
+            # A kernel of even size makes one row too many.
+            x_DP = x_DP[:, : means_DP.shape[1]]
+            if spec.num_position_layers:
+                x_DP = F.layer_norm(x_DP.T, x_DP.shape[:1]).T
+            x_DP = self._activation(x_DP)
+        return (means_DP + x_DP).T
 
 
 class _Convolution:
@@ -162,6 +193,34 @@ def _read_positions(spec: SamplesSpec, tensors: VisionWeights, convolution: str)
     return directions * (lengths / norms)
 
 
+class _GatedBuckets:
+    """Biases of scores for ranges of distances, which each head multiplies by a number that its inputs make."""
+
+    def __init__(self, spec: SamplesSpec, tensors: VisionWeights, prefix: str) -> None:
+        self._spec = spec
+        head_dim = spec.hidden_size // spec.num_heads
+        name = "audio_tower.layers.0.attention.rel_attn_embed.weight"
+        self._biases_BH = tensors.read(name, spec.num_buckets, spec.num_heads)
+        self._gates = tensors.read_linear(f"{prefix}gru_rel_pos_linear", 8, head_dim)
+        self._factors_H1 = tensors.read(f"{prefix}gru_rel_pos_const", spec.num_heads)[:, None]
+
+    def __call__(self, x_PD: Tensor) -> Tensor:
+        """Return the biases [H, P, P]."""
+        spec = self._spec
+        gates_PH8 = self._gates(x_PD.unflatten(1, (spec.num_heads, -1)))
+        first_HP, second_HP = (
+            gates_PH8.unflatten(2, (2, 4)).sum(3).sigmoid().transpose(0, 1).unbind(2)
+        )
+        factors_HP = first_HP * (second_HP * self._factors_H1 - 1) + 2
+        rows = torch.arange(len(x_PD), device=x_PD.device)
+        buckets_PP = distance_buckets(
+            rows - rows[:, None], spec.num_buckets, spec.max_distance, is_causal=False
+        )
+        biases_HPP: Tensor = self._biases_BH[buckets_PP].permute(2, 0, 1)
+        gated_HPP: Tensor = factors_HP[:, :, None] * biases_HPP
+        return gated_HPP
+
+
 def _read_layer(spec: SamplesSpec, tensors: VisionWeights, index: int) -> LayerWeights:
     size, inner, prefix = spec.hidden_size, spec.intermediate_size, f"audio_tower.layers.{index}."
     qkv = (tensors.read_linear(f"{prefix}attention.{x}_proj", size, size) for x in "qkv")
@@ -173,4 +232,7 @@ def _read_layer(spec: SamplesSpec, tensors: VisionWeights, index: int) -> LayerW
         gate=None,
         up=tensors.read_linear(f"{prefix}feed_forward.intermediate_dense", inner, size),
         down=tensors.read_linear(f"{prefix}feed_forward.output_dense", size, inner),
+        score_bias=_GatedBuckets(spec, tensors, f"{prefix}attention.")
+        if spec.num_buckets
+        else None,
     )

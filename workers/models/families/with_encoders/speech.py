@@ -18,6 +18,7 @@ from .....protocol.checkpoint.audio.speech_encoders import (
 from .....protocol.checkpoint.audio.token_writers import with_encoder_fields, writer_spec
 from .....protocol.checkpoint.config_fields import ConfigFields
 from .....protocol.checkpoint.speech import max_source_positions
+from .....protocol.config.audio.bases import LayeredSpec
 from .....protocol.config.audio.tower import (
     AnyAudioSpec,
     CausalSpec,
@@ -247,20 +248,21 @@ def _bart_decoder(fields: ConfigFields) -> ModelSpec:
 def _token_writer(fields: ConfigFields) -> ModelSpec:
     """Return a model without layers, whose audio tower writes tokens."""
     tower = writer_spec(fields)
+    sizes = tower if isinstance(tower, LayeredSpec) else tower.layers
     fields = with_encoder_fields(fields)
     return ModelSpec(
         model_type=fields.text("model_type"),
         vocab_size=fields.integer("vocab_size"),
-        hidden_size=tower.hidden_size,
+        hidden_size=sizes.hidden_size,
         layers=(),
         max_position_embeddings=fields.integer("max_position_embeddings"),
         tie_word_embeddings=True,
         has_embedding=False,
         is_causal=False,
-        intermediate_size=tower.intermediate_size,
-        num_heads=tower.num_heads,
-        num_kv_heads=tower.num_heads,
-        head_dim=tower.hidden_size // tower.num_heads,
+        intermediate_size=sizes.intermediate_size,
+        num_heads=sizes.num_heads,
+        num_kv_heads=sizes.num_heads,
+        head_dim=sizes.hidden_size // sizes.num_heads,
         attention_scale=1.0,
         norm_eps=1e-5,
         audio_encoder=tower,
@@ -291,6 +293,10 @@ FAMILIES = (
     Family("GraniteSpeech5ForCTC", "granite_speech5_ctc", _token_writer),
     Family("Data2VecAudioForCTC", "data2vec-audio", _token_writer),
     Family("HubertForCTC", "hubert", _token_writer),
+    Family("SEWForCTC", "sew", _token_writer),
+    Family("Wav2Vec2BertForCTC", "wav2vec2-bert", _token_writer),
+    Family("Wav2Vec2ConformerForCTC", "wav2vec2-conformer", _token_writer),
+    Family("WavLMForCTC", "wavlm", _token_writer),
     Family(
         "MoonshineStreamingForConditionalGeneration", "moonshine_streaming", _moonshine_streaming
     ),
