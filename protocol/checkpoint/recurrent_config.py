@@ -283,7 +283,7 @@ _GATED_DELTA_NETS: Final = (
 )
 _READERS: Final[dict[str, _Reader]] = {
     **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), _read_short_convolution),
-    **dict.fromkeys(("mamba", "falcon_mamba", "jamba"), _MAMBA1),
+    **dict.fromkeys(("mamba", "falcon_mamba", "jamba", "phi4flash"), _MAMBA1),
     "rwkv": read_rwkv4,
     "xlstm": read_xlstm,
     "jet_nemotron": _with_silu(read_jet_block),
@@ -360,6 +360,9 @@ class RecurrentModel(msgspec.Struct, frozen=True):
             return cls(layer, layer.num_kv_heads, layer.head_dim)
         num_heads = fields.integer("num_attention_heads")
         head_dim = fields.integer("head_dim", fields.integer("hidden_size") // num_heads)
+        if fields.text("model_type") == "phi4flash":
+            # Two heads share values of twice this size.
+            head_dim *= 2
         return cls(layer, fields.integer("num_key_value_heads", num_heads), head_dim)
 
     def smallest_block_size(self, ranks: int, input_bytes: int, kv_bytes: int) -> int:

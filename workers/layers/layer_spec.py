@@ -22,6 +22,20 @@ class BlockConvolution(msgspec.Struct, frozen=True):
     group_size: int
 
 
+class Difference(msgspec.Struct, frozen=True):
+    """Differential attention, in which what one head of a pair attends to is subtracted from that of the other.
+
+    `share` is the initial factor of what is subtracted. Differences are normed with `norm_eps`, and with weights if
+    `has_norm_weights`. The heads of a pair are next to each other if `are_neighbors`; otherwise, the second ones follow
+    all of the first ones.
+    """
+
+    share: float
+    norm_eps: float
+    has_norm_weights: bool = False
+    are_neighbors: bool = False
+
+
 class LayerSpec(msgspec.Struct, frozen=True):
     """The properties that differ between layers. Those that are None or not given are as in the model."""
 
@@ -50,8 +64,8 @@ class LayerSpec(msgspec.Struct, frozen=True):
     """The factor of products of queries and keys."""
     latent: LatentSpec | None = None
     """Latent attention."""
-    difference: float | None = None
-    """In differential attention, the initial share of the second half of heads, which is subtracted."""
+    difference: Difference | None = None
+    """Differential attention; None for the usual one."""
     has_output_bias: bool = False
     """True if the output projection has a bias, even if those of other layers have none."""
     has_value_projection: bool = True
@@ -96,6 +110,8 @@ class LayerSpec(msgspec.Struct, frozen=True):
     shared_block: SharedBlock | None = None
     """The block of layers with shared weights that the attention is a part of. Only in recurrent layers."""
 
+    memory_source: int | None = None
+    """The index of the recurrent layer whose outputs without a gate this layer gates, instead of attention."""
     neighbors: ShortConvolution | None = None
     """A convolution instead of attention that reads tokens on both sides, in an encoder without states (LFM2)."""
 

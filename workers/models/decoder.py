@@ -43,6 +43,7 @@ from .layer_kinds.convolved import ConvolvedLayer, MixedHeadsLayer
 from .layer_kinds.hyper_connections import HyperLayer, Reducer, read_reducer
 from .layer_kinds.image_reader import ImageReaderLayer
 from .layer_kinds.input_convolution import InputConvolutionLayer
+from .layer_kinds.memory_gate import MemoryGateLayer
 from .layer_kinds.neighbors import NeighborsLayer
 from .layer_kinds.normed_stream import NormedStreamLayer
 from .layer_kinds.parallel import ParallelLayer
@@ -432,6 +433,8 @@ def _make_layers(
             layers.append(HyperLayer(hyper, layer, source, attention))
         else:
             decoder = _layer_kind(own, layer)(layer, source, attention)
+            if isinstance(decoder, MemoryGateLayer) and layer.memory_source is not None:
+                decoder.read_memory(of_weights[layer.memory_source])
             if spec.latent is not None and layer.kv_source is not None and layer.chooses_keys:
                 decoder.copy_keys(of_weights[layer.kv_source])
             of_weights[number] = decoder
@@ -457,6 +460,8 @@ def _layer_kind(spec: ModelSpec, layer: LayerSpec) -> type[DecoderLayer]:
         return BlockConvolvedLayer
     if layer.input_convolution is not None:
         return InputConvolutionLayer
+    if layer.memory_source is not None:
+        return MemoryGateLayer
     if layer.neighbors is not None:
         return NeighborsLayer
     if spec.norms_stream:

@@ -91,7 +91,8 @@ class DecoderLayer:
         self._reads_images = spec.source is not None and spec.source.are_images
         self._spec = spec
         self._attention: AnyAttention | None = None
-        self._mixer: Mixer | None = None
+        self.mixer: Mixer | None = None
+        """The recurrent part, if the layer has one beside attention or instead of it."""
         self.cross: CrossAttention | None = None
         consumer = None
         if layer.attends:
@@ -99,7 +100,7 @@ class DecoderLayer:
             if not (spec.latent and spec.latent.indexer and spec.latent.indexer.norms_inputs):
                 consumer = self._attention.qkv
         if layer.recurrent is not None and not isinstance(layer.recurrent, ConvolvedAttention):
-            self._mixer = make_mixer(layer.recurrent, source.at("mixer."))
+            self.mixer = make_mixer(layer.recurrent, source.at("mixer."))
         if layer.reads_source:
             self.cross = CrossAttention(source.at("cross_attn."), as_backend(attention))
             self._cross_input_norm = norm(norms.cross_input, self.cross.queries)
@@ -109,7 +110,7 @@ class DecoderLayer:
         if layer.cache_groups:
             self._attention_input_norm = norm(
                 norms.attention_input,
-                None if is_shared or self._mixer is not None else consumer,
+                None if is_shared or self.mixer is not None else consumer,
             )
             self._attention_output_norm = norm(norms.attention_output)
             self._attention_sum_norm = norm(norms.attention_sum)
@@ -270,9 +271,9 @@ class DecoderLayer:
             else:
                 attended_TD = self._attention.forward(*inputs)
             outputs.append((attended_TD, self._spec.attention_multiplier))
-        if self._mixer is not None:
-            self._mixer.tables = step.tables
-            mixed_TD = self._mixer.forward(x, *step.caches[-1])
+        if self.mixer is not None:
+            self.mixer.tables = step.tables
+            mixed_TD = self.mixer.forward(x, *step.caches[-1])
             outputs.append((mixed_TD, self._spec.recurrent_multiplier))
         scaled = [y_TD if factor == 1.0 else y_TD * factor for y_TD, factor in outputs]
         return scaled[0] if len(scaled) == 1 else scaled[0] + scaled[1]

@@ -11,9 +11,9 @@ from ..recurrent_layers import Mamba1, Mamba2
 
 
 def read_mamba1(fields: ConfigFields) -> Mamba1:
-    """Return the sizes of the Mamba layers of Mamba, Falcon-Mamba, Jamba or Zamba."""
+    """Return the sizes of the Mamba layers of Mamba, Falcon-Mamba, Jamba, Phi-4-mini-Flash or Zamba."""
     kind, hidden_size = fields.text("model_type"), fields.integer("hidden_size")
-    prefix = "mamba_" if kind in ("jamba", "zamba") else ""
+    prefix = "mamba_" if kind in ("jamba", "phi4flash", "zamba") else ""
     rank = fields.get("mamba_dt_rank" if prefix else "time_step_rank", "auto")
     norm_eps = {"jamba": ("rms_norm_eps", 1e-6), "falcon_mamba": ("mixer_rms_eps", 1e-6)}.get(kind)
     if prefix:

@@ -48,6 +48,7 @@ IN_TORCH = (
     "IQuestLoopCoder",
     "JetNemotron",
     "LongcatFlashNgram",
+    "Phi4Flash",
     "Step3Text",
     "Step5",
 )

@@ -57,8 +57,9 @@ class ModelShard(msgspec.Struct, frozen=True):
         """Return the shard of a stage.
 
         Stages differ by at most one layer, and the last one, which also has the head, has the fewest. A layer that
-        reads the keys and values of another layer must be in the same stage. If that makes the last stage longer, the
-        others divide the rest. In a model with indexers, the first layer of every stage that attends has one.
+        reads the keys and values of another layer, or its outputs, must be in the same stage. If that makes the last
+        stage longer, the others divide the rest. In a model with indexers, the first layer of every stage that attends
+        has one.
         """
         num_layers = len(spec.layers)
         if spec.loop_window and num_stages > 1:
@@ -67,7 +68,12 @@ class ModelShard(msgspec.Struct, frozen=True):
                 "earlier ones; use --tensor-parallel-size"
             )
         starts = [-(-num_layers * i // num_stages) for i in range(num_stages)]
-        sources = [layer.kv_source for layer in spec.layers if layer.kv_source is not None]
+        sources = [
+            source
+            for layer in spec.layers
+            for source in (layer.kv_source, layer.memory_source)
+            if source is not None
+        ]
         limit = min(sources, default=None) if spec.latent is None else None
         if limit is not None and starts[-1] > limit:
             starts = [-(-limit * i // (num_stages - 1)) for i in range(num_stages)]

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -19,14 +20,11 @@ from ...attention import AttentionBackend
 from ...layers.layer_spec import LayerSpec
 from ...layers.parallel.tensor_parallel import elements
 from ..layer_source import LayerSource
-from ..weights import Rows
 from .kind import Attend, AttentionKind
 
 
 class DifferentialAttention(AttentionKind):
-    """Attention whose second half of heads is subtracted from the first, times a trained number.
-
-    The differences are normed without weights.
+    """Attention in which the second head of each pair is subtracted from the first, times a trained number.
 
     Raises:
         ConfigError: Ranks would divide a pair of heads.
@@ -36,7 +34,7 @@ class DifferentialAttention(AttentionKind):
         super().__init__(layer, source, backend)
         spec, weights, prefix, shard, _ = source
         assert layer.difference is not None
-        self._size, self._eps = spec.head_dim // 2, spec.norm_eps
+        self._size, self._difference = spec.head_dim // 2, layer.difference
         kv_heads, num_pairs = shard.kv_heads(spec), spec.num_kv_heads // 2
         if len(kv_heads) % 2:
             raise ConfigError(
@@ -45,31 +43,38 @@ class DifferentialAttention(AttentionKind):
             )
         group = spec.num_heads // spec.num_kv_heads
         pairs = torch.arange(kv_heads.start // 2, kv_heads.stop // 2)
-        # The heads of a pair are stored apart, and are next to each other here.
-        own_G = torch.stack((pairs, pairs + num_pairs), 1).flatten()
-        own_H = (own_G[:, None] * group + torch.arange(group)).flatten()
-        own = {"q": (own_H, spec.num_heads), "k": (own_G, spec.num_kv_heads)}
-        own["v"] = own["k"]
+        # The keys of a pair are next to each other here, and so are the groups of queries that read each of them.
+        queries_PR = pairs[:, None] * group + torch.arange(group)
+        if layer.difference.are_neighbors:
+            own_G = torch.stack((2 * pairs, 2 * pairs + 1), 1).flatten()
+            own_H = torch.stack((2 * queries_PR, 2 * queries_PR + 1), 1).flatten()
+        else:
+            own_G = torch.stack((pairs, pairs + num_pairs), 1).flatten()
+            own_H = torch.stack((queries_PR, queries_PR + num_pairs * group), 1).flatten()
+        query_size, kv_size = (n * self._size for n in (spec.num_heads, spec.num_kv_heads))
+        names, sizes, heads = ["q_proj"], [query_size], [own_H]
+        if layer.kv_source is None:
+            names, sizes = [*names, "k_proj", "v_proj"], [*sizes, kv_size, kv_size]
+            heads += [own_G, own_G]
+        whole = weights.rows(prefix, names, sizes, [range(size) for size in sizes])
         rows = [
-            Rows(
-                f"{prefix}{name}_proj",
-                count * self._size,
-                range(count * self._size),
-                (heads[:, None] * self._size + torch.arange(self._size)).flatten(),
-            )
-            for name, (heads, count) in own.items()
+            replace(each, order=(own[:, None] * self._size + torch.arange(self._size)).flatten())
+            for each, own in zip(whole, heads, strict=True)
         ]
-        self._num_heads, self._num_kv_heads, self._group = len(own_H), len(own_G), group
-        has_bias = spec.qkv_bias
-        self.qkv = source.read_rows(rows, spec.hidden_size, has_biases=has_bias)
+        self._num_heads, self._group = len(own_H), group
+        self._num_kv_heads = len(own_G) if layer.kv_source is None else 0
+        self.qkv = source.read_rows(rows, spec.hidden_size, has_biases=spec.qkv_bias)
         part = range(kv_heads.start // 2 * group, kv_heads.stop // 2 * group)
         self._output = source.read_columns(
             "o_proj",
             spec.hidden_size,
             spec.num_heads * self._size,
             elements(part, spec.head_dim),
-            has_bias=has_bias,
+            has_bias=spec.attention_output_bias,
         )
+        self._norm_K: Tensor | None = None
+        if layer.difference.has_norm_weights:
+            self._norm_K = weights.read_vector(f"{prefix}subln.weight", spec.head_dim)
         first, second = (
             torch.exp(
                 weights.read_vector(f"{prefix}lambda_q{i}", self._size)
@@ -77,17 +82,17 @@ class DifferentialAttention(AttentionKind):
             )
             for i in (1, 2)
         )
-        self._share = first - second + layer.difference
-        self._scale = 1 - layer.difference
+        self._share = first - second + layer.difference.share
 
     def _compute(self, x_TD: Any, positions_T: Tensor, attend: Attend) -> Tensor:
         qkv_THN = self.qkv(x_TD).unflatten(-1, (-1, self._size))
-        num_both = self._num_heads + self._num_kv_heads
-        qk_THN, v_TGN = qkv_THN.split((num_both, self._num_kv_heads), 1)
-        qk_THK = F.pad(qk_THN, (0, self._size))
-        v_TPK = v_TGN.unflatten(1, (-1, 2)).flatten(2)
+        v_TGN = qkv_THN[:, self._num_heads + self._num_kv_heads :]
+        qk_THK = F.pad(qkv_THN[:, : self._num_heads + self._num_kv_heads], (0, self._size))
+        v_TPK = v_TGN.unflatten(1, (self._num_kv_heads // 2, 2)).flatten(2)
         attended_THK = attend(qk_THK, v_TPK.repeat_interleave(2, 1))
         first_TPRK, second_TPRK = attended_THK.unflatten(1, (-1, 2, self._group)).float().unbind(2)
         difference_TPRK = first_TPRK - self._share * second_TPRK
-        normed_TPRK = F.rms_norm(difference_TPRK, (2 * self._size,), None, self._eps)
-        return self._output((normed_TPRK * self._scale).flatten(1).to(attended_THK.dtype))
+        size, eps = (2 * self._size,), self._difference.norm_eps
+        normed_TPRK = F.rms_norm(difference_TPRK, size, self._norm_K, eps)
+        scaled_TPRK = normed_TPRK * (1 - self._difference.share)
+        return self._output(scaled_TPRK.flatten(1).to(attended_THK.dtype))

@@ -13,11 +13,14 @@ from torch import Tensor
 
 from ...attention import AttentionBackend, AttentionLayer
 from ...layers.layer_spec import LayerSpec
-from ...layers.rope import RotaryTables
+from ...layers.rope import RotaryTables, apply_rotary
 from ..layer_source import LayerSource
 
 Attend: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""A function of queries with keys [T, H + G, K], which it rotates, and values [T, G, K]; it returns [T, H, K]."""
+"""A function of queries with keys [T, H + G, K], which it rotates, and values [T, G, K]; it returns [T, H, K].
+
+A layer that reads the keys and values of another one has none of its own.
+"""
 
 
 class AttentionKind(ABC):
@@ -30,6 +33,7 @@ class AttentionKind(ABC):
         spec, shard = source.spec, source.shard
         self._backend = backend.for_layer(spec, shard)
         self._layer = AttentionLayer(spec.attention_scale, layer.window)
+        self._stores = layer.kv_source is None
         self._tensor_parallel = shard.tensor_parallel
 
     def forward(
@@ -43,6 +47,9 @@ class AttentionKind(ABC):
         """Return the attention output [T, D] of a layer."""
 
         def attend(qk_THK: Tensor, v_TGK: Tensor) -> Tensor:
+            if not self._stores:
+                q_THK = qk_THK if tables is None else apply_rotary(qk_THK, tables)
+                return self._backend.attend(q_THK, kv_cache, attn_metadata, self._layer)
             return self._backend.forward_projected(
                 qk_THK, v_TGK, None, tables, kv_cache, attn_metadata, self._layer
             )

@@ -83,6 +83,7 @@ _MODULES: Final = (
     "with_states.gigachat",
     "with_states.jet_nemotron",
     "with_states.minicpm_sala",
+    "with_states.phi4flash",
 )
 """The modules of all families, in the order in which they are searched."""
 

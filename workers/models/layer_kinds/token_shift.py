@@ -20,7 +20,6 @@ from ...layers.layers import Linear
 from ..decoder_layer import DecoderLayer
 from ..layer_source import LayerSource
 from ..layer_step import LayerStep
-from ..mixers.mixer import Mixer
 from ..mixers.rwkv7 import FirstValues, Rwkv7Mixer
 from ..mixers.states import StateBatch, StateCache
 
@@ -53,12 +52,6 @@ class TokenShiftLayer(DecoderLayer):
         if isinstance(layer.recurrent, Rwkv4) and self._mixture_D is not None:
             # The stored shares are those of the token itself.
             self._mixture_D, self._gate_mixture_D = 1 - self._mixture_D, 1 - self._gate_mixture_D
-
-    @property
-    def mixer(self) -> Mixer:
-        """The layer's time mixing."""
-        assert self._mixer is not None
-        return self._mixer
 
     def forward(self, x_TD: Tensor, block_TD: Tensor | None, step: LayerStep) -> Tensor | None:
         """Compute the layer as `DecoderLayer.forward` does. The MLP has a state, too."""

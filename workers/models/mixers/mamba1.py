@@ -23,7 +23,13 @@ from .states import StateBatch, StateCache
 
 
 class Mamba1Mixer(Mixer):
-    """A state-space layer in which each element of a state has its own decay per token."""
+    """A state-space layer in which each element of a state has its own decay per token.
+
+    If `keeps_outputs`, `outputs_TI` are the outputs of the current step before their gate.
+    """
+
+    keeps_outputs = False
+    outputs_TI: Tensor | None = None
 
     def __init__(self, layer: Mamba1, source: LayerSource) -> None:
         super().__init__(layer, source)
@@ -111,6 +117,8 @@ class Mamba1Mixer(Mixer):
         )
         step_TI = F.softplus(self._steps(steps_THE).float() + self._step_bias_I)
         y_TI = self._scan(x_TI.float(), b_THK.float(), c_THK.float(), step_TI, cache, batch)
+        if self.keeps_outputs:
+            self.outputs_TI = y_TI
         return self._output((y_TI * F.silu(gate_TI.float())).to(dtype))
 
     def _selected(self, x_TI: Tensor) -> Sequence[Tensor]:

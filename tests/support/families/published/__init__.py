@@ -26,6 +26,7 @@ from support.families.published.kimi_k3 import K3_CONFIG, as_kimi_k3, with_tower
 from support.families.published.mixtures import MIXTURES
 from support.families.published.rwkv import RWKV, save_rwkv
 from support.families.published.sala import SALA
+from support.families.published.samba import PHI4_FLASH
 
 _IN_LANGUAGE_MODEL = ((r"^(model\.|lm_head)", r"language_model.\1"),)
 _THINKER = ("thinker_config", "text_config")
@@ -269,6 +270,7 @@ PUBLISHED = {
         change=changes.without_unused_blocks,
         prepare=changes.disable_blocks,
     ),
+    "Phi4Flash": PHI4_FLASH,
     "Phi4MM": Published(
         "phi3-partial",
         {},

@@ -8,7 +8,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from .....protocol.checkpoint.config_fields import ConfigFields
-from ....layers.layer_spec import LayerSpec
+from ....layers.layer_spec import Difference, LayerSpec
 from ....layers.read_rope import read_rope, read_rope_of_layer_type
 from ....layers.rope import TIME_AXIS
 from ....layers.spec import ModelSpec
@@ -199,11 +199,12 @@ def _diffllama(fields: ConfigFields) -> ModelSpec:
     if kv_heads % 2:
         raise fields.wrong("num_key_value_heads", "an even number", kv_heads)
     size, bias = head_dim(fields), fields.boolean("attention_bias", False)
-    layers = uniform_layers(fields, read_rope(fields, size))
+    fields = fields.with_defaults(rms_norm_eps=1e-5)
+    layers, eps = uniform_layers(fields, read_rope(fields, size)), fields.number("rms_norm_eps")
     return llama(
-        fields.with_defaults(rms_norm_eps=1e-5),
+        fields,
         layers=tuple(
-            replace(layer, difference=0.8 - 0.6 * math.exp(-0.3 * i))
+            replace(layer, difference=Difference(0.8 - 0.6 * math.exp(-0.3 * i), eps))
             for i, layer in enumerate(layers)
         ),
         head_dim=2 * size,
