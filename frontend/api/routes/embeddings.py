@@ -16,6 +16,7 @@ import numpy.typing as npt
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ....protocol.config.model import ModelConfig
 from ....protocol.pooling_params import PoolingKind
 from ...client.embeddings import (
     LateChunkingMetadata,
@@ -91,7 +92,9 @@ class Embeddings:
         def answer(group: RequestGroup, vectors: Iterator[Vector], lengths: list[int]) -> Response:
             return self._vectors(request, "embd", ("embedding", "embedding"), group, vectors)
 
-        return await self.run(http, request, body_size, answer)
+        if self._serving.config.model.pooler.kind is PoolingKind.ALL:
+            verify_choice("encoding_format", request.encoding_format, ("float",))
+        return await self.run(http, request, body_size, answer, verify=verify_embeds)
 
     async def _embed_chunks(
         self,
@@ -164,16 +167,17 @@ class Embeddings:
         body_size: int,
         answer: Callable[[RequestGroup, Iterator[Vector], list[int]], Response],
         media: Sequence[GivenMedia | None] = (),
+        verify: Callable[[ModelConfig], None] = verify_embeds_texts,
     ) -> Response:
         """Embed the inputs of a request, and return the result of `answer` for the embeddings and the inputs' lengths.
 
-        Each input has its `media`, if there are any.
+        Each input has its `media`, if there are any. `verify` raises ParameterError if the model has no such vectors.
 
         Raises:
             APIError: The request is invalid (400), or the engine cannot accept it now.
         """
         model = self._serving.config.model
-        verify_embeds_texts(model)
+        verify(model)
         kind = model.pooler.kind
         inputs = await self._embedded_inputs(request, body_size)
         for each, given in zip(inputs, media, strict=False):

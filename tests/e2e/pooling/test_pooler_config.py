@@ -27,6 +27,13 @@ def test_the_pooler_config_chooses_a_task_and_the_size_of_vectors(tmp_path: Path
         found = rows_of(server, input=prompt, use_activation=False)
         np.testing.assert_allclose(found, rows[:, :16], atol=1e-6)
         assert rows_of(server, input=prompt, dimensions=8).shape == (3, 8)
+        body = {"input": [prompt, [8]], "use_activation": False}
+        status, answer = server.post("/v1/embeddings", body)
+        assert status == 200, answer
+        first, second = (each["embedding"] for each in answer["data"])
+        assert first == found.tolist() and np.shape(second) == (1, 16)
+        status, answer = server.post("/v1/embeddings", body | {"encoding_format": "base64"})
+        assert (status, answer["error"]["param"]) == (400, "encoding_format")
 
 
 def test_the_pooler_config_shifts_and_scales_the_scores_of_classes(tmp_path: Path) -> None:
