@@ -6,9 +6,11 @@ The fields are those of vLLM 0.33.
 
 from __future__ import annotations
 
-from typing import Any, Final, Generic
+from typing import Any, ClassVar, Final, Generic
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 from starlette.types import Receive, Scope, Send
 
 from .....protocol.encoder_inputs.inputs import EncoderInput
@@ -22,6 +24,7 @@ from ...durable.keeper import Keeper
 from ...endpoint import Endpoint
 from ...generation import PreparedPrompt, find_request_id, verify_priority, verify_streaming
 from ...logprobs import Json
+from ...prompts import Prompt
 from ...responses.endpoint import Responses
 from ...responses.mcp.tools import has_mcp
 from ...routes.chat_completions import ChatCompletions
@@ -46,9 +49,15 @@ _SPEC_NAMES: Final = {
 
 
 class _Render(Endpoint[Request], Generic[Request]):
-    """An endpoint that returns the prepared prompts of a request instead of an answer."""
+    """An endpoint that returns the prepared prompts of a request instead of an answer.
 
-    is_list: bool
+    Attributes:
+        prefix: The prefix of the requests' IDs.
+        is_list: True if the answer is a list.
+    """
+
+    prefix: ClassVar[str]
+    is_list: ClassVar[bool] = False
 
     async def _generate(
         self,
@@ -69,7 +78,7 @@ class _Render(Endpoint[Request], Generic[Request]):
         if isinstance(request, CompletionRequest) and request.prompt_embeds is not None:
             raise bad_request("prompt_embeds", "has no token ids; send prompt")
         prompts, _ = await self._prepare(request, body_size, receive)
-        request_id = f"{self.id_prefix}-{find_request_id(request, scope['state'])}"
+        request_id = f"{self.prefix}{find_request_id(request, scope['state'])}"
 
         def render() -> Json | list[Json]:
             if not self.is_list:
@@ -90,7 +99,7 @@ class _Render(Endpoint[Request], Generic[Request]):
         return {
             "request_id": request_id,
             "token_ids": prompt.token_ids.tolist(),
-            "token_offsets": self._offsets(prompt) if request.return_token_offsets else None,
+            "token_offsets": self._offsets(request, prompt),
             "assistant_tokens_mask": None,
             "features": _features(prompt),
             "content_parts": None,
@@ -108,35 +117,41 @@ class _Render(Endpoint[Request], Generic[Request]):
             "parse_context": _parse_context(request),
         }
 
-    def _offsets(self, prompt: PreparedPrompt) -> list[tuple[int, int]] | None:
-        """Return the characters of each token, from start to end; None if the tokens are not those of a text."""
-        if prompt.text is None or prompt.encoder_inputs:
+    def _offsets(self, request: Request, prompt: PreparedPrompt) -> list[tuple[int, int]] | None:
+        """Return the characters of each token, from start to end, if the request wants them.
+
+        Tokens that are not those of a text have none.
+        """
+        if not request.return_token_offsets or prompt.text is None or prompt.encoder_inputs:
             return None
+        kept = prompt.token_ids.tolist()
         for add_special_tokens in (True, False):
             token_ids, places = self._serving.tokenizer.encode_with_places(
                 prompt.text, add_special_tokens
             )
-            if token_ids == prompt.token_ids.tolist():
-                return places
+            start = 0 if request.truncation_side == "right" else len(token_ids) - len(kept)
+            shown = slice(start, start + len(kept))
+            if token_ids[shown] == kept:
+                return places[shown]
         return None
 
 
 class ChatRender(_Render[ChatCompletionRequest], ChatCompletions):
     """The prompt of a conversation."""
 
-    is_list = False
+    prefix = "chatcmpl-"
 
 
 class MessagesRender(_Render[ChatCompletionRequest], Messages):
     """The prompt of a conversation in Anthropic's format."""
 
-    is_list = False
+    prefix = "chatcmpl-"
 
 
 class ResponsesRender(_Render[ChatCompletionRequest], Responses):
     """The prompt of a response."""
 
-    is_list = False
+    prefix = "resp_"
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, lease: MemoryLease) -> None:
         exchange, size, deadline = await self._begin(scope, receive, lease)
@@ -148,7 +163,20 @@ class ResponsesRender(_Render[ChatCompletionRequest], Responses):
 class CompletionRender(_Render[CompletionRequest], Completions):
     """A list with the prompts of a completion."""
 
+    prefix = "cmpl-"
     is_list = True
+
+    def _fit(
+        self,
+        prompt: Prompt,
+        request: CompletionRequest,
+        params: SamplingParams,
+        start_token_ids: npt.NDArray[np.int32] | None,
+    ) -> PreparedPrompt:
+        fitted = super()._fit(prompt, request, params, start_token_ids)
+        # The places of the tokens that are kept are those in the whole text.
+        fitted.text = prompt.text
+        return fitted
 
 
 def _sampling(request: GenerationRequest, params: SamplingParams) -> Json:

@@ -108,6 +108,7 @@ def test_other_formats_of_conversations_are_rendered_like_a_chat(
     rendered = post(frontend, f"{path}/render", **prompt, **{limit: 3})
     assert rendered["token_ids"] == chat["token_ids"]
     assert rendered["sampling_params"] == chat["sampling_params"]
+    assert rendered["request_id"].startswith("resp_" if "responses" in path else "chatcmpl-")
 
 
 def test_rendered_tokens_have_their_places_in_the_text(frontend: FrontendProcess) -> None:
@@ -117,6 +118,12 @@ def test_rendered_tokens_have_their_places_in_the_text(frontend: FrontendProcess
     assert len(places) == len(rendered["token_ids"])
     assert (places[0][0], places[-1][1]) == (0, len(text))
     assert text[slice(*places[-1])] == " two"
+    for side, kept in (("left", places[-2:]), ("right", places[:2])):
+        cut = {"truncate_prompt_tokens": 2, "truncation_side": side}
+        [short] = post(
+            frontend, "/v1/completions/render", prompt=text, return_token_offsets=True, **cut
+        )
+        assert short["token_offsets"] == kept
     chat = post(
         frontend, "/v1/chat/completions/render", messages=user(text), return_token_offsets=True
     )
