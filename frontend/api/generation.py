@@ -302,7 +302,8 @@ async def submit(
                 sequences, request_id=request_id, begin_recording=begin_recording
             )
             if isinstance(request, GenerationRequest) and request.stream_interval is not None:
-                group.stream_interval = max(group.stream_interval, request.stream_interval)
+                for each in group.sequences:
+                    each.stream_interval = max(each.stream_interval, request.stream_interval)
             return group
         try:
             return await search.run(sequences)

@@ -207,13 +207,14 @@ class OutputProcessor:
         is_counted = not sequence.request.is_warm_up
         if is_counted:
             self._metrics.record_finished(sequence, reason if outcome is None else outcome)
-        sequence.group.record_sequence_end(sequence)
         self._on_end(sequence)
-        if not sequence.group.num_unfinished:
-            if is_counted:
-                self._metrics.record_group(sequence.group.outputs_by_prompt())
-            self._recent_requests.record_end(sequence.group)
         self._schedule_wake([sequence])
+        group = sequence.group
+        group.record_sequence_end(sequence)
+        if not group.num_unfinished:
+            if is_counted:
+                self._metrics.record_group(group.outputs_by_prompt())
+            self._recent_requests.record_end(group)
 
     def expire(self, sequence: Sequence) -> None:
         """Finish a sequence whose deadline has passed without a report from its core."""
@@ -345,12 +346,9 @@ class OutputProcessor:
         encoded: list[tuple[FastStream, bytes]] = []
         for _ in range(min(len(self._streamed), STREAMS_AT_ONCE)):
             sequence = self._streamed.popleft()
-            stream = sequence.fast_stream
-            body = None if stream is None else stream.encode_text()
-            if stream is None or body is None:
-                sequence.group.updates.append(sequence)
-                self._wake(sequence.group)
-            else:
+            # Without a stream, the reader has left.
+            if (stream := sequence.fast_stream) is not None:
+                body = stream.encode_text()
                 encoded.append((stream, body))
         for stream, body in encoded:
             stream.write_text(body)

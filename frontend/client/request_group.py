@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Callable, Iterator
-from functools import partial
 from itertools import chain, islice
 from typing import Final
 
@@ -99,8 +98,10 @@ class Sequence:
         "scheduler_time",
         "states",
         "stop_reason",
+        "stream_interval",
         "token_ids",
         "trace_headers",
+        "updates",
         "wake_at",
         "was_accepted",
     )
@@ -119,17 +120,17 @@ class Sequence:
         self.was_accepted = self.is_pinned = self.has_updates = False
         self.core_index = self._num_tokens_when_lost = -1
         self.load: CoreLoad
-        self.params = params
+        self.params, self.num_prompt_tokens = params, num_prompt_tokens
         self.max_tokens = request.sampling_params.max_tokens
-        self.num_prompt_tokens = num_prompt_tokens
         self.num_cached_tokens = self.num_loaded_tokens = self.num_computed_tokens = 0
         self._repetition = RepetitionSearch.from_params(params)
         self.is_watched = bool(params.stop or params.stop_regex) or self._repetition is not None
         self.recoveries: tuple[Recovery, ...] = ()
         self.group: RequestGroup
+        self.updates: list[Sequence]
+        self.stream_interval: int
         self.position = self.num_read_tokens = 0
-        self.token_ids = array("i")
-        self.wake_at = 1
+        self.token_ids, self.wake_at = array("i"), 1
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprob_messages: list[TokenLogprobs] = []
         self.finish_reason: FinishReason | None = None
@@ -231,12 +232,6 @@ class Sequence:
                 request.is_suspect, self.num_losses = False, 0
         request.output_token_ids = self.token_ids.tobytes()
 
-    @property
-    def prompt_logprobs(self) -> list[PositionLogprobs | None] | None:
-        """All entries of `iterate_prompt_logprobs`; None if they were not requested."""
-        is_wanted = self.params.prompt_logprobs is not None
-        return list(self.iterate_prompt_logprobs()) if is_wanted else None
-
     def iterate_prompt_logprobs(self) -> Iterator[PositionLogprobs | None]:
         """Yield one entry per prompt token, None for the first, once the first token of the output was read."""
         yield None
@@ -246,9 +241,9 @@ class Sequence:
     def weight(self) -> int:
         """The approximate size of the response in elements, such as tokens and logprob entries."""
         messages = chain(self.logprobs, self.prompt_logprob_messages)
-        num_others = sum(len(message.token_ids) // 4 for message in messages)
-        num_others += 0 if self.states is None else self.states.num_values
-        return 1 + len(self.token_ids) + num_others
+        num_logprobs = sum(len(message.token_ids) // 4 for message in messages)
+        num_values = 0 if self.states is None else self.states.num_values
+        return 1 + len(self.token_ids) + num_logprobs + num_values
 
     def find_end(self, reported: FinishReason | None) -> tuple[FinishReason, str] | None:
         """Return the finish reason and stop reason if new tokens complete a stop string or a repetition.
@@ -306,9 +301,8 @@ class Sequence:
             while num_positions < num_tokens and num_messages < len(self.logprobs):
                 num_positions += self.logprobs[num_messages].num_positions
                 num_messages += 1
-            num_tokens = min(
-                num_positions or num_tokens, len(self.token_ids) - self.num_read_tokens
-            )
+            num_new = len(self.token_ids) - self.num_read_tokens
+            num_tokens = min(num_positions or num_tokens, num_new)
             logprobs = Logprobs(self.logprobs[:num_messages], num_tokens)
             del self.logprobs[:num_messages]
         start = self.num_read_tokens
@@ -318,9 +312,9 @@ class Sequence:
         is_end = self.finish_reason is FinishReason.STOP and end == len(self.token_ids)
         if detokenizer is not None and detokenizer.num_tokens < end and not is_end:
             text += detokenizer.append(self.token_ids[detokenizer.num_tokens : end])
-        self.wake_at = end + self.group.stream_interval
+        self.wake_at = end + self.stream_interval
         self.has_updates = True
-        self.group.updates.append(self)
+        self.updates.append(self)
         return Delta(text, self.token_ids[start:end].tolist(), logprobs)
 
     def read_text(self, max_tokens: int = TOKENS_AT_ONCE) -> str:
@@ -333,7 +327,7 @@ class Sequence:
         if num_tokens - self.num_read_tokens > max_tokens:
             return self._read_part(max_tokens).text
         self.num_read_tokens = num_tokens
-        self.wake_at = num_tokens + self.group.stream_interval
+        self.wake_at = num_tokens + self.stream_interval
         self.has_updates = False
         text, self._text = self._text, ""
         if (detokenizer := self._detokenizer) is None:
@@ -352,7 +346,7 @@ class Sequence:
         text = detokenizer.append_as_json(new) if is_few and detokenizer else None
         if text is not None:
             self.num_read_tokens, self.has_updates = num_tokens, False
-            self.wake_at = num_tokens + self.group.stream_interval
+            self.wake_at = num_tokens + self.stream_interval
         return text
 
     def _tokens_with_text(
@@ -376,6 +370,7 @@ class RequestGroup:
         "_num_outputs",
         "_on_abort",
         "_waiter",
+        "_wake_soon",
         "deadline_timer",
         "is_woken",
         "num_unfinished",
@@ -383,10 +378,8 @@ class RequestGroup:
         "recording",
         "request_id",
         "sequences",
-        "stream_interval",
         "trace",
         "updates",
-        "wake_soon",
     )
 
     def __init__(
@@ -402,20 +395,19 @@ class RequestGroup:
         self.request_id = request_id
         self.sequences = sequences
         self._num_outputs = num_outputs
-        self.stream_interval = stream_interval
         self.num_unfinished = len(sequences)
         self.updates: list[Sequence] = []
         self.on_update: Callable[[], bool] | None = None
         self.is_woken = False
         self._waiter: asyncio.Future[None] | None = None
         self._on_abort = on_abort
-        self.wake_soon = partial(wake_soon, self)
+        self._wake_soon = wake_soon
         self.deadline_timer: asyncio.TimerHandle | None = None
         self.recording: Recording | None = None
         self.trace: RequestTrace | None = None
         for position, sequence in enumerate(sequences):
-            sequence.group = self
-            sequence.position = position
+            sequence.group, sequence.updates, sequence.position = self, self.updates, position
+            sequence.stream_interval = stream_interval
 
     def outputs_by_prompt(self) -> Iterator[list[Sequence]]:
         """Yield the sequences of each prompt, in the order of the prompts."""
@@ -436,12 +428,13 @@ class RequestGroup:
 
     def take_updates(self) -> list[Sequence]:
         """Return all sequences with new output. The caller must read them now or give them back."""
-        taken, self.updates = self.updates, []
+        taken = self.updates.copy()
+        self.updates.clear()
         return taken
 
     def give_back(self, unread: list[Sequence]) -> None:
         """Return sequences that were not read. They come before the sequences with newer output."""
-        self.updates = unread + self.updates
+        self.updates[:0] = unread
 
     async def result(self) -> list[Delta]:
         """Wait until every sequence has finished. Return one Delta per sequence with all output not read before."""
@@ -455,7 +448,7 @@ class RequestGroup:
         while self.num_unfinished:
             await self._wait()
         await complete_states(self.sequences)
-        self.updates = []
+        self.updates.clear()
 
     def read_all(self) -> list[Delta]:
         """Return one Delta per sequence; all must have finished. May be called from any thread."""
@@ -477,9 +470,12 @@ class RequestGroup:
             self.recording.record_departure()
         else:
             self.abort()
+            self.updates.clear()
 
     def record_sequence_end(self, sequence: Sequence) -> None:
-        """Record that one of the sequences has finished."""
+        """Record that one of the sequences has finished, which may be read but no longer has a group."""
+        # The cycle would keep all objects of the request until a garbage collection.
+        del sequence.group
         self.num_unfinished -= 1
         if self.recording is not None:
             self.recording.record_end(sequence.position)
@@ -489,6 +485,10 @@ class RequestGroup:
             self.deadline_timer.cancel()
         if self.trace is not None:
             self.trace.record_group(self)
+
+    def wake_soon(self) -> None:
+        """Schedule a turn of the reader."""
+        self._wake_soon(self)
 
     def wake(self) -> None:
         """Wake the waiting reader task."""

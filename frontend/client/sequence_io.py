@@ -97,8 +97,8 @@ class Delta(msgspec.Struct, gc=False):
 class FastStream(Protocol):
     """Writes the new output of one sequence without the reader of its group."""
 
-    def encode_text(self) -> bytes | None:
-        """Return the new output encoded; None, without reading it, if the group's reader must write it."""
+    def encode_text(self) -> bytes:
+        """Return the new output encoded. If the group's reader must write it, wake the reader and return b""."""
 
     def write_text(self, body: bytes) -> None:
         """Write encoded output, which may be empty. This raises nothing."""

@@ -237,11 +237,12 @@ def request_output(
     tokenizer: Tokenizer | None,
 ) -> RequestOutput:
     """Return the output of a request that has ended. Tokens have no text without a tokenizer."""
-    positions = group.sequences[0].prompt_logprobs
-    candidates, scores = group.sequences[0].params.prompt_candidates, None
-    if positions is not None and candidates is not None:
-        scores = candidate_scores(positions, candidates)
-        positions = list(without_candidates(positions, candidates))
+    first, positions, scores = group.sequences[0], None, None
+    if first.params.prompt_logprobs is not None:
+        positions = list(first.iterate_prompt_logprobs())
+        if (candidates := first.params.prompt_candidates) is not None:
+            scores = candidate_scores(positions, candidates)
+            positions = list(without_candidates(positions, candidates))
 
     def named(positions: Iterable[PositionLogprobs | None] | None) -> list[Any] | None:
         if positions is None:

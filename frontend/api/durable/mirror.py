@@ -101,7 +101,7 @@ class Mirror:
                 while sequence.has_updates:
                     chunks.encode(sequence)
                 await asyncio.sleep(0)
-        group.updates = []
+        group.updates.clear()
 
     async def _wait_for(self, position: int, num_tokens: int, has_end: bool) -> _Stream:
         stream = self._streams.setdefault(position, _Stream())

@@ -258,12 +258,14 @@ class EventStream:
             self._end(None)
         return False
 
-    def encode_text(self) -> bytes | None:
-        """Return the template with the text of a new token; None if `encode` must return the new output."""
+    def encode_text(self) -> bytes:
+        """Return the template with the text of a new token; b"" if `encode` must return the new output."""
         sequence = self._group.sequences[0]
         try:
             if self._connection.is_paused or (text := sequence.read_as_json()) is None:
-                return None
+                self._group.updates.append(sequence)
+                self._group.wake_soon()
+                return b""
         except Exception as error:
             self._end(error)
             return b""

@@ -101,7 +101,8 @@ class GroupFactory:
     ) -> RequestGroup:
         """Return a group of sequences that have ended, with `num_outputs` of them per prompt."""
         group = self.new_group(request_id, sequences, num_outputs, lambda group: None)
-        group.num_unfinished = 0
+        for sequence in sequences:
+            group.record_sequence_end(sequence)
         return group
 
     def _new_sequence(self, wanted: SequenceRequest, request: EngineCoreRequest) -> Sequence:

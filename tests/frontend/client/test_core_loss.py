@@ -100,8 +100,8 @@ async def test_streams_continue_unchanged_on_the_next_core(tmp_path: Path) -> No
         assert rest[0].logprobs is not None
         assert [entry.token_id for entry in rest[0].logprobs] == whole[num_read[0] :]
         assert (rest[1].finish_reason, rest[1].stop_reason) == ("stop", "lazy")
-        prompt_logprobs = read.sequences[1].prompt_logprobs
-        assert prompt_logprobs is not None and len(prompt_logprobs) == len(PROMPT)
+        prompt_logprobs = list(read.sequences[1].iterate_prompt_logprobs())
+        assert len(prompt_logprobs) == len(PROMPT)
         assert client.num_inflight == 0
 
 

@@ -1,6 +1,7 @@
 """The engine client and the requests that it sends to one core."""
 
 import asyncio
+import gc
 from pathlib import Path
 
 import msgspec
@@ -12,6 +13,7 @@ from engine.frontend.client.engine_client import (
     EngineDraining,
     Overloaded,
     RequestGroup,
+    Sequence,
     SequenceRequest,
 )
 from engine.protocol.arrays import int32_view
@@ -74,6 +76,27 @@ async def test_result_contains_the_whole_output_of_each_sequence(tmp_path: Path)
         assert (first.text, first.token_ids) == (smollm2_tokenizer().decode(PROMPT[:5]), PROMPT[:5])
         assert (second.token_ids, second.finish_reason) == (PROMPT[:3], "length")
         assert await read_next(group) == []
+
+
+@pytest.mark.parametrize("is_aborted", [False, True])
+@on_event_loop
+async def test_an_ended_request_is_freed_without_a_garbage_collection(
+    tmp_path: Path, is_aborted: bool
+) -> None:
+    async with connected(engine_config(tmp_path)) as (client, core):
+        gc.collect()
+        gc.disable()
+        try:
+            group = await client.submit([request(5), request(3)], request_id="r")
+            if is_aborted:
+                await drive(core, read_next(group))
+                group.abort()
+            await drive(core, group.result())
+            del group
+            await until(lambda: not core.requests, core.receive)
+            assert not [o for o in gc.get_objects() if isinstance(o, RequestGroup | Sequence)]
+        finally:
+            gc.enable()
 
 
 @on_event_loop
@@ -182,8 +205,8 @@ async def test_prompt_logprobs_cover_all_but_the_first_prompt_token(tmp_path: Pa
         wanted = request(1, prompt=PROMPT * 4, prompt_logprobs=2)
         group = await client.submit([wanted], request_id="r")
         await drive(core, group.result())
-        found = group.sequences[0].prompt_logprobs
-        assert found is not None and len(found) == len(PROMPT) * 4
+        found = list(group.sequences[0].iterate_prompt_logprobs())
+        assert len(found) == len(PROMPT) * 4
         assert found[0] is None
         assert [p.token_id for p in found if p is not None] == (PROMPT * 4)[1:]
 
