@@ -87,6 +87,7 @@ class FrontendProcess:
                 vocab_size=tokenizer.vocab_size,
                 max_model_len=max_model_len,
                 eos_token_ids=(tokenizer.eos_token_id,),
+                enable_lora=frontend.get("allow_runtime_lora_updating", False),
             ),
             scheduler=scheduler or SchedulerConfig(),
             frontend=FrontendConfig(**frontend),
