@@ -17,6 +17,7 @@ from .audio.processors import (
     canary_processor,
     cohere_processor,
     granite_processor,
+    lasr_processor,
     parakeet_processor,
     samples_processor,
 )
@@ -392,6 +393,7 @@ _READERS: Final = {
     **dict.fromkeys(WRITING, parakeet_processor),
     SpeechKind.GRANITE_CTC: granite_processor,
     SpeechKind.WAV2VEC2_BERT: bert_processor,
+    SpeechKind.LASR_CTC: lasr_processor,
     **dict.fromkeys(SAMPLES, samples_processor),
 }
 

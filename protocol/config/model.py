@@ -202,6 +202,7 @@ class SpeechKind(enum.StrEnum):
     WAV2VEC2_CONFORMER = "wav2vec2-conformer"
     WAVLM = "wavlm"
     SEW = "sew"
+    LASR_CTC = "lasr_ctc"
     DATA2VEC = "data2vec-audio"
     HUBERT = "hubert"
     UNISPEECH = "unispeech"
@@ -238,6 +239,7 @@ class AudioProcessorConfig(msgspec.Struct, frozen=True):
         num_mel_bins: The number of log-mel features per frame; 0 if the encoder reads samples.
         sampling_rate: Samples per second.
         hop_length: Samples from the start of a frame to the start of the next.
+        frame_length: The samples of a frame; 0 if the center of a frame is its start, with zeros before the first.
         chunk_seconds: The maximum length of one encoder input in seconds. Whisper's inputs are padded to this length.
         strides: The stride of each of the encoder's convolutions over frames or samples.
         kernels: The kernel size of each convolution.
@@ -291,6 +293,7 @@ class AudioProcessorConfig(msgspec.Struct, frozen=True):
     added: AddedAudioConfig | None = None
     variance_term: float = 0.0
     writes_tokens: bool = False
+    frame_length: int = 0
 
     @property
     def seconds_per_output(self) -> float:
@@ -305,7 +308,7 @@ class AudioProcessorConfig(msgspec.Struct, frozen=True):
             reversed(self.strides), reversed(self.kernels), reversed(self.paddings), strict=True
         ):
             num_frames = max(1, (num_frames - 1) * stride + kernel - 2 * padding)
-        return num_frames * self.hop_length
+        return (num_frames - 1) * self.hop_length + max(self.hop_length, self.frame_length)
 
     @property
     def translates(self) -> bool:

@@ -40,6 +40,10 @@ _LEVEL_TERM: Final = 1e-6
 _PAIR_VARIANCE: Final = 1e-7
 """Wav2Vec2-BERT: a number that is added to the variance of each feature."""
 
+_MEDICAL_HZ: Final = (125.0, 7500.0)
+_MEDICAL_FLOOR: Final = 1e-5
+"""MedASR: the lowest and the highest frequency, and the minimum of the power of a feature."""
+
 _MAX_HZ: Final = 8000.0
 _FLOOR: Final = 1e-10
 _RANGE: Final = 8.0
@@ -298,21 +302,39 @@ def kaldi_log_mel(samples: npt.NDArray[_Float], num_mel_bins: int) -> npt.NDArra
 def paired_kaldi_log_mel(samples: Float32Array, num_mel_bins: int) -> Float32Array:
     """Return standardized log-mel features of pairs of frames, equal to those of `SeamlessM4TFeatureExtractor`.
 
-    A clip without two frames is completed with silence. A last frame without a partner only counts for the means and
-    deviations.
+    A last frame without a partner only counts for the means and deviations.
+
+    Args:
+        samples: The samples at `RATE`, float32 [N] in [-1, 1], of two frames at least.
+        num_mel_bins: The number of features per frame.
+
+    Returns:
+        The features of both frames of each pair, float32 [2 * num_mel_bins, pairs].
+    """
+    # As in transformers, features are computed in float64, which matters where a clip is silent.
+    features = kaldi_log_mel(samples.astype(np.float64), num_mel_bins).T
+    features = (features - features.mean(0)) / np.sqrt(features.var(0, ddof=1) + _PAIR_VARIANCE)
+    return _pairs(features[: len(features) // 2 * 2])
+
+
+def medical_log_mel(samples: Float32Array, num_mel_bins: int) -> Float32Array:
+    """Return log-mel features of frames without emphasis, equal to those of transformers' `LasrFeatureExtractor`.
 
     Args:
         samples: The samples at `RATE`, float32 [N] in [-1, 1].
         num_mel_bins: The number of features per frame.
 
     Returns:
-        The features of both frames of each pair, float32 [2 * num_mel_bins, pairs].
+        The features, float32 [num_mel_bins, frames].
     """
-    filled = np.pad(samples, (0, max(0, WINDOW + HOP - len(samples))))
-    # As in transformers, features are computed in float64, which matters where a clip is silent.
-    features = kaldi_log_mel(filled.astype(np.float64), num_mel_bins).T
-    features = (features - features.mean(0)) / np.sqrt(features.var(0, ddof=1) + _PAIR_VARIANCE)
-    return _pairs(features[: len(features) // 2 * 2])
+    if len(samples) < WINDOW:
+        return np.zeros((num_mel_bins, 0), np.float32)
+    frames = np.lib.stride_tricks.sliding_window_view(samples.astype(np.float64), WINDOW)[::HOP]
+    window = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(WINDOW) / (WINDOW - 1))
+    power = np.square(np.abs(np.fft.rfft(frames * window, _PAIRED_FFT, axis=1)))
+    power = power @ _kaldi_filters(num_mel_bins, *_MEDICAL_HZ)
+    features: Float32Array = np.log(np.maximum(power, _MEDICAL_FLOOR)).T.astype(np.float32)
+    return features
 
 
 def _kaldi_log_mel(
@@ -327,7 +349,9 @@ def _kaldi_log_mel(
     emphasized = (frames - _EMPHASIS * previous) * window.astype(samples.dtype)
     spectrum = np.fft.rfft(emphasized, _PAIRED_FFT, axis=1)
     power = (spectrum.real**2 + spectrum.imag**2).astype(samples.dtype, copy=False)
-    filters = _kaldi_filters(num_mel_bins).astype(samples.dtype, copy=False)
+    filters = _kaldi_filters(num_mel_bins, _STACKED_MIN_HZ, _MAX_HZ).astype(
+        samples.dtype, copy=False
+    )
     features: npt.NDArray[_Float] = np.log(np.maximum(power @ filters, np.finfo(np.float32).eps))
     return features
 
@@ -407,18 +431,18 @@ def _htk_filters(
     return filters
 
 
-@lru_cache(1)
-def _kaldi_filters(num_mel_bins: int) -> Float32Array:
-    """Return filters that are triangles on Kaldi's mel scale, float32 [frequencies, num_mel_bins]."""
+@lru_cache(2)
+def _kaldi_filters(num_mel_bins: int, min_hz: float, max_hz: float) -> npt.NDArray[np.float64]:
+    """Return filters that are triangles on Kaldi's mel scale, float64 [frequencies, num_mel_bins]."""
 
     def to_mel(hz: npt.ArrayLike) -> npt.NDArray[np.float64]:
         return 1127.0 * np.log1p(np.asarray(hz, np.float64) / 700.0)
 
-    edges = np.linspace(to_mel(_STACKED_MIN_HZ), to_mel(_MAX_HZ), num_mel_bins + 2)
+    edges = np.linspace(to_mel(min_hz), to_mel(max_hz), num_mel_bins + 2)
     mels = to_mel(np.linspace(0.0, RATE / 2, _PAIRED_FFT // 2 + 1))[:, None]
     widths = np.diff(edges)
     rising, falling = (mels - edges[:-2]) / widths[:-1], (edges[2:] - mels) / widths[1:]
-    filters: Float32Array = np.maximum(0, np.minimum(rising, falling)).astype(np.float32)
+    filters: npt.NDArray[np.float64] = np.maximum(0, np.minimum(rising, falling))
     return filters
 
 

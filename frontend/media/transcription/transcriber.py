@@ -28,6 +28,7 @@ from ..audio.clips import prepare_clip
 from ..audio.live_samples import LiveSamples
 from ..audio.log_mel import (
     log_mel,
+    medical_log_mel,
     normed_log_mel,
     paired_kaldi_log_mel,
     paired_log_mel_changes,
@@ -341,6 +342,9 @@ class Transcriber:
             num_frames = features.shape[1]
         elif audio.kind is SpeechKind.WAV2VEC2_BERT:
             features = paired_kaldi_log_mel(samples, audio.num_mel_bins // 2)
+            num_frames = features.shape[1]
+        elif audio.kind is SpeechKind.LASR_CTC:
+            features = medical_log_mel(samples, audio.num_mel_bins)
             num_frames = features.shape[1]
         elif audio.num_mel_bins and (
             audio.kind in (SpeechKind.COHERE, SpeechKind.CANARY) or audio.writes_tokens

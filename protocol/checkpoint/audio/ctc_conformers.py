@@ -1,4 +1,4 @@
-"""Read the configs of conformers that write tokens: Wav2Vec2-BERT, and the layers of wav2vec2-conformer."""
+"""Read the configs of conformers that write tokens: Wav2Vec2-BERT and MedASR, and the layers of wav2vec2-conformer."""
 
 from __future__ import annotations
 
@@ -36,6 +36,12 @@ _BERT_NAMES: Final = (
     (r"^wav2vec2_bert\.", ""),
     (r"^lm_head\.", "ctc_head."),
     *CONFORMER_NAMES,
+)
+
+_LASR_NAMES: Final = (
+    (r"^encoder\.subsampler\.dense_0\.", "encoder.subsampling.first."),
+    (r"^encoder\.subsampler\.dense_1\.", "encoder.subsampling.linear."),
+    (r"^encoder\.subsampler\.", "encoder.subsampling."),
 )
 
 _Positions = Literal["distances", "keys", "inputs", "none"]
@@ -108,3 +114,53 @@ def bert_spec(fields: ConfigFields) -> CtcConformerSpec:
         adapters=adapters,
         adapter_activation=fields.text("adapter_act", "relu"),
     )
+
+
+def lasr_spec(fields: ConfigFields) -> CtcConformerSpec:
+    """Return the encoder of MedASR. Raise CheckpointError if a field is missing or invalid."""
+    encoder = fields.section("encoder_config") or ConfigFields({}, fields.path, "encoder_config.")
+    hidden_size = encoder.integer("hidden_size", 512, maximum=MAX_POSITIONS)
+    num_heads = encoder.divisor("num_attention_heads", hidden_size, 8)
+    encoder.require("num_key_value_heads", num_heads)
+    rope = encoder.section("rope_parameters") or ConfigFields({}, fields.path, "rope_parameters.")
+    rope.require("rope_type", "default")
+    channels = encoder.integer("subsampling_conv_channels", 256, maximum=MAX_POSITIONS)
+    kernel_size = encoder.integer("subsampling_conv_kernel_size", 5, maximum=1023)
+    stride = encoder.integer("subsampling_conv_stride", 2, maximum=64)
+    vocab_size = fields.integer("vocab_size")
+    return CtcConformerSpec(
+        layers=ConformerLayers(
+            hidden_size=hidden_size,
+            intermediate_size=encoder.integer("intermediate_size", 2048, maximum=MAX_POSITIONS),
+            num_layers=encoder.integer("num_hidden_layers", 17, maximum=1024),
+            num_heads=num_heads,
+            kernel_size=encoder.integer("conv_kernel_size", 32, maximum=1023),
+            activation=encoder.text("hidden_act", "silu"),
+            has_bias=encoder.boolean("attention_bias", False),
+            has_conv_bias=encoder.boolean("convolution_bias", False),
+            positions="rotary",
+            theta=rope.positive("rope_theta", 10_000.0),
+            mlp_factors=_pair(encoder, "feed_forward_residual_weights", (1.5, 0.5)),
+            conv_factors=_pair(encoder, "conv_residual_weights", (2.0, 1.0)),
+            norm_eps=encoder.positive("layer_norm_eps", 1e-6),
+            has_norm_bias=False,
+        ),
+        num_mel_bins=encoder.integer("num_mel_bins", 128, maximum=1024),
+        num_frames=3000,
+        output_size=hidden_size,
+        decoder=CtcSpec(
+            vocab_size, fields.integer("pad_token_id", 0, minimum=0, maximum=vocab_size - 1)
+        ),
+        tensor_names=_LASR_NAMES,
+        stem=Convolutions(2, kernel_size, stride),
+        stem_channels=channels,
+        has_last_norm=True,
+    )
+
+
+def _pair(fields: ConfigFields, name: str, default: tuple[float, float]) -> tuple[float, float]:
+    found = fields.get(name, default)
+    try:
+        return msgspec.convert(found, tuple[float, float])
+    except msgspec.ValidationError:
+        raise fields.wrong(name, "two numbers", found) from None

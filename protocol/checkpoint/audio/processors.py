@@ -7,10 +7,11 @@ from typing import Final
 
 import msgspec
 
+from ...config.audio.conformer_layers import CtcConformerSpec
 from ...config.audio.tower import FastConformerSpec
 from ...config.model import AudioProcessorConfig, SpeechKind
 from ..config_fields import ConfigFields
-from .ctc_conformers import bert_spec
+from .ctc_conformers import bert_spec, lasr_spec
 from .fields import read_token
 from .speech_encoders import canary_encoder_spec, fast_conformer_spec
 from .token_writers import (
@@ -121,11 +122,35 @@ def bert_processor(
     """Return the audio preprocessing of Wav2Vec2-BERT."""
     encoder = bert_spec(with_encoder_fields(config))
     needed = {"sampling_rate": 16_000, "stride": 2, "num_mel_bins": encoder.num_mel_bins // 2}
+    # A row has two frames.
+    return _conformer_processor(SpeechKind.WAV2VEC2_BERT, processor, encoder, needed, (320, 560))
+
+
+def lasr_processor(
+    processor: ConfigFields, config: ConfigFields, generation: ConfigFields
+) -> AudioProcessorConfig:
+    """Return the audio preprocessing of MedASR."""
+    encoder = lasr_spec(with_encoder_fields(config))
+    needed = {"sampling_rate": 16_000, "hop_length": 160, "n_fft": 512, "win_length": 400}
+    needed["feature_size"] = encoder.num_mel_bins
+    return _conformer_processor(SpeechKind.LASR_CTC, processor, encoder, needed, (160, 400))
+
+
+def _conformer_processor(
+    kind: SpeechKind,
+    processor: ConfigFields,
+    encoder: CtcConformerSpec,
+    needed: dict[str, int],
+    frames: tuple[int, int],
+) -> AudioProcessorConfig:
+    """Return the preprocessing with the distance and the length of `frames`, if fields have the `needed` values."""
     for name, value in needed.items():
         processor.require(name, value, default=value)
-    # A row has two frames.
+    hop_length, frame_length = frames
     return msgspec.structs.replace(
-        _unpadded(SpeechKind.WAV2VEC2_BERT, encoder, 320, encoder.convolutions), writes_tokens=True
+        _unpadded(kind, encoder, hop_length, encoder.convolutions),
+        frame_length=frame_length,
+        writes_tokens=True,
     )
 
 

@@ -15,7 +15,7 @@ from ...config.audio.tower import (
 from ...config.model import SpeechKind
 from ...config.token_decoders import CtcSpec, TransducerSpec
 from ..config_fields import ConfigFields
-from .ctc_conformers import bert_spec, conformer_layers
+from .ctc_conformers import bert_spec, conformer_layers, lasr_spec
 from .fields import MAX_POSITIONS, Channels
 from .speech_encoders import fast_conformer_spec
 
@@ -42,6 +42,7 @@ WRITING: Final = frozenset(
     {
         *WAV2VEC2,
         SpeechKind.GRANITE_CTC,
+        SpeechKind.LASR_CTC,
         SpeechKind.OMNIASR_CTC,
         SpeechKind.PARAKEET_CTC,
         SpeechKind.PARAKEET_RNNT,
@@ -56,6 +57,7 @@ _PROMPT_TOKENS: Final = 1024
 
 _VOCABULARIES: Final = {
     SpeechKind.GRANITE_CTC: 16_384,
+    SpeechKind.LASR_CTC: 512,
     SpeechKind.OMNIASR_CTC: 10_288,
     SpeechKind.PARAKEET_CTC: 1025,
     SpeechKind.PARAKEET_RNNT: 8193,
@@ -126,6 +128,8 @@ def writer_spec(fields: ConfigFields) -> WriterSpec:
         return granite_spec(fields)
     if fields.text("model_type") == SpeechKind.WAV2VEC2_BERT:
         return bert_spec(with_encoder_fields(fields))
+    if fields.text("model_type") == SpeechKind.LASR_CTC:
+        return lasr_spec(with_encoder_fields(fields))
     if fields.text("model_type") in SAMPLES:
         return samples_spec(fields)
     return parakeet_spec(fields)

@@ -63,7 +63,7 @@ class Convolutions(msgspec.Struct, frozen=True):
 
 
 class CtcConformerSpec(UnpaddedSpec, frozen=True, tag=True):
-    """A conformer that reads features and writes tokens (Wav2Vec2-BERT).
+    """A conformer that reads features and writes tokens (Wav2Vec2-BERT and MedASR).
 
     A norm and a matrix make its rows or, with a `stem`, two matrices and the convolutions between them, of which the
     last has `stem_channels`. After the layers there may be a norm, and `adapters`: layers of attention to rows that a

@@ -15,12 +15,12 @@ from support.audio.checkpoints import NUM_MEL_BINS
 from support.checkpoints.source import MODELS, write_letters
 from support.media.audio_features import granite_features
 
-GRANITE, OMNIASR = "granite", "omniasr"
+GRANITE, OMNIASR, LASR = "granite", "omniasr", "lasr"
 WAV2VEC2, HUBERT, MMS, DATA2VEC = "Wav2Vec2", "Hubert", "Wav2Vec2 MMS", "Data2VecAudio"
 CONFORMER, ROTATED = "Wav2Vec2Conformer", "Wav2Vec2Conformer rotary"
 BERT, ADAPTED, WAVLM, SEW = "Wav2Vec2Bert", "Wav2Vec2Bert adapter", "WavLM", "SEW"
 LETTER_KINDS = (*(WAV2VEC2, HUBERT, MMS, DATA2VEC, CONFORMER, ROTATED, BERT, ADAPTED, WAVLM, SEW),)
-CTC_KINDS = ("CTC", GRANITE, OMNIASR, *LETTER_KINDS)
+CTC_KINDS = ("CTC", GRANITE, OMNIASR, LASR, *LETTER_KINDS)
 
 _SAMPLES = {
     "hidden_size": 32,
@@ -66,6 +66,18 @@ def writer_directory(directory: Path, kind: str) -> tuple[Path, Any]:
             "subsample_layers": [0, 2],
         }
     section = "encoder_config"
+    if kind == LASR:
+        name = "Lasr{}CTC"
+        encoder = {
+            "num_mel_bins": 16,
+            "hidden_size": 32,
+            "intermediate_size": 40,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "subsampling_conv_channels": 24,
+            "conv_kernel_size": 8,
+        }
     if kind == OMNIASR:
         name, section = "OmniASR{}CTC", "audio_config"
         special["blank_token_id"] = ids["<blank>"]
@@ -180,6 +192,9 @@ def features(kind: str, samples: np.ndarray) -> dict[str, torch.Tensor]:
         return dict(extractor(samples, sampling_rate=16_000, return_tensors="pt"))
     if kind in LETTER_KINDS:
         extractor = transformers.Wav2Vec2FeatureExtractor(do_normalize=kind != HUBERT)
+        return dict(extractor(samples, sampling_rate=16_000, return_tensors="pt"))
+    if kind == LASR:
+        extractor = transformers.LasrFeatureExtractor(feature_size=16)
         return dict(extractor(samples, sampling_rate=16_000, return_tensors="pt"))
     if kind != GRANITE:
         extractor = transformers.ParakeetFeatureExtractor(feature_size=16)

@@ -1,4 +1,4 @@
-"""A conformer that reads features and writes tokens (Wav2Vec2-BERT), in torch.
+"""A conformer that reads features and writes tokens (Wav2Vec2-BERT and MedASR), in torch.
 
 Shapes: C features of a row, D hidden size, P rows, R written tokens.
 """

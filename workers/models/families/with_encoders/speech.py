@@ -293,6 +293,7 @@ FAMILIES = (
     Family("GraniteSpeech5ForCTC", "granite_speech5_ctc", _token_writer),
     Family("Data2VecAudioForCTC", "data2vec-audio", _token_writer),
     Family("HubertForCTC", "hubert", _token_writer),
+    Family("LasrForCTC", "lasr_ctc", _token_writer),
     Family("SEWForCTC", "sew", _token_writer),
     Family("Wav2Vec2BertForCTC", "wav2vec2-bert", _token_writer),
     Family("Wav2Vec2ConformerForCTC", "wav2vec2-conformer", _token_writer),
