@@ -31,9 +31,13 @@ Activation = Literal[
     "laplace",
     "linear",
     "xielu",
+    "poly_norm",
     "clamped_swiglu",
 ]
-"""`xielu` has trained parameters, and `clamped_swiglu` has a gate. All others are functions of each element."""
+"""`xielu` and `poly_norm` have trained parameters, and `clamped_swiglu` has a gate.
+
+All others are functions of each element.
+"""
 
 NAMES_IN_CONFIGS: Final[dict[str, Activation]] = {
     "silu": "silu",

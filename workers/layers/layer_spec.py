@@ -27,13 +27,14 @@ class Difference(msgspec.Struct, frozen=True):
 
     `share` is the initial factor of what is subtracted. Differences are normed with `norm_eps`, and with weights if
     `has_norm_weights`. The heads of a pair are next to each other if `are_neighbors`; otherwise, the second ones follow
-    all of the first ones.
+    all of the first ones. The second head of `num_sharing` such pairs is the same, and follows their first ones.
     """
 
     share: float
     norm_eps: float
     has_norm_weights: bool = False
     are_neighbors: bool = False
+    num_sharing: int = 1
 
 
 class LayerSpec(msgspec.Struct, frozen=True):

@@ -37,6 +37,30 @@ class DividedNorm:
         return (y_TE * scale_T1 * self._weight).to(x_TE.dtype)
 
 
+class PolyNorm:
+    """A cubic polynomial of gates, whose powers are normed over all `size` gates, times `up` (arXiv 2411.03884)."""
+
+    def __init__(self, source: LayerSource, size: int) -> None:
+        weights, prefix = source.weights, source.prefix
+        self._cubic, self._quadratic, self._linear = weights.read_vector(f"{prefix}weight", 3)
+        self._constant_1 = weights.read_vector(f"{prefix}bias", 1)
+        self._size, self._tensor_parallel = size, source.shard.tensor_parallel
+
+    def __call__(self, gate_up_T2F: Tensor) -> Tensor:
+        """Return the activated products of the gates and `up` of this rank."""
+        gate_TF, up_TF = gate_up_T2F.float().chunk(2, -1)
+        powers = gate_TF**3, gate_TF**2, gate_TF
+        squares_T3 = torch.stack([power_TF.square().sum(-1) for power_TF in powers], -1)
+        scales_T3 = (self._tensor_parallel.sum(squares_T3) / self._size + 1e-6).rsqrt()
+        cubic_TF, quadratic_TF, linear_TF = (
+            power_TF * scale_T[:, None]
+            for power_TF, scale_T in zip(powers, scales_T3.unbind(-1), strict=True)
+        )
+        activated_TF = self._cubic * cubic_TF + self._quadratic * quadratic_TF
+        activated_TF += self._linear * linear_TF + self._constant_1
+        return (activated_TF * up_TF).to(gate_up_T2F.dtype)
+
+
 class MLP:
     """Feed-forward block with `intermediate` elements, gated or not."""
 
@@ -68,6 +92,8 @@ class MLP:
         )
         if spec.activation == "xielu":
             self._activation: Callable[[Tensor], Any] = read_xielu(weights, f"{prefix}act_fn.")
+        elif spec.activation == "poly_norm":
+            self._activation = PolyNorm(source.at("act_fn."), intermediate)
         elif spec.has_gate:
             consumer = None if spec.has_inner_norms else self._down
             self._activation = gated_activation(kernels, spec, limit, consumer)

@@ -238,6 +238,7 @@ _IN_TORCH = {
     "LongcatFlashNgram": {},
     "GigaChat35": {"kv_lora_rank": 160},
     "JetNemotron": {"head_dim": 128},
+    "Motif": {"num_attention_heads": 12, "num_noise_heads": 4, "num_key_value_heads": 4},
     "Phi4Flash": {},
     "rwkv6": {"hidden_size": 96, "num_hidden_layers": 5, "num_heads": 6},
     "rwkv7": {"hidden_size": 96, "num_hidden_layers": 5, "head_dim": 16},

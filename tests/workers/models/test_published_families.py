@@ -48,6 +48,7 @@ IN_TORCH = (
     "IQuestLoopCoder",
     "JetNemotron",
     "LongcatFlashNgram",
+    "Motif",
     "Phi4Flash",
     "Step3Text",
     "Step5",
@@ -68,6 +69,15 @@ def test_logits_of_families_without_a_class_in_transformers(name, load, tmp_path
     reference = save_published(name, tmp_path)
     tokens = prompt(NUM_TOKENS)
     logits = Runner(load(tmp_path)).step({0: tokens})[0]
+    assert_same(logits, expected_logits(reference, tokens))
+
+
+def test_heads_may_share_what_is_subtracted(tmp_path):
+    """As in Motif 2, where each fifth head is subtracted from the four before it."""
+    heads = {"num_attention_heads": 12, "num_noise_heads": 4, "num_key_value_heads": 4}
+    reference = save_published("Motif", tmp_path, **heads)
+    tokens = prompt(NUM_TOKENS)
+    logits = Runner(load_decoder(tmp_path)).step({0: tokens})[0]
     assert_same(logits, expected_logits(reference, tokens))
 
 

@@ -47,11 +47,15 @@ class DifferentialAttention(AttentionKind):
         queries_PR = pairs[:, None] * group + torch.arange(group)
         if layer.difference.are_neighbors:
             own_G = torch.stack((2 * pairs, 2 * pairs + 1), 1).flatten()
-            own_H = torch.stack((2 * queries_PR, 2 * queries_PR + 1), 1).flatten()
+            sharing = layer.difference.num_sharing
+            first_PR = queries_PR // sharing * (sharing + 1)
+            own_H = torch.stack((first_PR + queries_PR % sharing, first_PR + sharing), 1).flatten()
         else:
             own_G = torch.stack((pairs, pairs + num_pairs), 1).flatten()
             own_H = torch.stack((queries_PR, queries_PR + num_pairs * group), 1).flatten()
-        query_size, kv_size = (n * self._size for n in (spec.num_heads, spec.num_kv_heads))
+        num_second = spec.num_heads // 2 // layer.difference.num_sharing
+        num_queries = spec.num_heads // 2 + num_second
+        query_size, kv_size = (n * self._size for n in (num_queries, spec.num_kv_heads))
         names, sizes, heads = ["q_proj"], [query_size], [own_H]
         if layer.kv_source is None:
             names, sizes = [*names, "k_proj", "v_proj"], [*sizes, kv_size, kv_size]

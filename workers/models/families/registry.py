@@ -78,6 +78,7 @@ _MODULES: Final = (
     "with_images.muse",
     "with_other_names.mixtures",
     "with_other_names.dense",
+    "with_other_names.differential",
     "with_other_names.plamo",
     "with_other_names.step",
     "with_states.gigachat",

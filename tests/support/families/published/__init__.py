@@ -24,6 +24,7 @@ from support.families.published.gigachat import GIGACHAT
 from support.families.published.jet import JET
 from support.families.published.kimi_k3 import K3_CONFIG, as_kimi_k3, with_towers
 from support.families.published.mixtures import MIXTURES
+from support.families.published.motif import MOTIF
 from support.families.published.rwkv import RWKV, save_rwkv
 from support.families.published.sala import SALA
 from support.families.published.samba import PHI4_FLASH
@@ -270,6 +271,7 @@ PUBLISHED = {
         change=changes.without_unused_blocks,
         prepare=changes.disable_blocks,
     ),
+    "Motif": MOTIF,
     "Phi4Flash": PHI4_FLASH,
     "Phi4MM": Published(
         "phi3-partial",

@@ -18,13 +18,15 @@ _CHANNELS, _STATE, _RANK, _NUM_TAPS = 96, 8, 5, 4
 _FIRST_SHARED = _NUM_LAYERS // 2 + 2
 
 
-class _Difference(nn.Module):
-    def __init__(self) -> None:
+class Difference(nn.Module):
+    """The normed difference of what two heads attend to."""
+
+    def __init__(self, size: int = _HEAD_DIM) -> None:
         super().__init__()
         self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2 = (
-            nn.Parameter(torch.empty(_HEAD_DIM)) for _ in range(4)
+            nn.Parameter(torch.empty(size)) for _ in range(4)
         )
-        self.subln = nn.RMSNorm(2 * _HEAD_DIM, eps=1e-5)
+        self.subln = nn.RMSNorm(2 * size, eps=1e-5)
 
     def forward(self, first: Tensor, second: Tensor, index: int) -> Any:
         share = 0.8 - 0.6 * math.exp(-0.3 * index)
@@ -40,7 +42,7 @@ class _Attention(nn.Module):
         heads = _NUM_HEADS + (0 if index >= _FIRST_SHARED else 2 * _NUM_KV_HEADS)
         self.Wqkv = nn.Linear(hidden_size, heads * _HEAD_DIM)
         self.out_proj = nn.Linear(_NUM_HEADS * _HEAD_DIM, hidden_size)
-        self.inner_cross_attn = _Difference()
+        self.inner_cross_attn = Difference()
 
     def forward(self, hidden_states: Tensor, **_others: Any) -> Any:
         heads = self.Wqkv(hidden_states[0]).unflatten(-1, (-1, _HEAD_DIM)).transpose(0, 1)

@@ -8,7 +8,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from .....protocol.checkpoint.config_fields import ConfigFields
-from ....layers.layer_spec import Difference, LayerSpec
+from ....layers.layer_spec import LayerSpec
 from ....layers.read_rope import read_rope, read_rope_of_layer_type
 from ....layers.rope import TIME_AXIS
 from ....layers.spec import ModelSpec
@@ -190,27 +190,6 @@ def _codeshell(fields: ConfigFields) -> ModelSpec:
         has_groups=True,
         layers=uniform_layers(fields, read_rope(fields, head_dim(fields))),
         tensor_names=(*_CODESHELL_NAMES, *names),
-    )
-
-
-def _diffllama(fields: ConfigFields) -> ModelSpec:
-    """Return the spec of a DiffLlama, a Llama with differential attention (arXiv 2410.05258)."""
-    kv_heads = fields.integer("num_key_value_heads", fields.integer("num_attention_heads"))
-    if kv_heads % 2:
-        raise fields.wrong("num_key_value_heads", "an even number", kv_heads)
-    size, bias = head_dim(fields), fields.boolean("attention_bias", False)
-    fields = fields.with_defaults(rms_norm_eps=1e-5)
-    layers, eps = uniform_layers(fields, read_rope(fields, size)), fields.number("rms_norm_eps")
-    return llama(
-        fields,
-        layers=tuple(
-            replace(layer, difference=Difference(0.8 - 0.6 * math.exp(-0.3 * i), eps))
-            for i, layer in enumerate(layers)
-        ),
-        head_dim=2 * size,
-        attention_scale=size**-0.5,
-        qkv_bias=bias,
-        attention_output_bias=bias,
     )
 
 
@@ -477,7 +456,6 @@ FAMILIES = (
     Family("ChameleonForCausalLM", "chameleon", _chameleon),
     Family("ChameleonForConditionalGeneration", "chameleon", _chameleon),
     Family("CodeShellForCausalLM", "codeshell", _codeshell),
-    Family("DiffLlamaForCausalLM", "diffllama", _diffllama),
     Family("DogeForCausalLM", "doge", _doge),
     Family("InternLMForCausalLM", "internlm", _with_bias),
     Family("JAISLMHeadModel", "jais", _jais),

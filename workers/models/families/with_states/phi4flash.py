@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 from .....protocol.checkpoint.config_fields import ConfigFields
 from ....layers.layer_spec import Difference, LayerSpec
 from ....layers.spec import ModelSpec
 from ..common import Family, base_spec, head_dim
 from ..hybrid import recurrent_layer
+from ..with_other_names.differential import initial_share
 
 _NAMES = (
     (r"(^|\.)final_layernorm\.", r"\1norm."),
@@ -45,7 +44,7 @@ def _phi4flash(fields: ConfigFields) -> ModelSpec:
             gate = LayerSpec(None, attends=False, memory_source=source)
             layers.append(gate if is_shared else recurrent)
             continue
-        share = 0.8 - 0.6 * math.exp(-0.3 * i)
+        share = initial_share(i)
         layers.append(
             LayerSpec(
                 None,
