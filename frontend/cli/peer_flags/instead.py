@@ -87,7 +87,6 @@ _REASONS: Final[dict[str, str]] = {
     "--tool-parser-plugin": _PARSERS.format("--tool-call-parser", "tool-call-parser"),
     "--reasoning-parser-plugin": _PARSERS.format("--reasoning-parser", "reasoning-parser"),
     "--tool-server --tools --mcp-servers-config --mcp-servers-json --agent -ag --ui-mcp-proxy --webui-mcp-proxy": _TOOLS,
-    "--tokens-only": "use --skip-tokenizer-init",
     "--dry-multiplier --dry-base --dry-allowed-length --dry-penalty-last-n --dry-sequence-breaker": _DRY,
     "--samplers --sampler-seq --sampling-seq --logit-bias -l --grammar --grammar-file --json-schema -j "
     "--json-schema-file -jf --ignore-eos --reverse-prompt --special -sp": _PER_REQUEST,

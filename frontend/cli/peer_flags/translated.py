@@ -246,6 +246,7 @@ TRANSLATIONS: Final[dict[str, Translation]] = {
         {"auto": [], "deepseek": [], "deepseek-legacy": [], "none": _PLAIN_TEXT}
     ),
     "--slot-save-path": _entry("--kv-disk"),
+    "--tokens-only": _fixed("--skip-tokenizer-init"),
     "--skip-chat-parsing": _fixed("--tool-call-parser", "none", *_PLAIN_TEXT),
 }
 """Flag of another server -> its meaning."""

@@ -354,6 +354,7 @@ DRAFT = {"method": "eagle3", "model": "d", "num_speculative_tokens": 3}
         ("--tool-call-parser step3p5 --reasoning-parser step3", "frontend", {
             "tool_call_parser": "qwen3_coder", "reasoning_parser": "deepseek_r1"
         }),
+        ("--tokens-only", "model", {"skip_tokenizer_init": True}),
         ("-v --skip-chat-parsing", "frontend", {
             "log_level": "debug", "tool_call_parser": "none", "reasoning_parser": "none"
         }),
