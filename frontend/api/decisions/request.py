@@ -20,6 +20,9 @@ LABELS: Final = tuple(string.ascii_uppercase)
 
 MAX_LEVELS: Final = 10
 
+NO_THINKING: Final = {"enable_thinking": False, "thinking": False}
+"""The variables of chat templates that turn reasoning off."""
+
 _PREDICATE: Final = (("true", None), ("false", None))
 _TASK: Final = "Answer with the letter of the option that fits best, and nothing else."
 
@@ -39,8 +42,8 @@ class DecisionChat(ChatCompletionRequest, kw_only=True):
     questions: Any = None
 
 
-def translate(body: DecisionRequest) -> DecisionChat:
-    """Return the request translated to a chat completion request.
+def translate(body: DecisionRequest, min_choices: int = 2) -> DecisionChat:
+    """Return the request translated to a chat completion request. A choice is among at least `min_choices` values.
 
     Raises:
         APIError: A field is invalid or not supported (400).
@@ -51,7 +54,7 @@ def translate(body: DecisionRequest) -> DecisionChat:
         raise bad_request("questions", "is required and must not be empty")
     verify_num_sequences(len(body.questions), "questions")
     questions = [
-        Question(question, _options(question, f"questions[{i}]"))
+        Question(question, _options(question, f"questions[{i}]", min_choices))
         for i, question in enumerate(body.questions)
     ]
     items = normalize_input(body.input, "decision", "input")
@@ -63,20 +66,22 @@ def translate(body: DecisionRequest) -> DecisionChat:
         max_tokens=1,
         temperature=0.0,
         logprobs=True,
-        chat_template_kwargs={"enable_thinking": False, "thinking": False},
+        chat_template_kwargs=NO_THINKING,
         priority=body.priority,
         cache_salt=body.cache_salt,
         user=body.user,
     )
 
 
-def _options(question: DecisionQuestion, where: str) -> tuple[tuple[str, str | None], ...]:
+def _options(
+    question: DecisionQuestion, where: str, min_choices: int
+) -> tuple[tuple[str, str | None], ...]:
     match question.type:
         case "predicate":
             return _PREDICATE
         case "choice":
             choices, place = question.choices or [], f"{where}.choices"
-            verify_count(len(choices), len(LABELS), place)
+            verify_count(len(choices), len(LABELS), place, min_choices)
             values = [(type(choice.value), choice.value) for choice in choices]
             if len(set(values)) < len(values):
                 raise bad_request(place, "must have different values")
@@ -89,10 +94,10 @@ def _options(question: DecisionQuestion, where: str) -> tuple[tuple[str, str | N
             raise wrong(f"{where}.type", '"predicate", "choice" or "score"', kind)
 
 
-def verify_count(count: int, limit: int, place: str) -> None:
-    """Raise APIError 400 unless a question has 2 to `limit` options."""
-    if not 2 <= count <= limit:
-        raise bad_request(place, f"must have 2 to {limit} entries, got {count}")
+def verify_count(count: int, limit: int, place: str, least: int = 2) -> None:
+    """Raise APIError 400 unless a question has `least` to `limit` options."""
+    if not least <= count <= limit:
+        raise bad_request(place, f"must have {least} to {limit} entries, got {count}")
 
 
 def _name(value: str | bool) -> str:
@@ -107,7 +112,7 @@ def write_conversation(items: list[Json], question: Question, where: str) -> lis
     """
     instructions = question.body.instructions
     if isinstance(instructions, str):
-        instructions = [{"type": "input_text", "text": instructions}]
+        instructions = [_text(instructions)] if instructions else []
     place = f"{where}.instructions"
     parts = [_question_part(part, f"{place}[{i}]") for i, part in enumerate(instructions)]
     options = [

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from typing import Any, Final
 
 import msgspec
+import numpy as np
 from starlette.types import Receive
 
 from ...client.engine_client import Delta
@@ -23,24 +25,20 @@ from ..schema.decisions import (
     SystemOneRequest,
 )
 from .endpoint import DecisionAnswer, Decisions
-from .request import LABELS, MAX_LEVELS, DecisionChat, translate, verify_count
+from .request import LABELS, MAX_LEVELS, NO_THINKING, DecisionChat, translate, verify_count
 
 _rename = renamer({"input": "state"})
+
+_ITEM: Final = re.compile(r"input\[(\d+)\]")
 
 _NOUL: Final = "noul"
 """The type of questions that are true or false. The answer is the probability of true."""
 
 
 class SystemOneChat(DecisionChat, kw_only=True):
-    """A request in TypeSafe's form. The item number `images_at` has the images; -1 if there are none."""
+    """A request in TypeSafe's form. `places` are the names of the items in the body."""
 
-    images_at: int = -1
-
-    def place(self, name: str) -> str:
-        """Return the name of a field of the translated request, or of a place in it, in the body."""
-        if name.startswith(f"input[{self.images_at}]"):
-            return "images"
-        return _rename(name)
+    places: list[str] = msgspec.field(default_factory=list)
 
 
 class SystemOne(Decisions):
@@ -58,7 +56,7 @@ class SystemOne(Decisions):
     ) -> tuple[list[PreparedPrompt], NewAnswer[ChatCompletionRequest]]:
         """Return the prompt of each question, and the constructor of the answer."""
         assert isinstance(request, SystemOneChat)
-        with renaming(request.place):
+        with renaming(partial(_place, request.places)):
             prompts, _ = await super().prepare(request, body_size, receive)
         return prompts, partial(SystemOneAnswer, self._serving, request)
 
@@ -73,12 +71,17 @@ def _translate(body: SystemOneRequest) -> SystemOneChat:
         raise bad_request("state", "is required")
     if not body.questions:
         raise bad_request("questions", "is required and must not be empty")
-    if body.videos:
-        raise wrong("videos", "empty, because decisions read no videos", body.videos)
+    for name in ("audio", "videos"):
+        if given := getattr(body, name):
+            raise wrong(name, f"empty, because decisions read no {name}", given)
+    variables = body.chat_template_kwargs or {}
+    for name in NO_THINKING.keys() & variables:
+        if variables[name]:
+            raise wrong(f"chat_template_kwargs.{name}", "false for a decision", variables[name])
     questions = [
         _question(name, question, f"questions.{name}") for name, question in body.questions.items()
     ]
-    items = _input(body.state, body.images or [])
+    items, places = _input(body)
     request = DecisionRequest(
         model=body.model,
         input=items,
@@ -87,28 +90,44 @@ def _translate(body: SystemOneRequest) -> SystemOneChat:
         cache_salt=body.cache_salt,
         user=body.user,
     )
-    with renaming(_rename):
-        chat = translate(request)
+    with renaming(partial(_place, places)):
+        chat = translate(request, min_choices=1)
     fields = {name: getattr(chat, name) for name in chat.__struct_fields__}
-    return SystemOneChat(**fields, images_at=len(items) - 1 if body.images else -1)
+    fields["chat_template_kwargs"] = variables | NO_THINKING
+    return SystemOneChat(**fields, places=places)
 
 
-def _input(state: Any, images: list[str]) -> list[Json]:
-    """Return the state as items of the Responses API, with the images at the end."""
+def _place(places: list[str], name: str) -> str:
+    """Return the name of a field of the translated request, or of a place in it, in the body."""
+    if (found := _ITEM.match(name)) is None:
+        return _rename(name)
+    place = places[int(found[1])]
+    return place if place == "images" else place + name[found.end() :]
+
+
+def _input(body: SystemOneRequest) -> tuple[list[Json], list[str]]:
+    """Return the state as items of the Responses API, the images at the end, and the names of the items in the body."""
+    state = body.state
     is_chat = isinstance(state, list) and all(
         isinstance(each, dict) and "role" in each and "content" in each for each in state
     )
     items = [_item(message) for message in state] if is_chat and state else []
+    places = [f"state[{i}]" for i in range(len(items))]
     if not items:
         text = state
         if not isinstance(state, str):
             with reject_deep_nesting("state"):
                 text = msgspec.json.encode(state).decode()
         items = [{"role": "user", "content": [{"type": "input_text", "text": text}]}]
-    if images:
-        shown = [{"type": "input_image", "image_url": url} for url in images]
+        places = ["state"]
+    if body.instructions:
+        items.insert(0, {"role": "system", "content": body.instructions})
+        places.insert(0, "instructions")
+    if body.images:
+        shown = [{"type": "input_image", "image_url": url} for url in body.images]
         items.append({"role": "user", "content": shown})
-    return items
+        places.append("images")
+    return items, places
 
 
 def _item(message: Json) -> Json:
@@ -131,8 +150,8 @@ def _item(message: Json) -> Json:
 
 
 def _question(name: str, question: Json, where: str) -> DecisionQuestion:
-    instructions, criteria = question.get("instructions"), question.get("criteria")
-    if not instructions or not isinstance(instructions, str | list | dict):
+    instructions, criteria = question.get("instructions") or "", question.get("criteria")
+    if not (instructions or criteria) or not isinstance(instructions, str | list | dict):
         raise wrong(f"{where}.instructions", "a text, an object or an array", instructions)
     if not isinstance(instructions, str):
         with reject_deep_nesting(f"{where}.instructions"):
@@ -143,11 +162,11 @@ def _question(name: str, question: Json, where: str) -> DecisionQuestion:
         meanings = expect(criteria or {}, dict, place, "an object")
         texts = [f"{key}: {meanings[key]}" for key in ("true", "false") if meanings.get(key)]
         return DecisionQuestion(
-            type="predicate", instructions="\n".join([instructions, *texts]), name=name
+            type="predicate", instructions="\n".join([instructions, *texts]).lstrip(), name=name
         )
     if kind == "choice":
         options = expect(criteria, dict, place, "an object")
-        verify_count(len(options), len(LABELS), place)
+        verify_count(len(options), len(LABELS), place, 1)
         choices = [
             DecisionChoice(value=value, description=_description(text, f"{place}.{value}"))
             for value, text in options.items()
@@ -179,23 +198,42 @@ class SystemOneAnswer(DecisionAnswer):
         answer = super().whole(outputs)
         answers = {each["name"]: _answer(each) for each in answer["answers"]}
         usage = {"input_tokens": answer["usage"]["input_tokens"], "output_tokens": 0}
-        return {"model": answer["model"], "answers": answers, "usage": usage}
+        return {
+            "id": self.envelope["id"],
+            "object": "structured_decision",
+            "created": self.envelope["created"],
+            "model": answer["model"],
+            "answers": answers,
+            "usage": usage,
+            "diagnostics": dict(zip(answers, map(_diagnosis, outputs), strict=True)),
+        }
+
+
+def _diagnosis(output: Delta) -> Json:
+    """Return the probability of all labels together, and if one of them is the most probable token."""
+    [position] = output.logprobs or ()
+    labels, logprobs = zip(*position.top, strict=True)
+    return {
+        "label_mass": float(np.exp(logprobs).sum()),
+        "argmax_is_label": output.token_ids[0] in labels,
+    }
 
 
 def _answer(answer: Json) -> Json:
     """Return an answer of the Decisions API in TypeSafe's form."""
     if answer["type"] == "predicate":
-        return {"type": _NOUL, _NOUL: answer["probability"]}
+        share = answer["probability"]
+        probabilities = {"yes": share, "no": 1 - share}
+        return {"type": _NOUL, _NOUL: share, "probabilities": probabilities}
     options = answer["probabilities"]
     shares = [option["probability"] for option in options]
     names = [str(option["value"]) for option in options]
     found: Json = {"type": answer["type"], "probabilities": dict(zip(names, shares, strict=True))}
     if answer["type"] == "choice":
         most, even = max(shares), 1 / len(shares)
-        return found | {
-            "choice": answer["choice"],
-            "confidence": max(0.0, (most - even) / (1 - even)),
-        }
+        # The share of a single option is always 1.
+        confidence = answer["confidence"] if even == 1 else max(0.0, (most - even) / (1 - even))
+        return found | {"choice": answer["choice"], "confidence": confidence}
     best = shares.index(max(shares))
     spread = sum(share * abs(i - best) for i, share in enumerate(shares))
     middle = (len(shares) - 1) / 2

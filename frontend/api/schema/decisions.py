@@ -49,12 +49,18 @@ class DecisionRequest(QueueFields, kw_only=True):
 
 
 class SystemOneRequest(QueueFields, kw_only=True):
-    """The body of `POST /v1/systemone`, TypeSafe's form of decisions, which llama.cpp and Ollama also serve."""
+    """The body of `POST /v1/systemone`, TypeSafe's form of decisions, which vLLM, llama.cpp and Ollama also serve."""
 
     # What the questions are about: a text, messages, or any JSON.
     state: Any = None
     # Name -> question: an object with `type`, `instructions` and `criteria`.
     questions: dict[str, dict[str, Any]] | None = None
+    # A system message before the state.
+    instructions: str | None = None
+    # Variables of the chat template.
+    chat_template_kwargs: dict[str, Any] | None = None
     # Images as data URLs.
     images: list[str] | None = None
+    # Rejected if not empty, as videos are.
+    audio: list[Any] | None = None
     videos: list[Any] | None = None

@@ -180,7 +180,10 @@ def test_systemone_answers_by_name(frontend: FrontendProcess) -> None:
     first, second = (weight / sum(weights) for weight in weights)
     near = partial(pytest.approx, abs=1e-6)
     angry, route, urgency = answer["answers"].values()
-    assert angry == {"type": "noul", "noul": pytest.approx(first)}
+    assert (angry["noul"], angry["probabilities"]["no"]) == (near(first), near(second))
+    assert answer["object"] == "structured_decision" and [*answer["diagnostics"]] == [*SYSTEM_ONE]
+    for each in answer["diagnostics"].values():
+        assert each == {"label_mass": near(sum(weights)), "argmax_is_label": False}
     assert (route["choice"], route["confidence"]) == ("billing", near(2 * first - 1))
     assert route["probabilities"] == pytest.approx({"billing": first, "shipping": second})
     assert (urgency["score"], urgency["confidence"]) == (
@@ -188,6 +191,20 @@ def test_systemone_answers_by_name(frontend: FrontendProcess) -> None:
         near(1 - 2 * second),
     )
     assert urgency["legend"] == {"0": "later", "1": "now"}
+
+
+def test_systemone_asks_about_a_single_option_without_instructions(
+    frontend: FrontendProcess,
+) -> None:
+    questions = {"q": {"type": "choice", "criteria": {"billing": None}}}
+    body = {"state": "It is late.", "questions": questions}
+    answer = frontend.post("/v1/systemone", **body).json()
+    [request] = [m for m in frontend.core.received if hasattr(m, "requests")][-1].requests
+    prompt = frontend.tokenizer.decode(int32_view(request.prompt_token_ids).tolist())
+    assert "It is late.\n\nA. billing\n" in prompt
+    asked = answer["answers"]["q"]
+    assert (asked["choice"], asked["probabilities"]) == ("billing", {"billing": 1.0})
+    assert asked["confidence"] == pytest.approx(answer["diagnostics"]["q"]["label_mass"])
 
 
 @pytest.mark.parametrize(
@@ -200,10 +217,16 @@ def test_systemone_answers_by_name(frontend: FrontendProcess) -> None:
         ),
         ({"questions": {}}, "questions"),
         ({"videos": ["x"]}, "videos"),
+        ({"audio": ["x"]}, "audio"),
+        (
+            {"chat_template_kwargs": {"enable_thinking": True}},
+            "chat_template_kwargs.enable_thinking",
+        ),
+        ({"instructions": "Hi", "state": [{"role": "x", "content": "a"}]}, "state[0].role"),
         ({"questions": {"q": {"type": "noul", "instructions": ""}}}, "questions.q.instructions"),
         ({"questions": {"q": {"type": "x", "instructions": "?"}}}, "questions.q.type"),
         (
-            {"questions": {"q": {"type": "choice", "instructions": "?", "criteria": {"a": None}}}},
+            {"questions": {"q": {"type": "choice", "instructions": "?", "criteria": {}}}},
             "questions.q.criteria",
         ),
         (
