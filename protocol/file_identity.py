@@ -108,9 +108,9 @@ def _identify(path: Path, hash_content: HashContent = lambda path: b"") -> FileI
 class LoraAdapter(msgspec.Struct, array_like=True, gc=False, frozen=True):
     """A LoRA adapter: the name that clients use, and the identity of its files.
 
-    `path` is their directory, and `version` the hash of their content and of `scale`, 32 bytes. A name may get another
-    version later; running requests keep the version with which they started. All changes of the model are multiplied by
-    `scale`.
+    `path` is their directory or a GGUF file, and `version` the hash of their content and of `scale`, 32 bytes. A name
+    may get another version later; running requests keep the version with which they started. All changes of the model
+    are multiplied by `scale`.
     """
 
     name: str
@@ -118,9 +118,14 @@ class LoraAdapter(msgspec.Struct, array_like=True, gc=False, frozen=True):
     version: bytes
     scale: float = 1.0
 
+    @property
+    def is_gguf(self) -> bool:
+        """True if the adapter is a GGUF file, False if it is in the format of PEFT."""
+        return self.path.endswith(".gguf")
+
     @classmethod
     def read(cls, name: str, path: Path) -> LoraAdapter:
-        """Read the files in a directory completely, and return the adapter.
+        """Read the files in a directory, or a GGUF file, completely, and return the adapter.
 
         Raises:
             CheckpointError: A file is missing or cannot be read.
@@ -145,10 +150,10 @@ def _scaled_version(version: bytes, scale: float) -> bytes:
     return version if scale == 1.0 else hashlib.sha256(version + scale.hex().encode()).digest()
 
 
-def _hash_files(directory: Path) -> bytes:
+def _hash_files(adapter: Path) -> bytes:
     digest = hashlib.sha256(b"engine.lora.v1")
-    for name in ADAPTER_FILES:
-        path = directory / name
+    paths = [adapter / name for name in ADAPTER_FILES]
+    for path in [adapter] if adapter.suffix == ".gguf" else paths:
         try:
             with path.open("rb") as file:
                 digest.update(path.stat().st_size.to_bytes(8, "little"))
@@ -156,7 +161,7 @@ def _hash_files(directory: Path) -> bytes:
                     digest.update(chunk)
         except FileNotFoundError:
             raise CheckpointError(
-                directory, f"the LoRA adapter has no {name}; save it with PEFT"
+                adapter, f"the LoRA adapter has no {path.name}; save it with PEFT"
             ) from None
         except OSError as error:
             raise CheckpointError(path, f"cannot be read: {error.strerror}") from None

@@ -66,7 +66,7 @@ from ..tokenizer.eos import gguf_eos, tokenizer_eos
 from .chat_audio import read_chat_audio
 from .diffusion import read_block_diffusion
 from .images.spans import find_span_kind
-from .lora import find_loras, find_media_lora, find_task_lora, with_own_adapters
+from .lora import find_default_lora, find_loras, find_media_lora, with_own_adapters
 from .options import CHECKPOINT_QUANTIZATIONS, ModelOptions, ResolvedModel, use_hub_token
 from .pooler import change_classifier, change_pooler
 from .source import (
@@ -265,7 +265,7 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
             classifier=change_classifier(read_classifier(text), options.pooler_config),
             enable_lora=options.enable_lora,
             loras=loras,
-            default_lora=find_task_lora(loras, config),
+            default_lora=find_default_lora(options, loras, config),
             media_lora=find_media_lora(options, loras, console, modality),
             download_dir=options.download_dir,
             max_lora_rank=options.max_lora_rank,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,9 +13,11 @@ import msgspec
 from ...protocol.checkpoint.audio.tower import has_audio_tower
 from ...protocol.checkpoint.config_fields import ConfigFields
 from ...protocol.checkpoint.field_names import TASK_ADAPTERS
+from ...protocol.checkpoint.gguf import GGUFFile
 from ...protocol.errors import ConfigError
 from ...protocol.file_identity import ADAPTER_FILES, LoraAdapter
 from ..supervisor.console import Console
+from .lora_registry import MAX_SCALE
 from .options import ModelOptions
 
 _DEFAULT_TASK: Final = "retrieval"
@@ -82,15 +85,26 @@ def find_media_lora(
     )
 
 
-def find_task_lora(loras: Sequence[LoraAdapter], config: ConfigFields) -> LoraAdapter | None:
-    """Return the adapter of requests that name no task, of a model with adapters for tasks (jina-embeddings-v5).
+def find_default_lora(
+    options: ModelOptions, loras: Sequence[LoraAdapter], config: ConfigFields
+) -> LoraAdapter | None:
+    """Return the adapter of requests that choose none, with its scale: that of `--lora`, or that of a task.
 
-    It is chosen by `jina_task` in `--hf-overrides`, as in vLLM.
+    The task of a model with adapters for tasks (jina-embeddings-v5) is `jina_task` in `--hf-overrides`, as in vLLM.
 
     Raises:
-        ConfigError: There is no adapter for the task.
+        ConfigError: There is no adapter for the task, or there are several adapters for all requests.
     """
     tasks = config.texts(TASK_ADAPTERS)
+    applied = [] if options.lora_init_without_apply else _applied(options)
+    if scaled := [(_name(path), scale) for path, scale in applied if scale]:
+        if len(scaled) > 1 or tasks:
+            raise ConfigError(
+                f"--lora: one adapter can apply to all requests, got {len(scaled) + bool(tasks)}; merge them, or add "
+                "--lora-init-without-apply and let requests choose"
+            )
+        name, scale = scaled[0]
+        return next(each for each in loras if each.name == name).with_scale(scale)
     if not tasks:
         return None
     task = config.text("jina_task", _DEFAULT_TASK)
@@ -102,14 +116,24 @@ def find_task_lora(loras: Sequence[LoraAdapter], config: ConfigFields) -> LoraAd
 
 
 def with_own_adapters(options: ModelOptions, path: Path, config: ConfigFields) -> ModelOptions:
-    """Return the options with the adapters that are in the directory of a checkpoint.
+    """Return the options with the adapters of `--lora`, and with those in the directory of a checkpoint.
 
-    These are one for each task (jina-embeddings-v5), or one for audio (Granite Speech) unless `--default-mm-loras`
+    The latter are one for each task (jina-embeddings-v5), or one for audio (Granite Speech) unless `--default-mm-loras`
     names another.
 
     Raises:
         CheckpointError: An adapter is missing, or its config is invalid.
+        ConfigError: A scale is invalid.
     """
+    if applied := _applied(options):
+        paths = [Path(path).expanduser() for path, _ in applied]
+        ranks = [_rank(path) for path in paths if path.exists()]
+        options = msgspec.structs.replace(
+            options,
+            enable_lora=True,
+            lora_modules=(*options.lora_modules, *(f"{_name(path)}={path}" for path, _ in applied)),
+            max_lora_rank=max(options.max_lora_rank, *ranks, 0),
+        )
     if tasks := config.texts(TASK_ADAPTERS):
         directories = [path / "adapters" / task for task in tasks]
         modules = [f"{task}={each}" for task, each in zip(tasks, directories, strict=True)]
@@ -130,8 +154,34 @@ def with_own_adapters(options: ModelOptions, path: Path, config: ConfigFields) -
     )
 
 
+def _applied(options: ModelOptions) -> list[tuple[str, float]]:
+    """Return the paths of the adapters of `--lora` and `--lora-scaled`, with their scales."""
+    found = [(path, 1.0) for text in options.lora for path in text.split(",")]
+    for each in (part for text in options.lora_scaled for part in text.split(",")):
+        path, _, number = each.rpartition(":")
+        try:
+            scale = float(number)
+        except ValueError:
+            scale = math.nan
+        if not path or not abs(scale) <= MAX_SCALE:
+            raise ConfigError(
+                f"--lora-scaled must have the form FILE:SCALE, with a scale between {-MAX_SCALE:g} and {MAX_SCALE:g}, "
+                f"got {each!r}"
+            )
+        found.append((path, scale))
+    return found
+
+
+def _name(path: str) -> str:
+    """Return the name of an adapter that was given without one: that of its file or directory."""
+    return Path(path).name.removesuffix(".gguf")
+
+
 def _rank(path: Path) -> int:
-    """Return the highest rank in the config of the adapter in a directory."""
+    """Return the highest rank of the adapter in a directory, by its config, or in a GGUF file."""
+    if path.suffix == ".gguf":
+        tensors = GGUFFile(path).tensors.values()
+        return max((each.shape[-1] for each in tensors if each.name.endswith(".lora_b")), default=0)
     fields = ConfigFields.read(path / ADAPTER_FILES[0])
     ranks = fields.section("rank_pattern") or ConfigFields({}, fields.path)
     return max(fields.integer("r"), *(ranks.integer(name) for name in ranks.config), 0)
@@ -140,7 +190,7 @@ def _rank(path: Path) -> int:
 def find_adapter(
     name: str, path: str, download_dir: str | None, console: Console, param: str
 ) -> LoraAdapter:
-    """Return the adapter in a directory or hub repository, which is downloaded if necessary.
+    """Return the adapter in a directory, a GGUF file or a hub repository, which is downloaded if necessary.
 
     `param` is the flag or field that gave the path.
 
@@ -150,9 +200,12 @@ def find_adapter(
     """
     # Unlike the methods of paths, these functions accept unknown users and names that are too long.
     directory = Path(os.path.expanduser(path)).absolute()
-    if not os.path.isdir(directory):
+    is_gguf = directory.suffix == ".gguf" and os.path.isfile(directory)
+    if not is_gguf and not os.path.isdir(directory):
         if path.count("/") != 1 or path.startswith((".", "~", "/")):
-            raise ConfigError(f"{param}: {path} is neither a directory nor ORG/NAME on the hub")
+            raise ConfigError(
+                f"{param}: {path} is no GGUF file, and neither a directory nor ORG/NAME on the hub"
+            )
         from .hub import fetch_adapter
 
         directory = fetch_adapter(path, ADAPTER_FILES, cache_dir=download_dir, console=console)

@@ -51,7 +51,7 @@ class LoraRegistry:
         self._path = Path(config.run_dir) / "loras"
         self._loras = {adapter.name: adapter for adapter in config.model.loras}
         default = config.model.default_lora
-        self._scales: dict[str, float] = {} if default is None else {default.name: 1.0}
+        self._scales: dict[str, float] = {} if default is None else {default.name: default.scale}
         self._served_names = config.model.served_names
         self._may_change = config.model.enable_lora
         self._stamp: tuple[int, int] | None = None

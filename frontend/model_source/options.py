@@ -174,6 +174,16 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
             metavar="NAME=PATH",
         ),
     ] = ()
+    lora: Annotated[
+        tuple[str, ...],
+        option("LoRA adapter of all requests: a GGUF file or a directory", metavar="FILE"),
+    ] = ()
+    lora_scaled: Annotated[
+        tuple[str, ...], option("The same, multiplied by a number", metavar="FILE:SCALE")
+    ] = ()
+    lora_init_without_apply: Annotated[
+        bool, option("Apply the adapters of --lora only to requests that choose one")
+    ] = False
     default_mm_loras: Annotated[
         dict[str, object],
         option('Default LoRA adapter of requests with media: {"image" or "audio": NAME_OR_PATH}'),

@@ -24,7 +24,7 @@ from .quantization.row_tables import BlockRows, MatrixRows, RowTable
 
 # The rotary embedding of these architectures pairs neighboring elements, but Hugging Face pairs the two halves of a
 # head. The converter therefore interleaves the rows of q and k.
-_INTERLEAVED = (
+INTERLEAVED = (
     "llama",
     "arcee",
     "arctic",
@@ -81,7 +81,7 @@ _FLOATS: Final = {
 """The names of dtypes in `Floats`, and the types of `Floats.values`."""
 
 
-def _parts(name: str, tensor: GGUFTensor) -> dict[str, GGUFTensor]:
+def split_parts(name: str, tensor: GGUFTensor) -> dict[str, GGUFTensor]:
     """Return the tensor by its name, or its parts if it stacks the tensors of all experts or heads."""
     if "{part}" not in name:
         is_row = name.endswith(("shared_expert_gate.weight", "score_head.output.weight"))
@@ -157,7 +157,7 @@ class GGUFCheckpoint(Checkpoint):
                 )
             if found == "lm_head.weight" and self.config["tie_word_embeddings"]:
                 found = "model.embed_tokens.weight"
-            for name, part in _parts(found, tensor).items():
+            for name, part in split_parts(found, tensor).items():
                 if other := self._tensors.get(name):
                     raise CheckpointError(
                         path, f"tensors {other.name!r} and {tensor.name!r} are both {name!r}"
@@ -332,7 +332,7 @@ class GGUFCheckpoint(Checkpoint):
 
     def _num_interleaved_heads(self, gguf_name: str) -> int:
         """Return the number of heads whose rows are interleaved in a tensor; 0 if it has none."""
-        if self._architecture not in _INTERLEAVED:
+        if self._architecture not in INTERLEAVED:
             return 0
         if ".attn_q." in gguf_name:
             return int(self.config["num_attention_heads"])

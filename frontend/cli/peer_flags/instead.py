@@ -20,9 +20,6 @@ _ROLES: Final = "use --replica-roles in one server, or --kv-transfer-config betw
 _HOST_CACHE: Final = "use --kv-host-gib GIB per worker, or --kv-offloading-size GIB per replica"
 _TOOLS: Final = "use --mcp-servers LABEL=URL,…; see docs/how-to/responses.md"
 _PER_REQUEST: Final = "set it in requests"
-_ADAPTERS: Final = (
-    "use --enable-lora --lora-modules NAME=PATH; requests choose the adapter as their model"
-)
 _DRY: Final = "set dry_multiplier and the other fields of DRY in requests"
 _ONE_MODEL: Final = "use engine router FILE; see docs/how-to/several-models.md"
 _DISK: Final = "use --kv-disk DIRECTORY"
@@ -67,7 +64,6 @@ _REASONS: Final[dict[str, str]] = {
     "--yarn-attn-factor --yarn-beta-slow --yarn-beta-fast --override-kv": _CONFIG_FIELDS,
     "--hf-file -hff": "it needs --hf-repo ORG/NAME",
     "--model-url -mu --docker-repo -dr --mmproj-url -mmu": "download the file and pass its path",
-    "--lora --lora-scaled --lora-init-without-apply": _ADAPTERS,
     "--max-seq-len-to-capture": "use --max-cudagraph-capture-size, in tokens of a step",
     "--models-dir --models-preset --models-max": _ONE_MODEL,
     "--image-min-tokens --image-max-tokens --mm-process-config": "use --mm-processor-kwargs, such as "

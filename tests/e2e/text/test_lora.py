@@ -7,12 +7,13 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 from engine import BeamSearchParams, LoRARequest
 from engine.frontend.offline.llm import LLM
 from engine.protocol.errors import EngineError, ParameterError
 from engine.protocol.sampling_params import SamplingParams
-from support.checkpoints.lora_adapters import greedy, write_adapter
+from support.checkpoints.lora_adapters import greedy, write_adapter, write_gguf_adapter
 from support.checkpoints.tiny import (
     QWEN3,
     qwen3_directory,
@@ -38,6 +39,33 @@ def vocabulary_adapters(
     }
     models["tied"].tie_weights()
     return models
+
+
+@pytest.mark.parametrize(
+    ("flags", "scale"), [(["--lora", "{}"], 1.0), (["--lora-scaled", "{}:0.5"], 0.5)]
+)
+def test_an_adapter_in_a_gguf_file_applies_to_requests_for_the_model(
+    tmp_path: Path, flags: list[str], scale: float
+) -> None:
+    path, model = qwen3_directory(tmp_path / "base")
+    merged = write_adapter(tmp_path / "peft", model, 1, r".*(_proj|embed_tokens)", r=32)
+    file = write_gguf_adapter(tmp_path / "own.gguf", tmp_path / "peft", model.config)
+    weights = model.state_dict()
+    for name, mine in merged.named_parameters():
+        mine.data = torch.lerp(weights[name], mine.data, scale)
+    prompt = [random.Random(5).randrange(4, 300) for _ in range(40)]
+    expected, plain = greedy(merged, prompt, 24), greedy(model, prompt, 24)
+    assert expected != plain
+    flags = [each.format(file) for each in flags]
+    with Server(str(path), *FLAGS[:-1], *flags) as server:
+        assert complete(server, "tiny", prompt) == expected
+        [listed] = server.get("/lora-adapters")[1]
+        assert (listed["path"], listed["scale"]) == (str(file), scale)
+        body = {"prompt": prompt, "n_predict": 24, "temperature": 0, "return_tokens": True}
+        body |= {"ignore_eos": True}
+        for given, tokens in (([], plain), ([{"id": 0, "scale": scale}], expected)):
+            status, answer = server.post("/completion", {**body, "lora": given})
+            assert (status, answer.get("tokens")) == (200, tokens), answer
 
 
 def complete(server: Server, model: str, prompt: list[int]) -> list[int]:

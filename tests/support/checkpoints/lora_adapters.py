@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors.torch import save_file
+from gguf import GGUFWriter
+from safetensors.torch import load_file, save_file
+from support.gguf.writer import converted, gguf_name
 
 
 def write_adapter(
@@ -68,6 +70,30 @@ def write_adapter(
         module.weight = weight
     save_file(tensors, directory / "adapter_model.safetensors")
     return merged
+
+
+def write_gguf_adapter(path: Path, source: Path, config: Any) -> Path:
+    """Write the adapter in `source`, of a Llama or Qwen3, as llama.cpp's converter would, and return its path."""
+    settings = json.loads((source / "adapter_config.json").read_text())
+    writer = GGUFWriter(path, config.model_type)
+    writer.add_type("adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", settings["lora_alpha"])
+    for name, tensor in load_file(source / "adapter_model.safetensors").items():
+        module, _, kind = name.removeprefix("base_model.model.").partition(".lora_")
+        if not kind:
+            continue
+        kind = kind.removeprefix("embedding_")[0].lower()
+        values = tensor.T if module.endswith("embed_tokens") and kind == "a" else tensor
+        if kind == "b":
+            values = converted(f"{module}.weight", values, config, config.model_type)
+        stored = gguf_name(f"{module}.weight", config.model_type)
+        writer.add_tensor(f"{stored}.lora_{kind}", values.float().contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
 
 
 def greedy(model: transformers.PreTrainedModel, prompt: list[int], count: int) -> list[int]:

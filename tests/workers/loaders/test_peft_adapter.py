@@ -1,4 +1,4 @@
-"""LoRA adapters in PEFT's format."""
+"""LoRA adapters in PEFT's format and in GGUF files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 from engine.protocol.errors import CheckpointError
+from engine.workers.loaders.gguf_adapter import GGUFAdapter
 from engine.workers.loaders.peft_adapter import LowRank, PEFTAdapter, Replacement
+from gguf import GGUFWriter
 from safetensors.torch import save_file
 
 MODULE = "model.layers.0.self_attn.q_proj"
@@ -121,3 +123,37 @@ def test_damaged_weights_are_refused(tmp_path: Path) -> None:
     (write(tmp_path) / "adapter_model.safetensors").write_bytes(b"short")
     with pytest.raises(CheckpointError, match="missing or damaged"):
         PEFTAdapter(tmp_path, 16)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tensors", "message"),
+    [
+        ("model", {}, "general.type .*adapter"),
+        ("adapter", {"blk.0.attn_norm.weight": (4,)}, "'blk.0.attn_norm.weight' is not supported"),
+        ("adapter", {"blk.0.attn_v.weight.lora_a": (4, 6)}, "no pair of matrices"),
+        (
+            "adapter",
+            {"blk.0.attn_v.weight.lora_a": (3, 6), "blk.0.attn_v.weight.lora_b": (5, 4)},
+            r"shapes \[3, 6\] and \[5, 4\], which do not match",
+        ),
+        (
+            "adapter",
+            {"blk.0.attn_v.weight.lora_a": (8, 6), "blk.0.attn_v.weight.lora_b": (5, 8)},
+            "rank 8, but at most 4 is allowed",
+        ),
+    ],
+)
+def test_unsuitable_gguf_files_are_refused(
+    tmp_path: Path, kind: str, tensors: dict[str, tuple[int, ...]], message: str
+) -> None:
+    writer = GGUFWriter(tmp_path / "a.gguf", "llama")
+    writer.add_type(kind)
+    writer.add_string("adapter.type", "lora")
+    for name, shape in tensors.items():
+        writer.add_tensor(name, torch.ones(shape).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(CheckpointError, match=message):
+        GGUFAdapter(tmp_path / "a.gguf", 4, 1.0, [(2, 1)]).read("model.layers.0.self_attn.v_proj")

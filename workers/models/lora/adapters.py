@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import torch
@@ -19,8 +19,11 @@ from ....protocol.file_identity import LoraAdapter
 from ...layers.layers import LayerKernels
 from ...layers.parallel.shard import ModelShard
 from ...layers.spec import ModelSpec
+from ...loaders.gguf_adapter import GGUFAdapter
 from ...loaders.peft_adapter import Change, PEFTAdapter, Replacement
 from .matrices import EMBEDDING, HEAD, AdaptedMatrix, AdaptedProduct
+
+AdapterFiles: TypeAlias = PEFTAdapter | GGUFAdapter
 
 _BASE: Final = -1
 _LAYER: Final = re.compile(r"layers\.(\d+)\..+")
@@ -106,7 +109,14 @@ class LoraAdapters:
             if loaded.adapter == adapter:
                 return loaded
         adapter.verify()
-        file = PEFTAdapter(Path(adapter.path), self.max_rank, adapter.scale)
+        path = Path(adapter.path)
+        file: AdapterFiles
+        if adapter.is_gguf:
+            sizes = (self._spec.for_layer(layer) for layer in self._spec.layers)
+            heads = [(each.num_heads, each.num_kv_heads) for each in sizes]
+            file = GGUFAdapter(path, self.max_rank, adapter.scale, heads)
+        else:
+            file = PEFTAdapter(path, self.max_rank, adapter.scale)
         modules = self._find_modules(file)
         packed: list[Any] = []
         self.on_load()
@@ -145,7 +155,7 @@ class LoraAdapters:
         """Yield each adapter number of the step, with the indices of its rows."""
         return self.tokens.rows_by_adapter()
 
-    def _find_modules(self, file: PEFTAdapter) -> dict[str, str]:
+    def _find_modules(self, file: AdapterFiles) -> dict[str, str]:
         """Return the adapter's modules that are in this shard, by their names in this model."""
         modules = {self._name_of(file, module): module for module in file.modules()}
         if file.ties_embeddings and self._spec.tie_word_embeddings and EMBEDDING in modules:
@@ -160,7 +170,7 @@ class LoraAdapters:
                 )
         return own
 
-    def _name_of(self, file: PEFTAdapter, module: str) -> str:
+    def _name_of(self, file: AdapterFiles, module: str) -> str:
         """Return the name in this model of an adapter's module."""
         name = f"{module}.weight"
         for pattern, replacement in self._spec.tensor_names:
@@ -182,7 +192,7 @@ class LoraAdapters:
         return self._shard.is_first if name == EMBEDDING else self._shard.is_last
 
     def _read(
-        self, file: PEFTAdapter, modules: dict[str, str], part: AdaptedMatrix
+        self, file: AdapterFiles, modules: dict[str, str], part: AdaptedMatrix
     ) -> Change | None:
         module = modules.get(part.rows.name)
         if module is None:

@@ -14,7 +14,7 @@ from engine.workers.models.decoder import Decoder
 from engine.workers.models.lora.adapters import LoraAdapters, load_at_start
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
-from support.checkpoints.lora_adapters import greedy, write_adapter
+from support.checkpoints.lora_adapters import greedy, write_adapter, write_gguf_adapter
 from support.checkpoints.quantized import quantize_directory
 from support.gguf.quantizers import quantize
 from support.gguf.writer import write_gguf
@@ -86,11 +86,14 @@ def test_an_adapter_adds_to_what_quantized_weights_stand_for(
 ) -> None:
     path, model = quantized(tmp_path / "base", family, kind)
     merged = write_adapter(tmp_path / "adapter", model, 1, r".*(_proj|embed_tokens|lm_head)", r=8)
+    adapter = tmp_path / "adapter"
+    if kind in GGUF:
+        adapter = write_gguf_adapter(tmp_path / "adapter.gguf", adapter, model.config)
     prompt = [(7 * i + i * i) % SIZES["vocab_size"] for i in range(20)]
     for load in (load_decoder, load_native_decoder):
         loras = LoraAdapters(capacity=2, max_rank=8, num_slots=2)
         decoder = load(path, loras=loras)
-        load_at_start(loras, [LoraAdapter.read("adapter", tmp_path / "adapter")])
+        load_at_start(loras, [LoraAdapter.read("adapter", adapter)])
         loras.set_slot(1, 0)
         errors = []
         for slot, reference in enumerate((model, merged)):
