@@ -51,27 +51,30 @@ class ChatChoice:
     """One sequence of a chat, and the parsers of its output."""
 
     def __init__(self, answer: ChatAnswer, index: int) -> None:
-        serving, prompt = answer.serving, answer.prompt
-        self.index = index
-        self._answer = answer
+        # A reference to the answer would be a cycle, which keeps both until a garbage collection.
+        self._serving, self._request, self._tools = answer.serving, answer.request, answer.tools
+        self.index, prompt = index, answer.prompt
         is_constrained = prompt.params.structured_output is not None
         self._reasoning = None
         if answer.request.separate_reasoning is not False:
             text = prompt.text or ""
-            self._reasoning = serving.formats.new_reasoning_parser(text, constrained=is_constrained)
+            self._reasoning = self._serving.formats.new_reasoning_parser(
+                text, constrained=is_constrained
+            )
         self._held_reasoning = ""
         self._substitute = _Substitute(answer.request) if self._reasoning is not None else None
-        self._parser = ChatOutputParser(self._reasoning, self._new_tool_parser(answer.tools))
+        self._parser = ChatOutputParser(
+            self._reasoning, self._new_tool_parser(answer.envelope["id"])
+        )
         self.is_plain = self._reasoning is None and answer.tools.mode is ToolMode.NONE
         self.calls = CallWriter(answer.tools)
         self.called_tools = False
         self._token_ids: list[int] = []
 
-    def _new_tool_parser(self, tools: ToolChoice) -> ToolParser | None:
+    def _new_tool_parser(self, answer_id: str) -> ToolParser | None:
         # If another frontend continues the stream, the calls must have the same IDs.
-        new_id = self._answer.serving.formats.call_ids(
-            f"{self._answer.envelope['id']} {self.index}"
-        )
+        new_id = self._serving.formats.call_ids(f"{answer_id} {self.index}")
+        tools = self._tools
         match tools.mode:
             case ToolMode.NAMED:
                 call = NamedCall(tools.name, new_id, is_input=tools.writes_input)
@@ -79,7 +82,7 @@ class ChatChoice:
             case ToolMode.REQUIRED:
                 return ForcedCallParser(RequiredCalls(new_id))
             case ToolMode.AUTO:
-                return self._answer.serving.formats.new_tool_parser(tools.functions, new_id)
+                return self._serving.formats.new_tool_parser(tools.functions, new_id)
             case ToolMode.NONE:
                 return None
 
@@ -88,7 +91,7 @@ class ChatChoice:
         """The number of reasoning tokens; None if reasoning is not separated from content."""
         if self._reasoning is None:
             return None
-        return self._reasoning.num_reasoning_tokens(self._token_ids, self._answer.serving.tokenizer)
+        return self._reasoning.num_reasoning_tokens(self._token_ids, self._serving.tokenizer)
 
     def read(self, delta: Delta) -> MessageDelta:
         """Return the message fields that a piece of the text adds: a delta of a stream, or the whole text.
@@ -102,7 +105,7 @@ class ChatChoice:
             if self._substitute is not None:
                 self._substitute.apply(message, is_end=is_end)
             self._show_reasoning(message, is_end=is_end)
-        if not self._answer.tools.is_parallel:
+        if not self._tools.is_parallel:
             message.tool_calls = [call for call in message.tool_calls if call.index == 0]
         message.tool_calls = self.calls.translate(message.tool_calls, is_end=is_end)
         self.called_tools |= bool(message.tool_calls)
@@ -110,7 +113,7 @@ class ChatChoice:
 
     def _show_reasoning(self, message: MessageDelta, *, is_end: bool) -> None:
         """Remove the reasoning from a message, or hold it back until it is complete, if the request asks for that."""
-        request = self._answer.request
+        request = self._request
         if request.include_reasoning is False:
             message.reasoning = ""
         elif request.stream_reasoning is False:
@@ -120,18 +123,14 @@ class ChatChoice:
                 message.reasoning, self._held_reasoning = self._held_reasoning, ""
 
     def ending(self, delta: Delta) -> Json:
-        """Return all fields of a choice except its message or delta."""
-        request = self._answer.request
+        """Return all fields of a choice except its message or delta. It has no log-probabilities."""
+        request = self._request
         reason = delta.finish_reason
-        if reason == "stop" and self.called_tools and self._answer.tools.mode is not ToolMode.NAMED:
-            reason = "function_call" if self._answer.tools.is_legacy else "tool_calls"
+        if reason == "stop" and self.called_tools and self._tools.mode is not ToolMode.NAMED:
+            reason = "function_call" if self._tools.is_legacy else "tool_calls"
         choice: Json = {"logprobs": None, "finish_reason": reason, "stop_reason": delta.stop_reason}
         if reason is not None:
             choice["matched_stop"] = matched_stop(delta)
-        if request.logprobs and delta.logprobs is not None:
-            lists_chosen = bool(request.logprob_token_ids)
-            renderer = self._answer.renderer
-            choice["logprobs"] = renderer.chat(delta.logprobs, lists_chosen=lists_chosen)
         if request.return_token_ids:
             choice["token_ids"] = delta.token_ids
         elif not request.stream:
@@ -192,9 +191,17 @@ class ChatAnswer(Answer[ChatCompletionRequest]):
             answer["prompt_text"] = self.prompt.text
         return answer | self.timing() | self.transfer() | self.extension()
 
+    def ending_of(self, choice: ChatChoice, delta: Delta) -> Json:
+        """Return all fields of a choice except its message or delta."""
+        ending = choice.ending(delta)
+        if self.request.logprobs and delta.logprobs is not None:
+            lists_chosen = bool(self.request.logprob_token_ids)
+            ending["logprobs"] = self.renderer.chat(delta.logprobs, lists_chosen=lists_chosen)
+        return ending
+
     def _whole_choice(self, index: int, choice: ChatChoice, output: Delta) -> Json:
         message = self._message(choice, output)
-        whole = {"index": index, "message": message} | choice.ending(output)
+        whole = {"index": index, "message": message} | self.ending_of(choice, output)
         if self.request.return_prompt_token_ids:
             whole["prompt_token_ids"] = self.prompt.token_ids.tolist()
         whole |= last_states(self._group.sequences[choice.index])
@@ -260,7 +267,7 @@ class ChatChunks(Chunks[ChatAnswer]):
         index = sequence.position
         choice = self._answer.choices[index]
         message = choice.read(delta)
-        ending = choice.ending(delta)
+        ending = self._answer.ending_of(choice, delta)
         has_output = message or delta.finish_reason or ending["logprobs"] or "token_ids" in ending
         if not has_output:
             return b""
