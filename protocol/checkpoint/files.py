@@ -109,6 +109,9 @@ def _find_quantization(fields: ConfigFields, directory: Path) -> dict[str, Any] 
         if found := ConfigFields.read_if_present(directory / name).config:
             named = {_AWQ_NAMES.get(key, key): value for key, value in found.items()}
             return {"quant_method": method} | named
+    if "BitnetForCausalLM" in fields.texts("architectures"):
+        # Its own code always rounds the weights (1bitLLM).
+        return {"quant_method": "bitnet", "quantization_mode": "online"}
     return None
 
 

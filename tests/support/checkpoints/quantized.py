@@ -288,6 +288,10 @@ FORMATS = {
         eight_bits,
     ),
     "bitnet": Format({"quant_method": "bitnet", "linear_class": "autobitlinear"}, _bitnet),
+    "bitnet-online": Format(
+        {"quant_method": "bitnet", "quantization_mode": "online"},
+        lambda w_OD: ({"weight": w_OD.clone()}, _bitnet(w_OD)[1]),
+    ),
     "mxfp4": Format({"quant_method": "mxfp4"}, minifloats.mxfp4),
     "compressed-mxfp4": Format(
         _compressed(

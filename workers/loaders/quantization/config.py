@@ -14,8 +14,14 @@ from .hqq import HQQScheme
 from .matrix import ActivationScheme
 from .microscaling import MXFP4Scheme
 from .packed_minifloats import PackedMinifloatScheme
-from .scheme import ALL_MODULES, ModuleSchemes, QuantizationScheme, UnsupportedScheme
-from .ternary import TernaryScheme
+from .scheme import (
+    ALL_MODULES,
+    ModuleSchemes,
+    ProjectionScheme,
+    QuantizationScheme,
+    UnsupportedScheme,
+)
+from .ternary import RoundedScheme, TernaryScheme
 from .torchao import TorchAOScheme
 
 _MXFP8: Final = Float8Scheme(ActivationScheme.GROUP, (1, 32))
@@ -35,6 +41,8 @@ def quantization_schemes(config: ConfigFields) -> ModuleSchemes:
     """Return the schemes of the modules. Raise `UnsupportedScheme` with the reason if one is not supported."""
     if config.get("quant_method") == "compressed-tensors":
         return _compressed_tensors(config)
+    if config.get("quant_method") == "bitnet" and config.get("quantization_mode") == "online":
+        return ProjectionScheme(RoundedScheme())
     return ModuleSchemes([(ALL_MODULES, _scheme(config))])
 
 
@@ -70,8 +78,6 @@ def _scheme(config: ConfigFields) -> QuantizationScheme:
 
 
 def _bitnet(config: ConfigFields) -> QuantizationScheme:
-    if (mode := config.get("quantization_mode", "offline")) != "offline":
-        raise UnsupportedScheme(f"bitnet with quantization_mode {mode!r}")
     if config.get("use_rms_norm"):
         raise UnsupportedScheme("bitnet with use_rms_norm")
     return TernaryScheme(divides=config.get("linear_class", "bitlinear") == "bitlinear")

@@ -19,7 +19,7 @@ from .matrix import QuantizedMatrix
 
 SUPPORTED = (
     "fp8 (per tensor, per channel, in blocks), auto-round (as gptq, awq, fp8, MXFP4 or MXFP8), awq (gemm, 4 bits), "
-    "bitnet (packed), bitsandbytes (NF4, FP4, 8 bits), gptq (2, 3, 4 and 8 bits), hqq, mxfp4, mxfp8, modelopt (NVFP4, "
+    "bitnet, bitsandbytes (NF4, FP4, 8 bits), gptq (2, 3, 4 and 8 bits), hqq, mxfp4, mxfp8, modelopt (NVFP4, "
     "FP8, MXFP8, and mixtures of these), quark (FP8, MXFP4, 4 bits), torchao and compressed-tensors (float-quantized, int-quantized, pack-quantized "
     "with 4 and 8 bits, nvfp4-pack-quantized, mxfp4-pack-quantized, mxfp8-quantized, and mixtures of these)"
 )
@@ -121,6 +121,17 @@ class ModuleSchemes:
         wanted = self._by_name.get(module) or next(targets, self._of_class)
         candidates = [*([] if wanted is None else [wanted]), *self.schemes]
         return next(each for each in candidates if each.is_marker(tensor, dtype))
+
+
+class ProjectionScheme(ModuleSchemes):
+    """The scheme of all projections of layers, whose stored tensors are like those of other modules."""
+
+    def __init__(self, scheme: QuantizationScheme) -> None:
+        super().__init__([(ALL_MODULES, scheme)])
+
+    def find(self, module: str, tensor: str, dtype: str) -> QuantizationScheme | None:
+        """See `ModuleSchemes.find`."""
+        return super().find(module, tensor, dtype) if module.endswith("_proj") else None
 
 
 def shape_of(module: StoredModule, tensor: str) -> tuple[int, int]:

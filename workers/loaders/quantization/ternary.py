@@ -48,3 +48,24 @@ class TernaryScheme(QuantizationScheme):
             len(columns),
             zero_OG=_ZERO,
         )
+
+
+class RoundedScheme(QuantizationScheme):
+    """The scheme of ternary weights that are stored as the floats of training, which are rounded at load."""
+
+    marker = "weight"
+    marker_dtypes = frozenset({"BF16", "F16", "F32"})
+    companions = frozenset()
+
+    def matrix_shape(self, module: StoredModule) -> tuple[int, int]:
+        """Return the numbers of outputs and inputs of the matrix, (O, D)."""
+        return shape_of(module, "weight")
+
+    def matrix(self, module: StoredModule, rows: range, columns: range) -> QuantizedMatrix:
+        """Read these rows and columns of a module's matrix. The scale depends on the whole matrix."""
+        weight_OD = module.load("weight").float()
+        scale = weight_OD.abs().mean().clamp(min=1e-5)
+        part_OD = weight_OD[rows.start : rows.stop, columns.start : columns.stop]
+        values_OD = (part_OD / scale).round().clamp(-1, 1) + _ZERO
+        scale_O1 = scale.expand(len(rows), 1)
+        return QuantizedMatrix(values_OD.to(torch.uint8), 8, scale_O1, len(columns), zero_OG=_ZERO)

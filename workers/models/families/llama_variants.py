@@ -443,8 +443,21 @@ def _bitnet(fields: ConfigFields) -> ModelSpec:
     return llama(fields, layers=uniform_layers(fields, rope), has_inner_norms=True)
 
 
+def _old_bitnet(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a BitNet of 1bitLLM, a Llama whose attention and MLP have inner norms."""
+    return llama(
+        fields,
+        has_inner_norms=True,
+        tensor_names=(
+            (r"\.inner_attn_ln\.", ".attn_sub_norm."),
+            (r"\.ffn_layernorm\.", ".ffn_sub_norm."),
+        ),
+    )
+
+
 FAMILIES = (
     Family("BitNetForCausalLM", "bitnet", _bitnet),
+    Family("BitnetForCausalLM", "bitnet", _old_bitnet),
     Family("ApertusForCausalLM", "apertus", _apertus),
     Family("Apertus1p5ForConditionalGeneration", "apertus1p5", _apertus_1_5),
     Family("Apertus1p5TextForCausalLM", "apertus1p5_text", _apertus_1_5),

@@ -65,6 +65,14 @@ PUBLISHED = {
         with_own_convolutions,
         prepare=as_alice_ai,
     ),
+    "Bitnet": Published(
+        "bitnet",
+        {"hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": True},
+        {"model_type": "llama", "weight_bits": 1, "input_bits": 8},
+        ((r"attn_sub_norm", "inner_attn_ln"), (r"ffn_sub_norm", "ffn_layernorm")),
+        changes.before_rounding,
+        prepare=changes.with_ternary_weights,
+    ),
     "ChatGLM": Published(
         "glm",
         {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},

@@ -73,6 +73,21 @@ def with_slopes(reference: transformers.PreTrainedModel, power: float) -> None:
     reference.register_forward_pre_hook(add_mask, with_kwargs=True)
 
 
+def with_ternary_weights(reference: transformers.PreTrainedModel) -> None:
+    """Round the matrices of all layers to -1, 0 or 1, times a number that is exact in float16."""
+    for name, weight in reference.named_parameters():
+        if name.endswith("_proj.weight"):
+            weight.data = (weight / weight.abs().mean()).round().clamp(-1, 1) / 8
+
+
+def before_rounding(tensors: Tensors) -> Tensors:
+    """Return ternary matrices as larger ones, whose mean magnitudes are those of their nonzero elements before."""
+    return {
+        name: x / (x != 0).float().mean() if name.endswith("_proj.weight") else x
+        for name, x in tensors.items()
+    }
+
+
 def with_layer_norms(reference: transformers.PreTrainedModel) -> None:
     """Give a Llama layer norms with biases instead of RMS norms."""
     for name, module in list(reference.named_modules()):
