@@ -13,6 +13,7 @@ import msgspec
 
 from ...protocol.isolation.channel import receive, send
 from ...protocol.isolation.fork_server import Serve, run_fork_server
+from ...protocol.isolation.limits import limit_time
 from .load import load_tokenizer
 from .long_texts import MAX_MEMORY_BYTES, Encode, Encoded
 
@@ -30,7 +31,9 @@ def _load(directory: str) -> Serve:
                 text = content.read(request.size).decode()
             encoder = literal_encoder() if request.special_is_text else tokenizer
             try:
-                token_ids = array("i", encoder.encode(text, request.add_special_tokens)).tobytes()
+                with limit_time(0, request.wall_s):
+                    encoded = encoder.encode(text, request.add_special_tokens)
+                    token_ids = array("i", encoded).tobytes()
             except ValueError as error:
                 send(client, Encoded(error=str(error)), ())
             else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import tokenizers
+from engine.frontend.tokenizer import long_texts
 from engine.frontend.tokenizer.load import load_tokenizer
 from engine.frontend.tokenizer.long_texts import LONG_TEXT
 from engine.frontend.tokenizer.text_pieces import PIECE, encode_text
@@ -39,6 +40,22 @@ def test_long_texts_have_the_tokens_of_the_library(unit: str) -> None:
             if "long texts" in " ".join(child.cmdline()):
                 for process in (*child.children(), child):
                     process.kill()
+
+
+def test_a_text_that_takes_too_long_is_refused_and_its_process_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    moved, text = load_tokenizer(default_model()), "ab c\n" * LONG_TEXT
+    moved.move_long_texts()
+    with monkeypatch.context() as patch:
+        patch.setattr(long_texts, "MAX_WALL_S", 0.02)
+        patch.setattr(long_texts, "WALL_S_PER_MIB", 0.0)
+        with pytest.raises(ParameterError, match=r"^prompt takes more than 0 s to be tokenized"):
+            moved.encode(text)
+    [fork_server] = [c for c in running_children() if "long texts" in " ".join(c.cmdline())]
+    assert not fork_server.children()
+    short = text[: LONG_TEXT + 1]
+    assert list(moved.encode(short)) == library_tokens(short, special_is_text=False)
 
 
 class CountingTokenizer:
