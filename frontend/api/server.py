@@ -13,6 +13,7 @@ import ssl
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import uvloop
@@ -164,16 +165,16 @@ class Frontend:
         Raises:
             EngineError: The engine cannot generate a token.
         """
-        self._handle_signals()
         http = HTTPServer(
             uvicorn_config(self._app.asgi, self._config.frontend),
             self._config.frontend.slow_client_s,
         )
+        self._handle_signals(http)
         stop_task = asyncio.create_task(self._stop.wait())
         retire_task = asyncio.create_task(self._retire(http))
         start_task = asyncio.create_task(self._start())
         http_task = asyncio.create_task(self._answer(http, {start_task, stop_task}))
-        publish_task = asyncio.create_task(self._publish_metrics())
+        publish_task = asyncio.create_task(self._publish_metrics(http))
         collect_task = asyncio.create_task(self._collect_garbage())
         prepare_task = asyncio.create_task(self._prepare_grammars())
         refresh_task = asyncio.create_task(self._refresh_certificates(http))
@@ -308,10 +309,12 @@ class Frontend:
             await asyncio.sleep(IDLE_POLL_S)
         await self._serving.grammar_checks.prepare()
 
-    async def _publish_metrics(self) -> None:
+    async def _publish_metrics(self, http: HTTPServer) -> None:
         while True:
             await asyncio.sleep(seconds_to_beat(PUBLISH_METRICS_S))
             self._engine.metrics.publish()
+            if http.is_deaf:
+                http.listen_again()
 
     async def _collect_garbage(self) -> None:
         """Collect the oldest garbage generation while few and small requests run, because it visits all objects.
@@ -346,17 +349,20 @@ class Frontend:
         self._serving.enter_stage(stage, detail)
         self._reporter.report(stage, detail)
 
-    def _handle_signals(self) -> None:
+    def _handle_signals(self, http: HTTPServer) -> None:
         loop = asyncio.get_running_loop()
-        loop.set_exception_handler(self._recover)
+        loop.set_exception_handler(partial(self._recover, http))
         loop.add_signal_handler(STOP_PROCESS, self._on_terminate)
         loop.add_signal_handler(signal.SIGUSR1, self._retired.set)
         # The event loop has installed its own handler of SIGINT.
         ignore_stop_signals()
 
-    def _recover(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    def _recover(
+        self, http: HTTPServer, loop: asyncio.AbstractEventLoop, context: dict[str, Any]
+    ) -> None:
         """Log the failure of a callback, for example for lack of memory, and run those again that it may have been."""
         loop.default_exception_handler(context)
+        http.listen_again()
         self._engine.resume_outputs()
         self._store.resume()
         for core in self._engine.cores:

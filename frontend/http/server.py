@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from email.utils import formatdate
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from uvicorn.config import Config
 from uvicorn.server import Server, ServerState
@@ -18,6 +18,9 @@ from .connection import Connection
 from .descriptors import DescriptorReserve
 
 __all__ = ["Config", "HTTPServer"]
+
+LISTEN_AGAIN_S: Final = 0.5
+"""Seconds between attempts to accept connections again."""
 
 
 class DatedState(ServerState):
@@ -49,7 +52,10 @@ class HTTPServer(Server):
         super().__init__(config)
         self.server_state = DatedState()
         self._slow_client_s = slow_client_s
-        self._exit_requested = asyncio.Event()
+        self._listeners: list[socket.socket] = []
+        self._accepting: list[socket.socket] = []
+        self._must_listen = False
+        self._woken = asyncio.Event()
 
     @property
     def is_idle(self) -> bool:
@@ -68,6 +74,9 @@ class HTTPServer(Server):
         """Stop accepting connections. Open connections may send one more request, and close when they are idle."""
         for server in self.servers:
             server.close()
+        for listener in self._listeners:
+            listener.close()
+        self._listeners = []
         for connection in list(self.server_state.connections):
             if isinstance(connection, Connection):
                 connection.end_after_response()
@@ -81,11 +90,32 @@ class HTTPServer(Server):
     def exit(self) -> None:
         """Make `serve` return."""
         self.should_exit = True
-        self._exit_requested.set()
+        self._woken.set()
+
+    @property
+    def is_deaf(self) -> bool:
+        """True if the event loop has closed the socket on which connections arrive, as it does if accepting fails."""
+        return bool(self._listeners) and any(each.fileno() < 0 for each in self._accepting)
+
+    def listen_again(self) -> None:
+        """Accept connections again after a failure. uvloop accepts no more after an error before it accepts one."""
+        self._must_listen = True
+        self._woken.set()
 
     async def main_loop(self) -> None:
         """Wait for `exit`. uvicorn's own loop wakes up ten times a second."""
-        await self._exit_requested.wait()
+        while not self.should_exit:
+            self._woken.clear()
+            while self._must_listen and not self.should_exit:
+                self._must_listen = False
+                for server in self.servers:
+                    server.close()
+                try:
+                    await self._listen()
+                except (MemoryError, OSError):
+                    self._must_listen = True
+                    await asyncio.sleep(LISTEN_AGAIN_S)
+            await self._woken.wait()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -107,9 +137,14 @@ class HTTPServer(Server):
         if self.config.ssl is not None:
             options["ssl_handshake_timeout"] = self._slow_client_s
             options["ssl_shutdown_timeout"] = self._slow_client_s
-        loop = asyncio.get_running_loop()
-        self.servers = [
-            await loop.create_server(new_connection, sock=listener, **options)
-            for listener in sockets or []
-        ]
+        self._create_server = partial(
+            asyncio.get_running_loop().create_server, new_connection, **options
+        )
+        self._listeners = list(sockets or [])
+        await self._listen()
         self.started = True
+
+    async def _listen(self) -> None:
+        # Servers close their sockets, so they get copies.
+        self._accepting = [listener.dup() for listener in self._listeners]
+        self.servers = [await self._create_server(sock=each) for each in self._accepting]
