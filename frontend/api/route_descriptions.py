@@ -235,6 +235,8 @@ ROUTE_DESCRIPTIONS: Final[dict[str, tuple[str, str]]] = {
         OPERATORS,
         "Remove a LoRA adapter; needs --allow-runtime-lora-updating.",
     ),
+    "/adapters": (OPERATORS, "The same as /v1/load_lora_adapter, with SageMaker's names."),
+    "/adapters/{name}": (OPERATORS, "The same as /v1/unload_lora_adapter (SageMaker)."),
     "/load_lora_adapter": (OPERATORS, "The same as /v1/load_lora_adapter, in JSON (SGLang)."),
     "/unload_lora_adapter": (OPERATORS, "The same as /v1/unload_lora_adapter, in JSON (SGLang)."),
     "/debug/dump": (OPERATORS, "Write the event log of every core; needs --dump-dir."),

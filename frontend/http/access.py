@@ -69,6 +69,7 @@ OPERATOR_PATHS: Final = frozenset(
         "/update_weight_version",
         "/load_lora_adapter",
         "/unload_lora_adapter",
+        "/adapters",
         "/collective_rpc",
         "/resume",
         "/pause_generation",
@@ -84,10 +85,10 @@ OPERATOR_PATHS: Final = frozenset(
         "/v1/unload_lora_adapter",
     }
 )
-"""Operator routes, in addition to those below `REPLICA_COMMANDS`, `TIMELINES` and `SLOT_ACTIONS`."""
+"""Operator routes, in addition to those below `_OPERATOR_PREFIXES`."""
 REPLICA_COMMANDS: Final = "/replicas/"
 TIMELINES: Final = "/debug/requests/"
-SLOT_ACTIONS: Final = "/slots/"
+_OPERATOR_PREFIXES: Final = (REPLICA_COMMANDS, TIMELINES, "/slots/", "/adapters/")
 
 OLLAMA_PATHS: Final = "/api/"
 """Prefix of Ollama's routes. Its clients, such as curl in Ollama's documentation, often send no content type."""
@@ -314,7 +315,7 @@ def normalize_path(scope: Scope, root_path: str) -> None:
 
 def is_operator_path(path: str) -> bool:
     """Return whether the route changes the server's behavior for all clients."""
-    return path in OPERATOR_PATHS or path.startswith((REPLICA_COMMANDS, TIMELINES, SLOT_ACTIONS))
+    return path in OPERATOR_PATHS or path.startswith(_OPERATOR_PREFIXES)
 
 
 def _forbidden(message: str) -> APIError:

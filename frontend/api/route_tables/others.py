@@ -231,6 +231,8 @@ def make_routes(serving: Serving, first: FirstRoutes) -> list[Route]:
         Route("/reset_encoder_cache", management.reset_encoder_cache, methods=["POST"]),
         Route("/v1/load_lora_adapter", loras.load, methods=["POST"]),
         Route("/v1/unload_lora_adapter", loras.unload, methods=["POST"]),
+        Route("/adapters", loras.load_for_sagemaker, methods=["POST"]),
+        Route("/adapters/{name}", loras.unload_for_sagemaker, methods=["DELETE"]),
         Route("/debug/dump", management.dump_event_logs, methods=["POST"]),
         Route("/debug/kv-cache", replicas.kv_caches),
         Route("/debug/requests", timelines.list),

@@ -35,6 +35,9 @@ from .scores import Scores
 SCORE_FIELDS: Final = frozenset({"text_1", "queries", "data_1"})
 """The names of the first texts of a score. A body with one of them is a score's."""
 
+_ADAPTER_HEADER: Final = b"x-amzn-sagemaker-adapter-identifier"
+"""SageMaker's header with the name of an adapter, which replaces `model` of a body."""
+
 
 class Invocations(Endpoint[GenerationRequest]):
     """An endpoint that passes each body to the chat or the completions endpoint."""
@@ -55,7 +58,11 @@ class Invocations(Endpoint[GenerationRequest]):
     async def _receive(
         self, scope: Scope, receive: Receive, lease: MemoryLease
     ) -> tuple[GenerationRequest, int]:
-        return await self._intake.receive(scope, receive, GenerationRequest, lease)
+        request, size = await self._intake.receive(scope, receive, GenerationRequest, lease)
+        for name, value in scope["headers"]:
+            if name == _ADAPTER_HEADER:
+                request.model = value.decode("latin-1")
+        return request, size
 
     def _endpoint_of(self, request: GenerationRequest) -> Endpoint[Any]:
         is_chat = isinstance(request, ChatCompletionRequest)

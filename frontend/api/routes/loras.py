@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from typing import Final
+from typing import Final, TypeVar
 
+import msgspec
 import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,17 +16,29 @@ from ....protocol.errors import CheckpointError, ConfigError
 from ....protocol.file_identity import LoraAdapter
 from ....protocol.sampling_params import SamplingParams
 from ...client.engine_client import ReplicaUnavailable, SequenceRequest
-from ...http.errors import APIError, bad_request, echo, json_response, unavailable
+from ...http.errors import (
+    APIError,
+    bad_request,
+    echo,
+    json_response,
+    renamer,
+    renaming,
+    unavailable,
+)
 from ...model_source.lora import find_adapter
 from ...supervisor.console import Console
 from ..bodies.intake import Intake
 from ..generation import raise_if_failed, translate_refusals
 from ..openapi import accepts
-from ..schema import LoadLoraRequest, UnloadLoraRequest
+from ..schema.vllm import LoadLoraRequest, SagemakerLoadRequest, UnloadLoraRequest
 from ..serving import Serving
 
 LOAD_S: Final = 300.0
 """Maximum seconds for all replicas to load an adapter."""
+
+_Body = TypeVar("_Body", bound=msgspec.Struct)
+
+_sagemaker_name = renamer({"lora_name": "name", "lora_path": "src"})
 
 
 class Loras:
@@ -50,11 +63,37 @@ class Loras:
     @accepts(LoadLoraRequest)
     async def load(self, http: Request) -> Response:
         """Load an adapter on every replica that is up, then serve it."""
+        request = await self._read(http, LoadLoraRequest)
+        return await self._add(http, request)
+
+    @accepts(SagemakerLoadRequest)
+    async def load_for_sagemaker(self, http: Request) -> Response:
+        """Load an adapter whose fields have SageMaker's names."""
+        request = await self._read(http, SagemakerLoadRequest)
+        with renaming(_sagemaker_name):
+            load = LoadLoraRequest(lora_name=request.name, lora_path=request.src)
+            return await self._add(http, load)
+
+    @accepts(UnloadLoraRequest)
+    async def unload(self, http: Request) -> Response:
+        """Remove an adapter. Its running requests are not affected."""
+        request = await self._read(http, UnloadLoraRequest)
+        if not request.lora_name:
+            raise bad_request("lora_name", "is required")
+        return await self._remove(request.lora_name)
+
+    async def unload_for_sagemaker(self, http: Request) -> Response:
+        """Remove the adapter that the path names."""
+        self.verify_allowed()
+        return await self._remove(http.path_params["name"])
+
+    async def _read(self, http: Request, schema: type[_Body]) -> _Body:
         self.verify_allowed()
         with self._intake.lease() as lease:
-            request, _ = await self._intake.receive(
-                http.scope, http.receive, LoadLoraRequest, lease
-            )
+            request, _ = await self._intake.receive(http.scope, http.receive, schema, lease)
+        return request
+
+    async def _add(self, http: Request, request: LoadLoraRequest) -> Response:
         name, path = request.lora_name, request.lora_path
         if not name or not path:
             raise APIError(
@@ -79,17 +118,7 @@ class Loras:
         await asyncio.to_thread(serving.loras.add, adapter, replaces=replaces)
         return Response(f"Success: LoRA adapter '{name}' added successfully.")
 
-    @accepts(UnloadLoraRequest)
-    async def unload(self, http: Request) -> Response:
-        """Remove an adapter. Its running requests are not affected."""
-        self.verify_allowed()
-        with self._intake.lease() as lease:
-            request, _ = await self._intake.receive(
-                http.scope, http.receive, UnloadLoraRequest, lease
-            )
-        name = request.lora_name
-        if not name:
-            raise bad_request("lora_name", "is required")
+    async def _remove(self, name: str) -> Response:
         if not await asyncio.to_thread(self._serving.loras.remove, name):
             raise APIError(404, f"The LoRA adapter {echo(name)} does not exist", param="lora_name")
         return Response(f"Success: LoRA adapter '{name}' removed successfully.")

@@ -458,29 +458,6 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
 
 
-class LoadLoraRequest(msgspec.Struct, kw_only=True):
-    """The body of `POST /v1/load_lora_adapter`.
-
-    `lora_path` is a directory on the server, or a repository on the hub. With `load_inplace` it replaces an adapter
-    with the same name.
-    """
-
-    lora_name: str | None = None
-    lora_path: str | None = None
-    load_inplace: bool | None = None
-
-    # Accepted because clients send them; they have no effect.
-    ignored: ClassVar[str] = "is_3d_lora_weight pinned"
-
-
-class UnloadLoraRequest(msgspec.Struct, kw_only=True):
-    """The body of `POST /v1/unload_lora_adapter`. `lora_int_id` is ignored."""
-
-    lora_name: str | None = None
-
-    ignored: ClassVar[str] = "lora_int_id"
-
-
 UNLIMITED: Final = -1
 """The `max_tokens` with which an answer may use the rest of the context."""
 

@@ -1,4 +1,4 @@
-"""The request bodies of vLLM's own routes."""
+"""The request bodies of vLLM's own routes, and of SageMaker's for adapters."""
 
 from __future__ import annotations
 
@@ -202,3 +202,36 @@ class VllmCallRequest(msgspec.Struct, kw_only=True):
 
     # Accepted because clients send them; they have no effect.
     ignored: ClassVar[str] = "args timeout"
+
+
+class LoadLoraRequest(msgspec.Struct, kw_only=True):
+    """The body of `POST /v1/load_lora_adapter`.
+
+    `lora_path` is a directory on the server, or a repository on the hub. With `load_inplace` it replaces an adapter
+    with the same name.
+    """
+
+    lora_name: str | None = None
+    lora_path: str | None = None
+    load_inplace: bool | None = None
+
+    # Accepted because clients send them; they have no effect.
+    ignored: ClassVar[str] = "is_3d_lora_weight pinned"
+
+
+class SagemakerLoadRequest(msgspec.Struct, kw_only=True):
+    """The body of SageMaker's `POST /adapters`: the name of an adapter, and where it is."""
+
+    name: str | None = None
+    src: str | None = None
+
+    # Accepted because clients send them; they have no effect.
+    ignored: ClassVar[str] = "preload pin"
+
+
+class UnloadLoraRequest(msgspec.Struct, kw_only=True):
+    """The body of `POST /v1/unload_lora_adapter`. `lora_int_id` is ignored."""
+
+    lora_name: str | None = None
+
+    ignored: ClassVar[str] = "lora_int_id"

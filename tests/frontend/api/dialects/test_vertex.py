@@ -1,8 +1,9 @@
-"""Google's Vertex AI: predictions for several instances, and the routes that its environment variables name."""
+"""Amazon SageMaker, and Google Vertex AI: predictions for several instances, and routes named by variables."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,3 +76,22 @@ def test_routes_that_the_environment_names(monkeypatch: pytest.MonkeyPatch) -> N
         answer = frontend.http.post(path, json={"instances": [CHAT]}, headers=key).json()
         assert answer["predictions"][0]["choices"][0]["message"]["content"] == "One two"
         assert frontend.http.get("/openapi.json").status_code == 200
+
+
+def test_sagemaker_loads_adapters_and_names_one_in_a_header(tmp_path: Path) -> None:
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / name).write_text("{}")
+    with FrontendProcess(allow_runtime_lora_updating=True) as frontend:
+        body = {"name": "sql", "src": str(tmp_path)}
+        assert frontend.post("/adapters", **body).status_code == 200
+        named = {"X-Amzn-SageMaker-Adapter-Identifier": "sql"}
+        asked = {"prompt": "One two", "max_tokens": 1}
+        answer = frontend.http.post("/invocations", json=asked, headers=named).json()
+        assert (answer["model"], answer["choices"][0]["text"]) == ("sql", "One")
+        for fields, param in (({}, "name"), ({"name": "b", "src": ""}, "src")):
+            refused = frontend.post("/adapters", **body | fields)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+        assert frontend.http.delete("/adapters/sql").status_code == 200
+        assert frontend.http.delete("/adapters/sql").status_code == 404
+        refused = frontend.http.post("/invocations", json=asked, headers=named)
+        assert refused.status_code == 404
