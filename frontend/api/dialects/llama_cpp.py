@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any, Final
 
 import msgspec
@@ -14,17 +13,11 @@ from starlette.responses import Response
 
 from .... import __version__
 from ....protocol.sampling_params import SamplingParams
-from ...client.embeddings import Vector
-from ...client.engine_client import RequestGroup
 from ...http.errors import (
     APIError,
-    bad_request,
     json_response,
-    renamer,
-    renaming,
     unavailable,
 )
-from ...http.json_pieces import encode_list
 from ...http.routing import Route
 from ..bodies.intake import Intake, reads
 from ..bodies.request_memory import MemoryLease
@@ -39,10 +32,9 @@ from ..routes.completions import Completions
 from ..routes.embeddings import Embeddings
 from ..routes.management import Management
 from ..sampling import sampling_params
-from ..schema import UNLIMITED, ChatCompletionRequest, CompletionRequest, EmbeddingRequest
+from ..schema import UNLIMITED, ChatCompletionRequest, CompletionRequest
 from ..schema.llama_cpp import (
     LlamaCompletionRequest,
-    LlamaEmbeddingRequest,
     LlamaFields,
     LlamaInfillRequest,
 )
@@ -62,7 +54,6 @@ def routes(
     """Return all routes."""
     description = LlamaDescription(serving)
     chats = LlamaChats(serving, intake)
-    embed = LlamaEmbeddings(serving, intake, embeddings)
     operations = LlamaOperations(serving, intake, management, description.num_slots)
     return [
         Route("/completion", LlamaCompletions(serving, intake), methods=["POST"]),
@@ -72,7 +63,7 @@ def routes(
             Route(f"{prefix}/chat/completions/input_tokens", chats.count_tokens, methods=["POST"])
             for prefix in ("/v1", "")
         ),
-        Route("/embedding", embed.embed, methods=["POST"]),
+        Route("/embedding", embeddings.embed_content, methods=["POST"]),
         Route("/props", description.props),
         Route("/slots", description.slots),
         Route("/slots/{id}", operations.act_on_slot, methods=["POST"]),
@@ -196,37 +187,6 @@ class LlamaChats:
         self._serving.verify_model(request.model)
         self._serving.verify_tokenizer("messages")
         return await render_request(self._serving, request, size)
-
-
-class LlamaEmbeddings:
-    """The route for embeddings."""
-
-    def __init__(self, serving: Serving, intake: Intake, embeddings: Embeddings) -> None:
-        self._serving = serving
-        self._intake = intake
-        self._embeddings = embeddings
-
-    @reads(LlamaEmbeddingRequest)
-    async def embed(self, http: Request, body: LlamaEmbeddingRequest, size: int) -> Response:
-        """Return an embedding of each text, as a list with one vector."""
-        given = body.content if body.content is not None else body.input
-        if given is None:
-            raise bad_request("content", "is required, or input in its place")
-        request = EmbeddingRequest(
-            model=body.model,
-            input=given,
-            normalize=None if body.embd_normalize is None else body.embd_normalize >= 0,
-        )
-
-        def answer(group: RequestGroup, vectors: Iterator[Vector], lengths: list[int]) -> Response:
-            rows = (
-                {"index": i, "embedding": [vector.tolist()]} for i, vector in enumerate(vectors)
-            )
-            return json_response(encode_list(rows, at_once=1))
-
-        name = "input" if body.content is None else "content"
-        with renaming(renamer({"input": name})):
-            return await self._embeddings.run(http, request, size, answer)
 
 
 class LlamaDescription:

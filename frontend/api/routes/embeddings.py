@@ -35,7 +35,7 @@ from ...client.embeddings import (
     verify_embeds_texts,
 )
 from ...client.engine_client import RequestGroup
-from ...http.errors import bad_request, bytes_response, echo, json_response, renaming
+from ...http.errors import bad_request, bytes_response, echo, json_response, renamer, renaming
 from ...http.json_pieces import encode_list
 from ...media.sources.media_options import parse_media_options
 from ..bodies.intake import Intake, reads
@@ -85,6 +85,8 @@ class Embeddings:
     @reads(EmbeddingRequest)
     async def embed(self, http: Request, request: EmbeddingRequest, body_size: int) -> Response:
         """Return an embedding of each input, or of each of its chunks."""
+        if request.content is not None and request.input is None:
+            return await self._embed_content(http, request, body_size)
         request = self._for_task(request)
         if request.late_chunking_params is not None:
             return await self._embed_chunks(http, request, body_size, request.late_chunking_params)
@@ -95,6 +97,33 @@ class Embeddings:
         if self._serving.config.model.pooler.kind is PoolingKind.ALL:
             verify_choice("encoding_format", request.encoding_format, ("float",))
         return await self.run(http, request, body_size, answer, verify=verify_embeds)
+
+    @reads(EmbeddingRequest)
+    async def embed_content(
+        self, http: Request, request: EmbeddingRequest, body_size: int
+    ) -> Response:
+        """Return the vectors of each text, or of its tokens, as a list in llama.cpp's format."""
+        if request.content is None and request.input is None:
+            raise bad_request("content", "is required, or input in its place")
+        return await self._embed_content(http, request, body_size)
+
+    async def _embed_content(
+        self, http: Request, request: EmbeddingRequest, body_size: int
+    ) -> Response:
+        name = "input" if request.content is None else "content"
+        given = msgspec.structs.replace(request, input=getattr(request, name))
+        if request.embd_normalize is not None:
+            given.normalize = request.embd_normalize >= 0
+
+        def answer(group: RequestGroup, vectors: Iterator[Vector], lengths: list[int]) -> Response:
+            rows = (
+                {"index": i, "embedding": np.atleast_2d(vector).tolist()}
+                for i, vector in enumerate(vectors)
+            )
+            return json_response(encode_list(rows, at_once=1))
+
+        with renaming(renamer({"input": name})):
+            return await self.run(http, given, body_size, answer, verify=verify_embeds)
 
     async def _embed_chunks(
         self,

@@ -345,8 +345,10 @@ class InputFields(PoolingFields, kw_only=True):
 
 
 class EmbeddingRequest(InputFields, kw_only=True):
-    """The body of `POST /v1/embeddings`."""
+    """The body of `POST /v1/embeddings`. As in llama.cpp, `content` instead of `input` has answers of another form."""
 
+    content: str | dict[str, Any] | list[str | Int | dict[str, Any] | list[str | Int]] | None = None
+    embd_normalize: Int | None = None
     encoding_format: str | None = None
     # The type and the byte order of numbers in base64.
     embed_dtype: str | None = None

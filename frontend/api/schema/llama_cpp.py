@@ -77,15 +77,6 @@ class LlamaInfillRequest(LlamaFields, kw_only=True):
     input_extra: list[dict[str, Any]] | None = None
 
 
-class LlamaEmbeddingRequest(msgspec.Struct, kw_only=True):
-    """The body of `POST /embedding`."""
-
-    model: str | None = None
-    content: str | dict[str, Any] | list[str | Int | dict[str, Any] | list[str | Int]] | None = None
-    input: str | dict[str, Any] | list[str | Int | dict[str, Any] | list[str | Int]] | None = None
-    embd_normalize: Int | None = None
-
-
 class LlamaModelRequest(msgspec.Struct, kw_only=True):
     """The body of `POST /models/load`."""
 

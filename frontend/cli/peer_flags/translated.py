@@ -240,6 +240,14 @@ TRANSLATIONS: Final[dict[str, Translation]] = {
             name: ["--pooler-config.pooling_type", name.upper()] if name != "rank" else []
             for name in ("mean", "cls", "last", "rank")
         }
+        | {
+            "none": [
+                "--pooler-config.pooling_type",
+                "ALL",
+                "--pooler-config.use_activation",
+                "false",
+            ]
+        }
     ),
     "--reasoning-effort": _entry("--default-chat-template-kwargs.reasoning_effort"),
     "--reasoning-format": _choice(

@@ -100,6 +100,9 @@ def test_inputs_are_read_in_the_formats_of_llama_cpp(server: Server) -> None:
     status, answer = server.post("/embedding", {"content": [[*first, TEXTS[1]], TEXTS[0]]})
     assert status == 200
     assert [each["embedding"] for each in answer] == [[joined], [vector]]
+    assert server.post("/embeddings", {"content": TEXTS[0]})[1] == [
+        {"index": 0, "embedding": [vector]}
+    ]
 
 
 def _chunks(given: str | list[int], params: dict[str, int]) -> dict[str, Any]:

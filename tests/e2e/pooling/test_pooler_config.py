@@ -32,6 +32,9 @@ def test_the_pooler_config_chooses_a_task_and_the_size_of_vectors(tmp_path: Path
         assert status == 200, answer
         first, second = (each["embedding"] for each in answer["data"])
         assert first == found.tolist() and np.shape(second) == (1, 16)
+        # In llama.cpp's format, as with its flag --pooling none.
+        status, answer = server.post("/embedding", {"content": prompt, "embd_normalize": -1})
+        assert (status, answer) == (200, [{"index": 0, "embedding": first}])
         status, answer = server.post("/v1/embeddings", body | {"encoding_format": "base64"})
         assert (status, answer["error"]["param"]) == (400, "encoding_format")
 

@@ -350,6 +350,11 @@ DRAFT = {"method": "eagle3", "model": "d", "num_speculative_tokens": 3}
             "cache", {"encoder_disk_path": "/outputs"},
         ),
         ("--pooling cls", "model", {"pooler_config": {"pooling_type": "CLS"}}),
+        (
+            "--pooling none",
+            "model",
+            {"pooler_config": {"pooling_type": "ALL", "use_activation": False}},
+        ),
         ("--presence-penalty 0.5", "model", {"override_generation_config": {"presence_penalty": 0.5}}),
         ("--tool-call-parser step3p5 --reasoning-parser step3", "frontend", {
             "tool_call_parser": "qwen3_coder", "reasoning_parser": "deepseek_r1"
