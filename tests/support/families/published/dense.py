@@ -184,7 +184,47 @@ def _with_factors(reference: transformers.PreTrainedModel) -> None:
     reference.lm_head.register_forward_hook(lambda _module, _args, logits: logits * _WIDTH)
 
 
+def _as_refact(reference: transformers.PreTrainedModel) -> None:
+    changes.with_slopes(reference, power=1.0)
+    changes.with_layer_norms(reference)
+    for module in reference.modules():
+        if isinstance(module, nn.LayerNorm):
+            module.register_parameter("bias", None)
+
+
+def _with_joined_keys_and_values(tensors: changes.Tensors) -> changes.Tensors:
+    """Join keys with values, and gates with the elements that they multiply."""
+    joined = {}
+    for first, second, name in (
+        ("self_attn.k_proj", "self_attn.v_proj", "attn.kv"),
+        ("mlp.gate_proj", "mlp.up_proj", "mlp.gate_up_proj"),
+    ):
+        for key in [key for key in tensors if first in key]:
+            parts = tensors.pop(key), tensors.pop(key.replace(first, second))
+            joined[key.replace(first, name)] = torch.cat(parts)
+    return tensors | joined
+
+
 PUBLISHED_DENSE = {
+    "GPTRefact": Published(
+        "llama2",
+        {"num_key_value_heads": 1, "intermediate_size": 256, "tie_word_embeddings": True},
+        {
+            "model_type": "gpt_refact",
+            "intermediate_size": None,
+            "num_key_value_heads": None,
+            "rms_norm_eps": None,
+            "layer_norm_epsilon": 1e-5,
+            "multi_query": True,
+        },
+        (
+            (r"self_attn\.q_proj", "attn.q"),
+            (r"mlp\.down_proj", "mlp.c_proj"),
+            *_GPT2_NAMES,
+        ),
+        _with_joined_keys_and_values,
+        prepare=_as_refact,
+    ),
     "Chameleon": Published(
         "qwen3",
         {"head_dim": 8, "num_images": 6, "rms_norm_eps": 1e-5, "tie_word_embeddings": False},

@@ -226,6 +226,27 @@ def _doge(fields: ConfigFields) -> ModelSpec:
     )
 
 
+def _refact(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a Refact, a Llama with ALiBi, layer norms without biases, and one key/value head."""
+    fields.require("multi_query", True)
+    inner = fields.integer("intermediate_size", 4 * fields.integer("hidden_size"))
+    fields = fields.with_values(
+        {
+            "intermediate_size": -(-(2 * inner // 3) // 256) * 256,
+            "num_key_value_heads": 1,
+            "hidden_act": "silu",
+        }
+    )
+    return llama(
+        fields.with_defaults(rms_norm_eps=1e-5, tie_word_embeddings=True),
+        layers=uniform_layers(fields, None),
+        norm_kind="layer",
+        has_grouped_kv=True,
+        alibi_slopes=alibi_slopes(fields),
+        tensor_names=((r"\.attn\.(q|kv)\.", r".self_attn.\1_proj."), *GPT2_NAMES),
+    )
+
+
 def _jais(fields: ConfigFields) -> ModelSpec:
     """Return the spec of the first Jais, a GPT-2 with ALiBi, gates and factors of maximal update parametrization."""
     fields.require("position_embedding_type", "alibi")
@@ -458,6 +479,7 @@ FAMILIES = (
     Family("CodeShellForCausalLM", "codeshell", _codeshell),
     Family("DogeForCausalLM", "doge", _doge),
     Family("InternLMForCausalLM", "internlm", _with_bias),
+    Family("GPTRefactForCausalLM", "gpt_refact", _refact),
     Family("JAISLMHeadModel", "jais", _jais),
     Family("MaincoderForCausalLM", "maincoder", _maincoder),
     Family("OpenELMForCausalLM", "openelm", _openelm),
