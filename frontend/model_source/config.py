@@ -201,6 +201,7 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
         )
     text = _text_config(config)
     vocab_size = text.integer("vocab_size")
+    wanted_length = _wanted_length(text, options, console)
     embedding = read_embedding_files(path, text, config)
     pooler = change_pooler(embedding.pooler, options.pooler_config)
     eos += generation.token_ids("eos_token_id") + text.token_ids("eos_token_id")
@@ -229,7 +230,7 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
             # A model that reads media is named by its whole config, not by that of its text.
             architecture=kind if modality or kind in _NAMED_AS_WHOLE else text.text("model_type"),
             vocab_size=vocab_size,
-            max_model_len=_max_model_len(text, options.max_model_len, embedding.max_length),
+            max_model_len=_max_model_len(text, wanted_length, embedding.max_length),
             eos_token_ids=tuple(id_ for id_ in dict.fromkeys(eos) if 0 <= id_ < vocab_size),
             dtype="float32" if is_encoder(text) and options.dtype == "auto" else options.dtype,
             load_format=options.load_format,
@@ -388,6 +389,17 @@ def _recurrent(config: ConfigFields) -> RecurrentModel | None:
         return RecurrentModel.read(config)
     except CheckpointError:
         return None
+
+
+def _wanted_length(config: ConfigFields, options: ModelOptions, console: Console) -> int | None:
+    """Return the context length that the options ask for; that of `--ctx-size` is lowered to the model's."""
+    most = options.ctx_size
+    if options.max_model_len is not None or not most:
+        return options.max_model_len
+    if (limit := _length_limit(config)) is None or most <= limit:
+        return most
+    console.line(f"--ctx-size {most} is lowered to {limit}, the model's context length")
+    return limit
 
 
 def _max_model_len(config: ConfigFields, wanted: int | None, trained: int | None = None) -> int:

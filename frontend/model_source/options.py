@@ -115,7 +115,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
             int,
             option(
                 "Maximum prompt plus output tokens; 32k is 32000, 32K is 32768",
-                "--context-length --ctx-size --max-seq-len -c",
+                "--context-length --max-seq-len",
                 synonyms={"-1": "auto"},
                 default_text="auto",
                 ge=1,
@@ -123,6 +123,10 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         ]
         | None
     ) = None
+    ctx_size: Annotated[
+        int,
+        option("The same, lowered to the model's context; 0 is all of it", "-c", ge=0),
+    ] = 0
     hf_overrides: Annotated[
         dict[str, object],
         option(

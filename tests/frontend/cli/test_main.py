@@ -137,7 +137,7 @@ def test_model_may_be_positional_or_a_flag(capsys: pytest.CaptureFixture[str]) -
         (["--max_model_len", "25.6k"], "model", "max_model_len", 25_600),
         (["--max-model-len", "auto"], "model", "max_model_len", None),
         (["--max-model-len", "-1"], "model", "max_model_len", None),
-        (["-c", "4096"], "model", "max_model_len", 4096),
+        (["-c", "4096"], "model", "ctx_size", 4096),
         (["--context-length", "4096"], "model", "max_model_len", 4096),
         (["--dtype", "half"], "model", "dtype", "float16"),
         (["--hf-overrides", '{"a": {"b": 1}}'], "model", "hf_overrides", {"a": {"b": 1}}),

@@ -176,6 +176,9 @@ def test_a_longer_context_than_the_models_is_rejected_unless_extended(
 ) -> None:
     path = write(tmp_path / "m", config=LLAMA | saved)
     assert resolve(path, max_model_len=100).config.max_model_len == 100
+    # As in llama.cpp, the context that -c asks for is lowered to the model's.
+    lengths = [resolve(path, ctx_size=size).config.max_model_len for size in (0, 100, 4096)]
+    assert lengths == [2048, 100, 2048]
     with pytest.raises(ConfigError, match=r"--max-model-len 4096 .* 2048 .*--hf-overrides"):
         resolve(path, max_model_len=4096)
     scaling = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
