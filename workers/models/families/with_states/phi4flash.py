@@ -32,9 +32,13 @@ def _phi4flash(fields: ConfigFields) -> ModelSpec:
     # The last Mamba layer, and the last layer with keys, precede it.
     first_shared = count // 2 + 2
     # Saved configs have a window for each layer.
-    windows = [fields.get("sliding_window")] * count
-    if isinstance(windows[0], list):
-        windows = fields.per_layer("sliding_window", count) or windows
+    windows = fields.get("sliding_window")
+    if isinstance(windows, list):
+        windows = fields.per_layer("sliding_window", count) or []
+        if not all(x is None or (type(x) is int and x > 0) for x in windows):
+            raise fields.wrong("sliding_window", "a list of positive integers and nulls", windows)
+    else:
+        windows = [fields.optional_integer("sliding_window")] * count
     recurrent = LayerSpec(None, recurrent=recurrent_layer(fields), attends=False)
     layers = []
     for i in range(count):
