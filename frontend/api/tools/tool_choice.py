@@ -88,7 +88,7 @@ def parse_tool_choice(request: ChatCompletionRequest) -> ToolChoice:
             is_legacy=is_legacy,
             is_parallel=is_parallel,
         )
-    _refuse_format(request, param, choice)
+    _refuse_constraint(request, param, choice)
     if choice == "required":
         with reject_deep_nesting("tools"):
             calls = _constrain_calls(allowed, is_parallel)
@@ -135,10 +135,13 @@ def _choice_of(
     return "function_call", choice
 
 
-def _refuse_format(request: ChatCompletionRequest, param: str, choice: object) -> None:
-    """Raise APIError 400 if a response format is combined with a tool choice that allows no text."""
+def _refuse_constraint(request: ChatCompletionRequest, param: str, choice: object) -> None:
+    """Raise APIError 400 if a constraint is combined with a tool choice that allows no text.
+
+    A response format has no effect then, because it is a form of text.
+    """
     constraint = parse_constraint(request)
-    if constraint is not None:
+    if constraint is not None and not constraint.param.startswith("response_format"):
         field = constraint.param.split(".")[0]
         raise bad_request(
             field,

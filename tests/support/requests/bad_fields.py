@@ -304,7 +304,6 @@ CHAT_ONLY = [
             "cannot be combined with tool_choice",
         )
         for form in (
-            {"response_format": {"type": "json_object"}},
             {"structured_outputs": {"regex": "a+"}},
             {"regex": "a+"},
         )

@@ -106,7 +106,12 @@ def test_required_tools_send_a_grammar_to_the_core(frontend: FrontendProcess) ->
     names = [s["properties"]["name"]["const"] for s in schema["items"]["anyOf"]]
     assert names == ["get_weather", "get_time"]
     chat(frontend, **options)
-    assert "maxItems" not in json.loads(last_params(frontend).structured_output.spec)
+    sent = last_params(frontend).structured_output
+    assert "maxItems" not in json.loads(sent.spec)
+    # A format of the text has no effect, because there is no text.
+    form = {"response_format": {"type": "json_object"}}
+    chat(frontend, **options, **form)
+    assert last_params(frontend).structured_output == sent
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
