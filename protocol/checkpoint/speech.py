@@ -77,6 +77,10 @@ _REALTIME_SECONDS: Final = 600.0
 
 _REALTIME_PAD: Final = "[STREAMING_PAD]"
 
+_SPEECH_TO_TEXT_SECONDS: Final = 30.0
+"""The maximum length of a window of Speech2Text. Its positions would reach four times as far."""
+
+_Kernel = Annotated[int, msgspec.Meta(ge=1, le=1023)]
 _Token = Annotated[int, msgspec.Meta(ge=0, le=MAX_INTEGER)]
 _MAX_ALIGNMENT_HEADS: Final = 1024
 
@@ -165,6 +169,7 @@ _T5_FIELDS: Final[dict[str, tuple[str, ...]]] = {
 }
 _DECODER_FIELDS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     "whisper": _BART_FIELDS | {"max_position_embeddings": ("max_target_positions",)},
+    "speech_to_text": _BART_FIELDS | {"max_position_embeddings": ("max_target_positions",)},
     "moonshine": {
         "num_hidden_layers": ("decoder_num_hidden_layers",),
         "num_attention_heads": ("decoder_num_attention_heads",),
@@ -331,6 +336,50 @@ def _moonshine(
     return msgspec.structs.replace(audio, max_source_positions=positions)
 
 
+def _speech_to_text(
+    processor: ConfigFields, config: ConfigFields, generation: ConfigFields
+) -> AudioProcessorConfig:
+    audio = speech_to_text_stem(config)
+    needed = {"sampling_rate": 16_000, "num_mel_bins": audio.num_mel_bins, "dither": 0.0}
+    needed |= dict.fromkeys(("do_ceptral_normalize", "normalize_means", "normalize_vars"), True)
+    for name, value in needed.items():
+        processor.require(name, value, default=value)
+    return msgspec.structs.replace(
+        audio,
+        start_token_id=read_token(generation, "decoder_start_token_id", 2, config),
+        suppressed_token_ids=_suppressed(generation, config, "suppress_tokens"),
+        begin_suppressed_token_ids=_suppressed(generation, config, "begin_suppress_tokens"),
+    )
+
+
+def speech_to_text_stem(config: ConfigFields) -> AudioProcessorConfig:
+    """Return the frames and the convolutions of Speech2Text. Raise CheckpointError if a field is invalid."""
+    config.require("input_channels", 1)
+    sizes = config.get("conv_kernel_sizes", [5, 5])
+    try:
+        kernels = msgspec.convert(sizes, tuple[_Kernel, ...])
+    except msgspec.ValidationError:
+        kernels = ()
+    if not 1 <= len(kernels) <= 8:
+        raise config.wrong("conv_kernel_sizes", "1 to 8 numbers from 1 to 1023", sizes)
+    config.require("num_conv_layers", len(kernels))
+    audio = AudioProcessorConfig(
+        kind=SpeechKind.SPEECH_TO_TEXT,
+        num_mel_bins=config.integer("input_feat_per_channel", 80, maximum=1024),
+        sampling_rate=16_000,
+        hop_length=160,
+        frame_length=400,
+        chunk_seconds=_SPEECH_TO_TEXT_SECONDS,
+        strides=(2,) * len(kernels),
+        kernels=kernels,
+        paddings=tuple(kernel // 2 for kernel in kernels),
+        max_source_positions=0,
+        start_token_id=2,
+    )
+    positions = audio.num_outputs(int(_SPEECH_TO_TEXT_SECONDS * 100))
+    return msgspec.structs.replace(audio, max_source_positions=positions)
+
+
 def _moonshine_streaming(
     processor: ConfigFields, config: ConfigFields, generation: ConfigFields
 ) -> AudioProcessorConfig:
@@ -384,6 +433,7 @@ def _voxtral_realtime(
 _READERS: Final = {
     SpeechKind.WHISPER: _whisper,
     SpeechKind.MOONSHINE: _moonshine,
+    SpeechKind.SPEECH_TO_TEXT: _speech_to_text,
     SpeechKind.MOONSHINE_STREAMING: _moonshine_streaming,
     SpeechKind.COHERE: cohere_processor,
     SpeechKind.CANARY: lambda processor, config, generation: canary_processor(

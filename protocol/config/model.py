@@ -188,6 +188,7 @@ class SpeechKind(enum.StrEnum):
 
     WHISPER = "whisper"
     MOONSHINE = "moonshine"
+    SPEECH_TO_TEXT = "speech_to_text"
     MOONSHINE_STREAMING = "moonshine_streaming"
     COHERE = "cohere_asr"
     CANARY = "canary"

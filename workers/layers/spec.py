@@ -24,7 +24,8 @@ class SourceSpec(msgspec.Struct, frozen=True):
     Without an `encoder`, a tower computes outputs of size `output_size`. If they `are_images`, layers that read them
     skip tokens without an image before them. Such layers that do not attend to tokens gate their outputs. If
     `has_norms`, queries and keys of cross attention are normed. With `convolutions`, it reads `num_inputs` features of
-    each audio frame. If `has_positions`, outputs have a table.
+    each audio frame. If `has_positions`, outputs have a table. If `first_sinusoid` is not None, the outputs of
+    convolutions, multiplied by `output_scale`, have sinusoids from this position on.
     """
 
     encoder: "ModelSpec | None"
@@ -35,6 +36,8 @@ class SourceSpec(msgspec.Struct, frozen=True):
     convolutions: tuple[ConvolutionSpec, ...] = ()
     num_inputs: int = 0
     has_positions: bool = False
+    first_sinusoid: int | None = None
+    output_scale: float = 1.0
 
     @property
     def hidden_size(self) -> int:

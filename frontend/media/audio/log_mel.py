@@ -299,6 +299,24 @@ def kaldi_log_mel(samples: npt.NDArray[_Float], num_mel_bins: int) -> npt.NDArra
     return _kaldi_log_mel(samples * samples.dtype.type(1 << 15), num_mel_bins, hann**0.85).T
 
 
+def standardized_kaldi_log_mel(samples: Float32Array, num_mel_bins: int) -> Float32Array:
+    """Return log-mel features with the mean 0 and the deviation 1, equal to those of `Speech2TextFeatureExtractor`.
+
+    Args:
+        samples: The samples at `RATE`, float32 [N] in [-1, 1], of one frame at least.
+        num_mel_bins: The number of features per frame.
+
+    Returns:
+        The features, float32 [num_mel_bins, frames].
+    """
+    features = kaldi_log_mel(samples.astype(np.float64), num_mel_bins)
+    deviations = features.std(1, keepdims=True)
+    # Features of silence do not vary.
+    centered = features - features.mean(1, keepdims=True)
+    scaled: Float32Array = (centered / np.maximum(deviations, _MIN_DEVIATION)).astype(np.float32)
+    return scaled
+
+
 def paired_kaldi_log_mel(samples: Float32Array, num_mel_bins: int) -> Float32Array:
     """Return standardized log-mel features of pairs of frames, equal to those of `SeamlessM4TFeatureExtractor`.
 

@@ -33,6 +33,7 @@ from ..audio.log_mel import (
     paired_kaldi_log_mel,
     paired_log_mel_changes,
     standardized,
+    standardized_kaldi_log_mel,
 )
 from ..audio.windows import Samples, Window, Windows
 from ..decoding.messages import OpenAudio
@@ -331,7 +332,7 @@ class Transcriber:
         if audio.added is not None:
             clip = AddedClip(audio, audio.added)
             return [*clip.append(samples), *clip.finish()]
-        if audio.writes_tokens:
+        if audio.writes_tokens or audio.frame_length:
             # The encoder makes at least one output.
             samples = np.pad(samples, (0, max(0, audio.least_samples - len(samples))))
         num_frames, features = len(samples), samples
@@ -342,6 +343,9 @@ class Transcriber:
             num_frames = features.shape[1]
         elif audio.kind is SpeechKind.WAV2VEC2_BERT:
             features = paired_kaldi_log_mel(samples, audio.num_mel_bins // 2)
+            num_frames = features.shape[1]
+        elif audio.kind is SpeechKind.SPEECH_TO_TEXT:
+            features = standardized_kaldi_log_mel(samples, audio.num_mel_bins)
             num_frames = features.shape[1]
         elif audio.kind is SpeechKind.LASR_CTC:
             features = medical_log_mel(samples, audio.num_mel_bins)

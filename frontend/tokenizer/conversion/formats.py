@@ -5,7 +5,7 @@ from typing import Final
 from .encoder_pieces import convert_encoder_pieces, encoder_pieces_files
 from .kimi import convert_kimi, kimi_files
 from .letters import convert_letters, letters_files
-from .marian import convert_marian, marian_files
+from .marian import convert_marian, convert_speech_pieces, marian_files, speech_pieces_files
 from .plamo import convert_plamo, plamo_files
 from .tekken import convert_tekken, tekken_files
 from .tokenizer_model import convert_tokenizer_model, tokenizer_model_files
@@ -14,6 +14,7 @@ from .world import convert_world, world_files
 
 FORMATS: Final = (
     (marian_files, convert_marian),
+    (speech_pieces_files, convert_speech_pieces),
     (encoder_pieces_files, convert_encoder_pieces),
     (tekken_files, convert_tekken),
     (kimi_files, convert_kimi),

@@ -1,5 +1,7 @@
 """Convert the tokenizer of a Marian model, which consists of two SentencePiece models and a vocabulary.
 
+That of Speech2Text has one of each.
+
 The pieces of a text are those of the SentencePiece model of its language, but their ids are those of the vocabulary.
 Characters that this model lacks become pieces of the other language if it has them, else unknown tokens.
 """
@@ -16,8 +18,10 @@ from ....protocol.checkpoint.files import SOURCE_TOKENIZER
 from ....protocol.errors import CheckpointError
 from .parts import added_token
 from .sentencepiece import read_sentencepiece, unigram_parts
+from .settings import Settings, settings_files
 
 MARIAN_FILES: Final = ("source.spm", "target.spm", "vocab.json")
+_SPEECH_FILES: Final = ("sentencepiece.bpe.model", "vocab.json")
 _TARGET_VOCABULARY: Final = "target_vocab.json"
 _OTHER_LANGUAGE_SCORE: Final = -1e6
 """The score of pieces that the SentencePiece model lacks. They are only used for characters that are unknown to it."""
@@ -30,6 +34,33 @@ def marian_files(directory: Path) -> list[Path]:
         return []
     other = [directory / name for name in (_TARGET_VOCABULARY, "tokenizer_config.json")]
     return [*found, *(path for path in other if path.is_file())]
+
+
+def speech_pieces_files(directory: Path) -> list[Path]:
+    """Return the files of the tokenizer of a Speech2Text; none if the directory has no such tokenizer."""
+    found = [directory / name for name in _SPEECH_FILES]
+    if not all(path.is_file() for path in found):
+        return []
+    settings = Settings(directory)
+    is_speech = settings.tokenizer_class == "Speech2TextTokenizer" or (
+        not settings.tokenizer_class and settings.model_type == "speech_to_text"
+    )
+    return [*found, *settings_files(directory)] if is_speech else []
+
+
+def convert_speech_pieces(directory: Path) -> dict[str, dict[str, Any]]:
+    """Return the contents of tokenizer.json and tokenizer_config.json.
+
+    Raises:
+        CheckpointError: A file is damaged, or texts are in upper case or of several languages.
+    """
+    settings = Settings(directory)
+    for name, needed in (("do_upper_case", False), ("lang_codes", None)):
+        settings.fields.require(name, needed)
+    named = settings.named(bos="<s>", eos="</s>", pad="<pad>", unk="<unk>")
+    model, vocabulary = (directory / name for name in _SPEECH_FILES)
+    tokenizer = _tokenizer(model, vocabulary, named)
+    return {"tokenizer.json": tokenizer, "tokenizer_config.json": settings.content(named)}
 
 
 def convert_marian(directory: Path) -> dict[str, dict[str, Any]]:

@@ -140,6 +140,19 @@ def test_a_sentencepiece_model_of_t5_gets_tokens_for_absent_parts(tmp_path: Path
     assert tokenizer.special_ids >= {8, 9}
 
 
+def test_a_sentencepiece_model_of_speech2text_is_read(tmp_path: Path) -> None:
+    scores = {"▁a": -1.0, "▁ab": -2.0, "b": -3.0, "▁": -4.0, "a": -5.0}
+    tokens = ["<s>", "<pad>", "</s>", "<unk>", *sorted(scores)]
+    (tmp_path / "sentencepiece.bpe.model").write_bytes(sentencepiece_file(scores))
+    (tmp_path / "vocab.json").write_text(json.dumps({x: i for i, x in enumerate(tokens)}))
+    config = {"tokenizer_class": "Speech2TextTokenizer"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = load_tokenizer(tmp_path)
+    ids = [tokens.index(token) for token in ("▁ab", "▁a", "b", "</s>")]
+    assert tokenizer.encode("ab ab")[0] == ids[0]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "ab ab"
+
+
 @pytest.mark.parametrize("lowercase", [True, False])
 def test_a_sentencepiece_model_of_deberta_is_read(tmp_path: Path, lowercase: bool) -> None:
     scores = dict.fromkeys(("[PAD]", "[CLS]", "[SEP]", "[UNK]"), 0.0)

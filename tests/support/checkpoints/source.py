@@ -75,6 +75,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"max_source_positions": 40, "max_target_positions": 128}
         | {"scale_embedding": True, "tie_word_embeddings": False},
     ),
+    "speech_to_text": (
+        "Speech2Text",
+        _BART_SIZES
+        | {"input_feat_per_channel": 16, "conv_channels": 24, "max_target_positions": 128}
+        | {"pad_token_id": 1},
+    ),
     "moonshine": (
         "Moonshine",
         {
@@ -185,7 +191,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 _WITH_SINUSOIDS = ("marian", "pegasus", "separate-marian")
-SPEECH = ("whisper", "untied-whisper", "moonshine", "moonshine_streaming", "cohere_asr", "canary")
+SPEECH = (
+    *("whisper", "untied-whisper", "speech_to_text", "moonshine", "moonshine_streaming"),
+    *("cohere_asr", "canary"),
+)
 
 
 def source_directory(
@@ -246,13 +255,13 @@ def source(model: Any, seed: int, length: int = 0) -> tuple[torch.Tensor, Encode
         features = rng.standard_normal(5 * length + 17 if length else 8000).astype(np.float32)
         payload = AudioPayload(0, len(features), features.tobytes())
         size = -(-len(features) // 320)
-    elif config.model_type in ("cohere_asr", "canary"):
-        frames = length // 8 or 81
-        features = rng.standard_normal((frames, config.encoder_config.num_mel_bins))
-        features = features.astype(np.float32)
+    elif config.model_type in ("cohere_asr", "canary", "speech_to_text"):
+        per_row = 4 if config.model_type == "speech_to_text" else 8
+        frames = length // 64 * per_row or 81
+        features = rng.standard_normal((frames, 16)).astype(np.float32)
         mel = np.ascontiguousarray(features.T)
         payload = AudioPayload(len(mel), frames, mel.tobytes())
-        size = -(-frames // 8)
+        size = -(-frames // per_row)
     else:
         features = rng.integers(4, getattr(config, "vocab_size", VOCAB_SIZE), length or 13)
         payload = TextPayload(int32_bytes(features.tolist()))
@@ -436,6 +445,8 @@ def moonshine_directory(directory: Path, kind: str = "moonshine") -> tuple[Path,
     ids = write_letters(directory, ("<s>", "</s>"), "</s>")
     special = {"bos_token_id": ids["<s>"], "eos_token_id": ids["</s>"]}
     changes = {"vocab_size": len(_LETTERS) + 2, "decoder_start_token_id": ids["<s>"]}
+    if kind == "speech_to_text":
+        changes |= {"max_target_positions": 16, "tie_word_embeddings": False}
     path, model = source_directory(directory, kind, changes | special)
     model.generation_config.save_pretrained(path)
     return path, model

@@ -15,12 +15,18 @@ from torch.nn import functional as F
 from ....protocol.encoder_inputs.payloads import AudioPayload
 from ...layers.spec import SourceSpec
 from ...loaders import Checkpoint
+from ...towers.audio.stems import sinusoids
 from ...towers.weights import VisionWeights
 
 Product: TypeAlias = Callable[[Tensor], Tensor]
 """Returns the product of rows [R, K], which may overlap, with a matrix."""
 
 _GROUP_NORM_EPS: Final = 1e-5
+_ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
+    "gelu": F.gelu,
+    "glu": F.glu,
+    "tanh": torch.tanh,
+}
 
 
 class AudioStem:
@@ -37,7 +43,9 @@ class AudioStem:
         dtype: torch.dtype,
         make_product: Callable[[Tensor], Product] | None = None,
     ) -> None:
-        weights = VisionWeights(checkpoint, "encoder.conv1.weight", device, dtype)
+        weights = VisionWeights(
+            checkpoint, f"encoder.{spec.convolutions[0].name}.weight", device, dtype
+        )
         self._prefix = "encoder."
         self._device, self._dtype = device, dtype
         self._convolutions: list[Callable[[Tensor], Tensor]] = []
@@ -51,8 +59,8 @@ class AudioStem:
             product = (make_product or _torch_product)(matrix)
             window = each.kernel, each.stride, each.padding
             self._convolutions.append(_convolution(product, bias, *window))
-            self._convolutions.append(torch.tanh if each.activation == "tanh" else F.gelu)
-            channels = each.channels
+            self._convolutions.append(_ACTIVATIONS[each.activation])
+            channels = each.channels // 2 if each.activation == "glu" else each.channels
             if each.has_group_norm:
                 norm = f"{self._prefix}groupnorm"
                 scale = weights.read(f"{norm}.weight", channels)
@@ -62,6 +70,10 @@ class AudioStem:
         if spec.has_positions:
             name = f"{self._prefix}embed_positions.weight"
             self._positions_ED = weights.read(name, spec.max_positions, channels)
+        self._scale = spec.output_scale
+        if spec.first_sinusoid is not None:
+            places = torch.arange(spec.max_positions) + spec.first_sinusoid
+            self._positions_ED = sinusoids(places, channels).to(device, dtype)
 
     def __call__(self, clip: AudioPayload) -> Tensor:
         """Return the hidden states [E, D] of an audio clip."""
@@ -72,6 +84,8 @@ class AudioStem:
         x_ED = x_CN.T.contiguous()
         for apply in self._convolutions:
             x_ED = apply(x_ED)
+        if self._scale != 1:
+            x_ED = x_ED * self._scale
         if self._positions_ED is not None:
             x_ED += self._positions_ED[: len(x_ED)]
         return x_ED

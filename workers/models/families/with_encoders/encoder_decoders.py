@@ -63,7 +63,7 @@ _BLIP_NAMES: Final = (
     # The first one drops heads.
     *BERT_NAMES[1:],
 )
-_SINUSOIDS: Final = (
+SINUSOIDS: Final = (
     # Some checkpoints contain the table, which is the same in all of them.
     (r"^(model\.)?(en|de)coder\.embed_positions\..*", ""),
 )
@@ -183,7 +183,7 @@ def _bart_model(
         "sinusoids": sinusoids,
         "has_embedding_norm": True,
     } | differences
-    dropped = () if sinusoids is None else _SINUSOIDS
+    dropped = () if sinusoids is None else SINUSOIDS
     source = SourceSpec(
         bart_spec(encoder, tensor_names=(*dropped, *_BART_ENCODER_NAMES), **common), positions
     )

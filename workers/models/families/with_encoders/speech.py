@@ -6,6 +6,7 @@ encoder-decoder models.
 
 from __future__ import annotations
 
+import math
 from typing import Any, Final
 
 from msgspec.structs import replace
@@ -17,7 +18,7 @@ from .....protocol.checkpoint.audio.speech_encoders import (
 )
 from .....protocol.checkpoint.audio.token_writers import with_encoder_fields, writer_spec
 from .....protocol.checkpoint.config_fields import ConfigFields
-from .....protocol.checkpoint.speech import max_source_positions
+from .....protocol.checkpoint.speech import max_source_positions, speech_to_text_stem
 from .....protocol.config.audio.bases import LayeredSpec
 from .....protocol.config.audio.tower import (
     AnyAudioSpec,
@@ -31,7 +32,7 @@ from ....layers.specs.norm_names import NormNames
 from ....loaders.row_factors import RowFactors
 from ..common import Family, base_spec, uniform_layers
 from ..llama import mistral
-from .encoder_decoders import BART_LAYER_NAMES, bart_fields, bart_spec, with_source
+from .encoder_decoders import BART_LAYER_NAMES, SINUSOIDS, bart_fields, bart_spec, with_source
 
 _WHISPER_DECODER_NAMES: Final = (
     (r"^(model\.)?encoder\..*", ""),
@@ -43,7 +44,7 @@ _AUDIO_ENCODER_NAMES: Final = (
     (r"^(model\.)?decoder\..*", ""),
     (r"^proj_out\..*", ""),
     # These tensors are loaded together with the convolutions. Some checkpoints also store the decoder's embedding here.
-    (r"^(model\.)?encoder\.(conv\d|groupnorm|embed_positions|embed_tokens)\..*", ""),
+    (r"^(model\.)?encoder\.(conv\d?|groupnorm|embed_positions|embed_tokens)\..*", ""),
     (r"^(model\.)?encoder\.", ""),
 )
 _MOONSHINE_NORMS: Final = NormNames(
@@ -122,6 +123,45 @@ def _whisper(fields: ConfigFields) -> ModelSpec:
         embedding_scale=1.0,
         num_positions=decoder.integer("max_position_embeddings"),
         tensor_names=_WHISPER_DECODER_NAMES,
+    )
+    return with_source(spec, source)
+
+
+def _speech_to_text(fields: ConfigFields) -> ModelSpec:
+    fields = fields.with_defaults(
+        activation_function="relu", scale_embedding=True, max_position_embeddings=1024
+    )
+    decoder, encoder = bart_fields(fields)
+    positions, size = max_source_positions(fields), fields.integer("hidden_size")
+    # With another padding token, transformers mistakes rows for padding.
+    fields.require("pad_token_id", 1)
+    first = 2
+    audio = speech_to_text_stem(fields)
+    channels = [fields.integer("conv_channels", 1024, maximum=1 << 16)] * (len(audio.kernels) - 1)
+    source = SourceSpec(
+        bart_spec(
+            encoder.with_values({"max_position_embeddings": positions}),
+            has_embedding=False,
+            embedding_scale=1.0,
+            tensor_names=(*_AUDIO_ENCODER_NAMES, *BART_LAYER_NAMES),
+        ),
+        positions,
+        convolutions=tuple(
+            ConvolutionSpec(f"conv.conv_layers.{i}", count, kernel, 2, padding, activation="glu")
+            for i, (count, kernel, padding) in enumerate(
+                zip([*channels, 2 * size], audio.kernels, audio.paddings, strict=True)
+            )
+        ),
+        num_inputs=audio.num_mel_bins,
+        first_sinusoid=first,
+        output_scale=math.sqrt(size) if fields.boolean("scale_embedding", True) else 1.0,
+    )
+    spec = bart_spec(
+        decoder,
+        num_positions=decoder.integer("max_position_embeddings"),
+        position_offset=first,
+        sinusoids="by last",
+        tensor_names=(*SINUSOIDS, *_WHISPER_DECODER_NAMES),
     )
     return with_source(spec, source)
 
@@ -295,6 +335,7 @@ FAMILIES = (
     Family("HubertForCTC", "hubert", _token_writer),
     Family("LasrForCTC", "lasr_ctc", _token_writer),
     Family("SEWForCTC", "sew", _token_writer),
+    Family("Speech2TextForConditionalGeneration", "speech_to_text", _speech_to_text),
     Family("Wav2Vec2BertForCTC", "wav2vec2-bert", _token_writer),
     Family("Wav2Vec2ConformerForCTC", "wav2vec2-conformer", _token_writer),
     Family("WavLMForCTC", "wavlm", _token_writer),
