@@ -89,6 +89,7 @@ class OutputProcessor:
         self._metrics = metrics
         self._abort, self._on_end = abort, on_end
         self._streamed: deque[Sequence] = deque()
+        self._encoded: deque[tuple[FastStream, bytes]] = deque()
         """The sequences whose streams write new output before their readers are woken."""
         self._woken: deque[RequestGroup] = deque()
         self._is_wake_scheduled = False
@@ -315,7 +316,7 @@ class OutputProcessor:
         since = self._unsent_since
         streamed = self._streamed
         try:
-            if streamed:
+            if streamed or self._encoded:
                 self._write_streamed()
                 if since:
                     self._delivery_times.append(time.monotonic() - since)
@@ -333,7 +334,7 @@ class OutputProcessor:
                     break
         finally:
             # The other readers are woken although one has failed.
-            if streamed or self._woken:
+            if streamed or self._encoded or self._woken:
                 self._schedule_readers()
         if not (streamed or self._woken):
             self._unsent_since = 0.0
@@ -343,15 +344,17 @@ class OutputProcessor:
 
         All is encoded before the first write, which wakes up the client's process.
         """
-        encoded: list[tuple[FastStream, bytes]] = []
+        encoded = self._encoded
         for _ in range(min(len(self._streamed), STREAMS_AT_ONCE)):
-            sequence = self._streamed.popleft()
+            # Each is removed when it is done, so that `resume` finds those that a failure has interrupted.
             # Without a stream, the reader has left.
-            if (stream := sequence.fast_stream) is not None:
-                body = stream.encode_text()
-                encoded.append((stream, body))
-        for stream, body in encoded:
+            if (stream := self._streamed[0].fast_stream) is not None:
+                encoded.append((stream, stream.encode_text()))
+            self._streamed.popleft()
+        while encoded:
+            stream, body = encoded[0]
             stream.write_text(body)
+            encoded.popleft()
 
     def _find_rows(self, outputs: EngineCoreOutputs) -> _Rows:
         rows = self._last_rows.get(outputs.core_index)

@@ -266,14 +266,14 @@ class EventStream:
                 self._group.updates.append(sequence)
                 self._group.wake_soon()
                 return b""
+            assert self._template is not None
+            before, after, id_start = self._template
+            if text and id_start:
+                return b"".join((id_start, b"%d" % sequence.num_read_tokens, before, text, after))
+            return b"".join((before, text, after)) if text else b""
         except Exception as error:
             self._end(error)
             return b""
-        assert self._template is not None
-        before, after, id_start = self._template
-        if text and id_start:
-            return b"".join((id_start, b"%d" % sequence.num_read_tokens, before, text, after))
-        return b"".join((before, text, after)) if text else b""
 
     def write_text(self, body: bytes) -> None:
         """Write what `encode_text` has returned."""

@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import json
 import socket
+import sys
 import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from types import FrameType, FunctionType
 from typing import Any
 
 import httpx
@@ -136,6 +138,44 @@ def test_a_slow_reader_delays_only_itself() -> None:
         assert text == PROMPT * (num_tokens // 5)
         assert events[-1]["usage"]["completion_tokens"] == num_tokens
         assert len(events) < num_tokens / 2, "what was not read became one chunk"
+
+
+@pytest.mark.parametrize("method", [EventStream.encode_text, EventStream.write_text])
+@on_event_loop
+async def test_a_stream_loses_nothing_if_a_callback_fails(
+    tmp_path: Path, method: FunctionType
+) -> None:
+    async def send(message: Any) -> None: ...
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    def fail_once(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call" and frame.f_code is method.__code__:
+            sys.setprofile(None)
+            raise MemoryError
+
+    prompt = smollm2_tokenizer().encode(PROMPT)
+    async with connected(engine_config(tmp_path)) as (client, core):
+        failures: list[Exception] = []
+
+        def recover(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+            failures.append(context["exception"])
+            client.resume_outputs()
+
+        asyncio.get_running_loop().set_exception_handler(recover)
+        request = SequenceRequest(prompt, SamplingParams(max_tokens=len(prompt)))
+        group = await client.submit([request], request_id="r")
+        connection = _Chunks()
+        stream = EventStream(send, connection)
+        running = asyncio.create_task(stream.run(receive, group, _Filled()))
+        await advance_until(lambda: bool(core.requests), core.receive)
+        await advance_until(lambda: bool(connection.written), core.step)
+        sys.setprofile(fail_once)
+        await advance_until(lambda: not group.num_unfinished, core.step)
+        await running
+        assert b"".join(connection.written).decode() == PROMPT
+        assert len(failures) == 1
 
 
 def test_a_stream_over_http_1_0_ends_with_its_connection(frontend: FrontendProcess) -> None:
