@@ -113,7 +113,7 @@ def _chunks(given: str | list[int], params: dict[str, int]) -> dict[str, Any]:
     ("body", "param", "message"),
     [
         ({"input": {"content": "a"}}, "input.content", 'array, got "a"'),
-        ({"input": ["a", {"content": [{"type": "x"}]}]}, "input[1].content[0].type", "messages"),
+        ({"input": ["a", {"content": [{"type": "x"}]}]}, "input[1].content", "reads only text"),
         ({"input": ["a", {"text": "a"}]}, "input[1].prompt_string", "must be a string"),
         ({"input": [[5, "a"], ["a", 10_000_000]]}, "input[1][1]", "must be a token id in [0, "),
         ({"input": [5, "a", {}]}, "input[2]", "must be a token id in [0, "),
