@@ -344,6 +344,7 @@ _USUAL: dict[str, dict[str, Any]] = {
     },
     "minicpmo": {"version": 2.6},
     "minicpmv": {"version": 2.6},
+    "motif": {"hidden_act": "poly_norm"},
     "nemotron_h_puzzle": {
         "block_configs": [
             {"block_type": "mamba"},
@@ -357,6 +358,13 @@ _USUAL: dict[str, dict[str, Any]] = {
         "num_kv_heads": [3] * 32,
         "ffn_multipliers": [2.0] * 32,
     },
+    "phi4flash": {
+        "model_type": "phi4flash",
+        "mb_per_layer": 2,
+        "mamba_d_state": 16,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+    },
     "plamo2": {"model_type": "plamo2"},
     "plm": {"hidden_act": "relu2"},
     "rwkv6": {"model_type": "rwkv6"},
@@ -367,6 +375,8 @@ _USUAL: dict[str, dict[str, Any]] = {
         "moe_num_active_primary_experts": 6,
     },
     "trocr": {"num_hidden_layers": 12, "num_attention_heads": 16, "intermediate_size": 4096},
+    "wav2vec2-bert": {"vocab_size": 32},
+    "wav2vec2-conformer": {"vocab_size": 32},
     "xverse": {"num_experts": 64, "moe_top_k": 6},
     "step3_text": {"moe_intermediate_size": 5120, "share_expert_dim": 5120},
     **{
