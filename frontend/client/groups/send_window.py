@@ -33,7 +33,7 @@ class SendWindow:
         limit = len(sequences)
         if sequences and sequences[0].request.pooling_params is not None:
             num_tokens = sum(sequence.num_prompt_tokens for sequence in sequences)
-            limit = min(self._max_sequences, 1 + self._max_tokens * limit // num_tokens)
+            limit = min(self._max_sequences, 1 + self._max_tokens * limit // max(num_tokens, 1))
         for sequence in sequences[:limit]:
             self._send(sequence)
         if limit < len(sequences):
