@@ -235,7 +235,7 @@ def test_the_default_adapter_reads_images(model, tmp_path):
         assert tokens(text) != tokens(text, lora_request="vision")
     for values, message in (
         ({"audio": "vision"}, "--default-mm-loras has audio, but this model reads only image"),
-        ({"image": "none"}, "none is neither a directory nor ORG/NAME on the hub"),
+        ({"image": "none"}, "none is no GGUF file, and neither a directory nor ORG/NAME"),
     ):
         with pytest.raises(ConfigError, match=message):
             LLM(str(path), enable_lora=True, **loras | {"default_mm_loras": values})
