@@ -33,6 +33,9 @@ from ..openapi import accepts
 from ..schema.vllm import LoadLoraRequest, SagemakerLoadRequest, UnloadLoraRequest
 from ..serving import Serving
 
+MAX_PATH: Final = 4096
+"""Maximum characters of a path, as in Linux."""
+
 LOAD_S: Final = 300.0
 """Maximum seconds for all replicas to load an adapter."""
 
@@ -96,10 +99,10 @@ class Loras:
     async def _add(self, http: Request, request: LoadLoraRequest) -> Response:
         name, path = request.lora_name, request.lora_path
         if not name or not path:
-            raise APIError(
-                400,
-                "both lora_name and lora_path are required",
-                param="lora_name" if path else "lora_path",
+            raise bad_request("lora_name" if path else "lora_path", "is required")
+        if len(path) > MAX_PATH:
+            raise bad_request(
+                "lora_path", f"must have at most {MAX_PATH} characters, got {len(path)}"
             )
         serving = self._serving
         serving.verify_serving()

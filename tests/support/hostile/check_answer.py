@@ -28,7 +28,7 @@ _CAUSES = (
     "has no classification head",
     "can fill in the middle",
     "is not a speech model",
-    "is neither a directory nor ORG/NAME",
+    "neither a directory nor ORG/NAME",
     "The LoRA adapter",
 )
 """Causes that a refusal may name instead of a field.

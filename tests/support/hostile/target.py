@@ -181,6 +181,8 @@ class Route:
             members["text"] = b'"Hi"'
         if "lora_name" in members:
             members["lora_path"] = b'"a"'
+        if self.path == "/adapters":
+            members |= {"name": b'"a"', "src": b'"a"'}
         if "truncate_size" in self.fields:
             # The name of a tensor.
             members["name"] = b'"Hi"'
