@@ -22,6 +22,9 @@ from .options import ModelOptions
 
 _DEFAULT_TASK: Final = "retrieval"
 
+MAX_SHOWN: Final = 200
+"""Maximum characters of a path in an error."""
+
 
 class _Module(msgspec.Struct):
     """An entry of `--lora-modules` in vLLM's JSON format."""
@@ -203,8 +206,9 @@ def find_adapter(
     is_gguf = directory.suffix == ".gguf" and os.path.isfile(directory)
     if not is_gguf and not os.path.isdir(directory):
         if path.count("/") != 1 or path.startswith((".", "~", "/")):
+            shown = path if len(path) <= MAX_SHOWN else f"{path[:MAX_SHOWN]}…"
             raise ConfigError(
-                f"{param}: {path} is no GGUF file, and neither a directory nor ORG/NAME on the hub"
+                f"{param}: {shown} is no GGUF file, and neither a directory nor ORG/NAME on the hub"
             )
         from .hub import fetch_adapter
 
