@@ -277,7 +277,8 @@ def test_streams_do_not_wait_for_a_replica_in_restart_backoff() -> None:
 
 
 def test_restart_commands_before_the_start_are_rejected() -> None:
-    args = ("--device", "null", "--data-parallel-size", "2", "--heartbeat-timeout", "60")
+    # A worker without a model would be ready before it is suspended.
+    args = ("--data-parallel-size", "2", "--heartbeat-timeout", "60")
     with Server(shallow_model(), *args, wait=False) as server:
         worker = server.child("worker 1")
         worker.suspend()
