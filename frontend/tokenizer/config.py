@@ -58,7 +58,7 @@ class TokenizerConfig:
 
     @property
     def splits_special_tokens(self) -> bool:
-        """Whether special tokens in a text are encoded as ordinary text."""
+        """True if special tokens in a text are encoded as ordinary text."""
         return self._fields.boolean("split_special_tokens", False)
 
     def chat_templates(self) -> dict[str, str]:

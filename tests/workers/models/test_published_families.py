@@ -73,7 +73,7 @@ def test_logits_of_families_without_a_class_in_transformers(name, load, tmp_path
 
 
 def test_heads_may_share_what_is_subtracted(tmp_path):
-    """As in Motif 2, where each fifth head is subtracted from the four before it."""
+    """In Motif 2, each fifth head is subtracted from the four before it."""
     heads = {"num_attention_heads": 12, "num_noise_heads": 4, "num_key_value_heads": 4}
     reference = save_published("Motif", tmp_path, **heads)
     tokens = prompt(NUM_TOKENS)

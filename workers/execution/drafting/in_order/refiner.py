@@ -22,7 +22,7 @@ from ..product import Product, read_product
 
 
 class BlockStart(NamedTuple):
-    """What is known of blocks before their drafts.
+    """The known tokens and states at which blocks of drafts begin.
 
     Attributes:
         first_SD: The hidden states of the last known tokens, where the blocks begin.
