@@ -21,7 +21,7 @@ from engine.protocol.transport import Hub, Peer
 from msgspec.structs import replace
 
 HELLO = ClientHello(1, 1, 0)
-TIMEOUT_MS = 5000
+TIMEOUT_MS = 30_000
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ from hypothesis import HealthCheck, assume, given
 from hypothesis import strategies as st
 from support.suite.examples import examples
 
-TIMEOUT_MS = 5000
+TIMEOUT_MS = 30_000
 
 
 @pytest.fixture

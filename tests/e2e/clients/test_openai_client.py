@@ -167,7 +167,10 @@ def test_output_follows_the_json_schema(client: openai.OpenAI) -> None:
 
     schema = {
         "type": "object",
-        "properties": {"city": {"type": "string"}, "population": {"type": "integer"}},
+        "properties": {
+            "city": {"type": "string", "maxLength": 20},
+            "population": {"type": "integer", "minimum": 0, "maximum": 10**8},
+        },
         "required": ["city", "population"],
         "additionalProperties": False,
     }
@@ -176,7 +179,7 @@ def test_output_follows_the_json_schema(client: openai.OpenAI) -> None:
         messages=[{"role": "user", "content": "Describe Paris as JSON."}],
         temperature=0.7,
         seed=3,
-        max_tokens=200,
+        max_tokens=100,
         response_format={
             "type": "json_schema",
             "json_schema": {"name": "city", "schema": schema, "strict": True},

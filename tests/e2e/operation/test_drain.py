@@ -38,7 +38,7 @@ def open_streams(server: Server, count: int) -> Streams:
 
 def assert_nothing_is_left(server: Server, tmp_path: Path) -> None:
     assert len(server.children) >= NUM_PROCESSES
-    wait_until(lambda: all(map(has_ended, server.children)), 10, what="all processes end")
+    wait_until(lambda: all(map(has_ended, server.children)), what="all processes end")
     wait_until(lambda: list((tmp_path / "run").rglob("*")) == [], what="the run directory goes")
 
 

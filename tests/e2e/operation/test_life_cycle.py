@@ -120,7 +120,7 @@ def test_second_signal_does_not_wait_for_streams(tmp_path: Path) -> None:
         with pytest.raises((http.client.IncompleteRead, ConnectionError)):
             response.read()
         connection.close()
-        wait_until(lambda: all(map(has_ended, server.children)), 5)
+        wait_until(lambda: all(map(has_ended, server.children)), what="children end")
     assert list(tmp_path.rglob("*")) == []
 
 

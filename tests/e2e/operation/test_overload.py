@@ -150,7 +150,7 @@ def standstill(server: Server, *, kills_core: bool) -> Iterator[None]:
         if kills_core:
             core = server.child("core 0")
             core.kill()
-            core.wait(10)
+            core.wait(60)
         yield
     finally:
         worker.resume()
@@ -367,7 +367,7 @@ def test_a_client_that_does_not_read_is_disconnected_and_its_request_aborted(
         client.sendall(head + body)
         wait_until(lambda: server.metric("engine:num_requests_running") == 2, what="it runs")
         # The whole request would take 16 s.
-        wait_until(lambda: server.metric("engine:num_requests_running") == 0, 10, "it is cut")
+        wait_until(lambda: server.metric("engine:num_requests_running") == 0, what="it is cut")
         with pytest.raises(ConnectionError):
             while client.recv(65536):
                 pass

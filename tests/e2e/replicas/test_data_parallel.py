@@ -208,7 +208,7 @@ def test_a_frontend_restarted_while_a_replica_is_down_uses_the_other() -> None:
         for title in ("core 1", "frontend 0"):
             victim = server.child(title)
             victim.kill()
-            victim.wait(10)
+            victim.wait(60)
         # The kernel keeps connections for the next frontend, so no client is refused.
         wait_until(lambda: server.get("/readyz")[0] == 200, what="ready again")
         assert complete(server)[0] == 200
@@ -311,7 +311,7 @@ def test_counters_of_an_exited_frontend_are_kept(server: Server) -> None:
         before = wait_until_stable(lambda: counts(server))
         victim = server.child(f"frontend {index}")
         victim.kill()
-        victim.wait(10)
+        victim.wait(60)
         # The token by which the new frontend checks the engine is not counted.
         server.wait_until_whole()
         assert wait_until_stable(lambda: counts(server)) == before

@@ -11,7 +11,7 @@ from engine.protocol.kv_events import END_OF_REPLAY, AllBlocksCleared, BlockStor
 from support.checkpoints.tiny import qwen3_directory
 from support.servers.server import Server
 
-TIMEOUT_MS = 10_000
+TIMEOUT_MS = 60_000
 
 
 def test_block_events_are_published_and_replayed(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ class Side:
             reports.extend(self.connector.take_reports())
             return bool(reports)
 
-        wait_until(has_report, 8, what="a report")
+        wait_until(has_report, what="a report")
         (report,) = reports
         return report
 

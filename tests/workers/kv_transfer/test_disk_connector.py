@@ -45,7 +45,7 @@ def test_a_full_disk_turns_itself_off_with_one_line(
     def store(number: int) -> None:
         commands = StoreCommands(stores=[KEYS[number]], store_blocks=int32_bytes([number]))
         connector.begin_step(msgspec.msgpack.encode(commands))
-        wait_until(lambda: any(KEYS[number] in each.ended for each in reports()), 8)
+        wait_until(lambda: any(KEYS[number] in each.ended for each in reports()))
 
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
@@ -63,10 +63,10 @@ def test_a_full_disk_turns_itself_off_with_one_line(
     load = BlockLoad(5, [KEYS[0], KEYS[1]], int32_bytes([8, 9]))
     commands = StoreCommands(stores=[KEYS[3]], store_blocks=int32_bytes([3]), loads=[load])
     connector.begin_step(msgspec.msgpack.encode(commands))
-    wait_until(lambda: any(KEYS[3] in each.ended for each in reports()), 8)
+    wait_until(lambda: any(KEYS[3] in each.ended for each in reports()))
     assert not any(each.finished_recving for each in outputs)
     connector.start_loads()
-    wait_until(lambda: reports() is not None and any(each.finished_recving for each in outputs), 8)
+    wait_until(lambda: reports() is not None and any(each.finished_recving for each in outputs))
     (loaded,) = (each for each in outputs if each.finished_recving)
     assert sorted(int32_view(loaded.invalid_block_ids).tolist()) == [8, 9]
     assert torch.equal(pages[0], before)

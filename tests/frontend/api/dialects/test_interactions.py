@@ -163,7 +163,7 @@ def test_interaction_in_background_is_read_cancelled_and_deleted(frontend: Front
     text = "One two three four five"
     begun = create(frontend, text, background=True)
     assert begun["status"] == "in_progress"
-    wait_until(lambda: get(frontend, begun["id"]).json()["status"] == "incomplete", 10)
+    wait_until(lambda: get(frontend, begun["id"]).json()["status"] == "incomplete")
     assert get(frontend, begun["id"]).json()["steps"][0]["content"][0]["text"] == text
     events = events_of(create(frontend, text, background=True, stream=True))
     identifier = events[0]["interaction"]["id"]

@@ -366,7 +366,7 @@ def test_a_client_that_sends_its_whole_body_first_reads_the_rejection(
 
 
 def test_a_client_with_expect_100_is_rejected_before_its_body(frontend: FrontendProcess) -> None:
-    with socket.create_connection(("127.0.0.1", frontend.port), timeout=2) as connection:
+    with socket.create_connection(("127.0.0.1", frontend.port), timeout=20) as connection:
         head = "POST {} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nexpect: 100-continue\r\ncontent-length: {}\r\n\r\n"
         connection.sendall(head.format(COMPLETIONS, 1 << 40).encode())
         assert connection.recv(1000).startswith(b"HTTP/1.1 413")

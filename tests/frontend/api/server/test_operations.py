@@ -316,7 +316,7 @@ def test_drain_finishes_streams_and_refuses_new_requests() -> None:
         events = stream.events()
         assert "".join(event["choices"][0]["text"] for event in events) == PROMPT * 12
         assert events[-1]["choices"][0]["finish_reason"] == "length"
-        assert frontend.process.wait(10) == 0
+        assert frontend.process.wait(20) == 0
         assert "Traceback" not in frontend.log
 
 
@@ -399,7 +399,7 @@ def test_second_signal_exits_at_once() -> None:
         frontend.begin_stop()
         frontend.wait_for_stage(Stage.DRAINING)
         frontend.begin_stop()
-        assert frontend.process.wait(2) != 0
+        assert frontend.process.wait(10) != 0
         stream.wait()
 
 
@@ -407,7 +407,7 @@ def test_a_failed_start_prints_the_reason() -> None:
     with FrontendProcess(with_core=False, chat_template="{{ messages") as frontend:
         frontend.wait_for_stage(Stage.FAILED)
         assert "the chat template is not valid" in frontend.stages[-1][1]
-        assert frontend.process.wait(10) == 1
+        assert frontend.process.wait(20) == 1
         assert "Traceback" not in frontend.log
 
 

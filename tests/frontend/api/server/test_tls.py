@@ -72,7 +72,7 @@ def test_an_invalid_certificate_is_named_before_the_model_is_loaded(tmp_path: Pa
     ) as frontend:
         frontend.wait_for_stage(Stage.FAILED)
         assert "--ssl-certfile" in frontend.stages[-1][1] and "bogus.pem" in frontend.stages[-1][1]
-        assert frontend.process.wait(10) == 1
+        assert frontend.process.wait(20) == 1
 
 
 def test_changed_certificates_are_used_without_a_restart(
