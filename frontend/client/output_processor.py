@@ -313,27 +313,27 @@ class OutputProcessor:
         """Wake readers one by one, for at most `WAKE_S` in total, and the others after other callbacks have run."""
         self._is_wake_scheduled = False
         end = time.monotonic() + WAKE_S
-        since = self._unsent_since
-        streamed = self._streamed
+        streamed, since = self._streamed, self._unsent_since
         try:
             if streamed or self._encoded:
                 self._write_streamed()
                 if since:
                     self._delivery_times.append(time.monotonic() - since)
             while self._woken:
-                group = self._woken.popleft()
+                group = self._woken[0]
                 group.is_woken = False
                 if group.on_update is None:
                     group.wake()
                 elif group.on_update():
                     self.wake_soon(group)
+                self._woken.popleft()
                 now = time.monotonic()
                 if since:
                     self._delivery_times.append(now - since)
                 if now > end:
                     break
         finally:
-            # The other readers are woken although one has failed.
+            # A reader whose turn has failed, for example for lack of memory, gets another.
             if streamed or self._encoded or self._woken:
                 self._schedule_readers()
         if not (streamed or self._woken):

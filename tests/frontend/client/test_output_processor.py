@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import time
@@ -438,6 +439,21 @@ async def test_a_token_that_cannot_be_decoded_fails_only_its_sequence() -> None:
     assert update[0].error == "the generated tokens could not be decoded; see the server's log"
     assert update[1].token_ids == TOKENS[:2]
     assert harness.aborted == [0]
+
+
+@on_event_loop
+async def test_a_reader_whose_turn_fails_gets_another() -> None:
+    errors: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+    harness = Harness()
+    failing, other = harness.group(SamplingParams()), harness.group(SamplingParams())
+    turns = iter([[], [False]])
+    failing.on_update = lambda: next(turns).pop()
+    waiting = asyncio.create_task(other.wait_for_updates())
+    await asyncio.sleep(0)
+    harness.feed({0: TOKENS[:1], 1: TOKENS[:1]})
+    assert await waiting == other.sequences
+    assert len(errors) == 1 and next(turns, None) is None
 
 
 @on_event_loop
