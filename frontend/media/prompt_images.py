@@ -211,13 +211,14 @@ class PromptImages:
         The first token is left out if the format puts it elsewhere, or if the prompt has it twice.
         """
         if self._line_id is not None:
-            completed = np.array(token_ids, np.int32)
+            completed = np.array(token_ids)
             places = np.flatnonzero(completed == self._config.token_id)
             counts = [item.num_tokens + 1 for image in images for item in image.inputs]
             ends = np.cumsum(counts) - 1
             if len(places) == sum(counts):
                 completed[places[ends]] = self._line_id
-            return completed.tolist()
+            found: list[int] = completed.tolist()
+            return found
         starts = self._start_id is not None and token_ids[:1] == [self._start_id]
         if self._config.prompt_start:
             starts = starts and token_ids[1:2] == [self._start_id]
