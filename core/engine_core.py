@@ -17,7 +17,7 @@ from typing import Any
 import zmq
 
 from ..protocol import transport
-from ..protocol.arrays import int32_view
+from ..protocol.arrays import int32_bytes, int32_view
 from ..protocol.config import EngineConfig
 from ..protocol.errors import EngineError, PeerLostError, counted
 from ..protocol.heartbeat import HeartbeatWriter, seconds_to_beat
@@ -56,6 +56,7 @@ from .message_checks import (
     is_valid_hello,
     is_valid_message,
     is_valid_output,
+    split_requests,
 )
 from .pause import Pause
 from .replay.dump_on_demand import dump_event_log
@@ -277,10 +278,7 @@ class EngineCore:
                         self._updates.remove_client(client_index)
                 self._clients.send(identity, self._pause.ready)
             elif isinstance(message, ClientHello):
-                if not (
-                    is_valid_hello(identity, message, self._config)
-                    and is_valid_message(message, self._vocab_size)
-                ):
+                if not is_valid_hello(identity, message, self._config):
                     self._clients.num_dropped_frames += 1
                     continue
                 client_index = message.client_index
@@ -295,7 +293,7 @@ class EngineCore:
                 if message.is_whole:
                     self._scheduler.end_adoption(client_index)
                 self._pause.apply_hello(identity, message)
-            elif client_index is None or not is_valid_message(message, self._vocab_size):
+            elif client_index is None or not is_valid_message(message):
                 self._clients.num_dropped_frames += 1
             elif self._pause.take_message(identity, client_index, message):
                 continue
@@ -327,10 +325,14 @@ class EngineCore:
 
     def _add_requests(self, client_index: int, requests: list[EngineCoreRequest]) -> None:
         now = time.monotonic()
-        for request in requests:
+        valid, refused = split_requests(requests, self._vocab_size)
+        if len(valid) < len(requests):
+            self._clients.num_dropped_frames += 1
+            self._clients.send(self._client_ids[client_index], AbortRequests(int32_bytes(refused)))
+        for request in valid:
             self._scheduler.add_request(client_index, request, now)
         if self._updates is not None:
-            self._updates.add_requests(client_index, len(requests))
+            self._updates.add_requests(client_index, len(valid))
 
     def _receive_worker_message(self) -> None:
         message = self._workers.receive()

@@ -1,8 +1,8 @@
 """Check the content of decoded messages before they are applied.
 
 The decoder checks types, but neither the content of arrays, which are raw bytes, nor the range of numbers. A message
-that fails a check is dropped, since no process of this engine sends such messages. If it is the output of the oldest
-step in flight, the replica fails.
+that fails a check is dropped, since no process of this engine sends such messages. Of requests, only the invalid ones
+are refused. If the output of the oldest step in flight is invalid, the replica fails.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from ..protocol.encoder_inputs.inputs import EncoderGrid, EncoderInput
 from ..protocol.errors import ParameterError
 from ..protocol.messages import (
     AbortRequests,
-    AddRequests,
     AppendInputs,
     ClientHello,
     ClientMessage,
@@ -53,16 +52,26 @@ def is_valid_hello(identity: bytes, hello: ClientHello, config: EngineConfig) ->
     )
 
 
-def is_valid_message(message: ClientMessage, vocab_size: int) -> bool:
-    """Return whether a client's message can be applied."""
-    if isinstance(message, AddRequests | ClientHello):
-        return all(is_valid_request(request, vocab_size) for request in message.requests)
+def is_valid_message(message: ClientMessage) -> bool:
+    """Return whether a client's message can be applied, except for its requests (see `split_requests`)."""
     if isinstance(message, AppendInputs):
         is_valid_index = 0 <= message.request_index <= _MAX_INT32
         return is_valid_index and _are_valid_inputs(message.inputs, 0)
     if isinstance(message, AbortRequests):
         return len(message.request_indices) % 4 == 0
     return True
+
+
+def split_requests(
+    requests: list[EngineCoreRequest], vocab_size: int
+) -> tuple[list[EngineCoreRequest], list[int]]:
+    """Return the valid requests, and the indices of the others as far as a client can have them."""
+    invalid = [request for request in requests if not is_valid_request(request, vocab_size)]
+    if not invalid:
+        return requests, []
+    valid = [request for request in requests if is_valid_request(request, vocab_size)]
+    indices = (request.request_index for request in invalid)
+    return valid, [index for index in indices if 0 <= index <= _MAX_INT32]
 
 
 def is_valid_request(request: EngineCoreRequest, vocab_size: int) -> bool:

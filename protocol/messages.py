@@ -26,9 +26,8 @@ F32: TypeAlias = bytes
 class FinishReason(enum.IntEnum):
     """The reason why a request ended. `str()` returns OpenAI's name for it.
 
-    REPETITION means that the output repeated itself (`SamplingParams.repetition_detection`). REJECTED means that the
-    queue was full, and THROTTLED that the tenant's limit was reached. MOVED means that the
-    request continues at another replica; clients never see this reason.
+    REPETITION: the output repeated itself (`SamplingParams.repetition_detection`). REJECTED: the queue was full.
+    THROTTLED: the tenant's limit was reached. MOVED: the request continues at another replica; clients never see this.
     """
 
     STOP = 0
@@ -166,7 +165,7 @@ class AppendInputs(msgspec.Struct, tag="append", array_like=True, gc=False, froz
 class AbortRequests(msgspec.Struct, tag="abort", array_like=True, gc=False, frozen=True):
     """Abort requests that lost their HTTP client, or in which the frontend found a stop string.
 
-    If `are_moved`, they continue at another replica, which fetches their blocks of the KV cache.
+    If `are_moved`, they continue at another replica, which fetches their blocks. A core sends it for invalid ones.
     """
 
     request_indices: I32
@@ -493,6 +492,7 @@ CoreMessage: TypeAlias = (
     CoreReady
     | PauseUpdate
     | EngineCoreOutputs
+    | AbortRequests
     | CallResult
     | EndReasoning
     | ReplicaLost

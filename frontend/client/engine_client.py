@@ -194,7 +194,7 @@ class EngineClient:
             on_outputs=self._receive_outputs,
             on_lost_outputs=self._handle_lost_outputs,
             on_replica_lost=self._handle_lost_replica,
-            on_too_large=self._fail_too_large_request,
+            on_unsent_request=self._fail_request,
             on_end_reasoning=self.reasoning_ends.answer_call,
             on_refused=self.fail,
         )
@@ -484,12 +484,9 @@ class EngineClient:
                 if sequence is not None:
                     sequence.mark_suspected(is_suspect=is_suspect)
 
-    def _fail_too_large_request(self, request_index: int) -> None:
-        self._output.fail_sequences(
-            [self._output.sequences[request_index]],
-            "this request is too large for a message between the engine's processes; send a shorter prompt "
-            "or fewer sequences",
-        )
+    def _fail_request(self, request_index: int, error: str) -> None:
+        if sequence := self._output.sequences.get(request_index):
+            self._output.fail_sequences([sequence], error)
 
     def _handle_lost_outputs(self, core_index: int) -> None:
         """Fail the sequences without progress since the last loss. The others continue as after a crash of the core."""

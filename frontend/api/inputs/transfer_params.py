@@ -24,8 +24,8 @@ class _TransferParams(msgspec.Struct, omit_defaults=True):
     remote_engine_id: str | None = None
     remote_request_id: str | None = None
     remote_host: str | None = None
-    remote_port: int | str | None = None
-    remote_num_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    remote_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] | str | None = None
+    remote_num_tokens: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] | None = None
     tp_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_TP_SIZE)] | None = None
 
 

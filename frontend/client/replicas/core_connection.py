@@ -16,7 +16,7 @@ import msgspec
 import zmq
 
 from ....protocol import transport
-from ....protocol.arrays import int32_bytes
+from ....protocol.arrays import int32_bytes, int32_view
 from ....protocol.config import PROTOCOL_VERSION, EngineConfig, ReplicaRole
 from ....protocol.errors import EngineError
 from ....protocol.messages import (
@@ -55,6 +55,9 @@ _IN_ROTATION: Final = (ReplicaState.SERVING, ReplicaState.RESTARTING, ReplicaSta
 _ENVELOPE_BYTES: Final = 64
 """Maximum bytes of a message in addition to its requests."""
 
+_TOO_LARGE: Final = "this request is too large for a message between the engine's processes; send a shorter prompt or fewer sequences"
+_INVALID: Final = "the engine's core refused this request as invalid; see the server's log"
+
 
 class CoreEvents(msgspec.Struct):
     """Callbacks of a connection.
@@ -65,7 +68,7 @@ class CoreEvents(msgspec.Struct):
         on_outputs: Outputs arrived. If the callback raises, the message is dropped.
         on_lost_outputs: Outputs were lost and the connection restarts; `on_ready` follows.
         on_replica_lost: The core is about to exit, and lists the requests that it was computing.
-        on_too_large: A request exceeds the maximum message size and was not sent.
+        on_unsent_request: A request cannot be sent, or its core has refused it, for the given reason.
         on_end_reasoning: Another frontend asks to end the reasoning of an answer; returns the result.
         on_refused: The core can never serve this frontend; the argument is the reason.
         pause: The last pause that a core has reported. Restarted cores get it from the frontends.
@@ -75,7 +78,7 @@ class CoreEvents(msgspec.Struct):
     on_outputs: Callable[[EngineCoreOutputs], None]
     on_lost_outputs: Callable[[int], None]
     on_replica_lost: Callable[[ReplicaLost], None]
-    on_too_large: Callable[[int], None]
+    on_unsent_request: Callable[[int, str], None]
     on_end_reasoning: Callable[[EndReasoning], CallResult]
     on_refused: Callable[[str], None]
     pause: PauseState = PauseState.RUNNING
@@ -316,7 +319,7 @@ class CoreConnection:
             self._schedule_flush()
 
     def _take_piece(self, unsent: dict[int, EngineCoreRequest]) -> list[EngineCoreRequest]:
-        """Remove and return as many requests as fit in one message. A request that fits in no message is reported."""
+        """Remove and return as many requests as fit in one message. A request that cannot be sent is reported."""
         limit = min(PIECE_BYTES, transport.MAX_FRAME_BYTES - _ENVELOPE_BYTES)
         piece: list[msgspec.Raw] = []
         size = 0
@@ -324,16 +327,18 @@ class CoreConnection:
             index = next(iter(unsent))
             if len(piece) == PIECE_REQUESTS:
                 break
-            encoded = _encode_request(unsent[index])
-            if encoded is not None and piece and size + len(encoded) > limit:
+            try:
+                encoded = _encode_request(unsent[index])
+            except EngineError as error:
+                del unsent[index]
+                logger.error("failing a request that cannot be sent: %s", error)
+                self._events.on_unsent_request(index, str(error))
+                continue
+            if piece and size + len(encoded) > limit:
                 break
             del unsent[index]
-            if encoded is None:
-                logger.error("failing a request that exceeds the maximum message size")
-                self._events.on_too_large(index)
-            else:
-                piece.append(msgspec.Raw(encoded))
-                size += len(encoded)
+            piece.append(msgspec.Raw(encoded))
+            size += len(encoded)
         # Each request is encoded only once, because msgspec copies a `Raw` unchanged.
         return cast(list[EngineCoreRequest], piece)
 
@@ -350,6 +355,10 @@ class CoreConnection:
             result = self._calls.pop(message.call_id, None)
             if result is not None and not result.done():
                 result.set_result(message)
+        elif isinstance(message, AbortRequests):
+            for index in int32_view(message.request_indices).tolist():
+                logger.error("core %d refused a request as invalid", self.core_index)
+                self._events.on_unsent_request(index, _INVALID)
         elif isinstance(message, EndReasoning):
             self._peer.send(self._events.on_end_reasoning(message))
         else:
@@ -422,10 +431,18 @@ class CoreConnection:
         self._peer.send(hello)
 
 
-def _encode_request(request: EngineCoreRequest) -> bytes | None:
-    """Return the encoded request, or None if it does not fit in a message."""
+def _encode_request(request: EngineCoreRequest) -> bytes:
+    """Return the encoded request.
+
+    Raises:
+        EngineError: The request does not fit in a message, or has a value that no message can have.
+    """
     try:
         encoded = encode(request)
     except FrameTooLarge:
-        return None
-    return encoded if len(encoded) <= transport.MAX_FRAME_BYTES - _ENVELOPE_BYTES else None
+        raise EngineError(_TOO_LARGE) from None
+    except (OverflowError, RecursionError, TypeError, ValueError) as error:
+        raise EngineError(f"this request cannot be sent to the engine's core: {error}") from None
+    if len(encoded) > transport.MAX_FRAME_BYTES - _ENVELOPE_BYTES:
+        raise EngineError(_TOO_LARGE)
+    return encoded

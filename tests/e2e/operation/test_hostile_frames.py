@@ -120,7 +120,7 @@ class Core:
         socket.connect(address)
         return socket
 
-    def _await(self, peer: Peer[Any], kind: type) -> Any:
+    def await_from(self, peer: Peer[Any], kind: type) -> Any:
         deadline = time.monotonic() + TIMEOUT_S
         while time.monotonic() < deadline:
             peer.socket.poll(100)
@@ -130,16 +130,16 @@ class Core:
         raise AssertionError(f"no {kind.__name__}")
 
     def _start_worker(self) -> None:
-        self._await(self.worker, CoreHello)
+        self.await_from(self.worker, CoreHello)
         self.worker.send(WorkerHello(PROTOCOL_VERSION, EPOCH, 0))
         self.worker.send(WorkerMemory(0, 500))
-        self._await(self.worker, AllocateKVCache)
+        self.await_from(self.worker, AllocateKVCache)
         self.worker.send(WorkerReady(0))
 
     def _greet(self, client_index: int) -> Peer[CoreMessage]:
         name = b"client%d" % client_index
         peer: Peer[CoreMessage] = Peer(self.context, self.config.core_address(0), name, CoreMessage)
-        self._await(peer, CoreReady)
+        self.await_from(peer, CoreReady)
         peer.send(ClientHello(PROTOCOL_VERSION, EPOCH, client_index))
         return peer
 
@@ -149,7 +149,10 @@ class Core:
 
     def generate(self, lies_of_worker: list[Any]) -> list[int]:
         """Run a request of the honest client; the worker sends these frames before each answer."""
-        index = self._submit()
+        return self.tokens_of(self.submit(), lies_of_worker)
+
+    def tokens_of(self, index: int, lies_of_worker: list[Any]) -> list[int]:
+        """Return the tokens of a request, which is the only one."""
         tokens: list[int] = []
         is_over = False
         deadline = time.monotonic() + TIMEOUT_S
@@ -173,21 +176,22 @@ class Core:
                 time.sleep(0.0005)
         return tokens
 
-    def _submit(self) -> int:
+    def submit(self, *others: EngineCoreRequest) -> int:
+        """Send the honest client's next request, after others. Return its index."""
         self._num_requests += 1
         index = self._num_requests
         params = SamplingParams(max_tokens=GOOD_LENGTH, seed=index, ignore_eos=True)
         request = EngineCoreRequest(index, int32_bytes([index % 9, 1]), params, time.monotonic())
-        self.good.send(AddRequests([request]))
+        self.good.send(AddRequests([*others, request]))
         return index
 
     def suspects_after(self, nonsense: dict[str, Any]) -> list[int]:
         """Send this answer to the first step. Return the requests that the core suspects; the core has exited."""
-        self._submit()
-        step = self._await(self.worker, SchedulerOutput)
+        self.submit()
+        step = self.await_from(self.worker, SchedulerOutput)
         answer = self._runner.execute(step, lambda _: None).output()
         self.worker.send(msgspec.structs.replace(answer, **nonsense))
-        lost = self._await(self.good, ReplicaLost)
+        lost = self.await_from(self.good, ReplicaLost)
         assert self.process.wait(TIMEOUT_S) == 1
         return int32_view(lost.suspects).tolist()
 
@@ -303,6 +307,13 @@ def test_invalid_frames_are_counted_and_dropped_and_others_are_served(
         assert time.monotonic() < deadline, (core.num_dropped, core.num_lies)
         assert core.generate([]) == core.expected()
     assert core.num_dropped == core.num_lies
+
+
+def test_only_the_invalid_requests_of_a_message_are_refused(core: Core) -> None:
+    index = core.submit(*UNSOUND_REQUESTS)
+    refused = core.await_from(core.good, AbortRequests)
+    assert {*int32_view(refused.request_indices).tolist()} == {5}
+    assert core.tokens_of(index, []) == core.expected()
 
 
 def test_frames_dropped_by_the_supervisor_are_in_the_metrics() -> None:

@@ -158,6 +158,8 @@ def test_kv_transfer_params_accept_only_fields_that_proxies_send() -> None:
         {"do_remote_prefill": True, "do_remote_decode": True},
         {"remote_host": "x" * 300},
         {"do_remote_decode": True, "remote_num_tokens": -1},
+        {"do_remote_decode": True, "remote_num_tokens": 2**64},
+        {"do_remote_prefill": True, "remote_port": 2**16},
     ):
         with pytest.raises(APIError):
             transfer_params(value, config)

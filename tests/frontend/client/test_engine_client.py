@@ -16,7 +16,7 @@ from engine.frontend.client.engine_client import (
     Sequence,
     SequenceRequest,
 )
-from engine.protocol.arrays import int32_view
+from engine.protocol.arrays import int32_bytes, int32_view
 from engine.protocol.block_hash import HASH_BYTES, hash_blocks, root_hash
 from engine.protocol.config import PROTOCOL_VERSION, PrefixHash, SchedulerConfig
 from engine.protocol.errors import EngineError, ParameterError
@@ -306,6 +306,30 @@ async def test_a_request_over_the_message_limit_fails_alone(
         assert {delta.finish_reason for delta in others} == {"length"}
         assert sum(isinstance(message, ClientHello) for message in core.received) == 1
         assert client.num_inflight == 0
+
+
+@on_event_loop
+async def test_a_request_that_no_message_can_hold_fails_alone(tmp_path: Path) -> None:
+    async with connected(engine_config(tmp_path)) as (client, core):
+        numbers = {"remote_port": 2**70}
+        large = SequenceRequest(PROMPT, SamplingParams(), kv_transfer_params=numbers)
+        group = await client.submit([large, request(20)], request_id="r")
+        refused, other = await drive(core, group.result())
+        assert "this request cannot be sent to the engine's core" in str(refused.error)
+        assert (refused.finish_reason, other.finish_reason) == ("error", "length")
+        assert sum(isinstance(message, ClientHello) for message in core.received) == 1
+
+
+@on_event_loop
+async def test_a_request_that_its_core_has_refused_fails_alone(tmp_path: Path) -> None:
+    async with connected(engine_config(tmp_path)) as (client, core):
+        group = await client.submit([request(5), request(20)], request_id="r")
+        await read_step(core, group)
+        first = group.sequences[0].request_index
+        core.hub.send(b"client0", AbortRequests(int32_bytes([first, 1000])))
+        refused, other = await drive(core, group.result())
+        assert "refused this request as invalid" in str(refused.error)
+        assert (refused.finish_reason, other.finish_reason) == ("error", "length")
 
 
 @on_event_loop
