@@ -73,7 +73,7 @@ def test_a_grammar_that_overflows_the_stack_is_rejected_as_too_deep(name: str) -
 
 @pytest.mark.parametrize("name", EXHAUSTING)
 def test_a_grammar_over_a_limit_is_rejected_with_the_limit(name: str) -> None:
-    with pytest.raises(ValueError, match=r"more than 5 s|more than 512 MiB|too large"):
+    with pytest.raises(ValueError, match=r"more than \d+ s|more than 512 MiB|too large"):
         verify_structured_output(EXHAUSTING[name])
 
 
