@@ -16,6 +16,11 @@ class MessageDelta(msgspec.Struct):
     def __bool__(self) -> bool:
         return bool(self.reasoning or self.content or self.tool_calls)
 
+    @property
+    def is_content(self) -> bool:
+        """True if there is content and nothing else."""
+        return bool(self.content) and not (self.reasoning or self.tool_calls)
+
 
 class ChatOutputParser:
     """Parses one text: first reasoning, then tool calls in the rest. Either parser may be None."""

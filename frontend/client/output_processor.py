@@ -36,13 +36,10 @@ from .sequence_io import FastStream
 logger = logging.getLogger(__name__)
 
 WAKE_S: Final = 0.005
-"""Seconds for which the readers of all requests run before other callbacks.
-
-One turn of a reader takes up to `WRITE_S`.
-"""
+"""Seconds for which readers run before other callbacks. One turn of a reader takes up to `WRITE_S`."""
 
 STREAMS_AT_ONCE: Final = 256
-"""Number of streams that are written before other callbacks run; takes about 2 ms."""
+"""Number of streams that are written before other callbacks run; writing takes about 2 ms."""
 
 MAX_DELIVERY_TIMES: Final = 32
 """Maximum delivery times that are kept until the next request."""
@@ -340,20 +337,23 @@ class OutputProcessor:
             self._unsent_since = 0.0
 
     def _write_streamed(self) -> None:
-        """Write the new output of up to `STREAMS_AT_ONCE` streams, or pass it to their readers.
+        """Write the new output of up to `STREAMS_AT_ONCE` streams, encoded in about `WAKE_S`.
 
         All is encoded before the first write, which wakes up the client's process.
         """
         encoded = self._encoded
+        end = time.monotonic() + WAKE_S
         for _ in range(min(len(self._streamed), STREAMS_AT_ONCE)):
             # Each is removed when it is done, so that `resume` finds those that a failure has interrupted.
             # Without a stream, the reader has left.
             if (stream := self._streamed[0].fast_stream) is not None:
-                encoded.append((stream, stream.encode_text()))
+                encoded.append((stream, stream.encode()))
             self._streamed.popleft()
+            if time.monotonic() > end:
+                break
         while encoded:
             stream, body = encoded[0]
-            stream.write_text(body)
+            stream.write(body)
             encoded.popleft()
 
     def _find_rows(self, outputs: EngineCoreOutputs) -> _Rows:

@@ -338,15 +338,15 @@ class Sequence:
         new = self._tokens_with_text(detokenizer, self.finish_reason is FinishReason.STOP)
         return text + detokenizer.append(new, finished=True)
 
-    def read_as_json(self) -> bytes | None:
-        """Return the new text as JSON without quotes; None if another method must read the new output."""
-        detokenizer, num_tokens = self._detokenizer, len(self.token_ids)
-        new = self.token_ids[self.num_read_tokens :]
-        is_few = len(new) <= TOKENS_AT_ONCE and self.finish_reason is None
-        text = detokenizer.append_as_json(new) if is_few and detokenizer else None
-        if text is not None:
-            self.num_read_tokens, self.has_updates = num_tokens, False
-            self.wake_at = num_tokens + self.stream_interval
+    def read_as_json(self) -> bytes:
+        """Return the text of `read_text` as JSON without quotes."""
+        num_tokens, detokenizer = len(self.token_ids), self._detokenizer
+        is_one = num_tokens - self.num_read_tokens == 1 and self.finish_reason is None
+        text = detokenizer.append_as_json(self.token_ids[-1]) if is_one and detokenizer else None
+        if text is None:
+            return msgspec.json.encode(self.read_text())[1:-1]
+        self.num_read_tokens, self.has_updates = num_tokens, False
+        self.wake_at = num_tokens + self.stream_interval
         return text
 
     def _tokens_with_text(

@@ -97,10 +97,10 @@ class Delta(msgspec.Struct, gc=False):
 class FastStream(Protocol):
     """Writes the new output of one sequence without the reader of its group."""
 
-    def encode_text(self) -> bytes:
-        """Return the new output encoded. If the group's reader must write it, wake the reader and return b""."""
+    def encode(self) -> bytes:
+        """Return new output encoded, which may be empty. Output that the group's reader must write stays unread."""
 
-    def write_text(self, body: bytes) -> None:
+    def write(self, body: bytes) -> None:
         """Write encoded output, which may be empty. This raises nothing."""
 
 

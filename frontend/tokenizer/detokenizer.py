@@ -75,25 +75,23 @@ class IncrementalDetokenizer:
 
         An incomplete character is held back, and so is a possible beginning of a stop string, unless `finished`.
         """
-        if self.stop_reason is not None:
+        if self.stop_reason is not None or not (token_ids or finished):
             return ""
         if self._stop_strings is not None:
             return self._append_until_stop(self._stop_strings, token_ids, finished)
         self.num_tokens += len(token_ids)
         return self._decode(token_ids)
 
-    def append_as_json(self, token_ids: Sequence[int]) -> bytes | None:
-        """Append tokens and return their text as JSON without quotes.
+    def append_as_json(self, token_id: int) -> bytes | None:
+        """Append a token and return its text as JSON without quotes.
 
-        If the text of one depends on other tokens, return None and append none.
+        If its text depends on other tokens, return None and append nothing.
         """
         if self._tail or self._strips or self._stop_strings is not None:
             return None
-        texts = [text for each in token_ids if (text := self._json[each]) is not None]
-        if len(texts) < len(token_ids):
-            return None
-        self.num_tokens += len(texts)
-        return b"".join(texts)
+        if (text := self._json[token_id]) is not None:
+            self.num_tokens += 1
+        return text
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         if len(token_ids) == 1 and not self._tail and not self._strips:

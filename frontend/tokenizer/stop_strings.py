@@ -32,7 +32,7 @@ class _Automaton:
             self._insert(string)
         self.suffixes = [0] * len(self.depths)
         self._link()
-        self.first_characters = tuple(self.children[0])
+        self.first_characters = frozenset(self.children[0])
 
     def _insert(self, string: str) -> None:
         node = 0
@@ -91,7 +91,7 @@ class StopStrings:
         If `is_protected`, matches in the piece do not count.
         """
         automaton, node = self._automaton, self._node
-        if not node and not any(c in piece for c in automaton.first_characters):
+        if not node and automaton.first_characters.isdisjoint(piece):
             return None
         for end, character in enumerate(piece, 1):
             node = automaton.next(node, character)

@@ -466,11 +466,9 @@ class ModelConfig(msgspec.Struct, frozen=True):
     def max_pooled_tokens(self) -> int:
         """The maximum length of a pooled text in tokens.
 
-        For a decoder it is one less than `max_model_len`, because a slot reserves space for a generated token. An
-        encoder that precedes the decoder has its own limit.
+        For a decoder it is one less than `max_model_len`, because a slot reserves space for a generated token.
         """
-        limit = self.max_model_len - (not self.is_encoder)
-        return limit if self.source_text is None else min(limit, self.source_text.max_tokens)
+        return self.max_model_len - (not self.is_encoder)
 
     @property
     def has_tokenizer(self) -> bool:

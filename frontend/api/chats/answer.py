@@ -7,6 +7,7 @@ from typing import ClassVar
 from ...chat import ChatOutputParser, MessageDelta, ToolParser
 from ...chat.messages import text_of_content
 from ...client.engine_client import Delta, Sequence
+from ...http.json_pieces import encode_whole
 from ..answer import Answer, Outputs
 from ..generation import PreparedPrompt, matched_stop
 from ..inputs.hidden_states import last_states
@@ -249,9 +250,9 @@ class ChatChunks(Chunks[ChatAnswer]):
 
     def __init__(self, answer: ChatAnswer) -> None:
         request = answer.request
-        is_plain = answer.choices[0].is_plain
-        has_more = not is_plain or request.logprobs or request.return_token_ids
-        super().__init__(answer, None if has_more else (b'"delta":{"content":"', b'"}'))
+        has_more = request.logprobs or request.return_token_ids
+        text_parts = None if has_more else (b'"delta":{"content":"', b'"}')
+        super().__init__(answer, text_parts, is_plain=answer.choices[0].is_plain)
         self._without_role = set(range(len(answer.choices)))
 
     def encode(self, sequence: Sequence) -> bytes:
@@ -267,6 +268,8 @@ class ChatChunks(Chunks[ChatAnswer]):
         index = sequence.position
         choice = self._answer.choices[index]
         message = choice.read(delta)
+        if self._text_parts and delta.finish_reason is None and message.is_content:
+            return self._fill(index, encode_whole(message.content)[1:-1])
         ending = self._answer.ending_of(choice, delta)
         has_output = message or delta.finish_reason or ending["logprobs"] or "token_ids" in ending
         if not has_output:

@@ -130,7 +130,7 @@ class _KeptChunks(ChatChunks):
 
     def __init__(self, answer: _KeptAnswer) -> None:
         super().__init__(answer)
-        self._text_parts = []
+        self._is_plain = False
         self._kept = answer.kept
 
     def read(self, sequence: Sequence) -> Delta:

@@ -22,12 +22,14 @@ class Chunks(ABC, Generic[AnswerT]):
     """Encodes the chunks of an answer, with usage if the request asks for it.
 
     If a choice has nothing but new text, the text is filled into a chunk that is made once per request.
-    `text_parts` are the bytes before and after the text in such a choice; None if every choice has more.
+    `text_parts` are the bytes before and after the text in such a choice; None if every choice has more. If the text is
+    that of the tokens, `is_plain` is true, and it is not parsed.
     """
 
     __slots__ = (
         "_answer",
         "_include_usage",
+        "_is_plain",
         "_text_parts",
         "_uncounted_prompts",
         "_usage",
@@ -37,7 +39,13 @@ class Chunks(ABC, Generic[AnswerT]):
     _empty_choice: ClassVar[Json]
     """The fields for the output of a choice that has none."""
 
-    def __init__(self, answer: AnswerT, text_parts: tuple[bytes, bytes] | None = None) -> None:
+    def __init__(
+        self,
+        answer: AnswerT,
+        text_parts: tuple[bytes, bytes] | None = None,
+        *,
+        is_plain: bool = True,
+    ) -> None:
         self._answer = answer
         options = answer.request.stream_options
         is_forced = answer.serving.config.frontend.force_include_usage
@@ -58,17 +66,24 @@ class Chunks(ABC, Generic[AnswerT]):
                 for index in range(answer.num_sequences)
             ]
 
+        self._is_plain = is_plain and bool(self._text_parts)
+
     def template(self) -> Template | None:
         """Return the parts of a chunk with text only, if there are such chunks and the answer has one choice."""
-        return Template(*self._text_parts[0]) if len(self._text_parts) == 1 else None
+        is_single = self._is_plain and len(self._text_parts) == 1
+        return Template(*self._text_parts[0]) if is_single else None
 
     def encode(self, sequence: Sequence) -> bytes:
         """Return the events for the new output of a sequence."""
-        if not self._text_parts or sequence.finish_reason is not None:
+        if not self._is_plain or sequence.finish_reason is not None:
             return self._render(sequence)
-        before, after = self._text_parts[sequence.position]
-        text = sequence.read_text()
-        return b"".join((before, encode_whole(text)[1:-1], after)) if text else b""
+        text = sequence.read_as_json()
+        return self._fill(sequence.position, text) if text else b""
+
+    def _fill(self, index: int, text: bytes) -> bytes:
+        """Return the event with the text of a choice, given as JSON without quotes."""
+        before, after = self._text_parts[index]
+        return b"".join((before, text, after))
 
     @abstractmethod
     def _render(self, sequence: Sequence) -> bytes:

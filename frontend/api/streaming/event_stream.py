@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Protocol
 
 import msgspec
 from starlette.types import Message, Receive, Send
@@ -82,7 +82,7 @@ OPENAI_STREAM: Final = StreamFormat(
 )
 
 
-class Template(NamedTuple):
+class Template(msgspec.Struct, frozen=True, gc=False):
     """A chunk that has nothing but text, as JSON without quotes, between `before` and `after`.
 
     If `id_start` is set, it and the number of tokens that were read come before the chunk.
@@ -147,6 +147,7 @@ class EventStream:
         "_group",
         "_keep_alive_s",
         "_send",
+        "_sequence",
         "_started",
         "_template",
         "_was_silent",
@@ -179,7 +180,7 @@ class EventStream:
         Raises:
             APIError: The request failed before anything was written.
         """
-        self._group, self._chunks = group, chunks
+        self._group, self._sequence, self._chunks = group, group.sequences[0], chunks
         self._template = chunks.template()
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         try:
@@ -246,41 +247,45 @@ class EventStream:
             if body := self._encode(group.take_updates()):
                 self._was_silent = False
                 self._write_chunk(body)
-                if self._template is not None and group.sequences[0].num_read_tokens:
-                    group.sequences[0].fast_stream = self
+                if len(group.sequences) == 1 and self._sequence.num_read_tokens:
+                    self._sequence.fast_stream = self
         except Exception as error:
             self._end(error)
             return False
         if group.updates:
             return True
         # Output that the stream itself will still try to write is not in `updates`.
-        if not group.num_unfinished and not group.sequences[0].has_updates:
+        if not group.num_unfinished and not self._sequence.has_updates:
             self._end(None)
         return False
 
-    def encode_text(self) -> bytes:
-        """Return the template with the text of a new token; b"" if `encode` must return the new output."""
-        sequence = self._group.sequences[0]
+    def encode(self) -> bytes:
+        """Return new output encoded; b"" if the group's reader must write it: the end, or while the client is slow."""
+        sequence, group = self._sequence, self._group
+        body = b""
         try:
-            if self._connection.is_paused or (text := sequence.read_as_json()) is None:
-                self._group.updates.append(sequence)
-                self._group.wake_soon()
-                return b""
-            assert self._template is not None
-            before, after, id_start = self._template
-            if text and id_start:
-                return b"".join((id_start, b"%d" % sequence.num_read_tokens, before, text, after))
-            return b"".join((before, text, after)) if text else b""
+            if self._connection.is_paused or sequence.finish_reason is not None:
+                group.updates.append(sequence)
+            elif (template := self._template) is None:
+                body = self._chunks.encode(sequence)
+            elif text := sequence.read_as_json():
+                body = b"".join((template.before, text, template.after))
+                if template.id_start:
+                    body = b"%b%d%b" % (template.id_start, sequence.num_read_tokens, body)
+            if group.updates:
+                group.wake_soon()
         except Exception as error:
             self._end(error)
-            return b""
+        return body
 
-    def write_text(self, body: bytes) -> None:
-        """Write what `encode_text` has returned."""
+    def write(self, body: bytes) -> None:
+        """Write what `encode` has returned."""
         try:
             if body:
                 self._was_silent = False
-                self._write_chunk(body)
+                # Python does not cache the lookup of a method call if the method is in a slot.
+                write_chunk = self._write_chunk
+                write_chunk(body)
         except Exception as error:
             self._end(error)
 
@@ -314,7 +319,7 @@ class EventStream:
 
     def _detach(self) -> None:
         self._group.on_update = self._connection.on_writable = None
-        self._group.sequences[0].fast_stream = None
+        self._sequence.fast_stream = None
 
     async def _keep_alive(self) -> None:
         """Send something during silence, because proxies close silent connections."""

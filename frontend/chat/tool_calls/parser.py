@@ -1,14 +1,15 @@
 """Parse the tool calls in a text."""
 
 from collections.abc import Mapping
-from enum import Enum, auto
+from enum import IntEnum, auto
+from typing import ClassVar
 
 from ..held_text import find_first, may_begin, start_of_held
 from .syntax import CallFormat, CallSyntax
 from .tools import CallIds, CallReader, Parameters, ToolCallDelta, ToolDelta
 
 
-class _State(Enum):
+class _State(IntEnum):
     START = auto()
     """The text is only whitespace so far."""
     TEXT = auto()
@@ -57,15 +58,7 @@ class CallParser:
         """Return the calls and the content that the next piece of text adds."""
         self._buffer += text
         self._delta = ToolDelta()
-        steps = {
-            _State.START: self._read_start,
-            _State.TEXT: self._read_text,
-            _State.BLOCK: self._read_block,
-            _State.CALL: self._read_call,
-            _State.BROKEN: self._read_broken,
-            _State.REST: self._read_rest,
-        }
-        while self._buffer and steps[self._state]():
+        while self._buffer and self._steps[self._state](self):
             pass
         return self._delta
 
@@ -252,3 +245,12 @@ class CallParser:
         else:
             self._state = _State.TEXT
         return True
+
+    _steps: ClassVar = {
+        _State.START: _read_start,
+        _State.TEXT: _read_text,
+        _State.BLOCK: _read_block,
+        _State.CALL: _read_call,
+        _State.BROKEN: _read_broken,
+        _State.REST: _read_rest,
+    }

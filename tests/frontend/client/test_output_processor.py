@@ -125,10 +125,10 @@ def read_available(group: RequestGroup, read: Read = Sequence.read) -> list[tupl
 
 
 def read_json_if_possible(sequence: Sequence) -> Delta:
+    if sequence.finished:
+        return sequence.read()
     start = sequence.num_read_tokens
     text = sequence.read_as_json()
-    if text is None:
-        return sequence.read()
     return Delta(json.loads(b'"%b"' % text), sequence.token_ids[start:].tolist())
 
 

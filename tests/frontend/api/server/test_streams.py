@@ -140,7 +140,7 @@ def test_a_slow_reader_delays_only_itself() -> None:
         assert len(events) < num_tokens / 2, "what was not read became one chunk"
 
 
-@pytest.mark.parametrize("method", [EventStream.encode_text, EventStream.write_text])
+@pytest.mark.parametrize("method", [EventStream.encode, EventStream.write])
 @on_event_loop
 async def test_a_stream_loses_nothing_if_a_callback_fails(
     tmp_path: Path, method: FunctionType
