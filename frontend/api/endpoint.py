@@ -20,7 +20,7 @@ from ..http.errors import APIError, json_response, renaming
 from ..model_source.lora_registry import LoraScale
 from .answer import Answer, Outputs, Request
 from .bodies.body import ClientDisconnected
-from .bodies.intake import Intake
+from .bodies.intake import RouteHandlers
 from .bodies.request_memory import MemoryLease
 from .durable.event_ids import MAX_SEQUENCES, IdentifiedChunks
 from .durable.keeper import Keeper
@@ -42,14 +42,13 @@ from .generation import (
 from .inputs.hidden_states import num_answer_bytes
 from .logprobs import Json
 from .receipts.receipt import ReceiptSource
-from .serving import Serving
 from .streaming.event_stream import ChunkEncoder, EventStream
 
 NewAnswer = Callable[[Outputs, Json], Answer[Request]]
 """Function from the sequences and the envelope to the answer."""
 
 
-class Endpoint(ABC, Generic[Request]):
+class Endpoint(RouteHandlers, ABC, Generic[Request]):
     """An endpoint that generates text, as an ASGI application.
 
     Attributes:
@@ -59,10 +58,6 @@ class Endpoint(ABC, Generic[Request]):
 
     body_schema: type[msgspec.Struct] | UnionType
     id_prefix: ClassVar[str]
-
-    def __init__(self, serving: Serving, intake: Intake) -> None:
-        self._serving = serving
-        self._intake = intake
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""

@@ -7,9 +7,10 @@ from starlette.responses import Response
 
 from ...http.errors import APIError, bad_request, echo, json_response, wrong
 from ...http.routing import Route
-from ..bodies.intake import Intake, reads
+from ..bodies.intake import Intake, RouteHandlers, reads
 from ..files.storage import FileStorage, read_expiry
 from ..schema.files import BatchRequest
+from ..serving import Serving
 from ..stored.metadata import verify_metadata
 from ..stored.pages import list_body, parse_page
 from ..stored.records import key_of, owner_of
@@ -18,17 +19,18 @@ from .lines import ENDPOINTS, with_version
 from .records import ENDED, BatchRecords
 
 
-class Batches:
+class Batches(RouteHandlers):
     """Creates, reads and cancels batches."""
 
     def __init__(
         self,
+        serving: Serving,
         intake: Intake,
         records: BatchRecords,
         files: FileStorage,
         executor: BatchExecutor,
     ) -> None:
-        self._intake = intake
+        super().__init__(serving, intake)
         self._records = records
         self._files = files
         self._executor = executor
@@ -82,13 +84,14 @@ class Batches:
 
 
 def batch_routes(
+    serving: Serving,
     intake: Intake,
     records: BatchRecords,
     files: FileStorage,
     executor: BatchExecutor,
 ) -> list[Route]:
     """Return the routes of OpenAI's batches."""
-    batches = Batches(intake, records, files, executor)
+    batches = Batches(serving, intake, records, files, executor)
     return [
         Route("/batches", batches.list),
         Route("/batches", batches.create, methods=["POST"]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from functools import wraps
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -45,40 +45,6 @@ THREAD_VALUES: Final = 1 << 14
 
 At these limits it blocks all other threads for a few milliseconds.
 """
-
-
-class _Routes(Protocol):
-    _intake: Intake
-
-
-R = TypeVar("R", bound=_Routes)
-
-
-def reads(
-    schema: type[T],
-) -> Callable[
-    [Callable[[R, Request, T, int], Awaitable[Response]]],
-    Callable[[R, Request], Awaitable[Response]],
-]:
-    """Decorate a handler that gets the decoded JSON body of a request, and the size of the body in bytes.
-
-    The memory of the body is leased until the handler returns.
-    """
-
-    def declare(
-        handler: Callable[[R, Request, T, int], Awaitable[Response]],
-    ) -> Callable[[R, Request], Awaitable[Response]]:
-        @accepts(schema)
-        @wraps(handler)
-        async def answer(self: R, http: Request) -> Response:
-            intake = self._intake
-            with intake.lease() as lease:
-                body, size = await intake.receive(http.scope, http.receive, schema, lease)
-                return await handler(self, http, body, size)
-
-        return answer
-
-    return declare
 
 
 class Intake:
@@ -177,3 +143,41 @@ class Intake:
             return
         if request_digest.get() in watch.status.poison_bodies:
             raise internal_error(POISON_BODY, may_retry=False)
+
+
+class RouteHandlers:
+    """The handlers of some routes, which read the bodies of their requests from one intake."""
+
+    def __init__(self, serving: Serving, intake: Intake) -> None:
+        self._serving = serving
+        self._intake = intake
+
+
+R = TypeVar("R", bound=RouteHandlers)
+
+
+def reads(
+    schema: type[T],
+) -> Callable[
+    [Callable[[R, Request, T, int], Awaitable[Response]]],
+    Callable[[R, Request], Awaitable[Response]],
+]:
+    """Decorate a handler that gets the decoded JSON body of a request, and the size of the body in bytes.
+
+    The memory of the body is leased until the handler returns.
+    """
+
+    def declare(
+        handler: Callable[[R, Request, T, int], Awaitable[Response]],
+    ) -> Callable[[R, Request], Awaitable[Response]]:
+        @accepts(schema)
+        @wraps(handler)
+        async def answer(self: R, http: Request) -> Response:
+            intake = self._intake
+            with intake.lease() as lease:
+                body, size = await intake.receive(http.scope, http.receive, schema, lease)
+                return await handler(self, http, body, size)
+
+        return answer
+
+    return declare

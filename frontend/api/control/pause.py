@@ -8,9 +8,8 @@ from starlette.responses import Response
 from ....protocol.errors import EngineError
 from ....protocol.messages import PauseMode
 from ...http.errors import json_response, redact, unavailable, wrong
-from ..bodies.intake import Intake, reads
+from ..bodies.intake import RouteHandlers, reads
 from ..schema.sglang import SglangPauseRequest
-from ..serving import Serving
 
 _SGLANG_MODES = {
     "abort": PauseMode.ABORT,
@@ -19,15 +18,11 @@ _SGLANG_MODES = {
 }
 
 
-class Pauses:
+class Pauses(RouteHandlers):
     """Routes that pause and resume all replicas.
 
     Requests that arrive during a pause wait. Shutting down ends a pause.
     """
-
-    def __init__(self, serving: Serving, intake: Intake) -> None:
-        self._serving = serving
-        self._intake = intake
 
     async def pause(self, request: Request) -> Response:
         """Pause generation. Answer when nothing is computed any more."""

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from ....protocol.errors import EngineError
 from ....protocol.messages import PauseMode
 from ...http.errors import json_response, redact, unavailable, wrong
-from ..bodies.intake import Intake, reads
+from ..bodies.intake import Intake, RouteHandlers, reads
 from ..schema.sglang import SglangMemoryRequest
 from ..serving import Serving
 from .pause import Pauses, read_mode
@@ -25,15 +25,14 @@ _STEPS: Final = frozenset({"kv_cache", "scheduling"})
 """The tags without which generation stays paused after the model is loaded."""
 
 
-class Sleep:
+class Sleep(RouteHandlers):
     """Routes that stop the cores and workers of all replicas, and start them again.
 
     Unfinished requests and those that arrive meanwhile wait. They get the same tokens afterwards.
     """
 
     def __init__(self, serving: Serving, intake: Intake) -> None:
-        self._serving = serving
-        self._intake = intake
+        super().__init__(serving, intake)
         self._pauses = Pauses(serving, intake)
 
     async def sleep(self, request: Request) -> Response:

@@ -22,7 +22,7 @@ from ....protocol.weights.transfer import (
 from ...client.replicas.weight_receiver import WeightReceiver
 from ...http.errors import APIError, bad_request, json_response, redact, wrong
 from ...http.routing import Route
-from ..bodies.intake import Intake, reads
+from ..bodies.intake import Intake, RouteHandlers, reads
 from ..schema.dialects.weight_transfer import (
     GroupFields,
     SglangGroupRequest,
@@ -44,7 +44,7 @@ NOT_ALLOWED: Final = (
 )
 
 
-class WeightTransfer:
+class WeightTransfer(RouteHandlers):
     """Routes of one mechanism: join, start, receive any number of times, finish.
 
     A process collects the tensors, and the finished checkpoint is loaded as `/update_weights_from_disk` does. Until
@@ -52,8 +52,7 @@ class WeightTransfer:
     """
 
     def __init__(self, serving: Serving, intake: Intake, weights: Weights) -> None:
-        self._serving = serving
-        self._intake = intake
+        super().__init__(serving, intake)
         self._weights = weights
         self._receiver = WeightReceiver(serving.config)
 

@@ -16,7 +16,7 @@ from ....protocol.supervisor_messages import Stage
 from ...http.errors import APIError, bad_request, json_response, redact, unavailable, wrong
 from ...http.shown_values import cut
 from ...model_source.weights import find_weights
-from ..bodies.intake import Intake, reads
+from ..bodies.intake import Intake, RouteHandlers, reads
 from ..schema.sglang import SglangVersionRequest, SglangWeightsRequest
 from ..schema.vllm import VllmCallRequest
 from ..serving import Serving
@@ -35,7 +35,7 @@ MAX_PATH: Final = 1024
 """Maximum length of a path, and of the name of weights, in characters."""
 
 
-class Weights:
+class Weights(RouteHandlers):
     """Routes that restart all cores and workers with other weights of the same model.
 
     Frontends keep the tokenizer. Requests that arrive meanwhile wait. If a worker cannot load the weights, all get the
@@ -46,9 +46,8 @@ class Weights:
     """
 
     def __init__(self, serving: Serving, intake: Intake) -> None:
-        self._serving = serving
+        super().__init__(serving, intake)
         self._pauses = Pauses(serving, intake)
-        self._intake = intake
         self._files = WeightsFiles(serving.config.run_dir)
         self._lock = asyncio.Lock()
         self._resuming: asyncio.Task[None] | None = None

@@ -19,7 +19,7 @@ from ...http.errors import (
     unavailable,
 )
 from ...http.routing import Route
-from ..bodies.intake import Intake, reads
+from ..bodies.intake import Intake, RouteHandlers, reads
 from ..bodies.request_memory import MemoryLease
 from ..chats.prompt import RenderedChat
 from ..generation import PreparedPrompt
@@ -158,12 +158,8 @@ class LlamaInfills(LlamaCompletions):
     body_schema = LlamaInfillRequest
 
 
-class LlamaChats:
+class LlamaChats(RouteHandlers):
     """The routes that show the prompt of a conversation, and count its tokens."""
-
-    def __init__(self, serving: Serving, intake: Intake) -> None:
-        self._serving = serving
-        self._intake = intake
 
     @reads(ChatCompletionRequest)
     async def apply_template(

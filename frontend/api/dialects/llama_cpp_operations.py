@@ -21,7 +21,7 @@ from ...http.errors import (
     wrong,
 )
 from ...model_source.lora_registry import LoraScale
-from ..bodies.intake import Intake, reads
+from ..bodies.intake import Intake, RouteHandlers, reads
 from ..numbers import parse_number
 from ..routes.management import Management
 from ..schema.llama_cpp import LlamaControlRequest, LlamaModelRequest
@@ -49,14 +49,13 @@ def _not_supported(what: str) -> APIError:
     return APIError(501, _WITHOUT_MECHANISM[what], type="not_supported_error")
 
 
-class LlamaOperations:
+class LlamaOperations(RouteHandlers):
     """The routes that change the server."""
 
     def __init__(
         self, serving: Serving, intake: Intake, management: Management, num_slots: int
     ) -> None:
-        self._serving = serving
-        self._intake = intake
+        super().__init__(serving, intake)
         self._management = management
         self._num_slots = num_slots
 

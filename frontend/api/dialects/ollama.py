@@ -22,7 +22,7 @@ from ...client.engine_client import RequestGroup
 from ...http.errors import APIError, bad_request, echo, json_response, renaming
 from ...http.json_pieces import encode_list
 from ...http.routing import Route
-from ..bodies.intake import Intake, reads
+from ..bodies.intake import Intake, RouteHandlers, reads
 from ..bodies.request_memory import MemoryLease
 from ..chats.prompt import RenderedChat
 from ..infill import require_infill
@@ -158,12 +158,11 @@ def _load(serving: Serving, request: ChatCompletionRequest, empty: Json) -> Json
     return head_of(request.model or "") | empty | {"done": True, "done_reason": request.done_reason}
 
 
-class OllamaEmbeddings:
+class OllamaEmbeddings(RouteHandlers):
     """The routes for embeddings."""
 
     def __init__(self, serving: Serving, intake: Intake, embeddings: Embeddings) -> None:
-        self._serving = serving
-        self._intake = intake
+        super().__init__(serving, intake)
         self._embeddings = embeddings
 
     @reads(OllamaEmbedRequest)
@@ -210,12 +209,11 @@ class OllamaEmbeddings:
         )
 
 
-class OllamaModels:
+class OllamaModels(RouteHandlers):
     """The routes that describe the served models, and those that change them."""
 
     def __init__(self, serving: Serving, intake: Intake, loras: Loras) -> None:
-        self._serving = serving
-        self._intake = intake
+        super().__init__(serving, intake)
         self._loras = loras
         self._size = sum(file.size for file in serving.config.model.weight_files)
         modified = max((file.modified_ns for file in serving.config.model.weight_files), default=0)

@@ -20,7 +20,7 @@ from ...http.errors import bad_request, echo, json_response
 from ...http.routing import Route
 from ..batches.internal_call import call_route
 from ..bodies.disconnection import while_connected
-from ..bodies.intake import Intake, reads
+from ..bodies.intake import Intake, RouteHandlers, reads
 from ..logprobs import Json
 from ..routes.management import Management
 from ..schema.dialects.vertex import PredictRequest
@@ -73,12 +73,8 @@ def _alias(path: str) -> str:
 _FORMATS: Final = {_alias(path): path for path in _PATHS} | {path: path for path in _PATHS}
 
 
-class Predictions:
+class Predictions(RouteHandlers):
     """The route for predictions."""
-
-    def __init__(self, serving: Serving, intake: Intake) -> None:
-        self._serving = serving
-        self._intake = intake
 
     @reads(PredictRequest)
     async def predict(self, http: Request, body: PredictRequest, size: int) -> Response:

@@ -14,7 +14,7 @@ from ...media.transcription.languages import LANGUAGE_NAMES
 from ...media.transcription.options import verify_transcribes
 from ...media.transcription.subtitles import write_srt, write_vtt
 from ..bodies.form import FormDecoder
-from ..bodies.intake import Intake
+from ..bodies.intake import Intake, RouteHandlers
 from ..logprobs import Json
 from ..pooling import verify_choice
 from ..routes.transcriptions import Plan, Sent, Transcriptions
@@ -48,7 +48,7 @@ ONLY: Final[dict[str, Any]] = {
 """Field -> its only value, the default of whisper.cpp, by which this server works."""
 
 
-class Inference:
+class Inference(RouteHandlers):
     """The endpoint, which transcribes a file, or translates it to English."""
 
     body_type = "multipart/form-data"
@@ -61,8 +61,7 @@ class Inference:
         transcriptions: Transcriptions,
         translations: Transcriptions,
     ) -> None:
-        self._serving = serving
-        self._intake = intake
+        super().__init__(serving, intake)
         self._transcriptions, self._translations = transcriptions, translations
         self._decoder = FormDecoder(InferenceRequest, serving.config.frontend.strict)
 

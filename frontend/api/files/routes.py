@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 from ...http.errors import APIError, bad_request, json_response, renamer, renaming, wrong
 from ...http.routing import Route
 from ..bodies.form import FormDecoder
-from ..bodies.intake import Intake
+from ..bodies.intake import Intake, RouteHandlers
 from ..schema.files import FileRequest
 from ..serving import Serving
 from ..stored.pages import list_body, parse_page
@@ -28,14 +28,14 @@ MAX_NAME: Final = 255
 MAX_PAGE: Final = 1000
 
 
-class Upload:
+class Upload(RouteHandlers):
     """The route `/v1/files`: POST stores a file from a form, and GET lists files."""
 
     body_type = "multipart/form-data"
     body_schema = FileRequest
 
     def __init__(self, serving: Serving, intake: Intake, files: FileStorage) -> None:
-        self._intake = intake
+        super().__init__(serving, intake)
         self._files = files
         self._decoder = FormDecoder(FileRequest, serving.config.frontend.strict)
 

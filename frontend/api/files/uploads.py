@@ -16,7 +16,7 @@ from ...http.errors import APIError, bad_request, json_response, wrong
 from ...http.routing import Route
 from ...store.client import StoreClient
 from ..bodies.form import FormDecoder
-from ..bodies.intake import Intake, reads
+from ..bodies.intake import Intake, RouteHandlers, reads
 from ..logprobs import Json
 from ..schema.files import UploadCompletionRequest, UploadPartForm, UploadRequest
 from ..serving import Serving
@@ -67,7 +67,7 @@ class UploadStorage:
         return upload
 
 
-class AddPart:
+class AddPart(RouteHandlers):
     """The route that adds a part to an upload."""
 
     body_type = "multipart/form-data"
@@ -75,7 +75,7 @@ class AddPart:
     file_field = DATA
 
     def __init__(self, serving: Serving, intake: Intake, uploads: UploadStorage) -> None:
-        self._intake = intake
+        super().__init__(serving, intake)
         self._uploads = uploads
         self._decoder = FormDecoder(UploadPartForm, serving.config.frontend.strict)
 
@@ -104,14 +104,13 @@ class AddPart:
         await json_response(described)(scope, receive, send)
 
 
-class Uploads:
+class Uploads(RouteHandlers):
     """Creates, completes and cancels uploads."""
 
     def __init__(
         self, serving: Serving, intake: Intake, files: FileStorage, uploads: UploadStorage
     ) -> None:
-        self._serving = serving
-        self._intake = intake
+        super().__init__(serving, intake)
         self._files = files
         self._uploads = uploads
 

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from ...http.access import digest_of, key_of
 from ...http.client_secrets import read_content, write_secret
 from ...http.errors import bad_request, json_response, wrong
-from ..bodies.intake import Intake, reads
+from ..bodies.intake import Intake, RouteHandlers, reads
 from ..routes.transcriptions import Transcriptions
 from ..schema.realtime import ClientSecretRequest, Session
 from ..serving import Serving
@@ -27,12 +27,11 @@ MAX_SESSION_BYTES: Final = 2048
 """Maximum size of the session in a secret, as JSON. The secret is part of a header."""
 
 
-class ClientSecrets:
+class ClientSecrets(RouteHandlers):
     """The route that creates client secrets."""
 
     def __init__(self, serving: Serving, intake: Intake, transcriptions: Transcriptions) -> None:
-        self._serving = serving
-        self._intake = intake
+        super().__init__(serving, intake)
         self._transcriptions = transcriptions
 
     @reads(ClientSecretRequest)

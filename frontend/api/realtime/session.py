@@ -24,7 +24,7 @@ from ...http.websocket import Message, WebSocket, WebSocketClosed, open_websocke
 from ...media.audio.live_samples import ClipDropped, LiveSamples
 from ...media.transcription.options import SpeechModel, verify_transcribes
 from ..bodies.body import BodyDecoder, make_decoder
-from ..bodies.intake import Intake
+from ..bodies.intake import Intake, RouteHandlers
 from ..routes.transcriptions import Plan, Transcriptions
 from ..schema.audio import TranscriptionRequest
 from ..schema.realtime import (
@@ -80,14 +80,13 @@ class _Item:
     is_last: bool
 
 
-class Realtime:
+class Realtime(RouteHandlers):
     """The route of the WebSocket."""
 
     is_websocket = True
 
     def __init__(self, serving: Serving, intake: Intake, transcriptions: Transcriptions) -> None:
-        self._serving = serving
-        self._intake = intake
+        super().__init__(serving, intake)
         self._transcriptions = transcriptions
         strict = serving.config.frontend.strict
         self._decoders: _Decoders = {

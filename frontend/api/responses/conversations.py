@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...http.errors import bad_request, json_response
-from ..bodies.intake import Intake, reads
+from ..bodies.intake import Intake, RouteHandlers, reads
 from ..logprobs import Json
 from ..schema.responses import ConversationItemsRequest, ConversationRequest
 from ..serving import Serving
@@ -28,11 +28,11 @@ MAX_ITEMS_AT_ONCE: Final = 20
 T = TypeVar("T", bound=msgspec.Struct)
 
 
-class Conversations:
+class Conversations(RouteHandlers):
     """Creates, reads, changes and deletes conversations."""
 
     def __init__(self, serving: Serving, intake: Intake, states: ResponseStates) -> None:
-        self._intake = intake
+        super().__init__(serving, intake)
         self._states = states
 
     @reads(ConversationRequest)

@@ -15,7 +15,7 @@ from ...http.deadline import read_deadline
 from ...http.errors import APIError, json_response, renaming
 from ..answer import Answer
 from ..bodies.disconnection import while_connected
-from ..bodies.intake import Intake, reads
+from ..bodies.intake import Intake, RouteHandlers, reads
 from ..bodies.request_memory import MemoryLease
 from ..chats.prompt import RenderedChat
 from ..durable.records import RequestRecord
@@ -300,12 +300,11 @@ async def _drop(events: bytes) -> None:
     """Drop the events of a response that is not streamed."""
 
 
-class InputTokens:
+class InputTokens(RouteHandlers):
     """Counts the tokens of the prompt of a response."""
 
     def __init__(self, serving: Serving, intake: Intake, states: ResponseStates) -> None:
-        self._serving = serving
-        self._intake = intake
+        super().__init__(serving, intake)
         self._states = states
 
     @reads(InputTokensRequest)

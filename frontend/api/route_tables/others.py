@@ -127,7 +127,7 @@ def make_routes(serving: Serving, first: FirstRoutes) -> list[Route]:
         Route("/systemone", SystemOne(serving, intake), methods=["POST"]),
         *file_routes(serving, intake, files),
         *upload_routes(serving, intake, files, UploadStorage(serving.store)),
-        *batch_routes(intake, batch_records, files, batch_executor),
+        *batch_routes(serving, intake, batch_records, files, batch_executor),
         Route("/embeddings", embeddings.embed, methods=["POST"]),
         Route("/score", ScoreRoute(serving, intake, scores), methods=["POST"]),
         Route("/rerank", scores.rerank, methods=["POST"]),
@@ -143,7 +143,7 @@ def make_routes(serving: Serving, first: FirstRoutes) -> list[Route]:
         Route("/realtime", Realtime(serving, intake, transcriptions), methods=["GET"]),
         Route("/realtime/client_secrets", secrets.create, methods=["POST"]),
     ]
-    text_embeddings = TextEmbeddings(intake, embeddings)
+    text_embeddings = TextEmbeddings(serving, intake, embeddings)
     root: TgiRoot | PoolingInvocations
     invocations: Invocations | PoolingInvocations
     if serving.config.model.generates:

@@ -38,7 +38,7 @@ from ...client.engine_client import RequestGroup
 from ...http.errors import bad_request, bytes_response, echo, json_response, renamer, renaming
 from ...http.json_pieces import encode_list
 from ...media.sources.media_options import parse_media_options
-from ..bodies.intake import Intake, reads
+from ..bodies.intake import Intake, RouteHandlers, reads
 from ..inputs.given_media import GivenMedia
 from ..pooling import Pooling, render_input, verify_choice
 from ..prompts import BYTES_PER_TOKEN_ID, Prompt, parse_inputs, verify_num_sequences
@@ -74,12 +74,11 @@ _PROMPTS: Final = {"": None, "query": "query", "passage": "document"}
 """The end of a `task` in Jina's API -> the name of the prompt."""
 
 
-class Embeddings:
+class Embeddings(RouteHandlers):
     """The routes that return a vector or a class for each input."""
 
     def __init__(self, serving: Serving, intake: Intake, pooling: Pooling) -> None:
-        self._serving = serving
-        self._intake = intake
+        super().__init__(serving, intake)
         self._pooling = pooling
 
     @reads(EmbeddingRequest)

@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from ....protocol.store.requests import RequestUpdate
 from ...http.errors import APIError, bad_request, echo, json_response
-from ..bodies.intake import Intake, reads
+from ..bodies.intake import RouteHandlers, reads
 from ..dialects.sglang.operations import abort
 from ..durable.event_ids import HEADER, EventPosition, read_last_event_id
 from ..durable.records import RequestRecord, conversation_key, decode_record
@@ -91,12 +91,8 @@ class ConversationStream:
             await endpoint.resume(found, scope, receive, send)
 
 
-class ConversationStreams:
+class ConversationStreams(RouteHandlers):
     """llama.cpp's routes that describe and stop the requests of conversations."""
-
-    def __init__(self, serving: Serving, intake: Intake) -> None:
-        self._serving = serving
-        self._intake = intake
 
     @reads(LlamaStreamsRequest)
     async def look_up(self, http: Request, body: LlamaStreamsRequest, size: int) -> Response:

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ..bodies.intake import Intake
+from ..bodies.intake import Intake, RouteHandlers
 from ..bodies.request_memory import MemoryLease
 from ..dialects.text_embeddings import TextEmbeddings
 from ..durable.records import replay_body
@@ -83,7 +83,7 @@ class Invocations(Endpoint[GenerationRequest]):
         return await self._endpoint_of(request).prepare(request, body_size, receive)
 
 
-class PoolingInvocations:
+class PoolingInvocations(RouteHandlers):
     """The same route for a model that does not generate: scores, rankings, classes or embeddings.
 
     `POST /` of Text Embeddings Inference has such a body too.
@@ -105,8 +105,7 @@ class PoolingInvocations:
         scores: Scores,
         texts: TextEmbeddings,
     ) -> None:
-        self._serving = serving
-        self._intake = intake
+        super().__init__(serving, intake)
         self._embeddings = embeddings
         self._scores = scores
         self._texts = texts

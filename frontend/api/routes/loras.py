@@ -27,11 +27,10 @@ from ...http.errors import (
 )
 from ...model_source.lora import find_adapter
 from ...supervisor.console import Console
-from ..bodies.intake import Intake
+from ..bodies.intake import RouteHandlers
 from ..generation import raise_if_failed, translate_refusals
 from ..openapi import accepts
 from ..schema.vllm import LoadLoraRequest, SagemakerLoadRequest, UnloadLoraRequest
-from ..serving import Serving
 
 MAX_PATH: Final = 4096
 """Maximum characters of a path, as in Linux."""
@@ -44,12 +43,8 @@ _Body = TypeVar("_Body", bound=msgspec.Struct)
 _sagemaker_name = renamer({"lora_name": "name", "lora_path": "src"})
 
 
-class Loras:
+class Loras(RouteHandlers):
     """Routes that add and remove adapters while the server runs."""
-
-    def __init__(self, serving: Serving, intake: Intake) -> None:
-        self._serving = serving
-        self._intake = intake
 
     def verify_allowed(self) -> None:
         """Verify that the operator allows changes of the adapters.

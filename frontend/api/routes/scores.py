@@ -33,7 +33,7 @@ from ...http.errors import (
     renaming,
     wrong,
 )
-from ..bodies.intake import Intake, reads
+from ..bodies.intake import Intake, RouteHandlers, reads
 from ..pooling import Pooling, render_input, take_media
 from ..prompts import Prompt, verify_num_sequences
 from ..schema import ComparisonFields, InputFields, RerankRequest, ScoreRequest
@@ -45,12 +45,11 @@ Comparable: TypeAlias = str | dict[str, Any]
 """A text, or an object with a `text` or the parts of a message as `content`."""
 
 
-class Scores:
+class Scores(RouteHandlers):
     """The routes that compare texts."""
 
     def __init__(self, serving: Serving, intake: Intake, pooling: Pooling) -> None:
-        self._serving = serving
-        self._intake = intake
+        super().__init__(serving, intake)
         self._pooling = pooling
 
     @reads(ScoreRequest)

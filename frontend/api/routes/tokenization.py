@@ -11,12 +11,11 @@ from starlette.responses import Response
 
 from ...http.errors import APIError, bad_request, json_response, wrong
 from ...http.json_pieces import EncodedJSON, encode_list
-from ..bodies.intake import Intake, reads
+from ..bodies.intake import RouteHandlers, reads
 from ..chats.prompt import render_chat
 from ..dialects.tgi.tokens import simple_tokens
 from ..prompts import parse_token_ids, verify_num_sequences
 from ..schema import DetokenizeRequest, TokenizeRequest
-from ..serving import Serving
 from ..tools.tool_definitions import tools_for_template
 from .chat_completions import reasoning_kwargs
 
@@ -24,12 +23,8 @@ MAX_CHARACTERS: Final = 1 << 22
 """Maximum characters of a text; tokenizing takes up to 80 bytes of memory per character."""
 
 
-class Tokenization:
+class Tokenization(RouteHandlers):
     """Routes that tokenize and detokenize."""
-
-    def __init__(self, serving: Serving, intake: Intake) -> None:
-        self._serving = serving
-        self._intake = intake
 
     @reads(TokenizeRequest)
     async def tokenize(self, http: Request, request: TokenizeRequest, body_size: int) -> Response:

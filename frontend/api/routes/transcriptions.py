@@ -30,7 +30,7 @@ from ...media.transcription.options import (
 from ...media.transcription.subtitles import write_srt, write_vtt
 from ..bodies.disconnection import while_connected
 from ..bodies.form import FormDecoder, FormFile, is_json
-from ..bodies.intake import Intake
+from ..bodies.intake import Intake, RouteHandlers
 from ..bodies.request_memory import MemoryLease
 from ..generation import find_origin, raise_if_failed, translate_refusals, verify_priority
 from ..logprobs import Json
@@ -92,7 +92,7 @@ class Sent(NamedTuple):
     deadline: float
 
 
-class Transcriptions:
+class Transcriptions(RouteHandlers):
     """A route that transcribes or translates the speech in a file."""
 
     body_type = "multipart/form-data"
@@ -100,8 +100,7 @@ class Transcriptions:
     def __init__(
         self, serving: Serving, intake: Intake, task: Task, transcriber: Transcriber | None
     ) -> None:
-        self._serving = serving
-        self._intake = intake
+        super().__init__(serving, intake)
         self._task = task
         self._transcriber = transcriber
         self.body_schema: type[TranslationRequest] = (

@@ -17,7 +17,7 @@ from ...http.websocket import (
     WebSocketClosed,
     open_websocket,
 )
-from ..bodies.intake import Intake
+from ..bodies.intake import RouteHandlers
 from ..responses.states import KEPT, KeptResponses
 from ..serving import Serving
 from .turn import Turn, send_api_error
@@ -38,14 +38,10 @@ class _Event(msgspec.Struct):
     input: msgspec.Raw = msgspec.Raw(b"null")
 
 
-class ResponsesSocket:
+class ResponsesSocket(RouteHandlers):
     """The route of the WebSocket."""
 
     is_websocket = True
-
-    def __init__(self, serving: Serving, intake: Intake) -> None:
-        self._serving = serving
-        self._intake = intake
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Open the WebSocket, and answer its events until it is closed."""

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from ...http.errors import bad_request, json_response
 from ...http.json_pieces import EncodedJSON
 from ...http.routing import Route
-from ..bodies.intake import Intake, reads
+from ..bodies.intake import Intake, RouteHandlers, reads
 from ..logprobs import Json
 from ..schema.stored import MetadataRequest
 from ..serving import Serving
@@ -25,13 +25,12 @@ from .records import ChatFilter, ChatRecords
 _METADATA: Final = re.compile(r"metadata\[(.*)\]")
 
 
-class StoredChats:
+class StoredChats(RouteHandlers):
     """Reads, changes and deletes stored chat completions."""
 
     def __init__(self, serving: Serving, intake: Intake, records: ChatRecords) -> None:
-        self._intake = intake
+        super().__init__(serving, intake)
         self._records = records
-        self._serving = serving
 
     async def list(self, request: Request) -> Response:
         """List chat completions, the oldest first. The query may filter by model and metadata."""

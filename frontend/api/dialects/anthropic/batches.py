@@ -15,7 +15,7 @@ from ....http.routing import Route
 from ...batches.executor import BatchExecutor
 from ...batches.lines import MESSAGES, find_errors, parse_line, split_lines
 from ...batches.records import ENDED, BatchRecords
-from ...bodies.intake import Intake, reads
+from ...bodies.intake import Intake, RouteHandlers, reads
 from ...files.storage import FileStorage
 from ...logprobs import Json
 from ...schema.anthropic import MessageBatchRequest
@@ -30,7 +30,7 @@ _PREFIX: Final = "msg"
 """The beginning of the identifiers that clients see; the rest is the identifier of the stored batch."""
 
 
-class MessageBatches:
+class MessageBatches(RouteHandlers):
     """Creates, reads, cancels and deletes batches of messages.
 
     A batch is stored as one of OpenAI's whose file has the requests, with the endpoint `/v1/messages`.
@@ -44,8 +44,7 @@ class MessageBatches:
         files: FileStorage,
         executor: BatchExecutor,
     ) -> None:
-        self._serving = serving
-        self._intake = intake
+        super().__init__(serving, intake)
         self._records = records
         self._files = files
         self._executor = executor

@@ -12,7 +12,7 @@ from ....chat import MessageDelta
 from ....client.engine_client import Delta
 from ....http.errors import APIError, bad_request, json_response, renaming
 from ....http.json_pieces import encode_whole
-from ...bodies.intake import Intake
+from ...bodies.intake import RouteHandlers
 from ...bodies.request_memory import MemoryLease
 from ...chats.answer import ChatAnswer
 from ...logprobs import Json
@@ -21,7 +21,6 @@ from ...prompts import ContextExceededError
 from ...routes.chat_completions import ChatCompletions, render_request
 from ...schema import ChatCompletionRequest
 from ...schema.anthropic import MessagesRequest
-from ...serving import Serving
 from ...streaming.event_stream import StreamFormat
 from ..dialect import BlockChunks
 from .request import translate_messages
@@ -92,12 +91,8 @@ class Messages(ChatCompletions):
         return request
 
 
-class TokenCounter:
+class TokenCounter(RouteHandlers):
     """Counts the tokens of a conversation's prompt."""
-
-    def __init__(self, serving: Serving, intake: Intake) -> None:
-        self._serving = serving
-        self._intake = intake
 
     @accepts(MessagesRequest)
     async def count(self, http: Request) -> Response:

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from ....client.embeddings import Vector
 from ....client.engine_client import RequestGroup
 from ....http.errors import APIError, json_response, renamer, renaming, wrong
-from ...bodies.intake import Intake, reads
+from ...bodies.intake import Intake, RouteHandlers, reads
 from ...pooling import verify_choice
 from ...routes.embeddings import Embeddings
 from ...schema import EmbeddingRequest
@@ -44,12 +44,11 @@ _ENCODERS: Final[dict[str, Callable[[Vector], Any]]] = {
 """Embedding type -> the JSON value of a vector."""
 
 
-class CohereEmbeddings:
+class CohereEmbeddings(RouteHandlers):
     """The route for embeddings."""
 
     def __init__(self, serving: Serving, intake: Intake, embeddings: Embeddings) -> None:
-        self._serving = serving
-        self._intake = intake
+        super().__init__(serving, intake)
         self._embeddings = embeddings
 
     @reads(CohereEmbedRequest)

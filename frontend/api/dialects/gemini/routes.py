@@ -16,7 +16,7 @@ from ....client.engine_client import RequestGroup
 from ....http.errors import bad_request, json_response, renamer, renaming
 from ....http.json_pieces import encode_list
 from ....http.routing import Route
-from ...bodies.intake import Intake, reads
+from ...bodies.intake import Intake, RouteHandlers, reads
 from ...bodies.request_memory import MemoryLease
 from ...chats.answer import ChatAnswer
 from ...routes.chat_completions import ChatCompletions, render_request
@@ -117,12 +117,8 @@ class GeminiChats(ChatCompletions):
         return request, size
 
 
-class GeminiTokenCounter:
+class GeminiTokenCounter(RouteHandlers):
     """Counts the tokens of prompts."""
-
-    def __init__(self, serving: Serving, intake: Intake) -> None:
-        self._serving = serving
-        self._intake = intake
 
     @reads(GeminiCountRequest)
     async def count(self, http: Request, body: GeminiCountRequest, size: int) -> Response:
@@ -141,12 +137,11 @@ class GeminiTokenCounter:
         return json_response({"totalTokens": count, "promptTokensDetails": details})
 
 
-class GeminiEmbeddings:
+class GeminiEmbeddings(RouteHandlers):
     """Embeds texts."""
 
     def __init__(self, serving: Serving, intake: Intake, embeddings: Embeddings) -> None:
-        self._serving = serving
-        self._intake = intake
+        super().__init__(serving, intake)
         self._embeddings = embeddings
 
     @reads(GeminiEmbedRequest)

@@ -12,19 +12,20 @@ from ....client.embeddings import Vector
 from ....client.engine_client import RequestGroup
 from ....http.errors import bad_request, json_response, renamer, renaming
 from ....http.json_pieces import encode_list
-from ...bodies.intake import Intake, reads
+from ...bodies.intake import Intake, RouteHandlers, reads
 from ...logprobs import Json
 from ...routes.embeddings import Embeddings
 from ...schema import EmbeddingRequest
 from ...schema.sglang import SglangEncodeRequest
+from ...serving import Serving
 from .media import media_of_each
 
 
-class SglangEncode:
+class SglangEncode(RouteHandlers):
     """The route for embeddings."""
 
-    def __init__(self, intake: Intake, embeddings: Embeddings) -> None:
-        self._intake = intake
+    def __init__(self, serving: Serving, intake: Intake, embeddings: Embeddings) -> None:
+        super().__init__(serving, intake)
         self._embeddings = embeddings
 
     @reads(SglangEncodeRequest)

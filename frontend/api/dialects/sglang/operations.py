@@ -13,19 +13,15 @@ from ..... import __version__
 from .....protocol.config.weights import WeightsFiles
 from .....protocol.errors import EngineError
 from ....http.errors import bad_request, json_response, redact, unavailable
-from ...bodies.intake import Intake, reads
+from ...bodies.intake import RouteHandlers, reads
 from ...logprobs import Json
 from ...routes.capabilities import reads_audio, reads_images
 from ...schema.sglang import SglangAbortRequest
 from ...serving import Serving
 
 
-class SglangAborts:
+class SglangAborts(RouteHandlers):
     """The route that aborts requests."""
-
-    def __init__(self, serving: Serving, intake: Intake) -> None:
-        self._serving = serving
-        self._intake = intake
 
     @reads(SglangAbortRequest)
     async def abort(self, http: Request, body: SglangAbortRequest, size: int) -> Response:

@@ -16,12 +16,11 @@ from .....protocol.config.parser_names import (
 )
 from ....chat import FORMATS, CallFormat, CallParser, reasoning_parser
 from ....http.errors import bad_request, json_response
-from ...bodies.intake import Intake, reads
+from ...bodies.intake import RouteHandlers, reads
 from ...logprobs import Json
 from ...pooling import verify_choice
 from ...schema import ChatCompletionRequest
 from ...schema.sglang import SglangCallsRequest, SglangReasoningRequest
-from ...serving import Serving
 from ...tools.tool_definitions import Tool, parse_tools
 
 _OWN_FORMATS: Final[dict[str, CallFormat]] = {str(name): each for name, each in FORMATS.items()}
@@ -36,12 +35,8 @@ _REASONING_PARSERS: Final = {
 }
 
 
-class SglangParsers:
+class SglangParsers(RouteHandlers):
     """The routes that find the tool calls or the reasoning in a text."""
-
-    def __init__(self, serving: Serving, intake: Intake) -> None:
-        self._serving = serving
-        self._intake = intake
 
     @reads(SglangCallsRequest)
     async def parse_calls(self, http: Request, body: SglangCallsRequest, size: int) -> Response:

@@ -35,7 +35,7 @@ def routes(
     description, parsers = SglangDescription(serving), SglangParsers(serving, intake)
     pauses, sleep = Pauses(serving, intake), Sleep(serving, intake)
     return [
-        Route("/encode", SglangEncode(intake, embeddings).encode, methods=["POST", "PUT"]),
+        Route("/encode", SglangEncode(serving, intake, embeddings).encode, methods=["POST", "PUT"]),
         Route("/open_session", sessions.open, methods=["POST"]),
         Route("/close_session", sessions.close, methods=["POST"]),
         Route("/parse_function_call", parsers.parse_calls, methods=["POST"]),

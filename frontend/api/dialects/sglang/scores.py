@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from ....client.engine_client import Delta
-from ...bodies.intake import Intake
+from ...bodies.intake import Intake, RouteHandlers
 from ...durable.records import replay_body
 from ...logprobs import Json
 from ...routes.completions import NewPromptAnswer
@@ -18,14 +18,13 @@ from ...serving import Serving
 from ..vllm.scoring import GenerativeScoring, ScoringAnswer
 
 
-class ScoreRoute:
+class ScoreRoute(RouteHandlers):
     """The route `/v1/score`. A body with `label_token_ids` has SGLang's format."""
 
     body_schema = ScoreRequest | GenerativeScoringRequest
 
     def __init__(self, serving: Serving, intake: Intake, scores: Scores) -> None:
-        self._serving = serving
-        self._intake = intake
+        super().__init__(serving, intake)
         self._scores = scores
         self._by_labels = SglangScoring(serving, intake)
 

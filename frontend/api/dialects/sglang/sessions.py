@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from ....client.engine_client import Delta
 from ....http.errors import bad_request, echo, json_response, wrong
-from ...bodies.intake import Intake, reads
+from ...bodies.intake import Intake, RouteHandlers, reads
 from ...schema.sglang import (
     SglangCloseSessionRequest,
     SglangOpenSessionRequest,
@@ -76,11 +76,11 @@ class FinishedTurn(msgspec.Struct, array_like=True):
     output: bytes
 
 
-class Sessions:
+class Sessions(RouteHandlers):
     """Opens and closes sessions, and reads and writes the tokens of their requests."""
 
     def __init__(self, serving: Serving, intake: Intake) -> None:
-        self._intake = intake
+        super().__init__(serving, intake)
         self._sessions = Records(serving.store, "sglang.session", "The session")
         self._turns = Records(serving.store, "sglang.turn", "The request")
 

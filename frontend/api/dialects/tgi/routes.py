@@ -19,7 +19,7 @@ from ....http.errors import APIError, bad_request, json_response
 from ....http.json_pieces import encode_list
 from ....http.routing import Route
 from ...answer import Answer
-from ...bodies.intake import Intake, reads
+from ...bodies.intake import Intake, RouteHandlers, reads
 from ...bodies.request_memory import MemoryLease
 from ...durable.records import replay_body
 from ...endpoint import Endpoint, NewAnswer
@@ -143,12 +143,8 @@ def _tgi_error(error: APIError | ParameterError) -> APIError:
     return TgiError(error)
 
 
-class TgiDescription:
+class TgiDescription(RouteHandlers):
     """The routes that describe the server, and show the tokens of a conversation."""
-
-    def __init__(self, serving: Serving, intake: Intake) -> None:
-        self._serving = serving
-        self._intake = intake
 
     async def info(self, http: Request) -> Response:
         """Return the properties of the model and the limits of the server."""

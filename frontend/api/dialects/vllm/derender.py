@@ -22,7 +22,7 @@ from .....protocol.sampling_params import SamplingParams
 from ....client.engine_client import Delta
 from ....http.errors import bad_request, expect, json_response, renaming, wrong
 from ...bodies.body import BodyDecoder, make_decoder
-from ...bodies.intake import Intake, reads
+from ...bodies.intake import Intake, RouteHandlers, reads
 from ...chats.answer import show_reasoning
 from ...generation import PreparedPrompt
 from ...logprobs import Json, LogprobsRenderer
@@ -58,12 +58,11 @@ class _Chat(Conversation):
     skips_special: bool
 
 
-class Derender:
+class Derender(RouteHandlers):
     """Makes answers from token ids that the client has generated elsewhere."""
 
     def __init__(self, serving: Serving, intake: Intake) -> None:
-        self._serving = serving
-        self._intake = intake
+        super().__init__(serving, intake)
         is_strict = serving.config.frontend.strict
         self._chats = make_decoder(ChatCompletionRequest, is_strict)
         self._completions = make_decoder(CompletionRequest, is_strict)

@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 from ....http.errors import bad_request, json_response
 from ....http.routing import Route
-from ...bodies.intake import Intake, reads
+from ...bodies.intake import Intake, RouteHandlers, reads
 from ...control.pause import Pauses
 from ...control.sleep import Sleep
 from ...control.weights import Weights
@@ -18,12 +18,8 @@ from .generate import VllmGenerate
 from .scoring import GenerativeScoring
 
 
-class VllmAborts:
+class VllmAborts(RouteHandlers):
     """The route that aborts requests by their IDs."""
-
-    def __init__(self, serving: Serving, intake: Intake) -> None:
-        self._serving = serving
-        self._intake = intake
 
     @reads(VllmAbortRequest)
     async def abort(self, http: Request, body: VllmAbortRequest, size: int) -> Response:
