@@ -281,15 +281,16 @@ class Endpoint(RouteHandlers, ABC, Generic[Request]):
         """
         schema: Any = self.body_schema
         body, size = await self._intake.receive(scope, receive, schema, lease)
-        return await self._translate(body, size, lease)
+        return await self._translate(body, size), size
 
-    async def _translate(self, body: Any, size: int, lease: MemoryLease) -> tuple[Request, int]:
-        """Return a body of `size` bytes as a request, and its size. Dialects translate it.
+    async def _translate(self, body: Any, size: int) -> Request:
+        """Return a body of `size` bytes as a request. Dialects translate it.
 
         Raises:
             APIError: A field is invalid; it is named as in the body (400).
         """
-        return body, size
+        request: Request = body
+        return request
 
     def _greeting(self, request: Request) -> Json | None:
         """Return the response to a request that asks for no text; None for all other requests."""

@@ -16,7 +16,6 @@ from ...http.errors import bad_request, renamer, renaming
 from ...tokenizer.tokenizer import Tokenizer
 from ..answer import Answer
 from ..bodies.intake import Intake
-from ..bodies.request_memory import MemoryLease
 from ..chats.prompt import RenderedChat
 from ..endpoint import NewAnswer
 from ..generation import PreparedPrompt
@@ -46,10 +45,8 @@ class Decisions(ChatCompletions):
         """Return a value for the field `object`, which a decision's response leaves out."""
         return "decision"
 
-    async def _translate(
-        self, body: Any, size: int, lease: MemoryLease
-    ) -> tuple[ChatCompletionRequest, int]:
-        return await self._serving.executor.run(size, translate, body), size
+    async def _translate(self, body: Any, size: int) -> ChatCompletionRequest:
+        return await self._serving.executor.run(size, translate, body)
 
     async def prepare(
         self, request: ChatCompletionRequest, body_size: int, receive: Receive

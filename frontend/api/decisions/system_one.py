@@ -12,7 +12,6 @@ from starlette.types import Receive
 
 from ...client.engine_client import Delta
 from ...http.errors import bad_request, expect, reject_deep_nesting, renamer, renaming, wrong
-from ..bodies.request_memory import MemoryLease
 from ..endpoint import NewAnswer
 from ..generation import PreparedPrompt
 from ..logprobs import Json
@@ -46,10 +45,8 @@ class SystemOne(Decisions):
 
     body_schema = SystemOneRequest
 
-    async def _translate(
-        self, body: SystemOneRequest, size: int, lease: MemoryLease
-    ) -> tuple[ChatCompletionRequest, int]:
-        return await self._serving.executor.run(size, _translate, body), size
+    async def _translate(self, body: SystemOneRequest, size: int) -> ChatCompletionRequest:
+        return await self._serving.executor.run(size, _translate, body)
 
     async def prepare(
         self, request: ChatCompletionRequest, body_size: int, receive: Receive

@@ -20,7 +20,6 @@ from ...http.errors import (
 )
 from ...http.routing import Route
 from ..bodies.intake import Intake, RouteHandlers, reads
-from ..bodies.request_memory import MemoryLease
 from ..chats.prompt import RenderedChat
 from ..generation import PreparedPrompt
 from ..infill import require_infill
@@ -85,11 +84,9 @@ class LlamaCompletions(Completions):
     cuts_max_tokens = True
     answer_type = LlamaAnswer
 
-    async def _translate(
-        self, body: LlamaFields, size: int, lease: MemoryLease
-    ) -> tuple[CompletionRequest, int]:
+    async def _translate(self, body: LlamaFields, size: int) -> CompletionRequest:
         serving = self._serving
-        return await serving.executor.run(size, translate, body, serving.tokenizer), size
+        return await serving.executor.run(size, translate, body, serving.tokenizer)
 
     async def _prompts(self, request: CompletionRequest, body_size: int) -> list[Prompt]:
         assert isinstance(request, LlamaPrompt)

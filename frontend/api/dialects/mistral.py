@@ -15,10 +15,9 @@ from starlette.responses import Response
 from ...client.engine_client import Delta, Sequence
 from ...http.errors import json_response
 from ..answer import PromptAnswer
-from ..bodies.request_memory import MemoryLease
 from ..logprobs import Json
 from ..routes.capabilities import Task, reads_audio, reads_images, task_of
-from ..routes.completions import Completions, NewPromptAnswer
+from ..routes.completions import Completions
 from ..routes.management import Management
 from ..schema import UNLIMITED, CompletionRequest
 from ..schema.dialects.mistral import MistralFimRequest
@@ -46,17 +45,15 @@ class MistralFim(Completions):
     id_prefix = "fim"
 
     @property
-    def answer_type(self) -> NewPromptAnswer:
+    def answer_type(self) -> type[PromptAnswer]:
         """The class that writes answers."""
         return _FimAnswer
 
-    async def _translate(
-        self, body: MistralFimRequest, size: int, lease: MemoryLease
-    ) -> tuple[CompletionRequest, int]:
+    async def _translate(self, body: MistralFimRequest, size: int) -> CompletionRequest:
         fields = {name: getattr(body, name) for name in _COPIED}
         if body.max_tokens is None:
             fields["max_tokens"] = UNLIMITED
-        return CompletionRequest(**fields), size
+        return CompletionRequest(**fields)
 
     def object_name(self, request: CompletionRequest) -> str:
         """Return the value of the response's field `object`."""

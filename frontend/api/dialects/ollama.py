@@ -23,7 +23,6 @@ from ...http.errors import APIError, bad_request, echo, json_response, renaming
 from ...http.json_pieces import encode_list
 from ...http.routing import Route
 from ..bodies.intake import Intake, RouteHandlers, reads
-from ..bodies.request_memory import MemoryLease
 from ..chats.prompt import RenderedChat
 from ..infill import require_infill
 from ..logprobs import Json
@@ -87,11 +86,9 @@ class OllamaChat(ChatCompletions):
     cuts_max_tokens = True
     answer_type = OllamaChatAnswer
 
-    async def _translate(
-        self, body: OllamaChatRequest, size: int, lease: MemoryLease
-    ) -> tuple[ChatCompletionRequest, int]:
+    async def _translate(self, body: OllamaChatRequest, size: int) -> ChatCompletionRequest:
         name = served_name(self._serving, body.model)
-        return await self._serving.executor.run(size, translate_chat, body, name), size
+        return await self._serving.executor.run(size, translate_chat, body, name)
 
     def _greeting(self, request: ChatCompletionRequest) -> Json | None:
         return _load(self._serving, request, {"message": {"role": "assistant", "content": ""}})
@@ -104,11 +101,9 @@ class OllamaGenerate(ChatCompletions):
     cuts_max_tokens = True
     answer_type = OllamaTextAnswer
 
-    async def _translate(
-        self, body: OllamaGenerateRequest, size: int, lease: MemoryLease
-    ) -> tuple[ChatCompletionRequest, int]:
+    async def _translate(self, body: OllamaGenerateRequest, size: int) -> ChatCompletionRequest:
         name = served_name(self._serving, body.model)
-        return await self._serving.executor.run(size, translate_generate, body, name), size
+        return await self._serving.executor.run(size, translate_generate, body, name)
 
     def _greeting(self, request: ChatCompletionRequest) -> Json | None:
         return _load(self._serving, request, {"response": ""})

@@ -14,8 +14,7 @@ from ...http.json_pieces import encode_whole
 from ..chats.answer import ChatAnswer
 from ..logprobs import Json
 from ..streaming.event_stream import StreamFormat
-from .anthropic.messages import decode_input
-from .dialect import DialectChunks
+from .dialect import CallCollector, DialectChunks, decode_input
 
 
 def error_body(error: APIError, request_id: str) -> Json:
@@ -48,18 +47,17 @@ class _OllamaAnswer(ChatAnswer):
     shows_abort = False
 
     @abstractmethod
-    def fields(self, content: str, thinking: str, calls: list[Json]) -> Json:
+    def fields(self, content: str, thinking: str, calls: list[ToolCallDelta]) -> Json:
         """Return the fields that hold a part of the answer: its text, its reasoning and its tool calls."""
 
     def whole(self, outputs: list[Delta]) -> Json:
         """Return the complete response body."""
         [output] = outputs
         message = self.choices[0].read(output)
-        calls = CallCollector()
-        found = [*calls.add(message.tool_calls), *calls.finish()]
+        calls = CallCollector().add(message.tool_calls, is_end=True)
         return (
             self.head()
-            | self.fields(message.content, message.reasoning, found)
+            | self.fields(message.content, message.reasoning, calls)
             | self.logprobs(output)
             | self.ending(output)
         )
@@ -99,72 +97,45 @@ class _OllamaAnswer(ChatAnswer):
 class OllamaChatAnswer(_OllamaAnswer):
     """The answer to one conversation."""
 
-    def fields(self, content: str, thinking: str, calls: list[Json]) -> Json:
+    def fields(self, content: str, thinking: str, calls: list[ToolCallDelta]) -> Json:
         """Return the field `message` with a part of the answer."""
         message: Json = {"role": "assistant", "content": content}
         if thinking:
             message["thinking"] = thinking
         if calls:
-            message["tool_calls"] = calls
+            message["tool_calls"] = [_call(call) for call in calls]
         return {"message": message}
+
+
+def _call(call: ToolCallDelta) -> Json:
+    arguments = decode_input(call.arguments)
+    function = {"index": call.index, "name": call.name, "arguments": arguments}
+    return {"id": call.id, "function": function}
 
 
 class OllamaTextAnswer(_OllamaAnswer):
     """The answer to one prompt."""
 
-    def fields(self, content: str, thinking: str, calls: list[Json]) -> Json:
+    def fields(self, content: str, thinking: str, calls: list[ToolCallDelta]) -> Json:
         """Return the field `response` with a part of the answer."""
         return {"response": content} | ({"thinking": thinking} if thinking else {})
 
 
-class CallCollector:
-    """Collects the pieces of tool calls, because each line of a stream must have complete calls."""
-
-    def __init__(self) -> None:
-        self._open: ToolCallDelta | None = None
-        self._arguments: list[str] = []
-
-    def add(self, pieces: list[ToolCallDelta]) -> list[Json]:
-        """Add pieces of calls. Return the calls that are now complete."""
-        complete: list[Json] = []
-        for piece in pieces:
-            if self._open is not None and piece.index == self._open.index:
-                self._arguments.append(piece.arguments)
-            else:
-                complete += self.finish()
-                self._open, self._arguments = piece, [piece.arguments]
-        return complete
-
-    def finish(self) -> list[Json]:
-        """Return the last call, which is complete at the end of the answer."""
-        call, self._open = self._open, None
-        if call is None:
-            return []
-        function = {
-            "index": call.index,
-            "name": call.name,
-            "arguments": decode_input("".join(self._arguments)),
-        }
-        return [{"id": call.id, "function": function}]
-
-
-class OllamaChunks(DialectChunks):
+class OllamaChunks(DialectChunks[_OllamaAnswer]):
     """Writes the lines of an answer."""
 
     format = OLLAMA_STREAM
 
     def __init__(self, answer: _OllamaAnswer) -> None:
         super().__init__(answer)
-        self._message = answer
         self._calls = CallCollector()
 
     def encode(self, sequence: Sequence) -> bytes:
         """Return the lines for the new output."""
         delta = self.read(sequence)
-        answer, message = self._message, self.choice.read(delta)
+        answer, message = self.answer, self.choice.read(delta)
         is_end = delta.finish_reason is not None
-        calls = self._calls.add(message.tool_calls)
-        calls += self._calls.finish() if is_end else []
+        calls = self._calls.add(message.tool_calls, is_end=is_end)
         logprobs = answer.logprobs(delta)
         lines = b""
         if message.content or message.reasoning or calls or logprobs:

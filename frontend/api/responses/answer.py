@@ -249,7 +249,7 @@ class EventWriter:
         return b"".join(events)
 
 
-class ResponseChunks(DialectChunks):
+class ResponseChunks(DialectChunks[ResponsesAnswer]):
     """Writes the events of a response: its start, its items one after another, and its end.
 
     `final` is the final response; None before the end.
@@ -257,7 +257,6 @@ class ResponseChunks(DialectChunks):
 
     def __init__(self, answer: ResponsesAnswer) -> None:
         super().__init__(answer)
-        self._response = answer
         self._writer = EventWriter()
         self._builder = answer.new_builder(self._emit)
         self._has_begun = False
@@ -278,53 +277,53 @@ class ResponseChunks(DialectChunks):
             delta = self.read(sequence)
         if not self._has_begun:
             self._begin()
-        self._builder.add(self.choice.read(delta), self._response.render_logprobs(delta))
+        self._builder.add(self.choice.read(delta), self.answer.render_logprobs(delta))
         if delta.finish_reason is not None:
-            self.final = self._response.finish(self._builder, delta)
+            self.final = self.answer.finish(self._builder, delta)
         return self._writer.take()
 
     def closing(self) -> bytes:
         """Return the event that ends the response."""
         assert self.final is not None
-        timings = self._response.timings()
+        timings = self.answer.timings()
         self._writer.emit(f"response.{self.final['status']}", response=self.final, **timings)
         return self._writer.take()
 
     def with_progress(self) -> ChunkEncoder:
         """Return this encoder, with the progress of the prompt if the request asks for it."""
-        wanted = self._response.request.return_progress
+        wanted = self.answer.request.return_progress
         return ProgressChunks(self, self._progress) if wanted else self
 
     def _progress(self, sequence: Sequence, progress: Json) -> bytes:
         if not self._has_begun:
             self._begin()
         more: Json = {"prompt_progress": progress}
-        if self._response.request.timings_per_token:
+        if self.answer.request.timings_per_token:
             more["timings"] = llama_prompt_timings(progress)
-        response = self._response.describe("in_progress")
+        response = self.answer.describe("in_progress")
         self._writer.emit("response.in_progress", response=response, **more)
         return self._writer.take()
 
     def _emit(self, kind: str, **fields: object) -> None:
         if kind == "response.output_text.delta":
-            fields |= self._response.timings()
+            fields |= self.answer.timings()
         self._writer.emit(kind, **fields)
 
     def _begin(self) -> None:
         self._has_begun = True
         if self._is_background:
-            queued = self._response.describe("queued")
+            queued = self.answer.describe("queued")
             self._writer.emit("response.created", response=queued)
             self._writer.emit("response.queued", response=queued)
         else:
-            self._writer.emit("response.created", response=self._response.describe("in_progress"))
-        self._writer.emit("response.in_progress", response=self._response.describe("in_progress"))
+            self._writer.emit("response.created", response=self.answer.describe("in_progress"))
+        self._writer.emit("response.in_progress", response=self.answer.describe("in_progress"))
 
     def _encode_error(self, error: APIError) -> bytes:
         if not self._has_begun:
             self._begin()
         self._builder.close(is_cut=True)
-        self.final = self._response.describe("failed")
+        self.final = self.answer.describe("failed")
         self.final |= {"error": describe_failure(error), "output": self._builder.items}
         self._writer.emit("response.failed", response=self.final)
         return self._writer.take()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cached_property, partial
 from itertools import chain
-from typing import ClassVar, Final, TypeAlias
+from typing import ClassVar, Final
 
 import msgspec
 import numpy as np
@@ -17,7 +17,7 @@ from ....protocol.sampling_params import SamplingParams
 from ...client.encoder_inputs import without_bad_words
 from ...client.engine_client import Delta, PositionLogprobs, Sequence
 from ...http.errors import APIError, bad_request
-from ..answer import Answer, Outputs, PromptAnswer
+from ..answer import PromptAnswer
 from ..endpoint import Endpoint, NewAnswer
 from ..generation import PreparedPrompt, matched_stop
 from ..infill import require_infill
@@ -38,12 +38,6 @@ PROMPTS_AT_ONCE: Final = 128
 """Number of prompts that are prepared before other tasks run; takes about 2 ms."""
 
 
-NewPromptAnswer: TypeAlias = Callable[
-    [Serving, CompletionRequest, list[PreparedPrompt], Outputs, Json], Answer[CompletionRequest]
-]
-"""The constructor of an answer to prompts."""
-
-
 class Completions(Endpoint[CompletionRequest]):
     """The completions endpoint.
 
@@ -57,7 +51,7 @@ class Completions(Endpoint[CompletionRequest]):
     """The default of `max_tokens`, as in OpenAI's API."""
 
     @property
-    def answer_type(self) -> NewPromptAnswer:
+    def answer_type(self) -> type[PromptAnswer]:
         """The class that writes answers."""
         return _Answer
 

@@ -23,8 +23,9 @@ from ...responses.mcp.turns import MAX_CALLS, Turn
 from ...schema import ChatCompletionRequest
 from ...schema.anthropic import MessagesRequest, ToolChoice
 from ...streaming.text_events import TextEvents
+from ..dialect import decode_input
 from .mcp_tools import RESULT, USE, ServerTools, as_turns, plain_messages
-from .messages import MESSAGES_STREAM, Messages, TokenCounter, decode_input, message_event
+from .messages import MESSAGES_STREAM, Messages, TokenCounter, message_event
 from .request import MessagesPrompt
 
 Write = Callable[[bytes], Awaitable[None]]
@@ -40,14 +41,12 @@ class McpMessagesPrompt(MessagesPrompt, kw_only=True):
 class McpMessages(Messages):
     """The route `/v1/messages`, also for requests with `mcp_servers`."""
 
-    async def _translate(
-        self, body: MessagesRequest, size: int, lease: MemoryLease
-    ) -> tuple[ChatCompletionRequest, int]:
+    async def _translate(self, body: MessagesRequest, size: int) -> ChatCompletionRequest:
         if not body.mcp_servers:
-            return await super()._translate(body, size, lease)
+            return await super()._translate(body, size)
         if body.max_tokens is None:
             raise bad_request("max_tokens", "is required")
-        return McpMessagesPrompt(model=body.model, stream=body.stream, messages=[], body=body), size
+        return McpMessagesPrompt(model=body.model, stream=body.stream, messages=[], body=body)
 
     async def _generate(
         self,
@@ -73,9 +72,9 @@ class McpMessages(Messages):
             identity = {"request_id": f"{state['request_id']}-{number}", "connection": turn}
             place = {**scope, "state": {**state, **identity}}
             with self._intake.lease() as inner:
-                chat, size = await super(McpMessages, self)._translate(body, body_size, inner)
+                chat = await super(McpMessages, self)._translate(body, body_size)
                 await super(McpMessages, self)._generate(
-                    place, turn.receive, turn.send, inner, chat, size, deadline
+                    place, turn.receive, turn.send, inner, chat, body_size, deadline
                 )
 
         turns = _Turns(request.body, serving.config.frontend.mcp_servers, generate)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any, Final
+from typing import Final
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,7 +12,6 @@ from ....client.engine_client import Delta
 from ....http.errors import APIError, bad_request, json_response, renaming
 from ....http.json_pieces import encode_whole
 from ...bodies.intake import RouteHandlers
-from ...bodies.request_memory import MemoryLease
 from ...chats.answer import ChatAnswer
 from ...logprobs import Json
 from ...openapi import accepts
@@ -22,7 +20,7 @@ from ...routes.chat_completions import ChatCompletions, render_request
 from ...schema import ChatCompletionRequest
 from ...schema.anthropic import MessagesRequest
 from ...streaming.event_stream import StreamFormat
-from ..dialect import BlockChunks
+from ..dialect import BlockChunks, CallCollector, decode_input
 from .request import translate_messages
 
 PATH: Final = "/v1/messages"
@@ -77,10 +75,8 @@ class Messages(ChatCompletions):
         """The class that writes answers."""
         return MessagesAnswer
 
-    async def _translate(
-        self, body: MessagesRequest, size: int, lease: MemoryLease
-    ) -> tuple[ChatCompletionRequest, int]:
-        return await self._serving.executor.run(size, self._translate_all, body), size
+    async def _translate(self, body: MessagesRequest, size: int) -> ChatCompletionRequest:
+        return await self._serving.executor.run(size, self._translate_all, body)
 
     def _translate_all(self, body: MessagesRequest) -> ChatCompletionRequest:
         if body.max_tokens is None:
@@ -127,15 +123,9 @@ class MessagesAnswer(ChatAnswer):
         for kind, text in (("thinking", message.reasoning), ("text", message.content)):
             if text:
                 blocks.append(_block(kind) | {kind: text})
-        arguments: dict[int, list[str]] = {}
-        for call in message.tool_calls:
-            if call.index not in arguments:
-                arguments[call.index] = []
-                blocks.append(_block("tool_use") | {"id": call.id, "name": call.name})
-            arguments[call.index].append(call.arguments)
-        calls = (block for block in blocks if block["type"] == "tool_use")
-        for block, pieces in zip(calls, arguments.values(), strict=True):
-            block["input"] = decode_input("".join(pieces))
+        for call in CallCollector().add(message.tool_calls, is_end=True):
+            found = {"id": call.id, "name": call.name, "input": decode_input(call.arguments)}
+            blocks.append(_block("tool_use") | found)
         return self.message(blocks) | self.ending(output) | {"usage": self.token_counts()}
 
     def chunks(self) -> MessageChunks:
@@ -196,15 +186,6 @@ def _block(kind: str) -> Json:
             return {"type": "tool_use", "id": "", "name": "", "input": {}}
 
 
-def decode_input(arguments: str) -> Any:
-    """Return the decoded arguments of a call, or {} if they are not an object."""
-    try:
-        decoded = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return {}
-    return decoded if isinstance(decoded, dict) else {}
-
-
 def message_event(kind: str, **fields: object) -> bytes:
     """Return an event of a stream."""
     content = encode_whole({"type": kind, **fields})
@@ -220,21 +201,20 @@ MESSAGES_STREAM: Final = StreamFormat(
 )
 
 
-class MessageChunks(BlockChunks):
+class MessageChunks(BlockChunks[MessagesAnswer]):
     """Writes the events of a message. A block ends when another one starts."""
 
     format = MESSAGES_STREAM
 
     def __init__(self, answer: MessagesAnswer) -> None:
         super().__init__(answer)
-        self._message = answer
         self._num_blocks = 0
 
     def _begin(self, events: list[bytes]) -> None:
-        events.append(message_event("message_start", message=self._message.message([])))
+        events.append(message_event("message_start", message=self.answer.message([])))
 
     def _end(self, delta: Delta, events: list[bytes]) -> None:
-        ending, usage = self._message.ending(delta), self._message.token_counts()
+        ending, usage = self.answer.ending(delta), self.answer.token_counts()
         events.append(message_event("message_delta", delta=ending, usage=usage))
         events.append(message_event("message_stop"))
 

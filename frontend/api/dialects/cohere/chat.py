@@ -17,7 +17,7 @@ from ...routes.chat_completions import ChatCompletions
 from ...schema import ChatCompletionRequest
 from ...schema.cohere import CohereChatRequest
 from ...streaming.event_stream import StreamFormat, event
-from ..dialect import BlockChunks
+from ..dialect import BlockChunks, CallCollector
 from .chat_request import CohereChat, translate_chat
 
 PATHS: Final = ("/v2/chat", "/cohere/v2/chat")
@@ -47,9 +47,7 @@ class CohereChats(ChatCompletions):
         request.reads_lines = _reads_lines(scope)
         return request, size
 
-    async def _translate(
-        self, body: CohereChatRequest, size: int, lease: MemoryLease
-    ) -> tuple[ChatCompletionRequest, int]:
+    async def _translate(self, body: CohereChatRequest, size: int) -> ChatCompletionRequest:
         serving = self._serving
 
         def shows_documents() -> bool:
@@ -60,7 +58,7 @@ class CohereChats(ChatCompletions):
         if limit is not None and serving.formats.can_limit_reasoning:
             expect(limit, int, "thinking.token_budget", "an integer")
             request.thinking_token_budget = limit
-        return request, size
+        return request
 
 
 class CohereAnswer(ChatAnswer):
@@ -75,19 +73,14 @@ class CohereAnswer(ChatAnswer):
         blocks: list[Json] = []
         if found.reasoning:
             blocks.append({"type": "thinking", "thinking": found.reasoning})
-        calls: dict[int, Json] = {}
-        for call in found.tool_calls:
-            if call.index in calls:
-                calls[call.index]["function"]["arguments"] += call.arguments
-            else:
-                calls[call.index] = _call(call)
+        calls = [_call(call) for call in CallCollector().add(found.tool_calls, is_end=True)]
         if found.content or not calls:
             blocks.append({"type": "text", "text": found.content})
         message: Json = {"role": "assistant"}
         if blocks:
             message["content"] = blocks
         if calls:
-            message["tool_calls"] = list(calls.values())
+            message["tool_calls"] = calls
         answer = {"id": self.envelope["id"], "message": message} | self.ending(output)
         if (logprobs := self.logprobs(output)) is not None:
             answer["logprobs"] = [logprobs]
@@ -166,7 +159,7 @@ _LINES: Final = StreamFormat(
 )
 
 
-class CohereChunks(BlockChunks):
+class CohereChunks(BlockChunks[CohereAnswer]):
     """Writes the events of a message. A block or a call ends when another one starts."""
 
     def __init__(self, answer: CohereAnswer) -> None:
@@ -174,7 +167,6 @@ class CohereChunks(BlockChunks):
         request = answer.request
         self._writes_lines = isinstance(request, CohereChat) and request.reads_lines
         self._encode = _line if self._writes_lines else event
-        self._cohere = answer
         self._num_blocks = 0
 
     @property
@@ -191,14 +183,14 @@ class CohereChunks(BlockChunks):
     def _begin(self, events: list[bytes]) -> None:
         empty = {"role": "assistant", "content": [], "tool_plan": "", "tool_calls": []}
         start = {"message": empty | {"citations": []}}
-        events.append(self._event("message-start", id=self._cohere.envelope["id"], delta=start))
+        events.append(self._event("message-start", id=self.answer.envelope["id"], delta=start))
 
     def _end(self, delta: Delta, events: list[bytes]) -> None:
-        answer_id = self._cohere.envelope["id"]
-        events.append(self._event("message-end", id=answer_id, delta=self._cohere.ending(delta)))
+        answer_id = self.answer.envelope["id"]
+        events.append(self._event("message-end", id=answer_id, delta=self.answer.ending(delta)))
 
     def _write(self, message: MessageDelta, delta: Delta, events: list[bytes]) -> None:
-        logprobs = self._cohere.logprobs(delta)
+        logprobs = self.answer.logprobs(delta)
         for kind, text in (("thinking", message.reasoning), ("text", message.content)):
             if text:
                 self._enter_block(kind, events)

@@ -10,8 +10,7 @@ from ....http.json_pieces import encode_whole
 from ...chats.answer import ChatAnswer, ChatChoice
 from ...logprobs import Json
 from ...streaming.event_stream import StreamFormat, event
-from ..dialect import DialectChunks
-from ..ollama_answer import CallCollector
+from ..dialect import CallCollector, DialectChunks, decode_input
 
 _STATUSES: Final = {
     400: "INVALID_ARGUMENT",
@@ -88,10 +87,8 @@ class GeminiAnswer(ChatAnswer):
         if message.content:
             parts.append({"text": message.content})
         is_end = delta.finish_reason is not None
-        complete = calls.add(message.tool_calls) + (calls.finish() if is_end else [])
-        for call in complete:
-            function = call["function"]
-            found = {"id": call["id"], "name": function["name"], "args": function["arguments"]}
+        for call in calls.add(message.tool_calls, is_end=is_end):
+            found = {"id": call.id, "name": call.name, "args": decode_input(call.arguments)}
             parts.append({"functionCall": found})
         candidate: Json = {"content": {"role": "model", "parts": parts}, "index": choice.index}
         if is_end:
@@ -127,20 +124,19 @@ _STREAM: Final = StreamFormat(
 )
 
 
-class GeminiChunks(DialectChunks):
+class GeminiChunks(DialectChunks[GeminiAnswer]):
     """Writes the stream of an answer: each event is a response with the new output of one candidate."""
 
     format = _STREAM
 
     def __init__(self, answer: GeminiAnswer) -> None:
         super().__init__(answer)
-        self._gemini = answer
         self._calls = [CallCollector() for _ in answer.choices]
 
     def encode(self, sequence: Sequence) -> bytes:
         """Return the events for the new output."""
         delta = self.read(sequence)
-        answer, index = self._gemini, sequence.position
+        answer, index = self.answer, sequence.position
         candidate = answer.candidate(answer.choices[index], delta, self._calls[index])
         if not (candidate["content"]["parts"] or "finishReason" in candidate):
             return b""

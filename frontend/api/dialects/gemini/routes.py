@@ -18,7 +18,6 @@ from ....http.json_pieces import encode_list
 from ....http.routing import Route
 from ...bodies.intake import Intake, RouteHandlers, reads
 from ...bodies.request_memory import MemoryLease
-from ...chats.answer import ChatAnswer
 from ...routes.chat_completions import ChatCompletions, render_request
 from ...routes.embeddings import Embeddings
 from ...schema import ChatCompletionRequest, EmbeddingRequest
@@ -97,11 +96,7 @@ class GeminiChats(ChatCompletions):
 
     body_schema = GeminiRequest
     cuts_max_tokens = True
-
-    @property
-    def answer_type(self) -> type[ChatAnswer]:
-        """The class that writes answers."""
-        return GeminiAnswer
+    answer_type = GeminiAnswer
 
     async def _receive(
         self, scope: Scope, receive: Receive, lease: MemoryLease

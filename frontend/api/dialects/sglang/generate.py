@@ -31,7 +31,7 @@ from ...inputs.hidden_states import all_states
 from ...logprobs import Json
 from ...prompts import BYTES_PER_TOKEN_ID, Prompt, parse_prompts
 from ...receipts.meta_info import TokenEntries, meta_info
-from ...routes.completions import Completions, NewPromptAnswer
+from ...routes.completions import Completions
 from ...schema import CompletionRequest
 from ...schema.sglang import SglangGenerateRequest
 from ...serving import Serving
@@ -56,7 +56,7 @@ class SglangGenerate(Completions):
         self._sessions = sessions
 
     @property
-    def answer_type(self) -> NewPromptAnswer:
+    def answer_type(self) -> type[PromptAnswer]:
         """The class that writes answers."""
         return SglangAnswer
 

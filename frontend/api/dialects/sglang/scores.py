@@ -9,7 +9,6 @@ from ....client.engine_client import Delta
 from ...bodies.intake import Intake, RouteHandlers
 from ...durable.records import replay_body
 from ...logprobs import Json
-from ...routes.completions import NewPromptAnswer
 from ...routes.invocations import field_names
 from ...routes.scores import Scores
 from ...schema import ScoreRequest
@@ -40,17 +39,6 @@ class ScoreRoute(RouteHandlers):
         await response(scope, receive, send)
 
 
-class SglangScoring(GenerativeScoring):
-    """The endpoint that scores items by labels, in SGLang's format."""
-
-    applies_softmax = False
-
-    @property
-    def answer_type(self) -> NewPromptAnswer:
-        """The class that writes answers."""
-        return _SglangScores
-
-
 class _SglangScores(ScoringAnswer):
     def whole(self, outputs: list[Delta]) -> Json:
         return {
@@ -59,3 +47,10 @@ class _SglangScores(ScoringAnswer):
             "usage": self._count_usage(num_completion_tokens=0),
             "object": "scoring",
         }
+
+
+class SglangScoring(GenerativeScoring):
+    """The endpoint that scores items by labels, in SGLang's format."""
+
+    applies_softmax = False
+    answer_type = _SglangScores

@@ -26,7 +26,7 @@ from ...endpoint import Endpoint, NewAnswer
 from ...generation import PreparedPrompt
 from ...openapi import accepts
 from ...routes.chat_completions import render_request
-from ...routes.completions import Completions, NewPromptAnswer
+from ...routes.completions import Completions
 from ...routes.invocations import field_names
 from ...schema import ChatCompletionRequest, CompletionRequest
 from ...schema.dialects.tgi import TgiRequest
@@ -45,11 +45,7 @@ class TgiGenerate(Completions):
 
     body_schema = TgiRequest
     streams: ClassVar[bool] = False
-
-    @property
-    def answer_type(self) -> NewPromptAnswer:
-        """The class that writes answers."""
-        return TgiAnswer
+    answer_type = TgiAnswer
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, lease: MemoryLease) -> None:
         try:
@@ -57,10 +53,8 @@ class TgiGenerate(Completions):
         except (APIError, ParameterError) as error:
             raise _tgi_error(error) from None
 
-    async def _translate(
-        self, body: TgiRequest, size: int, lease: MemoryLease
-    ) -> tuple[CompletionRequest, int]:
-        return translate(body, stream=self.streams, is_compatible=False), size
+    async def _translate(self, body: TgiRequest, size: int) -> CompletionRequest:
+        return translate(body, stream=self.streams, is_compatible=False)
 
 
 class TgiStream(TgiGenerate):
@@ -72,10 +66,8 @@ class TgiStream(TgiGenerate):
 class TgiRoot(TgiGenerate):
     """The endpoint at `/`, which streams if the body asks for it, and else answers with a list."""
 
-    async def _translate(
-        self, body: TgiRequest, size: int, lease: MemoryLease
-    ) -> tuple[CompletionRequest, int]:
-        return translate(body, stream=bool(body.stream), is_compatible=True), size
+    async def _translate(self, body: TgiRequest, size: int) -> CompletionRequest:
+        return translate(body, stream=bool(body.stream), is_compatible=True)
 
 
 class GenerateRoute(Endpoint[CompletionRequest]):

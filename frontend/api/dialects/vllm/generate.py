@@ -22,12 +22,11 @@ from ....http.json_pieces import encode_list
 from ...answer import PromptAnswer
 from ...bodies.body import make_decoder
 from ...bodies.intake import Intake
-from ...bodies.request_memory import MemoryLease
 from ...chats.prompt import MARKED_TOKENS
 from ...generation import PreparedPrompt
 from ...logprobs import Json, finite
 from ...prompts import Prompt
-from ...routes.completions import Completions, NewPromptAnswer
+from ...routes.completions import Completions
 from ...schema import UNLIMITED, ChatCompletionRequest, CompletionRequest
 from ...schema.refused import verify_supported
 from ...schema.vllm import VllmGenerateRequest, VllmSampling
@@ -99,13 +98,11 @@ class VllmGenerate(Completions):
         self._chats = make_decoder(ChatCompletionRequest, strict=True)
 
     @property
-    def answer_type(self) -> NewPromptAnswer:
+    def answer_type(self) -> type[PromptAnswer]:
         """The class that writes answers."""
         return TokenAnswer
 
-    async def _translate(
-        self, body: VllmGenerateRequest, size: int, lease: MemoryLease
-    ) -> tuple[CompletionRequest, int]:
+    async def _translate(self, body: VllmGenerateRequest, size: int) -> CompletionRequest:
         params = body.sampling_params or VllmSampling()
         if params.stop and params.detokenize is False:
             raise bad_request("sampling_params.stop", "needs detokenize=true")
@@ -162,7 +159,7 @@ class VllmGenerate(Completions):
                     self._serving.config.model.vocab_size,
                     self._serving.config.frontend.max_logprobs,
                 )
-        return prompt, size
+        return prompt
 
     async def _read_chat(self, body: VllmGenerateRequest, size: int) -> _Chat:
         """Return the conversation by which an answer is parsed.

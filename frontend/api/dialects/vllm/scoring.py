@@ -10,10 +10,9 @@ import numpy.typing as npt
 from ....client.engine_client import Delta
 from ....http.errors import bad_request
 from ...answer import PromptAnswer
-from ...bodies.request_memory import MemoryLease
 from ...logprobs import Json
 from ...prompts import BYTES_PER_TOKEN_ID, Prompt, parse_prompts, verify_num_characters
-from ...routes.completions import Completions, NewPromptAnswer
+from ...routes.completions import Completions
 from ...schema import CompletionRequest
 from ...schema.vllm import GenerativeScoringRequest
 
@@ -39,7 +38,7 @@ class GenerativeScoring(Completions):
     applies_softmax: ClassVar[bool] = True
 
     @property
-    def answer_type(self) -> NewPromptAnswer:
+    def answer_type(self) -> type[PromptAnswer]:
         """The class that writes answers."""
         return ScoringAnswer
 
@@ -47,9 +46,7 @@ class GenerativeScoring(Completions):
         """Return the value of the response's field `object`."""
         return "list"
 
-    async def _translate(
-        self, body: GenerativeScoringRequest, size: int, lease: MemoryLease
-    ) -> tuple[CompletionRequest, int]:
+    async def _translate(self, body: GenerativeScoringRequest, size: int) -> CompletionRequest:
         if not body.label_token_ids:
             raise bad_request("label_token_ids", "is required, and must not be empty")
         if body.apply_softmax is None:
@@ -65,7 +62,7 @@ class GenerativeScoring(Completions):
             cache_salt=body.cache_salt,
             user=body.user,
         )
-        return prompts, size
+        return prompts
 
     async def _prompts(self, request: CompletionRequest, body_size: int) -> list[Prompt]:
         assert isinstance(request, LabelPrompts)
