@@ -17,6 +17,7 @@ from ..client.beam_search import BeamSearch
 from ..client.engine_client import RequestGroup
 from ..http.deadline import read_deadline
 from ..http.errors import APIError, json_response, renaming
+from ..http.routing import Asgi
 from ..model_source.lora_registry import LoraScale
 from .answer import Answer, Outputs, Request
 from .bodies.body import ClientDisconnected
@@ -62,24 +63,24 @@ class Endpoint(RouteHandlers, ABC, Generic[Request]):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         with self._intake.lease() as lease:
-            await self._answer(scope, receive, send, lease)
+            await self._answer(Asgi(scope, receive, send), lease)
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send, lease: MemoryLease) -> None:
-        keeper = Keeper(self._serving, scope)
+    async def _answer(self, asgi: Asgi, lease: MemoryLease) -> None:
+        keeper = Keeper(self._serving, asgi.scope)
         if (position := keeper.read_position()) is not None:
             resumption = await keeper.find_resumption(position)
             with resumption:
-                await self.resume(resumption, scope, receive, send, lease)
+                await self.resume(resumption, asgi, lease)
             return
-        deadline = read_deadline(scope, self._serving.config.frontend.default_deadline_s)
-        request, body_size = await self._receive(scope, keeper.watch_body(receive), lease)
-        await self._generate(scope, receive, send, lease, request, body_size, deadline, keeper)
+        deadline = read_deadline(asgi.scope, self._serving.config.frontend.default_deadline_s)
+        request, body_size = await self._receive(
+            asgi._replace(receive=keeper.watch_body(asgi.receive)), lease
+        )
+        await self._generate(asgi, lease, request, body_size, deadline, keeper)
 
     async def _generate(
         self,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
+        asgi: Asgi,
         lease: MemoryLease,
         request: Request,
         body_size: int,
@@ -90,15 +91,15 @@ class Endpoint(RouteHandlers, ABC, Generic[Request]):
 
         Without a `keeper` the request is not recorded.
         """
-        serving, state = self._serving, scope["state"]
+        serving, state = self._serving, asgi.state
         serving.verify_model(request.model)
         serving.verify_serving()
         verify_streaming(request)
-        origin = find_origin(scope, request, deadline, serving.num_replicas)
+        origin = find_origin(asgi.scope, request, deadline, serving.num_replicas)
         if (greeting := self._greeting(request)) is not None:
-            await json_response(greeting)(scope, receive, send)
+            await json_response(greeting)(*asgi)
             return
-        prompts, new_answer = await self._prepare(request, body_size, receive)
+        prompts, new_answer = await self._prepare(request, body_size, asgi.receive)
         verify_streamed_logprobs(request, prompts, serving)
         lease.count_media(sum(prompt.num_image_bytes * prompt.params.n for prompt in prompts))
         wanted = ((prompt.params, len(prompt.token_ids)) for prompt in prompts)
@@ -110,7 +111,7 @@ class Endpoint(RouteHandlers, ABC, Generic[Request]):
         start = partial(submit, serving, request, prompts, request_id, origin)
         beams = beam_search_params(request, prompts, serving.config)
         if beams is None:
-            keeper = keeper or Keeper(serving, scope, is_on=False)
+            keeper = keeper or Keeper(serving, asgi.scope, is_on=False)
             record = keeper.make_record(
                 prompts,
                 prefix=self.id_prefix_of(request),
@@ -119,7 +120,7 @@ class Endpoint(RouteHandlers, ABC, Generic[Request]):
             )
             if (same := await keeper.find_same_request(record)) is not None:
                 with same:
-                    await self.resume(same, scope, receive, send, lease)
+                    await self.resume(same, asgi, lease)
                 return
             with keeper:
                 group = await start(begin_recording=keeper.begin_recording(record))
@@ -127,23 +128,18 @@ class Endpoint(RouteHandlers, ABC, Generic[Request]):
         else:
             end_token_ids = serving.config.model.eos_token_ids
             search = BeamSearch(serving.engine, beams, end_token_ids, request_id)
-            group = await _finish_search(search, start, receive)
+            group = await _finish_search(search, start, asgi.receive)
             answer_id, created = f"{self.id_prefix_of(request)}-{request_id}", int(time.time())
         try:
             answer = new_answer(group, self._envelope(request, answer_id, created))
             if request.include_receipt:
                 answer.receipt_source = ReceiptSource(request_id, first, nearest)
-            await self._reply(answer, group, scope, receive, send)
+            await self._reply(answer, group, asgi)
         finally:
             group.leave()
 
     async def resume(
-        self,
-        resumption: Resumption,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-        lease: MemoryLease | None = None,
+        self, resumption: Resumption, asgi: Asgi, lease: MemoryLease | None = None
     ) -> None:
         """Answer a request with the output of another request that was or is being generated.
 
@@ -152,11 +148,11 @@ class Endpoint(RouteHandlers, ABC, Generic[Request]):
         """
         if lease is None:
             with self._intake.lease() as lease:
-                await self.resume(resumption, scope, receive, send, lease)
+                await self.resume(resumption, asgi, lease)
             return
         record = resumption.record
-        owner = scope["state"]["owner"]
-        request, prompts, new_answer = await self._prepare_again(record, owner, receive, lease)
+        owner = asgi.state["owner"]
+        request, prompts, new_answer = await self._prepare_again(record, owner, asgi.receive, lease)
         group = await resumption.mirror(self._serving, request, prompts)
         try:
             answer = new_answer(group, self._envelope(request, record.answer_id, record.created))
@@ -164,13 +160,10 @@ class Endpoint(RouteHandlers, ABC, Generic[Request]):
                 chunks = answer.chunks()
                 await resumption.read_silently(group, chunks)
                 chunks = identify(chunks, record.answer_id, group)
-                stream = EventStream(
-                    send, scope["state"]["connection"], self._serving.config.frontend.max_silence_s
-                )
-                await stream.run(receive, group, resumption.without_end(chunks))
+                await self._stream(asgi).run(asgi.receive, group, resumption.without_end(chunks))
             else:
                 resumption.open(group)
-                await self._send_whole(answer, group, scope, receive, send)
+                await self._send_whole(answer, group, asgi)
         finally:
             group.abort()
 
@@ -201,8 +194,8 @@ class Endpoint(RouteHandlers, ABC, Generic[Request]):
         """
         scope: Scope = {"type": "http", "method": "POST", "path": record.path, "headers": []}
         scope["state"] = {"owner": owner}
-        body = replay_body(record.body, receive)
-        request, body_size = await self._receive(scope, body, lease)
+        asgi = Asgi(scope, replay_body(record.body, receive), _drop)
+        request, body_size = await self._receive(asgi, lease)
         self._verify_same_model(record, request.model, request.lora)
         prompts, new_answer = await self._prepare(request, body_size, receive)
         return request, prompts, new_answer
@@ -225,34 +218,22 @@ class Endpoint(RouteHandlers, ABC, Generic[Request]):
                 "again",
             )
 
-    async def _reply(
-        self,
-        answer: Answer[Request],
-        group: RequestGroup,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-    ) -> None:
+    async def _reply(self, answer: Answer[Request], group: RequestGroup, asgi: Asgi) -> None:
         if not answer.request.stream:
-            await self._send_whole(answer, group, scope, receive, send)
+            await self._send_whole(answer, group, asgi)
             return
         chunks = answer.chunks()
         if group.recording is not None:
             chunks = identify(chunks, answer.envelope["id"], group)
-        stream = EventStream(
-            send, scope["state"]["connection"], self._serving.config.frontend.max_silence_s
-        )
-        await stream.run(receive, group, chunks)
+        await self._stream(asgi).run(asgi.receive, group, chunks)
 
-    async def _send_whole(
-        self,
-        answer: Answer[Request],
-        group: RequestGroup,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-    ) -> None:
-        await wait_for_end(group, receive)
+    def _stream(self, asgi: Asgi) -> EventStream:
+        """Return the stream to a client."""
+        silence_s = self._serving.config.frontend.max_silence_s
+        return EventStream(asgi.send, asgi.state["connection"], silence_s)
+
+    async def _send_whole(self, answer: Answer[Request], group: RequestGroup, asgi: Asgi) -> None:
+        await wait_for_end(group, asgi.receive)
         response = await self._serving.executor.run(
             group.weight + answer.prompt_weight,
             lambda: json_response(
@@ -260,7 +241,7 @@ class Endpoint(RouteHandlers, ABC, Generic[Request]):
                 headers=answer.headers(),
             ),
         )
-        await response(scope, receive, send)
+        await response(*asgi)
 
     def _envelope(self, request: Request, answer_id: str, created: int) -> Json:
         return {
@@ -271,16 +252,14 @@ class Endpoint(RouteHandlers, ABC, Generic[Request]):
             "system_fingerprint": self._serving.find_fingerprint(request.model, request.lora),
         }
 
-    async def _receive(
-        self, scope: Scope, receive: Receive, lease: MemoryLease
-    ) -> tuple[Request, int]:
+    async def _receive(self, asgi: Asgi, lease: MemoryLease) -> tuple[Request, int]:
         """Return the request and the size of its body in bytes.
 
         Raises:
             APIError: The body is too large or invalid (4xx).
         """
         schema: Any = self.body_schema
-        body, size = await self._intake.receive(scope, receive, schema, lease)
+        body, size = await self._intake.receive(asgi, schema, lease)
         return await self._translate(body, size), size
 
     async def _translate(self, body: Any, size: int) -> Request:
@@ -321,6 +300,10 @@ def identify(chunks: ChunkEncoder, answer_id: str, group: RequestGroup) -> Chunk
     if not chunks.format.has_ids or len(group.sequences) > MAX_SEQUENCES:
         return chunks
     return IdentifiedChunks(chunks, answer_id, group)
+
+
+async def _drop(message: Message) -> None:
+    """Drop a message: a request that is prepared again sends nothing meanwhile."""
 
 
 async def _never() -> Message:

@@ -16,6 +16,20 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 _PARAMETER: Final = re.compile(r"\{(\w+)(:path)?\}")
 
 
+class Asgi(NamedTuple):
+    """An HTTP request, as ASGI passes it to an application."""
+
+    scope: Scope
+    receive: Receive
+    send: Send
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The state of the request."""
+        state: dict[str, Any] = self.scope["state"]
+        return state
+
+
 class Route:
     """A path, the methods that it takes, and the endpoint that answers.
 

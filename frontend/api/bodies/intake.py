@@ -9,10 +9,10 @@ from typing import Any, Final, TypeVar
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope
 
 from ...client.executor import request_digest
 from ...http.errors import internal_error, unavailable
+from ...http.routing import Asgi
 from ..dialects.azure import find_deployment
 from ..inputs.named_media import fill_in_media
 from ..inputs.stored_files import fill_in_files
@@ -65,7 +65,7 @@ class Intake:
         return self._serving.request_memory.lease()
 
     async def receive(
-        self, scope: Scope, receive: Receive, schema: type[T], lease: MemoryLease
+        self, source: Asgi | Request, schema: type[T], lease: MemoryLease
     ) -> tuple[T, int]:
         """Return the body, decoded into `schema`, and its size in bytes.
 
@@ -77,19 +77,19 @@ class Intake:
                 no room for it (503); a stored file does not exist (404) or no media have a name (400).
             ClientDisconnected: The client closed the connection first.
         """
-        body, size = await self._decode(scope, receive, schema, lease)
-        if model := find_deployment(scope):
+        body, size = await self._decode(source, schema, lease)
+        if model := find_deployment(source.scope):
             body.model = model  # type: ignore[attr-defined]
         if messages := getattr(body, "messages", None):
-            owner = scope.get("state", {}).get("owner", "")
+            owner = source.scope.get("state", {}).get("owner", "")
             for fill_in in (fill_in_files, fill_in_media):
                 size += await fill_in(self._serving, messages, size, owner, lease)
         return body, size
 
     async def _decode(
-        self, scope: Scope, receive: Receive, schema: type[T], lease: MemoryLease
+        self, source: Asgi | Request, schema: type[T], lease: MemoryLease
     ) -> tuple[T, int]:
-        body = await read_body(scope, receive, self._max_body_bytes, lease)
+        body = await read_body(source.scope, source.receive, self._max_body_bytes, lease)
         self._refuse_poison()
         if schema not in self._decoders:
             self._decoders[schema] = make_decoder(schema, self._is_strict)
@@ -109,7 +109,7 @@ class Intake:
         reply = await self._pool.decode(schema, body)
         return await executor.in_thread(unpack, reply), body.size
 
-    async def receive_bytes(self, scope: Scope, receive: Receive) -> bytes:
+    async def receive_bytes(self, source: Asgi | Request) -> bytes:
         """Return the bytes of a body that another route then receives again.
 
         Raises:
@@ -117,10 +117,12 @@ class Intake:
             ClientDisconnected: The client closed the connection first.
         """
         with self.lease() as lease:
-            return (await read_body(scope, receive, self._max_body_bytes, lease)).join()
+            return (
+                await read_body(source.scope, source.receive, self._max_body_bytes, lease)
+            ).join()
 
     async def receive_form(
-        self, scope: Scope, receive: Receive, decoder: FormDecoder[T], lease: MemoryLease
+        self, source: Asgi | Request, decoder: FormDecoder[T], lease: MemoryLease
     ) -> tuple[T, dict[str, FormFile]]:
         """Return the decoded values of a form, and its files. A model that the path names replaces the one in it.
 
@@ -129,11 +131,13 @@ class Intake:
                 it (503).
             ClientDisconnected: The client closed the connection first.
         """
-        boundary = find_boundary(scope)
-        body = await read_body(scope, receive, self._max_body_bytes, lease, is_json=False)
+        boundary = find_boundary(source.scope)
+        body = await read_body(
+            source.scope, source.receive, self._max_body_bytes, lease, is_json=False
+        )
         self._refuse_poison()
         form = await self._serving.executor.in_thread(parse_form, body, boundary)
-        if model := find_deployment(scope):
+        if model := find_deployment(source.scope):
             form.values["model"] = [model]
         return decoder.decode(form.values), form.files
 
@@ -175,7 +179,7 @@ def reads(
         async def answer(self: R, http: Request) -> Response:
             intake = self._intake
             with intake.lease() as lease:
-                body, size = await intake.receive(http.scope, http.receive, schema, lease)
+                body, size = await intake.receive(http, schema, lease)
                 return await handler(self, http, body, size)
 
         return answer

@@ -77,7 +77,7 @@ class LlamaOperations(RouteHandlers):
 
     async def set_scales(self, http: Request) -> Response:
         """Apply an adapter to all later requests for the base model. The body is an array of ids and scales."""
-        body = await self._intake.receive_bytes(http.scope, http.receive)
+        body = await self._intake.receive_bytes(http)
         if len(body) > MAX_SCALES_BYTES:
             raise APIError(
                 413, f"The body has {len(body)} bytes, but at most {MAX_SCALES_BYTES} are allowed"

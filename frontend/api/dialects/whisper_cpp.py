@@ -10,6 +10,7 @@ from starlette.types import Receive, Scope, Send
 from ....protocol.config import ModelConfig
 from ...http.deadline import read_deadline
 from ...http.errors import json_response, wrong
+from ...http.routing import Asgi
 from ...media.transcription.languages import LANGUAGE_NAMES
 from ...media.transcription.options import verify_transcribes
 from ...media.transcription.subtitles import write_srt, write_vtt
@@ -67,9 +68,10 @@ class Inference(RouteHandlers):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
+        asgi = Asgi(scope, receive, send)
         with self._intake.lease() as lease:
             deadline = read_deadline(scope, self._serving.config.frontend.default_deadline_s)
-            request, files = await self._intake.receive_form(scope, receive, self._decoder, lease)
+            request, files = await self._intake.receive_form(asgi, self._decoder, lease)
             translated = _translate(request, self._serving.config.model)
             route = self._translations if request.translate else self._transcriptions
 
@@ -77,7 +79,7 @@ class Inference(RouteHandlers):
                 return _write(transcript, plan, request)
 
             sent = Sent(translated, files, lease, deadline)
-            await route.answer(sent, scope, receive, send, write)
+            await route.answer(sent, asgi, write)
 
 
 def _translate(request: InferenceRequest, model: ModelConfig) -> TranscriptionRequest:

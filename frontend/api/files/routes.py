@@ -10,7 +10,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from ...http.errors import APIError, bad_request, json_response, renamer, renaming, wrong
-from ...http.routing import Route
+from ...http.routing import Asgi, Route
 from ..bodies.form import FormDecoder
 from ..bodies.intake import Intake, RouteHandlers
 from ..schema.files import FileRequest
@@ -42,7 +42,9 @@ class Upload(RouteHandlers):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Store a file."""
         with self._intake.lease() as lease:
-            request, files = await self._intake.receive_form(scope, receive, self._decoder, lease)
+            request, files = await self._intake.receive_form(
+                Asgi(scope, receive, send), self._decoder, lease
+            )
             is_anthropic = anthropic.is_from_anthropic(scope)
             purpose = request.purpose
             if purpose is None and is_anthropic:

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ...http.errors import APIError, bad_request, json_response, wrong
-from ...http.routing import Route
+from ...http.routing import Asgi, Route
 from ...store.client import StoreClient
 from ..bodies.form import FormDecoder
 from ..bodies.intake import Intake, RouteHandlers, reads
@@ -83,7 +83,9 @@ class AddPart(RouteHandlers):
         """Store a part."""
         owner = scope["state"]["owner"]
         with self._intake.lease() as lease:
-            _, files = await self._intake.receive_form(scope, receive, self._decoder, lease)
+            _, files = await self._intake.receive_form(
+                Asgi(scope, receive, send), self._decoder, lease
+            )
             if DATA not in files:
                 raise bad_request(DATA, "is required: send it in the form")
             upload = await self._uploads.get_pending(scope["path_params"]["id"], owner)

@@ -10,11 +10,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final
 
 import msgspec
-from starlette.types import Message, Scope
+from starlette.types import Message
 
 from ...client.engine_client import BeginRecording, RequestGroup
 from ...client.groups.recording import Recording
 from ...http.errors import APIError, internal_error, too_many_requests, unavailable
+from ...http.routing import Asgi
 from ...store.client import StoreError
 from ..bodies.body import ClientDisconnected
 from ..durable.keeper import Keeper, encode_record
@@ -95,15 +96,11 @@ class BackgroundRun:
         self._changed = asyncio.Event()
 
     @property
-    def scope(self) -> Scope:
-        """The ASGI scope of the run, like that of a client that waits for the response."""
-        return {
-            "type": "http",
-            "method": "POST",
-            "path": PATH,
-            "headers": [],
-            "state": {**self.caller, "connection": self},
-        }
+    def asgi(self) -> Asgi:
+        """The request of a client that waits for the response, for which the run stands in."""
+        state = {**self.caller, "connection": self}
+        scope = {"type": "http", "method": "POST", "path": PATH, "headers": [], "state": state}
+        return Asgi(scope, self.receive, self.send)
 
     @property
     def is_running(self) -> bool:
@@ -171,7 +168,7 @@ class RunKeeper(Keeper):
     """Records a run in the token log, also without `--store`, so that another frontend can continue it."""
 
     def __init__(self, serving: Serving, run: BackgroundRun) -> None:
-        super().__init__(serving, run.scope, is_on=False)
+        super().__init__(serving, run.asgi.scope, is_on=False)
         self._run = run
 
     def make_record(

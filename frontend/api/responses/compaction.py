@@ -5,11 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, Final
 
-from starlette.types import Receive, Scope, Send
-
 from ...client.engine_client import Delta
 from ...http.deadline import read_deadline
 from ...http.errors import renaming
+from ...http.routing import Asgi
 from ..bodies.intake import Intake
 from ..bodies.request_memory import MemoryLease
 from ..chats.answer import ChatAnswer
@@ -62,10 +61,10 @@ class Compaction(ChatCompletions):
     def _max_tokens(self) -> int:
         return min(MAX_SUMMARY_TOKENS, max(1, self._serving.config.model.max_model_len // 4))
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send, lease: MemoryLease) -> None:
-        serving, owner = self._serving, scope["state"]["owner"]
-        deadline = read_deadline(scope, serving.config.frontend.default_deadline_s)
-        body, size = await self._intake.receive(scope, receive, CompactRequest, lease)
+    async def _answer(self, asgi: Asgi, lease: MemoryLease) -> None:
+        serving, owner = self._serving, asgi.state["owner"]
+        deadline = read_deadline(asgi.scope, serving.config.frontend.default_deadline_s)
+        body, size = await self._intake.receive(asgi, CompactRequest, lease)
         context, items = await self._states.read_items(body, new_id("resp"), owner)
         size += sum(map(size_of, context))
         files = await self._states.load_files(context + items, owner)
@@ -85,7 +84,7 @@ class Compaction(ChatCompletions):
         # The oldest messages may be dropped, so that numbers of messages are those of other items.
         with renaming(partial(sent_name, body, {})):
             request = await serving.executor.run(size, translate)
-            await self._generate(scope, receive, send, lease, request, size, deadline)
+            await self._generate(asgi, lease, request, size, deadline)
 
     async def _render(
         self, plan: ChatPlan, request: ChatCompletionRequest, size: int

@@ -8,11 +8,11 @@ from functools import partial
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from ...client.engine_client import RequestGroup
 from ...http.deadline import read_deadline
 from ...http.errors import APIError, json_response, renaming
+from ...http.routing import Asgi
 from ..answer import Answer
 from ..bodies.disconnection import while_connected
 from ..bodies.intake import Intake, RouteHandlers, reads
@@ -35,7 +35,6 @@ from ..schema.responses import (
     ResponsesRequest,
 )
 from ..serving import Serving
-from ..streaming.event_stream import EventStream
 from ..streaming.text_events import TextEvents
 from .answer import RESPONSE_STREAM, ResponsesAnswer, describe_response
 from .background import BackgroundRun, BackgroundRuns, RunKeeper
@@ -69,82 +68,63 @@ class Responses(ChatCompletions):
         self._states = states
         self.runs = BackgroundRuns(states, serving)
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send, lease: MemoryLease) -> None:
-        exchange, size, deadline = await self._begin(scope, receive, lease)
+    async def _answer(self, asgi: Asgi, lease: MemoryLease) -> None:
+        exchange, size, deadline = await self._begin(asgi, lease)
         body = exchange.body
         if not body.background:
             if has_mcp(body.tools):
-                await self._answer_in_turns(exchange, scope, receive, send, deadline)
+                await self._answer_in_turns(exchange, asgi, deadline)
             else:
-                await self._answer_now(exchange, size, scope, receive, send, lease, deadline)
+                await self._answer_now(exchange, size, asgi, lease, deadline)
             return
         with renaming(partial(sent_name, body, exchange.places)):
             queued = describe_response(self._serving, exchange, "queued")
-            run = BackgroundRun(exchange, queued, scope["state"])
+            run = BackgroundRun(exchange, queued, asgi.state)
             await self.runs.start(run, self._run)
         if body.stream:
-            await send_events(read_run(run, 0), scope, receive, send)
+            await send_events(read_run(run, 0), asgi)
         else:
-            await json_response(run.response | {"status": "queued"})(scope, receive, send)
+            await json_response(run.response | {"status": "queued"})(*asgi)
 
-    async def _begin(
-        self, scope: Scope, receive: Receive, lease: MemoryLease
-    ) -> tuple[Exchange, int, float]:
+    async def _begin(self, asgi: Asgi, lease: MemoryLease) -> tuple[Exchange, int, float]:
         """Read a request. Return the new response, the bytes of the body, and the deadline."""
-        serving, state = self._serving, scope["state"]
-        deadline = read_deadline(scope, serving.config.frontend.default_deadline_s)
-        body, size = await self._read(scope, receive, lease)
+        serving, state = self._serving, asgi.state
+        deadline = read_deadline(asgi.scope, serving.config.frontend.default_deadline_s)
+        body, size = await self._read(asgi, lease)
         serving.verify_model(body.model)
         serving.verify_serving()
         exchange = await self._states.begin(body, state["owner"], state.get(KEPT))
         return exchange, size, deadline
 
-    async def _read(
-        self, scope: Scope, receive: Receive, lease: MemoryLease
-    ) -> tuple[ResponsesRequest, int]:
+    async def _read(self, asgi: Asgi, lease: MemoryLease) -> tuple[ResponsesRequest, int]:
         """Return the body of a request and its size in bytes. Dialects translate it."""
-        kept: KeptResponses | None = scope["state"].get(KEPT)
+        kept: KeptResponses | None = asgi.state.get(KEPT)
         schema = ResponsesRequest if kept is None else ResponseCreateRequest
-        body, size = await self._intake.receive(scope, receive, schema, lease)
+        body, size = await self._intake.receive(asgi, schema, lease)
         if isinstance(body, ResponseCreateRequest):
             verify_message(body)
         return body, size
 
     async def _answer_now(
-        self,
-        exchange: Exchange,
-        size: int,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-        lease: MemoryLease,
-        deadline: float,
+        self, exchange: Exchange, size: int, asgi: Asgi, lease: MemoryLease, deadline: float
     ) -> None:
         """Answer a request in one turn of the model."""
         with renaming(partial(sent_name, exchange.body, exchange.places)):
             request, size = await self._translate_exchange(exchange, size)
-            await self._generate(scope, receive, send, lease, request, size, deadline)
+            await self._generate(asgi, lease, request, size, deadline)
 
     async def _answer_in_turns(
-        self,
-        exchange: Exchange,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-        deadline: float,
-        run: BackgroundRun | None = None,
+        self, exchange: Exchange, asgi: Asgi, deadline: float, run: BackgroundRun | None = None
     ) -> None:
         """Answer a request with tools of MCP servers, which are run between the turns of the model."""
-        serving, state = self._serving, scope["state"]
+        serving = self._serving
 
         async def generate(turn: Turn, inner: Exchange, number: int) -> None:
-            identity = {"request_id": f"{state['request_id']}-{number}", "connection": turn}
-            place = {**scope, "state": {**state, **identity}}
             places = inner.places
             with renaming(partial(sent_name, exchange.body, places)), self._intake.lease() as lease:
                 request, size = await self._translate_exchange(inner, 0)
                 request.run = turn
-                await self._generate(place, turn.receive, turn.send, lease, request, size, deadline)
+                await self._generate(turn.asgi(asgi, number), lease, request, size, deadline)
 
         servers = serving.config.frontend.mcp_servers
         turns = McpTurns(exchange, servers, generate, partial(describe_response, serving))
@@ -152,28 +132,26 @@ class Responses(ChatCompletions):
         if exchange.body.stream:
             silence_s = serving.config.frontend.max_silence_s
             form = RESPONSE_STREAM
-            async with TextEvents(send, state["connection"], silence_s, form) as stream:
+            async with TextEvents(asgi, silence_s, form) as stream:
                 work = turns.run(stream.write_encoded, on_begin)
-                response = await while_connected(receive, work)
+                response = await while_connected(asgi.receive, work)
                 await self._end(exchange, response, run)
                 await stream.write_encoded(turns.closing(response))
             return
-        response = await while_connected(receive, turns.run(_drop, on_begin))
+        response = await while_connected(asgi.receive, turns.run(_drop, on_begin))
         await self._end(exchange, response, run)
         if run is None:
-            await json_response(response)(scope, receive, send)
+            await json_response(response)(*asgi)
 
     async def _run(self, run: BackgroundRun) -> None:
         if has_mcp(run.exchange.body.tools):
-            await self._answer_in_turns(run.exchange, run.scope, run.receive, run.send, 0.0, run)
+            await self._answer_in_turns(run.exchange, run.asgi, 0.0, run)
             return
         with self._intake.lease() as lease:
             request, size = await self._translate_exchange(run.exchange, 0)
             request.run = run
             keeper = RunKeeper(self._serving, run)
-            await self._generate(
-                run.scope, run.receive, run.send, lease, request, size, 0.0, keeper
-            )
+            await self._generate(run.asgi, lease, request, size, 0.0, keeper)
 
     async def continue_request(self, record: RequestRecord, owner: str, start: StartGroup) -> None:
         """Generate the rest of a run.
@@ -197,7 +175,7 @@ class Responses(ChatCompletions):
                 envelope = self._envelope(request, record.answer_id, record.created)
                 try:
                     answer = new_answer(group, envelope)
-                    await self._reply(answer, group, run.scope, run.receive, run.send)
+                    await self._reply(answer, group, run.asgi)
                 finally:
                     group.leave()
 
@@ -237,22 +215,17 @@ class Responses(ChatCompletions):
         return await drop_oldest(request, render, max_model_len, body.max_output_tokens)
 
     async def _reply(
-        self,
-        answer: Answer[ChatCompletionRequest],
-        group: RequestGroup,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
+        self, answer: Answer[ChatCompletionRequest], group: RequestGroup, asgi: Asgi
     ) -> None:
         assert isinstance(answer, ResponsesAnswer)
         run: BackgroundRun | Turn | None = answer.request.run
         if run is not None:
             run.accept(group)
         if answer.exchange.only_prepares:
-            await wait_for_end(group, receive)
+            await wait_for_end(group, asgi.receive)
             response = answer.without_output(read_outputs(group))
             await self._end(answer.exchange, response, run)
-            await send_events(repeat_events(response, 0), scope, receive, send)
+            await send_events(repeat_events(response, 0), asgi)
             return
         if answer.request.stream:
             chunks = answer.chunks()
@@ -260,18 +233,15 @@ class Responses(ChatCompletions):
             async def before_end() -> None:
                 await self._end(answer.exchange, chunks.final, run)
 
-            stream = EventStream(
-                send, scope["state"]["connection"], self._serving.config.frontend.max_silence_s
-            )
-            await stream.run(receive, group, chunks.with_progress(), before_end)
+            await self._stream(asgi).run(asgi.receive, group, chunks.with_progress(), before_end)
             return
-        await wait_for_end(group, receive)
+        await wait_for_end(group, asgi.receive)
         response = await self._serving.executor.run(
             group.weight, lambda: answer.whole(read_outputs(group))
         )
         await self._end(answer.exchange, response, run)
         if run is None:
-            await json_response(response)(scope, receive, send)
+            await json_response(response)(*asgi)
 
     async def _end(
         self, exchange: Exchange, response: Json | None, run: BackgroundRun | Turn | None

@@ -6,9 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Final
 
-from starlette.types import Receive, Scope, Send
-
 from ...chat import MessageDelta, ToolCallDelta
+from ...http.routing import Asgi
 from ..bodies.disconnection import while_connected
 from ..logprobs import Json
 from ..streaming.text_events import TextEvents
@@ -26,9 +25,7 @@ POLL_S: Final = 0.1
 """Seconds between checks for new events of a run in another frontend."""
 
 
-async def send_events(
-    events: AsyncIterator[bytes], scope: Scope, receive: Receive, send: Send
-) -> None:
+async def send_events(events: AsyncIterator[bytes], asgi: Asgi) -> None:
     """Send events as a stream until they end.
 
     Raises:
@@ -37,11 +34,11 @@ async def send_events(
     """
 
     async def write() -> None:
-        async with TextEvents(send, scope["state"]["connection"], form=RESPONSE_STREAM) as stream:
+        async with TextEvents(asgi, form=RESPONSE_STREAM) as stream:
             async for data in events:
                 await stream.write_encoded(data)
 
-    await while_connected(receive, write())
+    await while_connected(asgi.receive, write())
 
 
 async def read_run(run: BackgroundRun, first: int) -> AsyncIterator[bytes]:

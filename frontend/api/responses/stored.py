@@ -10,6 +10,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ...http.errors import APIError, bad_request, echo, json_response, wrong
+from ...http.routing import Asgi
 from ..logprobs import Json
 from ..numbers import parse_number
 from ..stored.pages import cut_page, list_body, parse_page
@@ -58,7 +59,7 @@ class StoredResponses:
                 "stream",
                 "needs a response that was created with stream=true or has finished",
             )
-        await send_events(events, scope, receive, send)
+        await send_events(events, Asgi(scope, receive, send))
 
     async def cancel(self, request: Request) -> Response:
         """Cancel a background response, and return it."""

@@ -8,11 +8,12 @@ from typing import Any, ClassVar, Final
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from starlette.types import Receive, Scope, Send
+from starlette.types import Receive
 
 from ....protocol.sampling_params import SamplingParams, StructuredOutput
 from ...client.engine_client import RequestGroup
 from ...http.errors import bad_request, wrong
+from ...http.routing import Asgi
 from ..answer import Answer
 from ..chats.answer import ChatAnswer
 from ..chats.prompt import RenderedChat, find_token_ids, read_token_ids, render_chat
@@ -160,13 +161,11 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
         )
         return prompt, partial(self.answer_type, serving, request, plan.tools, prompt)
 
-    async def _reply(
-        self, answer: Answer[Any], group: RequestGroup, scope: Scope, receive: Receive, send: Send
-    ) -> None:
+    async def _reply(self, answer: Answer[Any], group: RequestGroup, asgi: Asgi) -> None:
         prompt = answer.prompt if isinstance(answer, ChatAnswer) else None
-        key = scope["state"]["owner"], answer.envelope["id"]
+        key = asgi.state["owner"], answer.envelope["id"]
         with controllable(self._serving, key, prompt, group):
-            await super()._reply(answer, group, scope, receive, send)
+            await super()._reply(answer, group, asgi)
 
     async def _render(
         self, plan: ChatPlan, request: ChatCompletionRequest, size: int

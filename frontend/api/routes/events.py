@@ -11,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from ....protocol.store.requests import RequestUpdate
 from ...http.errors import APIError, bad_request, echo, json_response
+from ...http.routing import Asgi
 from ..bodies.intake import RouteHandlers, reads
 from ..dialects.sglang.operations import abort
 from ..durable.event_ids import HEADER, EventPosition, read_last_event_id
@@ -57,7 +58,7 @@ class Events:
         owner = scope["state"]["owner"]
         found = await find_resumption(self._serving, request_id, owner, position)
         with found:
-            await self._endpoint.resume(found, scope, receive, send)
+            await self._endpoint.resume(found, Asgi(scope, receive, send))
 
 
 class ConversationStream:
@@ -88,7 +89,7 @@ class ConversationStream:
             raise APIError(404, f"The conversation {echo(key[1:])} has no stream")
         with found:
             endpoint = self._endpoints[found.record.path.removeprefix("/v1")]
-            await endpoint.resume(found, scope, receive, send)
+            await endpoint.resume(found, Asgi(scope, receive, send))
 
 
 class ConversationStreams(RouteHandlers):

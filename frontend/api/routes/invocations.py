@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from ...http.routing import Asgi
 from ..bodies.intake import Intake, RouteHandlers
 from ..bodies.request_memory import MemoryLease
 from ..dialects.text_embeddings import TextEmbeddings
@@ -55,11 +56,9 @@ class Invocations(Endpoint[GenerationRequest]):
         self._completions = completions
         self._chat_completions = chat_completions
 
-    async def _receive(
-        self, scope: Scope, receive: Receive, lease: MemoryLease
-    ) -> tuple[GenerationRequest, int]:
-        request, size = await self._intake.receive(scope, receive, GenerationRequest, lease)
-        for name, value in scope["headers"]:
+    async def _receive(self, asgi: Asgi, lease: MemoryLease) -> tuple[GenerationRequest, int]:
+        request, size = await self._intake.receive(asgi, GenerationRequest, lease)
+        for name, value in asgi.scope["headers"]:
             if name == _ADAPTER_HEADER:
                 request.model = value.decode("latin-1")
         return request, size
@@ -112,7 +111,7 @@ class PoolingInvocations(RouteHandlers):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request to the route that its fields belong to."""
-        body = await self._intake.receive_bytes(scope, receive)
+        body = await self._intake.receive_bytes(Asgi(scope, receive, send))
         names = await self._serving.executor.run(len(body), field_names, body)
         response = await self._find_route(names)(Request(scope, replay_body(body, receive)))
         await response(scope, receive, send)

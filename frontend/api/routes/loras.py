@@ -88,7 +88,7 @@ class Loras(RouteHandlers):
     async def _read(self, http: Request, schema: type[_Body]) -> _Body:
         self.verify_allowed()
         with self._intake.lease() as lease:
-            request, _ = await self._intake.receive(http.scope, http.receive, schema, lease)
+            request, _ = await self._intake.receive(http, schema, lease)
         return request
 
     async def _add(self, http: Request, request: LoadLoraRequest) -> Response:

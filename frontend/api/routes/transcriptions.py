@@ -18,6 +18,7 @@ from ...client.engine_client import PositionLogprobs, RequestGroup, SequenceRequ
 from ...http.deadline import read_deadline
 from ...http.errors import APIError, bad_request, json_response, wrong
 from ...http.json_pieces import encode_list
+from ...http.routing import Asgi
 from ...media.transcription.languages import LANGUAGE_NAMES
 from ...media.transcription.options import (
     Task,
@@ -110,26 +111,20 @@ class Transcriptions(RouteHandlers):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
-        serving = self._serving
+        asgi = Asgi(scope, receive, send)
         with self._intake.lease() as lease:
-            deadline = read_deadline(scope, serving.config.frontend.default_deadline_s)
+            deadline = read_deadline(scope, self._serving.config.frontend.default_deadline_s)
             if is_json(scope):
                 schema = self.body_schema
-                request, _ = await self._intake.receive(scope, receive, schema, lease)
+                request, _ = await self._intake.receive(asgi, schema, lease)
                 files: dict[str, FormFile] = {}
             else:
-                decoder = self._decoder
-                request, files = await self._intake.receive_form(scope, receive, decoder, lease)
+                request, files = await self._intake.receive_form(asgi, self._decoder, lease)
             sent = Sent(request, files, lease, deadline)
-            await self.answer(sent, scope, receive, send, self._whole)
+            await self.answer(sent, asgi, self._whole)
 
     async def answer(
-        self,
-        sent: Sent,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-        write: Callable[[Transcript, Plan], Response],
+        self, sent: Sent, asgi: Asgi, write: Callable[[Transcript, Plan], Response]
     ) -> None:
         """Transcribe a file and send what `write` makes of the transcript, or a stream.
 
@@ -141,17 +136,17 @@ class Transcriptions(RouteHandlers):
         plan = self.plan(request)
         file = await self._read_file(sent)
         sent.lease.count_media(len(file))
-        chunks = self._chunks(request, scope)
+        chunks = self._chunks(request, asgi.scope)
         open_clip = partial(self._open_file, file)
-        work = self.work(open_clip, plan, request, scope, sent.deadline, chunks)
+        work = self.work(open_clip, plan, request, asgi.scope, sent.deadline, chunks)
         serving.verify_serving()
         if request.stream:
-            await while_connected(receive, self._stream(plan, work, chunks, scope, send))
+            await while_connected(asgi.receive, self._stream(plan, work, chunks, asgi))
             return
-        transcript = await while_connected(receive, work(None))
+        transcript = await while_connected(asgi.receive, work(None))
         size = len(transcript.text) + len(transcript.logprobs)
         response = await serving.executor.run(size, write, transcript, plan)
-        await response(scope, receive, send)
+        await response(*asgi)
 
     def work(
         self,
@@ -329,16 +324,9 @@ class Transcriptions(RouteHandlers):
         )
 
     async def _stream(
-        self,
-        plan: Plan,
-        work: Work,
-        chunks: TranscriptionChunks | None,
-        scope: Scope,
-        send: Send,
+        self, plan: Plan, work: Work, chunks: TranscriptionChunks | None, asgi: Asgi
     ) -> None:
-        async with TextEvents(
-            send, scope["state"]["connection"], self._serving.config.frontend.max_silence_s
-        ) as events:
+        async with TextEvents(asgi, self._serving.config.frontend.max_silence_s) as events:
             is_first = True
 
             async def on_text(text: str, logprobs: list[PositionLogprobs]) -> None:

@@ -6,11 +6,12 @@ import logging
 from typing import Any
 
 import msgspec
-from starlette.types import Receive, Scope, Send
+from starlette.types import Receive
 
 from ...client.engine_client import Delta, RequestGroup, Sequence
 from ...http.errors import APIError, echo, json_response
 from ...http.json_pieces import encode_whole
+from ...http.routing import Asgi
 from ..answer import Answer
 from ..bodies.intake import Intake
 from ..chats.answer import ChatAnswer, ChatChunks
@@ -21,7 +22,7 @@ from ..routes.chat_completions import ChatCompletions
 from ..schema import ChatCompletionRequest
 from ..serving import Serving
 from ..stored.metadata import verify_metadata
-from ..streaming.event_stream import ChunkEncoder, EventStream
+from ..streaming.event_stream import ChunkEncoder
 from ..streaming.kept_outputs import KeptOutputs
 from .records import ChatEntry, ChatRecords
 
@@ -53,18 +54,13 @@ class StoredChatCompletions(ChatCompletions):
         return await super().prepare(request, body_size, receive)
 
     async def _reply(
-        self,
-        answer: Answer[ChatCompletionRequest],
-        group: RequestGroup,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
+        self, answer: Answer[ChatCompletionRequest], group: RequestGroup, asgi: Asgi
     ) -> None:
         if not answer.request.store:
-            await super()._reply(answer, group, scope, receive, send)
+            await super()._reply(answer, group, asgi)
             return
         assert isinstance(answer, _KeptAnswer)
-        owner: str = scope["state"]["owner"]
+        owner: str = asgi.state["owner"]
         if answer.request.stream:
             chunks = answer.chunks()
             if group.recording is not None:
@@ -74,16 +70,13 @@ class StoredChatCompletions(ChatCompletions):
                 if (outputs := answer.kept.read()) is not None:
                     await self._store(answer, outputs, group.weight, owner)
 
-            stream = EventStream(
-                send, scope["state"]["connection"], self._serving.config.frontend.max_silence_s
-            )
-            await stream.run(receive, group, chunks, before_end)
+            await self._stream(asgi).run(asgi.receive, group, chunks, before_end)
             return
-        await wait_for_end(group, receive)
+        await wait_for_end(group, asgi.receive)
         content = await self._store(
             answer, read_outputs(group, shows_abort=answer.shows_abort), group.weight, owner
         )
-        await json_response(content)(scope, receive, send)
+        await json_response(content)(*asgi)
 
     async def _store(
         self, answer: _KeptAnswer, outputs: list[Delta], weight: int, owner: str

@@ -7,9 +7,8 @@ import time
 from types import TracebackType
 from typing import Self
 
-from starlette.types import Send
-
 from ...http.errors import APIError
+from ...http.routing import Asgi
 from .event_stream import KEEP_ALIVE_S, OPENAI_STREAM, ChunkWriter, StreamFormat, event
 
 
@@ -21,13 +20,12 @@ class TextEvents:
 
     def __init__(
         self,
-        send: Send,
-        connection: ChunkWriter,
+        asgi: Asgi,
         keep_alive_s: float = KEEP_ALIVE_S,
         form: StreamFormat = OPENAI_STREAM,
     ) -> None:
-        self._send = send
-        self._connection = connection
+        self._send = asgi.send
+        self._connection: ChunkWriter = asgi.state["connection"]
         self._format = form
         self._keep_alive_s = keep_alive_s
         self._is_started = False
@@ -60,9 +58,6 @@ class TextEvents:
 
     async def write_encoded(self, data: bytes) -> None:
         """Send events that are encoded already, and wait while the client does not read."""
-        await self._write(data)
-
-    async def _write(self, data: bytes) -> None:
         async with self._writing:
             if not self._is_started:
                 self._is_started = True
@@ -72,7 +67,7 @@ class TextEvents:
             await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def _end(self, data: bytes) -> None:
-        await self._write(data)
+        await self.write_encoded(data)
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _keep_alive(self) -> None:
@@ -80,6 +75,6 @@ class TextEvents:
         while True:
             silent_s = time.monotonic() - self._wrote_at
             if silent_s >= self._keep_alive_s:
-                await self._write(self._format.keep_alive)
+                await self.write_encoded(self._format.keep_alive)
                 continue
             await asyncio.sleep(self._keep_alive_s - silent_s)

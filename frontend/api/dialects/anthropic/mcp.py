@@ -11,9 +11,9 @@ from typing import Any
 
 from msgspec import json
 from msgspec.structs import replace
-from starlette.types import Receive, Scope, Send
 
 from ....http.errors import APIError, bad_request, internal_error, json_response
+from ....http.routing import Asgi
 from ...bodies.disconnection import while_connected
 from ...bodies.request_memory import MemoryLease
 from ...durable.keeper import Keeper
@@ -50,9 +50,7 @@ class McpMessages(Messages):
 
     async def _generate(
         self,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
+        asgi: Asgi,
         lease: MemoryLease,
         request: ChatCompletionRequest,
         body_size: int,
@@ -60,31 +58,27 @@ class McpMessages(Messages):
         keeper: Keeper | None = None,
     ) -> None:
         if not isinstance(request, McpMessagesPrompt):
-            await super()._generate(
-                scope, receive, send, lease, request, body_size, deadline, keeper
-            )
+            await super()._generate(asgi, lease, request, body_size, deadline, keeper)
             return
-        serving, state = self._serving, scope["state"]
+        serving = self._serving
         serving.verify_model(request.model)
         serving.verify_serving()
 
         async def generate(turn: Turn, body: MessagesRequest, number: int) -> None:
-            identity = {"request_id": f"{state['request_id']}-{number}", "connection": turn}
-            place = {**scope, "state": {**state, **identity}}
             with self._intake.lease() as inner:
                 chat = await super(McpMessages, self)._translate(body, body_size)
                 await super(McpMessages, self)._generate(
-                    place, turn.receive, turn.send, inner, chat, body_size, deadline
+                    turn.asgi(asgi, number), inner, chat, body_size, deadline
                 )
 
         turns = _Turns(request.body, serving.config.frontend.mcp_servers, generate)
         if request.stream:
             silence_s = serving.config.frontend.max_silence_s
-            async with TextEvents(send, state["connection"], silence_s, MESSAGES_STREAM) as stream:
-                await while_connected(receive, turns.run(stream.write_encoded))
+            async with TextEvents(asgi, silence_s, MESSAGES_STREAM) as stream:
+                await while_connected(asgi.receive, turns.run(stream.write_encoded))
             return
-        message = await while_connected(receive, turns.run(_drop))
-        await json_response(message)(scope, receive, send)
+        message = await while_connected(asgi.receive, turns.run(_drop))
+        await json_response(message)(*asgi)
 
 
 class McpTokenCounter(TokenCounter):

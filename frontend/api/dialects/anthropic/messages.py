@@ -95,9 +95,7 @@ class TokenCounter(RouteHandlers):
         """Return the number of tokens of the prompt."""
         serving = self._serving
         with self._intake.lease() as lease:
-            body, size = await self._intake.receive(
-                http.scope, http.receive, MessagesRequest, lease
-            )
+            body, size = await self._intake.receive(http, MessagesRequest, lease)
             body = await self._complete(body)
             request = await serving.executor.run(size, lambda: translate_messages(body))
             serving.verify_model(request.model)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Final
 
-from starlette.types import Receive, Scope
+from starlette.types import Scope
 
 from ....chat import MessageDelta, ToolCallDelta
 from ....client.engine_client import Delta
 from ....http.errors import APIError, expect
 from ....http.json_pieces import encode_whole
+from ....http.routing import Asgi
 from ...bodies.request_memory import MemoryLease
 from ...chats.answer import ChatAnswer
 from ...logprobs import Json
@@ -39,12 +40,10 @@ class CohereChats(ChatCompletions):
         """The class that writes answers."""
         return CohereAnswer
 
-    async def _receive(
-        self, scope: Scope, receive: Receive, lease: MemoryLease
-    ) -> tuple[ChatCompletionRequest, int]:
-        request, size = await super()._receive(scope, receive, lease)
+    async def _receive(self, asgi: Asgi, lease: MemoryLease) -> tuple[ChatCompletionRequest, int]:
+        request, size = await super()._receive(asgi, lease)
         assert isinstance(request, CohereChat)
-        request.reads_lines = _reads_lines(scope)
+        request.reads_lines = _reads_lines(asgi.scope)
         return request, size
 
     async def _translate(self, body: CohereChatRequest, size: int) -> ChatCompletionRequest:

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
 from ....http.errors import bad_request, json_response, renaming, wrong
-from ....http.routing import Route
+from ....http.routing import Asgi, Route
 from ...bodies.intake import Intake
 from ...bodies.request_memory import MemoryLease
 from ...logprobs import Json
@@ -58,9 +58,7 @@ class InteractionClient:
     Args:
         serving: The state that the endpoints share.
         states: The stored responses.
-        scope: The scope of the client's request.
-        receive: Receives from the client.
-        send: Sends to the client.
+        asgi: The client's request.
         render: Returns the body for the client if the response is not streamed.
         interaction_id: The identifier of the response; "" if it is new.
     """
@@ -69,27 +67,24 @@ class InteractionClient:
         self,
         serving: Serving,
         states: ResponseStates,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
+        asgi: Asgi,
         render: Render = write_whole,
         interaction_id: str = "",
     ) -> None:
         self._serving = serving
         self._states = states
-        self._scope = scope
-        self._receive = receive
-        self._send = send
+        self._asgi = asgi
         self._render = render
-        self._connection: ChunkWriter = scope["state"]["connection"]
+        self._connection: ChunkWriter = asgi.state["connection"]
         self._events = InteractionEvents(interaction_id)
         self._is_streamed = False
         self._pieces: list[bytes] = []
 
     @property
-    def scope(self) -> Scope:
-        """The scope of the request, with this object as the connection."""
-        return {**self._scope, "state": {**self._scope["state"], "connection": self}}
+    def asgi(self) -> Asgi:
+        """The request, with this object as the connection."""
+        state = {**self._asgi.state, "connection": self}
+        return Asgi({**self._asgi.scope, "state": state}, self._asgi.receive, self.send)
 
     @property
     def has_chunks(self) -> bool:
@@ -125,7 +120,7 @@ class InteractionClient:
             content_type = dict(message["headers"]).get(b"content-type", b"")
             self._is_streamed = content_type.startswith(b"text/event-stream")
             if self._is_streamed:
-                await self._send(message)
+                await self._asgi.send(message)
             return
         body, is_last = message.get("body", b""), not message.get("more_body")
         if not self._is_streamed:
@@ -135,22 +130,22 @@ class InteractionClient:
             return
         translated = self._events.translate(body)
         if is_last and (ending := translated + await self._ending()):
-            await self._send({"type": message["type"], "body": ending, "more_body": True})
+            await self._asgi.send({"type": message["type"], "body": ending, "more_body": True})
             translated = b""
         if translated or is_last:
-            await self._send({**message, "body": translated})
+            await self._asgi.send({**message, "body": translated})
 
     async def _send_whole(self) -> None:
         body = b"".join(self._pieces)
         content = await self._serving.executor.run(len(body), lambda: self._render(body))
-        await json_response(content)(self._scope, self._receive, self._send)
+        await json_response(content)(*self._asgi)
 
     async def _ending(self) -> bytes:
         """Return the last event if the response ended without one; else b""."""
         events = self._events
         if events.has_ended or not events.interaction_id:
             return b""
-        owner = self._scope["state"]["owner"]
+        owner = self._asgi.state["owner"]
         record = await self._states.responses.find(events.interaction_id, owner)
         if record is None or record["response"]["status"] not in ENDED:
             return b""
@@ -168,17 +163,14 @@ class Interactions(Responses):
         super().__init__(serving, intake, states)
         self.runs = runs
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send, lease: MemoryLease) -> None:
-        client = InteractionClient(self._serving, self._states, scope, receive, send)
-        inner = client.scope
-        with renaming(lambda name: sent_name(inner["state"].get(_BODY), name)):
-            await super()._answer(inner, receive, client.send, lease)
+    async def _answer(self, asgi: Asgi, lease: MemoryLease) -> None:
+        inner = InteractionClient(self._serving, self._states, asgi).asgi
+        with renaming(lambda name: sent_name(inner.state.get(_BODY), name)):
+            await super()._answer(inner, lease)
 
-    async def _read(
-        self, scope: Scope, receive: Receive, lease: MemoryLease
-    ) -> tuple[ResponsesRequest, int]:
-        body, size = await self._intake.receive(scope, receive, InteractionRequest, lease)
-        scope["state"][_BODY] = body
+    async def _read(self, asgi: Asgi, lease: MemoryLease) -> tuple[ResponsesRequest, int]:
+        body, size = await self._intake.receive(asgi, InteractionRequest, lease)
+        asgi.state[_BODY] = body
         return await self._serving.executor.run(size, lambda: translate(body)), size
 
 
@@ -205,23 +197,18 @@ class StoredInteractions:
             record = await self._states.responses.get(identifier, owner)
             render = partial(write_whole, given=record["input"])
         query = {} if scope["method"] == "DELETE" else _read_position(request)
-        client = self._client(scope, receive, send, render)
-        inner = {**client.scope, "query_string": urlencode(query).encode()}
-        await self._stored(inner, receive, client.send)
+        inner = self._client(Asgi(scope, receive, send), render).asgi
+        inner.scope["query_string"] = urlencode(query).encode()
+        await self._stored(*inner)
 
     async def cancel(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Cancel an interaction that runs in the background, and return it."""
         response = await self._stored.cancel(Request(scope, receive))
-        client = self._client(scope, receive, send, write_whole)
-        await response(client.scope, receive, client.send)
+        await response(*self._client(Asgi(scope, receive, send), write_whole).asgi)
 
-    def _client(
-        self, scope: Scope, receive: Receive, send: Send, render: Render
-    ) -> InteractionClient:
-        identifier = scope["path_params"]["id"]
-        return InteractionClient(
-            self._serving, self._states, scope, receive, send, render, identifier
-        )
+    def _client(self, asgi: Asgi, render: Render) -> InteractionClient:
+        identifier = asgi.scope["path_params"]["id"]
+        return InteractionClient(self._serving, self._states, asgi, render, identifier)
 
 
 class CancelledInteractions:

@@ -9,13 +9,12 @@ from typing import Any, Final
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope
 
 from ....client.embeddings import Vector
 from ....client.engine_client import RequestGroup
 from ....http.errors import bad_request, json_response, renamer, renaming
 from ....http.json_pieces import encode_list
-from ....http.routing import Route
+from ....http.routing import Asgi, Route
 from ...bodies.intake import Intake, RouteHandlers, reads
 from ...bodies.request_memory import MemoryLease
 from ...routes.chat_completions import ChatCompletions, render_request
@@ -98,12 +97,10 @@ class GeminiChats(ChatCompletions):
     cuts_max_tokens = True
     answer_type = GeminiAnswer
 
-    async def _receive(
-        self, scope: Scope, receive: Receive, lease: MemoryLease
-    ) -> tuple[ChatCompletionRequest, int]:
-        body, size = await self._intake.receive(scope, receive, GeminiRequest, lease)
+    async def _receive(self, asgi: Asgi, lease: MemoryLease) -> tuple[ChatCompletionRequest, int]:
+        body, size = await self._intake.receive(asgi, GeminiRequest, lease)
         # The path of a recorded request has not been parsed by the router.
-        match = _METHOD.search(scope["path"])
+        match = _METHOD.search(asgi.scope["path"])
         assert match is not None, "a route without the name of a model"
         method = partial(translate, streams=match["method"] == STREAMS)
         request = await self._serving.executor.run(size, method, body, match["model"])

@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from starlette.types import Receive, Scope, Send
+from starlette.types import Receive
 
 from .....protocol.sampling_params import SamplingParams
 from ....client.engine_client import Delta, PositionLogprobs, RequestGroup, Sequence
 from ....http.errors import bad_request, json_response, renaming, wrong
 from ....http.json_pieces import EncodedJSON, encode_list, join_lists
+from ....http.routing import Asgi
 from ...answer import Answer, PromptAnswer
 from ...bodies.intake import Intake
 from ...bodies.request_memory import MemoryLease
@@ -35,7 +36,7 @@ from ...routes.completions import Completions
 from ...schema import CompletionRequest
 from ...schema.sglang import SglangGenerateRequest
 from ...serving import Serving
-from ...streaming.event_stream import OPENAI_STREAM, ChunkEncoder, EventStream, event
+from ...streaming.event_stream import OPENAI_STREAM, ChunkEncoder, event
 from ...structured.constraint import Constraint
 from .embeds import embedded_prompts
 from .request import DEFAULT_MAX_TOKENS, SglangPrompt, assign_ids, translate, verify_repeated
@@ -60,18 +61,16 @@ class SglangGenerate(Completions):
         """The class that writes answers."""
         return SglangAnswer
 
-    async def receive(
-        self, scope: Scope, receive: Receive, lease: MemoryLease
-    ) -> tuple[CompletionRequest, int]:
+    async def receive(self, asgi: Asgi, lease: MemoryLease) -> tuple[CompletionRequest, int]:
         """Return the request and the size of its body in bytes.
 
         Raises:
             APIError: The body is too large or invalid, or its session does not exist (4xx).
         """
-        body, size = await self._intake.receive(scope, receive, SglangGenerateRequest, lease)
+        body, size = await self._intake.receive(asgi, SglangGenerateRequest, lease)
         request = translate(body)
         if body.session_params is not None:
-            owner = scope["state"]["owner"]
+            owner = asgi.state["owner"]
             request.turn = await self._sessions.find_turn(body.session_params, request, owner)
         return request, size
 
@@ -111,12 +110,7 @@ class SglangGenerate(Completions):
         return prompts, partial(self.answer_type, self._serving, request, prompts)
 
     async def reply(
-        self,
-        answer: Answer[CompletionRequest],
-        group: RequestGroup,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
+        self, answer: Answer[CompletionRequest], group: RequestGroup, asgi: Asgi
     ) -> None:
         """Answer a request within a session."""
         assert isinstance(answer, SglangAnswer)
@@ -133,15 +127,12 @@ class SglangGenerate(Completions):
                 if (output := chunks.ended(sequence.position)) is not None:
                     await save(output)
 
-            stream = EventStream(
-                send, scope["state"]["connection"], self._serving.config.frontend.max_silence_s
-            )
-            await stream.run(receive, group, chunks, before_end)
+            await self._stream(asgi).run(asgi.receive, group, chunks, before_end)
             return
-        await wait_for_end(group, receive)
+        await wait_for_end(group, asgi.receive)
         outputs = read_outputs(group, shows_abort=True)
         await save(outputs[0])
-        await json_response(answer.whole(outputs))(scope, receive, send)
+        await json_response(answer.whole(outputs))(*asgi)
 
     def _fit(
         self,

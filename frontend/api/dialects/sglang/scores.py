@@ -6,6 +6,7 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from ....client.engine_client import Delta
+from ....http.routing import Asgi
 from ...bodies.intake import Intake, RouteHandlers
 from ...durable.records import replay_body
 from ...logprobs import Json
@@ -29,7 +30,7 @@ class ScoreRoute(RouteHandlers):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Score items by labels, or pairs of texts."""
-        body = await self._intake.receive_bytes(scope, receive)
+        body = await self._intake.receive_bytes(Asgi(scope, receive, send))
         names = await self._serving.executor.run(len(body), field_names, body)
         again = replay_body(body, receive)
         if "label_token_ids" in names:

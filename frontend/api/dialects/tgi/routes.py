@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Receive
 
 from ..... import __version__
 from .....protocol.errors import ParameterError
@@ -17,7 +17,7 @@ from .....protocol.sampling_params import MAX_N, MAX_STOP_STRINGS
 from ....client.engine_client import RequestGroup
 from ....http.errors import APIError, bad_request, json_response
 from ....http.json_pieces import encode_list
-from ....http.routing import Route
+from ....http.routing import Asgi, Route
 from ...answer import Answer
 from ...bodies.intake import Intake, RouteHandlers, reads
 from ...bodies.request_memory import MemoryLease
@@ -47,9 +47,9 @@ class TgiGenerate(Completions):
     streams: ClassVar[bool] = False
     answer_type = TgiAnswer
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send, lease: MemoryLease) -> None:
+    async def _answer(self, asgi: Asgi, lease: MemoryLease) -> None:
         try:
-            await super()._answer(scope, receive, send, lease)
+            await super()._answer(asgi, lease)
         except (APIError, ParameterError) as error:
             raise _tgi_error(error) from None
 
@@ -81,24 +81,22 @@ class GenerateRoute(Endpoint[CompletionRequest]):
         self._sglang = SglangGenerate(serving, intake, sessions)
         self._tgi = TgiGenerate(serving, intake)
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send, lease: MemoryLease) -> None:
+    async def _answer(self, asgi: Asgi, lease: MemoryLease) -> None:
         try:
-            await super()._answer(scope, receive, send, lease)
+            await super()._answer(asgi, lease)
         except (APIError, ParameterError) as error:
-            if scope["state"].get("is_tgi"):
+            if asgi.state.get("is_tgi"):
                 raise _tgi_error(error) from None
             raise
 
-    async def _receive(
-        self, scope: Scope, receive: Receive, lease: MemoryLease
-    ) -> tuple[CompletionRequest, int]:
-        body = await self._intake.receive_bytes(scope, receive)
+    async def _receive(self, asgi: Asgi, lease: MemoryLease) -> tuple[CompletionRequest, int]:
+        body = await self._intake.receive_bytes(asgi)
         names = await self._serving.executor.run(len(body), field_names, body)
-        scope["state"]["is_tgi"] = is_tgi = "inputs" in names
-        again = replay_body(body, receive)
+        asgi.state["is_tgi"] = is_tgi = "inputs" in names
+        again = asgi._replace(receive=replay_body(body, asgi.receive))
         if not is_tgi:
-            return await self._sglang.receive(scope, again, lease)
-        tgi, size = await self._intake.receive(scope, again, TgiRequest, lease)
+            return await self._sglang.receive(again, lease)
+        tgi, size = await self._intake.receive(again, TgiRequest, lease)
         return translate(tgi, stream=False, is_compatible=False), size
 
     def _endpoint_of(self, request: CompletionRequest) -> Completions:
@@ -115,18 +113,13 @@ class GenerateRoute(Endpoint[CompletionRequest]):
         return await self._endpoint_of(request).prepare(request, body_size, receive)
 
     async def _reply(
-        self,
-        answer: Answer[CompletionRequest],
-        group: RequestGroup,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
+        self, answer: Answer[CompletionRequest], group: RequestGroup, asgi: Asgi
     ) -> None:
         request = answer.request
         if isinstance(request, SglangPrompt) and request.turn is not None:
-            await self._sglang.reply(answer, group, scope, receive, send)
+            await self._sglang.reply(answer, group, asgi)
         else:
-            await super()._reply(answer, group, scope, receive, send)
+            await super()._reply(answer, group, asgi)
 
 
 def _tgi_error(error: APIError | ParameterError) -> APIError:

@@ -11,12 +11,12 @@ from typing import Any, ClassVar, Final, Generic
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from starlette.types import Receive, Scope, Send
 
 from .....protocol.encoder_inputs.inputs import EncoderInput
 from .....protocol.encoder_inputs.payloads import AudioPayload, EmbeddingPayload, ImagePayload
 from .....protocol.sampling_params import GrammarKind, SamplingParams, StructuredOutput
 from ....http.errors import bad_request, json_response
+from ....http.routing import Asgi
 from ...answer import Request
 from ...bodies.request_memory import MemoryLease
 from ...chats.formats import ANY_OUTPUT
@@ -61,9 +61,7 @@ class _Render(Endpoint[Request], Generic[Request]):
 
     async def _generate(
         self,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
+        asgi: Asgi,
         lease: MemoryLease,
         request: Request,
         body_size: int,
@@ -77,8 +75,8 @@ class _Render(Endpoint[Request], Generic[Request]):
             raise bad_request("use_beam_search", "has no effect on a prompt; leave it out")
         if isinstance(request, CompletionRequest) and request.prompt_embeds is not None:
             raise bad_request("prompt_embeds", "has no token ids; send prompt")
-        prompts, _ = await self._prepare(request, body_size, receive)
-        request_id = f"{self.prefix}{find_request_id(request, scope['state'])}"
+        prompts, _ = await self._prepare(request, body_size, asgi.receive)
+        request_id = f"{self.prefix}{find_request_id(request, asgi.scope['state'])}"
 
         def render() -> Json | list[Json]:
             if not self.is_list:
@@ -92,7 +90,7 @@ class _Render(Endpoint[Request], Generic[Request]):
 
         size = sum(len(prompt.token_ids) + prompt.num_image_bytes for prompt in prompts)
         response = await serving.executor.run(size, lambda: json_response(render()))
-        await response(scope, receive, send)
+        await response(*asgi)
 
     def _request(self, request: Request, prompt: PreparedPrompt, request_id: str) -> Json:
         output = prompt.params.structured_output
@@ -153,11 +151,11 @@ class ResponsesRender(_Render[ChatCompletionRequest], Responses):
 
     prefix = "resp_"
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send, lease: MemoryLease) -> None:
-        exchange, size, deadline = await self._begin(scope, receive, lease)
+    async def _answer(self, asgi: Asgi, lease: MemoryLease) -> None:
+        exchange, size, deadline = await self._begin(asgi, lease)
         if has_mcp(exchange.body.tools):
             raise bad_request("tools", "of MCP servers are part of no prompt before the first turn")
-        await self._answer_now(exchange, size, scope, receive, send, lease, deadline)
+        await self._answer_now(exchange, size, asgi, lease, deadline)
 
 
 class CompletionRender(_Render[CompletionRequest], Completions):

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from starlette.types import Message
 
 from ....http.errors import APIError, internal_error
+from ....http.routing import Asgi
 from ...logprobs import Json
 from ...schema.responses import ResponseFields, ResponsesRequest
 from ..answer import describe_failure
@@ -73,6 +74,12 @@ class Turn:
         """Add events."""
         self._pieces.append(data)
         self._changed.set()
+
+    def asgi(self, whole: Asgi, number: int) -> Asgi:
+        """Return the request of this turn, the one with this number, of the request for the whole response."""
+        request_id = f"{whole.state['request_id']}-{number}"
+        state = {**whole.state, "request_id": request_id, "connection": self}
+        return Asgi({**whole.scope, "state": state}, self.receive, self.send)
 
     async def receive(self) -> Message:
         """Wait for ever: if the client of the whole response disconnects, the turn is cancelled."""
