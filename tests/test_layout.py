@@ -161,6 +161,7 @@ def test_the_wheel_has_every_module_and_nothing_else(source: Path, tmp_path: Pat
     modules = {path for part in PARTS for path in (ROOT / part).rglob("*.py")}
     files = modules | {ROOT / "__init__.py", ROOT / "py.typed"}
     files |= set((ROOT / "frontend/web/bundle").iterdir())
+    files |= {path for part in PARTS for path in (ROOT / part).rglob("*.jinja")}
     files |= {ROOT / "workers/cpu/abi/description.txt"}
     assert shipped == {f"engine/{path.relative_to(ROOT)}" for path in files}
 

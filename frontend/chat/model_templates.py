@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from ...protocol.config.frontend import ContentFormat
 from ..tokenizer.tokenizer import Tokenizer
-from .built_in_templates import BUILT_IN_TEMPLATES
+from .built_in_templates import built_in_template
 from .named_templates import NAMED_TEMPLATES
 from .special_tokens import adds_bos
 from .template import ChatTemplate, load_chat_template
@@ -43,8 +43,8 @@ class ModelTemplates:
         defaults: Mapping[str, Any] | None = None,
     ) -> None:
         sources = tokenizer.chat_templates
-        if not sources and architecture in BUILT_IN_TEMPLATES:
-            sources = {"default": BUILT_IN_TEMPLATES[architecture]}
+        if not sources and (built_in := built_in_template(architecture)) is not None:
+            sources = {"default": built_in}
         if instead is not None:
             sources = {"default": load_chat_template(instead)}
         tokens: dict[str, str | None] = {

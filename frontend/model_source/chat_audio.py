@@ -29,45 +29,52 @@ from ..media.transcription.languages import LANGUAGE_NAMES
 from ..tokenizer.config import TokenizerConfig
 from .audio_features import verify_features
 
+_NAMES: Final = {code: name.title() for code, name in LANGUAGE_NAMES.items()}
 _QWEN3_ASR: Final = SpeechFormat(
     languages={
-        "ar": "Arabic",
-        "cs": "Czech",
-        "da": "Danish",
-        "de": "German",
-        "el": "Greek",
-        "en": "English",
-        "es": "Spanish",
-        "fa": "Persian",
-        "fi": "Finnish",
-        "fil": "Filipino",
-        "fr": "French",
-        "hi": "Hindi",
-        "hu": "Hungarian",
-        "id": "Indonesian",
-        "it": "Italian",
-        "ja": "Japanese",
-        "ko": "Korean",
-        "mk": "Macedonian",
-        "ms": "Malay",
-        "nl": "Dutch",
-        "pl": "Polish",
-        "pt": "Portuguese",
-        "ro": "Romanian",
-        "ru": "Russian",
-        "sv": "Swedish",
-        "th": "Thai",
-        "tr": "Turkish",
-        "vi": "Vietnamese",
-        "yue": "Cantonese",
-        "zh": "Chinese",
+        code: _NAMES[code]
+        for code in (
+            *(
+                "ar",
+                "cs",
+                "da",
+                "de",
+                "el",
+                "en",
+                "es",
+                "fa",
+                "fi",
+                "fil",
+                "fr",
+                "hi",
+                "hu",
+                "id",
+                "it",
+            ),
+            *(
+                "ja",
+                "ko",
+                "mk",
+                "ms",
+                "nl",
+                "pl",
+                "pt",
+                "ro",
+                "ru",
+                "sv",
+                "th",
+                "tr",
+                "vi",
+                "yue",
+                "zh",
+            ),
+        )
     },
     has_context=True,
     answer="language {language}<asr_text>",
     language_mark="language ",
     text_mark="<asr_text>",
 )
-_NAMES: Final = {code: name.title() for code, name in LANGUAGE_NAMES.items()}
 _STYLE: Final = """Follow these specific instructions for formatting the answer:
 * Only output the transcription, with no newlines.
 * When transcribing numbers, write the digits, i.e. write 1.7 and not one point seven, and write 3 instead of three."""

@@ -18,6 +18,7 @@ from .parts import added_token, bpe, byte_level, byte_texts, merges_of, surround
 
 _TEKKEN: Final = "tekken.json"
 _TEMPLATE_FILE: Final = "chat_template.jinja"
+_CHAT_TEMPLATE: Final = Path(__file__).with_name("tekken.jinja")
 _VERSIONS: Final = ("v3", "v7", "v11", "v13")
 _OLD_SPECIAL_TOKENS: Final = [
     "<unk>",
@@ -127,7 +128,7 @@ def _chat_template(directory: Path, version: str) -> str | None:
         return None
     # The format of reasoning is chosen by its mark in the template.
     reasoning = _REASONING_TEMPLATE if version == "v13" else ""
-    template = _CHAT_TEMPLATE.replace("%REASONING%", reasoning)
+    template = _CHAT_TEMPLATE.read_text(encoding="utf-8").replace("%REASONING%", reasoning)
     return f"{{%- set version = {version[1:]} %}}\n{template}"
 
 
@@ -135,69 +136,4 @@ _REASONING_TEMPLATE: Final = """\
 {%- if message.reasoning_content %}
 {{- '[THINK]' + message.reasoning_content + '[/THINK]' }}
 {%- endif %}
-"""
-
-_CHAT_TEMPLATE: Final = """\
-{%- macro text_of(content) %}
-{%- if content is string %}{{ content }}{% else %}
-{%- for part in content or [] %}
-{%- if part.type == 'text' %}
-{%- if loop.previtem is defined and loop.previtem.type == 'text' %}{{ '\\n\\n' }}{% endif %}
-{{- part.text }}
-{%- elif part.type in ('image', 'image_url') %}{{ '[IMG]' }}
-{%- elif part.type == 'audio' %}{{ '[BEGIN_AUDIO][AUDIO]' }}
-{%- endif %}
-{%- endfor %}
-{%- endif %}
-{%- endmacro %}
-{#- Tools are listed before the last turn of the user, since version 13 before the first. #}
-{%- set at = namespace(tools=-1, last=-1, system='') %}
-{%- for message in messages %}
-{%- if message.role == 'system' and version < 7 %}
-{%- set at.system = at.system + text_of(message.content) + '\\n\\n' %}
-{%- elif message.role == 'user' and (loop.first or loop.previtem.role != 'user') %}
-{%- set at.last = loop.index0 %}
-{%- if version < 13 or at.tools < 0 %}{% set at.tools = loop.index0 %}{% endif %}
-{%- endif %}
-{%- endfor %}
-{{- bos_token }}
-{%- for message in messages %}
-{%- if message.role == 'system' and version >= 7 %}
-{{- '[SYSTEM_PROMPT]' + text_of(message.content) + '[/SYSTEM_PROMPT]' }}
-{%- elif message.role == 'user' %}
-{%- if loop.first or loop.previtem.role != 'user' %}
-{%- if tools and at.tools == loop.index0 %}
-{{- '[AVAILABLE_TOOLS]' + tools | tojson + '[/AVAILABLE_TOOLS]' }}
-{%- endif %}
-{{- '[INST]' }}
-{%- if at.last == loop.index0 %}{{ at.system }}{% endif %}
-{%- else %}{{ '\\n\\n' }}{% endif %}
-{{- text_of(message.content) }}
-{%- if loop.last or loop.nextitem.role != 'user' %}{{ '[/INST]' }}{% endif %}
-{%- elif message.role == 'assistant' %}
-%REASONING%{{- text_of(message.content).rstrip() }}
-{%- for call in message.tool_calls or [] %}
-{%- set arguments = call.function.arguments if call.function.arguments is string else call.function.arguments | tojson %}
-{%- if version < 11 %}
-{{- '[TOOL_CALLS][' if loop.first else ', ' }}
-{{- '{"name": ' + call.function.name | tojson + ', "arguments": ' + arguments + ', "id": ' + call.id | tojson + '}' }}
-{{- ']' if loop.last }}
-{%- else %}
-{{- '[TOOL_CALLS]' + call.function.name }}
-{{- '[CALL_ID]' + call.id if version < 13 }}
-{{- '[ARGS]' + arguments }}
-{%- endif %}
-{%- endfor %}
-{{- eos_token }}
-{%- elif message.role == 'tool' %}
-{{- '[TOOL_RESULTS]' }}
-{%- if version < 7 %}
-{{- '{"content": ' + text_of(message.content) | tojson + ', "call_id": ' + message.tool_call_id | tojson + '}' }}
-{%- else %}
-{{- message.tool_call_id + '[TOOL_CONTENT]' if version < 13 }}
-{{- text_of(message.content) }}
-{%- endif %}
-{{- '[/TOOL_RESULTS]' }}
-{%- endif %}
-{%- endfor %}
 """
