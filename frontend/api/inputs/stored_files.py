@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import mimetypes
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Final
 
 from ..bodies.request_memory import MemoryLease
@@ -80,51 +81,36 @@ def _in_content(content: Any, where: str) -> Iterator[tuple[str, str, Fill]]:
             yield from _in_content(part.get("content"), f"{place}.content")
         elif kind == "file" and isinstance(file := part.get("file"), dict):
             if file.get("file_data") is None and isinstance(found := file.get("file_id"), str):
-                yield found, f"{place}.file.file_id", _FilePart(file)
+                yield found, f"{place}.file.file_id", partial(_fill_file, file)
         elif kind in _BLOCKS and isinstance(source := part.get("source"), dict):
             if source.get("type") == "file" and isinstance(found := source.get("file_id"), str):
-                yield found, f"{place}.source.file_id", _Source(source)
+                yield found, f"{place}.source.file_id", partial(_fill_source, source)
         elif kind in _URLS and isinstance(named := part.get(kind), dict):
             url = named.get("url")
             if isinstance(url, str) and url.startswith(_SCHEME):
-                yield url.removeprefix(_SCHEME), f"{place}.{kind}.url", _Url(named)
+                yield url.removeprefix(_SCHEME), f"{place}.{kind}.url", partial(_fill_url, named)
 
 
-class _FilePart:
-    """A file of a content part in OpenAI's format."""
-
-    def __init__(self, file: Json) -> None:
-        self._file = file
-
-    def __call__(self, stored: Json, content: bytes) -> None:
-        self._file["file_data"] = _data_url(stored, content)
-        if self._file.get("filename") is None:
-            self._file["filename"] = stored["filename"]
+def _fill_file(file: Json, stored: Json, content: bytes) -> None:
+    """Fill in a file of a content part in OpenAI's format."""
+    file["file_data"] = _data_url(stored, content)
+    if file.get("filename") is None:
+        file["filename"] = stored["filename"]
 
 
-class _Source:
-    """The source of a content block in Anthropic's format."""
-
-    def __init__(self, source: Json) -> None:
-        self._source = source
-
-    def __call__(self, stored: Json, content: bytes) -> None:
-        media_type = media_type_of(stored["filename"])
-        if media_type.startswith("text/"):
-            found = {"type": "text", "data": content.decode(errors="replace")}
-        else:
-            found = {"type": "base64", "data": base64.b64encode(content).decode()}
-        self._source |= found | {"media_type": media_type}
+def _fill_source(source: Json, stored: Json, content: bytes) -> None:
+    """Fill in the source of a content block in Anthropic's format."""
+    media_type = media_type_of(stored["filename"])
+    if media_type.startswith("text/"):
+        found = {"type": "text", "data": content.decode(errors="replace")}
+    else:
+        found = {"type": "base64", "data": base64.b64encode(content).decode()}
+    source |= found | {"media_type": media_type}
 
 
-class _Url:
-    """The URL of an image, a video or audio."""
-
-    def __init__(self, part: Json) -> None:
-        self._part = part
-
-    def __call__(self, stored: Json, content: bytes) -> None:
-        self._part["url"] = _data_url(stored, content)
+def _fill_url(part: Json, stored: Json, content: bytes) -> None:
+    """Fill in the URL of an image, a video or audio."""
+    part["url"] = _data_url(stored, content)
 
 
 def _data_url(stored: Json, content: bytes) -> str:
