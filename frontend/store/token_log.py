@@ -195,11 +195,6 @@ class TokenLog:
         self._is_late = False
         self._requests: dict[tuple[str, str], RecordedRequest] = {}
 
-    @property
-    def num_held(self) -> int:
-        """The number of messages with outputs that wait for the store."""
-        return len(self._held)
-
     def begin(
         self,
         group: RequestGroup,

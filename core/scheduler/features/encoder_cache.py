@@ -12,7 +12,6 @@ class EncoderCacheManager:
     """
 
     def __init__(self, cache_size: int) -> None:
-        self.cache_size = cache_size
         self.num_unused = cache_size
         self._sizes: dict[bytes, int] = {}
         self._ref_counts: dict[bytes, int] = {}

@@ -202,11 +202,6 @@ class _BatchRun:
             return
         await self._finalize()
 
-    @property
-    def batch_id(self) -> str:
-        """The identifier of the batch."""
-        return self._work.batch_id
-
     def cancel(self) -> None:
         """End the batch early, with the answers that it has."""
         self._is_cancelled = True

@@ -21,7 +21,6 @@ class ForcedCallParser:
 
     def __init__(self, calls: NamedCall | RequiredCalls) -> None:
         self._calls = calls
-        self.new_id = calls.new_id
         self._held: list[str] | None = []
         """The pieces of the text so far; None once a call has begun."""
 
@@ -48,7 +47,7 @@ class NamedCall:
 
     def __init__(self, name: str, new_id: CallIds, *, is_input: bool = False) -> None:
         self._name = name
-        self.new_id = new_id
+        self._new_id = new_id
         self._is_input = is_input
         self._started = False
 
@@ -63,14 +62,14 @@ class NamedCall:
         if not text:
             return []
         self._started = True
-        return [ToolCallDelta(0, self.new_id(), self._name, text)]
+        return [ToolCallDelta(0, self._new_id(), self._name, text)]
 
 
 class RequiredCalls:
     """A text of the form `[{"name": ..., "parameters": {...}}, ...]`, with any white space."""
 
     def __init__(self, new_id: CallIds) -> None:
-        self.new_id = new_id
+        self._new_id = new_id
         self._index = -1
         self._nesting = 0
         self._in_string = False
@@ -95,7 +94,7 @@ class RequiredCalls:
                     self._in_arguments = True
                     self._index += 1
                     name = _name_in(self._header)
-                    deltas.append(ToolCallDelta(self._index, self.new_id(), name, ""))
+                    deltas.append(ToolCallDelta(self._index, self._new_id(), name, ""))
                     piece_start = position
             elif character in "]}":
                 self._nesting -= 1

@@ -38,7 +38,7 @@ class CallParser:
         new_id: CallIds | None = None,
     ) -> None:
         self.format = format
-        self.new_id = new_id or CallIds(format.new_id)
+        self._new_id = new_id or CallIds(format.new_id)
         self._functions = functions or {}
         self._openings = format.openings_with(self._functions)
         self._state = _State.START if format.bare else _State.TEXT
@@ -215,7 +215,7 @@ class CallParser:
 
     def _emit_call(self, name: str, call_id: str | None) -> None:
         self._delta.tool_calls.append(
-            ToolCallDelta(self._num_calls, call_id or self.new_id(), name, "")
+            ToolCallDelta(self._num_calls, call_id or self._new_id(), name, "")
         )
         if self._has_content and not self._calls_in_block:
             text = "".join(self._raw)

@@ -39,9 +39,6 @@ class ToolDelta(msgspec.Struct):
 class ToolParser(Protocol):
     """A parser of one text. The text must include its special tokens."""
 
-    new_id: CallIds
-    """Creates call IDs that the model's template accepts."""
-
     def feed(self, text: str) -> ToolDelta:
         """Return the content and calls that the next piece adds. A possible beginning of a call is held back."""
         ...

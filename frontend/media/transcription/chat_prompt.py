@@ -47,7 +47,6 @@ class ChatPrompts:
         self._max_model_len = model.max_model_len
         self._end_token_ids = frozenset(model.eos_token_ids)
         self._mark_id = tokenizer.token_to_id(speech.text_mark) if speech.text_mark else None
-        self.has_timestamps = False
         self.first_timestamp_id = model.vocab_size
 
     def is_text(self, token_id: int) -> bool:

@@ -42,11 +42,6 @@ class TraceContext(NamedTuple):
         return self._replace(span_id=new_span_id())
 
     @property
-    def is_sampled(self) -> bool:
-        """True if the trace is recorded."""
-        return bool(self.flags & SAMPLED)
-
-    @property
     def parent_header(self) -> str:
         """The header `traceparent` for calls that this span makes."""
         return f"00-{self.trace_id:032x}-{self.span_id:016x}-{self.flags:02x}"
