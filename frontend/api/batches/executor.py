@@ -60,12 +60,16 @@ class BatchExecutor:
     The first frontend executes the batches of the whole server. During an upgrade, only one of the two servers does.
     Every answer is stored before the next step. So a successor, for example after a restart, sends only the requests
     that have no answer yet.
+
+    Attributes:
+        records: The stored batches.
+        files: The stored files, which batches read and write.
     """
 
-    def __init__(self, serving: Serving, records: BatchRecords, files: FileStorage) -> None:
+    def __init__(self, serving: Serving, files: FileStorage) -> None:
         self._serving = serving
-        self._records = records
-        self._files = files
+        self.records = BatchRecords(serving.store)
+        self.files = files
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -97,7 +101,7 @@ class BatchExecutor:
         while not self._is_stopping:
             try:
                 has_duty = await self._serving.store.take_duty(DUTY)
-                for work in await self._records.list_work() if has_duty else []:
+                for work in await self.records.list_work() if has_duty else []:
                     if work.owner not in self._tasks and len(self._tasks) < MAX_TENANTS:
                         self._tasks[work.owner] = asyncio.create_task(self._execute(work))
             except (APIError, StoreError) as error:
@@ -128,11 +132,11 @@ class BatchExecutor:
             self.wake()
 
     async def _execute_once(self, work: BatchWork) -> None:
-        batch = await self._records.find(work)
+        batch = await self.records.find(work)
         if batch is None or batch["status"] in ENDED:
-            await self._records.finish(work, None)
+            await self.records.finish(work, None)
             return
-        run = _BatchRun(self._serving, self._flow, self._records, self._files, work, batch)
+        run = _BatchRun(self._serving, self._flow, self.records, self.files, work, batch)
         self._runs[work.batch_id] = run
         try:
             await run.run()

@@ -8,7 +8,7 @@ from starlette.responses import Response
 from ...http.errors import APIError, bad_request, echo, json_response, wrong
 from ...http.routing import Route
 from ..bodies.intake import Intake, RouteHandlers, reads
-from ..files.storage import FileStorage, read_expiry
+from ..files.storage import read_expiry
 from ..schema.files import BatchRequest
 from ..serving import Serving
 from ..stored.metadata import verify_metadata
@@ -16,24 +16,16 @@ from ..stored.pages import list_body, parse_page
 from ..stored.records import key_of, owner_of
 from .executor import BatchExecutor
 from .lines import ENDPOINTS, with_version
-from .records import ENDED, BatchRecords
+from .records import ENDED
 
 
 class Batches(RouteHandlers):
     """Creates, reads and cancels batches."""
 
-    def __init__(
-        self,
-        serving: Serving,
-        intake: Intake,
-        records: BatchRecords,
-        files: FileStorage,
-        executor: BatchExecutor,
-    ) -> None:
+    def __init__(self, serving: Serving, intake: Intake, executor: BatchExecutor) -> None:
         super().__init__(serving, intake)
-        self._records = records
-        self._files = files
         self._executor = executor
+        self._records, self._files = executor.records, executor.files
 
     @reads(BatchRequest)
     async def create(self, request: Request, body: BatchRequest, size: int) -> Response:
@@ -83,15 +75,9 @@ class Batches(RouteHandlers):
         return json_response(await self._records.get(identifier, owner))
 
 
-def batch_routes(
-    serving: Serving,
-    intake: Intake,
-    records: BatchRecords,
-    files: FileStorage,
-    executor: BatchExecutor,
-) -> list[Route]:
+def batch_routes(serving: Serving, intake: Intake, executor: BatchExecutor) -> list[Route]:
     """Return the routes of OpenAI's batches."""
-    batches = Batches(serving, intake, records, files, executor)
+    batches = Batches(serving, intake, executor)
     return [
         Route("/batches", batches.list),
         Route("/batches", batches.create, methods=["POST"]),

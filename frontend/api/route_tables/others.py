@@ -13,7 +13,6 @@ from ...http.errors import json_response
 from ...http.routing import Route
 from ...media.transcription.options import Task
 from ..batches.executor import BatchExecutor
-from ..batches.records import BatchRecords
 from ..batches.routes import batch_routes
 from ..control.replicas import Replicas
 from ..control.weight_transfer import WeightTransfer
@@ -106,8 +105,7 @@ def make_routes(serving: Serving, first: FirstRoutes) -> list[Route]:
     scores = Scores(serving, intake, pooling)
     sessions = Sessions(serving, intake)
     messages = McpMessages(serving, intake)
-    batch_records = BatchRecords(serving.store)
-    batch_executor = BatchExecutor(serving, batch_records, files)
+    batch_executor = BatchExecutor(serving, files)
     serving.when_ready.append(batch_executor.start)
     transcriptions, translations = (
         Transcriptions(serving, intake, task, serving.transcriber)
@@ -127,7 +125,7 @@ def make_routes(serving: Serving, first: FirstRoutes) -> list[Route]:
         Route("/systemone", SystemOne(serving, intake), methods=["POST"]),
         *file_routes(serving, intake, files),
         *upload_routes(serving, intake, files, UploadStorage(serving.store)),
-        *batch_routes(serving, intake, batch_records, files, batch_executor),
+        *batch_routes(serving, intake, batch_executor),
         Route("/embeddings", embeddings.embed, methods=["POST"]),
         Route("/score", ScoreRoute(serving, intake, scores), methods=["POST"]),
         Route("/rerank", scores.rerank, methods=["POST"]),
@@ -184,7 +182,7 @@ def make_routes(serving: Serving, first: FirstRoutes) -> list[Route]:
         ),
         Route("/v1/stream", streams.stop, methods=["DELETE"]),
         Route("/v1/streams/lookup", streams.look_up, methods=["POST"]),
-        *message_batch_routes(serving, intake, batch_records, files, batch_executor),
+        *message_batch_routes(serving, intake, batch_executor),
         *gemini.routes(serving, intake, embeddings),
         *interactions.routes(serving, intake, states, responses.runs),
         *ollama.routes(serving, intake, loras, embeddings),

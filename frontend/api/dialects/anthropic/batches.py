@@ -14,9 +14,8 @@ from ....http.errors import APIError, bad_request, echo, expect, expect_text, js
 from ....http.routing import Route
 from ...batches.executor import BatchExecutor
 from ...batches.lines import MESSAGES, find_errors, parse_line, split_lines
-from ...batches.records import ENDED, BatchRecords
+from ...batches.records import ENDED
 from ...bodies.intake import Intake, RouteHandlers, reads
-from ...files.storage import FileStorage
 from ...logprobs import Json
 from ...schema.anthropic import MessageBatchRequest
 from ...schema.files import BatchRequest
@@ -36,18 +35,10 @@ class MessageBatches(RouteHandlers):
     A batch is stored as one of OpenAI's whose file has the requests, with the endpoint `/v1/messages`.
     """
 
-    def __init__(
-        self,
-        serving: Serving,
-        intake: Intake,
-        records: BatchRecords,
-        files: FileStorage,
-        executor: BatchExecutor,
-    ) -> None:
+    def __init__(self, serving: Serving, intake: Intake, executor: BatchExecutor) -> None:
         super().__init__(serving, intake)
-        self._records = records
-        self._files = files
         self._executor = executor
+        self._records, self._files = executor.records, executor.files
 
     @reads(MessageBatchRequest)
     async def create(self, request: Request, body: MessageBatchRequest, size: int) -> Response:
@@ -127,15 +118,9 @@ class MessageBatches(RouteHandlers):
         return batch
 
 
-def message_batch_routes(
-    serving: Serving,
-    intake: Intake,
-    records: BatchRecords,
-    files: FileStorage,
-    executor: BatchExecutor,
-) -> list[Route]:
+def message_batch_routes(serving: Serving, intake: Intake, executor: BatchExecutor) -> list[Route]:
     """Return the routes."""
-    batches = MessageBatches(serving, intake, records, files, executor)
+    batches = MessageBatches(serving, intake, executor)
     path = f"{MESSAGES}/batches"
     return [
         Route(path, batches.list),
