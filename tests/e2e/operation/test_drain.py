@@ -7,6 +7,7 @@ import socket
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -47,23 +48,26 @@ def test_a_drain_rejects_new_requests_and_finishes_fifty_streams(
 ) -> None:
     with server:
         streams = open_streams(server, 50)
-        server.signal_all(signal.SIGTERM)
-        wait_until(lambda: server.get("/readyz")[0] == 503, what="not ready")
-        refusals: list[urllib.error.HTTPError] = []
-        request = urllib.request.Request(
-            f"{server.url}/v1/completions",
-            b'{"prompt": [5], "max_tokens": 1}',
-            {"content-type": "application/json"},
-        )
+        with server.suspended_workers():
+            server.signal_all(signal.SIGTERM)
+            wait_until(lambda: server.get("/readyz")[0] == 503, what="not ready")
+            refusals: list[urllib.error.HTTPError] = []
+            request = urllib.request.Request(
+                f"{server.url}/v1/completions",
+                b'{"prompt": [5], "max_tokens": 1}',
+                {"content-type": "application/json"},
+            )
 
-        def is_refused() -> bool:
-            try:
-                urllib.request.urlopen(request, timeout=30).close()
-            except urllib.error.HTTPError as error:
-                refusals.append(error)
-            return bool(refusals)
+            def is_refused() -> bool:
+                # A frontend that has not received it yet accepts the request, which then waits.
+                with suppress(TimeoutError):
+                    try:
+                        urllib.request.urlopen(request, timeout=5).close()
+                    except urllib.error.HTTPError as error:
+                        refusals.append(error)
+                return bool(refusals)
 
-        wait_until(is_refused, what="the other frontend has received it, too")
+            wait_until(is_refused, what="the other frontend has received it, too")
         assert refusals[0].code == 503
         assert int(refusals[0].headers["retry-after"]) > 0
         for answer in streams.answers():
@@ -88,9 +92,10 @@ def test_a_drain_finishes_a_beam_search(server: Server, tmp_path: Path) -> None:
 def test_a_second_signal_ends_everything_at_once(server: Server, tmp_path: Path) -> None:
     with server:
         streams = open_streams(server, 20)
-        server.signal_all(signal.SIGTERM)
-        wait_until(lambda: server.get("/readyz")[0] == 503, what="not ready")
-        server.signal_all(signal.SIGTERM)
+        with server.suspended_workers():
+            server.signal_all(signal.SIGTERM)
+            wait_until(lambda: server.get("/readyz")[0] == 503, what="not ready")
+            server.signal_all(signal.SIGTERM)
         assert server.wait() == 128 + signal.SIGTERM
         assert any("done" not in answer for answer in streams.answers())
     assert_nothing_is_left(server, tmp_path)

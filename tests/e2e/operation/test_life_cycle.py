@@ -91,9 +91,10 @@ def test_disconnect_aborts_the_request(server: Server) -> None:
 def test_drain_finishes_streams_and_leaves_no_process_or_file(tmp_path: Path) -> None:
     with start(tmp_path) as server:
         connection, response = open_stream(server, max_tokens=150)
-        server.process.send_signal(signal.SIGTERM)
-        wait_until(lambda: server.get("/readyz")[0] != 200, what="not ready while draining")
-        assert server.post("/v1/completions", {"prompt": "no", "max_tokens": 1})[0] == 503
+        with server.suspended_workers():
+            server.process.send_signal(signal.SIGTERM)
+            wait_until(lambda: server.get("/readyz")[0] != 200, what="not ready while draining")
+            assert server.post("/v1/completions", {"prompt": "no", "max_tokens": 1})[0] == 503
         rest = response.read().decode()
         connection.close()
         assert rest.rstrip().endswith("data: [DONE]")

@@ -7,6 +7,8 @@ import os
 import re
 import sys
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,19 @@ class Server(Program):
 
         wait_until(find, what=f"a process called {title}")
         return found[0]
+
+    @contextmanager
+    def suspended_workers(self) -> Iterator[None]:
+        """Suspend the workers, so that no request ends in the context."""
+        workers = [c for c in self.find_children() if title_of(c).startswith("worker ")]
+        try:
+            for worker in workers:
+                worker.suspend()
+            yield
+        finally:
+            for worker in workers:
+                with suppress(psutil.NoSuchProcess):
+                    worker.resume()
 
     def wait_until_whole(self) -> None:
         """Wait until every process is ready, including restarted ones."""
