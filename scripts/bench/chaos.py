@@ -272,7 +272,9 @@ class Side:
             if pair[0] != pair[1] or "error" in pair[0]
         ]
         if failed:
-            raise SystemExit(f"the undisturbed run of {self.name} failed: {failed}")
+            raise SystemExit(
+                f"the undisturbed run of {self.name} failed: {failed}\n{self.server.log}"
+            )
         wait_until(lambda: is_idle(self.server), RECOVERY_S, "an idle server")
 
     def ask(self, requests: list[Any]) -> list[Any]:
