@@ -7,6 +7,7 @@ import os
 import shutil
 import stat
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from ...protocol.config import CONFIG_FILE
@@ -16,6 +17,7 @@ PREFIX = "engine-"
 ROUTER_FILE = "router"
 """A file in the directory of a router, which has no configuration of an engine."""
 MAX_SOCKET_PATH_BYTES = 107
+LOCK_TRIES = 100
 _LONGEST_SOCKET_NAME = f"{PREFIX}xxxxxxxx/core9999.workers"
 
 
@@ -76,7 +78,7 @@ def _base_directory() -> Path:
 
 
 def _create_locked(base: Path) -> tuple[str, int]:
-    while True:
+    for _ in range(LOCK_TRIES):
         try:
             path = tempfile.mkdtemp(prefix=PREFIX, dir=base)
         except OSError as error:
@@ -87,6 +89,13 @@ def _create_locked(base: Path) -> tuple[str, int]:
         lock = _try_lock(path)
         if lock is not None:
             return path, lock
+        # Another engine that starts may have locked it, to delete it if it is left over.
+        with suppress(OSError):
+            os.rmdir(path)
+    raise ConfigError(
+        f"cannot lock a directory in {base}: its file system may have no locks (flock); set XDG_RUNTIME_DIR to a "
+        "directory on a local disk"
+    )
 
 
 def _try_lock(path: str | Path) -> int | None:

@@ -1,3 +1,5 @@
+import errno
+import fcntl
 import os
 import resource
 import subprocess
@@ -97,6 +99,18 @@ def test_full_disk_error_names_the_remedy(runtime_dir: Path) -> None:
             engine_config(runtime_dir).save()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_file_system_without_locks_is_named(
+    runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(ConfigError, match=f"cannot lock a directory in {runtime_dir}: .*flock"):
+        RunDirectory()
+    assert list(runtime_dir.iterdir()) == []
 
 
 def test_simultaneous_starts_keep_each_others_directories() -> None:
