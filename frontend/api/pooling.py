@@ -16,6 +16,7 @@ from ...protocol.encoder_inputs.inputs import EncoderInput
 from ...protocol.pooling_params import PoolingKind
 from ..chat import ChatTemplateError, PairTemplate
 from ..client.embeddings import BY_TOKEN, embedding_params, find_prompt
+from ..client.encoder_inputs import pooled_source
 from ..client.engine_client import RequestGroup
 from ..client.text_changes import TextChanges
 from ..http.deadline import read_deadline
@@ -150,12 +151,12 @@ class Pooling:
             ]
             each.num_parts = len(parts)
             verify_num_sequences(len(prepared) + len(parts), each.param)
-            prepared += [
-                PreparedPrompt(
-                    part, params, each.text, pooling=pooling, encoder_inputs=each.encoder_inputs
+            for part in parts:
+                prompt, source = pooled_source(model.source_text, part)
+                media = source or each.encoder_inputs
+                prepared.append(
+                    PreparedPrompt(prompt, params, each.text, pooling=pooling, encoder_inputs=media)
                 )
-                for part in parts
-            ]
             if len(prepared) % INPUTS_AT_ONCE == 0:
                 await asyncio.sleep(0)
         return prepared

@@ -261,8 +261,16 @@ def class_scores(scores: Vector, classifier: ClassifierConfig, *, activate: bool
 
 
 def verify_embeds(model: ModelConfig) -> None:
-    """Raise ParameterError if a model has no embeddings: it has a classification head, or writes down speech."""
+    """Raise ParameterError if a model has no embeddings.
+
+    It has a classification head, or a decoder beside its encoder, or it writes down speech.
+    """
     _verify_reads_text(model)
+    if model.source_text is not None and model.classifier is None:
+        raise ParameterError(
+            "model",
+            f"{model.served_names[0]} has an encoder and a decoder, so it does not embed text; use /v1/completions",
+        )
     if model.classifier is not None:
         raise ParameterError(
             "model",

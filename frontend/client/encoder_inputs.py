@@ -103,6 +103,20 @@ def answer_start(
     return np.concatenate((config.start_token_ids[:1], token_ids), dtype=np.int32)
 
 
+def pooled_source(
+    config: SourceTextConfig | None, token_ids: npt.NDArray[np.int32]
+) -> tuple[npt.NDArray[np.int32], list[EncoderInput]]:
+    """Return the decoder's prompt and the encoder inputs for a text whose last token is pooled.
+
+    The encoder of an encoder-decoder model reads the text, and its decoder reads it after the first token of an answer,
+    without its last token. Other models read the text itself.
+    """
+    if config is None:
+        return token_ids, []
+    prompt = np.concatenate((config.start_token_ids[:1], token_ids[:-1]), dtype=np.int32)
+    return prompt, [text_source(token_ids)]
+
+
 def without_bad_words(params: SamplingParams, config: SourceTextConfig) -> SamplingParams:
     """Return sampling parameters that also exclude the tokens that the model must never generate."""
     bad_words = (*params.bad_words_token_ids, *config.bad_words_token_ids)

@@ -294,7 +294,7 @@ class ChatImages(ChatMedia):
             return "", *self._places.place_alone(text, images)
         images = self._places.in_order(text, images)
         text, token_ids = encode(self._places.expand(text, images))
-        token_ids = self._places.drop_start(token_ids)
+        token_ids = self._places.complete(token_ids, images)
         return text, token_ids, self._places.inputs(token_ids, images)
 
     async def _prepare_one(self, image: ChatItem, found: Sequence[ChatItem]) -> PreparedImage:

@@ -147,8 +147,9 @@ class MediaReader:
         Raises:
             ValueError: The model cannot read the image.
         """
-        parts = process_image(image, config or self._config.images, num_images)
-        return _prepared(parts, self._config.token)
+        config = config or self._config.images
+        parts = process_image(image, config, num_images)
+        return _prepared(parts, self._config.token, ends_line=config.ends_line)
 
     def prepare_video(self, video: Video, config: AnyVideoProcessor | None = None) -> PreparedImage:
         """Return a preprocessed video. See `prepare_image` for `config`."""
@@ -165,11 +166,17 @@ class MediaReader:
         Raises:
             ValueError: The model needs a grid, or the grid does not match the embeddings.
         """
-        return _prepared(embedded(values, grid, self._config.images), self._config.token)
+        images = self._config.images
+        parts = embedded(values, grid, images)
+        return _prepared(parts, self._config.token, ends_line=images.ends_line)
 
 
-def _prepared(parts: Parts, token: str, *, is_video: bool = False) -> PreparedImage:
-    text = "".join(part if isinstance(part, str) else _text(part, token) for part in parts)
+def _prepared(
+    parts: Parts, token: str, *, is_video: bool = False, ends_line: bool = False
+) -> PreparedImage:
+    """Return an image or a video. If `ends_line`, a placeholder stands for the line feed after each tile."""
+    end = token if ends_line else ""
+    text = "".join(part if isinstance(part, str) else _text(part, token) + end for part in parts)
     inputs = [_encoder_input(part) for part in parts if isinstance(part, Tile)]
     return PreparedImage(text, inputs, is_video)
 

@@ -111,6 +111,9 @@ def process_image(image: Image.Image, config: AnyImageProcessor, num_images: int
         )
     if isinstance(config, CanvasProcessor) and config.is_double and num_images > 1:
         config = replace(config, is_double=False)
+    if isinstance(config, CanvasProcessor) and config.splits_alone:
+        is_alone = num_images == 1
+        config = replace(config, splits=is_alone, tile_end="\n" * is_alone)
     if isinstance(config, ViewsProcessor) and config.splits_alone and num_images > 1:
         config = replace(config, splits=False)
     return _LAYOUTS[type(config)](image, config)

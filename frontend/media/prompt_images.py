@@ -102,6 +102,9 @@ class PromptImages:
         self._mark = config.mark or token
         start = config.after_images or config.prompt_start
         self._start_id = tokenizer.token_to_id(start) if start else None
+        self._line_id: int | None = None
+        if config.ends_line:
+            self._line_id = tokenizer.encode("\n", add_special_tokens=False)[0]
         patterns = [re.escape(self._mark).replace(r"\{\}", r"\d+"), MEDIA_MARK]
         if config.start and self._mark == f"{config.start}{token}{config.end.rstrip()}":
             # Ling 3 also reads the token without the texts around it.
@@ -200,8 +203,22 @@ class PromptImages:
             )
         return text
 
-    def drop_start(self, token_ids: Sequence[int]) -> Sequence[int]:
-        """Return a prompt without its first token, if the format puts it elsewhere, or the prompt has it twice."""
+    def complete(
+        self, token_ids: Sequence[int], images: Sequence[PreparedImage] = ()
+    ) -> Sequence[int]:
+        """Return the tokens of a prompt that was made by `expand`, with line feeds after tiles that have them.
+
+        The first token is left out if the format puts it elsewhere, or if the prompt has it twice.
+        """
+        if self._line_id is not None:
+            completed = np.array(token_ids)
+            places = np.flatnonzero(completed == self._config.token_id)
+            counts = [item.num_tokens + 1 for image in images for item in image.inputs]
+            ends = np.cumsum(counts) - 1
+            if len(places) == sum(counts):
+                completed[places[ends]] = self._line_id
+            found: list[int] = completed.tolist()
+            return found
         starts = self._start_id is not None and token_ids[:1] == [self._start_id]
         if self._config.prompt_start:
             starts = starts and token_ids[1:2] == [self._start_id]

@@ -37,6 +37,7 @@ from ..client.embeddings import (
     verify_embeds,
     verify_embeds_texts,
 )
+from ..client.encoder_inputs import pooled_source
 from ..client.engine_client import SequenceRequest
 from .list_ranking import ListPrompts, score_in_lists
 from .local_engine import LocalEngine
@@ -406,9 +407,13 @@ class PoolingMethods:
         lora, model = self._loras.find(lora_request), self._engine.config.model
         kind = model.pooler.kind if kind is None else kind
         pooling, params = model.pooling_params_of(kind), embedding_params()
+        read = [
+            pooled_source(model.source_text, np.array(prompt.token_ids, np.int32))
+            for prompt in prompts
+        ]
         sequences = [
             SequenceRequest(
-                prompt.token_ids,
+                token_ids,
                 params,
                 pooling=msgspec.structs.replace(
                     pooling,
@@ -416,9 +421,9 @@ class PoolingMethods:
                     num_visible=prompt.num_visible,
                 ),
                 lora=lora,
-                encoder_inputs=list(prompt.encoder_inputs),
+                encoder_inputs=inputs or list(prompt.encoder_inputs),
             )
-            for prompt in prompts
+            for prompt, (token_ids, inputs) in zip(prompts, read, strict=True)
         ]
         request_id = str(next(self._numbers))
         if not sequences:

@@ -96,18 +96,24 @@ class PromptEncoder:
         role: str = "",
         tokenization: Tokenization = PLAIN,
     ) -> EncodedPrompt:
-        """Return an encoded prompt for a decoder or a single encoder. `instruction` is put before a text.
+        """Return an encoded prompt that is pooled. `instruction` is put before a text.
 
         `role` is the name of the model's prompt for it.
 
         Raises:
-            ParameterError: The model has an encoder for texts.
+            ParameterError: The model has an encoder and a decoder, but no classification head.
         """
-        if self._engine.config.model.source_text is not None:
-            raise ParameterError(
-                "prompts",
-                "of models with an encoder are supported only by generate and beam_search",
-            )
+        model = self._engine.config.model
+        if (source := model.source_text) is not None:
+            if model.classifier is None:
+                raise ParameterError(
+                    "prompts",
+                    "of models with an encoder and a decoder are supported only by generate and beam_search",
+                )
+            text, token_ids = self._encode_part(prompt, "prompt", source.vocab_size, is_source=True)
+            encoded = self.cut(EncodedPrompt(text, token_ids.tolist()), tokenization, "right")
+            _verify_source(np.array(encoded.token_ids, np.int32), "prompt", source)
+            return encoded
         changes = self._text_changes
         if changes is None:
             return self.encode(prompt, instruction, "", tokenization, "right")

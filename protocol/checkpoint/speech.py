@@ -25,6 +25,7 @@ from .audio.speech_encoders import streaming_spec
 from .audio.token_writers import SAMPLES, WRITING, with_encoder_fields, writes_tokens
 from .audio.tower import CAUSAL_PART, audio_tower_spec
 from .config_fields import MAX_INTEGER, ConfigFields
+from .pooling.classification import TOKEN_CLASSIFIER_SUFFIX
 
 _SPEECH: Final = frozenset(SpeechKind)
 _CROSS_ATTENTION: Final = _SPEECH - {SpeechKind.VOXTRAL_REALTIME} - WRITING
@@ -92,10 +93,10 @@ def is_encoder_decoder(fields: ConfigFields) -> bool:
 
 
 def is_t5_encoder(fields: ConfigFields) -> bool:
-    """Return whether the model is the encoder of a T5 without its decoder."""
+    """Return whether the model is the encoder of a T5 without its decoder, which may classify tokens."""
     names = fields.texts("architectures")
     is_t5 = fields.text("model_type", "") in _T5
-    return is_t5 and any(name.endswith("EncoderModel") for name in names)
+    return is_t5 and any(name.endswith(("EncoderModel", TOKEN_CLASSIFIER_SUFFIX)) for name in names)
 
 
 def with_decoder_fields(fields: ConfigFields) -> ConfigFields:

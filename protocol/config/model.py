@@ -466,9 +466,11 @@ class ModelConfig(msgspec.Struct, frozen=True):
     def max_pooled_tokens(self) -> int:
         """The maximum length of a pooled text in tokens.
 
-        For a decoder it is one less than `max_model_len`, because a slot reserves space for a generated token.
+        For a decoder it is one less than `max_model_len`, because a slot reserves space for a generated token. An
+        encoder that precedes the decoder has its own limit.
         """
-        return self.max_model_len - (not self.is_encoder)
+        limit = self.max_model_len - (not self.is_encoder)
+        return limit if self.source_text is None else min(limit, self.source_text.max_tokens)
 
     @property
     def has_tokenizer(self) -> bool:

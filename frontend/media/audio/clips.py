@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from hashlib import sha256
 from typing import Final
 
@@ -13,13 +14,8 @@ import numpy.typing as npt
 
 from ....protocol.arrays import Float32Array, float32_bytes
 from ....protocol.checkpoint.config_fields import MAX_INTEGER
-from ....protocol.config.audio.samples import (
-    WaveSpec,
-)
-from ....protocol.config.audio.tower import (
-    FRAMES_AFTER,
-    AudioTowerSpec,
-)
+from ....protocol.config.audio.samples import WaveSpec
+from ....protocol.config.audio.tower import FRAMES_AFTER, AudioTowerSpec
 from ....protocol.config.chat_audio import ChatAudioConfig, Framing
 from ....protocol.encoder_inputs.inputs import EncoderInput
 from ....protocol.encoder_inputs.payloads import AudioPayload
@@ -30,8 +26,6 @@ from .log_mel import (
     EMPHASIZED,
     HOP,
     LEADING,
-    STACKED,
-    ClipFrames,
     clip_log_mel,
     decibels,
     kaldi_log_mel,
@@ -42,10 +36,16 @@ from .log_mel import (
     stacked_log_mel,
 )
 
-_CLIP_FRAMES: Final[dict[Framing, ClipFrames]] = {
-    Framing.EMPHASIZED: EMPHASIZED,
-    Framing.LEADING: LEADING,
+_CLIP_FEATURES: Final[dict[Framing, Callable[[Float32Array, int], Float32Array]]] = {
+    Framing.PAIRS: paired_log_mel,
+    Framing.EMPHASIZED: partial(clip_log_mel, EMPHASIZED),
+    Framing.LEADING: partial(clip_log_mel, LEADING),
+    Framing.STACKED: stacked_log_mel,
+    Framing.NORMED: partial(normed_log_mel, has_dither=False),
+    Framing.DECIBELS: decibels,
+    Framing.KALDI: kaldi_log_mel,
 }
+"""Functions of a whole clip and the number of features."""
 
 _SPEECH_TOKEN: Final = 640
 """The samples of a speech token of Fun-Audio-Chat."""
@@ -131,10 +131,6 @@ def _windows(samples: Float32Array, config: ChatAudioConfig) -> Iterator[tuple[F
             part = samples[start : start + length]
             yield log_mel(part, length, tower.num_mel_bins), -(-len(part) // HOP)
         return
-    if config.framing is Framing.PAIRS:
-        features = paired_log_mel(samples, tower.num_mel_bins // 2)
-        yield features, features.shape[1]
-        return
     if isinstance(tower, WaveSpec):
         leveled, hop = level(samples), tower.acoustic.hop
         size, before = tower.part_outputs * hop, tower.outputs_before * hop
@@ -142,28 +138,14 @@ def _windows(samples: Float32Array, config: ChatAudioConfig) -> Iterator[tuple[F
             found = leveled[max(0, start - before) : start + size]
             yield found, len(samples[start : start + size])
         return
-    if config.framing is Framing.STACKED:
-        features = stacked_log_mel(samples, tower.num_mel_bins // STACKED)
-        yield features, features.shape[1]
-        return
-    if config.framing is Framing.NORMED:
-        features = normed_log_mel(samples, tower.num_mel_bins, has_dither=False)
-        yield features, features.shape[1]
-        return
-    if config.framing is Framing.KALDI:
-        features = kaldi_log_mel(samples, tower.num_mel_bins)
+    if (compute := _CLIP_FEATURES.get(config.framing)) is not None:
+        features = compute(samples, tower.num_mel_bins)
         if config.norms is not None:
             mean, scale = (np.array(each, np.float32)[:, None] for each in config.norms)
             features = (features - mean) * scale
-        yield features, features.shape[1]
-        return
-    if config.framing is Framing.DECIBELS:
-        # The last frame of the longest clip is read by no output.
-        features = decibels(samples, tower.num_mel_bins)[:, : tower.num_frames]
-        yield features, features.shape[1]
-        return
-    if (frames := _CLIP_FRAMES.get(config.framing)) is not None:
-        features = clip_log_mel(samples, frames, tower.num_mel_bins)
+        if config.framing is Framing.DECIBELS:
+            # The last frame of the longest clip is read by no output.
+            features = features[:, : tower.num_frames]
         yield features, features.shape[1]
         return
     if config.framing is Framing.SAMPLES:

@@ -1,4 +1,8 @@
-"""Compute log-mel features of audio, equal to the results of transformers' `WhisperFeatureExtractor`."""
+"""Compute log-mel features of audio, equal to those of transformers' feature extractors.
+
+Functions take mono samples at `RATE`, float32 [N] in [-1, 1], and the number of features of a frame. Unless they say
+otherwise, they return float32 [num_features, frames].
+"""
 
 from __future__ import annotations
 
@@ -28,7 +32,7 @@ _EMPHASIS: Final = 0.97
 _MIN_DEVIATION: Final = 1e-5
 """Cohere Transcribe: the deviation of noise, the share of a sample that is subtracted from the next, and a term."""
 
-STACKED: Final = 7
+_STACKED: Final = 7
 _STACKED_STRIDE: Final = 6
 _STACKED_MIN_HZ: Final = 20.0
 """Fun-ASR-Nano: frames of a row, frames from a row to the next, and the lowest frequency."""
@@ -60,13 +64,7 @@ _MELS_PER_E: Final = 27.0 / float(np.log(6.4))
 
 
 def log_mel(samples: Float32Array, num_samples: int, num_mel_bins: int) -> Float32Array:
-    """Return log-mel features (Whisper, arXiv 2212.04356, section 2.2), float32 [num_mel_bins, num_samples // HOP].
-
-    Args:
-        samples: The samples at `RATE`, float32 [N] in [-1, 1], N at most `num_samples`.
-        num_samples: The length to which the samples are padded with silence.
-        num_mel_bins: The number of features per frame.
-    """
+    """Return log-mel features of samples that are padded to `num_samples` (Whisper, arXiv 2212.04356, section 2.2)."""
     num_frames = num_samples // HOP
     half = WINDOW // 2
     # All later frames are silent, so they need no computation.
@@ -74,53 +72,35 @@ def log_mel(samples: Float32Array, num_samples: int, num_mel_bins: int) -> Float
     filled = np.zeros(min(num_samples, num_loud * HOP + WINDOW), np.float32)
     filled[: len(samples)] = samples
     padded = np.pad(filled, half, mode="reflect")
-    frames = np.lib.stride_tricks.sliding_window_view(padded, WINDOW)[::HOP][:num_loud]
-    spectrum = np.fft.rfft(frames * _hann(), axis=1)
-    power = (spectrum.real**2 + spectrum.imag**2).astype(np.float32, copy=False)
+    power = _powers(_frames(padded)[:num_loud] * _hann(WINDOW), WINDOW)
     features = np.full((num_mel_bins, num_frames), np.log10(np.float32(_FLOOR)), np.float32)
     loud = _mel_filters(num_mel_bins) @ power.T
     features[:, :num_loud] = np.log10(np.maximum(loud, _FLOOR, out=loud), out=loud)
-    np.maximum(features, features.max() - _RANGE, out=features)
+    return _scaled(features, features.max() - _RANGE)
+
+
+def _scaled(features: Float32Array, least: float) -> Float32Array:
+    """Return features of at least `least`, scaled to a range of 2. The array is changed."""
+    np.maximum(features, np.float32(least), out=features)
     features += 4
     features /= 4
     return features
 
 
 def framed_log_mel(samples: Float32Array, num_mel_bins: int) -> Float32Array:
-    """Return log-mel features of the frames in samples, equal to those of `VoxtralRealtimeFeatureExtractor`.
-
-    Args:
-        samples: The samples at `RATE`, float32 [N] in [-1, 1], from the first sample of a frame to the last of another.
-        num_mel_bins: The number of features per frame.
-
-    Returns:
-        The features, float32 [num_mel_bins, frames].
-    """
-    frames = np.lib.stride_tricks.sliding_window_view(samples, WINDOW)[::HOP]
-    spectrum = np.fft.rfft(frames * _hann(), axis=1)
-    power = (spectrum.real**2 + spectrum.imag**2).astype(np.float32, copy=False)
+    """Return log-mel features of the whole frames in samples, equal to those of `VoxtralRealtimeFeatureExtractor`."""
+    power = _powers(_frames(samples) * _hann(WINDOW), WINDOW)
     features = np.log10(np.maximum(_mel_filters(num_mel_bins) @ power.T, np.float32(_FLOOR)))
-    limited: Float32Array = (np.maximum(features, np.float32(_LOUDEST - _RANGE)) + 4) / 4
-    return limited
+    return _scaled(features, _LOUDEST - _RANGE)
 
 
 def normed_log_mel(
     samples: Float32Array, num_mel_bins: int, *, has_dither: bool = True
 ) -> Float32Array:
-    """Return normed log-mel features, equal to those of transformers' `CohereAsrFeatureExtractor`.
+    """Return normed log-mel features, equal to those of `CohereAsrFeatureExtractor`.
 
-    Without dither, which is a little noise, they are equal to those of `ParakeetFeatureExtractor`.
-
-    Every feature has the mean 0 and the deviation 1 over all frames. A clip of less than two frames is filled with
-    silence.
-
-    Args:
-        samples: The samples at `RATE`, float32 [N] in [-1, 1].
-        num_mel_bins: The number of features per frame.
-        has_dither: True to add noise.
-
-    Returns:
-        The features, float32 [num_mel_bins, frames].
+    Without dither, which is a little noise, they are equal to those of `ParakeetFeatureExtractor`. Every feature has
+    the mean 0 and the deviation 1 over all frames. A clip of less than two frames is filled with silence.
     """
     samples = np.pad(samples, (0, max(0, 2 * HOP - len(samples))))
     num_frames = len(samples) // HOP
@@ -129,10 +109,8 @@ def normed_log_mel(
     margin = (_PAIRED_FFT - WINDOW) // 2
     # Frames are filled with zeros on both sides.
     padded = np.pad(x, _PAIRED_FFT // 2)[margin:]
-    frames = np.lib.stride_tricks.sliding_window_view(padded, WINDOW)[::HOP][:num_frames]
-    window = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(WINDOW) / (WINDOW - 1))
-    spectrum = np.fft.rfft(frames * window.astype(np.float32), _PAIRED_FFT, axis=1)
-    power = (spectrum.real**2 + spectrum.imag**2).astype(np.float32, copy=False)
+    window = np.hanning(WINDOW).astype(np.float32)
+    power = _powers(_frames(padded)[:num_frames] * window, _PAIRED_FFT)
     features = np.log(_mel_filters(num_mel_bins, _PAIRED_FFT) @ power.T + np.float32(2**-24))
     features -= features.mean(1, keepdims=True)
     deviation = np.sqrt(np.square(features).sum(1, keepdims=True) / (num_frames - 1))
@@ -168,39 +146,26 @@ def seeded_noise(count: int) -> Float32Array:
     return noise
 
 
-def paired_log_mel(samples: Float32Array, num_mel_bins: int) -> Float32Array:
-    """Return log-mel features of pairs of frames, equal to those of transformers' `GraniteSpeechFeatureExtractor`.
-
-    Returns:
-        The features of both frames of each pair, float32 [2 * num_mel_bins, pairs].
-
-    Args:
-        samples: The samples at `RATE`, float32 [N] in [-1, 1].
-        num_mel_bins: The number of features per frame.
-    """
+def paired_log_mel(samples: Float32Array, num_features: int) -> Float32Array:
+    """Return log-mel features of pairs of frames, equal to those of `GraniteSpeechFeatureExtractor`."""
     num_frames = len(samples) // HOP + 1
     if num_frames < 2:
-        return np.zeros((2 * num_mel_bins, 0), np.float32)
-    features = _limited_log_mel(samples, num_mel_bins, num_frames)
+        return np.zeros((num_features, 0), np.float32)
+    features = _limited_log_mel(samples, num_features // 2, num_frames)
     # A last frame without a partner counts only for the maximum.
     return _pairs(features[: num_frames // 2 * 2])
 
 
-def paired_log_mel_changes(samples: Float32Array, num_mel_bins: int) -> Float32Array:
+def paired_log_mel_changes(samples: Float32Array, num_features: int) -> Float32Array:
     """Return the features of pairs of frames and how they change, equal to those of `GraniteSpeech5FeatureExtractor`.
 
-    Returns:
-        The features and the changes of both frames of each pair, float32 [4 * num_mel_bins, pairs].
-
-    Args:
-        samples: The samples at `RATE`, float32 [N] in [-1, 1].
-        num_mel_bins: The number of features per frame.
+    Half of the features are changes.
     """
     # A last frame without a partner gets one.
     num_frames = 2 * max(1, -(-(len(samples) // HOP) // 2))
     missing = (num_frames - 1) * HOP + 1 - len(samples)
     filled = np.pad(samples, (0, max(0, missing)))
-    features = _limited_log_mel(filled, num_mel_bins, num_frames)
+    features = _limited_log_mel(filled, num_features // 4, num_frames)
     before, after = (
         np.vstack(x) for x in ((features[:1], features[:-1]), (features[1:], features[-1:]))
     )
@@ -210,9 +175,7 @@ def paired_log_mel_changes(samples: Float32Array, num_mel_bins: int) -> Float32A
 def _limited_log_mel(samples: Float32Array, num_mel_bins: int, num_frames: int) -> Float32Array:
     """Return features not far below the maximum, float32 [num_frames, num_mel_bins]."""
     padded = np.pad(samples, WINDOW // 2, mode="reflect")
-    frames = np.lib.stride_tricks.sliding_window_view(padded, WINDOW)[::HOP][:num_frames]
-    spectrum = np.fft.rfft(frames * _hann(), _PAIRED_FFT, axis=1)
-    power = (spectrum.real**2 + spectrum.imag**2).astype(np.float32, copy=False)
+    power = _powers(_frames(padded)[:num_frames] * _hann(WINDOW), _PAIRED_FFT)
     filters = _htk_filters(num_mel_bins, _PAIRED_FFT, 0.0, _MAX_HZ).astype(np.float32)
     features = np.log10(np.maximum(power @ filters, np.float32(_FLOOR)))
     limited: Float32Array = np.maximum(features, features.max() - np.float32(_RANGE)) / 4 + 1
@@ -242,43 +205,23 @@ def level(samples: Float32Array) -> Float32Array:
     return leveled / np.float32(loudest + _LEVEL_TERM) if loudest > 1 else leveled
 
 
-def stacked_log_mel(samples: Float32Array, num_mel_bins: int) -> Float32Array:
-    """Return Kaldi's log-mel features of stacked frames, equal to those of `FunAsrNanoFeatureExtractor`.
-
-    Args:
-        samples: The samples at `RATE`, float32 [N] in [-1, 1].
-        num_mel_bins: The number of features per frame.
-
-    Returns:
-        The features of the frames of each row, float32 [STACKED * num_mel_bins, rows].
-    """
-    window = 0.54 - 0.46 * np.cos(2 * np.pi * np.arange(WINDOW) / (WINDOW - 1))
-    features = _kaldi_log_mel(samples, num_mel_bins, window)
+def stacked_log_mel(samples: Float32Array, num_features: int) -> Float32Array:
+    """Return Kaldi's log-mel features of stacked frames, equal to those of `FunAsrNanoFeatureExtractor`."""
+    features = _kaldi_log_mel(samples, num_features // _STACKED, np.hamming(WINDOW))
     if not len(features):
-        return np.zeros((STACKED * num_mel_bins, 0), np.float32)
+        return np.zeros((num_features, 0), np.float32)
     # Rows are centered at every sixth frame. The first and the last frame are repeated.
     num_rows = -(-len(features) // _STACKED_STRIDE)
-    first = _STACKED_STRIDE * np.arange(num_rows)[:, None] - STACKED // 2
-    chosen = (first + np.arange(STACKED)).clip(0, len(features) - 1)
+    first = _STACKED_STRIDE * np.arange(num_rows)[:, None] - _STACKED // 2
+    chosen = (first + np.arange(_STACKED)).clip(0, len(features) - 1)
     stacked: Float32Array = features[chosen].reshape(num_rows, -1).T.astype(np.float32)
     return stacked
 
 
 def decibels(samples: Float32Array, num_mel_bins: int) -> Float32Array:
-    """Return mel features in decibels, as MiDashengLM's encoder computes them.
-
-    Args:
-        samples: The samples at `RATE`, float32 [N] in [-1, 1], more than half of a frame.
-        num_mel_bins: The number of features per frame.
-
-    Returns:
-        The features, float32 [num_mel_bins, 1 + N // HOP].
-    """
+    """Return mel features in decibels of more than half a frame, as MiDashengLM's encoder computes them."""
     padded = np.pad(samples, _PAIRED_FFT // 2, mode="reflect")
-    frames = np.lib.stride_tricks.sliding_window_view(padded, _PAIRED_FFT)[::HOP]
-    window = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(_PAIRED_FFT) / _PAIRED_FFT)
-    spectrum = np.fft.rfft(frames * window.astype(np.float32), axis=1)
-    power = (spectrum.real**2 + spectrum.imag**2).astype(np.float32, copy=False)
+    power = _powers(_frames(padded, _PAIRED_FFT) * _hann(_PAIRED_FFT), _PAIRED_FFT)
     filters = _htk_filters(num_mel_bins, _PAIRED_FFT, 0.0, _MAX_HZ).astype(np.float32)
     features = 10 * np.log10(np.maximum(power @ filters, np.float32(_FLOOR))).T
     limited: Float32Array = np.maximum(features, features.max() - np.float32(_DECIBELS))
@@ -286,28 +229,15 @@ def decibels(samples: Float32Array, num_mel_bins: int) -> Float32Array:
 
 
 def kaldi_log_mel(samples: npt.NDArray[_Float], num_mel_bins: int) -> npt.NDArray[_Float]:
-    """Return log-mel features with Kaldi's own window, of samples that have the range of 16-bit integers.
-
-    Args:
-        samples: The samples at `RATE`, [N] in [-1, 1].
-        num_mel_bins: The number of features per frame.
-
-    Returns:
-        The features [num_mel_bins, frames] in the dtype of the samples.
-    """
-    hann = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(WINDOW) / (WINDOW - 1))
-    return _kaldi_log_mel(samples * samples.dtype.type(1 << 15), num_mel_bins, hann**0.85).T
+    """Return log-mel features with Kaldi's own window and the range of 16-bit integers, in the dtype of the samples."""
+    integers = samples * samples.dtype.type(1 << 15)
+    return _kaldi_log_mel(integers, num_mel_bins, np.hanning(WINDOW) ** 0.85).T
 
 
 def standardized_kaldi_log_mel(samples: Float32Array, num_mel_bins: int) -> Float32Array:
     """Return log-mel features with the mean 0 and the deviation 1, equal to those of `Speech2TextFeatureExtractor`.
 
-    Args:
-        samples: The samples at `RATE`, float32 [N] in [-1, 1], of one frame at least.
-        num_mel_bins: The number of features per frame.
-
-    Returns:
-        The features, float32 [num_mel_bins, frames].
+    The samples have one frame at least.
     """
     features = kaldi_log_mel(samples.astype(np.float64), num_mel_bins)
     deviations = features.std(1, keepdims=True)
@@ -317,39 +247,22 @@ def standardized_kaldi_log_mel(samples: Float32Array, num_mel_bins: int) -> Floa
     return scaled
 
 
-def paired_kaldi_log_mel(samples: Float32Array, num_mel_bins: int) -> Float32Array:
+def paired_kaldi_log_mel(samples: Float32Array, num_features: int) -> Float32Array:
     """Return standardized log-mel features of pairs of frames, equal to those of `SeamlessM4TFeatureExtractor`.
 
-    A last frame without a partner only counts for the means and deviations.
-
-    Args:
-        samples: The samples at `RATE`, float32 [N] in [-1, 1], of two frames at least.
-        num_mel_bins: The number of features per frame.
-
-    Returns:
-        The features of both frames of each pair, float32 [2 * num_mel_bins, pairs].
+    The samples have two frames at least. A last frame without a partner only counts for the means and deviations.
     """
     # As in transformers, features are computed in float64, which matters where a clip is silent.
-    features = kaldi_log_mel(samples.astype(np.float64), num_mel_bins).T
+    features = kaldi_log_mel(samples.astype(np.float64), num_features // 2).T
     features = (features - features.mean(0)) / np.sqrt(features.var(0, ddof=1) + _PAIR_VARIANCE)
     return _pairs(features[: len(features) // 2 * 2])
 
 
 def medical_log_mel(samples: Float32Array, num_mel_bins: int) -> Float32Array:
-    """Return log-mel features of frames without emphasis, equal to those of transformers' `LasrFeatureExtractor`.
-
-    Args:
-        samples: The samples at `RATE`, float32 [N] in [-1, 1].
-        num_mel_bins: The number of features per frame.
-
-    Returns:
-        The features, float32 [num_mel_bins, frames].
-    """
+    """Return log-mel features of frames without emphasis, equal to those of `LasrFeatureExtractor`."""
     if len(samples) < WINDOW:
         return np.zeros((num_mel_bins, 0), np.float32)
-    frames = np.lib.stride_tricks.sliding_window_view(samples.astype(np.float64), WINDOW)[::HOP]
-    window = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(WINDOW) / (WINDOW - 1))
-    power = np.square(np.abs(np.fft.rfft(frames * window, _PAIRED_FFT, axis=1)))
+    power = _powers(_frames(samples.astype(np.float64)) * np.hanning(WINDOW), _PAIRED_FFT)
     power = power @ _kaldi_filters(num_mel_bins, *_MEDICAL_HZ)
     features: Float32Array = np.log(np.maximum(power, _MEDICAL_FLOOR)).T.astype(np.float32)
     return features
@@ -361,15 +274,12 @@ def _kaldi_log_mel(
     """Return Kaldi's log-mel features [frames, num_mel_bins]."""
     if len(samples) < WINDOW:
         return np.zeros((0, num_mel_bins), samples.dtype)
-    frames = np.lib.stride_tricks.sliding_window_view(samples, WINDOW)[::HOP]
+    frames = _frames(samples)
     frames = frames - frames.mean(1, keepdims=True)
     previous = np.hstack((frames[:, :1], frames[:, :-1]))
     emphasized = (frames - _EMPHASIS * previous) * window.astype(samples.dtype)
-    spectrum = np.fft.rfft(emphasized, _PAIRED_FFT, axis=1)
-    power = (spectrum.real**2 + spectrum.imag**2).astype(samples.dtype, copy=False)
-    filters = _kaldi_filters(num_mel_bins, _STACKED_MIN_HZ, _MAX_HZ).astype(
-        samples.dtype, copy=False
-    )
+    power = _powers(emphasized, _PAIRED_FFT)
+    filters = _kaldi_filters(num_mel_bins, _STACKED_MIN_HZ, _MAX_HZ).astype(samples.dtype)
     features: npt.NDArray[_Float] = np.log(np.maximum(power @ filters, np.finfo(np.float32).eps))
     return features
 
@@ -398,28 +308,18 @@ LEADING: Final = ClipFrames(320, 512, 0.0, _MAX_HZ, 0.0, 1e-3, True, True, 1)
 """The frames of Gemma 3n and of Gemma 4."""
 
 
-def clip_log_mel(samples: Float32Array, frames: ClipFrames, num_mel_bins: int) -> Float32Array:
-    """Return natural logarithms of mel features, equal to those of transformers' extractors for Gemma 3n and Gemma 4.
-
-    Args:
-        samples: The samples at `RATE`, float32 [N] in [-1, 1].
-        frames: The frames.
-        num_mel_bins: The number of features per frame.
-
-    Returns:
-        The features, float32 [num_mel_bins, frames].
-    """
+def clip_log_mel(frames: ClipFrames, samples: Float32Array, num_mel_bins: int) -> Float32Array:
+    """Return natural logarithms of mel features, equal to those of the extractors for Gemma 3n and Gemma 4."""
     before = frames.size // 2 if frames.leads else 0
     padded = np.pad(samples, (before, -len(samples) % frames.multiple))
     # A frame needs one more sample, which only other kinds of emphasis would read.
     if len(padded) <= frames.size:
         return np.zeros((num_mel_bins, 0), np.float32)
-    parts = np.lib.stride_tricks.sliding_window_view(padded, frames.size + 1)[::HOP, :-1]
+    parts = _frames(padded, frames.size + 1)[:, :-1]
     if frames.emphasis:
         first = parts[:, :1] * np.float32(1 - frames.emphasis)
         parts = np.hstack((first, parts[:, 1:] - np.float32(frames.emphasis) * parts[:, :-1]))
-    window = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(frames.size) / frames.size)
-    spectrum = np.fft.rfft(parts * window.astype(np.float32), frames.fft_size, axis=1)
+    spectrum = np.fft.rfft(parts * _hann(frames.size), frames.fft_size, axis=1)
     filters = _htk_filters(num_mel_bins, frames.fft_size, frames.min_hz, frames.max_hz)
     magnitudes = np.abs(spectrum) @ filters
     if frames.adds_floor:
@@ -430,23 +330,49 @@ def clip_log_mel(samples: Float32Array, frames: ClipFrames, num_mel_bins: int) -
     return features
 
 
+def _frames(samples: npt.NDArray[_Float], size: int = WINDOW) -> npt.NDArray[_Float]:
+    """Return a view of the whole frames in samples, [frames, size]."""
+    return np.lib.stride_tricks.sliding_window_view(samples, size)[::HOP]
+
+
+def _powers(frames: npt.NDArray[_Float], fft_size: int) -> npt.NDArray[_Float]:
+    """Return the power of each frequency in frames that are filled with zeros, [frames, fft_size // 2 + 1]."""
+    spectrum = np.fft.rfft(frames, fft_size, axis=1)
+    return (spectrum.real**2 + spectrum.imag**2).astype(frames.dtype, copy=False)
+
+
+@lru_cache(4)
+def _hann(size: int) -> Float32Array:
+    """Return the periodic Hann window, float32 [size]."""
+    return np.hanning(size + 1)[:-1].astype(np.float32)
+
+
+def _frequencies(fft_size: int) -> npt.NDArray[np.float64]:
+    return np.linspace(0.0, RATE / 2, fft_size // 2 + 1)
+
+
+def _triangles(
+    corners: npt.NDArray[np.float64], points: npt.NDArray[np.float64]
+) -> npt.NDArray[np.float64]:
+    """Return the values at points of overlapping triangles of height 1, float64 [points, len(corners) - 2].
+
+    Triangle i extends from corner i to corner i + 2.
+    """
+    widths = np.diff(corners)
+    rising = (points[:, None] - corners[:-2]) / widths[:-1]
+    falling = (corners[2:] - points[:, None]) / widths[1:]
+    triangles: npt.NDArray[np.float64] = np.maximum(0, np.minimum(rising, falling))
+    return triangles
+
+
 @lru_cache(8)
 def _htk_filters(
     num_mel_bins: int, fft_size: int, min_hz: float, max_hz: float
 ) -> npt.NDArray[np.float64]:
     """Return triangular filters on the mel scale of HTK, float64 [frequencies, num_mel_bins]."""
-
-    def to_mel(hz: float) -> float:
-        return 2595.0 * float(np.log10(1.0 + hz / 700.0))
-
-    mels = np.linspace(to_mel(min_hz), to_mel(max_hz), num_mel_bins + 2)
-    edges = 700.0 * (10.0 ** (mels / 2595.0) - 1.0)
-    hz = np.linspace(0.0, RATE / 2, fft_size // 2 + 1)[:, None]
-    widths = np.diff(edges)
-    rising = (hz - edges[:-2]) / widths[:-1]
-    falling = (edges[2:] - hz) / widths[1:]
-    filters: npt.NDArray[np.float64] = np.maximum(0, np.minimum(rising, falling))
-    return filters
+    low, high = (2595.0 * float(np.log10(1.0 + hz / 700.0)) for hz in (min_hz, max_hz))
+    mels = np.linspace(low, high, num_mel_bins + 2)
+    return _triangles(700.0 * (10.0 ** (mels / 2595.0) - 1.0), _frequencies(fft_size))
 
 
 @lru_cache(2)
@@ -456,28 +382,13 @@ def _kaldi_filters(num_mel_bins: int, min_hz: float, max_hz: float) -> npt.NDArr
     def to_mel(hz: npt.ArrayLike) -> npt.NDArray[np.float64]:
         return 1127.0 * np.log1p(np.asarray(hz, np.float64) / 700.0)
 
-    edges = np.linspace(to_mel(min_hz), to_mel(max_hz), num_mel_bins + 2)
-    mels = to_mel(np.linspace(0.0, RATE / 2, _PAIRED_FFT // 2 + 1))[:, None]
-    widths = np.diff(edges)
-    rising, falling = (mels - edges[:-2]) / widths[:-1], (edges[2:] - mels) / widths[1:]
-    filters: npt.NDArray[np.float64] = np.maximum(0, np.minimum(rising, falling))
-    return filters
-
-
-@lru_cache(1)
-def _hann() -> Float32Array:
-    """Return the periodic Hann window, float32 [WINDOW]."""
-    return (0.5 - 0.5 * np.cos(2 * np.pi * np.arange(WINDOW) / WINDOW)).astype(np.float32)
+    corners = np.linspace(to_mel(min_hz), to_mel(max_hz), num_mel_bins + 2)
+    return _triangles(corners, to_mel(_frequencies(_PAIRED_FFT)))
 
 
 @lru_cache(4)
 def _mel_filters(num_mel_bins: int, fft_size: int = WINDOW) -> Float32Array:
-    """Return the weight of each frequency in each feature, float32 [num_mel_bins, fft_size // 2 + 1].
-
-    The filters are overlapping triangles of equal area. The triangle of feature i extends from the center of feature i
-    - 1 to that of feature i + 1.
-    """
-    frequencies = np.linspace(0, RATE / 2, fft_size // 2 + 1)
+    """Return triangular filters of equal area on Slaney's mel scale, float32 [num_mel_bins, frequencies]."""
     top = _FIRST_LOG_MEL + np.log(_MAX_HZ / _FIRST_LOG_HZ) * _MELS_PER_E
     mels = np.linspace(0, top, num_mel_bins + 2)
     corners = np.where(
@@ -485,9 +396,5 @@ def _mel_filters(num_mel_bins: int, fft_size: int = WINDOW) -> Float32Array:
         mels * _HZ_PER_MEL,
         _FIRST_LOG_HZ * np.exp((mels - _FIRST_LOG_MEL) / _MELS_PER_E),
     )
-    widths = np.diff(corners)
-    slopes = corners[:, None] - frequencies[None, :]
-    rising = -slopes[:-2] / widths[:-1, None]
-    falling = slopes[2:] / widths[1:, None]
-    triangles = np.maximum(0, np.minimum(rising, falling))
-    return (triangles * (2 / (corners[2:] - corners[:-2]))[:, None]).astype(np.float32)
+    filters = _triangles(corners, _frequencies(fft_size)) * (2 / (corners[2:] - corners[:-2]))
+    return np.ascontiguousarray(filters.T, np.float32)

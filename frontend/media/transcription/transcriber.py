@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -58,6 +59,21 @@ MAX_LONG_WINDOWS: Final = 4
 
 MAX_CLIPS: Final = 8
 """Number of files that are read at the same time, each in its own process. A short file is read in one call."""
+
+_normed: Final = partial(normed_log_mel, has_dither=False)
+
+_FEATURES: Final[dict[SpeechKind, Callable[[Float32Array, int], Float32Array]]] = {
+    SpeechKind.SPEECH_TO_TEXT: standardized_kaldi_log_mel,
+    SpeechKind.COHERE: normed_log_mel,
+    SpeechKind.CANARY: _normed,
+    SpeechKind.PARAKEET_CTC: _normed,
+    SpeechKind.PARAKEET_RNNT: _normed,
+    SpeechKind.PARAKEET_TDT: _normed,
+    SpeechKind.GRANITE_CTC: paired_log_mel_changes,
+    SpeechKind.WAV2VEC2_BERT: paired_kaldi_log_mel,
+    SpeechKind.LASR_CTC: medical_log_mel,
+}
+"""Functions of a window and the number of features. Others read Whisper's features, or samples."""
 
 TextReceiver: TypeAlias = Callable[[str, list[PositionLogprobs]], Awaitable[None]]
 """Function that receives a piece of text and the log-probabilities of its tokens."""
@@ -335,31 +351,15 @@ class Transcriber:
         if audio.writes_tokens or audio.frame_length:
             # The encoder makes at least one output.
             samples = np.pad(samples, (0, max(0, audio.least_samples - len(samples))))
-        num_frames, features = len(samples), samples
+        features = samples
         if audio.variance_term:
             features = standardized(samples, audio.variance_term)
-        elif audio.kind is SpeechKind.GRANITE_CTC:
-            features = paired_log_mel_changes(samples, audio.num_mel_bins // 4)
-            num_frames = features.shape[1]
-        elif audio.kind is SpeechKind.WAV2VEC2_BERT:
-            features = paired_kaldi_log_mel(samples, audio.num_mel_bins // 2)
-            num_frames = features.shape[1]
-        elif audio.kind is SpeechKind.SPEECH_TO_TEXT:
-            features = standardized_kaldi_log_mel(samples, audio.num_mel_bins)
-            num_frames = features.shape[1]
-        elif audio.kind is SpeechKind.LASR_CTC:
-            features = medical_log_mel(samples, audio.num_mel_bins)
-            num_frames = features.shape[1]
-        elif audio.num_mel_bins and (
-            audio.kind in (SpeechKind.COHERE, SpeechKind.CANARY) or audio.writes_tokens
-        ):
-            has_dither = audio.kind is SpeechKind.COHERE
-            features = normed_log_mel(samples, audio.num_mel_bins, has_dither=has_dither)
-            num_frames = features.shape[1]
+        elif (compute := _FEATURES.get(audio.kind)) is not None:
+            features = compute(samples, audio.num_mel_bins)
         elif audio.num_mel_bins:
             num_samples = int(audio.chunk_seconds * audio.sampling_rate)
             features = log_mel(samples, num_samples, audio.num_mel_bins)
-            num_frames = features.shape[1]
+        num_frames = features.shape[-1]
         payload = AudioPayload(audio.num_mel_bins, num_frames, float32_bytes(features))
         return [encoder_source(payload, audio.num_outputs(num_frames))]
 

@@ -52,6 +52,13 @@ _PUBLISHED_NAMES: Final = (
     (r"^model\.mm_projector\.0\.", "multi_modal_projector.linear_1."),
     (r"^model\.mm_projector\.2\.", "multi_modal_projector.linear_2."),
 )
+_NVILA_NAMES: Final = (
+    (r"^mm_projector\.layers\.1\.", "multi_modal_projector.layer_norm."),
+    (r"^mm_projector\.layers\.2\.", "multi_modal_projector.linear_0."),
+    (r"^mm_projector\.layers\.4\.", "multi_modal_projector.middle_norm."),
+    (r"^mm_projector\.layers\.5\.", "multi_modal_projector.linear_1."),
+    (r"^mm_projector\.layers\.7\.", "multi_modal_projector.linear_2."),
+)
 _CLIP_SIZES: Final = SIGLIP_SIZES._replace(patch_size=32, activation="quick_gelu", norm_eps=1e-5)
 
 
@@ -173,6 +180,20 @@ def vipllava(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Vi
         tensor_names=(
             (r"multi_modal_projector\.projector_layernorm\.", "multi_modal_projector.layer_norm."),
         ),
+    )
+
+
+def nvila_lite(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:
+    """Return the tower of NVILA-Lite (arXiv 2412.04468), a SigLIP whose squares of 3 x 3 patches become embeddings."""
+    sizes = read_sizes(vision, SIGLIP_SIZES)
+    sizes["feature_layers"] = feature_layers(fields, sizes, -2)
+    return VisionSpec(
+        **sizes,
+        output_size=output_size,
+        projection="normed squares",
+        merge_factor=3,
+        adapter_size=3 * sizes["hidden_size"],
+        tensor_names=_NVILA_NAMES,
     )
 
 

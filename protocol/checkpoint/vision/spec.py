@@ -213,6 +213,8 @@ class VisionSpec(msgspec.Struct, frozen=True):
       element is added (MobileVLM V2, arXiv 2402.03766)
     * "padded mlp": as "mlp", with squares that are completed by zeros. The first matrix stores columns by element, then
       by patch (DeepSeek-VL2)
+    * "normed squares": a norm of squares that are completed by zeros, a product with `adapter_size` outputs, an
+      activation and another norm, then as "mlp" (NVILA-Lite, arXiv 2412.04468)
     * "joined": a product of the features of each encoder with half of the outputs, then the activation of both and
       another product (DeepSeek-VL 7B, arXiv 2403.05525)
     * "gated mlp": a product with 2 * `adapter_size` outputs, of which the first half is multiplied by the SiLU of the
@@ -258,6 +260,7 @@ class VisionSpec(msgspec.Struct, frozen=True):
         "mlp mean",
         "convolved mlp",
         "padded mlp",
+        "normed squares",
         "pooled mlp",
         "joined",
         "gated mlp",
@@ -376,7 +379,7 @@ class VisionSpec(msgspec.Struct, frozen=True):
         if self.windows is not None:
             rate = self.windows.query_side / self.windows.window_side
             return round(self.num_patches * rate**2)
-        if self.projection == "padded mlp":
+        if self.projection in ("padded mlp", "normed squares"):
             return (-(-(self.image_size // self.patch_size) // self.merge_factor)) ** 2
         if self.projection == "mlp mean":
             return (self.image_size // self.patch_size // self.merge_factor) ** 2

@@ -43,6 +43,7 @@ class ImageProcessorConfig(msgspec.Struct, frozen=True, kw_only=True):
         joint: The text between images or their tiles. Two in a row become one, and a space follows it before a word.
         mark_ids: Tokens around an image, or in it, whose embeddings the encoder computes, too.
         mark_texts: The texts of these tokens.
+        ends_line: True if a line feed follows each tile, as a token of its own.
         after_images: The text after the last image. Prompts with it have all of their images at the beginning.
         prompt_start: If not empty, a prompt with images begins with this text and all of its images.
         prompt_end: The text at the end of a prompt with images.
@@ -66,6 +67,7 @@ class ImageProcessorConfig(msgspec.Struct, frozen=True, kw_only=True):
     joint: str = ""
     mark_ids: tuple[int, ...] = ()
     mark_texts: tuple[str, ...] = ()
+    ends_line: bool = False
     after_images: str = ""
     prompt_start: str = ""
     prompt_end: str = ""

@@ -27,7 +27,9 @@ class CanvasProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="canv
     a tile follows `tile_label`, in which its number replaces {}, the whole image follows `whole_label`, and each is
     followed by `tile_end`. If `is_double` is true, an image alone in its prompt is also split into a grid of at least 3
     tiles whose numbers of columns and rows do not divide those of the first grid, which precedes the others (H2OVL). If
-    `has_whole_first` is true, the grid enlarges the image most, and tiles follow the copy (Perception LM).
+    `splits_alone` is true, only an image alone in its prompt is split, and a line feed follows each of its tiles
+    (NVILA-Lite). If `has_whole_first` is true, the grid enlarges the image most, and tiles follow the copy (Perception
+    LM).
     """
 
     side: int
@@ -38,6 +40,7 @@ class CanvasProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="canv
     counts_area: bool = False
     has_whole_first: bool = False
     is_double: bool = False
+    splits_alone: bool = False
     tile_label: str = ""
     whole_label: str = ""
     tile_end: str = ""

@@ -252,7 +252,7 @@ def test_prompts_equal_those_of_transformers(kind, tmp_path):
     places = PromptImages(config, load_tokenizer(path))
     reader = MediaReader(places.reader_config)
     prepared = [reader.prepare_image(image, len(images)) for image in images]
-    found = places.drop_start(load_tokenizer(path).encode(places.expand(text, prepared)))
+    found = places.complete(load_tokenizer(path).encode(places.expand(text, prepared)))
     assert list(found) == list(expected)
     inputs = places.inputs(found, prepared)
     covered = {item.position + i for item in inputs for i in range(item.num_tokens)}

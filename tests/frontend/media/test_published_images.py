@@ -5,6 +5,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 import transformers
 from engine.frontend.media.layouts.pixels import Tile
@@ -25,6 +26,7 @@ from support.own_code.known_towers.ling3_vl import ling3_vl
 from support.own_code.model import normalized
 from support.own_code.own_towers.blip import blip
 from support.own_code.own_towers.minicpm import minicpmv
+from support.own_code.own_towers.nvila import nvila_lite
 from support.own_code.own_towers.trocr import trocr
 from support.own_code.own_towers.youtu import youtu_vl
 from support.vision.checkpoints import vision_directory
@@ -169,6 +171,32 @@ def test_images_of_eagle_have_numbers_and_enough_tiles(tmp_path):
     # InternVL, which compares aspect ratios only, would read a square of this size as a whole.
     for size, count in (((20, 20), 1), ((24, 24), 5), ((100, 20), 5), ((60, 30), 3)):
         assert len(_tiles(_image(*size), config)) == count
+
+
+def test_tiles_of_nvila_lite_end_with_line_feeds_that_are_not_joined(tmp_path):
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {text: i for i, text in enumerate([*alphabet, "ĊĊ"])}
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [("Ċ", "Ċ")]))
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=bpe)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    tokenizer.save_pretrained(tmp_path)
+    token, line, pair = (tokenizer.convert_tokens_to_ids(text) for text in ("<image>", "Ċ", "ĊĊ"))
+    nvila_lite(tmp_path, vocab_size=len(tokenizer), image_token=token)
+    places = PromptImages(_read(tmp_path), load_tokenizer(tmp_path))
+    reader, encode = MediaReader(places.reader_config), load_tokenizer(tmp_path).encode
+    a = encode("a")[0]
+    # An image alone has tiles, here a grid of two, and the whole. A text line feed follows each of them, too.
+    alone = [reader.prepare_image(_image(40, 20))]
+    found = places.complete(encode(places.expand("a<image>\n", alone)), alone)
+    tile = [token] * 4
+    assert found == [a, *tile, line, line, *tile, line, line, *tile, line, pair]
+    assert [item.position for item in places.inputs(found, alone)] == [1, 7, 13]
+    both = [reader.prepare_image(_image(*size), 2) for size in ((40, 20), (20, 20))]
+    found = places.complete(encode(places.expand("<image><image>\n\n", both)), both)
+    assert found == [*tile, line, *tile, line, pair]
+    assert [item.position for item in places.inputs(found, both)] == [0, 5]
 
 
 def test_llava_in_its_authors_format_needs_no_file_of_a_processor(tmp_path):

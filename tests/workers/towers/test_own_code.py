@@ -47,6 +47,7 @@ from support.own_code.own_towers.dots_ocr import dots_ocr
 from support.own_code.own_towers.glm4v import glm4v_9b
 from support.own_code.own_towers.minicpm import minicpmv
 from support.own_code.own_towers.moondream import Moondream, moondream
+from support.own_code.own_towers.nvila import nvila_lite
 from support.own_code.own_towers.onevision2 import onevision2
 from support.own_code.own_towers.openvla import openvla
 from support.own_code.own_towers.ovis2_5 import ovis2_5
@@ -72,6 +73,7 @@ MODELS: dict[str, Callable[[Path], OwnCodeModel | Moondream]] = {
     "moondream": moondream,
     "moondream-2": partial(moondream, is_third=False),
     "nemotron_vl": nemotron_vl,
+    "nvila_lite": nvila_lite,
     "onevision2": onevision2,
     "openvla": openvla,
     "ovis2_5": ovis2_5,
@@ -101,6 +103,7 @@ PLACEHOLDERS = {
     "minicpmv": "<unk>",
     "moondream": "<|endoftext|>",
     "nemotron_vl": "<image>",
+    "nvila_lite": "<image>",
     "onevision2": "<|image_pad|>",
     "openvla": "<PAD>",
     "ovis2_5": "<|image_pad|>",

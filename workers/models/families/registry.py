@@ -173,6 +173,7 @@ _WITH_ANY_DECODER = {
     "OpenCUAForConditionalGeneration",
     "OpenPanguVLForConditionalGeneration",
     "OpenVLAForActionPrediction",
+    "NVILALiteForConditionalGeneration",
     "Ovis2ForConditionalGeneration",
     "Ovis2_5",
     "Ovis2_6ForCausalLM",

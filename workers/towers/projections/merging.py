@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 
 def squares(x_PD: Tensor, num_columns: int, factor: int) -> Tensor:
@@ -15,6 +16,14 @@ def squares(x_PD: Tensor, num_columns: int, factor: int) -> Tensor:
     rows = rows[: len(rows) // factor * factor, : num_columns // factor * factor]
     squares = rows.unflatten(1, (-1, factor)).unflatten(0, (-1, factor))
     return squares.transpose(1, 2).flatten(2, 3).flatten(0, 1)
+
+
+def completed_squares(x_PD: Tensor, num_columns: int, factor: int) -> Tensor:
+    """Return the features of each square of patches, with zeros in those at the right and at the bottom."""
+    rows = x_PD.unflatten(0, (-1, num_columns))
+    missing = [-count % factor for count in rows.shape[:2]]
+    x_PD = F.pad(rows, (0, 0, 0, missing[1], 0, missing[0])).flatten(0, 1)
+    return squares(x_PD, num_columns + missing[1], factor)
 
 
 def side_by_side(x_PD: Tensor, num_columns: int, factor: int) -> Tensor:

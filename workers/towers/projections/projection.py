@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Final, TypeAlias
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -19,7 +20,7 @@ from ..image_tower import TowerSource
 from ..weights import Linear, Norm, VisionWeights, attend, find_activation
 from .connector import read_connector
 from .gated_squares import read_gated_squares
-from .merging import means, side_by_side, squares, waves
+from .merging import completed_squares, means, side_by_side, waves
 from .mobile import read_convolved_mlp, read_pooled_mlp
 from .perceiver import read_perceiver
 from .query_former import read_former
@@ -78,15 +79,26 @@ def _mlp_mean(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Projec
 
 
 def _padded_mlp(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Projection:
-    factor = spec.merge_factor
     mlp = _two_products(spec, checkpoint, read(f"{_MLP}linear_1.weight"), _merged_size(spec))
 
     def project(x_PD: Tensor, num_columns: int) -> Tensor:
-        rows = x_PD.unflatten(0, (-1, num_columns))
-        missing = [-count % factor for count in rows.shape[:2]]
-        x_PD = F.pad(rows, (0, 0, 0, missing[1], 0, missing[0])).flatten(0, 1)
-        merged = squares(x_PD, num_columns + missing[1], factor)
+        merged = completed_squares(x_PD, num_columns, spec.merge_factor)
         return mlp(merged.transpose(1, 2).flatten(1))
+
+    return project
+
+
+def _normed_squares(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Projection:
+    weights, columns, inner = read(f"{_MLP}linear_1.weight"), _merged_size(spec), spec.adapter_size
+    activation = find_activation(checkpoint, spec.projection_activation)
+    norm = weights.read_layer_norm(f"{_MLP}layer_norm", columns, spec.projection_eps)
+    first = weights.read_linear(f"{_MLP}linear_0", inner, columns)
+    middle_norm = weights.read_layer_norm(f"{_MLP}middle_norm", inner, spec.projection_eps)
+    mlp = _two_products(replace(spec, adapter_size=0), checkpoint, weights, inner)
+
+    def project(x_PD: Tensor, num_columns: int) -> Tensor:
+        x_MD = completed_squares(x_PD, num_columns, spec.merge_factor).flatten(1)
+        return mlp(middle_norm(activation(first(norm(x_MD)))))
 
     return project
 
@@ -318,6 +330,7 @@ _KINDS: Final[dict[str, Callable[[VisionSpec, Checkpoint, _Reader], Projection]]
     "mlp mean": _mlp_mean,
     "convolved mlp": read_convolved_mlp,
     "padded mlp": _padded_mlp,
+    "normed squares": _normed_squares,
     "pooled mlp": read_pooled_mlp,
     "joined": _joined,
     "gated mlp": _gated_mlp,

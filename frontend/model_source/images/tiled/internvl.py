@@ -82,6 +82,17 @@ def labeled_canvas(source: ProcessorSource, vision: VisionSpec) -> CanvasProcess
     )
 
 
+def lined_canvas(source: ProcessorSource, vision: VisionSpec) -> CanvasProcessor:
+    """Return the processor of NVILA-Lite, whose tiles end with line feeds, and which splits an image that is alone."""
+    return CanvasProcessor(
+        **source.values(vision, BICUBIC),
+        side=source.tile_side(vision),
+        max_tiles=12,
+        splits_alone=True,
+        ends_line=True,
+    )
+
+
 def area_canvas(source: ProcessorSource, vision: GridVisionSpec) -> CanvasProcessor:
     """Return the processor of Llama Nemotron Nano VL, whose grids cover at least a part of an image's area."""
     fields, unit = source.fields, vision.unit

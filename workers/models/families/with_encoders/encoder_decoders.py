@@ -10,6 +10,11 @@ from typing import Any, Final
 from msgspec.structs import replace
 
 from .....protocol.checkpoint.config_fields import ConfigFields
+from .....protocol.checkpoint.pooling.classification import (
+    CLASSIFIER_SUFFIX,
+    TOKEN_CLASSIFIER_SUFFIX,
+    classifies_tokens,
+)
 from .....protocol.checkpoint.speech import max_source_positions, source_vocab_size
 from .....protocol.checkpoint.vision.grid import GridVisionSpec
 from .....protocol.checkpoint.vision.read import AnyVisionSpec
@@ -17,7 +22,7 @@ from .....protocol.checkpoint.vision.spec import VisionSpec
 from ....layers.spec import ModelSpec, SourceSpec
 from ....layers.specs.norm_names import NormNames
 from ....layers.specs.positions import Sinusoids
-from ..common import Family, base_spec, uniform_layers
+from ..common import Family, base_spec, uniform_layers, with_score_head
 from ..gemma import gemma2
 from .absolute import BERT_NAMES
 
@@ -85,6 +90,7 @@ _T5_LAYER_NAMES: Final = (
     (r"\.layer\.\d\.DenseReluDense\.wo\.", ".mlp.down_proj."),
     (r"^final_layer_norm\.", "norm."),
 )
+_WHOLE_T5: Final = (r"^transformer\.", "")
 _PRE_NORMS: Final = NormNames("attention_norm", None, "mlp_norm", None, "cross_norm", None)
 _POST_NORMS: Final = NormNames(None, "attention_norm", None, "mlp_norm", None, "cross_norm")
 _POST_NORMED: Final[dict[str, Any]] = {
@@ -381,10 +387,37 @@ def _umt5(fields: ConfigFields) -> ModelSpec:
     return replace(spec, source=replace(spec.source, encoder=encoder), **_umt5_biases(spec))
 
 
+def _classifier(fields: ConfigFields, family: Callable[[ConfigFields], ModelSpec]) -> ModelSpec:
+    """Return the spec with a head that reads the decoder's last token, instead of the output projection."""
+    spec = family(fields)
+    assert spec.source is not None and spec.source.encoder is not None
+    own: tuple[tuple[str, str], ...] = ((r"^classification_head\..*", ""), _WHOLE_T5)
+    encoder = spec.source.encoder
+    encoder = replace(encoder, tensor_names=(*own, *encoder.tensor_names))
+    spec = replace(
+        spec,
+        source=replace(spec.source, encoder=encoder),
+        tensor_names=(_WHOLE_T5, *spec.tensor_names),
+    )
+    return with_score_head(
+        spec,
+        fields,
+        dense=r"^classification_head\.dense\.",
+        output=r"^classification_head\.out_proj\.",
+        output_bias=True,
+    )
+
+
 def _t5_encoder(fields: ConfigFields, family: Callable[[ConfigFields], ModelSpec]) -> ModelSpec:
     source = family(fields).source
     assert source is not None and source.encoder is not None
-    return replace(source.encoder, has_head=True)
+    encoder = replace(source.encoder, has_head=True)
+    if not classifies_tokens(fields):
+        return encoder
+    names = (_WHOLE_T5, *encoder.tensor_names)
+    return with_score_head(
+        replace(encoder, tensor_names=names), fields, output=r"^classifier\.", output_bias=True
+    )
 
 
 def _umt5_biases(spec: ModelSpec) -> dict[str, Any]:
@@ -422,8 +455,20 @@ def _t5gemma(fields: ConfigFields) -> ModelSpec:
     return with_source(decoder, SourceSpec(encoder, positions))
 
 
+_T5_FAMILIES: Final = (("MT5", _mt5), ("T5", _t5), ("UMT5", _umt5))
+
 FAMILIES = (
     # Configs without an architecture get the last family with their model_type.
+    *(
+        Family(f"{name}{CLASSIFIER_SUFFIX}", name.lower(), partial(_classifier, family=family))
+        for name, family in (("Bart", _bart), ("Mvp", _mvp), *_T5_FAMILIES)
+    ),
+    *(
+        Family(
+            f"{name}{TOKEN_CLASSIFIER_SUFFIX}", name.lower(), partial(_t5_encoder, family=family)
+        )
+        for name, family in _T5_FAMILIES
+    ),
     Family("MT5EncoderModel", "mt5", partial(_t5_encoder, family=_mt5)),
     Family("T5EncoderModel", "t5", partial(_t5_encoder, family=_t5)),
     Family("UMT5EncoderModel", "umt5", partial(_t5_encoder, family=_umt5)),
