@@ -28,6 +28,20 @@ _COHERE_NAMES: Final = (
     (r"(^encoder\.layers\.\d+\.conv\.)batch_norm\.", r"\1norm."),
 )
 
+_FIRERED_NAMES: Final = (
+    (r"^encoder\.layer_stack\.", "encoder.layers."),
+    (r"\.ffn([12])\.net\.0\.", r".norm_feed_forward\1."),
+    (r"\.ffn([12])\.net\.1\.", r".feed_forward\1.linear1."),
+    (r"\.ffn([12])\.net\.4\.", r".feed_forward\1.linear2."),
+    (r"\.mhsa\.layer_norm_([qkv])\.", r".norm_\1."),
+    (r"\.mhsa\.w_([qkv])s\.", r".self_attn.\1_proj."),
+    (r"\.mhsa\.fc\.", ".self_attn.o_proj."),
+    (r"\.mhsa\.linear_pos\.", ".self_attn.relative_k_proj."),
+    (r"\.mhsa\.pos_bias_", ".self_attn.bias_"),
+    (r"\.conv\.pre_layer_norm\.", ".norm_conv."),
+    (r"\.conv\.batch_norm\.", ".conv.norm."),
+    (r"(^encoder\.layers\.\d+)\.layer_norm\.", r"\1.norm_out."),
+)
 
 _NEMO_FIELDS: Final = {
     "subsampling": "dw_striding",
@@ -210,14 +224,22 @@ def relative_conformer_spec(
     if kernel_size % 2 == 0:
         raise audio.wrong("kernel_size", "odd", kernel_size)
     return RelativeConformerSpec(
+        layers=ConformerLayers(
+            hidden_size=hidden_size,
+            intermediate_size=4 * hidden_size,
+            num_layers=audio.integer("n_layers_enc", maximum=1024),
+            num_heads=read_num_heads(heads, hidden_size, 20),
+            kernel_size=kernel_size,
+            activation="silu",
+            has_attention_bias=False,
+            has_qkv_norms=True,
+            conv_expansion=2,
+            conv_norm="layer",
+        ),
         num_mel_bins=audio.integer("idim", 80, minimum=7, maximum=1024),
-        hidden_size=hidden_size,
-        intermediate_size=4 * hidden_size,
-        num_layers=audio.integer("n_layers_enc", maximum=1024),
-        num_heads=read_num_heads(heads, hidden_size, 20),
         num_frames=3000,
         conv_channels=32,
-        kernel_size=kernel_size,
         rows_per_output=fields.integer("encoder_downsample_rate", 2, maximum=64),
         output_size=output_size,
+        tensor_names=_FIRERED_NAMES,
     )

@@ -15,12 +15,15 @@ class ConformerLayers(msgspec.Struct, frozen=True):
 
     Attributes:
         has_bias: True if the products of attention and MLPs have biases.
+        has_attention_bias: False if those of attention have none in any case.
+        has_qkv_norms: True if queries, keys and values have norms of their own instead of a common one.
         has_conv_bias: True if the convolution and the products around it have biases.
         positions: The way in which attention depends on places. "distances": scores have embeddings of all distances
             (arXiv 1901.02860). "keys": they have learned keys of the distances from -`num_before` to `num_after`, to
             which larger ones are cut (arXiv 1803.02155). "inputs": the inputs of queries and keys are rotated.
             "rotary": queries and keys are rotated. "none": it does not.
         theta: The base of rotations.
+        conv_expansion: The number of the convolution's channels for each element of a row.
         conv_norm: The norm after the convolution, over the rows of training ("batch") or the channels ("layer").
         is_causal: True if the convolution reads no later rows.
         mlp_factors: The factors of an MLP's inputs and outputs in their sum.
@@ -34,11 +37,14 @@ class ConformerLayers(msgspec.Struct, frozen=True):
     kernel_size: int
     activation: str
     has_bias: bool = True
+    has_attention_bias: bool = True
+    has_qkv_norms: bool = False
     has_conv_bias: bool = False
     positions: Literal["distances", "keys", "inputs", "rotary", "none"] = "distances"
     num_before: int = 0
     num_after: int = 0
     theta: float = 10_000.0
+    conv_expansion: int = 1
     conv_norm: Literal["batch", "layer"] = "batch"
     is_causal: bool = False
     mlp_factors: tuple[float, float] = (1.0, 0.5)

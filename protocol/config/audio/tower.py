@@ -373,18 +373,20 @@ class PatchesSpec(LayeredSpec, frozen=True, tag=True):
         return num_frames // self.frames_per_patch // self.patches_per_output
 
 
-class RelativeConformerSpec(LayeredSpec, frozen=True, tag=True):
-    """A conformer whose queries, keys and values have their own norms, and two matrices (FireRedASR2).
+class RelativeConformerSpec(UnpaddedSpec, frozen=True, tag=True):
+    """A conformer and two matrices (FireRedASR2).
 
-    Two convolutions over frames and features make a row of four frames. Rows attend to all rows, with embeddings of
-    their distances. `rows_per_output` neighboring rows become an output.
+    Two convolutions over frames and features make a row of four frames. `rows_per_output` neighboring rows become an
+    output.
     """
 
+    layers: ConformerLayers
     num_mel_bins: int
-    intermediate_size: int
+    num_frames: int
+    output_size: int
     conv_channels: int
-    kernel_size: int
     rows_per_output: int
+    tensor_names: tuple[tuple[str, str], ...]
 
     def num_outputs(self, num_frames: int) -> int:
         """Return the number of outputs for the frames of a clip."""

@@ -105,12 +105,12 @@ class _Layer:
     ) -> None:
         self._spec = spec
         size, inner = spec.hidden_size, spec.intermediate_size
-        head_dim = size // spec.num_heads
+        head_dim, channels = size // spec.num_heads, spec.conv_expansion * size
 
         def linear(name: str, rows: int, columns: int, *, has_bias: bool = spec.has_bias) -> Linear:
             return tensors.read_linear(prefix + name, rows, columns, has_bias=has_bias)
 
-        def norm(name: str) -> Norm:
+        def norm(name: str, size: int = size) -> Norm:
             return tensors.read_layer_norm(
                 prefix + name, size, spec.norm_eps, has_bias=spec.has_norm_bias
             )
@@ -121,11 +121,15 @@ class _Layer:
             for name in ("feed_forward1", "feed_forward2")
         ]
         self._norms = [
-            norm(f"norm_{name}")
-            for name in ("feed_forward1", "self_att", "conv", "feed_forward2", "out")
+            norm(f"norm_{name}") for name in ("feed_forward1", "conv", "feed_forward2", "out")
         ]
-        self._qkv = [linear(f"self_attn.{name}_proj", size, size) for name in "qkv"]
-        self._output = linear("self_attn.o_proj", size, size)
+        self._attention_norms = [
+            norm(f"norm_{name}") for name in ("qkv" if spec.has_qkv_norms else ("self_att",))
+        ]
+        has_bias = spec.has_bias and spec.has_attention_bias
+        *self._qkv, self._output = (
+            linear(f"self_attn.{name}_proj", size, size, has_bias=has_bias) for name in "qkvo"
+        )
         if spec.positions == "distances":
             self._distances = linear("self_attn.relative_k_proj", size, size, has_bias=False)
             self._content_H1K, self._position_H1K = (
@@ -137,24 +141,26 @@ class _Layer:
             name = f"{prefix}self_attn.distance_embedding.weight"
             self._keys_FK = tensors.read(name, num_distances, head_dim)
         has_bias = spec.has_conv_bias
-        self._up = linear("conv.pointwise_conv1", 2 * size, size, has_bias=has_bias)
-        self._taps = tensors.read(f"{prefix}conv.depthwise_conv.weight", size, 1, spec.kernel_size)
+        self._up = linear("conv.pointwise_conv1", 2 * channels, size, has_bias=has_bias)
+        self._taps = tensors.read(
+            f"{prefix}conv.depthwise_conv.weight", channels, 1, spec.kernel_size
+        )
         self._taps_bias: Tensor | None = None
         if has_bias:
-            self._taps_bias = tensors.read(f"{prefix}conv.depthwise_conv.bias", size)
+            self._taps_bias = tensors.read(f"{prefix}conv.depthwise_conv.bias", channels)
         self._batch_norm: list[Tensor] = []
         self._conv_norm: Norm | None = None
         if spec.conv_norm == "batch":
-            self._batch_norm = read_batch_norm(tensors, f"{prefix}conv.norm.", size)
+            self._batch_norm = read_batch_norm(tensors, f"{prefix}conv.norm.", channels)
         else:
-            self._conv_norm = norm("conv.norm")
-        self._down = linear("conv.pointwise_conv2", size, size, has_bias=has_bias)
+            self._conv_norm = norm("conv.norm", channels)
+        self._down = linear("conv.pointwise_conv2", size, channels, has_bias=has_bias)
 
     def __call__(self, x_PD: Tensor, places: Tensor, num_read: int) -> Tensor:
-        before_first, before_attention, before_conv, before_second, last = self._norms
+        before_first, before_conv, before_second, last = self._norms
         kept, added = self._spec.mlp_factors
         x_PD = kept * x_PD + added * self._mlp(before_first(x_PD), 0)
-        x_PD = x_PD + self._output(self._attend(before_attention(x_PD), places, num_read))
+        x_PD = x_PD + self._output(self._attend(x_PD, places, num_read))
         kept_rows, convolved = self._spec.conv_factors
         x_PD = kept_rows * x_PD + convolved * self._convolve(before_conv(x_PD), num_read)
         return last(kept * x_PD + added * self._mlp(before_second(x_PD), 1))
@@ -165,11 +171,12 @@ class _Layer:
 
     def _attend(self, x_PD: Tensor, places: Tensor, num_read: int) -> Tensor:
         kind, heads = self._spec.positions, (self._spec.num_heads, -1)
-        query, key, value = self._qkv
-        matched_PD = x_PD
+        normed = [norm(x_PD) for norm in self._attention_norms]
+        inputs = normed if len(normed) == 3 else normed * 3
         if kind == "inputs":
-            matched_PD = _rotated(x_PD.unflatten(1, heads), places).flatten(1)
-        q_PD, k_PD, v_PD = query(matched_PD), key(matched_PD), value(x_PD)
+            matched_PD = _rotated(inputs[0].unflatten(1, heads), places).flatten(1)
+            inputs = [matched_PD, matched_PD, inputs[2]]
+        q_PD, k_PD, v_PD = (linear(x) for linear, x in zip(self._qkv, inputs, strict=True))
         if kind == "distances":
             return attend_by_distance(
                 (q_PD, k_PD, v_PD),
