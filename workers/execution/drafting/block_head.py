@@ -27,13 +27,13 @@ from ...device.dtypes import as_tensor, on_host
 from ...device.transfers import to_device
 from ...layers.parallel.shard import ModelShard
 from ...layers.spec import ModelSpec
-from ...loaders import Checkpoint
 from ...models.decoder import Decoder
 from .computed import ComputedRows
 from .draft_head import DraftHead
 from .in_order.markov import MarkovHead
 from .in_order.refiner import BlockStart, Refiner
 from .in_order.selector import CandidateSelector
+from .tensors import HeadTensors
 
 
 class BlockHead(DraftHead):
@@ -45,28 +45,16 @@ class BlockHead(DraftHead):
         spec: ModelSpec,
         shard: ModelShard,
         attention: PagedAttention,
-        checkpoint: Checkpoint,
+        tensors: HeadTensors,
         on_progress: Callable[[int, int], None],
     ) -> NativeDecoder | Decoder:
         self._markov: MarkovHead | Refiner | None = None
         if self._layout.has_markov:
-            self._markov = (Refiner if self._layout.has_refiner else MarkovHead)(
-                checkpoint,
-                self._layout.tensor_names,
-                self._dtype,
-                self._device,
-                self._num_threads,
-                self._name,
-            )
+            self._markov = (Refiner if self._layout.has_refiner else MarkovHead)(tensors)
         self._selector: CandidateSelector | None = None
         if self._layout.num_candidates:
-            self._selector = CandidateSelector(
-                checkpoint,
-                self._layout.tensor_names,
-                self._layout,
-                self._device,
-            )
-        return super()._load(config, spec, shard, attention, checkpoint, on_progress)
+            self._selector = CandidateSelector(tensors, self._layout)
+        return super()._load(config, spec, shard, attention, tensors, on_progress)
 
     @torch.inference_mode()
     def propose(self, computed: ComputedRows, drafts: Drafts, *, samples: bool) -> int:

@@ -48,6 +48,7 @@ from .computed import ComputedRows
 from .fusion import Fusion, read_token_ids
 from .head_target import HeadTarget
 from .layouts.head_layout import HeadLayout
+from .tensors import HeadTensors
 
 
 class HeadSource(NamedTuple):
@@ -97,13 +98,12 @@ class DraftHead:
         self._device = torch_device(target.attention.device) if in_torch else torch.device("cpu")
         self._num_threads = 0 if in_torch else count_threads(config)
         spec, shard, attention = self._arrange(config)
-        self.fusion = Fusion(
-            layout, checkpoint, target, embed, dtype, self._device, self._num_threads, self._name
+        tensors = HeadTensors(
+            checkpoint, layout.tensor_names, dtype, self._device, self._num_threads, self._name
         )
-        self._model = self._load(config, spec, shard, attention, checkpoint, on_progress)
-        self._token_ids = read_token_ids(layout, checkpoint, target.spec.num_token_ids, self._name)
-        if self._token_ids is not None:
-            self._token_ids = self._token_ids.to(self._device)
+        self.fusion = Fusion(layout, tensors, target, embed)
+        self._model = self._load(config, spec, shard, attention, tensors, on_progress)
+        self._token_ids = read_token_ids(layout, tensors, target.spec.num_token_ids)
         self._make_cache(config)
         self._batch: PersistentBatch
 
@@ -160,7 +160,7 @@ class DraftHead:
         spec: ModelSpec,
         shard: ModelShard,
         attention: PagedAttention,
-        checkpoint: Checkpoint,
+        tensors: HeadTensors,
         on_progress: Callable[[int, int], None],
     ) -> NativeDecoder | Decoder:
         max_model_len, kept_layers = config.model.max_model_len, (len(spec.layers),)
@@ -168,7 +168,7 @@ class DraftHead:
             assert isinstance(attention, DeviceAttention)
             return Decoder(
                 spec,
-                checkpoint,
+                tensors.checkpoint,
                 attention,
                 dtype=self._dtype,
                 device=self._device,
@@ -182,7 +182,7 @@ class DraftHead:
         try:
             return NativeDecoder(
                 spec,
-                checkpoint,
+                tensors.checkpoint,
                 attention,
                 dtype=self._dtype,
                 max_model_len=max_model_len,

@@ -12,12 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ....protocol.errors import ConfigError
-from ...loaders import Checkpoint
-from ...loaders.tensor_names import translate_names
 from .head_target import HeadTarget
 from .layouts import head_layout
 from .layouts.head_layout import HeadLayout
-from .product import Product, read_product
+from .tensors import HeadTensors, Product
 
 
 class Fusion:
@@ -25,13 +23,9 @@ class Fusion:
 
     Args:
         layout: The layout of the head.
-        checkpoint: The head's checkpoint.
+        tensors: The head's tensors.
         target: The model, which keeps the hidden states that the head reads.
         embed: Returns the model's embeddings of tokens, float32.
-        dtype: The dtype of the matrices.
-        device: The device of the head.
-        num_threads: The number of threads that compute the projection; 0 to compute it in torch.
-        name: The name of the head in error messages.
 
     Raises:
         CheckpointError: A tensor is missing.
@@ -41,47 +35,30 @@ class Fusion:
     def __init__(
         self,
         layout: HeadLayout,
-        checkpoint: Checkpoint,
+        tensors: HeadTensors,
         target: HeadTarget,
         embed: Callable[[Tensor], Tensor],
-        dtype: torch.dtype,
-        device: torch.device,
-        num_threads: int,
-        name: str,
     ) -> None:
         self._layout, self._target, self._embed = layout, target, embed
-        self._device = device
+        self._device = tensors.device
         self._size, self._eps = layout.spec.hidden_size, layout.spec.norm_eps
         self._target_size = target.spec.hidden_size
-        stored = translate_names(checkpoint.names(), layout.tensor_names)
-
-        def read(name: str) -> Tensor | None:
-            if name not in stored:
-                return None
-            return checkpoint.tensor(stored[name], torch.float32).to(device)
 
         def norm(name: str) -> Tensor | None:
-            weight = read(name)
+            weight = tensors.find(name)
             return None if weight is None else weight + layout.spec.norm_weight_offset
 
         self._project_back: Product | None = None
         # The size of the embeddings and hidden states that are combined.
         size = self._size
-        if head_layout.OUTPUT_PROJECTION in stored:
+        if head_layout.OUTPUT_PROJECTION in tensors:
             size = self._target_size
-            self._project_back = read_product(
-                checkpoint,
-                stored[head_layout.OUTPUT_PROJECTION],
-                (size, self._size),
-                dtype,
-                device,
-                num_threads,
-                name,
-            )
+            shape = size, self._size
+            self._project_back = tensors.product(head_layout.OUTPUT_PROJECTION, shape)
         self._state_size = size
-        if head_layout.EMBEDDING not in stored and size != self._target_size:
+        if head_layout.EMBEDDING not in tensors and size != self._target_size:
             raise ConfigError(
-                f"{name}: the head's hidden size is {self._size}, the model's is {self._target_size}, and "
+                f"{tensors.name}: the head's hidden size is {self._size}, the model's is {self._target_size}, and "
                 "the head has no embedding; use a head for this model"
             )
         width = target.kept_width - self._target_size
@@ -90,16 +67,13 @@ class Fusion:
         if layout.reads_streams:
             self._state_size, shape = width, (size, size)
             self._project, self._project_embedding = (
-                read_product(checkpoint, stored[each], shape, dtype, device, num_threads, name)
+                tensors.product(each, shape)
                 for each in (head_layout.PROJECTION, head_layout.EMBEDDING_PROJECTION)
             )
         elif layout.reads_kept or not layout.projects_states:
-            if head_layout.PROJECTION not in stored:
-                raise checkpoint.missing("fc.weight")
+            tensors.require(head_layout.PROJECTION, "fc.weight")
             shape = self._size, width if layout.projects_states else size + self._target_size
-            self._project = read_product(
-                checkpoint, stored[head_layout.PROJECTION], shape, dtype, device, num_threads, name
-            )
+            self._project = tensors.product(head_layout.PROJECTION, shape)
         self._states_norm = norm(head_layout.STATES_NORM)
         state_norms = [
             weight
@@ -107,16 +81,14 @@ class Fusion:
             if (weight := norm(head_layout.STATE_NORM.format(i))) is not None
         ]
         self._state_norms_ND = torch.stack(state_norms) if state_norms else None
-        self._mask_states = read(head_layout.MASK_STATES)
-        self._bias = read(head_layout.PROJECTION_BIAS)
+        self._mask_states = tensors.find(head_layout.MASK_STATES)
+        self._bias = tensors.find(head_layout.PROJECTION_BIAS)
         self._embedding_norm = norm(head_layout.EMBEDDING_NORM)
         self._hidden_norm = norm(head_layout.HIDDEN_NORM)
-        self._embedding_VD: Tensor | None = None
-        self._embedding_scale = layout.spec.rounded_embedding_scale(dtype)
-        if head_layout.EMBEDDING in stored:
-            embedding_VD = checkpoint.tensor(stored[head_layout.EMBEDDING], dtype).to(device)
-            if not self._equals_target(embedding_VD):
-                self._embedding_VD = embedding_VD
+        self._embedding_scale = layout.spec.rounded_embedding_scale(tensors.dtype)
+        self._embedding_VD = tensors.find(head_layout.EMBEDDING, tensors.dtype)
+        if self._embedding_VD is not None and self._equals_target(self._embedding_VD):
+            self._embedding_VD = None
 
     def _equals_target(self, embedding_VD: Tensor) -> bool:
         """Return whether the head's embedding equals the model's, judged by samples.
@@ -204,16 +176,13 @@ def _norm(x_TD: Tensor, weight_D: Tensor | None, eps: float) -> Tensor:
     return F.rms_norm(x_TD, weight_D.shape, weight_D, eps)
 
 
-def read_token_ids(
-    layout: HeadLayout, checkpoint: Checkpoint, vocab_size: int, name: str
-) -> Tensor | None:
+def read_token_ids(layout: HeadLayout, tensors: HeadTensors, vocab_size: int) -> Tensor | None:
     """Return the model's token id for each token of a head with its own output projection, int64; None without one.
 
     Args:
         layout: The layout of the head.
-        checkpoint: The head's checkpoint.
+        tensors: The head's tensors.
         vocab_size: The size of the model's vocabulary.
-        name: The name of the head in error messages.
 
     Raises:
         ConfigError: A token is not in the model's vocabulary.
@@ -221,19 +190,18 @@ def read_token_ids(
     if not layout.spec.has_head:
         return None
     count = layout.spec.vocab_size
-    ids = torch.arange(count)
-    stored = translate_names(checkpoint.names(), layout.tensor_names)
-    if head_layout.TOKEN_OFFSETS in stored:
-        offsets = checkpoint.tensor(stored[head_layout.TOKEN_OFFSETS]).long()
+    ids = torch.arange(count, device=tensors.device)
+    offsets = tensors.find(head_layout.TOKEN_OFFSETS, None)
+    if offsets is not None:
         if offsets.shape != (count,):
             raise ConfigError(
-                f"{name}: the tensor 'd2t' has the shape {tuple(offsets.shape)}, not ({count},), the head's "
+                f"{tensors.name}: the tensor 'd2t' has the shape {tuple(offsets.shape)}, not ({count},), the head's "
                 "vocabulary; use another head"
             )
-        ids += offsets
+        ids += offsets.long()
     if count and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
         raise ConfigError(
-            f"{name}: the head has tokens from {ids.min()} to {ids.max()}, but the model's are 0 to "
+            f"{tensors.name}: the head has tokens from {ids.min()} to {ids.max()}, but the model's are 0 to "
             f"{vocab_size - 1}; use a head for this model"
         )
     return ids

@@ -27,12 +27,12 @@ from ...device.dtypes import AnyArray
 from ...device.transfers import to_device
 from ...layers.parallel.shard import ModelShard
 from ...layers.spec import ModelSpec
-from ...loaders import Checkpoint
 from ..kv_cache import attention_by_group
 from .assistant import ClusteredOutput
 from .computed import ComputedRows
 from .draft_head import DraftHead
 from .head_target import HeadTarget
+from .tensors import HeadTensors
 
 
 class SharedCacheHead(DraftHead):
@@ -58,13 +58,15 @@ class SharedCacheHead(DraftHead):
         spec: ModelSpec,
         shard: ModelShard,
         attention: PagedAttention,
-        checkpoint: Checkpoint,
+        tensors: HeadTensors,
         on_progress: Callable[[int, int], None],
     ) -> HeadTarget:
         self._clusters: ClusteredOutput | None = None
         if count := self._layout.num_chosen_clusters:
-            self._clusters = ClusteredOutput(checkpoint, spec, count, self._dtype, self._device)
-        return super()._load(config, spec, shard, attention, checkpoint, on_progress)
+            self._clusters = ClusteredOutput(
+                tensors.checkpoint, spec, count, self._dtype, self._device
+            )
+        return super()._load(config, spec, shard, attention, tensors, on_progress)
 
     def _make_cache(self, config: EngineConfig) -> None:
         layers = self._model.spec.layers

@@ -13,66 +13,37 @@ import torch
 from torch import Tensor
 
 from .....protocol.errors import ConfigError
-from ....loaders import Checkpoint
-from ....loaders.tensor_names import TensorNames, translate_names
 from ..layouts import head_layout
-from ..product import Product, read_product
+from ..tensors import HeadTensors
 from .refiner import BlockStart
 
 
 class MarkovHead:
     """The Markov head of a block of drafts.
 
-    Args:
-        checkpoint: The head's checkpoint.
-        tensor_names: Translates the names of its tensors to those of `head_layout`.
-        dtype: The dtype of the matrices.
-        device: The device of the head.
-        num_threads: The number of threads that compute the product with the matrix; 0 to compute it in torch.
-        name: The name of the head in error messages.
-
     Raises:
         CheckpointError: A tensor is missing.
         ConfigError: The tensors have the wrong shape.
     """
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        tensor_names: TensorNames,
-        dtype: torch.dtype,
-        device: torch.device,
-        num_threads: int,
-        name: str,
-    ) -> None:
-        stored = translate_names(checkpoint.names(), tensor_names)
-        for needed in (head_layout.MARKOV_VECTORS, head_layout.MARKOV_MATRIX):
-            if needed not in stored:
-                raise checkpoint.missing("markov_head.markov_w1.weight or markov_w2.weight")
-
-        def read(tensor: str) -> Tensor | None:
-            if tensor not in stored:
-                return None
-            return checkpoint.tensor(stored[tensor], torch.float32).to(device)
-
-        self._vectors_VR = checkpoint.tensor(stored[head_layout.MARKOV_VECTORS], dtype).to(device)
+    def __init__(self, tensors: HeadTensors) -> None:
+        matrix, published = head_layout.MARKOV_MATRIX, "markov_head.markov_w{}.weight"
+        self._vectors_VR = tensors.read(
+            head_layout.MARKOV_VECTORS, published.format(1), tensors.dtype
+        )
         rank = self._vectors_VR.shape[1]
-        matrix = stored[head_layout.MARKOV_MATRIX]
-        self.num_tokens = checkpoint.shape(matrix)[0]
+        tensors.require(matrix, published.format(2))
+        self.num_tokens = tensors.num_rows(matrix)
         """The number of tokens that have a bias."""
-        self._project: Product = read_product(
-            checkpoint, matrix, (self.num_tokens, rank), dtype, device, num_threads, name
-        )
-        self._gate, self._gate_bias = (
-            read(tensor) for tensor in (head_layout.MARKOV_GATE, head_layout.MARKOV_GATE_BIAS)
-        )
-        self._state, self._state_bias = (
-            read(tensor) for tensor in (head_layout.MARKOV_STATE, head_layout.MARKOV_STATE_BIAS)
-        )
+        self._project = tensors.product(matrix, (self.num_tokens, rank))
+        self._gate = tensors.find(head_layout.MARKOV_GATE)
+        self._gate_bias = tensors.find(head_layout.MARKOV_GATE_BIAS)
+        self._state = tensors.find(head_layout.MARKOV_STATE)
+        self._state_bias = tensors.find(head_layout.MARKOV_STATE_BIAS)
         for weight, count in ((self._gate, 1), (self._state, 3)):
             if weight is not None and len(weight) != count * rank:
                 raise ConfigError(
-                    f"{name}: a matrix of the Markov head has {len(weight)} rows, not {count * rank}; use another head"
+                    f"{tensors.name}: a matrix of the Markov head has {len(weight)} rows, not {count * rank}; use another head"
                 )
 
     def begin(self, start: BlockStart) -> Tensor:

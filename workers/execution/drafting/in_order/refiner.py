@@ -15,10 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ....loaders import Checkpoint
-from ....loaders.tensor_names import TensorNames, translate_names
 from ..layouts import head_layout
-from ..product import Product, read_product
+from ..tensors import HeadTensors
 
 
 class BlockStart(NamedTuple):
@@ -36,34 +34,18 @@ class BlockStart(NamedTuple):
 
 
 class Refiner:
-    """The refiner of a block of drafts, with the arguments of `MarkovHead`.
+    """The refiner of a block of drafts.
 
     Raises:
         CheckpointError: A tensor is missing.
         ConfigError: A tensor has the wrong shape.
     """
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        tensor_names: TensorNames,
-        dtype: torch.dtype,
-        device: torch.device,
-        num_threads: int,
-        name: str,
-    ) -> None:
-        stored = translate_names(checkpoint.names(), tensor_names)
+    def __init__(self, tensors: HeadTensors) -> None:
+        def read(part: str, dtype: torch.dtype = torch.float32) -> Tensor:
+            return tensors.read(f"{head_layout.REFINER}{part}", f"xpress_head.{part}", dtype)
 
-        def stored_name(part: str) -> str:
-            found = stored.get(f"{head_layout.REFINER}{part}")
-            if found is None:
-                raise checkpoint.missing(f"xpress_head.{part}")
-            return found
-
-        def read(part: str) -> Tensor:
-            return checkpoint.tensor(stored_name(part), torch.float32).to(device)
-
-        self._vectors_VR = checkpoint.tensor(stored_name("w1.weight"), dtype).to(device)
+        self._vectors_VR = read("w1.weight", tensors.dtype)
         rank = self._vectors_VR.shape[1]
         self._of_place, self._of_mean, self._project = (
             read(f"{part}.weight") for part in ("down_h", "down_g", "in_proj")
@@ -71,17 +53,16 @@ class Refiner:
         mixture_RBB = read("mix.L").tril()
         # A place's own vector is added to the mixture.
         self._mixture_BBR = mixture_RBB.permute(1, 2, 0) + torch.eye(
-            mixture_RBB.shape[1], device=device
+            mixture_RBB.shape[1], device=tensors.device
         ).unsqueeze(2)
         self._gate, self._up, self._down = (
             read(f"mlp.{part}_proj.weight") for part in ("gate", "up", "down")
         )
-        matrix = stored_name("w2.weight")
-        self.num_tokens = checkpoint.shape(matrix)[0]
+        matrix = f"{head_layout.REFINER}w2.weight"
+        tensors.require(matrix, "xpress_head.w2.weight")
+        self.num_tokens = tensors.num_rows(matrix)
         """The number of tokens that have a bias."""
-        self._logits: Product = read_product(
-            checkpoint, matrix, (self.num_tokens, rank), dtype, device, num_threads, name
-        )
+        self._logits = tensors.product(matrix, (self.num_tokens, rank))
 
     def begin(self, start: BlockStart) -> Tensor:
         """Return the states of blocks, [S, 1 + P, R]: a vector of the mean, and those of the places so far."""

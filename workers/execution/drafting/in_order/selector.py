@@ -11,45 +11,31 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .....protocol.errors import CheckpointError
-from ....loaders import Checkpoint
-from ....loaders.tensor_names import TensorNames, translate_names
 from ..layouts import head_layout
+from ..tensors import HeadTensors
 
 
 class CandidateSelector:
     """The selector of a block of drafts.
 
     Args:
-        checkpoint: The head's checkpoint.
-        tensor_names: Translates the names of its tensors to those of `head_layout`.
+        tensors: The head's tensors.
         layout: The layout of the head, with the number of tokens among which a draft is chosen.
-        device: The device of the head.
 
     Raises:
         CheckpointError: A tensor is missing.
     """
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        tensor_names: TensorNames,
-        layout: head_layout.HeadLayout,
-        device: torch.device,
-    ) -> None:
-        stored = translate_names(checkpoint.names(), tensor_names)
-
-        def read(name: str) -> Tensor:
-            if name not in stored:
-                raise CheckpointError(checkpoint.path, f"there is no tensor candidate_{name}")
-            return checkpoint.tensor(stored[name], torch.float32).to(device)
-
+    def __init__(self, tensors: HeadTensors, layout: head_layout.HeadLayout) -> None:
         self._layout = layout
-        self._before_VR, self._after_VR = (
-            read(head_layout.SELECTOR_BEFORE),
-            read(head_layout.SELECTOR_AFTER),
+        self._before_VR, self._after_VR, self._projection_RD = (
+            tensors.read(name, f"candidate_{name}")
+            for name in (
+                head_layout.SELECTOR_BEFORE,
+                head_layout.SELECTOR_AFTER,
+                head_layout.SELECTOR_PROJECTION,
+            )
         )
-        self._projection_RD = read(head_layout.SELECTOR_PROJECTION)
 
     def candidates(self, ids_C: Tensor, logits_NC: Tensor) -> tuple[Tensor, Tensor]:
         """Return the candidates of each draft [N, K], and their logits."""
