@@ -18,6 +18,7 @@ from engine.protocol.file_identity import (
     verify_files,
 )
 from safetensors.numpy import save_file
+from support.gguf.finish import finish
 
 
 def test_every_kind_of_change_is_named(tmp_path: Path) -> None:
@@ -57,10 +58,7 @@ def test_a_revision_with_another_small_tensor_has_another_identity(tmp_path: Pat
         writer = gguf.GGUFWriter(paths[1], "llama")
         for name, tensor in tensors.items():
             writer.add_tensor(name, tensor)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        finish(writer)
         return [file.content for file in identify_files(paths, hash_content)]
 
     before = write()

@@ -21,6 +21,7 @@ from engine.workers.models.families import model_spec
 from gguf import GGUFValueType, GGUFWriter
 from safetensors.numpy import save_file
 from support.checkpoints.tiny import sentencepiece_tokenizer
+from support.gguf.finish import finish
 
 WRONG = ("12", "", -3, 0, 1.5, 10**30, 1e300, True, [], [1], [None], [[1]], ["x"], {}, {"a": 1})
 
@@ -275,10 +276,7 @@ def write_gguf(path: Path, metadata: dict[str, Any]) -> None:
     for key, value in metadata.items():
         writer.add_key_value(key, value, KINDS[type(value)])
     writer.add_tensor("token_embd.weight", np.zeros((8, 64), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
 
 
 @pytest.mark.parametrize(

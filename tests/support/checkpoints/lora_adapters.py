@@ -13,6 +13,7 @@ import torch
 import transformers
 from gguf import GGUFWriter
 from safetensors.torch import load_file, save_file
+from support.gguf.finish import finish
 from support.gguf.writer import converted, gguf_name
 
 
@@ -89,11 +90,7 @@ def write_gguf_adapter(path: Path, source: Path, config: Any) -> Path:
             values = converted(f"{module}.weight", values, config, config.model_type)
         stored = gguf_name(f"{module}.weight", config.model_type)
         writer.add_tensor(f"{stored}.lora_{kind}", values.float().contiguous().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return finish(writer)
 
 
 def greedy(model: transformers.PreTrainedModel, prompt: list[int], count: int) -> list[int]:

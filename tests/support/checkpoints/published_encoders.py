@@ -13,6 +13,7 @@ import transformers
 from gguf import GGUFWriter, PoolingType, get_tensor_name_map
 from gguf.constants import MODEL_ARCH_NAMES
 from safetensors.torch import load_file, save_file
+from support.gguf.finish import finish
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -335,8 +336,4 @@ def write_encoder(directory: Path, architecture: str, *, splits_gates: bool = Fa
                 writer.add_tensor(found.replace("ffn_up", f"ffn_{part}"), rows.numpy())
             continue
         writer.add_tensor(found, weight.numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return finish(writer)

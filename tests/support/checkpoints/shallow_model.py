@@ -14,6 +14,7 @@ from typing import Final
 import numpy as np
 from engine.protocol.checkpoint.gguf import GGUFFile
 from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
+from support.gguf.finish import finish
 from support.servers.server import default_model
 
 NUM_LAYERS: Final = 4
@@ -49,7 +50,4 @@ def _write_first_layers(source: Path, path: Path) -> None:
         rows = file.data(tensor).reshape(*tensor.shape[:-1], -1)
         kind = GGMLQuantizationType(tensor.ggml_type)
         writer.add_tensor(name, rows, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from gguf import MODEL_ARCH, GGUFWriter, PoolingType, TokenType, get_tensor_name_map
+from support.gguf.finish import finish
 from support.gguf.gemma import MODULES
 
 _SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -43,7 +44,7 @@ def write_bert(path: Path, model: Any, tokenizer: Any, pooling: PoolingType) -> 
                 tensor = tensor[offset:]
             gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
             writer.add_tensor(gguf_name, tensor.float().numpy())
-    return _written(writer, path)
+    return finish(writer)
 
 
 def _add_tokenizer(writer: GGUFWriter, config: Any, tokenizer: Any) -> None:
@@ -146,7 +147,7 @@ def write_rotary_encoder(path: Path, model: Any, architecture: str) -> Path:
             writer.add_tensor(f"{prefix}attn_qkv.{kind}", torch.cat(parts).float().numpy())
         elif module in _ROTARY_MODULES:
             writer.add_tensor(f"{prefix}{_ROTARY_MODULES[module]}.{kind}", tensor.float().numpy())
-    return _written(writer, path)
+    return finish(writer)
 
 
 def write_embedding_gemma(path: Path, model: Any, dense: Sequence[torch.nn.Linear]) -> Path:
@@ -178,12 +179,4 @@ def write_embedding_gemma(path: Path, model: Any, dense: Sequence[torch.nn.Linea
         writer.add_tensor(f"{prefix}{gguf_name}.{kind}", values.float().numpy())
     for number, each in enumerate(dense, 2):
         writer.add_tensor(f"dense_{number}.weight", each.weight.detach().numpy())
-    return _written(writer, path)
-
-
-def _written(writer: GGUFWriter, path: Path) -> Path:
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return finish(writer)

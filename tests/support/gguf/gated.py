@@ -12,6 +12,7 @@ import transformers
 from engine.protocol.checkpoint.gguf import GGMLQuantizationType
 from gguf import ExpertGatingFuncType, GGUFWriter
 from numpy.typing import NDArray
+from support.gguf.finish import finish
 from torch import Tensor
 
 ARCHITECTURES = {
@@ -70,11 +71,7 @@ def write_gated(path: Path, model: transformers.PreTrainedModel, published_as: s
             add_ternary(writer, gguf_name(name), values.numpy())
         else:
             writer.add_tensor(gguf_name(name), values.contiguous().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return finish(writer)
 
 
 def add_ternary(writer: GGUFWriter, name: str, values: NDArray[np.float32]) -> None:

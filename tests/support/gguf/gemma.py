@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import transformers
 from gguf import GGMLQuantizationType, GGUFWriter
+from support.gguf.finish import finish
 from support.gguf.quantizers import add_tensor
 from support.gguf.tokenizer import add_tokenizer
 
@@ -92,11 +93,7 @@ def write_gemma(
         values = weight.detach().float().contiguous().numpy()
         is_table = name == "per_layer_token_embd.weight"
         add_tensor(writer, name, values, table_type if is_table else None)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return finish(writer)
 
 
 def add_gemma3n(writer: GGUFWriter, config: Any) -> None:

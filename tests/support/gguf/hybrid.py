@@ -11,6 +11,7 @@ import torch
 import transformers
 from gguf import ExpertGatingFuncType, GGMLQuantizationType, GGUFWriter
 from support.gguf import qwen4
+from support.gguf.finish import finish
 from support.gguf.quantizers import add_tensor
 from support.gguf.tokenizer import add_tokenizer
 from torch import Tensor
@@ -135,11 +136,7 @@ def write_hybrid(
             add_tensor(writer, stored, array, table_type if is_table else None)
     if config.model_type == "qwen4_exp_text":
         qwen4.add_draft_layer(writer, config)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return finish(writer)
 
 
 def tensors_of(model: transformers.PreTrainedModel) -> Iterator[tuple[str, Tensor]]:

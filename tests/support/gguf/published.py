@@ -22,6 +22,7 @@ from gguf.constants import MODEL_ARCH_NAMES
 from safetensors.torch import load_file
 from support.families.published.dense import HEADS, KV_HEADS, SIZES
 from support.families.published.mixtures import with_k2_heads
+from support.gguf.finish import finish
 from support.gguf.writer import interleaved
 from torch import Tensor
 
@@ -158,11 +159,7 @@ def write_published(directory: Path, architecture: str) -> Path:
         found = name if name.startswith("blk.") else names.get_name(name, (".weight", ".bias"))
         assert found is not None, name
         writer.add_tensor(found, weight.contiguous().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return finish(writer)
 
 
 def _with_own_projections(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Tensor]:

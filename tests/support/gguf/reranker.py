@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from gguf import GGUFWriter, PoolingType
+from support.gguf.finish import finish
 from support.gguf.tokenizer import add_tokenizer
 from support.gguf.writer import add_hyperparameters, add_rope, gguf_name
 
@@ -29,8 +30,4 @@ def write_reranker(
     for name, tensor in model.state_dict().items():
         if name != "lm_head.weight":
             writer.add_tensor(gguf_name(name, "qwen3"), tensor.float().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return finish(writer)

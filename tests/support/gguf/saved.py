@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from gguf import ExpertGatingFuncType, GGUFWriter
 from safetensors.torch import load_file
+from support.gguf.finish import finish
 from support.gguf.writer import interleaved
 from torch import Tensor
 
@@ -83,11 +84,7 @@ def write_saved(directory: Path, architecture: str) -> Path:
         for pattern, replacement in (*form.names, *_COMMON):
             name = re.sub(pattern, replacement, name)
         writer.add_tensor(name, weight.float().contiguous().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return finish(writer)
 
 
 def _with_stacked_experts(tensors: Tensors) -> Tensors:

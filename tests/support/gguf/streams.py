@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from gguf import ExpertGatingFuncType, GGUFWriter
 from safetensors.torch import load_file
+from support.gguf.finish import finish
 from torch import Tensor
 
 _NAMES_OF_DEEPSEEK4 = (
@@ -98,11 +99,7 @@ def write_streams(directory: Path) -> Path:
             name = re.sub(pattern, replacement, name)
         values = weight.int() if name.endswith("tid2eid.weight") else weight.float()
         writer.add_tensor(name, values.contiguous().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return finish(writer)
 
 
 def _add_deepseek4(writer: GGUFWriter, config: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from gguf import MODEL_ARCH, GGUFWriter, get_tensor_name_map
+from support.gguf.finish import finish
 
 
 def write_t5(path: Path, model: Any) -> Path:
@@ -37,8 +38,4 @@ def write_t5(path: Path, model: Any) -> Path:
         if is_repeated or name.endswith("embed_tokens.weight"):
             continue
         writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), tensor.float().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return finish(writer)

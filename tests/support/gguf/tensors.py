@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from gguf import GGUFWriter
+from support.gguf.finish import finish
 
 _NAMES = (
     (r"^(transformer|model)\.(language_model\.)?", ""),
@@ -57,11 +58,7 @@ def write_tensors(path: Path, model: Any, architecture: str, metadata: dict[str,
         for key, values in _parts(name, tensor.float(), config).items():
             if key != "output.weight" or not config.tie_word_embeddings:
                 writer.add_tensor(key, values.contiguous().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return finish(writer)
 
 
 _ADD = {

@@ -20,6 +20,7 @@ from gguf import (
 from gguf.constants import GGML_QUANT_SIZES, MODEL_ARCH_NAMES
 from support.gguf import gated, gemma, hybrid
 from support.gguf.experts import LATENT, add_experts, add_latent
+from support.gguf.finish import finish
 from support.gguf.quantizers import quantize
 from support.gguf.tokenizer import add_tokenizer
 
@@ -230,11 +231,7 @@ def write_gguf(
             raw = quantize(raw.reshape(-1, raw.shape[-1]), stored)
             raw = raw.reshape(*values.shape[:-1], -1)
         writer.add_tensor(gguf_name(name, architecture), raw, raw_dtype=stored)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return finish(writer)
 
 
 def tensors_of(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from gguf import MODEL_ARCH, GGUFReader, GGUFWriter, get_tensor_name_map
 from gguf.constants import GGUFValueType
+from support.gguf.finish import finish
 from support.own_code.audio.ultravox import STACK
 from torch.nn.functional import softplus
 
@@ -118,11 +119,7 @@ def write_audio_mmproj(path: Path, model: Any, kind: str, images: Path | None = 
     if kind.startswith(("qwen2_5", "qwen3")):
         # The tower computes these positions itself.
         writer.add_tensor("a.position_embd.weight", torch.zeros(16, config.d_model).numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return finish(writer)
 
 
 _FAST_LAYER = r"^(a\.blk\.\d+\.)"

@@ -11,7 +11,9 @@ from typing import Any
 from gguf import MODEL_ARCH, ExpertGatingFuncType, GGUFWriter, get_tensor_name_map
 from gguf.constants import MODEL_ARCH_NAMES
 from safetensors.torch import load_file
+from support.gguf.finish import finish
 from support.gguf.tokenizer import add_tokenizer
+from support.mmproj.header import vision_writer
 
 PROJECTORS = {
     "glm4v": "glm4v",
@@ -43,8 +45,6 @@ def write_grid_tower(path: Path, checkpoint: Path, kind: str) -> Path:
     layers, heads = (
         ("num_hidden_layers", "num_attention_heads") if is_paddle else ("depth", "num_heads")
     )
-    writer = GGUFWriter(path, "clip")
-    writer.add_string("clip.projector_type", PROJECTORS[kind])
     numbers = {
         "image_size": config.get("image_size", 336),
         "patch_size": config["patch_size"],
@@ -57,20 +57,23 @@ def write_grid_tower(path: Path, checkpoint: Path, kind: str) -> Path:
         limits = {name: processor[name] for name in ("min_pixels", "max_pixels")}
         numbers |= {f"image_{name}": value for name, value in limits.items()}
         numbers["image_size"] = math.isqrt(limits["max_pixels"])
-        writer.add_bool("clip.use_gelu", True)
-    else:
-        writer.add_bool("clip.use_silu", True)
     if kind == "glm5_next":
-        writer.add_float32("clip.vision.swiglu_clamp", config["swiglu_limit"])
         unit = config["patch_size"] * config["spatial_merge_size"]
         for end in ("min", "max"):
             numbers[f"image_{end}_pixels"] = processor[f"{end}_image_tokens"] * unit**2
-    for name, value in numbers.items():
-        writer.add_uint32(f"clip.vision.{name}", value)
-    eps = 1e-6 if is_paddle else config["rms_norm_eps"]
-    writer.add_float32("clip.vision.attention.layer_norm_epsilon", eps)
-    for name in ("mean", "std"):
-        writer.add_array(f"clip.vision.image_{name}", processor[f"image_{name}"])
+    writer = vision_writer(
+        path,
+        PROJECTORS[kind],
+        numbers,
+        eps=1e-6 if is_paddle else config["rms_norm_eps"],
+        uses_gelu=True if is_paddle else None,
+        mean=processor["image_mean"],
+        std=processor["image_std"],
+    )
+    if not is_paddle:
+        writer.add_bool("clip.use_silu", True)
+    if kind == "glm5_next":
+        writer.add_float32("clip.vision.swiglu_clamp", config["swiglu_limit"])
     names = get_tensor_name_map(MODEL_ARCH.MMPROJ, config[layers])
     for name, tensor in load_file(checkpoint / "model.safetensors").items():
         for pattern, replacement in _PADDLE if is_paddle else ((r"^model\.visual\.", "visual."),):
@@ -88,7 +91,7 @@ def write_grid_tower(path: Path, checkpoint: Path, kind: str) -> Path:
         found = _tower_name(name) or names.get_name(name, _SUFFIXES)
         assert found is not None, name
         writer.add_tensor(found, tensor.contiguous().numpy())
-    return _close(writer, path)
+    return finish(writer)
 
 
 def _tower_name(name: str) -> str | None:
@@ -149,12 +152,4 @@ def write_grid_decoder(path: Path, model: Any, kind: str, tokenizer: Any) -> Pat
             found = names.get_name(each, _SUFFIXES)
             assert found is not None, each
             writer.add_tensor(found, part.contiguous().numpy())
-    return _close(writer, path)
-
-
-def _close(writer: GGUFWriter, path: Path) -> Path:
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return finish(writer)

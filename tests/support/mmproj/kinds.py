@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gguf import MODEL_ARCH, GGUFWriter, get_tensor_name_map
+from gguf import MODEL_ARCH, get_tensor_name_map
 from safetensors.torch import load_file
+from support.gguf.finish import finish
+from support.mmproj.header import vision_writer
 from torch import Tensor
 
 _LAYER = r"model\.vision_tower\.(?:encoder\.)?layers\.(\d+)\."
@@ -148,23 +150,23 @@ def write_mmproj_of_kind(path: Path, checkpoint: Path, kind: str) -> Path:
     if kind == "deepseek_ocr2":
         vision = vision["encoder_config"]
     heads = vision.get("num_attention_heads", 8)
-    writer = GGUFWriter(path, "clip")
-    writer.add_string("clip.projector_type", PROJECTORS[kind])
-    for name, value in _numbers(kind, config, checkpoint).items():
-        writer.add_uint32(f"clip.vision.{name}", value)
-    eps = vision.get("layer_norm_eps", vision.get("rms_norm_eps", 1e-6))
-    writer.add_float32("clip.vision.attention.layer_norm_epsilon", eps)
+    mean, std = ([0.0] * 3, [1.0] * 3) if kind == "gemma3n" else ([0.5] * 3, [0.5] * 3)
+    writer = vision_writer(
+        path,
+        PROJECTORS[kind],
+        _numbers(kind, config, checkpoint),
+        eps=vision.get("layer_norm_eps", vision.get("rms_norm_eps", 1e-6)),
+        uses_gelu=kind != "step3p7",
+        mean=mean,
+        std=std,
+    )
     if kind == "granite4_vision":
         writer.add_array("clip.vision.feature_layer", [2, 1, 0, 1, 1, 1])
         writer.add_array("clip.vision.projector.spatial_offsets", GRANITE_OFFSETS)
         sides = [x for y, x in config["image_grid_pinpoints"] for x in (x, y)]
         writer.add_array("clip.vision.image_grid_pinpoints", sides)
-    writer.add_bool("clip.use_gelu", kind != "step3p7")
     if kind == "minicpmv4_6":
         writer.add_array("clip.vision.wa_layer_indexes", [config["insert_layer_id"]])
-    mean, std = ([0.0] * 3, [1.0] * 3) if kind == "gemma3n" else ([0.5] * 3, [0.5] * 3)
-    writer.add_array("clip.vision.image_mean", mean)
-    writer.add_array("clip.vision.image_std", std)
     names = get_tensor_name_map(MODEL_ARCH.MMPROJ, 8)
     for name, tensor in load_file(checkpoint / "model.safetensors").items():
         if kind == "granite4_vision":
@@ -180,11 +182,7 @@ def write_mmproj_of_kind(path: Path, checkpoint: Path, kind: str) -> Path:
         assert found is not None, name
         for each, part in _stored(kind, found, tensor.float(), heads).items():
             writer.add_tensor(each, part.contiguous().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return finish(writer)
 
 
 def _numbers(kind: str, config: dict[str, Any], checkpoint: Path) -> dict[str, int]:

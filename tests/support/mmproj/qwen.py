@@ -11,8 +11,10 @@ import torch
 import transformers
 from gguf import GGUFWriter, get_tensor_name_map
 from gguf.constants import MODEL_ARCH_NAMES
+from support.gguf.finish import finish
 from support.gguf.hybrid import write_hybrid
 from support.gguf.tokenizer import add_tokenizer
+from support.mmproj.header import vision_writer
 
 ARCHITECTURES = {
     "qwen2_vl": "qwen2vl",
@@ -98,14 +100,12 @@ def write_decoder(
             found = names.get_name(each, (".weight", ".bias"))
             assert found is not None, each
             writer.add_tensor(found, part.float().contiguous().numpy())
-    return _close(writer, path)
+    return finish(writer)
 
 
 def write_tower(path: Path, model: Any, checkpoint: Path) -> Path:
     """Write the tower of `model`, whose checkpoint has the fields of the image processor, to `path` and return it."""
     kind, config = model.config.model_type, model.config.vision_config
-    writer = GGUFWriter(path, "clip")
-    writer.add_string("clip.projector_type", (PROJECTORS | _OMNI_PROJECTORS)[kind])
     size = config.embed_dim if kind == "qwen2_vl" else config.hidden_size
     processor = json.loads((checkpoint / "preprocessor_config.json").read_text())
     limits = processor
@@ -127,22 +127,27 @@ def write_tower(path: Path, model: Any, checkpoint: Path) -> Path:
     if kind.startswith(("qwen2_5", "exaone")):
         numbers["n_wa_pattern"] = config.fullatt_block_indexes[0] + 1
         numbers["window_size"] = config.window_size
+    is_third = kind.startswith("qwen3")
+    writer = vision_writer(
+        path,
+        (PROJECTORS | _OMNI_PROJECTORS)[kind],
+        numbers,
+        uses_gelu=True if is_third else None,
+        mean=processor["image_mean"],
+        std=processor["image_std"],
+    )
+    if "window_size" in numbers:
         writer.add_bool("clip.use_silu", True)
     layers: list[int] = []
-    if kind.startswith("qwen3"):
-        writer.add_bool("clip.use_gelu", True)
+    if is_third:
         layers = getattr(config, "deepstack_visual_indexes", [])
         writer.add_array(
             "clip.vision.is_deepstack_layers", [i in layers for i in range(config.depth)]
         )
-    for name, value in numbers.items():
-        writer.add_uint32(f"clip.vision.{name}", value)
-    for name in ("mean", "std"):
-        writer.add_array(f"clip.vision.image_{name}", processor[f"image_{name}"])
     for name, tensor in model.model.visual.state_dict().items():
         for found, part in _stored(name, tensor.float(), layers, splits=kind.startswith("qwen2")):
             writer.add_tensor(found, part.contiguous().numpy())
-    return _close(writer, path)
+    return finish(writer)
 
 
 def _stored(
@@ -160,11 +165,3 @@ def _stored(
         parts = zip("qkv", tensor.chunk(3), strict=True)
         return [(name.replace("qkv", part), values) for part, values in parts]
     return [(name, tensor)]
-
-
-def _close(writer: GGUFWriter, path: Path) -> Path:
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from gguf import MODEL_ARCH, GGUFWriter, get_tensor_name_map
 from safetensors.torch import load_file
+from support.gguf.finish import finish
+from support.mmproj.header import tower_sizes, vision_writer
 
 PROJECTORS = {
     "idefics3": "idefics3",
@@ -77,21 +79,15 @@ PIXTRALS = ("lightonocr", "pixtral")
 def write_mmproj(path: Path, model: Any, kind: str) -> Path:
     """Write the tower of `model`, of this kind of `support.vision.checkpoints`, to `path` and return it."""
     config, projector = model.config.vision_config, PROJECTORS[kind]
-    writer = GGUFWriter(path, "clip")
-    writer.add_string("clip.projector_type", projector)
-    writer.add_bool("clip.has_vision_encoder", True)
     sides = getattr(config, "image_size", 224), config.patch_size
     image_size, patch_size = (x if isinstance(x, int) else x[0] for x in sides)
     num_layers = config.num_hidden_layers
     if projector == "mlp":
         num_layers -= 1
-    numbers = {
+    numbers = tower_sizes(config.to_dict()) | {
         "image_size": 2 * image_size if projector in PIXTRALS else image_size,
         "patch_size": patch_size,
-        "embedding_length": config.hidden_size,
-        "feed_forward_length": config.intermediate_size,
         "block_count": num_layers,
-        "attention.head_count": config.num_attention_heads,
     }
     if projector in ("idefics3", "internvl", "gemma3", "gemma4v", "llama4"):
         numbers["projector.scale_factor"] = 2
@@ -99,46 +95,26 @@ def write_mmproj(path: Path, model: Any, kind: str) -> Path:
         numbers["preproc_image_size"] = 4 * image_size
     if kind in ("mistral3", "lighton_ocr"):
         numbers["spatial_merge_size"] = 2
-    for name, value in numbers.items():
-        writer.add_uint32(f"clip.vision.{name}", value)
     eps = 1e-6 if projector == "gemma4v" else getattr(config, "layer_norm_eps", 1e-5)
-    writer.add_float32("clip.vision.attention.layer_norm_epsilon", eps)
-    if getattr(config, "hidden_act", "gelu") != "quick_gelu":
-        writer.add_bool("clip.use_gelu", True)
-    for name in ("mean", "std"):
-        writer.add_array(f"clip.vision.image_{name}", [0.5, 0.5, 0.5])
+    uses_gelu = True if getattr(config, "hidden_act", "gelu") != "quick_gelu" else None
+    writer = vision_writer(path, projector, numbers, eps=eps, uses_gelu=uses_gelu)
+    writer.add_bool("clip.has_vision_encoder", True)
     for name, tensor in model.state_dict().items():
         found = _gguf_name(name, projector)
         match = re.match(r"v\.blk\.(\d+)\.", found)
         if found.startswith(("v.", "mm.")) and not (match and int(match[1]) >= num_layers):
             writer.add_tensor(found, _stored(found, tensor, config, projector))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return finish(writer)
 
 
 def write_lfm2_mmproj(path: Path, model: Any) -> Path:
     """Write the tower of an LFM2-VL to `path` and return it."""
     config = model.config.vision_config
-    writer = GGUFWriter(path, "clip")
-    writer.add_string("clip.projector_type", "lfm2")
-    numbers = {
+    numbers = tower_sizes(config.to_dict()) | {
         "image_size": 256,
-        "patch_size": config.patch_size,
-        "embedding_length": config.hidden_size,
-        "feed_forward_length": config.intermediate_size,
-        "block_count": config.num_hidden_layers,
-        "attention.head_count": config.num_attention_heads,
         "projector.scale_factor": model.config.downsample_factor,
     }
-    for name, value in numbers.items():
-        writer.add_uint32(f"clip.vision.{name}", value)
-    writer.add_float32("clip.vision.attention.layer_norm_epsilon", config.layer_norm_eps)
-    writer.add_bool("clip.use_gelu", True)
-    for name in ("mean", "std"):
-        writer.add_array(f"clip.vision.image_{name}", [0.5, 0.5, 0.5])
+    writer = vision_writer(path, "lfm2", numbers, eps=config.layer_norm_eps)
     projections = {"layer_norm": "mm.input_norm", "linear_1": "mm.1", "linear_2": "mm.2"}
     for name, tensor in model.state_dict().items():
         found = _gguf_name(name, "lfm2")
@@ -149,36 +125,20 @@ def write_lfm2_mmproj(path: Path, model: Any) -> Path:
             tensor = tensor.view(-1, size, size, 3).permute(0, 3, 1, 2)
         if found.startswith(("v.", "mm.")):
             writer.add_tensor(found, tensor.float().contiguous().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return finish(writer)
 
 
 def write_kimi_mmproj(path: Path, checkpoint: Path) -> Path:
     """Write the tower of a Kimi in a directory to `path` and return it."""
     config = json.loads((checkpoint / "config.json").read_text())
     vision, is_k25 = config["vision_config"], config["model_type"] == "kimi_k25"
-    writer = GGUFWriter(path, "clip")
-    writer.add_string("clip.projector_type", "kimik25" if is_k25 else "kimivl")
-    numbers = {
+    numbers = tower_sizes(vision) | {
         "image_size": 64 * vision["patch_size"],
-        "patch_size": vision["patch_size"],
-        "embedding_length": vision["hidden_size"],
-        "feed_forward_length": vision["intermediate_size"],
-        "block_count": vision["num_hidden_layers"],
-        "attention.head_count": vision["num_attention_heads"],
         "projector.scale_factor": 2,
     }
     if is_k25:
         numbers["image_max_pixels"] = 60 * vision["patch_size"] ** 2
-    for name, value in numbers.items():
-        writer.add_uint32(f"clip.vision.{name}", value)
-    writer.add_float32("clip.vision.attention.layer_norm_epsilon", 1e-5)
-    writer.add_bool("clip.use_gelu", True)
-    for name in ("mean", "std"):
-        writer.add_array(f"clip.vision.image_{name}", [0.5, 0.5, 0.5])
+    writer = vision_writer(path, "kimik25" if is_k25 else "kimivl", numbers, eps=1e-5)
     names = get_tensor_name_map(MODEL_ARCH.MMPROJ, vision["num_hidden_layers"])
     for name, tensor in load_file(checkpoint / "model.safetensors").items():
         if not re.match(r"(model\.)?(vision_tower|multi_modal_projector|mm_projector)\.", name):
@@ -202,18 +162,12 @@ def write_kimi_mmproj(path: Path, checkpoint: Path) -> Path:
                 found = f"mm.2.{each.rpartition('.')[2]}"
             assert found is not None, each
             writer.add_tensor(found, part.float().contiguous().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return finish(writer)
 
 
 def write_unified_mmproj(path: Path, model: Any) -> Path:
     """Write the projection of a unified Gemma 4 to `path` and return it."""
     config = model.config.vision_config
-    writer = GGUFWriter(path, "clip")
-    writer.add_string("clip.vision.projector_type", "gemma4uv")
     numbers = {
         "image_size": 224,
         "patch_size": config.patch_size,
@@ -223,6 +177,8 @@ def write_unified_mmproj(path: Path, model: Any) -> Path:
         "attention.head_count": 0,
         "projector.scale_factor": config.pooling_kernel_size,
     }
+    writer = GGUFWriter(path, "clip")
+    writer.add_string("clip.vision.projector_type", "gemma4uv")
     for name, value in numbers.items():
         writer.add_uint32(f"clip.vision.{name}", value)
     writer.add_float32("clip.vision.attention.layer_norm_epsilon", 1e-6)
@@ -245,34 +201,19 @@ def write_unified_mmproj(path: Path, model: Any) -> Path:
                 # By channel instead of by pixel.
                 tensor = tensor.unflatten(-1, (-1, 3)).transpose(-1, -2).flatten(-2)
             writer.add_tensor(f"{names[stem]}.{last}", tensor.float().contiguous().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return finish(writer)
 
 
 def write_phi4_mmproj(path: Path, tower: Any, projection: torch.nn.Module) -> None:
     """Write a SigLIP 2 and the projection of Phi-4-reasoning-vision as llama.cpp's converter does."""
     config = tower.config
-    writer = GGUFWriter(path, "clip")
-    writer.add_string("clip.projector_type", "phi4")
-    numbers = {
+    numbers = tower_sizes(config.to_dict()) | {
         "image_size": 24,
-        "patch_size": config.patch_size,
-        "embedding_length": config.hidden_size,
-        "feed_forward_length": config.intermediate_size,
         "block_count": config.num_hidden_layers - 1,
-        "attention.head_count": config.num_attention_heads,
         "image_min_pixels": 256,
         "image_max_pixels": 2048,
     }
-    for name, value in numbers.items():
-        writer.add_uint32(f"clip.vision.{name}", value)
-    writer.add_float32("clip.vision.attention.layer_norm_epsilon", config.layer_norm_eps)
-    writer.add_bool("clip.use_gelu", True)
-    for name in ("mean", "std"):
-        writer.add_array(f"clip.vision.image_{name}", [0.5, 0.5, 0.5])
+    writer = vision_writer(path, "phi4", numbers, eps=config.layer_norm_eps)
     last = f"encoder.layers.{config.num_hidden_layers - 1}."
     for name, tensor in tower.state_dict().items():
         if last in name or "post_layernorm" in name or "head." in name:
@@ -284,10 +225,7 @@ def write_phi4_mmproj(path: Path, tower: Any, projection: torch.nn.Module) -> No
         writer.add_tensor(found, tensor.contiguous().numpy())
     for name, tensor in projection.state_dict().items():
         writer.add_tensor(f"mm.{name}", tensor.numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
 
 
 def _gguf_name(name: str, projector: str) -> str:

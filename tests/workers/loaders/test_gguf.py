@@ -19,6 +19,7 @@ from gguf.constants import GGMLQuantizationType as ReferenceType
 from gguf.quants import dequantize as reference_dequantize
 from hypothesis import given
 from hypothesis import strategies as st
+from support.gguf.finish import finish
 from support.gguf.writer import write_gguf
 from support.suite.examples import examples
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -231,11 +232,7 @@ def write_file(
         getattr(writer, f"add_{kinds[type(value)]}")(f"{architecture}.{key}", value)
     for name, tensor in tensors.items():
         writer.add_tensor(name, tensor, raw_dtype=ggml_type if tensor.dtype == np.uint8 else None)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return finish(writer)
 
 
 NUM_ROWS, NUM_COLUMNS = 64, 512

@@ -13,6 +13,7 @@ from engine.workers.loaders.gguf_adapter import GGUFAdapter
 from engine.workers.loaders.peft_adapter import LowRank, PEFTAdapter, Replacement
 from gguf import GGUFWriter
 from safetensors.torch import save_file
+from support.gguf.finish import finish
 
 MODULE = "model.layers.0.self_attn.q_proj"
 
@@ -151,9 +152,6 @@ def test_unsuitable_gguf_files_are_refused(
     writer.add_string("adapter.type", "lora")
     for name, shape in tensors.items():
         writer.add_tensor(name, torch.ones(shape).numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     with pytest.raises(CheckpointError, match=message):
         GGUFAdapter(tmp_path / "a.gguf", 4, 1.0, [(2, 1)]).read("model.layers.0.self_attn.v_proj")

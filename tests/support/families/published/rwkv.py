@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from gguf import GGUFWriter
 from safetensors.torch import save_file
+from support.gguf.finish import finish
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -410,11 +411,7 @@ def write_rwkv(path: Path, reference: Rwkv7Reference) -> Path:
         if is_shifted:
             name = name.replace(".ffn_norm.", ".attn_norm_2.")
         writer.add_tensor(name, tensor.contiguous().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return finish(writer)
 
 
 def _random(*shape: int, scale: float = 0.15) -> Tensor:

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 import transformers
 from engine.protocol.encoder_inputs.payloads import ImagePayload
-from gguf import MODEL_ARCH, GGUFWriter, get_tensor_name_map
+from gguf import MODEL_ARCH, get_tensor_name_map
 from safetensors.torch import load_file, save_file
+from support.gguf.finish import finish
+from support.mmproj.header import vision_writer
 from support.own_code.model import OwnCodeModel, fill, normalized
 from torch import Tensor
 
@@ -143,8 +145,6 @@ def _write(directory: Path, text: dict[str, Any]) -> None:
 
 def write_deepseek_mmproj(path: Path, checkpoint: Path) -> Path:
     """Write the tower of a DeepSeek-OCR in a directory to `path` and return it."""
-    writer = GGUFWriter(path, "clip")
-    writer.add_string("clip.projector_type", "deepseekocr")
     numbers = {
         "image_size": _CLIP["image_size"],
         "patch_size": _CLIP["patch_size"],
@@ -158,11 +158,7 @@ def write_deepseek_mmproj(path: Path, checkpoint: Path) -> Path:
         "sam.embedding_length": _SAM["width"],
         "sam.head_count": _SAM["heads"],
     }
-    for name, value in numbers.items():
-        writer.add_uint32(f"clip.vision.{name}", value)
-    writer.add_float32("clip.vision.attention.layer_norm_epsilon", 1e-6)
-    for name in ("mean", "std"):
-        writer.add_array(f"clip.vision.image_{name}", [0.5, 0.5, 0.5])
+    writer = vision_writer(path, "deepseekocr", numbers, uses_gelu=None)
     names = get_tensor_name_map(MODEL_ARCH.MMPROJ, 8)
     tower = r"model\.(sam_model|vision_model|projector|image_newline|view_seperator)"
     for name, tensor in load_file(checkpoint / "model.safetensors").items():
@@ -174,8 +170,4 @@ def write_deepseek_mmproj(path: Path, checkpoint: Path) -> Path:
         found = names.get_name(name, (".weight", ".bias"))
         assert found is not None, name
         writer.add_tensor(found, tensor.float().contiguous().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return finish(writer)

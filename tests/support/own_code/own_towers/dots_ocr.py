@@ -12,6 +12,7 @@ from gguf import MODEL_ARCH, GGUFWriter, get_tensor_name_map
 from safetensors.torch import load_file
 from support.checkpoints.tiny import DECODER_SIZES
 from support.families.experts import GROUPS, LATENT
+from support.gguf.finish import finish
 from support.own_code.model import OwnCodeModel, fill, normalized, write
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -167,7 +168,4 @@ def write_dots_mmproj(path: Path, checkpoint: Path) -> None:
             found = f"mm.2.{name.rpartition('.')[2]}"
         assert found is not None, name
         writer.add_tensor(found, tensor.numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from gguf import GGUFWriter
 from safetensors.torch import load_file
 from support.checkpoints.tiny import DECODER_SIZES
+from support.gguf.finish import finish
+from support.mmproj.header import tower_sizes, vision_writer
 from support.own_code.model import OwnCodeModel, fill, normalized, write
 from torch import Tensor, nn
 
@@ -130,25 +131,11 @@ _GGUF_NAMES = (
 
 def write_minicpmv_mmproj(path: Path, model: Path) -> None:
     """Write the tower of a MiniCPM-V as the mmproj file that llama.cpp's converter would make of it."""
-    writer = GGUFWriter(path, "clip")
-    writer.add_string("clip.projector_type", "resampler")
+    numbers = tower_sizes(_VISION | {"patch_size": _PATCH}) | {"image_size": _SIDE}
+    writer = vision_writer(path, "resampler", numbers)
     is_2_5 = json.loads((model / "config.json").read_text())["version"] is None
     writer.add_int32("clip.minicpmv_version", 2 if is_2_5 else 3)
     writer.add_bool("clip.has_vision_encoder", True)
-    writer.add_bool("clip.use_gelu", True)
-    numbers = {
-        "image_size": _SIDE,
-        "patch_size": _PATCH,
-        "embedding_length": _VISION["hidden_size"],
-        "feed_forward_length": _VISION["intermediate_size"],
-        "block_count": _VISION["num_hidden_layers"],
-        "attention.head_count": _VISION["num_attention_heads"],
-    }
-    for name, value in numbers.items():
-        writer.add_uint32(f"clip.vision.{name}", value)
-    writer.add_float32("clip.vision.attention.layer_norm_epsilon", 1e-6)
-    for name in ("mean", "std"):
-        writer.add_array(f"clip.vision.image_{name}", [0.5, 0.5, 0.5])
     for name, tensor in load_file(model / "model.safetensors").items():
         for pattern, replacement in _GGUF_NAMES:
             name = re.sub(pattern, replacement, name)
@@ -158,7 +145,4 @@ def write_minicpmv_mmproj(path: Path, model: Path) -> None:
         elif name.startswith(("v.", "resampler.")):
             values = tensor.T if name == "resampler.proj.weight" else tensor
             writer.add_tensor(name, values.contiguous().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)

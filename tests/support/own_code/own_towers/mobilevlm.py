@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from gguf import GGUFWriter
 from safetensors.torch import load_file
 from support.checkpoints.tiny import DECODER_SIZES
+from support.gguf.finish import finish
+from support.mmproj.header import tower_sizes, vision_writer
 from support.own_code.model import OwnCodeModel, fill, normalized, write
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -146,23 +147,16 @@ def write_mobilevlm_mmproj(path: Path, checkpoint: Path) -> None:
     """Write the tower of a MobileVLM in a directory as the mmproj file that llama.cpp's old converter makes of it."""
     config = json.loads((checkpoint / "config.json").read_text())
     vision, last = config["vision_config"], config["vision_config"]["num_hidden_layers"] - 1
-    writer = GGUFWriter(path, "clip")
     is_first = config["mm_projector_type"] == "ldpnet"
-    writer.add_string("clip.projector_type", "ldp" if is_first else "ldpv2")
-    numbers = {
-        "image_size": vision["image_size"],
-        "patch_size": vision["patch_size"],
-        "embedding_length": vision["hidden_size"],
-        "feed_forward_length": vision["intermediate_size"],
-        "block_count": last,
-        "attention.head_count": vision["num_attention_heads"],
-    }
-    for name, value in numbers.items():
-        writer.add_uint32(f"clip.vision.{name}", value)
-    writer.add_float32("clip.vision.attention.layer_norm_epsilon", 1e-5)
-    writer.add_array("clip.vision.image_mean", [0.48145466, 0.4578275, 0.40821073])
-    writer.add_array("clip.vision.image_std", [0.26862954, 0.26130258, 0.27577711])
-    writer.add_bool("clip.use_gelu", False)
+    writer = vision_writer(
+        path,
+        "ldp" if is_first else "ldpv2",
+        tower_sizes(vision) | {"image_size": vision["image_size"], "block_count": last},
+        eps=1e-5,
+        uses_gelu=False,
+        mean=[0.48145466, 0.4578275, 0.40821073],
+        std=[0.26862954, 0.26130258, 0.27577711],
+    )
     for name, tensor in load_file(checkpoint / "model.safetensors").items():
         if "post_layernorm" in name or f"layers.{last}." in name or "position_ids" in name:
             continue
@@ -171,7 +165,4 @@ def write_mobilevlm_mmproj(path: Path, checkpoint: Path) -> None:
             name = name.replace(theirs, ours)
         # The projector has no dimensions of size 1.
         writer.add_tensor(name, (tensor.squeeze() if name.startswith("mm.") else tensor).numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)

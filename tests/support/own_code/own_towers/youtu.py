@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 import transformers
-from gguf import MODEL_ARCH, GGUFWriter, get_tensor_name_map
+from gguf import MODEL_ARCH, get_tensor_name_map
 from safetensors.torch import load_file
 from support.checkpoints.tiny import DECODER_SIZES
+from support.gguf.finish import finish
+from support.mmproj.header import tower_sizes, vision_writer
 from support.own_code.model import OwnCodeModel, fill, normalized, write
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -138,32 +140,17 @@ def write_youtu_mmproj(path: Path, checkpoint: Path) -> None:
     """Write the tower of a Youtu-VL in a directory as the mmproj file that llama.cpp's converter would make of it."""
     config = json.loads((checkpoint / "config.json").read_text())
     vision = config["vision_config"]
-    writer = GGUFWriter(path, "clip")
-    writer.add_string("clip.projector_type", "youtuvl")
-    numbers = {
+    numbers = tower_sizes(vision) | {
         "image_size": 560,
-        "patch_size": vision["patch_size"],
-        "embedding_length": vision["hidden_size"],
-        "feed_forward_length": vision["intermediate_size"],
-        "block_count": vision["num_hidden_layers"],
-        "attention.head_count": vision["num_attention_heads"],
         "spatial_merge_size": 2,
         "window_size": vision["window_size"],
     }
-    for name, value in numbers.items():
-        writer.add_uint32(f"clip.vision.{name}", value)
-    writer.add_float32("clip.vision.attention.layer_norm_epsilon", 1e-6)
+    writer = vision_writer(path, "youtuvl", numbers)
     writer.add_array("clip.vision.wa_layer_indexes", vision["fullatt_block_indexes"])
-    for name in ("mean", "std"):
-        writer.add_array(f"clip.vision.image_{name}", [0.5, 0.5, 0.5])
-    writer.add_bool("clip.use_gelu", True)
     names = get_tensor_name_map(MODEL_ARCH.MMPROJ, vision["num_hidden_layers"])
     for name, tensor in load_file(checkpoint / "model.safetensors").items():
         if name.startswith(("siglip2.", "merger.")):
             found = names.get_name(name, (".weight", ".bias"))
             assert found is not None, name
             writer.add_tensor(found, tensor.numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
