@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Collection
 from pathlib import Path
 
@@ -15,9 +14,7 @@ from ....protocol.errors import CheckpointError
 from ..checkpoint import Checkpoint, part_of
 from ..dequantize import DEQUANTIZABLE, dequantize
 from .changes import changes
-from .names import BY_CHANNEL, KIMI_POSITIONS, PATCHES, UNIFIED, part_number, tensor_renamer
-
-_QUERY_OR_KEY = re.compile(r"\.[qk]_proj\.(weight|bias)$")
+from .names import part_number, tensor_renamer
 
 
 class MmprojCheckpoint(Checkpoint):
@@ -39,22 +36,10 @@ class MmprojCheckpoint(Checkpoint):
         rename = tensor_renamer(
             kind, audio_kind, tensors, swaps_mlps=self._swaps_mlps(), offsets=offsets
         )
-        # The converter makes a convolution of the projection of patches.
-        self._flattened = PATCHES if kind in ("gemma4v", "lfm2", "phi4") else ""
         self._tensors: dict[str, list[GGUFTensor]] = {}
         for name in sorted(self._gguf.tensors, key=part_number):
             self._tensors.setdefault(rename(name), []).append(self._gguf.tensors[name])
-        self._num_interleaved_heads = self._num_halved_heads = self._num_heads_in_pairs = 0
-        if audio_kind == "glma":
-            # Its authors rotate pairs of neighbors in the first half of each head.
-            self._num_heads_in_pairs = int(metadata["clip.audio.attention.head_count"])
-        if kind == "kimik25":
-            # The converter moves the elements that are rotated by the column before those of the row.
-            self._num_halved_heads = int(metadata["clip.vision.attention.head_count"])
-        if kind in ("lightonocr", "pixtral"):
-            # The converter interleaves the rows of q and k, as for decoders.
-            self._num_interleaved_heads = int(metadata["clip.vision.attention.head_count"])
-        self._changes = changes(kind, metadata)
+        self._changes = changes(kind, audio_kind, metadata)
         for tensor in self._gguf.tensors.values():
             if tensor.ggml_type not in DEQUANTIZABLE or 0 in tensor.shape:
                 raise CheckpointError(
@@ -83,13 +68,6 @@ class MmprojCheckpoint(Checkpoint):
 
     def _shape(self, name: str) -> tuple[int, ...]:
         first, *others = self._parts(name)
-        if name == self._flattened:
-            return first.shape[0], math.prod(first.shape[1:])
-        if name == f"{UNIFIED}pos_embedding":
-            return first.shape[1], first.shape[0], *first.shape[2:]
-        if name == KIMI_POSITIONS and len(first.shape) == 2:
-            side = math.isqrt(first.shape[0])
-            return side, side, first.shape[1]
         if not others:
             return first.shape
         if len(first.shape) == 4:
@@ -108,39 +86,11 @@ class MmprojCheckpoint(Checkpoint):
         parts = [self._dequantized(each) for each in self._parts(name)]
         if len(parts) == 1:
             [values] = parts
-            if name == self._flattened:
-                values = values.permute(0, 2, 3, 1).flatten(1)
         elif parts[0].ndim == 4:
             # The patches of two frames.
             values = torch.stack(parts, 2)
         else:
             values = torch.cat(parts)
-        if name.endswith(("q_proj.weight", "k_proj.weight")) and self._num_interleaved_heads:
-            heads = values.unflatten(0, (self._num_interleaved_heads, -1, 2))
-            values = heads.transpose(1, 2).flatten(0, 2)
-        if self._num_heads_in_pairs and "audio_tower" in name and _QUERY_OR_KEY.search(name):
-            halves = values.unflatten(0, (self._num_heads_in_pairs, 2, -1))
-            rotated = halves[:, 0].unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
-            values = torch.stack((rotated, halves[:, 1]), 1).flatten(0, 2)
-        if ".wqkv." in name and self._num_halved_heads:
-            joined = values.unflatten(0, (3, self._num_halved_heads, 2, -1, 2))
-            rotated = joined[:2].transpose(2, 3)
-            values = torch.cat((rotated.flatten(0, 4), joined[2].flatten(0, 3)))
-        if name == KIMI_POSITIONS:
-            values = values.view(self.shape(name))
-        if name.endswith("projector.mm_soft_emb_norm.weight"):
-            # The converter adds 1 to this norm, as to Gemma's other norms.
-            values = values - 1
-        if name == f"{UNIFIED}pos_embedding":
-            values = values.transpose(0, 1)
-        if name in BY_CHANNEL:
-            values = values.unflatten(-1, (3, -1)).transpose(-1, -2).flatten(-2)
-        if name.endswith("attention.attn.per_dim_scale"):
-            # The converter applies the function softplus, which the tower does.
-            values = torch.log(torch.expm1(values.double()))
-        if name == "resampler.proj.weight":
-            # The converter transposes this matrix.
-            values = values.T
         for pattern, change in self._changes:
             if pattern.search(name):
                 values = change(values)

@@ -48,11 +48,6 @@ _UNIFIED_NAMES = {
     "v.position_embd": f"{UNIFIED}pos_embedding",
     "mm.input_projection": f"{UNIFIED}embedding_projection",
 }
-BY_CHANNEL = tuple(
-    f"{UNIFIED}{name}" for name in ("patch_dense.weight", "patch_ln1.weight", "patch_ln1.bias")
-)
-"""Tensors of Gemma 4's unified models whose elements belong to pixels; the converter orders them by channel."""
-
 _JANUS_NAMES = {**_NAMES, "mm.1": "multi_modal_projector.linear_2"}
 _MERGER = f"{_TOWER}vit_merger."
 _MINICPM_NAMES = {
@@ -68,11 +63,6 @@ _MINICPM_NAMES = {
     "v.vit_merger.ln1": f"{_MERGER}layer_norm1",
 }
 _LFM2_NAMES = {**_NAMES, "mm.input_norm": "multi_modal_projector.layer_norm"}
-_PHI4_NAMES = {
-    **_NAMES,
-    "mm.0": "multi_modal_projector.linear_1",
-    "mm.2": "multi_modal_projector.linear_2",
-}
 _LLAMA4_NAMES = {
     **_NAMES,
     "mm.model.fc": "multi_modal_projector.linear_1",
@@ -109,7 +99,6 @@ _OTHER_NAMES = {
     "ldpv2": _LDP2_NAMES,
     "lfm2": _LFM2_NAMES,
     "llama4": _LLAMA4_NAMES,
-    "phi4": _PHI4_NAMES,
     "minicpmv4_6": _MINICPM_NAMES,
     "resampler": _RESAMPLER_NAMES,
 }
@@ -345,16 +334,26 @@ def tensor_renamer(
         own = _SPLIT_LAYER_NAMES if kind in _WITH_SPLIT_LAYERS else {}
         rename = _grid_names(names, _OTHER_GRID_NAMES[kind], own)
     elif kind.startswith("kimi"):
-        rename = _kimi_name
+        rename = partial(
+            _name_in_layers,
+            names=_KIMI_NAMES,
+            layer_names=_KIMI_LAYER_NAMES,
+            layers=f"{_TOWER}encoder.blocks",
+        )
     elif kind == "granite4_vision":
         rename = window_names(rename, offsets)
     elif kind == "gemma3nv":
         rename = _mobilenet_name
     elif kind == "deepseekocr":
-        rename = _deepseek_name
+        rename = partial(
+            _name_in_layers,
+            names=_DEEPSEEK_NAMES,
+            layer_names=_DEEPSEEK_LAYER_NAMES,
+            layers=f"{_CLIP}transformer.layers",
+        )
     elif kind == "deepseekocr2":
         rename = partial(
-            _deepseek_name,
+            _name_in_layers,
             names=_OCR2_NAMES,
             layer_names=_OCR2_LAYER_NAMES,
             layers=f"{_OCR2_LAYERS}layers",
@@ -398,16 +397,6 @@ def _grid_names(
     return rename
 
 
-def _kimi_name(name: str) -> str:
-    """Return Kimi-VL's name for a tensor, or the name in the file if there is none."""
-    if match := _LAYER_TENSOR.fullmatch(name):
-        if match[2] not in _KIMI_LAYER_NAMES:
-            return name
-        return f"{_TOWER}encoder.blocks.{match[1]}.{_KIMI_LAYER_NAMES[match[2]]}.{match[3]}"
-    stem, _, last = name.rpartition(".")
-    return f"{_KIMI_NAMES[stem]}.{last}" if stem in _KIMI_NAMES else name
-
-
 def _mobilenet_name(name: str) -> str:
     """Return Gemma 3n's name for a tensor."""
     if name.startswith("mm."):
@@ -424,13 +413,13 @@ _GEMMA3N_PROJECTION = {
 }
 
 
-def _deepseek_name(
-    name: str,
-    names: Mapping[str, str] = MappingProxyType(_DEEPSEEK_NAMES),
-    layer_names: Mapping[str, str] = MappingProxyType(_DEEPSEEK_LAYER_NAMES),
-    layers: str = f"{_CLIP}transformer.layers",
+def _name_in_layers(
+    name: str, names: Mapping[str, str], layer_names: Mapping[str, str], layers: str
 ) -> str:
-    """Return DeepSeek-OCR's name for a tensor, or the name in the file if there is none."""
+    """Return the name of a tensor in the checkpoint of a Kimi or a DeepSeek-OCR, or that in the file without one.
+
+    `layers` is the name of the layers, whose tensors have `layer_names`. Other tensors have `names`.
+    """
     if match := _LAYER_TENSOR.fullmatch(name):
         if match[2] not in layer_names:
             return name
