@@ -14,18 +14,17 @@ from torch import Tensor
 
 from ...protocol.checkpoint.gguf import GGUFFile, GGUFTensor
 from ...protocol.checkpoint.gguf_config.fields import GGUFFields
-from ...protocol.errors import CheckpointError
 from .dequantize import dequantize
 from .gguf import INTERLEAVED, split_parts
 from .gguf_names import hf_name
-from .peft_adapter import LowRank
+from .peft_adapter import LowRank, StoredAdapter
 
 _EMBEDDING: Final = "token_embd.weight"
 _FACTORS: Final = (".lora_a", ".lora_b")
 
 
-class GGUFAdapter:
-    """A LoRA adapter with a rank of at most `max_rank`, whose changes are multiplied by `scale`.
+class GGUFAdapter(StoredAdapter):
+    """An adapter in llama.cpp's format.
 
     `heads` has the numbers of query heads and of key heads of each layer of the model.
 
@@ -38,9 +37,9 @@ class GGUFAdapter:
     def __init__(
         self, path: Path, max_rank: int, scale: float, heads: Sequence[tuple[int, int]]
     ) -> None:
-        self.path = path
+        super().__init__(path, max_rank, scale)
         self._gguf = GGUFFile(path)
-        self._max_rank, self._scale, self._heads = max_rank, scale, heads
+        self._heads = heads
         fields = GGUFFields(self._gguf.metadata, path, "")
         for key, needed in (("general.type", "adapter"), ("adapter.type", "lora")):
             fields.require(key, needed, default="none")
@@ -73,16 +72,7 @@ class GGUFAdapter:
         down_RI, up_OR = (self._read(parts[kind]) for kind in _FACTORS)
         if tensor.name.startswith(_EMBEDDING):
             down_RI, up_OR = up_OR.mT.contiguous(), down_RI
-        rank = up_OR.shape[1]
-        if len(down_RI) != rank:
-            raise self.error(
-                f"lora_a and lora_b of {module} have shapes {list(down_RI.shape)} and {list(up_OR.shape)}, "
-                "which do not match"
-            )
-        if rank > self._max_rank:
-            raise self.error(
-                f"{module} has rank {rank}, but at most {self._max_rank} is allowed; raise --max-lora-rank"
-            )
+        rank = self.verify_rank(module, down_RI, up_OR)
         if num_heads := self._num_interleaved_heads(tensor.name):
             if len(up_OR) % (2 * num_heads):
                 raise self.error(
@@ -91,10 +81,6 @@ class GGUFAdapter:
             up_OR = up_OR.view(num_heads, -1, 2, rank).transpose(1, 2).reshape(up_OR.shape)
         # llama.cpp does not divide by the rank if the file has no alpha.
         return LowRank(down_RI, up_OR * (self._scale * (self._alpha / rank if self._alpha else 1)))
-
-    def error(self, problem: str) -> CheckpointError:
-        """Return a CheckpointError about the adapter."""
-        return CheckpointError(self.path, problem)
 
     def _read(self, tensor: GGUFTensor) -> Tensor:
         rows = self._gguf.rows(tensor, range(tensor.shape[0]))

@@ -58,18 +58,42 @@ class Replacement(msgspec.Struct, frozen=True):
 Change: TypeAlias = LowRank | Replacement
 
 
-class PEFTAdapter:
-    """A LoRA adapter on disk, with a rank of at most `max_rank`, whose changes are multiplied by `scale`.
+class StoredAdapter:
+    """A LoRA adapter on disk, with a rank of at most `max_rank`, whose changes are multiplied by `scale`."""
+
+    def __init__(self, path: Path, max_rank: int, scale: float) -> None:
+        self.path = path
+        self._max_rank, self._scale = max_rank, scale
+
+    def error(self, problem: str) -> CheckpointError:
+        """Return a CheckpointError about the adapter."""
+        return CheckpointError(self.path, problem)
+
+    def verify_rank(self, module: str, down_RI: Tensor, up_OR: Tensor) -> int:
+        """Return the rank of two factors. Raise CheckpointError if they have different ranks, or one too high."""
+        rank = len(down_RI)
+        if down_RI.ndim != 2 or up_OR.ndim != 2 or rank != up_OR.shape[1]:
+            raise self.error(
+                f"lora_A and lora_B of {module} have shapes {list(down_RI.shape)} and {list(up_OR.shape)}, "
+                "which do not match"
+            )
+        if rank > self._max_rank:
+            raise self.error(
+                f"{module} has rank {rank}, but at most {self._max_rank} is allowed; raise --max-lora-rank"
+            )
+        return rank
+
+
+class PEFTAdapter(StoredAdapter):
+    """An adapter in PEFT's format.
 
     Raises:
         CheckpointError: The adapter is damaged, of another kind, or of a higher rank.
     """
 
     def __init__(self, path: Path, max_rank: int, scale: float = 1.0) -> None:
-        self.path = path
-        self._scale = scale
+        super().__init__(path, max_rank, scale)
         self._fields = ConfigFields.read(path / "adapter_config.json")
-        self._max_rank = max_rank
         self._verify_kind()
         self.ties_embeddings = self._fields.boolean("ensure_weight_tying", False)
         """True if the change of the embedding also applies to an output projection that is tied to it."""
@@ -125,18 +149,10 @@ class PEFTAdapter:
             # The factors of an embedding are stored for the transposed matrix.
             up_RO, down_IR = (self._tensor(module, part) for part in _EMBEDDING_FACTORS)
             down_RI, up_OR = down_IR.mT, up_RO.mT
-        if down_RI.ndim != 2 or up_OR.ndim != 2 or len(down_RI) != up_OR.shape[1]:
-            raise self.error(
-                f"lora_A and lora_B of {module} have shapes {list(down_RI.shape)} and {list(up_OR.shape)}, "
-                "which do not match"
-            )
-        rank = int(self._number("r", "rank_pattern", module))
-        if len(down_RI) != rank:
-            raise self.error(f"{module} has rank {len(down_RI)}, but the config says {rank}")
-        if rank > self._max_rank:
-            raise self.error(
-                f"{module} has rank {rank}, but at most {self._max_rank} is allowed; raise --max-lora-rank"
-            )
+        rank = self.verify_rank(module, down_RI, up_OR)
+        stated = int(self._number("r", "rank_pattern", module))
+        if rank != stated:
+            raise self.error(f"{module} has rank {rank}, but the config says {stated}")
         alpha = self._number("lora_alpha", "alpha_pattern", module)
         is_stabilized = self._fields.boolean("use_rslora", False)
         scale = self._scale * alpha / (math.sqrt(rank) if is_stabilized else rank)
@@ -151,10 +167,6 @@ class PEFTAdapter:
     def _tensor(self, module: str, part: str) -> Tensor:
         tensor: Tensor = self._file.get_tensor(self._tensors[module][part])
         return tensor.float()
-
-    def error(self, problem: str) -> CheckpointError:
-        """Return a CheckpointError about the adapter."""
-        return CheckpointError(self.path, problem)
 
     def _verify_kind(self) -> None:
         fields = self._fields
