@@ -42,8 +42,8 @@ from support.own_code.known_towers.isaac import IsaacModel, isaac
 from support.own_code.known_towers.keye import KeyeModel, keye
 from support.own_code.known_towers.ling3_vl import ling3_vl
 from support.own_code.known_towers.openpangu_vl import openpangu_vl
-from support.own_code.model import OwnCodeModel
-from support.own_code.own_towers.blip import Blip, blip
+from support.own_code.model import CrossModel, OwnCodeModel
+from support.own_code.own_towers.blip import blip
 from support.own_code.own_towers.dots_ocr import dots_ocr
 from support.own_code.own_towers.glm4v import Glm4vModel, glm4v_9b
 from support.own_code.own_towers.minicpm import minicpmv, write_minicpmv_mmproj
@@ -56,7 +56,7 @@ from support.own_code.own_towers.openvla import openvla
 from support.own_code.own_towers.ovis2_5 import ovis2_5
 from support.own_code.own_towers.perception_lm import perception_lm
 from support.own_code.own_towers.phi3_v import phi3_v
-from support.own_code.own_towers.trocr import TrOcr, trocr
+from support.own_code.own_towers.trocr import trocr
 from support.own_code.own_towers.youtu import write_youtu_mmproj, youtu_vl
 from support.servers.server import DEVICE, Server, assert_nothing_is_held
 from support.vision.checkpoints import CHAT_TEMPLATE
@@ -87,15 +87,14 @@ MODELS: dict[
         Callable[
             ...,
             OwnCodeModel
-            | Blip
+            | CrossModel
             | GridModel
             | KeyeModel
             | IsaacModel
             | Glm4vModel
             | Molmo
             | Moondream
-            | NemotronParse
-            | TrOcr,
+            | NemotronParse,
         ],
         str,
         str,

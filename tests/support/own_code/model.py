@@ -73,6 +73,25 @@ def normalized(payload: ImagePayload) -> Tensor:
     return torch.from_numpy(values.transpose(2, 0, 1)).float()
 
 
+class CrossModel(NamedTuple):
+    """A decoder that reads an image by cross attention, and the function that encodes pixels [1, 3, height, width]."""
+
+    decoder: Any
+    encode: Callable[[Tensor], Tensor]
+    image_token: int
+
+    @torch.inference_mode()
+    def logits(self, tokens: Sequence[int], images: Sequence[Sequence[ImagePayload]]) -> Tensor:
+        """Return the logits of a text, which reads the image of `images`, if there is one."""
+        states = None
+        for [payload] in images:
+            states = self.encode(normalized(payload)[None])
+        found: Tensor = self.decoder(
+            torch.tensor([tokens]), encoder_hidden_states=states, use_cache=False
+        ).logits[0]
+        return found
+
+
 def fill(*modules: nn.Module) -> None:
     """Give all parameters random values."""
     torch.manual_seed(5)
@@ -176,3 +195,53 @@ def joined_squares(x: Tensor, columns: int) -> Tensor:
     """Return the patches [P, D] of an image, 2 x 2 of which are joined in a row, [P / 4, 4 * D]."""
     squares = x.view(-1, 2, columns // 2, 2, x.shape[1])
     return squares.transpose(1, 2).flatten(2).flatten(0, 1)
+
+
+def qwen_patches(payload: ImagePayload, size: int) -> tuple[Tensor, Tensor]:
+    """Return the patches of an image, square by square and with two equal frames, and its grid."""
+    rows, columns = payload.height // size, payload.width // size
+    cells = normalized(payload).view(3, rows // 2, 2, size, columns // 2, 2, size)
+    patches = cells.permute(1, 4, 2, 5, 0, 3, 6)[:, :, :, :, :, None].expand(
+        -1, -1, -1, -1, -1, 2, -1, -1
+    )
+    return patches.reshape(rows * columns, -1), torch.tensor([[1, rows, columns]])
+
+
+def grid_angles(rows: int, columns: int, head_dim: int) -> Tensor:
+    """Return the angles of patches, by which heads are rotated for the row and then for the column."""
+    places = torch.cartesian_prod(torch.arange(rows), torch.arange(columns))
+    waves = 1 / 10_000 ** (torch.arange(head_dim // 4) / (head_dim / 4))
+    return torch.cat([each[:, None] * waves for each in places.unbind(1)], -1)
+
+
+def rotated(x: Tensor, angles: Tensor) -> Tensor:
+    """Return heads whose first and second halves are the coordinates that `angles` rotate."""
+    first, second = x.chunk(2, -1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+
+class SiglipLayer(nn.Module):
+    """A layer of a SigLIP that rotates queries and keys."""
+
+    def __init__(self, size: int, num_heads: int) -> None:
+        super().__init__()
+        self._num_heads = num_heads
+        self.layer_norm1, self.layer_norm2 = (nn.LayerNorm(size, 1e-6) for _ in range(2))
+        names = ("q_proj", "k_proj", "v_proj", "out_proj")
+        self.self_attn = nn.ModuleDict({name: nn.Linear(size, size) for name in names})
+        self.mlp = nn.ModuleDict({"fc1": nn.Linear(size, 80), "fc2": nn.Linear(80, size)})
+
+    def forward(self, x: Tensor, angles: Tensor, sees: Tensor | None = None) -> Tensor:
+        y, attn = self.layer_norm1(x), self.self_attn
+        q, k, v = (
+            attn[f"{name}_proj"](y).view(len(x), self._num_heads, -1).transpose(0, 1)
+            for name in "qkv"
+        )
+        attended = nn.functional.scaled_dot_product_attention(
+            rotated(q, angles), rotated(k, angles), v, sees
+        )
+        x = x + attn["out_proj"](attended.transpose(0, 1).flatten(1))
+        inner = nn.functional.gelu(self.mlp["fc1"](self.layer_norm2(x)), approximate="tanh")
+        found: Tensor = x + self.mlp["fc2"](inner)
+        return found

@@ -1,7 +1,6 @@
 """Models with convolutions give the embeddings and logits of transformers with timm, or of their authors."""
 
 import random
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -19,16 +18,16 @@ from engine.protocol.checkpoint.vision.read import vision_spec
 from engine.protocol.encoder_inputs.payloads import ImagePayload
 from engine.protocol.errors import CheckpointError, EngineError
 from engine.workers.loaders.mmproj import MmprojCheckpoint
-from engine.workers.loaders.open_checkpoint import open_checkpoint
 from engine.workers.towers.image_tower import TowerSource
 from engine.workers.towers.make_tower import make_tower
-from engine.workers.towers.placed import Placed
 from gguf import GGUFWriter
 from PIL import Image
+from support.gguf.finish import finish
 from support.own_code.own_towers.mobilevlm import mobilevlm, write_mobilevlm_mmproj
 from support.vision.fast_vlm import fast_vlm_directory
 from support.vision.gemma3n import NUM_IMAGE_TOKENS, gemma3n_directory
 from support.workers.decoders import CPU, Runner, load_decoder, load_native_decoder
+from support.workers.towers import load_tower, media_logits
 
 pytestmark = pytest.mark.slow
 
@@ -89,7 +88,7 @@ def towers(paths):
 
 def _tower(path):
     decoder = load_decoder(path, max_model_len=64)
-    return make_tower(decoder.spec.encoder, TowerSource(open_checkpoint(path), CPU, torch.float32))
+    return load_tower(path, decoder)
 
 
 def _pixels(seed, width, height):
@@ -139,16 +138,13 @@ def test_logits_equal_those_of_transformers(paths, towers, kind, load):
             prompt += marks * len(outputs[-1])
     prompt += [rng.randrange(4, 300) for _ in range(9)]
     is_image = np.isin(prompt, marks[-2:])
-    rows = np.where(is_image, np.cumsum(is_image) - 1, -1).astype(np.int32)
     decoder = load(path, max_model_len=1024)
     runner = Runner(decoder, 1, max_tokens=1024)
-    found = []
     # The chunks end within the images.
-    for start, stop in pairwise([0, len(prompt) // 5, 3 * len(prompt) // 4, len(prompt)]):
-        decoder.placed = Placed(rows[start:stop].copy(), torch.cat(outputs))
-        found.append(runner.step({0: prompt[start:stop]})[0])
+    ends = len(prompt) // 5, 3 * len(prompt) // 4
+    found = media_logits(runner, prompt, is_image, torch.cat(outputs), ends)
     torch.testing.assert_close(
-        torch.cat(found)[PLACES[kind], :4], torch.tensor(LOGITS[kind]), atol=1e-4, rtol=1e-4
+        found[PLACES[kind], :4], torch.tensor(LOGITS[kind]), atol=1e-4, rtol=1e-4
     )
 
 
@@ -193,10 +189,7 @@ def test_outputs_of_mobilevlm_files_equal_those_of_the_authors_code(version, tmp
     write_mobilevlm_mmproj(file, tmp_path)
     writer = GGUFWriter(tmp_path / "tiny.gguf", "llama")
     writer.add_array("tokenizer.ggml.tokens", ["a", "<unk>"])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     text = {"hidden_size": 64, "vocab_size": 2}
     found = read_mmproj(GGUFFile(file), GGUFFile(tmp_path / "tiny.gguf"), text)
     fields = ConfigFields(found.config, file)

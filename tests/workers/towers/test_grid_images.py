@@ -13,10 +13,6 @@ from engine.protocol.checkpoint.field_names import text_section
 from engine.protocol.checkpoint.files import read_model_config
 from engine.protocol.encoder_inputs.inputs import EncoderInput
 from engine.workers.batch.rotary_positions import RotaryPositions
-from engine.workers.loaders.open_checkpoint import open_checkpoint
-from engine.workers.towers.image_tower import TowerSource
-from engine.workers.towers.make_tower import make_tower
-from engine.workers.towers.placed import Placed
 from PIL import Image
 from support.vision.grid_configs import (
     IMAGE_TOKEN,
@@ -30,7 +26,8 @@ from support.vision.grid_configs import (
     SQUARE_MODELS,
 )
 from support.vision.grid_models import reference_inputs, write_grid_model
-from support.workers.decoders import CPU, TOWER_LAYERS, Runner, load_decoder, load_native_decoder
+from support.workers.decoders import Runner, load_decoder, load_native_decoder
+from support.workers.towers import load_tower, media_logits
 
 pytestmark = pytest.mark.slow
 
@@ -113,23 +110,13 @@ def test_logits_equal_those_of_transformers(model, load):
     with torch.inference_mode():
         expected = reference(input_ids=torch.tensor([prompt]), **inputs).logits[0]
     decoder = load(path, max_model_len=1024)
-    tower = make_tower(
-        decoder.spec.encoder,
-        TowerSource(open_checkpoint(path), CPU, torch.float32, make_layers=TOWER_LAYERS[load]),
-    )
+    tower = load_tower(path, decoder, load)
     encoded = torch.cat([tower(payload) for payload in payloads])
     is_placed = is_image
     if reference.config.model_type == "ovis2":
         is_placed = np.isin(prompt, [IMAGE_TOKEN, *OVIS_MARK_IDS])
-    rows = np.where(is_placed, np.cumsum(is_placed) - 1, -1).astype(np.int32)
     runner = Runner(decoder, 1, max_tokens=1024)
-    found = []
-    for start, end in ((0, 9), (9, len(prompt))):
-        decoder.placed = Placed(rows[start:end].copy(), encoded)
-        if rotary is not None:
-            loc, at = np.array([0, end - start], np.int32), np.arange(start, end, dtype=np.int32)
-            decoder.rotary_T3 = torch.from_numpy(rotary.of_step(np.zeros(1, np.int32), loc, at))
-        found.append(runner.step({0: prompt[start:end]})[0])
+    found = media_logits(runner, prompt, is_placed, encoded, [9], rotary)
     # Chameleon never writes the tokens of images, whose logits are the smallest ones.
-    logits, expected = (each.clamp(min=-1e20) for each in (torch.cat(found), expected))
+    logits, expected = (each.clamp(min=-1e20) for each in (found, expected))
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)

@@ -17,16 +17,13 @@ from engine.frontend.media.layouts.pixels import Tile
 from engine.frontend.media.video_files import open_video
 from engine.frontend.model_source.images.videos import read_video_processor
 from engine.protocol.checkpoint.config_fields import ConfigFields
-from engine.workers.loaders.open_checkpoint import open_checkpoint
-from engine.workers.towers.image_tower import TowerSource
-from engine.workers.towers.make_tower import make_tower
 from engine.workers.towers.pixels import normalized_pixels
-from engine.workers.towers.placed import Placed
 from PIL import Image
 from support.own_code.own_towers.ovis2_5 import ovis2_5
 from support.vision.grid_configs import IMAGE_TOKEN, PATCH
 from support.vision.grid_models import write_grid_model
-from support.workers.decoders import CPU, TOWER_LAYERS, Runner, load_native_decoder
+from support.workers.decoders import CPU, Runner, load_native_decoder
+from support.workers.towers import load_tower, media_logits
 from transformers.models.nemotron_h_omni.processing_nemotron_h_omni import (
     NemotronH_Omni_Reasoning_V3Processor,
 )
@@ -61,21 +58,11 @@ def _function(kind, name):
 def _check_logits(path, prompt, token_id, tiles, expected):
     """Compare the logits of a prompt, whose placeholders are `token_id`, with `expected` [T, V]."""
     decoder = load_native_decoder(path, max_model_len=1024)
-    source = TowerSource(
-        open_checkpoint(path),
-        CPU,
-        torch.float32,
-        make_layers=TOWER_LAYERS[load_native_decoder],
-    )
-    tower = make_tower(decoder.spec.encoder, source)
+    tower = load_tower(path, decoder, load_native_decoder)
     encoded = torch.cat([tower(tile.payload) for tile in tiles])
     is_placed = np.array(prompt) == token_id
-    rows = np.where(is_placed, np.cumsum(is_placed) - 1, -1).astype(np.int32)
-    runner, found = Runner(decoder, 1, max_tokens=1024), []
-    for start, end in ((0, 9), (9, len(prompt))):
-        decoder.placed = Placed(rows[start:end].copy(), encoded)
-        found.append(runner.step({0: prompt[start:end]})[0])
-    torch.testing.assert_close(torch.cat(found), expected, atol=1e-4, rtol=1e-4)
+    found = media_logits(Runner(decoder, 1, max_tokens=1024), prompt, is_placed, encoded, [9])
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("keeps_shape", [True, False])

@@ -26,6 +26,7 @@ from engine.workers.towers.make_tower import make_tower
 from gguf import GGUFWriter
 from msgspec.structs import replace
 from support.audio.checkpoints import OMNI_MODELS, PARTS, audio_directory
+from support.gguf.finish import finish
 from support.mmproj.audio import PROJECTORS as AUDIO_PROJECTORS
 from support.mmproj.audio import write_audio_mmproj
 from support.mmproj.grid import DECODERS as GRID_DECODERS
@@ -71,10 +72,7 @@ def _decoder(path, tokens=TOKENS, architecture="llama"):
     writer = GGUFWriter(path, architecture)
     writer.add_array(f"{architecture}.deepstack_mapping", [-1, -1, 1, 2, 3, 4, -1, 5])
     writer.add_array("tokenizer.ggml.tokens", tokens)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return GGUFFile(path)
 
 

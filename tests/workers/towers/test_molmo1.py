@@ -13,14 +13,11 @@ from engine.frontend.model_source.images.read import read_image_processor
 from engine.frontend.tokenizer.load import load_tokenizer
 from engine.protocol.checkpoint.field_names import read_text_config
 from engine.protocol.checkpoint.files import read_model_config
-from engine.workers.loaders.open_checkpoint import open_checkpoint
-from engine.workers.towers.image_tower import TowerSource
-from engine.workers.towers.make_tower import make_tower
-from engine.workers.towers.placed import Placed
 from PIL import Image
 from support.checkpoints.tiny import sentencepiece_tokenizer
 from support.own_code.own_towers.molmo import TEXTS, molmo
-from support.workers.decoders import CPU, TOWER_LAYERS, Runner, load_decoder, load_native_decoder
+from support.workers.decoders import Runner, load_decoder, load_native_decoder
+from support.workers.towers import load_tower, media_logits
 from torch.nn import functional as F
 
 pytestmark = pytest.mark.slow
@@ -56,17 +53,9 @@ def test_logits_equal_those_of_the_authors_code(tmp_path, load, is_olmo):
     is_image = np.array(is_image + [False] * 5)
     expected = reference.logits(prompt, [payloads])
     decoder = load(tmp_path, max_model_len=2048)
-    source = TowerSource(
-        open_checkpoint(tmp_path), CPU, torch.float32, make_layers=TOWER_LAYERS[load]
-    )
-    tower = make_tower(decoder.spec.encoder, source)
+    tower = load_tower(tmp_path, decoder, load)
     encoded = torch.cat([tower(payload) for payload in payloads])
-    rows = np.where(is_image, np.cumsum(is_image) - 1, -1).astype(np.int32)
-    runner, found = Runner(decoder, 1, max_tokens=2048), []
-    for start, end in ((0, 40), (40, len(prompt))):
-        decoder.placed = Placed(rows[start:end].copy(), encoded)
-        found.append(runner.step({0: prompt[start:end]})[0])
-    logits = torch.cat(found)
+    logits = media_logits(Runner(decoder, 1, max_tokens=2048), prompt, is_image, encoded, [40])
     torch.testing.assert_close(logits[:, : expected.shape[1]], expected, atol=1e-4, rtol=1e-4)
     assert logits[:, expected.shape[1] :].max() < -1e20
 

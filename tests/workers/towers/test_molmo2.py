@@ -1,7 +1,7 @@
 """Molmo 2 gives the logits of transformers, for text and for images of any size."""
 
 import random
-from itertools import pairwise, product
+from itertools import product
 
 import numpy as np
 import pytest
@@ -15,13 +15,10 @@ from engine.protocol.encoder_inputs.inputs import EncoderInput
 from engine.protocol.encoder_inputs.payloads import ImagePayload
 from engine.protocol.errors import CheckpointError, EngineError
 from engine.workers.batch.spans import Spans
-from engine.workers.loaders.open_checkpoint import open_checkpoint
-from engine.workers.towers.image_tower import TowerSource
-from engine.workers.towers.make_tower import make_tower
-from engine.workers.towers.placed import Placed
 from PIL import Image
 from support.vision.molmo import MARKS, OLMO, PATCH, molmo2_directory, reference_images
-from support.workers.decoders import CPU, TOWER_LAYERS, Runner, load_decoder, load_native_decoder
+from support.workers.decoders import Runner, load_decoder, load_native_decoder
+from support.workers.towers import load_tower, media_logits
 
 pytestmark = pytest.mark.slow
 
@@ -78,10 +75,7 @@ def test_logits_of_images_equal_those_of_transformers(saved, load):
     processor = _processor(path)
     num_tokens = model.config.text_config.vocab_size
     decoder = load(path, max_model_len=1024)
-    tower = make_tower(
-        decoder.spec.encoder,
-        TowerSource(open_checkpoint(path), CPU, torch.float32, make_layers=TOWER_LAYERS[load]),
-    )
+    tower = load_tower(path, decoder, load)
     rng = random.Random(3)
     # One tile, a row of them, and a grid.
     for width, height in ((30, 40), (200, 50), (90, 130)):
@@ -111,12 +105,8 @@ def test_logits_of_images_equal_those_of_transformers(saved, load):
         runner.spans = Spans(decoder.spec.span_kind)
         inputs = [EncoderInput(start, stop - start, b"", 0)]
         runner.spans.add_request(0, len(prompt), inputs)
-        rows = np.where(is_image, np.cumsum(is_image) - 1, -1).astype(np.int32)
-        found = []
-        for first, last in pairwise([0, 3, stop + 1, len(prompt)]):
-            decoder.placed = Placed(rows[first:last].copy(), outputs)
-            found.append(runner.step({0: prompt[first:last]})[0])
-        torch.testing.assert_close(torch.cat(found)[:, :num_tokens], expected, atol=1e-4, rtol=1e-4)
+        found = media_logits(runner, prompt, is_image, outputs, [3, stop + 1])
+        torch.testing.assert_close(found[:, :num_tokens], expected, atol=1e-4, rtol=1e-4)
 
 
 def test_prompts_and_pixels_equal_those_of_transformers(saved):
@@ -149,7 +139,7 @@ def test_prompts_and_pixels_equal_those_of_transformers(saved):
 def test_unknown_settings_are_refused(saved):
     path, _ = saved
     decoder = load_decoder(path, max_model_len=256)
-    tower = make_tower(decoder.spec.encoder, TowerSource(open_checkpoint(path), CPU, torch.float32))
+    tower = load_tower(path, decoder)
     ones = (1.0, 1.0, 1.0)
     image = ImagePayload(44, 44, bytes(3 * 44 * 44), 1.0, ones, ones)
     with pytest.raises(EngineError, match="the canvas must have 44 pixels and multiples of 12"):

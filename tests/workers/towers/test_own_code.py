@@ -25,10 +25,6 @@ from engine.protocol.encoder_inputs.inputs import EncoderInput
 from engine.protocol.encoder_inputs.payloads import ImagePayload
 from engine.workers.batch.rotary_positions import RotaryPositions
 from engine.workers.batch.spans import Spans
-from engine.workers.loaders.open_checkpoint import open_checkpoint
-from engine.workers.towers.image_tower import TowerSource
-from engine.workers.towers.make_tower import make_tower
-from engine.workers.towers.placed import Placed
 from PIL import Image
 from support.own_code.known_towers import (
     eagle2_5,
@@ -55,7 +51,8 @@ from support.own_code.own_towers.perception_lm import perception_lm
 from support.own_code.own_towers.phi3_v import phi3_v
 from support.own_code.own_towers.rice import rice
 from support.own_code.own_towers.youtu import youtu_vl
-from support.workers.decoders import CPU, TOWER_LAYERS, Runner, load_decoder, load_native_decoder
+from support.workers.decoders import Runner, load_decoder, load_native_decoder
+from support.workers.towers import load_tower, media_logits
 
 pytestmark = pytest.mark.slow
 
@@ -161,26 +158,18 @@ def test_logits_equal_those_of_the_authors_code(
     make = load_decoder if kind in WITHOUT_PROGRAM else load
     decoder = make(tmp_path, max_model_len=2048)
     # Native programs do not have its rotation.
-    make_layers = TOWER_LAYERS[load_decoder if kind == "onevision2" else load]
-    tower = make_tower(
-        decoder.spec.encoder,
-        TowerSource(open_checkpoint(tmp_path), CPU, torch.float32, make_layers=make_layers),
-    )
+    tower = load_tower(tmp_path, decoder, load_decoder if kind == "onevision2" else load)
     encoded = torch.cat([tower(payload) for payload in payloads])
     is_image = np.array(prompt) == reference.image_token
-    rows = np.where(is_image, np.cumsum(is_image) - 1, -1).astype(np.int32)
-    assert len(encoded) == is_image.sum()
     runner = Runner(decoder, 1, max_tokens=2048)
     runner.num_prompt_tokens = num_prompt
-    found, first = [], 4
+    # The first chunk ends within an image, unless its tokens attend to each other.
+    first = 4
     if decoder.spec.span_kind is not None:
         runner.spans, first = Spans(decoder.spec.span_kind), 1
         runner.spans.add_request(0, len(prompt), inputs)
-    # The first chunk ends within an image, unless its tokens attend to each other.
-    for start, end in ((0, first), (first, len(prompt))):
-        decoder.placed = Placed(rows[start:end].copy(), encoded)
-        found.append(runner.step({0: prompt[start:end]})[0])
-    torch.testing.assert_close(torch.cat(found), expected, atol=1e-4, rtol=1e-4)
+    found = media_logits(runner, prompt, is_image, encoded, [first])
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("load", [load_decoder, load_native_decoder])
@@ -212,23 +201,13 @@ def test_images_of_isaac_are_one_moment(tmp_path: Path, load: Callable[..., Any]
         payloads.append(tile.payload)
     expected = reference.logits(prompt, [[payload] for payload in payloads])
     decoder = load(tmp_path, max_model_len=2048)
-    source = TowerSource(
-        open_checkpoint(tmp_path), CPU, torch.float32, make_layers=TOWER_LAYERS[load]
-    )
-    tower = make_tower(decoder.spec.encoder, source)
+    tower = load_tower(tmp_path, decoder, load)
     encoded = torch.cat([tower(payload) for payload in payloads])
     is_image = np.array(prompt) == reference.image_token
-    rows = np.where(is_image, np.cumsum(is_image) - 1, -1).astype(np.int32)
-    rotary, runner, logits = RotaryPositions(1), Runner(decoder, 1, max_tokens=2048), []
+    rotary, runner = RotaryPositions(1), Runner(decoder, 1, max_tokens=2048)
     rotary.add_request(0, inputs)
-    for start, end in ((0, 4), (4, len(prompt))):
-        decoder.placed = Placed(rows[start:end].copy(), encoded)
-        loc, at = np.array([0, end - start], np.int32), np.arange(start, end, dtype=np.int32)
-        positions = rotary.of_step(np.zeros(1, np.int32), loc, at)
-        assert positions is not None
-        decoder.rotary_T3 = torch.from_numpy(positions)
-        logits.append(runner.step({0: prompt[start:end]})[0])
-    torch.testing.assert_close(torch.cat(logits), expected, atol=1e-4, rtol=1e-4)
+    logits = media_logits(runner, prompt, is_image, encoded, [4], rotary)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("load", [load_decoder, load_native_decoder])
@@ -252,23 +231,13 @@ def test_images_of_glm4v_9b_have_one_position(tmp_path: Path, load: Callable[...
         payloads.append(tile.payload)
     expected = reference.logits(prompt, [[payload] for payload in payloads])
     decoder = load(tmp_path, max_model_len=256)
-    source = TowerSource(
-        open_checkpoint(tmp_path), CPU, torch.float32, make_layers=TOWER_LAYERS[load]
-    )
-    tower = make_tower(decoder.spec.encoder, source)
+    tower = load_tower(tmp_path, decoder, load)
     encoded = torch.cat([tower(payload) for payload in payloads])
     is_image = np.isin(prompt, [reference.image_token, *reference.marks])
-    rows = np.where(is_image, np.cumsum(is_image) - 1, -1).astype(np.int32)
-    rotary, runner, logits = RotaryPositions(1), Runner(decoder, 1, max_tokens=256), []
+    rotary, runner = RotaryPositions(1), Runner(decoder, 1, max_tokens=256)
     rotary.add_request(0, inputs)
-    for start, end in ((0, 4), (4, len(prompt))):
-        decoder.placed = Placed(rows[start:end].copy(), encoded)
-        loc, at = np.array([0, end - start], np.int32), np.arange(start, end, dtype=np.int32)
-        positions = rotary.of_step(np.zeros(1, np.int32), loc, at)
-        assert positions is not None
-        decoder.rotary_T3 = torch.from_numpy(positions)
-        logits.append(runner.step({0: prompt[start:end]})[0])
-    torch.testing.assert_close(torch.cat(logits), expected, atol=1e-4, rtol=1e-4)
+    logits = media_logits(runner, prompt, is_image, encoded, [4], rotary)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_frames_of_llava_onevision_1_5_are_encoded_one_by_one(tmp_path: Path) -> None:
@@ -287,9 +256,7 @@ def test_frames_of_llava_onevision_1_5_are_encoded_one_by_one(tmp_path: Path) ->
     found = [part for part in frames(video, processor, ("", "")) if isinstance(part, Tile)]
     assert len(found) == 3
     decoder = load_decoder(tmp_path, max_model_len=64)
-    tower = make_tower(
-        decoder.spec.encoder, TowerSource(open_checkpoint(tmp_path), CPU, torch.float32)
-    )
+    tower = load_tower(tmp_path, decoder)
     for tile in found:
         assert isinstance(tile.payload, ImagePayload)
         with torch.inference_mode():

@@ -4,7 +4,6 @@ import ast
 import json
 import math
 import random
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,7 +22,6 @@ from engine.protocol.sampling_params import SamplingParams
 from engine.workers.loaders.open_checkpoint import open_checkpoint
 from engine.workers.towers.image_tower import TowerSource
 from engine.workers.towers.make_tower import make_tower
-from engine.workers.towers.placed import Placed
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from support.checkpoints.lora_adapters import write_adapter
@@ -31,7 +29,8 @@ from support.checkpoints.tiny import sentencepiece_tokenizer
 from support.families import SMALL
 from support.servers.server import default_model
 from support.vision.checkpoints import CHAT_TEMPLATE
-from support.workers.decoders import CPU, TOWER_LAYERS, Runner, load_decoder, load_native_decoder
+from support.workers.decoders import CPU, Runner, load_decoder, load_native_decoder
+from support.workers.towers import load_tower, media_logits
 from torch.nn import functional as F
 from transformers import BatchFeature
 
@@ -179,20 +178,13 @@ def test_logits_equal_those_of_transformers(model, load):
         expected = reference(input_ids=torch.tensor([prompt]), **inputs).logits[0]
     length = len(prompt) + 1
     decoder = load(path, max_model_len=length)
-    tower = make_tower(
-        decoder.spec.encoder,
-        TowerSource(open_checkpoint(path), CPU, torch.float32, make_layers=TOWER_LAYERS[load]),
-    )
+    tower = load_tower(path, decoder, load)
     encoded = torch.cat([tower(tile.payload) for tile in tiles])
     is_image = np.array(prompt) == image_token
-    rows = np.where(is_image, np.cumsum(is_image) - 1, -1).astype(np.int32)
     runner = Runner(decoder, 1, max_tokens=length)
-    found = []
     # The chunks end within images.
-    for start, end in pairwise((0, 300, 1500, len(prompt))):
-        decoder.placed = Placed(rows[start:end].copy(), encoded)
-        found.append(runner.step({0: prompt[start:end]})[0])
-    torch.testing.assert_close(torch.cat(found), expected, atol=1e-4, rtol=1e-4)
+    found = media_logits(runner, prompt, is_image, encoded, [300, 1500])
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_original_checkpoints_are_read(model, tmp_path):
@@ -201,9 +193,7 @@ def test_original_checkpoints_are_read(model, tmp_path):
     own = ConfigFields(config | {"model_type": "phi4mm"}, path)
     processor = _read_processor(path)
     tile = _tile(_picture(1, 90, 70), processor)
-    tower = make_tower(
-        load_decoder(path).spec.encoder, TowerSource(open_checkpoint(path), CPU, torch.float32)
-    )
+    tower = load_tower(path, load_decoder(path))
     expected = tower(tile.payload)
     tensors = load_file(path / "model.safetensors")
     for now, before in ORIGINAL_NAMES.items():
@@ -249,8 +239,6 @@ def test_images_that_do_not_fit_are_refused(model):
         process_image(_picture(1, 2, 39), _read_processor(path))
     with pytest.raises(CheckpointError, match="resample must be 3"):
         _read_processor(path, resample=2)
-    tower = make_tower(
-        load_decoder(path).spec.encoder, TowerSource(open_checkpoint(path), CPU, torch.float32)
-    )
+    tower = load_tower(path, load_decoder(path))
     with pytest.raises(EngineError, match="has 64 x 9 pixels, of which 0 x 0 are no margin"):
         tower(ImagePayload(64, 9, bytes(1728), 1 / 255, (0.5,) * 3, (0.5,) * 3))

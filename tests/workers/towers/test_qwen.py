@@ -19,10 +19,6 @@ from engine.protocol.encoder_inputs.inputs import EncoderGrid, EncoderInput
 from engine.protocol.encoder_inputs.payloads import ImagePayload
 from engine.protocol.errors import CheckpointError, EngineError
 from engine.workers.batch.rotary_positions import RotaryPositions
-from engine.workers.loaders.open_checkpoint import open_checkpoint
-from engine.workers.towers.image_tower import TowerSource
-from engine.workers.towers.make_tower import make_tower
-from engine.workers.towers.placed import Placed
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from support.vision.qwen import (
@@ -37,7 +33,8 @@ from support.vision.qwen import (
     rotary_positions,
     video_patches,
 )
-from support.workers.decoders import CPU, TOWER_LAYERS, Runner, load_decoder, load_native_decoder
+from support.workers.decoders import Runner, load_decoder, load_native_decoder
+from support.workers.towers import load_tower, media_logits
 
 pytestmark = pytest.mark.slow
 
@@ -149,30 +146,18 @@ def _check_logits(model, load, sizes, has_video):
     with torch.inference_mode():
         expected = reference(input_ids=torch.tensor([prompt]), **arguments).logits[0]
 
-    tower = make_tower(
-        decoder.spec.encoder,
-        TowerSource(open_checkpoint(path), CPU, torch.float32, make_layers=TOWER_LAYERS[load]),
-    )
+    tower = load_tower(path, decoder, load)
     encoded = torch.cat([tower(tile.payload) for tile in tiles])
     rotary = RotaryPositions(1, numbers_images=kind == "hunyuan_vl")
     rotary.add_request(0, inputs)
     media = [reference.config.image_token_id, reference.config.video_token_id]
     is_media = np.isin(prompt, media)
-    rows = np.where(is_media, np.cumsum(is_media) - 1, -1).astype(np.int32)
     runner = Runner(decoder, 1, max_tokens=512)
-    found = []
     # Chunks end within images and frames.
-    ends = [17, 60, inputs[1].position + 3, inputs[2].position + 2, len(prompt) - 3, len(prompt)]
-    ends = sorted(end for end in ends if end <= len(prompt))
-    for start, end in zip([0, *ends], ends, strict=False):
-        decoder.placed = None
-        if (rows[start:end] >= 0).any():
-            decoder.placed = Placed(rows[start:end].copy(), encoded)
-        loc = np.array([0, end - start], np.int32)
-        positions = np.arange(start, end, dtype=np.int32)
-        decoder.rotary_T3 = torch.from_numpy(rotary.of_step(np.zeros(1, np.int32), loc, positions))
-        found.append(runner.step({0: prompt[start:end]})[0])
-    torch.testing.assert_close(torch.cat(found), expected, atol=1e-4, rtol=1e-4)
+    ends = [17, 60, inputs[1].position + 3, inputs[2].position + 2, len(prompt) - 3]
+    ends = sorted(end for end in ends if end < len(prompt))
+    found = media_logits(runner, prompt, is_media, encoded, ends, rotary)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_grids_and_pixels_equal_those_of_transformers(model):
@@ -205,7 +190,7 @@ def test_grids_and_pixels_equal_those_of_transformers(model):
 def test_images_that_do_not_fit_the_patches_are_refused(model):
     path, _ = model
     decoder = load_decoder(path, max_model_len=512)
-    tower = make_tower(decoder.spec.encoder, TowerSource(open_checkpoint(path), CPU, torch.float32))
+    tower = load_tower(path, decoder)
     ones = (1.0, 1.0, 1.0)
     with pytest.raises(EngineError, match="has 1 frames of 8 x 4 pixels, but the model reads"):
         tower(ImagePayload(8, 4, bytes(96), 1 / 255, ones, ones))
@@ -257,8 +242,4 @@ def test_alpamayo_is_the_model_in_its_config_and_writes_no_trajectories(tmp_path
         assert found[:, 20:27].max() < -1e20
         found[:, 20:27] = expected[:, 20:27]
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
-        tower = make_tower(
-            load(path, max_model_len=64).spec.encoder,
-            TowerSource(open_checkpoint(path), CPU, torch.float32),
-        )
-        tower.warm_up()
+        load_tower(path, load(path, max_model_len=64)).warm_up()

@@ -2,7 +2,6 @@
 
 import random
 import re
-from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -17,10 +16,6 @@ from engine.protocol.encoder_inputs.inputs import EncoderInput
 from engine.protocol.encoder_inputs.payloads import ImagePayload
 from engine.protocol.errors import EngineError
 from engine.workers.batch.spans import Spans
-from engine.workers.loaders.open_checkpoint import open_checkpoint
-from engine.workers.towers.image_tower import TowerSource
-from engine.workers.towers.make_tower import make_tower
-from engine.workers.towers.placed import Placed
 from PIL import Image
 from support.media.image_marks import ANYRES_MODELS, GEMMA_MODELS, MODELS, SIZED_MODELS
 from support.media.image_processors import image_processor
@@ -29,7 +24,8 @@ from support.vision.models import TOKEN_TYPES
 from support.vision.normed_projector import NORMED_MODELS
 from support.vision.published_internvl import VARIANTS
 from support.vision.published_llava import PUBLISHED_MODELS
-from support.workers.decoders import CPU, TOWER_LAYERS, Runner, load_decoder, load_native_decoder
+from support.workers.decoders import Runner, load_decoder, load_native_decoder
+from support.workers.towers import load_tower, media_logits
 
 pytestmark = pytest.mark.slow
 
@@ -150,10 +146,7 @@ def test_logits_equal_those_of_transformers(model, load):
     kind, path, reference = model
     decoder = load(path, max_model_len=1024)
     spec = decoder.spec
-    checkpoint = open_checkpoint(path)
-    tower = make_tower(
-        spec.encoder, TowerSource(checkpoint, CPU, torch.float32, make_layers=TOWER_LAYERS[load])
-    )
+    tower = load_tower(path, decoder, load)
     images = [_image(seed, *size) for seed, size in enumerate(SIZES.get(kind, [(TILE, TILE)] * 2))]
     arguments = _reference_images(kind, [pixels for _, pixels in images])
     if kind == "llama4":
@@ -197,19 +190,15 @@ def test_logits_equal_those_of_transformers(model, load):
         runner.spans = Spans(spec.span_kind)
         inputs = [EncoderInput(start, end - start, b"", 0) for start, end in spans]
         runner.spans.add_request(0, chunks[0], inputs)
-    rows = np.where(is_image, np.cumsum(is_image) - 1, -1).astype(np.int32)
-    found = []
     # The first chunk ends within the first image, the second within the other, unless a span must not be divided.
-    for start, end in pairwise([0, *chunks, len(prompt)]):
-        decoder.placed = Placed(rows[start:end].copy(), torch.cat(outputs))
-        found.append(runner.step({0: prompt[start:end]})[0])
-    torch.testing.assert_close(torch.cat(found), expected, atol=1e-4, rtol=1e-4)
+    found = media_logits(runner, prompt, is_image, torch.cat(outputs), chunks)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_an_image_of_another_size_is_refused(model):
     _, path, _ = model
     decoder = load_decoder(path, max_model_len=512)
-    tower = make_tower(decoder.spec.encoder, TowerSource(open_checkpoint(path), CPU, torch.float32))
+    tower = load_tower(path, decoder)
     with pytest.raises(
         EngineError, match=r"has 9 x 4 pixels, but the model reads (64|multiples|a grid|squares)"
     ):
@@ -221,7 +210,7 @@ def test_frames_of_a_video_are_reduced_as_by_transformers(tmp_path):
     sizes = TOWER_SIZES | {"image_size": 72}
     path, reference = vision_directory(tmp_path, "llava_onevision", tower=sizes)
     decoder = load_decoder(path, max_model_len=512)
-    tower = make_tower(decoder.spec.encoder, TowerSource(open_checkpoint(path), CPU, torch.float32))
+    tower = load_tower(path, decoder)
     images = [_image(seed, 72, 72) for seed in range(3)]
     pixels = torch.stack([pixels for _, pixels in images])[None]
     with torch.inference_mode():

@@ -13,7 +13,7 @@ import transformers
 from engine.protocol.encoder_inputs.payloads import ImagePayload
 from safetensors.torch import load_file, save_file
 from support.checkpoints.tiny import DECODER_SIZES
-from support.own_code.model import OwnCodeModel, fill, normalized, write
+from support.own_code.model import OwnCodeModel, fill, normalized, qwen_patches, write
 from torch import Tensor, nn
 from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen
 
@@ -47,16 +47,6 @@ def _qwen_tower(text: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     return qwen.Qwen2VisionTransformerPretrainedModel(made), config
 
 
-def _squares(payload: ImagePayload) -> tuple[Tensor, Tensor]:
-    """Return the patches of an image, square by square, and its grid."""
-    rows, columns = payload.height // _PATCH, payload.width // _PATCH
-    cells = normalized(payload).view(3, rows // 2, 2, _PATCH, columns // 2, 2, _PATCH)
-    patches = cells.permute(1, 4, 2, 5, 0, 3, 6)[:, :, :, :, :, None].expand(
-        -1, -1, -1, -1, -1, 2, -1, -1
-    )
-    return patches.reshape(rows * columns, -1), torch.tensor([[1, rows, columns]])
-
-
 def points(directory: Path, *, vocab_size: int = 96, image_token: int = 95) -> OwnCodeModel:
     """Write a POINTS 1.5, whose projection is not a part of its tower."""
     text = _text(vocab_size)
@@ -75,7 +65,9 @@ def points(directory: Path, *, vocab_size: int = 96, image_token: int = 95) -> O
     parts = {"llm.": decoder, "vision_encoder.": encoder, "vision_projector.": merger}
     write(directory, config, parts, _PROCESSOR)
     return OwnCodeModel(
-        decoder, lambda images: [tower(*_squares(x)).pooler_output for x in images], image_token
+        decoder,
+        lambda images: [tower(*qwen_patches(x, _PATCH)).pooler_output for x in images],
+        image_token,
     )
 
 
@@ -96,7 +88,7 @@ def sarashina2(directory: Path, *, vocab_size: int = 96, image_token: int = 95) 
     write(directory, config, {"llm.": decoder, "visual.": tower, "norm.": norm}, _PROCESSOR)
     return OwnCodeModel(
         decoder,
-        lambda images: [norm(tower(*_squares(x)).pooler_output) for x in images],
+        lambda images: [norm(tower(*qwen_patches(x, _PATCH)).pooler_output) for x in images],
         image_token,
     )
 

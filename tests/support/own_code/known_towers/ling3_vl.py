@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 from engine.protocol.encoder_inputs.payloads import ImagePayload
 from safetensors.torch import load_file, save_file
 from support.families import make_reference
 from support.own_code.known_towers.keye import KeyeModel, Rotary
-from support.own_code.model import fill, normalized, write
+from support.own_code.model import fill, qwen_patches, write
 from torch import Tensor, nn
 from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen
 
@@ -51,13 +50,7 @@ def ling3_vl(directory: Path, *, vocab_size: int = 96, image_token: int = 95) ->
     fill(tower, projection)
 
     def encode(payload: ImagePayload) -> Tensor:
-        rows, columns = payload.height // _PATCH, payload.width // _PATCH
-        cells = normalized(payload).view(3, rows // 2, 2, _PATCH, columns // 2, 2, _PATCH)
-        patches = cells.permute(1, 4, 2, 5, 0, 3, 6)[:, :, :, :, :, None].expand(
-            -1, -1, -1, -1, -1, 2, -1, -1
-        )
-        grid = torch.tensor([[1, rows, columns]])
-        found: Tensor = projection(tower(patches.reshape(rows * columns, -1), grid).pooler_output)
+        found: Tensor = projection(tower(*qwen_patches(payload, _PATCH)).pooler_output)
         return found
 
     text: dict[str, Any] = decoder.config.to_dict()

@@ -9,7 +9,7 @@ import torch
 import transformers
 from engine.protocol.encoder_inputs.payloads import ImagePayload
 from support.own_code.known_towers.keye import KeyeModel, Rotary
-from support.own_code.model import decoder_sizes, fill, normalized, write
+from support.own_code.model import decoder_sizes, fill, qwen_patches, write
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as qwen
@@ -80,13 +80,7 @@ def openpangu_vl(directory: Path, *, vocab_size: int = 96, image_token: int = 95
     fill(decoder, tower)
 
     def encode(payload: ImagePayload) -> Tensor:
-        rows, columns = payload.height // _PATCH, payload.width // _PATCH
-        cells = normalized(payload).view(3, rows // 2, 2, _PATCH, columns // 2, 2, _PATCH)
-        patches = cells.permute(1, 4, 2, 5, 0, 3, 6)[:, :, :, :, :, None].expand(
-            -1, -1, -1, -1, -1, 2, -1, -1
-        )
-        grid = torch.tensor([[1, rows, columns]])
-        found: Tensor = tower(patches.reshape(rows * columns, -1), grid)
+        found: Tensor = tower(*qwen_patches(payload, _PATCH))
         return found
 
     rope = {"rope_theta": 10_000.0, "mrope_section": _SECTIONS, "mrope_interleaved": True}

@@ -2,38 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import torch
 import transformers
-from engine.protocol.encoder_inputs.payloads import ImagePayload
-from support.own_code.model import fill, normalized
-from torch import Tensor
+from support.own_code.model import CrossModel, fill
 
 _SIDE = 24
 
 
-class Blip:
-    """The tower and the decoder."""
-
-    def __init__(self, model: Any, image_token: int) -> None:
-        self.model, self.image_token = model, image_token
-
-    @torch.inference_mode()
-    def logits(self, tokens: Sequence[int], images: Sequence[Sequence[ImagePayload]]) -> Tensor:
-        """Return the logits of a text, which reads the image of `images`, if there is one."""
-        states = None
-        for [payload] in images:
-            states = self.model.vision_model(normalized(payload)[None]).last_hidden_state
-        found: Tensor = self.model.text_decoder(
-            torch.tensor([tokens]), encoder_hidden_states=states, use_cache=False
-        ).logits[0]
-        return found
-
-
-def blip(directory: Path, *, vocab_size: int = 96, image_token: int = 2) -> Blip:
+def blip(directory: Path, *, vocab_size: int = 96, image_token: int = 2) -> CrossModel:
     """Write a BLIP that writes captions, whose texts begin with `image_token`."""
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 4}
     config = transformers.BlipConfig(
@@ -55,4 +32,6 @@ def blip(directory: Path, *, vocab_size: int = 96, image_token: int = 2) -> Blip
     model.save_pretrained(directory)
     size = {"height": _SIDE, "width": _SIDE}
     transformers.BlipImageProcessorPil(size=size).save_pretrained(directory)
-    return Blip(model, image_token)
+    return CrossModel(
+        model.text_decoder, lambda x: model.vision_model(x).last_hidden_state, image_token
+    )

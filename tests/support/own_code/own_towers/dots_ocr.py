@@ -6,14 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 from gguf import MODEL_ARCH, GGUFWriter, get_tensor_name_map
 from safetensors.torch import load_file
 from support.checkpoints.tiny import DECODER_SIZES
 from support.families.experts import GROUPS, LATENT
 from support.gguf.finish import finish
-from support.own_code.model import OwnCodeModel, fill, normalized, write
+from support.own_code.model import OwnCodeModel, fill, grid_angles, normalized, rotated, write
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -44,18 +43,12 @@ class _Block(nn.Module):
     def forward(self, x: Tensor, angles: Tensor) -> Tensor:
         qkv = self.attn.qkv(self.norm1(x)).view(len(x), 3, _HEADS, -1).permute(1, 2, 0, 3)
         q, k, v = qkv
-        q, k = (_rotated(each, angles) for each in (q, k))
+        q, k = (rotated(each, angles) for each in (q, k))
         attended = F.scaled_dot_product_attention(q, k, v).transpose(0, 1).flatten(1)
         x = x + self.attn.proj(attended)
         y, mlp = self.norm2(x), self.mlp
         found: Tensor = x + mlp.fc2(F.silu(mlp.fc1(y)) * mlp.fc3(y))
         return found
-
-
-def _rotated(x: Tensor, angles: Tensor) -> Tensor:
-    first, second = x.chunk(2, -1)
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
 
 def dots_ocr(
@@ -91,9 +84,7 @@ def dots_ocr(
         patches = tower.patch_embed.patchifier
         x = patches.proj(pixels[None])[0]
         rows, columns = x.shape[1:]
-        row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
-        waves = 1 / 10_000 ** (torch.arange(_SIZE // _HEADS // 4) / (_SIZE // _HEADS / 4))
-        angles = torch.cat([each.flatten()[:, None] * waves for each in (row, column)], -1)
+        angles = grid_angles(rows, columns, _SIZE // _HEADS)
         x = patches.norm(x.flatten(1).T)
         for block in tower.blocks:
             x = block(x, angles)

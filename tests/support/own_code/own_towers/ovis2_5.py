@@ -6,39 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 from engine.protocol.encoder_inputs.payloads import ImagePayload
 from support.checkpoints.tiny import DECODER_SIZES
-from support.own_code.model import OwnCodeModel, fill, normalized, write
+from support.own_code.model import OwnCodeModel, SiglipLayer, fill, grid_angles, normalized, write
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 _PATCH, _SIDE, _SIZE, _HEADS, _WORDS = 4, 24, 48, 4, 40
-
-
-class _Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer_norm1, self.layer_norm2 = (nn.LayerNorm(_SIZE, 1e-6) for _ in range(2))
-        names = ("q_proj", "k_proj", "v_proj", "out_proj")
-        self.self_attn = nn.ModuleDict({name: nn.Linear(_SIZE, _SIZE) for name in names})
-        self.mlp = nn.ModuleDict({"fc1": nn.Linear(_SIZE, 80), "fc2": nn.Linear(80, _SIZE)})
-
-    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
-        y, attn = self.layer_norm1(x), self.self_attn
-        q, k, v = (attn[f"{n}_proj"](y).view(len(x), _HEADS, -1).transpose(0, 1) for n in "qkv")
-        attended = F.scaled_dot_product_attention(_rotated(q, angles), _rotated(k, angles), v)
-        x = x + attn["out_proj"](attended.transpose(0, 1).flatten(1))
-        inner = F.gelu(self.mlp["fc1"](self.layer_norm2(x)), approximate="tanh")
-        found: Tensor = x + self.mlp["fc2"](inner)
-        return found
-
-
-def _rotated(x: Tensor, angles: Tensor) -> Tensor:
-    first, second = x.chunk(2, -1)
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
 
 class _Tower(nn.Module):
@@ -50,7 +25,9 @@ class _Tower(nn.Module):
                 "position_embedding": nn.Embedding((_SIDE // _PATCH) ** 2, _SIZE),
             }
         )
-        self.encoder = nn.ModuleDict({"layers": nn.ModuleList(_Layer() for _ in range(2))})
+        self.encoder = nn.ModuleDict(
+            {"layers": nn.ModuleList(SiglipLayer(_SIZE, _HEADS) for _ in range(2))}
+        )
         self.post_layernorm = nn.LayerNorm(_SIZE, 1e-6)
 
     def forward(self, pixels: Tensor) -> Tensor:
@@ -59,9 +36,7 @@ class _Tower(nn.Module):
         side = _SIDE // _PATCH
         table = self.embeddings["position_embedding"].weight.T.view(1, _SIZE, side, side)
         x = patches + F.interpolate(table, (rows, columns), mode="bicubic", align_corners=False)
-        row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
-        waves = 1 / 10_000 ** (torch.arange(_SIZE // _HEADS // 4) / (_SIZE // _HEADS / 4))
-        angles = torch.cat([each.flatten()[:, None] * waves for each in (row, column)], -1)
+        angles = grid_angles(rows, columns, _SIZE // _HEADS)
         x = x[0].flatten(1).T
         for layer in self.encoder["layers"]:
             x = layer(x, angles)

@@ -9,18 +9,14 @@ from support.own_code.model import (
     OwnCodeModel,
     VitBlock,
     fill,
+    grid_angles,
     joined_squares,
+    rotated,
     write_beside_qwen3,
 )
 from torch import Tensor, nn
 
 _PATCH, _SIZE, _HEADS = 4, 48, 4
-
-
-def _rotated(x: Tensor, angles: Tensor) -> Tensor:
-    first, second = x.chunk(2, -1)
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
 
 class _Merger(nn.Module):
@@ -38,16 +34,13 @@ class _Tower(nn.Module):
         self.class_embedding = nn.Parameter(torch.zeros(_SIZE))
         self.class_pos_emb = nn.Parameter(torch.zeros(1, _SIZE // _HEADS // 2))
         self.pre_layernorm = nn.LayerNorm(_SIZE, 1e-5)
-        self.blocks = nn.ModuleList(VitBlock(_SIZE, _HEADS, 1e-5, _rotated) for _ in range(3))
+        self.blocks = nn.ModuleList(VitBlock(_SIZE, _HEADS, 1e-5, rotated) for _ in range(3))
         self.merger = _Merger()
 
     def forward(self, pixels: Tensor) -> Tensor:
         x = self.patch_embed["proj"](pixels[None])[0]
         rows, columns = x.shape[1:]
-        places = torch.cartesian_prod(torch.arange(rows), torch.arange(columns))
-        waves = 1 / 10_000 ** (torch.arange(_SIZE // _HEADS // 4) / (_SIZE // _HEADS / 4))
-        angles = torch.cat([each[:, None] * waves for each in places.unbind(1)], -1)
-        angles = torch.cat((self.class_pos_emb, angles))
+        angles = torch.cat((self.class_pos_emb, grid_angles(rows, columns, _SIZE // _HEADS)))
         x = self.pre_layernorm(torch.cat((self.class_embedding[None], x.flatten(1).T)))
         for block in self.blocks:
             x = block(x, angles)

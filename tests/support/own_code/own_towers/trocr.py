@@ -2,42 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import torch
 import transformers
-from engine.protocol.encoder_inputs.payloads import ImagePayload
-from support.own_code.model import fill, normalized
+from support.own_code.model import CrossModel, fill
 from torch import Tensor
 
 _SIDE = 24
-
-
-class TrOcr:
-    """The encoder and the decoder."""
-
-    def __init__(self, model: Any, image_token: int) -> None:
-        self.model, self.image_token = model, image_token
-
-    @torch.inference_mode()
-    def logits(self, tokens: Sequence[int], images: Sequence[Sequence[ImagePayload]]) -> Tensor:
-        """Return the logits of a text, which reads the image of `images`, if there is one."""
-        states = None
-        for [payload] in images:
-            states = self.model.encoder(normalized(payload)[None]).last_hidden_state
-            if self.is_projected:
-                states = self.model.enc_to_dec_proj(states)
-        found: Tensor = self.model.decoder(
-            torch.tensor([tokens]), encoder_hidden_states=states, use_cache=False
-        ).logits[0]
-        return found
-
-    @property
-    def is_projected(self) -> bool:
-        """True if the hidden states of the encoder are projected to the size of the decoder's."""
-        return hasattr(self.model, "enc_to_dec_proj")
 
 
 def trocr(
@@ -47,7 +18,7 @@ def trocr(
     image_token: int = 2,
     is_projected: bool = False,
     is_small: bool = False,
-) -> TrOcr:
+) -> CrossModel:
     """Write a TrOCR, whose texts begin with `image_token`. If projected, its positions are not learned.
 
     The encoder of small ones is a DeiT.
@@ -87,4 +58,10 @@ def trocr(
     if is_small:
         kind, options = transformers.DeiTImageProcessorPil, {"do_center_crop": False}
     kind(size=_SIDE, **options).save_pretrained(directory)
-    return TrOcr(model, image_token)
+
+    def encode(pixels: Tensor) -> Tensor:
+        states: Tensor = model.encoder(pixels).last_hidden_state
+        # The decoder may have another size.
+        return model.enc_to_dec_proj(states) if hasattr(model, "enc_to_dec_proj") else states
+
+    return CrossModel(model.decoder, encode, image_token)

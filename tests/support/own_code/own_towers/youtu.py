@@ -13,40 +13,11 @@ from safetensors.torch import load_file
 from support.checkpoints.tiny import DECODER_SIZES
 from support.gguf.finish import finish
 from support.mmproj.header import tower_sizes, vision_writer
-from support.own_code.model import OwnCodeModel, fill, normalized, write
+from support.own_code.model import OwnCodeModel, SiglipLayer, fill, grid_angles, normalized, write
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 _PATCH, _SIZE, _HEADS, _LAYERS = 4, 48, 4, 3
 _WINDOW, _FULL = 16, [1]
-
-
-class _Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer_norm1, self.layer_norm2 = (nn.LayerNorm(_SIZE, 1e-6) for _ in range(2))
-        names = ("q_proj", "k_proj", "v_proj", "out_proj")
-        self.self_attn = nn.ModuleDict({name: nn.Linear(_SIZE, _SIZE) for name in names})
-        self.mlp = nn.ModuleDict({"fc1": nn.Linear(_SIZE, 80), "fc2": nn.Linear(80, _SIZE)})
-
-    def forward(self, x: Tensor, angles: Tensor, sees: Tensor) -> Tensor:
-        normed = self.layer_norm1(x)
-        q, k, v = (
-            self.self_attn[f"{name}_proj"](normed).view(len(x), _HEADS, -1).transpose(0, 1)
-            for name in "qkv"
-        )
-        q, k = (_rotated(each, angles) for each in (q, k))
-        attended = F.scaled_dot_product_attention(q, k, v, sees).transpose(0, 1).flatten(1)
-        x = x + self.self_attn["out_proj"](attended)
-        inner = F.gelu(self.mlp["fc1"](self.layer_norm2(x)), approximate="tanh")
-        found: Tensor = x + self.mlp["fc2"](inner)
-        return found
-
-
-def _rotated(x: Tensor, angles: Tensor) -> Tensor:
-    first, second = x.chunk(2, -1)
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
 
 class _Tower(nn.Module):
@@ -54,7 +25,9 @@ class _Tower(nn.Module):
         super().__init__()
         patches = nn.Linear(3 * _PATCH**2, _SIZE)
         self.embeddings = nn.ModuleDict({"patch_embedding": patches})
-        self.encoder = nn.ModuleDict({"layers": nn.ModuleList(_Layer() for _ in range(_LAYERS))})
+        self.encoder = nn.ModuleDict(
+            {"layers": nn.ModuleList(SiglipLayer(_SIZE, _HEADS) for _ in range(_LAYERS))}
+        )
         self.post_layernorm = nn.LayerNorm(_SIZE, 1e-6)
 
     def forward(self, pixels: Tensor) -> Tensor:
@@ -64,8 +37,7 @@ class _Tower(nn.Module):
         x = self.embeddings["patch_embedding"](cells.permute(1, 3, 2, 4, 0).flatten(2))
         rows, columns = x.shape[:2]
         places = torch.cartesian_prod(torch.arange(rows), torch.arange(columns))
-        waves = 1 / 10_000 ** (torch.arange(_SIZE // _HEADS // 4) / (_SIZE // _HEADS / 4))
-        angles = torch.cat([each[:, None] * waves for each in places.unbind(1)], -1)
+        angles = grid_angles(rows, columns, _SIZE // _HEADS)
         window = places // (_WINDOW // _PATCH)
         sees = (window[:, None] == window).all(-1)
         x = x.flatten(0, 1)
