@@ -155,6 +155,15 @@ class ConfigFields:
             text = str(needed).lower() if isinstance(needed, bool) else repr(needed)
             raise self.wrong(name, f"{text}{reason}", found)
 
+    def require_all(self, **needed: Any) -> None:
+        """Check that each field has the only value that is supported, which is also that of an absent field.
+
+        Raises:
+            CheckpointError: A field has another value.
+        """
+        for name, value in needed.items():
+            self.require(name, value)
+
     def choice(self, name: str, choices: tuple[str, ...], default: str) -> str:
         """Return a string field, checked to be one of `choices`."""
         value = self.text(name, default)

@@ -144,8 +144,7 @@ def _jina_v5(fields: ConfigFields) -> dict[str, Any]:
 
 
 def _minimax(fields: ConfigFields) -> dict[str, Any]:
-    fields.require("postnorm", True)
-    fields.require("shared_intermediate_size", 0)
+    fields.require_all(postnorm=True, shared_intermediate_size=0)
     kinds = fields.per_layer("attn_type_list", fields.layer_count("num_hidden_layers"))
     factors = {"full_attn": "full_attention", "linear_attn": "linear_attention", "mlp": "mlp"}
     size = fields.integer("hidden_size") // fields.integer("num_attention_heads")

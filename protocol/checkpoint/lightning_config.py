@@ -26,9 +26,13 @@ def read_rotated_lightning(fields: ConfigFields) -> LightningAttention:
     Raises:
         CheckpointError: A field is invalid, or a feature is not supported.
     """
-    fields.require("linear_rope", True)
-    for name in ("linear_silu", "use_linear_silu", "use_qkv_bias", "use_bias"):
-        fields.require(name, False)
+    fields.require_all(
+        linear_rope=True,
+        linear_silu=False,
+        use_linear_silu=False,
+        use_qkv_bias=False,
+        use_bias=False,
+    )
     layer = read_lightning_attention(fields)
     num_groups = fields.integer("group_norm_size", 8)
     for name, number, divisor in (
@@ -53,11 +57,14 @@ def read_minicpm_lightning(fields: ConfigFields) -> LightningAttention:
         CheckpointError: A field is invalid, or a feature is not supported.
     """
     heads = fields.integer("lightning_nh", fields.integer("num_attention_heads"))
-    fields.require("lightning_nkv", heads)
-    fields.require("lightning_scale", "1/sqrt(d)")
-    fields.require("attention_bias", False)
-    for name in ("lightning_use_rope", "use_output_gate", "use_output_norm"):
-        fields.require(name, True)
+    fields.require_all(
+        lightning_nkv=heads,
+        lightning_scale="1/sqrt(d)",
+        attention_bias=False,
+        lightning_use_rope=True,
+        use_output_gate=True,
+        use_output_norm=True,
+    )
     if heads & heads - 1:
         raise fields.wrong("lightning_nh", "a power of two", heads)
     default = fields.integer("hidden_size") // fields.integer("num_attention_heads")

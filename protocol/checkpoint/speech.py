@@ -278,8 +278,7 @@ def _whisper(
     positions = config.integer("max_source_positions", 1500, maximum=1 << 16)
     # Frontends compute the features of no other audio clips and frames.
     rate, hop, frame = 16_000, 160, 400
-    for name, needed in (("sampling_rate", rate), ("hop_length", hop), ("n_fft", frame)):
-        processor.require(name, needed)
+    processor.require_all(sampling_rate=rate, hop_length=hop, n_fft=frame)
     seconds = 2 * positions * hop / rate
     no_timestamps = read_token(generation, "no_timestamps_token_id", -1, config)
     tasks = _tokens_by_name(generation, "task_to_id", config)
@@ -343,8 +342,7 @@ def _speech_to_text(
     audio = speech_to_text_stem(config)
     needed = {"sampling_rate": 16_000, "num_mel_bins": audio.num_mel_bins, "dither": 0.0}
     needed |= dict.fromkeys(("do_ceptral_normalize", "normalize_means", "normalize_vars"), True)
-    for name, value in needed.items():
-        processor.require(name, value, default=value)
+    processor.require_all(**needed)
     return msgspec.structs.replace(
         audio,
         start_token_id=read_token(generation, "decoder_start_token_id", 2, config),
@@ -405,9 +403,7 @@ def _voxtral_realtime(
     assert isinstance(spec, CausalSpec)
     rate, hop = 16_000, 160
     needed = {"sampling_rate": rate, "hop_length": hop, "n_fft": 400, "global_log_mel_max": 1.5}
-    for name, value in needed.items():
-        processor.require(name, value)
-    processor.require("feature_size", spec.num_mel_bins)
+    processor.require_all(**needed, feature_size=spec.num_mel_bins)
     num_prompt = _REALTIME_TOKENS_BEFORE + spec.delay
     return AudioProcessorConfig(
         kind=SpeechKind.VOXTRAL_REALTIME,

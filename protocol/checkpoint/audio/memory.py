@@ -62,8 +62,7 @@ def memory_spec(fields: ConfigFields, audio: ConfigFields, output_size: int) -> 
 
 def published_memory_spec(fields: ConfigFields, conf: ConfigFields, output_size: int) -> MemorySpec:
     """Return the encoder of Fun-ASR-Nano in its authors' layout, whose config omits the sizes of the adaptor."""
-    conf.require("normalize_before", True)
-    conf.require("sanm_shift", 0)
+    conf.require_all(normalize_before=True, sanm_shift=0)
     num_first, num_last = conf.integer("num_blocks", 6), conf.integer("tp_blocks")
     audio = {
         "hidden_size": conf.integer("output_size", 256),

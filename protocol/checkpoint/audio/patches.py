@@ -26,8 +26,7 @@ _MAX_FRAMES: Final = 30_000
 
 def patches_spec(fields: ConfigFields, audio: ConfigFields, output_size: int) -> PatchesSpec:
     """Return the encoder of MiDashengLM. Raise CheckpointError if a field is missing or invalid."""
-    for name, needed in _FEATURES.items():
-        audio.require(name, needed, default=needed)
+    audio.require_all(**_FEATURES)
     num_mel_bins = audio.integer("n_mels", 64, maximum=1024)
     hidden_size = audio.integer("embed_dim", 768, maximum=MAX_POSITIONS)
     heads = audio.with_values({"num_attention_heads": audio.get("num_heads", 12)})

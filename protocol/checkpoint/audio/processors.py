@@ -90,8 +90,7 @@ def granite_processor(
 ) -> AudioProcessorConfig:
     """Return the audio preprocessing of Granite Speech 5."""
     needed = {"sampling_rate": 16_000, "hop_length": 160, "n_fft": 512, "win_length": 400}
-    for name, value in (needed | {"delta_win_length": 3, "logmel_floor_db": 8.0}).items():
-        processor.require(name, value, default=value)
+    processor.require_all(**(needed | {"delta_win_length": 3, "logmel_floor_db": 8.0}))
     encoder = granite_spec(config)
     processor.require("num_mel_bins", encoder.num_mel_bins // GRANITE_STACKED, default=80)
     # A row has two frames.
@@ -144,8 +143,7 @@ def _conformer_processor(
     frames: tuple[int, int],
 ) -> AudioProcessorConfig:
     """Return the preprocessing with the distance and the length of `frames`, if fields have the `needed` values."""
-    for name, value in needed.items():
-        processor.require(name, value, default=value)
+    processor.require_all(**needed)
     hop_length, frame_length = frames
     return msgspec.structs.replace(
         _unpadded(kind, encoder, hop_length, encoder.convolutions),
@@ -155,11 +153,14 @@ def _conformer_processor(
 
 
 def _common(processor: ConfigFields, encoder: FastConformerSpec) -> AudioProcessorConfig:
-    for name, needed in (("sampling_rate", 16_000), ("hop_length", 160), ("n_fft", 512)):
-        processor.require(name, needed)
-    processor.require("feature_size", encoder.num_mel_bins)
-    for name, value in (("win_length", 400), ("preemphasis", 0.97)):
-        processor.require(name, value)
+    processor.require_all(
+        sampling_rate=16_000,
+        hop_length=160,
+        n_fft=512,
+        feature_size=encoder.num_mel_bins,
+        win_length=400,
+        preemphasis=0.97,
+    )
     return _unpadded(SpeechKind.COHERE, encoder, 160, [(3, 2, 1)] * encoder.num_halvings)
 
 

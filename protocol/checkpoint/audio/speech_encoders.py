@@ -83,8 +83,7 @@ def fast_conformer_spec(fields: ConfigFields, **defaults: int) -> FastConformerS
     """
     encoder = fields.section("encoder_config") or ConfigFields({}, fields.path, "encoder_config.")
     encoder = encoder.with_defaults(**defaults)
-    encoder.require("subsampling_conv_kernel_size", 3, default=3)
-    encoder.require("subsampling_conv_stride", 2, default=2)
+    encoder.require_all(subsampling_conv_kernel_size=3, subsampling_conv_stride=2)
     factor = encoder.integer("subsampling_factor", 8, maximum=64)
     if factor & (factor - 1) or factor < 2:
         raise encoder.wrong("subsampling_factor", "a power of 2, at least 2", factor)
@@ -142,8 +141,7 @@ def lfm2_audio_spec(
     Raises:
         CheckpointError: A field is missing or invalid.
     """
-    for name, needed in _NEMO_FIELDS.items():
-        audio.require(name, needed, default=needed)
+    audio.require_all(**_NEMO_FIELDS)
     size = audio.integer("d_model", 512, maximum=MAX_POSITIONS)
     encoder = {
         "num_mel_bins": audio.get("feat_in", 128),

@@ -146,8 +146,7 @@ def samples_spec(fields: ConfigFields) -> SamplesSpec:
         audio = audio.with_defaults(**_OMNIASR_SIZES)
         blank_name = "blank_token_id"
     else:
-        audio.require("conv_pos_batch_norm", False)
-        audio.require("add_adapter", False)
+        audio.require_all(conv_pos_batch_norm=False, add_adapter=False)
     hidden_size = audio.integer("hidden_size", 768, maximum=MAX_POSITIONS)
     num_position_layers, rows_name, num_rows = 0, "num_conv_pos_embeddings", 128
     if kind == SpeechKind.DATA2VEC:

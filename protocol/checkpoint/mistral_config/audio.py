@@ -63,8 +63,7 @@ def with_audio(params: ConfigFields, text: dict[str, Any]) -> dict[str, Any] | N
     whisper = multimodal.required_section("whisper_model_args")
     encoder = whisper.required_section("encoder_args")
     features = encoder.required_section("audio_encoding_args")
-    for name, needed in _FEATURES.items():
-        features.require(name, needed, default=needed)
+    features.require_all(**_FEATURES)
     rows = whisper.first_section("downsample_args").integer("downsample_factor", _ROWS_PER_OUTPUT)
     tower: dict[str, Any] = {other: encoder.integer(name) for name, other in _TOWER_FIELDS.items()}
     tower["num_mel_bins"] = features.integer("num_mel_bins", 128)
@@ -90,8 +89,7 @@ def with_audio(params: ConfigFields, text: dict[str, Any]) -> dict[str, Any] | N
         if (num_positions := encoder.optional_integer("max_source_positions")) is not None:
             tower["max_source_positions"] = num_positions
         return config
-    for name, kind in (("pos_embed", "rope"), ("ffn_type", "swiglu"), ("norm_type", "rms_norm")):
-        encoder.require(name, kind, default=kind)
+    encoder.require_all(pos_embed="rope", ffn_type="swiglu", norm_type="rms_norm")
     params.require("ada_rms_norm_t_cond", True)
     text["model_type"] = "voxtral_realtime_text"
     tower |= {

@@ -130,8 +130,7 @@ def _latent(params: ConfigFields) -> dict[str, Any]:
         layers = params.layer_count("n_layers")
         found |= {"n_routed_experts": 1, "num_experts_per_tok": 1, "first_k_dense_replace": layers}
     else:
-        for name in ("route_every_n", "num_expert_groups", "num_expert_groups_per_tok"):
-            experts.require(name, 1)
+        experts.require_all(route_every_n=1, num_expert_groups=1, num_expert_groups_per_tok=1)
         found |= {other: experts.get(name) for name, other in _EXPERT_NAMES.items()}
     found |= {
         "model_type": "mistral4",

@@ -43,8 +43,9 @@ def multi_modality(fields: ConfigFields, architecture: str) -> dict[str, Any]:
     is_hybrid = own.choice("cls", kinds, kinds[0]) == kinds[1]
     vision = towers.required_section("low_res_cfg") if is_hybrid else towers
     aligner = fields.required_section("aligner_config").required_section("params")
-    aligner.require("depth", 2)
-    aligner.require("projector_type", "low_high_hybrid_split_mlp_gelu" if is_hybrid else "mlp_gelu")
+    aligner.require_all(
+        depth=2, projector_type="low_high_hybrid_split_mlp_gelu" if is_hybrid else "mlp_gelu"
+    )
     sizes = _tower_sizes(vision, _TOWER, _SIZES)
     inner = int(sizes.integer("hidden_size") * sizes.positive("mlp_ratio"))
     side = vision.integer("image_size", 384)
@@ -69,9 +70,7 @@ def multi_modality(fields: ConfigFields, architecture: str) -> dict[str, Any]:
 
 def _tower_sizes(tower: ConfigFields, name: str, sizes: dict[str, Any]) -> ConfigFields:
     """Return the section of the tower of this name; a smaller model gives its sizes."""
-    tower.require("model_name", name)
-    tower.require("select_layer", -1)
-    tower.require("select_feature", "same")
+    tower.require_all(model_name=name, select_layer=-1, select_feature="same")
     return tower.with_defaults(**sizes)
 
 

@@ -21,8 +21,7 @@ _NUM_ADDED: Final = 128
 
 def molmo(fields: ConfigFields, architecture: str) -> dict[str, Any]:
     """Return the fields that Molmo 2 has for the parts of a Molmo 1 (arXiv 2409.17146)."""
-    fields.require("layer_norm_type", "rms")
-    fields.require("weight_tying", False)
+    fields.require_all(layer_norm_type="rms", weight_tying=False)
     if fields.get("clip_qkv") is not None:
         raise fields.wrong("clip_qkv", "null", fields.get("clip_qkv"))
     size = fields.optional_integer("embedding_size") or fields.integer("vocab_size")

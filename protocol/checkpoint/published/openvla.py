@@ -27,9 +27,9 @@ _NAMES: Final = ["vit_large_patch14_reg4_dinov2.lvd142m", "vit_so400m_patch14_si
 
 def openvla(fields: ConfigFields, architecture: str) -> dict[str, Any]:
     """Return the sizes of both towers, and the place of an image in a prompt."""
-    fields.require("use_fused_vision_backbone", True)
-    fields.require("timm_model_ids", _NAMES)
-    fields.require("image_resize_strategy", "resize-naive")
+    fields.require_all(
+        use_fused_vision_backbone=True, timm_model_ids=_NAMES, image_resize_strategy="resize-naive"
+    )
     given = fields.first_section("vision_config")
     return {
         "model_type": "openvla",

@@ -91,12 +91,9 @@ def got_ocr2(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Sa
 
 def deepseek_vl2(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:
     """Return the tower of DeepSeek-VL2, a SigLIP whose config has names of its own."""
-    fields.require("tile_tag", "2D", default="2D")
-    fields.require("global_view_pos", "head")
+    fields.require_all(tile_tag="2D", global_view_pos="head")
     projector = fields.first_section("projector_config")
-    projector.require("projector_type", "downsample_mlp_gelu")
-    projector.require("token_pooling", False)
-    projector.require("depth", 2)
+    projector.require_all(projector_type="downsample_mlp_gelu", token_pooling=False, depth=2)
     projector.require("n_embed", output_size, ", the hidden size of the decoder", default=2048)
     section = _with_names(vision.with_defaults(layers=27, heads=16), 1152)
     size = section.integer("hidden_size")
@@ -204,8 +201,7 @@ def sam_encoder(sam: ConfigFields, middle_size: int, output_size: int) -> SamSpe
     Raises:
         CheckpointError: A field is missing or invalid.
     """
-    for name in ("use_abs_pos", "use_rel_pos", "qkv_bias"):
-        sam.require(name, True)
+    sam.require_all(use_abs_pos=True, use_rel_pos=True, qkv_bias=True)
     image_size, patch_size = image_and_patch_size(sam, 1024, 16)
     num_layers = sam.with_defaults(num_hidden_layers=12).layer_count("num_hidden_layers")
     full = sam.get("global_attn_indexes", [2, 5, 8, 11])

@@ -466,8 +466,7 @@ _OMNI_NAMES: Final = (
 
 
 def _sizes(vision: ConfigFields, size: int, patch_size: int) -> dict[str, Any]:
-    for name in ("in_channels", "in_chans"):
-        vision.require(name, 3)
+    vision.require_all(in_channels=3, in_chans=3)
     num_heads = vision.integer("num_heads", 16)
     require_rotated_pairs(vision, size, num_heads, "num_heads")
     rope = vision.first_section("rope_parameters")

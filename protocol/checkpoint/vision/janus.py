@@ -17,8 +17,7 @@ _SIZES: Final = Sizes(384, 16, 1024, 4096, num_heads=16, num_layers=24, activati
 
 def janus(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:
     """Return the tower of Janus (arXiv 2410.13848), which is like SigLIP."""
-    vision.require("use_qk_norm", False)
-    vision.require("depth", 2)
+    vision.require_all(use_qk_norm=False, depth=2)
     reason = ", which is the decoder's hidden_size"
     vision.require("projection_dim", output_size, reason, default=2048)
     sizes = read_sizes(vision, _SIZES)

@@ -52,13 +52,7 @@ def video_llama3(fields: ConfigFields, vision: ConfigFields, output_size: int) -
 
 def step3(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
     """Return the tower of Step 3.7 and Step3-VL 10B, a Perception Encoder (arXiv 2504.13181)."""
-    for name, value in (
-        ("use_cls_token", False),
-        ("use_ln_post", False),
-        ("use_abs_posemb", True),
-        ("use_rope2d", True),
-    ):
-        vision.require(name, value)
+    vision.require_all(use_cls_token=False, use_ln_post=False, use_abs_posemb=True, use_rope2d=True)
     names = {"hidden_size": "width", "num_hidden_layers": "layers", "num_attention_heads": "heads"}
     vision = vision.with_defaults(
         **{
@@ -93,8 +87,7 @@ def step3(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridV
 
 def dots_ocr(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
     """Return the tower of dots.ocr, whose norms have no means, except that of the projection."""
-    for name, value in (("is_causal", False), ("post_norm", True), ("use_bias", False)):
-        vision.require(name, value, default=value)
+    vision.require_all(is_causal=False, post_norm=True, use_bias=False)
     vision.require("hidden_size", output_size, ", the hidden size of the decoder", default=1536)
     own = vision.with_values({"hidden_size": vision.integer("embed_dim", 1536)})
     patch_size = vision.integer("patch_size", 14, maximum=256)

@@ -196,8 +196,7 @@ def attention_biases(fields: ConfigFields) -> dict[str, bool]:
 
 def require_usual_swiglu(fields: ConfigFields) -> None:
     """Raise CheckpointError if the constants of the clamped SwiGLU are not the usual ones."""
-    for name, value in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
-        fields.require(name, value)
+    fields.require_all(swiglu_alpha=1.702, swiglu_limit=7.0)
 
 
 def read_limits(fields: ConfigFields, name: str) -> list[GateLimit | None]:

@@ -56,8 +56,7 @@ def _kimi_linear(fields: ConfigFields) -> ModelSpec:
         num_experts=256,
     )
     fields.require("mla_use_nope", True, ": latent attention has no rotation")
-    fields.require("moe_router_activation_func", "sigmoid")
-    fields.require("moe_layer_freq", 1)
+    fields.require_all(moe_router_activation_func="sigmoid", moe_layer_freq=1)
     own = fields.section("linear_attn_config")
     attending = None if own is None else layer_indices(own, "full_attn_layers")
     # This config numbers layers from 1.
@@ -104,9 +103,11 @@ def _kimi_linear(fields: ConfigFields) -> ModelSpec:
 
 def _alice_ai(fields: ConfigFields) -> ModelSpec:
     """Return the spec of an Alice AI: a Qwen3-Next with Kimi delta attention, attention residuals and other routers."""
-    fields.require("kda_allow_negative_eigenvalues", False)
-    fields.require("router_score_function", "sigmoid")
-    fields.require("router_bias_correction", True)
+    fields.require_all(
+        kda_allow_negative_eigenvalues=False,
+        router_score_function="sigmoid",
+        router_bias_correction=True,
+    )
     fields = fields.with_defaults(
         vocab_size=129_024, max_position_embeddings=262_144, rope_theta=1_000_000.0
     )
@@ -152,9 +153,14 @@ def _ling3(fields: ConfigFields) -> ModelSpec:
         moe_intermediate_size=768,
         num_experts=512,
     )
-    fields.require("gated_attention_proj_granularity_type", "head_wise")
-    for name in ("up_proj_norm", "use_kda_lora", "use_mla_nope", "use_nGPT", "value_norm"):
-        fields.require(name, False)
+    fields.require_all(
+        gated_attention_proj_granularity_type="head_wise",
+        up_proj_norm=False,
+        use_kda_lora=False,
+        use_mla_nope=False,
+        use_nGPT=False,
+        value_norm=False,
+    )
     period = fields.integer("layer_group_size", 6)
     rope = read_rope(fields, fields.integer("qk_rope_head_dim", 64), theta=6_000_000.0)
     # Layers after the last whole group attend, too.
@@ -199,8 +205,10 @@ def _ling2_5(fields: ConfigFields) -> ModelSpec:
         n_shared_experts=fields.integer("num_shared_experts", 1, minimum=0),
         routed_scaling_factor=2.5,
     )
-    fields.require("score_function", "sigmoid")
-    fields.require("moe_shared_expert_intermediate_size", fields.integer("moe_intermediate_size"))
+    fields.require_all(
+        score_function="sigmoid",
+        moe_shared_expert_intermediate_size=fields.integer("moe_intermediate_size"),
+    )
     period = fields.integer("layer_group_size", 8)
     full = read_rope(fields, fields.integer("qk_rope_head_dim", 64), theta=600_000.0)
     rotation = read_rope(fields, head_dim(fields), theta=600_000.0, partial=True)

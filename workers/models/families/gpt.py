@@ -299,13 +299,12 @@ def _opt(fields: ConfigFields) -> ModelSpec:
     )
     hidden_size = fields.integer("hidden_size")
     # Norms follow the blocks in opt-350m, whose embeddings have another size.
-    for name, needed in (
-        ("do_layer_norm_before", True),
-        ("_remove_final_layer_norm", False),
-        ("layer_norm_elementwise_affine", True),
-        ("word_embed_proj_dim", hidden_size),
-    ):
-        fields.require(name, needed)
+    fields.require_all(
+        do_layer_norm_before=True,
+        _remove_final_layer_norm=False,
+        layer_norm_elementwise_affine=True,
+        word_embed_proj_dim=hidden_size,
+    )
     return gpt_spec(
         fields,
         has_biases=fields.boolean("enable_bias", True),

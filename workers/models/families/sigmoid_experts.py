@@ -357,8 +357,7 @@ _PUBLISHED_INDEXER = (
 
 def _smallthinker(fields: ConfigFields) -> ModelSpec:
     """Return the spec of a SmallThinker (arXiv 2507.20984), whose routers read the input of a layer."""
-    fields.require("moe_enable_early_router", True)
-    fields.require("moe_enable_secondary_experts", False)
+    fields.require_all(moe_enable_early_router=True, moe_enable_secondary_experts=False)
     count = fields.layer_count("num_hidden_layers")
     layout = fields.per_layer("moe_layer_layout", count) or [1]
     if set(layout) != {1}:

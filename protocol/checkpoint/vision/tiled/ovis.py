@@ -46,11 +46,13 @@ def ovis2(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Visio
 
 def ovis2_5(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
     """Return the tower of Ovis 2.5 and 2.6, a SigLIP 2 for images of any size."""
-    vision.require("model_type", "siglip2_navit")
-    vision.require("temporal_patch_size", 1)
-    vision.require("num_patches", -1)
-    for name in ("use_rope", "preserve_original_pe"):
-        vision.require(name, True)
+    vision.require_all(
+        model_type="siglip2_navit",
+        temporal_patch_size=1,
+        num_patches=-1,
+        use_rope=True,
+        preserve_original_pe=True,
+    )
     if (layers := vision.get("fullatt_block_indexes")) is not None:
         raise vision.wrong("fullatt_block_indexes", "null, as in published models", layers)
     image_size, patch_size = image_and_patch_size(vision, 512, 16)

@@ -38,13 +38,12 @@ def phi4_multimodal(fields: ConfigFields, vision: ConfigFields, output_size: int
 def phi3_v(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:
     """Return the tower of Phi-3-Vision and Phi-3.5-Vision, which is CLIP's. Its sizes are always the default."""
     embeddings = fields.first_section("embd_layer")
-    for name, value in (
-        ("hd_transform_order", "sub_glb"),
-        ("projection_cls", "mlp"),
-        ("use_hd_transform", True),
-        ("with_learnable_separator", True),
-    ):
-        embeddings.require(name, value)
+    embeddings.require_all(
+        hd_transform_order="sub_glb",
+        projection_cls="mlp",
+        use_hd_transform=True,
+        with_learnable_separator=True,
+    )
     vision.require("type_feature", "patch")
     sizes = read_sizes(vision, _CLIP_SIZES)
     if (sizes["image_size"] // sizes["patch_size"]) % 2:

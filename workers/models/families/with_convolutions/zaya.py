@@ -32,8 +32,7 @@ def _zaya(fields: ConfigFields) -> ModelSpec:
         partial_rotary_factor=0.5,
         moe_intermediate_size=2048,
     )
-    fields.require("attention_bias", False)
-    fields.require("num_experts_per_tok", 1)
+    fields.require_all(attention_bias=False, num_experts_per_tok=1)
     # All layers have experts, and no other MLP.
     fields = fields.with_values({"intermediate_size": fields.integer("moe_intermediate_size")})
     count, size = fields.layer_count("num_hidden_layers"), fields.integer("head_dim")

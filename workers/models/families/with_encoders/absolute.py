@@ -247,8 +247,7 @@ def _convbert(fields: ConfigFields) -> ModelSpec:
 
 def _mobilebert(fields: ConfigFields) -> ModelSpec:
     """Return the spec of a MobileBERT (arXiv 2004.02984), whose layers have bottlenecks."""
-    for name, needed in _MOBILEBERT_FIELDS.items():
-        fields.require(name, needed)
+    fields.require_all(**_MOBILEBERT_FIELDS)
     size = fields.integer("intra_bottleneck_size", 128)
     fields = fields.with_defaults(hidden_act="relu", intermediate_size=512)
     heads = fields.integer("num_attention_heads")
@@ -315,8 +314,7 @@ def _mpnet(fields: ConfigFields) -> ModelSpec:
 
 def _jina2(fields: ConfigFields) -> ModelSpec:
     """Return the spec of a Jina v2, a BERT with ALiBi (in both directions) and gates (arXiv 2310.19923)."""
-    for name, needed in (("position_embedding_type", "alibi"), ("feed_forward_type", "geglu")):
-        fields.require(name, needed)
+    fields.require_all(position_embedding_type="alibi", feed_forward_type="geglu")
     fields = fields.with_values({"position_embedding_type": None}).with_defaults(
         hidden_act="gelu", rms_norm_eps=1e-12, max_position_embeddings=8192
     )

@@ -257,8 +257,7 @@ def _nomic(fields: ConfigFields) -> ModelSpec:
     )
     if not period:
         return spec
-    fields.require("expert_choice_router", False)
-    fields.require("num_shared_experts", 0)
+    fields.require_all(expert_choice_router=False, num_shared_experts=0)
     count = fields.integer("num_experts")
     experts = ExpertsSpec(
         count,
@@ -275,9 +274,9 @@ def _gte(fields: ConfigFields) -> ModelSpec:
     fields = fields.with_defaults(
         rms_norm_eps=1e-12, hidden_act="gelu", type_vocab_size=1, max_position_embeddings=8192
     )
-    fields.require("position_embedding_type", "rope")
-    fields.require("layer_norm_type", "layer_norm")
-    fields.require("logn_attention_scale", False)
+    fields.require_all(
+        position_embedding_type="rope", layer_norm_type="layer_norm", logn_attention_scale=False
+    )
     return _post_normed(fields, 160_000.0, has_gate=True, mlp_bias=False, mlp_output_bias=True)
 
 
@@ -302,8 +301,7 @@ def _first_colbert(fields: ConfigFields) -> ModelSpec:
 
 def _roformer(fields: ConfigFields) -> ModelSpec:
     """Return the spec of a RoFormer, a BERT whose embeddings may have another size (arXiv 2104.09864)."""
-    fields.require("is_decoder", False)
-    fields.require("rotary_value", False)
+    fields.require_all(is_decoder=False, rotary_value=False)
     fields = fields.with_defaults(
         rms_norm_eps=1e-12, hidden_act="gelu", type_vocab_size=2, max_position_embeddings=1536
     )

@@ -26,8 +26,7 @@ def _deepseek_ocr(fields: ConfigFields) -> ModelSpec:
     dense = [i for i in range(num_layers) if not is_sparse(i)]
     if dense != list(range(len(dense))):
         raise fields.error("mlp_layer_types must have the dense layers first")
-    fields.require("topk_method", "greedy")
-    fields.require("routed_scaling_factor", 1)
+    fields.require_all(topk_method="greedy", routed_scaling_factor=1)
     values = {"first_k_dense_replace": len(dense), "norm_topk_prob": False, "head_dim": None}
     spec = deepseek(fields.with_defaults(n_shared_experts=2).with_values(values))
     return replace(spec, tensor_names=((_TOWER, ""), *spec.tensor_names))

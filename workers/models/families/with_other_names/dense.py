@@ -106,11 +106,14 @@ def _chatglm(fields: ConfigFields) -> ModelSpec:
     """Return the spec of ChatGLM 2 and 3, and of GLM-4 in its first format."""
     if fields.get("position_encoding_2d") is not None or fields.get("inner_hidden_size"):
         raise fields.error("the first ChatGLM-6B is not supported; use ChatGLM 2 or later")
-    for name in ("rmsnorm", "multi_query_attention", "post_layer_norm"):
-        fields.require(name, True)
-    for name in ("add_bias_linear", "apply_residual_connection_post_layernorm"):
-        fields.require(name, False)
-    fields.require("original_rope", True)
+    fields.require_all(
+        rmsnorm=True,
+        multi_query_attention=True,
+        post_layer_norm=True,
+        add_bias_linear=False,
+        apply_residual_connection_post_layernorm=False,
+        original_rope=True,
+    )
     has_biases = fields.boolean("add_qkv_bias", False)
     theta = 10_000.0 * fields.positive("rope_ratio", 1.0)
     spec = glm(
@@ -176,8 +179,7 @@ def _chameleon(fields: ConfigFields) -> ModelSpec:
 
 def _codeshell(fields: ConfigFields) -> ModelSpec:
     """Return the spec of a CodeShell, a GPT-2 with rotations and groups of query heads."""
-    fields.require("position_embedding_type", "rope")
-    fields.require("group_query_attention", True)
+    fields.require_all(position_embedding_type="rope", group_query_attention=True)
     num_kv_heads = fields.integer("num_key_value_heads", fields.integer("num_query_groups", 1))
     fields = fields.with_values({"num_key_value_heads": num_kv_heads}).with_defaults(
         hidden_act="gelu_pytorch_tanh", tie_word_embeddings=True
@@ -249,8 +251,7 @@ def _refact(fields: ConfigFields) -> ModelSpec:
 
 def _jais(fields: ConfigFields) -> ModelSpec:
     """Return the spec of the first Jais, a GPT-2 with ALiBi, gates and factors of maximal update parametrization."""
-    fields.require("position_embedding_type", "alibi")
-    fields.require("hidden_act", "swiglu")
+    fields.require_all(position_embedding_type="alibi", hidden_act="swiglu")
     is_by_size = fields.boolean("mup_scale_qk_dot_by_d", fields.boolean("scale_qk_dot_by_d", False))
     width = fields.positive("mup_output_alpha", 1.0) * fields.positive(
         "mup_width_scale", fields.positive("width_scale", 1.0)
@@ -284,8 +285,7 @@ def _maincoder(fields: ConfigFields) -> ModelSpec:
 
 def _openelm(fields: ConfigFields) -> ModelSpec:
     """Return the spec of an OpenELM, whose layers have different numbers of heads and sizes of MLPs."""
-    for name in ("normalize_qk_projections", "ffn_with_glu"):
-        fields.require(name, True)
+    fields.require_all(normalize_qk_projections=True, ffn_with_glu=True)
     is_tied = fields.boolean("share_input_output_layers", True)
     count = fields.layer_count("num_hidden_layers")
     heads, kv_heads, sizes = (
@@ -357,8 +357,7 @@ def _orion(fields: ConfigFields) -> ModelSpec:
 
 def _qwen(fields: ConfigFields) -> ModelSpec:
     """Return the spec of the first Qwen, limited to its trained length, beyond which it would scale queries."""
-    fields.require("no_bias", True)
-    fields.require("rotary_pct", 1.0)
+    fields.require_all(no_bias=True, rotary_pct=1.0)
     width = fields.integer("intermediate_size", minimum=2)
     length = fields.integer("seq_length", fields.integer("max_position_embeddings"))
     values = {

@@ -40,8 +40,7 @@ def _diffllama(fields: ConfigFields) -> ModelSpec:
 
 def _motif(fields: ConfigFields) -> ModelSpec:
     """Return the spec of a Motif, whose differences have norms and may share what is subtracted (arXiv 2510.06949)."""
-    fields.require("hidden_act", "poly_norm")
-    fields.require("use_sliding_window", False)
+    fields.require_all(hidden_act="poly_norm", use_sliding_window=False)
     fields.require("kv_lora_rank", None, ": latent attention with differences is not supported")
     fields.require("k_ratio", 1)
     size, count = head_dim(fields), fields.integer("num_attention_heads")

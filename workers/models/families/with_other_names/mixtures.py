@@ -244,9 +244,7 @@ def _step3(fields: ConfigFields) -> ModelSpec:
 
 def _k2_horizon(fields: ConfigFields) -> ModelSpec:
     """Return the spec of a K2-Horizon, which norms parts of hidden states, and of which some have experts."""
-    fields.require("mova_num_experts", 0)
-    fields.require("use_sliding_window", False)
-    fields.require("attention_gate_func", None)
+    fields.require_all(mova_num_experts=0, use_sliding_window=False, attention_gate_func=None)
     fields = fields.with_defaults(num_key_value_heads=8, head_dim=128)
     size, hidden_size = head_dim(fields), fields.integer("hidden_size")
     num_groups = fields.integer("layernorm_num_groups")
@@ -315,10 +313,13 @@ def _k2_rope(fields: ConfigFields, size: int) -> RopeSpec:
 
 def _iquest_q1(fields: ConfigFields) -> ModelSpec:
     """Return the spec of an IQuest Q1. Each layer but the first replaces the residual stream by its norm."""
-    for name in ("first_layer_attn_out_scale", "first_layer_ffn_out_scale", "attn_out_scale"):
-        fields.require(name, 1.0)
-    fields.require("mlp_only_layers", [0])
-    fields.require("use_over_encoding", False)
+    fields.require_all(
+        first_layer_attn_out_scale=1.0,
+        first_layer_ffn_out_scale=1.0,
+        attn_out_scale=1.0,
+        mlp_only_layers=[0],
+        use_over_encoding=False,
+    )
     size, window = fields.integer("head_dim", 128), fields.integer("sliding_window", 4096)
     fields = fields.with_defaults(
         num_key_value_heads=8,

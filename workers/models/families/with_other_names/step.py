@@ -100,9 +100,9 @@ def _step3(fields: ConfigFields) -> ModelSpec:
 
 def _step5(fields: ConfigFields) -> ModelSpec:
     """Return the spec of a Step 5: a Step 3.5 whose layers without a window choose blocks of keys."""
-    fields.require("att_impl_type", "GQA")
-    fields.require("moe_router_activation", "sigmoid")
-    fields.require("use_moe_router_bias", True)
+    fields.require_all(
+        att_impl_type="GQA", moe_router_activation="sigmoid", use_moe_router_bias=True
+    )
     num_layers = fields.layer_count("num_hidden_layers")
     num_chosen, size = fields.integer("moe_top_k", 4), fields.integer("moe_intermediate_size")
     groups = {"num_key_value_heads": fields.integer("num_attention_groups", 8)}
@@ -135,17 +135,16 @@ def _step5(fields: ConfigFields) -> ModelSpec:
 
 
 def _read_indexer(fields: ConfigFields, own: ConfigFields, spec: ModelSpec) -> BlockIndexerSpec:
-    for name, needed in (
-        ("compression_method", "csa_block_compress"),
-        ("attention_impl", "sparse_gqa"),
-        ("sparse_indexer_use_rope", True),
-        ("sparse_indexer_q_norm_type", "rmsnorm"),
-        ("sparse_indexer_k_norm_type", "layernorm"),
-        ("sparse_indexer_csa_z_norm_type", "none"),
-        ("sparse_indexer_num_k_heads", 1),
-        ("apply_to_layer_types", ["full_attention"]),
-    ):
-        own.require(name, needed)
+    own.require_all(
+        compression_method="csa_block_compress",
+        attention_impl="sparse_gqa",
+        sparse_indexer_use_rope=True,
+        sparse_indexer_q_norm_type="rmsnorm",
+        sparse_indexer_k_norm_type="layernorm",
+        sparse_indexer_csa_z_norm_type="none",
+        sparse_indexer_num_k_heads=1,
+        apply_to_layer_types=["full_attention"],
+    )
     num_groups = own.integer("index_tp_size", own.integer("num_provider_groups", 4))
     if num_groups != spec.num_kv_heads:
         raise own.wrong("index_tp_size", f"num_attention_groups, {spec.num_kv_heads}", num_groups)

@@ -35,9 +35,11 @@ def _gigachat(fields: ConfigFields) -> ModelSpec:
         moe_intermediate_size=896,
         routed_scaling_factor=2.5,
     )
-    fields.require("linear_attention_type", "Qwen3NextGatedDeltaNet")
-    fields.require("use_shared_expert_sigmoid", False)
-    fields.require("moe_layer_freq", 1)
+    fields.require_all(
+        linear_attention_type="Qwen3NextGatedDeltaNet",
+        use_shared_expert_sigmoid=False,
+        moe_layer_freq=1,
+    )
     kind = fields.choice("norm_type", (_ZERO_CENTERED, _GATED), _ZERO_CENTERED)
     attending = layer_indices(fields, "full_attention_layers") or []
     rope = read_rope(fields, fields.integer("qk_rope_head_dim"))
