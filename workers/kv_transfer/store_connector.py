@@ -71,7 +71,10 @@ class Store(Protocol):
         """Store a block. Return False if the store takes no more blocks."""
 
     def read(self, key: bytes, parts: Sequence[memoryview]) -> bool:
-        """Fill the parts of a block. Return False if the block is missing or damaged. May be called from any thread."""
+        """Fill the parts of a block. May be called from any thread.
+
+        Return False if the block is missing or damaged; the parts may then contain anything.
+        """
 
     def remove(self, keys: Sequence[bytes]) -> None:
         """Delete blocks."""
@@ -294,16 +297,18 @@ class StoreConnector(KVConnector):
     def _load(
         self, transfer: _Transfer, key: bytes, block: int, buffer_1B: np.ndarray | None
     ) -> bool:
+        parts = self._memory.views(block) if buffer_1B is None else [memoryview(buffer_1B[0])]
         try:
-            if buffer_1B is None:
-                return self._blocks.read(key, self._memory.views(block))
-            if not self._blocks.read(key, [memoryview(buffer_1B[0])]):
-                return False
-            self._memory.write([block], buffer_1B, transfer.fence)
+            is_loaded = self._blocks.read(key, parts)
         except OSError as error:
             self._turn_off(error)
-            return False
-        return True
+            is_loaded = False
+        if buffer_1B is None and not is_loaded:
+            # Damaged numbers may be NaN, which attention must not find behind the tokens that are computed instead.
+            self._memory.clear([block], transfer.fence)
+        elif buffer_1B is not None and is_loaded:
+            self._memory.write([block], buffer_1B, transfer.fence)
+        return is_loaded
 
     def _end(self, transfer: _Transfer) -> None:
         num_invalid = len(transfer.invalid)

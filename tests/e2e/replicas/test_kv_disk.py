@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from engine.workers.kv_transfer.disk.segment_format import HEADER_BYTES, SegmentFormat
 from support.processes.program import wait_until
 from support.servers.server import DEVICE, Server, assert_nothing_is_held, default_model
 from support.vision.models import Model
@@ -44,8 +45,7 @@ def test_prompts_are_found_on_disk_after_all_processes_were_killed(
     with Server(*args) as server:
         answers = [ask(server, prompt) for prompt in PROMPTS]
         assert [num_cached for _, num_cached in answers] == [0, 0, 0]
-        wanted = 24 if backend == "native" else 48
-        wait_until(lambda: num_stored(server) >= wanted, what="all prompts are on disk")
+        wait_until_stored(server, 24 if backend == "native" else 48)
         kill_all(server)
     for _ in range(2):
         with Server(*args) as server:
@@ -59,9 +59,38 @@ def test_prompts_are_found_on_disk_after_all_processes_were_killed(
             kill_all(server)
 
 
-def num_stored(server: Server) -> float:
-    """Return how many blocks of bfloat16 were stored, which a server also counts while it is idle."""
-    return server.metric("engine:kv_disk_written_bytes_total") / BLOCK_BYTES
+def test_prompts_are_computed_where_their_blocks_on_disk_are_damaged(tmp_path: Path) -> None:
+    args = (default_model(), "--max-model-len", "512", "--kv-disk", str(tmp_path))
+    with Server(*args) as server:
+        answers = [ask(server, prompt)[0] for prompt in PROMPTS]
+        wait_until_stored(server, 24)
+        kill_all(server)
+    damage(tmp_path)
+    for num_damaged in (3, 0):
+        with Server(*args) as server:
+            assert [ask(server, prompt)[0] for prompt in PROMPTS] == answers
+            assert server.metric("engine:kv_disk_errors_total") == num_damaged
+            # The blocks that were computed again replace the damaged ones.
+            wait_until_stored(server, num_damaged)
+            assert_nothing_is_held(server)
+            kill_all(server)
+
+
+def damage(directory: Path) -> None:
+    """Overwrite the third block of each prompt with NaN."""
+    (path,) = directory.rglob("*.open")
+    with path.open("r+b") as file:
+        header = file.read(HEADER_BYTES)
+        records = SegmentFormat(header[20:52], BLOCK_BYTES).read_records(file.fileno())
+        assert records
+        for record in records[2 :: len(records) // len(PROMPTS)]:
+            os.pwrite(file.fileno(), b"\xff" * BLOCK_BYTES, record.offset)
+
+
+def wait_until_stored(server: Server, num_blocks: int) -> None:
+    """Wait until this many blocks of bfloat16 are on disk."""
+    name = "engine:kv_disk_written_bytes_total"
+    wait_until(lambda: server.metric(name) >= num_blocks * BLOCK_BYTES, what="blocks are on disk")
 
 
 def test_outputs_of_the_encoder_survive_a_restart(tmp_path: Path) -> None:

@@ -250,10 +250,13 @@ class BlockStore:
             self._segments[segment.number] = segment
             segment.num_records += len(records)
             for record in records:
-                if record.key not in self._places:
-                    segment.keys.add(record.key)
-                    self._places[record.key] = _Place(segment, record)
+                # A block is stored again if it was damaged, so the latest record counts.
+                if (earlier := self._places.get(record.key)) is None:
                     self._changed[record.key] = True
+                else:
+                    earlier.segment.keys.discard(record.key)
+                segment.keys.add(record.key)
+                self._places[record.key] = _Place(segment, record)
 
     def _record_use(self) -> None:
         """Set the modification time of each segment that was read since the last call to now."""
