@@ -52,6 +52,10 @@ class Answer(ABC, Generic[Request]):
         self._group = group
         self.receipt_source: ReceiptSource | None = None
 
+    def sequence_at(self, position: int) -> Sequence:
+        """Return the sequence at a position."""
+        return self._group.sequences[position]
+
     @property
     def num_sequences(self) -> int:
         """The number of generated sequences, including `best_of` candidates that are not shown."""

@@ -28,8 +28,6 @@ def returned_states(request: GenerationRequest) -> ReturnedStates | None:
     if wanted not in (None, True, False, "last"):
         raise wrong(RETURN, 'true, false or "last"', wanted)
     if wanted:
-        if request.stream:
-            raise bad_request(RETURN, "cannot be streamed; send stream=false")
         return ReturnedStates(StatesOf.LAST if wanted == "last" else StatesOf.ALL)
     return states_in_file(request.kv_transfer_params or {})
 

@@ -278,8 +278,8 @@ class _Choice:
             choice["prompt_logprobs"] = self._renderer.prompt(
                 self._sequence.iterate_prompt_logprobs()
             )
-        choice |= last_states(self._sequence)
         if not request.stream:
+            choice |= last_states(self._sequence)
             for name in _ALWAYS_PRESENT:
                 choice.setdefault(name, None)
         return choice

@@ -10,6 +10,7 @@ from ...client.engine_client import Delta, Sequence
 from ...http.json_pieces import encode_whole
 from ..answer import Answer
 from ..generation import raise_if_failed
+from ..inputs.hidden_states import last_states
 from ..logprobs import Json
 from ..receipts.timings import llama_prompt_timings
 from .event_stream import OPENAI_STREAM, ChunkEncoder, Template, event
@@ -104,11 +105,20 @@ class Chunks(ABC, Generic[AnswerT]):
     def chunk(self, choice: Json, **more: object) -> bytes:
         """Return the event with one choice."""
         chunk = self._answer.envelope | {"choices": [choice]} | more
-        if choice.get("finish_reason") is not None:
+        is_last = choice.get("finish_reason") is not None
+        if is_last:
             chunk |= self._answer.transfer()
         if self._include_usage:
             chunk["usage"] = self._usage
-        return event(chunk)
+        return event(chunk) + (self._hidden_states(choice["index"]) if is_last else b"")
+
+    def _hidden_states(self, position: int) -> bytes:
+        """Return the event with the hidden states of a sequence that has ended; b"" if it returns none."""
+        states = last_states(self._answer.sequence_at(position))
+        if not states:
+            return b""
+        choice = self._empty_choice | {"index": position, "finish_reason": None}
+        return self.chunk(choice | ({"delta": states} if "delta" in choice else states))
 
     def progress(self, sequence: Sequence, progress: Json) -> bytes:
         """Return the event with the progress of a sequence's prompt."""

@@ -16,6 +16,7 @@ import msgspec
 from starlette.types import Message, Receive, Send
 
 from ...client.engine_client import RequestGroup, Sequence
+from ...client.groups.hidden_states import complete_states
 from ...http.errors import APIError, internal_error
 from ...http.json_pieces import encode_whole
 from ..generation import ClientWatch
@@ -145,6 +146,7 @@ class EventStream:
         "_connection",
         "_ended",
         "_group",
+        "_incomplete",
         "_keep_alive_s",
         "_send",
         "_sequence",
@@ -164,6 +166,8 @@ class EventStream:
         self._keep_alive_s = keep_alive_s
         self._started = False
         self._was_silent = False
+        self._incomplete: list[Sequence] = []
+        """Sequences that have ended, and whose hidden states may not be complete yet."""
 
     async def run(
         self,
@@ -192,7 +196,7 @@ class EventStream:
                 await self._write_all(first)
                 if watch.disconnected:
                     return
-                end = chunks.closing()
+                end = await self._encode_completed() + chunks.closing()
         except APIError as error:
             if not self._started:
                 raise
@@ -295,7 +299,7 @@ class EventStream:
         Raises:
             APIError: A sequence failed.
         """
-        encode = self._chunks.encode
+        encode = self._encode_sequence
         if len(update) == 1:
             return encode(update[0])
         end = time.monotonic() + WRITE_S
@@ -306,6 +310,18 @@ class EventStream:
                 self._group.give_back(update[num_read:])
                 break
         return b"".join(pieces)
+
+    def _encode_sequence(self, sequence: Sequence) -> bytes:
+        if sequence.states is None or sequence.finish_reason is None:
+            return self._chunks.encode(sequence)
+        sequence.has_updates = False
+        self._incomplete.append(sequence)
+        return b""
+
+    async def _encode_completed(self) -> bytes:
+        """Wait for the hidden states of the sequences that have ended, and return the last events of these."""
+        await complete_states(self._incomplete)
+        return b"".join(map(self._chunks.encode, self._incomplete))
 
     def _end(self, error: Exception | None) -> None:
         """Stop writing immediately, although the task of `run` may resume later."""

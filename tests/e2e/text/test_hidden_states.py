@@ -63,6 +63,15 @@ def connector(directory: Path, **settings: Any) -> dict[str, Any]:
     return {"kv_connector": name, "kv_role": "kv_producer", "kv_connector_extra_config": extra}
 
 
+def stream(server: Server, route: str, body: dict[str, Any]) -> list[Any]:
+    """Return the chunks of a streamed answer."""
+    status, text = server.post(route, body | {"stream": True})
+    assert status == 200, text
+    *chunks, done = text.split("\n\n")[:-1]
+    assert done == "data: [DONE]"
+    return [json.loads(chunk.removeprefix("data: ")) for chunk in chunks]
+
+
 def assert_near(found: Any, expected: np.ndarray) -> None:
     np.testing.assert_allclose(np.array(found), expected, rtol=1e-4, atol=1e-4)
 
@@ -84,11 +93,17 @@ def test_files_outlive_preemption_and_a_killed_worker(
             body: dict[str, Any] = {"prompt": PROMPT[: 60 + 8 * number], "max_tokens": 60}
             if number % 2:
                 body["kv_transfer_params"] = {"include_output_tokens": True}
-            status, answer = server.post("/v1/completions", {"model": "tiny", **GREEDY, **body})
-            assert status == 200, answer
-            [choice] = answer["choices"]
-            tokens = body["prompt"] + (choice["token_ids"][:-1] if number % 2 else [])
-            file = answer["kv_transfer_params"]["hidden_states_path"]
+            body |= {"model": "tiny", **GREEDY}
+            if number % 3:
+                answers = stream(server, "/v1/completions", body)
+                assert not any("kv_transfer_params" in each for each in answers[:-1])
+            else:
+                status, answer = server.post("/v1/completions", body)
+                assert status == 200, answer
+                answers = [answer]
+            token_ids = [token for each in answers for token in each["choices"][0]["token_ids"]]
+            tokens = body["prompt"] + (token_ids[:-1] if number % 2 else [])
+            file = answers[-1]["kv_transfer_params"]["hidden_states_path"]
             with open(f"{file}.lock") as lock:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             found = load_file(file)
@@ -137,12 +152,22 @@ def test_answers_contain_states_only_if_the_server_allows_it(
         stopped = post("/v1/completions", prompt=PROMPT, stop=["e"], return_hidden_states="last")
         tokens = PROMPT + stopped["choices"][0]["token_ids"]
         assert_near(stopped["choices"][0]["hidden_states"], model.states(tokens)[1][-2])
-        for wrong, problem in (
-            ({"stream": True, "return_hidden_states": True}, "cannot be streamed"),
-            ({"return_hidden_states": "first"}, 'must be true, false or "last"'),
-        ):
-            status, answer = server.post("/v1/completions", {"prompt": "a", **wrong})
-            assert status == 400 and problem in answer["error"]["message"]
+        wanted = {"model": "tiny", **GREEDY, "return_hidden_states": True}
+        *_, end, last = stream(server, "/v1/completions", {"prompt": PROMPT, **wanted})
+        assert end["choices"][0]["finish_reason"] == "length"
+        assert last["choices"][0]["text"] == ""
+        assert_near(last["choices"][0]["hidden_states"], expected[-1])
+        body = {"prompt_token_ids": PROMPT, **wanted, "return_hidden_states": "last"}
+        *_, last = stream(server, "/v1/chat/completions", body)
+        assert_near(last["choices"][0]["delta"]["hidden_states"], expected[-1])
+        body = {"input_ids": PROMPT, "sampling_params": sampling, "return_hidden_states": True}
+        *others, last = stream(server, "/generate", body)
+        assert others and not any("hidden_states" in each["meta_info"] for each in others)
+        prompt, *output = last["meta_info"]["hidden_states"]
+        assert_near(prompt + output, expected)
+        body = {"prompt": "a", "return_hidden_states": "first"}
+        status, answer = server.post("/v1/completions", body)
+        assert status == 400 and 'must be true, false or "last"' in answer["error"]["message"]
         assert_nothing_is_held(server)
 
 

@@ -233,7 +233,8 @@ class SglangAnswer(PromptAnswer):
             self.serving.weight_version(sequence.core_index),
             only_prompt=request.only_computes_prompt,
         )
-        meta |= all_states(sequence)
+        if newest.finish_reason is not None:
+            meta |= all_states(sequence)
         meta["reasoning_tokens"] = self._count_reasoning(request, sequence, token_ids)
         result: Json = {"text": text, "output_ids": token_ids, "meta_info": meta | logprobs}
         if request.return_token_ids:
