@@ -46,7 +46,7 @@ CLOSE_S: Final = 5.0
 _NICENESS: Final = 10
 
 Job: TypeAlias = Callable[[], None]
-_Read: TypeAlias = Callable[["np.ndarray | None"], None]
+_Read: TypeAlias = Callable[["np.ndarray"], None]
 """A job of a reader's thread, which passes its buffer for one block."""
 
 
@@ -111,8 +111,8 @@ class StoreConnector(KVConnector):
         self._report_mutex = threading.Lock()
         self._generation = 0
         self._loads = threading.Condition()
-        """Lock for `_generation` and `_num_reading`."""
-        self._num_reading = 0
+        """Lock for `_generation` and `_num_writing`."""
+        self._num_writing = 0
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._reads: queue.SimpleQueue[_Read] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write, name="KV store writer", daemon=True)
@@ -183,10 +183,10 @@ class StoreConnector(KVConnector):
         return list(self._reports.take())
 
     def reset(self) -> None:
-        """Wait for reads in progress, discard the others, and report the whole index to the next core."""
+        """Discard loads in progress, and report the whole index to the next core."""
         with self._loads:
             self._generation += 1
-            self._loads.wait_for(lambda: not self._num_reading)
+            self._loads.wait_for(lambda: not self._num_writing)
         with self._report_mutex:
             self._reports.clear()
         self._report_state()
@@ -260,30 +260,41 @@ class StoreConnector(KVConnector):
     # The readers' threads
 
     def _read(self) -> None:
-        buffer_1B: np.ndarray | None = None
-        if not self._memory.is_on_host:
-            buffer_1B = self._memory.host_buffer(1)
+        buffer_1B = self._memory.host_buffer(1)
         while True:
             self._reads.get()(buffer_1B)
 
     def _read_block(
-        self, transfer: _Transfer, key: bytes, block: int, buffer_1B: np.ndarray | None
+        self, transfer: _Transfer, key: bytes, block: int, buffer_1B: np.ndarray
     ) -> None:
+        """Read a block to a buffer, and copy it to the KV cache if it is intact."""
+        if transfer.generation != self._generation:
+            return
+        is_intact = not self._is_off and self._read_from_store(key, buffer_1B)
+        # A read may hang until another core has taken over.
         with self._loads:
             if transfer.generation != self._generation:
                 return
-            self._num_reading += 1
-        is_loaded = not self._is_off and self._load(transfer, key, block, buffer_1B)
+            self._num_writing += 1
+        if is_intact:
+            self._memory.write([block], buffer_1B, transfer.fence)
         with self._loads:
             transfer.num_left -= 1
-            if not is_loaded:
+            if not is_intact:
                 transfer.invalid.append(block)
             if not transfer.num_left and transfer.generation == self._generation:
                 self._end(transfer)
-            self._num_reading -= 1
+            self._num_writing -= 1
             self._loads.notify_all()
 
-    def _answer(self, lookup: BlockLookup, generation: int, _: np.ndarray | None) -> None:
+    def _read_from_store(self, key: bytes, buffer_1B: np.ndarray) -> bool:
+        try:
+            return self._blocks.read(key, [memoryview(buffer_1B[0])])
+        except OSError as error:
+            self._turn_off(error)
+            return False
+
+    def _answer(self, lookup: BlockLookup, generation: int, _: np.ndarray) -> None:
         mask = bytes(len(lookup.keys))
         try:
             if not self._is_off:
@@ -293,22 +304,6 @@ class StoreConnector(KVConnector):
         with self._loads:
             if generation == self._generation:
                 self._report(StoreReport(answers=[BlocksStored(lookup.transfer_id, mask)]))
-
-    def _load(
-        self, transfer: _Transfer, key: bytes, block: int, buffer_1B: np.ndarray | None
-    ) -> bool:
-        parts = self._memory.views(block) if buffer_1B is None else [memoryview(buffer_1B[0])]
-        try:
-            is_loaded = self._blocks.read(key, parts)
-        except OSError as error:
-            self._turn_off(error)
-            is_loaded = False
-        if buffer_1B is None and not is_loaded:
-            # Damaged numbers may be NaN, which attention must not find behind the tokens that are computed instead.
-            self._memory.clear([block], transfer.fence)
-        elif buffer_1B is not None and is_loaded:
-            self._memory.write([block], buffer_1B, transfer.fence)
-        return is_loaded
 
     def _end(self, transfer: _Transfer) -> None:
         num_invalid = len(transfer.invalid)

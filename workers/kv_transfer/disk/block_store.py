@@ -154,18 +154,31 @@ class BlockStore:
     def _reading(self, segment: _Segment) -> Iterator[int]:
         """Open a segment for reading, or use the descriptor that is already open."""
         with self._mutex:
-            fd = self._files.get(segment.number)
-            if fd is None:
-                fd = os.open(segment.path, os.O_RDONLY | os.O_CLOEXEC)
-                self._files[segment.number] = fd
-            self._files.move_to_end(segment.number)
-            self._in_use[fd] = self._in_use.get(fd, 0) + 1
-            self._close_files(MAX_OPEN_FILES)
+            fd = self._use_file(segment.number, None)
+        if fd is None:
+            # The disk may hang, so the lock is not held.
+            opened = os.open(segment.path, os.O_RDONLY | os.O_CLOEXEC)
+            with self._mutex:
+                fd = self._use_file(segment.number, opened)
+        assert fd is not None
         try:
             yield fd
         finally:
             with self._mutex:
                 self._in_use[fd] -= 1
+
+    def _use_file(self, number: int, opened: int | None) -> int | None:
+        """Count a use of a segment's descriptor, and return it: the one that is open already, else `opened`."""
+        fd = self._files.get(number, opened)
+        if fd is None:
+            return None
+        if opened is not None and opened != fd:
+            os.close(opened)
+        self._files[number] = fd
+        self._files.move_to_end(number)
+        self._in_use[fd] = self._in_use.get(fd, 0) + 1
+        self._close_files(MAX_OPEN_FILES)
+        return fd
 
     def _close_files(self, most: int) -> None:
         """Close the least recently used descriptors beyond `most`, except those in use."""
