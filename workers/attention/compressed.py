@@ -20,7 +20,7 @@ from torch import Tensor
 from ..batch import AttentionBatch
 from ..device.transfers import to_device
 from ..layers.window import Window
-from .interface import DeviceAttention
+from .interface import AttentionSpec, DeviceAttention
 
 _Plan = TypeVar("_Plan")
 
@@ -111,8 +111,27 @@ class SequenceBatch(msgspec.Struct):
         return plan
 
 
+class Choice:
+    """The entries to which the tokens of a step attend.
+
+    Attributes:
+        chosen_TC: The numbers of the entries that the last indexer chose, int64; see `choose_entries`.
+        candidates_TN: The numbers of the blocks of entries among which later layers choose, int64.
+    """
+
+    chosen_TC: Tensor
+    candidates_TN: Tensor
+
+
 class CompressedCache(DeviceAttention):
-    """The cache of models with compressed attention. Their layers compute the attention themselves."""
+    """The cache of models with compressed attention. Their layers compute the attention themselves.
+
+    `choice` is what the last indexer of a step chose.
+    """
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        super().__init__(spec)
+        self.choice = Choice()
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
         """Return [num_blocks, elements]; several layers may share a tensor."""

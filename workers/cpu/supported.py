@@ -25,6 +25,13 @@ def unsupported_features(spec: ModelSpec) -> list[str]:
             spec.compressed is not None
             and (spec.head_dim % 16 != 0 or spec.compressed.indexer.head_dim % 2 != 0)
         ),
+        "entries of compressed attention that layers share": any(
+            layer.compression is not None and layer.compression.derives_index_keys
+            for layer in spec.layers
+        ),
+        "hyper-connections with the factors of the block before": (
+            spec.hyper_connections is not None and spec.hyper_connections.delayed
+        ),
         "canvases that a pass changes by what it predicts": spec.self_conditioning_size > 0,
         "layers that also attend to the keys of earlier ones": spec.loop_window > 0,
         "attention to images beside attention to tokens": (
@@ -34,7 +41,7 @@ def unsupported_features(spec: ModelSpec) -> list[str]:
         ),
         "factors of queries and values for each token": spec.has_token_scales,
         "bottlenecks of layers": spec.bottleneck is not None,
-        "embeddings of n-grams of tokens": spec.averaged_ngrams is not None,
+        "embeddings of n-grams of tokens": spec.num_earlier_tokens > 0,
         "biases of keys": spec.has_key_biases,
         "differential attention": any(layer.difference is not None for layer in spec.layers),
         "convolutions beside attention": spec.num_span_taps > 0,

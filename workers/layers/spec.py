@@ -124,8 +124,15 @@ class ModelSpec(ModelFields, frozen=True, kw_only=True):
 
     @property
     def num_earlier_tokens(self) -> int:
-        """The number of tokens before each that the embedding reads."""
-        return 0 if self.averaged_ngrams is None else self.averaged_ngrams.longest - 1
+        """The number of tokens before each that the embedding or layers read."""
+        if self.averaged_ngrams is not None:
+            return self.averaged_ngrams.longest - 1
+        return self.num_layer_tokens - 1
+
+    @property
+    def num_layer_tokens(self) -> int:
+        """The number of tokens that the input of a layer which reads tokens has. States have those before a token."""
+        return 1 if self.ngrams is None or self.ngrams.taps else self.ngrams.longest
 
     @property
     def embedding_width(self) -> int:
@@ -177,12 +184,22 @@ class ModelSpec(ModelFields, frozen=True, kw_only=True):
         per_layer = 0 if self.per_layer_inputs is None else self.per_layer_inputs.size
         inputs = sum(per_layer + layer.input_size for layer in self.layers[first_layer:])
         inputs += self.hidden_size * (first_layer <= self.last_embedding_layer)
-        inputs += NUM_TOKEN_DIGITS * (first_layer <= self.last_token_layer)
-        inputs += passed_size(layer.experts for layer in self.layers[first_layer:])
-        inputs += self.hidden_size * (self.shares_values and 0 < first_layer < len(self.layers))
+        digits = NUM_TOKEN_DIGITS * self.num_layer_tokens
+        inputs += digits * (first_layer <= self.last_token_layer)
         if any(layer.restart for layer in self.layers[first_layer:]):
             inputs += self.num_kept_states * self.hidden_size
+        inputs += self.passed_width(first_layer)
         return (self.num_streams or 1) * self.hidden_size + inputs
+
+    def passed_width(self, first_layer: int) -> int:
+        """Return the number of elements that layers before `first_layer` pass on to it and later ones."""
+        passed = passed_size(layer.experts for layer in self.layers[first_layer:])
+        if 0 < first_layer < len(self.layers):
+            hyper = self.hyper_connections
+            # The bytes of a float32 number for each stream.
+            passed += 4 * self.num_streams * (hyper is not None and hyper.delayed)
+            passed += self.hidden_size * self.shares_values
+        return passed
 
     @property
     def shares_values(self) -> bool:

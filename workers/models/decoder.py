@@ -40,7 +40,7 @@ from .layer_kinds.attention_residuals import (
 from .layer_kinds.block_convolution import BlockConvolvedLayer
 from .layer_kinds.bottleneck import BottleneckLayer
 from .layer_kinds.convolved import ConvolvedLayer, MixedHeadsLayer
-from .layer_kinds.hyper_connections import HyperLayer, Reducer, read_reducer
+from .layer_kinds.hyper_connections import HyperLayer, Reducer, read_reducer, share_factors
 from .layer_kinds.image_reader import ImageReaderLayer
 from .layer_kinds.input_convolution import InputConvolutionLayer
 from .layer_kinds.memory_gate import MemoryGateLayer
@@ -129,6 +129,7 @@ class Decoder(TorchDecoder):
         layers = spec.layers[shard.layers.start : shard.layers.stop]
         self._width = spec.stage_width(len(spec.layers))
         self._next_width = spec.stage_width(shard.layers.stop)
+        self._passed_width = spec.passed_width(shard.layers.start)
         has_passes = any(layer.restart is not None for layer in spec.layers)
         self._restarts = Restarts(spec, weights) if has_passes else None
         self._layers = _make_layers(spec, weights, attention, shard, kernels)
@@ -141,9 +142,11 @@ class Decoder(TorchDecoder):
         if spec.shares_values:
             self._passed = share_values(self._layers)
         self._last_streams: Streams | Reducer | StreamAttention | None = None
+        if spec.hyper_connections is not None and spec.hyper_connections.delayed:
+            self._passed = self._last_streams = share_factors(spec.hyper_connections, self._layers)
+        elif spec.hyper_connections is not None and shard.is_last:
+            self._last_streams = read_reducer(spec.hyper_connections, source.at("head_hc"))
         if shard.is_last:
-            if spec.hyper_connections is not None:
-                self._last_streams = read_reducer(spec.hyper_connections, source.at("head_hc"))
             if (residuals := spec.attention_residuals) is not None:
                 last = source.at("head_res.")
                 self._last_streams = StreamAttention(residuals, last, 1 + residuals.num_sums)
@@ -245,35 +248,42 @@ class Decoder(TorchDecoder):
     def _begin(self, inputs: Tensor, positions_T: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
         """Return the hidden states that the first layer of the shard reads, and the inputs of layers."""
         received_TE: Tensor | None = None
+        passed_TE: Tensor | None = None
         layer_inputs: Sequence[Tensor] = ()
         if self._embedding is not None:
             x_TD = self._embedding.forward(inputs, positions_T, self.placed, self.earlier_TW)
             if self._conditioning is not None and self.canvases is not None:
                 x_TD = self._conditioning.apply(x_TD, self.canvases)
             if self._layer_inputs is not None:
-                layer_inputs = self._layer_inputs.of_tokens(inputs, x_TD, self.placed)
+                layer_inputs = self._layer_inputs.of_tokens(
+                    inputs, x_TD, self.placed, self.earlier_TW
+                )
             x_TD = self._embedding.expand(x_TD)
         else:
             x_TD = inputs[:, : self._width]
-            if inputs.shape[1] > self._width:
-                received_TE = inputs[:, self._width :]
+            first_passed = inputs.shape[1] - self._passed_width
+            if self._passed_width:
+                passed_TE = inputs[:, first_passed:]
+            if first_passed > self._width:
+                received_TE = inputs[:, self._width : first_passed]
             if self._layer_inputs is not None and received_TE is not None:
                 layer_inputs = self._layer_inputs.received(received_TE)
         if self._restarts is not None:
             self._restarts.begin(received_TE, x_TD)
         if self._passed is not None:
-            self._passed.receive(received_TE)
+            self._passed.receive(passed_TE)
         return x_TD, layer_inputs
 
     def _sent(self, x_TD: Tensor, layer_inputs: Sequence[Tensor]) -> Tensor:
         """Return the hidden states, with whatever the next stage needs beside them."""
-        if self._layer_inputs is not None and layer_inputs:
-            return torch.cat((x_TD, *self._layer_inputs.sent(layer_inputs, x_TD.dtype)), -1)
         if self._restarts is not None and self._next_width > self._width:
             return self._restarts.joined(x_TD)
+        sent = [x_TD]
+        if self._layer_inputs is not None and layer_inputs:
+            sent += self._layer_inputs.sent(layer_inputs, x_TD.dtype)
         if self._passed is not None and (passed_TE := self._passed.sent()) is not None:
-            return torch.cat((x_TD, passed_TE.to(x_TD.dtype)), -1)
-        return x_TD
+            sent.append(passed_TE.to(x_TD.dtype))
+        return torch.cat(sent, -1) if len(sent) > 1 else x_TD
 
     def _share_router_state(self) -> RouterState:
         """Return what the routers of this stage pass on to each other."""

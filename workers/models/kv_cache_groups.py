@@ -135,7 +135,10 @@ def _without_needless_index_keys(
     for i in indexed:
         compression = layers[i].compression
         assert compression is not None
-        layers[i] = replace(layers[i], compression=replace(compression, has_indexer=False))
+        compression = replace(
+            compression, has_indexer=False, keeps_candidates=False, candidate_source=None
+        )
+        layers[i] = replace(layers[i], compression=compression)
     names = tuple(
         (rf"(^|.*\.)layers\.{i}\.self_attn\.compressor\.indexer\..*", "") for i in indexed
     )

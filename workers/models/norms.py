@@ -112,5 +112,5 @@ def read_latent_norm(
 def read_stream_norm(spec: ModelSpec, weights: WeightReader, name: str) -> HeadNorm:
     """Return the norm called `name` of each stream [T, N, D]. All streams have weights of their own."""
     shape = spec.num_streams, spec.hidden_size
-    weight_E = weights.read_vector(f"{name}.weight", shape[0] * shape[1])
+    weight_E = weights.read_elements(f"{name}.weight", shape[0] * shape[1])
     return HeadNorm(weight_E.view(shape) + spec.norm_weight_offset, spec.norm_eps)

@@ -236,6 +236,7 @@ _IN_TORCH = {
     "IQuestQ1": {},
     "Step5": {},
     "LongcatFlashNgram": {},
+    "DeepseekV41": {},
     "GigaChat35": {"kv_lora_rank": 160},
     "JetNemotron": {"head_dim": 128},
     "Motif": {"num_attention_heads": 12, "num_noise_heads": 4, "num_key_value_heads": 4},

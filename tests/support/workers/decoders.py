@@ -100,7 +100,8 @@ class Runner:
         self.kv_caches = []
         self.attention_by_group = {}
         shard = ModelShard.whole(decoder.spec)
-        for layer in decoder.spec.layers:
+        entries = {}
+        for index, layer in enumerate(decoder.spec.layers):
             device = decoder.attention.device
             if layer.cache_source is not None:
                 self.kv_caches.append(self.kv_caches[layer.cache_source])
@@ -108,8 +109,12 @@ class Runner:
                 attention = decoder.attention.for_layer(decoder.spec.for_layer(layer), shard)
                 self.attention_by_group[layer.kv_cache_group] = attention
                 shape = attention.kv_cache_shape(num_blocks)
-                for _ in range(1 + (layer.compression is not None)):
-                    self.kv_caches.append(torch.zeros(shape, dtype=dtype, device=device))
+                self.kv_caches.append(torch.zeros(shape, dtype=dtype, device=device))
+                if (compression := layer.compression) is not None:
+                    source = index if compression.source is None else compression.source
+                    if source == index:
+                        entries[index] = torch.zeros(shape, dtype=dtype, device=device)
+                    self.kv_caches.append(entries[source])
             if layer.recurrent is not None:
                 num_bytes = layer.recurrent.state_size(1).num_bytes(decoder.hidden_dtype.itemsize)
                 if self._is_native:

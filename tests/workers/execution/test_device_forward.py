@@ -106,9 +106,12 @@ def test_graphs_of_other_models_give_the_results_of_steps_without_graphs(
     assert accelerator.graphs.num_replayed > 20
 
 
-def test_embeddings_of_ngrams_read_the_earlier_tokens_of_a_request(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["DeepseekV41", "LongcatFlashNgram"])
+def test_embeddings_of_ngrams_read_the_earlier_tokens_of_a_request(
+    name: str, tmp_path: Path
+) -> None:
     torch.set_num_threads(1)
-    save_published("LongcatFlashNgram", tmp_path)
+    save_published(name, tmp_path)
     vocab_size = SMALL["vocab_size"]
     expected = random_steps(Steps(tmp_path, vocab_size, device=EAGER), vocab_size, 1)
     device = Steps(tmp_path, vocab_size, device=EAGER, accelerator=HostAccelerator())

@@ -1,14 +1,15 @@
-"""The published form of DeepSeek-V4 has other tensor names than transformers', and two kinds of quantized matrices."""
+"""The published forms of DeepSeek-V4 and V4.1: names of tensors, quantized matrices, and configs that are refused."""
 
 import json
 import re
 
 import pytest
 import torch
-from engine.protocol.errors import ConfigError
+from engine.protocol.errors import CheckpointError, ConfigError
 from safetensors.torch import load_file, save_file
 from support.checkpoints.quantized import FORMATS
 from support.families import assert_same, expected_logits, make_reference, prompt
+from support.families.published import save_published
 from support.workers.decoders import Runner, load_decoder
 
 pytestmark = pytest.mark.slow
@@ -51,3 +52,56 @@ def test_a_cache_of_eight_bits_is_refused(tmp_path):
     make_reference("deepseek-v4").save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="set --kv-cache-dtype auto"):
         load_decoder(tmp_path, dtype=torch.float8_e4m3fn)
+
+
+def test_tables_of_ngrams_may_have_scales_of_their_own_for_each_row(tmp_path):
+    """Other matrices of the published files share a scale among blocks of rows."""
+    reference = save_published("DeepseekV41", tmp_path, engram_head_dim=32)
+    tokens = prompt(NUM_TOKENS)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in [x for x in tensors if x.endswith("engram.embed.weight")]:
+        values = tensors[name]
+        scale = torch.exp2(torch.log2(values.abs().amax(1, keepdim=True) / 448).ceil())
+        tensors[name] = (values / scale).to(torch.float8_e4m3fn)
+        tensors[name.replace("weight", "scale")] = scale.to(torch.float8_e8m0fnu)
+        reference.tensors[name] = tensors[name].float() * scale
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    quantization = FORMATS["fp8-powers"].config | {"weight_block_size": [32, 32]}
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | {"quantization_config": quantization})
+    )
+    logits = Runner(load_decoder(tmp_path)).step({0: tokens})[0]
+    assert_same(logits, expected_logits(reference, tokens))
+
+
+@pytest.mark.parametrize(
+    ("differences", "message"),
+    [
+        ({"kv_source_layer_ids": [2, 3]}, "layers of index_source_layer_ids"),
+        ({"kv_source_layer_ids": [3]}, "layer 1 has compress_ratios 2"),
+        ({"candidate_source_layer_id": 1}, "with the ratio of layer 3"),
+        ({"candidate_topk_blocks": 1}, "index_topk"),
+        ({"engram_num_embeddings": [128, 100]}, "at least 184 for layer 4"),
+        ({"engram_layer_ids": [1, "4"]}, "engram_layer_ids"),
+        ({"compress_ratios": [0, 2]}, "compress_ratios"),
+    ],
+)
+def test_layers_that_cannot_share_are_refused(differences, message, tmp_path):
+    save_published("DeepseekV41", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["text_config"] |= differences
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        load_decoder(tmp_path)
+
+
+def test_another_tokenizer_than_that_of_the_hashes_is_refused(tmp_path):
+    save_published("DeepseekV41", tmp_path)
+    path = tmp_path / "tokenizer.json"
+    path.write_text(path.read_text().replace('"A1"', '"B1"'))
+    with pytest.raises(CheckpointError, match="34 classes, but the config states 33"):
+        load_decoder(tmp_path)
+    path.unlink()
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: is missing"):
+        load_decoder(tmp_path)

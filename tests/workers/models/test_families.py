@@ -36,6 +36,7 @@ torch.set_num_threads(1)
 
 NUM_TOKENS = 60
 FROM_PUBLISHED = (
+    "DeepseekV41",
     "GigaChat35",
     "Glm5Next",
     "IQuestQ1",
@@ -56,7 +57,7 @@ class Reference:
 
     def __init__(self, name, path, differences):
         self.path = path
-        if name in PUBLISHED:
+        if name in FROM_PUBLISHED or name in PUBLISHED:
             self.model = save_published(name, path)
         else:
             make = make_reference if name in CONFIGS else make_multimodal

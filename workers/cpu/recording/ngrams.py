@@ -65,7 +65,7 @@ def record_ngrams(
             "supported natively with --tensor-parallel-size"
         )
     prefix = f"{prefix}ple."
-    num_rows = ngrams.num_rows(ngrams.head_sizes(layer.ngram_table))
+    num_rows = ngrams.num_rows(layer.ngram_table)
     part = blocks.part(num_rows)
     name = f"{prefix}ple_embedding.ngram_embedding.weight"
     table = weights.packed(name, num_rows, size // ngrams.num_all_heads, part)

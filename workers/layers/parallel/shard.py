@@ -74,10 +74,11 @@ class ModelShard(msgspec.Struct, frozen=True):
             for source in (layer.kv_source, layer.memory_source)
             if source is not None
         ]
-        limit = min(sources, default=None) if spec.latent is None else None
+        has_choices = spec.latent is not None or spec.compressed is not None
+        limit = None if has_choices else min(sources, default=None)
         if limit is not None and starts[-1] > limit:
             starts = [-(-limit * i // (num_stages - 1)) for i in range(num_stages)]
-        if spec.latent is not None:
+        if has_choices:
             starts = [max(i for i in range(x + 1) if _may_begin(spec, i)) for x in starts]
             if len(set(starts)) < num_stages:
                 raise ConfigError(
@@ -142,7 +143,10 @@ class ModelShard(msgspec.Struct, frozen=True):
 def _may_begin(spec: ModelSpec, index: int) -> bool:
     """Return whether a stage may begin with this layer: it and later layers must not use earlier keys or choices."""
     following = [layer for layer in spec.layers[index:] if layer.attends]
-    if any(each.kv_source is not None and each.kv_source < index for each in following):
+    compressions = [layer.compression for layer in following if layer.compression is not None]
+    sources = [layer.kv_source for layer in following]
+    sources += [source for each in compressions for source in (each.source, each.candidate_source)]
+    if any(source is not None and source < index for source in sources):
         return False
     latents = (layer.latent or spec.latent for layer in following)
     sparse = [

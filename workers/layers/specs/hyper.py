@@ -17,6 +17,9 @@ class HyperConnectionsSpec(msgspec.Struct, frozen=True):
 
     If `averages_last`, the final norm reads the mean of the streams instead.
 
+    If factors are `delayed` (DeepSeek-V4.1), a block reads the sum with the factors that were computed for the block
+    before it. The first block reads the first stream, and the final norm the sum with the factors of the last block.
+
     If `rank` is not 0 (Qwen4), a block instead reads the mean of the normed streams, each element times a factor. The
     factors are sigmoids of two products, of which the first one has `rank` outputs. Factors of outputs have no `eps`.
     """
@@ -27,3 +30,4 @@ class HyperConnectionsSpec(msgspec.Struct, frozen=True):
     num_iterations: int = 0
     averages_last: bool = False
     rank: int = 0
+    delayed: bool = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import cache
 
 import msgspec
 
@@ -12,7 +12,7 @@ _LARGEST_ID = (1 << 63) - 1
 
 
 class NgramHashes(msgspec.Struct, frozen=True):
-    """The constants of a table's hashes that a GGUF file states, and the rows that it stores."""
+    """The constants of a table's hashes, and the number of its rows."""
 
     multipliers: tuple[int, ...]
     head_sizes: tuple[int, ...]
@@ -20,7 +20,7 @@ class NgramHashes(msgspec.Struct, frozen=True):
 
 
 class NgramSpec(msgspec.Struct, frozen=True):
-    """The embeddings of n-grams (PLE of Qwen4), which some layers add to all streams of a token.
+    """The embeddings of n-grams (PLE of Qwen4, Engram of DeepSeek-V4.1), which some layers add to a token's streams.
 
     For each length from 2 to `longest`, the last tokens have `num_heads` embeddings, all in one table of the layer.
     Hashes of the tokens choose them: a head has a prime number of rows, the next one from `smallest_head` on that no
@@ -29,10 +29,12 @@ class NgramSpec(msgspec.Struct, frozen=True):
 
     `end_id` separates texts. In an n-gram, it replaces all tokens before an earlier `end_id` or before the first token.
 
-    A convolution with `taps` taps at distances of `longest` tokens follows.
+    If `num_classes` is not 0, the classes of tokens replace them, of which tokens with similar texts have the same one.
+    `end_id` then replaces tokens before the first one, but does not separate texts.
 
-    If the checkpoint states `hashes`, they are those of its only table, and nothing is computed from `seed`,
-    `smallest_head` and `divisor`.
+    A convolution with `taps` taps at distances of `longest` tokens follows, unless there are none.
+
+    If there are `hashes`, one for each table, nothing is computed from `seed`, `smallest_head` and `divisor`.
     """
 
     longest: int
@@ -40,10 +42,11 @@ class NgramSpec(msgspec.Struct, frozen=True):
     size: int
     taps: int
     end_id: int
-    seed: int
-    smallest_head: int
-    divisor: int
-    hashes: NgramHashes | None = None
+    seed: int = 0
+    smallest_head: int = 0
+    divisor: int = 1
+    hashes: tuple[NgramHashes, ...] = ()
+    num_classes: int = 0
 
     @property
     def num_all_heads(self) -> int:
@@ -52,21 +55,21 @@ class NgramSpec(msgspec.Struct, frozen=True):
 
     def head_sizes(self, table: int) -> list[int]:
         """Return the number of rows of each head in the table with this index."""
-        if self.hashes is not None:
-            return list(self.hashes.head_sizes)
+        if self.hashes:
+            return list(self.hashes[table].head_sizes)
         first = table * self.num_all_heads
-        return _primes_from(self.smallest_head, first + self.num_all_heads)[first:]
+        return list(primes_from(self.smallest_head, first + self.num_all_heads)[first:])
 
-    def num_rows(self, head_sizes: Sequence[int]) -> int:
-        """Return the number of rows of a table with these heads."""
-        if self.hashes is not None:
-            return self.hashes.num_rows
-        return -(-sum(head_sizes) // self.divisor) * self.divisor
+    def num_rows(self, table: int) -> int:
+        """Return the number of rows of the table with this index."""
+        if self.hashes:
+            return self.hashes[table].num_rows
+        return -(-sum(self.head_sizes(table)) // self.divisor) * self.divisor
 
     def multipliers(self, vocab_size: int, table: int) -> list[int]:
         """Return the factors on a token and on those before it, whose products do not overflow int64."""
-        if self.hashes is not None:
-            return list(self.hashes.multipliers)
+        if self.hashes:
+            return list(self.hashes[table].multipliers)
         half = max(1, _LARGEST_ID // vocab_size // 2)
         base = self.seed + 10007 * table
         return [2 * (_mixed(base + _GOLDEN * (i + 1)) % half) + 1 for i in range(self.longest)]
@@ -105,7 +108,8 @@ def _mixed(state: int) -> int:
     return bits ^ bits >> 31
 
 
-def _primes_from(smallest: int, count: int) -> list[int]:
+@cache
+def primes_from(smallest: int, count: int) -> tuple[int, ...]:
     """Return the first `count` primes that are not less than `smallest`."""
     primes: list[int] = []
     candidate = max(2, smallest)
@@ -113,4 +117,4 @@ def _primes_from(smallest: int, count: int) -> list[int]:
         if all(candidate % divisor for divisor in range(2, int(candidate**0.5) + 1)):
             primes.append(candidate)
         candidate += 1
-    return primes
+    return tuple(primes)

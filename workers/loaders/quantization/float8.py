@@ -122,6 +122,9 @@ def _scale_of_blocks(
     block_rows, block_columns = block_size
     names = ("weight_scale_inv", "scale")
     name = next((name for name in names if module.has(name)), "weight_scale")
+    if (module.shape(name) or (0,))[0] == shape[0]:
+        # Each row has its own scales, as in the tables of DeepSeek-V4.1.
+        block_rows = 1
     groups = ColumnGroups.from_part(columns, block_columns, shape[1])
     height = _height_of_parts(shape[0], block_rows, module.shape(name))
     per_part = -(-height // block_rows)

@@ -24,7 +24,7 @@ from ...layers.spec import ModelSpec
 from ...layers.specs.compressed import CompressedSpec
 from ..layer_source import LayerSource
 from ..weights import Rows
-from .compressor import Compressor
+from .compressor import Compressor, DerivedIndexKeys
 from .indexer import choose_entries
 from .rotation import rotate_last
 
@@ -65,8 +65,15 @@ class CompressedAttention:
         queries = [Rows(f"{prefix}q_b_proj", spec.num_heads * size, part)]
         self._sinks_H = weights.read_vector(f"{prefix}sinks", spec.num_heads, heads)
         self._compressors: list[Compressor] = []
+        self._index_keys: DerivedIndexKeys | None = None
         self._indexer = None
-        if compression is not None:
+        inputs: list[Rows] = []
+        if compression is not None and compression.has_indexer:
+            self._indexer = compressed.indexer
+        self._chooses = (
+            self._indexer is not None and compression is not None and compression.chooses
+        )
+        if compression is not None and compression.source is None:
             assert layer.rope is not None
             # No scaling that this family supports depends on the length.
             self._rotary = RotaryEmbedding(
@@ -75,25 +82,23 @@ class CompressedAttention:
                 dtype=weights.dtype,
                 device=weights.device,
             )
-            prefix_of_entries = f"{prefix}compressor."
-            self._compressors.append(
-                Compressor(compression, size, spec.norm_eps, weights, prefix_of_entries)
-            )
-            inputs = [*self._compressors[0].rows]
-            if compression.has_indexer:
-                self._indexer = indexer = compressed.indexer
-                prefix_of_entries += "indexer."
-                self._compressors.append(
-                    Compressor(
-                        compression, indexer.head_dim, spec.norm_eps, weights, prefix_of_entries
-                    )
-                )
-                inputs += self._compressors[1].rows
-                count = indexer.num_heads
-                inputs.append(Rows(f"{prefix_of_entries}weights_proj", count, range(count)))
-                index_rows = count * indexer.head_dim
-                queries.append(Rows(f"{prefix_of_entries}q_b_proj", index_rows, range(index_rows)))
-            self._inputs = source.read_rows(inputs, spec.hidden_size)
+            sizes = [(size, f"{prefix}compressor.")]
+            of_index = source.at("compressor.indexer.")
+            if self._indexer is not None and compression.derives_index_keys:
+                self._index_keys = DerivedIndexKeys(compressed, of_index)
+            elif self._indexer is not None:
+                sizes.append((self._indexer.head_dim, of_index.prefix))
+            self._compressors = [
+                Compressor(compression, entry_dim, spec.norm_eps, weights, name)
+                for entry_dim, name in sizes
+            ]
+            inputs += [rows for each in self._compressors for rows in each.rows]
+        if self._chooses:
+            count, of_head = compressed.indexer.num_heads, compressed.indexer.head_dim
+            name = f"{prefix}compressor.indexer."
+            inputs.append(Rows(f"{name}weights_proj", count, range(count)))
+            queries.append(Rows(f"{name}q_b_proj", count * of_head, range(count * of_head)))
+        self._inputs = source.read_rows(inputs, spec.hidden_size) if inputs else None
         self._queries = source.read_rows(queries, rank)
         shape = compressed.num_groups * compressed.output_rank, group_columns(spec, compressed)
         self._groups = [
@@ -118,13 +123,14 @@ class CompressedAttention:
         vector_TQ, k_TK = self._first(x_TD).split((self._compressed.query_rank, size), -1)
         queries = self._queries(self._query_norm(vector_TQ))
         q_THK = queries[:, : self._num_heads * size].unflatten(-1, (self._num_heads, size))
-        q_THK = torch.rms_norm(q_THK.float(), (size,), None, spec.norm_eps).to(q_THK.dtype)
+        if self._compressed.norms_queries:
+            q_THK = torch.rms_norm(q_THK.float(), (size,), None, spec.norm_eps).to(q_THK.dtype)
         q_THK = rotate_last(q_THK, tables)
         k_TK = rotate_last(self._key_norm(k_TK).unsqueeze(1), tables).squeeze(1)
         kv_cache, batch = caches[0]
         keys = self._cache.rows(kv_cache, self._key_row, self._key_row * batch.block_size)
         stored, weights_TJ = [k_TK], None
-        if self._compressors:
+        if self._inputs is not None:
             sizes = [each.size for each in self._compressors]
             inputs_TF, weights_TJ = self._inputs(x_TD).tensor_split((sum(sizes),), -1)
             stored.append(inputs_TF)
@@ -137,20 +143,24 @@ class CompressedAttention:
         if self._compression is not None:
             entries_cache, entries_batch = caches[1]
             entries = self._entries(entries_cache, batch.block_size)
-            self._store_entries(keys, batch, entries, entries_batch)
-            if self._indexer is not None:
-                assert weights_TJ is not None
+            if self._compressors:
+                self._store_entries(keys, batch, entries, entries_batch)
+            if self._chooses:
+                assert self._indexer is not None and weights_TJ is not None
                 q_TJI = queries[:, self._num_heads * size :].unflatten(
                     -1, (self._indexer.num_heads, self._indexer.head_dim)
                 )
-                chosen_TC = choose_entries(
-                    self._indexer,
-                    self._compression.rate,
+                choose_entries(
+                    self._compressed,
+                    self._compression,
                     rotate_last(q_TJI, tables),
                     weights_TJ,
                     entries[..., size:],
                     entries_batch,
+                    self._cache.choice,
                 )
+            if self._indexer is not None:
+                chosen_TC = self._cache.choice.chosen_TC
         attended_THK = self._attend(q_THK, keys, batch, entries, entries_batch, chosen_TC)
         attended_THK = rotate_last(attended_THK, tables, is_back=True)
         groups = attended_THK.unflatten(1, (len(self._groups), -1)).flatten(2).unbind(1)
@@ -181,14 +191,14 @@ class CompressedAttention:
         places = batch.places(tokens_N, position_NW.clamp(min=0))
         inputs_NWF = keys[..., self._spec.head_dim :][places]
         parts = inputs_NWF.split([each.size for each in self._compressors], -1)
-        entries_NE = torch.cat(
-            [
-                compressor.entries(part, first_N == 0, tables)
-                for compressor, part in zip(self._compressors, parts, strict=True)
-            ],
-            -1,
-        )
-        store(entries, entries_batch.places(tokens_N, end_N, rate), entries_NE)
+        found = [
+            compressor.entries(part, first_N == 0)
+            for compressor, part in zip(self._compressors, parts, strict=True)
+        ]
+        if self._index_keys is not None:
+            found.append(self._index_keys(found[0]))
+        rotated = [rotate_last(each.unsqueeze(1), tables).squeeze(1) for each in found]
+        store(entries, entries_batch.places(tokens_N, end_N, rate), torch.cat(rotated, -1))
 
     def _attend(
         self,

@@ -1,9 +1,14 @@
-"""DeepSeek-V4: compressed attention, hyper-connections, and first layers whose experts are chosen by the token."""
+"""DeepSeek-V4: compressed attention, hyper-connections, and first layers whose experts are chosen by the token.
+
+DeepSeek-V4.1: layers that share entries and choices, delayed hyper-connections, and embeddings of n-grams.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from msgspec.structs import replace
 
 from ....protocol.checkpoint.config_fields import ConfigFields
@@ -11,12 +16,14 @@ from ...layers.layer_spec import LayerSpec
 from ...layers.read_rope import read_rope
 from ...layers.rope import RopeSpec, YarnScaling
 from ...layers.spec import ModelSpec
-from ...layers.specs.compressed import CompressedSpec, Compression
+from ...layers.specs.compressed import Candidates, CompressedSpec, Compression
 from ...layers.specs.experts import GateLimit
 from ...layers.specs.hyper import HyperConnectionsSpec
 from ...layers.specs.latent import IndexerSpec
+from ...layers.specs.ngram import NgramHashes, NgramSpec, primes_from
 from .common import Family, base_spec, head_dim
 from .experts import read_experts, unused_layers
+from .hybrid import layer_indices
 
 _KINDS = {
     0: "sliding_attention",
@@ -54,7 +61,96 @@ _NAMES = (
 )
 
 
+_NAMES_OF_4_1 = (
+    # The tower, and what image tokens add to the scores of experts.
+    (r"^(vision|aligner)\..*", ""),
+    (r"^image_(start|end|newline)$", ""),
+    (r".*\.gate\.bias_vl$", ""),
+    (r"\.engram\.embed\.", ".ple.ple_embedding.ngram_embedding."),
+    (r"\.engram\.wkv\.", ".ple.kv_proj."),
+    (r"\.engram\.q_weight$", ".ple.norm_query.weight"),
+    (r"\.engram\.k_weight$", ".ple.norm_key.weight"),
+    (r"\.indexer\.wk\.", ".indexer.k_proj."),
+)
+
+
 def _deepseek_v4(fields: ConfigFields) -> ModelSpec:
+    return _with_experts(fields, _attention(fields), _layers)
+
+
+def _deepseek_v4_1(fields: ConfigFields) -> ModelSpec:
+    fields = fields.with_values({"num_hash_layers": 0, "mlp_layer_types": None})
+    compressed = replace(_attention(fields), norms_queries=False, candidates=_candidates(fields))
+    spec = _with_experts(fields, compressed, _sharing_layers)
+    assert spec.hyper_connections is not None
+    tables = _indices(fields, "engram_layer_ids")
+    if max(tables, default=0) >= len(spec.layers):
+        raise fields.wrong("engram_layer_ids", f"indices of {len(spec.layers)} layers", tables)
+    layers = (
+        replace(layer, ngram_table=tables.index(i) if i in tables else None)
+        for i, layer in enumerate(spec.layers)
+    )
+    return replace(
+        spec,
+        layers=tuple(layers),
+        hyper_connections=replace(spec.hyper_connections, delayed=True),
+        ngrams=_ngrams(fields, tables) if tables else None,
+        tensor_names=(*_NAMES_OF_4_1, *spec.tensor_names),
+    )
+
+
+def _indices(fields: ConfigFields, name: str) -> list[int]:
+    """Return a field that lists layers, or an empty list if it is absent."""
+    indices = layer_indices(fields, name) or []
+    if not all(type(each) is int and each >= 0 for each in indices):
+        raise fields.wrong(name, "a list of indices of layers", indices)
+    return indices
+
+
+def _candidates(fields: ConfigFields) -> Candidates | None:
+    count = fields.integer("candidate_topk_blocks", 0, minimum=0)
+    if fields.integer("candidate_source_layer_id", -1, minimum=-1) < 0 or not count:
+        return None
+    candidates = Candidates(count, fields.integer("candidate_block_size"))
+    most = candidates.num_blocks * candidates.block_size
+    return candidates if most >= fields.integer("index_topk", 512, maximum=most) else None
+
+
+def _ngrams(fields: ConfigFields, tables: Sequence[int]) -> NgramSpec:
+    """Return the embeddings of n-grams of these layers. Their hashes are those of the publisher."""
+    longest = fields.integer("engram_max_ngram_size", minimum=2)
+    heads = fields.integer("engram_n_heads")
+    num_classes = fields.integer("engram_compressed_vocab_size")
+    limit = max(1, np.iinfo(np.int64).max // num_classes // 2)
+    count = (longest - 1) * heads
+    primes = primes_from(fields.integer("engram_vocab_size"), count * len(tables))
+    sizes = fields.per_layer("engram_num_embeddings", len(tables)) or []
+    hashes = []
+    for table, layer in enumerate(tables):
+        own = primes[table * count : (table + 1) * count]
+        if not sizes or type(sizes[table]) is not int or sizes[table] < sum(own):
+            raise fields.wrong(
+                "engram_num_embeddings", f"at least {sum(own)} for layer {layer}", sizes
+            )
+        numbers = np.random.default_rng(10007 * layer).integers(0, limit, longest)
+        hashes.append(NgramHashes(tuple((2 * numbers + 1).tolist()), own, sizes[table]))
+    return NgramSpec(
+        longest,
+        heads,
+        size=count * fields.integer("engram_head_dim"),
+        taps=0,
+        end_id=fields.integer("engram_pad_token_id", minimum=0),
+        hashes=tuple(hashes),
+        num_classes=num_classes,
+    )
+
+
+def _with_experts(
+    fields: ConfigFields,
+    compressed: CompressedSpec,
+    read_layers: Callable[[ConfigFields, CompressedSpec], list[LayerSpec]],
+) -> ModelSpec:
+    """Return the spec of layers that `read_layers` reads without their experts."""
     size = fields.integer("moe_intermediate_size", 2048)
     fields = fields.with_defaults(
         intermediate_size=size,
@@ -82,11 +178,10 @@ def _deepseek_v4(fields: ConfigFields) -> ModelSpec:
         gate_limit=gate_limit,
     )
     hashed = replace(experts, has_correction_bias=False, is_hashed=True)
-    compressed = _attention(fields)
     layers = tuple(
         replace(layer, gate_limit=gate_limit, experts=hashed if is_hashed else experts)
         for layer, is_hashed in zip(
-            _layers(fields, compressed), _hashed_layers(fields), strict=True
+            read_layers(fields, compressed), _hashed_layers(fields), strict=True
         )
     )
     return base_spec(
@@ -160,6 +255,62 @@ def _layers(fields: ConfigFields, compressed: CompressedSpec) -> list[LayerSpec]
     return layers
 
 
+def _sharing_layers(fields: ConfigFields, compressed: CompressedSpec) -> list[LayerSpec]:
+    """Return the layers without experts. Those with entries read those of the last source."""
+    count = fields.layer_count("num_hidden_layers")
+    rates = fields.get("compress_ratios")
+    rates = rates[:count] if isinstance(rates, list) else []
+    if len(rates) < count or not all(type(x) is int and x >= 0 for x in rates):
+        raise fields.wrong(
+            "compress_ratios", f"an integer of at least 0 for each of {count} layers", rates
+        )
+    sources, choosing = (
+        {i for i in _indices(fields, f"{name}_source_layer_ids") if i < count}
+        for name in ("kv", "index")
+    )
+    if not sources <= choosing:
+        raise fields.wrong(
+            "kv_source_layer_ids", "layers of index_source_layer_ids", sorted(sources)
+        )
+    main, compressing = _ropes(fields, compressed.rotary_dim)
+    filter_layer = fields.integer("candidate_source_layer_id", -1, minimum=-1)
+    layers = []
+    for i, rate in enumerate(rates):
+        if not rate:
+            layers.append(LayerSpec(main, compressed.window))
+            continue
+        source = max((each for each in sources if each <= i), default=None)
+        if source is None or rates[source] != rate:
+            raise fields.error(
+                f"layer {i} has compress_ratios {rate}, but no layer of kv_source_layer_ids with that ratio is the last "
+                "one up to it"
+            )
+        chooses, is_filtered = i in choosing, 0 <= filter_layer < i
+        if (
+            chooses
+            and is_filtered
+            and (rates[filter_layer] != rate or filter_layer not in choosing)
+        ):
+            raise fields.wrong(
+                "candidate_source_layer_id",
+                f"an index source with the ratio of layer {i}",
+                filter_layer,
+            )
+        compression = Compression(
+            rate,
+            overlaps=False,
+            has_indexer=True,
+            chooses=chooses,
+            source=None if source == i else source,
+            keeps_candidates=i == filter_layer,
+            candidate_source=filter_layer if chooses and is_filtered else None,
+            derives_index_keys=True,
+        )
+        window = max(compressed.window, compression.span)
+        layers.append(LayerSpec(compressing, window, compression=compression))
+    return layers
+
+
 def _layer_types(fields: ConfigFields, count: int) -> list[Any]:
     found = fields.per_layer("layer_types", count)
     if found is not None:
@@ -222,4 +373,7 @@ def _ropes(fields: ConfigFields, rotary_dim: int) -> tuple[RopeSpec, RopeSpec]:
     ), (of_entries)
 
 
-FAMILIES = (Family("DeepseekV4ForCausalLM", "deepseek_v4", _deepseek_v4),)
+FAMILIES = (
+    Family("DeepseekV4ForCausalLM", "deepseek_v4", _deepseek_v4),
+    Family("DeepseekV41ForCausalLM", "deepseek_v41", _deepseek_v4_1),
+)

@@ -422,13 +422,13 @@ def _ngrams(fields: ConfigFields) -> NgramSpec:
     return ngrams
 
 
-def _ngram_hashes(fields: ConfigFields) -> NgramHashes | None:
-    """Return the constants of hashes that the config of a GGUF file has."""
+def _ngram_hashes(fields: ConfigFields) -> tuple[NgramHashes, ...]:
+    """Return the constants of hashes that the config of a GGUF file has, which belong to its only table."""
     own = fields.section("ngram_hashes")
     if own is None:
-        return None
+        return ()
     multipliers, sizes = own.get("multipliers"), own.get("head_sizes")
-    return NgramHashes(tuple(multipliers), tuple(sizes), own.integer("num_rows"))
+    return (NgramHashes(tuple(multipliers), tuple(sizes), own.integer("num_rows")),)
 
 
 FAMILIES = (

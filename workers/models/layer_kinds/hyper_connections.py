@@ -5,7 +5,7 @@ Shapes: T tokens of a step, D hidden size, N streams (the hidden states of a tok
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -19,8 +19,9 @@ from ...layers.specs.hyper import HyperConnectionsSpec
 from ..decoder_layer import DecoderLayer
 from ..layer_source import LayerSource
 from ..layer_step import LayerStep
-from ..ngrams.block import NgramBlock
+from ..ngrams.block import ConvolvedNgramBlock, NgramBlock
 from ..norms import read_stream_norm
+from ..stage.passed_state import PassedState
 
 
 class StreamSum:
@@ -51,13 +52,20 @@ class StreamSum:
 
     def _sum(self, x_TE: Tensor) -> tuple[Tensor, Tensor]:
         """Return the sum [T, D], and the logits of the other factors, float32 [T, F]."""
-        streams = self._hyper.num_streams
-        x_float_TE = x_TE.float()
+        factors_TN, logits_TF = self._factors(x_TE)
+        return _weighted_sum(x_TE, factors_TN), logits_TF
+
+    def _factors(self, x_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the factors of a sum, float32 [T, N], and the logits of the other factors, float32 [T, F]."""
+        streams, x_float_TE = self._hyper.num_streams, x_TE.float()
         inverse_T1 = torch.rsqrt(x_float_TE.square().mean(-1, keepdim=True) + self._norm_eps)
         logits = self._project(x_float_TE) * inverse_T1 * self._scale + self._bias
-        factors_TN1 = (torch.sigmoid(logits[:, :streams]) + self._hyper.eps).unsqueeze(2)
-        x_TD = (x_float_TE.unflatten(-1, (streams, -1)) * factors_TN1).sum(1)
-        return x_TD.to(x_TE.dtype), logits[:, streams:]
+        return torch.sigmoid(logits[:, :streams]) + self._hyper.eps, logits[:, streams:]
+
+
+def _weighted_sum(x_TE: Tensor, factors_TN: Tensor) -> Tensor:
+    streams_TND = x_TE.float().unflatten(-1, (factors_TN.shape[1], -1))
+    return (streams_TND * factors_TN.unsqueeze(2)).sum(1).to(x_TE.dtype)
 
 
 class StreamMean:
@@ -107,6 +115,61 @@ class HyperConnection(StreamSum):
         return factors_TNN
 
 
+class DelayedFactors(PassedState):
+    """The factors with which the next block of a stage reads the streams, float32 [T, N]; None for the first stream.
+
+    Stages send each other their bytes, which every dtype of hidden states has exactly.
+    """
+
+    def __init__(self, hyper: HyperConnectionsSpec) -> None:
+        self._num_streams = hyper.num_streams
+        self.factors_TN: Tensor | None = None
+
+    def receive(self, received_TE: Tensor | None) -> None:
+        """See `PassedState.receive`."""
+        self.factors_TN = None
+        if received_TE is not None:
+            # A single row of a larger tensor is contiguous, but cannot be viewed as another dtype.
+            bytes_TE = received_TE.to(torch.uint8).clone(memory_format=torch.contiguous_format)
+            self.factors_TN = bytes_TE.view(torch.float32)
+
+    def sent(self) -> Tensor | None:
+        """See `PassedState.sent`."""
+        return None if self.factors_TN is None else self.factors_TN.contiguous().view(torch.uint8)
+
+    def reduce(self, x_TE: Tensor) -> Tensor:
+        """Return the sum [T, D] in the dtype of the streams."""
+        if self.factors_TN is None:
+            return x_TE.unflatten(-1, (self._num_streams, -1))[:, 0].clone()
+        return _weighted_sum(x_TE, self.factors_TN)
+
+
+class DelayedConnection(HyperConnection):
+    """The connection of a block that reads the sum with the factors of the block before it."""
+
+    def __init__(self, hyper: HyperConnectionsSpec, source: LayerSource) -> None:
+        super().__init__(hyper, source)
+        self.state = DelayedFactors(hyper)
+        """The factors that the blocks of a stage share, which `share_factors` sets."""
+
+    def _sum(self, x_TE: Tensor) -> tuple[Tensor, Tensor]:
+        factors_TN, logits_TF = self._factors(x_TE)
+        x_TD = self.state.reduce(x_TE)
+        self.state.factors_TN = factors_TN
+        return x_TD, logits_TF
+
+
+def share_factors(hyper: HyperConnectionsSpec, layers: Iterable[object]) -> DelayedFactors:
+    """Return what the blocks of these layers pass on to each other, after setting it for each of them."""
+    state = DelayedFactors(hyper)
+    for layer in layers:
+        assert isinstance(layer, HyperLayer)
+        for each in layer.connections:
+            assert isinstance(each, DelayedConnection)
+            each.state = state
+    return state
+
+
 class LowRankSum:
     """A mean of a token's normed streams, each element times a factor, which a product of low rank computes."""
 
@@ -151,7 +214,7 @@ class LowRankConnection(LowRankSum):
         x_TE += (block(x_TD).unsqueeze(1) * factors_TN1).flatten(1)
 
 
-Reducer: TypeAlias = LowRankSum | StreamMean | StreamSum
+Reducer: TypeAlias = DelayedFactors | LowRankSum | StreamMean | StreamSum
 """The reduction of a token's streams to one hidden state, which the final norm or the head reads."""
 
 
@@ -174,13 +237,15 @@ class HyperLayer(DecoderLayer):
         attention: DeviceAttention,
     ) -> None:
         super().__init__(layer, source, attention)
-        kind = LowRankConnection if hyper.rank else HyperConnection
-        self._around_attention, self._around_mlp = (
-            kind(hyper, source.at(name)) for name in ("attn_hc", "mlp_hc")
-        )
+        kind: type[HyperConnection | LowRankConnection] = HyperConnection
+        if hyper.rank or hyper.delayed:
+            kind = LowRankConnection if hyper.rank else DelayedConnection
+        self.connections = [kind(hyper, source.at(name)) for name in ("attn_hc", "mlp_hc")]
+        """The connections around the attention and the MLP."""
         self._ngrams: NgramBlock | None = None
-        if source.spec.ngrams is not None and layer.ngram_table is not None:
-            self._ngrams = NgramBlock(source.spec.ngrams, layer, source.at("ple."))
+        if (ngrams := source.spec.ngrams) is not None and layer.ngram_table is not None:
+            block = ConvolvedNgramBlock if ngrams.taps else NgramBlock
+            self._ngrams = block(ngrams, layer, source.at("ple."))
 
     def forward(self, x_TE: Tensor, block_TD: Tensor | None, step: LayerStep) -> None:
         """Update the streams `x_TE` in place.
@@ -188,13 +253,13 @@ class HyperLayer(DecoderLayer):
         Nothing is left to be added, so the result is None.
         """
         if self._ngrams is not None:
-            assert step.own_TP is not None
-            self._ngrams.add_to(x_TE, step.own_TP, *step.caches[-1])
-        self._around_attention.update(
+            self._ngrams.add_to(x_TE, step)
+        around_attention, around_mlp = self.connections
+        around_attention.update(
             x_TE,
             lambda x_TD: self._mixed(normed(x_TD, self._attention_input_norm), step),
         )
-        self._around_mlp.update(
+        around_mlp.update(
             x_TE, lambda x_TD: self._feed(normed(x_TD, self._mlp_input_norm), step.own_TP)
         )
 

@@ -1,6 +1,6 @@
 """The embeddings of n-grams in one layer; see `NgramSpec`.
 
-Shapes: T tokens of a step, S segments, C tokens of a segment, W tokens before a segment, H embeddings of a token.
+Shapes: T tokens of a step, L tokens of the longest n-gram, H embeddings of a token.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from ...layers.parallel.shard import ModelShard
 from ...layers.spec import ModelSpec
 from ...layers.specs.ngram import NgramSpec
 from ..weights import WeightReader
+from .classes import token_classes
 
 
 class NgramEmbedding:
@@ -27,40 +28,43 @@ class NgramEmbedding:
         prefix: str,
         shard: ModelShard,
     ) -> None:
-        self._ngrams = ngrams
-        head_sizes = ngrams.head_sizes(table)
-        sizes_H = torch.tensor(head_sizes, device=weights.device)
+        sizes_H = torch.tensor(ngrams.head_sizes(table), device=weights.device)
         self._sizes = sizes_H.split(ngrams.num_heads)
         self._offsets_H = sizes_H.cumsum(0) - sizes_H
         self._multipliers = ngrams.multipliers(spec.vocab_size, table)
-        num_rows, size = ngrams.num_rows(head_sizes), ngrams.size // ngrams.num_all_heads
+        self._end_id = ngrams.end_id
+        self._classes_V: Tensor | None = None
+        if ngrams.num_classes:
+            classes = token_classes(weights.checkpoint.path, spec.vocab_size, ngrams.num_classes)
+            self._end_id = int(classes[ngrams.end_id])
+            self._classes_V = torch.from_numpy(classes).to(weights.device)
+        num_rows, size = ngrams.num_rows(table), ngrams.size // ngrams.num_all_heads
         part = shard.tensor_parallel.part(num_rows)
         name = f"{prefix}ple_embedding.ngram_embedding.weight"
         rows = weights.read_table(name, num_rows, size, part)
         self._embed = VocabParallelEmbedding(rows, num_rows, shard.tensor_parallel)
 
-    def __call__(self, ids_SX: Tensor, length: int, tokens_T: Tensor) -> Tensor:
+    def __call__(self, ids_TL: Tensor) -> Tensor:
         """Return the concatenated embeddings of tokens, [T, size].
 
-        Args:
-            ids_SX: The tokens of segments and the W tokens before each; negative where there is none.
-            length: The number of tokens of a segment, C.
-            tokens_T: The indices of the tokens in the segments.
+        `ids_TL` has each token and those before it, the last one first; negative where there is none.
         """
-        rows_TH = self._rows(ids_SX, length, tokens_T)
+        rows_TH = self._rows(ids_TL)
         return self._embed(rows_TH.flatten()).view(len(rows_TH), -1)
 
-    def _rows(self, ids_SX: Tensor, length: int, tokens_T: Tensor) -> Tensor:
-        end_id, window = self._ngrams.end_id, ids_SX.shape[1] - length
-        hash_T = torch.zeros_like(tokens_T)
-        is_after_end_T = torch.zeros_like(tokens_T, dtype=torch.bool)
+    def _rows(self, ids_TL: Tensor) -> Tensor:
+        hash_T = torch.zeros_like(ids_TL[:, 0])
+        is_outside_T = torch.zeros_like(hash_T, dtype=torch.bool)
         rows = []
         for distance, multiplier in enumerate(self._multipliers):
-            start = window - distance
-            ids_T = ids_SX[:, start : start + length].flatten()[tokens_T]
-            ids_T = ids_T.masked_fill(is_after_end_T | (ids_T < 0), end_id)
+            ids_T = ids_TL[:, distance]
+            is_outside_T = is_outside_T | (ids_T < 0)
+            if self._classes_V is not None:
+                ids_T = self._classes_V[ids_T.clamp(min=0)]
+            ids_T = ids_T.masked_fill(is_outside_T, self._end_id)
             hash_T = hash_T ^ (ids_T * multiplier)
+            if distance and self._classes_V is None:
+                is_outside_T = is_outside_T | (ids_T == self._end_id)
             if distance:
-                is_after_end_T = is_after_end_T | (ids_T == end_id)
                 rows.append(hash_T.unsqueeze(1) % self._sizes[distance - 1])
         return torch.cat(rows, 1) + self._offsets_H

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ....protocol.checkpoint.recurrent_layers import NUM_TOKEN_DIGITS
 from ...towers.placed import Placed
 from ..layer_source import LayerSource
 from ..ngrams.digits import from_digits, to_digits
@@ -27,8 +28,13 @@ class LayerInputs(ABC):
     """
 
     @abstractmethod
-    def of_tokens(self, ids_T: Tensor, x_TD: Tensor, placed: Placed | None) -> Sequence[Tensor]:
-        """Return the inputs for tokens with the embeddings `x_TD`, in the first stage."""
+    def of_tokens(
+        self, ids_T: Tensor, x_TD: Tensor, placed: Placed | None, earlier_TW: Tensor | None
+    ) -> Sequence[Tensor]:
+        """Return the inputs for tokens with the embeddings `x_TD`, in the first stage.
+
+        `earlier_TW` are the `ModelSpec.num_earlier_tokens` before each, the last one first; negative for none.
+        """
 
     @abstractmethod
     def received(self, inputs_TE: Tensor) -> Sequence[Tensor]:
@@ -47,7 +53,8 @@ def read_layer_inputs(source: LayerSource) -> LayerInputs | None:
     if spec.last_embedding_layer >= 0:
         return _Embeddings(spec.last_embedding_layer + 1 - first_layer)
     if spec.last_token_layer >= 0:
-        return _TokenIds(spec.last_token_layer + 1 - first_layer)
+        kind = _TokenIds if spec.num_layer_tokens == 1 else _LastTokens
+        return kind(spec.last_token_layer + 1 - first_layer)
     return None
 
 
@@ -68,7 +75,9 @@ class _OwnInputs(LayerInputs):
                 spec, inputs, source.weights, source.shard, source.kernels
             )
 
-    def of_tokens(self, ids_T: Tensor, x_TD: Tensor, placed: Placed | None) -> Sequence[Tensor]:
+    def of_tokens(
+        self, ids_T: Tensor, x_TD: Tensor, placed: Placed | None, earlier_TW: Tensor | None
+    ) -> Sequence[Tensor]:
         assert self._compute is not None
         if placed is not None and self._placed_id is not None:
             ids_T = placed.replace_ids(ids_T, self._placed_id)
@@ -87,7 +96,9 @@ class _Embeddings(LayerInputs):
     def __init__(self, num_layers: int) -> None:
         self._num_layers = num_layers
 
-    def of_tokens(self, ids_T: Tensor, x_TD: Tensor, placed: Placed | None) -> Sequence[Tensor]:
+    def of_tokens(
+        self, ids_T: Tensor, x_TD: Tensor, placed: Placed | None, earlier_TW: Tensor | None
+    ) -> Sequence[Tensor]:
         return self.received(x_TD.clone())
 
     def received(self, inputs_TE: Tensor) -> Sequence[Tensor]:
@@ -103,7 +114,9 @@ class _TokenIds(LayerInputs):
     def __init__(self, num_layers: int) -> None:
         self._num_layers = num_layers
 
-    def of_tokens(self, ids_T: Tensor, x_TD: Tensor, placed: Placed | None) -> Sequence[Tensor]:
+    def of_tokens(
+        self, ids_T: Tensor, x_TD: Tensor, placed: Placed | None, earlier_TW: Tensor | None
+    ) -> Sequence[Tensor]:
         return (ids_T,) * self._num_layers
 
     def received(self, inputs_TE: Tensor) -> Sequence[Tensor]:
@@ -111,3 +124,23 @@ class _TokenIds(LayerInputs):
 
     def sent(self, inputs: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
         return [to_digits(ids_T, dtype) for ids_T in inputs[:1]]
+
+
+class _LastTokens(_TokenIds):
+    """The inputs are the token ids, each with those before it [T, L], the last one first; negative for none."""
+
+    def of_tokens(
+        self, ids_T: Tensor, x_TD: Tensor, placed: Placed | None, earlier_TW: Tensor | None
+    ) -> Sequence[Tensor]:
+        assert earlier_TW is not None
+        ids_TL = torch.cat((ids_T.long().unsqueeze(1), earlier_TW.long()), 1)
+        return (ids_TL,) * self._num_layers
+
+    def received(self, inputs_TE: Tensor) -> Sequence[Tensor]:
+        ids_TL = from_digits(inputs_TE.unflatten(-1, (-1, NUM_TOKEN_DIGITS))) - 1
+        return (ids_TL,) * self._num_layers
+
+    def sent(self, inputs: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
+        return [
+            to_digits(ids_TL.flatten() + 1, dtype).view(len(ids_TL), -1) for ids_TL in inputs[:1]
+        ]

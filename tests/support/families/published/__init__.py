@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from support.families.published.gigachat import GIGACHAT
 from support.families.published.jet import JET
 from support.families.published.kimi_k3 import K3_CONFIG, as_kimi_k3, with_towers
 from support.families.published.mixtures import MIXTURES
+from support.families.published.mixtures.deepseek_v4_1 import save_deepseek_v4_1
 from support.families.published.motif import MOTIF
 from support.families.published.rwkv import RWKV, save_rwkv
 from support.families.published.sala import SALA
@@ -413,13 +416,21 @@ PUBLISHED = {
 }
 
 
+WRITTEN: dict[str, Callable[..., Any]] = {
+    **{name: partial(save_rwkv, name) for name in RWKV},
+    "DeepseekV41": save_deepseek_v4_1,
+}
+"""The functions that save models which are computed without transformers, by the name of a family."""
+
+
 def save_published(name: str, path: Path, **others: Any) -> torch.nn.Module:
     """Save a random model of a family in the form that it is published in, and return one that is equal to it.
 
     `others` replace fields of the config.
     """
-    if name in RWKV:
-        return save_rwkv(name, path, **others)
+    if name in WRITTEN:
+        model: torch.nn.Module = WRITTEN[name](path, **others)
+        return model
     family = PUBLISHED[name]
     reference = make_reference(family.base, **{**family.differences, **others})
     if family.prepare is not None:
