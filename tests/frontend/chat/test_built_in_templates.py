@@ -110,6 +110,28 @@ def test_deepseek_v4_sees_tools_calls_and_results(template: ChatTemplate) -> Non
     assert "## Tools" in template.render([QUESTION], tools=[TOOL])
 
 
+def test_deepseek_v4_1_gets_the_effort_and_marks_with_spaces(tmp_path: Path) -> None:
+    template = built_in(tmp_path, "deepseek_v41")
+    effort = "Reasoning Effort: {} (range 1-100, the higher the value, the more thorough the reasoning)\n\n"
+    prompt = "<｜User｜>2 + 2?<｜Assistant｜><think>"
+    assert template.render([QUESTION]) == f"{BOS}<｜System｜>{effort.format(75)}{prompt}"
+    for given, stated in (("low", 50), ("max", 100), (7, 7)):
+        rendered = template.render([QUESTION], reasoning_effort=given)
+        assert rendered == f"{BOS}<｜System｜>{effort.format(stated)}{prompt}"
+    plain = template.render([QUESTION], thinking=False)
+    assert plain == f"{BOS}<｜User｜>2 + 2?<｜Assistant｜></think>"
+    system = {"role": "system", "content": "Be terse."}
+    later = template.render([system, QUESTION, ANSWER, system, QUESTION], thinking=False)
+    assert later.startswith(f"{BOS}<｜System｜>Be terse.<｜User｜>")
+    assert later.count("<｜System｜>Be terse.") == 2
+    called = template.render([QUESTION, CALL], tools=[TOOL], add_generation_prompt=False)
+    spaced = WRITTEN_CALL.replace("tool_calls", "calls").replace("DSML｜", "DSML｜ ")
+    assert called.endswith(f"I add.{spaced}{EOS}")
+    assert choose_formats(FrontendConfig(), template).tool_calls.name == "deepseek_v41"
+    with pytest.raises(ChatTemplateError, match="reasoning_effort must be low"):
+        template.render([QUESTION], reasoning_effort=101)
+
+
 def test_the_formats_of_deepseek_v4_are_found(template: ChatTemplate) -> None:
     formats = choose_formats(FrontendConfig(), template)
     assert formats.tool_calls.name == "deepseek_v4"
