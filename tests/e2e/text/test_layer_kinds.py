@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
 from engine import LLM, SamplingParams
 from support.checkpoints.likely_tokens import likely_tokens
-from support.checkpoints.tiny import layers_directory
+from support.checkpoints.tiny import layers_directory, sentencepiece_tokenizer
+from support.families.published.mixtures.deepseek_v4_1 import save_deepseek_v4_1
 from support.servers.server import Server, assert_nothing_is_held
 
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -28,14 +28,23 @@ FLAGS = (
 )
 
 
-@pytest.fixture(
-    scope="module", params=["delta net", "mamba", "gemma 3n", "compressed", "n-grams", "passes"]
-)
+KINDS = ("delta net", "mamba", "gemma 3n", "compressed", "n-grams", "passes", "shared entries")
+IN_TORCH = ("n-grams", "shared entries")
+
+
+@pytest.fixture(scope="module", params=KINDS)
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Server, transformers.PreTrainedModel]]:
-    path, model = layers_directory(tmp_path_factory.mktemp("tiny"), request.param)
-    backend = "torch" if request.param == "n-grams" else "native"
+) -> Iterator[tuple[Server, Any]]:
+    path = tmp_path_factory.mktemp("tiny")
+    if request.param == "shared entries":
+        tokenizer = sentencepiece_tokenizer()
+        sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 1024}
+        model: Any = save_deepseek_v4_1(path, tokenizer.backend_tokenizer, **sizes)
+        tokenizer.save_pretrained(path)
+    else:
+        path, model = layers_directory(path, request.param)
+    backend = "torch" if request.param in IN_TORCH else "native"
     with Server(str(path), *FLAGS, "--cpu-backend", backend) as server:
         yield server, model
 

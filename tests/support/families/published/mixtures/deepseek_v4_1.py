@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import unicodedata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -64,11 +66,30 @@ _PRIMES = ((23, 29, 31, 37), (41, 43, 47, 53))
 """The rows of the heads of each layer with n-grams."""
 
 
-class Reference:
-    """The model, one token after the other in attention."""
+def classes_of(tokenizer: Tokenizer) -> list[int]:
+    """Return the number of each token's text among all texts that differ in more than case, accents and spaces."""
+    numbers: dict[str, int] = {}
+    found = []
+    for token in range(tokenizer.get_vocab_size()):
+        text = tokenizer.decode([token], skip_special_tokens=False)
+        if "\ufffd" in text:
+            key = tokenizer.id_to_token(token) or ""
+        else:
+            parts = unicodedata.normalize("NFD", unicodedata.normalize("NFKC", text))
+            plain = "".join(x for x in parts if not unicodedata.category(x).startswith("M")).lower()
+            key = re.sub(r"[ \t\r\n]+", " ", plain)
+            key = (key if key == " " else key.strip()) or text
+        found.append(numbers.setdefault(key, len(numbers)))
+    return found
 
-    def __init__(self, config: dict[str, Any]) -> None:
-        self.config = c = SimpleNamespace(**config)
+
+class Reference:
+    """The model, one token after the other in attention. `tokenizer` determines the classes of tokens."""
+
+    def __init__(self, config: dict[str, Any], tokenizer: Tokenizer) -> None:
+        self._tokenizer, self._classes = tokenizer, classes_of(tokenizer)
+        num_classes = {"engram_compressed_vocab_size": 1 + max(self._classes)}
+        self.config = c = SimpleNamespace(**config, **num_classes)
         torch.manual_seed(0)
         self.tensors: dict[str, Tensor] = {}
         size, heads, inner = c.hidden_size, c.num_attention_heads, c.moe_intermediate_size
@@ -135,7 +156,7 @@ class Reference:
         self.tensors[name] = tensor.normal_(0.8, 0.3) if is_vector else tensor.normal_(0, 0.2)
 
     def save(self, path: Path) -> None:
-        """Save the model with a tokenizer in which forms of a letter have one class."""
+        """Save the model and its tokenizer."""
         path.mkdir(exist_ok=True)
         save_file(self.tensors, path / "model.safetensors")
         text = vars(self.config)
@@ -146,8 +167,7 @@ class Reference:
             "vision_config": {"num_hidden_layers": 1},
         }
         (path / "config.json").write_text(json.dumps(config))
-        words = {f"{'aAá'[i % 3]}{i // 3}": i for i in range(self.config.vocab_size)}
-        Tokenizer(models.WordLevel(words, "A0")).save(str(path / "tokenizer.json"))
+        self._tokenizer.save(str(path / "tokenizer.json"))
 
     def __call__(self, ids: Tensor) -> Any:
         """Return the logits of a text [1, T]."""
@@ -293,13 +313,14 @@ class Reference:
     def _ngrams(self, ids_T: Tensor, streams: Tensor, i: int) -> Tensor:
         c, name = self.config, f"layers.{i}.engram."
         primes = _PRIMES[c.engram_layer_ids.index(i)]
+        classes, pad = self._classes, c.engram_pad_token_id
         limit = (2**63 - 1) // c.engram_compressed_vocab_size // 2
         factors = (
             np.random.default_rng(10007 * i).integers(0, limit, c.engram_max_ngram_size) * 2 + 1
         )
         rows = []
         for t in range(len(ids_T)):
-            last = [int(ids_T[t - d] if d <= t else c.engram_pad_token_id) // 3 for d in range(3)]
+            last = [classes[int(ids_T[t - d]) if d <= t else pad] for d in range(3)]
             parts, number = [], last[0] * int(factors[0])
             for d in range(1, c.engram_max_ngram_size):
                 number ^= last[d] * int(factors[d])
@@ -322,10 +343,18 @@ class Reference:
         return gates[..., None] * values[:, None]
 
 
-def save_deepseek_v4_1(path: Path, **others: Any) -> Reference:
-    """Save a random model, and return one that is equal to it. `others` replace fields of the config."""
+def save_deepseek_v4_1(path: Path, tokenizer: Tokenizer | None = None, **others: Any) -> Reference:
+    """Save a random model, and return one that is equal to it.
+
+    Args:
+        path: The directory.
+        tokenizer: The tokenizer; by default one in which three forms of a letter have one class.
+        others: The fields that differ in the config.
+    """
     config = CONFIG | others
-    config["engram_compressed_vocab_size"] = -(-config["vocab_size"] // 3)
-    reference = Reference(config)
+    if tokenizer is None:
+        words = {f"{'aAá'[i % 3]}{i // 3}": i for i in range(config["vocab_size"])}
+        tokenizer = Tokenizer(models.WordLevel(words, "A0"))
+    reference = Reference(config, tokenizer)
     reference.save(path)
     return reference
