@@ -2,8 +2,7 @@
 
 Arrays travel as raw little-endian bytes (see `arrays`); `I32` and `F32` name their element types. Structs are encoded
 as msgpack arrays, so a field may be appended but never moved; `PROTOCOL_VERSION` guards all other changes. Only
-`SamplingParams` are encoded as a map, because a request sets few of them. A *slot* is the row of a running request in
-the scheduler's arrays and in every worker's persistent batch.
+`SamplingParams` are encoded as a map. A *slot* is a running request's row in the scheduler and in the workers' batch.
 """
 
 from __future__ import annotations
@@ -134,9 +133,9 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
 class ClientHello(msgspec.Struct, tag="hello", array_like=True, gc=False, frozen=True):
     """A frontend's answer to `CoreReady`, with the same epoch. The core drops earlier messages.
 
-    `requests` are all requests that the frontend has at this core. Requests of an earlier connection are aborted, and
-    KV-cache blocks of an earlier core that no request claims are freed. Unless `is_whole`, more requests follow in
-    `AddRequests`, the last of which has `ends_greeting`. `pause` is the last pause that a core reported.
+    `requests` are all requests of the frontend at this core. Others of earlier connections are aborted, and unclaimed
+    blocks of an earlier core are freed. Unless `is_whole`, more requests follow in `AddRequests`, the last of which has
+    `ends_greeting`. `pause` is the last pause that a core reported.
     """
 
     version: int
@@ -395,9 +394,8 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     `prefix_cache_hits` includes `cpu_offload_hits`, the tokens from the CPU KV offload. `step_tokens` int32 has one
     entry per step that generated tokens: their number, plus the prompt tokens of requests that got their first token.
     `num_prompt_tokens` counts only these prompt tokens. `num_block_preemptions` is the number of preemptions for lack
-    of blocks. `running_loras` and `waiting_loras` are the sorted names of adapters of running and waiting requests. The
-    block times are float32 seconds for a sample of cached blocks: the lifetimes of evicted blocks, their idle times
-    before eviction, and the idle times of reused blocks.
+    of blocks. `running_loras` and `waiting_loras` are the sorted names of adapters of running and waiting requests.
+    Block times are float32 seconds of sampled blocks: lifetimes and idle times of evicted ones, idle times of reused.
     """
 
     num_running: int = 0
@@ -440,6 +438,7 @@ class EngineCoreOutputs(
     `scheduler_times` float32[N] are the seconds that the scheduler spent while each request was running. `core_times`
     float32[N] are the seconds of CPU cores, or of GPUs, that its tokens took. Both are empty if they were not measured.
     `prediction_counts` int32[k, 3] are rows (request index, accepted tokens, rejected tokens) of a client's prediction.
+    `draft_counts` int32[k, 2] are rows (request index, verified drafts).
     """
 
     core_index: int
@@ -458,6 +457,7 @@ class EngineCoreOutputs(
     prediction_counts: I32 = b""
     pooled: list[PooledVector] = []
     core_times: F32 = b""
+    draft_counts: I32 = b""
 
 
 class ReplicaLost(msgspec.Struct, tag="lost", array_like=True, gc=False, frozen=True):

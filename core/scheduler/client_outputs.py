@@ -10,7 +10,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from ...protocol.arrays import Int64Array, int32_bytes, int32_view
+from ...protocol.arrays import Int64Array, int32_bytes, int32_pairs, int32_view
 from ...protocol.messages import (
     EngineCoreOutputs,
     EventKind,
@@ -71,6 +71,7 @@ class Outbox:
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.prediction_counts: list[tuple[int, int, int]] = []
+        self.draft_counts = b""
         self.pooled: list[PooledVector] = []
         self.has_progress = False
         """True if there is progress to report, which does not wait for the next tokens."""
@@ -105,6 +106,7 @@ class Outbox:
         if self.prediction_counts:
             outputs.prediction_counts = int32_bytes(self.prediction_counts)
             self.prediction_counts = []
+        outputs.draft_counts, self.draft_counts = self.draft_counts, b""
         if self.pooled:
             outputs.pooled, self.pooled = self.pooled, []
         return outputs
@@ -146,6 +148,15 @@ class ClientOutputs:
                 moment.request_indices.append(row.request.request_index)
                 moment.num_cached_tokens.append(num_computed)
                 outbox.has_progress = True
+
+    def record_drafts(self, sampling: Batch, num_verified: Int64Array) -> None:
+        """Record how many drafts each row of a step verified."""
+        for rows in sampling.clients:
+            counts = num_verified[rows.positions]
+            drafted = counts.nonzero()[0]
+            if len(drafted):
+                pairs = int32_pairs(int32_view(rows.request_indices)[drafted], counts[drafted])
+                self._outboxes[rows.client_index].draft_counts += pairs
 
     def record_events(self, requests: Sequence[Request], kind: EventKind, now: float) -> None:
         """Record the same event of several requests."""

@@ -202,6 +202,7 @@ class StepResults:
             subtract_rejections(self._running, sampling, counts, num_drafts, num_verified, stats)
             if self._drafts is not None:
                 self._drafts.limits.record_drafts(sampling.slots, counts - 1, num_verified)
+            self._clients.record_drafts(sampling, num_verified)
             sampled = cut_after_stops(self._running, sampling, token_ids, counts)
             token_ids, counts, cut = sampled
         for row in late:

@@ -11,10 +11,9 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from itertools import chain, repeat
 from typing import Final, NamedTuple
 
-from ...protocol.arrays import float32_bytes, float32_view, int32_list, int32_view
+from ...protocol.arrays import float32_bytes, int32_list, int32_view
 from ...protocol.messages import (
     F32,
     EngineCoreOutputs,
@@ -29,6 +28,7 @@ from ..observability.metrics.names import REJECTIONS
 from ..observability.tracing.request_trace import Recovery, end_recovery
 from .groups.hidden_states import end_states
 from .groups.recent_requests import RecentRequest, RecentRequests
+from .groups.step_arrays import owners_of, times_of, token_ids_of
 from .replicas.core_load import CoreLoad
 from .request_group import RequestGroup, Sequence
 from .sequence_io import FastStream
@@ -118,13 +118,14 @@ class OutputProcessor:
             ValueError: The sizes of the arrays do not match. Nothing was changed.
         """
         rows = self._find_rows(outputs)
-        token_ids = _token_ids(outputs, len(rows.sequences))
+        token_ids = token_ids_of(outputs, len(rows.sequences))
         ended = int32_list(outputs.finished_set)
-        scheduler_times = _times(outputs.scheduler_times, len(ended))
-        core_times = _times(outputs.core_times, len(ended))
+        scheduler_times = times_of(outputs.scheduler_times, len(ended))
+        core_times = times_of(outputs.core_times, len(ended))
         # Most messages have only tokens, and numpy takes long if it is called once per step.
         counts = outputs.prediction_counts
         predictions = int32_view(counts).reshape(-1, 3).tolist() if counts else []
+        drafts = int32_view(outputs.draft_counts).reshape(-1, 2) if outputs.draft_counts else None
         events = [event for group in outputs.events for event in group.split()]
         for event in events:
             self._apply_event(event)
@@ -145,9 +146,13 @@ class OutputProcessor:
             if (sequence := self.sequences.get(request_index)) is not None:
                 sequence.num_accepted_predictions += num_accepted
                 sequence.num_rejected_predictions += num_rejected
+        if drafts is not None:
+            for request_index, num_drafts in drafts.tolist():
+                if (sequence := self.sequences.get(request_index)) is not None:
+                    sequence.num_drafts += num_drafts
         if token_ids:
             self._unsent_since = outputs.timestamp
-            self._append_tokens(outputs, _owners(outputs, rows.sequences), token_ids)
+            self._append_tokens(outputs, owners_of(outputs, rows.sequences), token_ids)
             if self._recovering:
                 self._end_recoveries(outputs.timestamp)
         if rows.watched:
@@ -468,33 +473,3 @@ class OutputProcessor:
             sequence.load.record_left_queue(
                 sequence.num_prompt_tokens, was_queued=bool(sequence.queued_time)
             )
-
-
-def _token_ids(outputs: EngineCoreOutputs, num_rows: int) -> list[int]:
-    """Return the tokens of all rows. Raise ValueError if their number does not match the rows."""
-    token_ids = int32_list(outputs.token_ids)
-    if not outputs.num_tokens:
-        if len(token_ids) != num_rows:
-            raise ValueError(f"{len(token_ids)} tokens for {num_rows} requests")
-        return token_ids
-    counts = int32_list(outputs.num_tokens)
-    if len(counts) != num_rows or min(counts) < 0 or sum(counts) != len(token_ids):
-        raise ValueError(f"counts of {len(token_ids)} tokens do not match {num_rows} requests")
-    return token_ids
-
-
-def _times(data: F32, num_ended: int) -> list[float]:
-    """Return the seconds of each finished request. Raise ValueError if their number does not match."""
-    seconds: list[float] = float32_view(data).tolist() if data else []
-    if seconds and len(seconds) != num_ended:
-        raise ValueError(f"{len(seconds)} times for {num_ended} finished requests")
-    return seconds
-
-
-def _owners(
-    outputs: EngineCoreOutputs, sequences: list[Sequence | None]
-) -> Iterable[Sequence | None]:
-    """Return an iterable with the sequence of each token in the message."""
-    if not outputs.num_tokens:
-        return sequences
-    return chain.from_iterable(map(repeat, sequences, int32_list(outputs.num_tokens)))

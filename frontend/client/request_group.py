@@ -32,8 +32,7 @@ SUSPICIOUS_SILENT_CRASHES: Final = 2
 class Sequence:
     """One prompt and its continuation: tokens, finish state, and times for the metrics.
 
-    Times are CLOCK_MONOTONIC seconds, 0.0 until known. The frontend measures `arrival_time` and `finish_time`; the core
-    measures the others.
+    Times are CLOCK_MONOTONIC seconds, 0.0 until known. All but `arrival_time` and `finish_time` come from the core.
 
     Attributes:
         fast_stream: Called with new output before the group's reader, if it is set.
@@ -42,7 +41,7 @@ class Sequence:
         epoch: The epoch of the core that the sequence was last sent to; 0 for none.
         routing_keys: Keys of the prompt blocks and of the LoRA adapter, if there are several replicas.
         was_accepted: True if a core has confirmed the sequence.
-        num_drafted_tokens: Generated tokens that were accepted drafts.
+        num_drafts, num_drafted_tokens: Drafts that were verified, and generated tokens that were accepted ones.
         num_losses: Replicas lost while computing the sequence, since it was last cleared of suspicion.
         num_accepted_predictions, num_rejected_predictions: Drafted tokens of the client's prediction.
         recoveries: The core crashes that the sequence survived.
@@ -78,6 +77,7 @@ class Sequence:
         "num_cached_tokens",
         "num_computed_tokens",
         "num_drafted_tokens",
+        "num_drafts",
         "num_loaded_tokens",
         "num_losses",
         "num_preemptions",
@@ -116,7 +116,7 @@ class Sequence:
         self.request = request
         self.routing_keys: list[int] = []
         self.num_losses = self.num_silent_crashes = self.num_preemptions = self.epoch = 0
-        self.num_drafted_tokens = self.num_accepted_predictions = self.num_rejected_predictions = 0
+        self.num_accepted_predictions = self.num_rejected_predictions = self.num_drafts = 0
         self.was_accepted = self.is_pinned = self.has_updates = False
         self.core_index = self._num_tokens_when_lost = -1
         self.load: CoreLoad
@@ -129,7 +129,7 @@ class Sequence:
         self.group: RequestGroup
         self.updates: list[Sequence]
         self.stream_interval: int
-        self.position = self.num_read_tokens = 0
+        self.position = self.num_read_tokens = self.num_drafted_tokens = 0
         self.token_ids, self.wake_at = array("i"), 1
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprob_messages: list[TokenLogprobs] = []

@@ -38,7 +38,11 @@ def llama_timings(sequence: Sequence, num_generated: int) -> Json:
     answer_ms = max((sequence.last_token_time or now) - first, 0.0) * 1e3
     num_cached = sequence.num_cached_tokens
     num_computed = sequence.num_prompt_tokens - num_cached
-    return _llama_timings(num_cached, num_computed, prompt_ms, num_generated, answer_ms)
+    timings = _llama_timings(num_cached, num_computed, prompt_ms, num_generated, answer_ms)
+    if sequence.num_drafts:
+        timings["draft_n"] = sequence.num_drafts
+        timings["draft_n_accepted"] = min(sequence.num_drafted_tokens, sequence.num_drafts)
+    return timings
 
 
 def llama_prompt_timings(progress: Json) -> Json:

@@ -74,6 +74,20 @@ def test_drafts_do_not_change_the_output_of_a_request(
     assert usage["completion_tokens"] == expected_usage["completion_tokens"]
 
 
+def test_llama_cpp_timings_count_verified_and_accepted_drafts(
+    drafting: Server, plain: Server
+) -> None:
+    body = {"prompt": PROMPT, "n_predict": 60, "ignore_eos": True, "temperature": 0}
+    status, answer = drafting.post("/completion", body)
+    assert status == 200, answer
+    timings = answer["timings"]
+    assert 0 < timings["draft_n_accepted"] <= timings["draft_n"]
+    assert timings["draft_n_accepted"] < timings["predicted_n"] == 60
+    status, answer = plain.post("/completion", body)
+    assert status == 200, answer
+    assert "draft_n" not in answer["timings"]
+
+
 def test_drafts_copy_repeated_text_in_fewer_steps(drafting: Server, plain: Server) -> None:
     def count(server: Server) -> tuple[float, float, float]:
         names = (
