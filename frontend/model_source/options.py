@@ -83,7 +83,18 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         LoadFormat,
         option(
             "Weights to load; dummy uses random weights",
-            synonyms={"safetensors": "auto", "mistral": "auto"},
+            synonyms=dict.fromkeys(
+                (
+                    "fastsafetensors",
+                    "gguf",
+                    "hf",
+                    "instanttensor",
+                    "mistral",
+                    "runai_streamer",
+                    "safetensors",
+                ),
+                "auto",
+            ),
         ),
     ] = LoadFormat.AUTO
     quantization: Annotated[

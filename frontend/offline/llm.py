@@ -8,22 +8,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Self, TypeAlias
 
-import msgspec
-
-from ...protocol.errors import ParameterError, counted
 from ...protocol.file_identity import LoraAdapter
 from ...protocol.sampling_params import SamplingParams
 from ..chat import ModelTemplates, SpecialTokenGuard
 from ..cli.arguments import Settings, parse_settings, settings_of
 from ..client.beam_search import BeamSearch, BeamSearchParams
-from ..client.encoder_inputs import without_bad_words
 from ..client.engine_client import RequestGroup, SequenceRequest
-from ..client.prompt_candidates import verify_candidates
-from ..client.sequence_io import params_for_output
 from ..media.transcription.options import Task, TranscriptionOptions, parse_language
 from ..media.transcription.transcriber import Transcript
-from ..tokenizer.tokenizer import Tokenizer
 from .control import ControlMethods
+from .drop_in.engine_args import Options, keywords_of
+from .drop_in.tokenizer import ModelTokenizer
 from .local_engine import LocalEngine
 from .local_transcriber import AudioClip, LocalTranscriber
 from .loras import LoraChoice, OfflineLoras
@@ -36,7 +31,7 @@ from .outputs import (
 from .pooling import PoolingMethods
 from .progress import ProgressBar, progress_bar
 from .prompts import EncodedPrompt, Prompt, PromptEncoder, as_list
-from .structured import OfflineGrammars
+from .requests import OfflineRequests, each_priority
 
 Message: TypeAlias = Mapping[str, Any]
 
@@ -69,6 +64,11 @@ class LLM(PoolingMethods, ControlMethods):
         llm._serve(parse_settings([*defaults, *flags]))  # noqa: SLF001
         return llm
 
+    @classmethod
+    def from_engine_args(cls, engine_args: Options) -> Self:
+        """Return a model with the options of an `EngineArgs`."""
+        return cls(**keywords_of(engine_args))
+
     def _serve(self, settings: Settings) -> None:
         self._engine = LocalEngine(settings)
         self._numbers = itertools.count()
@@ -78,7 +78,7 @@ class LLM(PoolingMethods, ControlMethods):
         self._prompts = PromptEncoder(self._engine)
         self._transcriber: LocalTranscriber | None = None
         self._loras = OfflineLoras(self._engine.config.model)
-        self._grammars = OfflineGrammars(self._engine)
+        self._requests = OfflineRequests(self._engine, self._loras, self._numbers)
         self._queued: list[tuple[RequestGroup, EncodedPrompt]] = []
         atexit.register(self.close)
 
@@ -120,16 +120,38 @@ class LLM(PoolingMethods, ControlMethods):
         lora_request: LoraChoice | Sequence[LoraChoice] = None,
         priority: int | Sequence[int] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        use_tqdm: ProgressBar = False,
     ) -> list[str]:
-        """Start to generate as `generate` does, and return the IDs of the requests. `wait_for_completion` ends them."""
-        wanted = self._encode(prompts, tokenization_kwargs)
-        work = self._submit(wanted, sampling_params, lora_request, priority)
-        groups = self._engine.run(work)
-        self._queued += zip(groups, wanted, strict=True)
-        return [group.request_id for group in groups]
+        """Start to generate as `generate` does, and return the IDs of the requests. `wait_for_completion` ends them.
 
-    def wait_for_completion(self, *, use_tqdm: ProgressBar = False) -> list[RequestOutput]:
-        """Return the outputs of all prompts that were passed to `enqueue`, in their order."""
+        `use_tqdm` has no effect, because nothing is waited for.
+        """
+        wanted = self._encode(prompts, tokenization_kwargs)
+        return self._enqueue(wanted, sampling_params, lora_request, priority)
+
+    def enqueue_chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: ProgressBar = False,
+        lora_request: LoraChoice | Sequence[LoraChoice] = None,
+        priority: int | Sequence[int] | None = None,
+        **preprocessing: Any,
+    ) -> list[str]:
+        """Start to answer as `chat` does, and return the IDs of the requests. `wait_for_completion` ends them.
+
+        `use_tqdm` has no effect, because nothing is waited for.
+        """
+        prompts = self.preprocess_chat(messages, **preprocessing)
+        return self._enqueue(prompts, sampling_params, lora_request, priority)
+
+    def wait_for_completion(
+        self, output_type: object = None, *, use_tqdm: ProgressBar = False
+    ) -> list[RequestOutput]:
+        """Return the outputs of all prompts that were passed to `enqueue` or `enqueue_chat`, in their order.
+
+        `output_type` has no effect.
+        """
         queued, self._queued = self._queued, []
         with progress_bar(use_tqdm, len(queued)) as advance:
             return self._engine.run(self._collect(queued, advance))
@@ -138,10 +160,9 @@ class LLM(PoolingMethods, ControlMethods):
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
+        use_tqdm: ProgressBar = False,
         lora_request: LoraChoice | Sequence[LoraChoice] = None,
         priority: int | Sequence[int] | None = None,
-        use_tqdm: ProgressBar = False,
         **preprocessing: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of several, and return the outputs in their order.
@@ -149,9 +170,9 @@ class LLM(PoolingMethods, ControlMethods):
         Args:
             messages: One conversation or a list of them.
             sampling_params: Parameters for all conversations, or one per conversation. The default is the model's own.
+            use_tqdm: As for `generate`.
             lora_request: As for `generate`.
             priority: As for `generate`.
-            use_tqdm: As for `generate`.
             preprocessing: Arguments of `preprocess_chat`.
 
         Raises:
@@ -264,8 +285,10 @@ class LLM(PoolingMethods, ControlMethods):
         self,
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams,
-        *,
-        lora_request: LoraChoice = None,
+        lora_request: LoraChoice | Sequence[LoraChoice] = None,
+        use_tqdm: ProgressBar = False,
+        concurrency_limit: int | None = None,
+        priority: int | Sequence[int] | None = None,
     ) -> list[BeamSearchOutput]:
         """Return the most probable continuations of every prompt, in the order of the prompts.
 
@@ -273,6 +296,9 @@ class LLM(PoolingMethods, ControlMethods):
             prompts: One prompt or a list of them.
             params: The parameters of the search.
             lora_request: The LoRA adapter to use, as for `generate`. The default is the base model.
+            use_tqdm: Without effect.
+            concurrency_limit: Without effect, because the scheduler limits how many prompts run at once.
+            priority: As for `generate`.
 
         Raises:
             ParameterError: A prompt or parameter is invalid.
@@ -281,24 +307,30 @@ class LLM(PoolingMethods, ControlMethods):
         params.verify(self._engine.config)
         wanted = [self._prompts.encode(prompt) for prompt in as_list(prompts)]
         loras = self._loras.find_each(lora_request, [bool(each.encoder_inputs) for each in wanted])
-        return self._engine.run(self._beam_search(wanted, params, loras))
+        ranks = each_priority(priority, len(wanted))
+        return self._engine.run(self._beam_search(wanted, params, loras, ranks))
 
     async def _beam_search(
         self,
         prompts: list[EncodedPrompt],
         params: BeamSearchParams,
         loras: Sequence[LoraAdapter | None],
+        priority: Sequence[int],
     ) -> list[BeamSearchOutput]:
         engine = self._engine
         search = BeamSearch(
             engine.client, params, engine.config.model.eos_token_ids, str(next(self._numbers))
         )
-        results = self._without_bad_words(SamplingParams(max_tokens=params.max_tokens))
+        results = self._requests.without_bad_words(SamplingParams(max_tokens=params.max_tokens))
         requests = [
             SequenceRequest(
-                prompt.token_ids, results, lora=lora, encoder_inputs=list(prompt.encoder_inputs)
+                prompt.token_ids,
+                results,
+                priority=rank,
+                lora=lora,
+                encoder_inputs=list(prompt.encoder_inputs),
             )
-            for prompt, lora in zip(prompts, loras, strict=True)
+            for prompt, lora, rank in zip(prompts, loras, priority, strict=True)
         ]
         group = await search.run(requests)
         outputs = zip(group.read_all(), search.logprobs, strict=True)
@@ -317,13 +349,13 @@ class LLM(PoolingMethods, ControlMethods):
             for prompt, results in zip(prompts, group.outputs_by_prompt(), strict=True)
         ]
 
-    def get_tokenizer(self) -> Tokenizer:
-        """Return the model's tokenizer, which has `encode` and `decode`."""
-        return self._engine.tokenizer
+    def get_tokenizer(self) -> ModelTokenizer:
+        """Return the model's tokenizer, with the methods of transformers' tokenizers."""
+        return ModelTokenizer(self._engine.tokenizer, self._template)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the sampling parameters in the model's generation config."""
-        return SamplingParams(**self._engine.config.frontend.default_sampling)  # type: ignore[arg-type]
+        return self._requests.default_params()
 
     def close(self) -> None:
         """Stop the processes. Later calls do nothing."""
@@ -346,6 +378,18 @@ class LLM(PoolingMethods, ControlMethods):
             self._prompts.encode(prompt, tokenization=tokenization) for prompt in as_list(prompts)
         ]
 
+    def _enqueue(
+        self,
+        prompts: list[EncodedPrompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        lora_request: LoraChoice | Sequence[LoraChoice],
+        priority: int | Sequence[int] | None,
+    ) -> list[str]:
+        work = self._requests.submit(prompts, sampling_params, lora_request, priority)
+        groups = self._engine.run(work)
+        self._queued += zip(groups, prompts, strict=True)
+        return [group.request_id for group in groups]
+
     def _generate(
         self,
         prompts: list[EncodedPrompt],
@@ -355,83 +399,11 @@ class LLM(PoolingMethods, ControlMethods):
         use_tqdm: ProgressBar,
     ) -> list[RequestOutput]:
         async def work() -> list[RequestOutput]:
-            groups = await self._submit(prompts, sampling_params, lora_request, priority)
+            groups = await self._requests.submit(prompts, sampling_params, lora_request, priority)
             return await self._collect(list(zip(groups, prompts, strict=True)), advance)
 
         with progress_bar(use_tqdm, len(prompts)) as advance:
             return self._engine.run(work())
-
-    def _fitting(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
-        """Return parameters whose `max_tokens` does not exceed the context, because all prompts may share them."""
-        remaining = self._engine.config.model.max_model_len - num_prompt_tokens
-        if params.max_tokens is None or not 0 < remaining < params.max_tokens:
-            return params
-        return msgspec.structs.replace(params, max_tokens=remaining)
-
-    def _verify_candidates(self, params: SamplingParams, num_prompt_tokens: int) -> None:
-        if (candidates := params.prompt_candidates) is not None:
-            model, frontend = self._engine.config.model, self._engine.config.frontend
-            verify_candidates(
-                candidates, num_prompt_tokens, model.vocab_size, frontend.max_logprobs
-            )
-
-    def _without_bad_words(self, params: SamplingParams) -> SamplingParams:
-        """Return sampling parameters that also exclude the tokens that a model with a source never generates."""
-        source = self._engine.config.model.source_text
-        return params if source is None else without_bad_words(params, source)
-
-    async def _submit(
-        self,
-        prompts: list[EncodedPrompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        lora_request: LoraChoice | Sequence[LoraChoice],
-        priority: int | Sequence[int] | None,
-    ) -> list[RequestGroup]:
-        """Start to generate, and return the request of each prompt.
-
-        Raises:
-            ParameterError: A parameter is invalid; no request runs.
-        """
-        has_images = [bool(prompt.encoder_inputs) for prompt in prompts]
-        loras = self._loras.find_each(lora_request, has_images)
-        if sampling_params is None:
-            sampling_params = self.get_default_sampling_params()
-        if isinstance(sampling_params, SamplingParams):
-            sampling_params = [sampling_params] * len(prompts)
-        if priority is None or isinstance(priority, int):
-            priority = [priority or 0] * len(prompts)
-        for name, values in (("sampling_params", sampling_params), ("priority", priority)):
-            if len(values) != len(prompts):
-                raise ParameterError(
-                    name,
-                    f"has {counted(len(values), 'value')} for {counted(len(prompts), 'prompt')}",
-                )
-        params = [
-            await self._grammars.check(self._without_bad_words(_with_tuples(each)))
-            for each in sampling_params
-        ]
-        groups: list[RequestGroup] = []
-        try:
-            for prompt, each, lora, rank in zip(prompts, params, loras, priority, strict=True):
-                each = self._fitting(each, len(prompt.token_ids))
-                self._verify_candidates(each, len(prompt.token_ids))
-                sequences = [
-                    SequenceRequest(
-                        prompt.token_ids,
-                        params_for_output(each, j),
-                        priority=rank,
-                        lora=lora,
-                        encoder_inputs=list(prompt.encoder_inputs),
-                    )
-                    for j in range(each.n)
-                ]
-                request_id = str(next(self._numbers))
-                groups.append(await self._engine.client.submit(sequences, request_id=request_id))
-        except BaseException:
-            for group in groups:
-                group.abort()
-            raise
-        return groups
 
     async def _collect(
         self,
@@ -451,12 +423,3 @@ class LLM(PoolingMethods, ControlMethods):
         finally:
             for group, _ in requests:
                 group.abort()
-
-
-def _with_tuples(params: SamplingParams) -> SamplingParams:
-    """Return parameters whose lists of texts may have been given as one text or as a list."""
-    stop, stop_regex, bad_words = (
-        (value,) if isinstance(value, str) else tuple(value)
-        for value in (params.stop, params.stop_regex, params.bad_words)
-    )
-    return msgspec.structs.replace(params, stop=stop, stop_regex=stop_regex, bad_words=bad_words)

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from contextlib import ExitStack
 from typing import Any, Final, TypeVar
 
@@ -68,12 +69,20 @@ class LocalEngine:
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` on the engine's loop and return its result. If the caller is interrupted, `work` is cancelled."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        future = self.start(work)
         try:
             return future.result()
         except BaseException:
             future.cancel()
             raise
+
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start `work` on the engine's loop, and return its future result."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def call(self, function: Callable[[], object]) -> None:
+        """Call a function on the engine's loop, soon."""
+        self._loop.call_soon_threadsafe(function)
 
     def close_together(self, close: Callable[[], None]) -> None:
         """Register `close` to be called when the engine is closed, before its processes are stopped."""

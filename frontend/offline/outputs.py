@@ -91,6 +91,10 @@ class CompletionOutput:
     error: str | None
     hidden_states: Float32Array | None = None
 
+    def finished(self) -> bool:
+        """Return whether the output has ended."""
+        return self.finish_reason is not None
+
     @property
     def cumulative_logprob(self) -> float | None:
         """The logprob of the whole output; None if logprobs were not requested."""
@@ -136,6 +140,11 @@ class RequestOutput:
     metrics: RequestMetrics
     prompt_token_id_logprobs: Float32Array | None = None
     kv_transfer_params: dict[str, object] | None = None
+
+    @property
+    def finished(self) -> bool:
+        """True if all outputs have ended."""
+        return all(output.finished() for output in self.outputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +245,7 @@ def request_output(
     deltas: list[Delta],
     tokenizer: Tokenizer | None,
 ) -> RequestOutput:
-    """Return the output of a request that has ended. Tokens have no text without a tokenizer."""
+    """Return the output of a request. Tokens have no text without a tokenizer."""
     first, positions, scores = group.sequences[0], None, None
     if first.params.prompt_logprobs is not None:
         positions = list(first.iterate_prompt_logprobs())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Self
@@ -17,15 +18,28 @@ from ..client.groups.hidden_states import PARAM, states_in_file
 from ..client.prompt_candidates import candidate_rows
 from ..http.shown_values import echo
 from ..tokenizer.token_ids import truncate
+from .drop_in.constraints import StructuredOutputsParams
 
 _WITHOUT_EFFECT: Final = (
     "flat_logprobs",
-    "output_kind",
+    "output_text_buffer_length",
     "skip_clone",
     "skip_reading_prefix_cache",
     "spaces_between_special_tokens",
+    "stream_interval",
 )
 """vLLM's arguments of SamplingParams that cannot change an output here."""
+
+_NOT_SUPPORTED: Final = ("routed_experts_prompt_start", "trace_decode_token_ids", "watermarking")
+"""vLLM's arguments of SamplingParams whose false values mean that there is nothing to do."""
+
+
+class RequestOutputKind(enum.Enum):
+    """The part of an output that each result of a stream has: all so far, what is new, or only the last result."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
 
 
 class _NamesOfVllm(type(msgspec.Struct)):  # type: ignore[misc]
@@ -34,6 +48,9 @@ class _NamesOfVllm(type(msgspec.Struct)):  # type: ignore[misc]
     def __call__(cls, *args: Any, **given: Any) -> Any:
         for name in _WITHOUT_EFFECT:
             given.pop(name, None)
+        for name in _NOT_SUPPORTED:
+            if value := given.pop(name, None):
+                raise ParameterError(name, f"is not supported, got {echo(value)}; omit it")
         if states := given.pop("return_hidden_states", None):
             given["returned_states"] = ReturnedStates(
                 StatesOf.LAST if states == "last" else StatesOf.ALL
@@ -44,6 +61,8 @@ class _NamesOfVllm(type(msgspec.Struct)):  # type: ignore[misc]
             given["returned_states"] = states_in_file(value)
         if "structured_outputs" in given:
             given["structured_output"] = given.pop("structured_outputs")
+        if isinstance(constraint := given.get("structured_output"), StructuredOutputsParams):
+            given["structured_output"] = constraint.constraint
         start = given.pop("prompt_logprob_start", None) or 0
         listed = given.get("prompt_logprob_token_ids")
         if listed is not None and len(listed) and np.ndim(listed[0]):
@@ -58,13 +77,33 @@ class _NamesOfVllm(type(msgspec.Struct)):  # type: ignore[misc]
 class SamplingParams(sampling_params.SamplingParams, metaclass=_NamesOfVllm, gc=False):
     """Sampling parameters of `LLM`: those of the engine, of which some may also have vLLM's names.
 
-    `structured_outputs` is `structured_output`. `flat_logprobs`, `output_kind`, `skip_clone`,
-    `skip_reading_prefix_cache` and `spaces_between_special_tokens` have no effect. `extra_args` may have
-    `kv_transfer_params` about files of hidden states. `return_hidden_states`, SGLang's name, is True or "last".
+    `structured_outputs` is `structured_output`. `flat_logprobs`, `output_text_buffer_length`, `skip_clone`,
+    `skip_reading_prefix_cache`, `spaces_between_special_tokens` and `stream_interval` have no effect. `extra_args` may
+    have `kv_transfer_params` about files of hidden states. `return_hidden_states`, SGLang's name, is True or "last".
 
     `prompt_logprob_token_ids` may have a list of token IDs for each token of the prompt from the index
     `prompt_logprob_start` + 1 on. `prompt_token_id_logprobs` of the output are their log-probabilities.
+
+    Attributes:
+        thinking_token_budget: The maximum number of reasoning tokens; None or -1 for no limit. The model's format of
+            reasoning must be known (`reasoning_parser`).
+        output_kind: The part of the output that each result of `AsyncLLM.generate` has.
     """
+
+    thinking_token_budget: int | None = None
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+
+    @classmethod
+    def from_optional(cls, **given: Any) -> Self:
+        """Return parameters, of which those that are None have their defaults."""
+        known = {name: value for name, value in given.items() if value is not None}
+        if biases := known.get("logit_bias"):
+            known["logit_bias"] = {int(token): value for token, value in biases.items()}
+        return cls(**known)
+
+    def clone(self) -> Self:
+        """Return a copy."""
+        return msgspec.structs.replace(self)
 
 
 @dataclass(frozen=True, slots=True)

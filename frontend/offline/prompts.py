@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Sized
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +35,18 @@ class EncodedPrompt(NamedTuple):
     keeps_T: npt.NDArray[np.bool_] | None = None
 
 
+class TextPrompt(TypedDict):
+    """A mapping with a prompt as text. It may have the other names that `Prompt` lists."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    """A mapping with a prompt as token IDs. It may have the other names that `Prompt` lists."""
+
+    prompt_token_ids: list[int]
+
+
 Prompt: TypeAlias = str | list[int] | Mapping[str, Any] | EncodedPrompt
 """A text, token IDs, a mapping with `prompt`, `prompt_token_ids` or `prompt_embeds`, or a result of `preprocess_chat`.
 
@@ -52,6 +64,8 @@ The prompt's text marks their places with the model's tokens. `multi_modal_uuids
 clips are the sound of videos that are given as frames.
 """
 
+PromptType: TypeAlias = Prompt
+"""vLLM's name of `Prompt`."""
 
 PLAIN: Final = Tokenization()
 _MEDIA_FIELDS: Final = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs")

@@ -157,6 +157,11 @@ class Tokenizer:
         token: str | None = self._backend.id_to_token(token_id)
         return token
 
+    def vocabulary(self, *, has_added: bool = True) -> dict[str, int]:
+        """Return the IDs of all tokens by their spelling, with or without those that were added."""
+        vocabulary: dict[str, int] = self._backend.get_vocab(has_added)
+        return vocabulary
+
     def token_to_id(self, token: str) -> int | None:
         """Return the ID of a token; None if it is not in the vocabulary."""
         token_id: int | None = self._backend.token_to_id(token)

@@ -6,9 +6,14 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from ....protocol.errors import ConfigError
-from .accepted import PEER_FLAGS, SWITCHES, WITH_LIST, has_no_effect
+from .accepted import PEER_FLAGS, SWITCHES, WITH_LIST, WITH_VALUE, has_no_effect
 from .instead import INSTEAD
 from .translated import TRANSLATIONS, translate
+
+OTHER_FLAGS: Final = frozenset().union(
+    PEER_FLAGS, SWITCHES, WITH_LIST, WITH_VALUE, INSTEAD, TRANSLATIONS
+)
+"""All flags of other servers that are known and are no options of Engine."""
 
 _REPOSITORY: Final = ("--hf-repo", "-hf", "-hfr")
 _FILE: Final = ("--hf-file", "-hff")

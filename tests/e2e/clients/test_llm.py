@@ -17,9 +17,9 @@ import pytest
 from engine.frontend.cli.keygen import keygen
 from engine.frontend.client.embeddings import LateChunkingParams
 from engine.frontend.client.engine_client import EngineDead
+from engine.frontend.offline.drop_in.constraints import StructuredOutputsParams, structured_output
 from engine.frontend.offline.llm import LLM
 from engine.frontend.offline.params import PoolingParams
-from engine.frontend.offline.structured import StructuredOutputsParams, structured_output
 from engine.frontend.supervisor.supervisor import Supervisor
 from engine.protocol.errors import ConfigError, EngineError, ParameterError
 from engine.protocol.sampling_params import SamplingParams

@@ -1,0 +1,1 @@
+"""The classes that scripts for vLLM expect beside `LLM`."""
