@@ -7,9 +7,10 @@ import enum
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -153,29 +154,47 @@ class ProcessorWait:
     """
 
     def __init__(self) -> None:
-        self._waits_ns: dict[str, int] | None = None
+        self._began_ns = 0
+        self._before: dict[str, _ThreadTimes] | None = None
 
     def restart(self) -> None:
         """Begin again, because the process was heard."""
-        self._waits_ns = None
+        self._before = None
 
     def measure(self, pid: int) -> float:
         """Return the seconds since the first call after `restart`; 0 if the system does not report it."""
-        now_ns = _read_waits_ns(pid)
-        if self._waits_ns is None:
-            self._waits_ns = now_ns
-        before_ns = self._waits_ns
-        grown = (wait_ns - before_ns.get(thread, 0) for thread, wait_ns in now_ns.items())
-        return max(grown, default=0) / 1e9
+        now_ns, now = time.monotonic_ns(), _read_thread_times(pid)
+        if self._before is None:
+            self._began_ns, self._before = now_ns, now
+        waits_ns = [0]
+        for thread, times in now.items():
+            before = self._before.get(thread, _NEW_THREAD)
+            waits_ns.append(times.waited_ns - before.waited_ns)
+            if times.is_runnable and before is not _NEW_THREAD:
+                # The kernel adds a wait when it ends.
+                waits_ns.append(now_ns - self._began_ns - (times.ran_ns - before.ran_ns))
+        return max(waits_ns) / 1e9
 
 
-def _read_waits_ns(pid: int) -> dict[str, int]:
-    """Return the nanoseconds that each thread of a process has waited for a processor since it started."""
-    waits_ns: dict[str, int] = {}
+class _ThreadTimes(NamedTuple):
+    """The nanoseconds that a thread has run, and has waited for a processor. A runnable one runs or waits now."""
+
+    ran_ns: int
+    waited_ns: int
+    is_runnable: bool
+
+
+_NEW_THREAD: Final = _ThreadTimes(0, 0, False)
+
+
+def _read_thread_times(pid: int) -> dict[str, _ThreadTimes]:
+    """Return the times of each thread of a process since it started."""
+    found: dict[str, _ThreadTimes] = {}
     # The kernel may have no such statistics, and threads end at any time.
     with contextlib.suppress(OSError):
-        for thread in os.listdir(f"/proc/{pid}/task"):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
             with contextlib.suppress(OSError, IndexError, ValueError):
-                statistics = Path(f"/proc/{pid}/task/{thread}/schedstat").read_text()
-                waits_ns[thread] = int(statistics.split()[1])
-    return waits_ns
+                ran_ns, waited_ns, _ = map(int, (thread / "schedstat").read_text().split())
+                state = (thread / "stat").read_text().rpartition(")")[2].split()[0]
+                found[thread.name] = _ThreadTimes(ran_ns, waited_ns, state == "R")
+    return found

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from engine.frontend.supervisor import local_process
 from engine.frontend.supervisor.child import Child
@@ -104,8 +105,10 @@ def test_a_silent_process_that_waits_for_a_processor_does_not_hang(launcher: Lau
             return bool(child.find_hang(child.last_beat + silent_s, 1.0, 100.0))
 
         _, waiting, idle = children
+        wait_until(lambda: psutil.Process(idle.pid).status() == psutil.STATUS_SLEEPING)
         assert not any(hangs(child, 0.6) for child in children)
-        wait_until(lambda: not hangs(waiting, 1.4), what="it has waited for 0.4 s")
+        # A wait counts before it ends, which for this process may take a second.
+        wait_until(lambda: not hangs(waiting, 1.4), 0.8, what="it has waited for 0.4 s")
         assert hangs(idle, 1.4)
         assert hangs(waiting, 5.1)
     finally:
