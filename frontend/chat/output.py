@@ -17,9 +17,9 @@ class MessageDelta(msgspec.Struct):
         return bool(self.reasoning or self.content or self.tool_calls)
 
     @property
-    def is_content(self) -> bool:
-        """True if there is content and nothing else."""
-        return bool(self.content) and not (self.reasoning or self.tool_calls)
+    def is_text(self) -> bool:
+        """True if there is either content or reasoning, and nothing else."""
+        return bool(self.content) != bool(self.reasoning) and not self.tool_calls
 
 
 class ChatOutputParser:
@@ -36,20 +36,23 @@ class ChatOutputParser:
         return delta
 
     def _split_reasoning(self, text: str, finished: bool) -> MessageDelta:
-        delta = MessageDelta(content=text)
-        if self._reasoning is not None:
-            parts = [self._reasoning.feed(text)]
-            if finished:
-                parts.append(self._reasoning.finish())
-            delta.reasoning = "".join(part.reasoning for part in parts)
-            delta.content = "".join(part.content for part in parts)
+        if self._reasoning is None:
+            return MessageDelta(content=text)
+        part = self._reasoning.feed(text)
+        delta = MessageDelta(part.reasoning, part.content)
+        if finished:
+            rest = self._reasoning.finish()
+            delta.reasoning += rest.reasoning
+            delta.content += rest.content
         return delta
 
     def _read_calls(self, delta: MessageDelta, finished: bool) -> None:
         """Parse the content, and move the tool calls in it to `tool_calls`."""
-        if self._tools is not None:
-            pieces = [self._tools.feed(delta.content)]
-            if finished:
-                pieces.append(self._tools.finish())
-            delta.content = "".join(piece.content for piece in pieces)
-            delta.tool_calls = [call for piece in pieces for call in piece.tool_calls]
+        if self._tools is None:
+            return
+        part = self._tools.feed(delta.content)
+        delta.content, delta.tool_calls = part.content, part.tool_calls
+        if finished:
+            rest = self._tools.finish()
+            delta.content += rest.content
+            delta.tool_calls = [*part.tool_calls, *rest.tool_calls]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from ...chat import ChatOutputParser, MessageDelta, ToolParser
 from ...chat.messages import text_of_content
@@ -242,6 +242,9 @@ def _echoed(request: ChatCompletionRequest, role: str) -> str:
     return text_of_content(request.messages[-1].get("content"))
 
 
+_CONTENT: Final = b'"content":"'
+
+
 class ChatChunks(Chunks[ChatAnswer]):
     """Writes the chunks of a chat."""
 
@@ -251,7 +254,7 @@ class ChatChunks(Chunks[ChatAnswer]):
     def __init__(self, answer: ChatAnswer) -> None:
         request = answer.request
         has_more = request.logprobs or request.return_token_ids
-        text_parts = None if has_more else (b'"delta":{"content":"', b'"}')
+        text_parts = None if has_more else (b'"delta":{' + _CONTENT, b'"}')
         super().__init__(answer, text_parts, is_plain=answer.choices[0].is_plain)
         self._without_role = set(range(len(answer.choices)))
 
@@ -268,8 +271,8 @@ class ChatChunks(Chunks[ChatAnswer]):
         index = sequence.position
         choice = self._answer.choices[index]
         message = choice.read(delta)
-        if self._text_parts and delta.finish_reason is None and message.is_content:
-            return self._fill(index, encode_whole(message.content)[1:-1])
+        if self._text_parts and delta.finish_reason is None and message.is_text:
+            return self._text_chunk(index, message)
         ending = self._answer.ending_of(choice, delta)
         has_output = message or delta.finish_reason or ending["logprobs"] or "token_ids" in ending
         if not has_output:
@@ -280,6 +283,15 @@ class ChatChunks(Chunks[ChatAnswer]):
         if message.tool_calls:
             content |= choice.calls.pieces(message.tool_calls)
         return self.chunk({"index": index, "delta": content} | ending)
+
+    def _text_chunk(self, index: int, message: MessageDelta) -> bytes:
+        """Return the chunk with content or reasoning, but not both, and nothing else."""
+        text = encode_whole(message.content or message.reasoning)[1:-1]
+        if message.content:
+            return self._fill(index, text)
+        before, after = self._text_parts[index]
+        reasoning = b'"reasoning":"%b","reasoning_content":"%b' % (text, text)
+        return b"".join((before.removesuffix(_CONTENT), reasoning, after))
 
     def _opening(self, index: int) -> bytes:
         """Return the chunk with the role, and the chunk with the echoed text if there is one."""
