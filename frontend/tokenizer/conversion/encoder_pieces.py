@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ....protocol.errors import CheckpointError
-from .parts import added_token, enclose
+from .parts import HEAD, added_token, enclose
 from .sentencepiece import SPACE, normalizers, read_sentencepiece
 from .settings import Settings, settings_files
 
@@ -74,9 +74,7 @@ def convert_encoder_pieces(directory: Path) -> dict[str, dict[str, Any]]:
         steps = _albert_steps(settings, changes, is_first=path.name == _ALBERT)
         splits.insert(0, {"type": "WhitespaceSplit"})
     tokenizer = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
+        **HEAD,
         "added_tokens": settings.with_flags(
             [
                 added_token(id_, token, special=token in special)

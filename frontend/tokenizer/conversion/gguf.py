@@ -11,7 +11,7 @@ import numpy as np
 
 from ....protocol.checkpoint.gguf_config.fields import GGUFFields
 from ....protocol.errors import CheckpointError
-from .parts import added_token, bpe, byte_level, enclose, surround, word_pieces
+from .parts import HEAD, added_token, bpe, byte_level, enclose, surround, word_pieces
 from .plamo import plamo_parts
 from .pretokenizers import PRE_TOKENIZERS, PreTokenizer
 from .sentencepiece import SPACE, unigram_parts
@@ -136,9 +136,7 @@ def convert(
     before = [bos] if add_bos and bos else []
     after = [eos] if add_eos and eos else []
     tokenizer = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
+        **HEAD,
         "added_tokens": _added_tokens(vocabulary),
         "post_processor": _post_processor(vocabulary, before, after),
         **parts,

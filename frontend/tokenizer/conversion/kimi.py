@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ....protocol.errors import CheckpointError
-from .parts import added_token, bpe, byte_level, byte_texts, merges_of
+from .parts import HEAD, added_token, bpe, byte_level, byte_texts, merges_of
 from .pretokenizers import PRE_TOKENIZERS
 
 _MODEL: Final = "tiktoken.model"
@@ -62,9 +62,7 @@ def convert_kimi(directory: Path) -> dict[str, dict[str, Any]]:
     scheme = PRE_TOKENIZERS["kimi-k2"]
     model = bpe(texts, merges_of(texts), ignore_merges=True)
     tokenizer = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
+        **HEAD,
         "added_tokens": [
             added_token(count + i, content, special=is_special)
             for i, (content, is_special) in enumerate(special)

@@ -8,7 +8,7 @@ from typing import Any, Final
 import msgspec
 
 from ....protocol.errors import CheckpointError
-from .parts import added_token, bpe
+from .parts import HEAD, added_token, bpe
 from .settings import Settings, settings_files
 
 _VOCABULARY: Final = "vocab.json"
@@ -60,9 +60,7 @@ def convert_letters(directory: Path) -> dict[str, dict[str, Any]]:
     gap = fields.text("word_delimiter_token", "|")
     space = {"content": fields.text("replace_word_delimiter_char", " ")}
     tokenizer = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
+        **HEAD,
         "added_tokens": settings.with_flags(
             [
                 added_token(id_, token, special=token in special)

@@ -16,7 +16,7 @@ import msgspec
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ....protocol.checkpoint.files import SOURCE_TOKENIZER
 from ....protocol.errors import CheckpointError
-from .parts import added_token
+from .parts import HEAD, added_token
 from .sentencepiece import read_sentencepiece, unigram_parts
 from .settings import Settings, settings_files
 
@@ -105,9 +105,7 @@ def _tokenizer(model_path: Path, vocabulary_path: Path, named: dict[str, str]) -
     first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
     end = {"SpecialToken": {"id": eos, "type_id": 0}}
     return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
+        **HEAD,
         "added_tokens": added,
         "post_processor": {
             "type": "TemplateProcessing",

@@ -7,6 +7,9 @@ from typing import Any, Final
 
 from ..token_bytes import BYTE_OF_CHAR
 
+HEAD: Final[dict[str, Any]] = {"version": "1.0", "truncation": None, "padding": None}
+"""The first fields of every tokenizer.json. Texts are neither cut nor padded."""
+
 _CHAR_OF_BYTE: Final = {byte: char for char, byte in BYTE_OF_CHAR.items()}
 
 

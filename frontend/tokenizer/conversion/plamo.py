@@ -14,7 +14,7 @@ from typing import Any, Final, TypeAlias
 import msgspec
 
 from ....protocol.errors import CheckpointError
-from .parts import added_token, surround
+from .parts import HEAD, added_token, surround
 from .settings import Settings, settings_files
 
 _VOCABULARY: Final = "tokenizer.jsonl"
@@ -62,9 +62,7 @@ def convert_plamo(directory: Path) -> dict[str, dict[str, Any]]:
     )
     special = {*settings.special, *named.values()}
     tokenizer = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
+        **HEAD,
         "added_tokens": [
             added_token(index, token, special=True)
             for index, (token, _, kind) in enumerate(rows)

@@ -14,7 +14,7 @@ from typing import Any, Final
 import msgspec
 
 from ....protocol.errors import CheckpointError
-from .parts import added_token, bpe, byte_level, byte_texts, merges_of, surround
+from .parts import HEAD, added_token, bpe, byte_level, byte_texts, merges_of, surround
 
 _TEKKEN: Final = "tekken.json"
 _TEMPLATE_FILE: Final = "chat_template.jinja"
@@ -92,9 +92,7 @@ def convert_tekken(directory: Path) -> dict[str, dict[str, Any]]:
         config["chat_template"] = template
     model = bpe([*special, *texts], merges_of(texts), ignore_merges=True)
     tokenizer = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
+        **HEAD,
         "added_tokens": [added_token(i, text, special=True) for i, text in enumerate(special)],
         "post_processor": surround(special, ["<s>"], []),
         **byte_level([tekken.config.pattern], model),

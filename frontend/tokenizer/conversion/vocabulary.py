@@ -8,7 +8,7 @@ from typing import Any, Final
 import msgspec
 
 from ....protocol.errors import CheckpointError
-from .parts import added_token, bpe, byte_level, enclose, surround, word_pieces
+from .parts import HEAD, added_token, bpe, byte_level, enclose, surround, word_pieces
 from .pretokenizers import PRE_TOKENIZERS
 from .settings import Settings, settings_files
 
@@ -115,9 +115,7 @@ def convert_vocabulary(directory: Path) -> dict[str, dict[str, Any]]:
     if missing is not None and _NAMED[kind] not in (_GPT2, _QWEN2):
         raise CheckpointError(path, f"there is no token {missing!r}")
     tokenizer = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
+        **HEAD,
         "added_tokens": settings.with_flags(added),
         "post_processor": _post_processor(kind, tokens, settings, named),
         **_parts(kind, tokens, merges, settings),

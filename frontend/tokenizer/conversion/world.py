@@ -15,7 +15,7 @@ from typing import Any, Final, TypeAlias
 
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ....protocol.errors import CheckpointError
-from .parts import added_token, byte_texts
+from .parts import HEAD, added_token, byte_texts
 
 _CONFIG: Final = "tokenizer_config.json"
 _OTHERS: Final = (_CONFIG, "special_tokens_map.json", "chat_template.jinja")
@@ -68,9 +68,7 @@ def convert_world(directory: Path) -> dict[str, dict[str, Any]]:
     others = ConfigFields.read_if_present(directory / "special_tokens_map.json").config
     listed.setdefault(0, {"content": _END, "special": True})
     tokenizer = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
+        **HEAD,
         "added_tokens": [
             added_token(index, token["content"], special=token["special"])
             for index, token in sorted(listed.items())
