@@ -40,7 +40,8 @@ class Prompt(msgspec.Struct):
     that `keeps_T` marks have results. Instead of a text, a prompt to be compared may have `content`: the parts of a
     message, in which marks stand for the `media`. A pair has the media of both. A text longer than the model reads
     may be embedded in `num_parts` parts. `given_media` are those whose places the text marks; `video_hashes` are the
-    content hashes of the encoder inputs that are parts of videos.
+    content hashes of the encoder inputs that are parts of videos. `start_token_ids` are the first ones of the output of
+    a model whose encoder reads the prompt.
     """
 
     param: str
@@ -60,6 +61,7 @@ class Prompt(msgspec.Struct):
     num_parts: int = 1
     given_media: GivenMedia | None = None
     video_hashes: frozenset[bytes] = frozenset()
+    start_token_ids: npt.NDArray[np.int32] | None = None
 
 
 def parse_prompts(prompt: Any, vocab_size: int, name: str = "prompt") -> list[Prompt]:

@@ -7,7 +7,6 @@ from typing import Any, Final
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -127,14 +126,10 @@ class LlamaCompletions(Completions):
         return Prompt("input_prefix", None, np.asarray(token_ids, np.int32))
 
     def _fit(
-        self,
-        prompt: Prompt,
-        request: CompletionRequest,
-        params: SamplingParams,
-        start_token_ids: npt.NDArray[np.int32] | None,
+        self, prompt: Prompt, request: CompletionRequest, params: SamplingParams
     ) -> PreparedPrompt:
         if len(prompt.token_ids):
-            return super()._fit(prompt, request, params, start_token_ids)
+            return super()._fit(prompt, request, params)
         # The answer to an empty prompt is empty.
         params = msgspec.structs.replace(params, max_tokens=1, min_tokens=0, structured_output=None)
         return EmptyPrompt(np.zeros(1, np.int32), params, "")

@@ -10,7 +10,6 @@ from typing import ClassVar, Final
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 from starlette.types import Receive
 
 from ....protocol.sampling_params import SamplingParams
@@ -81,12 +80,13 @@ class Completions(Endpoint[CompletionRequest]):
                 if model.source_text is not None:
                     longest = model.source_text.max_tokens
                 verify_num_characters(len(prompt.text or ""), prompt.param, longest)
-        start_token_ids = None
         if model.source_text is not None:
             for name in ("suffix", "echo", "prompt_logprobs"):
                 if getattr(request, name):
                     raise bad_request(name, "needs a model without an encoder")
-            start_token_ids = await encode_start(request.decoder_prompt, serving, model.source_text)
+            start = await encode_start(request.decoder_prompt, serving, model.source_text)
+            for prompt in prompts:
+                prompt.start_token_ids = start
         elif request.decoder_prompt is not None:
             raise bad_request("decoder_prompt", "needs a model with an encoder")
         if request.suffix:
@@ -100,7 +100,7 @@ class Completions(Endpoint[CompletionRequest]):
             await encode_with_media(serving, prompts, has_special=has_special)
         prepared: list[PreparedPrompt] = []
         for prompt in prompts:
-            prepared.append(self._fit(prompt, request, params, start_token_ids))
+            prepared.append(self._fit(prompt, request, params))
             if len(prepared) % PROMPTS_AT_ONCE == 0:
                 await asyncio.sleep(0)
         return prepared, partial(self.answer_type, serving, request, prepared)
@@ -158,11 +158,7 @@ class Completions(Endpoint[CompletionRequest]):
         return prompts
 
     def _fit(
-        self,
-        prompt: Prompt,
-        request: CompletionRequest,
-        params: SamplingParams,
-        start_token_ids: npt.NDArray[np.int32] | None,
+        self, prompt: Prompt, request: CompletionRequest, params: SamplingParams
     ) -> PreparedPrompt:
         source, token_ids = self._serving.config.model.source_text, prompt.token_ids
         truncate, inputs = request.truncate_prompt_tokens, prompt.encoder_inputs
@@ -179,9 +175,9 @@ class Completions(Endpoint[CompletionRequest]):
             )
         if inputs:
             truncate = None
-        if source is not None and start_token_ids is not None:
+        if source is not None and prompt.start_token_ids is not None:
             inputs = [source_input(prompt, source, truncate, request.truncation_side)]
-            token_ids, truncate = start_token_ids, None
+            token_ids, truncate = prompt.start_token_ids, None
             params = without_bad_words(params, source)
         token_ids, max_tokens = fit_context(
             token_ids,

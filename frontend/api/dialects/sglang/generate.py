@@ -9,7 +9,6 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from starlette.types import Receive
 
 from .....protocol.sampling_params import SamplingParams
@@ -135,11 +134,7 @@ class SglangGenerate(Completions):
         await json_response(answer.whole(outputs))(*asgi)
 
     def _fit(
-        self,
-        prompt: Prompt,
-        request: CompletionRequest,
-        params: SamplingParams,
-        start_token_ids: npt.NDArray[np.int32] | None,
+        self, prompt: Prompt, request: CompletionRequest, params: SamplingParams
     ) -> PreparedPrompt:
         assert isinstance(request, SglangPrompt)
         if request.turn is not None and len(history := request.turn.history):
@@ -147,7 +142,7 @@ class SglangGenerate(Completions):
             if is_text and len(new) and new[0] == self._serving.tokenizer.bos_token_id:
                 new = new[1:]
             prompt.token_ids, prompt.text = np.concatenate((history, new)), None
-        return super()._fit(prompt, request, params, start_token_ids)
+        return super()._fit(prompt, request, params)
 
     def _params(self, request: CompletionRequest, constraint: Constraint | None) -> SamplingParams:
         assert isinstance(request, SglangPrompt)

@@ -12,7 +12,6 @@ from typing import ClassVar, Final
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from .....protocol.sampling_params import PromptCandidates, SamplingParams
 from ....client.engine_client import Delta, PositionLogprobs, Sequence
@@ -190,14 +189,10 @@ class VllmGenerate(Completions):
         return params
 
     def _fit(
-        self,
-        prompt: Prompt,
-        request: CompletionRequest,
-        params: SamplingParams,
-        start_token_ids: npt.NDArray[np.int32] | None,
+        self, prompt: Prompt, request: CompletionRequest, params: SamplingParams
     ) -> PreparedPrompt:
         assert isinstance(request, TokenPrompt)
-        prepared = super()._fit(prompt, request, params, start_token_ids)
+        prepared = super()._fit(prompt, request, params)
         if not request.reasons_first and request.max_reasoning_tokens < 0:
             return prepared
         serving, limit = self._serving, request.max_reasoning_tokens

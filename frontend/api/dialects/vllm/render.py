@@ -9,8 +9,6 @@ from __future__ import annotations
 from typing import Any, ClassVar, Final, Generic
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from .....protocol.encoder_inputs.inputs import EncoderInput
 from .....protocol.encoder_inputs.payloads import AudioPayload, EmbeddingPayload, ImagePayload
@@ -165,13 +163,9 @@ class CompletionRender(_Render[CompletionRequest], Completions):
     is_list = True
 
     def _fit(
-        self,
-        prompt: Prompt,
-        request: CompletionRequest,
-        params: SamplingParams,
-        start_token_ids: npt.NDArray[np.int32] | None,
+        self, prompt: Prompt, request: CompletionRequest, params: SamplingParams
     ) -> PreparedPrompt:
-        fitted = super()._fit(prompt, request, params, start_token_ids)
+        fitted = super()._fit(prompt, request, params)
         # The places of the tokens that are kept are those in the whole text.
         fitted.text = prompt.text
         return fitted
