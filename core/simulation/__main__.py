@@ -12,7 +12,15 @@ import msgspec
 
 from ...protocol.config import SchedulingPolicy
 from ...protocol.errors import EngineError, counted
-from .arguments import TRACE_HELP, add_input_arguments, list_of, policies_of, positive, read_inputs
+from .arguments import (
+    TRACE_HELP,
+    add_input_arguments,
+    add_option,
+    list_of,
+    policies_of,
+    positive,
+    read_inputs,
+)
 from .plot import draw, write_plot
 from .simulate import SimulationResult, simulate
 from .step_time import StepTimeModel
@@ -80,27 +88,19 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("trace", metavar="TRACE", help=TRACE_HELP)
     add_input_arguments(parser)
-    parser.add_argument(
-        "--policy",
-        metavar="P,P",
-        type=list_of(SchedulingPolicy),
-        help="Scheduling policies to compare (default: the recorded one, or fcfs)",
-    )
-    parser.add_argument(
-        "--replicas",
-        metavar="N,N",
-        type=list_of(positive),
-        default=[1],
-        help="Numbers of replicas to compare (default: 1)",
-    )
-    for name, summary in (
-        ("--max-num-seqs", "Maximum requests that run at once in each replica"),
-        ("--max-num-batched-tokens", "Maximum tokens per step"),
+    about = "Scheduling policies to compare (default: the recorded one, or fcfs)"
+    add_option(parser, "--policy", about, "P,P", list_of(SchedulingPolicy))
+    about = "Numbers of replicas to compare (default: 1)"
+    add_option(parser, "--replicas", about, "N,N", list_of(positive), [1])
+    for name, about in (
+        (
+            "--max-num-seqs",
+            "Maximum requests that run at once in each replica (default: as recorded)",
+        ),
+        ("--max-num-batched-tokens", "Maximum tokens per step (default: as recorded)"),
     ):
-        parser.add_argument(
-            name, metavar="N", type=positive, help=f"{summary} (default: as recorded)"
-        )
-    parser.add_argument("--plot", metavar="FILE", help="Plot the latencies in this SVG file")
+        add_option(parser, name, about, "N", positive)
+    add_option(parser, "--plot", "Plot the latencies in this SVG file", "FILE")
     return parser
 
 

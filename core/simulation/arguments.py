@@ -6,7 +6,7 @@ import argparse
 import math
 import sys
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -45,6 +45,18 @@ class Inputs(NamedTuple):
     frontend: FrontendTimes
 
 
+def add_option(
+    parser: argparse.ArgumentParser,
+    name: str,
+    about: str,
+    metavar: str,
+    parse: Callable[[str], Any] = str,
+    default: Any = None,
+) -> None:
+    """Add an option with one value."""
+    parser.add_argument(name, metavar=metavar, type=parse, default=default, help=about)
+
+
 def add_input_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that `read_inputs` reads."""
     parser.add_argument(
@@ -54,41 +66,24 @@ def add_input_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="Event log dump to fit the step times to; may be repeated",
     )
-    parser.add_argument(
-        "--step-time",
-        metavar="BASE,TOKEN,SEQUENCE,KV_TOKEN",
-        type=list_of(float),
-        help="Seconds per step, token, sequence and cached token (instead of --fit)",
+    about = "Seconds per step, token, sequence and cached token (instead of --fit)"
+    add_option(parser, "--step-time", about, "BASE,TOKEN,SEQUENCE,KV_TOKEN", list_of(float))
+    about = (
+        "Share of tokens followed by drafts, and probability that a draft is accepted; 0,0 disables "
+        "drafts (default: as recorded)"
     )
-    parser.add_argument(
-        "--drafts",
-        metavar="FOUND,RIGHT",
-        type=list_of(float),
-        help=(
-            "Share of tokens followed by drafts, and probability that a draft is accepted; 0,0 disables "
-            "drafts (default: as recorded)"
-        ),
+    add_option(parser, "--drafts", about, "FOUND,RIGHT", list_of(float))
+    add_option(
+        parser, "--rate", "Factor that multiplies the arrival rate (default: 1)", "R", float, 1.0
     )
-    parser.add_argument(
-        "--rate",
-        metavar="R",
-        type=float,
-        default=1.0,
-        help="Factor that multiplies the arrival rate (default: 1)",
-    )
-    for name, summary, default in (
-        ("--max-model-len", "Maximum prompt plus output tokens", "as recorded, or 32768"),
-        ("--num-blocks", "KV-cache blocks per replica", "as recorded"),
-        ("--block-size", "Tokens per KV-cache block", "as recorded, or 16"),
+    for name, about in (
+        ("--max-model-len", "Maximum prompt plus output tokens (default: as recorded, or 32768)"),
+        ("--num-blocks", "KV-cache blocks per replica (default: as recorded)"),
+        ("--block-size", "Tokens per KV-cache block (default: as recorded, or 16)"),
     ):
-        parser.add_argument(
-            name, metavar="N", type=positive, help=f"{summary} (default: {default})"
-        )
-    parser.add_argument(
-        "--scheduler-cls",
-        metavar="MODULE.CLASS",
-        help="Scheduler class that the server used, if not the built-in one",
-    )
+        add_option(parser, name, about, "N", positive)
+    about = "Scheduler class that the server used, if not the built-in one"
+    add_option(parser, "--scheduler-cls", about, "MODULE.CLASS")
     parser.add_argument("--json", action="store_true", help="Print one JSON object per line")
 
 

@@ -15,6 +15,7 @@ from .arguments import (
     TRACE_HELP,
     Inputs,
     add_input_arguments,
+    add_option,
     list_of,
     policies_of,
     positive,
@@ -91,65 +92,28 @@ def make_parser() -> argparse.ArgumentParser:
         help="Objectives: percentiles of ttft, itl and e2e, such as ttft_p95=500ms,itl_p95=40ms",
     )
     add_input_arguments(parser)
-    parser.add_argument(
-        "--max-replicas",
-        metavar="N",
-        type=positive,
-        default=64,
-        help="Maximum number of replicas to try (default: 64)",
-    )
-    parser.add_argument(
-        "--policy",
-        metavar="P,P",
-        type=list_of(SchedulingPolicy),
-        help="Scheduling policies to try (default: the recorded one, or fcfs)",
-    )
+    about = "Maximum number of replicas to try (default: 64)"
+    add_option(parser, "--max-replicas", about, "N", positive, 64)
+    about = "Scheduling policies to try (default: the recorded one, or fcfs)"
+    add_option(parser, "--policy", about, "P,P", list_of(SchedulingPolicy))
+    about = "Values to try (default: the recorded one, and 2, 1/2 and 1/4 times that)"
     for name in ("--max-num-seqs", "--max-num-batched-tokens"):
-        parser.add_argument(
-            name,
-            metavar="N,N",
-            type=list_of(positive),
-            help="Values to try (default: the recorded one, and 2, 1/2 and 1/4 times that)",
-        )
-    parser.add_argument(
-        "--long-prefill-token-threshold",
-        metavar="N,N",
-        type=list_of(_whole_or_none),
-        help="Values to try (default: the recorded one)",
+        add_option(parser, name, about, "N,N", list_of(positive))
+    about = "Values to try (default: the recorded one)"
+    add_option(parser, "--long-prefill-token-threshold", about, "N,N", list_of(_whole_or_none))
+    about = "Values to try; 0 is unlimited (default: the recorded one)"
+    add_option(parser, "--prefill-step-ms", about, "MS,MS", list_of(_time_or_none))
+    about = "Fractions of replicas to dedicate to prefill (default: 0)"
+    add_option(parser, "--prefill-share", about, "X,X", list_of(_share), [0.0])
+    least = ParallelConfig().remote_prefill_tokens
+    about = "Minimum uncached prompt tokens for prefill on a prefill replica (default: %(default)s)"
+    add_option(parser, "--remote-prefill-tokens", about, "N", positive, least)
+    about = (
+        "Prompt tokens per second whose keys and values can be sent to a decode replica (default: "
+        "unlimited)"
     )
-    parser.add_argument(
-        "--prefill-step-ms",
-        metavar="MS,MS",
-        type=list_of(_time_or_none),
-        help="Values to try; 0 is unlimited (default: the recorded one)",
-    )
-    parser.add_argument(
-        "--prefill-share",
-        metavar="X,X",
-        type=list_of(_share),
-        default=[0.0],
-        help="Fractions of replicas to dedicate to prefill (default: 0)",
-    )
-    parser.add_argument(
-        "--remote-prefill-tokens",
-        metavar="N",
-        type=positive,
-        default=ParallelConfig().remote_prefill_tokens,
-        help="Minimum uncached prompt tokens for prefill on a prefill replica (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--transfer-rate",
-        type=positive,
-        default=math.inf,
-        metavar="TOKENS_PER_S",
-        help=(
-            "Prompt tokens per second whose keys and values can be sent to a decode replica (default: "
-            "unlimited)"
-        ),
-    )
-    parser.add_argument(
-        "--plot", metavar="FILE", help="Plot replicas and latency of each fleet in this SVG file"
-    )
+    add_option(parser, "--transfer-rate", about, "TOKENS_PER_S", positive, math.inf)
+    add_option(parser, "--plot", "Plot replicas and latency of each fleet in this SVG file", "FILE")
     return parser
 
 
