@@ -65,6 +65,8 @@ _ARCHITECTURES: Final = {
     "QuantMixtralForCausalLM": "MixtralForCausalLM",
     "RWForCausalLM": "FalconForCausalLM",
     "ShieldGemma2ForImageClassification": "Gemma3ForConditionalGeneration",
+    "SeamlessM4TModel": "SeamlessM4TForSpeechToText",
+    "SeamlessM4Tv2Model": "SeamlessM4Tv2ForSpeechToText",
     "SkyworkR1VChatModel": "InternVLChatModel",
     "StableLMEpochForCausalLM": "StableLmForCausalLM",
     "T5WithLMHeadModel": "T5ForConditionalGeneration",

@@ -20,7 +20,9 @@ from .audio.processors import (
     lasr_processor,
     parakeet_processor,
     samples_processor,
+    seamless_processor,
 )
+from .audio.seamless import seamless_fields
 from .audio.speech_encoders import streaming_spec
 from .audio.token_writers import SAMPLES, WRITING, with_encoder_fields, writes_tokens
 from .audio.tower import CAUSAL_PART, audio_tower_spec
@@ -29,6 +31,7 @@ from .pooling.classification import TOKEN_CLASSIFIER_SUFFIX
 
 _SPEECH: Final = frozenset(SpeechKind)
 _CROSS_ATTENTION: Final = _SPEECH - {SpeechKind.VOXTRAL_REALTIME} - WRITING
+SEAMLESS: Final = (SpeechKind.SEAMLESS, SpeechKind.SEAMLESS_2)
 _T5: Final = frozenset({"t5", "mt5", "umt5"})
 _BART_STARTS: Final = {
     "bart": 2,
@@ -115,6 +118,8 @@ def with_decoder_fields(fields: ConfigFields) -> ConfigFields:
         fields = fields.with_values({"num_decoder_layers": None, "classifier_pooling": "mean"})
     if kind == SpeechKind.COHERE:
         return fields.with_defaults(**_COHERE_DEFAULTS)
+    if kind in SEAMLESS:
+        fields = seamless_fields(fields)
     if kind == SpeechKind.CANARY:
         decoder = fields.section("decoder_config")
         is_tied = fields.get("tie_word_embeddings", True)
@@ -440,6 +445,8 @@ _READERS: Final = {
     **dict.fromkeys(WRITING, parakeet_processor),
     SpeechKind.GRANITE_CTC: granite_processor,
     SpeechKind.WAV2VEC2_BERT: bert_processor,
+    SpeechKind.SEAMLESS: seamless_processor,
+    SpeechKind.SEAMLESS_2: seamless_processor,
     SpeechKind.LASR_CTC: lasr_processor,
     **dict.fromkeys(SAMPLES, samples_processor),
 }

@@ -202,6 +202,8 @@ class SpeechKind(enum.StrEnum):
     WAV2VEC2_BERT = "wav2vec2-bert"
     WAV2VEC2_CONFORMER = "wav2vec2-conformer"
     WAVLM = "wavlm"
+    SEAMLESS = "seamless_m4t"
+    SEAMLESS_2 = "seamless_m4t_v2"
     SEW = "sew"
     LASR_CTC = "lasr_ctc"
     DATA2VEC = "data2vec-audio"
@@ -260,7 +262,8 @@ class AudioProcessorConfig(msgspec.Struct, frozen=True):
         alignment_heads: The cross-attention heads, as (layer, head), whose weights show when each word is spoken.
         prompt: The texts of the prompt's tokens, if these are the prompt. They have the codes of the languages of the
             speech and of the text for "{language}" and "{target}".
-        languages: The codes of the languages that may be given for such a prompt.
+        languages: The codes of the languages that may be given for such a prompt, or for one with the token of the
+            text's language alone.
         max_tokens_per_second: The maximum number of text tokens per second of audio; 0 for no limit.
         added: The way in which outputs are added to tokens; None if the decoder reads them by cross attention.
         variance_term: The number that is added to the variance of standardized samples; 0 if they are not standardized.
@@ -314,7 +317,13 @@ class AudioProcessorConfig(msgspec.Struct, frozen=True):
     @property
     def translates(self) -> bool:
         """True if the model can write English text for speech in other languages."""
-        return self.translate_token_id >= 0 or any("{target}" in text for text in self.prompt)
+        names_target = any("{target}" in text for text in self.prompt)
+        return self.translate_token_id >= 0 or names_target or self.names_text_language
+
+    @property
+    def names_text_language(self) -> bool:
+        """True if a token of the prompt is the language of the text, which may differ from that of the speech."""
+        return bool(self.language_token_ids) and self.transcribe_token_id < 0
 
     def num_outputs(self, num_frames: int) -> int:
         """Return the number of encoder outputs for `num_frames` frames (samples if `num_mel_bins` is 0)."""

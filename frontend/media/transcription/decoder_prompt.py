@@ -98,8 +98,10 @@ class DecoderPrompts:
                 self._token(text.format(language=language, target=target)) for text in audio.prompt
             ]
         prompt = self.start(options)
-        if audio.language_token_ids:
-            is_translated = options.task is Task.TRANSLATE
+        is_translated = options.task is Task.TRANSLATE
+        if audio.names_text_language:
+            prompt.append(audio.language_token_ids["en" if is_translated else language])
+        elif audio.language_token_ids:
             task = audio.translate_token_id if is_translated else audio.transcribe_token_id
             prompt += [audio.language_token_ids[language], task]
         if self.has_timestamps and not has_timestamps:

@@ -190,7 +190,8 @@ def parse_languages(given: Sequence[str], model: SpeechModel) -> tuple[str, ...]
         ParameterError: A language is unknown, or the model cannot choose among some of its languages.
     """
     codes = tuple(dict.fromkeys(parse_language(each, model, "languages") for each in given))
-    if len(codes) > 1 and (model.audio is None or not model.audio.language_token_ids):
+    detects = model.audio is not None and model.audio.language_token_ids
+    if len(codes) > 1 and (model.needs_language or not detects):
         raise ParameterError(
             "languages",
             f"must have one language for this model, which cannot choose among {len(codes)} languages",

@@ -71,6 +71,8 @@ _FEATURES: Final[dict[SpeechKind, Callable[[Float32Array, int], Float32Array]]] 
     SpeechKind.PARAKEET_TDT: _normed,
     SpeechKind.GRANITE_CTC: paired_log_mel_changes,
     SpeechKind.WAV2VEC2_BERT: paired_kaldi_log_mel,
+    SpeechKind.SEAMLESS: paired_kaldi_log_mel,
+    SpeechKind.SEAMLESS_2: paired_kaldi_log_mel,
     SpeechKind.LASR_CTC: medical_log_mel,
 }
 """Functions of a window and the number of features. Others read Whisper's features, or samples."""

@@ -1,4 +1,6 @@
-"""Convert the tokenizer of a model that has only a model of SentencePiece: `tokenizer.model`, or `spiece.model` of T5.
+"""Convert the tokenizer of a model that has only a model of SentencePiece.
+
+It is `tokenizer.model`, `spiece.model` of T5 or `sentencepiece.bpe.model` of SeamlessM4T.
 
 The tokenizers in `tokenizer.model` are like that of Llama 2. A GGUF file of the model would have the same tokens.
 """
@@ -8,14 +10,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 
 from ....protocol.errors import CheckpointError
 from .gguf import TokenType, convert
-from .sentencepiece import SPACE, normalizers, read_sentencepiece
+from .sentencepiece import (
+    SPACE,
+    Piece,
+    SentencePieceModel,
+    normalizers,
+    read_sentencepiece,
+)
 from .settings import Settings, settings_files
 
 _MODEL, _T5_MODEL = "tokenizer.model", "spiece.model"
+_SEAMLESS_MODEL, _SEAMLESS = "sentencepiece.bpe.model", "SeamlessM4TTokenizer"
 _NUM_EXTRA: Final = {"T5Tokenizer": 100, "MT5Tokenizer": 0}
 """The classes of tokenizers in `spiece.model`, and the numbers of tokens that stand for parts that a text lacks."""
 
@@ -42,6 +52,9 @@ _LEGACY: Final = {"LlamaTokenizer": False, "CodeLlamaTokenizer": True}
 def tokenizer_model_files(directory: Path) -> list[Path]:
     """Return the files of a tokenizer in this format; none if the directory has no such tokenizer."""
     paths = [path for name in (_MODEL, _T5_MODEL) if (path := directory / name).is_file()]
+    if not paths and (seamless := directory / _SEAMLESS_MODEL).is_file():
+        # Other models have a model of SentencePiece with the same name.
+        paths = [seamless] if Settings(directory).tokenizer_class == _SEAMLESS else []
     return [paths[0], *settings_files(directory)] if paths else []
 
 
@@ -53,13 +66,16 @@ def convert_tokenizer_model(directory: Path) -> dict[str, dict[str, Any]]:
     """
     path, settings = tokenizer_model_files(directory)[0], Settings(directory)
     is_t5, kind = path.name == _T5_MODEL, settings.tokenizer_class
-    if kind not in (_NUM_EXTRA if is_t5 else _CLASSES):
+    is_seamless = path.name == _SEAMLESS_MODEL
+    if kind not in (_NUM_EXTRA if is_t5 else _CLASSES) and not is_seamless:
         raise CheckpointError(
             path,
             f"{path.name} is not read for the tokenizer_class {kind!r}; supported are "
             f"{', '.join(filter(None, _NUM_EXTRA if is_t5 else _CLASSES))}; convert the tokenizer to tokenizer.json",
         )
     model = read_sentencepiece(path)
+    if is_seamless:
+        model = _with_seamless_ids(model)
     tokens = [piece.text for piece in model.pieces]
     types = [piece.type for piece in model.pieces]
     scores = [piece.score for piece in model.pieces]
@@ -86,7 +102,7 @@ def convert_tokenizer_model(directory: Path) -> dict[str, dict[str, Any]]:
         "add_space_prefix": model.adds_space,
         "remove_extra_whitespaces": model.removes_spaces,
         "add_bos_token": settings.fields.boolean(
-            "add_bos_token", "bos_token" in named and not is_t5
+            "add_bos_token", "bos_token" in named and not is_t5 and not is_seamless
         ),
         "add_eos_token": settings.fields.boolean("add_eos_token", is_t5),
     }
@@ -113,6 +129,17 @@ def convert_tokenizer_model(directory: Path) -> dict[str, dict[str, Any]]:
             steps = tokenizer["decoder"]["decoders"]
             tokenizer["decoder"]["decoders"] = [x for x in steps if x["type"] != "Strip"]
     return {"tokenizer.json": tokenizer, "tokenizer_config.json": settings.content(named)}
+
+
+def _with_seamless_ids(model: SentencePieceModel) -> SentencePieceModel:
+    """Return the model with the ids of SeamlessM4T, which begin with the token of padding."""
+    special_ids = {"pad": 0, "unk": 1, "bos": 2, "eos": 3}
+    texts = "<pad>", "<unk>", "<s>", "</s>"
+    types = TokenType.CONTROL, TokenType.UNKNOWN, TokenType.CONTROL, TokenType.CONTROL
+    first = [Piece(text, 0.0, type_) for text, type_ in zip(texts, types, strict=True)]
+    # The model itself has all of them but padding.
+    pieces = [*first, *model.pieces[3:]]
+    return msgspec.structs.replace(model, pieces=pieces, special_ids=special_ids)
 
 
 def _prepend_scheme(settings: Settings) -> str | None:

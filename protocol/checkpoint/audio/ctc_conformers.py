@@ -79,6 +79,28 @@ def conformer_layers(fields: ConfigFields, hidden_size: int) -> ConformerLayers:
 
 def bert_spec(fields: ConfigFields) -> CtcConformerSpec:
     """Return the encoder of Wav2Vec2-BERT. Raise CheckpointError if a field is missing or invalid."""
+    layers = bert_layers(fields)
+    fields.require("output_hidden_size", layers.hidden_size)
+    adapters = read_adapters(fields)
+    if adapters is not None:
+        fields.require("use_intermediate_ffn_before_adapter", False)
+    vocab_size = fields.integer("vocab_size")
+    return CtcConformerSpec(
+        layers=layers,
+        num_mel_bins=fields.integer("feature_projection_input_dim", 160, maximum=1024),
+        num_frames=1500,
+        output_size=layers.hidden_size,
+        decoder=CtcSpec(
+            vocab_size, fields.integer("pad_token_id", 0, minimum=0, maximum=vocab_size - 1)
+        ),
+        tensor_names=_BERT_NAMES,
+        adapters=adapters,
+        adapter_activation=fields.text("adapter_act", "relu"),
+    )
+
+
+def bert_layers(fields: ConfigFields) -> ConformerLayers:
+    """Return the layers of Wav2Vec2-BERT. Raise CheckpointError if a field is missing or invalid."""
     fields = fields.with_defaults(
         hidden_size=1024,
         hidden_act="swish",
@@ -87,33 +109,22 @@ def bert_spec(fields: ConfigFields) -> CtcConformerSpec:
         num_hidden_layers=24,
         position_embeddings_type="relative_key",
     )
-    hidden_size = fields.integer("hidden_size", maximum=MAX_POSITIONS)
-    fields.require("output_hidden_size", hidden_size)
-    adapters: Convolutions | None = None
-    if fields.boolean("add_adapter", False):
-        fields.require("use_intermediate_ffn_before_adapter", False)
-        stride = fields.integer("adapter_stride", 2, maximum=64)
-        count = fields.integer("num_adapter_layers", 1, maximum=64)
-        kernel_size = fields.integer("adapter_kernel_size", 3, maximum=1023)
-        adapters = Convolutions(count, kernel_size, stride, stride // 2)
-    vocab_size = fields.integer("vocab_size")
-    return CtcConformerSpec(
-        layers=msgspec.structs.replace(
-            conformer_layers(fields, hidden_size),
-            conv_norm="layer",
-            is_causal=True,
-            norm_eps=fields.positive("layer_norm_eps", 1e-5),
-        ),
-        num_mel_bins=fields.integer("feature_projection_input_dim", 160, maximum=1024),
-        num_frames=1500,
-        output_size=hidden_size,
-        decoder=CtcSpec(
-            vocab_size, fields.integer("pad_token_id", 0, minimum=0, maximum=vocab_size - 1)
-        ),
-        tensor_names=_BERT_NAMES,
-        adapters=adapters,
-        adapter_activation=fields.text("adapter_act", "relu"),
+    return msgspec.structs.replace(
+        conformer_layers(fields, fields.integer("hidden_size", maximum=MAX_POSITIONS)),
+        conv_norm="layer",
+        is_causal=True,
+        norm_eps=fields.positive("layer_norm_eps", 1e-5),
     )
+
+
+def read_adapters(fields: ConfigFields) -> Convolutions | None:
+    """Return the convolutions of adapters, which make fewer rows; None if there are no adapters."""
+    if not fields.boolean("add_adapter", False):
+        return None
+    stride = fields.integer("adapter_stride", 2, maximum=64)
+    count = fields.integer("num_adapter_layers", 1, maximum=64)
+    kernel_size = fields.integer("adapter_kernel_size", 3, maximum=1023)
+    return Convolutions(count, kernel_size, stride, stride // 2)
 
 
 def lasr_spec(fields: ConfigFields) -> CtcConformerSpec:

@@ -13,6 +13,7 @@ from ...config.model import AudioProcessorConfig, SpeechKind
 from ..config_fields import ConfigFields
 from .ctc_conformers import bert_spec, lasr_spec
 from .fields import read_token
+from .seamless import seamless_languages, seamless_spec
 from .speech_encoders import canary_encoder_spec, fast_conformer_spec
 from .token_writers import (
     GRANITE_STACKED,
@@ -123,6 +124,25 @@ def bert_processor(
     needed = {"sampling_rate": 16_000, "stride": 2, "num_mel_bins": encoder.num_mel_bins // 2}
     # A row has two frames.
     return _conformer_processor(SpeechKind.WAV2VEC2_BERT, processor, encoder, needed, (320, 560))
+
+
+def seamless_processor(
+    processor: ConfigFields, config: ConfigFields, generation: ConfigFields
+) -> AudioProcessorConfig:
+    """Return the audio preprocessing of SeamlessM4T, whose features are those of Wav2Vec2-BERT."""
+    encoder = seamless_spec(config)
+    needed = {"sampling_rate": 16_000, "stride": 2, "num_mel_bins": encoder.num_mel_bins // 2}
+    kind = SpeechKind(config.text("model_type"))
+    audio = _conformer_processor(kind, processor, encoder, needed, (320, 560))
+    # The generation config is absent when only the encoder's sizes are read.
+    languages = seamless_languages(generation) if generation.config else {}
+    return msgspec.structs.replace(
+        audio,
+        writes_tokens=False,
+        start_token_id=read_token(generation, "decoder_start_token_id", 3, config),
+        language_token_ids=languages,
+        languages=tuple(languages),
+    )
 
 
 def lasr_processor(

@@ -69,22 +69,24 @@ class Convolutions(msgspec.Struct, frozen=True):
 
 
 class CtcConformerSpec(UnpaddedSpec, frozen=True, tag=True):
-    """A conformer that reads features and writes tokens (Wav2Vec2-BERT and MedASR).
+    """A conformer that reads features and, with a `decoder`, writes tokens (Wav2Vec2-BERT, MedASR and SeamlessM4T).
 
     A norm and a matrix make its rows or, with a `stem`, two matrices and the convolutions between them, of which the
-    last has `stem_channels`. After the layers there may be a norm, and `adapters`: layers of attention to rows that a
-    gated convolution makes, and an MLP with `adapter_activation`.
+    last has `stem_channels`. After the layers there may be a norm, with `has_middle_mlp` an MLP with halved outputs,
+    and `adapters`: layers of attention to rows that a gated convolution makes, and an MLP. The activation of these MLPs
+    is `adapter_activation`. Without a `decoder`, a last norm follows.
     """
 
     layers: ConformerLayers
     num_mel_bins: int
     num_frames: int
     output_size: int
-    decoder: CtcSpec
+    decoder: CtcSpec | None
     tensor_names: tuple[tuple[str, str], ...]
     stem: Convolutions | None = None
     stem_channels: int = 0
     has_last_norm: bool = False
+    has_middle_mlp: bool = False
     adapters: Convolutions | None = None
     adapter_activation: str = "relu"
 

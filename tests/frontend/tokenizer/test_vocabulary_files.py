@@ -153,6 +153,25 @@ def test_a_sentencepiece_model_of_speech2text_is_read(tmp_path: Path) -> None:
     assert tokenizer.decode(ids, skip_special_tokens=True) == "ab ab"
 
 
+def test_a_sentencepiece_model_of_seamless_is_read(tmp_path: Path) -> None:
+    scores = {"▁a": -1.0, "▁ab": -2.0, "b": -3.0, "▁": -4.0, "a": -5.0}
+    (tmp_path / "sentencepiece.bpe.model").write_bytes(sentencepiece_file(scores))
+    first = ["<pad>", "<unk>", "<s>", "</s>"]
+    tokens = [*first, *scores, "__eng__", "__deu__"]
+    added = {
+        str(i): {"content": token, "special": True}
+        for i, token in enumerate(tokens)
+        if token in first or token.startswith("__")
+    }
+    config = {"tokenizer_class": "SeamlessM4TTokenizer", "added_tokens_decoder": added}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = load_tokenizer(tmp_path)
+    ids = [tokens.index(token) for token in ("</s>", "__deu__", "▁ab", "▁a", "b", "</s>")]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "ab ab"
+    assert tokenizer.token_to_id("__deu__") == len(tokens) - 1
+    assert list(tokenizer.encode("ab")) == [tokens.index("▁ab")]
+
+
 @pytest.mark.parametrize("lowercase", [True, False])
 def test_a_sentencepiece_model_of_deberta_is_read(tmp_path: Path, lowercase: bool) -> None:
     scores = dict.fromkeys(("[PAD]", "[CLS]", "[SEP]", "[UNK]"), 0.0)

@@ -1,4 +1,4 @@
-"""A conformer that reads features and writes tokens (Wav2Vec2-BERT and MedASR), in torch.
+"""A conformer that reads features and may write tokens (Wav2Vec2-BERT, MedASR and SeamlessM4T), in torch.
 
 Shapes: C features of a row, D hidden size, P rows, R written tokens.
 """
@@ -44,19 +44,32 @@ class CtcConformer:
             self._norm = tensors.read_layer_norm(
                 "encoder.out_norm", size, layers.norm_eps, has_bias=has_bias
             )
+        self._middle: Callable[[Tensor], Tensor] | None = None
+        if spec.has_middle_mlp:
+            inner = layers.intermediate_size
+            up = tensors.read_linear("encoder.middle.linear1", inner, size)
+            down = tensors.read_linear("encoder.middle.linear2", size, inner)
+            activation = find_activation(checkpoint, spec.adapter_activation)
+            self._middle = lambda x_PD: x_PD + 0.5 * down(activation(up(x_PD)))
         self._adapters: list[_Adapter] = []
         if spec.adapters is not None:
             self._adapters = [
                 _Adapter(spec, spec.adapters, tensors, checkpoint, f"encoder.adapters.{index}.")
                 for index in range(spec.adapters.count)
             ]
-        self._decoder = read_token_decoder(spec.decoder, size, tensors, checkpoint)
+        self._decoder: Callable[[Tensor], Tensor]
+        if spec.decoder is None:
+            self._decoder = tensors.read_layer_norm("encoder.last_norm", size, layers.norm_eps)
+        else:
+            self._decoder = read_token_decoder(spec.decoder, size, tensors, checkpoint)
 
     def __call__(self, features_CP: Tensor) -> Tensor:
-        """Return the tokens [R, `TOKEN_FIELDS`]."""
+        """Return the tokens [R, `TOKEN_FIELDS`], or without a decoder the outputs [R, D]."""
         x_PD = self._layers(self._input(self._stem(features_CP.T)))
         if self._norm is not None:
             x_PD = self._norm(x_PD)
+        if self._middle is not None:
+            x_PD = self._middle(x_PD)
         for adapter in self._adapters:
             x_PD = adapter(x_PD)
         return self._decoder(x_PD)

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 
+from .....protocol.checkpoint.audio.seamless import seamless_fields, seamless_spec
 from .....protocol.checkpoint.audio.speech_encoders import (
     canary_encoder_spec,
     fast_conformer_spec,
@@ -78,6 +79,18 @@ _COHERE_DECODER_NAMES: Final = (
     (r"\.encoder_attn\.", ".cross_attn."),
     (r"\.mlp\.fc1\.", ".mlp.up_proj."),
     (r"\.mlp\.fc2\.", ".mlp.down_proj."),
+)
+_SEAMLESS_NAMES: Final = (
+    # The parts that read texts and speak.
+    (r"^(speech_encoder|text_encoder|t2u_model|vocoder)\..*", ""),
+    (r"^text_decoder\.embed_positions\..*", ""),
+    (r"^(text_decoder\.embed_tokens|shared)\.", "embed_tokens."),
+    (r"^text_decoder\.", ""),
+    (r"\.cross_attention_layer_norm\.", ".cross_norm."),
+    (r"\.cross_attention\.", ".cross_attn."),
+    (r"\.ffn_layer_norm\.", ".mlp_norm."),
+    (r"\.ffn\.fc", ".fc"),
+    *BART_LAYER_NAMES,
 )
 _MOONSHINE_MLP_NAMES: Final = ((r"\.mlp\.fc2\.", ".mlp.down_proj."),)
 _MOONSHINE_DECODER_NAMES: Final = (
@@ -269,6 +282,22 @@ def _canary(fields: ConfigFields) -> ModelSpec:
     return _with_tower(fields, spec, canary_encoder_spec(fields))
 
 
+def _seamless(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of the part of SeamlessM4T that writes texts of speech. Its decoder is that of M2M100."""
+    fields = seamless_fields(fields).with_defaults(activation_function="relu", scale_embedding=True)
+    fields = fields.with_values(
+        {"rms_norm_eps": 1e-5, "hidden_act": fields.get("activation_function")}
+    )
+    spec = bart_spec(
+        fields.with_defaults(tie_word_embeddings=True),
+        num_positions=fields.integer("max_position_embeddings"),
+        position_offset=fields.integer("pad_token_id", minimum=0) + 1,
+        sinusoids="by last",
+        tensor_names=_SEAMLESS_NAMES,
+    )
+    return _with_tower(fields, spec, seamless_spec(fields))
+
+
 def _bart_decoder(fields: ConfigFields) -> ModelSpec:
     """Return the decoder of Cohere Transcribe and Canary."""
     fields = fields.with_defaults(
@@ -336,6 +365,8 @@ FAMILIES = (
     Family("LasrForCTC", "lasr_ctc", _token_writer),
     Family("SEWForCTC", "sew", _token_writer),
     Family("Speech2TextForConditionalGeneration", "speech_to_text", _speech_to_text),
+    Family("SeamlessM4TForSpeechToText", "seamless_m4t", _seamless),
+    Family("SeamlessM4Tv2ForSpeechToText", "seamless_m4t_v2", _seamless),
     Family("Wav2Vec2BertForCTC", "wav2vec2-bert", _token_writer),
     Family("Wav2Vec2ConformerForCTC", "wav2vec2-conformer", _token_writer),
     Family("WavLMForCTC", "wavlm", _token_writer),
