@@ -76,6 +76,13 @@ def repeated(source: ProcessorSource, vision: SamVisionSpec) -> SquareProcessor 
     return replace(config, mark="<imgpad>" * config.num_outputs)
 
 
+def repeated_tokens(source: ProcessorSource, vision: VisionSpec) -> SquareProcessor:
+    """Return the processor of GLM-Edge-V, whose chat template writes a token for each embedding."""
+    common = HALF_VALUES | source.values(vision, BICUBIC)
+    config = SquareProcessor(**common, side=source.tile_side(vision))
+    return replace(config, mark="<|begin_of_image|>" * config.num_outputs)
+
+
 def _tile(
     source: ProcessorSource,
     vision: VisionSpec | FastVitSpec | SamVisionSpec,

@@ -15,6 +15,7 @@ from .parts import (
     indexers,
     latent_attention,
     layer_counts,
+    optional_axes,
     partial_rotary,
     rotary_axes,
 )
@@ -235,9 +236,8 @@ def _kimi_k3_parts(fields: ModelFields) -> dict[str, Any]:
 def _bailing_layers(fields: ModelFields) -> dict[str, Any]:
     num_layers = layer_counts(fields)["num_hidden_layers"]
     first = expert_fields(fields)["first_k_dense_replace"]
-    kinds = _kinds("full_attention", "linear_attention")(fields)
-    return {
-        "layer_types": kinds[:num_layers],
+    return optional_axes(fields) | {
+        "layer_types": _kinds("full_attention", "linear_attention")(fields)[:num_layers],
         "mlp_layer_types": ["sparse" if i >= first else "dense" for i in range(num_layers)],
         "kda_lower_bound": fields.get("kda.gate_lower_bound", -5.0),
         "expert_swiglu_limit_list": gate_limits(fields, "swiglu_clamp_exp"),

@@ -28,6 +28,16 @@ _GLM_NAMES: Final = (
     (r"^(vision\.encoder\..*)\.post_attention_layernorm\.", r"\1.output_norm2."),
     (r"^vision\.(boi|conv|eoi|linear_proj)\b", r"multi_modal_projector.\1"),
 )
+_GLM_EDGE_NAMES: Final = (
+    (r"^(model\.)?vision\.vit\.model\.vision_model\.", "vision_tower."),
+    (r"^(model\.)?vision\.adapter\.linear\.gate\.", "multi_modal_projector.linear_proj.gate_proj."),
+    (
+        r"^(model\.)?vision\.adapter\.linear\.linear\.",
+        "multi_modal_projector.linear_proj.linear_proj.",
+    ),
+    (r"^(model\.)?vision\.adapter\.linear\.", "multi_modal_projector.linear_proj."),
+    (r"^(model\.)?vision\.adapter\.", "multi_modal_projector."),
+)
 _VIT_SIZES: Final = Sizes(224, 16, 768, 3072, 12, 12, "gelu", 1e-12)
 _VIT_NAMES: Final = (
     (r"^enc_to_dec_proj\.", "connector.modality_projection.proj."),
@@ -155,6 +165,15 @@ def glm4v_9b(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Vi
         has_axes=True,
         tensor_names=_GLM_NAMES,
     )
+
+
+def glm_edge(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:
+    """Return the tower of GLM-Edge-V, a SigLIP with the projection of GLM-4V 9B."""
+    spec = siglip(vision, output_size, projection="gated squares", merge_factor=2)
+    check_factor(fields, "the stride", 2, spec.image_size // spec.patch_size)
+    text = fields.required_section("text_config")
+    inner = fields.integer("projector_intermediate_size", text.integer("intermediate_size", 13_696))
+    return replace(spec, adapter_size=inner, tensor_names=_GLM_EDGE_NAMES)
 
 
 def mobilevlm(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:

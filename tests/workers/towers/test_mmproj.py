@@ -13,12 +13,14 @@ from engine.protocol.checkpoint.config_fields import ConfigFields
 from engine.protocol.checkpoint.field_names import fields_of_part
 from engine.protocol.checkpoint.files import read_model_config
 from engine.protocol.checkpoint.gguf import GGUFFile
+from engine.protocol.checkpoint.gguf_config.convert import gguf_to_hf_config
 from engine.protocol.checkpoint.gguf_config.mmproj.read import read_mmproj
 from engine.protocol.checkpoint.vision.read import vision_spec
 from engine.protocol.encoder_inputs.payloads import AudioPayload, ImagePayload
 from engine.protocol.errors import CheckpointError
 from engine.workers.loaders.mmproj import MmprojCheckpoint
 from engine.workers.loaders.open_checkpoint import open_checkpoint
+from engine.workers.models.families.registry import model_spec
 from engine.workers.towers.audio_tower import AudioTower
 from engine.workers.towers.grid_tower import GridTower
 from engine.workers.towers.image_tower import TowerSource
@@ -26,7 +28,9 @@ from engine.workers.towers.make_tower import make_tower
 from gguf import GGUFWriter
 from msgspec.structs import replace
 from support.audio.checkpoints import OMNI_MODELS, PARTS, audio_directory
+from support.checkpoints.tiny import sentencepiece_tokenizer
 from support.gguf.finish import finish
+from support.gguf.hybrid import write_hybrid
 from support.mmproj.audio import PROJECTORS as AUDIO_PROJECTORS
 from support.mmproj.audio import write_audio_mmproj
 from support.mmproj.grid import DECODERS as GRID_DECODERS
@@ -45,6 +49,8 @@ from support.mmproj.writer import (
     write_unified_mmproj,
 )
 from support.own_code.known_towers.deepseek_ocr import deepseek_ocr, write_deepseek_mmproj
+from support.own_code.known_towers.glm_edge import glm_edge, write_glm_edge_mmproj
+from support.own_code.known_towers.ling3_vl import ling3_vl, write_ling3_mmproj
 from support.own_code.own_towers.dots_ocr import dots_ocr, write_dots_mmproj
 from support.own_code.own_towers.minicpm import minicpmv, write_minicpmv_mmproj
 from support.own_code.own_towers.youtu import write_youtu_mmproj, youtu_vl
@@ -236,6 +242,41 @@ def test_towers_of_files_equal_those_of_checkpoints_of_authors(kind, tmp_path):
     spec = _assert_same_spec(fields, config, 64)
     _assert_same_processor(file, found, tmp_path, config)
     _assert_same_outputs(file, tmp_path, spec, 40, 24)
+
+
+def test_towers_of_glm_edge_files_equal_those_of_checkpoints(tmp_path):
+    glm_edge(tmp_path)
+    file = tmp_path / "mmproj-tiny.gguf"
+    write_glm_edge_mmproj(file, tmp_path)
+    config = read_model_config(tmp_path)
+    text = {"hidden_size": 64, "vocab_size": 96}
+    found, fields = _read(file, text, _decoder(tmp_path / "tiny.gguf", ["a", "<|begin_of_image|>"]))
+    spec = _assert_same_spec(fields, config, 64)
+    _assert_same_processor(file, found, tmp_path, config)
+    _assert_same_outputs(file, tmp_path, spec, 24, 24)
+
+
+def test_towers_of_ling_files_equal_those_of_checkpoints(tmp_path):
+    tokenizer = sentencepiece_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|image_pad|>"]})
+    model = ling3_vl(tmp_path, vocab_size=len(tokenizer), image_token=len(tokenizer) - 1)
+    file = tmp_path / "mmproj-tiny.gguf"
+    write_ling3_mmproj(file, tmp_path)
+    config = read_model_config(tmp_path)
+    decoder = model.decoder
+    size = decoder.config.hidden_size
+    decoder.config.rope_parameters["mrope_section"] = [2, 1, 1]
+    path = write_hybrid(tmp_path / "tiny.gguf", decoder, tokenizer)
+    text = gguf_to_hf_config(GGUFFile(path))
+    found, fields = _read(file, text, GGUFFile(path))
+    spec = _assert_same_spec(fields, config, size)
+    _assert_same_outputs(file, tmp_path, spec, 40, 24)
+    # The file of the decoder has the axes of its positions.
+    read = model_spec(found.config, path)
+    expected = model_spec(config.config, tmp_path / "config.json")
+    assert expected.rotary_axes
+    assert read.rotary_axes == expected.rotary_axes
+    assert read.layers == expected.layers
 
 
 def test_towers_of_deepseek_ocr_files_equal_those_of_checkpoints(tmp_path):

@@ -36,6 +36,7 @@ from support.own_code.known_towers import (
 )
 from support.own_code.known_towers.deepseek_ocr import deepseek_ocr
 from support.own_code.known_towers.deepseek_vl2 import deepseek_vl2
+from support.own_code.known_towers.glm_edge import glm_edge
 from support.own_code.known_towers.isaac import isaac
 from support.own_code.known_towers.step_vl import step_vl
 from support.own_code.model import OwnCodeModel
@@ -66,6 +67,7 @@ MODELS: dict[str, Callable[[Path], OwnCodeModel | Moondream]] = {
     "dots_ocr": dots_ocr,
     "dots_ocr-vlm": partial(dots_ocr, is_vlm=True),
     "eagle2_5": eagle2_5,
+    "glm_edge": glm_edge,
     "locate_anything": locate_anything,
     "moondream": moondream,
     "moondream-2": partial(moondream, is_third=False),
@@ -96,6 +98,7 @@ PLACEHOLDERS = {
     "deepseek_vl2": "<image>",
     "dots_ocr": "<|imgpad|>",
     "eagle2_5": "<IMG_CONTEXT>",
+    "glm_edge": "<|begin_of_image|>",
     "locate_anything": "<IMG_CONTEXT>",
     "minicpmv": "<unk>",
     "moondream": "<|endoftext|>",

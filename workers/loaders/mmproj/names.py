@@ -91,7 +91,20 @@ _LDP2_NAMES = {
     "mm.model.mlp.2": "multi_modal_projector.linear_2",
     "mm.model.peg.0": "multi_modal_projector.depthwise",
 }
+_GLM_EDGE_NAMES = {
+    **_NAMES,
+    "adapter.boi": "multi_modal_projector.boi",
+    "adapter.eoi": "multi_modal_projector.eoi",
+    "adapter.conv": "multi_modal_projector.conv",
+    "adapter.linear.linear": "multi_modal_projector.linear_proj.linear_proj",
+    "adapter.linear.gate": "multi_modal_projector.linear_proj.gate_proj",
+    **{
+        f"adapter.linear.{name}": f"multi_modal_projector.linear_proj.{name}"
+        for name in ("dense_4h_to_h", "dense_h_to_4h", "norm1")
+    },
+}
 _OTHER_NAMES = {
+    "adapter": _GLM_EDGE_NAMES,
     "gemma4uv": _UNIFIED_NAMES,
     "gemma4v": _GEMMA4_NAMES,
     "janus_pro": _JANUS_NAMES,
@@ -191,12 +204,14 @@ _STEP_NAMES = {
     **{f"mm.{i}": f"{_VISUAL}merger.conv{i + 1}" for i in range(2)},
     "mm.model.fc": f"{_VISUAL}merger.proj",
 }
+_LING_NAMES = {**_GRID_NAMES, "mm.input_norm": f"{_VISUAL}merger.norm"}
 _OTHER_GRID_NAMES = {
     "dots_ocr": _DOTS_NAMES,
     "exaone4_5": _GRID_NAMES,
     "glm4v": _GLM_NAMES,
     "glm5v": _GLM_NAMES,
     "hunyuanvl": _HUNYUAN_NAMES,
+    "ling3vl": _LING_NAMES,
     "minimax_m3": _MINIMAX_NAMES,
     "muse-glimmer": _MUSE_NAMES,
     "nemotron_v2_vl": _NEMOTRON_NAMES,
@@ -298,6 +313,8 @@ _LAYER_TENSOR = re.compile(r"v\.blk\.(\d+)\.(\w+)\.(weight|bias|(?:in|out)put_m(
 # Tensors whose names have no suffix, such as ".weight", in a Hugging Face checkpoint.
 _PLAIN = (
     "class_embedding",
+    "projector.boi",
+    "projector.eoi",
     "lambda_1",
     "lambda_2",
     "mm_input_projection_weight",

@@ -126,6 +126,7 @@ _WITH_ANY_DECODER = {
     "FunAudioChatForConditionalGeneration",
     "FuyuForCausalLM",
     "GlmAsrForConditionalGeneration",
+    "GlmEdgeForConditionalGeneration",
     "GotOcr2ForConditionalGeneration",
     "Granite4VisionForConditionalGeneration",
     "GraniteDoclingForConditionalGeneration",

@@ -87,6 +87,17 @@ def qwen3_vl(vision: Vision) -> Mmproj:
     return _qwen(vision, *names, tower, _QWEN3_PIXELS)
 
 
+def ling3_vl(vision: Vision) -> Mmproj:
+    """Return the fields of Ling 3, whose tower is that of Qwen3-VL."""
+    tower = {
+        "hidden_size": vision.integer("embedding_length"),
+        "intermediate_size": vision.integer("feed_forward_length"),
+        "hidden_act": vision.activation("gelu_pytorch_tanh"),
+        "num_position_embeddings": vision.num_rows("v.position_embd.weight"),
+    }
+    return _qwen(vision, "bailing_moe_v3_vl", "BailingMoeV3VL", tower, _QWEN3_PIXELS)
+
+
 _QWEN2_PIXELS: Final = (56 * 56, 28 * 28 * 16384)
 _QWEN3_PIXELS: Final = (1 << 16, 1 << 24)
 """The limits of an image's pixels in the authors' processors."""

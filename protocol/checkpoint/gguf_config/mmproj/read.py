@@ -28,7 +28,7 @@ from .merged import (
     step3,
     youtu_vl,
 )
-from .qwen import exaone4_5, qwen2_5_vl, qwen2_vl, qwen3_vl
+from .qwen import exaone4_5, ling3_vl, qwen2_5_vl, qwen2_vl, qwen3_vl
 from .squares import gemma3n, granite4_vision, janus, minicpmv4_6
 
 
@@ -322,6 +322,20 @@ def _llava(vision: Vision) -> Mmproj:
     )
 
 
+def _glm_edge(vision: Vision) -> Mmproj:
+    side = vision.integer("image_size")
+    return Mmproj(
+        {
+            "model_type": "glm_edge_v",
+            "architectures": ["GlmEdgeForConditionalGeneration"],
+            "vision_config": vision.tower("gelu_pytorch_tanh"),
+            "projector_intermediate_size": vision.num_rows("adapter.linear.gate.weight"),
+            "image_token_id": vision.token_id("<|begin_of_image|>"),
+        },
+        vision.pixels({"height": side, "width": side}),
+    )
+
+
 def _mobilevlm(vision: Vision, projector: str) -> Mmproj:
     found = _llava(vision)
     own = {
@@ -335,6 +349,7 @@ def _mobilevlm(vision: Vision, projector: str) -> Mmproj:
 _Reader: TypeAlias = Callable[[Vision], Mmproj]
 
 _KINDS: Final[dict[str, _Reader]] = {
+    "adapter": _glm_edge,
     "deepseekocr": deepseek_ocr,
     "deepseekocr2": deepseek_ocr2,
     "dots_ocr": dots_ocr,
@@ -356,6 +371,7 @@ _KINDS: Final[dict[str, _Reader]] = {
     "ldpv2": partial(_mobilevlm, projector="ldpnetv2"),
     "lfm2": _lfm2,
     "lightonocr": _lighton_ocr,
+    "ling3vl": ling3_vl,
     "llama4": _llama4,
     "minicpmv4_6": minicpmv4_6,
     "minimax_m3": minimax_m3,

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
 from engine.protocol.encoder_inputs.payloads import ImagePayload
+from gguf import GGUFWriter
 from safetensors.torch import load_file, save_file
 from support.families import make_reference
+from support.gguf.finish import finish
 from support.own_code.known_towers.keye import KeyeModel, Rotary
 from support.own_code.model import fill, qwen_patches, write
 from torch import Tensor, nn
@@ -72,3 +76,51 @@ def ling3_vl(directory: Path, *, vocab_size: int = 96, image_token: int = 95) ->
     write(directory, config, {"model.visual.": tower, "linear_proj.": projection}, processor)
     save_file(own | load_file(file), file)
     return KeyeModel(decoder, encode, image_token)
+
+
+_GGUF_NAMES = (
+    (r"^linear_proj\.", "mm."),
+    (r"^model\.visual\.merger\.norm\.", "mm.input_norm."),
+    (r"^model\.visual\.patch_embed\.proj\.", "v.patch_embd."),
+    (r"^model\.visual\.pos_embed\.", "v.position_embd."),
+    (r"^model\.visual\.blocks\.", "v.blk."),
+    (r"\.norm([12])\.", r".ln\1."),
+    (r"\.attn\.qkv\.", ".attn_qkv."),
+    (r"\.attn\.proj\.", ".attn_out."),
+    (r"\.mlp\.linear_fc1\.", ".ffn_up."),
+    (r"\.mlp\.linear_fc2\.", ".ffn_down."),
+)
+
+
+def write_ling3_mmproj(path: Path, checkpoint: Path) -> None:
+    """Write the tower of a Ling 3 in a directory as an mmproj file."""
+    vision = json.loads((checkpoint / "config.json").read_text())["vision_config"]
+    processor = json.loads((checkpoint / "preprocessor_config.json").read_text())
+    writer = GGUFWriter(path, "clip")
+    writer.add_string("clip.projector_type", "ling3vl")
+    numbers = {
+        "image_size": 560,
+        "image_min_pixels": processor["min_pixels"],
+        "image_max_pixels": processor["max_pixels"],
+        "patch_size": vision["patch_size"],
+        "embedding_length": vision["hidden_size"],
+        "feed_forward_length": vision["intermediate_size"],
+        "block_count": vision["depth"],
+        "attention.head_count": vision["num_heads"],
+        "spatial_merge_size": 2,
+    }
+    for name, value in numbers.items():
+        writer.add_uint32(f"clip.vision.{name}", value)
+    writer.add_bool("clip.use_gelu", True)
+    for name, tensor in load_file(checkpoint / "model.safetensors").items():
+        if not name.startswith(("model.visual.", "linear_proj.")):
+            continue
+        for pattern, replacement in _GGUF_NAMES:
+            name = re.sub(pattern, replacement, name)
+        parts = {name: tensor}
+        if name == "v.patch_embd.weight":
+            first, second = tensor.unbind(2)
+            parts = {name: first, f"{name}.1": second}
+        for each, part in parts.items():
+            writer.add_tensor(each, part.contiguous().numpy())
+    finish(writer)
