@@ -63,6 +63,8 @@ _ENCODERS: Final = frozenset(
         "gte",
         "jina_bert",
         "jina_embeddings_v3",
+        "ibert",
+        "luke",
         "megatron-bert",
         "mobilebert",
         "modernbert",

@@ -43,6 +43,11 @@ MODELS = {
     "ErnieForSequenceClassification": ({"use_task_id": True}, 0),
     "EsmcForSequenceClassification": ({}, 0),
     "EsmForSequenceClassification": ({"position_embedding_type": "rotary"}, 0),
+    "IBertForSequenceClassification": ({}, 0),
+    "LukeForSequenceClassification": (
+        {"entity_vocab_size": 9, "entity_emb_size": 16, "type_vocab_size": 1},
+        0,
+    ),
     "MegatronBertForSequenceClassification": ({}, 0),
     "MobileBertForSequenceClassification": (
         {"intra_bottleneck_size": 24, "embedding_size": 32, "num_attention_heads": 2},
@@ -73,6 +78,8 @@ MODELS = {
     "BertForTokenClassification": ({}, slice(None)),
     "DistilBertForTokenClassification": (DISTILBERT, slice(None)),
     "AlbertForTokenClassification": ({"embedding_size": 48}, slice(None)),
+    "IBertForTokenClassification": ({}, slice(None)),
+    "LukeForTokenClassification": ({"entity_vocab_size": 9, "entity_emb_size": 16}, slice(None)),
     "ElectraForTokenClassification": ({"embedding_size": 48}, slice(None)),
     "ModernBertForTokenClassification": ({"norm_bias": True}, slice(None)),
     "NomicBertForTokenClassification": ({"type_vocab_size": 2}, slice(None)),

@@ -98,6 +98,16 @@ _JINA2_CODE_NAMES = (
     (r"\.layer_norm_2\.", ".mlp_norm."),
     *BERT_NAMES,
 )
+_IBERT_NAMES = (
+    # The numbers of quantized activations and weights.
+    (r".*(\.x_min|\.x_max|\.shift|_integer|_scaling_factor)$", ""),
+    *BERT_NAMES,
+)
+_LUKE_NAMES = (
+    (r"^(.*\.)?entity_(embeddings|predictions)\..*", ""),
+    (r".*\.(w2e|e2w|e2e)_query\..*", ""),
+    *BERT_NAMES,
+)
 _MPNET_NAMES = (
     (r"encoder\.relative_attention_bias\.", "distance_biases."),
     (r"\.attention\.attn\.([qkvo])\.", r".self_attn.\1_proj."),
@@ -284,6 +294,17 @@ def roberta(fields: ConfigFields) -> ModelSpec:
     )
 
 
+def _ibert(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of an I-BERT (arXiv 2101.01321), which is a RoBERTa unless it computes with integers."""
+    fields.require("quant_mode", False)
+    return replace(roberta(fields), tensor_names=_IBERT_NAMES)
+
+
+def _luke(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a LUKE (arXiv 2010.01057) without entities, which is a RoBERTa."""
+    return replace(roberta(fields), tensor_names=_LUKE_NAMES)
+
+
 def _distilbert(fields: ConfigFields) -> ModelSpec:
     fields = fields.with_values({"rms_norm_eps": 1e-12}).with_defaults(
         hidden_act="gelu", max_position_embeddings=512
@@ -385,6 +406,8 @@ FAMILIES = (
     *encoder_families("ConvBert", "convbert", _convbert, WITH_HIDDEN_ACT_DENSE),
     *encoder_families("MobileBert", "mobilebert", _mobilebert, AFTER_POOLER),
     *encoder_families("Ernie", "ernie", _ernie, AFTER_POOLER),
+    *encoder_families("IBert", "ibert", _ibert, WITH_OWN_DENSE),
+    *encoder_families("Luke", "luke", _luke, AFTER_POOLER),
     *encoder_families("RemBert", "rembert", _rembert, AFTER_POOLER),
     *encoder_families("Roberta", "roberta", roberta, WITH_OWN_DENSE),
     Family("RobertaSpladeSparseEmbeddingModel", "roberta", _roberta_splade),
