@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import msgspec
 
@@ -14,6 +14,9 @@ from ..http.json_pieces import EncodedJSON, encode_list, encode_object
 from ..tokenizer.tokenizer import Tokenizer
 
 Json: TypeAlias = dict[str, Any]
+
+FEW: Final = 20
+"""Number of candidates up to which they are encoded together with their position; OpenAI allows no more."""
 
 
 def finite(logprob: float) -> float:
@@ -54,18 +57,15 @@ class LogprobsRenderer:
 
     def _chat_position(self, position: PositionLogprobs) -> Json:
         chosen = self.chat_token(position.token_id, position.logprob)
-        chosen["top_logprobs"] = encode_list(
-            self.chat_token(*candidate) for candidate in position.top
-        )
+        top = (self.chat_token(*candidate) for candidate in position.top)
+        chosen["top_logprobs"] = list(top) if len(position.top) <= FEW else encode_list(top)
         return chosen
 
     def chat_token(self, token_id: int, logprob: float) -> Json:
         """Return the text, the log-probability and the bytes of a token."""
-        return {
-            "token": self.token(token_id),
-            "logprob": finite(logprob),
-            "bytes": list(self._tokenizer.token_bytes(token_id)),
-        }
+        data = self._tokenizer.token_bytes(token_id)
+        token = self.token(token_id) if self._as_token_ids else data.decode(errors="replace")
+        return {"token": token, "logprob": finite(logprob), "bytes": list(data)}
 
     def prompt(self, positions: Iterable[PositionLogprobs | None]) -> EncodedJSON:
         """Return `prompt_logprobs`: the candidates for each prompt token by token id, and null for the first."""

@@ -206,10 +206,10 @@ class Serving:
             APIError: There is no such model (404), or `scales` are invalid (400).
         """
         if not name or name in self.config.model.served_names:
+            if scales is None:
+                return self.loras.default
             with renaming(str):
-                return (
-                    self.loras.default if scales is None else self.loras.find_scaled(scales, "lora")
-                )
+                return self.loras.find_scaled(scales, "lora")
         if scales:
             raise bad_request("lora", f"cannot be used with the adapter {echo(name)} as model")
         adapter = self.loras.find(name)

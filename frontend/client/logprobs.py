@@ -8,7 +8,7 @@ from typing import Final
 
 import msgspec
 
-from ...protocol.arrays import float32_view, int32_view
+from ...protocol.arrays import float32_view, int32_list, int32_view
 from ...protocol.messages import TokenLogprobs
 
 ENTRIES_AT_ONCE: Final = 4096
@@ -54,6 +54,12 @@ def iterate_logprobs(messages: list[TokenLogprobs]) -> Iterator[PositionLogprobs
         ValueError: An array does not have `num_positions` rows.
     """
     for message in messages:
+        if message.num_positions == 1:
+            # Most messages to streams. Views take longer for so few numbers.
+            [rank] = int32_list(message.ranks)
+            values = float32_view(message.logprobs).tolist()
+            yield _position(int32_list(message.token_ids), values, rank)
+            continue
         shape = (message.num_positions, -1)
         all_ids = int32_view(message.token_ids).reshape(shape)
         all_logprobs = float32_view(message.logprobs).reshape(shape)
@@ -64,5 +70,8 @@ def iterate_logprobs(messages: list[TokenLogprobs]) -> Iterator[PositionLogprobs
             for ids, values, rank in zip(
                 all_ids[rows].tolist(), all_logprobs[rows].tolist(), ranks[rows], strict=True
             ):
-                top = list(zip(ids[1:], values[1:], strict=True))
-                yield PositionLogprobs(ids[0], values[0], rank, top)
+                yield _position(ids, values, rank)
+
+
+def _position(ids: list[int], values: list[float], rank: int) -> PositionLogprobs:
+    return PositionLogprobs(ids[0], values[0], rank, list(zip(ids[1:], values[1:], strict=True)))

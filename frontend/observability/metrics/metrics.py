@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -161,14 +160,11 @@ class Metrics:
     def record_group(self, outputs_by_prompt: Iterable[Sequence[MeasuredSequence]]) -> None:
         """Record a finished group. In vLLM's metrics, the sequences of one prompt are one request."""
         # A group may have thousands of prompts, most of them with equal counts.
-        requests = Counter(
-            (
-                outputs[0].core_index,
-                len(outputs),
-                max([sequence.num_generated_tokens for sequence in outputs]),
-            )
-            for outputs in outputs_by_prompt
-        )
+        requests: dict[tuple[int, int, int], int] = {}
+        for outputs in outputs_by_prompt:
+            num_tokens = max([sequence.num_generated_tokens for sequence in outputs])
+            counts = outputs[0].core_index, len(outputs), num_tokens
+            requests[counts] = requests.get(counts, 0) + 1
         for (core_index, num_outputs, num_tokens), times in requests.items():
             observed = self._cores[core_index].histograms
             observed["request_params_n"].observe(num_outputs, times)
