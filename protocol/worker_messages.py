@@ -103,6 +103,7 @@ class SchedulerOutput(msgspec.Struct, tag="step", array_like=True, omit_defaults
       to blocks.
     * `num_common_blocks` is the number of first blocks that the whole batch shares in the full-attention groups.
     * `lora_loads` are started by this step, which does not wait for them.
+    * `cleared_blocks` int32 are filled with zeros before anything else, because loads that failed may have written NaN.
     """
 
     step: int
@@ -121,6 +122,7 @@ class SchedulerOutput(msgspec.Struct, tag="step", array_like=True, omit_defaults
     num_common_blocks: int = 0
     lora_loads: list[LoraLoad] = []
     draft_limits: I32 = b""
+    cleared_blocks: I32 = b""
 
 
 class GrammarOutput(msgspec.Struct, tag="grammar", array_like=True, gc=False, frozen=True):

@@ -9,13 +9,14 @@ from ...protocol.config import SchedulerConfig
 from ...protocol.file_identity import LoraAdapter
 from ...protocol.worker_messages import NewRequestData
 from ..kv_cache.cached_prefix import Deferred
+from ..kv_cache.external_load import ExternalLoad
 from ..kv_cache.manager import Claim, Prefix
 from ..state.batch import ScheduledRow
 from ..state.request import Request
 from .features.encoder_inputs import EncoderInputs, EncoderPlan
 from .features.speculative import Drafts
 from .features.state_checkpoints import StateCheckpoints
-from .kv_transfers import ExternalLoad, KVTransfers
+from .kv_transfers import KVTransfers
 from .lifecycle import RequestLifecycle
 from .queues.admission_delay import AdmissionDelay
 from .queues.admission_stop import AdmissionStop

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import chain
-from typing import Final, NamedTuple
+from typing import Final
 
-from ...protocol.arrays import int32_view
+from ...protocol.arrays import int32_bytes, int32_view
 from ...protocol.config import KVTransferConfig, LoadFailurePolicy
 from ...protocol.errors import ConfigError, EngineError
 from ...protocol.messages import FinishReason, KVConnectorStats
@@ -15,6 +15,7 @@ from ...protocol.worker_messages import KVConnectorOutput, SchedulerOutput
 from ..kv_cache.block_tables import RequestBlocks
 from ..kv_cache.cached_prefix import Deferred
 from ..kv_cache.connector import BlockConnector, ExternalMatch, KVConnector, RequestEnd
+from ..kv_cache.external_load import ExternalLoad, HeldLoad, LoadInProgress
 from ..kv_cache.manager import Prefix
 from ..state.batch import StepInFlight
 from ..state.request import Request, RequestKey, RequestStatus
@@ -28,35 +29,6 @@ NOTHING_TO_LOAD: Final = ExternalMatch(0)
 
 class ConnectorError(EngineError):
     """The KV connector returned an invalid result for a request."""
-
-
-class ExternalLoad(NamedTuple):
-    """An asynchronous load of the last `num_external` tokens of a prefix of `num_tokens` tokens.
-
-    A `BlockConnector` loads the contents named by `keys` into `blocks`. Other connectors choose the contents
-    themselves.
-    """
-
-    request: Request
-    num_external: int
-    num_tokens: int
-    keys: Sequence[bytes] = ()
-    blocks: Sequence[int] = ()
-
-
-class _HeldLoad(NamedTuple):
-    """An asynchronous load that may not start before the output of step `last_step` has arrived."""
-
-    load: ExternalLoad
-    last_step: int
-    invalid_blocks: set[int]
-
-
-class _Load(NamedTuple):
-    """An asynchronous load in progress, and the blocks that could not be loaded so far."""
-
-    load: ExternalLoad
-    invalid_blocks: set[int]
 
 
 class KVTransfers:
@@ -91,12 +63,14 @@ class KVTransfers:
             self.blocks.observe_pool(pool.get_cached_block, manager.block_size)
             pool.listener = self.blocks
         self.stats = KVConnectorStats()
-        self._loads: dict[int, _Load] = {}
-        self._new_loads: list[_Load] = []
-        self._load_deadlines: deque[tuple[float, _Load]] = deque()
+        self._loads: dict[int, LoadInProgress] = {}
+        self._new_loads: list[LoadInProgress] = []
+        self._load_deadlines: deque[tuple[float, LoadInProgress]] = deque()
         self._overdue: set[int] = set()
         """Loads that have not ended in time. Nothing else is loaded until they end, because the connector may hang."""
-        self._held_loads: dict[int, _HeldLoad] = {}
+        self._unclean: set[int] = set()
+        """Blocks that a failed load may have filled with anything, which the next step clears."""
+        self._held_loads: dict[int, HeldLoad] = {}
         self._in_use: dict[int, int] = {}
         """Freed blocks that steps in flight may still use, with the number of the last such step."""
         self._reservations = lifecycle.reservations
@@ -191,6 +165,9 @@ class KVTransfers:
         """Add the connector's metadata for the workers to a step."""
         self._has_updates = False
         step.kv_connector_metadata = self.connector.build_connector_meta(step)
+        if self._unclean:
+            step.cleared_blocks = int32_bytes(sorted(self._unclean))
+            self._unclean.clear()
 
     def take_stats(self) -> KVConnectorStats:
         """Return counts since the last call."""
@@ -271,7 +248,7 @@ class KVTransfers:
         """
         request = load.request
         if last_step := self._find_last_use(load, tables):
-            self._held_loads[request.transfer_id] = _HeldLoad(load, last_step, set())
+            self._held_loads[request.transfer_id] = HeldLoad(load, last_step, set())
         else:
             try:
                 self._begin_load(load, tables, set())
@@ -293,7 +270,7 @@ class KVTransfers:
         else:
             (blocks,) = tables
             self.connector.update_state_after_alloc(load.request, blocks, load.num_external)
-        started = self._loads[load.request.transfer_id] = _Load(load, invalid_blocks)
+        started = self._loads[load.request.transfer_id] = LoadInProgress(load, invalid_blocks)
         self._new_loads.append(started)
         self._has_updates = True
 
@@ -396,10 +373,18 @@ class KVTransfers:
                 self._end_load(load)
             elif transfer_id in self._overdue:
                 self._overdue.remove(transfer_id)
+                invalid_blocks = set(int32_view(report.invalid_block_ids).tolist())
+                self._clear_invalid(OVERDUE - transfer_id, invalid_blocks)
                 self._manager.release_reserved(OVERDUE - transfer_id)
 
-    def _end_load(self, load: _Load) -> None:
+    def _clear_invalid(self, transfer_id: int, invalid_blocks: set[int]) -> None:
+        """Let the next step clear the invalid blocks of a load."""
+        tables = self._manager.reserved[transfer_id]
+        self._unclean |= invalid_blocks.intersection(chain.from_iterable(tables))
+
+    def _end_load(self, load: LoadInProgress) -> None:
         (request, num_external, num_tokens, *_), invalid_blocks = load
+        self._clear_invalid(request.transfer_id, invalid_blocks)
         if request.is_finished:
             self._manager.release_reserved(request.transfer_id)
             return
@@ -450,6 +435,7 @@ class KVTransfers:
             if num_valid == len(blocks):
                 continue
             self.stats.num_failed_loads += 1
+            self._unclean |= invalid_blocks.intersection(blocks)
             bad_block = blocks[num_valid]
             manager.invalidate_blocks(request, num_valid)
             if self._may_fail(request):

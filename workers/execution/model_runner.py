@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
+from ...protocol.arrays import int32_view
 from ...protocol.config import EngineConfig, ProposerMethod
 from ...protocol.kv_cache_groups import KVCacheGroup
 from ...protocol.worker_messages import HeldRequest, ModelRunnerOutput, SchedulerOutput
@@ -219,6 +220,10 @@ class ModelRunner:
                 self.loras.begin(load)
             self.kv_cache.announce_blocks(output)
             self.kv_cache.copy_out(output)
+            if output.cleared_blocks:
+                memory = self.kv_cache.memory
+                assert memory is not None
+                memory.clear(int32_view(output.cleared_blocks).tolist(), memory.fence())
             if self.connector is not None:
                 self.connector.begin_step(output.kv_connector_metadata)
                 self.connector.start_loads()

@@ -14,6 +14,7 @@ from engine.protocol.arrays import int32_view
 from engine.protocol.config import KVTransferConfig, LoadFailurePolicy
 from engine.protocol.errors import ConfigError
 from engine.protocol.messages import EventKind, FinishReason
+from engine.protocol.worker_messages import NewRequestData
 from support.scheduler.harness import Harness
 from support.scheduler.model_connector import ModelConnector
 
@@ -175,6 +176,14 @@ def test_8_3_a_failed_asynchronous_load_is_cut_back_to_the_valid_prefix():
     # Nothing is loaded a second time.
     assert [start.num_computed_tokens for start in starts] == [4]
     assert sum(stats.kv_connector.num_failed_loads for stats in harness.stats) == 1
+    assert_block_was_cleared_before_its_use(harness, starts[0])
+
+
+def assert_block_was_cleared_before_its_use(harness: Harness, start: NewRequestData) -> None:
+    """Assert that the second block of a request was filled with zeros, as a failed load may leave NaN in it."""
+    (clearing,) = [step for step in harness.steps if step.cleared_blocks]
+    assert int32_view(clearing.cleared_blocks).tolist() == [int32_view(start.block_ids[0])[1]]
+    assert clearing.step <= next(step.step for step in harness.steps if start in step.new_requests)
 
 
 @pytest.mark.parametrize("caching", [False, True])
@@ -193,6 +202,7 @@ def test_8_3_a_failed_synchronous_load_skips_the_output_and_computes_from_the_va
     harness.drain()
     starts = [new for step in harness.steps for new in step.new_requests]
     assert [new.num_computed_tokens for new in starts if new.request_id == bad] == [9, 4]
+    assert [len(step.cleared_blocks) for step in harness.steps if step.cleared_blocks] == [4]
     assert harness.received[good].num_events(EventKind.PREEMPTED) == 0
 
 
