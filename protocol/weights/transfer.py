@@ -19,9 +19,6 @@ STAGED: Final = "weights.received-"
 MAX_VALUES: Final = 1 << 20
 """Maximum number of values of a tensor in a reply."""
 
-CHUNK_BYTES: Final = 1 << 30
-"""vLLM's default size of packed broadcasts, in bytes."""
-
 
 class JoinGroup(msgspec.Struct, tag="join", array_like=True, frozen=True):
     """Join the group of a trainer in place of the workers, and leave an earlier one.

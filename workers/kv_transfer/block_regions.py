@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 from ...protocol.block_hash import HASH_BYTES
 from ..layers.parallel.tensor_parallel import TensorParallel
 
-MAX_RANKS: Final = 1024
-
 
 class Region(msgspec.Struct, frozen=True):
     """An array [*counts, units, unit_bytes] within a block, of which a rank has some units.
