@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from typing import Final
+from urllib.parse import parse_qs
 
 from starlette._utils import get_route_path
 from starlette.requests import Request
@@ -43,11 +44,13 @@ class RouterApp:
     """Answers requests.
 
     A request goes to the model that it names. One without a name goes to the first model of the file; if it has no body
-    either, such as that for a stored response, to each loaded model until one knows the object.
+    either, such as that for a stored response, to each loaded model until one knows the object. Unless `autoloads`, a
+    request does not load its model, but `autoload=true` in the query does so.
     """
 
-    def __init__(self, children: Children, config: FrontendConfig) -> None:
+    def __init__(self, children: Children, config: FrontendConfig, *, autoloads: bool) -> None:
         self._children = children
+        self._autoloads = autoloads
         self._connections = Connections()
         self._max_bytes = config.max_body_bytes
         self._memory = RequestMemory(max(config.max_request_memory, 2 * config.max_body_bytes))
@@ -56,6 +59,7 @@ class RouterApp:
             ("POST", "/models/load"): self._load,
             ("POST", "/models/unload"): self._unload,
             ("GET", "/api/version"): self._version,
+            ("GET", "/props"): self._props,
             ("GET", "/metrics"): self._metrics,
             **dict.fromkeys((("GET", path) for path in ("/v1/models", "/models")), self._list),
             **dict.fromkeys((("GET", path) for path in ("/api/tags", "/api/ps")), self._tags),
@@ -68,7 +72,8 @@ class RouterApp:
         own = self._own.get((method, path))
         if method == "GET" and path.startswith(_DESCRIPTION) and ":" not in path:
             own = self._describe
-        if own is not None and not (path == "/metrics" and b"model=" in scope["query_string"]):
+        is_of_model = path in ("/metrics", "/props") and b"model=" in scope["query_string"]
+        if own is not None and not is_of_model:
             response = await own(Request(scope, receive))
             await response(scope, receive, send)
             return
@@ -80,6 +85,7 @@ class RouterApp:
             else:
                 name = find_name(scope, body)
             candidates = [self._find(name)] if name else self._without_name(body)
+            self._verify_loaded(candidates[0], scope)
             try:
                 if is_websocket(scope):
                     size, new_lease = self._max_bytes, self._memory.lease
@@ -108,6 +114,15 @@ class RouterApp:
                 code="model_not_found",
             )
         return child
+
+    def _verify_loaded(self, child: Child, scope: Scope) -> None:
+        """Raise APIError 400 if a request may not load its model, and the model is not loaded."""
+        wanted = parse_qs(scope["query_string"].decode("latin-1")).get("autoload")
+        autoloads = self._autoloads if wanted is None else wanted[0] in ("1", "true")
+        if not autoloads and not child.has_server:
+            raise bad_request(
+                "model", f"{echo(child.model.name)} is not loaded; load it by POST /models/load"
+            )
 
     def _card(self, child: Child, name: str) -> Json:
         card: Json = {"id": name, "object": "model", "created": self._created, "owned_by": "engine"}
@@ -149,6 +164,20 @@ class RouterApp:
         names = [name for child in shown for name in child.names]
         return json_response({"models": [{"name": name, "model": name} | empty for name in names]})
 
+    async def _props(self, request: Request) -> Response:
+        """Describe the router to llama.cpp's web page and clients."""
+        return json_response(
+            {
+                "role": "router",
+                "max_instances": self._children.max_loaded,
+                "models_autoload": self._autoloads,
+                "model_alias": "engine",
+                "model_path": "none",
+                "default_generation_settings": {"params": None, "n_ctx": 0},
+                "build_info": f"engine-{__version__}",
+            }
+        )
+
     async def _version(self, request: Request) -> Response:
         return json_response({"version": API_VERSION, "engine": __version__})
 
@@ -174,6 +203,7 @@ def create_app(
     children: Children,
     config: FrontendConfig,
     *,
+    autoloads: bool,
     is_loopback: bool,
     is_open: Callable[[], bool],
 ) -> ASGIApp:
@@ -182,10 +212,11 @@ def create_app(
     Args:
         children: The models.
         config: The configuration of the connections and of the access.
+        autoloads: True if a request loads its model.
         is_loopback: True if the router listens on a loopback address.
         is_open: Returns False once the router shuts down.
     """
     access = Access(config, is_loopback=is_loopback)
-    app = RouterApp(children, config)
+    app = RouterApp(children, config, autoloads=autoloads)
     edge: ASGIApp = Edge(app, access, config.root_path, ERROR_BODIES, is_open)
     return Origins(add_middleware(edge, config.middleware), config, is_loopback=is_loopback)

@@ -174,7 +174,7 @@ class Children:
     def __init__(
         self, models: Sequence[RoutedModel], directory: Path, max_loaded: int, idle_s: float | None
     ) -> None:
-        self._max_loaded = max_loaded or len(models)
+        self.max_loaded = max_loaded or len(models)
         self._idle_s = idle_s
         self.all = [Child(model, directory, i) for i, model in enumerate(models)]
         self._by_name = {name: child for child in self.all for name in child.names}
@@ -221,9 +221,7 @@ class Children:
             if child.state is State.LOADED:
                 self._loads.pop(child, None)
                 return
-            while (
-                len(running := [each for each in self.all if each.has_server]) >= self._max_loaded
-            ):
+            while len(running := [each for each in self.all if each.has_server]) >= self.max_loaded:
                 oldest = min(running, key=lambda each: (each.num_running > 0, each.used_at))
                 logger.info("unloading %s for %s", oldest.model.name, child.model.name)
                 await oldest.unload()

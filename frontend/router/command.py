@@ -39,6 +39,12 @@ def make_parser() -> argparse.ArgumentParser:
     add_option(parser, "--models-max", about, "N", int, 1)
     about = "Unload models without requests after this time (default: never)"
     add_option(parser, "--idle-seconds", about, "SECONDS", lambda text: parse_number(text, 0))
+    parser.add_argument(
+        "--no-models-autoload",
+        dest="autoloads",
+        action="store_false",
+        help="Load models only by POST /models/load (default: also for requests)",
+    )
     return parser
 
 
@@ -73,6 +79,7 @@ async def _route(
     app = create_app(
         children,
         config.frontend,
+        autoloads=parsed.autoloads,
         is_loopback=is_loopback(listener.socket),
         is_open=lambda: not stop.is_set(),
     )

@@ -111,6 +111,20 @@ def test_models_are_loaded_and_unloaded_on_request(router: RouterServer) -> None
     assert http.get("/readyz").status_code == 200
 
 
+def test_requests_may_ask_not_to_load_their_model(router: RouterServer) -> None:
+    http = httpx.Client(base_url=router.url, headers={"x-api-key": "key"}, timeout=120)
+    props = http.get("/props").json()
+    assert (props["role"], props["max_instances"], props["models_autoload"]) == ("router", 1, True)
+    assert http.post("/models/unload", json={"model": "other"}).json() == {"success": True}
+    body = {"model": "other", "prompt": PROMPT, "max_tokens": 1}
+    refused = http.post("/v1/completions?autoload=false", json=body)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"].startswith('model "other" is not loaded')
+    assert http.post("/v1/completions?autoload=true", json=body).status_code == 200
+    assert http.post("/v1/completions?autoload=0", json=body).status_code == 200
+    assert http.get("/props?model=other").json()["total_slots"] > 0
+
+
 def test_connections_to_a_model_are_used_again(router: RouterServer) -> None:
     def sockets() -> set[str]:
         """Return the open sockets of the router."""
