@@ -29,6 +29,7 @@ from engine.protocol.config.images.sized import PadProcessor, ResizeProcessor
 from engine.protocol.config.images.tiles import BandsProcessor, RowsProcessor
 from msgspec.structs import replace
 from PIL import Image, ImageOps
+from support.media.pictures import random_picture
 from transformers.models.deepseek_vl_hybrid.image_processing_pil_deepseek_vl_hybrid import (
     DeepseekVLHybridImageProcessorPil,
 )
@@ -60,18 +61,13 @@ _rng = random.Random(1)
 SIZES += [(_rng.randrange(1, 300), _rng.randrange(1, 300)) for _ in range(60)]
 
 
-def _picture(width, height):
-    pixels = np.random.default_rng(width).integers(0, 256, (height, width, 3), np.uint8)
-    return Image.fromarray(pixels)
-
-
 def test_images_of_deepseek_vl_and_janus_equal_those_of_transformers():
     reference = JanusImageProcessorPil(
         size={"height": 48, "width": 48}, min_size=6, do_rescale=False, do_normalize=False
     )
     for size in SIZES:
-        [expected] = reference(_picture(*size), return_tensors="np")["pixel_values"]
-        _check(in_square(_picture(*size), MARGINS), expected)
+        [expected] = reference(random_picture(*size), return_tensors="np")["pixel_values"]
+        _check(in_square(random_picture(*size), MARGINS), expected)
     # The small square of DeepSeek-VL 7B is made of the large one.
     reference = DeepseekVLHybridImageProcessorPil(
         size={"height": 48, "width": 48},
@@ -84,9 +80,9 @@ def test_images_of_deepseek_vl_and_janus_equal_those_of_transformers():
     )
     fine = replace(MARGINS, side=80, resample=1, margin=(127, 127, 127))
     for size in SIZES:
-        expected = reference(_picture(*size), return_tensors="np")
+        expected = reference(random_picture(*size), return_tensors="np")
         arrays = expected["pixel_values"][0], expected["high_res_pixel_values"][0]
-        _check(in_square(_picture(*size), replace(MARGINS, fine=fine)), *arrays)
+        _check(in_square(random_picture(*size), replace(MARGINS, fine=fine)), *arrays)
 
 
 def _check(parts, expected, expected_fine=None):
@@ -113,7 +109,7 @@ def _function(model, name):
 def test_images_of_kimi_equal_those_of_transformers():
     size_of = _function("kimi_k25", "navit_resize")
     for width, height in SIZES:
-        image = _picture(width, height)
+        image = random_picture(width, height)
         (rows, columns), (num_rows, num_columns) = size_of(height, width, 4, 2, 300, 40)
         _check_padded(image, CONFIG, (columns, rows), (num_columns, num_rows))
 
@@ -124,7 +120,9 @@ def test_images_of_kimi_vl_equal_those_of_its_authors():
         num_patches = math.prod(side // 4 for side in size)
         scale = (300 / num_patches) ** 0.5 if num_patches > 300 else 1
         shown = tuple(int(side * scale) for side in size)
-        _check_padded(_picture(*size), config, shown, tuple(side + -side % 8 for side in shown))
+        _check_padded(
+            random_picture(*size), config, shown, tuple(side + -side % 8 for side in shown)
+        )
 
 
 def _check_padded(image, config, shown, whole):
@@ -154,7 +152,7 @@ def test_sizes_of_images_of_nemotron_equal_those_of_transformers(limits, expecte
     vision = SimpleNamespace(unit=8, patch_size=4, merge_size=2, output_size=8)
     config = resize_whole_patches(ProcessorSource(Path(), fields, fields, {}, 1), vision)
     for width, height in [size for size in SIZES if max(size) < 100 * min(size)]:
-        [tile] = _tiles(_picture(width, height), config)
+        [tile] = _tiles(random_picture(width, height), config)
         found = tile.payload.height // 4, tile.payload.width // 4
         assert found == size_of(height, width, 4, 2, *expected)
         assert tile.num_outputs == math.prod(found) // 4 <= config.num_outputs
@@ -165,7 +163,7 @@ def test_nemotron_nano_vl_2_reads_tiles_and_then_the_whole_image():
     fields = ConfigFields(values | {"norm_mean": [0.1, 0.2, 0.3]}, "preprocessor_config.json")
     vision = SimpleNamespace(unit=8, patch_size=4, merge_size=2, output_size=8)
     config = resize_whole_patches(ProcessorSource(Path(), fields, fields, {}, 1), vision)
-    image = _picture(50, 22)
+    image = random_picture(50, 22)
     start, *parts, end = [part for part in process_image(image, config) if part]
     assert (start, end) == ("<img>", "</img>")
     canvas = image.resize((32, 16), Image.Resampling.BICUBIC)
@@ -186,7 +184,7 @@ def test_oblong_images_have_no_more_embeddings_than_declared(read):
     vision.output_size, vision.deepstack_layers = 8, ()
     config = read(ProcessorSource(Path(), fields, fields, {}, 1), vision)
     for size in [(3, 400), (400, 3), (190, 1), (1600, 8), (80, 80)]:
-        [tile] = [part for part in resized(_picture(*size), config) if isinstance(part, Tile)]
+        [tile] = [part for part in resized(random_picture(*size), config) if isinstance(part, Tile)]
         assert tile.num_outputs <= config.num_outputs
 
 
@@ -195,7 +193,7 @@ def test_images_of_inkling_2_keep_their_size_and_have_checkers_behind_them():
     vision = SimpleNamespace(unit=8, patch_size=4, merge_size=2, output_size=8)
     config = pad_whole(ProcessorSource(Path(), fields, fields, {}, 1), vision)
     for size in SIZES:
-        _check_padded(_picture(*size), config, size, tuple(side + -side % 8 for side in size))
+        _check_padded(random_picture(*size), config, size, tuple(side + -side % 8 for side in size))
     image = Image.new("RGBA", (17, 9), (10, 20, 30, 128))
     image.putpixel((0, 0), (10, 20, 30, 0))
     image.putpixel((8, 0), (10, 20, 30, 0))
@@ -221,7 +219,7 @@ def test_images_of_deepseek_ocr_equal_those_of_its_authors():
         has_rows=True,
     )
     for size in [*SIZES, (40, 40), (41, 3), (90, 37), (150, 300), (64, 61), (1, 500)]:
-        image = _picture(*size)
+        image = random_picture(*size)
         *grids, whole = views(image, config)
         assert bool(grids) == (max(size) > 40)
         if 64 * min(size) / max(size) > 0.5:
@@ -253,7 +251,7 @@ def test_images_of_deepseek_vl2_equal_those_of_its_authors():
     )
     found_grids = set()
     for size in [*SIZES, (40, 40), (41, 3), (90, 37), (150, 300), (64, 61), (1, 500), (130, 40)]:
-        image = _picture(*size)
+        image = random_picture(*size)
         # The grid that keeps most of the image's pixels, and of several the one with the least area.
         kept = []
         for columns, rows in config.grids:
@@ -290,7 +288,7 @@ def test_images_of_phi3_equal_those_of_its_authors():
         max_tiles=16,
     )
     for size in [*SIZES, (40, 40), (41, 3), (90, 37), (150, 300), (64, 61), (1, 500)]:
-        image = _picture(*size)
+        image = random_picture(*size)
         [tile] = process_image(image, config)
         # The widest canvas of an image on its side that has enough tiles.
         width, height = max(size), min(size)
@@ -311,7 +309,7 @@ def test_images_of_phi3_equal_those_of_its_authors():
         assert (tile.payload.width, tile.payload.height) == canvas.size
         assert tile.num_outputs == rows * 3 * (columns * 3 + 1) + 1 + 3 * 4 <= config.num_outputs
     with pytest.raises(ValueError, match="the longer side may be at most 640 times"):
-        process_image(_picture(1, 700), config)
+        process_image(random_picture(1, 700), config)
 
 
 def test_an_error_names_the_size_of_an_image_before_it_grows():

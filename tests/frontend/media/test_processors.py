@@ -34,6 +34,7 @@ from support.media.image_marks import (
     image_mark,
 )
 from support.media.image_processors import image_processor, image_processor_class
+from support.media.pictures import random_picture
 from support.vision.checkpoints import vision_directory
 from support.vision.grid_configs import image_config
 from support.vision.grid_models import write_grid_model
@@ -49,11 +50,6 @@ SIZES = [(64, 64), (30, 20), (200, 150), (151, 333), (1000, 40), (7, 900), (1, 1
 def model(request, tmp_path_factory):
     path, _ = vision_directory(tmp_path_factory.mktemp("model"), request.param)
     return request.param, path
-
-
-def _image(width, height):
-    pixels = np.random.default_rng(width).integers(0, 256, (height, width, 3), np.uint8)
-    return Image.fromarray(pixels)
 
 
 def _read(path, **overrides):
@@ -75,7 +71,7 @@ def _normalized(tile):
 @pytest.mark.parametrize("size", SIZES)
 def test_tiles_equal_those_of_transformers(model, size):
     kind, path = model
-    image = _image(*size)
+    image = random_picture(*size)
     expected = image_processor(path, kind)(image, return_tensors="np")["pixel_values"]
     expected = expected.reshape(-1, *expected.shape[-3:])
     tiles = _tiles(image, _read(path))
@@ -90,8 +86,8 @@ def test_images_with_margins_equal_those_of_transformers(side, tmp_path):
     processor = image_processor(path, "aria", max_image_size=side)
     config = _read(path, max_image_size=side)
     for size in SIZES:
-        expected = processor(_image(*size), return_tensors="np")
-        [tile] = _tiles(_image(*size), config)
+        expected = processor(random_picture(*size), return_tensors="np")
+        [tile] = _tiles(random_picture(*size), config)
         np.testing.assert_array_equal(_normalized(tile), expected["pixel_values"][0])
         within = np.zeros((side, side), bool)
         within[: tile.original_height, : tile.original_width] = True
@@ -108,7 +104,7 @@ def test_images_of_any_size_equal_those_of_transformers(kind, tmp_path):
     processor, config = image_processor(path, kind), _read(path, **options)
     sizes = [size for size in SIZES if min(size) > 7 or kind not in SIZED_MODELS]
     for size in (*sizes, (128, 128), (129, 64)):
-        image = _image(*size)
+        image = random_picture(*size)
         if kind in SIZED_MODELS:
             options = {"patch_size": {"height": config.side_factor, "width": config.side_factor}}
             [expected] = processor(image, return_tensors="np", **options)["pixel_values"]
@@ -124,7 +120,7 @@ def test_images_of_any_size_equal_those_of_transformers(kind, tmp_path):
         np.testing.assert_allclose(_normalized(tile), expected, rtol=0, atol=1e-6)
     if kind == "lighton_ocr":
         with pytest.raises(ValueError, match="128 x 8 pixels, but both sides need at least 16"):
-            _tiles(_image(1000, 40), _read(path))
+            _tiles(random_picture(1000, 40), _read(path))
 
 
 @pytest.mark.parametrize("kind", ANYRES_MODELS)
@@ -132,19 +128,19 @@ def test_grids_with_margins_equal_those_of_transformers(kind, tmp_path):
     path, _ = vision_directory(tmp_path, kind)
     processor, config = image_processor(path, kind), _read(path)
     sizes = [size for size in SIZES if min(size) > 1]
-    for image in (_image(*size) for size in sizes):
+    for image in (random_picture(*size) for size in sizes):
         [expected] = processor(image, return_tensors="np")["pixel_values"]
         [tile] = _tiles(image, config)
         np.testing.assert_array_equal(_normalized(tile), np.concatenate(expected, 1))
     if kind == "llava_onevision":
-        images = [_image(200, 150), _image(64, 90)]
+        images = [random_picture(200, 150), random_picture(64, 90)]
         expected = processor([images], return_tensors="np")["pixel_values"]
         for image, [pixels] in zip(images, expected, strict=True):
             parts = process_image(image, config, 2)
             [tile] = [part.payload for part in parts if isinstance(part, Tile)]
             np.testing.assert_array_equal(_normalized(tile), pixels)
         with pytest.raises(ValueError, match="may have at most 8192 pixels, got 9000"):
-            process_image(_image(1, 9000), config, 2)
+            process_image(random_picture(1, 9000), config, 2)
 
 
 @pytest.mark.parametrize("size", [(600, 260), (300, 800), (900, 200), (64, 64)])
@@ -158,15 +154,15 @@ def test_parts_of_long_images_equal_those_of_transformers(size, tmp_path):
         pan_and_scan_min_ratio_to_activate=1.2,
         **options,
     )
-    expected = processor(_image(*size), return_tensors="np")["pixel_values"]
-    tiles = _tiles(_image(*size), _read(path, **options))
+    expected = processor(random_picture(*size), return_tensors="np")["pixel_values"]
+    tiles = _tiles(random_picture(*size), _read(path, **options))
     np.testing.assert_array_equal([_normalized(tile) for tile in tiles], expected)
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "PA", "RGBA", "CMYK"])
 def test_colors_and_transparency_equal_those_of_transformers(mode, tmp_path):
     path, _ = vision_directory(tmp_path, "llava-siglip")
-    image = _image(64, 64)
+    image = random_picture(64, 64)
     if mode.endswith("A"):
         image.putalpha(Image.linear_gradient("L").resize((64, 64)))
     image = image.convert(mode)
@@ -180,7 +176,7 @@ def test_colors_and_transparency_equal_those_of_transformers(mode, tmp_path):
 def test_images_that_are_not_split_equal_those_of_transformers(tmp_path):
     kind = "idefics3"
     path, _ = vision_directory(tmp_path, kind)
-    image = _image(300, 200)
+    image = random_picture(300, 200)
     processor = image_processor(path, kind, do_image_splitting=False)
     [[expected]] = processor(image, return_tensors="np")["pixel_values"]
     [tile] = _tiles(image, _read(path, do_image_splitting=False))
@@ -238,7 +234,7 @@ def test_prompts_equal_those_of_transformers(kind, tmp_path):
     if not kind.startswith(("gemma3", "gemma4")):
         tokenizer.image_token = mark
         tokenizer.image_token_id = tokenizer.convert_tokens_to_ids(mark)
-    images = [_image(200, 150), _image(64, 64)]
+    images = [random_picture(200, 150), random_picture(64, 64)]
     text = f"the {mark} quick\n{mark}fox"
     if kind in ("internvl", "gemma4", "gemma4_unified", "llava_onevision", *SIZED_MODELS):
         texts = _texts_of_images(kind, path, name, others, images)
@@ -301,10 +297,10 @@ def test_requests_choose_fields_of_processors(kind, fields, above, tmp_path):
     verify_fields(own, config, None)
     chosen = with_image_fields(config, own)
     for size in ((200, 150), (151, 333)):
-        tiles = _tiles(_image(*size), chosen)
-        assert tiles == _tiles(_image(*size), _read(path, **fields))
+        tiles = _tiles(random_picture(*size), chosen)
+        assert tiles == _tiles(random_picture(*size), _read(path, **fields))
         if kind != "gemma3":
-            assert tiles != _tiles(_image(*size), config)
+            assert tiles != _tiles(random_picture(*size), config)
     if above:
         with pytest.raises(ParameterError, match=r"must be (at most|true or false|an integer)"):
             with_image_fields(config, take_fields(above, "mm_processor_kwargs"))
@@ -351,7 +347,7 @@ def test_prompts_of_apertus_have_sizes_and_separators_of_rows(tmp_path):
     places = PromptImages(_read(tmp_path), load_tokenizer(tmp_path))
     reader = MediaReader(places.reader_config)
     for size in ((30, 21), (7, 70), (90, 40)):
-        prepared = reader.prepare_image(_image(*size))
+        prepared = reader.prepare_image(random_picture(*size))
         height, width = smart_resize(*size[::-1], 4, 128, 600)
         expected = transformers.Apertus1p5Processor.replace_image_token(
             own, {"image_sizes": [(height, width)]}, 0
@@ -371,8 +367,8 @@ def test_images_of_idefics2_equal_those_of_transformers(splits, tmp_path):
     size = {"shortest_edge": config.shortest, "longest_edge": config.longest}
     processor = image_processor_class("Idefics2")(size=size, do_image_splitting=splits)
     for size in SIZES[:-1]:
-        tiles = _tiles(_image(*size), config)
-        expected = processor(_image(*size), return_tensors="np")
+        tiles = _tiles(random_picture(*size), config)
+        expected = processor(random_picture(*size), return_tensors="np")
         expected = zip(
             expected["pixel_values"][0], expected["pixel_attention_mask"][0], strict=True
         )
@@ -382,16 +378,18 @@ def test_images_of_idefics2_equal_those_of_transformers(splits, tmp_path):
             np.testing.assert_array_equal(_normalized(tile), pixels[:, :rows, :columns])
     if splits:
         with pytest.raises(ValueError, match="both sides need at least 2"):
-            process_image(_image(1, 1), config)
+            process_image(random_picture(1, 1), config)
     tokenizer = sentencepiece_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>", config.joint]})
     tokenizer.save_pretrained(tmp_path)
     config = replace(config, token_id=tokenizer.convert_tokens_to_ids("<image>"))
     places = PromptImages(config, load_tokenizer(tmp_path))
-    images = [MediaReader(places.reader_config).prepare_image(_image(*size)) for size in SIZES[:3]]
+    images = [
+        MediaReader(places.reader_config).prepare_image(random_picture(*size)) for size in SIZES[:3]
+    ]
     reference = transformers.Idefics2Processor(processor, tokenizer, image_seq_len=5)
     for text in ("<image>word<image><image> word", "<image> <image>\n<image>"):
-        expected = reference(text=[text], images=[[_image(*size) for size in SIZES[:3]]])
+        expected = reference(text=[text], images=[[random_picture(*size) for size in SIZES[:3]]])
         found = places.expand(text, images)
         assert tokenizer(found).input_ids == expected["input_ids"][0]
 
@@ -401,8 +399,8 @@ def test_images_of_video_llama_3_equal_those_of_transformers(tmp_path):
     config = _read(tmp_path)
     processor = image_processor_class("VideoLlama3")(patch_size=4, min_pixels=64, max_pixels=900)
     for size in [each for each in SIZES if max(each) < 100 * min(each)]:
-        [tile] = _tiles(_image(*size), config)
-        expected = processor(_image(*size), return_tensors="np")
+        [tile] = _tiles(random_picture(*size), config)
+        expected = processor(random_picture(*size), return_tensors="np")
         [[_, rows, columns]] = expected["image_grid_thw"]
         pixels = expected["pixel_values"].reshape(rows, columns, 3, 4, 4)
         pixels = pixels.transpose(2, 0, 3, 1, 4).reshape(3, rows * 4, columns * 4)
@@ -416,7 +414,7 @@ def test_a_prompt_may_have_a_token_for_each_embedding(tmp_path):
     tokenizer.save_pretrained(tmp_path)
     config = replace(_read(tmp_path), token_id=tokenizer.convert_tokens_to_ids("<imgpad>"))
     places = PromptImages(config, load_tokenizer(tmp_path))
-    image = MediaReader(places.reader_config).prepare_image(_image(30, 20))
+    image = MediaReader(places.reader_config).prepare_image(random_picture(30, 20))
     prompt = f"fox {'<imgpad>' * config.num_outputs} and {'<imgpad>' * config.num_outputs}"
     images = places.in_order(prompt, [image, image])
     assert places.expand(prompt, images) == prompt
@@ -436,10 +434,10 @@ def test_images_of_chameleon_equal_those_of_transformers(tmp_path):
     places = PromptImages(config, load_tokenizer(tmp_path))
     reader = MediaReader(places.reader_config)
     for size in SIZES[:-2]:
-        [tile] = _tiles(_image(*size), config)
-        expected = processor(_image(*size), return_tensors="np")["pixel_values"]
+        [tile] = _tiles(random_picture(*size), config)
+        expected = processor(random_picture(*size), return_tensors="np")["pixel_values"]
         np.testing.assert_array_equal(_normalized(tile), expected[0])
-        prompt = places.expand("a<image>b", [reader.prepare_image(_image(*size))])
+        prompt = places.expand("a<image>b", [reader.prepare_image(random_picture(*size))])
         assert prompt == f"a<racm3:break>{36 * '<image>'}<eoss>b"
     with pytest.raises(
         CheckpointError, match=r"crop_size\.height must be a multiple of 4, the pixels of"

@@ -21,6 +21,7 @@ from engine.protocol.config.images.sized import ResizeProcessor
 from engine.protocol.errors import CheckpointError
 from PIL import Image
 from support.checkpoints.tiny import sentencepiece_tokenizer
+from support.media.pictures import random_picture
 from support.own_code.known_towers import eagle2_5
 from support.own_code.known_towers.ling3_vl import ling3_vl
 from support.own_code.model import normalized
@@ -33,11 +34,6 @@ from support.vision.checkpoints import vision_directory
 from support.vision.grid_models import write_grid_model
 
 pytestmark = pytest.mark.slow
-
-
-def _image(width, height):
-    pixels = np.random.default_rng(width).integers(0, 256, (height, width, 3), np.uint8)
-    return Image.fromarray(pixels)
 
 
 def _read(path, **overrides):
@@ -57,8 +53,8 @@ def test_models_that_read_images_unlike_internvl_are_refused(tmp_path):
     assert (processor.max_tiles, processor.mean) == (2, (0.485, 0.456, 0.406))
     reader = MediaReader(PromptImages(processor, load_tokenizer(path)).reader_config)
     tile = "<IMG_CONTEXT>" * 16
-    assert reader.prepare_image(_image(64, 64)).text == f"<img>{tile}</img>"
-    assert reader.prepare_image(_image(90, 40)).text == f"<img>{3 * tile}</img>"
+    assert reader.prepare_image(random_picture(64, 64)).text == f"<img>{tile}</img>"
+    assert reader.prepare_image(random_picture(90, 40)).text == f"<img>{3 * tile}</img>"
     fields = json.loads((path / "config.json").read_text())
     for name, value in (
         ("ps_version", "v3"),
@@ -91,7 +87,7 @@ def test_the_image_token_of_ling_may_have_no_texts_around_it(tmp_path):
     config = read_model_config(tmp_path)
     processor = read_image_processor(tmp_path, config, text_section(config), {})
     places = PromptImages(processor, load_tokenizer(tmp_path))
-    images = [MediaReader(places.reader_config).prepare_image(_image(16, 16))] * 2
+    images = [MediaReader(places.reader_config).prepare_image(random_picture(16, 16))] * 2
     prompt = f"a{start}{token}{end}b{token}c"
     assert places.in_order(prompt, images) == images
     expanded = f"{start}{4 * token}{end}\n"
@@ -111,12 +107,12 @@ def test_squares_that_are_read_equal_those_of_transformers(tmp_path, write, kind
     write(tmp_path)
     config = read_model_config(tmp_path)
     processor = read_image_processor(tmp_path, config, text_section(config), {})
-    [tile] = _tiles(_image(*size), processor)
+    [tile] = _tiles(random_picture(*size), processor)
     reference = getattr(transformers, f"{kind}ImageProcessorPil").from_pretrained(tmp_path)
-    expected = reference(_image(*size), return_tensors="pt")["pixel_values"][0]
+    expected = reference(random_picture(*size), return_tensors="pt")["pixel_values"][0]
     torch.testing.assert_close(normalized(tile), expected, atol=1e-6, rtol=0)
     with pytest.raises(ValueError, match="one page a prompt, not 2"):
-        process_image(_image(*size), processor, 2)
+        process_image(random_picture(*size), processor, 2)
 
 
 def test_tiles_of_nvlm_have_names_and_those_of_h2ovl_two_grids(tmp_path):
@@ -129,9 +125,9 @@ def test_tiles_of_nvlm_have_names_and_those_of_h2ovl_two_grids(tmp_path):
     places = PromptImages(processors["nvlm"], load_tokenizer(paths["nvlm"]))
     reader, tile = MediaReader(places.reader_config), "<|vision_pad|>" * 16
     whole = f"<tile_global_thumbnail>{tile}</Image>"
-    assert reader.prepare_image(_image(64, 64)).text == f"<Image>{whole}"
+    assert reader.prepare_image(random_picture(64, 64)).text == f"<Image>{whole}"
     names = f"<tile_1>{tile}<tile_2>{tile}"
-    assert reader.prepare_image(_image(90, 40)).text == f"<Image>{names}{whole}"
+    assert reader.prepare_image(random_picture(90, 40)).text == f"<Image>{names}{whole}"
     # An image alone has the tiles of the second grid, if there is one, those of the first, and the whole.
     config = processors["h2ovl"]
     for size, grids in (
@@ -140,7 +136,7 @@ def test_tiles_of_nvlm_have_names_and_those_of_h2ovl_two_grids(tmp_path):
         ((60, 200), [(2, 2), (1, 3)]),
         ((300, 50), [(6, 1)]),
     ):
-        image, expected = _image(*size), []
+        image, expected = random_picture(*size), []
         for columns, rows in grids:
             resized = np.asarray(image.resize((64 * columns, 64 * rows), Image.Resampling.BICUBIC))
             cells = resized.reshape(rows, 64, columns, 64, 3).swapaxes(1, 2)
@@ -149,7 +145,7 @@ def test_tiles_of_nvlm_have_names_and_those_of_h2ovl_two_grids(tmp_path):
         tiles = _tiles(image, config)
         found = [np.frombuffer(tile.pixels, np.uint8).reshape(64, 64, 3) for tile in tiles]
         np.testing.assert_array_equal(found, expected)
-    several = process_image(_image(64, 64), config, 2)
+    several = process_image(random_picture(64, 64), config, 2)
     assert sum(isinstance(part, Tile) for part in several) == 1
 
 
@@ -163,14 +159,14 @@ def test_images_of_eagle_have_numbers_and_enough_tiles(tmp_path):
     config = _read(tmp_path)
     places = PromptImages(config, load_tokenizer(tmp_path))
     reader = MediaReader(places.reader_config)
-    images = [reader.prepare_image(_image(*size), 2) for size in ((16, 16), (70, 70))]
+    images = [reader.prepare_image(random_picture(*size), 2) for size in ((16, 16), (70, 70))]
     tile = 4 * marks[0]
     found = places.expand("the <image-1> quick\n<image-2>fox", images)
     first, second = f"<image 1><img>{tile}</img>", f"<image 2><img>{5 * tile}</img>"
     assert found == f"the {first} quick\n{second}fox"
     # InternVL, which compares aspect ratios only, would read a square of this size as a whole.
     for size, count in (((20, 20), 1), ((24, 24), 5), ((100, 20), 5), ((60, 30), 3)):
-        assert len(_tiles(_image(*size), config)) == count
+        assert len(_tiles(random_picture(*size), config)) == count
 
 
 def test_tiles_of_nvila_lite_end_with_line_feeds_that_are_not_joined(tmp_path):
@@ -188,12 +184,12 @@ def test_tiles_of_nvila_lite_end_with_line_feeds_that_are_not_joined(tmp_path):
     reader, encode = MediaReader(places.reader_config), load_tokenizer(tmp_path).encode
     a = encode("a")[0]
     # An image alone has tiles, here a grid of two, and the whole. A text line feed follows each of them, too.
-    alone = [reader.prepare_image(_image(40, 20))]
+    alone = [reader.prepare_image(random_picture(40, 20))]
     found = places.complete(encode(places.expand("a<image>\n", alone)), alone)
     tile = [token] * 4
     assert found == [a, *tile, line, line, *tile, line, line, *tile, line, pair]
     assert [item.position for item in places.inputs(found, alone)] == [1, 7, 13]
-    both = [reader.prepare_image(_image(*size), 2) for size in ((40, 20), (20, 20))]
+    both = [reader.prepare_image(random_picture(*size), 2) for size in ((40, 20), (20, 20))]
     found = places.complete(encode(places.expand("<image><image>\n\n", both)), both)
     assert found == [*tile, line, *tile, line, pair]
     assert [item.position for item in places.inputs(found, both)] == [0, 5]
@@ -256,7 +252,7 @@ def test_images_of_mantis_have_numbers(tmp_path):
     config = _read(path)
     places = PromptImages(config, load_tokenizer(path))
     reader = MediaReader(places.reader_config)
-    images = [reader.prepare_image(_image(*size), 2) for size in ((64, 64), (30, 20))]
+    images = [reader.prepare_image(random_picture(*size), 2) for size in ((64, 64), (30, 20))]
     first, second = (
         f"(image {number}: <Image>{'<image>' * config.num_outputs}</Image>)" for number in (1, 2)
     )
@@ -269,7 +265,9 @@ def test_slices_of_minicpm_2_5_are_images_between_marks(tmp_path):
     tokenizer = {"added_tokens_decoder": {"95": {"content": "<unk>"}}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer))
     config = ConfigFields.read(tmp_path / "config.json")
-    parts = process_image(_image(70, 70), read_image_processor(tmp_path, config, config, {}))
+    parts = process_image(
+        random_picture(70, 70), read_image_processor(tmp_path, config, config, {})
+    )
     found = "".join("I" if isinstance(part, Tile) else part for part in parts)
     row = 2 * "<image>I</image>"
     assert found == f"<image>I</image><slice>{row}\n{row}</slice>"
@@ -282,7 +280,7 @@ def test_images_of_youtu_vl_are_shrunk_in_steps(size, expected, tmp_path):
     youtu_vl(tmp_path)
     config = ConfigFields.read(tmp_path / "config.json")
     processor = read_image_processor(tmp_path, config, config, {"max_image_patches": 200})
-    [tile] = _tiles(_image(*size), processor)
+    [tile] = _tiles(random_picture(*size), processor)
     assert (tile.width, tile.height) == expected
     # The first of the sizes is the first one below the limit, at a scale of 0.8.
     assert processor.num_outputs == 50

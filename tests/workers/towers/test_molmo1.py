@@ -13,8 +13,8 @@ from engine.frontend.model_source.images.read import read_image_processor
 from engine.frontend.tokenizer.load import load_tokenizer
 from engine.protocol.checkpoint.field_names import read_text_config
 from engine.protocol.checkpoint.files import read_model_config
-from PIL import Image
 from support.checkpoints.tiny import sentencepiece_tokenizer
+from support.media.pictures import random_picture
 from support.own_code.own_towers.molmo import TEXTS, molmo
 from support.workers.decoders import Runner, load_decoder, load_native_decoder
 from support.workers.towers import load_tower, media_logits
@@ -23,11 +23,6 @@ from torch.nn import functional as F
 pytestmark = pytest.mark.slow
 
 torch.set_num_threads(1)
-
-
-def _image(width, height):
-    pixels = np.random.default_rng(width).integers(0, 256, (height, width, 3), np.uint8)
-    return Image.fromarray(pixels)
 
 
 def _processor(path, **overrides):
@@ -43,7 +38,7 @@ def test_logits_equal_those_of_the_authors_code(tmp_path, load, is_olmo):
     prompt, payloads, is_image = [1], [], [False]
     # One tile, a row of them and a grid, with margins at all ends.
     for width, height in ((30, 40), (150, 50), (70, 130)):
-        image = _image(width, height)
+        image = random_picture(width, height)
         [tile] = [x for x in process_image(image, processor, 3) if isinstance(x, Tile)]
         ids = np.frombuffer(tile.payload.token_ids, np.int32).tolist()
         prompt += [*ids, rng.randrange(90)]
@@ -66,9 +61,9 @@ def test_images_keep_their_shape_between_black_margins(tmp_path):
     assert processor.mean == (0.48145466, 0.4578275, 0.40821073)
     sizes = [(48, 48), (20, 200), (200, 20)]
     for size in sizes + [(rng.randrange(20, 300), rng.randrange(20, 300)) for _ in range(30)]:
-        [tile] = process_image(_image(*size), processor)
+        [tile] = process_image(random_picture(*size), processor)
         assert len(tile.texts) == tile.num_outputs <= processor.num_outputs
-        pixels = np.array(_image(*size)).transpose(2, 0, 1)[None].copy() / np.float32(255)
+        pixels = np.array(random_picture(*size)).transpose(2, 0, 1)[None].copy() / np.float32(255)
         for payload in (tile.payload, tile.payload.fine):
             scale = min(
                 np.float32(payload.height) / np.float32(size[1]),
@@ -95,7 +90,7 @@ def test_images_precede_the_text_of_a_prompt(tmp_path):
     processor = _processor(tmp_path)
     places = PromptImages(processor, load_tokenizer(tmp_path))
     reader = MediaReader(places.reader_config)
-    images = [reader.prepare_image(_image(*size), 2) for size in ((40, 40), (40, 30))]
+    images = [reader.prepare_image(random_picture(*size), 2) for size in ((40, 40), (40, 30))]
     row = "<im_patch>" * 5 + "<im_col>"
     whole = f"<im_start>{row * 5}<im_end>"
     found = places.expand(" User: <|image|> the quick\n<|image|>fox Assistant:", images)

@@ -15,7 +15,7 @@ from engine.protocol.encoder_inputs.inputs import EncoderInput
 from engine.protocol.encoder_inputs.payloads import ImagePayload
 from engine.protocol.errors import CheckpointError, EngineError
 from engine.workers.batch.spans import Spans
-from PIL import Image
+from support.media.pictures import random_picture
 from support.vision.molmo import MARKS, OLMO, PATCH, molmo2_directory, reference_images
 from support.workers.decoders import Runner, load_decoder, load_native_decoder
 from support.workers.towers import load_tower, media_logits
@@ -53,11 +53,6 @@ def _processor(path, **overrides):
     return read_image_processor(path, config, read_text_config(config), overrides)
 
 
-def _image(width, height):
-    pixels = np.random.default_rng(width).integers(0, 256, (height, width, 3), np.uint8)
-    return Image.fromarray(pixels)
-
-
 def _tiles(payload):
     """Return the pixels of the whole image and of the tiles of the canvas."""
     whole, canvas = (
@@ -79,7 +74,7 @@ def test_logits_of_images_equal_those_of_transformers(saved, load):
     rng = random.Random(3)
     # One tile, a row of them, and a grid.
     for width, height in ((30, 40), (200, 50), (90, 130)):
-        image = _image(width, height)
+        image = random_picture(width, height)
         [tile] = [part for part in process_image(image, processor) if isinstance(part, Tile)]
         ids = np.frombuffer(tile.payload.token_ids, np.int32).tolist()
         start = 5
@@ -116,8 +111,8 @@ def test_prompts_and_pixels_equal_those_of_transformers(saved):
     sizes += [(rng.randrange(1, 300), rng.randrange(1, 300)) for _ in range(60)]
     num_different = num_values = 0
     for size in sizes:
-        [tile] = process_image(_image(*size), processor)
-        expected = reference_images(_image(*size))
+        [tile] = process_image(random_picture(*size), processor)
+        expected = reference_images(random_picture(*size))
         whole_rows, whole_columns, rows, columns = expected["image_grids"][0].tolist()
         row = ["<im_patch>"] * whole_columns + ["<im_col>"] * processor.ends_whole_rows
         texts = ["<low_res_im_start>", *row * whole_rows, "<im_end>", "<im_start>"]
@@ -145,7 +140,7 @@ def test_unknown_settings_are_refused(saved):
     with pytest.raises(EngineError, match="the canvas must have 44 pixels and multiples of 12"):
         tower(image)
     with pytest.raises(ValueError, match="it reads one image a prompt, not 2"):
-        process_image(_image(50, 50), _processor(path), 2)
+        process_image(random_picture(50, 50), _processor(path), 2)
     for values, message in (
         ({"overlap_margins": [3, 4]}, r"overlap_margins must be \[4, 4\]"),
         ({"pooling_size": [3, 3]}, r"pooling_size must be \[2, 2\]"),

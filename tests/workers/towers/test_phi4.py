@@ -27,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from support.checkpoints.lora_adapters import write_adapter
 from support.checkpoints.tiny import sentencepiece_tokenizer
 from support.families import SMALL
+from support.media.pictures import random_picture
 from support.servers.server import default_model
 from support.vision.checkpoints import CHAT_TEMPLATE
 from support.workers.decoders import CPU, Runner, load_decoder, load_native_decoder
@@ -103,11 +104,6 @@ def _read_processor(path, **overrides):
     return read_image_processor(path, config, config, overrides)
 
 
-def _picture(seed, width, height):
-    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
-    return Image.fromarray(pixels)
-
-
 def _tile(picture, processor):
     [tile] = [part for part in process_image(picture, processor) if isinstance(part, Tile)]
     return tile
@@ -164,7 +160,7 @@ def _normalize(image, _rescales, factor, _normalizes, mean, std):
 def test_logits_equal_those_of_transformers(model, load):
     path, reference = model
     processor = _read_processor(path)
-    pictures = [_picture(seed, *size) for seed, size in enumerate(SIZES)]
+    pictures = [random_picture(*size, seed) for seed, size in enumerate(SIZES)]
     inputs = _reference_inputs(pictures)
     tiles = [_tile(picture, processor) for picture in pictures]
     assert [tile.num_outputs for tile in tiles] == inputs.pop("num_img_tokens").tolist()
@@ -192,7 +188,7 @@ def test_original_checkpoints_are_read(model, tmp_path):
     config = json.loads((path / "config.json").read_text())
     own = ConfigFields(config | {"model_type": "phi4mm"}, path)
     processor = _read_processor(path)
-    tile = _tile(_picture(1, 90, 70), processor)
+    tile = _tile(random_picture(90, 70, 1), processor)
     tower = load_tower(path, load_decoder(path))
     expected = tower(tile.payload)
     tensors = load_file(path / "model.safetensors")
@@ -209,7 +205,7 @@ def test_the_default_adapter_reads_images(model, tmp_path):
     path, reference = model
     write_adapter(tmp_path / "vision-lora", reference, 1, r"model\.layers\..*_proj")
     text = [{"role": "user", "content": "the quick brown fox"}]
-    part = {"type": "image_pil", "image_pil": _picture(1, 50, 30)}
+    part = {"type": "image_pil", "image_pil": random_picture(50, 30, 1)}
     image = [{"role": "user", "content": [part, {"type": "text", "text": "fox"}]}]
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     loras = {
@@ -236,7 +232,7 @@ def test_the_default_adapter_reads_images(model, tmp_path):
 def test_images_that_do_not_fit_are_refused(model):
     path, _ = model
     with pytest.raises(ValueError, match="have 3 x 64 pixels, but both sides need at least 10"):
-        process_image(_picture(1, 2, 39), _read_processor(path))
+        process_image(random_picture(2, 39, 1), _read_processor(path))
     with pytest.raises(CheckpointError, match="resample must be 3"):
         _read_processor(path, resample=2)
     tower = load_tower(path, load_decoder(path))

@@ -21,6 +21,7 @@ from engine.protocol.errors import CheckpointError, EngineError
 from engine.workers.batch.rotary_positions import RotaryPositions
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from support.media.pictures import random_picture
 from support.vision.qwen import (
     FRAMES,
     GLM_MODELS,
@@ -48,11 +49,6 @@ def model(request, tmp_path_factory):
     return qwen_directory(tmp_path_factory.mktemp("model"), request.param)
 
 
-def _image(seed, width, height):
-    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
-    return Image.fromarray(pixels)
-
-
 def _grid(tile):
     return EncoderGrid(tile.payload.height // UNIT, tile.payload.width // UNIT)
 
@@ -76,13 +72,13 @@ def _check_logits(model, load, sizes, has_video):
     decoder = load(path, max_model_len=512)
     config = ConfigFields.read(path / "config.json")
     text = config.section("text_config")
-    images = [_image(seed, *size) for seed, size in enumerate(sizes)]
+    images = [random_picture(*size, seed) for seed, size in enumerate(sizes)]
     processor = read_image_processor(path, config, text, {})
     videos = read_video_processor(path, config, text, {})
     groups = [process_image(image, processor) for image in images]
     if has_video:
         video = open_video(
-            [_image(seed, 40, 24) for seed in range(NUM_FRAMES)],
+            [random_picture(40, 24, seed) for seed in range(NUM_FRAMES)],
             Sampling(1.0),
             "v",
             videos,
@@ -165,7 +161,7 @@ def test_grids_and_pixels_equal_those_of_transformers(model):
     config = ConfigFields.read(path / "config.json")
     processor = read_image_processor(path, config, config.section("text_config"), {})
     for width, height in ((3, 40), (40, 5), (7, 7), (8, 9), (64, 64), (33, 400), (300, 290)):
-        image = _image(1, width, height)
+        image = random_picture(width, height, 1)
         [tile] = [part for part in process_image(image, processor) if isinstance(part, Tile)]
         found = qwen_image_processor(path)(image, return_tensors="pt")
         resized = Image.frombytes(

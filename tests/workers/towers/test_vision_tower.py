@@ -16,9 +16,9 @@ from engine.protocol.encoder_inputs.inputs import EncoderInput
 from engine.protocol.encoder_inputs.payloads import ImagePayload
 from engine.protocol.errors import EngineError
 from engine.workers.batch.spans import Spans
-from PIL import Image
 from support.media.image_marks import ANYRES_MODELS, GEMMA_MODELS, MODELS, SIZED_MODELS
 from support.media.image_processors import image_processor
+from support.media.pictures import random_picture
 from support.vision.checkpoints import TILE, TOWER_SIZES, vision_directory
 from support.vision.models import TOKEN_TYPES
 from support.vision.normed_projector import NORMED_MODELS
@@ -81,11 +81,6 @@ def _in_bfloat16(payload):
     pixels = pixels.view(payload.height, payload.width, 3).permute(2, 0, 1)
     mean, std = (torch.tensor(each).bfloat16()[:, None, None] for each in (MEAN, STD))
     return (pixels.bfloat16() * (1 / 255)).sub(mean).div(std).float()
-
-
-def _picture(width, height):
-    pixels = np.random.default_rng(width).integers(0, 256, (height, width, 3), np.uint8)
-    return Image.fromarray(pixels)
 
 
 def _tiles(path, picture):
@@ -152,7 +147,7 @@ def test_logits_equal_those_of_transformers(model, load):
     if kind == "llama4":
         arguments = {"pixel_values": torch.stack([_in_bfloat16(each) for each, _ in images])}
     if kind in (*ANYRES_MODELS, *NORMED_MODELS, "llava_next_video", "aria"):
-        pictures = [_picture(*size) for size in ((150, 90), (70, 64), (60, 130))]
+        pictures = [random_picture(*size) for size in ((150, 90), (70, 64), (60, 130))]
         arguments = dict(image_processor(path, kind)(pictures, return_tensors="pt"))
         for name in ("batch_num_images", "num_crops"):
             arguments.pop(name, None)
