@@ -110,6 +110,8 @@ def main() -> int:
                     wave["doubled"] += len(stream.ids) != 1
                     if kind != "right":
                         print(f"{stream.answer}\ninstead of\n{expected}", file=sys.stderr)
+                if wave["right"] < len(ended):
+                    print(engine.server.log, file=sys.stderr)
                 assert_nothing_is_held(engine.server)
                 total += wave
                 print(json.dumps(wave), flush=True)

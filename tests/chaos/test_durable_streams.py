@@ -81,7 +81,6 @@ def kill_core_and_frontend(engine: DurableEngine) -> None:
     engine.kill("frontend 1")
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     "disturb",
     [
@@ -120,7 +119,6 @@ def test_streams_of_returning_clients_are_complete(
     assert_nothing_is_held(engine.server)
 
 
-@pytest.mark.timeout(240)
 def test_no_stream_is_lost_while_servers_that_share_a_store_follow_each_other(
     engine: DurableEngine,
 ) -> None:

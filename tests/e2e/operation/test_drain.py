@@ -16,7 +16,11 @@ from support.processes.program import has_ended, wait_until
 from support.requests.mixed_streams import Streams
 from support.servers.server import Server, default_model
 
-MANY = ("--data-parallel-size", "2", "--api-server-count", "2", "--tensor-parallel-size", "2")
+MANY = (
+    *("--data-parallel-size", "2", "--api-server-count", "2", "--tensor-parallel-size", "2"),
+    # Tests suspend the workers.
+    *("--heartbeat-timeout", "60"),
+)
 NUM_PROCESSES = 2 + 2 + 4
 STREAM = {"max_tokens": 150, "ignore_eos": True, "temperature": 0, "stream": True}
 

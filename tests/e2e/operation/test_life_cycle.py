@@ -89,7 +89,7 @@ def test_disconnect_aborts_the_request(server: Server) -> None:
 
 
 def test_drain_finishes_streams_and_leaves_no_process_or_file(tmp_path: Path) -> None:
-    with start(tmp_path) as server:
+    with start(tmp_path, "--heartbeat-timeout", "60") as server:
         connection, response = open_stream(server, max_tokens=150)
         with server.suspended_workers():
             server.process.send_signal(signal.SIGTERM)

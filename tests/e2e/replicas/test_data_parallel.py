@@ -183,6 +183,7 @@ def test_streams_continue_unchanged_on_another_replica(
 def test_a_rolling_restart_with_a_full_queue_loses_no_request() -> None:
     # Streams take longer than a drain, so running and waiting ones continue on the other replica.
     args = ("--device", "null", "--null-step-ms", "20", "-dp", "2", "-np", "4")
+    args += ("--heartbeat-timeout", "60")
     requests = [
         {"prompt": f"Tale {seed}", "seed": seed, "max_tokens": 40, "ignore_eos": True}
         | {"stream": True, "stream_options": {"include_usage": True}}
@@ -192,12 +193,17 @@ def test_a_rolling_restart_with_a_full_queue_loses_no_request() -> None:
         undisturbed = undisturbed_answers(server, requests)
         for replica in ("0", "1"):
             wait_until(lambda: states(server) == ["serving"] * 2, what="both serve")
-            streams = Streams(server, requests)
+            before = epochs(server)[int(replica)]
+            with server.suspended_workers():
+                streams = Streams(server, requests)
+                wait_until(
+                    lambda: server.get("/load")[1]["server_load"] == len(requests),
+                    what="all run or wait",
+                )
             streams.wait_for_events(20)
-            assert server.metric("engine:num_requests_waiting", replica) > 0
             assert server.post(f"/replicas/{replica}/restart", {})[0] == 200
             assert streams.answers() == undisturbed
-            assert epochs(server)[int(replica)] == 2
+            wait_until(lambda r=int(replica), b=before: epochs(server)[r] > b, what="it restarts")
         assert server.stop() == 0, server.log
 
 

@@ -31,6 +31,7 @@ def server() -> Iterator[Server]:
     args = ("--replica-roles", "prefill=1,decode=1", "--enable-prompt-tokens-details")
     # Small steps, so that blocks move while the prompt is being computed.
     limits = ("--max-model-len", "1024", "--max-num-batched-tokens", "64", "--max-num-seqs", "8")
+    limits += ("--heartbeat-timeout", "60")
     # Unused places for drafts would count as computed tokens.
     drafts = ("--speculative-config", '{"num_speculative_tokens": 0}')
     with Server(default_model(), *args, *limits, *drafts) as server:
@@ -132,7 +133,8 @@ def stream_and_leave(server: Server, body: dict[str, Any], action: str) -> dict[
     """Return the answer of a stream of the decode replica, which must leave it while it runs."""
     streams = Streams(server, [body], headers={"X-data-parallel-rank": DECODE})
     wait_until(lambda: streams.num_events > 8, 120, what="the stream runs")
-    status, info = server.post(f"/replicas/{DECODE}/{action}", {})
+    with server.suspended_workers():
+        status, info = server.post(f"/replicas/{DECODE}/{action}", {})
     assert status == 200, info
     (answer,) = streams.answers()
     return answer

@@ -244,17 +244,19 @@ class Target:
         names = attacks[0].name if len(attacks) == 1 else f"{attacks[0].name} … {attacks[-1].name}"
         faults += [f"{names}: {fault}" for fault in (*interval.broken, *self._find_deaths())]
         faults += [f"{names}: {fault}" for fault in self.find_growth(memory)]
-        if interval.is_suspicious and self._pause_again(attacks):
-            faults += [fault for attack in attacks if (fault := self._find_pause(attack))]
-        return faults
+        return faults + (self._find_pauses(attacks) if interval.is_suspicious else [])
 
-    def _pause_again(self, attacks: Sequence[Attack]) -> bool:
-        """Return whether the streams pause again, so that the responsible attack can be found."""
+    def _find_pauses(self, attacks: Sequence[Attack]) -> list[str]:
+        """Return the faults of the attacks that pause the streams again. Each half of them is examined by itself."""
         if len(attacks) == 1:
-            return True
+            fault = self._find_pause(attacks[0])
+            return [fault] if fault else []
         with self.watching() as intervals:
             self._attack_all(attacks)
-        return intervals[0].is_suspicious
+        if not intervals[0].is_suspicious:
+            return []
+        middle = len(attacks) // 2
+        return self._find_pauses(attacks[:middle]) + self._find_pauses(attacks[middle:])
 
     def begin_memory(self) -> dict[int, tuple[str, int]]:
         """Reset each process's peak memory to its current memory, and return that."""

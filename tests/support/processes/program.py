@@ -121,8 +121,8 @@ class Program:
         if self.process.poll() is None:
             self.process.terminate()
             try:
-                self.process.wait(STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
+                self.wait()
+            except AssertionError:
                 self.process.kill()
                 self.process.wait()
                 raise

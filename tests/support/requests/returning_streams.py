@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from support.processes.program import wait_until
 
 PATH = "/v1/completions"
-TIMEOUT_S = 60.0
+TIMEOUT_S = 120.0
 PAUSE_S = 0.05
 """Seconds between attempts to connect."""
 
@@ -54,7 +54,8 @@ class ReturningStream:
 
     def _read_once(self) -> None:
         parts = urlsplit(self.find_url())
-        connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=20)
+        # A client that leaves ends its request, so it must not leave because a loaded machine is slow.
+        connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=TIMEOUT_S)
         # Before the first event there is no ID, so the key prevents the request from being computed twice.
         headers = {"content-type": "application/json", "idempotency-key": self.key}
         if self._last_id:
