@@ -25,7 +25,13 @@ from engine.frontend.api.streaming.event_stream import (
 )
 from engine.frontend.client.engine_client import Sequence, SequenceRequest
 from engine.protocol.errors import NO_ADAPTER_MEMORY
-from engine.protocol.messages import AbortRequests, EngineCoreOutputs, FinishedRequest, FinishReason
+from engine.protocol.messages import (
+    AbortRequests,
+    AddRequests,
+    EngineCoreOutputs,
+    FinishedRequest,
+    FinishReason,
+)
 from engine.protocol.sampling_params import SamplingParams
 from support.servers.engine_fixtures import (
     connected,
@@ -49,8 +55,12 @@ def until(condition: Any, what: str, timeout_s: float = 15.0) -> None:
         time.sleep(0.002)
 
 
+def num_received(frontend: FrontendProcess, kind: type) -> int:
+    return sum(isinstance(message, kind) for message in frontend.core.received)
+
+
 def num_aborts(frontend: FrontendProcess) -> int:
-    return sum(isinstance(message, AbortRequests) for message in frontend.core.received)
+    return num_received(frontend, AbortRequests)
 
 
 def encode_request(path: str, body: dict) -> bytes:
@@ -121,8 +131,10 @@ def test_a_slow_reader_delays_only_itself() -> None:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
+        num_before = num_received(frontend, AddRequests)
         slow = raw_request(frontend.port, COMPLETIONS, body, receive_buffer=4096)
-        until(lambda: running(frontend), "the request did not start")
+        # The core may generate everything before this thread runs again.
+        until(lambda: num_received(frontend, AddRequests) > num_before, "the request did not start")
         others = [frontend.complete(PROMPT, max_tokens=50) for _ in range(5)]
         assert all(other["usage"]["completion_tokens"] == 50 for other in others)
         until(lambda: not frontend.core.requests, "generation waits for the reader", 30)
