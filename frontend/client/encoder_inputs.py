@@ -109,11 +109,14 @@ def pooled_source(
     """Return the decoder's prompt and the encoder inputs for a text whose last token is pooled.
 
     The encoder of an encoder-decoder model reads the text, and its decoder reads it after the first token of an answer,
-    without its last token. Other models read the text itself.
+    without its last token and what follows the end token. Other models read the text itself.
     """
     if config is None:
         return token_ids, []
-    prompt = np.concatenate((config.start_token_ids[:1], token_ids[:-1]), dtype=np.int32)
+    ends = np.flatnonzero(token_ids == config.end_token_id)
+    last = int(ends[-1]) if len(ends) else len(token_ids) - 1
+    first = token_ids[-1:] if config.begins_with_last else config.start_token_ids[:1]
+    prompt = np.concatenate((first, token_ids[:last]), dtype=np.int32)
     return prompt, [text_source(token_ids)]
 
 

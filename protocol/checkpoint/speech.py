@@ -254,6 +254,8 @@ def read_source_text(config: ConfigFields, generation: ConfigFields) -> SourceTe
         _max_source_tokens(config),
         (config.section("encoder") or config).integer("vocab_size"),
         _bad_words(generation if generation.get("bad_words_ids") is not None else config),
+        end if type(end := config.get("eos_token_id")) is int else -1,
+        begins_with_last=kind in ("mbart", "plbart"),
     )
 
 

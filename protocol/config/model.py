@@ -340,12 +340,16 @@ class SourceTextConfig(msgspec.Struct, frozen=True):
         max_tokens: The maximum length of the encoder's input in tokens.
         vocab_size: The number of tokens that the encoder reads.
         bad_words_token_ids: Token sequences that the model must never generate, such as Marian's padding.
+        end_token_id: The token at the end of a source, whose last place classification heads read; -1 for the last one.
+        begins_with_last: True if these heads need a prompt that begins with the last token, the language of mBART.
     """
 
     start_token_ids: tuple[int, ...]
     max_tokens: int
     vocab_size: int
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    end_token_id: int = -1
+    begins_with_last: bool = False
 
 
 class ModelConfig(msgspec.Struct, frozen=True):

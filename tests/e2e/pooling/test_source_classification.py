@@ -43,6 +43,9 @@ MODELS = {
         ("--inject-preemption", "0.1", "--max-num-batched-tokens", "16"),
     ),
     "MvpForSequenceClassification": (_BART, ("-pp", "2")),
+    # The prompt of the decoder begins with the last token of a text, its language.
+    "MBartForSequenceClassification": (_BART, ("-tp", "2")),
+    "PLBartForSequenceClassification": (_BART, ()),
     "T5ForSequenceClassification": (_T5, ("-tp", "2", "--cpu-backend", "torch")),
     "MT5ForSequenceClassification": (_T5, ()),
     "UMT5ForSequenceClassification": (_T5, ("-tp", "2")),
@@ -50,7 +53,7 @@ MODELS = {
     "UMT5ForTokenClassification": (_T5, ("-tp", "2")),
 }
 # The heads of transformers read the place of the last token with this id.
-TEXTS = [[2, 9, 8, 7, 1], [2, *range(10, 60), 1], [5, 1], [2, 9, 8, 7, 1]]
+TEXTS = [[2, 9, 8, 7, 1], [2, *range(10, 60), 1], [5, 1, 90], [2, 9, 8, 7, 1, 91]]
 
 
 def _directory(path: Path, name: str) -> transformers.PreTrainedModel:
@@ -80,7 +83,10 @@ def test_classes_equal_those_of_transformers(tmp_path: Path, name: str) -> None:
             [entry] = answer["data"]
             found = entry["data"] if of_tokens else entry["probs"]
             np.testing.assert_allclose(found, expected[index], atol=1e-5)
-            assert answer["usage"]["prompt_tokens"] == len(TEXTS[index])
+            # The decoder reads as many tokens as end with the last place of the end token.
+            text = TEXTS[index]
+            num_read = len(text) if of_tokens else text.index(1) + 1
+            assert answer["usage"]["prompt_tokens"] == num_read
 
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(ask, [*range(len(TEXTS))] * 3))

@@ -455,13 +455,19 @@ def _t5gemma(fields: ConfigFields) -> ModelSpec:
     return with_source(decoder, SourceSpec(encoder, positions))
 
 
+_BART_FAMILIES: Final = (
+    ("Bart", _bart),
+    ("MBart", _bart_model),
+    ("Mvp", _mvp),
+    ("PLBart", _plbart),
+)
 _T5_FAMILIES: Final = (("MT5", _mt5), ("T5", _t5), ("UMT5", _umt5))
 
 FAMILIES = (
     # Configs without an architecture get the last family with their model_type.
     *(
         Family(f"{name}{CLASSIFIER_SUFFIX}", name.lower(), partial(_classifier, family=family))
-        for name, family in (("Bart", _bart), ("Mvp", _mvp), *_T5_FAMILIES)
+        for name, family in (*_BART_FAMILIES, *_T5_FAMILIES)
     ),
     *(
         Family(
