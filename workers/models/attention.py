@@ -213,11 +213,13 @@ class Attention:
         self, x: Any, tables: RotaryTables | None, kv_cache: Tensor, attn_metadata: Any
     ) -> None:
         """Store the keys and values of `x`, in a layer without convolutions, indexers and gates."""
-        qk_THK, v_TGK = (
-            self.qkv(x)
-            .unflatten(-1, (-1, self._head_dim))
-            .split((self._num_heads + self._num_kv_heads, self._num_kv_heads), 1)
-        )
+        num_values = self._num_kv_heads if self._has_value_projection else 0
+        sizes = self._num_heads + self._num_kv_heads, num_values
+        qk_THK, v_TGK = self.qkv(x).unflatten(-1, (-1, self._head_dim)).split(sizes, 1)
+        if not self._has_value_projection:
+            v_TGK = qk_THK[:, self._num_heads :]
+        if self._value_norm is not None:
+            v_TGK = self._value_norm(v_TGK)
         if self._head_norm is not None:
             qk_THK = self._head_norm(qk_THK)
         if tables is not None:

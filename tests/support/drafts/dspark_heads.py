@@ -9,16 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from engine.protocol.config import ProposerMethod, SpeculativeConfig
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support.drafts.draft_heads import (
     add_dflash_vocabulary,
     add_tensors,
     dflash_hidden_states,
+    randomize,
     write_dflash,
 )
 from support.drafts.models_with_heads import NUM_DRAFTS, Head, write_model
 from torch import Tensor
+from torch.nn import functional as F
+from transformers.models.gemma4 import modeling_gemma4 as gemma4
 
 RANK, SIZE = 16, 64
 
@@ -145,8 +149,87 @@ def dspark_of_speculators(path: Path) -> Head:
     return make_dspark(path, "vanilla", of_speculators=True)
 
 
+GEMMA4: dict[str, Any] = {
+    "hidden_size": SIZE,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_global_key_value_heads": 2,
+    "head_dim": 16,
+    "global_head_dim": 16,
+    "layer_types": ["full_attention"] * 2,
+    "attention_k_eq_v": True,
+    "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 4.0,
+    "max_position_embeddings": 512,
+}
+
+
+def dspark_of_gemma4(path: Path) -> Head:
+    """A DSpark head with layers of Gemma 4, whose values are its keys, and a vocabulary of its own."""
+    model = write_model(path, "Qwen3Config", "Qwen3ForCausalLM", {"num_hidden_layers": 6})
+    vocab_size, directory = model.config.vocab_size, path / "head"
+    config = transformers.Gemma4TextConfig(**GEMMA4, vocab_size=vocab_size)
+    made = randomize(gemma4.Gemma4TextModel._from_config(config, attn_implementation="eager"))
+    for layer in made.layers:
+        layer.layer_scalar.fill_(0.8)
+    block = {"block_size": 8, "mask_token_id": 5, "target_layer_ids": [0, 2]}
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config.to_dict() | block))
+    parts = {
+        "fc.weight": torch.randn(SIZE, 2 * SIZE) * 0.1,
+        "hidden_norm.weight": torch.rand(SIZE) + 0.5,
+        "lm_head.weight": torch.randn(vocab_size, SIZE),
+    }
+    save_file(made.state_dict() | parts, directory / "model.safetensors")
+    bias = write_markov_head(directory, "vanilla", vocab_size, vocab_size)
+    file = directory / "config.json"
+    architectures = {"architectures": ["Gemma4DSparkModel"]}
+    file.write_text(json.dumps(json.loads(file.read_text()) | architectures))
+
+    def hidden_states(tokens: list[int]) -> Tensor:
+        """Return the outputs of the last token and of mask tokens."""
+        states = model.model(torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states
+        context_TD = torch.cat([states[i + 1][0] for i in block["target_layer_ids"]], -1)
+        context_TD = F.rms_norm(
+            context_TD @ parts["fc.weight"].T, (SIZE,), parts["hidden_norm.weight"], 1e-6
+        )
+        ids = [tokens[-1], *[block["mask_token_id"]] * (NUM_DRAFTS - 1)]
+        x_TD = made.embed_tokens(torch.tensor(ids))
+        positions = torch.arange(len(context_TD) + len(x_TD))[None]
+        tables = made.rotary_emb(x_TD[None], positions, "full_attention")
+        for layer in made.layers:
+            inputs_TD = torch.cat((context_TD, layer.input_layernorm(x_TD)))
+            attended = layer.self_attn(inputs_TD[None], tables, None, {})[0][0, -len(x_TD) :]
+            x_TD = x_TD + layer.post_attention_layernorm(attended)
+            fed_TD = layer.mlp(layer.pre_feedforward_layernorm(x_TD))
+            x_TD = (x_TD + layer.post_feedforward_layernorm(fed_TD)) * layer.layer_scalar
+        return made.norm(x_TD)
+
+    @torch.no_grad()
+    def drafts(tokens: list[int]) -> list[int]:
+        found = tokens[-1:]
+        for index, hidden_D in enumerate(hidden_states(tokens)):
+            logits = 4 * torch.tanh(parts["lm_head.weight"] @ hidden_D / 4)
+            logits = logits + bias(hidden_D, found[-1], index == 0)
+            found.append(int(logits.argmax()))
+        return found[1:]
+
+    return Head(
+        model,
+        path,
+        SpeculativeConfig(3, ProposerMethod.DFLASH, model=str(directory)),
+        lambda embedded_TD, hidden_TD: (embedded_TD, hidden_TD),
+        layers=(1, 3),
+        drafts=drafts,
+    )
+
+
 DSPARK_HEADS = [
     dspark,
+    dspark_of_gemma4,
     dspark_with_pairs,
     dspark_with_gates,
     dspark_with_states,

@@ -167,10 +167,14 @@ class AttentionRecorder:
         queries, *parts = matrices.inputs[: matrices.num_qkv]
         # The first columns are for queries, which nothing reads.
         store.add_projection(prefix, None, parts, matrices.biases[1:], first_column=queries.n)
-        rope = -1 if layer.rope is None else self._ropes[layer.rope]
-        clip, eps = spec.qkv_clip or 0.0, head_norm_eps(spec)
+        fields = {
+            "rope": -1 if layer.rope is None else self._ropes[layer.rope],
+            "scale": spec.qkv_clip or 0.0,
+            "num_stored": 1 + layer.has_value_projection,
+            "norms_values": spec.has_value_norm,
+        }
         self._add_storing(
-            store, spec, index, layer.kv_cache_group, (qk_norm, *head_norms), rope, clip, eps
+            store, spec, index, layer.kv_cache_group, (qk_norm, *head_norms), **fields
         )
 
     def _add_storing(
@@ -180,25 +184,22 @@ class AttentionRecorder:
         index: int,
         group: int,
         norms: tuple[QKNorm, *tuple[Floats | None, ...]],
-        rope: int = -1,
-        clip: float = 0.0,
-        eps: float = 0.0,
+        **others: Any,
     ) -> None:
         """Record that keys and values of the projection are stored. `norms` are their kind, and the weights."""
+        fields: dict[str, Any] = {"rope": -1, "num_stored": 2, "scale": 0.0}
         store.program.add_op(
             "rotate_store",
-            rope=rope,
             vectors=[*norms[1:], None],
             qk_norm=norms[0],
-            eps=eps or spec.norm_eps,
             layer=index,
             group=group,
             attention=AttentionLayer(spec.attention_scale, spec.attention_softcap or 0.0, 0),
             num_heads=len(self._shard.heads(spec)),
             num_kv_heads=len(self._shard.kv_heads(spec)),
             head_dim=spec.head_dim,
-            num_stored=2,
-            scale=clip,
+            eps=head_norm_eps(spec),
+            **fields | others,
         )
 
     def _add_projections(self, prefix: str, layer: LayerSpec, matrices: AttentionMatrices) -> None:

@@ -1,6 +1,7 @@
 """The layout of DFlash heads (arXiv 2602.06036) and of DSpark heads, which propose a block of tokens in one pass.
 
-Such a head has a few layers like those of Qwen3. Their keys and values of the known tokens come from hidden states of
+Such a head has a few layers like those of Qwen3 or Gemma 4. Their keys and values of the known tokens come from hidden
+states of
 the model, which `fc` combines into one vector per token. The block begins with the last token, followed by mask tokens.
 A DSpark head also has a Markov head, by which a draft depends on the one before it. A DFlash 2 head has a selector for
 that, and convolutions over the block in its layers. An XPress head has a refiner, by which a draft depends on all
@@ -34,10 +35,14 @@ _XPRESS: Final = ("DFlashQwen3XPressModel", "Qwen3XPressModel")
 _DSPARK: Final = (
     "DSparkDraftModel",
     "DSparkSpeculator",
+    "Gemma4DSparkModel",
     "Lfm2DSparkDraftModel",
     "Qwen3DSparkModel",
     "Qwen3OmniDSparkModel",
 )
+
+_DECODERS: Final = {"Gemma4DSparkModel": "Gemma4ForCausalLM"}
+"""The decoder with the same layers as a head; the others have those of Qwen3."""
 
 _WINDOW: Final = "sliding_attention"
 _START: Final = r"^(?:model\.)?"
@@ -87,12 +92,18 @@ def read_block(target: ModelSpec, checkpoint: Checkpoint) -> HeadLayout:
     is_second = architecture in _DFLASH2
     convolution = _convolution(own, fields.integer("hidden_size")) if is_second else None
     windows = _windows(ConfigFields(of_layers, fields.path), own)
+    decoder = _DECODERS.get(architecture)
     of_layers |= {
-        "architectures": ["Qwen3ForCausalLM"],
+        "architectures": [decoder or "Qwen3ForCausalLM"],
         "vocab_size": vocab_size or of_layers.get("vocab_size") or target.vocab_size,
         "use_sliding_window": False,
-        "layer_types": None,
     }
+    # Layers of Qwen3 with and without a window are alike. Those of Gemma 4 have all that they read.
+    of_layers |= (
+        {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}
+        if decoder
+        else {"layer_types": None}
+    )
     spec = model_spec(of_layers, fields.path)
     spec = replace(
         headless(spec),
