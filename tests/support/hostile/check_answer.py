@@ -40,6 +40,8 @@ The routes of adapters get names of none.
 _METHOD_OF_GEMINI = re.compile(":[A-Za-z]+$")
 
 _FINE = range(200, 300)
+# A health route reports a process that got no processor for a second.
+_NOT_READY = b'{"state":"not ready"'
 # 503 means full or starting; 501 means an unsupported transfer coding.
 _REFUSALS = {400, 401, 403, 404, 405, 408, 409, 411, 413, 415, 421, 422, 426, 429, 431, 501, 503}
 
@@ -57,6 +59,8 @@ def find_fault(answer: Answer, field: str = "", *, path: str = "", may_succeed: 
         return _find_fault_of_success(answer)
     if answer.status not in _REFUSALS:
         return f"status {answer.status}: {answer.body[:300]!r}"
+    if answer.status == 503 and answer.body.startswith(_NOT_READY):
+        return ""
     return _find_fault_of_error(answer, field, path)
 
 
