@@ -16,11 +16,20 @@ from fastapi.responses import StreamingResponse
 PREFILL_ONLY = {
     "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False},
     "stream": False,
-    "max_tokens": 1,
 }
 """The fields by which a server computes a prompt, and holds its KV cache for another server."""
 
-NOT_FOR_PREFILL = ("stream_options", "min_tokens", "max_completion_tokens")
+NOT_FOR_PREFILL = ("stream_options", "min_tokens", "max_completion_tokens", "background")
+
+LIMITS: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"max_tokens": 1},
+    "/v1/chat/completions": {"max_tokens": 1},
+    "/v1/messages": {"max_tokens": 1},
+    "/v1/responses": {"max_output_tokens": 1, "store": False},
+}
+"""The routes, each with the fields by which a server that computes a prompt generates as little as possible."""
+
+KEPT_HEADERS = ("authorization", "x-api-key")
 
 
 class Proxy:
@@ -38,8 +47,7 @@ class Proxy:
         """Return the decode server's answer to a request, as it arrives."""
         body: dict[str, Any] = await request.json()
         headers = {"x-request-id": request.headers.get("x-request-id") or uuid.uuid4().hex}
-        if authorization := request.headers.get("authorization"):
-            headers["authorization"] = authorization
+        headers |= {name: request.headers[name] for name in KEPT_HEADERS if name in request.headers}
         path = request.url.path
         params = await self._compute_prompt(path, body, headers)
         if params:
@@ -68,8 +76,9 @@ class Proxy:
         """Return where the KV cache of a request's prompt is, or None if no server has computed it."""
         kept = {name: value for name, value in body.items() if name not in NOT_FOR_PREFILL}
         url = next(self._prefill) + path
+        kept |= PREFILL_ONLY | LIMITS[path]
         try:
-            answer = await self._client.post(url, json=kept | PREFILL_ONLY, headers=headers)
+            answer = await self._client.post(url, json=kept, headers=headers)
             answer.raise_for_status()
         except httpx.HTTPError as error:
             # The decode server computes the prompt, or reports what is wrong with the request.
@@ -93,7 +102,7 @@ def create_app(prefill: list[str], decode: list[str]) -> FastAPI:
         await proxy.close()
 
     app = FastAPI(lifespan=lifespan)
-    for path in ("/v1/completions", "/v1/chat/completions"):
+    for path in LIMITS:
         app.post(path)(proxy.answer)
     return app
 

@@ -123,7 +123,7 @@ class ResponsesAnswer(ChatAnswer):
         nothing = {"output_tokens": 0, "total_tokens": counts["input_tokens"]}
         response["usage"] = counts | nothing | self.receipt()
         response["completed_at"] = int(time.time())
-        return response
+        return response | self.transfer()
 
     def chunks(self) -> ResponseChunks:
         """Return the encoder of a stream."""
@@ -163,7 +163,7 @@ class ResponsesAnswer(ChatAnswer):
         response = self.describe("incomplete" if is_cut else "completed")
         response["output"] = builder.items
         response["usage"] = self.token_counts() | self.receipt()
-        response |= self.timing() | self._raw_messages()
+        response |= self.timing() | self.transfer() | self._raw_messages()
         if is_cut:
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         else:

@@ -14,7 +14,7 @@ from ..generation import MAX_USER_CHARACTERS
 from ..logprobs import Json
 from ..schema import ChatCompletionRequest
 from ..schema.responses import (
-    SAMPLING_FIELDS,
+    SHARED_FIELDS,
     ResponseCreateRequest,
     ResponseFields,
     ResponsesRequest,
@@ -108,13 +108,13 @@ def translate_response(exchange: Exchange) -> ResponseChat:
     body = exchange.body
     _verify(body)
     logprobs = exchange.includes(INCLUDE_LOGPROBS)
-    sampling = {name: getattr(body, name) for name in SAMPLING_FIELDS}
+    shared = {name: getattr(body, name) for name in SHARED_FIELDS}
     max_tokens = body.max_output_tokens
     if exchange.only_prepares:
-        max_tokens, sampling["min_tokens"] = 1, None
+        max_tokens, shared["min_tokens"] = 1, None
     return ResponseChat(
         **_prompt_fields(body, exchange.context, exchange.input, exchange.files, exchange.places),
-        **sampling,
+        **shared,
         stream=body.stream,
         max_tokens=max_tokens,
         user=body.user or body.safety_identifier,

@@ -64,11 +64,10 @@ class MessagesRequest(msgspec.Struct, kw_only=True):
     priority: Int | None = None
     cache_salt: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
     # Rejected, because an answer that ignores them would be wrong.
-    rejected: ClassVar[str] = (
-        "container compaction kv_transfer_params ec_transfer_params vllm_xargs watermarking"
-    )
+    rejected: ClassVar[str] = "container compaction ec_transfer_params vllm_xargs watermarking"
     thread: dict[str, Any] | None = None
 
     # Accepted because clients send them; they have no effect. No model declines a request here.

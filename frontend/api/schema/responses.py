@@ -69,6 +69,8 @@ class ResponsesRequest(ResponseFields, kw_only=True):
     safety_identifier: str | None = None
 
     thinking_token_budget: Int | None = None
+    # As in a chat.
+    kv_transfer_params: dict[str, Any] | None = None
     # Adds the texts and the token ids of the prompt and of the answer to the response, as in vLLM.
     enable_response_messages: bool | None = None
 
@@ -76,7 +78,7 @@ class ResponsesRequest(ResponseFields, kw_only=True):
     rejected: ClassVar[str] = (
         "context_management vllm_xargs previous_response "
         "previous_input_messages extra_key include_reasoning "
-        "kv_transfer_params ec_transfer_params watermarking bootstrap_host "
+        "ec_transfer_params watermarking bootstrap_host "
         "bootstrap_port bootstrap_room disagg_prefill_dp_rank"
     )
 
@@ -94,7 +96,7 @@ class ResponseCreateRequest(ResponsesRequest, kw_only=True):
     stream_id: str | None = None
 
 
-SAMPLING_FIELDS = (*CommonFields.__struct_fields__, "thinking_token_budget")
+SHARED_FIELDS = (*CommonFields.__struct_fields__, "thinking_token_budget", "kv_transfer_params")
 """Fields with the same name and meaning as in chat completions."""
 
 

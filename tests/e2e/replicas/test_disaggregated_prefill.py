@@ -31,6 +31,8 @@ REMOTE_DECODE = {
 }
 """As the proxies in vLLM's repository send it."""
 
+NOTHING_REMOTE = REMOTE_DECODE | {"do_remote_decode": False, "remote_engine_id": "a"}
+
 
 class Servers(NamedTuple):
     prefill: Server
@@ -109,9 +111,43 @@ def test_answers_through_the_proxy_equal_those_of_one_server(servers: Servers) -
             status, alone = servers.prefill.post("/v1/chat/completions", whole)
             assert (status, text) == (200, alone["choices"][0]["message"]["content"])
             assert client.post("/v1/completions", json={"prompt": []}).status_code == 400
+            assert_dialects_fetch_prompts(client, servers)
     for server in servers:
         assert_nothing_is_held(server)
     assert servers.recomputing.metric("engine:kv_transfer_failed_loads_total") == 0
+
+
+def assert_dialects_fetch_prompts(client: httpx.Client, servers: Servers) -> None:
+    """Compare answers of Anthropic's Messages API and of the Responses API with those of one server."""
+    text = "Sing a song of a crow. " * 8
+    message = {"messages": [{"role": "user", "content": text}], "max_tokens": 8}
+    response = {"input": text, "max_output_tokens": 8, "store": False}
+    for path, fields, output in (
+        ("/v1/messages", message, "content"),
+        ("/v1/responses", response, "output"),
+    ):
+        body = fields | {"temperature": 0, "cache_salt": path}
+        answer = client.post(path, json=body).json()
+        usage = answer["usage"]
+        details = usage.get("input_tokens_details", {})
+        assert usage.get("cache_read_input_tokens", details.get("cached_tokens")) > 0
+        status, alone = servers.prefill.post(path, body)
+        assert status == 200
+        assert texts_of(answer[output]) == texts_of(alone[output])
+        streamed = body | {"stream": True, "kv_transfer_params": NOTHING_REMOTE}
+        with httpx.stream(
+            "POST", servers.recomputing.url + path, json=streamed, timeout=120
+        ) as stream:
+            lines = [line for line in stream.iter_lines() if line.startswith("data: ")]
+        events = [json.loads(line.removeprefix("data: ")) for line in lines]
+        ends = [each for each in events if each["type"] in ("message_delta", "response.incomplete")]
+        params = ends[-1].get("response", ends[-1])["kv_transfer_params"]
+        assert params["do_remote_decode"] is True
+
+
+def texts_of(items: list[dict[str, Any]]) -> list[str]:
+    parts = [part for item in items for part in item.get("content", [item])]
+    return [part["text"] for part in parts]
 
 
 def test_a_prefill_server_fetches_the_answer_of_the_turn_before(servers: Servers) -> None:
@@ -142,7 +178,7 @@ def test_a_prefill_server_fetches_the_answer_of_the_turn_before(servers: Servers
         "messages": [{"role": "user", "content": "Tell a tale."}],
         "max_tokens": 4,
         "stream": True,
-        "kv_transfer_params": REMOTE_DECODE | {"do_remote_decode": False, "remote_engine_id": "a"},
+        "kv_transfer_params": NOTHING_REMOTE,
     }
     completion = again | params | {"stream": True}
     for path, streamed in (("completions", completion), ("chat/completions", chat)):

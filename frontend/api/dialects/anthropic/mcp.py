@@ -46,6 +46,8 @@ class McpMessages(Messages):
             return await super()._translate(body, size)
         if body.max_tokens is None:
             raise bad_request("max_tokens", "is required")
+        if body.kv_transfer_params:
+            raise bad_request("kv_transfer_params", "cannot be combined with mcp_servers")
         return McpMessagesPrompt(model=body.model, stream=body.stream, messages=[], body=body)
 
     async def _generate(

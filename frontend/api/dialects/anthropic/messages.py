@@ -124,7 +124,8 @@ class MessagesAnswer(ChatAnswer):
         for call in CallCollector().add(message.tool_calls, is_end=True):
             found = {"id": call.id, "name": call.name, "input": decode_input(call.arguments)}
             blocks.append(_block("tool_use") | found)
-        return self.message(blocks) | self.ending(output) | {"usage": self.token_counts()}
+        counts = {"usage": self.token_counts()}
+        return self.message(blocks) | self.ending(output) | counts | self.transfer()
 
     def chunks(self) -> MessageChunks:
         """Return the encoder of a stream."""
@@ -212,8 +213,11 @@ class MessageChunks(BlockChunks[MessagesAnswer]):
         events.append(message_event("message_start", message=self.answer.message([])))
 
     def _end(self, delta: Delta, events: list[bytes]) -> None:
-        ending, usage = self.answer.ending(delta), self.answer.token_counts()
-        events.append(message_event("message_delta", delta=ending, usage=usage))
+        answer = self.answer
+        ending, usage = answer.ending(delta), answer.token_counts()
+        events.append(
+            message_event("message_delta", delta=ending, usage=usage, **answer.transfer())
+        )
         events.append(message_event("message_stop"))
 
     def _write(self, message: MessageDelta, delta: Delta, events: list[bytes]) -> None:

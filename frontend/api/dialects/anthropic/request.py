@@ -109,6 +109,7 @@ def translate_messages(body: MessagesRequest) -> ChatCompletionRequest:
         priority=body.priority,
         cache_salt=body.cache_salt,
         chat_template_kwargs=body.chat_template_kwargs,
+        kv_transfer_params=body.kv_transfer_params,
         continue_final_message=is_prefilled or None,
         **_thinking(body),
     )

@@ -15,7 +15,7 @@ import msgspec
 from msgspec.structs import replace
 from starlette.types import Message
 
-from ....http.errors import APIError, internal_error
+from ....http.errors import APIError, bad_request, internal_error
 from ....http.routing import Asgi
 from ...logprobs import Json
 from ...schema.responses import ResponseFields, ResponsesRequest
@@ -147,7 +147,7 @@ class McpTurns:
         describe: Describes the response.
 
     Raises:
-        APIError: A field of a tool is invalid, or its server may not be called (400).
+        APIError: A field is invalid, or a server may not be called (400).
     """
 
     def __init__(
@@ -161,6 +161,8 @@ class McpTurns:
         self._generate = generate
         self._describe = partial(describe, exchange)
         body = exchange.body
+        if body.kv_transfer_params:
+            raise bad_request("kv_transfer_params", "cannot be combined with tools of type mcp")
         self._tools = parse_tools(body.tools, servers)
         self._output = McpOutput(exchange.response_id, self._tools)
         self._usage: Json = {}

@@ -272,6 +272,12 @@ def test_wrong_tools_are_refused(
     assert (caught.value.status_code, caught.value.param) == (status, param)
 
 
+def test_turns_transfer_no_blocks(client: openai.OpenAI) -> None:
+    body = {"kv_transfer_params": {"do_remote_decode": True}}
+    with pytest.raises(openai.BadRequestError, match="cannot be combined with tools of type mcp"):
+        client.responses.create(model=MODEL, input="a", tools=[TOOL], extra_body=body)
+
+
 @pytest.mark.parametrize(
     ("label", "problem"),
     [("flood", "the answer has more than 8388608 bytes"), ("compressed", "is compressed (gzip)")],
@@ -389,6 +395,7 @@ def test_messages_choose_tools_of_servers(
             400,
             "tools[0].mcp_server_name",
         ),
+        ({"kv_transfer_params": {"do_remote_decode": True}}, 400, "kv_transfer_params"),
     ],
 )
 def test_servers_of_messages_must_be_known(
