@@ -62,7 +62,8 @@ class StoreReport(msgspec.Struct, array_like=True, omit_defaults=True, gc=False)
 
     Every command is answered. A key to be stored is listed in `ended`, whether or not that succeeded. A key to be
     removed is listed in `deleted`, which is applied before `stored`. The numbers count since the last report. If
-    `is_off`, the store failed, and nothing is stored or found until the worker restarts.
+    `is_off`, the store failed, and nothing is stored or found until the worker restarts. `hangs` is true if reads have
+    begun to hang, false if the store answers again, and None if nothing has changed.
     """
 
     capacity: int = 0
@@ -75,3 +76,4 @@ class StoreReport(msgspec.Struct, array_like=True, omit_defaults=True, gc=False)
     num_errors: int = 0
     is_off: bool = False
     answers: list[BlocksStored] = []
+    hangs: bool | None = None

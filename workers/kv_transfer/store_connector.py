@@ -7,6 +7,7 @@ import logging
 import os
 import queue
 import threading
+import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -45,6 +46,8 @@ CLOSE_S: Final = 5.0
 
 _NICENESS: Final = 10
 
+_IDLE: Final = float("inf")
+
 Job: TypeAlias = Callable[[], None]
 _Read: TypeAlias = Callable[["np.ndarray"], None]
 """A job of a reader's thread, which passes its buffer for one block."""
@@ -53,11 +56,11 @@ _Read: TypeAlias = Callable[["np.ndarray"], None]
 class _Transfer:
     """A load in progress: the remaining blocks, and the blocks that could not be loaded."""
 
-    def __init__(self, load: BlockLoad, generation: int, fence: Fence) -> None:
+    def __init__(self, load: BlockLoad, fence: Fence) -> None:
         self.transfer_id = load.transfer_id
-        self.generation = generation
         self.fence = fence
-        self.num_blocks = self.num_left = len(load.keys)
+        self.blocks: list[int] = int32_view(load.block_ids).tolist()
+        self.left = set(self.blocks)
         self.invalid: list[int] = []
 
 
@@ -89,7 +92,8 @@ class Store(Protocol):
 class StoreConnector(KVConnector):
     """Writes in one thread and reads in several threads.
 
-    If the store fails, the connector turns itself off: blocks are not stored, and loads fail.
+    If the store fails, the connector turns itself off: blocks are not stored, and loads fail. While a read hangs, loads
+    fail too. Nothing that it reads later enters the KV cache.
 
     Args:
         name: Names the store in log messages.
@@ -111,17 +115,27 @@ class StoreConnector(KVConnector):
         self._report_mutex = threading.Lock()
         self._generation = 0
         self._loads = threading.Condition()
-        """Lock for `_generation` and `_num_writing`."""
+        """Lock for `_generation`, `_transfers`, `_num_writing` and `_hangs`."""
+        self._transfers: set[_Transfer] = set()
         self._num_writing = 0
+        self._hangs = False
+        self._read_since = [_IDLE] * NUM_READERS
+        """For each reader, the time at which its read began."""
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._reads: queue.SimpleQueue[_Read] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write, name="KV store writer", daemon=True)
 
-    def _start(self) -> None:
-        """Start the threads. Subclasses call this method when they are complete."""
+    def _start(self, hang_s: float | None = None) -> None:
+        """Start the threads. Subclasses call this method when they are complete.
+
+        A read of a block that takes longer than `hang_s` hangs.
+        """
         self._writer.start()
-        for _ in range(NUM_READERS):
-            threading.Thread(target=self._read, name="KV store reader", daemon=True).start()
+        threads = [partial(self._read, number) for number in range(NUM_READERS)]
+        if hang_s is not None:
+            threads.append(partial(self._watch, hang_s))
+        for each in threads:
+            threading.Thread(target=each, name="KV store reader", daemon=True).start()
 
     @abstractmethod
     def _report_state(self) -> None:
@@ -163,8 +177,12 @@ class StoreConnector(KVConnector):
         if commands.loads:
             fence = self._memory.fence()
             for load in commands.loads:
-                transfer = _Transfer(load, self._generation, fence)
-                for key, block in zip(load.keys, int32_view(load.block_ids).tolist(), strict=True):
+                transfer = _Transfer(load, fence)
+                with self._loads:
+                    self._transfers.add(transfer)
+                    if self._hangs:
+                        self._give_up()
+                for key, block in zip(load.keys, transfer.blocks, strict=True):
                     self._reads.put(partial(self._read_block, transfer, key, block))
         for lookup in commands.lookups:
             self._reads.put(partial(self._answer, lookup, self._generation))
@@ -186,6 +204,7 @@ class StoreConnector(KVConnector):
         """Discard loads in progress, and report the whole index to the next core."""
         with self._loads:
             self._generation += 1
+            self._transfers.clear()
             self._loads.wait_for(lambda: not self._num_writing)
         with self._report_mutex:
             self._reports.clear()
@@ -259,30 +278,34 @@ class StoreConnector(KVConnector):
 
     # The readers' threads
 
-    def _read(self) -> None:
+    def _read(self, reader: int) -> None:
         buffer_1B = self._memory.host_buffer(1)
         while True:
-            self._reads.get()(buffer_1B)
+            read = self._reads.get()
+            self._read_since[reader] = time.monotonic()
+            read(buffer_1B)
+            self._read_since[reader] = _IDLE
 
     def _read_block(
         self, transfer: _Transfer, key: bytes, block: int, buffer_1B: np.ndarray
     ) -> None:
         """Read a block to a buffer, and copy it to the KV cache if it is intact."""
-        if transfer.generation != self._generation:
+        if transfer not in self._transfers:
             return
         is_intact = not self._is_off and self._read_from_store(key, buffer_1B)
-        # A read may hang until another core has taken over.
+        # A read may hang until another core has taken over, or until the block is computed.
         with self._loads:
-            if transfer.generation != self._generation:
+            if transfer not in self._transfers:
                 return
             self._num_writing += 1
         if is_intact:
             self._memory.write([block], buffer_1B, transfer.fence)
         with self._loads:
-            transfer.num_left -= 1
+            transfer.left.remove(block)
             if not is_intact:
                 transfer.invalid.append(block)
-            if not transfer.num_left and transfer.generation == self._generation:
+            if not transfer.left and transfer in self._transfers:
+                self._transfers.remove(transfer)
                 self._end(transfer)
             self._num_writing -= 1
             self._loads.notify_all()
@@ -305,12 +328,44 @@ class StoreConnector(KVConnector):
             if generation == self._generation:
                 self._report(StoreReport(answers=[BlocksStored(lookup.transfer_id, mask)]))
 
+    def _watch(self, hang_s: float) -> None:
+        """Give up loads while a read hangs."""
+        while True:
+            time.sleep(hang_s / 4)
+            hangs = time.monotonic() - min(self._read_since) > hang_s
+            if hangs == self._hangs:
+                continue
+            if hangs:
+                logger.error(
+                    "%s has not answered a read for %g s; prompts are computed until it answers",
+                    self._name,
+                    hang_s,
+                )
+            else:
+                logger.info("%s answers again", self._name)
+            with self._loads:
+                self._hangs = hangs
+                self._report(StoreReport(hangs=hangs))
+                if hangs:
+                    self._give_up()
+
+    def _give_up(self) -> None:
+        """End all loads in progress. Those of their blocks that have not been read are invalid."""
+        given_up, self._transfers = self._transfers, set()
+        generation = self._generation
+        self._loads.wait_for(lambda: not self._num_writing)
+        if generation != self._generation:
+            return
+        for transfer in given_up:
+            transfer.invalid += transfer.left
+            self._end(transfer)
+
     def _end(self, transfer: _Transfer) -> None:
         num_invalid = len(transfer.invalid)
         self._report(
             StoreReport(
                 num_errors=num_invalid,
-                num_bytes_read=(transfer.num_blocks - num_invalid) * self._memory.block_bytes,
+                num_bytes_read=(len(transfer.blocks) - num_invalid) * self._memory.block_bytes,
             ),
             received=[transfer.transfer_id],
             invalid=transfer.invalid,

@@ -26,9 +26,9 @@ class DiskTier(StoreTier):
         """For each block key, how many workers have not yet confirmed the command to delete it."""
 
     def find_blocks(self, request: Request, keys: Sequence[bytes]) -> bytes:
-        """Return 1 for each key that all workers have on disk, else 0; b"" if they have none of them."""
+        """Return 1 for each key that all workers have on disk, else 0; b"" if there is none or a disk hangs."""
         stored = self._stored
-        if not (stored and self._capacity):
+        if not (stored and self._capacity) or self._hanging:
             return b""
         mask = bytes(map(stored.__contains__, keys))
         return mask if 1 in mask else b""

@@ -43,6 +43,8 @@ class StoreTier(BlockConnector):
         self._commands = StoreCommands()
         self._counts: Counter[str] = Counter()
         self._is_off = False
+        self._hanging: set[int] = set()
+        """The ranks of the workers whose store hangs."""
 
     def observe_pool(self, find_block: Callable[[bytes], int | None], block_size: int) -> None:
         """Receive the function that returns the block with a given content key."""
@@ -170,6 +172,8 @@ class StoreTier(BlockConnector):
             self._capacities[rank] = report.capacity
             if len(self._capacities) == self._num_workers:
                 self._capacity = min(self._capacities.values())
+        if report.hangs is not None:
+            (self._hanging.add if report.hangs else self._hanging.discard)(rank)
         self._apply(rank, report)
         for key in report.ended:
             count_down(self._storing, key)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from pathlib import Path
 
 import psutil
@@ -74,6 +75,29 @@ def test_prompts_are_computed_where_their_blocks_on_disk_are_damaged(tmp_path: P
             wait_until_stored(server, num_damaged)
             assert_nothing_is_held(server)
             kill_all(server)
+
+
+def test_prompts_are_computed_while_the_disk_hangs(tmp_path: Path) -> None:
+    args = (default_model(), "--max-model-len", "512", "--kv-disk", str(tmp_path))
+    with Server(*args) as server:
+        answers = [ask(server, prompt)[0] for prompt in PROMPTS]
+        wait_until_stored(server, 24)
+        kill_all(server)
+    with Server(*args) as server:
+        paths = list(tmp_path.rglob("*.sealed"))
+        assert paths
+        for path in paths:
+            # Opening a named pipe to read it blocks until another process writes to it.
+            path.unlink()
+            os.mkfifo(path)
+        start = time.monotonic()
+        assert ask(server, PROMPTS[0]) == (answers[0], 0)
+        assert time.monotonic() - start < 40
+        assert "has not answered a read for 5 s; prompts are computed" in server.log
+        # The others do not even wait for it.
+        assert [ask(server, prompt)[0] for prompt in PROMPTS[1:]] == answers[1:]
+        assert server.metric("engine:kv_transfer_failed_loads_total") == 1
+        assert_nothing_is_held(server)
 
 
 def damage(directory: Path) -> None:

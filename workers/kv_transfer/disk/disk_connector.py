@@ -25,6 +25,9 @@ GIB: Final = 1 << 30
 REFRESH_S: Final = 1.0
 """Seconds between two checks for changes by other processes."""
 
+HANG_S: Final = 5.0
+"""Seconds after which a disk hangs that has not answered the read of a block."""
+
 KEYS_PER_REPORT: Final = 8192
 
 
@@ -48,7 +51,7 @@ class DiskConnector(StoreConnector):
             raise ConfigError(f"--kv-disk-gib {cache.disk_gib:g}: {error}") from error
         self._is_indexed = threading.Event()
         super().__init__(f"the KV cache on disk: {self._path}", context.memory, self._store)
-        self._start()
+        self._start(HANG_S)
 
     def _report_state(self) -> None:
         if self._is_indexed.is_set():
@@ -70,6 +73,7 @@ class DiskConnector(StoreConnector):
                     capacity=0 if end < len(keys) else self._capacity,
                     stored=keys[start:end],
                     is_off=self._is_off,
+                    hangs=self._hangs,
                 )
                 self._reports.put(KVConnectorOutput(data=self._encode(report)))
 
