@@ -236,6 +236,7 @@ def _supervise(
         def announce() -> None:
             if not was_ready:
                 console.line(f"ready at {listener.url}  serving {config.model.served_names[0]}")
+                console.release_stream()
             if not config.parallel.is_distributed:
                 supervisor.offer_handover(HandoverSocket(config.run_dir, engine, listener.socket))
             notify(Notice.READY)

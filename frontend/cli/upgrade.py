@@ -11,7 +11,6 @@ import argparse
 import enum
 import os
 import selectors
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -24,6 +23,7 @@ from ...protocol.store.digest import message_digest
 from ..model_source.options import ResolvedModel
 from ..store.file_lock import FileLock
 from ..supervisor.console import Console
+from ..supervisor.guardian.background import continue_in_background, leave_pipes
 from ..supervisor.guardian.fork_server import ForkServer, start_fork_servers
 from ..supervisor.handover import Predecessor, find_predecessor
 from ..supervisor.listener import Listener
@@ -84,11 +84,13 @@ def upgrade(argv: Sequence[str]) -> int:
     parsed, arguments = parser.parse_known_args(argv)
     # An invalid flag exits here with code 2.
     given = parse_settings(arguments, {})
-    on_ready = _continue_in_background() if parsed.detach else _do_nothing
+    on_ready = continue_in_background() if parsed.detach else _do_nothing
 
     def run(console: Console, signals: StopSignals) -> None:
         predecessor = find_predecessor(pid=parsed.pid, url_end=_url_end(given))
         old = predecessor.engine
+        if parsed.detach:
+            leave_pipes(predecessor.log_fd, console.keep_stream)
         if not arguments:
             os.chdir(old.directory)
         settings = parse_settings(arguments, earlier=old.arguments)
@@ -160,6 +162,7 @@ def _take_over(
         if is_together:
             _take(predecessor)
             listener.own_path()
+        console.release_stream()
         on_ready()
 
     with listener:
@@ -217,27 +220,3 @@ def _wait_for_exit(predecessor: Predecessor, signals: StopSignals) -> bool:
 
 def _do_nothing() -> None:
     pass
-
-
-def _continue_in_background() -> Callable[[], None]:
-    """Fork, and return in the child process only.
-
-    When the child calls the returned function, the parent exits with code 0. If the child exits before that, the parent
-    exits with the child's code.
-    """
-    is_ready, ready = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.close(is_ready)
-        os.setsid()
-
-        def end_parent() -> None:
-            os.write(ready, b"\n")
-            os.close(ready)
-
-        return end_parent
-    os.close(ready)
-    if os.read(is_ready, 1):
-        sys.exit(0)
-    _, status = os.waitpid(pid, 0)
-    sys.exit(os.waitstatus_to_exitcode(status))

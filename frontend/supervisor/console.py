@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -53,6 +54,16 @@ class Console:
     def elapsed_s(self) -> float:
         """Seconds since the console was created."""
         return time.monotonic() - self._started
+
+    def keep_stream(self) -> None:
+        """Write to a copy of standard error, even if that is redirected, until `release_stream`."""
+        self._stream = os.fdopen(os.dup(sys.stderr.fileno()), "w", encoding="utf-8")
+
+    def release_stream(self) -> None:
+        """Write to standard error from now on, and close the copy of it in this process."""
+        if self._stream is not sys.stderr:
+            self._stream.close()
+            self._stream = sys.stderr
 
     def line(self, text: str) -> None:
         """Write a line."""

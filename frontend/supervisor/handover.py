@@ -1,17 +1,19 @@
 """The handover of a listening socket from a running engine to its successor, which may be another version.
 
 A serving engine listens on a Unix socket in its run directory. Whoever connects receives one line of JSON, a
-`ServedEngine`, together with the descriptor of the listening socket. The successor answers with the line `take` to ask
-the engine to stop accepting connections. The engine then finishes its requests and exits, which closes the connection.
-If a successor closes the connection before it has sent `take`, the engine continues to serve. After a crash of the
-supervisor, the successor connects to the one that replaces it.
+`ServedEngine`, together with the descriptors of the listening socket and of standard error. The successor answers with
+the line `take` to ask the engine to stop accepting connections. The engine then finishes its requests and exits, which
+closes the connection. If a successor closes the connection before it has sent `take`, the engine continues to serve.
+After a crash of the supervisor, the successor connects to the one that replaces it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -94,7 +96,7 @@ class HandoverSocket:
         with contextlib.suppress(OSError):
             successor, _ = self._socket.accept()
             successor.setblocking(False)
-            socket.send_fds(successor, [self._greeting], [self._listening_fd])
+            socket.send_fds(successor, [self._greeting], [self._listening_fd, sys.stderr.fileno()])
             self._epoll.register(successor.fileno(), select.EPOLLIN)
             self._successors[successor.fileno()] = successor
 
@@ -126,7 +128,10 @@ class HandoverSocket:
 class Predecessor:
     """A running engine, as its successor sees it.
 
-    `listener` is the listening socket, which both processes have open.
+    Attributes:
+        listener: The listening socket, which both processes have open.
+        log_fd: The standard error of the engine, if its version sends that.
+        engine: The description that the engine sent.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -137,7 +142,7 @@ class Predecessor:
             msgspec.DecodeError: The greeting is invalid.
         """
         self._directory = directory
-        self._connection, self.listener, self.engine = _connect(directory)
+        self._connection, self.listener, self.log_fd, self.engine = _connect(directory)
 
     @property
     def fd(self) -> int:
@@ -157,10 +162,10 @@ class Predecessor:
             self._connection.sendall(TAKE)
         except OSError:
             try:
-                connection, listener, _ = _connect(self._directory)
+                connection, listener, log_fd, _ = _connect(self._directory)
             except (OSError, msgspec.DecodeError):
                 return False
-            listener.close()
+            _close(listener, log_fd)
             self._connection.close()
             self._connection = connection
             return self.take()
@@ -169,19 +174,28 @@ class Predecessor:
     def close(self) -> None:
         """Close this process's descriptors. Before `take`, the engine continues to serve."""
         self._connection.close()
-        self.listener.close()
+        _close(self.listener, self.log_fd)
 
 
-def _connect(directory: Path) -> tuple[socket.socket, socket.socket, ServedEngine]:
-    """Return a connection to an engine, its listening socket, and its greeting."""
+def _close(listener: socket.socket, log_fd: int | None) -> None:
+    listener.close()
+    if log_fd is not None:
+        os.close(log_fd)
+
+
+def _connect(
+    directory: Path,
+) -> tuple[socket.socket, socket.socket, int | None, ServedEngine]:
+    """Return a connection to an engine, its listening socket, its standard error if it sends that, and its greeting."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.settimeout(GREETING_S)
         connection.connect(str(directory / SOCKET_NAME))
-        greeting, descriptors, _, _ = socket.recv_fds(connection, MAX_GREETING_BYTES, 1)
+        greeting, descriptors, _, _ = socket.recv_fds(connection, MAX_GREETING_BYTES, 2)
         if not descriptors:
             raise OSError("the engine sent no listening socket")
         listener = socket.socket(fileno=descriptors[0])
+        log_fd = descriptors[1] if len(descriptors) > 1 else None
         while not greeting.endswith(b"\n"):
             piece = connection.recv(MAX_GREETING_BYTES)
             if not piece:
@@ -192,7 +206,7 @@ def _connect(directory: Path) -> tuple[socket.socket, socket.socket, ServedEngin
     except BaseException:
         connection.close()
         raise
-    return connection, listener, engine
+    return connection, listener, log_fd, engine
 
 
 def find_predecessor(*, pid: int | None = None, url_end: str | None = None) -> Predecessor:

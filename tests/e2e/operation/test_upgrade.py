@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from support.checkpoints.shallow_model import shallow_model
 from support.checkpoints.tiny import qwen3_directory
 from support.processes.program import has_ended, wait_until
 from support.requests.mixed_streams import Streams
-from support.servers.server import Server, Upgrade
+from support.servers.server import COMMAND, Server, Upgrade
 
 LONG = {
     "prompt": [5, 6, 7],
@@ -162,6 +163,35 @@ def test_connections_wait_while_servers_follow_each_other(
         os.kill(last.pid, signal.SIGTERM)
         wait_until(lambda: has_ended(last), what="the last server stops")
         assert not Path(path).exists()
+
+
+def test_detached_server_leaves_pipes_of_its_caller(
+    tiny_model: str, run_env: dict[str, str], tmp_path: Path
+) -> None:
+    """A shell that reads the output of the command goes on; the log continues in that of the old server."""
+    manager = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    manager.bind(str(tmp_path / "notify"))
+    manager.settimeout(60)
+    env = {**run_env, "NOTIFY_SOCKET": str(tmp_path / "notify")}
+    with manager, Server(tiny_model, "--dtype", "float32", env=env) as old:
+        url = old.url
+        manager.recv(1000)
+        # This returns when the last process has closed both pipes.
+        done = subprocess.run(
+            [*COMMAND, "upgrade", "--detach"],
+            env={**os.environ, **env},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        new = psutil.Process(int(manager.recv(1000).decode().partition("MAINPID=")[2]))
+        assert done.returncode == 0 and f"ready at {url}" in done.stderr
+        wait_until(lambda: old.process.poll() is not None, what="the old server ends")
+        assert httpx.get(f"{url}/health").status_code == 200
+        new.send_signal(signal.SIGTERM)
+        wait_until(lambda: has_ended(new), what="the new server stops")
+        wait_until(lambda: old.log.count("draining for at most") == 1, what="its log is written")
 
 
 def models_at(url: str) -> list[str]:
