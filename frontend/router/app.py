@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Final
 from urllib.parse import parse_qs
 
+import msgspec
 from starlette._utils import get_route_path
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ... import __version__
@@ -58,6 +59,7 @@ class RouterApp:
         self._own: dict[tuple[str, str], Callable[[Request], Awaitable[Response]]] = {
             ("POST", "/models/load"): self._load,
             ("POST", "/models/unload"): self._unload,
+            ("GET", "/models/sse"): self._events,
             ("GET", "/api/version"): self._version,
             ("GET", "/props"): self._props,
             ("GET", "/metrics"): self._metrics,
@@ -129,12 +131,30 @@ class RouterApp:
         return card | {"status": {"value": child.state, "failed": child.state is State.FAILED}}
 
     async def _list(self, request: Request) -> Response:
+        """List the models, with `reload` in the query after the file was read again."""
+        if request.query_params.get("reload"):
+            try:
+                await self._children.reload()
+            except EngineError as error:
+                raise APIError(500, str(error), type="server_error") from None
         cards = [self._card(child, name) for child in self._children.all for name in child.names]
         return json_response({"object": "list", "data": cards})
 
     async def _describe(self, request: Request) -> Response:
         name = get_route_path(request.scope).removeprefix(_DESCRIPTION)
         return json_response(self._card(self._find(name), name))
+
+    async def _events(self, request: Request) -> Response:
+        """Stream changes of the models, until the client or the router ends."""
+
+        async def events() -> AsyncIterator[bytes]:
+            with self._children.subscribe() as queue:
+                # The client receives the headers, and knows that it misses nothing from now on.
+                yield b": subscribed\n\n"
+                while (event := await queue.get()) is not None:
+                    yield b"data: " + msgspec.json.encode(event) + b"\n\n"
+
+        return StreamingResponse(events(), media_type="text/event-stream")
 
     async def _load(self, request: Request) -> Response:
         try:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import itertools
 import logging
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -17,6 +18,7 @@ import yaml
 
 from ...protocol.errors import EngineError
 from ...protocol.process import send_when_parent_exits
+from ..api.logprobs import Json
 from .models_file import RoutedModel
 
 logger = logging.getLogger(__name__)
@@ -46,10 +48,17 @@ class Child:
         used_at: The time of its last use, in CLOCK_MONOTONIC seconds.
     """
 
-    def __init__(self, model: RoutedModel, directory: Path, number: int) -> None:
+    def __init__(
+        self,
+        model: RoutedModel,
+        directory: Path,
+        number: int,
+        on_change: Callable[[Child], None],
+    ) -> None:
         self.model = model
         self.socket = str(directory / str(number))
-        self.state = State.UNLOADED
+        self._state = State.UNLOADED
+        self._on_change = on_change
         self.num_running = 0
         self.used_at = 0.0
         self._config = directory / f"{number}.yaml"
@@ -62,6 +71,17 @@ class Child:
     def names(self) -> tuple[str, ...]:
         """The names of the model and of its adapters."""
         return (*self.model.names, *self.model.adapters)
+
+    @property
+    def state(self) -> State:
+        """Its state, of which each change is reported."""
+        return self._state
+
+    @state.setter
+    def state(self, state: State) -> None:
+        if state is not self._state:
+            self._state = state
+            self._on_change(self)
 
     @property
     def has_server(self) -> bool:
@@ -105,6 +125,12 @@ class Child:
         except (EngineError, OSError) as error:
             self.state = State.FAILED
             failure = EngineError(f"the model {self.model.name} does not load: {error}")
+        self.end_waiting(failure)
+        if failure is not None:
+            raise failure
+
+    def end_waiting(self, failure: EngineError | None) -> None:
+        """Begin the requests that wait for this model, or let them fail."""
         waiting, self._waiting = self._waiting, []
         for loaded in waiting:
             if not loaded.done() and failure is None:
@@ -112,8 +138,6 @@ class Child:
                 loaded.set_result(None)
             elif not loaded.done() and failure is not None:
                 loaded.set_exception(failure)
-        if failure is not None:
-            raise failure
 
     async def _start(self) -> None:
         self.state = State.LOADING
@@ -166,21 +190,42 @@ class Children:
 
     Args:
         models: The models.
+        read_models: Returns the models of the file as it is now.
         directory: The directory of the sockets.
         max_loaded: The maximum number of loaded models; 0 for no limit.
         idle_s: Seconds after which a model without requests is unloaded; None for never.
     """
 
     def __init__(
-        self, models: Sequence[RoutedModel], directory: Path, max_loaded: int, idle_s: float | None
+        self,
+        models: Sequence[RoutedModel],
+        read_models: Callable[[], Sequence[RoutedModel]],
+        directory: Path,
+        max_loaded: int,
+        idle_s: float | None,
     ) -> None:
-        self.max_loaded = max_loaded or len(models)
+        self._read_models = read_models
+        self._directory = directory
+        self._max_loaded = max_loaded
         self._idle_s = idle_s
-        self.all = [Child(model, directory, i) for i, model in enumerate(models)]
-        self._by_name = {name: child for child in self.all for name in child.names}
+        self._numbers = itertools.count()
+        self._subscribers: set[asyncio.Queue[Json | None]] = set()
+        self.all = [self._new_child(model) for model in models]
+        self._by_name = self._find_names()
         # One model is loaded or unloaded at a time, because the memory of the one is needed for the other.
         self._changing = asyncio.Lock()
         self._loads: dict[Child, asyncio.Task[None]] = {}
+
+    def _new_child(self, model: RoutedModel) -> Child:
+        return Child(model, self._directory, next(self._numbers), self._report_state)
+
+    def _find_names(self) -> dict[str, Child]:
+        return {name: child for child in self.all for name in child.names}
+
+    @property
+    def max_loaded(self) -> int:
+        """The maximum number of loaded models."""
+        return self._max_loaded or len(self.all)
 
     @property
     def loaded(self) -> list[Child]:
@@ -221,6 +266,11 @@ class Children:
             if child.state is State.LOADED:
                 self._loads.pop(child, None)
                 return
+            if child not in self.all:
+                self._loads.pop(child, None)
+                failure = EngineError(f"the model {child.model.name} was removed from the file")
+                child.end_waiting(failure)
+                raise failure
             while len(running := [each for each in self.all if each.has_server]) >= self.max_loaded:
                 oldest = min(running, key=lambda each: (each.num_running > 0, each.used_at))
                 logger.info("unloading %s for %s", oldest.model.name, child.model.name)
@@ -236,6 +286,54 @@ class Children:
         """Unload a model, after its requests."""
         async with self._changing:
             await child.unload()
+
+    async def reload(self) -> None:
+        """Read the models again. Models that were removed or changed are unloaded, after their requests.
+
+        Raises:
+            EngineError: The file is invalid. The models remain what they were.
+        """
+        async with self._changing:
+            models = await asyncio.to_thread(self._read_models)
+            known = {child.model.name: child for child in self.all}
+            kept = {model.name for model in models}
+            self.all = [child for child in self.all if child.model.name in kept]
+            self._by_name = self._find_names()
+            for name in known.keys() - kept:
+                await known[name].unload()
+                self._report({"model": name, "event": "model_remove"})
+            for model in models:
+                child = known.get(model.name)
+                if child is not None and child.model != model:
+                    await child.unload()
+                    child.model = model
+                if child is not None and not child.has_server:
+                    child.state = State.UNLOADED
+            self.all = [known.get(model.name) or self._new_child(model) for model in models]
+            self._by_name = self._find_names()
+        self._report({"model": "*", "event": "models_reload"})
+
+    @contextmanager
+    def subscribe(self) -> Iterator[asyncio.Queue[Json | None]]:
+        """Return a queue of llama.cpp's events: changes of states and of the models. None is the last one."""
+        queue: asyncio.Queue[Json | None] = asyncio.Queue()
+        self._subscribers.add(queue)
+        try:
+            yield queue
+        finally:
+            self._subscribers.remove(queue)
+
+    def end_subscriptions(self) -> None:
+        """End the queues of all subscribers."""
+        self._report(None)
+
+    def _report_state(self, child: Child) -> None:
+        status: Json = {"status": child.state}
+        self._report({"model": child.model.name, "event": "model_status", "data": status})
+
+    def _report(self, event: Json | None) -> None:
+        for queue in self._subscribers:
+            queue.put_nowait(event)
 
     async def watch(self) -> None:
         """Unload models that are idle, and notice servers that have exited, for ever."""

@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,7 +20,7 @@ from ..supervisor.listener import Listener, is_loopback
 from ..supervisor.run_dir import ROUTER_FILE, RunDirectory
 from .app import create_app
 from .children import Children
-from .models_file import RouterConfig, read_models
+from .models_file import RoutedModel, RouterConfig, read_models
 
 DRAIN_POLL_S: Final = 0.1
 
@@ -61,20 +61,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         if getattr(parsed, name) is not None
     }
     config = read_models(parsed.file, own)
+
+    def read() -> list[RoutedModel]:
+        return read_models(parsed.file, own).models
+
     name_process("router")
     configure_logging("router", config.frontend.log_level, config.frontend.log_format)
     with RunDirectory() as directory, Listener(config.frontend) as listener:
         Path(directory.path, ROUTER_FILE).touch()
         names = ", ".join(model.name for model in config.models)
         Console().line(f"routing to {names} at {listener.url}")
-        asyncio.run(_route(config, parsed, Path(directory.path), listener))
+        asyncio.run(_route(config, read, parsed, Path(directory.path), listener))
     return 0
 
 
 async def _route(
-    config: RouterConfig, parsed: argparse.Namespace, directory: Path, listener: Listener
+    config: RouterConfig,
+    read: Callable[[], list[RoutedModel]],
+    parsed: argparse.Namespace,
+    directory: Path,
+    listener: Listener,
 ) -> None:
-    children = Children(config.models, directory, parsed.models_max, parsed.idle_seconds)
+    children = Children(config.models, read, directory, parsed.models_max, parsed.idle_seconds)
     stop = asyncio.Event()
     app = create_app(
         children,
@@ -102,6 +110,7 @@ async def _route(
         {serving, asyncio.create_task(stop.wait())}, return_when=asyncio.FIRST_COMPLETED
     )
     http.stop_accepting()
+    children.end_subscriptions()
     while http.is_answering:
         await asyncio.sleep(DRAIN_POLL_S)
     watching.cancel()

@@ -125,6 +125,41 @@ def test_requests_may_ask_not_to_load_their_model(router: RouterServer) -> None:
     assert http.get("/props?model=other").json()["total_slots"] > 0
 
 
+def test_reload_reads_the_file_again_and_reports_events(tmp_path: Path) -> None:
+    with RouterServer(tmp_path) as router:
+        http = httpx.Client(base_url=router.url, headers={"x-api-key": "key"}, timeout=120)
+        file = tmp_path / "models.yaml"
+        content = yaml.safe_load(file.read_text())
+        with http.stream("GET", "/models/sse") as stream:
+            assert stream.headers["content-type"].startswith("text/event-stream")
+            lines = stream.iter_lines()
+            assert next(lines) == ": subscribed"
+            assert http.post("/models/load", json={"model": "small"}).json() == {"success": True}
+            del content["models"]["small"]
+            content["models"]["new"] = content["models"]["other"]
+            file.write_text(yaml.safe_dump(content, sort_keys=False))
+            cards = http.get("/models?reload=1").json()["data"]
+            assert [card["id"] for card in cards] == ["other", "absent", "new"]
+            router.stop()
+            events = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
+        states = [each["data"]["status"] for each in events if each["event"] == "model_status"]
+        assert states == ["loading", "loaded", "unloaded"]
+        assert [(each["model"], each["event"]) for each in events[3:]] == [
+            ("small", "model_remove"),
+            ("*", "models_reload"),
+        ]
+
+
+def test_an_invalid_file_changes_no_models(tmp_path: Path) -> None:
+    with RouterServer(tmp_path) as router:
+        before = router.states()
+        (tmp_path / "models.yaml").write_text("models: {}")
+        answer = httpx.get(f"{router.url}/models?reload=1", headers={"x-api-key": "key"})
+        assert answer.status_code == 500
+        assert "must name at least one model" in answer.json()["error"]["message"]
+        assert router.states() == before
+
+
 def test_connections_to_a_model_are_used_again(router: RouterServer) -> None:
     def sockets() -> set[str]:
         """Return the open sockets of the router."""
