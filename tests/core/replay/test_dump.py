@@ -144,9 +144,9 @@ def test_a_dump_contains_no_text_or_tokens_of_users():
     [
         (messages.EngineCoreRequest, 24),
         (worker_messages.ModelRunnerOutput, 15),
-        (worker_messages.SchedulerOutput, 16),
+        (worker_messages.SchedulerOutput, 17),
         (worker_messages.NewRequestData, 13),
-        (messages.EngineCoreOutputs, 16),
+        (messages.EngineCoreOutputs, 17),
         (EncoderInput, 13),
         (worker_messages.EncoderWork, 5),
         (worker_messages.DraftTokenIds, 5),
