@@ -25,7 +25,7 @@ from support.families.dense import LLAMA3
 from support.families.experts import LONG
 from support.families.multimodal import MULTIMODAL
 from support.families.native import NATIVE
-from support.families.published import LING, PUBLISHED, save_published
+from support.families.published import LING, PUBLISHED, WRITTEN, save_published
 from support.gguf.writer import write_gguf
 from support.workers.decoders import Runner, load_decoder, load_native_decoder
 from transformers.models.mllama import MllamaTextConfig
@@ -57,7 +57,7 @@ class Reference:
 
     def __init__(self, name, path, differences):
         self.path = path
-        if name in FROM_PUBLISHED or name in PUBLISHED:
+        if name in WRITTEN or name in PUBLISHED:
             self.model = save_published(name, path)
         else:
             make = make_reference if name in CONFIGS else make_multimodal
