@@ -170,7 +170,8 @@ def test_connections_to_a_model_are_used_again(router: RouterServer) -> None:
     complete(client, "small")
     before = sockets()
     assert len({complete(client, "small") for _ in range(3)}) == 1
-    assert sockets() == before
+    # Connections of earlier tests may end meanwhile.
+    assert sockets() <= before
 
 
 @pytest.mark.parametrize(
