@@ -86,7 +86,15 @@ def tokens(server: Server) -> list[int]:
 
 
 def update(server: Server, path: Path, **fields: Any) -> None:
-    status, answer = server.post(UPDATE, {"model_path": str(path), **fields})
+    answers: list[tuple[int, Any]] = []
+
+    def is_accepted() -> bool:
+        answers.append(server.post(UPDATE, {"model_path": str(path), **fields}))
+        return answers[-1][0] != 503
+
+    # A frontend may get the status of a replica later than the one that reported it as ready.
+    wait_until(is_accepted, what="all replicas are up")
+    status, answer = answers[-1]
     assert (status, answer.get("success")) == (200, True), answer
 
 
