@@ -117,7 +117,12 @@ def test_reference_names_every_environment_variable() -> None:
     variables = re.findall(r'environ(?:\.get\(|\.setdefault\(|\[)"([A-Z_]+)"', source)
     variables += re.findall(r'_variable\("([A-Z_]+)"', source)
     # The first three are set for libraries, and systemd sets the last one.
-    foreign = {"TOKENIZERS_PARALLELISM", "OMP_WAIT_POLICY", "OPENBLAS_NUM_THREADS", "JOURNAL_STREAM"}
+    foreign = {
+        "TOKENIZERS_PARALLELISM",
+        "OMP_WAIT_POLICY",
+        "OPENBLAS_NUM_THREADS",
+        "JOURNAL_STREAM",
+    }
     assert {name for name in variables if f"`{name}`" not in page} == foreign
 
 
