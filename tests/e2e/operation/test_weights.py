@@ -69,7 +69,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-NUM_TOKENS = 2000
+NUM_TOKENS = 6000
 
 
 def generate(server: Server, num_tokens: int = 24) -> dict[str, Any]:
@@ -156,6 +156,7 @@ def test_weights_that_cannot_be_loaded_leave_the_old_ones(
 
 
 def start(server: Server, pool: ThreadPoolExecutor) -> list[Future[dict[str, Any]]]:
+    server.wait_until_whole()
     running = [pool.submit(generate, server, NUM_TOKENS) for _ in range(4)]
     wait_until_running(server, 4)
     return running
