@@ -11,7 +11,7 @@ from tokenizers import Regex, Tokenizer, normalizers
 from ....protocol.errors import CheckpointError
 
 _SPACE = "\ue000"
-"""What a text that is one space is replaced with, because spaces at both ends are removed."""
+"""Replaces a text that is one space, because spaces at both ends are removed."""
 _REPLACEMENT = "\ufffd"
 """The character in the texts of tokens that are parts of a character."""
 
