@@ -30,8 +30,8 @@ _WITHOUT_EFFECT: Final = (
 )
 """vLLM's arguments of SamplingParams that cannot change an output here."""
 
-_NOT_SUPPORTED: Final = ("routed_experts_prompt_start", "trace_decode_token_ids", "watermarking")
-"""vLLM's arguments of SamplingParams whose false values mean that there is nothing to do."""
+_ONLY_FALSE: Final = ("routed_experts_prompt_start", "trace_decode_token_ids", "watermarking")
+"""vLLM's arguments of SamplingParams for features that Engine lacks. Programs may still pass their false values."""
 
 
 class RequestOutputKind(enum.Enum):
@@ -48,9 +48,9 @@ class _NamesOfVllm(type(msgspec.Struct)):  # type: ignore[misc]
     def __call__(cls, *args: Any, **given: Any) -> Any:
         for name in _WITHOUT_EFFECT:
             given.pop(name, None)
-        for name in _NOT_SUPPORTED:
+        for name in _ONLY_FALSE:
             if value := given.pop(name, None):
-                raise ParameterError(name, f"is not supported, got {echo(value)}; omit it")
+                raise ParameterError(name, f"must be false or omitted, got {echo(value)}")
         if states := given.pop("return_hidden_states", None):
             given["returned_states"] = ReturnedStates(
                 StatesOf.LAST if states == "last" else StatesOf.ALL

@@ -109,7 +109,7 @@ def test_queued_chats_are_answered_in_their_order(llm: LLM) -> None:
 
 def test_unsupported_sampling_parameters_are_named() -> None:
     assert SamplingParams.from_optional(top_p=None, logit_bias={"5": 1}).logit_bias == {5: 1}
-    with pytest.raises(ParameterError, match="watermarking is not supported, got true"):
+    with pytest.raises(ParameterError, match="watermarking must be false or omitted, got true"):
         SamplingParams(watermarking=True)
 
 
