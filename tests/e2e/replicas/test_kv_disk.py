@@ -60,12 +60,18 @@ def test_prompts_are_found_on_disk_after_all_processes_were_killed(
             kill_all(server)
 
 
-def test_prompts_are_computed_where_their_blocks_on_disk_are_damaged(tmp_path: Path) -> None:
-    args = (default_model(), "--max-model-len", "512", "--kv-disk", str(tmp_path))
+def store_blocks(directory: Path) -> tuple[tuple[str, ...], list[str]]:
+    """Store the prompts' blocks. Return the arguments of the server, which was killed, and its answers."""
+    args = (default_model(), "--max-model-len", "512", "--kv-disk", str(directory))
     with Server(*args) as server:
         answers = [ask(server, prompt)[0] for prompt in PROMPTS]
         wait_until_stored(server, 24)
         kill_all(server)
+    return args, answers
+
+
+def test_prompts_are_computed_where_their_blocks_on_disk_are_damaged(tmp_path: Path) -> None:
+    args, answers = store_blocks(tmp_path)
     damage(tmp_path)
     for num_damaged in (3, 0):
         with Server(*args) as server:
@@ -78,11 +84,7 @@ def test_prompts_are_computed_where_their_blocks_on_disk_are_damaged(tmp_path: P
 
 
 def test_prompts_are_computed_while_the_disk_hangs(tmp_path: Path) -> None:
-    args = (default_model(), "--max-model-len", "512", "--kv-disk", str(tmp_path))
-    with Server(*args) as server:
-        answers = [ask(server, prompt)[0] for prompt in PROMPTS]
-        wait_until_stored(server, 24)
-        kill_all(server)
+    args, answers = store_blocks(tmp_path)
     with Server(*args) as server:
         paths = list(tmp_path.rglob("*.sealed"))
         assert paths
