@@ -46,6 +46,9 @@ CLOSE_S: Final = 5.0
 
 _NICENESS: Final = 10
 
+_TICKS: Final = 4
+"""How often the watcher looks at a read before it hangs."""
+
 _IDLE: Final = float("inf")
 
 Job: TypeAlias = Callable[[], None]
@@ -119,8 +122,10 @@ class StoreConnector(KVConnector):
         self._transfers: set[_Transfer] = set()
         self._num_writing = 0
         self._hangs = False
+        self._tick = 0
+        """The number of times that the watcher woke up. In contrast to a clock, it stops with the process."""
         self._read_since = [_IDLE] * NUM_READERS
-        """For each reader, the time at which its read began."""
+        """For each reader, the tick at which its read began."""
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._reads: queue.SimpleQueue[_Read] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write, name="KV store writer", daemon=True)
@@ -282,7 +287,7 @@ class StoreConnector(KVConnector):
         buffer_1B = self._memory.host_buffer(1)
         while True:
             read = self._reads.get()
-            self._read_since[reader] = time.monotonic()
+            self._read_since[reader] = self._tick
             read(buffer_1B)
             self._read_since[reader] = _IDLE
 
@@ -331,8 +336,9 @@ class StoreConnector(KVConnector):
     def _watch(self, hang_s: float) -> None:
         """Give up loads while a read hangs."""
         while True:
-            time.sleep(hang_s / 4)
-            hangs = time.monotonic() - min(self._read_since) > hang_s
+            time.sleep(hang_s / _TICKS)
+            self._tick += 1
+            hangs = self._tick - min(self._read_since) > _TICKS
             if hangs == self._hangs:
                 continue
             if hangs:

@@ -26,7 +26,7 @@ REFRESH_S: Final = 1.0
 """Seconds between two checks for changes by other processes."""
 
 HANG_S: Final = 5.0
-"""Seconds after which a disk hangs that has not answered the read of a block."""
+"""Seconds that the read of a block may take. After them, the disk hangs."""
 
 KEYS_PER_REPORT: Final = 8192
 
