@@ -126,7 +126,16 @@ class BlockMemory:
 
     def clear(self, blocks: Sequence[int], fence: Fence) -> None:
         """After `fence`, fill blocks that no later step uses with zeros. May be called from any thread."""
-        self.write(blocks, np.zeros((len(blocks), self.block_bytes), np.uint8), fence)
+        if self._stream is None or fence is None:
+            for page in self._host_pages:
+                page[blocks] = 0
+            return
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(fence)
+            blocks_k = torch.tensor(blocks, device=self.device)
+            for cache_NP in self._pages:
+                cache_NP.index_fill_(0, blocks_k, 0)
+        self._stream.synchronize()
 
     def change(self, block: int, change: Callable[[list[memoryview]], None], fence: Fence) -> None:
         """Let a function change the L parts of a block that no step uses. Called by one thread at a time."""
