@@ -70,13 +70,13 @@ class StoredAdapter:
         return CheckpointError(self.path, problem)
 
     def verify_rank(self, module: str, down_RI: Tensor, up_OR: Tensor) -> int:
-        """Return the rank of two factors. Raise CheckpointError if they have different ranks, or one too high."""
-        rank = len(down_RI)
-        if down_RI.ndim != 2 or up_OR.ndim != 2 or rank != up_OR.shape[1]:
+        """Return the rank of two factors. Raise CheckpointError if their ranks differ or are too high."""
+        if down_RI.ndim != 2 or up_OR.ndim != 2 or len(down_RI) != up_OR.shape[1]:
             raise self.error(
                 f"lora_A and lora_B of {module} have shapes {list(down_RI.shape)} and {list(up_OR.shape)}, "
                 "which do not match"
             )
+        rank = len(down_RI)
         if rank > self._max_rank:
             raise self.error(
                 f"{module} has rank {rank}, but at most {self._max_rank} is allowed; raise --max-lora-rank"

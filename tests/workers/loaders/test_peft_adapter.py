@@ -12,7 +12,7 @@ from engine.protocol.errors import CheckpointError
 from engine.workers.loaders.gguf_adapter import GGUFAdapter
 from engine.workers.loaders.peft_adapter import LowRank, PEFTAdapter, Replacement
 from gguf import GGUFWriter
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from support.gguf.finish import finish
 
 MODULE = "model.layers.0.self_attn.q_proj"
@@ -80,6 +80,14 @@ def test_other_adapters_are_refused_with_the_reason(
 ) -> None:
     with pytest.raises(CheckpointError, match=message):
         PEFTAdapter(write(tmp_path, **config), 16).read(MODULE)
+
+
+def test_factors_that_are_no_matrices_are_refused(tmp_path: Path) -> None:
+    adapter = write(tmp_path)
+    file = adapter / "adapter_model.safetensors"
+    save_file(load_file(file) | {f"base_model.model.{MODULE}.lora_A.weight": torch.ones(())}, file)
+    with pytest.raises(CheckpointError, match=r"shapes \[\] and \[5, 4\], which do not match"):
+        PEFTAdapter(adapter, 8).read(MODULE)
 
 
 def test_lora_bias_is_scaled_like_the_factors(tmp_path: Path) -> None:
