@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +17,9 @@ _REPLACEMENT = "\ufffd"
 """The character in the texts of tokens that are parts of a character."""
 
 
+@lru_cache(maxsize=1)
 def token_classes(directory: Path, vocab_size: int, num_classes: int) -> NDArray[np.int64]:
-    """Return the class of each token, numbered in the order of their first tokens.
+    """Return the class of each token, numbered in the order of their first tokens. All layers share the result.
 
     Texts are equal apart from case, accents, forms of characters, and the kind and number of spaces.
 

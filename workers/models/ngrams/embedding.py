@@ -13,7 +13,6 @@ from ...layers.parallel.shard import ModelShard
 from ...layers.spec import ModelSpec
 from ...layers.specs.ngram import NgramSpec
 from ..weights import WeightReader
-from .classes import token_classes
 
 
 class NgramEmbedding:
@@ -35,6 +34,9 @@ class NgramEmbedding:
         self._end_id = ngrams.end_id
         self._classes_V: Tensor | None = None
         if ngrams.num_classes:
+            # Only these models need the tokenizers library in a worker.
+            from .classes import token_classes
+
             classes = token_classes(weights.checkpoint.path, spec.vocab_size, ngrams.num_classes)
             self._end_id = int(classes[ngrams.end_id])
             self._classes_V = torch.from_numpy(classes).to(weights.device)
