@@ -131,7 +131,7 @@ class ModelSpec(ModelFields, frozen=True, kw_only=True):
 
     @property
     def num_layer_tokens(self) -> int:
-        """The number of tokens that the input of a layer which reads tokens has. States have those before a token."""
+        """The number of tokens in the input of a layer that reads tokens. With taps, states keep the earlier ones."""
         return 1 if self.ngrams is None or self.ngrams.taps else self.ngrams.longest
 
     @property

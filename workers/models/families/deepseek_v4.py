@@ -108,12 +108,13 @@ def _indices(fields: ConfigFields, name: str) -> list[int]:
 
 
 def _candidates(fields: ConfigFields) -> Candidates | None:
+    """Return the blocks among which entries are chosen, or None. They must have room for all chosen entries."""
     count = fields.integer("candidate_topk_blocks", 0, minimum=0)
     if fields.integer("candidate_source_layer_id", -1, minimum=-1) < 0 or not count:
         return None
-    candidates = Candidates(count, fields.integer("candidate_block_size"))
-    most = candidates.num_blocks * candidates.block_size
-    return candidates if most >= fields.integer("index_topk", 512, maximum=most) else None
+    size = fields.integer("candidate_block_size")
+    fields.integer("index_topk", 512, maximum=count * size)
+    return Candidates(count, size)
 
 
 def _ngrams(fields: ConfigFields, tables: Sequence[int]) -> NgramSpec:

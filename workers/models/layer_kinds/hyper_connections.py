@@ -238,8 +238,10 @@ class HyperLayer(DecoderLayer):
     ) -> None:
         super().__init__(layer, source, attention)
         kind: type[HyperConnection | LowRankConnection] = HyperConnection
-        if hyper.rank or hyper.delayed:
-            kind = LowRankConnection if hyper.rank else DelayedConnection
+        if hyper.rank:
+            kind = LowRankConnection
+        elif hyper.delayed:
+            kind = DelayedConnection
         self.connections = [kind(hyper, source.at(name)) for name in ("attn_hc", "mlp_hc")]
         """The connections around the attention and the MLP."""
         self._ngrams: NgramBlock | None = None

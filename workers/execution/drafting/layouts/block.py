@@ -1,11 +1,10 @@
 """The layout of DFlash heads (arXiv 2602.06036) and of DSpark heads, which propose a block of tokens in one pass.
 
 Such a head has a few layers like those of Qwen3 or Gemma 4. Their keys and values of the known tokens come from hidden
-states of
-the model, which `fc` combines into one vector per token. The block begins with the last token, followed by mask tokens.
-A DSpark head also has a Markov head, by which a draft depends on the one before it. A DFlash 2 head has a selector for
-that, and convolutions over the block in its layers. An XPress head has a refiner, by which a draft depends on all
-drafts before it.
+states of the model, which `fc` combines into one vector per token. The block begins with the last token, followed by
+mask tokens. A DSpark head also has a Markov head, by which a draft depends on the one before it. A DFlash 2 head has a
+selector for that, and convolutions over the block in its layers. An XPress head has a refiner, by which a draft depends
+on all drafts before it.
 """
 
 from __future__ import annotations
@@ -98,7 +97,7 @@ def read_block(target: ModelSpec, checkpoint: Checkpoint) -> HeadLayout:
         "vocab_size": vocab_size or of_layers.get("vocab_size") or target.vocab_size,
         "use_sliding_window": False,
     }
-    # Layers of Qwen3 with and without a window are alike. Those of Gemma 4 have all that they read.
+    # Layers of Qwen3 are alike with and without a window. Those of Gemma 4 differ, but share no keys in a head.
     of_layers |= (
         {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}
         if decoder
