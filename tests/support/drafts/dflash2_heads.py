@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engine.protocol.config import ProposerMethod, SpeculativeConfig
 from support.drafts.draft_heads import add_tensors, dflash_hidden_states, write_dflash
-from support.drafts.models_with_heads import NUM_DRAFTS, Head, write_model
+from support.drafts.models_with_heads import NUM_DRAFTS, Head, dflash_head, write_model
 from torch import Tensor, nn
 
 TAPS, GROUP, RANK, CANDIDATES = 3, 16, 8, 5
@@ -112,12 +111,4 @@ def dflash2(path: Path) -> Head:
             found.append(int(ids[(logits + selector["successor_codebook"][ids] @ vector).argmax()]))
         return found[1:]
 
-    return Head(
-        model,
-        path,
-        SpeculativeConfig(3, ProposerMethod.DFLASH, model=str(directory)),
-        lambda embedded_TD, hidden_TD: (embedded_TD, hidden_TD),
-        layers=(1, 3),
-        drafts=drafts,
-        modules=made,
-    )
+    return dflash_head(model, path, drafts, made)

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import transformers
-from engine.protocol.config import ProposerMethod, SpeculativeConfig
 from safetensors.torch import load_file, save_file
 from support.drafts.draft_heads import (
     add_dflash_vocabulary,
@@ -19,7 +18,7 @@ from support.drafts.draft_heads import (
     randomize,
     write_dflash,
 )
-from support.drafts.models_with_heads import NUM_DRAFTS, Head, write_model
+from support.drafts.models_with_heads import NUM_DRAFTS, Head, dflash_head, write_model
 from torch import Tensor
 from torch.nn import functional as F
 from transformers.models.gemma4 import modeling_gemma4 as gemma4
@@ -102,15 +101,7 @@ def make_dspark(path: Path, kind: str, *, of_speculators: bool = False) -> Head:
             found.append(int(token_ids[logits.argmax()]))
         return found[1:]
 
-    return Head(
-        model,
-        path,
-        SpeculativeConfig(3, ProposerMethod.DFLASH, model=str(directory)),
-        lambda embedded_TD, hidden_TD: (embedded_TD, hidden_TD),
-        layers=(1, 3),
-        drafts=drafts,
-        modules=made,
-    )
+    return dflash_head(model, path, drafts, made)
 
 
 def dspark_with_pairs(path: Path) -> Head:
@@ -217,14 +208,7 @@ def dspark_of_gemma4(path: Path) -> Head:
             found.append(int(logits.argmax()))
         return found[1:]
 
-    return Head(
-        model,
-        path,
-        SpeculativeConfig(3, ProposerMethod.DFLASH, model=str(directory)),
-        lambda embedded_TD, hidden_TD: (embedded_TD, hidden_TD),
-        layers=(1, 3),
-        drafts=drafts,
-    )
+    return dflash_head(model, path, drafts)
 
 
 DSPARK_HEADS = [

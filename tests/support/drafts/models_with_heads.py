@@ -384,6 +384,24 @@ def dflash_of_speculators(path: Path) -> Head:
     return make_dflash(path, kinds, has_published_names=True, has_vocabulary=True)
 
 
+def dflash_head(
+    model: transformers.PreTrainedModel,
+    path: Path,
+    drafts: Callable[[list[int]], list[int]],
+    modules: Any = None,
+) -> Head:
+    """Return the head in `path / "head"`, which reads the inputs of two layers of `model` and computes `drafts`."""
+    return Head(
+        model,
+        path,
+        SpeculativeConfig(NUM_DRAFTS, ProposerMethod.DFLASH, model=str(path / "head")),
+        lambda embedded_TD, hidden_TD: (embedded_TD, hidden_TD),
+        layers=(1, 3),
+        drafts=drafts,
+        modules=modules,
+    )
+
+
 def make_dflash(
     path: Path,
     layer_types: list[str],
@@ -404,15 +422,7 @@ def make_dflash(
         hidden_TD = dflash_hidden_states(model, made, tokens, NUM_DRAFTS, causal_kinds=causal_kinds)
         return token_ids[(hidden_TD @ matrix.T).argmax(1)].tolist()
 
-    return Head(
-        model,
-        path,
-        SpeculativeConfig(3, ProposerMethod.DFLASH, model=str(directory)),
-        lambda embedded_TD, hidden_TD: (embedded_TD, hidden_TD),
-        layers=(1, 3),
-        drafts=drafts,
-        modules=made,
-    )
+    return dflash_head(model, path, drafts, made)
 
 
 HEADS = [

@@ -6,9 +6,8 @@ import json
 from pathlib import Path
 
 import torch
-from engine.protocol.config import ProposerMethod, SpeculativeConfig
 from support.drafts.draft_heads import add_tensors, dflash_hidden_states, write_dflash
-from support.drafts.models_with_heads import NUM_DRAFTS, Head, write_model
+from support.drafts.models_with_heads import NUM_DRAFTS, Head, dflash_head, write_model
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -58,12 +57,4 @@ def xpress(path: Path) -> Head:
             found = (logits_BV + added(hidden_BD, before_B))[1:].argmax(1).tolist()
         return found
 
-    return Head(
-        model,
-        path,
-        SpeculativeConfig(NUM_DRAFTS, ProposerMethod.DFLASH, model=str(directory)),
-        lambda embedded_TD, hidden_TD: (embedded_TD, hidden_TD),
-        layers=(1, 3),
-        drafts=drafts,
-        modules=made,
-    )
+    return dflash_head(model, path, drafts, made)

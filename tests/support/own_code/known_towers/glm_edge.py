@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 import transformers
 from engine.protocol.encoder_inputs.payloads import ImagePayload
-from gguf import GGUFWriter
 from safetensors.torch import load_file
 from support.checkpoints.tiny import DECODER_SIZES
 from support.gguf.finish import finish
+from support.mmproj.header import tower_sizes, vision_writer
 from support.own_code.model import OwnCodeModel, fill, normalized, write
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -98,22 +98,8 @@ def glm_edge(directory: Path, *, vocab_size: int = 96, image_token: int = 95) ->
 def write_glm_edge_mmproj(path: Path, checkpoint: Path) -> None:
     """Write the tower of a GLM-Edge-V in a directory as an mmproj file."""
     vision = json.loads((checkpoint / "config.json").read_text())["vision_config"]
-    writer = GGUFWriter(path, "clip")
-    writer.add_string("clip.projector_type", "adapter")
-    numbers = {
-        "image_size": vision["image_size"],
-        "patch_size": vision["patch_size"],
-        "embedding_length": vision["hidden_size"],
-        "feed_forward_length": vision["intermediate_size"],
-        "block_count": vision["num_hidden_layers"],
-        "attention.head_count": vision["num_attention_heads"],
-    }
-    for name, value in numbers.items():
-        writer.add_uint32(f"clip.vision.{name}", value)
-    writer.add_float32("clip.vision.attention.layer_norm_epsilon", 1e-6)
-    writer.add_bool("clip.use_gelu", True)
-    for name in ("mean", "std"):
-        writer.add_array(f"clip.vision.image_{name}", [0.5] * 3)
+    numbers = tower_sizes(vision) | {"image_size": vision["image_size"]}
+    writer = vision_writer(path, "adapter", numbers)
     for name, tensor in load_file(checkpoint / "model.safetensors").items():
         if not name.startswith("model.vision."):
             continue

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from engine.protocol.encoder_inputs.payloads import ImagePayload
-from gguf import GGUFWriter
 from safetensors.torch import load_file, save_file
 from support.families import make_reference
 from support.gguf.finish import finish
+from support.mmproj.header import vision_writer
 from support.own_code.known_towers.keye import KeyeModel, Rotary
 from support.own_code.model import fill, qwen_patches, write
 from torch import Tensor, nn
@@ -96,8 +96,6 @@ def write_ling3_mmproj(path: Path, checkpoint: Path) -> None:
     """Write the tower of a Ling 3 in a directory as an mmproj file."""
     vision = json.loads((checkpoint / "config.json").read_text())["vision_config"]
     processor = json.loads((checkpoint / "preprocessor_config.json").read_text())
-    writer = GGUFWriter(path, "clip")
-    writer.add_string("clip.projector_type", "ling3vl")
     numbers = {
         "image_size": 560,
         "image_min_pixels": processor["min_pixels"],
@@ -109,9 +107,7 @@ def write_ling3_mmproj(path: Path, checkpoint: Path) -> None:
         "attention.head_count": vision["num_heads"],
         "spatial_merge_size": 2,
     }
-    for name, value in numbers.items():
-        writer.add_uint32(f"clip.vision.{name}", value)
-    writer.add_bool("clip.use_gelu", True)
+    writer = vision_writer(path, "ling3vl", numbers)
     for name, tensor in load_file(checkpoint / "model.safetensors").items():
         if not name.startswith(("model.visual.", "linear_proj.")):
             continue
