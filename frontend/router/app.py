@@ -6,10 +6,10 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Final
-from urllib.parse import parse_qs
 
 import msgspec
 from starlette._utils import get_route_path
+from starlette.datastructures import QueryParams
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -36,6 +36,9 @@ _LARGE_BYTES: Final = 1 << 18
 """Size of bodies that a thread parses, because it takes more than a millisecond."""
 
 _DESCRIPTION: Final = "/v1/models/"
+
+_TRUE: Final = ("1", "true")
+"""Values of parameters in a query that are true."""
 
 RETRY_S: Final = 5.0
 """Seconds after which a client may ask again for a model that did not load."""
@@ -119,8 +122,8 @@ class RouterApp:
 
     def _verify_loaded(self, child: Child, scope: Scope) -> None:
         """Raise APIError 400 if a request may not load its model, and the model is not loaded."""
-        wanted = parse_qs(scope["query_string"].decode("latin-1")).get("autoload")
-        autoloads = self._autoloads if wanted is None else wanted[0] in ("1", "true")
+        wanted = QueryParams(scope["query_string"]).get("autoload")
+        autoloads = self._autoloads if wanted is None else wanted in _TRUE
         if not autoloads and not child.has_server:
             raise bad_request(
                 "model", f"{echo(child.model.name)} is not loaded; load it by POST /models/load"
@@ -131,8 +134,8 @@ class RouterApp:
         return card | {"status": {"value": child.state, "failed": child.state is State.FAILED}}
 
     async def _list(self, request: Request) -> Response:
-        """List the models, with `reload` in the query after the file was read again."""
-        if request.query_params.get("reload"):
+        """List the models, with `reload=1` in the query after the file was read again."""
+        if request.query_params.get("reload") in _TRUE:
             try:
                 await self._children.reload()
             except EngineError as error:

@@ -296,20 +296,21 @@ class Children:
         async with self._changing:
             models = await asyncio.to_thread(self._read_models)
             known = {child.model.name: child for child in self.all}
-            kept = {model.name for model in models}
-            self.all = [child for child in self.all if child.model.name in kept]
+            # Requests find the new models at once, and wait for them until the others are unloaded.
+            self.all = [
+                known.pop(model.name) if model.name in known else self._new_child(model)
+                for model in models
+            ]
             self._by_name = self._find_names()
-            for name in known.keys() - kept:
-                await known[name].unload()
+            for name, child in known.items():
+                await child.unload()
                 self._report({"model": name, "event": "model_remove"})
-            for model in models:
-                child = known.get(model.name)
-                if child is not None and child.model != model:
+            for child, model in zip(self.all, models, strict=True):
+                if child.model != model:
                     await child.unload()
                     child.model = model
-                if child is not None and not child.has_server:
+                if not child.has_server:
                     child.state = State.UNLOADED
-            self.all = [known.get(model.name) or self._new_child(model) for model in models]
             self._by_name = self._find_names()
         self._report({"model": "*", "event": "models_reload"})
 

@@ -150,6 +150,27 @@ def test_reload_reads_the_file_again_and_reports_events(tmp_path: Path) -> None:
         ]
 
 
+def test_requests_without_a_model_are_answered_while_all_models_are_replaced(
+    tmp_path: Path,
+) -> None:
+    with RouterServer(tmp_path) as router, ThreadPoolExecutor(1) as pool:
+        http = httpx.Client(base_url=router.url, headers={"x-api-key": "key"}, timeout=120)
+        body = {"model": "small", "prompt": PROMPT, "max_tokens": 400, "stream": True}
+        file = tmp_path / "models.yaml"
+        content = yaml.safe_load(file.read_text())
+        content["models"] = {"new": content["models"]["small"]}
+        with http.stream("POST", "/v1/completions", json=body | {"ignore_eos": True}) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            file.write_text(yaml.safe_dump(content))
+            reloading = pool.submit(http.get, "/models?reload=1")
+            wait_until(lambda: "small" not in router.states(), 60, "the new list of models")
+            answer = http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 1})
+            assert answer.status_code == 200 and answer.json()["model"] == "new", answer.text
+            assert list(lines)[-2] == "data: [DONE]"
+        assert [card["id"] for card in reloading.result().json()["data"]] == ["new"]
+
+
 def test_an_invalid_file_changes_no_models(tmp_path: Path) -> None:
     with RouterServer(tmp_path) as router:
         before = router.states()
@@ -157,6 +178,8 @@ def test_an_invalid_file_changes_no_models(tmp_path: Path) -> None:
         answer = httpx.get(f"{router.url}/models?reload=1", headers={"x-api-key": "key"})
         assert answer.status_code == 500
         assert "must name at least one model" in answer.json()["error"]["message"]
+        unread = httpx.get(f"{router.url}/models?reload=0", headers={"x-api-key": "key"})
+        assert unread.status_code == 200
         assert router.states() == before
 
 
