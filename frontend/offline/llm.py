@@ -6,7 +6,7 @@ import atexit
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias
 
 from ...protocol.file_identity import LoraAdapter
 from ...protocol.sampling_params import SamplingParams
@@ -17,7 +17,6 @@ from ..client.engine_client import RequestGroup, SequenceRequest
 from ..media.transcription.options import Task, TranscriptionOptions, parse_language
 from ..media.transcription.transcriber import Transcript
 from .control import ControlMethods
-from .drop_in.engine_args import Options, keywords_of
 from .drop_in.tokenizer import ModelTokenizer
 from .local_engine import LocalEngine
 from .local_transcriber import AudioClip, LocalTranscriber
@@ -32,6 +31,9 @@ from .pooling import PoolingMethods
 from .progress import ProgressBar, progress_bar
 from .prompts import EncodedPrompt, Prompt, PromptEncoder, as_list
 from .requests import OfflineRequests, each_priority
+
+if TYPE_CHECKING:
+    from .drop_in.engine_args import Options
 
 Message: TypeAlias = Mapping[str, Any]
 
@@ -67,7 +69,7 @@ class LLM(PoolingMethods, ControlMethods):
     @classmethod
     def from_engine_args(cls, engine_args: Options) -> Self:
         """Return a model with the options of an `EngineArgs`."""
-        return cls(**keywords_of(engine_args))
+        return cls(**engine_args.keywords())
 
     def _serve(self, settings: Settings) -> None:
         self._engine = LocalEngine(settings)
@@ -78,7 +80,7 @@ class LLM(PoolingMethods, ControlMethods):
         self._prompts = PromptEncoder(self._engine)
         self._transcriber: LocalTranscriber | None = None
         self._loras = OfflineLoras(self._engine.config.model)
-        self._requests = OfflineRequests(self._engine, self._loras, self._numbers)
+        self._requests = OfflineRequests(self._engine, self._prompts, self._loras, self._numbers)
         self._queued: list[tuple[RequestGroup, EncodedPrompt]] = []
         atexit.register(self.close)
 
@@ -109,7 +111,7 @@ class LLM(PoolingMethods, ControlMethods):
         Raises:
             ParameterError: A prompt or parameter is invalid; nothing was generated.
         """
-        wanted = self._encode(prompts, tokenization_kwargs)
+        wanted = self._requests.encode(prompts, tokenization_kwargs)
         return self._generate(wanted, sampling_params, lora_request, priority, use_tqdm)
 
     def enqueue(
@@ -126,7 +128,7 @@ class LLM(PoolingMethods, ControlMethods):
 
         `use_tqdm` has no effect, because nothing is waited for.
         """
-        wanted = self._encode(prompts, tokenization_kwargs)
+        wanted = self._requests.encode(prompts, tokenization_kwargs)
         return self._enqueue(wanted, sampling_params, lora_request, priority)
 
     def enqueue_chat(
@@ -367,16 +369,6 @@ class LLM(PoolingMethods, ControlMethods):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _encode(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        tokenization_kwargs: Mapping[str, Any] | None,
-    ) -> list[EncodedPrompt]:
-        tokenization = self._prompts.tokenization(tokenization_kwargs)
-        return [
-            self._prompts.encode(prompt, tokenization=tokenization) for prompt in as_list(prompts)
-        ]
 
     def _enqueue(
         self,

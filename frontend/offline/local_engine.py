@@ -17,7 +17,7 @@ import zmq
 from ...protocol.config import EngineConfig
 from ..cli.arguments import Settings
 from ..cli.engine_config import make_engine_config
-from ..client.engine_client import EngineClient
+from ..client.engine_client import EngineClient, EngineDead
 from ..model_source.config import resolve_model
 from ..model_source.options import ModelOptions
 from ..supervisor.console import Console, StartupProgress
@@ -33,6 +33,9 @@ T = TypeVar("T")
 
 WATCH_INTERVAL_S: Final = 0.1
 """Seconds between checks of the processes."""
+
+END_S: Final = 1.0
+"""Seconds after which work that has not ended by itself is cancelled when the engine is closed."""
 
 
 class LocalEngine:
@@ -68,7 +71,11 @@ class LocalEngine:
             self._resources = resources.pop_all()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run `work` on the engine's loop and return its result. If the caller is interrupted, `work` is cancelled."""
+        """Run `work` on the engine's loop and return its result. If the caller is interrupted, `work` is cancelled.
+
+        Raises:
+            EngineDead: The engine is closed.
+        """
         future = self.start(work)
         try:
             return future.result()
@@ -77,19 +84,29 @@ class LocalEngine:
             raise
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start `work` on the engine's loop, and return its future result."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        """Start `work` on the engine's loop, and return its future result.
+
+        Raises:
+            EngineDead: The engine is closed.
+        """
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self._loop)
+        except RuntimeError:
+            # The loop is closed.
+            work.close()
+            raise EngineDead("the engine is closed") from None
 
     def call(self, function: Callable[[], object]) -> None:
-        """Call a function on the engine's loop, soon."""
-        self._loop.call_soon_threadsafe(function)
+        """Schedule a call of a function on the engine's loop. This does nothing if the engine is closed."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(function)
 
     def close_together(self, close: Callable[[], None]) -> None:
         """Register `close` to be called when the engine is closed, before its processes are stopped."""
         self._resources.callback(close)
 
     def close(self) -> None:
-        """Stop every process. Unfinished requests fail. Later calls have no effect."""
+        """Stop every process, and end all work. Unfinished requests fail. Later calls have no effect."""
         self._resources.close()
 
     async def _start(self, progress: StartupProgress) -> None:
@@ -121,3 +138,9 @@ class LocalEngine:
             with contextlib.closing(self._supervisor), contextlib.suppress(ProcessFailed):
                 if is_alive:
                     self._supervisor.drain()
+        if others := asyncio.all_tasks() - {asyncio.current_task()}:
+            # The requests have failed, which those who wait for them are yet to see.
+            _, pending = await asyncio.wait(others, timeout=END_S)
+            for task in pending:
+                task.cancel()
+            await asyncio.gather(*pending, return_exceptions=True)

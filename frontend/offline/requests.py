@@ -1,8 +1,8 @@
-"""Check the requests of `LLM`, and send them to the engine."""
+"""Encode and check the requests of `LLM`, and send them to the engine."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Final
 
@@ -22,20 +22,43 @@ from ..http.errors import APIError
 from .local_engine import LocalEngine
 from .loras import LoraChoice, OfflineLoras
 from .params import SamplingParams
-from .prompts import EncodedPrompt
+from .prompts import EncodedPrompt, Prompt, PromptEncoder, as_list
 
 _END_TOKENS: Final = 64
 """Number of tokens at the end of a prompt that show whether its answer begins with reasoning."""
 
 
 class OfflineRequests:
-    """Checks the parameters of prompts and starts their requests, which have the IDs `numbers`."""
+    """Encodes prompts, checks their parameters and starts their requests, which have the IDs `numbers`.
 
-    def __init__(self, engine: LocalEngine, loras: OfflineLoras, numbers: Iterator[int]) -> None:
-        self._engine = engine
+    Attributes:
+        engine: The engine.
+        prompts: The encoder of prompts.
+    """
+
+    def __init__(
+        self,
+        engine: LocalEngine,
+        prompts: PromptEncoder,
+        loras: OfflineLoras,
+        numbers: Iterator[int],
+    ) -> None:
+        self.engine = engine
+        self.prompts = prompts
         self._loras = loras
         self._numbers = numbers
         self._grammars = OfflineGrammars(engine)
+
+    def encode(
+        self, prompts: Prompt | Sequence[Prompt], tokenization_kwargs: Mapping[str, Any] | None
+    ) -> list[EncodedPrompt]:
+        """Return one or more prompts as tokens, which `tokenization_kwargs` may cut.
+
+        Raises:
+            ParameterError: A prompt or an argument is invalid.
+        """
+        tokenization = self.prompts.tokenization(tokenization_kwargs)
+        return [self.prompts.encode(each, tokenization=tokenization) for each in as_list(prompts)]
 
     async def submit(
         self,
@@ -75,7 +98,7 @@ class OfflineRequests:
                     for j in range(each.n)
                 ]
                 request_id = str(next(self._numbers))
-                groups.append(await self._engine.client.submit(sequences, request_id=request_id))
+                groups.append(await self.engine.client.submit(sequences, request_id=request_id))
         except BaseException:
             for group in groups:
                 group.abort()
@@ -84,12 +107,12 @@ class OfflineRequests:
 
     def default_params(self) -> SamplingParams:
         """Return the sampling parameters in the model's generation config."""
-        given: dict[str, Any] = {**self._engine.config.frontend.default_sampling}
+        given: dict[str, Any] = {**self.engine.config.frontend.default_sampling}
         return SamplingParams(**given)
 
     def without_bad_words(self, params: Params) -> Params:
         """Return sampling parameters that also exclude the tokens that a model with a source never generates."""
-        source = self._engine.config.model.source_text
+        source = self.engine.config.model.source_text
         return params if source is None else without_bad_words(params, source)
 
     def _fitting(self, given: Params, prompt: EncodedPrompt) -> Params:
@@ -101,7 +124,7 @@ class OfflineRequests:
             ParameterError: They are invalid for the prompt.
         """
         params = self.without_bad_words(_with_tuples(given))
-        model, frontend = self._engine.config.model, self._engine.config.frontend
+        model, frontend = self.engine.config.model, self.engine.config.frontend
         num_tokens = len(prompt.token_ids)
         remaining = model.max_model_len - num_tokens
         if params.max_tokens is not None and 0 < remaining < params.max_tokens:
@@ -120,7 +143,7 @@ class OfflineRequests:
             limit = self._formats.verify_reasoning_limit(limit, name)
         except APIError as error:
             raise ParameterError(name, error.message.removeprefix(f"{name} ")) from None
-        end = self._engine.tokenizer.decode(prompt.token_ids[-_END_TOKENS:])
+        end = self.engine.tokenizer.decode(prompt.token_ids[-_END_TOKENS:])
         constraint = self._formats.constrain_after_reasoning(params.structured_output, end, limit)
         return msgspec.structs.replace(
             params, structured_output=constraint, thinking_token_budget=None
@@ -129,7 +152,7 @@ class OfflineRequests:
     @cached_property
     def _formats(self) -> AnswerFormats:
         """The formats of the model's reasoning and tool calls."""
-        config, tokenizer = self._engine.config, self._engine.tokenizer
+        config, tokenizer = self.engine.config, self.engine.tokenizer
         templates = ModelTemplates(tokenizer, architecture=config.model.architecture)
         return AnswerFormats(prepare_formats(config.frontend, templates), tokenizer)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
-from dataclasses import field, fields, make_dataclass
+from dataclasses import field, make_dataclass
 from typing import Any, Final, Self, TypeVar
 
 from ...cli.options import FLAGS
@@ -40,17 +41,15 @@ class Options:
         given = vars(args)
         return cls(**{name: given[name] for name in _NAMES if name in given})
 
+    def keywords(self) -> dict[str, Any]:
+        """Return the options that are not None, as keyword arguments of `LLM`."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
 
 EngineArgs: Final[type[Options]] = make_dataclass(
     "EngineArgs", [(name, Any, field(default=None)) for name in _NAMES], bases=(Options,)
 )
 """The keyword arguments of `LLM` as fields of a data class, for `LLM.from_engine_args`."""
-
-
-def keywords_of(options: Options) -> dict[str, Any]:
-    """Return the options that are not None, as keyword arguments."""
-    values = {each.name: getattr(options, each.name) for each in fields(options)}  # type: ignore[arg-type]
-    return {name: value for name, value in values.items() if value is not None}
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
@@ -63,11 +62,8 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
         """Parse the arguments, with dashes in place of underscores in the names of flags."""
-        if args is None:
-            import sys
-
-            args = sys.argv[1:]
-        return super().parse_known_args([*map(_with_dashes, args)], namespace)
+        given = sys.argv[1:] if args is None else args
+        return super().parse_known_args([*map(_with_dashes, given)], namespace)
 
 
 def _with_dashes(argument: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import queue
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from ....protocol.messages import PauseMode
@@ -16,78 +16,86 @@ from ..llm import LLM
 from ..loras import LoraChoice
 from ..outputs import RequestOutput
 from ..prompts import EncodedPrompt, Prompt
-from .engine_args import Options, keywords_of
 from .streams import stream_outputs
 
 if TYPE_CHECKING:
     from ..outputs import PoolingRequestOutput
     from ..params import PoolingParams
+    from .engine_args import Options
     from .tokenizer import ModelTokenizer
 
 
 class _Running:
-    """A running request. `group` is None until it was sent to the engine."""
-
-    task: Future[None]
+    """A request that may not have been sent to the engine yet. Its methods must be called on the engine's loop."""
 
     def __init__(self) -> None:
-        self.group: RequestGroup | None = None
+        self._group: RequestGroup | None = None
+        self._is_aborted = False
+
+    def begin(self, group: RequestGroup) -> None:
+        """Record that the request was sent."""
+        self._group = group
+        if self._is_aborted:
+            group.abort()
 
     def abort(self) -> None:
-        """End the request. Must be called on the engine's loop."""
-        if self.group is None:
-            self.task.cancel()
-        else:
-            self.group.abort()
+        """End the request, if necessary as soon as it is sent."""
+        self._is_aborted = True
+        if self._group is not None:
+            self._group.abort()
 
 
 class _Streaming:
-    """A model whose requests run on the loop of its engine, and deliver outputs by a callback."""
+    """A model whose requests run on the loop of its engine, and deliver outputs by a callback.
+
+    A request is in `_running` until the caller has read its end, so that its ID is not used again before.
+    """
 
     def __init__(self, model: str | None = None, **keywords: Any) -> None:
-        self._llm = llm = LLM(model, **keywords)
-        # An engine adds its own way of waiting to the parts of an `LLM`.
-        self._engine, self._prompts = llm._engine, llm._prompts  # noqa: SLF001
-        self._requests, self._encode = llm._requests, llm._encode  # noqa: SLF001
+        self._llm = LLM(model, **keywords)
+        # These classes start requests as an `LLM` does, and wait for them in their own ways.
+        self._requests = requests = self._llm._requests  # noqa: SLF001
+        self._engine, self._prompts = requests.engine, requests.prompts
         self._running: dict[str, _Running] = {}
 
     @classmethod
     def from_engine_args(cls, engine_args: Options, **_: Any) -> Self:
         """Start an engine with options. Other arguments of vLLM's method have no effect."""
-        return cls(**keywords_of(engine_args))
+        return cls(**engine_args.keywords())
 
     def _start(
         self,
         request_id: str,
-        prompt: EncodedPrompt,
+        encode: Callable[[], list[EncodedPrompt]],
         params: Params | None,
         lora_request: LoraChoice,
         priority: int,
         deliver: Callable[[RequestOutput | Exception | None], object],
     ) -> None:
-        """Start a request. `deliver` gets its outputs, and then None or the exception that ended it."""
+        """Start a request for the one prompt that `encode` returns.
+
+        `deliver` gets its outputs, and then None or the exception that ended it.
+        """
 
         async def work() -> None:
+            end: Exception | None = None
             try:
-                groups = await self._requests.submit([prompt], params, lora_request, priority)
-                [running.group] = groups
-                outputs = stream_outputs(running.group, prompt, params, request_id, tokenizer)
-                async for output in outputs:
+                [prompt] = await asyncio.to_thread(encode)
+                [group] = await self._requests.submit([prompt], params, lora_request, priority)
+                running.begin(group)
+                async for output in stream_outputs(group, prompt, params, request_id, tokenizer):
                     deliver(output)
-                deliver(None)
             except asyncio.CancelledError:
-                deliver(None)
-                raise
+                end = EngineDead("the engine was closed before this request finished")
             except Exception as error:
-                deliver(error)
-            finally:
-                del self._running[request_id]
+                end = error
+            deliver(end)
 
         if request_id in self._running:
             raise ValueError(f"request_id {request_id!r} is the ID of a request that still runs")
         tokenizer = self._engine.tokenizer
         running = self._running[request_id] = _Running()
-        running.task = self._engine.start(work())
+        self._engine.start(work())
 
     def _abort(self, request_id: str | Iterable[str]) -> None:
         for each in [request_id] if isinstance(request_id, str) else [*request_id]:
@@ -132,10 +140,9 @@ class AsyncLLM(_Streaming):
         loop = asyncio.get_running_loop()
         outputs: asyncio.Queue[RequestOutput | Exception | None] = asyncio.Queue()
         request_id = request_id or f"request-{id(outputs)}"
-        encoded = await asyncio.to_thread(self._encode, prompt, tokenization_kwargs)
         self._start(
             request_id,
-            encoded[0],
+            partial(self._requests.encode, prompt, tokenization_kwargs),
             sampling_params,
             lora_request,
             priority,
@@ -148,6 +155,7 @@ class AsyncLLM(_Streaming):
                 yield item
         finally:
             self._abort(request_id)
+            del self._running[request_id]
 
     async def encode(
         self,
@@ -184,7 +192,7 @@ class AsyncLLM(_Streaming):
         await asyncio.to_thread(self._llm.wake_up, tags)
 
     async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None:
-        """Stop to generate until `resume_generation`. New requests wait.
+        """Pause generation until `resume_generation`. New requests wait.
 
         Args:
             mode: What happens to running requests: `abort` ends them, `wait` finishes them first, and `keep` continues
@@ -197,7 +205,7 @@ class AsyncLLM(_Streaming):
         await asyncio.to_thread(self._engine.run, work)
 
     async def resume_generation(self) -> None:
-        """Generate again after `pause_generation`."""
+        """Resume generation after `pause_generation`."""
         await asyncio.to_thread(self._engine.run, self._engine.client.calls.resume())
 
     async def check_health(self) -> None:
@@ -223,8 +231,8 @@ class LLMEngine(_Streaming, ControlMethods):
         self._outputs: queue.SimpleQueue[tuple[str, RequestOutput | Exception | None]] = (
             queue.SimpleQueue()
         )
-        self._unfinished: set[str] = set()
-        self._failure: Exception | None = None
+        self._failed: tuple[str, Exception] | None = None
+        """The ID and the exception of a request that has failed, for the next step."""
 
     def add_request(
         self,
@@ -237,44 +245,45 @@ class LLMEngine(_Streaming, ControlMethods):
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """Start to generate, and return the ID of the request. The arguments are those of `AsyncLLM.generate`."""
-        [encoded] = self._encode(prompt, tokenization_kwargs)
-        put, number = self._outputs.put, request_id
+        encoded = self._requests.encode(prompt, tokenization_kwargs)
         self._start(
-            request_id, encoded, params, lora_request, priority, lambda item: put((number, item))
+            request_id,
+            lambda: encoded,
+            params,
+            lora_request,
+            priority,
+            lambda item: self._outputs.put((request_id, item)),
         )
-        self._unfinished.add(request_id)
         return request_id
 
     def has_unfinished_requests(self) -> bool:
-        """Return whether `step` will return more outputs."""
-        return bool(self._unfinished)
+        """Return whether `step` will return more outputs, or raise an exception."""
+        return bool(self._running)
 
     def get_num_unfinished_requests(self) -> int:
         """Return the number of requests whose last output was not returned by `step`."""
-        return len(self._unfinished)
+        return len(self._running)
 
     def step(self) -> list[RequestOutput]:
-        """Wait for new outputs, and return the newest of each request; [] if there are no requests.
+        """Wait for new outputs, and return them; [] if there are no requests.
 
         Raises:
             ParameterError: A parameter of a request is invalid. The other requests run on.
         """
         found: list[RequestOutput] = []
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
-            raise failure
-        while self._unfinished and not (found and self._outputs.empty()):
+        while self._failed is None and self._running and not (found and self._outputs.empty()):
             request_id, item = self._outputs.get()
             if isinstance(item, RequestOutput):
                 found.append(item)
-                continue
-            self._unfinished.discard(request_id)
-            if isinstance(item, Exception):
-                if not found:
-                    raise item
-                self._failure = item
-                break
-        return found
+            elif item is None:
+                del self._running[request_id]
+            else:
+                self._failed = request_id, item
+        if found or self._failed is None:
+            return found
+        (request_id, failure), self._failed = self._failed, None
+        del self._running[request_id]
+        raise failure
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """End one or more running requests, whose last output has the finish reason "abort"."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,16 +16,19 @@ from engine import (
     EngineArgs,
     FlexibleArgumentParser,
     LLMEngine,
+    RequestOutput,
     RequestOutputKind,
     SamplingParams,
     StructuredOutputsParams,
 )
+from engine.frontend.client.engine_client import EngineDead
 from engine.protocol.errors import ParameterError
 from support.servers.server import default_model
 
 QUESTION = [{"role": "user", "content": "What is the capital of France? One short sentence."}]
 PROMPT = "The capital of France is"
 THOUGHTS = "<|im_start|>assistant\n<seed:think>"
+LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -137,17 +140,46 @@ def test_streams_have_what_their_output_kind_says(
         assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(texts))
 
 
-def test_an_aborted_stream_ends_with_that_reason(engine: AsyncLLMEngine) -> None:
-    async def run() -> list[str | None]:
-        reasons = []
-        params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
-        async for output in engine.generate(PROMPT, params, "b"):
-            if not reasons:
-                await engine.abort("b")
-            reasons.append(output.outputs[0].finish_reason)
-        return reasons
+async def end_of(stream: AsyncIterator[RequestOutput]) -> str | None:
+    """Return the finish reason of the last output of a stream."""
+    reason = None
+    async for output in stream:
+        reason = output.outputs[0].finish_reason
+    return reason
 
-    assert asyncio.run(run())[-1] == "abort"
+
+def test_an_aborted_stream_ends_with_that_reason(engine: AsyncLLMEngine) -> None:
+    async def run() -> str | None:
+        stream = engine.generate(PROMPT, LONG, "b")
+        await anext(stream)
+        await engine.abort("b")
+        return await end_of(stream)
+
+    assert asyncio.run(run()) == "abort"
+
+
+def test_a_stream_can_be_aborted_before_its_prompt_is_encoded(engine: AsyncLLMEngine) -> None:
+    async def run() -> str | None:
+        reading = asyncio.create_task(end_of(engine.generate(PROMPT, LONG, "e")))
+        await asyncio.sleep(0)
+        await engine.abort("e")
+        return await reading
+
+    assert asyncio.run(run()) == "abort"
+
+
+def test_streams_end_when_their_engine_is_shut_down() -> None:
+    engine = AsyncLLMEngine(default_model(), max_model_len=512)
+
+    async def run() -> str | None:
+        stream = engine.generate(PROMPT, LONG)
+        await anext(stream)
+        await asyncio.to_thread(engine.shutdown)
+        return await end_of(stream)
+
+    assert asyncio.run(run()) == "error"
+    with pytest.raises(EngineDead, match="the engine is closed"):
+        asyncio.run(end_of(engine.generate(PROMPT, LONG)))
 
 
 def test_invalid_parameters_of_a_stream_are_raised(engine: AsyncLLMEngine) -> None:
@@ -197,5 +229,24 @@ def test_an_engine_is_stepped_until_its_requests_end() -> None:
         assert len(problems) == 1 and "temperature" in problems[0]
         assert engine.step() == [] and engine.get_num_unfinished_requests() == 0
         assert engine.reset_prefix_cache()
+    finally:
+        engine.shutdown()
+
+
+def test_an_id_is_used_again_after_the_end_of_its_request() -> None:
+    engine = LLMEngine(default_model(), max_model_len=512)
+    try:
+        engine.add_request("a", PROMPT, SamplingParams(temperature=0, max_tokens=1))
+        with pytest.raises(ValueError, match="request_id 'a' is the ID of a request that still"):
+            engine.add_request("a", PROMPT)
+        assert [output.outputs[0].text for output in engine.step()] == [" Paris"]
+        assert engine.step() == [] and not engine.has_unfinished_requests()
+        engine.add_request("b", PROMPT, SamplingParams(temperature=-1))
+        with pytest.raises(ParameterError, match="temperature"):
+            while engine.has_unfinished_requests():
+                engine.step()
+        assert not engine.has_unfinished_requests()
+        engine.add_request("a", PROMPT, SamplingParams(temperature=0, max_tokens=1))
+        assert [output.request_id for output in engine.step()] == ["a"]
     finally:
         engine.shutdown()
