@@ -47,7 +47,7 @@ CLOSE_S: Final = 5.0
 _NICENESS: Final = 10
 
 _TICKS: Final = 4
-"""How often the watcher looks at a read before it hangs."""
+"""Number of wake-ups of the watcher after which a read hangs."""
 
 _IDLE: Final = float("inf")
 
@@ -136,11 +136,11 @@ class StoreConnector(KVConnector):
         A read of a block that takes longer than `hang_s` hangs.
         """
         self._writer.start()
-        threads = [partial(self._read, number) for number in range(NUM_READERS)]
+        threads = [("reader", partial(self._read, number)) for number in range(NUM_READERS)]
         if hang_s is not None:
-            threads.append(partial(self._watch, hang_s))
-        for each in threads:
-            threading.Thread(target=each, name="KV store reader", daemon=True).start()
+            threads.append(("watcher", partial(self._watch, hang_s)))
+        for name, target in threads:
+            threading.Thread(target=target, name=f"KV store {name}", daemon=True).start()
 
     @abstractmethod
     def _report_state(self) -> None:
