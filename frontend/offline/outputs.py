@@ -272,7 +272,9 @@ def request_output(
                 delta.finish_reason,
                 delta.stop_reason,
                 delta.error,
-                states.rows() if isinstance(states, StatesInMemory) else None,
+                states.rows()
+                if delta.finish_reason and isinstance(states, StatesInMemory)
+                else None,
             )
             for index, (delta, states) in enumerate(
                 zip(deltas, (sequence.states for sequence in group.sequences), strict=True)

@@ -9,6 +9,7 @@ import msgspec
 
 from ....protocol.sampling_params import SamplingParams as Params
 from ...client.engine_client import Delta, PositionLogprobs, RequestGroup
+from ...client.groups.hidden_states import complete_states
 from ...tokenizer.tokenizer import Tokenizer
 from ..outputs import RequestOutput, request_output
 from ..params import RequestOutputKind, SamplingParams
@@ -28,15 +29,21 @@ async def stream_outputs(
     """
     kind = params.output_kind if isinstance(params, SamplingParams) else None
     writer = tokenizer if group.sequences[0].params.detokenize else None
+
+    def write(deltas: list[Delta]) -> RequestOutput:
+        output = request_output(group, prompt.text, prompt.token_ids, deltas, writer)
+        return dataclasses.replace(output, request_id=request_id)
+
     deltas = [Delta("", [], _no_logprobs(group)) for _ in group.sequences]
     try:
+        if kind is RequestOutputKind.FINAL_ONLY:
+            yield write(await group.result())
+            return
         while updated := await group.wait_for_updates():
             for sequence in updated:
+                await complete_states([sequence])
                 deltas[sequence.position] = _join(deltas[sequence.position], sequence.read())
-            if kind is RequestOutputKind.FINAL_ONLY and group.num_unfinished:
-                continue
-            output = request_output(group, prompt.text, prompt.token_ids, deltas, writer)
-            yield dataclasses.replace(output, request_id=request_id)
+            yield write(deltas)
             if kind is RequestOutputKind.DELTA:
                 deltas = [
                     msgspec.structs.replace(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import fcntl
 import json
@@ -11,7 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engine.frontend.offline.drop_in.engines import AsyncLLM
 from engine.frontend.offline.llm import LLM
+from engine.frontend.offline.outputs import RequestOutput
 from engine.frontend.offline.params import SamplingParams
 from engine.protocol.errors import ConfigError, ParameterError
 from safetensors.numpy import load_file
@@ -200,3 +203,31 @@ def test_offline_requests_return_states_and_choose_files(
         assert_near(output.outputs[0].hidden_states, expected.reshape(len(expected), -1))
     with pytest.raises(ConfigError, match="needs --kv-transfer-config"):
         LLM(str(path), **options)
+
+
+def test_streams_end_when_their_states_are_complete(
+    reference: tuple[Path, Reference], tmp_path: Path
+) -> None:
+    path, model = reference
+    sampling: dict[str, Any] = {"max_tokens": 5, "temperature": 0, "ignore_eos": True}
+
+    async def stream(engine: AsyncLLM, **more: Any) -> list[RequestOutput]:
+        return [each async for each in engine.generate(PROMPT, SamplingParams(**sampling, **more))]
+
+    options: dict[str, Any] = {"dtype": "float32", "speculative_config": EXTRACTION}
+    transfer = connector(tmp_path, allow_custom_save_path=True)
+    engine = AsyncLLM(str(path), kv_transfer_config=transfer, **options)
+    (tmp_path / "blocked").touch()
+    for file in (tmp_path / "file", tmp_path / "blocked" / "file"):
+        extra = {"kv_transfer_params": {"hidden_states_path": str(file)}}
+        [last] = asyncio.run(stream(engine, extra_args=extra))[-1].outputs
+        assert file.is_file() == (last.finish_reason == "length")
+        assert last.finish_reason == "length" or "cannot be written" in str(last.error)
+    engine.shutdown()
+    states = {"mode": "full", "layers": LAYERS}
+    engine = AsyncLLM(str(path), dtype="float32", hidden_states=states)
+    *others, output = asyncio.run(stream(engine, return_hidden_states=True))
+    engine.shutdown()
+    assert others and all(each.outputs[0].hidden_states is None for each in others)
+    expected = model.states(PROMPT + output.outputs[0].token_ids[:-1])[0]
+    assert_near(output.outputs[0].hidden_states, expected.reshape(len(expected), -1))
