@@ -1,8 +1,9 @@
 """Check the content of decoded messages before they are applied.
 
 The decoder checks types, but neither the content of arrays, which are raw bytes, nor the range of numbers. A message
-that fails a check is dropped, since no process of this engine sends such messages. Of requests, only the invalid ones
-are refused. If the output of the oldest step in flight is invalid, the replica fails.
+that fails a check is dropped, since no process of this engine sends such messages. A message with invalid requests is
+an exception: its valid requests run, and the others are refused. If the output of the oldest step in flight is invalid,
+the replica fails.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def is_valid_message(message: ClientMessage) -> bool:
 def split_requests(
     requests: list[EngineCoreRequest], vocab_size: int
 ) -> tuple[list[EngineCoreRequest], list[int]]:
-    """Return the valid requests, and the indices of the others as far as a client can have them."""
+    """Return the valid requests, and the indices of the others, except those that no client uses."""
     invalid = [request for request in requests if not is_valid_request(request, vocab_size)]
     if not invalid:
         return requests, []

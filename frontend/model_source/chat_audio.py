@@ -30,46 +30,11 @@ from ..tokenizer.config import TokenizerConfig
 from .audio_features import verify_features
 
 _NAMES: Final = {code: name.title() for code, name in LANGUAGE_NAMES.items()}
+_QWEN3_LANGUAGES: Final = (
+    "ar cs da de el en es fa fi fil fr hi hu id it ja ko mk ms nl pl pt ro ru sv th tr vi yue zh"
+)
 _QWEN3_ASR: Final = SpeechFormat(
-    languages={
-        code: _NAMES[code]
-        for code in (
-            *(
-                "ar",
-                "cs",
-                "da",
-                "de",
-                "el",
-                "en",
-                "es",
-                "fa",
-                "fi",
-                "fil",
-                "fr",
-                "hi",
-                "hu",
-                "id",
-                "it",
-            ),
-            *(
-                "ja",
-                "ko",
-                "mk",
-                "ms",
-                "nl",
-                "pl",
-                "pt",
-                "ro",
-                "ru",
-                "sv",
-                "th",
-                "tr",
-                "vi",
-                "yue",
-                "zh",
-            ),
-        )
-    },
+    languages={code: _NAMES[code] for code in _QWEN3_LANGUAGES.split()},
     has_context=True,
     answer="language {language}<asr_text>",
     language_mark="language ",

@@ -74,7 +74,7 @@ class _Render(Endpoint[Request], Generic[Request]):
         if isinstance(request, CompletionRequest) and request.prompt_embeds is not None:
             raise bad_request("prompt_embeds", "has no token ids; send prompt")
         prompts, _ = await self._prepare(request, body_size, asgi.receive)
-        request_id = f"{self.prefix}{find_request_id(request, asgi.scope['state'])}"
+        request_id = f"{self.prefix}{find_request_id(request, asgi.state)}"
 
         def render() -> Json | list[Json]:
             if not self.is_list:
