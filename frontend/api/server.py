@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import gc
 import logging
@@ -52,6 +53,8 @@ HOLD_BACK_S = 5.0
 
 NO_ROOM_S = 0.5
 """Seconds before the warm-up request is retried after the queue was full."""
+WARM_UP_S: Final = 2.0
+"""Maximum seconds that a restarted frontend waits for the token of its warm-up request."""
 IDLE_POLL_S: Final = 1.0
 """Seconds between checks whether no request is running, before grammars are prepared."""
 
@@ -240,13 +243,16 @@ class Frontend:
         """Generate a token, which checks every process and socket that requests use.
 
         A restarted frontend also accepts a full queue, a pause and sleep, because the engine has generated tokens
-        before.
+        before. It does not wait long for the token: a pause may begin meanwhile, and may last until this frontend is
+        ready to end it.
         """
-        is_restarted = self._config.epoch != FIRST_EPOCH
-        if is_restarted and (self._engine.calls.is_paused() or self._engine.sleep.is_asleep):
-            return
-        while not await self._generate_one_token() and self._config.epoch == FIRST_EPOCH:
-            await asyncio.sleep(NO_ROOM_S)
+        if self._config.epoch == FIRST_EPOCH:
+            while not await self._generate_one_token():
+                await asyncio.sleep(NO_ROOM_S)
+        elif not (self._engine.calls.is_paused() or self._engine.sleep.is_asleep):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(WARM_UP_S):
+                    await self._generate_one_token()
 
     async def _generate_one_token(self) -> bool:
         """Generate one token. Return False if the queue was full."""
@@ -255,7 +261,10 @@ class Frontend:
             group = await self._engine.submit([request], request_id="warm-up")
         except Overloaded:
             return False
-        [output] = await group.result()
+        try:
+            [output] = await group.result()
+        finally:
+            group.abort()
         if output.finish_reason in _NO_ROOM:
             return False
         if len(output.token_ids) != 1:

@@ -196,6 +196,25 @@ def test_waiting_requests_are_counted_again_after_a_crash(
     post(server, "/resume")
 
 
+def test_a_frontend_that_restarts_before_a_pause_becomes_ready() -> None:
+    flags = ("--device", "null", "--null-step-ms", "20", "--api-server-count", "2")
+    with Server("--model", default_model(), *flags, "--max-num-seqs", "1") as server:
+        with server.sending("/v1/completions", {"prompt": [5], "max_tokens": 4000}) as client:
+            wait_until(lambda: server.metric("engine:num_requests_running") == 1, what="it runs")
+            holder = server.frontend_of(client)
+            (other,) = {server.child("frontend 0"), server.child("frontend 1")} - {holder}
+            other.kill()
+            wait_until(
+                lambda: server.metric("engine:num_requests_waiting") == 1,
+                what="the next frontend waits for its first token",
+            )
+            post(server, "/pause?mode=keep")
+            server.wait_until_whole()
+        wait_until(
+            lambda: server.metric("engine:num_requests_waiting") == 0, what="it waits no longer"
+        )
+
+
 def test_wrong_modes_are_refused(server: Server) -> None:
     for path, body in (("/pause?mode=x", b""), ("/pause_generation", {"mode": "x"})):
         status, answer = server.post(path, body)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import socket
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 from engine import LLM, SamplingParams
@@ -236,18 +233,10 @@ def test_generation_is_resumed_after_the_frontend_of_an_update_was_killed(
     server: Server, first: Path, second: Path
 ) -> None:
     before = tokens(server)
-    url = urlsplit(server.url)
-    with socket.create_connection((url.hostname, url.port)) as client:
-        body = json.dumps({"model_path": str(second)})
-        head = f"POST {UPDATE} HTTP/1.0\r\ncontent-type: application/json\r\n"
-        client.sendall(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())
+    with server.sending(UPDATE, {"model_path": str(second)}) as client:
         wait_until(lambda: is_updating(server), what="the update begins")
-        port = client.getsockname()[1]
-        for title in ("frontend 0", "frontend 1"):
-            frontend = server.child(title)
-            if any(each.raddr and each.raddr.port == port for each in frontend.net_connections()):
-                frontend.kill()
-        assert client.recv(1) == b"", "its frontend was not found"
+        server.frontend_of(client).kill()
+        assert client.recv(1) == b""
     server.wait_until_whole()
     assert all(each != before for each in (tokens(server) for _ in range(4)))
     update(server, first)

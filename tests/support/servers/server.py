@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import sys
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import psutil
 from support.processes.program import Program, descendants, wait_until
@@ -103,6 +105,32 @@ class Server(Program):
 
     def get(self, path: str, timeout: float = 30) -> tuple[int, Any]:
         return self._open(urllib.request.Request(self.url + path), timeout)
+
+    @contextmanager
+    def sending(self, path: str, body: Any) -> Iterator[socket.socket]:
+        """Send a request on a connection of its own, which the context closes."""
+        url, content = urlsplit(self.url), json.dumps(body)
+        head = f"POST {path} HTTP/1.0\r\ncontent-type: application/json\r\n"
+        with socket.create_connection((url.hostname, url.port)) as client:
+            client.sendall(f"{head}content-length: {len(content)}\r\n\r\n{content}".encode())
+            yield client
+
+    def frontend_of(self, client: socket.socket) -> psutil.Process:
+        """Return the frontend that has accepted a connection."""
+        port = client.getsockname()[1]
+        found: list[psutil.Process] = []
+
+        def find() -> bool:
+            found[:] = [
+                child
+                for child in self.find_children()
+                if title_of(child).startswith("frontend ")
+                and any(each.raddr and each.raddr.port == port for each in child.net_connections())
+            ]
+            return bool(found)
+
+        wait_until(find, what="a frontend accepts the connection")
+        return found[0]
 
     @staticmethod
     def _open(request: urllib.request.Request, timeout: float) -> tuple[int, Any]:
