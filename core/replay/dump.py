@@ -21,13 +21,7 @@ from ...protocol.errors import EngineError
 from .events import Event
 from .log import EventLog
 from .recorder import RecordedScheduler, Setup
-from .redaction import (
-    Pseudonyms,
-    redact_config,
-    redact_events,
-    redact_kv_transfer,
-    redact_snapshot,
-)
+from .redaction import Pseudonyms, redact_config, redact_events, redact_kv_transfer, redact_snapshot
 from .snapshot import Snapshot, SnapshotError, describe
 
 VERSION: Final = 9

@@ -13,13 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ...protocol.arrays import (
-    Int32Array,
-    Int64Array,
-    contains,
-    int32_pairs,
-    int32_view,
-)
+from ...protocol.arrays import Int32Array, Int64Array, contains, int32_pairs, int32_view
 from ...protocol.block_hash import HashBlocks, PlacedInput
 from ...protocol.messages import EngineCoreOutputs
 from ...protocol.worker_messages import SchedulerOutput

@@ -29,16 +29,7 @@ from ...protocol.worker_messages import (
 )
 from . import events
 from . import snapshot as state
-from .events import (
-    AddRequest,
-    Answer,
-    Call,
-    ClientReport,
-    Event,
-    Schedule,
-    TakeOutputs,
-    Update,
-)
+from .events import AddRequest, Answer, Call, ClientReport, Event, Schedule, TakeOutputs, Update
 from .frozen_state import Blank
 from .snapshot import Node, Snapshot, without_content
 

@@ -11,11 +11,7 @@ from ...protocol.block_hash import HASH_BYTES
 from ...protocol.config import SchedulerConfig
 from ...protocol.encoder_inputs.inputs import EncoderInput
 from ...protocol.errors import ConfigError, counted
-from ...protocol.kv_cache_groups import (
-    AttentionKind,
-    KVCacheGroup,
-    max_request_tokens,
-)
+from ...protocol.kv_cache_groups import AttentionKind, KVCacheGroup, max_request_tokens
 from ...protocol.messages import EngineCoreRequest, FinishReason
 from ..state.request import source_size
 

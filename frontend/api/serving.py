@@ -19,13 +19,7 @@ from ...protocol.grammars.process import GrammarProcesses
 from ...protocol.pooling_params import PoolingKind
 from ...protocol.sampling_params import SamplingParams, StructuredOutput
 from ...protocol.supervisor_messages import Stage
-from ..chat import (
-    ChatFormats,
-    ChatTemplate,
-    ModelTemplates,
-    PairTemplate,
-    SpecialTokenGuard,
-)
+from ..chat import ChatFormats, ChatTemplate, ModelTemplates, PairTemplate, SpecialTokenGuard
 from ..chat.stable_prefix import StablePrefix
 from ..client.engine_client import EngineClient
 from ..client.grammar_checks import GrammarChecks

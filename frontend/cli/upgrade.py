@@ -31,12 +31,7 @@ from ..supervisor.signals import StopRequested, StopSignals
 from .arguments import Settings, parse_settings
 from .engine_config import has_gpu, make_frontend_config
 from .parsers import add_option, add_switch, command_parser
-from .serve import (
-    resolve_model,
-    run_supervisor,
-    serve_model,
-    warn_of_unread_variables,
-)
+from .serve import resolve_model, run_supervisor, serve_model, warn_of_unread_variables
 
 MEMORY_FACTOR: Final = 1.5
 """Free memory that a second engine needs (packed weights, KV cache, processes), as a multiple of its weights' size."""

@@ -15,12 +15,7 @@ from ...protocol.arrays import int32_view
 from ...protocol.config import FIRST_EPOCH, EngineConfig
 from ...protocol.encoder_inputs.inputs import EncoderInput
 from ...protocol.errors import POISON_REQUEST, EngineError
-from ...protocol.messages import (
-    CoreReady,
-    EngineCoreOutputs,
-    FinishReason,
-    ReplicaLost,
-)
+from ...protocol.messages import CoreReady, EngineCoreOutputs, FinishReason, ReplicaLost
 from ...protocol.sampling_params import StructuredOutput
 from ...protocol.supervisor_messages import EngineStatus
 from ..observability.metrics.metrics import Metrics

@@ -15,12 +15,7 @@ import msgspec
 
 from ...protocol.errors import EngineError, UnavailableError
 from ...protocol.grammars.grammar import MAX_SPEC_LENGTH
-from ...protocol.grammars.messages import (
-    MAX_WALL_S,
-    Check,
-    Verdict,
-    decode_reply,
-)
+from ...protocol.grammars.messages import MAX_WALL_S, Check, Verdict, decode_reply
 from ...protocol.grammars.process import GrammarProcesses, describe_exit
 from ...protocol.isolation.messages import LENGTH_BYTES, Exited, frame, may_be_innocent
 from ...protocol.isolation.processes import MAX_TRIES, is_idle

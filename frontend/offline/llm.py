@@ -21,12 +21,7 @@ from .drop_in.tokenizer import ModelTokenizer
 from .local_engine import LocalEngine
 from .local_transcriber import AudioClip, LocalTranscriber
 from .loras import LoraChoice, OfflineLoras
-from .outputs import (
-    BeamSearchOutput,
-    BeamSearchSequence,
-    RequestOutput,
-    request_output,
-)
+from .outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput, request_output
 from .pooling import PoolingMethods
 from .progress import ProgressBar, progress_bar
 from .prompts import EncodedPrompt, Prompt, PromptEncoder, as_list

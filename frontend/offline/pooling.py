@@ -11,13 +11,7 @@ import numpy as np
 from ...protocol.config.frontend import ContentFormat
 from ...protocol.errors import EngineError, ParameterError
 from ...protocol.pooling_params import PoolingKind
-from ..chat import (
-    ChatTemplate,
-    ModelTemplates,
-    PairTemplate,
-    SpecialTokenGuard,
-    prepare_formats,
-)
+from ..chat import ChatTemplate, ModelTemplates, PairTemplate, SpecialTokenGuard, prepare_formats
 from ..client.embeddings import (
     DOCUMENT,
     QUERY,

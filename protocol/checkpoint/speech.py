@@ -7,9 +7,7 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
-from ..config.audio.tower import (
-    CausalSpec,
-)
+from ..config.audio.tower import CausalSpec
 from ..config.model import AddedAudioConfig, AudioProcessorConfig, SourceTextConfig, SpeechKind
 from .audio.fields import read_token
 from .audio.processors import (

@@ -7,9 +7,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from .audio.tower import (
-    AnyAudioSpec,
-)
+from .audio.tower import AnyAudioSpec
 
 
 class Framing(enum.StrEnum):

@@ -11,12 +11,7 @@ import pytest
 from engine.protocol.checkpoint.content_hash import hash_content
 from engine.protocol.checkpoint.files import find_tokenizer_files, find_weight_files
 from engine.protocol.errors import CheckpointError
-from engine.protocol.file_identity import (
-    HEAD_BYTES,
-    identify_copies,
-    identify_files,
-    verify_files,
-)
+from engine.protocol.file_identity import HEAD_BYTES, identify_copies, identify_files, verify_files
 from safetensors.numpy import save_file
 from support.gguf.finish import finish
 

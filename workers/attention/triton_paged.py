@@ -31,13 +31,7 @@ from ..batch import AttentionBatch
 from ..layers.layers import HeadNorm
 from ..layers.rope import RotaryTables
 from ..layers.window import AfterPrompt, Chunk, SpanLayers, Window
-from .interface import (
-    AttentionLayer,
-    AttentionSpec,
-    CapturableAttention,
-    DeviceBatch,
-    IndexQueries,
-)
+from .interface import AttentionLayer, AttentionSpec, CapturableAttention, DeviceBatch, IndexQueries
 from .kernels.decode import combine_kernel, decode_kernel
 from .kernels.prefill import prefill_kernel
 from .kernels.rotary_store import rotary_store_kernel

@@ -22,14 +22,7 @@ from ..layers.window import SpanLayers
 from ..towers.layers import LayersSpec, LayerWeights, Patches
 from ..towers.rotary import PatchRotary
 from ..towers.weights import Linear, Norm
-from .abi.structs import (
-    AttentionLayer,
-    GateLimit,
-    ModelShape,
-    Step,
-    StepGroup,
-    activation_number,
-)
+from .abi.structs import AttentionLayer, GateLimit, ModelShape, Step, StepGroup, activation_number
 from .attention import KV_FORMATS, NativeAttention
 from .library import NotSupportedNatively
 from .packing import ActivationKind, PackedWeight, WeightFormat, WeightMemory, pack_tensor

@@ -10,13 +10,7 @@ import torch
 from msgspec.structs import replace
 
 from ...protocol.checkpoint.model_dimensions import check_parallel
-from ...protocol.config import (
-    FIRST_EPOCH,
-    CPUBackend,
-    EngineConfig,
-    HiddenStatesConfig,
-    ModelImpl,
-)
+from ...protocol.config import FIRST_EPOCH, CPUBackend, EngineConfig, HiddenStatesConfig, ModelImpl
 from ...protocol.errors import CheckpointError, ConfigError
 from ..attention import AttentionSpec
 from ..cpu.attention import NativeAttention

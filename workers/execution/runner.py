@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from ...protocol.worker_messages import (
-    GrammarOutput,
-    ModelRunnerOutput,
-)
+from ...protocol.worker_messages import GrammarOutput, ModelRunnerOutput
 
 
 class PendingOutput(Protocol):

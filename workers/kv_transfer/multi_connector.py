@@ -6,12 +6,7 @@ import select
 
 import msgspec
 
-from ...protocol.kv_transfer.multi import (
-    MULTI_CONNECTOR,
-    MultiCommands,
-    MultiReport,
-    child_configs,
-)
+from ...protocol.kv_transfer.multi import MULTI_CONNECTOR, MultiCommands, MultiReport, child_configs
 from ...protocol.worker_messages import KVConnectorOutput
 from .connector import ConnectorContext, KVConnector, create_connector, register_connector
 

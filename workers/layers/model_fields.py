@@ -6,9 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from ...protocol.config.audio.tower import (
-    AnyAudioSpec,
-)
+from ...protocol.config.audio.tower import AnyAudioSpec
 from ...protocol.config.images.settings import SpanKind
 from ..loaders.row_factors import RowFactors
 from .activations import Activation

@@ -33,10 +33,7 @@ from .cross_attention import QueryRecorder
 from .decoder_layer import DecoderLayer
 from .experts.router_mlp import RouterState
 from .layer_kinds.altup import AltUpLayer, Streams
-from .layer_kinds.attention_residuals import (
-    AttentionResidualLayer,
-    ConvolvedResidualLayer,
-)
+from .layer_kinds.attention_residuals import AttentionResidualLayer, ConvolvedResidualLayer
 from .layer_kinds.block_convolution import BlockConvolvedLayer
 from .layer_kinds.bottleneck import BottleneckLayer
 from .layer_kinds.convolved import ConvolvedLayer, MixedHeadsLayer

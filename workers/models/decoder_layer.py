@@ -14,10 +14,7 @@ from ...protocol.checkpoint.recurrent_layers import ConvolvedAttention
 from ..attention import DeviceAttention, as_backend
 from ..attention.compressed import CompressedCache
 from ..layers.layer_spec import LayerSpec
-from ..layers.layers import (
-    Linear,
-    RMSNorm,
-)
+from ..layers.layers import Linear, RMSNorm
 from .attention import Attention
 from .attention_kinds.differential import DifferentialAttention
 from .attention_kinds.experts import ExpertAttention

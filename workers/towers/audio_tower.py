@@ -16,12 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...protocol.config.audio.conformer_layers import CtcConformerSpec
-from ...protocol.config.audio.samples import (
-    FrameSpec,
-    SamplesSpec,
-    StreamingSpec,
-    WaveSpec,
-)
+from ...protocol.config.audio.samples import FrameSpec, SamplesSpec, StreamingSpec, WaveSpec
 from ...protocol.config.audio.tower import (
     AnyAudioSpec,
     AudioTowerSpec,

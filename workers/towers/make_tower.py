@@ -9,11 +9,7 @@ from ...protocol.checkpoint.vision.convolutional.codes import CodesVisionSpec
 from ...protocol.checkpoint.vision.convolutional.davit import DavitSpec
 from ...protocol.checkpoint.vision.convolutional.fastvit import FastVitSpec
 from ...protocol.checkpoint.vision.convolutional.mobilenet import ConvVisionSpec
-from ...protocol.checkpoint.vision.deepseek import (
-    JoinedVisionSpec,
-    QueryVisionSpec,
-    SamVisionSpec,
-)
+from ...protocol.checkpoint.vision.deepseek import JoinedVisionSpec, QueryVisionSpec, SamVisionSpec
 from ...protocol.checkpoint.vision.gemma import PatchVisionSpec
 from ...protocol.checkpoint.vision.grid import GridVisionSpec
 from ...protocol.checkpoint.vision.llama import TilesVisionSpec

@@ -17,12 +17,7 @@ from ...http.errors import APIError, bad_request, expect, redact
 from ...media.sources.media_options import parse_media_options, sglang_fields
 from ..inputs.files import read_files
 from ..logprobs import Json
-from ..prompts import (
-    BYTES_PER_TOKEN_ID,
-    max_characters,
-    parse_token_ids,
-    verify_num_characters,
-)
+from ..prompts import BYTES_PER_TOKEN_ID, max_characters, parse_token_ids, verify_num_characters
 from ..schema import ChatCompletionRequest, TokenizeRequest
 from ..serving import Serving
 

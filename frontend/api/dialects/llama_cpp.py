@@ -12,11 +12,7 @@ from starlette.responses import Response
 
 from .... import __version__
 from ....protocol.sampling_params import SamplingParams
-from ...http.errors import (
-    APIError,
-    json_response,
-    unavailable,
-)
+from ...http.errors import APIError, json_response, unavailable
 from ...http.routing import Route
 from ..bodies.intake import Intake, RouteHandlers, reads
 from ..chats.prompt import RenderedChat
@@ -31,11 +27,7 @@ from ..routes.embeddings import Embeddings
 from ..routes.management import Management
 from ..sampling import sampling_params
 from ..schema import UNLIMITED, ChatCompletionRequest, CompletionRequest
-from ..schema.llama_cpp import (
-    LlamaCompletionRequest,
-    LlamaFields,
-    LlamaInfillRequest,
-)
+from ..schema.llama_cpp import LlamaCompletionRequest, LlamaFields, LlamaInfillRequest
 from ..serving import Serving
 from ..structured.constraint import Constraint
 from .llama_cpp_answer import EmptyPrompt, LlamaAnswer, generation_settings

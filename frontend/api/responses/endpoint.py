@@ -22,11 +22,7 @@ from ..durable.records import RequestRecord
 from ..durable.recovery import NothingToContinue, StartGroup
 from ..generation import read_outputs, wait_for_end
 from ..logprobs import Json
-from ..routes.chat_completions import (
-    ChatCompletions,
-    ChatPlan,
-    render_request,
-)
+from ..routes.chat_completions import ChatCompletions, ChatPlan, render_request
 from ..schema import ChatCompletionRequest
 from ..schema.responses import (
     InputTokensRequest,

@@ -26,13 +26,7 @@ from ...client.embeddings import (
     verify_compares,
 )
 from ...client.engine_client import RequestGroup
-from ...http.errors import (
-    bad_request,
-    json_response,
-    renamer,
-    renaming,
-    wrong,
-)
+from ...http.errors import bad_request, json_response, renamer, renaming, wrong
 from ..bodies.intake import Intake, RouteHandlers, reads
 from ..pooling import Pooling, render_input, take_media
 from ..prompts import Prompt, verify_num_sequences

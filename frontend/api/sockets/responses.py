@@ -10,13 +10,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from ...http.errors import APIError, wrong
-from ...http.websocket import (
-    INTERNAL_ERROR,
-    Message,
-    WebSocket,
-    WebSocketClosed,
-    open_websocket,
-)
+from ...http.websocket import INTERNAL_ERROR, Message, WebSocket, WebSocketClosed, open_websocket
 from ..bodies.intake import RouteHandlers
 from ..responses.states import KEPT, KeptResponses
 from ..serving import Serving

@@ -10,12 +10,7 @@ import msgspec
 from ....protocol.block_hash import block_keys
 from ....protocol.config import EngineConfig, ReplicaRole
 from ....protocol.kv_transfer.direct import request_name
-from ....protocol.messages import (
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    EventKind,
-    FinishReason,
-)
+from ....protocol.messages import EngineCoreOutputs, EngineCoreRequest, EventKind, FinishReason
 from ....protocol.sampling_params import SamplingParams
 from ..request_group import Sequence
 from .core_connection import CoreConnection

@@ -16,13 +16,7 @@ from ....protocol.arrays import float32_view
 from ....protocol.encoder_inputs.inputs import EncoderInput
 from ....protocol.pooling_params import PoolingKind, PoolingParams
 from ....protocol.sampling_params import SamplingParams
-from ...client.engine_client import (
-    Delta,
-    PositionLogprobs,
-    RequestGroup,
-    Sequence,
-    SequenceRequest,
-)
+from ...client.engine_client import Delta, PositionLogprobs, RequestGroup, Sequence, SequenceRequest
 from ...client.sequence_io import params_for_output
 from ...tokenizer.tokenizer import Tokenizer
 from ..audio.log_mel import HOP

@@ -15,13 +15,7 @@ import numpy as np
 
 from ....protocol.errors import CheckpointError
 from .gguf import TokenType, convert
-from .sentencepiece import (
-    SPACE,
-    Piece,
-    SentencePieceModel,
-    normalizers,
-    read_sentencepiece,
-)
+from .sentencepiece import SPACE, Piece, SentencePieceModel, normalizers, read_sentencepiece
 from .settings import Settings, settings_files
 
 _MODEL, _T5_MODEL = "tokenizer.model", "spiece.model"

@@ -7,11 +7,7 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
-from ...config.audio.tower import (
-    ConformerSpec,
-    FixedOutputs,
-    UniversalSpeechSpec,
-)
+from ...config.audio.tower import ConformerSpec, FixedOutputs, UniversalSpeechSpec
 from ..config_fields import ConfigFields
 from ..vision.granite import query_former
 from .fields import MAX_POSITIONS, Channels, read_size

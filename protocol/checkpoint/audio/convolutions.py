@@ -6,10 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from ...config.audio.samples import (
-    WaveEncoder,
-    WaveSpec,
-)
+from ...config.audio.samples import WaveEncoder, WaveSpec
 from ..config_fields import ConfigFields
 from .fields import MAX_POSITIONS
 

@@ -8,10 +8,7 @@ import msgspec
 
 from ...config.audio.conformer_layers import CtcConformerSpec
 from ...config.audio.samples import SamplesSpec
-from ...config.audio.tower import (
-    ConformerSpec,
-    FastConformerSpec,
-)
+from ...config.audio.tower import ConformerSpec, FastConformerSpec
 from ...config.model import SpeechKind
 from ...config.token_decoders import CtcSpec, TransducerSpec
 from ..config_fields import ConfigFields

@@ -6,9 +6,7 @@ from typing import Final
 
 import msgspec
 
-from ...config.audio.samples import (
-    FrameSpec,
-)
+from ...config.audio.samples import FrameSpec
 from ...config.audio.tower import (
     AnyAudioSpec,
     AudioChunks,

@@ -4,16 +4,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from .declared import (
-    boolean,
-    declared,
-    expert,
-    has,
-    integer,
-    optional_integer,
-    positive,
-    windows,
-)
+from .declared import boolean, declared, expert, has, integer, optional_integer, positive, windows
 from .fields import ModelFields, Translate
 from .parts import (
     expert_fields,

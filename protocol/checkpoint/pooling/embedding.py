@@ -9,12 +9,7 @@ from typing import Any, Final
 import msgspec
 
 from ...config.images.settings import SpanKind
-from ...config.model import (
-    DenseActivation,
-    DenseConfig,
-    PoolerConfig,
-    TextChangesConfig,
-)
+from ...config.model import DenseActivation, DenseConfig, PoolerConfig, TextChangesConfig
 from ...errors import CheckpointError
 from ...pooling_params import PoolingKind
 from ..audio.token_writers import writes_tokens

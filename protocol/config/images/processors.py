@@ -11,13 +11,7 @@ from .details import (
     ThumbnailProcessor,
     ViewsProcessor,
 )
-from .single import (
-    CropProcessor,
-    LongestProcessor,
-    MarginProcessor,
-    PageProcessor,
-    SquareProcessor,
-)
+from .single import CropProcessor, LongestProcessor, MarginProcessor, PageProcessor, SquareProcessor
 from .sized import (
     BudgetProcessor,
     CornerProcessor,

@@ -9,12 +9,7 @@ import pytest
 from engine.core.kv_cache.connectors.lmcache_tier import LMCacheTier
 from engine.protocol.arrays import int32_bytes, int32_view
 from engine.protocol.kv_cache_groups import AttentionKind, KVCacheGroup
-from engine.protocol.kv_transfer.store import (
-    BlockLookup,
-    BlocksStored,
-    StoreCommands,
-    StoreReport,
-)
+from engine.protocol.kv_transfer.store import BlockLookup, BlocksStored, StoreCommands, StoreReport
 from engine.protocol.worker_messages import KVConnectorOutput
 from support.scheduler.recorded_harness import RecordedHarness, replay
 

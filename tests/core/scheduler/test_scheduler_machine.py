@@ -16,12 +16,7 @@ from engine.protocol.sampling_params import GrammarKind, StructuredOutput
 from engine.protocol.worker_messages import SchedulerOutput
 from hypothesis import HealthCheck
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    precondition,
-    rule,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from support.scheduler.growing import grow, part
 from support.scheduler.model_connector import (
     ChanceEncoderCache,

@@ -27,12 +27,7 @@ from support.checkpoints.source import (
     realtime_features,
     whisper_text,
 )
-from support.checkpoints.token_writers import (
-    CTC_KINDS,
-    LETTER_KINDS,
-    features,
-    writer_directory,
-)
+from support.checkpoints.token_writers import CTC_KINDS, LETTER_KINDS, features, writer_directory
 from support.requests import realtime
 from support.requests.all_kinds import answers, speech_requests
 from support.servers.server import DEVICE, Server, assert_nothing_is_held

@@ -14,12 +14,7 @@ from engine.frontend.offline.llm import LLM
 from engine.protocol.errors import EngineError, ParameterError
 from engine.protocol.sampling_params import SamplingParams
 from support.checkpoints.lora_adapters import greedy, write_adapter, write_gguf_adapter
-from support.checkpoints.tiny import (
-    QWEN3,
-    qwen3_directory,
-    random_model,
-    sentencepiece_tokenizer,
-)
+from support.checkpoints.tiny import QWEN3, qwen3_directory, random_model, sentencepiece_tokenizer
 from support.servers.server import DEVICE, Server, assert_nothing_is_held
 
 FLAGS = ("--dtype", "float32", "--device", DEVICE, "--served-model-name", "tiny", "--enable-lora")

@@ -11,12 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from gguf import (
-    GGMLQuantizationType,
-    GGUFWriter,
-    RopeScalingType,
-    get_tensor_name_map,
-)
+from gguf import GGMLQuantizationType, GGUFWriter, RopeScalingType, get_tensor_name_map
 from gguf.constants import GGML_QUANT_SIZES, MODEL_ARCH_NAMES
 from support.gguf import gated, gemma, hybrid
 from support.gguf.experts import LATENT, add_experts, add_latent

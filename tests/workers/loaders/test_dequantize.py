@@ -4,12 +4,7 @@ import numpy as np
 import pytest
 import torch
 from engine.protocol.checkpoint.gguf import BLOCK_SIZES, GGMLQuantizationType
-from engine.workers.loaders.dequantize import (
-    BLOCK_TYPES,
-    DEQUANTIZABLE,
-    dequantize,
-    unpack_matrix,
-)
+from engine.workers.loaders.dequantize import BLOCK_TYPES, DEQUANTIZABLE, dequantize, unpack_matrix
 from gguf.constants import GGMLQuantizationType as ReferenceType
 from gguf.quants import dequantize as reference_dequantize
 

@@ -8,9 +8,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from ....protocol.checkpoint.recurrent_layers import ConvolvedAttention
-from ....protocol.config.audio.tower import (
-    CausalSpec,
-)
+from ....protocol.config.audio.tower import CausalSpec
 from ...layers.layer_spec import LayerSpec
 from ...layers.parallel.shard import ModelShard
 from ...layers.rope import RopeSpec

@@ -15,13 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ....protocol.arrays import (
-    BoolArray,
-    Float32Array,
-    Int32Array,
-    float32_bytes,
-    int32_bytes,
-)
+from ....protocol.arrays import BoolArray, Float32Array, Int32Array, float32_bytes, int32_bytes
 from ....protocol.config import SchedulerConfig
 from ....protocol.config.diffusion import BlockDiffusion
 from ....protocol.sampling_params import SamplingParams

@@ -10,12 +10,7 @@ import torch
 from ....protocol.arrays import int32_bytes, int32_view
 from ....protocol.config import EngineConfig
 from ....protocol.errors import ConfigError
-from ....protocol.worker_messages import (
-    HeldRequest,
-    ModelRunnerOutput,
-    RowVector,
-    SchedulerOutput,
-)
+from ....protocol.worker_messages import HeldRequest, ModelRunnerOutput, RowVector, SchedulerOutput
 from ...device.dtypes import HostDevice, configured_dtype, torch_device, torch_dtype
 from ...loaders import Checkpoint
 from ...models.families import model_spec

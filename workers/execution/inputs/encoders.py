@@ -15,9 +15,7 @@ from numpy.typing import NDArray
 
 from ....protocol.arrays import Int32Array, int32_view
 from ....protocol.checkpoint.vision.spec import VisionSpec
-from ....protocol.config.audio.tower import (
-    CausalSpec,
-)
+from ....protocol.config.audio.tower import CausalSpec
 from ....protocol.encoder_inputs.inputs import EncoderInput
 from ....protocol.errors import EngineError
 from ....protocol.worker_messages import EncoderWork, NewRequestData

@@ -123,11 +123,7 @@ class LMCacheStore:
         # LMCache logs every step of its start, and reports its use to its authors.
         os.environ.setdefault("LMCACHE_LOG_LEVEL", "WARNING")
         os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
-        from lmcache.utils import (
-            CacheEngineKey,
-            mock_up_broadcast_fn,
-            mock_up_broadcast_object_fn,
-        )
+        from lmcache.utils import CacheEngineKey, mock_up_broadcast_fn, mock_up_broadcast_object_fn
         from lmcache.v1.cache_engine import LMCacheEngineBuilder
         from lmcache.v1.config import load_engine_config_with_overrides
         from lmcache.v1.memory_management import MemoryFormat

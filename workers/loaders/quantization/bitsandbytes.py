@@ -21,13 +21,7 @@ from torch import Tensor
 
 from ....protocol.checkpoint.config_fields import ConfigFields
 from .matrix import QuantizedMatrix
-from .scheme import (
-    QuantizationScheme,
-    StoredModule,
-    UnsupportedScheme,
-    covering,
-    shape_of,
-)
+from .scheme import QuantizationScheme, StoredModule, UnsupportedScheme, covering, shape_of
 
 _STATES = tuple(f"weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

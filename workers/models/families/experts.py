@@ -26,15 +26,7 @@ from .common import (
     uniform_layers,
     windowed_layers,
 )
-from .llama import (
-    WITHOUT_TALKER,
-    granite,
-    interleaved_axes,
-    llama,
-    olmo2,
-    qwen_layers,
-    with_axes,
-)
+from .llama import WITHOUT_TALKER, granite, interleaved_axes, llama, olmo2, qwen_layers, with_axes
 from .llama_variants import GLM_AXES, ernie4_5, hunyuan
 
 MIXTRAL_NAMES = (

@@ -13,11 +13,7 @@ from msgspec.structs import replace
 
 from ....protocol.checkpoint.audio.tower import audio_tower_spec, has_audio_tower
 from ....protocol.checkpoint.config_fields import ConfigFields
-from ....protocol.checkpoint.field_names import (
-    read_text_config,
-    text_section,
-    with_common_names,
-)
+from ....protocol.checkpoint.field_names import read_text_config, text_section, with_common_names
 from ....protocol.checkpoint.pooling.classification import (
     CLASSIFIER_SUFFIX,
     HEAD_PARTS,

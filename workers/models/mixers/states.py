@@ -21,11 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ....protocol.checkpoint.recurrent_layers import (
-    GatedDeltaNet,
-    NgramConvolution,
-    RecurrentLayer,
-)
+from ....protocol.checkpoint.recurrent_layers import GatedDeltaNet, NgramConvolution, RecurrentLayer
 from ....protocol.checkpoint.state_spaces.state_size import SEGMENT, StateSize
 from ...attention.interface import DeviceBatch
 from ...batch import AttentionBatch

@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ....protocol.config.audio.tower import (
-    CausalSpec,
-)
+from ....protocol.config.audio.tower import CausalSpec
 from ...loaders import Checkpoint
 from ..image_tower import TowerSource
 from ..rotary import PatchRotary, PatchRotation

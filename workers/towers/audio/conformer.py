@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ....protocol.config.audio.tower import (
-    ConformerSpec,
-)
+from ....protocol.config.audio.tower import ConformerSpec
 from ...loaders import Checkpoint
 from ..image_tower import TowerSource
 from ..projections.query_former import QueryFormer

@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ....protocol.config.audio.tower import (
-    FastConformerSpec,
-)
+from ....protocol.config.audio.tower import FastConformerSpec
 from ..image_tower import TowerSource
 from ..weights import VisionWeights, activation
 from .conformer_layers import ConformerStack

@@ -8,9 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional as F
 
-from ....protocol.config.audio.samples import (
-    FrameSpec,
-)
+from ....protocol.config.audio.samples import FrameSpec
 from ..image_tower import TowerSource
 
 _NAME = "embed_audio.embedding_projection"

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ....protocol.config.audio.tower import (
-    MemorySpec,
-)
+from ....protocol.config.audio.tower import MemorySpec
 from ...loaders import Checkpoint
 from ..image_tower import TowerSource
 from ..weights import Norm, VisionWeights, attend, find_activation

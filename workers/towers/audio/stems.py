@@ -12,10 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ....protocol.config.audio.tower import (
-    AudioChunks,
-    AudioTowerSpec,
-)
+from ....protocol.config.audio.tower import AudioChunks, AudioTowerSpec
 from ..weights import VisionWeights
 
 _MAX_WAVELENGTH = 10_000

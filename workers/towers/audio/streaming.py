@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ....protocol.config.audio.samples import (
-    StreamingSpec,
-)
+from ....protocol.config.audio.samples import StreamingSpec
 from ...loaders import Checkpoint
 from ..image_tower import TowerSource
 from ..weights import Linear, Norm, VisionWeights, find_activation

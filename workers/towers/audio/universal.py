@@ -13,10 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ....protocol.config.audio.tower import (
-    FixedOutputs,
-    UniversalSpeechSpec,
-)
+from ....protocol.config.audio.tower import FixedOutputs, UniversalSpeechSpec
 from ..image_tower import TowerSource
 from ..weights import Linear, Norm, VisionWeights
 from .stems import sinusoids

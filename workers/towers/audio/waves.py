@@ -11,10 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ....protocol.config.audio.samples import (
-    WaveEncoder,
-    WaveSpec,
-)
+from ....protocol.config.audio.samples import WaveEncoder, WaveSpec
 from ...loaders import Checkpoint
 from ..image_tower import TowerSource
 from ..weights import VisionWeights, find_activation

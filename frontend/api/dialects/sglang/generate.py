@@ -20,13 +20,7 @@ from ...answer import Answer, PromptAnswer
 from ...bodies.intake import Intake
 from ...bodies.request_memory import MemoryLease
 from ...endpoint import NewAnswer
-from ...generation import (
-    REQUEST_ID,
-    PreparedPrompt,
-    raise_if_failed,
-    read_outputs,
-    wait_for_end,
-)
+from ...generation import REQUEST_ID, PreparedPrompt, raise_if_failed, read_outputs, wait_for_end
 from ...inputs.hidden_states import all_states
 from ...logprobs import Json
 from ...prompts import BYTES_PER_TOKEN_ID, Prompt, parse_prompts

@@ -14,12 +14,7 @@ from .....protocol.checkpoint.vision.grid import GridVisionSpec
 from .....protocol.checkpoint.vision.spec import MAX_SIDE, VisionSpec
 from .....protocol.config.images.details import ViewsProcessor
 from .....protocol.config.images.tiles import CanvasProcessor
-from ..fields import (
-    BICUBIC,
-    CLIP_VALUES,
-    IMAGENET_VALUES,
-    sides,
-)
+from ..fields import BICUBIC, CLIP_VALUES, IMAGENET_VALUES, sides
 from ..source import MAX_TILES, ProcessorSource
 
 IMAGE_CONTEXT: Final = "<IMG_CONTEXT>"

@@ -13,12 +13,7 @@ import httpx
 import openai
 import pytest
 from support.chat.shown_prompts import ANSWER, TEMPLATE
-from support.requests.responses import (
-    AGENT_MESSAGE,
-    TOOLS,
-    num_tokens,
-    options,
-)
+from support.requests.responses import AGENT_MESSAGE, TOOLS, num_tokens, options
 from support.servers.frontend_process import MODEL, FrontendProcess, sound_frontend
 
 pytestmark = pytest.mark.slow

@@ -10,12 +10,7 @@ import torch
 import transformers
 from support.own_code.audio.fireredasr import FireRed
 from support.own_code.audio.funasr import FunAsr
-from support.own_code.audio.model import (
-    AudioModel,
-    apply_layers,
-    whisper_features,
-    whisper_layers,
-)
+from support.own_code.audio.model import AudioModel, apply_layers, whisper_features, whisper_layers
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.audio_utils import mel_filter_bank

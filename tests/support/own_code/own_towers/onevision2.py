@@ -5,13 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from support.own_code.model import (
-    OwnCodeModel,
-    VitBlock,
-    fill,
-    joined_squares,
-    write_beside_qwen3,
-)
+from support.own_code.model import OwnCodeModel, VitBlock, fill, joined_squares, write_beside_qwen3
 from torch import Tensor, nn
 
 _PATCH, _SIZE, _HEADS = 4, 128, 2

@@ -7,12 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from engine.protocol.arrays import int32_bytes, int32_view
-from engine.protocol.config import (
-    CPUBackend,
-    DeviceConfig,
-    ProposerMethod,
-    SpeculativeConfig,
-)
+from engine.protocol.config import CPUBackend, DeviceConfig, ProposerMethod, SpeculativeConfig
 from engine.protocol.errors import ConfigError
 from engine.protocol.pooling_params import PoolingKind, PoolingParams
 from engine.protocol.sampling_params import SamplingParams

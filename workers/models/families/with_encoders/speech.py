@@ -21,10 +21,7 @@ from .....protocol.checkpoint.audio.token_writers import with_encoder_fields, wr
 from .....protocol.checkpoint.config_fields import ConfigFields
 from .....protocol.checkpoint.speech import max_source_positions, speech_to_text_stem
 from .....protocol.config.audio.bases import LayeredSpec
-from .....protocol.config.audio.tower import (
-    AnyAudioSpec,
-    CausalSpec,
-)
+from .....protocol.config.audio.tower import AnyAudioSpec, CausalSpec
 from ....layers.layer_spec import LayerSpec
 from ....layers.read_rope import read_rope
 from ....layers.spec import ModelSpec, SourceSpec

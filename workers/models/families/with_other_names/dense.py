@@ -15,12 +15,7 @@ from ....layers.spec import ModelSpec
 from ....layers.specs.norm_names import NormNames
 from ....layers.specs.pair_experts import PairExpertsSpec
 from ....loaders.row_factors import RowFactors
-from ..common import (
-    Family,
-    head_dim,
-    uniform_layers,
-    windowed_layers,
-)
+from ..common import Family, head_dim, uniform_layers, windowed_layers
 from ..gpt import GPT2_NAMES, alibi_slopes, gpt_spec
 from ..latent import latent_spec
 from ..llama import llama
