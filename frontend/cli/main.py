@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -15,7 +16,14 @@ from .commands import COMMANDS, describe_commands
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the `engine` command with `argv` (default: `sys.argv`) and return the exit code."""
+    """Run the `engine` command with `argv` (default: `sys.argv`) and return the exit code, 130 after Ctrl-C."""
+    try:
+        return _run_command(argv)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+def _run_command(argv: Sequence[str] | None) -> int:
     _open_standard_streams()
     arguments = sys.argv[1:] if argv is None else list(argv)
     parser = argparse.ArgumentParser(

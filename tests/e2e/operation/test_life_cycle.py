@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 from support.checkpoints.tiny import qwen3_directory
-from support.processes.program import has_ended, wait_until
+from support.processes.program import Program, has_ended, wait_until
 from support.servers.server import Server, default_model
 
 SLOW = {"prompt": "Once upon a time", "max_tokens": 1500, "ignore_eos": True, "stream": True}
@@ -108,6 +108,15 @@ def test_interrupt_of_an_idle_server_exits_0(tmp_path: Path) -> None:
     with start(tmp_path, "--device", "null") as server:
         assert server.stop(signal.SIGINT) == 0, server.log
     assert list(tmp_path.rglob("*")) == []
+
+
+def test_interrupt_of_the_first_imports_prints_no_traceback() -> None:
+    command = [sys.executable, "-m", "engine.frontend.cli.main", "serve", "--device", "null"]
+    with Program(command, {"PYTHONPATH": ""}) as program:
+        maps = Path(f"/proc/{program.process.pid}/maps")
+        wait_until(lambda: "msgspec" in maps.read_text(), what="the command is imported")
+        assert program.stop(signal.SIGINT) in (0, 130)
+        assert "Traceback" not in program.log
 
 
 def test_second_signal_does_not_wait_for_streams(tmp_path: Path) -> None:
