@@ -290,6 +290,7 @@ _USUAL: dict[str, dict[str, Any]] = {
     "alice_ai": {"model_type": "alice_ai", "linear_num_key_heads": 32},
     "bailing_moe": {"num_experts": 64, "num_experts_per_tok": 6},
     "bamba": {"attn_layer_indices": [9, 18, 27]},
+    "llada_moe": {"expert_intermediate_size": 1024},
     "deberta": {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]},
     "deberta-v2": {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]},
     "deepseek": {"n_routed_experts": 64, "num_experts_per_tok": 6},
@@ -408,6 +409,7 @@ _USUAL: dict[str, dict[str, Any]] = {
 """Fields of published models for which transformers' defaults describe another kind of model."""
 
 _SAME_CONFIG = {
+    "Dream": "qwen2",
     "alice_ai": "qwen3_next",
     "bailing_moe_v2": "sarvam_moe",
     "chatglm": "glm",
@@ -416,6 +418,7 @@ _SAME_CONFIG = {
     "ernie4_5_moe_vl": "ernie4_5_vl_moe",
     "gpt_oss_puzzle": "gpt_oss",
     "llada2_moe": "sarvam_moe",
+    "rnd1": "qwen3_moe",
     "grove_moe": "qwen3_moe",
     "longcat_flash_ngram": "longcat_flash",
     "mimo": "qwen2",

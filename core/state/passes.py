@@ -26,7 +26,7 @@ class Passes:
     def __init__(self, slots: Slots) -> None:
         self.slots = slots
 
-    def find_end(self, num_tokens: Count) -> Count:
+    def find_end(self, num_tokens: Count, num_prompt_tokens: Count) -> Count:
         """Return the number of tokens after a pass of a request with `num_tokens` known ones."""
         return num_tokens
 

@@ -9,7 +9,7 @@ import numpy as np
 from ...protocol.config.diffusion import BlockDiffusion
 from ...protocol.file_identity import LoraAdapter
 from .batch import ScheduledRow
-from .diffusion_blocks import BlockPasses, CanvasPasses
+from .diffusion_blocks import AnswerPasses, BlockPasses, CanvasPasses
 from .passes import Passes
 from .request import Request
 from .slots import SlotArray, Slots, as_array
@@ -66,7 +66,7 @@ class RunningRequests:
 
     def end_of_prefill(self, request: Request) -> int:
         """Return how many tokens of a waiting request are computed by the step in which it first samples."""
-        return self.passes.find_end(request.num_tokens)
+        return self.passes.find_end(request.num_tokens, request.num_prompt_tokens)
 
     def add_requests(
         self,
@@ -81,7 +81,8 @@ class RunningRequests:
         """
         num_tokens = as_array([request.num_tokens for request in requests])
         num_computed = as_array(num_computed_tokens)
-        ends = self.passes.find_end(num_tokens)
+        num_prompt_tokens = as_array([request.num_prompt_tokens for request in requests])
+        ends = self.passes.find_end(num_tokens, num_prompt_tokens)
         is_prefilled = num_computed == ends
         num_computed = self.passes.count_certain(num_computed, num_computed, ends)
         slots = self.slots.allocate_slots(
@@ -137,5 +138,7 @@ class RunningRequests:
 def _make_passes(diffusion: BlockDiffusion | None, slots: Slots) -> Passes:
     if diffusion is None:
         return Passes(slots)
+    if diffusion.answer_size:
+        return AnswerPasses(diffusion.block_size, diffusion.answer_size, slots)
     kind = BlockPasses if diffusion.renoising is None else CanvasPasses
     return kind(diffusion.block_size, slots)

@@ -195,10 +195,13 @@ class Slots:
         self.max_output_tokens[slot] = max_output_tokens
         self._num_until_limit = 0
 
+    def num_prompt_tokens(self, slots: SlotArray) -> Int64Array:
+        """Return the number of prompt tokens of each of `slots`."""
+        return self.max_computed_tokens[slots] + 1 - self.max_output_tokens[slots]
+
     def num_known_tokens(self, slots: SlotArray) -> Int64Array:
         """Return, for each of `slots`, the number of its prompt tokens plus reported output tokens."""
-        num_prompt = self.max_computed_tokens[slots] + 1 - self.max_output_tokens[slots]
-        known: Int64Array = num_prompt + self.num_output_tokens[slots]
+        known: Int64Array = self.num_prompt_tokens(slots) + self.num_output_tokens[slots]
         return known
 
     def num_certain_tokens(self, slot: int) -> int:

@@ -252,7 +252,7 @@ def _make_scheduler_config(
     encoder_outputs, max_model_len = _encoder_outputs(model), model.max_model_len
     given: dict[str, Any] = dict(settings["scheduler"], num_micro_batches=num_stages)
     if model.diffusion is not None:
-        diffusion.fit_scheduler(given, model.diffusion, num_stages)
+        diffusion.fit_scheduler(given, model.diffusion, num_stages, max_model_len)
     if model.is_encoder:
         given["speculative"] = None
     # If attention is bidirectional, the whole sequence and all of its images are computed in one step.

@@ -21,12 +21,19 @@ from ...protocol.kv_transfer.store import DISK_CONNECTOR
 from ...protocol.sampling_params import PENALTIES
 from .options import ResolvedModel
 
+_ANSWER_SIZE: Final = 128
+"""Default number of masks of an answer, as in the examples of LLaDA."""
+
 _DEFAULTS: Final = {
+    "Dream": BlockDiffusion(32, 151666, answer_size=_ANSWER_SIZE, predicts_next=True),
+    "llada": BlockDiffusion(32, 126336, answer_size=_ANSWER_SIZE),
     "llada2_moe": BlockDiffusion(32, 156895),
+    "llada_moe": BlockDiffusion(32, 156895, answer_size=_ANSWER_SIZE),
+    "rnd1": BlockDiffusion(32, 151669, answer_size=_ANSWER_SIZE, predicts_next=True),
     "sdar": BlockDiffusion(4, 151669),
     "sdar_moe": BlockDiffusion(4, 151669),
 }
-"""Model type -> the blocks of models whose config does not describe them, as in SGLang."""
+"""Model type -> the blocks of models whose config does not describe them, as in SGLang, or in their own examples."""
 
 _CANVASES: Final = "diffusion_gemma"
 """The model type of models whose blocks are canvases of random tokens."""
@@ -65,8 +72,13 @@ def read_block_diffusion(
             f"mask_token_id {mask} is outside the vocabulary of {text.integer('vocab_size')} tokens; "
             "set it with --hf-overrides"
         )
-    shares = text.get("expert_capacity") is not None
-    return BlockDiffusion(text.integer("block_size", default.block_size, minimum=2), mask, shares)
+    return msgspec.structs.replace(
+        default,
+        block_size=text.integer("block_size", default.block_size, minimum=2),
+        mask_token_id=mask,
+        shares_experts=text.get("expert_capacity") is not None,
+        predicts_next=text.boolean("predicts_next", default.predicts_next),
+    )
 
 
 def _read_renoising(generation: ConfigFields) -> Renoising:
@@ -121,7 +133,19 @@ def fit_model(
             f"--dllm-algorithm-config: block_size {size} must be {blocks.block_size}, because the tokens of a block "
             "share their experts (expert_capacity)"
         )
-    blocks = msgspec.structs.replace(blocks, block_size=size)
+    answer_size = blocks.answer_size
+    if settings.answer_size is not None:
+        if not answer_size:
+            raise ConfigError(
+                f"--dllm-algorithm-config: answer_size {settings.answer_size} does not apply to "
+                f"{model.served_names[0]}, whose tokens do not attend to later blocks; remove it"
+            )
+        answer_size = settings.answer_size
+    if answer_size % size:
+        raise ConfigError(
+            f"--dllm-algorithm-config: answer_size {answer_size} must be a multiple of block_size, which is {size}"
+        )
+    blocks = msgspec.structs.replace(blocks, block_size=size, answer_size=answer_size)
     length = model.max_model_len - model.max_model_len % blocks.token_unit
     if not length:
         raise ConfigError(
@@ -148,7 +172,9 @@ def _with_settings(blocks: BlockDiffusion, settings: DenoisingConfig) -> BlockDi
     return msgspec.structs.replace(blocks, renoising=renoising)
 
 
-def fit_scheduler(given: dict[str, Any], blocks: BlockDiffusion, num_stages: int) -> None:
+def fit_scheduler(
+    given: dict[str, Any], blocks: BlockDiffusion, num_stages: int, max_model_len: int
+) -> None:
     """Set the scheduler's settings for a block-diffusion model.
 
     Raises:
@@ -177,6 +203,13 @@ def fit_scheduler(given: dict[str, Any], blocks: BlockDiffusion, num_stages: int
         raise ConfigError(
             "--no-enable-chunked-prefill is not supported for block-diffusion models; remove the flag"
         )
+    longest = max_model_len + blocks.answer_size
+    if blocks.answer_size and given.get("max_num_batched_tokens", longest) < longest:
+        raise ConfigError(
+            f"--max-num-batched-tokens {given['max_num_batched_tokens']} must be at least {longest}, which is "
+            f"--max-model-len plus the {blocks.answer_size} tokens of an answer, because a pass computes all of them; "
+            "raise the first or lower the second"
+        )
     for field in ("max_num_batched_tokens", "long_prefill_token_threshold"):
         if 0 < given.get(field, 0) < _MIN_TOKENS_PER_STEP * size:
             raise ConfigError(
@@ -185,10 +218,17 @@ def fit_scheduler(given: dict[str, Any], blocks: BlockDiffusion, num_stages: int
             )
     # A pass can only follow when the previous one has ended, so no step is scheduled ahead.
     given.update(diffusion=blocks, speculative=None, async_scheduling=False)
+    if blocks.answer_size:
+        given["enable_chunked_prefill"] = False
 
 
 def count_step_tokens(blocks: BlockDiffusion, num_seqs: int) -> int:
-    """Return how many tokens a step has by default: a block for each request, or for some if they are canvases."""
+    """Return how many tokens a step has by default: a block for each request, or for some if they are canvases.
+
+    If a pass computes a whole request, `num_seqs` is the length of the longest one without the masks of its answer.
+    """
+    if blocks.answer_size:
+        return num_seqs + blocks.answer_size
     return (
         min(num_seqs, _CANVASES_AT_ONCE) if blocks.canvas_size else num_seqs
     ) * blocks.block_size
@@ -200,6 +240,8 @@ def fit_cache(given: dict[str, Any], blocks: BlockDiffusion) -> None:
     Raises:
         ConfigError: The given size is no multiple of the model's blocks.
     """
+    if blocks.answer_size:
+        given["enable_prefix_caching"] = False
     size = given.get("block_size")
     if size is None:
         given["block_size"] = math.lcm(CacheConfig().block_size, blocks.token_unit)

@@ -43,6 +43,7 @@ _ARCHITECTURES: Final = {
     "H2OVLChatModel": "InternVLChatModel",
     "KimiK3LinearForCausalLM": "KimiLinearForCausalLM",
     "LFM2ForCausalLM": "Lfm2ForCausalLM",
+    "LLaDAMoEModel": "LLaDAMoEModelLM",
     "LLaMAForCausalLM": "LlamaForCausalLM",
     "LlamaBidirectionalForSequenceClassification": "LlamaForSequenceClassification",
     "LlamaBidirectionalModel": "LlamaModel",
@@ -63,6 +64,7 @@ _ARCHITECTURES: Final = {
     "PLaMo2ForCausalLM": "Plamo2ForCausalLM",
     "PLaMo3ForCausalLM": "Plamo3ForCausalLM",
     "QuantMixtralForCausalLM": "MixtralForCausalLM",
+    "RND1": "RND1LM",
     "RWForCausalLM": "FalconForCausalLM",
     "ShieldGemma2ForImageClassification": "Gemma3ForConditionalGeneration",
     "SeamlessM4TModel": "SeamlessM4TForSpeechToText",
@@ -145,6 +147,17 @@ def _jina_v5(fields: ConfigFields) -> dict[str, Any]:
     }
 
 
+def _llada(fields: ConfigFields) -> dict[str, Any]:
+    """Return Llama's names of fields that the config of LLaDA has under those of the first OLMo."""
+    names = {
+        "intermediate_size": "mlp_hidden_size",
+        "max_position_embeddings": "max_sequence_length",
+        "num_key_value_heads": "n_kv_heads",
+        "tie_word_embeddings": "weight_tying",
+    }
+    return {name: value for name, own in names.items() if (value := fields.get(own)) is not None}
+
+
 def _minimax(fields: ConfigFields) -> dict[str, Any]:
     fields.require_all(postnorm=True, shared_intermediate_size=0)
     kinds = fields.per_layer("attn_type_list", fields.layer_count("num_hidden_layers"))
@@ -172,6 +185,7 @@ _MODEL_TYPES: Final[dict[str, Callable[[ConfigFields], dict[str, Any]]]] = {
     "camembert": lambda _: {"model_type": "roberta"},
     "data2vec-text": lambda _: {"model_type": "roberta"},
     "glmga": lambda _: {"model_type": "glm46v"},
+    "llada": _llada,
     "llama_bidirec": _bidirectional,
     "minimax_m1": _minimax,
     "minimax_text_01": _minimax,
@@ -203,6 +217,7 @@ _OF_ARCHITECTURE: Final[dict[str, Callable[[ConfigFields], dict[str, Any]]]] = {
         "text_config": {**fields.config, "model_type": "qwen3"},
     },
     "JinaEmbeddingsV5Model": _jina_v5,
+    **dict.fromkeys(("LLaDAMoEModel", "LLaDAMoEModelLM"), lambda _: {"model_type": "llada_moe"}),
     "Lfm2AudioForConditionalGeneration": lambda fields: {
         "model_type": "lfm2_audio",
         "audio_config": fields.get("encoder"),

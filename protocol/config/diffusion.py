@@ -58,6 +58,7 @@ class DenoisingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         max_post_edit_steps: The maximum number of passes of `JointThreshold` over a block without masks.
         penalty_lambda: What `JointThreshold` subtracts from the logit of the token before each position.
         block_size: The number of tokens of a block, instead of the checkpoint's.
+        answer_size: The number of tokens of an answer that are masks at first, instead of the default of 128.
     """
 
     threshold: _Probability | None = None
@@ -65,6 +66,7 @@ class DenoisingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_post_edit_steps: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 16
     penalty_lambda: Annotated[float, msgspec.Meta(ge=0, le=1e4)] = 0.0
     block_size: Annotated[int, msgspec.Meta(ge=2, le=1024)] | None = None
+    answer_size: Annotated[int, msgspec.Meta(ge=2, le=8192)] | None = None
     max_denoising_steps: _Passes | None = None
     entropy_bound: _Entropy | None = None
     t_min: _Temperature | None = None
@@ -95,19 +97,26 @@ class BlockDiffusion(msgspec.Struct, frozen=True):
 
     With `renoising`, a block is a canvas: it begins after the last known token, with random tokens, and there is no
     mask token. The tokens before it attend to earlier ones only.
+
+    With an `answer_size`, all tokens attend to all others (LLaDA, arXiv 2502.09992). The first block begins after the
+    prompt. The first `answer_size` tokens of the answer are masks when its first block begins, and so are the next ones
+    after these. So every pass computes the prompt and the answer, and no keys are kept. If the model `predicts_next`,
+    the candidate for a token is computed from the token before it.
     """
 
     block_size: int
     mask_token_id: int = -1
     shares_experts: bool = False
     renoising: Renoising | None = None
+    answer_size: int = 0
+    predicts_next: bool = False
 
     @property
     def token_unit(self) -> int:
         """The number of known tokens that are computed together, because their keys depend on each other."""
-        return self.block_size if self.renoising is None else 1
+        return 1 if self.canvas_size else self.block_size
 
     @property
     def canvas_size(self) -> int:
-        """The number of tokens of a canvas; 0 if blocks are no canvases."""
-        return 0 if self.renoising is None else self.block_size
+        """The maximum number of tokens that a pass computes after the last known one; 0 if that depends on blocks."""
+        return self.answer_size if self.renoising is None else self.block_size

@@ -326,7 +326,8 @@ class PersistentBatch:
         seq_lens_S = num_computed_S + num_scheduled_S
         if self._diffusion is not None:
             samples_S = seq_lens_S > self.num_tokens[slots_S]
-            self.num_computed_tokens[slots_S] = seq_lens_S - self._diffusion.block_size * samples_S
+            not_final = seq_lens_S if self._diffusion.answer_size else self._diffusion.block_size
+            self.num_computed_tokens[slots_S] = seq_lens_S - not_final * samples_S
         else:
             samples_S = seq_lens_S == self.num_tokens[slots_S]
             self.num_computed_tokens[slots_S] = seq_lens_S
@@ -336,7 +337,8 @@ class PersistentBatch:
             rotary_T3 = self.rotary.of_step(slots_S, query_start_loc, positions_T)
         visible_T2: Int32Array | None = None
         if self._diffusion is not None:
-            visible_T2 = self._visible_in_diffusion(self._diffusion, slots_T, positions_T)
+            ends_T = np.repeat(seq_lens_S, num_scheduled_S)
+            visible_T2 = self._visible_in_diffusion(self._diffusion, slots_T, positions_T, ends_T)
         elif self._spans is not None and output.chunks:
             visible_T2 = self._spans.visible_tokens(slots_S, query_start_loc, positions_T)
         elif output.chunks:
@@ -355,9 +357,15 @@ class PersistentBatch:
         )
 
     def _visible_in_diffusion(
-        self, blocks: BlockDiffusion, slots_T: Int32Array, positions_T: Int32Array
+        self,
+        blocks: BlockDiffusion,
+        slots_T: Int32Array,
+        positions_T: Int32Array,
+        ends_T: Int32Array,
     ) -> Int32Array | None:
-        if not blocks.canvas_size:
+        if blocks.answer_size:
+            return np.stack((positions_T, ends_T), 1).astype(np.int32)
+        if blocks.renoising is None:
             return visible_in_blocks(positions_T, blocks.block_size)
         num_known_T = self.num_tokens[slots_T]
         if (positions_T < num_known_T).all():

@@ -68,7 +68,7 @@ class RequestStates:
             diffusion=diffusion,
             canvas_window=model.spec.longest_window,
         )
-        self._has_masks = diffusion is not None and not diffusion.canvas_size
+        self._has_masks = diffusion is not None and diffusion.renoising is None
         self.sampler = model.make_sampler(self.batch)
         scorer = None
         if isinstance(model, NativeDecoder):

@@ -33,6 +33,7 @@ INTERLEAVED = (
     "deci",
     "deepseek",
     "internlm2",
+    "llada",
     "llama-embed",
     "minicpm",
     "smollm3",

@@ -7,6 +7,7 @@ import numpy as np
 from .declared import boolean, declared, expert, has, integer, optional_integer, positive, windows
 from .fields import ModelFields, Translate
 from .parts import (
+    denoising,
     expert_fields,
     family,
     granite,
@@ -267,6 +268,7 @@ DENSE: Final[dict[str, Translate]] = {
         "cohere", "CohereForCausalLM", family, use_qk_norm=has("blk.0.attn_q_norm.weight")
     ),
     "deci": declared("nemotron-nas", "DeciLMForCausalLM", block_configs=_deci_blocks),
+    "dream": declared("Dream", "DreamModel", denoising, **_NO_WINDOW),
     "ernie4_5": declared("ernie4_5", "Ernie4_5ForCausalLM", family),
     "exaone": declared("exaone", "ExaoneForCausalLM", family),
     "exaone4": declared("exaone4", "Exaone4ForCausalLM", family, layer_types=_exaone4_layers),
@@ -316,6 +318,7 @@ DENSE: Final[dict[str, Translate]] = {
         has_transposed_matrices=False,
     ),
     "jais2": declared("jais2", "Jais2ForCausalLM", family, hidden_act="relu2"),
+    "llada": declared("llada", "LLaDAModelLM", denoising),
     "llama": _llama,
     "maincoder": declared("maincoder", "MaincoderForCausalLM"),
     "minicpm": declared("granite", "GraniteForCausalLM", granite, _minicpm_factors),

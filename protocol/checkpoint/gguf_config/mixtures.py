@@ -6,6 +6,7 @@ from .declared import boolean, declared, expert, has, integer, optional_integer,
 from .deepseek import SIGMOID
 from .fields import ModelFields, Translate
 from .parts import (
+    denoising,
     expert_fields,
     gate_limits,
     granite,
@@ -401,6 +402,14 @@ MIXTURES: Final[dict[str, Translate]] = {
         rope_scaling=None,
         mlp_layer_types=_mlp_types,
     ),
+    "llada-moe": declared(
+        "llada_moe",
+        "LLaDAMoEModelLM",
+        expert_fields,
+        denoising,
+        expert_intermediate_size=expert("moe_intermediate_size"),
+        norm_topk_prob=False,
+    ),
     "minimax-m2": declared(
         "minimax_m2",
         "MiniMaxM2ForCausalLM",
@@ -442,6 +451,7 @@ MIXTURES: Final[dict[str, Translate]] = {
     "qwen3vlmoe": declared(
         "qwen3_moe", "Qwen3MoeForCausalLM", expert_fields, rotary_axes, norm_topk_prob=True
     ),
+    "rnd1": declared("rnd1", "RND1LM", expert_fields, denoising, norm_topk_prob=True),
     "smallthinker": declared(
         "smallthinker",
         "SmallThinkerForCausalLM",

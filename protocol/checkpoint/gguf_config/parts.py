@@ -14,6 +14,18 @@ _POOLING: Final = {MEAN: "mean", CLS: "cls"}
 """llama.cpp's numbers for the kinds of pooling."""
 
 
+def denoising(fields: ModelFields) -> dict[str, Any]:
+    """Return the fields of models that denoise answers. Llama.cpp's default is that logits are of the next position."""
+    found: dict[str, Any] = {}
+    for name, key in (
+        ("mask_token_id", "tokenizer.ggml.mask_token_id"),
+        ("predicts_next", "diffusion.shift_logits"),
+    ):
+        if (value := fields.config.get(key)) is not None:
+            found[name] = value.item() if isinstance(value, np.generic) else value
+    return found
+
+
 def rope_scaling(fields: ModelFields) -> dict[str, Any] | None:
     """Return `rope_scaling`, or None if frequencies are not scaled.
 

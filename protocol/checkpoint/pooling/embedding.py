@@ -83,6 +83,7 @@ _CAUSAL_ENCODERS: Final = frozenset({"clip_text_model"})
 _HEADS: Final = (
     "AquilaModel",
     "ChatGLMModel",
+    "DreamModel",
     "InternVLChatModel",
     "LMHeadModel",
     "MTModel",

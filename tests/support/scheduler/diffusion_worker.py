@@ -1,8 +1,8 @@
-"""Workers without a model that fill blocks of masks, or canvases.
+"""Workers without a model that fill blocks of masks, canvases, or whole answers.
 
 The "KV entry" of a position is a fingerprint of the tokens on which it depends: those up to the end of its block, or up
-to itself before a canvas. A pass writes other entries for the block that it denoises. The tokens of a block are those
-of `ModelWorker`.
+to itself before a canvas. A pass writes other entries for the block that it denoises, or for a whole request. The
+tokens of a block are those of `ModelWorker`.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class DiffusionWorker(ModelWorker):
             num_prompt = min(start + count, row.num_prompt_tokens)
             self.num_prompt_tokens_computed += max(num_prompt - start, 0)
             known = len(row.token_ids)
-            end = self._block_start(known)
+            certain, block_end, end = self._find_pass(row, known)
             samples = start + count > known
-            assert start + count == end + self.unit if samples else start + count <= end
-            certain = end if samples else start + count
+            assert start + count == end if samples else start + count <= certain
+            certain = certain if samples else start + count
             for index in range(start + count):
                 block, offset = self._place(row.block_tables[0], index)
                 entry = self._entry(row, index) if index < certain else MASKED
@@ -56,7 +56,7 @@ class DiffusionWorker(ModelWorker):
                 assert self.kv_cache[block][offset] == entry, "wrong KV entry"
             row.num_computed_tokens = certain
             if samples:
-                tokens = self._denoise(row, end + self.unit - known)
+                tokens = self._denoise(row, block_end - known)
                 sampled += tokens
                 num_sampled.append(len(tokens))
                 rejected.append((row, 1 - len(tokens)))
@@ -71,8 +71,10 @@ class DiffusionWorker(ModelWorker):
     def _check_chunk(self, start: int, count: int) -> None:
         assert not start % self.unit and not count % self.unit
 
-    def _block_start(self, known: int) -> int:
-        return known - known % self.unit
+    def _find_pass(self, row: Row, known: int) -> tuple[int, int, int]:
+        """Return how many tokens of a pass are certain, the end of the block that it denoises, and that of the pass."""
+        start = known - known % self.unit
+        return start, start + self.unit, start + self.unit
 
     def _entry(self, row: Row, index: int) -> int:
         return row.fingerprints[index - index % self.unit + self.unit - 1]
@@ -94,15 +96,31 @@ class CanvasWorker(DiffusionWorker):
     def _check_chunk(self, start: int, count: int) -> None:
         assert count
 
-    def _block_start(self, known: int) -> int:
-        return known
+    def _find_pass(self, row: Row, known: int) -> tuple[int, int, int]:
+        return known, known + self.unit, known + self.unit
 
     def _entry(self, row: Row, index: int) -> int:
         return row.fingerprints[index]
+
+
+class AnswerWorker(DiffusionWorker):
+    """Fills answers with several blocks of masks. Each pass computes everything."""
+
+    answer_size = 8
+
+    def _check_chunk(self, start: int, count: int) -> None:
+        assert not start
+
+    def _find_pass(self, row: Row, known: int) -> tuple[int, int, int]:
+        new = known - row.num_prompt_tokens
+        block_end = known - new % self.unit + self.unit
+        return 0, block_end, known - new % self.answer_size + self.answer_size
 
 
 def worker_class(diffusion: BlockDiffusion | None) -> type[ModelWorker]:
     """Return the class of workers for a model with these blocks; None if it generates token by token."""
     if diffusion is None:
         return ModelWorker
+    if diffusion.answer_size:
+        return AnswerWorker
     return DiffusionWorker if diffusion.renoising is None else CanvasWorker

@@ -294,6 +294,27 @@ def test_gguf_files_of_other_mixtures_give_the_logits_of_equal_layers(architectu
     assert_same(logits, expected_logits(reference, tokens))
 
 
+@pytest.mark.parametrize(
+    ("architecture", "name", "differences"),
+    [
+        ("dream", "qwen2", {}),
+        ("llada", "llama2", {}),
+        ("llada-moe", "qwen3-moe", {"decoder_sparse_step": 1, "norm_topk_prob": False}),
+        ("rnd1", "qwen3-moe", {"decoder_sparse_step": 1}),
+    ],
+)
+def test_gguf_files_of_diffusion_models_give_the_logits_of_equal_layers(
+    architecture, name, differences, tmp_path
+):
+    """Without a block to denoise, their tokens attend to earlier ones, as those of other decoders."""
+    no_window = {} if name == "llama2" else {"use_sliding_window": False}
+    reference = make_reference(name, **differences, **no_window)
+    path = write_gguf(tmp_path / "m.gguf", reference, published_as=architecture)
+    tokens = prompt(NUM_TOKENS)
+    logits = Runner(load_native_decoder(path)).step({0: tokens})[0]
+    assert_same(logits, expected_logits(reference, tokens))
+
+
 def test_a_gguf_file_without_rope_scaling_has_none(tmp_path):
     rope = {"rope_type": "default", "rope_theta": 1e4}
     reference = make_reference("gpt-oss", rope_parameters=rope)

@@ -37,6 +37,13 @@ class _Report(NamedTuple):
     ranks_B: Int32Array
 
 
+class _BlockPlace(NamedTuple):
+    """The positions of blocks. `ends_R` are the ends of the masks of each request, which include its block."""
+
+    columns_RB: NDArray[np.int_]
+    ends_R: NDArray[np.int_]
+
+
 class Denoising:
     """The blocks that the requests in a worker's slots are denoising."""
 
@@ -50,7 +57,8 @@ class Denoising:
         self._model = model
         self._batch = requests.batch
         self._rule = make_rule(config)
-        self._block_size = size = blocks.block_size
+        self._blocks = blocks
+        size = blocks.block_size
         self._mask = blocks.mask_token_id
         num_slots = requests.batch.num_slots
         settings = config.dllm_algorithm_config
@@ -77,11 +85,10 @@ class Denoising:
                 )
         slots_R = plan.slots_S[plan.sampling_rows]
         for slot in slots_R[self._first_N[slots_R] != self._batch.num_tokens[slots_R]].tolist():
-            first = int(self._batch.num_tokens[slot])
-            num_known = first % self._block_size
-            end = first - num_known + self._block_size
-            self._batch.host_token_ids_NL[slot, first:end] = self._mask
-            self._is_mask_NB[slot] = np.arange(self._block_size) >= num_known
+            first = self._batch.num_tokens[slot]
+            place = self._place(np.array([slot]), np.array([first]))
+            self._batch.host_token_ids_NL[slot, first : place.ends_R[0]] = self._mask
+            self._is_mask_NB[slot] = place.columns_RB[0] >= first
             self._first_N[slot] = first
             self._num_edits_N[slot] = 0
             self._reports.pop(slot, None)
@@ -93,17 +100,18 @@ class Denoising:
         slots_R = plan.slots_S[plan.sampling_rows]
         if not len(slots_R):
             return ModelRunnerOutput(output.step)
-        size, tokens_NL = self._block_size, self._batch.host_token_ids_NL
+        blocks, tokens_NL = self._blocks, self._batch.host_token_ids_NL
         first_R = self._first_N[slots_R]
-        starts_R = first_R - first_R % size
-        columns_RB = starts_R[:, None] + np.arange(size)
+        columns_RB, ends_R = self._place(slots_R, first_R)
         is_generated_RB = columns_RB >= first_R[:, None]
         is_mask_RB = self._is_mask_NB[slots_R]
         has_candidate_RB = is_generated_RB if self._rule.reads_fixed else is_mask_RB
         rows, offsets = has_candidate_RB.nonzero()
         tokens_RB = tokens_NL[slots_R[:, None], columns_RB]
+        # The row of position 0 of each sequence, or of the position before it.
+        origins_R = plan.query_start_loc[plan.sampling_rows + 1] - ends_R - blocks.predicts_next
         places = Places(
-            plan.query_start_loc[plan.sampling_rows + 1][rows] - size + offsets,
+            (origins_R[:, None] + columns_RB)[rows, offsets],
             slots_R[rows],
             columns_RB[rows, offsets].astype(np.int32),
             np.where(offsets > 0, tokens_RB[rows, offsets - 1], np.int32(-1)),
@@ -133,7 +141,7 @@ class Denoising:
             sampled_token_ids=int32_bytes(tokens_RB[is_new_RB]),
             num_sampled=counts_R.tobytes(),
             logprobs=[
-                self._report(slot, size - count)
+                self._report(slot, blocks.block_size - count)
                 for slot, count in zip(slots_R.tolist(), counts_R.tolist(), strict=True)
                 if count and slot in self._num_listed
             ],
@@ -141,6 +149,17 @@ class Denoising:
             failed_slots=[
                 (slot, NOTHING_ALLOWED_MESSAGE) for slot in found.find_failed(places.slots)
             ],
+        )
+
+    def _place(self, slots_R: Int32Array, first_R: Int32Array) -> _BlockPlace:
+        """Return the positions of blocks, given the number of tokens of their slots when they began."""
+        blocks = self._blocks
+        origins_R = self._batch.num_prompt_tokens[slots_R] if blocks.answer_size else 0
+        done_R = first_R - origins_R
+        starts_R = first_R - done_R % blocks.block_size
+        unit = blocks.answer_size or blocks.block_size
+        return _BlockPlace(
+            starts_R[:, None] + np.arange(blocks.block_size), first_R - done_R % unit + unit
         )
 
     def _keep_logprobs(
@@ -157,7 +176,7 @@ class Denoising:
             report.ranks_B[at] = found.ranks[rows]
 
     def _empty_report(self, width: int) -> _Report:
-        size = self._block_size
+        size = self._blocks.block_size
         return _Report(
             np.zeros((size, width), np.int32),
             np.zeros((size, width), np.float32),

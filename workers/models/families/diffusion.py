@@ -1,4 +1,4 @@
-"""Block-diffusion families. Their layers are those of models that generate by tokens."""
+"""Families that denoise blocks of tokens. Their layers are those of models that generate by tokens."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from msgspec.structs import replace
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ...layers.spec import ModelSpec
 from .common import Family
-from .experts import qwen3_moe
+from .experts import qwen3_moe, read_experts, with_experts
 from .gemma import gemma4
-from .llama import qwen3
+from .llama import llama, qwen2, qwen3
 from .sigmoid_experts import ling2
 
 
@@ -46,6 +46,71 @@ def _llada2(fields: ConfigFields) -> ModelSpec:
     return replace(spec, layers=layers)
 
 
+_LLADA_NAMES = (
+    (r"(^|\.)transformer\.wte\.", r"\1embed_tokens."),
+    (r"(^|\.)transformer\.ln_f\.", r"\1norm."),
+    (r"^(model\.)?transformer\.ff_out\.", "lm_head."),
+    (r"(^|\.)transformer\.blocks\.", r"\1layers."),
+    (r"\.attn_norm\.", ".input_layernorm."),
+    (r"\.ff_norm\.", ".post_attention_layernorm."),
+    (r"(\.\d+)\.([qkv])_proj\.", r"\1.self_attn.\2_proj."),
+    (r"\.attn_out\.", ".self_attn.o_proj."),
+    (r"(\.\d+)\.ff_proj\.", r"\1.mlp.gate_proj."),
+    (r"(\.\d+)\.up_proj\.", r"\1.mlp.up_proj."),
+    (r"(\.\d+)\.ff_out\.", r"\1.mlp.down_proj."),
+)
+
+
+def _llada(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of an LLaDA (arXiv 2502.09992), a Llama whose config has the names of the first OLMo."""
+    fields.require_all(
+        block_type="llama",
+        layer_norm_type="rms",
+        activation_type="silu",
+        alibi=False,
+        rope=True,
+        attention_layer_norm=False,
+        input_emb_norm=False,
+        scale_logits=False,
+        clip_qkv=None,
+    )
+    has_biases = fields.boolean("include_bias", False)
+    return llama(
+        fields.with_defaults(rms_norm_eps=1e-5, rope_theta=500_000.0),
+        mlp_bias=has_biases,
+        qkv_bias=has_biases or fields.boolean("include_qkv_bias", False),
+        attention_output_bias=has_biases,
+        tensor_names=_LLADA_NAMES,
+    )
+
+
+def _llada_moe(fields: ConfigFields) -> ModelSpec:
+    fields.require_all(
+        qk_layernorm=True,
+        moe_router_score_function="softmax",
+        moe_router_enable_expert_bias=False,
+        shared_expert_intermediate_size=None,
+        clip_qkv=None,
+    )
+    experts = read_experts(
+        fields,
+        64,
+        8,
+        intermediate_size="expert_intermediate_size",
+        renormalizes=fields.boolean("norm_topk_prob", False),
+        scale=fields.positive("routed_scaling_factor", 1.0),
+    )
+    fields = fields.with_defaults(
+        intermediate_size=fields.integer("dense_intermediate_size", 8192),
+        rms_norm_eps=1e-5,
+        rope_theta=50_000.0,
+    )
+    sparse = fields.per_layer("moe_layer_freq", fields.layer_count("num_hidden_layers"))
+    return with_experts(
+        llama(fields, qk_norm="head"), experts, lambda i: sparse is None or bool(sparse[i])
+    )
+
+
 def _diffusion_gemma(fields: ConfigFields) -> ModelSpec:
     """Return the spec of a DiffusionGemma, a Gemma 4 with experts whose tokens in canvases attend to each other.
 
@@ -78,7 +143,11 @@ def _diffusion_gemma(fields: ConfigFields) -> ModelSpec:
 
 FAMILIES = (
     Family("DiffusionGemmaForBlockDiffusion", "diffusion_gemma", _diffusion_gemma),
+    Family("DreamModel", "Dream", qwen2),
     Family("LLaDA2MoeModelLM", "llada2_moe", _llada2),
+    Family("LLaDAModelLM", "llada", _llada),
+    Family("LLaDAMoEModelLM", "llada_moe", _llada_moe),
+    Family("RND1LM", "rnd1", qwen3_moe),
     Family("SDARForCausalLM", "sdar", qwen3),
     Family("SDARMoeForCausalLM", "sdar_moe", qwen3_moe),
 )

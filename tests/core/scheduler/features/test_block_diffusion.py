@@ -8,17 +8,29 @@ import pytest
 from engine.protocol.config import PreemptionMode, SchedulingPolicy
 from engine.protocol.config.diffusion import BlockDiffusion, Renoising
 from engine.protocol.messages import EventKind
-from support.scheduler.diffusion_worker import DiffusionWorker
+from support.scheduler.diffusion_worker import AnswerWorker, DiffusionWorker
 from support.scheduler.harness import Harness
 from support.scheduler.recorded_harness import RecordedHarness, replay
 
 UNIT = DiffusionWorker.unit
 BLOCKS = BlockDiffusion(UNIT, 1)
 CANVASES = BlockDiffusion(UNIT, renoising=Renoising())
-KINDS = pytest.mark.parametrize("kind", [BLOCKS, CANVASES], ids=["blocks", "canvases"])
+ANSWERS = BlockDiffusion(UNIT, 1, answer_size=AnswerWorker.answer_size)
+KINDS = pytest.mark.parametrize(
+    "kind", [BLOCKS, CANVASES, ANSWERS], ids=["blocks", "canvases", "answers"]
+)
+
+
+def step_limits(kind: BlockDiffusion, max_model_len: int) -> dict[str, object]:
+    """Return the settings of models whose passes compute whole requests."""
+    if kind is not ANSWERS:
+        return {}
+    longest = max_model_len + kind.answer_size
+    return {"enable_chunked_prefill": False, "max_num_batched_tokens": longest}
 
 
 def make_harness(kind: BlockDiffusion = BLOCKS, **settings: object) -> Harness:
+    settings = step_limits(kind, 4096) | settings
     return Harness(diffusion=kind, block_size=8, async_scheduling=False, **settings)
 
 
@@ -38,7 +50,7 @@ def test_a_request_gets_whole_blocks_up_to_its_limit(
         sizes.append(len(received.token_ids) - before)
     harness.check_empty()
     sizes = [size for size in sizes if size]
-    first = min(UNIT if kind is CANVASES else UNIT - prompt % UNIT, max_tokens)
+    first = min(UNIT - prompt % UNIT if kind is BLOCKS else UNIT, max_tokens)
     rest = max_tokens - first
     assert sizes == [first, *[UNIT] * (rest // UNIT), *filter(None, [rest % UNIT])]
     assert received.num_events(EventKind.FIRST_TOKEN) == 1
@@ -60,25 +72,26 @@ def test_a_block_of_an_answer_is_cached_once_it_is_computed_with_the_next() -> N
 @pytest.mark.parametrize("seed", range(30))
 def test_random_traffic_gives_the_same_tokens_and_replays(kind: BlockDiffusion, seed: int) -> None:
     rng = random.Random(seed)
+    max_model_len = rng.choice((24, 64, 128))
+    settings = {
+        "max_in_flight": rng.choice((1, 2)),
+        "block_size": UNIT * rng.choice((1, 2, 4)),
+        "num_blocks": rng.choice((9, 17, 60)),
+        "num_host_blocks": rng.choice((0, 0, 20)),
+        "preemption_mode": rng.choice(tuple(PreemptionMode)),
+        "vocab_size": rng.choice((16, 512)),
+        "enable_prefix_caching": rng.random() < 0.8,
+        "max_num_seqs": rng.choice((1, 2, 5)),
+        "max_num_batched_tokens": rng.choice((8, 12, 17, 64)),
+        "long_prefill_token_threshold": rng.choice((0, 0, 9)),
+        "max_num_partial_prefills": rng.choice((0, 0, 3)),
+        "prefill_step_ms": rng.choice((0.0, 3_000.0)),
+        "policy": rng.choice(tuple(SchedulingPolicy)),
+        "priority_preemption": rng.random() < 0.5,
+        "inject_preemption": rng.choice((0.0, 0.1)),
+    } | step_limits(kind, max_model_len)
     harness = RecordedHarness(
-        diffusion=kind,
-        async_scheduling=False,
-        max_in_flight=rng.choice((1, 2)),
-        block_size=UNIT * rng.choice((1, 2, 4)),
-        num_blocks=rng.choice((9, 17, 60)),
-        num_host_blocks=rng.choice((0, 0, 20)),
-        preemption_mode=rng.choice(tuple(PreemptionMode)),
-        max_model_len=rng.choice((24, 64, 128)),
-        vocab_size=rng.choice((16, 512)),
-        enable_prefix_caching=rng.random() < 0.8,
-        max_num_seqs=rng.choice((1, 2, 5)),
-        max_num_batched_tokens=rng.choice((8, 12, 17, 64)),
-        long_prefill_token_threshold=rng.choice((0, 0, 9)),
-        max_num_partial_prefills=rng.choice((0, 0, 3)),
-        prefill_step_ms=rng.choice((0.0, 3_000.0)),
-        policy=rng.choice(tuple(SchedulingPolicy)),
-        priority_preemption=rng.random() < 0.5,
-        inject_preemption=rng.choice((0.0, 0.1)),
+        diffusion=kind, async_scheduling=False, max_model_len=max_model_len, **settings
     )
     for _ in range(rng.choice((20, 60))):
         action = rng.random()
@@ -106,7 +119,7 @@ def test_random_traffic_gives_the_same_tokens_and_replays(kind: BlockDiffusion, 
     replay(harness.dump())
 
 
-@KINDS
+@pytest.mark.parametrize("kind", [BLOCKS, CANVASES], ids=["blocks", "canvases"])
 @pytest.mark.parametrize("seed", range(15))
 def test_the_next_core_continues_with_the_computed_blocks(kind: BlockDiffusion, seed: int) -> None:
     rng = random.Random(seed)
