@@ -21,6 +21,16 @@ _API_FIELDS: Final = (
 )
 """The fields of content parts that templates do not get: those that have a meaning in an API."""
 _PART_FIELDS: Final = frozenset(_API_FIELDS.split())
+_MEDIA: Final = {
+    kind: word
+    for word, kinds in {
+        "image": ("image", "image_url", "input_image"),
+        "video": ("video", "video_url", "input_video"),
+        "audio clip": ("audio", "audio_url", "input_audio"),
+    }.items()
+    for kind in kinds
+}
+"""Type of a content part with media -> its name in prompts."""
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 
 IMAGE_PART: Final = {"type": "image"}
@@ -104,6 +114,8 @@ def _normalize(message: Message, where: str, traits: TemplateTraits) -> dict[str
     if content is None:
         normalized["content"] = None if calls_tools and traits.reads_null else ""
     else:
+        if normalized["role"] == "tool" and isinstance(content, list):
+            content = [_without_media(part) for part in content]
         normalized["content"] = _normalize_content(content, f"{where}.content", traits)
     return normalized
 
@@ -152,6 +164,22 @@ def _normalize_content(content: Any, where: str, traits: TemplateTraits) -> Any:
         mark = {"type": "text", "text": AUDIO_MARK}
         parts = [mark if part["type"] == "audio" else part for part in parts]
     return parts if traits.reads_parts else "\n".join(map(_plain_text, parts))
+
+
+def _without_media(part: Any) -> Any:
+    """Return a part of a tool's result, or a note in place of media that the model cannot read.
+
+    An agent cannot take its tool's result back, so an error would end its conversation.
+    """
+    if not isinstance(part, Mapping) or isinstance(part, TemplatePart):
+        return part
+    if part is IMAGE_PART or part is VIDEO_PART or part is AUDIO_PART:
+        return part
+    kind = part.get("type")
+    word = _MEDIA.get(kind) if isinstance(kind, str) else None
+    return (
+        part if word is None else {"type": "text", "text": f"[{word}: not readable by this model]"}
+    )
 
 
 def fields_for_template(part: Any) -> dict[str, Any]:

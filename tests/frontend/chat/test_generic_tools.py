@@ -108,3 +108,17 @@ def test_deep_nesting_is_an_error() -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": deep}}
     with pytest.raises(ChatTemplateError, match="nested too deeply"):
         describing(CHATML).render(CHAT, tools=[tool])
+
+
+@pytest.mark.parametrize(
+    ("kind", "word"),
+    [("image_url", "image"), ("input_image", "image"), ("input_audio", "audio clip")],
+)
+def test_media_in_results_of_tools_become_notes_for_models_that_cannot_read_them(
+    kind: str, word: str
+) -> None:
+    content = [{"type": "text", "text": "a.png"}, {"type": kind, kind: {"url": "data:,"}}]
+    template = ChatTemplate("{% for m in messages %}{{ m.content }};{% endfor %}")
+    messages = [{"role": role, "content": content} for role in ("tool", "function")]
+    note = f"a.png\n[{word}: not readable by this model];"
+    assert template.render(messages) == note * 2
