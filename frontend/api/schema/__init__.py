@@ -298,6 +298,10 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
             return name.replace("prompt_token_ids", "input_ids")
         return "top_logprobs" if name == "logprobs" else super().sent_name(name)
 
+    def shows_tool(self, name: str) -> bool:
+        """Return whether the prompt begins with the definition of a tool. Otherwise a message has it."""
+        return True
+
 
 def _has_prefix(message: Any) -> bool | None:
     return True if isinstance(message, dict) and message.get("prefix") is True else None

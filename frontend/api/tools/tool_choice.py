@@ -76,7 +76,7 @@ def parse_tool_choice(request: ChatCompletionRequest) -> ToolChoice:
         raise bad_request(param, f"{echo(choice)} needs {needed}, but the request has none")
     allowed, choice = _allowed_tools(tools, choice)
     is_parallel = request.parallel_tool_calls is not False and not is_legacy
-    shown = tuple(tool.shown for tool in tools.values())
+    shown = tuple(tool.shown for tool in tools.values() if request.shows_tool(tool.name))
     custom = frozenset(tool.name for tool in allowed.values() if tool.is_custom)
     if choice == "auto":
         return ToolChoice(

@@ -6,7 +6,10 @@ always cached. Signatures of thinking blocks are empty, and are not checked.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
+
+import msgspec
 
 from ....http.errors import bad_request, expect, wrong
 from ...bodies.conversion import read_part
@@ -28,6 +31,7 @@ from .blocks import (
     Text,
     Thinking,
     ToolAddition,
+    ToolReference,
     ToolRemoval,
     ToolResult,
     ToolUse,
@@ -58,11 +62,21 @@ _SUMMARY: Final = "Summary of the conversation before this message:"
 
 
 class MessagesPrompt(ChatCompletionRequest, kw_only=True):
-    """A chat completion request from Anthropic's API."""
+    """A chat completion request from Anthropic's API.
+
+    Attributes:
+        loaded_tools: The tools that are defined by the result of a search for tools.
+    """
+
+    loaded_tools: frozenset[str] = frozenset()
 
     def sent_name(self, name: str) -> str:
         """Return the name of a field in Anthropic's API."""
         return "stop_sequences" if name == "stop" else name.replace(_FILE, _DATA)
+
+    def shows_tool(self, name: str) -> bool:
+        """Return whether the prompt begins with the definition of a tool. Otherwise a message has it."""
+        return name not in self.loaded_tools
 
 
 def translate_messages(body: MessagesRequest) -> ChatCompletionRequest:
@@ -83,16 +97,19 @@ def translate_messages(body: MessagesRequest) -> ChatCompletionRequest:
         raise wrong("max_tokens", "at least 0", body.max_tokens)
     known = {"messages": [_with_known_blocks(message) for message in body.messages]}
     given = read_part(known, Conversation).messages
+    deferred = _deferred_tools(body)
     messages = [*_system(body.system)]
     for message in given:
         if (summary := _summary_in(message)) is not None:
             # A summary stands for everything before it.
             text = f"{_SUMMARY}\n\n{summary}"
             messages = [*_system(body.system), {"role": "user", "content": text}]
-        messages += _translate(message)
+        messages += _translate(message, deferred)
     is_prefilled = bool(messages) and messages[-1]["role"] == "assistant"
     choice, is_parallel = _tool_choice(body.tool_choice)
+    loaded = deferred.keys() & _found_tools(given)
     return MessagesPrompt(
+        loaded_tools=frozenset(loaded),
         model=body.model,
         messages=messages,
         max_tokens=body.max_tokens,
@@ -101,7 +118,7 @@ def translate_messages(body: MessagesRequest) -> ChatCompletionRequest:
         temperature=body.temperature,
         top_p=body.top_p,
         top_k=body.top_k,
-        tools=_tools(body, given) or None,
+        tools=_tools(body, given, deferred.keys() - loaded) or None,
         tool_choice=choice,
         parallel_tool_calls=is_parallel,
         response_format=_response_format(body),
@@ -150,8 +167,11 @@ def _summary_in(message: Message) -> str | None:
     return found
 
 
-def _translate(message: Message) -> list[Json]:
-    """Return the translation of a message to one or more messages. Tool results become separate messages."""
+def _translate(message: Message, deferred: Mapping[str, Json]) -> list[Json]:
+    """Return the translation of a message to one or more messages. Tool results become separate messages.
+
+    The definitions of `deferred` tools replace the references to them.
+    """
     if isinstance(message, AssistantMessage):
         return _assistant_message(message)
     role = message.__struct_config__.tag
@@ -164,7 +184,7 @@ def _translate(message: Message) -> list[Json]:
             case ToolResult():
                 content: Any = block.content or ""
                 if not isinstance(content, str):
-                    content = [_input_part(each) for each in content]
+                    content = [_input_part(each, deferred) for each in content]
                 result = {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
                 messages.append(result)
             case Compaction():
@@ -173,7 +193,7 @@ def _translate(message: Message) -> list[Json]:
             case ToolAddition() | ToolRemoval():
                 pass
             case _:
-                parts.append(_input_part(block))
+                parts.append(_input_part(block, deferred))
     if parts or not message.content:
         messages.append({"role": role, "content": parts})
     return messages
@@ -212,7 +232,7 @@ def _has_text(block: Any) -> bool:
     return isinstance(block, dict) and isinstance(block.get("text"), str)
 
 
-def _input_part(block: InputBlock) -> Json:
+def _input_part(block: InputBlock, deferred: Mapping[str, Json]) -> Json:
     """Return the translation of a content block of a user or a tool to a content part."""
     match block:
         case Text():
@@ -229,15 +249,40 @@ def _input_part(block: InputBlock) -> Json:
             lines = [block.title or "", *(each.text for each in block.content)]
             return _text("\n".join(lines).strip())
         case _:
-            return _text(block.tool_name)
+            tool = deferred.get(block.tool_name)
+            return _text(block.tool_name if tool is None else msgspec.json.encode(tool).decode())
 
 
 def _text(text: str) -> Json:
     return {"type": "text", "text": text}
 
 
-def _tools(body: MessagesRequest, messages: list[Message]) -> list[Json]:
-    """Return the tools that the model may call after all changes in the messages."""
+def _deferred_tools(body: MessagesRequest) -> dict[str, Json]:
+    """Return name -> tool, for the tools that the model sees only if a search finds them.
+
+    Their definitions are in the results of the search, so that the prompt before it stays in the prefix cache.
+    """
+    return {
+        name: _tool(tool, f"tools[{i}]")
+        for i, tool in enumerate(body.tools or ())
+        if tool.get("defer_loading") is True and isinstance(name := tool.get("name"), str)
+    }
+
+
+def _found_tools(messages: list[Message]) -> set[str]:
+    """Return the names of the tools that searches for tools found."""
+    return {
+        part.tool_name
+        for message in messages
+        for block in message.content
+        if isinstance(block, ToolResult) and isinstance(block.content, list)
+        for part in block.content
+        if isinstance(part, ToolReference)
+    }
+
+
+def _tools(body: MessagesRequest, messages: list[Message], hidden: set[str]) -> list[Json]:
+    """Return the tools that the model may call after all changes in the messages. `hidden` ones were not found yet."""
     tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())]
     changes = [
         (block, f"messages[{i}].content[{j}].tool")
@@ -245,10 +290,10 @@ def _tools(body: MessagesRequest, messages: list[Message]) -> list[Json]:
         for j, block in enumerate(message.content)
         if isinstance(block, ToolAddition | ToolRemoval)
     ]
-    if not changes:
+    if not (changes or hidden):
         return tools
     known = {_name_of(tool, f"tools[{i}]"): tool for i, tool in enumerate(tools)}
-    offered = dict(known)
+    offered = {name: tool for name, tool in known.items() if name not in hidden}
     for block, where in changes:
         if isinstance(block.tool, NewTool):
             tool = _tool(block.tool.definition, f"{where}.definition")

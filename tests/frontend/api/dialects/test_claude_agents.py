@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 from engine.frontend.api.dialects.anthropic.tools import CLIENT_TOOLS
-from support.chat.shown_prompts import ANSWER
+from support.chat.shown_prompts import ANSWER, SCHEMA
 from support.requests.dialects import KEY, TOOLS, claude_client, dialect_frontend, options
 from support.servers.frontend_process import MODEL, FrontendProcess
 
@@ -118,6 +118,45 @@ def test_claude_summaries_and_changes_of_tools_apply(
     assert send().status_code == 200
     messages[3]["content"][1]["tool"] = {"type": "tool_reference", "name": "unknown"}
     assert "messages[3].content[1].tool.name must be" in send().json()["error"]["message"]
+
+
+def test_claude_tools_that_a_search_finds_are_defined_in_its_result(
+    frontend: FrontendProcess, claude: anthropic.Anthropic
+) -> None:
+    """A definition at the start of the prompt would change everything that the prefix cache has."""
+    find = {"name": "find", "description": "Finds tools.", "input_schema": {"type": "object"}}
+    deferred = [tool | {"defer_loading": True} for tool in (*TOOLS, find | {"name": "other"})]
+    # Claude Code sorts the tools that it found into the others.
+    body: dict = {"model": MODEL, "tools": [deferred[0], find, deferred[1]], "max_tokens": 300}
+    search = {"type": "tool_use", "id": "toolu_1", "name": "find", "input": {}}
+    parts = [{"type": "tool_reference", "tool_name": name} for name in ("get_weather", "gone")]
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": parts}
+    start = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": [search]}]
+
+    def send(messages: list[dict], **fields: object) -> httpx.Response:
+        given = body | {"messages": messages} | fields
+        return frontend.http.post("/v1/messages", json=given, headers={"x-api-key": KEY})
+
+    text = send([*start, *start[:1]]).json()["content"][0]["text"]
+    assert text.startswith("[user:Hi][assistant:|toolu_1 find {}][user:Hi]find[")
+    messages = [*start, {"role": "user", "content": [result]}]
+    text = send(messages).json()["content"][0]["text"]
+    before, after = text.split("[tool:")[:2]
+    assert before == "[user:Hi][assistant:|toolu_1 find {}]"
+    definition, others = after.split("\n", 1)
+    function = json.loads(definition)["function"]
+    assert function["name"] == "get_weather" and function["parameters"] == SCHEMA
+    assert others.startswith("gone|toolu_1]find[")
+
+    def forced(name: str, messages: list[dict]) -> httpx.Response:
+        return send(messages, tool_choice={"type": "tool", "name": name})
+
+    assert forced("get_weather", start[:1]).status_code == 400
+    assert forced("get_weather", messages).status_code == 200
+    assert forced("other", messages).status_code == 400
+    addition = {"type": "tool_addition", "tool": {"type": "tool_reference", "name": "other"}}
+    added = [*messages, {"role": "user", "content": [addition]}]
+    assert forced("other", added).status_code == 200
 
 
 def test_claude_batches_answer_each_request(
