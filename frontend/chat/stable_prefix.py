@@ -47,15 +47,18 @@ class StablePrefix:
             return messages
         moved: list[str] = []
         changed = list(messages)
-        for i, message in enumerate(messages):
+        num_leading = 0
+        for message in messages:
             if not isinstance(message, Mapping) or message.get("role") not in _SYSTEM:
                 break
-            changed[i] = {**message, "content": self._keep(message.get("content"), moved)}
+            kept = self._keep(message.get("content"), moved)
+            changed[num_leading] = {**message, "content": kept}
+            num_leading += 1
         if not moved:
             return messages
-        for i in reversed(range(len(messages))):
+        for i in reversed(range(num_leading, len(messages))):
             message = messages[i]
-            if isinstance(message, Mapping) and message.get("role") in _INPUTS:
+            if isinstance(message, Mapping) and message.get("role") in (*_INPUTS, *_SYSTEM):
                 changed[i] = {**message, "content": _extended(message.get("content"), moved)}
                 return changed
         return messages

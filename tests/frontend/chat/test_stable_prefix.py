@@ -60,6 +60,15 @@ def test_lines_without_volatile_content_are_unchanged(line: str) -> None:
     assert StablePrefix(RULES).apply(messages) is messages
 
 
+def test_lines_move_behind_instructions_that_follow_the_question() -> None:
+    """Claude Code describes the machine in a system message after the first question."""
+    header, later = "x-anthropic-billing-header: a", system("# Environment")
+    messages = [system(f"{header}\nBe kind."), USER, later]
+    moved = [system("Be kind."), USER, system(f"# Environment\n\n{header}")]
+    assert StablePrefix(["billing"]).apply(messages) == moved
+    assert StablePrefix(["billing"]).apply(messages[:1]) == messages[:1]
+
+
 def test_parts_move_to_the_newest_input_of_a_conversation() -> None:
     conversation = [
         system([text("x-anthropic-billing-header: a"), text("Be kind.\nToday is 24 November.")]),
