@@ -55,10 +55,12 @@ class Endpoint(RouteHandlers, ABC, Generic[Request]):
     Attributes:
         body_schema: The schema of the bodies that it accepts.
         id_prefix: The prefix of the IDs of its answers.
+        object_type: The value of the answers' field `object`, unless that depends on the request.
     """
 
     body_schema: type[msgspec.Struct] | UnionType
     id_prefix: ClassVar[str]
+    object_type: ClassVar[str] = ""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -279,9 +281,9 @@ class Endpoint(RouteHandlers, ABC, Generic[Request]):
         """Return the prefix of the answer's ID."""
         return self.id_prefix
 
-    @abstractmethod
     def object_name(self, request: Request) -> str:
         """Return the value of the response's field `object`."""
+        return self.object_type
 
     @abstractmethod
     async def prepare(
@@ -293,6 +295,28 @@ class Endpoint(RouteHandlers, ABC, Generic[Request]):
             APIError: The request is invalid (400).
             ParameterError: A parameter is invalid.
         """
+
+
+class SharedEndpoint(Endpoint[Request]):
+    """An endpoint at a path that several APIs have. It passes each request to the endpoint of one of them."""
+
+    @abstractmethod
+    def endpoint_of(self, request: Request) -> Endpoint[Any]:
+        """Return the endpoint that answers a request."""
+
+    def id_prefix_of(self, request: Request) -> str:
+        """Return the prefix of the answer's ID."""
+        return self.endpoint_of(request).id_prefix_of(request)
+
+    def object_name(self, request: Request) -> str:
+        """Return the value of the response's field `object`."""
+        return self.endpoint_of(request).object_name(request)
+
+    async def prepare(
+        self, request: Request, body_size: int, receive: Receive
+    ) -> tuple[list[PreparedPrompt], NewAnswer[Request]]:
+        """Return the encoded prompts, and the constructor of the answer."""
+        return await self.endpoint_of(request).prepare(request, body_size, receive)
 
 
 def identify(chunks: ChunkEncoder, answer_id: str, group: RequestGroup) -> ChunkEncoder:

@@ -33,9 +33,10 @@ class Asgi(NamedTuple):
 class Route:
     """A path, the methods that it takes, and the endpoint that answers.
 
-    A function or method gets a `Request` and returns the response; it answers GET unless `methods` are given. Another
-    endpoint is an ASGI application. `{name}` in a path is any text without a slash, and `{name:path}` any text. Routes
-    that are not `in_schema` are not described in `/openapi.json`.
+    A function or method gets a `Request` and returns the response. Another endpoint is an ASGI application. Unless
+    `methods` are given, an endpoint with a `body_schema` answers POST, and any other function answers GET. `{name}` in
+    a path is any text without a slash, and `{name:path}` any text. Routes that are not `in_schema` are not described
+    in `/openapi.json`.
     """
 
     def __init__(
@@ -48,7 +49,9 @@ class Route:
     ) -> None:
         self.path, self.endpoint, self.in_schema = path, endpoint, in_schema
         is_function = inspect.isfunction(endpoint) or inspect.ismethod(endpoint)
-        if methods is None and is_function:
+        if methods is None and hasattr(endpoint, "body_schema"):
+            methods = ("POST",)
+        elif methods is None and is_function:
             methods = ("GET",)
         self.methods = None if methods is None else frozenset(methods)
         if self.methods is not None and "GET" in self.methods:
@@ -93,6 +96,15 @@ class Route:
             text += f"(?P<{name}>{'.*' if kind else '[^/]+'})"
             end = parameter.end()
         return re.compile(text + re.escape(self.path[end:]))
+
+
+def with_v1(routes: Iterable[Route]) -> list[Route]:
+    """Return each route with and without /v1, which some clients include in their base URL."""
+    return [
+        Route(prefix + route.path, route.endpoint, methods=route.methods)
+        for prefix in ("/v1", "")
+        for route in routes
+    ]
 
 
 def _answering(function: Callable[[Request], Awaitable[ASGIApp]]) -> ASGIApp:

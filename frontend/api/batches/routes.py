@@ -80,7 +80,7 @@ def batch_routes(serving: Serving, intake: Intake, executor: BatchExecutor) -> l
     batches = Batches(serving, intake, executor)
     return [
         Route("/batches", batches.list),
-        Route("/batches", batches.create, methods=["POST"]),
+        Route("/batches", batches.create),
         Route("/batches/{id}", batches.retrieve),
         Route("/batches/{id}/cancel", batches.cancel, methods=["POST"]),
     ]

@@ -41,10 +41,6 @@ class Decisions(ChatCompletions):
         super().__init__(serving, intake)
         self._label_ids: list[int] = []
 
-    def object_name(self, request: ChatCompletionRequest) -> str:
-        """Return a value for the field `object`, which a decision's response leaves out."""
-        return "decision"
-
     async def _translate(self, body: Any, size: int) -> ChatCompletionRequest:
         return await self._serving.executor.run(size, translate, body)
 

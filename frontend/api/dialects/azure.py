@@ -35,7 +35,4 @@ def find_deployment(scope: Scope) -> str:
 def deployment_routes(routes: Iterable[Route]) -> list[Route]:
     """Return Azure's routes, whose endpoints are those of OpenAI's routes."""
     endpoints = {r.path: r.endpoint for r in routes if "POST" in (r.methods or ())}
-    return [
-        Route(f"{DEPLOYMENTS}{{model:path}}{path}", endpoints[path], methods=["POST"])
-        for path in PATHS
-    ]
+    return [Route(f"{DEPLOYMENTS}{{model:path}}{path}", endpoints[path]) for path in PATHS]

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from .... import __version__
 from ....protocol.sampling_params import SamplingParams
 from ...http.errors import APIError, json_response, unavailable
-from ...http.routing import Route
+from ...http.routing import Route, with_v1
 from ..bodies.intake import Intake, RouteHandlers, reads
 from ..chats.prompt import RenderedChat
 from ..generation import PreparedPrompt
@@ -46,24 +46,22 @@ def routes(
     chats = LlamaChats(serving, intake)
     operations = LlamaOperations(serving, intake, management, description.num_slots)
     return [
-        Route("/completion", LlamaCompletions(serving, intake), methods=["POST"]),
-        Route("/infill", LlamaInfills(serving, intake), methods=["POST"]),
-        Route("/apply-template", chats.apply_template, methods=["POST"]),
-        *(
-            Route(f"{prefix}/chat/completions/input_tokens", chats.count_tokens, methods=["POST"])
-            for prefix in ("/v1", "")
-        ),
-        Route("/embedding", embeddings.embed_content, methods=["POST"]),
+        Route("/completion", LlamaCompletions(serving, intake)),
+        Route("/infill", LlamaInfills(serving, intake)),
+        Route("/apply-template", chats.apply_template),
+        Route("/embedding", embeddings.embed_content),
         Route("/props", description.props),
         Route("/slots", description.slots),
         Route("/slots/{id}", operations.act_on_slot, methods=["POST"]),
         Route("/lora-adapters", operations.adapters),
         Route("/lora-adapters", operations.set_scales, methods=["POST"]),
-        Route("/models/load", operations.load, methods=["POST"]),
+        Route("/models/load", operations.load),
         Route("/models/unload", operations.unload, methods=["POST"]),
-        *(
-            Route(f"{prefix}/chat/completions/control", operations.control, methods=["POST"])
-            for prefix in ("/v1", "")
+        *with_v1(
+            [
+                Route("/chat/completions/input_tokens", chats.count_tokens),
+                Route("/chat/completions/control", operations.control),
+            ]
         ),
     ]
 

@@ -38,28 +38,6 @@ _COPIED: Final = tuple(
 )
 
 
-class MistralFim(Completions):
-    """The endpoint that fills in the middle. Without a suffix, it completes the prompt."""
-
-    body_schema = MistralFimRequest
-    id_prefix = "fim"
-
-    @property
-    def answer_type(self) -> type[PromptAnswer]:
-        """The class that writes answers."""
-        return _FimAnswer
-
-    async def _translate(self, body: MistralFimRequest, size: int) -> CompletionRequest:
-        fields = {name: getattr(body, name) for name in _COPIED}
-        if body.max_tokens is None:
-            fields["max_tokens"] = UNLIMITED
-        return CompletionRequest(**fields)
-
-    def object_name(self, request: CompletionRequest) -> str:
-        """Return the value of the response's field `object`."""
-        return "chat.completion.chunk" if request.stream else "chat.completion"
-
-
 class _FimAnswer(PromptAnswer):
     shows_abort = True
 
@@ -91,6 +69,24 @@ class _Chunks(Chunks[_FimAnswer]):
         choice["finish_reason"] = reason = delta.finish_reason
         more: Json = {} if reason is None else {"usage": self._answer.usage()}
         return self.chunk(choice, **more)
+
+
+class MistralFim(Completions):
+    """The endpoint that fills in the middle. Without a suffix, it completes the prompt."""
+
+    body_schema = MistralFimRequest
+    id_prefix = "fim"
+    answer_type = _FimAnswer
+
+    async def _translate(self, body: MistralFimRequest, size: int) -> CompletionRequest:
+        fields = {name: getattr(body, name) for name in _COPIED}
+        if body.max_tokens is None:
+            fields["max_tokens"] = UNLIMITED
+        return CompletionRequest(**fields)
+
+    def object_name(self, request: CompletionRequest) -> str:
+        """Return the value of the response's field `object`."""
+        return "chat.completion.chunk" if request.stream else "chat.completion"
 
 
 class MistralModels:

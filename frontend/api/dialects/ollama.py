@@ -29,7 +29,7 @@ from ..logprobs import Json
 from ..prompts import verify_num_characters
 from ..routes.capabilities import list_for_ollama
 from ..routes.chat_completions import ChatCompletions, ChatPlan
-from ..routes.embeddings import Embeddings
+from ..routes.embeddings import EmbeddingRoutes, Embeddings
 from ..routes.loras import Loras
 from ..schema import ChatCompletionRequest, EmbeddingRequest
 from ..schema.ollama import (
@@ -56,18 +56,18 @@ def routes(serving: Serving, intake: Intake, loras: Loras, embeddings: Embedding
     models = OllamaModels(serving, intake, loras)
     embed = OllamaEmbeddings(serving, intake, embeddings)
     return [
-        Route("/api/chat", OllamaChat(serving, intake), methods=["POST"]),
-        Route("/api/generate", OllamaGenerate(serving, intake), methods=["POST"]),
-        Route("/api/embed", embed.embed, methods=["POST"]),
-        Route("/api/embeddings", embed.embed_one, methods=["POST"]),
+        Route("/api/chat", OllamaChat(serving, intake)),
+        Route("/api/generate", OllamaGenerate(serving, intake)),
+        Route("/api/embed", embed.embed),
+        Route("/api/embeddings", embed.embed_one),
         Route("/api/tags", models.tags),
         Route("/api/ps", models.running),
-        Route("/api/show", models.show, methods=["POST"]),
-        Route("/api/pull", models.pull, methods=["POST"]),
-        Route("/api/copy", models.copy, methods=["POST"]),
+        Route("/api/show", models.show),
+        Route("/api/pull", models.pull),
+        Route("/api/copy", models.copy),
         Route("/api/delete", models.delete, methods=["DELETE"]),
-        Route("/api/create", models.create, methods=["POST"]),
-        Route("/api/push", models.push, methods=["POST"]),
+        Route("/api/create", models.create),
+        Route("/api/push", models.push),
         Route("/api/version", models.version),
     ]
 
@@ -153,12 +153,8 @@ def _load(serving: Serving, request: ChatCompletionRequest, empty: Json) -> Json
     return head_of(request.model or "") | empty | {"done": True, "done_reason": request.done_reason}
 
 
-class OllamaEmbeddings(RouteHandlers):
+class OllamaEmbeddings(EmbeddingRoutes):
     """The routes for embeddings."""
-
-    def __init__(self, serving: Serving, intake: Intake, embeddings: Embeddings) -> None:
-        super().__init__(serving, intake)
-        self._embeddings = embeddings
 
     @reads(OllamaEmbedRequest)
     async def embed(self, http: Request, body: OllamaEmbedRequest, size: int) -> Response:

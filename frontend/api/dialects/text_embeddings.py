@@ -11,23 +11,18 @@ from starlette.responses import Response
 from ...client.embeddings import Vector
 from ...client.engine_client import RequestGroup
 from ...http.errors import json_response, renamer, renaming
-from ..bodies.intake import Intake, RouteHandlers, reads
+from ..bodies.intake import reads
 from ..pooling import verify_choice
-from ..routes.embeddings import Embeddings
+from ..routes.embeddings import EmbeddingRoutes
 from ..schema import EmbeddingRequest
 from ..schema.text_embeddings import TextEmbeddingsRequest
-from ..serving import Serving
 
 _SIDES: Final = {None: "right", "Right": "right", "Left": "left"}
 """`truncation_direction` -> the side to cut."""
 
 
-class TextEmbeddings(RouteHandlers):
+class TextEmbeddings(EmbeddingRoutes):
     """The route for embeddings. Its other routes are `/rerank` with the field `texts`, and OpenAI's."""
-
-    def __init__(self, serving: Serving, intake: Intake, embeddings: Embeddings) -> None:
-        super().__init__(serving, intake)
-        self._embeddings = embeddings
 
     @reads(TextEmbeddingsRequest)
     async def embed(self, http: Request, body: TextEmbeddingsRequest, size: int) -> Response:

@@ -126,14 +126,10 @@ async def _all(answers: list[Any]) -> list[Any]:
 def vertex_routes(serving: Serving, intake: Intake, management: Management) -> list[Route]:
     """Return the routes for predictions, and the health route that Vertex AI has chosen, if it is another one."""
     predictions = Predictions(serving, intake)
-    routes = [
-        Route(path, predictions.predict, methods=["POST"])
-        for path in ("/predict", "/vertex_generate")
-    ]
+    routes = [Route(path, predictions.predict) for path in ("/predict", "/vertex_generate")]
     # The paths that Vertex AI has chosen are not in the description of the API.
     if path := vertex_path("AIP_PREDICT_ROUTE"):
-        handler = predictions.predict
-        routes.append(Route(path, handler, methods=["POST"], in_schema=False))
+        routes.append(Route(path, predictions.predict, in_schema=False))
     if path := vertex_path("AIP_HEALTH_ROUTE"):
         routes.append(Route(path, management.health, in_schema=False))
     return routes

@@ -138,7 +138,7 @@ def file_routes(serving: Serving, intake: Intake, files: FileStorage) -> list[Ro
     routes = Files(files)
     return [
         Route("/files", routes.list),
-        Route("/files", Upload(serving, intake, files), methods=["POST"]),
+        Route("/files", Upload(serving, intake, files)),
         Route("/files/{id}", routes.retrieve),
         Route("/files/{id}", routes.delete, methods=["DELETE"]),
         Route("/files/{id}/content", routes.content),

@@ -197,9 +197,9 @@ def upload_routes(
     """Return the routes."""
     routes = Uploads(serving, intake, files, uploads)
     return [
-        Route("/uploads", routes.create, methods=["POST"]),
-        Route("/uploads/{id}/parts", AddPart(serving, intake, uploads), methods=["POST"]),
-        Route("/uploads/{id}/complete", routes.complete, methods=["POST"]),
+        Route("/uploads", routes.create),
+        Route("/uploads/{id}/parts", AddPart(serving, intake, uploads)),
+        Route("/uploads/{id}/complete", routes.complete),
         Route("/uploads/{id}/cancel", routes.cancel, methods=["POST"]),
     ]
 

@@ -11,7 +11,6 @@ from ...http.errors import renaming
 from ...http.routing import Asgi
 from ..bodies.intake import Intake
 from ..bodies.request_memory import MemoryLease
-from ..chats.answer import ChatAnswer
 from ..chats.prompt import RenderedChat
 from ..logprobs import Json
 from ..routes.chat_completions import ChatCompletions, ChatPlan
@@ -42,20 +41,41 @@ class CompactionChat(ResponseChat, kw_only=True):
     kept: Any = None
 
 
+class CompactionAnswer(ResponsesAnswer):
+    """The answer to one request, in the format of compactions."""
+
+    request: CompactionChat
+
+    def whole(self, outputs: list[Delta]) -> Json:
+        """Return the complete response body."""
+        [output] = outputs
+        summary = self.choices[0].read(output).content.strip()
+        identifier = f"resp_{self.envelope['id'].removeprefix('chatcmpl-')}"
+        item = {
+            "id": item_id("compaction", new_id("resp"), 0),
+            "type": "compaction",
+            "encrypted_content": encode_text(summary),
+        }
+        return {
+            "id": identifier,
+            "object": "response.compaction",
+            "created_at": self.envelope["created"],
+            "model": self.envelope["model"],
+            "output": [*self.request.kept, item],
+            "usage": self.token_counts(),
+        }
+
+
 class Compaction(ChatCompletions):
     """The compaction endpoint. Its answer has the system messages, followed by the summary as an item."""
 
     body_schema = CompactRequest
     cuts_max_tokens = True
+    answer_type = CompactionAnswer
 
     def __init__(self, serving: Serving, intake: Intake, states: ResponseStates) -> None:
         super().__init__(serving, intake)
         self._states = states
-
-    @property
-    def answer_type(self) -> type[ChatAnswer]:
-        """The class that writes answers."""
-        return CompactionAnswer
 
     @property
     def _max_tokens(self) -> int:
@@ -96,28 +116,3 @@ class Compaction(ChatCompletions):
 
         max_model_len = self._serving.config.model.max_model_len
         return await drop_oldest(request, render, max_model_len, self._max_tokens)
-
-
-class CompactionAnswer(ResponsesAnswer):
-    """The answer to one request, in the format of compactions."""
-
-    request: CompactionChat
-
-    def whole(self, outputs: list[Delta]) -> Json:
-        """Return the complete response body."""
-        [output] = outputs
-        summary = self.choices[0].read(output).content.strip()
-        identifier = f"resp_{self.envelope['id'].removeprefix('chatcmpl-')}"
-        item = {
-            "id": item_id("compaction", new_id("resp"), 0),
-            "type": "compaction",
-            "encrypted_content": encode_text(summary),
-        }
-        return {
-            "id": identifier,
-            "object": "response.compaction",
-            "created_at": self.envelope["created"],
-            "model": self.envelope["model"],
-            "output": [*self.request.kept, item],
-            "usage": self.token_counts(),
-        }

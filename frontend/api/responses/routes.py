@@ -21,23 +21,19 @@ def response_routes(
     conversations = Conversations(serving, intake, states)
     one, items = "/conversations/{id}", "/conversations/{id}/items"
     return [
-        Route("/responses", responses, methods=["POST"]),
-        Route(
-            "/responses/input_tokens",
-            InputTokens(serving, intake, states).count,
-            methods=["POST"],
-        ),
-        Route("/responses/render", ResponsesRender(serving, intake, states), methods=["POST"]),
-        Route("/responses/compact", Compaction(serving, intake, states), methods=["POST"]),
+        Route("/responses", responses),
+        Route("/responses/input_tokens", InputTokens(serving, intake, states).count),
+        Route("/responses/render", ResponsesRender(serving, intake, states)),
+        Route("/responses/compact", Compaction(serving, intake, states)),
         Route("/responses/{id}", stored, methods=["GET", "DELETE"]),
         Route("/responses/{id}/cancel", stored.cancel, methods=["POST"]),
         Route("/responses/{id}/input_items", stored.input_items),
-        Route("/conversations", conversations.create, methods=["POST"]),
+        Route("/conversations", conversations.create),
         Route(one, conversations.retrieve),
-        Route(one, conversations.update, methods=["POST"]),
+        Route(one, conversations.update),
         Route(one, conversations.delete, methods=["DELETE"]),
         Route(items, conversations.list_items),
-        Route(items, conversations.add_items, methods=["POST"]),
+        Route(items, conversations.add_items),
         Route(f"{items}/{{item_id}}", conversations.retrieve_item),
         Route(f"{items}/{{item_id}}", conversations.delete_item, methods=["DELETE"]),
     ]

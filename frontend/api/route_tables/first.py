@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from ...http.routing import Route
+from ...http.routing import Route, with_v1
 from ..bodies.intake import Intake
 from ..routes.completions import Completions
 from ..routes.management import Management
@@ -23,8 +21,8 @@ class FirstRoutes:
         self.chat_records = ChatRecords(serving.store)
         self.chat_completions = StoredChatCompletions(serving, self.intake, self.chat_records)
         self.openai_routes = [
-            Route("/completions", self.completions, methods=["POST"]),
-            Route("/chat/completions", self.chat_completions, methods=["POST"]),
+            Route("/completions", self.completions),
+            Route("/chat/completions", self.chat_completions),
         ]
         self.routes = [
             *with_v1(self.openai_routes),
@@ -37,12 +35,3 @@ class FirstRoutes:
             Route("/load", management.load),
             Route("/engine/status", management.engine_status),
         ]
-
-
-def with_v1(routes: Iterable[Route]) -> list[Route]:
-    """Return each route with and without /v1, which some clients include in their base URL."""
-    return [
-        Route(prefix + route.path, route.endpoint, methods=route.methods)
-        for prefix in ("/v1", "")
-        for route in routes
-    ]

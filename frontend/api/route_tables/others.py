@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...http.errors import json_response
-from ...http.routing import Route
+from ...http.routing import Route, with_v1
 from ...media.transcription.options import Task
 from ..batches.executor import BatchExecutor
 from ..batches.routes import batch_routes
@@ -65,7 +65,7 @@ from ..routes.web_page import web_page_routes
 from ..serving import Serving
 from ..sockets.responses import ResponsesSocket
 from ..stored_chats.routes import chat_routes
-from .first import FirstRoutes, with_v1
+from .first import FirstRoutes
 
 ERROR_BODIES: Final = {
     anthropic.PATH: anthropic.error_body,
@@ -116,30 +116,33 @@ def make_routes(serving: Serving, first: FirstRoutes) -> list[Route]:
     openai_routes = [
         Route("/models", gemini.for_google(google.list, list_models)),
         Route("/models/{name:path}", gemini.for_google(google.describe, describe_model)),
-        Route("/fim/completions", mistral.MistralFim(serving, intake), methods=["POST"]),
+        Route("/fim/completions", mistral.MistralFim(serving, intake)),
         Route("/completions/{id}/events", Events(serving, completions), methods=["GET"]),
         Route("/chat/completions/{id}/events", Events(serving, chat_completions), methods=["GET"]),
         *response_routes(serving, intake, states, responses),
         Route("/responses", ResponsesSocket(serving, intake), methods=["GET"]),
-        Route("/decisions", Decisions(serving, intake), methods=["POST"]),
-        Route("/systemone", SystemOne(serving, intake), methods=["POST"]),
+        Route("/decisions", Decisions(serving, intake)),
+        Route("/systemone", SystemOne(serving, intake)),
         *file_routes(serving, intake, files),
         *upload_routes(serving, intake, files, UploadStorage(serving.store)),
         *batch_routes(serving, intake, batch_executor),
-        Route("/embeddings", embeddings.embed, methods=["POST"]),
-        Route("/score", ScoreRoute(serving, intake, scores), methods=["POST"]),
-        Route("/rerank", scores.rerank, methods=["POST"]),
-        Route("/reranking", scores.rerank, methods=["POST"]),
-        Route("/chat/completions/batch", ChatBatch(serving, intake), methods=["POST"]),
-        Route("/completions/render", CompletionRender(serving, intake), methods=["POST"]),
-        Route("/chat/completions/render", ChatRender(serving, intake), methods=["POST"]),
-        Route("/completions/derender", derender.completion, methods=["POST"]),
-        Route("/chat/completions/derender", derender.chat, methods=["POST"]),
+        Route("/embeddings", embeddings.embed),
+        Route("/classify", embeddings.classify),
+        Route("/tokenize", tokenization.tokenize),
+        Route("/detokenize", tokenization.detokenize),
+        Route("/score", ScoreRoute(serving, intake, scores)),
+        Route("/rerank", scores.rerank),
+        Route("/reranking", scores.rerank),
+        Route("/chat/completions/batch", ChatBatch(serving, intake)),
+        Route("/completions/render", CompletionRender(serving, intake)),
+        Route("/chat/completions/render", ChatRender(serving, intake)),
+        Route("/completions/derender", derender.completion),
+        Route("/chat/completions/derender", derender.chat),
         *chat_routes(serving, intake, first.chat_records),
-        Route("/audio/transcriptions", transcriptions, methods=["POST"]),
-        Route("/audio/translations", translations, methods=["POST"]),
+        Route("/audio/transcriptions", transcriptions),
+        Route("/audio/translations", translations),
         Route("/realtime", Realtime(serving, intake, transcriptions), methods=["GET"]),
-        Route("/realtime/client_secrets", secrets.create, methods=["POST"]),
+        Route("/realtime/client_secrets", secrets.create),
     ]
     text_embeddings = TextEmbeddings(serving, intake, embeddings)
     root: TgiRoot | PoolingInvocations
@@ -158,20 +161,16 @@ def make_routes(serving: Serving, first: FirstRoutes) -> list[Route]:
         *llama_cpp.routes(serving, intake, management, embeddings),
         *with_v1(openai_routes),
         *deployment_routes([*first.openai_routes, *openai_routes]),
-        Route("/", root, methods=["POST"]),
-        Route("/invocations", invocations, methods=["POST"]),
-        Route("/v1/messages", messages, methods=["POST"]),
-        Route("/v1/messages/render", MessagesRender(serving, intake), methods=["POST"]),
+        Route("/", root),
+        Route("/invocations", invocations),
+        Route("/v1/messages", messages),
+        Route("/v1/messages/render", MessagesRender(serving, intake)),
         Route(
             "/v1/messages/{id}/events",
             Events(serving, messages, anthropic.recorded_id),
             methods=["GET"],
         ),
-        Route(
-            "/v1/messages/count_tokens",
-            McpTokenCounter(serving, intake).count,
-            methods=["POST"],
-        ),
+        Route("/v1/messages/count_tokens", McpTokenCounter(serving, intake).count),
         Route(
             "/v1/stream",
             ConversationStream(
@@ -181,7 +180,7 @@ def make_routes(serving: Serving, first: FirstRoutes) -> list[Route]:
             methods=["GET"],
         ),
         Route("/v1/stream", streams.stop, methods=["DELETE"]),
-        Route("/v1/streams/lookup", streams.look_up, methods=["POST"]),
+        Route("/v1/streams/lookup", streams.look_up),
         *message_batch_routes(serving, intake, batch_executor),
         *gemini.routes(serving, intake, embeddings),
         *interactions.routes(serving, intake, states, responses.runs),
@@ -189,47 +188,26 @@ def make_routes(serving: Serving, first: FirstRoutes) -> list[Route]:
         *sglang_routes(serving, intake, management, embeddings, weights, sessions, loras),
         *tgi_routes(serving, intake, sessions),
         Route(
-            whisper_cpp.PATH,
-            whisper_cpp.Inference(serving, intake, transcriptions, translations),
-            methods=["POST"],
+            whisper_cpp.PATH, whisper_cpp.Inference(serving, intake, transcriptions, translations)
         ),
         *vllm_routes(serving, intake, weights),
         *WeightTransfer(serving, intake, weights).routes(),
         *vertex_routes(serving, intake, management),
-        Route("/v2/rerank", scores.rerank, methods=["POST"]),
-        *(
-            Route(path, cohere_chat.CohereChats(serving, intake), methods=["POST"])
-            for path in cohere_chat.PATHS
-        ),
-        Route(
-            "/v2/embed",
-            CohereEmbeddings(serving, intake, embeddings).embed,
-            methods=["POST"],
-        ),
-        Route("/embed", text_embeddings.embed, methods=["POST"]),
-        Route("/pooling", embeddings.pool, methods=["POST"]),
-        *(
-            Route(f"{prefix}/classify", embeddings.classify, methods=["POST"])
-            for prefix in ("/v1", "")
-        ),
+        Route("/v2/rerank", scores.rerank),
+        *(Route(path, cohere_chat.CohereChats(serving, intake)) for path in cohere_chat.PATHS),
+        Route("/v2/embed", CohereEmbeddings(serving, intake, embeddings).embed),
+        Route("/embed", text_embeddings.embed),
+        Route("/pooling", embeddings.pool),
         Route("/tokenizer_info", tokenization.tokenizer_info),
-        *(
-            Route(prefix + path, handler, methods=["POST"])
-            for prefix in ("/v1", "")
-            for path, handler in (
-                ("/tokenize", tokenization.tokenize),
-                ("/detokenize", tokenization.detokenize),
-            )
-        ),
         *web_page_routes(serving.config.frontend.root_path),
         Route("/replicas", replicas.list),
         Route("/replicas/{index}/{action}", replicas.command, methods=["POST"]),
         Route("/reset_prefix_cache", management.reset_prefix_cache, methods=["POST"]),
         Route("/reset_mm_cache", management.reset_media_cache, methods=["POST"]),
         Route("/reset_encoder_cache", management.reset_encoder_cache, methods=["POST"]),
-        Route("/v1/load_lora_adapter", loras.load, methods=["POST"]),
-        Route("/v1/unload_lora_adapter", loras.unload, methods=["POST"]),
-        Route("/adapters", loras.load_for_sagemaker, methods=["POST"]),
+        Route("/v1/load_lora_adapter", loras.load),
+        Route("/v1/unload_lora_adapter", loras.unload),
+        Route("/adapters", loras.load_for_sagemaker),
         Route("/adapters/{name}", loras.unload_for_sagemaker, methods=["DELETE"]),
         Route("/debug/dump", management.dump_event_logs, methods=["POST"]),
         Route("/debug/kv-cache", replicas.kv_caches),

@@ -57,11 +57,7 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
     body_schema: type[msgspec.Struct] = ChatCompletionRequest
     id_prefix = "chatcmpl"
     cuts_max_tokens: ClassVar[bool] = False
-
-    @property
-    def answer_type(self) -> type[ChatAnswer]:
-        """The class that writes answers."""
-        return ChatAnswer
+    answer_type: ClassVar[type[ChatAnswer]] = ChatAnswer
 
     def object_name(self, request: ChatCompletionRequest) -> str:
         """Return the value of the response's field `object`."""

@@ -37,6 +37,147 @@ PROMPTS_AT_ONCE: Final = 128
 """Number of prompts that are prepared before other tasks run; takes about 2 ms."""
 
 
+_ALWAYS_PRESENT: Final = ("token_ids", "prompt_logprobs", "prompt_token_ids")
+"""Fields that vLLM's clients expect in every response that is not streamed."""
+
+
+def _only_scores_prompt(request: CompletionRequest) -> bool:
+    """Return whether only the prompt's log-probabilities are requested: `echo` with `max_tokens` 0."""
+    return bool(request.echo) and request.max_tokens == 0
+
+
+class _Choice:
+    """One choice of a completion: its sequence and the state of its rendering."""
+
+    def __init__(
+        self,
+        serving: Serving,
+        request: CompletionRequest,
+        prompt: PreparedPrompt,
+        sequence: Sequence,
+        renderer: LogprobsRenderer,
+        index: int,
+    ) -> None:
+        self.index = index
+        self._request = request
+        self._prompt = prompt
+        self._sequence = sequence
+        self._renderer = renderer
+        self._tokenizer = serving.tokenizer
+        self._only_prompt = _only_scores_prompt(request)
+        self._is_first = True
+        self._logprobs = CompletionLogprobs(
+            renderer, serving.tokenizer, prompt.params.skip_special_tokens
+        )
+
+    def render(self, delta: Delta) -> Json:
+        """Return this choice with the output in `delta`."""
+        request, is_first = self._request, self._is_first
+        self._is_first = False
+        text, token_ids, positions = delta.text, delta.token_ids, delta.logprobs or []
+        if self._only_prompt:
+            text, token_ids, positions = "", [], []
+        choice: Json = {"index": self.index, "text": text, "logprobs": None}
+        if request.logprobs is not None:
+            choice["logprobs"] = self._logprobs_of(token_ids, positions, is_first)
+        if request.echo and is_first:
+            choice["text"] = self._prompt_text() + text
+        choice["finish_reason"] = delta.finish_reason
+        choice["stop_reason"] = delta.stop_reason
+        if delta.finish_reason is not None:
+            choice["matched_stop"] = matched_stop(delta)
+        if self._only_prompt and delta.finish_reason is not None:
+            choice |= {"finish_reason": "length", "stop_reason": None, "matched_stop": None}
+        if request.return_token_ids:
+            choice["token_ids"] = token_ids
+            if is_first:
+                choice["prompt_token_ids"] = self._prompt.token_ids.tolist()
+        if request.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = self._renderer.prompt(
+                self._sequence.iterate_prompt_logprobs()
+            )
+        if not request.stream:
+            choice |= last_states(self._sequence)
+            for name in _ALWAYS_PRESENT:
+                choice.setdefault(name, None)
+        return choice
+
+    def _logprobs_of(
+        self, token_ids: list[int], positions: Iterable[PositionLogprobs], is_first: bool
+    ) -> Json:
+        if not (self._request.echo and is_first):
+            return self._logprobs.piece(token_ids, positions)
+        return self._logprobs.piece(
+            token_ids,
+            chain(self._sequence.iterate_prompt_logprobs(), positions),
+            prompt_token_ids=self._prompt.token_ids.tolist(),
+            prompt_text=self._prompt_text(),
+        )
+
+    def _prompt_text(self) -> str:
+        if self._prompt.text is not None:
+            return self._prompt.text
+        return self._tokenizer.decode(self._prompt.token_ids.tolist(), skip_special_tokens=False)
+
+
+class _Answer(PromptAnswer):
+    shows_abort = True
+
+    @cached_property
+    def _choices(self) -> dict[int, _Choice]:
+        return {}
+
+    def choice(self, position: int) -> _Choice:
+        """Return the choice of a sequence, created on first use because there may be thousands."""
+        choice = self._choices.get(position)
+        if choice is None:
+            sequence = self._group.sequences[position]
+            prompt = self.prompt_of(sequence)
+            choice = self._choices[position] = _Choice(
+                self.serving, self.request, prompt, sequence, self.renderer, position
+            )
+        return choice
+
+    @property
+    def shows_prompt(self) -> bool:
+        return super().shows_prompt or bool(self.request.echo)
+
+    def usage_so_far(self) -> Json:
+        only_prompt = _only_scores_prompt(self.request)
+        return self._count_usage(num_completion_tokens=0 if only_prompt else None)
+
+    def add_to_usage(self, usage: Json, num_tokens: int) -> None:
+        if not _only_scores_prompt(self.request):
+            super().add_to_usage(usage, num_tokens)
+
+    def whole(self, outputs: list[Delta]) -> Json:
+        choices = self.render_choices(
+            outputs,
+            lambda index, position: (
+                self.choice(position).render(outputs[position]) | {"index": index}
+            ),
+        )
+        answer = self.envelope | {"choices": choices, "usage": self.usage()}
+        return answer | self.timing() | self.transfer() | self.extension()
+
+    def chunks(self) -> ChunkEncoder:
+        return _Chunks(self).with_progress()
+
+
+class _Chunks(Chunks[_Answer]):
+    __slots__ = ()
+    _empty_choice: ClassVar[Json] = {"text": "", "logprobs": None}
+
+    def __init__(self, answer: _Answer) -> None:
+        request = answer.request
+        has_more = request.echo or request.logprobs is not None or request.return_token_ids
+        super().__init__(answer, None if has_more else (b'"text":"', b'"'))
+
+    def _render(self, sequence: Sequence) -> bytes:
+        delta = self.read(sequence)
+        return self.chunk(self._answer.choice(sequence.position).render(delta))
+
+
 class Completions(Endpoint[CompletionRequest]):
     """The completions endpoint.
 
@@ -48,15 +189,8 @@ class Completions(Endpoint[CompletionRequest]):
     cuts_max_tokens: ClassVar[bool] = False
     default_max_tokens: ClassVar[int] = 16
     """The default of `max_tokens`, as in OpenAI's API."""
-
-    @property
-    def answer_type(self) -> type[PromptAnswer]:
-        """The class that writes answers."""
-        return _Answer
-
-    def object_name(self, request: CompletionRequest) -> str:
-        """Return the value of the response's field `object`."""
-        return "text_completion"
+    answer_type: ClassVar[type[PromptAnswer]] = _Answer
+    object_type = "text_completion"
 
     async def prepare(
         self, request: CompletionRequest, body_size: int, receive: Receive
@@ -213,144 +347,3 @@ class Completions(Endpoint[CompletionRequest]):
         if request.echo and request.logprobs is not None and params.prompt_logprobs is None:
             params.prompt_logprobs = request.logprobs
         return params
-
-
-_ALWAYS_PRESENT: Final = ("token_ids", "prompt_logprobs", "prompt_token_ids")
-"""Fields that vLLM's clients expect in every response that is not streamed."""
-
-
-def _only_scores_prompt(request: CompletionRequest) -> bool:
-    """Return whether only the prompt's log-probabilities are requested: `echo` with `max_tokens` 0."""
-    return bool(request.echo) and request.max_tokens == 0
-
-
-class _Choice:
-    """One choice of a completion: its sequence and the state of its rendering."""
-
-    def __init__(
-        self,
-        serving: Serving,
-        request: CompletionRequest,
-        prompt: PreparedPrompt,
-        sequence: Sequence,
-        renderer: LogprobsRenderer,
-        index: int,
-    ) -> None:
-        self.index = index
-        self._request = request
-        self._prompt = prompt
-        self._sequence = sequence
-        self._renderer = renderer
-        self._tokenizer = serving.tokenizer
-        self._only_prompt = _only_scores_prompt(request)
-        self._is_first = True
-        self._logprobs = CompletionLogprobs(
-            renderer, serving.tokenizer, prompt.params.skip_special_tokens
-        )
-
-    def render(self, delta: Delta) -> Json:
-        """Return this choice with the output in `delta`."""
-        request, is_first = self._request, self._is_first
-        self._is_first = False
-        text, token_ids, positions = delta.text, delta.token_ids, delta.logprobs or []
-        if self._only_prompt:
-            text, token_ids, positions = "", [], []
-        choice: Json = {"index": self.index, "text": text, "logprobs": None}
-        if request.logprobs is not None:
-            choice["logprobs"] = self._logprobs_of(token_ids, positions, is_first)
-        if request.echo and is_first:
-            choice["text"] = self._prompt_text() + text
-        choice["finish_reason"] = delta.finish_reason
-        choice["stop_reason"] = delta.stop_reason
-        if delta.finish_reason is not None:
-            choice["matched_stop"] = matched_stop(delta)
-        if self._only_prompt and delta.finish_reason is not None:
-            choice |= {"finish_reason": "length", "stop_reason": None, "matched_stop": None}
-        if request.return_token_ids:
-            choice["token_ids"] = token_ids
-            if is_first:
-                choice["prompt_token_ids"] = self._prompt.token_ids.tolist()
-        if request.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = self._renderer.prompt(
-                self._sequence.iterate_prompt_logprobs()
-            )
-        if not request.stream:
-            choice |= last_states(self._sequence)
-            for name in _ALWAYS_PRESENT:
-                choice.setdefault(name, None)
-        return choice
-
-    def _logprobs_of(
-        self, token_ids: list[int], positions: Iterable[PositionLogprobs], is_first: bool
-    ) -> Json:
-        if not (self._request.echo and is_first):
-            return self._logprobs.piece(token_ids, positions)
-        return self._logprobs.piece(
-            token_ids,
-            chain(self._sequence.iterate_prompt_logprobs(), positions),
-            prompt_token_ids=self._prompt.token_ids.tolist(),
-            prompt_text=self._prompt_text(),
-        )
-
-    def _prompt_text(self) -> str:
-        if self._prompt.text is not None:
-            return self._prompt.text
-        return self._tokenizer.decode(self._prompt.token_ids.tolist(), skip_special_tokens=False)
-
-
-class _Answer(PromptAnswer):
-    shows_abort = True
-
-    @cached_property
-    def _choices(self) -> dict[int, _Choice]:
-        return {}
-
-    def choice(self, position: int) -> _Choice:
-        """Return the choice of a sequence, created on first use because there may be thousands."""
-        choice = self._choices.get(position)
-        if choice is None:
-            sequence = self._group.sequences[position]
-            prompt = self.prompt_of(sequence)
-            choice = self._choices[position] = _Choice(
-                self.serving, self.request, prompt, sequence, self.renderer, position
-            )
-        return choice
-
-    @property
-    def shows_prompt(self) -> bool:
-        return super().shows_prompt or bool(self.request.echo)
-
-    def usage_so_far(self) -> Json:
-        only_prompt = _only_scores_prompt(self.request)
-        return self._count_usage(num_completion_tokens=0 if only_prompt else None)
-
-    def add_to_usage(self, usage: Json, num_tokens: int) -> None:
-        if not _only_scores_prompt(self.request):
-            super().add_to_usage(usage, num_tokens)
-
-    def whole(self, outputs: list[Delta]) -> Json:
-        choices = self.render_choices(
-            outputs,
-            lambda index, position: (
-                self.choice(position).render(outputs[position]) | {"index": index}
-            ),
-        )
-        answer = self.envelope | {"choices": choices, "usage": self.usage()}
-        return answer | self.timing() | self.transfer() | self.extension()
-
-    def chunks(self) -> ChunkEncoder:
-        return _Chunks(self).with_progress()
-
-
-class _Chunks(Chunks[_Answer]):
-    __slots__ = ()
-    _empty_choice: ClassVar[Json] = {"text": "", "logprobs": None}
-
-    def __init__(self, answer: _Answer) -> None:
-        request = answer.request
-        has_more = request.echo or request.logprobs is not None or request.return_token_ids
-        super().__init__(answer, None if has_more else (b'"text":"', b'"'))
-
-    def _render(self, sequence: Sequence) -> bytes:
-        delta = self.read(sequence)
-        return self.chunk(self._answer.choice(sequence.position).render(delta))

@@ -416,6 +416,14 @@ class Embeddings(RouteHandlers):
         }
 
 
+class EmbeddingRoutes(RouteHandlers):
+    """The routes of another API, whose requests are translated to those of `Embeddings.run`."""
+
+    def __init__(self, serving: Serving, intake: Intake, embeddings: Embeddings) -> None:
+        super().__init__(serving, intake)
+        self._embeddings = embeddings
+
+
 def _conversations(messages: list[Any]) -> Iterator[tuple[list[dict[str, Any]], str]]:
     """Yield each conversation of a request with its name in errors."""
     if not messages:

@@ -15,8 +15,7 @@ from ..bodies.intake import Intake, RouteHandlers
 from ..bodies.request_memory import MemoryLease
 from ..dialects.text_embeddings import TextEmbeddings
 from ..durable.records import replay_body
-from ..endpoint import Endpoint, NewAnswer
-from ..generation import PreparedPrompt
+from ..endpoint import Endpoint, SharedEndpoint
 from ..schema import (
     ChatCompletionRequest,
     ClassificationRequest,
@@ -40,7 +39,7 @@ _ADAPTER_HEADER: Final = b"x-amzn-sagemaker-adapter-identifier"
 """SageMaker's header with the name of an adapter, which replaces `model` of a body."""
 
 
-class Invocations(Endpoint[GenerationRequest]):
+class Invocations(SharedEndpoint[GenerationRequest]):
     """An endpoint that passes each body to the chat or the completions endpoint."""
 
     body_schema = ChatCompletionRequest | CompletionRequest
@@ -63,23 +62,10 @@ class Invocations(Endpoint[GenerationRequest]):
                 request.model = value.decode("latin-1")
         return request, size
 
-    def _endpoint_of(self, request: GenerationRequest) -> Endpoint[Any]:
+    def endpoint_of(self, request: GenerationRequest) -> Endpoint[Any]:
+        """Return the endpoint that answers a request."""
         is_chat = isinstance(request, ChatCompletionRequest)
         return self._chat_completions if is_chat else self._completions
-
-    def id_prefix_of(self, request: GenerationRequest) -> str:
-        """Return the prefix of the answer's ID."""
-        return self._endpoint_of(request).id_prefix_of(request)
-
-    def object_name(self, request: GenerationRequest) -> str:
-        """Return the value of the response's field `object`."""
-        return self._endpoint_of(request).object_name(request)
-
-    async def prepare(
-        self, request: GenerationRequest, body_size: int, receive: Receive
-    ) -> tuple[list[PreparedPrompt], NewAnswer[Any]]:
-        """Return the encoded prompts, and the constructor of the answer."""
-        return await self._endpoint_of(request).prepare(request, body_size, receive)
 
 
 class PoolingInvocations(RouteHandlers):

@@ -29,6 +29,42 @@ from .records import ChatEntry, ChatRecords
 logger = logging.getLogger(__name__)
 
 
+class _KeptAnswer(ChatAnswer):
+    """An answer whose outputs are collected while they are streamed, so that it can be stored."""
+
+    def __init__(self, *fields: Any) -> None:
+        super().__init__(*fields)
+        self._fields = fields
+        self.kept = KeptOutputs(len(self._group.sequences))
+
+    def chunks(self) -> ChunkEncoder:
+        """Return the encoder that writes the response as stream chunks."""
+        return _KeptChunks(self) if self.request.store else super().chunks()
+
+    def whole_with_new_parsers(self, outputs: list[Delta]) -> Json:
+        """Return the complete response body of an answer that may have been streamed."""
+        answer = ChatAnswer(*self._fields)
+        answer.receipt_source = self.receipt_source
+        return answer.whole(outputs) | {"object": "chat.completion"}
+
+
+class _KeptChunks(ChatChunks):
+    """Encodes a stream, and collects its outputs."""
+
+    __slots__ = ("_kept",)
+
+    def __init__(self, answer: _KeptAnswer) -> None:
+        super().__init__(answer)
+        self._is_plain = False
+        self._kept = answer.kept
+
+    def read(self, sequence: Sequence) -> Delta:
+        """Return the new output of a sequence."""
+        delta = super().read(sequence)
+        self._kept.add(sequence.position, delta)
+        return delta
+
+
 class StoredChatCompletions(ChatCompletions):
     """The chat completions endpoint, with a store.
 
@@ -36,14 +72,11 @@ class StoredChatCompletions(ChatCompletions):
     nevertheless.
     """
 
+    answer_type = _KeptAnswer
+
     def __init__(self, serving: Serving, intake: Intake, records: ChatRecords) -> None:
         super().__init__(serving, intake)
         self._records = records
-
-    @property
-    def answer_type(self) -> type[ChatAnswer]:
-        """The class that writes answers."""
-        return _KeptAnswer
 
     async def prepare(
         self, request: ChatCompletionRequest, body_size: int, receive: Receive
@@ -95,42 +128,6 @@ class StoredChatCompletions(ChatCompletions):
         except APIError as error:
             logger.warning("cannot store %s: %s", entry.id, error.message)
         return content
-
-
-class _KeptAnswer(ChatAnswer):
-    """An answer whose outputs are collected while they are streamed, so that it can be stored."""
-
-    def __init__(self, *fields: Any) -> None:
-        super().__init__(*fields)
-        self._fields = fields
-        self.kept = KeptOutputs(len(self._group.sequences))
-
-    def chunks(self) -> ChunkEncoder:
-        """Return the encoder that writes the response as stream chunks."""
-        return _KeptChunks(self) if self.request.store else super().chunks()
-
-    def whole_with_new_parsers(self, outputs: list[Delta]) -> Json:
-        """Return the complete response body of an answer that may have been streamed."""
-        answer = ChatAnswer(*self._fields)
-        answer.receipt_source = self.receipt_source
-        return answer.whole(outputs) | {"object": "chat.completion"}
-
-
-class _KeptChunks(ChatChunks):
-    """Encodes a stream, and collects its outputs."""
-
-    __slots__ = ("_kept",)
-
-    def __init__(self, answer: _KeptAnswer) -> None:
-        super().__init__(answer)
-        self._is_plain = False
-        self._kept = answer.kept
-
-    def read(self, sequence: Sequence) -> Delta:
-        """Return the new output of a sequence."""
-        delta = super().read(sequence)
-        self._kept.add(sequence.position, delta)
-        return delta
 
 
 def _verify_metadata(metadata: dict[str, Any] | None) -> None:

@@ -88,7 +88,7 @@ def chat_routes(serving: Serving, intake: Intake, records: ChatRecords) -> list[
     return [
         Route("/chat/completions", chats.list),
         Route(one, chats.retrieve),
-        Route(one, chats.update, methods=["POST"]),
+        Route(one, chats.update),
         Route(one, chats.delete, methods=["DELETE"]),
         Route(f"{one}/messages", chats.messages),
     ]

@@ -124,7 +124,7 @@ def message_batch_routes(serving: Serving, intake: Intake, executor: BatchExecut
     path = f"{MESSAGES}/batches"
     return [
         Route(path, batches.list),
-        Route(path, batches.create, methods=["POST"]),
+        Route(path, batches.create),
         Route(path + "/{id}", batches.retrieve),
         Route(path + "/{id}", batches.delete, methods=["DELETE"]),
         Route(path + "/{id}/cancel", batches.cancel, methods=["POST"]),

@@ -64,29 +64,6 @@ def error_body(error: APIError, request_id: str) -> Json:
     return body | {"request_id": request_id} if request_id else body
 
 
-class Messages(ChatCompletions):
-    """The route `/v1/messages` of Anthropic's API."""
-
-    body_schema = MessagesRequest
-    cuts_max_tokens = True
-
-    @property
-    def answer_type(self) -> type[ChatAnswer]:
-        """The class that writes answers."""
-        return MessagesAnswer
-
-    async def _translate(self, body: MessagesRequest, size: int) -> ChatCompletionRequest:
-        return await self._serving.executor.run(size, self._translate_all, body)
-
-    def _translate_all(self, body: MessagesRequest) -> ChatCompletionRequest:
-        if body.max_tokens is None:
-            raise bad_request("max_tokens", "is required")
-        request = translate_messages(body)
-        if body.thinking is not None and self._serving.formats.can_limit_reasoning:
-            request.thinking_token_budget = body.thinking.budget_tokens
-        return request
-
-
 class TokenCounter(RouteHandlers):
     """Counts the tokens of a conversation's prompt."""
 
@@ -254,3 +231,22 @@ class MessageChunks(BlockChunks[MessagesAnswer]):
         self._open = ("", 0)
         events.append(message_event("content_block_stop", index=self._num_blocks))
         self._num_blocks += 1
+
+
+class Messages(ChatCompletions):
+    """The route `/v1/messages` of Anthropic's API."""
+
+    body_schema = MessagesRequest
+    cuts_max_tokens = True
+    answer_type = MessagesAnswer
+
+    async def _translate(self, body: MessagesRequest, size: int) -> ChatCompletionRequest:
+        return await self._serving.executor.run(size, self._translate_all, body)
+
+    def _translate_all(self, body: MessagesRequest) -> ChatCompletionRequest:
+        if body.max_tokens is None:
+            raise bad_request("max_tokens", "is required")
+        request = translate_messages(body)
+        if body.thinking is not None and self._serving.formats.can_limit_reasoning:
+            request.thinking_token_budget = body.thinking.budget_tokens
+        return request

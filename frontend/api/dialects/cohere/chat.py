@@ -29,37 +29,6 @@ def error_body(error: APIError, request_id: str) -> Json:
     return {"id": request_id, "message": error.message}
 
 
-class CohereChats(ChatCompletions):
-    """The route for chats."""
-
-    body_schema = CohereChatRequest
-    cuts_max_tokens = True
-
-    @property
-    def answer_type(self) -> type[ChatAnswer]:
-        """The class that writes answers."""
-        return CohereAnswer
-
-    async def _receive(self, asgi: Asgi, lease: MemoryLease) -> tuple[ChatCompletionRequest, int]:
-        request, size = await super()._receive(asgi, lease)
-        assert isinstance(request, CohereChat)
-        request.reads_lines = _reads_lines(asgi.scope)
-        return request, size
-
-    async def _translate(self, body: CohereChatRequest, size: int) -> ChatCompletionRequest:
-        serving = self._serving
-
-        def shows_documents() -> bool:
-            return "documents" in serving.chat_template(bool(body.tools)).source
-
-        request = await serving.executor.run(size, translate_chat, body, shows_documents)
-        limit = (body.thinking or {}).get("token_budget")
-        if limit is not None and serving.formats.can_limit_reasoning:
-            expect(limit, int, "thinking.token_budget", "an integer")
-            request.thinking_token_budget = limit
-        return request
-
-
 class CohereAnswer(ChatAnswer):
     """The answer to one conversation, in Cohere's format."""
 
@@ -226,3 +195,30 @@ class CohereChunks(BlockChunks[CohereAnswer]):
             events.append(self._event("tool-call-end", index=index))
         elif kind:
             events.append(self._event("content-end", index=index))
+
+
+class CohereChats(ChatCompletions):
+    """The route for chats."""
+
+    body_schema = CohereChatRequest
+    cuts_max_tokens = True
+    answer_type = CohereAnswer
+
+    async def _receive(self, asgi: Asgi, lease: MemoryLease) -> tuple[ChatCompletionRequest, int]:
+        request, size = await super()._receive(asgi, lease)
+        assert isinstance(request, CohereChat)
+        request.reads_lines = _reads_lines(asgi.scope)
+        return request, size
+
+    async def _translate(self, body: CohereChatRequest, size: int) -> ChatCompletionRequest:
+        serving = self._serving
+
+        def shows_documents() -> bool:
+            return "documents" in serving.chat_template(bool(body.tools)).source
+
+        request = await serving.executor.run(size, translate_chat, body, shows_documents)
+        limit = (body.thinking or {}).get("token_budget")
+        if limit is not None and serving.formats.can_limit_reasoning:
+            expect(limit, int, "thinking.token_budget", "an integer")
+            request.thinking_token_budget = limit
+        return request

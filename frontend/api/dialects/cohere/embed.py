@@ -13,12 +13,11 @@ from starlette.responses import Response
 from ....client.embeddings import Vector
 from ....client.engine_client import RequestGroup
 from ....http.errors import APIError, json_response, renamer, renaming, wrong
-from ...bodies.intake import Intake, RouteHandlers, reads
+from ...bodies.intake import reads
 from ...pooling import verify_choice
-from ...routes.embeddings import Embeddings
+from ...routes.embeddings import EmbeddingRoutes
 from ...schema import EmbeddingRequest
 from ...schema.cohere import CohereEmbedRequest
-from ...serving import Serving
 
 _PROMPTS: Final = {
     "search_query": ("query",),
@@ -44,12 +43,8 @@ _ENCODERS: Final[dict[str, Callable[[Vector], Any]]] = {
 """Embedding type -> the JSON value of a vector."""
 
 
-class CohereEmbeddings(RouteHandlers):
+class CohereEmbeddings(EmbeddingRoutes):
     """The route for embeddings."""
-
-    def __init__(self, serving: Serving, intake: Intake, embeddings: Embeddings) -> None:
-        super().__init__(serving, intake)
-        self._embeddings = embeddings
 
     @reads(CohereEmbedRequest)
     async def embed(self, http: Request, body: CohereEmbedRequest, size: int) -> Response:

@@ -45,7 +45,7 @@ def routes(
         route
         for path in PATHS
         for route in (
-            Route(path, interactions, methods=["POST"]),
+            Route(path, interactions),
             Route(f"{path}/{{id}}", stored, methods=["GET", "DELETE"]),
             Route(f"{path}/{{id}}/cancel", CancelledInteractions(stored), methods=["POST"]),
         )

@@ -18,7 +18,7 @@ from ....http.routing import Asgi, Route
 from ...bodies.intake import Intake, RouteHandlers, reads
 from ...bodies.request_memory import MemoryLease
 from ...routes.chat_completions import ChatCompletions, render_request
-from ...routes.embeddings import Embeddings
+from ...routes.embeddings import EmbeddingRoutes, Embeddings
 from ...schema import ChatCompletionRequest, EmbeddingRequest
 from ...schema.gemini import (
     GeminiBatchEmbedRequest,
@@ -69,7 +69,7 @@ def routes(serving: Serving, intake: Intake, embeddings: Embeddings) -> list[Rou
     return [
         Route("/v1beta/models", models.list),
         *(
-            Route(f"{prefix}{{name:path}}{method}", endpoint, methods=["POST"])
+            Route(f"{prefix}{{name:path}}{method}", endpoint)
             for prefix in _PREFIXES
             for method, endpoint in zip(METHODS, endpoints, strict=True)
         ),
@@ -129,12 +129,8 @@ class GeminiTokenCounter(RouteHandlers):
         return json_response({"totalTokens": count, "promptTokensDetails": details})
 
 
-class GeminiEmbeddings(RouteHandlers):
+class GeminiEmbeddings(EmbeddingRoutes):
     """Embeds texts."""
-
-    def __init__(self, serving: Serving, intake: Intake, embeddings: Embeddings) -> None:
-        super().__init__(serving, intake)
-        self._embeddings = embeddings
 
     @reads(GeminiEmbedRequest)
     async def embed(self, http: Request, body: GeminiEmbedRequest, size: int) -> Response:

@@ -12,21 +12,16 @@ from ....client.embeddings import Vector
 from ....client.engine_client import RequestGroup
 from ....http.errors import bad_request, json_response, renamer, renaming
 from ....http.json_pieces import encode_list
-from ...bodies.intake import Intake, RouteHandlers, reads
+from ...bodies.intake import reads
 from ...logprobs import Json
-from ...routes.embeddings import Embeddings
+from ...routes.embeddings import EmbeddingRoutes
 from ...schema import EmbeddingRequest
 from ...schema.sglang import SglangEncodeRequest
-from ...serving import Serving
 from .media import media_of_each
 
 
-class SglangEncode(RouteHandlers):
+class SglangEncode(EmbeddingRoutes):
     """The route for embeddings."""
-
-    def __init__(self, serving: Serving, intake: Intake, embeddings: Embeddings) -> None:
-        super().__init__(serving, intake)
-        self._embeddings = embeddings
 
     @reads(SglangEncodeRequest)
     async def encode(self, http: Request, body: SglangEncodeRequest, size: int) -> Response:

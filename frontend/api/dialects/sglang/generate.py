@@ -36,137 +36,6 @@ from .request import DEFAULT_MAX_TOKENS, SglangPrompt, assign_ids, translate, ve
 from .sessions import Sessions
 
 
-class SglangGenerate(Completions):
-    """The endpoint that completes texts or token ids.
-
-    A request within a session is stored before its client receives the end.
-    """
-
-    body_schema = SglangGenerateRequest
-    default_max_tokens = DEFAULT_MAX_TOKENS
-
-    def __init__(self, serving: Serving, intake: Intake, sessions: Sessions) -> None:
-        super().__init__(serving, intake)
-        self._sessions = sessions
-
-    @property
-    def answer_type(self) -> type[PromptAnswer]:
-        """The class that writes answers."""
-        return SglangAnswer
-
-    async def receive(self, asgi: Asgi, lease: MemoryLease) -> tuple[CompletionRequest, int]:
-        """Return the request and the size of its body in bytes.
-
-        Raises:
-            APIError: The body is too large or invalid, or its session does not exist (4xx).
-        """
-        body, size = await self._intake.receive(asgi, SglangGenerateRequest, lease)
-        request = translate(body)
-        if body.session_params is not None:
-            owner = asgi.state["owner"]
-            request.turn = await self._sessions.find_turn(body.session_params, request, owner)
-        return request, size
-
-    async def prepare(
-        self, request: CompletionRequest, body_size: int, receive: Receive
-    ) -> tuple[list[PreparedPrompt], NewAnswer[CompletionRequest]]:
-        """Return the encoded prompts, and the constructor of the answer."""
-        assert isinstance(request, SglangPrompt)
-        prompts, new_answer = await self._prepare_parts(request, body_size, receive)
-        assign_ids(request, len(prompts))
-        if request.rid is None:
-            for i, (prompt, own_id) in enumerate(zip(prompts, request.request_ids, strict=False)):
-                if not REQUEST_ID.fullmatch(own_id):
-                    raise wrong(f"rid[{i}]", "1 to 128 visible ASCII characters", own_id)
-                prompt.request_id = own_id
-        return prompts, new_answer
-
-    async def _prepare_parts(
-        self, request: SglangPrompt, body_size: int, receive: Receive
-    ) -> tuple[list[PreparedPrompt], NewAnswer[CompletionRequest]]:
-        if not request.parts:
-            prompts, new_answer = await super().prepare(request, body_size, receive)
-            _verify_stream(request, prompts)
-            return prompts, new_answer
-        prompts, size = [], body_size // len(request.parts)
-        with self._serving.request_memory.lease() as lease:
-            for part in request.parts:
-                with renaming(part.sent_name):
-                    [prompt], _ = await super().prepare(part, size, receive)
-                with renaming(lambda name, place=part.place: f"lora_path{place}"):  # type: ignore[misc]
-                    prompt.lora = self._serving.find_lora(part.model)
-                prompt.cache_salt = part.cache_salt
-                _verify_stream(part, [prompt])
-                prompts.append(prompt)
-                lease.count_media(prompt.num_image_bytes)
-                await asyncio.sleep(0)
-        return prompts, partial(self.answer_type, self._serving, request, prompts)
-
-    async def reply(
-        self, answer: Answer[CompletionRequest], group: RequestGroup, asgi: Asgi
-    ) -> None:
-        """Answer a request within a session."""
-        assert isinstance(answer, SglangAnswer)
-        prompt = answer.prompt_of(sequence := group.sequences[0])
-        turn, rid = answer.request.turn, answer.id_of(sequence)
-
-        async def save(output: Delta) -> None:
-            await self._sessions.save_turn(turn, rid, prompt.token_ids, output)
-
-        if answer.request.stream:
-            chunks = answer.chunks()
-
-            async def before_end() -> None:
-                if (output := chunks.ended(sequence.position)) is not None:
-                    await save(output)
-
-            await self._stream(asgi).run(asgi.receive, group, chunks, before_end)
-            return
-        await wait_for_end(group, asgi.receive)
-        outputs = read_outputs(group, shows_abort=True)
-        await save(outputs[0])
-        await json_response(answer.whole(outputs))(*asgi)
-
-    def _fit(
-        self, prompt: Prompt, request: CompletionRequest, params: SamplingParams
-    ) -> PreparedPrompt:
-        assert isinstance(request, SglangPrompt)
-        if request.turn is not None and len(history := request.turn.history):
-            is_text, new = prompt.text is not None, prompt.token_ids
-            if is_text and len(new) and new[0] == self._serving.tokenizer.bos_token_id:
-                new = new[1:]
-            prompt.token_ids, prompt.text = np.concatenate((history, new)), None
-        return super()._fit(prompt, request, params)
-
-    def _params(self, request: CompletionRequest, constraint: Constraint | None) -> SamplingParams:
-        assert isinstance(request, SglangPrompt)
-        params = super()._params(request, constraint)
-        # Listed tokens do not replace the most likely ones.
-        params.logprobs = request.logprobs
-        if request.first_logprob >= 0:
-            params.prompt_logprobs = request.num_prompt_tops
-            params.prompt_logprob_token_ids = params.logprob_token_ids
-        return params
-
-    async def _prompts(self, request: CompletionRequest, body_size: int) -> list[Prompt]:
-        assert isinstance(request, SglangPrompt)
-        executor, config = self._serving.executor, self._serving.config
-        if request.embeds is not None:
-            if request.first_logprob >= 0:
-                raise bad_request("logprob_start_len", "cannot be used with input_embeds")
-            return await executor.run(body_size, embedded_prompts, request, config)
-        prompts = await executor.run(
-            body_size // BYTES_PER_TOKEN_ID,
-            parse_prompts,
-            request.prompt,
-            config.model.prompt_vocab_size,
-            request.prompts_param,
-        )
-        for prompt in prompts:
-            prompt.given_media = request.media
-        return prompts
-
-
 def _verify_stream(request: SglangPrompt, prompts: list[PreparedPrompt]) -> None:
     num_tokens = 0
     if (first := request.first_logprob) >= 0:
@@ -347,3 +216,130 @@ class SglangChunks(ChunkEncoder):
             self._has_ended.add(position)
         result = answer.result(sequence, text, token_ids, delta, lists)
         return event(result if answer.num_sequences == 1 else result | {"index": position})
+
+
+class SglangGenerate(Completions):
+    """The endpoint that completes texts or token ids.
+
+    A request within a session is stored before its client receives the end.
+    """
+
+    body_schema = SglangGenerateRequest
+    default_max_tokens = DEFAULT_MAX_TOKENS
+    answer_type = SglangAnswer
+
+    def __init__(self, serving: Serving, intake: Intake, sessions: Sessions) -> None:
+        super().__init__(serving, intake)
+        self._sessions = sessions
+
+    async def receive(self, asgi: Asgi, lease: MemoryLease) -> tuple[CompletionRequest, int]:
+        """Return the request and the size of its body in bytes.
+
+        Raises:
+            APIError: The body is too large or invalid, or its session does not exist (4xx).
+        """
+        body, size = await self._intake.receive(asgi, SglangGenerateRequest, lease)
+        request = translate(body)
+        if body.session_params is not None:
+            owner = asgi.state["owner"]
+            request.turn = await self._sessions.find_turn(body.session_params, request, owner)
+        return request, size
+
+    async def prepare(
+        self, request: CompletionRequest, body_size: int, receive: Receive
+    ) -> tuple[list[PreparedPrompt], NewAnswer[CompletionRequest]]:
+        """Return the encoded prompts, and the constructor of the answer."""
+        assert isinstance(request, SglangPrompt)
+        prompts, new_answer = await self._prepare_parts(request, body_size, receive)
+        assign_ids(request, len(prompts))
+        if request.rid is None:
+            for i, (prompt, own_id) in enumerate(zip(prompts, request.request_ids, strict=False)):
+                if not REQUEST_ID.fullmatch(own_id):
+                    raise wrong(f"rid[{i}]", "1 to 128 visible ASCII characters", own_id)
+                prompt.request_id = own_id
+        return prompts, new_answer
+
+    async def _prepare_parts(
+        self, request: SglangPrompt, body_size: int, receive: Receive
+    ) -> tuple[list[PreparedPrompt], NewAnswer[CompletionRequest]]:
+        if not request.parts:
+            prompts, new_answer = await super().prepare(request, body_size, receive)
+            _verify_stream(request, prompts)
+            return prompts, new_answer
+        prompts, size = [], body_size // len(request.parts)
+        with self._serving.request_memory.lease() as lease:
+            for part in request.parts:
+                with renaming(part.sent_name):
+                    [prompt], _ = await super().prepare(part, size, receive)
+                with renaming(lambda name, place=part.place: f"lora_path{place}"):  # type: ignore[misc]
+                    prompt.lora = self._serving.find_lora(part.model)
+                prompt.cache_salt = part.cache_salt
+                _verify_stream(part, [prompt])
+                prompts.append(prompt)
+                lease.count_media(prompt.num_image_bytes)
+                await asyncio.sleep(0)
+        return prompts, partial(self.answer_type, self._serving, request, prompts)
+
+    async def reply(
+        self, answer: Answer[CompletionRequest], group: RequestGroup, asgi: Asgi
+    ) -> None:
+        """Answer a request within a session."""
+        assert isinstance(answer, SglangAnswer)
+        prompt = answer.prompt_of(sequence := group.sequences[0])
+        turn, rid = answer.request.turn, answer.id_of(sequence)
+
+        async def save(output: Delta) -> None:
+            await self._sessions.save_turn(turn, rid, prompt.token_ids, output)
+
+        if answer.request.stream:
+            chunks = answer.chunks()
+
+            async def before_end() -> None:
+                if (output := chunks.ended(sequence.position)) is not None:
+                    await save(output)
+
+            await self._stream(asgi).run(asgi.receive, group, chunks, before_end)
+            return
+        await wait_for_end(group, asgi.receive)
+        outputs = read_outputs(group, shows_abort=True)
+        await save(outputs[0])
+        await json_response(answer.whole(outputs))(*asgi)
+
+    def _fit(
+        self, prompt: Prompt, request: CompletionRequest, params: SamplingParams
+    ) -> PreparedPrompt:
+        assert isinstance(request, SglangPrompt)
+        if request.turn is not None and len(history := request.turn.history):
+            is_text, new = prompt.text is not None, prompt.token_ids
+            if is_text and len(new) and new[0] == self._serving.tokenizer.bos_token_id:
+                new = new[1:]
+            prompt.token_ids, prompt.text = np.concatenate((history, new)), None
+        return super()._fit(prompt, request, params)
+
+    def _params(self, request: CompletionRequest, constraint: Constraint | None) -> SamplingParams:
+        assert isinstance(request, SglangPrompt)
+        params = super()._params(request, constraint)
+        # Listed tokens do not replace the most likely ones.
+        params.logprobs = request.logprobs
+        if request.first_logprob >= 0:
+            params.prompt_logprobs = request.num_prompt_tops
+            params.prompt_logprob_token_ids = params.logprob_token_ids
+        return params
+
+    async def _prompts(self, request: CompletionRequest, body_size: int) -> list[Prompt]:
+        assert isinstance(request, SglangPrompt)
+        executor, config = self._serving.executor, self._serving.config
+        if request.embeds is not None:
+            if request.first_logprob >= 0:
+                raise bad_request("logprob_start_len", "cannot be used with input_embeds")
+            return await executor.run(body_size, embedded_prompts, request, config)
+        prompts = await executor.run(
+            body_size // BYTES_PER_TOKEN_ID,
+            parse_prompts,
+            request.prompt,
+            config.model.prompt_vocab_size,
+            request.prompts_param,
+        )
+        for prompt in prompts:
+            prompt.given_media = request.media
+        return prompts

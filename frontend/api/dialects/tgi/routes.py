@@ -9,7 +9,6 @@ from typing import ClassVar
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive
 
 from ..... import __version__
 from .....protocol.errors import ParameterError
@@ -22,8 +21,7 @@ from ...answer import Answer
 from ...bodies.intake import Intake, RouteHandlers, reads
 from ...bodies.request_memory import MemoryLease
 from ...durable.records import replay_body
-from ...endpoint import Endpoint, NewAnswer
-from ...generation import PreparedPrompt
+from ...endpoint import Endpoint, SharedEndpoint
 from ...openapi import accepts
 from ...routes.chat_completions import render_request
 from ...routes.completions import Completions
@@ -70,11 +68,10 @@ class TgiRoot(TgiGenerate):
         return translate(body, stream=bool(body.stream), is_compatible=True)
 
 
-class GenerateRoute(Endpoint[CompletionRequest]):
+class GenerateRoute(SharedEndpoint[CompletionRequest]):
     """The endpoint `/generate`, which passes each body to that of TGI or of SGLang."""
 
     body_schema = SglangGenerateRequest | TgiRequest
-    id_prefix = SglangGenerate.id_prefix
 
     def __init__(self, serving: Serving, intake: Intake, sessions: Sessions) -> None:
         super().__init__(serving, intake)
@@ -99,18 +96,9 @@ class GenerateRoute(Endpoint[CompletionRequest]):
         tgi, size = await self._intake.receive(again, TgiRequest, lease)
         return translate(tgi, stream=False, is_compatible=False), size
 
-    def _endpoint_of(self, request: CompletionRequest) -> Completions:
+    def endpoint_of(self, request: CompletionRequest) -> Endpoint[CompletionRequest]:
+        """Return the endpoint that answers a request."""
         return self._tgi if isinstance(request, TgiPrompt) else self._sglang
-
-    def object_name(self, request: CompletionRequest) -> str:
-        """Return the value of the response's field `object`."""
-        return self._endpoint_of(request).object_name(request)
-
-    async def prepare(
-        self, request: CompletionRequest, body_size: int, receive: Receive
-    ) -> tuple[list[PreparedPrompt], NewAnswer[CompletionRequest]]:
-        """Return the encoded prompts, and the constructor of the answer."""
-        return await self._endpoint_of(request).prepare(request, body_size, receive)
 
     async def _reply(
         self, answer: Answer[CompletionRequest], group: RequestGroup, asgi: Asgi
@@ -185,7 +173,7 @@ def routes(serving: Serving, intake: Intake, sessions: Sessions) -> list[Route]:
     description = TgiDescription(serving, intake)
     return [
         Route("/generate", GenerateRoute(serving, intake, sessions), methods=["POST", "PUT"]),
-        Route("/generate_stream", TgiStream(serving, intake), methods=["POST"]),
+        Route("/generate_stream", TgiStream(serving, intake)),
         Route("/info", description.info),
-        Route("/chat_tokenize", description.tokenize_chat, methods=["POST"]),
+        Route("/chat_tokenize", description.tokenize_chat),
     ]

@@ -86,20 +86,102 @@ class TokenPrompt(CompletionRequest, kw_only=True):
         return f"sampling_params.{name}" if name in COPIED else _rename(name)
 
 
+class TokenAnswer(PromptAnswer):
+    """The tokens that continue a prompt."""
+
+    shows_abort = True
+
+    request: TokenPrompt
+
+    def whole(self, outputs: list[Delta]) -> Json:
+        """Return the complete response body."""
+        choices = self.render_choices(
+            outputs, lambda index, position: self.choice(index, outputs[position])
+        )
+        sequence = self._group.sequences[0]
+        answer = self.envelope | {"choices": choices, "usage": self.usage()}
+        positions = sequence.iterate_prompt_logprobs()
+        if (candidates := self.request.candidates) is not None:
+            file = io.BytesIO()
+            np.save(file, candidate_scores(list(positions), candidates))
+            answer["prompt_token_id_logprobs"] = base64.b64encode(file.getvalue()).decode()
+            positions = without_candidates(sequence.iterate_prompt_logprobs(), candidates)
+        if self.request.prompt_logprobs is not None:
+            answer["prompt_logprobs"] = self.renderer.prompt(positions)
+        return answer | self.prompt_fields(sequence) | self.timing() | self.transfer()
+
+    def chunks(self) -> _Chunks:
+        """Return the encoder of a stream."""
+        return _Chunks(self)
+
+    def prompt_fields(self, sequence: Sequence) -> Json:
+        """Return the token ids of the prompt if the request asks for them; else {}."""
+        if not self.request.return_token_ids:
+            return {}
+        return {"prompt_token_ids": self.prompt_of(sequence).token_ids.tolist()}
+
+    def choice(self, index: int, output: Delta) -> Json:
+        """Return the choice with new output."""
+        choice: Json = {
+            "index": index,
+            "finish_reason": output.finish_reason,
+            "stop_reason": output.stop_reason,
+            "token_ids": output.token_ids,
+            "logprobs": None,
+        }
+        mode, chat = self.request.output_mode, self.request.chat
+        if mode == "text":
+            choice["text"] = output.text
+        if output.logprobs is not None:
+            choice["logprobs"] = (
+                {"content": encode_list(map(self._position, output.logprobs), at_once=1)}
+                if mode == "tokens"
+                else self.renderer.chat(output.logprobs)
+            )
+        if chat is None:
+            return choice
+        [prompt] = self._prompts
+        prompt = msgspec.structs.replace(prompt, text=_end_of(prompt, self.serving))
+        conversation = Conversation(self.serving, chat.request, chat.tools, prompt, self.envelope)
+        if chat.request.include_reasoning is False:
+            # They would show the reasoning.
+            choice |= {"token_ids": None, "logprobs": None}
+        shown = {name: choice[name] for name in ("token_ids", "logprobs")}
+        return conversation.whole_choice(index, output) | shown
+
+    def _position(self, position: PositionLogprobs) -> Json:
+        entry = _entry(position.token_id, position.logprob, position.rank)
+        listed = bool(self.request.logprob_token_ids)
+        top = [
+            _entry(token_id, logprob, None if listed else rank)
+            for rank, (token_id, logprob) in enumerate(position.top, 1)
+            if token_id != position.token_id
+        ]
+        return entry | {"top_logprobs": encode_list([entry, *top])}
+
+
+class _Chunks(Chunks[TokenAnswer]):
+    __slots__ = ()
+    _empty_choice: ClassVar[Json] = {"token_ids": [], "logprobs": None}
+
+    def _render(self, sequence: Sequence) -> bytes:
+        delta, answer = self.read(sequence), self._answer
+        first = sequence.num_read_tokens == len(delta.token_ids)
+        more = answer.prompt_fields(sequence) if first else {}
+        return self.chunk(answer.choice(sequence.position, delta), **more)
+
+
 class VllmGenerate(Completions):
     """The endpoint that continues token ids."""
 
     body_schema = VllmGenerateRequest
     id_prefix = "generate-tokens"
+    answer_type = TokenAnswer
+    object_type = "generate.tokens"
 
     def __init__(self, serving: Serving, intake: Intake) -> None:
         super().__init__(serving, intake)
         self._chats = make_decoder(ChatCompletionRequest, strict=True)
-
-    @property
-    def answer_type(self) -> type[PromptAnswer]:
-        """The class that writes answers."""
-        return TokenAnswer
 
     async def _translate(self, body: VllmGenerateRequest, size: int) -> CompletionRequest:
         params = body.sampling_params or VllmSampling()
@@ -208,95 +290,6 @@ class VllmGenerate(Completions):
         # The ID by which the request can be aborted.
         request_id = request.request_id or answer_id.removeprefix(f"{self.id_prefix}-")
         return envelope | {"request_id": request_id, "output_mode": request.output_mode}
-
-    def object_name(self, request: CompletionRequest) -> str:
-        """Return the value of the response's field `object`."""
-        return "generate.tokens"
-
-
-class TokenAnswer(PromptAnswer):
-    """The tokens that continue a prompt."""
-
-    shows_abort = True
-
-    request: TokenPrompt
-
-    def whole(self, outputs: list[Delta]) -> Json:
-        """Return the complete response body."""
-        choices = self.render_choices(
-            outputs, lambda index, position: self.choice(index, outputs[position])
-        )
-        sequence = self._group.sequences[0]
-        answer = self.envelope | {"choices": choices, "usage": self.usage()}
-        positions = sequence.iterate_prompt_logprobs()
-        if (candidates := self.request.candidates) is not None:
-            file = io.BytesIO()
-            np.save(file, candidate_scores(list(positions), candidates))
-            answer["prompt_token_id_logprobs"] = base64.b64encode(file.getvalue()).decode()
-            positions = without_candidates(sequence.iterate_prompt_logprobs(), candidates)
-        if self.request.prompt_logprobs is not None:
-            answer["prompt_logprobs"] = self.renderer.prompt(positions)
-        return answer | self.prompt_fields(sequence) | self.timing() | self.transfer()
-
-    def chunks(self) -> _Chunks:
-        """Return the encoder of a stream."""
-        return _Chunks(self)
-
-    def prompt_fields(self, sequence: Sequence) -> Json:
-        """Return the token ids of the prompt if the request asks for them; else {}."""
-        if not self.request.return_token_ids:
-            return {}
-        return {"prompt_token_ids": self.prompt_of(sequence).token_ids.tolist()}
-
-    def choice(self, index: int, output: Delta) -> Json:
-        """Return the choice with new output."""
-        choice: Json = {
-            "index": index,
-            "finish_reason": output.finish_reason,
-            "stop_reason": output.stop_reason,
-            "token_ids": output.token_ids,
-            "logprobs": None,
-        }
-        mode, chat = self.request.output_mode, self.request.chat
-        if mode == "text":
-            choice["text"] = output.text
-        if output.logprobs is not None:
-            choice["logprobs"] = (
-                {"content": encode_list(map(self._position, output.logprobs), at_once=1)}
-                if mode == "tokens"
-                else self.renderer.chat(output.logprobs)
-            )
-        if chat is None:
-            return choice
-        [prompt] = self._prompts
-        prompt = msgspec.structs.replace(prompt, text=_end_of(prompt, self.serving))
-        conversation = Conversation(self.serving, chat.request, chat.tools, prompt, self.envelope)
-        if chat.request.include_reasoning is False:
-            # They would show the reasoning.
-            choice |= {"token_ids": None, "logprobs": None}
-        shown = {name: choice[name] for name in ("token_ids", "logprobs")}
-        return conversation.whole_choice(index, output) | shown
-
-    def _position(self, position: PositionLogprobs) -> Json:
-        entry = _entry(position.token_id, position.logprob, position.rank)
-        listed = bool(self.request.logprob_token_ids)
-        top = [
-            _entry(token_id, logprob, None if listed else rank)
-            for rank, (token_id, logprob) in enumerate(position.top, 1)
-            if token_id != position.token_id
-        ]
-        return entry | {"top_logprobs": encode_list([entry, *top])}
-
-
-class _Chunks(Chunks[TokenAnswer]):
-    __slots__ = ()
-    _empty_choice: ClassVar[Json] = {"token_ids": [], "logprobs": None}
-
-    def _render(self, sequence: Sequence) -> bytes:
-        delta, answer = self.read(sequence), self._answer
-        first = sequence.num_read_tokens == len(delta.token_ids)
-        more = answer.prompt_fields(sequence) if first else {}
-        return self.chunk(answer.choice(sequence.position, delta), **more)
 
 
 def _end_of(prompt: Prompt | PreparedPrompt, serving: Serving) -> str:

@@ -41,8 +41,8 @@ def routes(serving: Serving, intake: Intake, weights: Weights) -> list[Route]:
         Route("/release_kv_cache_memory", sleep.release_kv_cache, methods=["POST"]),
         Route("/wake_up", sleep.wake_up, methods=["POST"]),
         Route("/is_sleeping", sleep.is_sleeping),
-        Route("/collective_rpc", weights.call_like_vllm, methods=["POST"]),
-        Route("/generative_scoring", GenerativeScoring(serving, intake), methods=["POST"]),
-        Route("/inference/v1/generate", VllmGenerate(serving, intake), methods=["POST"]),
-        Route("/inference/v1/abort_requests", VllmAborts(serving, intake).abort, methods=["POST"]),
+        Route("/collective_rpc", weights.call_like_vllm),
+        Route("/generative_scoring", GenerativeScoring(serving, intake)),
+        Route("/inference/v1/generate", VllmGenerate(serving, intake)),
+        Route("/inference/v1/abort_requests", VllmAborts(serving, intake).abort),
     ]

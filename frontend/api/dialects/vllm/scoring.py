@@ -27,6 +27,29 @@ class LabelPrompts(CompletionRequest, kw_only=True):
         return "label_token_ids" if name == "logprob_token_ids" else name
 
 
+class ScoringAnswer(PromptAnswer):
+    """The probabilities of the labels for each item."""
+
+    request: LabelPrompts
+
+    def whole(self, outputs: list[Delta]) -> Json:
+        """Return the complete response body."""
+        data = [
+            {"index": index, "object": "score", "score": scores[0], "scores": scores}
+            for index, scores in enumerate(map(self.scores, outputs))
+        ]
+        return self.envelope | {"data": data, "usage": self.usage()}
+
+    def scores(self, output: Delta) -> list[float]:
+        """Return the probabilities of the labels for an item."""
+        [position] = output.logprobs or ()
+        logprobs = np.array([logprob for _, logprob in position.top])
+        if self.request.scoring.apply_softmax and np.isfinite(logprobs.max()):
+            logprobs -= np.logaddexp.reduce(logprobs)
+        scores: list[float] = np.exp(logprobs).tolist()
+        return scores
+
+
 class GenerativeScoring(Completions):
     """The endpoint that scores items. Each needs one step, and shares the prefix of the query with the others.
 
@@ -36,15 +59,8 @@ class GenerativeScoring(Completions):
     body_schema = GenerativeScoringRequest
     id_prefix = "generative-scoring"
     applies_softmax: ClassVar[bool] = True
-
-    @property
-    def answer_type(self) -> type[PromptAnswer]:
-        """The class that writes answers."""
-        return ScoringAnswer
-
-    def object_name(self, request: CompletionRequest) -> str:
-        """Return the value of the response's field `object`."""
-        return "list"
+    answer_type = ScoringAnswer
+    object_type = "list"
 
     async def _translate(self, body: GenerativeScoringRequest, size: int) -> CompletionRequest:
         if not body.label_token_ids:
@@ -98,26 +114,3 @@ class GenerativeScoring(Completions):
             prompt.token_ids if prompt.text is None else np.asarray(token_ids, np.int32)
             for prompt, token_ids in zip(prompts, encoded, strict=True)
         ]
-
-
-class ScoringAnswer(PromptAnswer):
-    """The probabilities of the labels for each item."""
-
-    request: LabelPrompts
-
-    def whole(self, outputs: list[Delta]) -> Json:
-        """Return the complete response body."""
-        data = [
-            {"index": index, "object": "score", "score": scores[0], "scores": scores}
-            for index, scores in enumerate(map(self.scores, outputs))
-        ]
-        return self.envelope | {"data": data, "usage": self.usage()}
-
-    def scores(self, output: Delta) -> list[float]:
-        """Return the probabilities of the labels for an item."""
-        [position] = output.logprobs or ()
-        logprobs = np.array([logprob for _, logprob in position.top])
-        if self.request.scoring.apply_softmax and np.isfinite(logprobs.max()):
-            logprobs -= np.logaddexp.reduce(logprobs)
-        scores: list[float] = np.exp(logprobs).tolist()
-        return scores
