@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Final
 
 import msgspec
@@ -117,6 +118,13 @@ class Pulse:
         """Record that the current step ended."""
         self._step_began = None
         self._num_steps += 1
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Let a call outside steps count as a hang if it takes longer than a step may take."""
+        began, self._step_began = self._step_began, self._step_began or time.monotonic()
+        yield
+        self._step_began = began
 
     def _beat(self) -> None:
         while True:

@@ -76,6 +76,18 @@ class LoraLoad(msgspec.Struct, array_like=True, gc=False, frozen=True):
     adapter: LoraAdapter
 
 
+class CheckedLoad(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, frozen=True):
+    """Blocks of one KV-cache group that a connector loads, and that must contain only finite numbers.
+
+    An asynchronous load is checked when transfer `transfer_id` ends. A synchronous one has no transfer id, and is
+    checked before the step is computed.
+    """
+
+    block_ids: I32
+    transfer_id: int | None = None
+    group: int = 0
+
+
 class SchedulerOutput(msgspec.Struct, tag="step", array_like=True, omit_defaults=True, gc=False):
     """One step: what changed since the previous step, and what to execute.
 
@@ -104,6 +116,7 @@ class SchedulerOutput(msgspec.Struct, tag="step", array_like=True, omit_defaults
     * `num_common_blocks` is the number of first blocks that the whole batch shares in the full-attention groups.
     * `lora_loads` are started by this step, which does not wait for them.
     * `cleared_blocks` int32 are filled with zeros before anything else, because loads that failed may have written NaN.
+    * `checked_loads` are the loads that this step starts, if the connector may report success although it wrote NaN.
     """
 
     step: int
@@ -123,6 +136,7 @@ class SchedulerOutput(msgspec.Struct, tag="step", array_like=True, omit_defaults
     lora_loads: list[LoraLoad] = []
     draft_limits: I32 = b""
     cleared_blocks: I32 = b""
+    checked_loads: list[CheckedLoad] = []
 
 
 class GrammarOutput(msgspec.Struct, tag="grammar", array_like=True, gc=False, frozen=True):

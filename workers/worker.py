@@ -148,7 +148,8 @@ class Worker:
                 held = runner.release_requests()
                 if self._connector is not None:
                     self._connector.epoch = self._epoch
-                    self._connector.reset()
+                    with self._pulse.watching():
+                        self._connector.reset()
                 self._core.send(WorkerReady(self._rank, held))
                 self._status.report(Stage.READY)
         runner.close()
@@ -235,7 +236,9 @@ class Worker:
     def _report_transfers(self, connector: KVConnector) -> None:
         """Send the reports of the KV connector, once a core has greeted this worker and can receive them."""
         if self._next_step:
-            for output in connector.take_reports():
+            with self._pulse.watching():
+                reports = connector.take_reports()
+            for output in reports:
                 self._core.send(KVConnectorReport(self._rank, output))
 
     def _enqueue(self, command: WorkerCommand) -> None:

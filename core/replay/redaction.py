@@ -17,6 +17,7 @@ from ...protocol.block_hash import HASH_BYTES
 from ...protocol.config import KVTransferConfig, SchedulerConfig
 from ...protocol.encoder_inputs.inputs import EncoderInput
 from ...protocol.file_identity import LoraAdapter
+from ...protocol.kv_transfer.multi import needs_checks
 from ...protocol.messages import AppendInputs, EngineCoreRequest, FinishedRequest
 from ...protocol.sampling_params import SamplingParams
 from ...protocol.worker_messages import (
@@ -69,8 +70,11 @@ def redact_kv_transfer(config: KVTransferConfig) -> KVTransferConfig:
     """Return only the settings that the scheduler itself reads."""
     return KVTransferConfig(
         "recorded",
+        kv_role=config.kv_role,
+        kv_connector_module_path="recorded" if needs_checks(config) else None,
         kv_load_failure_policy=config.kv_load_failure_policy,
         transfer_timeout_s=config.transfer_timeout_s,
+        load_timeout_s=config.load_timeout_s,
     )
 
 

@@ -329,7 +329,7 @@ class Admission:
         if transfers is not None:
             manager.allocate_claimed([claim])
             if num_external and not transfers.update_after_alloc(
-                request, claim.tables[0], num_external
+                request, claim.tables[0], prefix.num_tokens, num_external
             ):
                 return None
         if request.num_reserved_tokens:

@@ -16,6 +16,7 @@ from ..kv_cache.block_tables import RequestBlocks
 from ..kv_cache.cached_prefix import Deferred
 from ..kv_cache.connector import BlockConnector, ExternalMatch, KVConnector, RequestEnd
 from ..kv_cache.external_load import ExternalLoad, HeldLoad, LoadInProgress
+from ..kv_cache.load_checks import LoadChecks
 from ..kv_cache.manager import Prefix
 from ..state.batch import StepInFlight
 from ..state.request import Request, RequestKey, RequestStatus
@@ -63,6 +64,7 @@ class KVTransfers:
             self.blocks.observe_pool(pool.get_cached_block, manager.block_size)
             pool.listener = self.blocks
         self.stats = KVConnectorStats()
+        self._checks = LoadChecks(config, manager.block_size)
         self._loads: dict[int, LoadInProgress] = {}
         self._new_loads: list[LoadInProgress] = []
         self._load_deadlines: deque[tuple[float, LoadInProgress]] = deque()
@@ -168,6 +170,7 @@ class KVTransfers:
         if self._unclean:
             step.cleared_blocks = int32_bytes(sorted(self._unclean))
             self._unclean.clear()
+        self._checks.add_to_step(step)
 
     def take_stats(self) -> KVConnectorStats:
         """Return counts since the last call."""
@@ -226,8 +229,10 @@ class KVTransfers:
             self._has_unanswered = True
         return found
 
-    def update_after_alloc(self, request: Request, blocks: list[int], num_tokens: int) -> bool:
-        """Report the blocks allocated for a load to the connector.
+    def update_after_alloc(
+        self, request: Request, blocks: list[int], num_computed: int, num_tokens: int
+    ) -> bool:
+        """Report the blocks allocated for a load of `num_tokens` tokens after the computed ones to the connector.
 
         Return False if the connector raised an error, which fails the request and frees its blocks.
         """
@@ -237,6 +242,7 @@ class KVTransfers:
             self._manager.pool.release_blocks(blocks)
             self._fail(request, error)
             return False
+        self._checks.add_synchronous(blocks, num_computed, num_tokens)
         self._has_updates = True
         return True
 
@@ -270,6 +276,7 @@ class KVTransfers:
         else:
             (blocks,) = tables
             self.connector.update_state_after_alloc(load.request, blocks, load.num_external)
+        self._checks.add_asynchronous(load, tables)
         started = self._loads[load.request.transfer_id] = LoadInProgress(load, invalid_blocks)
         self._new_loads.append(started)
         self._has_updates = True

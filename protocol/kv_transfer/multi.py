@@ -42,6 +42,15 @@ def child_configs(config: KVTransferConfig) -> list[KVTransferConfig]:
     return msgspec.convert(connectors, list[KVTransferConfig])
 
 
+def needs_checks(config: KVTransferConfig) -> bool:
+    """Return whether workers check the numbers in loaded blocks: if a connector comes from a module.
+
+    The connectors of Engine verify checksums, which is enough, because stored numbers are finite.
+    """
+    children = child_configs(config) if config.kv_connector == MULTI_CONNECTOR else [config]
+    return any(child.kv_connector_module_path is not None for child in children)
+
+
 def with_ports_of_core(config: KVTransferConfig, core_index: int) -> KVTransferConfig:
     """Return the configuration in which each port is that of the first worker of a core, instead of core 0."""
     extra = config.kv_connector_extra_config

@@ -129,7 +129,8 @@ class AttentionLayer(msgspec.Struct, frozen=True):
 class HeadRegion(msgspec.Struct, frozen=True):
     """Heads in a layer's part of a block: an array [`count`, heads, `unit_elements`], from `first_element` on.
 
-    Ranks divide `num_heads` heads. Index keys are one head, which all ranks have.
+    Ranks divide `num_heads` heads. Index keys are one head, which all ranks have. If the elements are integers, the
+    last `num_scale_bytes` of every `period` bytes of a head are scales in float32.
     """
 
     first_element: int
@@ -137,6 +138,8 @@ class HeadRegion(msgspec.Struct, frozen=True):
     stride_elements: int
     num_heads: int
     unit_elements: int
+    period: int = 0
+    num_scale_bytes: int = 0
 
 
 class IndexQueries(msgspec.Struct, frozen=True):

@@ -89,11 +89,19 @@ class NativeAttention(PagedAttention):
         spec = self.spec
         head_elements = self._elements(1, self.head_dim)
         own_elements = self.elements_of_layer
-        regions = [HeadRegion(0, 1, own_elements, num_kv_heads, head_elements)]
+        scales = self._scales(self.head_dim)
+        regions = [HeadRegion(0, 1, own_elements, num_kv_heads, head_elements, *scales)]
         if spec.index_dim and not spec.latent_rank:
             index_elements = self.block_size * self._padded(spec.index_dim)
-            regions.append(HeadRegion(own_elements, 1, index_elements, 1, index_elements))
+            scales = self._scales(spec.index_dim)
+            regions.append(HeadRegion(own_elements, 1, index_elements, 1, index_elements, *scales))
         return regions
+
+    def _scales(self, head_dim: int) -> tuple[int, int]:
+        """Return the size of a head's keys, or of its values, and that of the scales at their end, in int8."""
+        if dtype_name(self.dtype) != "int8":
+            return 0, 0
+        return self.block_size * self._padded(head_dim), self.block_size * _SCALE_BYTES
 
     @property
     def elements_of_layer(self) -> int:

@@ -23,9 +23,9 @@ from ..batch import AttentionBatch, PersistentBatch, StepPlan
 from ..cpu.attention import NativeAttention
 from ..device import host_memory
 from ..device.cpu_offload import CPUOffloadCache
-from ..device.dtypes import AnyArray, HostDevice, on_host, torch_device, torch_dtype
+from ..device.dtypes import AnyArray, HostDevice, dtype_name, on_host, torch_device, torch_dtype
 from ..kv_transfer.block_memory import BlockMemory
-from ..kv_transfer.block_regions import Region
+from ..kv_transfer.block_regions import Numbers, Region
 from ..layers.layer_spec import LayerSpec, windows_by_group
 from ..layers.spec import ModelSpec
 from ..models.kv_cache_groups import kv_cache_groups
@@ -155,8 +155,9 @@ class KVCache:
         if model.spec.compressed is not None:
             # All ranks have all of a block that several layers share.
             own = f"{model.shard.layers.start}-{model.shard.layers.stop}"
+            numbers = Numbers(dtype_name(self._attention.dtype))
             return [
-                Region(f"{own}.{group}.{page}", group, page, 0, (1,), (size,), 1, size)
+                Region(f"{own}.{group}.{page}", group, page, 0, (1,), (size,), 1, size, numbers)
                 for group in sorted(set(self._group_of_cache))
                 for page in range(self._num_tensors)
             ]
@@ -189,6 +190,9 @@ class KVCache:
                 (each.stride_elements * item,),
                 each.num_heads,
                 each.unit_elements * item,
+                Numbers("float32", each.period, each.num_scale_bytes)
+                if each.period
+                else Numbers(dtype_name(self._attention.dtype)),
             )
             for number, each in enumerate(attention.head_regions(layer.num_kv_heads))
         ]
@@ -197,10 +201,11 @@ class KVCache:
         self, name: str, group: int, page: int, parts: StateParts, offset: int = 0
     ) -> list[Region]:
         ranks = self._model.shard.tensor_parallel.size
-        item = self._model.hidden_dtype.itemsize
+        inputs_dtype = self._model.hidden_dtype
+        item = inputs_dtype.itemsize
         regions: list[Region] = []
 
-        def add(part: StatePart, rows: int, row_bytes: int, element_bytes: int) -> None:
+        def add(part: StatePart, rows: int, row_bytes: int, element_bytes: int, dtype: str) -> None:
             nonlocal offset
             run_bytes = part.num_elements(ranks) // part.runs * element_bytes
             regions.append(
@@ -213,12 +218,13 @@ class KVCache:
                     (row_bytes, run_bytes),
                     part.units,
                     part.width * element_bytes,
+                    Numbers(dtype),
                 )
             )
             offset += part.runs * run_bytes
 
         for part in parts.recurrent:
-            add(part, 1, 0, 4)
+            add(part, 1, 0, 4, "float32")
         is_native = isinstance(self._attention, NativeAttention)
         tables = (is_native and parts.native_tables) or (len(parts.inputs),)
         inputs, first = iter(parts.inputs), offset
@@ -226,7 +232,7 @@ class KVCache:
             offset, table = first, list(islice(inputs, num_parts))
             row_bytes = sum(part.num_elements(ranks) for part in table) * item
             for part in table:
-                add(part, parts.num_inputs, row_bytes, item)
+                add(part, parts.num_inputs, row_bytes, item, dtype_name(inputs_dtype))
             first += parts.num_inputs * row_bytes
         if parts.beside is not None:
             regions += self._state_regions(f"{name}.beside", group, page, parts.beside, first)

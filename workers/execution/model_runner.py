@@ -11,11 +11,13 @@ import torch
 from ...protocol.arrays import int32_view
 from ...protocol.config import EngineConfig, ProposerMethod
 from ...protocol.kv_cache_groups import KVCacheGroup
+from ...protocol.kv_transfer.multi import needs_checks
 from ...protocol.worker_messages import HeldRequest, ModelRunnerOutput, SchedulerOutput
 from ..cpu.decoder import NativeDecoder
 from ..device.dtypes import HostDevice, configured_dtype, torch_device, torch_dtype
 from ..device.errors import explaining_device_errors
 from ..kv_transfer.block_regions import BlockRegions
+from ..kv_transfer.checked_connector import CheckedConnector
 from ..kv_transfer.connector import ConnectorContext, KVConnector, create_connector
 from ..kv_transfer.fingerprint import cache_fingerprint, divided_fingerprint
 from ..loaders import Checkpoint
@@ -194,6 +196,8 @@ class ModelRunner:
                 self._config, transfer, self._core_index, self._rank, memory, fingerprint, regions
             )
             self.connector = create_connector(context)
+            if needs_checks(transfer):
+                self.connector = CheckedConnector(self.connector, memory, regions)
 
     def warm_up(self) -> None:
         """Do all preparations that would otherwise delay the first step."""
@@ -227,6 +231,8 @@ class ModelRunner:
             if self.connector is not None:
                 self.connector.begin_step(output.kv_connector_metadata)
                 self.connector.start_loads()
+                if isinstance(self.connector, CheckedConnector):
+                    self.connector.check_loads(output.checked_loads)
             self.kv_cache.copy_in(output)
             self._execution.release_slots(output)
             self._requests.apply_output(output)

@@ -72,6 +72,10 @@ class BlockMemory:
         event.record(torch.cuda.current_stream(self.device))
         return event
 
+    def page_of(self, blocks: Sequence[int], page: int) -> NDArray[np.uint8]:
+        """Return copies of the parts of blocks in a cache tensor, uint8 [k, P], after the steps that were started."""
+        return on_host(self._pages[page][list(blocks)])
+
     def read(self, blocks: Sequence[int], out_kB: NDArray[np.uint8], rows: Sequence[int]) -> None:
         """Copy blocks to the rows `rows` of `out_kB`, after all steps that have been started.
 

@@ -8,8 +8,8 @@ bytes that a rank of one size has for a rank of another size follow from the two
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -17,6 +17,22 @@ from numpy.typing import NDArray
 
 from ...protocol.block_hash import HASH_BYTES
 from ..layers.parallel.tensor_parallel import TensorParallel
+
+_INFINITY: Final[dict[str, np.unsignedinteger[Any]]] = {
+    "float32": np.uint32(0x7F80_0000),
+    "bfloat16": np.uint16(0x7F80),
+    "float16": np.uint16(0x7C00),
+    "float8_e4m3fn": np.uint8(0x7F),
+}
+"""The bits that are all set in NaN and infinity, and in no finite number."""
+
+
+class Numbers(msgspec.Struct, frozen=True):
+    """The floating-point numbers in a unit: the last `num_bytes` of every `period` bytes, or all if these are 0."""
+
+    dtype: str
+    period: int = 0
+    num_bytes: int = 0
 
 
 class Region(msgspec.Struct, frozen=True):
@@ -31,6 +47,7 @@ class Region(msgspec.Struct, frozen=True):
         strides: The distances of their elements in bytes.
         units: The number of units of all ranks.
         unit_bytes: The size of a unit.
+        numbers: The floating-point numbers in a unit; None if it has none.
     """
 
     name: str
@@ -41,6 +58,23 @@ class Region(msgspec.Struct, frozen=True):
     strides: tuple[int, ...]
     units: int
     unit_bytes: int
+    numbers: Numbers | None = None
+
+    def has_non_finite(self, blocks_kB: NDArray[np.uint8], num_units: int) -> NDArray[np.bool]:
+        """Return for each of k blocks whether NaN or infinity is in the region, given their parts of its tensor."""
+        if self.numbers is None:
+            return np.zeros(len(blocks_kB), np.bool)
+        mask = _INFINITY[self.numbers.dtype]
+        period = self.numbers.period or self.unit_bytes
+        num_bytes = self.numbers.num_bytes or period
+        view = np.lib.stride_tricks.as_strided(
+            blocks_kB[:, self.offset + period - num_bytes :],
+            (len(blocks_kB), *self.counts, num_units, self.unit_bytes // period, num_bytes),
+            (blocks_kB.strides[0], *self.strides, self.unit_bytes, period, 1),
+        )
+        numbers = view.view(mask.dtype)
+        found: NDArray[np.bool] = ((numbers & mask) == mask).any(axis=tuple(range(1, view.ndim)))
+        return found
 
     def view(self, parts: Sequence[memoryview], num_units: int) -> NDArray[np.uint8]:
         """Return a view of the region, uint8 [*counts, num_units, unit_bytes], given the parts of a block."""
@@ -105,6 +139,26 @@ class BlockRegions:
             stop = start + piece.size
             piece[...] = np.frombuffer(data[start:stop], np.uint8).reshape(piece.shape)
             start = stop
+
+    def find_non_finite(
+        self, group: int, read_page: Callable[[int], NDArray[np.uint8]]
+    ) -> NDArray[np.bool]:
+        """Return for each of k blocks of a group whether it contains NaN or infinity.
+
+        Args:
+            group: The KV-cache group of the blocks.
+            read_page: Returns the parts of the blocks in a cache tensor, uint8 [k, P].
+        """
+        by_page: dict[int, list[Region]] = {}
+        for region in self._regions.get(group, ()):
+            by_page.setdefault(region.page, []).append(region)
+        found = np.zeros(1, np.bool)
+        for page, regions in by_page.items():
+            parts_kP = read_page(page)
+            for region in regions:
+                own = TensorParallel(self.own.rank, self.own.size).part(region.units)
+                found = found | region.has_non_finite(parts_kP, len(own))
+        return found
 
     def has_part_of(self, source: PeerRank) -> bool:
         """Return whether this rank needs bytes of a rank of another server."""

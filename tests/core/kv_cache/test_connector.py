@@ -186,6 +186,21 @@ def assert_block_was_cleared_before_its_use(harness: Harness, start: NewRequestD
     assert clearing.step <= next(step.step for step in harness.steps if start in step.new_requests)
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+def test_8_3_the_workers_check_the_blocks_that_a_connector_from_a_module_loads(is_async):
+    harness = Harness(connector=load(7, is_async=is_async), max_in_flight=1)
+    harness.add([1] * 4 + [2], 2)
+    harness.drain()
+    key = harness.add([1] * 4 + [3] * 12, 2)
+    harness.drain()
+    (start,) = (new for step in harness.steps for new in step.new_requests if new.request_id == key)
+    checked = [load for step in harness.steps for load in step.checked_loads][-1]
+    # The first block is found in the prefix cache, and the last one is computed.
+    assert int32_view(checked.block_ids).tolist() == int32_view(start.block_ids[0])[1:3].tolist()
+    assert (checked.transfer_id is not None) == is_async
+    assert checked.group == 0
+
+
 @pytest.mark.parametrize("caching", [False, True])
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_8_3_a_failed_synchronous_load_skips_the_output_and_computes_from_the_valid_prefix(

@@ -144,7 +144,7 @@ def test_a_dump_contains_no_text_or_tokens_of_users():
     [
         (messages.EngineCoreRequest, 24),
         (worker_messages.ModelRunnerOutput, 15),
-        (worker_messages.SchedulerOutput, 17),
+        (worker_messages.SchedulerOutput, 18),
         (worker_messages.NewRequestData, 13),
         (messages.EngineCoreOutputs, 17),
         (EncoderInput, 13),

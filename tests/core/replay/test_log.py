@@ -268,7 +268,12 @@ def test_a_different_call_of_a_connector_is_reported():
 def test_a_dump_contains_no_connector_name():
     harness = RecordedHarness(connector=ModelConnector())
     dump = harness.dump()
-    assert dump.setup.kv_transfer == KVTransferConfig("recorded", transfer_timeout_s=1000.0)
+    assert dump.setup.kv_transfer == KVTransferConfig(
+        "recorded",
+        kv_connector_module_path="recorded",
+        transfer_timeout_s=1000.0,
+        load_timeout_s=1000.0,
+    )
 
 
 def test_too_many_requests_for_a_snapshot_leave_a_gap_that_closes(monkeypatch):

@@ -88,6 +88,7 @@ class Harness:
         self.kv_transfer = connector and KVTransferConfig(
             "model",
             kv_role,  # type: ignore[arg-type]
+            "module",
             kv_load_failure_policy=load_failure_policy,
             transfer_timeout_s=transfer_timeout_s,
             load_timeout_s=load_timeout_s,
@@ -108,9 +109,8 @@ class Harness:
         self._encoder_connector = encoder_connector
         self.scheduler = self._make_scheduler()
         num_uncertain = 0
-        if speculative is not None:
-            num_uncertain = 4 * (speculative.num_speculative_tokens + 1)
-            num_uncertain += speculative.num_lookahead_tokens
+        if drafts := speculative:
+            num_uncertain = 4 * (drafts.num_speculative_tokens + 1) + drafts.num_lookahead_tokens
         self.max_total_tokens = min(
             max_model_len,
             (self.config.token_unit == 1)
