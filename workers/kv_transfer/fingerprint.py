@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from ...protocol.checkpoint.content_hash import hash_content
-from ...protocol.config import EngineConfig, LoadFormat
+from ...protocol.config import EngineConfig, LoadFormat, ModelConfig
 from ..attention import PagedAttention
 from ..cpu.attention import NativeAttention
 from ..cpu.library import LIBRARY_PATH, instruction_set
@@ -79,6 +79,7 @@ def _facts(
         config.model.seed if config.model.load_format is LoadFormat.DUMMY else None,
         config.model.quantization,
         repr(model.spec),
+        hash_config_files(config.model),
         _describe_head(config),
         type(model).__name__,
         type(attention).__name__,
@@ -92,6 +93,27 @@ def _facts(
         if is_native
         else str(torch.__version__),
     )
+
+
+def hash_config_files(model: ModelConfig) -> bytes:
+    """Return a hash of all that configures a model and its inputs, besides the headers of weights.
+
+    It covers what no spec contains, such as the details of a quantization, the normalization of pixels, and code of the
+    checkpoint. The tokenizer is not part of it, because blocks are found by their tokens.
+    """
+    directory = Path(model.path)
+    files = {*directory.glob("*config.json"), *directory.glob("params.json")}
+    if model.trust_remote_code:
+        files |= {*directory.glob("*.py")}
+    given = (model.hf_overrides, model.images, model.videos, model.audio, model.chat_audio)
+    digest = hashlib.sha256(msgspec.json.encode(given, order="deterministic"))
+    for file in sorted(files):
+        if file.name not in _OTHER_CONFIGS:
+            digest.update(hashlib.sha256(file.name.encode() + b"\0" + file.read_bytes()).digest())
+    return digest.digest()
+
+
+_OTHER_CONFIGS: Final = frozenset({"generation_config.json", "tokenizer_config.json"})
 
 
 def _describe_head(config: EngineConfig) -> tuple[str, list[bytes]] | None:

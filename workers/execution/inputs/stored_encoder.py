@@ -21,6 +21,7 @@ from ....protocol.config import EngineConfig, LoadFormat
 from ....protocol.config.audio.tower import CausalSpec
 from ....protocol.errors import ConfigError
 from ...cpu.library import LIBRARY_PATH, instruction_set
+from ...kv_transfer.fingerprint import hash_config_files
 from ...layers.spec import ModelSpec
 from ...models.encoder import Encoder
 from .output_files import OutputFiles
@@ -260,6 +261,7 @@ def _fingerprint(
         model.seed if model.load_format is LoadFormat.DUMMY else None,
         model.quantization,
         repr(spec),
+        hash_config_files(model),
         str(dtype),
         str(torch.__version__),
         "cpu" if device.type == "cpu" else torch.cuda.get_device_name(),
