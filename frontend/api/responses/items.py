@@ -14,6 +14,7 @@ from ...media.sources.processor_fields import LIMITS_OF_PARTS
 from ..inputs.files import translate_file
 from ..inputs.stored_files import media_type_of
 from ..logprobs import Json
+from ..tools.tool_definitions import tools_for_template
 from .client_tools import CALLS, OUTPUTS, TOOL_SEARCH, write_output
 from .ids import item_id
 from .namespaces import full_name, place_loaded_tools
@@ -194,8 +195,8 @@ class MessageBuilder:
             case "tool_search_output":
                 if item.get("call_id") is not None:
                     loaded = [each.tool for each in place_loaded_tools(item, where)]
-                    names = [tool[tool["type"]].get("name") for tool in loaded]
-                    text = msgspec.json.encode({"tools": names}).decode()
+                    shown = {"tools": tools_for_template(loaded, f"{where}.tools")}
+                    text = msgspec.json.encode(shown).decode()
                     self._add_output(item, where, text)
             case "agent_message":
                 self._open = None

@@ -30,6 +30,7 @@ class PlacedTool(NamedTuple):
         namespace: The namespace of the tool; "" for none.
         name: The name of the tool within its namespace.
         client_tool: The type of a tool that OpenAI defines; "" for any other.
+        is_in_output: True if the output of a search, which the model reads, defines the tool.
     """
 
     where: str
@@ -37,6 +38,13 @@ class PlacedTool(NamedTuple):
     namespace: str
     name: Any
     client_tool: str = ""
+    is_in_output: bool = False
+
+    @property
+    def model_name(self) -> str:
+        """The name that the model uses for the tool; "" if the tool has no valid name."""
+        name = self.tool[self.tool["type"]].get("name")
+        return name if isinstance(name, str) else ""
 
 
 def full_name(namespace: str, name: str) -> str:
@@ -55,7 +63,7 @@ def place_tools(tools: Iterable[Json] | None, items: Iterable[Json] = ()) -> lis
     placed = list(_place_tools(tools or (), "tools"))
     names: dict[str, PlacedTool] = {}
     for each in placed:
-        name = _model_name(each)
+        name = each.model_name
         first = names.setdefault(name, each)
         is_same = first is each or not name
         if not is_same and any(tool.namespace or tool.client_tool for tool in (first, each)):
@@ -63,21 +71,15 @@ def place_tools(tools: Iterable[Json] | None, items: Iterable[Json] = ()) -> lis
                 each.where,
                 f"has the full name {echo(name)}, which is also the name of another tool",
             )
-    known = set(map(_model_name, placed))
+    known = {each.model_name for each in placed}
     for i, item in enumerate(items):
         # Searches may load a tool several times.
         for each in place_loaded_tools(item, f"input[{i}]"):
-            name = _model_name(each)
+            name = each.model_name
             if not name or name not in known:
                 known.add(name)
                 placed.append(each)
     return placed
-
-
-def _model_name(placed: PlacedTool) -> str:
-    """Return the name that the model uses for a tool; "" if the tool has no valid name."""
-    name = placed.tool[placed.tool["type"]].get("name")
-    return name if isinstance(name, str) else ""
 
 
 def place_loaded_tools(item: Json, where: str) -> Iterator[PlacedTool]:
@@ -86,7 +88,10 @@ def place_loaded_tools(item: Json, where: str) -> Iterator[PlacedTool]:
         tools = expect(item.get("tools"), list, f"{where}.tools", "an array")
         for i, tool in enumerate(tools):
             expect(tool, dict, f"{where}.tools[{i}]", "an object")
-        yield from _place_tools(tools, f"{where}.tools")
+        # The model does not read the output of a search that OpenAI's servers ran.
+        is_read = item["type"] == "tool_search_output" and item.get("call_id") is not None
+        for placed in _place_tools(tools, f"{where}.tools"):
+            yield placed._replace(is_in_output=is_read)
 
 
 def _place_tools(tools: Iterable[Json], param: str) -> Iterator[PlacedTool]:

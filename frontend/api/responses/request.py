@@ -12,7 +12,7 @@ from starlette.datastructures import QueryParams
 from ...http.errors import APIError, bad_request, expect, renamer, wrong
 from ..generation import MAX_USER_CHARACTERS
 from ..logprobs import Json
-from ..schema import ChatCompletionRequest
+from ..schema import AgentChat, ChatCompletionRequest
 from ..schema.responses import (
     SHARED_FIELDS,
     ResponseCreateRequest,
@@ -92,7 +92,7 @@ class Exchange:
         return name in (self.body.include or ())
 
 
-class ResponseChat(ChatCompletionRequest, kw_only=True):
+class ResponseChat(AgentChat, kw_only=True):
     """The chat completion request of a response. `run` is its background run; None if its client waits for it."""
 
     exchange: Any = None
@@ -136,7 +136,7 @@ def translate_prompt(
     Raises:
         APIError: A field is invalid; it is named as in the body (400).
     """
-    return ChatCompletionRequest(**_prompt_fields(body, context, items, files, places))
+    return AgentChat(**_prompt_fields(body, context, items, files, places))
 
 
 def _prompt_fields(
@@ -162,12 +162,14 @@ def _prompt_fields(
         expect(effort, str, "reasoning.effort", "a string")
     if verbosity is not None:
         expect(verbosity, str, "text.verbosity", '"low", "medium" or "high"')
-    tools = [placed.tool for placed in place_tools(body.tools, [*context, *items])]
+    placed = place_tools(body.tools, [*context, *items])
+    tools = [each.tool for each in placed]
     choice = choose_full_name(_tool_choice(body.tool_choice, has_tools=bool(tools)))
     return {
         "model": body.model,
         "messages": builder.messages,
         "tools": tools or None,
+        "loaded_tools": frozenset(each.model_name for each in placed if each.is_in_output),
         "tool_choice": choice,
         "parallel_tool_calls": body.parallel_tool_calls,
         # The format applies to text, and there is no text if a call is forced.
@@ -275,7 +277,9 @@ def sent_name(body: ResponseFields, places: dict[int, str], name: str) -> str:
     place = places.get(int(found[1])) if found[1] else None
     if place is None or isinstance(body.input, str):
         return "input"
-    return place + name[found.end() :].replace(".image_url.url", ".image_url")
+    # The Responses API has these fields without the inner object.
+    rest = name[found.end() :].replace(".image_url.url", ".image_url")
+    return place + rest.replace(".file.file_data", ".file_data")
 
 
 def _rename_tool(param: str, body: ResponseFields) -> str:

@@ -299,12 +299,26 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
         return "top_logprobs" if name == "logprobs" else super().sent_name(name)
 
     def shows_tool(self, name: str) -> bool:
-        """Return whether the prompt begins with the definition of a tool. Otherwise a message has it."""
+        """Return whether the prompt begins with the definition of a tool."""
         return True
 
 
 def _has_prefix(message: Any) -> bool | None:
     return True if isinstance(message, dict) and message.get("prefix") is True else None
+
+
+class AgentChat(ChatCompletionRequest, kw_only=True):
+    """A chat completion request from an API with tools that messages load.
+
+    Attributes:
+        loaded_tools: The tools that messages define, so that loading them leaves the prompt before it in the cache.
+    """
+
+    loaded_tools: frozenset[str] = frozenset()
+
+    def shows_tool(self, name: str) -> bool:
+        """Return whether the prompt begins with the definition of a tool."""
+        return name not in self.loaded_tools
 
 
 class BatchChatCompletionRequest(ChatCompletionRequest, kw_only=True):

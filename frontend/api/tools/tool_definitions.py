@@ -74,9 +74,11 @@ def parse_tools(request: ChatCompletionRequest) -> dict[str, Tool]:
     return {tool.name: tool for tool in found}
 
 
-def tools_for_template(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """Return the tools of a tokenization request in the format that templates read."""
-    return [_parse_tool(tool, f"tools[{i}]").shown for i, tool in enumerate(tools or ())]
+def tools_for_template(
+    tools: list[dict[str, Any]] | None, where: str = "tools"
+) -> list[dict[str, Any]]:
+    """Return the tools in the field `where` in the format that templates read."""
+    return [_parse_tool(tool, f"{where}[{i}]").shown for i, tool in enumerate(tools or ())]
 
 
 def _parse_tool(tool: dict[str, Any], where: str) -> Tool:

@@ -14,7 +14,7 @@ import msgspec
 from ....http.errors import bad_request, expect, wrong
 from ...bodies.conversion import read_part
 from ...logprobs import Json
-from ...schema import ChatCompletionRequest
+from ...schema import AgentChat, ChatCompletionRequest
 from ...schema.anthropic import MessagesRequest, OutputConfig, ToolChoice
 from .blocks import (
     AssistantMessage,
@@ -61,22 +61,12 @@ _DATA: Final = ".source.data"
 _SUMMARY: Final = "Summary of the conversation before this message:"
 
 
-class MessagesPrompt(ChatCompletionRequest, kw_only=True):
-    """A chat completion request from Anthropic's API.
-
-    Attributes:
-        loaded_tools: The tools that are defined by the result of a search for tools.
-    """
-
-    loaded_tools: frozenset[str] = frozenset()
+class MessagesPrompt(AgentChat, kw_only=True):
+    """A chat completion request from Anthropic's API."""
 
     def sent_name(self, name: str) -> str:
         """Return the name of a field in Anthropic's API."""
         return "stop_sequences" if name == "stop" else name.replace(_FILE, _DATA)
-
-    def shows_tool(self, name: str) -> bool:
-        """Return whether the prompt begins with the definition of a tool. Otherwise a message has it."""
-        return name not in self.loaded_tools
 
 
 def translate_messages(body: MessagesRequest) -> ChatCompletionRequest:

@@ -105,9 +105,13 @@ def test_a_tool_search_of_the_client_loads_tools(
         found | {"tools": [NAMESPACE]},
         {"type": "additional_tools", "role": "developer", "tools": TOOLS},
     ]
-    request = options(frontend, "") | {"input": history, "max_output_tokens": 120}
+    request = options(frontend, "") | {"input": history, "max_output_tokens": 400}
     shown = client.responses.create(**request, tools=[search]).output_text
-    assert 'tool_search {"query": "read a file"}' in shown and '{"tools":["files__read"]}' in shown
+    assert 'tool_search {"query": "read a file"}' in shown
+    # The output of the search defines what it found. The list at the start of the prompt has only the other tools.
+    assert '{"tools":[{"type":"function","function":{"name":"files__read"' in shown
+    only_found = request | {"input": history[:3]}
+    assert "]tool_search" in client.responses.create(**only_found, tools=[search]).output_text
     for name in ({"name": "read", "namespace": "files"}, {"name": "get_weather"}):
         choice: Any = {"type": "function"} | name
         client.responses.create(**request, tools=[search], tool_choice=choice)
@@ -287,16 +291,17 @@ def test_errors_name_the_field(
 
 def test_errors_of_parts_name_their_places(frontend: FrontendProcess) -> None:
     image = {"type": "input_image", "image_url": "data:,"}
+    file = {"type": "input_file", "filename": "a.pdf", "file_data": "data:application/pdf;base64,!"}
     call = {"type": "function_call", "call_id": "a", "name": "read", "arguments": "{}"}
-    output = {"type": "function_call_output", "call_id": "a", "output": [image]}
+    output = {"type": "function_call_output", "call_id": "a", "output": [file]}
     for items, param in (
         (
             [{"role": "user", "content": [{"type": "input_text", "text": "a"}, image]}],
-            "0].content[1",
+            "0].content[1].type",
         ),
-        ([{"role": "user", "content": "a"}, call, output], "2].output[0"),
+        ([{"role": "user", "content": "a"}, call, output], "2].output[0].file_data"),
     ):
         body = options(frontend, "x") | {"input": items, "instructions": "Be brief."}
         answer = frontend.http.post("/v1/responses", json=body)
-        assert answer.status_code == 400
-        assert answer.json()["error"]["param"] == f"input[{param}].type"
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["param"] == f"input[{param}", answer.text
