@@ -186,7 +186,7 @@ def _rank(path: Path) -> int:
         tensors = GGUFFile(path).tensors.values()
         return max((each.shape[-1] for each in tensors if each.name.endswith(".lora_b")), default=0)
     fields = ConfigFields.read(path / ADAPTER_FILES[0])
-    ranks = fields.section("rank_pattern") or ConfigFields({}, fields.path)
+    ranks = fields.section_or_empty("rank_pattern")
     return max(fields.integer("r"), *(ranks.integer(name) for name in ranks.config), 0)
 
 

@@ -7,7 +7,9 @@ import math
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 from ..errors import CheckpointError
 
@@ -16,6 +18,8 @@ MAX_LAYERS = 10_000
 """Upper bound of layer counts. Each layer needs memory, so a wrong number must not exhaust it."""
 MAX_NUMBER = 1e15
 """Upper bound of all other numbers, so that values computed from them fit into a float32."""
+
+T = TypeVar("T")
 
 
 class ConfigFields:
@@ -92,6 +96,32 @@ class ConfigFields:
                 needed += f", at most {maximum}"
             raise self.wrong(name, needed, value)
         return int(value)
+
+    def odd(self, name: str, default: int, *, maximum: int = MAX_INTEGER) -> int:
+        """Return a positive integer field, checked to be odd."""
+        value = self.integer(name, default, maximum=maximum)
+        if value % 2 == 0:
+            raise self.wrong(name, "odd", value)
+        return value
+
+    def multiple(
+        self, name: str, factor: int, default: int | None = None, *, maximum: int = MAX_INTEGER
+    ) -> int:
+        """Return a positive integer field, checked to be a multiple of `factor`."""
+        value = self.integer(name, default, maximum=maximum)
+        if value % factor:
+            needed = "an even number" if factor == 2 else f"a multiple of {factor}"
+            raise self.wrong(name, needed, value)
+        return value
+
+    def convert(self, name: str, default: T, kind: Any, needed: str) -> T:
+        """Return a field of the type `kind`, which is called `needed` in errors."""
+        value = self.get(name, default)
+        try:
+            found: T = msgspec.convert(value, kind)
+        except msgspec.ValidationError:
+            raise self.wrong(name, needed, value) from None
+        return found
 
     def layer_count(self, name: str) -> int:
         """Return a field with a number of layers, checked to be reasonable."""
@@ -238,6 +268,10 @@ class ConfigFields:
         if not isinstance(value, Mapping):
             raise self.wrong(name, "an object", value)
         return ConfigFields(value, self.path, f"{self.prefix}{name}.")
+
+    def section_or_empty(self, name: str) -> ConfigFields:
+        """Return a nested object, or one without fields if it is absent."""
+        return self.section(name) or ConfigFields({}, self.path, f"{self.prefix}{name}.")
 
     def required_section(self, name: str) -> ConfigFields:
         """Return a nested object, which must be present."""

@@ -222,7 +222,7 @@ def _read_alice_ai(fields: ConfigFields) -> KimiDeltaAttention:
 
 
 def _read_glm5_next(fields: ConfigFields) -> KimiDeltaAttention:
-    own = fields.section("linear_attn_config") or ConfigFields({}, fields.path)
+    own = fields.section_or_empty("linear_attn_config")
     # A null means that decays have no bound, as in transformers.
     bound = own.config.get("gate_lower_bound", fields.config.get("linear_lower_bound", -5.0))
     if bound is None and own.config and own.boolean("safe_gate", True):

@@ -83,6 +83,7 @@ _SPEECH_TO_TEXT_SECONDS: Final = 30.0
 """The maximum length of a window of Speech2Text. Its positions would reach four times as far."""
 
 _Kernel = Annotated[int, msgspec.Meta(ge=1, le=1023)]
+_Kernels = Annotated[tuple[_Kernel, ...], msgspec.Meta(min_length=1, max_length=8)]
 _Token = Annotated[int, msgspec.Meta(ge=0, le=MAX_INTEGER)]
 _MAX_ALIGNMENT_HEADS: Final = 1024
 
@@ -258,11 +259,9 @@ def read_source_text(config: ConfigFields, generation: ConfigFields) -> SourceTe
 
 
 def _bad_words(fields: ConfigFields) -> tuple[tuple[int, ...], ...]:
-    words = fields.get("bad_words_ids", [])
-    try:
-        return msgspec.convert(words, tuple[tuple[_Token, ...], ...])
-    except msgspec.ValidationError:
-        raise fields.wrong("bad_words_ids", "a list of lists of token ids", words) from None
+    words: tuple[tuple[int, ...], ...] = ()
+    needed = "a list of lists of token ids"
+    return fields.convert("bad_words_ids", words, tuple[tuple[_Token, ...], ...], needed)
 
 
 def _max_source_tokens(config: ConfigFields) -> int:
@@ -359,13 +358,9 @@ def _speech_to_text(
 def speech_to_text_stem(config: ConfigFields) -> AudioProcessorConfig:
     """Return the frames and the convolutions of Speech2Text. Raise CheckpointError if a field is invalid."""
     config.require("input_channels", 1)
-    sizes = config.get("conv_kernel_sizes", [5, 5])
-    try:
-        kernels = msgspec.convert(sizes, tuple[_Kernel, ...])
-    except msgspec.ValidationError:
-        kernels = ()
-    if not 1 <= len(kernels) <= 8:
-        raise config.wrong("conv_kernel_sizes", "1 to 8 numbers from 1 to 1023", sizes)
+    kernels: tuple[int, ...] = (5, 5)
+    needed = "1 to 8 numbers from 1 to 1023"
+    kernels = config.convert("conv_kernel_sizes", kernels, _Kernels, needed)
     config.require("num_conv_layers", len(kernels))
     audio = AudioProcessorConfig(
         kind=SpeechKind.SPEECH_TO_TEXT,

@@ -12,6 +12,8 @@ from ..config_fields import ConfigFields
 from ..vision.granite import query_former
 from .fields import MAX_POSITIONS, Channels, read_size
 
+_Layer = Annotated[int, msgspec.Meta(ge=0)]
+
 _MAX_CONFORMER_ROWS: Final = 15_000
 """The maximum length of a clip of Granite Speech: 300 s. It has no windows, because its convolutions read all rows."""
 
@@ -50,11 +52,8 @@ def conformer_spec(fields: ConfigFields, output_size: int) -> ConformerSpec:
     if block_rows > max_distance:
         raise encoder.wrong("context_size", f"at most max_pos_emb {max_distance}", block_rows)
     num_layers = read_size(encoder, "num_layers", "num_hidden_layers", 10, maximum=1024)
-    layers = encoder.get("cat_hidden_layers") or ()
-    try:
-        layers = msgspec.convert(layers, tuple[Annotated[int, msgspec.Meta(ge=0)], ...])
-    except msgspec.ValidationError:
-        raise encoder.wrong("cat_hidden_layers", "a list of layers", layers) from None
+    default: tuple[int, ...] = ()
+    layers = encoder.convert("cat_hidden_layers", default, tuple[_Layer, ...], "a list of layers")
     if max(layers, default=0) >= num_layers or list(layers) != sorted(set(layers)):
         raise encoder.wrong("cat_hidden_layers", f"rising, below {num_layers}", layers)
     width = hidden_size * (len(layers) + 1)
@@ -172,8 +171,4 @@ def _universal_sizes(audio: ConfigFields, heads: str, default: int) -> dict[str,
 
 
 def _conv_channels(audio: ConfigFields, name: str) -> tuple[int, int]:
-    found = audio.get(name, [128, 32])
-    try:
-        return msgspec.convert(found, tuple[Channels, Channels])
-    except msgspec.ValidationError:
-        raise audio.wrong(name, "two numbers of channels", found) from None
+    return audio.convert(name, (128, 32), tuple[Channels, Channels], "two numbers of channels")

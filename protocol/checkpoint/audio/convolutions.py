@@ -11,6 +11,7 @@ from ..config_fields import ConfigFields
 from .fields import MAX_POSITIONS
 
 _Number = Annotated[int, msgspec.Meta(ge=1, le=1024)]
+_Numbers = Annotated[tuple[_Number, ...], msgspec.Meta(min_length=1, max_length=16)]
 
 
 def wave_spec(fields: ConfigFields, output_size: int) -> WaveSpec:
@@ -21,17 +22,14 @@ def wave_spec(fields: ConfigFields, output_size: int) -> WaveSpec:
         raise fields.error(
             f"the encoders have outputs of {acoustic.hop} and {semantic.hop} samples"
         )
-    name = "acoustic_tokenizer_chunk_size"
-    samples = fields.integer(name, 1_440_000)
-    if samples % acoustic.hop:
-        raise fields.wrong(name, f"a multiple of {acoustic.hop}", samples)
+    samples = fields.multiple("acoustic_tokenizer_chunk_size", acoustic.hop, 1_440_000)
     return WaveSpec(acoustic, semantic, samples // acoustic.hop, output_size)
 
 
 def _encoder(fields: ConfigFields, hidden_size: int) -> WaveEncoder:
     fields.require("channels", 1)
-    ratios = _numbers(fields, "downsampling_ratios", [2, 2, 4, 5, 5, 8])
-    depths = _numbers(fields, "depths", [3, 3, 3, 3, 3, 3, 8])
+    ratios = _numbers(fields, "downsampling_ratios", (2, 2, 4, 5, 5, 8))
+    depths = _numbers(fields, "depths", (3, 3, 3, 3, 3, 3, 8))
     if len(depths) != len(ratios) + 1:
         raise fields.wrong("depths", f"{len(ratios) + 1} numbers", depths)
     return WaveEncoder(
@@ -46,12 +44,5 @@ def _encoder(fields: ConfigFields, hidden_size: int) -> WaveEncoder:
     )
 
 
-def _numbers(fields: ConfigFields, name: str, default: list[int]) -> tuple[int, ...]:
-    found = fields.get(name, default)
-    try:
-        numbers = msgspec.convert(found, tuple[_Number, ...])
-    except msgspec.ValidationError:
-        numbers = ()
-    if not 1 <= len(numbers) <= 16:
-        raise fields.wrong(name, "1 to 16 numbers from 1 to 1024", found)
-    return numbers
+def _numbers(fields: ConfigFields, name: str, default: tuple[int, ...]) -> tuple[int, ...]:
+    return fields.convert(name, default, _Numbers, "1 to 16 numbers from 1 to 1024")

@@ -60,15 +60,12 @@ def conformer_layers(fields: ConfigFields, hidden_size: int) -> ConformerLayers:
     if kind not in _POSITIONS:
         names = ", ".join(str(name) for name in _POSITIONS)
         raise fields.wrong("position_embeddings_type", f"one of {names}", kind)
-    kernel_size = fields.integer("conv_depthwise_kernel_size", 31, maximum=1023)
-    if kernel_size % 2 == 0:
-        raise fields.wrong("conv_depthwise_kernel_size", "odd", kernel_size)
     return ConformerLayers(
         hidden_size=hidden_size,
         intermediate_size=fields.integer("intermediate_size", 3072, maximum=MAX_POSITIONS),
         num_layers=fields.integer("num_hidden_layers", 12, maximum=1024),
         num_heads=fields.divisor("num_attention_heads", hidden_size, 12),
-        kernel_size=kernel_size,
+        kernel_size=fields.odd("conv_depthwise_kernel_size", 31, maximum=1023),
         activation=fields.text("hidden_act", "gelu"),
         positions=_POSITIONS[kind],
         num_before=fields.integer("left_max_position_embeddings", 64, maximum=MAX_POSITIONS),
@@ -129,11 +126,11 @@ def read_adapters(fields: ConfigFields) -> Convolutions | None:
 
 def lasr_spec(fields: ConfigFields) -> CtcConformerSpec:
     """Return the encoder of MedASR. Raise CheckpointError if a field is missing or invalid."""
-    encoder = fields.section("encoder_config") or ConfigFields({}, fields.path, "encoder_config.")
+    encoder = fields.section_or_empty("encoder_config")
     hidden_size = encoder.integer("hidden_size", 512, maximum=MAX_POSITIONS)
     num_heads = encoder.divisor("num_attention_heads", hidden_size, 8)
     encoder.require("num_key_value_heads", num_heads)
-    rope = encoder.section("rope_parameters") or ConfigFields({}, fields.path, "rope_parameters.")
+    rope = encoder.section_or_empty("rope_parameters")
     rope.require("rope_type", "default")
     channels = encoder.integer("subsampling_conv_channels", 256, maximum=MAX_POSITIONS)
     kernel_size = encoder.integer("subsampling_conv_kernel_size", 5, maximum=1023)
@@ -170,8 +167,4 @@ def lasr_spec(fields: ConfigFields) -> CtcConformerSpec:
 
 
 def _pair(fields: ConfigFields, name: str, default: tuple[float, float]) -> tuple[float, float]:
-    found = fields.get(name, default)
-    try:
-        return msgspec.convert(found, tuple[float, float])
-    except msgspec.ValidationError:
-        raise fields.wrong(name, "two numbers", found) from None
+    return fields.convert(name, default, tuple[float, float], "two numbers")

@@ -15,6 +15,16 @@ from .fields import MAX_POSITIONS, Channels, read_num_heads
 
 _Rows = Annotated[int, msgspec.Meta(ge=0, le=MAX_POSITIONS)]
 
+_WINDOWS: Final[tuple[tuple[int, int], ...]] = (
+    (16, 4),
+    (16, 4),
+    (16, 0),
+    (16, 0),
+    (16, 4),
+    (16, 4),
+)
+"""The rows before and after each row that it attends to, in the layers of the smallest Moonshine Streaming."""
+
 _COHERE_NAMES: Final = (
     (r"^model\.", ""),
     # The names of Cohere's own checkpoints.
@@ -81,23 +91,20 @@ def fast_conformer_spec(fields: ConfigFields, **defaults: int) -> FastConformerS
     Raises:
         CheckpointError: A field is missing or invalid.
     """
-    encoder = fields.section("encoder_config") or ConfigFields({}, fields.path, "encoder_config.")
+    encoder = fields.section_or_empty("encoder_config")
     encoder = encoder.with_defaults(**defaults)
     encoder.require_all(subsampling_conv_kernel_size=3, subsampling_conv_stride=2)
     factor = encoder.integer("subsampling_factor", 8, maximum=64)
     if factor & (factor - 1) or factor < 2:
         raise encoder.wrong("subsampling_factor", "a power of 2, at least 2", factor)
     hidden_size = encoder.integer("hidden_size", 1280, maximum=MAX_POSITIONS)
-    kernel_size = encoder.integer("conv_kernel_size", 9, maximum=1023)
-    if kernel_size % 2 == 0:
-        raise encoder.wrong("conv_kernel_size", "odd", kernel_size)
     return FastConformerSpec(
         layers=ConformerLayers(
             hidden_size=hidden_size,
             intermediate_size=encoder.integer("intermediate_size", 5120, maximum=MAX_POSITIONS),
             num_layers=encoder.integer("num_hidden_layers", 48, maximum=1024),
             num_heads=read_num_heads(encoder, hidden_size, 8),
-            kernel_size=kernel_size,
+            kernel_size=encoder.odd("conv_kernel_size", 9, maximum=1023),
             activation=encoder.text("hidden_act", "silu"),
             has_bias=encoder.boolean("attention_bias", True),
             has_conv_bias=encoder.boolean("convolution_bias", True),
@@ -155,11 +162,9 @@ def lfm2_audio_spec(
         "scale_input": audio.boolean("xscaling", False),
     }
     own = fields.with_values({"encoder_config": encoder, "hidden_size": output_size})
-    name = "adapter_hidden_dims"
-    try:
-        (inner,) = msgspec.convert(fields.get(name, [output_size]), tuple[Channels])
-    except msgspec.ValidationError:
-        raise fields.wrong(name, "a list of one number", fields.get(name)) from None
+    (inner,) = fields.convert(
+        "adapter_hidden_dims", (output_size,), tuple[Channels], "a list of one number"
+    )
     return msgspec.structs.replace(
         fast_conformer_spec(own),
         num_frames=_OMNI_FRAMES,
@@ -178,19 +183,18 @@ def lfm2_audio_spec(
 
 def streaming_spec(fields: ConfigFields) -> StreamingSpec:
     """Return the encoder of Moonshine Streaming. Raise CheckpointError if a field is missing or invalid."""
-    encoder = fields.section("encoder_config") or ConfigFields({}, fields.path, "encoder_config.")
+    encoder = fields.section_or_empty("encoder_config")
     encoder.require("sample_rate", 16_000, default=16_000)
     hidden_size = encoder.integer("hidden_size", 320, maximum=MAX_POSITIONS)
     num_heads = read_num_heads(encoder, hidden_size, 8)
     num_kv_heads = encoder.divisor("num_key_value_heads", num_heads, 8)
-    windows = encoder.get("sliding_windows", [[16, 4], [16, 4], [16, 0], [16, 0], [16, 4], [16, 4]])
     num_layers = encoder.integer("num_hidden_layers", 6, maximum=1024)
-    try:
-        windows = msgspec.convert(windows, tuple[tuple[Channels, _Rows], ...])
-    except msgspec.ValidationError:
-        windows = ()
+    windows, needed = _WINDOWS, f"{num_layers} pairs of numbers"
+    windows = encoder.convert(
+        "sliding_windows", windows, tuple[tuple[Channels, _Rows], ...], needed
+    )
     if len(windows) != num_layers:
-        raise encoder.wrong("sliding_windows", f"{num_layers} pairs of numbers", windows)
+        raise encoder.wrong("sliding_windows", needed, windows)
     frame_size = round(16 * encoder.positive("frame_ms", 5.0))
     num_samples, max_positions = 480_000, fields.integer("max_position_embeddings", 4096)
     if (num_rows := -(-num_samples // (4 * frame_size))) > max_positions:
@@ -218,16 +222,13 @@ def relative_conformer_spec(
     """Return the encoder of FireRedASR2. Raise CheckpointError if a field is missing or invalid."""
     hidden_size = audio.integer("d_model", maximum=MAX_POSITIONS)
     heads = audio.with_values({"num_attention_heads": audio.get("n_head")})
-    kernel_size = audio.integer("kernel_size", 33, maximum=1023)
-    if kernel_size % 2 == 0:
-        raise audio.wrong("kernel_size", "odd", kernel_size)
     return RelativeConformerSpec(
         layers=ConformerLayers(
             hidden_size=hidden_size,
             intermediate_size=4 * hidden_size,
             num_layers=audio.integer("n_layers_enc", maximum=1024),
             num_heads=read_num_heads(heads, hidden_size, 20),
-            kernel_size=kernel_size,
+            kernel_size=audio.odd("kernel_size", 33, maximum=1023),
             activation="silu",
             has_attention_bias=False,
             has_qkv_norms=True,

@@ -17,6 +17,8 @@ from .fields import MAX_POSITIONS, Channels
 from .speech_encoders import fast_conformer_spec
 
 _Duration = Annotated[int, msgspec.Meta(ge=0, le=MAX_POSITIONS)]
+_Durations = Annotated[tuple[_Duration, ...], msgspec.Meta(min_length=1)]
+_Numbers = Annotated[tuple[Channels, ...], msgspec.Meta(min_length=1, max_length=16)]
 
 WAV2VEC2: Final = frozenset(
     {
@@ -139,7 +141,7 @@ def samples_spec(fields: ConfigFields) -> SamplesSpec:
     is_omniasr = kind == SpeechKind.OMNIASR_CTC
     audio, blank_name = fields, "pad_token_id"
     if is_omniasr:
-        audio = fields.section("audio_config") or ConfigFields({}, fields.path, "audio_config.")
+        audio = fields.section_or_empty("audio_config")
         audio = audio.with_defaults(**_OMNIASR_SIZES)
         blank_name = "blank_token_id"
     else:
@@ -169,9 +171,9 @@ def samples_spec(fields: ConfigFields) -> SamplesSpec:
         num_buckets = audio.integer("num_buckets", 320, minimum=4, maximum=MAX_POSITIONS)
     rows = audio.integer(rows_name, num_rows, maximum=1024)
     groups = audio.divisor("num_conv_pos_embedding_groups", hidden_size, 16)
-    channels = _numbers(audio, "conv_dim", [512] * 7)
-    kernels = _numbers(audio, "conv_kernel", [10, 3, 3, 3, 3, 2, 2])
-    strides = _numbers(audio, "conv_stride", [5, 2, 2, 2, 2, 2, 2])
+    channels = _numbers(audio, "conv_dim", (512,) * 7)
+    kernels = _numbers(audio, "conv_kernel", (10, 3, 3, 3, 3, 2, 2))
+    strides = _numbers(audio, "conv_stride", (5, 2, 2, 2, 2, 2, 2))
     if not len(channels) == len(kernels) == len(strides):
         raise audio.wrong("conv_dim", f"{len(kernels)} numbers, as conv_kernel", channels)
     norm: Literal["layer", "group"] = "layer"
@@ -214,15 +216,8 @@ def samples_spec(fields: ConfigFields) -> SamplesSpec:
     )
 
 
-def _numbers(audio: ConfigFields, name: str, default: list[int]) -> tuple[int, ...]:
-    found = audio.get(name, default)
-    try:
-        numbers = msgspec.convert(found, tuple[Channels, ...])
-    except msgspec.ValidationError:
-        numbers = ()
-    if not 1 <= len(numbers) <= 16:
-        raise audio.wrong(name, f"1 to 16 numbers from 1 to {MAX_POSITIONS}", found)
-    return numbers
+def _numbers(audio: ConfigFields, name: str, default: tuple[int, ...]) -> tuple[int, ...]:
+    return audio.convert(name, default, _Numbers, f"1 to 16 numbers from 1 to {MAX_POSITIONS}")
 
 
 def granite_spec(fields: ConfigFields) -> ConformerSpec:
@@ -230,7 +225,7 @@ def granite_spec(fields: ConfigFields) -> ConformerSpec:
     fields = with_encoder_fields(fields)
     vocab_size = fields.integer("vocab_size")
     fields.require("tie_word_embeddings", True, default=True)
-    encoder = fields.section("encoder_config") or ConfigFields({}, fields.path, "encoder_config.")
+    encoder = fields.section_or_empty("encoder_config")
     for name, value in (
         ("hidden_act", "silu"),
         ("attention_bias", True),
@@ -242,22 +237,14 @@ def granite_spec(fields: ConfigFields) -> ConformerSpec:
     encoder.require("num_key_value_heads", num_heads)
     num_layers = encoder.integer("num_hidden_layers", 16, maximum=1024)
     max_distance = encoder.integer("max_position_embeddings", 512, maximum=MAX_POSITIONS)
-    kernel_size = encoder.integer("conv_kernel_size", 7, maximum=1023)
-    if kernel_size % 2 == 0:
-        raise encoder.wrong("conv_kernel_size", "odd", kernel_size)
-    layers = encoder.get("subsample_layers", [0, 1])
-    try:
-        halving = msgspec.convert(layers, tuple[_Duration, ...])
-    except msgspec.ValidationError:
-        halving = (num_layers,)
+    needed = f"at most 6 rising layers below {num_layers}"
+    halving = encoder.convert("subsample_layers", (0, 1), tuple[_Duration, ...], needed)
     if (
         len(halving) > 6
         or list(halving) != sorted({*halving})
         or max(halving, default=0) >= num_layers
     ):
-        raise encoder.wrong(
-            "subsample_layers", f"at most 6 rising layers below {num_layers}", layers
-        )
+        raise encoder.wrong("subsample_layers", needed, list(halving))
     return ConformerSpec(
         num_mel_bins=GRANITE_STACKED * encoder.integer("num_mel_bins", 80, maximum=1024),
         hidden_size=hidden_size,
@@ -269,7 +256,7 @@ def granite_spec(fields: ConfigFields) -> ConformerSpec:
         num_classes=vocab_size,
         block_rows=encoder.integer("context_size", 128, maximum=max_distance),
         max_distance=max_distance,
-        kernel_size=kernel_size,
+        kernel_size=encoder.odd("conv_kernel_size", 7, maximum=1023),
         conv_channels=hidden_size * encoder.integer("conv_expansion_factor", 2, maximum=64),
         output_size=hidden_size,
         halving_layers=halving,
@@ -298,13 +285,8 @@ def _decoder(fields: ConfigFields) -> CtcSpec | TransducerSpec:
         return CtcSpec(vocab_size, blank)
     durations: tuple[int, ...] = ()
     if fields.text("model_type") == SpeechKind.PARAKEET_TDT:
-        found = fields.get("durations", [0, 1, 2, 3, 4])
-        try:
-            durations = msgspec.convert(found, tuple[_Duration, ...])
-        except msgspec.ValidationError:
-            durations = ()
-        if not durations:
-            raise fields.wrong("durations", "a list of numbers of rows", found)
+        default = (0, 1, 2, 3, 4)
+        durations = fields.convert("durations", default, _Durations, "a list of numbers of rows")
     return TransducerSpec(
         vocab_size=vocab_size,
         blank=blank,

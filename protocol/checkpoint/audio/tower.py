@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -131,8 +131,8 @@ def audio_tower_spec(fields: ConfigFields, output_size: int) -> AnyAudioSpec:
             num_hidden_layers=24,
             num_attention_heads=16,
         )
-    hidden_size = read_size(audio, "d_model", "hidden_size", 1280)
-    intermediate_size = read_size(audio, "encoder_ffn_dim", "intermediate_size", 5120)
+    shape = _sizes(audio)
+    hidden_size, intermediate_size = shape["hidden_size"], shape["intermediate_size"]
     num_positions_name = "max_position_embeddings" if kind == "glmasr" else "max_source_positions"
     num_positions = audio.integer(num_positions_name, 1500, maximum=MAX_POSITIONS)
     is_omni = kind in ("qwen2_5_omni_thinker", "funaudiochat")
@@ -151,13 +151,8 @@ def audio_tower_spec(fields: ConfigFields, output_size: int) -> AnyAudioSpec:
                 f"and the quotient must divide {num_positions_name} {num_positions}"
             )
     spec = AudioTowerSpec(
-        num_mel_bins=audio.integer("num_mel_bins", 128, maximum=1024),
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        num_layers=read_size(audio, "encoder_layers", "num_hidden_layers", 32, maximum=1024),
-        num_heads=read_num_heads(audio, hidden_size, 20),
+        **shape,
         num_frames=2 * num_positions,
-        activation=audio.text("activation_function", "gelu"),
         output_size=output_size,
         join="mean" if has_mean else "stack",
         rows_per_output=rows_per_output,
@@ -179,6 +174,27 @@ def audio_tower_spec(fields: ConfigFields, output_size: int) -> AnyAudioSpec:
     return _with_rotary(spec, audio) if kind == "glmasr" else spec
 
 
+def _sizes(
+    audio: ConfigFields,
+    hidden_size: int = 1280,
+    intermediate_size: int = 5120,
+    num_layers: int = 32,
+    num_heads: int = 20,
+) -> dict[str, Any]:
+    """Return the sizes of a tower like Whisper's, with these defaults, as keyword arguments."""
+    size = read_size(audio, "d_model", "hidden_size", hidden_size)
+    inner = read_size(audio, "encoder_ffn_dim", "intermediate_size", intermediate_size)
+    layers = read_size(audio, "encoder_layers", "num_hidden_layers", num_layers, maximum=1024)
+    return {
+        "num_mel_bins": audio.integer("num_mel_bins", 128, maximum=1024),
+        "hidden_size": size,
+        "intermediate_size": inner,
+        "num_layers": layers,
+        "num_heads": read_num_heads(audio, size, num_heads),
+        "activation": audio.text("activation_function", "gelu"),
+    }
+
+
 def _stacked_spec(fields: ConfigFields, audio: ConfigFields, output_size: int) -> AudioTowerSpec:
     """Return the tower of Ultravox, which reads clips without silence after them."""
     fields.require("audio_latency_block_size", None)
@@ -186,16 +202,9 @@ def _stacked_spec(fields: ConfigFields, audio: ConfigFields, output_size: int) -
     size = fields.integer("hidden_size", 4096, maximum=MAX_POSITIONS)
     if activation == "swiglu" and size % 2:
         raise fields.wrong("hidden_size", "an even number", size)
-    hidden_size = read_size(audio, "d_model", "hidden_size", 1280)
-    num_positions = audio.integer("max_source_positions", 1500, maximum=MAX_POSITIONS)
     return AudioTowerSpec(
-        num_mel_bins=audio.integer("num_mel_bins", 128, maximum=1024),
-        hidden_size=hidden_size,
-        intermediate_size=read_size(audio, "encoder_ffn_dim", "intermediate_size", 5120),
-        num_layers=read_size(audio, "encoder_layers", "num_hidden_layers", 32, maximum=1024),
-        num_heads=read_num_heads(audio, hidden_size, 20),
-        num_frames=2 * num_positions,
-        activation=audio.text("activation_function", "gelu"),
+        **_sizes(audio),
+        num_frames=2 * audio.integer("max_source_positions", 1500, maximum=MAX_POSITIONS),
         output_size=output_size,
         join="fill",
         rows_per_output=fields.integer("stack_factor", 8, maximum=64),
@@ -214,7 +223,7 @@ def _text_norm_eps(fields: ConfigFields) -> float:
 
 def _chunked_spec(audio: ConfigFields, output_size: int) -> AudioTowerSpec:
     """Return the tower of Qwen3-ASR and Qwen3-Omni, whose rows attend within windows of several chunks."""
-    hidden_size = audio.integer("d_model", 1024, maximum=MAX_POSITIONS)
+    hidden_size = audio.multiple("d_model", 2, 1024, maximum=MAX_POSITIONS)
     chunk_frames = 2 * audio.integer("n_window", 50, maximum=MAX_POSITIONS)
     num_frames = audio.integer("n_window_infer", 800, maximum=MAX_POSITIONS)
     if num_frames % chunk_frames:
@@ -222,17 +231,10 @@ def _chunked_spec(audio: ConfigFields, output_size: int) -> AudioTowerSpec:
             f"{audio.prefix}n_window_infer {num_frames} must be a multiple of {chunk_frames}, "
             "which is twice n_window"
         )
-    if hidden_size % 2:
-        raise audio.wrong("d_model", "an even number", hidden_size)
     audio.require("output_dim", output_size, ", the decoder's hidden_size")
     return AudioTowerSpec(
-        num_mel_bins=audio.integer("num_mel_bins", 128, maximum=1024),
-        hidden_size=hidden_size,
-        intermediate_size=audio.integer("encoder_ffn_dim", 4096, maximum=MAX_POSITIONS),
-        num_layers=audio.integer("encoder_layers", 24, maximum=1024),
-        num_heads=read_num_heads(audio, hidden_size, 16),
+        **_sizes(audio, hidden_size, 4096, 24, 16),
         num_frames=num_frames,
-        activation=audio.text("activation_function", "gelu"),
         output_size=output_size,
         join="stack",
         rows_per_output=1,
@@ -255,10 +257,9 @@ def _moss_audio_spec(fields: ConfigFields, audio: ConfigFields, output_size: int
     """Return the tower of MOSS-Audio: chunks of four seconds, whose rows attend within them."""
     hidden_size = audio.integer("d_model", 1280, maximum=MAX_POSITIONS)
     audio.require("output_dim", hidden_size, ", d_model", default=1280)
-    num_layers = audio.integer("encoder_layers", 32, maximum=1024)
-    num_frames = 2 * audio.integer("n_window", 200, maximum=MAX_POSITIONS)
-    if num_frames % 8:
-        raise audio.wrong("n_window", "a multiple of 4", num_frames // 2)
+    sizes = _sizes(audio, hidden_size)
+    num_layers = sizes["num_layers"]
+    num_frames = 2 * audio.multiple("n_window", 4, 200, maximum=MAX_POSITIONS)
     name = "deepstack_encoder_layer_indexes"
     layers = [8, 16, 24] if audio.get(name, ()) == () else audio.integers(name)
     if (most := fields.optional_integer("deepstack_num_inject_layers")) is not None:
@@ -266,13 +267,8 @@ def _moss_audio_spec(fields: ConfigFields, audio: ConfigFields, output_size: int
     if any(not 0 <= layer < num_layers for layer in layers):
         raise audio.wrong(name, f"layers below {num_layers}", layers)
     return AudioTowerSpec(
-        num_mel_bins=audio.integer("num_mel_bins", 128, maximum=1024),
-        hidden_size=hidden_size,
-        intermediate_size=audio.integer("encoder_ffn_dim", 5120, maximum=MAX_POSITIONS),
-        num_layers=num_layers,
-        num_heads=read_num_heads(audio, hidden_size, 20),
+        **sizes,
         num_frames=num_frames,
-        activation=audio.text("activation_function", "gelu"),
         output_size=output_size,
         join="stack",
         rows_per_output=1,
@@ -296,9 +292,7 @@ def _moss_audio_spec(fields: ConfigFields, audio: ConfigFields, output_size: int
 
 def _with_short_windows(spec: AudioTowerSpec, audio: ConfigFields) -> AudioTowerSpec:
     """Return the tower of Qwen2.5-Omni (arXiv 2503.20215), which has short windows and other names."""
-    num_rows = audio.integer("n_window", 100, maximum=MAX_POSITIONS)
-    if num_rows % 2:
-        raise audio.wrong("n_window", "an even number", num_rows)
+    num_rows = audio.multiple("n_window", 2, 100, maximum=MAX_POSITIONS)
     audio.require("output_dim", spec.output_size, ", the decoder's hidden_size", default=3584)
     return msgspec.structs.replace(
         spec,
@@ -349,9 +343,7 @@ def _causal_spec(fields: ConfigFields, audio: ConfigFields, output_size: int) ->
     num_heads = read_size(audio, "encoder_attention_heads", "num_attention_heads", 32)
     rope = audio.section("rope_parameters") or audio
     rope.require("rope_type", "default")
-    head_dim = audio.integer("head_dim", 64)
-    if head_dim % 2:
-        raise audio.wrong("head_dim", "an even number", head_dim)
+    head_dim = audio.multiple("head_dim", 2, 64)
     rows = fields.integer("downsample_factor", 4, maximum=64)
     fields.require("audio_length_per_tok", 2 * rows, ", the frames of an output", default=8)
     return CausalSpec(

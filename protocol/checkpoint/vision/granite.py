@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import msgspec
 from msgspec.structs import replace
@@ -21,6 +21,7 @@ _NUM_OFFSETS: Final = 4
 
 _Pairs = list[tuple[int, Annotated[int, msgspec.Meta(ge=0)]]]
 _Layers = list[Annotated[int, msgspec.Meta(ge=0)]]
+_LAYERS: Final = "a list of layers"
 
 
 def query_former(queries: ConfigFields, read_size: int) -> QueryFormerSpec:
@@ -92,8 +93,8 @@ def granite4_vision(fields: ConfigFields, vision: ConfigFields, output_size: int
     if spec.keeps_class_token:
         raise fields.wrong("vision_feature_select_strategy", "'default' for CLIP", "full")
     query_side, window_side = _rate(fields, side)
-    pairs = _converted(fields, "deepstack_layer_map", [], _Pairs)
-    targets = _converted(fields, "spatial_target_layers", [12, 15, 18, 21], _Layers)
+    pairs: list[tuple[int, int]] = fields.convert("deepstack_layer_map", [], _Pairs, _LAYERS)
+    targets = fields.convert("spatial_target_layers", [12, 15, 18, 21], _Layers, _LAYERS)
     if len(targets) != _NUM_OFFSETS:
         raise fields.wrong("spatial_target_layers", f"{_NUM_OFFSETS} layers", targets)
     if 2 * query_side != window_side:
@@ -117,9 +118,7 @@ def granite4_vision(fields: ConfigFields, vision: ConfigFields, output_size: int
     queries = fields.first_section("qformer_config").with_defaults(
         num_hidden_layers=1, cross_attention_frequency=1
     )
-    size = spec.hidden_size
-    if size % _HEAD_SIZE:
-        raise vision.wrong("hidden_size", f"a multiple of {_HEAD_SIZE}", size)
+    size = vision.multiple("hidden_size", _HEAD_SIZE, spec.hidden_size)
     queries = queries.with_values({"hidden_size": size, "num_attention_heads": size // _HEAD_SIZE})
     windows = WindowsSpec(
         query_side=query_side,
@@ -151,7 +150,7 @@ def granite_docling(fields: ConfigFields, vision: ConfigFields, output_size: int
     (num_layers,) = spec.feature_layers
     factor = vision.integer("scale_factor", 4, maximum=64)
     check_factor(vision, "scale_factor", factor, spec.image_size // spec.patch_size)
-    layers = _converted(vision, "deepstack_visual_indexes", [3, 7, 10], _Layers)
+    layers = vision.convert("deepstack_visual_indexes", [3, 7, 10], _Layers, _LAYERS)
     if layers != sorted(set(layers)) or max(layers, default=0) >= num_layers:
         raise vision.wrong("deepstack_visual_indexes", f"rising, below {num_layers}", layers)
     if output_size % 4:
@@ -177,12 +176,3 @@ def _rate(fields: ConfigFields, side: int) -> tuple[int, int]:
         needed = f"'a/b', where b divides the {side} patches of a side"
         raise fields.wrong("downsample_rate", needed, text)
     return int(found[1]), int(found[2])
-
-
-def _converted(fields: ConfigFields, name: str, default: list[Any], kind: Any) -> list[Any]:
-    value = fields.get(name, default)
-    try:
-        found: list[Any] = msgspec.convert(value, kind)
-    except msgspec.ValidationError:
-        raise fields.wrong(name, "a list of layers", value) from None
-    return found

@@ -170,8 +170,7 @@ def _with_experts(
     gate_limit = GateLimit(limit) if limit > 0 else None
     experts = read_experts(
         fields,
-        256,
-        6,
+        (256, 6),
         scoring=_SCORINGS[scoring],
         scale=fields.positive("routed_scaling_factor", 1.5),
         has_correction_bias=True,
@@ -228,7 +227,7 @@ def _attention(fields: ConfigFields) -> CompressedSpec:
 def _layers(fields: ConfigFields, compressed: CompressedSpec) -> list[LayerSpec]:
     """Return the layers without experts. Keys stay in the cache for as long as they, or their inputs, are read."""
     count = fields.layer_count("num_hidden_layers")
-    rates = fields.section("compress_rates") or ConfigFields({}, fields.path)
+    rates = fields.section_or_empty("compress_rates")
     kinds: dict[str, Compression | None] = {
         "sliding_attention": None,
         "compressed_sparse_attention": Compression(

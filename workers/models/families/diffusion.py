@@ -94,8 +94,7 @@ def _llada_moe(fields: ConfigFields) -> ModelSpec:
     )
     experts = read_experts(
         fields,
-        64,
-        8,
+        (64, 8),
         intermediate_size="expert_intermediate_size",
         renormalizes=fields.boolean("norm_topk_prob", False),
         scale=fields.positive("routed_scaling_factor", 1.0),

@@ -67,24 +67,27 @@ def with_experts(
 
 def read_experts(
     fields: ConfigFields,
-    num_experts: int | None = None,
-    num_chosen: int | None = None,
+    defaults: tuple[int | None, ...] = (),
     *,
     intermediate_size: str = "moe_intermediate_size",
     **differences: Any,
 ) -> ExpertsSpec:
-    """Return the description of the experts, by the field names of most families; the numbers are defaults.
+    """Return the description of the experts, by the field names of most families.
+
+    Args:
+        fields: The model's config.
+        defaults: The number of experts, the number that a token chooses, and the size of an expert, if the config does
+            not have them.
+        intermediate_size: The name of the field with the size of an expert.
+        differences: Further fields of the description.
 
     Raises:
         CheckpointError: A number is missing, or a token would choose more experts than there are.
     """
+    num_experts, num_chosen, size = (*defaults, None, None, None)[:3]
     count = fields.integer(_first_of(fields, EXPERT_COUNTS), num_experts)
-    return ExpertsSpec(
-        count,
-        fields.integer(_first_of(fields, _CHOSEN), num_chosen, maximum=count),
-        fields.integer(intermediate_size),
-        **differences,
-    )
+    num_chosen = fields.integer(_first_of(fields, _CHOSEN), num_chosen, maximum=count)
+    return ExpertsSpec(count, num_chosen, fields.integer(intermediate_size, size), **differences)
 
 
 def _first_of(fields: ConfigFields, names: Sequence[str]) -> str:
@@ -117,7 +120,7 @@ def has_listed_experts(
 
 def _mixtral(fields: ConfigFields) -> ModelSpec:
     fields = fields.with_defaults(num_key_value_heads=8, rms_norm_eps=1e-5)
-    experts = read_experts(fields, 8, 2, intermediate_size="intermediate_size")
+    experts = read_experts(fields, (8, 2), intermediate_size="intermediate_size")
     rope = read_rope(fields, head_dim(fields), theta=1_000_000.0)
     layers = uniform_layers(fields, rope, fields.optional_integer("sliding_window"))
     return with_experts(base_spec(fields, layers), experts, tensor_names=MIXTRAL_NAMES)
@@ -129,8 +132,7 @@ def _minimax_m2(fields: ConfigFields) -> ModelSpec:
     fields = fields.with_defaults(partial_rotary_factor=rotary_dim / head_dim(fields))
     experts = read_experts(
         fields,
-        256,
-        8,
+        (256, 8),
         intermediate_size="intermediate_size",
         scoring="sigmoid",
         has_correction_bias=True,
@@ -147,8 +149,7 @@ def _qwen2_moe(fields: ConfigFields) -> ModelSpec:
     )
     experts = read_experts(
         fields,
-        60,
-        4,
+        (60, 4),
         renormalizes=fields.boolean("norm_topk_prob", False),
         shared_intermediate_size=fields.integer("shared_expert_intermediate_size", minimum=0),
         has_shared_gate=True,
@@ -162,7 +163,7 @@ def _qwen2_moe(fields: ConfigFields) -> ModelSpec:
 def qwen3_moe(fields: ConfigFields) -> ModelSpec:
     """Return the spec of a Qwen 3 with experts."""
     fields = fields.with_defaults(moe_intermediate_size=768, num_key_value_heads=4)
-    experts = read_experts(fields, 128, 8, renormalizes=fields.boolean("norm_topk_prob", False))
+    experts = read_experts(fields, (128, 8), renormalizes=fields.boolean("norm_topk_prob", False))
     layers = qwen_layers(fields, lambda _: True)
     spec = base_spec(fields, layers, qk_norm="head", **attention_biases(fields))
     return with_experts(spec, experts, has_sparse_step(fields))
@@ -189,7 +190,8 @@ def deepseek(fields: ConfigFields) -> ModelSpec:
     if (scoring := fields.text("scoring_func", "softmax")) != "softmax":
         raise fields.wrong("scoring_func", "'softmax' for this family", scoring)
     experts = read_experts(
-        fields.with_defaults(moe_intermediate_size=size),
+        fields,
+        (None, None, size),
         renormalizes=fields.boolean("norm_topk_prob", False),
         shared_intermediate_size=size * fields.integer("n_shared_experts", 0, minimum=0),
     )
@@ -201,8 +203,7 @@ def _olmoe(fields: ConfigFields) -> ModelSpec:
     fields = fields.with_defaults(rms_norm_eps=1e-5)
     experts = read_experts(
         fields,
-        64,
-        8,
+        (64, 8),
         intermediate_size="intermediate_size",
         renormalizes=fields.boolean("norm_topk_prob", False),
     )
@@ -214,8 +215,7 @@ def _flex_olmo(fields: ConfigFields) -> ModelSpec:
     fields = fields.with_defaults(rms_norm_eps=1e-6, rope_theta=500_000.0)
     experts = read_experts(
         fields,
-        7,
-        5,
+        (7, 5),
         intermediate_size="intermediate_size",
         renormalizes=fields.boolean("norm_topk_prob", False),
     )
@@ -226,8 +226,7 @@ def granite_experts(fields: ConfigFields) -> ExpertsSpec:
     """Return the experts of a Granite model. It has shared experts if the config has a size for them."""
     return read_experts(
         fields,
-        8,
-        2,
+        (8, 2),
         intermediate_size="intermediate_size",
         shared_intermediate_size=fields.integer("shared_intermediate_size", 0, minimum=0),
     )
@@ -242,8 +241,7 @@ def deepseek_experts(fields: ConfigFields) -> ExpertsSpec:
     size = fields.integer("moe_intermediate_size")
     return read_experts(
         fields,
-        128,
-        8,
+        (128, 8),
         scoring="sigmoid",
         renormalizes=fields.boolean("norm_topk_prob", True),
         scale=fields.positive("routed_scaling_factor", 1.0),
@@ -329,7 +327,11 @@ def gpt_oss(fields: ConfigFields) -> ModelSpec:
         **attention_biases(fields),
     )
     experts = read_experts(
-        fields, 128, 4, intermediate_size="intermediate_size", has_router_bias=True, has_biases=True
+        fields,
+        (128, 4),
+        intermediate_size="intermediate_size",
+        has_router_bias=True,
+        has_biases=True,
     )
     return with_experts(spec, experts, tensor_names=((r"\.mlp\.router\.", ".mlp.gate."),))
 
@@ -342,9 +344,8 @@ def ernie4_5_moe(fields: ConfigFields, **differences: Any) -> ModelSpec:
     size = fields.integer("moe_intermediate_size", 1536)
     num_shared = fields.integer("moe_num_shared_experts", 2, minimum=0)
     experts = read_experts(
-        fields.with_defaults(moe_intermediate_size=size),
-        64,
-        6,
+        fields,
+        (64, 6, size),
         has_correction_bias=True,
         shared_intermediate_size=size * num_shared,
         **differences,
@@ -373,7 +374,7 @@ def _hunyuan_moe(fields: ConfigFields) -> ModelSpec:
     size = fields.integer("intermediate_size")
     experts = read_experts(
         fields,
-        num_chosen=1,
+        (None, 1),
         intermediate_size="intermediate_size",
         shared_intermediate_size=size * fields.integer("num_shared_expert", 1, minimum=0),
     )
@@ -400,7 +401,7 @@ def _phimoe(fields: ConfigFields) -> ModelSpec:
     # The sparse mixer is only defined for two experts per token.
     experts = read_experts(
         fields.with_values({"num_experts_per_tok": 2}),
-        16,
+        (16,),
         intermediate_size="intermediate_size",
         scoring="sparse mixer",
         mixer_noise=fields.number("router_jitter_noise", 0.01),
@@ -447,8 +448,7 @@ def _llama4(fields: ConfigFields) -> ModelSpec:
     )
     experts = read_experts(
         fields.with_values({"intermediate_size": size}),
-        16,
-        1,
+        (16, 1),
         intermediate_size="intermediate_size",
         scoring="sigmoid",
         renormalizes=False,

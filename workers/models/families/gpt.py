@@ -195,7 +195,7 @@ def _gpt_neo_windows(fields: ConfigFields) -> list[int | None]:
 
 
 def _mpt(fields: ConfigFields) -> ModelSpec:
-    attention = fields.section("attn_config") or ConfigFields({}, fields.path)
+    attention = fields.section_or_empty("attn_config")
     for name in ("qk_ln", "prefix_lm"):
         if attention.get(name):
             raise fields.error(f"attn_config.{name} is not supported; use a model without it")

@@ -205,7 +205,7 @@ def _granite_hybrid(fields: ConfigFields) -> ModelSpec:
     if not fields.integer("num_local_experts", 8, minimum=0):
         return replace(spec, tensor_names=(_MIXER, *_GRANITE_DENSE_NAMES))
     experts = read_experts(
-        fields, 8, 2, intermediate_size="intermediate_size", shared_intermediate_size=shared_size
+        fields, (8, 2), intermediate_size="intermediate_size", shared_intermediate_size=shared_size
     )
     return with_experts(spec, experts, tensor_names=(_MIXER, *GRANITE_NAMES))
 
@@ -250,9 +250,8 @@ def _lfm2_moe(fields: ConfigFields) -> ModelSpec:
     first = fields.integer("num_dense_layers", 2, minimum=0)
     spec = lfm2(fields.with_defaults(num_key_value_heads=8, tie_embedding=True))
     experts = read_experts(
-        fields.with_defaults(moe_intermediate_size=1792),
-        32,
-        4,
+        fields,
+        (32, 4, 1792),
         scoring="sigmoid",
         renormalizes=fields.boolean("norm_topk_prob", True),
         scale=fields.positive("routed_scaling_factor", 1.0),
@@ -278,8 +277,7 @@ def qwen3_next(fields: ConfigFields, num_experts: int = 512, num_chosen: int = 1
     spec = _qwen3_5(fields)
     experts = read_experts(
         fields,
-        num_experts,
-        num_chosen,
+        (num_experts, num_chosen),
         renormalizes=fields.boolean("norm_topk_prob", True),
         shared_intermediate_size=fields.integer("shared_expert_intermediate_size", minimum=0),
         has_shared_gate=True,
@@ -311,8 +309,7 @@ def _lara_mini(fields: ConfigFields) -> ModelSpec:
     shared_size = fields.integer("shared_expert_intermediate_size", minimum=0)
     experts = read_experts(
         fields,
-        128,
-        4,
+        (128, 4),
         renormalizes=fields.boolean("norm_topk_prob", True),
         shared_intermediate_size=shared_size,
     )

@@ -83,8 +83,8 @@ def deepseek_v2(fields: ConfigFields) -> ModelSpec:
     is_grouped = fields.text("topk_method", "greedy") == "group_limited_greedy"
     size = fields.integer("moe_intermediate_size", 1407)
     experts = read_experts(
-        fields.with_defaults(moe_intermediate_size=size),
-        64,
+        fields,
+        (64, None, size),
         # Transformers ignores the field in this family.
         renormalizes=fields.get("transformers_version") is None
         and fields.boolean("norm_topk_prob", False),
@@ -368,8 +368,7 @@ def mistral_experts(fields: ConfigFields, *, renormalizes: bool) -> ExpertsSpec:
     size = fields.integer("moe_intermediate_size")
     return read_experts(
         fields,
-        128,
-        4,
+        (128, 4),
         renormalizes=renormalizes,
         scale=fields.positive("routed_scaling_factor", 1.0),
         num_groups=fields.integer("n_group", 1),
@@ -429,8 +428,7 @@ def longcat(fields: ConfigFields) -> ModelSpec:
     ).with_defaults(rms_norm_eps=1e-5, q_lora_rank=1536)
     experts = read_experts(
         fields,
-        512,
-        12,
+        (512, 12),
         renormalizes=False,
         scale=fields.positive("routed_scaling_factor", 6.0),
         has_correction_bias=True,

@@ -170,8 +170,7 @@ def _cohere2_moe(fields: ConfigFields) -> ModelSpec:
     size = fields.integer("intermediate_size")
     experts = read_experts(
         fields,
-        8,
-        2,
+        (8, 2),
         intermediate_size="intermediate_size",
         scoring=scoring,
         renormalizes=scoring == "softmax" or fields.boolean("norm_topk_prob", True),

@@ -244,8 +244,7 @@ def _kolibri(fields: ConfigFields) -> ModelSpec:
     )
     experts = read_experts(
         fields,
-        384,
-        6,
+        (384, 6),
         scoring="sigmoid",
         renormalizes=fields.boolean("norm_topk_prob", False),
         has_correction_bias=True,
@@ -305,8 +304,7 @@ def _minimax_m3(fields: ConfigFields) -> ModelSpec:
     )
     experts = read_experts(
         fields,
-        128,
-        4,
+        (128, 4),
         intermediate_size="intermediate_size",
         scoring="sigmoid",
         has_correction_bias=True,

@@ -211,7 +211,9 @@ def _jamba(fields: ConfigFields) -> ModelSpec:
     )
     if fields.integer("num_experts") == 1:
         return spec
-    experts = read_experts(fields, 16, 2, intermediate_size="intermediate_size", renormalizes=False)
+    experts = read_experts(
+        fields, (16, 2), intermediate_size="intermediate_size", renormalizes=False
+    )
     return with_experts(
         spec, experts, _periodic(fields, "expert_layer", 2, 1), tensor_names=spec.tensor_names
     )
@@ -365,7 +367,9 @@ def _minimax(fields: ConfigFields) -> ModelSpec:
         )
         for layer in mixed_layers(fields, rope, lambda i: i % 2 == 0)
     )
-    experts = read_experts(fields, 8, 2, intermediate_size="intermediate_size", scale=ratios["mlp"])
+    experts = read_experts(
+        fields, (8, 2), intermediate_size="intermediate_size", scale=ratios["mlp"]
+    )
     spec = base_spec(
         fields,
         layers,

@@ -91,10 +91,7 @@ def _mellum(fields: ConfigFields) -> ModelSpec:
     )
     layers = windowed_layers(fields, lambda _: False, local, full)
     experts = read_experts(
-        fields.with_defaults(moe_intermediate_size=896),
-        64,
-        8,
-        renormalizes=fields.boolean("norm_topk_prob", True),
+        fields, (64, 8, 896), renormalizes=fields.boolean("norm_topk_prob", True)
     )
     return with_experts(
         llama(fields, layers=layers, qk_norm="head"),
@@ -113,9 +110,7 @@ def _maple(fields: ConfigFields) -> ModelSpec:
     rope = read_rope(fields, head_dim(fields), partial=True)
     is_rotated = not fields.boolean("nope_on_global_attention", True)
     layers = windowed_layers(fields, lambda i: i % 4 != 3, rope, rope if is_rotated else None)
-    experts = read_experts(
-        fields.with_defaults(moe_intermediate_size=512), 256, 8, renormalizes=True
-    )
+    experts = read_experts(fields, (256, 8, 512), renormalizes=True)
     spec = with_experts(
         llama(fields, layers=layers, qk_norm="head"),
         experts,
@@ -139,9 +134,8 @@ def _flint(fields: ConfigFields) -> ModelSpec:
     rope = read_rope(fields, head_dim(fields))
     layers = windowed_layers(fields, lambda i: i > 1 and i % 4 != 1 and i != last, rope, None)
     experts = read_experts(
-        fields.with_defaults(moe_intermediate_size=512),
-        256,
-        6,
+        fields,
+        (256, 6, 512),
         scoring="sigmoid",
         renormalizes=fields.boolean("norm_topk_prob", True),
         shared_intermediate_size=fields.integer("shared_expert_intermediate_size", 1024),
@@ -176,9 +170,8 @@ def _afmoe(fields: ConfigFields) -> ModelSpec:
     )
     size = fields.integer("moe_intermediate_size", 1408)
     experts = read_experts(
-        fields.with_defaults(moe_intermediate_size=size),
-        64,
-        6,
+        fields,
+        (64, 6, size),
         scoring="sigmoid",
         scale=fields.positive("route_scale", 1.0),
         has_correction_bias=True,
@@ -329,9 +322,8 @@ def _laguna(fields: ConfigFields) -> ModelSpec:
         output_gate="softplus",
     )
     experts = read_experts(
-        fields.with_defaults(moe_intermediate_size=512),
-        256,
-        8,
+        fields,
+        (256, 8, 512),
         scoring="sigmoid",
         scale=fields.positive("moe_routed_scaling_factor", 1.0),
         has_correction_bias=True,

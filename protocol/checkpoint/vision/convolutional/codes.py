@@ -13,7 +13,8 @@ NUM_GROUPS: Final = 32
 """The number of groups of channels that norms divide."""
 
 _MAX_SIZE: Final = 1 << 20
-_Sizes = list[Annotated[int, msgspec.Meta(ge=1, le=64)]]
+_Factor = Annotated[int, msgspec.Meta(ge=1, le=64)]
+_Factors = Annotated[list[_Factor], msgspec.Meta(min_length=1, max_length=8)]
 
 
 class CodesVisionSpec(TowerSpec, frozen=True):
@@ -130,14 +131,12 @@ def _tokens_of_codes(fields: ConfigFields, num_codes: int, vocab_size: int) -> t
 
 def _encoder(vision: ConfigFields) -> dict[str, Any]:
     """Return the fields of the convolutions, as keyword arguments."""
-    base = vision.integer("base_channels", maximum=_MAX_SIZE)
-    if base % NUM_GROUPS:
-        raise vision.wrong("base_channels", f"a multiple of {NUM_GROUPS}", base)
+    base = vision.multiple("base_channels", NUM_GROUPS, maximum=_MAX_SIZE)
     vision.require("in_channels", 3)
-    factors = _sizes(vision, "channel_multiplier", [1, 1, 2, 2, 4])
-    resolutions = vision.get("attn_resolutions")
-    if not isinstance(resolutions, list) or not all(type(x) is int for x in resolutions):
-        raise vision.wrong("attn_resolutions", "a list of integers", resolutions)
+    factors = [1, 1, 2, 2, 4]
+    needed = "up to 8 numbers from 1 to 64"
+    factors = vision.convert("channel_multiplier", factors, _Factors, needed)
+    resolutions = vision.integers("attn_resolutions")
     resolution = vision.integer("resolution", maximum=_MAX_SIZE)
     return {
         "first_channels": base,
@@ -147,14 +146,3 @@ def _encoder(vision: ConfigFields) -> dict[str, Any]:
         "latent_size": vision.integer("latent_channels", 256, maximum=_MAX_SIZE),
         "code_size": vision.integer("embed_dim", 256, maximum=_MAX_SIZE),
     }
-
-
-def _sizes(vision: ConfigFields, name: str, default: list[int]) -> list[int]:
-    value = vision.get(name, default)
-    try:
-        found = msgspec.convert(value, _Sizes)
-    except msgspec.ValidationError:
-        found = []
-    if not 0 < len(found) <= 8:
-        raise vision.wrong(name, "up to 8 numbers from 1 to 64", value)
-    return found

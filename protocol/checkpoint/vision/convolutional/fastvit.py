@@ -55,7 +55,7 @@ class FastVitSpec(TowerSpec, frozen=True):
 def fast_vlm(fields: ConfigFields, vision: ConfigFields, output_size: int) -> FastVitSpec:
     """Return the tower of FastVLM."""
     vision.require("architecture", _ARCHITECTURE)
-    options = vision.section("model_args") or ConfigFields({}, vision.path, "model_args.")
+    options = vision.section_or_empty("model_args")
     if others := set(options.config) - {"inference_mode", "layers", "embed_dims"}:
         needed = "nothing but inference_mode, layers and embed_dims"
         raise vision.wrong("model_args", needed, sorted(others))

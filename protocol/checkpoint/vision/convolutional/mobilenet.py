@@ -74,7 +74,7 @@ class ConvVisionSpec(TowerSpec, frozen=True):
 def gemma3n(fields: ConfigFields, vision: ConfigFields, output_size: int) -> ConvVisionSpec:
     """Return the tower of Gemma 3n."""
     vision.require("architecture", _ARCHITECTURE)
-    options = vision.section("model_args") or ConfigFields({}, vision.path, "model_args.")
+    options = vision.section_or_empty("model_args")
     if others := set(options.config) - {"channel_multiplier"}:
         raise vision.wrong("model_args", "nothing but channel_multiplier", sorted(others))
     multiplier = options.positive("channel_multiplier", 1.0)

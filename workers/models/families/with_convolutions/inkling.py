@@ -102,9 +102,8 @@ def _inkling(fields: ConfigFields) -> ModelSpec:
     num_experts = fields.integer("n_routed_experts", 256)
     num_shared = fields.integer("n_shared_experts", 2, minimum=0)
     experts = read_experts(
-        fields.with_defaults(moe_intermediate_size=3072),
-        num_experts,
-        6,
+        fields,
+        (num_experts, 6, 3072),
         scoring="sigmoid",
         renormalizes=True,
         scale=fields.positive("route_scale", 8.0),
@@ -192,8 +191,7 @@ def _inkling2(fields: ConfigFields) -> ModelSpec:
     )
     experts = read_experts(
         fields,
-        384,
-        8,
+        (384, 8),
         scoring="sigmoid",
         renormalizes=True,
         scale=fields.positive("route_scale", 8.0),

@@ -52,8 +52,7 @@ def _zaya(fields: ConfigFields) -> ModelSpec:
     }
     experts = read_experts(
         fields,
-        16,
-        1,
+        (16, 1),
         renormalizes=False,
         has_correction_bias=True,
         num_identities=1,

@@ -17,8 +17,7 @@ def _aria(fields: ConfigFields) -> ModelSpec:
     num_shared = fields.integer("moe_num_shared_experts", 2, minimum=0)
     experts = read_experts(
         fields,
-        8,
-        2,
+        (8, 2),
         intermediate_size="intermediate_size",
         shared_intermediate_size=fields.integer("intermediate_size") * num_shared,
     )

@@ -66,9 +66,8 @@ def _spark(fields: ConfigFields) -> ModelSpec:
         residual_temperature=fields.positive("residual_gate_temperature", 0.3),
     )
     experts = read_experts(
-        fields.with_defaults(moe_intermediate_size=4096),
-        256,
-        8,
+        fields,
+        (256, 8, 4096),
         scoring="sigmoid",
         has_correction_bias=True,
         scale=fields.positive("routed_scaling_factor", 1.0),

@@ -86,7 +86,7 @@ def _arctic(fields: ConfigFields) -> ModelSpec:
     it here.
     """
     fields = fields.with_defaults(num_key_value_heads=fields.integer("num_attention_heads"))
-    experts = read_experts(fields, 8, 1, intermediate_size="intermediate_size")
+    experts = read_experts(fields, (8, 1), intermediate_size="intermediate_size")
     experts = replace(experts, renormalizes=experts.num_experts_per_token > 1)
     is_beside = fields.boolean("parallel_attn_mlp_res", fields.boolean("use_residual", False))
     period = fields.integer("moe_layer_frequency", 2)
@@ -131,9 +131,8 @@ def _grok(fields: ConfigFields) -> ModelSpec:
     size = fields.integer("intermediate_size")
     has_mlp = fields.boolean("residual_moe", False)
     experts = read_experts(
-        fields.with_defaults(moe_intermediate_size=size),
-        8,
-        2,
+        fields,
+        (8, 2, size),
         renormalizes=False,
         logit_softcap=fields.positive("router_logit_softcapping", 30.0),
         shared_intermediate_size=size if has_mlp else 0,
@@ -162,7 +161,7 @@ def _grove(fields: ConfigFields) -> ModelSpec:
     Published configs have neither the size of adjugate experts nor the number of experts of a group.
     """
     fields = fields.with_defaults(moe_intermediate_size=768, num_key_value_heads=4, head_dim=128)
-    experts = read_experts(fields, 128, 8)
+    experts = read_experts(fields, (128, 8))
     group = fields.integer("num_experts_per_group", 2)
     if experts.num_experts % group:
         raise fields.wrong(
@@ -209,7 +208,7 @@ def _gpt_oss_puzzle(fields: ConfigFields) -> ModelSpec:
 
 def _jetmoe(fields: ConfigFields) -> ModelSpec:
     """Return the spec of a JetMoe (arXiv 2404.07413), whose attention has experts as well."""
-    experts = read_experts(fields, 8, 2, intermediate_size="intermediate_size", has_sum_bias=True)
+    experts = read_experts(fields, (8, 2), intermediate_size="intermediate_size", has_sum_bias=True)
     kv_heads = fields.integer("num_key_value_heads", 16)
     fields = fields.with_values(
         {"num_attention_heads": kv_heads * experts.num_experts_per_token}
@@ -327,7 +326,7 @@ def _iquest_q1(fields: ConfigFields) -> ModelSpec:
         max_position_embeddings=524_288,
         moe_intermediate_size=fields.integer("intermediate_size", 1536),
     )
-    experts = read_experts(fields, 256, 8, scale=fields.positive("ffn_out_scale", 0.53881590608))
+    experts = read_experts(fields, (256, 8), scale=fields.positive("ffn_out_scale", 0.53881590608))
     rotated = {"partial_rotary_factor": fields.integer("rotary_dim", 32, maximum=size) / size}
     full = read_rope(fields.with_values(rotated), size, theta=1_000_000.0, partial=True)
     local = read_rope(

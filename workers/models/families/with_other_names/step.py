@@ -66,8 +66,7 @@ def _step3(fields: ConfigFields) -> ModelSpec:
     )
     experts = read_experts(
         fields,
-        288,
-        fields.integer("moe_top_k", 8),
+        (288, fields.integer("moe_top_k", 8)),
         scoring="sigmoid",
         scale=fields.positive("moe_router_scaling_factor", 1.0),
         has_correction_bias=True,
