@@ -34,9 +34,9 @@ class _Names(msgspec.Struct, frozen=True):
     """
 
     start: str
-    embedding_norm: str
-    hidden_norm: str
-    projection: str
+    embedding_norm: str = "enorm"
+    hidden_norm: str = "hnorm"
+    projection: str = "eh_proj"
     final_norm: str | None = None
     others: str = "embed_tokens"
     head: str | None = None
@@ -74,9 +74,6 @@ def _layouts(num_layers: int, architecture: str, index: int = 0) -> tuple[_Names
         # Ling 2, Ling 3, Hunyuan 3, and Hy4, whose layer has one residual stream.
         _Names(
             start=rf"(?:layers\.{number}|mtp_layers\.{index})\.",
-            embedding_norm="enorm",
-            hidden_norm="hnorm",
-            projection="eh_proj",
             final_norm="final_layernorm",
             others=r"embed_tokens|shared_head\.head",
             returns_normed=True,
@@ -85,9 +82,6 @@ def _layouts(num_layers: int, architecture: str, index: int = 0) -> tuple[_Names
         _Names(
             start=rf"layers\.{number}\.",
             layer=r"(?:transformer\.)?",
-            embedding_norm="enorm",
-            hidden_norm="hnorm",
-            projection="eh_proj",
             final_norm=r"(?:transformer\.)?shared_head\.norm",
             head=r"(?:transformer\.)?shared_head\.output",
             is_described=True,
@@ -95,9 +89,6 @@ def _layouts(num_layers: int, architecture: str, index: int = 0) -> tuple[_Names
         # DeepSeek-V3, GLM-4.5, GLM-5, Dots3-Note, openPangu and Kimi K3.
         _Names(
             start=rf"layers\.{number}\.",
-            embedding_norm="enorm",
-            hidden_norm="hnorm",
-            projection="eh_proj",
             final_norm=r"shared_head\.norm",
             others=r"embed_tokens|shared_head\.head",
             returns_normed=architecture.startswith(_RETURNS_NORMED),
@@ -142,17 +133,11 @@ def _layouts(num_layers: int, architecture: str, index: int = 0) -> tuple[_Names
         _Names(
             start=rf"mtp\.layers\.{index}\.",
             layer=r"transformer_layer\.",
-            embedding_norm="enorm",
-            hidden_norm="hnorm",
-            projection="eh_proj",
             final_norm="final_layernorm",
         ),
         # MiMo-V2, whose layer has a window.
         _Names(
             start=rf"mtp\.layers\.{index}\.",
-            embedding_norm="enorm",
-            hidden_norm="hnorm",
-            projection="eh_proj",
             final_norm="final_layernorm",
             norms=("input_layernorm", "pre_mlp_layernorm"),
             returns_normed=True,
