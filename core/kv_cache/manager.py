@@ -125,7 +125,10 @@ class KVCacheManager:
         return Prefix(found, num_tokens, found.num_present)
 
     def count_shared_tokens(self, request: Request) -> int:
-        """Return how many first tokens of a request have cached keys and values, whether they have a state or not."""
+        """Return the number of tokens at the beginning of a request that have cached keys and values.
+
+        A recurrent state after them is not needed.
+        """
         return self.prefix_cache.count_shared_blocks(request) * self.block_size
 
     def find_longer_prefix(

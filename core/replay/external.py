@@ -220,7 +220,7 @@ class NoConnector(BlockConnector):
 
 
 def ask_connector(connector: KVConnector, ask: Ask, *, finds_blocks: bool) -> AskedKVConnector:
-    """Return a connector that asks `connector`."""
+    """Return a connector that makes each call to `connector` through `ask`."""
     return (AskedBlockConnector if finds_blocks else AskedKVConnector)(connector, ask)
 
 

@@ -297,7 +297,7 @@ class Frontend:
             logger.warning("%d sequences did not finish in time", self._engine.num_inflight)
 
     async def _resume(self) -> None:
-        """End a pause, and a sleep if there are requests: they would never finish."""
+        """End a pause or a sleep, during which requests would never finish. Without requests, a sleep goes on."""
         is_asleep = self._engine.sleep.is_asleep
         if is_asleep and not self._engine.num_inflight:
             return

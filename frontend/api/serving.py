@@ -165,14 +165,14 @@ class Serving:
 
     @property
     def stalled_process(self) -> str:
-        """The process that stops a ready server by making no progress; "" if the server can serve."""
+        """The process whose lack of progress keeps a ready server from serving; "" if the server can serve."""
         if self.stage is not Stage.READY or self.engine.watch is None:
             return ""
         return self.engine.watch.find_stalled_process()
 
     @property
     def degraded_replicas(self) -> str:
-        """The processes that stop some replicas by making no progress; "" if there are none."""
+        """The processes whose lack of progress keeps some replicas from serving; "" if there are none."""
         if self.stage is not Stage.READY or self.engine.watch is None:
             return ""
         return self.stalled_process or "; ".join(

@@ -100,7 +100,7 @@ class ChatMedia(ABC):
         """Return an image or an audio clip that a caller in this process passed, in the form that `prepare` takes.
 
         Raises:
-            ParameterError: The value is none.
+            ParameterError: The value is not an image or an audio clip.
         """
 
     @abstractmethod

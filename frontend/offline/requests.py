@@ -29,7 +29,7 @@ _END_TOKENS: Final = 64
 
 
 class OfflineRequests:
-    """Encodes prompts, checks their parameters and starts their requests, which have the IDs `numbers`.
+    """Encodes prompts, checks their parameters and starts their requests. `numbers` yields the IDs of requests.
 
     Attributes:
         engine: The engine.

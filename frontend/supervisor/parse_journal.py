@@ -110,7 +110,7 @@ class PoisonBodies:
 
         Args:
             digests: The digests of the bodies.
-            has_crashed: True if a parser may have caused the exit.
+            has_crashed: True if the frontend crashed, so that a parser may be the cause.
         """
         now = time.monotonic()
         for digest in digests:

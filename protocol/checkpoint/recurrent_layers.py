@@ -149,8 +149,8 @@ class Mamba2(LayerWithState, frozen=True, tag=True):
 class NgramConvolution(LayerWithState, frozen=True, tag=True):
     """The convolution over embeddings of n-grams (Qwen4), beside a layer's recurrent part.
 
-    It reads `taps` tokens at distances of `ngram_size`. A stored input has `channels` elements, which all ranks have,
-    and the digits of the token.
+    It reads `taps` tokens at distances of `ngram_size`. A stored input has `channels` elements and the digits of the
+    token. It is the same on all ranks.
     """
 
     segment: ClassVar[int] = SEGMENT

@@ -221,7 +221,7 @@ class NativeAdapters:
     def add_matrix(
         self, weight: PackedWeight, rows: Rows, num_columns: int, columns: range | None
     ) -> None:
-        """Record which rows and columns of a module a matrix has."""
+        """Record which rows and columns of a module a packed matrix consists of."""
         module = AdaptedRows(rows.name, rows.total, rows.select_from_all)
         self._matrices[ctypes.addressof(weight)] = AdaptedMatrix(module, num_columns, columns)
 

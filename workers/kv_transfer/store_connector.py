@@ -133,7 +133,7 @@ class StoreConnector(KVConnector):
     def _start(self, hang_s: float | None = None) -> None:
         """Start the threads. Subclasses call this method when they are complete.
 
-        A read of a block that takes longer than `hang_s` hangs.
+        While a read of a block takes longer than `hang_s`, loads fail at once.
         """
         self._writer.start()
         threads = [("reader", partial(self._read, number)) for number in range(NUM_READERS)]

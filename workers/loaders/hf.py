@@ -42,11 +42,15 @@ _DTYPES = frozenset({"F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8
 class _Stacking(msgspec.Struct, frozen=True):
     """The layout in which a family stacks the matrices of its experts in one tensor.
 
-    If `is_transposed`, matrices are stored as [inputs, outputs], unless they are quantized. If `is_interleaved`, the
-    rows of gate and up projections alternate. Some families have files in both orders. For these, `hidden_size`
-    decides: a matrix with that size where [outputs, inputs] would have it is not transposed. If `num_experts` is not 0,
-    a tensor has the matrices of that many experts one below the other, those of the last product transposed. The rules
-    are for names that `names` have translated, and of tensors with three dimensions also `stacked_names`.
+    Attributes:
+        is_transposed: True if matrices are stored as [inputs, outputs], unless they are quantized.
+        is_interleaved: True if the rows of gate and up projections alternate.
+        hidden_size: Tells the order of a family that has files in both: a matrix that has this size where
+            [outputs, inputs] would have it is not transposed. None if all files have the same order.
+        num_experts: The number of experts whose matrices a tensor has one below the other, those of the last product
+            transposed; 0 if tensors have a dimension for experts.
+        names: Translations of the stored names.
+        stacked_names: Further translations, for tensors with three dimensions.
     """
 
     is_transposed: bool = False

@@ -43,7 +43,7 @@ class StoredTensors(Protocol):
         """Return the dtype of a stored tensor in safetensors' spelling."""
 
     def stored_text(self, name: str, about: str) -> str | None:
-        """Return the text about something in the header of the file that has a tensor; None without any."""
+        """Return the text under the key `about` in the header of a tensor's file; None if there is none."""
 
     def load(self, name: str, *parts: range | None) -> torch.Tensor:
         """Read ranges of a stored tensor's dimensions."""

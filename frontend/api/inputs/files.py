@@ -78,7 +78,7 @@ async def read_files(
 
 
 def _find_files(messages: list[Json]) -> Iterator[tuple[int, int]]:
-    """Yield the places of files: the number of the message, and the number of the part."""
+    """Yield the indexes of the message and of its part, for each file."""
     for i, message in enumerate(messages):
         content = message.get("content")
         for j, part in enumerate(content if isinstance(content, list) else ()):

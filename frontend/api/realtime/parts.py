@@ -50,11 +50,11 @@ class UtteranceParts:
         return self._kept
 
     def join(self, text: str) -> str:
-        """Return the beginning of the next part's text, with what separates it from the text so far."""
+        """Return the text of the next part, after the separator between it and the text so far."""
         return separator(self.text, text) + text
 
     def add(self, transcript: Transcript) -> Transcript:
-        """Add the transcript of the next part, and return that of all parts so far."""
+        """Add the transcript of the next part. Return the transcript of all parts so far."""
         self.text += self.join(transcript.text)
         if (found := self._transcript) is None:
             self._transcript = found = transcript

@@ -126,7 +126,7 @@ class Settings:
 
 
 def make_plan(transcriptions: Transcriptions, request: TranscriptionRequest) -> Plan:
-    """Verify how items are transcribed.
+    """Verify a session's settings of transcription, and return the plan by which items are transcribed.
 
     Raises:
         APIError: A value is not supported (400); the error names the field of the session.

@@ -68,7 +68,7 @@ class TokenEntries:
         self._shows_text = shows_text
 
     def chosen(self, tokens: Iterable[tuple[int, PositionLogprobs | None]]) -> EncodedJSON:
-        """Return an entry for each token, which has no log-probability if the position has none."""
+        """Return an entry for each token. Its log-probability is null where none was computed."""
         entries = (
             self._entry(token, None if position is None else position.logprob)
             for token, position in tokens

@@ -11,7 +11,7 @@ from . import Int
 
 
 class AudioFormat(msgspec.Struct, kw_only=True):
-    """The format of the audio."""
+    """The format of the audio that a client sends."""
 
     type: str | None = None
     rate: Int | None = None

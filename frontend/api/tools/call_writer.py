@@ -102,7 +102,10 @@ class _CustomInputs:
 
 
 def _input_in(arguments: str) -> str:
-    """Return the input in a call's arguments, which may be cut off; all of them if they have another form."""
+    """Return the input that a call's arguments contain, or the arguments if they have another form.
+
+    The arguments are JSON that may be cut off.
+    """
     # An escape has at most 12 characters: two halves of a surrogate pair.
     for end in range(len(arguments), max(0, len(arguments) - 12), -1):
         for rest in ("", '"}'):

@@ -226,7 +226,7 @@ class CallFormat(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def ignored(self) -> tuple[str, ...]:
-        """The markers after arguments, which are ignored."""
+        """The markers that may follow the arguments of a call, and that are ignored."""
         named = (syntax for syntax in self.calls if isinstance(syntax, NamedCall))
         return tuple(end.strip() for syntax in named for end in syntax.ends)
 

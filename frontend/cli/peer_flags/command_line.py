@@ -62,7 +62,7 @@ def without_peer_flags(argv: Sequence[str]) -> Iterator[str]:
 
 
 def peer_arguments(name: str, value: object, where: str = "") -> list[str] | None:
-    """Return Engine's arguments for an entry of a configuration file; None if `name` is no flag of another server.
+    """Return Engine's arguments for an entry of a configuration file; None if it is not a flag of another server.
 
     Args:
         name: The flag without its dashes.

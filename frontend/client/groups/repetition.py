@@ -26,7 +26,7 @@ class RepetitionSearch:
 
     @classmethod
     def from_params(cls, params: SamplingParams) -> RepetitionSearch | None:
-        """Return a search for what these parameters ask; None if they ask for none."""
+        """Return the search that these parameters request; None if they request none."""
         wanted = params.repetition_detection
         if wanted is None or not wanted.max_pattern_size:
             return None

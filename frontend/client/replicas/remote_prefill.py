@@ -113,7 +113,7 @@ class RemotePrefill:
         return True
 
     def _is_worthwhile(self, request: EngineCoreRequest, core: CoreConnection) -> bool:
-        """Return whether a prefill replica should compute a prompt, because its own replica has little of it."""
+        """Return whether a prefill replica should compute a prompt, because `core` has few of its blocks."""
         if core.role is not ReplicaRole.DECODE:
             return False
         if (

@@ -54,7 +54,7 @@ class ReplicaCalls:
         return [answer.detail for answer in await self._call(DescribeBlocks)]
 
     async def abort_requests(self, request_id: str) -> int:
-        """Abort the requests that have this ID, or all if it is "". Return their number, counting every output."""
+        """Abort the requests that have this ID, or all if it is "". Return the number of aborted sequences."""
         answers = await self._call(lambda call_id: AbortByID(call_id, request_id))
         return sum(int(answer.detail) for answer in answers)
 

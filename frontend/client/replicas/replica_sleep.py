@@ -150,7 +150,10 @@ class ReplicaSleep:
     async def _repeat(
         self, action: ReplicaAction, is_pending: Callable[[CoreConnection], bool]
     ) -> None:
-        """Send a command for all cores that are pending until none is, because a supervisor that dies loses it."""
+        """Send a command for the pending cores, and repeat it until none is pending.
+
+        A supervisor that exits loses the commands that it received.
+        """
         sent_at = -RESEND_S
         while pending := [core for core in self._cores if is_pending(core)]:
             if (now := time.monotonic()) - sent_at >= RESEND_S:

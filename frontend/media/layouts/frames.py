@@ -113,7 +113,7 @@ def frames(video: Video, config: AnyVideoProcessor, around: tuple[str, str]) -> 
     """Return the texts and tiles that replace a video in a prompt.
 
     Args:
-        video: The video, with frames of the last size of `fit_frames`.
+        video: The video. Its frames have the last size that `fit_frames` returns.
         config: The video processor of the model.
         around: The texts before and after each grid that has a time.
     """

@@ -116,7 +116,7 @@ def _internvl(source: FrameSource) -> FrameProcessor:
 
 
 def _internvl_chat(source: FrameSource) -> FrameProcessor:
-    """Return the processor of InternVL in the format of its authors, which treats frames in the same way."""
+    """Return the processor of InternVL in the format of its authors, with other default means and deviations."""
     return _numbered(source, IMAGENET_VALUES)
 
 

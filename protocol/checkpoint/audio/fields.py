@@ -1,4 +1,4 @@
-"""Fields that the configs of several encoders of audio have."""
+"""Readers of config fields that several audio encoders share."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ from .state_size import LayerWithState, StatePart, StateParts
 class Rwkv4(LayerWithState, frozen=True, tag=True):
     """The time mixing of RWKV-4 (Peng et al., 2023, arXiv 2305.13048): means of values, weighted by keys and ages.
 
-    A channel has a numerator, a denominator and the logarithm of their scale as its state. The stored inputs are the
-    hidden states, of `hidden_size` elements, that this part and the MLP read.
+    The state of a channel is a numerator, a denominator and the logarithm of their scale. For the next token, the
+    inputs of the time mixing and of the MLP are also stored, with `hidden_size` elements each.
     """
 
     # The logarithm of the scale depends on one token after the other.

@@ -169,7 +169,7 @@ def granite_docling(fields: ConfigFields, vision: ConfigFields, output_size: int
 
 
 def _rate(fields: ConfigFields, side: int) -> tuple[int, int]:
-    """Return the numbers of queries and of patches in a window, in each direction."""
+    """Return the numbers of queries and of patches along a side of a window."""
     text = fields.text("downsample_rate")
     found = re.fullmatch(r"([1-9]\d?)/([1-9]\d?)", text)
     if found is None or side % int(found[2]):

@@ -142,7 +142,7 @@ class LayeredHead(DraftHead):
 
 
 class _Rows(NamedTuple):
-    """Positions to compute: `counts_S` of each slot from `begins_S` on, the first `num_kept_S` again."""
+    """Positions to compute: `counts_S` of each slot, from `begins_S` on. The first `num_kept_S` are computed again."""
 
     slots_S: Int64Array
     begins_S: Int64Array

@@ -94,7 +94,7 @@ class Pooling:
 
     @property
     def is_pending(self) -> bool:
-        """True if the request of any slot is pooled."""
+        """True if any slot has a request whose hidden states are pooled."""
         return bool(self._kinds)
 
     def find(self, slots_R: Int32Array) -> BoolArray:

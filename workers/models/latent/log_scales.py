@@ -11,7 +11,7 @@ from ..weights import WeightReader
 
 
 class LogScales:
-    """The stored scales and biases of these heads, of `num_heads` in the checkpoint."""
+    """The stored scales and biases of `heads`, which are a part of the checkpoint's `num_heads`."""
 
     def __init__(self, weights: WeightReader, prefix: str, num_heads: int, heads: range) -> None:
         self._scale_H, self._bias_H = (

@@ -28,12 +28,12 @@ class MixerRows(msgspec.Struct, frozen=True):
     Attributes:
         projection: The rows of the first product; none if a mixer has several first products.
         convolution: The channels of the convolution; none if there is no convolution.
-        unit_size: The number of columns of the output projection that stay together.
-        num_units: The number of such units, which the ranks divide.
+        unit_size: The number of columns of the output projection in a unit, which is not divided.
+        num_units: The number of units, which the ranks divide.
         has_projection_bias: True if the first product has biases.
         has_convolution_bias: True if the convolution has biases.
         has_output_bias: True if the output projection has biases.
-        num_runs: The number of equal runs of units, each of which the ranks divide.
+        num_runs: The number of runs into which the units fall. Each rank has an equal part of each run.
     """
 
     projection: Sequence[Rows]

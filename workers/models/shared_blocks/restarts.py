@@ -46,7 +46,7 @@ class Restarts:
             self._kept = list(kept_TE.split(self._size, -1))
 
     def apply(self, x_TD: Tensor, restart: Restart) -> Tensor:
-        """Return the hidden states with which a pass begins. `x_TD` may be changed."""
+        """Return the hidden states with which a pass over layers begins. `x_TD` may be changed."""
         if restart.copies_sums:
             assert self._residuals is not None
             streams_TND = x_TD.unflatten(-1, (self._residuals.num_streams, self._size))

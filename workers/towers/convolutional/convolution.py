@@ -1,4 +1,4 @@
-"""Convolutions over the places of an image, and steps that follow each other.
+"""Convolutions over the places of an image, and chains of such steps.
 
 Shapes: H rows and W columns of places, C channels.
 """

@@ -194,9 +194,9 @@ class _WordsMerger:
 
 
 def read_marks(spec: GridVisionSpec, tensors: VisionWeights) -> Tensor:
-    """Return the embeddings of marks [4, output size], which follow those of visual words.
+    """Return the embeddings of the marks around images and videos, [4, output size].
 
-    They are before an image, after it, before a video and after it.
+    They stand before an image, after an image, before a video and after a video, in this order.
     """
     table_WD = tensors.read("merger.table.weight", spec.num_words, spec.output_size)
     return table_WD[-_NUM_MARKS:].clone()

@@ -124,13 +124,13 @@ class Compaction(Block, tag="compaction"):
 
 
 class KnownTool(Block, tag="tool_reference"):
-    """A tool by its name."""
+    """The name of an earlier tool."""
 
     name: Name
 
 
 class NewTool(Block, tag="tool_definition"):
-    """A tool."""
+    """The definition of a tool."""
 
     definition: dict[str, Any]
 

@@ -120,7 +120,7 @@ def _verify(params: TgiParameters, *, stream: bool) -> None:
 
 
 def _samples(params: TgiParameters) -> bool:
-    """Return whether tokens are drawn instead of the most probable ones."""
+    """Return True if tokens are sampled, False if the most probable ones are chosen."""
     chosen = (params.top_k, params.top_p, params.typical_p, params.temperature)
     return bool(params.do_sample) or any(value is not None for value in chosen)
 

@@ -243,7 +243,7 @@ class VllmGenerate(Completions):
         return prompt
 
     async def _read_chat(self, body: VllmGenerateRequest, size: int) -> _Chat:
-        """Return the conversation by which an answer is parsed.
+        """Return the reasoning and tool settings by which an answer is parsed.
 
         Raises:
             APIError: `parse_context` is missing or invalid, or the answer is a stream (400).

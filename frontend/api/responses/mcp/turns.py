@@ -71,7 +71,7 @@ class Turn:
         """Do nothing, because there is no connection to prepare."""
 
     def write_chunk(self, data: bytes) -> None:
-        """Add events."""
+        """Store the next bytes of the turn's events."""
         self._pieces.append(data)
         self._changed.set()
 

@@ -126,7 +126,7 @@ def minimax_m3(vision: Vision) -> Mmproj:
 
 
 def muse_glimmer(vision: Vision) -> Mmproj:
-    """Return the fields of Muse Glimmer, whose converter adds up the two equal frames of an image."""
+    """Return the fields of Muse Glimmer. Its converter sums the weights of the two frames of an image."""
     side = math.isqrt(vision.num_rows("v.position_embd.weight"))
     return Mmproj(
         {
