@@ -12,6 +12,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 
 from ...protocol.kv_events import MAX_BLOCK_CELLS, BlockState
+from ..state.slots import as_array
 from .block_lifetimes import BlockLifetimes
 from .event_log import KVEventLog
 from .gradual_list import GradualList
@@ -177,7 +178,7 @@ class BlockPool:
         Return False, and change nothing, if more than `max_free` of them are free.
         """
         if len(blocks) > FEW_BLOCKS:
-            indices = np.frombuffer(array("q", blocks), np.int64)
+            indices = as_array(blocks)
             ref_counts = np.frombuffer(self.ref_counts, np.int64)
             counts = ref_counts[indices]
             num_free = len(blocks) - int(np.count_nonzero(counts))

@@ -47,6 +47,7 @@ class PrefixCache:
         self._groups = groups
         self._block_size = block_size
         self._is_simple = [group.kind for group in groups] == [AttentionKind.FULL]
+        self._is_plain = self._is_simple and host is None
         kinds = [group.kind for group in groups]
         windows = (AttentionKind.FULL, AttentionKind.SLIDING_WINDOW, AttentionKind.CHUNKED_LOCAL)
         self._token_group = next((kinds.index(kind) for kind in windows if kind in kinds), None)
@@ -67,12 +68,11 @@ class PrefixCache:
         if not limit or not request.root_hash:
             return self.no_prefix
         digests = request.block_hashes
-        is_plain = self._is_simple and self._cpu_offload is None
-        if is_plain and not (digests and self._pool.is_cached(digests[0])):
+        if self._is_plain and not (digests and self._pool.is_cached(digests[0])):
             return self.no_prefix
         if not self.may_read(request):
             return self.no_prefix
-        if is_plain:
+        if self._is_plain:
             found = self._pool.find_cached_blocks(digests[:limit])
             return CachedPrefix(len(found), (found,))
         return find_cached_prefix(

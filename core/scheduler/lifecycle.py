@@ -270,9 +270,9 @@ class RequestLifecycle:
                 request.num_cached_tokens = cached
             request.has_untrusted_blocks = num_external > 0
             request.status = RUNNING
-            self._rate.record_admission(request.queued_at, now)
             if self.tenants is not None:
                 self.tenants.record_start(request.tenant, request.queued_at, now)
+        self._rate.record_admissions([request.queued_at for request in requests], now)
         num_certain = self.running.add_requests(
             requests, num_computed, list(map(self.max_output_tokens, requests))
         )

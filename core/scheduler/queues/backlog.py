@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 _NUM_REMEMBERED = 64
 
@@ -14,9 +15,10 @@ class AdmissionRate:
         self._waits: deque[float] = deque(maxlen=_NUM_REMEMBERED)
         self._last = 0.0
 
-    def record_admission(self, queued_at: float, now: float) -> None:
-        """Record the admission of a request that was queued at `queued_at`."""
-        self._waits.append(now - (queued_at if queued_at > self._last else self._last))
+    def record_admissions(self, queued_at: Sequence[float], now: float) -> None:
+        """Record that requests were admitted together; `queued_at` has the times at which they were queued."""
+        self._waits.append(now - max(queued_at[0], self._last))
+        self._waits.extend([0.0] * (len(queued_at) - 1))
         self._last = now
 
     def estimate_seconds(self, num_requests: int) -> float:
@@ -81,7 +83,7 @@ class TenantLimits:
         """Count a request that was admitted."""
         tenant = self._tenants[name]
         tenant.num_running += 1
-        tenant.rate.record_admission(queued_at, now)
+        tenant.rate.record_admissions([queued_at], now)
 
     def record_stop(self, name: str) -> None:
         """Count a running request that finished or was preempted."""
