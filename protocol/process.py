@@ -56,6 +56,13 @@ def name_process(name: str) -> None:
     setproctitle.setproctitle(f"engine: {name}")
 
 
+def return_free_memory() -> None:
+    """Return freed memory to the system."""
+    # Other C libraries than glibc return it themselves, or have no such call.
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
+
+
 def send_when_parent_exits(signum: int) -> bool:
     """Let the kernel send this process a signal when the thread that started it exits. Return whether that works."""
     return sys.platform == "linux" and bool(

@@ -22,6 +22,7 @@ from ..protocol.cluster_key import cluster_key_of
 from ..protocol.config import PROTOCOL_VERSION, EngineConfig
 from ..protocol.errors import EngineError
 from ..protocol.heartbeat import Pulse
+from ..protocol.process import return_free_memory
 from ..protocol.step_log import read_steps
 from ..protocol.supervisor_messages import Stage
 from ..protocol.transport import Peer, StatusReporter
@@ -132,6 +133,7 @@ class Worker:
                         self._poller.register(self._connector.fd, zmq.POLLIN)
                     runner.warm_up()
                     # Without freezing, a garbage collection would traverse all of torch and delay a step by 0.1 s.
+                    return_free_memory()
                     gc.freeze()
                     gc.enable()
                     memory = msgspec.structs.replace(

@@ -242,7 +242,7 @@ class RecordedScheduler(SchedulerInterface):
     def add_request(self, client_index: int, message: EngineCoreRequest, now: float) -> None:
         """Record and forward the call. The log drops content that no replay reads at the end of the turn."""
         num_bytes = len(message.prompt_token_ids)
-        self.log.add_request(AddRequest(client_index, message.__copy__(), num_bytes, now))
+        self.log.add_request(AddRequest(client_index, copy(message), num_bytes, now))
         self.scheduler.add_request(client_index, message, now)
 
     def append_inputs(self, client_index: int, message: AppendInputs) -> None:

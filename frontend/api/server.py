@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import gc
 import logging
 import os
@@ -24,7 +23,7 @@ from ...protocol.config import FIRST_EPOCH, EngineConfig, FrontendConfig
 from ...protocol.errors import ConfigError, EngineError
 from ...protocol.heartbeat import HeartbeatWriter, seconds_to_beat
 from ...protocol.messages import FinishReason
-from ...protocol.process import STOP_PROCESS, ignore_stop_signals
+from ...protocol.process import STOP_PROCESS, ignore_stop_signals, return_free_memory
 from ...protocol.supervisor_messages import Stage
 from ...protocol.transport import StatusReporter
 from ..chat import ChatTemplateError, ModelTemplates, prepare_formats
@@ -227,7 +226,8 @@ class Frontend:
         if self._config.epoch != FIRST_EPOCH and self._engine.watch is not None:
             await self._engine.watch.wait_for_status()
         gc.collect()
-        _return_free_memory()
+        # Most of it held the text of the tokenizer's file.
+        return_free_memory()
         gc.freeze()
         gc.enable()
         self._num_blocks = sys.getallocatedblocks()
@@ -420,13 +420,6 @@ def uvicorn_config(app: ASGIApp, frontend: FrontendConfig) -> Config:
             "key and its certificate"
         ) from error
     return config
-
-
-def _return_free_memory() -> None:
-    """Return freed memory to the system. Most of it held the text of the tokenizer's file during the startup."""
-    # Other C libraries than glibc return it themselves, or have no such call.
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
-        trim(0)
 
 
 def serve(

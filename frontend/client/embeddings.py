@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated, Final
 
 import msgspec
@@ -28,8 +27,7 @@ BY_TOKEN: Final = (PoolingKind.ALL, PoolingKind.WEIGHTS)
 """The kinds of results with a row for each token."""
 
 
-@dataclass(frozen=True, slots=True)
-class LateChunkingParams:
+class LateChunkingParams(msgspec.Struct, frozen=True):
     """Parameters of late chunking, as in vLLM: a vector for each `chunk_size` tokens of a text, special tokens too.
 
     The vector is the mean of the tokens' vectors, which depend on the whole text (arXiv 2409.04701).
@@ -44,8 +42,7 @@ class LateChunkingParams:
             raise ParameterError("chunk_size", f"must be a positive integer, got {echo(size)}")
 
 
-@dataclass(frozen=True, slots=True)
-class LateChunk:
+class LateChunk(msgspec.Struct, frozen=True):
     """A chunk of a text: the first and the last of its tokens plus one, and of its characters.
 
     `char_range` is None for a chunk of special tokens only.
@@ -55,8 +52,7 @@ class LateChunk:
     char_range: tuple[int, int] | None
 
 
-@dataclass(frozen=True, slots=True)
-class LateChunkingMetadata:
+class LateChunkingMetadata(msgspec.Struct, frozen=True):
     """The chunks of a text of `input_tokens` tokens, in the order of their vectors."""
 
     chunk_size: int

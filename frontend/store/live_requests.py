@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import InitVar, dataclass, field
 from itertools import chain, repeat
 from operator import call
 from typing import Final, NamedTuple, Self
@@ -74,13 +73,11 @@ class Stream:
         )
 
 
-@dataclass(slots=True, eq=False)
 class LiveRequest:
     """A request that has not ended.
 
     Attributes:
         session: The session (frontend process) that owns the request, or `ORPHAN`.
-        begun: The state of each stream that has begun; None for others.
         run: The run directory of the engine that owns or owned the request; "" if that engine has exited.
         numbers: The number of each stream in that session; empty after a claim until the new owner has sent the
             numbers.
@@ -91,21 +88,39 @@ class LiveRequest:
         size_of_logprobs: The size of the streams' log-probabilities in bytes.
     """
 
-    request_id: str
-    owner: str
-    key: str
-    session: bytes
-    numbers: list[int]
-    begun: InitVar[list[StreamState | None]]
-    run: str = field(default="", init=False)
-    streams: list[Stream] = field(init=False)
-    num_starts: int = field(default=0, init=False)
-    claimed_at: int = field(default=0, init=False)
-    size: int = field(default=0, init=False)
-    size_of_logprobs: int = field(default=0, init=False)
-    readers: dict[ReaderId, list[int]] = field(default_factory=dict, init=False)
+    __slots__ = (
+        "claimed_at",
+        "key",
+        "num_starts",
+        "numbers",
+        "owner",
+        "readers",
+        "request_id",
+        "run",
+        "session",
+        "size",
+        "size_of_logprobs",
+        "streams",
+    )
 
-    def __post_init__(self, begun: list[StreamState | None]) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        owner: str,
+        key: str,
+        session: bytes,
+        numbers: list[int],
+        begun: list[StreamState | None],
+    ) -> None:
+        """Start with the state of each stream that has begun, and None for others."""
+        self.request_id = request_id
+        self.owner = owner
+        self.key = key
+        self.session = session
+        self.numbers = numbers
+        self.run = ""
+        self.num_starts = self.claimed_at = self.size = 0
+        self.readers: dict[ReaderId, list[int]] = {}
         self.streams = [Stream(self, state) for state in begun]
         self.size_of_logprobs = sum(
             size_of_logprobs(s.logprobs) + size_of_logprobs(s.prompt_logprobs) for s in self.streams

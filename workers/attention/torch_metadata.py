@@ -4,8 +4,6 @@ Shapes: T tokens, G key/value heads, K head dimension, R rows (requests of a buc
 cache, L keys, N = R * G.
 """
 
-from dataclasses import dataclass
-
 import msgspec
 from torch import Tensor
 
@@ -39,8 +37,7 @@ class Masks(msgspec.Struct, frozen=True):
     tiles: list[list[Tensor]]
 
 
-@dataclass(slots=True, weakref_slot=True)
-class TorchPagedMetadata:
+class TorchPagedMetadata(msgspec.Struct, weakref=True):
     """The metadata of one step in a KV-cache group: the cache rows to write, and the pages to read for each window.
 
     `chosen` leaves only the keys that an indexer of the group has chosen last.

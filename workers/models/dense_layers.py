@@ -5,11 +5,9 @@ Shapes: I input and O output features of a layer.
 
 from __future__ import annotations
 
-import pickletools
-import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,6 +20,9 @@ from ...protocol.errors import CheckpointError
 from ...protocol.pooling_params import PoolingKind
 from ..device.dtypes import HostDevice, torch_device
 from ..loaders.dequantize import dequantize
+
+if TYPE_CHECKING:
+    from zipfile import ZipFile
 
 _ACTIVATIONS: Final[dict[DenseActivation, Callable[[Tensor], Tensor]]] = {
     DenseActivation.IDENTITY: lambda x: x,
@@ -84,14 +85,7 @@ def _read(layer: DenseConfig, device: torch.device) -> tuple[Tensor, Tensor | No
         read = _read_saved(layer.path) if layer.path.endswith(".pt") else _read_safe(layer.path)
         weight_OI = read(f"{prefix}weight").float().to(device)
         bias_O = read(f"{prefix}bias").float().to(device) if layer.has_bias else None
-    except (
-        OSError,
-        SafetensorError,
-        zipfile.BadZipFile,
-        KeyError,
-        ValueError,
-        RuntimeError,
-    ) as error:
+    except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
         raise CheckpointError(
             layer.path, f"the weights are missing or damaged ({error}); download them again"
         ) from error
@@ -115,31 +109,44 @@ def _read_saved(path: str) -> Callable[[str], Tensor]:
 
     Pickled objects can run code when they are loaded. So this only scans the archive's description of its tensors.
     """
+    # Late imports, because few models have such a file, and every worker would keep the modules in its memory.
+    import pickletools
+    import zipfile
+
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return _read_archive(archive, pickletools.genops)
+    except zipfile.BadZipFile as error:
+        raise ValueError(str(error)) from error
+
+
+def _read_archive(
+    archive: ZipFile, parse: Callable[[bytes], Iterable[Any]]
+) -> Callable[[str], Tensor]:
     tensors: dict[str, Tensor] = {}
-    with zipfile.ZipFile(path) as archive:
-        [description] = [name for name in archive.namelist() if name.endswith("/data.pkl")]
-        name = storage = ""
-        dtype: torch.dtype | None = None
-        layout: list[int] | None = None
-        for operation, argument, _ in pickletools.genops(archive.read(description)):
-            if operation.name == "GLOBAL":
-                if (dtype_name := _STORAGES.get(str(argument))) is not None:
-                    dtype = getattr(torch, dtype_name)
-            elif isinstance(argument, str):
-                name = argument if argument in ("weight", "bias") else name
-                storage = argument if argument.isdigit() else storage
-            elif operation.name == "BINPERSID":
-                layout = []
-            elif operation.name == "REDUCE" and layout is not None:
-                data = archive.read(f"{description.removesuffix('data.pkl')}data/{storage}")
-                # The position in the storage, the sizes, and the strides.
-                shape = layout[1 : 1 + len(layout) // 2]
-                if dtype is None or layout != [0, *shape, *shape[1:], 1]:
-                    raise ValueError(f"{name} does not contain floats in the order of its rows")
-                tensors[name] = torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
-                layout = None
-            elif layout is not None and operation.name in ("BININT", "BININT1", "BININT2"):
-                layout.append(int(argument or 0))
+    [description] = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+    name = storage = ""
+    dtype: torch.dtype | None = None
+    layout: list[int] | None = None
+    for operation, argument, _ in parse(archive.read(description)):
+        if operation.name == "GLOBAL":
+            if (dtype_name := _STORAGES.get(str(argument))) is not None:
+                dtype = getattr(torch, dtype_name)
+        elif isinstance(argument, str):
+            name = argument if argument in ("weight", "bias") else name
+            storage = argument if argument.isdigit() else storage
+        elif operation.name == "BINPERSID":
+            layout = []
+        elif operation.name == "REDUCE" and layout is not None:
+            data = archive.read(f"{description.removesuffix('data.pkl')}data/{storage}")
+            # The position in the storage, the sizes, and the strides.
+            shape = layout[1 : 1 + len(layout) // 2]
+            if dtype is None or layout != [0, *shape, *shape[1:], 1]:
+                raise ValueError(f"{name} does not contain floats in the order of its rows")
+            tensors[name] = torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
+            layout = None
+        elif layout is not None and operation.name in ("BININT", "BININT1", "BININT2"):
+            layout.append(int(argument or 0))
     return tensors.__getitem__
 
 

@@ -7,7 +7,6 @@ Shapes: S rows of the batch, R rows of a group, V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cached_property
 
@@ -69,8 +68,7 @@ class RowParameters(msgspec.Struct):
         return cls(*(_to_device(column[slots_S], state) for column in columns))
 
 
-@dataclass
-class LogprobRows:
+class LogprobRows(msgspec.Struct, dict=True):
     """The rows for which log-probabilities are reported, with their slots.
 
     `host_rows` is None if they are the whole batch. A row has `counts` alternatives: the `num_top` most likely tokens,
@@ -116,8 +114,7 @@ class LogprobRows:
         return logits_SV.clone() if will_change else logits_SV
 
 
-@dataclass
-class SamplingMetadata:
+class SamplingMetadata(msgspec.Struct, dict=True):
     """The sampling features of a batch; None means that no row uses the feature."""
 
     state: SamplingState

@@ -8,9 +8,9 @@ Shapes: N slots, R rows with rules, S rows of the batch, V vocabulary; E entries
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Final
 
+import msgspec
 import numpy as np
 import torch
 
@@ -21,14 +21,14 @@ from .state import TranscriptState
 _NONE: Final = -1
 
 
-@dataclass(slots=True)
-class TranscriptRows:
+class TranscriptRows(msgspec.Struct):
     """The rules of a batch, on the device, int64. Index arrays are flat indices into [S, V].
 
     `begin_rows_E` are the rows, among those with rules, that `begin_index_E` belong to. Without timestamps,
     `first_timestamp_R` is V + 1. The first timestamp of a row must be at most `last_initial_R`.
     """
 
+    has_timestamps: bool
     rows_R: torch.Tensor
     slots_R: torch.Tensor
     suppressed_index_E: torch.Tensor
@@ -37,7 +37,6 @@ class TranscriptRows:
     first_timestamp_R: torch.Tensor
     end_token_R: torch.Tensor
     last_initial_R: torch.Tensor
-    has_timestamps: bool = field(default=False, init=False)
 
 
 class Transcripts:
@@ -94,9 +93,7 @@ class Transcripts:
             last.astype(np.int64),
         )
         on_device = (to_device(array, self._device) for array in arrays)
-        found = TranscriptRows(*on_device)
-        found.has_timestamps = bool((first < size).any())
-        return found
+        return TranscriptRows(bool((first < size).any()), *on_device)
 
     def mask(self, logits_SV: torch.Tensor, rows: TranscriptRows) -> None:
         """Set the logits of all tokens that the rules forbid to -inf, in place."""

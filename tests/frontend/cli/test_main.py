@@ -63,11 +63,13 @@ def test_help_imports_no_heavy_modules(command: list[str], heavy: str) -> None:
 
 
 def test_an_application_that_imports_engine_can_use_all_of_uvicorn() -> None:
-    """Engine itself does not import uvicorn's command line."""
+    """Engine itself imports neither uvicorn's command line nor what configures logging."""
     program = (
         "import sys\nfrom engine import LLM\nfrom engine.frontend.http import server\n"
-        "assert 'click' not in sys.modules\n"
-        "import uvicorn\nassert callable(uvicorn.run)\nassert uvicorn.__version__"
+        "assert not {'click', 'socketserver'} & sys.modules.keys()\n"
+        "import uvicorn\nassert callable(uvicorn.run)\nassert uvicorn.__version__\n"
+        "import logging.config\nlogging.config.dictConfig({'version': 1})\n"
+        "uvicorn.Config(server, log_config=uvicorn.config.LOGGING_CONFIG)"
     )
     subprocess.run([sys.executable, "-P", "-c", program], check=True)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from difflib import get_close_matches
 from importlib import import_module
 from os import PathLike
 from typing import Any, Final
@@ -427,6 +426,8 @@ def _family(fields: ConfigFields) -> Family:
         kind = fields.get("model_type")
         named = ", ".join(architectures) or f"of model_type {kind!r}"
         # The part of a name before "For" is that of the family.
+        from difflib import get_close_matches
+
         supported = sorted(family.architecture for family in all_families())
         families = {name.partition("For")[0]: name for name in supported}
         wanted = architectures[0].partition("For")[0] if architectures else str(kind)
