@@ -26,6 +26,7 @@ from .audio.token_writers import SAMPLES, WRITING, with_encoder_fields, writes_t
 from .audio.tower import CAUSAL_PART, audio_tower_spec
 from .config_fields import MAX_INTEGER, ConfigFields
 from .pooling.classification import TOKEN_CLASSIFIER_SUFFIX
+from .pooling.foreign_encoders import find_foreign_encoder
 
 _SPEECH: Final = frozenset(SpeechKind)
 _CROSS_ATTENTION: Final = _SPEECH - {SpeechKind.VOXTRAL_REALTIME} - WRITING
@@ -91,7 +92,8 @@ _MAX_ALIGNMENT_HEADS: Final = 1024
 def is_encoder_decoder(fields: ConfigFields) -> bool:
     """Return whether the model has an encoder whose outputs its decoder reads by cross attention."""
     kind = fields.text("model_type", "")
-    return kind in _CROSS_ATTENTION | _SOURCE_TEXT and not is_t5_encoder(fields)
+    is_alone = is_t5_encoder(fields) or find_foreign_encoder(fields) is not None
+    return kind in _CROSS_ATTENTION | _SOURCE_TEXT and not is_alone
 
 
 def is_t5_encoder(fields: ConfigFields) -> bool:
@@ -108,6 +110,8 @@ def with_decoder_fields(fields: ConfigFields) -> ConfigFields:
     """
     if writes_tokens(fields):
         return with_encoder_fields(fields)
+    if (foreign := find_foreign_encoder(fields)) is not None:
+        return fields.with_values(foreign.read_fields(fields))
     is_alone = is_t5_encoder(fields)
     if not is_alone and not is_encoder_decoder(fields):
         return fields

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeAlias
 
+from ...protocol.checkpoint.pooling.foreign_encoders import read_foreign_encoder
 from ...protocol.config import (
     CPUBackend,
     Device,
@@ -50,7 +51,8 @@ def open_runner(
 
         yield NullRunner(config), WorkerMemory(rank, count_request_blocks(config))
         return
-    is_without_torch = _starts_without_torch(config)
+    foreign = read_foreign_encoder(config.model)
+    is_without_torch = foreign is None and _starts_without_torch(config)
     if is_without_torch:
         lazy_torch.install()
     else:
@@ -79,19 +81,27 @@ def open_runner(
             is_batch_invariant=config.device.batch_invariant,
         )
         is_dummy = config.model.load_format is LoadFormat.DUMMY
+        open_weights = DummyCheckpoint if is_dummy else open_checkpoint
         verify_files(config.model.weight_files)
-        checkpoint = (DummyCheckpoint if is_dummy else open_checkpoint)(config.model.path)
-        if config.model.audio is not None and config.model.audio.writes_tokens:
-            from .inputs.encoder_runner import EncoderRunner
+        encoder: EncoderRunner | None = None
+        if foreign is not None:
+            from .inputs.text_runner import TextRunner
+
+            encoder = TextRunner(config, device, *foreign)
+        elif config.model.audio is not None and config.model.audio.writes_tokens:
+            from .inputs.clip_runner import ClipRunner
+
+            encoder = ClipRunner(config, device, open_weights(config.model.path))
+        if encoder is not None:
             from .null_runner import count_request_blocks
 
-            encoder = EncoderRunner(config, device, checkpoint)
             verify_files(config.model.weight_files)
             num_cores = count_threads(config) if device.type == "cpu" else 1
             memory = WorkerMemory(rank, count_request_blocks(config), num_cores=num_cores)
             yield encoder, memory
             leave_replica()
             return
+        checkpoint = open_weights(config.model.path)
         runner = ModelRunner(
             config, device, checkpoint, on_progress, parallel, core_index=core_index, rank=rank
         )

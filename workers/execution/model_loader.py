@@ -30,8 +30,8 @@ from ..models.lora.adapters import LoraAdapters, load_at_start
 if TYPE_CHECKING:
     # Import these modules at run time only where they are needed, because some of them need torch.
 
+    from ..models.foreign.decoder import TransformersModel
     from ..models.torch_decoder import TorchDecoder
-    from ..models.transformers_decoder import TransformersModel
     from ..models.weights import ProgressCallback
     from .parallel_state import ParallelState
 
@@ -191,7 +191,7 @@ def _model_spec(config: EngineConfig, checkpoint: Checkpoint) -> ModelSpec | Tra
     try:
         spec = model_spec({**checkpoint.config, **overrides}, checkpoint.config_path)
     except UnknownArchitecture as unknown:
-        from ..models.transformers_decoder import has_transformers
+        from ..models.foreign.decoder import has_transformers
 
         if impl is ModelImpl.ENGINE or not checkpoint.path.is_dir() or not has_transformers():
             raise
@@ -217,7 +217,7 @@ def _transformers_model(config: EngineConfig, checkpoint: Checkpoint) -> Transfo
         raise ConfigError(
             "--model-impl transformers does not divide experts; remove --enable-expert-parallel"
         )
-    from ..models.transformers_decoder import TransformersModel
+    from ..models.foreign.decoder import TransformersModel
 
     return TransformersModel(
         checkpoint.path,

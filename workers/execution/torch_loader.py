@@ -17,9 +17,9 @@ from ..layers.layers import LayerKernels
 from ..layers.spec import ModelSpec
 from ..loaders import Checkpoint
 from ..models.decoder import Decoder
+from ..models.foreign.decoder import TransformersDecoder, TransformersModel
 from ..models.lora.adapters import LoraAdapters
 from ..models.torch_decoder import TorchDecoder
-from ..models.transformers_decoder import TransformersDecoder, TransformersModel
 from ..models.weights import ProgressCallback
 from .parallel_state import ParallelState
 

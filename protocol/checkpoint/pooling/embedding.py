@@ -19,6 +19,7 @@ from ..files import find_tensor
 from ..speech import is_t5_encoder
 from .beside_images import text_beside_images
 from .classification import classifies_tokens, is_classifier
+from .foreign_encoders import find_foreign_encoder
 from .image_retrieval import read_image_retriever, retrieves_images
 from .late_interaction import (
     DOCUMENT,
@@ -43,11 +44,13 @@ _ENCODERS: Final = frozenset(
     {
         "albert",
         "bert",
+        "bert-generation",
         "clip_text_model",
         "convbert",
         "deberta",
         "deberta-v2",
         "distilbert",
+        "dpr",
         "electra",
         "ernie",
         "esm",
@@ -71,6 +74,7 @@ _ENCODERS: Final = frozenset(
         "roberta-prelayernorm",
         "roformer",
         "siglip_text_model",
+        "splinter",
         "ultrabert",
     }
     | {"roberta", "xlm-roberta", "xlm-roberta-xl"}
@@ -149,7 +153,7 @@ def is_encoder(fields: ConfigFields) -> bool:
     """Return whether a model with this config is an encoder alone, which reads a text or a clip as a whole."""
     if fields.text("model_type", "") in _ENCODERS or is_t5_encoder(fields):
         return True
-    if writes_tokens(fields):
+    if writes_tokens(fields) or find_foreign_encoder(fields) is not None:
         return True
     return fields.get("use_bidirectional_attention") is True or fields.get("is_causal") is False
 
@@ -230,6 +234,8 @@ def _read_files(path: Path, config: ConfigFields, whole: ConfigFields) -> Embedd
         return _first_colbert(path, hidden_size)
     if is_classifier(config) or not (path / "modules.json").is_file():
         kind = PoolingKind.CLS if is_encoder(config) else PoolingKind.LAST
+        if (foreign := find_foreign_encoder(config)) is not None:
+            kind = foreign.pooling
         default = LATE if config.text("model_type", "") == "eurobert" else ""
         pooling = config.text("classifier_pooling", default)
         if pooling != LATE or is_classifier(config):

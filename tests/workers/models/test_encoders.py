@@ -32,6 +32,9 @@ MODELS = {
     "t5": ("T5EncoderModel", T5),
     "umt5": ("UMT5EncoderModel", T5),
     "bert": ("BertModel", {}),
+    "bert-generation": ("BertGenerationEncoder", {}),
+    "dpr": ("DPRQuestionEncoder", {}),
+    "splinter": ("SplinterModel", {}),
     "bert-masked-lm": ("BertForMaskedLM", {"hidden_act": "gelu_new"}),
     "distilbert": (
         "DistilBertModel",
@@ -206,6 +209,7 @@ def models(request, tmp_path_factory):
         reference.language_model.embedding_projection = torch.nn.Identity()
     # The base model of a T5 is its encoder without the embedding's name.
     compared = reference if key.endswith("t5") else reference.base_model
+    compared = getattr(compared, "bert_model", compared)
     lengths = (1, 7, 100) if key in WITH_KNOWN_PARTS else (1, 7, 190, 64, 1100, 300)
     return load(path, max_model_len=1100), compared.eval(), lengths
 

@@ -22,7 +22,7 @@ from ..inputs.alignment import Alignments
 
 _OF_ALL_TOKENS: Final = (PoolingKind.ALL, PoolingKind.HEAD, PoolingKind.WEIGHTS)
 
-_NOT_FINITE: Final = "the model's output for this input is not finite"
+NOT_FINITE: Final = "the model's output for this input is not finite"
 _NO_ALIGNMENT: Final = (
     "the times of words need a model with alignment heads, and --pipeline-parallel-size 1"
 )
@@ -57,7 +57,7 @@ class Pooled:
             elif np.isfinite(vector_D).all():
                 output.pooled.append(RowVector(slot, float32_bytes(vector_D)))
             else:
-                output.failed_slots.append((slot, _NOT_FINITE))
+                output.failed_slots.append((slot, NOT_FINITE))
         return output
 
 

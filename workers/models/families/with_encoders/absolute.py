@@ -108,6 +108,10 @@ _LUKE_NAMES = (
     (r".*\.(w2e|e2w|e2e)_query\..*", ""),
     *BERT_NAMES,
 )
+_DPR_NAMES = (
+    (r"^(question|ctx)_encoder\.bert_model\.", ""),
+    *BERT_NAMES,
+)
 _MPNET_NAMES = (
     (r"encoder\.relative_attention_bias\.", "distance_biases."),
     (r"\.attention\.attn\.([qkvo])\.", r".self_attn.\1_proj."),
@@ -294,6 +298,18 @@ def roberta(fields: ConfigFields) -> ModelSpec:
     )
 
 
+def _bert_generation(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of an encoder of arXiv 1907.12461, a BERT without token types."""
+    fields = fields.with_defaults(max_position_embeddings=512)
+    return replace(bert(fields), num_token_types=0)
+
+
+def _dpr(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of an encoder of DPR (arXiv 2004.04906), a BERT whose first token is the embedding."""
+    fields.require("projection_dim", 0)
+    return replace(bert(fields), tensor_names=_DPR_NAMES)
+
+
 def _ibert(fields: ConfigFields) -> ModelSpec:
     """Return the spec of an I-BERT (arXiv 2101.01321), which is a RoBERTa unless it computes with integers."""
     fields.require("quant_mode", False)
@@ -402,6 +418,10 @@ FAMILIES = (
     Family("BertSpladeSparseEmbeddingModel", "bert", _bert_splade),
     *encoder_families("DistilBert", "distilbert", _distilbert, _DISTILBERT_HEAD),
     Family("DistilBertSpladeSparseEmbeddingModel", "distilbert", _distilbert_splade),
+    Family("BertGenerationEncoder", "bert-generation", _bert_generation),
+    Family("DPRContextEncoder", "dpr", _dpr),
+    Family("DPRQuestionEncoder", "dpr", _dpr),
+    Family("SplinterModel", "splinter", bert),
     *encoder_families("Electra", "electra", _electra, WITH_OWN_GELU_DENSE),
     *encoder_families("ConvBert", "convbert", _convbert, WITH_HIDDEN_ACT_DENSE),
     *encoder_families("MobileBert", "mobilebert", _mobilebert, AFTER_POOLER),

@@ -21,15 +21,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ...protocol.arrays import Int32Array
-from ...protocol.errors import CheckpointError, ConfigError, counted
-from ..attention import AttentionBackend, AttentionLayer, as_backend
-from ..batch import AttentionBatch
-from ..layers.layer_spec import LayerSpec
-from ..layers.layers import LayerKernels
-from ..layers.parallel.shard import ModelShard
-from ..layers.spec import ModelSpec
-from .torch_decoder import TorchDecoder
+from ....protocol.arrays import Int32Array
+from ....protocol.errors import CheckpointError, ConfigError, counted
+from ...attention import AttentionBackend, AttentionLayer, as_backend
+from ...batch import AttentionBatch
+from ...layers.layer_spec import LayerSpec
+from ...layers.layers import LayerKernels
+from ...layers.parallel.shard import ModelShard
+from ...layers.spec import ModelSpec
+from ..torch_decoder import TorchDecoder
 
 _ATTENTION = "engine"
 """The name of Engine's attention in transformers' configs."""

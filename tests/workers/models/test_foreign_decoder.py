@@ -12,8 +12,8 @@ import transformers
 from engine.protocol.errors import CheckpointError
 from engine.workers.attention import AttentionSpec, attention_backend
 from engine.workers.layers.parallel.shard import ModelShard
+from engine.workers.models.foreign.decoder import TransformersDecoder, TransformersModel
 from engine.workers.models.kv_cache_groups import group_layers
-from engine.workers.models.transformers_decoder import TransformersDecoder, TransformersModel
 from support.workers.decoders import CPU, Runner
 
 pytestmark = pytest.mark.slow

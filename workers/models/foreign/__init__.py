@@ -1,0 +1,1 @@
+"""Models of transformers, which compute families that Engine has no spec of."""
