@@ -89,9 +89,10 @@ def _llada_moe(fields: ConfigFields) -> ModelSpec:
         qk_layernorm=True,
         moe_router_score_function="softmax",
         moe_router_enable_expert_bias=False,
-        shared_expert_intermediate_size=None,
         clip_qkv=None,
     )
+    if shared := fields.integer("shared_expert_intermediate_size", 0, minimum=0):
+        raise fields.wrong("shared_expert_intermediate_size", "0", shared)
     experts = read_experts(
         fields,
         (64, 8),
