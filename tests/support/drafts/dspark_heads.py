@@ -126,8 +126,12 @@ def dspark(path: Path) -> Head:
 
 
 def dspark_with_gates(path: Path) -> Head:
-    """A DSpark head with gates in its Markov head."""
-    return make_dspark(path, "gated")
+    """A DSpark head with gates in its Markov head, as published for Ling."""
+    head = make_dspark(path, "gated")
+    file = path / "head" / "config.json"
+    config = json.loads(file.read_text()) | {"architectures": ["LingDSparkModel"]}
+    file.write_text(json.dumps(config))
+    return head
 
 
 def dspark_with_states(path: Path) -> Head:

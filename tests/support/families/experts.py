@@ -406,6 +406,18 @@ WITH_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
         "Laguna",
         EXPERTS | {"head_dim": 12, "gating": "per-element", "shared_expert_intermediate_size": 40},
     ),
+    "laguna-whole-heads": (
+        "Laguna",
+        EXPERTS
+        | {
+            "head_dim": 12,
+            "shared_expert_intermediate_size": 40,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
     "beam": (
         "Beam",
         EXPERTS

@@ -187,6 +187,7 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "num_heads": 4,
             "qk_dim_factor": 0.5,
+            "tie_word_embeddings": True,
             "autocast_kernel_dtype": "float32",
             "hidden_size": 128,
             # Small outputs of heads are not multiplied by large factors.

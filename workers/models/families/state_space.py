@@ -151,6 +151,8 @@ def _xlstm(fields: ConfigFields) -> ModelSpec:
         norms=NormNames("norm_mlstm", mlp_input="norm_ffn"),
         has_final_norm=fields.boolean("add_out_norm", True),
         final_softcap=fields.positive("output_logit_soft_cap", 30.0),
+        # Transformers does not tie the embedding either, whatever the config says.
+        tie_word_embeddings=False,
         tensor_names=_XLSTM_NAMES,
     )
 

@@ -288,6 +288,8 @@ def _laguna(fields: ConfigFields) -> ModelSpec:
     gating = fields.get("gating", True)
     if gating not in (True, "per-head", "per-element"):
         raise fields.error(f"gating must be per-head or per-element, got {gating!r}")
+    # If the config describes the rotations, they are of whole heads unless it says otherwise.
+    fraction = 0.5 if fields.section("rope_parameters") is None else 1.0
     full, local = (
         read_rope_of_layer_type(
             fields.with_defaults(partial_rotary_factor=fraction),
@@ -297,7 +299,7 @@ def _laguna(fields: ConfigFields) -> ModelSpec:
             partial=True,
         )
         for kind, theta, fraction in (
-            ("full_attention", 500_000.0, 0.5),
+            ("full_attention", 500_000.0, fraction),
             ("sliding_attention", 10_000.0, 1.0),
         )
     )

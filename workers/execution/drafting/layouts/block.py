@@ -22,7 +22,7 @@ from ....loaders import Checkpoint
 from ....models.families import model_spec
 from .head_layout import REFINER, TOKEN_OFFSETS, HeadLayout, headless, read_mask_token
 
-_DFLASH2: Final = ("DFlash2DraftModel", "DFlash2BeamDraftModel")
+_DFLASH2: Final = ("DFlash2DraftModel", "DFlash2BeamDraftModel", "MiniMaxDFlash2DraftModel")
 _DFLASH: Final = (
     *_DFLASH2,
     "DFlashDraftModel",
@@ -36,6 +36,7 @@ _DSPARK: Final = (
     "DSparkSpeculator",
     "Gemma4DSparkModel",
     "Lfm2DSparkDraftModel",
+    "LingDSparkModel",
     "Qwen3DSparkModel",
     "Qwen3OmniDSparkModel",
 )
