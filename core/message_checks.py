@@ -195,7 +195,7 @@ def are_below(limit: int, array: bytes) -> bool:
 
 @lru_cache(maxsize=16)
 def _for_every_number(count: int, *numbers: int) -> list[int]:
-    """Return, for each of `numbers`, an integer that consists of `count` copies of its 32 bits."""
+    """Return for each number an integer that repeats its 32 bits `count` times."""
     return [int.from_bytes(number.to_bytes(4, "little") * count, "little") for number in numbers]
 
 

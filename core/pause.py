@@ -68,7 +68,7 @@ class Pause:
         return msgspec.structs.replace(self._ready, pause=self._state)
 
     def apply_hello(self, identity: bytes, hello: ClientHello) -> None:
-        """Pause if this core has just started and its predecessor was paused, as a frontend reports."""
+        """Pause if this core has just started and a frontend reports that its predecessor was paused."""
         if hello.pause and not self._was_called and not self._state:
             self._enter(hello.pause)
         elif hello.pause is not self._state:

@@ -39,7 +39,7 @@ class KVHandoff:
         self._held_blocks: dict[RequestKey, _HeldBlocks] = {}
 
     def adopt_blocks(self, held: Sequence[HeldRequest]) -> None:
-        """Hold the blocks that the workers report. Call this before allocating."""
+        """Hold the blocks that the workers report. This must be called before any block is allocated."""
         manager = self._manager
         for number, request in enumerate(held, 1):
             tables = tuple(

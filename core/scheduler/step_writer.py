@@ -18,7 +18,7 @@ from .running import RunningPlan
 
 
 class StepWriter:
-    """Encodes each step as its difference from the previous one. Keeps the rows of the last step for that."""
+    """Encodes each step as its difference from the previous step, whose rows it keeps."""
 
     def __init__(
         self, running: RunningRequests, manager: KVCacheManager, drafts: Drafts | None

@@ -405,7 +405,7 @@ def _speculation(
     """Return the settings of speculative decoding: the given ones, or the default for this device.
 
     By default, speculation is enabled where it costs nothing on text without repetitions. On a GPU and with pipeline
-    stages, it prevents that a step is queued before the tokens of the previous one are known.
+    stages it has a cost: a step cannot be queued before the tokens of the previous step are known.
     """
     if "speculative" not in given:
         is_free = num_stages == 1 and not has_gpu(device) and device is not Device.NULL

@@ -160,7 +160,8 @@ def each_params(
 class Tokenization:
     """The choices of vLLM's `tokenization_kwargs`: special tokens, and the length to which a prompt is cut.
 
-    `keep` is the number of tokens that are kept; None for all. The others are cut at `side`, "left" or "right".
+    `keep` is the number of tokens that are kept; None for all. The others are cut off at the end `side`: "left" or
+    "right".
     """
 
     add_special_tokens: bool = True

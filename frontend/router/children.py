@@ -74,7 +74,7 @@ class Child:
 
     @property
     def state(self) -> State:
-        """Its state, of which each change is reported."""
+        """The state of the engine. Each change of it is reported."""
         return self._state
 
     @state.setter

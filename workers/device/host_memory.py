@@ -59,7 +59,7 @@ class Population:
         self.thread = threading.Thread(target=self._run, name="populate", daemon=True)
 
     def use(self, num_bytes: int) -> None:
-        """Announce that the first `num_bytes` of each buffer are about to be written."""
+        """Let the thread allocate pages beyond the first `num_bytes` of each buffer, which are about to be written."""
         if self.thread.ident is None:
             self.thread.start()
         if num_bytes + self._ahead // 2 > self._wanted:

@@ -103,7 +103,10 @@ def _place(places: list[str], name: str) -> str:
 
 
 def _input(body: SystemOneRequest) -> tuple[list[Json], list[str]]:
-    """Return the state as items of the Responses API, the images at the end, and the names of the items in the body."""
+    """Return items of the Responses API, and the name of the field in the body from which each is made.
+
+    The instructions are first, then the state, then the images.
+    """
     state = body.state
     is_chat = isinstance(state, list) and all(
         isinstance(each, dict) and "role" in each and "content" in each for each in state

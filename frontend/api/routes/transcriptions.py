@@ -67,7 +67,7 @@ OpenClip: TypeAlias = "Callable[[], Awaitable[Samples | LiveSamples]]"
 
 
 class Work(Protocol):
-    """Function that transcribes a clip, and passes each piece of text and each turn to its arguments."""
+    """Function that transcribes a clip. It passes pieces of text to `on_text` and turns to `on_turn`."""
 
     def __call__(
         self, on_text: TextReceiver | None, on_turn: TurnReceiver | None = None

@@ -22,9 +22,12 @@ AnswerT = TypeVar("AnswerT", bound=Answer[Any])
 class Chunks(ABC, Generic[AnswerT]):
     """Encodes the chunks of an answer, with usage if the request asks for it.
 
-    If a choice has nothing but new text, the text is filled into a chunk that is made once per request.
-    `text_parts` are the bytes before and after the text in such a choice; None if every choice has more. If the text is
-    that of the tokens, `is_plain` is true, and it is not parsed.
+    A choice that has only new text is made from a template, which is encoded once per request.
+
+    Args:
+        answer: The answer.
+        text_parts: The bytes before and after the text in such a choice; None if every choice has more than text.
+        is_plain: True if the text is that of the tokens, so that it is not parsed.
     """
 
     __slots__ = (

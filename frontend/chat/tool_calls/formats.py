@@ -36,7 +36,7 @@ def _tagged(opening: str, closing: str, before: str, tags: Tags) -> CallFormat:
 
 
 def _dsml(block: str, *loose: str, mark: str = "｜DSML｜") -> CallFormat:
-    """Return DeepSeek's format with this name of a block, or a loose one, whose tags begin with a mark."""
+    """Return DeepSeek's format. Its tags begin with `mark`; `block` or one of `loose` opens a block of calls."""
     tags = Tags(
         f'<{mark}parameter name="',
         ">",

@@ -52,7 +52,7 @@ class IsolationQueue:
             self._timer = None
 
     def await_progress(self, other: Sequence) -> None:
-        """Hold back suspects until the sequence `other`, which was sent to the core, has made progress."""
+        """Hold back suspects until another sequence, which was sent to the core, has made progress."""
         self._awaited.append(other)
 
     def add_suspect(self, suspect: Sequence) -> None:

@@ -18,10 +18,14 @@ _MAX_SIDE: Final = 8192
 class Tile(NamedTuple):
     """The pixels that the encoder reads at a time, and the number of embeddings that it makes of them.
 
-    If `row_length` is not 0, the prompt has `separator` between each `row_length` embeddings. `grid` is the grid of the
-    encoder input. `before` and `after` are the texts of embeddings with other tokens, before and after those of the
-    image. `num_outputs` counts them, too. `texts` are those of all embeddings, if given; an empty one stands for the
-    model's placeholder. If `is_read`, cross attention reads the embeddings, and the image has one token.
+    Attributes:
+        num_outputs: The number of embeddings, including those of `before` and `after`.
+        row_length: The number of embeddings after which the prompt has `separator`; 0 for no separators.
+        grid: The grid of the encoder input.
+        before: The texts of the tokens before the image whose embeddings the encoder makes.
+        after: The texts of such tokens after the image.
+        texts: The texts of the tokens of all embeddings, "" for the model's placeholder; () if all are that.
+        is_read: True if cross attention reads the embeddings, so that the image has one token.
     """
 
     payload: ImagePayload | EmbeddingPayload

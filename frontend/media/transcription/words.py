@@ -55,7 +55,7 @@ def words_at(
     tokenizer: Tokenizer,
     language: str = "",
 ) -> list[Word]:
-    """Return the words of tokens, of which each has a start and an end in seconds."""
+    """Return the words that tokens form. `times` has the start and the end of each token in seconds."""
     words: list[Word] = []
     first = 0
     for text, num_tokens in _merge_marks(_split_words(token_ids, tokenizer, language)):

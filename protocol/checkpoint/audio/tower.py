@@ -196,7 +196,7 @@ def _sizes(
 
 
 def _stacked_spec(fields: ConfigFields, audio: ConfigFields, output_size: int) -> AudioTowerSpec:
-    """Return the tower of Ultravox, which reads clips without silence after them."""
+    """Return the tower of Ultravox, which does not pad clips with silence."""
     fields.require("audio_latency_block_size", None)
     activation = fields.text("projector_act", "swiglu")
     size = fields.integer("hidden_size", 4096, maximum=MAX_POSITIONS)

@@ -37,7 +37,7 @@ class GroupedLinear:
         self._dtype = dtype
 
     def __call__(self, x_AI: Tensor, ends_E: Tensor) -> Tensor:
-        """Return the products. Rows from the last end on are undefined."""
+        """Return the products [A, O]. The rows after those of the last expert are undefined."""
         out_AO = torch.empty((len(x_AI), self._num_rows), dtype=self._dtype, device=x_AI.device)
         if len(x_AI):
             rounding = self._matrix.rounding

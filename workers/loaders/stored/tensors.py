@@ -17,9 +17,11 @@ from .safetensors_file import SafetensorsFile
 class StoredTensor(msgspec.Struct, frozen=True):
     """The tensor `name` of a file, or one expert's part of it.
 
-    The part consists of every `step`-th row, starting with row `first`. If `num_rows` is not 0, the experts' parts have
-    that many rows and follow each other in one matrix. If `num_heads` is not 0, the rows are those of that many heads,
-    of which the file has the two halves interleaved.
+    Attributes:
+        first: The first row of the part.
+        step: The distance of the part's rows.
+        num_rows: The rows of each expert in a matrix that has the experts one below the other; 0 for other tensors.
+        num_heads: The number of heads if the file interleaves the two halves of each head's rows; else 0.
     """
 
     file: SafetensorsFile

@@ -141,7 +141,7 @@ def qwen3(fields: ConfigFields) -> ModelSpec:
 def interleaved_axes(
     fields: ConfigFields, default: tuple[int, int, int] | None = None
 ) -> ConfigFields:
-    """Return the fields of a model whose rotary axes are always interleaved, even if its config does not say so.
+    """Return the fields with `mrope_interleaved` set, for a model whose rotary axes are always interleaved.
 
     `default` is used as mrope_section if the config has none.
     """

@@ -1,4 +1,4 @@
-"""Messages between passes through layers that are computed several times; see `PassesSpec`.
+"""Messages that layers pass on when they are computed several times; see `PassesSpec`.
 
 Shapes: T tokens of a step, D hidden size, N streams (the hidden states of a token), E = N * D.
 """

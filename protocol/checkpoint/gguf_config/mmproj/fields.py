@@ -136,7 +136,7 @@ class Vision(Tower):
         """Return the layer of the decoder before which each of `count` projections is added.
 
         Raises:
-            CheckpointError: The decoder's file does not say so.
+            CheckpointError: The decoder's file does not contain these layers.
         """
         decoder = self._decoder
         name = f"{self.decoder_architecture}.deepstack_mapping"
