@@ -33,7 +33,8 @@ _SHORT: Final = {
         ("clip", "clip_text_model", "openvla", "siglip", "siglip_text_model"), _CONTENTS
     ),
     **dict.fromkeys(
-        ("deepseek_ocr", "deepseek_ocr2", "unlimited_ocr"), "{{ bos_token }}" + _CONTENTS
+        ("deepseek_ocr", "deepseek_ocr2", "kosmos-2", "unlimited_ocr"),
+        "{{ bos_token }}" + _CONTENTS,
     ),
     "trocr": _IMAGES.strip(),
 }

@@ -108,10 +108,7 @@ class Attention:
         )
         self._output_norm: DividedNorm | None = None
         if spec.has_inner_norms:
-            name = f"{prefix}attn_sub_norm.weight"
-            self._output_norm = DividedNorm(
-                weights.read_vector(name, output_size, outputs), spec.norm_eps, output_size, shard
-            )
+            self._output_norm = DividedNorm.read(source, "attn_sub_norm", output_size, outputs)
         self._head_norm: HeadNorm | None = None
         self._full_norm: FullNorm | None = None
         if spec.qk_norm == "full":

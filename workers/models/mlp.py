@@ -23,18 +23,38 @@ from .weights import WeightReader
 
 
 class DividedNorm:
-    """A root-mean-square norm over `size` elements, of which each rank has those of its `weight`."""
+    """A norm over `size` elements, of which each rank has those of its `weight`.
 
-    def __init__(self, weight: Tensor, eps: float, size: int, shard: ModelShard) -> None:
+    It divides by the root mean square. With a `bias`, it is a layer norm, which first subtracts the mean.
+    """
+
+    def __init__(
+        self, weight: Tensor, eps: float, size: int, shard: ModelShard, bias: Tensor | None = None
+    ) -> None:
         self._weight, self._eps, self._size = weight.float(), eps, size
+        self._bias = None if bias is None else bias.float()
         self._tensor_parallel = shard.tensor_parallel
+
+    @classmethod
+    def read(cls, source: LayerSource, name: str, size: int, part: range) -> DividedNorm:
+        """Return the inner norm called `name`, of which this rank has `part`."""
+        spec, weights = source.spec, source.weights
+        name = f"{source.prefix}{name}"
+        bias: Tensor | None = None
+        if spec.norm_kind == "layer":
+            bias = weights.read_vector(f"{name}.bias", size, part)
+        weight = weights.read_vector(f"{name}.weight", size, part)
+        return cls(weight, spec.norm_eps, size, source.shard, bias)
 
     def __call__(self, x_TE: Tensor) -> Tensor:
         """Return the norm of this rank's elements."""
         y_TE = x_TE.float()
+        if self._bias is not None:
+            y_TE = y_TE - self._tensor_parallel.sum(y_TE.sum(-1, keepdim=True)) / self._size
         squares_T1 = self._tensor_parallel.sum(y_TE.square().sum(-1, keepdim=True))
         scale_T1 = (squares_T1 / self._size + self._eps).rsqrt()
-        return (y_TE * scale_T1 * self._weight).to(x_TE.dtype)
+        normed_TE = y_TE * scale_T1 * self._weight
+        return (normed_TE if self._bias is None else normed_TE + self._bias).to(x_TE.dtype)
 
 
 class PolyNorm:
@@ -102,10 +122,7 @@ class MLP:
 
         self._inner_norm: DividedNorm | None = None
         if spec.has_inner_norms:
-            name = f"{prefix}ffn_sub_norm.weight"
-            self._inner_norm = DividedNorm(
-                weights.read_vector(name, intermediate, part), spec.norm_eps, intermediate, shard
-            )
+            self._inner_norm = DividedNorm.read(source, "ffn_sub_norm", intermediate, part)
 
     def forward(self, x: Any) -> Tensor:
         """Return the MLP's output [T, D]."""

@@ -50,6 +50,7 @@ from .qwen import (
     resize_words,
 )
 from .single import (
+    between_image_marks,
     crop_codes,
     longest,
     middle,
@@ -297,6 +298,7 @@ _READERS: Final[dict[str, _Reader]] = {
     "KeyeVL1_5": resize_rounded,
     "kimi_k25": pad,
     "kimi_vl": pad_limited,
+    "kosmos-2": between_image_marks,
     "lfm2_vl": thumbnail,
     "lfm3_vl": resize,
     "lighton_ocr": lighton_ocr,

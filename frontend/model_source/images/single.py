@@ -62,6 +62,13 @@ def numbered(
     )
 
 
+def between_image_marks(
+    source: ProcessorSource, vision: VisionSpec
+) -> SquareProcessor | CropProcessor | FitProcessor:
+    """Return the processor of Kosmos-2, whose images are between two tokens."""
+    return replace(single(source, vision), start="<image>", end="</image>")
+
+
 def middle(
     source: ProcessorSource, vision: FastVitSpec | SamVisionSpec
 ) -> SquareProcessor | CropProcessor:

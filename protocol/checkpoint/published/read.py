@@ -11,6 +11,7 @@ from .deepseek import unlimited_ocr
 from .florence import florence2
 from .glm_edge import glm_edge
 from .janus import multi_modality
+from .kosmos2 import kosmos2
 from .llava import llava, phi4
 from .molmo import molmo
 from .moondream import moondream
@@ -37,6 +38,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, str], dict[str, Any]]]] = {
     "GlmForCausalLM": glm_edge,
     "InternS2PreviewForConditionalGeneration": interns2,
     "HfMoondream": moondream,
+    "Kosmos2ForConditionalGeneration": kosmos2,
     "LlamaNemotronVLForSequenceClassification": llama_nemotron_vl,
     "LlamaNemotronVLModel": llama_nemotron_vl,
     "LlavaLlamaForCausalLM": llava,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Final
 
@@ -69,6 +70,7 @@ _NVILA_NAMES: Final = (
     (r"^mm_projector\.layers\.5\.", "multi_modal_projector.linear_1."),
     (r"^mm_projector\.layers\.7\.", "multi_modal_projector.linear_2."),
 )
+_KOSMOS_SIZES: Final = Sizes(224, 14, 1024, 4096, 16, 24, "quick_gelu", 1e-5)
 _CLIP_SIZES: Final = SIGLIP_SIZES._replace(patch_size=32, activation="quick_gelu", norm_eps=1e-5)
 
 
@@ -85,6 +87,24 @@ def clip(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Vision
         has_pre_norm=True,
         has_post_norm=True,
         tensor_names=((r"^visual_projection\.", "connector.modality_projection.proj."),),
+    )
+
+
+def kosmos2(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:
+    """Return the tower of Kosmos-2: CLIP's, whose outputs learned queries read."""
+    text = fields.required_section("text_config")
+    return VisionSpec(
+        **read_sizes(vision, _KOSMOS_SIZES),
+        output_size=output_size,
+        output_scale=math.sqrt(output_size) if text.boolean("scale_embedding", True) else 1.0,
+        projection="latents",
+        has_class_token=True,
+        keeps_class_token=True,
+        has_patch_bias=False,
+        has_pre_norm=True,
+        has_post_norm=True,
+        num_queries=fields.integer("latent_query_num", 64, maximum=4096),
+        num_query_heads=text.divisor("num_attention_heads", output_size, 32),
     )
 
 

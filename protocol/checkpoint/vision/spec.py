@@ -139,7 +139,8 @@ class VisionSpec(msgspec.Struct, frozen=True):
             embeddings.
         merge_factor: Squares of this side, in patches, are first merged into one row, concatenated or as their mean.
         projection_activation: The activation of the projection "mlp".
-        output_scale: The factor of the first part of the outputs of "connector", and of those of "gated squares".
+        output_scale: The factor of the first part of the outputs of "connector", and of those of "gated squares" and
+            "latents".
         has_projection_norm: True if "mlp" and "gated mlp" norm the merged rows first.
         adapter_size: The intermediate size of "gated mlp" and of "mlp" (if 0, of "mlp" the output size), and the output
             size of "adapter".
@@ -192,6 +193,7 @@ class VisionSpec(msgspec.Struct, frozen=True):
         windows: The details of the projection "windows".
         perceiver: The details of the projection "perceiver".
         former: The Q-Former of the projection "former", which has `num_queries` learned queries.
+        num_query_heads: The number of heads of the projection "latents", which has `num_queries` learned queries.
         added_after: The decoder's layers, from 0, after which the parts of an embedding but the first are added. All
             parts count in `output_size`.
         span_kind: Which of the decoder's tokens attend to later tokens.
@@ -239,6 +241,8 @@ class VisionSpec(msgspec.Struct, frozen=True):
       norm and two products of the features of other layers (Granite for Docling)
     * "windows": learned queries read windows of patches, several times with other weights (Granite 4 Vision)
     * "former": the outputs of a Q-Former, which reads the patches and the class token, and a product (BLIP-2)
+    * "latents": a product of the features, which are first divided by their lengths. Learned queries attend to them and
+      to themselves, before another product (Kosmos-2, arXiv 2306.14824)
     * "perceiver": several layers, in which `max_outputs` learned queries read the patches (Idefics2, arXiv 2405.02246)
     * "adapter": two products with `adapter_size` outputs and no biases, each followed by an activation, then a matrix
       (Llama 4)
@@ -278,6 +282,7 @@ class VisionSpec(msgspec.Struct, frozen=True):
         "connector",
         "windows",
         "former",
+        "latents",
         "perceiver",
         "adapter",
     ]
@@ -336,6 +341,7 @@ class VisionSpec(msgspec.Struct, frozen=True):
     perceiver: PerceiverSpec | None = None
     former: QueryFormerSpec | None = None
     num_queries: int = 0
+    num_query_heads: int = 0
     added_after: tuple[int, ...] = ()
     span_kind: SpanKind | None = None
     is_read: bool = False
@@ -374,7 +380,7 @@ class VisionSpec(msgspec.Struct, frozen=True):
             return 1
         if self.max_outputs:
             return self.max_outputs
-        if self.former is not None:
+        if self.num_queries:
             return self.num_queries
         if self.windows is not None:
             rate = self.windows.query_side / self.windows.window_side

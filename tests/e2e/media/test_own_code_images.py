@@ -40,6 +40,7 @@ from support.own_code.known_towers.deepseek_ocr import deepseek_ocr, write_deeps
 from support.own_code.known_towers.deepseek_vl2 import deepseek_vl2
 from support.own_code.known_towers.isaac import IsaacModel, isaac
 from support.own_code.known_towers.keye import KeyeModel, keye
+from support.own_code.known_towers.kosmos2 import kosmos2
 from support.own_code.known_towers.ling3_vl import ling3_vl
 from support.own_code.known_towers.openpangu_vl import openpangu_vl
 from support.own_code.model import CrossModel, OwnCodeModel
@@ -128,6 +129,7 @@ MODELS: dict[
         "<|image_pad|>",
         ["<|image_pad|>"],
     ),
+    "kosmos2": (kosmos2, "<unk>", "<image>", ["<image>", "</image>"]),
     "ling3_vl": (ling3_vl, "<|image_pad|>", LING_MARK, LING_MARKS),
     "minicpmv": (
         partial(minicpmv, version="2.6"),
@@ -201,6 +203,7 @@ def test_answers_survive_preemption_and_a_killed_worker(tmp_path: Path, kind: st
     if kind in ("blip", "trocr"):
         # They read images alone, and their texts are too short to need another block.
         chats = [each for each in chats if any(isinstance(x, Image.Image) for x in each)]
+    if kind in ("blip", "kosmos2", "trocr"):
         memory += ["--inject-preemption", "0.2"]
     with (
         Server(str(tmp_path), *flags, *memory, "--num-gpu-blocks-override", blocks) as server,

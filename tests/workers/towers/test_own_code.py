@@ -38,6 +38,7 @@ from support.own_code.known_towers.deepseek_ocr import deepseek_ocr
 from support.own_code.known_towers.deepseek_vl2 import deepseek_vl2
 from support.own_code.known_towers.glm_edge import glm_edge
 from support.own_code.known_towers.isaac import isaac
+from support.own_code.known_towers.kosmos2 import kosmos2
 from support.own_code.known_towers.step_vl import step_vl
 from support.own_code.model import OwnCodeModel
 from support.own_code.own_towers.dots_ocr import dots_ocr
@@ -68,6 +69,7 @@ MODELS: dict[str, Callable[[Path], OwnCodeModel | Moondream]] = {
     "dots_ocr-vlm": partial(dots_ocr, is_vlm=True),
     "eagle2_5": eagle2_5,
     "glm_edge": glm_edge,
+    "kosmos2": kosmos2,
     "locate_anything": locate_anything,
     "moondream": moondream,
     "moondream-2": partial(moondream, is_third=False),
@@ -99,6 +101,7 @@ PLACEHOLDERS = {
     "dots_ocr": "<|imgpad|>",
     "eagle2_5": "<IMG_CONTEXT>",
     "glm_edge": "<|begin_of_image|>",
+    "kosmos2": "<unk>",
     "locate_anything": "<IMG_CONTEXT>",
     "minicpmv": "<unk>",
     "moondream": "<|endoftext|>",
@@ -122,6 +125,7 @@ WITHOUT_PROGRAM = {
     "moondream",
     "deepseek_ocr-unlimited",
     "deepseek_ocr-unlimited-hf",
+    "kosmos2",
     "step_vl-5",
 }
 """Models whose decoders native programs do not compute."""

@@ -292,6 +292,19 @@ def _xglm(fields: ConfigFields) -> ModelSpec:
     )
 
 
+def _kosmos2(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of the decoder of Kosmos-2 (arXiv 2306.14824), an XGLM with inner norms."""
+    spec = _xglm(fields.with_values({"attention_heads": fields.integer("num_attention_heads")}))
+    names = (
+        (r"^(vision_model|image_to_text_projection)\..*", ""),
+        (r"^text_model\.(lm_head\.|model\.)?", r"\1"),
+        (r"\.inner_attn_ln\.", ".attn_sub_norm."),
+        (r"\.ffn\.ffn_layernorm\.", ".mlp.ffn_sub_norm."),
+        (r"\.ffn\.fc", ".fc"),
+    )
+    return replace(spec, has_inner_norms=True, tensor_names=(*names, *spec.tensor_names))
+
+
 def _opt(fields: ConfigFields) -> ModelSpec:
     size = fields.integer("intermediate_size", 3072)
     fields = fields.with_values({"intermediate_size": size}).with_defaults(
@@ -445,6 +458,7 @@ FAMILIES = (
     Family("MptForCausalLM", "mpt", _mpt),
     Family("OpenAIGPTLMHeadModel", "openai-gpt", _openai_gpt),
     Family("XGLMForCausalLM", "xglm", _xglm),
+    Family("Kosmos2ForConditionalGeneration", "kosmos-2", _kosmos2),
     Family("OPTForCausalLM", "opt", _opt),
     Family("PersimmonForCausalLM", "persimmon", _persimmon),
 )

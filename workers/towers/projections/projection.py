@@ -225,6 +225,24 @@ def _resampler(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Proje
     return project
 
 
+def _latents(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Projection:
+    weights, size = read("latent_query"), spec.output_size
+    queries_QD = weights.read("latent_query", spec.num_queries, size)
+    dense = weights.read_linear("dense", size, spec.hidden_size)
+    query, key, value, output = (
+        weights.read_linear(f"x_attn.{name}_proj", size, size) for name in ("q", "k", "v", "out")
+    )
+    # The queries are the same for all images.
+    q_QD = query(queries_QD)
+
+    def project(x_PD: Tensor, num_columns: int) -> Tensor:
+        rows_LD = torch.cat((dense(F.normalize(x_PD, dim=-1)), queries_QD))
+        attended = attend(q_QD, key(rows_LD), value(rows_LD), spec.num_query_heads)
+        return output(attended) * spec.output_scale
+
+    return project
+
+
 def _class(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Projection:
     product = read(f"{_MATRIX}.weight").read_linear(
         _MATRIX, spec.output_size, spec.hidden_size, has_bias=spec.projection_bias
@@ -343,6 +361,7 @@ _KINDS: Final[dict[str, Callable[[VisionSpec, Checkpoint, _Reader], Projection]]
     "connector": read_connector,
     "windows": read_window_queries,
     "former": read_former,
+    "latents": _latents,
     "perceiver": read_perceiver,
     "words": _words,
 }
