@@ -5,8 +5,6 @@ as msgpack arrays, so a field may be appended but never moved; `PROTOCOL_VERSION
 `SamplingParams` are encoded as a map. A *slot* is a running request's row in the scheduler and in the workers' batch.
 """
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Iterator
 from typing import NamedTuple, TypeAlias

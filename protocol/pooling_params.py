@@ -1,7 +1,5 @@
 """Pooling parameters: how a request computes a vector from the hidden states of its prompt."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 
 import msgspec

@@ -1,7 +1,5 @@
 """Sampling parameters of a request, and their limits."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection
 from enum import StrEnum

@@ -1,7 +1,5 @@
 """Messages between a core and its workers."""
 
-from __future__ import annotations
-
 from typing import TypeAlias
 
 import msgspec
@@ -148,7 +146,7 @@ class GrammarOutput(msgspec.Struct, tag="grammar", array_like=True, gc=False, fr
 
     step: int
     bitmask: I32
-    forced: DraftTokenIds | None = None
+    forced: "DraftTokenIds | None" = None
 
 
 class AllocateKVCache(msgspec.Struct, tag="allocate", array_like=True, gc=False, frozen=True):

@@ -1,7 +1,5 @@
 """The options of `engine serve` that are not part of the engine's configuration, because they concern one machine."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import msgspec

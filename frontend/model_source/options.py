@@ -1,7 +1,5 @@
 """The model options of the command line, and the resolved model."""
 
-from __future__ import annotations
-
 import os
 from typing import Annotated, Literal
 

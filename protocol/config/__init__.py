@@ -4,8 +4,6 @@ The supervisor builds one `EngineConfig` and writes it into the run directory. E
 so that no two processes can disagree. A field that is annotated with `option` is an option of the command line.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Final
 

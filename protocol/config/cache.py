@@ -1,7 +1,5 @@
 """The configuration of the KV cache, of its events, and of the connectors that move its blocks."""
 
-from __future__ import annotations
-
 import enum
 from typing import Annotated, Literal
 

@@ -1,7 +1,5 @@
 """The audio preprocessing settings of a chat model that reads audio clips."""
 
-from __future__ import annotations
-
 import enum
 from typing import Final, Literal
 

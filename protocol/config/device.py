@@ -1,7 +1,5 @@
 """The configuration of the device that the model runs on."""
 
-from __future__ import annotations
-
 import enum
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """The configuration of block-diffusion models, which fill blocks of tokens in several passes (arXiv 2503.09573)."""
 
-from __future__ import annotations
-
 import enum
 from typing import Annotated
 

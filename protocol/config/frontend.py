@@ -1,7 +1,5 @@
 """The configuration of the HTTP server, its chat formats and the logs."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Annotated, Final, Literal
 

@@ -1,7 +1,5 @@
 """The hidden states that a server returns."""
 
-from __future__ import annotations
-
 import enum
 from typing import Annotated, Final
 

@@ -1,7 +1,5 @@
 """The configuration of the model that an engine serves: its files, its lengths, and how it reads and produces data."""
 
-from __future__ import annotations
-
 import enum
 import math
 from typing import Final

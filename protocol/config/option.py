@@ -1,7 +1,5 @@
 """The annotation that turns a configuration field into an option of the command line."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

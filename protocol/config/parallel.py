@@ -1,7 +1,5 @@
 """The number of processes of one engine, and the machines that they run on."""
 
-from __future__ import annotations
-
 import enum
 from functools import partial
 from typing import Annotated

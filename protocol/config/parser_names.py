@@ -1,7 +1,5 @@
 """The names that other servers use for the formats of tool calls and reasoning."""
 
-from __future__ import annotations
-
 from typing import Final
 
 TOOL_CALL_PARSERS_OF_SGLANG: Final = {

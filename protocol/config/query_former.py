@@ -1,7 +1,5 @@
 """The Q-Former, which turns rows of features into a fixed number of outputs."""
 
-from __future__ import annotations
-
 import msgspec
 
 

@@ -1,7 +1,5 @@
 """The limits after which a process counts as hung, and after which the engine stops restarting it."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import msgspec

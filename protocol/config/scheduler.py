@@ -1,7 +1,5 @@
 """The configuration of each replica's scheduler: its queue, its limits per step, and speculative decoding."""
 
-from __future__ import annotations
-
 import enum
 from typing import Annotated, Final
 

@@ -1,7 +1,5 @@
 """The configuration of the store process: its file and its limits."""
 
-from __future__ import annotations
-
 from typing import Annotated, Final
 
 import msgspec

@@ -1,7 +1,5 @@
 """The decoders that turn the rows of an encoder of speech into tokens."""
 
-from __future__ import annotations
-
 import msgspec
 
 

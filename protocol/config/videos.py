@@ -1,7 +1,5 @@
 """Video preprocessing settings of a model: which frames are read, and how they become embeddings."""
 
-from __future__ import annotations
-
 from typing import Literal, TypeAlias
 
 import msgspec

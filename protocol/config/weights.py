@@ -3,8 +3,6 @@
 A process reads them when it starts, so that processes which are restarted get them too.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """The place of an encoder's input in a prompt."""
 
-from __future__ import annotations
-
 import msgspec
 
 

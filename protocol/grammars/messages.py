@@ -1,7 +1,5 @@
 """Messages between a process that uses grammars and its grammar processes, which compile and advance them."""
 
-from __future__ import annotations
-
 from typing import Final, TypeAlias
 
 import msgspec

@@ -8,8 +8,6 @@ recorded as they arrive: one entry for all streams of a step. A request belongs 
 the owner's process exits, another session claims the request. From then on, only entries of that session apply to it.
 """
 
-from __future__ import annotations
-
 from typing import TypeAlias
 
 import msgspec

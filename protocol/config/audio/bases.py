@@ -1,7 +1,5 @@
 """The base classes of encoders that read audio clips without silence after them."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import msgspec

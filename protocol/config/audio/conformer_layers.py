@@ -1,7 +1,5 @@
 """The layers of conformers whose rows attend to all rows of a clip."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import msgspec

@@ -1,7 +1,5 @@
 """Encoders that read samples instead of features."""
 
-from __future__ import annotations
-
 import math
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """The audio tower of a chat model, which turns audio clips into embeddings for the decoder."""
 
-from __future__ import annotations
-
 from typing import Final, Literal, TypeAlias
 
 import msgspec

@@ -1,7 +1,5 @@
 """The settings of image processors that read a large image as a whole and in parts."""
 
-from __future__ import annotations
-
 from .settings import ImageProcessorConfig
 
 

@@ -1,7 +1,5 @@
 """All kinds of settings of image processors."""
 
-from __future__ import annotations
-
 from typing import TypeAlias
 
 from .details import (

@@ -1,7 +1,5 @@
 """The settings that all image processors share."""
 
-from __future__ import annotations
-
 import enum
 from typing import Literal, TypeAlias
 

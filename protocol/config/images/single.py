@@ -1,7 +1,5 @@
 """The settings of image processors that make one tile of an image."""
 
-from __future__ import annotations
-
 from .settings import ImageProcessorConfig
 
 
@@ -36,7 +34,7 @@ class MarginProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="marg
     side: int
     min_side: int
     margin: tuple[int, int, int]
-    fine: MarginProcessor | None = None
+    fine: "MarginProcessor | None" = None
 
 
 class LongestProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="longest"):

@@ -1,7 +1,5 @@
 """The settings of image processors that keep the aspect ratio of an image, without tiles."""
 
-from __future__ import annotations
-
 from typing import Final, Literal
 
 from .settings import ImageProcessorConfig

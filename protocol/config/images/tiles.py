@@ -1,7 +1,5 @@
 """The settings of image processors that divide an image into a grid of tiles."""
 
-from __future__ import annotations
-
 import msgspec
 
 from .settings import ImageProcessorConfig
