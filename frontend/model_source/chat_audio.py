@@ -78,6 +78,10 @@ _SPEECH: Final = {
     "glmasr": SpeechFormat(instruction="Please transcribe this audio into text"),
     "granite_speech": _GRANITE,
     "granite_speech_plus": _GRANITE,
+    "meralion2": SpeechFormat(
+        instruction="Instruction: Please transcribe this speech. \nFollow the text instruction based on the following "
+        "audio: {audio}"
+    ),
     "moss_transcribe_diarize": SpeechFormat(has_parts=True, reads_keywords=True, turns="marks"),
     "qwen3_asr": _QWEN3_ASR,
     "vibevoice_asr": SpeechFormat(has_parts=True, has_context=True, turns="json"),
@@ -117,6 +121,7 @@ _MAX_WINDOWS: Final = {
     # 300 s, as in its processor.
     "funaudiochat": 150,
     "audioflamingo3": 20,
+    "meralion2": 10,
     "musicflamingo": 40,
     **dict.fromkeys(("gemma3n", "gemma4", "embedding_gemma2"), 1),
     **dict.fromkeys(("granite_speech", "granite_speech_plus"), 1),

@@ -230,6 +230,8 @@ def _read_projection(
     name, size, inner = "multi_modal_projector.linear", spec.output_size, spec.projection_size
     columns = spec.hidden_size * (1 if spec.join == "mean" else spec.rows_per_output)
     has_bias = spec.has_projection_bias
+    if spec.projects_gated:
+        return _read_gated_rows(spec, tensors, checkpoint, columns)
     if spec.gated_norm:
         return _read_gated_projection(spec, tensors, checkpoint, columns)
     if not inner:
@@ -241,6 +243,25 @@ def _read_projection(
         return lambda x_KD: second(activation(first(x_KD)))
     norm = tensors.read_layer_norm("multi_modal_projector.norm", size, eps)
     return lambda x_KD: norm(second(activation(first(x_KD))))
+
+
+def _read_gated_rows(
+    spec: AudioTowerSpec, tensors: VisionWeights, checkpoint: Checkpoint, columns: int
+) -> Callable[[Tensor], Tensor]:
+    """Return the projections of MERaLiON-2."""
+    prefix, inner, size = "multi_modal_projector.", spec.projection_size, spec.hidden_size
+    norm = tensors.read_layer_norm(f"{prefix}ln_pre", size, _NORM_EPS)
+    shapes = ((inner, columns), (inner, inner), (inner, inner), (spec.output_size, inner))
+    first, gate, up, last = (
+        tensors.read_linear(f"{prefix}linear_{index}", *shape) for index, shape in enumerate(shapes)
+    )
+    activation = find_activation(checkpoint, spec.projection_activation)
+
+    def project(x_KD: Tensor) -> Tensor:
+        x = activation(first(norm(x_KD.unflatten(1, (-1, size))).flatten(1)))
+        return last(activation(gate(x)) * up(x))
+
+    return project
 
 
 def _read_gated_projection(

@@ -32,7 +32,7 @@ _MODEL_TYPES: Final = (
     *("moss_transcribe_diarize", "fun_asr_nano", "vibevoice_asr"),
     *("gemma3n", "gemma4", "gemma4_unified", "embedding_gemma2", "voxtral_realtime"),
     *("nemotron_h_omni", "ultravox", "funaudiochat", "midashenglm", "fireredasr2", "funasr"),
-    *("lfm2_audio", "NemotronH_Nano_VL_V2", "moss_audio"),
+    *("lfm2_audio", "NemotronH_Nano_VL_V2", "moss_audio", "meralion2"),
 )
 
 NEMOTRON_OMNI: Final = ("nemotron_h_omni", "NemotronH_Nano_VL_V2")
@@ -120,6 +120,8 @@ def audio_tower_spec(fields: ConfigFields, output_size: int) -> AnyAudioSpec:
             d_model=1280, encoder_layers=32, encoder_attention_heads=20, encoder_ffn_dim=5120
         )
         return _chunked_spec(sizes, output_size)
+    if kind == "meralion2":
+        return _meralion_spec(fields, audio, output_size)
     if kind == "moss_audio":
         return _moss_audio_spec(fields, audio, output_size)
     is_moss = kind == "moss_transcribe_diarize"
@@ -213,6 +215,31 @@ def _stacked_spec(fields: ConfigFields, audio: ConfigFields, output_size: int) -
         projection_activation=activation,
         gated_norm="middle" if fields.boolean("projector_ln_mid", False) else "last",
         has_projection_bias=False,
+    )
+
+
+def _meralion_spec(fields: ConfigFields, audio: ConfigFields, output_size: int) -> AudioTowerSpec:
+    """Return the tower of MERaLiON-2, which reads clips with silence up to the end of a window."""
+    shape = _sizes(audio)
+    num_positions = audio.integer("max_source_positions", 1500, maximum=MAX_POSITIONS)
+    return AudioTowerSpec(
+        **shape,
+        num_frames=2 * num_positions,
+        output_size=output_size,
+        join="stack",
+        rows_per_output=fields.divisor("speech_mlp_scale_factor", num_positions, 15),
+        silence="kept",
+        projection_size=fields.integer("projector_hidden_size", 5 * shape["hidden_size"]),
+        projection_activation="silu",
+        projects_gated=True,
+        tensor_names=(
+            (r"^speech_encoder\.", "audio_tower."),
+            (r"^ln_speech\.", "multi_modal_projector.ln_pre."),
+            (r"^speech_audio_adapter\.mlp_adapter\.0\.", "multi_modal_projector.linear_0."),
+            (r"^speech_audio_adapter\.gate_proj\.", "multi_modal_projector.linear_1."),
+            (r"^speech_audio_adapter\.pool_proj\.", "multi_modal_projector.linear_2."),
+            (r"^speech_audio_adapter\.out_proj\.", "multi_modal_projector.linear_3."),
+        ),
     )
 
 

@@ -13,6 +13,7 @@ from .glm_edge import glm_edge
 from .janus import multi_modality
 from .kosmos2 import kosmos2
 from .llava import llava, phi4
+from .meralion import meralion2
 from .molmo import molmo
 from .moondream import moondream
 from .nemotron_parse import nemotron_parse
@@ -44,6 +45,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, str], dict[str, Any]]]] = {
     "LlavaLlamaForCausalLM": llava,
     "LlavaMistralForCausalLM": llava,
     "LlavaQwenForCausalLM": llava,
+    "MERaLiON2ForConditionalGeneration": meralion2,
     "MolmoForCausalLM": molmo,
     "Moondream3ForCausalLM": moondream,
     "MultiModalityCausalLM": multi_modality,

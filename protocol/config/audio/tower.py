@@ -83,6 +83,9 @@ class AudioTowerSpec(msgspec.Struct, frozen=True, tag=True):
         gated_norm: The place of a norm in Ultravox's projections, which begin with a norm: in the "middle" (version 0.5
             and later) or "last". The second half of the first projection's outputs is the gate of the first half if the
             activation is "swiglu". "" for other projections.
+        projects_gated: True if rows are normed once more before they are joined, and multiplied by a matrix with
+            `projection_size` outputs and SiLU. A gate and another matrix, whose product the last one reads, follow
+            (MERaLiON-2).
         tensor_names: Replacements that translate a checkpoint's names to Whisper's.
         times: The rotation of outputs by their times in the clip, before they are projected; None for none.
         groups: The change of several outputs to one after the projection; None for none.
@@ -112,6 +115,7 @@ class AudioTowerSpec(msgspec.Struct, frozen=True, tag=True):
     projection_norm_eps: float = 0.0
     gated_norm: Literal["", "middle", "last"] = ""
     has_projection_bias: bool = True
+    projects_gated: bool = False
     tensor_names: tuple[tuple[str, str], ...] = ()
     times: OutputTimes | None = None
     groups: OutputGroups | None = None

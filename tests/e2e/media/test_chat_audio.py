@@ -184,7 +184,8 @@ def test_answers_equal_those_of_transformers(model: Model, server: Server) -> No
 
 
 @pytest.mark.parametrize(
-    "kind", ["voxtral", "voxtral mistral", "funaudiochat add", "midashenglm", "moss_audio"]
+    "kind",
+    ["voxtral", "voxtral mistral", "funaudiochat add", "meralion2", "midashenglm", "moss_audio"],
 )
 def test_tensor_parallel_models_hear_under_memory_pressure_and_crashes(
     tmp_path: Path, kind: str

@@ -44,7 +44,8 @@ MODELS = (
     *("fun_asr_nano", "moss_transcribe_diarize", "vibevoice_asr", "nemotron_h_omni"),
     *("ultravox", "ultravox 0.4", "voxtral mistral"),
     *("funaudiochat add", "funaudiochat replace", "midashenglm", "fireredasr2"),
-    *("lfm2_audio", "moss_audio", "funasr", "qwen3_asr aligner", "qwen3_asr thinker aligner"),
+    *("lfm2_audio", "meralion2", "moss_audio", "funasr"),
+    *("qwen3_asr aligner", "qwen3_asr thinker aligner"),
 )
 """Kinds of models. An "aligner" classifies tokens.
 
@@ -75,6 +76,7 @@ for _kind in ("thinker", "aligner", "thinker aligner"):
     PARTS[f"qwen3_asr {_kind}"] = PARTS["qwen3_asr"]
 PARTS["funaudiochat add"] = PARTS["funaudiochat replace"] = PARTS["qwen2_audio"]
 PARTS["moss_audio"] = ("<|start|>", "<|vision_pad|>")
+PARTS["meralion2"] = ("<|start|>", "<SpeechHere>")
 PARTS["lfm2_audio"] = ("<|start|>", "<|reserved_4|>")
 PARTS["fireredasr2"] = PARTS["funasr"] = PARTS["midashenglm"] = PARTS["qwen2_audio"]
 PARTS["voxtral mistral"] = PARTS["voxtral"]

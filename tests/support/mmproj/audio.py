@@ -10,7 +10,7 @@ import torch
 from gguf import MODEL_ARCH, GGUFReader, GGUFWriter, get_tensor_name_map
 from gguf.constants import GGUFValueType
 from support.gguf.finish import finish
-from support.own_code.audio.ultravox import STACK
+from support.own_code.audio import meralion, ultravox
 from torch.nn.functional import softplus
 
 PROJECTORS = {
@@ -20,6 +20,7 @@ PROJECTORS = {
     "glmasr": "glma",
     "granite_speech": "granite_speech",
     "lfm2_audio": "lfm2a",
+    "meralion2": "meralion",
     "nemotron_h_omni": "parakeet",
     "qwen2_5_omni": "qwen2a",
     "qwen2_audio": "qwen2a",
@@ -32,6 +33,7 @@ _NAMES = (
     (r"^model\.(?!embed_audio)", ""),
     (r"^multi_modal_projector\.", "audio.multi_modal_projector."),
 )
+_STACKS = {"meralion2": meralion.STACK, "ultravox": ultravox.STACK}
 _QWEN3 = ((r"^audio\.multi_modal_projector\.linear_", "audio_tower.proj"),)
 _GEMMA4 = ((r"^audio_tower\.", "conformer."), (r"\.linear\.", "."))
 _SUFFIXES = (".weight", ".bias", ".input_max", ".input_min", ".output_max", ".output_min")
@@ -47,7 +49,8 @@ def write_audio_mmproj(path: Path, model: Any, kind: str, images: Path | None = 
     if kind == "lfm2_audio":
         config = model.conformer.config
     elif kind != "granite_speech":
-        config = model.audio_tower.config if kind == "ultravox" else model.config.audio_config
+        has_tower = kind in ("meralion2", "ultravox")
+        config = model.audio_tower.config if has_tower else model.config.audio_config
     writer = GGUFWriter(path, "clip")
     projector = PROJECTORS[kind]
     key = "clip.projector_type" if images is None else "clip.audio.projector_type"
@@ -72,8 +75,8 @@ def write_audio_mmproj(path: Path, model: Any, kind: str, images: Path | None = 
         value = getattr(config, field, None) or getattr(config, others.get(field, ""), None)
         writer.add_uint32(f"clip.audio.{name}", value or 0)
     writer.add_float32("clip.audio.attention.layer_norm_epsilon", 1e-5)
-    if kind == "ultravox":
-        writer.add_uint32("clip.audio.projector.stack_factor", STACK)
+    if kind in _STACKS:
+        writer.add_uint32("clip.audio.projector.stack_factor", _STACKS[kind])
     if kind == "granite_speech":
         _write_granite(writer, model)
     if is_fast:

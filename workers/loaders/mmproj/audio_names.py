@@ -26,7 +26,7 @@ _WHISPER: Final = _Names(
     {
         **{f"a.conv1d.{i}": f"audio_tower.conv{i}" for i in (1, 2)},
         **{f"a.conv2d.{i}": f"audio_tower.conv2d{i}" for i in (1, 2, 3)},
-        **{f"mm.a.mlp.{i}": f"multi_modal_projector.linear_{i}" for i in (1, 2)},
+        **{f"mm.a.mlp.{i}": f"multi_modal_projector.linear_{i}" for i in range(4)},
         "a.conv_out": "audio_tower.conv_out",
         "a.position_embd": "audio_tower.embed_positions",
         "a.post_ln": "audio_tower.layer_norm",

@@ -131,6 +131,16 @@ def _ultravox(audio: Audio) -> Mmproj:
     return found
 
 
+def _meralion(audio: Audio) -> Mmproj:
+    tokens = ["<SpeechHere>", *PLACEHOLDERS]
+    found = _whisper(audio, "meralion2", "MERaLiON2", tokens, ("", ""))
+    found.config.update(
+        projector_hidden_size=audio.num_rows("mm.a.mlp.0.weight"),
+        speech_mlp_scale_factor=audio.integer("projector.stack_factor", 15),
+    )
+    return found
+
+
 def _nemotron_omni(audio: Audio) -> Mmproj:
     tower = {
         "hidden_size": audio.integer("embedding_length"),
@@ -233,6 +243,7 @@ AUDIO_KINDS: Final[dict[str, AudioReader]] = {
     "glma": _glm_asr,
     "granite_speech": _granite_speech,
     "lfm2a": _lfm2_audio,
+    "meralion": _meralion,
     "musicflamingo": _audio_flamingo,
     "qwen2a": _qwen2_audio,
     "qwen3a": _qwen3_asr,

@@ -10,6 +10,7 @@ import torch
 import transformers
 from support.own_code.audio.fireredasr import FireRed
 from support.own_code.audio.funasr import FunAsr
+from support.own_code.audio.meralion import Meralion
 from support.own_code.audio.model import AudioModel, apply_layers, whisper_features, whisper_layers
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -352,7 +353,10 @@ class MossAudio(AudioModel):
                 hook.remove()
 
 
-OWN_CODE = ("fireredasr2", "funasr", "funaudiochat", "lfm2_audio", "midashenglm", "moss_audio")
+OWN_CODE = (
+    *("fireredasr2", "funasr", "funaudiochat", "lfm2_audio"),
+    *("meralion2", "midashenglm", "moss_audio"),
+)
 """The beginnings of the kinds of these models."""
 
 
@@ -365,6 +369,8 @@ def own_model(kind: str, text: dict[str, Any], token: int, num_mel_bins: int) ->
         return FunAsr(text, token)
     if name == "moss_audio":
         return MossAudio(text, token, num_mel_bins)
+    if name == "meralion2":
+        return Meralion(text, token, num_mel_bins)
     if name == "lfm2_audio":
         return Lfm2Audio(text, token, num_mel_bins)
     if name == "midashenglm":
