@@ -14,6 +14,7 @@ from .janus import multi_modality
 from .kosmos2 import kosmos2
 from .llava import llava, phi4
 from .meralion import meralion2
+from .modernvbert import modernvbert
 from .molmo import molmo
 from .moondream import moondream
 from .nemotron_parse import nemotron_parse
@@ -46,6 +47,8 @@ _READERS: Final[dict[str, Callable[[ConfigFields, str], dict[str, Any]]]] = {
     "LlavaMistralForCausalLM": llava,
     "LlavaQwenForCausalLM": llava,
     "MERaLiON2ForConditionalGeneration": meralion2,
+    "ModernVBertForSequenceClassification": modernvbert,
+    "ModernVBertForTokenClassification": modernvbert,
     "MolmoForCausalLM": molmo,
     "Moondream3ForCausalLM": moondream,
     "MultiModalityCausalLM": multi_modality,

@@ -97,6 +97,12 @@ _SAME_FAMILY = {
 _WITHOUT_CLASS = {"exaone", "internlm3", "iquestcoder", "sarvam_mla", "sarvam_moe"}
 """Model types that transformers computes with the class of another family, which it saves as the architecture."""
 
+_CLASSES_OF_TEXT = {
+    f"ModernVBert{suffix}": f"ModernBert{suffix}"
+    for suffix in (CLASSIFIER_SUFFIX, TOKEN_CLASSIFIER_SUFFIX)
+}
+"""Architectures of models that read images, and those of their text encoders, which have the same head."""
+
 _WITH_ANY_DECODER = {
     "AudioFlamingo3ForConditionalGeneration",
     "AyaVisionForConditionalGeneration",
@@ -159,6 +165,7 @@ _WITH_ANY_DECODER = {
     "MERaLiON2ForConditionalGeneration",
     "MiDashengLMModel",
     "ModernVBertModel",
+    *_CLASSES_OF_TEXT,
     "MiniCPMOcrForConditionalGeneration",
     "MiniCPMV",
     "MiniCPMV4_6ForConditionalGeneration",
@@ -403,7 +410,7 @@ def _family(fields: ConfigFields) -> Family:
     if text is not None and _WITH_ANY_DECODER.intersection(architectures):
         kind = _DECODERS.get(fields.text("model_type", ""), "llama")
         fields = text.with_defaults(model_type=kind)
-        architectures = []
+        architectures = [_CLASSES_OF_TEXT[x] for x in architectures if x in _CLASSES_OF_TEXT]
     if fields.text("model_type", "") in _WITHOUT_CLASS:
         # A checkpoint saved by transformers has this family's tensors, but the other family's architecture.
         architectures = [name for name in architectures if not name.endswith("ForCausalLM")]
