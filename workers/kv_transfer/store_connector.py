@@ -10,8 +10,9 @@ import threading
 import time
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import compress
 from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 import msgspec
@@ -53,7 +54,7 @@ _IDLE: Final = float("inf")
 
 Job: TypeAlias = Callable[[], None]
 _Read: TypeAlias = Callable[["np.ndarray"], None]
-"""A job of a reader's thread, which passes its buffer for one block."""
+"""A job of a reader's thread, which passes its buffer for `blocks_per_read` blocks."""
 
 
 class _Transfer:
@@ -100,12 +101,18 @@ class StoreConnector(KVConnector):
 
     Args:
         name: Names the store in log messages.
+        memory: The KV cache.
+        store: The store.
+        blocks_per_read: The most blocks that a thread reads together. They are invalid together if the read hangs.
     """
 
-    def __init__(self, name: str, memory: BlockMemory, store: Store) -> None:
+    def __init__(
+        self, name: str, memory: BlockMemory, store: Store, blocks_per_read: int = 1
+    ) -> None:
         self._name = name
         self._memory = memory
         self._blocks = store
+        self._blocks_per_read = blocks_per_read
         capacity = min(max(STAGED_BYTES // memory.block_bytes, 4), MAX_STAGED_BLOCKS)
         self._staging_kB = memory.host_buffer(capacity)
         self._free_rows: deque[int] = deque(range(capacity))
@@ -187,8 +194,8 @@ class StoreConnector(KVConnector):
                     self._transfers.add(transfer)
                     if self._hangs:
                         self._give_up()
-                for key, block in zip(load.keys, transfer.blocks, strict=True):
-                    self._reads.put(partial(self._read_block, transfer, key, block))
+                for some in batched(load.keys, transfer.blocks, self._blocks_per_read):
+                    self._reads.put(partial(self._read_blocks, transfer, *some))
         for lookup in commands.lookups:
             self._reads.put(partial(self._answer, lookup, self._generation))
 
@@ -284,43 +291,57 @@ class StoreConnector(KVConnector):
     # The readers' threads
 
     def _read(self, reader: int) -> None:
-        buffer_1B = self._memory.host_buffer(1)
+        buffer_kB = self._memory.host_buffer(self._blocks_per_read)
         while True:
             read = self._reads.get()
             self._read_since[reader] = self._tick
-            read(buffer_1B)
+            read(buffer_kB)
             self._read_since[reader] = _IDLE
 
-    def _read_block(
-        self, transfer: _Transfer, key: bytes, block: int, buffer_1B: np.ndarray
+    def _read_blocks(
+        self,
+        transfer: _Transfer,
+        keys: Sequence[bytes],
+        blocks: Sequence[int],
+        buffer_kB: np.ndarray,
     ) -> None:
-        """Read a block to a buffer, and copy it to the KV cache if it is intact."""
+        """Read blocks to a buffer, and copy those that are intact to the KV cache."""
         if transfer not in self._transfers:
             return
-        is_intact = not self._is_off and self._read_from_store(key, buffer_1B)
+        rows_kB = buffer_kB[: len(keys)]
+        are_intact = self._read_from_store(keys, rows_kB)
         # A read may hang until another core has taken over, or until the block is computed.
         with self._loads:
             if transfer not in self._transfers:
                 return
             self._num_writing += 1
-        if is_intact:
-            self._memory.write([block], buffer_1B, transfer.fence)
+        if all(are_intact):
+            self._memory.write(blocks, rows_kB, transfer.fence)
+        elif any(are_intact):
+            intact = list(compress(blocks, are_intact))
+            self._memory.write(intact, rows_kB[are_intact], transfer.fence)
         with self._loads:
-            transfer.left.remove(block)
-            if not is_intact:
-                transfer.invalid.append(block)
+            transfer.left.difference_update(blocks)
+            transfer.invalid += [
+                block for block, is_intact in zip(blocks, are_intact, strict=True) if not is_intact
+            ]
             if not transfer.left and transfer in self._transfers:
                 self._transfers.remove(transfer)
                 self._end(transfer)
             self._num_writing -= 1
             self._loads.notify_all()
 
-    def _read_from_store(self, key: bytes, buffer_1B: np.ndarray) -> bool:
-        try:
-            return self._blocks.read(key, [memoryview(buffer_1B[0])])
-        except OSError as error:
-            self._turn_off(error)
-            return False
+    def _read_from_store(self, keys: Sequence[bytes], rows_kB: np.ndarray) -> list[bool]:
+        """Read blocks to the rows of a buffer. Return which of them are intact."""
+        if not self._is_off:
+            try:
+                return self._read_rows(keys, [memoryview(row_B) for row_B in rows_kB])
+            except OSError as error:
+                self._turn_off(error)
+        return [False] * len(keys)
+
+    def _read_rows(self, keys: Sequence[bytes], rows: Sequence[memoryview]) -> list[bool]:
+        return [self._blocks.read(key, [row]) for key, row in zip(keys, rows, strict=True)]
 
     def _answer(self, lookup: BlockLookup, generation: int, _: np.ndarray) -> None:
         mask = bytes(len(lookup.keys))
@@ -376,6 +397,14 @@ class StoreConnector(KVConnector):
             received=[transfer.transfer_id],
             invalid=transfer.invalid,
         )
+
+
+def batched(
+    keys: Sequence[bytes], blocks: Sequence[int], count: int
+) -> Iterator[tuple[Sequence[bytes], Sequence[int]]]:
+    """Yield `count` keys and blocks at a time; the last ones may be fewer."""
+    for start in range(0, len(keys), count):
+        yield keys[start : start + count], blocks[start : start + count]
 
 
 _NOTHING: Final = msgspec.msgpack.encode(StoreReport())

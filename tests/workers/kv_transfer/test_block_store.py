@@ -49,6 +49,14 @@ def read(store: BlockStore, number: int) -> bytes | None:
     return b"".join(parts) if found else None
 
 
+def read_together(store: BlockStore, numbers: list[int]) -> list[bytes | None]:
+    blocks = [bytearray(BLOCK_BYTES) for _ in numbers]
+    found = store.read_blocks(list(map(key_of, numbers)), [[memoryview(each)] for each in blocks])
+    return [
+        bytes(block) if is_found else None for block, is_found in zip(blocks, found, strict=True)
+    ]
+
+
 def size_of(path: Path) -> int:
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
@@ -90,6 +98,17 @@ class Crashes(RuleBasedStateMachine):
                 assert found is None
             if store is self.store and was_there and not self.damages:
                 assert found is not None
+
+    @rule(numbers=st.lists(NUMBERS, max_size=20), first=NUMBERS)
+    def read_together(self, numbers: list[int], first: int) -> None:
+        """Read blocks of which some may follow each other."""
+        numbers = [*numbers, *range(first, first + 5)]
+        were_there = [key_of(number) in self.store for number in numbers]
+        found = read_together(self.store, numbers)
+        for number, block, was_there in zip(numbers, found, were_there, strict=True):
+            assert block in (None, block_of(number))
+            if was_there and not self.damages:
+                assert block is not None
 
     @rule()
     def refresh(self) -> None:
@@ -230,4 +249,29 @@ def test_a_killed_process_loses_no_block_that_was_appended(tmp_path: Path) -> No
     store = open_store(tmp_path)
     data = bytearray(200)
     assert store.read(b"k" * 32, [memoryview(data)]) and data == b"d" * 200
+    store.close()
+
+
+@pytest.mark.parametrize("damage", ["a byte", "the end"])
+def test_only_the_damaged_block_of_those_that_are_read_together_is_missing(
+    tmp_path: Path, damage: str
+) -> None:
+    store = open_store(tmp_path, limit=LIMIT * 10)
+    for number in range(6):
+        assert append(store, number)
+    store.close()
+    (path,) = tmp_path.rglob("*.sealed")
+    store = open_store(tmp_path, limit=LIMIT * 10)
+    data = path.read_bytes()
+    place = data.index(block_of(4))
+    if damage == "a byte":
+        path.write_bytes(data[:place] + b"?" + data[place + 1 :])
+    else:
+        os.truncate(path, place)
+    missing = {4} if damage == "a byte" else {4, 5}
+    expected = [None if number in missing else block_of(number) for number in range(6)]
+    assert read_together(store, list(range(6))) == expected
+    assert [key_of(number) in store for number in range(6)] == [
+        number not in missing for number in range(6)
+    ]
     store.close()

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from .buffers import read_into, write_all
 from .directory import (
     OPEN_SUFFIX,
     SEALED_SUFFIX,
@@ -132,23 +133,58 @@ class BlockStore:
         Raises:
             OSError: The file exists but cannot be read.
         """
+        return self.read_blocks([key], [parts])[0]
+
+    def read_blocks(
+        self, keys: Sequence[bytes], parts: Sequence[Sequence[memoryview]]
+    ) -> list[bool]:
+        """Read several blocks like `read`. Those that follow each other on disk are read together."""
         with self._mutex:
-            place = self._places.get(key)
-        if place is None:
-            return False
-        segment, record = place
+            places = [self._places.get(key) for key in keys]
+        are_read: list[bool] = []
+        while (start := len(are_read)) < len(keys):
+            run = [place for place in places[start : start + 1] if place is not None]
+            if not run:
+                are_read.append(False)
+                continue
+            for place in places[start + 1 :]:
+                if place is None or not self._follows(run[-1], place):
+                    break
+                run.append(place)
+            are_read += self._read_run(run, parts[start : start + len(run)])
+        return are_read
+
+    def _follows(self, place: _Place, other: _Place) -> bool:
+        end = place.record.offset + self._format.record_bytes
+        return other.segment is place.segment and other.record.offset == end
+
+    def _read_run(self, run: Sequence[_Place], parts: Sequence[Sequence[memoryview]]) -> list[bool]:
+        """Read blocks that follow each other in a segment."""
+        segment = run[0].segment
+        header = memoryview(bytearray(HEADER_BYTES))
+        buffers = [*parts[0]]
+        for each in parts[1:]:
+            buffers += (header, *each)
         try:
             with self._reading(segment) as fd:
-                is_whole = _read_into(fd, parts, record.offset)
+                is_whole = read_into(fd, buffers, run[0].record.offset)
         except FileNotFoundError:
             # Another process has deleted the segment to make room.
             self._remove_segments([segment])
-            return False
-        if is_whole and self._format.checksum(key, parts) == record.checksum:
-            segment.is_used = True
-            return True
-        self._forget(key)
-        return False
+            return [False] * len(run)
+        if not is_whole and len(run) > 1:
+            # The file ends within one of them.
+            singly = zip(run, parts, strict=True)
+            return [self._read_run([place], [own])[0] for place, own in singly]
+        are_read = []
+        for (_, record), own in zip(run, parts, strict=True):
+            is_intact = is_whole and self._format.checksum(record.key, own) == record.checksum
+            if is_intact:
+                segment.is_used = True
+            else:
+                self._forget(record.key)
+            are_read.append(is_intact)
+        return are_read
 
     @contextlib.contextmanager
     def _reading(self, segment: _Segment) -> Iterator[int]:
@@ -298,7 +334,7 @@ class BlockStore:
         checksum = self._format.checksum(key, (data,))
         header = self._format.record_header(key, checksum, index)
         offset = self._format.offset_of(index)
-        _write_all(self._tail_fd, (header, data), offset)
+        write_all(self._tail_fd, (header, data), offset)
         self._tail_headers.append(header)
         self._add_records(self._tail, [Record(key, checksum, offset + HEADER_BYTES)])
         return True
@@ -406,7 +442,7 @@ class BlockStore:
                 return False
             try:
                 os.posix_fallocate(fd, 0, self._segment_bytes)
-                _write_all(fd, (self._format.header,), 0)
+                write_all(fd, (self._format.header,), 0)
             except OSError:
                 os.close(fd)
                 with contextlib.suppress(OSError):
@@ -437,7 +473,7 @@ class BlockStore:
         end = self._format.offset_of(len(headers))
         # Shorten the file first, because nothing of a longer file may follow the trailer.
         os.ftruncate(fd, end)
-        _write_all(fd, (self._format.trailer(headers),), end)
+        write_all(fd, (self._format.trailer(headers),), end)
 
 
 def _number(path: str) -> int:
@@ -449,32 +485,3 @@ def _number(path: str) -> int:
 
 def _sealed(path: str) -> str:
     return path.removesuffix(OPEN_SUFFIX) + SEALED_SUFFIX
-
-
-def _read_into(fd: int, parts: Sequence[memoryview], offset: int) -> bool:
-    """Fill buffers from a file. Return False if the file ends before."""
-    left = sum(map(len, parts))
-    for start in range(0, len(parts), _MAX_PARTS):
-        some = parts[start : start + _MAX_PARTS]
-        wanted = sum(map(len, some))
-        if os.preadv(fd, some, offset) != wanted:
-            return False
-        offset += wanted
-        left -= wanted
-    return not left
-
-
-_MAX_PARTS: Final = 1024
-"""Maximum number of buffers in one call of preadv(2) or pwritev(2)."""
-
-
-def _write_all(fd: int, parts: Sequence[bytes | memoryview], offset: int) -> None:
-    """Write all parts at `offset`, one after the other. Raise OSError if the disk is full or failing."""
-    data = [memoryview(part).cast("B") for part in parts]
-    while data:
-        written = os.pwritev(fd, data, offset)
-        offset += written
-        while data and written >= len(data[0]):
-            written -= len(data.pop(0))
-        if data:
-            data[0] = data[0][written:]
