@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -61,6 +62,15 @@ def ask(server: Server, body: dict[str, Any], replica: str | None = None) -> tup
 
 def loaded(server: Server) -> float:
     return server.metric("engine:kv_transfer_hits_total", engine=DECODE)
+
+
+def test_only_the_prefill_replica_yields_its_processors(server: Server) -> None:
+    """No thread of it interrupts one of another process, such as the worker that generates."""
+    policies = []
+    for replica in (PREFILL, DECODE):
+        worker = server.child(f"worker {replica}")
+        policies.append({os.sched_getscheduler(thread.id) for thread in worker.threads()})
+    assert policies == [{os.SCHED_BATCH}, {os.SCHED_OTHER}]
 
 
 def test_a_long_prompt_is_computed_by_the_prefill_replica(server: Server) -> None:
