@@ -74,7 +74,15 @@ def normalize_messages(messages: Sequence[Message], traits: TemplateTraits) -> l
     """
     if not messages:
         raise ParameterError("messages", "must not be empty")
-    normalized = [_normalize(m, f"messages[{i}]", traits) for i, m in enumerate(messages)]
+    normalized = []
+    follows_result = False
+    for i, message in enumerate(messages):
+        is_result = message.get("role") in ("tool", "function")
+        # Some agents send the media of a result in a message of the user behind it.
+        if is_result or follows_result:
+            message = _without_media(message)
+        follows_result = is_result
+        normalized.append(_normalize(message, f"messages[{i}]", traits))
     if any("function_call" in message for message in normalized):
         _replace_function_calls(normalized)
     return normalized
@@ -114,8 +122,6 @@ def _normalize(message: Message, where: str, traits: TemplateTraits) -> dict[str
     if content is None:
         normalized["content"] = None if calls_tools and traits.reads_null else ""
     else:
-        if normalized["role"] == "tool" and isinstance(content, list):
-            content = [_without_media(part) for part in content]
         normalized["content"] = _normalize_content(content, f"{where}.content", traits)
     return normalized
 
@@ -166,11 +172,18 @@ def _normalize_content(content: Any, where: str, traits: TemplateTraits) -> Any:
     return parts if traits.reads_parts else "\n".join(map(_plain_text, parts))
 
 
-def _without_media(part: Any) -> Any:
-    """Return a part of a tool's result, or a note in place of media that the model cannot read.
+def _without_media(message: Message) -> Message:
+    """Return a message with notes in place of media that the model cannot read.
 
     An agent cannot take its tool's result back, so an error would end its conversation.
     """
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    return {**message, "content": [_note_or_part(part) for part in content]}
+
+
+def _note_or_part(part: Any) -> Any:
     if not isinstance(part, Mapping) or isinstance(part, TemplatePart):
         return part
     if part is IMAGE_PART or part is VIDEO_PART or part is AUDIO_PART:

@@ -6,6 +6,7 @@ import json
 
 import pytest
 from engine.frontend.chat import FORMATS, CallParser, ChatTemplate, ChatTemplateError
+from engine.protocol.errors import ParameterError
 
 CHATML = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
@@ -114,11 +115,13 @@ def test_deep_nesting_is_an_error() -> None:
     ("kind", "word"),
     [("image_url", "image"), ("input_image", "image"), ("input_audio", "audio clip")],
 )
-def test_media_in_results_of_tools_become_notes_for_models_that_cannot_read_them(
+def test_media_of_tool_results_become_notes_for_models_that_cannot_read_them(
     kind: str, word: str
 ) -> None:
     content = [{"type": "text", "text": "a.png"}, {"type": kind, kind: {"url": "data:,"}}]
     template = ChatTemplate("{% for m in messages %}{{ m.content }};{% endfor %}")
-    messages = [{"role": role, "content": content} for role in ("tool", "function")]
+    messages = [{"role": role, "content": content} for role in ("tool", "function", "user")]
     note = f"a.png\n[{word}: not readable by this model];"
-    assert template.render(messages) == note * 2
+    assert template.render(messages) == note * 3
+    with pytest.raises(ParameterError, match=r"messages\[3\].content\[1\].type"):
+        template.render([*messages, messages[-1]])
