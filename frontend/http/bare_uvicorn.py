@@ -18,9 +18,8 @@ def install() -> None:
     """
     if "uvicorn" in sys.modules:
         return
-    # The configuration uses these only if it is given a configuration of logging, or a file of one.
+    # The configuration uses it only if it is given a configuration of logging.
     logging.config = _register("logging.config")  # type: ignore[attr-defined]
-    _register("configparser")
     package = _register("uvicorn")
     # One of its modules imports this from the package.
     package.__dict__["Config"] = importlib.import_module("uvicorn.config").Config
