@@ -72,7 +72,10 @@ class ChatTemplate:
             raise ChatTemplateError(
                 f"the chat template is not valid, line {error.lineno}: {error.message}"
             ) from error
-        self._reads_functions = "functions" in find_undeclared_variables(_ENVIRONMENT.parse(source))
+        # Parsing takes longer than the search.
+        self._reads_functions = "functions" in source and (
+            "functions" in find_undeclared_variables(_ENVIRONMENT.parse(source))
+        )
         self._traits = self._probe(content_format)
         self.shows_tools = self._probe_tools()
         """True if prompts depend on the tools of the request."""
