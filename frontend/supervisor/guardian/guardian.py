@@ -89,6 +89,8 @@ class Guardian:
         self._heartbeat = SupervisorHeartbeat()
         self._lifeline = Lifeline()
         self._exits: deque[tuple[int, int]] = deque(maxlen=MAX_REMEMBERED_EXITS)
+        self._is_first = True
+        """True until a supervisor has run."""
         self._was_ready = False
         self._is_stopping = False
 
@@ -141,10 +143,12 @@ class Guardian:
                 child_channel,
                 self._lifeline,
                 self._heartbeat,
+                is_first=self._is_first,
                 was_ready=self._was_ready,
                 fork_servers=self._fork_servers,
             )
             _run_child(supervise, link)
+        self._is_first = False
         child_channel.close()
         channel.setblocking(False)
         with channel:
