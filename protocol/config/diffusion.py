@@ -52,6 +52,7 @@ class DenoisingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         threshold: The probability above which a pass fixes a token.
+        tokens_per_pass: The minimum number of masks that a pass replaces by tokens.
         edit_threshold: The probability above which `JointThreshold` replaces a fixed token.
         max_post_edit_steps: The maximum number of passes of `JointThreshold` over a block without masks.
         penalty_lambda: What `JointThreshold` subtracts from the logit of the token before each position.
@@ -60,6 +61,7 @@ class DenoisingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     threshold: _Probability | None = None
+    tokens_per_pass: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
     edit_threshold: _Probability = 0.0
     max_post_edit_steps: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 16
     penalty_lambda: Annotated[float, msgspec.Meta(ge=0, le=1e4)] = 0.0

@@ -35,6 +35,7 @@ _NAMED: Final = {
     "ConvBertTokenizer": _BERT,
     "DebertaTokenizer": _DEBERTA,
     "DistilBertTokenizer": _BERT,
+    "DreamTokenizer": _QWEN2,
     "ElectraTokenizer": _BERT,
     "EsmTokenizer": _ESM,
     "GPT2Tokenizer": _GPT2,

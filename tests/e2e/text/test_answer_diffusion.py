@@ -33,13 +33,13 @@ def prompts_of(seed: int, count: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "block_size", "answer_size", "threshold", "flags"),
+    ("kind", "block_size", "answer_size", "threshold", "count", "flags"),
     [
-        ("llada", 8, 24, 1.0, ("--max-num-batched-tokens", "184")),
-        ("llada", 8, 16, 0.1, ("--cpu-backend", "torch")),
-        ("llada moe", 4, 12, 0.1, ()),
-        ("dream", 16, 16, 0.1, ("--tensor-parallel-size", "2")),
-        ("rnd1", 4, 20, 0.1, ()),
+        ("llada", 8, 24, 1.0, 3, ("--max-num-batched-tokens", "184")),
+        ("llada", 8, 16, 0.1, 1, ("--cpu-backend", "torch")),
+        ("llada moe", 4, 12, 0.1, 1, ()),
+        ("dream", 16, 16, 0.1, 1, ("--tensor-parallel-size", "2")),
+        ("rnd1", 4, 20, 0.1, 2, ()),
     ],
 )
 def test_tokens_of_preempted_requests_equal_those_of_the_published_loop(
@@ -48,10 +48,12 @@ def test_tokens_of_preempted_requests_equal_those_of_the_published_loop(
     block_size: int,
     answer_size: int,
     threshold: float,
+    count: int,
     flags: tuple[str, ...],
 ) -> None:
     model, prompts = MAKERS[kind](tmp_path), prompts_of(5, 6)
     settings = {"threshold": threshold, "block_size": block_size, "answer_size": answer_size}
+    settings["tokens_per_pass"] = count
     given = (*flags, "--dllm-algorithm-config", json.dumps(settings))
     with Server(str(tmp_path), *FLAGS, *given, "--inject-preemption", "0.05") as server:
         with concurrent.futures.ThreadPoolExecutor(len(prompts)) as pool:
@@ -59,7 +61,7 @@ def test_tokens_of_preempted_requests_equal_those_of_the_published_loop(
         assert server.metric("engine:num_preemptions_total") > 0
         assert_nothing_is_held(server)
     for prompt, answer in zip(prompts, answers, strict=True):
-        expected = model.generate(prompt, 37, threshold, block_size, answer_size)
+        expected = model.generate(prompt, 37, threshold, block_size, answer_size, count)
         assert answer["token_ids"] == expected
 
 

@@ -29,8 +29,9 @@ class AnswerModel(NamedTuple):
         threshold: float,
         block_size: int,
         answer_size: int,
+        tokens_per_pass: int = 1,
     ) -> list[int]:
-        """Denoise like LLaDA's `generate`, several tokens at once if they are probable. Masks are never fixed."""
+        """Denoise like LLaDA's `generate`, more tokens at once if they are probable. Masks are never fixed."""
         known = list(prompt)
         while len(known) < len(prompt) + max_tokens:
             num_new = len(known) - len(prompt)
@@ -44,7 +45,7 @@ class AnswerModel(NamedTuple):
                 confidence, chosen = probabilities.max(-1)
                 confidence[~is_mask] = -1
                 fixed = confidence > threshold
-                fixed[confidence.argmax()] = True
+                fixed[confidence.topk(min(tokens_per_pass, int(is_mask.sum()))).indices] = True
                 tokens[block] = torch.where(fixed, chosen, tokens[block])
             known = tokens[: block.stop].tolist()
         return known[len(prompt) :][:max_tokens]

@@ -39,17 +39,17 @@ class Chosen(NamedTuple):
 
 
 class LowConfidence:
-    """Fixes the candidates whose probability exceeds the threshold, or the most probable one of a block."""
+    """Fixes the candidates whose probability exceeds the threshold, and the `count` most probable ones of a block."""
 
     reads_fixed = False
     """True if fixed tokens get candidates too."""
 
-    def __init__(self, threshold: float) -> None:
-        self._threshold = _log(threshold)
+    def __init__(self, threshold: float, count: int) -> None:
+        self._threshold, self._count = _log(threshold), count
 
     def choose(self, blocks: Pass) -> Chosen:
         """Return what a pass fixes. A block without masks is complete."""
-        is_fixed_RB = _most_confident(blocks, self._threshold)
+        is_fixed_RB = _most_confident(blocks, self._threshold, self._count)
         is_open_RB: BoolArray = blocks.is_mask_RB & ~is_fixed_RB
         is_open_R: BoolArray = np.any(is_open_RB, axis=1)
         return Chosen(is_fixed_RB, ~is_open_R)
@@ -60,8 +60,8 @@ class JointThreshold:
 
     reads_fixed = True
 
-    def __init__(self, threshold: float, edit_threshold: float, max_edits: int) -> None:
-        self._threshold = _log(threshold)
+    def __init__(self, threshold: float, count: int, edit_threshold: float, max_edits: int) -> None:
+        self._threshold, self._count = _log(threshold), count
         self._edit_threshold = _log(edit_threshold)
         self._max_edits = max_edits
 
@@ -74,7 +74,7 @@ class JointThreshold:
             & (blocks.confidence_RB > self._edit_threshold)
             & (blocks.candidates_RB != blocks.token_ids_RB)
         )
-        is_fixed_RB = _most_confident(blocks, self._threshold) | is_edited_RB
+        is_fixed_RB = _most_confident(blocks, self._threshold, self._count) | is_edited_RB
         is_fixed_RB[is_spent_R] = False
         changes_R: BoolArray = is_fixed_RB.any(1)
         return Chosen(is_fixed_RB, ~changes_R)
@@ -85,18 +85,20 @@ def make_rule(config: SchedulerConfig) -> LowConfidence | JointThreshold:
     algorithm, settings = config.dllm_algorithm, config.dllm_algorithm_config
     threshold = settings.threshold_of(algorithm)
     if algorithm is DenoisingAlgorithm.LOW_CONFIDENCE:
-        return LowConfidence(threshold)
-    return JointThreshold(threshold, settings.edit_threshold, settings.max_post_edit_steps)
+        return LowConfidence(threshold, settings.tokens_per_pass)
+    return JointThreshold(
+        threshold, settings.tokens_per_pass, settings.edit_threshold, settings.max_post_edit_steps
+    )
 
 
 def _log(probability: float) -> float:
     return math.log(probability) if probability > 0 else -math.inf
 
 
-def _most_confident(blocks: Pass, threshold: float) -> BoolArray:
-    """Return which masks get tokens: those above the threshold, or else the most confident one of each block."""
+def _most_confident(blocks: Pass, threshold: float, count: int) -> BoolArray:
+    """Return which masks get tokens: those above the threshold, and the `count` most confident ones of each block."""
     confidence_RB = np.where(blocks.is_mask_RB, blocks.confidence_RB, -np.inf)
-    is_above_RB: BoolArray = blocks.is_mask_RB & (confidence_RB > threshold)
-    lacks = np.flatnonzero(blocks.is_mask_RB.any(1) & ~is_above_RB.any(1))
-    is_above_RB[lacks, confidence_RB[lacks].argmax(1)] = True
-    return is_above_RB
+    is_chosen_RB: BoolArray = confidence_RB > threshold
+    best_RC = np.argsort(-confidence_RB, axis=1, kind="stable")[:, :count]
+    np.put_along_axis(is_chosen_RB, best_RC, True, axis=1)
+    return is_chosen_RB & blocks.is_mask_RB
