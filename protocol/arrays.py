@@ -27,6 +27,12 @@ _UINT64 = np.dtype("<u8")
 _FLOAT32 = np.dtype("<f4")
 
 
+def offsets_in_runs(counts: npt.NDArray[np.integer[Any]]) -> Int64Array:
+    """Return each element's number in its run, for successive runs of these lengths: [0, 1, 0, 1, 2] for [2, 3]."""
+    offsets: Int64Array = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    return offsets
+
+
 def int32_bytes(values: npt.ArrayLike) -> bytes:
     """Encode integers of any shape as row-major int32 bytes."""
     return np.ascontiguousarray(values, dtype=_INT32).tobytes()

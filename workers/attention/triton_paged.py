@@ -26,6 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ...protocol.arrays import offsets_in_runs
 from ...protocol.errors import ConfigError
 from ..batch import AttentionBatch
 from ..layers.layers import HeadNorm
@@ -194,8 +195,7 @@ class TritonPagedAttention(CapturableAttention):
         requests = np.flatnonzero(query_lens_S >= self.fewest_tiled_queries)
         num_tiles = -(-query_lens_S[requests] // self._tile_queries)
         request_N = np.repeat(requests, num_tiles)
-        first_tile_N = np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)
-        query_N = (np.arange(len(request_N)) - first_tile_N) * self._tile_queries
+        query_N = offsets_in_runs(num_tiles) * self._tile_queries
         position_N = (seq_lens_S - query_lens_S)[request_N] + query_N
         order_N = np.argsort(-position_N, kind="stable")
         header = np.zeros(HEADER.value, np.int64)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...protocol.arrays import Int32Array, Int64Array, int32_bytes, int32_view
+from ...protocol.arrays import Int32Array, Int64Array, int32_bytes, int32_view, offsets_in_runs
 from ...protocol.config.diffusion import BlockDiffusion
 from ...protocol.config.images.settings import SpanKind
 from ...protocol.worker_messages import HeldRequest, SchedulerOutput
@@ -440,7 +440,7 @@ class PersistentBatch:
 
     def write_drafts(self, slots: SlotArray, counts: Int32Array, token_ids: Int32Array) -> None:
         """Write drafts after the tokens of slots: slot i gets `counts[i]` of the concatenated `token_ids`."""
-        offsets = np.arange(len(token_ids)) - np.repeat(np.cumsum(counts) - counts, counts)
+        offsets = offsets_in_runs(counts)
         columns = np.repeat(self.num_tokens[slots], counts) + offsets
         self.host_token_ids_NL[np.repeat(slots, counts), columns] = token_ids
 

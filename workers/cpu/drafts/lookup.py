@@ -12,7 +12,7 @@ from typing import Final
 
 import numpy as np
 
-from ....protocol.arrays import Int32Array, Int64Array, int32_bytes, int32_view
+from ....protocol.arrays import Int32Array, Int64Array, int32_bytes, int32_view, offsets_in_runs
 from ....protocol.config import ProposerMethod, SpeculativeConfig
 from ....protocol.worker_messages import DraftTokenIds, NewRequestData
 from ...batch import PersistentBatch, SlotArray
@@ -151,7 +151,7 @@ class Drafts:
         first = int(self._counts[:begin].sum())
         self._slots[begin:end], self._counts[begin:end] = slots, counts
         self.lookup.num_found = end
-        columns = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        columns = offsets_in_runs(counts)
         columns += np.repeat(self._batch.num_tokens[slots], counts)
         tokens = self._batch.host_token_ids_NL[np.repeat(slots, counts), columns]
         self._tokens[first : first + len(tokens)] = tokens
@@ -189,7 +189,7 @@ class Drafts:
             return levels
         self._num_drafts[slots] = kept
         self._num_from_prediction[slots] = np.minimum(self._num_from_prediction[slots], kept)
-        offsets = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        offsets = offsets_in_runs(counts)
         tokens = self._tokens[: len(offsets)][offsets < np.repeat(kept, counts)]
         self._tokens[: len(tokens)] = tokens
         is_kept = kept > 0

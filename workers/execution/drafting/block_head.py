@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....protocol.arrays import Int32Array, Int64Array
+from ....protocol.arrays import Int32Array, Int64Array, offsets_in_runs
 from ....protocol.config import EngineConfig
 from ...attention import PagedAttention
 from ...batch import StepPlan, even_requests, plan_chunks
@@ -84,9 +84,9 @@ class BlockHead(DraftHead):
         has_rows_S = computed.counts_S > 0
         slots_S, begins_S = computed.slots_S[has_rows_S], computed.begins_S[has_rows_S]
         counts_S = computed.counts_S[has_rows_S].astype(np.int64)
-        offsets_T = np.arange(counts_S.sum()) - np.repeat(np.cumsum(counts_S) - counts_S, counts_S)
+        offsets_T = offsets_in_runs(counts_S)
         rows_T = to_device(
-            np.repeat(computed.rows_S[has_rows_S], counts_S) + offsets_T, self._device
+            offsets_T + np.repeat(computed.rows_S[has_rows_S], counts_S), self._device
         )
         plan = plan_chunks(slots_S, begins_S.astype(np.int64), counts_S)
         self._model.store_keys(
@@ -124,7 +124,7 @@ class BlockHead(DraftHead):
         self._run_blocks(self.fusion.embed(to_device(ids_T, self._device)), plan)
         kept_TE = self._model.kept_hidden_TE
         assert kept_TE is not None
-        numbers = np.arange(limits_S.sum()) - np.repeat(np.cumsum(limits_S) - limits_S, limits_S)
+        numbers = offsets_in_runs(limits_S)
         rows = np.repeat(starts_S + first, limits_S) + numbers
         slots = np.repeat(slots_S, limits_S).astype(np.int32)
         columns = (np.repeat(lengths_S, limits_S) + numbers).astype(np.int32)

@@ -22,7 +22,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from ....protocol.arrays import Int32Array, Int64Array
+from ....protocol.arrays import Int32Array, Int64Array, offsets_in_runs
 from ....protocol.config import EngineConfig
 from ....protocol.errors import ConfigError
 from ....protocol.kv_cache_groups import AttentionKind, KVCacheGroup
@@ -231,7 +231,7 @@ class DraftHead:
             return 0
         assert computed.hidden_TE is not None
         counts_S, begins_S = rows.counts_S, rows.begins_S
-        offsets_T = np.arange(counts_S.sum()) - np.repeat(np.cumsum(counts_S) - counts_S, counts_S)
+        offsets_T = offsets_in_runs(counts_S)
         rows_T = to_device(np.repeat(rows.rows_S, counts_S) + offsets_T, self._device)
         hidden_TD = self.fusion.read_target(computed.hidden_TE[rows_T])
         outputs_TE = self.run(rows.slots_S, begins_S, counts_S, hidden_TD)

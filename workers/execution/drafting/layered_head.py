@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....protocol.arrays import Int32Array, Int64Array
+from ....protocol.arrays import Int32Array, Int64Array, offsets_in_runs
 from ....protocol.worker_messages import SchedulerOutput
 from ...batch import PersistentBatch
 from ...cpu.drafts import Drafts
@@ -90,7 +90,10 @@ class LayeredHead(DraftHead):
     def _read_states(self, rows: _Rows, hidden_TE: Tensor, rows_S: Int64Array) -> Tensor:
         """Return the model's hidden states of `rows`, [T, D]: kept ones, and from `rows_S` on in `hidden_TE`."""
         num_kept = self._kept_NHD.shape[1]
-        numbers_T, num_kept_T = rows.numbers(), np.repeat(rows.num_kept_S, rows.counts_S)
+        numbers_T, num_kept_T = (
+            offsets_in_runs(rows.counts_S),
+            np.repeat(rows.num_kept_S, rows.counts_S),
+        )
         computed_T = np.repeat(rows_S, rows.counts_S) + numbers_T - num_kept_T
         kept_T = np.repeat(rows.slots_S, rows.counts_S) * num_kept + num_kept - num_kept_T
         is_kept_T = numbers_T < num_kept_T
@@ -104,7 +107,7 @@ class LayeredHead(DraftHead):
     def _keep(self, rows: _Rows, hidden_TD: Tensor) -> None:
         """Keep the hidden states of the last positions of each slot."""
         num_kept = self._kept_NHD.shape[1]
-        ends_T = np.repeat(rows.counts_S, rows.counts_S) - rows.numbers()
+        ends_T = np.repeat(rows.counts_S, rows.counts_S) - offsets_in_runs(rows.counts_S)
         is_last_T = ends_T <= num_kept
         places_T = np.repeat(rows.slots_S, rows.counts_S) * num_kept + num_kept - ends_T
         places = to_device(places_T[is_last_T], self._device)
@@ -148,11 +151,3 @@ class _Rows(NamedTuple):
     begins_S: Int64Array
     counts_S: Int64Array
     num_kept_S: Int64Array
-
-    def numbers(self) -> Int64Array:
-        """Return the number of each position in its slot, [T]."""
-        ends_S = np.cumsum(self.counts_S)
-        numbers_T: Int64Array = np.arange(ends_S[-1]) - np.repeat(
-            ends_S - self.counts_S, self.counts_S
-        )
-        return numbers_T

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ....protocol.arrays import Int64Array
+from ....protocol.arrays import Int64Array, offsets_in_runs
 from ...cpu.drafts import Drafts
 from ...device.dtypes import on_host
 from ...device.transfers import to_device
@@ -64,5 +64,5 @@ def _following(
     slots_S: Int64Array, lengths_S: Int64Array, counts_S: Int64Array
 ) -> tuple[Int64Array, Int64Array, Int64Array]:
     """Return the slots, the columns and the numbers of `counts_S` places after the tokens of each slot."""
-    numbers_R = np.arange(counts_S.sum()) - np.repeat(np.cumsum(counts_S) - counts_S, counts_S)
+    numbers_R = offsets_in_runs(counts_S)
     return np.repeat(slots_S, counts_S), np.repeat(lengths_S, counts_S) + numbers_R, numbers_R
