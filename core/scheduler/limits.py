@@ -129,14 +129,10 @@ class Requirements(msgspec.Struct, frozen=True):
 
         `num_queued_reqs` counts the waiting requests beyond the number of slots.
         """
-        num_prompt_bytes, num_output_bytes = (
-            len(request.prompt_token_ids),
-            len(request.output_token_ids),
-        )
-        problem = self._find_inconsistency(request, num_prompt_bytes, num_output_bytes)
+        problem = self._find_inconsistency(request)
         if problem is not None:
             return Refusal(FinishReason.ERROR, problem)
-        num_tokens = (num_prompt_bytes + num_output_bytes) // 4
+        num_tokens = (len(request.prompt_token_ids) + len(request.output_token_ids)) // 4
         problem = self._find_misfit(num_tokens, generates=request.pooling_params is None)
         if (request.encoder_inputs or self.max_source_size) and problem is None:
             problem = self._find_encoder_misfit(request)
@@ -216,19 +212,17 @@ class Requirements(msgspec.Struct, frozen=True):
             )
         return None
 
-    def _find_inconsistency(
-        self, request: EngineCoreRequest, num_bytes: int, num_output_bytes: int
-    ) -> str | None:
+    def _find_inconsistency(self, request: EngineCoreRequest) -> str | None:
         """Return what is wrong with a message that a correct frontend never sends, or None."""
-        params = request.sampling_params
+        num_bytes = len(request.prompt_token_ids)
         if num_bytes % 4:
             return f"prompt_token_ids has {num_bytes} bytes, not a multiple of 4"
-        if num_output_bytes and (
-            num_output_bytes % 4 or num_output_bytes // 4 >= (params.max_tokens or 0)
-        ):
+        max_tokens = request.sampling_params.max_tokens
+        num_output = len(request.output_token_ids) // 4
+        if len(request.output_token_ids) % 4 or (num_output and num_output >= (max_tokens or 0)):
             return (
-                f"output_token_ids has {num_output_bytes} bytes, not whole tokens "
-                f"below max_tokens={params.max_tokens}"
+                f"output_token_ids has {len(request.output_token_ids)} bytes, not whole tokens "
+                f"below max_tokens={max_tokens}"
             )
         expected = num_bytes // 4 // self.block_size * HASH_BYTES if request.root_hash else 0
         if len(request.block_hashes) != expected:
@@ -237,6 +231,7 @@ class Requirements(msgspec.Struct, frozen=True):
             problem = self._find_misplaced_encoder_input(request)
             if problem is not None:
                 return problem
+        params = request.sampling_params
         for token_id in request.eos_token_ids + params.stop_token_ids:
             if not 0 <= token_id < self.vocab_size:
                 return f"stop token {token_id} is outside of the vocabulary [0, {self.vocab_size})"
