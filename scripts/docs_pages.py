@@ -290,6 +290,12 @@ _USUAL: dict[str, dict[str, Any]] = {
     "alice_ai": {"model_type": "alice_ai", "linear_num_key_heads": 32},
     "bailing_moe": {"num_experts": 64, "num_experts_per_tok": 6},
     "bamba": {"attn_layer_indices": [9, 18, 27]},
+    "kosmos-2": {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 24,
+    },
     "llada_moe": {"expert_intermediate_size": 1024},
     "deberta": {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]},
     "deberta-v2": {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]},

@@ -41,6 +41,7 @@ def unsupported_features(spec: ModelSpec) -> list[str]:
         ),
         "factors of queries and values for each token": spec.has_token_scales,
         "bottlenecks of layers": spec.bottleneck is not None,
+        "layer norms within attention and MLPs": spec.has_inner_norms and spec.norm_kind == "layer",
         "embeddings of n-grams of tokens": spec.num_earlier_tokens > 0,
         "biases of keys": spec.has_key_biases,
         "differential attention": any(layer.difference is not None for layer in spec.layers),

@@ -43,6 +43,14 @@ _GEMMA = {
     "sliding_window": 8,
     "layer_types": ["sliding_attention", "full_attention"],
 }
+_VISION = {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "image_size": 32,
+    "patch_size": 8,
+}
 _BART = {
     f"{part}_{name}": value
     for part in ("encoder", "decoder")
@@ -84,6 +92,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "RoCBert": {**_PRONOUNCED, "pronunciation_embed_dim": 16, "shape_embed_dim": 16},
     "SqueezeBert": {"embedding_size": 48},
     "T5Gemma": {"encoder": _GEMMA, "decoder": {**_GEMMA, "cross_attention_hidden_size": 48}},
+    "T5Gemma2": {
+        "encoder": {"text_config": _GEMMA, "vision_config": _VISION, "mm_tokens_per_image": 4},
+        "decoder": _GEMMA,
+    },
     "Tapas": {},
     "XLM": _XLM,
     "XLNet": {"d_model": 48, "n_layer": 2, "n_head": 6, "d_inner": 80, "d_head": 8},
@@ -94,7 +106,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 _HEADS = ("ForSequenceClassification", "ForTokenClassification", "Model")
 _WITHOUT = {
-    *(f"{name}Model" for name in ("BigBirdPegasus", "Perceiver", "Reformer", "T5Gemma")),
+    *(f"{name}Model" for name in ("BigBirdPegasus", "Perceiver", "Reformer")),
+    *("T5GemmaModel", "T5Gemma2Model"),
     *(
         f"{name}ForTokenClassification"
         for name in ("BigBirdPegasus", "Perceiver", "Reformer", "Tapas")
@@ -103,7 +116,10 @@ _WITHOUT = {
 NAMES = [f"{each}{head}" for each in FAMILIES for head in _HEADS if f"{each}{head}" not in _WITHOUT]
 _ABSENT = {
     "Funnel": ("num_hidden_layers",),
-    "T5Gemma": ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    **dict.fromkeys(
+        ("T5Gemma", "T5Gemma2"),
+        ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    ),
     "XLNet": ("max_position_embeddings",),
 }
 _WITH_TYPES = {"Funnel": (2, 0), "XLNet": (0, 2)}

@@ -182,14 +182,7 @@ class BlockRecorder:
         """Record the norm of the activations that a block's last product `output` reads.
 
         This rank has `part` of `size` activations.
-
-        Raises:
-            NotSupportedNatively: It is a layer norm.
         """
-        if self.spec.norm_kind == "layer":
-            raise NotSupportedNatively(
-                "the native CPU backend does not support layer norms within attention and MLP"
-            )
         weights = self.norm(name, size)[part.start : part.stop]
         if not self.is_alone:
             self.program.add_op("share_activation_squares", num_columns=len(part))
