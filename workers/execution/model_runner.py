@@ -29,7 +29,7 @@ from .kv_cache import KVCache
 from .model_loader import Model, load_model
 from .parallel_state import ParallelState
 from .request_states import RequestStates
-from .runner import GrammarSource, StepResult
+from .runner import GrammarSource, ReportedOutput, StepResult
 
 if TYPE_CHECKING:
     from ..device.accelerator import Accelerator
@@ -239,8 +239,12 @@ class ModelRunner:
             if self._sources is not None:
                 self._sources.store(output)
             result = self._execution.execute(output, await_grammar)
-        if self.connector is not None and isinstance(result, ModelRunnerOutput):
-            result.kv_connector_output = self.connector.end_step()
+        report = None if self.connector is None else self.connector.end_step()
+        if report is None:
+            return result
+        if not isinstance(result, ModelRunnerOutput):
+            return ReportedOutput(result, report)
+        result.kv_connector_output = report
         return result
 
     @property

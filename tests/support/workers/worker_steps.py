@@ -13,6 +13,7 @@ from engine.protocol.config import (
     DeviceConfig,
     EngineConfig,
     HiddenStatesConfig,
+    KVTransferConfig,
     ModelConfig,
     SchedulerConfig,
     SpeculativeConfig,
@@ -55,6 +56,7 @@ class Steps:
         audio: AudioProcessorConfig | None = None,
         num_slots: int = 4,
         hidden_states: HiddenStatesConfig | None = None,
+        transfer: KVTransferConfig | None = None,
     ) -> None:
         name = str(path)
         model = ModelConfig(
@@ -73,6 +75,7 @@ class Steps:
                 hidden_states=hidden_states,
             ),
             device=device or DeviceConfig(),
+            kv_transfer=transfer,
         )
         self.runner = ModelRunner(
             config,
