@@ -181,3 +181,19 @@ def test_results_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
         torch.testing.assert_close(found_rows, wanted, atol=1e-5, rtol=1e-5)
         size = len(config.classifier.labels) if config.classifier else config.hidden_size
         assert found_rows.shape[-1] == size
+
+
+def test_the_second_text_of_a_pair_has_its_own_token_type(tmp_path: Path) -> None:
+    reference = _write(tmp_path, "SqueezeBertForSequenceClassification")
+    options = ModelOptions(model=str(tmp_path), skip_tokenizer_init=True)
+    found = read_foreign_encoder(resolve_model(options, Console()).config)
+    assert found is not None
+    encoder = TransformersEncoder(
+        tmp_path, *found, {}, dtype=torch.float32, device=torch.device("cpu")
+    )
+    text = np.arange(3, 23, dtype=np.int32)
+    types = torch.tensor([[0] * 8 + [1] * 12])
+    with torch.inference_mode():
+        expected = reference(torch.tensor([text.tolist()]), token_type_ids=types).logits[0]
+    torch.testing.assert_close(encoder(text, 8), expected, atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(encoder(text), expected, atol=1e-3)
