@@ -25,10 +25,9 @@ class FaultyServer(Server):
             "kv_connector_extra_config": {"plan": str(plan)},
             "load_timeout_s": 2,
         }
-        timeouts = ("--heartbeat-timeout", "3", "--step-timeout", "3")
         super().__init__(
             *(default_model(), "--max-model-len", "512", "--block-size", str(BLOCK_SIZE)),
-            *("--kv-transfer-config", json.dumps(config), *timeouts, *args),
+            *("--kv-transfer-config", json.dumps(config), *args),
             env={"PYTHONPATH": str(TESTS)},
         )
 
@@ -89,11 +88,16 @@ OF_ALL = (
 )
 
 
+HANGS = ("Faulty.needs_step", "FaultyWorker.begin_step", "FaultyWorker.take_reports")
+"""A call in the core, one within a step of a worker, and one between steps."""
+
+
 @pytest.mark.parametrize("fault", ["raise", "exit", "hang"])
 def test_a_call_that_fails_changes_no_token(tmp_path: Path, fault: str) -> None:
     """An error that concerns a request fails it; after any other fault, it is computed."""
-    with FaultyServer(tmp_path / "plan", "--max-restarts", "100") as server:
-        for number, call in enumerate((*OF_ONE_REQUEST, *OF_ALL)):
+    timeouts = ("--heartbeat-timeout", "10", "--step-timeout", "10") if fault == "hang" else ()
+    with FaultyServer(tmp_path / "plan", "--max-restarts", "100", *timeouts) as server:
+        for number, call in enumerate(HANGS if fault == "hang" else (*OF_ONE_REQUEST, *OF_ALL)):
             Plan("asynchronous", call, fault).write(server.plan)  # type: ignore[arg-type]
             first = server.ask(prompt(number))
             wait_until(lambda: not json.loads(server.plan.read_text()).get("call"), what=call)
