@@ -24,13 +24,14 @@ class StatsLog:
         self._clear()
 
     def _clear(self) -> None:
-        self._num_prompt_tokens = self._num_tokens = 0
+        self._num_computed = self._num_prompt_tokens = self._num_tokens = 0
         self._num_looked_up = self._num_found = 0
         self._num_drafted = self._num_accepted = 0
         self._num_preemptions = 0
 
     def record(self, stats: SchedulerStats) -> None:
         """Add the counts of some steps."""
+        self._num_computed += stats.num_scheduled_tokens
         self._num_prompt_tokens += stats.num_prompt_tokens
         self._num_tokens += int(int32_view(stats.step_tokens).sum())
         self._num_looked_up += stats.prefix_cache_queries
@@ -50,7 +51,9 @@ class StatsLog:
         is_busy = bool(self._num_tokens or num_running or num_waiting)
         if is_busy or self._was_busy:
             num_generated = self._num_tokens - self._num_prompt_tokens
+            # Prompt tokens count when the prompt ends, so only the computed ones show that a long prompt makes progress.
             parts = [
+                f"{self._num_computed / seconds:.1f} computed tokens/s",
                 f"{self._num_prompt_tokens / seconds:.1f} prompt tokens/s",
                 f"{num_generated / seconds:.1f} generated tokens/s",
                 f"{num_running} running",
