@@ -51,7 +51,7 @@ class StatsLog:
         is_busy = bool(self._num_tokens or num_running or num_waiting)
         if is_busy or self._was_busy:
             num_generated = self._num_tokens - self._num_prompt_tokens
-            # Prompt tokens count when the prompt ends, so only the computed ones show that a long prompt makes progress.
+            # Prompt tokens count at the end of a prompt; computed tokens show the progress of a long one.
             parts = [
                 f"{self._num_computed / seconds:.1f} computed tokens/s",
                 f"{self._num_prompt_tokens / seconds:.1f} prompt tokens/s",

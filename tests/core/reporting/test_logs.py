@@ -50,6 +50,7 @@ def test_statistics_are_logged_at_intervals_until_the_replica_is_idle(caplog):
         SchedulerStats(
             step_tokens=int32_bytes([105, 4]),
             num_prompt_tokens=100,
+            num_scheduled_tokens=240,
             prefix_cache_queries=100,
             prefix_cache_hits=32,
             num_preemptions=2,
@@ -60,12 +61,13 @@ def test_statistics_are_logged_at_intervals_until_the_replica_is_idle(caplog):
     assert logged(caplog) == []
     log.write_if_due(110.0, 4, 1, 0.25)
     assert logged(caplog) == [
-        "replica 1: 10.0 prompt tokens/s, 0.9 generated tokens/s, 4 running, 1 waiting, KV cache 25.0% used, "
-        "prefix cache hits 32.0%, drafts accepted 25.0%, 2 preemptions"
+        "replica 1: 24.0 computed tokens/s, 10.0 prompt tokens/s, 0.9 generated tokens/s, 4 running, 1 waiting, "
+        "KV cache 25.0% used, prefix cache hits 32.0%, drafts accepted 25.0%, 2 preemptions"
     ]
     log.write_if_due(120.0, 0, 0, 0.0)
     assert logged(caplog) == [
-        "replica 1: 0.0 prompt tokens/s, 0.0 generated tokens/s, 0 running, 0 waiting, KV cache 0.0% used"
+        "replica 1: 0.0 computed tokens/s, 0.0 prompt tokens/s, 0.0 generated tokens/s, 0 running, 0 waiting, "
+        "KV cache 0.0% used"
     ]
     log.write_if_due(130.0, 0, 0, 0.0)
     assert logged(caplog) == []

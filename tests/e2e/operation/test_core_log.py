@@ -39,7 +39,7 @@ def test_preemption_advice_and_statistics_are_logged_unless_disabled(
         if is_quiet:
             assert "generated tokens/s" not in server.log
         else:
-            pattern = r"core 0: replica 0: \S+ prompt tokens/s, [1-9]\S* generated tokens/s"
+            pattern = r"core 0: replica 0: [1-9]\S* computed tokens/s, \S+ prompt tokens/s, [1-9]\S* generated tokens/s"
             wait_until(lambda: re.search(pattern, server.log), what="a line of statistics")
         assert server.metric("engine:request_scheduler_time_seconds_count") >= 4
         assert server.metric("engine:request_scheduler_time_seconds_sum") > 0
