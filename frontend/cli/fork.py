@@ -10,6 +10,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NoReturn, TypeVar
 
 import msgspec
@@ -93,8 +94,10 @@ def _run_child(function: Callable[[], object], result_fd: int, life_fd: int) -> 
             reply: tuple[str | None, object] = (None, function())
         except EngineError as error:
             reply = (str(error), None)
-        os.write(result_fd, msgspec.msgpack.encode(reply))
-        code = 0
+        # The parent may have exited.
+        with suppress(BrokenPipeError):
+            os.write(result_fd, msgspec.msgpack.encode(reply))
+            code = 0
     except KeyboardInterrupt:
         pass
     except BaseException:

@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from types import ModuleType
 from typing import NoReturn
 
 from ... import __version__
@@ -45,13 +46,27 @@ def _run_command(argv: Sequence[str] | None) -> int:
     command = COMMANDS[parsed.command]
     if command.is_program:
         _run_module(command.module.removesuffix(".__main__"), parsed.arguments)
-    # A late import keeps `engine --help` fast. Garbage collections would take a tenth of its time and free nothing.
+    # A late import keeps `engine --help` fast.
+    code: int = getattr(_import(command.module), command.function)(parsed.arguments)
+    return code
+
+
+def _import(name: str) -> ModuleType:
+    """Import a module of this package. Ctrl-C ends the process meanwhile.
+
+    An exception would not: native modules ignore those that are raised while they import others.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # Garbage collections would take a tenth of the time and free nothing.
     gc.disable()
-    module = import_module(command.module, __package__ or "engine.frontend.cli")
+    module = import_module(name, __package__ or "engine.frontend.cli")
     gc.freeze()
     gc.enable()
-    code: int = getattr(module, command.function)(parsed.arguments)
-    return code
+    if handler is signal.default_int_handler:
+        signal.signal(signal.SIGINT, handler)
+    return module
 
 
 def _check_encoding(argument: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
@@ -24,6 +25,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 def serve(argv: Sequence[str]) -> int:
     """Serve until a stop signal, and return the exit code."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # Until the server handles Ctrl-C, it ends the process: an exception would be lost in a fork's hooks.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     name_process("supervisor")
     raise_open_file_limit()
     gc.disable()
