@@ -285,7 +285,7 @@ def _make_scheduler_config(
     given.setdefault("prefill_step_ms", limits.prefill_step_ms)
     needed = max(given["max_num_seqs"], 0 if chunked else max_model_len)
     if model.diffusion is not None:
-        needed = diffusion.count_step_tokens(model.diffusion, needed)
+        needed = diffusion.count_step_tokens(model.diffusion, needed, max_model_len)
     if encoder_outputs and given.get("disable_chunked_mm_input"):
         # A step must have space for an image's tokens and one token of every other request.
         needed = max(needed, encoder_outputs + given["max_num_seqs"])

@@ -222,16 +222,16 @@ def fit_scheduler(
         given["enable_chunked_prefill"] = False
 
 
-def count_step_tokens(blocks: BlockDiffusion, num_seqs: int) -> int:
-    """Return how many tokens a step has by default: a block for each request, or for some if they are canvases.
+def count_step_tokens(blocks: BlockDiffusion, num_seqs: int, max_model_len: int) -> int:
+    """Return how many tokens a step has at least by default.
 
-    If a pass computes a whole request, `num_seqs` is the length of the longest one without the masks of its answer.
+    These are the longest request and its masks if a pass computes a whole request. Otherwise, they are a block for each
+    of `num_seqs` requests, or for some if blocks are canvases.
     """
     if blocks.answer_size:
-        return num_seqs + blocks.answer_size
-    return (
-        min(num_seqs, _CANVASES_AT_ONCE) if blocks.canvas_size else num_seqs
-    ) * blocks.block_size
+        return max(num_seqs, max_model_len + blocks.answer_size)
+    num_blocks = min(num_seqs, _CANVASES_AT_ONCE) if blocks.canvas_size else num_seqs
+    return num_blocks * blocks.block_size
 
 
 def fit_cache(given: dict[str, Any], blocks: BlockDiffusion) -> None:
