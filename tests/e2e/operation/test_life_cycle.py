@@ -112,7 +112,11 @@ def test_interrupt_of_an_idle_server_exits_0(tmp_path: Path) -> None:
 
 def test_interrupt_of_the_first_imports_prints_no_traceback() -> None:
     command = [sys.executable, "-m", "engine.frontend.cli.main", "serve", "--device", "null"]
-    with Program(command, {"PYTHONPATH": ""}) as program:
+    # Programs in the background of a script inherit that SIGINT is ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    program = Program(command, {"PYTHONPATH": ""})
+    signal.signal(signal.SIGINT, before)
+    with program:
         maps = Path(f"/proc/{program.process.pid}/maps")
         wait_until(lambda: "msgspec" in maps.read_text(), what="the command is imported")
         assert program.stop(signal.SIGINT) in (0, 130, -signal.SIGINT)
