@@ -245,6 +245,7 @@ def test_a_client_ends_the_reasoning_of_a_running_answer(
                 continue
             chunk = json.loads(line.removeprefix("data: "))
             usage = chunk.get("usage") or usage
+            assert "choices" in chunk, (chunk, marked.log)
             for choice in chunk["choices"]:
                 was_reasoning = bool(reasoning)
                 reasoning += choice["delta"].get("reasoning") or ""
