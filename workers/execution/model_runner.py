@@ -231,8 +231,7 @@ class ModelRunner:
             if self.connector is not None:
                 self.connector.begin_step(output.kv_connector_metadata)
                 self.connector.start_loads()
-                if isinstance(self.connector, CheckedConnector):
-                    self.connector.check_loads(output.checked_loads)
+                self.connector.check_loads(output.checked_loads)
             self.kv_cache.copy_in(output)
             self._execution.release_slots(output)
             self._requests.apply_output(output)

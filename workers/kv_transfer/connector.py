@@ -7,7 +7,7 @@ are sent back at any time, as `KVConnectorReport`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Final, TypeAlias
 
@@ -15,7 +15,7 @@ import msgspec
 
 from ...protocol.config import EngineConfig, KVTransferConfig
 from ...protocol.errors import ConfigError
-from ...protocol.worker_messages import KVConnectorOutput
+from ...protocol.worker_messages import CheckedLoad, KVConnectorOutput
 
 if TYPE_CHECKING:
     # Imported only for types, because a worker without a model does not use torch, which takes a second to import.
@@ -76,6 +76,12 @@ class KVConnector(ABC):
         """Start the asynchronous loads of the metadata that `begin_step` has received. Called after it.
 
         If several connectors are combined, the loads of one may overwrite blocks that others copy in `begin_step`.
+        """
+
+    def check_loads(self, loads: Sequence[CheckedLoad]) -> None:  # noqa: B027
+        """Check that these loads write only finite numbers. Called after `start_loads`, possibly with no loads.
+
+        `CheckedConnector` does this for all connectors.
         """
 
     def end_step(self) -> KVConnectorOutput | None:
