@@ -9,6 +9,8 @@ from itertools import chain, repeat
 from operator import call
 from typing import Final, NamedTuple, Self
 
+import msgspec
+
 from ...protocol.messages import FinishedRequest, FinishReason, TokenLogprobs
 from ...protocol.store.requests import (
     AdoptRequest,
@@ -30,20 +32,15 @@ ReaderId = tuple[bytes, int]
 """The identity of a frontend, and the number of the call that attached the request."""
 
 
-class Stream:
+class Stream(msgspec.Struct, eq=False):
     """One sequence of a request."""
 
-    __slots__ = ("end", "finished", "logprobs", "prompt_logprobs", "request", "tokens")
-
-    def __init__(self, request: LiveRequest, state: StreamState | None = None) -> None:
-        self.request = request
-        self.tokens = array("i", b"" if state is None else state.tokens)
-        self.end: StreamEnd | None = None if state is None else state.end
-        self.finished: FinishedRequest | None = None if state is None else state.finished
-        self.logprobs: list[TokenLogprobs] = [] if state is None else list(state.logprobs)
-        self.prompt_logprobs: list[TokenLogprobs] = []
-        if state is not None:
-            self.prompt_logprobs += state.prompt_logprobs
+    request: LiveRequest
+    tokens: array[int]
+    end: StreamEnd | None = None
+    finished: FinishedRequest | None = None
+    logprobs: list[TokenLogprobs] = []
+    prompt_logprobs: list[TokenLogprobs] = []
 
     @property
     def state(self) -> StreamState:
@@ -73,58 +70,42 @@ class Stream:
         )
 
 
-class LiveRequest:
+class LiveRequest(msgspec.Struct, eq=False):
     """A request that has not ended.
 
     Attributes:
         session: The session (frontend process) that owns the request, or `ORPHAN`.
-        run: The run directory of the engine that owns or owned the request; "" if that engine has exited.
         numbers: The number of each stream in that session; empty after a claim until the new owner has sent the
             numbers.
+        run: The run directory of the engine that owns or owned the request; "" if that engine has exited.
         num_starts: The number of times that the request was claimed since its last token.
         claimed_at: The number of the request's tokens at the last claim.
-        readers: Reader -> the number of tokens of each stream that it has received, or -1 after the end of the stream.
         size: The size of the request's record in bytes.
         size_of_logprobs: The size of the streams' log-probabilities in bytes.
+        readers: Reader -> the number of tokens of each stream that it has received, or -1 after the end of the stream.
     """
 
-    __slots__ = (
-        "claimed_at",
-        "key",
-        "num_starts",
-        "numbers",
-        "owner",
-        "readers",
-        "request_id",
-        "run",
-        "session",
-        "size",
-        "size_of_logprobs",
-        "streams",
-    )
+    request_id: str
+    owner: str
+    key: str
+    session: bytes
+    numbers: list[int]
+    run: str = ""
+    num_starts: int = 0
+    claimed_at: int = 0
+    size: int = 0
+    size_of_logprobs: int = 0
+    streams: list[Stream] = []
+    readers: dict[ReaderId, list[int]] = {}
 
-    def __init__(
-        self,
-        request_id: str,
-        owner: str,
-        key: str,
-        session: bytes,
-        numbers: list[int],
-        begun: list[StreamState | None],
-    ) -> None:
-        """Start with the state of each stream that has begun, and None for others."""
-        self.request_id = request_id
-        self.owner = owner
-        self.key = key
-        self.session = session
-        self.numbers = numbers
-        self.run = ""
-        self.num_starts = self.claimed_at = self.size = 0
-        self.readers: dict[ReaderId, list[int]] = {}
-        self.streams = [Stream(self, state) for state in begun]
-        self.size_of_logprobs = sum(
-            size_of_logprobs(s.logprobs) + size_of_logprobs(s.prompt_logprobs) for s in self.streams
+    def add_stream(self, state: StreamState) -> None:
+        """Add a stream that has this state."""
+        logprobs, prompt_logprobs = list(state.logprobs), list(state.prompt_logprobs)
+        tokens = array("i", state.tokens)
+        self.streams.append(
+            Stream(self, tokens, state.end, state.finished, logprobs, prompt_logprobs)
         )
+        self.size_of_logprobs += size_of_logprobs(logprobs) + size_of_logprobs(prompt_logprobs)
 
     @property
     def name(self) -> tuple[str, str]:
@@ -253,11 +234,9 @@ class LiveRequests:
         if known is not None and known.session != session:
             return None
         numbers = array("i", entry.streams).tolist()
-        tokens = entry.tokens or [b""] * len(numbers)
-        states: list[StreamState | None] = [StreamState(each) for each in tokens]
-        request = LiveRequest(
-            entry.request_id, entry.owner, entry.key, session, numbers, states[: len(numbers)]
-        )
+        request = LiveRequest(entry.request_id, entry.owner, entry.key, session, numbers)
+        for tokens in entry.tokens[: len(numbers)] or [b""] * len(numbers):
+            request.add_stream(StreamState(tokens))
         if known is not None:
             self.remove_request(known)
             request.readers = known.readers

@@ -108,14 +108,13 @@ class Requests:
             "SELECT owner, id, key, session, numbers, num_starts, claimed_at, size, state FROM requests "
             "WHERE NOT is_finished"
         ):
-            owner, request_id, key, session, numbers, num_starts, claimed_at, size, state = row
-            states: list[StreamState | None] = list(_decode_states(state))
-            request = LiveRequest(
-                request_id, owner, key, session, array("i", numbers).tolist(), states
-            )
+            owner, request_id, key, session, numbers, num_starts, claimed_at, size, states = row
+            request = LiveRequest(request_id, owner, key, session, array("i", numbers).tolist())
             request.num_starts, request.claimed_at, request.size = num_starts, claimed_at, size
             if (opened := self.sessions.get(session)) is not None:
                 request.run = opened.run
+            for state in _decode_states(states):
+                request.add_stream(state)
             self.live.add_request(request)
         for session, entry in self._rows("SELECT session, entry FROM log ORDER BY position"):
             self._log_bytes += len(entry)
