@@ -90,7 +90,7 @@ class Setup(msgspec.Struct, frozen=True):
         num_uncertain = config.max_uncertain_tokens
         request_blocks = max_request_blocks(
             self.kv_cache_groups,
-            self.max_model_len + config.canvas_size,
+            self.max_model_len + config.max_excess_tokens,
             max(config.max_num_batched_tokens, num_uncertain),
             block_size,
             num_uncertain,

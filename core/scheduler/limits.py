@@ -101,10 +101,10 @@ class Requirements(msgspec.Struct, frozen=True):
                 num_blocks,
                 max(config.max_num_batched_tokens, max_uncertain_tokens),
                 block_size,
-                max_model_len + config.canvas_size,
+                max_model_len + config.max_excess_tokens,
                 max_uncertain_tokens,
             )
-            - config.canvas_size
+            - config.max_excess_tokens
             # The last token of a block of masks is computed.
             - (config.token_unit > 1),
             reads_images=reads_images,

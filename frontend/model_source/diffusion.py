@@ -230,7 +230,7 @@ def count_step_tokens(blocks: BlockDiffusion, num_seqs: int, max_model_len: int)
     """
     if blocks.answer_size:
         return max(num_seqs, max_model_len + blocks.answer_size)
-    num_blocks = min(num_seqs, _CANVASES_AT_ONCE) if blocks.canvas_size else num_seqs
+    num_blocks = min(num_seqs, _CANVASES_AT_ONCE) if blocks.renoising else num_seqs
     return num_blocks * blocks.block_size
 
 

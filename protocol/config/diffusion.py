@@ -114,9 +114,12 @@ class BlockDiffusion(msgspec.Struct, frozen=True):
     @property
     def token_unit(self) -> int:
         """The number of known tokens that are computed together, because their keys depend on each other."""
-        return 1 if self.canvas_size else self.block_size
+        return self.block_size if self.renoising is None and not self.answer_size else 1
 
     @property
-    def canvas_size(self) -> int:
-        """The maximum number of tokens that a pass computes after the last known one; 0 if that depends on blocks."""
+    def max_excess_tokens(self) -> int:
+        """The number of tokens by which a pass may exceed `max_model_len`: a canvas, or the masks of an answer.
+
+        It is 0 if blocks begin at multiples of `block_size`, because `max_model_len` is one too.
+        """
         return self.answer_size if self.renoising is None else self.block_size

@@ -346,9 +346,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
         return 1 if self.diffusion is None else self.diffusion.token_unit
 
     @property
-    def canvas_size(self) -> int:
-        """The number of tokens that a step computes after the last known one of a request; 0 without canvases."""
-        return 0 if self.diffusion is None else self.diffusion.canvas_size
+    def max_excess_tokens(self) -> int:
+        """The number of unknown tokens by which a step of a request may exceed `max_model_len`."""
+        return 0 if self.diffusion is None else self.diffusion.max_excess_tokens
 
     @property
     def max_steps_in_flight(self) -> int:

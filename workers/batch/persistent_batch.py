@@ -166,7 +166,7 @@ class PersistentBatch:
         canvas_window: int = 0,
     ) -> None:
         if diffusion is not None:
-            max_model_len += diffusion.canvas_size
+            max_model_len += diffusion.max_excess_tokens
         blocks_per_row = -(-max_model_len // block_size) + 1
         self.source_sizes = source_sizes
         self.num_slots = num_slots

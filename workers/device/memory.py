@@ -41,8 +41,8 @@ def count_kv_blocks(
     cache = config.cache
     num_uncertain = config.scheduler.max_uncertain_tokens
     max_step_tokens = max(config.scheduler.max_num_batched_tokens, num_uncertain)
-    canvas_size = config.scheduler.canvas_size
-    max_tokens = config.model.max_model_len + canvas_size
+    num_excess = config.scheduler.max_excess_tokens
+    max_tokens = config.model.max_model_len + num_excess
     blocks_per_request = max_request_blocks(
         groups, max_tokens, max_step_tokens, cache.block_size, num_uncertain
     )
@@ -76,7 +76,7 @@ def count_kv_blocks(
             max_tokens,
             num_uncertain,
         )
-        fits = max(fits - canvas_size, 0)
+        fits = max(fits - num_excess, 0)
         needed = (blocks_per_request + 1) * block_bytes
         raise ConfigError(
             f"{origin} holds a KV cache of {fits} tokens, but a request may have "

@@ -119,10 +119,10 @@ class Harness:
                 num_blocks - 1,
                 max(self.config.max_num_batched_tokens, num_uncertain),
                 block_size,
-                max_model_len + self.config.canvas_size,
+                max_model_len + self.config.max_excess_tokens,
                 num_uncertain,
             )
-            - self.config.canvas_size,
+            - self.config.max_excess_tokens,
         )
         self.worker = worker_class(self.config.diffusion)(
             num_blocks=num_blocks,
