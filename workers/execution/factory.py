@@ -18,6 +18,7 @@ from ...protocol.config import (
     ModelImpl,
     ParallelConfig,
 )
+from ...protocol.errors import ConfigError
 from ...protocol.file_identity import verify_files
 from ...protocol.worker_messages import WorkerMemory
 from ..device import lazy_torch
@@ -25,8 +26,11 @@ from ..device import lazy_torch
 if TYPE_CHECKING:
     import torch
 
+    from ...protocol.checkpoint.config_fields import ConfigFields
+    from ...protocol.checkpoint.pooling.foreign_encoders import ForeignEncoder
     from ..device.dtypes import HostDevice
-    from .inputs.encoder_runner import EncoderRunner
+    from ..loaders import Checkpoint
+    from .inputs.encoder_runner import EncoderRunner, RequestEncoder
     from .model_runner import ModelRunner
     from .null_runner import NullRunner
 
@@ -83,22 +87,15 @@ def open_runner(
         is_dummy = config.model.load_format is LoadFormat.DUMMY
         open_weights = DummyCheckpoint if is_dummy else open_checkpoint
         verify_files(config.model.weight_files)
-        encoder: EncoderRunner | None = None
-        if foreign is not None:
-            from .inputs.text_runner import TextRunner
-
-            encoder = TextRunner(config, device, *foreign)
-        elif config.model.audio is not None and config.model.audio.writes_tokens:
-            from .inputs.clip_runner import ClipRunner
-
-            encoder = ClipRunner(config, device, open_weights(config.model.path))
+        encoder = _open_encoder(config, device, foreign, open_weights)
         if encoder is not None:
+            from .inputs.encoder_runner import EncoderRunner
             from .null_runner import count_request_blocks
 
             verify_files(config.model.weight_files)
             num_cores = count_threads(config) if device.type == "cpu" else 1
             memory = WorkerMemory(rank, count_request_blocks(config), num_cores=num_cores)
-            yield encoder, memory
+            yield EncoderRunner(encoder), memory
             leave_replica()
             return
         checkpoint = open_weights(config.model.path)
@@ -122,6 +119,31 @@ def open_runner(
         num_cores = count_threads(config) if device.type == "cpu" else 1
         yield runner, WorkerMemory(rank, num_blocks, groups, num_host_blocks, num_cores)
         leave_replica()
+
+
+def _open_encoder(
+    config: EngineConfig,
+    device: torch.device | HostDevice,
+    foreign: tuple[ConfigFields, ForeignEncoder] | None,
+    open_weights: Callable[[str], Checkpoint],
+) -> RequestEncoder | None:
+    """Load a model that is an encoder alone. Return None for other models.
+
+    Raises:
+        ConfigError: An option needs Engine's own layers, or transformers is missing.
+    """
+    audio = config.model.audio
+    if foreign is None and (audio is None or not audio.writes_tokens):
+        return None
+    if config.model.enable_lora:
+        raise ConfigError("--enable-lora needs Engine's own layers; remove the flag")
+    if foreign is not None:
+        from .inputs.text_encoder import TextEncoder
+
+        return TextEncoder(config, device, *foreign)
+    from .inputs.clip_encoder import ClipEncoder
+
+    return ClipEncoder(config, device, open_weights(config.model.path))
 
 
 def _starts_without_torch(config: EngineConfig) -> bool:

@@ -1,4 +1,4 @@
-"""Execute steps of an encoder of audio: the tokens that it writes are a request's pooled result."""
+"""Encode audio clips into the tokens that are the results of their requests."""
 
 from __future__ import annotations
 
@@ -8,29 +8,26 @@ import torch
 
 from ....protocol.arrays import int32_view
 from ....protocol.config import EngineConfig
-from ....protocol.worker_messages import HeldRequest, NewRequestData, SchedulerOutput
+from ....protocol.worker_messages import NewRequestData, SchedulerOutput
 from ...device.dtypes import HostDevice, configured_dtype, torch_device, torch_dtype
 from ...models.families import model_spec
 from .encoder_loader import load_towers
-from .encoder_runner import EncoderRunner
 from .encoders import Encoders
 
 if TYPE_CHECKING:
     from ...loaders import Checkpoint
 
 
-class ClipRunner(EncoderRunner):
-    """A runner whose requests have one audio clip and a prompt of one token.
+class ClipEncoder:
+    """An encoder of requests that have one audio clip and a prompt of one token.
 
     Raises:
         CheckpointError: The encoder is unknown, or its files are damaged.
-        ConfigError: LoRA adapters are enabled.
     """
 
     def __init__(
         self, config: EngineConfig, device: torch.device | HostDevice, checkpoint: Checkpoint
     ) -> None:
-        super().__init__(config)
         spec = model_spec(
             {**checkpoint.config, **config.model.hf_overrides}, checkpoint.config_path
         )
@@ -43,12 +40,7 @@ class ClipRunner(EncoderRunner):
         """Encode a dummy input, because kernels are prepared on first use."""
         self._encoders.warm_up()
 
-    def release_requests(self) -> list[HeldRequest]:
-        """Free every slot. Return no requests, because there is no KV cache."""
-        self._encoders.clear()
-        return super().release_requests()
-
-    def _apply(self, output: SchedulerOutput) -> None:
+    def apply(self, output: SchedulerOutput) -> None:
         """Encode the clips of a step."""
         for slot in int32_view(output.removed_slots).tolist():
             self._encoders.remove_request(slot)
@@ -56,6 +48,11 @@ class ClipRunner(EncoderRunner):
         if output.encoders is not None:
             self._encoders.apply_work(output.encoders)
 
-    def _result(self, request: NewRequestData) -> torch.Tensor | str:
+    def result(self, request: NewRequestData) -> torch.Tensor | str:
+        """Return the tokens of a request's clip."""
         tokens = self._encoders.find_result(request.slot)
         return torch.empty(0) if tokens is None else tokens
+
+    def clear(self) -> None:
+        """Discard all clips and their outputs."""
+        self._encoders.clear()

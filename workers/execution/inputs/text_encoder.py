@@ -1,4 +1,4 @@
-"""Execute steps of an encoder of texts that transformers computes, each text as a whole.
+"""Encode texts with a model that transformers computes, each text as a whole.
 
 Shapes: T tokens of a text, D elements of a hidden state.
 """
@@ -17,19 +17,18 @@ from ....protocol.checkpoint.pooling.foreign_encoders import ForeignEncoder
 from ....protocol.config import EngineConfig, LoadFormat
 from ....protocol.errors import ConfigError
 from ....protocol.pooling_params import PoolingKind
-from ....protocol.worker_messages import NewRequestData
+from ....protocol.worker_messages import NewRequestData, SchedulerOutput
 from ...device.device import usable_cores
 from ...device.dtypes import HostDevice, configured_dtype, torch_device, torch_dtype
 from ...models.dense_layers import DenseLayers
 from ...models.foreign.encoder import TransformersEncoder
 from ..outputs.pooling import NOT_FINITE
-from .encoder_runner import EncoderRunner
 
 _NUM_WARM_UP_TOKENS: Final = 16
 
 
-class TextRunner(EncoderRunner):
-    """A runner whose requests have a text.
+class TextEncoder:
+    """An encoder of requests that have a text.
 
     Raises:
         CheckpointError: transformers cannot load the model.
@@ -43,7 +42,6 @@ class TextRunner(EncoderRunner):
         fields: ConfigFields,
         family: ForeignEncoder,
     ) -> None:
-        super().__init__(config)
         model = config.model
         if model.quantization is not None:
             raise ConfigError(
@@ -69,7 +67,11 @@ class TextRunner(EncoderRunner):
         """Compute a dummy text, because kernels are prepared on first use."""
         self._encoder(np.ones(self._num_warm_up_tokens, np.int32))
 
-    def _result(self, request: NewRequestData) -> torch.Tensor | str:
+    def apply(self, output: SchedulerOutput) -> None:
+        """Do nothing, because a request contains its whole text."""
+
+    def result(self, request: NewRequestData) -> torch.Tensor | str:
+        """Return the vectors or scores of a request's text, or the reason why it fails."""
         assert request.pooling_params is not None
         params, token_ids = request.pooling_params, int32_view(request.token_ids)
         try:
@@ -81,6 +83,9 @@ class TextRunner(EncoderRunner):
             pooled = _pool(found, params.kind)
             found = pooled if self._dense is None else self._dense(pooled, params.kind)
         return found.flatten() if bool(found.isfinite().all()) else NOT_FINITE
+
+    def clear(self) -> None:
+        """Do nothing, because texts are not kept."""
 
 
 def _pool(hidden_TD: torch.Tensor, kind: PoolingKind) -> torch.Tensor:
