@@ -106,7 +106,9 @@ class AskedGrammars(ExternalDependency):
     compile = asked(GrammarBackend.compile)
     fill_bitmask = asked(GrammarBackend.fill_bitmask, usual=b"", keep=lambda mask: b"")
     find_error = asked(GrammarBackend.find_error, usual="", keep=lambda error: "")
-    rollback = asked(GrammarBackend.rollback, usual=True, keep=lambda is_undone: True)
+    fill_draft_bitmasks = asked(
+        GrammarBackend.fill_draft_bitmasks, usual=b"", keep=lambda mask: b""
+    )
     release = asked(GrammarBackend.release)
 
     def num_acceptable(self, key: RequestKey, token_ids: Sequence[int]) -> int:

@@ -23,6 +23,7 @@ from ...protocol.grammars.matcher import (
     compile_grammar,
     load_grammar_tokenizer,
     shared_limits,
+    start_grammar,
 )
 from ...protocol.grammars.messages import SHARED_STACK_BYTES
 from ...protocol.grammars.process import GrammarProcesses
@@ -176,14 +177,6 @@ class StructuredOutputManager:
         state = self._states[key]
         return [] if isinstance(state, IsolatedGrammar) else state.forced_tokens(token_ids)
 
-    def rollback(self, key: RequestKey, num_tokens: int) -> bool:
-        """Undo the last `num_tokens` accepted tokens.
-
-        Return False if that is impossible; the grammar then accepts no more tokens.
-        """
-        state = self._states[key]
-        return isinstance(state, GrammarState) and state.rollback(num_tokens)
-
     def find_error(self, key: RequestKey) -> str:
         """Return why the request's grammar accepts no more tokens, or "" if the reason is unknown."""
         state = self._states.get(key)
@@ -216,6 +209,18 @@ class StructuredOutputManager:
             shared.allow_special_texts(memoryview(bitmask[row]).cast("B"))
         return bitmask.tobytes()
 
+    def fill_draft_bitmasks(self, key: RequestKey, token_ids: Sequence[int]) -> bytes:
+        """Return the bitmask before each draft up to the first forbidden one, and after the last, without advancing.
+
+        The result is int32[at most 1 + len(token_ids), ceil(vocab_size / 32)]; it has one row if the grammar is
+        isolated.
+        """
+        state = self._states[key]
+        if isinstance(state, IsolatedGrammar):
+            return self.fill_bitmask((key,))
+        row_bytes = self._num_words * 4
+        return b"".join(mask[:row_bytes] for mask in state.compute_masks(token_ids))
+
     def release(self, key: RequestKey) -> None:
         """Release the grammar of a request, even while it is being compiled. Unknown keys are ignored."""
         compiling, state = self._compiling.pop(key, None), self._states.pop(key, None)
@@ -241,7 +246,7 @@ class StructuredOutputManager:
         try:
             matcher = self._matcher(structured_output)
             special_tokens = special_tokens_of(self._load_tokenizer())
-            result = GrammarState(matcher, self._eos_token_ids, special_tokens)
+            result = start_grammar(matcher, self._eos_token_ids, special_tokens)
         except EngineError as error:
             result = str(error)
         except BaseException as error:

@@ -33,6 +33,7 @@ from .matcher import (
     isolated_limits,
     load_grammar_tokenizer,
     shared_limits,
+    start_grammar,
     verify_grammar,
 )
 from .messages import (
@@ -184,7 +185,7 @@ class _Child:
 
     def _new_state(self, matcher: LLMatcher) -> GrammarState:
         assert not isinstance(self._tokenizer, str)
-        return GrammarState(matcher, self._eos, special_tokens_of(self._tokenizer))
+        return start_grammar(matcher, self._eos, special_tokens_of(self._tokenizer))
 
 
 def _without_bad_patterns(

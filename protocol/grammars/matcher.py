@@ -42,12 +42,14 @@ class GrammarState(msgspec.Struct):
     """The state of one request in its grammar.
 
     llguidance's matcher does not count end tokens after it has stopped, so they are counted here. A matcher that has
-    refused a token, or could not roll back, is in an error state and accepts no more tokens.
+    refused a token is in an error state and accepts no more tokens.
     """
 
     matcher: LLMatcher
     end_token_ids: frozenset[int]
     special_tokens: SpecialTokens
+    can_roll_back: bool
+    """False for a grammar with a terminal that llguidance limits by `max_tokens` or ends by `stop`."""
     num_ends_after_stop: int = 0
 
     @property
@@ -102,18 +104,38 @@ class GrammarState(msgspec.Struct):
 
     def forced_tokens(self, token_ids: Sequence[int]) -> list[int]:
         """Return the tokens that must follow these, without advancing."""
-        if not self.accept(token_ids):
+        trial = self._begin_trial()
+        if not trial.accept(token_ids):
             return []
-        forced = [] if self.matcher.is_stopped() else self.matcher.compute_ff_tokens()
+        forced = [] if trial.matcher.is_stopped() else trial.matcher.compute_ff_tokens()
         if not self.special_tokens.ids.isdisjoint(forced):
-            forced = forced[: self.matcher.validate_tokens(forced)]
-        return forced if not token_ids or self.rollback(len(token_ids)) else []
+            forced = forced[: trial.matcher.validate_tokens(forced)]
+        self._end_trial(len(token_ids))
+        return forced
 
-    def rollback(self, num_tokens: int) -> bool:
-        """Undo the last accepted tokens. Return False if that is impossible."""
-        ends = min(num_tokens, self.num_ends_after_stop)
-        self.num_ends_after_stop -= ends
-        return self.matcher.rollback(num_tokens - ends)
+    def compute_masks(self, token_ids: Sequence[int]) -> list[bytes]:
+        """Return the mask before each token up to the first forbidden one, and after the last, without advancing."""
+        trial = self._begin_trial()
+        masks = [trial.compute_mask()]
+        for token_id in token_ids:
+            if not trial.num_acceptable((token_id,)) or not trial.accept((token_id,)):
+                break
+            masks.append(trial.compute_mask())
+        self._end_trial(len(masks) - 1)
+        return masks
+
+    def _begin_trial(self) -> GrammarState:
+        """Return the state to advance by tokens on trial: this one, or a copy if it could not be rolled back."""
+        if self.can_roll_back:
+            return self
+        return msgspec.structs.replace(self, matcher=self.matcher.deep_copy())
+
+    def _end_trial(self, num_tokens: int) -> None:
+        """Undo the last tokens that were accepted on trial, unless a copy accepted them."""
+        if self.can_roll_back:
+            ends = min(num_tokens, self.num_ends_after_stop)
+            self.num_ends_after_stop -= ends
+            self.matcher.rollback(num_tokens - ends)
 
 
 def load_grammar_tokenizer(path: str, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
@@ -170,6 +192,17 @@ def verify_grammar(structured_output: StructuredOutput) -> None:
     is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=isolated_limits())
     if is_error:
         raise CompileError(structured_output, " ".join(messages))
+
+
+def start_grammar(
+    matcher: LLMatcher, end_token_ids: frozenset[int], special_tokens: SpecialTokens
+) -> GrammarState:
+    """Return the state of a request at the beginning of its compiled grammar."""
+    trial = matcher.deep_copy()
+    allowed = int.from_bytes(trial.compute_bitmask(), "little")
+    first_allowed = (allowed & -allowed).bit_length() - 1
+    can_roll_back = trial.consume_token(first_allowed) and trial.rollback(1)
+    return GrammarState(matcher, end_token_ids, special_tokens, can_roll_back)
 
 
 def compile_grammar(

@@ -15,8 +15,7 @@ class GrammarBackend(Protocol):
     """The operations on grammars that the scheduler needs. `StructuredOutputManager` implements them.
 
     `SchedulerInterface.grammar_ready` reports the end of a compilation. Grammars that run in a separate process
-    also report each next mask that way. A grammar that has refused tokens, or could not undo them, accepts no more
-    tokens.
+    also report each next mask that way. A grammar that has refused tokens accepts no more.
     """
 
     def compile(self, key: RequestKey, structured_output: StructuredOutput) -> None:
@@ -34,14 +33,17 @@ class GrammarBackend(Protocol):
         They are one possible tokenization of the forced text.
         """
 
-    def rollback(self, key: RequestKey, num_tokens: int) -> bool:
-        """Undo the last accepted tokens. Return False if that is impossible."""
-
     def find_error(self, key: RequestKey) -> str:
         """Return why the grammar accepts nothing anymore, or "" if the reason is unknown."""
 
     def fill_bitmask(self, keys: Sequence[RequestKey]) -> bytes:
         """Return the allowed next tokens, int32[len(keys), ceil(vocab_size / 32)]."""
+
+    def fill_draft_bitmasks(self, key: RequestKey, token_ids: Sequence[int]) -> bytes:
+        """Return the allowed tokens before each draft up to the first forbidden one, and after the last.
+
+        The result is int32[at most 1 + len(token_ids), ceil(vocab_size / 32)]. The grammar does not advance.
+        """
 
     def release(self, key: RequestKey) -> None:
         """Remove the grammar, compiled or not."""
@@ -109,9 +111,7 @@ class Grammars:
         """Return the bitmask of allowed next tokens for each row, and for the position after each of its drafts.
 
         All tokens are allowed where the sample is discarded anyway: in rows whose request has ended, and after a
-        forbidden draft. If a grammar refuses a token that it reported as acceptable, or cannot be rolled back to the
-        state before the drafts, it is marked as failed. It then also refuses the tokens of this step, which finishes
-        its request.
+        forbidden draft.
         """
         if any(row.num_drafts for row in rows):
             return b"".join(map(self._bitmask_with_drafts, rows))
@@ -123,19 +123,7 @@ class Grammars:
         return b"".join(next(known) if is_alive else self._all_allowed for is_alive in alive)
 
     def _bitmask_with_drafts(self, row: ScheduledRow) -> bytes:
-        num_rows = row.num_drafts + 1
-        backend = self._backend
-        if backend is None or not row.is_awaited:
-            return self._all_allowed * num_rows
-        key = row.request.key
-        filled = [backend.fill_bitmask([key])]
-        draft_token_ids = row.draft_token_ids or []
-        num_acceptable = self.num_acceptable(row.request, draft_token_ids)
-        for token_id in draft_token_ids[:num_acceptable]:
-            if not backend.accept_tokens(key, (token_id,)):
-                break
-            filled.append(backend.fill_bitmask([key]))
-        else:
-            if num_acceptable:
-                backend.rollback(key, num_acceptable)
-        return b"".join(filled) + self._all_allowed * (num_rows - len(filled))
+        filled = b""
+        if self._backend is not None and row.is_awaited:
+            filled = self._backend.fill_draft_bitmasks(row.request.key, row.draft_token_ids or ())
+        return filled + self._all_allowed * (row.num_drafts + 1 - len(filled) // self._row_bytes)

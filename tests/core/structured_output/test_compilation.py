@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 from engine.core.structured_output.manager import StructuredOutputManager
+from engine.frontend.tokenizer.converted import tokenizer_json_path
 from engine.protocol.sampling_params import GrammarKind, StructuredOutput
 from support.chat.grammars import await_events
 from support.processes.program import wait_until
+from support.servers.server import default_model
 
 V = 49_152
 EOS = 2
@@ -32,6 +34,21 @@ def test_a_grammar_released_before_its_turn_is_not_compiled() -> None:
     may_go_on.set()
     assert await_events(manager).keys() == {0, 1, 39}
     assert len(asked) == 3
+    manager.close()
+
+
+def test_a_request_released_while_it_compiles_is_not_reported() -> None:
+    manager = StructuredOutputManager(str(tokenizer_json_path(default_model())), V, (EOS,))
+    for key in range(8):
+        manager.compile(key, AB)
+    manager.release(3)
+    # The same key may be used again, for another request.
+    manager.release(5)
+    manager.compile(5, StructuredOutput(GrammarKind.REGEX, "[xy]"))
+    assert await_events(manager) == dict.fromkeys({0, 1, 2, 4, 5, 6, 7})
+    assert manager.accept_tokens(5, [104])
+    for key in (5, 5, "never seen"):
+        manager.release(key)
     manager.close()
 
 

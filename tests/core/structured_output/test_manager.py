@@ -373,18 +373,42 @@ def test_requests_with_equal_grammars_have_separate_states(
     assert allowed(manager, 2).tolist() == fresh.tolist()
 
 
-def test_drafts_are_checked_and_rolled_back(manager: StructuredOutputManager) -> None:
-    compiled(manager, regex("[a-z]+[0-9]"))
-    before = allowed(manager)
-    draft = TOKENIZER.encode("hello!", add_special_tokens=False)
-    assert manager.num_acceptable(0, draft) == len(draft) - 1
-    assert manager.accept_tokens(0, draft[:-1])
-    assert manager.rollback(0, len(draft) - 1)
-    assert allowed(manager).tolist() == before.tolist()
-    assert feed(manager, "x1")
-    assert manager.accept_tokens(0, [EOS])
-    assert manager.rollback(0, 1)
-    assert allowed(manager).tolist() == [EOS]
+LIMITED = 'start: words "!"\nwords[max_tokens=3]: /[a-z ]+/'
+STOPPED = 'start: words "!"\nwords[stop="9"]: /[a-z ]*/'
+
+
+@pytest.mark.parametrize(
+    ("grammar", "begin", "drafts", "num_allowed"),
+    [
+        (regex("[a-z ]+[0-9]"), "one", " two three!", 2),
+        (regex("[a-z ]+[0-9]"), "one", " two9<|im_end|><|im_end|>a", 4),
+        (lark(LIMITED), "one", " two three four", 2),
+        (lark(LIMITED), "one", " two three!", 3),
+        (lark(STOPPED), "one two", " three9!", 3),
+    ],
+)
+def test_drafts_have_the_masks_of_the_same_tokens_one_by_one(
+    manager: StructuredOutputManager,
+    grammar: StructuredOutput,
+    begin: str,
+    drafts: str,
+    num_allowed: int,
+) -> None:
+    for key in ("drafted", "alone"):
+        compiled(manager, grammar, key)
+        assert feed(manager, begin, key)
+    token_ids = TOKENIZER.encode(drafts, add_special_tokens=False)
+    alone = [manager.fill_bitmask(["alone"])]
+    for token_id in token_ids[:num_allowed]:
+        assert token_id in allowed(manager, "alone")
+        assert manager.accept_tokens("alone", [token_id])
+        alone.append(manager.fill_bitmask(["alone"]))
+    for _ in range(2):
+        assert manager.fill_draft_bitmasks("drafted", token_ids) == b"".join(alone)
+        assert manager.fill_bitmask(["drafted"]) == alone[0]
+        manager.forced_tokens("drafted", token_ids[:1])
+    assert manager.accept_tokens("drafted", token_ids[:num_allowed])
+    assert manager.fill_bitmask(["drafted"]) == alone[-1]
 
 
 def test_drafts_after_the_end_token_are_accepted(manager: StructuredOutputManager) -> None:
@@ -396,9 +420,6 @@ def test_drafts_after_the_end_token_are_accepted(manager: StructuredOutputManage
     assert manager.num_acceptable(0, [EOS, EOS, draft[0]]) == 2
     assert manager.accept_tokens(0, [EOS, EOS])
     assert manager.num_acceptable(0, [EOS]) == 1
-    assert manager.rollback(0, 3)
-    assert manager.num_acceptable(0, [EOS]) == 0
-    assert manager.num_acceptable(0, [draft[-1], EOS, EOS]) == 3
 
 
 def test_tokens_without_an_alternative_are_forced(manager: StructuredOutputManager) -> None:
@@ -464,23 +485,6 @@ def test_a_grammar_that_rejects_checked_drafts_fails_its_own_request(
     assert not manager.accept_tokens(0, [EOS])
     assert manager.forced_tokens(0, []) == []
     assert feed(manager, "ab", 1)
-
-
-def test_a_request_released_while_it_compiles_is_not_reported(
-    manager: StructuredOutputManager,
-) -> None:
-    for key in range(8):
-        manager.compile(key, schema(PERSON))
-    manager.release(3)
-    # The same key may be used again, for another request.
-    manager.release(5)
-    manager.compile(5, regex("ab"))
-    events = await_events(manager)
-    assert events == dict.fromkeys({0, 1, 2, 4, 5, 6, 7})
-    assert feed(manager, "ab", 5)
-    manager.release(5)
-    manager.release(5)
-    manager.release("never seen")
 
 
 def test_finished_grammar_allows_every_end_token() -> None:

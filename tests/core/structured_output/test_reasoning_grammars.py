@@ -151,6 +151,6 @@ def test_drafts_may_span_reasoning_and_answer(thinker: Thinker) -> None:
         assert manager.forced_tokens(0, []) == []
         forced = manager.forced_tokens(0, [*encode(" make"), *end, *encode('{"')])
         assert forced and 'sum": '.startswith(TOKENIZER.decode(forced))
-        assert manager.accept_tokens(0, good) and manager.rollback(0, len(good))
+        manager.fill_draft_bitmasks(0, [*good, *encode(" more")])
         assert np.array_equal(thinker.allowed(), before)
         assert thinker.takes([*good, EOS])

@@ -23,6 +23,7 @@ SCHEMA = {
         "required": ["animal", "count"],
     },
 }
+WORDS = ("words[max_tokens=30]: /[A-Za-z ,.]+/", 'words[stop="wam"]: /[A-Za-z ,.]+/')
 SAMPLING_FEATURES: list[dict[str, Any]] = [
     {"temperature": 0},
     {"temperature": 0.8, "seed": 5},
@@ -33,6 +34,10 @@ SAMPLING_FEATURES: list[dict[str, Any]] = [
     {"temperature": 0, "presence_penalty": 0.3},
     {"temperature": 0, "logprobs": 2},
     {"temperature": 0, "structured_outputs": {"regex": "(The [a-z ,]+[.] )+"}},
+    *(
+        {"temperature": 0, "structured_outputs": {"grammar": f'start: words "!"\n{words}'}}
+        for words in WORDS
+    ),
     {"temperature": 0.7, "seed": 3, "structured_outputs": {"json": SCHEMA}, "ignore_eos": False},
 ]
 

@@ -20,8 +20,8 @@ class ModelGrammar:
         self.forces = forces
         self.compiling: list[Key] = []
         self.num_accepted: dict[Key, int] = {}
-        self.breaks_going_back: set[Key] = set()
-        self._broken: set[Key] = set()
+        self.fails_in_drafts: set[Key] = set()
+        self._failed: set[Key] = set()
         self._isolated: set[Key] = set()
 
     def compile(self, key: Key, structured_output: StructuredOutput) -> None:
@@ -32,7 +32,7 @@ class ModelGrammar:
             self._isolated.add(key)
 
     def accept_tokens(self, key: Key, token_ids: Sequence[int]) -> bool:
-        if key in self._broken:
+        if key in self._failed:
             return False
         for token_id in token_ids:
             if token_id % 2 != self.num_accepted[key] % 2:
@@ -64,20 +64,18 @@ class ModelGrammar:
     def find_error(self, key: Key) -> str:
         return ""
 
-    def rollback(self, key: Key, num_tokens: int) -> bool:
-        assert 0 < num_tokens <= self.num_accepted[key]
-        if key in self.breaks_going_back:
-            self._broken.add(key)
-            return False
-        self.num_accepted[key] -= num_tokens
-        return True
-
     def fill_bitmask(self, keys: Sequence[Key]) -> bytes:
-        width = -(-self.vocab_size // 32) * 32
-        bits = np.zeros((len(keys), width), np.uint8)
-        for row, key in enumerate(keys):
-            assert key not in self.compiling, "a request was scheduled before its mask was ready"
-            bits[row, : self.vocab_size] = allowed_tokens(self.num_accepted[key], self.vocab_size)
+        return b"".join(self.fill_draft_bitmasks(key, ()) for key in keys)
+
+    def fill_draft_bitmasks(self, key: Key, token_ids: Sequence[int]) -> bytes:
+        assert key not in self.compiling, "a request was scheduled before its mask was ready"
+        if token_ids and key in self.fails_in_drafts:
+            self._failed.add(key)
+        num_rows = 1 + self.num_acceptable(key, token_ids)
+        bits = np.zeros((num_rows, -(-self.vocab_size // 32) * 32), np.uint8)
+        for row in range(num_rows):
+            allowed = allowed_tokens(self.num_accepted[key] + row, self.vocab_size)
+            bits[row, : self.vocab_size] = allowed
         return np.packbits(bits, axis=1, bitorder="little").tobytes()
 
     def release(self, key: Key) -> None:

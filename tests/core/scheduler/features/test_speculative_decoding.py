@@ -224,7 +224,7 @@ def propose_allowed(row: Row) -> list[int]:
 
 
 @pytest.mark.parametrize("uses_placeholders", [False, True])
-def test_5_1_a_grammar_that_cannot_be_rolled_back_ends_only_its_request(uses_placeholders):
+def test_5_1_a_grammar_that_fails_in_the_drafts_ends_only_its_request(uses_placeholders):
     harness = RecordedHarness(
         vocab_size=VOCAB_SIZE,
         speculative=SpeculativeConfig(3),
@@ -235,7 +235,7 @@ def test_5_1_a_grammar_that_cannot_be_rolled_back_ends_only_its_request(uses_pla
     json_object = StructuredOutput(GrammarKind.JSON_OBJECT)
     bad = harness.add(4, 13, structured_output=json_object)
     others = [harness.add(5, 13, structured_output=json_object), harness.add(6, 13)]
-    harness.grammar.breaks_going_back.add(bad)
+    harness.grammar.fails_in_drafts.add(bad)
     harness.drain()
     assert harness.received[bad].reason is FinishReason.ERROR
     assert "grammar" in harness.received[bad].finished.message
