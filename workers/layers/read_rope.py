@@ -221,7 +221,9 @@ def _read_scaling(
         parameters.positives("short_factor", rotary_dim // 2),
         parameters.positives("long_factor", rotary_dim // 2),
         original_length,
-        attention_factor,
+        # Phi-3.5-MoE and Phi-3-small store the factor on cosines and sines.
+        parameters.positive("short_mscale", attention_factor),
+        parameters.positive("long_mscale", attention_factor),
     )
 
 

@@ -166,7 +166,8 @@ class LongRopeScaling(msgspec.Struct, frozen=True):
     short_factor: tuple[float, ...]
     long_factor: tuple[float, ...]
     original_max_position_embeddings: int
-    attention_factor: float
+    short_attention_factor: float
+    long_attention_factor: float
 
     def scale(
         self, inv_freq: Frequencies, rope: RopeSpec, max_model_len: int
@@ -174,7 +175,8 @@ class LongRopeScaling(msgspec.Struct, frozen=True):
         """Divide each frequency by its own factor."""
         is_long = max_model_len > self.original_max_position_embeddings
         divisors = np.array(self.long_factor if is_long else self.short_factor, np.float32)
-        return inv_freq / divisors, self.attention_factor
+        attention_factor = self.long_attention_factor if is_long else self.short_attention_factor
+        return inv_freq / divisors, attention_factor
 
 
 class QueryScaling(msgspec.Struct, frozen=True):

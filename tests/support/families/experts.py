@@ -215,6 +215,21 @@ WITH_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
         LATENT | {"n_routed_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
     ),
     "minicpm3": ("MiniCPM3", LATENT),
+    "phi-moe-longrope": (
+        "Phimoe",
+        {
+            "num_local_experts": 5,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10_000.0,
+                "short_factor": [1.0, 1.1, 1.2, 1.3],
+                "long_factor": [1.5, 2.5, 3.5, 4.5],
+                "short_mscale": 1.3,
+                "long_mscale": 1.6,
+                "original_max_position_embeddings": 256,
+            },
+        },
+    ),
     "phi-moe-one": ("Phimoe", {"num_local_experts": 5, "num_experts_per_tok": 1}),
     "longcat": (
         "LongcatFlash",

@@ -265,8 +265,11 @@ def model_spec(config: Mapping[str, Any], path: str | PathLike[str]) -> ModelSpe
     spec = family.read_spec(fields)
     if attends_to_all(fields) and spec.is_causal:
         if spec.alibi_slopes or any(layer.window or layer.recurrent for layer in spec.layers):
+            name = "is_causal false"
+            if fields.get("use_bidirectional_attention") is True:
+                name = "use_bidirectional_attention"
             raise fields.error(
-                "is_causal false is not supported with windows, ALiBi or recurrent layers; use another model"
+                f"{name} is not supported with windows, ALiBi or recurrent layers; use another model"
             )
         spec = replace(spec, is_causal=False)
     if not has_head(whole):
