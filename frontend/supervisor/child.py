@@ -10,7 +10,7 @@ from typing import Final
 from ...protocol.errors import PeerLostError
 from ...protocol.heartbeat import BEAT_INTERVAL_S
 from ...protocol.supervisor_messages import Heartbeat, ProcessInfo, Stage
-from .local_process import ProcessorWait, ProcessSpec, Role
+from .local_process import MachineWait, ProcessSpec, Role
 from .nodes import Process
 from .saved_state import SavedProcess
 
@@ -18,7 +18,7 @@ STARTING_PATIENCE: Final = 12
 """Factor on the heartbeat timeout until a process is ready, because a large import can block all of its threads."""
 
 MAX_WAIT: Final = 4
-"""Maximum seconds of waiting for a processor that are not counted as silence, as a factor on the heartbeat timeout."""
+"""Maximum wait for a processor or a disk that is not counted as silence, as a factor on the heartbeat timeout."""
 
 _STARTING_STAGES: Final = frozenset({Stage.STARTING, Stage.LOADING, Stage.WARMING})
 """The stages before a process is ready."""
@@ -62,7 +62,7 @@ class Child:
         self.ready_since: float | None = None
         self.progress = Heartbeat(spec.name, 0)
         self._steps_per_s = 0.0
-        self._processor_wait = ProcessorWait()
+        self._machine_wait = MachineWait()
         self._process = process
         self.exit_fd = process.exit_fd
 
@@ -130,9 +130,9 @@ class Child:
         if self.ready_since is None:
             heartbeat_timeout_s *= STARTING_PATIENCE
         if silent_s < heartbeat_timeout_s / 2:
-            self._processor_wait.restart()
+            self._machine_wait.restart()
         elif self.spec.node is None:
-            waited_s = self._processor_wait.measure(self.pid)
+            waited_s = self._machine_wait.measure(self.pid)
             heartbeat_timeout_s += min(waited_s, MAX_WAIT * heartbeat_timeout_s)
         if silent_s > heartbeat_timeout_s:
             return f"{self.spec.name} sent no heartbeat for {silent_s:.1f} s"

@@ -146,11 +146,11 @@ class LocalProcess:
             self._process.wait()
 
 
-class ProcessorWait:
-    """The wait of one process since `restart`.
+class MachineWait:
+    """The wait of one process for a processor, or for the kernel to read or write a disk, since `restart`.
 
-    On a machine with too much work, a thread that holds Python's interpreter lock may get no processor for seconds, and
-    no other thread of the process can send a heartbeat meanwhile. So the thread that waited longest counts.
+    On a machine with too much work, a thread that holds Python's interpreter lock may wait for seconds, and no other
+    thread of the process can send a heartbeat meanwhile. So the thread that waited longest counts.
     """
 
     def __init__(self) -> None:
@@ -170,18 +170,22 @@ class ProcessorWait:
         for thread, times in now.items():
             before = self._before.get(thread, _NEW_THREAD)
             waits_ns.append(times.waited_ns - before.waited_ns)
-            if times.is_runnable and before is not _NEW_THREAD:
-                # The kernel adds a wait when it ends.
+            if times.may_wait and before is not _NEW_THREAD:
+                # The kernel adds a wait for a processor when it ends, and does not add up waits for disks.
                 waits_ns.append(now_ns - self._began_ns - (times.ran_ns - before.ran_ns))
         return max(waits_ns) / 1e9
 
 
 class _ThreadTimes(NamedTuple):
-    """The nanoseconds that a thread has run, and has waited for a processor. A runnable one runs or waits now."""
+    """The nanoseconds that a thread has run, and has waited for a processor.
+
+    `may_wait` is true if it now runs, waits for a processor (state R), or is in the kernel without a way to interrupt
+    it, as while a disk is read (state D).
+    """
 
     ran_ns: int
     waited_ns: int
-    is_runnable: bool
+    may_wait: bool
 
 
 _NEW_THREAD: Final = _ThreadTimes(0, 0, False)
@@ -196,5 +200,5 @@ def _read_thread_times(pid: int) -> dict[str, _ThreadTimes]:
             with contextlib.suppress(OSError, IndexError, ValueError):
                 ran_ns, waited_ns, _ = map(int, (thread / "schedstat").read_text().split())
                 state = (thread / "stat").read_text().rpartition(")")[2].split()[0]
-                found[thread.name] = _ThreadTimes(ran_ns, waited_ns, state == "R")
+                found[thread.name] = _ThreadTimes(ran_ns, waited_ns, state in "RD")
     return found

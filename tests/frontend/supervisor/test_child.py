@@ -90,11 +90,17 @@ def test_delayed_heartbeats_do_not_raise_the_step_rate(launcher: Launcher) -> No
             os.close(process.exit_fd)
 
 
-def test_a_silent_process_that_waits_for_a_processor_does_not_hang(launcher: Launcher) -> None:
+def test_a_silent_process_that_waits_for_the_machine_does_not_hang(
+    launcher: Launcher, tmp_path: Path
+) -> None:
     busy = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); #\nwhile True: pass"
     starved = busy.replace("#", "os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))")
+    # Until its child has opened a pipe that nobody writes to, the process is in state D, as while a disk is read.
+    os.mkfifo(tmp_path / "pipe")
+    open_pipe = f"(os.POSIX_SPAWN_OPEN, 0, {os.fspath(tmp_path / 'pipe')!r}, os.O_RDONLY, 0)"
+    blocked = f"import os; os.posix_spawn('/bin/true', ['true'], {{}}, file_actions=[{open_pipe}])"
     children = []
-    for program in (busy, starved, "input()"):
+    for program in (busy, starved, blocked, "input()"):
         spec = ProcessSpec("core 0", Role.CORE, (sys.executable, "-S", "-c", program))
         children.append(Child(spec, 1, launcher.launch(spec, 1)))
     try:
@@ -104,13 +110,15 @@ def test_a_silent_process_that_waits_for_a_processor_does_not_hang(launcher: Lau
         def hangs(child: Child, silent_s: float) -> bool:
             return bool(child.find_hang(child.last_beat + silent_s, 1.0, 100.0))
 
-        _, waiting, idle = children
+        _, *waiting, idle = children
         wait_until(lambda: psutil.Process(idle.pid).status() == psutil.STATUS_SLEEPING)
+        wait_until(lambda: psutil.Process(waiting[1].pid).status() == psutil.STATUS_DISK_SLEEP)
         assert not any(hangs(child, 0.6) for child in children)
         # A wait counts before it ends, which for this process may take a second.
-        wait_until(lambda: not hangs(waiting, 1.4), 0.8, what="it has waited for 0.4 s")
+        for child in waiting:
+            wait_until(lambda child=child: not hangs(child, 1.4), 0.8, what="it waited for 0.4 s")
+            assert hangs(child, 5.1)
         assert hangs(idle, 1.4)
-        assert hangs(waiting, 5.1)
     finally:
         for child in children:
             child.kill()
