@@ -375,4 +375,4 @@ class RecurrentModel(msgspec.Struct, frozen=True):
         """
         parts = 1 if self.values_are_keys else 2
         token_bytes = parts * max(1, self.num_kv_heads // ranks) * self.head_dim * kv_bytes
-        return -(-self.layer.state_size(ranks).num_bytes(input_bytes) // token_bytes)
+        return -(-self.layer.state_parts.size(ranks).num_bytes(input_bytes) // token_bytes)

@@ -19,10 +19,12 @@ from __future__ import annotations
 import math
 from typing import ClassVar, Final, TypeAlias
 
+import msgspec
+
 from .state_spaces.jet import JetBlock
 from .state_spaces.rg_lru import RgLru
 from .state_spaces.rwkv4 import Rwkv4
-from .state_spaces.state_size import SEGMENT, LayerWithState, StatePart, StateParts
+from .state_spaces.state_size import SEGMENT, StatePart, StateParts
 from .state_spaces.xlstm import MatrixLstm
 
 SHORT_SEGMENT: Final = 8
@@ -36,7 +38,7 @@ NUM_TOKEN_DIGITS: Final = 3
 """Number of elements that hold a token id, one for each digit of base 256, which every dtype has exactly."""
 
 
-class ShortConvolution(LayerWithState, frozen=True, tag=True):
+class ShortConvolution(msgspec.Struct, frozen=True, tag=True):
     """A gated short convolution (LFM2)."""
 
     segment: ClassVar[int] = SHORT_SEGMENT
@@ -51,12 +53,12 @@ class ShortConvolution(LayerWithState, frozen=True, tag=True):
 
     @property
     def state_parts(self) -> StateParts:
-        """See `LayerWithState`."""
+        """See `StateParts`."""
         inputs = (StatePart(self.channels, 1),)
         return StateParts((), self.segment - 1 + self.kernel - 1, inputs)
 
 
-class Mamba1(LayerWithState, frozen=True, tag=True):
+class Mamba1(msgspec.Struct, frozen=True, tag=True):
     """A Mamba layer (Gu and Dao, 2023, arXiv 2312.00752).
 
     Each channel has a state of `state_size_per_channel` elements. The time step is a product of a vector of `step_rank`
@@ -90,7 +92,7 @@ class Mamba1(LayerWithState, frozen=True, tag=True):
 
     @property
     def state_parts(self) -> StateParts:
-        """See `LayerWithState`."""
+        """See `StateParts`."""
         units = self.num_units
         width = self.channels // units
         return StateParts(
@@ -100,7 +102,7 @@ class Mamba1(LayerWithState, frozen=True, tag=True):
         )
 
 
-class Mamba2(LayerWithState, frozen=True, tag=True):
+class Mamba2(msgspec.Struct, frozen=True, tag=True):
     """A Mamba-2 layer (Dao and Gu, 2024, arXiv 2405.21060).
 
     Groups of heads share B and C, of `state_size_per_head` elements. After the gate, the output is normed in
@@ -132,7 +134,7 @@ class Mamba2(LayerWithState, frozen=True, tag=True):
 
     @property
     def state_parts(self) -> StateParts:
-        """See `LayerWithState`."""
+        """See `StateParts`."""
         states = StatePart(self.num_groups, self.state_size_per_head)
         return StateParts(
             (StatePart(self.num_heads, self.head_dim * self.state_size_per_head),),
@@ -146,7 +148,7 @@ class Mamba2(LayerWithState, frozen=True, tag=True):
         )
 
 
-class NgramConvolution(LayerWithState, frozen=True, tag=True):
+class NgramConvolution(msgspec.Struct, frozen=True, tag=True):
     """The convolution over embeddings of n-grams (Qwen4), beside a layer's recurrent part.
 
     It reads `taps` tokens at distances of `ngram_size`. A stored input has `channels` elements and the digits of the
@@ -165,12 +167,12 @@ class NgramConvolution(LayerWithState, frozen=True, tag=True):
 
     @property
     def state_parts(self) -> StateParts:
-        """See `LayerWithState`."""
+        """See `StateParts`."""
         inputs = (StatePart(1, self.channels + NUM_TOKEN_DIGITS),)
         return StateParts((), SEGMENT - 1 + self.kernel - 1, inputs)
 
 
-class GatedDeltaNet(LayerWithState, frozen=True, tag=True):
+class GatedDeltaNet(msgspec.Struct, frozen=True, tag=True):
     """A gated delta net (Yang et al., 2024, arXiv 2412.06464).
 
     Several value heads share one key head. Keys have `key_dim` elements and values `value_dim`. If `is_interleaved`,
@@ -204,7 +206,7 @@ class GatedDeltaNet(LayerWithState, frozen=True, tag=True):
 
     @property
     def state_parts(self) -> StateParts:
-        """See `LayerWithState`."""
+        """See `StateParts`."""
         # Ranks divide tiled heads in such a way that each of them has the key heads of its value heads.
         runs = self.num_heads // self.num_key_heads if self.has_tiled_heads else 1
         units = self.num_heads // runs
@@ -218,7 +220,7 @@ class GatedDeltaNet(LayerWithState, frozen=True, tag=True):
         )
 
 
-class _EqualHeads(LayerWithState, frozen=True):
+class _EqualHeads(msgspec.Struct, frozen=True):
     """A layer in which keys and values of a head have `head_dim` elements."""
 
     segment: ClassVar[int] = SEGMENT
@@ -250,7 +252,7 @@ class KimiDeltaAttention(_EqualHeads, frozen=True, tag=True):
 
     @property
     def state_parts(self) -> StateParts:
-        """See `LayerWithState`."""
+        """See `StateParts`."""
         heads = StatePart(self.num_heads, self.head_dim)
         return StateParts(
             (StatePart(self.num_heads, self.head_dim**2),),
@@ -288,7 +290,7 @@ class LightningAttention(_EqualHeads, frozen=True, tag=True):
 
     @property
     def state_parts(self) -> StateParts:
-        """See `LayerWithState`."""
+        """See `StateParts`."""
         heads = StatePart(self.num_heads, self.head_dim)
         recurrent = (StatePart(self.num_heads, self.head_dim**2),)
         return StateParts(recurrent, SEGMENT - 1, (heads,) * 3)
@@ -323,7 +325,7 @@ class Rwkv7(_EqualHeads, frozen=True, tag=True):
 
     @property
     def state_parts(self) -> StateParts:
-        """See `LayerWithState`.
+        """See `StateParts`.
 
         The inputs are the hidden state, which every rank has; queries, decays, keys, values and rates of the rank's
         heads; and the hidden state that the MLP reads.
@@ -391,7 +393,7 @@ class Rwkv6(_EqualHeads, frozen=True, tag=True):
         )
 
 
-class _AttentionConvolutions(LayerWithState, frozen=True):
+class _AttentionConvolutions(msgspec.Struct, frozen=True):
     """Short convolutions in a layer with attention, whose heads of keys and values have `head_dim` elements."""
 
     segment: ClassVar[int] = SHORT_SEGMENT
@@ -419,7 +421,7 @@ class InnerConvolutions(_AttentionConvolutions, frozen=True, tag=True):
 
     @property
     def state_parts(self) -> StateParts:
-        """See `LayerWithState`."""
+        """See `StateParts`."""
         heads, hidden = (
             StatePart(self.num_kv_heads, self.head_dim),
             StatePart(1, self.hidden_size),
@@ -447,7 +449,7 @@ class HeadConvolutions(_AttentionConvolutions, frozen=True, tag=True):
 
     @property
     def state_parts(self) -> StateParts:
-        """See `LayerWithState`."""
+        """See `StateParts`."""
         heads = StatePart(self.num_kv_heads, self.head_dim)
         inputs = (StatePart(self.num_heads, self.head_dim), heads, heads)
         return StateParts((), self.segment - 1 + self.kernel - 1, inputs, native_tables=(2, 1))

@@ -132,7 +132,7 @@ class NativeMixer(structs.Mixer):
                 fields = self._rg_lru(spec, layer, tensor_parallel)
         super().__init__(
             kind=_KINDS[type(layer)],
-            channels=layer.state_size(tensor_parallel.size).channels,
+            channels=layer.state_parts.size(tensor_parallel.size).channels,
             kernel=layer.kernel,
             segment=layer.segment,
             num_taps=layer.kernel,

@@ -94,7 +94,7 @@ class KVCache:
         ranks, input_bytes = model.shard.tensor_parallel.size, model.hidden_dtype.itemsize
         largest = max(
             (
-                layer.recurrent.state_size(ranks).num_bytes(input_bytes)
+                layer.recurrent.state_parts.size(ranks).num_bytes(input_bytes)
                 for layer in layers
                 if layer.recurrent is not None
             ),

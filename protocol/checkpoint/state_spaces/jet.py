@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import msgspec
+
 from ..config_fields import ConfigFields
-from .state_size import SEGMENT, LayerWithState, StatePart, StateParts
+from .state_size import SEGMENT, StatePart, StateParts
 
 
-class JetBlock(LayerWithState, frozen=True, tag=True):
+class JetBlock(msgspec.Struct, frozen=True, tag=True):
     """A gated delta net whose values are convolved with taps of each token (Gu et al., 2025, arXiv 2508.15884).
 
     Keys have `key_dim` elements and values `value_dim`. A product of `tap_rank` elements, which is a product of the
@@ -30,7 +32,7 @@ class JetBlock(LayerWithState, frozen=True, tag=True):
 
     @property
     def state_parts(self) -> StateParts:
-        """See `LayerWithState`.
+        """See `StateParts`.
 
         The inputs are values before their convolution, queries, keys, convolved values, strengths and time steps.
         """

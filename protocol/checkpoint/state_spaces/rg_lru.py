@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from .state_size import LayerWithState, StatePart, StateParts
+import msgspec
+
+from .state_size import StatePart, StateParts
 
 
-class RgLru(LayerWithState, frozen=True, tag=True):
+class RgLru(msgspec.Struct, frozen=True, tag=True):
     """A real-gated linear recurrent unit (Griffin, De et al., 2024, arXiv 2402.19427), after a convolution.
 
     Each channel has one number as its state. The gates of its input and of its decay are products of a matrix for each
@@ -32,6 +34,6 @@ class RgLru(LayerWithState, frozen=True, tag=True):
 
     @property
     def state_parts(self) -> StateParts:
-        """See `LayerWithState`."""
+        """See `StateParts`."""
         blocks = StatePart(self.num_blocks, self.block_size)
         return StateParts((blocks,), self.kernel - 1, (blocks,))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import msgspec
+
 from ..config_fields import ConfigFields
-from .state_size import LayerWithState, StatePart, StateParts
+from .state_size import StatePart, StateParts
 
 
-class Rwkv4(LayerWithState, frozen=True, tag=True):
+class Rwkv4(msgspec.Struct, frozen=True, tag=True):
     """The time mixing of RWKV-4 (Peng et al., 2023, arXiv 2305.13048): means of values, weighted by keys and ages.
 
     The state of a channel is a numerator, a denominator and the logarithm of their scale. For the next token, the
@@ -29,7 +31,7 @@ class Rwkv4(LayerWithState, frozen=True, tag=True):
 
     @property
     def state_parts(self) -> StateParts:
-        """See `LayerWithState`."""
+        """See `StateParts`."""
         recurrent = (StatePart(self.num_channels, 1, runs=3),)
         return StateParts(recurrent, self.kernel - 1, (StatePart(1, 2 * self.hidden_size),))
 

@@ -69,16 +69,3 @@ class StateParts(msgspec.Struct, frozen=True):
             sum(part.num_elements(ranks) for part in self.inputs),
             None if self.beside is None else self.beside.size(ranks),
         )
-
-
-class LayerWithState(msgspec.Struct, frozen=True):
-    """A layer with a recurrent state."""
-
-    @property
-    def state_parts(self) -> StateParts:
-        """The parts of the state, in the order in which they are stored."""
-        raise NotImplementedError
-
-    def state_size(self, ranks: int) -> StateSize:
-        """Return the size of the state in one of `ranks` workers."""
-        return self.state_parts.size(ranks)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import msgspec
+
 from ..config_fields import ConfigFields
-from .state_size import LayerWithState, StatePart, StateParts
+from .state_size import StatePart, StateParts
 
 
-class MatrixLstm(LayerWithState, frozen=True, tag=True):
+class MatrixLstm(msgspec.Struct, frozen=True, tag=True):
     """An LSTM whose memory is a matrix for each head (mLSTM, Beck et al., 2024, arXiv 2405.04517).
 
     Keys have `key_dim` elements and values `value_dim`. A head also has a sum of keys and the logarithm of the scale of
@@ -32,7 +34,7 @@ class MatrixLstm(LayerWithState, frozen=True, tag=True):
 
     @property
     def state_parts(self) -> StateParts:
-        """See `LayerWithState`."""
+        """See `StateParts`."""
         numbers = self.key_dim * self.value_dim + self.key_dim + 1
         return StateParts((StatePart(self.num_heads, numbers),), 0, (StatePart(1, 1),))
 

@@ -116,7 +116,9 @@ class Runner:
                         entries[index] = torch.zeros(shape, dtype=dtype, device=device)
                     self.kv_caches.append(entries[source])
             if layer.recurrent is not None:
-                num_bytes = layer.recurrent.state_size(1).num_bytes(decoder.hidden_dtype.itemsize)
+                num_bytes = layer.recurrent.state_parts.size(1).num_bytes(
+                    decoder.hidden_dtype.itemsize
+                )
                 if self._is_native:
                     page_bytes = math.prod(shape[1:]) * dtype.itemsize
                     assert num_bytes <= page_bytes

@@ -45,7 +45,7 @@ class Sequences:
         ids = random.Random(2).sample(range(1, 64), 63)
         self._blocks = [ids[i::count] for i in range(count)]
         # Blocks may hold anything before they are used.
-        num_bytes = layer.state_size(1).num_bytes(dtype.itemsize)
+        num_bytes = layer.state_parts.size(1).num_bytes(dtype.itemsize)
         self._memory = torch.full((64, num_bytes), 255, dtype=torch.uint8)
         self._computed = [0] * count
 

@@ -106,7 +106,7 @@ class HeadConvolutionRecorder:
         is_late = np.array(elements(kv_heads, size)) >= spec.num_kv_heads * size // 2
         taps_FK = np.zeros((len(is_late), layer.kernel), np.float32)
         taps_FK[:, -1], taps_FK[:, -2] = ~is_late, is_late
-        num_inputs = layer.state_size(shard.tensor_parallel.size).num_inputs
+        num_inputs = layer.state_parts.size(shard.tensor_parallel.size).num_inputs
         values = _convolution(layer, taps_FK, num_inputs * first_value)
         program.add_op("convolve_inside", mixer=values, first_column=first_value, **self._state)
 
@@ -171,7 +171,7 @@ class InnerConvolutionRecorder:
 
     def _add(self, taps_FK: Floats, **fields: Any) -> None:
         mixer = _convolution(self._layer, taps_FK, self._num_floats, self._spec.head_dim)
-        num_inputs = self._layer.state_size(self._shard.tensor_parallel.size).num_inputs
+        num_inputs = self._layer.state_parts.size(self._shard.tensor_parallel.size).num_inputs
         self._num_floats += num_inputs * len(taps_FK)
         self._blocks.program.add_op("convolve_inside", mixer=mixer, **self._state, **fields)
 

@@ -156,7 +156,7 @@ def _projection_and_mixed_size(
 
 def _mixer_sizes(layer: RecurrentLayer, ranks: int) -> tuple[int, int]:
     """Return the outputs of a mixer's first matrix, and the inputs of its last one, in one of `ranks` workers."""
-    channels = layer.state_size(ranks).channels
+    channels = layer.state_parts.size(ranks).channels
     match layer:
         case ShortConvolution():
             return 3 * channels, channels

@@ -40,13 +40,13 @@ def _convolution(
     taps_EK = blocks.weights.floats(f"{prefix}conv1d.weight", channels, 1, ngrams.taps)[:, 0]
     return structs.Mixer(
         kind=_NGRAM_CONVOLUTION,
-        channels=convolution.state_size(ranks).channels,
+        channels=convolution.state_parts.size(ranks).channels,
         num_convolved=channels,
         kernel=convolution.kernel,
         segment=convolution.segment,
         num_taps=ngrams.taps,
         distance=ngrams.longest,
-        state_offset=recurrent.state_size(ranks).num_own_bytes(4) // 4,
+        state_offset=recurrent.state_parts.size(ranks).num_own_bytes(4) // 4,
         value_dim=blocks.spec.hidden_size,
         taps=taps_EK.T,
     )

@@ -32,7 +32,7 @@ class TokenShiftLayer(DecoderLayer):
     def __init__(self, layer: LayerSpec, source: LayerSource, attention: DeviceAttention) -> None:
         super().__init__(layer, source, attention)
         assert isinstance(layer.recurrent, Rwkv4 | Rwkv6 | Rwkv7)
-        self._size = layer.recurrent.state_size(source.shard.tensor_parallel.size)
+        self._size = layer.recurrent.state_parts.size(source.shard.tensor_parallel.size)
         self._hidden_size = source.spec.hidden_size
         self._mixture_D: Tensor | None = None
         if layer.recurrent.shifts_mlp:

@@ -23,7 +23,7 @@ class HeadMixing:
 
     def __init__(self, layer: HeadConvolutions, source: LayerSource) -> None:
         spec, shard = source.spec, source.shard
-        self._size = layer.state_size(shard.tensor_parallel.size)
+        self._size = layer.state_parts.size(shard.tensor_parallel.size)
         self._taps_JLKK, self._biases_JK = read_head_taps(
             layer, spec, source.weights, source.prefix, shard
         )

@@ -25,7 +25,7 @@ class LayerConvolutions:
 
     def __init__(self, layer: InnerConvolutions, source: LayerSource) -> None:
         spec, weights, prefix, shard = source.spec, source.weights, source.prefix, source.shard
-        self._size = layer.state_size(shard.tensor_parallel.size)
+        self._size = layer.state_parts.size(shard.tensor_parallel.size)
         heads, size = shard.kv_heads(spec), spec.num_kv_heads * spec.head_dim
         part = elements(heads, spec.head_dim)
 

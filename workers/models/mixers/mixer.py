@@ -102,7 +102,7 @@ class Mixer(ABC):
             rows.runs(tensor_parallel)[tensor_parallel.rank],
             has_bias=rows.has_output_bias,
         )
-        self._size = layer.state_size(tensor_parallel.size)
+        self._size = layer.state_parts.size(tensor_parallel.size)
 
     @staticmethod
     @abstractmethod

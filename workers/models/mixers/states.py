@@ -115,7 +115,7 @@ class StateBatch(msgspec.Struct, frozen=True):
         is_full_N = positions_N + segment <= ends_S[requests_N]
         rounds = []
         # Without a recurrent part, all segments are independent.
-        has_recurrence = layer.state_size(1).num_recurrent > 0
+        has_recurrence = layer.state_parts.size(1).num_recurrent > 0
         for number in range(int(num_segments_S.max()) if has_recurrence else 0):
             segments = np.flatnonzero(numbers_N == number)
             segments = segments[np.argsort(~is_full_N[segments], kind="stable")]
@@ -187,7 +187,7 @@ class StateBatch(msgspec.Struct, frozen=True):
             inputs_of_segments=inputs_at(bases_S[:, None] + places_X),
             kept_inputs=inputs_at(next_bases_S[:, None] + places_X[:-1]),
             tokens=rows_S * segment + firsts_S - bases_S,
-            rounds=tuple(rounds if layer.state_size(1).num_recurrent else ()),
+            rounds=tuple(rounds if layer.state_parts.size(1).num_recurrent else ()),
             ngrams=ngrams,
         )
 

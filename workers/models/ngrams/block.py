@@ -71,8 +71,8 @@ class ConvolvedNgramBlock(NgramBlock):
         spec, weights, prefix, shard, _ = source
         recurrent = layer.recurrent
         assert isinstance(recurrent, GatedDeltaNet) and recurrent.ngrams is not None
-        self._first_byte = recurrent.state_size(shard.tensor_parallel.size).num_own_bytes
-        self._size = recurrent.ngrams.state_size(shard.tensor_parallel.size)
+        self._first_byte = recurrent.state_parts.size(shard.tensor_parallel.size).num_own_bytes
+        self._size = recurrent.ngrams.state_parts.size(shard.tensor_parallel.size)
         self._segment, self._longest = recurrent.ngrams.segment, ngrams.longest
         self._value_norm = read_stream_norm(spec, weights, f"{prefix}norm_conv")
         taps = weights.read(f"{prefix}conv1d.weight", self._channels, 1, ngrams.taps)
