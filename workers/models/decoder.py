@@ -355,14 +355,7 @@ class Decoder(TorchDecoder):
     def store_source(
         self, encoded_ED: Tensor, kv_caches: Sequence[Tensor], attn_metadata: Mapping[int, Any]
     ) -> None:
-        """Store the keys and values of an encoder's outputs in the caches of cross attention.
-
-        Args:
-            encoded_ED: The outputs of the encoder.
-            kv_caches: The same as for `forward`.
-            attn_metadata: For each cross-attention group, the attention backend's metadata of a sequence with as many
-                tokens.
-        """
+        """See `TorchDecoder`."""
         caches = iter(kv_caches)
         encoded_ED = encoded_ED.to(self.hidden_dtype)
         for layer in self._layers:
@@ -392,14 +385,14 @@ class Decoder(TorchDecoder):
             )
 
     def record_queries(self, recorder: QueryRecorder | None) -> None:
-        """From now on, pass the queries of cross attention to `recorder`, or to nothing if it is None."""
+        """See `TorchDecoder`."""
         for index, layer in zip(self.shard.layers, self._layers, strict=True):
             if layer.cross is not None:
                 layer.cross.index, layer.cross.recorder = index, recorder
 
     @torch.inference_mode()
     def join_round(self) -> None:
-        """Compute rows of other replicas, which chose experts of this rank."""
+        """See `TorchDecoder`."""
         like = torch.empty(0, dtype=self.hidden_dtype, device=self.attention.device)
         for layer in self._layers:
             if isinstance(layer, DecoderLayer) and layer.experts is not None:

@@ -102,19 +102,26 @@ class TorchDecoder(ABC):
             attn_metadata: The attention backend's metadata for each KV-cache group.
         """
 
+    @abstractmethod
     def store_source(
         self, encoded_ED: Tensor, kv_caches: Sequence[Tensor], attn_metadata: Mapping[int, Any]
     ) -> None:
-        """Store the keys and values of an encoder's outputs. Only decoders with cross attention implement this."""
-        raise NotImplementedError
+        """Store the keys and values of an encoder's outputs in the caches of cross attention, if there is any.
 
+        Args:
+            encoded_ED: The outputs of the encoder.
+            kv_caches: The same as for `forward`.
+            attn_metadata: For each cross-attention group, the attention backend's metadata of a sequence with as many
+                tokens.
+        """
+
+    @abstractmethod
     def record_queries(self, recorder: QueryRecorder | None) -> None:
-        """Pass the queries of cross attention to a recorder. Only decoders with cross attention implement this."""
-        raise NotImplementedError
+        """From now on, pass the queries of cross attention to `recorder`, or to nothing if it is None."""
 
+    @abstractmethod
     def join_round(self) -> None:
-        """Compute rows of other replicas, if replicas divide the experts."""
-        raise NotImplementedError
+        """Compute rows of other replicas, which chose experts of this rank, if replicas divide the experts."""
 
     @abstractmethod
     def compute_logits(self, hidden_SD: Tensor, slots_S: Int32Array | None = None) -> Tensor:

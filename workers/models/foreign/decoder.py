@@ -294,6 +294,15 @@ class TransformersDecoder(TorchDecoder):
         hidden_TD: Tensor = output.last_hidden_state[0]
         return hidden_TD
 
+    def store_source(self, *_: Any, **__: Any) -> None:
+        """Do nothing, because the model has no cross attention."""
+
+    def record_queries(self, *_: Any, **__: Any) -> None:
+        """Do nothing, because the model has no cross attention."""
+
+    def join_round(self) -> None:
+        """Do nothing, because replicas do not divide the experts."""
+
     @torch.inference_mode()
     def compute_logits(self, hidden_SD: Tensor, slots_S: Int32Array | None = None) -> Tensor:
         """Return the logits [S, V] in float32."""
