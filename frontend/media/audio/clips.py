@@ -81,9 +81,6 @@ def prepare_clip(samples: Float32Array, config: ChatAudioConfig, where: str) -> 
         samples = np.pad(samples, (0, missing))
     inputs: list[EncoderInput] = []
     tower = config.tower
-    knows_window = isinstance(tower, WaveSpec)
-    if isinstance(tower, AudioTowerSpec):
-        knows_window = tower.knows_window
     most = _max_outputs(samples, config)
     for window, (features, num_frames) in enumerate(_windows(samples, config)):
         size = min(config.tower.num_outputs(num_frames), most)
@@ -92,7 +89,7 @@ def prepare_clip(samples: Float32Array, config: ChatAudioConfig, where: str) -> 
             # The rest of the clip is shorter than an embedding.
             continue
         needed = _needed(features, num_frames, size, config)
-        inputs.append(_encoder_input(*needed, window * knows_window))
+        inputs.append(_encoder_input(*needed, window * tower.knows_window))
     if not inputs:
         found = counted(len(samples), "sample")
         raise ParameterError(

@@ -1,12 +1,15 @@
 """The base classes of encoders that read audio clips without silence after them."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import msgspec
 
 
 class UnpaddedSpec(msgspec.Struct, frozen=True):
     """The base of encoders that read clips without silence after them."""
+
+    knows_window: ClassVar[bool] = False
+    """True if outputs depend on the number of the window in its clip."""
 
     @property
     def frames_after(self) -> int:

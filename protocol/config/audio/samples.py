@@ -1,7 +1,7 @@
 """Encoders that read samples instead of features."""
 
 import math
-from typing import Literal
+from typing import ClassVar, Literal
 
 import msgspec
 
@@ -104,6 +104,7 @@ class WaveSpec(UnpaddedSpec, frozen=True, tag=True):
     A clip is read in parts of `part_outputs` outputs, each after the samples of `outputs_before` earlier ones.
     """
 
+    knows_window: ClassVar[bool] = True
     acoustic: WaveEncoder
     semantic: WaveEncoder
     part_outputs: int
