@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
@@ -21,6 +21,9 @@ _ITEM = "conversation.item.input_audio_transcription"
 
 class Events:
     """Sends events in the format of OpenAI's API."""
+
+    has_items: ClassVar[bool] = True
+    """True if utterances become items. Otherwise a commit may begin one, and audio is read while it arrives."""
 
     def __init__(self, socket: WebSocket) -> None:
         self._socket = socket
@@ -74,6 +77,8 @@ class Events:
 
 class VLLMEvents(Events):
     """Sends events in the format of vLLM."""
+
+    has_items = False
 
     def send_session(self, kind: str, session: Json) -> None:
         """Do nothing: only `session.created` has another form, and it was sent."""

@@ -225,7 +225,7 @@ class _Session:
         if self._transcriptions.is_live:
             if len(new := buffer.read_new()):
                 await self._read_live(new)
-        elif isinstance(self._events, VLLMEvents) and self._settings.detection is None:
+        elif not self._events.has_items and self._settings.detection is None:
             await self._read_parts(buffer.read_new())
 
     async def _report(self, found: Found) -> None:
@@ -243,7 +243,7 @@ class _Session:
         await self._add_item(found.utterance, found.num_read)
 
     async def _commit(self, event: AudioCommit) -> None:
-        if isinstance(self._events, VLLMEvents) and not event.final:
+        if not self._events.has_items and not event.final:
             # It begins an utterance.
             return
         num_read = self._buffer.num_read
