@@ -65,10 +65,12 @@ class HTTPServer(Server):
     @property
     def is_answering(self) -> bool:
         """True if an accepted request is arriving, is not answered, or has an answer that is not sent completely."""
-        return any(
-            isinstance(connection, Connection) and connection.is_answering
-            for connection in self.server_state.connections
-        )
+        return any(connection.is_answering for connection in self._connections)
+
+    @property
+    def _connections(self) -> list[Connection]:
+        """The open connections. uvicorn also knows other classes of them, which this server does not use."""
+        return [each for each in self.server_state.connections if isinstance(each, Connection)]
 
     def stop_accepting(self) -> None:
         """Stop accepting connections. Open connections may send one more request, and close when they are idle."""
@@ -77,15 +79,13 @@ class HTTPServer(Server):
         for listener in self._listeners:
             listener.close()
         self._listeners = []
-        for connection in list(self.server_state.connections):
-            if isinstance(connection, Connection):
-                connection.end_after_response()
+        for connection in self._connections:
+            connection.end_after_response()
 
     def end_websockets(self) -> None:
         """Close every WebSocket when its current answer has ended."""
-        for connection in list(self.server_state.connections):
-            if isinstance(connection, Connection):
-                connection.end_websocket()
+        for connection in self._connections:
+            connection.end_websocket()
 
     def exit(self) -> None:
         """Make `serve` return."""
