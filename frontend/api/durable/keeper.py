@@ -16,7 +16,6 @@ from ...store.logprobs import is_recordable
 from ..generation import Origin, PreparedPrompt
 from ..serving import Serving
 from .event_ids import EventPosition, read_last_event_id
-from .mirror import verify_same_request
 from .records import (
     RecordedBody,
     RequestRecord,
@@ -133,13 +132,14 @@ class Keeper:
             self._holds_key = True
             return None
         found = await find_resumption(self._serving, reply.request_id, self._owner)
-        try:
-            is_same = found.record.body == record.body
-            verify_same_request(is_same and _is_same_route(found.record.path, record.path))
-        except APIError:
-            with found:
-                raise
-        return found
+        if found.record.body == record.body and _is_same_route(found.record.path, record.path):
+            return found
+        with found:
+            raise APIError(
+                422,
+                "This Idempotency-Key was used for another request; use a new key for each request",
+                param="Idempotency-Key",
+            )
 
     def begin_recording(self, record: RequestRecord) -> BeginRecording | None:
         """Return the function that begins to record the request; None if it is not recorded."""

@@ -142,16 +142,6 @@ def abort_mirror(group: RequestGroup) -> None:
             _finish(group, sequence, StreamEnd(sequence.num_generated_tokens, FinishReason.ABORT))
 
 
-def verify_same_request(is_same: bool) -> None:
-    """Raise APIError 422 if a request differs from the one that used its idempotency key before."""
-    if not is_same:
-        raise APIError(
-            422,
-            "This Idempotency-Key was used for another request; use a new key for each request",
-            param="Idempotency-Key",
-        )
-
-
 def _feed(
     group: RequestGroup, sequence: Sequence, stream: _Stream, num_tokens: int, *, with_end: bool
 ) -> None:
