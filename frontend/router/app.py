@@ -19,7 +19,9 @@ from ...protocol.config import FrontendConfig
 from ...protocol.errors import EngineError
 from ..api.bodies.body import read_body
 from ..api.bodies.request_memory import RequestMemory
-from ..api.dialects.ollama import API_VERSION
+from ..api.dialects.ollama import API_VERSION, NEVER_EXPIRES
+from ..api.dialects.ollama_answer import answer_without_prompt
+from ..api.dialects.ollama_request import UNLOAD
 from ..api.edge import Edge
 from ..api.logprobs import Json
 from ..api.route_tables.others import ERROR_BODIES
@@ -27,7 +29,7 @@ from ..http.access import Access, Origins
 from ..http.errors import APIError, bad_request, echo, json_response, unavailable
 from ..http.middleware import add_middleware
 from .children import Child, Children, State
-from .names import find_name
+from .names import find_name, is_unload
 from .proxy import Connections, is_websocket, pass_on, pass_on_websocket
 
 PROBES: Final = ("/health", "/v1/health", "/livez", "/readyz", "/ping")
@@ -90,6 +92,11 @@ class RouterApp:
             else:
                 name = find_name(scope, body)
             candidates = [self._find(name)] if name else self._without_name(body)
+            if len(body) <= _LARGE_BYTES and is_unload(scope, body):
+                await self._children.unload(candidates[0])
+                response = json_response(answer_without_prompt(path, name, UNLOAD))
+                await response(scope, receive, send)
+                return
             self._verify_loaded(candidates[0], scope)
             try:
                 if is_websocket(scope):
@@ -184,8 +191,21 @@ class RouterApp:
         shown = self._children.all if all_models else self._children.loaded
         when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._created))
         empty: Json = {"modified_at": when, "size": 0, "digest": "", "details": {}}
-        names = [name for child in shown for name in child.names]
-        return json_response({"models": [{"name": name, "model": name} | empty for name in names]})
+        cards = [
+            {"name": name, "model": name}
+            | empty
+            | ({} if all_models else self._loaded_fields(child))
+            for child in shown
+            for name in child.names
+        ]
+        return json_response({"models": cards})
+
+    def _loaded_fields(self, child: Child) -> Json:
+        when = self._children.unload_time(child)
+        if when is None:
+            return {"expires_at": NEVER_EXPIRES, "size_vram": 0}
+        expires_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(when))
+        return {"expires_at": expires_at, "size_vram": 0}
 
     async def _props(self, request: Request) -> Response:
         """Describe the router to llama.cpp's web page and clients."""

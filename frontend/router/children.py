@@ -227,6 +227,13 @@ class Children:
         """The maximum number of loaded models."""
         return self._max_loaded or len(self.all)
 
+    def unload_time(self, child: Child) -> float | None:
+        """Return the time at which a loaded model is unloaded without another request; None for never."""
+        if self._idle_s is None:
+            return None
+        idle_s = 0.0 if child.num_running else time.monotonic() - child.used_at
+        return time.time() + self._idle_s - idle_s
+
     @property
     def loaded(self) -> list[Child]:
         """The models whose servers answer requests."""

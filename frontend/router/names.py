@@ -11,6 +11,7 @@ from starlette._utils import get_route_path
 from starlette.types import Scope
 
 from ..api.dialects.azure import find_deployment
+from ..api.dialects.ollama_request import UNLOAD, reason_without_prompt
 
 _IN_PATH: Final = re.compile(
     r"/v1(?:beta)?/models/(.+):\w+|/v1/models/(.+)|/models/(?!load|unload)(.+)"
@@ -29,7 +30,17 @@ class _Body(msgspec.Struct):
     name: Any = None
 
 
+class _Prompt(msgspec.Struct):
+    """The fields of Ollama's API that make a request unload its model."""
+
+    prompt: Any = None
+    messages: Any = None
+    images: Any = None
+    keep_alive: float | str | None = None
+
+
 _decode = msgspec.json.Decoder(_Body).decode
+_decode_prompt = msgspec.json.Decoder(_Prompt).decode
 
 
 def find_name(scope: Scope, body: bytes) -> str:
@@ -53,3 +64,16 @@ def find_name(scope: Scope, body: bytes) -> str:
         # The server of the default model answers with the error.
         return ""
     return next((each for each in (decoded.model, decoded.name) if isinstance(each, str)), "")
+
+
+def is_unload(scope: Scope, body: bytes) -> bool:
+    """Return whether a request of Ollama's API has no prompt and only unloads its model."""
+    is_ollama = get_route_path(scope) in ("/api/chat", "/api/generate")
+    if not is_ollama or b'"keep_alive"' not in body:
+        return False
+    try:
+        decoded = _decode_prompt(body)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return False
+    has_prompt = bool(decoded.prompt or decoded.messages or decoded.images)
+    return not has_prompt and reason_without_prompt(decoded.keep_alive) == UNLOAD

@@ -42,13 +42,23 @@ from ..schema.ollama import (
 from ..serving import Serving
 from ..structured.constraint import Constraint
 from ..tools.tool_choice import ToolChoice
-from .ollama_answer import OLLAMA_STREAM, OllamaChatAnswer, OllamaTextAnswer, head_of, nanoseconds
+from .ollama_answer import (
+    OLLAMA_STREAM,
+    OllamaChatAnswer,
+    OllamaTextAnswer,
+    answer_without_prompt,
+    nanoseconds,
+)
 from .ollama_request import LATEST, UNLOAD, OllamaPrompt, translate_chat, translate_generate
 
 PATH: Final = "/api/"
 
 API_VERSION: Final = "0.13.0"
 """The version of Ollama whose API this is. Some clients refuse to work with older versions."""
+
+
+NEVER_EXPIRES: Final = "9999-12-31T23:59:59Z"
+"""The time at which a model is unloaded that stays loaded."""
 
 
 def routes(serving: Serving, intake: Intake, loras: Loras, embeddings: Embeddings) -> list[Route]:
@@ -91,7 +101,7 @@ class OllamaChat(ChatCompletions):
         return await self._serving.executor.run(size, translate_chat, body, name)
 
     def _greeting(self, request: ChatCompletionRequest) -> Json | None:
-        return _load(self._serving, request, {"message": {"role": "assistant", "content": ""}})
+        return _load(self._serving, request, "/api/chat")
 
 
 class OllamaGenerate(ChatCompletions):
@@ -106,7 +116,7 @@ class OllamaGenerate(ChatCompletions):
         return await self._serving.executor.run(size, translate_generate, body, name)
 
     def _greeting(self, request: ChatCompletionRequest) -> Json | None:
-        return _load(self._serving, request, {"response": ""})
+        return _load(self._serving, request, "/api/generate")
 
     async def _render(
         self, plan: ChatPlan, request: ChatCompletionRequest, size: int
@@ -139,7 +149,7 @@ class OllamaGenerate(ChatCompletions):
         return params
 
 
-def _load(serving: Serving, request: ChatCompletionRequest, empty: Json) -> Json | None:
+def _load(serving: Serving, request: ChatCompletionRequest, path: str) -> Json | None:
     """Load or unload the model if the request has no prompt, and return the answer; return None for others.
 
     Without `--sleep-idle`, the model always stays loaded.
@@ -150,7 +160,7 @@ def _load(serving: Serving, request: ChatCompletionRequest, empty: Json) -> Json
     if serving.config.recovery.sleep_idle_s is not None:
         sleep = serving.engine.sleep
         (sleep.unload if request.done_reason == UNLOAD else sleep.load)()
-    return head_of(request.model or "") | empty | {"done": True, "done_reason": request.done_reason}
+    return answer_without_prompt(path, request.model or "", request.done_reason)
 
 
 class OllamaEmbeddings(EmbeddingRoutes):
@@ -222,7 +232,7 @@ class OllamaModels(RouteHandlers):
         if self._serving.engine.sleep.is_asleep:
             return json_response({"models": []})
         loaded = {
-            "expires_at": "9999-12-31T23:59:59Z",
+            "expires_at": NEVER_EXPIRES,
             "size_vram": 0,
             "context_length": self._serving.config.model.max_model_len,
         }

@@ -35,6 +35,19 @@ OLLAMA_STREAM: Final = StreamFormat(
 )
 
 
+def answer_without_prompt(path: str, model: str, done_reason: str) -> Json:
+    """Return the answer to a request that only loads or unloads a model.
+
+    Args:
+        path: `/api/chat` or `/api/generate`.
+        model: The name in the request.
+        done_reason: "load" or "unload".
+    """
+    is_chat = path == "/api/chat"
+    empty: Json = {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
+    return head_of(model) | empty | {"done": True, "done_reason": done_reason}
+
+
 def head_of(model: str) -> Json:
     """Return the fields that every answer begins with."""
     now = datetime.now(UTC).isoformat(timespec="microseconds")

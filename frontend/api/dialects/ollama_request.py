@@ -93,7 +93,7 @@ def translate_chat(body: OllamaChatRequest, model: str | None) -> OllamaPrompt:
         model=model,
         messages=messages,
         tools=body.tools,
-        done_reason="" if messages else _reason_without_prompt(body.keep_alive),
+        done_reason="" if messages else reason_without_prompt(body.keep_alive),
         num_images={
             i: len(images)
             for i, message in enumerate(body.messages or ())
@@ -128,14 +128,15 @@ def translate_generate(body: OllamaGenerateRequest, model: str | None) -> Ollama
         messages=messages,
         raw=prompt if body.raw or body.suffix else None,
         middle_before=body.suffix or None,
-        done_reason="" if prompt or body.images else _reason_without_prompt(body.keep_alive),
+        done_reason="" if prompt or body.images else reason_without_prompt(body.keep_alive),
         content_fields=tuple(fields),
         num_images={len(messages) - 1: len(body.images or ())},
         **_common(body),
     )
 
 
-def _reason_without_prompt(keep_alive: float | str | None) -> str:
+def reason_without_prompt(keep_alive: float | str | None) -> str:
+    """Return what a request without a prompt does to the model: "load" or "unload"."""
     is_zero = keep_alive == 0 or (isinstance(keep_alive, str) and _NO_TIME.fullmatch(keep_alive))
     return UNLOAD if is_zero else "load"
 

@@ -107,6 +107,14 @@ def test_models_are_loaded_and_unloaded_on_request(router: RouterServer) -> None
     assert http.post("/models/unload", json={"model": "small"}).json() == {"success": True}
     assert http.get("/api/ps").json()["models"] == []
     assert http.post("/models/load", json={}).status_code == 400
+    # Ollama's words for the same.
+    load = http.post("/api/generate", json={"model": "small"}).json()
+    assert (load["done_reason"], load["response"]) == ("load", "")
+    assert http.get("/api/ps").json()["models"][0]["expires_at"].startswith("9999")
+    for path, empty in (("/api/generate", {"prompt": ""}), ("/api/chat", {"messages": []})):
+        unload = http.post(path, json={"model": "small:latest", "keep_alive": 0} | empty).json()
+        assert (unload["model"], unload["done_reason"]) == ("small:latest", "unload")
+        assert http.get("/api/ps").json()["models"] == []
     assert http.get("/v1/models/small").json()["status"]["value"] == "unloaded"
     assert http.get("/readyz").status_code == 200
 
