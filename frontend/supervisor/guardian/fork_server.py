@@ -28,6 +28,7 @@ from typing import Final, NoReturn
 import msgspec
 
 from ....protocol.config import EngineConfig
+from ....protocol.imports import bare_numpy
 from ....protocol.process import ORPHANED_EXIT_CODE, ignore_stop_signals, name_process
 
 MODULES: Final = (
@@ -43,13 +44,12 @@ MODULES: Final = (
 """The module that each program of each fork server needs, in the order in which the programs start."""
 
 COMMON_MODULES: Final = (
-    "numpy",
     "engine.protocol.transport",
     "engine.protocol.checkpoint.gguf",
     "engine.protocol.encoder_inputs.payloads",
     "engine.protocol.grammars.process",
 )
-"""Modules that programs of both fork servers need, which share their memory."""
+"""Modules that programs of both fork servers need besides numpy, and whose memory they share."""
 
 QUIET_S: Final = 0.1
 """Seconds without a request after which another module is loaded, once there has been a request."""
@@ -196,6 +196,7 @@ def _import_common_modules() -> None:
     environment = dict(os.environ)
     # Threads would not exist in a forked process.
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
+    bare_numpy.install()
     for name in COMMON_MODULES:
         importlib.import_module(name)
     os.environ.clear()

@@ -1,0 +1,1 @@
+"""Importing less of packages than all of their modules."""
