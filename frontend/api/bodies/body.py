@@ -37,12 +37,12 @@ class ClientDisconnected(Exception):
 class Body(msgspec.Struct):
     """A request body, in the pieces in which it arrived.
 
-    `num_values` is 0 for a body of at most `FREE_BYTES`, whose values are not counted.
+    `structure` is None for a body of at most `FREE_BYTES` or a form, whose elements are not counted.
     """
 
     parts: list[bytes]
     size: int
-    num_values: int = 0
+    structure: BodyStructure | None = None
 
     def join(self) -> bytes:
         """Return the body in one piece."""
@@ -95,7 +95,7 @@ async def read_body(
         if not message.get("more_body", False):
             lease.mark_complete()
             request_digest.set(digest.digest())
-            return Body(parts, size, 0 if structure is None else structure.num_values)
+            return Body(parts, size, structure)
         message = await receive()
 
 

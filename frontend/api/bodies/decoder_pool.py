@@ -39,7 +39,8 @@ class DecoderPool(ProcessPool[Answer]):
             APIError: The body takes too much processor time or memory (400), or no process replies in time (503).
             UnavailableError: No process can be started.
         """
-        message = Decode(SCHEMAS.index(schema), body.num_values, body.size)
+        assert body.structure is not None
+        message = Decode(SCHEMAS.index(schema), body.structure.num_values, body.size)
         return await asyncio.get_running_loop().run_in_executor(
             self._threads, self._decode_body, message, body
         )

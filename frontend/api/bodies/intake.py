@@ -18,7 +18,7 @@ from ..inputs.named_media import fill_in_media
 from ..inputs.stored_files import fill_in_files
 from ..openapi import accepts
 from ..serving import Serving
-from .body import BodyDecoder, make_decoder, read_body
+from .body import Body, BodyDecoder, make_decoder, read_body
 from .decoder_pool import DecoderPool
 from .form import FormDecoder, FormFile, find_boundary, parse_form
 from .messages import unpack
@@ -39,11 +39,11 @@ CHARACTERS_PER_S: Final = 4 * 1024 * 1024
 """Approximate tokenization speed of the two threads for long texts, for `Retry-After`."""
 
 THREAD_BYTES: Final = 512 * 1024
-"""Maximum bytes of a body that a thread decodes; larger bodies are decoded by a process."""
-THREAD_VALUES: Final = 1 << 14
-"""Maximum values of a body that a thread decodes.
+THREAD_VALUES: Final = 1 << 16
+THREAD_OBJECTS: Final = 1 << 14
+"""Maximum bytes, values, and strings, lists and objects together of a body that a thread decodes.
 
-At these limits it blocks all other threads for a few milliseconds.
+At these limits it blocks all other threads for a few milliseconds. A process decodes larger bodies.
 """
 
 
@@ -104,7 +104,7 @@ class Intake:
                 f"{MAX_WAITING_CHARACTERS} are allowed",
                 waiting / CHARACTERS_PER_S,
             )
-        if body.size <= THREAD_BYTES and body.num_values <= THREAD_VALUES:
+        if _is_for_thread(body):
             return await executor.in_thread(decoder.decode, body.join()), body.size
         reply = await self._pool.decode(schema, body)
         return await executor.in_thread(unpack, reply), body.size
@@ -147,6 +147,17 @@ class Intake:
             return
         if request_digest.get() in watch.status.poison_bodies:
             raise internal_error(POISON_BODY, may_retry=False)
+
+
+def _is_for_thread(body: Body) -> bool:
+    structure = body.structure
+    return body.size <= THREAD_BYTES and (
+        structure is None
+        or (
+            structure.num_values <= THREAD_VALUES
+            and structure.num_strings + structure.num_containers <= THREAD_OBJECTS
+        )
+    )
 
 
 class RouteHandlers:

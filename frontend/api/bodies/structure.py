@@ -39,17 +39,22 @@ _NO_BRACKETS: Final = bytes(byte for byte in range(256) if byte not in _BRACKETS
 class BodyStructure:
     """Counts the elements of one JSON text. Invalid JSON is counted as well; the decoder rejects it later.
 
-    `num_values` is the number of values in objects and lists so far.
+    `num_values` is the number of values in objects and lists so far, and `num_containers` that of objects and lists.
     """
 
     def __init__(self, max_values: int = MAX_VALUES) -> None:
         self._max_values = max_values
         self.num_values = 0
+        self.num_containers = 0
         self._num_quotes = 0
-        self._num_containers = 0
         self._nesting = 0
         self._in_string = False
         self._escape = b""
+
+    @property
+    def num_strings(self) -> int:
+        """The number of strings so far, including names of fields."""
+        return self._num_quotes // 2
 
     def count_elements(self, data: bytes) -> None:
         """Count the elements of the next part of the text. Raise APIError 400 if a limit is exceeded."""
@@ -67,9 +72,9 @@ class BodyStructure:
         self._in_string ^= bool(num_quotes & 1)
         self._num_quotes += num_quotes
         self.num_values += outside.count(b",")
-        self._num_containers += outside.count(b"[") + outside.count(b"{")
-        verify_count("strings", self._num_quotes // 2, MAX_STRINGS)
-        verify_count("lists and objects", self._num_containers, MAX_CONTAINERS)
+        self.num_containers += outside.count(b"[") + outside.count(b"{")
+        verify_count("strings", self.num_strings, MAX_STRINGS)
+        verify_count("lists and objects", self.num_containers, MAX_CONTAINERS)
         verify_count("values", self.num_values, self._max_values)
         self._verify_nesting(outside)
 
