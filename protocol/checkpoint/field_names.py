@@ -49,6 +49,7 @@ _ARCHITECTURES: Final = {
     "LlamaBidirectionalModel": "LlamaModel",
     "LlamaEmbeddingModel": "LlamaModel",
     "LlamaForClassification": "LlamaForSequenceClassification",
+    "MiMoV2OmniForCausalLM": "MiMoV2ForCausalLM",
     "MiniMaxM1ForCausalLM": "MiniMaxForCausalLM",
     "MiniMaxText01ForCausalLM": "MiniMaxForCausalLM",
     "MistralLarge3ForCausalLM": "Mistral4ForCausalLM",

@@ -20,6 +20,7 @@ _KINDS: Final = {
     "LightOnOCRForConditionalGeneration": "lighton_ocr",
     "Llama_Nemotron_Nano_VL": "Llama_Nemotron_Nano_VL",
     "LocateAnythingForConditionalGeneration": "locateanything",
+    "MiMoV2ForCausalLM": "mimo_v2",
     "MantisForConditionalGeneration": "mantis",
     "NemotronH_Omni_Reasoning_V3": "nemotron_h_omni",
     "OpenCUAForConditionalGeneration": "opencua",

@@ -48,7 +48,7 @@ class NativeLayers:
     ) -> None:
         self._spec = spec
         size = spec.num_heads * spec.head_dim
-        if spec.has_score_biases:
+        if spec.has_score_biases or spec.has_first_biases:
             raise NotSupportedNatively("native tower programs do not add biases to scores")
         if spec.gate_limit and spec.clips_products:
             raise NotSupportedNatively(

@@ -6,7 +6,7 @@ heads, C cells. A cell is a square of patches that becomes one output.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +32,13 @@ class _WindowOrder(NamedTuple):
 
     order_C: Tensor
     windows: Windows
+
+
+class _Part(NamedTuple):
+    """Consecutive layers, and the order of cells in which patches attend to those near them, or None."""
+
+    layers: Layers | ConvLayer
+    band: Literal["rows", "columns"] | None = None
 
 
 class GridTower(ImageTower):
@@ -90,7 +97,7 @@ class GridTower(ImageTower):
             self._first_RD = tensors.read_table("registers.weight", size)
         check_activation(source.checkpoint, spec.activation)
         self._rotary = _rotary(spec, first_angles)
-        self._layers = self._make_layers(tensors, source.make_layers)
+        self._parts = self._make_parts(tensors, source.make_layers)
         self._final_norm: Norm | None = None
         if spec.has_final_norm:
             self._final_norm = tensors.read_norm("final_norm", size, spec.norm_kind, outer_eps)
@@ -104,20 +111,24 @@ class GridTower(ImageTower):
             for i, layer in enumerate(spec.deepstack_layers)
         }
 
-    def _make_layers(
-        self, tensors: VisionWeights, make_layers: MakeLayers
-    ) -> list[Layers | ConvLayer]:
-        """Return the layers with attention, divided where there are layers with convolutions, and these."""
-        spec, found, first = self.spec, list[Layers | ConvLayer](), 0
+    def _make_parts(self, tensors: VisionWeights, make_layers: MakeLayers) -> list[_Part]:
+        """Return the layers, divided where there are layers with convolutions or another band."""
+        spec, found, first = self.spec, list[_Part](), 0
+        bands = spec.bands or (None,) * spec.num_layers
         for index in range(spec.num_layers):
             if index + 1 in spec.conv_layers:
-                found.append(ConvLayer(spec, tensors, f"blocks.{index}."))
+                found.append(_Part(ConvLayer(spec, tensors, f"blocks.{index}.")))
                 first = index + 1
-            elif index + 2 in spec.conv_layers or index + 1 == spec.num_layers:
+            elif (
+                index + 1 == spec.num_layers
+                or index + 2 in spec.conv_layers
+                or bands[index] != bands[index + 1]
+            ):
                 indices = range(first, index + 1)
                 part = _layers_spec(spec, indices, self._rotary)
-                weights = (_read_layer(spec, tensors, f"blocks.{i}.") for i in indices)
-                found.append(make_layers(part, weights))
+                weights = (_read_layer(spec, tensors, i) for i in indices)
+                found.append(_Part(make_layers(part, weights), bands[index]))
+                first = index + 1
         return found
 
     def _black_image(self) -> ImagePayload:
@@ -168,9 +179,11 @@ class GridTower(ImageTower):
                 places_P2 = _reordered(places_P2, order.order_C)
         windows = None if order is None else order.windows
         features: dict[int, Tensor] = {}
-        for layers in self._layers:
+        for layers, band in self._parts:
             if isinstance(layers, ConvLayer):
                 x_PD = layers(x_PD, rows, columns)
+            elif band is not None:
+                x_PD = self._attend_nearby(layers, x_PD, places_P2, (rows, columns), band)
             else:
                 features = layers(x_PD, Patches(places_P2, windows))
                 x_PD = features[max(features)]
@@ -201,6 +214,26 @@ class GridTower(ImageTower):
             kept = torch.frombuffer(bytearray(image.kept), dtype=torch.int32)
             outputs = outputs[kept.to(outputs.device).long()]
         return outputs if order is None else outputs[order.order_C.argsort()]
+
+    def _attend_nearby(
+        self,
+        layers: Layers,
+        x_PD: Tensor,
+        places_P2: Tensor | None,
+        sides: tuple[int, int],
+        band: Literal["rows", "columns"],
+    ) -> Tensor:
+        """Return the outputs of layers in which patches attend to those near them, in this order of cells."""
+        order_C = torch.arange(sides[0] * sides[1], device=self._device)
+        if band == "columns":
+            order_C = order_C.view(sides).T.flatten()
+            x_PD = _reordered(x_PD, order_C)
+            places_P2 = None if places_P2 is None else _reordered(places_P2, order_C)
+        at_P = torch.arange(len(x_PD), device=self._device)
+        first_P = (at_P - self.spec.band_size).clamp(min=0)
+        end_P = (at_P + self.spec.band_size + 1).clamp(max=len(x_PD))
+        features = layers(x_PD, Patches(places_P2, visible_P2=torch.stack((first_P, end_P), 1)))
+        return _reordered(features[max(features)], order_C.argsort())
 
     def _split_patches(self, image: ImagePayload, frames_per_patch: int) -> Tensor:
         """Return the normalized pixels of each patch, cell by cell, [P, 3 * frames per patch * patch size ** 2]."""
@@ -301,7 +334,7 @@ def _layers_spec(spec: GridVisionSpec, indices: range, rotary: PatchRotary | Non
         hidden_size=spec.hidden_size,
         intermediate_size=spec.intermediate_size,
         num_heads=spec.num_heads,
-        head_dim=spec.hidden_size // spec.num_heads,
+        head_dim=spec.size_of_heads,
         feature_layers=tuple(sorted({*spec.deepstack_layers, *spec.summed_layers, len(indices)})),
         activation=spec.activation,
         norm_kind=spec.norm_kind,
@@ -311,6 +344,7 @@ def _layers_spec(spec: GridVisionSpec, indices: range, rotary: PatchRotary | Non
         qk_norm="head" if spec.has_head_norms else None,
         has_gate=spec.has_gate,
         gate_limit=spec.gate_limit,
+        has_first_biases=spec.has_first_biases and spec.bands[indices[0]] is not None,
     )
 
 
@@ -318,14 +352,18 @@ def _rotary(spec: GridVisionSpec, first_angles: tuple[float, ...] = ()) -> Patch
     if spec.rotary is None:
         return None
     # Compute in float32, as transformers does.
-    head_dim = spec.hidden_size // spec.num_heads
     return PatchRotary(
-        spec.rotary, spec.rope_theta, head_dim, in_float32=True, first_angles=first_angles
+        spec.rotary,
+        spec.rope_theta,
+        spec.size_of_heads,
+        in_float32=True,
+        first_angles=first_angles,
     )
 
 
-def _read_layer(spec: GridVisionSpec, tensors: VisionWeights, prefix: str) -> LayerWeights:
-    size, inner = spec.hidden_size, spec.intermediate_size
+def _read_layer(spec: GridVisionSpec, tensors: VisionWeights, index: int) -> LayerWeights:
+    prefix = f"blocks.{index}."
+    size, inner, head_dim = spec.hidden_size, spec.intermediate_size, spec.size_of_heads
     up, down = ("up_proj", "down_proj") if spec.has_gate else ("fc1", "fc2")
 
     def read(name: str, rows: int, columns: int) -> Linear:
@@ -334,18 +372,17 @@ def _read_layer(spec: GridVisionSpec, tensors: VisionWeights, prefix: str) -> La
     def head_norm(name: str) -> Norm | None:
         if not spec.has_head_norms:
             return None
-        return tensors.read_rms_norm(
-            f"{prefix}attn.{name}_norm", size // spec.num_heads, spec.norm_eps
-        )
+        return tensors.read_rms_norm(f"{prefix}attn.{name}_norm", head_dim, spec.norm_eps)
 
     norms = [
         tensors.read_norm(f"{prefix}norm{i}", size, spec.norm_kind, spec.norm_eps) for i in (1, 2)
     ]
-    kv_size = size * (spec.num_kv_heads or spec.num_heads) // spec.num_heads
+    q_size = spec.num_heads * head_dim
+    kv_size = (spec.num_kv_heads or spec.num_heads) * head_dim
     if spec.has_joined_qkv:
-        qkv = read("attn.qkv", size + 2 * kv_size, size)
+        qkv = read("attn.qkv", q_size + 2 * kv_size, size)
     else:
-        sizes = (("q", size), ("k", kv_size), ("v", kv_size))
+        sizes = (("q", q_size), ("k", kv_size), ("v", kv_size))
         q, k, v = (read(f"attn.{name}_proj", rows, size) for name, rows in sizes)
         rotary = _rotary(spec)
         if rotary is not None and (order_K := rotary.stored_order) is not None:
@@ -353,10 +390,13 @@ def _read_layer(spec: GridVisionSpec, tensors: VisionWeights, prefix: str) -> La
         qkv = Linear.join([q, k, v])
     if spec.num_kv_heads:
         qkv = _with_own_keys(spec, qkv)
-    output, last = read("attn.proj", size, size), read(f"mlp.{down}", size, inner)
+    output, last = read("attn.proj", size, q_size), read(f"mlp.{down}", size, inner)
     if spec.has_layer_scales:
         for i, linear in enumerate((output, last), 1):
             linear.scale_outputs(tensors.read(f"{prefix}lambda_{i}", size))
+    first_bias_H: Tensor | None = None
+    if spec.has_first_biases and spec.bands[index] is not None:
+        first_bias_H = tensors.read(f"{prefix}attn.sinks", spec.num_heads)
     return LayerWeights(
         attention_norm=norms[0],
         qkv=[qkv],
@@ -367,14 +407,16 @@ def _read_layer(spec: GridVisionSpec, tensors: VisionWeights, prefix: str) -> La
         down=last,
         query_norm=head_norm("q"),
         key_norm=head_norm("k"),
+        first_bias_H=first_bias_H,
     )
 
 
 def _with_own_keys(spec: GridVisionSpec, qkv: Linear) -> Linear:
     """Return a projection in which every query head has its own copy of the key and value head that it shares."""
-    num_groups, head_dim = spec.num_kv_heads, spec.hidden_size // spec.num_heads
+    num_groups, head_dim = spec.num_kv_heads, spec.size_of_heads
+    num_queries = spec.num_heads * head_dim
     rows = torch.arange(len(qkv.weight), device=qkv.weight.device)
-    shared = rows[spec.hidden_size :].view(2, num_groups, 1, head_dim)
+    shared = rows[num_queries:].view(2, num_groups, 1, head_dim)
     own = shared.expand(-1, -1, spec.num_heads // num_groups, -1).flatten()
-    order = torch.cat((rows[: spec.hidden_size], own))
+    order = torch.cat((rows[:num_queries], own))
     return Linear(qkv.weight[order], None if qkv.bias is None else qkv.bias[order])

@@ -36,7 +36,8 @@ class LayersSpec(msgspec.Struct, frozen=True):
     """Layers of attention and an MLP, each after an optional norm. Optional parts exist if there are weights for them.
 
     If `norms_sums`, these norms follow the sums with the inputs instead. If `has_score_biases`, numbers that depend on
-    the inputs are added to the scores of attention.
+    the inputs are added to the scores of attention. If `has_first_biases`, each head adds a number to the scores of the
+    first patch.
 
     The features are the hidden states after each of `feature_layers`, counted from 1; the largest is the last layer. If
     there are windows, patches attend within them, except in `full_layers`. Norms of queries and keys are over all heads
@@ -64,6 +65,7 @@ class LayersSpec(msgspec.Struct, frozen=True):
     gate_limit: float = 0.0
     norms_sums: bool = False
     has_score_biases: bool = False
+    has_first_biases: bool = False
 
     @property
     def num_layers(self) -> int:
@@ -79,7 +81,8 @@ class LayersSpec(msgspec.Struct, frozen=True):
 class LayerWeights(msgspec.Struct):
     """The weights of a layer. `qkv` is one product, or three if products are clipped.
 
-    `score_bias` returns what is added to the scores [H, P, P] of inputs [P, D].
+    `score_bias` returns what is added to the scores [H, P, P] of inputs [P, D], and `first_bias_H` is added to those of
+    the first patch.
     """
 
     attention_norm: Norm | None
@@ -94,6 +97,7 @@ class LayerWeights(msgspec.Struct):
     attention_output_norm: Norm | None = None
     mlp_output_norm: Norm | None = None
     score_bias: Callable[[Tensor], Tensor] | None = None
+    first_bias_H: Tensor | None = None
 
 
 class Layers(Protocol):
@@ -182,6 +186,8 @@ class _TorchLayer:
             v = F.rms_norm(v, v.shape[-1:], None, spec.norm_eps)
         if rotation is not None:
             q, k = rotation.apply(q), rotation.apply(k)
+        if weights.first_bias_H is not None:
+            q, k = _with_first_bias(q, k, weights.first_bias_H / spec.scale)
         attended = []
         start = 0
         for count, length in windows:
@@ -210,6 +216,19 @@ class _TorchLayer:
         if limit := self._spec.gate_limit:
             gate_PF, up_PF = limited(gate_PF, up_PF, limit)
         return weights.down(self._activation(gate_PF) * up_PF)
+
+
+def _with_first_bias(q: Tensor, k: Tensor, bias_H: Tensor) -> tuple[Tensor, Tensor]:
+    """Return queries and keys with another element, whose product is the bias of the first patch.
+
+    A mask with the biases would be as many times larger as there are heads.
+    """
+    size = q.shape[-1]
+    # Kernels of GPUs need a multiple of 8 elements.
+    q, k = F.pad(q, (0, 8)), F.pad(k, (0, 8))
+    q[..., size] = 1
+    k[0, :, size] = bias_H
+    return q, k
 
 
 def limited(gate_PF: Tensor, up_PF: Tensor, limit: float) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Read the vision towers of Qwen-VL, GLM and ERNIE, which process images of any size."""
+"""Read the vision towers of Qwen-VL and GLM, which process images of any size."""
 
 from __future__ import annotations
 
@@ -52,6 +52,10 @@ class GridVisionSpec(msgspec.Struct, frozen=True):
             attention (LFM3-VL): the patches' rows are multiplied by gates, convolved in each channel by a square of
             `conv_size` x `conv_size`, and multiplied by other gates.
         num_kv_heads: If not 0, several query heads share keys and values, of which there are this many heads.
+        head_dim: The number of elements of a head, if not 0 and different from `hidden_size` / `num_heads`.
+        bands: For each layer the order of cells in which patches attend to those that are at most `band_size` patches
+            away (MiMo), or None if they attend to all. Empty if the patches of all layers do.
+        has_first_biases: True if each head of the layers with a band adds a number to the scores of the first patch.
         rotary: The order of a head's angles: those of the row before those of the column ("joined"), the other way
             around ("columns first"; with "pairs", neighboring elements are rotated together), or alternating, beginning
             with the column, where neighboring elements are rotated together, too ("alternating"). With "thirds"
@@ -63,6 +67,7 @@ class GridVisionSpec(msgspec.Struct, frozen=True):
             dimensions, of which the second is ordered by "pixels", "frames" or "channels" first.
         merger_norm: The rows that the projection norms: patches or squares of patches; None if it has no norm.
         merger_norm_kind: The kind of that norm, if it differs from the others.
+        has_merger_norm_bias: True if that norm has a bias, if its kind is "layer".
         merger_activation: The activation between the two matrices of the projection.
         merger_inner: If not 0, the number of elements between the two matrices of the projection.
         has_merger_biases: True if the matrices of the projection have biases.
@@ -134,6 +139,10 @@ class GridVisionSpec(msgspec.Struct, frozen=True):
     merger_eps: float = 0.0
     has_joined_qkv: bool = True
     num_kv_heads: int = 0
+    head_dim: int = 0
+    bands: tuple[Literal["rows", "columns"] | None, ...] = ()
+    band_size: int = 0
+    has_first_biases: bool = False
     conv_layers: tuple[int, ...] = ()
     conv_size: int = 0
     rotary: (
@@ -143,6 +152,7 @@ class GridVisionSpec(msgspec.Struct, frozen=True):
     patch_layout: Literal["convolution", "pixels", "frames", "channels"] = "convolution"
     merger_norm: Literal["patches", "squares"] | None = "patches"
     merger_norm_kind: Literal["layer", "rms"] | None = None
+    has_merger_norm_bias: bool = True
     merger_activation: str = "gelu"
     merger_inner: int = 0
     has_merger_biases: bool = True
@@ -183,6 +193,11 @@ class GridVisionSpec(msgspec.Struct, frozen=True):
         return rows * (columns // page.columns_per_output) + 1
 
     @property
+    def size_of_heads(self) -> int:
+        """The number of elements of a head."""
+        return self.head_dim or self.hidden_size // self.num_heads
+
+    @property
     def unit(self) -> int:
         """The side, in pixels, of the square of an image that becomes one embedding."""
         return self.patch_size * self.merge_size
@@ -193,11 +208,11 @@ def qwen2_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Gr
     size = vision.integer("embed_dim", 1280)
     vision.require("hidden_size", output_size, _OUTPUT_SIZE, default=3584)
     return GridVisionSpec(
-        **_sizes(vision, size, 14),
+        **grid_sizes(vision, size, 14),
         intermediate_size=int(size * vision.positive("mlp_ratio", 4.0)),
         activation=vision.text("hidden_act", "quick_gelu"),
         output_size=output_size,
-        tensor_names=_NAMES,
+        tensor_names=NAMES,
     )
 
 
@@ -205,20 +220,20 @@ def points(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Grid
     """Return the tower of POINTS 1.5 (arXiv 2412.08443): Qwen2-VL's, for a decoder whose positions have one axis."""
     names = ((r"^vision_encoder\.", "visual."), (r"^vision_projector\.", "visual.merger."))
     spec = qwen2_vl(fields, vision.with_values({"hidden_size": output_size}), output_size)
-    return replace(spec, has_axes=False, tensor_names=(*names, *_NAMES))
+    return replace(spec, has_axes=False, tensor_names=(*names, *NAMES))
 
 
 def sarashina2(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
     """Return the tower of Sarashina2-Vision, which is that of POINTS 1.5 with a norm of its embeddings."""
     spec = points(fields, vision, output_size)
-    names = ((r"^norm\.", "visual.merger.output_norm."), *_NAMES)
+    names = ((r"^norm\.", "visual.merger.output_norm."), *NAMES)
     return replace(spec, has_output_norm=True, tensor_names=names)
 
 
 def qwen2_5_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
     """Return the tower of Qwen2.5-VL."""
     vision.require("out_hidden_size", output_size, _OUTPUT_SIZE, default=3584)
-    sizes = _sizes(vision, vision.integer("hidden_size", 3584), 14)
+    sizes = grid_sizes(vision, vision.integer("hidden_size", 3584), 14)
     window_size = vision.integer("window_size", 112)
     unit = sizes["patch_size"] * sizes["merge_size"]
     if window_size < unit:
@@ -234,13 +249,13 @@ def qwen2_5_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> 
         full_layers=read_layers(
             vision, "fullatt_block_indexes", sizes["num_layers"], [7, 15, 23, 31]
         ),
-        tensor_names=_NAMES,
+        tensor_names=NAMES,
     )
 
 
 def opencua(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
     """Return the tower of OpenCUA (arXiv 2508.09123): Qwen2.5-VL's, for a decoder whose positions have one axis."""
-    names = ((r"^(model\.)?vision_tower\.", "visual."), *_NAMES)
+    names = ((r"^(model\.)?vision_tower\.", "visual."), *NAMES)
     spec = qwen2_5_vl(fields, vision, output_size)
     return replace(spec, has_axes=False, tensor_names=names)
 
@@ -252,7 +267,7 @@ def llava_onevision1_5(
     vision.require("text_hidden_size", output_size, _OUTPUT_SIZE)
     own = vision.with_defaults(depth=24).with_values({"temporal_patch_size": 1})
     return GridVisionSpec(
-        **_sizes(own, vision.integer("hidden_size", 1024), 14),
+        **grid_sizes(own, vision.integer("hidden_size", 1024), 14),
         intermediate_size=vision.integer("intermediate_size", 4096),
         activation=vision.text("hidden_act", "gelu"),
         output_size=output_size,
@@ -261,7 +276,7 @@ def llava_onevision1_5(
         has_class_token=True,
         has_class_angles=True,
         has_axes=False,
-        tensor_names=(*_NAMES, (r"\.pre_layernorm\.", ".patch_norm.")),
+        tensor_names=(*NAMES, (r"\.pre_layernorm\.", ".patch_norm.")),
     )
 
 
@@ -281,7 +296,7 @@ def hyperclovax(fields: ConfigFields, vision: ConfigFields, output_size: int) ->
         middle_size=middle_size,
         has_axes=False,
         tensor_names=(
-            *_NAMES,
+            *NAMES,
             (r"(model\.)?(vision_model|visual)\.", "visual."),
             (r"(model\.)?((mm_|vision_)?projector)\.", "visual.merger.fc3."),
         ),
@@ -291,7 +306,7 @@ def hyperclovax(fields: ConfigFields, vision: ConfigFields, output_size: int) ->
 def qwen3_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
     """Return the tower of Qwen3-VL."""
     vision.require("out_hidden_size", output_size, _OUTPUT_SIZE, default=3584)
-    sizes = _sizes(vision.with_defaults(depth=27), vision.integer("hidden_size", 1152), 16)
+    sizes = grid_sizes(vision.with_defaults(depth=27), vision.integer("hidden_size", 1152), 16)
     return GridVisionSpec(
         **sizes,
         intermediate_size=vision.integer("intermediate_size", 4304),
@@ -302,20 +317,20 @@ def qwen3_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Gr
         deepstack_layers=read_layers(
             vision, "deepstack_visual_indexes", sizes["num_layers"], [8, 16, 24]
         ),
-        tensor_names=_NAMES,
+        tensor_names=NAMES,
     )
 
 
 def qwen2_5_omni(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
     """Return the tower of Qwen2.5-Omni, which is Qwen2.5-VL's with separate queries, keys and values."""
-    names = ((r"\.attn\.([qkv])\.", r".attn.\1_proj."), *_NAMES)
+    names = ((r"\.attn\.([qkv])\.", r".attn.\1_proj."), *NAMES)
     spec = qwen2_5_vl(fields, vision, output_size)
     return replace(spec, has_joined_qkv=False, tensor_names=names)
 
 
 def qwen3_omni(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
     """Return the tower of Qwen3-Omni, which is Qwen3-VL's with other names."""
-    return replace(qwen3_vl(fields, vision, output_size), tensor_names=(*_OMNI_NAMES, *_NAMES))
+    return replace(qwen3_vl(fields, vision, output_size), tensor_names=(*_OMNI_NAMES, *NAMES))
 
 
 def qwen3_5(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
@@ -335,7 +350,7 @@ def ling3_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Gr
             (r"^model\.visual\.", "visual."),
             (r"^(model\.)?linear_proj\.0\.", "visual.merger.fc1."),
             (r"^(model\.)?linear_proj\.2\.", "visual.merger.fc2."),
-            *_NAMES,
+            *NAMES,
         ),
     )
 
@@ -343,7 +358,7 @@ def ling3_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Gr
 def glm4v(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
     """Return the tower of GLM-4.1V and GLM-4.5V."""
     vision.require("out_hidden_size", output_size, _OUTPUT_SIZE, default=3584)
-    sizes = _sizes(
+    sizes = grid_sizes(
         vision.with_defaults(depth=24, num_heads=12), vision.integer("hidden_size", 1536), 14
     )
     image_size = vision.integer("image_size", 336, maximum=MAX_SIDE)
@@ -371,7 +386,7 @@ def glm_ocr(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Gri
     vision = vision.with_defaults(depth=24, num_heads=16, out_hidden_size=1536)
     vision.require("out_hidden_size", output_size, _OUTPUT_SIZE, default=3584)
     return GridVisionSpec(
-        **_sizes(vision, vision.integer("hidden_size", 1024), 14),
+        **grid_sizes(vision, vision.integer("hidden_size", 1024), 14),
         intermediate_size=vision.integer("intermediate_size", 4096),
         activation=vision.text("hidden_act", "silu"),
         output_size=output_size,
@@ -396,63 +411,14 @@ def glm5_next(fields: ConfigFields, vision: ConfigFields, output_size: int) -> G
     )
 
 
-def ernie4_5_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
-    """Return the tower of ERNIE 4.5 VL for images. Videos are not supported."""
-    sizes = _sizes(
-        vision.with_values({"temporal_patch_size": 1}), vision.integer("hidden_size", 1280), 14
-    )
-    for name in ("temporal_merge_size", "temporal_conv_size"):
-        if fields.integer(name, vision.integer(name, 2)) != 2:
-            raise vision.wrong(name, "2", vision.get(name))
-    inner = int(sizes["hidden_size"] * vision.positive("mlp_ratio", 4.0))
-    text = fields.section("text_config") or fields
-    fields = fields.with_defaults(image_token_id=fields.get("im_patch_id", 100_295))
-    norm_eps = vision.positive("rms_norm_eps", 1e-6)
-    return GridVisionSpec(
-        **sizes,
-        intermediate_size=vision.integer("intermediate_size", inner),
-        activation=vision.text("hidden_act", "quick_gelu"),
-        output_size=output_size,
-        norm_eps=norm_eps,
-        patch_layout="channels",
-        has_final_norm=True,
-        merges_frames=True,
-        merger_eps=text.positive("rms_norm_eps", 1e-5),
-        expert_tokens=(
-            fields.integer("image_token_id", minimum=0),
-            *(
-                fields.integer(f"{name}_token_id", default, minimum=0)
-                for name, default in _ERNIE_MARKS.items()
-            ),
-        ),
-        tensor_names=_ERNIE_NAMES,
-    )
-
-
 _OUTPUT_SIZE: Final = ", which is the decoder's hidden_size"
-_ERNIE_MARKS: Final = {
-    "image_start": 101_304,
-    "image_end": 101_305,
-    "video": 103_367,
-    "video_start": 101_306,
-    "video_end": 101_307,
-}
-"""The tokens around images and of videos, by their fields. The config that was first published has none of them."""
-_ERNIE_NAMES: Final = (
-    (r"(model\.)?vision_(model|tower)\.ln\.", "visual.final_norm."),
-    (r"(model\.)?vision_(model|tower)\.", "visual."),
-    (r"(model\.)?resampler_model\.", "visual.merger."),
-    (r"(visual\.merger\.\w+_linear)\.0\.", r"\1.fc1."),
-    (r"(visual\.merger\.\w+_linear)\.2\.", r"\1.fc2."),
-    (r"(visual\.merger\.\w+_linear)\.3\.", r"\1.norm."),
-)
 _GLM_NAMES: Final = (
     (r"\.embeddings\.position_embedding\.", ".pos_embed."),
     (r"\.post_conv_layernorm\.", ".patch_norm."),
     (r"\.post_layernorm\.", ".merger.norm."),
     (r"\.downsample\.", ".merger.square."),
 )
-_NAMES: Final = (
+NAMES: Final = (
     (r"\.ln_q\.", ".norm."),
     (r"\.merger\.mlp\.0\.", ".merger.fc1."),
     (r"\.merger\.mlp\.2\.", ".merger.fc2."),
@@ -465,7 +431,8 @@ _OMNI_NAMES: Final = (
 )
 
 
-def _sizes(vision: ConfigFields, size: int, patch_size: int) -> dict[str, Any]:
+def grid_sizes(vision: ConfigFields, size: int, patch_size: int) -> dict[str, Any]:
+    """Return the sizes that the config of a tower has. `patch_size` is the default of that of patches."""
     vision.require_all(in_channels=3, in_chans=3)
     num_heads = vision.integer("num_heads", 16)
     require_rotated_pairs(vision, size, num_heads, "num_heads")

@@ -25,7 +25,6 @@ from .gemma import PatchVisionSpec, gemma3, gemma4, gemma4_unified, paligemma
 from .granite import blip, blip2, granite4_vision, granite_docling
 from .grid import (
     GridVisionSpec,
-    ernie4_5_vl,
     exaone4_5,
     glm4v,
     glm5_next,
@@ -43,6 +42,8 @@ from .grid import (
     qwen3_vl,
     sarashina2,
 )
+from .grids.ernie import ernie4_5_vl
+from .grids.mimo import mimo_v2
 from .idefics3 import idefics2, idefics3, modernvbert
 from .janus import deepseek_vl, deepseek_vl_hybrid, janus
 from .llama import TilesVisionSpec, llama4, mllama
@@ -213,6 +214,7 @@ READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionSp
     "locateanything": locate_anything,
     "mantis": llava,
     "minimax_m3_vl": minimax_m3,
+    "mimo_v2": mimo_v2,
     "minicpm_ocr": minicpm_ocr,
     "minicpmo": minicpmv,
     "minicpmv": minicpmv,

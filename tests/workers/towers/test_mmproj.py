@@ -48,6 +48,7 @@ from support.mmproj.writer import (
     write_phi4_mmproj,
     write_unified_mmproj,
 )
+from support.own_code.grid_towers.mimo import mimo_v2, write_mimo_mmproj
 from support.own_code.known_towers.deepseek_ocr import deepseek_ocr, write_deepseek_mmproj
 from support.own_code.known_towers.glm_edge import glm_edge, write_glm_edge_mmproj
 from support.own_code.known_towers.ling3_vl import ling3_vl, write_ling3_mmproj
@@ -226,6 +227,7 @@ def test_tower_of_a_phi4_file_equals_that_of_transformers(size, tmp_path):
 
 _OWN_CODE = {
     "dots_ocr": (dots_ocr, write_dots_mmproj, "<|imgpad|>"),
+    "mimo_v2": (mimo_v2, write_mimo_mmproj, "<|image_pad|>"),
     "youtu_vl": (youtu_vl, write_youtu_mmproj, "<|image_pad|>"),
 }
 

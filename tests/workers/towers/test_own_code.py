@@ -26,6 +26,7 @@ from engine.protocol.encoder_inputs.payloads import ImagePayload
 from engine.workers.batch.rotary_positions import RotaryPositions
 from engine.workers.batch.spans import Spans
 from PIL import Image
+from support.own_code.grid_towers.mimo import mimo_v2
 from support.own_code.known_towers import (
     eagle2_5,
     locate_anything,
@@ -71,6 +72,8 @@ MODELS: dict[str, Callable[[Path], OwnCodeModel | Moondream]] = {
     "glm_edge": glm_edge,
     "kosmos2": kosmos2,
     "locate_anything": locate_anything,
+    "mimo_v2": mimo_v2,
+    "mimo_v2-omni": partial(mimo_v2, architecture="MiMoV2OmniForCausalLM"),
     "moondream": moondream,
     "moondream-2": partial(moondream, is_third=False),
     "nemotron_vl": nemotron_vl,
@@ -104,6 +107,7 @@ PLACEHOLDERS = {
     "kosmos2": "<unk>",
     "locate_anything": "<IMG_CONTEXT>",
     "minicpmv": "<unk>",
+    "mimo_v2": "<|image_pad|>",
     "moondream": "<|endoftext|>",
     "nemotron_vl": "<image>",
     "nvila_lite": "<image>",
@@ -129,6 +133,9 @@ WITHOUT_PROGRAM = {
     "step_vl-5",
 }
 """Models whose decoders native programs do not compute."""
+
+WITHOUT_TOWER_PROGRAM = {"mimo_v2", "mimo_v2-omni", "onevision2"}
+"""Models whose towers native programs do not compute, for their rotation or the biases of their scores."""
 
 
 @pytest.mark.parametrize("load", [load_decoder, load_native_decoder])
@@ -164,8 +171,7 @@ def test_logits_equal_those_of_the_authors_code(
     expected = reference.logits(prompt, images, **limits)
     make = load_decoder if kind in WITHOUT_PROGRAM else load
     decoder = make(tmp_path, max_model_len=2048)
-    # Native programs do not have its rotation.
-    tower = load_tower(tmp_path, decoder, load_decoder if kind == "onevision2" else load)
+    tower = load_tower(tmp_path, decoder, load_decoder if kind in WITHOUT_TOWER_PROGRAM else load)
     encoded = torch.cat([tower(payload) for payload in payloads])
     is_image = np.array(prompt) == reference.image_token
     runner = Runner(decoder, 1, max_tokens=2048)

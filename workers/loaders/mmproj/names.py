@@ -212,6 +212,7 @@ _OTHER_GRID_NAMES = {
     "glm5v": _GLM_NAMES,
     "hunyuanvl": _HUNYUAN_NAMES,
     "ling3vl": _LING_NAMES,
+    "mimovl": _GRID_NAMES,
     "minimax_m3": _MINIMAX_NAMES,
     "muse-glimmer": _MUSE_NAMES,
     "nemotron_v2_vl": _NEMOTRON_NAMES,
@@ -309,6 +310,7 @@ _DEEPSTACK = re.compile(r"v\.deepstack\.(\d+)\.(\w+)\.(weight|bias)")
 _LAST_PARTS = ("attn_k", "attn_v", "weight.1", "attn.k", "attn.v")
 """Marks of tensors that are parts of one in a Hugging Face checkpoint, after its first part and in their order."""
 
+_SINKS = re.compile(r"v\.blk\.(\d+)\.attn_sinks")
 _LAYER_TENSOR = re.compile(r"v\.blk\.(\d+)\.(\w+)\.(weight|bias|(?:in|out)put_m(?:in|ax))")
 # Tensors whose names have no suffix, such as ".weight", in a Hugging Face checkpoint.
 _PLAIN = (
@@ -401,6 +403,8 @@ def _grid_names(
         if match := _DEEPSTACK.fullmatch(name):
             index = kept.index(int(match[1]))
             return f"{_VISUAL}deepstack_merger_list.{index}.{match[2]}.{match[3]}"
+        if match := _SINKS.fullmatch(name):
+            return f"{_VISUAL}blocks.{match[1]}.attn.sinks"
         if match := _LAYER_TENSOR.fullmatch(name):
             if match[2] not in layer_names:
                 return name

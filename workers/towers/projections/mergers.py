@@ -72,7 +72,10 @@ class Merger:
             size = self._size if self._norms_squares else spec.hidden_size
             eps = spec.merger_eps or spec.norm_eps
             kind = spec.merger_norm_kind or spec.norm_kind
-            self._norm = tensors.read_norm(f"{prefix}norm", size, kind, eps)
+            if spec.has_merger_norm_bias:
+                self._norm = tensors.read_norm(f"{prefix}norm", size, kind, eps)
+            else:
+                self._norm = tensors.read_layer_norm(f"{prefix}norm", size, eps, has_bias=False)
         self._activation = activation(spec.merger_activation)
         inner, has_bias = spec.merger_inner or self._size, spec.has_merger_biases
         self._first = tensors.read_linear(f"{prefix}fc1", inner, self._size, has_bias=has_bias)

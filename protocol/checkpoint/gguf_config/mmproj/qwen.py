@@ -1,4 +1,4 @@
-"""Translate the metadata of the towers of Qwen-VL and EXAONE 4.5 in mmproj files."""
+"""Translate the metadata of the towers of Qwen-VL, EXAONE 4.5, Ling 3 and MiMo-V2.5 in mmproj files."""
 
 from __future__ import annotations
 
@@ -96,6 +96,33 @@ def ling3_vl(vision: Vision) -> Mmproj:
         "num_position_embeddings": vision.num_rows("v.position_embd.weight"),
     }
     return _qwen(vision, "bailing_moe_v3_vl", "BailingMoeV3VL", tower, _QWEN3_PIXELS)
+
+
+def mimo_vl(vision: Vision) -> Mmproj:
+    """Return the fields of MiMo-V2.5. Files do not have the number of elements of a head."""
+    num_heads = vision.integer("attention.head_count")
+    num_kv_heads = vision.integer("attention.head_count_kv")
+    head_dim = vision.num_rows("v.blk.0.attn_qkv.weight") // (num_heads + 2 * num_kv_heads)
+    types = vision.integers("wa_pattern_mode")
+    tower = {
+        "hidden_size": vision.integer("embedding_length"),
+        "intermediate_size": vision.integer("feed_forward_length"),
+        "hidden_act": vision.activation("gelu"),
+        "num_key_value_heads": num_kv_heads,
+        "qk_channels": head_dim,
+        "kv_channels": head_dim,
+        "vit_window_attn_types": types,
+        "visual_token_window_size": vision.integer("window_size"),
+        "use_sink": vision.has_tensor(f"v.blk.{_first_window(types)}.attn_sinks"),
+        "rms_norm_eps": vision.positive("attention.layer_norm_epsilon", 1e-6),
+    }
+    found = _qwen(vision, "mimo_v2", "MiMoV2", tower, _QWEN2_PIXELS)
+    return found._replace(config=found.config | {"architectures": ["MiMoV2FlashForCausalLM"]})
+
+
+def _first_window(types: list[int]) -> int:
+    """Return the first layer whose patches do not attend to all others."""
+    return next((index for index, kind in enumerate(types) if kind >= 0), 0)
 
 
 _QWEN2_PIXELS: Final = (56 * 56, 28 * 28 * 16384)

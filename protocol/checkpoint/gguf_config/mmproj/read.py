@@ -28,7 +28,7 @@ from .merged import (
     step3,
     youtu_vl,
 )
-from .qwen import exaone4_5, ling3_vl, qwen2_5_vl, qwen2_vl, qwen3_vl
+from .qwen import exaone4_5, ling3_vl, mimo_vl, qwen2_5_vl, qwen2_vl, qwen3_vl
 from .squares import gemma3n, granite4_vision, janus, minicpmv4_6
 
 
@@ -373,6 +373,7 @@ _KINDS: Final[dict[str, _Reader]] = {
     "lightonocr": _lighton_ocr,
     "ling3vl": ling3_vl,
     "llama4": _llama4,
+    "mimovl": mimo_vl,
     "minicpmv4_6": minicpmv4_6,
     "minimax_m3": minimax_m3,
     "mlp": _llava,

@@ -1,0 +1,1 @@
+"""Vision towers that are more than a few fields of Qwen-VL's."""
