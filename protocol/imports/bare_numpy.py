@@ -17,6 +17,13 @@ _TYPES: Final = "numpy._typing"
 _Scalar = TypeVar("_Scalar")
 
 
+def _stand_in(name: str) -> Any:
+    """Return a type with a parameter, because numpy only writes its types in annotations."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return list
+
+
 def install() -> None:
     """Import numpy. Does nothing if it is imported already.
 
@@ -25,8 +32,7 @@ def install() -> None:
     if "numpy" in sys.modules:
         return
     stand_ins = {name: ModuleType(name) for name in (*_DOCUMENTATION, _TYPES)}
-    # numpy annotates the results of its functions with it.
-    stand_ins[_TYPES].__dict__["NDArray"] = list
+    stand_ins[_TYPES].__dict__["__getattr__"] = _stand_in
     sys.modules.update(stand_ins)
     try:
         import numpy as np
