@@ -134,7 +134,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     ) = None
     ctx_size: Annotated[
         int,
-        option("The same, lowered to the model's context; 0 is all of it", "-c", ge=0),
+        option("--max-model-len, but lowered to the model's context; 0 is all of it", "-c", ge=0),
     ] = 0
     hf_overrides: Annotated[
         dict[str, object],
@@ -192,7 +192,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         option("LoRA adapter of all requests: a GGUF file or a directory", metavar="FILE"),
     ] = ()
     lora_scaled: Annotated[
-        tuple[str, ...], option("The same, multiplied by a number", metavar="FILE:SCALE")
+        tuple[str, ...], option("As --lora, multiplied by a number", metavar="FILE:SCALE")
     ] = ()
     lora_init_without_apply: Annotated[
         bool, option("Apply the adapters of --lora only to requests that choose one")
