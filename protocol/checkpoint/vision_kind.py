@@ -28,6 +28,7 @@ _KINDS: Final = {
     "Ovis2_6_MoeForCausalLM": "ovis2_5",
     "Ovis2_6_NextForCausalLM": "ovis2_5",
     "RForConditionalGeneration": "r_vl",
+    "Step3VLForConditionalGeneration": "step3",
     "StepVLForConditionalGeneration": "step3_vl",
 }
 """Architectures with the model type or the tower of another architecture, and the names of those models."""

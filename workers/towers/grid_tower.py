@@ -91,8 +91,11 @@ class GridTower(ImageTower):
             if spec.has_class_angles:
                 num_angles = size // spec.num_heads // 2
                 first_angles = tuple(tensors.read("class_pos_emb", 1, num_angles)[0].tolist())
+            elif spec.has_class_position:
+                self._first_RD = self._first_RD + table[:1]
             else:
                 self._first_RD = self._first_RD + tensors.read("cls_position_embedding", size)
+            self._first_RD = self._first_RD.expand(spec.num_class_rows, -1)
         elif spec.has_registers:
             self._first_RD = tensors.read_table("registers.weight", size)
         check_activation(source.checkpoint, spec.activation)
@@ -263,11 +266,12 @@ class GridTower(ImageTower):
         """Return the learned position of each patch [P, D], interpolated from the table."""
         assert self._positions is not None
         side = self.spec.position_side
-        if self.spec.interpolation in ("antialiased", "cropped"):
+        if self.spec.interpolation in ("antialiased", "antialiased bicubic", "cropped"):
             crops = self.spec.interpolation == "cropped"
+            mode = "bicubic" if self.spec.interpolation == "antialiased bicubic" else "bilinear"
             size = (max(height, width),) * 2 if crops else (height, width)
             table = self._positions.float().view(1, side, side, -1).permute(0, 3, 1, 2)
-            resized = F.interpolate(table, size, mode="bilinear", antialias=not crops)
+            resized = F.interpolate(table, size, mode=mode, antialias=not crops)
             return resized[0, :, row_P, column_P].T.to(self._dtype)
         swaps = self.spec.interpolation == "swapped sides"
         if swaps:
@@ -397,11 +401,15 @@ def _read_layer(spec: GridVisionSpec, tensors: VisionWeights, index: int) -> Lay
     first_bias_H: Tensor | None = None
     if spec.has_first_biases and spec.bands[index] is not None:
         first_bias_H = tensors.read(f"{prefix}attn.sinks", spec.num_heads)
+    before: list[Norm | None] = [None, None] if spec.norms_outputs else [*norms]
+    after: list[Norm | None] = [*norms] if spec.norms_outputs else [None, None]
     return LayerWeights(
-        attention_norm=norms[0],
+        attention_norm=before[0],
         qkv=[qkv],
         output=output,
-        mlp_norm=norms[1],
+        mlp_norm=before[1],
+        attention_output_norm=after[0],
+        mlp_output_norm=after[1],
         gate=read("mlp.gate_proj", inner, size) if spec.has_gate else None,
         up=read(f"mlp.{up}", inner, size),
         down=last,

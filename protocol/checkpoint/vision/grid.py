@@ -24,6 +24,7 @@ class GridVisionSpec(msgspec.Struct, frozen=True):
     Attributes:
         frames_per_tubelet: If not 0, this many frames of a video become a patch by a projection of their own.
         norm_kind: The kind of every norm.
+        norms_outputs: True if the outputs of blocks are normed instead of their inputs.
         has_gate: True if MLPs are gated.
         has_patch_norm: True if patch embeddings are normed before learned positions are added.
         norms_positions: True if the norm of patch embeddings follows the addition of learned positions.
@@ -35,10 +36,11 @@ class GridVisionSpec(msgspec.Struct, frozen=True):
         position_side: If not 0, patches also have learned positions: a square table with this side, interpolated to the
             patches of the image.
         has_square_positions: True if the checkpoint stores that table with three dimensions.
-        has_class_position: True if the table has another row before the others, which is not used.
+        has_class_position: True if the table has another row before the others, for the class token if there is one.
         interpolation: The interpolation of the table. "corners" is bilinear and aligns the corners of the image and the
             table. The others align the centers of patches: "centers" is bicubic, "bilinear centers" bilinear, and
-            "antialiased" averages over all positions in between where the image has fewer patches. "cropped" (RADIO) is
+            "antialiased" and "antialiased bicubic" average over all positions in between where the image has fewer
+            patches. "cropped" (RADIO) is
             bilinear over a square with the longer side of the image, whose upper left part is used. "swapped sides" is
             bilinear with zeros outside of the table, and assigns positions row by row as if the image had as many rows
             as it has columns, and the other way around (Muse).
@@ -74,6 +76,7 @@ class GridVisionSpec(msgspec.Struct, frozen=True):
         projects_patches: True if the projection has two matrices for each patch, and two for each square (MiniMax M3).
         convolves: True if the projection has two convolutions, which halve both sides and double the elements, and a
             matrix (Step 3.7).
+        convolved_size: If not 0, the first of them is over squares of 2 x 2 patches and has this many outputs (Step 3).
         middle_size: If not 0, the number of outputs of the projection's second matrix, which is followed by a third.
         has_third_matrix: True if the projection has three matrices, of which the first reads an element of all patches
             of a square before the next element.
@@ -95,6 +98,7 @@ class GridVisionSpec(msgspec.Struct, frozen=True):
         frame_merge: The side of the square of patches of a video's frame whose mean becomes one output (VideoLLaMA 3).
         has_class_token: True if there is a learned row before the patches, whose output is not used. Rows and columns
             are then counted from 1.
+        num_class_rows: The number of rows before the patches that are this row.
         has_class_angles: True if that row is rotated by angles of its own, which the checkpoint stores. Rows and
             columns are then counted from 0 (LLaVA-OneVision 1.5).
         has_registers: True if there is a table of learned rows before the patches, whose outputs are not used.
@@ -119,6 +123,7 @@ class GridVisionSpec(msgspec.Struct, frozen=True):
     frames_per_tubelet: int = 0
     norm_kind: Literal["layer", "rms"] = "layer"
     norm_eps: float = 1e-6
+    norms_outputs: bool = False
     has_gate: bool = False
     gate_limit: float = 0.0
     has_patch_bias: bool = False
@@ -131,7 +136,13 @@ class GridVisionSpec(msgspec.Struct, frozen=True):
     has_square_positions: bool = False
     has_class_position: bool = False
     interpolation: Literal[
-        "corners", "centers", "bilinear centers", "antialiased", "cropped", "swapped sides"
+        "corners",
+        "centers",
+        "bilinear centers",
+        "antialiased",
+        "antialiased bicubic",
+        "cropped",
+        "swapped sides",
     ] = "corners"
     side_offset: float = 0.0
     has_final_norm: bool = False
@@ -158,6 +169,7 @@ class GridVisionSpec(msgspec.Struct, frozen=True):
     has_merger_biases: bool = True
     projects_patches: bool = False
     convolves: bool = False
+    convolved_size: int = 0
     middle_size: int = 0
     has_third_matrix: bool = False
     has_output_norm: bool = False
@@ -170,6 +182,7 @@ class GridVisionSpec(msgspec.Struct, frozen=True):
     summed_layers: tuple[int, ...] = ()
     frame_merge: int = 1
     has_class_token: bool = False
+    num_class_rows: int = 1
     has_class_angles: bool = False
     has_registers: bool = False
     has_layer_scales: bool = False

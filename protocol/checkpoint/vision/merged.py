@@ -1,4 +1,4 @@
-"""Read the vision towers of OCR models, Hunyuan, MiniMax M3, Kimi, Isaac, LFM2-VL, LFM3-VL, VideoLLaMA 3 and Step."""
+"""Read the vision towers of OCR models, Hunyuan, MiniMax M3, Kimi, Isaac, LFM2-VL, LFM3-VL and VideoLLaMA 3."""
 
 from __future__ import annotations
 
@@ -47,41 +47,6 @@ def video_llama3(fields: ConfigFields, vision: ConfigFields, output_size: int) -
         has_axes=False,
         frame_merge=2,
         tensor_names=_VIDEO_LLAMA_NAMES,
-    )
-
-
-def step3(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
-    """Return the tower of Step 3.7 and Step3-VL 10B, a Perception Encoder (arXiv 2504.13181)."""
-    vision.require_all(use_cls_token=False, use_ln_post=False, use_abs_posemb=True, use_rope2d=True)
-    names = {"hidden_size": "width", "num_hidden_layers": "layers", "num_attention_heads": "heads"}
-    vision = vision.with_defaults(
-        **{
-            name: vision.get(other)
-            for name, other in names.items()
-            if vision.get(other) is not None
-        }
-    )
-    size = vision.integer("hidden_size", 1536)
-    inner = int(size * vision.positive("mlp_ratio", 8960 / 1536))
-    image_size, patch_size = image_and_patch_size(vision, 728, 14)
-    sizes = merged_sizes(
-        vision.with_values({"intermediate_size": inner}), patch_size, 1536, 8960, 47
-    )
-    return GridVisionSpec(
-        **sizes | {"has_patch_bias": False, "has_final_norm": False},
-        merge_size=1,
-        activation=vision.text("hidden_act", "quick_gelu"),
-        output_size=output_size,
-        norm_eps=vision.positive("layer_norm_eps", 1e-5),
-        norms_positions=True,
-        rotary="pairs",
-        has_axes=False,
-        position_side=image_size // patch_size,
-        interpolation="bilinear centers",
-        has_layer_scales=True,
-        has_merger_biases=fields.boolean("projector_bias", False),
-        convolves=True,
-        tensor_names=_STEP_NAMES,
     )
 
 
@@ -462,18 +427,4 @@ _VIDEO_LLAMA_NAMES: Final = (
     *SIGLIP_NAMES,
     (r"(model\.)?projector\.readout\.0\.", "visual.merger.fc1."),
     (r"(model\.)?projector\.readout\.2\.", "visual.merger.fc2."),
-)
-_STEP_NAMES: Final = (
-    (r"(.*)vision_model\.conv1\.", "visual.patch_embed.proj."),
-    (r"(.*)vision_model\.positional_embedding$", "visual.pos_embed.weight"),
-    (r"(.*)vision_model\.ln_pre\.", "visual.patch_norm."),
-    (r"(.*)vision_model\.transformer\.resblocks\.", "visual.blocks."),
-    (r"(.*)vision_model\.vit_downsampler", "visual.merger.conv"),
-    (r"(.*)vit_large_projector\.", "visual.merger.proj."),
-    (r"(visual\.blocks\..*)\.ln_", r"\1.norm"),
-    (r"(visual\.blocks\..*)\.attn\.in_proj_", r"\1.attn.qkv."),
-    (r"(visual\.blocks\..*)\.attn\.out_proj\.", r"\1.attn.proj."),
-    (r"(visual\.blocks\..*)\.mlp\.c_fc\.", r"\1.mlp.fc1."),
-    (r"(visual\.blocks\..*)\.mlp\.c_proj\.", r"\1.mlp.fc2."),
-    (r"(visual\.blocks\..*)\.ls_([12])\.gamma$", r"\1.lambda_\2"),
 )

@@ -44,6 +44,7 @@ from .grid import (
 )
 from .grids.ernie import ernie4_5_vl
 from .grids.mimo import mimo_v2
+from .grids.step import step3, step3p7
 from .idefics3 import idefics2, idefics3, modernvbert
 from .janus import deepseek_vl, deepseek_vl_hybrid, janus
 from .llama import TilesVisionSpec, llama4, mllama
@@ -77,7 +78,6 @@ from .merged import (
     minimax_m3,
     paddleocr_vl,
     phi4_siglip,
-    step3,
     video_llama3,
 )
 from .muse import (
@@ -257,9 +257,10 @@ READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionSp
     "qwen3_vl": qwen3_vl,
     "qwen3_vl_moe": qwen3_vl,
     "qwen4_exp": qwen3_5,
-    "step3_vl": step3,
-    "step3p7": step3,
-    "step5_vl": step3,
+    "step3": step3,
+    "step3_vl": step3p7,
+    "step3p7": step3p7,
+    "step5_vl": step3p7,
     "phi4_siglip": phi4_siglip,
     "unlimited_ocr": deepseek_ocr,
     "video_llama_3": video_llama3,

@@ -27,6 +27,7 @@ from engine.workers.batch.rotary_positions import RotaryPositions
 from engine.workers.batch.spans import Spans
 from PIL import Image
 from support.own_code.grid_towers.mimo import mimo_v2
+from support.own_code.grid_towers.step3 import step3
 from support.own_code.known_towers import (
     eagle2_5,
     locate_anything,
@@ -90,6 +91,7 @@ MODELS: dict[str, Callable[[Path], OwnCodeModel | Moondream]] = {
     "points": points,
     "rice": rice,
     "sarashina2": sarashina2,
+    "step3": step3,
     "step_vl": step_vl,
     "step_vl-5": partial(step_vl, is_fifth=True),
     "youtu_vl": youtu_vl,
@@ -120,6 +122,7 @@ PLACEHOLDERS = {
     "points": "<|image_pad|>",
     "rice": "<|image_pad|>",
     "sarashina2": "<|file|>",
+    "step3": "<im_patch>",
     "step_vl": "<im_patch>",
     "youtu_vl": "<|image_pad|>",
 }
@@ -130,6 +133,7 @@ WITHOUT_PROGRAM = {
     "deepseek_ocr-unlimited",
     "deepseek_ocr-unlimited-hf",
     "kosmos2",
+    "step3",
     "step_vl-5",
 }
 """Models whose decoders native programs do not compute."""

@@ -194,6 +194,7 @@ _WITH_ANY_DECODER = {
     "RForConditionalGeneration",
     "Sarashina2VisionForCausalLM",
     "SmolVLMForConditionalGeneration",
+    "Step3VLForConditionalGeneration",
     "StepVLForConditionalGeneration",
     "VibeVoiceAsrForConditionalGeneration",
     "VideoLlavaForConditionalGeneration",

@@ -210,21 +210,24 @@ class _ConvolvedMerger:
 
     def __init__(self, spec: GridVisionSpec, tensors: VisionWeights) -> None:
         size = spec.hidden_size
+        first = (spec.convolved_size, 2) if spec.convolved_size else (2 * size, 3)
+        sizes = (1, size, *first), (2, first[0], 2 * first[0], 3)
         self._convolutions = [
             (
-                tensors.read(f"merger.conv{i}.weight", 2 * inputs, inputs, 3, 3),
-                tensors.read(f"merger.conv{i}.bias", 2 * inputs),
+                tensors.read(f"merger.conv{i}.weight", outputs, inputs, side, side),
+                tensors.read(f"merger.conv{i}.bias", outputs),
             )
-            for i, inputs in ((1, size), (2, 2 * size))
+            for i, inputs, outputs, side in sizes
         ]
         self._project = tensors.read_linear(
-            "merger.proj", spec.output_size, 4 * size, has_bias=spec.has_merger_biases
+            "merger.proj", spec.output_size, 2 * first[0], has_bias=spec.has_merger_biases
         )
 
     def __call__(self, x_PD: Tensor, num_columns: int) -> Tensor:
         x = x_PD.T.unflatten(1, (-1, num_columns))
         for weight, bias in self._convolutions:
-            x = F.conv2d(x[None], weight, bias, stride=2, padding=1)[0]
+            padding = (weight.shape[-1] - 1) // 2
+            x = F.conv2d(x[None], weight, bias, stride=2, padding=padding)[0]
         return self._project(x.flatten(1).T)
 
 

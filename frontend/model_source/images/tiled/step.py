@@ -1,4 +1,4 @@
-"""Read the image processor of Step 3.7 and Step3-VL 10B."""
+"""Read the image processor of Step 3, Step 3.7 and Step3-VL 10B."""
 
 from __future__ import annotations
 
