@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,9 @@ from ..torch_decoder import TorchDecoder
 
 _ATTENTION = "engine"
 """The name of Engine's attention in transformers' configs."""
+
+_PADDING_CHECK = "warn_if_padding_and_no_attention_mask"
+"""The method of transformers' models that warns if tokens of padding have no mask."""
 
 _SELF_CHECK_TOKENS = 12
 _SELF_CHECK_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
@@ -95,11 +99,17 @@ class TransformersModel:
                     attn_implementation=_ATTENTION,
                     trust_remote_code=trusts_remote_code,
                 )
+                for each in module.modules():
+                    # It reads the values of tokens, and these have none.
+                    if hasattr(each, _PADDING_CHECK):
+                        setattr(each, _PADDING_CHECK, lambda *_: None)
                 output = run_module(module, torch.zeros(4).long(), torch.arange(4))
         except CheckpointError:
             raise
         except (ValueError, KeyError, TypeError, NotImplementedError, RuntimeError) as error:
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            if isinstance(error, KeyError) and error.args == (_ATTENTION,):
+                reason = "its layers have attention functions of their own"
             if "Unrecognized configuration class" in reason:
                 reason = f"it has no decoder for model_type {self.config.model_type!r} without images or audio"
             raise self._refusal(reason) from error
@@ -204,10 +214,25 @@ def run_module(module: Any, input_ids_T: Tensor, positions_T: Tensor | None) -> 
 
     Without positions, the module chooses those of a sequence that starts with the first token.
     """
-    positions_1T = None if positions_T is None else positions_T.long()[None]
+    positions_1T = None if positions_T is None else positions_T[None]
     return module.base_model(
         input_ids=input_ids_T[None], position_ids=positions_1T, use_cache=False
     )
+
+
+def _replace_positions(module: nn.Module, positions_T: Callable[[], Tensor | None]) -> None:
+    """Let embeddings of positions read those of the step, because decoders like BART's number tokens themselves."""
+
+    def replace(_: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        replaced_T, given = positions_T(), options.get("position_ids")
+        if replaced_T is None or given is None:
+            return None
+        return args, options | {"position_ids": replaced_T.expand(given.shape)}
+
+    for each in module.modules():
+        parameters = inspect.signature(each.forward).parameters
+        if isinstance(each, nn.Embedding) and "position_ids" in parameters:
+            each.register_forward_pre_hook(replace, with_kwargs=True)
 
 
 class _GivenHiddenStates(nn.Module):
@@ -215,6 +240,11 @@ class _GivenHiddenStates(nn.Module):
 
     output_class: type
     hidden_SD: Tensor
+
+    @property
+    def decoder(self) -> nn.Module:
+        """The module that the heads of encoder-decoder families call."""
+        return self
 
     def forward(self, *_: Any, **__: Any) -> Any:
         return self.output_class(last_hidden_state=self.hidden_SD[None])
@@ -245,6 +275,9 @@ class TransformersDecoder(TorchDecoder):
         self._kv_caches: Sequence[Tensor] = ()
         self._metadata: Sequence[Any] = ()
         self._module = model.load(dtype, attention.device, self._attend)
+        self._positions_T: Tensor | None = None
+        self._first_position = 0
+        _replace_positions(self._module, lambda: self._positions_T)
         self._given = _GivenHiddenStates()
         # Run the head of the family, including all that it does to logits, on given hidden states.
         self._head = copy.copy(self._module)
@@ -289,6 +322,9 @@ class TransformersDecoder(TorchDecoder):
         attn_metadata: Sequence[Any],
     ) -> Tensor:
         self._kv_caches, self._metadata = kv_caches, attn_metadata
+        if positions_T is not None:
+            positions_T = positions_T.long() + self._first_position
+        self._positions_T = positions_T
         output = run_module(self._module, inputs.long(), positions_T)
         self._given.output_class = type(output)
         hidden_TD: Tensor = output.last_hidden_state[0]
@@ -327,6 +363,10 @@ class TransformersDecoder(TorchDecoder):
             for _ in self.spec.layers
         ]
         tokens = np.random.default_rng(0).integers(0, vocab_size, (3, _SELF_CHECK_TOKENS))
+        padding = self._module.config.get_text_config().pad_token_id
+        if padding is not None:
+            # Such a token may have no position.
+            tokens[tokens == padding] = (padding + 1) % vocab_size
 
         def hidden_states(*chunks: tuple[int, int, int], has_positions: bool = True) -> Tensor:
             """Return the hidden states of chunks (sequence, start, stop), computed in one step."""
@@ -342,12 +382,17 @@ class TransformersDecoder(TorchDecoder):
             ).float()
 
         middle, end = _SELF_CHECK_TOKENS // 2 + 1, _SELF_CHECK_TOKENS
-        whole_TD = hidden_states((0, 0, end))
         own_TD = hidden_states((0, 0, end), has_positions=False)
-        if not self._is_close(own_TD, whole_TD):
+        # Positions of RoBERTa follow the id of the padding token.
+        for self._first_position in (0, *([] if padding is None else [padding + 1])):
+            whole_TD = hidden_states((0, 0, end))
+            if self._is_close(own_TD, whole_TD):
+                break
+        else:
             raise CheckpointError(
                 self._path,
-                "transformers' model does not number the tokens of a sequence from 0, so Engine cannot serve it",
+                "transformers' model does not number the tokens of a sequence from 0 or from the padding token's id "
+                "plus 1, so Engine cannot serve it",
             )
         first_TD = hidden_states((1, 0, end), (0, 0, middle))[end:]
         second_TD = hidden_states((2, 0, end), (0, middle, end), (1, end - 1, end))
