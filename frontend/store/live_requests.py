@@ -133,12 +133,16 @@ class LiveRequest(msgspec.Struct, eq=False):
         return [stream.state for stream in self.streams]
 
     def take_update(self, reader: ReaderId) -> RequestUpdate | None:
-        """Return the tokens that a reader has not received; None if there are none."""
+        """Return the tokens that a reader has not received; None if there are none.
+
+        The last tokens of a stream are returned with its end, without which a stop token would be read as text.
+        """
         updates: list[StreamUpdate] = []
         sent = self.readers[reader]
         for position, stream in enumerate(self.streams):
             start = sent[position]
-            if start < 0 or (len(stream.tokens) <= start and stream.end is None):
+            has_news = len(stream.tokens) > start and stream.finished is None
+            if start < 0 or not (has_news or stream.end is not None):
                 continue
             updates.append(stream.update_from(position, start))
             sent[position] = -1 if stream.end is not None else len(stream.tokens)

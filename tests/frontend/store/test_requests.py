@@ -14,7 +14,7 @@ from engine.frontend.store import database, requests
 from engine.frontend.store.database import Database
 from engine.frontend.store.journal import Journal
 from engine.frontend.store.requests import Requests
-from engine.protocol.messages import FinishReason, TokenLogprobs
+from engine.protocol.messages import FinishedRequest, FinishReason, TokenLogprobs
 from engine.protocol.store.requests import (
     AdoptRequest,
     BeginRequest,
@@ -361,3 +361,19 @@ def test_logprobs_are_those_of_the_tokens(store: Store) -> None:
     store.apply(b"s", MoveStream(6, 2, 3, 0))
     assert recorded() == [[]] * 3
     assert request.states[0].prompt_logprobs == []
+
+
+def test_readers_get_the_last_tokens_of_a_stream_with_its_end(store: Store) -> None:
+    store.open_session(b"s")
+    store.apply(b"s", begin(1, "x", 1), LogTokens(2, ints(1), ints(10)))
+    request, reader = store.requests.live.by_name["a", "x"], (b"f", 1)
+    request.readers[reader] = [0]
+    update = request.take_update(reader)
+    assert update is not None and update.streams[0].tokens == ints(10)
+    done = FinishedRequest(1, FinishReason.STOP)
+    store.apply(b"s", LogTokens(3, ints(1), ints(11, 2), ints(2), finished=[done]))
+    assert request.take_update(reader) is None
+    store.apply(b"s", EndStream(4, 1, StreamEnd(3, int(FinishReason.STOP))))
+    update = request.take_update(reader)
+    assert update is not None and update.streams[0].end is not None
+    assert (update.streams[0].start, update.streams[0].tokens) == (1, ints(11, 2))
