@@ -51,24 +51,27 @@ class _Substitute:
 class ChatChoice:
     """One sequence of a chat, and the parsers of its output."""
 
-    def __init__(self, answer: ChatAnswer, index: int) -> None:
+    def __init__(
+        self,
+        serving: Serving,
+        request: ChatCompletionRequest,
+        tools: ToolChoice,
+        prompt: PreparedPrompt,
+        answer_id: str,
+        index: int,
+    ) -> None:
         # A reference to the answer would be a cycle, which keeps both until a garbage collection.
-        self._serving, self._request, self._tools = answer.serving, answer.request, answer.tools
-        self.index, prompt = index, answer.prompt
+        self._serving, self._request, self._tools, self.index = serving, request, tools, index
         is_constrained = prompt.params.structured_output is not None
         self._reasoning = None
-        if answer.request.separate_reasoning is not False:
+        if request.separate_reasoning is not False:
             text = prompt.text or ""
-            self._reasoning = self._serving.formats.new_reasoning_parser(
-                text, constrained=is_constrained
-            )
+            self._reasoning = serving.formats.new_reasoning_parser(text, constrained=is_constrained)
         self._held_reasoning = ""
-        self._substitute = _Substitute(answer.request) if self._reasoning is not None else None
-        self._parser = ChatOutputParser(
-            self._reasoning, self._new_tool_parser(answer.envelope["id"])
-        )
-        self.is_plain = self._reasoning is None and answer.tools.mode is ToolMode.NONE
-        self.calls = CallWriter(answer.tools)
+        self._substitute = _Substitute(request) if self._reasoning is not None else None
+        self._parser = ChatOutputParser(self._reasoning, self._new_tool_parser(answer_id))
+        self.is_plain = self._reasoning is None and tools.mode is ToolMode.NONE
+        self.calls = CallWriter(tools)
         self.called_tools = False
         self._token_ids: list[int] = []
 
@@ -160,7 +163,10 @@ class ChatAnswer(Answer[ChatCompletionRequest]):
             self.role = request.messages[-1]["role"]
         self.echoed = _echoed(request, self.role)
         self.prompt = prompt
-        self.choices = [ChatChoice(self, i) for i in range(len(group.sequences))]
+        self.choices = [
+            ChatChoice(serving, request, tools, prompt, envelope["id"], index)
+            for index in range(len(group.sequences))
+        ]
 
     def usage(self) -> Json:
         """Return the final usage, including reasoning tokens."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
 
 from ....client.engine_client import Delta
-from ...chats.answer import ChatAnswer, ChatChoice, show_reasoning
+from ...chats.answer import ChatChoice, show_reasoning
 from ...generation import PreparedPrompt
 from ...logprobs import Json
 from ...schema import ChatCompletionRequest
@@ -26,8 +25,8 @@ class Conversation:
 
     def new_choice(self, index: int) -> ChatChoice:
         """Return the parsers of one output."""
-        # They read nothing else of an answer.
-        return ChatChoice(cast(ChatAnswer, self), index)
+        answer_id = self.envelope["id"]
+        return ChatChoice(self.serving, self.request, self.tools, self.prompt, answer_id, index)
 
     def whole_choice(self, index: int, output: Delta) -> Json:
         """Return the choice with the message in a complete output."""
