@@ -288,8 +288,7 @@ class Side:
         harmed = self._num_refusals
         # A process may be disturbed only after a while.
         self._num_refusals = havoc.num_refusals
-        may_retry = lambda: havoc.num_refusals > harmed  # noqa: E731
-        for answer in answers(self.server, requests, may_retry):
+        for answer in answers(self.server, requests, lambda: havoc.num_refusals > harmed):
             yield answer, False
 
     def run_wave(self, havoc: Havoc, rng: random.Random) -> Counter[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -120,8 +120,7 @@ def find_by_name(models: list[CachedModel], name: str) -> CachedModel:
     Raises:
         ConfigError: There is no such entry.
     """
-    order: Callable[[CachedModel], bool] = lambda model: model.kind == "package"  # noqa: E731
-    for model in sorted(models, key=order):
+    for model in sorted(models, key=lambda model: model.kind == "package"):
         if model.name == name:
             return model
     raise ConfigError(f"{name} is not in any cache; engine models lists the cached models")

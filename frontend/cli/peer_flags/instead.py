@@ -30,7 +30,6 @@ _REPLICAS_MULTIPLY: Final = (
     "with experts use --data-parallel-size N --tensor-parallel-size 1 --enable-expert-parallel, "
     "because Engine's replicas are in addition to the workers of one"
 )
-_STATE_TYPES: Final = "states are float32"
 _STORE: Final = "use --store DIRECTORY"
 
 _REASONS: Final[dict[str, str]] = {
