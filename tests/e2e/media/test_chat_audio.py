@@ -301,6 +301,19 @@ def test_the_decoder_of_ultravox_may_be_another_model(tmp_path: Path, is_gguf: b
 
 
 def test_a_prefix_with_the_same_audio_is_cached(server: Server) -> None:
+    _assert_audio_is_cached(server)
+
+
+def test_a_prefix_with_the_same_audio_of_meralion_2_is_cached(tmp_path: Path) -> None:
+    model = Model(tmp_path, "meralion2")
+    with Server(str(model.path), *FLAGS) as server:
+        _assert_audio_is_cached(server)
+        # Its answers are the same with blocks of the cache.
+        model.check_all(server, [0, 1, 2, 3])
+        model.check_all(server, [3, 2, 1, 0])
+
+
+def _assert_audio_is_cached(server: Server) -> None:
     def num_cached(*parts: str | np.ndarray) -> int:
         status, answer = server.post("/v1/chat/completions", chat(*parts))
         assert status == 200, answer

@@ -49,6 +49,14 @@ class Reference:
         self.path, self.model = audio_directory(directory, kind)
         self._tokenizer = transformers.AutoTokenizer.from_pretrained(self.path)
 
+    def prompt(self, question: str) -> str:
+        """Return the prompt with a message."""
+        messages = [{"role": "user", "content": question}]
+        found: str = self._tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+        return found
+
     @torch.inference_mode()
     def text(
         self,
@@ -82,7 +90,7 @@ class Reference:
         prompt = prompt.replace(MARKS[self.kind], tokens) + answer
         ids = self._tokenizer.encode(prompt, add_special_tokens=False, return_tensors="pt")
         inputs = reference_inputs(self.kind, [samples])
-        if self.kind in ("gemma3n", "fireredasr2", "funasr"):
+        if self.kind in ("gemma3n", "fireredasr2", "funasr", "meralion2"):
             # This reference is no model of transformers, but a module with its parts.
             found, most = ids, GEMMA_LEN if self.kind == "gemma3n" else MAX_MODEL_LEN
             while found.shape[1] < most and int(found[0, -1]) != self._tokenizer.eos_token_id:
@@ -351,6 +359,33 @@ def test_voxtral_transcribes_after_its_transcribe_token(tmp_path: Path) -> None:
         ):
             with pytest.raises(openai.BadRequestError, match=named):
                 create(model="tiny", file=file, **fields)
+        with pytest.raises(openai.BadRequestError, match="cannot translate"):
+            audio.translations.create(model="tiny", file=file)
+        assert_nothing_is_held(server)
+
+
+def test_meralion_2_transcribes_on_request_across_a_crash_of_a_worker(tmp_path: Path) -> None:
+    reference = Reference(tmp_path, "meralion2")
+    samples, file = clip(8, 3.3)
+    with Server(str(reference.path), *FLAGS, "-tp", "2") as server:
+        audio = transcriptions(server)
+        create = audio.transcriptions.create
+        events = iter(create(model="tiny", file=file, stream=True))
+        parts = [next(events)]
+        server.child("worker 0").kill()
+        *more, done = events
+        # A clip is filled up to windows of two seconds, of which each has 20 embeddings.
+        question = "Instruction: Please transcribe this speech. \n"
+        question += "Follow the text instruction based on the following audio: <SpeechHere>"
+        prompt = reference.prompt(question)
+        assert done.text == reference.text(samples, 40, prompt=prompt) != ""
+        # At its end may be half of a character.
+        assert done.text.startswith("".join(part.delta for part in parts + more).strip()[:-4])
+        server.wait_until_whole()
+        assert create(model="tiny", file=file, extra_body={"seed": 1}).text
+        for name in ("language", "prompt"):
+            with pytest.raises(openai.BadRequestError, match=f"{name} is not supported"):
+                create(model="tiny", file=file, **{name: "en"})
         with pytest.raises(openai.BadRequestError, match="cannot translate"):
             audio.translations.create(model="tiny", file=file)
         assert_nothing_is_held(server)

@@ -231,6 +231,18 @@ def test_answers_survive_preemption_and_a_killed_worker(tmp_path: Path, kind: st
     _check(model, tmp_path, chats, answers)
 
 
+def test_a_prefix_with_the_same_image_of_kosmos_2_is_cached(tmp_path: Path) -> None:
+    model, _ = _write(tmp_path, "kosmos2")
+    flags = ("--dtype", "float32", "--device", DEVICE, "--max-model-len", "200")
+    text, first, second = "the old tower " * 8, picture(3, 60, 40), picture(4, 60, 40)
+    chats = [(text, first, "fox"), (text, first, "dog"), (text, second, "dog")]
+    with Server(str(tmp_path), *flags) as server:
+        answers = [ask_together(server, [chat(*parts)])[0] for parts in chats]
+    cached = [each["usage"]["prompt_tokens_details"]["cached_tokens"] for each in answers]
+    assert cached[1] > cached[2] > cached[0] == 0
+    _check(model, tmp_path, chats, answers)
+
+
 def test_gguf_model_reads_images_with_the_mmproj_file_beside_it(tmp_path: Path) -> None:
     model, tokenizer = _write(tmp_path, "minicpmv-4")
     (tmp_path / "gguf").mkdir()
