@@ -19,24 +19,40 @@ HUGE_PAGE_BYTES = 2 * 1024 * 1024
 AHEAD_BYTES = 128 * 1024 * 1024
 """Bytes of all buffers together that are populated quickly beyond those in use."""
 
+WARM_UP_BYTES = 128 * 1024
+"""Bytes of each buffer that the warm-up of a server may use, on small pages."""
+
+_MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE of madvise(2), in Linux 5.14 and later."""
+_MADV_COLLAPSE = 25
+"""MADV_COLLAPSE of madvise(2), which makes a huge page of small ones, in Linux 6.1 and later."""
 
 
 def allocate(num_bytes: int) -> NDArray[np.uint8]:
     """Return zeros, uint8 [num_bytes], on huge pages."""
-    size = max(1, -(-num_bytes // HUGE_PAGE_BYTES)) * HUGE_PAGE_BYTES
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = _map(num_bytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8)[:num_bytes]
 
 
 def allocate_together(count: int, num_bytes: int) -> list[NDArray[np.uint8]]:
-    """Return buffers of zeros, each uint8 [num_bytes], that share huge pages. Each starts at a small page."""
+    """Return buffers of zeros, each uint8 [num_bytes], for a `Population`, which puts them on huge pages.
+
+    Each starts at a small page.
+    """
     size = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    memory = allocate(count * size)
-    return [memory[i * size :][:num_bytes] for i in range(count)]
+    memory = _map(count * size)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    whole = np.frombuffer(memory, np.uint8)
+    return [whole[i * size :][:num_bytes] for i in range(count)]
+
+
+def _map(num_bytes: int) -> mmap.mmap:
+    size = max(1, -(-num_bytes // HUGE_PAGE_BYTES)) * HUGE_PAGE_BYTES
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 class Population:
@@ -45,8 +61,9 @@ class Population:
     Otherwise the first write to each page waits for its allocation. In a virtual machine whose host had to find the
     memory, 2 MiB took 9 ms. For all layers together, that would stop a server for a third of a second.
 
-    The thread starts with the first use, because it would delay the start of a server. It uses a quarter of a CPU core
-    until it is `AHEAD_BYTES` ahead of the pages in use, and then a hundredth.
+    The thread starts with the first use of more than `WARM_UP_BYTES`, because it would delay the start of a server.
+    Until then, pages are small, so that the warm-up does not wait for a huge page of each layer. The thread uses a
+    quarter of a CPU core until it is `AHEAD_BYTES` ahead of the pages in use, and then a hundredth.
     It has normal priority, because the last thread of an exiting process frees its memory: on a busy machine, a
     thread with idle priority delayed the end of a killed worker by half a minute.
     """
@@ -57,9 +74,13 @@ class Population:
         self._wanted = self._ahead
         self._is_behind = threading.Event()
         self.thread = threading.Thread(target=self._run, name="populate", daemon=True)
+        # Unlike `mmap.madvise`, this releases the interpreter lock.
+        self._madvise = ctypes.CDLL(None).madvise
 
     def use(self, num_bytes: int) -> None:
         """Let the thread allocate pages beyond the first `num_bytes` of each buffer, which are about to be written."""
+        if num_bytes <= WARM_UP_BYTES:
+            return
         if self.thread.ident is None:
             self.thread.start()
         if num_bytes + self._ahead // 2 > self._wanted:
@@ -67,19 +88,27 @@ class Population:
             self._is_behind.set()
 
     def _run(self) -> None:
-        # Unlike `mmap.madvise`, this releases the interpreter lock.
-        madvise = ctypes.CDLL(None).madvise
+        addresses = [buffer.ctypes.data for buffer in self._buffers]
+        for address, buffer in zip(addresses, self._buffers, strict=True):
+            self._advise(address, len(buffer), _MADV_HUGEPAGE)
         for offset in range(0, max(len(buffer) for buffer in self._buffers), HUGE_PAGE_BYTES):
-            for buffer in self._buffers:
+            for address, buffer in zip(addresses, self._buffers, strict=True):
                 size = min(len(buffer) - offset, HUGE_PAGE_BYTES)
                 if size <= 0:
                     continue
                 begin = time.perf_counter()
-                address = ctypes.c_void_p(buffer.ctypes.data + offset)
-                if madvise(address, ctypes.c_size_t(size), _MADV_POPULATE_WRITE):
+                start = address + offset
+                # Huge pages that have small ones already, and begin in the buffer before this one, if not in this one.
+                aligned = max(start - start % HUGE_PAGE_BYTES, addresses[0])
+                self._advise(aligned, start + size - aligned, _MADV_COLLAPSE)
+                if self._advise(start, size, _MADV_POPULATE_WRITE):
                     # The kernel is older, or memory is short. The first write to each page will allocate it, or fail.
                     return
                 self._rest(offset, time.perf_counter() - begin)
+
+    def _advise(self, address: int, size: int, advice: int) -> bool:
+        """Return whether the kernel did not take the advice."""
+        return bool(self._madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), advice))
 
     def _rest(self, offset: int, worked_s: float) -> None:
         if offset >= self._wanted:
