@@ -371,6 +371,7 @@ _USUAL: dict[str, dict[str, Any]] = {
         "num_kv_heads": [3] * 32,
         "ffn_multipliers": [2.0] * 32,
     },
+    "phi3small": {"hidden_act": "gegelu"},
     "phi4flash": {
         "model_type": "phi4flash",
         "mb_per_layer": 2,

@@ -97,6 +97,17 @@ def _bidirectional(fields: ConfigFields) -> dict[str, Any]:
     }
 
 
+def _phi3_small(fields: ConfigFields) -> dict[str, Any]:
+    rope = fields.first_section("rope_scaling").config
+    if not rope:
+        rope = {"rope_type": "linear", "factor": fields.positive("rope_position_scale", 1.0)}
+    return {
+        "intermediate_size": fields.integer("ff_intermediate_size", 14_336),
+        "rope_theta": fields.positive("rope_embedding_base", 1e6),
+        "rope_scaling": rope,
+    }
+
+
 def _deepseek_ocr2(fields: ConfigFields) -> dict[str, Any]:
     """Return the sizes that the model's own code has. Its reader is Qwen2 0.5B."""
     fields.first_section("projector_config").require("n_embed", 1280)
@@ -195,6 +206,7 @@ _MODEL_TYPES: Final[dict[str, Callable[[ConfigFields], dict[str, Any]]]] = {
             "max_position_embeddings", fields.get("max_length", 4096)
         ),
     },
+    "phi3small": _phi3_small,
     "shieldgemma2": lambda _: {"model_type": "gemma3"},
     "skywork_chat": lambda _: {"model_type": "internvl_chat"},
     "stablelm_epoch": lambda fields: {

@@ -20,7 +20,7 @@ from ..layers.layers import HeadNorm
 from ..layers.parallel.shard import ModelShard
 from ..layers.rope import RotaryTables, apply_rotary
 from ..layers.spec import ModelSpec
-from ..layers.window import AfterPrompt, Window
+from ..layers.window import AfterPrompt, BlockPattern, Window
 from .distance_scores import DistanceScores
 
 
@@ -41,7 +41,7 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
     has_alibi_roots: bool = False
     """True if the slopes are for the square roots of distances."""
     has_distance_biases: bool = False
-    """True if layers have biases by distance other than slopes for distances or positions, or a token's own sinks."""
+    """True if layers have a token's own sinks, blocks of heads, or biases by distance other than slopes."""
     latent_rank: int = 0
     """If not 0, the cache has only keys, and their first `latent_rank` elements are the values."""
     is_causal: bool = True
@@ -76,6 +76,7 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
         common = of_layers[0] if of_layers and not is_shared else model
         has_biases = bool(model.num_distance_buckets or model.relative_biases or model.disentangled)
         has_biases |= model.has_alibi_roots or model.num_sink_keys > 0
+        has_biases |= any(layer.block_pattern for layer in model.layers)
         return cls(
             num_heads=len(shard.heads(common)),
             num_kv_heads=len(shard.kv_heads(common)),
@@ -99,6 +100,16 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+class HeadBlocks(msgspec.Struct, frozen=True):
+    """A `BlockPattern` for the query heads of a rank.
+
+    Head h attends to each block i for which i + `offsets_H[h]` is a multiple of the stride.
+    """
+
+    pattern: BlockPattern
+    offsets_H: Tensor
+
+
 class AttentionLayer(msgspec.Struct, frozen=True):
     """The attention parameters that differ between layers. All tensors are float32 on the device."""
 
@@ -120,6 +131,8 @@ class AttentionLayer(msgspec.Struct, frozen=True):
     """Biases of the step's tokens for keys at the distances 0 to E - 1."""
     distance_biases_HE: Tensor | None = None
     """Biases with 2E + 1 columns: column e is for keys at position p + e - E, the first and the last also beyond."""
+    head_blocks: HeadBlocks | None = None
+    """The blocks of keys to which each head attends; None for all."""
     distance_scores: DistanceScores | None = None
     """Scores of the distances to keys. Only in attention that is not causal."""
     is_sparse: bool = False

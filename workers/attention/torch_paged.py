@@ -32,7 +32,7 @@ from torch.nn import functional as F
 from ..batch import AttentionBatch
 from ..layers.window import AfterPrompt, Window, first_visible
 from .chosen_keys import choose_keys
-from .interface import AttentionBackend, AttentionLayer, AttentionSpec, IndexQueries
+from .interface import AttentionBackend, AttentionLayer, AttentionSpec, HeadBlocks, IndexQueries
 from .torch_metadata import DecodeBucket, Masks, Prefill, TorchPagedMetadata
 from .torch_tiles import LONGEST_SINGLE_SUM, QueryTiles
 
@@ -356,6 +356,8 @@ class TorchPagedAttention(AttentionBackend):
         """
         if distance is None:
             return mask
+        if layer.head_blocks is not None:
+            return self._in_blocks(mask, distance, layer.head_blocks)
         if layer.query_biases_THE is not None:
             biases_THE = layer.query_biases_THE
             own_RHE = biases_THE if tokens is None else biases_THE[tokens]
@@ -364,12 +366,7 @@ class TorchPagedAttention(AttentionBackend):
             return (mask + self._distance_biases(distance, layer.distance_biases_HE)).to(mask.dtype)
         if layer.alibi_slopes_H is None:
             return mask
-        slopes_GQ = layer.alibi_slopes_H.view(self.num_kv_heads, -1)
-        if mask.dim() == 2:
-            # Rows are queries times the heads that share a key.
-            slopes = slopes_GQ.repeat(1, mask.shape[0] // slopes_GQ.shape[1]).unsqueeze(2)
-        else:
-            slopes = slopes_GQ.repeat(mask.shape[0] // self.num_kv_heads, 1).unsqueeze(2)
+        slopes = self._of_rows(layer.alibi_slopes_H, mask)
         if self.spec.rounds_alibi:
             rounded = slopes.bfloat16() * distance.bfloat16()
             return (mask - rounded.float() * layer.scale).to(mask.dtype)
@@ -378,6 +375,24 @@ class TorchPagedAttention(AttentionBackend):
         if self.spec.has_alibi_roots:
             distance = distance.float().sqrt()
         return (mask - slopes * distance).to(mask.dtype)
+
+    def _of_rows(self, values_H: Tensor, mask: Tensor) -> Tensor:
+        """Repeat one value per query head for all rows of scores, [N, M, 1], given their mask [M, L] or [N, 1, L]."""
+        values_GQ = values_H.view(self.num_kv_heads, -1)
+        if mask.dim() == 2:
+            # Rows are queries times the heads that share a key.
+            return values_GQ.repeat(1, mask.shape[0] // values_GQ.shape[1]).unsqueeze(2)
+        return values_GQ.repeat(mask.shape[0] // self.num_kv_heads, 1).unsqueeze(2)
+
+    def _in_blocks(self, mask: Tensor, distance: Tensor, blocks: HeadBlocks) -> Tensor:
+        """Return the mask with -inf for keys to whose blocks a head does not attend. The first key has position 0."""
+        pattern = blocks.pattern
+        key_L = torch.arange(mask.shape[-1], device=mask.device)
+        block_L = key_L // pattern.block_size
+        own = (distance.long() + key_L) // pattern.block_size
+        is_seen = (block_L + self._of_rows(blocks.offsets_H, mask)) % pattern.stride == 0
+        is_seen = is_seen | (own - block_L < pattern.num_near)
+        return mask.masked_fill(~is_seen, -math.inf)
 
     def _query_biases(self, distance: Tensor, biases_RHE: Tensor) -> Tensor:
         """Return each row's bias for each key [N, M, L], given the distances [M, L] or [N, 1, L]."""

@@ -12,7 +12,7 @@ from .specs.disentangled import InputConvolution
 from .specs.experts import ExpertsSpec, GateLimit
 from .specs.latent import LatentSpec
 from .specs.norm_names import NormNames
-from .window import Window
+from .window import BlockPattern, Window
 
 
 class BlockConvolution(msgspec.Struct, frozen=True):
@@ -49,6 +49,8 @@ class LayerSpec(msgspec.Struct, frozen=True):
 
     A token at position p attends to positions p - window + 1 .. p; in an encoder, also to as many after its own.
     """
+    block_pattern: BlockPattern | None = None
+    """The blocks of keys to which each query head attends; None for all. Only without a window."""
     kv_cache_group: int = 0
     """The index of the block table that the attention reads."""
     attends: bool = True

@@ -360,11 +360,11 @@ _SWIGLU_LIMIT, _SWIGLU_SLOPE = 7.0, 1.702
 """The constants of gpt-oss: the limit of gate and up, and the factor in the sigmoid."""
 
 
-def clamped_swiglu(gate_up_T2F: Tensor) -> Tensor:
-    """Return (up + 1) * gate * sigmoid(1.702 * gate), with gate limited to 7 and up to the range -7 to 7."""
+def clamped_swiglu(gate_up_T2F: Tensor, limit: float = _SWIGLU_LIMIT) -> Tensor:
+    """Return (up + 1) * gate * sigmoid(1.702 * gate), with gate at most `limit` and up in the range of +-`limit`."""
     gate_TF, up_TF = gate_up_T2F.chunk(2, -1)
-    gate_TF = gate_TF.clamp(max=_SWIGLU_LIMIT)
-    up_TF = up_TF.clamp(-_SWIGLU_LIMIT, _SWIGLU_LIMIT)
+    gate_TF = gate_TF.clamp(max=limit)
+    up_TF = up_TF.clamp(-limit, limit)
     return (up_TF + 1) * (gate_TF * torch.sigmoid(gate_TF * _SWIGLU_SLOPE))
 
 

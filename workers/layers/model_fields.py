@@ -278,6 +278,8 @@ class ModelFields(msgspec.Struct, frozen=True, kw_only=True):
     """The activation."""
     has_gate: bool = True
     """True if there is a gate. Otherwise, the MLP computes down(activation(up(x)))."""
+    alternates_gates: bool = False
+    """True if one matrix, "gate_up_proj", has the rows of gate(x) and up(x) in turn."""
     soft_caps: SoftCaps | None = None
     """The limits of both factors. The activation is then SiLU."""
     mlp_bias: bool = False

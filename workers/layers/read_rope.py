@@ -163,7 +163,7 @@ def _read_scaling(
     fields: ConfigFields, parameters: ConfigFields, rotary_dim: int
 ) -> RopeScaling | None:
     kind = parameters.text("rope_type", parameters.text("type", "default"))
-    if fields.get("model_type") == "phi3" and kind in ("su", "yarn"):
+    if fields.get("model_type") in ("phi3", "phi3small") and kind in ("su", "yarn"):
         kind = "longrope"
     if kind in ("default", "mrope"):
         return None

@@ -42,6 +42,19 @@ def first_visible(position: int, window: Window | None) -> int:
     return max(position + 1 - window, 0)
 
 
+class BlockPattern(msgspec.Struct, frozen=True):
+    """The blocks of keys to which each query head attends, without an indexer (Phi-3-small, arXiv 2404.14219).
+
+    A token in block b attends to blocks b - `num_near` + 1 .. b. Head h also attends to each earlier block i for which
+    i + 1 + h * `head_step` is a multiple of `stride`.
+    """
+
+    block_size: int
+    num_near: int
+    stride: int
+    head_step: int
+
+
 class SpanLayers(IntEnum):
     """The layers in which the tokens of a step attend to the ranges of positions that the step gives for them.
 

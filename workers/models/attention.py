@@ -28,7 +28,7 @@ from .indexers.blocks import read_block_indexer
 from .layer_source import LayerSource
 from .mlp import DividedNorm
 from .positions.disentangled import read_distance_scores
-from .positions.distance_biases import biases_by_distance, read_slopes
+from .positions.distance_biases import biases_by_distance, head_blocks, read_slopes
 from .positions.relative_biases import RelativeBiases
 from .projections import (
     LowRankQueries,
@@ -68,6 +68,7 @@ class Attention:
             sinks_H=read_sinks(spec, layer, weights, prefix, heads),
             distance_biases_HE=biases_by_distance(spec, weights, prefix, heads),
             is_sparse=spec.block_indexer is not None and layer.chooses_keys,
+            head_blocks=head_blocks(layer, heads, weights.device),
             distance_scores=read_distance_scores(
                 source, qkv_rows(spec, layer, weights, prefix, shard)
             ),

@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..layers.activations import ACTIVATIONS, normal_quantile
-from ..layers.layers import XIELU, GatedActivation, LayerKernels, Linear
+from ..layers.layers import XIELU, GatedActivation, LayerKernels, Linear, clamped_swiglu
 from ..layers.parallel.shard import ModelShard
 from ..layers.spec import ModelSpec
 from ..layers.specs.experts import GateLimit, SoftCaps
 from .layer_source import LayerSource
-from .weights import WeightReader
+from .weights import Rows, WeightReader
 
 
 class DividedNorm:
@@ -100,6 +100,10 @@ class MLP:
         part = shard.tensor_parallel.part(intermediate)
         names = ["gate_proj", "up_proj"] if spec.has_gate else ["up_proj"]
         rows = weights.rows(prefix, names, [intermediate] * len(names), [part] * len(names))
+        if spec.alternates_gates:
+            order = torch.arange(2 * len(part)).view(-1, 2).T.flatten()
+            joint = range(2 * part.start, 2 * part.stop)
+            rows = [Rows(f"{prefix}gate_up_proj", 2 * intermediate, joint, order)]
         gate_up = source.read_rows(rows, hidden, has_biases=spec.mlp_bias)
         self.gate_up = weights.adapt_rows(gate_up, rows, hidden)
         self._down = source.read_columns(
@@ -156,6 +160,8 @@ def gated_activation(
     if spec.soft_caps is not None:
         return partial(_softly_capped, spec.soft_caps)
     name = spec.activation
+    if name == "clamped_swiglu" and limit is not None:
+        return partial(clamped_swiglu, limit=limit.value)
     activate = kernels.gated_activation(name, consumer)
     if limit is None:
         return activate

@@ -49,6 +49,7 @@ IN_TORCH = (
     "JetNemotron",
     "LongcatFlashNgram",
     "Motif",
+    "Phi3Small",
     "Phi4Flash",
     "Step3Text",
     "Step5",
@@ -70,6 +71,22 @@ def test_logits_of_families_without_a_class_in_transformers(name, load, tmp_path
     tokens = prompt(NUM_TOKENS)
     logits = Runner(load(tmp_path)).step({0: tokens})[0]
     assert_same(logits, expected_logits(reference, tokens))
+
+
+def test_heads_find_their_blocks_of_keys_in_chunks_beside_other_requests(tmp_path):
+    """The blocks of Phi-3-small are counted from the start of a sequence, not of a step."""
+    reference = save_published("Phi3Small", tmp_path)
+    texts = [prompt(NUM_TOKENS, seed) for seed in range(2)]
+    runner, parts = Runner(load_decoder(tmp_path), 2), [[], []]
+    sizes = [(7, 1), (1, 13), (11, 2), (1, 1), (5, 1), (1, 9), (3, 1)]
+    for step in sizes:
+        start = runner.computed.copy()
+        chunks = {i: texts[i][start[i] : start[i] + size] for i, size in enumerate(step)}
+        for i, logits in runner.step(chunks).items():
+            parts[i].append(logits)
+    for text, logits in zip(texts, parts, strict=True):
+        computed = torch.cat(logits)
+        assert_same(computed, expected_logits(reference, text)[: len(computed)])
 
 
 def test_heads_may_share_what_is_subtracted(tmp_path):

@@ -12,8 +12,9 @@ from ...layers.layer_spec import LayerSpec
 from ...layers.read_rope import read_rope
 from ...layers.rope import RopeSpec
 from ...layers.spec import ModelSpec
-from ...layers.specs.experts import ExpertsSpec
+from ...layers.specs.experts import ExpertsSpec, GateLimit
 from ...layers.specs.norm_names import NormNames
+from ...layers.window import BlockPattern
 from .common import (
     Family,
     attention_biases,
@@ -350,6 +351,53 @@ def _gpt_neox_japanese(fields: ConfigFields) -> ModelSpec:
     )
 
 
+def _phi3_small(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a Phi-3-small, most of whose layers attend to blocks of keys that depend on the head."""
+    fields.require("hidden_act", "gegelu")
+    fields = fields.with_defaults(
+        num_key_value_heads=8, tie_word_embeddings=True, max_position_embeddings=8192
+    )
+    size, num_heads = head_dim(fields), fields.integer("num_attention_heads")
+    stride = fields.integer("blocksparse_vert_stride", 8)
+    is_same = fields.boolean("blocksparse_homo_head_pattern", False)
+    pattern = BlockPattern(
+        fields.integer("blocksparse_block_size", 64),
+        fields.integer("blocksparse_num_local_blocks", 16),
+        stride,
+        0 if is_same else max(1, stride // num_heads),
+    )
+    limit = fields.optional_positive("gegelu_limit")
+    layer = LayerSpec(
+        read_rope(fields, size, theta=1e6),
+        gate_limit=GateLimit(math.inf if limit is None else limit),
+    )
+    period = fields.optional_integer("dense_attention_every_n_layers")
+    layers = tuple(
+        layer if period and (i + 1) % period == 0 else replace(layer, block_pattern=pattern)
+        for i in range(fields.layer_count("num_hidden_layers"))
+    )
+    scale = fields.positive("mup_attn_multiplier", 1.0) / size
+    return gpt_spec(
+        fields.with_values({"hidden_act": "silu"}),
+        has_groups=True,
+        layers=layers,
+        activation="clamped_swiglu",
+        has_gate=True,
+        alternates_gates=True,
+        attention_scale=scale if fields.boolean("mup_use_scaling", True) else size**-0.5,
+        embedding_scale=fields.optional_positive("mup_embedding_multiplier") or 1.0,
+        logits_divisor=fields.optional_positive("mup_width_multiplier") or 1.0,
+        has_grouped_qkv=True,
+        tensor_names=(
+            (r"(^|\.)final_layernorm\.", r"\1norm."),
+            (r"\.query_key_value\.", ".qkv_proj."),
+            (r"\.self_attn\.dense\.", ".self_attn.o_proj."),
+            (r"\.mlp\.up_proj\.", ".mlp.gate_up_proj."),
+            (r".*\.inv_freq$", ""),
+        ),
+    )
+
+
 FAMILIES = (
     Family("CTRLLMHeadModel", "ctrl", _ctrl),
     Family("GPTNeoXJapaneseForCausalLM", "gpt_neox_japanese", _gpt_neox_japanese),
@@ -362,6 +410,7 @@ FAMILIES = (
     Family("Jais2ForCausalLM", "jais2", _jais2),
     Family("NemotronForCausalLM", "nemotron", _nemotron),
     Family("OlmoForCausalLM", "olmo", _olmo),
+    Family("Phi3SmallForCausalLM", "phi3small", _phi3_small),
     Family("PhiForCausalLM", "phi", _phi),
     Family("StableLmForCausalLM", "stablelm", _stablelm),
     Family("Starcoder2ForCausalLM", "starcoder2", _starcoder2),

@@ -8,7 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...attention.interface import HeadBlocks
 from ...layers.distance_buckets import distance_buckets
+from ...layers.layer_spec import LayerSpec
 from ...layers.spec import ModelSpec
 from ..weights import WeightReader
 
@@ -18,6 +20,15 @@ def read_slopes(spec: ModelSpec, heads: range, device: torch.device) -> Tensor |
     if not spec.alibi_slopes:
         return None
     return torch.tensor(spec.alibi_slopes[heads.start : heads.stop], device=device)
+
+
+def head_blocks(layer: LayerSpec, heads: range, device: torch.device) -> HeadBlocks | None:
+    """Return the blocks of keys to which these heads attend, or None if they attend to all."""
+    pattern = layer.block_pattern
+    if pattern is None:
+        return None
+    offsets_H = torch.tensor([1 + head * pattern.head_step for head in heads], device=device)
+    return HeadBlocks(pattern, offsets_H)
 
 
 def biases_by_distance(

@@ -28,6 +28,7 @@ from support.families.published.kimi_k3 import K3_CONFIG, as_kimi_k3, with_tower
 from support.families.published.mixtures import MIXTURES
 from support.families.published.mixtures.deepseek_v4_1 import save_deepseek_v4_1
 from support.families.published.motif import MOTIF
+from support.families.published.phi3_small import PHI3_SMALL
 from support.families.published.rwkv import RWKV, save_rwkv
 from support.families.published.sala import SALA
 from support.families.published.samba import PHI4_FLASH
@@ -283,6 +284,7 @@ PUBLISHED = {
         prepare=changes.disable_blocks,
     ),
     "Motif": MOTIF,
+    "Phi3Small": PHI3_SMALL,
     "Phi4Flash": PHI4_FLASH,
     "Phi4MM": Published(
         "phi3-partial",
