@@ -107,8 +107,12 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
     def _max_reasoning_tokens(self, request: ChatCompletionRequest, tools: ToolChoice) -> int:
         """Return the limit of reasoning tokens; -1 for none."""
         serving, limit = self._serving, request.thinking_token_budget
-        if limit is not None:
-            return serving.formats.verify_reasoning_limit(limit, "thinking_token_budget")
+        name = request.sent_name("thinking_token_budget")
+        # Clients that use another server's name send it to models without reasoning, too.
+        if limit is not None and (
+            name == "thinking_token_budget" or serving.formats.can_limit_reasoning
+        ):
+            return serving.formats.verify_reasoning_limit(limit, name)
         effort = EFFORT_TOKENS.get(request.reasoning_effort or "")
         if effort is None or not serving.formats.can_limit_reasoning:
             return -1
@@ -230,11 +234,15 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
 
 
 def reasoning_kwargs(request: ChatCompletionRequest | TokenizeRequest) -> Json:
-    """Return the requested reasoning effort under the names that chat templates use."""
-    effort, thinking = request.reasoning_effort, (request.thinking or {}).get("type")
+    """Return the requested reasoning effort under the names that chat templates use.
+
+    An effort also turns reasoning on for templates that do not reason by default, unless `thinking` turns it off.
+    """
+    # Some clients send an empty effort for none.
+    effort, thinking = request.reasoning_effort or None, (request.thinking or {}).get("type")
     kwargs: Json = {} if effort is None else {"reasoning_effort": effort}
-    if effort == "none" or thinking in ("enabled", "disabled"):
-        wanted = effort != "none" and thinking == "enabled"
+    if effort is not None or thinking in ("enabled", "disabled"):
+        wanted = effort != "none" and thinking != "disabled"
         kwargs |= {"enable_thinking": wanted, "thinking": wanted}
     return kwargs
 

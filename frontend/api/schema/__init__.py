@@ -9,6 +9,7 @@ import msgspec
 from ....protocol.sampling_params import RepetitionDetectionParams
 from ...client.embeddings import LateChunkingParams
 from ...model_source.lora_registry import LoraScale
+from .aliases import CHAT_ALIASES, GENERATION_ALIASES, Aliases, read_aliases, read_reasoning
 
 Int: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
@@ -145,7 +146,7 @@ class GenerationRequest(CommonFields, kw_only=True):
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
 
-    # Other names of fields above; see ALIASES.
+    # Other names of fields above; see `aliases.py`.
     no_stop_trim: bool | None = None
     n_predict: Int | None = None
     max_new_tokens: Int | None = None
@@ -166,6 +167,8 @@ class GenerationRequest(CommonFields, kw_only=True):
         "spaces_between_special_tokens guided_decoding_backend"
     )
 
+    aliases: ClassVar[Aliases] = GENERATION_ALIASES
+
     # Rejected (see `refused.py`), because an answer that ignores them would be wrong.
     rejected: ClassVar[str] = (
         "logits_processors vllm_xargs mm_processor_kwargs lora_path custom_logit_processor "
@@ -178,20 +181,11 @@ class GenerationRequest(CommonFields, kw_only=True):
     )
 
     def __post_init__(self) -> None:
-        for name, aliases in ALIASES.items():
-            for alias in aliases:
-                value = getattr(self, alias)
-                if value is None:
-                    continue
-                if getattr(self, name) is None:
-                    setattr(self, name, value)
-                elif getattr(self, name) != value:
-                    # The field's own name has priority.
-                    setattr(self, alias, None)
+        read_aliases(self, self.aliases)
 
     def sent_name(self, name: str) -> str:
         """Return the name under which the client sent a field: its own or an alias."""
-        for alias in ALIASES.get(name, ()):
+        for alias in self.aliases.get(name, ()):
             if getattr(self, alias) is not None:
                 return alias
         return name
@@ -216,6 +210,15 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     logprobs: Int | None = None
 
     rejected: ClassVar[str] = "thinking_token_budget"
+
+
+class Reasoning(msgspec.Struct, kw_only=True):
+    """The fields of reasoning in one object, as in SGLang and at OpenRouter."""
+
+    effort: str | None = None
+    max_tokens: Int | None = None
+    enabled: bool | None = None
+    exclude: bool | None = None
 
 
 class ChatCompletionRequest(GenerationRequest, kw_only=True):
@@ -270,8 +273,16 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     max_dynamic_patch: Int | None = None
     min_dynamic_patch: Int | None = None
 
-    # SGLang's name of `prompt_token_ids`.
+    # Other names of fields above; see `aliases.py`. The limits are those of llama.cpp and Qwen's API.
     input_ids: list[Int] | None = None
+    reasoning_budget_tokens: Int | None = None
+    thinking_budget_tokens: Int | None = None
+    thinking_budget: Int | None = None
+    # They stand for `thinking`, `reasoning_effort`, `thinking_token_budget` and `include_reasoning`.
+    enable_thinking: bool | None = None
+    reasoning: Reasoning | None = None
+
+    aliases: ClassVar[Aliases] = CHAT_ALIASES
 
     rejected: ClassVar[str] = (
         "audio web_search_options "
@@ -281,11 +292,8 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     )
 
     def __post_init__(self) -> None:
+        read_reasoning(self)
         super().__post_init__()
-        if self.prompt_token_ids is None:
-            self.prompt_token_ids = self.input_ids
-        else:
-            self.input_ids = None
         # Mistral's and DeepSeek's clients mark the message that the answer continues.
         if self.continue_final_message is None and self.messages:
             self.continue_final_message = _has_prefix(self.messages[-1])
@@ -480,14 +488,3 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 
 UNLIMITED: Final = -1
 """The `max_tokens` with which an answer may use the rest of the context."""
-
-ALIASES: Final[dict[str, tuple[str, ...]]] = {
-    "max_tokens": ("n_predict", "max_new_tokens"),
-    "min_tokens": ("min_new_tokens",),
-    "repetition_penalty": ("repeat_penalty",),
-    "include_stop_str_in_output": ("no_stop_trim",),
-    "cache_salt": ("extra_key",),
-    "seed": ("random_seed",),
-    "data_parallel_rank": ("routed_dp_rank",),
-}
-"""Field -> names that other servers use for it. The field's own name has priority."""

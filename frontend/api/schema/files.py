@@ -1,4 +1,4 @@
-"""The request bodies of OpenAI's Files and Batches."""
+"""The request bodies of OpenAI's Files and Batches, and of stored chats."""
 
 from __future__ import annotations
 
@@ -49,3 +49,9 @@ class BatchRequest(msgspec.Struct, kw_only=True):
     completion_window: str | None = None
     metadata: dict[str, str] | None = None
     output_expires_after: dict[str, Any] | None = None
+
+
+class MetadataRequest(msgspec.Struct, kw_only=True):
+    """The body of `POST /v1/chat/completions/{id}`."""
+
+    metadata: dict[str, str] | None = None

@@ -15,7 +15,7 @@ from ...http.json_pieces import EncodedJSON
 from ...http.routing import Route
 from ..bodies.intake import Intake, RouteHandlers, reads
 from ..logprobs import Json
-from ..schema.stored import MetadataRequest
+from ..schema.files import MetadataRequest
 from ..serving import Serving
 from ..stored.metadata import verify_metadata
 from ..stored.pages import cut_page, list_body, parse_page

@@ -205,8 +205,13 @@ def test_chat_template_receives_the_fields_of_the_request() -> None:
         ]
         assert prompt(messages=marked).endswith("<assistant>So")
         assert prompt(chat_template_kwargs={"mood": "!"}) == begin + "</user><assistant>!"
-        assert prompt(reasoning_effort="low") == begin + "</user><assistant>?low"
         off, on = "</user><assistant>?[False False]", "</user><assistant>?[True True]"
+        low = begin + on.replace("[", "low[")
+        assert prompt(reasoning_effort="low") == low
+        assert prompt(reasoning_effort="") == prompt()
+        assert prompt(reasoning={"effort": "low", "summary": "auto"}) == low
+        assert prompt(enable_thinking=False, reasoning_effort="low") == low.replace("True", "False")
+        assert prompt(enable_thinking=False) == prompt(reasoning={"enabled": False}) == begin + off
         assert prompt(thinking={"type": "disabled"}) == begin + off
         assert prompt(thinking={"type": "enabled"}) == begin + on
         assert prompt(reasoning_effort="none") == begin + off.replace("[", "none[")

@@ -204,6 +204,8 @@ def test_reasoning_markers_may_be_special_tokens(special: FrontendProcess, optio
         ({"thinking_token_budget": 5}, 5),
         ({"thinking_token_budget": 0, "tools": [TIME]}, 0),
         ({"thinking_token_budget": 2, "response_format": {"type": "json_object"}}, 2),
+        ({"thinking_budget_tokens": 2, "enable_thinking": True}, 2),
+        ({"reasoning": {"max_tokens": 3}}, 3),
         ({"reasoning_effort": "minimal"}, 256),
     ],
 )
@@ -235,6 +237,8 @@ def test_reasoning_limit_is_refused_where_it_cannot_hold(
         error = response.json()["error"]
         assert (response.status_code, error["param"]) == (400, "thinking_token_budget")
         assert problem in error["message"]
+    # Clients of llama.cpp and Qwen's API send a limit to all models.
+    assert chat(frontend, messages=user("Hi"), max_tokens=1, thinking_budget=5)["choices"]
 
 
 def test_a_constraint_applies_from_the_first_token_without_reasoning(
