@@ -35,6 +35,8 @@ from support.checkpoints.tiny import sentencepiece_tokenizer
 from support.gguf.writer import write_gguf
 from support.media.image_requests import ask_together, chat, data_url, picture
 from support.mmproj.grid import write_grid_decoder
+from support.own_code.grid_towers.mimo import mimo_v2, write_mimo_mmproj
+from support.own_code.grid_towers.step3 import step3
 from support.own_code.known_towers import sarashina2
 from support.own_code.known_towers.deepseek_ocr import deepseek_ocr, write_deepseek_mmproj
 from support.own_code.known_towers.deepseek_vl2 import deepseek_vl2
@@ -131,6 +133,7 @@ MODELS: dict[
     ),
     "kosmos2": (kosmos2, "<unk>", "<image>", ["<image>", "</image>"]),
     "ling3_vl": (ling3_vl, "<|image_pad|>", LING_MARK, LING_MARKS),
+    "mimo_v2": (mimo_v2, "<|image_pad|>", "<|image_pad|>", ["<|image_pad|>"]),
     "minicpmv": (
         partial(minicpmv, version="2.6"),
         "<unk>",
@@ -166,6 +169,7 @@ MODELS: dict[
     "perception_lm": (perception_lm, "<|image|>", "<|image|>", ["<|image|>"]),
     "phi3_v": (phi3_v, "<|image|>", "<|image|>", ["<|image|>"]),
     "sarashina2": (sarashina2, "<|file|>", "<|file|>", ["<|file|>"]),
+    "step3": (step3, "<im_patch>", "<im_patch>", STEP_MARKS),
     "step3p7": (partial(grid_model, kind="step3p7"), "<im_patch>", "<im_patch>", STEP_MARKS),
     "trocr": (trocr, "</s>", "", ["</s>"]),
     "unlimited_ocr": (partial(deepseek_ocr, window=4), "<image>", "<image>", ["<image>"]),
@@ -180,6 +184,13 @@ MODELS: dict[
 """The function that writes a model, the text of its placeholder, its mark of an image, and its special tokens."""
 
 
+WRITERS = {
+    "mimo_v2": write_mimo_mmproj,
+    "mobilevlm": write_mobilevlm_mmproj,
+    "youtu_vl": write_youtu_mmproj,
+}
+"""The functions that write mmproj files."""
+
 ONLY_IN_GGUF = {"mobilevlm": (mobilevlm, "<unk>", "<unk>", list[str]())}
 """The same for models whose towers are read from GGUF files only."""
 
@@ -193,7 +204,13 @@ CHATS_WITH_VIDEOS = [*CHATS, ("sphinx of", VIDEO, "black quartz", picture(2, 64,
 def test_answers_survive_preemption_and_a_killed_worker(tmp_path: Path, kind: str) -> None:
     chats = CHATS_WITH_VIDEOS if kind in ("minicpmv", "ovis2_5") else CHATS
     # Layers with windows have blocks of their own, and those of models with states are larger.
-    others = {"ling3_vl": "9", "moondream": "8", "moondream2": "8", "step3p7": "26"}
+    others = {
+        "ling3_vl": "9",
+        "mimo_v2": "34",
+        "moondream": "8",
+        "moondream2": "8",
+        "step3p7": "26",
+    }
     blocks, length = others.get(kind, "14"), "200"
     if kind.startswith(("blip", "moondream", "nemotron_parse", "trocr")):
         chats, length = CHATS_WITH_ONE_IMAGE, "100"
@@ -268,13 +285,12 @@ def test_gguf_of_deepseek_ocr_reads_images_with_the_mmproj_file_beside_it(tmp_pa
     _check(model, tmp_path, CHATS, answers)
 
 
-@pytest.mark.parametrize("kind", ["mobilevlm", "youtu_vl"])
+@pytest.mark.parametrize("kind", WRITERS)
 def test_other_gguf_models_read_images_with_mmproj_files(tmp_path: Path, kind: str) -> None:
     model, tokenizer = _write(tmp_path, kind)
     (tmp_path / "gguf").mkdir()
     path = write_gguf(tmp_path / "gguf" / "tiny.gguf", model.decoder, tokenizer)
-    write = write_youtu_mmproj if kind == "youtu_vl" else write_mobilevlm_mmproj
-    write(path.parent / "mmproj-tiny.gguf", tmp_path)
+    WRITERS[kind](path.parent / "mmproj-tiny.gguf", tmp_path)
     # The files do not have the maximum number of patches.
     sizes = ("--mm-processor-kwargs", (tmp_path / "preprocessor_config.json").read_text())
     with Server(str(path), "--dtype", "float32", "--device", DEVICE, *sizes) as server:
