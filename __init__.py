@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .frontend.offline.drop_in.constraints import StructuredOutputsParams, structured_output
     from .frontend.offline.drop_in.engine_args import EngineArgs, FlexibleArgumentParser
     from .frontend.offline.drop_in.engines import AsyncLLM, LLMEngine
+    from .frontend.offline.drop_in.metrics import Counter, Gauge, Histogram, Metric, Vector
     from .frontend.offline.llm import LLM
     from .frontend.offline.loras import LoRARequest
     from .frontend.offline.outputs import (
@@ -48,6 +49,7 @@ _OUTPUTS = (
     "ScoringOutput",
     "ScoringRequestOutput",
 )
+_METRICS = ("Counter", "Gauge", "Histogram", "Metric", "Vector")
 _SYNONYMS = {"AsyncEngineArgs": "EngineArgs", "AsyncLLMEngine": "AsyncLLM"}
 _MODULES = {
     "AsyncLLM": ".frontend.offline.drop_in.engines",
@@ -68,6 +70,7 @@ _MODULES = {
     "TokensPrompt": ".frontend.offline.prompts",
     "structured_output": ".frontend.offline.drop_in.constraints",
     **dict.fromkeys(_OUTPUTS, ".frontend.offline.outputs"),
+    **dict.fromkeys(_METRICS, ".frontend.offline.drop_in.metrics"),
 }
 
 __all__ = [
@@ -79,13 +82,17 @@ __all__ = [
     "ClassificationOutput",
     "ClassificationRequestOutput",
     "CompletionOutput",
+    "Counter",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
     "EngineArgs",
     "FlexibleArgumentParser",
+    "Gauge",
+    "Histogram",
     "LLMEngine",
     "LateChunkingParams",
     "LoRARequest",
+    "Metric",
     "PoolingOutput",
     "PoolingParams",
     "PoolingRequestOutput",
@@ -99,6 +106,7 @@ __all__ = [
     "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
+    "Vector",
     "__version__",
     "structured_output",
 ]

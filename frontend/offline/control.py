@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ...protocol.config.weights import WeightsFiles
 from ...protocol.messages import PauseMode
 from ..model_source.weights import find_weights
 from .local_engine import LocalEngine
 from .prompts import PromptEncoder
+
+if TYPE_CHECKING:
+    from .drop_in.metrics import Metric
 
 
 class ControlMethods:
@@ -21,6 +25,19 @@ class ControlMethods:
         """Return the number of workers, by default of all replicas."""
         parallel = self._engine.config.parallel
         return parallel.num_workers if include_dp else parallel.workers_per_core
+
+    def get_metrics(self) -> list[Metric]:
+        """Return all metrics as they are now: a `Counter`, `Gauge`, `Histogram` or `Vector` for each.
+
+        Names begin with `engine:`, and those of vLLM with `vllm:`.
+        """
+        # A late import, because other uses do not need prometheus-client.
+        from .drop_in.metrics import read_families
+
+        async def collect() -> list[Metric]:
+            return read_families(self._engine.client.metrics.families())
+
+        return self._engine.run(collect())
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Clear the prefix cache. Return False if running requests prevented it.

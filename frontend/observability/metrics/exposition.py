@@ -46,10 +46,19 @@ Family = ScalarFamily | HistogramMetricFamily
 
 
 class Exposition(Collector):
-    """Renders the metrics for a scrape. `count` returns the current counts of all frontends."""
+    """Renders the metrics for a scrape.
 
-    def __init__(self, config: EngineConfig, count: Callable[[], Counts]) -> None:
+    Args:
+        config: The configuration of the engine.
+        count: Returns the current counts of all frontends.
+        also: Names of other servers whose names of metrics are used, too, besides those of the configuration.
+    """
+
+    def __init__(
+        self, config: EngineConfig, count: Callable[[], Counts], also: tuple[str, ...] = ()
+    ) -> None:
         self._config, self._count = config, count
+        self._compat = tuple(dict.fromkeys((*config.frontend.metrics_compat, *also)))
         self._has_store = any(
             find_connector(config.kv_transfer, name) for name in (DISK_CONNECTOR, LMCACHE_CONNECTOR)
         )
@@ -92,13 +101,13 @@ class Exposition(Collector):
         yield self._replicas_up(counts.are_up)
         yield restart_family(self._model_name, counts.status.processes)
         yield from store_families(self._model_name, counts.store)
-        if "vllm" in self._config.frontend.metrics_compat:
+        if "vllm" in self._compat:
             counters = _counted(COUNTERS) | VLLM_COUNTERS
             if self._config.cache.host_gib or self._has_store:
                 counters |= VLLM_HOST_COUNTERS
             yield from self._families("vllm", cores, GAUGES | OLD_GAUGES, counters)
             yield from self._histograms("vllm", cores, OLD_HISTOGRAMS)
-        for name in self._config.frontend.metrics_compat:
+        for name in self._compat:
             if name in PEERS:
                 yield from self._peer_families(PEERS[name], cores)
 

@@ -25,7 +25,7 @@ from .names import (
 )
 
 if TYPE_CHECKING:
-    from .exposition import Exposition
+    from .exposition import Exposition, Family
 
 MAX_LORA_LABELS: Final = 1000
 """Maximum number of LoRA adapters with counts of their own; `OTHER_LORAS` counts the rest."""
@@ -260,6 +260,12 @@ class Metrics:
 
             self._exposition = Exposition(self._config, self.count)
         return self._exposition.render(accept)
+
+    def families(self) -> list[Family]:
+        """Return all metrics, under vLLM's names, too."""
+        from .exposition import Exposition
+
+        return list(Exposition(self._config, self.count, also=("vllm",)).collect())
 
     def count(self) -> Counts:
         """Return the counts of all frontends."""

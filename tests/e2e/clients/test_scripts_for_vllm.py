@@ -13,13 +13,17 @@ from engine import (
     LLM,
     AsyncEngineArgs,
     AsyncLLMEngine,
+    Counter,
     EngineArgs,
     FlexibleArgumentParser,
+    Gauge,
+    Histogram,
     LLMEngine,
     RequestOutput,
     RequestOutputKind,
     SamplingParams,
     StructuredOutputsParams,
+    Vector,
 )
 from engine.frontend.client.engine_client import EngineDead
 from engine.protocol.errors import ParameterError
@@ -70,6 +74,30 @@ def test_tokenizer_has_the_methods_of_transformers(llm: LLM) -> None:
         {"prompt_token_ids": token_ids}, SamplingParams(temperature=0, max_tokens=20)
     )
     assert "Paris" in output.outputs[0].text and output.finished
+
+
+def test_metrics_have_the_names_and_classes_of_vllm(llm: LLM) -> None:
+    def read(name: str) -> Counter | Gauge | Histogram | Vector:
+        [metric] = (each for each in llm.get_metrics() if each.name == f"vllm:{name}")
+        assert metric.labels["engine"] == "0"
+        return metric
+
+    before = read("generation_tokens")
+    lengths = read("request_generation_tokens")
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    # Drafts repeat earlier text.
+    llm.generate("one two three one two three one two" * 4, params)
+    after = read("generation_tokens")
+    assert isinstance(after, Counter) and after.value - before.value == 60
+    longer = read("request_generation_tokens")
+    assert isinstance(longer, Histogram) and isinstance(lengths, Histogram)
+    assert (longer.count - lengths.count, longer.sum - lengths.sum) == (1, 60)
+    assert longer.buckets["+Inf"] == longer.count
+    usage, accepted = read("kv_cache_usage_perc"), read("spec_decode_num_accepted_tokens")
+    assert isinstance(usage, Gauge) and 0 <= usage.value <= 1
+    by_position = read("spec_decode_num_accepted_tokens_per_pos")
+    assert isinstance(by_position, Vector) and isinstance(accepted, Counter)
+    assert sum(by_position.values) == accepted.value > 0
 
 
 def test_white_space_in_json_can_be_disabled(llm: LLM) -> None:
