@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias
@@ -21,6 +21,7 @@ from ...http.json_pieces import encode_list
 from ...http.routing import Asgi
 from ...media.transcription.languages import LANGUAGE_NAMES
 from ...media.transcription.options import (
+    SpeechModel,
     Task,
     TranscriptionOptions,
     parse_language,
@@ -237,29 +238,19 @@ class Transcriptions(RouteHandlers):
         if target and not is_english:
             raise wrong("to_language", "en in /v1/audio/translations", target)
         response_format = request.response_format or "json"
-        granularities = include = None
+        granularities: Sequence[str] = ()
+        include: Sequence[str] = ()
         languages: tuple[str, ...] = ()
-        is_streamed = bool(request.stream)
+        words = [request.hotwords] if request.hotwords else []
         if isinstance(request, TranscriptionRequest):
-            granularities, include = request.timestamp_granularities, request.include
+            granularities, include = request.timestamp_granularities or (), request.include or ()
             languages = parse_languages(request.languages or (), speech)
             if languages and request.language:
                 raise bad_request("languages", "must not be given together with language")
             _verify_chunking(request.chunking_strategy)
-        for each in granularities or ():
-            verify_choice("timestamp_granularities", each, _GRANULARITIES)
-        for each in include or ():
-            verify_choice("include", each, ("logprobs",))
-        if granularities and response_format != "verbose_json":
-            raise bad_request(
-                "timestamp_granularities",
-                f"needs response_format verbose_json, got {response_format}",
-            )
-        if include and response_format != "json":
-            raise bad_request("include", f"needs response_format json, got {response_format}")
-        if include and speech.names_speakers:
-            raise bad_request("include", "is not supported by models that name speakers")
-        if is_streamed and response_format not in _STREAMED_FORMATS:
+            words += request.keywords or ()
+        _verify_format(response_format, granularities, include, speech)
+        if request.stream and response_format not in _STREAMED_FORMATS:
             raise bad_request(
                 "stream",
                 f"needs response_format json, text or diarized_json, got {response_format}",
@@ -278,10 +269,7 @@ class Transcriptions(RouteHandlers):
             if name != "temperature" and (value := getattr(request, name)) is not None
         }
         self._serving.verify_sampling(SamplingParams(**sampling))
-        words = [request.hotwords] if request.hotwords else []
-        if isinstance(request, TranscriptionRequest):
-            words += request.keywords or ()
-        has_words = "word" in (granularities or ())
+        has_words = "word" in granularities
         has_speakers = response_format == "diarized_json"
         has_segments = response_format in ("srt", "vtt", "diarized_json") or (
             response_format == "verbose_json" and (not granularities or "segment" in granularities)
@@ -301,7 +289,7 @@ class Transcriptions(RouteHandlers):
             has_segments=has_segments,
             has_words=has_words,
             has_speakers=has_speakers,
-            is_streamed=is_streamed,
+            is_streamed=bool(request.stream),
         )
         if (length := len(options.context)) > MAX_PROMPT_CHARACTERS:
             limit = f"must have at most {MAX_PROMPT_CHARACTERS} characters, got {length}"
@@ -425,6 +413,25 @@ class Transcriptions(RouteHandlers):
                 }
             )
         return rendered
+
+
+def _verify_format(
+    response_format: str, granularities: Sequence[str], include: Sequence[str], speech: SpeechModel
+) -> None:
+    """Verify the parts that the answer should have. Raise APIError 400 if its format or the model has none of them."""
+    for each in granularities:
+        verify_choice("timestamp_granularities", each, _GRANULARITIES)
+    for each in include:
+        verify_choice("include", each, ("logprobs",))
+    if granularities and response_format != "verbose_json":
+        raise bad_request(
+            "timestamp_granularities",
+            f"needs response_format verbose_json, got {response_format}",
+        )
+    if include and response_format != "json":
+        raise bad_request("include", f"needs response_format json, got {response_format}")
+    if include and speech.names_speakers:
+        raise bad_request("include", "is not supported by models that name speakers")
 
 
 def _verify_chunking(given: str | Mapping[str, Any] | None) -> None:
