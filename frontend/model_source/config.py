@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ from ...protocol.checkpoint.speech import (
 from ...protocol.checkpoint.vision_kind import model_kind
 from ...protocol.checkpoint.vision_presence import has_vision
 from ...protocol.config import ModelConfig
-from ...protocol.config.model import ModelImpl
+from ...protocol.config.model import ModelImpl, PoolerConfig
 from ...protocol.errors import CheckpointError, ConfigError, ParameterError
 from ...protocol.file_identity import identify_files
 from ...protocol.sampling_params import SamplingParams
@@ -75,6 +76,7 @@ from .source import (
     find_tokenizer,
     find_tokenizer_directory,
     find_towers,
+    read_towers,
 )
 
 LENGTH_FIELDS = (
@@ -169,16 +171,8 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
         options = msgspec.structs.replace(options, hf_overrides=options.hf_overrides | towers)
     towers_beside: Mmproj | None = None
     if mmproj is not None and mmproj.suffix == ".gguf":
-        from ...protocol.checkpoint.gguf_config.mmproj.read import read_mmproj
-
-        try:
-            towers_beside = read_mmproj(GGUFFile(mmproj), GGUFFile(path), checkpoint_config.config)
-        except CheckpointError as error:
-            if options.mmproj:
-                raise
-            console.line(
-                f"serving without {mmproj.name}, which was found beside the model: {error}"
-            )
+        towers_beside = read_towers(options, mmproj, path, checkpoint_config.config, console)
+        if towers_beside is None:
             mmproj = None
         else:
             options = msgspec.structs.replace(
@@ -240,21 +234,7 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
             model_impl=options.model_impl,
             trust_remote_code=options.trust_remote_code,
             weight_files=identify_files(
-                dict.fromkeys(
-                    [
-                        *find_weight_files(path),
-                        *(
-                            Path(each.path)
-                            for layers in (
-                                embedding.pooler.dense,
-                                *embedding.pooler.other_dense.values(),
-                            )
-                            for each in layers
-                        ),
-                        *([] if mmproj is None else find_weight_files(mmproj)),
-                    ]
-                ),
-                hash_content,
+                _find_weight_files(path, embedding.pooler, mmproj), hash_content
             ),
             tokenizer_files=identify_files(
                 find_tokenizer_files(tokenizer_directory) if tokenizer_directory else [],
@@ -287,6 +267,13 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
         dimensions=_dimensions(text),
         recurrent=_recurrent(text),
     )
+
+
+def _find_weight_files(path: Path, pooler: PoolerConfig, mmproj: Path | None) -> Iterable[Path]:
+    """Return the files of the model, of the layers after its pooling, and of its towers."""
+    of_towers = [] if mmproj is None else find_weight_files(mmproj)
+    dense = chain(pooler.dense, *pooler.other_dense.values())
+    return dict.fromkeys((*find_weight_files(path), *(Path(x.path) for x in dense), *of_towers))
 
 
 def _with_token_ids(

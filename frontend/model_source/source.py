@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from ...protocol.checkpoint.config_fields import ConfigFields
 from ...protocol.checkpoint.files import find_safetensors, has_model_config, read_tensor_names
+from ...protocol.checkpoint.gguf import GGUFFile
+from ...protocol.checkpoint.gguf_config.mmproj.fields import Mmproj
 from ...protocol.config import LoadFormat
 from ...protocol.errors import CheckpointError, ConfigError
 from ..supervisor.console import Console
@@ -155,6 +159,26 @@ def find_towers(
     if not tower or checkpoint.suffix == ".gguf":
         return find_mmproj(options, checkpoint)
     return _find_tower(field, tower, checkpoint, options, console)
+
+
+def read_towers(
+    options: ModelOptions, mmproj: Path, path: Path, config: Mapping[str, Any], console: Console
+) -> Mmproj | None:
+    """Return the towers in a GGUF file; None if it was found beside the model, which cannot use it.
+
+    Raises:
+        CheckpointError: The model cannot use the file that the options name.
+    """
+    # A late import, because few models need it.
+    from ...protocol.checkpoint.gguf_config.mmproj.read import read_mmproj
+
+    try:
+        return read_mmproj(GGUFFile(mmproj), GGUFFile(path), config)
+    except CheckpointError as error:
+        if options.mmproj:
+            raise
+        console.line(f"serving without {mmproj.name}, which was found beside the model: {error}")
+        return None
 
 
 def _find_tower(
