@@ -29,6 +29,7 @@ TOKENIZER_FILES = (
         "sentencepiece.model",
         "spm.model",
         "tiktoken.model",
+        "cl100k_base.tiktoken",
         "merges.txt",
         "vocab.txt",
         "rwkv_vocab_*.txt",

@@ -116,6 +116,14 @@ def write_tiktoken(directory: Path, lines: list[str] | None = None, **fields: An
     return directory
 
 
+def write_phi(directory: Path) -> Path:
+    """Write the files of a Phi-3-small, with fewer tokens."""
+    config = {"tokenizer_class": "Phi3SmallTokenizer", "chat_template": "own"}
+    write_tiktoken(directory, **config, eos_token="<|endoftext|>", added_tokens_decoder=None)
+    (directory / "tiktoken.model").rename(directory / "cl100k_base.tiktoken")
+    return directory
+
+
 def joined(word: bytes) -> list[bytes]:
     """Join the adjacent pair of the lowest rank, the first of several, as long as there is one."""
     parts = [bytes([byte]) for byte in word]
@@ -134,7 +142,8 @@ def joined(word: bytes) -> list[bytes]:
 
 
 @pytest.mark.parametrize(
-    ("write", "start", "first"), [(write_tekken, [1], NUM_SPECIAL), (write_tiktoken, [], 0)]
+    ("write", "start", "first"),
+    [(write_tekken, [1], NUM_SPECIAL), (write_tiktoken, [], 0), (write_phi, [], 0)],
 )
 def test_words_are_joined_by_rank_and_decoded_to_the_same_text(
     tmp_path: Path, write: Callable[[Path], Path], start: list[int], first: int
@@ -147,6 +156,18 @@ def test_words_are_joined_by_rank_and_decoded_to_the_same_text(
         assert list(tokenizer.encode(word)) == [*start, *expected]
     ids = list(tokenizer.encode("hello world 12\n\nsmörgås 😀"))
     assert tokenizer.decode(ids, skip_special_tokens=True) == "hello world 12\n\nsmörgås 😀"
+
+
+def test_special_tokens_of_phi_3_small_follow_all_others(tmp_path: Path) -> None:
+    """The published file has 100,256 tokens, and `<|end|>` the id 100,266."""
+    tokenizer = load_tokenizer(write_phi(tmp_path / "model"))
+    size = len(VOCABULARY)
+    assert tokenizer.eos_token_id == size + 1
+    ids = [size + 6, 256, size + 10, size + 7, size + 20, size + 95]
+    text = "<|user|>he<|end|><|assistant|><|endofprompt|><|dummy_id_86|>"
+    assert list(tokenizer.encode(text)) == ids
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "he"
+    assert tokenizer.chat_templates == {"default": "own"}
 
 
 def test_special_tokens_of_tiktoken_files_are_named_or_reserved(tmp_path: Path) -> None:
