@@ -20,11 +20,11 @@ def check_supported(spec: ModelSpec) -> None:
 def unsupported_features(spec: ModelSpec) -> list[str]:
     """Return the features of the model for which native programs have no operation."""
     features = {
+        "blocks of keys that depend on heads": any(layer.block_pattern for layer in spec.layers),
         "clamped MLPs without a gate": not spec.has_gate and spec.activation == "clamped_swiglu",
         "clamped MLPs with another limit": spec.activation == "clamped_swiglu"
         and any(layer.gate_limit for layer in spec.layers),
         "gates beside other rows of a matrix": spec.alternates_gates,
-        "blocks of keys that depend on heads": any(layer.block_pattern for layer in spec.layers),
         "compressed attention whose head_dim is not a multiple of 16, or whose index_head_dim is odd": (
             spec.compressed is not None
             and (spec.head_dim % 16 != 0 or spec.compressed.indexer.head_dim % 2 != 0)

@@ -108,6 +108,7 @@ class TransformersModel:
             raise
         except (ValueError, KeyError, TypeError, NotImplementedError, RuntimeError) as error:
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            reason = f"a trial run without weights ends with {reason}"
             if isinstance(error, KeyError) and error.args == (_ATTENTION,):
                 reason = "its layers have attention functions of their own"
             if "Unrecognized configuration class" in reason:
@@ -140,7 +141,7 @@ class TransformersModel:
             if options.get(name) is not None:
                 raise self._refusal(f"its attention has {name}")
         if not getattr(module, "is_causal", True) or options.get("is_causal") is False:
-            raise self._refusal("its attention is bidirectional")
+            raise self._refusal("its attention is bidirectional, or only its mask is causal")
         num_heads, num_tokens, head_dim = query.shape[1:]
         if value.shape != key.shape or key.shape[-1] != head_dim:
             raise self._refusal("its keys and values differ in size")
