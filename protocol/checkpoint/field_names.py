@@ -31,6 +31,7 @@ _ARCHITECTURES: Final = {
     "Cosmos3ForConditionalGeneration": "Cosmos3OmniForConditionalGeneration",
     "DeepseekOCR2ForCausalLM": "DeepseekOcr2ForConditionalGeneration",
     "DeepseekV3BidirectionalModel": "DeepseekV3Model",
+    "DeepseekV4ForConditionalGeneration": "DeepseekV4ForCausalLM",
     "DeepseekVL2ForCausalLM": "DeepseekVLV2ForCausalLM",
     "ElectraForPreTraining": "ElectraForMaskedLM",
     "EmbeddingGemmaModel": "Gemma3TextModel",

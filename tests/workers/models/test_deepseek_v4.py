@@ -105,3 +105,27 @@ def test_another_tokenizer_than_that_of_the_hashes_is_refused(tmp_path):
     path.unlink()
     with pytest.raises(CheckpointError, match=r"tokenizer\.json: is missing"):
         load_decoder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "architecture", ["DeepseekV4ForCausalLM", "DeepseekV4ForConditionalGeneration"]
+)
+def test_a_model_that_also_reads_images_serves_text(tmp_path, architecture):
+    """DeepSeek-V4-Flash-Vision has a tower, embeddings of marks, and what image tokens add to the scores of experts."""
+    reference = make_reference("deepseek-v4")
+    reference.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    others = (
+        "vision.patch_embed.proj.weight",
+        "aligner.w1.bias",
+        "layers.1.ffn.gate.bias_vl",
+        *(f"image_{name}" for name in ("start", "end", "newline", "pad")),
+    )
+    save_file(load_file(file) | {name: torch.zeros(4) for name in others}, file)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"architectures": [architecture], "vision_n_layers": 2, "vision_dim": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tokens = prompt(NUM_TOKENS)
+    assert_same(
+        Runner(load_decoder(tmp_path)).step({0: tokens})[0], expected_logits(reference, tokens)
+    )
