@@ -152,7 +152,7 @@ class AddRequests(msgspec.Struct, tag="add", array_like=True, gc=False, frozen=T
 
 
 class AppendInputs(msgspec.Struct, tag="append", array_like=True, gc=False, frozen=True):
-    """More encoder inputs of an open request. If `is_last`, none follow, and the output is limited to their tokens."""
+    """Further encoder inputs of an open request. If `is_last`, none follow, and their tokens limit the output."""
 
     request_index: int
     inputs: list[EncoderInput]

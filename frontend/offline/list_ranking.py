@@ -17,7 +17,7 @@ from .prompts import EncodedPrompt, PromptEncoder
 
 
 class ListPrompts(NamedTuple):
-    """How a model reads lists of documents."""
+    """The parts that prompts with several documents need: the model's settings and the encoders of texts."""
 
     ranking: RankingConfig
     encoder: PromptEncoder

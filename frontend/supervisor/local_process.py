@@ -158,7 +158,7 @@ class MachineWait:
         self._before: dict[str, _ThreadTimes] | None = None
 
     def restart(self) -> None:
-        """Begin again, because the process was heard."""
+        """Begin again, because a heartbeat of the process arrived."""
         self._before = None
 
     def measure(self, pid: int) -> float:

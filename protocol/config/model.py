@@ -97,7 +97,7 @@ class TextChangesConfig(msgspec.Struct, frozen=True):
 
 
 class RankingConfig(msgspec.Struct, frozen=True):
-    """How a model scores all documents of a query, which it reads in one prompt.
+    """The settings of a model that scores all documents of a query, which it reads in one prompt.
 
     A score is the cosine of the vectors of two tokens: `document_token`, which follows a document, and `query_token`,
     which follows the query.

@@ -176,7 +176,7 @@ class DirectTransfer(BlockConnector):
     ) -> RequestEnd:
         """Hold the blocks of a request that another replica continues.
 
-        The answer tells the client where to fetch them, and also where those are that the next turn may need.
+        The answer says where they can be fetched, and also where those are that the next turn may need.
         """
         params = request.kv_transfer_params or {}
         is_moved = reason is FinishReason.MOVED

@@ -121,7 +121,7 @@ class ConversationStreams(RouteHandlers):
         return json_response(found)
 
     async def stop(self, http: Request) -> Response:
-        """Abort the request of a conversation, and forget it."""
+        """Abort the request of a conversation, and delete its entry."""
         _verify_recording(self._serving)
         key = conversation_key(http.query_params.get("conv_id", ""), "conv_id")
         if (found := await self._find(http, key)) is not None:

@@ -51,7 +51,7 @@ class SglangSessionParams(msgspec.Struct, kw_only=True):
     rid: str | None = None
     # The number of these tokens that are kept; if negative, how many at the end are dropped.
     offset: Int | None = None
-    # True to forget all requests of the session, unless `rid` names one.
+    # True to drop all requests of the session, unless `rid` names one.
     replace: bool | None = None
     # True to continue the prompt of the request `rid` without its output.
     drop_previous_output: bool | None = None
