@@ -168,7 +168,7 @@ class WeightTransfer(RouteHandlers):
         if group.rank_offset + num_ranks > group.world_size:
             raise wrong(
                 "world_size",
-                f"at least {group.rank_offset + num_ranks} with {num_ranks} workers from rank {group.rank_offset}",
+                f"at least {group.rank_offset + num_ranks} with {num_ranks} workers and rank_offset {group.rank_offset}",
                 group.world_size,
             )
         command = JoinGroup(

@@ -219,7 +219,7 @@ class Derender(RouteHandlers):
     async def _stream_completion(self, body: VllmCompletionDerenderRequest, size: int) -> Response:
         """Return one chunk of a completion, and the state for the next one."""
         if (response := body.generate_chunk) is None:
-            raise bad_request("generate_chunk", "is required")
+            raise bad_request("generate_chunk", "is required with stream true")
         where = "completion_request"
         request = await self._decode(self._completions, body.completion_request, where, size)
         state, prompt_ids = body.stream_state or VllmStreamState(), body.prompt_token_ids
