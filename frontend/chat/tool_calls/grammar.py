@@ -173,11 +173,12 @@ class _Rules:
         array = {"type": "array", "items": {"anyOf": shapes}, "minItems": 1}
         if not self._parallel:
             array["maxItems"] = 1
+        # Not `one | list`: llguidance panics where two JSON grammars may begin after a text with a token limit.
         self._rules += [
             f"one: {json_expression({'anyOf': shapes})}",
-            f"list: {json_expression(array)}",
+            f"one_or_list: {json_expression({'anyOf': [*shapes, array]})}",
         ]
-        return ["one", "list"]
+        return ["one_or_list"]
 
     def _python_calls(self) -> list[str]:
         more = '("," SPACE? python_call)*' if self._parallel else ""

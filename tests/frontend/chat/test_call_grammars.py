@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from itertools import chain
+
 import pytest
 from engine.frontend.chat import FORMATS, CallParser, call_rules, reasoning_parser, text_or_calls
 from engine.protocol.grammars.grammar import grammar_text
-from engine.protocol.sampling_params import GrammarKind, StructuredOutput
+from engine.protocol.sampling_params import FreeReasoning, GrammarKind, StructuredOutput
 from llguidance import LLMatcher, LLTokenizer
 from support.chat.call_texts import PLAMO
 from support.servers.engine_fixtures import smollm2_tokenizer
@@ -205,3 +208,19 @@ def test_constraint_applies_to_the_answer_of_channels(
     output = parser.allow_reasoning_before(StructuredOutput(GrammarKind.LARK, grammar), TOKENIZER)
     assert accepts(output, thought + CALLS[call] % "get_time")
     assert not accepts(output, thought + CALLS[call] % "get_weather")
+
+
+@pytest.mark.parametrize("name", ["hermes", "granite", "cohere_command", "apertus"])
+def test_json_calls_after_long_white_space_may_follow_a_reasoning_with_a_token_limit(
+    name: str,
+) -> None:
+    rules = call_rules(FORMATS[name], ["f", "g"], TOKENIZER, parallel=True)
+    limited = FreeReasoning(("<think>",), ("</think>",), (), (4,), is_open=True, max_tokens=1)
+    output = StructuredOutput(GrammarKind.LARK, f"start: calls\n{rules}", limited)
+    matcher = LLMatcher(LL_TOKENIZER, grammar_text(output))
+    before, call = re.split(r"\s*(?=[\[{])", CALLS[name] % "f", maxsplit=1)
+    texts = ["a", before, *" " * 8, call]
+    token_ids = [LL_TOKENIZER.tokenize_str(text) for text in texts]
+    for token_id in chain(token_ids[0], [4], *token_ids[1:]):
+        matcher.compute_bitmask()
+        assert matcher.consume_token(token_id), (token_id, matcher.get_error()[:200])
