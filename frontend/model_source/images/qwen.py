@@ -44,6 +44,16 @@ def resize(source: ProcessorSource, vision: GridVisionSpec) -> ResizeProcessor:
     )
 
 
+def resize_described(source: ProcessorSource, vision: GridVisionSpec) -> ResizeProcessor:
+    """Return the processor of MiMo-V2.5, whose limits are in the config of the model."""
+    config, area = source.config.first_section("processor_config"), vision.unit**2
+    limits = {name: config.get(f"image_{name}") for name in ("min_pixels", "max_pixels")}
+    sizes = dict.fromkeys(("patch_size", "merge_size", "temporal_patch_size"))
+    own = source.with_values({**sizes, **{k: x for k, x in limits.items() if x is not None}})
+    size = {"shortest_edge": 4 * area, "longest_edge": 4096 * area}
+    return resize(own.with_defaults(size=size), vision)
+
+
 def resize_before_lines(source: ProcessorSource, vision: GridVisionSpec) -> ResizeProcessor:
     """Return the processor of Ling 3, in whose prompts a line ends after each image."""
     start, end = "<|vision_start|>", "<|vision_end|>"

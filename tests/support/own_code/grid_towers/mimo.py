@@ -99,7 +99,7 @@ def mimo_v2(
     vocab_size: int = 96,
     image_token: int = 95,
 ) -> OwnCodeModel:
-    """Write a MiMo-V2.5 as its authors publish it."""
+    """Write a MiMo-V2.5 as its authors publish it. The files of an Omni describe images in the config alone."""
     decoder: Any = save_published("MiMoV2", directory, vocab_size=vocab_size, hidden_size=64)
     tower = _Tower(decoder.config.hidden_size)
     fill(tower)
@@ -125,18 +125,24 @@ def mimo_v2(
         "visual_token_window_size": _NEAR,
         "use_sink": True,
     }
+    least, most = ((2 * _PATCH) ** 2 * count for count in (4, 60))
+    is_described = architecture == "MiMoV2OmniForCausalLM"
+    if is_described:
+        del config["image_token_id"]
+        config["processor_config"] = {"image_min_pixels": least, "image_max_pixels": most}
     (directory / "config.json").write_text(json.dumps(config))
     processor = {
         "image_processor_type": "Qwen2VLImageProcessor",
-        "min_pixels": (2 * _PATCH) ** 2 * 4,
-        "max_pixels": (2 * _PATCH) ** 2 * 60,
+        "min_pixels": least,
+        "max_pixels": most,
         "patch_size": _PATCH,
         "merge_size": 2,
         "temporal_patch_size": 2,
         "image_mean": [0.5] * 3,
         "image_std": [0.5] * 3,
     }
-    (directory / "preprocessor_config.json").write_text(json.dumps(processor))
+    if not is_described:
+        (directory / "preprocessor_config.json").write_text(json.dumps(processor))
     return OwnCodeModel(
         decoder, lambda images: [tower(normalized(each)) for each in images], image_token
     )
