@@ -259,7 +259,11 @@ class StructuredOutputManager:
             cached = self._cache.get(structured_output)
             if cached is not None:
                 self._cache.move_to_end(structured_output)
-                return cached.deep_copy()
+                matcher = cached.deep_copy()
+                # All copies share a lock, after which a panic of llguidance lets none of them work.
+                matcher.compute_bitmask()
+                if not matcher.is_error():
+                    return matcher
         # Compiling also computes the first mask, so that the core's loop does not have to.
         matcher = compile_grammar(self._load_tokenizer(), structured_output, shared_limits())
         with self._cache_lock:

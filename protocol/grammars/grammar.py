@@ -83,8 +83,8 @@ def _constraint(kind: GrammarKind, spec: str) -> dict[str, object]:
 
 
 def shorten_error(message: str) -> str:
-    """Return a grammar's error without the parser's state, and with long words and long text cut."""
-    message = re.split(r"<state>|<non-verbose/>", message)[0].strip()
+    """Return a grammar's error without the parser's state or stack, and with long words and long text cut."""
+    message = re.split(r"<state>|<non-verbose/>|<backtrace>", message)[0].strip()
     if message == "NoExtensionBias":
         # llguidance's name for a grammar that allows no first token.
         return "no text matches it; it may refer only to itself"

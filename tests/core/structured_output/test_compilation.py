@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from engine.core.structured_output.manager import StructuredOutputManager
 from engine.frontend.tokenizer.converted import tokenizer_json_path
+from engine.frontend.tokenizer.load import load_tokenizer
 from engine.protocol.sampling_params import GrammarKind, StructuredOutput
 from support.chat.grammars import await_events
 from support.processes.program import wait_until
@@ -77,6 +78,26 @@ def test_a_panic_of_the_compiler_fails_only_its_request() -> None:
     wait_until(lambda: events.extend(manager.poll()) or events, what="the request is told")
     assert events == [(0, "the grammar cannot be compiled: index out of bounds")]
     assert not manager.is_compiling
+    manager.close()
+
+
+def test_a_panic_of_a_grammar_fails_no_later_request() -> None:
+    # llguidance 1.9.1 panics where only two different JSON grammars may begin, after a text with a limit.
+    numbers = '(%json {"type": "integer"} | %json {"type": "array"})'
+    panics = f'start: limited ":" ("x" | "y" {numbers})\nlimited[max_tokens=1]: /[a-c]+/'
+    grammar = StructuredOutput(GrammarKind.LARK, panics)
+    tokenizer = load_tokenizer(default_model())
+    manager = StructuredOutputManager(str(tokenizer_json_path(default_model())), V, (EOS,))
+
+    def writes(key: int, text: str) -> bool:
+        manager.compile(key, grammar)
+        assert await_events(manager) == {key: None}
+        return all(manager.accept_tokens(key, tokenizer.encode(char)) for char in text)
+
+    assert writes(0, "a:y")
+    manager.fill_bitmask([0])
+    assert manager.find_error(0).startswith("panic: ") and "\n" not in manager.find_error(0)
+    assert writes(1, "a:x") and manager.find_error(1) == ""
     manager.close()
 
 
