@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from .config_fields import ConfigFields
 from .published.read import published_fields
+from .published.renamed import decoder_alone
 
 TASK_ADAPTERS: Final = "task_adapters"
 """The config field with the names of the tasks for which a checkpoint has LoRA adapters, in its folder `adapters`."""
@@ -282,6 +283,7 @@ def with_known_names(fields: ConfigFields) -> ConfigFields:
         if name in _OF_ARCHITECTURE:
             values |= _OF_ARCHITECTURE[name](fields)
     values |= published_fields(fields)
+    values |= decoder_alone(fields)
     return fields.with_values(values) if values else fields
 
 

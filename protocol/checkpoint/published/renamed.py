@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from ..config_fields import ConfigFields
+
+_DECODERS: Final = ("ForCausalLM", "BertGenerationDecoder")
+_SECOND_HALVES: Final = frozenset(
+    ("bart", "blenderbot", "blenderbot-small", "marian", "mbart", "pegasus", "plbart", "whisper")
+)
+_AFTER_PADDING: Final = frozenset(
+    (
+        "camembert",
+        "data2vec-text",
+        "roberta",
+        "roberta-prelayernorm",
+        "xlm-roberta",
+        "xlm-roberta-xl",
+    )
+)
+_SAME_LAYERS: Final = frozenset(("bert-generation", "electra", "ernie", "roc_bert"))
 
 
 def nested(fields: ConfigFields, kind: str) -> dict[str, Any]:
@@ -105,3 +121,27 @@ def interns2(fields: ConfigFields, architecture: str) -> dict[str, Any]:
         "model_type": "qwen3_5_moe",
         "text_config": text,
     }
+
+
+def decoder_alone(fields: ConfigFields) -> dict[str, Any]:
+    """Return the fields of a decoder whose model type else means an encoder, or both; none for other models."""
+    names = fields.texts("architectures")
+    if fields.get("is_decoder") is not True or not any(name.endswith(_DECODERS) for name in names):
+        return {}
+    kind, values = fields.text("model_type", ""), dict[str, Any]()
+    if kind in _SECOND_HALVES:
+        limit = fields.get("max_target_positions")
+        values = {
+            "num_hidden_layers": fields.get("decoder_layers"),
+            "num_attention_heads": fields.get("decoder_attention_heads"),
+            "intermediate_size": fields.get("decoder_ffn_dim"),
+            "max_position_embeddings": limit or fields.get("max_position_embeddings"),
+        }
+    elif kind in _AFTER_PADDING:
+        # The first position is that after the padding token's id.
+        unused = fields.integer("pad_token_id", 1, minimum=0) + 1
+        length = fields.integer("max_position_embeddings", 512, minimum=unused + 1)
+        values = {"max_position_embeddings": length - unused}
+    elif kind not in _SAME_LAYERS:
+        return {}
+    return values | {"model_type": f"{kind}-decoder"}

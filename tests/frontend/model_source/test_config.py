@@ -47,6 +47,27 @@ def test_a_directory_is_a_model(tmp_path: Path) -> None:
     assert resolve(path).config.served_names == (str(path),)
 
 
+@pytest.mark.parametrize(
+    ("fields", "length"),
+    [
+        ({"model_type": "roberta", "architectures": ["RobertaForCausalLM"], "pad_token_id": 1}, 46),
+        ({"model_type": "bart", "architectures": ["BartForCausalLM"]}, 48),
+        ({"model_type": "whisper", "architectures": ["WhisperForCausalLM"]}, 40),
+        ({"model_type": "electra", "architectures": ["ElectraForCausalLM"]}, 48),
+    ],
+)
+def test_decoders_without_their_encoders_generate_text(
+    tmp_path: Path, fields: dict[str, Any], length: int
+) -> None:
+    """The same model types mean encoders, or encoders and decoders, if the config does not say `is_decoder`."""
+    sizes = {"vocab_size": 320, "max_position_embeddings": 48, "max_target_positions": None}
+    sizes |= {"max_target_positions": 40} if fields["model_type"] == "whisper" else {}
+    path = write(tmp_path / "m", config=sizes | fields | {"is_decoder": True})
+    config = resolve(path).config
+    assert not config.is_encoder and not config.reads_source and config.audio is None
+    assert config.max_model_len == length
+
+
 def test_model_dimensions_are_read_from_the_config(tmp_path: Path) -> None:
     sizes = {"num_hidden_layers": 3, "num_attention_heads": 8, "intermediate_size": 96}
     path = write(tmp_path / "m", config=LLAMA | sizes)
