@@ -6,9 +6,19 @@ from typing import Any, Final
 
 from ..config_fields import ConfigFields
 
-_DECODERS: Final = ("ForCausalLM", "BertGenerationDecoder")
+_DECODERS: Final = ("ForCausalLM", "BertGenerationDecoder", "BertLMHeadModel")
 _SECOND_HALVES: Final = frozenset(
-    ("bart", "blenderbot", "blenderbot-small", "marian", "mbart", "pegasus", "plbart", "whisper")
+    (
+        "bart",
+        "blenderbot",
+        "blenderbot-small",
+        "marian",
+        "mbart",
+        "mvp",
+        "pegasus",
+        "plbart",
+        "whisper",
+    )
 )
 _AFTER_PADDING: Final = frozenset(
     (
@@ -20,7 +30,18 @@ _AFTER_PADDING: Final = frozenset(
         "xlm-roberta-xl",
     )
 )
-_SAME_LAYERS: Final = frozenset(("bert-generation", "electra", "ernie", "roc_bert"))
+_SAME_LAYERS: Final = frozenset(
+    (
+        "bert",
+        "bert-generation",
+        "electra",
+        "ernie",
+        "megatron-bert",
+        "rembert",
+        "roc_bert",
+        "roformer",
+    )
+)
 
 
 def nested(fields: ConfigFields, kind: str) -> dict[str, Any]:
@@ -144,4 +165,4 @@ def decoder_alone(fields: ConfigFields) -> dict[str, Any]:
         values = {"max_position_embeddings": length - unused}
     elif kind not in _SAME_LAYERS:
         return {}
-    return values | {"model_type": f"{kind}-decoder"}
+    return values | {"architectures": names, "model_type": f"{kind}-decoder"}

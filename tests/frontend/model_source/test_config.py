@@ -54,6 +54,7 @@ def test_a_directory_is_a_model(tmp_path: Path) -> None:
         ({"model_type": "bart", "architectures": ["BartForCausalLM"]}, 48),
         ({"model_type": "whisper", "architectures": ["WhisperForCausalLM"]}, 40),
         ({"model_type": "electra", "architectures": ["ElectraForCausalLM"]}, 48),
+        ({"model_type": "bert", "architectures": ["BertLMHeadModel"]}, 48),
     ],
 )
 def test_decoders_without_their_encoders_generate_text(

@@ -37,6 +37,7 @@ MODELS = {
     "multiplied logits": ("Granite", {"logits_scaling": 4.0}),
     "layer norms": ("StableLm", {}),
     "norms without weights": ("Olmo", {}),
+    "the layers of an encoder": ("Bert", {"is_decoder": True}),
     "positions from 2 on": ("Roberta", {"is_decoder": True, "pad_token_id": 1}),
     "tokens that the decoder numbers itself": (
         "Bart",
@@ -60,7 +61,8 @@ REFUSED = {
 def write(path: Path, family: str, differences: dict[str, Any]) -> Any:
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**SMALL | differences)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    suffix = "LMHeadModel" if family == "Bert" else "ForCausalLM"
+    model = getattr(transformers, f"{family}{suffix}")(config).eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, 0, 0.15)
     model.save_pretrained(path)
