@@ -240,6 +240,8 @@ def _find_tenant(request: HasUser, key_tenant: str) -> str:
 def find_request_id(request: GenerationRequest | PoolingFields, state: dict[str, Any]) -> str:
     """Return the ID of a request. If the client chose it in the body, it also replaces the ID in the state.
 
+    A header with an ID has priority over `request_id`, because gateways set it, as in vLLM, but not over `rid`.
+
     Raises:
         APIError: The ID is not allowed, or there are several (400).
     """
@@ -248,6 +250,8 @@ def find_request_id(request: GenerationRequest | PoolingFields, state: dict[str,
     if chosen is not None:
         if not isinstance(chosen, str) or not REQUEST_ID.fullmatch(chosen):
             raise wrong(param, "one ID of 1 to 128 visible ASCII characters", chosen)
+        if param == "request_id" and state.get("has_given_id"):
+            chosen = state["request_id"]
         state.update(request_id=chosen, has_given_id=True)
         logged_request_id.set(chosen)
     found: str = state["request_id"]

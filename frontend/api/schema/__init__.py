@@ -87,7 +87,7 @@ class CommonFields(SamplerFields, kw_only=True):
     timings_per_token: bool | None = None
     # Adds events with the progress of the prompt to a stream, as llama.cpp does.
     return_progress: bool | None = None
-    # The ID of the request, instead of that of the header X-Request-Id.
+    # The ID of the request, unless the header X-Request-Id has one.
     request_id: str | None = None
     # The replica, instead of that of the header X-data-parallel-rank.
     data_parallel_rank: Int | None = None
@@ -342,7 +342,7 @@ class PoolingFields(QueueFields, kw_only=True):
     truncation_side: str | None = None
     add_special_tokens: bool | None = None
 
-    # The ID of the request, instead of that of the header X-Request-Id, and SGLang's name for it.
+    # The ID of the request, unless the header X-Request-Id has one, and SGLang's name, which has priority.
     request_id: str | None = None
     rid: str | list[str] | None = None
 

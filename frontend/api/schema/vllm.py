@@ -99,7 +99,7 @@ class VllmGenerateRequest(QueueFields, kw_only=True):
     # True to return the token ids of the prompt.
     return_token_ids: bool | None = None
     kv_transfer_params: dict[str, Any] | None = None
-    # The ID of the request, instead of that of the header X-Request-Id.
+    # The ID of the request, unless the header X-Request-Id has one.
     request_id: str | None = None
     # The replica, instead of that of the header X-data-parallel-rank.
     data_parallel_rank: Int | None = None

@@ -189,7 +189,9 @@ def test_prefix_cache_can_be_reset(frontend: FrontendProcess) -> None:
 
 def test_request_id_is_echoed_or_generated(frontend: FrontendProcess) -> None:
     named = frontend.http.post(
-        "/v1/completions", json={"prompt": "a"}, headers={"x-request-id": "abc-1"}
+        "/v1/completions",
+        json={"prompt": "a", "request_id": "other"},
+        headers={"x-request-id": "abc-1"},
     )
     assert named.headers["x-request-id"] == "abc-1" and named.json()["id"] == "cmpl-abc-1"
     made = [frontend.http.get("/version").headers["x-request-id"] for _ in range(2)]
