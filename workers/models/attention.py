@@ -210,10 +210,12 @@ class Attention:
     def store_keys(
         self, x: Any, tables: RotaryTables | None, kv_cache: Tensor, attn_metadata: Any
     ) -> None:
-        """Store the keys and values of `x`, in a layer without convolutions, indexers and gates."""
+        """Store the keys and values of `x`, in a layer without convolutions and indexers."""
         num_values = self._num_kv_heads if self._has_value_projection else 0
         sizes = self._num_heads + self._num_kv_heads, num_values
-        qk_THK, v_TGK = self.qkv(x).unflatten(-1, (-1, self._head_dim)).split(sizes, 1)
+        # Gates follow the values.
+        qkv_THK = self.qkv(x).unflatten(-1, (-1, self._head_dim))[:, : sum(sizes)]
+        qk_THK, v_TGK = qkv_THK.split(sizes, 1)
         if not self._has_value_projection:
             v_TGK = qk_THK[:, self._num_heads :]
         if self._value_norm is not None:

@@ -46,7 +46,7 @@ class Fusion:
 
         def norm(name: str) -> Tensor | None:
             weight = tensors.find(name)
-            return None if weight is None else weight + layout.spec.norm_weight_offset
+            return None if weight is None else weight + (layout.spec.norm_offset("norm") or 0.0)
 
         self._project_back: Product | None = None
         # The size of the embeddings and hidden states that are combined.

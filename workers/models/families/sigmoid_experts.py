@@ -268,17 +268,18 @@ def _minimax_m3(fields: ConfigFields) -> ModelSpec:
     rotary_dim = fields.integer("rotary_dim", size)
     fields = fields.with_defaults(partial_rotary_factor=rotary_dim / size)
     require_usual_swiglu(fields)
-    if fields.integer("index_n_heads", 4) != fields.integer("num_key_value_heads"):
-        raise fields.error(
-            f"index_n_heads {fields.get('index_n_heads')} must equal num_key_value_heads "
-            f"{fields.get('num_key_value_heads')}"
-        )
     rope = read_rope(fields, size, theta=5_000_000.0, partial=True)
     num_chosen = fields.integer("index_topk_blocks", 16)
     kinds = fields.per_layer("layer_types", fields.layer_count("num_hidden_layers")) or []
     for kind in kinds:
         if kind not in (_SPARSE, "full_attention"):
             raise fields.wrong("layer_types", f"{_SPARSE} or full_attention for each layer", kind)
+    num_kv_heads = fields.integer("num_key_value_heads")
+    if _SPARSE in kinds and fields.integer("index_n_heads", 4) != num_kv_heads:
+        raise fields.error(
+            f"index_n_heads {fields.get('index_n_heads')} must equal num_key_value_heads "
+            f"{num_kv_heads}"
+        )
     indexer = BlockIndexerSpec(
         fields.integer("index_head_dim", 128, minimum=rope.rotary_dim, maximum=size),
         fields.integer("index_block_size", 128),

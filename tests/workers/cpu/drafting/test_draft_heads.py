@@ -18,6 +18,7 @@ from engine.workers.execution import torch_loader
 from safetensors.torch import load_file, save_file
 from support.drafts.dflash2_heads import dflash2
 from support.drafts.draft_heads import dflash_hidden_states
+from support.drafts.dspark_families import DSPARK_FAMILIES
 from support.drafts.dspark_heads import DSPARK_HEADS
 from support.drafts.eagle_heads import EAGLE_HEADS
 from support.drafts.layered_heads import LAYERED_HEADS
@@ -55,6 +56,7 @@ PROMPT = list(range(20, 37))
         *PREDICTION_LAYERS,
         *LAYERED_HEADS,
         *DSPARK_HEADS,
+        *DSPARK_FAMILIES,
         *MULTIMODAL_LAYERS,
         dflash2,
         qwen4_mtp,

@@ -1,10 +1,10 @@
 """The layout of DFlash heads (arXiv 2602.06036) and of DSpark heads, which propose a block of tokens in one pass.
 
-Such a head has a few layers like those of Qwen3 or Gemma 4. Their keys and values of the known tokens come from hidden
-states of the model, which `fc` combines into one vector per token. The block begins with the last token, followed by
-mask tokens. A DSpark head also has a Markov head, by which a draft depends on the one before it. A DFlash 2 head has a
-selector for that, and convolutions over the block in its layers. An XPress head has a refiner, by which a draft depends
-on all drafts before it.
+Such a head has a few layers like those of Qwen3 or another family. Their keys and values of the known tokens come from
+hidden states of the model, which `fc` combines into one vector per token. The block begins with the last token,
+followed by mask tokens. A DSpark head also has a Markov head, by which a draft depends on the one before it. A DFlash 2
+head has a selector for that, and convolutions over the block in its layers. An XPress head has a refiner, by which a
+draft depends on all drafts before it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ....layers.spec import ModelSpec
 from ....layers.window import SpanLayers
 from ....loaders import Checkpoint
 from ....models.families import model_spec
+from .block_inputs import block_fields
 from .head_layout import REFINER, TOKEN_OFFSETS, HeadLayout, headless, read_mask_token
 
 _DFLASH2: Final = ("DFlash2DraftModel", "DFlash2BeamDraftModel", "MiniMaxDFlash2DraftModel")
@@ -33,19 +34,32 @@ _DFLASH: Final = (
 _XPRESS: Final = ("DFlashQwen3XPressModel", "Qwen3XPressModel")
 _DSPARK: Final = (
     "DSparkDraftModel",
+    "DSparkMiniMaxDraftModel",
     "DSparkSpeculator",
     "Gemma4DSparkModel",
     "Lfm2DSparkDraftModel",
     "LingDSparkModel",
+    "MuseGlimmerDSparkModel",
     "Qwen3DSparkModel",
     "Qwen3OmniDSparkModel",
 )
 
-_DECODERS: Final = {"Gemma4DSparkModel": "Gemma4ForCausalLM"}
-"""The decoder with the same layers as a head; the others have those of Qwen3."""
+_DECODERS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
+    "DSparkMiniMaxDraftModel": ("MiniMaxM3SparseForCausalLM", {"layer_types": None}),
+    # Layers with and without a window differ, but share no keys in a head.
+    "Gemma4DSparkModel": (
+        "Gemma4ForCausalLM",
+        {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0},
+    ),
+    "MuseGlimmerDSparkModel": ("MuseGlimmerForConditionalGeneration", {}),
+}
+"""The decoder with the same layers as a head, and fields that differ in a head."""
+
+_QWEN3: Final[tuple[str, dict[str, Any]]] = ("Qwen3ForCausalLM", {"layer_types": None})
+"""The decoder of other heads, whose layers are alike with and without a window."""
 
 _WINDOW: Final = "sliding_attention"
-_START: Final = r"^(?:model\.)?"
+_START: Final = r"^(?:language_model\.)?(?:model\.)?(?:dspark\.)?"
 _PARTS: Final = (
     (_START + r"(?:encoder\.)?fc\.", "projection."),
     (_START + r"(?:hidden_norm|encoder\.output_norm_enc)\.", "hidden_norm."),
@@ -72,7 +86,7 @@ def read_block(target: ModelSpec, checkpoint: Checkpoint) -> HeadLayout:
     Raises:
         CheckpointError: The checkpoint has another architecture, or a field of its config is wrong.
     """
-    fields = ConfigFields(checkpoint.config, checkpoint.config_path)
+    fields = block_fields(checkpoint)
     architecture = str((checkpoint.config.get("architectures") or [""])[0])
     has_markov = architecture in _DSPARK
     has_refiner = architecture in _XPRESS
@@ -83,7 +97,7 @@ def read_block(target: ModelSpec, checkpoint: Checkpoint) -> HeadLayout:
             f"{', '.join(_DFLASH + _DSPARK + _XPRESS)}; use another head, or another method in --speculative-config",
         )
     own = fields.first_section("dflash_config")
-    of_layers: dict[str, Any] = dict(checkpoint.config)
+    of_layers: dict[str, Any] = dict(fields.config)
     if (section := fields.section("transformer_layer_config")) is not None:
         of_layers |= section.config
     stored = checkpoint.names()
@@ -92,21 +106,18 @@ def read_block(target: ModelSpec, checkpoint: Checkpoint) -> HeadLayout:
     is_second = architecture in _DFLASH2
     convolution = _convolution(own, fields.integer("hidden_size")) if is_second else None
     windows = _windows(ConfigFields(of_layers, fields.path), own)
-    decoder = _DECODERS.get(architecture)
+    decoder, differences = _DECODERS.get(architecture, _QWEN3)
     of_layers |= {
-        "architectures": [decoder or "Qwen3ForCausalLM"],
+        "architectures": [decoder],
         "vocab_size": vocab_size or of_layers.get("vocab_size") or target.vocab_size,
         "use_sliding_window": False,
+        "text_config": None,
+        **differences,
     }
-    # Layers of Qwen3 are alike with and without a window. Those of Gemma 4 differ, but share no keys in a head.
-    of_layers |= (
-        {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}
-        if decoder
-        else {"layer_types": None}
-    )
     spec = model_spec(of_layers, fields.path)
     spec = replace(
         headless(spec),
+        has_embedding_norm=False,
         layers=tuple(
             replace(layer, window=window, block_convolution=convolution)
             for layer, window in zip(spec.layers, windows, strict=True)
@@ -115,11 +126,13 @@ def read_block(target: ModelSpec, checkpoint: Checkpoint) -> HeadLayout:
         rope_order=spec.rope_order if _rotates_halves(fields) else "interleaved",
         tensor_names=(
             (_OUTSIDE, ""),
-            (r"^(model\.)?(?!lm_head\.)(?=.)", "model."),
+            (_START + r"(?!lm_head\.)(?=.)", "model."),
+            (r"^model\.final_norm\.", "model.norm."),
+            (r"\.decoder_layer\.", "."),
             *spec.tensor_names,
         ),
     )
-    size = own.get("block_size", fields.get("block_size", 16))
+    size = own.get("block_size", fields.get("block_size", fields.get("dspark_block_size", 16)))
     if has_refiner:
         fields.require("sample_from_anchor", False)
         size = fields.get("xpress_block_size", fields.integer("num_speculative_steps", 15) + 1)

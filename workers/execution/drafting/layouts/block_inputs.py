@@ -5,6 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .....protocol.checkpoint.config_fields import ConfigFields
+from ....loaders import Checkpoint
+
+
+def block_fields(checkpoint: Checkpoint) -> ConfigFields:
+    """Return the config of a DFlash or DSpark head, with the fields of its section for text."""
+    fields = ConfigFields(checkpoint.config, checkpoint.config_path)
+    return fields.with_values(fields.section_or_empty("text_config").config)
 
 
 def read_block_inputs(fields: ConfigFields, num_layers: int) -> Sequence[int]:

@@ -10,7 +10,7 @@ from .....protocol.errors import ConfigError
 from ....layers.spec import ModelSpec
 from ....loaders import Checkpoint, open_checkpoint
 from .block import read_block
-from .block_inputs import read_block_inputs
+from .block_inputs import block_fields, read_block_inputs
 from .eagle import read_eagle
 from .eagle3 import read_eagle3, read_eagle3_inputs
 from .head_layout import HeadLayout
@@ -62,7 +62,6 @@ def find_kept_layers(speculative: SpeculativeConfig, target: ModelSpec) -> Seque
     if name is None:
         return (count,)
     checkpoint = open_checkpoint(name)
-    fields = ConfigFields(checkpoint.config, checkpoint.config_path)
     if speculative.method is ProposerMethod.DFLASH:
-        return read_block_inputs(fields, count)
-    return read_eagle3_inputs(fields, count)
+        return read_block_inputs(block_fields(checkpoint), count)
+    return read_eagle3_inputs(ConfigFields(checkpoint.config, checkpoint.config_path), count)
