@@ -74,6 +74,7 @@ class ChatChoice:
         self.calls = CallWriter(tools)
         self.called_tools = False
         self._token_ids: list[int] = []
+        self._hides_tokens = self._reasoning is not None and request.include_reasoning is False
 
     def _new_tool_parser(self, answer_id: str) -> ToolParser | None:
         # If another frontend continues the stream, the calls must have the same IDs.
@@ -100,7 +101,8 @@ class ChatChoice:
     def read(self, delta: Delta) -> MessageDelta:
         """Return the message fields that a piece of the text adds: a delta of a stream, or the whole text.
 
-        A call that was cut off has the arguments that the model wrote before.
+        A call that was cut off has the arguments that the model wrote before. If the request leaves out the reasoning,
+        its token ids and log-probabilities are removed from `delta`.
         """
         is_end = delta.finish_reason is not None
         message = self._parser.feed(delta.text, is_end)
@@ -109,6 +111,8 @@ class ChatChoice:
             if self._substitute is not None:
                 self._substitute.apply(message, is_end=is_end)
             self._show_reasoning(message, is_end=is_end)
+            if self._hides_tokens:
+                self._hide_tokens(delta, message)
         if not self._tools.is_parallel:
             message.tool_calls = [call for call in message.tool_calls if call.index == 0]
         message.tool_calls = self.calls.translate(message.tool_calls, is_end=is_end)
@@ -125,6 +129,19 @@ class ChatChoice:
             message.reasoning = ""
             if is_end or message.content or message.tool_calls:
                 message.reasoning, self._held_reasoning = self._held_reasoning, ""
+
+    def _hide_tokens(self, delta: Delta, message: MessageDelta) -> None:
+        """Remove the tokens before the content or the first call from a delta."""
+        num_hidden = len(delta.token_ids)
+        if message and self._reasoning is not None:
+            # A delta may have the end of the reasoning and the beginning of the content.
+            total, tokenizer = len(self._token_ids), self._serving.tokenizer
+            count = self._reasoning.num_hidden_tokens(self._token_ids, tokenizer)
+            self._hides_tokens = count == total
+            num_hidden = max(0, num_hidden - (total - count))
+        delta.token_ids = delta.token_ids[num_hidden:]
+        if delta.logprobs is not None:
+            delta.logprobs = list(delta.logprobs)[num_hidden:]
 
     def ending(self, delta: Delta) -> Json:
         """Return all fields of a choice except its message or delta. It has no log-probabilities."""

@@ -98,7 +98,7 @@ def choice_meta_info(
     weight_version: str,
 ) -> Json:
     """Return the `meta_info` of a complete choice of a chat."""
-    meta = meta_info(answer_id, sequence, output, len(output.token_ids), weight_version)
+    meta = meta_info(answer_id, sequence, output, sequence.num_read_tokens, weight_version)
     if (positions := output.logprobs) is None:
         return meta
     entries = TokenEntries(renderer, shows_text=False)

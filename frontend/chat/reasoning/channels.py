@@ -110,6 +110,10 @@ class ChannelParser(ABC):
             return 0
         return num_tokens_before(self.reasoning_ends, token_ids, tokenizer)
 
+    def num_hidden_tokens(self, token_ids: Sequence[int], tokenizer: Tokenizer) -> int:
+        """Return the number of all `token_ids`, because reasoning may follow content."""
+        return len(token_ids)
+
     def _open(self, channel: Channel) -> None:
         """Open a channel. A separator is added if there is an earlier channel of the same kind."""
         self._channel = channel

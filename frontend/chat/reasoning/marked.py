@@ -148,6 +148,10 @@ class MarkedReasoningParser:
                 return 0
         return num_tokens_before(self._format.ends, token_ids, tokenizer)
 
+    def num_hidden_tokens(self, token_ids: Sequence[int], tokenizer: Tokenizer) -> int:
+        """Return the number of `token_ids` that a request without reasoning must not see."""
+        return self.num_reasoning_tokens(token_ids, tokenizer)
+
     def end_after(
         self, token_ids: Sequence[int], constraint: StructuredOutput, tokenizer: Tokenizer
     ) -> StructuredOutput | None:

@@ -57,6 +57,20 @@ def test_reasoning_is_separated_from_content(thinking: FrontendProcess) -> None:
     silent = chat(thinking, include_reasoning=False, **options)["choices"][0]["message"]
     assert silent["reasoning"] is silent["reasoning_content"] is None
     assert silent["content"] == "It is four."
+    hides = options | {"include_reasoning": False, "logprobs": True, "return_token_ids": True}
+    [choice] = chat(thinking, return_meta_info=True, **hides)["choices"]
+    ids = thinking.tokenizer.encode(text)[num_tokens(thinking, "<think>Let me see.") :]
+    assert choice["token_ids"] == ids and len(choice["logprobs"]["content"]) == len(ids)
+    shown = choice["meta_info"]["output_token_logprobs"]
+    assert [token_id for _, token_id, _ in shown] == ids
+    events = sse_events(thinking.post("/v1/chat/completions", stream=True, **hides).text)
+    choices = [event["choices"][0] for event in events]
+    assert "".join(c["delta"].get("content") or "" for c in choices) == "It is four."
+    streamed = [token for c in choices for token in c.get("token_ids") or ()]
+    assert streamed and streamed == ids[-len(streamed) :]
+    assert streamed[-1] == ids[-1]
+    entries = [entry for c in choices if c["logprobs"] for entry in c["logprobs"]["content"]]
+    assert len(entries) == len(streamed)
     whole = chat(thinking, separate_reasoning=False, **options)["choices"][0]["message"]
     assert "<think>" in whole["content"] and whole["reasoning"] is None
     held = {"stream": True, "stream_reasoning": False}
