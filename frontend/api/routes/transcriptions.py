@@ -19,6 +19,7 @@ from ...http.deadline import read_deadline
 from ...http.errors import APIError, bad_request, json_response, wrong
 from ...http.json_pieces import encode_list
 from ...http.routing import Asgi
+from ...media.sources.data_urls import is_data_url, read_base64, read_data_url
 from ...media.transcription.languages import LANGUAGE_NAMES
 from ...media.transcription.options import (
     SpeechModel,
@@ -203,14 +204,19 @@ class Transcriptions(RouteHandlers):
         return self._transcriber is not None and self._transcriber.is_live
 
     async def _read_file(self, sent: Sent) -> memoryview:
-        """Return the audio file of the form, or the one at its URL."""
+        """Return the audio file of the form, the one in base64, or the one at the URL."""
         assert self._transcriber is not None
         if FILE in sent.files:
             return sent.files[FILE].content
-        url = sent.request.file_url
-        if url is None:
+        request, content, where = sent.request, sent.request.file, FILE
+        if request.input_audio is not None:
+            content, where = request.input_audio.data, "input_audio.data"
+        if content:
+            read = read_data_url if is_data_url(content) else read_base64
+            return memoryview(await self._serving.executor.run(len(content), read, content, where))
+        if request.file_url is None:
             raise APIError(400, "file is required: send an audio file in the form", param=FILE)
-        return memoryview(await self._transcriber.urls.read(url, "file_url"))
+        return memoryview(await self._transcriber.urls.read(request.file_url, "file_url"))
 
     async def _open_file(self, file: memoryview) -> Samples:
         assert self._transcriber is not None

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import msgspec
+
 from . import Int, SamplingFields
+
+
+class InputAudio(msgspec.Struct):
+    """An audio file. Its `format` is found by its content."""
+
+    data: str
+    format: str | None = None
 
 
 class TranslationRequest(SamplingFields, kw_only=True):
@@ -13,6 +22,9 @@ class TranslationRequest(SamplingFields, kw_only=True):
     model: str | None = None
     # The URL of the clip, in place of the file, as in vLLM's batches.
     file_url: str | None = None
+    # In JSON: the file in base64, which may be a data URL. The object is OpenRouter's.
+    file: str | None = None
+    input_audio: InputAudio | None = None
     prompt: str | None = None
     response_format: str | None = None
     # The language of the clip; detected if absent.

@@ -113,6 +113,19 @@ def test_batches_name_the_files_by_their_urls(server: Server, tmp_path: Path) ->
     assert [answer["body"]["error"]["param"] for answer in answers[2:]] == ["file_url", "file"]
 
 
+def test_json_has_the_file_in_base64(server: Server) -> None:
+    content = base64.b64encode((FIXTURES / "colors.ogg").read_bytes()).decode()
+    for given in (
+        {"input_audio": {"data": content, "format": "ogg"}},
+        {"file": content, "format": "ogg"},
+        {"file": f"data:audio/ogg;base64,{content}", "response_format": "json"},
+    ):
+        status, answer = server.post("/v1/audio/transcriptions", given)
+        assert status == 200 and answer["text"] == HEARD["colors.ogg"]
+    status, answer = server.post("/v1/audio/transcriptions", {"file": "not base64"})
+    assert status == 400 and answer["error"]["param"] == "file"
+
+
 def test_formats_have_the_same_text(client: openai.OpenAI) -> None:
     file = FIXTURES / "colors.ogg"
     create = client.audio.transcriptions.create
