@@ -36,6 +36,7 @@ _SHORT: Final = {
         ("deepseek_ocr", "deepseek_ocr2", "kosmos-2", "unlimited_ocr"),
         "{{ bos_token }}" + _CONTENTS,
     ),
+    "git": _CAPTIONS.strip(),
     "trocr": _IMAGES.strip(),
 }
 """Model type -> the template."""

@@ -81,6 +81,8 @@ class ModelFields(msgspec.Struct, frozen=True, kw_only=True):
     """The number of rows of a table of positions, which are added to embeddings; 0 without such a table."""
     position_offset: int = 0
     """The row of the first position in that table."""
+    num_unplaced: int = 0
+    """The number of a prompt's first positions that have zeros in the place of stored rows (GIT)."""
     sinusoids: Sinusoids | None = None
     """Sines and cosines that are that table, which is then not stored (arXiv 1706.03762)."""
     num_token_types: int = 0

@@ -62,6 +62,14 @@ def numbered(
     )
 
 
+def single_first(
+    source: ProcessorSource, vision: VisionSpec
+) -> SquareProcessor | CropProcessor | FitProcessor:
+    """Return the processor of GIT, whose prompts begin with the only image."""
+    start = source.special_token("cls_token", "[CLS]")
+    return replace(single(source, vision), after_images=start, is_only=True)
+
+
 def between_image_marks(
     source: ProcessorSource, vision: VisionSpec
 ) -> SquareProcessor | CropProcessor | FitProcessor:

@@ -9,6 +9,7 @@ from ..config_fields import ConfigFields
 from .blip import blip
 from .deepseek import unlimited_ocr
 from .florence import florence2
+from .git import git
 from .glm_edge import glm_edge
 from .janus import multi_modality
 from .kosmos2 import kosmos2
@@ -37,6 +38,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, str], dict[str, Any]]]] = {
     "ColQwen3": colqwen3,
     "DotsVLMForCausalLM": dots_vlm,
     "Florence2ForConditionalGeneration": florence2,
+    "GitForCausalLM": git,
     "GlmForCausalLM": glm_edge,
     "InternS2PreviewForConditionalGeneration": interns2,
     "HfMoondream": moondream,

@@ -8,6 +8,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
+from ...config.images.settings import SpanKind
 from ..config_fields import ConfigFields
 from .fields import Sizes, check_factor, feature_layers, read_sizes
 from .gemma import SIGLIP_SIZES, siglip
@@ -87,6 +88,27 @@ def clip(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Vision
         has_pre_norm=True,
         has_post_norm=True,
         tensor_names=((r"^visual_projection\.", "connector.modality_projection.proj."),),
+    )
+
+
+def git(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:
+    """Return the tower of GIT: CLIP's, whose outputs and class token are projected and normed."""
+    sizes = read_sizes(vision, _CLIP_SIZES._replace(patch_size=16))
+    return VisionSpec(
+        **sizes,
+        output_size=output_size,
+        projection="normed matrix",
+        projection_eps=sizes["norm_eps"],
+        has_class_token=True,
+        keeps_class_token=True,
+        has_patch_bias=False,
+        has_pre_norm=True,
+        has_post_norm=True,
+        span_kind=SpanKind.IMAGE,
+        tensor_names=(
+            (r"visual_projection\.visual_projection\.0\.", "connector.modality_projection.proj."),
+            (r"visual_projection\.visual_projection\.1\.", "connector.modality_projection.norm."),
+        ),
     )
 
 

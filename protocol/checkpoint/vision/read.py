@@ -51,6 +51,7 @@ from .llama import TilesVisionSpec, llama4, mllama
 from .llava import (
     bee,
     clip,
+    git,
     glm4v_9b,
     glm_edge,
     kosmos2,
@@ -170,6 +171,7 @@ READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionSp
     "gemma3n": gemma3n,
     "gemma4": gemma4,
     "gemma4_unified": gemma4_unified,
+    "git": git,
     "glm4v": glm4v,
     "glm4v_moe": glm4v,
     "glm46v": glm4v,

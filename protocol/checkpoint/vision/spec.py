@@ -206,6 +206,7 @@ class VisionSpec(msgspec.Struct, frozen=True):
 
     * "none": the features themselves (TrOCR, arXiv 2109.10282)
     * "matrix": one product (Idefics3, arXiv 2408.12637)
+    * "normed matrix": one product, then a norm (GIT, arXiv 2205.14100)
     * "mlp": two products with an activation in between (LLaVA, arXiv 2310.03744)
     * "mlp mean": as "mlp" for each patch, and then the means. If the factor does not divide the patches of a side,
       squares overlap (Perception LM, arXiv 2504.13180)
@@ -260,6 +261,7 @@ class VisionSpec(msgspec.Struct, frozen=True):
     projection: Literal[
         "none",
         "matrix",
+        "normed matrix",
         "mlp",
         "mlp mean",
         "convolved mlp",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...models.positions.table import check_num_positions, sinusoids
+from ...models.positions.table import check_num_positions, read_positions, sinusoids
 from ...models.stage.embedding import read_token_types
 from ..packing import PackedWeight
 from .blocks import RESIDUAL, BlockRecorder
@@ -63,6 +63,9 @@ def _position_tables(blocks: BlockRecorder, max_model_len: int) -> list[PackedWe
     name = "embed_positions.weight"
     if spec.sinusoids is not None:
         rows = sinusoids(spec.sinusoids, num_rows, spec.hidden_size)[part.start :]
+        tables = [weights.pack_float_tensor(name, rows)]
+    elif spec.num_unplaced:
+        rows = read_positions(spec, weights, max_model_len)
         tables = [weights.pack_float_tensor(name, rows)]
     else:
         tables = [weights.packed_float(name, num_rows, spec.hidden_size, part)]

@@ -167,6 +167,10 @@ class Recorder:
         are_added = isinstance(spec.audio_encoder, CausalSpec)
         has_norm = spec.has_embedding and spec.has_embedding_norm
         if has_norm and spec.places_after_norm:
+            if positions:
+                # The norm includes positions. Outputs of a tower, which it changes, too, are placed again.
+                program.add_op("place", parts=positions)
+                positions = []
             program.add_op("norm", vectors=self._blocks.hidden_norm("embed_norm"))
         if has_tower or self._places_embeddings:
             if are_added:

@@ -32,7 +32,9 @@ def read_positions(spec: ModelSpec, weights: WeightReader, max_model_len: int) -
     if spec.sinusoids is not None:
         table = sinusoids(spec.sinusoids, num_rows, spec.hidden_size)
         return table.to(weights.device, weights.dtype)
-    return weights.read("embed_positions.weight", num_rows, spec.hidden_size)
+    first = spec.num_unplaced
+    table = weights.read("embed_positions.weight", num_rows - first, spec.hidden_size)
+    return F.pad(table, (0, 0, first, 0)) if first else table
 
 
 def sinusoids(kind: Sinusoids, num_rows: int, size: int) -> Tensor:

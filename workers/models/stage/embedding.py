@@ -132,12 +132,14 @@ class TokenEmbedding:
         if self._spec.dropped_token is not None:
             x_TD = _without_token(x_TD, ids_T == self._spec.dropped_token, positions_T)
         norms_first = self._spec.places_after_norm
-        if norms_first and self._norm is not None:
-            x_TD = self._norm(x_TD)
-        if placed is not None:
+        if placed is not None and not norms_first:
             x_TD = placed.put_into(x_TD)
         if self._positions_PD is not None:
             x_TD += F.embedding(positions_T + self._spec.position_offset, self._positions_PD)
+        if norms_first and self._norm is not None:
+            x_TD = self._norm(x_TD)
+        if placed is not None and norms_first:
+            x_TD = placed.put_into(x_TD)
         if self._factor_and_bias:
             factor_D, bias_D = self._factor_and_bias
             x_TD = (x_TD + bias_D) * factor_D

@@ -56,6 +56,13 @@ def _matrix(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Projecti
     return lambda x_PD, num_columns: product(side_by_side(x_PD, num_columns, spec.merge_factor))
 
 
+def _normed_matrix(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Projection:
+    product = _matrix(spec, checkpoint, read)
+    name = "connector.modality_projection.norm"
+    norm = read(f"{name}.weight").read_layer_norm(name, spec.output_size, spec.projection_eps)
+    return lambda x_PD, num_columns: norm(product(x_PD, num_columns))
+
+
 def _mlp(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Projection:
     weights = read(f"{_MLP}linear_1.weight")
     norm = _norm_of_squares(spec, weights)
@@ -339,6 +346,7 @@ def _merged_size(spec: VisionSpec) -> int:
 _KINDS: Final[dict[str, Callable[[VisionSpec, Checkpoint, _Reader], Projection]]] = {
     "none": lambda spec, checkpoint, read: lambda x_PD, num_columns: x_PD,
     "matrix": _matrix,
+    "normed matrix": _normed_matrix,
     "adapter": _adapter,
     "queries": _queries,
     "resampler": _resampler,
