@@ -210,7 +210,7 @@ class Decoder(TorchDecoder):
                 x_TD = added(x_TD, block_TD, self.spec, None)
                 x_TD, block_TD = self._restarts.apply(x_TD, described.restart), None
             if index in self._kept.layers:
-                kept[index] = self._layer_input(x_TD, block_TD)
+                kept[index] = self._layer_input(index, x_TD, block_TD)
             block_TD = layer.forward(
                 x_TD,
                 block_TD,
@@ -231,7 +231,7 @@ class Decoder(TorchDecoder):
             sent_TE = self._sent(added(x_TD, block_TD, self.spec, None), rest)
             return self._kept.joined(sent_TE, kept)
         if (count := len(self.spec.layers)) in self._kept.layers:
-            kept[count] = self._layer_input(x_TD, block_TD)
+            kept[count] = self._layer_input(count, x_TD, block_TD)
         if self._last_streams is not None:
             x_TD = self._last_streams.reduce(x_TD)
             x_TD = x_TD if self._norm is None else self._norm(x_TD)
@@ -300,8 +300,14 @@ class Decoder(TorchDecoder):
             for rope, embedding in self._ropes.items()
         }
 
-    def _layer_input(self, x_TD: Tensor, block_TD: Tensor | None) -> Tensor:
-        """Return the residual stream after the last block, without changing it."""
+    def _layer_input(self, layer: int, x_TD: Tensor, block_TD: Tensor | None) -> Tensor:
+        """Return the residual stream before a layer, without changing it.
+
+        With attention residuals, this is the sum to which the last block was added.
+        """
+        if (residuals := self.spec.attention_residuals) is not None:
+            first = residuals.stream_before(layer) * self.spec.hidden_size
+            return x_TD[:, first : first + self.spec.hidden_size].clone()
         if block_TD is None:
             return x_TD.clone()
         return x_TD.add(block_TD, alpha=self.spec.residual_multiplier)

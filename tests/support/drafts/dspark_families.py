@@ -14,9 +14,12 @@ import transformers
 from safetensors.torch import save_file
 from support.drafts.draft_heads import dflash_hidden_states, randomize, write_dflash
 from support.drafts.dspark_heads import SIZE, write_markov_head
+from support.drafts.eagle_heads import LATENT
 from support.drafts.models_with_heads import NUM_DRAFTS, Head, dflash_head, write_model
 from support.families.experts import WITH_EXPERTS
+from support.families.published import save_published
 from torch import Tensor
+from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
 from transformers.models.minimax_m3_vl import modeling_minimax_m3_vl as minimax
 from transformers.models.muse_glimmer import modeling_muse_glimmer as muse
 
@@ -65,6 +68,11 @@ class _Block(NamedTuple):
             attended_TD = layer.self_attn(inputs_TD[None], tables, mask)[0][0, begin:]
             x_TD = self.finish(layer, x_TD, attended_TD)
         return self.made.norm(x_TD)
+
+
+def _add_mlp(layer: Any, x_TD: Tensor, attended_TD: Tensor) -> Tensor:
+    x_TD = x_TD + attended_TD
+    return x_TD + layer.mlp(layer.post_attention_layernorm(x_TD))
 
 
 def _in_order(
@@ -154,12 +162,8 @@ def dspark_of_minimax3(path: Path) -> Head:
     config = {"text_config": text}
     bias = _write(path / "head", "DSparkMiniMaxDraftModel", config, tensors)
 
-    def finish(layer: Any, x_TD: Tensor, attended_TD: Tensor) -> Tensor:
-        x_TD = x_TD + attended_TD
-        return x_TD + layer.mlp(layer.post_attention_layernorm(x_TD))
-
     embed = model.get_input_embeddings()
-    block = _Block(model, made, projection, norm, embed, finish, WINDOW)
+    block = _Block(model, made, projection, norm, embed, _add_mlp, WINDOW)
     return dflash_head(model, path, _in_order(block.states, model.lm_head, bias))
 
 
@@ -203,4 +207,46 @@ def dspark_of_muse(path: Path) -> Head:
     return dflash_head(model, path, _in_order(block.states, logits, bias))
 
 
-DSPARK_FAMILIES = [dspark_on_minimax3, dspark_of_minimax3, dspark_of_muse]
+def dspark_of_kimi_k3(path: Path) -> Head:
+    """A DSpark head of Kimi K3, with latent attention, that reads sums of the outputs of layers."""
+    model: Any = save_published("KimiK3", path)
+    size = model.config.hidden_size
+    fields = LATENT | {
+        "hidden_size": size,
+        "intermediate_size": 40,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "vocab_size": model.config.vocab_size,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 512,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 5e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    }
+    text = transformers.DeepseekV3Config(**fields | {"first_k_dense_replace": 3})
+    made = randomize(deepseek.DeepseekV3Model._from_config(text, attn_implementation="eager"))
+    norm = randomize(copy.deepcopy(made.norm))
+    projection = torch.randn(size, 2 * size) * 0.1
+    tensors = {f"layers.{name}": each for name, each in made.layers.state_dict().items()}
+    tensors |= {
+        "context_proj.weight": projection,
+        "context_norm.weight": norm.weight,
+        "final_norm.weight": made.norm.weight,
+        "embed_tokens.weight": model.model.embed_tokens.weight,
+    }
+    own = {"block_size": 8, "mask_token_id": MASK, "target_layer_ids": INPUTS}
+    bias = _write(path / "head", "K3DSparkModel", fields | own, tensors)
+    embed = model.get_input_embeddings()
+    block = _Block(model, made, projection, norm, embed, _add_mlp)
+    head = dflash_head(model, path, _in_order(block.states, model.lm_head, bias))
+    return head._replace(has_states=True, block_size=96)
+
+
+DSPARK_FAMILIES = [dspark_on_minimax3, dspark_of_minimax3, dspark_of_muse, dspark_of_kimi_k3]

@@ -42,8 +42,23 @@ class LatentRecorder:
         self._program, self._spec = blocks.program, blocks.spec
         self._shard, self._weights = blocks.shard, blocks.weights
 
-    def record(self, index: int, prefix: str, layer: LayerSpec, norms: NormNames) -> None:
-        """Record the latent attention of a layer. `index` is the index of its KV cache."""
+    def record(
+        self,
+        index: int,
+        prefix: str,
+        layer: LayerSpec,
+        norms: NormNames,
+        store: BlockRecorder | None = None,
+    ) -> None:
+        """Record the latent attention of a layer.
+
+        Args:
+            index: The index of the layer's KV cache.
+            prefix: The prefix of the layer's tensors.
+            layer: The layer.
+            norms: The names of the layer's norms.
+            store: The recorder of a program that only stores the keys of its residual stream, if there is one.
+        """
         spec, program = self._spec.for_layer(layer), self._program
         latent, heads, name = spec.latent, self._shard.heads(spec), f"{prefix}self_attn."
         assert latent is not None, "the layers of this model have latent attention"
@@ -145,15 +160,17 @@ class LatentRecorder:
                     for each in ("weight", "bias")
                 ]
             )
-        program.add_op(
-            "rotate_store",
-            rope=-1 if layer.rope is None else self._ropes[layer.rope],
-            num_stored=int(layer.cache_source is None),
-            num_columns=latent.rotary_dim,
-            vectors=[norm, index_norm, scaling_array(layer.query_scaling)],
-            eps=latent.norm_eps,
-            **attention,
-        )
+        storing: dict[str, Any] = attention | {
+            "rope": -1 if layer.rope is None else self._ropes[layer.rope],
+            "num_stored": int(layer.cache_source is None),
+            "num_columns": latent.rotary_dim,
+            "vectors": [norm, index_norm, scaling_array(layer.query_scaling)],
+            "eps": latent.norm_eps,
+        }
+        program.add_op("rotate_store", **storing)
+        if store is not None:
+            store.add_projection(prefix, None, inputs[:1], biases[:1])
+            store.program.add_op("rotate_store", **storing)
         if indexer is not None:
             self._record_choice(name, whole, indexer, attention)
         program.add_op(

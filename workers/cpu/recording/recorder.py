@@ -141,8 +141,8 @@ class Recorder:
                 number = 1 + spec.added_after.index(index)
                 program.add_op("add_placed", first_column=number * spec.hidden_size)
         if shard.is_last and streams is not None:
-            if spec.hyper_connections is not None:
-                self._keep_hidden(len(spec.layers), spec.num_streams * spec.hidden_size)
+            if self._streams is not None:
+                self._keep_hidden(len(spec.layers))
             streams.reduce()
         self._record_outputs()
         if self._store is not None:
@@ -204,7 +204,7 @@ class Recorder:
             )
             program.add_op("head")
             return
-        if spec.hyper_connections is None:
+        if self._streams is None:
             self._keep_hidden(len(spec.layers))
         if spec.has_head and spec.head_dense_bias is not None:
             record_head_dense(self._blocks)
@@ -218,11 +218,23 @@ class Recorder:
         else:
             program.add_op("head")
 
-    def _keep_hidden(self, index: int, width: int = 0) -> None:
-        """Record the operation that keeps the input of a layer, or `width` elements of streams, if they are kept."""
+    def _keep_hidden(self, index: int) -> None:
+        """Record the operation that keeps the input of a layer, if it is kept.
+
+        With hyper-connections, it consists of all streams. With attention residuals, it is the sum to which the last
+        block was added.
+        """
+        spec, source, width = self._spec, 0, 0
+        if spec.hyper_connections is not None:
+            width = spec.num_streams * spec.hidden_size
+        elif spec.attention_residuals is not None:
+            width = spec.hidden_size
+            source = width * spec.attention_residuals.stream_before(index)
         for kept, column in self._kept_columns:
             if kept == index:
-                self._program.add_op("keep_hidden", first_column=column, num_columns=width)
+                self._program.add_op(
+                    "keep_hidden", first_column=column, num_columns=width, source=source
+                )
 
     def _record_restart(self, restart: Restart) -> None:
         """Record the begin of a pass through layers that are computed several times."""
@@ -352,7 +364,7 @@ class Recorder:
                 self._blocks, index + layer.attends, prefix, layer, recurrent, norms, self._ropes
             )
         if layer.attends and self._spec.latent is not None:
-            self._latent.record(index, prefix, layer, norms)
+            self._latent.record(index, prefix, layer, norms, self._store)
         elif layer.attends and self._spec.compressed is not None:
             self._compressed.record(index, prefix, layer, norms, self._spec.compressed)
         elif layer.attends:

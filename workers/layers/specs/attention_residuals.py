@@ -86,6 +86,10 @@ class AttentionResidualsSpec(msgspec.Struct, frozen=True):
         """Return the index of the hidden state to which the outputs of a layer are added."""
         return 1 + self.depth(layer) // self.group_size
 
+    def stream_before(self, layer: int) -> int:
+        """Return the index of the hidden state to which the layer before this one adds; 0 for the first layer."""
+        return self.stream_of(layer - 1) if layer else 0
+
     def begins(self, layer: int) -> bool:
         """Return whether a layer is the first of its group, so that its first output begins the sum."""
         return self.depth(layer) % self.group_size == 0

@@ -190,6 +190,18 @@ class LatentAttention:
             out_THV = out_THV * torch.sigmoid(gate_TG.unflatten(-1, (self._num_heads, -1)))
         return self._output(out_THV.flatten(1))
 
+    def store_keys(
+        self, x: Any, tables: RotaryTables | None, kv_cache: Tensor, attn_metadata: Any
+    ) -> None:
+        """Store the keys of `x`, in a layer without an indexer that does not read the keys of another layer."""
+        assert self._key_norm is not None
+        _, c_TC, k_TR = self.qkv(x).split(self._sizes, -1)[:3]
+        k_T1R = (k_TR if self._rotated_norm is None else self._rotated_norm(k_TR)).unsqueeze(1)
+        if tables is not None:
+            k_T1R = apply_rotary(k_T1R, tables)
+        k_T1K = self._filled(torch.cat((self._key_norm(c_TC).unsqueeze(1), k_T1R), -1))
+        self._backend.store(k_T1K, k_T1K, kv_cache, attn_metadata, self._layer)
+
     def copy_keys(self, source: LatentAttention) -> None:
         """Store copies of the keys of another layer, which must run first in every step."""
         self._source = source

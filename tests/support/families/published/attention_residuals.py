@@ -70,7 +70,7 @@ class Residuals:
             output[0] if isinstance(output, tuple) else output, begins=index % GROUP_SIZE == 0
         )
         self._add(layer.mlp(layer.post_attention_layernorm(means[1]())), begins=False)
-        return hidden_states
+        return self._sums[-1]
 
     def _add(self, output: Tensor, *, begins: bool) -> None:
         if begins:

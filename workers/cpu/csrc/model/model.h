@@ -162,7 +162,7 @@ enum class OpKind : int32_t {
   clamp = 41,        // `num_columns` of the target from `first_column` on, limited to vectors[0][0] to vectors[0][1].
                      // Activations must be float32
   activate = 69,     // residual = activation(block); with `num_columns`, these of the projection are activated in place
-  keep_hidden = 42,  // elements of hidden from `first_column` on = residual, or `num_columns` of the streams
+  keep_hidden = 42,  // hidden from `first_column` on = residual, or `num_columns` of the streams from `source` on
 
   // With an indexer:
   choose_keys = 43,  // after `rotate_store`, chooses the keys of the next operations of attention that are `is_sparse`.

@@ -155,7 +155,7 @@ void Program::run_row(const Op& op, const Rows& rows, int row) {
     case OpKind::keep_hidden: {
       const int64_t token = slice_.first_token + row;
       float* const hidden = slice_.step.hidden + token * slice_.step.hidden_stride + op.first_column;
-      if (op.num_columns) return void(std::copy_n(rows.streams(row), op.num_columns, hidden));
+      if (op.num_columns) return void(std::copy_n(rows.streams(row) + op.source, op.num_columns, hidden));
       return void(std::copy_n(rows.residual(row), hidden_size, hidden));
     }
     case OpKind::add_normed:

@@ -37,6 +37,7 @@ _DSPARK: Final = (
     "DSparkMiniMaxDraftModel",
     "DSparkSpeculator",
     "Gemma4DSparkModel",
+    "K3DSparkModel",
     "Lfm2DSparkDraftModel",
     "LingDSparkModel",
     "MuseGlimmerDSparkModel",
@@ -51,6 +52,8 @@ _DECODERS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
         "Gemma4ForCausalLM",
         {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0},
     ),
+    # These are the layers of DeepSeek-V3 without experts.
+    "K3DSparkModel": ("YoutuForCausalLM", {}),
     "MuseGlimmerDSparkModel": ("MuseGlimmerForConditionalGeneration", {}),
 }
 """The decoder with the same layers as a head, and fields that differ in a head."""
@@ -61,8 +64,8 @@ _QWEN3: Final[tuple[str, dict[str, Any]]] = ("Qwen3ForCausalLM", {"layer_types":
 _WINDOW: Final = "sliding_attention"
 _START: Final = r"^(?:language_model\.)?(?:model\.)?(?:dspark\.)?"
 _PARTS: Final = (
-    (_START + r"(?:encoder\.)?fc\.", "projection."),
-    (_START + r"(?:hidden_norm|encoder\.output_norm_enc)\.", "hidden_norm."),
+    (_START + r"(?:(?:encoder\.)?fc|context_proj)\.", "projection."),
+    (_START + r"(?:hidden_norm|context_norm|encoder\.output_norm_enc)\.", "hidden_norm."),
     (_START + r"embed_tokens\.", "embedding."),
     (_START + r"markov_head\.markov_w1\.", "markov.vectors."),
     (_START + r"markov_head\.markov_w2\.", "markov.matrix."),
@@ -74,8 +77,8 @@ _PARTS: Final = (
 )
 _OUTSIDE: Final = (
     _START
-    + r"(?:(?:(?:encoder\.)?(?:fc|hidden_norm|output_norm_enc|embed_tokens)|markov_head|confidence_head|candidate_selector"
-    r"|xpress_head)\..*"
+    + r"(?:(?:(?:encoder\.)?(?:fc|hidden_norm|output_norm_enc|embed_tokens)|context_(?:proj|norm)|markov_head"
+    r"|confidence_head|candidate_selector|xpress_head)\..*"
     r"|mask_embedding|d2t|t2d)$"
 )
 

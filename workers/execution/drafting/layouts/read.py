@@ -43,8 +43,8 @@ def read_layout(
 def find_kept_layers(speculative: SpeculativeConfig, target: ModelSpec) -> Sequence[int]:
     """Return the model's layers whose inputs the head reads; the number of layers means the final norm.
 
-    In a model with several residual streams, a head reads only the normed hidden states. A layer for multi-token
-    prediction whose model has hyper-connections of low rank (Qwen4) reads the streams.
+    In a model with several residual streams, a head reads only the normed hidden states, or sums of outputs. A layer
+    for multi-token prediction whose model has hyper-connections of low rank (Qwen4) reads the streams.
 
     Raises:
         CheckpointError: The head's config names layers that the model does not have.
@@ -57,7 +57,10 @@ def find_kept_layers(speculative: SpeculativeConfig, target: ModelSpec) -> Seque
         if hyper is not None or target.attention_residuals is not None:
             return ()
         name = None
-    if target.num_streams:
+    # With attention residuals, it reads the sum to which the last block was added, as in Kimi K3.
+    residuals = target.attention_residuals
+    has_sums = residuals is not None and not residuals.norms_values
+    if target.num_streams and not has_sums:
         raise ConfigError(NEEDS_ONE_STREAM.format(speculative.method.value))
     if name is None:
         return (count,)
