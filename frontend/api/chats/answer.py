@@ -75,6 +75,9 @@ class ChatChoice:
         self.called_tools = False
         self._token_ids: list[int] = []
         self._hides_tokens = self._reasoning is not None and request.include_reasoning is False
+        self._num_counted, self._has_answer = 0, self._reasoning is None
+        # The tokens before the newest reasoning.
+        self._num_earlier = 0
 
     def _new_tool_parser(self, answer_id: str) -> ToolParser | None:
         # If another frontend continues the stream, the calls must have the same IDs.
@@ -98,6 +101,17 @@ class ChatChoice:
             return None
         return self._reasoning.num_reasoning_tokens(self._token_ids, self._serving.tokenizer)
 
+    def count_reasoning(self, message: MessageDelta) -> int:
+        """Return the number of new reasoning tokens; `message` is the newest piece of a stream."""
+        if self._has_answer:
+            return 0
+        before = self._num_counted
+        self._has_answer = bool(message.content or message.tool_calls)
+        # To search all tokens for the end of the reasoning takes long, so this is done once, when the answer begins.
+        exact = self.num_reasoning_tokens if self._has_answer else None
+        self._num_counted = self._num_earlier if exact is None else exact
+        return self._num_counted - before
+
     def read(self, delta: Delta) -> MessageDelta:
         """Return the message fields that a piece of the text adds: a delta of a stream, or the whole text.
 
@@ -107,6 +121,8 @@ class ChatChoice:
         is_end = delta.finish_reason is not None
         message = self._parser.feed(delta.text, is_end)
         if self._reasoning is not None:
+            if message.reasoning:
+                self._num_earlier = len(self._token_ids)
             self._token_ids += delta.token_ids
             if self._substitute is not None:
                 self._substitute.apply(message, is_end=is_end)
@@ -187,13 +203,26 @@ class ChatAnswer(Answer[ChatCompletionRequest]):
 
     def usage(self) -> Json:
         """Return the final usage, including reasoning tokens."""
+        predicts = self.request.prediction is not None
+        return (
+            self._count_usage(reasoning_tokens=self._num_reasoning(), predicts=predicts)
+            | self.receipt()
+        )
+
+    def usage_so_far(self) -> Json:
+        """Return the usage of the tokens read so far. This is slow for many sequences."""
+        return self._count_usage(reasoning_tokens=self._num_reasoning())
+
+    def _num_reasoning(self) -> int | None:
         counts = [choice.num_reasoning_tokens for choice in self.choices]
         known = [count for count in counts if count is not None]
-        counts_of_all = self._count_usage(
-            reasoning_tokens=sum(known) if known else None,
-            predicts=self.request.prediction is not None,
-        )
-        return counts_of_all | self.receipt()
+        return sum(known) if known else None
+
+    def add_reasoning(self, usage: Json, num_tokens: int) -> None:
+        """Add reasoning tokens to a usage that `usage_so_far` returned."""
+        if num_tokens:
+            usage["reasoning_tokens"] += num_tokens
+            usage["completion_tokens_details"]["reasoning_tokens"] += num_tokens
 
     def whole(self, outputs: list[Delta]) -> Json:
         """Return the complete response body."""
@@ -294,6 +323,8 @@ class ChatChunks(Chunks[ChatAnswer]):
         index = sequence.position
         choice = self._answer.choices[index]
         message = choice.read(delta)
+        if self._usage is not None:
+            self._answer.add_reasoning(self._usage, choice.count_reasoning(message))
         if self._text_parts and delta.finish_reason is None and message.is_text:
             return self._text_chunk(index, message)
         ending = self._answer.ending_of(choice, delta)

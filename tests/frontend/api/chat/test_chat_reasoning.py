@@ -47,6 +47,14 @@ def test_reasoning_is_separated_from_content(thinking: FrontendProcess) -> None:
     assert "".join(d.get("reasoning", "") for d in deltas) == "Let me see."
     assert "".join(d.get("content") or "" for d in deltas) == "It is four."
     assert last["usage"] == answer["usage"]
+    continuous = {"include_usage": True, "continuous_usage_stats": True}
+    response = thinking.post(
+        "/v1/chat/completions", stream=True, stream_options=continuous, **options
+    )
+    usages = [event["usage"] for event in sse_events(response.text)]
+    counts = [usage["reasoning_tokens"] for usage in usages]
+    assert counts[0] == 0 and counts == sorted(counts) and counts[-1] == counted
+    assert usages[-1] == answer["usage"]
     # SGLang's route counts the token that ends the reasoning, too.
     sampling = {"max_new_tokens": num_tokens(thinking, text)}
     for requires in (True, False):
