@@ -124,7 +124,8 @@ class Endpoint(RouteHandlers, ABC, Generic[Request]):
                 with same:
                     await self.resume(same, asgi, lease)
                 return
-            with keeper:
+            # The client verifies the parameters again, with the defaults that were filled in.
+            with keeper, renaming(request.sent_name):
                 group = await start(begin_recording=keeper.begin_recording(record))
             answer_id, created = record.answer_id, record.created
         else:

@@ -103,6 +103,7 @@ def test_sampling_has_the_defaults_of_vllm(frontend: FrontendProcess) -> None:
         ({"sampling_params": {"stop": "a", "detokenize": False}}, "sampling_params.stop"),
         ({"sampling_params": {"max_tokens": 0}}, "sampling_params.max_tokens"),
         ({"sampling_params": {"temperature": -1}}, "sampling_params.temperature"),
+        ({"sampling_params": {"min_tokens": 9999}}, "sampling_params.min_tokens"),
         ({"sampling_params": {"extra_args": {"a": 1}}}, "sampling_params.extra_args"),
         ({"sampling_params": {"prompt_logprob_token_ids": [[1]]}}, CANDIDATES),
         ({"sampling_params": {"prompt_logprob_token_ids": []}}, CANDIDATES),
