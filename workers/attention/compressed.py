@@ -36,7 +36,10 @@ class TokensWithEntries(msgspec.Struct, frozen=True):
 
 
 class SequenceBatch(msgspec.Struct):
-    """The tokens of a step, and the block table of their requests in one KV-cache group."""
+    """The tokens of a step, and the block table of their requests in one KV-cache group.
+
+    If there are `visible_T2`, tokens see these ranges of at most `num_visible` tokens in place of a window.
+    """
 
     block_size: int
     query_start_loc: NDArray[np.int32]
@@ -44,6 +47,8 @@ class SequenceBatch(msgspec.Struct):
     positions_T: Tensor
     requests_T: Tensor
     blocks_SB: Tensor
+    visible_T2: Tensor | None = None
+    num_visible: int = 0
     _plans: dict[tuple[str, int, int], Any] = msgspec.field(default_factory=dict)
 
     @classmethod
@@ -55,6 +60,10 @@ class SequenceBatch(msgspec.Struct):
         positions_T = np.arange(len(requests_T)) + first_S[requests_T]
         num_blocks = -(-int(batch.seq_lens.max()) // block_size)
         blocks_SB = batch.block_table[:, :num_blocks].astype(np.int64)
+        visible_T2, num_visible = None, 0
+        if batch.visible is not None:
+            visible_T2 = to_device(batch.visible.astype(np.int64), device)
+            num_visible = int((batch.visible[:, 1] - batch.visible[:, 0]).max())
         return cls(
             block_size,
             batch.query_start_loc,
@@ -62,6 +71,8 @@ class SequenceBatch(msgspec.Struct):
             to_device(positions_T, device),
             to_device(requests_T, device),
             to_device(blocks_SB, device),
+            visible_T2,
+            num_visible,
         )
 
     def places(self, tokens_N: Tensor, positions: Tensor, rate: int = 1) -> tuple[Tensor, Tensor]:

@@ -37,7 +37,13 @@ from .layer_kinds.attention_residuals import AttentionResidualLayer, ConvolvedRe
 from .layer_kinds.block_convolution import BlockConvolvedLayer
 from .layer_kinds.bottleneck import BottleneckLayer
 from .layer_kinds.convolved import ConvolvedLayer, MixedHeadsLayer
-from .layer_kinds.hyper_connections import HyperLayer, Reducer, read_reducer, share_factors
+from .layer_kinds.hyper_connections import (
+    HyperLayer,
+    Reducer,
+    StreamMean,
+    read_reducer,
+    share_factors,
+)
 from .layer_kinds.image_reader import ImageReaderLayer
 from .layer_kinds.input_convolution import InputConvolutionLayer
 from .layer_kinds.memory_gate import MemoryGateLayer
@@ -303,8 +309,11 @@ class Decoder(TorchDecoder):
     def _layer_input(self, layer: int, x_TD: Tensor, block_TD: Tensor | None) -> Tensor:
         """Return the residual stream before a layer, without changing it.
 
-        With attention residuals, this is the sum to which the last block was added.
+        With attention residuals, this is the sum to which the last block was added. With hyper-connections it is the
+        mean of the streams, or all streams if the connections have a low rank.
         """
+        if (hyper := self.spec.hyper_connections) is not None and not hyper.rank:
+            return StreamMean(hyper).reduce(x_TD)
         if (residuals := self.spec.attention_residuals) is not None:
             first = residuals.stream_before(layer) * self.spec.hidden_size
             return x_TD[:, first : first + self.spec.hidden_size].clone()

@@ -175,7 +175,7 @@ class DecoderLayer:
 
     def store_keys(self, x_TD: Tensor, step: LayerStep) -> None:
         """Store the keys and values of `x_TD`, without a norm before them."""
-        assert isinstance(self._attention, Attention | LatentAttention)
+        assert isinstance(self._attention, Attention | CompressedAttention | LatentAttention)
         self._attention.store_keys(x_TD, step.tables, *step.caches[0])
 
     def forward(self, x_TD: Tensor, block_TD: Tensor | None, step: LayerStep) -> Tensor | None:

@@ -30,7 +30,7 @@ from .lora.matrices import AdaptedMatrix, AdaptedRows
 ProgressCallback = Callable[[int, int], None]
 """A function that is called with (loaded bytes, total bytes) while weights are loaded."""
 
-_FIRST_OUTPUT = "layers.0.self_attn.o_proj.weight"
+_FIRST_OUTPUTS = tuple(f"layers.0.self_attn.{name}.weight" for name in ("o_proj", "o_a_proj"))
 _FIRST_STAGE = (
     *("embed_positions.", "embed_token_types.", "embed_tasks.", "embed_norm."),
     "embed_ngram",
@@ -125,11 +125,11 @@ class WeightReader:
         if row_factors:
             self.checkpoint = FactoredCheckpoint(checkpoint, row_factors, self._stored)
             factored = self.checkpoint.vectors
-        marker = EMBEDDING if has_embedding else _FIRST_OUTPUT
-        found = next((name for name in sorted(self._stored) if name.endswith(marker)), None)
+        markers = (EMBEDDING,) if has_embedding else _FIRST_OUTPUTS
+        found = next((name for name in sorted(self._stored) if name.endswith(markers)), None)
         if found is None:
-            raise self._error(f"there is no tensor named '...{marker}'")
-        self._prefix = found.removesuffix(marker)
+            raise self._error(f"there is no tensor named '...{markers[0]}'")
+        self._prefix = found.removesuffix(next(each for each in markers if found.endswith(each)))
         self._unread = {
             name
             for name in self._stored

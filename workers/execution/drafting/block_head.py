@@ -115,7 +115,8 @@ class BlockHead(DraftHead):
         plan = plan_chunks(slots_S, lengths_S - 1, counts_S)
         if self._layout.mutual_layers is not None:
             plan.span_layers = self._layout.mutual_layers
-            ranges_S2 = np.stack((lengths_S - 1, lengths_S - 1 + counts_S), 1).astype(np.int32)
+            first_S = np.maximum(lengths_S - 1 - self._layout.num_seen_before, 0)
+            ranges_S2 = np.stack((first_S, lengths_S - 1 + counts_S), 1).astype(np.int32)
             plan.visible_T2 = ranges_S2.repeat(counts_S, 0)
         starts_S = plan.query_start_loc[:-1].astype(np.int64)
         tokens = self._batch.host_token_ids_NL
@@ -166,7 +167,8 @@ class BlockHead(DraftHead):
             places_T = np.arange(len(starts_T)) - starts_T
             self._model.places_T1 = to_device(places_T[:, None], self._device)
         if self._in_torch:
-            inputs_TD = inputs_TD.to(self._dtype)
+            # All streams begin as the embedding.
+            inputs_TD = inputs_TD.to(self._dtype).repeat(1, self._layout.spec.num_streams or 1)
         self._model.forward(
             inputs_TD if self._layout.input_scale == 1 else inputs_TD * self._layout.input_scale,
             to_device(plan.positions_T, self._device),

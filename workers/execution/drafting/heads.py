@@ -73,8 +73,12 @@ def load_head(
         kind = LayeredHead
     elif layout.block_size:
         kind = BlockHead
-        # Native programs have no operation for convolutions over blocks.
-        in_torch = in_torch or any(layer.block_convolution for layer in layout.spec.layers)
+        # Native programs have no operations for convolutions over blocks and for delayed connections.
+        in_torch = (
+            in_torch
+            or layout.spec.hyper_connections is not None
+            or any(layer.block_convolution for layer in layout.spec.layers)
+        )
     elif layout.is_parallel:
         kind = ParallelHead
     source = HeadSource(

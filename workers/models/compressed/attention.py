@@ -126,10 +126,9 @@ class CompressedAttention:
         if self._compressed.norms_queries:
             q_THK = torch.rms_norm(q_THK.float(), (size,), None, spec.norm_eps).to(q_THK.dtype)
         q_THK = rotate_last(q_THK, tables)
-        k_TK = rotate_last(self._key_norm(k_TK).unsqueeze(1), tables).squeeze(1)
         kv_cache, batch = caches[0]
         keys = self._cache.rows(kv_cache, self._key_row, self._key_row * batch.block_size)
-        stored, weights_TJ = [k_TK], None
+        stored, weights_TJ = [self._keys(k_TK, tables)], None
         if self._inputs is not None:
             sizes = [each.size for each in self._compressors]
             inputs_TF, weights_TJ = self._inputs(x_TD).tensor_split((sum(sizes),), -1)
@@ -167,6 +166,20 @@ class CompressedAttention:
         return self._output(
             torch.cat([multiply(x) for multiply, x in zip(self._groups, groups, strict=True)], -1)
         )
+
+    def store_keys(
+        self, x_TD: Tensor, tables: RotaryTables | None, kv_cache: Tensor, batch: SequenceBatch
+    ) -> None:
+        """Store the keys of `x_TD`, in a layer without entries."""
+        assert tables is not None
+        _, k_TK = self._first(x_TD).split((self._compressed.query_rank, self._spec.head_dim), -1)
+        keys = self._cache.rows(kv_cache, self._key_row, self._key_row * batch.block_size)
+        every_T = torch.arange(len(x_TD), device=x_TD.device)
+        store(keys, batch.places(every_T, batch.positions_T), self._keys(k_TK, tables))
+
+    def _keys(self, k_TK: Tensor, tables: RotaryTables) -> Tensor:
+        """Return the normed and rotated keys."""
+        return rotate_last(self._key_norm(k_TK).unsqueeze(1), tables).squeeze(1)
 
     def _entries(self, cache: Tensor, block_size: int) -> Tensor:
         """Return a view of the cache with one row per entry: the entry, then its index key if there is an indexer."""
@@ -231,11 +244,16 @@ class CompressedAttention:
     def _window_keys(
         self, keys: Tensor, batch: SequenceBatch, tokens_N: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the keys [N, W, K] of the last tokens, and which of these do not exist."""
-        offset_W = torch.arange(1 - self._compressed.window, 1, device=keys.device)
+        """Return the keys [N, W, K] of the last tokens or of a range, and which of these do not exist."""
         own_N1 = batch.positions_T[tokens_N, None]
-        position_NW = own_N1 + offset_W
-        is_missing_NW = position_NW < 0
+        if batch.visible_T2 is None:
+            offset_W = torch.arange(1 - self._compressed.window, 1, device=keys.device)
+            position_NW = own_N1 + offset_W
+            is_missing_NW = position_NW < 0
+        else:
+            first_N1, end_N1 = batch.visible_T2[tokens_N].split(1, 1)
+            position_NW = end_N1 - torch.arange(batch.num_visible, 0, -1, device=keys.device)
+            is_missing_NW = position_NW < first_N1
         position_NW = torch.where(is_missing_NW, own_N1, position_NW)
         return keys[batch.places(tokens_N, position_NW)], is_missing_NW
 

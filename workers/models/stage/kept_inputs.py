@@ -24,8 +24,8 @@ class KeptInputs:
         spec: The model.
         shard: The part of the model that the stage computes.
         layers: The layers whose inputs the head reads, in its order; the number of layers means the final norm's input.
-            With hyper-connections, these are all streams. None if there is no head. A head may read only the normed
-            hidden states.
+            With hyper-connections, these are means of the streams, or all streams if the connections have a low rank.
+            None if there is no head. A head may read only the normed hidden states.
     """
 
     def __init__(self, spec: ModelSpec, shard: ModelShard, layers: Sequence[int] | None) -> None:
@@ -40,7 +40,7 @@ class KeptInputs:
         """The number of elements of a token that the last stage keeps for the head; 0 in other stages."""
         if layers is not None and shard.is_last:
             self.kept_width = (1 + len(layers)) * spec.hidden_size
-            if spec.hyper_connections is not None and layers:
+            if (hyper := spec.hyper_connections) is not None and hyper.rank and layers:
                 self.kept_width = (1 + spec.num_streams) * spec.hidden_size
 
     def split(self, received: Tensor) -> tuple[Tensor, dict[int, Tensor]]:

@@ -14,6 +14,11 @@ def block_fields(checkpoint: Checkpoint) -> ConfigFields:
     return fields.with_values(fields.section_or_empty("text_config").config)
 
 
+def is_deepseek(fields: ConfigFields) -> bool:
+    """Return whether the head is stored with a DeepSeek-V4.1."""
+    return fields.get("architectures") == ["DeepseekV41ForCausalLM"]
+
+
 def read_block_inputs(fields: ConfigFields, num_layers: int) -> Sequence[int]:
     """Return the layers of a model with `num_layers` layers whose inputs a DFlash or DSpark head reads.
 
@@ -24,7 +29,7 @@ def read_block_inputs(fields: ConfigFields, num_layers: int) -> Sequence[int]:
     name, read, offset = "target_layer_ids", own.get("target_layer_ids"), 1
     for other in ("target_layer_ids", "dspark_target_layer_ids"):
         if read is None:
-            name, read = other, fields.get(other)
+            name, read, offset = other, fields.get(other), int(not is_deepseek(fields))
     if read is None:
         # The config of the library Speculators counts the hidden states, beginning with the embedding.
         name, read, offset = (

@@ -67,7 +67,8 @@ class HeadLayout(msgspec.Struct, frozen=True):
 
     If `block_size` is not 0, the head predicts up to that many tokens in one pass, including the last known one, from
     `mask_token_id` in place of the others. Its layers have keys and values of the projected hidden states. Tokens of
-    the block attend to each other in `mutual_layers`, and in others to those before them. If `predicts_from_last`, the
+    the block attend to each other in `mutual_layers`, and in others to those before them. If `num_seen_before` is not
+    0, all of them attend to that many tokens before the block. If `predicts_from_last`, the
     last known token predicts the first draft, and each mask token the draft after its own place. If it `has_markov`,
     drafts depend on those before them: on all if it `has_refiner`, else on the one before. So they do if
     `num_candidates` is not 0: each is chosen among that many tokens, whose logits are limited to `logits_softcap` if it
@@ -90,6 +91,7 @@ class HeadLayout(msgspec.Struct, frozen=True):
     block_size: int = 0
     mask_token_id: int = 0
     mutual_layers: SpanLayers | None = SpanLayers.ALL
+    num_seen_before: int = 0
     predicts_from_last: bool = False
     has_markov: bool = False
     has_refiner: bool = False

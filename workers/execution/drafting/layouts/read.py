@@ -10,7 +10,8 @@ from .....protocol.errors import ConfigError
 from ....layers.spec import ModelSpec
 from ....loaders import Checkpoint, open_checkpoint
 from .block import read_block
-from .block_inputs import block_fields, read_block_inputs
+from .block_inputs import block_fields, is_deepseek, read_block_inputs
+from .deepseek_block import read_deepseek_block
 from .eagle import read_eagle
 from .eagle3 import read_eagle3, read_eagle3_inputs
 from .head_layout import HeadLayout
@@ -34,7 +35,8 @@ def read_layout(
         case ProposerMethod.MTP:
             return read_mtp(target, checkpoint, speculative.num_speculative_tokens)
         case ProposerMethod.DFLASH:
-            return read_block(target, checkpoint)
+            read = read_deepseek_block if is_deepseek(block_fields(checkpoint)) else read_block
+            return read(target, checkpoint)
         case ProposerMethod.EAGLE3:
             return read_eagle3(target, checkpoint)
     return read_eagle(checkpoint)
@@ -43,8 +45,9 @@ def read_layout(
 def find_kept_layers(speculative: SpeculativeConfig, target: ModelSpec) -> Sequence[int]:
     """Return the model's layers whose inputs the head reads; the number of layers means the final norm.
 
-    In a model with several residual streams, a head reads only the normed hidden states, or sums of outputs. A layer
-    for multi-token prediction whose model has hyper-connections of low rank (Qwen4) reads the streams.
+    In a model with several residual streams, a head reads only the normed hidden states, or sums of outputs
+    or means of streams. A layer for multi-token prediction whose model has hyper-connections of low rank (Qwen4) reads
+    all streams.
 
     Raises:
         CheckpointError: The head's config names layers that the model does not have.
@@ -57,10 +60,11 @@ def find_kept_layers(speculative: SpeculativeConfig, target: ModelSpec) -> Seque
         if hyper is not None or target.attention_residuals is not None:
             return ()
         name = None
-    # With attention residuals, it reads the sum to which the last block was added, as in Kimi K3.
-    residuals = target.attention_residuals
+    # With attention residuals, it reads the sum to which the last block was added, as in Kimi K3. With delayed
+    # connections it reads means of streams, as in DeepSeek-V4.1.
+    residuals, hyper = target.attention_residuals, target.hyper_connections
     has_sums = residuals is not None and not residuals.norms_values
-    if target.num_streams and not has_sums:
+    if target.num_streams and not has_sums and not (hyper is not None and hyper.delayed):
         raise ConfigError(NEEDS_ONE_STREAM.format(speculative.method.value))
     if name is None:
         return (count,)

@@ -87,7 +87,9 @@ class Reference:
     """The model, one token after the other in attention. `tokenizer` determines the classes of tokens."""
 
     def __init__(self, config: dict[str, Any], tokenizer: Tokenizer) -> None:
-        self._tokenizer, self._classes = tokenizer, classes_of(tokenizer)
+        self.tokenizer, self._classes = tokenizer, classes_of(tokenizer)
+        self.inputs: list[Tensor] = []
+        """The mean of the streams [T, D] before the attention of each layer, in the last text."""
         num_classes = {"engram_compressed_vocab_size": 1 + max(self._classes)}
         self.config = c = SimpleNamespace(**config, **num_classes)
         torch.manual_seed(0)
@@ -167,7 +169,7 @@ class Reference:
             "vision_config": {"num_hidden_layers": 1},
         }
         (path / "config.json").write_text(json.dumps(config))
-        self._tokenizer.save(str(path / "tokenizer.json"))
+        self.tokenizer.save(str(path / "tokenizer.json"))
 
     def __call__(self, ids: Tensor) -> Any:
         """Return the logits of a text [1, T]."""
@@ -175,10 +177,12 @@ class Reference:
         streams = self.tensors["embed.weight"][ids_T][:, None].repeat(1, c.hc_mult, 1)
         factors = F.one_hot(torch.zeros(len(ids_T), dtype=torch.long), c.hc_mult).float()
         shared: dict[str, Any] = {}
+        self.inputs = []
         for i in range(c.num_hidden_layers):
             layer = f"layers.{i}."
             if i in c.engram_layer_ids:
                 streams = streams + self._ngrams(ids_T, streams, i)
+            self.inputs.append(streams.mean(1))
             for name, block in (("attn", self._attention), ("ffn", self._experts)):
                 x = (streams * factors[..., None]).sum(1)
                 factors, added, mixing = self._connection(f"{layer}hc_{name}_", streams)
@@ -241,8 +245,12 @@ class Reference:
             scores = queries[t] @ attended.T * c.head_dim**-0.5
             sinks = self.tensors[f"{name}attn_sink"][:, None]
             out.append(torch.cat((scores, sinks), 1).softmax(1)[:, :-1] @ attended)
-        back = self._rotate(torch.stack(out), -positions, theta)
-        groups = back.flatten(1).unflatten(1, (c.o_groups, -1))
+        return self._outputs(name, self._rotate(torch.stack(out), -positions, theta))
+
+    def _outputs(self, name: str, x: Tensor) -> Tensor:
+        """Return the projection of heads [T, H, K], in groups."""
+        c = self.config
+        groups = x.flatten(1).unflatten(1, (c.o_groups, -1))
         matrices = self.tensors[f"{name}wo_a.weight"].unflatten(0, (c.o_groups, -1))
         return self._product(
             torch.einsum("tgk,grk->tgr", groups, matrices).flatten(1), f"{name}wo_b"
