@@ -44,7 +44,10 @@ _SHORT: Final = {
 _FILES: Final = {
     **{name: (name,) for name in ("chameleon", "deepseek_vl_v2", "kimi_k3")},
     **{name: (name, "deepseek_turns") for name in ("deepseek_v4", "deepseek_v41")},
-    **{name: ("image_parts", name) for name in ("florence2", "moondream", "nemotron_parse")},
+    **{
+        name: ("image_parts", name)
+        for name in ("donut", "florence2", "moondream", "nemotron_parse")
+    },
 }
 """Model type -> the files whose contents, one after the other, are the template."""
 

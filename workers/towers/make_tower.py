@@ -9,6 +9,7 @@ from ...protocol.checkpoint.vision.convolutional.codes import CodesVisionSpec
 from ...protocol.checkpoint.vision.convolutional.davit import DavitSpec
 from ...protocol.checkpoint.vision.convolutional.fastvit import FastVitSpec
 from ...protocol.checkpoint.vision.convolutional.mobilenet import ConvVisionSpec
+from ...protocol.checkpoint.vision.convolutional.swin import SwinSpec
 from ...protocol.checkpoint.vision.deepseek import JoinedVisionSpec, QueryVisionSpec, SamVisionSpec
 from ...protocol.checkpoint.vision.gemma import PatchVisionSpec
 from ...protocol.checkpoint.vision.grid import GridVisionSpec
@@ -22,6 +23,7 @@ from .convolutional.codes import CodesTower
 from .convolutional.davit import DavitTower
 from .convolutional.fastvit import FastVitTower
 from .convolutional.mobilenet import MobileNetTower
+from .convolutional.swin import SwinTower
 from .grid_tower import GridTower
 from .image_tower import ImageTower, TowerSource
 from .patch_tower import PatchTower
@@ -43,6 +45,7 @@ _TOWERS: Final[dict[type[AnyVisionSpec], Callable[[Any, TowerSource], ImageTower
     ConvVisionSpec: MobileNetTower,
     FastVitSpec: FastVitTower,
     DavitSpec: DavitTower,
+    SwinSpec: SwinTower,
     TilesVisionSpec: TilesTower,
     PooledVisionSpec: PooledTower,
     PaddedVisionSpec: PooledTower,

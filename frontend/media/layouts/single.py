@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Final
 
 import msgspec
 from PIL import Image
@@ -18,6 +19,9 @@ from ....protocol.config.images.sized import QuartersProcessor
 from ....protocol.encoder_inputs.inputs import EncoderGrid
 from ....protocol.encoder_inputs.payloads import ImagePayload
 from .pixels import Parts, make_tile, on_square, resize, with_margin
+
+_MAX_SIDE: Final = 8192
+"""Maximum side, in pixels, of an image that is then shrunk to a page."""
 
 
 def square(image: Image.Image, config: SquareProcessor) -> Parts:
@@ -48,7 +52,9 @@ def in_square(image: Image.Image, config: MarginProcessor) -> Parts:
 
 
 def on_page(image: Image.Image, config: PageProcessor) -> Parts:
-    """Return the image in the middle of a white page, for cross attention. Sizes are rounded down."""
+    """Return the image in the middle of a page, for cross attention. Sizes are rounded down."""
+    if config.fills_width:
+        image = _fill(image, config)
     width, height = image.size
     ratio = width / height
     if height > config.height:
@@ -57,9 +63,27 @@ def on_page(image: Image.Image, config: PageProcessor) -> Parts:
         width, height = config.width, int(config.width / ratio)
     if (width, height) != image.size:
         image = resize(image, max(width, 1), max(height, 1), config)
-    page = Image.new("RGB", (config.width, config.height), "white")
+    page = Image.new(
+        "RGB", (config.width, config.height), "black" if config.fills_width else "white"
+    )
     page.paste(image, ((config.width - image.width) // 2, (config.height - image.height) // 2))
     return [make_tile(page, config)._replace(is_read=True)]
+
+
+def _fill(image: Image.Image, config: PageProcessor) -> Image.Image:
+    """Return the image with the shorter side of a page, or shrunk to the page if it is longer."""
+    size = _with_shortest(image.size, min(config.width, config.height))
+    # Very long images are resized once.
+    if max(size) <= _MAX_SIDE:
+        image = resize(image, *size, config)
+    width, height = size
+    if width > config.width and width > height:
+        width, height = config.width, int(height * config.width / width)
+    elif height > config.height:
+        width, height = int(width * config.height / height), config.height
+    if (width, height) == image.size:
+        return image
+    return resize(image, max(width, 1), max(height, 1), config)
 
 
 def crop(image: Image.Image, config: CropProcessor) -> Parts:
@@ -116,11 +140,15 @@ def quarters(image: Image.Image, config: QuartersProcessor) -> Parts:
 
 
 def _resize_shortest(image: Image.Image, config: CropProcessor) -> Image.Image:
-    short, long = sorted(image.size)
-    other = int(config.shortest_edge * long / short)
-    if image.width <= image.height:
-        return resize(image, config.shortest_edge, other, config)
-    return resize(image, other, config.shortest_edge, config)
+    return resize(image, *_with_shortest(image.size, config.shortest_edge), config)
+
+
+def _with_shortest(size: tuple[int, int], length: int) -> tuple[int, int]:
+    """Return a width and a height that are scaled so that the shorter one has this length."""
+    width, height = size
+    if width <= height:
+        return length, int(length * height / width)
+    return int(length * width / height), length
 
 
 def _crop_center(image: Image.Image, side: int) -> Image.Image:

@@ -53,6 +53,7 @@ from .qwen import (
 from .single import (
     between_image_marks,
     crop_codes,
+    filled_page,
     longest,
     middle,
     numbered,
@@ -264,6 +265,7 @@ _READERS: Final[dict[str, _Reader]] = {
     "deepseek_vl": margins,
     "deepseek_vl_hybrid": margins_with_copy,
     "deepseek_vl_v2": rows,
+    "donut": filled_page,
     "dots_ocr": resize,
     "dots_vlm": resize,
     "embedding_gemma2": gemma4,

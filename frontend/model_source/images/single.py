@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from ....protocol.checkpoint.vision.convolutional.codes import CodesVisionSpec
 from ....protocol.checkpoint.vision.convolutional.davit import DavitSpec
 from ....protocol.checkpoint.vision.convolutional.fastvit import FastVitSpec
+from ....protocol.checkpoint.vision.convolutional.swin import SwinSpec
 from ....protocol.checkpoint.vision.deepseek import SamVisionSpec
 from ....protocol.checkpoint.vision.grid import GridVisionSpec
 from ....protocol.checkpoint.vision.pairs.prismatic import PairVisionSpec
@@ -165,6 +166,27 @@ def page(source: ProcessorSource, vision: GridVisionSpec) -> PageProcessor:
         **CLIP_VALUES | sizes | source.pixel_values(BILINEAR),
         width=vision.page.width,
         height=vision.page.height,
+    )
+
+
+def filled_page(source: ProcessorSource, vision: SwinSpec) -> PageProcessor:
+    """Return the processor of Donut, in whose older files the size is a list with the width first."""
+    fields = source.fields
+    fields.require_all(
+        do_thumbnail=True, do_align_long_axis=False, do_pad=True, do_crop_margin=False
+    )
+    size = fields.get("size")
+    if isinstance(size, list) and len(size) == 2:
+        fields = fields.with_values({"size": {"height": size[1], "width": size[0]}})
+    named = fields.first_section("size")
+    for name, length in (("height", vision.height), ("width", vision.width)):
+        named.require(name, length, ", as in the vision tower", default=length)
+    sizes = {"output_size": vision.output_size, "num_outputs": vision.num_page_outputs}
+    return PageProcessor(
+        **HALF_VALUES | sizes | source.pixel_values(BILINEAR),
+        width=vision.width,
+        height=vision.height,
+        fills_width=True,
     )
 
 

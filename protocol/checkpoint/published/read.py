@@ -29,7 +29,7 @@ from .renamed import (
     llama_nemotron_vl,
     openpangu_vl,
 )
-from .trocr import trocr
+from .trocr import image_encoder_decoder
 
 _READERS: Final[dict[str, Callable[[ConfigFields, str], dict[str, Any]]]] = {
     "Alpamayo2Super": alpamayo2,
@@ -62,7 +62,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, str], dict[str, Any]]]] = {
     "Qwen3VLNemotronEmbedModel": colqwen3,
     "UnlimitedOCRForCausalLM": unlimited_ocr,
     "UnlimitedOcrForConditionalGeneration": unlimited_ocr,
-    "VisionEncoderDecoderModel": trocr,
+    "VisionEncoderDecoderModel": image_encoder_decoder,
 }
 
 

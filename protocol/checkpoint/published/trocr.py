@@ -1,4 +1,4 @@
-"""Read the config of TrOCR (arXiv 2109.10282), an encoder and a decoder that have a section each."""
+"""Read the configs of TrOCR and Donut, an encoder of images and a decoder that have a section each."""
 
 from __future__ import annotations
 
@@ -7,9 +7,43 @@ from typing import Any
 from ..config_fields import ConfigFields
 
 
-def trocr(fields: ConfigFields, architecture: str) -> dict[str, Any]:
-    """Return the fields of a TrOCR. Raise CheckpointError if it is another encoder and decoder."""
+def image_encoder_decoder(fields: ConfigFields, architecture: str) -> dict[str, Any]:
+    """Return the fields of a TrOCR or a Donut. Raise CheckpointError if it is another encoder and decoder."""
     encoder, decoder = fields.required_section("encoder"), fields.required_section("decoder")
+    if encoder.get("model_type") == "donut-swin":
+        return _donut(fields, encoder, decoder)
+    return _trocr(fields, encoder, decoder)
+
+
+def _donut(fields: ConfigFields, encoder: ConfigFields, decoder: ConfigFields) -> dict[str, Any]:
+    """Return the fields of a Donut (arXiv 2111.15664), whose decoder is an mBART's."""
+    decoder.choice("model_type", ("mbart",), "mbart")
+    start = fields.get("decoder_start_token_id")
+    if start is None:
+        start = decoder.get("decoder_start_token_id", decoder.get("bos_token_id", 0))
+    return {
+        "architectures": ["DonutForConditionalGeneration"],
+        "model_type": "donut",
+        "text_config": {
+            **decoder.config,
+            "model_type": "donut",
+            "hidden_size": decoder.integer("d_model", 1024),
+            "num_hidden_layers": decoder.integer("decoder_layers", 12),
+            "num_attention_heads": decoder.integer("decoder_attention_heads", 16),
+            "intermediate_size": decoder.integer("decoder_ffn_dim", 4096),
+        },
+        "tie_word_embeddings": decoder.boolean("tie_word_embeddings", True),
+        "vision_config": dict(encoder.config),
+        "eos_token_id": decoder.get("eos_token_id", 2),
+        # The token of the task, at which a prompt begins, also represents the page, which cross attention reads.
+        "image_token_id": start,
+        "image_mark": "<image>",
+        "image_parts": ["encoder"],
+    }
+
+
+def _trocr(fields: ConfigFields, encoder: ConfigFields, decoder: ConfigFields) -> dict[str, Any]:
+    """Return the fields of a TrOCR (arXiv 2109.10282)."""
     encoder.choice("model_type", ("deit", "vit"), "vit")
     decoder.choice("model_type", ("trocr",), "")
     size = decoder.integer("d_model", 1024)

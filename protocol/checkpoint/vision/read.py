@@ -12,6 +12,7 @@ from .convolutional.codes import CodesVisionSpec, apertus, chameleon
 from .convolutional.davit import DavitSpec, florence2
 from .convolutional.fastvit import FastVitSpec, fast_vlm
 from .convolutional.mobilenet import ConvVisionSpec, gemma3n
+from .convolutional.swin import SwinSpec, donut
 from .deepseek import (
     JoinedVisionSpec,
     QueryVisionSpec,
@@ -112,6 +113,7 @@ AnyVisionSpec: TypeAlias = (
     | ConvVisionSpec
     | FastVitSpec
     | DavitSpec
+    | SwinSpec
     | TilesVisionSpec
     | PooledVisionSpec
     | PairVisionSpec
@@ -156,6 +158,7 @@ READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionSp
     "deepseek_vl": deepseek_vl,
     "deepseek_vl_hybrid": deepseek_vl_hybrid,
     "deepseek_vl_v2": deepseek_vl2,
+    "donut": donut,
     "dots_ocr": dots_ocr,
     "dots_vlm": dots_ocr,
     "embedding_gemma2": gemma4,

@@ -50,8 +50,10 @@ class LongestProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="lon
 class PageProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="page"):
     """Shrinks an image to at most `width` x `height` pixels, and puts it in the middle of a white page of this size.
 
-    Cross attention reads the page, whose token is at the start of the prompt (Nemotron Parse).
+    Cross attention reads the page, whose token is at the start of the prompt (Nemotron Parse). If `fills_width`, the
+    shorter side of an image is first resized to that of the page, and margins are black (Donut).
     """
 
     width: int
     height: int
+    fills_width: bool = False

@@ -40,6 +40,7 @@ from support.own_code.grid_towers.step3 import step3
 from support.own_code.known_towers import sarashina2
 from support.own_code.known_towers.deepseek_ocr import deepseek_ocr, write_deepseek_mmproj
 from support.own_code.known_towers.deepseek_vl2 import deepseek_vl2
+from support.own_code.known_towers.donut import donut
 from support.own_code.known_towers.git import Git, git
 from support.own_code.known_towers.isaac import IsaacModel, isaac
 from support.own_code.known_towers.keye import KeyeModel, keye
@@ -110,6 +111,7 @@ MODELS: dict[
     "chameleon": (partial(grid_model, kind="chameleon"), "<image>", "<image>", CHAMELEON_MARKS),
     "deepseek_ocr": (deepseek_ocr, "<image>", "<image>", ["<image>"]),
     "deepseek_vl2": (deepseek_vl2, "<image>", "<image>", ["<image>"]),
+    "donut": (donut, "<s_task>", "", ["<s_task>"]),
     "dots_ocr": (dots_ocr, "<|imgpad|>", "<|imgpad|>", ["<|imgpad|>"]),
     "git": (git, "[PAD]", "", ["[CLS]", "[PAD]"]),
     "glm4v_9b": (glm4v_9b, GLM_MARKS[0], GLM_MARK, GLM_MARKS),
@@ -215,15 +217,15 @@ def test_answers_survive_preemption_and_a_killed_worker(tmp_path: Path, kind: st
         "step3p7": "26",
     }
     blocks, length = others.get(kind, "14"), "200"
-    if kind.startswith(("blip", "git", "moondream", "nemotron_parse", "trocr")):
+    if kind.startswith(("blip", "donut", "git", "moondream", "nemotron_parse", "trocr")):
         chats, length = CHATS_WITH_ONE_IMAGE, "100"
     model, _ = _write(tmp_path, kind)
     flags = ("--dtype", "float32", "--device", DEVICE, "--served-model-name", "tiny", "-tp", "2")
     memory = ["--max-num-batched-tokens", "40", "--max-num-seqs", "4", "--max-model-len", length]
-    if kind in ("blip", "git", "trocr"):
+    if kind in ("blip", "donut", "git", "trocr"):
         # They read images alone, and their texts are too short to need another block.
         chats = [each for each in chats if any(isinstance(x, Image.Image) for x in each)]
-    if kind in ("blip", "git", "kosmos2", "trocr"):
+    if kind in ("blip", "donut", "git", "kosmos2", "trocr"):
         memory += ["--inject-preemption", "0.2"]
     with (
         Server(str(tmp_path), *flags, *memory, "--num-gpu-blocks-override", blocks) as server,

@@ -204,6 +204,24 @@ def test_tasks_of_florence2_become_questions(tmp_path: Path, text: str, question
     assert prompt == f"{BOS}{question}{EOS}"
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", ""),
+        ("<s_docvqa>", ""),
+        ("Who?", "<s_question>Who?</s_question><s_answer>"),
+        ("<s_docvqa><s_question>Who?", "<s_question>Who?"),
+        ("<s_question>Who?", "<s_question>Who?"),
+    ],
+)
+def test_the_image_of_donut_takes_the_place_of_its_task(
+    tmp_path: Path, text: str, expected: str
+) -> None:
+    parts = [{"type": "text", "text": text}, {"type": "image"}]
+    prompt = built_in(tmp_path, "donut").render([{"role": "user", "content": parts}])
+    assert prompt == f"<image>{expected}"
+
+
 def test_questions_of_chameleon_end_with_a_separator(tmp_path: Path) -> None:
     prompt = built_in(tmp_path, "chameleon").render([QUESTION, ANSWER, QUESTION])
     separator = "<reserved08706>"

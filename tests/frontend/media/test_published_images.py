@@ -23,6 +23,7 @@ from PIL import Image
 from support.checkpoints.tiny import sentencepiece_tokenizer
 from support.media.pictures import random_picture
 from support.own_code.known_towers import eagle2_5
+from support.own_code.known_towers.donut import donut
 from support.own_code.known_towers.ling3_vl import ling3_vl
 from support.own_code.model import normalized
 from support.own_code.own_towers.blip import blip
@@ -101,6 +102,7 @@ def test_the_image_token_of_ling_may_have_no_texts_around_it(tmp_path):
         (trocr, "ViT", (130, 70)),
         (partial(trocr, is_small=True), "DeiT", (5, 90)),
         (blip, "Blip", (70, 40)),
+        *((donut, "Donut", size) for size in ((70, 41), (40, 90), (5, 7), (31, 30), (3, 2))),
     ],
 )
 def test_squares_that_are_read_equal_those_of_transformers(tmp_path, write, kind, size):

@@ -22,6 +22,7 @@ from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.worker_messages import EncoderWork
 from PIL import Image
 from support.gpu.host_accelerator import HostAccelerator
+from support.own_code.known_towers.donut import donut
 from support.own_code.own_towers.blip import blip
 from support.own_code.own_towers.nemotron_parse import nemotron_parse
 from support.own_code.own_towers.trocr import trocr
@@ -140,7 +141,15 @@ def test_logits_equal_those_of_transformers(saved, backend):
 @pytest.mark.parametrize("backend", ["torch", "device"])
 @pytest.mark.parametrize(
     "write",
-    [nemotron_parse, trocr, partial(trocr, is_projected=True), partial(trocr, is_small=True), blip],
+    [
+        nemotron_parse,
+        trocr,
+        partial(trocr, is_projected=True),
+        partial(trocr, is_small=True),
+        blip,
+        donut,
+        partial(donut, side=14),
+    ],
 )
 def test_layers_read_pages_beside_tokens(tmp_path, write, backend):
     model, size = write(tmp_path), 96

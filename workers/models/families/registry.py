@@ -63,6 +63,7 @@ _MODULES: Final = (
     "with_convolutions.zaya",
     "with_images.aria",
     "with_images.deepseek",
+    "with_images.donut",
     "with_images.dots3",
     "with_images.ernie",
     "with_images.git",

@@ -16,6 +16,7 @@ from .....protocol.checkpoint.pooling.classification import (
     classifies_tokens,
 )
 from .....protocol.checkpoint.speech import max_source_positions, source_vocab_size
+from .....protocol.checkpoint.vision.convolutional.swin import SwinSpec
 from .....protocol.checkpoint.vision.grid import GridVisionSpec
 from .....protocol.checkpoint.vision.read import AnyVisionSpec
 from .....protocol.checkpoint.vision.spec import VisionSpec
@@ -124,7 +125,7 @@ def with_images(spec: ModelSpec, tower: AnyVisionSpec) -> ModelSpec:
     return replace(spec, source=replace(spec.source, encoder=encoder))
 
 
-def with_pages(spec: ModelSpec, tower: GridVisionSpec | VisionSpec) -> ModelSpec:
+def with_pages(spec: ModelSpec, tower: GridVisionSpec | VisionSpec | SwinSpec) -> ModelSpec:
     """Return the spec of a decoder whose layers read a page or an image that a tower encodes."""
     source = SourceSpec(
         None,

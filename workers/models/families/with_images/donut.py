@@ -1,0 +1,32 @@
+"""Donut (arXiv 2111.15664), whose decoder reads a page by cross attention: an mBART's."""
+
+from __future__ import annotations
+
+from .....protocol.checkpoint.config_fields import ConfigFields
+from ....layers.spec import ModelSpec
+from ..common import Family
+from ..with_encoders.encoder_decoders import BART_LAYER_NAMES, bart_spec
+
+_NAMES = (
+    (r"^decoder\.lm_head\.", "lm_head."),
+    (r"^decoder\.model\.decoder\.", ""),
+    *BART_LAYER_NAMES,
+)
+
+
+def _donut(fields: ConfigFields) -> ModelSpec:
+    fields = fields.with_defaults(
+        rms_norm_eps=1e-5,
+        hidden_act=fields.text("activation_function", "gelu"),
+        max_position_embeddings=1024,
+    )
+    return bart_spec(
+        fields,
+        num_positions=fields.integer("max_position_embeddings"),
+        position_offset=2,
+        has_embedding_norm=True,
+        tensor_names=_NAMES,
+    )
+
+
+FAMILIES = (Family("DonutForConditionalGeneration", "donut", _donut),)
