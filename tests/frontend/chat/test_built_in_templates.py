@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import tokenizers
 from engine.frontend.chat import ChatTemplate, ChatTemplateError, ModelTemplates, choose_formats
+from engine.frontend.chat.messages import IMAGE_PART
 from engine.frontend.tokenizer.tokenizer import Tokenizer
 from engine.protocol.config.frontend import FrontendConfig
 from tokenizers import decoders, models
@@ -217,7 +218,7 @@ def test_tasks_of_florence2_become_questions(tmp_path: Path, text: str, question
 def test_the_image_of_donut_takes_the_place_of_its_task(
     tmp_path: Path, text: str, expected: str
 ) -> None:
-    parts = [{"type": "text", "text": text}, {"type": "image"}]
+    parts = [{"type": "text", "text": text}, IMAGE_PART]
     prompt = built_in(tmp_path, "donut").render([{"role": "user", "content": parts}])
     assert prompt == f"<image>{expected}"
 
