@@ -344,8 +344,11 @@ async def sequence_requests(
         if isinstance(request, GenerationRequest):
             name = request.sent_name(name)
         raise bad_request(name, "must not be empty; omit it to share the cache")
+    images = serving.config.model.images
     sequences: list[SequenceRequest] = []
     for prompt in prompts:
+        if images is not None and images.is_required and not prompt.encoder_inputs:
+            raise APIError(400, "the model needs an image in each prompt; add one")
         num_before = len(sequences)
         chosen = prompt.lora or lora
         sequences += (

@@ -101,7 +101,7 @@ def process_image(image: Image.Image, config: AnyImageProcessor, num_images: int
         return anyres(image, config, num_images)
     if isinstance(config, RowsProcessor):
         return tiles_with_rows(image, config, num_images)
-    if config.is_only and num_images > 1:
+    if config.is_required and num_images > 1:
         raise ValueError(f"it reads one image a prompt, not {num_images}")
     is_only = isinstance(config, OverlapsProcessor) and not config.pads
     is_page = isinstance(config, SquareProcessor) and config.is_read

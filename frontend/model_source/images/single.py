@@ -68,7 +68,7 @@ def single_first(
 ) -> SquareProcessor | CropProcessor | FitProcessor:
     """Return the processor of GIT, whose prompts begin with the only image."""
     start = source.special_token("cls_token", "[CLS]")
-    return replace(single(source, vision), after_images=start, is_only=True)
+    return replace(single(source, vision), after_images=start, is_required=True)
 
 
 def between_image_marks(

@@ -45,7 +45,7 @@ class ImageProcessorConfig(msgspec.Struct, frozen=True, kw_only=True):
         after_images: The text after the last image. Prompts with it have all of their images at the beginning.
         prompt_start: If not empty, a prompt with images begins with this text and all of its images.
         prompt_end: The text at the end of a prompt with images.
-        is_only: True if prompts have one image at most.
+        is_required: True if each prompt has one image.
         stands_alone: True if a request has one image instead of a text, because the model embeds both separately.
         background: The color behind transparent pixels: white, or squares of 8 pixels in two grays (Inkling 2).
         scale: The factor that pixel values (0 to 255) are multiplied by.
@@ -70,7 +70,7 @@ class ImageProcessorConfig(msgspec.Struct, frozen=True, kw_only=True):
     after_images: str = ""
     prompt_start: str = ""
     prompt_end: str = ""
-    is_only: bool = False
+    is_required: bool = False
     stands_alone: bool = False
     background: Background = "white"
     scale: float = 1 / 255

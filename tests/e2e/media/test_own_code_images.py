@@ -249,6 +249,9 @@ def test_answers_survive_preemption_and_a_killed_worker(tmp_path: Path, kind: st
         )
         text = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
         assert text == answers[0]["choices"][0]["message"]["content"]
+        if kind == "git":
+            status, refused = server.post("/v1/completions", {"prompt": "fox", "max_tokens": 2})
+            assert status == 400 and "needs an image" in refused["error"]["message"]
         assert_nothing_is_held(server)
     _check(model, tmp_path, chats, answers)
 
