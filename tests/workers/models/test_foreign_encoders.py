@@ -13,7 +13,15 @@ import transformers
 from engine.frontend.model_source.config import resolve_model
 from engine.frontend.model_source.options import ModelOptions
 from engine.frontend.supervisor.console import Console
+from engine.protocol.arrays import int32_bytes
 from engine.protocol.checkpoint.pooling.foreign_encoders import read_foreign_encoder
+from engine.protocol.config import CacheConfig, EngineConfig, SchedulerConfig
+from engine.protocol.errors import EngineError
+from engine.protocol.pooling_params import PoolingKind, PoolingParams
+from engine.protocol.sampling_params import SamplingParams
+from engine.protocol.worker_messages import NewRequestData
+from engine.workers.device.dtypes import HostDevice
+from engine.workers.execution.inputs.text_encoder import TextEncoder
 from engine.workers.models.foreign.encoder import TransformersEncoder
 
 functional = torch.nn.functional
@@ -197,3 +205,25 @@ def test_the_second_text_of_a_pair_has_its_own_token_type(tmp_path: Path) -> Non
         expected = reference(torch.tensor([text.tolist()]), token_type_ids=types).logits[0]
     torch.testing.assert_close(encoder(text, 8), expected, atol=1e-5, rtol=1e-5)
     assert not torch.allclose(encoder(text), expected, atol=1e-3)
+
+
+def test_a_device_that_fails_ends_the_worker(tmp_path: Path, monkeypatch: Any) -> None:
+    """Otherwise each later text would fail, too."""
+    _write(tmp_path, "SqueezeBertModel")
+    options = ModelOptions(model=str(tmp_path), skip_tokenizer_init=True)
+    model = resolve_model(options, Console()).config
+    found = read_foreign_encoder(model)
+    assert found is not None
+    config = EngineConfig("/run", 1, model, CacheConfig(), SchedulerConfig())
+    encoder = TextEncoder(config, HostDevice(), *found)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(transformers.SqueezeBertModel, "forward", fail)
+    pooling = PoolingParams(PoolingKind.MEAN, computes_whole_prompt=True)
+    tokens = int32_bytes([3, 4, 5])
+    none = SamplingParams()
+    request = NewRequestData(0, (0, 0), tokens, 3, 0, (), none, (), pooling_params=pooling)
+    with pytest.raises(EngineError, match="the GPU failed in a text of 3 tokens: CUDA error"):
+        encoder.result(request)

@@ -20,6 +20,7 @@ from ....protocol.pooling_params import PoolingKind
 from ....protocol.worker_messages import NewRequestData, SchedulerOutput
 from ...device.device import usable_cores
 from ...device.dtypes import HostDevice, configured_dtype, torch_device, torch_dtype
+from ...device.errors import explaining_device_errors
 from ...models.dense_layers import DenseLayers
 from ...models.foreign.encoder import TransformersEncoder
 from ..outputs.pooling import NOT_FINITE
@@ -75,7 +76,9 @@ class TextEncoder:
         assert request.pooling_params is not None
         params, token_ids = request.pooling_params, int32_view(request.token_ids)
         try:
-            found = self._encoder(token_ids, params.second_segment)
+            # A GPU that has failed computes no other text either, so its errors end the worker.
+            with explaining_device_errors(f"in a text of {len(token_ids)} tokens"):
+                found = self._encoder(token_ids, params.second_segment)
         except (IndexError, RuntimeError, ValueError) as error:
             reason = str(error).strip().partition("\n")[0]
             return f"transformers cannot compute this text of {len(token_ids)} tokens: {reason}"
