@@ -49,10 +49,10 @@ class LayerSpec(msgspec.Struct, frozen=True):
 
     A token at position p attends to positions p - window + 1 .. p; in an encoder, also to as many after its own.
     """
-    block_pattern: BlockPattern | None = None
-    """The blocks of keys to which each query head attends; None for all. Only without a window."""
     kv_cache_group: int = 0
     """The index of the block table that the attention reads."""
+    block_pattern: BlockPattern | None = None
+    """The blocks of keys to which each query head attends; None for all. Only without a window."""
     attends: bool = True
     """True if the layer attends, alone or beside a recurrent part."""
     query_scaling: QueryScaling | None = None
