@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-from msgspec.structs import replace
 from PIL import Image
 
 from ...protocol.config.images.details import (
@@ -61,6 +60,7 @@ from .layouts.thumbnails import thumbnail
 from .layouts.tiles import mosaic, tiles
 
 _LAYOUTS: Final[dict[type[Any], Callable[[Image.Image, Any], Parts]]] = {
+    AnyresProcessor: anyres,
     BandsProcessor: bands,
     BudgetProcessor: fit_budget,
     CanvasProcessor: canvas,
@@ -82,6 +82,7 @@ _LAYOUTS: Final[dict[type[Any], Callable[[Image.Image, Any], Parts]]] = {
     QuartersProcessor: quarters,
     RatioProcessor: fit_ratio,
     ResizeProcessor: resized,
+    RowsProcessor: tiles_with_rows,
     SlicesProcessor: slices,
     SquareProcessor: square,
     ThumbnailProcessor: thumbnail,
@@ -97,25 +98,7 @@ def process_image(image: Image.Image, config: AnyImageProcessor, num_images: int
     Raises:
         ValueError: The model cannot read the image.
     """
-    if isinstance(config, AnyresProcessor):
-        return anyres(image, config, num_images)
-    if isinstance(config, RowsProcessor):
-        return tiles_with_rows(image, config, num_images)
-    if config.is_required and num_images > 1:
-        raise ValueError(f"it reads one image a prompt, not {num_images}")
-    is_only = isinstance(config, OverlapsProcessor) and not config.pads
-    is_page = isinstance(config, SquareProcessor) and config.is_read
-    if num_images > 1 and (is_page or isinstance(config, PageProcessor)):
-        raise ValueError(f"it reads one page a prompt, not {num_images}")
-    if num_images > 1 and (is_only or isinstance(config, WindowsProcessor)):
-        raise ValueError(
-            f"it reads one image a prompt, not {num_images}, because the tokens of all images attend to each other"
-        )
-    if isinstance(config, CanvasProcessor) and config.is_double and num_images > 1:
-        config = replace(config, is_double=False)
-    if isinstance(config, CanvasProcessor) and config.splits_alone:
-        is_alone = num_images == 1
-        config = replace(config, splits=is_alone, tile_end="\n" * is_alone)
-    if isinstance(config, ViewsProcessor) and config.splits_alone and num_images > 1:
-        config = replace(config, splits=False)
-    return _LAYOUTS[type(config)](image, config)
+    if config.max_images and num_images > config.max_images:
+        limit = "one image" if config.max_images == 1 else f"at most {config.max_images} images"
+        raise ValueError(f"it reads {limit} a prompt, not {num_images}")
+    return _LAYOUTS[type(config)](image, config.among(num_images))

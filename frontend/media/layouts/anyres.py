@@ -13,10 +13,10 @@ from .grids import split
 from .pixels import Parts, Tile, in_middle, on_square, resize
 
 
-def anyres(image: Image.Image, config: AnyresProcessor, num_images: int) -> Parts:
-    """Return all tiles of an image's grid as one tile for the encoder; the prompt has `num_images` images."""
+def anyres(image: Image.Image, config: AnyresProcessor) -> Parts:
+    """Return all tiles of an image's grid as one tile for the encoder."""
     side, whole_outputs = config.side, config.num_patches**2
-    if config.pads_several and num_images > 1:
+    if not config.splits:
         tile = resize(on_square(image, config), side, side, config)
         return [config.start, _tile([tile], 0, image, config, whole_outputs + 1), config.end]
     columns, rows = _best_grid(image.width, image.height, config)
@@ -27,12 +27,10 @@ def anyres(image: Image.Image, config: AnyresProcessor, num_images: int) -> Part
     return [config.start, _tile(tiles, columns, image, config, num_outputs), config.end]
 
 
-def tiles_with_rows(image: Image.Image, config: RowsProcessor, num_images: int) -> Parts:
-    """Return the whole image and all tiles of its grid as one tile; the prompt has `num_images` images."""
+def tiles_with_rows(image: Image.Image, config: RowsProcessor) -> Parts:
+    """Return the whole image and all tiles of its grid as one tile."""
     side, length = config.side, config.row_length
-    columns, rows = 1, 1
-    if num_images <= config.max_split:
-        columns, rows = _best_grid(image.width, image.height, config)
+    columns, rows = _best_grid(image.width, image.height, config)
     whole, canvas = (
         in_middle(image, x * side, y * side, config.margin, config)
         for x, y in ((1, 1), (columns, rows))

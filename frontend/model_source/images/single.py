@@ -68,7 +68,7 @@ def single_first(
 ) -> SquareProcessor | CropProcessor | FitProcessor:
     """Return the processor of GIT, whose prompts begin with the only image."""
     start = source.special_token("cls_token", "[CLS]")
-    return replace(single(source, vision), after_images=start, is_required=True)
+    return replace(single(source, vision), after_images=start, is_required=True, max_images=1)
 
 
 def between_image_marks(
@@ -164,6 +164,7 @@ def page(source: ProcessorSource, vision: GridVisionSpec) -> PageProcessor:
     sizes = {"output_size": vision.output_size, "num_outputs": vision.num_page_outputs}
     return PageProcessor(
         **CLIP_VALUES | sizes | source.pixel_values(BILINEAR),
+        max_images=1,
         width=vision.page.width,
         height=vision.page.height,
     )
@@ -184,6 +185,7 @@ def filled_page(source: ProcessorSource, vision: SwinSpec) -> PageProcessor:
     sizes = {"output_size": vision.output_size, "num_outputs": vision.num_page_outputs}
     return PageProcessor(
         **HALF_VALUES | sizes | source.pixel_values(BILINEAR),
+        max_images=1,
         width=vision.width,
         height=vision.height,
         fills_width=True,
@@ -197,7 +199,7 @@ def read_square(source: ProcessorSource, vision: VisionSpec) -> SquareProcessor:
     both = {"height": size, "width": size} if isinstance(size, int) else size
     source = source.with_values({"size": both})
     common = HALF_VALUES | source.values(vision, BILINEAR)
-    return SquareProcessor(**common, side=source.tile_side(vision), is_read=True)
+    return SquareProcessor(**common, side=source.tile_side(vision), max_images=1, is_read=True)
 
 
 def square(source: ProcessorSource, vision: DavitSpec) -> SquareProcessor:

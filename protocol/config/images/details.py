@@ -1,5 +1,9 @@
 """The settings of image processors that read a large image as a whole and in parts."""
 
+from typing import Self
+
+from msgspec.structs import replace
+
 from .settings import ImageProcessorConfig
 
 
@@ -98,3 +102,7 @@ class ViewsProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="views
     max_tiles: int = 1
     margin: tuple[int, int, int] = (0, 0, 0)
     has_rows: bool = False
+
+    def among(self, num_images: int) -> Self:
+        """Return the settings for an image whose prompt has `num_images` images."""
+        return replace(self, splits=self.splits and not (self.splits_alone and num_images > 1))

@@ -1,7 +1,7 @@
 """The settings that all image processors share."""
 
 import enum
-from typing import Literal, TypeAlias
+from typing import Literal, Self, TypeAlias
 
 import msgspec
 
@@ -45,7 +45,8 @@ class ImageProcessorConfig(msgspec.Struct, frozen=True, kw_only=True):
         after_images: The text after the last image. Prompts with it have all of their images at the beginning.
         prompt_start: If not empty, a prompt with images begins with this text and all of its images.
         prompt_end: The text at the end of a prompt with images.
-        is_required: True if each prompt has one image.
+        is_required: True if each prompt needs an image.
+        max_images: The maximum number of images in a prompt. If it is 0, they are not limited.
         stands_alone: True if a request has one image instead of a text, because the model embeds both separately.
         background: The color behind transparent pixels: white, or squares of 8 pixels in two grays (Inkling 2).
         scale: The factor that pixel values (0 to 255) are multiplied by.
@@ -71,8 +72,13 @@ class ImageProcessorConfig(msgspec.Struct, frozen=True, kw_only=True):
     prompt_start: str = ""
     prompt_end: str = ""
     is_required: bool = False
+    max_images: int = 0
     stands_alone: bool = False
     background: Background = "white"
     scale: float = 1 / 255
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+
+    def among(self, num_images: int) -> Self:
+        """Return the settings for an image whose prompt has `num_images` images."""
+        return self

@@ -1,6 +1,9 @@
 """The settings of image processors that divide an image into a grid of tiles."""
 
+from typing import Self
+
 import msgspec
+from msgspec.structs import replace
 
 from .settings import ImageProcessorConfig
 
@@ -25,7 +28,7 @@ class CanvasProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="canv
     a tile follows `tile_label`, in which its number replaces {}, the whole image follows `whole_label`, and each is
     followed by `tile_end`. If `is_double` is true, an image alone in its prompt is also split into a grid of at least 3
     tiles whose numbers of columns and rows do not divide those of the first grid, which precedes the others (H2OVL). If
-    `splits_alone` is true, only an image alone in its prompt is split, and a line feed follows each of its tiles
+    `splits_alone` is true, only an image alone in its prompt is split, and only its tiles are followed by `tile_end`
     (NVILA-Lite). If `has_whole_first` is true, the grid enlarges the image most, and tiles follow the copy (Perception
     LM).
     """
@@ -42,6 +45,14 @@ class CanvasProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="canv
     tile_label: str = ""
     whole_label: str = ""
     tile_end: str = ""
+
+    def among(self, num_images: int) -> Self:
+        """Return the settings for an image whose prompt has `num_images` images."""
+        if num_images == 1:
+            return self
+        if self.splits_alone:
+            return replace(self, splits=False, tile_end="")
+        return replace(self, is_double=False)
 
 
 class DensePages(msgspec.Struct, frozen=True):
@@ -92,7 +103,8 @@ class AnyresProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="anyr
     A grid is a number of columns and rows of tiles. A tile has `side` x `side` pixels and `num_patches` x `num_patches`
     embeddings. The embeddings of the padding are dropped, and each row ends with a learned embedding. If `max_tiles` is
     not 0, the embeddings are downsampled to about the number that this many tiles have. If `pads_several` is true, the
-    images of a prompt with several images are not split: they are padded to squares with the mean color.
+    images of a prompt with several images are not split. If `splits` is false, an image is padded to a square with the
+    mean color.
     """
 
     side: int
@@ -100,6 +112,11 @@ class AnyresProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="anyr
     num_patches: int
     max_tiles: int = 0
     pads_several: bool = False
+    splits: bool = True
+
+    def among(self, num_images: int) -> Self:
+        """Return the settings for an image whose prompt has `num_images` images."""
+        return replace(self, splits=not (self.pads_several and num_images > 1))
 
 
 class RowsProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="rows"):
@@ -115,6 +132,10 @@ class RowsProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="rows")
     row_length: int
     margin: tuple[int, int, int]
     max_split: int
+
+    def among(self, num_images: int) -> Self:
+        """Return the settings for an image whose prompt has `num_images` images."""
+        return self if num_images <= self.max_split else replace(self, grids=((1, 1),))
 
 
 class TilesProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="tiles"):
@@ -176,7 +197,7 @@ class OverlapsProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="ov
     one embedding, also at the edges. Rows end with a token of their own: those of the canvas if `ends_rows`, and those
     of the whole image if `ends_whole_rows`. The marks are the tokens at the end of a row, at the start of the whole
     image, at the start of the canvas, and at the end of both. If `pads`, images keep their shape, in the middle of
-    black margins (Molmo 1). Otherwise an image is the only one of its prompt.
+    black margins (Molmo 1).
     """
 
     side: int
@@ -192,7 +213,7 @@ class WindowsProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="win
     """Resizes an image to one tile, and to a canvas of up to `max_tiles` tiles, which overlap (Moondream).
 
     Tiles have `side` x `side` pixels, and neighbors are `window` pixels apart. The canvas is about as wide, compared to
-    its height, as the image. An image is the only one of its prompt.
+    its height, as the image.
     """
 
     side: int

@@ -113,7 +113,7 @@ def test_squares_that_are_read_equal_those_of_transformers(tmp_path, write, kind
     reference = getattr(transformers, f"{kind}ImageProcessorPil").from_pretrained(tmp_path)
     expected = reference(random_picture(*size), return_tensors="pt")["pixel_values"][0]
     torch.testing.assert_close(normalized(tile), expected, atol=1e-6, rtol=0)
-    with pytest.raises(ValueError, match="one page a prompt, not 2"):
+    with pytest.raises(ValueError, match="one image a prompt, not 2"):
         process_image(random_picture(*size), processor, 2)
 
 

@@ -84,6 +84,7 @@ def lined_canvas(source: ProcessorSource, vision: VisionSpec) -> CanvasProcessor
         side=source.tile_side(vision),
         max_tiles=12,
         splits_alone=True,
+        tile_end="\n",
         ends_line=True,
     )
 

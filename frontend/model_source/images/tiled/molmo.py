@@ -37,6 +37,7 @@ def overlaps(source: ProcessorSource, vision: PooledVisionSpec) -> OverlapsProce
         **source.pixel_values(BILINEAR),
         output_size=vision.output_size,
         num_outputs=1,
+        max_images=1,
         mark="<|image|>",
         mark_ids=tuple(id_ for _, id_ in marks),
         mark_texts=tuple(text for text, _ in marks),
@@ -65,7 +66,7 @@ def padded_overlaps(source: ProcessorSource, vision: PooledVisionSpec) -> Overla
         max_crops=12, **{f"image_{name}": values for name, values in _CLIP_LISTS.items()}
     ).with_values({"size": None, "patch_size": None, "resample": BILINEAR})
     start = source.special_token("bos_token", source.special_token("eos_token"))
-    config = replace(overlaps(own, vision), pads=True, prompt_start=start)
+    config = replace(overlaps(own, vision), pads=True, prompt_start=start, max_images=0)
     return replace(config, num_outputs=most_outputs(config))
 
 

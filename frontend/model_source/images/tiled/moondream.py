@@ -14,6 +14,7 @@ def windows(source: ProcessorSource, vision: WindowsVisionSpec) -> WindowsProces
         **source.pixel_values(LANCZOS),
         output_size=vision.output_size,
         num_outputs=vision.num_outputs,
+        max_images=1,
         side=vision.tower.image_size,
         window=vision.window * vision.tower.patch_size,
         max_tiles=source.fields.integer("max_crops", vision.max_tiles, maximum=MAX_TILES),
