@@ -94,7 +94,7 @@ class AttentionRecorder:
         norms: NormNames,
         input_kind: ActivationKind | None,
         convolutions: ConvolutionRecorder | None = None,
-        keys: BlockRecorder | None = None,
+        store: BlockRecorder | None = None,
     ) -> None:
         """Record the attention of a layer.
 
@@ -105,11 +105,11 @@ class AttentionRecorder:
             norms: The names of the layer's norms.
             input_kind: The format in which the input has already been quantized, or None.
             convolutions: The convolutions of keys, values and outputs, if the layer has any.
-            keys: The recorder of a program that only stores keys and values, if there is one.
+            store: The recorder of a program that only stores keys and values, if there is one.
         """
         matrices = self.read(prefix, layer)
-        if keys is not None:
-            self._record_keys(index, prefix, layer, matrices, keys)
+        if store is not None:
+            self._record_keys(index, prefix, layer, matrices, store)
         parts, biases = matrices.inputs, matrices.biases
         if input_kind is not None and any(
             part.activation_kind.for_whole_rows != input_kind for part in parts

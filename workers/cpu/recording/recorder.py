@@ -368,8 +368,8 @@ class Recorder:
         elif layer.attends and self._spec.compressed is not None:
             self._compressed.record(index, prefix, layer, norms, self._spec.compressed)
         elif layer.attends:
-            keys = None if self._spec.source is not None else self._store
-            self._attention.record(index, prefix, layer, norms, kind, convolutions, keys)
+            store = None if self._spec.source is not None else self._store
+            self._attention.record(index, prefix, layer, norms, kind, convolutions, store)
 
     def _record_experts(
         self,
