@@ -40,13 +40,13 @@ from support.own_code.grid_towers.step3 import step3
 from support.own_code.known_towers import sarashina2
 from support.own_code.known_towers.deepseek_ocr import deepseek_ocr, write_deepseek_mmproj
 from support.own_code.known_towers.deepseek_vl2 import deepseek_vl2
-from support.own_code.known_towers.donut import donut
 from support.own_code.known_towers.git import Git, git
 from support.own_code.known_towers.isaac import IsaacModel, isaac
 from support.own_code.known_towers.keye import KeyeModel, keye
 from support.own_code.known_towers.kosmos2 import kosmos2
 from support.own_code.known_towers.ling3_vl import ling3_vl
 from support.own_code.known_towers.openpangu_vl import openpangu_vl
+from support.own_code.known_towers.vision_decoders import donut, trocr
 from support.own_code.model import CrossModel, OwnCodeModel
 from support.own_code.own_towers.blip import blip
 from support.own_code.own_towers.dots_ocr import dots_ocr
@@ -61,7 +61,6 @@ from support.own_code.own_towers.openvla import openvla
 from support.own_code.own_towers.ovis2_5 import ovis2_5
 from support.own_code.own_towers.perception_lm import perception_lm
 from support.own_code.own_towers.phi3_v import phi3_v
-from support.own_code.own_towers.trocr import trocr
 from support.own_code.own_towers.youtu import write_youtu_mmproj, youtu_vl
 from support.servers.server import DEVICE, Server, assert_nothing_is_held
 from support.vision.checkpoints import CHAT_TEMPLATE

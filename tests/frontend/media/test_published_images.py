@@ -23,13 +23,12 @@ from PIL import Image
 from support.checkpoints.tiny import sentencepiece_tokenizer
 from support.media.pictures import random_picture
 from support.own_code.known_towers import eagle2_5
-from support.own_code.known_towers.donut import donut
 from support.own_code.known_towers.ling3_vl import ling3_vl
+from support.own_code.known_towers.vision_decoders import donut, trocr
 from support.own_code.model import normalized
 from support.own_code.own_towers.blip import blip
 from support.own_code.own_towers.minicpm import minicpmv
 from support.own_code.own_towers.nvila import nvila_lite
-from support.own_code.own_towers.trocr import trocr
 from support.own_code.own_towers.youtu import youtu_vl
 from support.vision.checkpoints import vision_directory
 from support.vision.grid_models import write_grid_model

@@ -22,10 +22,9 @@ from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.worker_messages import EncoderWork
 from PIL import Image
 from support.gpu.host_accelerator import HostAccelerator
-from support.own_code.known_towers.donut import donut
+from support.own_code.known_towers.vision_decoders import donut, trocr
 from support.own_code.own_towers.blip import blip
 from support.own_code.own_towers.nemotron_parse import nemotron_parse
-from support.own_code.own_towers.trocr import trocr
 from support.vision.mllama import IMAGE, IMAGE_ID, NUM_TOKENS, mllama_directory, next_logprobs
 from support.workers.worker_steps import Steps
 

@@ -1,8 +1,9 @@
-"""TrOCR of transformers, whose decoder reads an image by cross attention."""
+"""Vision encoder-decoders of transformers, whose decoder reads an image by cross attention."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import transformers
 from support.own_code.model import CrossModel, fill
@@ -47,17 +48,53 @@ def trocr(
         decoder_start_token_id=image_token,
         eos_token_id=image_token,
     )
+    kind = transformers.ViTImageProcessorPil
+    options = {}
+    if is_small:
+        kind, options = transformers.DeiTImageProcessorPil, {"do_center_crop": False}
+    return _saved(directory, encoder, decoder, kind(size=_SIDE, **options), image_token)
+
+
+def donut(
+    directory: Path, *, vocab_size: int = 96, image_token: int = 2, side: int = 30
+) -> CrossModel:
+    """Write a Donut, whose prompts begin with `image_token`. Pages have `side` rows and 24 columns."""
+    encoder = transformers.DonutSwinConfig(
+        image_size=[side, 24],
+        patch_size=2,
+        embed_dim=16,
+        depths=[2, 2],
+        num_heads=[2, 4],
+        window_size=4,
+        mlp_ratio=2.0,
+    )
+    decoder = transformers.MBartConfig(
+        vocab_size=vocab_size,
+        d_model=32,
+        decoder_layers=2,
+        decoder_attention_heads=4,
+        decoder_ffn_dim=80,
+        max_position_embeddings=256,
+        scale_embedding=True,
+        pad_token_id=1,
+        eos_token_id=image_token,
+    )
+    size = {"height": side, "width": 24}
+    processor = transformers.DonutImageProcessorPil(size=size)
+    return _saved(directory, encoder, decoder, processor, image_token)
+
+
+def _saved(
+    directory: Path, encoder: Any, decoder: Any, processor: Any, image_token: int
+) -> CrossModel:
+    """Write the model with these configurations, and its image processor."""
     config = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(
         encoder, decoder, decoder_start_token_id=image_token
     )
     model = transformers.VisionEncoderDecoderModel(config=config)
     fill(model)
     model.save_pretrained(directory)
-    kind = transformers.ViTImageProcessorPil
-    options = {}
-    if is_small:
-        kind, options = transformers.DeiTImageProcessorPil, {"do_center_crop": False}
-    kind(size=_SIDE, **options).save_pretrained(directory)
+    processor.save_pretrained(directory)
 
     def encode(pixels: Tensor) -> Tensor:
         states: Tensor = model.encoder(pixels).last_hidden_state
