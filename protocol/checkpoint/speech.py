@@ -23,7 +23,8 @@ from .audio.processors import (
 from .audio.seamless import seamless_fields
 from .audio.speech_encoders import streaming_spec
 from .audio.token_writers import SAMPLES, WRITING, with_encoder_fields, writes_tokens
-from .audio.tower import CAUSAL_PART, audio_tower_spec
+from .audio.tower import audio_tower_spec
+from .audio.whisper_towers import CAUSAL_PART
 from .config_fields import MAX_INTEGER, ConfigFields
 from .pooling.classification import TOKEN_CLASSIFIER_SUFFIX
 from .pooling.foreign_encoders import find_foreign_encoder

@@ -1,4 +1,4 @@
-"""Read the configs of the conformers of Granite Speech and Gemma."""
+"""Read the configs of the audio towers of Granite Speech and Gemma, which are conformers but for one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
+from ...config.audio.samples import FrameSpec
 from ...config.audio.tower import ConformerSpec, FixedOutputs, UniversalSpeechSpec
 from ..config_fields import ConfigFields
 from ..vision.granite import query_former
@@ -16,6 +17,9 @@ _Layer = Annotated[int, msgspec.Meta(ge=0)]
 
 _MAX_CONFORMER_ROWS: Final = 15_000
 """The maximum length of a clip of Granite Speech: 300 s. It has no windows, because its convolutions read all rows."""
+
+_PART_FRAMES: Final = 250
+"""The maximum length of a part of a clip that Gemma 4's unified models read: 10 s, whose frames are independent."""
 
 _MAX_UNIVERSAL_FRAMES: Final = 3000
 """The maximum length of a clip of Gemma 3n and Gemma 4: 30 s."""
@@ -38,9 +42,8 @@ _GEMMA4_NAMES: Final = (
 )
 
 
-def conformer_spec(fields: ConfigFields, output_size: int) -> ConformerSpec:
+def conformer_spec(fields: ConfigFields, encoder: ConfigFields, output_size: int) -> ConformerSpec:
     """Return the tower of Granite Speech. Raise CheckpointError if a field is missing or invalid."""
-    encoder = fields.required_section("encoder_config")
     queries = fields.section("projector_config") or fields.with_values({})
     hidden_size = read_size(encoder, "hidden_dim", "hidden_size", 1024)
     num_heads = read_size(encoder, "num_heads", "num_attention_heads", 8)
@@ -115,6 +118,20 @@ def gemma3n_spec(
         rows_per_output=rate,
         fixed=FixedOutputs(num_outputs, vocab_size, end - first),
         **_universal_sizes(audio, "conf_num_attention_heads", 1536),
+        output_size=output_size,
+    )
+
+
+def frames_spec(fields: ConfigFields, audio: ConfigFields, output_size: int) -> FrameSpec:
+    """Return the projection of frames of Gemma 4's unified models, which have no encoder.
+
+    Raises:
+        CheckpointError: A field is missing or invalid.
+    """
+    return FrameSpec(
+        num_mel_bins=audio.integer("audio_embed_dim", 640, maximum=MAX_POSITIONS),
+        num_frames=_PART_FRAMES,
+        norm_eps=audio.positive("rms_norm_eps", 1e-6),
         output_size=output_size,
     )
 

@@ -14,9 +14,13 @@ _Number = Annotated[int, msgspec.Meta(ge=1, le=1024)]
 _Numbers = Annotated[tuple[_Number, ...], msgspec.Meta(min_length=1, max_length=16)]
 
 
-def wave_spec(fields: ConfigFields, output_size: int) -> WaveSpec:
-    """Return the encoders of VibeVoice ASR. Raise CheckpointError if a field is missing or invalid."""
-    acoustic = _encoder(fields.required_section("acoustic_tokenizer_encoder_config"), 64)
+def wave_spec(fields: ConfigFields, audio: ConfigFields, output_size: int) -> WaveSpec:
+    """Return the encoders of VibeVoice ASR, of which `audio` describes the acoustic one.
+
+    Raises:
+        CheckpointError: A field is missing or invalid.
+    """
+    acoustic = _encoder(audio, 64)
     semantic = _encoder(fields.required_section("semantic_tokenizer_encoder_config"), 128)
     if acoustic.hop != semantic.hop:
         raise fields.error(
