@@ -266,26 +266,47 @@ def model_spec(config: Mapping[str, Any], path: str | PathLike[str]) -> ModelSpe
         fields = text_fields.with_values(values)
     fields = with_common_names(with_decoder_fields(fields))
     spec = family.read_spec(fields)
+    spec = _with_directions(spec, fields, whole)
+    if not has_head(whole):
+        # The output projection is not used, so the checkpoint may omit it.
+        spec = replace(spec, tie_word_embeddings=True, head_dense_bias=None, head_bias=False)
+    # The classes of a nested decoder are those of the whole model.
+    classes = whole.with_values({**fields.config, "architectures": whole.get("architectures")})
+    if is_classifier(classes) and spec.score_head is None:
+        spec = _with_classifier(spec, classes)
+    _check_layers(spec, fields)
+    # In published formats, the tower may be a part of the decoder.
+    own = [(rf"^{re.escape(name)}\b.*", "") for name in whole.texts("image_parts")]
+    spec = replace(spec, tensor_names=(*own, *spec.tensor_names))
+    if has_vision(whole):
+        # A late import, because a model without vision needs none of its modules.
+        from .with_images.vision_tower import with_vision
+
+        spec = with_vision(spec, whole)
+    if has_audio_tower(whole):
+        spec = _with_audio_tower(spec, whole)
+    return spec
+
+
+def _with_directions(spec: ModelSpec, fields: ConfigFields, whole: ConfigFields) -> ModelSpec:
+    """Return the spec with attention in both directions if the config of the decoder says so."""
     if attends_to_all(fields) and spec.is_causal:
         if spec.alibi_slopes or any(layer.window or layer.recurrent for layer in spec.layers):
             name = "is_causal false"
             if fields.get("use_bidirectional_attention") is True:
                 name = "use_bidirectional_attention"
             raise fields.error(
-                f"{name} is not supported with windows, ALiBi or recurrent layers; use another model"
+                f"{name} needs layers without windows, ALiBi and recurrent parts; use another model"
             )
         spec = replace(spec, is_causal=False)
-    if not has_head(whole):
-        # The output projection is not used, so the checkpoint may omit it.
-        spec = replace(spec, tie_word_embeddings=True, head_dense_bias=None, head_bias=False)
     # The tokens of an image may attend to each other even if text is causal.
     name = "use_bidirectional_attention"
-    if spec.is_causal and (config.get(name) or fields.get(name)) not in (None, False, "vision"):
-        raise fields.error(f"{name} is not supported for this family; use another model")
-    # The classes of a nested decoder are those of the whole model.
-    classes = whole.with_values({**fields.config, "architectures": whole.get("architectures")})
-    if is_classifier(classes) and spec.score_head is None:
-        spec = _with_classifier(spec, classes)
+    if spec.is_causal and (whole.get(name) or fields.get(name)) not in (None, False, "vision"):
+        raise fields.error(f"{name} cannot be used with this family; use another model")
+    return spec
+
+
+def _check_layers(spec: ModelSpec, fields: ConfigFields) -> None:
     if spec.layers and not any(layer.cache_groups for layer in spec.layers):
         raise fields.error("no layer has attention or a recurrent part; use another model")
     sizes = (spec.for_layer(layer) for layer in spec.layers)
@@ -297,34 +318,29 @@ def model_spec(config: Mapping[str, Any], path: str | PathLike[str]) -> ModelSpe
             )
     for mixture in {layer.experts for layer in spec.layers if layer.experts is not None}:
         _check_groups(fields, mixture)
-    # In published formats, the tower may be a part of the decoder.
-    own = [(rf"^{re.escape(name)}\b.*", "") for name in whole.texts("image_parts")]
-    spec = replace(spec, tensor_names=(*own, *spec.tensor_names))
-    if has_vision(whole):
-        # A late import, because a model without vision needs none of its modules.
-        from .with_images.vision_tower import with_vision
 
-        spec = with_vision(spec, whole)
-    if has_audio_tower(whole):
-        tower = audio_tower_spec(whole, spec.hidden_size)
-        # A tower may have tables like those of a decoder.
-        dropped = (r".*\baudio_tower\..*", "")
-        spec = replace(spec, audio_encoder=tower, tensor_names=(dropped, *spec.tensor_names))
-        if isinstance(tower, AudioTowerSpec) and tower.added_after:
-            if len(tower.added_after) > len(spec.layers):
-                raise whole.error(
-                    f"the audio tower has outputs for layer {len(tower.added_after)}, "
-                    f"but the decoder has {len(spec.layers)} layers"
-                )
-            spec = replace(spec, added_after=tower.added_after)
-        if isinstance(tower, CausalSpec):
-            # A late import, because few models need it.
-            from .with_encoders import speech
 
-            spec = speech.with_delay(spec, tower)
-        if spec.encoder is None:
-            # The three coordinates of an audio clip's positions are equal, as those of text.
-            spec = without_axes(spec)
+def _with_audio_tower(spec: ModelSpec, whole: ConfigFields) -> ModelSpec:
+    """Return the spec with the model's audio tower."""
+    tower = audio_tower_spec(whole, spec.hidden_size)
+    # A tower may have tables like those of a decoder.
+    dropped = (r".*\baudio_tower\..*", "")
+    spec = replace(spec, audio_encoder=tower, tensor_names=(dropped, *spec.tensor_names))
+    if isinstance(tower, AudioTowerSpec) and tower.added_after:
+        if len(tower.added_after) > len(spec.layers):
+            raise whole.error(
+                f"the audio tower has outputs for layer {len(tower.added_after)}, "
+                f"but the decoder has {len(spec.layers)} layers"
+            )
+        spec = replace(spec, added_after=tower.added_after)
+    if isinstance(tower, CausalSpec):
+        # A late import, because few models need it.
+        from .with_encoders import speech
+
+        spec = speech.with_delay(spec, tower)
+    if spec.encoder is None:
+        # The three coordinates of an audio clip's positions are equal, as those of text.
+        spec = without_axes(spec)
     return spec
 
 
