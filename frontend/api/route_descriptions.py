@@ -212,6 +212,7 @@ _FOR_OPERATORS: Final = {
 _FOR_PROBES: Final = {
     "/livez": "Answer 200 while the supervisor runs.",
     "/readyz": "Answer 200 while the server can accept a request.",
+    "/ready": "The same as /readyz (SGLang).",
     "/v1/health": "Answer 200 while the server works, even if its queues are full.",
     "/health_generate": "The same as /health (SGLang).",
     "/ping": "The same as /health.",

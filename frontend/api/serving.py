@@ -49,6 +49,9 @@ if TYPE_CHECKING:
 MAX_NAMED: Final = 32
 """Maximum number of model names in an error message."""
 
+ANY_MODEL: Final = "default"
+"""The name that clients of SGLang send for the model of the server, whatever it is."""
+
 
 class Serving:
     """The model, its tokenizer, the clients of the engine and of the store, and the stage of the server.
@@ -199,7 +202,7 @@ class Serving:
         Raises:
             APIError: There is no such model (404), or `scales` are invalid (400).
         """
-        if not name or name in self.config.model.served_names:
+        if not name or self._names_model(name):
             if scales is None:
                 return self.loras.default
             with renaming(str):
@@ -231,10 +234,16 @@ class Serving:
 
     def answering_model(self, name: str | None) -> str:
         """Return the name of the model in the answer to a request for `name`."""
-        if not name or name in self.config.model.served_names:
+        if not name or self._names_model(name):
             return self.served_name
         is_unknown = self.config.frontend.skip_model_name_validation and not self.loras.find(name)
         return self.served_name if is_unknown else name
+
+    def _names_model(self, name: str) -> bool:
+        """Return whether `name` is the model's, or SGLang's for any model, and no adapter has it."""
+        if name in self.config.model.served_names:
+            return True
+        return name == ANY_MODEL and self.loras.find(name) is None
 
     def _unknown_model(self, name: str) -> APIError:
         return APIError(

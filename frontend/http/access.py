@@ -31,6 +31,7 @@ OPEN_PATHS: Final = frozenset(
             "/health_generate",
             "/livez",
             "/readyz",
+            "/ready",
             "/ping",
             "/metrics",
             "/version",
@@ -86,6 +87,8 @@ OPERATOR_PATHS: Final = frozenset(
     }
 )
 """Operator routes, in addition to those below `_OPERATOR_PREFIXES`."""
+GET_OPERATIONS: Final = frozenset({"/flush_cache"})
+"""Operator routes that also act on GET, which trainers such as slime send."""
 REPLICA_COMMANDS: Final = "/replicas/"
 TIMELINES: Final = "/debug/requests/"
 _OPERATOR_PREFIXES: Final = (REPLICA_COMMANDS, TIMELINES, "/slots/", "/adapters/")
@@ -177,6 +180,8 @@ class Access:
                     "Web pages from other servers may not call this route: the request has the header "
                     f"Origin {echo(headers[b'origin'].decode('latin-1'))}; send it without one"
                 )
+            if path in GET_OPERATIONS and scope["method"] in _WITHOUT_BODY:
+                _check_is_program(headers)
             is_checked = _is_of_browser(headers) or not path.startswith(OLLAMA_PATHS)
             if is_checked and scope["method"] not in _WITHOUT_BODY:
                 is_form = path.endswith(FORM_PATHS)
@@ -320,6 +325,12 @@ def is_operator_path(path: str) -> bool:
 
 def _forbidden(message: str) -> APIError:
     return APIError(403, message, type="permission_error")
+
+
+def _check_is_program(headers: dict[bytes, bytes]) -> None:
+    """Raise APIError 403 for a browser: any page can make it send a GET without an Origin header."""
+    if headers.get(b"user-agent", b"").startswith(b"Mozilla/"):
+        raise _forbidden("Browsers may call this route only by POST")
 
 
 def _is_of_browser(headers: dict[bytes, bytes]) -> bool:

@@ -32,7 +32,7 @@ from .children import Child, Children, State
 from .names import find_name, is_unload
 from .proxy import Connections, is_websocket, pass_on, pass_on_websocket
 
-PROBES: Final = ("/health", "/v1/health", "/livez", "/readyz", "/ping")
+PROBES: Final = ("/health", "/v1/health", "/livez", "/readyz", "/ready", "/ping")
 
 _LARGE_BYTES: Final = 1 << 18
 """Size of bodies that a thread parses, because it takes more than a millisecond."""

@@ -207,7 +207,7 @@ class ResponseStates:
             if record is None:
                 where = "" if next_id == identifier else f", which {echo(identifier)} continues,"
                 raise APIError(
-                    404,
+                    400,
                     f"Previous response with id {echo(next_id)}{where} was not found",
                     param="previous_response_id",
                     code="previous_response_not_found",

@@ -81,6 +81,8 @@ class CommonFields(SamplerFields, kw_only=True):
     structured_outputs: dict[str, Any] | None = None
     priority: Int | None = None
     cache_salt: str | None = None
+    # SGLang's name of `cache_salt`.
+    extra_key: str | None = None
     # Adds the field `engine` to the usage: a receipt of the request's costs.
     include_receipt: bool | None = None
     # Adds llama.cpp's field `timings` to the answer, and to the chunk of a stream that has the usage.
@@ -152,9 +154,10 @@ class GenerationRequest(CommonFields, kw_only=True):
     max_new_tokens: Int | None = None
     min_new_tokens: Int | None = None
     repeat_penalty: float | None = None
-    extra_key: str | None = None
     random_seed: Int | None = None
     rid: str | list[str] | None = None
+    # The name of an adapter, in place of `model`.
+    lora_path: str | None = None
 
     # `store` requests that the answer is stored with this metadata. Only chat answers can be stored.
     metadata: dict[str, Any] | None = None
@@ -171,7 +174,7 @@ class GenerationRequest(CommonFields, kw_only=True):
 
     # Rejected (see `refused.py`), because an answer that ignores them would be wrong.
     rejected: ClassVar[str] = (
-        "logits_processors vllm_xargs mm_processor_kwargs lora_path custom_logit_processor "
+        "logits_processors vllm_xargs mm_processor_kwargs custom_logit_processor "
         "mirostat suffix "
         "prompt_embeds early_stopping return_weight_versions "
         "return_spec_tokens_details images_config watermark watermarking media_io_kwargs "
@@ -181,6 +184,7 @@ class GenerationRequest(CommonFields, kw_only=True):
     )
 
     def __post_init__(self) -> None:
+        self.model = self.lora_path or self.model
         read_aliases(self, self.aliases)
 
     def sent_name(self, name: str) -> str:

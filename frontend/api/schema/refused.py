@@ -41,7 +41,6 @@ _PROBLEMS: Final[dict[str, str]] = {
     "cachedContent": "names no stored content; send it in contents, whose beginning is cached",
     "joint": "is not supported; each question is answered by itself",
     "thinking_token_budget": "is not supported; use /v1/chat/completions",
-    "extra_key": "is not supported; use cache_salt",
     "include_reasoning": "is not supported; skip the items of type reasoning",
     "early_stopping": "is not supported; a beam search ends when no beam can become better",
     "return_token_logprobs": "is not supported; use /v1/completions with logprob_token_ids",

@@ -77,7 +77,7 @@ class ResponsesRequest(ResponseFields, kw_only=True):
     # Rejected, because an answer that ignores them would be wrong.
     rejected: ClassVar[str] = (
         "context_management vllm_xargs previous_response "
-        "previous_input_messages extra_key include_reasoning "
+        "previous_input_messages include_reasoning "
         "ec_transfer_params watermarking bootstrap_host "
         "bootstrap_port bootstrap_room disagg_prefill_dp_rank"
     )

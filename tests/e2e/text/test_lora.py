@@ -63,9 +63,14 @@ def test_an_adapter_in_a_gguf_file_applies_to_requests_for_the_model(
             assert (status, answer.get("tokens")) == (200, tokens), answer
 
 
-def complete(server: Server, model: str, prompt: list[int]) -> list[int]:
+def complete(
+    server: Server, model: str, prompt: list[int], base_model: str | None = None
+) -> list[int]:
+    """Return the answer of a model, or with `base_model` of its adapter, which SGLang's `lora_path` names."""
     body = {"model": model, "prompt": prompt, "max_tokens": 24, "temperature": 0}
     body |= {"ignore_eos": True, "return_token_ids": True}
+    if base_model is not None:
+        body |= {"model": base_model, "lora_path": model}
     status, answer = server.post("/v1/completions", body)
     assert status == 200, answer
     assert answer["model"] == model
@@ -119,6 +124,7 @@ def test_a_batch_of_adapters_gives_the_tokens_of_merged_models(
             assert served == [expected[name] for name in names]
         assert server.metric("engine:prefix_cache_hits_total") > 0
         assert complete(server, "tiny:attention", prompt) == expected["attention"]
+        assert complete(server, "attention", prompt, "default") == expected["attention"]
         for name in ("none", "tiny:none", "none:attention"):
             status, answer = server.post("/v1/completions", {"model": name, "prompt": prompt})
             assert status == 404 and "mlp" in answer["error"]["message"]

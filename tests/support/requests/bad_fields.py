@@ -81,7 +81,7 @@ BAD_FIELDS = [
     ({"best_of": 1, "n": 2}, "best_of", "between n=2 and 128, got 1"),
     ({"best_of": 129}, "best_of", "got 129"),
     ({"best_of": 3, "n": 2, "stream": True}, "best_of", "in a stream, got 3"),
-    ({"lora_path": "x"}, "lora_path", "not supported"),
+    ({"custom_params": {"a": 1}}, "custom_params", "not supported"),
     ({"stop_regex": "a*"}, "stop_regex", "must not match the empty text"),
     ({"custom_logit_processor": "x"}, "custom_logit_processor", "use logit_bias"),
     ({"typical_p": 0}, "typical_p", "(0, 1], got 0"),

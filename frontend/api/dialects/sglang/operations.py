@@ -66,7 +66,6 @@ class SglangDescription:
         return json_response(
             self._describe_model()
             | {
-                "served_model_name": serving.served_name,
                 "version": f"engine-{__version__}",
                 "context_length": config.model.max_model_len,
                 "max_total_num_tokens": serving.engine.metrics.count_cached_tokens(),
@@ -155,6 +154,7 @@ class SglangDescription:
         serving, model = self._serving, self._serving.config.model
         return {
             "model_path": WeightsFiles(serving.config.run_dir).read_current().path or model.model,
+            "served_model_name": serving.served_name,
             "weight_version": serving.weight_version(),
             "tokenizer_path": model.tokenizer_path or model.model,
             "is_generation": model.generates,

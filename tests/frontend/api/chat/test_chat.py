@@ -315,3 +315,15 @@ def test_batch_of_conversations_has_one_choice_each(frontend: FrontendProcess) -
         response = batch(**fields)
         assert response.status_code == 400, response.text
         assert response.json()["error"]["param"] == param
+
+
+def test_default_is_a_name_of_any_model(frontend: FrontendProcess) -> None:
+    for path, prompt in (
+        ("/v1/completions", {"prompt": "Hi"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}),
+        ("/v1/responses", {"input": "Hi"}),
+    ):
+        answer = frontend.post(path, model="default", extra_key="a", **prompt)
+        assert (answer.status_code, answer.json()["model"]) == (200, "echo")
+    missing = frontend.post("/v1/completions", model="default", lora_path="tuned", prompt="Hi")
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")

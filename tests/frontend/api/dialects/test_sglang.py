@@ -342,6 +342,7 @@ def test_clients_can_probe_the_server(frontend: FrontendProcess) -> None:
     for prefix in ("/", "/get_"):
         model = frontend.http.get(f"{prefix}model_info").json()
         assert (model["model_path"], model["is_generation"]) == ("echo-model", True)
+        assert model["served_model_name"] == "echo"
         server = frontend.http.get(f"{prefix}server_info").json()
         assert (server["served_model_name"], server["context_length"]) == ("echo", 512)
         assert server["max_total_num_tokens"] == NUM_BLOCKS * server["page_size"]
@@ -364,10 +365,14 @@ def test_clients_can_probe_the_server(frontend: FrontendProcess) -> None:
     assert (load["dp_rank"], load["max_total_num_tokens"]) == (0, server["max_total_num_tokens"])
     [older] = frontend.http.get("/get_load").json()
     assert (older["dp_rank"], older["num_reqs"]) == (0, load["num_running_reqs"])
-    assert frontend.http.get("/health_generate").status_code == 200
+    for path in ("/health_generate", "/ready"):
+        assert frontend.http.get(path).status_code == 200
     assert frontend.http.post("/flush_cache").json() == {"success": True}
-    # Any page could make a browser send a GET.
-    assert frontend.http.get("/flush_cache").status_code == 405
+    # Trainers send GET. Any page could make a browser send it.
+    assert frontend.http.get("/flush_cache").json() == {"success": True}
+    for method in ("GET", "HEAD"):
+        browser = {"user-agent": "Mozilla/5.0 (X11; Linux x86_64)"}
+        assert frontend.http.request(method, "/flush_cache", headers=browser).status_code == 403
 
 
 _CALLS = 'So. <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call><tool_call>{"name": "g"}'

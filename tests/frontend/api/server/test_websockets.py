@@ -266,7 +266,7 @@ def test_websockets_need_an_api_key() -> None:
         with open_socket(frontend, additional_headers=bearer) as client:
             assert text_of(create(client, "c", previous_response_id=stored)) == "c"
         with open_socket(frontend, additional_headers={"x-api-key": "other"}) as client:
-            assert create(client, "c", previous_response_id=stored)["status"] == 404
+            assert create(client, "c", previous_response_id=stored)["status"] == 400
 
 
 def test_client_secrets_open_realtime_sessions_until_they_expire() -> None:

@@ -310,16 +310,17 @@ def test_response_continues_the_previous_one(
         lambda: stranger.responses.delete(first.id),
         lambda: stranger.responses.cancel(first.id),
         lambda: stranger.responses.input_items.list(first.id),
-        lambda: stranger.responses.create(model=MODEL, input="x", previous_response_id=first.id),
     ):
         with pytest.raises(openai.NotFoundError):
             call()
     client.responses.delete(first.id)
     with pytest.raises(openai.NotFoundError, match=r"Response with id .* not found"):
         client.responses.retrieve(first.id)
-    with pytest.raises(openai.NotFoundError) as caught:
-        client.responses.create(model=MODEL, input="x", previous_response_id=second.id)
-    assert caught.value.code == "previous_response_not_found"
+    # As at OpenAI, whose clients then send the whole conversation.
+    for each, previous in ((stranger, first), (client, second)):
+        with pytest.raises(openai.BadRequestError) as caught:
+            each.responses.create(model=MODEL, input="x", previous_response_id=previous.id)
+        assert caught.value.code == "previous_response_not_found"
 
 
 def test_conversation_collects_items(
