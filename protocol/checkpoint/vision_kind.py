@@ -15,6 +15,7 @@ SECTIONS: Final = ("vision_config", "vit_config", "img_processor", "vq_config")
 _KINDS: Final = {
     "BeeForConditionalGeneration": "bee",
     "DeepseekOCRForCausalLM": "deepseek_ocr",
+    "Dots3NoteForCausalLM": "dots3_note",
     "Eagle2_5_VLForConditionalGeneration": "eagle_2_5_vl",
     "HCXVisionV2ForCausalLM": "hyperclovax_vision_v2",
     "LightOnOCRForConditionalGeneration": "lighton_ocr",

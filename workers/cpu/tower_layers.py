@@ -50,6 +50,8 @@ class NativeLayers:
         size = spec.num_heads * spec.head_dim
         if spec.has_score_biases or spec.has_first_biases:
             raise NotSupportedNatively("native tower programs do not add biases to scores")
+        if spec.num_chosen:
+            raise NotSupportedNatively("native tower programs do not choose experts")
         if spec.gate_limit and spec.clips_products:
             raise NotSupportedNatively(
                 "native tower programs do not support limits of gates with clipped products"

@@ -17,7 +17,7 @@ from ...protocol.encoder_inputs.payloads import ImagePayload
 from ...protocol.errors import EngineError
 from .conv_layer import ConvLayer
 from .image_tower import ImageTower, TowerSource, black_image, wrong_size
-from .layers import Layers, LayersSpec, LayerWeights, MakeLayers, Patches, Windows
+from .layers import Layers, LayersSpec, LayerWeights, MakeLayers, Patches, Router, Windows
 from .pixels import normalized_pixels
 from .projections.mergers import Merger, PageSummary, SummedMergers, read_marks, read_merger
 from .rotary import PatchRotary
@@ -115,9 +115,10 @@ class GridTower(ImageTower):
         }
 
     def _make_parts(self, tensors: VisionWeights, make_layers: MakeLayers) -> list[_Part]:
-        """Return the layers, divided where there are layers with convolutions or another band."""
+        """Return the layers, divided where there are layers with convolutions, experts or another band."""
         spec, found, first = self.spec, list[_Part](), 0
         bands = spec.bands or (None,) * spec.num_layers
+        has_experts = [bool(count) for count in spec.num_experts or (0,) * spec.num_layers]
         for index in range(spec.num_layers):
             if index + 1 in spec.conv_layers:
                 found.append(_Part(ConvLayer(spec, tensors, f"blocks.{index}.")))
@@ -126,6 +127,7 @@ class GridTower(ImageTower):
                 index + 1 == spec.num_layers
                 or index + 2 in spec.conv_layers
                 or bands[index] != bands[index + 1]
+                or has_experts[index] != has_experts[index + 1]
             ):
                 indices = range(first, index + 1)
                 part = _layers_spec(spec, indices, self._rotary)
@@ -349,7 +351,13 @@ def _layers_spec(spec: GridVisionSpec, indices: range, rotary: PatchRotary | Non
         has_gate=spec.has_gate,
         gate_limit=spec.gate_limit,
         has_first_biases=spec.has_first_biases and spec.bands[indices[0]] is not None,
+        num_chosen=spec.num_chosen if _num_experts(spec, indices[0]) else 0,
     )
+
+
+def _num_experts(spec: GridVisionSpec, index: int) -> int:
+    """Return the number of experts of a layer's MLP, or 0."""
+    return spec.num_experts[index] if spec.num_experts else 0
 
 
 def _rotary(spec: GridVisionSpec, first_angles: tuple[float, ...] = ()) -> PatchRotary | None:
@@ -368,6 +376,7 @@ def _rotary(spec: GridVisionSpec, first_angles: tuple[float, ...] = ()) -> Patch
 def _read_layer(spec: GridVisionSpec, tensors: VisionWeights, index: int) -> LayerWeights:
     prefix = f"blocks.{index}."
     size, inner, head_dim = spec.hidden_size, spec.intermediate_size, spec.size_of_heads
+    num_experts = _num_experts(spec, index)
     up, down = ("up_proj", "down_proj") if spec.has_gate else ("fc1", "fc2")
 
     def read(name: str, rows: int, columns: int) -> Linear:
@@ -394,7 +403,18 @@ def _read_layer(spec: GridVisionSpec, tensors: VisionWeights, index: int) -> Lay
         qkv = Linear.join([q, k, v])
     if spec.num_kv_heads:
         qkv = _with_own_keys(spec, qkv)
-    output, last = read("attn.proj", size, q_size), read(f"mlp.{down}", size, inner)
+    router: Router | None = None
+    gate: Linear | None
+    if num_experts:
+        gate, inputs, last = _read_experts(spec, tensors, f"{prefix}mlp.experts.", num_experts)
+        router = Router(
+            tensors.read(f"{prefix}mlp.gate_weight", num_experts, size),
+            tensors.read(f"{prefix}mlp.router_bias", num_experts),
+        )
+    else:
+        gate = read("mlp.gate_proj", inner, size) if spec.has_gate else None
+        inputs, last = read(f"mlp.{up}", inner, size), read(f"mlp.{down}", size, inner)
+    output = read("attn.proj", size, q_size)
     if spec.has_layer_scales:
         for i, linear in enumerate((output, last), 1):
             linear.scale_outputs(tensors.read(f"{prefix}lambda_{i}", size))
@@ -410,13 +430,31 @@ def _read_layer(spec: GridVisionSpec, tensors: VisionWeights, index: int) -> Lay
         mlp_norm=before[1],
         attention_output_norm=after[0],
         mlp_output_norm=after[1],
-        gate=read("mlp.gate_proj", inner, size) if spec.has_gate else None,
-        up=read(f"mlp.{up}", inner, size),
+        gate=gate,
+        up=inputs,
         down=last,
         query_norm=head_norm("q"),
         key_norm=head_norm("k"),
         first_bias_H=first_bias_H,
+        router=router,
     )
+
+
+def _read_experts(
+    spec: GridVisionSpec, tensors: VisionWeights, prefix: str, count: int
+) -> tuple[Linear, Linear, Linear]:
+    """Return the gates, the up and the down projections of all experts, which files store together or apart."""
+
+    def read(name: str, rows: int, columns: int) -> Tensor:
+        if f"{prefix}{name}.weight" in tensors:
+            return tensors.read(f"{prefix}{name}.weight", count, rows, columns)
+        names = (f"{prefix}{i}.{name}.weight" for i in range(count))
+        return torch.stack([tensors.read(each, rows, columns) for each in names])
+
+    size, inner = spec.hidden_size, spec.expert_size
+    gates, ups = (read(name, inner, size).flatten(0, 1) for name in ("gate_proj", "up_proj"))
+    downs = read("down_proj", size, inner).transpose(0, 1).flatten(1)
+    return Linear(gates), Linear(ups), Linear(downs)
 
 
 def _with_own_keys(spec: GridVisionSpec, qkv: Linear) -> Linear:

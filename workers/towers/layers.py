@@ -1,7 +1,7 @@
 """The layers of a vision or audio tower, and their implementation in torch.
 
 Shapes: P patches of an image (with the class token), or rows of a clip; D hidden size of the tower, F intermediate
-size, H heads, K head dimension.
+size, H heads, K head dimension, E experts of an MLP, N experts chosen for a patch.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class LayersSpec(msgspec.Struct, frozen=True):
     together ("full") or per head ("head"). If `has_value_norm`, values are divided by their root mean square. If
     `has_gate`, MLPs compute down(activation(gate(x)) * up(x)). With a `gate_limit`, gate(x) is at most that, and up(x)
     is within plus or minus that. If `clips_products`, the inputs and outputs of all
-    products are clipped to stored bounds.
+    products are clipped to stored bounds. If `num_chosen`, the inner elements of an MLP are those of all its experts,
+    and each patch passes through this many of them.
     """
 
     hidden_size: int
@@ -66,6 +67,7 @@ class LayersSpec(msgspec.Struct, frozen=True):
     norms_sums: bool = False
     has_score_biases: bool = False
     has_first_biases: bool = False
+    num_chosen: int = 0
 
     @property
     def num_layers(self) -> int:
@@ -76,6 +78,13 @@ class LayersSpec(msgspec.Struct, frozen=True):
     def scale(self) -> float:
         """The factor by which attention scores are multiplied."""
         return self.attention_scale or self.head_dim**-0.5
+
+
+class Router(NamedTuple):
+    """Scores the experts of an MLP: the weights [E, D], and the numbers [E] by which chosen experts are preferred."""
+
+    weight_ED: Tensor
+    bias_E: Tensor
 
 
 class LayerWeights(msgspec.Struct):
@@ -98,6 +107,7 @@ class LayerWeights(msgspec.Struct):
     mlp_output_norm: Norm | None = None
     score_bias: Callable[[Tensor], Tensor] | None = None
     first_bias_H: Tensor | None = None
+    router: Router | None = None
 
 
 class Layers(Protocol):
@@ -209,6 +219,8 @@ class _TorchLayer:
 
     def _mlp(self, x_PD: Tensor) -> Tensor:
         weights = self._weights
+        if weights.router is not None:
+            return self._mix_experts(x_PD, weights.router)
         up_PF = weights.up(x_PD)
         if weights.gate is None:
             return weights.down(self._activation(up_PF))
@@ -216,6 +228,29 @@ class _TorchLayer:
         if limit := self._spec.gate_limit:
             gate_PF, up_PF = limited(gate_PF, up_PF, limit)
         return weights.down(self._activation(gate_PF) * up_PF)
+
+    def _mix_experts(self, x_PD: Tensor, router: Router) -> Tensor:
+        """Return the mean of the outputs of each patch's experts, weighted by their scores."""
+        weights, num_experts = self._weights, len(router.weight_ED)
+        assert weights.gate is not None
+        num_chosen = min(self._spec.num_chosen, num_experts)
+        scores_PE = F.linear(x_PD.float(), router.weight_ED.float()).sigmoid()
+        chosen_PN = (scores_PE + router.bias_E.float()).topk(num_chosen).indices
+        factors_PN = scores_PE.gather(1, chosen_PN)
+        factors_PN = (factors_PN / factors_PN.sum(1, keepdim=True)).to(x_PD.dtype)
+        experts = zip(
+            weights.gate.split(num_experts),
+            weights.up.split(num_experts),
+            weights.down.weight.chunk(num_experts, 1),
+            strict=True,
+        )
+        mixed_PD = torch.zeros_like(x_PD)
+        for number, (gate, up, down_DF) in enumerate(experts):
+            at, choice = (chosen_PN == number).nonzero(as_tuple=True)
+            own = x_PD[at]
+            output = F.linear(self._activation(gate(own)) * up(own), down_DF)
+            mixed_PD[at] += output * factors_PN[at, choice, None]
+        return mixed_PD
 
 
 def _with_first_bias(q: Tensor, k: Tensor, bias_H: Tensor) -> tuple[Tensor, Tensor]:

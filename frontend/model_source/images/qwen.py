@@ -62,6 +62,15 @@ def resize_before_lines(source: ProcessorSource, vision: GridVisionSpec) -> Resi
     )
 
 
+def resize_nested(source: ProcessorSource, vision: GridVisionSpec) -> ResizeProcessor:
+    """Return the processor of dots3-note, whose fields are in a section of the file."""
+    nested = source.fields.first_section("vision_config")
+    sizes = nested.first_section("image_details").first_section("auto")
+    for side in ("target_height", "target_width"):
+        sizes.require(side, None)
+    return resize(source.with_defaults(**nested.with_values(sizes.config).config), vision)
+
+
 def resize_frames(source: ProcessorSource, vision: GridVisionSpec) -> ResizeProcessor:
     """Return the processor of LLaVA-OneVision 1.5 and 2, whose patches have one frame, also if its file says two."""
     return resize(source.with_values({"temporal_patch_size": vision.frames_per_patch}), vision)

@@ -40,6 +40,7 @@ from .qwen import (
     resize_frames,
     resize_lines,
     resize_many,
+    resize_nested,
     resize_own_mark,
     resize_pairs,
     resize_patches,
@@ -99,6 +100,7 @@ _GLM_TOKEN_ID: Final = 151_329
 _TOKEN_TEXTS: Final = {
     "deepseek_ocr": "<image>",
     "deepseek_vl_v2": "<image>",
+    "dots3_note": "<|imgpad|>",
     "h2ovl_chat": IMAGE_CONTEXT,
     "internvl_chat": IMAGE_CONTEXT,
     "isaac": "<|image_pad|>",
@@ -266,6 +268,7 @@ _READERS: Final[dict[str, _Reader]] = {
     "deepseek_vl_hybrid": margins_with_copy,
     "deepseek_vl_v2": rows,
     "donut": filled_page,
+    "dots3_note": resize_nested,
     "dots_ocr": resize,
     "dots_vlm": resize,
     "embedding_gemma2": gemma4,

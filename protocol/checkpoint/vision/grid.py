@@ -105,6 +105,9 @@ class GridVisionSpec(msgspec.Struct, frozen=True):
         has_layer_scales: True if stored factors multiply the output of each block.
         page: If not None, all images have one size, and the projection joins neighbors of a row.
         margin: If not None, the value, from 0 to 255 for others, of all pixels in the margins of an image.
+        num_experts: For each layer the number of experts of its MLP, or 0 (dots3-note). Empty if no MLP has experts. A
+            patch passes through the `num_chosen` experts with the highest scores, whose MLPs have `expert_size` inner
+            elements.
         expert_tokens: The decoder's tokens that have experts of their own, because they belong to images.
         span_kind: Always None, because the decoder is causal.
         tensor_names: Translates the checkpoint's tensor names, as in `ModelSpec`.
@@ -188,6 +191,9 @@ class GridVisionSpec(msgspec.Struct, frozen=True):
     has_layer_scales: bool = False
     page: PageSpec | None = None
     margin: float | None = None
+    num_experts: tuple[int, ...] = ()
+    num_chosen: int = 0
+    expert_size: int = 0
     expert_tokens: tuple[int, ...] = ()
     span_kind: ClassVar[SpanKind | None] = None
     tensor_names: tuple[tuple[str, str], ...] = ()

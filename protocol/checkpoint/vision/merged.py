@@ -74,6 +74,59 @@ def dots_ocr(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Gr
     )
 
 
+def dots3_note(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
+    """Return the tower of dots3-note: that of dots.ocr with normed heads, and with experts in its last layers.
+
+    The config is that of its authors, or that of transformers, which does not say the adapter's kind.
+    """
+    vision.require_all(
+        adapter_type="patch_merger",
+        pre_pixel_shuffle=True,
+        use_qk_norm=True,
+        router_scoring_func="sigmoid",
+        router_scale=1.0,
+        router_scaling_factor=1.0,
+        attention_bias=False,
+        mlp_bias=False,
+        hidden_act="silu",
+    )
+    vision.require("adapter_out_dim", output_size, ", the hidden size of the decoder", default=5120)
+    size = vision.integer("embed_dim", vision.integer("hidden_size", 1536))
+    own = vision.with_defaults(num_attention_heads=24)
+    spec = dots_ocr(
+        fields, own.with_values({"embed_dim": size, "hidden_size": output_size}), output_size
+    )
+    num_experts = _expert_counts(vision, spec.num_layers)
+    return replace(
+        spec,
+        has_patch_bias=True,
+        has_head_norms=True,
+        num_experts=num_experts if any(num_experts) else (),
+        num_chosen=vision.integer("num_experts_per_tok", int(vision.number("capacity_factor", 2))),
+        expert_size=vision.integer("moe_intermediate_size", 2112),
+        tensor_names=_DOTS3_NAMES,
+    )
+
+
+def _expert_counts(vision: ConfigFields, num_layers: int) -> tuple[int, ...]:
+    """Return the number of experts of each layer, or 0."""
+    kinds = vision.per_layer("mlp_layer_types", num_layers)
+    if (counts := vision.get("pyramid_num_routed")) is None and kinds is not None:
+        layers = vision.first_section("per_layer_config")
+        default = vision.integer("num_local_experts", 64)
+        counts = [
+            layers.first_section(str(i)).integer("num_local_experts", default)
+            if kind == "sparse"
+            else 0
+            for i, kind in enumerate(kinds)
+        ]
+    if counts is None:
+        counts = [0] * 25 + [*range(4, 65, 4), 64]
+    if not isinstance(counts, list) or [type(each) for each in counts] != [int] * num_layers:
+        raise vision.wrong("pyramid_num_routed", f"{num_layers} integers", counts)
+    return tuple(max(each, 0) for each in counts)
+
+
 def hunyuan_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
     """Return the tower of Hunyuan-OCR."""
     image_size = vision.integer("max_image_size", 2048, maximum=1 << 16)
@@ -322,6 +375,16 @@ _DOTS_NAMES: Final = (
     (r"visual\.merger\.ln_q\.", "visual.merger.norm."),
     (r"visual\.merger\.mlp\.0\.", "visual.merger.fc1."),
     (r"visual\.merger\.mlp\.2\.", "visual.merger.fc2."),
+)
+_DOTS3_NAMES: Final = (
+    (r"^(model\.)?vision_encoder\.", "vision_tower."),
+    (r"vision_tower\.patch_embed\.(proj|norm)\.", r"vision_tower.patch_embed.patchifier.\1."),
+    (r"(vision_tower\.blocks\.\d+\.norm)_", r"\1"),
+    (r"vision_tower\.adapter\.", "vision_tower.merger."),
+    (r"(\.mlp\.experts\.\d+)\.fc1\.", r"\1.gate_proj."),
+    (r"(\.mlp\.experts\.\d+)\.fc2\.", r"\1.down_proj."),
+    (r"(\.mlp\.experts\.\d+)\.fc3\.", r"\1.up_proj."),
+    *_DOTS_NAMES,
 )
 _KIMI_FIELDS: Final = {
     "hidden_size": "vt_hidden_size",

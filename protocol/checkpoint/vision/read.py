@@ -69,6 +69,7 @@ from .llava import (
 )
 from .merged import (
     cosmos3_edge,
+    dots3_note,
     dots_ocr,
     hunyuan_vl,
     hy_v4_vl,
@@ -159,6 +160,7 @@ READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionSp
     "deepseek_vl_hybrid": deepseek_vl_hybrid,
     "deepseek_vl_v2": deepseek_vl2,
     "donut": donut,
+    "dots3_note": dots3_note,
     "dots_ocr": dots_ocr,
     "dots_vlm": dots_ocr,
     "embedding_gemma2": gemma4,

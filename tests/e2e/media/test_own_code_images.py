@@ -111,6 +111,12 @@ MODELS: dict[
     "deepseek_ocr": (deepseek_ocr, "<image>", "<image>", ["<image>"]),
     "deepseek_vl2": (deepseek_vl2, "<image>", "<image>", ["<image>"]),
     "donut": (donut, "<s_task>", "", ["<s_task>"]),
+    "dots3_note": (
+        partial(grid_model, kind="dots3_note-published"),
+        "<|imgpad|>",
+        "<|imgpad|>",
+        ["<|imgpad|>"],
+    ),
     "dots_ocr": (dots_ocr, "<|imgpad|>", "<|imgpad|>", ["<|imgpad|>"]),
     "git": (git, "[PAD]", "", ["[CLS]", "[PAD]"]),
     "glm4v_9b": (glm4v_9b, GLM_MARKS[0], GLM_MARK, GLM_MARKS),
@@ -209,6 +215,7 @@ def test_answers_survive_preemption_and_a_killed_worker(tmp_path: Path, kind: st
     chats = CHATS_WITH_VIDEOS if kind in ("minicpmv", "ovis2_5") else CHATS
     # Layers with windows have blocks of their own, and those of models with states are larger.
     others = {
+        "dots3_note": "30",
         "ling3_vl": "9",
         "mimo_v2": "34",
         "moondream": "8",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from gguf import MODEL_ARCH, get_tensor_name_map
 from safetensors.torch import load_file
 from support.gguf.finish import finish
-from support.mmproj.header import vision_writer
+from support.mmproj.header import tower_sizes, vision_writer
 from torch import Tensor
 
 _LAYER = r"model\.vision_tower\.(?:encoder\.)?layers\.(\d+)\."
@@ -28,6 +29,7 @@ _SIGLIP = (
 )
 _PROJECTION = r"projections\.(\d+)\."
 _ATTENTION = _PROJECTION + r"qformer\.encoder\.layer\.0\.(self|cross)\."
+_BLOCK = r"vision_encoder\.blocks\.(\d+)\."
 _RADIO = r"vision_model\.radio_model\.model\."
 _READER = r"model\.qwen2_model\.model\.model\.layers\.(\d+)\."
 _RULES = {
@@ -39,6 +41,25 @@ _RULES = {
         (_READER + r"mlp\.(gate|up|down)_proj", r"v.blk.\1.ffn_\2"),
         (r"model\.qwen2_model\.model\.model\.norm", "v.post_ln"),
         (r"model\.qwen2_model\.query", "v.resample_query"),
+    ),
+    "dots3_note": (
+        (_BLOCK + r"norm_", r"v.blk.\1.ln"),
+        (_BLOCK + r"attn\.qkv", r"v.blk.\1.attn_qkv"),
+        (_BLOCK + r"attn\.proj", r"v.blk.\1.attn_out"),
+        (_BLOCK + r"attn\.([qk])_norm", r"v.blk.\1.attn_\2_norm"),
+        (_BLOCK + r"mlp\.gate_weight", r"v.blk.\1.ffn_gate_inp.weight"),
+        (_BLOCK + r"mlp\.router_bias", r"v.blk.\1.exp_probs_b.weight"),
+        (_BLOCK + r"mlp\.experts\.fc1", r"v.blk.\1.ffn_gate_exps"),
+        (_BLOCK + r"mlp\.experts\.fc2", r"v.blk.\1.ffn_down_exps"),
+        (_BLOCK + r"mlp\.experts\.fc3", r"v.blk.\1.ffn_up_exps"),
+        (_BLOCK + r"mlp\.fc1", r"v.blk.\1.ffn_gate"),
+        (_BLOCK + r"mlp\.fc2", r"v.blk.\1.ffn_down"),
+        (_BLOCK + r"mlp\.fc3", r"v.blk.\1.ffn_up"),
+        (r"vision_encoder\.patch_embed\.proj", "v.patch_embd"),
+        (r"vision_encoder\.patch_embed\.norm", "v.pre_ln"),
+        (r"vision_encoder\.post_trunk_norm", "mm.post_norm"),
+        (r"vision_encoder\.adapter\.ln_q", "mm.input_norm"),
+        (r"vision_encoder\.adapter\.mlp", "mm"),
     ),
     "gemma3n": (
         (r"model\.vision_tower\.timm_model\.blocks\.", "v.blk."),
@@ -120,6 +141,7 @@ _RULES = {
 
 PROJECTORS = {
     "deepseek_ocr2": "deepseekocr2",
+    "dots3_note": "dots3note_v",
     "gemma3n": "gemma3nv",
     "granite4_vision": "granite4_vision",
     "hunyuan_vl": "hunyuanvl",
@@ -139,6 +161,8 @@ _LEFT_OUT = (
     "model.vision_tower.head",
     "sound_encoder.",
     "sound_projection.",
+    "audio_adapter.",
+    "audio_encoder.",
 )
 _OF_OTHERS = ("video_embedder", ".layer_scale1", ".layer_scale2", "summary_idxs")
 
@@ -167,8 +191,10 @@ def write_mmproj_of_kind(path: Path, checkpoint: Path, kind: str) -> Path:
         writer.add_array("clip.vision.image_grid_pinpoints", sides)
     if kind == "minicpmv4_6":
         writer.add_array("clip.vision.wa_layer_indexes", [config["insert_layer_id"]])
+    if kind == "dots3_note":
+        writer.add_uint32("clip.vision.expert_used_count", vision["num_experts_per_tok"])
     names = get_tensor_name_map(MODEL_ARCH.MMPROJ, 8)
-    for name, tensor in load_file(checkpoint / "model.safetensors").items():
+    for name, tensor in _with_stacked_experts(load_file(checkpoint / "model.safetensors")):
         if kind == "granite4_vision":
             name = _granite_name(name)
         if name.startswith(_LEFT_OUT) or any(part in name for part in (*_OTHER_PARTS, *_OF_OTHERS)):
@@ -183,6 +209,18 @@ def write_mmproj_of_kind(path: Path, checkpoint: Path, kind: str) -> Path:
         for each, part in _stored(kind, found, tensor.float(), heads).items():
             writer.add_tensor(each, part.contiguous().numpy())
     return finish(writer)
+
+
+def _with_stacked_experts(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Return the tensors, with one for the matrices of all experts of a layer."""
+    stacks: dict[str, list[Tensor]] = {}
+    for name, tensor in sorted(tensors.items()):
+        if name.startswith("vision_encoder.") and ".experts." in name:
+            stacks.setdefault(re.sub(r"(\.experts)\.\d+", r"\1", name), []).append(tensor)
+        else:
+            yield name, tensor
+    for name, experts in stacks.items():
+        yield name, torch.stack(experts)
 
 
 def _numbers(kind: str, config: dict[str, Any], checkpoint: Path) -> dict[str, int]:
@@ -200,6 +238,9 @@ def _numbers(kind: str, config: dict[str, Any], checkpoint: Path) -> dict[str, i
             "sam.embedding_length": sam["hidden_size"],
             "sam.head_count": sam["num_attention_heads"],
         }
+    if kind == "dots3_note":
+        limits = {f"image_{name}": processor[name] for name in ("min_pixels", "max_pixels")}
+        return tower_sizes(vision) | limits | {"image_size": 0, "spatial_merge_size": 2}
     if kind == "gemma3n":
         return {"image_size": processor["size"]["height"], "block_count": 128}
     numbers = {

@@ -6,7 +6,7 @@ from typing import Any
 
 import transformers
 from support.families import SMALL
-from support.families.experts import BLOCKS_OF_KEYS, LATENT
+from support.families.experts import BLOCKS_OF_KEYS, LATENT, WITH_EXPERTS
 from support.families.multimodal import AUDIO_SIZES, MULTIMODAL
 from support.families.recurrent import RECURRENT
 
@@ -104,6 +104,30 @@ RADIO_PROCESSOR = {
     "max_num_patches": 400,
     "norm_mean": [0.5] * 3,
     "norm_std": [0.5] * 3,
+}
+DOTS = {
+    "embed_dim": 48,
+    "adapter_in_dim": 48,
+    "adapter_out_dim": SMALL["hidden_size"],
+    "intermediate_size": 80,
+    "moe_intermediate_size": 24,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 4,
+    "patch_size": PATCH,
+    "pyramid_num_routed": [-1, 3, -1, 5],
+}
+DOTS_AUDIO = {
+    "downsample_hidden_size": 12,
+    "whisper_adapter_in_dim": 48,
+    "whisper_adapter_out_dim": SMALL["hidden_size"],
+    "whisper_config": {
+        "d_model": 48,
+        "encoder_attention_heads": 4,
+        "encoder_layers": 2,
+        "encoder_ffn_dim": 40,
+        "num_mel_bins": 16,
+        "max_source_positions": 300,
+    },
 }
 JANUS_IMAGES = {
     "base_channels": 32,
@@ -248,6 +272,13 @@ def image_config(kind: str) -> Any:
             visual_indicator_token_ids=OVIS_MARK_IDS,
             hidden_size=SMALL["hidden_size"],
             vocab_size=SMALL["vocab_size"],
+        )
+    if kind == "dots3_note":
+        return transformers.Dots3NoteConfig(
+            vision_config=DOTS,
+            audio_config=DOTS_AUDIO,
+            text_config=SMALL | WITH_EXPERTS["dots3-note"][1] | {"model_type": "dots3_note_text"},
+            image_token_id=IMAGE_TOKEN,
         )
     if kind == "exaone4_5":
         return transformers.Exaone4_5_Config(

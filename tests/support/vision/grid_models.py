@@ -16,6 +16,8 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from support.own_code.model import normalized
 from support.vision.grid_configs import (
+    DOTS,
+    DOTS_AUDIO,
     IMAGE_TOKEN,
     INKLING_MODELS,
     MEAN_AND_STD,
@@ -73,6 +75,9 @@ def write_grid_model(path: Path, kind: str, *, vocab_size: int = 0, image_token:
     for name, parameter in reference.named_parameters():
         if "layer_scale" not in name or kind != "nemotron_h_omni":
             torch.nn.init.normal_(parameter, 0, 0.2)
+    for name, buffer in reference.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(buffer, 0, 0.3)
     reference.eval().save_pretrained(path)
     processor = {"patch_size": PATCH, "merge_size": 2, "max_patches": 60}
     if kind in PAIRED:
@@ -99,6 +104,12 @@ def write_grid_model(path: Path, kind: str, *, vocab_size: int = 0, image_token:
         processor = {"size": {"height": 32, "width": 32}, "patch_size": 16, "max_image_size": 64}
     elif kind == "idefics2":
         processor = {"size": {"shortest_edge": 14, "longest_edge": 39}, "do_image_splitting": True}
+    elif kind == "dots3_note":
+        processor = {"min_pixels": 256, "max_pixels": 4096, "temporal_patch_size": 1}
+        processor |= {"patch_size": PATCH, "merge_size": 2}
+        processor |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+        if is_published:
+            processor = {"vision_config": processor}
     elif kind == "deepseek_ocr2":
         processor = {"size": {"height": 256, "width": 256}, "tile_size": 192, "max_patches": 2}
     elif kind == "apertus1p5":
@@ -130,7 +141,9 @@ def write_grid_model(path: Path, kind: str, *, vocab_size: int = 0, image_token:
         processor |= {"pad_input": True, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     if kind == "opencua":
         _as_published_opencua(path)
-    if is_published:
+    if is_published and kind == "dots3_note":
+        _as_published_dots3(path)
+    elif is_published:
         as_deepseek(path)
     if kind == "hyperclovax_vision_v2":
         _as_published_hyperclova(path)
@@ -157,6 +170,24 @@ def _as_published_hyperclova(path: Path) -> None:
     config |= {"architectures": ["HCXVisionV2ForCausalLM"], "model_type": "vlm"}
     config["vision_config"]["model_type"] = "qwen2_5_vl"
     (path / "config.json").write_text(json.dumps(config))
+
+
+def _as_published_dots3(path: Path) -> None:
+    """Give a dots3-note the config of its authors, in which the decoder is not nested and the token has no id."""
+    config = json.loads((path / "config.json").read_text())
+    token = config["image_token_id"]
+    own = {"hidden_size": 48, "adapter_type": "patch_merger", "pre_pixel_shuffle": True}
+    published = {
+        **config["text_config"],
+        "architectures": ["Dots3NoteForCausalLM"],
+        "model_type": "dots3_note",
+        "vision_config": DOTS | own,
+        "audio_config": DOTS_AUDIO,
+    }
+    (path / "config.json").write_text(json.dumps(published))
+    if not (path / "tokenizer_config.json").exists():
+        tokenizer = {"added_tokens_decoder": {token: {"content": "<|imgpad|>"}}}
+        (path / "tokenizer_config.json").write_text(json.dumps(tokenizer))
 
 
 def _as_published_opencua(path: Path) -> None:
@@ -217,6 +248,9 @@ def _patches(kind: str, payload: ImagePayload) -> Tensor:
         return torch.cat((patches, patches), 1)
     if kind == "lfm2_vl":
         return cells.permute(1, 3, 2, 4, 0).flatten(0, 1).flatten(1)
+    if kind == "dots3_note":
+        squares = cells.unflatten(3, (-1, 2)).unflatten(1, (-1, 2))
+        return squares.permute(1, 4, 2, 5, 0, 3, 6).flatten(0, 3)
     return cells.permute(1, 3, 0, 2, 4).flatten(0, 1)
 
 

@@ -328,6 +328,7 @@ def test_towers_of_glm_and_paddle_files_equal_those_of_checkpoints(kind, tmp_pat
 
 _KINDS = {
     "deepseek_ocr2": ("<image>", (256, 256)),
+    "dots3_note": ("<|imgpad|>", (40, 24)),
     "gemma3n": ("<image_soft_token>", (256, 256)),
     "granite4_vision": ("<image>", (64, 64)),
     "hunyuan_vl": ("<｜hy_place▁holder▁no▁102｜>", (40, 24)),

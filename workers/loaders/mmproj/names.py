@@ -206,6 +206,7 @@ _STEP_NAMES = {
 }
 _LING_NAMES = {**_GRID_NAMES, "mm.input_norm": f"{_VISUAL}merger.norm"}
 _OTHER_GRID_NAMES = {
+    "dots3note_v": _DOTS_NAMES,
     "dots_ocr": _DOTS_NAMES,
     "exaone4_5": _GRID_NAMES,
     "glm4v": _GLM_NAMES,
@@ -234,6 +235,9 @@ _GRID_LAYER_NAMES = {
     "attn_q_norm": "attn.q_norm",
     "attn_k_norm": "attn.k_norm",
     "ffn_gate": "mlp.gate_proj",
+    "ffn_gate_inp": "mlp.gate_weight",
+    "exp_probs_b": "mlp.router_bias",
+    **{f"ffn_{name}_exps": f"mlp.experts.{name}_proj" for name in ("gate", "up", "down")},
     "ls1": "lambda_1",
     "ls2": "lambda_2",
 }
@@ -319,6 +323,8 @@ _PLAIN = (
     "projector.eoi",
     "lambda_1",
     "lambda_2",
+    "gate_weight",
+    "router_bias",
     "mm_input_projection_weight",
     "pos_embedding",
     "std_bias",

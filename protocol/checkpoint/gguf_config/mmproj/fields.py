@@ -48,6 +48,10 @@ class Tower(GGUFFields):
         """Return the number of rows of a matrix. Raise CheckpointError if the file has no such matrix."""
         return self._shape(name, 2, "matrix")[0]
 
+    def num_rows_of_each(self, name: str) -> int:
+        """Return the number of rows of stacked matrices. Raise CheckpointError if the file has no such tensor."""
+        return self._shape(name, 3, "stack of matrices")[1]
+
     def num_columns(self, name: str) -> int:
         """Return the number of columns of a matrix. Raise CheckpointError if the file has no such matrix."""
         return self._shape(name, 2, "matrix")[1]

@@ -82,6 +82,33 @@ def dots_ocr(vision: Vision) -> Mmproj:
     )
 
 
+def dots3_note(vision: Vision) -> Mmproj:
+    """Return the fields of dots3-note, whose file has the experts of a layer in one tensor."""
+    found = dots_ocr(vision)
+    tower = found.config["vision_config"]
+    layers = [f"v.blk.{i}" for i in range(tower["num_hidden_layers"])]
+    with_experts = [each for each in layers if vision.has_tensor(f"{each}.ffn_gate_inp.weight")]
+    own = {
+        "adapter_type": "patch_merger",
+        "adapter_out_dim": tower["hidden_size"],
+        "pre_pixel_shuffle": True,
+        "pyramid_num_routed": [
+            vision.num_rows(f"{each}.ffn_gate_inp.weight") if each in with_experts else 0
+            for each in layers
+        ],
+        "capacity_factor": vision.integer("expert_used_count", 2),
+    }
+    if with_experts:
+        experts = f"{with_experts[0]}.ffn_gate_exps.weight"
+        own["moe_intermediate_size"] = vision.num_rows_of_each(experts)
+    config = {
+        "model_type": "dots3_note",
+        "architectures": ["Dots3NoteForConditionalGeneration"],
+        "vision_config": tower | own,
+    }
+    return found._replace(config=found.config | config)
+
+
 def hunyuan_vl(vision: Vision) -> Mmproj:
     """Return the fields of Hunyuan-OCR."""
     side = math.isqrt(vision.num_rows("v.position_embd.weight"))

@@ -17,6 +17,7 @@ from .audio import AUDIO_KINDS, BESIDE_IMAGES
 from .fields import Audio, Mmproj, Vision
 from .grid import deepseek_ocr, deepseek_ocr2, glm4v, glm5v, paddleocr
 from .merged import (
+    dots3_note,
     dots_ocr,
     hunyuan_vl,
     kimi_k25,
@@ -352,6 +353,7 @@ _KINDS: Final[dict[str, _Reader]] = {
     "adapter": _glm_edge,
     "deepseekocr": deepseek_ocr,
     "deepseekocr2": deepseek_ocr2,
+    "dots3note_v": dots3_note,
     "dots_ocr": dots_ocr,
     "exaone4_5": exaone4_5,
     "gemma3": _gemma3,
