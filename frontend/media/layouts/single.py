@@ -6,6 +6,7 @@ from itertools import pairwise
 from typing import Final
 
 import msgspec
+import numpy as np
 from PIL import Image
 
 from ....protocol.config.images.single import (
@@ -19,6 +20,12 @@ from ....protocol.config.images.sized import QuartersProcessor
 from ....protocol.encoder_inputs.inputs import EncoderGrid
 from ....protocol.encoder_inputs.payloads import ImagePayload
 from .pixels import Parts, make_tile, on_square, resize, with_margin
+
+_GAP: Final = 2.0
+"""The ratio of sides above which Pillow shrinks an image in two steps, as transformers shrinks pages of Nougat."""
+
+_LIGHT: Final = 200
+"""The lowest value, from 0 for the darkest to 255 for the lightest pixel, of pixels in margins."""
 
 _MAX_SIDE: Final = 8192
 """Maximum side, in pixels, of an image that is then shrunk to a page."""
@@ -53,6 +60,8 @@ def in_square(image: Image.Image, config: MarginProcessor) -> Parts:
 
 def on_page(image: Image.Image, config: PageProcessor) -> Parts:
     """Return the image in the middle of a page, for cross attention. Sizes are rounded down."""
+    if config.crops_margins:
+        image = _without_margins(image)
     if config.fills_width:
         image = _fill(image, config)
     width, height = image.size
@@ -83,7 +92,20 @@ def _fill(image: Image.Image, config: PageProcessor) -> Image.Image:
         width, height = int(width * config.height / height), config.height
     if (width, height) == image.size:
         return image
-    return resize(image, max(width, 1), max(height, 1), config)
+    shrunk = max(width, 1), max(height, 1)
+    if config.shrink_resample is None:
+        return resize(image, *shrunk, config)
+    return image.resize(shrunk, Image.Resampling(config.shrink_resample), reducing_gap=_GAP)
+
+
+def _without_margins(image: Image.Image) -> Image.Image:
+    """Return the part of the image with all of its dark pixels."""
+    gray = np.asarray(image.convert("L"), np.float64)
+    darkest, lightest = gray.min(), gray.max()
+    if darkest == lightest:
+        return image
+    is_dark = (gray - darkest) / (lightest - darkest) * 255 < _LIGHT
+    return image.crop(Image.fromarray(is_dark).getbbox())
 
 
 def crop(image: Image.Image, config: CropProcessor) -> Parts:

@@ -54,6 +54,7 @@ from .qwen import (
 from .single import (
     between_image_marks,
     crop_codes,
+    cropped_page,
     filled_page,
     longest,
     middle,
@@ -344,6 +345,7 @@ _READERS: Final[dict[str, _Reader]] = {
     "nemotron_h_omni": resize_whole_patches,
     "nemotron_parse": page,
     "nvila_lite": lined_canvas,
+    "nougat": cropped_page,
     "NVLM_D": labeled_canvas,
     "opencua": resize,
     "openpangu_vl": resize,

@@ -192,6 +192,15 @@ def filled_page(source: ProcessorSource, vision: SwinSpec) -> PageProcessor:
     )
 
 
+def cropped_page(source: ProcessorSource, vision: SwinSpec) -> PageProcessor:
+    """Return the processor of Nougat, which removes the margins of a page."""
+    crops = source.fields.boolean("do_crop_margin", True)
+    own = source.with_values({"do_crop_margin": None})
+    statistics = {f"image_{name}": [*values] for name, values in IMAGENET_VALUES.items()}
+    page = filled_page(own.with_defaults(**statistics), vision)
+    return replace(page, crops_margins=crops, shrink_resample=BICUBIC)
+
+
 def read_square(source: ProcessorSource, vision: VisionSpec) -> SquareProcessor:
     """Return the processor of TrOCR, in whose file one number is the length of both sides."""
     source.fields.require("do_center_crop", False)

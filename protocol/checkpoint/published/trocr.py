@@ -1,14 +1,15 @@
-"""Read the configs of TrOCR and Donut, an encoder of images and a decoder that have a section each."""
+"""Read the configs of TrOCR, Donut and Nougat, an encoder of images and a decoder that have a section each."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from ..config_fields import ConfigFields
 
 
 def image_encoder_decoder(fields: ConfigFields, architecture: str) -> dict[str, Any]:
-    """Return the fields of a TrOCR or a Donut. Raise CheckpointError if it is another encoder and decoder."""
+    """Return the fields of a TrOCR, a Donut or a Nougat. Raise CheckpointError if it is another encoder and decoder."""
     encoder, decoder = fields.required_section("encoder"), fields.required_section("decoder")
     if encoder.get("model_type") == "donut-swin":
         return _donut(fields, encoder, decoder)
@@ -16,17 +17,23 @@ def image_encoder_decoder(fields: ConfigFields, architecture: str) -> dict[str, 
 
 
 def _donut(fields: ConfigFields, encoder: ConfigFields, decoder: ConfigFields) -> dict[str, Any]:
-    """Return the fields of a Donut (arXiv 2111.15664), whose decoder is an mBART's."""
+    """Return the fields of a Donut (arXiv 2111.15664) or a Nougat (arXiv 2308.13418), whose decoder is an mBART's.
+
+    They differ in how images are read.
+    """
     decoder.choice("model_type", ("mbart",), "mbart")
+    processor = ConfigFields.read_if_present(Path(fields.path).parent / "preprocessor_config.json")
+    name = processor.text("image_processor_type", processor.text("feature_extractor_type", ""))
+    kind, family = ("nougat", "Nougat") if name.startswith("Nougat") else ("donut", "Donut")
     start = fields.get("decoder_start_token_id")
     if start is None:
         start = decoder.get("decoder_start_token_id", decoder.get("bos_token_id", 0))
     return {
-        "architectures": ["DonutForConditionalGeneration"],
-        "model_type": "donut",
+        "architectures": [f"{family}ForConditionalGeneration"],
+        "model_type": kind,
         "text_config": {
             **decoder.config,
-            "model_type": "donut",
+            "model_type": kind,
             "hidden_size": decoder.integer("d_model", 1024),
             "num_hidden_layers": decoder.integer("decoder_layers", 12),
             "num_attention_heads": decoder.integer("decoder_attention_heads", 16),

@@ -240,6 +240,7 @@ READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionSp
     "nemotron_h_omni": nemotron_omni,
     "nemotron_parse": nemotron_parse,
     "nvila_lite": nvila_lite,
+    "nougat": donut,
     "NVLM_D": nvlm_d,
     "opencua": opencua,
     "openpangu_vl": openpangu_vl,

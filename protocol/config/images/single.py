@@ -51,9 +51,13 @@ class PageProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="page")
     """Shrinks an image to at most `width` x `height` pixels, and puts it in the middle of a white page of this size.
 
     Cross attention reads the page, whose token is at the start of the prompt (Nemotron Parse). If `fills_width`, the
-    shorter side of an image is first resized to that of the page, and margins are black (Donut).
+    shorter side of an image is first resized to that of the page, and margins are black (Donut). An image that is then
+    too long is shrunk with the filter `shrink_resample`, unless that is None. If `crops_margins`, the light margins of
+    an image are removed before (Nougat).
     """
 
     width: int
     height: int
     fills_width: bool = False
+    shrink_resample: int | None = None
+    crops_margins: bool = False

@@ -111,6 +111,7 @@ MODELS: dict[
     "deepseek_ocr": (deepseek_ocr, "<image>", "<image>", ["<image>"]),
     "deepseek_vl2": (deepseek_vl2, "<image>", "<image>", ["<image>"]),
     "donut": (donut, "<s_task>", "", ["<s_task>"]),
+    "nougat": (partial(donut, is_nougat=True), "</s>", "", ["</s>"]),
     "dots3_note": (
         partial(grid_model, kind="dots3_note-published"),
         "<|imgpad|>",
@@ -223,15 +224,15 @@ def test_answers_survive_preemption_and_a_killed_worker(tmp_path: Path, kind: st
         "step3p7": "26",
     }
     blocks, length = others.get(kind, "14"), "200"
-    if kind.startswith(("blip", "donut", "git", "moondream", "nemotron_parse", "trocr")):
+    if kind.startswith(("blip", "donut", "git", "moondream", "nemotron_parse", "nougat", "trocr")):
         chats, length = CHATS_WITH_ONE_IMAGE, "100"
     model, _ = _write(tmp_path, kind)
     flags = ("--dtype", "float32", "--device", DEVICE, "--served-model-name", "tiny", "-tp", "2")
     memory = ["--max-num-batched-tokens", "40", "--max-num-seqs", "4", "--max-model-len", length]
-    if kind in ("blip", "donut", "git", "trocr"):
+    if kind in ("blip", "donut", "git", "nougat", "trocr"):
         # They read images alone, and their texts are too short to need another block.
         chats = [each for each in chats if any(isinstance(x, Image.Image) for x in each)]
-    if kind in ("blip", "donut", "git", "kosmos2", "trocr"):
+    if kind in ("blip", "donut", "git", "kosmos2", "nougat", "trocr"):
         memory += ["--inject-preemption", "0.2"]
     with (
         Server(str(tmp_path), *flags, *memory, "--num-gpu-blocks-override", blocks) as server,

@@ -101,6 +101,10 @@ def test_the_image_token_of_ling_may_have_no_texts_around_it(tmp_path):
         (trocr, "ViT", (130, 70)),
         (partial(trocr, is_small=True), "DeiT", (5, 90)),
         (blip, "Blip", (70, 40)),
+        *(
+            (partial(donut, is_nougat=True), "Nougat", size)
+            for size in ((70, 41), (40, 90), (5, 7), (7, 120), (120, 7))
+        ),
         *((donut, "Donut", size) for size in ((70, 41), (40, 90), (5, 7), (31, 30), (3, 2))),
     ],
 )
@@ -114,6 +118,21 @@ def test_squares_that_are_read_equal_those_of_transformers(tmp_path, write, kind
     torch.testing.assert_close(normalized(tile), expected, atol=1e-6, rtol=0)
     with pytest.raises(ValueError, match="one image a prompt, not 2"):
         process_image(random_picture(*size), processor, 2)
+
+
+@pytest.mark.parametrize("paper", [255, 230, 0])
+def test_margins_of_pages_of_nougat_are_removed_as_by_transformers(tmp_path, paper):
+    donut(tmp_path, is_nougat=True)
+    config = read_model_config(tmp_path)
+    processor = read_image_processor(tmp_path, config, text_section(config), {})
+    reference = transformers.NougatImageProcessorPil.from_pretrained(tmp_path)
+    page = Image.new("RGB", (90, 70), (paper,) * 3)
+    for mark in (None, random_picture(31, 12)):
+        if mark is not None:
+            page.paste(mark, (40, 9))
+        [tile] = _tiles(page, processor)
+        expected = reference(page, return_tensors="pt")["pixel_values"][0]
+        torch.testing.assert_close(normalized(tile), expected, atol=1e-6, rtol=0)
 
 
 def test_tiles_of_nvlm_have_names_and_those_of_h2ovl_two_grids(tmp_path):

@@ -148,6 +148,7 @@ def test_logits_equal_those_of_transformers(saved, backend):
         blip,
         donut,
         partial(donut, side=14),
+        partial(donut, is_nougat=True),
     ],
 )
 def test_layers_read_pages_beside_tokens(tmp_path, write, backend):

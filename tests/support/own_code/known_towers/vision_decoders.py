@@ -56,9 +56,14 @@ def trocr(
 
 
 def donut(
-    directory: Path, *, vocab_size: int = 96, image_token: int = 2, side: int = 30
+    directory: Path,
+    *,
+    vocab_size: int = 96,
+    image_token: int = 2,
+    side: int = 30,
+    is_nougat: bool = False,
 ) -> CrossModel:
-    """Write a Donut, whose prompts begin with `image_token`. Pages have `side` rows and 24 columns."""
+    """Write a Donut or a Nougat, whose prompts begin with `image_token`. Pages have `side` rows and 24 columns."""
     encoder = transformers.DonutSwinConfig(
         image_size=[side, 24],
         patch_size=2,
@@ -80,7 +85,10 @@ def donut(
         eos_token_id=image_token,
     )
     size = {"height": side, "width": 24}
-    processor = transformers.DonutImageProcessorPil(size=size)
+    kind = (
+        transformers.NougatImageProcessorPil if is_nougat else transformers.DonutImageProcessorPil
+    )
+    processor = kind(size=size)
     return _saved(directory, encoder, decoder, processor, image_token)
 
 

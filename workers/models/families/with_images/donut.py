@@ -1,4 +1,4 @@
-"""Donut (arXiv 2111.15664), whose decoder reads a page by cross attention: an mBART's."""
+"""Donut (arXiv 2111.15664) and Nougat, whose decoder reads a page by cross attention: an mBART's."""
 
 from __future__ import annotations
 
@@ -29,4 +29,7 @@ def _donut(fields: ConfigFields) -> ModelSpec:
     )
 
 
-FAMILIES = (Family("DonutForConditionalGeneration", "donut", _donut),)
+FAMILIES = (
+    Family("DonutForConditionalGeneration", "donut", _donut),
+    Family("NougatForConditionalGeneration", "nougat", _donut),
+)
