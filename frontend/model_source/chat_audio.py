@@ -26,6 +26,7 @@ from ...protocol.config.chat_audio import (
 from ...protocol.config.model import SpeechKind
 from ...protocol.errors import CheckpointError
 from ..media.transcription.languages import LANGUAGE_NAMES
+from ..media.transcription.omniasr import omniasr_languages
 from ..tokenizer.config import TokenizerConfig
 from .audio_features import verify_features
 
@@ -83,6 +84,7 @@ _SPEECH: Final = {
         "audio: {audio}"
     ),
     "moss_transcribe_diarize": SpeechFormat(has_parts=True, reads_keywords=True, turns="marks"),
+    "omniasr": SpeechFormat(has_parts=True),
     "qwen3_asr": _QWEN3_ASR,
     "vibevoice_asr": SpeechFormat(has_parts=True, has_context=True, turns="json"),
     "voxtral": SpeechFormat(
@@ -115,6 +117,7 @@ _FRAMING: Final = {
     "qwen3_asr": Framing.CLIP,
     "vibevoice_asr": Framing.WAVE,
     "qwen3_omni_moe_thinker": Framing.CLIP,
+    "omniasr": Framing.STANDARD,
     "ultravox": Framing.CLIP,
 }
 _MAX_WINDOWS: Final = {
@@ -127,7 +130,8 @@ _MAX_WINDOWS: Final = {
     **dict.fromkeys(("granite_speech", "granite_speech_plus"), 1),
     "qwen2_audio": 1,
     # Their encoders read a clip as a whole.
-    **dict.fromkeys(("fireredasr2", "fun_asr_nano", "funasr", "lfm2_audio", "midashenglm"), 1),
+    **dict.fromkeys(("fireredasr2", "fun_asr_nano", "funasr", "lfm2_audio"), 1),
+    **dict.fromkeys(("midashenglm", "omniasr"), 1),
     **dict.fromkeys(NEMOTRON_OMNI, 1),
 }
 """The processors of Audio Flamingo 3, Music Flamingo, Qwen2-Audio and Gemma drop the rest of an audio clip."""
@@ -197,7 +201,7 @@ def read_chat_audio(
         framing=_FRAMING.get(kind, Framing.FILLED),
         max_windows=_MAX_WINDOWS.get(kind, 0),
         min_samples=_MIN_SAMPLES.get(kind, 0),
-        speech=_SPEECH.get(kind),
+        speech=_read_speech(tokenizer or path, kind),
         marks=_read_marks(path if kind == "moss_audio" else tokenizer or path, config),
         times=_read_times(path, kind),
         norms=_read_norms(path, kind),
@@ -206,6 +210,13 @@ def read_chat_audio(
         **(_VIBEVOICE if kind == "vibevoice_asr" else {}),
     )
     verify_features(path, found)
+    return found
+
+
+def _read_speech(tokenizer: Path, kind: str) -> SpeechFormat | None:
+    found = _SPEECH.get(kind)
+    if kind == "omniasr" and found is not None:
+        return msgspec.structs.replace(found, languages=omniasr_languages(tokenizer))
     return found
 
 

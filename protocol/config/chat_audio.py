@@ -19,7 +19,7 @@ class Framing(enum.StrEnum):
     sevens, of which neighbors share one (Fun-ASR-Nano). `WAVE`: none, because the samples of parts are
     read, at a level of -25 dB (VibeVoice ASR). `NORMED`: the clip, whose features are normed (Nemotron Omni).
     `DECIBELS`: the clip, whose features are decibels (MiDashengLM). `KALDI`: the clip, with Kaldi's features
-    (FireRedASR2).
+    (FireRedASR2). `STANDARD`: none, because the samples of the clip are read, with mean 0 and deviation 1 (OmniASR).
     """
 
     CLIP = "clip"
@@ -35,9 +35,10 @@ class Framing(enum.StrEnum):
     NORMED = "normed"
     DECIBELS = "decibels"
     KALDI = "kaldi"
+    STANDARD = "standard"
 
 
-_HOPS: Final = {Framing.PAIRS: 320, Framing.STACKED: 960, Framing.WAVE: 1}
+_HOPS: Final = {Framing.PAIRS: 320, Framing.STACKED: 960, Framing.WAVE: 1, Framing.STANDARD: 1}
 """The samples between frames that were joined; others have 160."""
 
 

@@ -34,6 +34,7 @@ from .log_mel import (
     normed_log_mel,
     paired_log_mel,
     stacked_log_mel,
+    standardized,
 )
 
 _CLIP_FEATURES: Final[dict[Framing, Callable[[Float32Array, int], Float32Array]]] = {
@@ -46,6 +47,9 @@ _CLIP_FEATURES: Final[dict[Framing, Callable[[Float32Array, int], Float32Array]]
     Framing.KALDI: kaldi_log_mel,
 }
 """Functions of a whole clip and the number of features."""
+
+_VARIANCE_TERM: Final = 1e-5
+"""The term that OmniASR adds to the variance of samples."""
 
 _SPEECH_TOKEN: Final = 640
 """The samples of a speech token of Fun-Audio-Chat."""
@@ -82,7 +86,8 @@ def prepare_clip(samples: Float32Array, config: ChatAudioConfig, where: str) -> 
     inputs: list[EncoderInput] = []
     tower = config.tower
     most = _max_outputs(samples, config)
-    for window, (features, num_frames) in enumerate(_windows(samples, config)):
+    windows = _windows(samples, config) if len(samples) else ()
+    for window, (features, num_frames) in enumerate(windows):
         size = min(config.tower.num_outputs(num_frames), most)
         most -= size
         if not size:
@@ -134,6 +139,9 @@ def _windows(samples: Float32Array, config: ChatAudioConfig) -> Iterator[tuple[F
         for start in range(0, len(samples), size):
             found = leveled[max(0, start - before) : start + size]
             yield found, len(samples[start : start + size])
+        return
+    if config.framing is Framing.STANDARD:
+        yield standardized(samples, _VARIANCE_TERM), len(samples)
         return
     if (compute := _CLIP_FEATURES.get(config.framing)) is not None:
         features = compute(samples, tower.num_mel_bins)

@@ -24,6 +24,9 @@ Shorter windows have more exact times, and more of them are decoded at the same 
 TURNS_WINDOW_S: Final = 600.0
 """The same for a chat model that names speakers, which it knows only within a window."""
 
+_MAX_LISTED: Final = 120
+"""The maximum number of languages that an error lists."""
+
 
 class Task(StrEnum):
     """The task of a speech model: transcribe in the spoken language, or translate to English."""
@@ -174,13 +177,22 @@ def parse_language(given: str | None, model: SpeechModel, field: str = "language
             field,
             f"is not supported by this model, which detects the language itself, got {echo(given)}",
         )
-    code = find_language(given)
+    # The model may have codes of its own.
+    code = find_language(given) or given.strip().lower()
     if code not in model.languages:
-        names = ", ".join(sorted(model.languages))
         raise ParameterError(
-            field, f"must be one of the model's languages ({names}), got {echo(given)}"
+            field,
+            f"must be one of the model's languages ({_listed(model.languages)}), got {echo(given)}",
         )
     return code
+
+
+def _listed(languages: Collection[str]) -> str:
+    """Return the codes of languages, the shortest first, up to a length that an error may have."""
+    codes = sorted(languages, key=lambda code: (len(code), code))
+    rest = len(codes) - _MAX_LISTED
+    more = f" and {rest} more" if rest > 0 else ""
+    return ", ".join(codes[:_MAX_LISTED]) + more
 
 
 def parse_languages(given: Sequence[str], model: SpeechModel) -> tuple[str, ...]:

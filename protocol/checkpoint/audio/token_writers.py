@@ -138,14 +138,31 @@ def samples_spec(fields: ConfigFields) -> SamplesSpec:
     """Return the encoder of OmniASR or wav2vec 2.0. Raise CheckpointError if a field is missing or invalid."""
     fields = with_encoder_fields(fields)
     kind = fields.text("model_type")
-    is_omniasr = kind == SpeechKind.OMNIASR_CTC
     audio, blank_name = fields, "pad_token_id"
-    if is_omniasr:
+    if kind == SpeechKind.OMNIASR_CTC:
         audio = fields.section_or_empty("audio_config")
-        audio = audio.with_defaults(**_OMNIASR_SIZES)
         blank_name = "blank_token_id"
     else:
         audio.require_all(conv_pos_batch_norm=False, add_adapter=False)
+    vocab_size = fields.integer("vocab_size")
+    blank = fields.integer(blank_name, 0, minimum=0, maximum=vocab_size - 1)
+    return _samples_encoder(audio, kind, CtcSpec(vocab_size, blank))
+
+
+def omniasr_spec(fields: ConfigFields, audio: ConfigFields, output_size: int) -> SamplesSpec:
+    """Return the encoder of OmniASR beside a decoder of texts, as that of `samples_spec` is read.
+
+    Raises:
+        CheckpointError: A field is missing or invalid.
+    """
+    found = _samples_encoder(audio, fields.text("model_type"), None)
+    return msgspec.structs.replace(found, output_size=output_size)
+
+
+def _samples_encoder(audio: ConfigFields, kind: str, decoder: CtcSpec | None) -> SamplesSpec:
+    is_omniasr = kind.startswith("omniasr")
+    if is_omniasr:
+        audio = audio.with_defaults(**_OMNIASR_SIZES)
     hidden_size = audio.integer("hidden_size", 768, maximum=MAX_POSITIONS)
     num_position_layers, rows_name, num_rows = 0, "num_conv_pos_embeddings", 128
     if kind == SpeechKind.DATA2VEC:
@@ -186,8 +203,6 @@ def samples_spec(fields: ConfigFields) -> SamplesSpec:
     # As in transformers, layers whose norms follow their sums have no adapters.
     if not is_omniasr and not norms_sums and audio.get("adapter_attn_dim") is not None:
         adapter_size = audio.integer("adapter_attn_dim", maximum=MAX_POSITIONS)
-    vocab_size = fields.integer("vocab_size")
-    blank = fields.integer(blank_name, 0, minimum=0, maximum=vocab_size - 1)
     return SamplesSpec(
         convolutions=tuple(zip(channels, kernels, strides, strict=True)),
         hidden_size=hidden_size,
@@ -201,7 +216,7 @@ def samples_spec(fields: ConfigFields) -> SamplesSpec:
         activation=activation,
         norm_eps=audio.positive("layer_norm_eps", 1e-5),
         output_size=hidden_size,
-        decoder=CtcSpec(vocab_size, blank),
+        decoder=decoder,
         conv_norm=norm,
         has_conv_bias=audio.boolean("conv_bias", False),
         has_input_norm=audio.boolean("feat_proj_layer_norm", True),

@@ -12,6 +12,7 @@ from .convolutions import wave_spec
 from .memory import memory_spec, published_memory_spec
 from .patches import patches_spec
 from .speech_encoders import lfm2_audio_spec, nemotron_omni_spec, relative_conformer_spec
+from .token_writers import omniasr_spec
 from .whisper_towers import (
     audio_flamingo_spec,
     causal_spec,
@@ -52,6 +53,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyAudioSp
     "musicflamingo": music_flamingo_spec,
     "nemotron_h_omni": nemotron_omni_spec,
     "NemotronH_Nano_VL_V2": nemotron_omni_spec,
+    "omniasr": omniasr_spec,
     "qwen2_5_omni_thinker": qwen2_5_omni_spec,
     "qwen2_audio": qwen2_audio_spec,
     "qwen3_asr": qwen3_asr_spec,

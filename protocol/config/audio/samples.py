@@ -37,7 +37,9 @@ class SamplesSpec(LayeredSpec, frozen=True, tag=True):
 
     If `num_buckets` is not 0, scores have biases of so many ranges of distances up to `max_distance`, which depend on
     the query (WavLM, arXiv 2110.13900). Layers read the means of `squeezed_rows` rows, and a matrix makes as many of
-    each output (SEW, arXiv 2109.06870). A `conformer` replaces positions and layers (wav2vec2-conformer).
+    each output (SEW, arXiv 2109.06870). A `conformer` replaces positions and layers (wav2vec2-conformer). The
+    `decoder` turns rows into tokens; without one, a matrix makes outputs of them (OmniASR's models with a decoder of
+    texts).
     """
 
     convolutions: tuple[tuple[int, int, int], ...]
@@ -46,7 +48,7 @@ class SamplesSpec(LayeredSpec, frozen=True, tag=True):
     position_groups: int
     activation: str
     norm_eps: float
-    decoder: CtcSpec
+    decoder: CtcSpec | None
     conv_norm: Literal["layer", "group"] = "layer"
     has_conv_bias: bool = True
     has_input_norm: bool = True

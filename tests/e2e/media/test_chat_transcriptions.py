@@ -293,6 +293,25 @@ def test_fun_asr_nano_gets_the_language_as_a_part_across_a_crash_of_a_worker(
         assert_nothing_is_held(server)
 
 
+def test_omniasr_reads_the_token_of_a_language_across_a_crash_of_a_worker(tmp_path: Path) -> None:
+    reference = Reference(tmp_path, "omniasr")
+    samples, file = clip(5, 1.7)
+    with Server(str(reference.path), *FLAGS, "-tp", "2") as server:
+        create = transcriptions(server).transcriptions.create
+        events = iter(create(model="tiny", file=file, stream=True, language="French"))
+        parts = [next(events)]
+        server.child("worker 0").kill()
+        *_, done = [*parts, *events]
+        assert done.text == reference.text(samples, 85, text="<|lang:fra_latn|>") != ""
+        server.wait_until_whole()
+        for language, text in (("ABC_Latn", "<|lang:abc_latn|>"), (openai.omit, "")):
+            *_, done = create(model="tiny", file=file, stream=True, language=language)
+            assert done.text == reference.text(samples, 85, text=text)
+        with pytest.raises(openai.BadRequestError, match=r"\(fr, abc_latn, fra_latn\), got .en."):
+            create(model="tiny", file=file, language="en")
+        assert_nothing_is_held(server)
+
+
 @pytest.mark.parametrize(
     ("kind", "question", "num_tokens"),
     [

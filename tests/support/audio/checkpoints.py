@@ -18,6 +18,7 @@ from support.audio.gemma import (
     gemma4_unified_config,
 )
 from support.audio.omni import NUM_TIMES, omni_config, use_own_layout, write_omni
+from support.audio.sizes import NUM_MEL_BINS, SAMPLES
 from support.checkpoints.mistral_files import write_mistral_files
 from support.checkpoints.tiny import DECODER_SIZES, sentencepiece_tokenizer
 from support.media.audio_features import granite_features, stacked_features
@@ -30,7 +31,6 @@ from support.vision.qwen import END, IMAGE, START, VIDEO
 from torch.nn.functional import pad
 from transformers.models.whisper.modeling_whisper import sinusoids
 
-NUM_MEL_BINS = 16
 WAVE_HOP = 320
 """Samples of an embedding of VibeVoice ASR."""
 
@@ -44,7 +44,7 @@ MODELS = (
     *("fun_asr_nano", "moss_transcribe_diarize", "vibevoice_asr", "nemotron_h_omni"),
     *("ultravox", "ultravox 0.4", "voxtral mistral"),
     *("funaudiochat add", "funaudiochat replace", "midashenglm", "fireredasr2"),
-    *("lfm2_audio", "meralion2", "moss_audio", "funasr"),
+    *("lfm2_audio", "meralion2", "moss_audio", "funasr", "omniasr"),
     *("qwen3_asr aligner", "qwen3_asr thinker aligner"),
 )
 """Kinds of models. An "aligner" classifies tokens.
@@ -76,6 +76,7 @@ for _kind in ("thinker", "aligner", "thinker aligner"):
     PARTS[f"qwen3_asr {_kind}"] = PARTS["qwen3_asr"]
 PARTS["funaudiochat add"] = PARTS["funaudiochat replace"] = PARTS["qwen2_audio"]
 PARTS["moss_audio"] = ("<|start|>", "<|vision_pad|>")
+PARTS["omniasr"] = ("<|start|>", "<extra_id_1>", "<|lang:fra_latn|>", "<|lang:abc_latn|>")
 PARTS["meralion2"] = ("<|start|>", "<SpeechHere>")
 PARTS["lfm2_audio"] = ("<|start|>", "<|reserved_4|>")
 PARTS["fireredasr2"] = PARTS["funasr"] = PARTS["midashenglm"] = PARTS["qwen2_audio"]
@@ -100,7 +101,10 @@ def audio_directory(directory: Path, kind: str) -> tuple[Path, Any]:
     tokenizer.add_tokens("[TRANSCRIBE]" if kind.startswith("voxtral") else "<asr_text>")
     # Their processors add the tokens around a clip.
     is_bare = kind.startswith(("gemma", "moss_audio", "musicflamingo", "nemotron", "ultravox"))
-    part = MARKS[kind] if is_bare else "".join(PARTS[kind])
+    part = MARKS[kind] if is_bare else "".join(PARTS[kind][:3])
+    language = "p.language"
+    if kind == "omniasr":
+        part, language = "".join(PARTS[kind][:2]), "'<|lang:' + p.language + '|>'"
     if kind == "vibevoice_asr":
         part = f"<|AUDIO_DURATION|> seconds {part}"
     tokenizer.chat_template = (
@@ -108,7 +112,7 @@ def audio_directory(directory: Path, kind: str) -> tuple[Path, Any]:
         "{% for p in m.content %}{% if p.type == 'audio' %}"
         + part
         + "{% elif p.type == 'image' %}<image>"
-        "{% else %}{{ p.text or p.language }}{% endif %}"
+        "{% else %}{{ p.text or " + language + " }}{% endif %}"
         "{% endfor %}{% endif %}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
     )
     ids = {
@@ -260,6 +264,13 @@ def audio_directory(directory: Path, kind: str) -> tuple[Path, Any]:
         config = make(text, NUM_MEL_BINS, **marks)
         name = config.__class__.__name__.replace("Config", "ForConditionalGeneration")
         model = getattr(transformers, name)(config)
+    elif kind == "omniasr":
+        config = transformers.OmniASRConfig(
+            audio_config=SAMPLES,
+            text_config=text | {"model_type": "llama", "head_dim": 16},
+            audio_token_id=mark,
+        )
+        model = transformers.OmniASRForConditionalGeneration(config)
     elif kind == "glmasr":
         config = transformers.GlmAsrConfig(
             audio_config={
@@ -363,6 +374,8 @@ def extractor(kind: str) -> Any:
         return transformers.MossTranscribeDiarizeFeatureExtractor(
             NUM_MEL_BINS, chunk_length=WINDOW_S
         )
+    if kind == "omniasr":
+        return transformers.OmniASRFeatureExtractor()
     if kind.startswith("qwen3_asr"):
         return transformers.Qwen3ASRFeatureExtractor(feature_size=NUM_MEL_BINS)
     return transformers.WhisperFeatureExtractor(
@@ -388,7 +401,7 @@ def reference_inputs(kind: str, clips: list[np.ndarray]) -> dict[str, Any]:
             "input_features": found["input_features"],
             "input_features_mask": found["attention_mask"],
         }
-    if kind == "moss_transcribe_diarize":
+    if kind in ("moss_transcribe_diarize", "omniasr"):
         return dict(extractor(kind)(clips, sampling_rate=16_000, return_tensors="pt"))
     if kind == "vibevoice_asr":
         extract = transformers.VibeVoiceAcousticTokenizerFeatureExtractor(

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from support.audio.checkpoints import NUM_MEL_BINS
+from support.audio.sizes import NUM_MEL_BINS, SAMPLES
 from support.checkpoints.source import MODELS, write_letters
 from support.media.audio_features import granite_features
 
@@ -21,18 +21,6 @@ CONFORMER, ROTATED = "Wav2Vec2Conformer", "Wav2Vec2Conformer rotary"
 BERT, ADAPTED, WAVLM, SEW = "Wav2Vec2Bert", "Wav2Vec2Bert adapter", "WavLM", "SEW"
 LETTER_KINDS = (*(WAV2VEC2, HUBERT, MMS, DATA2VEC, CONFORMER, ROTATED, BERT, ADAPTED, WAVLM, SEW),)
 CTC_KINDS = ("CTC", GRANITE, OMNIASR, LASR, *LETTER_KINDS)
-
-_SAMPLES = {
-    "hidden_size": 32,
-    "conv_dim": [8, 12, 16],
-    "conv_kernel": [10, 8, 4],
-    "conv_stride": [8, 8, 5],
-    "num_attention_heads": 4,
-    "num_hidden_layers": 3,
-    "intermediate_size": 40,
-    "num_conv_pos_embeddings": 8,
-    "num_conv_pos_embedding_groups": 4,
-}
 
 
 def writer_directory(directory: Path, kind: str) -> tuple[Path, Any]:
@@ -81,7 +69,7 @@ def writer_directory(directory: Path, kind: str) -> tuple[Path, Any]:
     if kind == OMNIASR:
         name, section = "OmniASR{}CTC", "audio_config"
         special["blank_token_id"] = ids["<blank>"]
-        encoder = {"model_type": "omniasr_audio", **_SAMPLES}
+        encoder = {"model_type": "omniasr_audio", **SAMPLES}
     config = getattr(transformers, name.format("") + "Config")(
         vocab_size=vocab_size,
         **{section: encoder},
@@ -153,7 +141,7 @@ def _letter_writer(directory: Path, kind: str) -> tuple[Path, Any]:
     config = getattr(transformers, f"{name}Config")(
         vocab_size=len(tokens),
         adapter_attn_dim=6 if kind == MMS else None,
-        **_SAMPLES | others,
+        **SAMPLES | others,
     )
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}ForCTC")(config).eval()

@@ -188,6 +188,7 @@ _WITH_ANY_DECODER = {
     "PerceptionLMForConditionalGeneration",
     "POINTSV15ChatModel",
     "Phi4SiglipForCausalLM",
+    "OmniASRForConditionalGeneration",
     "PaliGemmaForConditionalGeneration",
     "QianfanOCRForConditionalGeneration",
     "Qwen2AudioForConditionalGeneration",

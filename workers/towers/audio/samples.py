@@ -1,10 +1,11 @@
-"""The encoder of wav2vec 2.0 and a decoder of its rows.
+"""The encoder of wav2vec 2.0, and a decoder or a projection of its rows.
 
-Shapes: C channels, N samples or outputs of a convolution, P rows, D hidden size, R written tokens.
+Shapes: C channels, N samples or outputs of a convolution, P rows, D hidden size, R written tokens, O size of an output.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import zip_longest
 
 import torch
@@ -39,7 +40,7 @@ _MARKER = "audio_tower.subsampling.projection.weight"
 
 
 class SamplesEncoder:
-    """The encoder and its decoder. Layers are computed by what the source makes of them."""
+    """The encoder and what reads its rows. Layers are computed by what the source makes of them."""
 
     def __init__(self, spec: SamplesSpec, source: TowerSource) -> None:
         self._spec = spec
@@ -59,7 +60,11 @@ class SamplesEncoder:
         if spec.has_input_norm:
             self._input_norm = tensors.read_layer_norm(f"{name}.layer_norm", inputs, spec.norm_eps)
         self._input = tensors.read_linear(f"{name}.projection", size, inputs)
-        self._decoder = read_token_decoder(spec.decoder, size, tensors, source.checkpoint)
+        self._decoder: Callable[[Tensor], Tensor]
+        if spec.decoder is None:
+            self._decoder = tensors.read_linear("multi_modal_projector", spec.output_size, size)
+        else:
+            self._decoder = read_token_decoder(spec.decoder, size, tensors, source.checkpoint)
         self._conformer: ConformerStack | None = None
         if spec.conformer is not None:
             name = "audio_tower."
@@ -102,7 +107,7 @@ class SamplesEncoder:
             )
 
     def __call__(self, samples_1N: Tensor) -> Tensor:
-        """Return the tokens [R, `TOKEN_FIELDS`]."""
+        """Return the tokens [R, `TOKEN_FIELDS`], or outputs [P, O] if nothing writes tokens."""
         x_CN = samples_1N
         for convolution in self._convolutions:
             x_CN = self._activation(convolution(x_CN))

@@ -13,7 +13,7 @@ from engine.frontend.media.audio.log_mel import (
     normed_log_mel,
     paired_log_mel,
 )
-from support.audio.checkpoints import NUM_MEL_BINS
+from support.audio.sizes import NUM_MEL_BINS
 from support.media.audio_features import granite_features
 from transformers import (
     CohereAsrFeatureExtractor,
