@@ -49,12 +49,8 @@ from ...protocol.checkpoint.recurrent_config import (
     has_unlimited_length,
     read_recurrent_layer,
 )
-from ...protocol.checkpoint.speech import (
-    has_source_vocabulary,
-    read_audio_processor,
-    read_source_text,
-    with_decoder_fields,
-)
+from ...protocol.checkpoint.source_text import has_source_vocabulary, read_source_text
+from ...protocol.checkpoint.speech import read_audio_processor, with_decoder_fields
 from ...protocol.checkpoint.vision_kind import model_kind
 from ...protocol.checkpoint.vision_presence import has_vision
 from ...protocol.config import ModelConfig

@@ -1,4 +1,4 @@
-"""Read how an encoder-decoder model processes audio clips or a source text, from the files of transformers."""
+"""Read how an encoder-decoder model processes audio clips, from the files of transformers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final
 import msgspec
 
 from ..config.audio.tower import CausalSpec
-from ..config.model import AddedAudioConfig, AudioProcessorConfig, SourceTextConfig, SpeechKind
+from ..config.model import AddedAudioConfig, AudioProcessorConfig, SpeechKind
 from .audio.fields import read_token
 from .audio.processors import (
     bert_processor,
@@ -26,38 +26,20 @@ from .audio.token_writers import SAMPLES, WRITING, with_encoder_fields, writes_t
 from .audio.tower import audio_tower_spec
 from .audio.whisper_towers import CAUSAL_PART
 from .config_fields import MAX_INTEGER, ConfigFields
-from .pooling.classification import TOKEN_CLASSIFIER_SUFFIX
 from .pooling.foreign_encoders import find_foreign_encoder
+from .source_text import (
+    BART_FIELDS,
+    SOURCE_TEXT,
+    FieldNames,
+    is_t5_encoder,
+    max_source_tokens,
+    renamed_fields,
+    with_source_text_fields,
+)
 
 _SPEECH: Final = frozenset(SpeechKind)
 _CROSS_ATTENTION: Final = _SPEECH - {SpeechKind.VOXTRAL_REALTIME} - WRITING
 SEAMLESS: Final = (SpeechKind.SEAMLESS, SpeechKind.SEAMLESS_2)
-_T5: Final = frozenset({"t5", "mt5", "umt5"})
-_BART_STARTS: Final = {
-    "bart": 2,
-    "blenderbot": 1,
-    "florence2": 2,
-    "m2m_100": 2,
-    "marian": 58_100,
-    "mbart": 2,
-    "mvp": 2,
-    "pegasus": 0,
-    "plbart": 2,
-    "t5gemma": 2,
-}
-"""Models but T5, and their default `decoder_start_token_id`."""
-
-_SOURCE_TEXT: Final = frozenset({*_BART_STARTS, *_T5})
-
-_TARGET_SIZE: Final = "decoder_vocab_size"
-_SOURCE_SIZE: Final = "source_vocab_size"
-
-MAX_SOURCE_TOKENS: Final = 512
-"""Default maximum length of a T5 source and of its output, in tokens.
-
-T5 has no limit, but was trained with this one.
-"""
-
 _MOONSHINE_SECONDS: Final = 30.0
 _MOONSHINE_TOKENS_PER_SECOND: Final = 6.5
 """Maximum output tokens per second of audio. Moonshine's authors set it to stop repetitions after short audio clips."""
@@ -86,7 +68,6 @@ _SPEECH_TO_TEXT_SECONDS: Final = 30.0
 
 _Kernel = Annotated[int, msgspec.Meta(ge=1, le=1023)]
 _Kernels = Annotated[tuple[_Kernel, ...], msgspec.Meta(min_length=1, max_length=8)]
-_Token = Annotated[int, msgspec.Meta(ge=0, le=MAX_INTEGER)]
 _MAX_ALIGNMENT_HEADS: Final = 1024
 
 
@@ -94,14 +75,7 @@ def is_encoder_decoder(fields: ConfigFields) -> bool:
     """Return whether the model has an encoder whose outputs its decoder reads by cross attention."""
     kind = fields.text("model_type", "")
     is_alone = is_t5_encoder(fields) or find_foreign_encoder(fields) is not None
-    return kind in _CROSS_ATTENTION | _SOURCE_TEXT and not is_alone
-
-
-def is_t5_encoder(fields: ConfigFields) -> bool:
-    """Return whether the model is the encoder of a T5 without its decoder, which may classify tokens."""
-    names = fields.texts("architectures")
-    is_t5 = fields.text("model_type", "") in _T5
-    return is_t5 and any(name.endswith(("EncoderModel", TOKEN_CLASSIFIER_SUFFIX)) for name in names)
+    return kind in _CROSS_ATTENTION | SOURCE_TEXT and not is_alone
 
 
 def with_decoder_fields(fields: ConfigFields) -> ConfigFields:
@@ -113,13 +87,11 @@ def with_decoder_fields(fields: ConfigFields) -> ConfigFields:
         return with_encoder_fields(fields)
     if (foreign := find_foreign_encoder(fields)) is not None:
         return fields.with_values(foreign.read_fields(fields))
-    is_alone = is_t5_encoder(fields)
-    if not is_alone and not is_encoder_decoder(fields):
+    kind = fields.text("model_type", "")
+    if kind in SOURCE_TEXT:
+        return with_source_text_fields(fields)
+    if kind not in _CROSS_ATTENTION:
         return fields
-    kind = fields.text("model_type")
-    if is_alone:
-        # The first token of a text has no special meaning.
-        fields = fields.with_values({"num_decoder_layers": None, "classifier_pooling": "mean"})
     if kind == SpeechKind.COHERE:
         return fields.with_defaults(**_COHERE_DEFAULTS)
     if kind in SEAMLESS:
@@ -132,60 +104,17 @@ def with_decoder_fields(fields: ConfigFields) -> ConfigFields:
         return fields.with_defaults(**_COHERE_DEFAULTS)
     if kind == SpeechKind.MOONSHINE_STREAMING:
         return fields
-    if kind == "t5gemma":
-        own = fields.required_section("decoder").config
-        is_tied = fields.get("tie_word_embeddings", True)
-        return fields.with_values({**own, "model_type": kind, "tie_word_embeddings": is_tied})
-    found = {
-        name: value
-        for name, others in _DECODER_FIELDS.get(kind, _BART_FIELDS).items()
-        if (value := next((v for o in others if (v := fields.get(o)) is not None), None))
-        is not None
-    }
-    if has_source_vocabulary(fields) and fields.get(_TARGET_SIZE) is not None:
-        found |= {"vocab_size": fields.get(_TARGET_SIZE), _SOURCE_SIZE: fields.get("vocab_size")}
-    if kind in _T5:
-        found.setdefault("max_position_embeddings", MAX_SOURCE_TOKENS)
-    return fields.with_values(found)
+    return fields.with_values(renamed_fields(fields, _DECODER_FIELDS.get(kind, BART_FIELDS)))
 
 
-def has_source_vocabulary(fields: ConfigFields) -> bool:
-    """Return whether sources and outputs have different vocabularies, as in some Marian models."""
-    if fields.text("model_type", "") != "marian":
-        return False
-    return not fields.boolean("share_encoder_decoder_embeddings", True)
-
-
-def source_vocab_size(fields: ConfigFields) -> int:
-    """Return the number of tokens of sources, from the fields that `with_decoder_fields` returns."""
-    return fields.integer(_SOURCE_SIZE, fields.integer("vocab_size"))
-
-
-_BART_FIELDS: Final[dict[str, tuple[str, ...]]] = {
-    "hidden_size": ("d_model",),
-    "num_hidden_layers": ("decoder_layers",),
-    "num_attention_heads": ("decoder_attention_heads",),
-    "num_key_value_heads": ("decoder_attention_heads",),
-    "intermediate_size": ("decoder_ffn_dim",),
-}
-_T5_FIELDS: Final[dict[str, tuple[str, ...]]] = {
-    "hidden_size": ("d_model",),
-    "head_dim": ("d_kv",),
-    "num_hidden_layers": ("num_decoder_layers", "num_layers"),
-    "num_attention_heads": ("num_heads",),
-    "num_key_value_heads": ("num_heads",),
-    "intermediate_size": ("d_ff",),
-    "max_position_embeddings": ("n_positions",),
-}
-_DECODER_FIELDS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
-    "whisper": _BART_FIELDS | {"max_position_embeddings": ("max_target_positions",)},
-    "speech_to_text": _BART_FIELDS | {"max_position_embeddings": ("max_target_positions",)},
+_DECODER_FIELDS: Final[dict[str, FieldNames]] = {
+    "whisper": {**BART_FIELDS, "max_position_embeddings": ("max_target_positions",)},
+    "speech_to_text": {**BART_FIELDS, "max_position_embeddings": ("max_target_positions",)},
     "moonshine": {
         "num_hidden_layers": ("decoder_num_hidden_layers",),
         "num_attention_heads": ("decoder_num_attention_heads",),
         "num_key_value_heads": ("decoder_num_key_value_heads", "decoder_num_attention_heads"),
     },
-    **dict.fromkeys(_T5, _T5_FIELDS),
 }
 
 
@@ -194,7 +123,7 @@ def max_source_positions(fields: ConfigFields) -> int:
     kind = fields.text("model_type")
     if kind in _SPEECH:
         return read_audio(ConfigFields({}, fields.path), fields).max_source_positions
-    return _max_source_tokens(fields)
+    return max_source_tokens(fields)
 
 
 def read_audio_processor(
@@ -227,56 +156,6 @@ def read_audio(
     """Return a speech model's audio preprocessing, from the fields of its files."""
     kind = SpeechKind(config.text("model_type"))
     return _READERS[kind](processor, config, generation or ConfigFields({}, config.path))
-
-
-def read_source_text(config: ConfigFields, generation: ConfigFields) -> SourceTextConfig | None:
-    """Return the settings of source texts, or None if the model is not an encoder-decoder model of text.
-
-    Raises:
-        CheckpointError: A field is missing or invalid.
-    """
-    kind = config.text("model_type", "")
-    if kind not in _SOURCE_TEXT or is_t5_encoder(config):
-        return None
-    text = config.section("text_config")
-    if text is not None:
-        config = text.with_values({"model_type": kind})
-    fields = config.with_values(
-        {
-            name: value
-            for name in ("decoder_start_token_id", "forced_bos_token_id")
-            if (value := generation.get(name)) is not None
-        }
-    )
-    default = _BART_STARTS.get(kind)
-    if default is None:
-        default = config.integer("pad_token_id", 0, minimum=0)
-    start = (read_token(fields, "decoder_start_token_id", default),)
-    forced = read_token(fields, "forced_bos_token_id", -1)
-    return SourceTextConfig(
-        start if forced < 0 else (*start, forced),
-        _max_source_tokens(config),
-        (config.section("encoder") or config).integer("vocab_size"),
-        _bad_words(generation if generation.get("bad_words_ids") is not None else config),
-        end if type(end := config.get("eos_token_id")) is int else -1,
-        begins_with_last=kind in ("mbart", "plbart"),
-    )
-
-
-def _bad_words(fields: ConfigFields) -> tuple[tuple[int, ...], ...]:
-    words: tuple[tuple[int, ...], ...] = ()
-    needed = "a list of lists of token ids"
-    return fields.convert("bad_words_ids", words, tuple[tuple[_Token, ...], ...], needed)
-
-
-def _max_source_tokens(config: ConfigFields) -> int:
-    if config.text("model_type") in _T5:
-        return config.integer("n_positions", MAX_SOURCE_TOKENS)
-    if config.text("model_type") == "t5gemma":
-        encoder = config.required_section("encoder")
-        return encoder.integer("max_position_embeddings", 8192)
-    default = 128 if config.text("model_type") == "blenderbot" else 1024
-    return config.integer("max_position_embeddings", default)
 
 
 def _whisper(

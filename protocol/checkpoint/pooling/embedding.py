@@ -16,7 +16,7 @@ from ..audio.token_writers import writes_tokens
 from ..config_fields import ConfigFields
 from ..field_names import TASK_ADAPTERS
 from ..files import find_tensor
-from ..speech import is_t5_encoder
+from ..source_text import is_t5_encoder
 from .beside_images import text_beside_images
 from .classification import classifies_tokens, is_classifier
 from .foreign_encoders import find_foreign_encoder

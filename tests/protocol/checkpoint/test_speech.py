@@ -3,11 +3,8 @@ from pathlib import Path
 
 import pytest
 from engine.protocol.checkpoint.config_fields import ConfigFields
-from engine.protocol.checkpoint.speech import (
-    read_audio_processor,
-    read_source_text,
-    with_decoder_fields,
-)
+from engine.protocol.checkpoint.source_text import read_source_text
+from engine.protocol.checkpoint.speech import read_audio_processor, with_decoder_fields
 from engine.protocol.errors import CheckpointError
 
 WHISPER = {"model_type": "whisper", "vocab_size": 51865, "decoder_start_token_id": 50258}

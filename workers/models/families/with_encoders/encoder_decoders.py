@@ -15,7 +15,8 @@ from .....protocol.checkpoint.pooling.classification import (
     TOKEN_CLASSIFIER_SUFFIX,
     classifies_tokens,
 )
-from .....protocol.checkpoint.speech import max_source_positions, source_vocab_size
+from .....protocol.checkpoint.source_text import source_vocab_size
+from .....protocol.checkpoint.speech import max_source_positions
 from .....protocol.checkpoint.vision.convolutional.swin import SwinSpec
 from .....protocol.checkpoint.vision.grid import GridVisionSpec
 from .....protocol.checkpoint.vision.read import AnyVisionSpec

@@ -1,0 +1,203 @@
+"""Read the settings of encoder-decoder models of text, from the files of transformers.
+
+A table names the families.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Final, NamedTuple, TypeAlias
+
+import msgspec
+
+from ..config.model import SourceTextConfig
+from .audio.fields import read_token
+from .config_fields import MAX_INTEGER, ConfigFields
+from .pooling.classification import TOKEN_CLASSIFIER_SUFFIX
+
+FieldNames: TypeAlias = Mapping[str, tuple[str, ...]]
+"""For each of Llama's names of fields, the names of a family, the first of which that has a value is taken."""
+
+_Token = Annotated[int, msgspec.Meta(ge=0, le=MAX_INTEGER)]
+
+MAX_SOURCE_TOKENS: Final = 512
+"""Default maximum length of a T5 source and of its output, in tokens.
+
+T5 has no limit, but was trained with this one.
+"""
+
+_SOURCE_SIZE: Final = "source_vocab_size"
+
+BART_FIELDS: Final[FieldNames] = {
+    "hidden_size": ("d_model",),
+    "num_hidden_layers": ("decoder_layers",),
+    "num_attention_heads": ("decoder_attention_heads",),
+    "num_key_value_heads": ("decoder_attention_heads",),
+    "intermediate_size": ("decoder_ffn_dim",),
+}
+_T5_FIELDS: Final[FieldNames] = {
+    "hidden_size": ("d_model",),
+    "head_dim": ("d_kv",),
+    "num_hidden_layers": ("num_decoder_layers", "num_layers"),
+    "num_attention_heads": ("num_heads",),
+    "num_key_value_heads": ("num_heads",),
+    "intermediate_size": ("d_ff",),
+    "max_position_embeddings": ("n_positions",),
+}
+
+
+def renamed_fields(fields: ConfigFields, names: FieldNames) -> dict[str, Any]:
+    """Return the fields of a config under Llama's names."""
+    values = {
+        name: next((v for other in others if (v := fields.get(other)) is not None), None)
+        for name, others in names.items()
+    }
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _bart_fields(fields: ConfigFields) -> dict[str, Any]:
+    return renamed_fields(fields, BART_FIELDS)
+
+
+def _marian_fields(fields: ConfigFields) -> dict[str, Any]:
+    found = _bart_fields(fields)
+    target = fields.get("decoder_vocab_size")
+    if has_source_vocabulary(fields) and target is not None:
+        found |= {"vocab_size": target, _SOURCE_SIZE: fields.get("vocab_size")}
+    return found
+
+
+def _t5_fields(fields: ConfigFields) -> dict[str, Any]:
+    return {"max_position_embeddings": MAX_SOURCE_TOKENS} | renamed_fields(fields, _T5_FIELDS)
+
+
+def _t5gemma_fields(fields: ConfigFields) -> dict[str, Any]:
+    own = fields.required_section("decoder").config
+    is_tied = fields.get("tie_word_embeddings", True)
+    return {**own, "model_type": "t5gemma", "tie_word_embeddings": is_tied}
+
+
+def _max_t5_tokens(fields: ConfigFields) -> int:
+    return fields.integer("n_positions", MAX_SOURCE_TOKENS)
+
+
+def _max_t5gemma_tokens(fields: ConfigFields) -> int:
+    return fields.required_section("encoder").integer("max_position_embeddings", 8192)
+
+
+class _Family(NamedTuple):
+    """A family of models.
+
+    Attributes:
+        start: The default `decoder_start_token_id`; None for the padding token.
+        read_fields: Returns the decoder's fields under Llama's names.
+        max_tokens: Returns the maximum length of a source, or is the default of `max_position_embeddings`.
+        begins_with_last: See `SourceTextConfig`.
+    """
+
+    start: int | None = 2
+    read_fields: Callable[[ConfigFields], dict[str, Any]] = _bart_fields
+    max_tokens: Callable[[ConfigFields], int] | int = 1024
+    begins_with_last: bool = False
+
+
+_T5: Final = _Family(None, _t5_fields, _max_t5_tokens)
+_FAMILIES: Final[dict[str, _Family]] = {
+    "bart": _Family(),
+    "blenderbot": _Family(1, max_tokens=128),
+    "florence2": _Family(),
+    "m2m_100": _Family(),
+    "marian": _Family(58_100, _marian_fields),
+    "mbart": _Family(begins_with_last=True),
+    "mt5": _T5,
+    "mvp": _Family(),
+    "pegasus": _Family(0),
+    "plbart": _Family(begins_with_last=True),
+    "t5": _T5,
+    "t5gemma": _Family(2, _t5gemma_fields, _max_t5gemma_tokens),
+    "umt5": _T5,
+}
+"""The families by their `model_type`."""
+
+SOURCE_TEXT: Final = frozenset(_FAMILIES)
+"""The model types of encoder-decoder models of text."""
+
+
+def is_t5_encoder(fields: ConfigFields) -> bool:
+    """Return whether the model is the encoder of a T5 without its decoder, which may classify tokens."""
+    names = fields.texts("architectures")
+    is_t5 = _FAMILIES.get(fields.text("model_type", "")) is _T5
+    return is_t5 and any(name.endswith(("EncoderModel", TOKEN_CLASSIFIER_SUFFIX)) for name in names)
+
+
+def has_source_vocabulary(fields: ConfigFields) -> bool:
+    """Return whether sources and outputs have different vocabularies, as in some Marian models."""
+    if fields.text("model_type", "") != "marian":
+        return False
+    return not fields.boolean("share_encoder_decoder_embeddings", True)
+
+
+def source_vocab_size(fields: ConfigFields) -> int:
+    """Return the number of tokens of sources, from the fields that `with_source_text_fields` returns."""
+    return fields.integer(_SOURCE_SIZE, fields.integer("vocab_size"))
+
+
+def with_source_text_fields(fields: ConfigFields) -> ConfigFields:
+    """Return the config of one of these models, adding the decoder's fields under Llama's names.
+
+    If the model is only an encoder, the encoder's fields are added.
+    """
+    if is_t5_encoder(fields):
+        # The first token of a text has no special meaning.
+        fields = fields.with_values({"num_decoder_layers": None, "classifier_pooling": "mean"})
+    family = _FAMILIES[fields.text("model_type")]
+    return fields.with_values(family.read_fields(fields))
+
+
+def max_source_tokens(config: ConfigFields) -> int:
+    """Return the maximum length of a source in tokens."""
+    maximum = _FAMILIES[config.text("model_type")].max_tokens
+    return (
+        maximum(config) if callable(maximum) else config.integer("max_position_embeddings", maximum)
+    )
+
+
+def read_source_text(config: ConfigFields, generation: ConfigFields) -> SourceTextConfig | None:
+    """Return the settings of source texts, or None if the model is not an encoder-decoder model of text.
+
+    Raises:
+        CheckpointError: A field is missing or invalid.
+    """
+    kind = config.text("model_type", "")
+    family = _FAMILIES.get(kind)
+    if family is None or is_t5_encoder(config):
+        return None
+    text = config.section("text_config")
+    if text is not None:
+        config = text.with_values({"model_type": kind})
+    fields = config.with_values(
+        {
+            name: value
+            for name in ("decoder_start_token_id", "forced_bos_token_id")
+            if (value := generation.get(name)) is not None
+        }
+    )
+    default = family.start
+    if default is None:
+        default = config.integer("pad_token_id", 0, minimum=0)
+    start = (read_token(fields, "decoder_start_token_id", default),)
+    forced = read_token(fields, "forced_bos_token_id", -1)
+    return SourceTextConfig(
+        start if forced < 0 else (*start, forced),
+        max_source_tokens(config),
+        (config.section("encoder") or config).integer("vocab_size"),
+        _bad_words(generation if generation.get("bad_words_ids") is not None else config),
+        end if type(end := config.get("eos_token_id")) is int else -1,
+        begins_with_last=family.begins_with_last,
+    )
+
+
+def _bad_words(fields: ConfigFields) -> tuple[tuple[int, ...], ...]:
+    words: tuple[tuple[int, ...], ...] = ()
+    needed = "a list of lists of token ids"
+    return fields.convert("bad_words_ids", words, tuple[tuple[_Token, ...], ...], needed)
