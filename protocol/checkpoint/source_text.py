@@ -113,6 +113,7 @@ _FAMILIES: Final[dict[str, _Family]] = {
     "mvp": _Family(),
     "pegasus": _Family(0),
     "plbart": _Family(begins_with_last=True),
+    "switch_transformers": _Family(None, _t5_fields, _max_t5_tokens),
     "t5": _T5,
     "t5gemma": _Family(2, _t5gemma_fields, _max_t5gemma_tokens),
     "umt5": _T5,

@@ -19,7 +19,10 @@ def check_supported(spec: ModelSpec) -> None:
 
 def unsupported_features(spec: ModelSpec) -> list[str]:
     """Return the features of the model for which native programs have no operation."""
+    source = None if spec.source is None else spec.source.encoder
     features = {
+        "experts that compute a limited number of tokens": source is not None
+        and any(layer.experts is not None and layer.experts.capacity for layer in source.layers),
         "blocks of keys that depend on heads": any(layer.block_pattern for layer in spec.layers),
         "clamped MLPs without a gate": not spec.has_gate and spec.activation == "clamped_swiglu",
         "clamped MLPs with another limit": spec.activation == "clamped_swiglu"

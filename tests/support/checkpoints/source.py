@@ -20,6 +20,9 @@ from engine.protocol.encoder_inputs.payloads import AudioPayload, TextPayload
 from safetensors.torch import load_file, save_file
 from support.checkpoints.mistral_files import write_mistral_files
 from torch.nn.functional import pad
+from transformers.models.switch_transformers.modeling_switch_transformers import (
+    SwitchTransformersTop1Router,
+)
 
 VOCAB_SIZE = 97
 _BART_SIZES = {
@@ -174,6 +177,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "plbart": ("PLBart", _BART_SIZES | {"max_position_embeddings": 128}),
     # Encoder, decoder and output projection have tables of their own.
     "mvp": ("Mvp", _BART_SIZES | {"max_position_embeddings": 128, "tie_word_embeddings": False}),
+    "switch": (
+        "SwitchTransformers",
+        # A source has more tokens than an expert computes.
+        _T5_SIZES | {"num_experts": 4, "num_sparse_encoder_layers": 1, "expert_capacity": 7},
+    ),
     "mt5": ("MT5", _T5_SIZES),
     "umt5": ("UMT5", _T5_SIZES),
     "t5": ("T5", _T5_SIZES),
@@ -210,6 +218,11 @@ def source_directory(
     if kind == "flan-t5":
         # The config says that the output projection is tied, but the checkpoint has one.
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
+    if kind == "switch":
+        # Generation computes one token at a time.
+        for layer in model.decoder.modules():
+            if isinstance(layer, SwitchTransformersTop1Router):
+                layer.expert_capacity = 1 << 20
     for parameter_name, parameter in model.named_parameters():
         if "embed_positions" in parameter_name and kind in _WITH_SINUSOIDS:
             continue

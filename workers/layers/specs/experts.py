@@ -116,6 +116,11 @@ class ExpertsSpec(msgspec.Struct, frozen=True):
     """The number of further experts that return their input. They come last."""
     skips_identities: bool = False
     """True if these experts return nothing instead."""
+    capacity: int = 0
+    """The number of tokens of a text that each expert computes, the first that chose it; 0 for all. Others skip it.
+
+    Only in the encoder of an encoder-decoder model, which computes one text at a time.
+    """
     num_always: int = 0
     """The number of last experts that every token chooses; their scores determine only their weights (Inkling)."""
     has_stored_scale: bool = False

@@ -150,11 +150,19 @@ class Router:
         if mixture_T is not None:
             experts_TC = experts_TC * spec.num_mixtures + mixture_T[:, None]
         weights_TC = weights_TC * spec.scale
+        if spec.capacity:
+            weights_TC = self._within_capacity(experts_TC, weights_TC)
         return (
             self._with_adjugates(experts_TC, weights_TC)
             if spec.adjugate_group
             else (experts_TC, weights_TC)
         )
+
+    def _within_capacity(self, experts_TC: Tensor, weights_TC: Tensor) -> Tensor:
+        """Return the weights, with 0 for choices of experts that compute enough tokens before them."""
+        chosen_TE = weights_TC.new_zeros(len(experts_TC), self._spec.num_experts, dtype=torch.int64)
+        places_TC = chosen_TE.scatter_(1, experts_TC, 1).cumsum(0).gather(1, experts_TC)
+        return weights_TC.masked_fill(places_TC > self._spec.capacity, 0.0)
 
     def _with_adjugates(self, experts_TC: Tensor, weights_TC: Tensor) -> tuple[Tensor, Tensor]:
         """Return the numbers of the chosen experts and of their adjugate experts, and their weights."""

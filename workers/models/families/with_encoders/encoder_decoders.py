@@ -302,7 +302,7 @@ def _m2m100(fields: ConfigFields) -> ModelSpec:
     )
 
 
-def _t5(
+def t5(
     fields: ConfigFields, feed_forward: str = "relu", scales_outputs: bool | None = None
 ) -> ModelSpec:
     """Return the spec of a T5.
@@ -322,7 +322,7 @@ def _t5(
         activation = "gelu_new"
     is_tied = fields.boolean("tie_word_embeddings", True)
     num_buckets = fields.integer("relative_attention_num_buckets", 32, minimum=4)
-    t5: dict[str, Any] = {
+    differences: dict[str, Any] = {
         "norms": _PRE_NORMS,
         "has_gate": has_gate,
         "attention_scale": 1.0,
@@ -350,14 +350,14 @@ def _t5(
                 *_T5_LAYER_NAMES,
                 (r"\.layer\.1\.layer_norm\.", ".mlp_norm."),
             ),
-            **t5,
+            **differences,
         ),
         max_source_positions(fields),
     )
     if fields.boolean(
         "scale_decoder_outputs", is_tied if scales_outputs is None else scales_outputs
     ):
-        t5["logits_divisor"] = math.sqrt(fields.integer("hidden_size"))
+        differences["logits_divisor"] = math.sqrt(fields.integer("hidden_size"))
     spec = base_spec(
         fields,
         uniform_layers(fields, None),
@@ -371,19 +371,19 @@ def _t5(
             (r"\.layer\.1\.layer_norm\.", ".cross_norm."),
             (r"\.layer\.2\.layer_norm\.", ".mlp_norm."),
         ),
-        **t5,
+        **differences,
     )
     return with_source(spec, source)
 
 
 def _mt5(fields: ConfigFields) -> ModelSpec:
     fields = fields.with_values({"scale_decoder_outputs": None})
-    return _t5(fields, feed_forward="gated-gelu", scales_outputs=False)
+    return t5(fields, feed_forward="gated-gelu", scales_outputs=False)
 
 
 def _umt5(fields: ConfigFields) -> ModelSpec:
     """Return the spec of a umT5 (arXiv 2304.09151): a T5 whose layers have their own biases."""
-    spec = _t5(fields, feed_forward="gated-gelu")
+    spec = t5(fields, feed_forward="gated-gelu")
     assert spec.source is not None and spec.source.encoder is not None
     encoder = replace(spec.source.encoder, **_umt5_biases(spec.source.encoder))
     return replace(spec, source=replace(spec.source, encoder=encoder), **_umt5_biases(spec))
@@ -463,7 +463,7 @@ _BART_FAMILIES: Final = (
     ("Mvp", _mvp),
     ("PLBart", _plbart),
 )
-_T5_FAMILIES: Final = (("MT5", _mt5), ("T5", _t5), ("UMT5", _umt5))
+_T5_FAMILIES: Final = (("MT5", _mt5), ("T5", t5), ("UMT5", _umt5))
 
 FAMILIES = (
     # Configs without an architecture get the last family with their model_type.
@@ -478,7 +478,7 @@ FAMILIES = (
         for name, family in _T5_FAMILIES
     ),
     Family("MT5EncoderModel", "mt5", partial(_t5_encoder, family=_mt5)),
-    Family("T5EncoderModel", "t5", partial(_t5_encoder, family=_t5)),
+    Family("T5EncoderModel", "t5", partial(_t5_encoder, family=t5)),
     Family("UMT5EncoderModel", "umt5", partial(_t5_encoder, family=_umt5)),
     Family("BartForConditionalGeneration", "bart", _bart),
     Family("BlenderbotForConditionalGeneration", "blenderbot", _blenderbot),
@@ -491,7 +491,7 @@ FAMILIES = (
     Family("NemotronParseForConditionalGeneration", "nemotron_parse", _nemotron_parse),
     Family("PegasusForConditionalGeneration", "pegasus", _pegasus),
     Family("PLBartForConditionalGeneration", "plbart", _plbart),
-    Family("T5ForConditionalGeneration", "t5", _t5),
+    Family("T5ForConditionalGeneration", "t5", t5),
     Family("T5GemmaForConditionalGeneration", "t5gemma", _t5gemma),
     Family("UMT5ForConditionalGeneration", "umt5", _umt5),
     Family("BlipForConditionalGeneration", "blip", _blip),
