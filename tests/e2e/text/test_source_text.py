@@ -11,13 +11,8 @@ import transformers
 from engine import LLM, BeamSearchParams, SamplingParams
 from engine.protocol.errors import ParameterError
 from support.checkpoints.marian_files import write_marian_tokenizer
-from support.checkpoints.source import (
-    VOCAB_SIZE,
-    greedy,
-    logits,
-    source_directory,
-    write_generation,
-)
+from support.checkpoints.source import greedy, logits, source_directory, write_generation
+from support.checkpoints.source_models import VOCAB_SIZE
 from support.gguf.t5 import write_t5
 from support.media.image_requests import NUM_TOKENS, chat, picture
 from support.servers.server import DEVICE, Server, assert_nothing_is_held

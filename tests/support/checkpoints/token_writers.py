@@ -12,7 +12,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from support.audio.sizes import NUM_MEL_BINS, SAMPLES
-from support.checkpoints.source import MODELS, write_letters
+from support.checkpoints.source import write_letters
+from support.checkpoints.source_models import MODELS
 from support.media.audio_features import granite_features
 
 GRANITE, OMNIASR, LASR = "granite", "omniasr", "lasr"

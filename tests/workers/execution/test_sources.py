@@ -17,16 +17,8 @@ from engine.protocol.pooling_params import PoolingKind, PoolingParams
 from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.worker_messages import EncoderWork, ModelRunnerOutput
 from PIL import Image
-from support.checkpoints.source import (
-    MODELS,
-    SPEECH,
-    VOCAB_SIZE,
-    greedy,
-    logits,
-    source,
-    source_directory,
-    write_generation,
-)
+from support.checkpoints.source import greedy, logits, source, source_directory, write_generation
+from support.checkpoints.source_models import MODELS, SPEECH, VOCAB_SIZE
 from support.gguf.t5 import write_t5
 from support.gpu.host_accelerator import HostAccelerator
 from support.media.image_requests import picture

@@ -1,0 +1,184 @@
+"""The configs of tiny encoder-decoder models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+VOCAB_SIZE = 97
+_BART_SIZES = {
+    "vocab_size": VOCAB_SIZE,
+    "d_model": 48,
+    "encoder_layers": 2,
+    "decoder_layers": 3,
+    "encoder_attention_heads": 6,
+    "decoder_attention_heads": 6,
+    "encoder_ffn_dim": 80,
+    "decoder_ffn_dim": 96,
+    "pad_token_id": 0,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "decoder_start_token_id": 3,
+}
+_T5_SIZES = {
+    "vocab_size": VOCAB_SIZE,
+    "d_model": 48,
+    "d_kv": 8,
+    "d_ff": 80,
+    "num_layers": 2,
+    "num_decoder_layers": 3,
+    "num_heads": 4,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 20,
+}
+_GEMMA_SIZES = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "query_pre_attn_scalar": 10,
+    "sliding_window": 9,
+    "attn_logit_softcapping": 3.0,
+    "final_logit_softcapping": 5.0,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "whisper": (
+        "Whisper",
+        _BART_SIZES | {"num_mel_bins": 8, "max_source_positions": 40, "max_target_positions": 128},
+    ),
+    "untied-whisper": (
+        "Whisper",
+        _BART_SIZES
+        # Fewer layers in the decoder and more mel bins, like large-v3-turbo and Distil-Whisper.
+        | {"num_mel_bins": 128, "encoder_layers": 4, "decoder_layers": 1}
+        | {"max_source_positions": 40, "max_target_positions": 128}
+        | {"scale_embedding": True, "tie_word_embeddings": False},
+    ),
+    "speech_to_text": (
+        "Speech2Text",
+        _BART_SIZES
+        | {"input_feat_per_channel": 16, "conv_channels": 24, "max_target_positions": 128}
+        | {"pad_token_id": 1},
+    ),
+    "moonshine": (
+        "Moonshine",
+        {
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": 48,
+            "intermediate_size": 80,
+            "encoder_num_hidden_layers": 2,
+            "decoder_num_hidden_layers": 3,
+            "encoder_num_attention_heads": 4,
+            "decoder_num_attention_heads": 4,
+            "max_position_embeddings": 128,
+        },
+    ),
+    "moonshine_streaming": (
+        "MoonshineStreaming",
+        {
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": 48,
+            "intermediate_size": 80,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 1536,
+            "encoder_config": {
+                "hidden_size": 32,
+                "intermediate_size": 40,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "sliding_windows": [[5, 3], [4, 0]],
+            },
+        },
+    ),
+    "cohere_asr": (
+        "CohereAsr",
+        {
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": 48,
+            "intermediate_size": 80,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 6,
+            "max_position_embeddings": 128,
+            "encoder_config": {
+                "num_mel_bins": 16,
+                "hidden_size": 32,
+                "intermediate_size": 40,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "subsampling_conv_channels": 6,
+            },
+        },
+    ),
+    "canary": (
+        "Canary",
+        {
+            "vocab_size": VOCAB_SIZE,
+            "decoder_config": {
+                "vocab_size": VOCAB_SIZE,
+                "hidden_size": 32,
+                "intermediate_size": 80,
+                "num_hidden_layers": 3,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 4,
+                "head_dim": 8,
+                "max_position_embeddings": 128,
+            },
+            "encoder_config": {
+                "model_type": "parakeet_encoder",
+                "num_mel_bins": 16,
+                "hidden_size": 32,
+                "intermediate_size": 40,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "subsampling_conv_channels": 6,
+                "scale_input": False,
+            },
+        },
+    ),
+    "bart": ("Bart", _BART_SIZES | {"max_position_embeddings": 128}),
+    "mbart": ("MBart", _BART_SIZES | {"max_position_embeddings": 128, "scale_embedding": True}),
+    "marian": ("Marian", _BART_SIZES | {"scale_embedding": True, "activation_function": "swish"}),
+    "separate-marian": (
+        "Marian",
+        _BART_SIZES
+        | {"vocab_size": 131, "decoder_vocab_size": VOCAB_SIZE}
+        | {"share_encoder_decoder_embeddings": False},
+    ),
+    "m2m100": ("M2M100", _BART_SIZES | {"max_position_embeddings": 128}),
+    "pegasus": ("Pegasus", _BART_SIZES | {"max_position_embeddings": 128}),
+    "blenderbot": ("Blenderbot", _BART_SIZES),
+    "plbart": ("PLBart", _BART_SIZES | {"max_position_embeddings": 128}),
+    # Encoder, decoder and output projection have tables of their own.
+    "mvp": ("Mvp", _BART_SIZES | {"max_position_embeddings": 128, "tie_word_embeddings": False}),
+    "switch": (
+        "SwitchTransformers",
+        # A source has more tokens than an expert computes.
+        _T5_SIZES | {"num_experts": 4, "num_sparse_encoder_layers": 1, "expert_capacity": 7},
+    ),
+    "mt5": ("MT5", _T5_SIZES),
+    "umt5": ("UMT5", _T5_SIZES),
+    "t5": ("T5", _T5_SIZES),
+    "t5gemma": (
+        "T5Gemma",
+        {
+            "vocab_size": VOCAB_SIZE,
+            "encoder": _GEMMA_SIZES | {"hidden_size": 36, "num_hidden_layers": 2},
+            "decoder": _GEMMA_SIZES,
+        },
+    ),
+    "flan-t5": (
+        "T5",
+        _T5_SIZES | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+    ),
+}
+SPEECH = (
+    *("whisper", "untied-whisper", "speech_to_text", "moonshine", "moonshine_streaming"),
+    *("cohere_asr", "canary"),
+)
