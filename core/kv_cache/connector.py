@@ -155,6 +155,13 @@ class BlockConnector(KVConnector):
         None defers the answer: the request waits, and the method is called again later.
         """
 
+    def last_block_key(self, request: Request) -> bytes:
+        """Return the key of the block with the last tokens of a request, even if it is not full.
+
+        If the connector can load it, only one token is left to compute. b"" if it finds only full blocks.
+        """
+        return b""
+
     @abstractmethod
     def load_blocks(
         self, request: Request, keys: Sequence[bytes], block_ids: Sequence[int]

@@ -132,14 +132,18 @@ class KVCacheManager:
         return self.prefix_cache.count_shared_blocks(request) * self.block_size
 
     def find_longer_prefix(
-        self, request: Request, prefix: Prefix, find_external: FindExternal
+        self, request: Request, prefix: Prefix, find_external: FindExternal, last_key: bytes = b""
     ) -> Prefix | Deferred | None:
-        """Return a longer prefix than `prefix` if a KV connector can load its missing blocks, else None."""
+        """Return a longer prefix than `prefix` if a KV connector can load its missing blocks, else None.
+
+        It ends before the last token, which is computed. `last_key` names the block with the tokens before that one.
+        """
         num_blocks = prefix.blocks.num_blocks
-        found = self.prefix_cache.find_longer_prefix(request, num_blocks, find_external)
+        found = self.prefix_cache.find_longer_prefix(request, num_blocks, find_external, last_key)
         if found is None or found is Deferred.DEFERRED:
             return found
-        return Prefix(found, found.num_blocks * self.block_size, found.num_present)
+        num_tokens = min(found.num_blocks * self.block_size, request.num_tokens - 1)
+        return Prefix(found, num_tokens, found.num_present)
 
     def claim_blocks(
         self, request: Request, prefix: Prefix, num_tokens: int, num_left: int = 0

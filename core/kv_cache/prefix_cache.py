@@ -91,15 +91,23 @@ class PrefixCache:
         return len(self._pool.find_cached_blocks(group_keys(request.block_hashes, group)))
 
     def find_longer_prefix(
-        self, request: Request, num_blocks: int, find_external: FindExternal
+        self,
+        request: Request,
+        num_blocks: int,
+        find_external: FindExternal,
+        last_key: bytes = b"",
     ) -> CachedPrefix | Deferred | None:
         """Return a prefix of more than `num_blocks` blocks if a KV connector can load its missing blocks, else None.
 
         `find_external` returns a byte for each key, 1 if the connector can load the block; b"" if it can load none; and
-        None if it defers its answer, which defers the answer of this method.
+        None if it defers its answer, which defers the answer of this method. `last_key` is the connector's key of the
+        block with the last tokens, which need not be full. The last token is computed in this block, so it is used only
+        if the request gets its own copy.
         """
-        limit = (request.num_tokens - 1) // self._block_size
+        limit, num_last = divmod(request.num_tokens - 1, self._block_size)
         digests = request.block_hashes[:limit]
+        if last_key and num_last and len(digests) == limit and self._lookup(last_key) is None:
+            digests = [*digests, last_key]
         if len(digests) <= num_blocks or not self.may_read(request):
             return None
         keys = [

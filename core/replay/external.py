@@ -192,6 +192,7 @@ class AskedBlockConnector(AskedKVConnector, BlockConnector):
     """A `BlockConnector` that asks another one."""
 
     find_blocks = asked(BlockConnector.find_blocks, usual=b"")
+    last_block_key = asked(BlockConnector.last_block_key, usual=b"")
     load_blocks = asked(BlockConnector.load_blocks)
     observe_pool = forwarded(BlockConnector.observe_pool, to="asked")
     blocks_cached = forwarded(BlockConnector.blocks_cached, to="asked")

@@ -219,8 +219,9 @@ class KVTransfers:
         if request.output_token_ids:
             self._manager.prefix_cache.hash_waiting_output(request)
         try:
+            last_key = connector.last_block_key(request) if self._manager.tables.is_simple else b""
             found = self._manager.find_longer_prefix(
-                request, prefix, lambda keys: connector.find_blocks(request, keys)
+                request, prefix, lambda keys: connector.find_blocks(request, keys), last_key
             )
         except Exception as error:
             self._fail(request, error)

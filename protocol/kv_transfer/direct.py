@@ -85,7 +85,9 @@ class DirectCommands(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     `clears` withdraws all offered blocks, and `withdrawn` the blocks with these keys, because this step may overwrite
     them. Then the complete blocks `offered_blocks` int32 are offered under the keys `offered`. No more blocks follow
     for the requests named in `ended`. The same is true for the requests in `held`, pairs of name and transfer id, whose
-    blocks are kept until they were fetched. The transfers in `expired` are no longer kept. Finally, `fetches` begin.
+    blocks are kept until they were fetched. `last_blocks` has the transfer id, key and number of the last, incomplete
+    block of such a request, which is offered as long as it is kept. The transfers in `expired` are no longer kept.
+    Finally, `fetches` begin.
     """
 
     clears: bool = False
@@ -94,6 +96,7 @@ class DirectCommands(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     offered_blocks: I32 = b""
     ended: list[str] = []
     held: list[tuple[str, int]] = []
+    last_blocks: list[tuple[int, bytes, int]] = []
     expired: list[int] = []
     fetches: list[DirectFetch] = []
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -74,6 +74,8 @@ class DirectConnector(KVConnector):
         """Lock that is held while a block of the current generation is written, or a report is made."""
         self._generation = 0
         self._fetches: list[DirectFetch] = []
+        self._last_keys: dict[int, bytes] = {}
+        """The key of the last, incomplete block of each request that is held, by transfer id."""
         self._num_bytes_received = self._num_errors = 0
         self._num_bytes_reported = 0
         self._actions: WakingQueue[Callable[[], None]] = WakingQueue()
@@ -166,9 +168,20 @@ class DirectConnector(KVConnector):
             self._offered.withdraw(commands.withdrawn)
         if commands.offered:
             self._offered.offer(commands.offered, int32_view(commands.offered_blocks).tolist())
+        if commands.last_blocks:
+            self._last_keys.update({each: key for each, key, _ in commands.last_blocks})
+            _, keys, blocks = zip(*commands.last_blocks, strict=True)
+            self._offered.offer(keys, blocks)
+        self._withdraw_last(commands.expired)
         if commands.offered or commands.ended or commands.held or commands.expired:
             self._actions.put(lambda: self._apply(commands))
         self._fetches = commands.fetches
+
+    def _withdraw_last(self, transfer_ids: Sequence[int]) -> None:
+        """Withdraw the last, incomplete blocks of requests that are no longer held."""
+        keys = [self._last_keys.pop(each) for each in transfer_ids if each in self._last_keys]
+        if keys:
+            self._offered.withdraw(keys)
 
     def start_loads(self) -> None:
         """Start to fetch blocks."""
@@ -188,6 +201,7 @@ class DirectConnector(KVConnector):
             self._generation += 1
             self._reports.clear()
         self._offered.clear()
+        self._last_keys.clear()
         self._actions.put(partial(self._server.reset, self.epoch))
         self._actions.put(self._client.reset)
 
@@ -243,7 +257,7 @@ class DirectConnector(KVConnector):
         self._server.give_up_unknown()
 
     def _apply(self, commands: DirectCommands) -> None:
-        self._server.add_offered(commands.offered)
+        self._server.add_offered([*commands.offered, *(key for _, key, _ in commands.last_blocks)])
         sent = self._server.hold_requests(commands.held)
         self._server.end_requests([*commands.ended, *(name for name, _ in commands.held)])
         self._server.expire(commands.expired)
@@ -251,6 +265,7 @@ class DirectConnector(KVConnector):
 
     def _report_sent(self, transfer_ids: list[int]) -> None:
         if transfer_ids:
+            self._withdraw_last(transfer_ids)
             with self._writes:
                 self._put(KVConnectorOutput(finished_sending=transfer_ids))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from hashlib import sha256
 from typing import Final
 
 import msgspec
@@ -79,6 +80,8 @@ class DirectTransfer(BlockConnector):
         self._offered: dict[bytes, int] = {}
         self._ends: list[tuple[str, int, int]] = []
         """Ended requests: name, transfer id (-1 if nothing is held), and the number of the step that was next."""
+        self._last_blocks: dict[int, tuple[bytes, int]] = {}
+        """The key and number of the last, incomplete block of each ended request that is held, by transfer id."""
         self._fetching: set[int] = set()
         """The transfer ids of requests that have started a fetch."""
         self._commands = DirectCommands()
@@ -142,6 +145,20 @@ class DirectTransfer(BlockConnector):
             return self._find_earlier(request, keys, params)
         return b""
 
+    def last_block_key(self, request: Request) -> bytes:
+        """Return the key of the last block of a prompt that a prefill replica computes for this request alone."""
+        params = request.kv_transfer_params
+        if not params or params.get("fetches_last_block") is not True or request.output_token_ids:
+            return b""
+        if request.is_resubmitted or request.transfer_id in self._fetching:
+            # The block may have been fetched before, and is not offered after that.
+            return b""
+        source = _source_of(params)
+        if not (self._fetches and source is not None and request.block_hashes):
+            return b""
+        key = _partial_block_key(request, source.name, self._block_size)
+        return key or request.block_hashes[-1]
+
     def _find_earlier(
         self, request: Request, keys: Sequence[bytes], params: Mapping[str, object]
     ) -> bytes:
@@ -196,6 +213,10 @@ class DirectTransfer(BlockConnector):
             self._ends.append((name, -1, self._step))
             return RequestEnd()
         self._ends.append((name, request.transfer_id, self._step))
+        key = b"" if is_moved else _partial_block_key(request, name, self._block_size)
+        if key:
+            last = block_ids[request.num_prompt_tokens // self._block_size]
+            self._last_blocks[request.transfer_id] = key, last
         return RequestEnd(True, self._describe(request, block_ids, name, True))
 
     def _describe(
@@ -238,6 +259,7 @@ class DirectTransfer(BlockConnector):
 
     def transfer_expired(self, transfer_id: int) -> None:
         """Report to the workers that the blocks are no longer held for a fetch."""
+        self._last_blocks.pop(transfer_id, None)
         self._commands.expired.append(transfer_id)
 
     # Messages to and from the workers
@@ -285,6 +307,8 @@ class DirectTransfer(BlockConnector):
                 self._commands.ended.append(name)
             else:
                 self._commands.held.append((name, transfer_id))
+                if last := self._last_blocks.pop(transfer_id, None):
+                    self._commands.last_blocks.append((transfer_id, *last))
         self._ends = left
 
     def receive(self, rank: int, data: bytes) -> None:
@@ -313,6 +337,19 @@ def _name_of(request: Request, params: Mapping[str, object]) -> str:
     ):
         return name
     return request_name(*request.key, request.arrival_time)
+
+
+def _partial_block_key(request: Request, name: str, block_size: int) -> bytes:
+    """Return the key of the last block of a prompt if it is not full, else b"".
+
+    It contains the name of the request that computes the prompt, so no other request offers a block under this key.
+    """
+    num_full = request.num_prompt_tokens // block_size
+    tokens = request.prompt_token_ids[4 * num_full * block_size :]
+    if not (tokens and request.prompt_block_hashes):
+        return b""
+    parent = request.block_hashes[num_full - 1]
+    return sha256(parent + tokens + name.encode()).digest()
 
 
 def _names_earlier_turn(params: Mapping[str, object]) -> bool:

@@ -59,6 +59,10 @@ class MultiConnector(BlockConnector):
         self._owners[request.transfer_id] = owners
         return bytes(key in owners for key in keys)
 
+    def last_block_key(self, request: Request) -> bytes:
+        """Return the first connector's key of the block with the last tokens, if any has one."""
+        return next(filter(None, (each.last_block_key(request) for each in self.connectors)), b"")
+
     def load_blocks(
         self, request: Request, keys: Sequence[bytes], block_ids: Sequence[int]
     ) -> None:

@@ -35,19 +35,15 @@ class PrefillReplicas(NamedTuple):
 
 
 class SimulatedTransfer(KVConnector):
-    """The connector of a decode replica. It loads the full blocks of prompts that were computed elsewhere."""
-
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
+    """The connector of a decode replica. It loads all of a prompt that was computed elsewhere but the last token."""
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> ExternalMatch | None:
-        """Return the tokens of the full blocks, but never the last token of the prompt."""
+        """Return the tokens that are not cached, except the last one."""
         if not request.kv_transfer_params:
             return ExternalMatch(0)
-        num_loaded = (request.num_prompt_tokens - 1) // self._block_size * self._block_size
-        return ExternalMatch(max(num_loaded - num_computed_tokens, 0))
+        return ExternalMatch(max(request.num_prompt_tokens - 1 - num_computed_tokens, 0))
 
     def update_state_after_alloc(
         self, request: Request, block_ids: Sequence[int], num_external_tokens: int

@@ -74,7 +74,7 @@ class Replica:
         scheduler_class = FastForwardScheduler if can_skip else None
         connector = None
         if setup.kv_transfer is not None:
-            connector = SimulatedTransfer(setup.cache_config.block_size)
+            connector = SimulatedTransfer()
         self.scheduler = setup.make_scheduler(
             hash_blocks=hash_output,
             scheduler_class=scheduler_class,

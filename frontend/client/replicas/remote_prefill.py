@@ -167,6 +167,9 @@ class RemotePrefill:
                 continue
             if is_computed:
                 self.begin_fetch(sequence, prefill.core, prefill.request.request_index)
+                if len(sequences) == 1 and sequence.request.kv_transfer_params is not None:
+                    # The last block is incomplete, so it is offered only until the first fetch ends.
+                    sequence.request.kv_transfer_params["fetches_last_block"] = True
             self._send(sequence)
         if (
             is_computed

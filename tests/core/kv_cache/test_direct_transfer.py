@@ -60,8 +60,10 @@ class Pair:
         params = {"do_remote_decode": True, "remote_request_id": name}
         return self.replicas[PREFILL].add(prompt, 1, kv_transfer_params=params), name
 
-    def decode(self, prompt: list[int] | int, name: str, max_tokens: int = 6) -> Key:
-        params = {"do_remote_prefill": True, "remote_request_id": name, "replica": PREFILL}
+    def decode(
+        self, prompt: list[int] | int, name: str, max_tokens: int = 6, **more: object
+    ) -> Key:
+        params = {"do_remote_prefill": True, "remote_request_id": name, "replica": PREFILL, **more}
         return self.replicas[DECODE].add(prompt, max_tokens, kv_transfer_params=params)
 
     def move(self, key: Key, source: int) -> Key:
@@ -110,6 +112,47 @@ def test_blocks_move_while_the_prompt_is_computed():
     assert received.events[1].num_cached_tokens == 40
     # Only the last token was computed there.
     assert pair.replicas[DECODE].worker.num_prompt_tokens_computed <= 1
+
+
+@pytest.mark.parametrize("num_tokens", [39, 40, 41, 42])
+@pytest.mark.parametrize("is_early", [True, False], ids=["while it is computed", "after it"])
+def test_the_last_block_moves_although_it_is_incomplete(num_tokens, is_early):
+    pair = Pair(max_num_batched_tokens=8, transfer_timeout_s=1e6)
+    _, name = pair.prefill(num_tokens)
+    pair.replicas[PREFILL].step()
+    while not (is_early or pair.exchanges[PREFILL].held):
+        pair.replicas[PREFILL].step()
+    key = pair.decode(num_tokens, name, fetches_last_block=True)
+    pair.drain()
+    received = pair.replicas[DECODE].received[key]
+    assert received.reason is FinishReason.LENGTH
+    assert received.events[1].num_cached_tokens == num_tokens - 1
+    assert sum(each.kv_connector.num_failed_loads for each in pair.replicas[DECODE].stats) == 0
+    assert not pair.exchanges[PREFILL].held
+    for harness in pair.replicas:
+        replay(harness.dump())
+
+
+@pytest.mark.parametrize("end", ["expires", "is aborted"])
+def test_the_last_block_is_offered_only_while_it_is_held(end):
+    pair = Pair(transfer_timeout_s=50.0)
+    harness, exchange = pair.replicas[PREFILL], pair.exchanges[PREFILL]
+    key, name = pair.prefill(42)
+    while not exchange.held:
+        harness.step()
+    assert len(exchange.offered) == 11
+    if end == "expires":
+        harness.now += 100.0
+    else:
+        harness.abort(key)
+    while harness.step():
+        pass
+    assert len(exchange.offered) == 10
+    decoding = pair.decode(42, name, fetches_last_block=True)
+    pair.drain()
+    received = pair.replicas[DECODE].received[decoding]
+    assert received.reason is FinishReason.LENGTH
+    assert received.events[1].num_cached_tokens == 40
 
 
 def test_a_prefill_replica_that_dies_at_any_moment_costs_only_what_was_not_fetched():
@@ -342,7 +385,8 @@ def test_random_transfers_survive_losses_aborts_and_preemptions(seed: int, group
             if received.is_over or received.num_events(EventKind.SCHEDULED):
                 waiting.remove(entry)
                 if rng.random() < 0.9:
-                    pair.decode(prompt, name, rng.randrange(1, 8))
+                    last = rng.random() < 0.7
+                    pair.decode(prompt, name, rng.randrange(1, 8), fetches_last_block=last)
         for harness in pair.replicas:
             live = [key for key, view in harness.received.items() if not view.is_over]
             if live and rng.random() < 0.03:

@@ -29,6 +29,7 @@ class Exchange:
         self.loss = 0.0
         self.offered: dict[bytes, tuple[int, list[Any]]] = {}
         self.held: dict[str, int] = {}
+        self._last_keys: dict[int, bytes] = {}
         self.ended: set[str] = set()
         self.fetched: set[str] = set()
         self._fetches: list[tuple[DirectFetch, list[tuple[bytes, int]]]] = []
@@ -50,6 +51,11 @@ class Exchange:
             commands.offered, int32_view(commands.offered_blocks).tolist(), strict=True
         ):
             self.offered[key] = block, list(self._kv_cache[block])
+        for transfer_id, key, block in commands.last_blocks:
+            self._last_keys[transfer_id] = key
+            self.offered[key] = block, list(self._kv_cache[block])
+        for transfer_id in commands.expired:
+            self._withdraw_last(transfer_id)
         self.ended |= {*commands.ended, *(name for name, _ in commands.held)}
         self.held.update(commands.held)
         gone = set(commands.expired)
@@ -69,7 +75,11 @@ class Exchange:
         self.fetched.add(name)
         transfer_id = self.held.pop(name, None)
         if transfer_id is not None:
+            self._withdraw_last(transfer_id)
             self.reports.append(KVConnectorOutput(finished_sending=[transfer_id]))
+
+    def _withdraw_last(self, transfer_id: int) -> None:
+        self.offered.pop(self._last_keys.pop(transfer_id, b""), None)
 
     def move(self) -> None:
         """Move some blocks of each fetch that is under way."""

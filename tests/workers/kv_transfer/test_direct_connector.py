@@ -132,6 +132,30 @@ def test_blocks_that_never_come_are_missing_once_their_request_ends(
     assert source.wait().finished_sending == [3]
 
 
+def test_the_last_block_of_a_request_is_offered_until_it_is_fetched(
+    sides: tuple[Side, Side],
+) -> None:
+    source, target = sides
+    source.offer(range(4))
+    target.fetch(DirectSource("request", 0), range(5))
+    for layer, page in enumerate(source.pages):
+        page[4] = 4 + layer
+    source.command(DirectCommands(held=[("request", 3)], last_blocks=[(3, KEYS[4], 4)]))
+    assert target.missing() == []
+    target.check(range(5))
+    assert source.wait().finished_sending == [3]
+    target.fetch(DirectSource("request", 0), range(5))
+    assert target.missing() == [4]
+
+
+def test_the_last_block_of_an_expired_request_is_withdrawn(sides: tuple[Side, Side]) -> None:
+    source, target = sides
+    source.command(DirectCommands(held=[("request", 3)], last_blocks=[(3, KEYS[4], 4)]))
+    source.command(DirectCommands(expired=[3]))
+    target.fetch(DirectSource("request", 0), range(4, 5))
+    assert target.missing() == [4]
+
+
 def test_blocks_of_an_exited_core_are_missing_at_once(sides: tuple[Side, Side]) -> None:
     """The next core of the source does not know the request, so no end of it is ever reported."""
     source, target = sides
