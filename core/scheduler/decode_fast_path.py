@@ -72,15 +72,16 @@ class DecodeFastPath:
         )
 
     def start(self, output: SchedulerOutput, in_flight: StepInFlight) -> None:
-        """Record a planned step. If it is a pure decode step, it may be repeated until `stop`."""
-        batch = in_flight.batch
+        """Record a planned step. If all of its requests decode in the next step, that may repeat it until `stop`."""
+        batch, running = in_flight.batch, self._lifecycle.running
         if (
-            output.slots is not None
-            or output.chunks
-            or in_flight.sampling is not batch
-            or in_flight.has_prefill
+            in_flight.sampling is not batch
+            or in_flight.num_drafts is not None
             or in_flight.constrained
-            or self._lifecycle.running.awaiting_masks
+            or running.prefilling
+            or running.awaiting_masks
+            # A prompt may have taken the tokens of a decoding request.
+            or (output.chunks and len(batch) < len(running))
             or not len(batch)
             or self._may_admit()
             or self._lifecycle.poison_isolation.suspects

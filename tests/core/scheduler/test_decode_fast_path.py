@@ -40,6 +40,16 @@ def test_decode_steps_are_planned_only_after_a_change(speculative):
     assert CountingScheduler.num_planned < 10
 
 
+def test_an_arrival_is_the_only_planned_step():
+    harness = RecordedHarness(num_blocks=200)
+    for length in (3, 4, 9, 16):
+        harness.add(length, 70)
+        run_on(harness, 10)
+    CountingScheduler.num_planned = 0
+    replay(harness.dump(), CountingScheduler)
+    assert CountingScheduler.num_planned == 4
+
+
 def test_steps_with_drafts_are_planned():
     harness = RecordedHarness(
         num_blocks=200,
@@ -101,6 +111,7 @@ def test_running_out_of_blocks_preempts():
     segment_bytes=st.sampled_from((3_000, 1 << 30)),
     pauses=st.lists(st.integers(1, 25), max_size=6),
     max_num_seqs=st.sampled_from((2, 8)),
+    max_num_batched_tokens=st.sampled_from((3, 8, 64)),
     policy=st.sampled_from(SchedulingPolicy),
 )
 def test_the_fast_path_makes_the_decisions_of_planning(
@@ -113,6 +124,7 @@ def test_the_fast_path_makes_the_decisions_of_planning(
     segment_bytes,
     pauses,
     max_num_seqs,
+    max_num_batched_tokens,
     policy,
 ):
     harness = RecordedHarness(
@@ -122,6 +134,7 @@ def test_the_fast_path_makes_the_decisions_of_planning(
         vocab_size=64,
         max_in_flight=depth,
         max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
         policy=policy,
         priority_preemption=True,
         segment_bytes=segment_bytes,
