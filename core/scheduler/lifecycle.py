@@ -6,12 +6,11 @@ All slots and blocks are given up in one place, `RequestLifecycle._vacate`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from struct import pack
 from typing import Final, Protocol, TypeAlias
 
 import numpy as np
 
-from ...protocol.arrays import int32_bytes
+from ...protocol.arrays import int32_bytes, pack_int32
 from ...protocol.messages import (
     EngineCoreRequest,
     EventKind,
@@ -286,7 +285,7 @@ class RequestLifecycle:
                 token_ids=tokens,
                 num_prompt_tokens=request.num_prompt_tokens,
                 num_computed_tokens=cached,
-                block_ids=tuple([pack(f"{len(table)}i", *table) for table in claim.tables]),
+                block_ids=tuple(map(pack_int32, claim.tables)),
                 sampling_params=request.params,
                 eos_token_ids=request.eos_token_ids,
                 lora_number=-1 if request.lora is None else self.loras.use(request.lora),

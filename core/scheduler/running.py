@@ -159,7 +159,9 @@ class RunningScheduler:
         if self._micro_batches is not None:
             wanted = self._micro_batches.limit_decodes(slots, wanted, self._is_prefilling(slots))
         is_prefill = self._is_prefilling(slots) if prefilling else None
-        num_decodes = int((wanted if is_prefill is None else wanted[~is_prefill]).sum())
+        num_decodes = num_tokens = int(
+            (wanted if is_prefill is None else wanted[~is_prefill]).sum()
+        )
         most = self._limit_prompts(num_decodes)
         num_left = min(most, self._max_num_batched_tokens - num_decodes)
         share = limits.share(num_left, len(prefilling), self._count_joining())
@@ -168,7 +170,8 @@ class RunningScheduler:
             of_prompts = np.where(is_prefill, wanted, 0)
             if of_prompts.sum() > most:
                 wanted = np.where(is_prefill, _cut_to(of_prompts, most), wanted)
-        if wanted.sum() > self._max_num_batched_tokens:
+            num_tokens = int(wanted.sum())
+        if num_tokens > self._max_num_batched_tokens:
             wanted = _cut_to(wanted, self._max_num_batched_tokens)
         return wanted, share, most
 

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 import msgspec
 import numpy as np
 
-from ...protocol.arrays import Int32Array, Int64Array, int32_view
+from ...protocol.arrays import Int32Array, Int64Array, are_all, int32_view
 from ...protocol.errors import EngineError, counted
 from ...protocol.messages import (
     EngineCoreOutputs,
@@ -28,6 +28,7 @@ from ...protocol.worker_messages import (
 from ..state.batch import Batch, ScheduledRow, StepInFlight
 from ..state.diffusion_blocks import BlockPasses
 from ..state.request import Request
+from ..state.slots import as_array
 from .features.poison_isolation import CrashSuspects
 from .features.speculative import Drafts
 from .features.verification import (
@@ -168,14 +169,12 @@ class StepResults:
         counts = num_verified = None
         if verified is not None:
             counts, num_verified = verified
-        alive_positions = np.arange(len(sampling))
         late: list[LateRow] = []
         if self._lifecycle.in_flight.preempted:
             late = self._find_late(step, token_ids, counts)
         if sampling.num_vacated != self._slots.num_vacated:
             alive = sampling.is_alive(self._slots)
-            alive_positions = alive.nonzero()[0]
-            if not alive.all():
+            if not are_all(alive):
                 sampling = sampling.select(alive)
                 if counts is None or num_drafts is None or num_verified is None:
                     token_ids = token_ids[alive]
@@ -184,11 +183,10 @@ class StepResults:
                     counts, num_drafts = counts[alive], num_drafts[alive]
                     num_verified = num_verified[alive]
         cut: dict[int, int] = {}
-        if isinstance(self._passes, BlockPasses) and counts is not None:
+        if counts is not None and isinstance(self._passes, BlockPasses):
             self._passes.apply_counts(sampling.slots, counts)
             got = counts > 0
             sampling, counts = sampling.select(got), counts[got]
-            alive_positions = alive_positions[got]
             sampled = cut_after_stops(self._running, sampling, token_ids, counts)
             token_ids, counts, cut = cut_at_limits(self._running, sampling, sampled)
             requests = {*map(self._running.__getitem__, sampling.slots.tolist())}
@@ -223,8 +221,7 @@ class StepResults:
             if not len(token_ids):
                 self._lifecycle.step_tokens.append(0)
             self._lifecycle.step_tokens[-1] += num_late
-            positions = [*map(int, alive_positions), *(row.position for row in late)]
-            rows = step.sampling.select(np.array(positions, np.intp))
+            rows = sampling.join(step.sampling.select(as_array([row.position for row in late])))
             frame += b"".join(row.token_ids for row in late)
             if rows_counts is not None:
                 late_counts = [len(row.token_ids) // 4 for row in late]

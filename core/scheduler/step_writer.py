@@ -5,13 +5,13 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from ...protocol.arrays import BoolArray, Int32Array, Int64Array, int32_bytes, int32_pairs
+from ...protocol.arrays import BoolArray, Int32Array, Int64Array, are_all, int32_bytes, int32_pairs
 from ...protocol.messages import SchedulerStats
 from ...protocol.worker_messages import SchedulerOutput
 from ..kv_cache.manager import KVCacheManager
 from ..state.batch import Batch, ScheduledRow, StepInFlight
 from ..state.running_requests import RunningRequests
-from ..state.slots import SlotArray
+from ..state.slots import SlotArray, as_array
 from .admission import Admissions
 from .features.speculative import Drafts
 from .running import RunningPlan
@@ -57,25 +57,25 @@ class StepWriter:
         """Return message number `step` to the workers, and the record that is kept until its output arrives."""
         slots, granted = plan.slots, plan.granted
         num_drafts = plan.num_drafts(samples) if self._drafts is not None else None
-        if not granted.all():
+        if not are_all(granted):
             positions = granted.nonzero()[0]
             slots, granted, samples = slots[positions], granted[positions], samples[positions]
             if num_drafts is not None:
                 num_drafts = num_drafts[positions]
         if admitted.requests:
-            new_slots = np.array([request.slot for request in admitted.requests], np.intp)
+            new_slots = as_array([request.slot for request in admitted.requests])
             slots = np.concatenate((slots, new_slots))
-            granted = np.concatenate((granted, np.array(admitted.granted, np.int64)))
+            granted = np.concatenate((granted, as_array(admitted.granted)))
             samples = np.concatenate((samples, np.array(admitted.samples, np.bool_)))
             if num_drafts is not None:
                 num_drafts = np.concatenate((num_drafts, np.zeros(len(new_slots), np.int64)))
         last = self._last_batch
-        is_same = np.array_equal(slots, last.slots)
+        is_same = slots.tobytes() == last.slots.tobytes()
         if not is_same or last.num_vacated != self._slots.num_vacated:
             self._last_batch = Batch(slots.copy(), self._slots)
             self._num_common_blocks = self._manager.tables.count_common_blocks(slots)
         batch = self._last_batch
-        sampling = batch if samples.all() else batch.select(samples)
+        sampling = batch if are_all(samples) else batch.select(samples)
         drafts = draft_token_ids = draft_limits = b""
         if num_drafts is not None and self._drafts is not None:
             drafted = num_drafts.nonzero()[0]

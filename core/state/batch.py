@@ -6,8 +6,9 @@ from functools import cached_property
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
-from ...protocol.arrays import BoolArray, Int32Array, Int64Array, int32_bytes
+from ...protocol.arrays import BoolArray, Int32Array, Int64Array, are_all, int32_bytes
 from .request import Request, RequestStatus
 from .slots import SlotArray, Slots
 
@@ -56,6 +57,16 @@ class Batch:
         rows._request_index = self._request_index[positions]
         return rows
 
+    def join(self, other: Batch) -> Batch:
+        """Return a batch of these rows followed by those of another batch."""
+        rows = object.__new__(Batch)
+        rows.slots = np.concatenate((self.slots, other.slots))
+        rows.num_vacated = self.num_vacated
+        rows._generations = np.concatenate((self._generations, other._generations))
+        rows._client_index = np.concatenate((self._client_index, other._client_index))
+        rows._request_index = np.concatenate((self._request_index, other._request_index))
+        return rows
+
     def get_live_requests(self, state: Slots) -> dict[int, Request]:
         """Return, by slot, the requests that still have the slot they were scheduled in."""
         slots = self.slots[self.is_alive(state)].tolist()
@@ -73,7 +84,7 @@ class Batch:
         clients = self._client_index
         if len(clients) == 0:
             return []
-        if (clients == clients[0]).all():
+        if are_all(clients == clients[0]):
             return [ClientRows(int(clients[0]), slice(None), self._request_index.tobytes())]
         rows = []
         for client_index in sorted(set(clients.tolist())):

@@ -86,7 +86,11 @@ class RunningRequests:
         is_prefilled = num_computed == ends
         num_computed = self.passes.count_certain(num_computed, num_computed, ends)
         slots = self.slots.allocate_slots(
-            requests, num_computed, num_tokens + is_prefilled, as_array(max_output_tokens)
+            requests,
+            num_computed,
+            num_tokens + is_prefilled,
+            num_prompt_tokens,
+            as_array(max_output_tokens),
         )
         first, self._num_ordered = self._num_ordered, self._num_ordered + len(slots)
         self._order[first : self._num_ordered] = slots

@@ -8,7 +8,6 @@ plus the second is in flight.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from struct import pack
 from typing import Final, TypeAlias
@@ -31,8 +30,14 @@ _MAX_DEFERRED: Final = 64
 """Maximum number of steps whose output tokens are collected before they are appended."""
 
 
+_FEW_VALUES: Final = 16
+"""Number of values up to which `np.array` is faster than packing them."""
+
+
 def as_array(values: Sequence[int]) -> Int64Array:
-    """Return an int64 array. Faster than `np.array`, which inspects the type of every item."""
+    """Return an int64 array. `np.array` alone would inspect the type of every item."""
+    if len(values) <= _FEW_VALUES:
+        return np.array(values, np.int64)
     return np.frombuffer(pack(f"{len(values)}q", *values), np.int64)
 
 
@@ -69,6 +74,8 @@ class Slots:
         )
         self._num_stopped_by: Int32Array = np.zeros(vocab_size, np.int32)
         self._stops: set[int] = set()
+        self._num_with_stops: dict[tuple[int, ...], int] = {}
+        """Number of running requests by their stop tokens, which most of them have in common."""
         self._free = list(range(max_num_seqs - 1, -1, -1))
 
     @property
@@ -125,6 +132,7 @@ class Slots:
         requests: Sequence[Request],
         num_computed_tokens: Int64Array,
         num_expected_tokens: Int64Array,
+        num_prompt_tokens: Int64Array,
         max_output_tokens: Int64Array,
     ) -> SlotArray:
         """Give each request a slot. `max_output_tokens` includes the output tokens that it already has."""
@@ -138,7 +146,6 @@ class Slots:
         self.request_index[slots] = as_array([request.request_index for request in requests])
         self._num_computed_tokens[slots] = num_computed_tokens
         self._num_expected_tokens[slots] = num_expected_tokens
-        num_prompt_tokens = as_array([request.num_prompt_tokens for request in requests])
         self.max_computed_tokens[slots] = num_prompt_tokens + max_output_tokens - 1
         self._num_output_tokens[slots] = 0
         self.max_output_tokens[slots] = max_output_tokens
@@ -178,15 +185,24 @@ class Slots:
         request.output_token_ids = b""
 
     def _count_stops(self, requests: Sequence[Request], change: int) -> None:
-        # Most requests have the same stop tokens.
-        alike = Counter([request.stop_token_ids for request in requests])
-        for stop_token_ids, count in alike.items():
-            for token_id in stop_token_ids:
-                self._num_stopped_by[token_id] += change * count
-                if self._num_stopped_by[token_id]:
-                    self._stops.add(token_id)
-                else:
-                    self._stops.remove(token_id)
+        counts = self._num_with_stops
+        for request in requests:
+            stop_token_ids = request.stop_token_ids
+            before = counts.get(stop_token_ids, 0)
+            counts[stop_token_ids] = before + change
+            if not before or not before + change:
+                self._change_stops(stop_token_ids, change)
+
+    def _change_stops(self, stop_token_ids: tuple[int, ...], change: int) -> None:
+        """Apply that the first request with these stop tokens gets a slot, or that the last one leaves."""
+        if change < 0:
+            del self._num_with_stops[stop_token_ids]
+        for token_id in stop_token_ids:
+            self._num_stopped_by[token_id] += change
+            if self._num_stopped_by[token_id]:
+                self._stops.add(token_id)
+            else:
+                self._stops.remove(token_id)
 
     def limit_output(self, slot: int, max_output_tokens: int) -> None:
         """Change the maximum number of output tokens of a slot. It has fewer."""
