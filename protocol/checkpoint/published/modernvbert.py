@@ -1,4 +1,4 @@
-"""Read the config of a ModernVBERT with a classification head, whose classes are not in its text section."""
+"""Read the configs of ModernVBERT and UltraVBERT, whose classes are not in their text sections."""
 
 from __future__ import annotations
 
@@ -15,4 +15,11 @@ def modernvbert(fields: ConfigFields, architecture: str) -> dict[str, Any]:
     own = {name: fields.get(name) for name in _FIELDS}
     return {
         "text_config": {**text, **own, "classifier_pooling": own["classifier_pooling"] or "cls"}
+    }
+
+
+def ultravbert(fields: ConfigFields, architecture: str) -> dict[str, Any]:
+    """Return the same fields of an UltraVBERT, which is served without its tower."""
+    return modernvbert(fields, architecture) | {
+        "image_parts": ["model.vision_model", "model.connector", "vision_model", "connector"]
     }

@@ -15,7 +15,7 @@ from .janus import multi_modality
 from .kosmos2 import kosmos2
 from .llava import llava, phi4
 from .meralion import meralion2
-from .modernvbert import modernvbert
+from .modernvbert import modernvbert, ultravbert
 from .molmo import molmo
 from .moondream import moondream
 from .nemotron_parse import nemotron_parse
@@ -60,6 +60,10 @@ _READERS: Final[dict[str, Callable[[ConfigFields, str], dict[str, Any]]]] = {
     "OpsColQwen3Model": colqwen3,
     "Phi4ForCausalLMV": phi4,
     "Qwen3VLNemotronEmbedModel": colqwen3,
+    "UltraVBertForMaskedLM": ultravbert,
+    "UltraVBertForSequenceClassification": ultravbert,
+    "UltraVBertForTokenClassification": ultravbert,
+    "UltraVBertModel": ultravbert,
     "UnlimitedOCRForCausalLM": unlimited_ocr,
     "UnlimitedOcrForConditionalGeneration": unlimited_ocr,
     "VisionEncoderDecoderModel": image_encoder_decoder,

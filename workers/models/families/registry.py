@@ -101,8 +101,14 @@ _WITHOUT_CLASS = {"exaone", "internlm3", "iquestcoder", "sarvam_mla", "sarvam_mo
 """Model types that transformers computes with the class of another family, which it saves as the architecture."""
 
 _CLASSES_OF_TEXT = {
-    f"ModernVBert{suffix}": f"ModernBert{suffix}"
-    for suffix in (CLASSIFIER_SUFFIX, TOKEN_CLASSIFIER_SUFFIX)
+    **{
+        f"ModernVBert{suffix}": f"ModernBert{suffix}"
+        for suffix in (CLASSIFIER_SUFFIX, TOKEN_CLASSIFIER_SUFFIX)
+    },
+    **{
+        f"UltraVBert{suffix}": f"Ultrabert{suffix}"
+        for suffix in (CLASSIFIER_SUFFIX, TOKEN_CLASSIFIER_SUFFIX, "ForMaskedLM", "Model")
+    },
 }
 """Architectures of models that read images, and those of their text encoders, which have the same head."""
 

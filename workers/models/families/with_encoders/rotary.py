@@ -371,7 +371,7 @@ def _ultrabert(fields: ConfigFields) -> ModelSpec:
         layers=windowed_layers(
             fields.with_values({"sliding_window": window}), lambda i: (i + 1) % 3 > 0, local, full
         ),
-        tensor_names=((r"^(head|classifier)\..*", ""),),
+        tensor_names=((r"^(head|projection_head|classifier)\..*", ""),),
     )
 
 
