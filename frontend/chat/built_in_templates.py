@@ -37,7 +37,7 @@ _SHORT: Final = {
         "{{ bos_token }}" + _CONTENTS,
     ),
     "git": _CAPTIONS.strip(),
-    **dict.fromkeys(("nougat", "trocr"), _IMAGES.strip()),
+    **dict.fromkeys(("nougat", "pp_formulanet", "trocr"), _IMAGES.strip()),
 }
 """Model type -> the template."""
 

@@ -170,7 +170,7 @@ def page(source: ProcessorSource, vision: GridVisionSpec) -> PageProcessor:
     )
 
 
-def filled_page(source: ProcessorSource, vision: SwinSpec) -> PageProcessor:
+def filled_page(source: ProcessorSource, vision: SwinSpec | SamVisionSpec) -> PageProcessor:
     """Return the processor of Donut, in whose older files the size is a list with the width first."""
     fields = source.fields
     fields.require_all(
@@ -192,13 +192,20 @@ def filled_page(source: ProcessorSource, vision: SwinSpec) -> PageProcessor:
     )
 
 
-def cropped_page(source: ProcessorSource, vision: SwinSpec) -> PageProcessor:
+def cropped_page(source: ProcessorSource, vision: SwinSpec | SamVisionSpec) -> PageProcessor:
     """Return the processor of Nougat, which removes the margins of a page."""
     crops = source.fields.boolean("do_crop_margin", True)
     own = source.with_values({"do_crop_margin": None})
     statistics = {f"image_{name}": [*values] for name, values in IMAGENET_VALUES.items()}
     page = filled_page(own.with_defaults(**statistics), vision)
     return replace(page, crops_margins=crops, shrink_resample=BICUBIC)
+
+
+def formula(source: ProcessorSource, vision: SamVisionSpec) -> PageProcessor:
+    """Return the processor of PP-FormulaNet, which is that of Nougat with other values."""
+    side = vision.image_size
+    defaults = {"image_mean": [0.7931] * 3, "image_std": [0.1738] * 3, "size": [side, side]}
+    return cropped_page(source.with_defaults(**defaults), vision)
 
 
 def read_square(source: ProcessorSource, vision: VisionSpec) -> SquareProcessor:

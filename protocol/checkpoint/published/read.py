@@ -29,7 +29,7 @@ from .renamed import (
     llama_nemotron_vl,
     openpangu_vl,
 )
-from .trocr import image_encoder_decoder
+from .trocr import formula_net, image_encoder_decoder
 
 _READERS: Final[dict[str, Callable[[ConfigFields, str], dict[str, Any]]]] = {
     "Alpamayo2Super": alpamayo2,
@@ -58,6 +58,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, str], dict[str, Any]]]] = {
     "OpenPanguVLForConditionalGeneration": openpangu_vl,
     "OpenVLAForActionPrediction": openvla,
     "OpsColQwen3Model": colqwen3,
+    "PPFormulaNetForConditionalGeneration": formula_net,
     "Phi4ForCausalLMV": phi4,
     "Qwen3VLNemotronEmbedModel": colqwen3,
     "UltraVBertForMaskedLM": ultravbert,

@@ -1,4 +1,4 @@
-"""Read the configs of TrOCR, Donut and Nougat, an encoder of images and a decoder that have a section each."""
+"""Read the configs of TrOCR, Donut, Nougat and PP-FormulaNet: sections of an encoder of images and of a decoder."""
 
 from __future__ import annotations
 
@@ -30,6 +30,35 @@ def _donut(fields: ConfigFields, encoder: ConfigFields, decoder: ConfigFields) -
         start = decoder.get("decoder_start_token_id", decoder.get("bos_token_id", 0))
     return {
         "architectures": [f"{family}ForConditionalGeneration"],
+        "tie_word_embeddings": decoder.boolean("tie_word_embeddings", True),
+        "image_parts": ["encoder"],
+        **_page_reader(kind, encoder, decoder, start),
+    }
+
+
+def formula_net(fields: ConfigFields, architecture: str) -> dict[str, Any]:
+    """Return the fields of a PP-FormulaNet (arXiv 2503.18382), whose decoder is an mBART's as well."""
+    encoder, decoder = (
+        fields.section_or_empty("vision_config"),
+        fields.section_or_empty("text_config"),
+    )
+    decoder = decoder.with_defaults(d_model=512, decoder_layers=8, decoder_ffn_dim=2048)
+    decoder = decoder.with_defaults(vocab_size=50_000, max_position_embeddings=2560)
+    decoder = decoder.with_defaults(scale_embedding=True)
+    start = decoder.get("decoder_start_token_id", 2)
+    return {
+        "architectures": [architecture],
+        "tie_word_embeddings": False,
+        "image_parts": ["model.encoder"],
+        **_page_reader("pp_formulanet", encoder, decoder, start),
+    }
+
+
+def _page_reader(
+    kind: str, encoder: ConfigFields, decoder: ConfigFields, start: object
+) -> dict[str, Any]:
+    """Return the fields of a model whose decoder is an mBART's and reads a page."""
+    return {
         "model_type": kind,
         "text_config": {
             **decoder.config,
@@ -39,13 +68,11 @@ def _donut(fields: ConfigFields, encoder: ConfigFields, decoder: ConfigFields) -
             "num_attention_heads": decoder.integer("decoder_attention_heads", 16),
             "intermediate_size": decoder.integer("decoder_ffn_dim", 4096),
         },
-        "tie_word_embeddings": decoder.boolean("tie_word_embeddings", True),
         "vision_config": dict(encoder.config),
         "eos_token_id": decoder.get("eos_token_id", 2),
         # The token of the task, at which a prompt begins, also represents the page, which cross attention reads.
         "image_token_id": start,
         "image_mark": "<image>",
-        "image_parts": ["encoder"],
     }
 
 

@@ -61,9 +61,13 @@ class SamVisionSpec(TowerSpec, frozen=True):
 
     Attributes:
         sam: The image encoder.
+        projection_size: The number of outputs of a second matrix; 0 for none.
+        is_read: True if cross attention reads the embeddings, which then replace no tokens (PP-FormulaNet).
     """
 
     sam: SamSpec
+    projection_size: int = 0
+    is_read: bool = False
 
     @property
     def image_size(self) -> int:
@@ -71,14 +75,29 @@ class SamVisionSpec(TowerSpec, frozen=True):
         return self.sam.image_size
 
     @property
+    def height(self) -> int:
+        """The number of rows of pixels of a page."""
+        return self.sam.image_size
+
+    @property
+    def width(self) -> int:
+        """The number of columns of pixels of a page."""
+        return self.sam.image_size
+
+    @property
     def output_size(self) -> int:
         """The number of elements of an embedding."""
-        return self.sam.output_size
+        return self.projection_size or self.sam.output_size
 
     @property
     def num_outputs(self) -> int:
         """The number of embeddings of an image."""
         return (self.sam.image_size // self.sam.unit) ** 2
+
+    @property
+    def num_page_outputs(self) -> int:
+        """The number of embeddings of an image that cross attention reads; 0 for other images."""
+        return self.num_outputs if self.is_read else 0
 
 
 def got_ocr2(fields: ConfigFields, vision: ConfigFields, output_size: int) -> SamVisionSpec:
@@ -87,6 +106,18 @@ def got_ocr2(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Sa
     if sam.image_size % sam.unit:
         raise vision.wrong("image_size", f"a multiple of {sam.unit}", sam.image_size)
     return SamVisionSpec(sam)
+
+
+def formula_net(fields: ConfigFields, vision: ConfigFields, output_size: int) -> SamVisionSpec:
+    """Return the tower of PP-FormulaNet, whose two matrices are those of GOT-OCR 2 and one more."""
+    vision.require("decoder_hidden_size", output_size, ", the decoder's d_model", default=512)
+    middle = vision.integer("post_conv_mid_channels", 512)
+    tower = vision.with_defaults(image_size=512, mlp_dim=3072)
+    sam = sam_encoder(tower, middle, vision.integer("post_conv_out_channels", 1024))
+    vision.require("post_conv_in_channels", sam.neck_size, ", output_channels", default=256)
+    if sam.image_size % sam.unit:
+        raise vision.wrong("image_size", f"a multiple of {sam.unit}", sam.image_size)
+    return SamVisionSpec(sam, output_size, is_read=True)
 
 
 def deepseek_vl2(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:

@@ -24,6 +24,7 @@ class PatchVisionSpec(msgspec.Struct, frozen=True):
         num_positions: The maximum number of squares in each direction.
         has_axes: Always False, because the decoder's positions have one coordinate.
         added_after: Always empty, because outputs have one part.
+        num_page_outputs: Always 0, because no cross attention reads images.
     """
 
     side_factor: int
@@ -35,6 +36,7 @@ class PatchVisionSpec(msgspec.Struct, frozen=True):
     tensor_names: tuple[tuple[str, str], ...]
     has_axes: ClassVar[bool] = False
     added_after: ClassVar[tuple[int, ...]] = ()
+    num_page_outputs: ClassVar[int] = 0
 
     @property
     def num_outputs(self) -> int:

@@ -20,6 +20,7 @@ from .deepseek import (
     deepseek_ocr,
     deepseek_ocr2,
     deepseek_vl2,
+    formula_net,
     got_ocr2,
 )
 from .gemma import PatchVisionSpec, gemma3, gemma4, gemma4_unified, paligemma
@@ -255,6 +256,7 @@ READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionSp
     "phi4_multimodal": phi4_multimodal,
     "phi4mm": phi4_multimodal,
     "pp_chart2table": got_ocr2,
+    "pp_formulanet": formula_net,
     "qianfan_ocr": qianfan_ocr,
     "qwen2_vl": qwen2_vl,
     "qwen2_5_omni_thinker": qwen2_5_omni,

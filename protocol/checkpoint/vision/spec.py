@@ -23,6 +23,11 @@ class TowerSpec(msgspec.Struct, frozen=True):
     added_after: ClassVar[tuple[int, ...]] = ()
     """The decoder's layers, from 0, after which other parts of an output are added."""
 
+    @property
+    def num_page_outputs(self) -> int:
+        """The number of embeddings of an image that cross attention reads; 0 for other images."""
+        return 0
+
 
 class SamSpec(msgspec.Struct, frozen=True):
     """SAM's image encoder (arXiv 2304.02643), and two convolutions with a stride that reduce its outputs.

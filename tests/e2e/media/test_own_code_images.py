@@ -46,7 +46,7 @@ from support.own_code.known_towers.keye import KeyeModel, keye
 from support.own_code.known_towers.kosmos2 import kosmos2
 from support.own_code.known_towers.ling3_vl import ling3_vl
 from support.own_code.known_towers.openpangu_vl import openpangu_vl
-from support.own_code.known_towers.vision_decoders import donut, trocr
+from support.own_code.known_towers.vision_decoders import donut, formula_net, trocr
 from support.own_code.model import CrossModel, OwnCodeModel
 from support.own_code.own_towers.blip import blip
 from support.own_code.own_towers.dots_ocr import dots_ocr
@@ -119,6 +119,7 @@ MODELS: dict[
         ["<|imgpad|>"],
     ),
     "dots_ocr": (dots_ocr, "<|imgpad|>", "<|imgpad|>", ["<|imgpad|>"]),
+    "formula_net": (formula_net, "</s>", "", ["</s>"]),
     "git": (git, "[PAD]", "", ["[CLS]", "[PAD]"]),
     "glm4v_9b": (glm4v_9b, GLM_MARKS[0], GLM_MARK, GLM_MARKS),
     "idefics2": (partial(grid_model, kind="idefics2"), "<image>", "<image>", IDEFICS2_MARKS),
@@ -202,6 +203,9 @@ WRITERS = {
 }
 """The functions that write mmproj files."""
 
+_CAPTIONS = ("blip", "donut", "formula_net", "git", "nougat", "trocr")
+"""Models that read images alone. Their texts are too short to need another block."""
+
 ONLY_IN_GGUF = {"mobilevlm": (mobilevlm, "<unk>", "<unk>", list[str]())}
 """The same for models whose towers are read from GGUF files only."""
 
@@ -224,15 +228,14 @@ def test_answers_survive_preemption_and_a_killed_worker(tmp_path: Path, kind: st
         "step3p7": "26",
     }
     blocks, length = others.get(kind, "14"), "200"
-    if kind.startswith(("blip", "donut", "git", "moondream", "nemotron_parse", "nougat", "trocr")):
+    if kind in _CAPTIONS or kind.startswith(("moondream", "nemotron_parse")):
         chats, length = CHATS_WITH_ONE_IMAGE, "100"
     model, _ = _write(tmp_path, kind)
     flags = ("--dtype", "float32", "--device", DEVICE, "--served-model-name", "tiny", "-tp", "2")
     memory = ["--max-num-batched-tokens", "40", "--max-num-seqs", "4", "--max-model-len", length]
-    if kind in ("blip", "donut", "git", "nougat", "trocr"):
-        # They read images alone, and their texts are too short to need another block.
+    if kind in _CAPTIONS:
         chats = [each for each in chats if any(isinstance(x, Image.Image) for x in each)]
-    if kind in ("blip", "donut", "git", "kosmos2", "nougat", "trocr"):
+    if kind in (*_CAPTIONS, "kosmos2"):
         memory += ["--inject-preemption", "0.2"]
     with (
         Server(str(tmp_path), *flags, *memory, "--num-gpu-blocks-override", blocks) as server,

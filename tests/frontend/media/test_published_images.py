@@ -24,7 +24,7 @@ from support.checkpoints.tiny import sentencepiece_tokenizer
 from support.media.pictures import random_picture
 from support.own_code.known_towers import eagle2_5
 from support.own_code.known_towers.ling3_vl import ling3_vl
-from support.own_code.known_towers.vision_decoders import donut, trocr
+from support.own_code.known_towers.vision_decoders import donut, formula_net, trocr
 from support.own_code.model import normalized
 from support.own_code.own_towers.blip import blip
 from support.own_code.own_towers.minicpm import minicpmv
@@ -102,7 +102,8 @@ def test_the_image_token_of_ling_may_have_no_texts_around_it(tmp_path):
         (partial(trocr, is_small=True), "DeiT", (5, 90)),
         (blip, "Blip", (70, 40)),
         *(
-            (partial(donut, is_nougat=True), "Nougat", size)
+            (write, "Nougat", size)
+            for write in (partial(donut, is_nougat=True), formula_net)
             for size in ((70, 41), (40, 90), (5, 7), (7, 120), (120, 7))
         ),
         *((donut, "Donut", size) for size in ((70, 41), (40, 90), (5, 7), (31, 30), (3, 2))),

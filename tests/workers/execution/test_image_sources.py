@@ -22,7 +22,7 @@ from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.worker_messages import EncoderWork
 from PIL import Image
 from support.gpu.host_accelerator import HostAccelerator
-from support.own_code.known_towers.vision_decoders import donut, trocr
+from support.own_code.known_towers.vision_decoders import donut, formula_net, trocr
 from support.own_code.own_towers.blip import blip
 from support.own_code.own_towers.nemotron_parse import nemotron_parse
 from support.vision.mllama import IMAGE, IMAGE_ID, NUM_TOKENS, mllama_directory, next_logprobs
@@ -149,6 +149,7 @@ def test_logits_equal_those_of_transformers(saved, backend):
         donut,
         partial(donut, side=14),
         partial(donut, is_nougat=True),
+        formula_net,
     ],
 )
 def test_layers_read_pages_beside_tokens(tmp_path, write, backend):

@@ -8,6 +8,7 @@ from typing import Any
 import transformers
 from support.own_code.model import CrossModel, fill
 from torch import Tensor
+from transformers.modeling_outputs import CausalLMOutput
 
 _SIDE = 24
 
@@ -90,6 +91,51 @@ def donut(
     )
     processor = kind(size=size)
     return _saved(directory, encoder, decoder, processor, image_token)
+
+
+def formula_net(directory: Path, *, vocab_size: int = 96, image_token: int = 2) -> CrossModel:
+    """Write a PP-FormulaNet, whose prompts begin with `image_token`. Pages have 36 rows and columns."""
+    vision = {
+        "image_size": 36,
+        "patch_size": 3,
+        "hidden_size": 32,
+        "mlp_dim": 40,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "output_channels": 12,
+        "window_size": 5,
+        "global_attn_indexes": [1],
+        "post_conv_in_channels": 12,
+        "post_conv_mid_channels": 16,
+        "post_conv_out_channels": 20,
+        "decoder_hidden_size": 32,
+    }
+    text = {
+        "vocab_size": vocab_size,
+        "d_model": 32,
+        "decoder_layers": 2,
+        "decoder_attention_heads": 4,
+        "decoder_ffn_dim": 80,
+        "max_position_embeddings": 256,
+        "pad_token_id": 1,
+        "eos_token_id": image_token,
+        "decoder_start_token_id": image_token,
+    }
+    config = transformers.PPFormulaNetConfig(vision_config=vision, text_config=text)
+    model = transformers.PPFormulaNetForConditionalGeneration(config)
+    fill(model)
+    model.save_pretrained(directory)
+    size = {"height": 36, "width": 36}
+    gray = {"image_mean": [0.7931] * 3, "image_std": [0.1738] * 3}
+    transformers.NougatImageProcessorPil(size=size, **gray).save_pretrained(directory)
+
+    def decode(tokens: Tensor, encoder_hidden_states: Tensor | None, use_cache: bool) -> Any:
+        hidden = model.model.decoder(
+            tokens, encoder_hidden_states=encoder_hidden_states, use_cache=use_cache
+        ).last_hidden_state
+        return CausalLMOutput(logits=model.lm_head(hidden))
+
+    return CrossModel(decode, lambda x: model.model.encoder(x).pooler_output, image_token)
 
 
 def _saved(

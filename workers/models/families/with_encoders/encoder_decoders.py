@@ -17,10 +17,7 @@ from .....protocol.checkpoint.pooling.classification import (
 )
 from .....protocol.checkpoint.source_text import source_vocab_size
 from .....protocol.checkpoint.speech import max_source_positions
-from .....protocol.checkpoint.vision.convolutional.swin import SwinSpec
-from .....protocol.checkpoint.vision.grid import GridVisionSpec
 from .....protocol.checkpoint.vision.read import AnyVisionSpec
-from .....protocol.checkpoint.vision.spec import VisionSpec
 from ....layers.spec import ModelSpec, SourceSpec
 from ....layers.specs.norm_names import NormNames
 from ....layers.specs.positions import Sinusoids
@@ -126,7 +123,7 @@ def with_images(spec: ModelSpec, tower: AnyVisionSpec) -> ModelSpec:
     return replace(spec, source=replace(spec.source, encoder=encoder))
 
 
-def with_pages(spec: ModelSpec, tower: GridVisionSpec | VisionSpec | SwinSpec) -> ModelSpec:
+def with_pages(spec: ModelSpec, tower: AnyVisionSpec) -> ModelSpec:
     """Return the spec of a decoder whose layers read a page or an image that a tower encodes."""
     source = SourceSpec(
         None,

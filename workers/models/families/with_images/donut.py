@@ -1,4 +1,4 @@
-"""Donut (arXiv 2111.15664) and Nougat, whose decoder reads a page by cross attention: an mBART's."""
+"""Donut (arXiv 2111.15664), Nougat and PP-FormulaNet, whose decoder reads a page by cross attention: an mBART's."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from ..with_encoders.encoder_decoders import BART_LAYER_NAMES, bart_spec
 _NAMES = (
     (r"^decoder\.lm_head\.", "lm_head."),
     (r"^decoder\.model\.decoder\.", ""),
+    # The names of PP-FormulaNet.
+    (r"^model\.decoder\.", ""),
     *BART_LAYER_NAMES,
 )
 
@@ -32,4 +34,5 @@ def _donut(fields: ConfigFields) -> ModelSpec:
 FAMILIES = (
     Family("DonutForConditionalGeneration", "donut", _donut),
     Family("NougatForConditionalGeneration", "nougat", _donut),
+    Family("PPFormulaNetForConditionalGeneration", "pp_formulanet", _donut),
 )

@@ -5,11 +5,9 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from .....protocol.checkpoint.config_fields import ConfigFields
-from .....protocol.checkpoint.vision.convolutional.swin import SwinSpec
 from .....protocol.checkpoint.vision.grid import GridVisionSpec
 from .....protocol.checkpoint.vision.llama import TilesVisionSpec
 from .....protocol.checkpoint.vision.read import vision_spec
-from .....protocol.checkpoint.vision.spec import VisionSpec
 from ....layers.spec import ModelSpec
 from ..common import without_axes
 from ..with_encoders import encoder_decoders
@@ -30,7 +28,7 @@ def with_vision(spec: ModelSpec, whole: ConfigFields) -> ModelSpec:
         raise whole.error("mrope_section is missing, which images need")
     if isinstance(encoder, TilesVisionSpec):
         spec = mllama.with_images(spec, encoder)
-    if isinstance(encoder, GridVisionSpec | VisionSpec | SwinSpec) and encoder.num_page_outputs:
+    if encoder.num_page_outputs:
         spec = encoder_decoders.with_pages(spec, encoder)
     if isinstance(encoder, GridVisionSpec) and encoder.expert_tokens:
         spec = ernie.with_images(spec, encoder.expert_tokens)
