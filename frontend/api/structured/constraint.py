@@ -135,6 +135,12 @@ def _from_response_format(response_format: dict[str, Any]) -> StructuredOutput |
         return StructuredOutput(GrammarKind.JSON_OBJECT)
     if kind == "json_schema":
         named = response_format.get("json_schema")
+        if named is None and "schema" in response_format:
+            # The form of SGLang's and llama.cpp's clients.
+            is_strict = response_format.get("strict") is True
+            return json_schema(
+                response_format["schema"], "response_format.schema", is_strict=is_strict
+            )
         if not isinstance(named, dict):
             raise wrong("response_format.json_schema", "an object", named)
         if "schema" not in named:

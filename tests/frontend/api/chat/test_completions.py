@@ -438,11 +438,15 @@ LENIENT = '"x-guidance":{"lenient":true}}'
         ({"structured_outputs": {"grammar": 'start: "x"'}}, "grammar", 'start: "x"'),
         *(
             (
-                {"response_format": {"type": "json_object", name: {"type": "array"}}},
+                {"response_format": {"type": kind, name: {"type": "array"}}},
                 "json_schema",
                 '{"type":"array",' + LENIENT,
             )
-            for name in ("schema", "value")
+            for kind, name in (
+                ("json_object", "schema"),
+                ("json_object", "value"),
+                ("json_schema", "schema"),
+            )
         ),
         ({"response_format": {"type": "json_object", "schema": {}}}, "json_object", ""),
         ({"regex": "a+"}, "regex", "a+"),
