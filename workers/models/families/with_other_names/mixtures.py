@@ -72,12 +72,6 @@ _JETMOE_NAMES = (
     (r"\.mlp\.bias$", ".mlp.experts.bias"),
 )
 
-_STEP3_NAMES = (
-    (r"\.moe\.gate\.", ".mlp.gate."),
-    (r"\.moe\.(\d+)\.", r".mlp.experts.\1."),
-    (r"\.share_expert\.", ".mlp.shared_experts."),
-)
-
 
 def _arctic(fields: ConfigFields) -> ModelSpec:
     """Return the spec of a Snowflake Arctic, as in the code that Snowflake published.
@@ -216,28 +210,6 @@ def _jetmoe(fields: ConfigFields) -> ModelSpec:
     spec = base_spec(fields, uniform_layers(fields, read_rope(fields, head_dim(fields))))
     return with_experts(
         spec, experts, num_attention_experts=experts.num_experts, tensor_names=_JETMOE_NAMES
-    )
-
-
-def _step3(fields: ConfigFields) -> ModelSpec:
-    """Return the spec of the text of a Step 3, whose queries have a low rank (arXiv 2507.19427)."""
-    fields = fields.with_values({"num_key_value_heads": fields.integer("num_attention_groups", 1)})
-    fields = fields.with_defaults(
-        rms_norm_eps=1e-5,
-        rope_theta=500_000.0,
-        max_position_embeddings=fields.integer("max_position_embedding", 65_536),
-        num_experts=fields.integer("moe_num_experts", 48),
-        num_experts_per_tok=fields.integer("moe_top_k", 3),
-    )
-    experts = read_experts(
-        fields,
-        renormalizes=fields.boolean("norm_expert_weight", False),
-        shared_intermediate_size=fields.integer("share_expert_dim"),
-    )
-    listed = read_layer_numbers(fields, "moe_layers_enum")
-    spec = llama(fields, query_rank=fields.integer("share_q_dim", head_dim(fields)))
-    return with_experts(
-        spec, experts, lambda i: i > 0 if listed is None else i in listed, tensor_names=_STEP3_NAMES
     )
 
 
@@ -493,6 +465,5 @@ FAMILIES = (
     Family("K2HorizonForCausalLM", "k2_horizon", _k2_horizon),
     Family("LongcatFlashNgramForCausalLM", "longcat_flash_ngram", _longcat_ngram),
     Family("PanguProMoEV2ForCausalLM", "PanguProMoE", _pangu_pro),
-    Family("Step3TextForCausalLM", "step3_text", _step3),
     Family("XverseMoeForCausalLM", "xverse", _xverse_moe),
 )

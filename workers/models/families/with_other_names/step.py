@@ -1,4 +1,4 @@
-"""Step 3.5, 3.7 and 5: families with gates of heads, and with sliding windows in some layers."""
+"""Step 3 and its successors, with gates of heads and with sliding windows in some layers."""
 
 from __future__ import annotations
 
@@ -20,6 +20,35 @@ from ..common import (
     with_limits,
 )
 from ..experts import has_listed_experts, read_experts, unused_layers, with_experts
+from ..llama import llama
+
+_STEP3_NAMES = (
+    (r"\.moe\.gate\.", ".mlp.gate."),
+    (r"\.moe\.(\d+)\.", r".mlp.experts.\1."),
+    (r"\.share_expert\.", ".mlp.shared_experts."),
+)
+
+
+def _step3_text(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of the text of a Step 3, whose queries have a low rank (arXiv 2507.19427)."""
+    fields = fields.with_values({"num_key_value_heads": fields.integer("num_attention_groups", 1)})
+    fields = fields.with_defaults(
+        rms_norm_eps=1e-5,
+        rope_theta=500_000.0,
+        max_position_embeddings=fields.integer("max_position_embedding", 65_536),
+        num_experts=fields.integer("moe_num_experts", 48),
+        num_experts_per_tok=fields.integer("moe_top_k", 3),
+    )
+    experts = read_experts(
+        fields,
+        renormalizes=fields.boolean("norm_expert_weight", False),
+        shared_intermediate_size=fields.integer("share_expert_dim"),
+    )
+    listed = read_layer_numbers(fields, "moe_layers_enum")
+    spec = llama(fields, query_rank=fields.integer("share_q_dim", head_dim(fields)))
+    return with_experts(
+        spec, experts, lambda i: i > 0 if listed is None else i in listed, tensor_names=_STEP3_NAMES
+    )
 
 
 def _step3(fields: ConfigFields) -> ModelSpec:
@@ -202,6 +231,7 @@ def _of_layer(fields: ConfigFields, index: int, **others: float) -> ConfigFields
 
 
 FAMILIES = (
+    Family("Step3TextForCausalLM", "step3_text", _step3_text),
     Family("Step3p5ForCausalLM", "step3p5", _step3),
     Family("Step3p7ForConditionalGeneration", "step3p7", _step3),
     Family("Step5ForCausalLM", "step5", _step5),
