@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from support.families.experts import EXPERTS, GROUPS, LATENT
+from support.families.experts import EXPERTS, GROUPS, LATENT, LONG
 
 MAMBA2 = {"mamba_n_heads": 8, "mamba_d_state": 16, "mamba_n_groups": 1}
 NEMOTRON_H = {
@@ -253,6 +253,10 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"],
             # Trained factors are relative to this number.
             "initializer_range": 0.15,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                "full_attention": LONG,
+            },
             "ngpt_alpha_init": 0.4,
         },
     ),

@@ -10,6 +10,7 @@ from ....protocol.checkpoint.config_fields import MAX_LAYERS, ConfigFields
 from ....protocol.checkpoint.pooling.embedding import text_spans
 from ...layers.layer_spec import LayerSpec
 from ...layers.read_rope import read_rope, read_rope_of_layer_type
+from ...layers.rope import RopeSpec
 from ...layers.shared_block import Restart
 from ...layers.spec import ModelSpec
 from ...layers.specs.norm_names import NormNames
@@ -180,7 +181,15 @@ def _dory(fields: ConfigFields) -> ModelSpec:
         read_rope_of_layer_type(fields, kind, size, theta=theta)
         for kind, theta in (("sliding_attention", 1e4), ("full_attention", 1e7))
     )
-    layers = windowed_layers(fields, lambda i: (i + 1) % 4 != 0, local, full)
+    length = fields.integer("max_position_embeddings", 4096)
+    # The norms after the rotation undo its factor on queries and keys.
+    scales: dict[RopeSpec | None, float] = {
+        rope: size**-0.5 * rope.inverse_frequencies(length)[1] ** 2 for rope in (local, full)
+    }
+    layers = [
+        replace(layer, attention_scale=scales[layer.rope])
+        for layer in windowed_layers(fields, lambda i: (i + 1) % 4 != 0, local, full)
+    ]
     end = count - last
     passes: list[tuple[range, Restart | None]] = [(range(first), None)]
     passes += [(range(first, end), Restart(keeps=None if i else 0, adds=0)) for i in range(loops)]
