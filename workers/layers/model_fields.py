@@ -134,6 +134,8 @@ class ModelFields(msgspec.Struct, frozen=True, kw_only=True):
     """The names of norms without weights."""
     input_scaled_norms: tuple[str, ...] = ()
     """The names of norms that multiply by their weights before the division by the root mean square."""
+    final_norm_eps: float | None = None
+    """The epsilon of the final norm; None for that of all norms."""
     output_norm_eps: float | None = None
     """The epsilon of the norms of blocks' outputs; None for that of all norms."""
     norm_gate: NormGateSpec | None = None

@@ -87,6 +87,8 @@ class ModelSpec(ModelFields, frozen=True, kw_only=True):
 
     def hidden_norm_eps(self, name: str) -> float:
         """Return the epsilon of the norm called `name` of hidden states or of a block's output."""
+        if name == "norm" and self.final_norm_eps is not None:
+            return self.final_norm_eps
         count = 2 * len(self.layers) + 1
         if match := re.fullmatch(r"layers\.(\d+)\.(\w+)", name):
             layer = self.layers[int(match[1])]

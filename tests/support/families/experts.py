@@ -49,7 +49,13 @@ WITH_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": 11}),
     "jetmoe": (
         "JetMoe",
-        {"num_local_experts": 5, "kv_channels": 12, "tie_word_embeddings": False},
+        {
+            "num_local_experts": 5,
+            "kv_channels": 12,
+            "tie_word_embeddings": False,
+            # The norms of layers have another one.
+            "rms_norm_eps": 0.01,
+        },
     ),
     "mixtral-one": ("Mixtral", {"num_local_experts": 3, "num_experts_per_tok": 1}),
     "qwen2-moe": (

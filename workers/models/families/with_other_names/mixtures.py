@@ -209,7 +209,13 @@ def _jetmoe(fields: ConfigFields) -> ModelSpec:
     ).with_defaults(head_dim=128, tie_word_embeddings=True, max_position_embeddings=4096)
     spec = base_spec(fields, uniform_layers(fields, read_rope(fields, head_dim(fields))))
     return with_experts(
-        spec, experts, num_attention_experts=experts.num_experts, tensor_names=_JETMOE_NAMES
+        spec,
+        experts,
+        num_attention_experts=experts.num_experts,
+        # Only the final norm has the epsilon of the config.
+        norm_eps=1e-6,
+        final_norm_eps=spec.norm_eps,
+        tensor_names=_JETMOE_NAMES,
     )
 
 
