@@ -62,6 +62,11 @@ class ModelFields(msgspec.Struct, frozen=True, kw_only=True):
     """The number of elements of embeddings that a linear layer makes hidden states of; None for the hidden size."""
     joins_neighbors: bool = False
     """True if that linear layer reads the embeddings of the next, the current and the previous token side by side."""
+    has_narrow_head: bool = False
+    """True if another linear layer makes vectors of that size of hidden states before logits are computed (OPT).
+
+    Neither linear layer then has a bias, and a table of positions has the hidden size.
+    """
     embedding_scale: float = 1.0
     """A factor on embeddings."""
     dropped_token: int | None = None

@@ -34,6 +34,7 @@ _FIRST_OUTPUTS = tuple(f"layers.0.self_attn.{name}.weight" for name in ("o_proj"
 _FIRST_STAGE = (
     *("embed_positions.", "embed_token_types.", "embed_tasks.", "embed_norm."),
     "embed_ngram",
+    "embed_projection.",
     *("embed_scale", "embed_bias", "embed_tokens_per_layer."),
     "per_layer_",
     "altup_projections.",

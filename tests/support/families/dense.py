@@ -276,6 +276,7 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-neox": ("GPTNeoX", {"rotary_pct": 0.5}),
     "gpt-neox-sequential": ("GPTNeoX", {"use_parallel_residual": False, "attention_bias": False}),
     "opt": ("OPT", {"ffn_dim": 56}),
+    "opt-350m": ("OPT", {"ffn_dim": 56, "word_embed_proj_dim": 20, "do_layer_norm_before": False}),
     "biogpt": ("BioGpt", {"layer_norm_eps": 1e-12, "hidden_act": "gelu_python"}),
     "openai-gpt": ("OpenAIGPT", {}),
     "persimmon": ("Persimmon", {}),

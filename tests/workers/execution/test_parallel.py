@@ -270,6 +270,9 @@ def layers_that_share_keys_or_differ(backend: CPUBackend) -> dict[str, Callable[
     models["qwen4"] = ("Qwen4ExpText", "Qwen4Exp", HASHED_NGRAMS)
     heads = {"n_mamba_heads": 2, "num_key_value_heads": 4}
     models["zamba"] = ("Zamba", "Zamba", SHARED_BLOCKS | heads)
+    if backend is CPUBackend.TORCH:
+        narrow = {"word_embed_proj_dim": 40, "ffn_dim": 384, "do_layer_norm_before": False}
+        models["opt-350m"] = ("OPT", "OPT", narrow)
 
     def save_text(directory: Path, config: str, family: str, sizes: dict[str, object]) -> None:
         arguments = (f"{config}Config", f"{family}ForCausalLM", SIZES | sizes)

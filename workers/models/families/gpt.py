@@ -45,6 +45,8 @@ MEGATRON_NAMES = (
 )
 _OPT_NAMES = (
     (r"\.out_proj\.", ".o_proj."),
+    (r"(^|\.)project_in\.", r"\1embed_projection."),
+    (r"(^|\.)project_out\.", r"\1head_projection."),
     (r"\.self_attn_layer_norm\.", ".input_layernorm."),
     (r"(\.\d+)\.final_layer_norm\.", r"\1.post_attention_layernorm."),
     (r"(^|\.)final_layer_norm\.", r"\1norm."),
@@ -63,6 +65,15 @@ _MPT_NAMES = (
     (r"\.attn\.out_proj\.", ".self_attn.o_proj."),
     (r"\.ffn\.", ".mlp."),
 )
+
+
+_NORMS_OF_STREAM = NormNames(
+    attention_input=None,
+    attention_output="input_layernorm",
+    mlp_input=None,
+    mlp_output="post_attention_layernorm",
+)
+"""The names of norms that follow the blocks."""
 
 
 def alibi_slopes(fields: ConfigFields) -> tuple[float, ...]:
@@ -310,17 +321,19 @@ def _opt(fields: ConfigFields) -> ModelSpec:
     fields = fields.with_values({"intermediate_size": size}).with_defaults(
         hidden_act="relu", tie_word_embeddings=True
     )
-    hidden_size = fields.integer("hidden_size")
+    fields.require("layer_norm_elementwise_affine", True)
     # Norms follow the blocks in opt-350m, whose embeddings have another size.
-    fields.require_all(
-        do_layer_norm_before=True,
-        _remove_final_layer_norm=False,
-        layer_norm_elementwise_affine=True,
-        word_embed_proj_dim=hidden_size,
-    )
+    norms_first = fields.boolean("do_layer_norm_before", True)
+    size = fields.integer("word_embed_proj_dim", fields.integer("hidden_size"))
+    is_narrow = size != fields.integer("hidden_size")
     return gpt_spec(
         fields,
         has_biases=fields.boolean("enable_bias", True),
+        embedding_size=size if is_narrow else None,
+        has_narrow_head=is_narrow,
+        norms=NormNames() if norms_first else _NORMS_OF_STREAM,
+        norms_stream=not norms_first,
+        has_final_norm=norms_first and not fields.boolean("_remove_final_layer_norm", False),
         num_positions=fields.integer("max_position_embeddings"),
         position_offset=2,
         tensor_names=_OPT_NAMES,
@@ -426,12 +439,7 @@ def _openai_gpt(fields: ConfigFields) -> ModelSpec:
     ).with_defaults(tie_word_embeddings=True, max_position_embeddings=512)
     return gpt_spec(
         fields,
-        norms=NormNames(
-            attention_input=None,
-            attention_output="input_layernorm",
-            mlp_input=None,
-            mlp_output="post_attention_layernorm",
-        ),
+        norms=_NORMS_OF_STREAM,
         norms_stream=True,
         has_final_norm=False,
         num_positions=fields.integer("max_position_embeddings"),

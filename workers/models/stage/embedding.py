@@ -70,9 +70,10 @@ class TokenEmbedding:
         self._projection: Linear | None = None
         if spec.embedding_size is not None:
             shape = spec.hidden_size, spec.embedding_size * (3 if spec.joins_neighbors else 1)
-            self._projection = source.read_linear("embed_projection", *shape, has_bias=True)
-        width, joins_neighbors = spec.embedding_width, spec.joins_neighbors
-        if not joins_neighbors:
+            has_bias = not spec.has_narrow_head
+            self._projection = source.read_linear("embed_projection", *shape, has_bias=has_bias)
+        width = spec.embedding_width
+        if not (spec.joins_neighbors or spec.has_narrow_head):
             # Everything before the projection has the size of embeddings.
             spec = replace(spec, hidden_size=width, embedding_size=None)
         parallel = source.shard.tensor_parallel
@@ -145,9 +146,8 @@ class TokenEmbedding:
             x_TD = (x_TD + bias_D) * factor_D
         if self._norm is not None and not norms_first:
             x_TD = self._norm(x_TD)
-        if self._projection is None or self._spec.joins_neighbors:
-            return x_TD
-        return self._projection(x_TD)
+        is_projected = self._spec.joins_neighbors or self._spec.has_narrow_head
+        return x_TD if self._projection is None or is_projected else self._projection(x_TD)
 
     def expand(self, x_TD: Tensor) -> Tensor:
         """Return the hidden states that the first layer reads: the embeddings, or the streams made of them."""
@@ -167,7 +167,10 @@ class TokenEmbedding:
 
     def _with_type(self, ids_T: Tensor, positions_T: Tensor) -> Tensor:
         if self._first_type_D is None:
-            return self._embed(ids_T)
+            x_TD = self._embed(ids_T)
+            if self._projection is not None and self._spec.has_narrow_head:
+                x_TD = self._projection(x_TD)
+            return x_TD
         x_TD = self._embed(ids_T % self._spec.vocab_size)
         if self._spec.joins_neighbors:
             assert self._projection is not None

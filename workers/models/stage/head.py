@@ -34,7 +34,8 @@ class OutputHead:
     ) -> None:
         spec, weights = source.spec, source.weights
         parallel = source.shard.tensor_parallel
-        vocabulary, part = (spec.vocab_size, spec.hidden_size), parallel.part(spec.vocab_size)
+        size = spec.embedding_width if spec.has_narrow_head else spec.hidden_size
+        vocabulary, part = (spec.vocab_size, size), parallel.part(spec.vocab_size)
         bias_v = weights.read_head_bias(spec.vocab_size, part) if spec.head_bias else None
         head: Weight
         if embedding_vD is not None:
@@ -47,8 +48,11 @@ class OutputHead:
             never_v = unsampled_bias(spec, part).to(weights.device, weights.dtype)
             bias_v = never_v if bias_v is None else bias_v + never_v
         self._dense: Linear | None = None
+        self._projection: Linear | None = None
+        if spec.has_narrow_head:
+            shape = size, spec.hidden_size
+            self._projection = source.read_linear("head_projection", *shape, has_bias=False)
         if spec.head_dense_bias is not None:
-            size = spec.hidden_size
             self._dense = source.kernels.linear(
                 weights.read_matrix("head_dense.weight", size, size),
                 weights.read("head_dense.bias", size) if spec.head_dense_bias else None,
@@ -63,6 +67,8 @@ class OutputHead:
         """Return the logits, float32 [S, V], with the adapters of these slots; None for the base model."""
         if self._dense is not None:
             hidden_SD = self._norm(self._activate(self._dense(hidden_SD)))
+        if self._projection is not None:
+            hidden_SD = self._projection(hidden_SD)
         change = None
         if self._loras is not None and self._changes is not None and slots_S is not None:
             change = partial(self._changes.apply, adapters=self._loras.of_slots(slots_S))
