@@ -102,6 +102,7 @@ _FRAMING: Final = {
     "embedding_gemma2": Framing.LEADING,
     "gemma4_unified": Framing.SAMPLES,
     "audioflamingo3": Framing.WINDOWS,
+    "dots3_note": Framing.WINDOWS,
     "midashenglm": Framing.DECIBELS,
     "musicflamingo": Framing.WINDOWS,
     "fireredasr2": Framing.KALDI,
@@ -138,6 +139,7 @@ _MAX_WINDOWS: Final = {
 
 _TOKENS: Final = {
     **dict.fromkeys(("fireredasr2", "funasr"), ("<|AUDIO|>",)),
+    "dots3_note": ("<|audio_comp_pad|>",),
     # Its clips have no token in texts.
     "lfm2_audio": LFM2_PLACEHOLDERS,
     "midashenglm": ("<|AUDIO|>",),

@@ -50,10 +50,10 @@ from .audio.waves import WaveEncoders
 from .image_tower import TowerSource
 from .layers import LayersSpec, LayerWeights, Patches
 from .rotary import PatchRotary
-from .weights import Linear, VisionWeights, check_activation, find_activation
+from .weights import Linear, Norm, VisionWeights, check_activation, find_activation
 
 _NORM_EPS = 1e-5
-_GATED_NORM_EPS = 1e-6
+_GATED_NORM_EPS = _RMS_NORM_EPS = 1e-6
 _decoder = msgspec.msgpack.Decoder(AudioPayload)
 
 
@@ -78,7 +78,9 @@ class AudioTower:
         """
         clip, features_CN = self._read(data)
         with torch_threads(self._device, self._num_threads):
-            if isinstance(self._encode, _WhisperTower | WaveEncoders):
+            if isinstance(self._encode, _WhisperTower):
+                outputs_KD = self._encode(features_CN, clip.window, clip.num_outputs)
+            elif isinstance(self._encode, WaveEncoders):
                 outputs_KD = self._encode(features_CN, clip.window)
             elif isinstance(self._encode, causal.CausalEncoder):
                 outputs_KD, _ = self._encode(features_CN, None)
@@ -113,7 +115,9 @@ class AudioTower:
         expected = num_features * clip.num_frames * dtype.itemsize
         after, most = self.spec.frames_after, self.spec.num_frames + self.spec.frames_after
         has_shape = clip.num_mel_bins == self.spec.num_mel_bins
-        if not has_shape or not after < clip.num_frames <= most:
+        # A part of a clip that is shorter than a frame may have none.
+        least = 0 if self.spec.silence == "cut" else after + 1
+        if not has_shape or not least <= clip.num_frames <= most:
             raise EngineError(
                 f"an audio clip has {clip.num_mel_bins} mel bins and {clip.num_frames} frames, but the model "
                 f"needs {self.spec.num_mel_bins} bins and at most {most} frames"
@@ -126,8 +130,10 @@ class AudioTower:
                 f"{self.spec.num_outputs(self.spec.num_frames)}"
             )
         # Copy the features, because torch requires a writable array, and the bytes of the message are read-only.
-        features = torch.frombuffer(bytearray(clip.features), dtype=dtype)
-        return clip, features.view(num_features, -1).to(self._device, self._dtype)
+        features = torch.empty(0, dtype=dtype)
+        if clip.features:
+            features = torch.frombuffer(bytearray(clip.features), dtype=dtype)
+        return clip, features.view(num_features, clip.num_frames).to(self._device, self._dtype)
 
     def warm_up(self) -> None:
         """Encode a window of silence, or some rows of it if clips have no windows."""
@@ -140,7 +146,6 @@ class AudioTower:
 class _WhisperTower:
     def __init__(self, spec: AudioTowerSpec, source: TowerSource) -> None:
         self._spec = spec
-        size = spec.hidden_size
         tensors = source.weights(stem_marker(spec), spec.tensor_names)
         self._stem = make_stem(spec, tensors)
         check_activation(source.checkpoint, spec.activation)
@@ -151,7 +156,7 @@ class _WhisperTower:
                 for index in range(spec.num_layers)
             ),
         )
-        self._norm = tensors.read_layer_norm("audio_tower.layer_norm", size, _NORM_EPS)
+        self._norm = _read_norm(spec, tensors, "audio_tower.layer_norm")
         self._mlps: list[Callable[[Tensor], Tensor]] = []
         if spec.gated_size:
             names = ("audio_adapter", *(f"audio_mergers.{i}" for i in range(len(spec.read_layers))))
@@ -162,13 +167,15 @@ class _WhisperTower:
         if spec.groups is not None:
             self._join = _read_groups(spec.groups, spec.output_size, tensors)
 
-    def __call__(self, features_CN: Tensor, window: int) -> Tensor:
+    def __call__(self, features_CN: Tensor, window: int, num_outputs: int) -> Tensor:
         spec = self._spec
         if spec.silence in ("dropped", "filling"):
             # The last frame is silent, and so are those that follow it up to the end of the window.
             missing = (0, spec.num_frames - features_CN.shape[1])
             features_CN = F.pad(features_CN, missing, mode="replicate")
         x_PD = self._stem(features_CN, window)
+        if spec.silence == "cut":
+            x_PD = F.pad(x_PD, (0, 0, 0, max(0, num_outputs * spec.rows_per_output - len(x_PD))))
         places_P2: Tensor | None = None
         if spec.rotary is not None:
             places_P2 = torch.arange(len(x_PD), device=x_PD.device)[:, None].expand(-1, 2)
@@ -239,6 +246,9 @@ def _read_projection(
     first = tensors.read_linear(f"{name}_1", inner, columns, has_bias=has_bias)
     second = tensors.read_linear(f"{name}_2", size, inner, has_bias=has_bias)
     activation = find_activation(checkpoint, spec.projection_activation)
+    if spec.has_projection_norm:
+        before = tensors.read_layer_norm("multi_modal_projector.ln_pre", columns, _NORM_EPS)
+        return lambda x_KD: second(activation(first(before(x_KD))))
     if not (eps := spec.projection_norm_eps):
         return lambda x_KD: second(activation(first(x_KD)))
     norm = tensors.read_layer_norm("multi_modal_projector.norm", size, eps)
@@ -323,9 +333,16 @@ def _layers_spec(spec: AudioTowerSpec) -> LayersSpec:
         head_dim=spec.hidden_size // spec.num_heads,
         feature_layers=tuple(sorted({*spec.read_layers, spec.num_layers})),
         activation=spec.activation,
-        norm_eps=_NORM_EPS,
+        norm_kind=spec.norm_kind,
+        norm_eps=_NORM_EPS if spec.norm_kind == "layer" else _RMS_NORM_EPS,
         rotary=_rotary(spec),
+        has_gate=spec.has_gate,
     )
+
+
+def _read_norm(spec: AudioTowerSpec, tensors: VisionWeights, name: str) -> Norm:
+    eps = _NORM_EPS if spec.norm_kind == "layer" else _RMS_NORM_EPS
+    return tensors.read_norm(name, spec.hidden_size, spec.norm_kind, eps)
 
 
 def _read_layer(spec: AudioTowerSpec, tensors: VisionWeights, prefix: str) -> LayerWeights:
@@ -343,13 +360,17 @@ def _read_layer(spec: AudioTowerSpec, tensors: VisionWeights, prefix: str) -> La
     rotary = _rotary(spec)
     if rotary is not None and (order_K := rotary.stored_order) is not None:
         query, key = query.reorder_heads(order_K), key.reorder_heads(order_K)
+    gate: Linear | None = None
+    up = tensors.read_linear(f"{prefix}fc1", inner * (1 + spec.has_gate), size)
+    if spec.has_gate:
+        gate, up = up.split(2)
     return LayerWeights(
-        attention_norm=tensors.read_layer_norm(f"{prefix}self_attn_layer_norm", size, _NORM_EPS),
+        attention_norm=_read_norm(spec, tensors, f"{prefix}self_attn_layer_norm"),
         qkv=[Linear.join((query, key, value))],
         output=tensors.read_linear(f"{prefix}self_attn.out_proj", size, size),
-        mlp_norm=tensors.read_layer_norm(f"{prefix}final_layer_norm", size, _NORM_EPS),
-        gate=None,
-        up=tensors.read_linear(f"{prefix}fc1", inner, size),
+        mlp_norm=_read_norm(spec, tensors, f"{prefix}final_layer_norm"),
+        gate=gate,
+        up=up,
         down=tensors.read_linear(f"{prefix}fc2", size, inner),
     )
 

@@ -131,7 +131,10 @@ def _windows(samples: Float32Array, config: ChatAudioConfig) -> Iterator[tuple[F
     if config.framing is Framing.WINDOWS:
         for start in range(0, len(samples), length):
             part = samples[start : start + length]
-            yield log_mel(part, length, tower.num_mel_bins), -(-len(part) // HOP)
+            features = log_mel(part, length, tower.num_mel_bins)
+            if tower.silence == "cut":
+                features = features[:, : len(part) // HOP]
+            yield features, -(-len(part) // HOP)
         return
     if isinstance(tower, WaveSpec):
         leveled, hop = level(samples), tower.acoustic.hop
@@ -185,6 +188,8 @@ def _needed(
     if tower.silence in ("dropped", "filling"):
         # The two frames after the sound may still contain some of it. All later ones equal the third.
         return features[:, : num_frames + 3], size, size
+    if tower.silence == "cut":
+        return features, size, size
     if isinstance(tower, AudioTowerSpec) and tower.frames_after:
         # Beyond the window, the convolutions read zeros.
         num_read = 2 * tower.num_rows(num_frames) + FRAMES_AFTER

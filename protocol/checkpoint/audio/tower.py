@@ -16,6 +16,7 @@ from .token_writers import omniasr_spec
 from .whisper_towers import (
     audio_flamingo_spec,
     causal_spec,
+    dots3_note_spec,
     fun_audio_chat_spec,
     glm_asr_spec,
     meralion_spec,
@@ -34,6 +35,7 @@ _THINKER: Final = "thinker_config"
 
 _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyAudioSpec]]] = {
     "audioflamingo3": audio_flamingo_spec,
+    "dots3_note": dots3_note_spec,
     "embedding_gemma2": gemma4_spec,
     "fireredasr2": relative_conformer_spec,
     "fun_asr_nano": memory_spec,

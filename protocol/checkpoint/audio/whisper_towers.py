@@ -322,18 +322,11 @@ def glm_asr_spec(fields: ConfigFields, audio: ConfigFields, output_size: int) ->
             f"{audio.prefix}head_dim {head_dim} and num_key_value_heads {num_kv_heads} must be those of "
             f"{spec.num_heads} equal heads in hidden_size {spec.hidden_size}"
         )
-    rope = audio.section("rope_parameters") or audio
-    share = rope.number("partial_rotary_factor", 0.5)
-    num_rotated = int(head_dim * share)
-    if not 0 < num_rotated <= head_dim or num_rotated % 2:
-        raise rope.wrong(
-            "partial_rotary_factor", f"a share that is an even part of {head_dim}", share
-        )
     return msgspec.structs.replace(
         spec,
         activation=audio.text("hidden_act", "gelu"),
         silence="dropped",
-        rotary=AudioRotary(rope.number("rope_theta", 10_000.0), num_rotated),
+        rotary=_rotary(audio, head_dim),
         projection_size=2 * spec.output_size,
         has_projection_bias=True,
         tensor_names=(
@@ -347,6 +340,69 @@ def glm_asr_spec(fields: ConfigFields, audio: ConfigFields, output_size: int) ->
             ),
         ),
     )
+
+
+def dots3_note_spec(fields: ConfigFields, audio: ConfigFields, output_size: int) -> AudioTowerSpec:
+    """Return the tower of dots3-note, which reads windows of a minute.
+
+    The config is that of its authors, or that of transformers.
+    """
+    own = audio.with_values({**audio.config, **audio.first_section("whisper_config").config})
+    own.require_all(
+        encoder_type="dots",
+        use_conv2d_stem=True,
+        use_rope=True,
+        use_rms_norm=True,
+        use_causal=False,
+        merge_factor=1,
+        activation_function="swiglu",
+        hidden_act="silu",
+    )
+    sizes = _sizes(own.with_defaults(num_mel_bins=own.get("feature_size", 128)))
+    num_frames = 100 * own.integer("chunk_seconds", 60, maximum=600)
+    return AudioTowerSpec(
+        **sizes | {"activation": "silu"},
+        num_frames=num_frames,
+        output_size=output_size,
+        join="stack",
+        rows_per_output=1,
+        silence="cut",
+        chunks=AudioChunks(
+            num_frames, own.integer("downsample_hidden_size", 480, maximum=MAX_POSITIONS)
+        ),
+        rotary=_rotary(own, sizes["hidden_size"] // sizes["num_heads"]),
+        norm_kind="rms",
+        has_gate=True,
+        has_projection_norm=True,
+        projection_size=output_size,
+        tensor_names=(
+            (r"^(model\.)?audio_encoder\.dots_encoder\.speech_encoder\.", "audio_tower."),
+            (
+                r"^(model\.)?audio_encoder\.audio_adapter\.proj\.0\.",
+                "multi_modal_projector.ln_pre.",
+            ),
+            (
+                r"^(model\.)?audio_encoder\.audio_adapter\.proj\.1\.",
+                "multi_modal_projector.linear_1.",
+            ),
+            (
+                r"^(model\.)?audio_encoder\.audio_adapter\.proj\.3\.",
+                "multi_modal_projector.linear_2.",
+            ),
+        ),
+    )
+
+
+def _rotary(audio: ConfigFields, head_dim: int) -> AudioRotary:
+    """Return the rotation of a part of each head."""
+    rope = audio.section("rope_parameters") or audio
+    share = rope.number("partial_rotary_factor", 0.5)
+    num_rotated = int(head_dim * share)
+    if not 0 < num_rotated <= head_dim or num_rotated % 2:
+        raise rope.wrong(
+            "partial_rotary_factor", f"a share that is an even part of {head_dim}", share
+        )
+    return AudioRotary(rope.number("rope_theta", 10_000.0), num_rotated)
 
 
 def _sizes(

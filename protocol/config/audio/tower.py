@@ -76,7 +76,11 @@ class AudioTowerSpec(msgspec.Struct, frozen=True, tag=True):
             with the clip and `frames_after` more frames, which only the convolutions read. "dropped": they are
             computed, and other rows attend to them, but they become no outputs. "filling": as "dropped", but some of
             them fill the last output. "kept": they become outputs.
-            "absent": the window ends with the clip, and the convolutions read zeros after it.
+            "absent": the window ends with the clip, and the convolutions read zeros after it. "cut": as "absent", but
+            the frame in which a clip ends is not read. A row that then has no frames has zeros (dots3-note).
+        norm_kind: The kind of the norms of the layers and after them.
+        has_gate: True if MLPs are gated. The gates are the first half of the outputs of their first matrix.
+        has_projection_norm: True if outputs are normed before the first of two projections.
         projection_size: The size of the first of two projections; 0 for a single one.
         projection_activation: The activation between them.
         projection_norm_eps: The term of the layer norm after them; 0 for no norm.
@@ -105,11 +109,14 @@ class AudioTowerSpec(msgspec.Struct, frozen=True, tag=True):
     output_size: int
     join: Literal["mean", "stack", "fill"]
     rows_per_output: int
-    silence: Literal["skipped", "dropped", "filling", "kept", "absent"]
+    silence: Literal["skipped", "dropped", "filling", "kept", "absent", "cut"]
     chunks: AudioChunks | None = None
     rotary: AudioRotary | None = None
     has_sinusoids: bool = False
     has_key_bias: bool = False
+    norm_kind: Literal["layer", "rms"] = "layer"
+    has_gate: bool = False
+    has_projection_norm: bool = False
     projection_size: int = 0
     projection_activation: str = "gelu"
     projection_norm_eps: float = 0.0

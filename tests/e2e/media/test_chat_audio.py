@@ -39,7 +39,7 @@ from support.vision.qwen import qwen_image_processor, video_patches
 torch.set_num_threads(1)
 FLAGS = ("--dtype", "float32", "--device", DEVICE, "--served-model-name", "tiny")
 NUM_TOKENS = 8
-MIXED_MODELS = ("gemma4", "gemma4_unified", "nemotron_h_omni", *OMNI_MODELS)
+MIXED_MODELS = ("dots3_note", "gemma4", "gemma4_unified", "nemotron_h_omni", *OMNI_MODELS)
 pytestmark = pytest.mark.sampled
 
 
@@ -124,7 +124,7 @@ class Model:
         clips = [part / np.float32(32768) for part in parts if isinstance(part, np.ndarray)]
         inputs = reference_inputs(self.kind, clips) if clips else {}
         images = [part for part in parts if isinstance(part, Image.Image)]
-        if images and self.kind == "nemotron_h_omni":
+        if images and self.kind in ("dots3_note", "nemotron_h_omni"):
             # Their sizes are valid as they are.
             payloads = [ImagePayload(*x.size, x.tobytes(), 1, HALF, HALF) for x in images]
             inputs |= grid_inputs(self.kind, payloads)

@@ -116,7 +116,7 @@ MODELS: dict[
         partial(grid_model, kind="dots3_note-published"),
         "<|imgpad|>",
         "<|imgpad|>",
-        ["<|imgpad|>"],
+        ["<|audio_comp_pad|>", "<|imgpad|>"],
     ),
     "dots_ocr": (dots_ocr, "<|imgpad|>", "<|imgpad|>", ["<|imgpad|>"]),
     "formula_net": (formula_net, "</s>", "", ["</s>"]),

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from support.audio.dots3 import add_image_processor, dots3_model
 from support.audio.gemma import (
     FRAME_SIZE,
     IMAGE_PROCESSOR,
@@ -40,7 +41,7 @@ WINDOW_S = 2
 MODELS = (
     *("qwen2_audio", "voxtral", "qwen3_asr", "glmasr", "granite_speech", "qwen3_asr thinker"),
     *("gemma3n", "gemma4", "gemma4_unified"),
-    *("audioflamingo3", "granite_speech_plus", "musicflamingo"),
+    *("audioflamingo3", "dots3_note", "granite_speech_plus", "musicflamingo"),
     *("fun_asr_nano", "moss_transcribe_diarize", "vibevoice_asr", "nemotron_h_omni"),
     *("ultravox", "ultravox 0.4", "voxtral mistral"),
     *("funaudiochat add", "funaudiochat replace", "midashenglm", "fireredasr2"),
@@ -61,6 +62,7 @@ PARTS = {
     "glmasr": ("<|begin_of_audio|>", "<|pad|>", "<|end_of_audio|>"),
     "granite_speech": ("<|start|>", "<|audio|>"),
     "audioflamingo3": ("<|start|>", "<sound>"),
+    "dots3_note": ("<|audio_comp_start|>", "<|audio_comp_pad|>", "<|audio_comp_end|>"),
     "musicflamingo": ("<|sound_bos|>", "<sound>", "<|sound_eos|>"),
     "fun_asr_nano": ("<|start|>", "<|audio|>", "<|end|>"),
     "nemotron_h_omni": ("<so_start>", "<so_embedding>", "<so_end>"),
@@ -142,6 +144,8 @@ def audio_directory(directory: Path, kind: str) -> tuple[Path, Any]:
             audio_token_id=mark,
         )
         model = transformers.AudioFlamingo3ForConditionalGeneration(config)
+    elif kind == "dots3_note":
+        model = dots3_model(tokenizer, mark, WINDOW_S)
     elif kind == "nemotron_h_omni":
         config = nemotron_omni_config(text, tokenizer.convert_tokens_to_ids("<image>"))
         config.audio_token_id = mark
@@ -357,6 +361,8 @@ def audio_directory(directory: Path, kind: str) -> tuple[Path, Any]:
         (directory / "preprocessor_config.json").write_text(json.dumps(RADIO_PROCESSOR))
     elif not kind.startswith(("granite", "fun_asr", "vibevoice")):
         extractor(kind).save_pretrained(directory)
+    if kind == "dots3_note":
+        add_image_processor(directory)
     if "thinker" in kind:
         use_own_layout(directory)
     return directory, model
@@ -376,6 +382,8 @@ def extractor(kind: str) -> Any:
         )
     if kind == "omniasr":
         return transformers.OmniASRFeatureExtractor()
+    if kind == "dots3_note":
+        return transformers.Dots3NoteFeatureExtractor(NUM_MEL_BINS, chunk_length=WINDOW_S)
     if kind.startswith("qwen3_asr"):
         return transformers.Qwen3ASRFeatureExtractor(feature_size=NUM_MEL_BINS)
     return transformers.WhisperFeatureExtractor(
@@ -401,8 +409,9 @@ def reference_inputs(kind: str, clips: list[np.ndarray]) -> dict[str, Any]:
             "input_features": found["input_features"],
             "input_features_mask": found["attention_mask"],
         }
-    if kind in ("moss_transcribe_diarize", "omniasr"):
-        return dict(extractor(kind)(clips, sampling_rate=16_000, return_tensors="pt"))
+    if kind in ("dots3_note", "moss_transcribe_diarize", "omniasr"):
+        found = dict(extractor(kind)(clips, sampling_rate=16_000, return_tensors="pt"))
+        return {name: x for name, x in found.items() if name != "num_audio_tokens"}
     if kind == "vibevoice_asr":
         extract = transformers.VibeVoiceAcousticTokenizerFeatureExtractor(
             pad_to_multiple_of=WAVE_HOP

@@ -15,6 +15,7 @@ from torch.nn.functional import softplus
 
 PROJECTORS = {
     "audioflamingo3": "musicflamingo",
+    "dots3_note": "dots3note_a",
     "gemma4": "gemma4a",
     "gemma4_unified": "gemma4ua",
     "glmasr": "glma",
@@ -70,6 +71,7 @@ def write_audio_mmproj(path: Path, model: Any, kind: str, images: Path | None = 
         "encoder_ffn_dim": "intermediate_size",
         "encoder_layers": "num_hidden_layers",
         "encoder_attention_heads": "num_attention_heads",
+        "num_mel_bins": "feature_size",
     }
     for name, field in () if kind == "granite_speech" else sizes.items():
         value = getattr(config, field, None) or getattr(config, others.get(field, ""), None)
@@ -81,6 +83,8 @@ def write_audio_mmproj(path: Path, model: Any, kind: str, images: Path | None = 
         _write_granite(writer, model)
     if is_fast:
         _write_fast(writer, model, config, is_nemotron=kind == "nemotron_h_omni")
+    if kind == "dots3_note":
+        _write_dots3(writer, model)
     names = get_tensor_name_map(MODEL_ARCH.MMPROJ, 4)
     rules = _NAMES
     if kind.startswith("qwen3"):
@@ -90,7 +94,7 @@ def write_audio_mmproj(path: Path, model: Any, kind: str, images: Path | None = 
     for name, tensor in model.state_dict().items():
         if (
             is_fast
-            or kind == "granite_speech"
+            or kind in ("dots3_note", "granite_speech")
             or not re.search(r"audio|multi_modal_projector", name)
         ):
             continue
@@ -185,6 +189,39 @@ def _write_fast(writer: GGUFWriter, model: Any, config: Any, *, is_nemotron: boo
             else:
                 continue
         writer.add_tensor(name, tensor.contiguous().numpy())
+
+
+_DOTS3 = (
+    (r"^audio_tower\.layer_norm\.", "a.post_ln."),
+    (r"^audio_tower\.conv_stem\.conv_out\.", "a.conv_out."),
+    (r"^audio_tower\.adapter\.norm\.", "mm.a.norm_pre."),
+    (r"^audio_tower\.adapter\.fc1\.", "mm.a.mlp.1."),
+    (r"^audio_tower\.adapter\.fc2\.", "mm.a.mlp.3."),
+    (r"^audio_tower\.layers\.", "a.blk."),
+    (_FAST_LAYER + r"self_attn\.([qkv])_proj", r"\1attn_\2"),
+    (_FAST_LAYER + r"self_attn\.o_proj", r"\1attn_out"),
+    (_FAST_LAYER + r"input_layernorm", r"\1ln1"),
+    (_FAST_LAYER + r"post_attention_layernorm", r"\1ln2"),
+    (_FAST_LAYER + r"mlp\.down_proj", r"\1ffn_down"),
+)
+"""Patterns of names of the tower of dots3-note and their replacements."""
+
+
+def _write_dots3(writer: GGUFWriter, model: Any) -> None:
+    """Write the tensors of the tower of dots3-note."""
+    for name, tensor in model.model.state_dict().items():
+        if not name.startswith("audio_tower."):
+            continue
+        for pattern, replacement in _DOTS3:
+            name = re.sub(pattern, replacement, name)
+        if match := re.match(r"audio_tower\.conv_stem\.convs\.(\d)\.(weight|bias)", name):
+            name = f"a.conv2d.{int(match[1]) + 1}.{match[2]}"
+        parts = {name: tensor.float()}
+        if ".mlp.gate_up_proj." in name:
+            halves = zip(("gate", "up"), tensor.float().chunk(2), strict=True)
+            parts = {name.replace("mlp.gate_up_proj", f"ffn_{x}"): half for x, half in halves}
+        for each, part in parts.items():
+            writer.add_tensor(each, part.contiguous().numpy())
 
 
 def _write_granite(writer: GGUFWriter, model: Any) -> None:

@@ -393,12 +393,14 @@ def test_audio_towers_of_mmproj_files_equal_those_of_checkpoints(kind, tmp_path)
         images = write_mmproj(tmp_path / "images.gguf", model, kind)
     elif kind == "gemma4_unified":
         images = write_unified_mmproj(tmp_path / "images.gguf", model)
-    elif kind == "nemotron_h_omni":
+    elif kind in ("dots3_note", "nemotron_h_omni"):
         images = write_mmproj_of_kind(tmp_path / "images.gguf", path, kind)
     file = write_audio_mmproj(tmp_path / "mmproj-tiny.gguf", model, kind, images)
     tokens = [*TOKENS, *PARTS[kind]]
     if kind == "nemotron_h_omni":
         tokens.append("<image>")
+    if kind == "dots3_note":
+        tokens.append("<|imgpad|>")
     config = read_model_config(path)
     text = (config.section("thinker_config") or config).required_section("text_config").config
     found = read_mmproj(GGUFFile(file), _decoder(tmp_path / "tiny.gguf", tokens), text)
@@ -407,7 +409,10 @@ def test_audio_towers_of_mmproj_files_equal_those_of_checkpoints(kind, tmp_path)
     fields = ConfigFields(found.config, file)
     specs = [audio_tower_spec(each, text["hidden_size"]) for each in (fields, config)]
     # The file does not say how long the windows of this one are.
-    assert replace(specs[0], num_frames=specs[1].num_frames) == specs[1]
+    lengths = {"num_frames": specs[1].num_frames}
+    if kind == "dots3_note":
+        lengths["chunks"] = specs[1].chunks
+    assert replace(specs[0], **lengths) == specs[1]
     if kind in OMNI_MODELS:
         towers = [vision_spec(each, text["hidden_size"]) for each in (fields, config)]
         assert towers[0] == towers[1]

@@ -47,6 +47,10 @@ _WHISPER: Final = _Names(
 _GLM_ASR: Final = _WHISPER._replace(
     outside={**_WHISPER.outside, "mm.a.norm_pre": "audio_tower.layer_norm"}
 )
+_DOTS3: Final = _WHISPER._replace(
+    outside={**_WHISPER.outside, "mm.a.mlp.3": "multi_modal_projector.linear_2"},
+    layer={**_WHISPER.layer, "ffn_gate": "fc1"},
+)
 _STEM: Final = "audio_tower.subsample_conv_projection."
 _MLPS: Final = {"": "ffw_layer_start", "_1": "ffw_layer_end"}
 _UNIVERSAL: Final = _Names(
@@ -148,6 +152,7 @@ _LFM2: Final = _FAST._replace(
     }
 )
 _OTHERS: Final = {
+    "dots3note_a": _DOTS3,
     "gemma4a": _UNIVERSAL,
     "gemma4ua": _UNIVERSAL,
     "glma": _GLM_ASR,

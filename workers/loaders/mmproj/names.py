@@ -311,7 +311,7 @@ _SAM_LAYER_NAMES = {
 }
 _SAM_TENSOR = re.compile(r"v\.sam\.blk\.(\d+)\.(.+)\.(weight|bias)")
 _DEEPSTACK = re.compile(r"v\.deepstack\.(\d+)\.(\w+)\.(weight|bias)")
-_LAST_PARTS = ("attn_k", "attn_v", "weight.1", "attn.k", "attn.v")
+_LAST_PARTS = ("attn_k", "attn_v", "weight.1", "attn.k", "attn.v", "ffn_up")
 """Marks of tensors that are parts of one in a Hugging Face checkpoint, after its first part and in their order."""
 
 _SINKS = re.compile(r"v\.blk\.(\d+)\.attn_sinks")

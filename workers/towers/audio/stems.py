@@ -73,7 +73,10 @@ class FrameStem:
 
 
 class ChunkStem:
-    """Three convolutions over frames and features of each chunk, a projection, and sinusoids as positions."""
+    """Three convolutions over frames and features of each chunk, a projection, and sinusoids as positions.
+
+    There are no positions if the layers rotate queries and keys.
+    """
 
     def __init__(self, spec: AudioTowerSpec, chunks: AudioChunks, tensors: VisionWeights) -> None:
         self._spec, self._chunks = spec, chunks
@@ -92,14 +95,18 @@ class ChunkStem:
             channels * num_features,
             has_bias=chunks.has_bias,
         )
-        positions = sinusoids(torch.arange(-(-chunks.num_frames // 8)), spec.hidden_size)
-        self._positions_PD = positions.to(self._project.weight)
+        self._positions_PD: Tensor | None = None
+        if spec.rotary is None:
+            positions = sinusoids(torch.arange(-(-chunks.num_frames // 8)), spec.hidden_size)
+            self._positions_PD = positions.to(self._project.weight)
 
     def __call__(self, features_CN: Tensor, window: int) -> Tensor:
         """Return the rows [P, D] that the tower's layers read."""
         num_rows = self._spec.num_rows(features_CN.shape[1])
+        if not num_rows:
+            return features_CN.new_empty(0, self._spec.hidden_size)
         length = self._chunks.num_frames
-        if not (window or self._chunks.fills_first):
+        if self._spec.silence == "cut" or not (window or self._chunks.fills_first):
             length = min(length, features_CN.shape[1])
         # The last chunk is filled with zeros, whose rows are not returned.
         filled_CN = F.pad(features_CN, (0, -features_CN.shape[1] % length))
@@ -107,7 +114,8 @@ class ChunkStem:
         for weight, bias in self._convolutions:
             x = F.gelu(F.conv2d(x, weight, bias, stride=2, padding=1))
         rows = self._project(x.permute(0, 3, 1, 2).flatten(2))
-        rows = rows + self._positions_PD[: rows.shape[1]]
+        if self._positions_PD is not None:
+            rows = rows + self._positions_PD[: rows.shape[1]]
         return rows.flatten(0, 1)[:num_rows]
 
 

@@ -159,6 +159,13 @@ def _nemotron_omni(audio: Audio) -> Mmproj:
     return Mmproj({"audio_config": tower, "audio_token_id": audio.token_id("<so_embedding>")})
 
 
+def _dots3_note(audio: Audio) -> Mmproj:
+    tower = audio.sizes() | {"downsample_hidden_size": audio.num_channels("a.conv2d.1.weight")}
+    around = audio.around_clip("<|audio_comp_start|>", "<|audio_comp_end|>")
+    token_id = audio.token_id("<|audio_comp_pad|>")
+    return Mmproj({"audio_config": tower, "audio_token_id": token_id}, around_clip=around)
+
+
 def _lfm2_audio(audio: Audio) -> Mmproj:
     hidden_size = audio.integer("embedding_length")
     return Mmproj(
@@ -253,6 +260,7 @@ AUDIO_KINDS: Final[dict[str, AudioReader]] = {
 """Type of the projector -> function that reads the fields of an audio tower without a vision tower."""
 
 BESIDE_IMAGES: Final[dict[str, AudioReader]] = {
+    "dots3note_a": _dots3_note,
     "gemma4a": _gemma4,
     "gemma4ua": _gemma4_unified,
     "parakeet": _nemotron_omni,
