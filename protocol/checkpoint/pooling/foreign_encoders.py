@@ -119,6 +119,7 @@ _FAMILIES: Final[dict[str, ForeignEncoder]] = {
     "lilt": ForeignEncoder(_after_padding(0)),
     "longformer": ForeignEncoder(_after_padding(1)),
     "markuplm": ForeignEncoder(_after_padding(0), token_types=None),
+    "neomme": ForeignEncoder(pooling=PoolingKind.MEAN, token_types=None),
     "nystromformer": ForeignEncoder(_nystromformer, fills_texts=True),
     "perceiver": ForeignEncoder(_perceiver, token_types=None, only_classifies=True),
     "reformer": ForeignEncoder(token_types=None, only_classifies=True, keeps_state=True),

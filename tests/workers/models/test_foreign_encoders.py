@@ -87,6 +87,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Lilt": {},
     "Longformer": {"attention_window": 8},
     "MarkupLM": {},
+    "NeoMME": {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "embedding_rank": 32,
+        "patch_size": 4,
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     "Nystromformer": {"segment_means_seq_len": 160, "num_landmarks": 8},
     "Perceiver": {
         "d_latents": 48,
@@ -115,10 +124,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
 _HEADS = ("ForSequenceClassification", "ForTokenClassification", "Model")
 _WITHOUT = {
     *(f"{name}Model" for name in ("BigBirdPegasus", "Perceiver", "Reformer")),
-    *("T5GemmaModel", "T5Gemma2Model"),
+    *("NeoMMEForSequenceClassification", "T5GemmaModel", "T5Gemma2Model"),
     *(
         f"{name}ForTokenClassification"
-        for name in ("BigBirdPegasus", "Perceiver", "Reformer", "Tapas")
+        for name in ("BigBirdPegasus", "NeoMME", "Perceiver", "Reformer", "Tapas")
     ),
 }
 NAMES = [f"{each}{head}" for each in FAMILIES for head in _HEADS if f"{each}{head}" not in _WITHOUT]
