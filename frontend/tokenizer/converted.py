@@ -37,7 +37,7 @@ def tokenizer_json_path(path: str | PathLike[str]) -> Path:
         raise CheckpointError(
             directory,
             "there is no tokenizer.json; save one with transformers' "
-            "AutoTokenizer.from_pretrained(...).save_pretrained(...)",
+            "AutoTokenizer.from_pretrained(...).save_pretrained(...), or use --skip-tokenizer-init and token ids",
         )
     return json_path
 

@@ -67,6 +67,11 @@ def _marian_fields(fields: ConfigFields) -> dict[str, Any]:
     return found
 
 
+def _fsmt_fields(fields: ConfigFields) -> dict[str, Any]:
+    sizes = {"vocab_size": ("tgt_vocab_size",), _SOURCE_SIZE: ("src_vocab_size",)}
+    return renamed_fields(fields, {**BART_FIELDS, **sizes})
+
+
 def _t5_fields(fields: ConfigFields) -> dict[str, Any]:
     return {"max_position_embeddings": MAX_SOURCE_TOKENS} | renamed_fields(fields, _T5_FIELDS)
 
@@ -93,12 +98,14 @@ class _Family(NamedTuple):
         read_fields: Returns the decoder's fields under Llama's names.
         max_tokens: Returns the maximum length of a source, or is the default of `max_position_embeddings`.
         begins_with_last: See `SourceTextConfig`.
+        vocab_size: The name of the field with the number of tokens of sources.
     """
 
     start: int | None = 2
     read_fields: Callable[[ConfigFields], dict[str, Any]] = _bart_fields
     max_tokens: Callable[[ConfigFields], int] | int = 1024
     begins_with_last: bool = False
+    vocab_size: str = "vocab_size"
 
 
 _T5: Final = _Family(None, _t5_fields, _max_t5_tokens)
@@ -106,6 +113,7 @@ _FAMILIES: Final[dict[str, _Family]] = {
     "bart": _Family(),
     "blenderbot": _Family(1, max_tokens=128),
     "florence2": _Family(),
+    "fsmt": _Family(2, _fsmt_fields, vocab_size="src_vocab_size"),
     "m2m_100": _Family(),
     "marian": _Family(58_100, _marian_fields),
     "mbart": _Family(begins_with_last=True),
@@ -191,7 +199,7 @@ def read_source_text(config: ConfigFields, generation: ConfigFields) -> SourceTe
     return SourceTextConfig(
         start if forced < 0 else (*start, forced),
         max_source_tokens(config),
-        (config.section("encoder") or config).integer("vocab_size"),
+        (config.section("encoder") or config).integer(family.vocab_size),
         _bad_words(generation if generation.get("bad_words_ids") is not None else config),
         end if type(end := config.get("eos_token_id")) is int else -1,
         begins_with_last=family.begins_with_last,

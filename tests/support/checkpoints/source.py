@@ -25,7 +25,7 @@ from transformers.models.switch_transformers.modeling_switch_transformers import
     SwitchTransformersTop1Router,
 )
 
-_WITH_SINUSOIDS = ("marian", "pegasus", "separate-marian")
+_WITH_SINUSOIDS = ("fsmt", "marian", "pegasus", "separate-marian")
 
 
 def source_directory(
@@ -109,7 +109,10 @@ def source(model: Any, seed: int, length: int = 0) -> tuple[torch.Tensor, Encode
 @torch.inference_mode()
 def logits(model: Any, inputs: torch.Tensor, tokens: list[int]) -> torch.Tensor:
     """Return transformers' logits [T, V] of the decoder's tokens."""
-    masks = {}
+    masks: dict[str, Any] = {}
+    if model.config.model_type == "fsmt":
+        # It has a causal mask only without a cache.
+        masks = {"use_cache": False}
     if model.config.model_type == "moonshine_streaming":
         # The processor fills the last frame, and without a mask the encoder has no windows.
         mask = torch.ones_like(inputs)

@@ -151,6 +151,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"vocab_size": 131, "decoder_vocab_size": VOCAB_SIZE}
         | {"share_encoder_decoder_embeddings": False},
     ),
+    "fsmt": (
+        "FSMT",
+        {name: value for name, value in _BART_SIZES.items() if name != "vocab_size"}
+        | {"src_vocab_size": 131, "tgt_vocab_size": VOCAB_SIZE, "max_position_embeddings": 128},
+    ),
     "m2m100": ("M2M100", _BART_SIZES | {"max_position_embeddings": 128}),
     "pegasus": ("Pegasus", _BART_SIZES | {"max_position_embeddings": 128}),
     "blenderbot": ("Blenderbot", _BART_SIZES),

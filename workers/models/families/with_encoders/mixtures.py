@@ -12,7 +12,7 @@ from ....layers.spec import ModelSpec
 from ....layers.specs.experts import ExpertsSpec
 from ..common import Family
 from ..experts import with_experts
-from .encoder_decoders import t5
+from .t5 import t5
 
 _SWITCH_NAMES: Final = (
     (r"\.layer\.\d\.mlp\.router\.classifier\.", ".mlp.gate."),
