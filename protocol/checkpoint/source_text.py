@@ -119,6 +119,7 @@ _FAMILIES: Final[dict[str, _Family]] = {
     "mbart": _Family(begins_with_last=True),
     "mt5": _T5,
     "mvp": _Family(),
+    "nllb-moe": _Family(),
     "pegasus": _Family(0),
     "plbart": _Family(begins_with_last=True),
     "switch_transformers": _Family(None, _t5_fields, _max_t5_tokens),

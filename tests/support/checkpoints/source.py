@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from support.checkpoints.mistral_files import write_mistral_files
 from support.checkpoints.source_models import MODELS, VOCAB_SIZE
 from torch.nn.functional import pad
+from transformers.models.nllb_moe.modeling_nllb_moe import NllbMoeExperts
 from transformers.models.switch_transformers.modeling_switch_transformers import (
     SwitchTransformersTop1Router,
 )
@@ -46,6 +48,9 @@ def source_directory(
         for layer in model.decoder.modules():
             if isinstance(layer, SwitchTransformersTop1Router):
                 layer.expert_capacity = 1 << 20
+    for layer in model.modules():
+        if isinstance(layer, NllbMoeExperts):
+            layer.forward = functools.partial(_sum_experts, layer)
     for parameter_name, parameter in model.named_parameters():
         if "embed_positions" in parameter_name and kind in _WITH_SINUSOIDS:
             continue
@@ -65,6 +70,15 @@ def source_directory(
         stray = {"model.encoder.embed_tokens.weight": model.get_output_embeddings().weight.data}
         save_file(load_file(path) | stray, path)
     return directory, model
+
+
+def _sum_experts(
+    experts: Any, x: torch.Tensor, _router_mask: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """Return the sum of the outputs of NLLB's experts, because transformers 5 computes only the first two."""
+    count = experts.num_experts
+    outputs = [experts[f"expert_{i}"](x) * weights[:, i, None] for i in range(count)]
+    return torch.stack(outputs).sum(0) * (1 - experts.moe_token_dropout)
 
 
 def write_generation(directory: Path, **fields: Any) -> None:

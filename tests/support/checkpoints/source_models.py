@@ -157,6 +157,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"src_vocab_size": 131, "tgt_vocab_size": VOCAB_SIZE, "max_position_embeddings": 128},
     ),
     "m2m100": ("M2M100", _BART_SIZES | {"max_position_embeddings": 128}),
+    "nllb-moe": (
+        "NllbMoe",
+        _BART_SIZES
+        | {"max_position_embeddings": 128, "num_experts": 6, "moe_token_dropout": 0.3}
+        | {"encoder_sparse_step": 2, "decoder_sparse_step": 2},
+    ),
     "pegasus": ("Pegasus", _BART_SIZES | {"max_position_embeddings": 128}),
     "blenderbot": ("Blenderbot", _BART_SIZES),
     "plbart": ("PLBart", _BART_SIZES | {"max_position_embeddings": 128}),

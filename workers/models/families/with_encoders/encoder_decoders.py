@@ -269,12 +269,13 @@ def _pegasus(fields: ConfigFields) -> ModelSpec:
 def _fsmt(fields: ConfigFields) -> ModelSpec:
     """Return the spec of FAIR's models of WMT19 (arXiv 1907.06616): an M2M100 with norms after its blocks."""
     # The output projection is the decoder's embedding unless the checkpoint has another one.
-    spec = _m2m100(fields.with_values({"tie_word_embeddings": True}), **_POST_NORMED)
+    spec = m2m100(fields.with_values({"tie_word_embeddings": True}), **_POST_NORMED)
     head = (r"^model\.decoder\.output_projection\.", "lm_head.")
     return replace(spec, tensor_names=(head, *spec.tensor_names))
 
 
-def _m2m100(fields: ConfigFields, **differences: Any) -> ModelSpec:
+def m2m100(fields: ConfigFields, **differences: Any) -> ModelSpec:
+    """Return the spec of an M2M100 (arXiv 2010.11125), changed by `differences`."""
     return _bart_model(
         fields.with_defaults(scale_embedding=True, activation_function="relu"),
         sinusoids="by last",
@@ -323,7 +324,7 @@ FAMILIES = (
     Family("BlenderbotForConditionalGeneration", "blenderbot", _blenderbot),
     Family("Florence2ForConditionalGeneration", "florence2", _florence2),
     Family("FSMTForConditionalGeneration", "fsmt", _fsmt),
-    Family("M2M100ForConditionalGeneration", "m2m_100", _m2m100),
+    Family("M2M100ForConditionalGeneration", "m2m_100", m2m100),
     Family("MarianMTModel", "marian", _marian),
     Family("MBartForConditionalGeneration", "mbart", _bart_model),
     Family("MvpForConditionalGeneration", "mvp", _mvp),

@@ -12,6 +12,7 @@ from ....layers.spec import ModelSpec
 from ....layers.specs.experts import ExpertsSpec
 from ..common import Family
 from ..experts import with_experts
+from .encoder_decoders import m2m100
 from .t5 import t5
 
 _SWITCH_NAMES: Final = (
@@ -20,6 +21,17 @@ _SWITCH_NAMES: Final = (
     (r"\.layer\.\d\.mlp\.", ".mlp."),
     (r"(\.mlp\..*)\bwi\.", r"\1up_proj."),
     (r"(\.mlp\..*)\bwo\.", r"\1down_proj."),
+)
+
+_NLLB_NAMES: Final = (
+    (r"\.cross_attention_layer_norm\.", ".cross_norm."),
+    (r"\.cross_attention\.", ".cross_attn."),
+    (r"\.ff_layer_norm\.", ".mlp_norm."),
+    (r"\.ffn\.router\.classifier\.", ".mlp.gate."),
+    (r"\.ffn\.(experts\.)expert_", r".mlp.\1"),
+    (r"\.ffn\.", ".mlp."),
+    (r"(\.mlp\..*)\bfc1\.", r"\1up_proj."),
+    (r"(\.mlp\..*)\bfc2\.", r"\1down_proj."),
 )
 
 
@@ -56,6 +68,40 @@ def _is_sparse(fields: ConfigFields, part: str, count: str) -> Callable[[int], b
     return lambda i: step == 1 or i % step == 1
 
 
+def _nllb_moe(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of an NLLB-200 with experts (arXiv 2207.04672): an M2M100 with two experts per token."""
+    # Experts then compute all tokens that choose them.
+    fields.require("moe_eval_capacity_token_fraction", 1.0, default=1.0)
+    fields.require("second_expert_policy", "all", default="all")
+    spec = m2m100(fields)
+    assert spec.source is not None and spec.source.encoder is not None
+    experts = ExpertsSpec(
+        fields.integer("num_experts", 128, minimum=2),
+        2,
+        spec.intermediate_size,
+        # Training drops outputs, and generation scales them instead.
+        scale=1.0 - fields.number("moe_token_dropout", 0.2),
+        has_router_bias=fields.boolean("router_bias", False),
+        has_biases=True,
+    )
+    size = spec.source.encoder.intermediate_size
+    in_encoder, in_decoder = (
+        _is_every(fields.integer(f"{part}_sparse_step", 4, minimum=0))
+        for part in ("encoder", "decoder")
+    )
+    return _with_mixtures(
+        spec,
+        _NLLB_NAMES,
+        (replace(experts, intermediate_size=size), in_encoder),
+        (experts, in_decoder),
+    )
+
+
+def _is_every(step: int) -> Callable[[int], bool]:
+    """Return a function that says whether a layer is the last of `step` ones; none is if that is 0."""
+    return lambda i: step > 0 and (i + 1) % step == 0
+
+
 def _with_mixtures(
     spec: ModelSpec,
     names: tuple[tuple[str, str], ...],
@@ -72,6 +118,7 @@ def _with_mixtures(
 
 
 FAMILIES = (
+    Family("NllbMoeForConditionalGeneration", "nllb-moe", _nllb_moe),
     Family(
         "SwitchTransformersForConditionalGeneration", "switch_transformers", _switch_transformers
     ),
