@@ -188,14 +188,14 @@ class SglangChunks(ChunkEncoder):
     def __init__(self, answer: SglangAnswer) -> None:
         self._answer = answer
         self._outputs: dict[int, tuple[str, list[int], dict[str, EncodedJSON]]] = {}
-        self._has_ended: set[int] = set()
+        self._finish_reasons: dict[int, str] = {}
 
     def ended(self, position: int) -> Delta | None:
         """Return the whole output of the sequence at a position; None if it has not ended."""
-        if position not in self._has_ended:
+        if position not in self._finish_reasons:
             return None
         text, token_ids, _ = self._outputs[position]
-        return Delta(text, token_ids)
+        return Delta(text, token_ids, finish_reason=self._finish_reasons[position])
 
     def encode(self, sequence: Sequence) -> bytes:
         """Return the event for the new output."""
@@ -213,7 +213,7 @@ class SglangChunks(ChunkEncoder):
             lists[name] = join_lists([lists[name], new]) if name in lists else new
         self._outputs[position] = text, token_ids, lists
         if delta.finish_reason is not None:
-            self._has_ended.add(position)
+            self._finish_reasons[position] = delta.finish_reason
         result = answer.result(sequence, text, token_ids, delta, lists)
         return event(result if answer.num_sequences == 1 else result | {"index": position})
 
@@ -314,7 +314,11 @@ class SglangGenerate(Completions):
             if is_text and len(new) and new[0] == self._serving.tokenizer.bos_token_id:
                 new = new[1:]
             prompt.token_ids, prompt.text = np.concatenate((history, new)), None
-        return super()._fit(prompt, request, params)
+        prepared = super()._fit(prompt, request, params)
+        if request.first_logprob > (num_tokens := len(prepared.token_ids)):
+            allowed = f"at most {num_tokens}, the number of tokens of the prompt"
+            raise wrong("logprob_start_len", allowed, request.first_logprob)
+        return prepared
 
     def _params(self, request: CompletionRequest, constraint: Constraint | None) -> SamplingParams:
         assert isinstance(request, SglangPrompt)

@@ -30,7 +30,7 @@ from .request import SglangPrompt
 MAX_ID: Final = 128
 """Maximum characters of the ID of a session."""
 
-_NOT_IN_STREAMING: Final = ("rid", "offset", "replace", "drop_previous_output")
+_NOT_IN_STREAMING: Final = ("offset", "replace", "drop_previous_output")
 
 
 class Session(msgspec.Struct):
@@ -153,10 +153,13 @@ class Sessions(RouteHandlers):
     ) -> None:
         """Store the tokens of a finished request, unless the session was closed.
 
+        The next request of a streaming session does not continue an aborted one, but the one before.
+
         Raises:
             APIError: They are too many, or the store does not answer (503).
         """
-        if await self._find(turn.session_id, turn.owner) is None:
+        is_dropped = turn.session.is_streaming and output.finish_reason == "abort"
+        if is_dropped or await self._find(turn.session_id, turn.owner) is None:
             return
         finished = FinishedTurn(rid, turn.continues, _bytes_of(prompt), _bytes_of(output.token_ids))
         data = msgspec.msgpack.encode(finished)
