@@ -23,6 +23,9 @@ NULL_BLOCK: Final = 0
 FEW_BLOCKS: Final = 32
 """Number of blocks up to which references are counted block by block."""
 
+MANY_BLOCKS: Final = 128
+"""Number of blocks from which they are released by operations on arrays."""
+
 
 class BlockListener(Protocol):
     """An observer of the prefix cache's contents, such as a KV connector or the log of KV events."""
@@ -202,6 +205,17 @@ class BlockPool:
         The last blocks become evictable before the first ones, so that shared prefixes stay cached longest.
         """
         self.num_changes += 1
+        num_evictable = self._num_evictable
+        if len(blocks) < MANY_BLOCKS:
+            self._release_each(blocks)
+        else:
+            self._release_many(blocks)
+        if self._num_evictable > num_evictable:
+            self.lifetimes.record_released(blocks)
+            if len(self._freed) > 4 * self.num_blocks:
+                self._drop_stale()
+
+    def _release_each(self, blocks: Sequence[int]) -> None:
         ref_counts, hash_of, serial_of = self.ref_counts, self._contents.items, self._serial_of
         freed, copies = self._freed, self._copies
         first = serial = self._first_serial + len(freed)
@@ -218,11 +232,33 @@ class BlockPool:
                     serial_of[block] = serial
                     freed.append(block)
                     serial += 1
-        if serial > first:
-            self._num_evictable += serial - first
-            self.lifetimes.record_released(blocks)
-            if len(freed) > 4 * self.num_blocks:
-                self._drop_stale()
+        self._num_evictable += serial - first
+
+    def _release_many(self, blocks: Sequence[int]) -> None:
+        indices = as_array(blocks)
+        hash_of, copies, blank = self._contents.items, self._copies, self._blank
+        ref_counts = np.frombuffer(self.ref_counts, np.int64)
+        is_shared = int(ref_counts[indices].max()) > 1
+        np.subtract.at(ref_counts, indices, 1)
+        free = indices[ref_counts[indices] == 0].tolist()
+        if is_shared:
+            # A block of several of these requests becomes free with the first of its entries, which is released last.
+            free = list(dict.fromkeys(free))
+        evictable: list[int] = []
+        for block in reversed(free):
+            digest = hash_of[block]
+            if digest is None:
+                blank.append(block)
+            elif copies and digest in copies:
+                self._drop_copy(block, digest)
+                blank.append(block)
+            else:
+                evictable.append(block)
+        first = self._first_serial + len(self._freed)
+        serials = np.frombuffer(self._serial_of, np.int64)
+        serials[as_array(evictable)] = np.arange(first, first + len(evictable))
+        self._freed += evictable
+        self._num_evictable += len(evictable)
 
     def count_cached(self) -> int:
         """Return `num_cached` plus `num_copies`, recounted block by block to check the invariant."""

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import random
+
 import pytest
 from engine.core.kv_cache.block_pool import NULL_BLOCK, BlockPool
 from engine.core.kv_cache.block_tables import BlockTables
@@ -51,6 +53,33 @@ def test_3_1_the_least_recently_freed_block_is_evicted_first_and_tails_before_he
     assert pool.find_cached_blocks(digests("a", "b", "c")) == held[:2]
     assert pool.allocate_blocks(1) == [held[1]]
     assert pool.find_cached_blocks(digests("a", "b")) == [held[0]]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_many_blocks_are_released_as_if_one_by_one(seed):
+    rng = random.Random(seed)
+    at_once, one_by_one = BlockPool(num_blocks=400), BlockPool(num_blocks=400)
+    held = at_once.allocate_blocks(300)
+    assert one_by_one.allocate_blocks(300) == held
+    cached = [block for block in held if rng.random() < 0.8]
+    # Some blocks are copies, some belong to several requests, and some stay held.
+    contents = digests(*(str(rng.randrange(280)) for _ in cached))
+    shared = rng.sample(cached, 60)
+    kept = rng.sample(cached, 20)
+    for pool in (at_once, one_by_one):
+        pool.cache_blocks(cached, contents)
+        pool.hold_blocks(shared, 0)
+        pool.hold_blocks(kept, 0)
+    released = held + shared
+    rng.shuffle(released)
+    at_once.release_blocks(released)
+    for block in reversed(released):
+        one_by_one.release_blocks([block])
+    assert at_once.num_free == one_by_one.num_free
+    assert at_once.describe_blocks() == one_by_one.describe_blocks()
+    num_free = at_once.num_free
+    assert at_once.allocate_blocks(num_free) == one_by_one.allocate_blocks(num_free)
+    assert at_once.count_cached() == one_by_one.count_cached() == len(set(kept))
 
 
 def test_3_1_blocks_of_requests_that_end_together_are_evicted_in_request_order():
