@@ -40,7 +40,7 @@ _MAX_INT32: Final = 2**31 - 1
 _MAX_TIME: Final = 1 << 24
 _UINT32: Final = np.dtype("<u4")
 
-_FEW_BYTES: Final = 4096
+_FEW_BYTES: Final = 1024
 """Number of bytes up to which Python integers are faster than numpy, whose code is usually not in the CPU caches."""
 
 
@@ -97,11 +97,17 @@ def is_valid_request(request: EngineCoreRequest, vocab_size: int) -> bool:
         )
         and all(0 <= token_id < vocab_size for token_id in request.eos_token_ids)
         and (request.lora is None or len(request.lora.version) == HASH_BYTES)
-        and _are_valid_inputs(request.encoder_inputs, len(request.prompt_token_ids) // 4)
+        and (
+            not request.encoder_inputs
+            or _are_valid_inputs(request.encoder_inputs, len(request.prompt_token_ids) // 4)
+        )
     ):
         return False
+    params = request.sampling_params
     try:
-        request.sampling_params.verify(vocab_size=vocab_size, max_logprobs=-1)
+        # The decoder has checked the types.
+        params.verify_numbers(vocab_size=vocab_size, max_logprobs=-1)
+        params.verify_lists(vocab_size=vocab_size)
     except ParameterError:
         return False
     return True

@@ -339,12 +339,16 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, gc=False):
         _number("temperature", self.temperature, 0.0, 100.0)
         _number("top_p", self.top_p, 0.0, 1.0)
         _integer("top_k", self.top_k, -1, None)
-        _number("min_p", self.min_p, 0.0, 1.0)
+        if self.min_p:
+            _number("min_p", self.min_p, 0.0, 1.0)
         _number("typical_p", self.typical_p, 0.0, 1.0, open_low=True)
-        _number("top_n_sigma", self.top_n_sigma, 0.0, 1000.0)
-        _number("xtc_probability", self.xtc_probability, 0.0, 1.0)
+        if self.top_n_sigma:
+            _number("top_n_sigma", self.top_n_sigma, 0.0, 1000.0)
+        if self.xtc_probability:
+            _number("xtc_probability", self.xtc_probability, 0.0, 1.0)
         _number("xtc_threshold", self.xtc_threshold, 0.0, 1.0)
-        _number("dynatemp_range", self.dynatemp_range, 0.0, 100.0)
+        if self.dynatemp_range:
+            _number("dynatemp_range", self.dynatemp_range, 0.0, 100.0)
         _number("dynatemp_exponent", self.dynatemp_exponent, 0.0, 100.0)
         if self.dry is not None:
             self.dry.verify_numbers()
@@ -381,12 +385,14 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, gc=False):
 
     def verify_lists(self, *, vocab_size: int) -> None:
         """Verify the parameters that are lists, whose check takes time in proportion to their length."""
-        for name, texts in (("stop", self.stop), ("stop_regex", self.stop_regex)):
-            _length(name, len(texts), MAX_STOP_STRINGS)
-            _length(name, sum(map(len, texts)), MAX_STOP_CHARACTERS, "characters")
-        if "" in self.stop:
-            raise ParameterError("stop", "must not contain an empty string")
-        _length("samplers", len(self.samplers), len(SAMPLERS))
+        if self.stop:
+            _verify_stops("stop", self.stop)
+            if "" in self.stop:
+                raise ParameterError("stop", "must not contain an empty string")
+        if self.stop_regex:
+            _verify_stops("stop_regex", self.stop_regex)
+        if self.samplers:
+            _length("samplers", len(self.samplers), len(SAMPLERS))
         for i, name in enumerate(self.samplers):
             if name not in SAMPLERS:
                 raise ParameterError(
@@ -394,25 +400,31 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, gc=False):
                 )
         if self.dry is not None:
             self.dry.verify_breakers()
-        _length("bad_words", len(self.bad_words), MAX_BAD_WORDS)
-        _length("bad_words", sum(map(len, self.bad_words)), MAX_BAD_WORDS_CHARACTERS, "characters")
-        _length("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
-        _token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
+        if self.bad_words:
+            num_characters = sum(map(len, self.bad_words))
+            _length("bad_words", len(self.bad_words), MAX_BAD_WORDS)
+            _length("bad_words", num_characters, MAX_BAD_WORDS_CHARACTERS, "characters")
+        if self.stop_token_ids:
+            _length("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
+            _token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
         if self.allowed_token_ids is not None:
             if not self.allowed_token_ids:
                 raise ParameterError("allowed_token_ids", "must not be empty")
             _length("allowed_token_ids", len(self.allowed_token_ids), vocab_size)
             _token_ids("allowed_token_ids", self.allowed_token_ids, vocab_size)
-        _listed_tokens("logprobs", self.logprobs, self.logprob_token_ids, vocab_size)
-        listed = self.prompt_logprob_token_ids
-        _listed_tokens("prompt_logprobs", self.prompt_logprobs, listed, vocab_size)
+        if listed := self.logprob_token_ids:
+            _verify_listed_tokens("logprobs", self.logprobs, listed, vocab_size)
+        if listed := self.prompt_logprob_token_ids:
+            _verify_listed_tokens("prompt_logprobs", self.prompt_logprobs, listed, vocab_size)
         if self.logit_bias is not None:
             _length("logit_bias", len(self.logit_bias), MAX_LOGIT_BIASES)
             _token_ids("logit_bias", self.logit_bias, vocab_size)
             for token, bias in self.logit_bias.items():
                 if not -100.0 <= bias <= 100.0:
                     _number(f"logit_bias[{token}]", bias, -100.0, 100.0)
-        _token_ids("bad_words", tuple(chain.from_iterable(self.bad_words_token_ids)), vocab_size)
+        if self.bad_words_token_ids:
+            token_ids = tuple(chain.from_iterable(self.bad_words_token_ids))
+            _token_ids("bad_words", token_ids, vocab_size)
         if (rules := self.transcript_rules) is not None:
             for name, token_ids in (
                 ("suppressed_token_ids", rules.suppressed_token_ids),
@@ -457,11 +469,14 @@ def _token_ids(name: str, token_ids: Collection[int], vocab_size: int) -> None:
         )
 
 
-def _listed_tokens(
+def _verify_stops(name: str, texts: Collection[str]) -> None:
+    _length(name, len(texts), MAX_STOP_STRINGS)
+    _length(name, sum(map(len, texts)), MAX_STOP_CHARACTERS, "characters")
+
+
+def _verify_listed_tokens(
     needed: str, count: int | None, token_ids: Collection[int], vocab_size: int
 ) -> None:
-    if not token_ids:
-        return
     name = f"{needed.removesuffix('s')}_token_ids"
     if count is None:
         raise ParameterError(name, f"needs {needed}")

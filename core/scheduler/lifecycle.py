@@ -456,7 +456,7 @@ class RequestLifecycle:
         self.loras.write_stats(stats, self.running.loras)
         if self.step_tokens:
             # The tokens of a warm-up request are 0.
-            stats.step_tokens = int32_bytes([count for count in self.step_tokens if count])
+            stats.step_tokens = pack_int32([count for count in self.step_tokens if count])
             self.step_tokens = []
         self.manager.write_stats(stats)
         if self.transfers is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from ...protocol.arrays import BoolArray, Int32Array, Int64Array, are_all, int32_bytes, int32_pairs
+from ...protocol.arrays import BoolArray, Int32Array, Int64Array, are_all, int32_pairs, pack_int32
 from ...protocol.messages import SchedulerStats
 from ...protocol.worker_messages import SchedulerOutput
 from ..kv_cache.manager import KVCacheManager
@@ -111,14 +111,12 @@ class StepWriter:
         copies_out, copies_in = host.take_copies() if host is not None else (b"", b"")
         output = SchedulerOutput(
             step=step,
-            removed_slots=int32_bytes(removed) if removed else b"",
+            removed_slots=pack_int32(removed),
             new_requests=admitted.requests,
             block_updates=self._manager.tables.take_updates(),
             slots=None if is_same else batch.slot_bytes,
             chunks=int32_pairs(chunked, granted[chunked]) if len(chunked) else b"",
-            grammar_slots=int32_bytes([row.request.slot for row in constrained])
-            if constrained
-            else b"",
+            grammar_slots=pack_int32([row.request.slot for row in constrained]),
             drafts=drafts,
             draft_token_ids=draft_token_ids,
             host_copies_out=copies_out,
