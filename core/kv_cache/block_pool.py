@@ -24,7 +24,7 @@ FEW_BLOCKS: Final = 32
 """Number of blocks up to which references are counted block by block."""
 
 MANY_BLOCKS: Final = 128
-"""Number of blocks from which they are released by operations on arrays."""
+"""Number of blocks from which they are released and evicted by operations on arrays."""
 
 
 class BlockListener(Protocol):
@@ -136,9 +136,12 @@ class BlockPool:
         del blank[len(blank) - len(blocks) :]
         if len(blocks) < count:
             self._evict(count - len(blocks), blocks)
-        ref_counts = self.ref_counts
-        for block in blocks:
-            ref_counts[block] = 1
+        if count < MANY_BLOCKS:
+            ref_counts = self.ref_counts
+            for block in blocks:
+                ref_counts[block] = 1
+        else:
+            np.frombuffer(self.ref_counts, np.int64)[as_array(blocks)] = 1
         return blocks
 
     def adopt_blocks(self, blocks: Iterable[int]) -> None:
@@ -351,35 +354,55 @@ class BlockPool:
 
     def _evict(self, count: int, blocks: list[int]) -> None:
         """Evict the `count` least recently freed cached blocks and append them to `blocks`."""
-        serial_of, ref_counts, freed = self._serial_of, self.ref_counts, self._freed
         hash_of, block_of, copies = self._contents.items, self._block_of, self._copies
         gradual = self._contents if self._contents.copy is not None else None
         is_watched = (
             self._on_evict is not None or self._events is not None or self.listener is not None
         )
+        evicted = self._pop_each(count) if count < MANY_BLOCKS else self._pop_many(count)
+        for block in evicted:
+            digest = hash_of[block]
+            assert digest is not None
+            if copies and digest in copies:
+                self._drop_copy(block, digest)
+                continue
+            del block_of[digest]
+            if gradual is not None:
+                gradual.keep_item(block)
+            hash_of[block] = None
+            if is_watched:
+                self._report_evicted(digest, block)
+        blocks += evicted
         self._num_evictable -= count
+        self.lifetimes.record_evicted(blocks)
+
+    def _pop_each(self, count: int) -> list[int]:
+        """Remove and return the least recently freed evictable blocks."""
+        serial_of, ref_counts, freed = self._serial_of, self.ref_counts, self._freed
         serial = self._first_serial
-        while count:
+        popped: list[int] = []
+        while len(popped) < count:
             block = freed.popleft()
             if serial_of[block] == serial and not ref_counts[block]:
-                digest = hash_of[block]
-                assert digest is not None
-                blocks.append(block)
-                count -= 1
-                if copies and digest in copies:
-                    self._drop_copy(block, digest)
-                    serial += 1
-                    continue
-                del block_of[digest]
-                if gradual is not None:
-                    gradual.keep_item(block)
-                hash_of[block] = None
+                popped.append(block)
                 serial_of[block] = -1
-                if is_watched:
-                    self._report_evicted(digest, block)
             serial += 1
         self._first_serial = serial
-        self.lifetimes.record_evicted(blocks)
+        return popped
+
+    def _pop_many(self, count: int) -> list[int]:
+        """Do the same as `_pop_each`."""
+        serials = np.frombuffer(self._serial_of, np.int64)
+        ref_counts = np.frombuffer(self.ref_counts, np.int64)
+        popped: list[int] = []
+        while len(popped) < count:
+            entries = as_array([self._freed.popleft() for _ in range(count - len(popped))])
+            first, self._first_serial = self._first_serial, self._first_serial + len(entries)
+            is_current = serials[entries] == np.arange(first, self._first_serial)
+            evictable = entries[is_current & (ref_counts[entries] == 0)]
+            serials[evictable] = -1
+            popped += evictable.tolist()
+        return popped
 
     def _report_evicted(self, digest: bytes, block: int) -> None:
         if self._on_evict is not None:
