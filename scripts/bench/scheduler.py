@@ -236,12 +236,14 @@ def beside_vllm(vllm: Child, num_seqs: int, steps: int, prompt: int) -> dict[str
     }
 
 
-def churn(num_seqs: int, steps: int, events: int) -> dict[str, Any]:
+def churn(num_seqs: int, steps: int, events: int, prompt: int) -> dict[str, Any]:
     """Measure steps in which `events` requests arrive and as many end. The scheduler receives these one step later."""
     lifetime = num_seqs // events
-    loop = Loop(num_seqs + 2 * events, 64 + lifetime + 2 * BLOCK_SIZE)
-    arrivals = [[loop.request(32, lifetime) for _ in range(events)] for _ in range(50 + steps)]
-    waves = iter(arrivals)
+    loop = Loop(num_seqs + 2 * events, prompt + 32 + lifetime + 2 * BLOCK_SIZE)
+    num_first = 40 + lifetime
+    waves = iter(
+        [[loop.request(prompt, lifetime) for _ in range(events)] for _ in range(num_first + steps)]
+    )
 
     def wave() -> None:
         for request in next(waves):
@@ -251,11 +253,15 @@ def churn(num_seqs: int, steps: int, events: int) -> dict[str, Any]:
     for request in next(waves):
         loop.scheduler.add_request(0, request, 0.0)
     loop.send()
-    for _ in range(40):
+    for _ in range(num_first - 1):
         wave()
     num_running = loop.scheduler.get_request_counts()[0]
     times = time_each(wave, steps, loop.scheduler.end_turn)
-    return {"case": f"{events} arrivals and ends a step", "running": num_running, **summary(times)}
+    return {
+        "case": f"{events} arrivals and ends a step, {prompt} tokens",
+        "running": num_running,
+        **summary(times),
+    }
 
 
 def many_waiting(num_seqs: int, steps: int, num_waiting: int) -> dict[str, Any]:
@@ -282,10 +288,10 @@ def many_waiting(num_seqs: int, steps: int, num_waiting: int) -> dict[str, Any]:
 
 
 def long_prompt(length: int, repeats: int) -> dict[str, Any]:
-    """Measure the admission of a prompt whose blocks are all cached, and the hashing of the prompt in the frontend."""
+    """Measure a prompt whose blocks are all cached: its admission, its end, and its hashing in the frontend."""
     loop = Loop(4, length + BLOCK_SIZE + 4)
     request = loop.request(length, 1)
-    times, hashing = [], []
+    times, ends, hashing = [], [], []
     for index in range(repeats + 1):
         copy = msgspec.structs.replace(request, request_index=index)
         start = time.perf_counter()
@@ -294,7 +300,9 @@ def long_prompt(length: int, repeats: int) -> dict[str, Any]:
         times.append((time.perf_counter() - start) * 1e6)
         assert step is not None
         result = ModelRunnerOutput(step.step, int32_bytes([1]))
+        start = time.perf_counter()
         loop.scheduler.update_from_output(step, result, 0.0)
+        ends.append((time.perf_counter() - start) * 1e6)
         token_ids = np.frombuffer(request.prompt_token_ids, np.int32)
         start = time.perf_counter()
         hash_blocks(token_ids, BLOCK_SIZE, root_hash())
@@ -303,6 +311,7 @@ def long_prompt(length: int, repeats: int) -> dict[str, Any]:
     return {
         "case": f"full hit of {length} tokens",
         **summary(hits),
+        "end_us": round(statistics.median(ends), 1),
         "hashing_us": round(statistics.median(hashing), 1),
     }
 
@@ -374,7 +383,8 @@ def main() -> None:
         report(decode_repeatedly(num_seqs, args.steps, args.prompt))
     for num_seqs in (1, 64, 256):
         report(decode_with_drafts(num_seqs, args.steps, args.prompt))
-    report(churn(1024, args.steps, 100))
+    for num_seqs, events, prompt in ((1024, 100, 32), (1024, 100, 512), (256, 1, 32)):
+        report(churn(num_seqs, args.steps, events, prompt))
     report(many_waiting(256, args.steps, 100_000))
     report(long_prompt(32_768, 50))
     for num_waiting in (0, 1000, 9000):
