@@ -25,11 +25,13 @@ from safetensors.torch import load_file, save_file
 from support.audio.checkpoints import MARKS, OMNI_MODELS, audio_directory, reference_inputs
 from support.gguf.gemma import write_gemma
 from support.gguf.hybrid import write_hybrid
+from support.gguf.saved import write_saved
 from support.gguf.writer import write_gguf
 from support.media.image_marks import GEMMA_MARKS
 from support.media.image_processors import image_processor
 from support.media.image_requests import data_url
 from support.mmproj.audio import write_audio_mmproj
+from support.mmproj.kinds import write_mmproj_of_kind
 from support.mmproj.qwen import write_decoder, write_tower
 from support.mmproj.writer import write_mmproj
 from support.servers.server import DEVICE, Server, assert_nothing_is_held
@@ -235,7 +237,7 @@ def _with_gemma4_marks(directory: Path) -> Any:
 
 
 @pytest.mark.parametrize(
-    "kind", ["gemma4", "glmasr", "lfm2_audio", "ultravox", "voxtral", *OMNI_MODELS]
+    "kind", ["dots3_note", "gemma4", "glmasr", "lfm2_audio", "ultravox", "voxtral", *OMNI_MODELS]
 )
 def test_gguf_models_read_audio_with_the_mmproj_file_beside_them(tmp_path: Path, kind: str) -> None:
     model = Model(tmp_path / "model", kind)
@@ -244,6 +246,13 @@ def test_gguf_models_read_audio_with_the_mmproj_file_beside_them(tmp_path: Path,
     if model.is_omni:
         write_decoder(path, model.model, tokenizer)
         images = write_tower(tmp_path / "images", model.model, model.path)
+    elif kind == "dots3_note":
+        decoder = transformers.Dots3NoteForCausalLM(model.model.config.text_config)
+        decoder.model.load_state_dict(model.model.model.language_model.state_dict())
+        decoder.lm_head = model.model.lm_head
+        decoder.save_pretrained(tmp_path / "decoder")
+        path = write_saved(tmp_path / "decoder", "dots3note", tokenizer).rename(path)
+        images = write_mmproj_of_kind(tmp_path / "images", model.path, kind)
     elif kind == "gemma4":
         decoder = transformers.Gemma4ForCausalLM(model.model.config.text_config)
         decoder.model.load_state_dict(model.model.model.language_model.state_dict())

@@ -14,6 +14,7 @@ import torch
 from gguf import ExpertGatingFuncType, GGUFWriter
 from safetensors.torch import load_file
 from support.gguf.finish import finish
+from support.gguf.tokenizer import add_tokenizer
 from support.gguf.writer import interleaved
 from torch import Tensor
 
@@ -44,6 +45,16 @@ _COMMON = (
 """Names of modules in most families, and the converter's. Those of a family are replaced before."""
 
 
+LIKE_OTHER_LAYERS = {
+    "shared_experts_intermediate_size": 24,
+    "swa_q_lora_rank": 20,
+    "swa_head_dim": 24,
+    "n_group": 1,
+    "topk_group": 1,
+}
+"""Fields that a GGUF file of a dots3-note can express: layers with common sizes, and one group of experts."""
+
+
 def _unchanged(tensors: Tensors, _config: Config) -> Tensors:
     return tensors
 
@@ -63,8 +74,11 @@ class Form:
     change: Callable[[Tensors, Config], Tensors] = _unchanged
 
 
-def write_saved(directory: Path, architecture: str) -> Path:
-    """Write the checkpoint in `directory` as a GGUF file of an architecture, and return the file."""
+def write_saved(directory: Path, architecture: str, tokenizer: Any = None) -> Path:
+    """Write the checkpoint in `directory` as a GGUF file of an architecture, and return the file.
+
+    The file has the content of `tokenizer`, if it is given.
+    """
     form = FORMS[architecture]
     config = json.loads((directory / "config.json").read_text())
     config |= config.get("text_config", {})
@@ -79,6 +93,8 @@ def write_saved(directory: Path, architecture: str) -> Path:
     if theta := rope.get("rope_theta"):
         writer.add_rope_freq_base(theta)
     form.add_keys(writer, config)
+    if tokenizer is not None:
+        add_tokenizer(writer, tokenizer, config["vocab_size"], "gpt-2")
     tensors = form.change(_with_stacked_experts(load_file(directory / "model.safetensors")), config)
     for name, weight in tensors.items():
         for pattern, replacement in (*form.names, *_COMMON):

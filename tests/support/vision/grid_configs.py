@@ -9,6 +9,7 @@ from support.families import SMALL
 from support.families.experts import BLOCKS_OF_KEYS, LATENT, WITH_EXPERTS
 from support.families.multimodal import AUDIO_SIZES, MULTIMODAL
 from support.families.recurrent import RECURRENT
+from support.gguf.saved import LIKE_OTHER_LAYERS
 
 PATCH, IMAGE_TOKEN = 4, 96
 KIMI = {
@@ -277,7 +278,10 @@ def image_config(kind: str) -> Any:
         return transformers.Dots3NoteConfig(
             vision_config=DOTS,
             audio_config=DOTS_AUDIO,
-            text_config=SMALL | WITH_EXPERTS["dots3-note"][1] | {"model_type": "dots3_note_text"},
+            text_config=SMALL
+            | WITH_EXPERTS["dots3-note"][1]
+            | LIKE_OTHER_LAYERS
+            | {"model_type": "dots3_note_text"},
             image_token_id=IMAGE_TOKEN,
         )
     if kind == "exaone4_5":

@@ -27,7 +27,7 @@ from support.gguf.gemma import write_gemma
 from support.gguf.hybrid import write_hybrid
 from support.gguf.published import write_published
 from support.gguf.quantizers import quantize
-from support.gguf.saved import write_saved
+from support.gguf.saved import LIKE_OTHER_LAYERS, write_saved
 from support.gguf.streams import write_streams
 from support.gguf.writer import write_gguf
 from support.suite.reachable import reachable
@@ -249,14 +249,6 @@ ONE_FACTOR = {
     for end, factor in (("alpha", 3.5), ("beta", 1.0))
 }
 """The factors of a MiniMax-01, which has one for all inputs of blocks in GGUF files."""
-LIKE_OTHER_LAYERS = {
-    "shared_experts_intermediate_size": 24,
-    "swa_q_lora_rank": 20,
-    "swa_head_dim": 24,
-    "n_group": 1,
-    "topk_group": 1,
-}
-"""Fields that a GGUF file of a dots3-note can express: layers with common sizes, and one group of experts."""
 IN_GGUF = {
     "KimiK3": {
         "num_attention_heads": 4,
