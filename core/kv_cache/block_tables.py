@@ -189,7 +189,7 @@ class BlockTables:
         for slots, blocks in put_off:
             for slot, block in zip(slots, blocks, strict=True):
                 tables[slot].append(block)
-        grown = list({slot for slots, _ in put_off for slot in slots})
+        grown = list(set(chain.from_iterable(slots for slots, _ in put_off)))
         num_blocks = as_array([len(tables[slot]) for slot in grown])
         self._capacity[as_array(grown)] = num_blocks * self._block_size
 
