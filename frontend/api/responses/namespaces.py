@@ -130,12 +130,13 @@ def _place_namespace(group: Json, where: str) -> Iterator[PlacedTool]:
 def _place_tool(tool: Json, where: str, namespace: str = "") -> PlacedTool:
     kind = tool.get("type")
     if kind not in TOOL_KINDS:
-        raise wrong(
-            f"{where}.type",
-            f'"function", "custom", "namespace", {", ".join(CLIENT_TOOLS)}, because this server '
-            "runs no tools itself",
-            kind,
-        )
+        kinds = '"function" or "custom" within a namespace'
+        if not namespace:
+            kinds = (
+                f'"function", "custom", "namespace", {", ".join(CLIENT_TOOLS)}, '
+                "because this server runs no tools itself"
+            )
+        raise wrong(f"{where}.type", kinds, kind)
     assert isinstance(kind, str)
     if isinstance(tool.get(kind), dict):
         # This is the format of chat completions, which some clients send here.

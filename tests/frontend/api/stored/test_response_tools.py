@@ -251,7 +251,7 @@ def test_shells_in_containers_are_refused(frontend: FrontendProcess) -> None:
         (
             {"tools": [{"type": "web_search"}, NAMESPACE | {"tools": [{"type": "mcp"}]}]},
             "tools[1].tools[0].type",
-            '"mcp"',
+            '"function" or "custom" within a namespace, got "mcp"',
         ),
         (
             {"tools": [NAMESPACE, NAMESPACE | {"tools": [FUNCTION | {"name": "?"}]}]},
