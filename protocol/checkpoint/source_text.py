@@ -82,6 +82,22 @@ def _t5gemma_fields(fields: ConfigFields) -> dict[str, Any]:
     return {**own, "model_type": "t5gemma", "tie_word_embeddings": is_tied}
 
 
+def _joined_fields(fields: ConfigFields) -> dict[str, Any]:
+    """Return the fields of the decoder of two joined encoders."""
+    own = fields.required_section("decoder").config
+    kept = ("architectures", "encoder", "decoder", "model_type", "decoder_start_token_id")
+    return {name: value for name, value in own.items() if name not in kept}
+
+
+def _max_joined_tokens(fields: ConfigFields) -> int:
+    encoder = fields.required_section("encoder")
+    length = encoder.integer("max_position_embeddings", 512)
+    if encoder.text("model_type", "bert").endswith("roberta"):
+        # Positions follow that of the padding token.
+        length -= encoder.integer("pad_token_id", 1, minimum=0) + 1
+    return length
+
+
 def _max_t5_tokens(fields: ConfigFields) -> int:
     return fields.integer("n_positions", MAX_SOURCE_TOKENS)
 
@@ -112,6 +128,7 @@ _T5: Final = _Family(None, _t5_fields, _max_t5_tokens)
 _FAMILIES: Final[dict[str, _Family]] = {
     "bart": _Family(),
     "blenderbot": _Family(1, max_tokens=128),
+    "encoder-decoder": _Family(None, _joined_fields, _max_joined_tokens),
     "florence2": _Family(),
     "fsmt": _Family(2, _fsmt_fields, vocab_size="src_vocab_size"),
     "m2m_100": _Family(),

@@ -88,6 +88,7 @@ _HEADS: Final = (
     "AquilaModel",
     "ChatGLMModel",
     "DreamModel",
+    "EncoderDecoderModel",
     "InternVLChatModel",
     "LMHeadModel",
     "MTModel",

@@ -32,6 +32,7 @@ SOURCES = [[5, 6, 7, 8, 9, 10], [20, 30, 40] * 6, [11], [5, 6, 7, 8, 9, 10]]
         ("flan-t5", 0, ("--cpu-backend", "torch", "-tp", "2")),
         ("mbart", 3, ("-pp", "2")),
         ("fsmt", 3, ("-pp", "2", "--inject-preemption", "0.1")),
+        ("bert2bert", 0, ("-pp", "2", "--inject-preemption", "0.1")),
         ("switch", 0, ("-tp", "2", "-pp", "2", "--inject-preemption", "0.1")),
         ("umt5 gguf", 0, ("-tp", "2")),
         # Sources have another vocabulary. The likeliest tokens may not be generated.

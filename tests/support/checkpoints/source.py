@@ -37,7 +37,7 @@ def source_directory(
     name, sizes = MODELS[kind]
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**{**sizes, **(changes or {})})
-    suffix = "MTModel" if name == "Marian" else "ForConditionalGeneration"
+    suffix = {"Marian": "MTModel", "EncoderDecoder": "Model"}.get(name, "ForConditionalGeneration")
     model_class = getattr(transformers, f"{name}{suffix}")
     model = model_class._from_config(config, attn_implementation="eager").eval()
     if kind == "flan-t5":
@@ -54,7 +54,7 @@ def source_directory(
     for parameter_name, parameter in model.named_parameters():
         if "embed_positions" in parameter_name and kind in _WITH_SINUSOIDS:
             continue
-        if re.search(r"norm\.|bias$", parameter_name):
+        if re.search(r"[nN]orm\.|bias$", parameter_name):
             torch.nn.init.normal_(parameter, 0.7, 0.2)
         else:
             torch.nn.init.normal_(parameter, 0, 0.15)

@@ -45,6 +45,30 @@ _GEMMA_SIZES = {
     "max_position_embeddings": 128,
     "pad_token_id": 0,
 }
+
+
+def _joined(encoder: str, decoder: str) -> dict[str, Any]:
+    """Return the sections of an encoder and a decoder of these kinds."""
+    sizes = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_attention_heads": 6,
+    }
+    offsets = dict.fromkeys(("roberta", "xlm-roberta"), 2)
+    parts = {
+        kind: sizes
+        | {"model_type": kind, "max_position_embeddings": 128 + offsets.get(kind, 0)}
+        | {"pad_token_id": offsets.get(kind, 1) - 1}
+        for kind in (encoder, decoder)
+    }
+    own = {"num_hidden_layers": 3, "is_decoder": True, "add_cross_attention": True}
+    return {
+        "encoder": parts[encoder] | {"num_hidden_layers": 2},
+        "decoder": parts[decoder] | own,
+    }
+
+
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "whisper": (
         "Whisper",
@@ -173,6 +197,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         # A source has more tokens than an expert computes.
         _T5_SIZES | {"num_experts": 4, "num_sparse_encoder_layers": 1, "expert_capacity": 7},
     ),
+    "bert2bert": ("EncoderDecoder", _joined("bert", "bert")),
+    "roberta2generation": ("EncoderDecoder", _joined("roberta", "bert-generation")),
+    "xlmr2roberta": ("EncoderDecoder", _joined("xlm-roberta", "roberta")),
     "mt5": ("MT5", _T5_SIZES),
     "umt5": ("UMT5", _T5_SIZES),
     "t5": ("T5", _T5_SIZES),

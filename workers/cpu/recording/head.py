@@ -14,7 +14,7 @@ def record_head_dense(blocks: BlockRecorder) -> None:
     size = spec.hidden_size
     bias = weights.vector("head_dense.bias", size) if spec.head_dense_bias else None
     dense = weights.packed("head_dense.weight", size, size)
-    kind = blocks.quantize("", "norm", [dense])
+    kind = blocks.quantize("", "norm" if spec.has_final_norm else None, [dense])
     blocks.add_product(kind, [dense], [bias], target=BLOCK)
     program.add_op("activate", activation=activation_number(spec.activation))
     norm = blocks.hidden_norm("head_norm")

@@ -58,6 +58,7 @@ _MODULES: Final = (
     "with_encoders.beside_images",
     "with_encoders.encoder_decoders",
     "with_encoders.t5",
+    "with_encoders.joined",
     "with_encoders.mixtures",
     "with_encoders.speech",
     "with_encoders.pre_normed",

@@ -298,7 +298,7 @@ def roberta(fields: ConfigFields) -> ModelSpec:
     )
 
 
-def _bert_generation(fields: ConfigFields) -> ModelSpec:
+def bert_generation(fields: ConfigFields) -> ModelSpec:
     """Return the spec of an encoder of arXiv 1907.12461, a BERT without token types."""
     fields = fields.with_defaults(max_position_embeddings=512)
     return replace(bert(fields), num_token_types=0)
@@ -418,7 +418,7 @@ FAMILIES = (
     Family("BertSpladeSparseEmbeddingModel", "bert", _bert_splade),
     *encoder_families("DistilBert", "distilbert", _distilbert, _DISTILBERT_HEAD),
     Family("DistilBertSpladeSparseEmbeddingModel", "distilbert", _distilbert_splade),
-    Family("BertGenerationEncoder", "bert-generation", _bert_generation),
+    Family("BertGenerationEncoder", "bert-generation", bert_generation),
     Family("DPRContextEncoder", "dpr", _dpr),
     Family("DPRQuestionEncoder", "dpr", _dpr),
     Family("SplinterModel", "splinter", bert),

@@ -1,0 +1,95 @@
+"""The family of encoder-decoder models that consist of two encoders, such as two BERTs (arXiv 1907.12461)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+from msgspec.structs import replace
+
+from .....protocol.checkpoint.config_fields import ConfigFields
+from .....protocol.checkpoint.field_names import with_common_names
+from .....protocol.checkpoint.speech import max_source_positions
+from ....layers.spec import ModelSpec, SourceSpec
+from ....layers.specs.norm_names import NormNames
+from ..common import Family
+from .absolute import BERT_NAMES, bert, bert_generation, roberta
+from .encoder_decoders import with_source
+
+
+class _Part(NamedTuple):
+    """A family of encoders: its spec, and the names of tensors of the head in a decoder.
+
+    Attributes:
+        read_spec: Returns the spec of an encoder.
+        prefix: The prefix of the names of a decoder's layers.
+        dense: That of the dense layer before the output projection; "" if there is none.
+        norm: That of the norm after this layer.
+        head: That of the output projection.
+    """
+
+    read_spec: Callable[[ConfigFields], ModelSpec]
+    prefix: str
+    dense: str = r"lm_head\.dense\."
+    norm: str = r"lm_head\.layer_norm\."
+    head: str = r"lm_head\."
+
+
+_PARTS: Final = {
+    "bert": _Part(
+        bert,
+        r"bert\.",
+        r"cls\.predictions\.transform\.dense\.",
+        r"cls\.predictions\.transform\.LayerNorm\.",
+        r"cls\.predictions\.",
+    ),
+    "bert-generation": _Part(bert_generation, r"bert\.", ""),
+    "roberta": _Part(roberta, r"roberta\."),
+    "xlm-roberta": _Part(roberta, r"roberta\."),
+}
+"""The families of encoders and decoders by their `model_type`."""
+
+_NORMS: Final = NormNames(None, "attention_norm", None, "mlp_norm", None, "cross_norm")
+_CROSS_NAMES: Final = (
+    *((rf"\.crossattention\.self\.{x}\w+\.", f".cross_attn.{x}_proj.") for x in "qkv"),
+    (r"\.crossattention\.output\.dense\.", ".cross_attn.o_proj."),
+    (r"\.crossattention\.output\.LayerNorm\.", ".cross_norm."),
+)
+
+
+def _encoder_decoder(fields: ConfigFields) -> ModelSpec:
+    own = with_common_names(fields.required_section("encoder"))
+    kinds = [own.choice("model_type", tuple(_PARTS), "bert")]
+    kinds.append(fields.required_section("decoder").choice("model_type", tuple(_PARTS), "bert"))
+    encoder, decoder = (_PARTS[kind] for kind in kinds)
+    size, found = own.integer("hidden_size"), fields.integer("hidden_size")
+    if size != found:
+        raise fields.wrong("decoder.hidden_size", f"{size}, as the encoder", found)
+    names = (
+        (r"^encoder\..*", ""),
+        (r"^decoder\.", ""),
+        *([(rf"^{decoder.dense}", "head_dense.")] if decoder.dense else []),
+        (rf"^{decoder.norm}", "head_norm."),
+        (rf"^{decoder.head}(decoder\.)?", "lm_head."),
+        (rf"^{decoder.prefix}", ""),
+        *_CROSS_NAMES,
+        # The first one drops heads.
+        *BERT_NAMES[1:],
+    )
+    spec = replace(
+        decoder.read_spec(fields.with_values({"is_decoder": None})),
+        is_causal=True,
+        has_head=True,
+        norms=_NORMS,
+        head_dense_bias=True if decoder.dense else None,
+        head_bias=True,
+        tensor_names=names,
+    )
+    source = replace(
+        encoder.read_spec(own),
+        tensor_names=((r"^decoder\..*", ""), (r"^encoder\.(?!layer\.)", ""), *BERT_NAMES),
+    )
+    return with_source(spec, SourceSpec(source, max_source_positions(fields)))
+
+
+FAMILIES = (Family("EncoderDecoderModel", "encoder-decoder", _encoder_decoder),)
