@@ -98,6 +98,10 @@ def _max_joined_tokens(fields: ConfigFields) -> int:
     return length
 
 
+def _longt5_tokens(fields: ConfigFields) -> int:
+    return fields.integer("n_positions", 16_384)
+
+
 def _max_t5_tokens(fields: ConfigFields) -> int:
     return fields.integer("n_positions", MAX_SOURCE_TOKENS)
 
@@ -131,6 +135,7 @@ _FAMILIES: Final[dict[str, _Family]] = {
     "encoder-decoder": _Family(None, _joined_fields, _max_joined_tokens),
     "florence2": _Family(),
     "fsmt": _Family(2, _fsmt_fields, vocab_size="src_vocab_size"),
+    "longt5": _Family(None, _t5_fields, _longt5_tokens),
     "m2m_100": _Family(),
     "marian": _Family(58_100, _marian_fields),
     "mbart": _Family(begins_with_last=True),

@@ -197,6 +197,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         # A source has more tokens than an expert computes.
         _T5_SIZES | {"num_experts": 4, "num_sparse_encoder_layers": 1, "expert_capacity": 7},
     ),
+    "longt5": ("LongT5", _T5_SIZES | {"local_radius": 4, "n_positions": 512}),
     "bert2bert": ("EncoderDecoder", _joined("bert", "bert")),
     "roberta2generation": ("EncoderDecoder", _joined("roberta", "bert-generation")),
     "xlmr2roberta": ("EncoderDecoder", _joined("xlm-roberta", "roberta")),

@@ -148,6 +148,22 @@ def _umt5_biases(spec: ModelSpec) -> dict[str, Any]:
     return {"has_layer_distance_biases": True, "tensor_names": (name, *spec.tensor_names)}
 
 
+def _longt5(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a LongT5 (arXiv 2112.07916) with local attention: a T5 whose encoder has windows."""
+    fields.require("encoder_attention_type", "local")
+    spec = t5(fields)
+    assert spec.source is not None and spec.source.encoder is not None
+    encoder = spec.source.encoder
+    # The window includes the token itself.
+    window = fields.integer("local_radius", 127) + 1
+    encoder = replace(
+        encoder,
+        layers=tuple(replace(layer, window=window) for layer in encoder.layers),
+        tensor_names=((r"\.LocalSelfAttention\.", ".SelfAttention."), *encoder.tensor_names),
+    )
+    return replace(spec, source=replace(spec.source, encoder=encoder))
+
+
 def _t5gemma(fields: ConfigFields) -> ModelSpec:
     """Return the spec of a T5Gemma (arXiv 2504.06225): encoder and decoder are like a Gemma 2."""
     fields = fields.with_defaults(max_position_embeddings=8192)
@@ -195,6 +211,7 @@ FAMILIES = (
     Family("MT5EncoderModel", "mt5", partial(_t5_encoder, family=_mt5)),
     Family("T5EncoderModel", "t5", partial(_t5_encoder, family=t5)),
     Family("UMT5EncoderModel", "umt5", partial(_t5_encoder, family=_umt5)),
+    Family("LongT5ForConditionalGeneration", "longt5", _longt5),
     Family("MT5ForConditionalGeneration", "mt5", _mt5),
     Family("T5ForConditionalGeneration", "t5", t5),
     Family("T5GemmaForConditionalGeneration", "t5gemma", _t5gemma),
