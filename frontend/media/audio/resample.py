@@ -86,11 +86,12 @@ def _filter(up: int, down: int) -> tuple[Float32Array, int, int]:
     columns, step = up * repeats, down * repeats
     cutoff = _ROLLOFF * min(1.0, up / down)
     reach = int(np.ceil(_NUM_CROSSINGS / cutoff))
-    # Distances, in inputs, from each output of a row to each input. The row's inputs begin `reach` before its first
-    # output.
+    # The row's inputs begin `reach` before its first output. An output has weights only for the inputs within reach.
     times = np.arange(columns) * (down / up)
-    distances = np.arange(step + 2 * reach)[:, None] - reach - times[None, :]
+    inputs = np.floor(times).astype(np.intp)[:, None] + np.arange(2 * reach + 1)
+    distances = inputs - reach - times[:, None]
     inside = np.clip(1 - (distances / reach) ** 2, 0, None)
     window = np.i0(_BETA * np.sqrt(inside)) / np.i0(_BETA) * (np.abs(distances) <= reach)
-    taps = cutoff * np.sinc(cutoff * distances) * window
-    return np.ascontiguousarray(taps, np.float32), step, reach
+    matrix = np.zeros((step + 2 * reach, columns), np.float32)
+    matrix[inputs, np.arange(columns)[:, None]] = cutoff * np.sinc(cutoff * distances) * window
+    return matrix, step, reach

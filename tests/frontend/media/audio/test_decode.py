@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Iterator
 
 import numpy as np
@@ -117,6 +118,15 @@ def test_audio_tracks_of_containers_are_read(
         return
     assert abs(len(samples) - 2 * RATE) <= RATE // 20
     assert np.abs(samples[: 2 * RATE] - tone(RATE)[: len(samples)])[inside].max() < error
+
+
+def test_resampling_an_odd_rate_needs_little_memory() -> None:
+    # The filter of this rate has almost 4000 columns. The whole matrix in float64 has 33 MB.
+    tracemalloc.start()
+    outputs = Resampler(4001, RATE).feed(np.zeros(4001, np.float32), is_end=True)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(outputs) == RATE and peak < 64 << 20
 
 
 @pytest.mark.parametrize("rate", [8000, 11025, 22050, 44100, 48000, 44101])
