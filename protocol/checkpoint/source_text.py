@@ -59,6 +59,15 @@ def _bart_fields(fields: ConfigFields) -> dict[str, Any]:
     return renamed_fields(fields, BART_FIELDS)
 
 
+def _led_fields(fields: ConfigFields) -> dict[str, Any]:
+    length = fields.integer("max_decoder_position_embeddings", 1024)
+    return _bart_fields(fields) | {"max_position_embeddings": length}
+
+
+def _max_led_tokens(fields: ConfigFields) -> int:
+    return fields.integer("max_encoder_position_embeddings", 16_384)
+
+
 def _marian_fields(fields: ConfigFields) -> dict[str, Any]:
     found = _bart_fields(fields)
     target = fields.get("decoder_vocab_size")
@@ -135,6 +144,7 @@ _FAMILIES: Final[dict[str, _Family]] = {
     "encoder-decoder": _Family(None, _joined_fields, _max_joined_tokens),
     "florence2": _Family(),
     "fsmt": _Family(2, _fsmt_fields, vocab_size="src_vocab_size"),
+    "led": _Family(2, _led_fields, _max_led_tokens),
     "longt5": _Family(None, _t5_fields, _longt5_tokens),
     "m2m_100": _Family(),
     "marian": _Family(58_100, _marian_fields),

@@ -21,6 +21,9 @@ def unsupported_features(spec: ModelSpec) -> list[str]:
     """Return the features of the model for which native programs have no operation."""
     source = None if spec.source is None else spec.source.encoder
     features = {
+        "attention to the first token beside windows": (
+            source is not None and source.reads_first_token
+        ),
         "experts that compute a limited number of tokens": source is not None
         and any(layer.experts is not None and layer.experts.capacity for layer in source.layers),
         "blocks of keys that depend on heads": any(layer.block_pattern for layer in spec.layers),

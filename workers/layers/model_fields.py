@@ -259,6 +259,8 @@ class ModelFields(msgspec.Struct, frozen=True, kw_only=True):
     block_indexer: BlockIndexerSpec | None = None
     """The indexer that chooses blocks of keys. Its key is stored in the cache as that of one more head."""
 
+    reads_first_token: bool = False
+    """True if all tokens also attend to the first one, and it to all, by projections of its own. Only in encoders."""
     has_key_biases: bool = False
     """True if a number that depends on a key's value is added to its scores.
 

@@ -18,6 +18,7 @@ from ..layers.layers import Linear, RMSNorm
 from .attention import Attention
 from .attention_kinds.differential import DifferentialAttention
 from .attention_kinds.experts import ExpertAttention
+from .attention_kinds.first_token import FirstTokenAttention
 from .attention_kinds.key_biases import KeyBiasAttention
 from .attention_kinds.kind import AttentionKind
 from .attention_kinds.loops import LoopAttention
@@ -51,6 +52,8 @@ def _attention(layer: LayerSpec, source: LayerSource, backend: DeviceAttention) 
         return DifferentialAttention(layer, source, calls)
     if spec.loop_window:
         return LoopAttention(layer, source, calls)
+    if spec.reads_first_token:
+        return FirstTokenAttention(layer, source, calls)
     if spec.has_key_biases:
         return KeyBiasAttention(layer, source, calls)
     if spec.has_token_scales:

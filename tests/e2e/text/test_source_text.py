@@ -21,6 +21,9 @@ from support.vision.florence2 import florence2_directory
 
 torch.set_num_threads(1)
 FLAGS = ("--dtype", "float32", "--device", DEVICE, "--served-model-name", "tiny")
+LONG = ("flan-t5", "led", "longt5", "switch", "umt5")
+"""The models that read sources of 512 tokens."""
+
 SOURCES = [[5, 6, 7, 8, 9, 10], [20, 30, 40] * 6, [11], [5, 6, 7, 8, 9, 10]]
 
 
@@ -34,6 +37,7 @@ SOURCES = [[5, 6, 7, 8, 9, 10], [20, 30, 40] * 6, [11], [5, 6, 7, 8, 9, 10]]
         ("fsmt", 3, ("-pp", "2", "--inject-preemption", "0.1")),
         ("bert2bert", 0, ("-pp", "2", "--inject-preemption", "0.1")),
         ("longt5", 0, ("-tp", "2", "--inject-preemption", "0.1")),
+        ("led", 3, ("-tp", "2", "--inject-preemption", "0.1")),
         ("switch", 0, ("-tp", "2", "-pp", "2", "--inject-preemption", "0.1")),
         ("umt5 gguf", 0, ("-tp", "2")),
         # Sources have another vocabulary. The likeliest tokens may not be generated.
@@ -76,9 +80,7 @@ def test_completions_equal_those_of_transformers(
         assert status == 200, answer
         rest = greedy(model, torch.tensor(sources[:1]), forced, 5, bad_words)
         assert answer["choices"][0]["token_ids"] == rest
-        limit = {"separate-marian": 1024}.get(
-            kind, 512 if kind in ("flan-t5", "longt5", "switch", "umt5") else 128
-        )
+        limit = {"separate-marian": 1024}.get(kind, 512 if kind in LONG else 128)
         for body, words in (
             ({"prompt": [5] * 2000}, f"a source of at most {limit} tokens"),
             ({"prompt": [5], "decoder_prompt": [5] * 200}, "decoder_prompt"),

@@ -127,6 +127,9 @@ def logits(model: Any, inputs: torch.Tensor, tokens: list[int]) -> torch.Tensor:
     if model.config.model_type == "fsmt":
         # It has a causal mask only without a cache.
         masks = {"use_cache": False}
+    if model.config.model_type == "led":
+        # As its authors advise, the first token is global.
+        masks = {"global_attention_mask": (torch.arange(inputs.shape[1]) == 0)[None].long()}
     if model.config.model_type == "moonshine_streaming":
         # The processor fills the last frame, and without a mask the encoder has no windows.
         mask = torch.ones_like(inputs)

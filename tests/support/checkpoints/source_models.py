@@ -197,6 +197,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         # A source has more tokens than an expert computes.
         _T5_SIZES | {"num_experts": 4, "num_sparse_encoder_layers": 1, "expert_capacity": 7},
     ),
+    "led": (
+        "LED",
+        _BART_SIZES
+        | {"max_encoder_position_embeddings": 512, "max_decoder_position_embeddings": 128}
+        | {"attention_window": [8, 4]},
+    ),
     "longt5": ("LongT5", _T5_SIZES | {"local_radius": 4, "n_positions": 512}),
     "bert2bert": ("EncoderDecoder", _joined("bert", "bert")),
     "roberta2generation": ("EncoderDecoder", _joined("roberta", "bert-generation")),

@@ -39,7 +39,7 @@ BACKENDS = {
     },
 }
 
-IN_TORCH = {"switch"}
+IN_TORCH = {"led", "switch"}
 """The models that native programs do not compute."""
 
 

@@ -31,6 +31,12 @@ BART_LAYER_NAMES: Final = (
     (r"^layernorm_embedding\.", "embed_norm."),
     (r"^layer_norm\.", "norm."),
 )
+_LED_NAMES: Final = (
+    (r"^led\.", ""),
+    (r"\.longformer_self_attn\.([qkv])\w+_global\.", r".\1_proj_global."),
+    (r"\.longformer_self_attn\.([qkv])[a-z]+\.", r".\1_proj."),
+    (r"\.self_attn\.output\.", ".self_attn.o_proj."),
+)
 _BART_DECODER_NAMES: Final = (
     # The embedding of the decoder, if it has its own, else the shared one.
     (r"^(model\.)?decoder\.embed_tokens\.", "embed_tokens."),
@@ -242,6 +248,36 @@ def _blip(fields: ConfigFields) -> ModelSpec:
     )
 
 
+def _led(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of an LED (arXiv 2004.05150): a BART with windows in its encoder, beside the first token."""
+    spec = _bart_model(fields, position_offset=0, **_POST_NORMED)
+    assert spec.source is not None and spec.source.encoder is not None
+    source, encoder = spec.source, spec.source.encoder
+    sizes = fields.get("attention_window", 512)
+    sizes = [sizes] * len(encoder.layers) if isinstance(sizes, int) else sizes
+    fields = fields.with_values({"attention_window": sizes})
+    windows = fields.per_layer("attention_window", len(encoder.layers)) or []
+    if not all(type(size) is int and size > 0 and size % 2 == 0 for size in windows):
+        raise fields.wrong("attention_window", "even numbers above 0", sizes)
+    encoder = replace(
+        encoder,
+        # Half of the window is on each side, and the token itself in the middle.
+        layers=tuple(
+            replace(layer, window=size // 2 + 1)
+            for layer, size in zip(encoder.layers, windows, strict=True)
+        ),
+        max_position_embeddings=source.max_positions,
+        reads_first_token=True,
+        tensor_names=(*_LED_NAMES, *encoder.tensor_names),
+    )
+    return replace(
+        spec,
+        num_positions=spec.max_position_embeddings,
+        source=replace(source, encoder=encoder),
+        tensor_names=(_LED_NAMES[0], *spec.tensor_names),
+    )
+
+
 def _mvp(fields: ConfigFields) -> ModelSpec:
     if fields.boolean("use_prompt", False):
         raise fields.wrong("use_prompt", "false", True)
@@ -324,6 +360,7 @@ FAMILIES = (
     Family("BlenderbotForConditionalGeneration", "blenderbot", _blenderbot),
     Family("Florence2ForConditionalGeneration", "florence2", _florence2),
     Family("FSMTForConditionalGeneration", "fsmt", _fsmt),
+    Family("LEDForConditionalGeneration", "led", _led),
     Family("M2M100ForConditionalGeneration", "m2m_100", m2m100),
     Family("MarianMTModel", "marian", _marian),
     Family("MBartForConditionalGeneration", "mbart", _bart_model),
