@@ -16,6 +16,7 @@ from ..attention.compressed import CompressedCache
 from ..layers.layer_spec import LayerSpec
 from ..layers.layers import Linear, RMSNorm
 from .attention import Attention
+from .attention_kinds.block_sums import BlockSumAttention
 from .attention_kinds.differential import DifferentialAttention
 from .attention_kinds.experts import ExpertAttention
 from .attention_kinds.first_token import FirstTokenAttention
@@ -54,6 +55,8 @@ def _attention(layer: LayerSpec, source: LayerSource, backend: DeviceAttention) 
         return LoopAttention(layer, source, calls)
     if spec.reads_first_token:
         return FirstTokenAttention(layer, source, calls)
+    if spec.summed_block_size:
+        return BlockSumAttention(layer, source, calls)
     if spec.has_key_biases:
         return KeyBiasAttention(layer, source, calls)
     if spec.has_token_scales:

@@ -21,7 +21,7 @@ from support.vision.florence2 import florence2_directory
 
 torch.set_num_threads(1)
 FLAGS = ("--dtype", "float32", "--device", DEVICE, "--served-model-name", "tiny")
-LONG = ("flan-t5", "led", "longt5", "switch", "umt5")
+LONG = ("flan-t5", "global-longt5", "led", "switch", "umt5")
 """The models that read sources of 512 tokens."""
 
 SOURCES = [[5, 6, 7, 8, 9, 10], [20, 30, 40] * 6, [11], [5, 6, 7, 8, 9, 10]]
@@ -36,7 +36,7 @@ SOURCES = [[5, 6, 7, 8, 9, 10], [20, 30, 40] * 6, [11], [5, 6, 7, 8, 9, 10]]
         ("mbart", 3, ("-pp", "2")),
         ("fsmt", 3, ("-pp", "2", "--inject-preemption", "0.1")),
         ("bert2bert", 0, ("-pp", "2", "--inject-preemption", "0.1")),
-        ("longt5", 0, ("-tp", "2", "--inject-preemption", "0.1")),
+        ("global-longt5", 0, ("-tp", "2", "--inject-preemption", "0.1")),
         ("led", 3, ("-tp", "2", "--inject-preemption", "0.1")),
         ("switch", 0, ("-tp", "2", "-pp", "2", "--inject-preemption", "0.1")),
         ("umt5 gguf", 0, ("-tp", "2")),

@@ -204,6 +204,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"attention_window": [8, 4]},
     ),
     "longt5": ("LongT5", _T5_SIZES | {"local_radius": 4, "n_positions": 512}),
+    "global-longt5": (
+        "LongT5",
+        _T5_SIZES
+        | {"local_radius": 4, "encoder_attention_type": "transient-global"}
+        | {"global_block_size": 3, "n_positions": 512},
+    ),
     "bert2bert": ("EncoderDecoder", _joined("bert", "bert")),
     "roberta2generation": ("EncoderDecoder", _joined("roberta", "bert-generation")),
     "xlmr2roberta": ("EncoderDecoder", _joined("xlm-roberta", "roberta")),

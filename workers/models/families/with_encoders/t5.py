@@ -33,6 +33,14 @@ _T5_LAYER_NAMES: Final = (
     (r"\.layer\.\d\.DenseReluDense\.wo\.", ".mlp.down_proj."),
     (r"^final_layer_norm\.", "norm."),
 )
+_LONGT5_NAMES: Final = (
+    (
+        r"^encoder\.block\.0\.layer\.0\.\w+\.global_relative_attention_bias\.",
+        "block_distance_biases.",
+    ),
+    (r"\.layer\.0\.\w+\.global_input_layer_norm\.", ".self_attn.sum_norm."),
+    (r"\.(Local|TransientGlobal)SelfAttention\.", ".SelfAttention."),
+)
 _T5GEMMA_NORMS: Final = NormNames(
     "pre_self_attention",
     "post_self_attention",
@@ -149,17 +157,18 @@ def _umt5_biases(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _longt5(fields: ConfigFields) -> ModelSpec:
-    """Return the spec of a LongT5 (arXiv 2112.07916) with local attention: a T5 whose encoder has windows."""
-    fields.require("encoder_attention_type", "local")
+    """Return the spec of a LongT5 (arXiv 2112.07916): a T5 whose encoder has windows, and may read sums of blocks."""
+    kind = fields.choice("encoder_attention_type", ("local", "transient-global"), "local")
     spec = t5(fields)
     assert spec.source is not None and spec.source.encoder is not None
     encoder = spec.source.encoder
     # The window includes the token itself.
-    window = fields.integer("local_radius", 127) + 1
+    window, size = fields.integer("local_radius", 127) + 1, fields.integer("global_block_size", 16)
     encoder = replace(
         encoder,
         layers=tuple(replace(layer, window=window) for layer in encoder.layers),
-        tensor_names=((r"\.LocalSelfAttention\.", ".SelfAttention."), *encoder.tensor_names),
+        summed_block_size=size if kind == "transient-global" else 0,
+        tensor_names=(*_LONGT5_NAMES, *encoder.tensor_names),
     )
     return replace(spec, source=replace(spec.source, encoder=encoder))
 
