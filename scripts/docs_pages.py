@@ -383,6 +383,12 @@ _USUAL: dict[str, dict[str, Any]] = {
     "plm": {"hidden_act": "relu2"},
     "rwkv6": {"model_type": "rwkv6"},
     "rwkv7": {"model_type": "rwkv7"},
+    "pp_formulanet": {
+        "hidden_size": 512,
+        "intermediate_size": 2048,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 8,
+    },
     "smallthinker": {
         "moe_ffn_hidden_size": 768,
         "moe_num_primary_experts": 64,
@@ -433,6 +439,7 @@ _SAME_CONFIG = {
     "minimax_m3": "minimax_m3_vl_text",
     "nemotron_h_puzzle": "nemotron_h",
     "new": "gte",
+    "nougat": "llama",
     "pangu_ultra_moe": "deepseek_v3",
     "param2moe": "sarvam_moe",
     "phi4mm": "phi4_multimodal",
