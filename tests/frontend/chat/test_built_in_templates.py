@@ -240,3 +240,6 @@ def test_moondream_answers_questions_and_writes_captions(tmp_path: Path) -> None
         f"{start}<|md_reserved_0|>query<|md_reserved_1|>2 + 2?<|md_reserved_2|>4"
         "<|md_reserved_0|>query<|md_reserved_1|>2 + 2?<|md_reserved_2|>"
     )
+    parts = [{"type": "text", "text": "Who?"}, IMAGE_PART]
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": parts}]
+    assert template.render(chat).startswith(f"{start}<image><|md_reserved_0|>query")
