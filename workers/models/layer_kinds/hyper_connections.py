@@ -44,7 +44,7 @@ class StreamSum:
         self._project = source.kernels.router_linear(weight)
         self._bias = weights.read_vector(f"{name}.base", sum(sizes))
         scales = weights.read_vector(f"{name}.scale", len(sizes))
-        self._scale = scales.repeat_interleave(torch.tensor(sizes, device=scales.device))
+        self._scale = torch.cat([scales[i].expand(size) for i, size in enumerate(sizes)])
 
     def reduce(self, x_TE: Tensor) -> Tensor:
         """Return the sum [T, D] in the dtype of the streams."""
