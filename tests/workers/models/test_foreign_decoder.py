@@ -42,7 +42,8 @@ MODELS = {
     "tokens that the decoder numbers itself": (
         "Bart",
         {"d_model": 48, "pad_token_id": 1, "decoder_ffn_dim": 80}
-        | {f"{part}_layers": 3 for part in ("encoder", "decoder")}
+        # The config's number of layers is that of the encoder.
+        | {"encoder_layers": 4, "decoder_layers": 3, "num_hidden_layers": 4}
         | {f"{part}_attention_heads": 6 for part in ("encoder", "decoder")},
     ),
 }

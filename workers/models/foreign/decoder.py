@@ -158,7 +158,8 @@ class TransformersModel:
 
     def _spec(self, hidden_size: int) -> ModelSpec:
         text = self.config.get_text_config()
-        num_layers = int(text.num_hidden_layers)
+        # The layers of a decoder may be fewer or more than those of the encoder beside which it was trained.
+        num_layers = int(getattr(text, "decoder_layers", text.num_hidden_layers))
         layers = [self._seen.get(i) for i in range(num_layers)]
         heads = {(x.num_heads, x.num_kv_heads, x.head_dim, x.scale, x.softcap) for x in layers if x}
         if None in layers or len(self._seen) != num_layers or len(heads) != 1:
