@@ -206,10 +206,9 @@ class ResponseStates:
             record = await self.responses.find(next_id, owner)
             if record is None:
                 where = "" if next_id == identifier else f", which {echo(identifier)} continues,"
-                raise APIError(
-                    400,
-                    f"Previous response with id {echo(next_id)}{where} was not found",
-                    param="previous_response_id",
+                raise bad_request(
+                    "previous_response_id",
+                    f"{echo(next_id)}{where} was not found",
                     code="previous_response_not_found",
                 )
             response = record["response"]
