@@ -183,7 +183,8 @@ def pack_tensor(
     """Return a packed float matrix, or None if it has a NaN or infinity that the format cannot represent."""
     n, k = matrix.shape
     weight = allocate_packed(weight_format, n, k, memory)
-    source = matrix.contiguous().view(torch.uint8).numpy()
+    # The last stride of a matrix with one column may be anything.
+    source = matrix.flatten().view(torch.uint8).view(n, k * matrix.element_size()).numpy()
     if not pack_rows(weight, FLOAT_TYPES[dtype_name(matrix.dtype)], source):
         return None
     weight.array = memory.shrink(finish_packing(weight), weight.array)

@@ -218,7 +218,13 @@ WITH_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm4-moe-lite": (
         "Glm4MoeLite",
-        LATENT | {"n_routed_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+        LATENT
+        | {
+            "qk_nope_head_dim": 1,
+            "n_routed_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+        },
     ),
     "minicpm3": ("MiniCPM3", LATENT),
     "phi-moe-longrope": (
