@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from engine.frontend.supervisor.saved_state import NAME, StateFile
 from support.processes.program import has_ended, wait_until
 from support.servers.server import Server, assert_nothing_is_held, default_model, title_of
 
@@ -93,8 +94,11 @@ def test_streams_are_not_cut_when_supervisors_are_killed(tmp_path: Path) -> None
 def test_a_start_goes_on_when_the_supervisor_is_killed(tmp_path: Path) -> None:
     with Server(*NULL, env={"XDG_RUNTIME_DIR": str(tmp_path)}, wait=False) as server:
         core = server.child("core 0")
-        # A process that the supervisor has not saved yet is started again.
-        wait_until(lambda: list(tmp_path.rglob("supervisor.state.*")), what="a saved state")
+        # A process that the supervisor has not saved yet is started again. Its files exist before the first state.
+        wait_until(
+            lambda: any(StateFile(file.parent).load() for file in tmp_path.rglob(f"{NAME}.*")),
+            what="a saved state",
+        )
         kill(server, "supervisor")
         server.wait_for("ready at")
         assert server.log.count("ready at") == 1
