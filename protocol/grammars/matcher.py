@@ -139,7 +139,15 @@ class GrammarState(msgspec.Struct):
 
 
 def load_grammar_tokenizer(path: str, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
-    """Load a tokenizer.json file, or the one in a directory. Raise EngineError if there is no tokenizer.json."""
+    """Load a tokenizer.json file, or the one in a directory.
+
+    Raises:
+        EngineError: There is no tokenizer.json, or no end token, which the masks after the end allow alone.
+    """
+    if not eos_token_ids:
+        raise EngineError(
+            "structured outputs need an end token, but this model's files name none; add eos_token_id to config.json"
+        )
     # Imported here so that only processes that use grammars load the library.
     from llguidance import LLTokenizer
 
@@ -150,7 +158,7 @@ def load_grammar_tokenizer(path: str, vocab_size: int, eos_token_ids: Sequence[i
         raise EngineError("structured outputs need a tokenizer.json, but this model has none")
     # Each call holds the interpreter lock, so that the core's loop waits. Two calls let it run in between.
     whole = LLTokenizer(
-        str(json_path), n_vocab=vocab_size, eos_token=sorted(eos_token_ids) or None, slices=[]
+        str(json_path), n_vocab=vocab_size, eos_token=sorted(eos_token_ids), slices=[]
     )
     tokenizer = whole.with_slices(LLTokenizer.general_slices())
     # Find the special tokens now, so that processes forked from this one do not have to do it again.

@@ -101,6 +101,16 @@ def test_a_panic_of_a_grammar_fails_no_later_request() -> None:
     manager.close()
 
 
+@pytest.mark.parametrize("is_isolated", [False, True])
+def test_a_grammar_for_a_model_without_end_tokens_is_refused(is_isolated: bool) -> None:
+    path = str(tokenizer_json_path(default_model()))
+    manager = StructuredOutputManager(path, V, ())
+    manager.compile(0, StructuredOutput(GrammarKind.REGEX, "ab", is_isolated=is_isolated))
+    [(_, problem)] = await_events(manager).items()
+    assert problem is not None and "need an end token" in problem
+    manager.close()
+
+
 @pytest.mark.parametrize(("num_started", "is_isolated"), [(0, False), (1, False), (0, True)])
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_grammar_waits_for_threads_and_may_be_sent_again(
