@@ -103,6 +103,12 @@ def test_a_prefill_replica_that_is_killed_costs_time_only(server: Server) -> Non
     asking.join()
     (answer,) = answers
     server.wait_until_whole()
+    # A frontend may learn a moment later than the status that the replica is ready.
+    short, headers = body | {"max_tokens": 1}, {"X-data-parallel-rank": PREFILL}
+    wait_until(
+        lambda: server.post("/v1/completions", short, headers=headers)[0] == 200,
+        what="the prefill replica accepts requests",
+    )
     # The next prompt is computed there again, with the same tokens.
     assert answer[0] == ask(server, body, PREFILL)[0]
 
