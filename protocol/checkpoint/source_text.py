@@ -153,6 +153,7 @@ _FAMILIES: Final[dict[str, _Family]] = {
     "mvp": _Family(),
     "nllb-moe": _Family(),
     "pegasus": _Family(0),
+    "pegasus_x": _Family(0, max_tokens=16_384),
     "plbart": _Family(begins_with_last=True),
     "switch_transformers": _Family(None, _t5_fields, _max_t5_tokens),
     "t5": _T5,

@@ -27,6 +27,8 @@ def unsupported_features(spec: ModelSpec) -> list[str]:
         "attention to sums of blocks of tokens": (
             source is not None and source.summed_block_size > 0
         ),
+        "global tokens beside blocks of tokens": source is not None
+        and source.num_global_tokens > 0,
         "experts that compute a limited number of tokens": source is not None
         and any(layer.experts is not None and layer.experts.capacity for layer in source.layers),
         "blocks of keys that depend on heads": any(layer.block_pattern for layer in spec.layers),

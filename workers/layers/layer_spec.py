@@ -12,7 +12,7 @@ from .specs.disentangled import InputConvolution
 from .specs.experts import ExpertsSpec, GateLimit
 from .specs.latent import LatentSpec
 from .specs.norm_names import NormNames
-from .window import BlockPattern, Window
+from .window import BlockPattern, TokenBlocks, Window
 
 
 class BlockConvolution(msgspec.Struct, frozen=True):
@@ -151,6 +151,8 @@ class LayerSpec(msgspec.Struct, frozen=True):
     """A change of the hidden states before the layer."""
     weights: int | None = None
     """The index of the earlier layer whose weights this layer has. They differ in `restart` and `window` only."""
+    token_blocks: TokenBlocks | None = None
+    """The blocks within which tokens attend, beside `ModelSpec.num_global_tokens`. Only in encoders."""
 
     @property
     def cache_source(self) -> int | None:

@@ -263,6 +263,11 @@ class ModelFields(msgspec.Struct, frozen=True, kw_only=True):
     """True if all tokens also attend to the first one, and it to all, by projections of its own. Only in encoders."""
     summed_block_size: int = 0
     """The number of tokens of a block whose sum all tokens also attend to; 0 without sums. Only in encoders."""
+    num_global_tokens: int = 0
+    """The number of stored embeddings before those of a text, which read all its tokens and are read by all.
+
+    Tokens of the text otherwise attend within `LayerSpec.token_blocks`. Only in encoders.
+    """
     has_key_biases: bool = False
     """True if a number that depends on a key's value is added to its scores.
 

@@ -55,6 +55,13 @@ class BlockPattern(msgspec.Struct, frozen=True):
     head_step: int
 
 
+class TokenBlocks(msgspec.Struct, frozen=True):
+    """Attention in both directions within blocks of `size` tokens, the first of which has `first_size` tokens."""
+
+    size: int
+    first_size: int
+
+
 class SpanLayers(IntEnum):
     """The layers in which the tokens of a step attend to the ranges of positions that the step gives for them.
 

@@ -242,7 +242,7 @@ class Decoder(TorchDecoder):
             x_TD = self._last_streams.reduce(x_TD)
             x_TD = x_TD if self._norm is None else self._norm(x_TD)
         else:
-            x_TD = added(x_TD, block_TD, self.spec, self._norm)
+            x_TD = added(x_TD, block_TD, self.spec, self._norm)[self.spec.num_global_tokens :]
         if self.kept_width:
             states = (x_TD, *(kept[index] for index in self._kept.layers))
             self.kept_hidden_TE = torch.cat([each.float() for each in states], 1)

@@ -20,6 +20,7 @@ from .attention_kinds.block_sums import BlockSumAttention
 from .attention_kinds.differential import DifferentialAttention
 from .attention_kinds.experts import ExpertAttention
 from .attention_kinds.first_token import FirstTokenAttention
+from .attention_kinds.global_tokens import GlobalTokenAttention
 from .attention_kinds.key_biases import KeyBiasAttention
 from .attention_kinds.kind import AttentionKind
 from .attention_kinds.loops import LoopAttention
@@ -55,6 +56,8 @@ def _attention(layer: LayerSpec, source: LayerSource, backend: DeviceAttention) 
         return LoopAttention(layer, source, calls)
     if spec.reads_first_token:
         return FirstTokenAttention(layer, source, calls)
+    if layer.token_blocks is not None:
+        return GlobalTokenAttention(layer, source, calls)
     if spec.summed_block_size:
         return BlockSumAttention(layer, source, calls)
     if spec.has_key_biases:

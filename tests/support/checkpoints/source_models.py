@@ -188,6 +188,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"encoder_sparse_step": 2, "decoder_sparse_step": 2},
     ),
     "pegasus": ("Pegasus", _BART_SIZES | {"max_position_embeddings": 128}),
+    "pegasus_x": (
+        "PegasusX",
+        # The second layer's blocks begin in the middle of those of the first.
+        _BART_SIZES | {"max_position_embeddings": 128, "num_global_tokens": 3, "block_size": 8},
+    ),
     "blenderbot": ("Blenderbot", _BART_SIZES),
     "plbart": ("PLBart", _BART_SIZES | {"max_position_embeddings": 128}),
     # Encoder, decoder and output projection have tables of their own.

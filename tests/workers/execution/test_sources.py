@@ -39,7 +39,7 @@ BACKENDS = {
     },
 }
 
-IN_TORCH = {"global-longt5", "led", "switch"}
+IN_TORCH = {"global-longt5", "led", "pegasus_x", "switch"}
 """The models that native programs do not compute."""
 
 

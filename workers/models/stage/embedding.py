@@ -1,7 +1,7 @@
 """The embedding of tokens, with which the first pipeline stage begins.
 
 Shapes: T tokens of a step, D hidden size, E elements of an embedding, v this rank's part of the vocabulary, P
-positions.
+positions, G global tokens.
 """
 
 from __future__ import annotations
@@ -109,6 +109,11 @@ class TokenEmbedding:
         self._positions_PD: Tensor | None = None
         if spec.num_positions:
             self._positions_PD = read_positions(spec, weights, max_model_len)
+        self._global_GD: Tensor | None = None
+        if spec.num_global_tokens:
+            self._global_GD = weights.read(
+                "embed_global.weight", spec.num_global_tokens, spec.hidden_size
+            )
         self._streams: Streams | None = None
         if spec.altup is not None:
             self._streams = Streams(spec, spec.altup, weights, "altup_projections", source.kernels)
@@ -150,9 +155,14 @@ class TokenEmbedding:
         return x_TD if self._projection is None or is_projected else self._projection(x_TD)
 
     def expand(self, x_TD: Tensor) -> Tensor:
-        """Return the hidden states that the first layer reads: the embeddings, or the streams made of them."""
+        """Return the hidden states that the first layer reads: the embeddings, or the streams made of them.
+
+        Global tokens, if there are any, are the first rows.
+        """
         if self._streams is not None:
             return self._streams.expand(x_TD)
+        if self._global_GD is not None:
+            return torch.cat((self._global_GD, x_TD))
         if self._spec.num_streams:
             return x_TD.repeat(1, self._spec.num_streams)
         return x_TD

@@ -17,6 +17,7 @@ from .....protocol.checkpoint.vision.read import AnyVisionSpec
 from ....layers.spec import ModelSpec, SourceSpec
 from ....layers.specs.norm_names import NormNames
 from ....layers.specs.positions import Sinusoids
+from ....layers.window import TokenBlocks
 from ..common import Family, base_spec, uniform_layers, with_score_head
 from .absolute import BERT_NAMES
 
@@ -36,6 +37,10 @@ _LED_NAMES: Final = (
     (r"\.longformer_self_attn\.([qkv])\w+_global\.", r".\1_proj_global."),
     (r"\.longformer_self_attn\.([qkv])[a-z]+\.", r".\1_proj."),
     (r"\.self_attn\.output\.", ".self_attn.o_proj."),
+)
+_PEGASUS_X_NAMES: Final = (
+    (r"\.global_self_attn_layer_norm\.", ".self_attn.global_norm."),
+    (r"\.self_attn_layer_norm\.", ".self_attn.text_norm."),
 )
 _BART_DECODER_NAMES: Final = (
     # The embedding of the decoder, if it has its own, else the shared one.
@@ -302,6 +307,38 @@ def _pegasus(fields: ConfigFields) -> ModelSpec:
     return _bart_model(fields, sinusoids="by size", position_offset=0, has_embedding_norm=False)
 
 
+def _pegasus_x(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a Pegasus-X (arXiv 2208.04347), whose encoder has global tokens and blocks of tokens."""
+    fields = fields.with_defaults(scale_embedding=True, max_position_embeddings=16_384)
+    size = fields.integer("block_size", 512)
+    staggers = fields.boolean("stagger_local_blocks", True)
+    if staggers and size % 2:
+        raise fields.wrong("block_size", "an even number", size)
+    spec = _bart_model(
+        fields,
+        sinusoids="by last",
+        has_head_bias=False,
+        position_offset=0,
+        has_embedding_norm=False,
+        qkv_bias=False,
+        attention_output_bias=False,
+    )
+    assert spec.source is not None and spec.source.encoder is not None
+    source, encoder = spec.source, spec.source.encoder
+    # The blocks of every second layer begin in the middle of those of the others.
+    blocks = TokenBlocks(size, size), TokenBlocks(size, size // 2 if staggers else size)
+    encoder = replace(
+        encoder,
+        layers=tuple(
+            replace(layer, token_blocks=blocks[i % 2]) for i, layer in enumerate(encoder.layers)
+        ),
+        norms=NormNames(None, None, "mlp_norm", None),
+        num_global_tokens=fields.integer("num_global_tokens", 32),
+        tensor_names=(*_PEGASUS_X_NAMES, *encoder.tensor_names),
+    )
+    return replace(spec, source=replace(source, encoder=encoder))
+
+
 def _fsmt(fields: ConfigFields) -> ModelSpec:
     """Return the spec of FAIR's models of WMT19 (arXiv 1907.06616): an M2M100 with norms after its blocks."""
     # The output projection is the decoder's embedding unless the checkpoint has another one.
@@ -367,6 +404,7 @@ FAMILIES = (
     Family("MvpForConditionalGeneration", "mvp", _mvp),
     Family("NemotronParseForConditionalGeneration", "nemotron_parse", _nemotron_parse),
     Family("PegasusForConditionalGeneration", "pegasus", _pegasus),
+    Family("PegasusXForConditionalGeneration", "pegasus_x", _pegasus_x),
     Family("PLBartForConditionalGeneration", "plbart", _plbart),
     Family("BlipForConditionalGeneration", "blip", _blip),
     Family("TrOCRForConditionalGeneration", "trocr", _trocr),
