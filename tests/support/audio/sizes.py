@@ -13,4 +13,4 @@ SAMPLES = {
     "num_conv_pos_embeddings": 8,
     "num_conv_pos_embedding_groups": 4,
 }
-"""Those of the encoder of wav2vec 2.0."""
+"""The sizes of the encoder of wav2vec 2.0."""
